@@ -97,9 +97,6 @@ def finished_shards(final: pathlib.Path) -> int:
     return len(list(final.glob('building-*/*.tfrecord*.json')))
 
 
-# --- Where data sets go -------------------------------------------------------------------------
-
-
 class Place:
     """Where builds of a source put one data set, on a disk or in a bucket, in a folder `out`."""
 

@@ -144,9 +144,7 @@ def test_what_is_dropped_is_counted_by_reason(tmp_path):
     # 2 and 19 lack more than one thing and are counted once.
     embeddings = {key: np.ones(3) for key in range(25) if key not in (0, 2, 19)}
     sidecar = made_sources.write_sidecar(tmp_path / 'x.parquet', embeddings, source)
-
     made = make_plan(source, tmp_path / 'out', text_embeddings=str(sidecar))
-
     assert counts(made) == {'no_row': 2, 'no_caption': 3, 'no_text_vector': 1}
     assert made.dropped.examples == {
         'no_row': [18, 19],
@@ -250,7 +248,6 @@ def test_the_fingerprint_tells_sources_apart(tmp_path):
     latents = made_sources.make_latents(10, seed=sum(range(10)))
     latents[9, 2, 3, 31, 31] += 1
     assert fingerprint('c', {'latents': latents}) != fingerprint('a2')
-
     source = made_sources.write_source(tmp_path / 'd', [range(10)])
     made_sources.write_captions(source, {key: f'Caption  of {key}.' for key in range(10)})
     assert make_plan(source, tmp_path / 'd-out').source_fingerprint != fingerprint('a3')

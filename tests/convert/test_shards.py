@@ -63,7 +63,6 @@ def test_small_remote_files_are_fetched_once_and_together(gcs, tmp_path):
     write(make_plan(source, tmp_path / 'stores', **settings), tmp_path / 'local')
     assert files_of(data_folder(tmp_path / 'work')) == files_of(data_folder(tmp_path / 'local'))
     assert not any((tmp_path / 'work' / 'source').iterdir())
-
     lost = next(task for task in made.tasks if task.split == schema.VALIDATION)
     (data_folder(tmp_path / 'work') / lost.filename).unlink()
     gcs.clear()
@@ -119,9 +118,7 @@ def test_what_is_finished_is_not_written_again(tmp_path):
     record['result']['writer'] = 'coyo11m_tfds 0.0.1, records of format 1'
     path.write_text(json.dumps(record | {'digest': json_digest.sha256(record)}))
     before = {name: (data / name).stat() for name in names[6:]}
-
     second = write(made, tmp_path / 'work')
-
     assert files_of(data) == undisturbed
     after = {name: (data / name).stat() for name in names[6:]}
     assert {n: s.st_ino for n, s in after.items()} == {n: s.st_ino for n, s in before.items()}
@@ -165,7 +162,6 @@ def test_what_is_not_finite_is_left_out_and_counted(tmp_path, value):
     assert lengths[-1] == 0 and lengths.sum() == 148
     again = driver.describe(made, write(made, tmp_path / 'work'), str(data))
     assert again.dropped.counts == built.dropped.counts
-
     made = make_plan(source, tmp_path / 'stores', max_bad_fraction=0.01)
     with pytest.raises(ValueError, match=r'non_finite: [23]; e\.g\. key 1\d\d\), more than 1\.00%'):
         write(made, tmp_path / 'too much')
@@ -197,7 +193,6 @@ def test_statistics_are_those_of_the_train_split(tmp_path):
     sidecar = made_sources.write_sidecar(tmp_path / 'x.parquet', embeddings, source)
     made = make_plan(source, tmp_path / 'out', text_embeddings=str(sidecar))
     metadata = driver.describe(made, write(made, tmp_path / 'work'), str(tmp_path)).metadata
-
     train = [key for shard in planned_keys(made)[schema.TRAIN] for key in shard]
     files = [torch.load(made_sources.latents_file(source, n), weights_only=True) for n in (0, 1)]
     latents = torch.cat([file['latents'] for file in files]).double().numpy()[train]

@@ -32,7 +32,6 @@ def test_a_record_has_the_bytes_that_tensorflow_gives_it(features):
         else:
             example.features.feature[name].int64_list.value.append(value)
     file = io.BytesIO()
-
     with records.RecordWriter(file) as writer:
         writer.write(
             {
@@ -40,7 +39,6 @@ def test_a_record_has_the_bytes_that_tensorflow_gives_it(features):
                 for name, value in features.items()
             }
         )
-
     assert file.getvalue()[12:-4] == example.SerializeToString(deterministic=True)
 
 
@@ -53,7 +51,6 @@ def test_tensorflow_reads_what_is_written_and_the_account_is_right(tmp_path, cou
     with path.open('wb') as file, records.RecordWriter(file) as writer:
         for part in (slice(0, 40), slice(40, None)):
             writer.write({'text': texts[part], 'row': rows[part]})
-
     # TensorFlow checks both checksums of every record.
     read = list(tf.data.TFRecordDataset(str(path)).as_numpy_iterator())
     examples = [tf.train.Example.FromString(record).features.feature for record in read]

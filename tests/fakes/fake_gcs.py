@@ -15,7 +15,6 @@ name begins with 'no-such-'. Objects above 4 MB are kept in unnamed files.
 import base64
 import dataclasses
 import functools
-import hashlib
 import json
 import mmap
 import pathlib
@@ -47,11 +46,9 @@ _ROUTES = [
     (f'{_BUCKETS}/([^/]+)/o/([^/]+)/rewriteTo/b/([^/]+)/o/([^/]+)', {'POST': 'copy'}),
     (f'(?:/download)?{_BUCKETS}/([^/]+)/o/([^/]+)', {'GET': 'stat', 'DELETE': 'delete'}),
     (f'/upload{_BUCKETS}/([^/]+)/o/?', {'POST': 'upload', 'PUT': 'upload'}),
-    ('/(?!storage/|upload/|download/)([^/]+)/(.+)', {'GET': 'read', 'HEAD': 'read'}),
+    ('/(?!storage/|upload/|download/)([^/]+)/(.+)', {'GET': 'read'}),
 ]
 _PIECE = 1 << 20
-# Larger objects have no MD5, as those that upload tools compose of parts; CRC32C is for all.
-_COMPOSED_BYTES = 32 << 20
 
 
 @dataclasses.dataclass
@@ -63,7 +60,6 @@ class Object:
     data: bytes | mmap.mmap
     generation: int
     content_type: str = 'application/octet-stream'
-    metadata: dict[str, str] | None = None
 
     @functools.cached_property
     def crc32c(self) -> str:
@@ -74,12 +70,6 @@ class Object:
                 value = google_crc32c.extend(value, bytes(view[start : start + _PIECE]))
         return base64.b64encode(value.to_bytes(4, 'big')).decode()
 
-    @functools.cached_property
-    def md5(self) -> str | None:
-        if len(self.data) > _COMPOSED_BYTES:
-            return None
-        return base64.b64encode(hashlib.md5(self.data).digest()).decode()
-
     @property
     def etag(self) -> str:
         return base64.b64encode(str(self.generation).encode()).decode()
@@ -89,7 +79,7 @@ class Object:
         quoted = urllib.parse.quote(self.name, safe='')
         seconds, micros = divmod(self.generation, 1_000_000)
         when = time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds)) + f'.{micros // 1000:03d}Z'
-        resource = {
+        return {
             'kind': 'storage#object',
             'id': f'{self.bucket}/{self.name}/{self.generation}',
             'selfLink': f'{url}/storage/v1/b/{self.bucket}/o/{quoted}',
@@ -101,25 +91,21 @@ class Object:
             'contentType': self.content_type,
             'storageClass': 'STANDARD',
             'size': str(len(self.data)),
-            'md5Hash': self.md5,
             'crc32c': self.crc32c,
             'etag': self.etag,
             'timeCreated': when,
             'updated': when,
-            'metadata': self.metadata,
         }
-        return {name: value for name, value in resource.items() if value is not None}
 
     def headers(self) -> dict[str, str]:
         """Headers of an answer with the content."""
-        md5 = f',md5={self.md5}' if self.md5 else ''
         return {
             'Content-Type': self.content_type,
             'Accept-Ranges': 'bytes',
             'ETag': f'"{self.etag}"',
             'X-Goog-Generation': str(self.generation),
             'X-Goog-Metageneration': '1',
-            'X-Goog-Hash': f'crc32c={self.crc32c}{md5}',
+            'X-Goog-Hash': f'crc32c={self.crc32c}',
             'X-Goog-Stored-Content-Length': str(len(self.data)),
         }
 
@@ -176,12 +162,11 @@ class Store:
         name: str,
         data: bytes | mmap.mmap,
         content_type: str = 'application/octet-stream',
-        metadata: dict[str, str] | None = None,
     ) -> Object:
         with self._lock:
             self.check(query, bucket, name)
             self._last_generation = max(self._last_generation + 1, time.time_ns() // 1000)
-            made = Object(bucket, name, data, self._last_generation, content_type, metadata)
+            made = Object(bucket, name, data, self._last_generation, content_type)
             self._bucket(bucket)[name] = made
         return made
 
@@ -196,9 +181,7 @@ class Store:
         with self._lock:
             self.check(query, bucket, name, 'ifSource')
             found = self._find(bucket, name, query.get('sourceGeneration'))
-            return self.store(
-                query, to_bucket, to_name, found.data, found.content_type, found.metadata
-            )
+            return self.store(query, to_bucket, to_name, found.data, found.content_type)
 
     def _bucket(self, bucket: str) -> dict[str, Object]:
         if bucket.startswith('no-such-'):
@@ -262,7 +245,6 @@ class _Session:
     name: str
     query: dict[str, str]
     content_type: str
-    metadata: dict[str, str] | None
     file: tempfile.SpooledTemporaryFile
     received: int = 0
     done: Object | None = None
@@ -363,7 +345,7 @@ class Gcs(FakeServer):
         try:
             return handler(call, *names)
         except Refused as refusal:
-            if isinstance(refusal, Unchanged) and call.method in ('GET', 'HEAD'):
+            if isinstance(refusal, Unchanged) and call.method == 'GET':
                 return Reply(304)
             return _error(refusal.status, str(refusal))
 
@@ -446,19 +428,17 @@ class Gcs(FakeServer):
     def _on_upload(self, call: Call, bucket: str) -> Reply:
         if 'upload_id' in call.query:
             return self._continue(call)
-        name, metadata = call.query.get('name'), None
+        name = call.query.get('name')
         content_type = call.headers.get('Content-Type', 'application/octet-stream')
         pieces = call.body.pieces()
         if call.query['uploadType'] == 'multipart':
             described, content_type, content = split_multipart(content_type, call.body.read())
-            name, metadata = described.get('name', name), described.get('metadata')
+            name = described.get('name', name)
             pieces = iter([content])
         with self._spool() as file:
             for piece in call.file_pieces(pieces):
                 file.write(piece)
-            made = self._store.store(
-                call.query, bucket, name, _content(file), content_type, metadata
-            )
+            made = self._store.store(call.query, bucket, name, _content(file), content_type)
         return _json(self._resource(call, made))
 
     def _on_start(self, call: Call, bucket: str) -> Reply:
@@ -467,9 +447,7 @@ class Gcs(FakeServer):
         self._store.check(call.query, bucket, name)
         content_type = call.headers.get('X-Upload-Content-Type', 'application/octet-stream')
         number = uuid.uuid4().hex
-        self._sessions[number] = _Session(
-            bucket, name, call.query, content_type, described.get('metadata'), self._spool()
-        )
+        self._sessions[number] = _Session(bucket, name, call.query, content_type, self._spool())
         quoted = urllib.parse.quote(name, safe='')
         where = f'/upload/storage/v1/b/{bucket}/o?uploadType=resumable&name={quoted}'
         return Reply(200, headers={'Location': f'{_base(call)}{where}&upload_id={number}'})
@@ -514,7 +492,6 @@ class Gcs(FakeServer):
                 session.name,
                 _content(session.file),
                 session.content_type,
-                session.metadata,
             )
             session.file.close()
         if session.done is not None:

@@ -123,7 +123,7 @@ class Hub(FakeServer):
         action, parts = self._route(call)
         if action in ('read', 'small', 'resolve'):
             path = '/'.join([self.repo, parts[-1]])
-            return 'read' if action == 'small' and call.method == 'GET' else action, path
+            return 'read' if action == 'small' else action, path
         return action, parts[0]
 
     def answer(self, call: Call) -> Reply:

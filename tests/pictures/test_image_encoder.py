@@ -26,7 +26,6 @@ def test_pictures_and_captions_in_one_space(tmp_path):
     np.testing.assert_array_equal(texts[0], texts[2])
     assert np.abs(texts[0] - texts[1]).max() > 1e-3
     assert (encoder.name, encoder.revision[:7]) == ('clip', 'sha256:')
-
     # As transformers itself scores a picture and a text.
     model = transformers.CLIPModel.from_pretrained(folder)
     processor = transformers.CLIPImageProcessor.from_pretrained(folder)

@@ -109,7 +109,6 @@ def test_decoders_give_what_those_of_diffusers_give(tmp_path, kind, subfolder):
             torch.nn.init.uniform_(weight, -0.5, 0.5)
     vae.save_pretrained(tmp_path / subfolder)
     decoder = vae_decoder.load(str(tmp_path))
-
     latents = 6 * torch.randn(5, 4, 8, 16)
     scaling = 1 if kind == 'AutoencoderKL' else schema.VAE_SCALING_FACTOR
     with torch.inference_mode():

@@ -96,7 +96,6 @@ def test_a_second_interrupt_does_not_wait():
 
 def test_an_interrupt_is_not_lost_where_exceptions_are_ignored():
     status, out, said = end('collects', 'collects')
-
     assert (status, said) == (130, 'Interrupted: nothing is lost.\n')
     assert out.endswith('cleared up\n')
 

@@ -1,13 +1,11 @@
 """Progress: what it says in the log, and that it never breaks the work."""
 
-import logging
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
-from absl import logging as absl_logging
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coyo11m_tfds.process import progress
@@ -23,40 +21,20 @@ class Clock:
         return self.now
 
 
-class Lines(logging.Handler):
-    """Keeps the messages of the log instead of showing them, as a context manager."""
-
-    def __enter__(self) -> list[str]:
-        self.messages, self.logger = [], absl_logging.get_absl_logger()
-        self.previous = self.logger.level, self.logger.propagate
-        self.logger.addHandler(self)
-        self.logger.setLevel(logging.INFO)
-        self.logger.propagate = False
-        return self.messages
-
-    def __exit__(self, *_) -> None:
-        self.logger.removeHandler(self)
-        self.logger.setLevel(self.previous[0])
-        self.logger.propagate = self.previous[1]
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 @pytest.fixture
-def lines() -> Iterator[list[str]]:
-    with Lines() as messages:
-        yield messages
+def log(caplog) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level('INFO', logger='absl'):
+        yield caplog
 
 
-def test_a_line_tells_goals_speeds_counts_and_the_time_left(lines):
+def test_a_line_tells_goals_speeds_counts_and_the_time_left(log):
     clock = Clock()
     with progress.Progress('Writing shards', 10**9, 'B', {'shards': 2400}, clock) as made:
         clock.now += 10
         made.add(10**8, shards=3, records=50_000, dropped=7)
         clock.now += 10
         made.add(3 * 10**8, shards=2, records=150_000, dropped=0)
-        assert lines == [
+        assert log.messages == [
             'Writing shards: 10%, 3 of 2,400 shards, 5,000 records/s, 10 MB/s, 7 dropped, '
             '0:01:30 left',
             'Writing shards: 40%, 5 of 2,400 shards, 10,000 records/s, 20 MB/s, 7 dropped, '
@@ -64,7 +42,7 @@ def test_a_line_tells_goals_speeds_counts_and_the_time_left(lines):
         ]
 
 
-def test_it_says_so_when_the_work_was_broken_off(lines):
+def test_it_says_so_when_the_work_was_broken_off(log):
     clock = Clock()
     with (
         pytest.raises(OSError, match='disk full'),
@@ -73,47 +51,46 @@ def test_it_says_so_when_the_work_was_broken_off(lines):
         clock.now += 5
         made.add(10**7)
         raise OSError('disk full')
-    assert lines == ['Copying: 10%, 2.0 MB/s, ended after 0:00:05']
+    assert log.messages == ['Copying: 10%, 2.0 MB/s, ended after 0:00:05']
 
 
-def test_the_speed_is_that_of_the_last_minute(lines):
+def test_the_speed_is_that_of_the_last_minute(log):
     clock = Clock()
     with progress.Progress('Copying', 10**10, 'B', clock=clock) as made:
         for megabytes in [100] * 100 + [1] * 62:
             clock.now += 1
             made.add(megabytes * 10**6)
-    assert lines[0].startswith('Copying: 10%, 100 MB/s')
-    assert len(lines) == 16 + 1  # ten seconds apart, and the last
-    assert ', 1.0 MB/s, 0:00:00 left' in lines[-2]
-    assert ', 62 MB/s, in 0:02:42' in lines[-1]
+    assert log.messages[0].startswith('Copying: 10%, 100 MB/s')
+    assert len(log.messages) == 16 + 1  # ten seconds apart, and the last
+    assert ', 1.0 MB/s, 0:00:00 left' in log.messages[-2]
+    assert ', 62 MB/s, in 0:02:42' in log.messages[-1]
 
 
-def test_what_an_earlier_run_did_counts_but_does_not_make_it_faster(lines):
+def test_what_an_earlier_run_did_counts_but_does_not_make_it_faster(log):
     clock = Clock()
     with progress.Progress('Writing', 10**9, 'B', {'shards': 10}, clock) as made:
         made.skip(8 * 10**8, shards=8, records=4000)
         clock.now += 10
         made.add(10**8, shards=1, records=500)
-        assert lines == ['Writing: 90%, 9 of 10 shards, 50 records/s, 10 MB/s, 0:00:10 left']
+        assert log.messages == ['Writing: 90%, 9 of 10 shards, 50 records/s, 10 MB/s, 0:00:10 left']
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.integers(0, 10**13),
     st.sampled_from(['B', 'files']),
     st.lists(st.tuples(st.integers(0, 10**13), st.floats(0, 1e6), st.booleans()), max_size=20),
 )
-def test_no_course_of_events_makes_it_fail(total, unit, steps):
+def test_no_course_of_events_makes_it_fail(log, total, unit, steps):
     """Hours of work must not end because of a line in the log; nor is more than all ever done."""
+    log.clear()
     clock = Clock()
-    with (
-        Lines() as lines,
-        progress.Progress('Copying', total, unit, {'shards': total}, clock) as made,
-    ):
+    with progress.Progress('Copying', total, unit, {'shards': total}, clock) as made:
         for amount, seconds, earlier in steps:
             clock.now += seconds
             (made.skip if earlier else made.add)(amount, shards=1, records=amount)
-    assert lines
-    for line in lines:
+    assert log.messages
+    for line in log.messages:
         assert '-' not in line
         shares = [int(word[:-2]) for word in line.split() if word.endswith('%,')]
         assert len(shares) == (total > 0)
@@ -131,7 +108,7 @@ class SlowOne(int):
         return other + 1
 
 
-def test_threads_may_share_one(lines):
+def test_threads_may_share_one(log):
     with progress.Progress('Copying', 400, 'B', {'files': 400}) as made:
         threads = [
             threading.Thread(target=lambda: [made.add(SlowOne(), files=1) for _ in range(50)])
@@ -141,4 +118,4 @@ def test_threads_may_share_one(lines):
             thread.start()
         for thread in threads:
             thread.join()
-    assert '100%, 400 of 400 files' in lines[-1]
+    assert '100%, 400 of 400 files' in log.messages[-1]

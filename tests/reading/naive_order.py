@@ -71,9 +71,6 @@ def _shuffled(
     return shuffled
 
 
-# --- Mixtures ------------------------------------------------------------------------------------
-
-
 def kept(lengths: Sequence[int], keeps: Sequence[bool]) -> list[list[int]]:
     """The records of each shard that are kept, of what is said of all records in a row."""
     told = iter(keeps)

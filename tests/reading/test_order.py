@@ -50,9 +50,6 @@ def planned(order: Order, size: int, start: int) -> list[tuple[int, int, int]]:
     return list(zip(*(x.ravel().tolist() for x in (epoch, found.shard, found.record)), strict=True))
 
 
-# --- The contract ------------------------------------------------------------------------------
-
-
 @settings(max_examples=30)
 @given(orders(), st.lists(st.integers(1, 40), min_size=1, max_size=6), st.data())
 def test_batches_of_any_sizes_are_those_of_the_contract_from_any_start(order, lane_parts, data):
@@ -134,9 +131,6 @@ def test_the_order_stays_what_it_was_in_earlier_versions():
     choices = [order_lib.sample_crops(2, 3, keys, 3), order_lib.sample_drops(2, 3, keys, 0.1)]
     assert digest_of(choices) == '1fb42cbbb8da5710'
     assert digest_of([order_lib.sample_texts(2, 3, keys, (2, 1, 0.5))]) == '80ccd4757252007c'
-
-
-# --- Settings ----------------------------------------------------------------------------------
 
 
 @settings(max_examples=50)

@@ -60,7 +60,6 @@ def test_statistics_are_those_of_numpy():
     mean, std = mean_and_std(made.text_moments)
     np.testing.assert_allclose(mean, text.mean(axis=0), rtol=1e-12)
     np.testing.assert_allclose(std, text.std(axis=0), rtol=1e-12)
-
     edges = [-np.inf, *range(-60, 61), np.inf]
     for channel in range(4):
         expected, _ = np.histogram(latents[:, :, channel], edges)

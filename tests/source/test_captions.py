@@ -3,7 +3,6 @@
 import base64
 import contextlib
 import pathlib
-import random
 import shutil
 import subprocess
 import sys
@@ -54,9 +53,7 @@ def texts_of(path: pathlib.Path, *keys: int) -> list[bytes]:
     st.integers(1, 20),
     st.booleans(),
 )
-def test_captions_are_found_as_in_a_dict(
-    rows: list[tuple[int, str | None]], others: list[int], row_group_size: int, all_keys: bool
-):
+def test_captions_are_found_as_in_a_dict(rows, others, row_group_size, all_keys):
     expected: dict[int, str | None] = {}
     for key, text in rows:
         expected.setdefault(key, text)
@@ -83,7 +80,7 @@ def test_captions_are_found_as_in_a_dict(
             captions.check_unique(found, 'x')
 
 
-def test_a_file_of_several_batches_is_joined_correctly(tmp_path: pathlib.Path):
+def test_a_file_of_several_batches_is_joined_correctly(tmp_path):
     keys = np.random.default_rng(0).permutation(40_000)
     text = [f'caption {key} ' * (key % 8) for key in keys]
     table = pa.table({'key': keys, 'caption_llava': text})
@@ -95,20 +92,20 @@ def test_a_file_of_several_batches_is_joined_correctly(tmp_path: pathlib.Path):
 
 @pytest.mark.parametrize('as_index', [True, False])
 @pytest.mark.parametrize('keys', [(5, 3, 8), range(9, 0, -3)], ids=['index', 'range'])
-def test_the_key_may_be_the_pandas_index(tmp_path: pathlib.Path, keys, as_index: bool):
+def test_the_key_may_be_the_pandas_index(tmp_path, keys, as_index):
     frame = pd.DataFrame({'caption_llava': ['a', 'b', 'c']}, index=pd.Index(keys, name='key'))
     (frame if as_index else frame.reset_index()).to_parquet(tmp_path / 'x.parquet')
     assert texts_of(tmp_path / 'x.parquet', *keys) == [b'a', b'b', b'c']
 
 
-def test_a_column_comes_before_an_index_of_its_name(tmp_path: pathlib.Path):
+def test_a_column_comes_before_an_index_of_its_name(tmp_path):
     frame = pd.DataFrame({'key': [30, 10], 'caption_llava': ['a', 'b']})
     frame.index = pd.RangeIndex(2, name='key')
     frame.to_parquet(tmp_path / 'x.parquet')
     assert texts_of(tmp_path / 'x.parquet', 10, 30) == [b'b', b'a']
 
 
-def test_text_may_have_any_of_arrows_types_and_encodings(tmp_path: pathlib.Path):
+def test_text_may_have_any_of_arrows_types_and_encodings(tmp_path):
     path = tmp_path / 'x.parquet'
     for kind in (pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())):
         text = pa.array(['b', None, ' ', 'b'], pa.string()).cast(kind)
@@ -122,7 +119,7 @@ def test_text_may_have_any_of_arrows_types_and_encodings(tmp_path: pathlib.Path)
         assert texts_of(path, 2_999, 0) == [b'the same 2998', b'']
 
 
-def test_it_is_known_whether_pages_have_checksums(tmp_path: pathlib.Path):
+def test_it_is_known_whether_pages_have_checksums(tmp_path):
     for number in range(8):
         has_checksums, version = bool(number & 1), ('1.0', '2.0')[number >> 1 & 1]
         options = {'write_page_checksum': has_checksums, 'data_page_version': version}
@@ -131,7 +128,7 @@ def test_it_is_known_whether_pages_have_checksums(tmp_path: pathlib.Path):
         assert join(tmp_path / 'x.parquet', [1]).facts['has_checksums'] == has_checksums
 
 
-def test_the_digest_is_that_of_captions_by_key(tmp_path: pathlib.Path):
+def test_the_digest_is_that_of_captions_by_key(tmp_path):
     def digest(rows: dict, kind: pa.DataType | None = None, **options) -> str:
         text = pa.array(list(rows.values()), pa.string()).cast(kind or pa.string())
         table = pa.table({'key': list(rows), 'caption_llava': text})
@@ -152,7 +149,7 @@ def test_the_digest_is_that_of_captions_by_key(tmp_path: pathlib.Path):
     assert len(digests - set(same)) == len(others)
 
 
-def test_captions_that_are_too_long_are_not_kept(tmp_path: pathlib.Path):
+def test_captions_that_are_too_long_are_not_kept(tmp_path):
     texts = ['a' * 65_536, 'b', 'ä' * 40_000, None, 'c', ' ' * 70_000, 'd' * 65_537]
     write_texts(tmp_path / 'x.parquet', texts + ['e'] * 20)
     found = join(tmp_path / 'x.parquet', range(8))
@@ -189,14 +186,14 @@ def not_utf8() -> pa.Array:
         ),
     ],
 )
-def test_a_bad_captions_file_is_refused_by_name(tmp_path: pathlib.Path, columns, message: str):
+def test_a_bad_captions_file_is_refused_by_name(tmp_path, columns, message):
     pq.write_table(pa.table(columns), tmp_path / 'x.parquet')
     with pytest.raises(ValueError, match=message) as error:
         join(tmp_path / 'x.parquet')
     assert str(tmp_path / 'x.parquet') in str(error.value)
 
 
-def test_a_column_that_comes_twice_is_refused_by_name(tmp_path: pathlib.Path):
+def test_a_column_that_comes_twice_is_refused_by_name(tmp_path):
     path = tmp_path / 'x.parquet'
     for names in (['key', 'caption_llava', 'caption_llava'], ['key', 'caption_llava', 'key']):
         columns = [pa.array([1]), pa.array(['a']), pa.array([2])]
@@ -205,7 +202,7 @@ def test_a_column_that_comes_twice_is_refused_by_name(tmp_path: pathlib.Path):
             join(path)
 
 
-def test_keys_that_the_metadata_describes_wrongly_are_refused(tmp_path: pathlib.Path):
+def test_keys_that_the_metadata_describes_wrongly_are_refused(tmp_path):
     path = tmp_path / 'x.parquet'
     index = pd.RangeIndex(2, name='key')
     pd.DataFrame({'caption_llava': ['a', 'b']}, index=index).to_parquet(path)
@@ -230,7 +227,7 @@ class NoKeys(encryption.KmsClient):
 @pytest.mark.parametrize(
     ('plain_footer', 'columns'), [(True, ['caption_llava']), (False, ['key', 'caption_llava'])]
 )
-def test_an_encrypted_file_is_refused_by_name(tmp_path: pathlib.Path, plain_footer, columns):
+def test_an_encrypted_file_is_refused_by_name(tmp_path, plain_footer, columns):
     path = tmp_path / 'x.parquet'
     how = encryption.EncryptionConfiguration(
         footer_key='f', column_keys={'c': columns}, plaintext_footer=plain_footer
@@ -250,26 +247,7 @@ def test_an_encrypted_file_is_refused_by_name(tmp_path: pathlib.Path, plain_foot
     assert said == f'{path}: is encrypted. Write it without encryption.\n'
 
 
-def test_whatever_is_damaged_the_error_names_the_file(tmp_path: pathlib.Path):
-    path, random_ = tmp_path / 'x.parquet', random.Random(0)
-    frame = pd.DataFrame({'caption_llava': [f'caption {i} ' * 3 for i in range(50)]})
-    frame.index = pd.RangeIndex(50, name='key')
-    frame.to_parquet(path)
-    whole = path.read_bytes()
-    refused = 0
-    for _ in range(100):
-        at = random_.randrange(len(whole) - random_.choice([3000, len(whole)]), len(whole))
-        change = random_.choice([b'', bytes(8), random_.randbytes(1)])
-        path.write_bytes(whole[:at] + change + whole[at + len(change) :] if change else whole[:at])
-        try:
-            join(path)
-        except ValueError as error:
-            assert str(error).startswith(f'{path}: '), repr(error)
-            refused += 1
-    assert 30 < refused < 100
-
-
-def test_messages_name_the_file_that_a_copy_stands_for(tmp_path: pathlib.Path):
+def test_messages_name_the_file_that_a_copy_stands_for(tmp_path):
     copy, file = tmp_path / 'copy.parquet', SourceFile('gs://b/x', 0, '1', None)
 
     def of_captions(folder: str) -> None:
@@ -301,9 +279,7 @@ def write_texts(path: pathlib.Path, texts: list[str | None], **options) -> None:
 
 
 @pytest.mark.parametrize(('size', 'count'), [(100_000, 16_384), (60_000, 4_000)])
-def test_texts_that_are_large_only_in_memory_take_little_of_it(
-    tmp_path: pathlib.Path, size: int, count: int
-):
+def test_texts_that_are_large_only_in_memory_take_little_of_it(tmp_path, size, count):
     """As any Parquet writer with dictionaries writes them."""
     path = tmp_path / 'x.parquet'
     texts = pa.DictionaryArray.from_arrays(np.zeros(count, np.int32), ['x' * size])
@@ -319,7 +295,7 @@ def test_texts_that_are_large_only_in_memory_take_little_of_it(
 
 
 @pytest.mark.slow
-def test_embeddings_are_read_a_few_at_a_time_if_they_are_wide(tmp_path: pathlib.Path):
+def test_embeddings_are_read_a_few_at_a_time_if_they_are_wide(tmp_path):
     rows = {key: np.ones(4096) for key in range(12_000)}  # 96 MB
     made_sources.write_sidecar(tmp_path / 'x.parquet', rows)
     program = """
@@ -332,7 +308,7 @@ def test_embeddings_are_read_a_few_at_a_time_if_they_are_wide(tmp_path: pathlib.
 
 
 @pytest.mark.slow
-def test_a_row_group_of_more_than_2_gb_takes_little_memory(tmp_path: pathlib.Path):
+def test_a_row_group_of_more_than_2_gb_takes_little_memory(tmp_path):
     path = tmp_path / 'x.parquet'
     part = pa.array([f'{number:04d} {"text " * 400}' for number in range(10_000)], pa.string())
     table = pa.table({'key': range(1_100_000), 'caption_llava': pa.chunked_array([part] * 110)})

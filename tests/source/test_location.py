@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import pathlib
 import re
 from collections.abc import Callable
 
@@ -14,7 +13,7 @@ from coyo11m_tfds.source import location
 from coyo11m_tfds.storage import remote, source_files
 from coyo11m_tfds.storage.file_state import FileState
 from tests import children
-from tests.fakes.cloud import Fault, Gcs, Hub
+from tests.fakes.cloud import Fault
 from tests.fakes.fake_http import FakeServer
 
 CONTENTS = {
@@ -40,7 +39,7 @@ class Place:
         self.root, self.put = root, put
 
 
-def on_disk(request: pytest.FixtureRequest) -> Place:
+def on_disk(request) -> Place:
     root = request.getfixturevalue('tmp_path') / 'source'
 
     def put(contents: dict[str, bytes]) -> None:
@@ -95,7 +94,7 @@ def remote_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     return place
 
 
-def test_the_files_of_a_source_in_order(place: Place):
+def test_the_files_of_a_source_in_order(place):
     place.put(CONTENTS)
     source = location.find(place.root)
     assert [file.name for file in source.latent_files] == LATENTS
@@ -122,18 +121,16 @@ def test_the_files_of_a_source_in_order(place: Place):
         ),
     ],
 )
-def test_what_is_missing_is_told(place: Place, kept: set[str], message: str):
+def test_what_is_missing_is_told(place, kept, message):
     place.put({name: data for name, data in CONTENTS.items() if name in kept})
-    root = (
-        place.root
-        if not kept
-        else source_files.list_files(place.root, 'latents-3crop', ('.pt',))[0]
-    )
+    root = place.root
+    if kept:  # on the hub it names the commit
+        root, *_ = source_files.list_files(root, 'latents-3crop', ('.pt',))
     with pytest.raises(ValueError, match=message.format(root=re.escape(root))):
         location.find(place.root)
 
 
-def test_captions_may_lie_elsewhere(place: Place):
+def test_captions_may_lie_elsewhere(place):
     kept = {'latents-3crop/000000-000009.pt', 'other.parquet'}
     place.put({name: data for name, data in CONTENTS.items() if name in kept})
     source = location.find(place.root)
@@ -156,13 +153,12 @@ OTHERS = {'latents_stats.pt': b'', 'index.json.bak': b'', 'README.md': b''}
     ],
     ids=lambda names: names[0],
 )
-def test_files_of_other_formats_beside_others(place: Place, names: list[str]):
+def test_files_of_other_formats_beside_others(place, names):
     place.put(OTHERS | dict.fromkeys(names, b'x'))
     source = location.find(place.root)
     assert list(source.by_name) == [file.name for file in source.latent_files] == names
-    assert [file.label for file in source.latent_files] == [
-        '' if name.endswith('.pt') else name for name in names
-    ]
+    labels = ['' if name.endswith('.pt') else name for name in names]
+    assert [file.label for file in source.latent_files] == labels
 
 
 def index_of(sizes: dict[str, int], compression: str | None = None) -> bytes:
@@ -173,7 +169,7 @@ def index_of(sizes: dict[str, int], compression: str | None = None) -> bytes:
     return json.dumps({'shards': shards}).encode()
 
 
-def test_shards_in_the_order_of_their_index(place: Place):
+def test_shards_in_the_order_of_their_index(place):
     sizes = {'1/shard.00000.mds': 3, '0/shard.00000.mds': 2}
     files = {name: b'x' * size for name, size in sizes.items()}
     place.put(files | {'index.json': index_of(sizes)})
@@ -197,27 +193,27 @@ def test_shards_in_the_order_of_their_index(place: Place):
         (b'{"shards":' + b'[' * 100_000, r'index\.json: is damaged or not an index'),
     ],
 )
-def test_an_index_that_does_not_fit_is_refused(tmp_path: pathlib.Path, index, message):
+def test_an_index_that_does_not_fit_is_refused(tmp_path, index, message):
     (tmp_path / 'shard.00000.mds').write_bytes(b'x')
     (tmp_path / 'index.json').write_bytes(index)
     with pytest.raises(ValueError, match=message):
         location.find(tmp_path)
 
 
-def test_a_file_instead_of_a_folder(place: Place):
+def test_a_file_instead_of_a_folder(place):
     place.put(CONTENTS)
     with pytest.raises(ValueError, match=r'README\.md is not a folder'):
         location.find(f'{place.root}/README.md')
 
 
-def test_a_file_that_is_not_there(place: Place):
+def test_a_file_that_is_not_there(place):
     place.put(CONTENTS)
     for name in ('absent.parquet', 'latents-3crop', 'README.md/x'):
         with pytest.raises(ValueError, match=rf'{name} is missing or a folder; expected a file'):
             source_files.describe(f'{place.root}/{name}')
 
 
-def test_versions_change_with_the_content_alone(place: Place):
+def test_versions_change_with_the_content_alone(place):
     place.put(CONTENTS)
     before = location.find(place.root)
     place.put(CONTENTS | {'latents-3crop/000000-000009.pt': b'FIRST'})
@@ -231,7 +227,7 @@ def test_versions_change_with_the_content_alone(place: Place):
 # --- On disk ----------------------------------------------------------------------------------
 
 
-def test_a_link_to_nothing_is_not_overlooked(tmp_path: pathlib.Path):
+def test_a_link_to_nothing_is_not_overlooked(tmp_path):
     (tmp_path / 'latents-3crop').mkdir()
     (tmp_path / 'latents-3crop' / '000000-000009.pt').symlink_to(tmp_path / 'gone')
     with pytest.raises(ValueError, match=r'000000-000009\.pt is missing'):
@@ -239,7 +235,7 @@ def test_a_link_to_nothing_is_not_overlooked(tmp_path: pathlib.Path):
 
 
 @pytest.mark.parametrize('path', ['s3://bucket/x', 'file:///data', 'https://example.org/x'])
-def test_places_that_are_not_known(path: str):
+def test_places_that_are_not_known(path):
     for look in (location.find, source_files.describe):
         with pytest.raises(ValueError, match=rf'{path}: expected a local path, gs://'):
             look(path)
@@ -256,42 +252,37 @@ def test_importing_brings_no_library_of_a_storage():
     """
     with children.python(code, '/absent') as child:
         out, errors = child.communicate(timeout=60)
-    assert out == '[]\n', errors
-    assert errors.strip().endswith(
-        'ValueError: /absent is not a folder; expected the folder of the source data.'
-    )
+    assert out == '[]\n' and 'ValueError: /absent is not a folder' in errors
 
 
 # --- In a bucket ------------------------------------------------------------------------------
 
 
-def test_checksums_in_a_bucket(gcs: Gcs):
+def test_checksums_in_a_bucket(gcs):
     gcs.put('bucket', 'x.pt', b'content')
     expected = f'crc32c:{google_crc32c.value(b"content"):08x}'
     file = source_files.describe('gs://bucket/x.pt')
     assert file == source_files.SourceFile('gs://bucket/x.pt', 7, expected, expected)
 
 
-def test_a_source_that_is_a_whole_bucket(gcs: Gcs):
+def test_a_source_that_is_a_whole_bucket(gcs):
     for name, data in CONTENTS.items():
         gcs.put('bucket', name, data)
     for root in ('gs://bucket', 'gs://bucket/'):
         assert [file.name for file in location.find(root).latent_files] == LATENTS
-    for url in ('gs://no-such-bucket', 'gs://no-such-bucket/deep/source'):
+    for look in (location.find, source_files.describe):
         with pytest.raises(OSError, match=r'^gs://no-such-bucket: there is no such bucket'):
-            location.find(url)
-    with pytest.raises(OSError, match=r'^gs://no-such-bucket: there is no such bucket'):
-        source_files.describe('gs://no-such-bucket/deep/source')
+            look('gs://no-such-bucket/deep/source')
 
 
-def test_more_files_than_a_page_of_the_listing_holds(gcs: Gcs):
+def test_more_files_than_a_page_of_the_listing_holds(gcs):
     for number in range(2100):
         gcs.put('bucket', f'latents-3crop/{number:06d}.pt', b'')
     gcs.put('bucket', 'coyo11m-meta.parquet', b'')
     assert len(location.find('gs://bucket').latent_files) == 2100
 
 
-def test_finding_reads_nothing_and_asks_seldom(remote_place: Place):
+def test_finding_reads_nothing_and_asks_seldom(remote_place):
     location.find(remote_place.root)
     actions = [request.action for request in remote_place.server.requests]
     assert [action for action in actions if action != 'harnesses'] in (['list'] * 4, ['info'])
@@ -311,42 +302,32 @@ def mirrored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return place
 
 
-def test_a_copy_is_found_with_what_mirror_recorded(mirrored: Place):
+def test_a_copy_is_found_with_what_mirror_recorded(mirrored):
     source = location.find(mirrored.root)
     for file, content in ((source.latent_files[0], b'first'), (source.captions_file, b'captions')):
         assert file.recorded == FileState(len(content), google_crc32c.value(content))
 
 
-def test_a_copy_of_another_size_is_refused(mirrored: Place):
+def test_a_copy_of_another_size_is_refused(mirrored):
     name = 'latents-3crop/000000-000009.pt'
     mirrored.put({name: b'longer than before'})
-    with pytest.raises(
-        ValueError, match=rf'{name}: has 18 bytes .* when it was mirrored it had [58] with'
-    ):
+    message = rf'{name}: has 18 bytes .* when it was mirrored it had [58] with'
+    with pytest.raises(ValueError, match=message):
         location.find(mirrored.root)
+    if mirrored.root.startswith('gs://'):  # also of the same size, as its checksum is known
+        mirrored.put({name: b'First'})
+        with pytest.raises(ValueError, match=f'{name}: has 5 bytes with'):
+            location.find(mirrored.root)
 
 
-def test_another_object_of_the_same_size_is_refused_unread(gcs: Gcs, tmp_path: pathlib.Path):
-    for name in ('latents-3crop/000000-000009.pt', 'coyo11m-meta.parquet'):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(CONTENTS[name])
-    gcs.put('bucket', 'elsewhere', b'')
-    mirror.mirror(tmp_path, 'gs://bucket/copy')
-    gcs.put('bucket', 'copy/coyo11m-meta.parquet', b'Captions')
-    with pytest.raises(
-        ValueError, match=r'gs://bucket/copy/coyo11m-meta\.parquet: has 8 bytes with'
-    ):
-        location.find('gs://bucket/copy')
-
-
-def test_a_file_that_mirror_did_not_copy_is_told(mirrored: Place, caplog: pytest.LogCaptureFixture):
+def test_a_file_that_mirror_did_not_copy_is_told(mirrored, caplog):
     mirrored.put({'latents-3crop/000010-000019.pt': b'second file'})
     source = location.find(mirrored.root)
     assert [file.recorded is None for file in source.latent_files] == [False, True]
     assert f'{source.latent_files[1].path}: mirror did not copy this file' in caplog.text
 
 
-def test_a_damaged_record_counts_as_none(gcs: Gcs, caplog: pytest.LogCaptureFixture):
+def test_a_damaged_record_counts_as_none(gcs, caplog):
     for name, data in CONTENTS.items():
         gcs.put('bucket', f'copy/{name}', data)
     gcs.put('bucket', 'copy/.mirror/coyo11m-meta.parquet.json', b'{"version": ')
@@ -357,17 +338,15 @@ def test_a_damaged_record_counts_as_none(gcs: Gcs, caplog: pytest.LogCaptureFixt
 # --- On the hub -------------------------------------------------------------------------------
 
 
-def test_checksums_on_the_hub(hub: Hub):
+def test_checksums_on_the_hub(hub):
     hub.commit({'x.pt': b'content', 'small.txt': b'small'})
     sha256 = hashlib.sha256(b'content').hexdigest()
-    assert source_files.describe('hf://datasets/owner/name/x.pt').checksum == f'sha256:{sha256}'
     sha1 = hashlib.sha1(b'blob 5\0small').hexdigest()
-    assert (
-        source_files.describe('hf://datasets/owner/name/small.txt').checksum == f'git-sha1:{sha1}'
-    )
+    for name, checksum in (('x.pt', f'sha256:{sha256}'), ('small.txt', f'git-sha1:{sha1}')):
+        assert source_files.describe(f'hf://datasets/owner/name/{name}').checksum == checksum
 
 
-def test_all_files_are_of_the_commit_that_was_found(hub: Hub):
+def test_all_files_are_of_the_commit_that_was_found(hub):
     first = hub.commit(CONTENTS)
     root = 'hf://datasets/owner/name'
     source = location.find(root)
@@ -389,7 +368,7 @@ def test_all_files_are_of_the_commit_that_was_found(hub: Hub):
         ('hf://datasets/owner', 'owner'),
     ],
 )
-def test_urls_of_the_hub_that_lead_nowhere(hub: Hub, url: str, message: str):
+def test_urls_of_the_hub_that_lead_nowhere(hub, url, message):
     hub.commit(CONTENTS)
     with pytest.raises(ValueError, match=message) as error:
         location.find(url)
@@ -400,16 +379,16 @@ def test_urls_of_the_hub_that_lead_nowhere(hub: Hub, url: str, message: str):
 
 
 @pytest.mark.parametrize('kind', ['503', 'cut'])
-def test_what_goes_wrong_twice_is_mended(remote_place: Place, kind: str):
+def test_what_goes_wrong_twice_is_mended(remote_place, kind):
     expected = location.find(remote_place.root)
-    remote_place.server.inject(Fault(kind, count=2, seconds=0.1, match='list|info'))
+    remote_place.server.inject(Fault(kind, count=2, match='list|info'))
     assert location.find(remote_place.root) == expected
     remote_place.server.heal()
-    remote_place.server.inject(Fault(kind, count=2, seconds=0.1, match='stat|list|info'))
+    remote_place.server.inject(Fault(kind, count=2, match='stat|list|info'))
     assert source_files.describe(expected.captions_file.path) == expected.captions_file
 
 
-def test_what_stays_wrong_is_one_error(remote_place: Place):
+def test_what_stays_wrong_is_one_error(remote_place):
     remote_place.server.inject(Fault('503', count=None))
     with pytest.raises(OSError, match=r'listing .*source.*: given up after 8 attempts'):
         location.find(remote_place.root)
@@ -417,7 +396,7 @@ def test_what_stays_wrong_is_one_error(remote_place: Place):
     assert len(tries) == 8  # no library makes eight of each of the eight
 
 
-def test_missing_access_is_told_at_once(remote_place: Place):
+def test_missing_access_is_told_at_once(remote_place):
     remote_place.server.inject(Fault('401', count=None, match='list|info|stat'))
     command = r'`gcloud auth application-default login`|`hf auth login`.*/datasets/owner/name '
     for look in (location.find, source_files.describe):
@@ -428,7 +407,7 @@ def test_missing_access_is_told_at_once(remote_place: Place):
         assert len([r for r in remote_place.server.requests if r.action != 'harnesses']) <= 3
 
 
-def test_a_gated_data_set_is_found_and_its_files_are_refused(hub: Hub):
+def test_a_gated_data_set_is_found_and_its_files_are_refused(hub):
     hub.commit(CONTENTS)
     hub.gated = True
     file = location.find('hf://datasets/owner/name').captions_file
@@ -436,11 +415,7 @@ def test_a_gated_data_set_is_found_and_its_files_are_refused(hub: Hub):
         remote.read_range(file, 0, 4)
 
 
-def test_a_token_is_sent_to_the_hub_alone(
-    hub: Hub,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: pathlib.Path,
-):
+def test_a_token_is_sent_to_the_hub_alone(hub, monkeypatch, tmp_path):
     """The stand-in refuses a token that comes with the signed address of the other host."""
     hub.commit(CONTENTS)
     hub.gated = True

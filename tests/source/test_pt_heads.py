@@ -22,7 +22,7 @@ from coyo11m_tfds.source.pt_file import LatentShard
 from coyo11m_tfds.storage import remote, retry, source_files
 from coyo11m_tfds.storage.source_files import SourceFile
 from tests import made_sources
-from tests.fakes.cloud import Fault, Gcs, Hub
+from tests.fakes.cloud import Fault, Gcs
 from tests.fakes.fake_http import FakeServer
 
 NAME = '000000-000009.pt'
@@ -72,9 +72,7 @@ def assert_alike(head: str, whole: pathlib.Path) -> None:
     assert (a.dtype, a.embedding_dim, a.digest) == (b.dtype, b.embedding_dim, b.digest)
 
 
-def test_a_head_says_what_the_whole_file_says(
-    bucket: Gcs, folder: pathlib.Path, whole: pathlib.Path
-):
+def test_a_head_says_what_the_whole_file_says(bucket, folder, whole):
     head = pt_check.fetch_head(upload(bucket, whole.read_bytes()), folder)
     assert_alike(head, whole)
     assert received(bucket) < 300_000
@@ -83,35 +81,26 @@ def test_a_head_says_what_the_whole_file_says(
     assert os.listdir(folder) == [os.path.basename(head)]
 
 
-def test_a_head_from_the_hub(
-    hub: Hub,
-    folder: pathlib.Path,
-    whole: pathlib.Path,
-):
+def test_a_head_from_the_hub(hub, folder, whole):
     hub.commit({f'{schema.LATENTS_FOLDER}/{NAME}': whole})
     file = source_files.describe(f'hf://datasets/owner/name/{schema.LATENTS_FOLDER}/{NAME}')
     assert_alike(pt_check.fetch_head(file, folder), whole)
     assert received(hub) < 300_000
 
 
-def test_a_local_file_is_its_own_head(folder: pathlib.Path, whole: pathlib.Path):
+def test_a_local_file_is_its_own_head(folder, whole):
     assert pt_check.fetch_head(source_files.describe(whole), folder) == str(whole)
     assert os.listdir(folder) == []
 
 
 @pytest.mark.parametrize(('rows', 'width'), [(0, 640), (1, 640), (41, 640), (100, 20_000)])
-def test_files_of_a_few_rows(
-    bucket: Gcs, folder: pathlib.Path, tmp_path: pathlib.Path, rows: int, width: int
-):
+def test_files_of_a_few_rows(bucket, folder, tmp_path, rows, width):
     """Large embeddings are no part of the head."""
     embeddings = {'embeddings': torch.rand(rows, width)}
     made_sources.write_pt(tmp_path / NAME, range(rows), 'bfloat16', embeddings)
     head = pt_check.fetch_head(upload(bucket, (tmp_path / NAME).read_bytes()), folder)
     assert_alike(head, tmp_path / NAME)
     assert received(bucket) < 1_200_000
-
-
-# --- Files beyond 4 GB ------------------------------------------------------------------------
 
 
 def write_large_pt(path: pathlib.Path, rows: int) -> np.ndarray:
@@ -160,7 +149,7 @@ def as_remote(path: pathlib.Path) -> SourceFile:
     return SourceFile(f'gs:/{path}', path.stat().st_size, 'v1', None)
 
 
-def test_a_file_beyond_4_gb(folder: pathlib.Path, tmp_path: pathlib.Path, local_reads: list[int]):
+def test_a_file_beyond_4_gb(folder, tmp_path, local_reads):
     """Its latents, and all that lies behind them, need the fields of 64 bits."""
     path = tmp_path / NAME
     keys = write_large_pt(path, 180_000)
@@ -172,14 +161,9 @@ def test_a_file_beyond_4_gb(folder: pathlib.Path, tmp_path: pathlib.Path, local_
     assert used(head) < 1_700_000
 
 
-# --- Faults -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize('before_end', [60, 500])
 @pytest.mark.parametrize('number', [0, 1])
-def test_a_flipped_byte_of_the_directory_is_noticed(
-    bucket: Gcs, folder: pathlib.Path, whole: pathlib.Path, before_end: int, number: int
-):
+def test_a_flipped_byte_of_the_directory_is_noticed(bucket, folder, whole, before_end, number):
     """Also in the checksum of the latents, which nothing else would contradict."""
     file = upload(bucket, whole.read_bytes())
     pt_check.fetch_head(file, folder)
@@ -192,9 +176,7 @@ def test_a_flipped_byte_of_the_directory_is_noticed(
 
 
 @pytest.mark.parametrize('after_bytes', [1000, 20_000])
-def test_a_flipped_byte_of_the_entries_does_no_harm(
-    bucket: Gcs, folder: pathlib.Path, whole: pathlib.Path, after_bytes: int
-):
+def test_a_flipped_byte_of_the_entries_does_no_harm(bucket, folder, whole, after_bytes):
     file = upload(bucket, whole.read_bytes())
     bucket.inject(Fault('slow', count=2, action='read', seconds=0))
     bucket.inject(Fault('flip', action='read', after_bytes=after_bytes))
@@ -202,17 +184,12 @@ def test_a_flipped_byte_of_the_entries_does_no_harm(
     assert_alike(head, whole)
 
 
-def test_a_file_that_is_damaged_where_it_lies(
-    bucket: Gcs, folder: pathlib.Path, whole: pathlib.Path
-):
+def test_a_file_that_is_damaged_where_it_lies(bucket, folder, whole):
     damaged = bytearray(whole.read_bytes())
     damaged[damaged.index(struct.pack('<q', 450))] ^= 1  # a key
     file = upload(bucket, bytes(damaged))
     with pytest.raises(OSError, match=rf'{file.path}: .*8 attempts.*data/0. has CRC-32'):
         pt_check.fetch_head(file, folder)
-
-
-# --- Bad and hostile files --------------------------------------------------------------------
 
 
 def patch(data: bytes, changes: dict[int, bytes]) -> bytes:
@@ -275,13 +252,7 @@ HOSTILE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 
 @pytest.mark.parametrize('kind', HOSTILE)
-def test_a_bad_file_is_refused_for_little(
-    folder: pathlib.Path,
-    tmp_path: pathlib.Path,
-    whole: pathlib.Path,
-    local_reads: list[int],
-    kind: str,
-):
+def test_a_bad_file_is_refused_for_little(folder, tmp_path, whole, local_reads, kind):
     make, message = HOSTILE[kind]
     path = tmp_path / NAME
     path.write_bytes(make(whole.read_bytes()))
@@ -301,11 +272,7 @@ def test_a_bad_file_is_refused_for_little(
 )
 @hypothesis.given(data=st.data())
 def test_any_damage_of_the_directory_ends_in_one_of_two_errors(
-    folder: pathlib.Path,
-    tmp_path: pathlib.Path,
-    whole: pathlib.Path,
-    local_reads: list[int],
-    data: st.DataObject,
+    folder, tmp_path, whole, local_reads, data
 ):
     content = whole.read_bytes()
     changes = data.draw(

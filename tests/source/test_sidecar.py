@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from coyo11m_tfds import embed_captions, schema
-from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
 from coyo11m_tfds.source import sidecar
-from tests import joins, made_sources
+from tests import built, joins, made_sources
+from tests.convert import plans
 
 EMBEDDINGS = {key: np.full(4, key, np.float16) for key in range(30)}
 
@@ -22,7 +22,7 @@ def join(place: pathlib.Path, wanted=(1, 2), column: str = '') -> joins.Joined:
     return joins.of_values(place, folder, wanted, column)
 
 
-def test_embeddings_are_found_by_key(tmp_path: pathlib.Path):
+def test_embeddings_are_found_by_key(tmp_path):
     rng = np.random.default_rng(0)
     wanted = {int(key): rng.normal(size=6).astype(np.float16) for key in rng.permutation(30_000)}
     path = made_sources.write_sidecar(tmp_path / 'x.parquet', wanted)
@@ -38,15 +38,12 @@ def test_embeddings_are_found_by_key(tmp_path: pathlib.Path):
             np.testing.assert_array_equal(row, wanted[key])
 
 
-def test_the_digest_of_embeddings_is_that_of_keys_and_vectors(tmp_path: pathlib.Path):
+def test_the_digest_of_embeddings_is_that_of_keys_and_vectors(tmp_path):
     digests = set()
     for rows in ({1: [1, 2], 2: [3, 4]}, {1: [1, 2], 2: [3, 5]}, {1: [1, 2], 3: [3, 4]}):
         rows = {key: np.array(vector, np.float16) for key, vector in rows.items()}
         digests.add(join(made_sources.write_sidecar(tmp_path / 'x', rows)).facts['digest'])
     assert len(digests) == 3
-
-
-# --- Refused ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -61,7 +58,7 @@ def test_the_digest_of_embeddings_is_that_of_keys_and_vectors(tmp_path: pathlib.
         ({3: np.ones(16_385)}, {}, r'list of float16, at most 16,384'),
     ],
 )
-def test_a_bad_sidecar_is_refused_by_name(tmp_path: pathlib.Path, rows, metadata, message: str):
+def test_a_bad_sidecar_is_refused_by_name(tmp_path, rows, metadata, message):
     rows = {key: np.array(row) for key, row in rows.items()}
     path = made_sources.write_sidecar(tmp_path / 'x.parquet', rows, **metadata)
     with pytest.raises(ValueError, match=rf'x\.parquet: .*{message}'):
@@ -82,7 +79,7 @@ def test_a_bad_sidecar_is_refused_by_name(tmp_path: pathlib.Path, rows, metadata
     ],
     ids=['list', 'float32', 'key twice', 'null'],
 )
-def test_columns_that_embed_captions_does_not_write_are_refused(tmp_path, change, message: str):
+def test_columns_that_embed_captions_does_not_write_are_refused(tmp_path, change, message):
     path = made_sources.write_sidecar(tmp_path / 'x.parquet', {1: np.ones(2), 2: np.zeros(2)})
     table = pq.read_table(path)
     columns = {name: table.column(name) for name in table.column_names} | change
@@ -92,7 +89,7 @@ def test_columns_that_embed_captions_does_not_write_are_refused(tmp_path, change
         join(path)
 
 
-def test_damaged_embeddings_are_refused(tmp_path: pathlib.Path):
+def test_damaged_embeddings_are_refused(tmp_path):
     """Pages that embed_captions writes have checksums."""
     (tmp_path / 'source').mkdir()
     made_sources.write_captions(tmp_path / 'source', {key: f'caption {key}' for key in range(50)})
@@ -104,9 +101,6 @@ def test_damaged_embeddings_are_refused(tmp_path: pathlib.Path):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         with pytest.raises(ValueError, match=r'1\.parquet: is damaged'):
             join(path)
-
-
-# --- Parts ------------------------------------------------------------------------------------
 
 
 def write_parts(folder: pathlib.Path, source: pathlib.Path | None = None) -> None:
@@ -175,11 +169,9 @@ def test_a_data_set_is_the_same_of_parts_here_in_a_bucket_and_of_one_file(tmp_pa
     write_parts(tmp_path / 'parts', source)
     made_sources.write_sidecar(tmp_path / 'one.parquet', EMBEDDINGS, source)
     gcs.upload_folder(tmp_path / 'parts', 'gs://bucket/parts')
-    built = []
+    written = []
     for place in (f'{tmp_path}/one.parquet', f'{tmp_path}/parts', 'gs://bucket/parts'):
-        config = Coyo11mConfig(name='x', source=str(source), text_embeddings=place, num_workers=1)
-        builder = Builder(data_dir=tmp_path / f'out{len(built)}', config=config)
-        builder.download_and_prepare()
-        files = pathlib.Path(builder.data_dir).iterdir()
-        built.append({path.name: path.read_bytes() for path in files})
-    assert built[0] == built[1] == built[2]
+        made = plans.make_plan(source, tmp_path / 'stores', text_embeddings=place)
+        plans.write(made, work := tmp_path / f'work{len(written)}')
+        written.append(built.files_of(plans.data_folder(work)))
+    assert written[0] == written[1] == written[2] != {}

@@ -235,7 +235,7 @@ def test_put_with_a_fault(bucket, tmp_path, monkeypatch, kind, size):
     monkeypatch.setattr(gcs_objects, '_CHUNK', 2 << 20)
     data = random.Random(1).randbytes(size)
     for action in ['upload'] if kind == 'flip' else ['start', 'upload']:
-        bucket.inject(Fault(kind, action=action, seconds=0.1 if kind == 'slow' else None))
+        bucket.inject(Fault(kind, action=action))
     _put(Destination(URL), tmp_path, 'a', data)
     assert bucket.objects('bucket') == {'set/a': data}
     if kind == 'flip':
@@ -249,7 +249,7 @@ def test_a_fault_of_every_other_request(bucket, kind, monkeypatch):
     for name in ('x', 'y'):
         destination.put_bytes(name, b'1' * 1000)
     for action in ['list', 'read', 'copy', 'delete']:
-        bucket.inject(Fault(kind, action=action, seconds=0.1 if kind == 'slow' else None))
+        bucket.inject(Fault(kind, action=action))
     assert destination.sizes() == {'x': 1000, 'y': 1000}
     assert destination.read('x') == b'1' * 1000
     gcs_objects.copy(f'{URL}/x', f'{URL}/z', _state(b'1' * 1000))
@@ -310,10 +310,7 @@ def test_what_others_replace_or_delete_while_it_is_read(gcs, monkeypatch, then):
 
 def test_no_bucket(gcs, tmp_path):
     destination = Destination('gs://no-such-bucket/a')
-    line = (
-        r'^gs://no-such-bucket: there is no such bucket\. Make it with `gcloud storage buckets '
-        r'create gs://no-such-bucket`, or correct the name\.$'
-    )
+    line = r'^gs://no-such-bucket: there is no such bucket\. Make it with `gcloud storage .*name\.$'
     for act in (
         destination.inventory,
         destination.sizes,
@@ -357,9 +354,8 @@ def test_an_upload_goes_on_where_it_broke_off(gcs, tmp_path, monkeypatch):
     monkeypatch.setattr(gcs_objects, '_CHUNK', 1 << 20)
     data = random.Random(0).randbytes(10_000_000)
     (tmp_path / 'large').write_bytes(data)
-    gcs.inject(
-        Fault('cut', match='upload', after_bytes=300_000), Fault('503', count=2, match='uplo')
-    )
+    gcs.inject(Fault('cut', match='upload', after_bytes=300_000))
+    gcs.inject(Fault('503', count=2, match='uplo'))
     gcs_objects.upload('gs://bucket/a', str(tmp_path / 'large'), google_crc32c.value(data))
     assert gcs.objects('bucket') == {'a': data}
     received = sum(request.received for request in gcs.requests)

@@ -194,10 +194,7 @@ def test_one_holder_at_a_time_and_a_waiting_one_says_whom_it_waits_for(place, le
             pass
         timer = threading.Timer(0.3, lambda: print('', file=child.stdin, flush=True))
         timer.start()
-        with (
-            caplog.at_level('INFO', logger='absl'),
-            locks.hold(place) as lock,
-        ):
+        with caplog.at_level('INFO', logger='absl'), locks.hold(place) as lock:
             assert lock.is_ours()
         assert child.stdout.readline() == 'ours\n'
     assert caplog.text.count(f'waiting for process {child.pid} on ') == 1  # once a minute
@@ -218,15 +215,6 @@ def test_a_killed_holder_keeps_nobody_out(place, lease):
         child.wait()
         with locks.hold(place, wait=False) as lock:
             assert lock.is_ours()
-
-
-def test_nobody_waits_for_a_living_holder_who_need_not(place, lease):
-    with (
-        holder(place) as child,
-        pytest.raises(TimeoutError, match=f'process {child.pid} on .* is working there'),
-        locks.hold(place, wait=False),
-    ):
-        pass
 
 
 def take_turns(place: str, count: int) -> None:
@@ -310,7 +298,7 @@ def test_faults(gcs, kind, monkeypatch):
     monkeypatch.setenv('COYO11M_STALL_SECONDS', '0.3')
     monkeypatch.setenv('COYO11M_LEASE_SECONDS', '6')
     for action in ('upload', 'stat', 'read', 'delete'):
-        gcs.inject(Fault(kind, action=action, seconds=0.1 if kind == 'slow' else None))
+        gcs.inject(Fault(kind, action=action))
     with (
         locks.hold('gs://bucket/set') as lock,
         pytest.raises(TimeoutError, match=f'process {os.getpid()} on'),

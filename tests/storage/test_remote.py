@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from coyo11m_tfds.storage import remote, source_files
+from coyo11m_tfds.storage import remote, source_files, stored_files
 from coyo11m_tfds.storage.source_files import SourceFile
 from tests import children
 from tests.fakes.cloud import Fault, Gcs, Hub, through_proxy
@@ -91,10 +91,13 @@ def test_a_file_comes_in_one_request(cloud, target):
 
 @pytest.mark.parametrize('kind', PASSING)
 def test_what_goes_wrong_twice_is_mended(cloud, target, kind):
-    cloud.inject(kind, count=2, seconds=0.1)
+    cloud.inject(kind, count=2)
     told = fetch(cloud.file, target)
     assert_fetched(target)
     assert sum(told) == SIZE
+    if kind != 'flip':  # which nobody can tell in a part
+        cloud.inject(kind, count=2)
+        assert remote.read_range(cloud.file, 10, 1_000_000) == DATA[10:1_000_010]
 
 
 def test_a_stall_is_noticed(cloud, target, monkeypatch):
@@ -132,10 +135,8 @@ def test_progress_makes_up_for_many_breaks(bucket, target, monkeypatch):
 def test_what_stays_wrong_ends_in_one_error(cloud, target, kind):
     cloud.inject('cut', after_bytes=2_000_000)
     cloud.inject(kind, count=7, after_bytes=0 if kind == 'cut' else None)
-    with pytest.raises(OSError) as raised:
+    with pytest.raises(OSError, match=f'{cloud.file.path}: given up after 8 attempts'):
         fetch(cloud.file, target)
-    assert cloud.file.path in str(raised.value)
-    assert 'given up after 8 attempts' in str(raised.value)
 
 
 def test_a_checksum_that_stays_wrong_is_told_with_the_right_one(cloud, target):
@@ -167,6 +168,17 @@ def test_missing_access_is_told_at_once(cloud, target, kind, operation):
     cloud.server.heal()
     fetch(cloud.file, target)
     assert_fetched(target)
+
+
+def test_a_stored_file_that_is_flipped_on_its_way_is_read_again(bucket):
+    for place in (0, SIZE - 1):
+        bucket.inject('flip', after_bytes=place)
+        assert stored_files.read(bucket.file, stored_files.Content).data == DATA
+    assert len(bucket.reads()) == 4
+    bucket.inject('flip', count=None)
+    message = rf'{bucket.file.path}: given up .* the storage has crc32c:'
+    with pytest.raises(OSError, match=message):
+        stored_files.read(bucket.file, stored_files.Content)
 
 
 def test_an_empty_file(bucket, target):
@@ -206,9 +218,6 @@ def test_a_file_that_has_changed_is_not_mixed(bucket, target, data):
     assert bucket.reads() == [(0, len(data) - 1)]
 
 
-# --- Ranges -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ('start', 'length'), [(0, 1), (0, SIZE), (SIZE - 1, 1), (1000, 2_000_000), (7, 0)]
 )
@@ -228,12 +237,6 @@ def test_a_range_that_is_not_in_the_file_or_not_any_more(bucket):
         remote.read_range(bucket.file, 10, 10)
 
 
-@pytest.mark.parametrize('kind', [kind for kind in PASSING if kind != 'flip'])
-def test_a_range_is_asked_for_again(cloud, kind):
-    cloud.inject(kind, count=2, seconds=0.1)
-    assert remote.read_range(cloud.file, 10, 1_000_000) == DATA[10:1_000_010]
-
-
 def test_a_range_through_a_proxy(bucket, monkeypatch):
     for name, value in through_proxy(bucket.server.env).items():
         monkeypatch.setenv(name, value)
@@ -250,13 +253,8 @@ def test_a_range_of_a_local_file(tmp_path):
     file = source_files.describe(path)
     assert remote.read_range(file, 10, 1000) == DATA[10:1010]
     path.write_bytes(DATA[:500])
-    with pytest.raises(
-        OSError, match=r'x\.pt has changed since it was listed \(it ends at byte 500'
-    ):
+    with pytest.raises(OSError, match=r'x\.pt has changed since it was listed .*at byte 500'):
         remote.read_range(file, 10, 1000)
-
-
-# --- Processes --------------------------------------------------------------------------------
 
 
 FETCH = """

@@ -54,9 +54,7 @@ def answered(status: int, **headers: str) -> requests.HTTPError:
     return requests.HTTPError(f'{status} for url', response=response)
 
 
-def hub_answered(
-    status: int, kind: type[Exception] = huggingface_hub.errors.HfHubHTTPError
-) -> Exception:
+def hub_answered(status: int, kind=huggingface_hub.errors.HfHubHTTPError) -> Exception:
     request = httpx2.Request('GET', 'https://huggingface.co/api/datasets/owner/name')
     return kind(f'{status} Client Error', response=httpx2.Response(status, request=request))
 

@@ -1,6 +1,5 @@
 """Copies of remote files, whoever is killed when."""
 
-import contextlib
 import os
 import pathlib
 import random
@@ -21,23 +20,13 @@ def folder(tmp_path) -> pathlib.Path:
     return tmp_path / 'scratch'
 
 
-def content(name: str, size: int = SIZE) -> bytes:
-    return random.Random(name).randbytes(size)
+def content(name: str) -> bytes:
+    return random.Random(name).randbytes(SIZE)
 
 
-def put(bucket: Gcs, name: str, size: int = SIZE) -> SourceFile:
-    bucket.put('bucket', name, content(name, size))
+def put(bucket: Gcs, name: str) -> SourceFile:
+    bucket.put('bucket', name, content(name))
     return source_files.describe(f'gs://bucket/{name}')
-
-
-def copies(folder: pathlib.Path) -> dict[str, int]:
-    """Names and sizes of copies, and of nothing else that lies there."""
-    sizes = {}
-    for root, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):  # deleted or renamed just now
-                sizes[name] = os.stat(os.path.join(root, name)).st_size
-    return {name: size for name, size in sizes.items() if name.endswith('.pt')}
 
 
 HOLD = """
@@ -49,9 +38,6 @@ HOLD = """
         print(path, flush=True)
         sys.stdin.readline()
 """
-
-
-# --- Several at once --------------------------------------------------------------------------
 
 
 def test_several_files_are_there_together(bucket, folder, tmp_path):
@@ -66,9 +52,6 @@ def test_several_files_are_there_together(bucket, folder, tmp_path):
     assert contents == [content('a/x.pt'), b'content', content('b/x.pt'), content('y.pt')]
     assert sum(told) == 3 * SIZE
     assert os.listdir(folder) == []
-
-
-# --- Folders ---------------------------------------------------------------------------------
 
 
 def test_the_folder_that_a_program_takes(monkeypatch):
@@ -86,9 +69,6 @@ def test_the_folder_that_a_program_takes(monkeypatch):
         assert scratch.choose_folder('x', data_dir, chosen) == expected
 
 
-# --- Kills -----------------------------------------------------------------------------------
-
-
 def test_what_a_killed_process_left_is_gone(bucket, folder):
     file, other = put(bucket, 'x.pt'), put(bucket, 'y.pt')
     with children.python(HOLD, folder, file.path) as child:
@@ -96,6 +76,6 @@ def test_what_a_killed_process_left_is_gone(bucket, folder):
         with Scratch(folder).hold(other):
             assert len(os.listdir(folder)) == 4  # two folders with their locks
         child.kill()
-    assert copies(folder) == {'0.pt': SIZE}
+    assert [path.stat().st_size for path in folder.glob('*/*.pt')] == [SIZE]
     with Scratch(folder).hold(other) as path:
         assert [each for each in folder.glob('*/*') if each.is_file()] == [pathlib.Path(path)]

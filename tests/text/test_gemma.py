@@ -221,10 +221,9 @@ def test_older_and_sparse_configurations_mean_what_they_mean_to_transformers():
             'rope_local_base_freq': 5.0,
         },
     }
-    found = gemma_weights.read_config(sparse, 'config.json')
     theirs = transformers.Gemma3Config(**sparse).text_config
     kinds = tuple(kind == 'sliding_attention' for kind in theirs.layer_types)
-    assert found == gemma.Config(
+    assert gemma_weights.read_config(sparse, 'config.json') == gemma.Config(
         vocab_size=theirs.vocab_size,
         width=2560,
         mlp_width=theirs.intermediate_size,
@@ -240,9 +239,8 @@ def test_older_and_sparse_configurations_mean_what_they_mean_to_transformers():
         max_positions=theirs.max_position_embeddings,
     )
     assert kinds == (True, False, True, False)
-    assert theirs.rope_parameters['full_attention']['factor'] == 8.0
-    assert theirs.rope_parameters['full_attention']['rope_theta'] == 7.0
-    assert theirs.rope_parameters['sliding_attention']['rope_theta'] == 5.0
+    full, sliding = (theirs.rope_parameters[f'{x}_attention'] for x in ('full', 'sliding'))
+    assert (full['factor'], full['rope_theta'], sliding['rope_theta']) == (8.0, 7.0, 5.0)
 
 
 @pytest.mark.parametrize(
@@ -366,18 +364,21 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(text):
     path = text / 'model.safetensors'
     weights = safetensors.numpy.load_file(path)
     bias = np.zeros(64, np.float32)
-    kernel = weights.pop('layers.1.mlp.up_proj.weight')
-    safetensors.numpy.save_file(weights | {'layers.0.self_attn.q_proj.bias': bias}, path)
-    with pytest.raises(ValueError, match=r'text: .* 1 are missing.*1\.mlp\.up.*1 unexpected.*bias'):
-        text_encoders.make_encoder(f'jax:{text}')
-    weights['layers.1.mlp.up_proj.weight'] = np.ascontiguousarray(kernel[1:])
-    safetensors.numpy.save_file(weights, path)
-    with pytest.raises(ValueError, match=r'1\.mlp\.up_proj.* \(95, 64\), expected .* \(96, 64\)'):
-        text_encoders.make_encoder(f'jax:{text}')
-    weights['layers.1.mlp.up_proj.weight'] = kernel.astype(np.int8)
-    safetensors.numpy.save_file(weights, path)
-    with pytest.raises(ValueError, match=r'1\.mlp\.up_proj.* is int8 .* expected floating point'):
-        text_encoders.make_encoder(f'jax:{text}')
+    kernel = weights.pop(name := 'layers.1.mlp.up_proj.weight')
+    for wrong, message in (
+        (
+            {'layers.0.self_attn.q_proj.bias': bias},
+            r'text: .* 1 are missing.*1\.mlp\.up.*1 unexpected.*bias',
+        ),
+        (
+            {name: np.ascontiguousarray(kernel[1:])},
+            r'1\.mlp\.up_proj.* \(95, 64\), expected .* \(96, 64\)',
+        ),
+        ({name: kernel.astype(np.int8)}, r'1\.mlp\.up_proj.* is int8 .* expected floating point'),
+    ):
+        safetensors.numpy.save_file(weights | wrong, path)
+        with pytest.raises(ValueError, match=message):
+            text_encoders.make_encoder(f'jax:{text}')
 
 
 def test_damaged_and_missing_files_are_named(text):
@@ -416,7 +417,6 @@ def test_real_weights_give_the_embeddings_of_transformers(coco_sample):
     columns = [column.to_pylist() for column in table.columns]
     captions = [text for column in columns for text in column if text and text.strip()]
     odd = ['写真 🎉 <start_of_turn>   three spaces\n\n\tand a tab', 'ﬁ Åström ⅷ <eos> [multimodal]']
-
     theirs = text_encoders.make_encoder(f'hf:{folder}')
     ours = text_encoders.make_encoder(f'jax:{folder}')
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

@@ -1,5 +1,8 @@
-"""Beam as `coyo11m_tfds/README.md` tells it, run from the text: a portable runner on this machine
-whose workers live in an environment that was made by the documented steps alone."""
+"""Shards written with Apache Beam: what its workers fetch, and where they put it.
+
+Also as `coyo11m_tfds/README.md` tells it, run from the text: a portable runner on this machine
+whose workers live in an environment that was made by the documented steps alone.
+"""
 
 import contextlib
 import json
@@ -19,7 +22,7 @@ import pytest
 from tests import made_sources, runs
 from tests.built import files_of
 from tests.checkout import CHECKOUT
-from tests.convert.build_kills import final_folder
+from tests.convert.build_kills import final_folder, run
 from tests.fakes.cloud import fake_gcs
 
 FILES = [range(60), *(range(n, n + 5) for n in range(60, 100, 5))]  # a large one and small ones
@@ -104,7 +107,6 @@ def test_the_documented_steps_end_in_the_same_bytes(home, tmp_path):
     shutil.copytree(CHECKOUT, copy, ignore=not_of_the_project)
     subprocess.run(['bash', '-ec', install], cwd=copy, env=env, check=True, timeout=1800)
     shutil.rmtree(copy)
-
     source = made_sources.write_source(tmp_path / 'source', FILES)
     local = tmp_path / 'local'
     plain = ['build', 'coyo11m_tfds', f'--manual_dir={source}', f'--data_dir={local}']
@@ -135,4 +137,48 @@ def test_the_documented_steps_end_in_the_same_bytes(home, tmp_path):
     assert 'Starting worker with command' in logs[0].read_text()
     assert files_of(final_folder(tmp_path / 'copy')) == files_of(final_folder(local))
     cache = home / '.cache' / 'coyo11m_tfds'  # of the workers' user
+    assert cache.is_dir() and not [path for path in cache.rglob('*') if path.is_file()]
+
+
+PLAN = {'shard_bytes': 1_000_000, 'validation_fraction': 0.2}
+ROWS = 200  # in a file, 5 MB: six shards, and little of it in the head that planning reads
+NUM_FILES = 6
+
+PROGRAM = """
+import json, sys
+import apache_beam as beam
+from coyo11m_tfds.convert import driver
+from coyo11m_tfds.convert.settings import BuildSettings
+from tests.convert import build_program
+source, final, settings, workers = sys.argv[1:]
+flags = ['--direct_running_mode=multi_processing', f'--direct_num_workers={workers}']
+settings = BuildSettings(**json.loads(settings))
+options = beam.options.pipeline_options.PipelineOptions(flags)
+if __name__ == '__main__':
+    beam = {'beam_options': options, 'beam_runner': 'DirectRunner'}
+    with driver.build(final, source, settings, **beam) as built:
+        if built:
+            build_program.write_info(built)
+"""
+
+
+@pytest.mark.slow
+def test_every_file_is_fetched_once_by_several_workers(tmp_path):
+    files = [range(ROWS * n, ROWS * (n + 1)) for n in range(NUM_FILES)]
+    source = made_sources.write_source(tmp_path / 'source', files)
+    sizes = [path.stat().st_size for path in source.rglob('*.pt')]
+    run(source, final_folder(tmp_path / 'plain'), settings=PLAN)
+    (tmp_path / 'program.py').write_text(PROGRAM)
+    final = final_folder(tmp_path / 'out')
+    command = [sys.executable, str(tmp_path / 'program.py'), 'gs://in/coyo', str(final)]
+    paths = {'PYTHONPATH': str(CHECKOUT), 'XDG_CACHE_HOME': str(tmp_path / 'cache')}
+    with fake_gcs(tmp_path) as gcs:
+        gcs.upload_folder(source, 'gs://in/coyo')
+        env = os.environ | gcs.env | paths
+        subprocess.run([*command, json.dumps(PLAN), '3'], env=env, check=True, timeout=240)
+        reads = [r.range for r in gcs.requests if r.action == 'read' and r.path.endswith('.pt')]
+    asked_for = sum(last - first + 1 for first, last in reads)
+    assert asked_for <= 1.1 * sum(sizes)
+    assert files_of(final) == files_of(final_folder(tmp_path / 'plain'))
+    cache = tmp_path / 'cache' / 'coyo11m_tfds'
     assert cache.is_dir() and not [path for path in cache.rglob('*') if path.is_file()]
