@@ -17,11 +17,13 @@ from tests.convert.build_kills import (
     start,
 )
 
+NUM_SHARDS = 21
+
 
 @pytest.fixture(scope='module')
 def source(tmp_path_factory) -> pathlib.Path:
-    """600 records in three files, 41 shards of at most 16: a build takes a second or two."""
-    files = [range(200), range(200, 400), range(400, 600)]
+    """300 records in three files, shards of at most 16: a build takes a second."""
+    files = [range(100), range(100, 200), range(200, 300)]
     return made_sources.write_source(tmp_path_factory.mktemp('source'), files)
 
 
@@ -29,6 +31,7 @@ def source(tmp_path_factory) -> pathlib.Path:
 def undisturbed(source, tmp_path_factory) -> dict:
     final = final_folder(tmp_path_factory.mktemp('undisturbed'))
     assert run(source, final).stdout.endswith('built here\n')
+    assert len(list(final.glob('*.tfrecord*'))) == NUM_SHARDS
     return files_of(final)
 
 
@@ -44,11 +47,9 @@ def test_a_killed_build_goes_on_where_it_was_with_any_number_of_processes(
     children.wait_until(lambda: not any(children.is_running(pid) for pid in pids), 10)  # no orphans
     done = finished_shards(final)
     assert not is_complete(final)
-
     ended = run(source, final)
-
     assert 'Checking finished shards: 100%' in ended.stderr
-    assert f'{done} of 41 shards are finished already' in ended.stderr
+    assert f'{done} of {NUM_SHARDS} shards are finished already' in ended.stderr
     assert files_of(final) == undisturbed
     assert_only_the_data_set(final)
     assert run(source, final).stdout == 'built elsewhere\n'
@@ -79,7 +80,7 @@ def test_an_interrupted_overwriting_costs_neither_the_old_data_set_nor_the_work(
     assert before.items() <= files_of(old).items()
     assert done >= 5
     resumed = run(source, old, overwrite=True)
-    assert f'{done} of 41 shards are finished already' in resumed.stderr
+    assert f'{done} of {NUM_SHARDS} shards are finished already' in resumed.stderr
     assert files_of(old) == undisturbed
     assert_only_the_data_set(old)
 
@@ -132,9 +133,6 @@ def test_a_failed_build_leaves_no_empty_folder(source, tmp_path, settings):
     assert ended.returncode
     left = [path for path in tmp_path.rglob('*') if path.is_dir() and not any(path.iterdir())]
     assert left == [empty]
-
-
-# --- Jobs ---------------------------------------------------------------------------------------
 
 
 def start_rank(rank: int, source, final, **options) -> Build:

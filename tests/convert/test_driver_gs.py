@@ -117,9 +117,7 @@ def test_a_lasting_fault_is_one_clear_error_and_what_is_finished_stays(
         'destination': r'upload data/.*train-.*tfrecord-00002-of',
     }
     cloud.inject(Fault(kind, count=None, match=match[place]))
-
     outcome = builder.build(final)
-
     assert message in outcome
     assert 'gs://' in outcome
     made = [n for n in cloud.objects('data') if n.startswith(final.removeprefix('gs://data/'))]

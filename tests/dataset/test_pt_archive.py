@@ -7,7 +7,6 @@ import random
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from coyo11m_tfds.source.pt_file import LatentShard
 from coyo11m_tfds.storage import file_state
 from coyo11m_tfds.storage.file_state import FileState
 from tests import children, made_sources
+from tests.source.damages import damages
 
 NAME = '000000-000009.pt'
 LATENTS = made_sources.make_latents(5)
@@ -58,9 +58,6 @@ def patched(data: bytes, at: int, replacement: bytes) -> bytes:
     return data[:at] + replacement + data[at + len(replacement) :]
 
 
-# --- What torch saves ---------------------------------------------------------------------------
-
-
 def shared_storages() -> dict:
     latents, keys = made_sources.make_latents(6), torch.arange(6)
     return {'more': latents[:2], 'latents': latents[1:], 'keys': keys[:5], 'again': keys}
@@ -91,9 +88,6 @@ def test_every_member_is_where_the_archive_says(path):
         for member, start in zip(archive.members, archive.starts, strict=True):
             assert data[start : start + member.size] == expected.read(member.name)
             assert zlib.crc32(expected.read(member.name)) == member.crc32
-
-
-# --- Damage -------------------------------------------------------------------------------------
 
 
 def test_a_part_that_was_not_copied_yet_is_told(path):
@@ -127,35 +121,13 @@ def test_any_damaged_byte_of_the_directory_is_told_or_does_no_harm(path):
     assert refused > (len(data) - directory) / 4
 
 
-def random_damages(data: bytes, count: int) -> Iterator[bytes]:
-    random_ = random.Random(0)
-    for _ in range(count):
-        at = random_.randrange(len(data))
-        header = random_.randrange(900)  # where the pickle and the headers are
-        yield random_.choice(
-            [
-                patched(data, at, random_.randbytes(1)),
-                patched(data, header, random_.randbytes(1)),
-                patched(data, len(data) - 1 - header, random_.randbytes(2)),
-                patched(data, at, bytes(min(random_.choice([10, 5000]), len(data) - at))),
-                data[:at],
-                data[at:],
-                data[:at] + data[at + 1 :],
-                data[:header] + b'x' + data[header:],
-            ]
-        )[: len(data) + 1]
-
-
 def test_any_damage_is_told_or_does_no_harm(path):
     data, expected = path.read_bytes(), contents(path)
-    refused = 0
-    for damaged in random_damages(data, 300):
-        path.write_bytes(damaged)
+    refused, choose = 0, random.Random(0)
+    for _ in range(300):
+        path.write_bytes(choose.choice([*damages(data, choose, data[1:]).values()]))
         refused += assert_refused_or_unharmed(path, expected)
     assert refused > 200
-
-
-# --- Archives that torch does not write ---------------------------------------------------------
 
 
 def rewritten(path: pathlib.Path, method: int = zipfile.ZIP_STORED, **members: bytes) -> bytes:
@@ -205,9 +177,6 @@ def test_a_header_that_contradicts_the_directory_is_refused(path):
         path.write_bytes(data)
 
 
-# --- Without checksums, and with those of a copy ------------------------------------------------
-
-
 def test_a_file_saved_without_checksums_needs_to_be_told(tmp_path):
     torch.serialization.set_crc32_options(False)
     try:
@@ -233,8 +202,6 @@ def test_a_copy_must_be_what_was_recorded(path, check_crc):
     with pytest.raises(ValueError, match='mirrored'):
         pt_check.check_contents(path, check_crc=check_crc, recorded=FileState(5, 7))
 
-
-# --- Bombs --------------------------------------------------------------------------------------
 
 BOMBS = {
     'keys .*share memory': {'keys': torch.zeros(1, dtype=torch.int64).expand(10**8)},

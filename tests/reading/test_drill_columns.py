@@ -23,6 +23,7 @@ from coyo11m_tfds.dataset import columns
 from coyo11m_tfds import schema
 from coyo11m_tfds.storage import json_digest
 from tests.reading import small_dataset, test_row_checksums as whole
+from tests.source.damages import damages
 
 warnings.simplefilter('ignore')  # NumPy's, of headers that it then refuses
 folder, count, seed = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
@@ -65,17 +66,7 @@ def rewrite_numbers(data, choose):
 
 
 def damage_bytes(data, choose):
-    data, kind = bytearray(data), choose.randrange(4)
-    at = choose.randrange(min(len(data), choose.choice([128, len(data)])))
-    if kind == 0:
-        data[at] ^= 1 << choose.randrange(8)
-    elif kind == 1:
-        data[at : at + 50] = choose.randbytes(len(data[at : at + 50]))
-    elif kind == 2:
-        data[at : at + 500] = bytes(len(data[at : at + 500]))
-    else:
-        del data[at:]
-    return bytes(data)
+    return choose.choice([*damages(data, choose, b'').values()])
 
 
 def put(name, data):

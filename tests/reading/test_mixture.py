@@ -17,9 +17,15 @@ import pytest
 import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.reading import engines, filters, mixture, order
-from coyo11m_tfds.reading.order import Order, OrderSettings, sample_crops, train_blocks
+from coyo11m_tfds.reading.order import (
+    Order,
+    OrderSettings,
+    sample_crops,
+    sample_drops,
+    train_blocks,
+)
 from tests.reading import naive_order, small_dataset
-from tests.reading.batches import assert_same, global_batches
+from tests.reading.batches import assert_same
 
 LENGTHS = {
     'unequal': (70, 97, 64, 131, 33, 64, 40, 1),
@@ -140,7 +146,8 @@ def walk(path: Path, written: dict[str, Written], engine: str = 'rows') -> int:
     ]
     asked = dict(
         engine=engine,
-        features=('key', 'latents', 'source'),
+        features=('key', 'latents', 'text_embedding', 'caption', 'source'),
+        caption_dropout=0.5,
         stages=path.stages,
         **dataclasses.asdict(path.settings),
     )
@@ -179,13 +186,16 @@ def walk(path: Path, written: dict[str, Written], engine: str = 'rows') -> int:
 def compare(expected, batch, path: Path, written: dict[str, Written], numbers: list[int]) -> None:
     source, epoch, shard, record = np.array(expected).T
     np.testing.assert_array_equal(batch['source'], np.array(numbers)[source])
-    keys = []
-    for of, in_shard, number in zip(source, shard, record, strict=True):
-        data = written[path.mix[of]['name']]
-        keys.append(data.keys[sum(data.lengths[:in_shard]) + number])
+    data = [written[path.mix[of]['name']] for of in source]
+    number = [sum(x.lengths[:n]) + r for x, n, r in zip(data, shard, record, strict=True)]
+    keys = [x.keys[n] for x, n in zip(data, number, strict=True)]
     np.testing.assert_array_equal(batch['key'], keys)
+    np.testing.assert_array_equal(batch['text_embedding'][:, 0], number)
+    assert batch['caption'].tolist() == [f'record {n}'.encode() for n in number]
     crops = sample_crops(path.settings.seed, epoch, batch['key'], schema.NUM_CROPS)
     np.testing.assert_array_equal(batch['latents'][:, 0, 0, 0].astype(int), crops)
+    drops = sample_drops(path.settings.seed, epoch, batch['key'], 0.5)
+    np.testing.assert_array_equal(batch['drop_text'], drops)
 
 
 @pytest.fixture
@@ -226,40 +236,14 @@ def take(batches, count: int) -> list[dict[str, np.ndarray]]:
     return list(itertools.islice(batches, count))
 
 
-@pytest.mark.parametrize('engine', ['rows', 'chunks', 'tf_data'])
-def test_a_source_alone_is_a_mixture_of_one(written, engine):
+def test_a_source_alone_is_a_mixture_of_one(written):
     path = written['unequal'].path
-    asked = dict(ORDER, engine=engine, features=ALL, caption_dropout=0.5)
+    asked = dict(ORDER, features=ALL, caption_dropout=0.5)
     expected = input_pipeline.train_batches(path, **asked)
     alone = input_pipeline.train_batches([{'dir': path, 'weight': 0.3}], **asked)
     assert alone.get_state() == expected.get_state()
     assert alone.steps_per_epoch == expected.steps_per_epoch
     assert_same(take(alone, 20), take(expected, 20))
-
-
-@pytest.mark.parametrize('engine', ['rows', 'chunks', 'tf_data'])
-def test_each_source_keeps_the_samples_that_it_has_alone(written, engine):
-    """All features of them, with the crops and the drops; in a lane source after source."""
-    names = 'unequal', 'in_place', 'with_empty_ones'
-    mix = [
-        {'dir': written[name].path, 'weight': x} for name, x in zip(names, (5, 2, 1), strict=True)
-    ]
-    asked = dict(ORDER, engine=engine, features=ALL, caption_dropout=0.5)
-    mixed = global_batches(mix, 2, 6, **asked)
-    alone = [
-        take(input_pipeline.train_batches(written[name].path, **asked | {'batch_size': size}), 6)
-        for name, size in zip(names, (20, 8, 4), strict=True)
-    ]
-    expected = [
-        {
-            name: np.concatenate(
-                [x[name].reshape(4, -1, *x[name].shape[1:]) for x in parts], axis=1
-            ).reshape(32, *parts[0][name].shape[1:])
-            for name in parts[0]
-        }
-        for parts in zip(*alone, strict=True)
-    ]
-    assert_same(mixed, expected)
 
 
 def test_sources_are_read_each_in_its_way(written, monkeypatch):
