@@ -36,7 +36,7 @@ from coyo11m_tfds.reading.batches import CROP, DROP_TEXT, MASK, ArraySpec, Batch
 from coyo11m_tfds.reading.damage import DEFAULT_MAX_FRACTION, ONCE, STOP
 from coyo11m_tfds.reading.files import ReadCounter, ReadCounts
 from coyo11m_tfds.reading.mixture import Place
-from coyo11m_tfds.reading.order import Order, OrderSettings, nearest_shares
+from coyo11m_tfds.reading.order import Order, OrderSettings
 from coyo11m_tfds.reading.settings import AUTO, CHUNKS, ENGINES, ROWS, TF_DATA, Reading, Training
 from coyo11m_tfds.reading.sources import Mix, Source, open_mix
 from coyo11m_tfds.reading.sources import stats as mix_stats
@@ -76,7 +76,6 @@ __all__ = [
     'eval_dataset',
     'key_words',
     'mix_stats',
-    'nearest_shares',
     'open_data',
     'open_mix',
     'prepare_process',

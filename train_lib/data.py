@@ -54,9 +54,8 @@ class TrainingData:
         """Opens the data set; reads its metadata and no records.
 
         Raises:
-            ValueError: A setting is out of its range; the data set lacks text embeddings or a split
-                for evaluation or previews; or the batch size, the lanes and the chunks do not fit
-                the data set, each other or the devices.
+            ValueError: A setting is out of its range or does not fit the data set; or the data set
+                lacks text embeddings or a split for evaluation or previews.
             OSError: The data set does not exist.
         """
         settings.check(config)
@@ -68,7 +67,6 @@ class TrainingData:
             raise FileNotFoundError(f'data.{"mix" if read.mix else "dir"}={error}') from error
         order = input_pipeline.OrderSettings(config.seed, read.chunk, read.lanes, read.window)
         self.plan = self._plan(order)
-        self._check_shares(has_lanes=self.plan.orders is not None)
         if self.plan.orders is None:
             order = dataclasses.replace(order, lanes=1)
             self.plan = self._plan(order)
@@ -123,8 +121,9 @@ class TrainingData:
         Drawing and evaluation take little memory. All processes must call this together.
 
         Raises:
-            ValueError: Reading takes more than `data.ram_budget_gb`, see `reading.memory`; or a
-                condition keeps no record of a validation split.
+            ValueError: Reading takes more than `data.ram_budget_gb`, see `reading.memory`; a
+                setting of it is out of its range; processes cannot share batches or lanes equally;
+                or a condition keeps no record of a validation split.
             OSError: A column or a file cannot be read.
         """
         for source in self.sources if self._config.eval_every else ():
@@ -272,24 +271,6 @@ class TrainingData:
                 '--config=\'{"name": "hash", "text_embeddings": "SIDECAR"}\', '
                 'or add some with python -m coyo11m_tfds.add_column'
             )
-        )
-
-    def _check_shares(self, has_lanes: bool) -> None:
-        """Raises unless processes get equal numbers of lanes, and devices of samples."""
-        batch_size, lanes = self._config.batch_size, self._config.data.lanes
-        processes, devices = jax.process_count(), self._mesh.size
-        has_equal_lanes = not (batch_size % lanes or lanes % processes)
-        if batch_size % devices == 0 and (has_equal_lanes or not has_lanes):
-            return
-        working_size, working_lanes = input_pipeline.nearest_shares(
-            batch_size, lanes, processes, devices
-        )
-        raise ValueError(
-            f'batch_size={batch_size} with data.lanes={lanes} cannot be shared equally by '
-            f'{processes} processes with {devices} devices in all: batch_size={working_size} with '
-            f'data.lanes={working_lanes} works. A run that resumes keeps both unless '
-            '--accept_changes=batch_size,data.lanes is given; start it with a number of processes '
-            'that divides its lanes and a number of devices that divides its batch.'
         )
 
     def _check_split(self, split: str, asked: str) -> None:

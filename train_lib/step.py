@@ -331,10 +331,11 @@ def make_program(
     Raises:
         ValueError: A part of a batch cannot be split over the devices; or as `models.make`.
     """
-    if config.accumulate < 1 or config.batch_size % (config.accumulate * mesh.size):
+    product = config.accumulate * mesh.size
+    if product < 1 or config.batch_size % product:
         raise ValueError(
             f'batch_size={config.batch_size} in accumulate={config.accumulate} parts cannot be '
-            f'split over {mesh.size} devices: expected a multiple of their product'
+            f'split over {mesh.size} devices: expected a multiple of their product {product}'
         )
     num_crops, channels, height, width = stats.latents_shape
     latent_shape = height, width, channels

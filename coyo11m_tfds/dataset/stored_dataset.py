@@ -306,6 +306,8 @@ class StoredDataset:
             logging.warning('%s has no latent statistics: taking mean 0, std 1', self.full_name)
         chosen = self.choose_texts(text)
         first, (mean, std) = chosen.texts[0], chosen.mean_and_std()
+        if chosen.feature != schema.TEXT_EMBEDDING:
+            mean = std = np.zeros(0)
         dtype, shape = self.latents
 
         def of_latents(name: str, default: float) -> np.ndarray:

@@ -28,7 +28,6 @@ out fewer than L records, each with the same chance.
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -276,27 +275,15 @@ def check_share(
     shared = process_count if lanes is None else lanes
     if batch_size > 0 and shared > 0 and not (batch_size % shared or shared % process_count):
         return
-    working, working_lanes = nearest_shares(batch_size, lanes or 1, process_count)
+    working = max(1, round(batch_size / process_count)) * process_count
     asked, advice = f'batch_size={batch_size}', f'batch_size={working}'
     if lanes is not None:
+        fitting = [n for n in range(process_count, working + 1, process_count) if working % n == 0]
+        working_lanes = min(fitting, key=lambda n: abs(n - lanes))
         asked, advice = f'{asked} with lanes={lanes}', f'{advice} with lanes={working_lanes}'
     raise ValueError(
         f'{asked} cannot be shared by {process_count} processes equally; {advice} works'
     )
-
-
-def nearest_shares(
-    batch_size: int, lanes: int, process_count: int, device_count: int = 1
-) -> tuple[int, int]:
-    """Returns the nearest batch size and number of lanes that work together.
-
-    All processes, and all devices, get equal parts of the batch; all processes get equal numbers of
-    lanes.
-    """
-    multiple = math.lcm(process_count, device_count)
-    working = max(1, round(batch_size / multiple)) * multiple
-    shared = [n for n in range(process_count, working + 1, process_count) if working % n == 0]
-    return working, min(shared, key=lambda n: abs(n - lanes))
 
 
 def own_lanes(lanes: int, process_index: int, process_count: int) -> range:

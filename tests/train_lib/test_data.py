@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import jax
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
@@ -134,29 +133,3 @@ def test_previews_show_the_first_records_of_the_split_that_is_asked_for(mini_dat
         expected = [example['caption'].decode() for example in tfds.as_numpy(examples)]
         assert list(shown[split]) == expected
     assert shown['train'] != shown['validation']
-
-
-@pytest.mark.parametrize(
-    ('processes', 'changes', 'lanes'),
-    [(3, {'batch_size': 48, 'data.lanes': 16}, 12), (16, {'batch_size': 64, 'data.lanes': 8}, 16)],
-)
-def test_hosts_that_lanes_cannot_be_shared_by_are_refused_at_once(
-    mini_dataset, tmp_path, monkeypatch, processes, changes, lanes
-):
-    monkeypatch.setattr(jax, 'process_count', lambda: processes)
-    mesh = sharding.make_mesh()
-    with pytest.raises(ValueError) as error:
-        data.TrainingData(runs.small_config(mini_dataset, **changes), mesh)
-    message = str(error.value)
-    assert f'data.lanes={changes["data.lanes"]} cannot be shared equally' in message
-    assert f'by {processes} processes with 1 devices in all' in message
-    assert f'batch_size={changes["batch_size"]} with data.lanes={lanes} works' in message
-    config = runs.small_config(mini_dataset, **changes | {'data.lanes': lanes})
-    data.TrainingData(config, mesh)
-
-
-def test_a_batch_that_devices_cannot_share_is_refused(mini_dataset):
-    config = runs.small_config(mini_dataset, **{'batch_size': 10, 'data.lanes': 2})
-    mesh = jax.sharding.AbstractMesh((4, 1), (sharding.DATA_AXIS, sharding.FSDP_AXIS))
-    with pytest.raises(ValueError, match=r'by 1 processes with 4 devices.*batch_size=8 with data'):
-        data.TrainingData(config, mesh)
