@@ -14,7 +14,7 @@ from configs import default
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """Fields that differ from the default."""
+    """Returns the default with other values of some fields."""
     config = default.get_config()
     config.distributed = True
     config.batch_size = 1024  # 64 a chip

@@ -12,9 +12,9 @@ check fails, and 2 for a wrong command line. The program plans a build of the so
 nothing. It writes only temporary files and, into a bucket, one file of one byte, which it removes.
 """
 
-import argparse
 import collections
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -34,7 +34,6 @@ from coyo11m_tfds.storage import scratch, source_files
 from coyo11m_tfds.storage.source_files import SourceFile
 
 PASS, WARN, FAIL = 'pass', 'warn', 'fail'
-
 _TIMEOUT = 240.0  # seconds for JAX and for the encoder; a large model takes a minute to load
 
 # A storage that answers does so in a moment; one that does not should be told soon.
@@ -74,11 +73,9 @@ _SLOW_HOURS = 24
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of the examination.
+    """One line of the examination; `status` is 'pass', 'warn' or 'fail'.
 
-    Attributes:
-        status: `PASS`, `WARN` or `FAIL`.
-        mend: Command or change that repairs the fault; '' if there is none or `text` says it.
+    `mend` is a command or change that repairs the fault; '' if there is none or `text` says it.
     """
 
     name: str
@@ -91,14 +88,10 @@ class Finding:
         return f'{self.status}  {self.name}: {self.text}{mend}'
 
 
-def of_error(name: str, error: BaseException, mend: str = '') -> Finding:
-    """Returns the finding of an error."""
-    return Finding(name, FAIL, ending.describe(error), mend)
-
-
-def findings(flags: argparse.Namespace, settings: BuildSettings) -> Iterator[Finding]:
-    """Runs all checks of `flags` from `parse_flags`; `settings` are those of the build."""
-    source, data_dir, encoder = flags.source, flags.data_dir, flags.encoder
+def findings(
+    source: str, data_dir: str, encoder: str, settings: BuildSettings
+) -> Iterator[Finding]:
+    """Runs all checks; '' for an argument leaves out its checks."""
     yield check_machine()
     yield check_devices()
     dry, room = DryRun(), {}
@@ -111,12 +104,12 @@ def findings(flags: argparse.Namespace, settings: BuildSettings) -> Iterator[Fin
             dry = dry_run(source, settings)
             yield describe(source, dry)
         except (ValueError, OSError, ModuleNotFoundError) as error:
-            yield of_error('source', error)
+            yield Finding('source', FAIL, ending.describe(error))
     if data_dir and not source_files.is_remote(data_dir):
         room['data_dir'] = data_dir, dry.num_bytes
     if source:
         folder = scratch.choose_folder(schema.NAME, data_dir, settings.scratch_dir)
-        room['scratch'] = folder, dry.fetched_bytes + dry.store_bytes
+        room['scratch'] = folder, dry.scratch_bytes
     yield from check_disks(room)
     if encoder:
         yield check_encoder(encoder, dry.num_records or _USUAL_CAPTIONS)
@@ -147,23 +140,20 @@ def check_disks(
     """
     taken: collections.Counter[int] = collections.Counter()
     for name, (folder, num_bytes) in places.items():
-        label = f'disk of {name}'
         option = '--data_dir' if name == 'data_dir' else 'scratch_dir in the config of the build'
         path = pathlib.Path(folder).expanduser().absolute()
         there = next(place for place in (path, *path.parents) if place.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            text = f'{folder}: {there} is a file, or this user cannot write to it'
-            yield Finding(label, FAIL, text, f'choose another {option}')
-            continue
         device = there.stat().st_dev
         taken[device] += num_bytes  # places on one disk share its room
         needed, free = max(taken[device], _LEAST_ROOM), usage(str(there))[2]
-        text = f'{folder} has {readable(free)} free'
-        if free < needed:
+        text, mend = f'{folder} has {readable(free)} free', ''
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            text = f'{folder}: {there} is a file, or this user cannot write to it'
+            mend = f'choose another {option}'
+        elif free < needed:
             text += f', expected {readable(needed)} for what will be on this disk'
-            yield Finding(label, FAIL, text, f'free some space, or choose another {option}')
-        else:
-            yield Finding(label, PASS, text)
+            mend = f'free some space, or choose another {option}'
+        yield Finding(f'disk of {name}', FAIL if mend else PASS, text, mend)
 
 
 # --- Places ---------------------------------------------------------------------------------------
@@ -179,18 +169,18 @@ def check_place(name: str, url: str, writes: bool = False) -> Finding:
             from coyo11m_tfds.storage import gcs  # imports the client of the storage
 
             gcs.is_folder(url)
+            if writes:
+                gcs.check_writable(url)
+        elif writes:
+            raise ValueError(f'{url}: cannot be written to; expected a local folder or gs://.')
         else:
             source_files.list_files(url, '', ())
-        if writes:
-            if not url.startswith('gs://'):
-                raise ValueError(f'{url}: cannot be written to; expected a local folder or gs://.')
-            gcs.check_writable(url)
     except FileNotFoundError:
         text = f'{url}: the hub has no such data set, or does not show it to this user.'
         return Finding(label, FAIL, text, _LOG_IN['hf://'])
     except (OSError, ValueError) as error:
         mend = _LOG_IN.get(url[:5], '') if isinstance(error, PermissionError) else ''
-        return of_error(label, error, mend)
+        return Finding(label, FAIL, ending.describe(error), mend)
     what = 'can be listed, written to and deleted from' if writes else 'can be listed'
     return Finding(label, PASS, f'{url} {what}')
 
@@ -204,9 +194,10 @@ class DryRun:
 
     Attributes:
         source: Number and size of the files of the source.
+        num_bytes: Size of all shards.
         num_shards: Number of shards of all splits; 0 for an estimate.
-        store_bytes: Size of the captions, which stay in the scratch folder.
-        fetched_bytes: Size of the remote files that the scratch folder holds at a time.
+        scratch_bytes: Size of the captions, and of the remote files that the scratch folder holds
+            at a time.
         dropped: Number of dropped rows by reason; {} for an estimate.
     """
 
@@ -214,8 +205,7 @@ class DryRun:
     num_records: int = 0
     num_bytes: int = 0
     num_shards: int = 0
-    store_bytes: int = 0
-    fetched_bytes: int = 0
+    scratch_bytes: int = 0
     dropped: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
@@ -236,23 +226,22 @@ def dry_run(place: str, settings: BuildSettings) -> DryRun:
     source = location.find(place)
     files, captions = source.latent_files, source.captions_file
     file_bytes, is_remote = sum(file.size for file in files), files[0].is_remote
-    sizes = [file.size for file in source.by_name.values()]
+    sizes = sorted(file.size for file in source.by_name.values())
+    store_bytes = captions.size if captions else 0
     if captions:
         _check_column(captions, settings.caption_column)
-    found = DryRun(
-        source=f'{len(files)} {os.path.splitext(files[0].path)[1]} files'
-        f'{" and captions" if captions else ""}, {readable(sum(sizes))}',
-        store_bytes=captions.size if captions else 0,
-        fetched_bytes=sum(sorted(sizes)[-_FETCHED_AT_ONCE:]) if is_remote else 0,
+    kind, beside = os.path.splitext(files[0].path)[1], ' and captions' if captions else ''
+    found = functools.partial(
+        DryRun,
+        source=f'{len(files)} {kind} files{beside}, {readable(sum(sizes))}',
+        scratch_bytes=store_bytes + (sum(sizes[-_FETCHED_AT_ONCE:]) if is_remote else 0),
     )
     # What is read to the end: captions, or whole files where captions lie beside the latents.
-    read_bytes = captions.size if captions else file_bytes
+    read_bytes = store_bytes if captions else file_bytes
     with tempfile.TemporaryDirectory() as folder:
         if read_bytes <= _EXACT_BYTES[is_remote] and (not is_remote or len(files) <= _HEADS):
-            files_there = scratch.Scratch(f'{folder}/source')
-            plan = make_plan(source, settings, files_there, folder)
-            return dataclasses.replace(
-                found,
+            plan = make_plan(source, settings, scratch.Scratch(f'{folder}/source'), folder)
+            return found(
                 num_records=sum(task.parts[-1].records.stop for task in plan.tasks),
                 num_bytes=plan.num_bytes,
                 num_shards=len(plan.tasks),
@@ -260,23 +249,23 @@ def dry_run(place: str, settings: BuildSettings) -> DryRun:
             )
         heads = files[:: -(-len(files) // _HEADS)]
         latents = read_latents(source, settings, folder, heads)
-        num_records = latents.num_rows * file_bytes // sum(file.size for file in heads)
-        num_bytes = found.store_bytes + (0 if settings.in_place else file_bytes)
-        return dataclasses.replace(found, num_records=num_records, num_bytes=num_bytes)
+        return found(
+            num_records=latents.num_rows * file_bytes // sum(file.size for file in heads),
+            num_bytes=store_bytes + (0 if settings.in_place else file_bytes),
+        )
 
 
 def describe(place: str, dry: DryRun) -> Finding:
     """Describes the build in a finding."""
-    shards = f'{dry.num_shards:,} shards of ' if dry.num_shards else ''
-    about = '' if shards else 'about '
-    text = (
-        f'{place}: {dry.source}, become {about}{dry.num_records:,} records in {shards}{about}'
-        f'{readable(dry.num_bytes)}'
-    )
-    left_out = {reason: count for reason, count in dry.dropped.items() if count}
-    if left_out:
-        text += '; left out: ' + ', '.join(f'{n:,} {reason}' for reason, n in left_out.items())
-    share = sum(left_out.values()) / max(1, dry.num_records + sum(left_out.values()))
+    about, shards = 'about ', ''
+    if dry.num_shards:
+        about, shards = '', f'{dry.num_shards:,} shards of '
+    size = f'{about}{dry.num_records:,} records in {shards}{about}{readable(dry.num_bytes)}'
+    text = f'{place}: {dry.source}, become {size}'
+    if left_out := [f'{count:,} {reason}' for reason, count in dry.dropped.items() if count]:
+        text += f'; left out: {", ".join(left_out)}'
+    num_left_out = sum(dry.dropped.values())
+    share = num_left_out / max(1, dry.num_records + num_left_out)
     if share > _MUCH:
         mend = 'see whether the captions belong to these .pt files, and to caption_column'
         return Finding('source', WARN, f'{text} ({share:.1%} of the rows)', mend)
@@ -304,7 +293,7 @@ def check_devices(dev: str = '/dev') -> Finding:
         version, devices = ask(_LIST_DEVICES)
     except (ValueError, OSError) as error:
         mend = 'end what else uses the devices, or set JAX_PLATFORMS=cpu to do without them'
-        return of_error('accelerators', error, mend)
+        return Finding('accelerators', FAIL, str(error), mend)
     counts = collections.Counter(kind for _, kind in devices)
     text = f'jax {version}: ' + ', '.join(f'{n} x {kind}' for kind, n in counts.items())
     seen = {platform.replace('cuda', 'gpu') for platform, _ in devices}
@@ -319,8 +308,7 @@ def check_devices(dev: str = '/dev') -> Finding:
 def check_encoder(spec: str, num_captions: int) -> Finding:
     """Loads an encoder in its own process, and rates its speed by the captions of a source."""
     try:
-        program = f'from coyo11m_tfds import doctor\ndoctor.time_encoder({spec!r})'
-        dim, rate = ask(program)
+        dim, rate = ask(f'from coyo11m_tfds import doctor\ndoctor.time_encoder({spec!r})')
     except (ValueError, OSError) as error:
         return Finding('encoder', FAIL, f'{spec}: {error}')
     hours = num_captions / rate / 3600
@@ -328,13 +316,13 @@ def check_encoder(spec: str, num_captions: int) -> Finding:
         f'{spec} loads, embeddings of {dim} numbers, {rate:,.1f} captions/s here: {hours:,.1f} '
         f'hours for {num_captions:,} captions'
     )
-    if hours > _SLOW_HOURS:
-        mend = (
-            'use a machine with a GPU (and a CUDA build of torch) or a TPU (jax: in place of hf: '
-            'runs Gemma 3 there), spread the work over more machines, or take a smaller encoder'
-        )
-        return Finding('encoder', WARN, text, mend)
-    return Finding('encoder', PASS, text)
+    if hours <= _SLOW_HOURS:
+        return Finding('encoder', PASS, text)
+    mend = (
+        'use a machine with a GPU (and a CUDA build of torch) or a TPU (jax: in place of hf: '
+        'runs Gemma 3 there), spread the work over more machines, or take a smaller encoder'
+    )
+    return Finding('encoder', WARN, text, mend)
 
 
 def time_encoder(spec: str) -> None:
@@ -364,16 +352,10 @@ def ask(program: str, seconds: float = _TIMEOUT) -> Any:
             JSON.
         TimeoutError: The process was killed after `seconds`.
     """
+    command, environment = [sys.executable, '-c', program], os.environ | _QUIETLY
+    pipes = {'stdin': subprocess.DEVNULL, 'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE}
     try:
-        ended = subprocess.run(
-            [sys.executable, '-c', program],
-            env=os.environ | _QUIETLY,
-            timeout=seconds,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
+        ended = subprocess.run(command, env=environment, timeout=seconds, text=True, **pipes)
     except subprocess.TimeoutExpired:
         raise TimeoutError(f'no answer within {seconds:g} s') from None
     if ended.returncode == -9:
@@ -407,31 +389,25 @@ def read_build_config(text: str) -> BuildSettings:
     return BuildSettings(**{name: fields[name] for name in names if name in fields})
 
 
-def parse_flags() -> argparse.Namespace:
-    """Parses the command line."""
+def main() -> None:
+    """Runs the command line; the exit status is that of the module's docstring."""
     parser = command_line.Parser('coyo11m_tfds.doctor', __doc__)
     add = parser.add_argument
     add('--source', default='', help='folder of the source, local, gs:// or hf://')
     add('--data_dir', default='', help='--data_dir of the build, local or gs://')
     add('--encoder', default='', help='text encoder: hash, hf:NAME or jax:NAME')
     add('--build_config', default='{}', help='--config of the build, as JSON')
-    return parser.parse_args()
-
-
-def main() -> None:
-    """Runs the command line; the exit status is that of the module's docstring."""
-    flags = parse_flags()
+    flags = parser.parse_args()
     for name, value in _IMPATIENCE.items():
         os.environ.setdefault(name, value)
-    found = []
+    counts: collections.Counter[str] = collections.Counter()
     with ending.in_one_line('nothing was changed', status=2):
         settings = read_build_config(flags.build_config)
-        for one in findings(flags, settings):
-            found.append(one)
-            print(one, flush=True)
-    counts = collections.Counter(one.status for one in found)
+        for found in findings(flags.source, flags.data_dir, flags.encoder, settings):
+            print(found, flush=True)
+            counts[found.status] += 1
     said = ', '.join(f'{counts[status]} {status}' for status in (FAIL, WARN) if counts[status])
-    print(f'{len(found)} checks: {said or "all pass"}')
+    print(f'{counts.total()} checks: {said or "all pass"}')
     sys.exit(bool(counts[FAIL]))
 
 

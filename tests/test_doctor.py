@@ -210,12 +210,13 @@ def test_a_remote_source(gcs, tmp_path, monkeypatch):
     found = doctor.dry_run('gs://bucket/s', SETTINGS)
     assert (found.num_shards > 0, found.num_records) == (True, 90)
     files = [path for path in folder.rglob('*') if path.is_file()]
-    assert found.fetched_bytes == sum(file.stat().st_size for file in files)
+    captions = (folder / schema.CAPTIONS_FILE).stat().st_size  # sorted ones are kept as well
+    assert found.scratch_bytes == captions + sum(file.stat().st_size for file in files)
     monkeypatch.setattr(doctor, '_EXACT_BYTES', {False: 0, True: 0})
     gcs.clear()
     assert doctor.dry_run('gs://bucket/s', SETTINGS).num_records == pytest.approx(90, rel=0.02)
     read = sum(r.nbytes for r in gcs.requests if r.path.endswith(schema.CAPTIONS_FILE))
-    assert 0 < read <= (folder / schema.CAPTIONS_FILE).stat().st_size
+    assert 0 < read <= captions
 
 
 # --- Encoders -------------------------------------------------------------------------------------
