@@ -108,8 +108,7 @@ def add(
             remedy = 'Add rows for their keys.'
             if text:
                 remedy = (
-                    'Embed a column of captions that is blank for none of them, or build a data '
-                    'set with the config field text_embeddings, which leaves such records out.'
+                    'Embed a column that is blank for none of them, or build with text_embeddings.'
                 )
             raise ValueError(
                 f'{place}: has no value for {len(lacking):,} of {len(keys):,} records of '
@@ -186,17 +185,12 @@ def _asked(edit: '_Edit') -> schema.LatentsFrom:
 
 @dataclasses.dataclass(frozen=True)
 class _Edit:
-    """A data set whose columns this process changes, under its lock.
-
-    Attributes:
-        staging: Local folder for files that `commit` puts into the destination.
-        scratch: Local folder for other files, empty at first.
-    """
+    """A data set whose columns this process changes, under its lock."""
 
     stored: StoredDataset
     destination: Destination
-    staging: str
-    scratch: str
+    staging: str  # local folder for files that `commit` puts into the destination
+    scratch: str  # local folder for other files, empty at first
     lock: locks.Lock
 
     def commit(self, found: Mapping[str, Column | AddedColumn], files: Sequence[str] = ()) -> None:
@@ -259,9 +253,9 @@ def _check_name(stored: StoredDataset, name: str, replace: bool) -> None:
 
 def _write(edit: _Edit, name: str, values: Joined) -> AddedColumn:
     """Writes the files of a column into the staging folder; a value's place is its record."""
-    facts, stored = values.facts, edit.stored
+    facts, stored, encoder = values.facts, edit.stored, values.facts.get('header', {})
     dtype, shape = np.dtype(facts['dtype']), tuple(facts['shape'])
-    feature = sidecar.Header(**facts['header']).feature if 'header' in facts else ''
+    feature = sidecar.Header(**encoder).feature if encoder else ''
     sums = np.zeros((3, shape[0])) if feature == schema.TEXT_EMBEDDING else None
     files, crc32c, first = {}, {}, 0
     for split in stored.splits:
@@ -283,18 +277,18 @@ def _write(edit: _Edit, name: str, values: Joined) -> AddedColumn:
                 progress.add(len(some))
             crc32c[split] = writer.finish()
         first = last
-    encoder = facts.get('header', {})
     column = AddedColumn(name, dtype.name, shape, files, crc32c, feature, encoder=encoder)
-    if sums is not None:
-        mean, std = statistics.mean_and_std(sums)
-        column = dataclasses.replace(column, mean=mean, std=std)
-    return column
+    if sums is None:
+        return column
+    mean, std = statistics.mean_and_std(sums)
+    return dataclasses.replace(column, mean=mean, std=std)
 
 
 def _keys(stored: StoredDataset) -> Iterator[np.ndarray]:
     """The keys of all records, split by split in the order of its records, some at a time."""
     for split in stored.splits:
-        if not any(stored.splits[split].shard_lengths):
+        num_records = sum(stored.splits[split].shard_lengths)
+        if not num_records:
             continue
         if stored.split(split) is None:
             raise ValueError(
@@ -309,7 +303,6 @@ def _keys(stored: StoredDataset) -> Iterator[np.ndarray]:
             parallel_reads=_CHUNKS_AT_ONCE,
             prefetch=1,
         )
-        num_records = sum(stored.splits[split].shard_lengths)
         with Progress(f'Reading keys of {split}', num_records, 'records') as progress:
             for batch in batches:
                 keys = batch[schema.KEY][batch[input_pipeline.MASK]]
@@ -317,8 +310,8 @@ def _keys(stored: StoredDataset) -> Iterator[np.ndarray]:
                 progress.add(len(keys))
 
 
-def parse_flags() -> argparse.Namespace:
-    """Parses the command line."""
+def main() -> None:
+    """Runs the command line; bad input ends it with one message and exit status 1."""
     parser = command_line.Parser('coyo11m_tfds.add_column', __doc__)
     add = parser.add_argument
     add('--data_dir', required=True, help=stored_dataset.FOLDER_HELP)
@@ -340,12 +333,6 @@ def parse_flags() -> argparse.Namespace:
         parser.error('--parquet: expected with --column')
     if flags.source and not flags.column and flags.name != schema.LATENTS:
         parser.error(f'--source: expected --column, or --name={schema.LATENTS}')
-    return flags
-
-
-def main() -> None:
-    """Runs the command line; bad input ends it with one message and exit status 1."""
-    flags = parse_flags()
     command_line.show_log()
     with ending.in_one_line('nothing was changed, the same command starts again'):
         said = _run(flags)
@@ -354,15 +341,13 @@ def main() -> None:
 
 def _run(flags: argparse.Namespace) -> str:
     """Runs the command of the flags; returns the message about its result."""
-    options = vars(flags)
-    is_removed = options.pop('remove')
     if flags.source and not flags.column:
         move_latents(flags.data_dir, flags.source)
         return f'its latents are read from {flags.source}.'
-    if is_removed:
+    if flags.remove:
         remove(flags.data_dir, flags.name)
         return f'column {flags.name!r} is removed.'
-    column = add(**options)
+    column = add(**{name: value for name, value in vars(flags).items() if name != 'remove'})
     what = f'text={column.name!r}' if column.feature else f'features=({column.name!r},)'
     said = f'{what} has {column.dtype} {column.shape} for each record.'
     if np.dtype(column.dtype).itemsize > 4:

@@ -73,15 +73,14 @@ _SLOW_HOURS = 24
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of the examination; `status` is 'pass', 'warn' or 'fail'.
-
-    `mend` is a command or change that repairs the fault; '' if there is none or `text` says it.
-    """
+    """One line of the examination."""
 
     name: str
-    status: str
+    status: str  # PASS, WARN or FAIL
     text: str
-    mend: str = ''
+    mend: str = (
+        ''  # command or change that repairs the fault; '' if there is none or `text` says it
+    )
 
     def __str__(self) -> str:
         mend = f' -> {self.mend}' if self.mend else ''
@@ -190,23 +189,14 @@ def check_place(name: str, url: str, writes: bool = False) -> Finding:
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
-    """The plan, or an estimate, of a build.
+    """The plan, or an estimate, of a build."""
 
-    Attributes:
-        source: Number and size of the files of the source.
-        num_bytes: Size of all shards.
-        num_shards: Number of shards of all splits; 0 for an estimate.
-        scratch_bytes: Size of the captions, and of the remote files that the scratch folder holds
-            at a time.
-        dropped: Number of dropped rows by reason; {} for an estimate.
-    """
-
-    source: str = ''
+    source: str = ''  # number and size of its files
     num_records: int = 0
-    num_bytes: int = 0
-    num_shards: int = 0
-    scratch_bytes: int = 0
-    dropped: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    num_bytes: int = 0  # of all shards
+    num_shards: int = 0  # of all splits; 0 for an estimate
+    scratch_bytes: int = 0  # of the captions, and of remote files that are held at a time
+    dropped: Mapping[str, int] = dataclasses.field(default_factory=dict)  # rows by reason
 
 
 def dry_run(place: str, settings: BuildSettings) -> DryRun:

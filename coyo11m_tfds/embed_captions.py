@@ -10,28 +10,23 @@
 
 OUT is a folder, local or on gs://, that receives parts `part-00000-of-00700.parquet`. A part has
 the columns `key` (int64, ascending, unique) and `embedding` (FixedSizeList<float16>[D]) or, with
-`--tokens_only`, `tokens` (FixedSizeList<int32>[max_tokens], padded with -1). The metadata of the
-schema name the encoder and the captions, so that the builder can refuse parts of other captions.
+`--tokens_only`, `tokens` (FixedSizeList<int32>[max_tokens], padded with -1).
 
-A part appears only when it is complete. The same command resumes an interrupted run: it keeps
-existing parts, and refuses parts of another encoder or of other captions. Several processes, on one
-machine or on many, share the work in a job of `torchrun`, `srun` or `mpirun`, or with `--part 0/4`
-to `--part 3/4`; those of a machine take its GPUs in turn. If one ends early, the same command makes
-the missing parts.
+The same command resumes an interrupted run: it keeps existing parts, and refuses parts of another
+encoder or of other captions. Several processes, on one machine or on many, share the work in a job
+of `torchrun`, `srun` or `mpirun`, or with `--part 0/4` to `--part 3/4`; those of a machine take its
+GPUs in turn. If one ends early, the same command makes the missing parts.
 
 Captions that are null, blank or longer than `schema.MAX_CAPTION_BYTES` get no row. SOURCE may be
 local, on gs:// or on hf://.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Iterable
 from typing import cast
 
-import numpy as np
 from absl import logging
 
 from coyo11m_tfds import schema
@@ -42,8 +37,7 @@ from coyo11m_tfds.source import captions as captions_source
 from coyo11m_tfds.source import location, sidecar
 from coyo11m_tfds.source.joined import Joined
 from coyo11m_tfds.source.keyed_parquet import KeyedFile
-from coyo11m_tfds.storage import file_state, source_files
-from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage import source_files
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.source_files import SourceFile
 from coyo11m_tfds.text import parts, text_encoders
@@ -52,30 +46,18 @@ from coyo11m_tfds.text.encoder import DEFAULT_MAX_TOKENS, Encoder, Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The outcome of `embed`.
+    """The outcome of `embed`."""
 
-    Attributes:
-        num_captions: Captions that this run encoded.
-        num_kept: Captions in parts that existed before.
-        num_skipped: Rows without a caption (null, blank or too long).
-        num_duplicates: Rows left out because an earlier row has their key.
-        num_truncated: Captions that this run cut to the length limit.
-        longest: Largest number of token ids of a caption of this run; 0 for embeddings.
-        missing_parts: Names of the parts that other processes have to make.
-        dim: Width of an embedding, or number of token ids of a caption.
-        seconds: Time for encoding and writing, without sorting captions.
-    """
-
-    num_captions: int
-    num_kept: int
-    num_skipped: int
-    num_duplicates: int
-    num_truncated: int
-    longest: int
-    missing_parts: tuple[str, ...]
+    num_captions: int  # that this run encoded
+    num_kept: int  # captions in parts that existed before
+    num_skipped: int  # rows without a caption (null, blank or too long)
+    num_duplicates: int  # rows left out because an earlier row has their key
+    num_truncated: int  # captions that this run cut to the length limit
+    longest: int  # most token ids of a caption of this run; 0 for embeddings
+    missing_parts: tuple[str, ...]  # names of the parts that other processes have to make
     encoder: str
-    dim: int
-    seconds: float
+    dim: int  # width of an embedding, or number of token ids of a caption
+    seconds: float  # for encoding and writing, without sorting captions
 
     def __str__(self) -> str:
         kept = f', {self.num_kept} were there already' if self.num_kept else ''
@@ -139,7 +121,6 @@ def embed(
         ValueError: The source has no captions, or lacks the column; a key is null or repeated; all
             captions are empty; the encoder cannot be loaded, or one of its numbers is not finite in
             float16; or an existing part has another encoder or other captions.
-        PermissionError: Credentials for the source or the folder are missing or refused.
         OSError: The source or the folder cannot be reached, or the disk is full.
     """
     out = os.fspath(out).rstrip('/')
@@ -166,20 +147,19 @@ def embed(
         joined = Joined(by_key)
         if not drop_duplicates:
             captions_source.check_unique(joined, source)
-        captions = parts.Captions(joined, part_captions)
-        num_keys, num_duplicates = len(joined.places), joined.facts['duplicates']
-        if not len(captions):
+        making = parts.Parts(out, joined, loaded, caption_column, part_captions, tokens_only)
+        num_keys = len(joined.places)
+        if not making.count:
             raise ValueError(
                 f'{source}: all {num_keys} captions are null, blank or too long; nothing to encode.'
             )
         start = time.perf_counter()
-        entries = parts.entries(loaded, caption_column, captions.digest, tokens_only)
-        finished = parts.finished(out, captions.count)
-        parts.check(finished, entries, captions.count)
-        mine = range(captions.count)[share[0] :: share[1]]
+        finished = making.finished()
+        making.check(finished)
+        mine = range(making.count)[share[0] :: share[1]]
         missing = [number for number in mine if number not in finished]
-        num_captions = sum(len(captions.keys(number)) for number in missing)
-        num_kept = sum(len(captions.keys(number)) for number in mine) - num_captions
+        num_captions = sum(len(making.keys_of(number)) for number in missing)
+        num_kept = sum(len(making.keys_of(number)) for number in mine) - num_captions
         logging.info('parts to make: %d', len(missing))
         with Progress('Embedding', num_kept + num_captions, 'captions') as progress:
             if num_kept:
@@ -188,42 +168,20 @@ def embed(
             def on_batch(num_captions: int, num_tokens: int) -> None:
                 progress.add(num_captions, tokens=num_tokens)
 
-            made = parts.make(captions, missing, loaded, on_batch, tokens_only)
-            longest = _store(made, out, folder, entries, captions.count)
-        there = parts.finished(out, captions.count)
-        left = [number for number in range(captions.count) if number not in there]
+            longest = making.make(missing, folder, on_batch)
+        left = sorted({*range(making.count)} - making.finished().keys())
     return Report(
         num_captions=num_captions,
         num_kept=num_kept,
-        num_skipped=num_keys - len(captions),
-        num_duplicates=num_duplicates,
+        num_skipped=num_keys - len(making.keys),
+        num_duplicates=joined.facts['duplicates'],
         num_truncated=loaded.truncated,
         longest=longest,
-        missing_parts=tuple(sidecar.part_name(number, captions.count) for number in left),
+        missing_parts=tuple(sidecar.part_name(number, making.count) for number in left),
         encoder=loaded.name,
         dim=loaded.max_tokens if tokens_only else cast(Encoder, loaded).dim,
         seconds=time.perf_counter() - start,
     )
-
-
-def _store(
-    made: Iterable[tuple[int, np.ndarray, np.ndarray]],
-    out: str,
-    staging: str,
-    entries: dict[str, str],
-    count: int,
-) -> int:
-    """Stores parts; returns the largest number of token ids of a caption."""
-    path, folder, longest = os.path.join(staging, 'part'), Destination(out), 0
-    tokens_only = schema.META_TEXT_VOCABULARY in entries
-    column = schema.TOKENS if tokens_only else schema.PART_EMBEDDING
-    for number, keys, values in made:
-        if tokens_only:
-            longest = max(longest, int((values != schema.TOKEN_PADDING).sum(axis=1).max()))
-        metadata = entries | parts.part_entry(number, count)
-        parts.write_file(path, metadata, column, keys, values)
-        folder.put(path, sidecar.part_name(number, count), file_state.of_file(path).crc32c)
-    return longest
 
 
 def _find_parquet(source: str) -> SourceFile | None:
@@ -259,55 +217,33 @@ def _share(text: str) -> tuple[int, int]:
     return int(index), int(count)
 
 
-def parse_flags() -> argparse.Namespace:
-    """Parses the command line."""
+def main() -> None:
+    """Runs the command line; bad input ends it with one message and exit status 1."""
     parser = command_line.Parser('coyo11m_tfds.embed_captions', __doc__)
     add = parser.add_argument
-    column, length = schema.DEFAULT_CAPTION_COLUMN, DEFAULT_MAX_TOKENS
     add('--source', required=True, help=f'folder with {schema.CAPTIONS_FILE}, also gs:// or hf://')
     add('--out', required=True, help='folder to fill, also gs://')
-    add(
-        '--encoder',
-        default='hash',
-        help='hash (the default), hf:NAME or jax:NAME, where NAME is a folder or on the hub; '
-        'words, with --tokens_only',
-    )
+    what = 'hash (the default), hf:NAME or jax:NAME, where NAME is a folder or on the hub; words'
+    add('--encoder', default='hash', help=what + ', with --tokens_only')
+    column = schema.DEFAULT_CAPTION_COLUMN
     add('--caption_column', default=column, help='column to encode (%(default)s)')
     add('--drop_duplicates', action='store_true', help='take the first row of a repeated key')
     add('--tokens_only', action='store_true', help='write token ids instead of embeddings')
-    add(
-        '--max_tokens',
-        type=int,
-        default=length,
-        help='cut longer captions (%(default)s); not for hash',
-    )
+    what = 'cut longer captions (%(default)s); not for hash'
+    add('--max_tokens', type=int, default=DEFAULT_MAX_TOKENS, help=what)
     add('--batch_tokens', type=int, help='tokens in a forward pass; fewer take less memory')
-    add(
-        '--part',
-        type=_share,
-        metavar='I/N',
-        help='number of this process, from 0, and of all (by default from the launcher)',
-    )
-    add(
-        '--part_captions',
-        type=int,
-        default=parts.PART_CAPTIONS,
-        help='most captions of a part (%(default)s)',
-    )
+    what = 'number of this process, from 0, and of all (by default from the launcher)'
+    add('--part', type=_share, metavar='I/N', help=what)
+    what = 'most captions of a part (%(default)s)'
+    add('--part_captions', type=int, default=parts.PART_CAPTIONS, help=what)
     add('--scratch_dir', default='', help='local folder for temporary files')
     add('--latents_from', default='', help='as in the config of the build')
-    return parser.parse_args()
-
-
-def main() -> None:
-    """Runs the command line; bad input ends it with one message and exit status 1."""
-    flags = parse_flags()
+    options = vars(parser.parse_args())
     command_line.show_log()
     with ending.in_one_line('the same command resumes it'):
-        options = vars(flags)
         part, source = options.pop('part'), options.pop('source')
         report = embed(source, share=part or ranks.share(), **options)
-        print(f'{report}: {flags.out}')
+        print(f'{report}: {options["out"]}')
 
 
 if __name__ == '__main__':

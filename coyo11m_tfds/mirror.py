@@ -16,7 +16,7 @@ bucket, and 870 MB/s from disk to disk (`cp` and `sync`: 1,170). A check of fini
 3,500 MB/s.
 """
 
-import argparse
+import concurrent.futures
 import dataclasses
 import multiprocessing.pool
 import os
@@ -35,16 +35,12 @@ from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.scratch import Scratch, user_cache
 from coyo11m_tfds.storage.source_files import SourceFile
 
-DEFAULT_PARALLEL = 4
+_PARALLEL = 4  # files
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """The files at the destination after a copy.
-
-    Attributes:
-        num_copied: Number of files that this call copied.
-    """
+    """The files at the destination; `num_copied` of them were copied by this call."""
 
     num_files: int
     num_bytes: int
@@ -62,7 +58,7 @@ def mirror(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
     *,
-    parallel: int = DEFAULT_PARALLEL,
+    parallel: int = _PARALLEL,
     scratch_dir: str | os.PathLike[str] = '',
 ) -> Summary:
     """Copies the files that are missing at the destination.
@@ -76,56 +72,64 @@ def mirror(
 
     Raises:
         ValueError: The source lacks files, or an argument is bad.
-        PermissionError: Credentials are missing or refused.
         OSError: A file cannot be read or written. Finished copies stay, and the next call resumes.
         TimeoutError: Another mirror to this destination is running.
     """
     target = Destination(destination)
     if parallel < 1:
         raise ValueError(f'parallel is {parallel}, expected at least 1.')
-    found = location.find(source)
-    files = found.by_name
-    scratch = Scratch(scratch_dir or user_cache(schema.NAME, 'mirror'))
+    files = location.find(source).by_name
     num_bytes = sum(file.size for file in files.values())
     with locks.hold(target.folder, wait=False):
         copied = CopiedFiles(target)
         missing = copied.missing(files)
-        _check_space(target, missing)
+        left = sum(file.size for file in missing.values())
+        _check_space(target, left)
         goals = {'files': len(files)}
         with Progress(f'Copying to {target.folder}', num_bytes, 'B', goals) as progress:
-            left = sum(file.size for file in missing.values())
             progress.skip(num_bytes - left, files=len(files) - len(missing))
-            stopped = threading.Event()
-
-            def check_going_on(num_bytes: int = 0) -> None:
-                if stopped.is_set():
-                    raise _Stopped
-
-            def copy(name: str) -> None:
-                check_going_on()
-                state = target.copy(missing[name], name, scratch, check_going_on)
-                copied.save(name, missing[name], state)
-                progress.add(missing[name].size, files=1)
-
-            # The largest first: begun last, it would be waited for alone.
-            by_size = sorted(missing, key=lambda name: missing[name].size, reverse=True)
-            try:
-                # Unlike those of concurrent.futures, these threads do not keep a program from
-                # ending while one of them waits for a silent server.
-                with multiprocessing.pool.ThreadPool(parallel) as pool:
-                    for _ in pool.imap_unordered(copy, by_size):
-                        pass
-            finally:
-                stopped.set()
+            scratch = Scratch(scratch_dir or user_cache(schema.NAME, 'mirror'))
+            _copy_all(missing, target, copied, scratch, progress, parallel)
         target.sweep()
     return Summary(len(files), num_bytes, len(missing), target.folder)
 
 
-def _check_space(target: Destination, missing: Mapping[str, SourceFile]) -> None:
-    if target.is_remote or not missing:
+def _copy_all(
+    files: Mapping[str, SourceFile],
+    target: Destination,
+    copied: CopiedFiles,
+    scratch: Scratch,
+    progress: Progress,
+    parallel: int,
+) -> None:
+    stopped = threading.Event()
+
+    def check_going_on(num_bytes: int = 0) -> None:
+        if stopped.is_set():
+            raise concurrent.futures.CancelledError
+
+    def copy(name: str) -> None:
+        check_going_on()
+        state = target.copy(files[name], name, scratch, check_going_on)
+        copied.save(name, files[name], state)
+        progress.add(files[name].size, files=1)
+
+    # The largest first: begun last, it would be waited for alone.
+    by_size = sorted(files, key=lambda name: files[name].size, reverse=True)
+    try:
+        # Unlike those of concurrent.futures, these threads do not keep a program from ending while
+        # one of them waits for a silent server.
+        with multiprocessing.pool.ThreadPool(parallel) as pool:
+            for _ in pool.imap_unordered(copy, by_size):
+                pass
+    finally:
+        stopped.set()
+
+
+def _check_space(target: Destination, needed: int) -> None:
+    if target.is_remote or not needed:
         return
     free = shutil.disk_usage(target.staging('')).free
-    needed = sum(file.size for file in missing.values())
     if free < needed:
         raise OSError(
             f'{target.folder} has {readable(free)} free, but needs {readable(needed)} more. '
@@ -133,33 +137,19 @@ def _check_space(target: Destination, missing: Mapping[str, SourceFile]) -> None
         )
 
 
-class _Stopped(Exception):
-    """Ends the copy of a file because another copy failed."""
-
-
-def parse_flags() -> argparse.Namespace:
-    """Parses the command line."""
+def main() -> None:
+    """Runs the command line; an error ends it with one message and status 1."""
     parser = command_line.Parser('coyo11m_tfds.mirror', __doc__)
     add = parser.add_argument
     add('source', help='local folder, gs://bucket/folder or hf://datasets/owner/name[@revision]')
     add('destination', help='local folder or gs://bucket/folder')
-    add('--parallel', type=int, default=DEFAULT_PARALLEL, help='files at a time (%(default)s)')
-    add('--scratch', default='', help="local folder for temporary files (in the user's cache)")
-    return parser.parse_args()
-
-
-def main() -> None:
-    """Runs the command line; an error ends it with one message and status 1."""
-    flags = parse_flags()
+    add('--parallel', type=int, default=_PARALLEL, help='files at a time (%(default)s)')
+    what = "local folder for temporary files (in the user's cache)"
+    add('--scratch', default='', dest='scratch_dir', metavar='SCRATCH', help=what)
+    flags = parser.parse_args()
     command_line.show_log()
     with ending.in_one_line('what was copied stays, the same command copies the rest'):
-        summary = mirror(
-            flags.source,
-            flags.destination,
-            parallel=flags.parallel,
-            scratch_dir=flags.scratch,
-        )
-        print(summary)
+        print(mirror(**vars(flags)))
 
 
 if __name__ == '__main__':

@@ -11,15 +11,11 @@ that a record uses is compared with its CRC-32C, and an object in a bucket with 
 `--fast` reads only the small files and the directories of `.pt` files; it compares the lengths of
 all other files and, on gs://, the storage's CRC-32Cs.
 
-Bytes from gs:// are compared with the storage's CRC-32C, and read again if they changed on the way,
-so every reported fault is in the stored file. Files of another build are ignored, because that
-build may be running.
-
-The exit status is 0 without faults, 1 with faults (one line each), and 2 if the data set cannot be
-checked.
+Bytes from gs:// that changed on the way are read again, so every reported fault is in the stored
+file. Files of another build are ignored, because that build may be running. The exit status is 0
+without faults, 1 with faults (one line each), and 2 if the data set cannot be checked.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -52,15 +48,10 @@ T = TypeVar('T')
 
 @dataclasses.dataclass(frozen=True)
 class Verified:
-    """The result of a verification.
+    """The result of a verification."""
 
-    Attributes:
-        faults: Lines `FILE: what was found, expected what`.
-        left_over: Names of harmless files that a killed `add_column` left.
-    """
-
-    faults: list[str]
-    left_over: list[str]
+    faults: list[str]  # lines `FILE: what was found, expected what`
+    left_over: list[str]  # names of harmless files that a killed `add_column` left
     num_files: int
     num_bytes: int
 
@@ -74,14 +65,13 @@ def verify(data_dir: str | os.PathLike[str], *, fast: bool = False) -> Verified:
 
     Raises:
         ValueError: The folder holds no data set, or an argument is bad.
-        PermissionError: Credentials are missing or refused.
         OSError: The storage cannot be reached.
     """
     folder = os.fspath(data_dir).rstrip('/')
     if not folder or ('://' in folder and not folder.startswith('gs://')):
         raise ValueError(f'{folder!r}: expected a local path or gs://bucket/folder of a data set.')
     files = stored_files.list_folder(folder)
-    build = _find_build(files)
+    build = _find_build(folder, files)
     files = {n: file for n, file in files.items() if schema.build_of(n) in ('', build)}
     checksums = schema.of_build(schema.CHECKSUMS_FILE, build)
     if not {schema.INFO_FILE, checksums} & files.keys():
@@ -89,17 +79,17 @@ def verify(data_dir: str | os.PathLike[str], *, fast: bool = False) -> Verified:
             f'{folder}: there is no {schema.INFO_FILE}. Expected the folder of a built data set, '
             '.../coyo11m_tfds/CONFIG/1.0.0.'
         )
-    check = _Check(files, build, fast)
+    check = _Check(folder, files, build, fast)
     check.run()
     num_bytes = sum(file.size for file in files.values())
     return Verified(check.faults, check.left_over, len(files), num_bytes)
 
 
-def _find_build(files: Mapping[str, SourceFile]) -> str:
+def _find_build(folder: str, files: Mapping[str, SourceFile]) -> str:
     """The ID of the build that the files of a folder are of, or most of them."""
     if schema.INFO_FILE in files:
         with contextlib.suppress(OSError):  # told later, as a fault of that file
-            if build := stored_dataset.find_build(os.path.dirname(files[schema.INFO_FILE].path)):
+            if build := stored_dataset.find_build(folder):
                 return build
     builds = [schema.build_of(name) for name in files if name.startswith('checksums')]
     return builds[0] if builds else ''
@@ -108,8 +98,8 @@ def _find_build(files: Mapping[str, SourceFile]) -> str:
 class _Check:
     """One verification; `faults` and `left_over` are as in `Verified`."""
 
-    def __init__(self, files: Mapping[str, SourceFile], build: str, fast: bool):
-        self._files, self._fast, self._build = files, fast, build
+    def __init__(self, folder: str, files: Mapping[str, SourceFile], build: str, fast: bool):
+        self._folder, self._files, self._build, self._fast = folder, files, build, fast
         self._checksums = schema.of_build(schema.CHECKSUMS_FILE, build)
         self._columns = schema.of_build(schema.COLUMNS_FILE, build)
         self.faults: list[str] = []
@@ -139,23 +129,20 @@ class _Check:
         if isinstance(latents, columns.Column):
             self._check_sources(latents, places)
 
-    def _add(self, name: str, what: str) -> None:
-        self.faults.append(f'{name}: {what}')
-
     def _parse(self, name: str, parse: Callable[[bytes], T]) -> T | None:
         """The content of a small file; None if it is missing or faulty, which is told."""
         if name not in self._files:
             return None
         try:
             content = stored_files.read(self._files[name], stored_files.Content)
-            if fault := self._differs(name, len(content.data), content.crc32c):
-                self._add(name, fault)
-                return None
-            return parse(bytes(content.data))
+            fault = self._differs(name, len(content.data), content.crc32c)
+            if not fault:
+                return parse(bytes(content.data))
         except OSError as error:
-            self._add(name, self._unreadable(name, error))
+            fault = self._unreadable(name, error)
         except ValueError as error:
-            self._add(name, f'cannot be used ({error}), expected what the build wrote')
+            fault = f'cannot be used ({error}), expected what the build wrote'
+        self.faults.append(f'{name}: {fault}')
         return None
 
     def _differs(self, name: str, size: int, crc32c: int | None) -> str:
@@ -178,25 +165,23 @@ class _Check:
         expected = {schema.INFO_FILE, schema.FEATURES_FILE, self._checksums, *self._recorded}
         for split in splits:
             expected |= {file_name(split.name, split.build), *split.file_names}
-        for name in sorted(expected - self._files.keys()):
-            self._add(name, 'is missing')
+        self.faults += [f'{name}: is missing' for name in sorted(expected - self._files.keys())]
         others = {self._columns, *filter(columns.is_file_name, self._files)}
         for name in sorted(self._files.keys() - expected - others if self._recorded else ()):
-            self._add(name, f'is unexpected, a file of {self._files[name].size} bytes')
+            self.faults.append(f'{name}: is unexpected, a file of {self._files[name].size} bytes')
 
     def _locate_columns(
         self, found: Mapping[str, columns.Column | columns.AddedColumn], splits: list[StoredSplit]
     ) -> np.ndarray:
         """Finds the rows of columns; returns the places of latents, uint32 `(n, 3)`."""
         places = [np.empty((0, 3), np.uint32)]
-        folder = os.path.dirname(next(iter(self._files.values())).path)
         for column, split in itertools.product(found.values(), splits):
             count = sum(split.shard_lengths)
             try:
                 if isinstance(column, columns.Column):
-                    places.append(column.locate(folder, split.name, count))
+                    places.append(column.locate(self._folder, split.name, count))
                 else:
-                    file, start, dtype = column.locate(folder, split.name, count)
+                    file, start, dtype = column.locate(self._folder, split.name, count)
                     self._rows[file.name] = functools.partial(columns.RowScan, start, dtype)
             except ValueError as error:
                 name = columns.file_name(column.name, split.name, self._build)
@@ -231,15 +216,11 @@ class _Check:
             # Its threads do not keep the program from ending after an error.
             multiprocessing.pool.ThreadPool(_PARALLEL) as pool,
         ):
-
-            def check(name: str) -> str:
-                fault = self._check_shard(name, progress.add)
-                progress.add(0, shards=1)
-                return fault
-
+            check = functools.partial(self._check_shard, on_bytes=progress.add)
             for name, fault in zip(names, pool.imap(check, names), strict=True):
+                progress.add(0, shards=1)
                 if fault:
-                    self._add(name, fault)
+                    self.faults.append(f'{name}: {fault}')
 
     def _check_shard(self, name: str, on_bytes: Callable[[int], None]) -> str:
         """The fault of a shard; '' if it has none."""
@@ -279,30 +260,25 @@ def _is_large(name: str) -> bool:
     return _SHARD in name or columns.is_file_name(name)
 
 
-def parse_flags() -> argparse.Namespace:
-    """Parses the command line."""
+def main() -> None:
+    """Runs the command line; the exit status is that of the module's docstring."""
     parser = command_line.Parser('coyo11m_tfds.verify', __doc__)
     add = parser.add_argument
     add('data_dir', help=stored_dataset.FOLDER_HELP + '; also gs://')
     add('--fast', action='store_true', help='compare the sizes of shards and do not read them')
-    return parser.parse_args()
-
-
-def main() -> None:
-    """Runs the command line; the exit status is that of the module's docstring."""
-    flags = parse_flags()
+    flags = parser.parse_args()
     command_line.show_log()
     with ending.in_one_line('nothing was changed', status=2):
-        folder = flags.data_dir
-        found = verify(folder, fast=flags.fast)
+        found = verify(flags.data_dir, fast=flags.fast)
     for name in found.left_over:
         print(f'{name}: was left by a killed add_column; the next one removes it.')
     for fault in found.faults:
         print(fault)
+    how = 'shards not read: only their sizes compared.' if flags.fast else 'all of them read.'
     print(
-        f'{folder}: {len(found.faults) or "no"} fault{"" if len(found.faults) == 1 else "s"} in '
-        f'{found.num_files} files, {found.num_bytes:,} bytes, '
-        + ('shards not read: only their sizes compared.' if flags.fast else 'all of them read.')
+        f'{flags.data_dir}: {len(found.faults) or "no"} '
+        f'fault{"" if len(found.faults) == 1 else "s"} in {found.num_files} files, '
+        f'{found.num_bytes:,} bytes, {how}'
     )
     if found.faults:
         print('To mend it copy those files again, or build with --overwrite.')

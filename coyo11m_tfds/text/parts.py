@@ -1,9 +1,8 @@
 """The parts of a sidecar: a pure function of captions, encoder and number of parts.
 
-    captions = Captions(joined, part_captions=32768)
-    finished = parts.finished('gs://bucket/gemma', captions.count)
-    for number, keys, values in parts.make(captions, [0, 3], encoder, on_batch):
-        parts.write_file(path, entries, schema.PART_EMBEDDING, keys, values)  # float16 (n, dim)
+    made = Parts('gs://bucket/gemma', joined, encoder, 'caption_llava')
+    made.check(made.finished())
+    made.make([0, 3], staging, on_batch)
 
 A part is a range of keys. Equal captions of a part are encoded once, and a part is tokenized while
 the model works on the previous part. The batches of a part depend only on its captions, so its
@@ -30,9 +29,8 @@ import pyarrow.parquet as pq
 from coyo11m_tfds import schema
 from coyo11m_tfds.source import keyed_parquet, sidecar
 from coyo11m_tfds.source.joined import Joined
-from coyo11m_tfds.storage import locks, source_files
+from coyo11m_tfds.storage import file_state, locks, source_files
 from coyo11m_tfds.storage.destination import Destination
-from coyo11m_tfds.storage.file_state import naming
 from coyo11m_tfds.storage.scratch import user_cache
 from coyo11m_tfds.storage.source_files import SourceFile
 from coyo11m_tfds.text import text_encoders
@@ -45,92 +43,176 @@ PART_CAPTIONS = 32768
 _CHECKED_AT_ONCE = 16
 
 
-class Captions:
-    """The captions of a source in the order of their keys, cut into parts.
+class Parts:
+    """The parts of a folder.
 
     Attributes:
         count: Number of parts.
+        keys: Keys of all captions, int64 `(n,)`, ascending.
     """
 
-    def __init__(self, captions: Joined, part_captions: int = PART_CAPTIONS):
-        """Takes the `captions.join` of all keys; each part has at most `part_captions`."""
-        self.digest: str = captions.facts['digest']
-        self._captions = captions
-        self._keys = captions.places[captions.sizes > 0]
-        self.count = -(-len(self._keys) // part_captions)
+    def __init__(
+        self,
+        out: str,
+        captions: Joined,
+        encoder: Encoder | Tokenizer,
+        caption_column: str,
+        part_captions: int = PART_CAPTIONS,
+        tokens_only: bool = False,
+    ):
+        """Does not touch the folder.
 
-    def __len__(self) -> int:
-        return len(self._keys)
+        Args:
+            out: Folder, local or on `gs://`.
+            captions: The `captions.join` of all keys.
+            encoder: Encoder of the captions or, with `tokens_only`, their tokenizer.
+            part_captions: Largest number of captions in a part.
+        """
+        self._out, self._captions, self._encoder = out, captions, encoder
+        self._tokens_only = tokens_only
+        self.keys = captions.places[captions.sizes > 0]
+        self.count = -(-len(self.keys) // part_captions)
+        self._metadata = {
+            schema.META_TEXT_ENCODER: encoder.name,
+            schema.META_TEXT_REVISION: encoder.revision,
+            schema.META_TEXT_MAX_TOKENS: str(encoder.max_tokens),
+            schema.META_CAPTION_COLUMN: caption_column,
+            schema.META_CAPTIONS_DIGEST: captions.facts['digest'],
+        }
+        if tokens_only:
+            self._metadata[schema.META_TEXT_VOCABULARY] = str(encoder.vocabulary)
+        else:
+            whole = cast(Encoder, encoder)
+            self._metadata[schema.META_TEXT_DIM] = str(whole.dim)
+            self._metadata[schema.META_TEXT_POOLING] = whole.pooling
+            self._metadata[schema.META_TEXT_DTYPE] = whole.dtype
 
-    def keys(self, number: int) -> np.ndarray:
+    def keys_of(self, number: int) -> np.ndarray:
         """Returns the keys of a part, int64 `(n,)`, ascending."""
-        bounds = [len(self) * n // self.count for n in (number, number + 1)]
-        return self._keys[slice(*bounds)]
+        bounds = [len(self.keys) * n // self.count for n in (number, number + 1)]
+        return self.keys[slice(*bounds)]
 
-    def texts(self, number: int) -> list[bytes]:
-        """Returns the captions of a part as UTF-8."""
-        return self._captions.read(self.keys(number))
+    def finished(self) -> dict[int, SourceFile]:
+        """Returns the parts in the folder by number.
 
+        Raises:
+            ValueError: The names of parts have another count.
+            OSError: The storage cannot be reached.
+        """
+        found_count, found = sidecar.find_parts(self._out)
+        if found and found_count != self.count:
+            raise ValueError(
+                f'{next(iter(found.values())).path}: is one of {found_count} parts, but these '
+                f'captions make {self.count} parts here. Remove it, choose another folder, or give '
+                'part_captions as it was.'
+            )
+        return found
 
-def make(
-    captions: Captions,
-    numbers: Sequence[int],
-    encoder: Encoder | Tokenizer,
-    on_batch: OnBatch,
-    tokens_only: bool = False,
-) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Makes some parts in turn.
+    def check(self, finished: Mapping[int, SourceFile]) -> None:
+        """Checks that this run would make the same finished parts.
 
-    Args:
-        encoder: Encoder of the captions or, with `tokens_only`, their tokenizer.
-        on_batch: Called after each batch; its exceptions end the work.
+        Raises:
+            ValueError: A part has another encoder or other captions, or is damaged; the message
+                names it.
+            OSError: A part cannot be read.
+        """
 
-    Yields:
-        `(number, keys, values)`: keys int64 `(n,)`, ascending; embeddings float16 `(n, dim)`, or
-        token ids int32 `(n, encoder.max_tokens)`, padded with -1.
+        def check_one(number: int) -> None:
+            file = finished[number]
+            found = keyed_parquet.read_schema(file).metadata or {}
+            found = {key.decode(): value.decode() for key, value in found.items()}
+            expected = self._metadata_of(number)
+            sidecar.check_same(expected, found, file.path, 'is what this command makes')
 
-    Raises:
-        ValueError: A number is not finite in float16.
-    """
+        with concurrent.futures.ThreadPoolExecutor(_CHECKED_AT_ONCE) as threads:
+            list(threads.map(check_one, finished))
 
-    def prepare(number: int) -> tuple[list[str], Sequence[Sequence[Any]], np.ndarray]:
+    def make(self, numbers: Sequence[int], staging: str, on_batch: OnBatch) -> int:
+        """Makes and stores some parts in turn.
+
+        A part has the columns `key` int64, ascending, and `embedding`, float16 lists of `dim`, or
+        `tokens`, int32 lists of `max_tokens`, padded with -1.
+
+        Args:
+            staging: Local folder, in a local `out`, for the part that is being written.
+            on_batch: Called after each batch; its exceptions end the work.
+
+        Returns:
+            The largest number of token ids of a caption; 0 for embeddings.
+
+        Raises:
+            ValueError: A number is not finite in float16.
+            OSError: A part cannot be stored.
+        """
+        path, folder, longest = os.path.join(staging, 'part'), Destination(self._out), 0
+        with concurrent.futures.ThreadPoolExecutor(1, 'tokenize') as thread:
+            coming = thread.submit(self._tokenize, numbers[0]) if numbers else None
+            for number, following in itertools.zip_longest(numbers, numbers[1:]):
+                assert coming
+                texts, tokens, places = coming.result()
+                if following is not None:
+                    coming = thread.submit(self._tokenize, following)
+                if self._tokens_only:
+                    longest = max(longest, *map(len, tokens))
+                    values = text_encoders.pad(tokens, self._encoder.max_tokens)
+                    on_batch(len(values), sum(map(len, tokens)))
+                else:
+                    values = self._encode(texts, tokens, on_batch)
+                on_batch(len(places) - len(values), 0)
+                self._write(path, number, values[places])
+                name = sidecar.part_name(number, self.count)
+                folder.put(path, name, file_state.of_file(path).crc32c)
+        return longest
+
+    def _tokenize(self, number: int) -> tuple[list[str], Sequence[Sequence[Any]], np.ndarray]:
         """The texts of a part that differ; their tokens; which of them each caption is."""
         place_of: dict[bytes, int] = {}
-        places = [place_of.setdefault(text, len(place_of)) for text in captions.texts(number)]
+        captions = self._captions.read(self.keys_of(number))
+        places = [place_of.setdefault(text, len(place_of)) for text in captions]
         texts = [text.decode() for text in place_of]
-        return texts, encoder.tokenize(texts), np.array(places, np.int64)
+        return texts, self._encoder.tokenize(texts), np.array(places, np.int64)
 
-    with concurrent.futures.ThreadPoolExecutor(1, 'tokenize') as thread:
-        coming = thread.submit(prepare, numbers[0]) if numbers else None
-        for number, following in itertools.zip_longest(numbers, numbers[1:]):
-            assert coming
-            texts, tokens, places = coming.result()
-            if following is not None:
-                coming = thread.submit(prepare, following)
-            if tokens_only:
-                values = text_encoders.pad(tokens, encoder.max_tokens)
-                on_batch(len(values), sum(map(len, tokens)))
-            else:
-                values = _encode(texts, tokens, cast(Encoder, encoder), on_batch)
-            on_batch(len(places) - len(values), 0)
-            yield number, captions.keys(number), values[places]
+    def _encode(
+        self, texts: list[str], tokens: Sequence[Sequence[Any]], on_batch: OnBatch
+    ) -> np.ndarray:
+        with np.errstate(over='ignore'):
+            embeddings = cast(Encoder, self._encoder).encode_tokens(tokens, on_batch)
+            values = embeddings.astype(np.float16)
+        bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
+        if len(bad):
+            raise ValueError(
+                f'{self._encoder.name}: the embedding of the caption {texts[bad[0]][:100]!r} '
+                'exceeds the range of float16; use another encoder or leave the caption out.'
+            )
+        return values
 
-
-def _encode(
-    texts: list[str], tokens: Sequence[Sequence[Any]], encoder: Encoder, on_batch: OnBatch
-) -> np.ndarray:
-    with np.errstate(over='ignore'):
-        values = encoder.encode_tokens(tokens, on_batch).astype(np.float16)
-    bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
-    if len(bad):
-        raise ValueError(
-            f'{encoder.name}: the embedding of the caption {texts[bad[0]][:100]!r} exceeds the '
-            'range of float16; use another encoder or leave the caption out.'
+    def _write(self, path: str, number: int, values: np.ndarray) -> None:
+        """Writes the file of a part."""
+        keys = self.keys_of(number)
+        kind = pa.list_(pa.from_numpy_dtype(values.dtype), values.shape[1])
+        column = schema.TOKENS if self._tokens_only else schema.PART_EMBEDDING
+        columns = pa.schema(
+            [
+                pa.field(schema.PARQUET_KEY, pa.int64(), nullable=False),
+                pa.field(column, kind, nullable=False),
+            ],
+            metadata=self._metadata_of(number),
         )
-    return values
+        lists = pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1])
+        table = pa.Table.from_arrays([pa.array(keys), lists], schema=columns)
+        with file_state.naming(path):
+            pq.write_table(
+                table,
+                path,
+                row_group_size=len(keys),
+                compression='zstd',
+                use_dictionary=False,  # of numbers that seldom repeat it only costs
+                write_page_checksum=True,
+            )
 
-
-# --- Where they go --------------------------------------------------------------------------
+    def _metadata_of(self, number: int) -> dict[str, str]:
+        """Everything that decides the contents of a part."""
+        return {**self._metadata, schema.META_PART: f'{number} of {self.count}'}
 
 
 def check_out(out: str, share: tuple[int, int]) -> None:
@@ -158,93 +240,3 @@ def scratch_folder(out: str, chosen: str | os.PathLike[str]) -> Iterator[str]:
     finally:
         with contextlib.suppress(OSError):  # a bucket, or a folder that is not empty
             os.rmdir(out)
-
-
-def finished(out: str, count: int) -> dict[int, SourceFile]:
-    """Returns the parts in a folder by number.
-
-    Raises:
-        ValueError: The names of parts have another count than `count`.
-        OSError: The storage cannot be reached.
-    """
-    found_count, found = sidecar.find_parts(out)
-    if found and found_count != count:
-        raise ValueError(
-            f'{next(iter(found.values())).path}: is one of {found_count} parts, but these captions '
-            f'make {count} parts here. Remove it, choose another folder, or give part_captions '
-            'as it was.'
-        )
-    return found
-
-
-# --- Their files ----------------------------------------------------------------------------
-
-
-def entries(
-    encoder: Encoder | Tokenizer, caption_column: str, captions_digest: str, tokens_only: bool
-) -> dict[str, str]:
-    """Returns the metadata of files: everything that decides embeddings or tokens."""
-    common = {
-        schema.META_TEXT_ENCODER: encoder.name,
-        schema.META_TEXT_REVISION: encoder.revision,
-        schema.META_TEXT_MAX_TOKENS: str(encoder.max_tokens),
-        schema.META_CAPTION_COLUMN: caption_column,
-        schema.META_CAPTIONS_DIGEST: captions_digest,
-    }
-    if tokens_only:
-        return common | {schema.META_TEXT_VOCABULARY: str(encoder.vocabulary)}
-    whole = cast(Encoder, encoder)
-    return common | {
-        schema.META_TEXT_DIM: str(whole.dim),
-        schema.META_TEXT_POOLING: whole.pooling,
-        schema.META_TEXT_DTYPE: whole.dtype,
-    }
-
-
-def part_entry(number: int, count: int) -> dict[str, str]:
-    """Returns the metadata entry that distinguishes a part from the others."""
-    return {schema.META_PART: f'{number} of {count}'}
-
-
-def write_file(
-    path: str, metadata: Mapping[str, str], column: str, keys: np.ndarray, values: np.ndarray
-) -> None:
-    """Writes keys int64 `(n,)` and values `(n, width)`, int32 of `schema.TOKENS`, else float16."""
-    kind = pa.list_(pa.from_numpy_dtype(values.dtype), values.shape[1])
-    columns = pa.schema(
-        [
-            pa.field(schema.PARQUET_KEY, pa.int64(), nullable=False),
-            pa.field(column, kind, nullable=False),
-        ],
-        metadata=dict(metadata),
-    )
-    lists = pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1])
-    table = pa.Table.from_arrays([pa.array(keys), lists], schema=columns)
-    with naming(path):
-        pq.write_table(
-            table,
-            path,
-            row_group_size=len(keys),
-            compression='zstd',
-            use_dictionary=False,  # of numbers that seldom repeat it only costs
-            write_page_checksum=True,
-        )
-
-
-def check(parts: Mapping[int, SourceFile], metadata: Mapping[str, str], count: int) -> None:
-    """Checks that this run would make the same finished parts.
-
-    Raises:
-        ValueError: A part has another encoder or other captions, or is damaged; the message names
-            it.
-        OSError: A part cannot be read.
-    """
-
-    def check_one(number: int) -> None:
-        expected, file = {**metadata, **part_entry(number, count)}, parts[number]
-        found = keyed_parquet.read_schema(file).metadata or {}
-        found = {key.decode(): value.decode() for key, value in found.items()}
-        sidecar.check_same(expected, found, file.path, 'is what this command makes')
-
-    with concurrent.futures.ThreadPoolExecutor(_CHECKED_AT_ONCE) as threads:
-        list(threads.map(check_one, parts))
