@@ -1,4 +1,4 @@
-"""Times readers of the same samples: this pipeline, its peers, and bare TFRecord reading.
+"""Times readers of the same samples: this pipeline and its peers.
 
     python -m benchmarks.input --dir /tmp/bench                  # 1.5 GB, 3 repeats, ten minutes
     python -m benchmarks.input --dir /tmp/bench --only rows,tf_data --repeats 5
@@ -59,7 +59,7 @@ class Stream:
     """
 
     epoch: Callable[[], Iterable[Batch]]
-    state: Callable[[int], str] = lambda taken: ''
+    state: Callable[[int], str]
 
 
 def _same(runs: list[Figures]) -> str:
@@ -111,7 +111,7 @@ def _once(side: Side, made: pathlib.Path, seconds: float, cold: bool) -> Figures
         return runner.run(dataclasses.replace(side, function=function), data=data, **settings)
 
     found = run(read, seconds=seconds, cold=cold)
-    if cold or side.before or 'rate' not in found or side.settings['reader'] == 'tfrecord':
+    if cold or side.before or 'rate' not in found:
         return found
     saved = run(save)
     resumed = run(resume, state=saved['state']) if 'state' in saved else saved
@@ -276,24 +276,6 @@ def ours(folder: str, state: str, engine: str, where: str | None = None, **setti
     return Stream(lambda: batches, state_after)
 
 
-def tfrecord(folder: str, state: str) -> Stream:
-    """Reads serialized records in batches, the fastest way to read these files in TensorFlow."""
-    import tensorflow as tf
-
-    files = sorted(map(str, pathlib.Path(data_dir(folder)).glob(f'*-{schema.TRAIN}*.tfrecord-*')))
-    batches = (
-        tf.data.Dataset.from_tensor_slices(files)
-        .repeat()
-        .interleave(
-            lambda file: tf.data.TFRecordDataset(file, buffer_size=1 << 20),
-            cycle_length=8,
-            num_parallel_calls=tf.data.AUTOTUNE,
-        )
-    )
-    # Tensors of strings, which would be copied on the way to numpy.
-    return Stream(lambda: batches.batch(BATCH_SIZE).prefetch(tf.data.AUTOTUNE))
-
-
 def litdata(folder: str, state: str) -> Stream:
     """Opens litdata's `StreamingDataset` and `StreamingDataLoader`."""
     import litdata
@@ -319,16 +301,12 @@ def grain(folder: str, state: str) -> Stream:
     # Grain asks for its flags, which a program without absl's `app.run` leaves unread.
     flags.FLAGS.mark_as_parsed()
     paths = sorted(map(str, pathlib.Path(folder).glob('*.array_record')))
-    source = grain.MapDataset.source(grain.sources.ArrayRecordDataSource(paths))
-    return _grain_stream(source.seed(SEED).shuffle().repeat(), state)
-
-
-def _grain_stream(records: Any, state: str) -> Stream:
-    """Batches of a `MapDataset`, read by processes."""
-    import grain
-
+    records = grain.MapDataset.source(grain.sources.ArrayRecordDataSource(paths))
     batches = (
-        records.batch(BATCH_SIZE, batch_fn=_unpack)
+        records.seed(SEED)
+        .shuffle()
+        .repeat()
+        .batch(BATCH_SIZE, batch_fn=_unpack)
         # An element is a batch here; a few keep two workers busy.
         .to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4))
         .mp_prefetch(grain.MultiprocessingOptions(_WORKERS, per_worker_buffer_size=2))
@@ -337,35 +315,6 @@ def _grain_stream(records: Any, state: str) -> Stream:
     if state:
         iterator.set_state(json.loads(state))
     return Stream(lambda: iterator, lambda taken: json.dumps(iterator.get_state()))
-
-
-class _Some:
-    """Elements of a data source for Grain, by a list of indices."""
-
-    def __init__(self, source: Any, indices: np.ndarray):
-        self._source, self._indices = source, indices
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, index: int) -> bytes:
-        return self._source[int(self._indices[index])]
-
-
-def grain_mixture(folder: str, state: str) -> Stream:
-    """Grain's mixture of four sources, a third of which a list of indices keeps."""
-    import grain
-    from absl import flags
-
-    flags.FLAGS.mark_as_parsed()
-    paths = sorted(map(str, pathlib.Path(folder).glob('*.array_record')))
-    parts = []
-    for number in range(_MIXED):
-        stored = grain.sources.ArrayRecordDataSource(paths[number::_MIXED])
-        kept = np.flatnonzero(np.random.default_rng(number).random(len(stored)) < 1 / 3)
-        some = grain.MapDataset.source(_Some(stored, kept))
-        parts.append(some.seed(SEED + number).shuffle().repeat())
-    return _grain_stream(grain.MapDataset.mix(parts, weights=[1] * _MIXED), state)
 
 
 def datasets(folder: str, state: str) -> Stream:
@@ -478,7 +427,6 @@ def _ours(title: str, engine: str, format: str = 'builder', **options: Any) -> S
 
 
 _WRITERS = {**convert.SIDES, 'in_place_parts': convert.PARTS}
-_MIXED = 4  # sources
 _COPIES = 'litdata', 'datasets', 'array_record'  # formats of peers; the source's own is ''
 SIDES = {
     'rows': _ours('this pipeline by rows', 'rows'),
@@ -491,12 +439,8 @@ SIDES = {
     'chunks': _ours('by chunks', 'chunks'),
     'chunks_in_place': _ours('by chunks, latents in place', 'chunks', 'in_place'),
     'tf_data': _ours('`train_dataset`', 'tf_data'),
-    'tfrecord': _side('bare TFRecord reading', 'tfrecord', 'builder', 'tensorflow'),
     'litdata': _side('litdata `StreamingDataset`', 'litdata', 'litdata', 'litdata'),
     'grain': _side('Grain over ArrayRecord', 'grain', 'array_record', 'grain'),
-    'grain_mixture': _side(
-        'Grain, four sources, a third by indices', 'grain_mixture', 'array_record', 'grain'
-    ),
     'datasets': _side(
         'HF `Dataset`, mapped Arrow', 'datasets', 'datasets', 'datasets torch.utils.data'
     ),

@@ -26,7 +26,6 @@ def test_the_command_measures_every_side(tmp_path, capsys, cold):
         assert int(row['samples/s'].replace(',', '')) > 0
         # Also a warm reader may have to read a library.
         assert cold <= int(row['MB/s from the disk'].replace(',', '')) < (9999 if cold else 20)
-        bare = row['side'] == 'bare TFRecord reading'
-        assert row['same batches'] == ('' if cold or bare else 'yes'), row['side']
-        assert bool(row['words']) == (cold or bare)
+        assert row['same batches'] == ('' if cold else 'yes'), row['side']
+        assert bool(row['words']) == cold
     assert list(tmp_path.iterdir()) == []
