@@ -27,10 +27,6 @@ CONVERT = [
     'pyarrow>=18',
     'torch>=2.6',
 ]
-# Separate from CONVERT, because it brings 50 more packages that only Dataflow uses.
-DATAFLOW = [
-    'apache-beam[gcp]>=2.60',
-]
 TEXT = [
     'duckdb>=1.4',
     'pyarrow>=18',
@@ -44,10 +40,6 @@ TEXT_JAX = [
     'pyarrow>=18',
     'safetensors>=0.5',
     'tokenizers>=0.21',
-]
-# Letters of captions in previews that DejaVu Sans lacks: Chinese, Japanese, Korean.
-FONTS = [
-    'noto-cjk-sans-otc>=0.0.1',
 ]
 TEST = [
     'accelerate>=1.0',  # with gguf, transformers unpacks an encoder for `make slow`
@@ -118,10 +110,10 @@ setuptools.setup(
     ],
     extras_require={
         'convert': CONVERT,
-        'dataflow': CONVERT + DATAFLOW,
+        'dataflow': [*CONVERT, 'apache-beam[gcp]>=2.60'],  # 50 more packages
         'text': TEXT,
         'text-jax': TEXT_JAX,
-        'fonts': FONTS,
+        'fonts': ['noto-cjk-sans-otc>=0.0.1'],  # Chinese, Japanese and Korean, for previews
         'test': TEST,
         'bench': BENCH,
         'tpu': ['jax[tpu]'],

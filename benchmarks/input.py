@@ -52,10 +52,8 @@ Batch = Mapping[str, Any]
 class Stream:
     """An opened reader.
 
-    Attributes:
-        epoch: Returns the remaining batches of this epoch, at each later call those of the next
-            epoch; or batches without end.
-        state: Returns the state after a number of batches since the opening.
+    `epoch()` returns the remaining batches of this epoch, at each later call those of the next
+    epoch; or batches without end. `state(taken)` is that after so many batches.
     """
 
     epoch: Callable[[], Iterable[Batch]]
@@ -182,9 +180,8 @@ def steady(stream: Stream, seconds: float, meter: runner.Meter) -> Figures:
 def timed(batches: Iterable[Batch], seconds: float, meter: runner.Meter) -> Figures:
     """Reads until `meter` has counted `seconds`, or to the end.
 
-    Returns:
-        The figures of `meter` after the last batch, the number of `batches`, and the seconds to the
-        `first`.
+    Returns its figures after the last batch, the number of `batches`, and the seconds to the
+    `first`.
     """
     count, first, last = 0, 0.0, 0.0
     for _ in batches:

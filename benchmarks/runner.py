@@ -49,20 +49,13 @@ Once = Callable[['Side'], Figures]
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """One side of a comparison.
-
-    Attributes:
-        function: Function of a module of `benchmarks`, called with the settings in a fresh process.
-        settings: Settings of this side, in addition to those of the run.
-        ours: Whether it is this project's side, which `--before` measures twice.
-        before: Folder from which the project is imported; '' for this checkout.
-    """
+    """One side of a comparison."""
 
     title: str
-    function: Callable[..., Figures]
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    ours: bool = False
-    before: str = ''
+    function: Callable[..., Figures]  # of a module of `benchmarks`, called in a fresh process
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # besides the run's
+    ours: bool = False  # whether `--before` measures it twice
+    before: str = ''  # folder from which the project is imported; '' for this checkout
 
 
 def main(
@@ -80,7 +73,6 @@ def main(
         begin: Prepares the runs and returns a function that runs a side. It gets all flags, a
             folder for data (removed at the end without `--keep`), and an `ExitStack` that ends with
             the benchmark. It may change `flags.sides`, the chosen sides.
-        arguments: Arguments of the command line; None for those of the process.
     """
     chosen = _parse(doc, sides, flags, arguments)
     folder = chosen.dir.absolute() / 'coyo11m-benchmark'
@@ -138,13 +130,11 @@ def compare(sides: Mapping[str, Side], repeats: int, once: Once) -> dict[str, li
 
 
 def run(side: Side, env: Mapping[str, str] | None = None, **settings: Any) -> Figures:
-    """Runs a side in a fresh process.
+    """Runs a side in a fresh process and returns its figures.
 
-    Returns:
-        Its figures, with `peak`, the largest memory in bytes of all its processes together (a page
-        that n of them share counts 1/n for each, pages of mapped files do not count), and `others`,
-        the share of all cores' time that other programs used. Instead of figures, a side that could
-        not run has the reason in `missing` or `failed`.
+    These have `peak`, the largest memory in bytes of all its processes together, and `others`, the
+    share of all cores' time that other programs used (benchmarks/README.md). Instead of figures, a
+    side that could not run has the reason in `missing` or `failed`.
     """
     module = sys.modules[side.function.__module__].__spec__.name  # not __main__
     environment = {**os.environ, **(env or {})}

@@ -1,4 +1,4 @@
-"""The model and the training step of `train_lib`, reimplemented in PyTorch.
+"""The training step of `train_lib` in PyTorch, on the model of `train_lib.torch_reference`.
 
     model = make('S/2').to('cuda')
     loss = Trainer(model, stats).step(batch, noise, t)
@@ -10,7 +10,7 @@ Weights are float32; products, residuals and norms have the type `DiT.dtype`. Th
 import JAX.
 """
 
-import math
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,146 +19,98 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
+from train_lib import torch_reference
+
 # Those of `train_lib.models`, written again for machines without JAX: width, depth, heads.
 SIZES = {'tiny': (128, 6, 4), 'S': (384, 12, 6), 'B': (768, 12, 12), 'L': (1024, 24, 16)}
 SIZES['XL'] = 1152, 28, 16
 
 _TIME_FEATURES = 256
-_ROTARY_PERIOD = 100.0
-_MAX_PERIOD = 10_000.0
-_TIME_SCALE = 1_000.0
 _CHANNELS = 4  # of a latent
-_EPSILON = 1e-6  # of the norms, as in Flax
+_EVERY_SAMPLE = 'conditioning.', 'modulation.'  # in names of layers that see no tokens
+_ZERO = 'modulation.', 'velocity.'  # in names of weights that begin as zeros
+_CALLS = {
+    'none': None,
+    'full': functools.partial(checkpoint.checkpoint, use_reentrant=False),
+}
 
 
-class Linear(nn.Linear):
-    """A linear layer that computes in the type of its input; its weights stay float32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
-
-    def zeros(self) -> 'Linear':
-        """Sets all weights to zero."""
-        nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.bias)
-        return self
-
-
-class HeadNorm(nn.RMSNorm):
-    """Root mean square norm of the last axis; its scale stays float32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), _EPSILON)
-
-
-class Conditioning(nn.Module):
-    """Embeds the time and the text and adds both, `(b, width)`."""
-
-    def __init__(self, width: int, text_dim: int):
-        super().__init__()
-        self.time_1, self.time_2 = Linear(_TIME_FEATURES, width), Linear(width, width)
-        self.text_1, self.text_2 = Linear(text_dim, width), Linear(width, width)
-        self.no_text = nn.Parameter(0.02 * torch.randn(width))
-
-    def forward(self, t, text, drop_text, dtype: torch.dtype) -> Tensor:
-        time = self.time_2(F.silu(self.time_1(_time_features(t).to(dtype))))
-        words = self.text_1(text.to(dtype))
-        words = torch.where(drop_text[:, None], self.no_text.to(dtype), words)
-        return time + self.text_2(F.silu(words))
-
-
-class Attention(nn.Module):
-    """Multi-head self-attention; queries and keys are normalized and turned by position."""
-
-    def __init__(self, width: int, num_heads: int):
-        super().__init__()
-        self.num_heads = num_heads
-        self.qkv, self.out = Linear(width, 3 * width), Linear(width, width)
-        self.query_norm = HeadNorm(width // num_heads)
-        self.key_norm = HeadNorm(width // num_heads)
-
-    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
-        heads = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
-        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (b, heads, n, width / heads)
-        query, key = _turn(self.query_norm(query), turns), _turn(self.key_norm(key), turns)
-        mixed = F.scaled_dot_product_attention(query, key, value)
-        return self.out(mixed.transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    """One transformer block, adaLN-Zero."""
-
-    def __init__(self, width: int, num_heads: int):
-        super().__init__()
-        self.modulation = Linear(width, 6 * width).zeros()
-        self.attention = Attention(width, num_heads)
-        self.mlp_1, self.mlp_2 = Linear(width, 4 * width), Linear(4 * width, width)
-
-    def forward(self, x: Tensor, condition: Tensor, turns: Tensor) -> Tensor:
-        parts = self.modulation(condition)[:, None].chunk(6, dim=-1)
-        shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = parts
-        x = x + gate_1 * self.attention(_norm(x) * (1 + scale_1) + shift_1, turns)
-        h = self.mlp_1(_norm(x) * (1 + scale_2) + shift_2)
-        return x + gate_2 * self.mlp_2(F.gelu(h, approximate='tanh'))
-
-
-class DiT(nn.Module):
+class DiT:
     """Predicts the velocity of rectified flow for latents of `side * side` positions.
 
     With `remat='full'` the backward pass computes each block again; with 'none' `torch.compile`
     decides what to keep.
+
+    Attributes:
+        weights: Weights by their names in an export (`train_lib.export`), float32.
     """
 
     def __init__(
         self, width: int, depth: int, num_heads: int, patch_size: int, remat: str = 'none',
         dtype: torch.dtype = torch.bfloat16, side: int = 32, text_dim: int = 640,
     ):  # fmt: skip
-        super().__init__()
-        self.patch_size, self.dtype, self.remat = patch_size, dtype, remat
-        self.conditioning = Conditioning(width, text_dim)
-        self.patches = Linear(patch_size**2 * _CHANNELS, width)
-        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(depth))
-        self.modulation = Linear(width, 2 * width).zeros()
-        self.velocity = Linear(width, patch_size**2 * _CHANNELS).zeros()
-        positions = _sincos_positions_2d(side // patch_size, width)
-        self.register_buffer('positions', positions, persistent=False)
-        turns = _turns(side // patch_size, width // num_heads)
-        self.register_buffer('turns', turns, persistent=False)
+        self.num_tokens, self.dtype, self.remat = (side // patch_size) ** 2, dtype, remat
+        model = {'width': width, 'depth': depth, 'num_heads': num_heads, 'patch_size': patch_size}
+        self._config = {'model': model | {'text': 'pooled'}}
+        patch = patch_size**2 * _CHANNELS
+        layers = {  # numbers in and out
+            'conditioning.time_1': (_TIME_FEATURES, width),
+            'conditioning.time_2': (width, width),
+            'conditioning.text_1': (text_dim, width),
+            'conditioning.text_2': (width, width),
+            'patches': (patch, width),
+            'modulation': (width, 2 * width),
+            'velocity': (width, patch),
+        }
+        scales = {'conditioning.no_text': width}
+        for block in (f'blocks.{number}' for number in range(depth)):
+            layers[f'{block}.modulation'] = width, 6 * width
+            layers[f'{block}.attention.qkv'] = width, 3 * width
+            layers[f'{block}.attention.out'] = width, width
+            layers[f'{block}.mlp_1'], layers[f'{block}.mlp_2'] = (
+                (width, 4 * width),
+                (4 * width, width),
+            )
+            for norm in ('query_norm', 'key_norm'):
+                scales[f'{block}.attention.{norm}.scale'] = width // num_heads
+        self.weights = {name: torch.ones(size) for name, size in scales.items()}
+        for name, (inputs, outputs) in layers.items():
+            self.weights[f'{name}.weight'] = torch.randn(outputs, inputs) / inputs**0.5
+            self.weights[f'{name}.bias'] = torch.zeros(outputs)
+        for name, weight in self.weights.items():
+            if any(part in name for part in _ZERO):
+                weight.zero_()
+            weight.requires_grad_()
 
-    def forward(self, x: Tensor, t: Tensor, text: Tensor, drop_text: Tensor) -> Tensor:
+    def to(self, device: str) -> 'DiT':
+        """Moves the weights; returns itself."""
+        self.weights = {
+            name: weight.detach().to(device).requires_grad_()
+            for name, weight in self.weights.items()
+        }
+        return self
+
+    def __call__(self, x: Tensor, t: Tensor, text: Tensor, drop_text: Tensor) -> Tensor:
         """Maps noisy latents `(b, H, W, C)`, times `(b,)`, texts `(b, D)` to float32 velocities.
 
         Texts with a True in `drop_text`, bool `(b,)`, are ignored.
         """
-        p, n = self.patch_size, x.shape[1] // self.patch_size
-        x = x.unflatten(2, (n, p)).unflatten(1, (n, p)).transpose(2, 3).flatten(3).flatten(1, 2)
-        condition = F.silu(self.conditioning(t, text, drop_text, self.dtype))
-        x = self.patches(x.to(self.dtype)) + self.positions.to(self.dtype)
-        for block in self.blocks:
-            if self.remat == 'full':
-                x = checkpoint.checkpoint(block, x, condition, self.turns, use_reentrant=False)
-            else:
-                x = block(x, condition, self.turns)
-        shift, scale = self.modulation(condition)[:, None].chunk(2, dim=-1)
-        x = self.velocity((_norm(x) * (1 + scale) + shift).float())
-        return (
-            x.unflatten(2, (p, p, -1))
-            .unflatten(1, (n, n))
-            .transpose(2, 3)
-            .flatten(3, 4)
-            .flatten(1, 2)
-        )
+        weights = {
+            name: weight if name.startswith('velocity.') else weight.to(self.dtype)
+            for name, weight in self.weights.items()
+        }
+        given = x.to(self.dtype), t, (text.to(self.dtype),), drop_text
+        return torch_reference.velocity(weights, self._config, *given, _CALLS[self.remat])
 
     def flops(self) -> int:
         """Returns the forward FLOPs of one sample's matrix products, counted on the layers."""
-        tokens, width = self.positions.shape
         products = sum(
-            layer.weight.numel()
-            * (1 if 'conditioning.' in name or 'modulation' in name else tokens)
-            for name, layer in self.named_modules()
-            if isinstance(layer, Linear)
+            weight.numel() * (1 if any(x in name for x in _EVERY_SAMPLE) else self.num_tokens)
+            for name, weight in self.weights.items()
+            if name.endswith('.weight')
         )
-        return 2 * (products + len(self.blocks) * 2 * tokens**2 * width)
+        model = self._config['model']
+        return 2 * (products + model['depth'] * 2 * self.num_tokens**2 * model['width'])
 
 
 def make(name: str, **fields: Any) -> DiT:
@@ -187,14 +139,13 @@ class Trainer:
         learning_rate: float = 2e-4, weight_decay: float = 0.01, b1: float = 0.9, b2: float = 0.99,
         clip_norm: float = 1.0, ema_decay: float = 0.9999,
     ):  # fmt: skip
-        kernels = [layer.weight for layer in model.modules() if isinstance(layer, Linear)]
-        ids = set(map(id, kernels))
-        others = [weights for weights in model.parameters() if id(weights) not in ids]
+        kernels = [x for name, x in model.weights.items() if name.endswith('.weight')]
+        others = [x for name, x in model.weights.items() if not name.endswith('.weight')]
         self._optimizer = torch.optim.AdamW(
             [{'params': kernels, 'weight_decay': weight_decay}, {'params': others}],
             lr=learning_rate, betas=(b1, b2), weight_decay=0.0, fused=True,
         )  # fmt: skip
-        self._params = list(model.parameters())
+        self._params = list(model.weights.values())
         self.average = [weights.detach().clone() for weights in self._params]
         self._clip_norm, self._ema_decay, self._num_steps = clip_norm, ema_decay, 0
 
@@ -230,41 +181,3 @@ def flow_loss(
     time = t[:, None, None, None]
     predicted = model((1 - time) * x + time * noise, t, text, batch['drop_text'])
     return F.mse_loss(predicted, noise - x)
-
-
-def _norm(x: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], eps=_EPSILON)
-
-
-def _time_features(t: Tensor) -> Tensor:
-    half = _TIME_FEATURES // 2
-    # Rounded as in `train_lib`: at angles of 1,000 the last bit of a frequency is 6e-5 of a sine.
-    frequencies = torch.exp(-math.log(_MAX_PERIOD) * torch.arange(half, device=t.device) / half)
-    angles = _TIME_SCALE * t.float()[:, None] * frequencies
-    return torch.cat([angles.cos(), angles.sin()], dim=-1)
-
-
-def _sincos_positions_2d(side: int, width: int) -> Tensor:
-    """Float32 `(side * side, width)`: half of the width says the row, half the column."""
-    frequencies = _MAX_PERIOD ** -(torch.arange(width // 4, dtype=torch.float64) / (width // 4))
-    angles = torch.arange(side)[:, None] * frequencies
-    axis = torch.cat([angles.sin(), angles.cos()], dim=-1)
-    rows, columns = axis.repeat_interleave(side, 0), axis.repeat(side, 1)
-    return torch.cat([rows, columns], dim=-1).float()
-
-
-def _turns(side: int, head_dim: int) -> Tensor:
-    """Cosines and sines, float32 `(2, side * side, head_dim / 2)`: half says the row."""
-    frequencies = _ROTARY_PERIOD ** -(
-        torch.arange(head_dim // 4, dtype=torch.float64) / (head_dim // 4)
-    )
-    axis = torch.arange(side)[:, None] * frequencies
-    angles = torch.cat([axis.repeat_interleave(side, 0), axis.repeat(side, 1)], dim=-1)
-    return torch.stack([angles.cos(), angles.sin()]).float()
-
-
-def _turn(x: Tensor, turns: Tensor) -> Tensor:
-    first, second = x.float().chunk(2, dim=-1)
-    cosine, sine = turns
-    turned = [first * cosine - second * sine, second * cosine + first * sine]
-    return torch.cat(turned, dim=-1).to(x.dtype)

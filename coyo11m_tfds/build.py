@@ -49,15 +49,14 @@ _OUTLOOK = 'what is finished is kept, the same command resumes the build'
 def main() -> None:
     """Checks the installation, prepares the process, and runs TFDS' command."""
     parser = command_line.Parser('coyo11m_tfds.build', __doc__)
-    parser.add_argument('--manual_dir', help='folder of the source')
-    parser.add_argument('--data_dir', help='folder of data sets (~/tensorflow_datasets)')
-    parser.add_argument('--config', help='fields of the config, as JSON')
-    parser.add_argument(
-        '--encoder', help='hash, words, hf:NAME or jax:NAME: embed the captions first'
-    )
-    parser.add_argument('--overwrite', action='store_true', help='replace an existing data set')
-    parser.add_argument('--max_examples_per_split', type=int, help='records of each split to keep')
-    parser.add_argument('--beam_pipeline_options', help='build with Beam, e.g. runner=FlinkRunner')
+    add = parser.add_argument
+    add('--manual_dir', help='folder of the source')
+    add('--data_dir', help='folder of data sets (~/tensorflow_datasets)')
+    add('--config', help='fields of the config, as JSON')
+    add('--encoder', help='hash, words, hf:NAME or jax:NAME: embed the captions first')
+    add('--overwrite', action='store_true', help='replace an existing data set')
+    add('--max_examples_per_split', type=int, help='records of each split to keep')
+    add('--beam_pipeline_options', help='build with Beam, e.g. runner=FlinkRunner')
     flags = parser.parse_args()
     if flags.encoder and not (flags.manual_dir and flags.data_dir):
         parser.error('--encoder: expected --manual_dir and --data_dir too')

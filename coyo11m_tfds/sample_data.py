@@ -9,8 +9,7 @@ in the real source, the Parquet rows are in another order than the latents, a fe
 and a few captions are empty or null.
 
 The program leaves out one in five of the combinations (colour, shape, background), so a trained
-model can draw captions that are new to it. `held_out_prompts` returns such captions,
-`drawn_colours` names the colours of a picture, and `outlines` returns the outlines of shapes.
+model can draw captions that are new to it.
 """
 
 import dataclasses
@@ -114,16 +113,13 @@ def drawn_colours(picture: np.ndarray) -> tuple[str | None, str]:
 
 
 def outlines(shape: str, x: np.ndarray, y: np.ndarray, radius: np.ndarray) -> np.ndarray:
-    """Returns how much of each pixel of a crop a shape covers.
+    """Returns the share of every pixel of a crop inside a shape, float32 `(n, 32, 32)`.
 
     Args:
         shape: One of `SHAPES`.
         x: Centres in pixels from the left of the crop, float32 `(n,)`.
         y: Centres in pixels from the top, float32 `(n,)`.
-        radius: Radius of the shape in pixels.
-
-    Returns:
-        float32 `(n, 32, 32)`: the share of every pixel that lies inside the shape.
+        radius: Radius of the shape in pixels, float32 `(n,)`.
     """
     size = schema.LATENT_SHAPE[-1]
     return _coverage([shape] * len(x), np.stack([x, y, radius], axis=1))[:, :, :size]
@@ -152,22 +148,19 @@ def make_sample(
     """
     import torch  # Slow to import, and only needed to write.
 
-    if is_remote(out_dir) or not os.fspath(out_dir):
-        raise ValueError(
-            f'out_dir is {str(out_dir)!r}, expected a local folder. python -m coyo11m_tfds.mirror '
-            'copies it into a bucket.'
-        )
-    if seed < 0:
-        raise ValueError(f'seed is {seed}, expected at least 0.')
-    if dtype not in schema.LATENT_DTYPES:
-        raise ValueError(f'dtype is {dtype!r}, expected one of {schema.LATENT_DTYPES}.')
-    if num_files < 1 or num_samples < 4 * num_files:
-        raise ValueError(
-            f'{num_samples} samples in {num_files} files: expected at least 4 samples a file.'
-        )
     folder = pathlib.Path(out_dir) / schema.LATENTS_FOLDER
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f'{folder} is not empty: remove it, or write somewhere else.')
+    is_local = os.fspath(out_dir) and not is_remote(out_dir)
+    is_new = not folder.exists() or not any(folder.iterdir())
+    count = f'{num_samples} samples in {num_files} files'
+    for is_right, what, expected in (
+        (is_local, f'out_dir is {os.fspath(out_dir)!r}', 'a local folder (`mirror` copies it)'),
+        (seed >= 0, f'seed is {seed}', 'at least 0'),
+        (dtype in schema.LATENT_DTYPES, f'dtype is {dtype!r}', f'one of {schema.LATENT_DTYPES}'),
+        (0 < 4 * num_files <= num_samples, count, 'at least 4 samples a file'),
+        (is_new, f'{folder} is not empty', 'a new folder: remove it, or write somewhere else'),
+    ):
+        if not is_right:
+            raise ValueError(f'{what}, expected {expected}.')
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.Generator(np.random.Philox(key=seed))
     keys = np.sort(rng.choice(np.int64(1) << 62, num_samples, replace=False))
@@ -196,8 +189,7 @@ def _unequal_parts(total: int, parts: int) -> list[slice]:
 def _random_geometry(count: int, rng: np.random.Generator) -> np.ndarray:
     """Places shapes so that every crop shows the better part of them.
 
-    Returns:
-        float32 `(count, 3)`: x and y of the centres and the radii, in pixels.
+    Returns x and y of the centres and the radii, in pixels, float32 `(count, 3)`.
     """
     radius = rng.uniform(*RADII, count)
     # The stretch that all crops have in common, less most of the radius.
@@ -265,19 +257,18 @@ def _save_captions(
 
     rows = [i for i in rng.permutation(len(keys)) if i % NO_ROW_EVERY != 1]
     middle_radius = sum(RADII) / 2
-    long_captions: list[str | None] = []
+    captions: list[str | None] = []
     for i in rows:
         x, _, radius = geometry[i]
-        third = int(3 * x / _WIDTH)
         size = 'large' if radius > middle_radius else 'small'
-        long_captions.append(_caption(scenes[i], rng, size, PLACES[third]))
+        captions.append(_caption(scenes[i], rng, size, PLACES[int(3 * x / _WIDTH)]))
         if i % EMPTY_CAPTION_EVERY == 2:
-            long_captions[-1] = None if i % 2 else '  '
+            captions[-1] = None if i % 2 else '  '
     chosen = [scenes[i] for i in rows]
     columns = {
         'url': [f'https://pictures.invalid/{keys[i]}.png' for i in rows],
         'caption': [f'{s.colour}-{s.shape}.png' for s in chosen],
-        schema.DEFAULT_CAPTION_COLUMN: long_captions,
+        schema.DEFAULT_CAPTION_COLUMN: captions,
         'caption_llava_short': [f'A {s.colour} {s.shape}.' for s in chosen],
         'tags_open_images': [s.shape.capitalize() for s in chosen],
         'tags_booru': [f'{s.colour}_{s.shape}, {s.background}_background' for s in chosen],
@@ -298,12 +289,7 @@ def main() -> None:
     add('--out', required=True, help='folder to write')
     add('--num_samples', type=int, default=4096, help='pictures (%(default)s)')
     add('--num_files', type=int, default=3, help='.pt files (%(default)s)')
-    add(
-        '--dtype',
-        choices=schema.LATENT_DTYPES,
-        default='float16',
-        help='dtype of the latents (%(default)s)',
-    )
+    add('--dtype', default='float16', help='of the latents: float16, bfloat16 or float32')
     add('--seed', type=int, default=0, help='seed of the pictures and captions (%(default)s)')
     args = parser.parse_args()
     outlook = f'{args.out} is incomplete: remove it, then run the same command again'

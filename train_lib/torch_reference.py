@@ -56,14 +56,17 @@ def draw(weights, config, noise, text):
     return (z * stats['latent_std'] + stats['latent_mean']).permute(0, 3, 1, 2)
 
 
-def velocity(weights, config, z, t, text, drop):
-    """Applies the transformer to z `(n, H, W, C)`, times `(n,)` and texts that are not dropped."""
+def velocity(weights, config, z, t, text, drop, call=None):
+    """Applies the transformer to z `(n, H, W, C)`, times `(n,)` and texts that are not dropped.
+
+    `call(block, *arguments)` returns what the block returns, for a program that trains.
+    """
     model, (n, height, width, channels) = config['model'], z.shape
     p = model['patch_size']
     words, pooled = _words(weights, text, drop) if 'words.nothing' in weights else (None, text[0])
     if model['text'] != 'sequence':
         words = None
-    frequencies = torch.exp(-math.log(1e4) * torch.arange(128) / 128)
+    frequencies = torch.exp(-math.log(1e4) * torch.arange(128, device=t.device) / 128)
     angles = 1000 * t[:, None] * frequencies
     time = torch.cat([angles.cos(), angles.sin()], 1)
     time = _dense(
@@ -75,10 +78,12 @@ def velocity(weights, config, z, t, text, drop):
 
     x = z.reshape(n, height // p, p, width // p, p, channels).transpose(2, 3)
     x = _dense(weights, 'patches', x.reshape(n, -1, p * p * channels))
-    x = x + _positions(height // p, width // p, model['width'])
+    x = x + _positions(height // p, width // p, model['width']).to(x)
     turns = _turns(height // p, width // p, model['width'] // model['num_heads'])
+    turns = [values.to(x.device) for values in turns]
     for block in range(model['depth']):
-        x = _block(weights, f'blocks.{block}', model['num_heads'], x, condition, turns, words)
+        given = weights, f'blocks.{block}', model['num_heads'], x, condition, turns, words
+        x = call(_block, *given) if call else _block(*given)
     shift, scale = _dense(weights, 'modulation', condition)[:, None].chunk(2, -1)
     x = _dense(weights, 'velocity', _norm(x) * (1 + scale) + shift)
     x = x.reshape(n, height // p, width // p, p, p, channels).transpose(2, 3)
@@ -129,7 +134,8 @@ def _words(weights, text, drop):
 
 
 def _dense(weights, name, x):
-    return F.linear(x, weights[f'{name}.weight'], weights[f'{name}.bias'])
+    weight = weights[f'{name}.weight']
+    return F.linear(x.to(weight.dtype), weight, weights[f'{name}.bias'])
 
 
 def _norm(x):
@@ -155,8 +161,8 @@ def _turns(rows, columns, head_dim):
 
 
 def _turn(x, turns):
-    (cosine, sine), (a, b) = turns, x.chunk(2, -1)
-    return torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)
+    (cosine, sine), (a, b) = turns, x.float().chunk(2, -1)
+    return torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1).to(x.dtype)
 
 
 def _tuple(text):

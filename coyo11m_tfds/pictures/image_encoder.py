@@ -8,18 +8,17 @@
 Weights are read from safetensors only, and code in a model's repository is never run.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from safetensors import SafetensorError
 
 from coyo11m_tfds.storage import model_files
 
 _BATCH = 32  # pictures, or captions, in a forward pass
+_FILES = 'preprocessor_config.json (for a model of pictures and texts also a tokenizer)'
 
 
 class ImageEncoder:
@@ -36,17 +35,14 @@ class ImageEncoder:
     """
 
     def __init__(self, model: str):
-        """Loads the weights.
-
-        Args:
-            model: A folder, or a name on the hub.
+        """Loads the weights of a folder, or of a name on the hub.
 
         Raises:
             ValueError: The model does not exist, has no safetensors, lacks weights, or cannot make
                 features from pictures alone.
         """
         self._device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
-        with _naming(model):
+        with model_files.loading(model, 'image encoder', _FILES):
             source: dict[str, Any] = {'trust_remote_code': False}
             self._model, report = transformers.AutoModel.from_pretrained(
                 model, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **source
@@ -96,17 +92,3 @@ def _pooled(output: Any) -> np.ndarray:
         pooled = getattr(output, 'pooler_output', None)
         output = output.last_hidden_state.mean(dim=1) if pooled is None else pooled
     return output.flatten(1).float().cpu().numpy()
-
-
-@contextlib.contextmanager
-def _naming(model: str) -> Iterator[None]:
-    model_files.local_folder(model, 'image encoder')
-    try:
-        yield
-    except (OSError, ValueError, TypeError, AttributeError, ImportError, SafetensorError) as error:
-        raise ValueError(
-            f'cannot load the image encoder {model!r}: {error}\nExpected a folder with '
-            'config.json, preprocessor_config.json and *.safetensors (for a model of pictures and '
-            'texts also a tokenizer), or a name on the Hugging Face hub; pickled weights and code '
-            'in the repository are not accepted.'
-        ) from error

@@ -15,14 +15,9 @@ from coyo11m_tfds import schema
 
 
 def latents_to_rgb(latents: np.ndarray) -> np.ndarray:
-    """Turns latents into colours by a linear map that approximates the decoder.
+    """Turns raw latents `(..., C, H, W)` into uint8 `(..., H, W, 3)`, by a linear map.
 
-    Args:
-        latents: Raw latents, any float dtype, `(..., C, H, W)`. If C is not 4, the colours of one
-            picture depend on all of them.
-
-    Returns:
-        uint8 `(..., H, W, 3)`.
+    If C is not 4, the colours of one picture depend on all of them.
     """
     if latents.shape[-3] != len(schema.RGB_FACTORS):
         return _principal_components(np.asarray(latents, np.float64))
@@ -52,18 +47,12 @@ def _principal_components(latents: np.ndarray) -> np.ndarray:
 
 
 def rgb_to_latents(rgb: np.ndarray) -> np.ndarray:
-    """Finds raw latents whose linear preview is the given picture.
+    """Finds raw latents `(..., 4, H, W)`, float32, whose linear preview is uint8 `(..., H, W, 3)`.
 
     Four channels hold more than three colours, so many latents give the same picture; the
     Moore-Penrose inverse chooses those of least norm. It is a right inverse:
     `latents_to_rgb(rgb_to_latents(x)) == x`, and up to two grey levels if the latents are rounded
     to float16 or bfloat16.
-
-    Args:
-        rgb: uint8 `(..., H, W, 3)`.
-
-    Returns:
-        float32 raw latents `(..., 4, H, W)`.
     """
     colours = np.asarray(rgb, np.float32) / 127.5 - 1 - schema.RGB_BIAS
     scaled = np.einsum('...hwr,rc->...chw', colours, np.linalg.pinv(schema.RGB_FACTORS))

@@ -33,17 +33,10 @@ _NORM_EPSILON = 1e-6
 _OLD_NAMES = {'query': 'to_q', 'key': 'to_k', 'value': 'to_v', 'proj_attn': 'to_out.0'}
 
 
-Paint = Callable[[np.ndarray], np.ndarray]
-
-
-def painter(vae: str) -> Paint:
+def painter(vae: str) -> Callable[[np.ndarray], np.ndarray]:
     """Returns a function from raw latents `(n, C, H, W)` to uint8 `(n, height, width, 3)`.
 
-    Args:
-        vae: See `load`; '' for the linear map of `latent_rgb`.
-
-    Raises:
-        ValueError: As `load`.
+    `vae` is as for `load`, or '' for the linear map of `latent_rgb`.
     """
     return load(vae) if vae else latent_rgb.latents_to_rgb
 
@@ -77,20 +70,14 @@ def load(model: str) -> 'Decoder':
 class Decoder:
     """Turns raw latents into pictures, on one device.
 
-    Attributes:
-        factor: Number of pixels for a latent position, in each direction.
+    A latent position becomes `factor` pixels in each direction.
     """
 
     def __init__(self, config: Mapping[str, Any], weights: Mapping[str, np.ndarray], path: str):
-        """Checks that the weights fit the configuration.
-
-        Args:
-            config: Content of config.json.
-            weights: Weights of the decoder by diffusers' names, float32.
+        """Takes the content of config.json, and float32 weights by diffusers' names.
 
         Raises:
-            ValueError: The weights do not fit the configuration, or this class does not know their
-                kind.
+            ValueError: The weights do not fit the configuration, or their kind is unknown.
         """
         kinds = {'AutoencoderKL': _decode_kl, 'AutoencoderTiny': _decode_tiny}
         kind = config.get('_class_name')
@@ -118,14 +105,9 @@ class Decoder:
         return np.round((np.clip(self.decode(latents), -1, 1) + 1) * 127.5).astype(np.uint8)
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
-        """Decodes to the output of the network.
+        """Decodes raw latents `(n, C, H, W)` to float32 `(n, factor * H, factor * W, 3)`.
 
-        Args:
-            latents: Raw latents, any float dtype, `(n, C, H, W)`.
-
-        Returns:
-            float32 `(n, factor * H, factor * W, 3)`: black is -1, white is 1; values may lie
-            outside.
+        Black is -1, white is 1; values may lie outside.
         """
         pictures = []
         for first in range(0, len(latents), _BATCH):

@@ -19,15 +19,13 @@ from typing import Self
 
 from absl import logging
 
-SECONDS_BETWEEN_LINES = 10
-
+_SECONDS_BETWEEN_LINES = 10
+_SECONDS_BETWEEN_MARKS = 1
 # Speed is that of the last minute: long enough for shards that take many seconds each, short
 # enough to show that a network has become slow.
-WINDOW_SECONDS = 60
-_SECONDS_BETWEEN_MARKS = 1
+_WINDOW_SECONDS = 60
 
-RATED = 'records', 'tokens'  # the counts that are shown as speeds
-
+_RATED = 'records', 'tokens'  # the counts that are shown as speeds
 _BYTES = 'B'
 _AMOUNT = ''  # the work in its unit, among the counts
 
@@ -48,10 +46,9 @@ class Progress:
         """Begins to count.
 
         Args:
-            what: Name of the work, e.g. 'Writing shards'.
             total: Amount of the whole work in `unit`, at least an estimate; 0 for no work.
             unit: 'B' for bytes, shown as MB/s; otherwise a plural noun such as 'captions'.
-            goals: Final values of some of the counts, e.g. `{'shards': 2400}`.
+            goals: Final values of some of the counts.
             clock: Function that returns the time in seconds.
         """
         self._what, self._total, self._unit = what, total, unit
@@ -72,12 +69,10 @@ class Progress:
         self._log(self._beginning, f'{ended} {_duration(self._clock() - self._beginning[0])}')
 
     def add(self, amount: int, **counts: int) -> None:
-        """Counts work that is done now.
+        """Counts work that is done now, in the unit of the total, and increments of counts.
 
-        Args:
-            amount: Work in the unit of the total.
-            **counts: Increments of counts. `records` and `tokens` are shown as speeds, a count with
-                a goal as 'n of m', others as numbers.
+        `records` and `tokens` are shown as speeds, a count with a goal as 'n of m', others as
+        numbers.
         """
         with self._lock:
             now, work = self._clock(), self._latest[1].copy()
@@ -85,7 +80,7 @@ class Progress:
             self._latest = now, work
             if now - self._marks[-1][0] >= _SECONDS_BETWEEN_MARKS:
                 self._marks.append(self._latest)
-            while len(self._marks) > 1 and now - self._marks[1][0] >= WINDOW_SECONDS:
+            while len(self._marks) > 1 and now - self._marks[1][0] >= _WINDOW_SECONDS:
                 self._marks.popleft()
             self._count(now, amount, counts)
 
@@ -96,7 +91,7 @@ class Progress:
 
     def _count(self, now: float, amount: int, counts: Mapping[str, int]) -> None:
         self._counts.update({_AMOUNT: amount, **counts})
-        if now - self._last_line < SECONDS_BETWEEN_LINES:
+        if now - self._last_line < _SECONDS_BETWEEN_LINES:
             return
         self._last_line = now
         speed = self._speed(_AMOUNT, self._marks[0])
@@ -110,14 +105,14 @@ class Progress:
         if self._unit != _BYTES:
             facts.append(f'{amount:,} of {self._total:,} {self._unit}')
         facts += [f'{counts[name]:,} of {goal:,} {name}' for name, goal in self._goals.items()]
-        rated = [name for name in RATED if name in counts]
+        rated = [name for name in _RATED if name in counts]
         facts += [f'{self._speed(name, since):,.0f} {name}/s' for name in rated]
         speed = self._speed(_AMOUNT, since)
         if self._unit != _BYTES:
             facts.append(f'{_round(speed)} {self._unit}/s')
         elif self._total:
             facts.append(f'{_round(speed / 1e6)} MB/s')
-        shown = {*self._goals, *RATED, _AMOUNT}
+        shown = {*self._goals, *_RATED, _AMOUNT}
         facts += [f'{count:,} {name}' for name, count in counts.items() if name not in shown]
         logging.info('%s: %s', self._what, ', '.join(filter(None, [*facts, last])))
 

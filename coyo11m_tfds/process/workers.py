@@ -72,9 +72,8 @@ class _CleanProcess(multiprocessing.context.SpawnProcess):
     """A spawned process that can import this package, and imports nothing else.
 
     A forked one may hang, because TensorFlow runs threads. A spawned one imports the main module of
-    the program: that of `tfds` takes 4 s and 700 MB, that of a script without
-    `if __name__ == '__main__':` starts the work again. The workers need neither. But they need the
-    folder of the package, which `tfds build` finds in a checkout itself.
+    the program: that of `tfds` takes 4 s and 700 MB, that of a script may start the work again. The
+    workers need only the folder of the package, which `tfds build` finds in a checkout itself.
     """
 
     def start(self) -> None:

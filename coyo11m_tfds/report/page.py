@@ -51,9 +51,7 @@ class Report:
         in_place: Whether the latents stay in the source.
 
     Attributes:
-        content: Content of `report.json`. A histogram has `edges` and `counts`. For each channel of
-            the latents, the counts are those of values below the first edge, from each edge to the
-            next, and from the last edge on; for captions, those from each edge on.
+        content: Content of `report.json`; the counts of its histograms are as in `ShardStatistics`.
         previews: Records to show, evenly spaced.
     """
 
@@ -134,20 +132,6 @@ class Report:
             'bytes in the median caption': _lengths(lengths).get('median', '0'),
             f'dropped of {dropped.num_rows:,} rows ({share:.1%})': f'{dropped.num_latents:,}',
         }
-        origin = {
-            'Source fingerprint': content[schema.META_SOURCE_FINGERPRINT],
-            'Captions': f'column {content[schema.META_CAPTION_COLUMN]}',
-            'Latents': content[schema.META_LATENT_DTYPE],
-        }
-        if 'latents' in content:
-            origin['Latents'] += f', {schema.IN_PLACE_DOC}'
-        if vae := content.get(schema.META_VAE):
-            origin['VAE'] = vae
-        encoder = content.get(schema.META_TEXT_ENCODER)
-        if vocabulary := content.get(schema.META_TEXT_VOCABULARY):
-            origin['Tokens'] = f'{vocabulary} different ones of {encoder}'
-        elif encoder:
-            origin['Text embeddings'] = f'{content[schema.META_TEXT_DIM]} numbers of {encoder}'
         splits = [
             [_text(name), f'{of["records"]:,}', f'{of["shards"]:,}', readable(of['bytes'])]
             for name, of in [*content['splits'].items(), ('total', content)]
@@ -160,7 +144,7 @@ class Report:
             samples=''.join(map(_figure, self.previews)),
             captions=_captions(lengths),
             latents=_latents(train['latents']),
-            origin=_definitions('stats', origin),
+            origin=_definitions('stats', _origin(content)),
         )
 
     def _of_build(self, name: str) -> str:
@@ -184,11 +168,11 @@ def quantiles(caption_histogram: np.ndarray) -> dict[str, int] | None:
 
 
 def _totals(shards: Sequence[tuple[int, int]]) -> dict[str, int]:
-    records, sizes = zip(*shards, strict=True) if shards else ((), ())
-    return {'records': sum(records), 'shards': len(shards), 'bytes': sum(sizes)}
+    records, sizes = (sum(shard[i] for shard in shards) for i in (0, 1))
+    return {'records': records, 'shards': len(shards), 'bytes': sizes}
 
 
-def _histograms(made: ShardStatistics) -> dict:
+def _histograms(made: ShardStatistics) -> dict[str, Any]:
     mean, std = stats.mean_and_std(made.latent_moments) if made.num_records else (None, None)
     lengths, values = made.caption_histogram, made.latent_histogram
     captions = {'quantiles': quantiles(lengths), 'edges': stats.CAPTION_EDGES.tolist()}
@@ -197,6 +181,21 @@ def _histograms(made: ShardStatistics) -> dict:
         'caption_bytes': captions | {'counts': lengths.tolist()},
         'latents': latents | {'counts': values.tolist()},
     }
+
+
+def _origin(content: Mapping[str, Any]) -> dict[str, str]:
+    """What the data were made of, for the page."""
+    latents, encoder = content[schema.META_LATENT_DTYPE], content.get(schema.META_TEXT_ENCODER)
+    vocabulary, dim = map(content.get, (schema.META_TEXT_VOCABULARY, schema.META_TEXT_DIM))
+    origin = {
+        'Source fingerprint': content[schema.META_SOURCE_FINGERPRINT],
+        'Captions': f'column {content[schema.META_CAPTION_COLUMN]}',
+        'Latents': latents + (f', {schema.IN_PLACE_DOC}' if 'latents' in content else ''),
+        'VAE': content.get(schema.META_VAE),
+        'Tokens': vocabulary and f'{vocabulary} different ones of {encoder}',
+        'Text embeddings': dim and f'{dim} numbers of {encoder}',
+    }
+    return {name: value for name, value in origin.items() if value}
 
 
 def _dropped(dropped: Mapping[str, Mapping[str, Any]]) -> str:

@@ -72,50 +72,33 @@ def mean_and_std(moments: np.ndarray) -> tuple[list[float], list[float]]:
 
 
 class Preview(NamedTuple):
-    """A record to show in the report.
-
-    Attributes:
-        caption: Caption of the record; only the beginning of a very long one.
-        png: Picture of the middle crop in base64, one pixel for each latent position.
-    """
+    """A record to show in the report."""
 
     key: int
-    caption: str
-    png: str
+    caption: str  # only the beginning of a very long one
+    png: str  # of the middle crop in base64, one pixel for each latent position
 
 
 class ShardStatistics:
     """Counts, moments and histograms of the good samples of a shard, or of several shards.
 
-    Args:
-        text_dim: Width of the text embeddings; 0 without them.
-        vocabulary: Number of token ids; 0 without tokens.
-
-    Attributes:
-        num_records: Number of good samples: those with finite latents and text embeddings.
-        latent_moments: `moments` of the channels.
-        text_moments: `moments` of the dimensions of the text embeddings.
-        latent_histogram: Counts of latents in the first 64 good samples of each shard, int64
-            `(channels, 122)`: below the first of `LATENT_EDGES`, from each edge to the next, from
-            the last edge on.
-        caption_histogram: Counts of captions by length in bytes, int64 `(129,)`; each bin begins at
-            one of `CAPTION_EDGES`.
-        previews: The first good samples of each shard, at most 6.
-        known_tokens: Whether each id occurs in good samples, bool `(vocabulary,)`.
-        non_finite: Number of samples that are not good.
-        non_finite_keys: Keys of the first 10 such samples.
+    A sample is good if its latents and its text embedding are finite. `latent_histogram` counts the
+    latents of the first 64 good samples of each shard, by channel: below the first of
+    `LATENT_EDGES`, from each edge to the next, from the last edge on. `caption_histogram` counts
+    captions by their length in bytes; each bin begins at one of `CAPTION_EDGES`.
     """
 
     def __init__(self, text_dim: int = 0, vocabulary: int = 0, channels: int = 4):
-        self.num_records = 0
-        self.latent_moments = np.zeros((3, channels))
-        self.text_moments = np.zeros((3, text_dim))
+        """Takes the width of the text embeddings and the number of token ids; 0 without them."""
+        self.num_records = 0  # good samples
+        self.latent_moments = np.zeros((3, channels))  # `moments` of the channels
+        self.text_moments = np.zeros((3, text_dim))  # `moments` of the dimensions
         self.latent_histogram = np.zeros((channels, len(LATENT_EDGES) + 1), np.int64)
         self.caption_histogram = np.zeros(len(CAPTION_EDGES), np.int64)
-        self.previews: list[Preview] = []
-        self.known_tokens = np.zeros(vocabulary, bool)
-        self.non_finite = 0
-        self.non_finite_keys: list[int] = []
+        self.previews: list[Preview] = []  # the first good samples of each shard, at most 6
+        self.known_tokens = np.zeros(vocabulary, bool)  # whether each id occurs in good samples
+        self.non_finite = 0  # samples that are not good
+        self.non_finite_keys: list[int] = []  # of the first 10 of these
 
     def add(
         self,
@@ -130,10 +113,10 @@ class ShardStatistics:
         with a text embedding of 640 numbers. A block with a bad sample takes twice that time.
 
         Args:
-            keys: Keys, int64 `(n,)`.
-            captions: Captions as UTF-8, one for each sample.
-            latents: Latents, float32 `(n, crops, channels, H, W)`.
-            text: Text embeddings, float16 `(n, text_dim)`, or None.
+            keys: int64 `(n,)`.
+            captions: UTF-8, one for each sample.
+            latents: float32 `(n, crops, channels, H, W)`.
+            text: Text embeddings, float16 `(n, text_dim)`.
 
         Returns:
             Which samples are good, bool `(n,)`. Numbers whose squares overflow float32 (such as
@@ -237,23 +220,15 @@ def _make_preview(key: np.int64, caption: bytes, latents: np.ndarray) -> Preview
 
 
 class Dropped:
-    """Counts dropped rows by reason.
-
-    Args:
-        max_bad_fraction: Largest share of bad rows.
-
-    Attributes:
-        num_rows: Rows of the source.
-        counts: Number of rows for every reason of `schema.DROP_REASONS`.
-        examples: Some keys for each reason that occurs.
-    """
+    """Counts dropped rows of a source by reason."""
 
     MAX_EXAMPLES = 10
 
     def __init__(self, num_rows: int, max_bad_fraction: float):
+        """Takes the number of rows of the source, and the largest share of bad rows."""
         self.num_rows, self._max_bad_fraction = num_rows, max_bad_fraction
         self.counts = dict.fromkeys(schema.DROP_REASONS, 0)
-        self.examples: dict[str, list[int]] = {}
+        self.examples: dict[str, list[int]] = {}  # some keys for each reason that occurs
         self._files: dict[str, str] = {}
 
     @property

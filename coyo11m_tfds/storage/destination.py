@@ -30,6 +30,7 @@ T = TypeVar('T')
 _STAGING = '.staging'
 # They only wait for the storage or the disk. The client of gs:// keeps ten connections.
 _THREADS = 10
+_NOT_READ = -1  # in place of the CRC-32C of a local file, of which only the size is known
 
 
 def stays_inside(name: str) -> bool:
@@ -45,7 +46,9 @@ class Destination:
     """A folder for finished files, which need not exist yet. Several threads may use it.
 
     `Destination('gs://...')` returns a destination in a bucket with the same methods. On a disk,
-    files are staged in a hidden sub-folder, flushed and renamed.
+    files are staged in a hidden sub-folder, flushed and renamed. Names are relative to the folder.
+    Methods raise OSError if a file cannot be read or stored, such as on a full disk, or if
+    credentials for the bucket are missing or refused (PermissionError).
 
     Attributes:
         folder: Path or URL of the folder, without a slash at the end.
@@ -68,9 +71,6 @@ class Destination:
             raise ValueError('no destination given, expected a folder.')
         self.folder = path.rstrip('/') or '/'
 
-    def __getnewargs__(self) -> tuple[str]:
-        return (self.folder,)
-
     def staging(self, fallback: str | os.PathLike[str]) -> str:
         """Returns an existing local folder in which to write files for `put`.
 
@@ -86,12 +86,8 @@ class Destination:
 
         Args:
             local_file: A file in the folder of `staging`.
-            name: Name relative to the folder; its folders are made.
+            name: Its folders are made.
             crc32c: CRC-32C of the file, which a copy or an upload must have too.
-
-        Raises:
-            PermissionError: Credentials for the bucket are missing or refused.
-            OSError: The file cannot be stored, e.g. because the disk is full.
         """
         local_file, target = os.fspath(local_file), self._path(name)
         _make_folders(os.path.dirname(target))
@@ -111,7 +107,7 @@ class Destination:
             os.remove(local_file)
 
     def put_bytes(self, name: str, data: bytes) -> None:
-        """Stores a small file, and replaces a file of this name; raises the errors of `put`."""
+        """Stores a small file, and replaces a file of this name."""
         target = self._path(name)
         _make_folders(os.path.dirname(target))
         with self._new_file() as path:
@@ -133,14 +129,8 @@ class Destination:
         scratch folder on their way to a bucket.
 
         Args:
-            name: Name of the copy, relative to the folder.
-            scratch: Scratch folder; required for a remote file without a CRC-32C that goes to a
-                bucket.
+            scratch: Required for a remote file without a CRC-32C that goes to a bucket.
             on_bytes: See `remote.fetch`; called for a download.
-
-        Raises:
-            PermissionError: Credentials are missing or refused.
-            OSError: The file cannot be read, has changed, or cannot be stored.
         """
         with self._new_file() as path:
             if file.is_remote:
@@ -160,9 +150,7 @@ class Destination:
     def read_all(self, folder: str, names: Collection[str] | None = None) -> dict[str, bytes]:
         """Reads the (small) files directly in a sub-folder, by name; {} if it does not exist.
 
-        Args:
-            folder: Relative to the destination.
-            names: Names of files to read, if they exist; None for all.
+        With `names`, it reads only these, if they exist.
         """
         base = f'{folder}/' if folder else ''
         return self._of_all(folder, names, lambda name, found: self._read(base + name, found))
@@ -178,7 +166,6 @@ class Destination:
         It reads local files completely, at the speed of the disk; remote files take one listing.
 
         Args:
-            folder: Relative to the destination.
             on_bytes: Called with the number of local bytes read, from several threads.
             names: Names of files to look at; None for all.
         """
@@ -222,13 +209,7 @@ class Destination:
 
     def sizes(self) -> dict[str, int]:
         """Returns the sizes of all files below the folder, by relative name; {} without files."""
-        found = {}
-        for folder, _, names in os.walk(self.folder):
-            for name in names:
-                path = os.path.join(folder, name)
-                with contextlib.suppress(FileNotFoundError):
-                    found[os.path.relpath(path, self.folder)] = os.path.getsize(path)
-        return found
+        return {name: state.size for name, state in self._list_all().items()}
 
     def verify(self, states: Mapping[str, FileState]) -> None:
         """Checks with one listing that files exist; ignores other files.
@@ -241,15 +222,23 @@ class Destination:
         Raises:
             OSError: A file is missing or differs; the message names it.
         """
-        self._compare(self.sizes(), {name: state.size for name, state in states.items()})
-
-    def _compare(self, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-        for name in sorted(expected):
-            if found.get(name) != expected[name]:
+        listed = self._list_all()
+        for name, expected in sorted(states.items()):
+            found = listed.get(name)
+            if found not in (expected, FileState(expected.size, _NOT_READ)):
                 raise OSError(
-                    f'{self.folder}/{name}: found {found.get(name, "no such file")}, expected '
-                    f'{expected[name]}; another process has changed it. Run the same command again.'
+                    f'{self.folder}/{name}: found {found or "no such file"}, expected {expected}; '
+                    'another process has changed it. Run the same command again.'
                 )
+
+    def _list_all(self) -> dict[str, FileState]:
+        found = {}
+        for folder, _, names in os.walk(self.folder):
+            for path in (os.path.join(folder, name) for name in names):
+                with contextlib.suppress(FileNotFoundError):
+                    state = FileState(os.path.getsize(path), _NOT_READ)
+                    found[os.path.relpath(path, self.folder)] = state
+        return found
 
     def sweep(self) -> None:
         """Removes leftovers of killed processes in the staging folder, and empty sub-folders."""
@@ -260,10 +249,7 @@ class Destination:
                     os.rmdir(entry.path)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes files by relative name, and sub-folders that become empty.
-
-        It ignores names of missing files.
-        """
+        """Removes files, if they exist, and sub-folders that become empty."""
         folders = set()
         for name in names:
             with contextlib.suppress(FileNotFoundError):
@@ -372,13 +358,9 @@ class _Bucket(Destination):
     def _list(self, folder: str) -> Mapping[str, Any]:
         return self._gcs.list_objects(self._url(folder))
 
-    def sizes(self) -> dict[str, int]:
+    def _list_all(self) -> dict[str, FileState]:
         found = self._gcs.list_objects(self.folder, deep=True)
-        return {name: x.size for name, x in found.items()}
-
-    def verify(self, states: Mapping[str, FileState]) -> None:
-        found = self._gcs.list_objects(self.folder, deep=True)
-        self._compare({name: x.state for name, x in found.items()}, states)
+        return {name: x.state for name, x in found.items()}
 
     def sweep(self) -> None:
         """Does nothing, because a bucket has no staging folder."""

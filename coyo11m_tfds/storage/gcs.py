@@ -6,13 +6,11 @@
     gcs.read('gs://bucket/a/b')                  # b'hello'
     gcs.delete('gs://bucket/a/b')
 
-Nothing is cached. Requests are retried like those of `retry.call`. After every upload or copy, the
-size and the CRC-32C from the storage are compared with those of the original; an object that
-differs is deleted and sent again. `remote` reads whole files and ranges. All functions raise
-PermissionError if credentials are missing or refused, and OSError with one line that names the URL
-if the bucket does not exist or cannot be reached.
-
-Importing this module imports the client of the storage, which takes 0.2 s.
+Nothing is cached. `retry.call` repeats requests. After every upload or copy, the size and the
+CRC-32C from the storage are compared with those of the original; an object that differs is deleted
+and sent again. `remote` reads whole files and ranges. All functions raise PermissionError if
+credentials are missing or refused, and OSError with one line that names the URL if the bucket does
+not exist or cannot be reached. To import this module takes 0.2 s.
 """
 
 import base64
@@ -42,17 +40,11 @@ _ENVIRONMENT = ('STORAGE_EMULATOR_HOST', 'API_ENDPOINT_OVERRIDE', 'GOOGLE_APPLIC
 
 
 class Stat(NamedTuple):
-    """The properties of an object, as the storage reports them.
+    """The properties of an object, as the storage reports them."""
 
-    Attributes:
-        size: Size in bytes.
-        crc32c: Checksum; -1 for an object that is encrypted with a customer's key.
-        generation: Number of this version of the object.
-    """
-
-    size: int
-    crc32c: int
-    generation: int
+    size: int  # in bytes
+    crc32c: int  # -1 for an object that is encrypted with a customer's key
+    generation: int  # number of this version of the object
 
     @property
     def state(self) -> FileState:
@@ -83,32 +75,24 @@ def list_objects(folder: str, deep: bool = False) -> dict[str, Stat]:
         folder: `gs://bucket/folder`, or a bucket.
         deep: Whether to list the objects in sub-folders too.
     """
-    prefix = f'{split_url(folder)[1].rstrip("/")}/'.lstrip('/')
-    with _plain_errors(folder):
-        blobs = _client().list_blobs(
-            split_url(folder)[0],
-            prefix=prefix,
-            delimiter=None if deep else '/',
-            fields='items(name,size,crc32c,generation),nextPageToken',
-            **_patience(f'listing {folder}'),
-        )
-        found = {blob.name.removeprefix(prefix): _stat(blob) for blob in blobs}
+    fields = 'items(name,size,crc32c,generation),nextPageToken'
+    found = _list(folder, delimiter=None if deep else '/', fields=fields)
     # Some tools, TensorFlow among them, make markers so that an empty folder is listed.
-    return {name: stat for name, stat in found.items() if name and not name.endswith('/')}
+    return {name: _stat(blob) for name, blob in found.items() if name and name[-1] != '/'}
 
 
 def is_folder(folder: str) -> bool:
     """Whether a folder, or a folder below it, has any object or marker."""
+    return bool(_list(folder, max_results=1, fields='items(name)'))
+
+
+def _list(folder: str, **options: Any) -> dict[str, storage.Blob]:
     bucket, name = split_url(folder)
+    prefix = f'{name.rstrip("/")}/'.lstrip('/')
     with _plain_errors(folder):
-        blobs = _client().list_blobs(
-            bucket,
-            prefix=f'{name.rstrip("/")}/'.lstrip('/'),
-            max_results=1,
-            fields='items(name)',
-            **_patience(f'listing {folder}'),
-        )
-        return any(True for _ in blobs)
+        options |= _patience(f'listing {folder}')
+        blobs = _client().list_blobs(bucket, prefix=prefix, **options)
+        return {blob.name.removeprefix(prefix): blob for blob in blobs}
 
 
 def stat(url: str) -> Stat | None:
@@ -127,11 +111,7 @@ def stat(url: str) -> Stat | None:
 
 
 def read(url: str, found: Stat | None = None) -> bytes | None:
-    """Reads a small object; None if it does not exist.
-
-    Args:
-        found: Its entry in a listing, which saves a request.
-    """
+    """Reads a small object; None if it does not exist. `found` in a listing saves a request."""
 
     def attempt(generation: int, state: FileState) -> bytes:
         blob = _blob(url, generation)
@@ -163,14 +143,9 @@ def write(url: str, data: bytes, generation: int | None = None) -> Stat:
     sent = FileState(len(data), google_crc32c.value(data))
 
     def attempt() -> Stat:
-        blob = _blob(url)
-        blob.upload_from_string(
-            data,
-            _CONTENT_TYPE,
-            checksum=None,
-            if_generation_match=generation,
-            **_patience(f'writing to {url}'),
-        )
+        blob, options = _blob(url), _patience(f'writing to {url}')
+        options |= {'checksum': None, 'if_generation_match': generation}
+        blob.upload_from_string(data, _CONTENT_TYPE, **options)
         return _check(blob, sent)
 
     with _plain_errors(url):
@@ -178,25 +153,19 @@ def write(url: str, data: bytes, generation: int | None = None) -> Stat:
 
 
 def upload(url: str, path: str, crc32c: int) -> None:
-    """Stores a local file of any size; after an error it repeats only the failed request.
+    """Stores a local file of any size, and replaces the object if it exists.
 
-    Args:
-        url: URL of the object, which is replaced if it exists.
+    After an error it repeats only the failed request.
     """
     sent = FileState(os.path.getsize(path), crc32c)
 
     def attempt() -> None:
-        blob = _blob(url)
+        blob, options = _blob(url), _patience(f'storing {url}')
+        options |= {'size': sent.size, 'content_type': _CONTENT_TYPE, 'checksum': None}
         blob.chunk_size = _CHUNK
         with open(path, 'rb') as file:
             try:
-                blob.upload_from_file(
-                    file,
-                    size=sent.size,
-                    content_type=_CONTENT_TYPE,
-                    checksum=None,
-                    **_patience(f'storing {url}'),
-                )
+                blob.upload_from_file(file, **options)
             except ValueError as error:
                 # The storage may keep less of a chunk than was sent; the library gives up then.
                 raise retry.Corrupted(f'{url}: {error}') from error
@@ -210,18 +179,15 @@ def copy(source: str, url: str, expected: FileState) -> None:
     """Makes the storage copy an object; its bytes do not pass through this machine.
 
     Args:
-        source: URL of an object in any bucket.
+        source: URL of an object in any bucket, which must have the state `expected`.
         url: URL of the copy, which is replaced if it exists.
-        expected: State that the source must have.
     """
 
     def attempt() -> None:
-        blob, token = _blob(url), None
-        while True:
-            options = _patience(f'storing {url}')
+        blob, options = _blob(url), _patience(f'storing {url}')
+        token, _, _ = blob.rewrite(_blob(source), **options)
+        while token is not None:
             token, _, _ = blob.rewrite(_blob(source), token=token, **options)
-            if token is None:
-                break
         _check(blob, expected)
 
     with _plain_errors(source):
@@ -229,11 +195,7 @@ def copy(source: str, url: str, expected: FileState) -> None:
 
 
 def delete(url: str, generation: int | None = None) -> None:
-    """Deletes an object, if it exists.
-
-    Args:
-        generation: The only generation that may be deleted; None for any.
-    """
+    """Deletes an object, if it exists; with `generation`, only this version of it."""
     with (
         _plain_errors(url),
         contextlib.suppress(exceptions.NotFound, exceptions.PreconditionFailed),

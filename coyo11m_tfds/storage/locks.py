@@ -27,7 +27,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from absl import logging
 
@@ -61,10 +61,9 @@ class FileLock:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, shared: bool = False, wait: bool = True):
-        """Takes the lock.
+        """Takes the lock; makes the file if it does not exist.
 
         Args:
-            path: The file, which is made if it does not exist.
             shared: Whether to share the lock with other shared holders, or to exclude all others.
             wait: Whether to wait until others release it.
 
@@ -123,15 +122,11 @@ _LOCK = '.lock'
 
 @contextlib.contextmanager
 def temporary_folder(parent: str | os.PathLike[str], prefix: str) -> Iterator[str]:
-    """Makes a new, empty folder, and deletes it at the end of the `with` block.
+    """Makes a new, empty folder in an existing one, and deletes it at the end of the `with` block.
 
-    A lock beside the folder ends with the process, so a folder with a free lock is a leftover. The
+    A lock beside the folder ends with the process, so a folder with a free lock is a leftover: it
+    is deleted by the next call with the same `prefix`, with which the folder's name begins. The
     lock is made before the folder and removed after it.
-
-    Args:
-        parent: Existing local folder.
-        prefix: Prefix of the folder's name. Other folders in `parent` with this prefix are deleted
-            if no living process of this machine holds them.
     """
     pattern = glob.escape(os.path.join(parent, prefix)) + '[0-9a-f]' * 32 + _LOCK
     for lock in glob.glob(pattern):
@@ -218,21 +213,20 @@ def wait_for(place: str | os.PathLike[str], is_there: Callable[[], bool]) -> Non
             first process has failed, was killed, or has not begun.
     """
     place = os.fspath(place).rstrip('/')
-    lock = _open(place)
+    lock, seen = _open(place), time.monotonic()
     # The first process of a job that was started again may first wait for the lease of the one that
     # was killed.
-    longest_silence = 1.4 * lease_seconds()
-    seen = time.monotonic()
+    patience = 1.4 * lease_seconds()
     for _ in _looks(lambda: f'waiting for {place}, which the first process of the job makes'):
         # In this order: the lock is released after it is there.
         seen = max(seen, lock.last_sign_of_life())
         if is_there():
             return
-        if time.monotonic() - seen > longest_silence:
+        if time.monotonic() - seen > patience:
             raise RuntimeError(
                 f'{place}: the first process of the job, which makes it, has failed or was killed: '
-                f'it has given no sign of life for {longest_silence:.0f} s. Read its log, '
-                'repair the cause, and start the job again.'
+                f'it has given no sign of life for {patience:.0f} s. Read its log, repair the '
+                'cause, and start the job again.'
             )
 
 
@@ -260,15 +254,12 @@ def _describe_this_process() -> str:
 
 
 class _DiskLock:
-    """A locked file, which is removed in the end.
+    """A locked file, which is removed in the end."""
 
-    Attributes:
-        holder: Process that had it at the last look.
-    """
+    holder = 'another process'  # that had the lock at the last look
 
     def __init__(self, place: str):
         self._path = place + _LOCK
-        self.holder = 'another process'
 
     def acquire(self) -> bool:
         """Returns whether the lock is ours now."""
@@ -282,12 +273,9 @@ class _DiskLock:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            raise OSError(
-                error.errno,
-                'this file system has no locks (flock). Mount it with locks, or build on a local '
-                'disk and copy the result',
-                self._path,
-            ) from error
+            advice = 'Mount it with locks, or build on a local disk and copy the result'
+            what = f'this file system has no locks (flock). {advice}'
+            raise OSError(error.errno, what, self._path) from error
         with contextlib.suppress(OSError), open(self._path, 'w', encoding='utf-8') as file:
             file.write(_describe_this_process())
         return True
@@ -315,28 +303,28 @@ class _DiskLock:
 class _BucketLock:
     """An object that its holder replaces again and again; methods as those of `_DiskLock`."""
 
+    holder = 'another process'
+
     def __init__(self, place: str):
         from coyo11m_tfds.storage import gcs
 
         self._gcs, self._url = gcs, place + _LOCK
         gcs.split_url(place)
         self._seconds = lease_seconds()
-        self.holder = 'another process'
         # The second line tells two locks of one process apart.
         self._content = f'{_describe_this_process()}\n{uuid.uuid4().hex}'.encode()
-        self._seen: int | None = None  # generation at the last look, 0 for none
-        self._changed = float('-inf')  # when that was new
-        self._sign = float('-inf')
+        self._seen: int | None = None  # generation that was seen or written last, 0 for none
+        self._changed = self._sign = float('-inf')  # when it was new; when another one renewed it
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep, name=self._url, daemon=True)
 
     def acquire(self) -> bool:
-        generation = self._look()
-        if generation and time.monotonic() - self._changed < self._seconds:
+        self._look()
+        if self._seen and time.monotonic() - self._changed < self._seconds:
             return False
-        if generation:
+        if self._seen:
             logging.warning('%s: taking over from %s, which is gone', self._url, self.holder)
-        if not self._write(generation):
+        if not self._replace():
             return False
         self._thread.start()
         return True
@@ -352,14 +340,13 @@ class _BucketLock:
         self._stop.set()
         self._thread.join()
         try:
-            found = self._gcs.stat(self._url)
-            if found and self._gcs.read(self._url, found) == self._content:
+            if found := self._find_ours():
                 self._gcs.delete(self._url, found.generation)
         except OSError as error:
             logging.warning('%s: not deleted, it will expire: %s', self._url, error)
 
-    def _look(self) -> int:
-        """Returns the generation of the lock, 0 for none, and notes what is new."""
+    def _look(self) -> None:
+        """Finds the generation of the lock, and notes what is new."""
         found = self._gcs.stat(self._url)
         generation = found.generation if found else 0
         if found and generation != self._seen:
@@ -369,25 +356,26 @@ class _BucketLock:
             if self._seen is not None:
                 self._sign = self._changed
         self._seen = generation
-        return generation
 
-    def _write(self, generation: int) -> bool:
-        """Replaces this generation, 0 for none, by our lock; False if another one is there."""
+    def _find_ours(self) -> Any:
+        found = self._gcs.stat(self._url)
+        return found if found and self._gcs.read(self._url, found) == self._content else None
+
+    def _replace(self) -> bool:
+        """Replaces the generation that was seen by our lock; False if another one is there."""
         try:
-            written = self._gcs.write(self._url, self._content, generation)
+            written = self._gcs.write(self._url, self._content, self._seen)
         except self._gcs.Conflict:
-            found = self._gcs.stat(self._url)
-            if not found or self._gcs.read(self._url, found) != self._content:
-                return False
-            written = found  # the answer to an earlier attempt was lost
-        self._generation = written.generation
-        return True
+            written = self._find_ours()  # if the answer to an earlier attempt was lost
+        if written:
+            self._seen = written.generation
+        return bool(written)
 
     def _keep(self) -> None:
         """Renews the lock until it is released; run in a thread."""
         while not self._stop.wait(self._seconds / 3):
             try:
-                is_ours = self._write(self._generation)
+                is_ours = self._replace()
             except Exception as error:  # whatever it is, the next renewal may work
                 logging.warning('%s: not renewed: %s', self._url, error)
                 continue

@@ -3,15 +3,21 @@
 model_files.folder('google/gemma-3-270m', 'text encoder', ['config.json'])
 model_files.public_name('/models/gemma-3-270m')    # 'gemma-3-270m'
 model_files.revision('google/gemma-3-270m')        # the commit that was loaded
-model_files.check_weights(Path('/models/gemma'))    # there are some that are safe to read
+with model_files.loading('google/gemma-3-270m', 'text encoder', 'a tokenizer'):
+    ...                                            # transformers' from_pretrained
 """
 
+import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 # Endings of the names of weights, configuration and tokenizer in a model's folder.
 _SUFFIXES = {'.safetensors', '.json', '.txt', '.model'}
+
+_LOADING_ERRORS = OSError, ValueError, TypeError, AttributeError, ImportError, SafetensorError
 
 
 def public_name(model: str) -> str:
@@ -57,12 +63,33 @@ def folder(model: str, kind: str, files: Sequence[str]) -> Path:
         ) from error
 
 
-def check_weights(folder: Path) -> None:
+@contextlib.contextmanager
+def loading(model: str, kind: str, files: str) -> Iterator[None]:
+    """Turns errors of transformers into a ValueError that says what is expected, such as `files`.
+
+    Raises:
+        ValueError: The model is a folder that does not exist or has no safetensors, or the block
+            raised an error.
+    """
+    if found := local_folder(model, kind):
+        check_weights(found, kind)
+    try:
+        yield
+    except _LOADING_ERRORS as error:
+        raise ValueError(
+            f'cannot load the {kind} {model!r}: {error}\n'
+            f'Expected a folder with config.json, *.safetensors and {files}, or a name on the '
+            'Hugging Face hub (which needs the network unless the model is in the cache; pickled '
+            'weights and code in the repository are not accepted).'
+        ) from error
+
+
+def check_weights(folder: Path, kind: str = 'text encoder') -> None:
     """Raises a ValueError for a model's folder without safetensors."""
     if not any(folder.glob('*.safetensors')):
         found = sorted(path.name for path in folder.iterdir())
         raise ValueError(
-            f"text encoder '{folder}': expected *.safetensors in the folder, found {found}. "
+            f"{kind} '{folder}': expected *.safetensors in the folder, found {found}. "
             'Pickled weights (*.bin, *.pt) are not read, because a pickle can run code: load them '
             'where you trust them and save_pretrained() them as safetensors.'
         )

@@ -65,12 +65,12 @@ def fetch(file: SourceFile, target: str, on_bytes: Callable[[int], None] = ignor
     Raises:
         FileNotFoundError: The file is gone.
         PermissionError: Credentials are missing or refused.
-        OSError: The storage cannot be reached, the file has changed since it was described, its
-            checksum stays wrong, or the disk is full.
+        Changed: The file has changed since it was described.
+        OSError: The storage cannot be reached, the checksum stays wrong, or the disk is full.
     """
     with open(target, 'wb', buffering=0) as stream:
         part = _Part(file, stream, on_bytes)
-        retry.call(lambda: _complete(part), f'downloading {file.path}')
+        retry.call(part.complete, f'downloading {file.path}')
         os.fsync(stream.fileno())
 
 
@@ -94,15 +94,15 @@ def read_range(file: SourceFile, start: int, length: int) -> bytes:
         if len(content) != length:
             raise _changed(file, f'it ends at byte {start + len(content)}, not {file.size}')
         return content
-    return retry.call(lambda: _read_once(file, start, length), f'reading {file.path}')
 
+    def attempt() -> bytes:
+        with _get(file, start, start + length) as response:
+            content = response.read(decode_content=False)
+        if len(content) != length:
+            raise retry.Corrupted(f'received {len(content)} bytes, expected {length}')
+        return content
 
-def _read_once(file: SourceFile, start: int, length: int) -> bytes:
-    with _get(file, start, start + length) as response:
-        content = response.read(decode_content=False)
-    if len(content) != length:
-        raise retry.Corrupted(f'received {len(content)} bytes, expected {length}')
-    return content
+    return retry.call(attempt, f'reading {file.path}')
 
 
 # --- Requests ---------------------------------------------------------------------------------
@@ -139,11 +139,7 @@ def _get(file: SourceFile, start: int, stop: int) -> 'BaseHTTPResponse':
 
 
 class Refused(OSError):
-    """The answer of a server has status 4xx or 5xx.
-
-    Attributes:
-        status: HTTP status of the answer.
-    """
+    """The answer of a server has `status` 4xx or 5xx."""
 
     def __init__(self, response: 'BaseHTTPResponse'):
         self.response, self.status = response, response.status
@@ -228,71 +224,52 @@ def _connect(url: str) -> 'urllib3.PoolManager':
 # --- Whole files ------------------------------------------------------------------------------
 
 
-def _complete(part: '_Part') -> None:
-    """Downloads what is missing and checks the whole."""
-    file = part.file
-    while part.size < file.size:
-        begin = part.size
-        try:
-            retry.call(lambda: _append(part), f'downloading {file.path}')
-        except retry.GivenUp:
-            if part.size < begin + _PROGRESS:
-                raise
-    if not part.is_whole():
-        size, found = part.size, part.checksum()
-        part.restart()
-        raise retry.Corrupted(
-            f'{file.path}: the checksum of {size} bytes is {found}, '
-            f'expected {file.checksum} of {file.size} bytes'
-        )
-
-
-def _append(part: '_Part') -> None:
-    """One request for all that is missing."""
-    with _get(part.file, part.size, part.file.size) as response:
-        for block in response.stream(_BLOCK, decode_content=False):
-            part.append(block)
-
-
 class _Part:
     """The beginning of a file in a stream, and its checksum."""
 
     def __init__(self, file: SourceFile, stream: io.FileIO, on_bytes: Callable[[int], None]):
-        self.file, self._stream, self._on_bytes = file, stream, on_bytes
+        self._file, self._stream, self._on_bytes = file, stream, on_bytes
         self._begin()
 
-    def append(self, block: bytes) -> None:
-        """Writes the next block."""
-        rest = memoryview(block)
-        with naming(self._stream.name):
-            while rest:
-                rest = rest[self._stream.write(rest) :]
-        self._hash.update(block)
-        self.size += len(block)
-        self._on_bytes(len(block))
-
-    def restart(self) -> None:
-        """Drops everything."""
-        self._stream.seek(0)
-        self._stream.truncate()
-        self._on_bytes(-self.size)
-        self._begin()
-
-    def checksum(self) -> str:
-        """The checksum of what is there, written as in `SourceFile`."""
-        return f'{self._kind}:{self._hash.digest().hex()}'
-
-    def is_whole(self) -> bool:
-        """True if it has the size of the file and, if the storage knows one, the checksum."""
-        found = self.checksum()
-        return self.size == self.file.size and found == (self.file.checksum or found)
+    def complete(self) -> None:
+        """Downloads what is missing and checks the whole."""
+        file = self._file
+        while self._size < file.size:
+            begin = self._size
+            try:
+                retry.call(self._append, f'downloading {file.path}')
+            except retry.GivenUp:
+                if self._size < begin + _PROGRESS:
+                    raise
+        size, found = self._size, f'{self._kind}:{self._hash.digest().hex()}'
+        if size != file.size or found != (file.checksum or found):
+            self._stream.seek(0)
+            self._stream.truncate()
+            self._on_bytes(-size)
+            self._begin()
+            raise retry.Corrupted(
+                f'{file.path}: the checksum of {size} bytes is {found}, '
+                f'expected {file.checksum} of {file.size} bytes'
+            )
 
     def _begin(self) -> None:
-        self.size = 0
-        self._kind = (self.file.checksum or 'sha256:').partition(':')[0]
+        self._size = 0
+        self._kind = (self._file.checksum or 'sha256:').partition(':')[0]
         if self._kind == 'crc32c':
             self._hash: Any = google_crc32c.Checksum()
         else:
             self._hash = hashlib.new(self._kind.removeprefix('git-'), usedforsecurity=False)
         if self._kind == 'git-sha1':
-            self._hash.update(b'blob %d\0' % self.file.size)
+            self._hash.update(b'blob %d\0' % self._file.size)
+
+    def _append(self) -> None:
+        """One request for all that is missing."""
+        with _get(self._file, self._size, self._file.size) as response:
+            for block in response.stream(_BLOCK, decode_content=False):
+                rest = memoryview(block)
+                with naming(self._stream.name):
+                    while rest:
+                        rest = rest[self._stream.write(rest) :]
+                self._hash.update(block)
+                self._size += len(block)
+                self._on_bytes(len(block))

@@ -30,10 +30,7 @@ _DOWNLOADS_AT_ONCE = 8
 def choose_folder(program: str, data_dir: str, chosen: str = '') -> str:
     """Returns the local folder for a program's stores and downloads, which need not exist.
 
-    Args:
-        data_dir: Folder of the program's data sets; '' if unknown.
-        chosen: The user's choice; without one, `.PROGRAM` in a local `data_dir`, or the user's
-            cache.
+    It is the user's choice; without one, `.PROGRAM` in a local `data_dir`, or the user's cache.
 
     Raises:
         ValueError: `chosen` is a URL.
@@ -84,7 +81,6 @@ class Scratch:
             on_bytes: See `remote.fetch`; called from several threads.
 
         Raises:
-            PermissionError: Credentials are missing or refused.
             OSError: The download fails.
         """
         wanted = [file for file in files if file.is_remote]
@@ -94,10 +90,11 @@ class Scratch:
         os.makedirs(self._folder, exist_ok=True)
         with locks.temporary_folder(self._folder, 'held-') as room:
             # Files of different folders may have the same name, and names may be long.
-            kinds = [os.path.splitext(file.name)[1] for file in wanted]
-            names = [f'{number}{kind}' for number, kind in enumerate(kinds)]
-            paths = {f: os.path.join(room, x) for f, x in zip(wanted, names, strict=True)}
-            _complete(paths, on_bytes)
+            paths = {
+                file: os.path.join(room, f'{number}{os.path.splitext(file.name)[1]}')
+                for number, file in enumerate(wanted)
+            }
+            _fetch_all(paths, on_bytes)
             yield [paths.get(file, file.path) for file in files]
 
     @contextlib.contextmanager
@@ -112,8 +109,11 @@ class Scratch:
             yield path
 
 
-def _complete(paths: Mapping[SourceFile, str], on_bytes: Callable[[int], None]) -> None:
-    """Downloads files."""
+def _fetch_all(paths: Mapping[SourceFile, str], on_bytes: Callable[[int], None]) -> None:
+    if len(paths) == 1:  # in this thread, so that an interrupt ends it at once
+        [(file, path)] = paths.items()
+        remote.fetch(file, path, on_bytes)
+        return
     stopped = threading.Event()
 
     def tell(num_bytes: int) -> None:
@@ -121,10 +121,6 @@ def _complete(paths: Mapping[SourceFile, str], on_bytes: Callable[[int], None]) 
         if stopped.is_set():
             raise concurrent.futures.CancelledError
 
-    if len(paths) == 1:  # in this thread, so that an interrupt ends it at once
-        [(file, path)] = paths.items()
-        remote.fetch(file, path, on_bytes)
-        return
     with concurrent.futures.ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as threads:
         try:
             list(threads.map(remote.fetch, paths, paths.values(), itertools.repeat(tell)))

@@ -31,22 +31,18 @@ class SourceFile:
     """One file of a source.
 
     Attributes:
-        path: Local path, or URL on gs:// or hf://.
-        size: Size in bytes.
         version: Text that changes with the content: the checksum if the storage knows one,
             otherwise the size and the modification time.
         checksum: `crc32c:<8 hex digits>` on gs://; on the hub `sha256:<hex>` or, for small files,
             `git-sha1:<hex>`; None if the storage knows none.
-        recorded: Size and CRC-32C from the record of `mirror`; None without a record.
-        label: Path within a source, for formats that compute keys from it.
     """
 
-    path: str
-    size: int
+    path: str  # local, or URL on gs:// or hf://
+    size: int  # in bytes
     version: str
     checksum: str | None
-    recorded: FileState | None = None
-    label: str = ''
+    recorded: FileState | None = None  # of the record of `mirror`, if there is one
+    label: str = ''  # path within a source, for formats that compute keys from it
 
     @property
     def name(self) -> str:
@@ -82,8 +78,7 @@ def list_files(
         FileNotFoundError: The folder does not exist, but its bucket does.
         NotADirectoryError: The path is that of a file.
         ValueError: The path is empty or a URL of another kind, or a wanted file is a broken link.
-        PermissionError: Credentials are missing or refused.
-        OSError: The bucket does not exist, or the storage cannot be reached.
+        OSError: The bucket does not exist, the storage cannot be reached or refuses access.
     """
 
     def is_wanted(name: str) -> bool:
@@ -115,8 +110,7 @@ def describe(path: str | os.PathLike[str]) -> SourceFile:
 
     Raises:
         ValueError: The file does not exist.
-        PermissionError: Credentials are missing or refused.
-        OSError: The bucket does not exist, or the storage cannot be reached.
+        OSError: The bucket does not exist, the storage cannot be reached or refuses access.
     """
     text = os.fspath(path)
     try:

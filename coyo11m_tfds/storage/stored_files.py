@@ -29,21 +29,19 @@ def list_folder(folder: str, missing_ok: bool = False) -> dict[str, SourceFile]:
     """
     try:
         if source_files.is_remote(folder):
-            _, files = source_files.list_files(folder, '', ('',))
-        else:
-            paths = [path for path in pathlib.Path(folder).iterdir() if path.is_file()]
-            files = {path.name: source_files.describe(path) for path in paths}
+            return source_files.list_files(folder, '', ('',))[1]
+        paths = [path for path in pathlib.Path(folder).iterdir() if path.is_file()]
     except (FileNotFoundError, NotADirectoryError):
         if missing_ok:
             return {}
         raise ValueError(f'{folder}: there is no such folder.') from None
-    return {name: file for name, file in files.items() if not name.startswith('.')}
+    return {path.name: source_files.describe(path) for path in paths if path.name[0] != '.'}
 
 
 class Taker(Protocol):
-    """Protocol for the content of a file, block by block."""
+    """Protocol for the content of a file, block by block; `crc32c` is that of what was added."""
 
-    crc32c: int  # of what was added
+    crc32c: int
 
     def add(self, block: bytes) -> None:
         """Takes the next block."""
@@ -52,8 +50,7 @@ class Taker(Protocol):
 class Checksum:
     """Keeps only the checksum."""
 
-    def __init__(self):
-        self.crc32c = 0
+    crc32c = 0
 
     def add(self, block: bytes) -> None:
         self.crc32c = google_crc32c.extend(self.crc32c, block)
@@ -63,7 +60,6 @@ class Content(Checksum):
     """Keeps the content of a small file."""
 
     def __init__(self):
-        super().__init__()
         self.data = bytearray()
 
     def add(self, block: bytes) -> None:

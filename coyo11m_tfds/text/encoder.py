@@ -8,7 +8,7 @@ only numpy.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,25 +19,15 @@ OnBatch = Callable[[int, int], None]  # told of the captions and the tokens of e
 _WIDTHS_AN_OCTAVE = 16  # of batches; more of them mean less padding and more programs to compile
 _SHORTEST = 16  # no batch is narrower
 
-T = TypeVar('T')
-
 
 class Tokenizer(Protocol):
-    """Turns captions into tokens.
+    """Turns captions into tokens."""
 
-    Attributes:
-        name: Name in the metadata of a data set, without paths of this machine.
-        revision: Text that changes if a caption may get other tokens or another embedding.
-        max_tokens: Length to which captions are cut, in tokens; 0 for no limit.
-        vocabulary: All ids are below this number; 0 if tokens are not ids.
-        truncated: Number of captions cut so far.
-    """
-
-    name: str
-    revision: str
-    max_tokens: int
-    vocabulary: int
-    truncated: int
+    name: str  # in the metadata of a data set, without paths of this machine
+    revision: str  # changes if a caption may get other tokens or another embedding
+    max_tokens: int  # length to which captions are cut; 0 for no limit
+    vocabulary: int  # all ids are below this number; 0 if tokens are not ids
+    truncated: int  # number of captions cut so far
 
     def tokenize(self, captions: Sequence[str]) -> Sequence[Sequence[Any]]:
         """Returns the tokens of each caption; may run in another thread than `encode_tokens`."""
@@ -45,23 +35,16 @@ class Tokenizer(Protocol):
 
 
 class Encoder(Tokenizer, Protocol):
-    """Turns captions into embeddings. Each embedding depends only on its own caption.
+    """Turns captions into embeddings. Each embedding depends only on its own caption."""
 
-    Attributes:
-        dim: Width of an embedding.
-        dtype: Dtype of the weights and of the computation.
-        pooling: Name of the rule that turns the states of tokens into one embedding.
-    """
-
-    dim: int
-    dtype: str
-    pooling: str
+    dim: int  # width of an embedding
+    dtype: str  # of the weights and of the computation
+    pooling: str  # name of the rule that turns the states of tokens into one embedding
 
     def encode_tokens(self, tokens: Sequence[Sequence[Any]], on_batch: OnBatch = ...) -> np.ndarray:
         """Returns float32 `(len(tokens), dim)`; the batches depend only on the tokens.
 
-        Args:
-            on_batch: Called after each batch; its exceptions end the encoding.
+        `on_batch` is called after each batch; its exceptions end the encoding.
         """
         ...
 
@@ -74,28 +57,19 @@ def ignore_batch(captions: int, tokens: int) -> None:
     """Ignores a batch: the `on_batch` of a caller that shows no progress."""
 
 
-def one_behind(results: Iterator[T]) -> Iterator[T]:
-    """Yields each result after the next one has started, so that a device is never idle."""
-    waiting: list[T] = []
-    for result in results:
-        yield from waiting
-        waiting = [result]
-    yield from waiting
-
-
 def plan_batches(
     lengths: np.ndarray, batch_tokens: int, num_devices: int = 1
 ) -> Iterator[tuple[np.ndarray, tuple[int, int]]]:
     """Groups rows of similar length, longest first, so that batches have little padding.
 
     Batches have few shapes. A width is that of the longest row, rounded up to one of 16 widths an
-    octave. A height is the largest for this width; with few rows left, it is the next power of two.
+    octave. A height is the largest for this width, of multiples of `num_devices`; with few rows
+    left, it is the next power of two.
 
     Args:
         lengths: Number of tokens of each row, integers `(n,)`.
         batch_tokens: Limit for the height times the width of a batch; one row a device is always
             allowed.
-        num_devices: All heights are multiples of this number.
 
     Yields:
         `(rows, (height, width))`: the numbers of at most `height` rows, int64 `(k,)`, none longer

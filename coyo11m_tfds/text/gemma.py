@@ -28,52 +28,38 @@ Dtype = jnp.dtype | type
 class Rope:
     """Rotary positions (Su et al., "RoFormer", 2021) for one kind of layer.
 
-    Attributes:
-        base: Base of the geometric series of wavelengths (`rope_theta`, `rope_local_base_freq`).
-        factor: Divisor of positions (Chen et al., "Extending Context Window of Large Language
-            Models via Position Interpolation", 2023; `rope_scaling` of type `linear`).
+    `factor` divides positions (Chen et al., "Extending Context Window of Large Language Models via
+    Position Interpolation", 2023; `rope_scaling` of type `linear`).
     """
 
-    base: float
+    base: float  # of the geometric series of wavelengths
     factor: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Sizes of a model; in parentheses the name in transformers' config.json.
+    """Sizes of a model; `gemma_weights` lists their names in transformers' config.json.
 
     Attributes:
-        vocab_size: Number of rows of the embedding table (`vocab_size`).
-        width: Width of a hidden state (`hidden_size`).
-        mlp_width: Width of the feed-forward layers (`intermediate_size`).
-        num_heads: Number of heads of queries (`num_attention_heads`).
         num_kv_heads: Number of heads of keys and values, shared by equal groups of queries' heads
-            (Ainslie et al., "GQA", 2023; `num_key_value_heads`).
-        head_dim: Width of a head (`head_dim`).
+            (Ainslie et al., "GQA", 2023).
         is_local: For each layer, whether a token attends only to the last `window` tokens (with
-            itself), or to all tokens before it (`layer_types`).
-        window: Window of local layers, in tokens (`sliding_window`).
-        local_rope: Positions in local layers.
-        global_rope: Positions in all other layers.
-        query_scalar: Number whose square root divides attention logits (`query_pre_attn_scalar`).
-        norm_epsilon: Number added under the root in all norms (`rms_norm_eps`).
-        max_positions: Number of tokens of the longest text for the model
-            (`max_position_embeddings`).
+            itself), or to all tokens before it.
     """
 
-    vocab_size: int
-    width: int
-    mlp_width: int
-    num_heads: int
+    vocab_size: int  # rows of the embedding table
+    width: int  # of a hidden state
+    mlp_width: int  # of the feed-forward layers
+    num_heads: int  # of queries
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # width of a head
     is_local: tuple[bool, ...]
-    window: int
-    local_rope: Rope = Rope(10_000.0)
-    global_rope: Rope = Rope(1_000_000.0)
-    query_scalar: float = 256
-    norm_epsilon: float = 1e-6
-    max_positions: int = 131_072
+    window: int  # of local layers, in tokens
+    local_rope: Rope = Rope(10_000.0)  # positions in local layers
+    global_rope: Rope = Rope(1_000_000.0)  # in all other layers
+    query_scalar: float = 256  # its square root divides attention logits
+    norm_epsilon: float = 1e-6  # added under the root in all norms
+    max_positions: int = 131_072  # tokens of the longest text for the model
 
     @property
     def depth(self) -> int:
@@ -209,12 +195,9 @@ class Layer(nn.Module):
     def __call__(
         self, x: jax.Array, is_local: jax.Array, kinds: tuple[tuple[jax.typing.ArrayLike, ...], ...]
     ) -> tuple[jax.Array, None]:
-        """Applies the layer, with the signature that `nn.scan` needs.
+        """Applies the layer to hidden states `(b, T, width)`; `nn.scan` needs this signature.
 
-        Args:
-            x: Hidden states `(b, T, width)`.
-            is_local: Whether the layer is local, bool scalar.
-            kinds: `(cos, sin, mask)` for local layers, and for all others.
+        `kinds` is `(cos, sin, mask)` for local layers, and for all others.
         """
 
         def norm(name: str) -> RMSNorm:
@@ -230,25 +213,18 @@ class Layer(nn.Module):
 
 
 class Gemma(nn.Module):
-    """The text model.
-
-    Attributes:
-        dtype: Dtype of the computation and of the result; norms and softmax are always float32.
-    """
+    """The text model."""
 
     config: Config
-    dtype: Dtype = jnp.bfloat16
+    dtype: Dtype = jnp.bfloat16  # of computation and result; norms and softmax are float32
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Returns the last hidden states.
+        """Returns the last hidden states, `dtype` `(b, T, width)`.
 
         Args:
             tokens: Token ids, int32 `(b, T)`, each text at the start of its row. The ids after a
                 text are arbitrary, and so are their states.
-
-        Returns:
-            `dtype` `(b, T, width)`.
         """
         config, length = self.config, tokens.shape[1]
         shape = config.vocab_size, config.width

@@ -136,12 +136,9 @@ def _targets(params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 class Checkpoint:
-    """A folder in the form of transformers' `save_pretrained`.
+    """A folder `path` in the form of transformers' `save_pretrained`, with the sizes `config`.
 
-    Attributes:
-        path: Path of the folder.
-        config: Sizes of the model.
-        names: Names of the text model's weights, without their common prefix.
+    `names` are those of the text model's weights, without their common prefix.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -167,8 +164,7 @@ class Checkpoint:
 
     def read(self, name: str) -> np.ndarray:
         """Reads the weight with a name in `names`."""
-        name = self._prefix + name
-        return self._files[name].get_tensor(name)
+        return self._files[self._prefix + name].get_tensor(self._prefix + name)
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """Returns the tokenizer, with the tokens of transformers' `AutoTokenizer`.

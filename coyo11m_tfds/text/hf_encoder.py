@@ -10,44 +10,38 @@ absolute positions. Causal models do not attend to such padding; in other models
 mask leaves it out.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from safetensors import SafetensorError
 
 from coyo11m_tfds.process import job
 from coyo11m_tfds.storage import model_files
-from coyo11m_tfds.text.encoder import Encoder, OnBatch, ignore_batch, one_behind, plan_batches
-from coyo11m_tfds.text.model_tokenizer import ModelTokenizer
+from coyo11m_tfds.text.model_tokenizer import ModelEncoder, ModelTokenizer
 
 # Tokens in a forward pass, padding counted in: so memory stays the same however long the captions
 # are. On a CPU more of them leave its caches: Gemma-3-270M does 9.1 captions/s a core with 512 to
 # 2,048 tokens, 7.6 with 4,096 and 6.8 with 8,192. A GPU needs many to be busy (not measured).
 BATCH_TOKENS = {'cpu': 2048, 'cuda': 32768}
 
+_SAFE: dict[str, Any] = {'trust_remote_code': False}
+_loading = functools.partial(model_files.loading, kind='text encoder', files='a tokenizer')
+
 
 class HfTokenizer(ModelTokenizer):
     """The tokenizer of a transformers model; see `ModelTokenizer`."""
 
     def __init__(self, model: str, max_tokens: int, config: Any = None) -> None:
-        """Loads the tokenizer.
+        """Loads the tokenizer; raises the errors of `text_encoders.make_tokenizer`.
 
-        Args:
-            model: A folder, or a name on the hub.
-            max_tokens: Length to which captions are cut, in tokens.
-            config: Config of the model, if it has been read.
-
-        Raises:
-            ValueError: The model does not exist, its tokenizer runs in Python, or max_tokens is too
-                small.
+        `config` is that of the model, if it has been read.
         """
-        with _naming(model) as source:
-            found: Any = transformers.AutoTokenizer.from_pretrained(model, **source)
-            config = config or transformers.AutoConfig.from_pretrained(model, **source)
+        with _loading(model):
+            found: Any = transformers.AutoTokenizer.from_pretrained(model, **_SAFE)
+            config = config or transformers.AutoConfig.from_pretrained(model, **_SAFE)
         if not found.is_fast:
             raise ValueError(
                 f'text encoder {model!r}: its tokenizer, {type(found).__name__}, runs in Python; '
@@ -67,29 +61,18 @@ class HfTokenizer(ModelTokenizer):
         )
 
 
-class HfEncoder(HfTokenizer, Encoder):
+class HfEncoder(HfTokenizer, ModelEncoder):
     """An encoder or a causal language model of transformers, on a GPU if there is one.
 
-    It computes in float32 on CPUs and in bfloat16 on GPUs that support it; averages are float32.
-    The batch changes an embedding only by rounding (about 1e-6 of its length in float32), because
-    the order of sums in a matrix product depends on the product's shape.
-
-    A CPU core encodes 9 captions of 50 tokens a second with Gemma-3-270M, and 83 with MiniLM-L6.
+    It computes in float32 on CPUs and in bfloat16 on GPUs that support it; averages are float32. A
+    CPU core encodes 9 captions of 50 tokens a second with Gemma-3-270M, and 83 with MiniLM-L6.
     """
 
-    pooling = 'mean'
-
     def __init__(self, model: str, max_tokens: int, batch_tokens: int | None = None) -> None:
-        """Loads tokenizer and weights.
+        """Loads tokenizer and weights; raises the errors of `text_encoders.make_encoder`.
 
-        Args:
-            model: A folder, or a name on the hub.
-            batch_tokens: Limit of the tokens in a forward pass, with padding; None for the device's
-                default in `BATCH_TOKENS`.
-
-        Raises:
-            ValueError: The model does not exist, has no safetensors, lacks weights, or is not a
-                text model; or max_tokens is too small.
+        `batch_tokens` limits the tokens in a forward pass, with padding; None for the device's
+        default in `BATCH_TOKENS`.
         """
         self._device = torch.device('cpu')
         if num_gpus := torch.cuda.device_count():
@@ -110,18 +93,11 @@ class HfEncoder(HfTokenizer, Encoder):
                 f'alone ({error}); expected an encoder or a causal language model'
             ) from error
 
-    def encode_tokens(
-        self, tokens: Sequence[Sequence[int]], on_batch: OnBatch = ignore_batch
-    ) -> np.ndarray:
-        """Returns float32 `(len(tokens), dim)`; see `Encoder`."""
-        lengths = np.array([len(ids) for ids in tokens], np.int64)
-        embeddings = np.empty((len(tokens), self.dim), np.float32)
-        batches = plan_batches(lengths, self._batch_tokens)
-        started = ((rows, self._pool([tokens[row] for row in rows])) for rows, _ in batches)
-        for rows, means in one_behind(started):
-            embeddings[rows] = means.cpu().numpy()
-            on_batch(len(rows), int(lengths[rows].sum()))
-        return embeddings
+    def _start(
+        self, tokens: Sequence[Sequence[int]], shape: tuple[int, int]
+    ) -> Callable[[], np.ndarray]:
+        means = self._pool(tokens)
+        return lambda: means.cpu().numpy()
 
     @torch.inference_mode()
     def _pool(self, tokens: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -136,34 +112,15 @@ class HfEncoder(HfTokenizer, Encoder):
         return states.sum(dim=1) / lengths[:, None]
 
 
-@contextlib.contextmanager
-def _naming(model: str) -> Iterator[dict[str, Any]]:
-    """Gives the arguments of `from_pretrained` besides the name.
-
-    What it raises becomes a ValueError that says what is expected.
-    """
-    if folder := model_files.local_folder(model):
-        model_files.check_weights(folder)
-    try:
-        yield {'trust_remote_code': False}
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise ValueError(
-            f'cannot load the text encoder {model!r}: {error}\n'
-            'Expected a folder with config.json, *.safetensors and a tokenizer, or a name on the '
-            'Hugging Face hub (which needs the network unless the model is in the cache; pickled '
-            'weights and code in the repository are not accepted).'
-        ) from error
-
-
 def _load(model: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
     """Loads the model in evaluation mode, or raises an error that says why it cannot."""
     kind: Any = transformers.AutoModel
-    with _naming(model) as source:
-        config = transformers.AutoConfig.from_pretrained(model, **source)
+    with _loading(model):
+        config = transformers.AutoConfig.from_pretrained(model, **_SAFE)
         if config.is_encoder_decoder:  # like T5, of which only the encoder is needed
             kind = transformers.AutoModelForTextEncoding
         network, report = kind.from_pretrained(
-            model, dtype=dtype, use_safetensors=True, output_loading_info=True, **source
+            model, dtype=dtype, use_safetensors=True, output_loading_info=True, **_SAFE
         )
     # The pooling layer is not used.
     lacking = sorted(name for name in report['missing_keys'] if not name.startswith('pooler.'))

@@ -10,7 +10,7 @@ few shapes, and each shape is compiled once.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,8 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from coyo11m_tfds.text import gemma, gemma_weights
-from coyo11m_tfds.text.encoder import Encoder, OnBatch, ignore_batch, one_behind, plan_batches
-from coyo11m_tfds.text.model_tokenizer import ModelTokenizer
+from coyo11m_tfds.text.model_tokenizer import ModelEncoder, ModelTokenizer
 
 # Tokens in a forward pass of one device, padding counted in: so memory stays the same however long
 # the captions are. On a CPU more of them leave its caches: Gemma-3-270M takes 53 to 56 ms of CPU a
@@ -38,15 +37,7 @@ class JaxTokenizer(ModelTokenizer):
     """The fast tokenizer of a Gemma 3; see `ModelTokenizer`."""
 
     def __init__(self, model: str, max_tokens: int) -> None:
-        """Loads the tokenizer.
-
-        Args:
-            model: A folder, or a name on the hub.
-
-        Raises:
-            ValueError: The model does not exist, is not a Gemma 3, or has unusable files; or
-                max_tokens is too small.
-        """
+        """Loads the tokenizer; raises the errors of `text_encoders.make_tokenizer`."""
         self.checkpoint = gemma_weights.open_checkpoint(model)
         backend = self.checkpoint.tokenizer()
         super().__init__(
@@ -60,15 +51,12 @@ class JaxTokenizer(ModelTokenizer):
         )
 
 
-class JaxEncoder(JaxTokenizer, Encoder):
+class JaxEncoder(JaxTokenizer, ModelEncoder):
     """A Gemma 3 text model on the local devices.
 
     It computes in float32 on CPUs and in bfloat16 elsewhere; norms, softmax and averages are always
-    float32. The batch changes an embedding only by rounding, because the order of sums in a matrix
-    product depends on the product's shape.
+    float32.
     """
-
-    pooling = 'mean'
 
     def __init__(
         self,
@@ -77,18 +65,11 @@ class JaxEncoder(JaxTokenizer, Encoder):
         batch_tokens: int | None = None,
         dtype: jnp.dtype | type | None = None,
     ) -> None:
-        """Loads tokenizer and weights.
+        """Loads tokenizer and weights; raises the errors of `text_encoders.make_encoder`.
 
         Args:
-            model: A folder, or a name on the hub.
-            batch_tokens: Limit of the tokens in a device's forward pass, with padding; None for
-                `CPU_BATCH_TOKENS` or `BATCH_TOKENS`.
-            dtype: Dtype of weights and computation; None for float32 on CPUs and bfloat16
-                elsewhere.
-
-        Raises:
-            ValueError: The model does not exist, is not a Gemma 3, or has unusable files; or
-                max_tokens is too small.
+            batch_tokens: See `make_encoder`; None for `CPU_BATCH_TOKENS` or `BATCH_TOKENS`.
+            dtype: Dtype of weights and computation; None for that of this class.
         """
         devices = jax.local_devices()
         on_cpu = devices[0].platform == 'cpu'
@@ -108,29 +89,14 @@ class JaxEncoder(JaxTokenizer, Encoder):
         network = gemma.Gemma(config, dtype)
         self._pool = jax.jit(functools.partial(_pool, network), out_shardings=self._rows)
 
-    def encode_tokens(
-        self, tokens: Sequence[Sequence[int]], on_batch: OnBatch = ignore_batch
-    ) -> np.ndarray:
-        """Returns the means of the hidden states of each row of tokens, float32 `(n, dim)`."""
-        lengths = np.array([len(ids) for ids in tokens], np.int32)
-        embeddings = np.empty((len(lengths), self.dim), np.float32)
-        for rows, means in one_behind(self._results(tokens, lengths)):
-            embeddings[rows] = np.asarray(means)[: len(rows)]
-            on_batch(len(rows), int(lengths[rows].sum()))
-        return embeddings
-
-    def _results(
-        self, tokens: Sequence[Sequence[int]], lengths: np.ndarray
-    ) -> Iterator[tuple[np.ndarray, jax.Array]]:
-        """Starts batch after batch; yields the rows and what will be their means."""
-        for rows, shape in plan_batches(lengths, self._batch_tokens, self._num_devices):
-            padded = np.full(shape, _PADDING, np.int32)
-            for i, row in enumerate(rows):
-                padded[i, : lengths[row]] = tokens[row]
-            padded_lengths = np.zeros(shape[0], np.int32)
-            padded_lengths[: len(rows)] = lengths[rows]
-            batch = jax.device_put((padded, padded_lengths), self._rows)
-            yield rows, self._pool(self._params, *batch)
+    def _start(
+        self, tokens: Sequence[Sequence[int]], shape: tuple[int, int]
+    ) -> Callable[[], np.ndarray]:
+        padded, lengths = np.full(shape, _PADDING, np.int32), np.zeros(shape[0], np.int32)
+        for i, ids in enumerate(tokens):
+            padded[i, : len(ids)], lengths[i] = ids, len(ids)
+        means = self._pool(self._params, *jax.device_put((padded, lengths), self._rows))
+        return lambda: np.asarray(means)
 
 
 def _pool(network: gemma.Gemma, params, tokens: jax.Array, lengths: jax.Array) -> jax.Array:

@@ -1,17 +1,18 @@
-"""Token ids from a model's tokenizer in the package `tokenizers`, which is written in Rust.
+"""What encoders with a model share: tokens, batches, and means in the order of the captions.
 
-The tokenizer runs on all cores and without the interpreter's lock, so another thread can run a
-model. Through transformers, which adds masks, types and offsets of tokens, it takes 1.5 times as
-long.
+The tokenizer is that of the package `tokenizers`, which is written in Rust. It runs on all cores
+and without the interpreter's lock, so another thread can run a model. Through transformers, which
+adds masks, types and offsets of tokens, it takes 1.5 times as long.
 """
 
 import concurrent.futures
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import tokenizers
 
 from coyo11m_tfds.storage import model_files
-from coyo11m_tfds.text.encoder import Tokenizer
+from coyo11m_tfds.text.encoder import Encoder, OnBatch, Tokenizer, ignore_batch, plan_batches
 
 # What the package returns of a caption of 137 tokens takes 12 KB. MiniLM's tokenizer takes 170 us
 # of CPU for one with 128 to 1,024 captions at a time, and 210 us with 30,000, whose memory is new
@@ -20,15 +21,7 @@ _CAPTIONS_AT_ONCE = 1024
 
 
 class ModelTokenizer(Tokenizer):
-    """The tokenizer of a model; a cut caption keeps its special tokens.
-
-    Attributes:
-        name: `hf:` or `jax:`, followed by the name on the hub or the last part of the folder's
-            path.
-        revision: Commit of a model on the hub, or digest of the files in a folder.
-        max_tokens: Length to which captions are cut, at most the model's own limit.
-        vocabulary, truncated: See `Tokenizer`.
-    """
+    """The tokenizer of a model; a cut caption keeps its special tokens."""
 
     def __init__(
         self,
@@ -46,7 +39,7 @@ class ModelTokenizer(Tokenizer):
         Args:
             runner: `hf` or `jax`.
             model: A folder, or a name on the hub.
-            max_tokens: Length to which captions are cut, in tokens, special tokens included.
+            max_tokens: Length to which captions are cut, special tokens included.
             vocabulary: Number of ids.
             special: Number of special tokens in every caption.
             filler: Token for empty captions, and for padding, which is masked.
@@ -56,8 +49,8 @@ class ModelTokenizer(Tokenizer):
         """
         if max_tokens <= special:
             raise ValueError(
-                f'max_tokens is {max_tokens}, expected more than the {special} special tokens that '
-                'every caption gets'
+                f'max_tokens is {max_tokens}, expected more than the {special} special tokens of '
+                'each caption'
             )
         self.name = f'{runner}:{model_files.public_name(model)}'
         self.revision = model_files.revision(model)
@@ -83,3 +76,45 @@ class ModelTokenizer(Tokenizer):
         encodings = self._backend.encode_batch_fast(captions)
         num_truncated = sum(bool(encoding.overflowing) for encoding in encodings)
         return [encoding.ids for encoding in encodings], num_truncated
+
+
+class ModelEncoder(Encoder):
+    """Embeds captions with a model: the last hidden states, averaged over the tokens.
+
+    The batch changes an embedding only by rounding (about 1e-6 of its length in float32), because
+    the order of sums in a matrix product depends on the product's shape.
+    """
+
+    pooling = 'mean'
+    _batch_tokens: int  # limit of a batch over all devices, with padding
+    _num_devices = 1
+
+    def _start(
+        self, tokens: Sequence[Sequence[int]], shape: tuple[int, int]
+    ) -> Callable[[], np.ndarray]:
+        """Starts a batch of this padded shape; the result waits for its means, float32 `(n, dim)`.
+
+        `n` may be larger than the number of rows.
+        """
+        raise NotImplementedError
+
+    def encode_tokens(
+        self, tokens: Sequence[Sequence[int]], on_batch: OnBatch = ignore_batch
+    ) -> np.ndarray:
+        """Returns float32 `(len(tokens), dim)`; see `Encoder`."""
+        lengths = np.array([len(ids) for ids in tokens], np.int64)
+        embeddings = np.empty((len(tokens), self.dim), np.float32)
+
+        def finish(rows: np.ndarray, means: Callable[[], np.ndarray]) -> None:
+            embeddings[rows] = means()[: len(rows)]
+            on_batch(len(rows), int(lengths[rows].sum()))
+
+        waiting = None
+        for rows, shape in plan_batches(lengths, self._batch_tokens, self._num_devices):
+            started = rows, self._start([tokens[row] for row in rows], shape)
+            if waiting:  # one behind, so that a device is never idle
+                finish(*waiting)
+            waiting = started
+        if waiting:
+            finish(*waiting)
+        return embeddings

@@ -33,12 +33,13 @@ def make_encoder(
     Args:
         spec: `hash`, `hf:HUB_NAME`, `hf:FOLDER`, `jax:HUB_NAME` or `jax:FOLDER`.
         max_tokens: Length to which captions are cut, in tokens; not for `hash`.
-        batch_tokens: Limit of the tokens in a device's forward pass, or None for the device's
-            default; not for `hash`.
+        batch_tokens: Limit of the tokens in a device's forward pass, with padding; None for the
+            device's default. Not for `hash`.
 
     Raises:
-        ValueError: The specification is unknown, the model is missing or unusable, or a package
-            that runs it is not installed.
+        ValueError: The specification is unknown, `max_tokens` is too small, the model is missing
+            or unusable (it has no safetensors, lacks weights, is no Gemma 3 for `jax:`, or its
+            tokenizer runs in Python), or a package that runs it is not installed.
     """
     if spec == words.HashEncoder.name:
         return words.HashEncoder()

@@ -16,6 +16,7 @@ from configs import default
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from tests.checkout import CHECKOUT
 from train_lib import flow, models, sharding
+from train_lib.export import flatten
 from train_lib.step import make_program
 
 _FIELDS = {'width': 32, 'depth': 2, 'num_heads': 4, 'patch_size': 2}
@@ -59,18 +60,6 @@ def _noise_and_times(number):
     return [torch.from_numpy(np.array(array)) for array in arrays]
 
 
-def _as_torch_has_it(name, params):
-    """Of NumPy arrays, as the model in JAX has them, those that torch calls `name`."""
-    path = name.split('.')
-    layer = int(path.pop(1)) if path[0] == 'blocks' else slice(None)
-    *modules, leaf = path
-    for module in modules:
-        params = params[module]
-    if leaf == 'weight':
-        leaf = 'kernel' if 'kernel' in params else 'scale'
-    return params[leaf][layer].T
-
-
 @pytest.fixture(scope='module')
 def ours():
     """The program in JAX, and a state as NumPy arrays whose weights have no zeros."""
@@ -93,9 +82,11 @@ def theirs(ours):
     """The model in torch with the weights of that state."""
     *_, state = ours
     model = torch_dit.DiT(**_FIELDS, dtype=torch.float32, side=8, text_dim=_TEXT_DIM)
+    given = flatten(state.params)
+    assert given.keys() == model.weights.keys()
     with torch.no_grad():
-        for name, weights in model.named_parameters():
-            weights.copy_(torch.from_numpy(_as_torch_has_it(name, state.params)))
+        for name, weights in model.weights.items():
+            weights.copy_(torch.from_numpy(given[name]))
     return model
 
 
@@ -131,20 +122,14 @@ def test_same_weights_give_the_same_outputs_and_gradients(ours, theirs):
     in_torch = torch_dit.flow_loss(theirs, _in_torch(_stats()), _in_torch(batch), noise, t)
     in_torch.backward()
     assert in_torch.item() == pytest.approx(float(loss), rel=1e-6)
-    for name, weights in theirs.named_parameters():
-        expected = _as_torch_has_it(name, gradients)
-        assert _difference(expected, weights.grad.numpy()) < 1e-5, name
-    count = sum(weights.numel() for weights in theirs.parameters())
-    assert count == sum(leaf.size for leaf in jax.tree.leaves(gradients))
+    for name, expected in flatten(gradients).items():
+        assert _difference(expected, theirs.weights[name].grad.numpy()) < 1e-5, name
 
 
 def _weights_after(trainer, model):
     """New weights and their average by name."""
-    names = (name for name, _ in model.named_parameters())
-    pairs = zip(model.parameters(), trainer.average, strict=True)
-    return {
-        name: [x.detach().numpy() for x in pair] for name, pair in zip(names, pairs, strict=True)
-    }
+    pairs = zip(model.weights.items(), trainer.average, strict=True)
+    return {name: [x.detach().numpy() for x in (new, mean)] for (name, new), mean in pairs}
 
 
 @pytest.mark.slow
@@ -156,7 +141,7 @@ def test_three_steps_lead_to_the_same_weights_and_average(ours, theirs):
     for name in ('learning_rate', 'weight_decay', 'b1', 'b2', 'clip_norm'):
         settings[name] = config.optimizer[name]
     trainers = [torch_dit.Trainer(m, _in_torch(_stats()), **settings) for m in (theirs, remat)]
-    before = state.params
+    before = flatten(state.params)
     # Placed as the step wants it: otherwise it would be compiled twice.
     state = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), state, compiled.abstract_state)
     for number in range(3):
@@ -166,11 +151,12 @@ def test_three_steps_lead_to_the_same_weights_and_average(ours, theirs):
     assert metrics.compute()['grad_norm'] > config.optimizer.clip_norm
     state = jax.tree.map(np.array, state)
     after, remat_after = map(_weights_after, trainers, (theirs, remat))
+    wanted = flatten(state.params), flatten(state.ema_params)
     for name, pair in after.items():
-        start = _as_torch_has_it(name, before)
-        for expected, new in zip((state.params, state.ema_params), pair, strict=True):
+        for expected, new in zip(wanted, pair, strict=True):
             # Adam makes steps of full length of gradients that are no more than rounding errors.
-            assert _difference(_as_torch_has_it(name, expected) - start, new - start) < 1e-3, name
+            moved = expected[name] - before[name]
+            assert _difference(moved, new - before[name]) < 1e-3, name
         np.testing.assert_allclose(remat_after[name], pair, atol=1e-6)
 
 
