@@ -20,7 +20,6 @@ import concurrent.futures
 import dataclasses
 import multiprocessing.pool
 import os
-import shutil
 import threading
 from collections.abc import Mapping
 
@@ -84,7 +83,7 @@ def mirror(
         copied = CopiedFiles(target)
         missing = copied.missing(files)
         left = sum(file.size for file in missing.values())
-        _check_space(target, left)
+        target.check_space(left)
         goals = {'files': len(files)}
         with Progress(f'Copying to {target.folder}', num_bytes, 'B', goals) as progress:
             progress.skip(num_bytes - left, files=len(files) - len(missing))
@@ -124,17 +123,6 @@ def _copy_all(
                 pass
     finally:
         stopped.set()
-
-
-def _check_space(target: Destination, needed: int) -> None:
-    if target.is_remote or not needed:
-        return
-    free = shutil.disk_usage(target.staging('')).free
-    if free < needed:
-        raise OSError(
-            f'{target.folder} has {readable(free)} free, but needs {readable(needed)} more. '
-            'Free some space or choose another destination.'
-        )
 
 
 def main() -> None:

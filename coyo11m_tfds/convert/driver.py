@@ -18,7 +18,6 @@ import copy
 import dataclasses
 import os
 import pathlib
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,13 +33,11 @@ from coyo11m_tfds.convert.tasks import ShardResult, ShardTask
 from coyo11m_tfds.dataset import chunk_index, manifest
 from coyo11m_tfds.process import job
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.process.sizes import readable
 from coyo11m_tfds.report import statistics
 from coyo11m_tfds.report.page import Report
 from coyo11m_tfds.report.statistics import Dropped, ShardStatistics
 from coyo11m_tfds.source import location
 from coyo11m_tfds.storage import file_state, locks, scratch, source_files
-from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.scratch import Scratch
 
@@ -190,7 +187,7 @@ def write_shards(plan: Plan, finished: FinishedShards, engine: Engine) -> list[S
     results = finished.load(plan.tasks)
     found = {(result.split, result.index) for result in results}
     missing = [task for task in plan.tasks if (task.split, task.index) not in found]
-    _check_space(finished.folder, sum(task.num_bytes for task in missing))
+    finished.folder.check_space(sum(task.num_bytes for task in missing))
     dropped = _count_dropped(plan, results)
     with Progress('Writing shards', plan.num_bytes, 'B', {'shards': len(plan.tasks)}) as progress:
         progress.skip(
@@ -215,19 +212,6 @@ def write_shards(plan: Plan, finished: FinishedShards, engine: Engine) -> list[S
             'the source is finite.'
         )
     return sorted(results, key=lambda result: (result.split, result.index))
-
-
-def _check_space(destination: Destination, num_bytes: int) -> None:
-    if destination.is_remote:  # a bucket has no size limit
-        return
-    folder = pathlib.Path(destination.folder).absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
-    free = shutil.disk_usage(existing).free
-    if free < num_bytes:
-        raise OSError(
-            f'{existing}: has {readable(free)} free, but the data set takes another '
-            f'{readable(num_bytes)}. Free some space or choose another --data_dir.'
-        )
 
 
 def _count_dropped(plan: Plan, results: Sequence[ShardResult]) -> Dropped:

@@ -16,10 +16,13 @@ own record, never from a cache.
 import contextlib
 import errno
 import os
+import pathlib
+import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self, TypeVar
 
+from coyo11m_tfds.process.sizes import readable
 from coyo11m_tfds.storage import file_state, locks, remote, source_files
 from coyo11m_tfds.storage.file_state import FileState, ignore_bytes, naming, sync
 from coyo11m_tfds.storage.scratch import Scratch
@@ -114,6 +117,16 @@ class Destination:
             with naming(path), open(path, 'wb') as file:
                 file.write(data)
             _move(path, target)
+
+    def check_space(self, needed: int) -> None:
+        """Raises an OSError if so many bytes have no room; a bucket has no limit."""
+        folder = pathlib.Path(self.folder).absolute()
+        existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+        if (free := shutil.disk_usage(existing).free) < needed:
+            raise OSError(
+                f'{self.folder} has {readable(free)} free, but needs {readable(needed)} more. '
+                'Free some space or choose another folder.'
+            )
 
     def copy(
         self,
@@ -326,6 +339,9 @@ class _Bucket(Destination):
     def put_bytes(self, name: str, data: bytes) -> None:
         self._gcs.write(self._url(name), data)
 
+    def check_space(self, needed: int) -> None:
+        pass
+
     def copy(
         self,
         file: SourceFile,
@@ -350,7 +366,7 @@ class _Bucket(Destination):
         return state
 
     def _read(self, name: str, found: Any) -> bytes | None:
-        return self._gcs.read(self._url(name), found)
+        return self._gcs.read(self._url(name))
 
     def _state(self, found: Any, on_bytes: Callable[[int], None]) -> FileState:
         return found.state

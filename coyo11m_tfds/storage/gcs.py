@@ -27,6 +27,7 @@ import google.auth.transport.requests
 import google_crc32c
 from google.api_core import exceptions
 from google.cloud import storage
+from google.cloud.storage.exceptions import DataCorruption
 
 from coyo11m_tfds.storage import retry
 from coyo11m_tfds.storage.file_state import FileState
@@ -110,24 +111,21 @@ def stat(url: str) -> Stat | None:
         return _stat(blob)
 
 
-def read(url: str, found: Stat | None = None) -> bytes | None:
-    """Reads a small object; None if it does not exist. `found` in a listing saves a request."""
+def read(url: str) -> bytes | None:
+    """Reads a small object; None if it does not exist."""
 
-    def attempt(generation: int, state: FileState) -> bytes:
-        blob = _blob(url, generation)
-        data = blob.download_as_bytes(checksum=None, **_patience(f'reading {url}'))
-        if FileState(len(data), google_crc32c.value(data)) != state:
-            raise retry.Corrupted(f'{url}: the checksum of the bytes read is wrong.')
-        return data
+    def attempt() -> bytes | None:
+        try:
+            return _blob(url).download_as_bytes(checksum='crc32c', **_patience(f'reading {url}'))
+        except exceptions.NotFound:
+            if stat(url):
+                raise retry.Corrupted(f'{url}: was replaced just now.') from None
+            return None
+        except DataCorruption as error:
+            raise retry.Corrupted(f'{url}: {error}') from error
 
     with _plain_errors(url):
-        found = found or stat(url)
-        while found:
-            with contextlib.suppress(exceptions.NotFound):
-                ask = functools.partial(attempt, found.generation, found.state)
-                return retry.call(ask, f'reading {url}')
-            found = stat(url)  # it was replaced or deleted
-        return None
+        return retry.call(attempt, f'reading {url}')
 
 
 def write(url: str, data: bytes, generation: int | None = None) -> Stat:
@@ -239,9 +237,9 @@ def _make_client(process: int, *environment: str | None) -> storage.Client:
     return retry.call(lambda: storage.Client(project=None), 'the client of gs://')
 
 
-def _blob(url: str, generation: int | None = None) -> storage.Blob:
+def _blob(url: str) -> storage.Blob:
     bucket, name = split_url(url)
-    return _client().bucket(bucket).blob(name, generation=generation)
+    return _client().bucket(bucket).blob(name)
 
 
 def _stat(blob: storage.Blob) -> Stat:

@@ -350,7 +350,7 @@ class _BucketLock:
         found = self._gcs.stat(self._url)
         generation = found.generation if found else 0
         if found and generation != self._seen:
-            data = self._gcs.read(self._url, found) or b''
+            data = self._gcs.read(self._url) or b''
             self.holder = data.decode(errors='replace').partition('\n')[0][:200] or self.holder
             self._changed = time.monotonic()
             if self._seen is not None:
@@ -359,7 +359,7 @@ class _BucketLock:
 
     def _find_ours(self) -> Any:
         found = self._gcs.stat(self._url)
-        return found if found and self._gcs.read(self._url, found) == self._content else None
+        return found if found and self.is_ours() else None
 
     def _replace(self) -> bool:
         """Replaces the generation that was seen by our lock; False if another one is there."""

@@ -48,17 +48,11 @@ class HfTokenizer(ModelTokenizer):
                 'expected one with a tokenizer.json, which runs many times faster.'
             )
         positions = getattr(config, 'max_position_embeddings', None) or max_tokens
+        length = min(max_tokens, found.model_max_length, positions)
         # Many causal models have no token for padding.
         fillers = (found.pad_token_id, found.eos_token_id, 0)
-        super().__init__(
-            'hf',
-            model,
-            min(max_tokens, found.model_max_length, positions),
-            backend=found.backend_tokenizer,
-            vocabulary=len(found),
-            special=found.num_special_tokens_to_add(),
-            filler=next(token for token in fillers if token is not None),
-        )
+        filler = next(token for token in fillers if token is not None)
+        super().__init__(f'hf:{model}', length, found.backend_tokenizer, filler)
 
 
 class HfEncoder(HfTokenizer, ModelEncoder):

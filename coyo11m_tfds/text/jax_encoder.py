@@ -39,16 +39,8 @@ class JaxTokenizer(ModelTokenizer):
     def __init__(self, model: str, max_tokens: int) -> None:
         """Loads the tokenizer; raises the errors of `text_encoders.make_tokenizer`."""
         self.checkpoint = gemma_weights.open_checkpoint(model)
-        backend = self.checkpoint.tokenizer()
-        super().__init__(
-            'jax',
-            model,
-            min(max_tokens, self.checkpoint.config.max_positions),
-            backend=backend,
-            vocabulary=backend.get_vocab_size(with_added_tokens=True),
-            special=backend.num_special_tokens_to_add(is_pair=False),
-            filler=_PADDING,
-        )
+        length = min(max_tokens, self.checkpoint.config.max_positions)
+        super().__init__(f'jax:{model}', length, self.checkpoint.tokenizer(), _PADDING)
 
 
 class JaxEncoder(JaxTokenizer, ModelEncoder):

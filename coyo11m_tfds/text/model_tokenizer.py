@@ -24,38 +24,29 @@ class ModelTokenizer(Tokenizer):
     """The tokenizer of a model; a cut caption keeps its special tokens."""
 
     def __init__(
-        self,
-        runner: str,
-        model: str,
-        max_tokens: int,
-        *,
-        backend: tokenizers.Tokenizer,
-        vocabulary: int,
-        special: int,
-        filler: int,
+        self, spec: str, max_tokens: int, backend: tokenizers.Tokenizer, filler: int
     ) -> None:
         """Takes a tokenizer.
 
         Args:
-            runner: `hf` or `jax`.
-            model: A folder, or a name on the hub.
+            spec: `hf:` or `jax:`, and a folder or a name on the hub.
             max_tokens: Length to which captions are cut, special tokens included.
-            vocabulary: Number of ids.
-            special: Number of special tokens in every caption.
             filler: Token for empty captions, and for padding, which is masked.
 
         Raises:
             ValueError: `max_tokens` leaves no room beside the special tokens.
         """
+        special = backend.num_special_tokens_to_add(is_pair=False)
         if max_tokens <= special:
             raise ValueError(
                 f'max_tokens is {max_tokens}, expected more than the {special} special tokens of '
                 'each caption'
             )
+        runner, _, model = spec.partition(':')
         self.name = f'{runner}:{model_files.public_name(model)}'
         self.revision = model_files.revision(model)
-        self.max_tokens, self.vocabulary = max_tokens, vocabulary
-        self.truncated = 0
+        self.vocabulary = backend.get_vocab_size(with_added_tokens=True)
+        self.max_tokens, self.truncated = max_tokens, 0
         self._backend, self._filler = backend, filler
 
     def tokenize(self, captions: Sequence[str]) -> list[list[int]]:
