@@ -19,7 +19,7 @@ import re
 import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import google_crc32c
@@ -108,34 +108,26 @@ def read_range(file: SourceFile, start: int, length: int) -> bytes:
 # --- Requests ---------------------------------------------------------------------------------
 
 
-def _get(file: SourceFile, start: int, stop: int) -> 'BaseHTTPResponse':
+@contextlib.contextmanager
+def _get(file: SourceFile, start: int, stop: int) -> Iterator['BaseHTTPResponse']:
     """Requests bytes `start` to `stop`; the answer's body is just these."""
     import urllib3
 
-    url, authorize = _gcs_address(file) if file.path.startswith('gs://') else _hub_address(file)
-    headers = {'Accept-Encoding': 'identity', 'Range': f'bytes={start}-{stop - 1}'}
-    authorize(headers)
-    response = _connections(url).request(
-        'GET',
-        url,
-        headers=headers,
-        preload_content=False,
-        timeout=retry.stall_seconds(),  # to connect, and between two pieces of the body
-        # Redirections, of the hub, are followed, without the credentials to another host.
-        retries=urllib3.Retry(None, connect=0, read=0, status=0, other=0, redirect=5),
-    )
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(response)
+    url, headers = _address(file.path)
+    headers |= {'Accept-Encoding': 'identity', 'Range': f'bytes={start}-{stop - 1}'}
+    # Redirections, of the hub, are followed, without the credentials to another host.
+    redirect = urllib3.Retry(None, connect=0, read=0, status=0, other=0, redirect=5)
+    stall = retry.stall_seconds()  # to connect, and between two pieces of the body
+    options = {'preload_content': False, 'timeout': stall, 'retries': redirect}
+    with _connections(url).request('GET', url, headers=headers, **options) as response:
         if response.status in (404, 410):
             raise FileNotFoundError(f'{file.path} is gone; it was there when it was listed.')
         if response.status == 416:
             raise _changed(file, response.headers.get('Content-Range', 'it is shorter'))
         if response.status >= 400:
             raise Refused(response)
-        _check_range(file, start, stop, response)
-        _check_version(file, response)
-        stack.pop_all()
-    return response
+        _check_answer(file, start, stop, response)
+        yield response
 
 
 class Refused(OSError):
@@ -150,7 +142,8 @@ class Refused(OSError):
         super().__init__(f'{response.status} {response.reason}: {" ".join(said.split())}')
 
 
-def _check_range(file: SourceFile, start: int, stop: int, response: 'BaseHTTPResponse') -> None:
+def _check_answer(file: SourceFile, start: int, stop: int, response: 'BaseHTTPResponse') -> None:
+    """Compares the range, the size and the checksum of the whole file with what is expected."""
     answered = response.headers.get('Content-Range', '')
     total = re.fullmatch(r'bytes \d+-\d+/(\d+)', answered)
     if total and int(total[1]) != file.size:
@@ -160,9 +153,6 @@ def _check_range(file: SourceFile, start: int, stop: int, response: 'BaseHTTPRes
             f'{file.path}: asked for bytes {start} to {stop - 1}, the answer is '
             f'{response.status} {answered!r}'
         )
-
-
-def _check_version(file: SourceFile, response: 'BaseHTTPResponse') -> None:
     # gs:// sends the checksum of the whole object with every range.
     stored = re.search(r'crc32c=([\w+/]+=*)', response.headers.get('X-Goog-Hash', ''))
     found = f'crc32c:{base64.b64decode(stored[1]).hex()}' if stored else file.checksum
@@ -177,25 +167,19 @@ def _changed(file: SourceFile, how: str) -> Changed:
     )
 
 
-def _gcs_address(file: SourceFile) -> tuple[str, Callable[[Any], None]]:
-    from coyo11m_tfds.storage import gcs
+def _address(path: str) -> tuple[str, dict[str, str]]:
+    """The address of a file, and headers with the credentials of this machine."""
+    if path.startswith('gs://'):
+        from coyo11m_tfds.storage import gcs
 
-    return gcs.download_address(file.path), gcs.authorize
-
-
-def _hub_address(file: SourceFile) -> tuple[str, Callable[[Any], None]]:
+        return gcs.download_address(path), gcs.credentials()
     import huggingface_hub
     from huggingface_hub import utils
 
-    uri = source_files.hub_uri(file.path)
-    url = huggingface_hub.hf_hub_url(
-        uri.id,
-        uri.path_in_repo,
-        repo_type='dataset',
-        revision=uri.revision,
-        endpoint=source_files.hub_endpoint(),
-    )
-    return url, lambda headers: headers.update(utils.build_hf_headers(library_name='coyo11m_tfds'))
+    uri, hub = source_files.hub_uri(path), source_files.hub_endpoint()
+    kind = {'repo_type': 'dataset', 'revision': uri.revision, 'endpoint': hub}
+    url = huggingface_hub.hf_hub_url(uri.id, uri.path_in_repo, **kind)
+    return url, utils.build_hf_headers(library_name='coyo11m_tfds')
 
 
 def _connections(url: str) -> 'urllib3.PoolManager':

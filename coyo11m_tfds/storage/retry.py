@@ -100,14 +100,9 @@ def call(operation: Callable[[], T], what: str, *, attempts: int = 8) -> T:
                     f'{_text(error)}. Run the same command again later, it resumes from here.'
                 ) from error
             delay = _delay(attempt, error)
-            logging.warning(
-                '%s: %s; trying again in %.1f s (attempt %d of %d failed).',
-                what,
-                _text(error),
-                delay,
-                attempt,
-                attempts,
-            )
+            failed = f'attempt {attempt} of {attempts} failed'
+            soon = f'trying again in {delay:.1f} s ({failed}).'
+            logging.warning('%s: %s; %s', what, _text(error), soon)
         time.sleep(delay)
     raise ValueError(f'attempts is {attempts}, expected at least 1.')
 
