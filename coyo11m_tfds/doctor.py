@@ -78,9 +78,7 @@ class Finding:
     name: str
     status: str  # PASS, WARN or FAIL
     text: str
-    mend: str = (
-        ''  # command or change that repairs the fault; '' if there is none or `text` says it
-    )
+    mend: str = ''  # command or change that repairs the fault, if `text` does not say it
 
     def __str__(self) -> str:
         mend = f' -> {self.mend}' if self.mend else ''
@@ -342,10 +340,10 @@ def ask(program: str, seconds: float = _TIMEOUT) -> Any:
             JSON.
         TimeoutError: The process was killed after `seconds`.
     """
-    command, environment = [sys.executable, '-c', program], os.environ | _QUIETLY
-    pipes = {'stdin': subprocess.DEVNULL, 'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE}
+    command, quietly = [sys.executable, '-c', program], os.environ | _QUIETLY
+    pipes: dict[str, Any] = {'stdin': subprocess.DEVNULL, 'capture_output': True, 'text': True}
     try:
-        ended = subprocess.run(command, env=environment, timeout=seconds, text=True, **pipes)
+        ended = subprocess.run(command, env=quietly, timeout=seconds, check=False, **pipes)
     except subprocess.TimeoutExpired:
         raise TimeoutError(f'no answer within {seconds:g} s') from None
     if ended.returncode == -9:

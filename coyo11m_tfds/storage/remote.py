@@ -118,7 +118,7 @@ def _get(file: SourceFile, start: int, stop: int) -> Iterator['BaseHTTPResponse'
     # Redirections, of the hub, are followed, without the credentials to another host.
     redirect = urllib3.Retry(None, connect=0, read=0, status=0, other=0, redirect=5)
     stall = retry.stall_seconds()  # to connect, and between two pieces of the body
-    options = {'preload_content': False, 'timeout': stall, 'retries': redirect}
+    options: dict[str, Any] = {'preload_content': False, 'timeout': stall, 'retries': redirect}
     with _connections(url).request('GET', url, headers=headers, **options) as response:
         if response.status in (404, 410):
             raise FileNotFoundError(f'{file.path} is gone; it was there when it was listed.')
@@ -177,7 +177,7 @@ def _address(path: str) -> tuple[str, dict[str, str]]:
     from huggingface_hub import utils
 
     uri, hub = source_files.hub_uri(path), source_files.hub_endpoint()
-    kind = {'repo_type': 'dataset', 'revision': uri.revision, 'endpoint': hub}
+    kind: dict[str, Any] = {'repo_type': 'dataset', 'revision': uri.revision, 'endpoint': hub}
     url = huggingface_hub.hf_hub_url(uri.id, uri.path_in_repo, **kind)
     return url, utils.build_hf_headers(library_name='coyo11m_tfds')
 
