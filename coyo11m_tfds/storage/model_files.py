@@ -89,9 +89,9 @@ def check_weights(folder: Path, kind: str = 'text encoder') -> None:
     if not any(folder.glob('*.safetensors')):
         found = sorted(path.name for path in folder.iterdir())
         raise ValueError(
-            f"{kind} '{folder}': expected *.safetensors in the folder, found {found}. "
-            'Pickled weights (*.bin, *.pt) are not read, because a pickle can run code: load them '
-            'where you trust them and save_pretrained() them as safetensors.'
+            f"cannot load the {kind} '{folder}': expected *.safetensors in the folder, found "
+            f'{found}. Pickled weights (*.bin, *.pt) are not read, because a pickle can run code: '
+            'load them where you trust them and save_pretrained() them as safetensors.'
         )
 
 
