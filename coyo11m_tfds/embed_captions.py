@@ -5,9 +5,6 @@
     tfds build coyo11m_tfds --manual_dir=SOURCE --data_dir=OUT \\
         --config='{"name": "gemma", "text_embeddings": "gs://BUCKET/gemma"}'
 
-    from coyo11m_tfds import embed_captions
-    report = embed_captions.embed('SOURCE', 'hash', 'hash')
-
 OUT is a folder, local or on gs://, that receives parts `part-00000-of-00700.parquet`. A part has
 the columns `key` (int64, ascending, unique) and `embedding` (FixedSizeList<float16>[D]) or, with
 `--tokens_only`, `tokens` (FixedSizeList<int32>[max_tokens], padded with -1).

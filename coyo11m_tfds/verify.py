@@ -2,9 +2,6 @@
 
     python -m coyo11m_tfds.verify gs://BUCKET/data/coyo11m_tfds/latents/1.0.0
 
-    verified = verify.verify('OUT/coyo11m_tfds/latents/1.0.0')
-    verified.faults  # ['... .tfrecord-00003-of-00100: is missing']
-
 Shards and columns are read once, several at a time. Their lengths and CRC-32Cs are compared with
 `checksums-<ID>.json`, records with their own CRC-32Cs. Latents in place are checked too: each row
 that a record uses is compared with its CRC-32C, and an object in a bucket with the object's.

@@ -1,7 +1,6 @@
 """Encodes pictures and captions with an image encoder of transformers.
 
-    encoder = ImageEncoder('openai/clip-vit-base-patch32')   # of the Hugging Face hub, or its cache
-    encoder = ImageEncoder('dinov2-base/')                   # a folder
+    encoder = ImageEncoder('openai/clip-vit-base-patch32')   # or a folder
     encoder.encode(pictures)        # uint8 (n, H, W, 3) -> float32 (n, encoder.dim)
     encoder.encode_texts(captions)  # of a model with a text encoder, such as CLIP
 

@@ -1,7 +1,6 @@
 """Decodes latents into pictures with the decoder of a VAE, in JAX.
 
-    decoder = vae_decoder.load('madebyollin/taesdxl')   # of the Hugging Face hub, or its cache
-    decoder = vae_decoder.load('sdxl-vae/')             # a folder in diffusers' layout
+    decoder = vae_decoder.load('madebyollin/taesdxl')   # or a folder in diffusers' layout
     rgb = decoder(latents)      # raw latents (n, 4, 32, 32) -> uint8 (n, 256, 256, 3)
 
 It reads the decoders of diffusers' `AutoencoderKL` (the VAEs of Stable Diffusion, SDXL and similar

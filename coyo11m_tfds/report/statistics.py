@@ -9,8 +9,8 @@
     dropped.add(schema.NO_CAPTION, 17, keys[:10])
     dropped.check_bad('/data/x.parquet')                    # raises if too many are bad
 
-The same blocks of samples in the same order give exactly the same statistics, also after a way
-through JSON. So a resumed build can reuse the statistics of finished shards.
+The same blocks of samples in the same order give exactly the same statistics, also through JSON. So
+a resumed build can reuse the statistics of finished shards.
 """
 
 import base64

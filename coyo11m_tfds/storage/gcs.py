@@ -2,9 +2,7 @@
 
     gcs.write('gs://bucket/a/b', b'hello')       # Stat(size=5, crc32c=..., generation=...)
     gcs.list_objects('gs://bucket/a')            # {'b': Stat(...)}
-    gcs.stat('gs://bucket/a/b')                  # None where there is no object
-    gcs.read('gs://bucket/a/b')                  # b'hello'
-    gcs.delete('gs://bucket/a/b')
+    gcs.read('gs://bucket/a/b')                  # b'hello', None where there is no object
 
 Nothing is cached. `retry.call` repeats requests. After every upload or copy, the size and the
 CRC-32C from the storage are compared with those of the original; an object that differs is deleted
@@ -117,7 +115,9 @@ def read(url: str) -> bytes | None:
     def attempt() -> bytes | None:
         try:
             return _blob(url).download_as_bytes(checksum='crc32c', **_patience(f'reading {url}'))
-        except exceptions.NotFound:
+        except exceptions.NotFound as error:
+            if 'bucket does not exist' in error.message:
+                raise
             if stat(url):
                 raise retry.Corrupted(f'{url}: was replaced just now.') from None
             return None

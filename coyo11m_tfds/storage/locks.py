@@ -11,8 +11,7 @@
 The lock of a place is the file or object `PLACE.lock`. It is advisory: it saves double work, and
 its loss does no harm. On a disk the system locks the file (`flock`) until the holder ends. In a
 bucket the holder replaces the object three times in `COYO11M_LEASE_SECONDS` (40); a process that
-sees the same generation for that time takes over the lock. Nobody ever has to delete a lock by
-hand.
+sees the same generation for that time takes over the lock.
 """
 
 import contextlib

@@ -6,11 +6,9 @@
     vectors = gemma.mean_states(states, lengths)        # int32 (b,) -> float32 (b, width)
 
 Architecture: Gemma Team, "Gemma 3 Technical Report" (2025). The results are those of transformers'
-`Gemma3TextModel`; `Config` lists its names of the settings. Padding is on the right. The attention
-is causal, so the states of real tokens do not depend on the padding, and only code that averages
-states or attends to them needs a mask. All functions are pure functions of arrays, so a jitted
-training step can call them. The layers are one scanned module, so that compile time does not grow
-with depth.
+`Gemma3TextModel`. Padding is on the right. The attention is causal, so the states of real tokens do
+not depend on the padding, and only code that averages states or attends to them needs a mask. The
+layers are one scanned module, so that compile time does not grow with depth.
 """
 
 import dataclasses

@@ -1,7 +1,6 @@
 """Reads sizes, weights and tokenizer of Gemma 3's text model from transformers' files.
 
-    checkpoint = open_checkpoint('google/gemma-3-270m')  # of the Hugging Face hub, or its cache
-    checkpoint = open_checkpoint('gemma-3-270m/')        # config.json, *.safetensors, tokenizer
+    checkpoint = open_checkpoint('google/gemma-3-270m')  # or a folder
     params = load_params(checkpoint, jnp.bfloat16)       # for gemma.Gemma(checkpoint.config)
     tokenizer = checkpoint.tokenizer()
 

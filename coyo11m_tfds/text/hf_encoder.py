@@ -1,9 +1,5 @@
 """Embeds texts with a transformers model: its last hidden states, averaged over the tokens.
 
-    encoder = HfEncoder('google/gemma-3-270m', 512)  # of the Hugging Face hub, or its cache
-    encoder = HfEncoder('all-MiniLM-L6-v2/', 512)    # a folder: config, safetensors, tokenizer
-    embeddings = encoder.encode(['a cat', 'two dogs'])  # float32 (2, encoder.dim)
-
 Weights are read only from safetensors, and code in a model's repository is never run. Padding is
 always on the right. So every token has the same position as in a caption alone, also in models with
 absolute positions. Causal models do not attend to such padding; in other models, and in the mean, a

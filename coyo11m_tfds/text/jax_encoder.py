@@ -1,9 +1,5 @@
 """Embeds texts with Gemma 3 in JAX: its last hidden states, averaged over the tokens.
 
-    encoder = JaxEncoder('google/gemma-3-270m', 512)    # of the Hugging Face hub, or its cache
-    encoder = JaxEncoder('gemma/', 512)                 # a folder with safetensors
-    embeddings = encoder.encode(['a cat', 'two dogs'])     # float32 (2, encoder.dim)
-
 It computes the embeddings of `hf_encoder` from the same files, without torch and transformers, on
 TPU, GPU or CPU. The local devices share the rows of a batch, and each has all weights. Batches have
 few shapes, and each shape is compiled once.

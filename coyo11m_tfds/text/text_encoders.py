@@ -3,9 +3,6 @@
     encoder = make_encoder('hash')                      # or 'hf:google/gemma-3-270m', 'hf:FOLDER'
     embeddings = encoder.encode(['a cat', 'two dogs'])  # float32 (2, encoder.dim)
 
-    tokens = encoder.tokenize(['a cat', 'two dogs'])    # the same in two steps, so that a thread
-    embeddings = encoder.encode_tokens(tokens)          # can tokenize ahead of the model
-
     tokenizer = make_tokenizer('words', 16)             # or 'hf:FOLDER'; reads no weights
     pad(tokenizer.tokenize(['a cat']), 16)              # int32 (1, 16), padded with -1
 
