@@ -24,7 +24,8 @@ keep the dtype and the layout of the source. The model scales them.
 """
 
 import importlib
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from coyo11m_tfds import schema
@@ -47,52 +48,10 @@ if TYPE_CHECKING:
 
     from coyo11m_tfds.reading.to_device import Arrays, key_words, process_share, to_device
 
-__all__ = [
-    'AUTO',
-    'CHUNKS',
-    'CROP',
-    'DROP_TEXT',
-    'ENGINES',
-    'MASK',
-    'ROWS',
-    'TF_DATA',
-    'ArraySpec',
-    'Arrays',
-    'Batch',
-    'Batches',
-    'DamagedError',
-    'DatasetStats',
-    'Mix',
-    'Order',
-    'OrderSettings',
-    'Place',
-    'Plan',
-    'ReadCounter',
-    'ReadCounts',
-    'Source',
-    'StoredDataset',
-    'engine_of',
-    'eval_batches',
-    'eval_dataset',
-    'key_words',
-    'mix_stats',
-    'open_data',
-    'open_mix',
-    'prepare_process',
-    'process_share',
-    'quiet_tensorflow',
-    'to_device',
-    'train_arrays',
-    'train_batches',
-    'train_dataset',
-    'train_plan',
-]
-
 Plan = training.Plan
 prepare_process = process_settings.apply
 quiet_tensorflow = process_settings.quiet_tensorflow
 
-_AUTOTUNE = -1  # as `tf.data.AUTOTUNE`
 _DEFAULT_FEATURES = (schema.KEY, schema.LATENTS, CROP, schema.TEXT_EMBEDDING)
 _NEED_JAX = ('Arrays', 'key_words', 'process_share', 'to_device')
 
@@ -153,7 +112,7 @@ def train_batches(
     max_bad_fraction: float = DEFAULT_MAX_FRACTION,
     counter: ReadCounter | None = None,
     parallel_reads: int = 4,
-    prefetch: int = _AUTOTUNE,
+    prefetch: int = -1,
     engine: str = AUTO,
     verify: str = ONCE,
     text: texts.Spec = '',
@@ -230,10 +189,7 @@ def train_batches(
             or sources have texts or latents of different encoders.
         OSError: There is no data set, or its metadata cannot be read.
     """
-    return _train_batches(Training(**locals()))
-
-
-def _train_batches(asked: Training) -> Batches:
+    asked = Training(**locals())
     opened = engines.open_sources(asked)
     if opened is None or asked.engine == TF_DATA:
         from coyo11m_tfds.reading import tf_data
@@ -255,7 +211,7 @@ def eval_batches(
     max_bad_fraction: float = DEFAULT_MAX_FRACTION,
     counter: ReadCounter | None = None,
     parallel_reads: int = 16,
-    prefetch: int = _AUTOTUNE,
+    prefetch: int = -1,
     engine: str = AUTO,
     verify: str = ONCE,
     text: texts.Spec = '',
@@ -289,37 +245,12 @@ def eval_batches(
     return evaluation.eval_batches(asked, opened[0])
 
 
-def train_dataset(
-    data: Data | Mix,
-    *,
-    batch_size: int,
-    seed: int,
-    start_step: int = 0,
-    start: Mapping[str, Any] | None = None,
-    stages: Sequence[Mapping[str, Any]] = (),
-    features: Sequence[str] = _DEFAULT_FEATURES,
-    chunk: int = 64,
-    lanes: int = 16,
-    window: int = 1024,
-    caption_dropout: float = 0.0,
-    process_index: int = 0,
-    process_count: int = 1,
-    split: str = schema.TRAIN,
-    on_bad_records: str = STOP,
-    max_bad_fraction: float = DEFAULT_MAX_FRACTION,
-    counter: ReadCounter | None = None,
-    parallel_reads: int = 4,
-    prefetch: int = _AUTOTUNE,
-    engine: str = AUTO,
-    verify: str = ONCE,
-    text: texts.Spec = '',
-) -> 'tf.data.Dataset':
+def train_dataset(data: Data | Mix, **settings: Any) -> 'tf.data.Dataset':
     """Returns the batches of `train_batches` as a `tf.data.Dataset`, with lanes interleaved.
 
     Args:
-        prefetch: Number of batches to keep ready; with a negative number TensorFlow decides.
-        engine: Engine that reads the lanes.
-        data and all others: As for `train_batches`.
+        settings: As for `train_batches`, without `stride`. With a negative `prefetch` TensorFlow
+            decides how many batches to keep ready.
 
     Returns:
         Batches as from `train_batches`, captions as strings. An iterator over them raises
@@ -328,71 +259,34 @@ def train_dataset(
     Raises:
         ValueError, OSError: As `train_batches`.
     """
-    asked = Training(**locals())
+    asked = Training(**_arguments(train_batches, data, settings))
+    if asked.stride != 1:
+        raise ValueError(f'stride={asked.stride}: expected 1, read with train_batches')
     from coyo11m_tfds.reading import tf_data
 
     return tf_data.train(asked, engines.open_sources(asked))
 
 
-def eval_dataset(
-    data: Data | Mix,
-    *,
-    batch_size: int,
-    features: Sequence[str] = _DEFAULT_FEATURES,
-    process_index: int = 0,
-    process_count: int = 1,
-    split: str = schema.VALIDATION,
-    chunk: int = 64,
-    on_bad_records: str = STOP,
-    max_bad_fraction: float = DEFAULT_MAX_FRACTION,
-    counter: ReadCounter | None = None,
-    parallel_reads: int = 16,
-    prefetch: int = _AUTOTUNE,
-    engine: str = AUTO,
-    verify: str = ONCE,
-    text: texts.Spec = '',
-) -> 'tf.data.Dataset':
+def eval_dataset(data: Data | Mix, **settings: Any) -> 'tf.data.Dataset':
     """Returns the batches of `eval_batches` as a `tf.data.Dataset` with a known `cardinality()`.
 
-    Args, Returns and Raises: as `eval_batches` and `train_dataset`.
+    Takes the settings of `eval_batches`; returns and raises as `train_dataset`.
     """
-    asked = Reading(**locals())
+    asked = Reading(**_arguments(eval_batches, data, settings))
     from coyo11m_tfds.reading import tf_data
 
     return tf_data.evaluate(asked, engines.open_sources(asked))
 
 
 def train_arrays(
-    data: Data | Mix,
-    sharding: 'jax.sharding.Sharding',
-    *,
-    batch_size: int,
-    seed: int,
-    start_step: int = 0,
-    start: Mapping[str, Any] | None = None,
-    stages: Sequence[Mapping[str, Any]] = (),
-    features: Sequence[str] = _DEFAULT_FEATURES,
-    chunk: int = 64,
-    lanes: int = 16,
-    window: int = 1024,
-    caption_dropout: float = 0.0,
-    split: str = schema.TRAIN,
-    on_bad_records: str = STOP,
-    max_bad_fraction: float = DEFAULT_MAX_FRACTION,
-    counter: ReadCounter | None = None,
-    parallel_reads: int = 4,
-    prefetch: int = _AUTOTUNE,
-    engine: str = AUTO,
-    verify: str = ONCE,
-    text: texts.Spec = '',
-    ahead: int = 2,
+    data: Data | Mix, sharding: 'jax.sharding.Sharding', *, ahead: int = 2, **settings: Any
 ) -> 'Arrays':
     """Returns the batches of `train_batches` as global `jax.Array`s with a sharding.
 
     Args:
-        sharding: Sharding of the leading axis of every feature.
+        sharding: Sharding of the leading axis of every feature, which decides this process's part.
         ahead: Number of batches that are sent to the devices before they are needed.
-        data and all others: As for `train_batches`.
+        settings: As for `train_batches`.
 
     Returns:
         An iterator like that of `to_device`, with `step`, `steps_per_epoch`, `spec`, `get_state`,
@@ -401,10 +295,15 @@ def train_arrays(
     Raises:
         ValueError, OSError: As `train_batches` and `to_device`.
     """
-    asked = dict(locals())
     from coyo11m_tfds.reading import to_device
 
-    del asked['sharding'], asked['ahead']
     index, count = to_device.process_share(sharding)
-    batches = _train_batches(Training(**asked, process_index=index, process_count=count))
+    batches = train_batches(data, process_index=index, process_count=count, **settings)
     return to_device.to_device(batches, sharding, ahead)
+
+
+def _arguments(of: Callable, data: Data | Mix, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of a function, with its defaults; raises a TypeError for unknown names."""
+    found = inspect.signature(of).bind(data, **settings)
+    found.apply_defaults()
+    return found.arguments

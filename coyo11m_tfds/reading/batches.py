@@ -1,10 +1,4 @@
-"""Iterators over batches in the memory of the host, which read ahead and can resume.
-
-batches = Batches(read, place, spec, 29687.5, (0, 1), ahead=2)
-next(batches)['latents']
-state = batches.get_state()         # {'step': 1, 'samples': {'9f3a...': 16}}
-batches.set_state(state)
-"""
+"""Iterators over batches in the memory of the host, which read ahead and can resume."""
 
 import collections
 import concurrent.futures
@@ -137,8 +131,7 @@ class Resumable(Ahead[T]):
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continues where `get_state` was called, with any number of processes.
 
-        Raises:
-            ValueError: `state` is malformed, or belongs to another data set, split or order.
+        Raises a ValueError if `state` is malformed, or belongs to another data set, split or order.
         """
         self.go_to(self._begun.at(state))
 

@@ -1,9 +1,4 @@
-"""Rows of a column: values outside the records, mapped or fetched.
-
-opened = column_reader.open_column(column, folder, 'train', num_records)
-latents = ColumnReader(opened)                # or ColumnReader(opened, fetched_files)
-latents.find(np.array([3, 17]))[:, 0]         # addresses of the values of these records
-"""
+"""Rows of a column: values outside the records, mapped or fetched."""
 
 import math
 import os
@@ -101,13 +96,7 @@ class ColumnReader:
     def __init__(self, opened: OpenedColumn, fetched: FetchedFiles | None = None):
         """Reads nothing yet: without `fetched`, `find` maps files as it needs them.
 
-        Args:
-            opened: The column.
-            fetched: Fetched files, to which this reader adds its own; take the ranges of `ranges`
-                from them before `find`.
-
-        Raises:
-            ValueError: There are too many files to map.
+        This reader adds its files to `fetched`; take the ranges of `ranges` from it before `find`.
         """
         self._places, self._values_nbytes = opened.places, opened.piece_nbytes
         self._nbytes = opened.piece_nbytes + (_CRC_NBYTES if opened.places is None else 0)
@@ -123,9 +112,7 @@ class ColumnReader:
     def find(self, number: np.ndarray) -> np.ndarray:
         """Returns the addresses of the pieces of some records' values, int64 `(n, pieces)`.
 
-        Raises:
-            ValueError: A row lies outside its file.
-            OSError: A file cannot be opened.
+        Raises a ValueError if a row lies outside its file, and the errors of `MappedFiles.open`.
         """
         file, row, begin = self._places_of(number)
         of_pieces = np.repeat(file, begin.shape[1])
@@ -164,9 +151,7 @@ class ColumnReader:
     def ranges(self, first: np.ndarray, count: np.ndarray) -> list[list[Range]]:
         """Returns the ranges to fetch for each run of records: its rows, and small gaps.
 
-        Args:
-            first: First record of each run, int64 `(n,)`.
-            count: Number of records in each run, at least 1.
+        A run is given by its first record and by their number, at least 1; both int64 `(n,)`.
         """
         run = np.repeat(np.arange(len(first)), count)
         in_run = np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)

@@ -1,10 +1,5 @@
 """Compares records with their checksums, and stops at damaged records or leaves them out.
 
-    checks = Checks('once', num_records)
-    good = checks.check(there, numbers, matches)       # bool (n,)
-    bad = BadRecords('skip', max_fraction=0.001, num_records=10**7)
-    bad.add('OUT/coyo11m_tfds-train.tfrecord-00003-of-00100', 3, [17], DAMAGED)
-
 Rows are gathered without reading the rest of a record. So comparing the checksums of a record and
 of its rows of columns is a choice: `once`, when this process first reads the record, `always`, or
 `never`. A file that cannot be read is always an error.
@@ -83,10 +78,8 @@ class BadRecords:
     ) -> None:
         """Counts bad records of a shard, and warns once for each file.
 
-        `place` names the first one in its file, if it lies in another file than the shard.
-
-        Raises:
-            DamagedError: The policy is 'stop', or more records are bad than `max_fraction` allows.
+        `place` names the first one in its file, if it lies in another file than the shard. Raises a
+        DamagedError if the policy is 'stop', or more records are bad than `max_fraction` allows.
         """
         what = f'{path}: {place or f"record {numbers[0]}"} cannot be read: {problem}.'
         if self._stops:

@@ -1,9 +1,5 @@
 """Reads a split with a chunk index in one of two ways: by rows of mapped files, or by chunks.
 
-    opened = engines.open_sources(asked)        # None without a chunk index
-    reader = engines.SplitReader(asked, opened[0], text)
-    parts = reader.read_blocks(blocks, in_flight=64)
-
 By rows, memory holds no windows: the plan names the records, and each batch is gathered from the
 page cache when it is needed. The reader announces the rows of later batches to the system, so that
 the disk reads them in advance.
@@ -74,9 +70,8 @@ def open_sources(asked: Reading) -> list[Opened] | None:
 def open_split(stored: StoredDataset, name: str, engine: str) -> Opened | None:
     """Opens a split to read it by rows or by chunks; None without a chunk index.
 
-    Raises:
-        ValueError: The split does not exist, or `engine` is 'rows' and its files cannot be mapped.
-        OSError: The chunk index cannot be read.
+    Raises a ValueError if `engine` is 'rows' and its files cannot be mapped, and the errors of
+    `StoredDataset.split`.
     """
     split = None if stored.is_remote and engine == ROWS else stored.split(name)
     if split is None and engine == ROWS:
@@ -96,11 +91,7 @@ def open_split(stored: StoredDataset, name: str, engine: str) -> Opened | None:
 
 
 class SplitReader:
-    """Reads blocks of rows of one split, and counts the bad records of all blocks together.
-
-    Attributes:
-        asked: The settings for reading.
-    """
+    """Reads blocks of rows of one split, and counts the bad records of all blocks together."""
 
     def __init__(self, asked: Reading, opened: Opened, text: texts.Chosen, **choices: Any):
         """Opens the columns; `choices` holds further fields of `RowChoices`.
@@ -170,11 +161,7 @@ class SplitReader:
 
 
 def _stored_rows(stored: StoredDataset) -> dict[str, ArraySpec]:
-    """Returns the shape and dtype of the large features of a data set.
-
-    Raises:
-        ValueError: The data set has no latents, or a feature of another shape or dtype.
-    """
+    """The shape and dtype of the large features of a data set."""
     dtype, shape = stored.latents
     known: dict[str, ArraySpec] = {
         schema.LATENTS: ArraySpec(shape, np.dtype(getattr(ml_dtypes, dtype, dtype))),

@@ -1,8 +1,4 @@
-"""Reads all records of a split once, or the records that a condition keeps.
-
-batches = evaluation.eval_batches(Reading(data=path, batch_size=256, ...), opened)
-kept = evaluation.kept_records(source, 'train')     # None without a condition
-"""
+"""Reads all records of a split once, or the records that a condition keeps."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping

@@ -1,8 +1,5 @@
 """Numbered files in memory, mapped or fetched, and rows of bytes gathered from them.
 
-    files = MappedFiles(split.file, num_files=80)               # on a local disk
-    address, limit = files.locate(np.array([3]), np.array([40_000]), 8192)
-
     files = FetchedFiles(split.file, sizes, most_at_once=64)    # on gs://
     files.ask([(3, 0, 1_700_000), (17, 81_000, 1_781_000)])     # file, begin, end
     files.take([(3, 0, 1_700_000)])                             # waits for it
@@ -125,13 +122,7 @@ class ReadCounts(NamedTuple):
 
 
 class ReadCounter:
-    """Counts bytes and records that are read; one counter may serve several data sets.
-
-    counter = ReadCounter()
-    batches = input_pipeline.train_batches(path, batch_size=256, seed=0, counter=counter)
-    ...
-    counter.read().num_bytes
-    """
+    """Counts bytes and records that are read; one counter may serve several data sets."""
 
     def __init__(self):
         self._counts = ReadCounts()
@@ -155,7 +146,6 @@ class MappedFiles:
     """Numbered files, each mapped from its first use to the end of this object.
 
     Attributes:
-        memory: Memory that they lie in.
         address: Address of each file, int64; 0 for a file that is not open or is empty.
         size: Bytes of each file, int64.
         path_of: Returns the path of a file, given its number.
@@ -166,8 +156,7 @@ class MappedFiles:
     ):
         """Opens no file; `versions`, as in `SourceFile`, are those that the files must have.
 
-        Raises:
-            ValueError: There are too many files.
+        Raises a ValueError for more than `MAX_FILES`.
         """
         if num_files > MAX_FILES:
             raise ValueError(
@@ -189,8 +178,7 @@ class MappedFiles:
     def open(self, numbers: np.ndarray) -> None:
         """Maps the files that are not mapped yet.
 
-        Raises:
-            OSError: A file is missing, refused, or has changed since its version was found.
+        Raises an OSError if one is missing, refused, or has changed since its version was found.
         """
         for number in numbers.tolist():
             if number not in self._states:
@@ -203,16 +191,8 @@ class MappedFiles:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the addresses of places in files, and the limit of the bytes wanted from each.
 
-        Args:
-            number: Number of each file, int64 `(n,)`.
-            offset: Offset of each place in its file.
-            nbytes: Bytes wanted from each place on.
-
-        Returns:
-            `(address, limit)`, int64 `(n,)`: `limit` is at most the end of the file.
-
-        Raises:
-            OSError: A file cannot be opened.
+        The arguments and the results are int64 `(n,)`. A limit is at most the end of the file.
+        Raises the errors of `open`.
         """
         self.open(np.unique(number))
         start = self.address[number]
@@ -221,8 +201,7 @@ class MappedFiles:
     def check_unchanged(self, numbers: np.ndarray) -> None:
         """Checks that open files are unchanged, each at most once a second.
 
-        Raises:
-            OSError: A file has another size or modification time, was replaced, or is gone.
+        Raises an OSError if one has another size or modification time, was replaced, or is gone.
         """
         now = time.monotonic()
         due = np.unique(numbers[self._checked[numbers] < now - _CHECK_SECONDS])
@@ -301,7 +280,6 @@ class FetchedFiles:
     """Ranges of numbered files, each fetched with one request and held until it is dropped.
 
     Attributes:
-        memory: Memory that they lie in.
         size: Bytes of each file, int64, corrected for a file that turns out to be shorter.
     """
 
@@ -353,8 +331,7 @@ class FetchedFiles:
     def take(self, ranges: Iterable[Range]) -> None:
         """Waits for ranges that `ask` has queued; after that `locate` finds them.
 
-        Raises:
-            OSError: A file is missing, refused or out of reach.
+        Raises an OSError if a file is missing, refused or out of reach.
         """
         for part in ranges:
             if part not in self._held:
@@ -406,43 +383,33 @@ class FetchedFiles:
 
     def _fetch(self, part: Range) -> bytes:
         number, begin, end = part
-        path = self.path_of(number)
-        read = self._read_remote if source_files.is_remote(path) else self._read_local
         chunk = int(number not in self._described)
         self._counter.add(chunks_in_flight=chunk)
         try:
-            data = read(path, number, begin, end)
+            with _naming(self.path_of(number)):
+                data = self._read(number, begin, end)
             self._counter.add(num_bytes=len(data), num_chunks=chunk)
         finally:
             self._counter.add(chunks_in_flight=-chunk)
         return data
 
-    def _read_remote(self, path: str, number: int, begin: int, end: int) -> bytes:
-        passing = () if number in self._described else (remote.Changed,)
+    def _read(self, number: int, begin: int, end: int) -> bytes:
+        file = self._described.get(number)
+        if file:
+            data = remote.read_range(file, begin, end - begin)
+            if not file.is_remote and source_files.describe(file.path).version != file.version:
+                raise _changed(file.path, file.size, os.path.getsize(file.path))
+            return data
         try:
-            with contextlib.suppress(*passing):
-                return self._read_range(path, number, begin, end)
-            # Shorter or longer than the index says: what is there is read.
-            self.size[number] = source_files.describe(path).size
-            return self._read_range(path, number, begin, end)
-        except FileNotFoundError as error:
-            raise _missing(path) from error
+            return self._read_range(number, begin, end)
+        except remote.Changed:  # shorter or longer than the index says: what is there is read
+            self.size[number] = source_files.describe(self.path_of(number)).size
+            return self._read_range(number, begin, end)
 
-    def _read_range(self, path: str, number: int, begin: int, end: int) -> bytes:
+    def _read_range(self, number: int, begin: int, end: int) -> bytes:
         size = int(self.size[number])
-        file = self._described.get(number) or SourceFile(path, size, '', None)
+        file = SourceFile(self.path_of(number), size, '', None)
         return remote.read_range(file, min(begin, size), max(0, min(end, size) - begin))
-
-    def _read_local(self, path: str, number: int, begin: int, end: int) -> bytes:
-        with _naming(path), open(path, 'rb') as file:
-            file.seek(begin)
-            data = file.read(end - begin)
-            if len(data) < end - begin:
-                self.size[number] = os.fstat(file.fileno()).st_size
-        before = self._described.get(number)
-        if before and source_files.describe(path).version != before.version:
-            raise _changed(path, before.size, os.path.getsize(path))
-        return data
 
 
 # --- Errors --------------------------------------------------------------------------------------
@@ -454,12 +421,14 @@ def _naming(path: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise _missing(path) from error
-    except PermissionError as error:
-        raise PermissionError(
-            f'{path}: access was refused: let this user read the file.'
-        ) from error
+        raise FileNotFoundError(f'{path} is missing: restore it.') from error
     except OSError as error:
+        if error.errno is None:  # of a bucket
+            raise
+        if isinstance(error, PermissionError):
+            raise PermissionError(
+                f'{path}: access was refused: let this user read the file.'
+            ) from error
         if error.errno == errno.EMFILE:
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             raise OSError(
@@ -474,7 +443,3 @@ def _changed(path: str, before: int, now: int) -> OSError:
         f'{path}: has changed while it was read: it had {before} bytes, now it has {now}, or '
         'another time of change. Start again from a checkpoint when the data set is complete.'
     )
-
-
-def _missing(path: str) -> FileNotFoundError:
-    return FileNotFoundError(f'{path} is missing: restore it.')

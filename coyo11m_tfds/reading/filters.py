@@ -1,11 +1,7 @@
 """Conditions on the numbers of records, and the records that they keep.
 
     where = filters.parse('aesthetic > 5.5 and width >= 256')
-    where.names                                 # ('aesthetic', 'width')
     where.holds({'aesthetic': x, 'width': y})   # bool (n,)
-    kept = filters.Kept(shard_lengths, blocks)  # of bool (n,), of all records one after the other
-    kept.lengths                                # kept records of each shard
-    kept.find(shard, number)                    # their numbers among all records of the shard
 
 A condition compares added columns of single numbers, and `key`, with each other and with constants.
 A parser reads it; no part of it runs as code. Constants are rounded to the column's dtype, so
@@ -66,11 +62,7 @@ class Where:
 
 
 def parse(text: str) -> Where:
-    """Reads a condition.
-
-    Raises:
-        ValueError: The text is not a condition; the message describes the syntax.
-    """
+    """Reads a condition; raises a ValueError, which describes the syntax, for another text."""
     try:
         if len(text) > _MAX_LENGTH:
             raise ValueError(f'it has more than {_MAX_LENGTH} characters')
@@ -154,11 +146,9 @@ class Kept:
     """
 
     def __init__(self, shard_lengths: np.ndarray, blocks: Iterable[np.ndarray]):
-        """Takes bools for all records in order: True for a kept one.
+        """Takes the lengths of the shards, and for each record whether it is kept.
 
-        Args:
-            shard_lengths: Records in each shard.
-            blocks: Consecutive arrays, bool `(n,)`; n is a multiple of 8 in all but the last.
+        `blocks` are consecutive arrays, bool `(n,)`; n is a multiple of 8 in all but the last.
         """
         ends = np.cumsum(shard_lengths)
         size = int(ends[-1]) if len(ends) else 0
@@ -192,11 +182,7 @@ class Kept:
 
 
 def check(where: Where, stored: StoredDataset) -> None:
-    """Checks that a data set has the columns of a condition.
-
-    Raises:
-        ValueError: A column is missing, or its rows are not single numbers.
-    """
+    """Raises a ValueError if a data set lacks a column of numbers that a condition compares."""
     there = [name for name, column in stored.columns.items() if _is_number(column)]
     for name in where.names:
         if name != schema.KEY and name not in there:
@@ -233,9 +219,7 @@ def find_kept(
 
     Args:
         where: A condition that has passed `check`.
-        stored: Data set.
-        split: Name of the split.
-        shard_lengths: Records in each of its shards.
+        shard_lengths: Records in each shard of the split.
         keys: Reads the keys of all records, in blocks of the given size; called only if the
             condition compares `key`.
 

@@ -1,10 +1,5 @@
 """Estimates the memory that the engine `chunks` needs for training, before it reads.
 
-    need = memory.Need(lanes=16, window=1024, in_flight=256, rows_ready=768, row_nbytes=9481,
-                       raw_nbytes=25_955)
-    need.num_bytes                                          # 708,000,000
-    memory.check(need, budget_gb=0, processes_on_host=1)    # ValueError: the machine has too little
-
 The sum is the memory beyond that of a process that has read a few records: blocks of windows,
 chunks in flight, and batches that are ready. Memory of the batches' user comes on top.
 
@@ -19,7 +14,6 @@ and 4,096, took 20% less to 12% more than estimated.
 """
 
 import dataclasses
-import functools
 import math
 
 from coyo11m_tfds.process import machine
@@ -51,49 +45,34 @@ class Need:
     row_nbytes: int
     raw_nbytes: int
 
-    @functools.cached_property
+    @property
     def num_bytes(self) -> int:
         """The memory that reading takes."""
         windows = -(-self.in_flight // self.window)
-        return int(self._for_window * self.window * windows + self._besides_windows)
-
-    def largest_window(self, num_bytes: float) -> int:
-        """Returns the largest window for which `num_bytes` suffice; 0 if none does."""
-        largest = math.floor((num_bytes - self._besides_windows) / self._for_window)
-        # A window of fewer records than are read at once takes no less.
-        return largest if largest >= self.in_flight else 0
+        return int(self.for_window * self.window * windows + self.besides_windows)
 
     @property
-    def _for_window(self) -> float:
+    def for_window(self) -> float:
         """Bytes for each record of a window, in all lanes."""
         return _BLOCKS * self.lanes * self.row_nbytes
 
     @property
-    def _besides_windows(self) -> float:
+    def besides_windows(self) -> float:
+        """Bytes for all but the windows."""
         raw = _RAW_CHUNKS * self.lanes * self.in_flight * self.raw_nbytes
         return raw + self.rows_ready * self.row_nbytes + _FIXED
 
 
 def check(need: Need, *, budget_gb: float, processes_on_host: int) -> None:
-    """Checks that the reading of all processes on this host fits into a budget.
-
-    Args:
-        need: Need of each process.
-        budget_gb: Memory in GB (10^9 bytes) that all of them may take; 0 for half of the memory of
-            this machine or container.
-        processes_on_host: Processes that read on this host.
-
-    Raises:
-        ValueError: They take more; the message names the largest window that fits, and the budget
-            needed.
-    """
+    """Implements `Batches.check_memory`, given the need of each process."""
     budget = 1e9 * budget_gb or machine.usable_memory() / 2
     total = processes_on_host * need.num_bytes
     if total <= budget:
         return
     needed = math.ceil(total / 1e8) / 10
-    fits = need.largest_window(budget / processes_on_host)
-    advice = [f'data.window to {fits}'] if fits else []
+    fits = math.floor((budget / processes_on_host - need.besides_windows) / need.for_window)
+    # A window of fewer records than are read at once takes no less.
+    advice = [f'data.window to {fits}'] if fits >= need.in_flight else []
     processes = f' in each of {processes_on_host} processes' if processes_on_host > 1 else ''
     raise ValueError(
         f'Reading with data.window={need.window} in {need.lanes} lanes{processes} takes '

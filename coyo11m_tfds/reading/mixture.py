@@ -7,12 +7,7 @@
     place = mixture.Place(mixture.Position(0, (0, 0)), rule, ('9f3a...', '77b0...'))
     place.after(3).state()     # {'step': 3, 'samples': {'9f3a...': 36, '77b0...': 12}}
 
-Each source keeps the sequence that it has alone, see `reading.order`. Every lane gives `counts`
-samples of each source to a batch: the shares of the weights, in steps of one sample. A stage
-replaces the weights from a step on, and each source continues where it stopped.
-
-All latents of a batch have one shape. A cycle deals the steps to the shapes by the weights of their
-sources, and the sources of a shape share its batches. So a position is a step and a number for each
+docs/design.md states the rules ("Mixtures"). A position is a step and a number of samples for each
 source, and the position of any later step can be computed. A single source is a mixture of one.
 """
 
@@ -82,12 +77,7 @@ class Stage:
 
 
 class Rule:
-    """The shares of the sources in batches of one size, as a function of the step.
-
-    Attributes:
-        each: Samples of every lane in a batch.
-        stages: The stages in order; the first begins at step 0.
-    """
+    """The shares of the sources in batches of one size, as a function of the step."""
 
     def __init__(
         self,
@@ -103,8 +93,7 @@ class Rule:
             each: Samples of every lane in a batch.
             weights: Weight of each source, at least 0.
             stages: A dict for each stage: its first step, `from`, and its `weights`.
-            shapes: A value for each source, equal for sources of one shape; by default equal for
-                all.
+            shapes: A value for each source, equal for sources of one shape; () if all are equal.
             names: Names of the sources in messages.
 
         Raises:
@@ -277,8 +266,7 @@ class Place(NamedTuple):
     def at(self, state: Mapping[str, Any]) -> Self:
         """Returns the place of a state, which may come from another batch size or other sources.
 
-        Raises:
-            ValueError: `state` is malformed, or belongs to another data set or order.
+        Raises a ValueError if `state` is malformed, or belongs to another data set or order.
         """
         step, samples = state.get('step'), state.get('samples')
         known = samples if isinstance(samples, Mapping) else {}

@@ -6,23 +6,9 @@
     for block in train_blocks(order, range(16), each=16, start=1000):
         block.epoch, block.shard, block.record      # int64 (steps, 256)
 
-Sample k of lane l is a pure function of `(seed, l, k)` and the lengths of the shards:
-
-1. A chunk is a run of at most C consecutive records of one shard.
-2. Epoch e puts the chunks into an order drawn from `(seed, e)`. This gives a stream of N records,
-   rotated by an offset drawn from `(seed, e)`.
-3. Lane l of L owns the l-th of L equal stretches of the stream, m = N div L records.
-4. Each window of W records of a stretch is permuted by `(seed, e, lane, window)`; the last window
-   of a stretch may be shorter. Sample k is at position k mod m of epoch k div m.
-5. Hashes of `(seed, e, key)` choose the crop and the text of a sample, and whether its text is
-   dropped.
-
-If a condition keeps only some records, the order is that of a data set with only these.
-
-Batch s of B samples takes samples s*B/L to (s+1)*B/L of every lane, in lane order; it may span the
-end of an epoch. Process p of P owns the lanes `[p*L/P, (p+1)*L/P)`. So the sequence does not depend
-on B and P, and a position in the data is one number, the samples of each lane. Each epoch leaves
-out fewer than L records, each with the same chance.
+Sample k of lane l is a pure function of `(seed, l, k)` and the lengths of the shards, which
+docs/design.md states as contract 2, with the same letters. If a condition keeps only some records,
+the order is that of a data set with only these.
 """
 
 import dataclasses
@@ -48,14 +34,8 @@ _BLOCK_ROWS = 8192
 class OrderSettings:
     """The settings that decide the order of a data set's samples.
 
-    Attributes:
-        seed: Seed of the order and of every choice about a sample.
-        chunk: Records read together, a multiple of `schema.CHUNK_STRIDE`.
-        lanes: Number of streams; every batch takes an equal part of each.
-        window: Records shuffled together within a lane.
-
-    Raises:
-        ValueError: A setting is out of its range; the message names a value that works.
+    `input_pipeline.train_batches` describes the fields. Raises a ValueError, which names a value
+    that works, if one is out of its range.
     """
 
     seed: int
@@ -107,36 +87,32 @@ class Order:
     ):
         """Takes the number of records in each shard, and the kept records; None for all.
 
-        Raises:
-            ValueError: There are fewer records than lanes; the message names a number that works.
+        Raises a ValueError if there are fewer records than lanes; it names a number that works.
         """
         self.shard_lengths = np.asarray(shard_lengths if kept is None else kept.lengths, np.int64)
         self._kept = kept
         self.settings = settings
         self.num_records = int(self.shard_lengths.sum())
         self.lane_length = self.num_records // settings.lanes
-        self._check_enough_records()
-        self.window = min(settings.window, self.lane_length)
-        self._chunk_ends = np.cumsum(-(-self.shard_lengths // settings.chunk))
-        self._windows_an_epoch = -(-self.lane_length // self.window)
-        # Lanes that are read apart ask for the same epochs at about the same time.
-        self._stream = functools.lru_cache(maxsize=4)(self._make_stream)
-
-    def _check_enough_records(self) -> None:
         if not self.num_records:
             raise ValueError(f'there are no records in {len(self.shard_lengths)} shards')
-        lanes = self.settings.lanes
         if not self.lane_length:
+            lanes = settings.lanes
             fitting = max(n for n in range(1, self.num_records + 1) if lanes % n == 0)
             raise ValueError(
                 f'{self.num_records} records are fewer than lanes={lanes}; lanes={fitting} works'
             )
+        self.window = min(settings.window, self.lane_length)
+        self._chunk_ends = np.cumsum(-(-self.shard_lengths // settings.chunk))
+        self._windows_an_epoch = -(-self.lane_length // self.window)
+        # Lanes that are read apart ask for the same epochs at about the same time.
+        make = functools.partial(_Stream, self.shard_lengths, self._chunk_ends, settings)
+        self._stream = functools.lru_cache(maxsize=4)(make)
 
     def locate(self, sample: int) -> tuple[int, int]:
         """Returns the epoch of every lane's sample number `sample`, and its position in `[0, m)`.
 
-        Raises:
-            ValueError: `sample` is negative.
+        Raises a ValueError for a negative number.
         """
         if sample < 0:
             raise ValueError(f'sample={sample} is negative')
@@ -178,9 +154,6 @@ class Order:
         size = self.lane_length - window[:, None] * self.window
         hashes = splitmix64(keys ^ place.astype(np.uint64))
         return np.argsort(np.where(place < size, hashes, np.uint64(2**64 - 1)), axis=-1)
-
-    def _make_stream(self, epoch: int) -> '_Stream':
-        return _Stream(self.shard_lengths, self._chunk_ends, self.settings, epoch)
 
 
 class _Stream:
@@ -266,9 +239,7 @@ def check_share(
 ) -> None:
     """Checks that all processes get equal parts of a batch and equal numbers of lanes.
 
-    Raises:
-        ValueError: The parts are unequal; the message names a batch size and a number of lanes that
-            work.
+    Raises a ValueError otherwise, which names a batch size and a number of lanes that work.
     """
     if not 0 <= process_index < process_count:
         raise ValueError(f'process_index={process_index} is not in [0, {process_count})')
@@ -310,15 +281,8 @@ def train_blocks(
 
     Only this function asks an `Order` for the samples of a batch. A block ends where windows end,
     because the records of a window lie in the same chunks. It has the fewest windows that hold
-    `block_rows` rows; with 0, as many as cost little to plan.
-
-    Args:
-        order: Order of the samples.
-        lanes: The lanes to read.
-        each: Samples of every lane in a batch.
-        start: Samples of every lane before the first batch.
-        stride: W, to read the batches 0, W, 2 W and so on after the start.
-        block_rows: Least number of rows in a block.
+    `block_rows` rows; with 0, as many as cost little to plan. A batch takes `each` samples of every
+    lane, and the first one those after `start`.
     """
     windows = max(1, -(-(block_rows or _BLOCK_ROWS) // (order.window * len(lanes))))
     skip = 0  # batches before the next that is wanted

@@ -1,7 +1,5 @@
 """Batches gathered row by row from TFRecord files in memory, without TensorFlow.
 
-    choices = RowChoices(('key', 'latents'), {'latents': ArraySpec(...)}, seed=0)
-    reader = RowReader(split, choices, stored.record_layout, verify='once', ...)
     rows = reader.find(epoch, shard, record)          # of many batches at once
     some = rows.part(slice(0, 256))
     part = reader.read(some, reader.check(some))      # dict(key=(256,), latents=(256, 4, 32, 32))
@@ -193,11 +191,7 @@ def join_places(some: list[InMemory]) -> InMemory:
 
 
 class RowReader:
-    """Reads rows of one split.
-
-    Attributes:
-        columns: Readers of the features that lie elsewhere than in the records.
-    """
+    """Reads rows of one split."""
 
     def __init__(
         self,
@@ -213,16 +207,9 @@ class RowReader:
         """Opens nothing.
 
         Args:
-            split: Split of a data set.
-            choices: Features and choices of a batch.
-            layout: Layout of the records.
             verify: One of `damage.MODES`.
-            bad_records: Counts the records that cannot be read.
             columns: Readers of the features that lie elsewhere than in the records.
-            files: The shards; None to map local shards.
-
-        Raises:
-            ValueError: There are too many shards.
+            files: The shards; None to map local shards, of which there may be `files.MAX_FILES`.
         """
         lengths = split.index.shard_lengths
         self._split, self._choices = split, choices
@@ -234,8 +221,7 @@ class RowReader:
     def find(self, epoch: np.ndarray, shard: np.ndarray, record: np.ndarray) -> Rows:
         """Finds records in memory; `epoch` is the epoch that reads each. All are int64 `(n,)`.
 
-        Raises:
-            OSError: A file cannot be opened.
+        Raises an OSError if a file cannot be opened.
         """
         memory = self._files.memory
         runs, of_run = np.unique(_run_numbers(shard, record), return_inverse=True)
@@ -264,11 +250,7 @@ class RowReader:
         )
 
     def will_need(self, run: tuple[int, int, int]) -> None:
-        """Asks the system to read ahead a run of `prefetch` if files are mapped.
-
-        Raises:
-            OSError: The file of the run cannot be opened.
-        """
+        """Asks the system to read ahead a run of `prefetch` if files are mapped."""
         if isinstance(self._files, MappedFiles):
             self._files.open(np.array(run[:1]))
             self._files.will_need(*run)
@@ -430,7 +412,6 @@ def find_records(
     """Finds the records of runs of at most `schema.CHUNK_STRIDE` records.
 
     Args:
-        memory: Memory that the files lie in.
         start: Address of each run, int64 `(n,)`.
         count: Records of each run.
         limit: Address at which the bytes of each run end.

@@ -1,8 +1,4 @@
-"""Arguments of `input_pipeline`, and all checks of them that need no data set.
-
-asked = settings.Training(data=path, batch_size=256, seed=0, ...)
-asked.order, asked.sources[0].stored       # OrderSettings, an opened data set
-"""
+"""Arguments of `input_pipeline`, and all checks of them that need no data set."""
 
 import dataclasses
 import functools
@@ -24,9 +20,7 @@ AUTO, ROWS, CHUNKS, TF_DATA = ENGINES = ('auto', 'rows', 'chunks', 'tf_data')
 class Reading:
     """The settings for reading a split; `input_pipeline.train_batches` describes the fields.
 
-    Raises:
-        ValueError: A field has a wrong type or is out of its range; the message names values that
-            work.
+    Raises a ValueError, which names values that work, for a field of a wrong type or range.
     """
 
     data: Data | Mix

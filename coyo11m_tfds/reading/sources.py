@@ -1,10 +1,5 @@
 """The sources of a mixture: opened, with their names, conditions and texts.
 
-    sources = sources.open_mix(({'dir': A, 'weight': 3}, {'dir': B, 'where': 'score > 5'}))
-    sources[1].name, sources[1].where        # 'hash_2', a condition
-    sources[1].kept('train', keys)           # the records it keeps, read once
-    sources.check_fit(found, text='')        # or a ValueError
-
 A data set alone is a mixture of one source without a condition.
 """
 
@@ -55,8 +50,7 @@ class Source:
     def kept(self, split: str, keys: Callable[[int], Iterator[np.ndarray]]) -> Kept | None:
         """Reads, at its first call, the records of a split that the condition keeps; None for all.
 
-        Raises:
-            ValueError, OSError: As `filters.find_kept`.
+        Raises the errors of `filters.find_kept`, which describes `keys`.
         """
         found = self.stored.split(split)
         if self.where is None or found is None:
@@ -96,12 +90,7 @@ def open_mix(data: Data | Mix) -> tuple[Source, ...]:
 
 def _open(described: Any) -> Source:
     fields = dict(described) if isinstance(described, Mapping) else {}
-    kinds: dict[str, Any] = {
-        'where': str,
-        'text': (str, Mapping),
-        'name': str,
-        'same_vae': bool,
-    }
+    kinds: dict[str, Any] = {'where': str, 'text': (str, Mapping), 'name': str, 'same_vae': bool}
     is_known = fields.keys() <= {'dir', 'weight', *kinds}
     fit = (isinstance(fields[name], kinds[name]) for name in fields.keys() & kinds.keys())
     if 'dir' not in fields or not is_known or not all(fit):
@@ -167,12 +156,9 @@ def choose_texts(
 
 
 def stats(sources: Sequence[Source], text: texts.Spec) -> DatasetStats:
-    """Returns the statistics of latents and texts over a mixture, by its weights.
+    """Returns the statistics of latents and texts over a mixture, by its weights, not its stages.
 
-    Stages do not change them.
-
-    Raises:
-        ValueError: As of `choose_texts`.
+    Raises the ValueError of `choose_texts`.
     """
     found = [x.stored.stats(text if x.text is None else x.text) for x in sources]
     if len(found) == 1:

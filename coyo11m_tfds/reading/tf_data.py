@@ -1,8 +1,5 @@
 """Batches as a `tf.data.Dataset`: this host's lanes interleaved, batched and prefetched.
 
-    dataset = tf_data.train(Training(data=path, batch_size=256, ...), opened)
-    dataset = tf_data.evaluate(Reading(data=path, batch_size=256, ...), opened)
-
 Each lane is read as without TensorFlow, so the batches are the same, bit for bit. By rows, a sample
 of key and crop takes 20 us of a core, 3 us of them for reading (2 busy cores). TFDS reads data sets
 without a chunk index, such as mocked ones, with an ordinary shuffle.

@@ -1,8 +1,4 @@
-"""Sends host batches to devices as sharded `jax.Array`s, while the devices use earlier ones.
-
-for batch in to_device.to_device(batches, sharding):
-    state = step(state, batch)
-"""
+"""Sends host batches to devices as sharded `jax.Array`s, while the devices use earlier ones."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, overload
@@ -19,13 +15,9 @@ if TYPE_CHECKING:
 
 
 def key_words(keys: np.ndarray) -> np.ndarray:
-    """Splits keys into words for devices without 64-bit integers.
+    """Splits keys, int64 `(b,)`, for devices without such integers.
 
-    Args:
-        keys: int64 `(b,)`.
-
-    Returns:
-        uint32 `(b, 2)`: the low and the high word.
+    Returns the low and the high word of each key, uint32 `(b, 2)`.
     """
     words = np.ascontiguousarray(keys, '<i8').view('<u4').reshape(-1, 2)
     return words.astype(np.uint32, copy=False)
@@ -65,13 +57,7 @@ def process_share(sharding: jax.sharding.Sharding) -> tuple[int, int]:
     """Returns which part of a global batch this process holds, and the number of parts.
 
     Processes that hold the same rows, for example of a batch that is copied to all devices, share
-    one part.
-
-    Args:
-        sharding: Sharding of the leading axis.
-
-    Raises:
-        ValueError: The parts of processes overlap.
+    one part. Raises a ValueError if the parts of processes overlap.
     """
     count = len(sharding.device_set)
     rows: dict[int, set[int]] = {}

@@ -1,8 +1,5 @@
 """Reads training samples of one data set or of a mixture, in the planned order.
 
-    batches = training.train_batches(Training(data=path, batch_size=256, ...), opened)
-    training.plan(sources, settings, 256, 'train').steps_per_epoch
-
 Each source of a mixture is read by rows or by chunks, in its own sequence. A batch joins the parts
 of its sources: by rows, one call gathers the values of all sources.
 """
@@ -37,7 +34,6 @@ class Plan(NamedTuple):
     """The sequence of batches that training reads from its sources.
 
     Attributes:
-        sources: The sources.
         orders: Order of each source's samples; None for a single source without a chunk index.
         place: Place of the first batch.
         steps_per_epoch: Number of samples of all sources divided by the batch size; NaN if unknown.
@@ -58,18 +54,10 @@ def plan(
 ) -> Plan:
     """Plans the training samples; reads the columns that conditions compare.
 
-    Raises:
-        ValueError: Settings do not fit each other or the data sets.
-        OSError: A chunk index or a column cannot be read.
+    Raises the errors of `input_pipeline.train_batches`.
     """
-    found = [x.stored.split(split) for x in sources]
-    orders = None
-    if all(found):
-        orders = tuple(
-            _order(source, split, of_source.index.shard_lengths, settings)
-            for source, of_source in zip(sources, found, strict=True)
-            if of_source
-        )
+    found = [_order(source, split, settings) for source in sources]
+    orders = tuple(x for x in found if x)
     check_latents(sources)
     of_latents = [x.stored.latents for x in sources] if len(sources) > 1 else []
     rule = Rule(
@@ -84,15 +72,18 @@ def plan(
     place = Place(Position(0, (0,) * len(sources)), rule, digests)
     alone = sources[0].stored.splits.get(split)
     samples = alone.num_records // settings.lanes if alone else math.nan
-    if orders:
-        samples = sum(x.lane_length for x in orders)
-    return Plan(sources, orders, place, samples / rule.each)
+    if len(orders) < len(sources):
+        return Plan(sources, None, place, samples / rule.each)
+    return Plan(sources, orders, place, sum(x.lane_length for x in orders) / rule.each)
 
 
-def _order(source: Source, split: str, shard_lengths: np.ndarray, settings: OrderSettings) -> Order:
+def _order(source: Source, split: str, settings: OrderSettings) -> Order | None:
+    found = source.stored.split(split)
+    if found is None:
+        return None
     kept = kept_records(source, split)
     try:
-        return Order(shard_lengths, settings, kept)
+        return Order(found.index.shard_lengths, settings, kept)
     except ValueError as error:
         raise ValueError(f'{source.stored.folder}: {error}') from error
 
@@ -125,14 +116,9 @@ def train_batches(asked: Training, opened: Sequence[Opened]) -> Batches:
 
 
 class _SourceReader(SplitReader):
-    """Reads samples of lanes of one source in the planned order.
-
-    Attributes:
-        order: Order of the samples.
-    """
+    """Reads samples of lanes of one source in the planned order."""
 
     def __init__(self, asked: Training, opened: Opened, order: Order, text: texts.Chosen):
-        """Raises a ValueError for settings that do not fit each other or the data set."""
         self.order = order
         super().__init__(
             asked,
