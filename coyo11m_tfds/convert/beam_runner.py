@@ -1,8 +1,5 @@
 """Writes shards with Apache Beam, on as many machines as its runner has.
 
-    for task, result in write_shards(tasks, finished, scratch_dir, options):
-        ...
-
 Each element of the collection describes all shards of one group of files, in some kilobytes. So
 only one worker fetches each file, and only once. Workers on other machines cannot read the captions
 and text embeddings of this machine, so this module first copies them beside the records of the
@@ -40,14 +37,9 @@ def write_shards(
 ) -> Iterator[tuple[ShardTask, ShardResult]]:
     """Writes shards and their records; yields the results when all shards are stored.
 
-    Args:
-        tasks: Tasks of a plan; tasks of one group are neighbours.
-        finished: Storage of shards and records; all workers must reach it by this path.
-        scratch_dir: Folder of each worker for remote `.pt` files; '' for the user's cache.
-        runner: Runner of the pipeline; None for the one that the options name.
-
-    Raises:
-        RuntimeError: A worker failed; finished shards are kept.
+    All workers must reach `finished` by its path. `scratch_dir` is a folder of each worker for
+    remote `.pt` files; '' for the user's cache. Raises a RuntimeError if a worker failed; finished
+    shards are kept.
     """
     if not tasks:
         return

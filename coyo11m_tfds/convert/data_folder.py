@@ -1,13 +1,5 @@
 """The folder of a data set: shards and records of a running build, and its publication.
 
-    folder = DataFolder('OUT/coyo11m_tfds/latents/1.0.0')
-    folder.find_build()                             # ID of the data set, None if there is none
-    finished = FinishedShards(folder.files, '3f9a1c20')
-    finished.load(plan.tasks)                       # results that are there already
-    finished.save(task, local_file, result)         # stores a shard, then its record
-    folder.publish('3f9a1c20', files, small, overwrite=True)   # makes the build the data set
-    folder.remove_others('3f9a1c20')                # removes files of other builds
-
 All files of a build except three have its ID in their names, and are written straight into this
 folder. The last file, `dataset_info.json`, has the ID in its template for the names of shards and
 so makes the files the data set. Until then readers see the old data set. No file is moved or
@@ -56,11 +48,7 @@ class FinishedShards:
         self._put(_SETTINGS_FILE, settings)
 
     def save(self, task: ShardTask, local_file: str, result: ShardResult) -> None:
-        """Stores a shard from a local file, and then its record.
-
-        Raises:
-            OSError: The shard or its record cannot be stored.
-        """
+        """Stores a shard from a local file, and then its record."""
         self.folder.put(local_file, task.filename, result.crc32c)
         record = {'fingerprint': task.fingerprint, 'result': result.to_json()}
         record['digest'] = json_digest.sha256(record)
@@ -128,13 +116,12 @@ class DataFolder:
     def publish(
         self, build: str, files: Mapping[str, FileState], local: Mapping[str, str], overwrite: bool
     ) -> None:
-        """Makes a build the data set; replaces an existing one only with `overwrite`.
+        """Makes a build the data set; replaces one of another build only with `overwrite`.
 
         Args:
             files: States of all files of the build, by name; the folder holds all but those in
                 `local`.
             local: Local paths of the files without an ID in their names.
-            overwrite: Whether to replace a data set of another build.
 
         Raises:
             OSError: A file in the folder differs from its state.
@@ -158,8 +145,7 @@ class DataFolder:
     def remove_others(self, build: str, resumable_too: bool = True) -> None:
         """Removes the files of other builds, and the records of the data set's own build.
 
-        Args:
-            resumable_too: Whether to remove interrupted builds too, instead of a warning.
+        Without `resumable_too`, interrupted builds stay, with a warning.
         """
         there = self.files.sizes()
         kept = self._recorded(build, there)
@@ -204,13 +190,10 @@ class DataFolder:
 
 
 def tidy(final: str) -> None:
-    """Removes the files of builds that were killed after they completed a data set.
+    """Removes the files of builds that were killed after they completed the data set in `final`.
 
     If there are none, this takes one listing. In a job only the first process does this. It never
     waits for a running build. Without write access it only warns.
-
-    Args:
-        final: Folder of the data set, local or `gs://`.
     """
     if job.process_index():
         return

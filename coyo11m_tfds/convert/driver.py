@@ -4,10 +4,6 @@
         if built:                               # None if the data set was there
             write_info(built, built.folder)     # TFDS' own files
 
-The digest of its plan names a build. The shards go straight into the folder of the data set, under
-names with this ID, and their records into a sub-folder, from which a later call resumes. The
-description of the data set, written last, makes the shards the data set; see `data_folder`.
-
 Any number of processes and interruptions gives the same files, because a shard is a function of its
 task, and results are joined in the order of the shards. On a fast disk, one core writes 30,000
 records (740 MB) a second, with statistics and checksums.

@@ -1,9 +1,4 @@
-"""Builds that leave the latents in the source's files and record their places.
-
-file = in_place.describe(source_file, LatentShard(path))
-splits = {'train': [[(file, rows)], ...], 'validation': [...]}
-in_place.write(folder, splits, 'float16', (3, 4, 32, 32), build)
-"""
+"""Builds that leave the latents in the source's files and record their places."""
 
 import itertools
 import os
@@ -20,11 +15,7 @@ from coyo11m_tfds.storage.source_files import SourceFile
 
 
 def describe(file: SourceFile, opened: LatentFile) -> ColumnFile:
-    """Describes a file of latents for the columns of a data set.
-
-    Raises:
-        ValueError: The places of its latents cannot be described as rows in place.
-    """
+    """Describes a file of latents; raises a ValueError if they are not rows in place."""
     places = opened.places
     if places is None:
         raise ValueError(
@@ -61,14 +52,10 @@ def write(
     shape: tuple[int, ...],
     build: str,
 ) -> None:
-    """Describes the latents of a data set as a column.
+    """Describes the latents of a data set as a column, in a local folder.
 
-    Args:
-        folder: Local folder to write in.
-        splits: `ShardResult.sources` of each split's shards, in order.
-        dtype: Dtype of the latents.
-        shape: Shape of a row, `(crops, C, H, W)`.
-        build: ID of the build.
+    `splits` holds the `ShardResult.sources` of each split's shards, in order, and `shape` is that
+    of a row, `(crops, C, H, W)`.
     """
     runs = {split: list(itertools.chain.from_iterable(of)) for split, of in splits.items()}
     used = {file for of_split in runs.values() for file, rows in of_split if len(rows)}

@@ -1,8 +1,5 @@
 """Writes shards with a pool of processes on this machine.
 
-    for task, result in write_shards(tasks, finished, scratch, staging, num_workers=2):
-        ...
-
 The pool writes shards to local files. Threads of this process fetch remote `.pt` files in advance
 and store the finished shards, so the pool waits for no download, upload or disk.
 """

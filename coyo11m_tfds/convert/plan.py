@@ -1,9 +1,5 @@
 """Decides the contents of every shard before anything is written.
 
-    plan = make_plan(location.find('/data/coyo11m'), settings, scratch, cache_dir)
-    plan.tasks            # one a shard, with the exact rows of its records
-    plan.dropped.counts   # {'no_row': 7, 'no_caption': 6, ...}
-
 Planning opens and checks every file of the source, joins captions and text embeddings by key, and
 chooses the split of each key. So it finds faults before hours of writing. For 12 million rows it
 takes about 80 s of CPU (without reading the heads) and about 1.5 GB of memory.

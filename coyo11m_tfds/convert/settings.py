@@ -1,12 +1,4 @@
-"""The settings of a build, which go from the config to the workers and into the metadata.
-
-    settings = BuildSettings(source='/data/coyo11m', text_embeddings='gemma')
-    metadata[schema.META_SETTINGS] = settings.record(limit, text_embeddings)
-    settings.check_recorded(folder, metadata, limit)
-
-`check_recorded` does not compare the source: the metadata hold its fingerprint, but a comparison
-would have to read all files.
-"""
+"""The settings of a build, which go from the config to the workers and into the metadata."""
 
 import dataclasses
 import os
@@ -37,36 +29,7 @@ def check_names(names: Iterable[str], known: Sequence[str], where: str) -> None:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class BuildSettings:
-    """The settings of a build.
-
-    Attributes:
-        source: Folder of the source, local, `gs://` or `hf://`; '' for TFDS' `manual_dir`.
-        caption_column: Column of the Parquet file that becomes `caption`.
-        validation_fraction: Share of the keys in the validation split, in [0, 1).
-        shard_bytes: Approximate size of a shard: the records of a larger `.pt` file are cut into
-            the fewest nearly equal shards of at most about this size; smaller files share a shard
-            of half to twice this size.
-        text_embeddings: '' for none, or the class labels of a source without captions; 'labels' for
-            class labels as tokens; 'pt' for the `embeddings` in the `.pt` files; otherwise the
-            folder that `coyo11m_tfds.embed_captions` made, with embeddings or tokens.
-        latents_from: Description of the latents, if the files do not say it: 'NAME' of a tensor, a
-            column or a member, or 'NAME:DTYPE:C,H,W'; see `schema.LatentsFrom`.
-        vae: Name of the VAE of the latents, which the data set records; a mixture refuses sources
-            with different names. '' if unknown.
-        latents: 'records', or 'in_place' to leave the latents in the source's files, from which
-            readers read them. These files must not change, and must lie on gs:// for a data set on
-            gs://. The order of training is the same.
-        bad_data: Policy for duplicate keys, files whose tensors disagree, and numbers that are not
-            finite: 'drop' leaves such rows out and counts them, 'stop' ends the build at the first.
-        max_bad_fraction: Largest share of the source's rows that may be bad, in [0, 1].
-        check_crc: Whether contents of `.pt` files must have the CRC-32 that torch records with
-            them; False for files saved without valid checksums.
-        num_workers: Number of processes that write; 0 for the environment variable COYO11M_NUM_PROC
-            or, without it, all cores.
-        scratch_dir: Local folder for captions and text embeddings, which stay there between builds,
-            and for downloads, at most four large files at a time; '' for `.coyo11m_tfds` in a local
-            data_dir or, with a remote one and for Beam's workers, `~/.cache/coyo11m_tfds`.
-    """
+    """The settings of a build; coyo11m_tfds/README.md describes the fields ("Building")."""
 
     source: str = ''
     caption_column: str = schema.DEFAULT_CAPTION_COLUMN
@@ -139,13 +102,10 @@ class BuildSettings:
     def check_recorded(
         self, folder: str | os.PathLike[str], metadata: Mapping[str, Any], limit: int | None
     ) -> None:
-        """Refuses a data set with other settings; accepts one that records no settings.
+        """Raises a ValueError if a data set has other settings; accepts one that records none.
 
-        Args:
-            limit: See `record`.
-
-        Raises:
-            ValueError: The settings differ, or the sidecar is damaged.
+        This does not compare the source: the metadata hold its fingerprint, but a comparison would
+        have to read all files.
         """
         there = metadata.get(schema.META_SETTINGS)
         if there is None:

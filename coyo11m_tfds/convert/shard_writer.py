@@ -1,7 +1,5 @@
 """Writes one TFRecord shard: a pure function of its task, in any process.
 
-    result = shard_writer.write_shard(task, ['/scratch/000000-000009.pt'], '/scratch/shard')
-
 It opens one file of the source at a time and reads `ROWS_AT_ONCE` rows at a time, so its memory is
 independent of the sizes of files and shards.
 """
@@ -31,11 +29,7 @@ Features = dict[str, np.ndarray | list[bytes]]
 
 
 def write_shard(task: ShardTask, latents_paths: Sequence[str], path: str) -> ShardResult:
-    """Writes the shard's file.
-
-    Args:
-        latents_paths: Local path of each part's file.
-        path: Local file to write.
+    """Writes the shard's file to a local path, from a local path of each part's file.
 
     Raises:
         ValueError: The source has changed since it was planned; or it holds numbers that are not
@@ -59,7 +53,7 @@ def write_shard(task: ShardTask, latents_paths: Sequence[str], path: str) -> Sha
         num_records=writer.num_records,
         num_bytes=writer.num_bytes,
         crc32c=writer.crc32c,
-        chunk_offsets=np.asarray(writer.chunk_offsets, np.int64),
+        chunk_offsets=writer.chunk_offsets,
         statistics=source.statistics,
         writer=THIS_WRITER,
         read=tuple(source.read),

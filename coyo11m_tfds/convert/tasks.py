@@ -1,16 +1,9 @@
 """The tasks of a build, one for each shard, with their inputs and results.
 
-    task.inputs = JoinedInputs(rows, keys, places, captions=folder, sidecar='')
-    opened = task.inputs.open()
-    opened.rows, opened.keys                 # int32 (n,), int64 (n,)
-    opened.captions                          # list of UTF-8 bytes
-    opened.text                              # float16 (n, dim), int32 (n, dim), or None
-
 On one machine all tasks read the files of `source.joined` (`JoinedInputs`). A worker on another
 machine reads a copy of the inputs of one shard, some MB (`PackedInputs`).
 """
 
-import base64
 import dataclasses
 import functools
 import io
@@ -96,11 +89,7 @@ class PackedInputs:
     path: str
 
     def open(self) -> OpenInputs:
-        """Reads all inputs, some MB.
-
-        Raises:
-            OSError: The file cannot be read, or arrives damaged at every attempt.
-        """
+        """Reads all inputs, some MB; raises an OSError if they arrive damaged at every attempt."""
         packed = stored_files.read(source_files.describe(self.path), stored_files.Content).data
         # Zip archives carry a checksum of each array, so damage is an error and not a caption.
         with np.load(io.BytesIO(packed)) as arrays:
@@ -185,7 +174,7 @@ class ShardResult:
 
     Attributes:
         split, index: See `ShardTask`.
-        chunk_offsets: Byte offsets of the records 0, 32, 64, ..., int64.
+        chunk_offsets: Byte offsets of the records 0, 32, 64, ...
         writer: Version of the package that wrote the shard.
         read: Digests of the source files of the shard.
         sources: Places of latents outside the records: each file with the row and the CRC-32C for
@@ -197,7 +186,7 @@ class ShardResult:
     num_records: int
     num_bytes: int
     crc32c: int
-    chunk_offsets: np.ndarray
+    chunk_offsets: list[int]
     statistics: ShardStatistics
     writer: str
     read: tuple[str, ...]
@@ -205,41 +194,23 @@ class ShardResult:
 
     def to_json(self) -> dict:
         """Returns the result as JSON values, without a loss."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return fields | {
-            'chunk_offsets': _encode(self.chunk_offsets, '<i8'),
+        return vars(self) | {
             'statistics': self.statistics.to_json(),
-            'sources': [(dataclasses.asdict(f), _encode(rows, '<u4')) for f, rows in self.sources],
+            'sources': [(dataclasses.asdict(file), rows.tolist()) for file, rows in self.sources],
         }
 
     @classmethod
     def from_json(cls, fields: dict) -> 'ShardResult':
-        """The inverse of `to_json`.
-
-        Raises:
-            KeyError, TypeError, ValueError: `fields` is not a result of `to_json`.
-        """
-        sources = tuple(
-            (
-                ColumnFile(**file | {'starts': tuple(file['starts'])}),
-                _decode(rows, '<u4').reshape(-1, 2),
-            )
-            for file, rows in fields['sources']
-        )
-        return cls(
-            **fields
-            | {
-                'chunk_offsets': _decode(fields['chunk_offsets'], '<i8'),
-                'statistics': ShardStatistics.from_json(fields['statistics']),
-                'read': tuple(fields['read']),
-                'sources': sources,
-            }
-        )
-
-
-def _encode(array: np.ndarray, dtype: str) -> str:
-    return base64.b64encode(array.astype(dtype).tobytes()).decode()
-
-
-def _decode(text: str, dtype: str) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(text), dtype)
+        """The inverse of `to_json`; raises a KeyError, TypeError or ValueError for other values."""
+        made = {
+            'statistics': ShardStatistics.from_json(fields['statistics']),
+            'read': tuple(fields['read']),
+            'sources': tuple(
+                (
+                    ColumnFile(**file | {'starts': tuple(file['starts'])}),
+                    np.array(rows, '<u4').reshape(-1, 2),
+                )
+                for file, rows in fields['sources']
+            ),
+        }
+        return cls(**fields | made)

@@ -1,23 +1,20 @@
 """Offsets of the chunks of records in the shards of a split.
 
     index = ChunkIndex.load(data_dir, 'train')            # None where the data set has no index
-    index.shard_lengths                                   # int64 (num_shards,)
     offset, nbytes = index.byte_range(shard=0, first=64, count=64)
 
 The file `chunk_index-<split>-<build>.npy` beside the shards is a flat int64 array. For each shard
 it holds [number of records, byte offsets of the records 0, 32, 64, ..., file size].
 """
 
-import io
 import os
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.dataset import npy
+from coyo11m_tfds.dataset import manifest, npy
 from coyo11m_tfds.dataset.manifest import DamagedError
-from coyo11m_tfds.storage import source_files, stored_files
 
 # No shard has so many bytes: 8 TB. What is larger may not be added to an address.
 _END = 1 << 43
@@ -48,18 +45,12 @@ class ChunkIndex:
     ) -> 'ChunkIndex | None':
         """Reads the index of a split; None if the data set has none.
 
-        Raises:
-            DamagedError: The stored file is damaged.
-            PermissionError: Credentials are missing or refused.
-            OSError: The storage cannot be reached, or the file cannot be read.
+        Raises a DamagedError if the file is damaged, and an OSError if it cannot be read.
         """
         path = os.path.join(data_dir, file_name(split, build))
+        data = manifest.read_file(path)
         try:
-            file = source_files.describe(path)
-        except ValueError:  # no such file
-            return None
-        try:
-            return cls.parse(bytes(stored_files.read(file, stored_files.Content).data))
+            return None if data is None else cls.parse(data)
         except ValueError as error:
             raise DamagedError(
                 f'{path}: is not a chunk index ({error}). Build the data set again.'
@@ -67,27 +58,17 @@ class ChunkIndex:
 
     @classmethod
     def parse(cls, data: bytes) -> 'ChunkIndex':
-        """Parses the content of an index file.
-
-        Raises:
-            ValueError: The content is damaged.
-        """
-        stream = io.BytesIO(data)
-        dtype, shape = npy.read_header(stream, len(data))
-        return cls(np.frombuffer(data, dtype, offset=stream.tell()).reshape(shape))
+        """Parses the content of an index file; raises a ValueError if it is damaged."""
+        dtype, shape, start = npy.parse_header(data, len(data))
+        return cls(np.frombuffer(data, dtype, offset=start).reshape(shape))
 
     def byte_range(
         self, shard: np.ndarray | int, first: np.ndarray | int, count: np.ndarray | int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Finds the bytes of consecutive records; the arguments broadcast against each other.
 
-        Args:
-            first: First record, a multiple of `schema.CHUNK_STRIDE`.
-            count: Number of records, at least 1: a multiple of `schema.CHUNK_STRIDE`, or all up to
-                the end of the shard.
-
-        Returns:
-            `(offset, nbytes)`, int64, in the common shape of the arguments.
+        `first` is a multiple of `schema.CHUNK_STRIDE`. So is `count`, at least 1, unless the
+        records end with the shard. Returns offsets and numbers of bytes, int64.
         """
         shard, first, count = np.broadcast_arrays(shard, first, count)
         end = first + count
@@ -112,9 +93,7 @@ def save(
 ) -> None:
     """Writes the index of a split into a local folder.
 
-    Args:
-        offsets: Byte offsets of the records 0, 32, 64, ... of each shard.
-        shard_sizes: Size of each shard in bytes.
+    `offsets` are those of the records 0, 32, 64, ... of each shard; all sizes are in bytes.
     """
     parts = [
         part

@@ -1,9 +1,5 @@
 """Columns: features that lie outside the records, as rows of a fixed size in other files.
 
-    column = columns.read(folder, build)['latents']     # {} for a data set without columns
-    column.files[3].path, column.files[3].starts    # a file, and where its latents begin
-    column.locate(folder, 'train', num_records)     # uint32 (records, 3): file, row, CRC-32C
-
 `columns-<build>.json` beside the shards names the files, with their versions at the time of the
 build. `column_<feature>-<split>-<build>.npy` holds a row for every record, in the order of the
 shards: the place of the values, or the values themselves, with the CRC-32C of the row. All files
@@ -11,7 +7,6 @@ may be on gs://.
 """
 
 import dataclasses
-import io
 import math
 import os
 import re
@@ -32,7 +27,6 @@ MAX_ROW_NBYTES = 2 * schema.MAX_TEXT_DIM  # of an added column: `reading.files` 
 
 _RESTORE = 'Restore it, or build the data set again.'
 _BESIDE = 'beside'  # the kind of a column in files beside the shards
-_NPY_HEADER = 4096  # bytes in which the header of a `.npy` file ends
 _DTYPES = {np.dtype(code).name for code in np.typecodes['AllInteger'] + 'efd'}
 
 
@@ -59,13 +53,9 @@ class ColumnFile:
     stride: int
 
     def check(self, found: SourceFile | None) -> SourceFile:
-        """Compares a file with its description and returns it; reads no rows.
+        """Compares the file at `path`, None if it is missing, with its description.
 
-        Args:
-            found: The file at `path` now; None if it is missing.
-
-        Raises:
-            ValueError: The file is missing or has changed.
+        Returns the file; raises a ValueError if it is missing or has changed. Reads no rows.
         """
         if found is None:
             raise ValueError(f'{self.path}: is missing, but holds latents. {_RESTORE}')
@@ -129,11 +119,8 @@ class Column:
     def locate(self, folder: str | os.PathLike[str], split: str, num_records: int) -> np.ndarray:
         """Returns the file's number, the row and its CRC-32C for each record; uint32 `(n, 3)`.
 
-        The array is memory-mapped, or read whole from gs://: 12 bytes a record.
-
-        Raises:
-            ValueError: The file is missing or damaged, or has another length than the split.
-            OSError: The file cannot be read.
+        The array is memory-mapped, or read whole from gs://: 12 bytes a record. Raises a ValueError
+        if the file is missing or damaged, or has another length than the split.
         """
         path = os.path.join(folder, file_name(self.name, split, self.build))
         try:
@@ -185,17 +172,15 @@ class AddedColumn:
     ) -> tuple[SourceFile, int, np.dtype]:
         """Returns the file of a split, the offset of its first row, and the dtype of its rows.
 
-        Raises:
-            ValueError: The file is missing, or has another length than the split.
-            OSError: The file cannot be read.
+        Raises a ValueError if the file is missing, or has another length than the split.
         """
         if split not in self.files:
             raise ValueError(f'{folder}: its column {self.name!r} has no split {split!r}.')
         path = os.path.join(folder, self.files[split])
         try:
             file = source_files.describe(path)
-            head = remote.read_range(file, 0, min(file.size, _NPY_HEADER))
-            dtype, shape, start = _parse_header(head, file.size)
+            head = remote.read_range(file, 0, min(file.size, npy.HEADER_BYTES))
+            dtype, shape, start = npy.parse_header(head, file.size)
         except ValueError as error:
             raise ValueError(f'{path}: is not a column ({error}). Add it again.') from None
         expected = row_dtype(self.dtype, self.shape, int(self.crc32c[split], 16))
@@ -247,11 +232,7 @@ class Writer:
 
 
 class RowScan:
-    """Checks the file of an added column block by block: compares each row with its CRC-32C.
-
-    Attributes:
-        crc32c: CRC-32C of all blocks so far.
-    """
+    """Checks the file of an added column block by block: compares each row with its CRC-32C."""
 
     def __init__(self, start: int, dtype: np.dtype):
         """Takes the offset of the first row, and `row_dtype`."""
@@ -352,9 +333,7 @@ def write(
 def read(folder: str | os.PathLike[str], build: str = '') -> dict[str, Column | AddedColumn]:
     """Reads the columns of a data set, local or on gs://, by feature; {} if it has none.
 
-    Raises:
-        DamagedError: The description is damaged.
-        OSError: The description cannot be read.
+    Raises a `manifest.DamagedError` if the description is damaged.
     """
     path = os.path.join(folder, schema.of_build(schema.COLUMNS_FILE, build))
     data = manifest.read_file(path)
@@ -367,11 +346,7 @@ def read(folder: str | os.PathLike[str], build: str = '') -> dict[str, Column | 
 
 
 def parse(data: bytes) -> dict[str, Column | AddedColumn]:
-    """Parses the content of `schema.COLUMNS_FILE`.
-
-    Raises:
-        ValueError: The content is damaged, or in another format.
-    """
+    """Parses the content of `schema.COLUMNS_FILE`; raises as `manifest.parse`."""
     try:
         found = manifest.parse_sealed(data, 'columns')
         return {name: _column(name, **column) for name, column in found.items()}
@@ -433,7 +408,7 @@ def _load_places(path: str, crc32c: str) -> np.ndarray:
         data: Any = stored_files.read(file, stored_files.Content).data
     else:
         data = np.memmap(path, np.uint8, 'r')
-    dtype, shape, start = _parse_header(bytes(data[:_NPY_HEADER]), file.size)
+    dtype, shape, start = npy.parse_header(bytes(data[: npy.HEADER_BYTES]), file.size)
     if dtype != np.uint32 or shape[1:] != (3,):
         raise ValueError(f'found {dtype} {shape}, expected uint32 (n, 3)')
     places = np.frombuffer(data, dtype, offset=start).reshape(shape)
@@ -445,10 +420,3 @@ def _load_places(path: str, crc32c: str) -> np.ndarray:
 def array_crc32c(array: np.ndarray) -> str:
     """Returns the CRC-32C of a contiguous array's bytes, in 8 hex digits."""
     return f'{google_crc32c.value(array.reshape(-1).view(np.uint8)):08x}'
-
-
-def _parse_header(head: bytes, num_bytes: int) -> tuple[np.dtype, tuple[int, ...], int]:
-    """Returns dtype and shape as `npy.read_header`, and the offset of the values."""
-    stream = io.BytesIO(head)
-    dtype, shape = npy.read_header(stream, num_bytes)
-    return dtype, shape, stream.tell()

@@ -34,8 +34,7 @@ def write(folder: str | os.PathLike[str], files: Mapping[str, FileState], build:
 def parse(data: bytes) -> dict[str, FileState]:
     """Returns the states of the files by name, from the content of `schema.CHECKSUMS_FILE`.
 
-    Raises:
-        ValueError: The content is damaged, or in another format.
+    Raises a ValueError if the content is damaged, or in another format.
     """
     try:
         return {name: _state(**state) for name, state in parse_sealed(data, 'files').items()}
@@ -60,11 +59,7 @@ def write_sealed(folder: str | os.PathLike[str], name: str, what: str, entries: 
 
 
 def parse_sealed(data: bytes, what: str) -> Any:
-    """Parses the content of a file of `write_sealed` and returns its entries.
-
-    Raises:
-        ValueError: The content is damaged, or in another format.
-    """
+    """Returns the entries in the content of a file of `write_sealed`; raises as `parse`."""
     try:
         content = json.loads(data)
         if content.pop('digest') != json_digest.sha256(content):
@@ -77,11 +72,7 @@ def parse_sealed(data: bytes, what: str) -> Any:
 
 
 def read_file(path: str) -> bytes | None:
-    """Reads a small file, local or on gs://; None if it is missing.
-
-    Raises:
-        OSError: The file cannot be read, or the storage cannot be reached.
-    """
+    """Reads a small file, local or on gs://; None if it is missing."""
     try:
         file = source_files.describe(path)
     except ValueError:

@@ -1,25 +1,27 @@
 """The header of a `.npy` file, https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html.
 
-dtype, shape = npy.read_header(stream, num_bytes)      # the numbers follow, from `stream.tell()` on
+dtype, shape, start = npy.parse_header(head, num_bytes)      # the numbers follow, from `start` on
 """
 
+import io
 import math
 import tokenize
-from typing import BinaryIO
 
 import numpy as np
+
+HEADER_BYTES = 4096  # in which a header ends
 
 # What NumPy raises for a damaged header: its own errors and those of Python's parser.
 _OF_DAMAGE = (ValueError, TypeError, SyntaxError, tokenize.TokenError)
 
 
-def read_header(stream: BinaryIO, num_bytes: int) -> tuple[np.dtype, tuple[int, ...]]:
-    """Reads the header of a file of version 1.0; returns dtype and shape of its array.
+def parse_header(head: bytes, num_bytes: int) -> tuple[np.dtype, tuple[int, ...], int]:
+    """Returns dtype, shape and offset of the array from the beginning of a file of version 1.0.
 
-    Raises:
-        ValueError: The header is damaged, the array is not in C order, or the size of the file is
-            not `num_bytes`.
+    Raises a ValueError if the header is damaged, the array is not in C order, or the size of the
+    file is not `num_bytes`.
     """
+    stream = io.BytesIO(head)
     try:
         if np.lib.format.read_magic(stream) != (1, 0):
             raise ValueError('expected version 1.0 of the .npy format')
@@ -31,4 +33,4 @@ def read_header(stream: BinaryIO, num_bytes: int) -> tuple[np.dtype, tuple[int, 
     expected = stream.tell() + dtype.itemsize * math.prod(shape)
     if num_bytes != expected:
         raise ValueError(f'it has {num_bytes:,} bytes, expected {expected:,}')
-    return dtype, shape
+    return dtype, shape, stream.tell()

@@ -53,17 +53,10 @@ def small_bytes(file_size: int) -> int:
 
 
 def read_directory(tail: bytes, file_size: int, name: str) -> tuple[Member, ...]:
-    """Reads and checks the directory at the end of a file.
+    """Reads and checks the directory at the end of a file; returns the members in its order.
 
-    Args:
-        tail: The last `TAIL_BYTES` of the file, or all of a smaller one.
-        file_size: Size of the file in bytes.
-
-    Returns:
-        The members in the order of the file.
-
-    Raises:
-        ValueError: There is no directory, or torch cannot have written it.
+    `tail` holds the last `TAIL_BYTES` of the file, or all of a smaller one. Raises a ValueError if
+    there is no directory, or torch cannot have written it.
     """
     try:
         # Offsets are then relative to the tail.
@@ -115,10 +108,7 @@ def read_directory(tail: bytes, file_size: int, name: str) -> tuple[Member, ...]
 class Archive:
     """A `.pt` file with a valid directory and valid local headers.
 
-    Attributes:
-        size: Size of the file in bytes.
-        members: Members in the order of the file.
-        starts: Offset of the contents of each member.
+    `starts` holds the offset of the contents of each member.
     """
 
     name: str
@@ -156,10 +146,9 @@ class Archive:
 
 
 def open_archive(path: str | os.PathLike[str], name: str = '') -> Archive:
-    """Reads the directory and the local headers of a local file.
+    """Reads the directory and the local headers of a local file, called `name` in errors.
 
-    `name`, by default the path, stands for the file in errors. Raises a ValueError if the file is
-    damaged, or not a `.pt` file.
+    Raises a ValueError if the file is damaged, or not a `.pt` file.
     """
     with open(path, 'rb', buffering=0) as file:
         return read(file.fileno(), name or os.fspath(path))

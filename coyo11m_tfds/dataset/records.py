@@ -2,15 +2,6 @@
 
     with open('x.tfrecord', 'wb') as file, records.RecordWriter(file) as writer:
         writer.write({'key': np.array([7, 8]), 'caption': [b'A cat.', b'A dog.']})
-    writer.chunk_offsets, writer.num_bytes, writer.crc32c
-
-    scan = records.RecordScan()   # of a file that exists
-    scan.add(block)
-    scan.num_records, scan.crc32c, scan.problem
-
-    layout = records.RecordLayout(24_576, text_dim=640)
-    found = layout.find(memory, begin, end)       # places of the values of many records
-    found.keys, found.places['latents'], found.regular
 
 TensorFlow would write the same bytes. Without it, the offsets of the records and the checksum of
 the file are known without a second reading, a worker process starts in 1.4 s with 260 MB instead
@@ -275,9 +266,7 @@ class RecordLayout:
 def caption_head(before_key: int, whole: int) -> bytes | None:
     """Returns the bytes of a record before its caption; None if no record has these sizes.
 
-    Args:
-        before_key: Size in bytes of the part before the key, which includes the caption.
-        whole: Size of the record in bytes.
+    These are, in bytes, of the part before the key, with the caption, and of the whole record.
     """
     payload = _size_behind(lambda size: _tag(1, size), whole)
     example = b'' if payload is None else _tag(1, payload)

@@ -1,9 +1,8 @@
 """Chooses the text of a sample: from its record, from an added column, or one of several texts.
 
-    weights = texts.parse('records:2,short:1')               # {'': 2.0, 'short': 1.0}
+    texts.parse('records:2,short:1')                         # {'': 2.0, 'short': 1.0}
     chosen = texts.choose(folder, 'records:2,short:1', own, columns)
     chosen.feature, chosen.size                              # 'text_embedding', 640
-    mean, std = chosen.mean_and_std()                        # of the mixture
 
 A text is the embeddings or the token ids of one caption for each record. Texts can be mixed only if
 one model can read all of them: embeddings of one encoder, or tokens of one vocabulary.
@@ -34,12 +33,8 @@ _MAX_WEIGHT = 1e9
 def parse(spec: Spec) -> dict[str, float]:
     """Returns the weights of texts by name, in their order; '' is the text in the records.
 
-    Args:
-        spec: Text in the form of `SYNTAX`, with a default weight of 1; or a mapping of names to
-            weights.
-
-    Raises:
-        ValueError: `spec` has another form.
+    Takes the form of `SYNTAX`, with a default weight of 1, or a mapping of names to weights. Raises
+    a ValueError for another form.
     """
     pairs: list[tuple[Any, Any]] = list(spec.items()) if isinstance(spec, Mapping) else []
     if not isinstance(spec, Mapping):
@@ -219,13 +214,9 @@ def choose(
     own: Text,
     columns: Mapping[str, Column | AddedColumn],
 ) -> Chosen:
-    """Returns the texts of a specification.
+    """Returns the texts of a specification; `own` is the text in the records of the data set.
 
-    Args:
-        own: The text in the records of the data set.
-
-    Raises:
-        ValueError: As `parse`; a text does not exist; or the texts are of different kinds.
+    Raises a ValueError as `parse`, or if a text does not exist, or texts are of different kinds.
     """
     weights = parse(spec)
     found = []

@@ -2,9 +2,7 @@
 
     captions.join(path, 'caption_llava', folder, keys, name='gs://bucket/meta.parquet')
     found = joined.Joined(folder)
-    found.places        # int64: which of the keys have a row
-    found.sizes         # bytes of their captions; 0: null, empty or blank; TOO_LONG
-    found.read(found.places[:9])    # list of UTF-8 bytes, exactly as in the source
+    found.sizes         # bytes of the captions; 0: null, empty or blank; TOO_LONG
 
 `join` checks all rows of the file. The facts of the result are the number of `duplicates` (rows
 left out because an earlier row has their key), the first 10 of their keys, the `digest` of keys and
@@ -39,16 +37,13 @@ def join(
     """Writes the captions of some keys into a new folder, for `joined.Joined`.
 
     Args:
-        path: Path of the Parquet file.
-        column: Column with the texts.
-        folder: See `joined.make`.
         wanted: Distinct keys, int64 `(n,)`; `wanted[i]` gets place i. None for all keys of the
             file; each key is then its own place.
         name: Name of the file in messages.
 
     Raises:
         ValueError: See `KeyedFile`; the column holds no text, or a text is not UTF-8.
-        OSError: The folder cannot be written.
+        OSError: See `joined.make`.
     """
     with KeyedFile(path, column, name=name) as file:
         if not file.is_text:
@@ -123,8 +118,7 @@ def _measure(
 ) -> tuple[pa.Array, np.ndarray, np.ndarray]:
     """Returns texts as large binary, their sizes and their CRC-32; those too long become null.
 
-    Raises:
-        ValueError: One is not UTF-8; names its key, of which `keys` has one a text.
+    Raises a ValueError, which names the key, if one is not UTF-8.
     """
     if pa.types.is_string_view(texts.type):  # Arrow cannot tell the lengths of these
         texts = texts.cast(pa.large_string())

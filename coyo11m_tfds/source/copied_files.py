@@ -1,9 +1,5 @@
 """Records of the files of a source that have been copied to a destination.
 
-    copied = CopiedFiles(Destination('gs://bucket/coyo11m'))
-    copied.missing(files)              # files that are still to be copied, by name
-    copied.save(name, file, state)     # after a copy is complete
-
 `.mirror/` of the destination holds a record for every copy: the version of the original, and the
 size and CRC-32C of the copy. A file counts as copied if its record names the present version of the
 original and fits the present copy.
@@ -81,12 +77,7 @@ class CopiedFiles:
 
 
 def recorded_states(folder: str) -> dict[str, FileState]:
-    """Returns the recorded state of every copy in a source's folder, by name.
-
-    Raises:
-        FileNotFoundError: The folder does not exist.
-        OSError: The records cannot be read.
-    """
+    """Returns the recorded state of every copy in a source's folder, by name."""
     _, files = source_files.list_files(folder, _RECORDS, ('.json',))
     records = [file for name, file in files.items() if os.path.dirname(name) == _RECORDS]
     with concurrent.futures.ThreadPoolExecutor(_READS_AT_ONCE) as threads:

@@ -1,9 +1,5 @@
 """The formats of latents: how a file is opened and checked by the end of its name.
 
-    file = formats.open_file(source_file, local_path)   # a LatentFile
-    head = formats.fetch_head(source_file, '/scratch')  # enough of a remote file to open it
-    formats.check_contents(source_file, local_path)
-
 A new format is a subclass of `LatentFile` and a line here.
 """
 
@@ -33,8 +29,7 @@ _OTHERS: dict[str, type[LatentFile]] = {
 def open_file(file: SourceFile, path: str, asked: LatentsFrom = schema.ANY_LATENTS) -> LatentFile:
     """Opens a file of a source from a local path: of the file, a copy or a head.
 
-    Raises:
-        ValueError: The file is damaged, or violates its format.
+    Raises a ValueError if the file is damaged, or violates its format.
     """
     return _OTHERS.get(_suffix(file), LatentShard)(path, file.path, asked, file.label)
 
@@ -42,18 +37,9 @@ def open_file(file: SourceFile, path: str, asked: LatentsFrom = schema.ANY_LATEN
 def fetch_head(file: SourceFile, folder: str | os.PathLike[str], *, check_crc: bool = True) -> str:
     """Returns a local file to open in place of a file; if possible, without the latents.
 
-    For MDS and tar files, whose samples lie one after the other, it is the whole file.
-
-    Args:
-        file: A file of the source; a local one is compared with its record, and its own path
-            returned.
-        folder: Local folder of the caller's own.
-        check_crc: See `pt_check.fetch_head`.
-
-    Raises:
-        ValueError: The file is damaged.
-        PermissionError: Credentials are missing or refused.
-        OSError: The storage cannot be reached, or the content stays damaged.
+    For MDS and tar files, whose samples lie one after the other, it is the whole file. A local file
+    is compared with its record, and its own path returned. The folder is one of the caller's own.
+    Raises and takes `check_crc` as `pt_check.fetch_head`.
     """
     if _suffix(file) not in _OTHERS:
         return pt_check.fetch_head(file, folder, check_crc=check_crc)
@@ -79,8 +65,7 @@ def check_contents(
 ) -> None:
     """Compares a local copy with the record of `mirror` and with the checksums in the file.
 
-    Raises:
-        ValueError: A checksum differs, or the file is damaged.
+    Raises a ValueError if one differs, or the file is damaged.
     """
     if _suffix(file) not in _OTHERS:
         pt_check.check_contents(

@@ -2,7 +2,6 @@
 
     joined.make(folder, batches, facts)     # places, sizes and values, in any order
     found = joined.Joined(folder)
-    found.places, found.sizes               # int64 (n,) ascending, int32 (n,)
     found.read(found.places[:256])          # list of bytes
 
 A place is any number. DuckDB sorts the values by place into one Parquet file of small row groups,
@@ -49,12 +48,7 @@ _THREADS = 4  # at most; each takes some of the memory
 
 
 class Joined:
-    """Values in the order of their places; `read` reads them.
-
-    Attributes:
-        folder: Folder of the values.
-        facts: Facts about the values, as JSON.
-    """
+    """Values in the order of their places, with facts about them, as JSON."""
 
     def __init__(self, folder: str):
         self.folder = folder
@@ -89,16 +83,9 @@ class Joined:
 
 
 def make(folder: str, batches: Iterable[Batch], facts: Mapping[str, Any]) -> None:
-    """Sorts values into a new folder.
+    """Sorts values, with distinct places, into a new folder; reads `facts` after the last batch.
 
-    Args:
-        folder: Folder to make.
-        batches: Tables of places, sizes and values, with distinct places.
-        facts: Stored with the values; read after the last batch.
-
-    Raises:
-        OSError: The files cannot be written, e.g. because the disk is full.
-        Exception: Any error that `batches` raises.
+    Raises an OSError if the files cannot be written, and any error that `batches` raises.
     """
     os.mkdir(folder)
     path, spilled = os.path.join(folder, _ROWS), os.path.join(folder, 'spilled')

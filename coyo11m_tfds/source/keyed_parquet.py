@@ -61,8 +61,7 @@ class KeyedFile:
     def __init__(self, path: str, *columns: str, name: str = ''):
         """Opens a file; its values are in the first of `columns` that exists.
 
-        Raises:
-            ValueError: The file is not Parquet, is encrypted, or lacks a column or has no rows.
+        Raises a ValueError if the file is not Parquet, is encrypted, lacks a column or has no rows.
         """
         self.name, self._path = name or path, path
         with naming_damage(self.name):
@@ -133,11 +132,8 @@ class KeyedFile:
     def values(self, row_bytes: int = 0) -> Iterator[pa.Array]:
         """Yields the values of all rows; texts that often repeat as a `pa.DictionaryArray`.
 
-        Args:
-            row_bytes: Size of a value in memory, if all values have the same size.
-
-        Raises:
-            ValueError: A page of the file is damaged.
+        `row_bytes` is the size of a value in memory, if all have the same size. Raises a ValueError
+        if a page of the file is damaged.
         """
         most = _BYTES_AT_ONCE // max(row_bytes, self._row_bytes)
         with naming_damage(self.name):
@@ -174,12 +170,7 @@ class KeyedFile:
 
 
 def read_schema(file: SourceFile) -> pa.Schema:
-    """Reads the schema from the end of a file, local or remote.
-
-    Raises:
-        ValueError: The file is damaged, encrypted, or not a Parquet file.
-        OSError: It cannot be read.
-    """
+    """Reads the schema from the end of a file, local or remote; raises as `naming_damage`."""
 
     def read_tail(length: int) -> bytes:
         length = min(length, file.size)

@@ -2,7 +2,6 @@
 
     file.keys, file.dtype, file.shape       # int64 (N,), 'float16', (3, 4, 32, 32)
     raw, values = file.latents([0, 5, 7])   # uint8 (3, 24576), float32 (3, 3, 4, 32, 32)
-    file.places                             # where rows lie, for those who read them in place
 
 Each format has a subclass, which finds these attributes without reading latents. Only the package
 `source` imports torch, for `.pt` files and to convert numbers here.
@@ -13,7 +12,7 @@ import hashlib
 import itertools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -49,6 +48,7 @@ class LatentFile:
     """A validated local file; the `_open` of each format sets the attributes.
 
     Attributes:
+        kind: Name of the format in errors.
         path: Name of the file in errors.
         keys: Keys of the rows, int64 `(N,)`.
         dtype: Dtype of the latents, one of `schema.LATENT_DTYPES`.
@@ -61,6 +61,7 @@ class LatentFile:
         numbers: Names of the columns of numbers.
     """
 
+    kind: str
     path: str
     keys: np.ndarray
     dtype: str
@@ -111,13 +112,9 @@ class LatentFile:
     def latents(self, rows: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Reads some rows.
 
-        Returns:
-            The stored bytes, uint8 `(len(rows), row_nbytes)`, and the same numbers as float32
-            `(len(rows), *shape)`. The next call overwrites both arrays.
-
-        Raises:
-            ValueError: The file has become shorter.
-            OSError: The file cannot be read.
+        Returns the stored bytes, uint8 `(len(rows), row_nbytes)`, and the same numbers as float32
+        `(len(rows), *shape)`. The next call overwrites both arrays. Raises a ValueError if the file
+        has become shorter.
         """
         count = len(rows)
         # The system would clear and map new memory page by page, which takes longer than all else
@@ -133,8 +130,7 @@ class LatentFile:
     def column(self, name: str) -> pa.Array:
         """Reads the texts, class labels or numbers of all rows; null for a row without one.
 
-        Raises:
-            ValueError: A text is not UTF-8, or the file is damaged.
+        Raises a ValueError if a text is not UTF-8, or the file is damaged.
         """
         raise NotImplementedError
 
@@ -146,6 +142,23 @@ class LatentFile:
             raise ValueError(
                 f'{self.path}: the text of row {row} is not UTF-8 ({error}).'
             ) from None
+
+    def _damaged(self, what: str) -> ValueError:
+        return damaged(self.path, self.kind, what)
+
+    def _check_has(self, latents: str, there: Collection[str]) -> None:
+        if latents not in there:
+            raise ValueError(
+                f"{self.path}: lacks '{latents}'; it has {sorted(there)}. Set latents_from."
+            )
+
+    def _find_labels(self, integers: Collection[str]) -> None:
+        self.label_column = next((x for x in LABELS if x in integers), '')
+
+    def _make_keys(self, count: int) -> None:
+        """Makes keys for rows without keys, by hashing the file's name and the row."""
+        numbers = np.arange(count, dtype=np.uint64) + np.uint64(hashed(self._label))
+        self.keys = (splitmix64(numbers) >> np.uint64(1)).astype(np.int64)
 
     def _set_kind(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
         """Sets dtype and shape; a ValueError where latents cannot have them, or not as asked."""
@@ -172,8 +185,7 @@ class LatentFile:
     def embeddings(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
         """Reads the text embeddings of some rows as float32 `(len(rows), embedding_dim)`.
 
-        Raises:
-            ValueError: The file has no embeddings.
+        Raises a ValueError if the file has none.
         """
         raise ValueError(f"{self.path}: lacks '{schema.PT_EMBEDDINGS}'.")
 
@@ -230,11 +242,11 @@ def hashed(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), 'little')
 
 
-def made_keys(name: str, count: int) -> np.ndarray:
-    """Makes keys for rows without keys, by hashing the file's name and the row; int64 `(n,)`."""
-    first = hashed(name)
-    numbers = np.arange(count, dtype=np.uint64) + np.uint64(first)
-    return (splitmix64(numbers) >> np.uint64(1)).astype(np.int64)
+def damaged(name: str, kind: str, what: str) -> ValueError:
+    """Returns the error for a file that is not of its kind."""
+    return ValueError(
+        f'{name}: is damaged or not {kind}, {what}. Copy, download or write it again.'
+    )
 
 
 def use_one_thread() -> None:

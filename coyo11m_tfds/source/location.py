@@ -1,10 +1,5 @@
 """Finds the files of a source: latents in a folder and, in most sources, captions in Parquet.
 
-    source = location.find('/data/coyo11m')         # or gs://bucket/folder,
-    source = location.find('hf://datasets/KBlueLeaf/coyo11m-256px-ccrop-latent')
-    source.latent_files[0].path   # '/data/coyo11m/latents-3crop/000000-000009.pt'
-    source.captions_file          # None where captions or labels lie beside the latents
-
 `find` lists names, sizes and checksums, and reads only the index of MDS shards. All files of
 latents have one format (`source.formats`), and lie in `latents-3crop/` or, without this folder, in
 the folder itself. A source on the hub is pinned to its present commit, so that all files have one
@@ -124,8 +119,7 @@ def _names(files: Mapping[str, SourceFile]) -> list[str]:
 def _of_index(folder: str, index: SourceFile, files: dict[str, SourceFile]) -> list[str]:
     """Names of the shards that an `index.json` of MDS names; adds those of sub-folders to `files`.
 
-    Raises:
-        ValueError: It is damaged, or a shard is missing, compressed or not whole.
+    Raises a ValueError if the index is damaged, or a shard is missing, compressed or not whole.
     """
     try:
         shards = json.loads(bytes(stored_files.read(index, stored_files.Content).data))['shards']

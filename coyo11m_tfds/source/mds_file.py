@@ -1,8 +1,5 @@
 """One uncompressed shard of MosaicML Streaming (MDS), as MicroDiT and PRX write latents.
 
-    file = MdsFile('shard.00000.mds')
-    file.column('caption')      # texts beside the latents
-
 A shard holds the number of samples, the offset of each sample (uint32), a description of the
 columns (JSON), and the samples. A sample holds the sizes (uint32) of columns without a fixed size,
 and then all columns in turn (https://docs.mosaicml.com/projects/streaming). The format has no
@@ -19,7 +16,7 @@ from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.schema import LatentsFrom
-from coyo11m_tfds.source.latent_file import LABELS, LatentFile, Places, made_keys
+from coyo11m_tfds.source.latent_file import LatentFile, Places
 
 _MAX_DESCRIPTION = 1 << 20
 _WIDTHS = {f'{sign}int{bits}': bits // 8 for sign in ('', 'u') for bits in (8, 16, 32, 64)}
@@ -38,6 +35,8 @@ class MdsFile(LatentFile):
     The latents are a column of bytes, or of `ndarray` with dtype and shape.
     """
 
+    kind = 'an uncompressed MDS shard'
+
     def _open(self) -> None:
         size, asked = self._size, self._asked
         count = int.from_bytes(self._read_bytes(0, min(4, size)), 'little')
@@ -53,11 +52,7 @@ class MdsFile(LatentFile):
         self._encodings, fixed = self._describe(self._read_bytes(start, first - start))
         self._sizes, self._begins = self._lay_out(offsets[:-1], lengths, fixed)
         chosen = asked.name or self._only_latents()
-        if chosen not in self._encodings:
-            raise ValueError(
-                f"{self.path}: lacks '{chosen}'; it has {sorted(self._encodings)}. Set "
-                'latents_from.'
-            )
+        self._check_has(chosen, self._encodings)
         sizes = self._sizes[chosen]
         self._set_kind(chosen, *self._kind(chosen, int(sizes.max(initial=0)), asked))
         if (sizes != self.row_nbytes).any():
@@ -69,12 +64,12 @@ class MdsFile(LatentFile):
         self.places = Places((0,), 1, self._begins[chosen])
         self.texts = tuple(x for x, encoding in self._encodings.items() if encoding == 'str')
         of_integers = [x for x, encoding in self._encodings.items() if encoding in _INTEGERS]
-        self.label_column = next((x for x in LABELS if x in of_integers), '')
+        self._find_labels(of_integers)
         self.numbers = tuple(x for x, encoding in self._encodings.items() if encoding in _NUMBERS)
         if schema.KEY in of_integers:
             self.keys = self._read_numbers(schema.KEY).astype(np.int64)
         else:
-            self.keys = made_keys(self._label, count)
+            self._make_keys(count)
 
     def column(self, name: str) -> pa.Array:
         """See `LatentFile`."""
@@ -159,9 +154,3 @@ class MdsFile(LatentFile):
         shape = channels, edge, edge
         logging.log_first_n(logging.INFO, '%s: float16 %s, by its name and size', 1, name, shape)
         return 'float16', shape
-
-    def _damaged(self, what: str) -> ValueError:
-        return ValueError(
-            f'{self.path}: is damaged or not an uncompressed MDS shard, {what}. Copy, download or '
-            'write it again.'
-        )

@@ -1,9 +1,5 @@
 """Compares `.pt` files with the checksums in their archives before use, without torch.
 
-    head = pt_check.fetch_head(file, '/scratch')  # some MB of disk, whatever the file's size
-    LatentShard(head, file.path).keys             # int64 (N,), as of the whole file
-    pt_check.check_contents('000000-000009.pt')   # compares everything with its CRC-32
-
 A head is a local file with holes in place of the latents. torch maps a head like any other file and
 reads keys, dtypes and shapes; only the latents are zeros. So a remote source can be checked before
 it is downloaded. torch does not compare CRC-32s when it maps a file.
@@ -34,23 +30,12 @@ def fetch_head(file: SourceFile, folder: str | os.PathLike[str], *, check_crc: b
     """Makes a local file of the size of `file` that holds all but its large storages.
 
     It contains the zip's directory and every member of at most 1 MB or 1% of the file. The
-    directory has no checksum, so it is read twice; the members are compared with their CRC-32. For
-    a file of 2.9 GB this takes 1.1 MB in three requests.
+    directory has no checksum, so it is read twice; the members are compared with their CRC-32,
+    unless `check_crc` is False. For a file of 2.9 GB this takes 1.1 MB in three requests.
 
-    Args:
-        file: A `.pt` file. A local one gets the same checks, and its own path is returned.
-        folder: Local folder of the caller's own, for files of different names.
-        check_crc: False for a file that was saved without valid checksums.
-
-    Returns:
-        Path of the head.
-
-    Raises:
-        ValueError: The file is not a zip archive in torch's form; its directory is inconsistent, or
-            larger than any source's; or a local file is damaged.
-        PermissionError: Credentials are missing or refused.
-        OSError: The storage cannot be reached, the file is gone or has changed, or the content
-            stays damaged.
+    A local file gets the same checks, and its own path is returned. Raises a ValueError if the file
+    is not a zip archive in torch's form, or its small members are larger than any source's, and an
+    OSError if it is gone, has changed, cannot be read or stays damaged.
     """
     if not file.is_remote:
         if check_crc:
@@ -78,17 +63,15 @@ def check_contents(
     recorded: FileState | None = None,
     on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> None:
-    """Reads a whole `.pt` file once and compares all members with their CRC-32.
+    """Reads a whole local `.pt` file once; compares all members with their CRC-32.
 
     Args:
-        path: Local file.
         name: Name of the file in errors, by default its path.
         check_crc: False for a file that was saved without valid checksums.
         recorded: Size and CRC-32C of the whole file from the time of its copy, if known.
         on_bytes: Called with the number of bytes of each read.
 
-    Raises:
-        ValueError: A checksum differs, or the file is not a `.pt` file.
+    Raises a ValueError if a checksum differs, or the file is not a `.pt` file.
     """
     name = name or os.fspath(path)
     if not check_crc:

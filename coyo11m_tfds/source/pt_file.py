@@ -1,9 +1,5 @@
 """One `.pt` file: its keys, and its latents by row.
 
-    shard = pt_file.LatentShard('latents-3crop/000000-000009.pt')
-    shard.keys                              # int64 (N,)
-    raw, values = shard.latents([0, 5, 7])  # uint8 (3, 24576), float32 (3, 3, 4, 32, 32)
-
 Opening reads the directory and the keys, not the latents. Only tensors and plain containers are
 unpickled, so a hostile file cannot run code.
 """

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import outline
-from coyo11m_tfds.source.latent_file import LABELS, LatentFile, Places, made_keys
+from coyo11m_tfds.source.latent_file import LABELS, LatentFile, Places, damaged
 from coyo11m_tfds.storage import remote, retry
 from coyo11m_tfds.storage.source_files import SourceFile
 
@@ -37,14 +37,13 @@ class _Tensor(NamedTuple):
 class SafetensorsFile(LatentFile):
     """A validated safetensors file. Without `keys`, keys are hashes of its name and the row."""
 
+    kind = 'a safetensors file'
+
     def _open(self) -> None:
         self._tensors = _parse(self._read_bytes, self._size, self.path)
         wanted = self._asked.name or schema.PT_LATENTS
         views = [x for x in (wanted, wanted + _FLIP) if x in self._tensors]
-        if wanted not in views:
-            raise ValueError(
-                f"{self.path}: lacks '{wanted}'; it has {sorted(self._tensors)}. Set latents_from."
-            )
+        self._check_has(wanted, self._tensors)
         first = self._tensors[wanted]
         views = views if len(first.shape) == 4 else views[:1]
         count, *shape = first.shape or (0,)
@@ -58,11 +57,11 @@ class SafetensorsFile(LatentFile):
                 )
         starts = tuple(self._tensors[view].begin for view in views)
         self.places = Places(starts, self.row_nbytes // len(views))
-        self.label_column = next((x for x in LABELS if x in self._tensors), '')
+        self._find_labels(self._tensors)
         if schema.PT_KEYS in self._tensors:
             self.keys = self._integers(schema.PT_KEYS, count)
         else:
-            self.keys = made_keys(self._label, count)
+            self._make_keys(count)
 
     def column(self, name: str) -> pa.Array:
         """See `LatentFile`."""
@@ -83,11 +82,7 @@ def fetch_head(file: SourceFile, path: str) -> None:
     """Makes a sparse copy of a remote file that holds its header, keys and labels.
 
     The copy has the size of the file. Each byte is fetched twice, because the format has no
-    checksums.
-
-    Raises:
-        ValueError: See `SafetensorsFile`.
-        OSError: The storage cannot be reached, or the content stays damaged.
+    checksums. `formats.fetch_head` has the errors.
     """
 
     def read(begin: int, nbytes: int) -> bytes:
@@ -115,7 +110,9 @@ def _parse(read: Callable[[int, int], bytes], size: int, name: str) -> dict[str,
     """The tensors by name, from what `read(begin, nbytes)` gives of the file."""
     length = int.from_bytes(read(0, min(8, size)), 'little')
     if size < 8 or not 2 <= length <= min(_MAX_HEADER, size - 8):
-        raise _damaged(name, f'its header would have {length:,} of {size:,} bytes')
+        raise damaged(
+            name, SafetensorsFile.kind, f'its header would have {length:,} of {size:,} bytes'
+        )
     start = 8 + length
     try:
         header = json.loads(read(8, length), object_pairs_hook=_unique)
@@ -128,14 +125,15 @@ def _parse(read: Callable[[int, int], bytes], size: int, name: str) -> dict[str,
                 raise ValueError(f'{tensor} of {shape} lies from {begin} to {end}')
             tensors[tensor] = _Tensor(str(fields['dtype']), shape, start + begin, start + end)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(name, f'its header cannot be read ({error})') from None
+        raise damaged(name, SafetensorsFile.kind, f'its header cannot be read ({error})') from None
     for tensor, (kind, shape, begin, end) in tensors.items():
         of_floats = schema.LATENT_DTYPES.get(_FLOATS.get(kind, ''))
         number = of_floats or (_INTEGERS[kind].itemsize if kind in _INTEGERS else None)
         needed = end - begin if number is None else number * math.prod(shape)
         if needed != end - begin or end > size:
-            raise _damaged(
+            raise damaged(
                 name,
+                SafetensorsFile.kind,
                 f'{tensor} of {kind} {shape} takes {needed:,} bytes, but has bytes {begin:,} to '
                 f'{end:,} of {size:,}',
             )
@@ -147,9 +145,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         raise ValueError('a name occurs twice')
     return found
-
-
-def _damaged(name: str, what: str) -> ValueError:
-    return ValueError(
-        f'{name}: is damaged or not a safetensors file, {what}. Copy, download or save it again.'
-    )

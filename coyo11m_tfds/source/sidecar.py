@@ -1,11 +1,9 @@
 """Sorts embeddings, tokens and numbers of other files into the order of given keys.
 
     files = sidecar.find('gs://bucket/gemma')       # all parts, or an error that names one
-    sidecar.describe(files[0].path)['header']       # encoder and captions of the embeddings
     sidecar.join(files, folder, keys, hold=scratch.hold)
     sidecar.join(files, folder, keys, hold=scratch.hold, column='aesthetic')   # of any Parquet file
-    found = joined.Joined(folder)
-    sidecar.read(found, found.places[:256])         # float16 (256, header.dim)
+    sidecar.read(joined.Joined(folder), places)     # float16 (n, header.dim)
 
 A sidecar of `coyo11m_tfds.embed_captions` is a Parquet file with the columns `key` and
 `text_embedding` or `tokens` (lists of a fixed size), and with the fields of `Header` in the
@@ -53,13 +51,8 @@ def part_name(number: int, count: int) -> str:
 def find_parts(folder: str) -> tuple[int, dict[int, SourceFile]]:
     """Finds the parts in a local or remote folder, which may be missing.
 
-    Returns:
-        `(count, parts)`: the number of parts in the complete sidecar, 0 if none is there; and the
-        existing parts.
-
-    Raises:
-        ValueError: The names of parts have different counts.
-        OSError: The storage cannot be reached.
+    Returns the number of parts in the complete sidecar, 0 if none is there, and the existing parts.
+    Raises a ValueError if the names of parts have different counts.
     """
     found: dict[int, dict[int, SourceFile]] = {}  # by count and number
     for name, file in stored_files.list_folder(folder, missing_ok=True).items():
@@ -77,15 +70,9 @@ def find_parts(folder: str) -> tuple[int, dict[int, SourceFile]]:
 
 
 def find(place: str | os.PathLike[str]) -> list[SourceFile]:
-    """Finds the file of a sidecar, or all its parts in order if it is a folder.
+    """Finds the file of a sidecar, local or remote, or all its parts in order if it is a folder.
 
-    Args:
-        place: A Parquet file or a folder of parts; local or remote.
-
-    Raises:
-        ValueError: The file or folder does not exist, or a part is missing.
-        PermissionError: Credentials are missing or refused.
-        OSError: The storage cannot be reached.
+    Raises a ValueError if the file or folder does not exist, or a part is missing.
     """
     text = os.fspath(place)
     if os.path.isfile(text) or (text.endswith('.parquet') and not os.path.isdir(text)):
@@ -155,8 +142,7 @@ _ENTRIES = {
 def describe(path: str, column: str = '', name: str = '') -> dict[str, Any]:
     """Returns those facts of `join` that one file holds; `name` is its name in messages.
 
-    Raises:
-        ValueError: A column or an entry of the metadata is missing or of an unexpected type.
+    Raises a ValueError if a column or an entry of the metadata is missing or of another type.
     """
     with KeyedFile(path, *([column] if column else _COLUMNS), name=name) as file:
         return _describe(file, column)
@@ -238,16 +224,14 @@ def join(
 
     Args:
         files: Files with the values, in order.
-        folder: See `joined.make`.
         wanted: Distinct keys, int64 `(n,)`; `wanted[i]` gets place i.
-        hold: Context manager that returns the local path of a file and keeps the file there.
         column: Column of integers, floats, or lists of one size; a row with a null has no value.
             '' for embeddings or tokens of `embed_captions`.
 
     Raises:
         ValueError: See `KeyedFile` and `describe`; files differ in their headers or in the kind of
             values; two rows have the same key; or an embedding is null or not finite.
-        OSError: A file cannot be read, or the folder cannot be written.
+        OSError: A file cannot be read, or see `joined.make`.
     """
     facts: dict[str, Any] = {}
     joined.make(folder, _batches(files, wanted, hold, column, facts), facts)

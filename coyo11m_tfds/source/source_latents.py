@@ -1,10 +1,5 @@
 """Keys, rows and dtype of all latent files of a source; everything except the latents.
 
-    latents = SourceLatents.read(source.latent_files, head_dir='/scratch', drop_bad=True)
-    latents.keys      # int64 (rows of all files,)
-    latents.starts    # int64 (files + 1,): row i of file f is row starts[f] + i of `keys`
-    latents.duplicate # bool (rows of all files,): an earlier row has the same key
-
 `read` checks every file before the build writes anything. It reads only the heads of remote files,
 a few at a time. It copies captions and labels beside the latents into Parquet files, for the reader
 of a source's Parquet file.
@@ -13,6 +8,7 @@ of a source's Parquet file.
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -42,11 +38,7 @@ class Head:
     """The rows of one file, or an error in place of the keys if its tensors disagree.
 
     Attributes:
-        keys: Keys of the rows, int64 `(n,)`.
-        dtype: Dtype of the latents, one of `schema.LATENT_DTYPES`.
-        shape: Shape of a row, `(crops, C, H, W)`.
-        embedding_dim: Width of `embeddings`; None if the file has none.
-        digest: Digest of the content.
+        keys, dtype, shape, embedding_dim, digest: Those of the `LatentFile`.
         captions: Name of the column and captions of the rows; None if they were not asked for.
         labels: Name of the column and class labels of the rows, int64 `(n,)`; None if they were not
             asked for or do not exist.
@@ -87,8 +79,7 @@ class Asked:
     check_crc: bool = True
 
 
-def read_head(file: SourceFile, head_dir: str | os.PathLike[str], asked: Asked) -> Head:
-    """Opens and checks a file; raises the errors of `SourceLatents.read`."""
+def _read_head(file: SourceFile, head_dir: str | os.PathLike[str], asked: Asked) -> Head:
     try:
         with _opened(file, head_dir, asked) as shard:
             found = Head(shard.keys, shard.dtype, shard.shape, shard.embedding_dim, shard.digest)
@@ -104,15 +95,8 @@ def write_numbers(
 ) -> str:
     """Writes a Parquet file with a column of numbers beside the latents of all files, by key.
 
-    Args:
-        folder: Like `head_dir` of `SourceLatents.read`; also for the Parquet file.
-
-    Returns:
-        The path of the Parquet file, which has the first row of each key.
-
-    Raises:
-        ValueError: A file is bad, or has no such numbers.
-        OSError: A remote file cannot be read.
+    Returns its path, in a folder like `head_dir` of `SourceLatents.read`; it has the first row of
+    each key. Raises a ValueError if a file is bad, or has no such numbers.
     """
 
     def read_one(file: SourceFile) -> pa.Table:
@@ -248,7 +232,6 @@ class SourceLatents:
     """The keys and properties of all files of latents.
 
     Attributes:
-        files: The files.
         keys: Keys of all rows in the files' order, int64.
         starts: Index in `keys` of each file's first row and, last, the number of all rows, int64.
         dtype: Dtype of the latents, one of `schema.LATENT_DTYPES`.
@@ -306,10 +289,8 @@ class SourceLatents:
         """Opens and checks every file.
 
         Args:
-            files: The files.
             head_dir: Existing, empty folder for the heads of remote files, some MB each, and for
                 captions and labels.
-            asked: The contents to read.
 
         Raises:
             NoCaptionsError: `asked` wants captions, and the files have neither captions nor labels.
@@ -317,11 +298,8 @@ class SourceLatents:
                 and two rows have the same key.
             OSError: A remote file cannot be read.
         """
-
-        def read_one(file: SourceFile) -> Head:
-            return read_head(file, head_dir, asked)
-
         heads, texts = [], TextTables(head_dir)
+        read_one = functools.partial(_read_head, head_dir=head_dir, asked=asked)
         with (
             Progress('Checking the source', len(files), 'files') as progress,
             concurrent.futures.ThreadPoolExecutor(_HEADS_AT_ONCE) as threads,
@@ -354,11 +332,7 @@ class SourceLatents:
         return [self.files[file].path for file in np.unique(self._file_of(rows)).tolist()]
 
     def common_embedding_dim(self) -> int:
-        """Returns the width of `embeddings`, equal in all files.
-
-        Raises:
-            ValueError: A file has no embeddings, or another width than the first.
-        """
+        """Returns the width of `embeddings`; raises a ValueError unless all files have the same."""
         first_path, first = self._embedding_dims[0]
         for path, dim in self._embedding_dims:
             if dim is None:

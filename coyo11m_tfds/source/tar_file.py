@@ -8,7 +8,6 @@ extensions of pax and GNU for long names. Only the headers have checksums.
 """
 
 import functools
-import io
 import json
 import os
 from collections.abc import Iterator
@@ -20,12 +19,11 @@ import pyarrow as pa
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import npy
 from coyo11m_tfds.schema import LatentsFrom
-from coyo11m_tfds.source.latent_file import LABELS, LatentFile, Places, hashed
+from coyo11m_tfds.source.latent_file import LatentFile, Places, hashed
 
 _BLOCK = 512
 _ALIGNED = 16  # where arrays in `.npy` files begin; so a place within 64 GB is a number of 32 bits
 _MAX_TEXT = 1 << 20  # bytes of a `.json` or `.txt`, and of a header of pax
-_NPY_HEADER = 4096
 _CLASS = 'cls'  # WebDataset's suffix for the number of a class
 _TEXT, _JSON = 'txt', 'json'
 
@@ -34,6 +32,8 @@ _Member = tuple[int, int]  # offset and size of the contents
 
 class TarFile(LatentFile):
     """A validated tar. Keys are `key` of the `.json` members, or hashes of the names."""
+
+    kind = 'a tar'
 
     def _open(self) -> None:
         self._samples: dict[str, dict[str, _Member]] = {}
@@ -64,13 +64,12 @@ class TarFile(LatentFile):
         self.numbers = tuple(x for x, value in fields.items() if type(value) in (int, float))
         classes = {x for x in self.numbers if type(fields[x]) is int}
         classes |= self._samples[first].keys() & {_CLASS}
-        self.label_column = next((x for x in LABELS if x in classes), '')
+        self._find_labels(classes)
         if _is_number(fields.get(schema.KEY)):
-            self.keys = np.array([self._key(x) for x in self._samples], np.int64)
+            keys = [self._key(x) for x in self._samples]
         else:
-            self.keys = np.array(
-                [hashed(f'{self._label}/{x}') >> 1 for x in self._samples], np.int64
-            )
+            keys = [hashed(f'{self._label}/{x}') >> 1 for x in self._samples]
+        self.keys = np.array(keys, np.int64)
 
     def column(self, name: str) -> pa.Array:
         """See `LatentFile`."""
@@ -151,7 +150,7 @@ class TarFile(LatentFile):
         if suffix not in self._samples[sample]:
             raise ValueError(f'{self.path}: {sample!r} has no .{suffix}, unlike other samples.')
         start, size = self._samples[sample][suffix]
-        head = self._read_bytes(start, min(size, _NPY_HEADER))
+        head = self._read_bytes(start, min(size, npy.HEADER_BYTES))
         try:
             length = 10 + int.from_bytes(head[8:10], 'little')
             return _npy_header(head[:length], size), start + length
@@ -189,11 +188,6 @@ class TarFile(LatentFile):
             raise ValueError(f'{self.path}: {sample}.{suffix} has {size:,} bytes.')
         return self._read_bytes(start, size)
 
-    def _damaged(self, what: str) -> ValueError:
-        return ValueError(
-            f'{self.path}: is damaged or not a tar, {what}. Copy, download or write it again.'
-        )
-
 
 def _text(field: bytes) -> str:
     return field.split(b'\0')[0].decode('utf-8', 'surrogateescape').strip()
@@ -212,7 +206,7 @@ def _is_number(key: object) -> bool:
 @functools.lru_cache(maxsize=64)
 def _npy_header(head: bytes, size: int) -> tuple[str, tuple[int, ...]]:
     """Dtype and shape in the header of a `.npy` file; those of most samples are equal."""
-    dtype, shape = npy.read_header(io.BytesIO(head), size)
+    dtype, shape, _ = npy.parse_header(head, size)
     if dtype.hasobject or dtype.str[0] == '>' or dtype.fields:
         raise ValueError(f'its dtype is {dtype}')
     return 'V2' if dtype.str == '|V2' else dtype.name, shape
