@@ -48,19 +48,14 @@ Engine = Callable[[Sequence[ShardTask], FinishedShards], Outcomes]
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """The outcome of a build.
-
-    Attributes:
-        splits: Results of the shards of each split, by index.
-        folder: Local folder for the files beside the shards.
-    """
+    """The outcome of a build."""
 
     plan: Plan
-    splits: dict[str, list[ShardResult]]
+    splits: dict[str, list[ShardResult]]  # by index of the shards
     statistics: dict[str, ShardStatistics]
     dropped: Dropped
     metadata: dict
-    folder: str
+    folder: str  # local, for the files beside the shards
 
 
 @contextlib.contextmanager
@@ -77,7 +72,8 @@ def build(
     """Makes the data set in `final` complete by the end of the block.
 
     In a job of several processes the first one builds, and the others wait for it. A second build
-    of the same data set also waits.
+    of the same data set also waits. The block adds TFDS' own files to the folder of what is
+    yielded; that is None if the data set existed or another process built it.
 
     Args:
         final: Folder of the data set, `.../NAME/CONFIG/VERSION`, local or `gs://`.
@@ -87,10 +83,6 @@ def build(
             data set of the same plan is written again.
         beam_options, beam_runner: If either is given, Apache Beam writes, instead of processes of
             this machine.
-
-    Yields:
-        The result of this call; the block adds TFDS' own files to its folder. None if the data set
-        existed or another process built it.
 
     Raises:
         ValueError: The source or a setting is bad; or a process other than the first of a job is
@@ -169,16 +161,10 @@ def _leaving_no_empty_folders(*places: str) -> Iterator[None]:
 
 
 def write_shards(plan: Plan, finished: FinishedShards, engine: Engine) -> list[ShardResult]:
-    """Writes the shards of a plan that are not finished yet.
+    """Writes the shards of a plan that are not finished yet; returns the results of all, sorted.
 
-    Returns:
-        The results of all shards in the order train, validation, and by index.
-
-    Raises:
-        ValueError: Too much of the source is bad, or no row is good; or as
-            `shard_writer.write_shard`.
-        OSError: A file cannot be fetched, written or stored; or the disk has too little space.
-        RuntimeError: A process died.
+    Raises the errors of `shard_writer.write_shard`, and a ValueError if too much of the source is
+    bad, or no row is good.
     """
     results = finished.load(plan.tasks)
     found = {(result.split, result.index) for result in results}

@@ -43,16 +43,10 @@ def write_shards(
 ) -> Iterator[Outcome]:
     """Writes shards and their records; yields each result when its shard is stored.
 
-    Args:
-        tasks: Tasks in the order of writing; those of one group follow each other.
-        staging: Existing local folder for shards before they are stored.
-        num_workers: Number of processes; 0 for the environment variable `COYO11M_NUM_PROC` or,
-            without it, the number of cores, fewer for little work.
-
-    Raises:
-        ValueError: As `shard_writer.write_shard`; or the variable is not a number.
-        OSError: A file cannot be fetched, written or stored.
-        RuntimeError: A process died, or runs another version of the package.
+    Tasks of one group follow each other. `staging` is an existing local folder for shards before
+    they are stored. With 0 workers, the environment variable `COYO11M_NUM_PROC` or, without it, the
+    number of cores decides. Raises the errors of `shard_writer.write_shard`, an OSError if a file
+    cannot be fetched or stored, and a RuntimeError if a process died.
     """
     if not tasks:
         return

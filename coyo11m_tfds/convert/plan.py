@@ -43,29 +43,18 @@ _LEAST_SHARE_OF_FILE = 1 / 4
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The shards to write, and the reasons for rows that are left out.
+    """The shards to write, and the reasons for rows that are left out."""
 
-    Attributes:
-        tasks: Tasks of all shards. Tasks that read the same files form a group and are neighbours.
-        num_bytes: Expected size of the shards, exact within 1%.
-        latents: Dtype, one of `schema.LATENT_DTYPES`, and shape `(crops, C, H, W)` of a row.
-        text: Description of the text in the records; None without text.
-        source_fingerprint: Hex digest of everything that the build reads.
-        settings: Result of `BuildSettings.record`.
-        build: ID of the build, a digest of all inputs and settings; file names contain it.
-        joined: Inputs of the tasks, held open so that no other build removes them.
-    """
-
-    tasks: tuple[ShardTask, ...]
-    num_bytes: int
-    latents: tuple[str, tuple[int, ...]]
+    tasks: tuple[ShardTask, ...]  # those that read the same files form a group and are neighbours
+    num_bytes: int  # expected size of the shards, exact within 1%
+    latents: tuple[str, tuple[int, ...]]  # dtype and shape (crops, C, H, W) of a row
     caption_column: str
-    text: Header | None
+    text: Header | None  # in the records
     dropped: Dropped
-    source_fingerprint: str
-    settings: dict[str, Any]
-    build: str
-    joined: '_Joined'
+    source_fingerprint: str  # hex digest of everything that the build reads
+    settings: dict[str, Any]  # result of `BuildSettings.record`
+    build: str  # ID of the build, a digest of all inputs and settings; file names contain it
+    joined: '_Joined'  # inputs of the tasks, held open so that no other build removes them
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,38 +27,23 @@ THIS_WRITER = f'{schema.NAME} {coyo11m_tfds.__version__}, records of format {sch
 
 
 class OpenInputs(NamedTuple):
-    """The inputs of a shard except the latents, in the order of its records.
+    """The inputs of a shard except the latents, in the order of its records."""
 
-    Attributes:
-        rows: Rows of the `.pt` files, int32 `(n,)`.
-        keys: Keys of the records, int64 `(n,)`.
-        captions: Captions as UTF-8.
-        text: Values of a sidecar, float16 `(n, dim)` for embeddings or int32 for tokens; None
-            without a sidecar.
-    """
-
-    rows: np.ndarray
-    keys: np.ndarray
-    captions: list[bytes]
-    text: np.ndarray | None
+    rows: np.ndarray  # of the files of latents, int32 (n,)
+    keys: np.ndarray  # int64 (n,)
+    captions: list[bytes]  # UTF-8
+    text: np.ndarray | None  # of a sidecar, float16 (n, dim), or int32 for tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class JoinedInputs:
-    """Inputs in local files of `source.joined`.
+    """Inputs in local files of `source.joined`."""
 
-    Attributes:
-        rows, keys: See `OpenInputs`.
-        places: Places of the captions and texts in their `Joined`, int64 `(n,)`, ascending.
-        captions: Folder of the `Joined` captions.
-        sidecar: Folder of the `Joined` of `sidecar.join`; '' without a sidecar.
-    """
-
-    rows: np.ndarray
+    rows: np.ndarray  # see `OpenInputs`
     keys: np.ndarray
-    places: np.ndarray
-    captions: str
-    sidecar: str = ''
+    places: np.ndarray  # of the captions and texts in their `Joined`, int64 (n,), ascending
+    captions: str  # folder of the `Joined` captions
+    sidecar: str = ''  # folder of the `Joined` of `sidecar.join`; '' without a sidecar
 
     def open(self) -> OpenInputs:
         """Reads all inputs, some MB."""
@@ -114,50 +99,32 @@ def _open_made(folder: str, time: int) -> Joined:
 
 @dataclasses.dataclass(frozen=True)
 class ShardPart:
-    """The records of a shard that come from one file.
-
-    Attributes:
-        digest: `LatentFile.digest` of the file.
-        records: Range of these records within the shard.
-    """
+    """The records of a shard that come from one file."""
 
     file: SourceFile
-    digest: str
-    records: slice
+    digest: str  # that of the `LatentFile`
+    records: slice  # within the shard
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardTask:
-    """The contents of one shard.
-
-    Attributes:
-        group: Number of the group of tasks that read the same files.
-        text: Description of the text in the records; None without text. The text comes from the
-            `.pt` files if the inputs have none.
-        drop_bad: Whether to leave out and count records that are not finite, instead of raising an
-            error.
-        check_crc: Whether to compare the contents of `.pt` files with their CRC-32.
-        num_bytes: Expected size of the shard, within 1%.
-        fingerprint: Hex digest of all that decides the shard's bytes.
-        in_place: Whether to leave the latents out and record their places.
-        writer: Version of the package that planned the task; no other version may write it.
-    """
+    """The contents of one shard."""
 
     split: str
     index: int
     filename: str
-    group: int
+    group: int  # number of the group of tasks that read the same files
     parts: tuple[ShardPart, ...]
     inputs: JoinedInputs | PackedInputs
-    text: sidecar.Header | None
-    drop_bad: bool
+    text: sidecar.Header | None  # in the records; of the `.pt` files if the inputs have none
+    drop_bad: bool  # whether records that are not finite are left out, and no error
     check_crc: bool
-    num_bytes: int
-    fingerprint: str
+    num_bytes: int  # expected size of the shard, within 1%
+    fingerprint: str  # hex digest of all that decides the shard's bytes
     in_place: bool = False
     channels: int = 4
     latents_from: LatentsFrom = schema.ANY_LATENTS
-    writer: str = THIS_WRITER
+    writer: str = THIS_WRITER  # no other version of the package may write the shard
 
     @property
     def source(self) -> str:
@@ -170,26 +137,18 @@ class ShardTask:
 
 @dataclasses.dataclass(frozen=True)
 class ShardResult:
-    """A shard that has been written.
-
-    Attributes:
-        split, index: See `ShardTask`.
-        chunk_offsets: Byte offsets of the records 0, 32, 64, ...
-        writer: Version of the package that wrote the shard.
-        read: Digests of the source files of the shard.
-        sources: Places of latents outside the records: each file with the row and the CRC-32C for
-            each of its records, uint32 `(n, 2)`.
-    """
+    """A shard that has been written."""
 
     split: str
     index: int
     num_records: int
     num_bytes: int
     crc32c: int
-    chunk_offsets: list[int]
+    chunk_offsets: list[int]  # of the records 0, 32, 64, ...
     statistics: ShardStatistics
-    writer: str
-    read: tuple[str, ...]
+    writer: str  # version of the package
+    read: tuple[str, ...]  # digests of the source files of the shard
+    # Of latents in place: each file with row and CRC-32C for each of its records, uint32 (n, 2).
     sources: tuple[tuple[ColumnFile, np.ndarray], ...] = ()
 
     def to_json(self) -> dict:

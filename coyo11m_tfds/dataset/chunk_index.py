@@ -87,7 +87,7 @@ def save(
     data_dir: str | os.PathLike[str],
     split: str,
     shard_lengths: Sequence[int],
-    offsets: Sequence[np.ndarray],
+    offsets: Sequence[Sequence[int] | np.ndarray],
     shard_sizes: Sequence[int],
     build: str = '',
 ) -> None:

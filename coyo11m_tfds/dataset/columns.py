@@ -35,20 +35,13 @@ class ColumnFile:
     """A file of the source that holds latents.
 
     Piece p of row r lies at byte `starts[p] + r * stride`. If the crops of a row lie apart, the row
-    has several pieces with one or more crops each.
-
-    Attributes:
-        path: Absolute path, or URL on gs://.
-        version: Version of a remote file, see `SourceFile`; '' for a local one.
-        digest: Digest of the file's outline, see `outline.digest`.
-        starts: Offset of each piece of row 0.
-        stride: Bytes from one row to the next. It is less than a row in formats with an offset for
-            each row; there the numbers of rows, times `stride`, are their offsets.
+    has several pieces with one or more crops each. In formats with an offset for each row, the
+    stride is less than a row, and the numbers of rows, times the stride, are their offsets.
     """
 
-    path: str
-    version: str
-    digest: str
+    path: str  # absolute, or a URL on gs://
+    version: str  # of a remote file, see `SourceFile`; '' for a local one
+    digest: str  # of the file's outline
     starts: tuple[int, ...]
     stride: int
 
@@ -78,21 +71,14 @@ def other_file(path: str, what: str, now: str, before: str) -> ValueError:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column of latents in the files of the source.
-
-    Attributes:
-        dtype: Dtype of its numbers, one of `schema.LATENT_DTYPES`.
-        shape: Shape of a row, `(crops, C, H, W)`.
-        build: ID of the build that wrote this description.
-        crc32c: CRC-32C of the places of each split, 8 hex digits.
-    """
+    """A column of latents in the files of the source."""
 
     name: str
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: str  # one of `schema.LATENT_DTYPES`
+    shape: tuple[int, ...]  # of a row, `(crops, C, H, W)`
     files: tuple[ColumnFile, ...]
-    build: str = ''
-    crc32c: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    build: str  # ID of the build that wrote this description
+    crc32c: Mapping[str, str]  # of the places of each split, 8 hex digits
 
     @property
     def is_remote(self) -> bool:
@@ -139,27 +125,17 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class AddedColumn:
-    """A column in files beside the shards, with one row for each record, in the records' order.
-
-    Attributes:
-        dtype: NumPy's name of the dtype.
-        shape: Shape of a row: `(n,)` for n numbers, `()` for a single one.
-        files: Name of the file of each split.
-        crc32c: CRC-32C of the values of each split, 8 hex digits.
-        feature: Feature of the records that this column can replace; '' for none.
-        mean, std: Statistics of each dimension of text embeddings over the train split; empty for
-            other columns.
-        encoder: Fields of `sidecar.Header` for embeddings and tokens; {} for other columns.
-    """
+    """A column in files beside the shards, with one row for each record, in the records' order."""
 
     name: str
-    dtype: str
-    shape: tuple[int, ...]
-    files: Mapping[str, str]
-    crc32c: Mapping[str, str]
-    feature: str = ''
-    mean: Sequence[float] = ()
+    dtype: str  # NumPy's name
+    shape: tuple[int, ...]  # of a row: `(n,)` for n numbers, `()` for a single one
+    files: Mapping[str, str]  # name of the file of each split
+    crc32c: Mapping[str, str]  # of the values of each split, 8 hex digits
+    feature: str = ''  # feature of the records that this column can replace
+    mean: Sequence[float] = ()  # of text embeddings over the train split
     std: Sequence[float] = ()
+    # Fields of `sidecar.Header` for embeddings and tokens.
     encoder: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property

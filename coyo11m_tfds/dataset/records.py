@@ -182,20 +182,12 @@ class Memory(Protocol):
 
 
 class Found(NamedTuple):
-    """Addresses of the values of some records.
+    """Addresses of the values of some records, int64 `(n,)`."""
 
-    Attributes:
-        regular: Whether a record has the layout, bool `(n,)`; if not, the other fields are
-            undefined.
-        keys: Keys of the records, int64 `(n,)`.
-        captions_end: Addresses of the ends of the captions, int64 `(n,)`.
-        places: Addresses of the values of each large feature, int64 `(n,)`.
-    """
-
-    regular: np.ndarray
+    regular: np.ndarray  # bool; if a record has another layout, its other fields are undefined
     keys: np.ndarray
     captions_end: np.ndarray
-    places: dict[str, np.ndarray]
+    places: dict[str, np.ndarray]  # of each large feature
 
 
 class RecordLayout:

@@ -41,17 +41,13 @@ READABLE = (*FEATURES, schema.TOKENS)
 
 @dataclasses.dataclass(frozen=True)
 class StoredSplit:
-    """A split as `schema.INFO_FILE` describes it.
-
-    Attributes:
-        build: ID in the names of its build's files; '' if the names have none.
-    """
+    """A split as `schema.INFO_FILE` describes it."""
 
     name: str
     file_names: Sequence[str]
     shard_lengths: Sequence[int]
     num_bytes: int
-    build: str = ''
+    build: str = ''  # ID in the names of its build's files; '' if the names have none
 
     @property
     def num_records(self) -> int:
@@ -150,24 +146,15 @@ class DatasetStats:
 
 @dataclasses.dataclass(frozen=True)
 class StoredDataset:
-    """The metadata of a data set.
-
-    Attributes:
-        full_name: Name, config and version, as TFDS joins them.
-        splits: Splits by name; {} for a mocked data set, which accepts every split.
-        features: Features by name, each as `features.json` describes it.
-        metadata: Content of `metadata.json`; {} without that file.
-        columns: Features outside the records, by name.
-        builder: The TFDS builder that opened it, or None.
-    """
+    """The metadata of a data set."""
 
     folder: str
-    full_name: str
-    splits: Mapping[str, StoredSplit]
-    features: Mapping[str, dict]
-    metadata: Mapping[str, Any]
-    columns: Mapping[str, Column | AddedColumn]
-    builder: Any = None
+    full_name: str  # name, config and version, as TFDS joins them
+    splits: Mapping[str, StoredSplit]  # {} for a mocked data set, which accepts every split
+    features: Mapping[str, dict]  # each as `features.json` describes it
+    metadata: Mapping[str, Any]  # content of `metadata.json`; {} without that file
+    columns: Mapping[str, Column | AddedColumn]  # features outside the records
+    builder: Any = None  # of TFDS, that opened it
     _indexed: dict[str, IndexedSplit | None] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )

@@ -59,28 +59,16 @@ def parse(spec: Spec) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Text:
-    """Describes the embeddings or the tokens of one caption for each record.
+    """Describes the embeddings or the tokens of one caption for each record."""
 
-    Attributes:
-        name: Name of the column; '' for the text in the records.
-        feature: Feature of a batch: `text_embedding` or `tokens`; '' without a text.
-        size: Width of an embedding, or number of tokens with padding.
-        encoder: Name of the encoder, or None.
-        revision: Revision of the encoder; None if unknown.
-        max_tokens: Length limit of captions in tokens; 0 if there is none or it is unknown.
-        vocabulary: All token ids are below this number; 0 for embeddings.
-        mean, std: Statistics of embeddings over the train split, float64 `(size,)`; for tokens
-            `(0,)`.
-    """
-
-    name: str
-    feature: str
-    size: int
+    name: str  # of the column; '' for the text in the records
+    feature: str  # of a batch: `text_embedding` or `tokens`; '' without a text
+    size: int  # width of an embedding, or number of tokens with padding
     encoder: str | None
-    revision: str | None
-    max_tokens: int
-    vocabulary: int
-    mean: np.ndarray
+    revision: str | None  # of the encoder; None if unknown
+    max_tokens: int  # length limit of captions; 0 if there is none or it is unknown
+    vocabulary: int  # all token ids are below this number; 0 for embeddings
+    mean: np.ndarray  # of embeddings over the train split, float64 (size,); for tokens (0,)
     std: np.ndarray
 
     def __str__(self) -> str:
@@ -145,16 +133,11 @@ def _of_column(column: AddedColumn) -> Text:
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """The texts that samples take.
+    """The texts that samples take."""
 
-    Attributes:
-        texts: At least one text; all have the same `kind`.
-        size: Width of an embedding, or number of tokens of the longest text with padding.
-    """
-
-    texts: tuple[Text, ...]
+    texts: tuple[Text, ...]  # at least one; all have the same `kind`
     weights: tuple[float, ...]
-    size: int
+    size: int  # that of the longest text
 
     @property
     def feature(self) -> str:

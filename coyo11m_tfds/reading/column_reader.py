@@ -20,27 +20,16 @@ _CRC_NBYTES = 4
 
 
 class OpenedColumn(NamedTuple):
-    """One column of a split, whose files agree with the data set's description.
+    """One column of a split, whose files agree with the data set's description."""
 
-    Attributes:
-        name: Name of the column in errors.
-        files: The files that hold the rows, with their present sizes and versions.
-        starts: Offsets of the pieces of row 0 in each file, int64 `(files, pieces)`; see
-            `ColumnFile`.
-        strides: Bytes from one row to the next in each file, int64 `(files,)`.
-        places: For each record the number of its file, its row, and the CRC-32C of the row, uint32
-            `(n, 3)`; None for a column of one file that has a row for each record in order, each
-            followed by its CRC-32C.
-        dtype, shape: Dtype and shape of a row.
-    """
-
-    name: str
-    files: Sequence[SourceFile]
-    starts: np.ndarray
-    strides: np.ndarray
+    files: Sequence[SourceFile]  # with their present sizes and versions
+    starts: np.ndarray  # of the pieces of row 0 in each file, int64 (files, pieces)
+    strides: np.ndarray  # bytes from one row to the next in each file, int64 (files,)
+    # For each record its file, its row and the CRC-32C of the row, uint32 (n, 3); None for one file
+    # with a row for each record in order, each followed by its CRC-32C.
     places: np.ndarray | None
     dtype: np.dtype
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of a row
 
     @property
     def row_nbytes(self) -> int:
@@ -63,18 +52,17 @@ def open_column(
             lies outside its file.
         OSError: The storage cannot be reached.
     """
-    name = f'{folder}: its column {column.name!r}'
     if isinstance(column, AddedColumn):
         file, start, stored = column.locate(folder, split, num_records)
         where = np.array([[start]]), np.array([stored.itemsize])
-        return OpenedColumn(name, [file], *where, None, np.dtype(column.dtype), column.shape)
+        return OpenedColumn([file], *where, None, np.dtype(column.dtype), column.shape)
     files = column.check_files()
     places = column.locate(folder, split, num_records)
     dtype = np.dtype(getattr(ml_dtypes, column.dtype, column.dtype))
     pieces = len(column.files[0].starts) if files else 1
     starts = np.array([file.starts for file in column.files], np.int64).reshape(-1, pieces)
     strides = np.array([file.stride for file in column.files], np.int64)
-    opened = OpenedColumn(name, files, starts, strides, places, dtype, column.shape)
+    opened = OpenedColumn(files, starts, strides, places, dtype, column.shape)
     # What lies before the last place at which a row of each file may begin; no file is behind them.
     room = [file.size for file in files] - starts.max(axis=1, initial=0) - opened.piece_nbytes
     number = np.minimum(places[:, 0], len(files))
@@ -84,8 +72,8 @@ def open_column(
         file, row, _ = places[number].tolist()
         path = files[file].path if file < len(files) else 'a file that is not named'
         raise ValueError(
-            f'{name} names row {row} of {path} for record {number}, but the file has no such row. '
-            'Build the data set again.'
+            f'{folder}: its column {column.name!r} names row {row} of {path} for record {number}, '
+            'but the file has no such row. Build the data set again.'
         )
     return opened
 

@@ -210,19 +210,12 @@ def _read_rows(
 
 
 class _Plan(NamedTuple):
-    """A block of rows, and the chunks that they are in.
-
-    Attributes:
-        block: The rows.
-        chunks: All chunks that hold any of the rows.
-        rows: Places in the block, ordered by their chunks.
-        ends: For each chunk one past its last place in `rows`.
-    """
+    """A block of rows, and the chunks that they are in."""
 
     block: Block
     chunks: list[_Chunk]
-    rows: np.ndarray
-    ends: np.ndarray
+    rows: np.ndarray  # places in the block, ordered by their chunks
+    ends: np.ndarray  # for each chunk one past its last place in `rows`
 
 
 class _ChunkReader:

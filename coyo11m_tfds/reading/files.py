@@ -106,19 +106,12 @@ class Memory:
 
 
 class ReadCounts(NamedTuple):
-    """Sums over the reads since a counter was made.
+    """Sums over the reads since a counter was made."""
 
-    Attributes:
-        num_bytes: Bytes of all chunks (with their rows of columns), or of all batches read by rows.
-        num_chunks: Runs of records that were read.
-        chunks_in_flight: Runs of records that are being read now.
-        bad_records: Records that could not be read and were left out, counted again in every epoch.
-    """
-
-    num_bytes: int = 0
-    num_chunks: int = 0
-    chunks_in_flight: int = 0
-    bad_records: int = 0
+    num_bytes: int = 0  # of all chunks, with rows of columns, or of all batches read by rows
+    num_chunks: int = 0  # runs of records that were read
+    chunks_in_flight: int = 0  # runs of records that are being read now
+    bad_records: int = 0  # that could not be read and were left out, again in every epoch
 
 
 class ReadCounter:

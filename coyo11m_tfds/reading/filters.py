@@ -48,17 +48,11 @@ _Holds = Callable[[Mapping[str, np.ndarray]], np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Where:
-    """A condition.
+    """A condition."""
 
-    Attributes:
-        text: The condition in a canonical spelling.
-        names: Columns that the condition compares, with `key` if it compares keys.
-        holds: Maps these columns to bool `(n,)`, True for rows that meet the condition.
-    """
-
-    text: str
-    names: tuple[str, ...]
-    holds: _Holds
+    text: str  # in a canonical spelling
+    names: tuple[str, ...]  # columns that it compares, with `key` if it compares keys
+    holds: _Holds  # maps these columns to bool (n,), True for rows that meet the condition
 
 
 def parse(text: str) -> Where:

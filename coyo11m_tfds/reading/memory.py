@@ -27,23 +27,14 @@ _FIXED = 200_000_000  # also plans, threads, and chunks that are being gathered
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Need:
-    """The quantities that decide how much memory one process needs to read.
+    """The quantities that decide how much memory one process needs to read."""
 
-    Attributes:
-        lanes: Lanes of this process.
-        window: Records of a window.
-        in_flight: Records of a lane that are being read at once.
-        rows_ready: Rows of the batch in use and of all batches that are ready.
-        row_nbytes: Bytes of a record in a batch.
-        raw_nbytes: Bytes of a record in the files.
-    """
-
-    lanes: int
-    window: int
-    in_flight: int
-    rows_ready: int
-    row_nbytes: int
-    raw_nbytes: int
+    lanes: int  # of this process
+    window: int  # records
+    in_flight: int  # records of a lane that are being read at once
+    rows_ready: int  # of the batch in use and of all batches that are ready
+    row_nbytes: int  # of a record in a batch
+    raw_nbytes: int  # of a record in the files
 
     @property
     def num_bytes(self) -> int:

@@ -26,33 +26,21 @@ _MAX_CYCLE = 1000
 
 
 class Position(NamedTuple):
-    """A position in a mixture.
+    """A position in a mixture."""
 
-    Attributes:
-        step: Number of the next batch.
-        samples: Number of samples that each source has given in every lane.
-    """
-
-    step: int
-    samples: tuple[int, ...]
+    step: int  # number of the next batch
+    samples: tuple[int, ...]  # that each source has given in every lane
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A range of steps with fixed shares.
-
-    Attributes:
-        begin, end: The steps `[begin, end)`; `end` is None in the last stage.
-        counts: Samples that every lane of each source gives to a batch of its shape; may be 0.
-        shapes: Number of each source's shape.
-        cycle: Numbers of the shapes of consecutive steps, int64 `(t,)`, repeated without end.
-    """
+    """A range of steps with fixed shares."""
 
     begin: int
-    end: float
-    counts: tuple[int, ...]
-    shapes: tuple[int, ...]
-    cycle: np.ndarray
+    end: float  # one past the last step; infinite in the last stage
+    counts: tuple[int, ...]  # samples that a lane of each source gives to a batch of its shape
+    shapes: tuple[int, ...]  # number of each source's shape
+    cycle: np.ndarray  # numbers of the shapes of consecutive steps, int64 (t,), without end
 
     def shape(self, step: int) -> int:
         """Returns the number of the shape of a step's batch."""
@@ -239,19 +227,12 @@ def _largest_remainders(shares: Sequence[Fraction], total: int) -> list[int]:
 
 
 class Place(NamedTuple):
-    """A position in a sequence of batches, with the rule for the following batches.
+    """A position in a sequence of batches, with the rule for the following batches."""
 
-    Attributes:
-        position: Position of the next batch.
-        rule: The shares of the sources.
-        sources: A digest of each source and of the order of its samples.
-        stride: The sequence holds only every `stride`-th batch.
-    """
-
-    position: Position
+    position: Position  # of the next batch
     rule: Rule
-    sources: tuple[str, ...]
-    stride: int = 1
+    sources: tuple[str, ...]  # a digest of each source and of the order of its samples
+    stride: int = 1  # the sequence holds only every `stride`-th batch
 
     def after(self, count: int) -> Self:
         """Returns the place after `count` more batches of the sequence."""

@@ -52,16 +52,11 @@ class OrderSettings:
 
 
 class Samples(NamedTuple):
-    """Consecutive samples of some lanes.
+    """Consecutive samples of some lanes."""
 
-    Attributes:
-        epoch: Epoch of the i-th sample of all lanes, int64 `(n,)`.
-        shard, record: Shard and record of each sample, int64 `(lanes, n)`.
-    """
-
-    epoch: np.ndarray
-    shard: np.ndarray
-    record: np.ndarray
+    epoch: np.ndarray  # of the i-th sample of all lanes, int64 (n,)
+    shard: np.ndarray  # int64 (lanes, n)
+    record: np.ndarray  # int64 (lanes, n)
 
 
 class Order:

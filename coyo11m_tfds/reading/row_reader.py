@@ -42,27 +42,16 @@ _LARGEST_RECORD = 64 << 20  # as in `records`
 
 @dataclasses.dataclass(frozen=True)
 class RowChoices:
-    """The features of a batch, and the choices for each record.
-
-    Attributes:
-        features: Names of the features in a batch.
-        stored: Shape and dtype of a stored row of each numeric feature, in records and columns;
-            latents with all crops, of which a batch has one.
-        seed: Seed of the choices about samples.
-        caption_dropout: Share of samples that `drop_text` marks.
-        middle_crop: Whether all samples show the middle crop (of two, the first) instead of one by
-            (seed, epoch, key).
-        with_mask: Whether `mask` is in the batch.
-        text: Texts in columns, one of which each sample takes; None for the text in its record.
-    """
+    """The features of a batch, and the choices for each record."""
 
     features: tuple[str, ...]
+    # Of a stored row of each numeric feature, in records and columns; latents with all crops.
     stored: Mapping[str, ArraySpec]
-    seed: int = 0
-    caption_dropout: float = 0.0
-    middle_crop: bool = False
+    seed: int = 0  # of the choices about samples
+    caption_dropout: float = 0.0  # share of samples that `drop_text` marks
+    middle_crop: bool = False  # of all samples, instead of one by (seed, epoch, key)
     with_mask: bool = False
-    text: Chosen | None = None
+    text: Chosen | None = None  # of which each sample takes one; None for the text in its record
 
     @property
     def in_records(self) -> set[str]:
@@ -103,30 +92,18 @@ class RowChoices:
 
 
 class Rows(NamedTuple):
-    """Where some records lie in memory; all arrays are int64 `(n,)` if not said otherwise.
+    """Where some records lie in memory; all arrays are int64 `(n,)` if not said otherwise."""
 
-    Attributes:
-        epoch: Epoch that reads each record.
-        shard, record: Number of the shard, and of the record in the shard.
-        number: Number of the record in the split.
-        begin, end: Addresses of the serialized records; 0 where the framing is damaged.
-        regular: Whether the record has the layout of this project, bool.
-        keys: Keys of the records; this and the following fields are valid for regular records only.
-        captions_end: Addresses of the ends of the captions.
-        places: Addresses of the values of each feature: int64 `(n,)` in records, `(n, pieces)` in
-            columns.
-    """
-
-    epoch: np.ndarray
+    epoch: np.ndarray  # that reads each record
     shard: np.ndarray
-    record: np.ndarray
-    number: np.ndarray
-    begin: np.ndarray
+    record: np.ndarray  # number in the shard
+    number: np.ndarray  # in the split
+    begin: np.ndarray  # addresses of the serialized records; 0 where the framing is damaged
     end: np.ndarray
-    regular: np.ndarray
+    regular: np.ndarray  # bool; whether a record has the layout that the following fields need
     keys: np.ndarray
-    captions_end: np.ndarray
-    places: Mapping[str, np.ndarray]
+    captions_end: np.ndarray  # addresses
+    places: Mapping[str, np.ndarray]  # of the values of features; in columns (n, pieces)
 
     def part(self, some: slice) -> 'Rows':
         """Returns some of the rows."""
@@ -136,19 +113,12 @@ class Rows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class InMemory:
-    """Values of one shape and dtype in memory, which can be gathered together with others.
+    """Values of one shape and dtype in memory, which can be gathered together with others."""
 
-    Attributes:
-        places: Address of each value, int64 of any shape.
-        row: Shape and dtype of a value.
-        memory: Memory that they lie in.
-        held: Objects that keep this memory valid.
-    """
-
-    places: np.ndarray
-    row: ArraySpec
+    places: np.ndarray  # address of each value, int64 of any shape
+    row: ArraySpec  # of a value
     memory: Memory
-    held: list[Any]
+    held: list[Any]  # objects that keep this memory valid
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -28,23 +28,14 @@ _MEANS_APART, _STDS_APART = 0.5, 1.5
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Source:
-    """One data set of a mixture.
+    """One data set of a mixture."""
 
-    Attributes:
-        name: Name for logs and metrics.
-        stored: The data set.
-        weight: Weight in the mixture.
-        where: Condition that its records meet, or None.
-        text: Texts of its samples, see `texts.parse`; None for those of the mixture.
-        same_vae: Whether to trust that its latents come from the VAE of the other sources.
-    """
-
-    name: str
+    name: str  # for logs and metrics
     stored: StoredDataset
     weight: float = 1.0
-    where: Where | None = None
-    text: texts.Spec | None = None
-    same_vae: bool = False
+    where: Where | None = None  # condition that its records meet
+    text: texts.Spec | None = None  # None for the texts of the mixture
+    same_vae: bool = False  # whether to trust that the VAE of the other sources made its latents
     _kept: dict[str, Kept] = dataclasses.field(default_factory=dict, repr=False)
 
     def kept(self, split: str, keys: Callable[[int], Iterator[np.ndarray]]) -> Kept | None:

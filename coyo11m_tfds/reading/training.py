@@ -31,18 +31,12 @@ _CAPTION_NBYTES = 600
 
 
 class Plan(NamedTuple):
-    """The sequence of batches that training reads from its sources.
-
-    Attributes:
-        orders: Order of each source's samples; None for a single source without a chunk index.
-        place: Place of the first batch.
-        steps_per_epoch: Number of samples of all sources divided by the batch size; NaN if unknown.
-    """
+    """The sequence of batches that training reads from its sources."""
 
     sources: tuple[Source, ...]
-    orders: tuple[Order, ...] | None
-    place: Place
-    steps_per_epoch: float
+    orders: tuple[Order, ...] | None  # None for a single source without a chunk index
+    place: Place  # of the first batch
+    steps_per_epoch: float  # samples of all sources divided by the batch size; NaN if unknown
 
 
 def plan(

@@ -26,18 +26,11 @@ from coyo11m_tfds.schema import LatentsFrom
 
 
 class Places(NamedTuple):
-    """Where the rows of a file lie: piece p of row i at `starts[p] + numbers[i] * stride`.
+    """Where the rows of a file lie: piece p of row i at `starts[p] + numbers[i] * stride`."""
 
-    Attributes:
-        starts: Offsets of the pieces of row number 0 in bytes; a row has several pieces if its
-            crops lie apart.
-        stride: Bytes from one number to the next.
-        numbers: Number of each row, int64 `(N,)`; None if row i has number i.
-    """
-
-    starts: tuple[int, ...]
+    starts: tuple[int, ...]  # in bytes; a row has several pieces if its crops lie apart
     stride: int
-    numbers: np.ndarray | None = None
+    numbers: np.ndarray | None = None  # of each row, int64 (N,); None if row i has number i
 
 
 # Names of whole numbers that are classes, each below the number of classes.
@@ -45,33 +38,19 @@ LABELS = 'labels', 'label', 'class', 'cls'
 
 
 class LatentFile:
-    """A validated local file; the `_open` of each format sets the attributes.
+    """A validated local file; the `_open` of each format sets the attributes."""
 
-    Attributes:
-        kind: Name of the format in errors.
-        path: Name of the file in errors.
-        keys: Keys of the rows, int64 `(N,)`.
-        dtype: Dtype of the latents, one of `schema.LATENT_DTYPES`.
-        shape: Shape of a row, `(crops, C, H, W)`.
-        digest: Digest of the file's outline, see `dataset.outline`.
-        places: Places of the rows; None if `Places` cannot describe them.
-        embedding_dim: Width of the text embeddings; None if there are none.
-        texts: Names of the columns of texts.
-        label_column: Name of the column of class labels, one of `LABELS`; '' if there is none.
-        numbers: Names of the columns of numbers.
-    """
-
-    kind: str
-    path: str
-    keys: np.ndarray
-    dtype: str
-    shape: tuple[int, ...]
-    digest: str
-    places: Places | None
-    embedding_dim: int | None = None
-    texts: tuple[str, ...] = ()
-    label_column: str = ''
-    numbers: tuple[str, ...] = ()
+    kind: str  # name of the format in errors
+    path: str  # name of the file in errors
+    keys: np.ndarray  # of the rows, int64 (N,)
+    dtype: str  # of the latents, one of `schema.LATENT_DTYPES`
+    shape: tuple[int, ...]  # of a row, (crops, C, H, W)
+    digest: str  # of the file's outline, see `dataset.outline`
+    places: Places | None  # of the rows; None if `Places` cannot describe them
+    embedding_dim: int | None = None  # width of the text embeddings
+    texts: tuple[str, ...] = ()  # names of the columns of texts
+    label_column: str = ''  # name of the column of class labels, one of `LABELS`
+    numbers: tuple[str, ...] = ()  # names of the columns of numbers
 
     def __init__(
         self,
@@ -80,17 +59,10 @@ class LatentFile:
         asked: LatentsFrom = schema.ANY_LATENTS,
         label: str = '',
     ):
-        """Opens a local file.
+        """Opens a local file; missing keys are computed from `label`, its path within its source.
 
-        Args:
-            path: Path of the file.
-            name: Name of the file in errors.
-            asked: Description of the latents from the config.
-            label: Path of the file within its source, from which missing keys are computed.
-
-        Raises:
-            ValueError: The file is truncated or in another format; or its latents are missing, of
-                several kinds, or of another kind than `asked`.
+        Raises a ValueError if the file is truncated or in another format; or if its latents are
+        missing, of several kinds, or of another kind than `asked` by the config.
         """
         self.path, self._local_path = name or os.fspath(path), os.fspath(path)
         self._asked, self._size = asked, os.path.getsize(path)

@@ -28,22 +28,13 @@ _INDEX = 'index.json'
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The files of a source.
+    """The files of a source."""
 
-    Attributes:
-        root: The folder; with its commit on the hub.
-        latent_files: The files of latents, all of one format, in the order of the data set.
-        captions_file: The Parquet file of captions; None if captions or labels lie beside the
-            latents.
-        by_name: All files by their paths relative to `root`.
-        no_captions: Message for the case that there are no captions beside the latents either.
-    """
-
-    root: str
-    latent_files: tuple[SourceFile, ...]
-    captions_file: SourceFile | None
-    by_name: Mapping[str, SourceFile]
-    no_captions: str
+    root: str  # the folder; with its commit on the hub
+    latent_files: tuple[SourceFile, ...]  # all of one format, in the order of the data set
+    captions_file: SourceFile | None  # None if captions or labels lie beside the latents
+    by_name: Mapping[str, SourceFile]  # all files, by their paths relative to `root`
+    no_captions: str  # message for the case that there are none beside the latents either
 
     @property
     def captions_path(self) -> str:
@@ -60,8 +51,7 @@ def find(root: str | os.PathLike[str]) -> Source:
     Raises:
         ValueError: The folder is missing or has no latents, lacks a file that its `index.json`
             names, or holds a file that differs from the record of `mirror`.
-        PermissionError: Credentials are missing or refused.
-        OSError: The bucket does not exist, or the storage cannot be reached.
+        OSError: The folder cannot be read.
     """
     folder = os.fspath(root)
     try:

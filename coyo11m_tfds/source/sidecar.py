@@ -96,25 +96,15 @@ def find(place: str | os.PathLike[str]) -> list[SourceFile]:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """Describes how the embeddings or tokens of a sidecar were made.
+    """Describes how the embeddings or tokens of a sidecar were made."""
 
-    Attributes:
-        dim: Width of an embedding, or number of tokens of a caption with padding.
-        encoder: Name of the encoder.
-        revision: Revision of the encoder.
-        max_tokens: Length limit of captions in tokens; 0 for no limit.
-        caption_column: Column of the captions.
-        captions_digest: Digest of the captions, see `captions.join`.
-        vocabulary: All token ids are below this number; 0 for embeddings.
-    """
-
-    dim: int
+    dim: int  # width of an embedding, or number of tokens of a caption with padding
     encoder: str
-    revision: str
-    max_tokens: int
+    revision: str  # of the encoder
+    max_tokens: int  # length limit of captions; 0 for no limit
     caption_column: str
-    captions_digest: str
-    vocabulary: int = 0
+    captions_digest: str  # see `captions`
+    vocabulary: int = 0  # all token ids are below this number; 0 for embeddings
 
     @property
     def feature(self) -> str:

@@ -35,14 +35,7 @@ _MOST_LABELS = 1 << 24
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """The rows of one file, or an error in place of the keys if its tensors disagree.
-
-    Attributes:
-        keys, dtype, shape, embedding_dim, digest: Those of the `LatentFile`.
-        captions: Name of the column and captions of the rows; None if they were not asked for.
-        labels: Name of the column and class labels of the rows, int64 `(n,)`; None if they were not
-            asked for or do not exist.
-    """
+    """The rows of one `LatentFile`, or an error in place of the keys if its tensors disagree."""
 
     keys: np.ndarray
     dtype: str
@@ -50,8 +43,8 @@ class Head:
     embedding_dim: int | None
     digest: str
     disagreement: RowsDisagreeError | None = None
-    captions: tuple[str, pa.Array] | None = None
-    labels: tuple[str, np.ndarray] | None = None
+    captions: tuple[str, pa.Array] | None = None  # with their column, if they were asked for
+    labels: tuple[str, np.ndarray] | None = None  # classes, int64 (n,), if they were asked for
 
 
 class NoCaptionsError(ValueError):
@@ -60,23 +53,14 @@ class NoCaptionsError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """The contents to read from the files of a source.
-
-    Attributes:
-        latents: Description of the latents from the config.
-        captions: Column of the captions beside the latents; None if captions come from a Parquet
-            file.
-        labels: Whether to read labels in addition to such captions.
-        drop_bad: Whether to mark duplicate keys and leave out files whose tensors disagree, instead
-            of raising an error.
-        check_crc: Whether to compare the small members of `.pt` files with their CRC-32.
-    """
+    """The contents to read from the files of a source."""
 
     latents: LatentsFrom = schema.ANY_LATENTS
-    captions: str | None = None
-    labels: bool = False
+    captions: str | None = None  # column of captions; None if they come from a Parquet file
+    labels: bool = False  # whether to read labels in addition to such captions
+    # Whether duplicate keys, and files whose tensors disagree, are no error.
     drop_bad: bool = False
-    check_crc: bool = True
+    check_crc: bool = True  # whether to compare the small members of `.pt` files
 
 
 def _read_head(file: SourceFile, head_dir: str | os.PathLike[str], asked: Asked) -> Head:
@@ -234,13 +218,10 @@ class SourceLatents:
     Attributes:
         keys: Keys of all rows in the files' order, int64.
         starts: Index in `keys` of each file's first row and, last, the number of all rows, int64.
-        dtype: Dtype of the latents, one of `schema.LATENT_DTYPES`.
-        shape: Shape of a row, `(crops, C, H, W)`.
-        digests: Digest of the content of each file.
+        dtype, shape, digests: Those of the `LatentFile`s.
         duplicate: Whether an earlier row has the same key, bool, shape of `keys`.
         disagreeing: Keys of files that are left out because their tensors have unequal numbers of
             rows, so that keys cannot be assigned to rows; int64.
-        disagreeing_files: Paths of these files.
         versions: A version of each file that changes with its content, also if the file has no
             checksums.
         texts: Captions and labels of the files, valid as long as the folder of heads exists.
