@@ -52,7 +52,10 @@ _to_be_replaced: set[str] = set()
 
 @dataclasses.dataclass(eq=False)
 class Coyo11mConfig(BuildSettings, tfds.core.BuilderConfig):
-    """`BuildSettings` and the name of the config, which is also the name of its folder."""
+    """`BuildSettings` and the name of the config, which is also the name of its folder.
+
+    coyo11m_tfds/README.md describes the fields.
+    """
 
     name: str = ''
 
@@ -305,11 +308,9 @@ def make_features(
     latents: str,
     text: str = schema.TEXT_EMBEDDING,
 ) -> tfds.features.FeaturesDict:
-    """Returns the features of a record.
+    """Returns the features of a record with latents `(crops, C, H, W)`.
 
     Args:
-        latent_dtype: One of `schema.LATENT_DTYPES`.
-        latents_shape: `(crops, C, H, W)`.
         text_dim: Width of the text embeddings, or number of tokens; None without text.
         latents: 'in_place' for records without `latents`, otherwise 'records'.
         text: One of `schema.TEXT_DTYPES`.

@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -212,37 +212,35 @@ def _join(
     places[rows] = np.arange(len(rows))
     wanted = latents.keys[rows]
     keys_digest = _sha256(wanted)
-    column = latents.texts.caption_column or settings.caption_column
+
+    def kept(origin: list[Any], join: Callable[[str], None]) -> Joined:
+        return joined.kept(cache_dir, [*origin, keys_digest], join)
+
+    texts = latents.texts
+    column = texts.caption_column or settings.caption_column
     in_files = json_digest.sha256([*latents.versions, *(file.path for file in latents.files)])
     if source.captions_file:
-        found = _join_captions(
-            source.captions_file, settings, wanted, keys_digest, scratch, cache_dir
-        )
+        found = _join_captions(source.captions_file, settings, wanted, scratch, kept)
     else:
-        found = joined.kept(
-            cache_dir,
-            ['captions of files', in_files, column, keys_digest],
-            lambda folder: captions.join(
-                latents.texts.captions, column, folder, wanted, source.captions_path
-            ),
+        found = kept(
+            ['captions of files', in_files, column],
+            lambda to: captions.join(texts.captions, column, to, wanted, source.captions_path),
         )
     text = values = None
     if settings.text_embeddings == EMBEDDINGS_IN_PT:
         text = Header(latents.common_embedding_dim(), EMBEDDINGS_IN_PT, '', 0, '', '')
-    elif latents.texts.labels and not sidecar_files:
-        of_labels = [source_files.describe(latents.texts.labels)]
-        values = joined.kept(
-            cache_dir,
-            ['labels of files', in_files, keys_digest],
-            lambda folder: sidecar.join(of_labels, folder, wanted, hold=scratch.hold),
+    elif texts.labels and not sidecar_files:
+        of_labels = [source_files.describe(texts.labels)]
+        values = kept(
+            ['labels of files', in_files],
+            lambda to: sidecar.join(of_labels, to, wanted, hold=scratch.hold),
         )
         text = Header(**values.facts['header'])
     elif sidecar_files:
         hold = scratch.hold_showing if len(sidecar_files) == 1 else scratch.hold
-        values = joined.kept(
-            cache_dir,
-            ['sidecar', keys_digest, *([file.path, file.version] for file in sidecar_files)],
-            lambda folder: sidecar.join(sidecar_files, folder, wanted, hold=hold),
+        values = kept(
+            ['sidecar', *([file.path, file.version] for file in sidecar_files)],
+            lambda to: sidecar.join(sidecar_files, to, wanted, hold=hold),
         )
         text = Header(**values.facts['header'])
         _check_column(settings, text, column)
@@ -261,9 +259,8 @@ def _join_captions(
     file: SourceFile,
     settings: BuildSettings,
     wanted: np.ndarray,
-    keys_digest: str,
     scratch: Scratch,
-    cache_dir: str,
+    kept: Callable[[list[Any], Callable[[str], None]], Joined],
 ) -> Joined:
     def make(folder: str) -> None:
         with scratch.hold_showing(file) as path:
@@ -273,7 +270,7 @@ def _join_captions(
 
     # Any commit of a hub may have the file.
     origin = ['captions', re.sub('@[0-9a-f]{40}/', '/', file.path), file.version]
-    found = joined.kept(cache_dir, [*origin, settings.caption_column, keys_digest], make)
+    found = kept([*origin, settings.caption_column], make)
     if not settings.drop_bad:
         captions.check_unique(found, file.path)
     if not (found.facts['has_checksums'] or file.recorded or file.checksum):
@@ -289,7 +286,7 @@ def _join_captions(
 def _drop_reasons(
     latents: SourceLatents, caption_bytes: np.ndarray, joined: _Joined
 ) -> dict[str, np.ndarray]:
-    """Returns bool `(n,)` for each reason to drop a row; at most one of them is true."""
+    """Bool `(n,)` for each reason to drop a row; at most one of them is true."""
     reasons = {
         schema.DUPLICATE_KEY: latents.duplicate,
         schema.NO_ROW: ~latents.duplicate & (caption_bytes == _NO_ROW),

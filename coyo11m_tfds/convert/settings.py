@@ -77,9 +77,8 @@ class BuildSettings:
     def record(self, limit: int | None, text_embeddings: str | Mapping[str, Any]) -> dict[str, Any]:
         """Returns the settings that decide the records, as JSON for the metadata.
 
-        Args:
-            limit: `max_examples_per_split` of the build; None for all records.
-            text_embeddings: '', 'pt' or the header of a sidecar, but no path.
+        `limit` is the `max_examples_per_split` of the build, and `text_embeddings` '', 'pt' or the
+        header of a sidecar, but no path.
         """
         # Only in these data sets, so that the metadata of others does not change.
         chosen = {_LATENTS: self.latents} if self.in_place else {}

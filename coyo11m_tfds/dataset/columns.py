@@ -7,6 +7,7 @@ may be on gs://.
 """
 
 import dataclasses
+import hashlib
 import math
 import os
 import re
@@ -17,13 +18,14 @@ import google_crc32c
 import numpy as np
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.dataset import manifest, npy, outline
+from coyo11m_tfds.dataset import manifest, npy, pt_archive
 from coyo11m_tfds.storage import remote, source_files, stored_files
 from coyo11m_tfds.storage.source_files import SourceFile
 
 RECORDS, IN_PLACE = LATENTS_LIE = ('records', 'in_place')  # the config's `latents`
 
 MAX_ROW_NBYTES = 2 * schema.MAX_TEXT_DIM  # of an added column: `reading.files` gathers no more
+OUTLINE_ENDS = 64 << 10  # bytes at each end of a file
 
 _RESTORE = 'Restore it, or build the data set again.'
 _BESIDE = 'beside'  # the kind of a column in files beside the shards
@@ -55,10 +57,27 @@ class ColumnFile:
         if found.is_remote:  # the checksum of a bucket covers the directory
             what, now, before = 'version is', found.version, self.version
         else:
-            what, now, before = 'outline has digest', outline.digest(self.path), self.digest
+            what, now, before = 'outline has digest', outline(self.path), self.digest
         if now != before:
             raise other_file(self.path, what, now, before)
         return found
+
+
+def outline(path: str | os.PathLike[str]) -> str:
+    """Returns a digest of a file of latents, as hex digits, that reads none of the latents.
+
+    For a `.pt` file this is that of its directory, with checksums of all contents; raises a
+    ValueError if it is damaged. The middle of other files may change without a change of the
+    digest; each row in place has its own checksum, which reveals that.
+    """
+    if os.fspath(path).endswith('.pt'):
+        return pt_archive.open_archive(path).digest
+    with open(path, 'rb', buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        ends = [
+            os.pread(file.fileno(), OUTLINE_ENDS, at) for at in (0, max(0, size - OUTLINE_ENDS))
+        ]
+    return hashlib.sha256(b'%d ' % size + b''.join(ends)).hexdigest()
 
 
 def other_file(path: str, what: str, now: str, before: str) -> ValueError:
@@ -97,11 +116,6 @@ class Column:
         found = {file.path: file for files in listed for file in files.values()}
         return [found.get(file.path) for file in self.files]
 
-    def check_files(self) -> list[SourceFile]:
-        """Returns the files after `ColumnFile.check`, which may raise, of each."""
-        found = zip(self.files, self.find_files(), strict=True)
-        return [file.check(there) for file, there in found]
-
     def locate(self, folder: str | os.PathLike[str], split: str, num_records: int) -> np.ndarray:
         """Returns the file's number, the row and its CRC-32C for each record; uint32 `(n, 3)`.
 
@@ -137,11 +151,6 @@ class AddedColumn:
     std: Sequence[float] = ()
     # Fields of `sidecar.Header` for embeddings and tokens.
     encoder: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def row_nbytes(self) -> int:
-        """Size of a row's values in bytes; in the file their CRC-32C follows."""
-        return np.dtype(self.dtype).itemsize * math.prod(self.shape)
 
     def locate(
         self, folder: str | os.PathLike[str], split: str, num_records: int
@@ -363,7 +372,7 @@ def _is_possible(column: AddedColumn) -> bool:
         column.dtype in _DTYPES
         and len(column.shape) < 2
         and lengths_fit
-        and column.row_nbytes <= MAX_ROW_NBYTES
+        and np.dtype(column.dtype).itemsize * math.prod(column.shape) <= MAX_ROW_NBYTES
         and all(isinstance(x, str) and is_file_name(x) for x in column.files.values())
         and column.crc32c.keys() == column.files.keys()
         and all(map(_is_crc32c, column.crc32c.values()))

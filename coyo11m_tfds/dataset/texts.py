@@ -9,7 +9,6 @@ one model can read all of them: embeddings of one encoder, or tokens of one voca
 """
 
 import dataclasses
-import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Self, cast
@@ -36,23 +35,17 @@ def parse(spec: Spec) -> dict[str, float]:
     Takes the form of `SYNTAX`, with a default weight of 1, or a mapping of names to weights. Raises
     a ValueError for another form.
     """
-    pairs: list[tuple[Any, Any]] = list(spec.items()) if isinstance(spec, Mapping) else []
-    if not isinstance(spec, Mapping):
-        for part in (spec or RECORDS).split(','):
-            name, colon, weight = part.partition(':')
-            pairs.append((name.strip() or None, weight if colon else 1))
-    found: dict[str, float] = {}
-    for name, weight in pairs:
-        name = '' if name == RECORDS else name
-        try:
-            number = float(weight)
-        except (TypeError, ValueError):
-            number = math.nan
-        if name is None or name in found or not 0 < number <= _MAX_WEIGHT:
-            found.clear()
-            break
-        found[name] = number
-    if not found:
+    if isinstance(spec, Mapping):
+        pairs: list[tuple[Any, Any]] = list(spec.items())
+    else:
+        parts = [part.partition(':') for part in (spec or RECORDS).split(',')]
+        pairs = [(name.strip() or None, weight if colon else 1) for name, colon, weight in parts]
+    try:
+        found = {'' if name == RECORDS else name: float(weight) for name, weight in pairs}
+    except (TypeError, ValueError):
+        found = {}
+    are_weights = all(0 < weight <= _MAX_WEIGHT for weight in found.values())
+    if not found or len(found) < len(pairs) or None in found or not are_weights:
         raise ValueError(f'text={spec!r}: expected {SYNTAX}')
     return found
 
@@ -153,11 +146,6 @@ class Chosen:
     def in_columns(self) -> bool:
         """Whether any text is in a column."""
         return any(self.names)
-
-    @property
-    def row_nbytes(self) -> int:
-        """Size of a text in a batch, in bytes."""
-        return self.size * np.dtype(schema.TEXT_DTYPES[self.feature]).itemsize
 
     @property
     def first(self) -> Self:

@@ -56,7 +56,7 @@ def open_column(
         file, start, stored = column.locate(folder, split, num_records)
         where = np.array([[start]]), np.array([stored.itemsize])
         return OpenedColumn([file], *where, None, np.dtype(column.dtype), column.shape)
-    files = column.check_files()
+    files = [x.check(found) for x, found in zip(column.files, column.find_files(), strict=True)]
     places = column.locate(folder, split, num_records)
     dtype = np.dtype(getattr(ml_dtypes, column.dtype, column.dtype))
     pieces = len(column.files[0].starts) if files else 1

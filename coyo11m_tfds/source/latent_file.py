@@ -20,7 +20,7 @@ import pyarrow as pa
 import torch
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.dataset import outline
+from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.dataset.keyed_random import splitmix64
 from coyo11m_tfds.schema import LatentsFrom
 
@@ -45,7 +45,7 @@ class LatentFile:
     keys: np.ndarray  # of the rows, int64 (N,)
     dtype: str  # of the latents, one of `schema.LATENT_DTYPES`
     shape: tuple[int, ...]  # of a row, (crops, C, H, W)
-    digest: str  # of the file's outline, see `dataset.outline`
+    digest: str  # of the file's outline, see `columns.outline`
     places: Places | None  # of the rows; None if `Places` cannot describe them
     embedding_dim: int | None = None  # width of the text embeddings
     texts: tuple[str, ...] = ()  # names of the columns of texts
@@ -71,7 +71,7 @@ class LatentFile:
         self._values: torch.Tensor | None = None
         self._open()
         if not hasattr(self, 'digest'):
-            self.digest = outline.digest(path)
+            self.digest = columns.outline(path)
 
     def _open(self) -> None:
         raise NotImplementedError

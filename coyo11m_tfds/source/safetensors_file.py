@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.dataset import outline
+from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.source.latent_file import LABELS, LatentFile, Places, damaged
 from coyo11m_tfds.storage import remote, retry
 from coyo11m_tfds.storage.source_files import SourceFile
@@ -94,7 +94,7 @@ def fetch_head(file: SourceFile, path: str) -> None:
     def attempt() -> None:
         tensors = _parse(read, file.size, file.path)
         header = min((tensor.begin for tensor in tensors.values()), default=file.size)
-        ends = min(outline.END_BYTES, file.size)
+        ends = min(columns.OUTLINE_ENDS, file.size)
         ranges = [(0, max(header, ends)), (file.size - ends, file.size)]
         small = (x for n, x in tensors.items() if n in (*LABELS, schema.PT_KEYS))
         with open(path, 'wb') as stream:

@@ -175,23 +175,19 @@ def _describe(file: KeyedFile, column: str) -> dict[str, Any]:
 
 
 def _header(file: KeyedFile) -> Header:
-    found, are_tokens = file.metadata, file.column == schema.TOKENS
+    are_tokens, fields = file.column == schema.TOKENS, dict[str, Any]()
     more = ('vocabulary', schema.META_TEXT_VOCABULARY), ('dim', schema.META_TEXT_DIM)
-    fields: dict[str, Any] = {}
     for field, entry in [*_ENTRIES.items(), more[not are_tokens]]:
-        fields[field] = found.get(entry)
-        if not found.get(entry):
+        said = fields[field] = file.metadata.get(entry, '')
+        is_number = field in ('max_tokens', 'vocabulary', 'dim')
+        if not said or (is_number and not said.isdecimal()):
+            has = f'has {entry} {said!r}, expected a number' if said else f"lacks '{entry}'"
             raise ValueError(
-                f"{file.name}: its schema's metadata lacks '{entry}'; make the file again with "
+                f"{file.name}: its schema's metadata {has}; make the file again with "
                 'coyo11m_tfds.embed_captions.'
             )
-        if field in ('max_tokens', 'vocabulary', 'dim'):
-            if not found[entry].isdecimal():
-                raise ValueError(
-                    f'{file.name}: its metadata has {entry} {found[entry]!r}, expected a number. '
-                    'Make it again.'
-                )
-            fields[field] = int(found[entry])
+        if is_number:
+            fields[field] = int(said)
     width, said = file.kind.list_size, fields['max_tokens' if are_tokens else 'dim']
     if said != width:
         raise ValueError(
