@@ -155,22 +155,15 @@ def stats(sources: Sequence[Source], text: texts.Spec) -> DatasetStats:
     if len(found) == 1:
         return found[0]
     chosen = choose_texts(sources, text)
-    weights = [x.weight for x in sources]
-
-    def mixed(means: list[Any], stds: list[Any]) -> tuple[np.ndarray, np.ndarray]:
-        exact = [[x.astype(np.float64) for x in of_all] for of_all in (means, stds)]
-        mean, std = texts.mixed(exact[0], exact[1], weights)
-        return mean.astype(np.float32), std.astype(np.float32)
-
-    latents = mixed([x.latent_mean for x in found], [x.latent_std for x in found])
-    of_text = mixed([x.text_mean for x in found], [x.text_std for x in found])
+    mixed: dict[str, Any] = {}
+    for names in (('latent_mean', 'latent_std'), ('text_mean', 'text_std')):
+        means, stds = ([getattr(x, name).astype(np.float64) for x in found] for name in names)
+        of_both = texts.mixed(means, stds, [x.weight for x in sources])
+        mixed |= {name: x.astype(np.float32) for name, x in zip(names, of_both, strict=True)}
     limits = [x.text_max_tokens for x in found]
     return dataclasses.replace(
         found[0],
-        latent_mean=latents[0],
-        latent_std=latents[1],
-        text_mean=of_text[0],
-        text_std=of_text[1],
+        **mixed,
         latents_shape=(max(x.latents_shape[0] for x in found), *found[0].latents_shape[1:]),
         text_max_tokens=max(limits) if all(limits) else 0,
         num_tokens=chosen[0].size if found[0].num_tokens else 0,
