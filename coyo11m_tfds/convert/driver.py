@@ -34,8 +34,6 @@ from coyo11m_tfds.report.page import Report
 from coyo11m_tfds.report.statistics import Dropped, ShardStatistics
 from coyo11m_tfds.source import location
 from coyo11m_tfds.storage import file_state, locks, scratch, source_files
-from coyo11m_tfds.storage.file_state import FileState
-from coyo11m_tfds.storage.scratch import Scratch
 
 if TYPE_CHECKING:
     from apache_beam.options.pipeline_options import PipelineOptions
@@ -128,7 +126,7 @@ def build(
         start = time.monotonic()
         folder.files.sweep()
         os.makedirs(local, exist_ok=True)
-        files = Scratch(os.path.join(local, 'source'))
+        files = scratch.Scratch(os.path.join(local, 'source'))
         there = location.find(source)
         if settings.in_place:
             in_place.check_within_reach(there.latent_files[0], final)
@@ -286,7 +284,7 @@ def _publish(folder: DataFolder, built: Built, overwrite: bool) -> None:
     files = {}
     for task in built.plan.tasks:
         result = results[task.split, task.index]
-        files[task.filename] = FileState(result.num_bytes, result.crc32c)
+        files[task.filename] = file_state.FileState(result.num_bytes, result.crc32c)
     local = {name: os.path.join(made, name) for name in os.listdir(made)}
     files |= {name: file_state.of_file(path) for name, path in local.items()}
     manifest.write(made, files, build)

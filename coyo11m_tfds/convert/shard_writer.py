@@ -14,10 +14,8 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.convert import in_place
 from coyo11m_tfds.convert.tasks import THIS_WRITER, ShardPart, ShardResult, ShardTask
 from coyo11m_tfds.dataset import columns, records
-from coyo11m_tfds.dataset.columns import ColumnFile
 from coyo11m_tfds.report.statistics import ShardStatistics
 from coyo11m_tfds.source import formats, latent_file
-from coyo11m_tfds.source.latent_file import LatentFile
 from coyo11m_tfds.storage.file_state import naming
 
 # Rows read at once, and their bytes: 128 rows of three crops are 9 MB with their float32 numbers,
@@ -84,7 +82,7 @@ class _OpenSource:
             text.vocabulary if text and text.encoder == schema.WORDS else 0,
             task.channels,
         )
-        self.sources: list[tuple[ColumnFile, list[np.ndarray]]] = []
+        self.sources: list[tuple[columns.ColumnFile, list[np.ndarray]]] = []
         self.read: list[str] = []  # digests of files
 
     def read_part(self, part: ShardPart, latents_path: str) -> Iterator[Features]:
@@ -101,7 +99,7 @@ class _OpenSource:
         for start in range(first, stop, step):
             yield self._read_rows(file, slice(start, min(start + step, stop)))
 
-    def _read_rows(self, file: LatentFile, some: slice) -> Features:
+    def _read_rows(self, file: latent_file.LatentFile, some: slice) -> Features:
         keys, rows = self._inputs.keys[some], self._inputs.rows[some]
         captions = self._inputs.captions[some]
         raw, latents = file.latents(rows)
@@ -128,7 +126,7 @@ class _OpenSource:
             for name, column in found.items()
         }
 
-    def _read_text(self, file: LatentFile, some: slice) -> np.ndarray | None:
+    def _read_text(self, file: latent_file.LatentFile, some: slice) -> np.ndarray | None:
         if not self._task.text:
             return None
         if self._inputs.text is not None:

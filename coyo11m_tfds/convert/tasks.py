@@ -16,11 +16,9 @@ import coyo11m_tfds
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.columns import ColumnFile
 from coyo11m_tfds.report.statistics import ShardStatistics
-from coyo11m_tfds.schema import LatentsFrom
 from coyo11m_tfds.source import sidecar
 from coyo11m_tfds.source.joined import Joined
 from coyo11m_tfds.storage import source_files, stored_files
-from coyo11m_tfds.storage.source_files import SourceFile
 
 # The package that this process runs, as a planner tells it to its writers and these record it.
 THIS_WRITER = f'{schema.NAME} {coyo11m_tfds.__version__}, records of format {schema.RECORD_FORMAT}'
@@ -101,7 +99,7 @@ def _open_made(folder: str, time: int) -> Joined:
 class ShardPart:
     """The records of a shard that come from one file."""
 
-    file: SourceFile
+    file: source_files.SourceFile
     digest: str  # that of the `LatentFile`
     records: slice  # within the shard
 
@@ -123,7 +121,7 @@ class ShardTask:
     fingerprint: str  # hex digest of all that decides the shard's bytes
     in_place: bool = False
     channels: int = 4
-    latents_from: LatentsFrom = schema.ANY_LATENTS
+    latents_from: schema.LatentsFrom = schema.ANY_LATENTS
     writer: str = THIS_WRITER  # no other version of the package may write the shard
 
     @property

@@ -14,7 +14,6 @@ import numpy as np
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import manifest, npy
-from coyo11m_tfds.dataset.manifest import DamagedError
 
 # No shard has so many bytes: 8 TB. What is larger may not be added to an address.
 _END = 1 << 43
@@ -52,7 +51,7 @@ class ChunkIndex:
         try:
             return None if data is None else cls.parse(data)
         except ValueError as error:
-            raise DamagedError(
+            raise manifest.DamagedError(
                 f'{path}: is not a chunk index ({error}). Build the data set again.'
             ) from error
 

@@ -1,10 +1,8 @@
 """A built data set, opened once: its metadata files, and the places of its records.
 
     data = stored_dataset.open_data('OUT/coyo11m_tfds/latents/1.0.0')
-    data.latents, data.text_dim             # ('float16', (3, 4, 32, 32)), 640
-    data.stats().latent_std                 # float32 (4,)
+    data.latents, data.stats().latent_std   # ('float16', (3, 4, 32, 32)), float32 (4,)
     split = data.split('train')             # None for a data set without a chunk index
-    split.file(3), split.index.byte_range(3, 64, 32)
 
 Every reader opens a data set here. TensorFlow is not needed; only a data set that TFDS mocks is
 opened through its builder.
@@ -22,7 +20,6 @@ from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import chunk_index, columns, manifest, texts
-from coyo11m_tfds.dataset.chunk_index import ChunkIndex
 from coyo11m_tfds.dataset.columns import AddedColumn, Column
 from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.dataset.records import RecordLayout
@@ -58,14 +55,9 @@ class StoredSplit:
 class IndexedSplit:
     """A split with a chunk index."""
 
-    index: ChunkIndex
+    index: chunk_index.ChunkIndex
     folder: str
     file_names: Sequence[str]
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether the shards are on a network."""
-        return source_files.is_remote(self.folder)
 
     @property
     def record_nbytes(self) -> int:
@@ -94,36 +86,22 @@ class IndexedSplit:
 
 @dataclasses.dataclass(frozen=True)
 class DatasetStats:
-    """The facts about a data set that a model needs; a checkpoint holds them for drawing.
+    """The facts about a data set that a model needs; a checkpoint holds them for drawing."""
 
-    Attributes:
-        latent_mean, latent_std: float32 `(C,)`, over the train split in raw units.
-        text_mean, text_std: The same of text embeddings, `(text_dim,)`; `(0,)` for tokens.
-        latents_shape: `(crops, C, H, W)`; the crops are the most that a source of a mixture has.
-        latent_dtype: One of `schema.LATENT_DTYPES`.
-        text_encoder: Name such as `hf:google/gemma-3-270m`; '' without text or if unknown.
-        text_revision: Commit of the encoder on the hub, `sha256:...` of its files in a local
-            folder, or its number; '' if unknown.
-        text_max_tokens: Length limit of captions in tokens; 0 if there is none or it is unknown.
-        num_tokens: Number of tokens of a text, with padding; 0 for embeddings.
-        vocabulary: All token ids are below this number; 0 for embeddings.
-        known_tokens: A bit for each token id, set if the id occurs, as hex digits; '' if unknown.
-        source_fingerprint: Hex digest of the source files, or None.
-    """
-
-    latent_mean: np.ndarray
+    latent_mean: np.ndarray  # float32 (C,), over the train split in raw units
     latent_std: np.ndarray
-    text_mean: np.ndarray
+    text_mean: np.ndarray  # float32 (text_dim,), of text embeddings; (0,) for tokens
     text_std: np.ndarray
-    latents_shape: tuple[int, ...] = (1, *schema.LATENT_SHAPE)
-    latent_dtype: str = 'float16'
-    text_encoder: str = ''
+    latents_shape: tuple[int, ...] = (1, *schema.LATENT_SHAPE)  # (crops, C, H, W), the most crops
+    latent_dtype: str = 'float16'  # one of `schema.LATENT_DTYPES`
+    text_encoder: str = ''  # such as `hf:google/gemma-3-270m`; '' without text or if unknown
+    # Commit on the hub, `sha256:...` of files in a local folder, or a number; '' if unknown.
     text_revision: str = ''
-    text_max_tokens: int = 0
-    num_tokens: int = 0
-    vocabulary: int = 0
-    known_tokens: str = ''
-    source_fingerprint: str | None = None
+    text_max_tokens: int = 0  # length limit of captions; 0 if there is none or it is unknown
+    num_tokens: int = 0  # of a text, with padding; 0 for embeddings
+    vocabulary: int = 0  # all token ids are below this number; 0 for embeddings
+    known_tokens: str = ''  # hex digits; a bit for each token id, set if it occurs; '' if unknown
+    source_fingerprint: str | None = None  # hex digest of the source files
 
     @property
     def text_dim(self) -> int:
@@ -174,8 +152,7 @@ class StoredDataset:
     def latents(self) -> tuple[str, tuple[int, ...]]:
         """Dtype, one of `schema.LATENT_DTYPES`, and shape `(crops, C, H, W)` of the latents.
 
-        Raises:
-            ValueError: There are no latents, or they have another dtype or rank.
+        Raises a ValueError if there are no latents, or they have another dtype or rank.
         """
         column = self.columns.get(schema.LATENTS)
         if isinstance(column, Column):
@@ -200,11 +177,7 @@ class StoredDataset:
 
     @property
     def record_layout(self) -> RecordLayout:
-        """The layout of its records.
-
-        Raises:
-            ValueError: A feature is not encoded as bytes.
-        """
+        """The layout of its records; raises a ValueError if a feature is not encoded as bytes."""
         for name in (schema.LATENTS, *schema.TEXT_DTYPES):
             tensor = self.features.get(name, {}).get('tensor', {'encoding': 'bytes'})
             if tensor['encoding'] != 'bytes':
@@ -247,10 +220,8 @@ class StoredDataset:
     def split(self, name: str) -> IndexedSplit | None:
         """Returns a split with its chunk index, read at the first call; None without an index.
 
-        Raises:
-            ValueError: The split does not exist; or its index is damaged or belongs to other
-                shards.
-            OSError: The index cannot be read, or is missing although the checksums name it.
+        Raises a ValueError if the split does not exist, or its index is damaged or belongs to other
+        shards, and an OSError if the index is missing although the checksums name it.
         """
         # 'train[:50%]' is a part of 'train'.
         if self.splits and name.partition('[')[0] not in self.splits:
@@ -263,7 +234,7 @@ class StoredDataset:
         found = self.splits.get(name)
         if found is None or not found.file_names:
             return None
-        index = ChunkIndex.load(self.folder, name, found.build)
+        index = chunk_index.ChunkIndex.load(self.folder, name, found.build)
         if index is None:
             _check_not_lost(self.folder, chunk_index.file_name(name, found.build), found.build)
             return None
@@ -401,8 +372,7 @@ def _read_json(path: str) -> dict | None:
 def parse_splits(data: bytes) -> list[StoredSplit]:
     """Parses the splits in the content of `schema.INFO_FILE`.
 
-    Raises:
-        ValueError: The content is damaged, or names no split.
+    Raises a ValueError if it is damaged, or names no split.
     """
     try:
         info = json.loads(data)
@@ -438,11 +408,7 @@ def _split(info: dict, split: dict) -> StoredSplit:
 
 
 def find_build(folder: str | os.PathLike[str]) -> str:
-    """Reads the ID in the names of a data set's files; '' without one or if it is damaged.
-
-    Raises:
-        OSError: The file cannot be read, or the storage cannot be reached.
-    """
+    """Reads the ID in the names of a data set's files; '' without one or if it is damaged."""
     data = manifest.read_file(f'{os.fspath(folder).rstrip("/")}/{schema.INFO_FILE}')
     try:
         return parse_splits(data)[0].build if data else ''

@@ -24,7 +24,6 @@ from coyo11m_tfds.dataset.stored_dataset import IndexedSplit, StoredDataset
 from coyo11m_tfds.reading import damage, process_settings
 from coyo11m_tfds.reading.batches import Ahead, ArraySpec, Batch
 from coyo11m_tfds.reading.column_reader import ColumnReader, open_column
-from coyo11m_tfds.reading.damage import BadRecords
 from coyo11m_tfds.reading.files import MAX_FILES, FetchedFiles, Range, ReadCounter
 from coyo11m_tfds.reading.order import Block
 from coyo11m_tfds.reading.row_reader import Part, RowChoices, RowReader, gathered
@@ -87,9 +86,6 @@ def open_split(stored: StoredDataset, name: str, engine: str) -> Opened | None:
     return Opened(split, engine)
 
 
-# --- Readers of a split --------------------------------------------------------------------------
-
-
 class SplitReader:
     """Reads blocks of rows of one split, and counts the bad records of all blocks together."""
 
@@ -118,7 +114,7 @@ class SplitReader:
         )
         stored.check_features(sorted(self._choices.in_records))
         process_settings.keep_freed_memory()
-        self._bad_records = BadRecords(
+        self._bad_records = damage.BadRecords(
             asked.on_bad_records, asked.max_bad_fraction, num_records, asked.counter
         )
         self._mapped = self._row_reader(None) if opened.engine == ROWS else None
@@ -181,9 +177,6 @@ def _check_text(folder: str, text: texts.Chosen, asked: Reading) -> None:
         )
 
 
-# --- By rows --------------------------------------------------------------------------------------
-
-
 def _read_rows(
     reader: RowReader, blocks: Iterator[Block], counter: ReadCounter | None
 ) -> Iterator[Part]:
@@ -204,9 +197,6 @@ def _read_rows(
             if counter:
                 counter.add(num_bytes=sum(x.nbytes for x in batch.values()))
             yield batch
-
-
-# --- By chunks ------------------------------------------------------------------------------------
 
 
 class _Plan(NamedTuple):

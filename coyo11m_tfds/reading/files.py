@@ -34,7 +34,6 @@ import numpy as np
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.storage import remote, source_files
-from coyo11m_tfds.storage.source_files import SourceFile
 
 # A file is checked for changes at most this often.
 _CHECK_SECONDS = 1.0
@@ -102,9 +101,6 @@ class Memory:
         return np.array(crcs, np.uint32)
 
 
-# --- How much is read ----------------------------------------------------------------------------
-
-
 class ReadCounts(NamedTuple):
     """Sums over the reads since a counter was made."""
 
@@ -130,9 +126,6 @@ class ReadCounter:
         with self._lock:
             sums = {name: getattr(self._counts, name) + n for name, n in amounts.items()}
             self._counts = self._counts._replace(**sums)
-
-
-# --- On a local disk -----------------------------------------------------------------------------
 
 
 class MappedFiles:
@@ -216,7 +209,7 @@ class MappedFiles:
 
     def _open(self, number: int) -> None:
         path = self.path_of(number)
-        with _naming(path), _open_file(path) as file:
+        with _naming(path), open(path, 'rb') as file:
             found = os.fstat(file.fileno())
             state = _state(found)
             if state[0]:
@@ -250,23 +243,8 @@ def _unmap(mapped: list[tuple[int, int]]) -> None:
         _libc.munmap(address, size)
 
 
-def _open_file(path: str) -> BinaryIO:
-    """Opens a file; where too many are open, with as many allowed as can be."""
-    try:
-        return open(path, 'rb')
-    except OSError as error:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if error.errno != errno.EMFILE or soft == hard:
-            raise
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        return open(path, 'rb')
-
-
 def _state(found: os.stat_result) -> tuple[int, ...]:
     return found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev
-
-
-# --- On gs:// ------------------------------------------------------------------------------------
 
 
 class FetchedFiles:
@@ -295,7 +273,7 @@ class FetchedFiles:
         self.memory = Memory()
         self.size = np.array(size, np.int64)
         self._path_of = path_of
-        self._described: dict[int, SourceFile] = {}
+        self._described: dict[int, source_files.SourceFile] = {}
         self._most_at_once, self._counter = most_at_once, counter or ReadCounter()
         self._pool = ThreadPoolExecutor(most_at_once, 'fetch')
         self._is_finalizing = sys.is_finalizing  # of one that outlives all modules
@@ -304,7 +282,7 @@ class FetchedFiles:
         self._held: dict[Range, bytes] = {}
         self._index()
 
-    def add(self, files: Sequence[SourceFile]) -> int:
+    def add(self, files: Sequence[source_files.SourceFile]) -> int:
         """Adds files that must not change; they are numbered from the result on."""
         first = len(self.size)
         self._described |= dict(enumerate(files, first))
@@ -401,11 +379,8 @@ class FetchedFiles:
 
     def _read_range(self, number: int, begin: int, end: int) -> bytes:
         size = int(self.size[number])
-        file = SourceFile(self.path_of(number), size, '', None)
+        file = source_files.SourceFile(self.path_of(number), size, '', None)
         return remote.read_range(file, min(begin, size), max(0, min(end, size) - begin))
-
-
-# --- Errors --------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -122,9 +122,6 @@ def _value(node: ast.expr) -> Callable[[Mapping[str, np.ndarray]], Any]:
     return lambda columns: sign * value
 
 
-# --- The records that are kept -------------------------------------------------------------------
-
-
 # By byte and n, the place of the byte's n-th set bit, from the lowest.
 _BITS = np.array(
     [([bit for bit in range(8) if byte >> bit & 1] + [0] * 8)[:8] for byte in range(256)], np.int64

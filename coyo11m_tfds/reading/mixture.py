@@ -223,9 +223,6 @@ def _largest_remainders(shares: Sequence[Fraction], total: int) -> list[int]:
     return counts
 
 
-# --- Places in a sequence of batches --------------------------------------------------------------
-
-
 class Place(NamedTuple):
     """A position in a sequence of batches, with the rule for the following batches."""
 

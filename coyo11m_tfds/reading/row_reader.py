@@ -25,13 +25,11 @@ import numpy as np
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import records
 from coyo11m_tfds.dataset.manifest import DamagedError
-from coyo11m_tfds.dataset.records import RecordLayout
 from coyo11m_tfds.dataset.stored_dataset import IndexedSplit
 from coyo11m_tfds.dataset.texts import Chosen
 from coyo11m_tfds.reading import damage, order
 from coyo11m_tfds.reading.batches import CROP, DROP_TEXT, MASK, ArraySpec
 from coyo11m_tfds.reading.column_reader import ColumnReader
-from coyo11m_tfds.reading.damage import BadRecords
 from coyo11m_tfds.reading.files import FetchedFiles, MappedFiles, Memory
 
 _STRIDE = schema.CHUNK_STRIDE
@@ -167,10 +165,10 @@ class RowReader:
         self,
         split: IndexedSplit,
         choices: RowChoices,
-        layout: RecordLayout,
+        layout: records.RecordLayout,
         *,
         verify: str,
-        bad_records: BadRecords,
+        bad_records: damage.BadRecords,
         columns: Mapping[str, ColumnReader],
         files: FetchedFiles | None,
     ):
@@ -371,9 +369,6 @@ class RowReader:
 def _run_numbers(shard: np.ndarray, record: np.ndarray) -> np.ndarray:
     """A number for the run that each record is in; of runs that touch, numbers that do."""
     return (shard << 32) + record // _STRIDE
-
-
-# --- Records in memory ---------------------------------------------------------------------------
 
 
 def find_records(

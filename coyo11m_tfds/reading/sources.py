@@ -14,7 +14,6 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.dataset.stored_dataset import Data, DatasetStats, StoredDataset, open_data
 from coyo11m_tfds.reading import filters
-from coyo11m_tfds.reading.filters import Kept, Where
 
 SYNTAX = (
     "dicts with 'dir', the folder of a data set, and perhaps 'weight' (1), 'where', 'text', 'name' "
@@ -33,12 +32,12 @@ class Source:
     name: str  # for logs and metrics
     stored: StoredDataset
     weight: float = 1.0
-    where: Where | None = None  # condition that its records meet
+    where: filters.Where | None = None  # condition that its records meet
     text: texts.Spec | None = None  # None for the texts of the mixture
     same_vae: bool = False  # whether to trust that the VAE of the other sources made its latents
-    _kept: dict[str, Kept] = dataclasses.field(default_factory=dict, repr=False)
+    _kept: dict[str, filters.Kept] = dataclasses.field(default_factory=dict, repr=False)
 
-    def kept(self, split: str, keys: Callable[[int], Iterator[np.ndarray]]) -> Kept | None:
+    def kept(self, split: str, keys: Callable[[int], Iterator[np.ndarray]]) -> filters.Kept | None:
         """Reads, at its first call, the records of a split that the condition keeps; None for all.
 
         Raises the errors of `filters.find_kept`, which describes `keys`.
@@ -118,9 +117,6 @@ def _short_name(stored: StoredDataset) -> str:
     """The config of a data set, or the name of a data set that this project did not build."""
     parts = stored.full_name.split('/')
     return parts[1] if len(parts) > 2 else parts[0]
-
-
-# --- Do they fit each other? ---------------------------------------------------------------------
 
 
 def choose_texts(

@@ -20,11 +20,9 @@ from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.reading import damage, evaluation, order, process_settings, training
 from coyo11m_tfds.reading.batches import CROP, DROP_TEXT, MASK, ArraySpec, Batches
 from coyo11m_tfds.reading.engines import Opened
-from coyo11m_tfds.reading.evaluation import EvalReader
 from coyo11m_tfds.reading.mixture import Place
 from coyo11m_tfds.reading.row_reader import RowChoices
 from coyo11m_tfds.reading.settings import Reading, Training
-from coyo11m_tfds.reading.training import TrainReader
 
 Batch = dict[str, tf.Tensor]
 
@@ -41,7 +39,7 @@ def train(asked: Training, opened: Sequence[Opened] | None) -> tf.data.Dataset:
     """Implements `input_pipeline.train_dataset`."""
     if opened is None:
         return _prefetched(_train_ordinary(_without_lanes(asked)), asked)
-    reader = TrainReader(asked, opened)
+    reader = training.TrainReader(asked, opened)
     # `train_batches` leaves out what a stride does not want.
     place, is_plain = reader.plan.place._replace(stride=1), reader.has_one_shape
     each = place.rule.each
@@ -82,7 +80,7 @@ def evaluate(asked: Reading, opened: Sequence[Opened] | None) -> tf.data.Dataset
     """Implements `input_pipeline.eval_dataset`, in the order of the shards."""
     if opened is None:
         return _prefetched(_eval_ordinary(asked), asked)
-    reader = EvalReader(asked, opened[0])
+    reader = evaluation.EvalReader(asked, opened[0])
     signature = _signature(reader.spec(asked.local_size), asked.local_size)
     found = tf.data.Dataset.from_generator(reader.read, output_signature=signature)
     count = tf.data.experimental.assert_cardinality(reader.num_batches)

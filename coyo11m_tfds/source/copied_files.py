@@ -16,7 +16,6 @@ from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.storage import json_digest, remote, source_files
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.file_state import FileState
-from coyo11m_tfds.storage.source_files import SourceFile
 
 _RECORDS = '.mirror'
 _READS_AT_ONCE = 8
@@ -28,7 +27,7 @@ class CopiedFiles:
     def __init__(self, target: Destination):
         self._target = target
 
-    def save(self, name: str, file: SourceFile, state: FileState) -> None:
+    def save(self, name: str, file: source_files.SourceFile, state: FileState) -> None:
         """Writes the record of a complete copy with its state, under its relative name."""
         record = {
             'name': name,
@@ -41,7 +40,9 @@ class CopiedFiles:
         # All are in one folder, and names may be long.
         self._target.put_bytes(f'{_RECORDS}/{json_digest.sha256(name)[:32]}.json', data)
 
-    def missing(self, files: Mapping[str, SourceFile]) -> dict[str, SourceFile]:
+    def missing(
+        self, files: Mapping[str, source_files.SourceFile]
+    ) -> dict[str, source_files.SourceFile]:
         """Returns the files whose copy is missing, incomplete, or of another version.
 
         This reads all copies on a local disk.

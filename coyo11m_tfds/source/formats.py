@@ -8,25 +8,24 @@ import os
 from collections.abc import Callable
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.schema import LatentsFrom
 from coyo11m_tfds.source import copied_files, pt_check, safetensors_file
 from coyo11m_tfds.source.latent_file import LatentFile
 from coyo11m_tfds.source.mds_file import MdsFile
 from coyo11m_tfds.source.pt_file import LatentShard
-from coyo11m_tfds.source.safetensors_file import SafetensorsFile
 from coyo11m_tfds.source.tar_file import TarFile
 from coyo11m_tfds.storage import file_state, remote
-from coyo11m_tfds.storage.file_state import ignore_bytes
 from coyo11m_tfds.storage.source_files import SourceFile
 
 _OTHERS: dict[str, type[LatentFile]] = {
-    '.safetensors': SafetensorsFile,
+    '.safetensors': safetensors_file.SafetensorsFile,
     '.mds': MdsFile,
     '.tar': TarFile,
 }
 
 
-def open_file(file: SourceFile, path: str, asked: LatentsFrom = schema.ANY_LATENTS) -> LatentFile:
+def open_file(
+    file: SourceFile, path: str, asked: schema.LatentsFrom = schema.ANY_LATENTS
+) -> LatentFile:
     """Opens a file of a source from a local path: of the file, a copy or a head.
 
     Raises a ValueError if the file is damaged, or violates its format.
@@ -61,7 +60,7 @@ def check_contents(
     path: str,
     *,
     check_crc: bool = True,
-    on_bytes: Callable[[int], None] = ignore_bytes,
+    on_bytes: Callable[[int], None] = file_state.ignore_bytes,
 ) -> None:
     """Compares a local copy with the record of `mirror` and with the checksums in the file.
 

@@ -27,7 +27,6 @@ from absl import logging
 
 from coyo11m_tfds.process import machine
 from coyo11m_tfds.storage import file_state, json_digest, locks
-from coyo11m_tfds.storage.locks import FileLock
 
 # Places, int64 (n,); sizes, int32 (n,), or what whoever makes them says instead; values, null for
 # none, or a dictionary of them.
@@ -140,7 +139,7 @@ def sweep(cache_dir: str) -> None:
     for folder in glob.glob(os.path.join(glob.escape(cache_dir), f'joined-{"[0-9a-f]" * 32}')):
         with (
             contextlib.suppress(BlockingIOError, FileNotFoundError),
-            FileLock(os.path.join(folder, _RECORD), wait=False),
+            locks.FileLock(os.path.join(folder, _RECORD), wait=False),
         ):
             shutil.rmtree(folder)
 
@@ -207,7 +206,7 @@ def _for_arrow(batches: Iterable[Batch], raised: list[BaseException]) -> Iterato
 
 def _open_whole(folder: str) -> Joined | None:
     try:
-        lock = FileLock(os.path.join(folder, _RECORD), shared=True)
+        lock = locks.FileLock(os.path.join(folder, _RECORD), shared=True)
     except FileNotFoundError:
         return None
     try:

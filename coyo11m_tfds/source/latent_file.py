@@ -22,7 +22,6 @@ import torch
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.dataset.keyed_random import splitmix64
-from coyo11m_tfds.schema import LatentsFrom
 
 
 class Places(NamedTuple):
@@ -56,7 +55,7 @@ class LatentFile:
         self,
         path: str | os.PathLike[str],
         name: str = '',
-        asked: LatentsFrom = schema.ANY_LATENTS,
+        asked: schema.LatentsFrom = schema.ANY_LATENTS,
         label: str = '',
     ):
         """Opens a local file; missing keys are computed from `label`, its path within its source.

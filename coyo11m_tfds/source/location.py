@@ -18,7 +18,6 @@ from absl import logging
 from coyo11m_tfds import schema
 from coyo11m_tfds.source import copied_files
 from coyo11m_tfds.storage import file_state, source_files, stored_files
-from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.source_files import SourceFile
 
 # Where a folder has several, the first: beside LightningDiT's latents lies latents_stats.pt.
@@ -150,7 +149,7 @@ def _add_records(folder: str, files: list[SourceFile]) -> list[SourceFile]:
     for file in files:
         if state := recorded.get(file.path.removeprefix(f'{folder}/')):
             crc32c = state.crc32c if file.crc32c is None else file.crc32c
-            copied_files.compare(FileState(file.size, crc32c), state, file.path)
+            copied_files.compare(file_state.FileState(file.size, crc32c), state, file.path)
         else:
             others.append(file.path)
         found.append(dataclasses.replace(file, recorded=state))

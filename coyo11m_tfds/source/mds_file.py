@@ -15,7 +15,6 @@ import pyarrow as pa
 from absl import logging
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.schema import LatentsFrom
 from coyo11m_tfds.source.latent_file import LatentFile, Places
 
 _MAX_DESCRIPTION = 1 << 20
@@ -135,7 +134,9 @@ class MdsFile(LatentFile):
             )
         return found[0]
 
-    def _kind(self, name: str, nbytes: int, asked: LatentsFrom) -> tuple[str, tuple[int, ...]]:
+    def _kind(
+        self, name: str, nbytes: int, asked: schema.LatentsFrom
+    ) -> tuple[str, tuple[int, ...]]:
         """Dtype and shape of the latents: as their encoding says, as asked for, or as is usual."""
         encoding, *described = self._encodings[name].split(':')
         if encoding == 'ndarray' and len(described) == 2:

@@ -15,7 +15,6 @@ from isal import isal_zlib as zlib
 from coyo11m_tfds.dataset import pt_archive
 from coyo11m_tfds.source import copied_files
 from coyo11m_tfds.storage import file_state, remote, retry
-from coyo11m_tfds.storage.file_state import FileState, ignore_bytes
 from coyo11m_tfds.storage.source_files import SourceFile
 
 # Stays in a core's cache between reading and summing up: 1 GB from the page cache takes 0.05 s.
@@ -60,8 +59,8 @@ def check_contents(
     name: str = '',
     *,
     check_crc: bool = True,
-    recorded: FileState | None = None,
-    on_bytes: Callable[[int], None] = ignore_bytes,
+    recorded: file_state.FileState | None = None,
+    on_bytes: Callable[[int], None] = file_state.ignore_bytes,
 ) -> None:
     """Reads a whole local `.pt` file once; compares all members with their CRC-32.
 
@@ -97,7 +96,7 @@ def check_contents(
             if member:
                 archive.check(member, crc32)
     if recorded:
-        found = FileState(archive.size, int.from_bytes(whole.digest(), 'big'))
+        found = file_state.FileState(archive.size, int.from_bytes(whole.digest(), 'big'))
         copied_files.compare(found, recorded, name)
 
 

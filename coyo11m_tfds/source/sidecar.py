@@ -27,7 +27,6 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import joined
-from coyo11m_tfds.source.joined import Joined
 from coyo11m_tfds.source.keyed_parquet import KeyedFile
 from coyo11m_tfds.storage import source_files, stored_files
 from coyo11m_tfds.storage.source_files import SourceFile
@@ -39,8 +38,6 @@ _PART = re.compile(r'part-(\d{5,})-of-(\d{5,})\.parquet')
 _COLUMNS = (schema.TOKENS, schema.PART_EMBEDDING, schema.TEXT_EMBEDDING)
 # A number while it is read: the number itself and its levels in the Parquet file, twice.
 _NUMBER_BYTES = 16
-
-# --- Files ----------------------------------------------------------------------------------
 
 
 def part_name(number: int, count: int) -> str:
@@ -89,9 +86,6 @@ def find(place: str | os.PathLike[str]) -> list[SourceFile]:
             'same command of coyo11m_tfds.embed_captions again: it makes what is missing.'
         )
     return list(parts.values())
-
-
-# --- What they say of themselves ----------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,9 +191,6 @@ def _header(file: KeyedFile) -> Header:
     return Header(**fields | {'dim': width})
 
 
-# --- What they hold ---------------------------------------------------------------------------
-
-
 def join(
     files: Sequence[SourceFile], folder: str, wanted: np.ndarray, *, hold: Hold, column: str = ''
 ) -> None:
@@ -223,7 +214,7 @@ def join(
     joined.make(folder, _batches(files, wanted, hold, column, facts), facts)
 
 
-def read(found: Joined, places: np.ndarray) -> np.ndarray:
+def read(found: joined.Joined, places: np.ndarray) -> np.ndarray:
     """Returns the values of some places, int64 `(n,)`, ascending, as `(n, *shape)`."""
     values = np.frombuffer(b''.join(found.read(places)), found.facts['dtype'])
     return values.reshape(len(places), *found.facts['shape'])

@@ -21,7 +21,6 @@ from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.schema import LatentsFrom
 from coyo11m_tfds.source import formats, joined
 from coyo11m_tfds.source.latent_file import LABELS, LatentFile
 from coyo11m_tfds.source.pt_file import RowsDisagreeError
@@ -55,7 +54,7 @@ class NoCaptionsError(ValueError):
 class Asked:
     """The contents to read from the files of a source."""
 
-    latents: LatentsFrom = schema.ANY_LATENTS
+    latents: schema.LatentsFrom = schema.ANY_LATENTS
     captions: str | None = None  # column of captions; None if they come from a Parquet file
     labels: bool = False  # whether to read labels in addition to such captions
     # Whether duplicate keys, and files whose tensors disagree, are no error.
@@ -75,7 +74,10 @@ def _read_head(file: SourceFile, head_dir: str | os.PathLike[str], asked: Asked)
 
 
 def write_numbers(
-    files: Sequence[SourceFile], column: str, folder: str | os.PathLike[str], latents: LatentsFrom
+    files: Sequence[SourceFile],
+    column: str,
+    folder: str | os.PathLike[str],
+    latents: schema.LatentsFrom,
 ) -> str:
     """Writes a Parquet file with a column of numbers beside the latents of all files, by key.
 

@@ -18,7 +18,6 @@ import pyarrow as pa
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import npy
-from coyo11m_tfds.schema import LatentsFrom
 from coyo11m_tfds.source.latent_file import LatentFile, Places, hashed
 
 _BLOCK = 512
@@ -132,7 +131,7 @@ class TarFile(LatentFile):
             data = data[int(digits) :]
         return found
 
-    def _find_latents(self, asked: LatentsFrom) -> str:
+    def _find_latents(self, asked: schema.LatentsFrom) -> str:
         found = sorted({x for parts in self._samples.values() for x in parts if _is_npy(x)})
         if asked.name:
             found = [x for x in found if x in (asked.name, f'{asked.name}.npy')]
