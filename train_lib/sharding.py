@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -140,6 +141,60 @@ def by_shape(tree, mesh: Mesh):
     return jax.tree.map(lambda leaf: NamedSharding(mesh, partition_spec(leaf.shape, fsdp)), tree)
 
 
+def map_matrices(
+    mesh: Mesh, function: Callable[[jax.Array], jax.Array], stack: jax.Array
+) -> jax.Array:
+    """Calls a function of whole matrices on a stack of them, with a few of them on each device.
+
+    The groups of `fsdp` devices share the matrices, and so do the devices of a group, which
+    exchange the parts that `partition_spec` gave them for whole matrices, and the results for parts
+    of these. Then the groups gather the results from each other. If fewer groups leave a device no
+    more matrices, the others repeat their work. If the counts do not divide, some devices compute
+    zeros.
+
+    Args:
+        mesh: Mesh of the devices.
+        function: Maps `(n, rows, columns)` to the same shape and dtype, each matrix by itself.
+        stack: `(..., rows, columns)`, placed by `partition_spec`; so is the result.
+    """
+    spec = partition_spec(stack.shape, mesh.shape[FSDP_AXIS])
+    split = len(spec) + 2 - stack.ndim if len(spec) else 0  # axis of `(n, rows, columns)`
+
+    def exchange(matrices: jax.Array, cut: int, joined: int) -> jax.Array:
+        if split <= 0:  # they are whole
+            return matrices
+        return jax.lax.all_to_all(matrices, FSDP_AXIS, cut, joined, tiled=True)
+
+    def on_device(shard: jax.Array) -> jax.Array:
+        matrices = shard.reshape(-1, *shard.shape[-2:])
+        count, data = len(matrices), mesh.shape[DATA_AXIS]
+        members = mesh.shape[FSDP_AXIS] if split > 0 else 1
+        groups = _fewest_groups(count, data, members)
+        of_group = -(-count // groups)
+        first = jax.lax.axis_index(DATA_AXIS) % groups * of_group
+        matrices = _padded(matrices, groups * of_group)
+        matrices = jax.lax.dynamic_slice_in_dim(matrices, first, of_group)
+        whole = exchange(_padded(matrices, members), 0, split)
+        done = exchange(function(whole), split, 0)[:of_group]
+        each = np.arange(data).reshape(-1, groups).tolist()
+        done = jax.lax.all_gather(done, DATA_AXIS, axis_index_groups=each, tiled=True)
+        return done[:count].reshape(shard.shape)
+
+    mapped = jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return mapped(stack)
+
+
+def _fewest_groups(count: int, data: int, members: int) -> int:
+    """The smallest divisor of `data` with which a device has as few matrices as possible."""
+    divisors = [groups for groups in range(1, data + 1) if data % groups == 0]
+    return min(divisors, key=lambda groups: math.ceil(math.ceil(count / groups) / members))
+
+
+def _padded(matrices: jax.Array, divisor: int) -> jax.Array:
+    """Appends zeros so that `divisor` divides the number of matrices."""
+    return jnp.pad(matrices, [(0, -len(matrices) % divisor), (0, 0), (0, 0)])
+
+
 def abstract(array, placed: jax.sharding.Sharding | None = None) -> jax.ShapeDtypeStruct:
     """Returns the shape, dtype and sharding of an array, or the given sharding."""
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed or array.sharding)
@@ -155,7 +210,9 @@ def processes_on_host() -> int:
     return int((multihost_utils.process_allgather(own) == own).sum())
 
 
-def least_bytes(params, mesh: Mesh, *, compute_bytes: int = 2, accumulate: int = 1) -> float:
+def least_bytes(
+    params, mesh: Mesh, *, compute_bytes: int = 2, accumulate: int = 1, mapped: Any = None
+) -> float:
     """Returns the bytes that a device receives in a training step if only weights move.
 
     Devices gather a weight that is split over f devices once for the forward and once for the
@@ -164,19 +221,26 @@ def least_bytes(params, mesh: Mesh, *, compute_bytes: int = 2, accumulate: int =
     groups then reduce each f-th part: 2(d-1)/d of the part, half to form the sum and half to
     distribute it.
 
+    With `map_matrices`, each of the n = df devices gathers its n-th part of the matrices, of which
+    it has an f-th, and its f-th part of the results, of which it computed an n-th.
+
     Args:
         params: Pytree of arrays or `jax.ShapeDtypeStruct`, as `by_shape` places them.
         mesh: Mesh of the devices.
         compute_bytes: Size of a gathered number in bytes.
         accumulate: Number of parts in which the batch is computed.
+        mapped: Pytree of bool, True for weights whose updates come from `map_matrices`; None for
+            no such weights.
     """
 
-    def of(leaf) -> float:
+    def of(leaf, is_mapped: bool) -> float:
         split = partition_spec(leaf.shape, mesh.shape[FSDP_AXIS]) != PartitionSpec()
         f = mesh.shape[FSDP_AXIS] if split else 1
         d = mesh.size // f
         size = np.prod(leaf.shape, dtype=np.float64)
         within = (f - 1) / f * (2 * compute_bytes + 4) * accumulate
-        return size * (within + 2 * (d - 1) / d * 4 / f)
+        dealt = is_mapped * ((f - 1) / f / mesh.size + (1 - 1 / mesh.size) / f) * compute_bytes
+        return size * (within + 2 * (d - 1) / d * 4 / f + dealt)
 
-    return float(sum(map(of, jax.tree.leaves(params))))
+    mapped = jax.tree.map(lambda _: False, params) if mapped is None else mapped
+    return float(sum(jax.tree.leaves(jax.tree.map(of, params, mapped))))

@@ -18,7 +18,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-import optax.contrib
+
+from train_lib import muon
 
 _DECAY_SHARE = 0.3  # of a run, for the schedule `wsd`
 
@@ -86,14 +87,13 @@ def make_optimizer(
     b1: float,
     b2: float,
     clip_norm: float,
+    **muon_options: Any,
 ) -> optax.GradientTransformation:
     """Returns AdamW, or Muon for the kernels of blocks, after clipping by the global norm.
 
-    AdamW: Loshchilov and Hutter, arXiv:1711.05101. Muon: Jordan, "Muon: An optimizer for hidden
-    layers in neural networks" (2024), with updates scaled to the root mean square of AdamW's, as in
-    Liu et al., arXiv:2502.16982. AdamW trains all other parameters, and the kernels of the
-    modulation. Weight decay applies to kernels, and not to biases, scales and the vector for no
-    text.
+    AdamW: Loshchilov and Hutter, arXiv:1711.05101. Muon: `train_lib/muon.py`; AdamW trains all
+    other parameters, and the kernels of the modulation. Weight decay applies to kernels, and not to
+    biases, scales and the vector for no text.
 
     Args:
         name: `adamw` or `muon`.
@@ -103,6 +103,7 @@ def make_optimizer(
         b1: Decay of AdamW's first moment.
         b2: Decay of AdamW's second moment.
         clip_norm: Global norm to which larger gradients are scaled.
+        **muon_options: `dtype` and `map_matrices` of `muon.muon`.
 
     Raises:
         ValueError: The name is unknown; at `init`, a model has no kernels of blocks for Muon.
@@ -113,13 +114,28 @@ def make_optimizer(
         return optax.chain(clip, adamw)
     if name != 'muon':
         raise ValueError(f"optimizer.name={name!r}: expected 'adamw' or 'muon'")
-    muon = optax.contrib.muon(
-        muon_schedule,
-        weight_decay=weight_decay,
-        consistent_rms=0.2,
-        muon_weight_dimension_numbers=_as_matrices,
-    )
-    return optax.chain(clip, optax.partition({'muon': muon, 'adamw': adamw}, _optimizer_of))
+    by_muon = muon.muon(muon_schedule, weight_decay=weight_decay, **muon_options)
+    return optax.chain(clip, optax.partition({True: by_muon, False: adamw}, is_for_muon))
+
+
+def is_for_muon(params: Any) -> Any:
+    """Returns a pytree of bool: True for the kernels of blocks that do not modulate.
+
+    Raises:
+        ValueError: The model has no such kernels.
+    """
+
+    def choose(path: Any, _: Any) -> bool:
+        *modules, name = (part.key for part in path)
+        return modules[:1] == ['blocks'] and 'modulation' not in modules and name == 'kernel'
+
+    chosen = jax.tree_util.tree_map_with_path(choose, params)
+    if not any(jax.tree.leaves(chosen)):
+        raise ValueError(
+            "optimizer.name='muon': the model has no kernels in a module named 'blocks': expected "
+            "'adamw'"
+        )
+    return chosen
 
 
 def make_init(
@@ -158,25 +174,3 @@ def make_init(
 def _is_kernel(params):
     # By name and not by rank: the scanned blocks stack their biases to matrices.
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == 'kernel', params)
-
-
-def _optimizer_of(params):
-    """The name of the one that changes each leaf."""
-
-    def label(path, _):
-        *modules, name = (part.key for part in path)
-        of_block = modules[:1] == ['blocks'] and 'modulation' not in modules
-        return 'muon' if of_block and name == 'kernel' else 'adamw'
-
-    labels = jax.tree_util.tree_map_with_path(label, params)
-    if 'muon' not in jax.tree.leaves(labels):
-        raise ValueError(
-            "optimizer.name='muon': the model has no kernels in a module named 'blocks': expected "
-            "'adamw'"
-        )
-    return labels
-
-
-def _as_matrices(params):
-    # Kernels are `(layers, in, out)`: the last two axes are a matrix, whatever stands before.
-    return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), params)

@@ -340,7 +340,7 @@ def make_program(
     num_crops, channels, height, width = stats.latents_shape
     latent_shape = height, width, channels
     model = models.make(**config.model, vocabulary=stats.vocabulary, num_crops=num_crops)
-    schedule, tx = _make_optimizer(config)
+    schedule, tx = _make_optimizer(config, mesh)
     raw = jax.ShapeDtypeStruct((1, stats.text_dim), jnp.float32)
     if stats.vocabulary:
         raw = jax.ShapeDtypeStruct((1, 1), jnp.int32)
@@ -388,7 +388,7 @@ def make_program(
 
 
 def _make_optimizer(
-    config: ml_collections.ConfigDict,
+    config: ml_collections.ConfigDict, mesh: Mesh
 ) -> tuple[optax.Schedule, optax.GradientTransformation]:
     optimizer = config.optimizer
     adamw, muon = (
@@ -408,5 +408,7 @@ def _make_optimizer(
         b1=optimizer.b1,
         b2=optimizer.b2,
         clip_norm=optimizer.clip_norm,
+        dtype=config.model.dtype,
+        map_matrices=functools.partial(sharding.map_matrices, mesh),
     )
     return adamw, tx

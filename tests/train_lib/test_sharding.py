@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import json
 import random
 import types
 
@@ -115,6 +116,75 @@ def test_least_bytes_of_a_step(data, fsdp, expected):
     params = {'kernel': np.zeros((2**10, 2**10), np.float32), 'bias': np.zeros(10, np.float32)}
     mesh = types.SimpleNamespace(shape={'data': data, 'fsdp': fsdp}, size=data * fsdp)
     assert sharding.least_bytes(params, mesh) == pytest.approx(expected)
+
+
+def test_least_bytes_of_matrices_that_single_devices_take_whole():
+    params = {'kernel': np.zeros((2**10, 2**10), np.float32)}
+    mesh = types.SimpleNamespace(shape={'data': 2, 'fsdp': 4}, size=8)
+    more = sharding.least_bytes(params, mesh, mapped={'kernel': True})
+    # An eighth of it, of which a quarter is here; a quarter of the results, an eighth made here.
+    assert more - sharding.least_bytes(params, mesh) == (3 / 4 / 8 + 7 / 8 / 4) * 2 * 2**20
+
+
+_MAP = """
+import json, os
+os.environ['XLA_FLAGS'] += ' --xla_force_host_platform_device_count=8'
+import jax, numpy as np
+from train_lib import sharding
+from train_lib.tools import hlo
+
+sharding.MIN_SHARDED_SIZE = 64
+
+def on_mesh(shape, data, fsdp):
+    mesh, taken = sharding.make_mesh(data, fsdp, jax.devices()[:data * fsdp]), []
+    x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) % 7
+    placed = jax.device_put(x, sharding.by_shape(x, mesh))
+
+    def function(matrices):
+        taken.append(matrices.shape)
+        return matrices * matrices.sum((1, 2), keepdims=True)  # whole numbers: no rounding
+
+    jitted = jax.jit(lambda x: sharding.map_matrices(mesh, function, x))
+    compiled = jitted.lower(placed).compile()
+    result = compiled(placed)
+    least = [sharding.least_bytes(x, mesh, compute_bytes=4, mapped=m) for m in (True, False)]
+    np.testing.assert_array_equal(result, x * x.sum((-2, -1), keepdims=True))
+    return {
+        'taken': taken[0],
+        'placed': result.sharding == placed.sharding,
+        'moved': sum(c.nbytes for c in hlo.read(compiled.as_text()).collectives),
+        'least': least[0] - least[1],
+    }
+
+print(json.dumps([on_mesh(*arguments) for arguments in json.loads(sys.argv[1])]))
+"""
+
+# Shape of a stack, data, fsdp: matrices that a device takes, and whether these counts divide.
+TAKEN = {
+    ((8, 16, 48), 1, 1): (8, True),
+    ((8, 16, 48), 8, 1): (1, True),
+    ((8, 16, 48), 2, 4): (1, True),
+    ((8, 48, 16), 4, 2): (1, True),
+    ((2, 4, 16, 48), 2, 2): (2, True),
+    ((8, 3, 5), 2, 4): (1, True),  # split along the stack: whole as they are
+    ((7, 16, 48), 2, 4): (1, False),
+    ((5, 5, 5), 2, 4): (3, False),  # nothing to split: every device of a group takes all
+    ((3, 16, 48), 8, 1): (1, False),  # four groups and four more
+    ((16, 48), 2, 4): (1, False),
+}
+
+
+def test_devices_take_whole_matrices_and_all_get_what_one_device_would():
+    with children.python(_MAP, json.dumps([(*key,) for key in TAKEN])) as child:
+        out, error = child.communicate()
+    assert child.returncode == 0, error
+    for key, found in zip(TAKEN, json.loads(out), strict=True):
+        shape, *_ = key
+        count, divides = TAKEN[key]
+        assert found['taken'] == [count, *shape[-2:]], key
+        assert found['placed'], key
+        if divides and shape != (8, 3, 5):
+            assert found['moved'] == found['least'], key
 
 
 _COUNT = """

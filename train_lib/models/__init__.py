@@ -6,8 +6,8 @@
 Another model is a `flax.linen.Module` in any importable module. Like `dit.DiT`, it has the fields
 `dtype` and `pin` and the method `flops`, takes the same arguments, and declares the fields of a
 preset or of the block `model` that it needs. If it has a field `crops` above 1, its last argument
-is the crop. Muon trains the kernels in its module `blocks` (see `state.make_optimizer`).
-docs/training.md has an example.
+is the crop. Muon trains the kernels in its module `blocks`; one named `qkv` or `words` holds
+three or two matrices (see `muon.muon`). docs/training.md has an example.
 
 A name is a size and a patch size. Sizes S to XL are those of DiT (Peebles & Xie 2023, table 1);
 `tiny` is for the demo and the tests.

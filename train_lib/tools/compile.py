@@ -39,7 +39,7 @@ from jax.experimental import topologies
 from ml_collections import config_flags
 
 from coyo11m_tfds import schema
-from train_lib import caption_encoder, chips, flow, run, settings, sharding
+from train_lib import caption_encoder, chips, flow, run, settings, sharding, state
 from train_lib.models.dit import POOLED
 from train_lib.step import Program, make_program
 from train_lib.tools import hlo
@@ -133,11 +133,13 @@ def analyze(
         report[MEMORY]['weights of the encoder'] = nbytes / 1e9
     report |= tables(hlo.read(compiled.as_text() or ''), chip, schedules)
     if step == TRAIN:
+        params = program.abstract_state.params
         least = sharding.least_bytes(
-            program.abstract_state.params,
+            params,
             mesh,
             compute_bytes=jnp.dtype(config.model.dtype).itemsize,
             accumulate=config.accumulate,
+            mapped=state.is_for_muon(params) if config.optimizer.name == 'muon' else None,
         )
         report[MOVED]['least for this mesh'] = least / 1e6
     return report | judge(report, chip)
