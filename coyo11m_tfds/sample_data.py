@@ -288,14 +288,11 @@ def main() -> None:
     add = parser.add_argument
     add('--out', required=True, help='folder to write')
     add('--num_samples', type=int, default=4096, help='pictures (%(default)s)')
-    add('--num_files', type=int, default=3, help='.pt files (%(default)s)')
-    add('--dtype', default='float16', help='of the latents: float16, bfloat16 or float32')
-    add('--seed', type=int, default=0, help='seed of the pictures and captions (%(default)s)')
     args = parser.parse_args()
     outlook = f'{args.out} is incomplete: remove it, then run the same command again'
     with ending.in_one_line(outlook):
-        make_sample(args.out, args.num_samples, args.num_files, args.dtype, args.seed)
-    print(f'{args.num_samples} samples in {args.num_files} files: {args.out}')
+        make_sample(args.out, args.num_samples)
+    print(f'{args.num_samples} samples: {args.out}')
 
 
 if __name__ == '__main__':

@@ -55,6 +55,10 @@ class Conflict(OSError):
     """The object has another generation than the one to replace."""
 
 
+class _Missing(OSError):
+    """The object does not exist."""
+
+
 def split_url(url: str) -> tuple[str, str]:
     """Returns bucket and name of `gs://bucket/name`; the name may be empty.
 
@@ -98,34 +102,29 @@ def stat(url: str) -> Stat | None:
     """Returns the properties of an object; None if it does not exist."""
     if not split_url(url)[1]:
         return None
-    with _plain_errors(url):
+
+    def look(options: dict[str, Any]) -> Stat:
         blob = _blob(url)
-        try:
-            blob.reload(**_patience(f'looking for {url}'))
-        except exceptions.NotFound as error:
-            if 'bucket does not exist' in error.message:
-                raise
-            return None
+        blob.reload(**options)
         return _stat(blob)
+
+    with contextlib.suppress(_Missing):
+        return _call(url, f'looking for {url}', look)
+    return None
 
 
 def read(url: str) -> bytes | None:
     """Reads a small object; None if it does not exist."""
 
-    def attempt() -> bytes | None:
+    def attempt(options: dict[str, Any]) -> bytes:
         try:
-            return _blob(url).download_as_bytes(checksum='crc32c', **_patience(f'reading {url}'))
-        except exceptions.NotFound as error:
-            if 'bucket does not exist' in error.message:
-                raise
-            if stat(url):
-                raise retry.Corrupted(f'{url}: was replaced just now.') from None
-            return None
+            return _blob(url).download_as_bytes(checksum='crc32c', **options)
         except DataCorruption as error:
             raise retry.Corrupted(f'{url}: {error}') from error
 
-    with _plain_errors(url):
-        return retry.call(attempt, f'reading {url}')
+    with contextlib.suppress(_Missing):
+        return _call(url, f'reading {url}', attempt)
+    return None
 
 
 def write(url: str, data: bytes, generation: int | None = None) -> Stat:
@@ -140,14 +139,13 @@ def write(url: str, data: bytes, generation: int | None = None) -> Stat:
     """
     sent = FileState(len(data), google_crc32c.value(data))
 
-    def attempt() -> Stat:
-        blob, options = _blob(url), _patience(f'writing to {url}')
+    def attempt(options: dict[str, Any]) -> Stat:
+        blob = _blob(url)
         options |= {'checksum': None, 'if_generation_match': generation}
         blob.upload_from_string(data, _CONTENT_TYPE, **options)
         return _check(blob, sent)
 
-    with _plain_errors(url):
-        return retry.call(attempt, f'writing to {url}')
+    return _call(url, f'writing to {url}', attempt)
 
 
 def upload(url: str, path: str, crc32c: int) -> None:
@@ -157,8 +155,8 @@ def upload(url: str, path: str, crc32c: int) -> None:
     """
     sent = FileState(os.path.getsize(path), crc32c)
 
-    def attempt() -> None:
-        blob, options = _blob(url), _patience(f'storing {url}')
+    def attempt(options: dict[str, Any]) -> None:
+        blob = _blob(url)
         options |= {'size': sent.size, 'content_type': _CONTENT_TYPE, 'checksum': None}
         blob.chunk_size = _CHUNK
         with open(path, 'rb') as file:
@@ -169,8 +167,7 @@ def upload(url: str, path: str, crc32c: int) -> None:
                 raise retry.Corrupted(f'{url}: {error}') from error
         _check(blob, sent)
 
-    with _plain_errors(url):
-        retry.call(attempt, f'storing {url}')
+    _call(url, f'storing {url}', attempt)
 
 
 def copy(source: str, url: str, expected: FileState) -> None:
@@ -181,24 +178,21 @@ def copy(source: str, url: str, expected: FileState) -> None:
         url: URL of the copy, which is replaced if it exists.
     """
 
-    def attempt() -> None:
-        blob, options = _blob(url), _patience(f'storing {url}')
+    def attempt(options: dict[str, Any]) -> None:
+        blob = _blob(url)
         token, _, _ = blob.rewrite(_blob(source), **options)
         while token is not None:
             token, _, _ = blob.rewrite(_blob(source), token=token, **options)
         _check(blob, expected)
 
-    with _plain_errors(source):
-        retry.call(attempt, f'copying {source} to {url}')
+    _call(source, f'copying {source} to {url}', attempt)
 
 
 def delete(url: str, generation: int | None = None) -> None:
     """Deletes an object, if it exists; with `generation`, only this version of it."""
-    with (
-        _plain_errors(url),
-        contextlib.suppress(exceptions.NotFound, exceptions.PreconditionFailed),
-    ):
-        _blob(url).delete(if_generation_match=generation, **_patience(f'deleting {url}'))
+    options = {'if_generation_match': generation}
+    with contextlib.suppress(_Missing, Conflict):
+        _call(url, f'deleting {url}', lambda patience: _blob(url).delete(**options, **patience))
 
 
 def check_writable(folder: str) -> None:
@@ -250,6 +244,12 @@ def _stat(blob: storage.Blob) -> Stat:
     return Stat(blob.size or 0, crc32c, blob.generation)  # some servers omit the size 0
 
 
+def _call(url: str, what: str, attempt: Callable[[dict[str, Any]], T]) -> T:
+    """Calls `attempt(options)`, whose requests get these options, with the patience of `retry`."""
+    with _plain_errors(url):
+        return retry.call(lambda: attempt(_patience(what)), what)
+
+
 def _patience(what: str) -> dict[str, Any]:
     """Arguments that give a request of the library the patience of `retry`."""
     seconds = retry.stall_seconds()
@@ -272,14 +272,15 @@ def _plain_errors(url: str) -> Iterator[None]:
     except exceptions.GoogleAPICallError as error:
         in_json = re.search(r'"message": *"([^"]*)"', error.message)
         said = in_json[1] if in_json else error.message
-        asked = re.search(r'/b/([^/?]+)', getattr(error.response, 'url', None) or '')
-        if error.code == 404 and 'bucket does not exist' in said and asked:
-            bucket = f'gs://{asked[1]}'
+        if error.code == 404 and 'bucket does not exist' in said:
+            asked = re.search(r'/b/([^/?]+)', getattr(error.response, 'url', None) or '')
+            bucket = f'gs://{asked[1] if asked else split_url(url)[0]}'
             raise OSError(
                 f'{bucket}: there is no such bucket. Make it with `gcloud storage buckets create '
                 f'{bucket}`, or correct the name.'
             ) from error
-        raise OSError(f'{url}: {" ".join(said.split())}') from error
+        kind = _Missing if error.code == 404 else OSError
+        raise kind(f'{url}: {" ".join(said.split())}') from error
 
 
 def _check(blob: storage.Blob, sent: FileState) -> Stat:

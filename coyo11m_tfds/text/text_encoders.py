@@ -66,20 +66,6 @@ def make_tokenizer(spec: str, max_tokens: int = DEFAULT_MAX_TOKENS) -> Tokenizer
     return tokenizer(model, max_tokens)
 
 
-def check(spec: str) -> None:
-    """Checks in seconds that an encoder exists; raises the errors of `make_encoder`."""
-    runner, _, model = spec.partition(':')
-    if spec == words.HashEncoder.name:
-        return
-    if runner not in ('hf', 'jax') or not model:
-        raise ValueError(
-            f'unknown encoder {spec!r}: expected hash, hf:HUB_NAME (as hf:google/gemma-3-270m) '
-            'or hf:FOLDER (with a transformers model); jax: in place of hf: runs '
-            'Gemma 3 without torch; words makes tokens alone (--tokens_only)'
-        )
-    model_files.folder(model, 'text encoder', ['config.json'])
-
-
 def pad(tokens: Sequence[Sequence[int]], width: int) -> np.ndarray:
     """Pads rows of ids with `schema.TOKEN_PADDING`: int32 `(len(tokens), width)`."""
     padded = np.full((len(tokens), width), schema.TOKEN_PADDING, np.int32)
@@ -89,9 +75,15 @@ def pad(tokens: Sequence[Sequence[int]], width: int) -> np.ndarray:
 
 
 def _classes(spec: str) -> tuple[Any, Any, str]:
-    """The classes of tokenizer and encoder for a model, and the model's name."""
-    check(spec)
+    """The classes of tokenizer and encoder for a model that exists, and the model's name."""
     runner, _, model = spec.partition(':')
+    if runner not in ('hf', 'jax') or not model:
+        raise ValueError(
+            f'unknown encoder {spec!r}: expected hash, hf:HUB_NAME (as hf:google/gemma-3-270m) '
+            'or hf:FOLDER (with a transformers model); jax: in place of hf: runs '
+            'Gemma 3 without torch; words makes tokens alone (--tokens_only)'
+        )
+    model_files.folder(model, 'text encoder', ['config.json'])
     try:
         # torch and transformers take seconds to import, and `hash` needs neither.
         if runner == 'hf':
