@@ -80,16 +80,12 @@ class Object:
         seconds, micros = divmod(self.generation, 1_000_000)
         when = time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds)) + f'.{micros // 1000:03d}Z'
         return {
-            'kind': 'storage#object',
-            'id': f'{self.bucket}/{self.name}/{self.generation}',
-            'selfLink': f'{url}/storage/v1/b/{self.bucket}/o/{quoted}',
             'mediaLink': f'{url}/download/storage/v1/b/{self.bucket}/o/{quoted}?alt=media',
             'name': self.name,
             'bucket': self.bucket,
             'generation': str(self.generation),
             'metageneration': '1',
             'contentType': self.content_type,
-            'storageClass': 'STANDARD',
             'size': str(len(self.data)),
             'crc32c': self.crc32c,
             'etag': self.etag,
@@ -104,7 +100,6 @@ class Object:
             'Accept-Ranges': 'bytes',
             'ETag': f'"{self.etag}"',
             'X-Goog-Generation': str(self.generation),
-            'X-Goog-Metageneration': '1',
             'X-Goog-Hash': f'crc32c={self.crc32c}',
             'X-Goog-Stored-Content-Length': str(len(self.data)),
         }
@@ -364,12 +359,11 @@ class Gcs(FakeServer):
 
     def _on_bucket(self, call: Call, bucket: str) -> Reply:
         self._store.bucket(bucket)
-        return _json({'kind': 'storage#bucket', 'id': bucket, 'name': bucket, 'location': 'US'})
+        return _json({'name': bucket})
 
     def _on_layout(self, call: Call, bucket: str) -> Reply:
         self._store.bucket(bucket)
-        layout = {'kind': 'storage#storageLayout', 'bucket': bucket, 'location': 'US'}
-        return _json({**layout, 'hierarchicalNamespace': {'enabled': False}})
+        return _json({'hierarchicalNamespace': {'enabled': False}})
 
     def _on_list(self, call: Call, bucket: str) -> Reply:
         stored = self._store.bucket(bucket)
@@ -377,7 +371,7 @@ class Gcs(FakeServer):
         names = [entry for entry in list_names(stored, call.query) if entry[0] > after]
         size = min(int(call.query.get('maxResults', _PAGE)), _PAGE)
         page, more = names[:size], len(names) > size
-        answer: dict[str, Any] = {'kind': 'storage#objects'}
+        answer: dict[str, Any] = {}
         if prefixes := [name for name, is_folder in page if is_folder]:
             answer['prefixes'] = prefixes
         if items := [stored[name] for name, is_folder in page if not is_folder]:
@@ -410,7 +404,6 @@ class Gcs(FakeServer):
         size = len(self._store.find({}, bucket, name).data)
         copied = min(int(call.query.get('rewriteToken', 0)) + self.copied_at_once, size)
         answer: dict[str, Any] = {
-            'kind': 'storage#rewriteResponse',
             'totalBytesRewritten': str(copied),
             'objectSize': str(size),
             'done': copied == size,

@@ -3,10 +3,8 @@
     with Gcs(folder) as server:
         server.inject(Fault('503', count=2, match=r'read bucket/x$'))  # the first two of them
         server.inject_share(['cut', 'reset'], share=0.05, seed=1)      # one in twenty data requests
-        urllib.request.urlopen(server.url)
 
-A thread for each connection; connections are kept alive. A client in another process gets 2.4 to
-3.3 GB/s and 3,800 small answers a second over one connection (2 cores, otherwise idle).
+A thread for each connection; connections are kept alive.
 """
 
 import contextlib
@@ -53,10 +51,8 @@ class Request:
     """One request as the log keeps it.
 
     `path` is `bucket/object` (a listing: `bucket/prefix`) or `repo/file`, not percent-encoded.
-    `range` is the byte range asked for, or that of the part uploaded, first and last byte as in
-    HTTP: (0, 99) is 100 bytes, (100, None) all from byte 100.
-    `nbytes` counts the bytes of the answer's body that the server sent (up to 256 KB too many if
-    the client hung up meanwhile), `received` those of the request's body that it read.
+    `range` is what is asked for or uploaded: (0, 99) is 100 bytes, (100, None) all from byte 100.
+    `nbytes` counts the bytes of the answer's body, `received` those of the request's.
     `began` and `ended` say when it came and when its answer was complete (`time.monotonic`).
     """
 
@@ -81,14 +77,11 @@ class Fault:
 
     Attributes:
         kind: one of KINDS.
-        match: regular expression, searched in 'METHOD action path', as in
-            'GET read bucket/latents-3crop/000000-000009.pt'.
+        match: regular expression, searched in 'METHOD action path', as in 'GET read bucket/x.pt'.
         action: of the request; None: any.
         after_bytes: how much of the body passes before 'cut', 'stall' and 'reset', which byte
-            'flip' changes; None: half of it (of an upload to flip: of its first piece), for 'reset'
-            nothing.
-        seconds: how late 'slow' is (None: 0.1); how long 'stall' lasts (None: 10) if the client
-            does not leave earlier.
+            'flip' changes; None: half of it (of an upload's first piece), for 'reset' nothing.
+        seconds: how late 'slow' is (None: 0.1); how long 'stall' lasts at most (None: 10).
     """
 
     kind: str
@@ -205,11 +198,7 @@ class LoopbackServer(socketserver.ThreadingTCPServer):
 
 
 def reset(connection: socket.socket) -> None:
-    """Closes a connection with RST.
-
-    Not by close(), because a stream made of the socket would keep it open, and not with shutdown(),
-    which would say goodbye in good form first.
-    """
+    """Closes a connection with RST, also if a stream made of the socket would keep it open."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))
     os.close(connection.detach())
 
@@ -219,10 +208,7 @@ class BrokenOff(Exception):
 
 
 class Body:
-    """The body of a request, with Content-Length or in chunks.
-
-    TensorFlow announces both; then the chunks count, as RFC 9112 wants it.
-    """
+    """The body of a request: in chunks if they are announced, else of Content-Length."""
 
     def __init__(self, stream: io.BufferedIOBase, headers: http.client.HTTPMessage):
         self._stream = stream

@@ -117,12 +117,7 @@ def mixture(
 ) -> Iterator[list[tuple[int, int, int, int]]]:
     """Global batches of these sizes: source, epoch, shard and record of each sample.
 
-    Args:
-        sources: Of each the records of its shards that are kept.
-        settings: Of the order.
-        weights: Gives the weights of a step.
-        sizes: Of the batches from step 0 on.
-        shapes: Of each source.
+    `sources` are the kept records of the shards of each; `weights` gives those of a step.
     """
 
     @functools.cache

@@ -35,17 +35,8 @@ def write(
     """Writes a data set with a chunk index, as a build lays it out.
 
     Record r of a split holds `latents[crop, 0, 0, :2] == (crop, r)`, zeros elsewhere, the text
-    vector `(r, 1)` and the caption `record r`.
-
-    Args:
-        path: folder that is made; TFDS wants it to end in a version.
-        splits: lengths of the shards of each split; some may be 0.
-        source: folder that is made for `.pt` files, which the latents lie in; None for latents in
-            the records.
-        dtype: of the latents, where they lie in the records.
-
-    Returns:
-        The keys of each split, int64, in the order of the shards.
+    vector `(r, 1)` and the caption `record r`. The folder's name is a version, for TFDS. With
+    `source` the latents lie in `.pt` files of that folder. Returns the keys of each split.
     """
     path.mkdir(parents=True)
     keys = {

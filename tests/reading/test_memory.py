@@ -31,9 +31,7 @@ def big(tmp_path_factory) -> pathlib.Path:
     path = tmp_path_factory.mktemp('big') / schema.VERSION
     path.mkdir()
     template = small_dataset.template(path, schema.TRAIN)
-    names = [
-        template.sharded_filepath(shard_index=shard, num_shards=SHARDS) for shard in range(SHARDS)
-    ]
+    names = [template.sharded_filepath(shard_index=n, num_shards=SHARDS) for n in range(SHARDS)]
     with open(names[0], 'wb') as file, records.RecordWriter(file) as writer:
         writer.write(
             {

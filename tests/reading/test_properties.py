@@ -102,6 +102,16 @@ def runs(draw) -> Run:
     return dataclasses.replace(run, start=draw(st.integers(0, 2 * run.plan.steps + 1)))
 
 
+ODD_RUNS = [
+    Run('unequal', 12, lanes=6, window=10**6, processes=2, start=20),  # window > lane
+    Run('with_empty_ones', 12, lanes=2, window=4, processes=2, start=7),  # < B/L
+    Run('unequal', 4, lanes=2, chunk=320, start=50),  # chunk > shard
+    Run('one', 3, lanes=3, window=400, processes=3, start=150),  # several epochs in
+    Run('even', 64, lanes=2, chunk=64, window=1, start=5),  # each block is a batch
+    Run('of_a_single_record', 240, lanes=6, processes=3, start=1),  # 4 epochs a batch
+]
+
+
 @pytest.fixture(scope='module')
 def server(tmp_path_factory) -> Iterator[Gcs]:
     with pytest.MonkeyPatch.context() as patch, fake_gcs(tmp_path_factory.mktemp('gcs')) as server:
@@ -152,7 +162,7 @@ def records_of(data: Written, batch: dict[str, np.ndarray]) -> np.ndarray:
     [
         ('records', 'rows', 25),
         ('records', 'chunks', 15),
-        ('records', 'tf_data', 2),  # it makes a graph for every process
+        ('records', 'tf_data', 1),  # it makes a graph for every process
         ('in place', 'rows', 10),
         ('in place', 'chunks', 5),
         ('in a bucket', 'chunks', 8),
@@ -161,14 +171,6 @@ def records_of(data: Written, batch: dict[str, np.ndarray]) -> np.ndarray:
 def test_batches_are_those_of_the_contract(written, form, engine, examples):
     """Whatever the processes and the start, over the ends of epochs."""
 
-    @settings(max_examples=examples)
-    @given(run=runs())
-    @example(run=Run('unequal', 12, lanes=6, window=10**6, processes=2, start=20))  # window > lane
-    @example(run=Run('with_empty_ones', 12, lanes=2, window=4, processes=2, start=7))  # < B/L
-    @example(run=Run('unequal', 4, lanes=2, chunk=320, start=50))  # chunk > shard
-    @example(run=Run('even', 64, lanes=2, chunk=64, window=1, start=5))  # each block is a batch
-    @example(run=Run('one', 3, lanes=3, window=400, processes=3, start=150))  # several epochs in
-    @example(run=Run('of_a_single_record', 240, lanes=6, processes=3, start=1))  # 4 epochs a batch
     def check(run: Run) -> None:
         data = written[run.shards]
         batches = run.batches(data.paths[form], engine=engine)
@@ -179,10 +181,12 @@ def test_batches_are_those_of_the_contract(written, form, engine, examples):
             drops = sample_drops(run.seed, epoch, batch['key'], 0.5)
             np.testing.assert_array_equal(batch['drop_text'], drops)
 
-    check()
+    for run in ODD_RUNS[:: 3 if engine == 'tf_data' else 1]:
+        check(run)
+    settings(max_examples=examples)(given(runs())(check))()
 
 
-@settings(max_examples=2)
+@settings(max_examples=1)
 @given(
     shards=st.sampled_from(sorted(SHARDS)),
     processes=st.integers(1, 4),
@@ -308,11 +312,11 @@ def replace(file: pathlib.Path, data: bytes) -> None:
     os.replace(new, file)
 
 
-def may_be_lost(damages: dict[int, tuple[int, str]], chunk: int, shard: int, record: int) -> bool:
-    """Behind a damaged length no record is found before the next chunk, behind the end none."""
+def may_be_lost(damages: dict[int, tuple[int, str]], shard: int, record: int) -> bool:
+    """Behind a damaged length a record is found where the index knows one, behind the end none."""
     at, kind = damages.get(shard, (record + 1, ''))
-    behind = {'length': (at // chunk + 1) * chunk, 'end': record + 1}.get(kind, at + 1)
-    return at <= record < behind
+    known = (at // schema.CHUNK_STRIDE + 1) * schema.CHUNK_STRIDE
+    return at <= record < {'length': known, 'end': record + 1}.get(kind, at + 1)
 
 
 @settings(max_examples=10)
@@ -356,4 +360,4 @@ def test_what_is_damaged_is_left_out_alike_and_nothing_else_changes(server, writ
         assert not any(batch[name][~mask].any() for name in batch.keys() - {'caption', 'drop_text'})
         assert set(batch['caption'][~mask]) <= {b''}
     assert {(shard, record) for shard, (record, _) in damages.items()} <= lost
-    assert all(may_be_lost(damages, run.chunk, *place) for place in lost)
+    assert all(may_be_lost(damages, *place) for place in lost)

@@ -109,8 +109,12 @@ def write_parts(folder: pathlib.Path, source: pathlib.Path | None = None) -> Non
         write_part(folder, number, range(10 * number, 10 * number + 10), source)
 
 
+def part(folder: pathlib.Path, number: int) -> pathlib.Path:
+    return folder / sidecar.part_name(number, 3)
+
+
 def write_part(folder, number: int, keys, source=None, **metadata: str) -> None:
-    path = folder / sidecar.part_name(number, 3)
+    path = part(folder, number)
     embeddings = {key: EMBEDDINGS[key] for key in keys}
     made_sources.write_sidecar(path, embeddings, source, part=f'{number} of 3', **metadata)
     table = pq.read_table(path)
@@ -131,24 +135,15 @@ def test_parts_are_read_as_one_file_would_be(tmp_path):
 @pytest.mark.parametrize(
     ('change', 'message'),
     [
-        (
-            lambda f: (f / sidecar.part_name(1, 3)).unlink(),
-            r'part-00001-of-00003\.parquet is missing',
-        ),
-        (
-            lambda f: [path.unlink() for path in f.iterdir()],
-            r'parts: holds no part-NNNNN-of-MMMMM\.parquet',
-        ),
+        (lambda f: part(f, 1).unlink(), r'part-00001-of-00003\.parquet is missing'),
+        (lambda f: [x.unlink() for x in f.iterdir()], r'holds no part-NNNNN-of-MMMMM\.parquet'),
         (shutil.rmtree, 'parts: there is no such folder'),
         (
-            lambda f: (f / sidecar.part_name(1, 3)).rename(f / sidecar.part_name(1, 4)),
+            lambda f: part(f, 1).rename(f / sidecar.part_name(1, 4)),
             r'00000-of-00003\.parquet and .*00001-of-00004\.parquet: parts of 3 and of 4',
         ),
         (lambda f: write_part(f, 1, [3]), r'parts: 1 rows repeat .* e\.g\. key 3;'),
-        (
-            lambda f: (f / sidecar.part_name(2, 3)).write_bytes(b'PAR?'),
-            r'part-00002-of-00003\.parquet: is damaged',
-        ),
+        (lambda f: part(f, 2).write_bytes(b'PAR?'), r'part-00002-of-00003\.parquet: is damaged'),
         (
             lambda f: write_part(f, 2, range(20, 30), text_encoder_revision='x'),
             r"00002-of-00003\.parquet: text_encoder_revision is 'x', but '1' in .*00000-of-00003",

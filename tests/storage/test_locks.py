@@ -177,6 +177,13 @@ def holder(place: str) -> Iterator[subprocess.Popen[str]]:
         yield child
 
 
+def assert_held(place: str, pid: int) -> None:
+    """Who does not wait is told which process is working there."""
+    message = f'process {pid} on .* since 20.* UTC is working there'
+    with pytest.raises(TimeoutError, match=message), locks.hold(place, wait=False):
+        pass
+
+
 @pytest.fixture
 def lease(monkeypatch) -> float:
     """Short, but long enough for a holder to renew it on a busy machine."""
@@ -186,12 +193,7 @@ def lease(monkeypatch) -> float:
 
 def test_one_holder_at_a_time_and_a_waiting_one_says_whom_it_waits_for(place, lease, caplog):
     with holder(place) as child:
-        name = f'process {child.pid} on .* since 20.* UTC'
-        with (
-            pytest.raises(TimeoutError, match=f'{name} is working there'),
-            locks.hold(place, wait=False),
-        ):
-            pass
+        assert_held(place, child.pid)
         timer = threading.Timer(0.3, lambda: print('', file=child.stdin, flush=True))
         timer.start()
         with caplog.at_level('INFO', logger='absl'), locks.hold(place) as lock:
@@ -272,11 +274,7 @@ def test_a_holder_renews_its_lease_though_the_storage_is_down_for_a_while(gcs, l
     with locks.hold('gs://bucket/set') as lock:
         first = gcs.resource('bucket', 'set.lock')['generation']
         gcs.inject(Fault('503', action='upload'))
-        with (
-            pytest.raises(TimeoutError, match=f'process {os.getpid()} on'),
-            locks.hold('gs://bucket/set', wait=False),
-        ):
-            pass
+        assert_held('gs://bucket/set', os.getpid())
         assert gcs.resource('bucket', 'set.lock')['generation'] != first
         assert lock.is_ours()
     assert gcs.objects('bucket') == {}
@@ -299,11 +297,8 @@ def test_faults(gcs, kind, monkeypatch):
     monkeypatch.setenv('COYO11M_LEASE_SECONDS', '6')
     for action in ('upload', 'stat', 'read', 'delete'):
         gcs.inject(Fault(kind, action=action))
-    with (
-        locks.hold('gs://bucket/set') as lock,
-        pytest.raises(TimeoutError, match=f'process {os.getpid()} on'),
-        locks.hold('gs://bucket/set', wait=False),
-    ):
+    with locks.hold('gs://bucket/set') as lock:
+        assert_held('gs://bucket/set', os.getpid())
         assert lock.is_ours()
     assert gcs.objects('bucket') == {}
 
