@@ -6,7 +6,6 @@ import pathlib
 import random
 import struct
 import zipfile
-import zlib
 
 import pytest
 import torch
@@ -78,16 +77,6 @@ def test_what_torch_saves_is_accepted(tmp_path, content):
     keys, raw, _, _ = contents(tmp_path / NAME)
     assert keys == content['keys'].tolist()
     assert raw == content['latents'].contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def test_every_member_is_where_the_archive_says(path):
-    archive = pt_archive.open_archive(path)
-    data = path.read_bytes()
-    with zipfile.ZipFile(path) as expected:
-        assert [m.name for m in archive.members] == expected.namelist()
-        for member, start in zip(archive.members, archive.starts, strict=True):
-            assert data[start : start + member.size] == expected.read(member.name)
-            assert zlib.crc32(expected.read(member.name)) == member.crc32
 
 
 def test_a_part_that_was_not_copied_yet_is_told(path):

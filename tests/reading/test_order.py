@@ -113,24 +113,11 @@ def test_each_record_is_left_out_of_as_many_epochs_as_chance_allows():
     assert np.abs(seen / epochs - share).max() < 5 * chance
 
 
-def test_the_order_stays_what_it_was_in_earlier_versions():
-    """Checkpoints name a place in this order: a change would make them mean another place."""
-
-    def digest_of(arrays: list[np.ndarray]) -> str:
-        return hashlib.sha256(np.concatenate(arrays).astype('<i8').tobytes()).hexdigest()[:16]
-
-    def digest(order: Order) -> str:
-        return digest_of([np.array(planned(order, 64, 16 * step)) for step in (0, 5, 11, 40)])
-
-    assert digest(make_order()) == '7b19395743285be3'
-    assert (
-        digest(make_order((2_000_003, 2_500_000), seed=1, lanes=16, window=1024))
-        == 'f992c08af0095783'
-    )
-    keys = np.arange(-500, 500) * 2**53
-    choices = [order_lib.sample_crops(2, 3, keys, 3), order_lib.sample_drops(2, 3, keys, 0.1)]
-    assert digest_of(choices) == '1fb42cbbb8da5710'
-    assert digest_of([order_lib.sample_texts(2, 3, keys, (2, 1, 0.5))]) == '80ccd4757252007c'
+def test_the_order_of_many_records_stays_what_it_was_in_earlier_versions():
+    """Checkpoints name a place in this order; the goldens have that of few records."""
+    order = make_order((2_000_003, 2_500_000), seed=1, lanes=16, window=1024)
+    found = np.concatenate([np.array(planned(order, 64, 16 * step)) for step in (0, 5, 11, 40)])
+    assert hashlib.sha256(found.astype('<i8').tobytes()).hexdigest()[:16] == 'f992c08af0095783'
 
 
 @settings(max_examples=50)

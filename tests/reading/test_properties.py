@@ -42,12 +42,11 @@ FEATURES = (*stored_dataset.FEATURES, input_pipeline.CROP)
 COUNT = 7  # batches of a run
 
 
-@dataclasses.dataclass(frozen=True)
 class Written:
-    """A data set in all its forms, by `FORMS`; keys in the order of the shards."""
+    """A data set: `paths` of all its `FORMS`, `keys` in the order of the shards."""
 
-    paths: dict[str, str]
-    keys: np.ndarray
+    def __init__(self, paths: dict[str, str], keys: np.ndarray):
+        self.paths, self.keys = paths, keys
 
 
 @dataclasses.dataclass(frozen=True)
