@@ -97,10 +97,7 @@ def test_a_damaged_pickle_of_a_file_without_checksums(source):
         ({'keys': None}, "lacks 'keys'; it has ['latents']"),
         ({'latents': None}, "lacks 'latents'; it has ['keys']"),
         ({'latents': [1, 2]}, 'latents is a list, expected a tensor'),
-        (
-            {'latents': LATENTS[:, 0]},
-            'latents are float16 (1, 4, 32, 32), but those of',
-        ),
+        ({'latents': LATENTS[:, 0]}, 'latents are float16 (1, 4, 32, 32), but those of'),
         ({'latents': LATENTS[:5]}, 'latents has shape (5, 3, 4, 32, 32)'),
         ({'latents': LATENTS.double()}, 'expected a dense tensor of float16 or bfloat16'),
         ({'latents': LATENTS[:, 0, 0]}, 'latents has shape (6, 32, 32), expected (6, crops, C, H'),

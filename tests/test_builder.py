@@ -2,8 +2,6 @@
 
 import json
 import pathlib
-import subprocess
-import sys
 
 import ml_dtypes
 import numpy as np
@@ -15,9 +13,8 @@ import torch
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
-from tests import made_sources
+from tests import children, made_sources
 from tests.built import files_of
-from tests.checkout import CHECKOUT
 
 
 def build(folder: pathlib.Path, out: pathlib.Path, options: dict | None = None, **fields):
@@ -242,16 +239,15 @@ def test_a_data_set_that_is_there_needs_no_torch(tmp_path):
     left = final / f'building-{build_id}' / 'settings.json'
     left.parent.mkdir()
     left.touch()
-    program = f"""
-import sys
-sys.modules['torch'] = None
-from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
-config = Coyo11mConfig(name='x', text_embeddings={str(sidecar)!r}, shard_bytes=500_000)
-Builder(data_dir={str(tmp_path / 'out')!r}, config=config).download_and_prepare()
-"""
-    command = [sys.executable, '-c', program]
-    ended = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
+    program = """
+        sys.modules['torch'] = None
+        from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
+        config = Coyo11mConfig(name='x', text_embeddings=sys.argv[1], shard_bytes=500_000)
+        Builder(data_dir=sys.argv[2], config=config).download_and_prepare()
+    """
+    with children.python(program, sidecar, tmp_path / 'out') as child:
+        _, errors = child.communicate(timeout=120)
+    assert child.returncode == 0, errors
     assert not left.parent.exists()
 
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from tests import children, made_sources
-from tests.built import files_of
+from tests.built import build, files_of
 from tests.checkout import CHECKOUT
 from tests.convert.build_kills import final_folder
 from tests.fakes.cloud import fake_hub
@@ -20,51 +20,12 @@ FILES = [range(40), range(40, 60)]
 CONFIG = {'name': 'x', 'shard_bytes': 400_000, 'validation_fraction': 0.2}
 
 
-def tfds_build(
-    source: object, out: object, *flags: str, env: dict | None = None, status: int = 0, **fields
-) -> str:
-    """Builds the config `x`; returns what the command says."""
-    config = f'--config={json.dumps(CONFIG | fields)}'
-    return end(start(source, out, *flags, config, env=env), status)
-
-
 # Tests that were started in the background ignore SIGINT, and so would what they start.
 AS_IN_A_SHELL = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.execv(sys.argv[1], sys.argv[1:])
 """
-
-
-def start(source: object, out: object, *flags: str, env: dict | None = None) -> subprocess.Popen:
-    """Starts `tfds build`."""
-    tfds = '-m', 'tensorflow_datasets.scripts.cli.main', 'build', 'coyo11m_tfds'
-    places = f'--manual_dir={source}', f'--data_dir={out}'
-    return start_program(*tfds, *places, *flags, env=os.environ | (env or {}))
-
-
-def start_program(*arguments: str, env: dict, cwd: object = CHECKOUT) -> subprocess.Popen:
-    """Starts Python in a process group of its own, as a shell does."""
-    return subprocess.Popen(
-        [sys.executable, '-c', AS_IN_A_SHELL, sys.executable, *arguments],
-        cwd=cwd,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def end(command: subprocess.Popen, status: int = 0) -> str:
-    """Waits for the end; returns what the command says."""
-    try:
-        out, err = command.communicate(timeout=300)
-    finally:
-        command.kill()
-    assert command.returncode == status, err
-    assert 'Traceback' not in err
-    return out + err
 
 
 @pytest.fixture(scope='module')
@@ -129,8 +90,11 @@ def test_it_ends_with_where_the_report_and_the_data_set_are(built):
 @pytest.mark.slow
 def test_from_the_hub(source, plain, tmp_path):
     files = {str(p.relative_to(source)): p for p in source.rglob('*') if p.is_file()}
+    flags = '--manual_dir=hf://datasets/owner/name', f'--data_dir={tmp_path}'
+    tfds = 'tensorflow_datasets.scripts.cli.main', 'build', 'coyo11m_tfds'
     with fake_hub(files) as hub:
-        tfds_build('hf://datasets/owner/name', tmp_path, env=hub.env)
+        ended = children.program(*tfds, *flags, f'--config={json.dumps(CONFIG)}', **hub.env)
+    assert ended.returncode == 0 and 'Traceback' not in ended.stderr, ended.stderr
     assert files_of(final_folder(tmp_path)) == plain
 
 
@@ -141,35 +105,35 @@ def test_a_bad_command_is_answered_with_one_line_that_shows_a_good_one(built):
         assert 'text_embeddings' in error or 'latents-3crop/*.pt' in error
 
 
-def test_the_own_command_says_only_what_matters_and_resumes_after_ctrl_c(source, plain, tmp_path):
+def test_the_own_command_says_only_what_matters_and_is_resumed_after_ctrl_c(
+    source, plain, tmp_path
+):
     """From any folder."""
     out, folder = tmp_path / 'out', tmp_path / 'empty'
     folder.mkdir()
     flags = [f'--manual_dir={source}', f'--data_dir={out}', f'--config={json.dumps(CONFIG)}']
     quiet = {'TF_CPP_MIN_LOG_LEVEL', 'TF_ENABLE_ONEDNN_OPTS'}
     env = {name: value for name, value in os.environ.items() if name not in quiet}
-    env['PYTHONPATH'] = str(CHECKOUT)
-
-    def start_own(**more: str) -> subprocess.Popen:
-        return start_program('-m', 'coyo11m_tfds.build', *flags, cwd=folder, env=env | more)
-
-    final = final_folder(out)
-    command = start_own(COYO11M_NUM_PROC='2')
+    env |= {'PYTHONPATH': str(CHECKOUT), 'COYO11M_NUM_PROC': '2'}
+    # In a process group of its own, as a shell does.
+    line = sys.executable, '-c', AS_IN_A_SHELL, sys.executable, '-m', 'coyo11m_tfds.build', *flags
+    options = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+    command = subprocess.Popen(line, cwd=folder, env=env, start_new_session=True, **options)
     # Its workers take a second or two to start.
+    final = final_folder(out)
     children.wait_until(
         lambda: list(final.glob('building-*/settings.json')) and children.of(command.pid)
     )
     workers = children.of(command.pid)
     os.killpg(command.pid, signal.SIGINT)
-    said = end(command, status=-signal.SIGINT)
-    assert said.splitlines()[-1].startswith('Interrupted: what is finished is kept')
+    _, errors = command.communicate(timeout=300)
+    assert command.returncode == -signal.SIGINT, errors
+    *lines, last = errors.splitlines()
+    assert all(line.startswith('INFO[') for line in lines), errors
+    assert last.startswith('Interrupted: what is finished is kept')
     children.wait_until(lambda: not any(map(children.is_running, workers)), 10)
     assert not (final / 'dataset_info.json').exists()
-
-    command = start_own()
-    _, errors = command.communicate(timeout=300)
-    assert command.returncode == 0, errors
-    assert all(line.startswith('INFO[') for line in errors.splitlines()), errors
+    build(source, '', out, **CONFIG)
     assert files_of(final) == plain
 
 

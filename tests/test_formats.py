@@ -6,7 +6,6 @@ import itertools
 import json
 import pathlib
 import shutil
-import signal
 
 import ml_dtypes
 import numpy as np
@@ -137,11 +136,7 @@ def make_source(folder: pathlib.Path, kind: str, count: int = COUNT) -> Truth:
     elif kind == 'mds':
         shards = [
             [
-                {
-                    'caption': captions[row],
-                    'latents_256': values[row, 0],
-                    'width': np.int32(row),
-                }
+                {'caption': captions[row], 'latents_256': values[row, 0], 'width': np.int32(row)}
                 for row in half
             ]
             for half in halves
@@ -310,11 +305,12 @@ def test_captions_are_embedded_before_a_build(tmp_path):
 
 
 @pytest.mark.parametrize('latents', [pytest.param('records', marks=pytest.mark.slow), 'in_place'])
-def test_a_killed_build_of_a_format_goes_on(source, tmp_path, latents: str):
-    folder, truth = source
+def test_a_killed_build_of_each_format_goes_on(tmp_path, latents: str):
+    truths = {kind: make_source(tmp_path / kind / 'source', kind) for kind in FORMATS}
     fields = {'shard_bytes': 100_000, 'latents': latents}
     program = """
         import itertools, json, os, pathlib, signal
+        from coyo11m_tfds import coyo11m_tfds_dataset_builder  # once, before the forks
         from coyo11m_tfds.convert.data_folder import FinishedShards
         from tests import built
 
@@ -324,21 +320,29 @@ def test_a_killed_build_of_a_format_goes_on(source, tmp_path, latents: str):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         FinishedShards.save = save
-        folder, out, fields = sys.argv[1:]
-        built.build(pathlib.Path(folder), '', pathlib.Path(out), **json.loads(fields))
+        root, fields, *kinds = sys.argv[1:]
+        for kind in kinds:
+            folder = pathlib.Path(root, kind)
+            if not os.fork():
+                built.build(folder / 'source', '', folder / 'data', **json.loads(fields))
+                os._exit(0)
+            assert os.WTERMSIG(os.wait()[1]) == signal.SIGKILL
     """
-    with children.python(program, folder, tmp_path / 'data', json.dumps(fields)) as child:
-        child.communicate()
-    assert child.returncode == -signal.SIGKILL
-    data_set = built.build(folder, '', tmp_path / 'data', **fields)
-    assert not verify.verify(data_set).faults
-    assert_holds(data_set, truth, 'rows')
-    once = built.build(folder, '', tmp_path / 'once', **fields)
-    records, again = (
-        {name: data for name, data in built.files_of(path).items() if name.startswith(WRITTEN)}
-        for path in (data_set, once)
-    )
-    assert records == again and len(records) > 3
+    with children.python(program, tmp_path, json.dumps(fields), *FORMATS) as child:
+        _, errors = child.communicate()
+    assert child.returncode == 0, errors
+    for kind, truth in truths.items():
+        source = tmp_path / kind / 'source'
+        data_set, once = (
+            built.build(source, '', tmp_path / kind / name, **fields) for name in ('data', 'once')
+        )
+        assert not verify.verify(data_set).faults
+        assert_holds(data_set, truth, 'rows')
+        records, again = (
+            {name: data for name, data in built.files_of(path).items() if name.startswith(WRITTEN)}
+            for path in (data_set, once)
+        )
+        assert records == again and len(records) > 3
 
 
 def test_a_mirrored_source_gives_the_same_data_set_of_other_places(source, tmp_path):

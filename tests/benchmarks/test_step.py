@@ -1,10 +1,6 @@
 """The benchmark of training steps: both models compute the same, and the command does its work."""
 
 import copy
-import functools
-import os
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -14,7 +10,7 @@ import torch
 from benchmarks import torch_dit
 from configs import default
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
-from tests.checkout import CHECKOUT
+from tests import children
 from train_lib import flow, models, sharding
 from train_lib.export import flatten
 from train_lib.step import make_program
@@ -95,37 +91,6 @@ def _difference(ours, theirs):
     return np.linalg.norm(theirs - ours) / np.linalg.norm(ours)
 
 
-@pytest.mark.slow
-def test_same_weights_give_the_same_outputs_and_gradients(ours, theirs):
-    config, _, state = ours
-    batch, stats = _batch(), DatasetStats(**_stats())
-    noise, t = _noise_and_times(0)
-    model = models.make(**config.model)
-
-    @jax.jit
-    @functools.partial(jax.value_and_grad, has_aux=True)
-    def loss_and_outputs(params):
-        x = flow.standardize_latents(batch['latents'], stats)
-        text = flow.standardize_text(batch['text_embedding'], stats)
-
-        def velocity(z, t):
-            return model.apply({'params': params}, z, t, text, batch['drop_text'])
-
-        losses = flow.squared_errors(velocity, x, noise.numpy(), t.numpy())
-        return losses.mean(), (x, text, velocity(x, t.numpy()))
-
-    (loss, (x, text, outputs)), gradients = jax.tree.map(np.array, loss_and_outputs(state.params))
-    inputs = (x, t.numpy(), text, batch['drop_text'])
-    in_torch = theirs(*map(torch.from_numpy, inputs))
-    assert _difference(outputs, in_torch.detach().numpy()) < 3e-6
-
-    in_torch = torch_dit.flow_loss(theirs, _in_torch(_stats()), _in_torch(batch), noise, t)
-    in_torch.backward()
-    assert in_torch.item() == pytest.approx(float(loss), rel=1e-6)
-    for name, expected in flatten(gradients).items():
-        assert _difference(expected, theirs.weights[name].grad.numpy()) < 1e-5, name
-
-
 def _weights_after(trainer, model):
     """New weights and their average by name."""
     pairs = zip(model.weights.items(), trainer.average, strict=True)
@@ -171,23 +136,15 @@ def test_sizes_and_flops_are_those_of_train_lib():
         torch_dit.make('M/2')
 
 
-def _run(tmp_path, *arguments, missing=()):
-    """Runs the command where some packages cannot be imported."""
-    for package in missing:
-        (tmp_path / f'{package}.py').write_text(f'raise ModuleNotFoundError("no {package} here")')
-    command = [sys.executable, '-m', 'benchmarks.step', '--models=tiny/8', '--batch_size=2']
-    command += ['--repeats=1', '--steps=2', '--warmup=1', f'--dir={tmp_path}/work', *arguments]
-    environment = os.environ | {'PYTHONPATH': str(tmp_path), 'JAX_PLATFORMS': 'cpu'}
-    environment['OMP_NUM_THREADS'] = '1'  # threads wait busily for each other where cores are few
-    return subprocess.run(
-        command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=300
-    )
-
-
 @pytest.mark.slow
 def test_the_command_measures_without_tensorflow_and_torch_and_says_what_failed(tmp_path):
-    sides = 'jax:dots,torch,jax:cudnn'  # the last one is for GPUs
-    ended = _run(tmp_path, f'--only={sides}', missing=['tensorflow', 'torch'])
+    for package in ('tensorflow', 'torch'):
+        (tmp_path / f'{package}.py').write_text(f'raise ModuleNotFoundError("no {package} here")')
+    flags = ['--models=tiny/8', '--batch_size=2', '--repeats=1', '--steps=2', '--warmup=1']
+    flags.append('--only=jax:dots,torch,jax:cudnn')  # the last one is for GPUs
+    # With more, threads wait busily for each other where cores are few.
+    variables = {'PYTHONPATH': str(tmp_path), 'OMP_NUM_THREADS': '1'}
+    ended = children.program('benchmarks.step', *flags, f'--dir={tmp_path}/work', **variables)
     assert ended.returncode == 1, ended.stderr
     assert '| tiny/8, jax:dots | ' in ended.stdout
     assert 'tiny/8, torch, left out: no torch here' in ended.stdout

@@ -104,6 +104,63 @@ class Fault:
         )
 
 
+class Faults:
+    """All faults of a server. For many threads."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self.clear()
+
+    def clear(self) -> None:
+        """From now on nothing goes wrong."""
+        with self._lock:
+            self._faults: list[tuple[Fault, list[int]]] = []
+            self._shares: list[tuple[Callable[[Request, int], Fault | None], Counter]] = []
+
+    def inject(self, *faults: Fault) -> None:
+        """Adds faults. The first that fits a request is the one that hits it."""
+        with self._lock:
+            self._faults += [(fault, [0]) for fault in faults]
+
+    def inject_share(
+        self,
+        kinds: Sequence[str],
+        share: float = 0.05,
+        seed: int = 0,
+        everywhere: bool = False,
+        seconds: float | None = None,
+    ) -> None:
+        """Hits `share` of the data requests (`everywhere`: of all requests), each kind as often.
+
+        Whether a request is hit depends on `seed`, on what it asks for and on how often that was
+        asked before, not on the order in which threads happen to ask.
+        """
+
+        def draw(request: Request, repetition: int) -> Fault | None:
+            chance = random.Random(f'{seed} {request} {request.range} {repetition}')
+            fitting = [fault for fault in faults if fault.fits(request)]
+            is_hit = everywhere or request.action in DATA_ACTIONS
+            return chance.choice(fitting) if is_hit and chance.random() < share else None
+
+        faults = [Fault(kind, seconds=seconds) for kind in kinds]
+        with self._lock:
+            self._shares.append((draw, Counter()))
+
+    def choose(self, request: Request) -> Fault | None:
+        """The fault that hits this request; counts it."""
+        with self._lock:
+            for fault, hits in self._faults:
+                if (fault.count is None or hits[0] < fault.count) and fault.fits(request):
+                    hits[0] += 1
+                    return fault
+            for draw, seen in self._shares:
+                what = (str(request), request.range)
+                seen[what] += 1
+                if fault := draw(request, seen[what]):
+                    return fault
+        return None
+
+
 class LoopbackServer(socketserver.ThreadingTCPServer):
     """A server with a thread for each connection that can be closed while they are open."""
 
@@ -272,15 +329,18 @@ class FakeServer:
     """Base of the stand-ins; a context manager that serves while it is open.
 
     Attributes:
+        inject, inject_share: add faults, see `Faults`.
         requests: the log, in the order in which requests came.
         latency: seconds added to every request.
         errors: what went wrong in the stand-in itself; stays empty.
     """
 
     def __init__(self):
-        self._lock = threading.Lock()
-        self.heal()
+        self.faults = Faults()
+        self.inject = self.faults.inject
+        self.inject_share = self.faults.inject_share
         self.requests: list[Request] = []
+        self.latency = 0.0
         self.errors: list[BaseException] = []
         self._http = LoopbackServer(_Handler)
         self._http.fake = self
@@ -304,53 +364,8 @@ class FakeServer:
 
     def heal(self) -> None:
         """No faults and no latency any more."""
-        with self._lock:
-            self._faults: list[tuple[Fault, list[int]]] = []
-            self._shares: list[tuple[Callable[[Request, int], Fault | None], Counter]] = []
+        self.faults.clear()
         self.latency = 0.0
-
-    def inject(self, *faults: Fault) -> None:
-        """Adds faults. The first that fits a request is the one that hits it."""
-        with self._lock:
-            self._faults += [(fault, [0]) for fault in faults]
-
-    def inject_share(
-        self,
-        kinds: Sequence[str],
-        share: float = 0.05,
-        seed: int = 0,
-        everywhere: bool = False,
-        seconds: float | None = None,
-    ) -> None:
-        """Hits `share` of the data requests (`everywhere`: of all requests), each kind as often.
-
-        Whether a request is hit depends on `seed`, on what it asks for and on how often that was
-        asked before, not on the order in which threads happen to ask.
-        """
-
-        def draw(request: Request, repetition: int) -> Fault | None:
-            chance = random.Random(f'{seed} {request} {request.range} {repetition}')
-            fitting = [fault for fault in faults if fault.fits(request)]
-            is_hit = everywhere or request.action in DATA_ACTIONS
-            return chance.choice(fitting) if is_hit and chance.random() < share else None
-
-        faults = [Fault(kind, seconds=seconds) for kind in kinds]
-        with self._lock:
-            self._shares.append((draw, Counter()))
-
-    def choose(self, request: Request) -> Fault | None:
-        """The fault that hits this request; counts it."""
-        with self._lock:
-            for fault, hits in self._faults:
-                if (fault.count is None or hits[0] < fault.count) and fault.fits(request):
-                    hits[0] += 1
-                    return fault
-            for draw, seen in self._shares:
-                what = (str(request), request.range)
-                seen[what] += 1
-                if fault := draw(request, seen[what]):
-                    return fault
-        return None
 
     def __enter__(self):
         self._http.start()
@@ -385,7 +400,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_error(501)
             return
         request = Request(call.method, action, path, call.range)
-        fault = fake.choose(request)
+        fault = fake.faults.choose(request)
         request.fault = fault and fault.kind
         fake.requests.append(request)
         time.sleep(fake.latency)

@@ -17,10 +17,10 @@ from configs import default
 from coyo11m_tfds import embed_captions
 from coyo11m_tfds.storage import model_files
 from coyo11m_tfds.text import gemma_weights, text_encoders
-from tests import built
+from tests import built, runs
 from tests.runs import saved_steps, small_config
 from tests.text.test_gemma import VOCABULARY, models, our_states  # noqa: F401, one is a fixture
-from tests.train_lib.test_models import _randomized
+from tests.train_lib.test_models import randomized
 from train_lib import (
     beginnings,
     caption_encoder,
@@ -133,7 +133,7 @@ def test_the_loss_is_that_of_hidden_states_computed_outside(models, spec, tokens
     }
     x = flow.standardize_latents(jnp.asarray(batch['latents']), facts)
     model = networks.make(**config.model, vocabulary=facts.vocabulary)
-    params = _randomized(model, x, jnp.zeros(4), words)['params']
+    params = randomized(model, x, jnp.zeros(4), words)['params']
     noise, t = flow.noise_and_times_of_keys(batch['key'], (8, 8, 4), config.seed)
 
     @jax.jit
@@ -232,7 +232,7 @@ def config_with(dataset, spec):
 def run(config_with, tmp_path_factory):
     """The workdir of a run of 6 steps, and its last state."""
     folder = tmp_path_factory.mktemp('run')
-    state = train.train_and_evaluate(config_with(), folder)
+    state = runs.train_config(config_with(), folder)
     return folder, jax.device_get(state)
 
 

@@ -9,7 +9,7 @@ from coyo11m_tfds import sample_data, schema
 from coyo11m_tfds.pictures import latent_rgb
 from train_lib import demo
 
-_COUNT = 96
+_COUNT = 24
 
 
 @pytest.fixture(scope='module')

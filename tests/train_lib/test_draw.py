@@ -1,7 +1,6 @@
 """Drawing with what was trained: from the workdir alone, with the right encoder."""
 
 import json
-import os
 import re
 
 import jax
@@ -14,9 +13,8 @@ from PIL import Image
 from coyo11m_tfds.pictures import vae_decoder
 from coyo11m_tfds.text import text_encoders, words
 from tests import children, runs
-from train_lib import draw, previews
+from train_lib import draw
 
-DEVICES = '--xla_force_host_platform_device_count'
 CAPTIONS = ['a red circle', 'a blue square', 'a red circle']
 
 
@@ -125,38 +123,11 @@ def test_captions_of_another_encoder_are_refused(small_run):
         draw.Artist(small_run[0]).draw(['a cat'], _NextEncoder())
 
 
-def _command(*flags, devices=1, **variables):
-    variables['XLA_FLAGS'] = f'{DEVICES}={devices} {os.environ["XLA_FLAGS"]}'
-    return children.program('train_lib.draw', *flags, **variables)
-
-
-def test_workdir_and_prompts_are_enough_for_the_command_on_any_devices(
-    small_run, encoder, tmp_path
-):
-    prompts = tmp_path / 'captions.txt'
-    captions = ['a red circle', 'a blue square on a green background']
-    prompts.write_text('\n\n'.join(captions), 'utf-8-sig')  # as some editors begin a file
-    done = _command(f'--workdir={small_run[0]}', f'--prompts={prompts}', '--singles', devices=3)
-    assert done.returncode == 0, done.stderr
-    path = small_run[0] / previews.FOLDER / 'captions_000004.png'
-    assert re.search(f'^pictures: {path} and {path.with_suffix("")}/$', done.stdout, re.MULTILINE)
-    drawn = draw.Artist(small_run[0]).draw(captions, encoder)
-    expected = previews.make_grid([drawn], captions).astype(int)
-    with Image.open(path) as picture:
-        # By rounding, and what makes the pictures four times as large.
-        assert np.abs(np.asarray(picture) - expected).max() <= 3
-    for number, caption in enumerate(captions):
-        single = path.with_suffix('') / f'{number:05}.png'
-        with Image.open(single) as picture:
-            assert np.abs(np.asarray(picture).astype(int) - drawn[number]).max() <= 1
-        assert single.with_suffix('.txt').read_text() == f'{caption}\n'
-
-
 def test_what_is_wrong_is_told_in_one_line_before_anything_is_written(small_run, tmp_path):
     path, out = tmp_path / 'captions.txt', tmp_path / 'new' / 'grid.png'
     path.write_bytes('ein Käfer'.encode('latin-1'))
     flags = f'--workdir={small_run[0]}', f'--prompts={path}', f'--out={out}'
-    done = _command(*flags, PYTHONPROFILEIMPORTTIME='1')
+    done = children.program('train_lib.draw', *flags, PYTHONPROFILEIMPORTTIME='1')
     assert done.returncode == 1
     *lines, last = done.stderr.splitlines()
     assert last == f'error: {path}: byte 5 is not UTF-8; save it as UTF-8.'

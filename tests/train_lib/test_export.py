@@ -1,7 +1,6 @@
 """An exported model draws in PyTorch what it draws here."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -12,8 +11,8 @@ import safetensors.numpy
 import torch
 
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
-from tests.checkout import CHECKOUT
-from tests.train_lib.test_models import _randomized
+from tests import children
+from tests.train_lib.test_models import randomized
 from train_lib import export, models, torch_reference
 from train_lib.models.dit import Words
 
@@ -51,7 +50,7 @@ def test_the_page_of_pytorch_draws_the_same_latents(tmp_path, kind, text, sample
         'states': Words(np.zeros((1, 5, DIM), np.float32), np.ones((1, 5), bool)),
     }[kind]
     zeros = np.zeros((1, SIDE, SIDE, 4), np.float32), np.zeros(1, np.float32)
-    params = _randomized(model, *zeros, given)['params']
+    params = randomized(model, *zeros, given)['params']
     preview = PREVIEW | {'sampler': sampler}
     example = export.draw_example(model, params, facts, preview)
 
@@ -70,22 +69,10 @@ def test_the_page_of_pytorch_draws_the_same_latents(tmp_path, kind, text, sample
 
 
 def test_a_run_is_exported_and_its_page_runs_alone(small_run, tmp_path):
-    command = [
-        sys.executable,
-        '-m',
-        'train_lib.export',
-        f'--workdir={small_run[0]}',
-        '--out=exported',
-    ]
-    ended = subprocess.run(
-        command,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env=os.environ | {'PYTHONPATH': str(CHECKOUT)},
-    )
-    assert ended.stdout == 'exported: exported\n', ended.stderr
-    folder = shutil.move(tmp_path / 'exported', tmp_path / 'elsewhere')
+    out = tmp_path / 'exported'
+    ended = children.program('train_lib.export', f'--workdir={small_run[0]}', f'--out={out}')
+    assert ended.stdout == f'exported: {out}\n', ended.stderr
+    folder = shutil.move(out, tmp_path / 'elsewhere')
     code = 'import sys; sys.modules["jax"] = sys.modules["train_lib"] = None; '
     code += f'import runpy; sys.argv = ["", "{folder}"]; '
     code += f'runpy.run_path("{folder}/reference.py", run_name="__main__")'

@@ -15,6 +15,7 @@ STATS = DatasetStats(
     latent_std=np.array([5.0, 6.0, 7.0, 8.0], np.float32),
     text_mean=np.linspace(-1, 1, 16, dtype=np.float32),
     text_std=np.array([0.0] + 15 * [2.0], np.float32),
+    latents_shape=(3, 4, 8, 8),
 )
 
 

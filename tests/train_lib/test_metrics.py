@@ -15,14 +15,6 @@ _SAMPLES = st.lists(
 )
 
 
-_ONE_SAMPLE = {
-    'loss': np.ones(1),
-    'text_gain': np.ones(1),
-    'mask': np.ones(1, bool),
-    'has_other_text': np.ones(1, bool),
-}
-
-
 @settings(max_examples=30, deadline=None)
 @given(_SAMPLES)
 @example([(1.0, time, True) for time in (0.0, 0.1, 0.25, 0.7499, 0.75, 0.9, 1.0, 0.5)])
@@ -72,32 +64,10 @@ def test_the_training_loss_is_a_mean_over_the_samples_that_count(samples, first)
     assert merged.compute()['grad_norm'] == 1
 
 
-def test_a_step_that_is_not_finite_counts_in_no_mean():
-    merged = metrics.TrainMetrics.empty()
-    in_a_row = 0
-    for step, loss in enumerate((1.0, np.nan, np.inf, 3.0)):
-        finite = np.isfinite(loss)
-        in_a_row = 0 if finite else in_a_row + 1
-        update = metrics.TrainMetrics.single_from_model_output(
-            loss=jnp.full(2, loss),
-            counts=jnp.full(2, finite),
-            grad_norm=jnp.float32(loss),
-            finite=jnp.asarray(finite),
-            learning_rate=jnp.float32(step),
-            skipped_steps=jnp.int32(min(step, 2)),
-            skipped_in_a_row=jnp.int32(in_a_row),
-        )
-        merged = metrics.merge(merged, update)
-    assert jax.device_get(merged).compute() == {
-        'loss': 2,
-        'grad_norm': 2,
-        'learning_rate': 3,
-        'skipped_steps': 2,
-        'skipped_in_a_row': 2,
-    }
-
-
 def test_an_empty_time_bin_of_fetched_metrics_is_nan_without_a_warning():
-    update = metrics.EvalMetrics.single_from_model_output(time=jnp.zeros(1), **_ONE_SAMPLE)
+    one, counts = np.ones(1), np.ones(1, bool)
+    update = metrics.EvalMetrics.single_from_model_output(
+        loss=one, text_gain=one, mask=counts, has_other_text=counts, time=jnp.zeros(1)
+    )
     with np.errstate(all='raise'), jax.transfer_guard('disallow'):
         assert np.isnan(jax.device_get(update).compute()['loss_t3'])

@@ -1,5 +1,6 @@
 """The transformer: shapes, conditioning, and what it must be at the start."""
 
+import functools
 import itertools
 import re
 
@@ -24,23 +25,20 @@ def _inputs(batch=3, side=8, text_dim=16):
     return x, t, jax.random.normal(keys[2], (batch, text_dim))
 
 
-def _randomized(model, *inputs):
+def randomized(model, *inputs):
     """Weights without zeros, so that every path through the model is open."""
-    params = model.init(jax.random.key(1), *inputs, None)['params']
-    leaves, tree = jax.tree.flatten(params)
-    rngs = jax.random.split(jax.random.key(2), len(leaves))
-    noisy = [
-        leaf + 0.1 * jax.random.normal(rng, leaf.shape)
-        for leaf, rng in zip(leaves, rngs, strict=True)
-    ]
-    return {'params': jax.tree.unflatten(tree, noisy)}
+    first, rng = jax.jit(model.init)(jax.random.key(1), *inputs, None), np.random.default_rng(2)
+    return jax.tree.map(
+        lambda leaf: leaf + np.float32(0.1) * rng.standard_normal(leaf.shape, np.float32),
+        jax.device_get(first),
+    )
 
 
 @pytest.fixture(scope='module')
 def small():
     model = dit.DiT(width=32, depth=2, num_heads=4, patch_size=2, dtype=jnp.float32)
     inputs = _inputs()
-    return model, _randomized(model, *inputs), inputs
+    return model, randomized(model, *inputs), inputs
 
 
 @pytest.mark.parametrize(
@@ -92,10 +90,7 @@ def test_what_is_given_replaces_the_preset_and_0_leaves_it():
         ({'experts': 8}, "model.experts=8: expected 0, a model of kind 'dit' has no such field"),
         ({'kind': 'unet'}, "model.kind='unet': No module named 'unet'; expected 'dit' or MODULE:"),
         ({'kind': 'json:Net'}, "'json' has no attribute 'Net'; expected 'dit' or MODULE:CLASS"),
-        (
-            {'kind': 'json:dumps'},
-            "model.kind='json:dumps' lacks dtype, flops, pin: expected",
-        ),
+        ({'kind': 'json:dumps'}, "model.kind='json:dumps' lacks dtype, flops, pin: expected"),
     ],
 )
 def test_a_field_that_does_not_fit_is_refused_by_name_and_value(fields, message):
@@ -136,25 +131,25 @@ def test_crops_are_told_apart_as_many_as_there_are_unless_asked(count, asked, to
 def test_each_crop_matters_but_the_middle_one_which_is_the_model_without_crops(small):
     model, _, inputs = small
     telling = model.clone(crops=4)
-    first = telling.init(jax.random.key(1), *inputs, None)['params']['conditioning']['crops']
-    np.testing.assert_array_equal(first['kernel'], np.zeros((3, 32)))
-    params = _randomized(telling, *inputs)['params']
+    first = jax.jit(telling.init)(jax.random.key(1), *inputs, None)['params']
+    np.testing.assert_array_equal(first['conditioning']['crops']['kernel'], np.zeros((3, 32)))
+    apply, variables = jax.jit(telling.apply), randomized(telling, *inputs)
     velocities = [
-        np.asarray(telling.apply({'params': params}, *inputs, None, jnp.full(3, crop)))
-        for crop in (-1, 0, 1, 2)
+        np.asarray(apply(variables, *inputs, None, jnp.full(3, crop))) for crop in (-1, 0, 1, 2)
     ]
     for one, other in itertools.combinations(velocities, 2):
         assert np.abs(one - other).max() > 1e-3
-    mixed = telling.apply({'params': params}, *inputs, None, jnp.array([2, 0, -1]))
+    mixed = apply(variables, *inputs, None, jnp.array([2, 0, -1]))
     expected = [velocities[3][0], velocities[1][1], velocities[0][2]]
     np.testing.assert_allclose(mixed, expected, atol=1e-5)
-    np.testing.assert_array_equal(model.apply({'params': params}, *inputs), velocities[1])
-    np.testing.assert_array_equal(telling.apply({'params': params}, *inputs), velocities[1])
+    for same in (model, telling):
+        velocity = jax.jit(same.apply)(variables, *inputs)
+        np.testing.assert_allclose(velocity, velocities[1], atol=1e-6)
 
 
 def test_a_new_model_predicts_zero_in_float32(small):
     model, variables, inputs = small
-    first = model.init(jax.random.key(1), *inputs, None)
+    first = jax.jit(model.init)(jax.random.key(1), *inputs, None)
     np.testing.assert_array_equal(model.apply(first, *inputs), jnp.zeros_like(inputs[0]))
     narrow = dit.DiT(width=32, depth=2, num_heads=4, patch_size=2, dtype=jnp.bfloat16)
     assert narrow.apply(variables, *inputs).dtype == jnp.float32
@@ -194,7 +189,7 @@ def test_a_token_is_a_square_of_positions(small):
     def at_row_3_column_6(x):
         return model.apply(silent, x, t, text)[0, 3, 6].sum()
 
-    touched = np.abs(jax.grad(at_row_3_column_6)(x)).sum(axis=(0, 3)) > 0
+    touched = np.abs(jax.jit(jax.grad(at_row_3_column_6))(x)).sum(axis=(0, 3)) > 0
     assert np.argwhere(touched).tolist() == [[2, 6], [2, 7], [3, 6], [3, 7]]
 
 
@@ -210,19 +205,17 @@ def test_dropped_text_is_ignored_and_only_there(small):
     np.testing.assert_array_equal(nothing_dropped, model.apply(variables, x, t, text, None))
 
 
-@pytest.mark.parametrize('option', [{'remat': 'dots'}, {'remat': 'full'}, {'unroll': 2}])
-def test_how_blocks_are_compiled_changes_nothing(small, option):
+def test_how_blocks_are_compiled_changes_nothing(small):
     model, variables, inputs = small
-    other = dit.DiT(width=32, depth=2, num_heads=4, patch_size=2, dtype=jnp.float32, **option)
 
-    def loss(model):
-        return jax.grad(lambda v: jnp.sum(model.apply(v, *inputs) ** 2))(variables)
+    def gradients(**option):
+        apply = model.clone(**option).apply
+        return jax.jit(jax.grad(lambda v: jnp.sum(apply(v, *inputs) ** 2)))(variables)
 
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
-        loss(model),
-        loss(other),
-    )
+    expected = gradients()
+    for option in ({'remat': 'dots'}, {'remat': 'full'}, {'unroll': 2}):
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+        jax.tree.map(close, gradients(**option), expected)
 
 
 def _saved_bytes(remat):
@@ -307,7 +300,7 @@ def model(request):
     fields = {'width': 32, 'depth': 2, 'num_heads': 4, 'patch_size': 2, 'dtype': jnp.float32}
     text, text_of = request.param
     made = dit.DiT(**fields, text=text, vocabulary=12)
-    variables = _randomized(made, *_text_inputs(text_of=text_of))
+    variables = randomized(made, *_text_inputs(text_of=text_of))
     apply = jax.jit(made.apply)
     return lambda tokens, drop_text=None: apply(
         variables, *_text_inputs(tokens, text_of), drop_text

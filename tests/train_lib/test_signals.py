@@ -101,14 +101,6 @@ def test_ctrl_c_while_it_imports(mini_dataset, tmp_path):
     assert not (tmp_path / 'run').exists()
 
 
-def test_ctrl_c_while_it_trains(mini_dataset, tmp_path):
-    with one_host(mini_dataset, tmp_path) as [host]:
-        output = leave(host, lambda output: ', step 5 of ' in output)
-    assert output.splitlines().count('Ctrl-C: saving, then leaving. Once more leaves at once.') == 1
-    (step,) = runs.saved_steps(tmp_path)
-    assert f'Stopped at step {step}. To resume: ' in output.splitlines()[-1]
-
-
 @pytest.mark.slow
 def test_an_evaluation_is_broken_off_and_done_by_the_run_that_resumes(
     mini_dataset, tmp_path, monkeypatch

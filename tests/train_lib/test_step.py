@@ -9,22 +9,13 @@ import optax
 import pytest
 
 from configs import default
-from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from tests import children
+from tests.train_lib.test_flow import STATS
 from train_lib import sharding, state
 from train_lib import step as steps
 from train_lib.models import dit
 
 TEXT = jax.ShapeDtypeStruct((1, 16), jnp.float32)
-
-
-STATS = DatasetStats(
-    latent_mean=np.array([1.0, -2.0, 3.0, 0.5], np.float32),
-    latent_std=np.array([5.0, 6.0, 7.0, 8.0], np.float32),
-    text_mean=np.linspace(-1, 1, 16, dtype=np.float32),
-    text_std=np.array([0.0] + 15 * [2.0], np.float32),
-    latents_shape=(3, 4, 8, 8),
-)
 
 
 def _batch(size=8, side=8, seed=0):
@@ -242,11 +233,12 @@ import jax, numpy as np
 from configs import default
 from train_lib import flow, sharding, step
 config = default.get_config()
-config.model.update(name='tiny/16', width=32, depth=2, unroll=1)
-made = step.make_program(config, sharding.make_mesh(), flow.no_stats(text_dim=5))
+config.model.update(name='tiny/4', width=16, depth=1, unroll=1, dtype='float32')
+facts = flow.no_stats(text_dim=5, latents_shape=(1, 4, 8, 8))
+made = step.make_program(config, sharding.make_mesh(), facts)
 batch = {
     'key': np.zeros((2, 2), np.uint32),
-    'latents': np.zeros((2, 4, 32, 32), np.float16),
+    'latents': np.zeros((2, 4, 8, 8), np.float16),
     'text_embedding': np.zeros((2, 5), np.float16),
 }
 state, update = made.train_step(made.init(), batch | {'drop_text': np.zeros(2, bool)})

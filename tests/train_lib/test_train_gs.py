@@ -3,14 +3,18 @@
 The commands are those of a user, as processes; the storage server is on loopback.
 """
 
+import os
 import pathlib
 import re
 
+import numpy as np
 import pytest
+from PIL import Image
 
+from coyo11m_tfds.text import text_encoders
 from tests import children, runs
 from tests.fakes.cloud import Fault
-from train_lib import workdirs
+from train_lib import draw, previews, workdirs
 
 DATA, RUN = 'gs://data/1.0.0', 'gs://runs/a'
 SETTINGS = {'num_steps': 12, 'eval_every': 5, 'preview_every': 6, 'checkpoint_every': 2}
@@ -59,13 +63,31 @@ def test_a_run_in_buckets_that_is_killed_goes_on_as_if_undisturbed(storage, undi
     pictures = {name for name in storage.objects('runs') if name.endswith('.png')}
     assert pictures == {f'a/previews/step_{step:06}.png' for step in (6, 12)}
     assert not (runs.CHECKOUT / 'gs:').exists()
+    check_drawing(storage, tmp_path)
 
-    (tmp_path / 'captions.txt').write_text('a red circle\n')
-    prompts = f'--prompts={tmp_path}/captions.txt'
-    drawn = children.program('train_lib.draw', f'--workdir={RUN}', prompts)
-    assert drawn.returncode == 0, drawn.stderr
-    assert 'pictures: gs://runs/a/previews/captions_000012.png' in drawn.stdout
-    assert storage.objects('runs')['a/previews/captions_000012.png'].startswith(b'\x89PNG')
+
+def check_drawing(storage, folder):
+    """By the command, on another number of devices, as in this process."""
+    captions = ['a red circle', 'a blue square on a green background']
+    # As some editors begin a file.
+    (folder / 'captions.txt').write_text('\n\n'.join(captions), 'utf-8-sig')
+    flags = f'--workdir={RUN}', f'--prompts={folder}/captions.txt', '--singles'
+    devices = f'--xla_force_host_platform_device_count=3 {os.environ["XLA_FLAGS"]}'
+    done = children.program('train_lib.draw', *flags, XLA_FLAGS=devices)
+    assert done.returncode == 0, done.stderr
+    path = f'{RUN}/previews/captions_000012'
+    assert f'pictures: {path}.png and {path}/\n' in done.stdout
+    storage.download_folder(RUN, folder)
+    drawn = draw.Artist(folder).draw(captions, text_encoders.make_encoder('hash'))
+    path = folder / 'previews' / 'captions_000012'
+    with Image.open(path.with_suffix('.png')) as picture:
+        expected = previews.make_grid([drawn], captions).astype(int)
+        # By rounding, and what makes the pictures four times as large.
+        assert np.abs(np.asarray(picture) - expected).max() <= 3
+    for number, caption in enumerate(captions):
+        with Image.open(path / f'{number:05}.png') as picture:
+            assert np.abs(np.asarray(picture).astype(int) - drawn[number]).max() <= 1
+        assert (path / f'{number:05}.txt').read_text() == f'{caption}\n'
 
 
 def test_a_workdir_is_checked_without_a_trace(gcs, tmp_path):

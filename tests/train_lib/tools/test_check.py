@@ -1,12 +1,10 @@
 """Tests of the check of a configuration without a run."""
 
-import subprocess
 import sys
 
 import pytest
 
-from tests import runs
-from tests.checkout import CHECKOUT
+from tests import children, runs
 from train_lib.tools import check
 
 
@@ -51,12 +49,7 @@ def test_of_a_pod_the_mesh_is_left_to_the_compiler(mini_dataset):
 
 
 def test_the_command_ends_with_one_line_of_what_is_wrong():
-    command = [sys.executable, '-m', 'train_lib.tools.check', '--config=demo']
-    done = subprocess.run(
-        [*command, '--config.data.dir=/no/such/folder'],
-        cwd=CHECKOUT,
-        capture_output=True,
-        text=True,
-    )
+    flags = '--config=demo', '--config.data.dir=/no/such/folder'
+    done = children.program('train_lib.tools.check', *flags)
     assert (done.returncode, done.stdout) == (1, '')
     assert done.stderr.splitlines()[-1].startswith('error: --config.data.dir=/no/such/folder')

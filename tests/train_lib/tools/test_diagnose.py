@@ -1,14 +1,11 @@
 """What holds a run back: its own engine is timed, and the times lead to a verdict."""
 
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
-from tests import runs
-from tests.checkout import CHECKOUT
+from tests import children, forked, runs
 from train_lib.tools import diagnose
 
 SMALL = {'batch_size': 16, 'data.lanes': 4}
@@ -40,32 +37,23 @@ def test_the_engine_of_the_run_is_timed(mini_dataset, engine):
 @pytest.mark.slow
 def test_the_command_times_a_step_of_the_model_here(mini_dataset):
     flags = [f'--config.{name}={value}' for name, value in {**runs.SMALL, **SMALL}.items()]
-    ended = run('--seconds=0.2', *flags, f'--config.data.dir={mini_dataset}')
+    flags += ['--config=default', '--seconds=0.2', f'--config.data.dir={mini_dataset}']
+    ended = children.program('train_lib.tools.diagnose', *flags)
     assert ended.returncode == 0, ended.stderr
     times = re.findall(r'^- a (?:step|batch) alone.*: ([\d.,]+) ms \(', ended.stdout, re.MULTILINE)
     assert len(times) == 2 and np.greater([float(t.replace(',', '')) for t in times], 0).all()
     assert len(ended.stdout.splitlines()) == 3
 
 
-@pytest.mark.parametrize(
-    ('flags', 'words'),
-    [
-        (['--config.data.dir=none'], 'none'),
-        (['--hosts=3'], '--hosts=3 does not divide --config.batch_size=256'),
-    ],
-)
-def test_what_cannot_be_diagnosed_is_an_error_in_one_line(flags, words):
-    ended = run('--step_ms=1', *flags)
-    assert ended.returncode == 1 and not ended.stdout
-    assert ended.stderr.splitlines()[-1].startswith('error: ')
-    assert words in ended.stderr.splitlines()[-1]
+WRONG = {
+    '--config.data.dir=none': 'none',
+    '--hosts=3': '--hosts=3 does not divide --config.batch_size=256',
+}
 
 
-def run(*flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, '-m', 'train_lib.tools.diagnose', '--config=default', *flags],
-        cwd=CHECKOUT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def test_what_cannot_be_diagnosed_is_an_error_in_one_line():
+    given = '--config=default', '--step_ms=1'
+    ended = forked.run([('train_lib.tools.diagnose', [*given, flag]) for flag in WRONG])
+    for (status, lines), words in zip(ended, WRONG.values(), strict=True):
+        assert status == 1 and not [line for line in lines if line.startswith('- ')]
+        assert lines[-1].startswith('error: ') and words in lines[-1]
