@@ -1,8 +1,5 @@
 """Turns latents into pictures without a VAE, and pictures into latents.
 
-    rgb = latent_rgb.latents_to_rgb(latents)   # raw (..., 4, 32, 32) -> uint8 (..., 32, 32, 3)
-    latents = latent_rgb.rgb_to_latents(rgb)   # the other way, for made-up data
-
 The map is linear with one pixel for each latent position, so a 256-pixel image gives a 32-pixel
 picture, in which a person can recognize the motif. Latents of four channels count as those of a VAE
 of the SDXL family (`schema.RGB_FACTORS`). Pictures of other latents show their first three

@@ -1,10 +1,4 @@
-"""The number of this process in its job, and the number of processes.
-
-if job.process_index() == 0:
-    build()
-index, count = job.share()
-mine = tasks[index::count]
-"""
+"""The number of this process in its job, and the number of processes."""
 
 import os
 import sys

@@ -1,8 +1,5 @@
 """Cores and memory that this process may use: in a container, less than the machine has.
 
-    machine.usable_cpus()     # 4
-    machine.usable_memory()   # 17179869184 bytes
-
 Limits are those of the process's control group (version 2) and of every group above it.
 """
 

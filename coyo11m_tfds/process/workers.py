@@ -1,10 +1,4 @@
-"""Pools of processes that inherit nothing from their parent, and end with their parent.
-
-with workers.pool(4, init) as pool:
-    pool.submit(function, argument)
-
-workers.chosen(num_workers)     # or COYO11M_NUM_PROC, or 0 if neither is set
-"""
+"""Pools of processes that inherit nothing from their parent, and end with their parent."""
 
 import concurrent.futures
 import contextlib

@@ -1,9 +1,5 @@
 """The report of a build: lines for the terminal, `report.json`, and an HTML page.
 
-    report = Report('coyo11m_tfds/latents/1.0.0', shards, statistics, dropped, metadata)
-    report.write(folder)                                        # report-ID.json, report-ID.html
-    print(report.summary('OUT/coyo11m_tfds/latents/1.0.0', seconds=12.3))
-
 The same build always gives the same bytes of both files. The page needs no script, no other file
 and no network. Captions come from the open internet, so all text is escaped, and a policy in the
 page forbids it to run code or to load anything except its own pictures.

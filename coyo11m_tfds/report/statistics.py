@@ -1,14 +1,5 @@
 """Statistics of a build: of the records in shards, and of dropped rows.
 
-    statistics = ShardStatistics(text_dim=640)
-    good = statistics.add(keys, captions, latents, text)    # bool (n,); write only those
-    whole = join([statistics, *others])                     # in the order of the shards
-    mean, std = mean_and_std(whole.latent_moments)
-
-    dropped = Dropped(num_rows=1_000_000, max_bad_fraction=0.01)
-    dropped.add(schema.NO_CAPTION, 17, keys[:10])
-    dropped.check_bad('/data/x.parquet')                    # raises if too many are bad
-
 The same blocks of samples in the same order give exactly the same statistics, also through JSON. So
 a resumed build can reuse the statistics of finished shards.
 """

@@ -1,7 +1,5 @@
 """The size and the checksum of a file, by which it is known to be complete.
 
-    state = file_state.of_file('x')     # FileState(size=5, crc32c=2591144780)
-
 Google Cloud Storage keeps the CRC-32C of every object. One core computes it at 13 GB/s from the
 page cache, faster than disks.
 """

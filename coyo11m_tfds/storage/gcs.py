@@ -1,9 +1,5 @@
 """All operations on objects of Google Cloud Storage that this package needs.
 
-    gcs.write('gs://bucket/a/b', b'hello')       # Stat(size=5, crc32c=..., generation=...)
-    gcs.list_objects('gs://bucket/a')            # {'b': Stat(...)}
-    gcs.read('gs://bucket/a/b')                  # b'hello', None where there is no object
-
 Nothing is cached. `retry.call` repeats requests. After every upload or copy, the size and the
 CRC-32C from the storage are compared with those of the original; an object that differs is deleted
 and sent again. `remote` reads whole files and ranges. All functions raise PermissionError if

@@ -1,7 +1,4 @@
-"""A digest of plain Python values that is equal on every machine.
-
-json_digest.sha256(['train', 3, {'rows': [0, 15]}])    # 64 hex digits
-"""
+"""A digest of plain Python values that is equal on every machine."""
 
 import hashlib
 import json

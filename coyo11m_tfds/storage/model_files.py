@@ -1,11 +1,4 @@
-"""The files of a model, given by a folder or by a name on the Hugging Face hub.
-
-model_files.folder('google/gemma-3-270m', 'text encoder', ['config.json'])
-model_files.public_name('/models/gemma-3-270m')    # 'gemma-3-270m'
-model_files.revision('google/gemma-3-270m')        # the commit that was loaded
-with model_files.loading('google/gemma-3-270m', 'text encoder', 'a tokenizer'):
-    ...                                            # transformers' from_pretrained
-"""
+"""The files of a model, given by a folder or by a name on the Hugging Face hub."""
 
 import contextlib
 import hashlib

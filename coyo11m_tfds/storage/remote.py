@@ -1,9 +1,5 @@
 """Reads remote files: downloads and verifies a whole file, or reads a few bytes.
 
-    file = source_files.describe('gs://bucket/latents-3crop/000000-000009.pt')
-    remote.fetch(file, '/scratch/000000-000009.pt')
-    remote.read_range(file, 0, 4)                     # b'PK\\x03\\x04'
-
 The clients of gs:// and the hub give addresses and credentials. urllib3 reads the bytes, in one
 stream a file, because neither client notices a stall in reasonable time. Ranges of 1.6 MB over TLS
 cost 28 to 34 us of CPU for each 24.6 KB; with requests they cost 42 to 50 us, with http.client 22

@@ -1,12 +1,5 @@
 """A folder that holds remote files while they are needed.
 
-    scratch = Scratch('/scratch')
-    with scratch.hold(file) as path:        # downloads, verifies
-        LatentShard(path)
-    # deleted
-    with scratch.hold_all(files) as paths:
-        ...
-
 Each holder has a temporary folder, whose lock ends with the process. The next holder deletes the
 leftovers of killed processes.
 """

@@ -1,9 +1,5 @@
 """Lists and describes files: path, size and checksum; local, `gs://` and `hf://`.
 
-    file = source_files.describe('gs://bucket/latents-3crop/000000-000009.pt')
-    file.size, file.checksum                      # bytes, 'crc32c:1f2e3d4c'
-    folder, files = source_files.list_files('hf://datasets/owner/name', 'latents-3crop', ('.pt',))
-
 No contents are read. A data set on the hub is pinned to its present commit, so that all files have
 one version; `@revision` after its name chooses another commit.
 """

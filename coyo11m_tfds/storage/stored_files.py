@@ -1,8 +1,4 @@
-"""Lists folders of stored files, and reads whole files with a check of their checksum.
-
-files = stored_files.list_folder('gs://bucket/data/coyo11m_tfds/latents/1.0.0')
-stored_files.read(files['features.json'], stored_files.Content).data
-"""
+"""Lists folders of stored files, and reads whole files with a check of their checksum."""
 
 import pathlib
 from collections.abc import Callable

@@ -1,8 +1,5 @@
 """Interfaces of tokenizers and text encoders, and batches of texts of similar lengths.
 
-    for rows, (height, width) in plan_batches(lengths, batch_tokens=2048):
-        ...                     # rows of similar lengths, each once
-
 `Tokenizer` and `Encoder` are the interfaces for `embed_captions` and training. This module imports
 only numpy.
 """

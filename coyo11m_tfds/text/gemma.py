@@ -1,10 +1,5 @@
 """Gemma 3's text model in Flax: tokens in, hidden states out; no language-model head.
 
-    config, params = ...                            # gemma_weights reads both from a model's files
-    model = gemma.Gemma(config, dtype=jnp.bfloat16)
-    states = model.apply({'params': params}, tokens)    # int32 (b, T) -> (b, T, width)
-    vectors = gemma.mean_states(states, lengths)        # int32 (b,) -> float32 (b, width)
-
 Architecture: Gemma Team, "Gemma 3 Technical Report" (2025). The results are those of transformers'
 `Gemma3TextModel`. Padding is on the right. The attention is causal, so the states of real tokens do
 not depend on the padding, and only code that averages states or attends to them needs a mask. The

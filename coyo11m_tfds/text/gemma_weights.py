@@ -1,9 +1,5 @@
 """Reads sizes, weights and tokenizer of Gemma 3's text model from transformers' files.
 
-    checkpoint = open_checkpoint('google/gemma-3-270m')  # or a folder
-    params = load_params(checkpoint, jnp.bfloat16)       # for gemma.Gemma(checkpoint.config)
-    tokenizer = checkpoint.tokenizer()
-
 Of the multimodal sizes (4B and more) it reads only the text model. It needs neither torch nor
 transformers, and reads no pickles.
 """

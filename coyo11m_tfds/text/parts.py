@@ -1,9 +1,5 @@
 """The parts of a sidecar: a pure function of captions, encoder and number of parts.
 
-    made = Parts('gs://bucket/gemma', joined, encoder, 'caption_llava')
-    made.check(made.finished())
-    made.make([0, 3], staging, on_batch)
-
 A part is a range of keys. Equal captions of a part are encoded once, and a part is tokenized while
 the model works on the previous part. The batches of a part depend only on its captions, so its
 bytes do not depend on the process or on other parts.

@@ -1,8 +1,5 @@
 """Hashed words: embeddings and token ids without weights or other files.
 
-    HashEncoder().encode(['a cat', 'two dogs'])         # float32 (2, 640)
-    WordsTokenizer(16).tokenize(['a cat', 'two dogs'])  # [[2112, 1843], [3829, 3130]]
-
 Results are the same on every machine and in every process, unlike those of `hash()`.
 """
 
