@@ -4,9 +4,7 @@
     python -m benchmarks.convert --dir /tmp/bench --gb 8 --only builder2,cp
 
 All writers read the same memory-mapped `.pt` files and write key, latents and caption of every
-sample in the fastest way of their documentation: latents as raw bytes, no compression, shards of
-128 MB. The clock runs from the end of the imports until the output is flushed to the disk; the
-output is then deleted. benchmarks/README.md has details and results.
+sample in the fastest way of their documentation. benchmarks/README.md has details and results.
 """
 
 import importlib
@@ -54,16 +52,10 @@ def begin(flags, folder: pathlib.Path, stack) -> runner.Once:
 def convert(
     *, writer: str, module: str, made: str, out: str, limit: int = sys.maxsize, **options: Any
 ) -> Figures:
-    """Converts a source in this process.
+    """Converts a source, or its first `limit` samples, into the empty folder `out`.
 
-    Args:
-        writer: A function of this module.
-        module: Module that the writer imports before the clock starts.
-        out: Existing empty folder.
-        limit: Largest number of samples to write; this builder and `cp` ignore it.
-
-    Raises:
-        RuntimeError: The output is smaller than the latents.
+    `writer` is a function of this module; `module` is imported before the clock starts. The builder
+    and `cp` ignore `limit`.
     """
     importlib.import_module(module)
     folder, samples = pathlib.Path(out), min(source.num_samples(made), limit)
@@ -77,9 +69,7 @@ def convert(
         os.close(descriptor)
     found = meter.rate(samples)
     if written < samples * source.SAMPLE_BYTES and 'latents' not in options:
-        raise RuntimeError(
-            f'{writer} has written {written:,} bytes, too few for {samples:,} samples'
-        )
+        raise RuntimeError(f'{writer} has written {written:,} bytes for {samples:,} samples')
     return found
 
 

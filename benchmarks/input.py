@@ -5,11 +5,7 @@
     python -m benchmarks.input --dir /tmp/bench --cold --gb 36 --seconds 30 \\
         --only rows_in_place,chunks_in_place,torch,litdata       # a set larger than the memory
 
-The samples are made once and written in every reader's own format. A run reads files in the page
-cache until its speed is steady, and then for some seconds; another run resumes after 100 batches.
-With `--cold` the files are only on the disk, and a run is timed from its start for that many
-seconds, or for one epoch. benchmarks/README.md describes the peers, the measurement and the
-results.
+benchmarks/README.md describes the peers, the measurement and the results.
 """
 
 import dataclasses
@@ -50,14 +46,10 @@ Batch = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """An opened reader.
+    """An opened reader."""
 
-    `epoch()` returns the remaining batches of this epoch, at each later call those of the next
-    epoch; or batches without end. `state(taken)` is that after so many batches.
-    """
-
-    epoch: Callable[[], Iterable[Batch]]
-    state: Callable[[int], str]
+    epoch: Callable[[], Iterable[Batch]]  # the rest of this epoch, then those of the next ones
+    state: Callable[[int], str]  # after so many batches
 
 
 def _same(runs: list[Figures]) -> str:
@@ -140,11 +132,7 @@ def _data(side: Side, made: pathlib.Path) -> pathlib.Path | Figures:
 
 
 def read(*, seconds: float, cold: bool, samples: int, **asked: Any) -> Figures:
-    """Reads for `seconds`: if `cold` from the start and at most an epoch, otherwise once steady.
-
-    Raises:
-        RuntimeError: An epoch has no batches.
-    """
+    """Reads for `seconds`: if `cold` from the start and at most an epoch, otherwise once steady."""
     stream, meter = _open(**asked)
     if cold:
         found = timed(itertools.islice(stream.epoch(), samples // BATCH_SIZE), seconds, meter)
@@ -178,11 +166,7 @@ def steady(stream: Stream, seconds: float, meter: runner.Meter) -> Figures:
 
 
 def timed(batches: Iterable[Batch], seconds: float, meter: runner.Meter) -> Figures:
-    """Reads until `meter` has counted `seconds`, or to the end.
-
-    Returns its figures after the last batch, the number of `batches`, and the seconds to the
-    `first`.
-    """
+    """Reads until `meter` has counted `seconds`; its figures, `batches`, time to the `first`."""
     count, first, last = 0, 0.0, 0.0
     for _ in batches:
         count, last = count + 1, meter.seconds()

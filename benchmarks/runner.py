@@ -1,14 +1,5 @@
 """Runs the sides of a benchmark in turns, each run in a fresh process, and makes their table.
 
-    SIDES = {'cp': Side('`cp`', copy, {'reflink': False})}
-    FLAGS = {'gb': (2.0, 'size of the source')}
-
-    def begin(flags, folder, stack):
-        made = make(folder, flags.gb)
-        return lambda side: runner.run(side, source=made)
-
-    sys.exit(runner.main(__doc__, SIDES, {'s': runner.median('seconds', '.1f')}, FLAGS, begin))
-
 A side is a function that takes the settings of a run (JSON) and returns its figures (JSON). A side
 that lacks a package is left out, and a side that fails is named below the table. This runs only on
 Linux, because /proc tells the memory and time of processes.

@@ -1,7 +1,5 @@
 """Makes a synthetic source of any size in the layout of the real one, with little memory.
 
-    made = source.make(folder, num_samples=81_380)
-
 Latents are normal noise with the mean and deviation of real ones; captions are 200 to 600 bytes of
 words. Every key has a caption, and the rows of the Parquet file are in another order than the
 latents. The same arguments give the same numbers.

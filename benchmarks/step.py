@@ -3,9 +3,8 @@
     python -m benchmarks.step --dir /tmp/step --models=S/2,B/2,L/2,XL/2 --batch_size=256
     python -m benchmarks.step --dir /tmp/step --models=XL/2 --only=jax:cudnn:dots,torch:full
 
-`jax` is the step of `train_lib` with the default configuration, `torch` that of `torch_dit`. Both
-compute random samples on one device, in bfloat16. Neither TensorFlow nor data are needed.
-benchmarks/README.md describes the options and the measurement.
+Neither TensorFlow nor data are needed. benchmarks/README.md describes the options and the
+measurement.
 """
 
 import dataclasses

@@ -3,11 +3,10 @@
     model = make('S/2').to('cuda')
     loss = Trainer(model, stats).step(batch, noise, t)
 
-`benchmarks.step` measures it beside the step in JAX. It uses the fast idioms of PyTorch: scaled dot
-product attention, `torch.compile`, fused AdamW, updates of lists of tensors. Equal weights and
-noise give the outputs, gradients and new weights of `train_lib` (tests/benchmarks/test_step.py).
-Weights are float32; products, residuals and norms have the type `DiT.dtype`. This module does not
-import JAX.
+It uses the fast idioms of PyTorch: scaled dot product attention, `torch.compile`, fused AdamW,
+updates of lists of tensors. Equal weights and noise give the outputs, gradients and new weights of
+`train_lib` (tests/benchmarks/test_step.py). Weights are float32; products, residuals and norms have
+the type `DiT.dtype`. This module does not import JAX.
 """
 
 import functools

@@ -98,7 +98,7 @@ def drawn_colours(picture: np.ndarray) -> tuple[str | None, str]:
         picture: uint8 `(H, W, 3)`.
 
     Returns:
-        `(shape colour, background colour)`; the first is None without a visible shape.
+        The colours of shape and background; the first is None without a visible shape.
     """
     palette = np.array(list(COLOURS.values()), np.float32)
     distance = np.linalg.norm(picture[:, :, None].astype(np.float32) - palette, axis=-1)
@@ -142,8 +142,7 @@ def make_sample(
         dtype: Dtype of the latents, one of `schema.LATENT_DTYPES`.
 
     Raises:
-        ValueError: A value is out of range; or `out_dir` is a URL, is empty, or already holds
-            latents.
+        ValueError: A value is out of range, or `out_dir` is no new local folder.
         OSError: A file cannot be written.
     """
     import torch  # Slow to import, and only needed to write.

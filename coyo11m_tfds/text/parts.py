@@ -56,13 +56,9 @@ class Parts:
         part_captions: int = PART_CAPTIONS,
         tokens_only: bool = False,
     ):
-        """Does not touch the folder.
+        """Takes the `captions.join` of all keys; does not touch the folder `out`.
 
-        Args:
-            out: Folder, local or on `gs://`.
-            captions: The `captions.join` of all keys.
-            encoder: Encoder of the captions or, with `tokens_only`, their tokenizer.
-            part_captions: Largest number of captions in a part.
+        `encoder` may be a tokenizer with `tokens_only`. A part has at most `part_captions`.
         """
         self._out, self._captions, self._encoder = out, captions, encoder
         self._tokens_only = tokens_only
