@@ -112,9 +112,6 @@ def findings(
         yield check_encoder(encoder, dry.num_records or _USUAL_CAPTIONS)
 
 
-# --- The machine ----------------------------------------------------------------------------------
-
-
 def check_machine() -> Finding:
     """Checks cores and memory, within the limits of a container."""
     memory, cores = machine.usable_memory(), machine.usable_cpus()
@@ -153,9 +150,6 @@ def check_disks(
         yield Finding(f'disk of {name}', FAIL if mend else PASS, text, mend)
 
 
-# --- Places ---------------------------------------------------------------------------------------
-
-
 def check_place(name: str, url: str, writes: bool = False) -> Finding:
     """Asks a storage for a listing and, with `writes`, to store a byte; a local folder passes."""
     label = f'credentials of {name}'
@@ -180,9 +174,6 @@ def check_place(name: str, url: str, writes: bool = False) -> Finding:
         return Finding(label, FAIL, ending.describe(error), mend)
     what = 'can be listed, written to and deleted from' if writes else 'can be listed'
     return Finding(label, PASS, f'{url} {what}')
-
-
-# --- The source -----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,9 +263,6 @@ def _check_column(captions: SourceFile, column: str) -> None:
         )
 
 
-# --- Accelerators and the encoder -----------------------------------------------------------------
-
-
 def check_devices(dev: str = '/dev') -> Finding:
     """Asks JAX for the devices of this host; `dev` is the system's folder of devices."""
     try:
@@ -355,9 +343,6 @@ def ask(program: str, seconds: float = _TIMEOUT) -> Any:
         return json.loads(ended.stdout.splitlines()[-1])
     except (ValueError, IndexError):
         raise ValueError(f'no answer, but: {ended.stdout.strip()[-200:]}') from None
-
-
-# --- The command ----------------------------------------------------------------------------------
 
 
 def read_build_config(text: str) -> BuildSettings:

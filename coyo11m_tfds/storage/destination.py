@@ -310,9 +310,6 @@ def _check_size(file: SourceFile, state: FileState) -> None:
         )
 
 
-# --- In a bucket ------------------------------------------------------------------------------
-
-
 class _Bucket(Destination):
     """A folder in a bucket, to which files are uploaded; see `gcs`."""
 

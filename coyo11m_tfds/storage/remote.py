@@ -101,9 +101,6 @@ def read_range(file: SourceFile, start: int, length: int) -> bytes:
     return retry.call(attempt, f'reading {file.path}')
 
 
-# --- Requests ---------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def _get(file: SourceFile, start: int, stop: int) -> Iterator['BaseHTTPResponse']:
     """Requests bytes `start` to `stop`; the answer's body is just these."""
@@ -199,9 +196,6 @@ def _connect(url: str) -> 'urllib3.PoolManager':
     user = urllib.parse.unquote(urllib3.util.parse_url(proxy).auth or '')
     headers = urllib3.make_headers(proxy_basic_auth=user or None)
     return urllib3.ProxyManager(proxy, proxy_headers=headers, ca_certs=certificates)
-
-
-# --- Whole files ------------------------------------------------------------------------------
 
 
 class _Part:
