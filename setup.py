@@ -27,40 +27,6 @@ CONVERT = [
     'pyarrow>=18',
     'torch>=2.6',
 ]
-TEXT = [
-    'duckdb>=1.4',
-    'pyarrow>=18',
-    'torch>=2.6',
-    'transformers>=5.0',
-]
-# Gemma 3 in JAX, without torch and transformers.
-TEXT_JAX = [
-    'duckdb>=1.4',
-    'huggingface_hub>=2.4',
-    'pyarrow>=18',
-    'safetensors>=0.5',
-    'tokenizers>=0.21',
-]
-TEST = [
-    'accelerate>=1.0',  # with gguf, transformers unpacks an encoder for `make slow`
-    'cryptography>=42',  # the certificate of a storage server for tests
-    'dill>=0.3.8',  # tfds.testing.DatasetBuilderTestCase imports it
-    'gguf>=0.10',
-    'hypothesis>=6.100',
-    'mypy>=2.4',
-    'pytest>=8.0',
-    'pytest-xdist>=3.6',
-    'ruff>=0.9',
-]
-
-# Other writers and readers, for `benchmarks/`.
-BENCH = [
-    'array_record>=0.8',
-    'datasets>=5.0',
-    'grain>=0.2.12',
-    'litdata>=0.2.60',
-    'msgpack>=1.1',
-]
 
 setuptools.setup(
     name='coyo11m_tfds',
@@ -111,11 +77,35 @@ setuptools.setup(
     extras_require={
         'convert': CONVERT,
         'dataflow': [*CONVERT, 'apache-beam[gcp]>=2.60'],  # 50 more packages
-        'text': TEXT,
-        'text-jax': TEXT_JAX,
+        'text': ['duckdb>=1.4', 'pyarrow>=18', 'torch>=2.6', 'transformers>=5.0'],
+        # Gemma 3 in JAX, without torch and transformers.
+        'text-jax': [
+            'duckdb>=1.4',
+            'huggingface_hub>=2.4',
+            'pyarrow>=18',
+            'safetensors>=0.5',
+            'tokenizers>=0.21',
+        ],
         'fonts': ['noto-cjk-sans-otc>=0.0.1'],  # Chinese, Japanese and Korean, for previews
-        'test': TEST,
-        'bench': BENCH,
+        'test': [
+            'accelerate>=1.0',  # with gguf, transformers unpacks an encoder for `make slow`
+            'cryptography>=42',  # the certificate of a storage server for tests
+            'dill>=0.3.8',  # tfds.testing.DatasetBuilderTestCase imports it
+            'gguf>=0.10',
+            'hypothesis>=6.100',
+            'mypy>=2.4',
+            'pytest>=8.0',
+            'pytest-xdist>=3.6',
+            'ruff>=0.9',
+        ],
+        # Other writers and readers, for `benchmarks/`.
+        'bench': [
+            'array_record>=0.8',
+            'datasets>=5.0',
+            'grain>=0.2.12',
+            'litdata>=0.2.60',
+            'msgpack>=1.1',
+        ],
         'tpu': ['jax[tpu]'],
         'gpu': ['jax[cuda12]'],
         'wandb': ['wandb>=0.19'],
