@@ -71,7 +71,7 @@ class DiT:
                 (4 * width, width),
             )
             for norm in ('query_norm', 'key_norm'):
-                scales[f'{block}.attention.{norm}.scale'] = width // num_heads
+                scales[f'{block}.attention.{norm}'] = width // num_heads
         self.weights = {name: torch.ones(size) for name, size in scales.items()}
         for name, (inputs, outputs) in layers.items():
             self.weights[f'{name}.weight'] = torch.randn(outputs, inputs) / inputs**0.5

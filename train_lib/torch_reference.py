@@ -99,8 +99,8 @@ def _block(weights, name, num_heads, x, condition, turns, words):
         return y.unflatten(-1, (count, num_heads, -1)).permute(2, 0, 3, 1, 4)
 
     query, key, value = heads(_norm(x) * (1 + scale_1) + shift_1, 'qkv', 3)
-    query_scale = weights[f'{name}.attention.query_norm.scale']
-    key_scale = weights[f'{name}.attention.key_norm.scale']
+    query_scale = weights[f'{name}.attention.query_norm']
+    key_scale = weights[f'{name}.attention.key_norm']
     query, key = _turn(_rms(query, query_scale), turns), _turn(_rms(key, key_scale), turns)
     mask = None
     if words is not None:

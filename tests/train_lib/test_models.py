@@ -66,7 +66,7 @@ def test_what_is_given_replaces_the_preset_and_0_leaves_it():
     given = {'width': 64, 'depth': 3, 'num_heads': 8, 'patch_size': 4, 'mlp_ratio': 2.5}
     blocks = _shapes(models.make('S/2', **given))['blocks']
     assert blocks['mlp_1']['kernel'] == (3, 64, 160)
-    assert blocks['attention']['query_norm']['scale'] == (3, 8)
+    assert blocks['attention']['query_norm'] == (3, 8)
     assert _shapes(models.make('tiny/4', depth=4)) == _shapes(
         models.make('tiny/2', depth=4, patch_size=4)
     )

@@ -269,16 +269,6 @@ class Conditioning(nn.Module):
         return condition + embed(which)
 
 
-class _Scale(nn.Module):
-    """The parameter of `nn.RMSNorm`."""
-
-    size: int
-
-    @nn.compact
-    def __call__(self) -> jax.Array:
-        return self.param('scale', nn.initializers.ones, (self.size,))
-
-
 @functools.cache  # warns once, however often a model is traced
 def _kernel_takes(num_tokens: int, num_words: int, head_dim: int) -> bool:
     if attention_kernel.fits(num_tokens, head_dim, num_words):
@@ -315,7 +305,8 @@ class Attention(nn.Module):
 
         tokens = product(x, 3, 'qkv')
         of_words = product(words.vectors, 2, 'words', words.present) if words is not None else None
-        scales = _Scale(head_dim, name='query_norm')(), _Scale(head_dim, name='key_norm')()
+        ones = nn.initializers.ones
+        scales = (self.param(name, ones, (head_dim,)) for name in ('query_norm', 'key_norm'))
         mix = self._mix_by_kernel if by_kernel else self.mix_by_xla
         mixed = checkpoint_name(self.pin(mix(tokens, of_words, *scales, turns)), _KEPT)
         out = Dense(width, dtype=self.dtype, name='out')(mixed)
