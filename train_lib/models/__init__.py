@@ -54,7 +54,7 @@ def make(
     """
     model = DiT if kind == 'dit' else _import(kind)
     known = {field.name for field in dataclasses.fields(model)}
-    given = {field: value for field, value in fields.items() if _is_given(value)}
+    given = {field: value for field, value in fields.items() if value != 0}
     for field, value in given.items():
         unset = _DEFAULTS.get(field, 0)
         if field not in known and value != unset:
@@ -103,7 +103,3 @@ def _preset(name: str) -> dict[str, int]:
             f'with SIZE one of {", ".join(SIZES)}.'
         )
     return SIZES[size] | {'patch_size': int(patch)}
-
-
-def _is_given(value: Any) -> bool:
-    return isinstance(value, bool) or value != 0  # False is refused, not left out
