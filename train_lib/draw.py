@@ -14,7 +14,7 @@ this encoder, such as a local folder. Another encoder is refused.
 
 import functools
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import jax
 import ml_collections
@@ -251,16 +251,9 @@ def check_encoder(facts: DatasetStats, encoder: Encoder | Tokenizer) -> None:
 def artist_of_flags() -> Artist:
     """Makes an artist from the flags of `define_flags`; raises the errors of `Artist`."""
     workdir = workdirs.absolute(FLAGS.workdir)
-    return Artist(
-        workdir if FLAGS.step is None else f'{workdir}@{FLAGS.step}',
-        average=FLAGS.average,
-        seed=FLAGS.seed,
-        batch_size=FLAGS.batch_size,
-        encoder=FLAGS.encoder,
-        vae=FLAGS.vae,
-        guidance=FLAGS.guidance,
-        num_steps=FLAGS.num_steps,
-    )
+    names = 'average', 'seed', 'batch_size', 'encoder', 'vae', 'guidance', 'num_steps'
+    fields: dict[str, Any] = {name: FLAGS[name].value for name in names}
+    return Artist(workdir if FLAGS.step is None else f'{workdir}@{FLAGS.step}', **fields)
 
 
 def main() -> None:
