@@ -306,9 +306,12 @@ class Attention(nn.Module):
         tokens = product(x, 3, 'qkv')
         of_words = product(words.vectors, 2, 'words', words.present) if words is not None else None
         ones = nn.initializers.ones
-        scales = (self.param(name, ones, (head_dim,)) for name in ('query_norm', 'key_norm'))
+        query_scale = self.param('query_norm', ones, (head_dim,))
+        key_scale = self.param('key_norm', ones, (head_dim,))
         mix = self._mix_by_kernel if by_kernel else self.mix_by_xla
-        mixed = checkpoint_name(self.pin(mix(tokens, of_words, *scales, turns)), _KEPT)
+        mixed = checkpoint_name(
+            self.pin(mix(tokens, of_words, query_scale, key_scale, turns)), _KEPT
+        )
         out = Dense(width, dtype=self.dtype, name='out')(mixed)
         return checkpoint_name(self.pin(out), _KEPT)
 
