@@ -309,10 +309,8 @@ class Attention(nn.Module):
         query_scale = self.param('query_norm', ones, (head_dim,))
         key_scale = self.param('key_norm', ones, (head_dim,))
         mix = self._mix_by_kernel if by_kernel else self.mix_by_xla
-        mixed = checkpoint_name(
-            self.pin(mix(tokens, of_words, query_scale, key_scale, turns)), _KEPT
-        )
-        out = Dense(width, dtype=self.dtype, name='out')(mixed)
+        mixed = self.pin(mix(tokens, of_words, query_scale, key_scale, turns))
+        out = Dense(width, dtype=self.dtype, name='out')(checkpoint_name(mixed, _KEPT))
         return checkpoint_name(self.pin(out), _KEPT)
 
     def _mix_by_kernel(
