@@ -76,10 +76,7 @@ def verify(data_dir: str | os.PathLike[str], *, fast: bool = False) -> Verified:
             f'{folder}: there is no {schema.INFO_FILE}. Expected the folder of a built data set, '
             '.../coyo11m_tfds/CONFIG/1.0.0.'
         )
-    check = _Check(folder, files, build, fast)
-    check.run()
-    num_bytes = sum(file.size for file in files.values())
-    return Verified(check.faults, check.left_over, len(files), num_bytes)
+    return _Check(folder, files, build, fast).run()
 
 
 def _find_build(folder: str, files: Mapping[str, SourceFile]) -> str:
@@ -93,18 +90,17 @@ def _find_build(folder: str, files: Mapping[str, SourceFile]) -> str:
 
 
 class _Check:
-    """One verification; `faults` and `left_over` are as in `Verified`."""
+    """One verification."""
 
     def __init__(self, folder: str, files: Mapping[str, SourceFile], build: str, fast: bool):
         self._folder, self._files, self._build, self._fast = folder, files, build, fast
         self._checksums = schema.of_build(schema.CHECKSUMS_FILE, build)
         self._columns = schema.of_build(schema.COLUMNS_FILE, build)
         self.faults: list[str] = []
-        self.left_over: list[str] = []
         self._rows: dict[str, Callable[[], columns.RowScan]] = {}  # readers of columns
         self._recorded: dict[str, FileState] = {}  # files as the build recorded them
 
-    def run(self) -> None:
+    def run(self) -> Verified:
         """Finds all faults."""
         self._recorded = self._parse(self._checksums, manifest.parse) or {}
         # It has a digest of its own, and `add_column` replaces it after the record of checksums.
@@ -116,7 +112,6 @@ class _Check:
         for name in self._files.keys() - parsed:
             if not _is_large(name):
                 self._parse(name, bytes)
-        self.left_over = sorted(columns.left_over(self._files, found, self._build))
         self._check_names(splits)
         for split in splits:
             self._parse(file_name(split.name, split.build), ChunkIndex.parse)
@@ -125,6 +120,9 @@ class _Check:
         latents = found.get(schema.LATENTS)
         if isinstance(latents, columns.Column):
             self._check_sources(latents, places)
+        left_over = sorted(columns.left_over(self._files, found, self._build))
+        num_bytes = sum(file.size for file in self._files.values())
+        return Verified(self.faults, left_over, len(self._files), num_bytes)
 
     def _parse(self, name: str, parse: Callable[[bytes], T]) -> T | None:
         """The content of a small file; None if it is missing or faulty, which is told."""
