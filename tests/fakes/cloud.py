@@ -88,11 +88,9 @@ def through_proxy(env: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def fake_hub(
-    repo_files: Mapping[str, bytes | pathlib.Path], repo: str = 'owner/name'
-) -> Iterator[Hub]:
+def fake_hub(repo_files: Mapping[str, bytes | pathlib.Path]) -> Iterator[Hub]:
     """A hub with one data set; the cache of huggingface_hub in child processes is its own."""
-    with Hub(repo_files, repo) as server, tempfile.TemporaryDirectory() as home:
+    with Hub(repo_files) as server, tempfile.TemporaryDirectory() as home:
         server.env = {
             **_PATIENCE,
             **_NOBODY,

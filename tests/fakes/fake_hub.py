@@ -84,16 +84,15 @@ class Hub(FakeServer):
     """The server.
 
     Attributes:
-        repo: 'owner/name' of the only data set.
+        repo: the only data set.
         gated: whether files are only for those who send `token`; all may see what files there are.
         env: leads a child process here.
     """
 
-    token = 'hf_token_for_tests'
+    repo, token = 'owner/name', 'hf_token_for_tests'
 
-    def __init__(self, repo_files: Mapping[str, bytes | pathlib.Path], repo: str = 'owner/name'):
+    def __init__(self, repo_files: Mapping[str, bytes | pathlib.Path]):
         super().__init__()
-        self.repo = repo
         self.gated = False
         self.env: dict[str, str] = {'HF_ENDPOINT': self.url}
         self._commits: dict[str, dict[str, _File]] = {}

@@ -204,14 +204,9 @@ def short_blocks(monkeypatch) -> None:
     monkeypatch.setattr(order, '_BLOCK_ROWS', 256)
 
 
-def of_one_dtype(seeds) -> list[int]:
-    """Paths that tf.data can read."""
-    return [seed for seed in seeds if len(set(draw_path(seed).shapes)) == 1]
-
-
+# tf.data reads latents of one dtype, and makes a graph for every process: one short path.
 @pytest.mark.parametrize(
-    'engine, seeds',
-    [('rows', range(40)), ('chunks', range(50, 56)), ('tf_data', of_one_dtype(range(60, 66))[:2])],
+    'engine, seeds', [('rows', range(24)), ('chunks', range(50, 54)), ('tf_data', [2826])]
 )
 def test_random_paths_equal_the_reference(written, short_blocks, engine, seeds):
     assert sum(walk(draw_path(seed), written, engine) for seed in seeds) > len(seeds)
