@@ -6,10 +6,8 @@
         ...  # gcsfs with STORAGE_EMULATOR_HOST=gcs.url; `cloud` leads TensorFlow here too
         gcs.objects('bucket')  # {'a/b.txt': b'hello'}
 
-The JSON interface, as far as these clients use it: listings in pages with prefix and delimiter,
-metadata with checksums and generations, reads of ranges, uploads in one request, in two parts and
-resumable, copies, deletions, preconditions. A bucket exists from its first mention on, unless its
-name begins with 'no-such-'. Objects above 4 MB are kept in unnamed files.
+The JSON interface, as far as these clients use it. A bucket exists from its first mention on,
+unless its name begins with 'no-such-'. Objects above 4 MB are kept in unnamed files.
 """
 
 import base64

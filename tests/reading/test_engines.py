@@ -43,9 +43,6 @@ def read(path: pathlib.Path, count: int, engine: str = 'rows', **changes) -> lis
     return list(itertools.islice(batches, count))
 
 
-# --- Damage ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize('engine', ['rows', 'chunks', 'tf_data'])
 @pytest.mark.parametrize('at', [0, 9, 100])
 def test_a_damaged_record_is_named(copy, engine, at):
@@ -151,9 +148,6 @@ def test_one_counter_counts_what_is_read_of_several_data_sets(intact):
         assert counter.read() == (number * size, number * 3, 0, 0)
 
 
-# --- Files that change -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     'change',
     [
@@ -216,9 +210,6 @@ def test_mapped_files_take_no_descriptors(tmp_path):
     assert read_with_limit(path, 40, 40) == ('256\n', '')
     output, errors = read_with_limit(path, 23, 23)
     assert 'this process has reached its limit of 23 open files' in output and not errors
-
-
-# --- Records and shards ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('name', [b'caption', b'latents', b'key'])
@@ -294,9 +285,6 @@ def test_other_encodings_and_damaged_features_are_refused_by_name(copy):
     (copy / 'features.json').write_text('{')
     with pytest.raises(input_pipeline.DamagedError, match=r'features\.json: is damaged'):
         input_pipeline.open_data(copy)
-
-
-# --- What is asked for, and what is imported -----------------------------------------------------
 
 
 @pytest.mark.parametrize(

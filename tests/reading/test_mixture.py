@@ -74,9 +74,6 @@ def written(tmp_path_factory) -> dict[str, Written]:
     return made
 
 
-# --- Paths of runs -------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Leg:
     """A part of a run: batches of one size, by so many processes, until it is killed."""
@@ -221,8 +218,6 @@ def test_a_thousand_random_paths_equal_the_reference(written, short_blocks):
     assert walked > 4000
 
 
-# --- What is in batches --------------------------------------------------------------------------
-
 ORDER = {'seed': 3, 'chunk': 32, 'lanes': 4, 'window': 40, 'batch_size': 32}
 ALL = ('key', 'latents', 'crop', 'text_embedding', 'caption', 'score')
 
@@ -304,9 +299,6 @@ def test_an_evaluation_reads_what_the_condition_keeps(written):
         np.testing.assert_array_equal(keys, data.keys[data.scores > 3])
     with pytest.raises(ValueError, match='give one of them'):
         input_pipeline.eval_batches([*mix, {'dir': written['in_place'].path}], **asked)
-
-
-# --- What is told, and what is refused -----------------------------------------------------------
 
 
 def test_what_was_rounded_is_told_with_what_is_exact():
@@ -399,9 +391,6 @@ def test_latents_and_texts_of_other_encoders_are_refused(tmp_path):
     np.testing.assert_allclose(stats.latent_mean, [0.8] * 4, rtol=1e-6)
     variance = 0.25 * (25 + 0.09) + 0.75 * (36 + 0.01)
     np.testing.assert_allclose(stats.latent_std, [variance**0.5] * 4, rtol=1e-6)
-
-
-# --- Conditions ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,6 @@ def texts_of(path: pathlib.Path, *keys: int) -> list[bytes]:
     return [text or b'' for text in found.read(found.places)]
 
 
-# --- What is found ---------------------------------------------------------------------
-
-
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.tuples(KEYS | FEW_KEYS, CAPTIONS), min_size=1, max_size=60),
@@ -158,9 +155,6 @@ def test_captions_that_are_too_long_are_not_kept(tmp_path):
     assert found.read(found.places) == [*kept, b'e']
 
 
-# --- What is refused --------------------------------------------------------------------------
-
-
 def not_utf8() -> pa.Array:
     raw = pa.array([None, 'ä'.encode(), b'a \xff b', b'c'], pa.binary())
     return pa.StringArray.from_buffers(len(raw), *raw.buffers()[1:], raw.buffers()[0])
@@ -268,9 +262,6 @@ def test_messages_name_the_file_that_a_copy_stands_for(tmp_path):
             with pytest.raises(ValueError, match=r'gs://b/x: ') as error:
                 join_copy(str(tmp_path / 'joined'))
             assert 'copy' not in str(error.value).replace('Copy or download it again', '')
-
-
-# --- Size -------------------------------------------------------------------------------------
 
 
 def write_texts(path: pathlib.Path, texts: list[str | None], **options) -> None:

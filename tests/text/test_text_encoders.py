@@ -42,9 +42,6 @@ RED_CIRCLE = {
 }
 
 
-# --- hash -----------------------------------------------------------------------------------
-
-
 def test_hash_never_changes():
     """Models are trained on these numbers; another rule would need another name."""
     encoder = text_encoders.make_encoder('hash')
@@ -66,9 +63,6 @@ def test_hash_of_a_caption_has_length_one_whatever_its_company_and_unicode_form(
         (alone,) = encoder.encode([unicodedata.normalize('NFD', caption)])
         np.testing.assert_array_equal(vector, alone)
         assert np.linalg.norm(vector) == pytest.approx(1 if vector.any() else 0, abs=1e-6)
-
-
-# --- words ----------------------------------------------------------------------------------
 
 
 def test_a_word_has_the_same_id_wherever_it_stands_and_however_it_is_written():
@@ -126,9 +120,6 @@ def test_what_is_not_installed_is_told_with_the_command(
     message = rf'needs {missing}, which is not installed: pip install .*\[{extra}\]'
     with pytest.raises(ValueError, match=message):
         text_encoders.make_encoder(f'{runner}:{tmp_path}')
-
-
-# --- transformers models --------------------------------------------------------------------
 
 
 def save_tokenizer(folder: pathlib.Path, ends: bool, **options) -> None:
@@ -269,9 +260,6 @@ def test_captions_need_room_beside_their_special_tokens(models, max_tokens):
         text_encoders.make_encoder(f'hf:{models / "bert"}', max_tokens=max_tokens)
 
 
-# --- Tokens -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize('kind', TOKENIZERS)
 def test_a_tokenizer_alone_is_that_of_the_encoder_without_its_weights(models, tmp_path, kind):
     encoder = text_encoders.make_encoder(f'hf:{models / kind}', max_tokens=9)
@@ -308,9 +296,6 @@ def test_a_tokenizer_in_python_is_refused(tmp_path):
     (tmp_path / 'slow' / 'model.safetensors').touch()
     with pytest.raises(ValueError, match=r'slow.: its tokenizer, ByT5Tokenizer, runs in Python'):
         text_encoders.make_tokenizer(f'hf:{tmp_path / "slow"}')
-
-
-# --- Models that must not be used ------------------------------------------------------------
 
 
 class Trap:
@@ -354,8 +339,6 @@ def test_missing_and_damaged_weights_are_refused(bert):
     with pytest.raises(ValueError, match=r'cannot load the text encoder .*bert'):
         text_encoders.make_encoder(f'hf:{bert}')
 
-
-# --- Real encoders --------------------------------------------------------------------------
 
 CAPTIONS = [
     'A man rides a brown horse along the beach.',
