@@ -32,7 +32,8 @@ def _batch(size=8, side=8, seed=0):
 
 def _make_trainer(tx, schedule, parts=1):
     model = dit.DiT(width=16, depth=1, num_heads=2, patch_size=2, crops=3, dtype=jnp.float32)
-    first = state.make_init(model, tx, latent_shape=(8, 8, 4), text=TEXT)(jax.random.key(0))
+    init = state.make_init(model, tx, latent_shape=(8, 8, 4), text=TEXT)
+    first = jax.jit(init)(jax.random.key(0))
     fields = {'ema_decay': 0.9, 'seed': 0, 'logit_mean': 0.0, 'logit_std': 1.0}
     train_step = steps.make_train_step(model, tx, schedule, STATS, **fields, parts=parts)
     eval_step = steps.make_eval_step(model, STATS, seed=0)

@@ -17,7 +17,7 @@ from tests.fakes.cloud import Fault
 from train_lib import draw, previews, workdirs
 
 DATA, RUN = 'gs://data/1.0.0', 'gs://runs/a'
-SETTINGS = {'num_steps': 12, 'eval_every': 5, 'preview_every': 6, 'checkpoint_every': 2}
+SETTINGS = {'num_steps': 8, 'eval_every': 5, 'preview_every': 4, 'checkpoint_every': 2}
 
 
 @pytest.fixture(scope='module')
@@ -58,10 +58,10 @@ def test_a_run_in_buckets_that_is_killed_goes_on_as_if_undisturbed(storage, undi
     assert resumed.returncode == 0, output
     storage.download_folder(RUN, tmp_path)
     assert runs.losses(tmp_path) == undisturbed
-    assert checkpoints(storage) == {10: True, 12: True}
+    assert checkpoints(storage) == {6: True, 8: True}
     assert not [name for name in storage.objects('runs') if name.endswith('.lock')]
     pictures = {name for name in storage.objects('runs') if name.endswith('.png')}
-    assert pictures == {f'a/previews/step_{step:06}.png' for step in (6, 12)}
+    assert pictures == {f'a/previews/step_{step:06}.png' for step in (4, 8)}
     assert not (runs.CHECKOUT / 'gs:').exists()
     check_drawing(storage, tmp_path)
 
@@ -75,11 +75,11 @@ def check_drawing(storage, folder):
     devices = f'--xla_force_host_platform_device_count=3 {os.environ["XLA_FLAGS"]}'
     done = children.program('train_lib.draw', *flags, XLA_FLAGS=devices)
     assert done.returncode == 0, done.stderr
-    path = f'{RUN}/previews/captions_000012'
+    path = f'{RUN}/previews/captions_000008'
     assert f'pictures: {path}.png and {path}/\n' in done.stdout
     storage.download_folder(RUN, folder)
     drawn = draw.Artist(folder).draw(captions, text_encoders.make_encoder('hash'))
-    path = folder / 'previews' / 'captions_000012'
+    path = folder / 'previews' / 'captions_000008'
     with Image.open(path.with_suffix('.png')) as picture:
         expected = previews.make_grid([drawn], captions).astype(int)
         # By rounding, and what makes the pictures four times as large.
