@@ -89,9 +89,6 @@ def test_a_second_text_column_is_read_and_nothing_else_changes(
     assert input_pipeline.open_data(copy).stats().text_encoder == stats.text_encoder == 'hash'
 
 
-# --- Tokens and numbers ------------------------------------------------------------------------
-
-
 def keys_of(path: pathlib.Path) -> np.ndarray:
     batches = [
         batch
@@ -323,9 +320,6 @@ def test_a_column_is_replaced_and_removed(copy, mini_dataset, hash_sidecar, othe
             add_column.remove(copy, name)
 
 
-# --- What was added is verified ------------------------------------------------------------------
-
-
 def test_a_column_is_verified_with_the_shards(copy, other_embeddings):
     add_column.add(copy, 'other', other_embeddings)
     path = copy / 'column_other-train-3f9a1c20.npy'
@@ -391,8 +385,6 @@ def test_a_null_is_no_value(copy, tmp_path):
     ]
     np.testing.assert_array_equal(np.concatenate(found), wanted)
 
-
-# --- In a bucket ---------------------------------------------------------------------------------
 
 DATA = 'gs://data/coyo11m_tfds/hash/1.0.0'
 

@@ -103,9 +103,6 @@ def test_it_can_be_ended_while_a_check_hangs(tmp_path, monkeypatch):
     children.wait_until(lambda: not children.is_running(int((tmp_path / 'pid').read_text())))
 
 
-# --- The machine ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ('cores', 'memory', 'status'),
     [(8, 4 * GB, 'pass'), (1, 4 * GB, 'warn'), (8, GB, 'warn'), (8, GB // 4, 'fail')],
@@ -152,9 +149,6 @@ def test_a_process_that_gives_no_answer(code, message):
         doctor.ask(code, 1)
 
 
-# --- Places ---------------------------------------------------------------------------------------
-
-
 def test_a_bucket_that_lets_in_passes_and_keeps_nothing(gcs):
     gcs.put('bucket', 'd/x', b'x')
     found = doctor.check_place('data_dir', 'gs://bucket/out', writes=True)
@@ -173,9 +167,6 @@ def test_a_hub(hub):
     assert (found.status, found.mend) == ('fail', 'hf auth login')
     found = doctor.check_place('data_dir', 'hf://datasets/owner/name', writes=True)
     assert (found.status, 'cannot be written to' in found.text) == ('fail', True)
-
-
-# --- The source -----------------------------------------------------------------------------------
 
 
 def built(folder: pathlib.Path) -> tuple[int, int, int]:
@@ -217,9 +208,6 @@ def test_a_remote_source(gcs, tmp_path, monkeypatch):
     assert doctor.dry_run('gs://bucket/s', SETTINGS).num_records == pytest.approx(90, rel=0.02)
     read = sum(r.nbytes for r in gcs.requests if r.path.endswith(schema.CAPTIONS_FILE))
     assert 0 < read <= captions
-
-
-# --- Encoders -------------------------------------------------------------------------------------
 
 
 def test_many_captions_make_an_encoder_slow():

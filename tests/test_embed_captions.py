@@ -51,9 +51,6 @@ def out(tmp_path):
     return tmp_path / 'sidecars' / 'hash'
 
 
-# --- What is in it --------------------------------------------------------------------------
-
-
 def test_every_caption_has_its_vector_under_its_key(source, out):
     report = embed_captions.embed(source, 'hash', out)
     keys, found = read_sidecar(out)
@@ -87,9 +84,6 @@ def test_of_duplicate_keys_the_first_row_wins_if_asked(tmp_path, out):
     assert (report.num_captions, report.num_duplicates) == (2, 1)
 
 
-# --- Whose captions they are ----------------------------------------------------------------
-
-
 def build(source: pathlib.Path, sidecar: pathlib.Path, out: pathlib.Path, **fields) -> None:
     config = Coyo11mConfig(name='x', source=str(source), text_embeddings=str(sidecar), **fields)
     Builder(data_dir=out, config=config).download_and_prepare()
@@ -109,9 +103,6 @@ def test_a_sidecar_of_other_captions_is_refused(tmp_path):
     assert str(source / schema.CAPTIONS_FILE) in str(error.value)
 
 
-# --- From a bucket --------------------------------------------------------------------------
-
-
 def test_a_remote_source_gives_the_same_file(source, out, tmp_path, gcs):
     embed_captions.embed(source, 'hash', tmp_path / 'local')
     gcs.upload_folder(source, 'gs://bucket/source')
@@ -119,9 +110,6 @@ def test_a_remote_source_gives_the_same_file(source, out, tmp_path, gcs):
     embed_captions.embed('gs://bucket/source/', 'hash', out)
     assert files_of(out) == files_of(tmp_path / 'local')
     assert os.listdir(out.parent) == [out.name]
-
-
-# --- What is refused ------------------------------------------------------------------------
 
 
 REPEATED = {'key': [4, 9, 4], 'caption_llava': ['a', 'b', 'c']}
@@ -164,9 +152,6 @@ def test_numbers_too_large_for_float16_are_refused(source, out):
     with pytest.raises(ValueError, match=r"huge: .*'a cat' .*float16"):
         embed_captions.embed(source, HugeEncoder(), out)
     assert not out.exists()
-
-
-# --- Command line ---------------------------------------------------------------------------
 
 
 def test_command_line(command, tmp_path, out):

@@ -102,8 +102,6 @@ def test_pt_files_of_any_shape(tmp_path: pathlib.Path, shape, dtype, in_place: b
     assert not verify.verify(data_set).faults
 
 
-# --- Other formats -------------------------------------------------------------------------------
-
 FORMATS = ('pt', 'safetensors', 'mds', 'tar')
 SHAPE = (4, 32, 32)
 # The shards, their indexes, and the places of latents.
@@ -363,9 +361,6 @@ def test_the_doctor_plans_a_build_of_a_format(source):
     assert found.source.startswith('2 .')
 
 
-# --- What is refused -----------------------------------------------------------------------------
-
-
 def test_latents_that_nothing_tells_are_asked_for(tmp_path):
     values = made_latents((4, 32, 32), 'float16', 40)
     samples = [
@@ -418,9 +413,6 @@ def test_a_source_without_captions_and_labels_is_refused(tmp_path):
     save_file({'latents': made_latents(SHAPE, 'float16')}, tmp_path / 'x.safetensors')
     with pytest.raises(ValueError, match=r"meta\.parquet is missing; .* has no captions 'caption_"):
         built.build(tmp_path, '', tmp_path / 'data')
-
-
-# --- The formats' own libraries, where they are installed ----------------------------------------
 
 
 @pytest.mark.slow

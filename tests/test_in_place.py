@@ -115,9 +115,6 @@ def test_another_setting_is_another_data_set(in_place, sample_source, hash_sidec
         build(sample_source, hash_sidecar, mini_dataset.parents[2])
 
 
-# --- Sources that change -----------------------------------------------------------------------
-
-
 def latents_file(source: pathlib.Path) -> pathlib.Path:
     return source / schema.LATENTS_FOLDER / '000010-000019.pt'
 

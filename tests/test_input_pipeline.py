@@ -59,9 +59,6 @@ def plan_of(data, split: str = schema.TRAIN, **changes) -> input_pipeline.Plan:
     )
 
 
-# --- Without a chunk index -----------------------------------------------------------------------
-
-
 def test_without_chunk_index_an_epoch_has_every_record_once(unindexed, caplog):
     settings = dict(batch_size=5, seed=5, features=ALL, caption_dropout=0.4)
     assert plan_of(unindexed).orders is None
@@ -158,9 +155,6 @@ def test_a_mocked_builder_that_was_never_built(tmp_path):
         assert plan_of(builder).orders is None
 
 
-# --- Metadata ------------------------------------------------------------------------------------
-
-
 def test_stats_come_from_the_metadata(mini_dataset):
     metadata = json.loads((mini_dataset / 'metadata.json').read_text())
     stats = input_pipeline.open_data(mini_dataset).stats()
@@ -202,9 +196,6 @@ def test_a_state_knows_the_shards_and_the_source(written, tmp_path):
             (copy / 'metadata.json').write_text(json.dumps({schema.META_SOURCE_FINGERPRINT: 'f'}))
         (copy / 'dataset_info.json').write_text(json.dumps(info))
         assert (digest_of(copy) == digest_of(written)) == (change == 'nothing')
-
-
-# --- Mistakes and damage -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

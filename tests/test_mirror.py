@@ -169,9 +169,6 @@ def test_a_file_that_grows_while_it_is_copied(gcs, local, tmp_path, destination)
     assert target.inventory() == {}
 
 
-# --- Faults -----------------------------------------------------------------------------------
-
-
 def test_mixed_faults(gcs, on_hub, hub, tmp_path, monkeypatch):
     monkeypatch.setenv('COYO11M_STALL_SECONDS', '0.4')
     kinds = ['429', '503', 'cut', 'stall', 'reset', 'flip']
@@ -181,9 +178,6 @@ def test_mixed_faults(gcs, on_hub, hub, tmp_path, monkeypatch):
     mirror.mirror('gs://bucket/to', tmp_path / 'back')
     mirror.mirror('gs://bucket/to', 'gs://bucket/again')
     assert _in_bucket(gcs) == _in_bucket(gcs, 'again/') == _read(tmp_path / 'back') == FILES
-
-
-# --- Kills ------------------------------------------------------------------------------------
 
 
 def _start(*args: object, **environment: str) -> subprocess.Popen[str]:
@@ -227,9 +221,6 @@ def test_a_killed_mirror_leaves_nothing_half_made(gcs, tmp_path, number):
     assert not (tmp_path / 'to' / '.staging').exists()
 
 
-# --- The command ------------------------------------------------------------------------------
-
-
 def test_the_command(command, gcs, on_hub, hub, tmp_path):
     scratch = tmp_path / 'scratch'
     arguments = on_hub, 'gs://bucket/to', f'--scratch={scratch}'
@@ -240,9 +231,6 @@ def test_the_command(command, gcs, on_hub, hub, tmp_path):
     status, _, errors = command(mirror, *arguments)
     assert status == 1
     assert errors.startswith('error: ') and 'hf auth login' in errors
-
-
-# --- Bad arguments ----------------------------------------------------------------------------
 
 
 def test_empty_text_is_no_folder(local, tmp_path, monkeypatch):

@@ -38,9 +38,6 @@ def dataset(sample_source, sidecar, tmp_path_factory) -> pathlib.Path:
     return build(sample_source, sidecar, tmp_path_factory.mktemp('data'))
 
 
-# --- Training ---------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope='module')
 def run(dataset, tmp_path_factory):
     """The workdir of a run on sequences of tokens, and its last state."""

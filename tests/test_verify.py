@@ -33,9 +33,6 @@ def flip(path: pathlib.Path, at: int) -> None:
     path.write_bytes(data)
 
 
-# --- Damage ------------------------------------------------------------------------------------
-
-
 def shard(number: int) -> str:
     return f'coyo11m_tfds-train-3f9a1c20.tfrecord-{number:05}-of-00012'
 
@@ -91,9 +88,6 @@ def test_every_damage_is_told_and_sizes_are_compared_without_reading(copy):
     assert_told(faults(copy, fast=True), expected)
 
 
-# --- Data sets whose record of checksums was lost ----------------------------------------------
-
-
 @pytest.fixture
 def older(copy) -> pathlib.Path:
     (copy / CHECKSUMS).unlink()
@@ -131,9 +125,6 @@ def test_a_damaged_record_of_checksums_is_told(copy):
     assert_told(faults(copy), {CHECKSUMS: 'cannot be used .*'})
 
 
-# --- In a bucket -------------------------------------------------------------------------------
-
-
 def test_damage_in_a_bucket_is_told_by_the_checksums_of_the_storage(bucket, copy):
     expected = damage(copy)
     bucket.upload_folder(copy, DATA)
@@ -155,9 +146,6 @@ def test_a_storage_out_of_reach_is_no_fault_of_the_data_set(
     bucket.inject(Fault(kind, count=None, match=rf'read bucket/.*{shard(3)}'))
     with pytest.raises(error, match=message):
         verify.verify(DATA)
-
-
-# --- The command -------------------------------------------------------------------------------
 
 
 def test_the_command_says_it_in_lines_and_in_its_exit_status(command, copy):

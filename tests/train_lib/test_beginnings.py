@@ -53,9 +53,6 @@ def samples_at(workdir):
     return samples
 
 
-# --- What is compared --------------------------------------------------------------------------
-
-
 _PLAIN = st.dictionaries(
     st.sampled_from('abc'),
     st.one_of(st.integers(), st.text('xyz', max_size=3), st.tuples(st.integers()), st.none()),
@@ -78,9 +75,6 @@ def test_settings_are_equal_or_accepted_or_every_other_one_is_named(saved, curre
     for name in 'abc':
         assert (f'{name} was ' in str(error.value)) == (name in names - accepted)
     assert f'--accept_changes={",".join(sorted(names))};' in str(error.value)
-
-
-# --- Resuming with another order ---------------------------------------------------------------
 
 
 def test_a_run_resumes_with_another_permutation(mini_dataset, keys, tmp_path, caplog):
@@ -116,9 +110,6 @@ def test_a_data_set_that_has_moved_is_the_same(mini_dataset, small_run):
     assert train.set_up(config, small_run[0]).beginning.step == 4
 
 
-# --- The configuration -------------------------------------------------------------------------
-
-
 def _texts(workdir):
     """Texts in the event files: `[(tag, step, text)]`."""
     texts = []
@@ -142,9 +133,6 @@ def test_tensorboard_has_each_configuration_once(mini_dataset, tmp_path):
     assert all(line.startswith('    ') for line in texts[0][2].splitlines())  # as code
     assert '"num_steps": 3' in texts[1][2]
     assert checkpoint.find(tmp_path).description.config['num_steps'] == 3
-
-
-# --- The weights of another run ----------------------------------------------------------------
 
 
 def begin(data_dir, workdir, init_from, **changes):

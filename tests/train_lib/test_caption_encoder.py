@@ -57,9 +57,6 @@ def facts_of(spec, **changes):
     return flow.no_stats(text_dim=0, latents_shape=(1, 4, 8, 8), **known | changes)
 
 
-# --- Captions of one's own ----------------------------------------------------------------------
-
-
 def facts_with(encoder, revision='', dim=640, **fields):
     return flow.no_stats(dim, text_encoder=encoder, text_revision=revision, **fields)
 
@@ -104,9 +101,6 @@ def test_embeddings_of_unknown_origin_need_an_encoder_of_their_size(caplog):
         ValueError, match=r"'hash' of revision 1 encodes .*, but 'pt' made the texts"
     ):
         draw.load_encoder(facts_with('pt', dim=7), 'hash')
-
-
-# --- In the step ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('text', [dit.SEQUENCE, pytest.param(dit.POOLED, marks=pytest.mark.slow)])
@@ -155,9 +149,6 @@ def test_the_loss_is_that_of_hidden_states_computed_outside(models, spec, tokens
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(encoder.params), frozen)
 
 
-# --- Which encoder is in the step ---------------------------------------------------------------
-
-
 def test_the_encoder_has_to_be_the_one_of_the_token_ids(models, spec, tmp_path):  # noqa: F811
     mesh = sharding.make_mesh()
 
@@ -204,9 +195,6 @@ def test_weights_are_bfloat16_but_for_a_model_that_computes_in_float32(models, s
             shapes.params,
             loaded.params,
         )
-
-
-# --- Runs ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope='module')

@@ -91,8 +91,6 @@ def test_a_checkpoint_can_be_restored_to_other_shardings(tmp_path):
     assert (child.returncode, out.strip()) == (0, '(256, 64)'), error
 
 
-# --- Damages ------------------------------------------------------------------------------------
-
 STEP = 4
 
 

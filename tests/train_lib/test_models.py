@@ -275,8 +275,6 @@ def test_gradients_of_kernels_are_float32_before_devices_add_them_up():
     assert np.any(own != own.astype(jnp.bfloat16))
 
 
-# --- Texts as sequences -------------------------------------------------------------------------
-
 TOKENS = np.array([[5, 9, 2, -1, -1], [5, 3, -1, -1, -1], [7, 7, 7, 7, 7]], np.int32)
 EMPTY = np.full((3, 5), -1, np.int32)
 

@@ -184,9 +184,6 @@ def test_verbose_shows_configuration_parameters_and_tracebacks(mini_dataset, tmp
     assert re.match('error: 1 steps in a row|error: 1 steps up to step', lines[-1])
 
 
-# --- Configurations by name ---------------------------------------------------------------------
-
-
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
     """Another current folder than the checkout."""

@@ -67,9 +67,6 @@ def test_two_processes_stop_at_the_same_step_when_one_gets_the_signal():
     assert 5 <= step < 499
 
 
-# --- Leaving ------------------------------------------------------------------------------------
-
-
 def leave(host, when, number=signal.SIGINT):
     """Sends a signal as soon as `when` holds for the output; the whole output after the end."""
     runs.wait_until(lambda: when(host.output.read_text()), host.process)
@@ -132,8 +129,6 @@ def test_a_checkpoint_is_completed_unless_there_is_a_second_signal(
     assert output.splitlines()[-1].startswith('Ctrl-C again: left at once;')
     assert not runs.saved_steps(tmp_path)
 
-
-# --- Failures -----------------------------------------------------------------------------------
 
 FAILING = {'num_steps': 10_000, 'eval_every': 0, 'checkpoint_every': 3, 'batch_size': 8}
 TWO = {'processes': 2, 'devices': 1}
