@@ -1,7 +1,5 @@
 """Loads the frozen text encoder that the step applies to token ids.
 
-    encoder = caption_encoder.load('jax:/models/gemma-3-270m', facts, mesh, dtype='bfloat16')
-
 Another model of the same name would give other embeddings or ids, and so pictures that do not match
 their captions. So `check_same` compares the name and the revision (a commit, or a digest of the
 files) with those in the data set's metadata. This module imports neither TensorFlow nor torch.

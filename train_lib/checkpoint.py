@@ -1,9 +1,5 @@
 """Checkpoints of a run: the run saves and restores them, and other programs read them.
 
-    saved = checkpoint.open_run('gs://bucket/W@2000')
-    saved.description.config                        # configuration of the run, as nested values
-    params = saved.restore_weights(abstract_params, average=True)
-
 Orbax writes a checkpoint under a temporary name and renames it when it is complete. So if a process
 is killed while it saves, the previous checkpoint remains the latest. This module adds a record of
 all files with their sizes and CRC-32Cs, and compares the files with it before it restores anything.

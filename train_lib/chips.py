@@ -1,7 +1,5 @@
 """Published figures of the chips that training runs on or is compiled for.
 
-    chip = chips.CHIPS[jax.devices()[0].device_kind]
-
 Sources: the pages "TPU v4", "TPU v5e", "TPU v5p" and "TPU v6e" of Google Cloud's documentation,
 cloud.google.com/tpu/docs; for the links and the clock of v4 Jouppi et al., "TPU v4: An Optically
 Reconfigurable Supercomputer" (2023), table 4. They give the rate of links in gigabits for one

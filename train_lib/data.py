@@ -6,7 +6,7 @@ A position says which batch comes next, after any interruptions and for any form
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import ml_collections
@@ -21,19 +21,12 @@ from train_lib import models, settings, sharding, signals
 Batches = Iterator[dict[str, jax.Array]]
 
 
-@dataclasses.dataclass(frozen=True)
-class PreviewSamples:
-    """The records whose captions all previews of a run draw.
-
-    Attributes:
-        latents: Raw latents, `(n, 4, H, W)`.
-        text: Text embeddings, float16 `(n, D)`, or token ids, int32 `(n, T)`, whole on every
-            device.
-    """
+class PreviewSamples(NamedTuple):
+    """The records whose captions all previews of a run draw."""
 
     captions: Sequence[str]
-    latents: np.ndarray
-    text: jax.Array
+    latents: np.ndarray  # raw, `(n, C, H, W)`
+    text: jax.Array  # embeddings, float16 `(n, D)`, or token ids, int32 `(n, T)`
 
 
 class TrainingData:
@@ -55,7 +48,7 @@ class TrainingData:
 
         Raises:
             ValueError: A setting is out of its range or does not fit the data set; or the data set
-                lacks text embeddings or a split for evaluation or previews.
+                lacks a split for evaluation or previews.
             OSError: The data set does not exist.
         """
         settings.check(config)
@@ -81,7 +74,7 @@ class TrainingData:
         self._counter = input_pipeline.ReadCounter()
         self.read_counts = self._counter.read
         self._arrived = self._taken = 0
-        self.facts = self._read_facts()
+        self.facts = input_pipeline.mix_stats(self.sources, read.text)
         self._text = schema.TOKENS if self.facts.vocabulary else schema.TEXT_EMBEDDING
         encoder = {'name': self.facts.text_encoder, 'revision': self.facts.text_revision}
         vocabulary, width = self.facts.vocabulary, self.facts.text_dim
@@ -122,8 +115,8 @@ class TrainingData:
 
         Raises:
             ValueError: Reading takes more than `data.ram_budget_gb`, see `reading.memory`; a
-                setting of it is out of its range; processes cannot share batches or lanes equally;
-                or a condition keeps no record of a validation split.
+                setting of it is out of its range; the data set has no text; processes cannot share
+                batches or lanes equally; or a condition keeps no record of a validation split.
             OSError: A column or a file cannot be read.
         """
         for source in self.sources if self._config.eval_every else ():
@@ -256,22 +249,6 @@ class TrainingData:
         ahead = self._config.data.device_prefetch
         on_host = _with_read_errors(batches)
         return input_pipeline.to_device(on_host, sharding.batch(self._mesh), ahead=ahead)
-
-    def _read_facts(self) -> input_pipeline.DatasetStats:
-        facts = input_pipeline.mix_stats(self.sources, self._config.data.text)
-        if facts.text_dim or facts.num_tokens:
-            return facts
-        added = self.sources[0].stored.text_columns
-        raise ValueError(
-            f'{self.sources[0].stored.folder} holds no text embeddings in its records: '
-            + (
-                f'choose added ones with --config.data.text: {", ".join(added)}'
-                if added
-                else 'build it with the config field text_embeddings, as in '
-                '--config=\'{"name": "hash", "text_embeddings": "SIDECAR"}\', '
-                'or add some with python -m coyo11m_tfds.add_column'
-            )
-        )
 
     def _check_split(self, split: str, asked: str) -> None:
         for source in self.sources:

@@ -110,7 +110,6 @@ class TrainLog:
         Args:
             empty: Metrics of zero steps, on the devices of the steps' metrics.
             start: The step before the first one.
-            data: Data of the run, which counts what it reads.
             progress: Returns scalars of the passes over the data up to a step.
             flops: FLOPs to train on one sample; 0 if unknown.
             way_back: Returns advice for a resume from before a bad step.

@@ -1,8 +1,4 @@
-"""Metrics as clu collections: built in the step, merged over steps, computed for the log.
-
-merged = metrics.merge(merged, update)
-scalars = jax.device_get(merged).compute()   # {'loss': ..., 'grad_norm': ..., ...}
-"""
+"""Metrics as clu collections: built in the step, merged over steps, computed for the log."""
 
 import flax
 import jax

@@ -1,7 +1,5 @@
 """Muon: steps along momentum whose singular values are all brought near 1.
 
-    tx = muon.muon(1e-3, weight_decay=0.01, dtype=jnp.bfloat16, map_matrices=map_matrices)
-
 Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024): Nesterov momentum, in
 float32, and five turns of a Newton-Schulz iteration with his coefficients, which bring singular
 values to between 0.5 and 1.5. Updates are scaled to the root mean square of AdamW's, as in Liu et

@@ -1,14 +1,5 @@
 """Starts and ends the programs of this package: command line, log, one-line errors.
 
-    def main():
-        run.prepare()
-        with run.errors_in_one_line():
-            ...
-
-    if __name__ == '__main__':
-        flags.DEFINE_string('workdir', None, 'Folder of the run.')
-        run.start(main, required=['workdir'])
-
 `--config=demo` is `configs/demo.py` of a checkout, or `train_lib/configs/demo.py` of an installed
 package, in any working directory. This module imports neither JAX nor TensorFlow, because they read
 their environment when they are imported.

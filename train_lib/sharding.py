@@ -1,9 +1,5 @@
 """The placement of arrays on devices: the mesh, and one rule that maps shapes to shardings.
 
-    mesh = sharding.make_mesh(data=-1, fsdp=4)
-    states = sharding.by_shape(jax.eval_shape(init, rng), mesh)   # pytree of NamedSharding
-    batches = sharding.batch(mesh)
-
 The mesh has two axes: a batch is split over both, large parameters only over `fsdp`. With `fsdp=1`
 this is plain data parallelism. The whole state (weights, their average, the optimizer's moments)
 follows the same rule, because moments have the shapes of their weights.

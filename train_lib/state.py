@@ -1,12 +1,5 @@
 """The state of training: weights, their moving average and the optimizer's state.
 
-    schedule = state.make_schedule('cosine', num_steps=9_000, learning_rate=1e-4, warmup_steps=500)
-    tx = state.make_optimizer(
-        'adamw', schedule, weight_decay=0.01, b1=0.9, b2=0.99, clip_norm=1.0)
-    text = jax.ShapeDtypeStruct((1, 640), jnp.float32)
-    init = state.make_init(model, tx, latent_shape=(32, 32, 4), text=text)
-    train_state = jax.jit(init)(jax.random.key(seed))
-
 `TrainState` is a plain pytree of arrays, which can be sharded, donated and checkpointed.
 """
 

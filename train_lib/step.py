@@ -1,9 +1,5 @@
 """Steps of training and evaluation, and drawing: pure functions of arrays, compiled for a mesh.
 
-    program = for_data(config, mesh, facts)     # or make_program, which needs no data set
-    state = program.init()
-    state, update = program.train_step(state, batch)   # donates the state
-
 A batch holds `latents` `(b, C, H, W)` raw, `key` uint32 `(b, 2)` and texts: `text_embedding`
 `(b, D)` or, for a model with a vocabulary, `tokens` int32 `(b, T)`, which a frozen encoder may turn
 into hidden states before the model sees them. A training batch also holds `drop_text` bool `(b,)`

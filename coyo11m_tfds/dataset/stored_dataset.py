@@ -214,7 +214,7 @@ class StoredDataset:
             raise ValueError(
                 f'{self.folder}: no feature {missing[0]!r}; there are {there}. Data sets with text '
                 'embeddings or tokens are built with the config field text_embeddings; python -m '
-                'coyo11m_tfds.add_column adds columns.'
+                'coyo11m_tfds.add_column adds columns; text=NAME chooses one as the text.'
             )
 
     def split(self, name: str) -> IndexedSplit | None:

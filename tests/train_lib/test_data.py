@@ -37,7 +37,7 @@ def test_a_data_set_without_text_embeddings_is_refused(mini_dataset, tmp_path):
     features = json.loads(path.read_text())
     del features['featuresDict']['features'][schema.TEXT_EMBEDDING]
     path.write_text(json.dumps(features))
-    with pytest.raises(ValueError, match='holds no text embeddings in its records: build it with'):
+    with pytest.raises(ValueError, match=r"no feature 'text_embedding'; .* text=NAME chooses one"):
         train.set_up(small_config(bare), tmp_path / 'run')
 
 

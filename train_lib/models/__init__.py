@@ -1,8 +1,5 @@
 """Models by kind, and their sizes by name.
 
-    model = models.make('S/2', dtype='bfloat16', depth=16)   # instead of the preset's depth
-    model = models.make('S/2', kind='my_package.my_module:MyModel')
-
 Another model is a `flax.linen.Module` in any importable module. Like `dit.DiT`, it has the fields
 `dtype` and `pin` and the method `flops`, takes the same arguments, and declares the fields of a
 preset or of the block `model` that it needs. If it has a field `crops` above 1, its last argument

@@ -1,9 +1,5 @@
 """Diffusion transformer (DiT) with adaptive layer norm, conditioned on time and a text.
 
-    model = DiT(width=384, depth=12, num_heads=6, patch_size=2)
-    params = model.init(rng, x, t, text, drop_text)['params']
-    velocity = model.apply({'params': params}, x, t, text, drop_text)
-
 Architecture: Peebles & Xie, "Scalable Diffusion Models with Transformers" (2023), block adaLN-Zero,
 with query and key normalization (Dehghani et al., "Scaling Vision Transformers to 22 Billion
 Parameters", 2023), rotary position embedding besides the fixed positions, and the text embedding
@@ -121,16 +117,10 @@ _DenseWithConstantBias = functools.partial(Dense, promote_dtype=_promote_with_co
 
 
 class Words(NamedTuple):
-    """The texts of a batch as sequences of vectors.
+    """The texts of a batch as sequences of vectors; attention needs a present one in every row."""
 
-    Attributes:
-        vectors: Vectors of the words, `(b, n, width)`.
-        present: bool `(b, n)`, False for padding and dropped texts. Attention needs one True in
-            every row.
-    """
-
-    vectors: jax.Array
-    present: jax.Array
+    vectors: jax.Array  # `(b, n, width)`
+    present: jax.Array  # bool `(b, n)`, False for padding and dropped texts
 
 
 class WordVectors(nn.Module):
