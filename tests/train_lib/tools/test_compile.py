@@ -161,7 +161,7 @@ def test_texts_are_tokens_where_the_configuration_says_so(monkeypatch):
     monkeypatch.setitem(chips.CHIPS, 'cpu', CHIP)
     config = default.get_config()
     fields = {'model.name': 'tiny/16', 'model.depth': 1, 'model.text': 'sequence', 'batch_size': 8}
-    config.update_from_flattened_dict(fields)
+    config.update_from_flattened_dict(fields | {'optimizer.name': 'muon'})
     report = compile.analyze(config, 'here', num_tokens=9)
     assert report['fits']
     model = networks.make(**config.model, vocabulary=compile.VOCABULARY)
