@@ -131,8 +131,7 @@ class DataFolder:
         if found not in (None, build) and not overwrite:
             raise FileExistsError(
                 f'{self.files.folder}: build {found} was completed here while {build} was under '
-                'way. Give the config of one of them another name, or replace the data set with '
-                '--overwrite.'
+                'way. Rename the config of one of them, or replace the data set with --overwrite.'
             )
         self.files.verify({name: state for name, state in files.items() if name not in local})
         # Until the last is there, there is no data set. In this order a reader that finds metadata
@@ -155,11 +154,9 @@ class DataFolder:
             size = readable(sum(there[name] for name in doomed))
             if not resumable_too and any(_builder_of(name) == other for name in there):
                 logging.warning(
-                    '%s: build %s was interrupted and has left %s. The same command with '
-                    '--overwrite resumes it; the next completed build removes the files.',
-                    self.files.folder,
-                    other,
-                    size,
+                    f'{self.files.folder}: build {other} was interrupted and has left {size}. The '
+                    'same command with --overwrite resumes it; the next completed build removes '
+                    'the files.'
                 )
                 continue
             what = f'removing {len(doomed)} files of build {other}, {size}'

@@ -188,8 +188,7 @@ def write_shards(plan: Plan, finished: FinishedShards, engine: Engine) -> list[S
     assert len(results) == len(plan.tasks)  # else the data set would lack shards
     if not any(result.num_records for result in results if result.split == schema.TRAIN):
         raise ValueError(
-            f'{plan.tasks[0].source}: no record is left for the train split, because no row of '
-            'the source is finite.'
+            f'{plan.tasks[0].source}: no record is left for the train split: no row is finite.'
         )
     return sorted(results, key=lambda result: (result.split, result.index))
 

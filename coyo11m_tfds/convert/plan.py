@@ -103,14 +103,11 @@ def make_plan(
         latents = read_latents(source, settings, heads)
         joined = _join(source, settings, latents, sidecar_files, scratch, cache_dir)
     if not settings.check_crc:
-        logging.warning(
-            'check_crc is false: contents of .pt files are not compared with their CRC-32.'
-        )
+        logging.warning('check_crc is false: contents of .pt files are not compared with CRC-32s.')
     if not formats.has_checksums(latents.files[0]):
         logging.warning(
-            '%s: this format has no checksums of latents, so damage to it goes unnoticed. Copy '
-            'the source with coyo11m_tfds.mirror while it is intact.',
-            latents.files[0].path,
+            f'{latents.files[0].path}: this format has no checksums of latents, so damage to it '
+            'goes unnoticed. Copy the source with coyo11m_tfds.mirror while it is intact.'
         )
     logging.info('%d rows in %d files', latents.num_rows, len(latents.files))
     caption_bytes = joined.values(joined.captions)
@@ -189,8 +186,7 @@ def _check_column(settings: BuildSettings, header: Header, column: str) -> None:
     if header.caption_column != column:
         raise ValueError(
             f'{settings.text_embeddings}: its embeddings are those of column '
-            f"'{header.caption_column}', but caption_column is '{column}'. Embed that column, or "
-            'change caption_column.'
+            f"'{header.caption_column}', but caption_column is '{column}'. Change one of them."
         )
 
 
@@ -275,9 +271,8 @@ def _join_captions(
         captions.check_unique(found, file.path)
     if not (found.facts['has_checksums'] or file.recorded or file.checksum):
         logging.warning(
-            '%s: its pages have no checksums, so that damage to it may go unnoticed. Write it with '
-            'write_page_checksum=True, or copy it with coyo11m_tfds.mirror while it is intact.',
-            file.path,
+            f'{file.path}: its pages have no checksums, so damage to it may go unnoticed. Write it '
+            'with write_page_checksum=True, or copy it with coyo11m_tfds.mirror while it is intact.'
         )
     logging.info('The captions of %s are ready', file.path)
     return found
@@ -323,8 +318,7 @@ def _count_dropped(
     if dropped.counts[schema.CAPTION_TOO_LONG] and not settings.drop_bad:
         raise ValueError(
             f'{captions_path}: the caption of key {dropped.examples[schema.CAPTION_TOO_LONG][0]} '
-            f'has more than {schema.MAX_CAPTION_BYTES:,} bytes. Shorten or remove it, or set '
-            'bad_data to "drop".'
+            f'has more than {schema.MAX_CAPTION_BYTES:,} bytes. Cut it, or set bad_data to "drop".'
         )
     dropped.check_bad(captions_path)
     dropped.check_all(captions_path)

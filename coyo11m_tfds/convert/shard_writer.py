@@ -137,7 +137,6 @@ class _OpenSource:
     def _refuse(self, path: str, key: int) -> None:
         text = f' (or its {schema.PT_EMBEDDINGS})' if self._task.text else ''
         raise ValueError(
-            f'{path}: {schema.PT_LATENTS} of key {key}{text} are not finite, or '
-            'too large to be. One such number ruins a training run. Remove the sample or make it '
-            'again, or set bad_data to "drop" in the config.'
+            f'{path}: {schema.PT_LATENTS} of key {key}{text} are not finite, or too large to be. '
+            'Remove the sample or make it again, or set bad_data to "drop" in the config.'
         )

@@ -91,11 +91,8 @@ def read_directory(tail: bytes, file_size: int, name: str) -> tuple[Member, ...]
                 'writes it, plain. Save it again.'
             )
         if member.begin < 0 or member.begin + member.header_bytes + member.size > member.end:
-            raise _damaged(
-                name,
-                f'{member.name!r} of {member.size:,} bytes at {member.begin:,} does not fit '
-                f'before {member.end:,}',
-            )
+            what = f'{member.name!r} of {member.size:,} bytes at {member.begin:,}'
+            raise _damaged(name, f'{what} does not fit before {member.end:,}')
     # torch looks names up without regard to case.
     if len({member.name.lower() for member in members}) < len(members):
         raise _damaged(name, 'two members have the same name')

@@ -242,8 +242,7 @@ class StoredDataset:
             raise DamagedError(
                 f'{self.folder}: {schema.INFO_FILE} has {len(found.shard_lengths)} shards of '
                 f'{found.num_records} records for split {name!r}, its chunk index '
-                f'{len(index.shard_lengths)} of {index.shard_lengths.sum()}; build the data set '
-                'again'
+                f'{len(index.shard_lengths)} of {index.shard_lengths.sum()}; build it again'
             )
         return IndexedSplit(index, self.folder, found.file_names)
 
@@ -349,8 +348,7 @@ def _parse(folder: str, content: bytes, builder: Any) -> StoredDataset:
     if metadata.get(schema.META_BUILD, build) != build:
         raise OSError(
             f'{folder}: {schema.METADATA_FILE} and {schema.INFO_FILE} are of two builds, because '
-            'the data set is being replaced. Open it again in a moment; if that does not help, '
-            'build it again.'
+            'the data set is being replaced. Open it again in a moment, or build it again.'
         )
     found = columns.read(folder, build)
     return StoredDataset(folder, full_name, splits, features, metadata, found, builder)
@@ -426,8 +424,7 @@ def _check_not_lost(folder: str, index: str, build: str) -> None:
         raise DamagedError(f'{recorded}: is damaged ({error}).') from error
     if index in names:
         raise FileNotFoundError(
-            f'{folder}/{index}: is missing, and {recorded} names it. Restore it or build the data '
-            'set again.'
+            f'{folder}/{index}: is missing, and {recorded} names it. Restore it or build again.'
         )
 
 

@@ -149,10 +149,10 @@ class Rule:
             quotas = _largest_remainders([Fraction(x, sum(quotas)) for x in quotas], _MAX_CYCLE)
         for number, shape in enumerate(self._shapes):
             if weights[number] and not quotas[shape]:
+                share = f'{float(weights[number]):.4g} of {float(sum(weights)):.4g}'
                 raise ValueError(
-                    f'source {self._names[number]!r} has {float(weights[number]):.4g} of '
-                    f'{float(sum(weights)):.4g}, less than one batch of its shape in {_MAX_CYCLE} '
-                    'batches: give it a larger weight'
+                    f'source {self._names[number]!r} has {share}, less than one batch of its shape '
+                    f'in {_MAX_CYCLE} batches: give it a larger weight'
                 )
         steps = [
             (Fraction(2 * k + 1, 2 * quota), shape)

@@ -274,8 +274,7 @@ class RowReader:
     def _of_another_layout(self, rows: Rows, row: int) -> DamagedError:
         return DamagedError(
             f'{self._split.file(int(rows.shard[row]))}: record {rows.record[row]} is not of this '
-            f'data set: expected the features of its {schema.FEATURES_FILE} in the layout that '
-            'this project writes. Build the data set again.'
+            f'data set, expected the features of {schema.FEATURES_FILE}. Build the data set again.'
         )
 
     def _report_bad(self, rows: Rows, bad: np.ndarray) -> None:

@@ -117,8 +117,7 @@ def _check_share(batches: Batches, sharding: jax.sharding.Sharding) -> None:
         raise ValueError(
             f'process_index={batches.process_index} with process_count={batches.process_count} is '
             f'not the part of a batch that this process holds by its sharding: expected '
-            f'process_index={expected[0]} with process_count={expected[1]}, which `process_share` '
-            'returns and `train_arrays` uses'
+            f'process_index={expected[0]} with process_count={expected[1]}, as `process_share` says'
         )
 
 

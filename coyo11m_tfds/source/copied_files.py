@@ -52,11 +52,8 @@ class CopiedFiles:
         others = [n for n in records if not n.endswith(('.parquet', '.json')) and n not in files]
         if others:
             logging.warning(
-                '%s has copies of %d files that the source does not have any more, such as %s. '
-                'Delete them, or they become part of what is built from it.',
-                folder,
-                len(others),
-                min(others),
+                f'{folder} has copies of {len(others)} files that the source does not have any '
+                f'more, such as {min(others)}. Delete them, or builds use them.'
             )
         recorded = {
             name: records[name][1]

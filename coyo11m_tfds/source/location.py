@@ -69,8 +69,7 @@ def find(root: str | os.PathLike[str]) -> Source:
     if not names:
         raise ValueError(
             f'No {", ".join(_SUFFIXES)} files in {folder}/{schema.LATENTS_FOLDER} or {folder}; '
-            'expected files of latents like 000000-000009.pt there. Is this the folder that holds '
-            'them?'
+            'expected files of latents like 000000-000009.pt there.'
         )
     # The keys of a `.pt` file are in it.
     files |= {x: dataclasses.replace(files[x], label=x) for x in names if not x.endswith('.pt')}
@@ -155,9 +154,5 @@ def _add_records(folder: str, files: list[SourceFile]) -> list[SourceFile]:
         found.append(dataclasses.replace(file, recorded=state))
     if others:
         more = f'; so are {len(others) - 1} more' if others[1:] else ''
-        logging.warning(
-            '%s: mirror did not copy this file, unlike others in the folder%s.',
-            others[0],
-            more,
-        )
+        logging.warning(f'{others[0]}: mirror did not copy this file, unlike others there{more}.')
     return found

@@ -71,8 +71,7 @@ class LatentShard(LatentFile):
         texts = self._bare[name]
         if len(texts) != len(self.keys) or not all(isinstance(x, str | None) for x in texts):
             raise ValueError(
-                f'{self.path}: {name} has {len(texts)} entries, expected {len(self.keys)} strings '
-                'to go with its keys.'
+                f'{self.path}: {name} has {len(texts)} entries, expected {len(self.keys)} strings.'
             )
         return pa.array(texts, pa.large_string())
 

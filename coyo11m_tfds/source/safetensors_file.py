@@ -131,12 +131,9 @@ def _parse(read: Callable[[int, int], bytes], size: int, name: str) -> dict[str,
         number = of_floats or (_INTEGERS[kind].itemsize if kind in _INTEGERS else None)
         needed = end - begin if number is None else number * math.prod(shape)
         if needed != end - begin or end > size:
-            raise damaged(
-                name,
-                SafetensorsFile.kind,
-                f'{tensor} of {kind} {shape} takes {needed:,} bytes, but has bytes {begin:,} to '
-                f'{end:,} of {size:,}',
-            )
+            has = f'has bytes {begin:,} to {end:,} of {size:,}'
+            what = f'{tensor} of {kind} {shape} takes {needed:,} bytes, but {has}'
+            raise damaged(name, SafetensorsFile.kind, what)
     return tensors
 
 

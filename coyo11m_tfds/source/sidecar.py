@@ -59,8 +59,7 @@ def find_parts(folder: str) -> tuple[int, dict[int, SourceFile]]:
         (first, some), (second, others) = sorted(found.items())[:2]
         raise ValueError(
             f'{min(f.path for f in some.values())} and {min(f.path for f in others.values())}: '
-            f'parts of {first} and of {second}, expected those of one sidecar. Remove the ones '
-            'that are not wanted.'
+            f'parts of {first} and of {second}, expected those of one sidecar. Remove the others.'
         )
     count, parts = next(iter(found.items()), (0, {}))
     return count, dict(sorted(parts.items()))
@@ -185,8 +184,7 @@ def _header(file: KeyedFile) -> Header:
     width, said = file.kind.list_size, fields['max_tokens' if are_tokens else 'dim']
     if said != width:
         raise ValueError(
-            f'{file.name}: its embeddings have {width} numbers, but its metadata says {said}. '
-            'Make it again.'
+            f'{file.name}: its rows have {width} numbers, but its metadata {said}. Make it again.'
         )
     return Header(**fields | {'dim': width})
 

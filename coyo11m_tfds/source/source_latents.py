@@ -183,8 +183,7 @@ class TextTables:
                 )
             if name != self.caption_column:
                 raise ValueError(
-                    f"{path}: has captions '{name}', expected '{self.caption_column}' as in the "
-                    'files before it.'
+                    f"{path}: has captions '{name}', expected '{self.caption_column}' as others."
                 )
             self._writer.write_table(pa.table([head.keys, texts], schema=self._writer.schema))
         if head.labels:
@@ -257,8 +256,7 @@ class SourceLatents:
             if (head.dtype, head.shape) != (self.dtype, self.shape):
                 raise ValueError(
                     f'{path}: latents are {head.dtype} {head.shape}, but those of {good[0][0]} are '
-                    f'{self.dtype} {self.shape}; expected one kind in all files. Convert one of '
-                    'them, or make a source of each kind.'
+                    f'{self.dtype} {self.shape}; expected one kind. Make a source of each kind.'
                 )
         self._embedding_dims = [(path, head.embedding_dim) for path, head in good if len(head.keys)]
 
