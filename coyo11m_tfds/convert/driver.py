@@ -1,9 +1,5 @@
 """Runs one build from start to end. A build can resume; one runs at a time in a folder.
 
-    with driver.build('OUT/coyo11m_tfds/latents/1.0.0', 'gs://bucket/coyo11m', settings) as built:
-        if built:                               # None if the data set was there
-            write_info(built, built.folder)     # TFDS' own files
-
 Any number of processes and interruptions gives the same files, because a shard is a function of its
 task, and results are joined in the order of the shards. On a fast disk, one core writes 30,000
 records (740 MB) a second, with statistics and checksums.

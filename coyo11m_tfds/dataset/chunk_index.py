@@ -1,8 +1,5 @@
 """Offsets of the chunks of records in the shards of a split.
 
-    index = ChunkIndex.load(data_dir, 'train')            # None where the data set has no index
-    offset, nbytes = index.byte_range(shard=0, first=64, count=64)
-
 The file `chunk_index-<split>-<build>.npy` beside the shards is a flat int64 array. For each shard
 it holds [number of records, byte offsets of the records 0, 32, 64, ..., file size].
 """

@@ -1,8 +1,5 @@
 """Random numbers that depend only on their arguments: hashes and computed permutations.
 
-    key = keyed_random.derive(seed, purpose, epoch)     # uint64
-    keyed_random.Permutation(10**9, key).apply(np.arange(8))
-
 The numbers are the same on every machine and with every version of NumPy. NumPy gives this
 guarantee for its bit generators, but not for `Generator`.
 """

@@ -1,9 +1,4 @@
-"""The small files beside the shards, and the checksums of all files of a data set, for `verify`.
-
-manifest.write(folder, {'features.json': FileState(2048, 0x1f2e3d4c), ...})
-manifest.parse(data)['features.json'].size     # 2048
-manifest.read_file('gs://bucket/d/1.0.0/features.json')     # bytes, None where there is no file
-"""
+"""The small files beside the shards, and the checksums of all files of a data set, for `verify`."""
 
 import json
 import os

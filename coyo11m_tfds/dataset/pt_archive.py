@@ -1,8 +1,5 @@
 """The zip archive of a `.pt` file: the offsets and the checksums of its members.
 
-    archive = pt_archive.open_archive('000000-000009.pt')
-    archive.members[0]      # Member(name='000000-000009/data.pkl', begin=0, size=269, ...)
-
 Only archives in torch's form are accepted: uncompressed members without gaps, from the first byte
 on. In any other zip archive, two readers could find different contents.
 """

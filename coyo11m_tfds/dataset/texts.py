@@ -1,9 +1,5 @@
 """Chooses the text of a sample: from its record, from an added column, or one of several texts.
 
-    texts.parse('records:2,short:1')                         # {'': 2.0, 'short': 1.0}
-    chosen = texts.choose(folder, 'records:2,short:1', own, columns)
-    chosen.feature, chosen.size                              # 'text_embedding', 640
-
 A text is the embeddings or the token ids of one caption for each record. Texts can be mixed only if
 one model can read all of them: embeddings of one encoder, or tokens of one vocabulary.
 """

@@ -1,13 +1,5 @@
 """Numbered files in memory, mapped or fetched, and rows of bytes gathered from them.
 
-    files = FetchedFiles(split.file, sizes, most_at_once=64)    # on gs://
-    files.ask([(3, 0, 1_700_000), (17, 81_000, 1_781_000)])     # file, begin, end
-    files.take([(3, 0, 1_700_000)])                             # waits for it
-    address, limit = files.locate(np.array([3]), np.array([40_000]), 8192)
-    files.drop([(3, 0, 1_700_000)])
-
-    files.memory.gather(address, 8192)                          # void8192 (1,)
-
 Each row of a batch may be in another file. So the place of a row is an address in this process: one
 call of NumPy gathers from all files together, without Python code for each row and without Python's
 lock.

@@ -1,8 +1,5 @@
 """Conditions on the numbers of records, and the records that they keep.
 
-    where = filters.parse('aesthetic > 5.5 and width >= 256')
-    where.holds({'aesthetic': x, 'width': y})   # bool (n,)
-
 A condition compares added columns of single numbers, and `key`, with each other and with constants.
 A parser reads it; no part of it runs as code. Constants are rounded to the column's dtype, so
 `score == 0.1` finds 0.1 in float32. NaN is unequal to every number.

@@ -1,12 +1,5 @@
 """How many samples of each source every lane gives to each batch, and positions in a mixture.
 
-    rule = mixture.Rule(each=16, weights=(3, 1), stages=({'from': 1000, 'weights': (1, 1)},))
-    rule.stage(7).counts                                    # (12, 4)
-    rule.at(mixture.Position(0, (0, 0)), 1001)              # step 1001, samples (12008, 4008)
-
-    place = mixture.Place(mixture.Position(0, (0, 0)), rule, ('9f3a...', '77b0...'))
-    place.after(3).state()     # {'step': 3, 'samples': {'9f3a...': 36, '77b0...': 12}}
-
 docs/design.md states the rules ("Mixtures"). A position is a step and a number of samples for each
 source, and the position of any later step can be computed. A single source is a mixture of one.
 """

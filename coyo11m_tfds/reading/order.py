@@ -1,11 +1,5 @@
 """The order of the training samples: a planned sequence, computed with NumPy.
 
-    order = Order(shard_lengths=(5007, 4801, 5200), settings=OrderSettings(seed=0))
-    order.locate(1000)                              # (epoch, place in it) of every lane's sample
-    order.samples(range(16), begin=1000, end=1016)  # 16 samples of each lane: a batch of 256
-    for block in train_blocks(order, range(16), each=16, start=1000):
-        block.epoch, block.shard, block.record      # int64 (steps, 256)
-
 Sample k of lane l is a pure function of `(seed, l, k)` and the lengths of the shards, which
 docs/design.md states as contract 2, with the same letters. If a condition keeps only some records,
 the order is that of a data set with only these.

@@ -1,8 +1,5 @@
 """Prepares a process for reading before TensorFlow starts, and ends it cleanly.
 
-    process_settings.apply()
-    import tensorflow as tf
-
 TensorFlow reads its environment variables while it is imported, so this module imports it only to
 register the end. Variables that are already set keep their values.
 """

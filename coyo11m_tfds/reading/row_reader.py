@@ -1,9 +1,5 @@
 """Batches gathered row by row from TFRecord files in memory, without TensorFlow.
 
-    rows = reader.find(epoch, shard, record)          # of many batches at once
-    some = rows.part(slice(0, 256))
-    part = reader.read(some, reader.check(some))      # dict(key=(256,), latents=(256, 4, 32, 32))
-
 The places of rows are found for a block of batches at a time. A batch then takes a few calls of
 NumPy, which copy only the values that the caller asks for. The rest of a record is read only to
 compare its checksum.

@@ -1,9 +1,5 @@
 """Checks the captions of a Parquet file and sorts them into the order of given keys.
 
-    captions.join(path, 'caption_llava', folder, keys, name='gs://bucket/meta.parquet')
-    found = joined.Joined(folder)
-    found.sizes         # bytes of the captions; 0: null, empty or blank; TOO_LONG
-
 `join` checks all rows of the file. The facts of the result are the number of `duplicates` (rows
 left out because an earlier row has their key), the first 10 of their keys, the `digest` of keys and
 captions, and `has_checksums`, which says whether the pages have checksums. The order of the rows,
@@ -35,6 +31,8 @@ def join(
     path: str, column: str, folder: str, wanted: np.ndarray | None = None, name: str = ''
 ) -> None:
     """Writes the captions of some keys into a new folder, for `joined.Joined`.
+
+    The size of a caption is 0 if it is null, empty or blank, and `TOO_LONG` if it is left out.
 
     Args:
         wanted: Distinct keys, int64 `(n,)`; `wanted[i]` gets place i. None for all keys of the

@@ -1,9 +1,5 @@
 """Sorts values of other files into the order in which a program reads them.
 
-    joined.make(folder, batches, facts)     # places, sizes and values, in any order
-    found = joined.Joined(folder)
-    found.read(found.places[:256])          # list of bytes
-
 A place is any number. DuckDB sorts the values by place into one Parquet file of small row groups,
 on the disk if they exceed its share of memory. 11.4 million captions of 200 to 600 bytes take 64 s
 on two cores and at most 1.30 GB, including reading and checking.

@@ -1,10 +1,5 @@
 """Reads and checks one column of a Parquet file and the keys of its rows.
 
-    with KeyedFile('coyo11m-meta.parquet', 'caption_llava') as file:
-        keys = file.keys()                  # int64 (n,)
-        for values in file.values():        # pyarrow.Array, a few MB at a time, in file order
-            ...
-
 Reading takes 150 MB of memory with all libraries, for a file and row groups of any size. Frequent
 texts are read as a dictionary. Checksums of pages are compared if the file has them.
 """

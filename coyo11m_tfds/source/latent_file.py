@@ -1,8 +1,5 @@
 """One file of latents of any format, open for reading by row.
 
-    file.keys, file.dtype, file.shape       # int64 (N,), 'float16', (3, 4, 32, 32)
-    raw, values = file.latents([0, 5, 7])   # uint8 (3, 24576), float32 (3, 3, 4, 32, 32)
-
 Each format has a subclass, which finds these attributes without reading latents. Only the package
 `source` imports torch, for `.pt` files and to convert numbers here.
 """

@@ -1,8 +1,5 @@
 """One safetensors file of latents, as LightningDiT writes them.
 
-    file = SafetensorsFile('latents_rank00_shard000.safetensors')
-    file.shape      # (2, 4, 32, 32): `latents` and `latents_flip` (N, C, H, W) are two crops
-
 A file holds the size of its header (8 bytes), the header (JSON), and the tensors in turn
 (https://github.com/huggingface/safetensors#format). The format has no checksums.
 """

@@ -1,10 +1,5 @@
 """Sorts embeddings, tokens and numbers of other files into the order of given keys.
 
-    files = sidecar.find('gs://bucket/gemma')       # all parts, or an error that names one
-    sidecar.join(files, folder, keys, hold=scratch.hold)
-    sidecar.join(files, folder, keys, hold=scratch.hold, column='aesthetic')   # of any Parquet file
-    sidecar.read(joined.Joined(folder), places)     # float16 (n, header.dim)
-
 A sidecar of `coyo11m_tfds.embed_captions` is a Parquet file with the columns `key` and
 `text_embedding` or `tokens` (lists of a fixed size), and with the fields of `Header` in the
 metadata of its schema. A sidecar may also be a folder of such files, `part-00000-of-00007.parquet`,

@@ -1,8 +1,5 @@
 """One tar of `.npy` latents with `.json` or `.txt` beside them, in WebDataset's layout.
 
-    file = TarFile('00000.tar')
-    file.column('txt'), file.column('caption')      # of `.txt`, and of a field of `.json`
-
 Members whose names are equal up to the first dot form one sample. The format is ustar, with the
 extensions of pax and GNU for long names. Only the headers have checksums.
 """
