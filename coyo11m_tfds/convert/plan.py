@@ -86,16 +86,10 @@ def make_plan(
     cache_dir: str,
     limit: int | None = None,
 ) -> Plan:
-    """Plans the shards of a data set.
+    """Plans the shards of a data set, with the first `limit` records of each split.
 
-    Args:
-        cache_dir: Existing folder for the captions and embeddings that the tasks read. They stay
-            there for the next build of the same source.
-        limit: Number of first records to keep in each split; None for all.
-
-    Raises:
-        ValueError: The source has a fault.
-        OSError: A remote file cannot be read.
+    The captions and embeddings that the tasks read stay in the existing folder `cache_dir` for the
+    next build of the same source. Raises a ValueError if the source has a fault.
     """
     sidecar_files = _find_sidecar(settings, source.captions_file is not None)
     # Of this build alone: another one of the same source must not remove what is read here.

@@ -47,10 +47,8 @@ def open_column(
 ) -> OpenedColumn:
     """Opens a column after comparing its files with the data set's description; reads no rows.
 
-    Raises:
-        ValueError: A file is missing, has changed, or has another length than the split; or a place
-            lies outside its file.
-        OSError: The storage cannot be reached.
+    Raises a ValueError if a file is missing, has changed, or has another length than the split; or
+    if a place lies outside its file.
     """
     if isinstance(column, AddedColumn):
         file, start, stored = column.locate(folder, split, num_records)

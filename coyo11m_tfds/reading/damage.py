@@ -38,12 +38,10 @@ class Checks:
     def check(
         self, there: np.ndarray, number: np.ndarray, matches: Callable[[np.ndarray], np.ndarray]
     ) -> np.ndarray:
-        """Returns False for records that are missing or found to be damaged; bool `(n,)`.
+        """Returns False for records that are not `there` or found to be damaged; bool `(n,)`.
 
-        Args:
-            there: True for records that exist, bool `(n,)`.
-            number: Number of each record within its split.
-            matches: Compares all checksums of the records at some indices of these arrays.
+        `number` is that of each record within its split, and `matches` compares all checksums of
+        the records at some indices of these arrays.
         """
         good = there.copy()
         if self._mode == NEVER:

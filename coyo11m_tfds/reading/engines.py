@@ -49,10 +49,8 @@ class Opened(NamedTuple):
 def open_sources(asked: Reading) -> list[Opened] | None:
     """Opens the split of each source; None for a single source without a chunk index.
 
-    Raises:
-        ValueError: As `open_split`; or a source has no chunk index although it is one of several or
-            has a condition.
-        OSError: A chunk index cannot be read.
+    Raises the errors of `open_split`, and a ValueError if a source has no chunk index although it
+    is one of several or has a condition.
     """
     found = [open_split(x.stored, asked.split, asked.engine) for x in asked.sources]
     if opened := [x for x in found if x]:
@@ -92,9 +90,8 @@ class SplitReader:
     def __init__(self, asked: Reading, opened: Opened, text: texts.Chosen, **choices: Any):
         """Opens the columns; `choices` holds further fields of `RowChoices`.
 
-        Raises:
-            ValueError: Features or texts are not in the data set.
-            DamagedError: A file of a column is missing or has changed.
+        Raises a ValueError if features or texts are not in the data set, or a `DamagedError` if the
+        file of a column is missing or has changed.
         """
         self._split, self.asked, stored = opened.split, asked, asked.stored
         _check_text(stored.folder, text, asked)

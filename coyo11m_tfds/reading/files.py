@@ -253,14 +253,9 @@ class FetchedFiles:
         most_at_once: int,
         counter: ReadCounter | None = None,
     ):
-        """Fetches nothing.
+        """Fetches nothing; then at most `most_at_once` ranges are in flight or wait to be taken.
 
-        Args:
-            path_of: Returns the path of a file, local or on gs://, given its number.
-            size: Bytes of each file.
-            most_at_once: Limit of the ranges that are being fetched or wait to be taken.
-            counter: Counts the bytes of every range, and the ranges of these files (not of added
-                ones) as chunks.
+        `counter` counts the bytes of all ranges, and those of files that are not added as chunks.
         """
         self.memory = Memory()
         self.size = np.array(size, np.int64)

@@ -204,15 +204,9 @@ def find_kept(
 ) -> Kept:
     """Reads the columns of a condition and finds the records that it keeps (40 million in 0.3 s).
 
-    Args:
-        where: A condition that has passed `check`.
-        shard_lengths: Records in each shard of the split.
-        keys: Reads the keys of all records, in blocks of the given size; called only if the
-            condition compares `key`.
-
-    Raises:
-        ValueError: A column is damaged or missing, or no record is kept.
-        OSError: A column cannot be read.
+    `keys` reads the keys of all records, in blocks of the given size; it is called only if the
+    condition, which has passed `check`, compares them. Raises a ValueError if a column is damaged
+    or missing, or no record is kept.
     """
     num_records = int(shard_lengths.sum())
     columns = {

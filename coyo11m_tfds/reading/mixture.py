@@ -68,18 +68,11 @@ class Rule:
         shapes: Sequence[Hashable] = (),
         names: Sequence[str] = (),
     ):
-        """Computes the shares.
+        """Computes the shares of batches with `each` samples of every lane.
 
-        Args:
-            each: Samples of every lane in a batch.
-            weights: Weight of each source, at least 0.
-            stages: A dict for each stage: its first step, `from`, and its `weights`.
-            shapes: A value for each source, equal for sources of one shape; () if all are equal.
-            names: Names of the sources in messages.
-
-        Raises:
-            ValueError: Weights or stages are wrong, or a source gets no sample; the message names
-                values that work.
+        A stage is a dict of its first step, `from`, and its `weights`. `shapes` has a value for
+        each source, equal for sources of one shape; () if all are equal. Raises a ValueError, which
+        names values that work, if weights or stages are wrong, or a source gets no sample.
         """
         self.each = each
         self._names = names or [str(number) for number in range(len(weights))]

@@ -168,13 +168,7 @@ class RowReader:
         columns: Mapping[str, ColumnReader],
         files: FetchedFiles | None,
     ):
-        """Opens nothing.
-
-        Args:
-            verify: One of `damage.MODES`.
-            columns: Readers of the features that lie elsewhere than in the records.
-            files: The shards; None to map local shards, of which there may be `files.MAX_FILES`.
-        """
+        """Opens nothing; without `files`, maps local shards, of which there may be `MAX_FILES`."""
         lengths = split.index.shard_lengths
         self._split, self._choices = split, choices
         self._files = files or MappedFiles(split.file, len(lengths))
@@ -227,10 +221,8 @@ class RowReader:
     def read(self, rows: Rows, good: np.ndarray) -> Part:
         """Reads some rows in their order, given the result of `check`; large values are `InMemory`.
 
-        Raises:
-            ValueError: A record cannot be read and the policy is 'stop'; too many records cannot be
-                read; or an undamaged record lacks a value.
-            OSError: A file has changed since it was opened.
+        Raises a `DamagedError` as `BadRecords.add`, or if an undamaged record lacks a value, and an
+        OSError if a file has changed since it was opened.
         """
         self._files.check_unchanged(rows.shard)
         for column in self.columns.values():
@@ -369,17 +361,11 @@ def _run_numbers(shard: np.ndarray, record: np.ndarray) -> np.ndarray:
 def find_records(
     memory: Memory, start: np.ndarray, count: np.ndarray, limit: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Finds the records of runs of at most `schema.CHUNK_STRIDE` records.
+    """Finds the records of runs of at most `schema.CHUNK_STRIDE` records, from `start` to `limit`.
 
-    Args:
-        start: Address of each run, int64 `(n,)`.
-        count: Records of each run.
-        limit: Address at which the bytes of each run end.
-
-    Returns:
-        `(begin, end)`: addresses of the serialized records, int64 `(n, CHUNK_STRIDE)`. Both are 0
-        beyond the run, and from the first incomplete record or damaged length on, because the start
-        of the next record is unknown.
+    Returns the addresses at which the serialized records begin and end, int64 `(n, CHUNK_STRIDE)`.
+    Both are 0 beyond the run, and from the first incomplete record or damaged length on, because
+    the start of the next record is unknown.
     """
     begin = np.zeros((len(start), _STRIDE), np.int64)
     end = np.zeros_like(begin)

@@ -32,16 +32,10 @@ def join(
 ) -> None:
     """Writes the captions of some keys into a new folder, for `joined.Joined`.
 
-    The size of a caption is 0 if it is null, empty or blank, and `TOO_LONG` if it is left out.
-
-    Args:
-        wanted: Distinct keys, int64 `(n,)`; `wanted[i]` gets place i. None for all keys of the
-            file; each key is then its own place.
-        name: Name of the file in messages.
-
-    Raises:
-        ValueError: See `KeyedFile`; the column holds no text, or a text is not UTF-8.
-        OSError: See `joined.make`.
+    Of the distinct keys `wanted`, int64 `(n,)`, the i-th gets place i; without them, each key of
+    the file is its own place. The size of a caption is 0 if it is null, empty or blank, and
+    `TOO_LONG` if it is left out. Raises the errors of `KeyedFile` and `joined.make`, and a
+    ValueError if the column holds no text, or a text is not UTF-8.
     """
     with KeyedFile(path, column, name=name) as file:
         if not file.is_text:

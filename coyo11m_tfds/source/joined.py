@@ -113,12 +113,8 @@ def make(folder: str, batches: Iterable[Batch], facts: Mapping[str, Any]) -> Non
 def kept(cache_dir: str, origin: Any, make_folder: Callable[[str], None]) -> Joined:
     """Opens the values in `cache_dir`; makes them if they are incomplete or of another origin.
 
-    `sweep` keeps them as long as the result exists.
-
-    Args:
-        cache_dir: Existing local folder.
-        origin: Everything that decides the content, as JSON.
-        make_folder: Calls `make` with a given folder.
+    `origin` is everything that decides the content, as JSON, and `make_folder` calls `make` with a
+    given folder. `sweep` keeps the values as long as the result exists.
     """
     folder = os.path.join(cache_dir, f'joined-{json_digest.sha256([_FORMAT, origin])[:32]}')
     while not (found := _open_whole(folder)):

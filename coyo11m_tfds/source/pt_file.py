@@ -108,15 +108,9 @@ class LatentShard(LatentFile):
                 f'{" or ".join(dtypes)}.'
             )
         elif tensor.is_neg():
-            what = (
-                f'{name} has its negative bit set, so that other numbers are stored than it has. '
-                'Save it again as .resolve_neg().'
-            )
+            what = f'{name} has its negative bit set. Save it again as .resolve_neg().'
         elif (size := self._sizes.get(_storage_start(tensor))) is None:
-            what = (
-                f'{name} is not stored as torch.save stores a tensor, at the beginning of a member '
-                'of the archive. Save it again.'
-            )
+            what = f'{name} does not begin a member of the archive. Save it again by torch.save.'
         elif (elements := _elements_spanned(tensor)) is None:
             what = (
                 f'{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}, so that '

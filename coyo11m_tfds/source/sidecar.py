@@ -192,16 +192,11 @@ def join(
     The facts are the `dtype` and the `shape` of a value, the `digest` of all keys and values and,
     for embeddings and tokens, the fields of the `header`.
 
-    Args:
-        files: Files with the values, in order.
-        wanted: Distinct keys, int64 `(n,)`; `wanted[i]` gets place i.
-        column: Column of integers, floats, or lists of one size; a row with a null has no value.
-            '' for embeddings or tokens of `embed_captions`.
-
-    Raises:
-        ValueError: See `KeyedFile` and `describe`; files differ in their headers or in the kind of
-            values; two rows have the same key; or an embedding is null or not finite.
-        OSError: A file cannot be read, or see `joined.make`.
+    Of the distinct keys `wanted`, int64 `(n,)`, the i-th gets place i. `column` is one of integers,
+    floats, or lists of one size, where a row with a null has no value; '' stands for embeddings or
+    tokens of `embed_captions`. Raises the errors of `KeyedFile`, `describe` and `joined.make`, and
+    a ValueError if files differ in their headers or in the kind of values, two rows have the same
+    key, or an embedding is null or not finite.
     """
     facts: dict[str, Any] = {}
     joined.make(folder, _batches(files, wanted, hold, column, facts), facts)

@@ -269,15 +269,9 @@ class SourceLatents:
     ) -> 'SourceLatents':
         """Opens and checks every file.
 
-        Args:
-            head_dir: Existing, empty folder for the heads of remote files, some MB each, and for
-                captions and labels.
-
-        Raises:
-            NoCaptionsError: `asked` wants captions, and the files have neither captions nor labels.
-            ValueError: A file is bad, the files disagree, or all are empty; or `drop_bad` is False
-                and two rows have the same key.
-            OSError: A remote file cannot be read.
+        `head_dir` is an existing, empty folder for the heads of remote files, some MB each, and for
+        captions and labels. Raises a `NoCaptionsError`, and a ValueError if a file is bad, the
+        files disagree, or all are empty; or if `drop_bad` is False and a key is repeated.
         """
         heads, texts = [], TextTables(head_dir)
         read_one = functools.partial(_read_head, head_dir=head_dir, asked=asked)
