@@ -1,9 +1,6 @@
 """The data set as TFDS sees it: configs, features, splits.
 
     tfds build coyo11m_tfds --manual_dir=SOURCE --data_dir=OUT
-    tfds build coyo11m_tfds --manual_dir=gs://BUCKET/coyo11m --data_dir=gs://BUCKET/tfds
-    tfds build coyo11m_tfds --manual_dir=SOURCE --data_dir=OUT \
-        --config='{"name": "gemma", "text_embeddings": "gemma"}'
 
     config = Coyo11mConfig(name='hash', source='SOURCE', text_embeddings='hash')
     Builder(data_dir='OUT', config=config).download_and_prepare()

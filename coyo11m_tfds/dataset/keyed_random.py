@@ -6,20 +6,16 @@ guarantee for its bit generators, but not for `Generator`.
 
 import numpy as np
 
+
 # splitmix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014;
 # constants of Vigna's splitmix64.c.
-GOLDEN = 0x9E3779B97F4A7C15
-MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-SHIFTS = (30, 27, 31)
-
-
 def splitmix64(x: np.ndarray | int) -> np.ndarray:
     """Mixes uint64 values of any shape, as a bijection: different values stay different."""
     with np.errstate(over='ignore'):
-        z = np.asarray(x, np.uint64) + np.uint64(GOLDEN)
-        z = (z ^ (z >> np.uint64(SHIFTS[0]))) * np.uint64(MULTIPLIERS[0])
-        z = (z ^ (z >> np.uint64(SHIFTS[1]))) * np.uint64(MULTIPLIERS[1])
-        return z ^ (z >> np.uint64(SHIFTS[2]))
+        z = np.asarray(x, np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
 
 
 def derive(seed: int, *numbers: int | np.ndarray) -> np.ndarray:

@@ -171,7 +171,8 @@ class Kept:
 
 def check(where: Where, stored: StoredDataset) -> None:
     """Raises a ValueError if a data set lacks a column of numbers that a condition compares."""
-    there = [name for name, column in stored.columns.items() if _is_number(column)]
+    added = {name: x for name, x in stored.columns.items() if isinstance(x, AddedColumn)}
+    there = [name for name, x in added.items() if not x.feature and x.shape == ()]
     for name in where.names:
         if name != schema.KEY and name not in there:
             raise ValueError(
@@ -180,19 +181,11 @@ def check(where: Where, stored: StoredDataset) -> None:
             )
 
 
-def _is_number(column: object) -> bool:
-    return isinstance(column, AddedColumn) and not column.feature and column.shape == ()
-
-
 def identity(where: Where, stored: StoredDataset, split: str) -> str:
     """Returns the condition and the CRC-32Cs of the columns that it compares."""
-    crcs = [f'{name} {crc}' for name in where.names if (crc := _crc32c(stored, name, split))]
+    found = {name: stored.columns[name].crc32c for name in where.names if name in stored.columns}
+    crcs = [f'{name} {of_splits[split]}' for name, of_splits in found.items() if split in of_splits]
     return f'{where.text} [{", ".join(crcs)}]'
-
-
-def _crc32c(stored: StoredDataset, name: str, split: str) -> str:
-    column = stored.columns.get(name)
-    return column.crc32c.get(split, '') if isinstance(column, AddedColumn) else ''
 
 
 def find_kept(

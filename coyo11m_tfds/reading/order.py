@@ -190,9 +190,6 @@ def check_chunk(chunk: int) -> None:
         )
 
 
-# --- Choices about one sample, by a hash of seed, epoch and key ---------------------------------
-
-
 def sample_crops(seed: int, epoch: np.ndarray | int, keys: np.ndarray, count: int) -> np.ndarray:
     """Returns the number of the crop of each key, in `[0, count)`; int64, same shape as `keys`.
 
@@ -217,9 +214,6 @@ def sample_texts(
     ends = np.array([int(x / sums[-1] * 2**53) for x in sums], np.int64)
     hashed = derive(seed, TEXT, epoch, keys) >> np.uint64(11)
     return np.searchsorted(ends[:-1], hashed.astype(np.int64), side='right')
-
-
-# --- The part of one process --------------------------------------------------------------------
 
 
 def check_share(
@@ -249,9 +243,6 @@ def own_lanes(lanes: int, process_index: int, process_count: int) -> range:
     """Returns the lanes of one process."""
     each = lanes // process_count
     return range(process_index * each, (process_index + 1) * each)
-
-
-# --- Batches, planned in blocks ------------------------------------------------------------------
 
 
 class Block(NamedTuple):

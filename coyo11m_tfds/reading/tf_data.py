@@ -145,9 +145,6 @@ def _prefetched(found: tf.data.Dataset, asked: Reading) -> tf.data.Dataset:
     return found.prefetch(prefetch).with_options(options)
 
 
-# --- Without a chunk index ---------------------------------------------------------------------
-
-
 def _train_ordinary(asked: Training) -> tf.data.Dataset:
     """This process's part of shuffled batches."""
     seed = asked.seed % 2**63  # TensorFlow's seeds are int64

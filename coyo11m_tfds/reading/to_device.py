@@ -104,14 +104,9 @@ def to_device(batches, sharding, ahead=2):
     """
     if ahead < 1:
         raise ValueError(f'ahead={ahead} must be at least 1; 2 lets one arrive while one is used')
-    if isinstance(batches, Batches):
-        _check_share(batches, sharding)
-        return Arrays(batches, sharding, ahead)
-    on_host = getattr(batches, 'as_numpy_iterator', lambda: iter(batches))()
-    return Ahead((_send(batch, sharding) for batch in on_host), ahead, 'to_device')
-
-
-def _check_share(batches: Batches, sharding: jax.sharding.Sharding) -> None:
+    if not isinstance(batches, Batches):
+        on_host = getattr(batches, 'as_numpy_iterator', lambda: iter(batches))()
+        return Ahead((_send(batch, sharding) for batch in on_host), ahead, 'to_device')
     expected = process_share(sharding)
     if (batches.process_index, batches.process_count) != expected:
         raise ValueError(
@@ -119,6 +114,7 @@ def _check_share(batches: Batches, sharding: jax.sharding.Sharding) -> None:
             f'not the part of a batch that this process holds by its sharding: expected '
             f'process_index={expected[0]} with process_count={expected[1]}, as `process_share` says'
         )
+    return Arrays(batches, sharding, ahead)
 
 
 def _send(batch: Mapping[str, Any], sharding: jax.sharding.Sharding) -> dict[str, jax.Array]:

@@ -175,7 +175,11 @@ class TrainReader:
         asked, readers = self._asked, [x for x in self._readers if not x.is_mapped]
         if not readers:
             return None
-        of_rows = [_row_nbytes(*x) for reader in readers for x in reader.spec(1).values()]
+        of_rows = [
+            (_CAPTION_NBYTES if dtype.hasobject else dtype.itemsize) * math.prod(shape)
+            for reader in readers
+            for shape, dtype in reader.spec(1).values()
+        ]
         return memory.Need(
             lanes=asked.lanes // asked.process_count,
             window=max(x.order.window for x in readers),
@@ -278,7 +282,3 @@ def _join(parts: list[Part], first: int, count: int, limit: float) -> Batch:
             joined = np.concatenate([gathered(x) for x in values], axis=2)
         batch[name] = gathered(joined.reshape(-1, *joined.shape[3:]))
     return batch
-
-
-def _row_nbytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
-    return (_CAPTION_NBYTES if dtype.hasobject else dtype.itemsize) * math.prod(shape)

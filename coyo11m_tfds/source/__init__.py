@@ -1,4 +1,1 @@
-"""Finds and checks the files of a source, and joins captions and other values by key.
-
-Builds and commands import its modules; training does not.
-"""
+"""Finds and checks the files of a source, and joins captions and other values by key."""
