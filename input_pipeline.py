@@ -8,19 +8,9 @@
     for batch in input_pipeline.train_arrays(path, sharding, batch_size=256, seed=0):
         state = step(state, batch)
 
-Training samples come in the order of `reading.order`. Every number of processes that divides the
-lanes sees the same global batches, and every batch size that the lanes divide reads the same
-sequence. A resumed run, with the same or another batch size, starts to read at its next sample. For
-this it needs the number of samples of every lane, the same data set and the same settings.
-
-A mixture of data sets can replace a data set, with exact shares of every batch:
-
-    mix = ({'dir': A, 'weight': 3}, {'dir': B, 'where': 'aesthetic > 5.5', 'text': 'short'})
-    batches = input_pipeline.train_batches(mix, batch_size=256, seed=0)
-
-Two engines give the same batches, bit for bit, and import neither TensorFlow nor JAX. `rows`
-gathers local data from memory-mapped shards; `chunks` fetches runs of records from gs://. Features
-keep the dtype and the layout of the source. The model scales them.
+docs/reading.md says what the order of the samples promises, and describes mixtures of data sets,
+which can replace a data set. Two engines give the same batches, bit for bit, and import neither
+TensorFlow nor JAX. Features keep the dtype and the layout of the source. The model scales them.
 """
 
 import importlib
@@ -126,11 +116,8 @@ def train_batches(
     Args:
         data: Folder of a data set, its builder, or the result of `open_data`, which reads metadata
             and chunk index once for several functions. Or a mixture: a sequence of dicts with `dir`
-            (one of these), `weight` (1), `where` (a condition on columns of numbers and `key`, see
-            `filters.SYNTAX`), `text` (in place of the argument), `name`, and `same_vae` (True if
-            its latents come from the VAE of the others in spite of distant statistics); or the
-            result of `open_mix`. Every batch has samples of each source by weight, in steps of
-            lanes/batch_size; the log names rounded shares.
+            (one of these) and perhaps `weight`, `where`, `text`, `name` and `same_vae`, see
+            docs/reading.md; or the result of `open_mix`.
         batch_size: Records in a global batch; this process gets `b = batch_size / process_count`.
         seed: Seed of the order and of every choice about a sample.
         start_step: Batches of this size before the first one.

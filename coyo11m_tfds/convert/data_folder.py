@@ -118,14 +118,10 @@ class DataFolder:
     ) -> None:
         """Makes a build the data set; replaces one of another build only with `overwrite`.
 
-        Args:
-            files: States of all files of the build, by name; the folder holds all but those in
-                `local`.
-            local: Local paths of the files without an ID in their names.
-
-        Raises:
-            OSError: A file in the folder differs from its state.
-            FileExistsError: Another build has become the data set meanwhile.
+        `files` are the states of all files of the build, by name; the folder holds all but those
+        without an ID in their names, whose local paths are in `local`. Raises an OSError if a file
+        in the folder differs from its state, and a FileExistsError if another build has become the
+        data set meanwhile.
         """
         found = self.find_build()
         if found not in (None, build) and not overwrite:

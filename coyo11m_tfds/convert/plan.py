@@ -193,11 +193,10 @@ def _join(
     cache_dir: str,
 ) -> _Joined:
     """Joins captions and text embeddings to the rows, and opens what is joined already."""
-    validation = _is_validation(latents.keys, settings.validation_fraction)
-    order = [
-        np.flatnonzero(~latents.duplicate & of_split) for of_split in (~validation, validation)
-    ]
-    rows = np.concatenate(order)
+    validation = unit_hash(latents.keys) < settings.validation_fraction
+    rows = np.concatenate(
+        [np.flatnonzero(x & ~latents.duplicate) for x in (~validation, validation)]
+    )
     places = np.full(len(latents.keys), -1)
     places[rows] = np.arange(len(rows))
     wanted = latents.keys[rows]
@@ -324,10 +323,6 @@ def unit_hash(keys: np.ndarray) -> np.ndarray:
     return (splitmix64(keys.astype(np.uint64)) >> np.uint64(11)) * 2.0**-53
 
 
-def _is_validation(keys: np.ndarray, validation_fraction: float) -> np.ndarray:
-    return unit_hash(keys) < validation_fraction
-
-
 def _plan_tasks(
     settings: BuildSettings,
     latents: SourceLatents,
@@ -339,7 +334,7 @@ def _plan_tasks(
     text, latents_nbytes = joined.text, schema.latents_nbytes(latents.dtype, latents.shape)
     text_nbytes = text.dim * np.dtype(schema.TEXT_DTYPES[text.feature]).itemsize if text else 0
     sizes = caption_bytes + (latents_nbytes + text_nbytes + _RECORD_OVERHEAD)
-    validation = _is_validation(latents.keys, settings.validation_fraction)
+    validation = unit_hash(latents.keys) < settings.validation_fraction
     masks = {schema.TRAIN: kept & ~validation, schema.VALIDATION: kept & validation}
     rows_by_split = {split: np.flatnonzero(mask)[:limit] for split, mask in masks.items()}
     file_bytes = _file_bytes(latents, list(rows_by_split.values()), sizes)

@@ -172,16 +172,10 @@ class Batches(Resumable[Batch]):
     def check_memory(self, ram_budget_gb: float = 0.0, processes_on_host: int = 1) -> None:
         """Checks that reading these batches fits into the memory of this host.
 
-        `reading.memory` explains the estimate. The engine `rows`, evaluation, and a data set
-        without a chunk index always fit.
-
-        Args:
-            ram_budget_gb: Memory in GB (10^9 bytes) that reading may take on this host; 0 for half
-                of the memory of this machine or container.
-            processes_on_host: Processes of the run that share this host.
-
-        Raises:
-            ValueError: Reading takes more; the message names the amount and settings that fit.
+        The processes of the run on this host may take `ram_budget_gb` GB (10^9 bytes) together, by
+        default half of the memory of this machine or container. Raises a ValueError, which names
+        settings that fit, if the estimate of `reading.memory` is larger. The engine `rows`,
+        evaluation, and a data set without a chunk index always fit.
         """
         if self._memory_need:
             memory.check(

@@ -64,10 +64,8 @@ Mix: TypeAlias = Sequence[Mapping[str, Any] | Source]
 def open_mix(data: Data | Mix) -> tuple[Source, ...]:
     """Opens the data sets of a mixture, or a single data set.
 
-    Raises:
-        ValueError: `data` is not a mixture; a name or a source occurs twice; or a condition has a
-            wrong syntax or compares a missing column.
-        OSError: There is no data set, or its metadata cannot be read.
+    Raises the errors of `open_data`, and a ValueError if `data` is not a mixture, a name or a
+    source occurs twice, or a condition has a wrong syntax or compares a missing column.
     """
     if not isinstance(data, Sequence) or isinstance(data, str):
         stored = open_data(data)
@@ -124,9 +122,8 @@ def choose_texts(
 ) -> list[texts.Chosen]:
     """Chooses the texts of each source, padded to the longest of all sources.
 
-    Raises:
-        ValueError: As `texts.choose`; or `features` asks for texts, and no single model can read
-            those of all sources.
+    Raises the errors of `texts.choose`, and a ValueError if `features` asks for texts, and no
+    single model can read those of all sources.
     """
     found = [x.stored.choose_texts(text if x.text is None else x.text) for x in sources]
     if not schema.TEXT_DTYPES.keys() & set(features):
@@ -170,9 +167,8 @@ def stats(sources: Sequence[Source], text: texts.Spec) -> DatasetStats:
 def check_latents(sources: Sequence[Source]) -> None:
     """Checks that all latents can come from one VAE, by its recorded name and by statistics.
 
-    Raises:
-        ValueError: Numbers of channels or recorded names differ; or the statistics of a source
-            without `same_vae` are too far from those of the first source.
+    Raises a ValueError if numbers of channels or recorded names differ, or the statistics of a
+    source without `same_vae` are too far from those of the first source.
     """
     named = [x for x in sources if schema.META_VAE in x.stored.metadata]
     for source in named[1:]:
