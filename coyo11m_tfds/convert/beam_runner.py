@@ -1,10 +1,9 @@
 """Writes shards with Apache Beam, on as many machines as its runner has.
 
-Each element of the collection describes all shards of one group of files, in some kilobytes. So
-only one worker fetches each file, and only once. Workers on other machines cannot read the captions
-and text embeddings of this machine, so this module first copies them beside the records of the
-build, some MB a shard. A worker writes the shards of its group as `local_runner` does, to the same
-place, so either runner can resume a build of the other.
+Each element of the collection describes all shards of one group of files, in some kilobytes.
+Workers on other machines cannot read the captions and text embeddings of this machine, so this
+module first copies them beside the records of the build, some MB a shard. A worker writes shards as
+`local_runner` does, to the same place, so either runner can resume a build of the other.
 """
 
 import concurrent.futures

@@ -1,9 +1,6 @@
 """The folder of a data set: shards and records of a running build, and its publication.
 
-All files of a build except three have its ID in their names, and are written straight into this
-folder. The last file, `dataset_info.json`, has the ID in its template for the names of shards and
-so makes the files the data set. Until then readers see the old data set. No file is moved or
-copied.
+docs/design.md describes how files with the ID of a build become the data set (contract 1).
 """
 
 import json

@@ -1,12 +1,8 @@
 """Reads a split with a chunk index in one of two ways: by rows of mapped files, or by chunks.
 
-By rows, memory holds no windows: the plan names the records, and each batch is gathered from the
-page cache when it is needed. The reader announces the rows of later batches to the system, so that
-the disk reads them in advance.
-
-By chunks, a block of batches is filled chunk by chunk. One request fetches a chunk. Its records are
-found, compared with their checksums and gathered as in mapped files, and its bytes are dropped.
-While the loop uses one block, the next one is filled.
+By rows, each batch is gathered from the page cache when it is needed, and rows of later batches are
+announced to the system, so that the disk reads them in advance. By chunks, a block of batches is
+filled chunk by chunk, as from mapped files, while the loop uses the block before it.
 """
 
 import itertools

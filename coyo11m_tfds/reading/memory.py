@@ -1,11 +1,8 @@
 """Estimates the memory that the engine `chunks` needs for training, before it reads.
 
-The sum is the memory beyond that of a process that has read a few records: blocks of windows,
-chunks in flight, and batches that are ready. Memory of the batches' user comes on top.
-
-While the loop uses one block of batches, the next one is filled. A block has whole windows of each
-lane, with at least as many records as are read at once. Chunks that are in flight, or have arrived
-early, take as many bytes as in their files.
+The sum is the memory beyond that of a process that has read a few records. A block of batches has
+whole windows of each lane, with at least as many records as are read at once. Chunks that are in
+flight, or have arrived early, take as many bytes as in their files.
 
 The factors come from the peak resident memory of child processes with records of 26 KB (2 busy
 cores, glibc told to keep freed memory, see `process_settings`): six runs of 0.7 to 1.5 GB, 8 to 32

@@ -38,7 +38,7 @@ process_settings.end_iterators_at_exit()
 def train(asked: Training, opened: Sequence[Opened] | None) -> tf.data.Dataset:
     """Implements `input_pipeline.train_dataset`."""
     if opened is None:
-        return _prefetched(_train_ordinary(_without_lanes(asked)), asked)
+        return _prefetched(_train_ordinary(dataclasses.replace(asked, lanes=1)), asked)
     reader = training.TrainReader(asked, opened)
     # `train_batches` leaves out what a stride does not want.
     place, is_plain = reader.plan.place._replace(stride=1), reader.has_one_shape
@@ -71,11 +71,6 @@ def train(asked: Training, opened: Sequence[Opened] | None) -> tf.data.Dataset:
     return _prefetched(joined.map(_as_it_is(join_plain if is_plain else join)), asked)
 
 
-def _without_lanes(asked: Training) -> Training:
-    """Without a chunk index there are none."""
-    return dataclasses.replace(asked, lanes=1)
-
-
 def evaluate(asked: Reading, opened: Sequence[Opened] | None) -> tf.data.Dataset:
     """Implements `input_pipeline.eval_dataset`, in the order of the shards."""
     if opened is None:
@@ -89,8 +84,8 @@ def evaluate(asked: Reading, opened: Sequence[Opened] | None) -> tf.data.Dataset
 
 def train_batches(asked: Training, opened: Sequence[Opened] | None) -> Batches:
     """Returns the batches of `train` as NumPy arrays."""
-    if opened is None:
-        asked = _without_lanes(asked)
+    if opened is None:  # there are no lanes
+        asked = dataclasses.replace(asked, lanes=1)
     asked = dataclasses.replace(asked, data=asked.sources)  # which are not opened again
 
     @functools.lru_cache(maxsize=1)
@@ -108,11 +103,12 @@ def train_batches(asked: Training, opened: Sequence[Opened] | None) -> Batches:
 def eval_batches(asked: Reading, opened: Sequence[Opened] | None) -> Batches:
     """Returns the batches of `evaluate` as NumPy arrays."""
     found = evaluate(asked, opened)
-
-    def read(start: int) -> Iterator[dict[str, np.ndarray]]:
-        return found.skip(start).as_numpy_iterator()
-
-    return evaluation.evaluation(asked, _spec(found), int(found.cardinality()), read)
+    return evaluation.evaluation(
+        asked,
+        _spec(found),
+        int(found.cardinality()),
+        lambda start: found.skip(start).as_numpy_iterator(),
+    )
 
 
 def _signature(

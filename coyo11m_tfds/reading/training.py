@@ -93,13 +93,8 @@ def plan_training(asked: Training) -> Plan:
 def train_batches(asked: Training, opened: Sequence[Opened]) -> Batches:
     """Implements `input_pipeline.train_batches`."""
     reader = TrainReader(asked, opened)
-    lanes = own_lanes(asked.lanes, *asked.process)
-
-    def read(place: Place) -> Iterator[Batch]:
-        return reader.read(lanes, place)
-
     return Batches(
-        read,
+        functools.partial(reader.read, own_lanes(asked.lanes, *asked.process)),
         reader.plan.place,
         reader.spec(asked.local_size),
         reader.plan.steps_per_epoch,
