@@ -191,8 +191,8 @@ def choose(
         column = columns.get(name)
         if name and not _is_text(column):
             raise ValueError(
-                f'{folder}: text={spec!r}: {name!r} is not a column of text embeddings or tokens '
-                f'with a vocabulary; there are {column_names(columns)}. add_column adds some.'
+                f'{folder}: text={spec!r}: {name!r} is not a column of text embeddings or of '
+                f'tokens with their vocabulary; there are {column_names(columns)}. Add some.'
             )
         found.append(_of_column(cast(AddedColumn, column)) if name else own)
     first = found[0]
