@@ -69,14 +69,10 @@ def build(
     of the same data set also waits. The block adds TFDS' own files to the folder of what is
     yielded; that is None if the data set existed or another process built it.
 
-    Args:
-        final: Folder of the data set, `.../NAME/CONFIG/VERSION`, local or `gs://`.
-        source: Folder of the source; overrides the settings.
-        limit: Largest number of records in each split; None for all.
-        overwrite: Whether to replace an existing data set as soon as the new one is complete. A
-            data set of the same plan is written again.
-        beam_options, beam_runner: If either is given, Apache Beam writes, instead of processes of
-            this machine.
+    `final` is the folder of the data set, `.../NAME/CONFIG/VERSION`, local or `gs://`; `source`
+    overrides the settings; `limit` is the largest number of records in each split. With
+    `overwrite`, an existing data set, also one of the same plan, is replaced as soon as the new one
+    is complete. With either argument for it, Apache Beam writes instead of local processes.
 
     Raises:
         ValueError: The source or a setting is bad; or a process other than the first of a job is

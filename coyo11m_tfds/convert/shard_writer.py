@@ -29,11 +29,9 @@ Features = dict[str, np.ndarray | list[bytes]]
 def write_shard(task: ShardTask, latents_paths: Sequence[str], path: str) -> ShardResult:
     """Writes the shard's file to a local path, from a local path of each part's file.
 
-    Raises:
-        ValueError: The source has changed since it was planned; or it holds numbers that are not
-            finite, and the task does not drop them.
-        OSError: The file cannot be written, e.g. because the disk is full.
-        RuntimeError: Another version of the package has planned the task.
+    Raises a ValueError if the source has changed since it was planned, or holds numbers that are
+    not finite and not to be dropped; an OSError if the file cannot be written; and a RuntimeError
+    if another version of the package has planned the task.
     """
     if task.writer != THIS_WRITER:
         raise RuntimeError(

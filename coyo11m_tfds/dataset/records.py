@@ -70,11 +70,8 @@ class RecordWriter:
 
         A record is a `tf.train.Example` whose features hold one value each. Its bytes equal those
         of `Example.SerializeToString(deterministic=True)` as long as no feature's name is a prefix
-        of another one, because protobuf sorts such names differently.
-
-        Args:
-            columns: Values of each feature: integers as int64 `(n,)`, bytes as a list or as uint8
-                `(n, size)`.
+        of another one, because protobuf sorts such names differently. The values of a feature are
+        integers, int64 `(n,)`, or bytes, as a list or as uint8 `(n, size)`.
         """
         fields: list[tuple[str, int]] = []
         values: list[Iterable[bytes]] = []

@@ -123,10 +123,7 @@ class ReadCounter:
 class MappedFiles:
     """Numbered files, each mapped from its first use to the end of this object.
 
-    Attributes:
-        address: Address of each file, int64; 0 for a file that is not open or is empty.
-        size: Bytes of each file, int64.
-        path_of: Returns the path of a file, given its number.
+    `address` holds that of each file, int64, 0 while it is not open, and `size` its bytes, int64.
     """
 
     def __init__(

@@ -128,9 +128,7 @@ _BITS = np.array(
 class Kept:
     """The kept records of a split: one bit for each record, and one count for every eight.
 
-    Attributes:
-        lengths: Kept records of each shard, int64 `(num_shards,)`.
-        num_records: Kept records of all shards.
+    `lengths` holds the kept records of each shard, int64 `(num_shards,)`.
     """
 
     def __init__(self, shard_lengths: np.ndarray, blocks: Iterable[np.ndarray]):

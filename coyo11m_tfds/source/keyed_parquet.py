@@ -46,11 +46,8 @@ class KeyedFile:
 
     Attributes:
         name: Name of the file in messages; the path may be that of a copy.
-        column: Name of the column of values.
-        kind: Arrow's type of the values.
-        num_rows: Number of rows.
+        column, kind: Name of the column of values, and their type in Arrow.
         num_bytes: Size of the encoded values before compression, in bytes.
-        metadata: Metadata of the schema.
     """
 
     def __init__(self, path: str, *columns: str, name: str = ''):

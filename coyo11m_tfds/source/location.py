@@ -44,13 +44,10 @@ class Source:
 def find(root: str | os.PathLike[str]) -> Source:
     """Finds the files of a source and checks that all are there.
 
-    Args:
-        root: Local folder, `gs://bucket/folder` or `hf://datasets/owner/name[@revision][/folder]`.
-
-    Raises:
-        ValueError: The folder is missing or has no latents, lacks a file that its `index.json`
-            names, or holds a file that differs from the record of `mirror`.
-        OSError: The folder cannot be read.
+    The source is a local folder, `gs://bucket/folder`, or
+    `hf://datasets/owner/name[@revision][/folder]`. Raises a ValueError if it is missing or has no
+    latents, lacks a file that its `index.json` names, or holds a file that differs from the record
+    of `mirror`; and an OSError if it cannot be read.
     """
     folder = os.fspath(root)
     try:

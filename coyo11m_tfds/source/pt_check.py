@@ -64,13 +64,9 @@ def check_contents(
 ) -> None:
     """Reads a whole local `.pt` file once; compares all members with their CRC-32.
 
-    Args:
-        name: Name of the file in errors, by default its path.
-        check_crc: False for a file that was saved without valid checksums.
-        recorded: Size and CRC-32C of the whole file from the time of its copy, if known.
-        on_bytes: Called with the number of bytes of each read.
-
-    Raises a ValueError if a checksum differs, or the file is not a `.pt` file.
+    `name` is that in errors, by default the path. Without `check_crc` only the size and the CRC-32C
+    of the whole file are compared, if they were `recorded` when it was copied. `on_bytes` counts
+    the bytes read. Raises a ValueError if a checksum differs, or the file is not a `.pt` file.
     """
     name = name or os.fspath(path)
     if not check_crc:
