@@ -186,7 +186,8 @@ def check_chunk(chunk: int) -> None:
     if chunk < 1 or chunk % schema.CHUNK_STRIDE:
         nearest = max(1, round(chunk / schema.CHUNK_STRIDE)) * schema.CHUNK_STRIDE
         raise ValueError(
-            f'chunk={chunk} is not a multiple of {schema.CHUNK_STRIDE}; chunk={nearest} works'
+            f'chunk={chunk} is not a multiple of {schema.CHUNK_STRIDE}, the stride of the chunk '
+            f'index; chunk={nearest} works'
         )
 
 
