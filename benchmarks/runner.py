@@ -29,8 +29,16 @@ _PROC = pathlib.Path('/proc')
 _TICKS = os.sysconf('SC_CLK_TCK')
 _WATCH_SECONDS = 0.25  # between looks at the memory, which take up to 10 ms for each GB mapped
 _PACKAGES = (
-    *('jax', 'tensorflow-cpu', 'tensorflow-datasets', 'torch', 'triton', 'transformers'),
-    *('litdata', 'grain', 'array_record', 'datasets'),
+    'jax',
+    'tensorflow-cpu',
+    'tensorflow-datasets',
+    'torch',
+    'triton',
+    'transformers',
+    'litdata',
+    'grain',
+    'array_record',
+    'datasets',
 )
 
 Figures = dict[str, Any]

@@ -48,7 +48,9 @@ class DiT:
         self, width: int, depth: int, num_heads: int, patch_size: int, remat: str = 'none',
         dtype: torch.dtype = torch.bfloat16, side: int = 32, text_dim: int = 640,
     ):  # fmt: skip
-        self.num_tokens, self.dtype, self.remat = (side // patch_size) ** 2, dtype, remat
+        self.num_tokens = (side // patch_size) ** 2
+        self.dtype = dtype
+        self.remat = remat
         model = {'width': width, 'depth': depth, 'num_heads': num_heads, 'patch_size': patch_size}
         self._config = {'model': model | {'text': 'pooled'}}
         patch = patch_size**2 * _CHANNELS
@@ -146,7 +148,9 @@ class Trainer:
         )  # fmt: skip
         self._params = list(model.weights.values())
         self.average = [weights.detach().clone() for weights in self._params]
-        self._clip_norm, self._ema_decay, self._num_steps = clip_norm, ema_decay, 0
+        self._clip_norm = clip_norm
+        self._ema_decay = ema_decay
+        self._num_steps = 0
 
         def loss(batch, noise, t):
             return flow_loss(model, stats, batch, noise, t)

@@ -93,7 +93,10 @@ class _Check:
     """One verification."""
 
     def __init__(self, folder: str, files: Mapping[str, SourceFile], build: str, fast: bool):
-        self._folder, self._files, self._build, self._fast = folder, files, build, fast
+        self._folder = folder
+        self._files = files
+        self._build = build
+        self._fast = fast
         self._checksums = schema.of_build(schema.CHECKSUMS_FILE, build)
         self._columns = schema.of_build(schema.COLUMNS_FILE, build)
         self.faults: list[str] = []

@@ -124,7 +124,8 @@ def find(
             f'num_steps={config.num_steps}: {own.folder} has been trained for {own.step} steps, '
             f'expected at least {own.step}'
         )
-    for name, shapes in own.other_shapes(program.abstract_state.params).items():
+    if others := own.other_shapes(program.abstract_state.params):
+        name, shapes = next(iter(others.items()))
         raise ValueError(
             f'{own.folder}: parameter {name} has shape {shapes}: expected the same model, trained '
             'on texts of the same kind and size and on as many crops of an image.'
@@ -151,7 +152,9 @@ def _next_position(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str
             told = 'the other data set is read from its beginning'
         logging.info(
             '%s comes in another order from sample %d of each lane on: %s.',
-            *(' where '.join(data_set), samples[digest], told),
+            ' where '.join(data_set),
+            samples[digest],
+            told,
         )
     return {**now, 'step': saved['step'], 'samples': samples}
 
@@ -172,7 +175,9 @@ def _source(
     for name, shapes in others.items():
         logging.warning(
             'Not taken from %s: parameter %s has shape %s. If this run has it, it begins anew.',
-            *(init_from, name, shapes),
+            init_from,
+            name,
+            shapes,
         )
     return source, others
 

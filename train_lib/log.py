@@ -58,7 +58,10 @@ def introduce(
     placed: Any = state.step.sharding  # a NamedSharding
     say(
         'machine: %d x %s, processes: %d, cores of this host: %d, mesh data %d x fsdp %d',
-        *(jax.device_count(), jax.devices()[0].device_kind, jax.process_count(), os.cpu_count()),
+        jax.device_count(),
+        jax.devices()[0].device_kind,
+        jax.process_count(),
+        os.cpu_count(),
         *placed.mesh.shape.values(),
     )
     for line in data.description:
@@ -66,13 +69,17 @@ def introduce(
     if (encoder := program.encoder) is not None:
         say(
             'encoder: %s, %.4g million parameters, frozen, %.3g GFLOP a sample, %s',
-            *(encoder.name, _count(encoder.params) / 1e6),
-            *(encoder.network.config.flops(num_tokens) / 1e9, encoder.network.dtype),
+            encoder.name,
+            _count(encoder.params) / 1e6,
+            encoder.network.config.flops(num_tokens) / 1e9,
+            encoder.network.dtype,
         )
     say(
         'model: %s, %.4g million parameters, %.3g GFLOP to train on a sample, %s',
-        *(config.model.name, _count(state.params) / 1e6),
-        *(program.flops(num_tokens) / 1e9, config.model.dtype),
+        config.model.name,
+        _count(state.params) / 1e6,
+        program.flops(num_tokens) / 1e9,
+        config.model.dtype,
     )
     say('steps %d to %d, into %s; compiling ...', start + 1, config.num_steps, workdir)
 
@@ -114,9 +121,16 @@ class TrainLog:
             flops: FLOPs to train on one sample; 0 if unknown.
             way_back: Returns advice for a resume from before a bad step.
         """
-        self.clock, self.window = StepClock(data), empty
-        self._writer, self._config, self._empty, self._start = writer, config, empty, start
-        self._data, self._progress, self._flops, self._way_back = data, progress, flops, way_back
+        self.clock = StepClock(data)
+        self.window = empty
+        self._writer = writer
+        self._config = config
+        self._empty = empty
+        self._start = start
+        self._data = data
+        self._progress = progress
+        self._flops = flops
+        self._way_back = way_back
         self._opened = time.monotonic()
         self._first_finished: float | None = None
         self._complete: tuple[int, metrics.TrainMetrics] | None = None
@@ -201,7 +215,8 @@ class TrainLog:
         say(
             'loss %.4f, step %d after %.0f s: %.0f s to begin, %.1f s for the first batch, '
             '%.0f s to compile and compute it',
-            *(jax.device_get(update.loss).compute(), step),
+            jax.device_get(update.loss).compute(),
+            step,
             self._first_finished - train_lib.STARTED,
             self._opened - train_lib.STARTED,
             first_batch - self._opened,

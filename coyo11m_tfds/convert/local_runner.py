@@ -78,7 +78,9 @@ class _Run:
         staging: str,
         num_workers: int,
     ):
-        self._pool, self._finished, self._scratch = pool, finished, scratch
+        self._pool = pool
+        self._finished = finished
+        self._scratch = scratch
         self._staging = staging
         # Bounds the shards in `staging`: for each worker one that it writes and one that waits.
         self._shards_in_work = threading.Semaphore(2 * num_workers + _STORED_AT_ONCE)

@@ -221,7 +221,9 @@ class RowScan:
     def __init__(self, start: int, dtype: np.dtype):
         """Takes the offset of the first row, and `row_dtype`."""
         self.crc32c = 0
-        self._dtype, self._before, self._rest = dtype, start, b''
+        self._dtype = dtype
+        self._before = start
+        self._rest = b''
         self._values_crc32c = self._num_rows = self._num_wrong = 0
         self._first_wrong = ''
 

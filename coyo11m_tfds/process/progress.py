@@ -51,8 +51,12 @@ class Progress:
             goals: Final values of some of the counts.
             clock: Function that returns the time in seconds.
         """
-        self._what, self._total, self._unit = what, total, unit
-        self._goals, self._clock, self._lock = dict(goals or {}), clock, threading.Lock()
+        self._what = what
+        self._total = total
+        self._unit = unit
+        self._goals = dict(goals or {})
+        self._clock = clock
+        self._lock = threading.Lock()
         self._counts = collections.Counter(dict.fromkeys(self._goals, 0))
         self._last_line = clock()
         self._beginning = self._latest = self._last_line, collections.Counter[str]()

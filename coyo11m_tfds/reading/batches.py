@@ -38,7 +38,9 @@ class Ahead(Iterator[T]):
     """
 
     def __init__(self, items: Iterator[T], count: int, thread_name: str = 'ahead'):
-        self._items, self._count, self._thread_name = items, count, thread_name
+        self._items = items
+        self._count = count
+        self._thread_name = thread_name
         # Items, and errors in their places.
         self._ready: collections.deque[tuple[Any, BaseException | None]] = collections.deque()
         self._given = self._made = self._allowed = 0

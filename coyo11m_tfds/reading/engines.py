@@ -206,7 +206,9 @@ class _ChunkReader:
 
     def __init__(self, split: IndexedSplit, reader: RowReader, files: FetchedFiles, chunk: int):
         self._split = split
-        self._reader, self._files, self._chunk = reader, files, chunk
+        self._reader = reader
+        self._files = files
+        self._chunk = chunk
 
     def read(self, blocks: Iterator[Block]) -> Iterator[Batch]:
         for (steps, size), values in Ahead(self._fill(blocks), 1, 'chunks'):

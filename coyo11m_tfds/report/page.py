@@ -31,8 +31,13 @@ _EXAMPLES, _EXAMPLES_IN_SUMMARY = 5, 3  # keys of each reason
 _BEYOND = 0.001  # share of the values that an axis may leave out at each end
 _TICKS = 5
 _TOLD = (
-    *(schema.META_BUILD, schema.META_CAPTION_COLUMN, schema.META_LATENT_DTYPE, schema.META_VAE),
-    *(schema.META_TEXT_ENCODER, schema.META_TEXT_DIM, schema.META_TEXT_VOCABULARY),
+    schema.META_BUILD,
+    schema.META_CAPTION_COLUMN,
+    schema.META_LATENT_DTYPE,
+    schema.META_VAE,
+    schema.META_TEXT_ENCODER,
+    schema.META_TEXT_DIM,
+    schema.META_TEXT_VOCABULARY,
     schema.META_SOURCE_FINGERPRINT,
 )
 

@@ -202,7 +202,9 @@ class _Part:
     """The beginning of a file in a stream, and its checksum."""
 
     def __init__(self, file: SourceFile, stream: io.FileIO, on_bytes: Callable[[int], None]):
-        self._file, self._stream, self._on_bytes = file, stream, on_bytes
+        self._file = file
+        self._stream = stream
+        self._on_bytes = on_bytes
         self._begin()
 
     def complete(self) -> None:

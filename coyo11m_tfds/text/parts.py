@@ -60,7 +60,9 @@ class Parts:
 
         `encoder` may be a tokenizer with `tokens_only`. A part has at most `part_captions`.
         """
-        self._out, self._captions, self._encoder = out, captions, encoder
+        self._out = out
+        self._captions = captions
+        self._encoder = encoder
         self._tokens_only = tokens_only
         self.keys = captions.places[captions.sizes > 0]
         self.count = -(-len(self.keys) // part_captions)

@@ -266,7 +266,9 @@ def _kernel_takes(num_tokens: int, num_words: int, head_dim: int) -> bool:
     logging.warning(
         'model.attention=pallas: XLA computes the attention of %d tokens and %d words with heads '
         'of %d, because the kernel does not take these.',
-        *(num_tokens, num_words, head_dim),
+        num_tokens,
+        num_words,
+        head_dim,
     )
     return False
 
