@@ -16,7 +16,7 @@ TensorFlow nor JAX. Features keep the dtype and the layout of the source. The mo
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import texts
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
     from coyo11m_tfds.reading.to_device import Arrays, key_words, process_share, to_device
+
+P = ParamSpec('P')
+R = TypeVar('R')
 
 Plan = training.Plan
 prepare_process = process_settings.apply
@@ -232,6 +235,19 @@ def eval_batches(
     return evaluation.eval_batches(asked, opened[0])
 
 
+def _takes_arguments_of(other: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """Shows the arguments of another function to readers of a signature and to type checkers."""
+
+    def decorate(function: Callable[..., R]) -> Callable[P, R]:
+        result = inspect.signature(function).return_annotation
+        shown = inspect.signature(other).replace(return_annotation=result)
+        function.__signature__ = shown  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+@_takes_arguments_of(train_batches)
 def train_dataset(data: Data | Mix, **settings: Any) -> 'tf.data.Dataset':
     """Returns the batches of `train_batches` as a `tf.data.Dataset`, with lanes interleaved.
 
@@ -254,6 +270,7 @@ def train_dataset(data: Data | Mix, **settings: Any) -> 'tf.data.Dataset':
     return tf_data.train(asked, engines.open_sources(asked))
 
 
+@_takes_arguments_of(eval_batches)
 def eval_dataset(data: Data | Mix, **settings: Any) -> 'tf.data.Dataset':
     """Returns the batches of `eval_batches` as a `tf.data.Dataset` with a known `cardinality()`.
 

@@ -1,6 +1,7 @@
 """What `train_batches`, `eval_batches` and `train_arrays` give: place, content, share, end."""
 
 import contextlib
+import inspect
 import itertools
 import json
 import signal
@@ -148,6 +149,15 @@ def test_a_misspelt_argument_fails_by_its_own_name(face):
     needed |= {'sharding': one_device()} if face is input_pipeline.train_arrays else {}
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'strat_step'"):
         face('d', **needed, strat_step=3)
+
+
+def test_help_and_editors_see_the_arguments_of_data_sets():
+    for name in ('train', 'eval'):
+        of = [
+            inspect.signature(getattr(input_pipeline, f'{name}_{kind}')).parameters
+            for kind in ('dataset', 'batches')
+        ]
+        assert of[0] == of[1]
 
 
 @pytest.mark.parametrize(
