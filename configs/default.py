@@ -118,9 +118,10 @@ def set_learning_rates(config: ml_collections.ConfigDict, width: int) -> None:
     It grows with the square root of the batch size (Malladi et al., arXiv:2205.10287, for AdamW;
     their rule also changes b1 and b2, this one does not) and falls with the inverse of the width
     (muP, which Zheng et al., arXiv:2505.15270, derive for DiT: for kernels between hidden layers,
-    here for all weights). Muon has the same rate, because its updates are as large as AdamW's. No
-    run here has tested the rule. It gives 2.8e-4 where MicroDiT-XL/2 (Sehwag et al.,
-    arXiv:2407.15811) takes 2.4e-4, with 2,048 samples.
+    here for all weights). In short runs of AdamW, the best rates of widths 64, 128 and 256 follow
+    the inverse of the width (benchmarks/README.md); no run here has tested the root of the batch
+    size. Muon has the same rate, because its updates are as large as AdamW's. The rule gives 2.8e-4
+    where MicroDiT-XL/2 (Sehwag et al., arXiv:2407.15811) takes 2.4e-4, with 2,048 samples.
 
     `--config.batch_size` changes the rates, unless the command line sets them.
     """

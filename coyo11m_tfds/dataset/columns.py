@@ -171,7 +171,8 @@ class AddedColumn:
         expected = row_dtype(self.dtype, self.shape, int(self.crc32c[split], 16))
         if dtype != expected or shape != (num_records,):
             raise ValueError(
-                f'{path}: holds {shape} of {dtype}, expected {(num_records,)} of {expected}.'
+                f'{path}: holds {shape} of {dtype}, expected {(num_records,)} of {expected}. Add '
+                'the column again.'
             )
         return file, start, dtype
 

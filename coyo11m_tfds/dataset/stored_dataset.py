@@ -424,7 +424,8 @@ def _check_not_lost(folder: str, index: str, build: str) -> None:
         raise DamagedError(f'{recorded}: is damaged ({error}).') from error
     if index in names:
         raise FileNotFoundError(
-            f'{folder}/{index}: is missing, and {recorded} names it. Restore it or build again.'
+            f'{folder}/{index}: is missing, and {recorded} names it. Restore it or build the data '
+            'set again.'
         )
 
 

@@ -92,7 +92,8 @@ class BadRecords:
             raise DamagedError(
                 f'{what} With it, {len(self._found)} of {self._num_records} records are bad, more '
                 f'than max_bad_fraction={self._max_fraction:g} (and more than {_ALWAYS_ALLOWED}). '
-                'Restore the files that python -m coyo11m_tfds.verify names, or raise it.'
+                'Restore the files that python -m coyo11m_tfds.verify names, or raise '
+                'max_bad_fraction.'
             )
         if path not in self._told:
             self._told.add(path)

@@ -175,7 +175,8 @@ def check(where: Where, stored: StoredDataset) -> None:
         if name != schema.KEY and name not in there:
             raise ValueError(
                 f'{stored.folder}: where={where.text!r}: {name!r} is not a column of single '
-                f'numbers; there are {[schema.KEY, *there]}. add_column --parquet adds some.'
+                f'numbers; there are {[schema.KEY, *there]}. python -m coyo11m_tfds.add_column '
+                '--parquet adds some.'
             )
 
 

@@ -179,7 +179,8 @@ def _header(file: KeyedFile) -> Header:
     width, said = file.kind.list_size, fields['max_tokens' if are_tokens else 'dim']
     if said != width:
         raise ValueError(
-            f'{file.name}: its rows have {width} numbers, but its metadata says {said}. Remake it.'
+            f'{file.name}: its rows have {width} numbers, but its metadata says {said}. '
+            'Make it again.'
         )
     return Header(**fields | {'dim': width})
 

@@ -183,7 +183,8 @@ class TextTables:
                 )
             if name != self.caption_column:
                 raise ValueError(
-                    f"{path}: has captions '{name}', expected '{self.caption_column}' as others."
+                    f"{path}: has captions '{name}', expected '{self.caption_column}' as in the "
+                    'files before it.'
                 )
             self._writer.write_table(pa.table([head.keys, texts], schema=self._writer.schema))
         if head.labels:

@@ -10,6 +10,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 
 from tests import children, runs
@@ -98,7 +99,8 @@ def test_stand_ins_are_as_the_chips_of_real_topologies():
     for shape in ((4, 4), (8, 16), (16, 16)):
         real = compile.slice_devices(f'v5e:{shape[0]}x{shape[1]}')
         assert facts(real) == facts(_tpu_slice(*shape))
-    mesh = sharding.make_mesh(-1, 4, compile.slice_devices('v5e:4x4', num_slices=2))
+    slices = topologies.get_topology_desc(platform='tpu', topology_name='v5e:4x4', num_slices=2)
+    mesh = sharding.make_mesh(-1, 4, slices.devices)
     assert [d.slice_index for d in mesh.devices.flat] == [0] * 16 + [1] * 16
     _assert_the_mesh_keeps_rows_and_links(mesh, hosts=8)
 
