@@ -88,9 +88,6 @@ def _count(params: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
-# --- Averages over windows ----------------------------------------------------------------------
-
-
 class TrainLog:
     """Merges the metrics of steps, and writes their averages every `log_every` steps.
 
@@ -243,8 +240,6 @@ class TrainLog:
         if scalars.get('train/skipped_steps'):
             yield f'{scalars["train/skipped_steps"]:.0f} skipped'
 
-
-# --- Where the time went ------------------------------------------------------------------------
 
 # Steps that may be waiting or under way on the devices: a stop request waits for as many. One more
 # than one, so that a hiccup of the host does not leave the devices idle.

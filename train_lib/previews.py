@@ -117,9 +117,6 @@ def _length(text: str) -> float:
     return sum(font.getlength(run) for font, run in _runs(text, _FONT_SIZE))
 
 
-# --- Fonts ----------------------------------------------------------------------------------
-
-
 def _runs(text: str, size: int) -> Iterator[tuple[ImageFont.FreeTypeFont, str]]:
     """Yields parts of a text, each with the first font that has its letters."""
     for index, run in itertools.groupby(text, _font_index):

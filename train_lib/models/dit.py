@@ -179,9 +179,6 @@ class WordVectors(nn.Module):
         return Words(jnp.concatenate([first, vectors], 1), present), pooled
 
 
-# --- Layers -------------------------------------------------------------------------------------
-
-
 def sincos_positions_2d(rows: int, columns: int, width: int) -> np.ndarray:
     """Returns fixed sine-cosine position vectors, with half of the width for each axis.
 
@@ -385,9 +382,6 @@ class Block(nn.Module):
         h = self.pin(nn.gelu(checkpoint_name(hidden, _KEPT)))
         h = checkpoint_name(Dense(width, dtype=self.dtype, name='mlp_2')(h), _KEPT)
         return self.pin(x + gate_2[:, None] * h)
-
-
-# --- The model ----------------------------------------------------------------------------------
 
 
 class DiT(nn.Module):
