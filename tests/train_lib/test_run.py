@@ -141,7 +141,7 @@ def test_a_run_on_several_hosts_that_are_not_known_is_told(tmp_path):
 @pytest.mark.slow
 def test_a_full_disk_and_a_damaged_checkpoint_are_told_in_the_last_line(mini_dataset, tmp_path):
     flags = runs.flags(mini_dataset, tmp_path, num_steps=3, eval_every=0)
-    limited = ['bash', '-c', 'ulimit -f 2000; exec "$@"', 'bash']  # no file of more than 2 MB
+    limited = ['bash', '-c', 'ulimit -f 200; exec "$@"', 'bash']  # no file of more than 0.2 MB
     code, lines = command(flags, before=limited)
     assert code == 1
     expected = f'error: {tmp_path}/checkpoints: a checkpoint cannot be written: '

@@ -165,7 +165,7 @@ class WordVectors(nn.Module):
         else:
             table = self.param('table', nn.initializers.normal(1.0), (self.vocabulary, self.width))
             real = text >= 0
-            own = jnp.where(real[..., None], table[text], 0).astype(self.dtype)
+            own = jnp.where(real[..., None], jnp.asarray(table)[text], 0).astype(self.dtype)
             around = jnp.pad(own, [(0, 0), (1, 1), (0, 0)])
             beside = jnp.concatenate([around[:, :-2], own, around[:, 2:]], -1)
             vectors = nn.silu(dense(name='neighbours')(beside))

@@ -36,8 +36,9 @@ def test_the_engine_of_the_run_is_timed(mini_dataset, engine):
 
 @pytest.mark.slow
 def test_the_command_times_a_step_of_the_model_here(mini_dataset):
-    flags = [f'--config.{name}={value}' for name, value in {**runs.SMALL, **SMALL}.items()]
-    flags += ['--config=default', '--seconds=0.2', f'--config.data.dir={mini_dataset}']
+    fields = runs.SMALL | SMALL | {'data.dir': mini_dataset}
+    flags = ['--config=default', '--seconds=0.2']
+    flags += [f'--config.{name}={value}' for name, value in fields.items()]
     ended = children.program('train_lib.tools.diagnose', *flags)
     assert ended.returncode == 0, ended.stderr
     times = re.findall(r'^- a (?:step|batch) alone.*: ([\d.,]+) ms \(', ended.stdout, re.MULTILINE)
