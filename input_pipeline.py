@@ -13,6 +13,7 @@ which can replace a data set. Two engines give the same batches, bit for bit, an
 TensorFlow nor JAX. Features keep the dtype and the layout of the source. The model scales them.
 """
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -235,25 +236,30 @@ def eval_batches(
     return evaluation.eval_batches(asked, opened[0])
 
 
-def _takes_arguments_of(other: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
-    """Shows the arguments of another function to readers of a signature and to type checkers."""
+def _with_arguments_of(other: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """Gives a function the arguments of another, with its defaults, also in its signature."""
+    signature = inspect.signature(other)
 
     def decorate(function: Callable[..., R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            return function(**given.arguments)
+
         result = inspect.signature(function).return_annotation
-        shown = inspect.signature(other).replace(return_annotation=result)
-        function.__signature__ = shown  # type: ignore[attr-defined]
-        return function
+        call.__signature__ = signature.replace(return_annotation=result)  # type: ignore[attr-defined]
+        return call
 
     return decorate
 
 
-@_takes_arguments_of(train_batches)
-def train_dataset(data: Data | Mix, **settings: Any) -> 'tf.data.Dataset':
+@_with_arguments_of(train_batches)
+def train_dataset(**settings: Any) -> 'tf.data.Dataset':
     """Returns the batches of `train_batches` as a `tf.data.Dataset`, with lanes interleaved.
 
-    Args:
-        settings: As for `train_batches`, without `stride`. With a negative `prefetch` TensorFlow
-            decides how many batches to keep ready.
+    Takes the arguments of `train_batches`, of which `stride` must be 1. With a negative `prefetch`
+    TensorFlow decides how many batches to keep ready.
 
     Returns:
         Batches as from `train_batches`, captions as strings. An iterator over them raises
@@ -262,7 +268,7 @@ def train_dataset(data: Data | Mix, **settings: Any) -> 'tf.data.Dataset':
     Raises:
         ValueError, OSError: As `train_batches`.
     """
-    asked = Training(**_arguments(train_batches, data, settings))
+    asked = Training(**settings)
     if asked.stride != 1:
         raise ValueError(f'stride={asked.stride}: expected 1, read with train_batches')
     from coyo11m_tfds.reading import tf_data
@@ -270,13 +276,13 @@ def train_dataset(data: Data | Mix, **settings: Any) -> 'tf.data.Dataset':
     return tf_data.train(asked, engines.open_sources(asked))
 
 
-@_takes_arguments_of(eval_batches)
-def eval_dataset(data: Data | Mix, **settings: Any) -> 'tf.data.Dataset':
+@_with_arguments_of(eval_batches)
+def eval_dataset(**settings: Any) -> 'tf.data.Dataset':
     """Returns the batches of `eval_batches` as a `tf.data.Dataset` with a known `cardinality()`.
 
-    Takes the settings of `eval_batches`; returns and raises as `train_dataset`.
+    Takes the arguments of `eval_batches`; returns and raises as `train_dataset`.
     """
-    asked = Reading(**_arguments(eval_batches, data, settings))
+    asked = Reading(**settings)
     from coyo11m_tfds.reading import tf_data
 
     return tf_data.evaluate(asked, engines.open_sources(asked))
@@ -304,10 +310,3 @@ def train_arrays(
     index, count = to_device.process_share(sharding)
     batches = train_batches(data, process_index=index, process_count=count, **settings)
     return to_device.to_device(batches, sharding, ahead)
-
-
-def _arguments(of: Callable, data: Data | Mix, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of a function, with its defaults; raises a TypeError for unknown names."""
-    found = inspect.signature(of).bind(data, **settings)
-    found.apply_defaults()
-    return found.arguments

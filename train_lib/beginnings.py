@@ -115,8 +115,9 @@ def find(
     )
     own = checkpoint.find(workdir)
     if own is None:
-        source = _source(config.init_from, description, program) if config.init_from else ()
-        return Beginning(description, 0, data, True, *source)
+        found = _source(config.init_from, description, program) if config.init_from else (None, ())
+        source, others = found
+        return Beginning(description, 0, data, True, source, others)
     saved = own.description
     check_same(saved, description, accept_changes, where=str(own.folder))
     if config.num_steps < own.step:

@@ -21,13 +21,7 @@ _ADAMW_RMS = 0.2
 # Matrices side by side in a kernel, by the name of its module: queries, keys and values.
 _SIDE_BY_SIDE = {'qkv': 3, 'words': 2}
 
-Function = Callable[[jax.Array], jax.Array]
-MapMatrices = Callable[[Function, jax.Array], jax.Array]
-
-
-def on_one_device(function: Function, stack: jax.Array) -> jax.Array:
-    """Calls a function of matrices `(n, rows, columns)` on a stack `(..., rows, columns)`."""
-    return function(stack.reshape(-1, *stack.shape[-2:])).reshape(stack.shape)
+MapMatrices = Callable[[Callable[[jax.Array], jax.Array], jax.Array], jax.Array]
 
 
 def muon(
@@ -35,7 +29,7 @@ def muon(
     *,
     weight_decay: float,
     dtype: jnp.dtype | str = jnp.float32,
-    map_matrices: MapMatrices = on_one_device,
+    map_matrices: MapMatrices = lambda function, stack: function(stack),
 ) -> optax.GradientTransformation:
     """Returns the optimizer of a pytree of kernels `(..., in, out)`, of which each is a stack.
 
@@ -47,8 +41,8 @@ def muon(
         learning_rate: Root mean square of an update's entries, divided by 0.2.
         weight_decay: Weight decay, which is multiplied by the learning rate.
         dtype: Dtype in which matrices are iterated and moved between devices. bfloat16 is Jordan's.
-        map_matrices: Function that calls a function of whole matrices on a stack; see
-            `sharding.map_matrices`.
+        map_matrices: Function that calls a function of whole matrices on a stack; on several
+            devices `sharding.map_matrices`.
 
     Raises:
         ValueError: At an update, the width of such a kernel is not a multiple of 3 or 2.

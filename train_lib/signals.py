@@ -126,22 +126,25 @@ def _watch(told: socket.socket) -> None:
             continue
         request = _requests[0] if _requests else None
         name = 'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'
-        leaves = True
         if request is None or not request.can_save:
-            text = f'{name}: left at once, there was nothing to save.'
-        elif request.told_at is None:
-            request.told_at, leaves = time.monotonic(), False
-            text = f'{name}: saving, then leaving. Once more leaves at once.'
+            _leave(number, f'{name}: left at once, there was nothing to save.')
+        if request.told_at is None:
+            request.told_at = time.monotonic()
+            _say(f'{name}: saving, then leaving. Once more leaves at once.')
         elif time.monotonic() - request.told_at > _SECONDS_OF_ONE_REQUEST:
-            text = f'{name} again: left at once; the last checkpoint is what is kept.'
-        else:
-            continue
-        # Not by `print`: the main thread may hold the lock of the stream, and never give it back.
-        with contextlib.suppress(OSError):
-            start = '\n' if sys.stderr.isatty() else ''  # below a ^C
-            os.write(2, f'{start}{text}\n'.encode())
-        if leaves:
-            os._exit(_exit_status[number])
+            _leave(number, f'{name} again: left at once; the last checkpoint is what is kept.')
+
+
+def _say(text: str) -> None:
+    # Not by `print`: the main thread may hold the lock of the stream, and never give it back.
+    with contextlib.suppress(OSError):
+        start = '\n' if sys.stderr.isatty() else ''  # below a ^C
+        os.write(2, f'{start}{text}\n'.encode())
+
+
+def _leave(number: int, text: str) -> NoReturn:
+    _say(text)
+    os._exit(_exit_status[number])
 
 
 # --- Several hosts ------------------------------------------------------------------------------
