@@ -270,7 +270,9 @@ def train_dataset(**settings: Any) -> 'tf.data.Dataset':
     """
     asked = Training(**settings)
     if asked.stride != 1:
-        raise ValueError(f'stride={asked.stride}: expected 1, read with train_batches')
+        raise ValueError(
+            f'stride={asked.stride}: expected 1; only train_batches leaves out batches'
+        )
     from coyo11m_tfds.reading import tf_data
 
     return tf_data.train(asked, engines.open_sources(asked))
@@ -280,7 +282,7 @@ def train_dataset(**settings: Any) -> 'tf.data.Dataset':
 def eval_dataset(**settings: Any) -> 'tf.data.Dataset':
     """Returns the batches of `eval_batches` as a `tf.data.Dataset` with a known `cardinality()`.
 
-    Takes the arguments of `eval_batches`; returns and raises as `train_dataset`.
+    Takes the arguments of `eval_batches`. Batches, captions and errors are as in `train_dataset`.
     """
     asked = Reading(**settings)
     from coyo11m_tfds.reading import tf_data

@@ -68,6 +68,7 @@ def main(
     """Runs the sides of the command line, prints the table, and returns the exit status.
 
     Args:
+        doc: Docstring of the benchmark, whose first line `--help` shows.
         flags: Default and help of each flag of this benchmark.
         begin: Prepares the runs and returns a function that runs a side. It gets all flags, a
             folder for data (removed at the end without `--keep`), and an `ExitStack` that ends with
@@ -91,7 +92,8 @@ def _parse(doc, sides, flags, arguments) -> argparse.Namespace:
     add('--dir', type=pathlib.Path, required=True, help='folder to work in')
     add('--keep', action='store_true', help='keep the data for the next run')
     add('--repeats', type=int, default=3, help='runs of each side (%(default)s)')
-    add('--only', type=lambda text: text.split(','), default=[*sides], help=', '.join(sides))
+    what = 'sides to run, with commas between (all): ' + ', '.join(sides)
+    add('--only', type=lambda text: text.split(','), default=[*sides], help=what)
     add('--before', default='', metavar='DIR', help='also measure the packages in DIR')
     for name, (default, words) in flags.items():
         if default is False:

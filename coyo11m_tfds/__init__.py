@@ -1,4 +1,4 @@
-"""coyo11m_tfds: VAE latents (`.pt`) and captions (Parquet) as a TFDS data set.
+"""coyo11m_tfds: VAE latents (such as `.pt`) and their captions as a TFDS data set.
 
     tfds build coyo11m_tfds --manual_dir=SOURCE --data_dir=OUT
 

@@ -317,15 +317,16 @@ def main() -> None:
     add('--data_dir', required=True, help=stored_dataset.FOLDER_HELP)
     add('--name', required=True, help='name of the column, for data.text or features=')
     source = parser.add_mutually_exclusive_group(required=True).add_argument
-    source('--text', default='', help='folder that coyo11m_tfds.embed_captions made')
-    source('--parquet', default='', help='any Parquet file with a column key')
+    what = 'add the embeddings or tokens in this folder, which coyo11m_tfds.embed_captions made'
+    source('--text', default='', help=what)
+    source('--parquet', default='', help='Parquet file with a column key, to add its --column')
     source('--remove', action='store_true', help='remove the column')
-    what = 'folder of the source: of --column, or where the latents in place lie now'
+    what = 'source folder, to add its --column, or to read latents in place there (--name=latents)'
     source('--source', default='', help=what)
-    what = 'of --parquet or --source: numbers, or lists of one length; devices take at most 32 bits'
+    what = 'name of that column: numbers, or lists of one length; devices take at most 32 bits'
     add('--column', default='', help=what)
     add('--replace', action='store_true', help='replace a column of this name')
-    add('--scratch_dir', default='', help='local folder for the values on their way')
+    add('--scratch_dir', default='', help='local folder for temporary files (beside the data sets)')
     flags = parser.parse_args()
     if flags.column and not (flags.parquet or flags.source):
         parser.error('--column: expected only with --parquet or --source')

@@ -53,10 +53,10 @@ def main() -> None:
     add('--manual_dir', help='folder of the source')
     add('--data_dir', help='folder of data sets (~/tensorflow_datasets)')
     add('--config', help='fields of the config, as JSON')
-    add('--encoder', help='hash, words, hf:NAME or jax:NAME: embed the captions first')
+    add('--encoder', help='embed the captions first: hash, words, hf:NAME or jax:NAME')
     add('--overwrite', action='store_true', help='replace an existing data set')
-    add('--max_examples_per_split', type=int, help='records of each split to keep')
-    add('--beam_pipeline_options', help='build with Beam, e.g. runner=FlinkRunner')
+    add('--max_examples_per_split', type=int, help='most records of a split (all)')
+    add('--beam_pipeline_options', help='build with Beam and these, e.g. runner=FlinkRunner')
     flags = parser.parse_args()
     if flags.encoder and not (flags.manual_dir and flags.data_dir):
         parser.error('--encoder: expected --manual_dir and --data_dir too')

@@ -84,12 +84,13 @@ class _DataPath(type(epath.Path())):  # type: ignore[misc]  # of this system's p
 
 
 class Builder(dataset_builder.FileReaderBuilder):
-    """Builds the data set from `.pt` files and a Parquet file of captions."""
+    """Builds the data set from files of latents, and captions or labels (docs/sources.md)."""
 
     VERSION = tfds.core.Version(schema.VERSION)
     RELEASE_NOTES = {schema.VERSION: 'Initial release.'}  # noqa: RUF012
     MANUAL_DOWNLOAD_INSTRUCTIONS = f"""
-    The folder must hold {schema.LATENTS_FOLDER}/*.pt and {schema.CAPTIONS_FILE}, e.g. a copy of
+    The folder must hold files of latents with captions or labels (docs/sources.md), such as
+    {schema.LATENTS_FOLDER}/*.pt and {schema.CAPTIONS_FILE} in a copy of
     https://huggingface.co/datasets/KBlueLeaf/coyo11m-256px-ccrop-latent made with
     `hf download --repo-type=dataset KBlueLeaf/coyo11m-256px-ccrop-latent --local-dir=FOLDER`.
     """
@@ -179,8 +180,9 @@ class Builder(dataset_builder.FileReaderBuilder):
             return str(self._make_download_manager(download_dir, download_config).manual_dir)
         except AssertionError:
             raise ValueError(
-                f'--manual_dir is missing: name the folder that holds {schema.LATENTS_FOLDER}/*.pt '
-                f'and {schema.CAPTIONS_FILE}; it may be local, on gs:// or on hf://.'
+                '--manual_dir is missing: name the folder of the source, such as one with '
+                f'{schema.LATENTS_FOLDER}/*.pt and {schema.CAPTIONS_FILE}; it may be local, on '
+                'gs:// or on hf://.'
             ) from None
 
     def _create_builder_config(
@@ -267,8 +269,8 @@ class Builder(dataset_builder.FileReaderBuilder):
         kind = tfds.core.FileFormat(file_format or self.info.file_format)
         if kind != tfds.core.FileFormat.TFRECORD:
             raise ValueError(
-                f'file_format={kind.value} is not supported; leave it out, '
-                'the chunk index is one of TFRecord files.'
+                f'file_format={kind.value} is not supported; leave it out, because only TFRecord '
+                'files have a chunk index.'
             )
         if multiprocessing.current_process().daemon:
             raise ValueError('leave out --num_processes; set num_workers in the config.')
@@ -305,9 +307,11 @@ def make_features(
     latents: str,
     text: str = schema.TEXT_EMBEDDING,
 ) -> tfds.features.FeaturesDict:
-    """Returns the features of a record with latents `(crops, C, H, W)`.
+    """Returns the features of a record.
 
     Args:
+        latent_dtype: One of `schema.LATENT_DTYPES`.
+        latents_shape: `(crops, C, H, W)`.
         text_dim: Width of the text embeddings, or number of tokens; None without text.
         latents: 'in_place' for records without `latents`, otherwise 'records'.
         text: One of `schema.TEXT_DTYPES`.

@@ -246,7 +246,7 @@ def describe(place: str, dry: DryRun) -> Finding:
     num_left_out = sum(dry.dropped.values())
     share = num_left_out / max(1, dry.num_records + num_left_out)
     if share > _MUCH:
-        mend = 'see whether the captions belong to these .pt files, and to caption_column'
+        mend = 'check that the captions belong to these latents, and that caption_column is right'
         return Finding('source', WARN, f'{text} ({share:.1%} of the rows)', mend)
     return Finding('source', PASS, text)
 

@@ -112,7 +112,8 @@ def embed(
         part_captions: Largest number of captions in a part. Another number needs another folder.
         scratch_dir: Local folder for the captions; '': a folder in `out` or, if that is remote, in
             the user's cache.
-        latents_from: See the config of a build; for captions beside latents that it must choose.
+        latents_from: As in the config of a build, for captions beside the latents of a source that
+            needs it there.
 
     Raises:
         ValueError: The source has no captions, or lacks the column; a key is null or repeated; all
@@ -218,23 +219,24 @@ def main() -> None:
     """Runs the command line; bad input ends it with one message and exit status 1."""
     parser = command_line.Parser('coyo11m_tfds.embed_captions', __doc__)
     add = parser.add_argument
-    add('--source', required=True, help=f'folder with {schema.CAPTIONS_FILE}, also gs:// or hf://')
-    add('--out', required=True, help='folder to fill, also gs://')
-    what = 'hash (the default), hf:NAME or jax:NAME, where NAME is a folder or on the hub; words'
-    add('--encoder', default='hash', help=what + ', with --tokens_only')
+    add('--source', required=True, help='folder of the source, local, gs:// or hf://')
+    add('--out', required=True, help='folder to fill, local or gs://')
+    what = 'hash (the default), hf:NAME or jax:NAME, where NAME is a folder or a name on the hub; '
+    add('--encoder', default='hash', help=what + 'with --tokens_only also words, but not hash')
     column = schema.DEFAULT_CAPTION_COLUMN
     add('--caption_column', default=column, help='column to encode (%(default)s)')
     add('--drop_duplicates', action='store_true', help='take the first row of a repeated key')
     add('--tokens_only', action='store_true', help='write token ids instead of embeddings')
-    what = 'cut longer captions (%(default)s); not for hash'
+    what = 'length to which captions are cut, in tokens (%(default)s); not for hash'
     add('--max_tokens', type=int, default=DEFAULT_MAX_TOKENS, help=what)
-    add('--batch_tokens', type=int, help='tokens in a forward pass; fewer take less memory')
+    what = 'most tokens in a forward pass, by default chosen for the device; fewer take less memory'
+    add('--batch_tokens', type=int, help=what)
     what = 'number of this process, from 0, and of all (by default from the launcher)'
     add('--part', type=_share, metavar='I/N', help=what)
     what = 'most captions of a part (%(default)s)'
     add('--part_captions', type=int, default=parts.PART_CAPTIONS, help=what)
-    add('--scratch_dir', default='', help='local folder for temporary files')
-    add('--latents_from', default='', help='as in the config of the build')
+    add('--scratch_dir', default='', help='local folder for temporary files (in a local OUT)')
+    add('--latents_from', default='', help='latents to read, as in the config of a build')
     options = vars(parser.parse_args())
     command_line.show_log()
     with ending.in_one_line('the same command resumes it'):

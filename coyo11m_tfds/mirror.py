@@ -131,8 +131,8 @@ def main() -> None:
     add = parser.add_argument
     add('source', help='local folder, gs://bucket/folder or hf://datasets/owner/name[@revision]')
     add('destination', help='local folder or gs://bucket/folder')
-    add('--parallel', type=int, default=_PARALLEL, help='files at a time (%(default)s)')
-    what = "local folder for temporary files (in the user's cache)"
+    add('--parallel', type=int, default=_PARALLEL, help='files to copy at a time (%(default)s)')
+    what = "local folder for temporary files (by default in the user's cache)"
     add('--scratch', default='', dest='scratch_dir', metavar='SCRATCH', help=what)
     flags = parser.parse_args()
     command_line.show_log()

@@ -140,9 +140,11 @@ def make_sample(
         out_dir: Local folder to write; made if it does not exist.
         num_samples: Number of all samples, at least 4 for each file.
         dtype: Dtype of the latents, one of `schema.LATENT_DTYPES`.
+        seed: Seed of all random choices, at least 0.
 
     Raises:
-        ValueError: A value is out of range, or `out_dir` is no new local folder.
+        ValueError: A value is out of range, `out_dir` is not local, or its folder of latents is not
+            empty.
         OSError: A file cannot be written.
     """
     import torch  # Slow to import, and only needed to write.
@@ -285,8 +287,8 @@ def main() -> None:
     """Runs the command line; bad input ends it with one message and exit status 1."""
     parser = command_line.Parser('coyo11m_tfds.sample_data', __doc__)
     add = parser.add_argument
-    add('--out', required=True, help='folder to write')
-    add('--num_samples', type=int, default=4096, help='pictures (%(default)s)')
+    add('--out', required=True, help='new local folder to write')
+    add('--num_samples', type=int, default=4096, help='number of pictures (%(default)s)')
     args = parser.parse_args()
     outlook = f'{args.out} is incomplete: remove it, then run the same command again'
     with ending.in_one_line(outlook):

@@ -1,7 +1,7 @@
 """Names, shapes, dtypes and constants of the data, for all other modules.
 
-The source is a folder `latents-3crop/` of `.pt` files and one Parquet file of captions, as in
-`KBlueLeaf/coyo11m-256px-ccrop-latent`. The data set is TFRecord shards, a chunk index and TFDS
+The source is a folder of files of latents with captions in them or in one Parquet file, such as
+`KBlueLeaf/coyo11m-256px-ccrop-latent` (docs/sources.md). The data set is TFRecord shards, a chunk index and TFDS
 metadata. This module imports only numpy, so any program can import it.
 """
 
@@ -113,7 +113,7 @@ DUPLICATE_KEY = 'repeated_key'
 ROWS_DISAGREE = 'rows_disagree'
 NON_FINITE = 'non_finite'
 CAPTION_TOO_LONG = 'caption_too_long'
-DUPLICATE_CAPTION = 'repeated_caption'  # the only reason that counts no rows of `.pt` files
+DUPLICATE_CAPTION = 'repeated_caption'  # the only reason that counts no rows of latents
 DROP_REASONS = {
     NO_ROW: 'the key has no row in the Parquet file',
     NO_CAPTION: 'the caption is null or blank',

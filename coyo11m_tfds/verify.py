@@ -5,8 +5,9 @@
 Shards and columns are read once, several at a time. Their lengths and CRC-32Cs are compared with
 `checksums-<ID>.json`, records with their own CRC-32Cs. Latents in place are checked too: each row
 that a record uses is compared with its CRC-32C, and an object in a bucket with the object's.
-`--fast` reads only the small files and the directories of `.pt` files; it compares the lengths of
-all other files and, on gs://, the storage's CRC-32Cs.
+`--fast` reads only the small files and, of local files with latents in place, the directory of a
+`.pt` file and 64 KiB at each end of others; it compares the lengths of all other files and, on
+gs://, the storage's CRC-32Cs.
 
 Bytes from gs:// that changed on the way are read again, so every reported fault is in the stored
 file. Files of another build are ignored, because that build may be running. The exit status is 0
@@ -58,7 +59,7 @@ def verify(data_dir: str | os.PathLike[str], *, fast: bool = False) -> Verified:
 
     Args:
         data_dir: Folder of the data set, local or `gs://`.
-        fast: Whether to read only small files and the directories of `.pt` files.
+        fast: Whether to leave shards, columns and rows in place unread, as `--fast` does.
 
     Raises:
         ValueError: The folder holds no data set, or an argument is bad.
@@ -249,7 +250,7 @@ def _read_rows(file: columns.ColumnFile, row_nbytes: int, places: np.ndarray) ->
             if found != expected:
                 wrong.append(columns.wrong_row(row, found, expected))
     if wrong:
-        more = f'; so have {len(wrong) - 1} more rows others' if wrong[1:] else ''
+        more = f'; {len(wrong) - 1} more rows differ too' if wrong[1:] else ''
         raise ValueError(f'{file.path}: {wrong[0]}{more}')
 
 
@@ -263,7 +264,8 @@ def main() -> None:
     parser = command_line.Parser('coyo11m_tfds.verify', __doc__)
     add = parser.add_argument
     add('data_dir', help=stored_dataset.FOLDER_HELP + '; also gs://')
-    add('--fast', action='store_true', help='compare the sizes of shards and do not read them')
+    what = 'compare only sizes and, on gs://, recorded checksums; do not read shards'
+    add('--fast', action='store_true', help=what)
     flags = parser.parse_args()
     command_line.show_log()
     with ending.in_one_line('nothing was changed', status=2):

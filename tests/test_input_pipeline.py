@@ -208,7 +208,7 @@ def test_a_state_knows_the_shards_and_the_source(written, tmp_path):
         (dict(features=()), r"features=\(\) names no feature; features=\('key',\) works"),
         (dict(split='test'), r"has no split 'test', only \['train', 'validation'\]"),
         (dict(caption_dropout=1.5), 'caption_dropout=1.5'),
-        (dict(start_step=-1), 'start_step=-1 is negative'),
+        (dict(start_step=-1), 'start_step=-1: expected at least 0'),
     ],
 )
 def test_a_mistake_is_named_before_anything_is_read(written, changes, message):

@@ -32,6 +32,7 @@ class StepEncoder:
     Attributes:
         name: Name such as `jax:google/gemma-3-270m`, without the path of a folder.
         revision: A commit on the hub, or `sha256:...` of the files in a folder.
+        network: Architecture, without weights.
         params: Weights, or their shapes, whole on every device (docs/pods.md says why). Weights of
             products have the dtype of the computation.
     """

@@ -134,7 +134,7 @@ def save(
 
 
 def complete(manager: ocp.CheckpointManager, step: int) -> None:
-    """Records that all hooks due after a saved step have been called; raises as `save`."""
+    """Records that all hooks due after a saved step have been called; raises `save`'s errors."""
     if jax.process_index() == 0:
         with _errors_of_writing(manager):
             (manager.directory / str(step) / _COMPLETED).write_text('')

@@ -51,10 +51,12 @@ class Scores(NamedTuple):
 
 
 def judge(pictures: np.ndarray, scenes: Sequence[sample_data.Scene]) -> Scores:
-    """Scores pictures uint8 `(n, 32, 32, 3)` by the scenes of their captions.
+    """Scores pictures, uint8 `(n, 32, 32, 3)`, by the scenes of their captions.
 
-    `sample_data.drawn_colours` names the colours. The shape is the one with the best overlap
-    between an outline, at any place and size of the data, and the pixels of the shape's colour.
+    `sample_data.drawn_colours` names the two colours of a picture. All outlines of all shapes, at
+    the places and in the sizes that occur in the data, are compared with the pixels of the shape's
+    colour. The shape of the picture is that of the outline with the largest overlap (intersection
+    over union), which must be at least `LEAST_OVERLAP`.
     """
     colours = np.array(
         [

@@ -83,7 +83,7 @@ class Artist:
                 None keeps a field.
 
         Raises:
-            ValueError: The checkpoint does not exist; or as `caption_encoder.load` and
+            ValueError: The checkpoint does not exist; also the errors of `caption_encoder.load` and
                 `vae_decoder.load`.
             OSError: The workdir does not exist or cannot be read.
         """
@@ -306,7 +306,7 @@ def define_flags() -> None:
     flags.DEFINE_integer('seed', None, "Seed of the noise; default: the run's.", 0, 2**31 - 1)
     flags.DEFINE_float('guidance', None, "Strength of guidance; default: the run's.")
     flags.DEFINE_integer('num_steps', None, "Sampler steps; default: the run's.", lower_bound=1)
-    flags.DEFINE_integer('batch_size', BATCH_SIZE, 'Pictures drawn at a time.', lower_bound=1)
+    flags.DEFINE_integer('batch_size', BATCH_SIZE, 'Pictures to draw at a time.', lower_bound=1)
 
 
 if __name__ == '__main__':

@@ -201,5 +201,5 @@ if __name__ == '__main__':
     flags.adopt_module_key_flags(draw)
     flags.DEFINE_string('features', None, 'Image encoder of transformers: a folder or hub name.')
     flags.DEFINE_string('data_dir', None, 'Data set to compare with; default: that of the run.')
-    flags.DEFINE_integer('num_pictures', 10_000, 'Records to compare.', lower_bound=2)
+    flags.DEFINE_integer('num_pictures', 10_000, 'Number of records to compare.', lower_bound=2)
     run.start(main, required=['workdir', 'features'])

@@ -16,19 +16,19 @@ from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 
 
 def no_stats(text_dim: int, **facts: Any) -> DatasetStats:
-    """Returns statistics with mean 0 and deviation 1, for programs without a data set."""
+    """Returns statistics of 4 channels, mean 0 and deviation 1, for programs without a data set."""
     arrays: Any = (np.full(n, x, np.float32) for n in (4, text_dim) for x in (0, 1))
     return DatasetStats(*arrays, **facts)
 
 
 def standardize_latents(latents: jax.Array, stats: DatasetStats) -> jax.Array:
-    """Standardizes raw latents `(b, 4, H, W)` of any float dtype: float32 `(b, H, W, 4)`."""
+    """Standardizes raw latents `(b, C, H, W)` of any float dtype: float32 `(b, H, W, C)`."""
     latents = jnp.transpose(latents.astype(jnp.float32), (0, 2, 3, 1))
     return (latents - stats.latent_mean) / stats.latent_std
 
 
 def raw_latents(standardized: jax.Array, stats: DatasetStats) -> jax.Array:
-    """Inverts `standardize_latents`: from `(b, H, W, 4)` to raw float32 `(b, 4, H, W)`."""
+    """Inverts `standardize_latents`: from `(b, H, W, C)` to raw float32 `(b, C, H, W)`."""
     return jnp.transpose(standardized * stats.latent_std + stats.latent_mean, (0, 3, 1, 2))
 
 

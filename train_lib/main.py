@@ -26,7 +26,7 @@ FLAGS = flags.FLAGS
 
 flags.DEFINE_string('workdir', None, 'Folder for checkpoints, logs and previews; local or gs://.')
 flags.DEFINE_list('accept_changes', [], 'Fields that may differ from those in the checkpoint.')
-flags.DEFINE_string('coordinator_address', None, 'Address of process 0 and a free port on it.')
+flags.DEFINE_string('coordinator_address', None, 'HOST:PORT of process 0, with a free port.')
 flags.DEFINE_integer('process_count', None, 'Number of processes that train together.')
 flags.DEFINE_integer('process_index', None, 'Number of this process, from 0.')
 config_flags.DEFINE_config_file('config', None, run.CONFIG_HELP, lock_config=True)

@@ -45,6 +45,7 @@ def make_grid(
         pictures: Arrays uint8 `(n, H, W, 3)`; each gives one picture to every cell.
         captions: N strings, in the letters of DejaVu Sans (Latin, Greek, Cyrillic, Hebrew, Arabic,
             Armenian, Georgian) and of those system fonts that this module knows.
+        title: One line above the grid; '' for none.
 
     Returns:
         uint8 `(height, width, 3)`.

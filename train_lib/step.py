@@ -59,8 +59,11 @@ def make_train_step(
     Args:
         model: Model that is called as `model(z, t, text, drop_text)`, and with the crop if it has
             several `crops`.
+        tx: Optimizer, which maps gradients to updates of the float32 weights.
         schedule: Learning rate of the optimizer, for the metrics.
+        stats: Statistics by which latents and texts are standardized.
         ema_decay: Decay of the average in a step; smaller in the first steps.
+        logit_mean, logit_std: See `flow.logit_normal_times`.
         parts: Number of parts of the batch over which the gradient is computed in turn.
         encoder: Encoder of tokens, whose weights are frozen; None for a model with its own table.
     """
@@ -283,6 +286,7 @@ class Program:
     """Jitted functions: batches are split over the mesh, states by `sharding.by_shape`.
 
     Attributes:
+        encoder: Frozen text encoder, whose weights the steps take; None without one.
         abstract_state: Shapes, dtypes and shardings of a state.
         init: Returns the state at step 0.
         no_metrics: Returns training metrics of no step.

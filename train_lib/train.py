@@ -275,6 +275,7 @@ class Hook(NamedTuple):
         train.HOOKS.insert(0, train.Hook('weight norm', due, weight_norm))
 
     Attributes:
+        name: Name in the log, and beside the text that `call` returns.
         is_due: Whether the hook is due after a step of a run.
         call: Does the work with the state after the step; returns a text for the log, or None.
         repeatable: Whether a stop request may interrupt it; the resumed run then repeats it.

@@ -29,7 +29,7 @@ def check_writable(folder: epath.PathLike) -> None:
     Raises:
         OSError: This user may not write there, the bucket does not exist, the path is that of a
             file, or the storage cannot be reached.
-        ValueError: `folder` is a URL of another kind.
+        ValueError: `folder` is a URL of another kind than `gs://bucket/folder`.
     """
     if source_files.is_remote(os.fspath(folder)):
         from coyo11m_tfds.storage import gcs  # imports the client of the storage
@@ -48,8 +48,8 @@ def check_writable(folder: epath.PathLike) -> None:
 def held(folder: epath.PathLike) -> Iterator[None]:
     """Keeps other runs out of a folder; one process of a run calls this.
 
-    A killed process releases the folder: on this machine at once, and on `gs://` after 40 seconds
-    without a renewal. On a file system without locks this only warns.
+    A killed process releases the folder: on this machine at once, and on `gs://` after
+    `COYO11M_LEASE_SECONDS` (40) without a renewal. On a file system without locks this only warns.
 
     Raises:
         TimeoutError: Another run holds the folder; the message names its process and host.
@@ -63,7 +63,10 @@ def held(folder: epath.PathLike) -> Iterator[None]:
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
                 raise
-            logging.warning('%s: has no locks here: make sure that no other run uses it.', folder)
+            logging.warning(
+                '%s: its file system has no locks; make sure that no other run uses this folder.',
+                folder,
+            )
         yield
 
 

@@ -36,7 +36,11 @@ def check(config: ml_collections.ConfigDict) -> None:
 def make(
     config: ml_collections.ConfigDict, workdir: epath.Path, verbose: bool = False
 ) -> metric_writers.MetricWriter:
-    """Opens all writers; with `verbose`, one of them writes to the log."""
+    """Opens the writers of process 0; on other processes, returns a writer that drops everything.
+
+    With `verbose`, one of the writers writes to the log. Raises an OSError if wandb refuses the
+    run.
+    """
     if jax.process_index():
         return metric_writers.MultiWriter([])
     writers = [metric_writers.SummaryWriter(os.fspath(workdir))]

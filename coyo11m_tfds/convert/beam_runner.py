@@ -36,9 +36,13 @@ def write_shards(
 ) -> Iterator[tuple[ShardTask, ShardResult]]:
     """Writes shards and their records; yields the results when all shards are stored.
 
-    All workers must reach `finished` by its path. `scratch_dir` is a folder of each worker for
-    remote `.pt` files; '' for the user's cache. Raises a RuntimeError if a worker failed; finished
-    shards are kept.
+    All workers must reach `finished` by its path. `scratch_dir` is a local folder of each worker,
+    for remote source files and for shards on their way to a bucket; '' for the user's cache.
+    `runner` takes the place of the one in `options`.
+
+    Raises:
+        RuntimeError: A worker failed, or shards are missing at the end; finished shards are kept.
+        OSError: The inputs of a shard cannot be copied to the folder of `finished`.
     """
     if not tasks:
         return

@@ -1,6 +1,6 @@
 """Writes shards with a pool of processes on this machine.
 
-The pool writes shards to local files. Threads of this process fetch remote `.pt` files in advance
+The pool writes shards to local files. Threads of this process fetch remote source files in advance
 and store the finished shards, so the pool waits for no download, upload or disk.
 """
 

@@ -60,7 +60,7 @@ class Plan:
 class _Joined:
     """The contents of records except latents, by place: all rows split by split, no duplicates."""
 
-    places: np.ndarray  # of each row of the `.pt` files, int64 `(n,)`; -1 of one that repeats a key
+    places: np.ndarray  # of each row of latents, int64 `(n,)`; -1 of one that repeats a key
     captions: Joined
     sidecar: Joined | None
     text: Header | None
@@ -143,7 +143,7 @@ def read_latents(
     folder: str,
     files: Sequence[SourceFile] | None = None,
 ) -> SourceLatents:
-    """Reads and checks the heads of some or all files of a source; raises as `make_plan`."""
+    """Reads and checks the heads of some or all files of a source; raises `make_plan`'s errors."""
     asked = Asked(
         latents=schema.parse_latents_from(settings.latents_from),
         captions=None if source.captions_file else settings.caption_column,
@@ -158,7 +158,7 @@ def read_latents(
 
 
 def _find_sidecar(settings: BuildSettings, has_parquet: bool) -> list[SourceFile]:
-    """Finds the files of a sidecar, and reads what a local one says; before the source is read."""
+    """Finds the files of a sidecar, and checks a local one before the source is read."""
     place = settings.text_embeddings
     if place in ('', schema.LABELS, EMBEDDINGS_IN_PT):
         return []
@@ -179,7 +179,8 @@ def _check_column(settings: BuildSettings, header: Header, column: str) -> None:
     if header.caption_column != column:
         raise ValueError(
             f'{settings.text_embeddings}: its embeddings are those of column '
-            f"'{header.caption_column}', but caption_column is '{column}'. Change one of them."
+            f"'{header.caption_column}', but caption_column is '{column}'. Change caption_column, "
+            'or name embeddings of that column.'
         )
 
 
@@ -291,7 +292,7 @@ def _count_dropped(
     joined: _Joined,
     reasons: dict[str, np.ndarray],
 ) -> Dropped:
-    """Counts rows that are left out; raises a ValueError for too many, or as `bad_data` asks."""
+    """Counts dropped rows; raises a ValueError for too many, or for one with `bad_data='stop'`."""
     dropped = Dropped(latents.num_rows, settings.max_bad_fraction)
     for reason, mask in reasons.items():
         rows = np.flatnonzero(mask)

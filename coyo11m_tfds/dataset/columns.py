@@ -38,7 +38,8 @@ class ColumnFile:
 
     Piece p of row r lies at byte `starts[p] + r * stride`. If the crops of a row lie apart, the row
     has several pieces with one or more crops each. In formats with an offset for each row, the
-    stride is less than a row, and the numbers of rows, times the stride, are their offsets.
+    stride is shorter than a row, and r is not the count of the rows before it: r is the offset of
+    the row, divided by the stride.
     """
 
     path: str  # absolute, or a URL on gs://
@@ -48,9 +49,10 @@ class ColumnFile:
     stride: int
 
     def check(self, found: SourceFile | None) -> SourceFile:
-        """Compares the file at `path`, None if it is missing, with its description.
+        """Compares `found`, the file at `path` or None for no file, with this description.
 
-        Returns the file; raises a ValueError if it is missing or has changed. Reads no rows.
+        Returns the file; raises a ValueError if it is missing or has changed. This reads at most
+        what `outline` reads.
         """
         if found is None:
             raise ValueError(f'{self.path}: is missing, but holds latents. {_RESTORE}')
@@ -64,11 +66,12 @@ class ColumnFile:
 
 
 def outline(path: str | os.PathLike[str]) -> str:
-    """Returns a digest of a file of latents, as hex digits, that reads none of the latents.
+    """Returns a digest of a local file of latents, as hex digits, without reading the whole file.
 
-    For a `.pt` file this is that of its directory, with checksums of all contents; raises a
-    ValueError if it is damaged. The middle of other files may change without a change of the
-    digest; each row in place has its own checksum, which reveals that.
+    The digest of a `.pt` file is that of its directory, with checksums of all contents; raises a
+    ValueError if the directory is damaged. The digest of another file is that of its size and of 64
+    KiB at each end. The middle of such a file may change without a change of the digest; each row
+    in place has its own checksum, which reveals that.
     """
     if os.fspath(path).endswith('.pt'):
         return pt_archive.open_archive(path).digest
@@ -157,10 +160,14 @@ class AddedColumn:
     ) -> tuple[SourceFile, int, np.dtype]:
         """Returns the file of a split, the offset of its first row, and the dtype of its rows.
 
-        Raises a ValueError if the file is missing, or has another length than the split.
+        Raises a ValueError if the split has no file, or if the file is missing or damaged, or does
+        not hold `num_records` rows of this column.
         """
         if split not in self.files:
-            raise ValueError(f'{folder}: its column {self.name!r} has no split {split!r}.')
+            raise ValueError(
+                f'{folder}: its column {self.name!r} has no split {split!r}, only '
+                f'{", ".join(sorted(self.files))}. Add the column again.'
+            )
         path = os.path.join(folder, self.files[split])
         try:
             file = source_files.describe(path)
@@ -251,7 +258,7 @@ class RowScan:
     def problem(self) -> str:
         """Describes the damage of the rows; '' if there is none."""
         if self._num_wrong > 1:
-            return f'{self._first_wrong}; so have {self._num_wrong - 1} more rows others'
+            return f'{self._first_wrong}; {self._num_wrong - 1} more rows differ too'
         of_values = f'{self._values_crc32c:08x}'
         if not self._num_wrong and not _crc32c_field(self._dtype).endswith(of_values):
             return 'its rows are not those that its header was written for'
@@ -333,7 +340,7 @@ def read(folder: str | os.PathLike[str], build: str = '') -> dict[str, Column | 
 
 
 def parse(data: bytes) -> dict[str, Column | AddedColumn]:
-    """Parses the content of `schema.COLUMNS_FILE`; raises as `manifest.parse`."""
+    """Parses the content of `schema.COLUMNS_FILE`; raises the errors of `manifest.parse`."""
     try:
         found = manifest.parse_sealed(data, 'columns')
         return {name: _column(name, **column) for name, column in found.items()}

@@ -54,7 +54,7 @@ def write_sealed(folder: str | os.PathLike[str], name: str, what: str, entries: 
 
 
 def parse_sealed(data: bytes, what: str) -> Any:
-    """Returns the entries in the content of a file of `write_sealed`; raises as `parse`."""
+    """Returns the entries in the content of a file of `write_sealed`; raises `parse`'s errors."""
     try:
         content = json.loads(data)
         if content.pop('digest') != json_digest.sha256(content):

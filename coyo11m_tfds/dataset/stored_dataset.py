@@ -333,7 +333,7 @@ def _parse(folder: str, content: bytes, builder: Any) -> StoredDataset:
     try:
         splits = {split.name: split for split in parse_splits(content)}
     except ValueError as error:
-        raise DamagedError(f'{folder}/{schema.INFO_FILE}: is damaged ({error}).') from error
+        raise _damaged(f'{folder}/{schema.INFO_FILE}', error) from error
     info = json.loads(content)
     full_name = '/'.join(filter(None, map(info.get, ('name', 'configName', 'version'))))
     path = f'{folder}/{schema.FEATURES_FILE}'
@@ -342,7 +342,7 @@ def _parse(folder: str, content: bytes, builder: Any) -> StoredDataset:
         raise FileNotFoundError(f'{path}: is missing; restore it or build the data set again.')
     features = described.get('featuresDict', {}).get('features')
     if not isinstance(features, dict):
-        raise DamagedError(f'{path}: is damaged (it names no features).')
+        raise _damaged(path, 'it names no features')
     metadata = _read_json(f'{folder}/{schema.METADATA_FILE}') or {}
     build = next(iter(splits.values())).build
     if metadata.get(schema.META_BUILD, build) != build:
@@ -361,10 +361,14 @@ def _read_json(path: str) -> dict | None:
     try:
         content = json.loads(data)
     except ValueError as error:
-        raise DamagedError(f'{path}: is damaged ({error}).') from error
+        raise _damaged(path, error) from error
     if not isinstance(content, dict):
-        raise DamagedError(f'{path}: is damaged (expected a JSON object).')
+        raise _damaged(path, 'expected a JSON object')
     return content
+
+
+def _damaged(path: str, what: object) -> DamagedError:
+    return DamagedError(f'{path}: is damaged ({what}). Restore it or build the data set again.')
 
 
 def parse_splits(data: bytes) -> list[StoredSplit]:
@@ -421,7 +425,7 @@ def _check_not_lost(folder: str, index: str, build: str) -> None:
     try:
         names = manifest.parse(content) if content else {}
     except ValueError as error:
-        raise DamagedError(f'{recorded}: is damaged ({error}).') from error
+        raise _damaged(recorded, error) from error
     if index in names:
         raise FileNotFoundError(
             f'{folder}/{index}: is missing, and {recorded} names it. Restore it or build the data '

@@ -183,7 +183,8 @@ def choose(
 ) -> Chosen:
     """Returns the texts of a specification; `own` is the text in the records of the data set.
 
-    Raises a ValueError as `parse`, or if a text does not exist, or texts are of different kinds.
+    Raises the errors of `parse`, and a ValueError if a text does not exist, or texts are of
+    different kinds.
     """
     weights = parse(spec)
     found = []

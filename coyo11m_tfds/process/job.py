@@ -46,7 +46,7 @@ def share() -> tuple[int, int]:
         if not count.isdecimal() or index >= int(count):
             raise ValueError(
                 f'{rank}={index} and {_LAUNCHERS[rank]}={count}: expected the number of this '
-                'process, from 0 up, and the count of all.'
+                'process, from 0 up, and the count of all, which is larger. Set both, or none.'
             )
         return index, int(count)
     jax = sys.modules.get('jax')

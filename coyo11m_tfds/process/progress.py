@@ -46,6 +46,7 @@ class Progress:
         """Begins to count.
 
         Args:
+            what: Name of the work, with which each line begins.
             total: Amount of the whole work in `unit`, at least an estimate; 0 for no work.
             unit: 'B' for bytes, shown as MB/s; otherwise a plural noun such as 'captions'.
             goals: Final values of some of the counts.

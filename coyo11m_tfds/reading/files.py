@@ -103,7 +103,7 @@ class ReadCounts(NamedTuple):
 
 
 class ReadCounter:
-    """Counts bytes and records that are read; one counter may serve several data sets."""
+    """Counts what is read, as `ReadCounts`; one counter may serve several data sets."""
 
     def __init__(self):
         self._counts = ReadCounts()

@@ -104,7 +104,7 @@ class Order:
         Raises a ValueError for a negative number.
         """
         if sample < 0:
-            raise ValueError(f'sample={sample} is negative')
+            raise ValueError(f'sample={sample}: expected at least 0')
         return divmod(sample, self.lane_length)
 
     def samples(self, lanes: range, begin: int, end: int) -> Samples:
@@ -210,7 +210,10 @@ def sample_drops(
 def sample_texts(
     seed: int, epoch: np.ndarray | int, keys: np.ndarray, weights: Sequence[float]
 ) -> np.ndarray:
-    """Returns the number of each key's text, in shares by weight; int64, same shape as `keys`."""
+    """Returns which text each key gets, from 0; int64, same shape as `keys`.
+
+    The shares of the texts are proportional to `weights`. `epoch` is as in `sample_crops`.
+    """
     sums = list(itertools.accumulate(weights))
     ends = np.array([int(x / sums[-1] * 2**53) for x in sums], np.int64)
     hashed = derive(seed, TEXT, epoch, keys) >> np.uint64(11)

@@ -1,7 +1,7 @@
 """Prepares a process for reading before TensorFlow starts, and ends it cleanly.
 
-TensorFlow reads its environment variables while it is imported, so this module imports it only to
-register the end. Variables that are already set keep their values.
+TensorFlow reads its environment variables while it is imported, so this module imports it only
+when the program ends. Variables that are already set keep their values.
 """
 
 import atexit

@@ -221,8 +221,8 @@ class RowReader:
     def read(self, rows: Rows, good: np.ndarray) -> Part:
         """Reads some rows in their order, given the result of `check`; large values are `InMemory`.
 
-        Raises a `DamagedError` as `BadRecords.add`, or if an undamaged record lacks a value, and an
-        OSError if a file has changed since it was opened.
+        Raises the errors of `BadRecords.add`, a `DamagedError` if an undamaged record lacks a
+        value, and an OSError if a file has changed since it was opened.
         """
         self._files.check_unchanged(rows.shard)
         for column in self.columns.values():

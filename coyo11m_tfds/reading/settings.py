@@ -124,7 +124,7 @@ class Training(Reading):
         if self.stride < 1:
             raise ValueError(f'stride={self.stride}: expected at least 1')
         if self.start_step < 0:
-            raise ValueError(f'start_step={self.start_step} is negative')
+            raise ValueError(f'start_step={self.start_step}: expected at least 0')
 
     @property
     def order(self) -> OrderSettings:

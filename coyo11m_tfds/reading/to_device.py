@@ -66,7 +66,10 @@ def process_share(sharding: jax.sharding.Sharding) -> tuple[int, int]:
         rows.setdefault(device.process_index, set()).update(range(*part.indices(count)))
     parts = sorted({tuple(sorted(held)) for held in rows.values()})
     if sum(map(len, parts)) != count:
-        raise ValueError(f'{sharding}: the rows that processes hold of a batch overlap')
+        raise ValueError(
+            f'{sharding}: the rows that processes hold of a batch overlap; expected of any two '
+            'processes that they hold the same rows, or no row in common'
+        )
     return parts.index(tuple(sorted(rows[jax.process_index()]))), len(parts)
 
 

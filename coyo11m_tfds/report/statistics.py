@@ -256,7 +256,7 @@ class Dropped:
             raise ValueError(
                 f'{captions}: {self.num_latents:,} of {self.num_rows:,} rows would be dropped '
                 f'({self._reasons(self.counts)}), more than {MAX_DROPPED_FRACTION:.0%}. Do the '
-                'captions (and text embeddings) belong to these .pt files?'
+                'captions (and text embeddings) belong to these latents?'
             )
 
     def _reasons(self, reasons: Iterable[str]) -> str:

@@ -39,7 +39,9 @@ def join(
     """
     with KeyedFile(path, column, name=name) as file:
         if not file.is_text:
-            raise ValueError(f"{file.name}: column '{column}' is {file.kind}, expected text.")
+            raise ValueError(
+                f"{file.name}: column '{column}' is {file.kind}, expected text. Set caption_column."
+            )
         mean = file.num_bytes // file.num_rows
         if mean > schema.MAX_CAPTION_BYTES:
             raise ValueError(

@@ -28,7 +28,7 @@ class CopiedFiles:
         self._target = target
 
     def save(self, name: str, file: source_files.SourceFile, state: FileState) -> None:
-        """Writes the record of a complete copy with its state, under its relative name."""
+        """Writes the record of a complete copy; `name` is its path relative to the destination."""
         record = {
             'name': name,
             'source': file.path,

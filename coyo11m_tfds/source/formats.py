@@ -37,8 +37,8 @@ def fetch_head(file: SourceFile, folder: str | os.PathLike[str], *, check_crc: b
     """Returns a local file to open in place of a file; if possible, without the latents.
 
     For MDS and tar files, whose samples lie one after the other, it is the whole file. A local file
-    is compared with its record, and its own path returned. The folder is one of the caller's own.
-    Raises and takes `check_crc` as `pt_check.fetch_head`.
+    is compared with its record, and its own path returned. Nobody else may use `folder`.
+    `check_crc` and the errors are those of `pt_check.fetch_head`.
     """
     if _suffix(file) not in _OTHERS:
         return pt_check.fetch_head(file, folder, check_crc=check_crc)

@@ -157,12 +157,13 @@ class KeyedFile:
                 )
         elif not pa.types.is_integer(kind := found.field(schema.PARQUET_KEY).type):
             raise ValueError(
-                f"{self.name}: column '{schema.PARQUET_KEY}' is {kind}, expected int64."
+                f"{self.name}: column '{schema.PARQUET_KEY}' is {kind}, expected int64 or another "
+                'type of integers. Write it again.'
             )
 
 
 def read_schema(file: SourceFile) -> pa.Schema:
-    """Reads the schema from the end of a file, local or remote; raises as `naming_damage`."""
+    """Reads the schema at the end of a file, local or remote; raises `naming_damage`'s errors."""
 
     def read_tail(length: int) -> bytes:
         length = min(length, file.size)

@@ -98,7 +98,9 @@ class MdsFile(LatentFile):
             raise self._damaged(f'its columns cannot be read ({error})') from None
         for (name, kind), size in zip(encodings.items(), fixed, strict=True):
             if kind in _NUMBERS and size != _NUMBERS[kind].itemsize:
-                raise self._damaged(f'{name} is {kind} of {size} bytes')
+                raise self._damaged(
+                    f'{name} is {kind} of {size} bytes, expected {_NUMBERS[kind].itemsize}'
+                )
         return encodings, fixed
 
     def _lay_out(

@@ -96,7 +96,7 @@ class LatentShard(LatentFile):
         return chosen.to(torch.float32).numpy()
 
     def _check_stored(self, name: str, dtypes: tuple[str, ...]) -> None:
-        """Checks that a tensor is one of these dtypes, and within one member of the archive."""
+        """Checks that a tensor has one of the dtypes, and lies within one member of the archive."""
         tensor = self._bare.get(name)
         if name not in self._bare:
             what = f"lacks '{name}'; it has {sorted(map(str, self._bare))}."

@@ -47,7 +47,10 @@ class Head:
 
 
 class NoCaptionsError(ValueError):
-    """A file has neither captions nor labels, and the source has no Parquet file."""
+    """The source has no Parquet file, and a file lacks captions of the column that is asked for.
+
+    By default, captions under other usual names, or labels, serve too.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +187,8 @@ class TextTables:
             if name != self.caption_column:
                 raise ValueError(
                     f"{path}: has captions '{name}', expected '{self.caption_column}' as in the "
-                    'files before it.'
+                    'files before it. Give the column one name in all files, or set caption_column '
+                    'to one that all of them have.'
                 )
             self._writer.write_table(pa.table([head.keys, texts], schema=self._writer.schema))
         if head.labels:

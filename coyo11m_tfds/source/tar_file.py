@@ -79,7 +79,9 @@ class TarFile(LatentFile):
         try:
             return pa.array(values, pa.large_string() if kinds == (str,) else numbers)
         except (pa.ArrowInvalid, OverflowError, UnicodeEncodeError) as error:
-            raise ValueError(f'{self.path}: {name} of a sample cannot be read ({error}).') from None
+            raise ValueError(
+                f'{self.path}: {name} of a sample cannot be read ({error}). Write the tar again.'
+            ) from None
 
     def _members(self, size: int) -> Iterator[tuple[str, int, int]]:
         """Yields name, offset and size of each file; all headers have to be in order."""
@@ -95,9 +97,9 @@ class TarFile(LatentFile):
                 length = int.from_bytes(header[125:136]) if is_binary else int(octal or '0', 8)
                 length = int(said.get('size', length))
                 if not 0 <= length <= size - start:
-                    raise ValueError(f'it has {length:,} bytes of {size:,}')
+                    raise ValueError(f'its member has {length:,} of {size - start:,} bytes')
             except ValueError as error:
-                raise self._damaged(f'of the header at byte {at:,}: {error}') from None
+                raise self._damaged(f'its header at byte {at:,} cannot be read ({error})') from None
             kind = header[156:157]
             prefix = _text(header[345:500]) if header[257:263] == b'ustar\0' else ''
             name = said.get('path') or os.path.join(prefix, _text(header[:100]))
@@ -133,7 +135,7 @@ class TarFile(LatentFile):
         if asked.name:
             found = [x for x in found if x in (asked.name, f'{asked.name}.npy')]
         if not self._samples:
-            raise ValueError(f'{self.path}: has no members.')
+            raise ValueError(f'{self.path}: has no members, expected samples of latents.')
         if len(found) != 1:
             raise ValueError(
                 f'{self.path}: its samples have .npy files {found}, expected one. Choose it by '
@@ -174,14 +176,19 @@ class TarFile(LatentFile):
         try:
             found = json.loads(self._contents(sample, _JSON))
         except (ValueError, RecursionError) as error:
-            raise ValueError(f'{self.path}: {sample}.json is not JSON ({error}).') from None
+            raise ValueError(
+                f'{self.path}: {sample}.json is not JSON ({error}). Write the tar again.'
+            ) from None
         self._parsed = sample, found if isinstance(found, dict) else {}
         return self._parsed[1]
 
     def _contents(self, sample: str, suffix: str) -> bytes:
         start, size = self._samples[sample][suffix]
         if size > _MAX_TEXT:
-            raise ValueError(f'{self.path}: {sample}.{suffix} has {size:,} bytes.')
+            raise ValueError(
+                f'{self.path}: {sample}.{suffix} has {size:,} bytes, expected at most '
+                f'{_MAX_TEXT:,}.'
+            )
         return self._read_bytes(start, size)
 
 

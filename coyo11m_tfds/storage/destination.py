@@ -142,6 +142,7 @@ class Destination:
         scratch folder on their way to a bucket.
 
         Args:
+            name: Name of the copy; its folders are made, and a file of this name is replaced.
             scratch: Required for a remote file without a CRC-32C that goes to a bucket.
             on_bytes: See `remote.fetch`; called for a download.
         """

@@ -128,6 +128,7 @@ def write(url: str, data: bytes, generation: int | None = None) -> Stat:
 
     Args:
         url: URL of the object, which is replaced if it exists.
+        data: New content of the object.
         generation: The only generation that may be replaced; 0 for none, None for any.
 
     Raises:
@@ -205,7 +206,7 @@ def download_address(url: str) -> str:
 
 
 def credentials() -> dict[str, str]:
-    """Returns the headers of a request that have the credentials of this machine."""
+    """Returns the headers that give a request the credentials of this process."""
 
     def ask(*args: Any, **options: Any) -> Any:  # for a new token; making a session takes 1 ms
         return google.auth.transport.requests.Request()(*args, **options)

@@ -68,6 +68,7 @@ class FileLock:
 
         Raises:
             BlockingIOError: `wait` is False, and others hold the lock.
+            OSError: The file cannot be opened, or its file system has no locks.
         """
         self._path = path
         how = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)

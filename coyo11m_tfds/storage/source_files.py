@@ -64,6 +64,7 @@ def list_files(
 
     Args:
         folder: Local or remote.
+        sub_folder: Name of the sub-folder, which need not exist.
         suffixes: Suffixes of the names of wanted files. Hidden files are left out.
 
     Returns:

@@ -124,7 +124,7 @@ def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 class RMSNorm(nn.Module):
-    """Zhang & Sennrich 2019, computed in float32; the learned scale is relative to 1."""
+    """Root mean square norm (Zhang & Sennrich, 2019), in float32, times 1 plus a learned scale."""
 
     epsilon: float
 

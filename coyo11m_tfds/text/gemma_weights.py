@@ -104,7 +104,8 @@ def load_params(checkpoint: 'Checkpoint', dtype: jnp.dtype | type) -> dict[str, 
     if missing or unexpected:
         raise ValueError(
             f'{checkpoint.path}: the weights do not fit the configuration: {len(missing)} are '
-            f'missing {sorted(missing)[:3]}, {len(unexpected)} unexpected {sorted(unexpected)[:3]}.'
+            f'missing {sorted(missing)[:3]}, {len(unexpected)} unexpected '
+            f'{sorted(unexpected)[:3]}. Download or save the model again.'
         )
     for name, target in targets.items():
         try:
@@ -121,7 +122,7 @@ def load_params(checkpoint: 'Checkpoint', dtype: jnp.dtype | type) -> dict[str, 
 
 
 def _targets(params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the place of each weight, by its name and in the axis order of the files."""
+    """Returns the array of each weight by its name in the files, with the axes in their order."""
     targets = {f'{theirs}.weight': params[ours] for ours, theirs in _REST.items()}
     for ours, theirs in _LAYER.items():
         for i, stacked in enumerate(params[f'layers.{ours}']):

@@ -32,6 +32,7 @@ class ModelTokenizer(Tokenizer):
         Args:
             spec: `hf:` or `jax:`, and a folder or a name on the hub.
             max_tokens: Length to which captions are cut, special tokens included.
+            backend: Tokenizer; its padding and truncation are changed.
             filler: Token for empty captions, and for padding, which is masked.
 
         Raises:

@@ -128,6 +128,7 @@ class Parts:
         `tokens`, int32 lists of `max_tokens`, padded with -1.
 
         Args:
+            numbers: Numbers of the parts, from 0.
             staging: Local folder, in a local `out`, for the part that is being written.
             on_batch: Called after each batch; its exceptions end the work.
 

@@ -227,7 +227,11 @@ def _modulate(x: jax.Array, shift: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 class Conditioning(nn.Module):
-    """Embeds the time, the text and the crop and adds them, `(b, width)`."""
+    """Embeds the time, the text and the crop, and adds the embeddings: `(b, width)` in `dtype`.
+
+    Takes times `(b,)` in [0, 1], texts `(b, D)`, `drop_text` bool `(b,)`, and crops int32 `(b,)`,
+    counted from the middle one. With None no text is dropped, and every crop is the middle one.
+    """
 
     width: int
     crops: int = 1
@@ -271,7 +275,11 @@ def _kernel_takes(num_tokens: int, num_words: int, head_dim: int) -> bool:
 
 
 class Attention(nn.Module):
-    """Multi-head attention of tokens to each other and to words, queries and keys normalized."""
+    """Multi-head attention of tokens to each other and to words; queries and keys are normalized.
+
+    Maps tokens `(b, n, width)`, `make_turns` of their positions and, if given, the words to
+    `(b, n, width)` in `dtype`.
+    """
 
     num_heads: int
     dtype: Dtype = jnp.bfloat16
@@ -351,7 +359,11 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block; at the start of training it is the identity (adaLN-Zero)."""
+    """One transformer block; at the start of training it is the identity (adaLN-Zero).
+
+    Maps tokens `(b, n, width)`, a condition `(b, width)`, `make_turns` of the tokens' positions
+    and, if given, the words to tokens `(b, n, width)`.
+    """
 
     num_heads: int
     mlp_ratio: float = 4
@@ -390,6 +402,7 @@ class DiT(nn.Module):
     Attributes:
         width: Width of the tokens; a multiple of 4 times `num_heads`.
         depth: Number of blocks.
+        num_heads: Number of attention heads.
         patch_size: Side of the square of latent positions that makes a token.
         mlp_ratio: Width of a block's hidden layer divided by the width of the tokens.
         dtype: Dtype of the computation. Parameters and the result are float32.

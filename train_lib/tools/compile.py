@@ -335,7 +335,7 @@ def main() -> None:
 if __name__ == '__main__':
     config_flags.DEFINE_config_file('config', None, run.CONFIG_HELP, lock_config=True)
     flags.DEFINE_string('topology', None, 'Slice to compile for, such as v5e:4x4.')
-    flags.DEFINE_integer('num_tokens', 128, 'Tokens of a text, for a sequence or an encoder.')
-    flags.DEFINE_enum('step', TRAIN, STEPS, 'Training, evaluation or the previews.')
+    flags.DEFINE_integer('num_tokens', 128, 'Tokens of a text, for text=sequence or an encoder.')
+    flags.DEFINE_enum('step', TRAIN, STEPS, 'Step to compile; draw is that of the previews.')
     flags.DEFINE_bool('json', False, 'Print the report as JSON.')
     run.start(main, required=['config', 'topology'])

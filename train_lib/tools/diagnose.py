@@ -148,6 +148,6 @@ def main() -> None:
 if __name__ == '__main__':
     config_flags.DEFINE_config_file('config', None, run.CONFIG_HELP, lock_config=True)
     flags.DEFINE_integer('hosts', 1, 'Number of hosts that share a batch.')
-    flags.DEFINE_float('step_ms', None, 'Time of a step, instead of a measurement.')
-    flags.DEFINE_float('seconds', 5, 'Time for reading, and for steps.')
+    flags.DEFINE_float('step_ms', None, 'Time of a step in milliseconds, instead of measuring it.')
+    flags.DEFINE_float('seconds', 5, 'Seconds to time the reading, and then the steps.')
     run.start(main, required=['config'])

@@ -34,13 +34,15 @@ Loops = tuple[int, ...]  # lengths, outermost first; 0 for one that cannot be re
 
 
 class Collective(NamedTuple):
-    """One exchange among `members` devices.
+    """One exchange between devices.
 
     Attributes:
         kind: A key of `_RECEIVED`.
+        members: Number of devices that exchange data with each other.
         arrays: Dtypes, such as `bf16`, and shapes of the result.
         nbytes: Bytes that a device receives in all turns of the loops.
         times: Number of times it runs.
+        loops: Lengths of the loops around it.
         is_async: Whether it runs beside other work.
     """
 
@@ -57,6 +59,7 @@ class Kernel(NamedTuple):
     """A Pallas kernel of a TPU, by the instruction that calls it.
 
     Attributes:
+        name: Name of that instruction.
         rows: Largest first axis of its results; for `models.attention_kernel`, the number of
             samples.
     """
@@ -72,6 +75,7 @@ class Costs(NamedTuple):
         cycles: Libtpu's estimates for fusions and single operations, by name (`op_name`, '' without
             one). There are no estimates for kernels, for exchanges and copies that run beside other
             work, and in programs for other devices.
+        collectives: All exchanges between devices.
         kernels: Number of calls of each Pallas kernel.
         loops: Lengths of the loops around each computation.
     """
@@ -101,7 +105,7 @@ class _Instruction(NamedTuple):
         return found[1] if found else ''
 
     def arrays(self) -> list[Array]:
-        """Those of the result."""
+        """Dtype and shape of each array of the result."""
         return [
             (dtype, tuple(map(int, filter(None, sizes.split(',')))))
             for dtype, sizes in _ARRAY.findall(self.result)
