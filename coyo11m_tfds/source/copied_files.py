@@ -88,8 +88,7 @@ def compare(found: FileState, recorded: FileState, path: str) -> None:
     """Raises a ValueError if the state of the file at `path` differs from the recorded one."""
     if found != recorded:
         raise ValueError(
-            f'{path}: has {found.size:,} bytes with CRC-32C {found.crc32c:08x}, but when it '
-            f'was mirrored it had {recorded.size:,} with {recorded.crc32c:08x}. Mirror the source '
+            f'{path}: has {found}, but when it was mirrored it had {recorded}. Mirror the source '
             f'again; if you have replaced the file on purpose, delete its record in {_RECORDS}/.'
         )
 

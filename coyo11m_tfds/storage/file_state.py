@@ -24,7 +24,11 @@ class FileState(NamedTuple):
     """The state of a stored file: its size in bytes and the CRC-32C of its content."""
 
     size: int
-    crc32c: int
+    crc32c: int  # negative if unknown
+
+    def __str__(self) -> str:
+        known = f' with CRC-32C {self.crc32c:08x}' if self.crc32c >= 0 else ''
+        return f'{self.size:,} bytes{known}'
 
 
 def of_file(

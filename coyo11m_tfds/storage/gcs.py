@@ -285,8 +285,5 @@ def _check(blob: storage.Blob, sent: FileState) -> Stat:
     stored, url = _stat(blob), f'gs://{blob.bucket.name}/{blob.name}'
     if stored.state != sent:
         delete(url, stored.generation)
-        raise retry.Corrupted(
-            f'{url}: {sent.size} bytes with CRC-32C {sent.crc32c:08x} were sent, but '
-            f'{stored.size} bytes with {stored.crc32c:08x} stored.'
-        )
+        raise retry.Corrupted(f'{url}: {sent} were sent, but {stored.state} stored.')
     return stored

@@ -302,7 +302,7 @@ def test_a_copy_is_found_with_what_mirror_recorded(mirrored):
 def test_a_copy_of_another_size_is_refused(mirrored):
     name = 'latents-3crop/000000-000009.pt'
     mirrored.put({name: b'longer than before'})
-    message = rf'{name}: has 18 bytes .* when it was mirrored it had [58] with'
+    message = rf'{name}: has 18 bytes .* when it was mirrored it had [58] bytes with'
     with pytest.raises(ValueError, match=message):
         location.find(mirrored.root)
     if mirrored.root.startswith('gs://'):  # also of the same size, as its checksum is known
