@@ -193,7 +193,8 @@ def choose(
         if name and not _is_text(column):
             raise ValueError(
                 f'{folder}: text={spec!r}: {name!r} is not a column of text embeddings or of '
-                f'tokens with their vocabulary; there are {column_names(columns)}. Add some.'
+                f'tokens with their vocabulary; there are {column_names(columns)}. python -m '
+                'coyo11m_tfds.add_column --text adds some.'
             )
         found.append(_of_column(cast(AddedColumn, column)) if name else own)
     first = found[0]

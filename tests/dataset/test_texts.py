@@ -80,7 +80,7 @@ def test_what_is_no_choice_of_texts_is_refused(spec):
     ('spec', 'message'),
     [
         ('nothing', r"'nothing' is not a column of text.*; there are \['short', 'wide', "),
-        ('records:2,score:1', "'score' is not a column of text"),
+        ('records:2,score:1', "'score' is not a column of text.*add_column --text adds some"),
         ('old_words', "'old_words' is not a column .* or of tokens with their vocabulary"),
         ('records,wide', "'wide' has embeddings of 'hash', revision '1', 3 numbers, expected .* 2"),
         ('short,foreign', "'foreign' has .* 'hf:m', .* expected embeddings of 'hash', .* 'short'"),
