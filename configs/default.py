@@ -29,7 +29,7 @@ def get_config() -> ml_collections.ConfigDict:
     data.stages = ()  # later weights of a mixture: ({'from': STEP, 'weights': (1, 1)},)
     data.chunk = 64  # records of one request, a multiple of 32: 64 records are 1.7 MB
     data.lanes = 16  # a multiple of the number of hosts, a divisor of batch_size
-    data.window = 1024  # records shuffled together in a lane, 39 MB a lane
+    data.window = 1024  # records shuffled together in a lane; by chunks they take 21 MB a lane
     data.text = ''  # '': the records' text; or a column's name; or shares: 'records:2,short:1'
     data.caption_dropout = 0.1  # share of samples whose text is dropped, for guidance
     data.on_bad_records = 'stop'  # or 'skip': leave out damaged records and count them

@@ -63,9 +63,11 @@ def open_validation(data_dir: str, num_pictures: int) -> StoredDataset:
     """Opens a data set whose validation split must have `num_pictures` records.
 
     Raises:
-        ValueError: The data set does not exist, or the split has fewer records.
+        ValueError: No data set is named, it does not exist, or the split has fewer records.
         OSError: A file cannot be read.
     """
+    if not data_dir:
+        raise ValueError('the run trained on a mixture: choose the data set by --data_dir')
     opened = input_pipeline.open_data(data_dir)
     split = opened.splits.get(schema.VALIDATION)
     there = split.num_records if split else 0
@@ -200,6 +202,7 @@ if __name__ == '__main__':
     draw.define_flags()
     flags.adopt_module_key_flags(draw)
     flags.DEFINE_string('features', None, 'Image encoder of transformers: a folder or hub name.')
-    flags.DEFINE_string('data_dir', None, 'Data set to compare with; default: that of the run.')
+    help_of_data = 'Data set to compare with; default: that of the run. A mixture has no default.'
+    flags.DEFINE_string('data_dir', None, help_of_data)
     flags.DEFINE_integer('num_pictures', 10_000, 'Number of records to compare.', lower_bound=2)
     run.start(main, required=['workdir', 'features'])

@@ -84,9 +84,11 @@ def test_a_stopped_evaluation_goes_on(measure, tmp_path, monkeypatch):
     assert made[6:] == [0, 5, 10]
 
 
-def test_more_pictures_than_there_are_records_are_refused(measure):
+def test_a_bad_choice_of_data_is_refused(measure):
     with pytest.raises(ValueError, match=r'num_pictures=10000: expected 2 to \d+, .*validation'):
         measure(10_000)
+    with pytest.raises(ValueError, match='mixture: choose the data set by --data_dir'):
+        evaluate.open_validation('', 12)
 
 
 @pytest.mark.slow
