@@ -150,8 +150,9 @@ def train_batches(
         prefetch: Number of batches to keep ready; a negative number means 2.
         engine: 'rows' gathers values from memory-mapped files, which must be local and must not
             change; 'chunks' fetches runs of records, each with one request; 'auto' chooses rows for
-            a local data set and chunks for one on gs://; 'tf_data' reads through `train_dataset`,
-            and so does a data set without a chunk index. All return the same batches.
+            a local data set of at most 60,000 shards, and chunks for others; 'tf_data' reads
+            through `train_dataset`. These return the same batches. A data set without a chunk
+            index is also read through `train_dataset`, in an ordinary shuffled order.
         verify: When 'rows' compares a record with its CRC-32C: 'once', at the first read in this
             process, 'always', or 'never'. 'chunks' always compares.
         text: Source of `text_embedding` or `tokens`: '' for the records, the name of an added
@@ -165,10 +166,11 @@ def train_batches(
     Returns:
         An iterator with `step`, `steps_per_epoch`, `spec`, `get_state`, `set_state`, `close` and
         `check_memory`. Its threads end at `close` or when it is garbage-collected. A batch is a
-        dict of new arrays with the chosen features: key=int64 `(b,)`, latents=float16|bfloat16 `(b,
-        4, 32, 32)`, crop=int32 `(b,)` (which crop of the image the latents are, counted from the
-        middle one: 0 is the middle one, or the first of two), text_embedding=float16 `(b, D)`,
-        tokens=int32 `(b, T)`, caption=bytes `(b,)`, a column in its own dtype and shape;
+        dict of new arrays with the chosen features: key=int64 `(b,)`, latents `(b, C, H, W)` in the
+        dtype of the source, one of `schema.LATENT_DTYPES`, crop=int32 `(b,)` (which crop of the
+        image the latents are, counted from the middle one: 0 is the middle one, or the first of
+        two), text_embedding=float16 `(b, D)`, tokens=int32 `(b, T)`, caption=bytes objects `(b,)`,
+        a column in its own dtype and shape;
         drop_text=bool `(b,)` with caption_dropout > 0 and embeddings or tokens; mask=bool `(b,)`
         with on_bad_records='skip'. The iterator raises `DamagedError` if a record cannot be read or
         too many are bad, and `OSError` if a file is missing, forbidden or unreachable or, with

@@ -68,7 +68,7 @@ def add(
 
     Args:
         data_dir: Folder of the data set, local or on gs://.
-        name: Name of the new column: small letters, digits and '_'.
+        name: Name of the new column: a small letter, then small letters, digits and '_'.
         text: Folder that `embed_captions` made of any column of captions, with embeddings or
             tokens; local or remote.
         parquet: Any Parquet file, or a folder of `part-NNNNN-of-MMMMM.parquet`, local or remote.
@@ -77,13 +77,13 @@ def add(
             its dtype; or numbers of `source`, whose `.json` fractions become float32.
         replace: Whether the name may be that of an added column.
         scratch_dir: Local folder for temporary files, with room for twice the size of the values;
-            '' for `.coyo11m_tfds` beside the folder of the data set, or this user's cache for a
-            data set on gs://.
+            '' for `.coyo11m_tfds` in the `--data_dir` of the build or, for a data set on gs://,
+            this user's cache.
 
     Raises:
-        ValueError: The data set does not exist, or has a column of this name; the files hold other
-            values, or lack the value of a record; or a record is damaged.
-        OSError: A file cannot be read or written.
+        ValueError: The data set has a column of this name; the files hold other values, or lack the
+            value of a record; or a record is damaged.
+        OSError: The data set does not exist, or a file cannot be read or written.
         TimeoutError: Another process writes this data set.
     """
     given = [x for x in (text, parquet, source) if x]
@@ -127,7 +127,7 @@ def remove(data_dir: str | os.PathLike[str], name: str) -> None:
     """Removes an added column; runs that read it end with an error.
 
     Raises:
-        ValueError: The data set or the column does not exist.
+        ValueError: The data set has no such column.
         TimeoutError, OSError: As `add`.
     """
     with _editing(data_dir) as edit:
@@ -144,8 +144,7 @@ def move_latents(data_dir: str | os.PathLike[str], source: str | os.PathLike[str
 
     Args:
         data_dir: Folder of the data set, local or on gs://.
-        source: Folder of the source, with the same files as before, by the CRC-32s in their
-            directories.
+        source: Folder of the source, with the same files as before, which `columns.outline` tells.
 
     Raises:
         ValueError: The data set has no latents in place, or a file is missing or has changed.

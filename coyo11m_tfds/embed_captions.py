@@ -14,8 +14,8 @@ encoder or of other captions. Several processes, on one machine or on many, shar
 of `torchrun`, `srun` or `mpirun`, or with `--part 0/4` to `--part 3/4`; those of a machine take its
 GPUs in turn. If one ends early, the same command makes the missing parts.
 
-Captions that are null, blank or longer than `schema.MAX_CAPTION_BYTES` get no row. SOURCE may be
-local, on gs:// or on hf://.
+Captions that are null, blank or longer than 65,536 bytes of UTF-8 get no row. SOURCE may be local,
+on gs:// or on hf://.
 """
 
 import contextlib

@@ -26,7 +26,7 @@ from train_lib.step import Program
 
 
 class OtherRunError(ValueError):
-    """A checkpoint belongs to a run with other data, order, model or settings."""
+    """A checkpoint is of a run with another model, encoder or optimizer, or other settings."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,11 +60,12 @@ class Features(NamedTuple):
 
 
 def open_validation(data_dir: str, num_pictures: int) -> StoredDataset:
-    """Opens a data set whose validation split must have `num_pictures` records.
+    """Opens a data set whose validation split must have at least `num_pictures` records.
 
     Raises:
-        ValueError: No data set is named, it does not exist, or the split has fewer records.
-        OSError: A file cannot be read.
+        ValueError: No data set is named, the split has fewer records, or `num_pictures` is less
+            than 2.
+        OSError: The data set does not exist, or a file cannot be read.
     """
     if not data_dir:
         raise ValueError('the run trained on a mixture: choose the data set by --data_dir')

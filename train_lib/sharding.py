@@ -192,7 +192,7 @@ def _padded(matrices: jax.Array, divisor: int) -> jax.Array:
 
 
 def abstract(array, placed: jax.sharding.Sharding | None = None) -> jax.ShapeDtypeStruct:
-    """Returns the shape, dtype and sharding of an array, or the given sharding."""
+    """Returns the shape and dtype of an array with its sharding, or with `placed`."""
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed or array.sharding)
 
 

@@ -101,7 +101,7 @@ def _named(sources: tuple[Source, ...]) -> tuple[Source, ...]:
             taken.append(source.name)
         named.append(source)
     if twice := {x for x in taken if taken.count(x) > 1}:
-        raise ValueError(f'mix has the name {min(twice)!r} twice')
+        raise ValueError(f'mix has the name {min(twice)!r} twice: give every source its own')
     read = [(x.stored.folder, x.where.text if x.where else '') for x in named]
     if again := [x for x in read if read.count(x) > 1]:
         raise ValueError(
