@@ -145,7 +145,7 @@ class Builder(dataset_builder.FileReaderBuilder):
             ValueError: The source, the config or an option is bad, or the existing data set was
                 built with other settings.
             OSError: A file cannot be read or written; finished shards are kept.
-            RuntimeError: The first process of the job failed.
+            RuntimeError: A worker died, or the first process of the job failed.
         """
         config = download_config or tfds.download.DownloadConfig()
         mode = config.download_mode

@@ -88,7 +88,8 @@ def make_plan(
     """Plans the shards of a data set, with the first `limit` records of each split.
 
     The captions and embeddings that the tasks read stay in the existing folder `cache_dir` for the
-    next build of the same source. Raises a ValueError if the source has a fault.
+    next build of the same source. Raises a ValueError if the source has a fault, and an OSError if
+    a file cannot be read or written.
     """
     sidecar_files = _find_sidecar(settings, source.captions_file is not None)
     # Of this build alone: another one of the same source must not remove what is read here.

@@ -1,7 +1,7 @@
 """Writes one TFRecord shard: a pure function of its task, in any process.
 
-It opens one file of the source at a time and reads `ROWS_AT_ONCE` rows at a time, so its memory is
-independent of the sizes of files and shards.
+It opens one file of the source at a time and reads at most `ROWS_AT_ONCE` rows at a time, so its
+memory is independent of the sizes of files and shards.
 """
 
 from collections.abc import Iterator, Sequence

@@ -145,7 +145,7 @@ _Weights = Mapping[str, Any]
 
 
 def _decode_tiny(config: Mapping[str, Any], weights: _Weights, latents: jax.Array) -> jax.Array:
-    """diffusers' `DecoderTiny`, which takes latents times the scaling factor of the large VAE."""
+    """diffusers' `DecoderTiny`, which takes scaled latents; the factor here is always SDXL's."""
     if config.get('act_fn', 'relu') != 'relu' or config.get('upsample_fn', 'nearest') != 'nearest':
         raise ValueError(f'act_fn {config["act_fn"]!r} or upsample_fn is not supported')
     layers = iter(range(1000))
@@ -218,7 +218,7 @@ def _attention(weights: _Weights, norm: _Norm, name: str, x: jax.Array) -> jax.A
 
 
 def _group_norm(weights: _Weights, groups: int, name: str, x: jax.Array) -> jax.Array:
-    """Wu & He, "Group Normalization", 2018."""
+    """Normalizes groups of channels over all positions (Wu & He, "Group Normalization", 2018)."""
     grouped = x.reshape(len(x), -1, groups, x.shape[-1] // groups)
     mean = grouped.mean(axis=(1, 3), keepdims=True)
     variance = grouped.var(axis=(1, 3), keepdims=True)

@@ -18,7 +18,7 @@ def chosen(num_workers: int) -> int:
     """Returns `num_workers`; for 0, the value of COYO11M_NUM_PROC, or 0 without this variable.
 
     Raises:
-        ValueError: The variable is not a number.
+        ValueError: The variable is not a number from 1 up.
     """
     variable = os.environ.get(VARIABLE)
     if num_workers or not variable:

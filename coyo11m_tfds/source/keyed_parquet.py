@@ -107,13 +107,16 @@ class KeyedFile:
         return True
 
     def keys(self) -> np.ndarray:
-        """Reads all keys, int64 `(n,)`; raises a ValueError if one is null or not int64."""
+        """Reads all keys, int64 `(n,)`; raises a ValueError if one is null or too large."""
         if self._range is not None:
             return np.arange(self._range.start, self._range.stop, self._range.step)
         with naming_damage(self.name):
             keys = pa.chunked_array(list(self._read(schema.PARQUET_KEY, 1 << 20)))
             if keys.null_count:
-                raise ValueError(f"{self.name}: column '{schema.PARQUET_KEY}' has nulls.")
+                raise ValueError(
+                    f"{self.name}: column '{schema.PARQUET_KEY}' has nulls, expected a key in every"
+                    ' row.'
+                )
             try:
                 return keys.cast(pa.int64()).to_numpy()
             except pa.ArrowInvalid as error:

@@ -150,6 +150,6 @@ def _add_records(folder: str, files: list[SourceFile]) -> list[SourceFile]:
             others.append(file.path)
         found.append(dataclasses.replace(file, recorded=state))
     if others:
-        more = f'; so are {len(others) - 1} more' if others[1:] else ''
-        logging.warning(f'{others[0]}: mirror did not copy this file, unlike others there{more}.')
+        more = f', nor {len(others) - 1} more' if others[1:] else ''
+        logging.warning(f'{others[0]}: mirror did not copy this file{more}, unlike others there.')
     return found

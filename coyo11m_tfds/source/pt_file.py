@@ -21,7 +21,7 @@ _EMBEDDING_DTYPES = ('float16', 'bfloat16', 'float32')
 
 
 class RowsDisagreeError(ValueError):
-    """The tensors of a file (`keys`, `digest`) have unequal numbers of rows."""
+    """The tensors of a file, whose `keys` and `digest` this holds, have unequal numbers of rows."""
 
     def __init__(self, message: str, keys: np.ndarray, digest: str):
         super().__init__(message)

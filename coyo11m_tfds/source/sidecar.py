@@ -265,7 +265,9 @@ def _values(
         rows = done + np.flatnonzero(is_there)
         if 'header' in found:
             if not is_there.all():
-                raise ValueError(f"{file.name}: column '{file.column}' has nulls.")
+                raise ValueError(
+                    f"{file.name}: column '{file.column}' has nulls, expected a value in every row."
+                )
             _check(matrix, keys[rows], Header(**found['header']), file.name)
         yield rows, matrix
         done += len(is_there)

@@ -97,7 +97,7 @@ def call(operation: Callable[[], T], what: str, *, attempts: int = 8) -> T:
             if attempt == attempts:
                 raise GivenUp(
                     f'{what}: given up after {attempts} attempts; the last one failed with '
-                    f'{_text(error)}. Run the same command again later, it resumes from here.'
+                    f'{_text(error)}. Run the same command again later; builds and copies resume.'
                 ) from error
             delay = _delay(attempt, error)
             failed = f'attempt {attempt} of {attempts} failed'

@@ -117,7 +117,8 @@ def _load(model: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
     if lacking:
         raise ValueError(
             f'text encoder {model!r}: the weights lack {len(lacking)} tensors that the model '
-            f'needs, such as {lacking[0]}; without them it would be initialized at random'
+            f'needs, such as {lacking[0]}; without them it would be initialized at random. '
+            'Download or save the whole model again.'
         )
     # Whole captions go through at once, so keys and values need not be kept for a next token.
     network.config.use_cache = False

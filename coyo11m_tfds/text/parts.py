@@ -211,7 +211,7 @@ class Parts:
 
 
 def check_out(out: str, share: tuple[int, int]) -> None:
-    """Raises a ValueError for a folder that cannot be written, or a wrong `(number, count)`."""
+    """Raises a ValueError for a file, a URL not on `gs://`, or a wrong `(number, count)`."""
     if not 0 <= share[0] < share[1]:
         raise ValueError(f'part {share[0]}/{share[1]}: expected I/N with I from 0 to N - 1.')
     if os.path.isfile(out):
