@@ -177,12 +177,12 @@ RGB_BIAS = np.array([0.1084, -0.0175, -0.0011], np.float32)
 
 
 def latents_nbytes(dtype: str, shape: Sequence[int]) -> int:
-    """The bytes of latents of one of `LATENT_DTYPES` and a shape."""
+    """Returns the size in bytes of latents of a shape and one of `LATENT_DTYPES`."""
     return LATENT_DTYPES[dtype] * math.prod(shape)
 
 
 def middle_crop(count: int) -> int:
-    """Which of so many crops stands for its image: the middle one, or the first of two."""
+    """Returns which of `count` crops stands for the image: the middle one, or the first of two."""
     return (count - 1) // 2
 
 

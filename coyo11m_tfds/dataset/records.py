@@ -317,6 +317,6 @@ def _varint(value: int) -> bytes:
 
 
 def _masked_crc(data: bytes | np.ndarray) -> bytes:
-    """Masked as tensorflow/core/lib/hash/crc32c.h does, little endian."""
+    """The CRC-32C, masked as in tensorflow/core/lib/hash/crc32c.h, as four bytes, little endian."""
     crc = google_crc32c.value(data)
     return struct.pack('<I', ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)

@@ -147,7 +147,10 @@ _Weights = Mapping[str, Any]
 def _decode_tiny(config: Mapping[str, Any], weights: _Weights, latents: jax.Array) -> jax.Array:
     """diffusers' `DecoderTiny`, which takes scaled latents; the factor here is always SDXL's."""
     if config.get('act_fn', 'relu') != 'relu' or config.get('upsample_fn', 'nearest') != 'nearest':
-        raise ValueError(f'act_fn {config["act_fn"]!r} or upsample_fn is not supported')
+        raise ValueError(
+            f'act_fn is {config.get("act_fn")!r} and upsample_fn is {config.get("upsample_fn")!r}, '
+            'expected relu and nearest'
+        )
     layers = iter(range(1000))
 
     def name() -> str:
@@ -174,7 +177,10 @@ def _decode_tiny(config: Mapping[str, Any], weights: _Weights, latents: jax.Arra
 def _decode_kl(config: Mapping[str, Any], weights: _Weights, latents: jax.Array) -> jax.Array:
     """diffusers' `Decoder` of `AutoencoderKL`, which takes raw latents."""
     if {*config['up_block_types']} != {'UpDecoderBlock2D'} or config.get('act_fn') != 'silu':
-        raise ValueError(f'up_block_types {config["up_block_types"]} or act_fn is not known here')
+        raise ValueError(
+            f'up_block_types are {config["up_block_types"]} and act_fn is '
+            f'{config.get("act_fn")!r}, expected only UpDecoderBlock2D and silu'
+        )
     norm = functools.partial(_group_norm, weights, config.get('norm_num_groups', 32))
     x = latents
     if config.get('use_post_quant_conv', True):

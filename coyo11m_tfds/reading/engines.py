@@ -166,7 +166,7 @@ def _check_text(folder: str, text: texts.Chosen, asked: Reading) -> None:
     if text.in_columns and other:
         raise ValueError(
             f'{folder}: features has {min(other)!r}, but text={text.names[0] or texts.RECORDS!r} '
-            f'holds {text.feature!r}, expected that.'
+            f'holds {text.feature!r}; ask for that feature.'
         )
 
 

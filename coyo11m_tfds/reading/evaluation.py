@@ -85,7 +85,10 @@ class EvalReader(SplitReader):
         self._lengths = lengths if self._kept is None else self._kept.lengths
         size = int(self._lengths.sum())
         if not size:
-            raise ValueError(f'{asked.stored.folder}: split {asked.split!r} is empty')
+            raise ValueError(
+                f'{asked.stored.folder}: split {asked.split!r} is empty; name another split, or '
+                'build with a larger validation_fraction'
+            )
         self.num_batches = -(-size // asked.batch_size)
         each = self.num_batches * asked.local_size
         self._own = range(size)[asked.process_index * each :][:each]

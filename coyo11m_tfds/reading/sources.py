@@ -176,7 +176,7 @@ def check_latents(sources: Sequence[Source]) -> None:
         if vae != first:
             raise ValueError(
                 f'{source.stored.folder}: its latents are of VAE {vae!r}, expected {first!r} as '
-                f'those of {named[0].stored.folder}'
+                f'those of {named[0].stored.folder}; mix only data sets of one VAE'
             )
     names = schema.META_LATENT_MEAN, schema.META_LATENT_STD
     known = [x for x in sources if x.stored.metadata.keys() >= set(names)]

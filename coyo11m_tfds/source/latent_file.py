@@ -129,7 +129,7 @@ class LatentFile:
         self.keys = (splitmix64(numbers) >> np.uint64(1)).astype(np.int64)
 
     def _set_kind(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
-        """Sets dtype and shape; a ValueError where latents cannot have them, or not as asked."""
+        """Sets dtype and shape; raises a ValueError for impossible ones, or not as asked for."""
         self.dtype, self.shape = dtype, (1, *shape) if len(shape) == 3 else shape
         asked = self._asked
         if not schema.are_latents(self.dtype, self.shape):

@@ -103,7 +103,7 @@ def write_numbers(
     except pa.ArrowException as error:
         raise ValueError(
             f"{files[0].path}: its numbers '{column}' and those of other files are of types that "
-            f'do not go together ({error}).'
+            f'do not go together ({error}). Write them with one type in all files.'
         ) from None
     firsts, _ = joined.order_by_key(table.column(0).to_numpy())
     path = os.path.join(folder, 'numbers-of-files.parquet')

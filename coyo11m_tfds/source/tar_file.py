@@ -211,5 +211,5 @@ def _npy_header(head: bytes, size: int) -> tuple[str, tuple[int, ...]]:
     """Dtype and shape in the header of a `.npy` file; those of most samples are equal."""
     dtype, shape, _ = npy.parse_header(head, size)
     if dtype.hasobject or dtype.str[0] == '>' or dtype.fields:
-        raise ValueError(f'its dtype is {dtype}')
+        raise ValueError(f'its dtype is {dtype}, expected little-endian numbers')
     return 'V2' if dtype.str == '|V2' else dtype.name, shape

@@ -137,7 +137,11 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with normalized and rotated queries and keys."""
+    """Grouped-query attention with normalized and rotated queries and keys.
+
+    Maps states `(b, T, width)`, cosines and sines of `_rotation`, and a mask, bool `(T, T)`, True
+    where a token attends to another, to `(b, T, width)`.
+    """
 
     config: Config
     dtype: Dtype
@@ -164,7 +168,10 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """Shazeer, "GLU Variants Improve Transformer" (2020), with GELU's tanh approximation."""
+    """Gated feed-forward layer, with GELU's tanh approximation; the shape stays `(b, T, width)`.
+
+    Shazeer, "GLU Variants Improve Transformer" (2020).
+    """
 
     width: int
     dtype: Dtype
@@ -206,7 +213,7 @@ class Layer(nn.Module):
 
 
 class Gemma(nn.Module):
-    """The text model."""
+    """The text model, from token ids to the last hidden states."""
 
     config: Config
     dtype: Dtype = jnp.bfloat16  # of computation and result; norms and softmax are float32

@@ -111,7 +111,9 @@ def load_params(checkpoint: 'Checkpoint', dtype: jnp.dtype | type) -> dict[str, 
         try:
             values = checkpoint.read(name)
         except (SafetensorError, ValueError) as error:
-            raise ValueError(f'{checkpoint.path}: cannot read {name}: {error}') from error
+            raise ValueError(
+                f'{checkpoint.path}: cannot read {name}: {error}. Download or save the model again.'
+            ) from error
         if values.shape != target.shape or not jnp.issubdtype(values.dtype, jnp.floating):
             raise ValueError(
                 f'{checkpoint.path}: {name} is {values.dtype} {values.shape}, expected floating '

@@ -57,7 +57,7 @@ class JaxEncoder(JaxTokenizer, ModelEncoder):
 
         Args:
             batch_tokens: See `make_encoder`; None for `CPU_BATCH_TOKENS` or `BATCH_TOKENS`.
-            dtype: Dtype of weights and computation; None for that of this class.
+            dtype: Dtype of weights and computation; None for float32 on CPUs, bfloat16 elsewhere.
         """
         devices = jax.local_devices()
         on_cpu = devices[0].platform == 'cpu'

@@ -481,7 +481,7 @@ class DiT(nn.Module):
         if height % p or width % p:
             raise ValueError(
                 f'latents of {height}x{width} cannot be cut into patches of {p}x{p}: expected a '
-                'model.name or model.patch_size with another one'
+                'model.name or model.patch_size whose patches divide both sides'
             )
         rows, columns = height // p, width // p
 
