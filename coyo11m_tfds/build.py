@@ -55,7 +55,7 @@ def main() -> None:
     add('--config', help='fields of the config, as JSON')
     add('--encoder', help='embed the captions first: hash, words, hf:NAME or jax:NAME')
     add('--overwrite', action='store_true', help='replace an existing data set')
-    add('--max_examples_per_split', type=int, help='most records of a split (all)')
+    add('--max_examples_per_split', type=int, help='first records of each split to keep (all)')
     add('--beam_pipeline_options', help='build with Beam and these, e.g. runner=FlinkRunner')
     flags = parser.parse_args()
     if flags.encoder and not (flags.manual_dir and flags.data_dir):
