@@ -151,12 +151,8 @@ def _next_position(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str
             told = 'in the rest of this epoch some records come twice and others not at all'
         else:
             told = 'the other data set is read from its beginning'
-        logging.info(
-            '%s comes in another order from sample %d of each lane on: %s.',
-            ' where '.join(data_set),
-            samples[digest],
-            told,
-        )
+        name, first = ' where '.join(data_set), samples[digest]
+        logging.info(f'{name} comes in another order from sample {first} of each lane on: {told}.')
     return {**now, 'step': saved['step'], 'samples': samples}
 
 
@@ -175,10 +171,8 @@ def _source(
         logging.warning('The weights of %s were trained with other settings: %s.', init_from, text)
     for name, shapes in others.items():
         logging.warning(
-            'Not taken from %s: parameter %s has shape %s. If this run has it, it begins anew.',
-            init_from,
-            name,
-            shapes,
+            f'Not taken from {init_from}: parameter {name} has shape {shapes}. If this run has it, '
+            'it begins anew.'
         )
     return source, others
 

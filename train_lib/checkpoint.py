@@ -47,8 +47,7 @@ class Description:
     """The description of a run in plain values; a resume compares the first two fields.
 
     Attributes:
-        identity: Fields that a resumed run cannot change: those of the text encoder, the model and
-            the optimizer's name.
+        identity: Fields that a resumed run cannot change: text encoder, model, optimizer's name.
         settings: Fields that a resumed run can change on purpose.
         config: The whole configuration as nested values.
         facts: Fields of `DatasetStats`, so that programs can draw without the data set.

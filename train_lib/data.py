@@ -76,11 +76,11 @@ class TrainingData:
         self._arrived = self._taken = 0
         self.facts = input_pipeline.mix_stats(self.sources, read.text)
         self._text = schema.TOKENS if self.facts.vocabulary else schema.TEXT_EMBEDDING
-        encoder = {'name': self.facts.text_encoder, 'revision': self.facts.text_revision}
         vocabulary, width = self.facts.vocabulary, self.facts.text_dim
+        size = {'vocabulary': vocabulary} if vocabulary else {'width': width}
+        name, revision = self.facts.text_encoder, self.facts.text_revision
         self.identity = {
-            'text_encoder': encoder
-            | ({'vocabulary': vocabulary} if vocabulary else {'width': width}),
+            'text_encoder': {'name': name, 'revision': revision, **size},
             'model': models.identity(**config.model),
             'optimizer': {'name': config.optimizer.name},
         }
@@ -129,7 +129,7 @@ class TrainingData:
         """Returns batches from a place on, without end; None for the beginning."""
         self._arrived = self._taken = 0
 
-        def arriving() -> Iterator[dict[str, np.ndarray]]:
+        def arriving() -> Iterator[input_pipeline.Batch]:
             for batch in self._on_host(position):
                 self._arrived += 1
                 yield batch
@@ -196,8 +196,7 @@ class TrainingData:
             batch_size=config.batch_size,
             features=(schema.KEY, schema.LATENTS, self._text),
             chunk=config.data.chunk,
-            # As many as training has in all its lanes.
-            parallel_reads=config.data.parallel_reads * own_lanes,
+            parallel_reads=config.data.parallel_reads * own_lanes,  # as many as training has
             prefetch=config.data.prefetch,
             **self._share,
             **self._reading(),
@@ -245,7 +244,7 @@ class TrainingData:
         names = 'on_bad_records', 'max_bad_fraction', 'engine', 'verify', 'text'
         return {name: config[name] for name in names}
 
-    def _to_device(self, batches: Iterator[dict[str, np.ndarray]]) -> Batches:
+    def _to_device(self, batches: Iterator[input_pipeline.Batch]) -> Batches:
         ahead = self._config.data.device_prefetch
         on_host = _with_read_errors(batches)
         return input_pipeline.to_device(on_host, sharding.batch(self._mesh), ahead=ahead)
@@ -265,8 +264,8 @@ class TrainingData:
 
 
 def _with_read_errors(
-    batches: Iterator[dict[str, np.ndarray]],
-) -> Iterator[dict[str, np.ndarray]]:
+    batches: Iterator[input_pipeline.Batch],
+) -> Iterator[input_pipeline.Batch]:
     """The same batches; errors of reading as an `OSError`, without TensorFlow's traces."""
     try:
         yield from batches

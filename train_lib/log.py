@@ -246,8 +246,6 @@ class TrainLog:
 AHEAD = 2
 
 _Moment = concurrent.futures.Future[float]  # `time.monotonic`, once it is known
-
-
 _Mark = tuple[_Moment, bool]  # and whether it is the end of a step, or else the begin of a stretch
 
 
@@ -269,7 +267,7 @@ class StepClock:
         self._in_flight: collections.deque[_Moment] = collections.deque()
         self._last: _Moment | None = None
         self.first_batch: float | None = None
-        self._restart(_moment(time.monotonic()))
+        self._restart(self._watcher.submit(time.monotonic))
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -293,7 +291,7 @@ class StepClock:
         try:
             yield
         finally:
-            self._marks.append((_moment(time.monotonic()), False))
+            self._marks.append((self._watcher.submit(time.monotonic), False))
 
     def step_started(self, result: Any) -> None:
         """Counts a step, whose arrays `result` are still being computed.
@@ -356,9 +354,3 @@ class StepClock:
 def _finished_at(result: Any) -> float:
     jax.block_until_ready(result)
     return time.monotonic()
-
-
-def _moment(at: float) -> _Moment:
-    moment = _Moment()
-    moment.set_result(at)
-    return moment

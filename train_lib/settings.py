@@ -34,7 +34,7 @@ _RULES = {
     for rule, names in (
         (_Rule('from 0 to 2**31 - 1', lambda x: 0 <= x < 2**31), 'seed'),
         (_at_least(1), 'batch_size accumulate num_steps log_every keep_checkpoints'),
-        (_at_least(1), 'preview.count preview.num_steps'),
+        (_at_least(1), 'preview.count preview.num_steps data.device_prefetch'),
         (_at_least(0), 'max_skipped_in_a_row max_skipped data.ram_budget_gb'),
         (_at_least(0), 'model.width model.depth model.num_heads model.crops model.unroll'),
         (_at_least(0), 'model.patch_size model.mlp_ratio optimizer.weight_decay'),
@@ -49,10 +49,6 @@ _RULES = {
         (_Rule('from 0 to 1', lambda x: 0 <= x <= 1), 'preview.guidance_high'),
         (_Rule('a finite number', math.isfinite), 'flow.logit_mean preview.guidance'),
         (_Rule('the folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0', bool), 'data.dir'),
-        (
-            _Rule('at least 1; 2 lets one batch arrive while another is used', lambda x: x >= 1),
-            'data.device_prefetch',
-        ),
         (_one_of('bfloat16', 'float16', 'float32'), 'model.dtype'),
         (_one_of('euler', 'heun'), 'preview.sampler'),
         (_Rule('from 0 to 255, an exit status', lambda x: 0 <= x <= 255), 'requeue_status'),

@@ -5,7 +5,6 @@ exist. This module does not import TensorFlow.
 """
 
 import contextlib
-import errno
 import os
 import pathlib
 from collections.abc import Iterator
@@ -61,12 +60,9 @@ def held(folder: epath.PathLike) -> Iterator[None]:
         except TimeoutError as error:
             raise TimeoutError(f'{error} Or use another --workdir.') from None
         except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+            if error.errno not in locks.NO_LOCKS:
                 raise
-            logging.warning(
-                '%s: its file system has no locks; make sure that no other run uses this folder.',
-                folder,
-            )
+            logging.warning('%s: its file system has no locks; let no other run use it.', folder)
         yield
 
 

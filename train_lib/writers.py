@@ -38,8 +38,7 @@ def make(
 ) -> metric_writers.MetricWriter:
     """Opens the writers of process 0; on other processes, returns a writer that drops everything.
 
-    With `verbose`, one of the writers writes to the log. Raises an OSError if wandb refuses the
-    run.
+    With `verbose`, one of them writes to the log. Raises an OSError if wandb refuses the run.
     """
     if jax.process_index():
         return metric_writers.MultiWriter([])

@@ -32,7 +32,8 @@ from absl import logging
 
 from coyo11m_tfds.storage import retry, source_files
 
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+# Of the errors with which a file system says that it has no locks.
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 _SECONDS_BETWEEN_LINES = 60
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between two looks
 
@@ -271,7 +272,7 @@ class _DiskLock:
                 self.holder = file.read(1000) or self.holder
             return False
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in NO_LOCKS:
                 raise
             advice = 'Mount it with locks, or build on a local disk and copy the result'
             what = f'this file system has no locks (flock). {advice}'
