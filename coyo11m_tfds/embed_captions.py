@@ -127,6 +127,8 @@ def embed(
     if file and not file.is_remote:
         KeyedFile(file.path, caption_column).close()  # it has the column
     parts.check_out(out, share)
+    if part_captions < 1:
+        raise ValueError(f'part_captions is {part_captions}, expected at least 1.')
     loaded: Tokenizer
     if not isinstance(encoder, str):
         loaded = encoder

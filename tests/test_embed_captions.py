@@ -129,7 +129,7 @@ def test_a_bad_source_is_refused(tmp_path, out, table, message):
     assert not out.exists()
 
 
-def test_paths_that_cannot_be_are_refused(source, tmp_path):
+def test_arguments_that_cannot_be_are_refused(source, tmp_path):
     (tmp_path / 'file').touch()
     with pytest.raises(ValueError, match=r'file is a file; expected a folder'):
         embed_captions.embed(source, 'hash', tmp_path / 'file')
@@ -137,6 +137,8 @@ def test_paths_that_cannot_be_are_refused(source, tmp_path):
         embed_captions.embed(source, 'hash', 'hf://datasets/a/b')
     with pytest.raises(ValueError, match=r'part 2/2: expected I/N with I from 0 to N - 1'):
         embed_captions.embed(source, 'hash', tmp_path / 'x', share=(2, 2))
+    with pytest.raises(ValueError, match=r'part_captions is -5, expected at least 1'):
+        embed_captions.embed(source, 'hash', tmp_path / 'x', part_captions=-5)
 
 
 class HugeEncoder(words.HashEncoder):
