@@ -35,6 +35,9 @@ FOLDER_HELP = 'folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0'
 FEATURES = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING, schema.CAPTION)
 READABLE = (*FEATURES, schema.TOKENS)
 
+# What is raised by JSON of another structure.
+_OF_OTHER_JSON = AttributeError, LookupError, TypeError, ValueError
+
 
 @dataclasses.dataclass(frozen=True)
 class StoredSplit:
@@ -157,7 +160,7 @@ class StoredDataset:
         column = self.columns.get(schema.LATENTS)
         if isinstance(column, Column):
             return column.dtype, column.shape
-        dtype, shape = self._tensor(schema.LATENTS)
+        dtype, shape, _ = self._tensor(schema.LATENTS)
         if not schema.are_latents(dtype, shape):
             raise ValueError(
                 f'{self.folder}: feature {schema.LATENTS!r} is {dtype} {shape}, expected '
@@ -179,11 +182,10 @@ class StoredDataset:
     def record_layout(self) -> RecordLayout:
         """The layout of its records; raises a ValueError if a feature is not encoded as bytes."""
         for name in (schema.LATENTS, *schema.TEXT_DTYPES):
-            tensor = self.features.get(name, {}).get('tensor', {'encoding': 'bytes'})
-            if tensor['encoding'] != 'bytes':
+            if (encoding := self._tensor(name)[2]) != 'bytes':
                 raise ValueError(
-                    f'{self.folder}: feature {name!r} is encoded as {tensor["encoding"]!r}, '
-                    'expected the bytes of its numbers'
+                    f'{self.folder}: feature {name!r} is encoded as {encoding!r}, expected the '
+                    'bytes of its numbers'
                 )
         in_records = schema.LATENTS not in self.columns
         latents_nbytes = schema.latents_nbytes(*self.latents) if in_records else 0
@@ -291,7 +293,7 @@ class StoredDataset:
     def _text_size(self, name: str) -> int:
         if name not in self.features:
             return 0
-        dtype, shape = self._tensor(name)
+        dtype, shape, _ = self._tensor(name)
         if dtype != schema.TEXT_DTYPES[name] or len(shape) != 1:
             raise ValueError(
                 f'{self.folder}: feature {name!r} is {dtype} {shape}, expected the bytes of a '
@@ -299,10 +301,15 @@ class StoredDataset:
             )
         return shape[0]
 
-    def _tensor(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """The dtype and the shape of a tensor; '' and () of another feature."""
-        tensor = self.features.get(name, {}).get('tensor', {'dtype': ''})
-        return tensor['dtype'], tuple(map(int, tensor.get('shape', {}).get('dimensions', ())))
+    def _tensor(self, name: str) -> tuple[str, tuple[int, ...], str]:
+        """Dtype, shape and encoding of a tensor; '', () and 'bytes' of another feature."""
+        try:
+            tensor = self.features.get(name, {}).get('tensor', {'dtype': '', 'encoding': 'bytes'})
+            shape = tuple(map(int, tensor.get('shape', {}).get('dimensions', ())))
+            return tensor['dtype'], shape, tensor.get('encoding', '')
+        except _OF_OTHER_JSON as error:
+            path = f'{self.folder}/{schema.FEATURES_FILE}'
+            raise _damaged(path, f'feature {name!r}: {error!r}') from error
 
 
 def open_data(data: Data) -> StoredDataset:
@@ -332,15 +339,16 @@ def open_data(data: Data) -> StoredDataset:
 def _parse(folder: str, content: bytes, builder: Any) -> StoredDataset:
     try:
         splits = {split.name: split for split in parse_splits(content)}
-    except ValueError as error:
+        names = map(json.loads(content).get, ('name', 'configName', 'version'))
+        full_name = '/'.join(filter(None, names))
+    except _OF_OTHER_JSON as error:
         raise _damaged(f'{folder}/{schema.INFO_FILE}', error) from error
-    info = json.loads(content)
-    full_name = '/'.join(filter(None, map(info.get, ('name', 'configName', 'version'))))
     path = f'{folder}/{schema.FEATURES_FILE}'
     described = _read_json(path)
     if described is None:
         raise FileNotFoundError(f'{path}: is missing; restore it or build the data set again.')
-    features = described.get('featuresDict', {}).get('features')
+    features = described.get('featuresDict')
+    features = features.get('features') if isinstance(features, dict) else None
     if not isinstance(features, dict):
         raise _damaged(path, 'it names no features')
     metadata = _read_json(f'{folder}/{schema.METADATA_FILE}') or {}

@@ -75,8 +75,8 @@ class Text:
 
 def of_records(metadata: Mapping[str, Any], text_dim: int, num_tokens: int) -> Text:
     """Returns the text in the records, from the metadata and the sizes of features."""
-    built_with = metadata.get(schema.META_SETTINGS) or {}
-    sidecar = built_with.get(schema.SETTINGS_TEXT)
+    built_with = metadata.get(schema.META_SETTINGS)
+    sidecar = built_with.get(schema.SETTINGS_TEXT) if isinstance(built_with, Mapping) else None
     sidecar = sidecar if isinstance(sidecar, Mapping) else {}  # else 'pt'
     feature = (text_dim and schema.TEXT_EMBEDDING) or (num_tokens and schema.TOKENS) or ''
     return Text(

@@ -276,14 +276,20 @@ def test_shards_whose_names_have_no_number_are_refused(copy):
         input_pipeline.train_batches(copy, **ORDER)
 
 
-def test_other_encodings_and_damaged_features_are_refused_by_name(copy):
+def test_other_encodings_and_damaged_descriptions_are_refused_by_name(copy):
     features = json.loads((copy / 'features.json').read_text())
     features['featuresDict']['features']['latents']['tensor']['encoding'] = 'zlib'
     (copy / 'features.json').write_text(json.dumps(features))
     with pytest.raises(ValueError, match=f"{copy}: feature 'latents' is .*, expected the bytes"):
         input_pipeline.train_batches(copy, engine='rows', **ORDER)
-    (copy / 'features.json').write_text('{')
-    with pytest.raises(input_pipeline.DamagedError, match=r'features\.json: is damaged'):
+    features['featuresDict']['features']['latents']['tensor'] = None
+    for text, where in ((json.dumps(features), "feature 'latents': "), ('{', '')):
+        (copy / 'features.json').write_text(text)
+        with pytest.raises(input_pipeline.DamagedError, match=rf'features\.json: .*\({where}'):
+            input_pipeline.train_batches(copy, **ORDER)
+    info = json.loads((copy / 'dataset_info.json').read_text()) | {'name': 3}
+    (copy / 'dataset_info.json').write_text(json.dumps(info))
+    with pytest.raises(input_pipeline.DamagedError, match=r'dataset_info\.json: is damaged'):
         input_pipeline.open_data(copy)
 
 
