@@ -71,6 +71,16 @@ def test_zeros_and_bfloat16_are_orthogonalized_without_nan():
     assert np.all((values[[0, 2]] > 0.5) & (values[[0, 2]] < 1.5))
 
 
+@pytest.mark.parametrize('dtype', ['float16', 'bfloat16'])
+def test_small_momenta_move_matrices_as_far_as_large_ones(dtype):
+    made = muon.muon(1.0, weight_decay=0, dtype=dtype)
+    kernel = jax.random.normal(jax.random.key(0), (1, 16, 16))
+    for gradient in (kernel, 1e-9 * kernel):
+        tree = {'out': {'kernel': gradient}}
+        update, _ = made.update(tree, made.init(tree), tree)
+        assert 0.15 < np.sqrt(np.mean(np.square(update['out']['kernel']))) < 0.25
+
+
 @pytest.mark.parametrize(('name', 'rate'), [('adamw', 1e-3), ('muon', 1e-2)])
 def test_kernels_decay_by_the_rate_of_what_changes_them_and_nothing_else_does(name, rate):
     plain, decayed, params = _updates(name), _updates(name, weight_decay=0.5), _normal(0)
