@@ -19,7 +19,6 @@ _ONE_BUILD = 'platform_system != "Linux" or platform_machine != "x86_64"'
 
 CONVERT = [
     'apache-beam>=2.60',  # the `tfds` command imports it
-    'duckdb>=1.4',  # sorts captions and embeddings
     'huggingface_hub>=2.4',
     'isal>=1.7',  # CRC-32 at the speed of the memory
     'mlcroissant>=1.0',  # the `tfds` command imports it
@@ -77,10 +76,9 @@ setuptools.setup(
     extras_require={
         'convert': CONVERT,
         'dataflow': [*CONVERT, 'apache-beam[gcp]>=2.60'],  # 50 more packages
-        'text': ['duckdb>=1.4', 'pyarrow>=18', 'torch>=2.6', 'transformers>=5.0'],
+        'text': ['pyarrow>=18', 'torch>=2.6', 'transformers>=5.0'],
         # Gemma 3 in JAX, without torch and transformers.
         'text-jax': [
-            'duckdb>=1.4',
             'huggingface_hub>=2.4',
             'pyarrow>=18',
             'safetensors>=0.5',

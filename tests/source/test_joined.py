@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -63,18 +65,37 @@ def test_it_is_made_once_and_opened_by_others(maker):
     assert maker.times == 2
 
 
-def test_of_several_row_groups_those_that_are_needed_are_read(tmp_path):
-    places = np.random.default_rng(0).permutation(50_000) * 3
-    values = pa.array([str(place).encode() for place in places])
-    batches = [
-        (places[n::7], np.zeros(len(places[n::7]), np.int32), values[n::7]) for n in range(7)
-    ]
-    joined.make(str(tmp_path / 'made'), batches, {})
-    found = joined.Joined(str(tmp_path / 'made'))
-    np.testing.assert_array_equal(found.places, np.sort(places))
-    for some in (slice(8191, 8193), slice(0, None, 999), slice(49_999, None), slice(5, 5)):
-        wanted = found.places[some]
-        assert found.read(wanted) == [str(place).encode() for place in wanted]
+@hypothesis.given(
+    values=st.dictionaries(
+        st.integers(-(2**63), 2**63 - 1), st.none() | st.binary(max_size=40), max_size=200
+    ),
+    order=st.randoms(use_true_random=False),
+    batch_rows=st.integers(1, 80),
+    run_bytes=st.integers(1, 5000),
+)
+def test_any_values_are_sorted_in_any_number_of_runs(
+    tmp_path_factory, values, order, batch_rows, run_bytes
+):
+    places, batches = order.sample(list(values), len(values)), [empty_batch()]
+    for first in range(0, len(places), batch_rows):
+        some = places[first : first + batch_rows]
+        array = pa.array([values[place] for place in some], pa.binary())
+        sizes = np.array([len(values[place] or b'') for place in some], np.int32)
+        array = array.dictionary_encode() if order.random() < 0.5 else array
+        batches.append((np.array(some, np.int64), sizes, array))
+    folder = str(tmp_path_factory.mktemp('made') / 'joined')
+    joined.make(folder, batches, {}, run_bytes=run_bytes)
+    found, expected = joined.Joined(folder), sorted(values)
+    assert found.places.tolist() == expected
+    assert found.sizes.tolist() == [len(values[place] or b'') for place in expected]
+    for part in (slice(None), slice(0, None, 7), slice(len(values) // 2, None), slice(3, 3)):
+        wanted = np.array(expected[part], np.int64)
+        assert found.read(wanted) == [values[place] for place in expected[part]]
+    assert sorted(os.listdir(folder)) == ['record.json', 'rows.parquet']
+
+
+def empty_batch() -> joined.Batch:
+    return np.empty(0, np.int64), np.empty(0, np.int32), pa.array([], pa.binary())
 
 
 def test_what_nobody_has_open_is_swept(maker):
