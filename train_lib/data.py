@@ -263,9 +263,7 @@ class TrainingData:
                 )
 
 
-def _with_read_errors(
-    batches: Iterator[input_pipeline.Batch],
-) -> Iterator[input_pipeline.Batch]:
+def _with_read_errors(batches: Iterator[input_pipeline.Batch]) -> Iterator[input_pipeline.Batch]:
     """The same batches; errors of reading as an `OSError`, without TensorFlow's traces."""
     try:
         yield from batches

@@ -246,7 +246,6 @@ class TrainLog:
 AHEAD = 2
 
 _Moment = concurrent.futures.Future[float]  # `time.monotonic`, once it is known
-_Mark = tuple[_Moment, bool]  # and whether it is the end of a step, or else the begin of a stretch
 
 
 class StepClock:
@@ -345,7 +344,7 @@ class StepClock:
         return scalars
 
     def _restart(self, moment: _Moment) -> None:
-        self._marks: list[_Mark] = [(moment, False)]
+        self._marks: list[tuple[_Moment, bool]] = [(moment, False)]  # whether a step ends there
         self._waits: list[tuple[float, _Moment, float]] = []
         self._ready: list[int] = []
         self._num_bytes = self._data.read_counts().num_bytes

@@ -175,9 +175,9 @@ def _wrong_config(argv: Sequence[str], error: Exception) -> str:
     if not own and (names := [name for name in given if missing in name.split('.')]):
         where, asked = f'--{names[0]}', names[0].removeprefix('config.')
     known = sorted({part for name in _fields() for part in (name, name.rpartition('.')[0])})
-    ends = [name.rpartition('.')[2] for name in known]
-    best = difflib.get_close_matches(asked.rpartition('.')[2], ends, n=1)
-    likely = [name for name, end in zip(known, ends, strict=True) if end in best]
+    ends = {name: name.rpartition('.')[2] for name in known}
+    best = difflib.get_close_matches(asked.rpartition('.')[2], ends.values(), n=1)
+    likely = [name for name in known if ends[name] in best]
     likely = difflib.get_close_matches(asked, likely, n=1, cutoff=0)
     advice = f'; did you mean {likely[0]!r}?' if likely else ''
     return f'{where}: there is no field {missing!r}{advice}'
