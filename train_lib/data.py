@@ -70,17 +70,16 @@ class TrainingData:
             self._check_split(config.preview.split, f'preview.split={config.preview.split!r}')
         index, count = input_pipeline.process_share(sharding.batch(mesh))
         self._share: dict[str, Any] = {'process_index': index, 'process_count': count}
-        # Of training alone: what evaluations read has no part in its rate.
-        self._counter = input_pipeline.ReadCounter()
+        self._counter = input_pipeline.ReadCounter()  # of training, without evaluations
         self.read_counts = self._counter.read
         self._arrived = self._taken = 0
         self.facts = input_pipeline.mix_stats(self.sources, read.text)
         self._text = schema.TOKENS if self.facts.vocabulary else schema.TEXT_EMBEDDING
         vocabulary, width = self.facts.vocabulary, self.facts.text_dim
         size = {'vocabulary': vocabulary} if vocabulary else {'width': width}
-        name, revision = self.facts.text_encoder, self.facts.text_revision
+        encoder = {'name': self.facts.text_encoder, 'revision': self.facts.text_revision}
         self.identity = {
-            'text_encoder': {'name': name, 'revision': revision, **size},
+            'text_encoder': encoder | size,
             'model': models.identity(**config.model),
             'optimizer': {'name': config.optimizer.name},
         }

@@ -25,6 +25,7 @@ import jax
 import ml_collections
 import numpy as np
 from absl import logging
+from clu import parameter_overview
 from jax.experimental import multihost_utils
 
 import train_lib
@@ -70,22 +71,18 @@ def introduce(
         say(
             'encoder: %s, %.4g million parameters, frozen, %.3g GFLOP a sample, %s',
             encoder.name,
-            _count(encoder.params) / 1e6,
+            parameter_overview.count_parameters(encoder.params) / 1e6,
             encoder.network.config.flops(num_tokens) / 1e9,
             encoder.network.dtype,
         )
     say(
         'model: %s, %.4g million parameters, %.3g GFLOP to train on a sample, %s',
         config.model.name,
-        _count(state.params) / 1e6,
+        parameter_overview.count_parameters(state.params) / 1e6,
         program.flops(num_tokens) / 1e9,
         config.model.dtype,
     )
     say('steps %d to %d, into %s; compiling ...', start + 1, config.num_steps, workdir)
-
-
-def _count(params: Any) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 class TrainLog:

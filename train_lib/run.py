@@ -43,7 +43,7 @@ def start(main: Callable[[], None], required: Sequence[str]) -> None:
     """Parses the command line and calls `main`, which reads `flags.FLAGS`.
 
     A wrong command line, or one without a required flag, ends the process with `error: ...` in one
-    line and status 1.
+    line and status 1, Ctrl-C with `Interrupted: ...` and status 130.
     """
     flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS['verbose'])  # for --help
     try:
@@ -59,6 +59,11 @@ def start(main: Callable[[], None], required: Sequence[str]) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
             print(end.code, file=stderr)
         os._exit(1)
+    except KeyboardInterrupt as error:
+        if _is_verbose():
+            raise
+        ending.say(error, 'start the same command again')
+        os._exit(ending.INTERRUPTED)
 
 
 def prepare() -> None:

@@ -282,7 +282,7 @@ class _Hosts:
         print(f'error: {failure}', file=sys.stderr, flush=True)
         self._set(f'{_FOLDER}known_to_{self._index}')
         if self._index == 0:  # the coordinator lives here, and the others abort when it is gone
-            # If somebody asked who is there, who has not answered will not answer here either.
+            # Those who answered; all, if nobody has asked.
             alive = len(self._client.key_value_dir_get(_HERE)) or self._count
             self._wait_for(_FOLDER, alive + 1, _LAST_SECONDS)
         os._exit(1)

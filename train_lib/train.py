@@ -218,8 +218,7 @@ def _train(
             advice = checkpoint.way_back(run.manager, step - skipped)
             raise FloatingPointError(f'{told} {advice}.')
         logging.warning(told)
-    bad_records = run.data.read_counts().bad_records
-    if bad_records:
+    if bad_records := run.data.read_counts().bad_records:
         logging.warning('%d records could not be read and were left out here.', bad_records)
     return state, complete
 
