@@ -129,7 +129,6 @@ def test_a_mistake_is_told_in_one_line(tmp_path):
     assert ended[-1][1][-2].endswith('did you forget a return statement?')
 
 
-@pytest.mark.slow
 def test_ctrl_c_ends_a_program_that_only_reads_checkpoints_in_one_line():
     program = """
         import signal
@@ -141,6 +140,7 @@ def test_ctrl_c_ends_a_program_that_only_reads_checkpoints_in_one_line():
     assert (child.returncode, output) == (130, ('', 'Interrupted: start the same command again.\n'))
 
 
+@pytest.mark.slow
 def test_a_run_on_several_hosts_that_are_not_known_is_told(tmp_path):
     flags = '--config=tpu_v5e_16', f'--workdir={tmp_path}/run'
     code, lines = command(flags, JAX_PLATFORMS='cpu')
