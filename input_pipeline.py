@@ -170,11 +170,11 @@ def train_batches(
         dtype of the source, one of `schema.LATENT_DTYPES`, crop=int32 `(b,)` (which crop of the
         image the latents are, counted from the middle one: 0 is the middle one, or the first of
         two), text_embedding=float16 `(b, D)`, tokens=int32 `(b, T)`, caption=bytes objects `(b,)`,
-        a column in its own dtype and shape;
-        drop_text=bool `(b,)` with caption_dropout > 0 and embeddings or tokens; mask=bool `(b,)`
-        with on_bad_records='skip'. The iterator raises `DamagedError` if a record cannot be read or
-        too many are bad, and `OSError` if a file is missing, forbidden or unreachable or, with
-        'rows', has changed since it was opened. With 'tf_data' it raises `tf.errors.OpError`.
+        a column in its own dtype and shape; drop_text=bool `(b,)` with caption_dropout > 0 and
+        embeddings or tokens; mask=bool `(b,)` with on_bad_records='skip'. The iterator raises
+        `DamagedError` if a record cannot be read or too many are bad, and `OSError` if a file is
+        missing, forbidden or unreachable or, with 'rows', has changed since it was opened. With
+        'tf_data' it raises `tf.errors.OpError`.
 
     Raises:
         ValueError: Settings do not fit together (the message names some that do), a feature is not

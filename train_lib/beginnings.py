@@ -116,8 +116,7 @@ def find(
     own = checkpoint.find(workdir)
     if own is None:
         found = _source(config.init_from, description, program) if config.init_from else (None, ())
-        source, others = found
-        return Beginning(description, 0, data, True, source, others)
+        return Beginning(description, 0, data, True, *found)
     saved = own.description
     check_same(saved, description, accept_changes, where=str(own.folder))
     if config.num_steps < own.step:

@@ -48,7 +48,7 @@ def muon(
     Raises:
         ValueError: At an update, the width of such a kernel is not a multiple of 3 or 2.
     """
-    moved = jnp.dtype(jnp.float32 if jnp.dtype(dtype) == jnp.float16 else dtype)
+    moved = jnp.promote_types(dtype, jnp.bfloat16)  # float16 becomes float32
 
     def direction(path: Any, momentum: jax.Array) -> jax.Array:
         parts = _SIDE_BY_SIDE.get(path[-2].key, 1)

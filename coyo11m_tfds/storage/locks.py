@@ -32,7 +32,7 @@ from absl import logging
 
 from coyo11m_tfds.storage import retry, source_files
 
-# Of the errors with which a file system says that it has no locks.
+# Numbers of the errors by which a file system says that it has no locks.
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 _SECONDS_BETWEEN_LINES = 60
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between two looks
