@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Velocity = Callable[[jax.Array, jax.Array, Any, jax.Array], jax.Array]
 
@@ -68,7 +69,7 @@ def sample(
         return z + (next_time - time) * (here + there) / 2, None
 
     times = step_times(num_steps, time_shift)
-    ends = jnp.stack([times[:-1], times[1:]], axis=1)
+    ends = np.stack([times[:-1], times[1:]], axis=1)
     z = noise.astype(jnp.float32)
     if sampler == 'euler':
         return jax.lax.scan(euler_step, z, ends)[0]
@@ -76,7 +77,7 @@ def sample(
     return euler_step(z, ends[-1])[0]
 
 
-def step_times(num_steps: int, time_shift: float) -> jax.Array:
+def step_times(num_steps: int, time_shift: float) -> np.ndarray:
     """The times at which steps begin and end: float32 `(num_steps + 1,)`, from 1 down to 0.
 
     Equal steps in t become `s * t / (1 + (s - 1) * t)` with s the shift, as in Esser et al.,
@@ -84,5 +85,5 @@ def step_times(num_steps: int, time_shift: float) -> jax.Array:
     more than 1 spends more steps at noisy times. In training, the log of the shift added to
     `flow.logit_mean` does the same.
     """
-    t = 1 - jnp.arange(num_steps + 1, dtype=jnp.float32) / num_steps
-    return time_shift * t / (1 + (time_shift - 1) * t)
+    t = 1 - np.arange(num_steps + 1) / num_steps
+    return (time_shift * t / (1 + (time_shift - 1) * t)).astype(np.float32)

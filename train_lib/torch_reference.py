@@ -12,7 +12,6 @@ and bool `(n, T)`, False for padding.
 
 import itertools
 import json
-import math
 import sys
 from pathlib import Path
 
@@ -44,9 +43,9 @@ def draw(weights, config, noise, text):
         inside = preview['guidance_low'] <= time <= preview['guidance_high']
         return without + (preview['guidance'] if inside else 1) * (with_text - without)
 
-    times = 1 - torch.arange(preview['num_steps'] + 1) / preview['num_steps']
+    times = 1 - torch.arange(preview['num_steps'] + 1, dtype=torch.float64) / preview['num_steps']
     shift = preview['time_shift']
-    times = shift * times / (1 + (shift - 1) * times)
+    times = (shift * times / (1 + (shift - 1) * times)).float()
     z = noise
     for time, next_time in itertools.pairwise(times):
         slope = guided(z, time)
@@ -66,8 +65,8 @@ def velocity(weights, config, z, t, text, drop, call=None):
     words, pooled = _words(weights, text, drop) if 'words.nothing' in weights else (None, text[0])
     if model['text'] != 'sequence':
         words = None
-    frequencies = torch.exp(-math.log(1e4) * torch.arange(128, device=t.device) / 128)
-    angles = 1000 * t[:, None] * frequencies
+    frequencies = 1000 * 1e4 ** -(torch.arange(128, dtype=torch.float64) / 128)
+    angles = t[:, None] * frequencies.to(t)
     time = torch.cat([angles.cos(), angles.sin()], 1)
     time = _dense(
         weights, 'conditioning.time_2', F.silu(_dense(weights, 'conditioning.time_1', time))

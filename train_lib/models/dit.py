@@ -217,8 +217,8 @@ def _angles(rows: int, columns: int, period: float, count: int) -> np.ndarray:
 def time_features(t: jax.Array) -> jax.Array:
     """Returns sinusoids of times `(b,)` in [0, 1]: float32 `(b, 256)`."""
     half = _TIME_FEATURES // 2
-    frequencies = jnp.exp(-jnp.log(_MAX_PERIOD) * jnp.arange(half, dtype=jnp.float32) / half)
-    angles = _TIME_SCALE * t.astype(jnp.float32)[:, None] * frequencies
+    frequencies = _TIME_SCALE * _MAX_PERIOD ** -(np.arange(half) / half)
+    angles = t.astype(jnp.float32)[:, None] * frequencies.astype(np.float32)
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 
