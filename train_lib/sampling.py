@@ -69,7 +69,7 @@ def sample(
         return z + (next_time - time) * (here + there) / 2, None
 
     times = step_times(num_steps, time_shift)
-    ends = np.stack([times[:-1], times[1:]], axis=1)
+    ends = jnp.stack([times[:-1], times[1:]], axis=1)
     z = noise.astype(jnp.float32)
     if sampler == 'euler':
         return jax.lax.scan(euler_step, z, ends)[0]

@@ -20,8 +20,8 @@ AUTO, ROWS, CHUNKS, TF_DATA = ENGINES = ('auto', 'rows', 'chunks', 'tf_data')
 class Reading:
     """The settings for reading a split; `input_pipeline.train_batches` describes the fields.
 
-    Raises a ValueError, which names values that work, for a value out of its range, an unknown name,
-    and a value that is not a whole number where one is expected.
+    Raises a ValueError, which names values that work, for a value out of its range, an unknown
+    name, and a value that is not a whole number where one is expected.
     """
 
     data: Data | Mix
