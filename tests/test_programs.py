@@ -14,6 +14,7 @@ REQUIRED = {
     'coyo11m_tfds.embed_captions': ['--source', '--out'],
     'coyo11m_tfds.mirror': ['source', 'destination'],
     'coyo11m_tfds.sample_data': ['--out'],
+    'coyo11m_tfds.show': ['data_dir', '--vae', '--out'],
     'coyo11m_tfds.verify': ['data_dir'],
     'train_lib.tools.compile': ['--config', '--topology'],
     'train_lib.demo': ['--workdir'],

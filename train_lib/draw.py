@@ -84,7 +84,7 @@ class Artist:
 
         Raises:
             ValueError: The checkpoint does not exist; also the errors of `caption_encoder.load` and
-                `vae_decoder.load`.
+                `vae_decoder.painter`.
             OSError: The workdir does not exist or cannot be read.
         """
         self._saved = checkpoint.open_run(place)
@@ -94,7 +94,7 @@ class Artist:
         config.preview.update({name: x for name, x in changes.items() if x is not None})
         config.seed = config.seed if seed is None else seed
         vae = config.preview.vae if vae is None else vae
-        self.paint = vae_decoder.painter(vae)
+        self.paint = vae_decoder.painter(vae, self.facts.latents_shape[1])
         self.data_dir = config.data.dir
         self._mesh = sharding.make_mesh(devices=jax.local_devices())
         self._batch_size = batch_size

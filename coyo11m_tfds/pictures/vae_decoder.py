@@ -32,12 +32,21 @@ _NORM_EPSILON = 1e-6
 _OLD_NAMES = {'query': 'to_q', 'key': 'to_k', 'value': 'to_v', 'proj_attn': 'to_out.0'}
 
 
-def painter(vae: str) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns a function from raw latents `(n, C, H, W)` to uint8 `(n, height, width, 3)`.
+def painter(vae: str, channels: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns a function from raw latents `(n, channels, H, W)` to uint8 `(n, height, width, 3)`.
 
-    `vae` is as for `load`, or '' for the linear map of `latent_rgb`.
+    `vae` is as for `load`, or '' for the linear map of `latent_rgb`. Raises a ValueError as `load`,
+    or if the VAE decodes another number of channels.
     """
-    return load(vae) if vae else latent_rgb.latents_to_rgb
+    if not vae:
+        return latent_rgb.latents_to_rgb
+    decoder = load(vae)
+    if decoder.channels != channels:
+        raise ValueError(
+            f'the VAE {vae!r} decodes latents of {decoder.channels} channels, expected {channels}, '
+            'as the data have: name the VAE that made their latents'
+        )
+    return decoder
 
 
 def load(model: str) -> 'Decoder':
@@ -58,7 +67,7 @@ def load(model: str) -> 'Decoder':
         with safe_open(path, 'numpy') as file:
             names = [n for n in file.keys() if n.startswith(_PARTS)]  # noqa: SIM118
             weights = {_new_name(n): file.get_tensor(n).astype(np.float32) for n in names}
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+    except (OSError, SafetensorError, ValueError) as error:
         raise ValueError(
             f'cannot read the VAE {model!r}: {error}. Expected config.json and {WEIGHTS_FILE}, as '
             'save_pretrained of diffusers writes them.'
@@ -69,7 +78,7 @@ def load(model: str) -> 'Decoder':
 class Decoder:
     """Turns raw latents into pictures, on one device.
 
-    A latent position becomes `factor` pixels in each direction.
+    Latents have `channels` channels; a latent position becomes `factor` pixels in each direction.
     """
 
     def __init__(self, config: Mapping[str, Any], weights: Mapping[str, np.ndarray], path: str):
@@ -79,13 +88,14 @@ class Decoder:
             ValueError: The weights do not fit the configuration, or their kind is unknown.
         """
         kinds = {'AutoencoderKL': _decode_kl, 'AutoencoderTiny': _decode_tiny}
-        kind = config.get('_class_name')
-        if kind not in kinds:
+        kind = config.get('_class_name') if isinstance(config, dict) else None
+        if kind not in list(kinds):
             raise ValueError(f'{path}: _class_name is {kind!r}, expected one of {", ".join(kinds)}')
         decode = functools.partial(kinds[kind], config)
-        sample = jax.ShapeDtypeStruct((1, 8, 8, config['latent_channels']), jnp.float32)
         used = _Used(weights)
         try:
+            self.channels = config['latent_channels']
+            sample = jax.ShapeDtypeStruct((1, 8, 8, self.channels), jnp.float32)
             decoded = jax.eval_shape(lambda latents: decode(used, latents), sample)
         except (KeyError, TypeError, ValueError) as error:
             reason = str(error).partition('\n')[0]

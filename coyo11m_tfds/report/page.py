@@ -30,6 +30,11 @@ _TEMPLATE = pathlib.Path(__file__).with_name('page.html')
 _EXAMPLES, _EXAMPLES_IN_SUMMARY = 5, 3  # keys of each reason
 _BEYOND = 0.001  # share of the values that an axis may leave out at each end
 _TICKS = 5
+_LINEAR = (
+    'The middle crop of some records, with caption and key. A linear map turns latents into '
+    'colours, one pixel for each position; <code>python -m coyo11m_tfds.show</code> writes this '
+    'page with pictures that a VAE decodes.'
+)
 _TOLD = (
     schema.META_BUILD,
     schema.META_CAPTION_COLUMN,
@@ -122,34 +127,46 @@ class Report:
 
     def page(self) -> str:
         """Returns the HTML page."""
-        content = self.content
-        train, dropped = content['splits'][schema.TRAIN], self._dropped
-        lengths = train['caption_bytes']
-        share = dropped.num_latents / max(dropped.num_rows, 1)
-        figures = {
-            'records': f'{content["records"]:,}',
-            'on disk': readable(content['bytes']),
-            'shards': f'{content["shards"]:,}',
-            'bytes in the median caption': _lengths(lengths).get('median', '0'),
-            f'dropped of {dropped.num_rows:,} rows ({share:.1%})': f'{dropped.num_latents:,}',
-        }
-        splits = [
-            [_text(name), f'{of["records"]:,}', f'{of["shards"]:,}', readable(of['bytes'])]
-            for name, of in [*content['splits'].items(), ('total', content)]
-        ]
-        return string.Template(_TEMPLATE.read_text(encoding='utf-8')).substitute(
-            name=_text(content['name']),
-            figures=_definitions('figures', figures),
-            splits=_table(['Split', 'Records', 'Shards', 'Size'], splits),
-            dropped=_dropped(content['dropped']),
-            samples=''.join(map(_figure, self.previews)),
-            captions=_captions(lengths),
-            latents=_latents(train['latents']),
-            origin=_definitions('stats', _origin(content)),
-        )
+        return render(self.content, self.previews, _LINEAR)
 
     def _of_build(self, name: str) -> str:
         return schema.of_build(name, self.content.get(schema.META_BUILD, ''))
+
+
+def render(content: Mapping[str, Any], previews: Sequence[Preview], note: str) -> str:
+    """Returns the HTML page of a report.
+
+    Args:
+        content: Content of `report.json`.
+        previews: Records to show.
+        note: What their pictures show, in HTML.
+    """
+    train, dropped = content['splits'][schema.TRAIN], content['dropped']
+    rows = {reason: entry['rows'] for reason, entry in dropped.items()}
+    lost, of = sum(rows.values()) - rows[schema.DUPLICATE_CAPTION], content['source_rows']
+    lengths = train['caption_bytes']
+    figures = {
+        'records': f'{content["records"]:,}',
+        'on disk': readable(content['bytes']),
+        'shards': f'{content["shards"]:,}',
+        'bytes in the median caption': _lengths(lengths).get('median', '0'),
+        f'dropped of {of:,} rows ({lost / max(of, 1):.1%})': f'{lost:,}',
+    }
+    splits = [
+        [_text(name), f'{of["records"]:,}', f'{of["shards"]:,}', readable(of['bytes'])]
+        for name, of in [*content['splits'].items(), ('total', content)]
+    ]
+    return string.Template(_TEMPLATE.read_text(encoding='utf-8')).substitute(
+        name=_text(content['name']),
+        figures=_definitions('figures', figures),
+        splits=_table(['Split', 'Records', 'Shards', 'Size'], splits),
+        dropped=_dropped(dropped),
+        note=note,
+        samples=''.join(map(_figure, previews)),
+        captions=_captions(lengths),
+        latents=_latents(train['latents']),
+        origin=_definitions('stats', _origin(content)),
+    )
 
 
 def quantiles(caption_histogram: np.ndarray) -> dict[str, int] | None:

@@ -67,7 +67,7 @@ class Preview(NamedTuple):
 
     key: int
     caption: str  # only the beginning of a very long one
-    png: str  # of the middle crop in base64, one pixel for each latent position
+    png: str  # of the middle crop, in base64
 
 
 class ShardStatistics:
@@ -128,7 +128,8 @@ class ShardStatistics:
             captions = [captions[row] for row in np.flatnonzero(good).tolist()]
             keys, latents = keys[good], latents[good]
         for row in range(min(MAX_PREVIEWS - len(self.previews), len(keys))):
-            self.previews.append(_make_preview(keys[row], captions[row], latents[row]))
+            picture = latent_rgb.latents_to_rgb(latents[row, schema.middle_crop(latents.shape[1])])
+            self.previews.append(make_preview(keys[row], captions[row], picture))
         room = max(_HISTOGRAM_RECORDS - self.num_records, 0)
         self.latent_histogram += _latent_histogram(latents[:room])
         lengths = np.fromiter(map(len, captions), np.int64, len(captions))
@@ -199,15 +200,15 @@ def _latent_histogram(latents: np.ndarray) -> np.ndarray:
     return counts.reshape(channels, size)
 
 
-def _make_preview(key: np.int64, caption: bytes, latents: np.ndarray) -> Preview:
+def make_preview(key: int, caption: bytes, picture: np.ndarray) -> Preview:
+    """Makes a preview of a caption in UTF-8 and a picture, uint8 `(height, width, 3)`."""
     # A source may hold bytes that are not UTF-8; nothing may end the build because of a picture.
     text = caption.decode(errors='replace')
     if len(text) > _PREVIEW_CAPTION_CHARACTERS:
         text = text[:_PREVIEW_CAPTION_CHARACTERS] + '…'
-    picture = io.BytesIO()
-    rgb = latent_rgb.latents_to_rgb(latents[schema.middle_crop(len(latents))])
-    Image.fromarray(rgb).save(picture, 'PNG', optimize=True)
-    return Preview(int(key), text, base64.b64encode(picture.getvalue()).decode())
+    png = io.BytesIO()
+    Image.fromarray(picture).save(png, 'PNG', optimize=True)
+    return Preview(int(key), text, base64.b64encode(png.getvalue()).decode())
 
 
 class Dropped:

@@ -71,6 +71,17 @@ def test_damaged_and_missing_files_are_named(taesdxl, tmp_path):
     path.write_bytes(data[:1000])
     with pytest.raises(ValueError, match=r"cannot read the VAE '.*taesdxl': .*save_pretrained"):
         vae_decoder.load(str(taesdxl))
+    path.write_bytes(data)
+    config = taesdxl / 'config.json'
+    fields = json.loads(config.read_text())
+    for content in [b'[]', b'null', b'{', b'\xff', fields | {'_class_name': []}]:
+        config.write_bytes(json.dumps(content).encode() if isinstance(content, dict) else content)
+        with pytest.raises(ValueError, match=r'taesdxl.*(_class_name is|save_pretrained)'):
+            vae_decoder.load(str(taesdxl))
+    del fields['latent_channels']
+    config.write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r"does not fit config\.json: 'latent_channels'"):
+        vae_decoder.load(str(taesdxl))
     (tmp_path / 'empty').mkdir()
     with pytest.raises(ValueError, match=r"cannot read the VAE '.*empty': .*config\.json"):
         vae_decoder.load(str(tmp_path / 'empty'))

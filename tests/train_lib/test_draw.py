@@ -1,18 +1,15 @@
 """Drawing with what was trained: from the workdir alone, with the right encoder."""
 
-import json
 import re
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import safetensors.numpy
 from PIL import Image
 
-from coyo11m_tfds.pictures import vae_decoder
 from coyo11m_tfds.text import text_encoders, words
-from tests import children, runs
+from tests import children, runs, small_vae
 from train_lib import draw
 
 CAPTIONS = ['a red circle', 'a blue square', 'a red circle']
@@ -39,18 +36,7 @@ def test_every_caption_gets_a_picture_of_its_own(small_run, encoder, pictures):
 
 @pytest.fixture(scope='module')
 def vae(tmp_path_factory):
-    """The folder of a decoder of random weights that makes two pixels of a latent position."""
-    folder, random = tmp_path_factory.mktemp('vae'), np.random.default_rng(0)
-    config = {'_class_name': 'AutoencoderTiny', 'latent_channels': 4, 'num_decoder_blocks': [0, 0]}
-    (folder / 'config.json').write_text(json.dumps(config))
-    shapes = {'0.weight': (8, 4), '0.bias': (8,), '3.weight': (8, 8), '4.weight': (3, 8)}
-    weights = {
-        f'decoder.layers.{name}': random.normal(size=(*shape, 3, 3)[: 4 if shape[1:] else 1])
-        for name, shape in {**shapes, '4.bias': (3,)}.items()
-    }
-    weights = {name: (0.1 * weight).astype(np.float32) for name, weight in weights.items()}
-    safetensors.numpy.save_file(weights, folder / vae_decoder.WEIGHTS_FILE)
-    return folder
+    return small_vae.make(tmp_path_factory.mktemp('vae'))
 
 
 def test_the_run_previews_by_its_vae(mini_dataset, vae, tmp_path):
@@ -59,6 +45,16 @@ def test_the_run_previews_by_its_vae(mini_dataset, vae, tmp_path):
     runs.train(mini_dataset, tmp_path, **changes)
     with Image.open(tmp_path / 'previews' / 'step_000002.png') as grid:
         assert grid.width == 4 * (2 * 64 + 8) + 5 * 8
+
+
+def test_a_vae_of_other_latents_is_refused_before_the_first_step(mini_dataset, small_run, tmp_path):
+    other, workdir = small_vae.make(tmp_path, channels=16), tmp_path / 'run'
+    message = r'decodes latents of 16 channels, expected 4'
+    with pytest.raises(ValueError, match=message):
+        runs.train(mini_dataset, workdir, preview_every=2, **{'preview.vae': str(other)})
+    assert not workdir.exists()
+    with pytest.raises(ValueError, match=message):
+        draw.Artist(small_run[0], vae=str(other))
 
 
 def test_a_vae_decodes_what_is_drawn(small_run, encoder, vae):

@@ -42,7 +42,6 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
     from train_lib.data import TrainingData
 
     writers.check(config)
-    vae_decoder.painter(config.preview.vae)
     unchecked = {}
     if config.distributed:
         how = 'python -m train_lib.tools.compile with this --config and the --topology of the pod'
@@ -52,6 +51,7 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
     if config.data.dir or config.data.mix:
         data = TrainingData(config, mesh)
         data.check_reading()
+        vae_decoder.painter(config.preview.vae, data.facts.latents_shape[1])
         step.for_data(config, mesh, data.facts)
         what = 'tokens' if data.facts.vocabulary else 'text embeddings'
         folders = ' and '.join(x.stored.folder for x in data.sources)
@@ -60,6 +60,8 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
         how = 'name a built data set: --config.data.dir'
         unchecked['the data set, its encoder and the memory for reading it'] = how
         settings.check(config, needs_data=False)
+        if config.preview.vae:
+            vae_decoder.load(config.preview.vae)
         vocabulary = int(config.model.text == 'sequence')
         step.make_program(config, mesh, flow.no_stats(text_dim=1, vocabulary=vocabulary))
     kinds = [device.device_kind for device in jax.local_devices()]

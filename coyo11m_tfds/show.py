@@ -1,0 +1,85 @@
+"""Shows a data set: its report, as a page with pictures that a VAE decodes.
+
+    python -m coyo11m_tfds.show gs://BUCKET/data/coyo11m_tfds/latents/1.0.0 \\
+        --vae=madebyollin/taesdxl --out=page.html
+
+The pictures are of the first records of the train split. All else is as on the page
+`report-<ID>.html` of the build, whose pictures have one pixel for each latent position. The VAE is
+a folder or a name on the hub, with an AutoencoderTiny or AutoencoderKL of diffusers; it runs in
+JAX. The data set does not change.
+"""
+
+import contextlib
+import html
+import json
+import pathlib
+
+import input_pipeline
+from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import manifest, stored_dataset
+from coyo11m_tfds.dataset.stored_dataset import Data
+from coyo11m_tfds.pictures import vae_decoder
+from coyo11m_tfds.process import command_line, ending
+from coyo11m_tfds.report import page, statistics
+from coyo11m_tfds.storage import model_files
+
+
+def show(data_dir: Data, vae: str, num_pictures: int = page.NUM_PREVIEWS) -> str:
+    """Returns the HTML page of a data set.
+
+    Args:
+        data_dir: Folder of the data set, local or on gs://.
+        vae: See `vae_decoder.load`.
+        num_pictures: Number of first records to show, at most.
+
+    Raises:
+        ValueError: `num_pictures` is less than 1, the data set or its report is damaged, or the VAE
+            does not exist, is damaged or decodes other latents.
+        OSError: The data set does not exist, or a file cannot be read.
+    """
+    if num_pictures < 1:
+        raise ValueError(f'num_pictures={num_pictures}: expected at least 1')
+    data = input_pipeline.open_data(data_dir)
+    path = f'{data.folder}/{schema.of_build(page.JSON_FILE, data.build)}'
+    report = manifest.read_file(path)
+    if report is None:
+        raise FileNotFoundError(f'{path} is missing: copy it from where the data set was built')
+    decode = vae_decoder.painter(vae, data.latents[1][-3])
+    features = schema.KEY, schema.LATENTS, schema.CAPTION
+    with contextlib.closing(
+        input_pipeline.eval_batches(
+            data, batch_size=num_pictures, features=features, split=schema.TRAIN, prefetch=1
+        )
+    ) as batches:
+        batch = next(batches)
+    real = batch[input_pipeline.MASK]
+    keys, latents, captions = (batch[name][real] for name in features)
+    samples = zip(keys, captions, decode(latents), strict=True)
+    previews = [statistics.make_preview(*sample) for sample in samples]
+    name = html.escape(model_files.public_name(vae))
+    note = f'The middle crop of the first records, decoded by <code>{name}</code>.'
+    try:
+        return page.render(json.loads(report), previews, note)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise manifest.DamagedError(
+            f'{path}: is not the report of a build ({error!r}). Restore it.'
+        ) from error
+
+
+def main() -> None:
+    """Runs the command line."""
+    parser = command_line.Parser('coyo11m_tfds.show', __doc__)
+    add = parser.add_argument
+    add('data_dir', help=stored_dataset.FOLDER_HELP + '; also gs://')
+    add('--vae', required=True, help='folder or hub name of the VAE')
+    add('--out', required=True, help='HTML file to write')
+    add('--num_pictures', type=int, default=page.NUM_PREVIEWS, help='records to show (24)')
+    flags = parser.parse_args()
+    with ending.in_one_line('nothing was written'):
+        written = show(flags.data_dir, flags.vae, flags.num_pictures)
+        pathlib.Path(flags.out).write_text(written, encoding='utf-8', newline='\n')
+    print(f'page: {flags.out}')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,67 @@
+"""The page of a data set with decoded pictures: what it shows, and what is refused."""
+
+import base64
+import io
+import pathlib
+import re
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import input_pipeline
+from coyo11m_tfds import show
+from coyo11m_tfds.pictures import vae_decoder
+from tests import small_vae
+
+REPORT = 'report-3f9a1c20.json'
+
+
+def pictures_of(page: str) -> list[np.ndarray]:
+    found = re.findall('base64,([^"]*)"', page)
+    return [np.asarray(Image.open(io.BytesIO(base64.b64decode(png)))) for png in found]
+
+
+def test_the_page_is_that_of_the_build_with_decoded_pictures(mini_dataset, tmp_path, command):
+    vae, out = small_vae.make(tmp_path), tmp_path / 'page.html'
+    options = [f'--vae={vae}', f'--out={out}', '--num_pictures=5']
+    status, told, _ = command(show, mini_dataset, *options)
+    assert (status, told) == (0, f'page: {out}\n')
+    page = out.read_text(encoding='utf-8')
+    features = 'key', 'latents', 'caption'
+    with input_pipeline.eval_batches(
+        mini_dataset, batch_size=5, features=features, split='train'
+    ) as batches:
+        first = next(batches)
+    expected = vae_decoder.load(str(vae))(first['latents'])
+    assert expected.shape == (5, 64, 64, 3)
+    np.testing.assert_array_equal(pictures_of(page), expected)
+    assert re.findall(r'<code>(\d+)</code></figcaption>', page) == [str(x) for x in first['key']]
+    assert f'decoded by <code>{tmp_path.name}</code>' in page
+    built = mini_dataset.joinpath(REPORT.replace('json', 'html')).read_text(encoding='utf-8')
+    sections = [text.partition('<h2>Samples')[::2] for text in (built, page)]
+    assert len({before for before, _ in sections}) == 1
+    assert len({after[after.index('<h2>Length of') :] for _, after in sections}) == 1
+    assert 'python -m coyo11m_tfds.show' in built
+    assert 'python -m coyo11m_tfds.show' not in page
+
+
+def test_a_vae_of_other_latents_is_refused(mini_dataset, tmp_path):
+    vae = str(small_vae.make(tmp_path, channels=16))
+    with pytest.raises(ValueError, match=r'the VAE .* decodes latents of 16 channels, expected 4'):
+        show.show(mini_dataset, vae)
+
+
+@pytest.mark.parametrize('content', [b'{}', b'[]', b'{', b'{"splits": {"train": 3}}', None])
+def test_a_damaged_report_is_named_and_nothing_is_written(mini_dataset, tmp_path, command, content):
+    data = pathlib.Path(shutil.copytree(mini_dataset, tmp_path / '1.0.0'))
+    (data / REPORT).unlink()
+    if content is not None:
+        (data / REPORT).write_bytes(content)
+    vae, out = small_vae.make(tmp_path), tmp_path / 'page.html'
+    status, _, told = command(show, data, f'--vae={vae}', f'--out={out}')
+    assert status == 1
+    kind = 'is missing' if content is None else 'is not the report of a build'
+    assert re.fullmatch(rf'error: .*{REPORT}:? {kind}.*\n', told), told
+    assert not out.exists()
