@@ -12,7 +12,8 @@ JAX. The data set does not change.
 import contextlib
 import html
 import json
-import pathlib
+
+from etils import epath
 
 import input_pipeline
 from coyo11m_tfds import schema
@@ -72,12 +73,12 @@ def main() -> None:
     add = parser.add_argument
     add('data_dir', help=stored_dataset.FOLDER_HELP + '; also gs://')
     add('--vae', required=True, help='folder or hub name of the VAE')
-    add('--out', required=True, help='HTML file to write')
+    add('--out', required=True, help='HTML file to write, local or gs://')
     add('--num_pictures', type=int, default=page.NUM_PREVIEWS, help='records to show (24)')
     flags = parser.parse_args()
     with ending.in_one_line('nothing was written'):
         written = show(flags.data_dir, flags.vae, flags.num_pictures)
-        pathlib.Path(flags.out).write_text(written, encoding='utf-8', newline='\n')
+        epath.Path(flags.out).write_bytes(written.encode())
     print(f'page: {flags.out}')
 
 

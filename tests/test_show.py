@@ -47,6 +47,14 @@ def test_the_page_is_that_of_the_build_with_decoded_pictures(mini_dataset, tmp_p
     assert 'python -m coyo11m_tfds.show' not in page
 
 
+def test_data_and_page_may_lie_in_a_bucket(mini_dataset, tmp_path, gcs, command):
+    gcs.upload_folder(mini_dataset, 'gs://bucket/d/1.0.0')
+    vae, out = small_vae.make(tmp_path), 'gs://bucket/page.html'
+    status, *told = command(show, 'gs://bucket/d/1.0.0', f'--vae={vae}', f'--out={out}')
+    assert (status, told) == (0, [f'page: {out}\n', ''])
+    assert gcs.objects('bucket')['page.html'].decode() == show.show(mini_dataset, str(vae))
+
+
 def test_a_vae_of_other_latents_is_refused(mini_dataset, tmp_path):
     vae = str(small_vae.make(tmp_path, channels=16))
     with pytest.raises(ValueError, match=r'the VAE .* decodes latents of 16 channels, expected 4'):
