@@ -149,7 +149,7 @@ class Artist:
             encoder = caption_encoder.load(self.encoder, self.facts, self._mesh, dtype=dtype)
         except ValueError as error:
             raise ValueError(
-                f'{error}; if the model was trained with another encoder, name it by --encoder'
+                f'{error}; name the one that the model was trained with by --encoder'
             ) from error
         model = models.make(**config.model, vocabulary=self.facts.vocabulary)
         model = model.clone(pin=sharding.Rows(self._mesh))
