@@ -16,11 +16,9 @@ export TF_ENABLE_ONEDNN_OPTS ?= 0
 
 .PHONY: demo test slow pods lint clean
 
-# With --no-compile, Python compiles the modules that are imported instead of all in the packages.
 $(INSTALLED): setup.py constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt \
-		--editable '.[convert,text,test]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[convert,text,test]'
 	touch $@
 
 # The whole way once, with the same commands as for real data.
