@@ -45,7 +45,7 @@ def show(data_dir: Data, vae: str, num_pictures: int = page.NUM_PREVIEWS) -> str
     report = manifest.read_file(path)
     if report is None:
         raise FileNotFoundError(f'{path} is missing: copy it from where the data set was built')
-    decode = vae_decoder.painter(vae, data.latents[1][-3])
+    decode = vae_decoder.load(vae, data.latents[1][-3])
     features = schema.KEY, schema.LATENTS, schema.CAPTION
     with contextlib.closing(
         input_pipeline.eval_batches(

@@ -88,7 +88,8 @@ def set_up(
     mesh = sharding.make_mesh(**config.mesh)
     data = TrainingData(config, mesh)
     data.check_reading()
-    paint = vae_decoder.painter(config.preview.vae, data.facts.latents_shape[1])
+    vae = config.preview.vae if config.preview_every else ''
+    paint = vae_decoder.painter(vae, data.facts.latents_shape[1])
     if config.preview_every:
         _ = data.preview_samples  # kept; what cannot be read is told now and not in some hours
     program = for_data(config, mesh, data.facts)

@@ -32,32 +32,25 @@ _NORM_EPSILON = 1e-6
 _OLD_NAMES = {'query': 'to_q', 'key': 'to_k', 'value': 'to_v', 'proj_attn': 'to_out.0'}
 
 
-def painter(vae: str, channels: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns a function from raw latents `(n, channels, H, W)` to uint8 `(n, height, width, 3)`.
+def painter(vae: str, channels: int | None = None) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns a function from raw latents `(n, C, H, W)` to uint8 `(n, height, width, 3)`.
 
-    `vae` is as for `load`, or '' for the linear map of `latent_rgb`. Raises a ValueError as `load`,
-    or if the VAE decodes another number of channels.
+    The arguments are as for `load`; with `vae=''` it is the linear map of `latent_rgb`.
     """
-    if not vae:
-        return latent_rgb.latents_to_rgb
-    decoder = load(vae)
-    if decoder.channels != channels:
-        raise ValueError(
-            f'the VAE {vae!r} decodes latents of {decoder.channels} channels, expected {channels}, '
-            'as the data have: name the VAE that made their latents'
-        )
-    return decoder
+    return load(vae, channels) if vae else latent_rgb.latents_to_rgb
 
 
-def load(model: str) -> 'Decoder':
+def load(model: str, channels: int | None = None) -> 'Decoder':
     """Loads a decoder from a folder, or from the hub by name.
 
     Args:
         model: A folder with config.json and safetensors, a folder that contains such a folder
             `vae`, or a name on the hub.
+        channels: Number of channels of the latents; None for any.
 
     Raises:
-        ValueError: The model does not exist, is of an unknown kind, or has unusable files.
+        ValueError: The model does not exist, is of an unknown kind, has unusable files, or decodes
+            another number of channels.
     """
     folder = model_files.folder(model, 'VAE', _HUB_FILES)
     folder = folder / 'vae' if (folder / 'vae').is_dir() else folder
@@ -72,7 +65,13 @@ def load(model: str) -> 'Decoder':
             f'cannot read the VAE {model!r}: {error}. Expected config.json and {WEIGHTS_FILE}, as '
             'save_pretrained of diffusers writes them.'
         ) from error
-    return Decoder(config, weights, str(path))
+    decoder = Decoder(config, weights, str(path))
+    if channels not in (None, decoder.channels):
+        raise ValueError(
+            f'the VAE {model!r} decodes latents of {decoder.channels} channels, expected '
+            f'{channels}, as the data have: name the VAE that made their latents'
+        )
+    return decoder
 
 
 class Decoder:

@@ -142,8 +142,8 @@ def render(content: Mapping[str, Any], previews: Sequence[Preview], note: str) -
         note: What their pictures show, in HTML.
     """
     train, dropped = content['splits'][schema.TRAIN], content['dropped']
-    rows = {reason: entry['rows'] for reason, entry in dropped.items()}
-    lost, of = sum(rows.values()) - rows[schema.DUPLICATE_CAPTION], content['source_rows']
+    lost = stats.lost_latents({reason: entry['rows'] for reason, entry in dropped.items()})
+    of = content['source_rows']
     lengths = train['caption_bytes']
     figures = {
         'records': f'{content["records"]:,}',

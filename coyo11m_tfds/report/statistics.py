@@ -9,7 +9,7 @@ import functools
 import io
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -211,6 +211,11 @@ def make_preview(key: int, caption: bytes, picture: np.ndarray) -> Preview:
     return Preview(int(key), text, base64.b64encode(png.getvalue()).decode())
 
 
+def lost_latents(dropped: Mapping[str, int]) -> int:
+    """Returns the number of rows of latents in the numbers of dropped rows by reason."""
+    return sum(dropped.values()) - dropped[schema.DUPLICATE_CAPTION]
+
+
 class Dropped:
     """Counts dropped rows of a source by reason."""
 
@@ -226,7 +231,7 @@ class Dropped:
     @property
     def num_latents(self) -> int:
         """Number of dropped rows of latents: the rows of the source that the data set lacks."""
-        return sum(self.counts.values()) - self.counts[schema.DUPLICATE_CAPTION]
+        return lost_latents(self.counts)
 
     def add(self, reason: str, count: int, keys: Iterable[int], file: str = '') -> None:
         """Counts `count` rows; `keys` are some of their keys, and `file` holds the first row."""

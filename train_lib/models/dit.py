@@ -216,8 +216,7 @@ def _angles(rows: int, columns: int, period: float, count: int) -> np.ndarray:
 
 def time_features(t: jax.Array) -> jax.Array:
     """Returns sinusoids of times `(b,)` in [0, 1]: float32 `(b, 256)`."""
-    half = _TIME_FEATURES // 2
-    frequencies = _TIME_SCALE * _MAX_PERIOD ** -(np.arange(half) / half)
+    frequencies = _TIME_SCALE * _MAX_PERIOD ** -np.arange(0, 1, 2 / _TIME_FEATURES)
     angles = t.astype(jnp.float32)[:, None] * frequencies.astype(np.float32)  # rounded once
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 

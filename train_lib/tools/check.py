@@ -60,8 +60,7 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
         how = 'name a built data set: --config.data.dir'
         unchecked['the data set, its encoder and the memory for reading it'] = how
         settings.check(config, needs_data=False)
-        if config.preview.vae:
-            vae_decoder.load(config.preview.vae)
+        vae_decoder.painter(config.preview.vae)
         vocabulary = int(config.model.text == 'sequence')
         step.make_program(config, mesh, flow.no_stats(text_dim=1, vocabulary=vocabulary))
     kinds = [device.device_kind for device in jax.local_devices()]
