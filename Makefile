@@ -13,15 +13,22 @@ TOKENS := $(DEMO)/source/words
 # Hides TensorFlow's messages about the machine.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export TF_ENABLE_ONEDNN_OPTS ?= 0
+# Python keeps the modules that it compiles: else each process would start 8 s later.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test slow pods lint clean
 
 $(INSTALLED): setup.py constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[convert,text,test]'
+# Python compiles the few modules that are used: to compile all of them takes 45 s.
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt \
+		--editable '.[convert,text,test]'
 	touch $@
 
-# The whole way once, with the same commands as for real data.
+# The whole way once, with the same commands as for real data. Huge pages for a step's 200 MB of
+# memory, and no fusions by YNNPACK: each takes a tenth from a step (benchmarks/README.md).
+demo: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
+demo: export XLA_FLAGS ?= --xla_cpu_experimental_ynn_fusion_type=
 demo: $(INSTALLED)
 	rm -rf $(DEMO)
 	$(BIN)/python -m coyo11m_tfds.sample_data --out $(DEMO)/source
