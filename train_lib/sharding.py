@@ -204,39 +204,3 @@ def processes_on_host() -> int:
     """
     own = np.uint32(zlib.crc32(socket.gethostname().encode()))
     return int((multihost_utils.process_allgather(own) == own).sum())
-
-
-def least_bytes(
-    params, mesh: Mesh, *, compute_bytes: int = 2, accumulate: int = 1, mapped: Any = None
-) -> float:
-    """Returns the bytes that a device receives in a training step if only weights move.
-
-    Devices gather a weight that is split over f devices once for the forward and once for the
-    backward pass, for each part of the batch, in the dtype of the computation: (f-1)/f of the
-    weight each time. They reduce its gradient in float32 over the f devices: (f-1)/f of it. The d
-    groups then reduce each f-th part: 2(d-1)/d of the part, half to form the sum and half to
-    distribute it.
-
-    With `map_matrices`, each of the n = df devices gathers its n-th part of the matrices, of which
-    it has an f-th, and its f-th part of the results, of which it computed an n-th.
-
-    Args:
-        params: Pytree of arrays or `jax.ShapeDtypeStruct`, as `by_shape` places them.
-        mesh: Mesh of the devices.
-        compute_bytes: Size of a gathered number in bytes.
-        accumulate: Number of parts in which the batch is computed.
-        mapped: Pytree of bool, True for weights whose updates come from `map_matrices`; None for
-            no such weights.
-    """
-
-    def of(leaf, is_mapped: bool) -> float:
-        split = partition_spec(leaf.shape, mesh.shape[FSDP_AXIS]) != PartitionSpec()
-        f = mesh.shape[FSDP_AXIS] if split else 1
-        d = mesh.size // f
-        size = np.prod(leaf.shape, dtype=np.float64)
-        within = (f - 1) / f * (2 * compute_bytes + 4) * accumulate
-        dealt = is_mapped * ((f - 1) / f / mesh.size + (1 - 1 / mesh.size) / f) * compute_bytes
-        return size * (within + 2 * (d - 1) / d * 4 / f + dealt)
-
-    mapped = jax.tree.map(lambda _: False, params) if mapped is None else mapped
-    return float(sum(jax.tree.leaves(jax.tree.map(of, params, mapped))))

@@ -22,6 +22,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from clu import metric_writers, parameter_overview, periodic_actions
 from etils import epath
+from jax.experimental import multihost_utils
 
 from coyo11m_tfds.pictures import vae_decoder
 from train_lib import (
@@ -176,10 +177,20 @@ class Run(Setup):
         checkpoint.save(self.manager, step, *saved, interrupted=interrupted)
         return True
 
+    def paint_together(self, latents: np.ndarray) -> np.ndarray:
+        """Returns the pictures of latents that all processes have; each paints its share.
+
+        Shares are equal: where there are too few latents, some are painted more than once.
+        """
+        share = -(-len(latents) // jax.process_count())
+        rows = share * jax.process_index() + np.arange(share)
+        own = self.paint(latents[rows % len(latents)])
+        return multihost_utils.process_allgather(own, tiled=True)[: len(latents)]
+
     @functools.cached_property
     def preview_of_data(self) -> np.ndarray:
         """The pictures of the data that previews show beside those of the model."""
-        return self.paint(self.data.preview_samples.latents)
+        return self.paint_together(self.data.preview_samples.latents)
 
 
 def _train(
@@ -248,9 +259,9 @@ def _preview(run: Run, step: int, state: TrainState) -> str:
     """Writes a grid of pictures as PNG and to TensorBoard."""
     samples = run.data.preview_samples
     drawn = run.program.draw(state.ema_params, samples.text, 0)
+    pictures = [run.preview_of_data, run.paint_together(jax.device_get(drawn))]
     path = run.workdir / previews.FOLDER / f'step_{step:06}.png'
     if jax.process_index() == 0:
-        pictures = [run.preview_of_data, run.paint(jax.device_get(drawn))]
         grid = previews.make_grid(pictures, samples.captions, title='left: data, right: model')
         run.writer.write_images(step, {'previews': grid[None]})
         previews.write_png(path, grid)

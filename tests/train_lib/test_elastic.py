@@ -9,8 +9,9 @@ import signal
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from tests import runs
+from tests import runs, small_vae
 
 # Lanes for eight processes, a batch that has a record of every lane.
 SETTINGS = {'data.lanes': 8, 'batch_size': 8, 'eval_every': 3, 'checkpoint_every': 4}
@@ -60,8 +61,10 @@ def test_a_run_that_moves_from_two_hosts_to_four_and_to_one(mini_dataset, tmp_pa
     """Weights are split over pairs of devices, on one host and then on two.
 
     One host gets Ctrl-C, and both stop at the same step; others go on, as if one had done it all.
+    Each decodes its share of the pictures: of three, four hosts decode one twice.
     """
     together, changes = tmp_path / 'together', {'mesh.fsdp': 2, 'preview_every': 8}
+    changes['preview.vae'] = str(small_vae.make(tmp_path))
     endless = SETTINGS | changes | {'num_steps': 10_000}
     with runs.hosts(mini_dataset, together, processes=2, devices=2, **endless) as started:
         runs.wait_until(lambda: max(runs.saved_steps(together), default=0) >= 4, started[0].process)
@@ -82,3 +85,7 @@ def test_a_run_that_moves_from_two_hosts_to_four_and_to_one(mini_dataset, tmp_pa
     alone, alone_keys = run_to_the_end(mini_dataset, tmp_path / 'alone', 1, 4, **end)
     assert_same_keys(keys, alone_keys)
     assert_same_losses(found, alone, ends[:-1])
+    for path in (tmp_path / 'alone' / 'previews').iterdir():
+        grids = path, together / 'previews' / path.name
+        one, other = (np.asarray(Image.open(grid), int) for grid in grids)
+        np.testing.assert_allclose(one, other, atol=2)

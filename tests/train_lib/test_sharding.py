@@ -117,15 +117,15 @@ def test_stand_ins_are_as_the_chips_of_real_topologies():
 def test_least_bytes_of_a_step(data, fsdp, expected):
     params = {'kernel': np.zeros((2**10, 2**10), np.float32), 'bias': np.zeros(10, np.float32)}
     mesh = types.SimpleNamespace(shape={'data': data, 'fsdp': fsdp}, size=data * fsdp)
-    assert sharding.least_bytes(params, mesh) == pytest.approx(expected)
+    assert compile.least_bytes(params, mesh) == pytest.approx(expected)
 
 
 def test_least_bytes_of_matrices_that_single_devices_take_whole():
     params = {'kernel': np.zeros((2**10, 2**10), np.float32)}
     mesh = types.SimpleNamespace(shape={'data': 2, 'fsdp': 4}, size=8)
-    more = sharding.least_bytes(params, mesh, mapped={'kernel': True})
+    more = compile.least_bytes(params, mesh, mapped={'kernel': True})
     # An eighth of it, of which a quarter is here; a quarter of the results, an eighth made here.
-    assert more - sharding.least_bytes(params, mesh) == (3 / 4 / 8 + 7 / 8 / 4) * 2 * 2**20
+    assert more - compile.least_bytes(params, mesh) == (3 / 4 / 8 + 7 / 8 / 4) * 2 * 2**20
 
 
 _MAP = """
@@ -133,7 +133,7 @@ import json, os
 os.environ['XLA_FLAGS'] += ' --xla_force_host_platform_device_count=8'
 import jax, numpy as np
 from train_lib import sharding
-from train_lib.tools import hlo
+from train_lib.tools import compile, hlo
 
 sharding.MIN_SHARDED_SIZE = 64
 
@@ -149,7 +149,7 @@ def on_mesh(shape, data, fsdp):
     jitted = jax.jit(lambda x: sharding.map_matrices(mesh, function, x))
     compiled = jitted.lower(placed).compile()
     result = compiled(placed)
-    least = [sharding.least_bytes(x, mesh, compute_bytes=4, mapped=m) for m in (True, False)]
+    least = [compile.least_bytes(x, mesh, compute_bytes=4, mapped=m) for m in (True, False)]
     np.testing.assert_array_equal(result, x * x.sum((-2, -1), keepdims=True))
     return {
         'taken': taken[0],

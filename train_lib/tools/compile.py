@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import ml_collections
 from absl import flags
 from jax.experimental import topologies
+from jax.sharding import Mesh, PartitionSpec
 from ml_collections import config_flags
 
 from coyo11m_tfds import schema
@@ -134,7 +135,7 @@ def analyze(
     report |= tables(hlo.read(compiled.as_text() or ''), chip, schedules)
     if step == TRAIN:
         params = program.abstract_state.params
-        least = sharding.least_bytes(
+        least = least_bytes(
             params,
             mesh,
             compute_bytes=jnp.dtype(config.model.dtype).itemsize,
@@ -143,6 +144,42 @@ def analyze(
         )
         report[MOVED]['least for this mesh'] = least / 1e6
     return report | judge(report, chip)
+
+
+def least_bytes(
+    params, mesh: Mesh, *, compute_bytes: int = 2, accumulate: int = 1, mapped: Any = None
+) -> float:
+    """Returns the bytes that a device receives in a training step if only weights move.
+
+    Devices gather a weight that is split over f devices once for the forward and once for the
+    backward pass, for each part of the batch, in the dtype of the computation: (f-1)/f of the
+    weight each time. They reduce its gradient in float32 over the f devices: (f-1)/f of it. The d
+    groups then reduce each f-th part: 2(d-1)/d of the part, half to form the sum and half to
+    distribute it.
+
+    With `sharding.map_matrices`, each of the n = df devices gathers its n-th part of the matrices,
+    of which it has an f-th, and its f-th part of the results, of which it computed an n-th.
+
+    Args:
+        params: Pytree of arrays or `jax.ShapeDtypeStruct`, as `sharding.by_shape` places them.
+        mesh: Mesh of the devices.
+        compute_bytes: Size of a gathered number in bytes.
+        accumulate: Number of parts in which the batch is computed.
+        mapped: Pytree of bool, True for weights whose updates come from `sharding.map_matrices`;
+            None for no such weights.
+    """
+
+    def of(leaf, is_mapped: bool) -> float:
+        f = mesh.shape[sharding.FSDP_AXIS]
+        f = f if sharding.partition_spec(leaf.shape, f) != PartitionSpec() else 1
+        d = mesh.size // f
+        size = math.prod(leaf.shape)
+        within = (f - 1) / f * (2 * compute_bytes + 4) * accumulate
+        dealt = is_mapped * ((f - 1) / f / mesh.size + (1 - 1 / mesh.size) / f) * compute_bytes
+        return size * (within + 2 * (d - 1) / d * 4 / f + dealt)
+
+    mapped = jax.tree.map(lambda _: False, params) if mapped is None else mapped
+    return float(sum(jax.tree.leaves(jax.tree.map(of, params, mapped))))
 
 
 def _work(config: ml_collections.ConfigDict, step: str) -> tuple[int, int]:
@@ -156,7 +193,7 @@ def _work(config: ml_collections.ConfigDict, step: str) -> tuple[int, int]:
 
 
 def _lower(
-    program: Program, step: str, count: int, text_dim: int, num_tokens: int, mesh: jax.sharding.Mesh
+    program: Program, step: str, count: int, text_dim: int, num_tokens: int, mesh: Mesh
 ) -> jax.stages.Lowered:
     placed = sharding.replicated(mesh) if step == DRAW else sharding.batch(mesh)
 
