@@ -39,10 +39,10 @@ demo: $(INSTALLED)
 	$(BIN)/python -m train_lib.main --config=configs/demo.py --workdir=$(DEMO)/run
 	@$(BIN)/python -m train_lib.demo --workdir=$(DEMO)/run
 
-# Two processes take one file each, in the order of names: many tests wait for their own processes
-# and servers, and the files with the fewest tests take longest.
+# Three processes, on two cores, take one file each, in the order of names: many tests wait for
+# their own processes and servers, and the files with the fewest tests take longest.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # Fetches real text encoders once (0.4 GB) and runs the long tests, such as random kills of builds.
 slow: $(INSTALLED)
