@@ -321,9 +321,10 @@ class StepClock:
         total = sum(seconds)
         waits = (came - max(asked, idle.result()) for asked, idle, came in self._waits)
         waited = sum(max(0.0, wait) for wait in waits)
+        share = min(1.0, waited / total)  # the watcher may record the first moment late
         # The one thing that hosts tell each other, once a lap.
         with jax.transfer_guard('allow'):
-            shares = multihost_utils.process_allgather(np.float32(waited / total))
+            shares = multihost_utils.process_allgather(np.float32(share))
         scalars = {
             'train/steps_per_second': len(seconds) / total,
             'train/samples_per_second': len(seconds) * batch_size / total,
