@@ -178,7 +178,7 @@ def test_what_is_aside_slows_nothing_down():
     # A tenth of a second for ten samples, not a second more; other programs may delay all of it.
     assert after['device/step_seconds_p95'] < 0.9
     for scalars in (inside, after):
-        assert 11 < scalars['train/samples_per_second'] < 200
+        assert 11 < scalars['train/samples_per_second'] < 1000
         assert 0.4 < scalars['input/wait_share_max'] <= 1
 
 
