@@ -2,9 +2,9 @@
 
     python -m train_lib.main --config=configs/demo.py --workdir=demo/run
 
-With the variables that `make demo` sets, it takes 8 minutes on two idle cores of an Intel Xeon (4.6
-to 5.4 steps a second). Then `python -m train_lib.demo` counts the pictures of held-out captions
-with the right colours and the right shape.
+With the variables that `make demo` sets, it takes 7 to 8 minutes on two idle cores of an Intel Xeon
+(4.6 to 5.7 steps a second). Then `python -m train_lib.demo` counts the pictures of held-out
+captions with the right colours and the right shape.
 """
 
 import ml_collections
