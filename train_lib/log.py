@@ -287,7 +287,9 @@ class StepClock:
         try:
             yield
         finally:
-            self._marks.append((self._watcher.submit(time.monotonic), False))
+            over = self._watcher.submit(time.monotonic)
+            over.result()  # now: recorded later, it would shorten the next step
+            self._marks.append((over, False))
 
     def step_started(self, result: Any) -> None:
         """Counts a step, whose arrays `result` are still being computed.
@@ -321,10 +323,9 @@ class StepClock:
         total = sum(seconds)
         waits = (came - max(asked, idle.result()) for asked, idle, came in self._waits)
         waited = sum(max(0.0, wait) for wait in waits)
-        share = min(1.0, waited / total)  # the watcher may record the first moment late
         # The one thing that hosts tell each other, once a lap.
         with jax.transfer_guard('allow'):
-            shares = multihost_utils.process_allgather(np.float32(share))
+            shares = multihost_utils.process_allgather(np.float32(waited / total))
         scalars = {
             'train/steps_per_second': len(seconds) / total,
             'train/samples_per_second': len(seconds) * batch_size / total,

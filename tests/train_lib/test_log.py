@@ -175,10 +175,9 @@ def test_what_is_aside_slows_nothing_down():
         time.sleep(0.1)
     clock.step_started(start_step())
     after = clock.lap(batch_size=10)
-    # A tenth of a second for ten samples, not a second more; other programs may delay all of it.
-    assert after['device/step_seconds_p95'] < 0.9
+    assert after['device/step_seconds_p95'] < 0.4
     for scalars in (inside, after):
-        assert 11 < scalars['train/samples_per_second'] < 1000
+        assert 20 < scalars['train/samples_per_second'] <= 100
         assert 0.4 < scalars['input/wait_share_max'] <= 1
 
 
@@ -198,7 +197,8 @@ def test_steps_count_when_they_are_finished_and_few_are_started_ahead():
     waiting.join()
     assert had_to_wait
     scalars = clock.lap(batch_size=10)
+    # However fast they were dispatched.
+    assert scalars['train/steps_per_second'] <= 10
     rate = scalars['train/steps_per_second']
-    assert rate < 20  # a tenth of a second each, however fast they were dispatched
     assert scalars['train/samples_per_second'] == pytest.approx(10 * rate)
-    assert 0.05 < scalars['device/step_seconds_median'] < scalars['device/step_seconds_p95']
+    assert 0.09 < scalars['device/step_seconds_median'] < scalars['device/step_seconds_p95']
