@@ -67,10 +67,10 @@ def convert(
         os.fsync(descriptor)
         written += os.fstat(descriptor).st_size
         os.close(descriptor)
-    found = meter.rate(samples)
+    figures = meter.rate(samples)
     if written < samples * source.SAMPLE_BYTES and 'latents' not in options:
         raise RuntimeError(f'{writer} has written {written:,} bytes for {samples:,} samples')
-    return found
+    return figures
 
 
 def builder(made: pathlib.Path, out: pathlib.Path, _: int, **settings: Any) -> None:
@@ -130,8 +130,9 @@ def litdata(made: pathlib.Path, out: pathlib.Path, limit: int) -> None:
     )
 
 
-def _litdata_rows(asked: tuple[str, int]) -> Iterator[dict[str, Any]]:
-    yield from _rows(pathlib.Path(asked[0]), asked[1])
+def _litdata_rows(source_and_limit: tuple[str, int]) -> Iterator[dict[str, Any]]:
+    made, limit = source_and_limit
+    yield from _rows(pathlib.Path(made), limit)
 
 
 def datasets(made: pathlib.Path, out: pathlib.Path, limit: int) -> None:

@@ -53,8 +53,8 @@ class Stream:
 
 
 def _same(runs: list[Figures]) -> str:
-    found = [run['same'] for run in runs if 'same' in run]
-    return ('yes' if all(found) else 'no') if found else ''
+    same = [run['same'] for run in runs if 'same' in run]
+    return ('yes' if all(same) else 'no') if same else ''
 
 
 _COLUMNS = {
@@ -100,15 +100,15 @@ def _once(side: Side, made: pathlib.Path, seconds: float, cold: bool) -> Figures
         runner.prepare_cache({data, made} if 'in_place' in data.name else {data}, cold)
         return runner.run(dataclasses.replace(side, function=function), data=data, **settings)
 
-    found = run(read, seconds=seconds, cold=cold)
-    if cold or side.before or 'rate' not in found:
-        return found
+    figures = run(read, seconds=seconds, cold=cold)
+    if cold or side.before or 'rate' not in figures:
+        return figures
     saved = run(save)
     resumed = run(resume, state=saved['state']) if 'state' in saved else saved
     if 'resume' not in resumed:
         return resumed
     same = resumed['batches'] == saved['batches']
-    return found | {'resume': resumed['resume'], 'same': same, 'state': len(saved['state'])}
+    return figures | {'resume': resumed['resume'], 'same': same, 'state': len(saved['state'])}
 
 
 def _data(side: Side, made: pathlib.Path) -> pathlib.Path | Figures:
@@ -120,10 +120,10 @@ def _data(side: Side, made: pathlib.Path) -> pathlib.Path | Figures:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
         writer = dataclasses.replace(_WRITERS[name], before=side.before)
-        found = runner.run(writer, made=made, out=unfinished, limit=samples)
-        if 'rate' not in found:
-            return found
-        print(f'{writer.title}: made {folder.name} in {found["seconds"]:.0f} s\n', flush=True)
+        figures = runner.run(writer, made=made, out=unfinished, limit=samples)
+        if 'rate' not in figures:
+            return figures
+        print(f'{writer.title}: made {folder.name} in {figures["seconds"]:.0f} s\n', flush=True)
         unfinished.rename(folder)
     return folder
 
@@ -131,19 +131,19 @@ def _data(side: Side, made: pathlib.Path) -> pathlib.Path | Figures:
 # --- One run -------------------------------------------------------------------------------------
 
 
-def read(*, seconds: float, cold: bool, samples: int, **asked: Any) -> Figures:
+def read(*, seconds: float, cold: bool, samples: int, **settings: Any) -> Figures:
     """Reads for `seconds`: if `cold` from the start and at most an epoch, otherwise once steady."""
-    stream, meter = _open(**asked)
+    stream, meter = _open(**settings)
     if cold:
-        found = timed(itertools.islice(stream.epoch(), samples // BATCH_SIZE), seconds, meter)
+        counts = timed(itertools.islice(stream.epoch(), samples // BATCH_SIZE), seconds, meter)
     else:
-        found = steady(stream, seconds, meter)
-    if not found['batches']:
+        counts = steady(stream, seconds, meter)
+    if not counts['batches']:
         raise RuntimeError('an epoch has no full batch; take more samples')
     names = {'batches': 'rate', 'cpu': 'cores', 'disk': 'disk_rate'}
-    rates = {rate: found[name] / found['seconds'] for name, rate in names.items()}
+    rates = {rate: counts[name] / counts['seconds'] for name, rate in names.items()}
     rates['rate'] *= BATCH_SIZE
-    return rates | {'cpu_per_sample': rates['cores'] / rates['rate'], 'first': found['first']}
+    return rates | {'cpu_per_sample': rates['cores'] / rates['rate'], 'first': counts['first']}
 
 
 def steady(stream: Stream, seconds: float, meter: runner.Meter) -> Figures:
@@ -176,18 +176,18 @@ def timed(batches: Iterable[Batch], seconds: float, meter: runner.Meter) -> Figu
     return meter.read() | {'seconds': last, 'batches': count, 'first': first}
 
 
-def save(**asked: Any) -> Figures:
+def save(**settings: Any) -> Figures:
     """Stops within an epoch; returns the state, and digests of the batches after it."""
-    stream, _ = _open(**asked)
+    stream, _ = _open(**settings)
     batches = iter(stream.epoch())
-    middle = min(_SAVED_AT, asked['samples'] // BATCH_SIZE // 2)
+    middle = min(_SAVED_AT, settings['samples'] // BATCH_SIZE // 2)
     taken = sum(1 for _ in itertools.islice(batches, middle))
     return {'state': stream.state(taken), 'batches': _digests(batches)}
 
 
-def resume(**asked: Any) -> Figures:
+def resume(**settings: Any) -> Figures:
     """Resumes from a state; returns the time to the first batch, and digests of the batches."""
-    stream, meter = _open(**asked)
+    stream, meter = _open(**settings)
     batches = iter(stream.epoch())
     first = next(batches)
     seconds = meter.read()['seconds']
@@ -195,12 +195,12 @@ def resume(**asked: Any) -> Figures:
 
 
 def _open(
-    *, reader: str, data: str, module: str, state: str = '', **asked: Any
+    *, reader: str, data: str, module: str, state: str = '', **settings: Any
 ) -> tuple[Stream, runner.Meter]:
     """Opens a reader when all is imported, and measures from there."""
     for name in module.split():
         importlib.import_module(name)
-    options = {name: asked[name] for name in OPTIONS if name in asked}
+    options = {name: settings[name] for name in OPTIONS if name in settings}
     meter = runner.Meter()
     return globals()[reader](data, state, **options), meter
 

@@ -137,6 +137,7 @@ def run(side: Side, env: Mapping[str, str] | None = None, **settings: Any) -> Fi
     share of all cores' time that other programs used (benchmarks/README.md). Instead of figures, a
     side that could not run has the reason in `missing` or `failed`.
     """
+    settings = {**side.settings, **settings}
     module = sys.modules[side.function.__module__].__spec__.name  # not __main__
     environment = {**os.environ, **(env or {})}
     if side.before:  # ahead of this checkout, which then gives `benchmarks` alone
@@ -144,27 +145,27 @@ def run(side: Side, env: Mapping[str, str] | None = None, **settings: Any) -> Fi
         environment |= {'PYTHONPATH': f'{side.before}:{here}', 'PYTHONSAFEPATH': '1'}
     with tempfile.TemporaryDirectory() as folder:
         answer = pathlib.Path(folder) / 'answer'
-        asked = json.dumps({**side.settings, **settings}, default=str)
-        command = [sys.executable, '-m', 'benchmarks.runner', module, side.function.__name__, asked]
+        arguments = module, side.function.__name__, json.dumps(settings, default=str)
+        command = [sys.executable, '-m', 'benchmarks.runner', *arguments]
         measured, output = _measure([*command, str(answer)], environment)
         died = json.dumps({'failed': 'its process died'})
-        found = json.loads(answer.read_text() if answer.exists() else died)
-    if 'failed' in found:
+        figures = json.loads(answer.read_text() if answer.exists() else died)
+    if 'failed' in figures:
         print(output[-4000:], file=sys.stderr)
-    return found | measured
+    return figures | measured
 
 
 def _answer() -> None:
     """Runs one side in this process; the command line is that of `run`."""
     module, function, settings, answer = sys.argv[1:]
     try:
-        found = getattr(importlib.import_module(module), function)(**json.loads(settings))
+        figures = getattr(importlib.import_module(module), function)(**json.loads(settings))
     except ModuleNotFoundError as error:
-        found = {'missing': str(error)}
+        figures = {'missing': str(error)}
     except Exception as error:
         traceback.print_exc()
-        found = {'failed': f'{type(error).__name__}: {error}'.splitlines()[0]}
-    pathlib.Path(answer).write_text(json.dumps(found))
+        figures = {'failed': f'{type(error).__name__}: {error}'.splitlines()[0]}
+    pathlib.Path(answer).write_text(json.dumps(figures))
 
 
 def _measure(command: Sequence[str], environment: Mapping[str, str]) -> tuple[Figures, str]:
@@ -211,9 +212,9 @@ class Meter:
 
     def rate(self, samples: int) -> Figures:
         """Returns `seconds`, `rate` and `cpu_per_sample` for a number of samples."""
-        found = self.read()
-        rate, cpu = samples / found['seconds'], found['cpu'] / samples
-        return {'seconds': found['seconds'], 'rate': rate, 'cpu_per_sample': cpu}
+        figures = self.read()
+        rate, cpu = samples / figures['seconds'], figures['cpu'] / samples
+        return {'seconds': figures['seconds'], 'rate': rate, 'cpu_per_sample': cpu}
 
     def _now(self) -> tuple[float, float, int]:
         cpu, disk = sum(os.times()[:4]), _disk_bytes(os.getpid())

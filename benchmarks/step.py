@@ -133,9 +133,9 @@ def _timed(run: Callable[[int], float], warmup: int, steps: int) -> tuple[float,
 def _figures(seconds, loss, flops, batch_size, device, memory) -> Figures:
     """Returns the figures of a turn; `flops` counts the forward pass of one sample."""
     rate, chip = batch_size / seconds, chips.CHIPS.get(device)
-    found = {'seconds': seconds, 'loss': loss, 'rate': rate, 'flops_per_second': 3 * flops * rate}
-    mfu = chip and found['flops_per_second'] / chip.flops
-    return found | {'mfu': mfu, 'memory': memory, 'device': device}
+    figures = {'seconds': seconds, 'loss': loss, 'rate': rate, 'flops_per_second': 3 * flops * rate}
+    mfu = chip and figures['flops_per_second'] / chip.flops
+    return figures | {'mfu': mfu, 'memory': memory, 'device': device}
 
 
 def _stats() -> dict[str, np.ndarray]:

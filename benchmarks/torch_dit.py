@@ -100,8 +100,8 @@ class DiT:
             name: weight if name.startswith('velocity.') else weight.to(self.dtype)
             for name, weight in self.weights.items()
         }
-        given = x.to(self.dtype), t, (text.to(self.dtype),), drop_text
-        return torch_reference.velocity(weights, self._config, *given, _CALLS[self.remat])
+        arguments = x.to(self.dtype), t, (text.to(self.dtype),), drop_text
+        return torch_reference.velocity(weights, self._config, *arguments, _CALLS[self.remat])
 
     def flops(self) -> int:
         """Returns the forward FLOPs of one sample's matrix products, counted on the layers."""

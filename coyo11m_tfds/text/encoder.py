@@ -11,7 +11,8 @@ import numpy as np
 
 DEFAULT_MAX_TOKENS = 512
 
-OnBatch = Callable[[int, int], None]  # told of the captions and the tokens of each forward pass
+# Takes the number of captions and the number of tokens of a forward pass.
+OnBatch = Callable[[int, int], None]
 
 _WIDTHS_AN_OCTAVE = 16  # of batches; more of them mean less padding and more programs to compile
 _SHORTEST = 16  # no batch is narrower

@@ -173,7 +173,7 @@ class Checkpoint:
         path, settings = self.path / 'tokenizer.json', self.path / 'tokenizer_config.json'
         if not path.is_file():
             raise ValueError(
-                f'{path} is missing; expected the fast tokenizer beside the weights. '
+                f'{path} is missing; expected the fast tokenizer in the folder of the weights. '
                 '`transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)` writes it.'
             )
         try:

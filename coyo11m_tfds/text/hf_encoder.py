@@ -36,19 +36,19 @@ class HfTokenizer(ModelTokenizer):
         `config` is that of the model, if it has been read.
         """
         with _loading(model):
-            found: Any = transformers.AutoTokenizer.from_pretrained(model, **_SAFE)
+            tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model, **_SAFE)
             config = config or transformers.AutoConfig.from_pretrained(model, **_SAFE)
-        if not found.is_fast:
+        if not tokenizer.is_fast:
             raise ValueError(
-                f'text encoder {model!r}: its tokenizer, {type(found).__name__}, runs in Python; '
-                'expected one with a tokenizer.json, which runs many times faster.'
+                f'text encoder {model!r}: its tokenizer, {type(tokenizer).__name__}, runs in '
+                'Python; expected one with a tokenizer.json, which runs many times faster.'
             )
         positions = getattr(config, 'max_position_embeddings', None) or max_tokens
-        length = min(max_tokens, found.model_max_length, positions)
+        length = min(max_tokens, tokenizer.model_max_length, positions)
         # Many causal models have no token for padding.
-        fillers = (found.pad_token_id, found.eos_token_id, 0)
+        fillers = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         filler = next(token for token in fillers if token is not None)
-        super().__init__(f'hf:{model}', length, found.backend_tokenizer, filler)
+        super().__init__(f'hf:{model}', length, tokenizer.backend_tokenizer, filler)
 
 
 class HfEncoder(HfTokenizer, ModelEncoder):

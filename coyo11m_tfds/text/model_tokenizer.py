@@ -36,7 +36,7 @@ class ModelTokenizer(Tokenizer):
             filler: Token for empty captions, and for padding, which is masked.
 
         Raises:
-            ValueError: `max_tokens` leaves no room beside the special tokens.
+            ValueError: `max_tokens` leaves no room for the special tokens.
         """
         special = backend.num_special_tokens_to_add(is_pair=False)
         if max_tokens <= special:

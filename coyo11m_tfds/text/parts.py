@@ -93,14 +93,14 @@ class Parts:
             ValueError: The names of parts have another count.
             OSError: The storage cannot be reached.
         """
-        found_count, found = sidecar.find_parts(self._out)
-        if found and found_count != self.count:
+        count, files = sidecar.find_parts(self._out)
+        if files and count != self.count:
             raise ValueError(
-                f'{next(iter(found.values())).path}: is one of {found_count} parts, but these '
+                f'{next(iter(files.values())).path}: is one of {count} parts, but these '
                 f'captions make {self.count} parts here. Remove it, choose another folder, or give '
                 'part_captions as it was.'
             )
-        return found
+        return files
 
     def check(self, finished: Mapping[int, SourceFile]) -> None:
         """Checks that this run would make the same finished parts.
@@ -113,10 +113,10 @@ class Parts:
 
         def check_one(number: int) -> None:
             file = finished[number]
-            found = keyed_parquet.read_schema(file).metadata or {}
-            found = {key.decode(): value.decode() for key, value in found.items()}
+            stored = keyed_parquet.read_schema(file).metadata or {}
+            metadata = {key.decode(): value.decode() for key, value in stored.items()}
             expected = self._metadata_of(number)
-            sidecar.check_same(expected, found, file.path, 'is what this command makes')
+            sidecar.check_same(expected, metadata, file.path, 'is what this command makes')
 
         with concurrent.futures.ThreadPoolExecutor(_CHECKED_AT_ONCE) as threads:
             list(threads.map(check_one, finished))

@@ -107,9 +107,9 @@ class WordsTokenizer(Tokenizer):
 
     def tokenize(self, captions: Sequence[str]) -> list[list[int]]:
         """See `Tokenizer`."""
-        found = [split_words(caption) for caption in captions]
-        self.truncated += sum(len(words) > self.max_tokens for words in found)
-        return [[_hash(w) % self.vocabulary for w in words[: self.max_tokens]] for words in found]
+        texts = [split_words(caption) for caption in captions]
+        self.truncated += sum(len(words) > self.max_tokens for words in texts)
+        return [[_hash(w) % self.vocabulary for w in words[: self.max_tokens]] for words in texts]
 
 
 class LabelsTokenizer(Tokenizer):
