@@ -1,4 +1,4 @@
-"""Adds a column to a built data set, in files beside its shards; the shards do not change.
+"""Adds a column to a built data set, in files next to its shards; the shards do not change.
 
     python -m coyo11m_tfds.embed_captions --source=SOURCE --encoder=hf:NAME \\
         --out=other
@@ -9,12 +9,12 @@
     input_pipeline.train_batches(data_dir, features=('key', 'other'), ...)
 
 The values are text embeddings or token ids from `embed_captions` (`--text`), numbers from any
-Parquet file with a column `key` (`--parquet FILE --column NAME`), or numbers beside the latents of
-the source, in MDS shards or in `.json` members of tars (`--source FOLDER --column NAME`). Every
-record needs a value. The new file has a row for each record, in the order of the shards. The
-program replaces the description of the columns last. Until then the data set is unchanged, and a
-killed command can be repeated. The program reads the keys from the shards; if the data set is on
-gs://, it fetches all bytes of the shards.
+Parquet file with a column `key` (`--parquet FILE --column NAME`), or numbers of the source, in MDS
+shards or in `.json` members of tars (`--source FOLDER --column NAME`). Every record needs a value.
+The new file has a row for each record, in the order of the shards. The program replaces the
+description of the columns last. Until then the data set is unchanged, and a killed command can be
+repeated. The program reads the keys from the shards; if the data set is on gs://, it fetches all
+bytes of the shards.
 
 `--replace` replaces an existing column of that name, `--remove` removes the column. If the source
 of latents in place has been moved or copied, `--name=latents --source=FOLDER` records the new
@@ -72,7 +72,7 @@ def add(
         text: Folder that `embed_captions` made of any column of captions, with embeddings or
             tokens; local or remote.
         parquet: Any Parquet file, or a folder of `part-NNNNN-of-MMMMM.parquet`, local or remote.
-        source: The source of the data set, with numbers beside its latents.
+        source: The source of the data set, with numbers next to its latents.
         column: Column of `parquet` (integers, floats, or lists of these of one length), which keeps
             its dtype; or numbers of `source`, whose `.json` fractions become float32.
         replace: Whether the name may be that of an added column.
@@ -86,16 +86,18 @@ def add(
         OSError: The data set does not exist, or a file cannot be read or written.
         TimeoutError: Another process writes this data set.
     """
-    given = [x for x in (text, parquet, source) if x]
-    if len(given) != 1 or bool(text) == bool(column):
+    origins = [x for x in (text, parquet, source) if x]
+    if len(origins) != 1 or bool(text) == bool(column):
         raise ValueError('expected either text, or parquet or source with column.')
     with _editing(data_dir, scratch_dir) as edit:
         _check_name(edit.stored, name, replace)
-        place = os.fspath(given[0])
+        place = os.fspath(origins[0])
         numbers = ''
         if source:
-            there = location.find(source).latent_files
-            numbers = source_latents.write_numbers(there, column, edit.scratch, _asked(edit))
+            latent_files = location.find(source).latent_files
+            numbers = source_latents.write_numbers(
+                latent_files, column, edit.scratch, _latents_from(edit)
+            )
         files = sidecar.find(numbers or place)
         if not files[0].is_remote:  # before the shards are read for their keys
             sidecar.describe(files[0].path, column)
@@ -154,30 +156,32 @@ def move_latents(data_dir: str | os.PathLike[str], source: str | os.PathLike[str
         latents = edit.stored.columns.get(schema.LATENTS)
         if not isinstance(latents, Column):
             raise ValueError(f'{edit.stored.folder}: its latents lie in its records, in no source.')
-        there = location.find(source).latent_files
-        files = [_find_moved(file, there, os.fspath(source), edit) for file in latents.files]
+        latent_files = location.find(source).latent_files
+        files = [_find_moved(file, latent_files, os.fspath(source), edit) for file in latents.files]
         moved = dataclasses.replace(latents, files=tuple(files))
         edit.commit({**edit.stored.columns, schema.LATENTS: moved})
 
 
 def _find_moved(
-    before: ColumnFile, there: Sequence[SourceFile], source: str, edit: '_Edit'
+    before: ColumnFile, latent_files: Sequence[SourceFile], source: str, edit: '_Edit'
 ) -> ColumnFile:
     # Shards of several sub-folders have the same names.
-    same = [file for file in there if f'/{before.path}'.endswith(f'/{file.label or file.name}')]
+    same = [
+        file for file in latent_files if f'/{before.path}'.endswith(f'/{file.label or file.name}')
+    ]
     if not same:
         name = os.path.basename(before.path)
         raise ValueError(f'{source}: {name} is missing, but holds latents. Copy it there.')
     [file] = same
     in_place.check_within_reach(file, edit.stored.folder)
     head = formats.fetch_head(file, edit.scratch, check_crc=False)
-    found = in_place.describe(file, formats.open_file(file, head, _asked(edit)))
-    if found.digest != before.digest:
-        raise columns.other_file(file.path, 'outline has digest', found.digest, before.digest)
-    return found
+    moved = in_place.describe(file, formats.open_file(file, head, _latents_from(edit)))
+    if moved.digest != before.digest:
+        raise columns.other_file(file.path, 'outline has digest', moved.digest, before.digest)
+    return moved
 
 
-def _asked(edit: '_Edit') -> schema.LatentsFrom:
+def _latents_from(edit: '_Edit') -> schema.LatentsFrom:
     settings = edit.stored.metadata.get(schema.META_SETTINGS) or {}
     return schema.parse_latents_from(settings.get('latents_from', ''))
 
@@ -192,18 +196,20 @@ class _Edit:
     scratch: str  # local folder for other files, empty at first
     lock: locks.Lock
 
-    def commit(self, found: Mapping[str, Column | AddedColumn], files: Sequence[str] = ()) -> None:
+    def commit(
+        self, described: Mapping[str, Column | AddedColumn], files: Sequence[str] = ()
+    ) -> None:
         """Stores files, then the description of the columns; removes files without a use.
 
         Checksums are stored before the description: a column that the description does not name
         does not exist, so after a kill in between the same command can be repeated.
         """
         build, folder = self.stored.build, self.destination.folder
-        columns.write(self.staging, found, build)
+        columns.write(self.staging, described, build)
         names = [*files, schema.of_build(schema.COLUMNS_FILE, build)]
-        there = stored_files.list_folder(folder)
-        over = there.keys() & columns.left_over(there, found, build)
-        if recorded := there.get(schema.of_build(schema.CHECKSUMS_FILE, build)):
+        listing = stored_files.list_folder(folder)
+        over = listing.keys() & columns.left_over(listing, described, build)
+        if recorded := listing.get(schema.of_build(schema.CHECKSUMS_FILE, build)):
             content = bytes(stored_files.read(recorded, stored_files.Content).data)
             states = {x: file_state.of_file(os.path.join(self.staging, x)) for x in names}
             kept = {x: state for x, state in manifest.parse(content).items() if x not in over}
@@ -231,8 +237,8 @@ def _editing(data_dir: str | os.PathLike[str], scratch_dir: str = '') -> Iterato
             destination.sweep()  # what a killed one left
             try:
                 edit = _Edit(stored, destination, destination.staging(scratch), scratch, lock)
-                there = stored_files.list_folder(folder)
-                if columns.left_over(there, stored.columns, stored.build):
+                listing = stored_files.list_folder(folder)
+                if columns.left_over(listing, stored.columns, stored.build):
                     edit.commit(stored.columns)
                 yield edit
             finally:
@@ -268,12 +274,12 @@ def _write(edit: _Edit, name: str, values: Joined) -> AddedColumn:
         ):
             writer = columns.Writer(file, dtype, shape, last - first)
             for start in range(first, last, _ROWS_AT_ONCE):
-                some = np.arange(start, min(start + _ROWS_AT_ONCE, last))
-                read = sidecar.read(values, some)
-                writer.write(read)
+                records = np.arange(start, min(start + _ROWS_AT_ONCE, last))
+                rows = sidecar.read(values, records)
+                writer.write(rows)
                 if sums is not None and split == schema.TRAIN:
-                    sums += statistics.moments(read)
-                progress.add(len(some))
+                    sums += statistics.moments(rows)
+                progress.add(len(records))
             crc32c[split] = writer.finish()
         first = last
     column = AddedColumn(name, dtype.name, shape, files, crc32c, feature, encoder=encoder)
@@ -325,7 +331,9 @@ def main() -> None:
     what = 'name of that column: numbers, or lists of one length; devices take at most 32 bits'
     add('--column', default='', help=what)
     add('--replace', action='store_true', help='replace a column of this name')
-    add('--scratch_dir', default='', help='local folder for temporary files (beside the data sets)')
+    add(
+        '--scratch_dir', default='', help='local folder for temporary files (next to the data sets)'
+    )
     flags = parser.parse_args()
     if flags.column and not (flags.parquet or flags.source):
         parser.error('--column: expected only with --parquet or --source')
@@ -335,8 +343,8 @@ def main() -> None:
         parser.error(f'--source: expected --column, or --name={schema.LATENTS}')
     command_line.show_log()
     with ending.in_one_line('nothing was changed, the same command starts again'):
-        said = _run(flags)
-    print(f'{flags.data_dir}: {said}')
+        message = _run(flags)
+    print(f'{flags.data_dir}: {message}')
 
 
 def _run(flags: argparse.Namespace) -> str:
@@ -349,10 +357,10 @@ def _run(flags: argparse.Namespace) -> str:
         return f'column {flags.name!r} is removed.'
     column = add(**{name: value for name, value in vars(flags).items() if name != 'remove'})
     what = f'text={column.name!r}' if column.feature else f'features=({column.name!r},)'
-    said = f'{what} has {column.dtype} {column.shape} for each record.'
+    message = f'{what} has {column.dtype} {column.shape} for each record.'
     if np.dtype(column.dtype).itemsize > 4:
-        said += ' Devices hold numbers of at most 32 bits: `to_device` refuses this column.'
-    return said
+        message += ' Devices hold numbers of at most 32 bits: `to_device` refuses this column.'
+    return message
 
 
 if __name__ == '__main__':

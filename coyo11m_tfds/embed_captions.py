@@ -99,7 +99,7 @@ def embed(
     embeddings of a model are equal on equal devices.
 
     Args:
-        source_dir: Folder with `schema.CAPTIONS_FILE`, or with captions beside the latents; local,
+        source_dir: Folder with `schema.CAPTIONS_FILE`, or with captions next to the latents; local,
             on `gs://` or on `hf://`.
         encoder: A specification for `text_encoders.make_encoder` or, with `tokens_only`, for
             `text_encoders.make_tokenizer`; or an encoder.
@@ -112,7 +112,7 @@ def embed(
         part_captions: Largest number of captions in a part. Another number needs another folder.
         scratch_dir: Local folder for the captions; '': a folder in `out` or, if that is remote, in
             the user's cache.
-        latents_from: As in the config of a build, for captions beside the latents of a source that
+        latents_from: As in the config of a build, for captions next to the latents of a source that
             needs it there.
 
     Raises:
@@ -196,18 +196,18 @@ def _find_parquet(source: str) -> SourceFile | None:
 
 
 def _join_of_files(source: str, column: str, latents_from: str, folder: str, by_key: str) -> str:
-    """Joins the captions beside the latents; returns the name of their column."""
+    """Joins the captions next to the latents; returns the name of their column."""
     from coyo11m_tfds.source import source_latents  # needs torch
 
     heads = os.path.join(folder, 'heads')
     os.mkdir(heads)
-    found = location.find(source)
+    place = location.find(source)
     chosen = schema.parse_latents_from(latents_from)
-    asked = source_latents.Asked(latents=chosen, captions=column, drop_bad=True)
+    choices = source_latents.Asked(latents=chosen, captions=column, drop_bad=True)
     try:
-        latents = source_latents.SourceLatents.read(found.latent_files, heads, asked)
+        latents = source_latents.SourceLatents.read(place.latent_files, heads, choices)
     except source_latents.NoCaptionsError as error:
-        raise ValueError(f'{found.no_captions}: {error}') from None
+        raise ValueError(f'{place.no_captions}: {error}') from None
     captions_source.join(latents.texts.captions, latents.texts.caption_column, by_key, name=source)
     return latents.texts.caption_column
 

@@ -1,6 +1,6 @@
 """Columns: features that lie outside the records, as rows of a fixed size in other files.
 
-`columns-<build>.json` beside the shards names the files, with their versions at the time of the
+`columns-<build>.json` next to the shards names the files, with their versions at the time of the
 build. `column_<feature>-<split>-<build>.npy` holds a row for every record, in the order of the
 shards: the place of the values, or the values themselves, with the CRC-32C of the row. All files
 may be on gs://.
@@ -28,7 +28,7 @@ MAX_ROW_NBYTES = 2 * schema.MAX_TEXT_DIM  # of an added column: `reading.files` 
 OUTLINE_ENDS = 64 << 10  # bytes at each end of a file
 
 _RESTORE = 'Restore it, or build the data set again.'
-_BESIDE = 'beside'  # the kind of a column in files beside the shards
+_BESIDE = 'beside'  # the kind of a column in files next to the shards
 _DTYPES = {np.dtype(code).name for code in np.typecodes['AllInteger'] + 'efd'}
 
 
@@ -48,21 +48,21 @@ class ColumnFile:
     starts: tuple[int, ...]
     stride: int
 
-    def check(self, found: SourceFile | None) -> SourceFile:
-        """Compares `found`, the file at `path` or None for no file, with this description.
+    def check(self, file: SourceFile | None) -> SourceFile:
+        """Compares `file`, the one at `path` or None for no file, with this description.
 
         Returns the file; raises a ValueError if it is missing or has changed. This reads at most
         what `outline` reads.
         """
-        if found is None:
+        if file is None:
             raise ValueError(f'{self.path}: is missing, but holds latents. {_RESTORE}')
-        if found.is_remote:  # the checksum of a bucket covers the directory
-            what, now, before = 'version is', found.version, self.version
+        if file.is_remote:  # the checksum of a bucket covers the directory
+            what, now, before = 'version is', file.version, self.version
         else:
             what, now, before = 'outline has digest', outline(self.path), self.digest
         if now != before:
             raise other_file(self.path, what, now, before)
-        return found
+        return file
 
 
 def outline(path: str | os.PathLike[str]) -> str:
@@ -116,8 +116,8 @@ class Column:
         """Finds the files at the paths of `files`; None for missing ones."""
         folders = {os.path.dirname(file.path) for file in self.files}
         listed = [stored_files.list_folder(folder, missing_ok=True) for folder in sorted(folders)]
-        found = {file.path: file for files in listed for file in files.values()}
-        return [found.get(file.path) for file in self.files]
+        by_path = {file.path: file for files in listed for file in files.values()}
+        return [by_path.get(file.path) for file in self.files]
 
     def locate(self, folder: str | os.PathLike[str], split: str, num_records: int) -> np.ndarray:
         """Returns the file's number, the row and its CRC-32C for each record; uint32 `(n, 3)`.
@@ -142,7 +142,7 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class AddedColumn:
-    """A column in files beside the shards, with one row for each record, in the records' order."""
+    """A column in files next to the shards, with one row for each record, in the records' order."""
 
     name: str
     dtype: str  # NumPy's name
@@ -246,11 +246,11 @@ class RowScan:
         rows = np.frombuffer(data, self._dtype, num_whole)
         values, stored = np.ascontiguousarray(rows['value']), rows[_crc32c_field(self._dtype)]
         self._values_crc32c = google_crc32c.extend(self._values_crc32c, values.tobytes())
-        found = checksums(values)
-        wrong = np.flatnonzero(found != stored)
+        computed = checksums(values)
+        wrong = np.flatnonzero(computed != stored)
         if len(wrong) and not self._num_wrong:
             at = wrong[0]
-            self._first_wrong = wrong_row(self._num_rows + at, found[at], stored[at])
+            self._first_wrong = wrong_row(self._num_rows + at, computed[at], stored[at])
         self._num_rows += num_whole
         self._num_wrong += len(wrong)
 
@@ -265,9 +265,9 @@ class RowScan:
         return self._first_wrong
 
 
-def wrong_row(row: int, found: int, expected: int) -> str:
+def wrong_row(row: int, computed: int, expected: int) -> str:
     """Returns the message about a row with a wrong CRC-32C."""
-    return f'row {row} has CRC-32C {found:08x}, expected {expected:08x}'
+    return f'row {row} has CRC-32C {computed:08x}, expected {expected:08x}'
 
 
 def row_dtype(dtype: np.typing.DTypeLike, shape: tuple[int, ...], crc32c: int) -> np.dtype:
@@ -305,8 +305,8 @@ def left_over(
     used = {
         file for x in columns.values() if isinstance(x, AddedColumn) for file in x.files.values()
     }
-    found = {name for name in names if is_file_name(name) and schema.build_of(name) == build}
-    return {x for x in found - used if not x.startswith(f'column_{schema.LATENTS}-')}
+    files = {name for name in names if is_file_name(name) and schema.build_of(name) == build}
+    return {x for x in files - used if not x.startswith(f'column_{schema.LATENTS}-')}
 
 
 def write(
@@ -342,8 +342,8 @@ def read(folder: str | os.PathLike[str], build: str = '') -> dict[str, Column | 
 def parse(data: bytes) -> dict[str, Column | AddedColumn]:
     """Parses the content of `schema.COLUMNS_FILE`; raises the errors of `manifest.parse`."""
     try:
-        found = manifest.parse_sealed(data, 'columns')
-        return {name: _column(name, **column) for name, column in found.items()}
+        described = manifest.parse_sealed(data, 'columns')
+        return {name: _column(name, **column) for name, column in described.items()}
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f'it lacks {error}') from error
 
@@ -404,10 +404,10 @@ def _load_places(path: str, crc32c: str) -> np.ndarray:
         data = np.memmap(path, np.uint8, 'r')
     dtype, shape, start = npy.parse_header(bytes(data[: npy.HEADER_BYTES]), file.size)
     if dtype != np.uint32 or shape[1:] != (3,):
-        raise ValueError(f'found {dtype} {shape}, expected uint32 (n, 3)')
+        raise ValueError(f'it holds {dtype} {shape}, expected uint32 (n, 3)')
     places = np.frombuffer(data, dtype, offset=start).reshape(shape)
-    if (found := array_crc32c(places)) != crc32c:
-        raise ValueError(f'its CRC-32C is {found}, expected {crc32c}')
+    if (computed := array_crc32c(places)) != crc32c:
+        raise ValueError(f'its CRC-32C is {computed}, expected {crc32c}')
     return places
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.columns import AddedColumn, Column
 
-RECORDS = 'records'  # what the text in the records is called beside names of columns
+RECORDS = 'records'  # what the text in the records is called among names of columns
 SYNTAX = (
     f"'' or '{RECORDS}' for the text in the records, the name of an added column, or several of "
     'these, each once, as NAME:WEIGHT,NAME:WEIGHT with weights above 0, at most 1e9'
@@ -37,13 +37,13 @@ def parse(spec: Spec) -> dict[str, float]:
         parts = [part.partition(':') for part in (spec or RECORDS).split(',')]
         pairs = [(name.strip() or None, weight if colon else 1) for name, colon, weight in parts]
     try:
-        found = {'' if name == RECORDS else name: float(weight) for name, weight in pairs}
+        weights = {'' if name == RECORDS else name: float(weight) for name, weight in pairs}
     except (TypeError, ValueError):
-        found = {}
-    are_weights = all(0 < weight <= _MAX_WEIGHT for weight in found.values())
-    if not found or len(found) < len(pairs) or None in found or not are_weights:
+        weights = {}
+    are_weights = all(0 < weight <= _MAX_WEIGHT for weight in weights.values())
+    if not weights or len(weights) < len(pairs) or None in weights or not are_weights:
         raise ValueError(f'text={spec!r}: expected {SYNTAX}')
-    return found
+    return weights
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -187,7 +187,7 @@ def choose(
     different kinds.
     """
     weights = parse(spec)
-    found = []
+    chosen = []
     for name in weights:
         column = columns.get(name)
         if name and not _is_text(column):
@@ -196,12 +196,12 @@ def choose(
                 f'tokens with their vocabulary; there are {column_names(columns)}. python -m '
                 'coyo11m_tfds.add_column --text adds some.'
             )
-        found.append(_of_column(cast(AddedColumn, column)) if name else own)
-    first = found[0]
-    for other in found[1:]:
+        chosen.append(_of_column(cast(AddedColumn, column)) if name else own)
+    first = chosen[0]
+    for other in chosen[1:]:
         if other.kind != first.kind or not other.feature:
             raise ValueError(
                 f'{folder}: text={spec!r}: {other.name or RECORDS!r} has {other}, expected '
                 f'{first} as {first.name or RECORDS!r} has.'
             )
-    return Chosen(tuple(found), tuple(weights.values()), max(text.size for text in found))
+    return Chosen(tuple(chosen), tuple(weights.values()), max(text.size for text in chosen))

@@ -3,6 +3,7 @@
 Limits are those of the process's control group (version 2) and of every group above it.
 """
 
+import itertools
 import math
 import os
 import pathlib
@@ -23,7 +24,7 @@ def usable_cpus(root: str | os.PathLike[str] = '/') -> int:
 def usable_memory(root: str | os.PathLike[str] = '/') -> int:
     """Returns the memory in bytes that this process and the others of its group can use."""
     physical = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-    return min([physical, *(limit for found in _limits(root, 'memory.max') for limit in found)])
+    return min([physical, *itertools.chain.from_iterable(_limits(root, 'memory.max'))])
 
 
 def _limits(root: str | os.PathLike[str], name: str) -> list[list[int]]:
@@ -31,19 +32,19 @@ def _limits(root: str | os.PathLike[str], name: str) -> list[list[int]]:
 
     There are none where the file says 'max', or where there is no such file.
     """
-    found = []
+    limits = []
     try:
         lines = pathlib.Path(root, 'proc/self/cgroup').read_text().splitlines()
     except OSError:  # not Linux
         lines = []
     for path in (line.removeprefix('0::/') for line in lines if line.startswith('0::/')):
-        # Version 2 may be mounted beside version 1.
+        # Version 2 may be mounted next to version 1.
         for top in (pathlib.Path(root, 'sys/fs/cgroup', mount) for mount in ('', 'unified')):
             # In a container the path may be that on the host, of which only the top is mounted.
             below = pathlib.PurePosixPath(path)
             for folder in {top, top / below, *(top / parent for parent in below.parents)}:
                 try:
-                    found.append([int(word) for word in (folder / name).read_text().split()])
+                    limits.append([int(word) for word in (folder / name).read_text().split()])
                 except (OSError, ValueError):
                     continue
-    return found
+    return limits
