@@ -45,7 +45,8 @@ def show(data_dir: Data, vae: str, num_pictures: int = page.NUM_PREVIEWS) -> str
     report = manifest.read_file(path)
     if report is None:
         raise FileNotFoundError(f'{path} is missing: copy it from where the data set was built')
-    decode = vae_decoder.load(vae, data.latents[1][-3])
+    maker = data.metadata.get(schema.META_VAE, '')
+    decode = vae_decoder.load(vae, data.latents[1][-3], maker)
     features = schema.KEY, schema.LATENTS, schema.CAPTION
     with contextlib.closing(
         input_pipeline.eval_batches(

@@ -1,18 +1,21 @@
 """Draws captions with a trained model.
 
-    python -m train_lib.draw --workdir=W --prompts=captions.txt
+    python -m train_lib.draw --workdir=W --prompts='a red circle'
     python -m train_lib.draw --workdir=gs://BUCKET/W --prompts=captions.txt \\
         --out=grid.png --step=20000 --guidance=5 --num_steps=100 --seed=1 \\
         --noaverage --encoder=hf:/models/gemma
 
-The captions are the lines of a text file. Everything else comes from the run's
-checkpoints, so the program needs neither the configuration nor the data set
-nor the machines of the run. It encodes captions with the encoder of the
-training data. Give `--encoder` if the data set does not record the place of
-this encoder, such as a local folder. Another encoder is refused.
+`--prompts` is a text file with a caption in each line, or a caption. Everything
+else comes from the run's checkpoints, so the program needs neither the
+configuration nor the data set nor the machines of the run. It encodes captions
+with the encoder of the training data. Give `--encoder` if the data set does not
+record the place of this encoder, such as a local folder. Another encoder is refused.
 """
 
 import functools
+import itertools
+import os
+import re
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -27,7 +30,7 @@ from coyo11m_tfds.pictures import vae_decoder
 from coyo11m_tfds.storage import json_digest, model_files
 from coyo11m_tfds.text import text_encoders
 from coyo11m_tfds.text.encoder import DEFAULT_MAX_TOKENS, Encoder, Tokenizer
-from coyo11m_tfds.text.words import split_words
+from coyo11m_tfds.text.words import HashEncoder, split_words
 from train_lib import (
     caption_encoder,
     checkpoint,
@@ -38,10 +41,15 @@ from train_lib import (
     step,
     workdirs,
 )
+from train_lib import settings as run_settings
 
 FLAGS = flags.FLAGS
 
 BATCH_SIZE = 64  # pictures that are drawn at a time
+
+# Arguments of `Artist` that flags of the same names replace.
+_CHANGES = ('average', 'seed', 'encoder', 'vae', 'guidance', 'guidance_low', 'guidance_high')
+_CHANGES += ('num_steps', 'sampler', 'time_shift')
 
 _IN_PT = 'pt'  # embeddings that came with the latents, from an encoder that nothing names
 _OF_FOLDER = 'sha256:'  # how the revision of a model in a local folder begins
@@ -66,7 +74,7 @@ class Artist:
         batch_size: int = BATCH_SIZE,
         encoder: str = '',
         vae: str | None = None,
-        **changes: float | None,
+        **changes: float | str | None,
     ):
         """Finds the checkpoint; the weights are read at their first use.
 
@@ -83,8 +91,8 @@ class Artist:
                 None keeps a field.
 
         Raises:
-            ValueError: The checkpoint does not exist; also the errors of `caption_encoder.load` and
-                `vae_decoder.painter`.
+            ValueError: The checkpoint does not exist, or a field is out of its range; also the
+                errors of `caption_encoder.load` and `vae_decoder.painter`.
             OSError: The workdir does not exist or cannot be read.
         """
         self._saved = checkpoint.open_run(place)
@@ -93,8 +101,9 @@ class Artist:
         config = ml_collections.ConfigDict(self._saved.description.config)
         config.preview.update({name: x for name, x in changes.items() if x is not None})
         config.seed = config.seed if seed is None else seed
+        run_settings.check(config, needs_data=False)
         vae = config.preview.vae if vae is None else vae
-        self.paint = vae_decoder.painter(vae, self.facts.latents_shape[1])
+        self.paint = vae_decoder.painter(vae, self.facts.latents_shape[1], self.facts.vae)
         self.data_dir = config.data.dir
         self._mesh = sharding.make_mesh(devices=jax.local_devices())
         self._batch_size = batch_size
@@ -204,14 +213,14 @@ def encode(
 
     Raises a ValueError if a token is not in the vocabulary of the data set.
     """
-    if not facts.vocabulary:
-        return cast(Encoder, encoder).encode(captions).astype(np.float16)
     if unknown := unknown_words(facts, encoder, captions):
         logging.warning(
             'No caption of the training data has %s: the model does not know what %s.',
             ', '.join(map(repr, unknown)),
             'it means' if len(unknown) == 1 else 'they mean',
         )
+    if not facts.vocabulary:
+        return cast(Encoder, encoder).encode(captions).astype(np.float16)
     ids = text_encoders.pad(encoder.tokenize(captions), encoder.max_tokens)
     if ids.max(initial=0) >= facts.vocabulary:
         at = ids.max(axis=1).argmax()
@@ -225,14 +234,18 @@ def encode(
 def unknown_words(facts: DatasetStats, encoder: Tokenizer, captions: Sequence[str]) -> list[str]:
     """Returns the words of captions that do not occur in the training data; [] if unknown.
 
-    It misses a few words, whose ids equal those of other words.
+    It misses words whose ids, or buckets of the encoder `hash`, are those of other words.
     """
-    if not facts.known_tokens:
+    words = list(dict.fromkeys(w for caption in captions for w in split_words(caption)))
+    if facts.text_encoder == HashEncoder.name:
+        empty = (facts.text_mean == 0) & (facts.text_std == 0)
+        is_unknown = cast(Encoder, encoder).encode(words)[:, empty].any(axis=1)
+    elif facts.known_tokens:
+        known = np.unpackbits(np.frombuffer(bytes.fromhex(facts.known_tokens), np.uint8))
+        is_unknown = np.array([not known[token] for [token] in encoder.tokenize(words)])
+    else:
         return []
-    known = np.unpackbits(np.frombuffer(bytes.fromhex(facts.known_tokens), np.uint8))
-    words = dict.fromkeys(w for caption in captions for w in split_words(caption))
-    ids = encoder.tokenize(list(words))
-    return [word for word, [token] in zip(words, ids, strict=True) if not known[token]]
+    return [word for word, unknown in zip(words, is_unknown, strict=True) if unknown]
 
 
 def check_encoder(facts: DatasetStats, encoder: Encoder | Tokenizer) -> None:
@@ -251,16 +264,14 @@ def check_encoder(facts: DatasetStats, encoder: Encoder | Tokenizer) -> None:
 def artist_of_flags() -> Artist:
     """Makes an artist from the flags of `define_flags`; raises the errors of `Artist`."""
     workdir = workdirs.absolute(FLAGS.workdir)
-    names = 'average', 'seed', 'batch_size', 'encoder', 'vae', 'guidance', 'num_steps'
-    fields: dict[str, Any] = {name: FLAGS[name].value for name in names}
+    fields: dict[str, Any] = {name: FLAGS[name].value for name in ('batch_size', *_CHANGES)}
     return Artist(workdir if FLAGS.step is None else f'{workdir}@{FLAGS.step}', **fields)
 
 
 def main() -> None:
     """Reads captions and writes the grid."""
     with run.errors_in_one_line():
-        prompts = epath.Path(FLAGS.prompts)
-        captions = _read_captions(prompts)
+        captions, name = _read_prompts(FLAGS.prompts)
     run.prepare()
     with run.errors_in_one_line():
         previews_of_run = workdirs.absolute(FLAGS.workdir) / previews.FOLDER
@@ -269,7 +280,7 @@ def main() -> None:
         artist = artist_of_flags()
         encoder = load_encoder(artist.facts, artist.encoder or FLAGS.encoder)
         pictures = artist.draw(captions, encoder)
-        out = FLAGS.out or folder / f'{prompts.stem}_{artist.step:06}.png'
+        out = FLAGS.out or _unused(folder / f'{name}_{artist.step:06}{_changes()}.png')
         previews.write_png(out, previews.make_grid([pictures], captions))
         if FLAGS.singles:
             singles = epath.Path(out).with_suffix('')
@@ -283,6 +294,26 @@ def _write_singles(folder: epath.PathLike, pictures: np.ndarray, captions: Seque
         path = epath.Path(folder) / f'{number:05}.png'
         previews.write_png(path, picture)
         path.with_suffix('.txt').write_text(f'{caption}\n')
+
+
+def _changes() -> str:
+    """What the flags change of the run's settings, for the name of a file: `_seed=1_vae=sdxl`."""
+    values = {name: FLAGS[name].value for name in _CHANGES if FLAGS[name].present}
+    return ''.join(f'_{name}={os.path.basename(str(x))}' for name, x in values.items())
+
+
+def _unused(path: epath.Path) -> epath.Path:
+    """Returns the path, with a number if there is such a file already."""
+    numbered = (path.with_name(f'{path.stem}-{n}{path.suffix}') for n in itertools.count(2))
+    return next(x for x in itertools.chain([path], numbered) if not x.exists())
+
+
+def _read_prompts(prompts: str) -> tuple[list[str], str]:
+    """Returns the captions of a file or a single one, and a name for their pictures."""
+    is_file = prompts.startswith('gs://') or prompts.endswith('.txt') or os.path.exists(prompts)
+    if is_file:
+        return _read_captions(epath.Path(prompts)), epath.Path(prompts).stem
+    return [prompts], re.sub(r'\W+', '-', prompts)[:50].strip('-') or 'prompt'
 
 
 def _read_captions(path: epath.Path) -> list[str]:
@@ -305,13 +336,17 @@ def define_flags() -> None:
     flags.DEFINE_bool('average', True, 'Draw with the moving average of the weights.')
     flags.DEFINE_integer('seed', None, "Seed of the noise; default: the run's.", 0, 2**31 - 1)
     flags.DEFINE_float('guidance', None, "Strength of guidance; default: the run's.")
-    flags.DEFINE_integer('num_steps', None, "Sampler steps; default: the run's.", lower_bound=1)
+    flags.DEFINE_float('guidance_low', None, "Lowest time of guidance; default: the run's.")
+    flags.DEFINE_float('guidance_high', None, "Highest time of guidance; default: the run's.")
+    flags.DEFINE_integer('num_steps', None, "Sampler steps; default: the run's.")
+    flags.DEFINE_string('sampler', None, "'euler' or 'heun'; default: the run's.")
+    flags.DEFINE_float('time_shift', None, "Shift to noisy times; default: the run's.")
     flags.DEFINE_integer('batch_size', BATCH_SIZE, 'Pictures to draw at a time.', lower_bound=1)
 
 
 if __name__ == '__main__':
     define_flags()
-    flags.DEFINE_string('prompts', None, 'Text file with a caption in each line.')
-    flags.DEFINE_string('out', None, 'PNG file to write; default: in WORKDIR/previews.')
+    flags.DEFINE_string('prompts', None, 'Text file with a caption in each line, or a caption.')
+    flags.DEFINE_string('out', None, 'PNG file to write or replace; default: in WORKDIR/previews.')
     flags.DEFINE_bool('singles', False, 'Also write each picture and its caption to a folder.')
     run.start(main, required=['workdir', 'prompts'])

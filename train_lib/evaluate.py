@@ -104,6 +104,7 @@ def evaluate(
         OSError: The data set cannot be read, or the workdir cannot be written.
     """
     settings = artist.settings | {
+        'text_encoder': f'{text_encoder.name} {text_encoder.revision}',
         'image_encoder': f'{image_encoder.name} {image_encoder.revision}',
         'data_set': data.identity(schema.VALIDATION),
     }
@@ -138,14 +139,14 @@ def compare(features: Features) -> dict[str, float]:
             num_pictures,
             num_features,
         )
-    found = {
+    distances = {
         'cmmd': picture_metrics.cmmd(features.drawn, features.data),
         'frechet_distance': picture_metrics.frechet(features.drawn, features.data),
     }
     if features.texts.shape[1]:
-        found['clip_score'] = picture_metrics.clip_score(features.drawn, features.texts)
-        found['clip_score_of_data'] = picture_metrics.clip_score(features.data, features.texts)
-    return found
+        distances['clip_score'] = picture_metrics.clip_score(features.drawn, features.texts)
+        distances['clip_score_of_data'] = picture_metrics.clip_score(features.data, features.texts)
+    return distances
 
 
 def _read(data: StoredDataset, count: int) -> Iterator[tuple[int, np.ndarray, list[str]]]:
@@ -194,9 +195,9 @@ def main() -> None:
 
         image_encoder = ImageEncoder(FLAGS.features)
         result = evaluate(artist, text_encoder, image_encoder, data, workdir, FLAGS.num_pictures)
-    for name, value in result.items():
-        if name != 'settings':
-            print(f'{name}: {value:.6g}')
+    numbers = {name: f'{x:.6g}' for name, x in result.items() if name != 'settings'}
+    for name, value in (result['settings']['preview'] | numbers).items():
+        print(f'{name}: {value}')
 
 
 if __name__ == '__main__':

@@ -40,15 +40,13 @@ def muon(
     Args:
         learning_rate: Root mean square of an update's entries, divided by 0.2.
         weight_decay: Weight decay, which is multiplied by the learning rate.
-        dtype: Dtype in which matrices are iterated and moved between devices. bfloat16 is Jordan's;
-            for float16, in whose range small momenta are zero, it is float32.
+        dtype: Dtype in which matrices are iterated and moved between devices; bfloat16 is Jordan's.
         map_matrices: Function that calls a function of whole matrices on a stack; on several
             devices `sharding.map_matrices`.
 
     Raises:
         ValueError: At an update, the width of such a kernel is not a multiple of 3 or 2.
     """
-    moved = jnp.promote_types(dtype, jnp.bfloat16)  # float16 becomes float32
 
     def direction(path: Any, momentum: jax.Array) -> jax.Array:
         parts = _SIDE_BY_SIDE.get(path[-2].key, 1)
@@ -63,7 +61,7 @@ def muon(
             matrices = kernels.reshape(-1, rows, parts, columns).swapaxes(1, 2)
             return orthogonalize(matrices).swapaxes(1, 2).reshape(kernels.shape)
 
-        update = map_matrices(function, momentum.astype(moved)).astype(momentum.dtype)
+        update = map_matrices(function, momentum.astype(dtype)).astype(momentum.dtype)
         return _ADAMW_RMS * math.sqrt(max(rows, columns)) * update
 
     return optax.chain(

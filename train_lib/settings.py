@@ -49,7 +49,7 @@ _RULES = {
         (_Rule('from 0 to 1', lambda x: 0 <= x <= 1), 'preview.guidance_high'),
         (_Rule('a finite number', math.isfinite), 'flow.logit_mean preview.guidance'),
         (_Rule('the folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0', bool), 'data.dir'),
-        (_one_of('bfloat16', 'float16', 'float32'), 'model.dtype'),
+        (_one_of('bfloat16', 'float32'), 'model.dtype'),
         (_one_of('euler', 'heun'), 'preview.sampler'),
         (_Rule('from 0 to 255, an exit status', lambda x: 0 <= x <= 255), 'requeue_status'),
     )

@@ -105,6 +105,7 @@ class DatasetStats:
     vocabulary: int = 0  # all token ids are below this number; 0 for embeddings
     known_tokens: str = ''  # hex digits; a bit for each token id, set if it occurs; '' if unknown
     source_fingerprint: str | None = None  # hex digest of the source files
+    vae: str = ''  # name of the VAE that made the latents; '' if unknown
 
     @property
     def text_dim(self) -> int:
@@ -288,6 +289,7 @@ class StoredDataset:
             # Texts of added columns may hold others.
             known_tokens='' if text else self.metadata.get(schema.META_TEXT_KNOWN, ''),
             source_fingerprint=self.metadata.get(schema.META_SOURCE_FINGERPRINT),
+            vae=self.metadata.get(schema.META_VAE, ''),
         )
 
     def _text_size(self, name: str) -> int:

@@ -10,6 +10,7 @@ from config.json and safetensors. It needs neither torch nor diffusers, and read
 
 import functools
 import json
+import pathlib
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from safetensors import SafetensorError, safe_open
 
 from coyo11m_tfds import schema
@@ -26,34 +28,46 @@ from coyo11m_tfds.storage import model_files
 WEIGHTS_FILE = 'diffusion_pytorch_model.safetensors'
 _HUB_FILES = [f'{at}{name}' for at in ('', 'vae/') for name in ('config.json', WEIGHTS_FILE)]
 _PARTS = 'decoder.', 'post_quant_conv.'  # the encoder's weights stay unread
+# Factor and shift of raw latents, by the VAE: `(raw - shift) * factor` has a deviation near 1. From
+# config.json of stable-diffusion-v1-5, sdxl-vae, stable-diffusion-3-medium and FLUX.1-dev.
+SCALES = {
+    'sd1': (0.18215, 0.0),
+    'sdxl': (schema.VAE_SCALING_FACTOR, 0.0),
+    'sd3': (1.5305, 0.0609),
+    'flux': (0.3611, 0.1159),
+}
 _BATCH = 4  # pictures at a time: SDXL's decoder takes 0.3 GB for one of 256 pixels
 _NORM_EPSILON = 1e-6
 # Weights of attention as diffusers before 0.17 named them.
 _OLD_NAMES = {'query': 'to_q', 'key': 'to_k', 'value': 'to_v', 'proj_attn': 'to_out.0'}
 
 
-def painter(vae: str, channels: int | None = None) -> Callable[[np.ndarray], np.ndarray]:
+def painter(
+    vae: str, channels: int | None = None, maker: str = ''
+) -> Callable[[np.ndarray], np.ndarray]:
     """Returns a function from raw latents `(n, C, H, W)` to uint8 `(n, height, width, 3)`.
 
     The arguments are as for `load`; with `vae=''` it is the linear map of `latent_rgb`.
     """
-    return load(vae, channels) if vae else latent_rgb.latents_to_rgb
+    return load(vae, channels, maker) if vae else latent_rgb.latents_to_rgb
 
 
-def load(model: str, channels: int | None = None) -> 'Decoder':
+def load(model: str, channels: int | None = None, maker: str = '') -> 'Decoder':
     """Loads a decoder from a folder, or from the hub by name.
 
     Args:
         model: A folder with config.json and safetensors, a folder that contains such a folder
             `vae`, or a name on the hub.
         channels: Number of channels of the latents; None for any.
+        maker: VAE that made the latents, as the data set names it: a key of `SCALES`, or the folder
+            or hub name of an `AutoencoderKL`; '' if unknown. An `AutoencoderTiny` needs its scaling
+            factor; if that is unknown, SDXL's is taken, with a warning.
 
     Raises:
         ValueError: The model does not exist, is of an unknown kind, has unusable files, or decodes
             another number of channels.
     """
-    folder = model_files.folder(model, 'VAE', _HUB_FILES)
-    folder = folder / 'vae' if (folder / 'vae').is_dir() else folder
+    folder = _folder(model)
     path = folder / WEIGHTS_FILE
     try:
         config = json.loads((folder / 'config.json').read_text(encoding='utf-8'))
@@ -65,6 +79,9 @@ def load(model: str, channels: int | None = None) -> 'Decoder':
             f'cannot read the VAE {model!r}: {error}. Expected config.json and {WEIGHTS_FILE}, as '
             'save_pretrained of diffusers writes them.'
         ) from error
+    if isinstance(config, dict) and config.get('_class_name') == 'AutoencoderTiny':
+        factor, shift = _scale_of_latents(model, config, maker)
+        config |= {'scaling_factor': factor, 'shift_factor': shift}
     decoder = Decoder(config, weights, str(path))
     if channels not in (None, decoder.channels):
         raise ValueError(
@@ -72,6 +89,33 @@ def load(model: str, channels: int | None = None) -> 'Decoder':
             f'{channels}, as the data have: name the VAE that made their latents'
         )
     return decoder
+
+
+def _scale_of_latents(model: str, config: Mapping[str, Any], maker: str) -> tuple[float, float]:
+    """Returns factor and shift from raw latents to those that an `AutoencoderTiny` decodes."""
+    reason = 'the data set does not name the VAE that made its latents'
+    if maker in SCALES:
+        return SCALES[maker]
+    if maker:
+        try:
+            of_maker = json.loads((_folder(maker) / 'config.json').read_text(encoding='utf-8'))
+            return float(of_maker['scaling_factor']), float(of_maker.get('shift_factor') or 0)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            reason = (
+                f'the scaling factor of {maker!r}, which made the latents, is unknown ({error})'
+            )
+    # TAESD's config.json has 1 for every VAE: its latents are scaled already.
+    if (factor := config.get('scaling_factor', 1)) != 1:
+        return factor, config.get('shift_factor') or 0.0
+    logging.warning(
+        '%s: %s. They are scaled as those of SDXL; others get wrong colours.', model, reason
+    )
+    return SCALES['sdxl']
+
+
+def _folder(model: str) -> pathlib.Path:
+    folder = model_files.folder(model, 'VAE', _HUB_FILES)
+    return folder / 'vae' if (folder / 'vae').is_dir() else folder
 
 
 class Decoder:
@@ -154,7 +198,7 @@ _Weights = Mapping[str, Any]
 
 
 def _decode_tiny(config: Mapping[str, Any], weights: _Weights, latents: jax.Array) -> jax.Array:
-    """diffusers' `DecoderTiny`, which takes scaled latents; the factor here is always SDXL's."""
+    """diffusers' `DecoderTiny`, which takes scaled latents; see `_scale_of_latents`."""
     if config.get('act_fn', 'relu') != 'relu' or config.get('upsample_fn', 'nearest') != 'nearest':
         raise ValueError(
             f'act_fn is {config.get("act_fn")!r} and upsample_fn is {config.get("upsample_fn")!r}, '
@@ -165,7 +209,8 @@ def _decode_tiny(config: Mapping[str, Any], weights: _Weights, latents: jax.Arra
     def name() -> str:
         return f'decoder.layers.{next(layers)}'
 
-    x = 3 * jnp.tanh(latents * schema.VAE_SCALING_FACTOR / 3)
+    scaled = (latents - config['shift_factor']) * config['scaling_factor']
+    x = 3 * jnp.tanh(scaled / 3)
     x = jax.nn.relu(_conv(weights, name(), x))
     next(layers)  # the activation
     stages = config['num_decoder_blocks']

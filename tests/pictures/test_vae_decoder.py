@@ -11,6 +11,7 @@ import torch
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.pictures import latent_rgb, vae_decoder
+from tests import small_vae
 from tests.checkout import COCO_SAMPLE
 from tests.text import offline_hub
 
@@ -101,6 +102,37 @@ def test_a_name_on_the_hub_is_read_from_its_cache(taesdxl, tmp_path):
     factor, said = offline_hub.run(code, tmp_path).split('\n', 1)
     assert factor == '8'
     assert "cannot load the VAE 'owner/none'" in said and 'needs the network' in said
+
+
+def test_tiny_decoders_scale_latents_as_the_vae_that_made_them(tmp_path, caplog):
+    folders = [tmp_path / name for name in ('tiny', 'raw', 'maker')]
+    for folder in folders:
+        folder.mkdir()
+        small_vae.make(folder)
+    tiny, raw, maker = map(str, folders)
+    for folder, factor in ((raw, 0.18215), (maker, 0.18215), (tiny, 1.0)):
+        path = pathlib.Path(folder, 'config.json')
+        path.write_text(json.dumps(json.loads(path.read_text()) | {'scaling_factor': factor}))
+    scaled = np.random.default_rng(0).normal(size=(2, 4, 8, 8))
+
+    def decoded(model: str, vae: str, factor: float, shift: float = 0) -> np.ndarray:
+        return vae_decoder.load(model, 4, vae).decode(scaled / factor + shift)
+
+    expected = decoded(tiny, 'sdxl', 0.13025)
+    assert expected.std() > 0.01
+    for arguments in (
+        (tiny, 'sd3', 1.5305, 0.0609),
+        (tiny, maker, 0.18215),
+        (raw, '', 0.18215),
+        (raw, 'flux', 0.3611, 0.1159),
+    ):
+        np.testing.assert_allclose(decoded(*arguments), expected, atol=1e-5)
+    assert not caplog.messages
+    np.testing.assert_allclose(decoded(tiny, '', 0.13025), expected, atol=1e-5)
+    np.testing.assert_allclose(decoded(tiny, '/none/x', 0.13025), expected, atol=1e-5)
+    unnamed, unknown = caplog.messages
+    assert 'does not name the VAE' in unnamed and 'as those of SDXL' in unnamed
+    assert "'/none/x', which made the latents, is unknown" in unknown
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Drawing with what was trained: from the workdir alone, with the right encoder."""
 
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -74,7 +75,15 @@ def test_a_picture_is_the_same_however_many_are_drawn_at_a_time(small_run, encod
 
 
 def test_options_and_an_earlier_checkpoint_change_the_picture(small_run, encoder, pictures):
-    for options in ({'seed': 1}, {'guidance': 1.0}, {'num_steps': 3}):
+    for options in (
+        {'seed': 1},
+        {'guidance': 1.0},
+        {'num_steps': 3},
+        {'sampler': 'heun'},
+        {'time_shift': 3.0},
+        {'guidance_low': 0.6},
+        {'guidance_high': 0.6},
+    ):
         assert not np.array_equal(
             draw.Artist(small_run[0], **options).draw(CAPTIONS, encoder), pictures
         )
@@ -83,6 +92,44 @@ def test_options_and_an_earlier_checkpoint_change_the_picture(small_run, encoder
     earlier = draw.Artist(f'{small_run[0]}@2')
     assert earlier.step == 2
     assert not np.array_equal(earlier.draw(CAPTIONS, encoder), pictures)
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        ({'guidance': float('nan')}, 'preview.guidance=nan: expected a finite number'),
+        ({'num_steps': 0}, 'preview.num_steps=0: expected at least 1'),
+        ({'sampler': 'ddim'}, "preview.sampler='ddim': expected 'euler' or 'heun'"),
+        ({'guidance_low': 0.9, 'guidance_high': 0.5}, 'guidance_low=0.9: expected less than'),
+    ],
+)
+def test_settings_of_a_picture_are_checked_as_those_of_a_run(small_run, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        draw.Artist(small_run[0], **options)
+
+
+def test_the_hash_encoder_warns_of_words_that_the_training_data_lack(small_run, encoder, caplog):
+    facts = draw.Artist(small_run[0]).facts
+    draw.encode(facts, encoder, CAPTIONS)
+    assert not caplog.messages
+    texts = [f'a {word} circle' for word in ('zebra', 'quokka', 'axolotl', 'okapi', 'tapir')]
+    draw.encode(facts, encoder, texts)
+    [message] = caplog.messages
+    assert 'No caption of the training data has ' in message and "'circle'" not in message
+
+
+@pytest.mark.slow
+def test_a_prompt_makes_a_picture_named_by_what_it_changes_and_replaces_none(small_run, tmp_path):
+    workdir = shutil.copytree(small_run[0], tmp_path / 'run')
+    flags = f'--workdir={workdir}', '--prompts=a red circle'
+    for options in ([], [], ['--seed=1', '--noaverage', '--sampler=heun']):
+        done = children.program('train_lib.draw', *flags, *options)
+        assert done.returncode == 0, done.stderr
+    names = 'a-red-circle_000004', 'a-red-circle_000004-2'
+    names += ('a-red-circle_000004_average=False_seed=1_sampler=heun',)
+    assert {path.name for path in (workdir / 'previews').iterdir()} == {f'{x}.png' for x in names}
+    done = children.program('train_lib.draw', flags[0], '--prompts=missing.txt')
+    assert done.returncode == 1 and 'missing.txt' in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(('average', 'field'), [(True, 'ema_params'), (False, 'params')])

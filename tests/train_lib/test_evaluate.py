@@ -40,6 +40,7 @@ def test_the_result_is_that_of_all_pictures_at_once(
     result = measure(12)
     [written] = (tmp_path / evaluate.FOLDER).glob('*.json')
     assert json.loads(written.read_text()) == result
+    assert result['settings']['text_encoder'] == 'hash 1'
     assert result['num_pictures'] == 12 and result['settings']['step'] == 4
 
     features = schema.LATENTS, schema.CAPTION
@@ -98,6 +99,8 @@ def test_the_command_says_what_it_found(small_run, mini_dataset, clip):
     done = children.program('train_lib.evaluate', *flags)
     assert done.returncode == 0, done.stderr
     found = dict(line.split(': ') for line in done.stdout.splitlines())
+    assert (found['guidance'], found['num_steps'], found['sampler']) == ('3.0', '1', 'euler')
+    found = {name: found[name] for name in list(found)[list(found).index('num_pictures') :]}
     names = {'num_pictures', 'cmmd', 'frechet_distance', 'clip_score', 'clip_score_of_data'}
     assert found.keys() == names
     assert all(np.isfinite(float(value)) for value in found.values())

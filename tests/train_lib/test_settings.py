@@ -36,7 +36,7 @@ BAD = {
     'log_every': 0,
     'max_skipped': -1,
     'max_skipped_in_a_row': -1,
-    'model.dtype': 'int32',
+    'model.dtype': 'float16',
     'model.depth': -1,
     'model.mlp_ratio': -0.5,
     'model.num_heads': -1,

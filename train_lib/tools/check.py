@@ -51,7 +51,8 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
     if config.data.dir or config.data.mix:
         data = TrainingData(config, mesh)
         data.check_reading()
-        vae_decoder.painter(config.preview.vae, data.facts.latents_shape[1])
+        facts = data.facts
+        vae_decoder.painter(config.preview.vae, facts.latents_shape[1], facts.vae)
         step.for_data(config, mesh, data.facts)
         what = 'tokens' if data.facts.vocabulary else 'text embeddings'
         folders = ' and '.join(x.stored.folder for x in data.sources)
