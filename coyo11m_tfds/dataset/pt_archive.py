@@ -13,8 +13,9 @@ from collections.abc import Iterator
 
 from coyo11m_tfds.storage import json_digest
 
-# The directory of a .pt with keys, latents and embeddings takes half a KB.
-TAIL_BYTES = 64 << 10
+# The directory of a .pt with keys, latents and embeddings takes half a KB. In a damaged file,
+# `zipfile` looks for the end of the archive in so many bytes.
+TAIL_BYTES = (64 << 10) + 22
 
 _LOCAL_HEADER = struct.Struct('<4s5H3I2H')
 _LOCAL_MAGIC = b'PK\x03\x04'
@@ -44,6 +45,23 @@ class Member:
         return self.name.encode('utf-8' if self.flags & _UTF8 else 'cp437')
 
 
+class _Tail(io.BytesIO):
+    """The end of a file, with positions as in the whole file, which `zipfile` compares."""
+
+    def __init__(self, tail: bytes, file_size: int):
+        super().__init__(tail)
+        self._begin = file_size - len(tail)
+
+    def tell(self) -> int:
+        return self._begin + super().tell()
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Raises a ValueError for an offset from the first byte that lies before the tail."""
+        if whence == os.SEEK_SET:
+            offset -= self._begin
+        return self._begin + super().seek(offset, whence)
+
+
 def small_bytes(file_size: int) -> int:
     """Returns the largest size of a *small* member; keys take 1/3000 of a file."""
     return max(1 << 20, file_size // 100)
@@ -56,8 +74,7 @@ def read_directory(tail: bytes, file_size: int, name: str) -> tuple[Member, ...]
     there is no directory, or torch cannot have written it.
     """
     try:
-        # Offsets are then relative to the tail.
-        with zipfile.ZipFile(io.BytesIO(tail)) as archive:
+        with zipfile.ZipFile(_Tail(tail, file_size)) as archive:
             infos, directory = archive.infolist(), archive.start_dir
     except Exception as error:  # of many types, depending on which byte is damaged
         raise ValueError(
@@ -66,14 +83,13 @@ def read_directory(tail: bytes, file_size: int, name: str) -> tuple[Member, ...]
         ) from None
     if not infos:
         raise _damaged(name, 'it has no members')
-    shift = file_size - len(tail)
     infos.sort(key=lambda info: info.header_offset)
     ends = [info.header_offset for info in infos[1:]] + [directory]
     members = tuple(
         Member(
             name=info.orig_filename,
-            begin=info.header_offset + shift,
-            end=end + shift,
+            begin=info.header_offset,
+            end=end,
             size=info.file_size,
             crc32=info.CRC,
             flags=info.flag_bits,

@@ -79,6 +79,39 @@ def test_what_torch_saves_is_accepted(tmp_path, content):
     assert raw == content['latents'].contiguous().view(torch.uint8).numpy().tobytes()
 
 
+class ComparingZipFile(zipfile.ZipFile):
+    """Looks for the zip64 record where its locator says, as Python does since CVE-2025-8291."""
+
+    def __init__(self, file):
+        assert file.seek(0, io.SEEK_END) == file.tell()
+        assert file.seek(-22 - 20, io.SEEK_END) == file.tell()
+        locator, _, offset, _ = struct.unpack('<4sLQL', file.read(20))
+        assert locator == b'PK\x06\x07'
+        assert file.seek(offset) == file.tell() == offset
+        if file.read(4) != b'PK\x06\x06':
+            raise zipfile.BadZipFile('Corrupt zip64 end of central directory locator')
+        super().__init__(file)
+
+
+@pytest.mark.parametrize('rows', [2, 60], ids=['smaller than the tail', 'larger'])
+def test_a_zipfile_that_compares_offsets_reads_the_same(tmp_path, monkeypatch, rows):
+    made_sources.write_pt(tmp_path / NAME, range(rows))
+    archive, expected = pt_archive.open_archive(tmp_path / NAME), contents(tmp_path / NAME)
+    with zipfile.ZipFile(tmp_path / NAME) as whole:
+        assert [m.begin for m in archive.members] == [x.header_offset for x in whole.infolist()]
+    monkeypatch.setattr(zipfile, 'ZipFile', ComparingZipFile)
+    assert pt_archive.open_archive(tmp_path / NAME) == archive
+    assert contents(tmp_path / NAME) == expected
+
+
+@pytest.mark.parametrize('offset', [0, 1, 50_000, 2**62, 2**64 - 1])
+def test_a_locator_of_another_place_is_refused_or_does_no_harm(path, offset):
+    expected = contents(path)
+    data = path.read_bytes()
+    path.write_bytes(patched(data, len(data) - 22 - 12, struct.pack('<Q', offset)))
+    assert_refused_or_unharmed(path, expected)
+
+
 def test_a_part_that_was_not_copied_yet_is_told(path):
     data = path.read_bytes()
     path.write_bytes(patched(data, 40_000, bytes(20_000)))
