@@ -17,6 +17,7 @@ from coyo11m_tfds.dataset import columns, records
 from coyo11m_tfds.report.statistics import ShardStatistics
 from coyo11m_tfds.source import formats, latent_file
 from coyo11m_tfds.storage.file_state import naming
+from coyo11m_tfds.storage.source_files import SourceFile, describe
 
 # Rows read at once, and their bytes: 128 rows of three crops are 9 MB with their float32 numbers,
 # which stay in the processor's cache.
@@ -88,7 +89,7 @@ class _OpenSource:
         file = formats.open_file(part.file, latents_path, self._task.latents_from)
         rows, keys = self._inputs.rows[part.records], self._inputs.keys[part.records]
         if file.digest != part.digest or not np.array_equal(file.keys[rows], keys):
-            raise ValueError(f'{file.path}: has changed since the build began. Start it again.')
+            raise _changed(part.file)
         self.read.append(file.digest)
         if self._task.in_place:
             self.sources.append((in_place.describe(part.file, file), []))
@@ -96,6 +97,9 @@ class _OpenSource:
         step = max(1, min(ROWS_AT_ONCE, _BYTES_AT_ONCE // file.row_nbytes))
         for start in range(first, stop, step):
             yield self._read_rows(file, slice(start, min(start + step, stop)))
+        # The rows are those that were checked, unless the file was rewritten in between.
+        if not part.file.is_remote and describe(latents_path).version != part.file.version:
+            raise _changed(part.file)
 
     def _read_rows(self, file: latent_file.LatentFile, some: slice) -> Features:
         keys, rows = self._inputs.keys[some], self._inputs.rows[some]
@@ -138,3 +142,7 @@ class _OpenSource:
             f'{path}: {schema.PT_LATENTS} of key {key}{text} are not finite, or too large to be. '
             'Remove the sample or make it again, or set bad_data to "drop" in the config.'
         )
+
+
+def _changed(file: SourceFile) -> ValueError:
+    return ValueError(f'{file.path}: has changed since the build began. Start it again.')

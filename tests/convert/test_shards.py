@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 from coyo11m_tfds import schema
 from coyo11m_tfds.convert import driver
 from coyo11m_tfds.dataset.chunk_index import ChunkIndex
+from coyo11m_tfds.source.pt_file import LatentShard
 from coyo11m_tfds.storage import json_digest
 from tests import made_sources
 from tests.built import files_of
@@ -184,6 +186,41 @@ def test_a_file_that_changes_after_planning_is_named(tmp_path):
     with pytest.raises(ValueError, match=f'{path}: has changed since the build began'):
         write(made, tmp_path / 'work')
     assert not list(data_folder(tmp_path / 'work').glob('building-*/*train*'))
+
+
+@pytest.mark.parametrize('latents', ['records', 'in_place'])
+@pytest.mark.parametrize('chunk', [0, 1], ids=['of rows to come', 'of rows that were read'])
+def test_a_file_that_is_rewritten_after_its_check_gives_no_shard(
+    tmp_path, monkeypatch, latents, chunk
+):
+    source = made_sources.write_source(tmp_path / 'source', [range(160)])
+    path = made_sources.latents_file(source, 0)
+    whole, time = path.read_bytes(), path.stat().st_mtime_ns
+    begin = whole.index(bytes(LatentShard(path).latents(range(100, 120))[0]))
+    reads = itertools.count()
+
+    def rewrite_and_read(file: LatentShard, rows: np.ndarray, original=LatentShard.latents):
+        if next(reads) == chunk:
+            with path.open('r+b') as opened:
+                opened.seek(begin)
+                opened.write(whole[:20] * 24_576)
+        return original(file, rows)
+
+    settings = {'validation_fraction': 0, 'shard_bytes': 10**9, 'latents': latents}
+    made = make_plan(source, tmp_path / 'stores', **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(LatentShard, 'latents', rewrite_and_read)
+        with pytest.raises(ValueError, match=f'{path}: has changed since the build began'):
+            write(made, tmp_path / 'work')
+    assert next(reads) == 2
+    assert not list(data_folder(tmp_path / 'work').glob('**/*train*'))
+    path.write_bytes(whole)
+    os.utime(path, ns=(time, time))
+    again = make_plan(source, tmp_path / 'stores', **settings)
+    assert again.build == made.build
+    assert [x.num_records for x in write(again, tmp_path / 'work')] == [160]
+    write(again, tmp_path / 'once')
+    assert files_of(data_folder(tmp_path / 'work')) == files_of(data_folder(tmp_path / 'once'))
 
 
 def test_statistics_are_those_of_the_train_split(tmp_path):
