@@ -4,6 +4,7 @@ import hashlib
 import io
 import itertools
 import json
+import os
 import pathlib
 import shutil
 
@@ -232,7 +233,9 @@ def test_rows_that_repeat_a_key_are_dropped_with_their_label(tmp_path):
         ValueError, match=r'x\.safetensors: row 20 has key 3, which .* row 3 has too'
     ):
         built.build(tmp_path, '', tmp_path / 'a', bad_data='stop')
-    data_set = built.build(tmp_path, '', tmp_path / 'b', max_bad_fraction=0.1)
+    data_set = built.build(tmp_path, '', tmp_path / 'b', max_bad_fraction=1 / 40)
+    dropped = json.loads((data_set / schema.METADATA_FILE).read_text())[schema.META_DROPPED]
+    assert {reason: count for reason, count in dropped.items() if count} == {'repeated_key': 1}
     found = records_of(data_set, 'rows')
     assert found.keys() == set(range(40)) - {20}
     assert all(caption == str(key % 4).encode() for key, (_, caption) in found.items())
@@ -413,6 +416,28 @@ def test_a_source_without_captions_and_labels_is_refused(tmp_path):
     save_file({'latents': made_latents(SHAPE, 'float16')}, tmp_path / 'x.safetensors')
     with pytest.raises(ValueError, match=r"meta\.parquet is missing; .* has no captions 'caption_"):
         built.build(tmp_path, '', tmp_path / 'data')
+
+
+@pytest.mark.parametrize('key', [2**63, 2**64 - 1])
+def test_a_key_of_mds_that_does_not_fit_is_refused(tmp_path, key: int):
+    columns = latent_files.MDS_COLUMNS | {'key': 'uint64'}
+    rows = [
+        {'latents_256': x, 'caption': 'x', 'width': np.int32(3), 'key': np.uint64(number)}
+        for number, x in zip([2**63 - 1, key], made_latents(SHAPE, 'float16', 2), strict=True)
+    ]
+    latent_files.write_mds(tmp_path, [rows], columns)
+    with pytest.raises(ValueError, match=rf'00000\.mds: key of sample 1 is {key}, expected'):
+        built.build(tmp_path, '', tmp_path / 'data')
+
+
+def test_a_name_that_is_not_utf_8_is_told_or_does_no_harm(source, tmp_path):
+    folder, truth = source
+    copy = shutil.copytree(folder, tmp_path / os.fsdecode(b'caf\xe9'))
+    if folder.name == 'pt':
+        with pytest.raises(ValueError, match=r'0\.pt: its path is not UTF-8, .* Rename'):
+            built.build(copy, '', tmp_path / 'data')
+    else:
+        assert_holds(built.build(copy, '', tmp_path / 'data'), truth, 'rows')
 
 
 @pytest.mark.slow

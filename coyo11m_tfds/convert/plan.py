@@ -304,9 +304,10 @@ def _count_dropped(
     if latents.disagreeing_files:
         file, keys = latents.disagreeing_files[0], latents.disagreeing
         dropped.add(schema.ROWS_DISAGREE, len(keys), keys, file)
-    facts = joined.captions.facts
-    examples = np.array(facts['duplicate_keys'], np.int64)
-    dropped.add(schema.DUPLICATE_CAPTION, facts['duplicates'], examples)
+    if not latents.texts.captions:  # rows of captions next to latents are counted as those
+        facts = joined.captions.facts
+        examples = np.array(facts['duplicate_keys'], np.int64)
+        dropped.add(schema.DUPLICATE_CAPTION, facts['duplicates'], examples)
     if dropped.counts[schema.CAPTION_TOO_LONG] and not settings.drop_bad:
         raise ValueError(
             f'{captions_path}: the caption of key {dropped.examples[schema.CAPTION_TOO_LONG][0]} '

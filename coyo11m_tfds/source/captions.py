@@ -42,12 +42,6 @@ def join(
             raise ValueError(
                 f"{file.name}: column '{column}' is {file.kind}, expected text. Set caption_column."
             )
-        mean = file.num_bytes // file.num_rows
-        if mean > schema.MAX_CAPTION_BYTES:
-            raise ValueError(
-                f"{file.name}: column '{column}' has {mean:,} bytes a row on average, expected "
-                f'captions of at most {schema.MAX_CAPTION_BYTES:,}. Choose another column.'
-            )
         facts: dict[str, Any] = {'has_checksums': file.has_checksums}
         joined.make(folder, _batches(file, wanted, facts), facts)
 

@@ -47,7 +47,6 @@ class KeyedFile:
     Attributes:
         name: Name of the file in messages; the path may be that of a copy.
         column, kind: Name of the column of values, and their type in Arrow.
-        num_bytes: Size of the encoded values before compression, in bytes.
     """
 
     def __init__(self, path: str, *columns: str, name: str = ''):
@@ -70,7 +69,6 @@ class KeyedFile:
             self.metadata = {k.decode(): v.decode() for k, v in (found.metadata or {}).items()}
             check_readable(self._file, self._columns)
             chunks = column_chunks(self._file.metadata, self.column)
-            self.num_bytes = sum(chunk.total_uncompressed_size for chunk in chunks)
             means = [c.total_uncompressed_size // max(1, c.num_values) for c in chunks]
             self._row_bytes = max(1, *means)
             self._rows_at_once = _ROWS_AT_ONCE

@@ -169,6 +169,10 @@ def _load(path: str, name: str, **options) -> dict[str, torch.Tensor]:
             f'{name}: refused, its pickle {what} where only tensors are expected, and could run '
             'code. None of it was run. If you trust it, save it again as a plain dict of tensors.'
         ) from None
+    except UnicodeEncodeError:
+        raise ValueError(
+            f'{name}: its path is not UTF-8, and torch opens no such file. Rename it or its folder.'
+        ) from None
     except Exception as error:  # many types, according to where in the file torch stumbles
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(

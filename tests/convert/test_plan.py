@@ -193,7 +193,7 @@ def test_captions_that_are_too_long_are_bad(tmp_path):
     source = made_sources.write_source(tmp_path / 'source', [range(20)])
     limit = schema.MAX_CAPTION_BYTES
     texts = dict.fromkeys(range(20), 'text') | {5: 'a' * limit, 7: 'a' * (limit + 1)}
-    made_sources.write_captions(source, texts | {99: 'b' * (limit + 1)})
+    made_sources.write_captions(source, texts | {99: 'b' * 160 * limit})  # 10 MB
     made = make_plan(source, tmp_path / 'out', max_bad_fraction=0.05)
     assert counts(made) == {'caption_too_long': 1}
     assert made.dropped.examples == {'caption_too_long': [7]}
@@ -202,6 +202,9 @@ def test_captions_that_are_too_long_are_bad(tmp_path):
         ValueError, match=r'meta\.parquet: the caption of key 7 has more than 65,536'
     ):
         make_plan(source, tmp_path / 'stop', bad_data='stop')
+    made_sources.write_captions(source, dict.fromkeys(range(20), 'a' * (limit + 1)))
+    with pytest.raises(ValueError, match=r'meta\.parquet: 20 of 20 .*caption_too_long: 20; e'):
+        make_plan(source, tmp_path / 'all')
 
 
 def test_a_caption_row_whose_key_came_before_is_not_used(tmp_path):
