@@ -23,7 +23,7 @@ from etils import epath
 from tensorflow_datasets.core import dataset_builder
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.convert import data_folder
+from coyo11m_tfds.convert import data_folder, source_record
 from coyo11m_tfds.convert.settings import BuildSettings, check_names
 from coyo11m_tfds.dataset.columns import IN_PLACE
 from coyo11m_tfds.process import job
@@ -138,12 +138,12 @@ class Builder(dataset_builder.FileReaderBuilder):
         """Builds the data set if it does not exist; see `tfds.core.DatasetBuilder`.
 
         A later call resumes an interrupted build. With `overwrite`, the old data set stays until
-        the new one is complete. An existing data set must have the same settings; this does not
-        check whether its source has changed.
+        the new one is complete. An existing data set must have the same settings and, if a source
+        is named, the same source.
 
         Raises:
             ValueError: The source, the config or an option is bad, or the existing data set was
-                built with other settings.
+                built with other settings or from another source.
             OSError: A file cannot be read or written; finished shards are kept.
             RuntimeError: A worker died, or the first process of the job failed.
         """
@@ -162,7 +162,8 @@ class Builder(dataset_builder.FileReaderBuilder):
             self._build(self._source(download_dir, config), config, overwrite)
             return
         if not (is_mocked or is_update):
-            self._take_over(config.max_examples_per_split)
+            source = self.builder_config.source or config.manual_dir
+            self._take_over(config.max_examples_per_split, source)
         super().download_and_prepare(
             download_dir=download_dir, download_config=config, file_format=file_format, **options
         )
@@ -224,14 +225,17 @@ class Builder(dataset_builder.FileReaderBuilder):
         if built:
             self._save_default_config()
         else:
-            self._take_over(limit)
+            self._take_over(limit, source)
 
-    def _take_over(self, limit: int | None) -> None:
-        """Loads the data set on disk; raises ValueError if it was built with other settings."""
+    def _take_over(self, limit: int | None, source: epath.PathLike | None) -> None:
+        """Loads the data set on disk; raises ValueError if it has other settings or sources."""
         self.info._features = self._initial_features()
         self.info.read_from_directory(self.data_path)
         metadata = dict(self.info.metadata.items())  # not all methods of it load it
         self.builder_config.check_recorded(self.data_path, metadata, limit)
+        # Only the first process of a job must reach the source.
+        if source and not job.process_index():
+            source_record.check(self.data_path, metadata.get(schema.META_SOURCE), os.fspath(source))
         self._save_default_config()
 
     def _save_default_config(self) -> None:

@@ -42,6 +42,13 @@ def files_of(folder: pathlib.Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
+def files_of_any_source(folder: pathlib.Path) -> dict[str, bytes]:
+    """The same without those that name the place of the source."""
+    stem = schema.CHECKSUMS_FILE.partition('.')[0]
+    files = files_of(folder).items()
+    return {x: data for x, data in files if not x.startswith((schema.METADATA_FILE, stem))}
+
+
 def split_records(data: bytes) -> Iterator[bytes]:
     """The records in the content of a TFRecord file."""
     at = 0

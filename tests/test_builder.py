@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 
 import ml_dtypes
 import numpy as np
@@ -129,11 +130,10 @@ def test_a_built_data_set_is_reused_unless_it_is_to_be_overwritten(tmp_path):
     embeddings = {'embeddings': torch.ones(20, 4)}
     source = made_sources.write_source(tmp_path / 'source', [range(20)], replace=embeddings)
     build(source, tmp_path / 'out', text_embeddings='pt')
-    made_sources.write_source(source, [range(30)], 'bfloat16')
-
     again = build(source, tmp_path / 'out', text_embeddings='pt')
     assert again.info.splits.total_num_examples == 20
 
+    made_sources.write_source(source, [range(30)], 'bfloat16')
     config = Coyo11mConfig(name='x', source=str(source), num_workers=1)
     again = Builder(data_dir=tmp_path / 'out', config=config)
     assert again.info.metadata['text_encoder'] == 'pt'
@@ -191,7 +191,7 @@ def test_a_data_set_of_other_settings_is_refused(tmp_path):
 def test_what_does_not_change_the_records_may_differ(tmp_path):
     source = made_sources.write_source(tmp_path / 'source', [range(20)])
     final = pathlib.Path(build(source, tmp_path / 'out').data_dir)
-    other = {'max_bad_fraction': 0.5, 'num_workers': 2, 'source': 'elsewhere'}
+    other = {'max_bad_fraction': 0.5, 'num_workers': 2}
     build(source, tmp_path / 'out', **other)
 
     metadata = json.loads((final / 'metadata.json').read_text())
@@ -205,6 +205,57 @@ def test_what_does_not_change_the_records_may_differ(tmp_path):
     del metadata['settings']  # an earlier version of this package
     (final / 'metadata.json').write_text(json.dumps(metadata))
     build(source, tmp_path / 'out', validation_fraction=0.5)
+
+
+def test_a_data_set_of_another_source_is_refused(tmp_path):
+    source = made_sources.write_source(tmp_path / 'source', [range(20), range(20, 40)])
+    final = pathlib.Path(build(source, tmp_path / 'out').data_dir)
+    before = files_of(final)
+
+    def other(name: str) -> pathlib.Path:
+        return shutil.copytree(source, tmp_path / name)
+
+    made_sources.write_pt(made_sources.latents_file(other('more'), 2), range(40, 50))
+    made_sources.latents_file(other('fewer'), 1).unlink()
+    made_sources.write_captions(other('captions'), {key: f'No {key}.' for key in range(40)})
+    # Of the same size: latents of another VAE, for example.
+    latents = {'latents': made_sources.make_latents(20, seed=9)}
+    made_sources.write_pt(
+        made_sources.latents_file(other('latents'), 0), range(20), replace=latents
+    )
+    for name, message in (
+        ('more', '000020-000029.pt is new'),
+        ('fewer', '000010-000019.pt is missing'),
+        ('captions', r'coyo11m-meta.parquet has [\d.]+ kB, had [\d.]+ kB'),
+        ('latents', '000000-000009.pt has other contents'),
+        ('nowhere', 'nowhere is not a folder'),
+    ):
+        place = tmp_path / name
+        with pytest.raises(ValueError, match=f'x/1.0.0 was built from {source}.*{message}') as no:
+            build(place, tmp_path / 'out')
+        assert str(place) in str(no.value)
+        assert 'another name, or replace the data set with --overwrite' in str(no.value)
+        with pytest.raises(ValueError, match=message):
+            build(place, tmp_path / 'out', {'manual_dir': place}, source='')
+        assert files_of(final) == before
+    build(other('copy'), tmp_path / 'out')
+    shutil.rmtree(source)
+    build(source, tmp_path / 'out', source='')
+    assert files_of(final) == before
+
+
+def test_a_source_in_a_bucket_is_compared_by_its_listing(bucket, tmp_path):
+    source = made_sources.write_source(tmp_path / 'source', [range(20)])
+    bucket.upload_folder(source, 'gs://source/a')
+    build('gs://source/a', tmp_path / 'out')
+    build(source, tmp_path / 'out')  # the storage's checksums are of another kind
+    latents = {'latents': made_sources.make_latents(20, seed=9)}
+    made_sources.write_pt(made_sources.latents_file(source, 0), range(20), replace=latents)
+    bucket.upload_folder(source, 'gs://source/b')
+    with pytest.raises(
+        ValueError, match=r'from gs://source/a, not from gs://source/b: .*other con'
+    ):
+        build('gs://source/b', tmp_path / 'out')
 
 
 def test_a_sidecar_is_compared_by_what_it_says_about_itself(tmp_path):

@@ -233,6 +233,7 @@ def _make_metadata(plan: Plan, train: ShardStatistics, dropped: Dropped) -> dict
         schema.META_LATENT_DTYPE: plan.latents[0],
         schema.META_CAPTION_COLUMN: plan.caption_column,
         schema.META_DROPPED: dropped.counts,
+        schema.META_SOURCE: plan.source,
         schema.META_SOURCE_FINGERPRINT: plan.source_fingerprint,
         schema.META_BUILD: plan.build,
     }

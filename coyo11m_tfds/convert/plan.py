@@ -18,7 +18,7 @@ import numpy as np
 from absl import logging
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.convert import in_place
+from coyo11m_tfds.convert import in_place, source_record
 from coyo11m_tfds.convert.settings import EMBEDDINGS_IN_PT, BuildSettings
 from coyo11m_tfds.convert.tasks import JoinedInputs, ShardPart, ShardTask
 from coyo11m_tfds.dataset.keyed_random import splitmix64
@@ -50,6 +50,7 @@ class Plan:
     caption_column: str
     text: Header | None  # in the records
     dropped: Dropped
+    source: source_record.Record
     source_fingerprint: str  # hex digest of everything that the build reads
     settings: dict[str, Any]  # result of `BuildSettings.record`
     build: str  # ID of the build, a digest of all inputs and settings; file names contain it
@@ -131,6 +132,7 @@ def make_plan(
         caption_column=column,
         text=joined.text,
         dropped=dropped,
+        source=source_record.record(source),
         source_fingerprint=fingerprint,
         settings=recorded,
         build=build,

@@ -12,6 +12,12 @@ from coyo11m_tfds.storage import source_files
 
 EMBEDDINGS_IN_PT = 'pt'  # the `text_embeddings` for `embeddings` inside the `.pt` files
 
+# What to do about a data set of other settings, or of another source.
+WAYS_ON = (
+    'Give the config another name, or replace the data set with --overwrite (in Python '
+    'download_mode=tfds.GenerateMode.REUSE_CACHE_IF_EXISTS).'
+)
+
 _LIMIT = 'max_examples_per_split'
 _LATENTS = 'latents'
 # A finished data set does not depend on these.
@@ -101,11 +107,7 @@ class BuildSettings:
     def check_recorded(
         self, folder: str | os.PathLike[str], metadata: Mapping[str, Any], limit: int | None
     ) -> None:
-        """Raises a ValueError if a data set has other settings; accepts one that records none.
-
-        This does not compare the source: the metadata hold its fingerprint, but a comparison would
-        have to read all files.
-        """
+        """Raises a ValueError if a data set has other settings; accepts one that records none."""
         there = metadata.get(schema.META_SETTINGS)
         if there is None:
             return
@@ -114,9 +116,8 @@ class BuildSettings:
         differing = list(_differences(lie | there, lie | self.record(limit, text_embeddings)))
         if differing:
             raise ValueError(
-                f'{os.fspath(folder)} was built with other settings: {"; ".join(differing)}. Give '
-                'the config another name, or replace the data set with --overwrite (in Python '
-                'download_mode=tfds.GenerateMode.REUSE_CACHE_IF_EXISTS).'
+                f'{os.fspath(folder)} was built with other settings: {"; ".join(differing)}. '
+                f'{WAYS_ON}'
             )
 
     def _text_embeddings(self, recorded: Any) -> str | Mapping[str, Any]:

@@ -33,7 +33,9 @@ def write_info(built: driver.Built) -> None:
     splits = [{'name': split, 'filepathTemplate': template} for split in built.splits]
     (folder / schema.INFO_FILE).write_text(json.dumps({'splits': splits}))
     (folder / schema.FEATURES_FILE).write_text('{}')
-    (folder / schema.METADATA_FILE).write_text(json.dumps(built.metadata, sort_keys=True))
+    # Builds from several places are compared byte by byte.
+    metadata = built.metadata | {schema.META_SOURCE: None}
+    (folder / schema.METADATA_FILE).write_text(json.dumps(metadata, sort_keys=True))
 
 
 def main(*arguments: str) -> None:
