@@ -172,17 +172,22 @@ def render(content: Mapping[str, Any], previews: Sequence[Preview], note: str) -
 def quantiles(caption_histogram: np.ndarray) -> dict[str, int] | None:
     """Returns quantiles of the captions' lengths in bytes; None without captions.
 
-    Lengths count as evenly spread within their bin, and as the edge in the last bin.
+    A quantile is the least length that at least its share of the captions does not exceed, or
+    `stats.LONG_CAPTION` if that is less.
     """
     up_to = np.cumsum(caption_histogram)
     if not up_to[-1]:
         return None
-    ranks = np.multiply(QUANTILES, up_to[-1])
-    bins = np.searchsorted(up_to, ranks)
-    inside = 1 - (up_to[bins] - ranks) / caption_histogram[bins]
-    widths = np.append(np.diff(stats.CAPTION_EDGES), 0)
-    values = stats.CAPTION_EDGES[bins] + inside * widths[bins]
-    return {f'{share:g}': round(value) for share, value in zip(QUANTILES, values, strict=True)}
+    ranks = [-(-int(up_to[-1]) * round(100 * share) // 100) for share in QUANTILES]
+    values = np.searchsorted(up_to, ranks).tolist()
+    return {f'{share:g}': value for share, value in zip(QUANTILES, values, strict=True)}
+
+
+def _binned(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Edges and counts of bins for a drawing, narrow where captions are short."""
+    last = int(np.searchsorted(np.cumsum(lengths), (1 - _BEYOND) * lengths.sum()))
+    edges = np.arange(0, len(lengths), min(16, 1 << max(0, last.bit_length() - 7)))
+    return edges, np.add.reduceat(lengths, edges)
 
 
 def _totals(shards: Sequence[tuple[int, int]]) -> dict[str, int]:
@@ -193,10 +198,11 @@ def _totals(shards: Sequence[tuple[int, int]]) -> dict[str, int]:
 def _histograms(made: ShardStatistics) -> dict[str, Any]:
     mean, std = stats.mean_and_std(made.latent_moments) if made.num_records else (None, None)
     lengths, values = made.caption_histogram, made.latent_histogram
-    captions = {'quantiles': quantiles(lengths), 'edges': stats.CAPTION_EDGES.tolist()}
+    edges, counts = _binned(lengths)
+    captions = {'quantiles': quantiles(lengths), 'edges': edges.tolist()}
     latents = {'mean': mean, 'std': std, 'edges': stats.LATENT_EDGES.tolist()}
     return {
-        'caption_bytes': captions | {'counts': lengths.tolist()},
+        'caption_bytes': captions | {'counts': counts.tolist()},
         'latents': latents | {'counts': values.tolist()},
     }
 
@@ -267,16 +273,19 @@ def _lengths(captions: Mapping[str, Any]) -> dict[str, str]:
 def _latents(latents: Mapping[str, Any]) -> str:
     if latents['mean'] is None:
         return ''
-    counts, edges = np.array(latents['counts']), latents['edges']
+    counts, edges = np.array(latents['counts']), np.array(latents['edges'])
     # One axis for all channels, without the tails; its ends are multiples of what ticks divide.
     up_to, grid = np.cumsum(counts.sum(axis=0)), _TICKS - 1
     bins = np.searchsorted(up_to, np.multiply((_BEYOND, 1 - _BEYOND), up_to[-1]))
     low, high = np.clip(bins, 1, len(edges) - 1)  # bin n lies between the edges n - 1 and n
-    start, end = edges[low - 1] // grid * grid, -(-edges[high] // grid) * grid
-    drawn = counts[:, start - edges[0] + 1 : end - edges[0] + 1]
+    step = np.diff(edges[low - 1 : high + 1]).max()
+    start, end = np.floor(edges[low - 1] / step / grid), np.ceil(edges[high] / step / grid)
+    bars = step * grid * start + step * np.arange(grid * (end - start))
+    inside = counts[:, 1 : 1 + np.searchsorted(edges, bars[-1] + step)]
+    drawn = np.add.reduceat(inside, np.searchsorted(edges, bars), axis=1)
     figures = []
     for channel, (mean, std) in enumerate(zip(latents['mean'], latents['std'], strict=True)):
-        chart = _histogram(drawn[channel], start, 1, (mean - std, mean, mean + std), 'values')
+        chart = _histogram(drawn[channel], bars[0], step, (mean - std, mean, mean + std), 'values')
         figures.append(
             f'<figure><h3>Channel {channel}</h3>{chart}'
             + _definitions('stats', {'mean': _minus(f'{mean:.3f}'), 'std': f'{std:.3f}'})
@@ -284,16 +293,16 @@ def _latents(latents: Mapping[str, Any]) -> str:
         )
     return _section(
         'Latents',
-        'Raw values of the train split, all crops, not multiplied by the scaling factor of the VAE '
-        f'({schema.VAE_SCALING_FACTOR}). The line is the mean; one standard deviation to each side '
-        'is shaded. Bars are of the first records of each shard; '
-        f'{1 - drawn.sum() / counts.sum():.2%} of their values lie outside.',
+        'Raw values of the train split, all crops, not multiplied by the scaling factor of the '
+        'VAE. The line is the mean; one standard deviation to each side is shaded. Bars are of the '
+        f'first records of each shard; {1 - drawn.sum() / counts.sum():.2%} of their values lie '
+        'outside.',
         f'<div class="channels">{"".join(figures)}</div>',
     )
 
 
 def _histogram(
-    counts: np.ndarray, start: int, step: int, marks: Sequence[float], things: str
+    counts: np.ndarray, start: float, step: float, marks: Sequence[float], things: str
 ) -> str:
     """Draws bars for bins of width `step`, a line at `marks[1]`, a band from `[0]` to `[2]`."""
     low, line, high = np.clip((np.array(marks) - start) / step, 0, len(counts))
@@ -301,13 +310,13 @@ def _histogram(
     for number in np.flatnonzero(counts).tolist():
         count, left = counts[number], start + number * step
         height = 100 * count / counts.max()
-        words = f'{_minus(f"{left:,} to {left + step:,}")}: {count:,} {things}'
+        words = f'{_minus(f"{left:,g} to {left + step:,g}")}: {count:,} {things}'
         bars.append(
             f'<rect x="{number + 0.05:.2f}" y="{100 - height:.2f}" width="0.9" '
             f'height="{height:.2f}"><title>{words}</title></rect>'
         )
     values = np.linspace(start, start + step * len(counts), _TICKS)
-    ticks = ''.join(f'<span>{_minus(f"{value:,.0f}")}</span>' for value in values)
+    ticks = ''.join(f'<span>{_minus(f"{value:,g}")}</span>' for value in values)
     return (
         f'<div class="chart"><p>{counts.max():,} {things}</p>'
         f'<svg viewBox="0 0 {len(counts)} 100" preserveAspectRatio="none" role="img" '

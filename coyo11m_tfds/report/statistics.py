@@ -18,9 +18,10 @@ from PIL import Image
 from coyo11m_tfds import schema
 from coyo11m_tfds.pictures import latent_rgb
 
-LATENT_EDGES = np.arange(-60, 61)
-# Where the bins of caption lengths begin, in bytes; the last one is for all longer captions.
-CAPTION_EDGES = 16 * np.arange(129)
+# Bins are fine near 0, for VAEs whose latents are small; all begin at a multiple of 1/16.
+_LATENT_ZONES = (60, 1.0), (16, 0.25), (4, 0.0625)  # how far from 0, and the width of bins
+LATENT_EDGES = np.unique(np.concatenate([np.arange(-x, x + w, w) for x, w in _LATENT_ZONES]))
+LONG_CAPTION = 2048  # bytes; captions of this and of greater lengths are counted together
 
 MAX_PREVIEWS = 6  # of a shard, 4 KB each in JSON
 MAX_NON_FINITE_KEYS = 10
@@ -76,7 +77,7 @@ class ShardStatistics:
     A sample is good if its latents and its text embedding are finite. `latent_histogram` counts the
     latents of the first 64 good samples of each shard, by channel: below the first of
     `LATENT_EDGES`, from each edge to the next, from the last edge on. `caption_histogram` counts
-    captions by their length in bytes; each bin begins at one of `CAPTION_EDGES`.
+    captions by their length in bytes, up to `LONG_CAPTION`.
     """
 
     def __init__(self, text_dim: int = 0, vocabulary: int = 0, channels: int = 4):
@@ -85,7 +86,7 @@ class ShardStatistics:
         self.latent_moments = np.zeros((3, channels))  # `moments` of the channels
         self.text_moments = np.zeros((3, text_dim))  # `moments` of the dimensions
         self.latent_histogram = np.zeros((channels, len(LATENT_EDGES) + 1), np.int64)
-        self.caption_histogram = np.zeros(len(CAPTION_EDGES), np.int64)
+        self.caption_histogram = np.zeros(LONG_CAPTION + 1, np.int64)
         self.previews: list[Preview] = []  # the first good samples of each shard, at most 6
         self.known_tokens = np.zeros(vocabulary, bool)  # whether each id occurs in good samples
         self.non_finite = 0  # samples that are not good
@@ -133,8 +134,8 @@ class ShardStatistics:
         room = max(_HISTOGRAM_RECORDS - self.num_records, 0)
         self.latent_histogram += _latent_histogram(latents[:room])
         lengths = np.fromiter(map(len, captions), np.int64, len(captions))
-        bins = np.minimum(lengths // CAPTION_EDGES[1], len(CAPTION_EDGES) - 1)
-        self.caption_histogram += np.bincount(bins, minlength=len(CAPTION_EDGES))
+        lengths = np.minimum(lengths, LONG_CAPTION)
+        self.caption_histogram += np.bincount(lengths, minlength=LONG_CAPTION + 1)
         self.num_records += len(keys)
         return good
 
@@ -191,13 +192,15 @@ def join(parts: Sequence[ShardStatistics]) -> ShardStatistics:
 
 
 def _latent_histogram(latents: np.ndarray) -> np.ndarray:
-    """Counts float32 `(n, crops, channels, H, W)` by channel and bin, int64 `(channels, 122)`."""
-    channels, size = latents.shape[2], len(LATENT_EDGES) + 1
-    bins = np.floor(latents)
-    np.clip(bins, LATENT_EDGES[0] - 1, LATENT_EDGES[-1], out=bins)
-    bins += (np.arange(channels, dtype=np.float32) * size + 1 - LATENT_EDGES[0])[:, None, None]
+    """Counts float32 `(n, crops, channels, H, W)` by channel and bin, int64 `(channels, bins)`."""
+    # Bins of the least width first, which need no search.
+    starts = (16 * (LATENT_EDGES - LATENT_EDGES[0])).astype(np.int64) + 1
+    channels, size = latents.shape[2], int(starts[-1]) + 1
+    bins = np.floor(16 * latents)
+    np.clip(bins, 16 * LATENT_EDGES[0] - 1, 16 * LATENT_EDGES[-1], out=bins)
+    bins += (np.arange(channels, dtype=np.float32) * size + 1 - 16 * LATENT_EDGES[0])[:, None, None]
     counts = np.bincount(bins.astype(np.int64).ravel(), minlength=channels * size)
-    return counts.reshape(channels, size)
+    return np.add.reduceat(counts.reshape(channels, size), [0, *starts], axis=1)
 
 
 def make_preview(key: int, caption: bytes, picture: np.ndarray) -> Preview:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.report.page import Report, quantiles
-from coyo11m_tfds.report.statistics import CAPTION_EDGES, Dropped, Preview, ShardStatistics
+from coyo11m_tfds.report.page import Report
+from coyo11m_tfds.report.statistics import LATENT_EDGES, Dropped, Preview, ShardStatistics
 
 HOSTILE = [
     '<script>alert(1)</script>',
@@ -68,11 +68,15 @@ class Page(html.parser.HTMLParser):
 
 
 def make_statistics(
-    count: int, seed: int = 0, scale: float = 6, lengths: tuple[int, int] = (100, 600)
+    count: int,
+    seed: int = 0,
+    scale: float = 6,
+    lengths: tuple[int, int] = (100, 600),
+    shape: tuple[int, ...] = schema.LATENTS_SHAPE,
 ) -> ShardStatistics:
     rng = np.random.default_rng(seed)
-    statistics = ShardStatistics()
-    latents = scale * rng.standard_normal((count, *schema.LATENTS_SHAPE)) + 1
+    statistics = ShardStatistics(channels=shape[1])
+    latents = scale * rng.standard_normal((count, *shape)) + 1
     captions = [b'x' * length for length in rng.integers(*lengths, count)]
     statistics.add(np.arange(count), captions, latents.astype(np.float32))
     return statistics
@@ -126,10 +130,10 @@ def test_the_two_files_have_all_facts_and_the_same_bytes_again(tmp_path):
     assert {name: content[name] for name in facts} == facts
     train, made = content['splits']['train'], STATISTICS['train']
     assert (train['records'], train['shards'], train['bytes']) == (61, 2, 1_510_000)
-    assert train['latents']['edges'] == list(range(-60, 61))
+    assert train['latents']['edges'] == LATENT_EDGES.tolist()
     assert train['latents']['counts'] == made.latent_histogram.tolist()
-    assert train['caption_bytes']['edges'] == list(range(0, 2049, 16))
-    assert train['caption_bytes']['counts'] == made.caption_histogram.tolist()
+    assert train['caption_bytes']['edges'] == list(range(0, 2049, 8))
+    assert sum(train['caption_bytes']['counts']) == 61
     assert content['dropped'] == {
         reason: dict(zip(('rows', 'example_keys'), DROPPED.get(reason, (0, [])), strict=True))
         for reason in schema.DROP_REASONS
@@ -207,7 +211,7 @@ def test_odd_data_can_be_drawn(scale, lengths):
     page = Page(report.page())
     assert_harmless(page)
     found = report.content['splits']['train']['caption_bytes']['quantiles']
-    assert all(min(lengths[0] // 16 * 16, 2048) <= q <= lengths[1] + 16 for q in found.values())
+    assert all(min(lengths[0], 2048) <= q < lengths[1] for q in found.values())
     shown = 'captions of 2,048 bytes or more are not drawn' in visible(page)
     assert shown == (lengths[1] > 2049)
     for tag, attributes in page.tags:
@@ -226,13 +230,32 @@ def test_a_split_without_records_is_no_error():
     assert 'Length of captions' not in Page(report.page()).texts['h2']
 
 
-@given(st.lists(st.integers(1, 2047), min_size=1, max_size=60))
-def test_quantiles_are_right_to_the_width_of_a_bin(lengths):
-    counts = np.bincount(np.array(lengths) // 16, minlength=len(CAPTION_EDGES))
-    values = quantiles(counts)
-    for share, value in zip((0.05, 0.25, 0.5, 0.75, 0.95), values.values(), strict=True):
-        exact = np.quantile(lengths, share, method='inverted_cdf')
-        assert exact // 16 * 16 <= value <= exact // 16 * 16 + 16
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=60))
+def test_quantiles_are_exact(lengths):
+    statistics = ShardStatistics()
+    captions = [b'x' * length for length in lengths]
+    latents = np.zeros((len(lengths), *schema.LATENTS_SHAPE), np.float32)[..., :1, :1]
+    statistics.add(np.arange(len(lengths)), captions, latents)
+    report = make_report(statistics={'train': statistics}, shards={'train': [(len(lengths), 1)]})
+    values = report.content['splits']['train']['caption_bytes']['quantiles']
+    for percent, value in zip((5, 25, 50, 75, 95), values.values(), strict=True):
+        exact = sorted(lengths)[-(-len(lengths) * percent // 100) - 1]
+        assert value == min(exact, 2048)
+
+
+@pytest.mark.parametrize(
+    ('scale', 'lengths', 'shape'),
+    [(1, (1, 4), (1, 32, 8, 8)), (0.2, (30, 60), (1, 16, 8, 8)), (2, (9, 300), (1, 4, 32, 32))],
+)
+def test_histograms_have_bars_enough_at_any_scale(scale, lengths, shape):
+    statistics = make_statistics(200, scale=scale, lengths=lengths, shape=shape)
+    report = make_report(statistics={'train': statistics}, shards={'train': [(200, 1)]})
+    page = Page(report.page())
+    assert '0.13025' not in visible(page)  # the factor of one VAE
+    bars = [tag for tag in page.tags if tag == ('rect', tag[1]) and tag[1].get('width') == '0.9']
+    assert len(bars) >= 20 * shape[1] + min(lengths[1] - lengths[0], 20)
+    counts = report.content['splits']['train']['latents']['counts']
+    assert np.sum(counts, axis=1).tolist() == [64 * 64 * (shape[-1] // 8) ** 2] * shape[1]
 
 
 @pytest.mark.parametrize('available', [0, 1, 23, 24, 25, 100])
