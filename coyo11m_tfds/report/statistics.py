@@ -196,7 +196,8 @@ def _latent_histogram(latents: np.ndarray) -> np.ndarray:
     # Bins of the least width first, which need no search.
     starts = (16 * (LATENT_EDGES - LATENT_EDGES[0])).astype(np.int64) + 1
     channels, size = latents.shape[2], int(starts[-1]) + 1
-    bins = np.floor(16 * latents)
+    bins = 16 * latents
+    np.floor(bins, out=bins)
     np.clip(bins, 16 * LATENT_EDGES[0] - 1, 16 * LATENT_EDGES[-1], out=bins)
     bins += (np.arange(channels, dtype=np.float32) * size + 1 - 16 * LATENT_EDGES[0])[:, None, None]
     counts = np.bincount(bins.astype(np.int64).ravel(), minlength=channels * size)
