@@ -66,15 +66,17 @@ def main() -> None:
                 raise ModuleNotFoundError(name=name)
     process_settings.quiet_tensorflow()
     prepare()
+    command_line.show_log()
     if flags.encoder:
-        command_line.show_log()
         with ending.in_one_line('the same command resumes it', _MENDABLE):
             flags.config = _embed(flags)
     from tensorflow_datasets.scripts.cli import main as tfds
 
     options = [f'--{x}={value}' for x, value in vars(flags).items() if x not in _OWN and value]
     overwrite = ['--overwrite'] * flags.overwrite
-    sys.argv = ['tfds', 'build', schema.NAME, f'--imports={schema.NAME}', *options, *overwrite]
+    # TFDS changes the log of programs without --logtostderr.
+    command = 'tfds', 'build', '--logtostderr', schema.NAME, f'--imports={schema.NAME}'
+    sys.argv = [*command, *options, *overwrite]
     tfds.launch_cli()
 
 

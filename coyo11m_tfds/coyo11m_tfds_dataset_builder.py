@@ -26,7 +26,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.convert import data_folder, source_record
 from coyo11m_tfds.convert.settings import BuildSettings, check_names
 from coyo11m_tfds.dataset.columns import IN_PLACE
-from coyo11m_tfds.process import job
+from coyo11m_tfds.process import job, progress
 
 if TYPE_CHECKING:
     from coyo11m_tfds.convert import driver
@@ -210,15 +210,18 @@ class Builder(dataset_builder.FileReaderBuilder):
 
         limit = download_config.max_examples_per_split
         final = os.fspath(self.data_path)
-        with driver.build(
-            final,
-            source,
-            self.builder_config,
-            limit=limit,
-            overwrite=overwrite,
-            beam_options=download_config.beam_options,
-            beam_runner=download_config.beam_runner,
-        ) as built:
+        with (
+            progress.shown(),
+            driver.build(
+                final,
+                source,
+                self.builder_config,
+                limit=limit,
+                overwrite=overwrite,
+                beam_options=download_config.beam_options,
+                beam_runner=download_config.beam_runner,
+            ) as built,
+        ):
             if built:
                 self._write_info(built)
         _to_be_replaced.discard(final)

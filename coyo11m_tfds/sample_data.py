@@ -275,7 +275,7 @@ def _save_captions(
         'tags_booru': [f'{s.colour}_{s.shape}, {s.background}_background' for s in chosen],
     }
     index = pd.Index(keys[rows], name=schema.PARQUET_KEY)
-    pd.DataFrame(columns, index=index).to_parquet(path)
+    pd.DataFrame(columns, index=index).to_parquet(path, write_page_checksum=True)
 
 
 def _caption(scene: Scene, rng: np.random.Generator, size: str, place: str) -> str:

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
 import torch
+from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
@@ -311,6 +312,19 @@ def test_a_limit_of_examples_is_that_of_each_split(tmp_path, fraction, expected)
     options = {'max_examples_per_split': 3, 'manual_dir': source}
     builder = build(source, tmp_path / 'out', options, source='', validation_fraction=fraction)
     assert {name: s.num_examples for name, s in builder.info.splits.items()} == expected
+
+
+def test_a_build_in_a_program_shows_its_progress(tmp_path, caplog):
+    source = made_sources.write_source(tmp_path / 'source', [range(20)])
+    build(source, tmp_path / 'out')
+    assert 'Writing shards: 100%, 1 of 1 shards' in caplog.text
+    caplog.clear()
+    level = logging.get_absl_logger().level
+    logging.set_verbosity(logging.ERROR)
+    build(source, tmp_path / 'out', name='y')
+    logging.set_verbosity(logging.WARNING)
+    logging.get_absl_logger().setLevel(level)
+    assert 'Writing shards' not in caplog.text
 
 
 def test_options_without_effect_are_refused(tmp_path):

@@ -50,5 +50,8 @@ def advice(program: str, doc: str | None) -> str:
 
 def show_log() -> None:
     """Shows the log of the program, such as its progress, in lines with the time of day."""
-    logging.basicConfig(format='%(asctime)s %(message)s', datefmt='%H:%M:%S')
+    form, date = '%(asctime)s %(levelname)s %(message)s', '%H:%M:%S'
+    logging.basicConfig(format=form, datefmt=date)
+    # Its handler takes the place of this one where absl parses the flags.
+    absl.logging.get_absl_handler().setFormatter(logging.Formatter(form, date))
     absl.logging.set_verbosity(absl.logging.INFO)

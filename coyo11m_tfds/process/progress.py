@@ -6,15 +6,17 @@
 
     Writing shards: 33%, 3 of 8 shards, 25,000 records/s, 640 MB/s, 3 dropped, 0:00:01 left
 
-Lines go to absl's log as INFO. `tfds build` shows them; in other programs call
+Lines go to absl's log as INFO. `tfds build` shows them; in other programs use `shown`, or call
 `absl.logging.set_verbosity(absl.logging.INFO)` first.
 """
 
 import collections
+import contextlib
 import datetime
+import logging as python_logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Self
 
 from absl import logging
@@ -30,6 +32,19 @@ _BYTES = 'B'
 _AMOUNT = ''  # the work in its unit, among the counts
 
 _Moment = tuple[float, collections.Counter[str]]  # seconds, and all that was done until then
+
+
+@contextlib.contextmanager
+def shown() -> Iterator[None]:
+    """Shows absl's log from INFO on until the block ends, unless the program chose a verbosity."""
+    logger = logging.get_absl_logger()
+    level = logger.level
+    if logging.get_verbosity() == logging.WARNING:  # absl's default
+        logger.setLevel(python_logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 class Progress:
