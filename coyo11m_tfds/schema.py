@@ -87,8 +87,8 @@ DEFAULT_TEXT_DIM = 640  # hidden size of Gemma-3-270M, and the width of the `has
 TRAIN = 'train'
 VALIDATION = 'validation'
 
-# To be raised when the same source and settings give other records or shards than before.
-RECORD_FORMAT = 1
+# To be raised when the same source and settings give other records, shards or chunk indexes.
+RECORD_FORMAT = 2
 
 # --- Files beside the shards ----------------------------------------------------------------
 

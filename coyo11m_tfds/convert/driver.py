@@ -208,7 +208,7 @@ def describe(plan: Plan, results: Sequence[ShardResult], folder: str) -> Built:
             folder,
             split,
             shard_lengths=[result.num_records for result in of_split],
-            offsets=[result.chunk_offsets for result in of_split],
+            entries=[result.index_entries for result in of_split],
             shard_sizes=[result.num_bytes for result in of_split],
             build=plan.build,
         )

@@ -13,7 +13,7 @@ import pyarrow as pa
 from coyo11m_tfds import schema
 from coyo11m_tfds.convert import in_place
 from coyo11m_tfds.convert.tasks import THIS_WRITER, ShardPart, ShardResult, ShardTask
-from coyo11m_tfds.dataset import columns, records
+from coyo11m_tfds.dataset import chunk_index, columns, records
 from coyo11m_tfds.report.statistics import ShardStatistics
 from coyo11m_tfds.source import formats, latent_file
 from coyo11m_tfds.storage.file_state import naming
@@ -50,7 +50,7 @@ def write_shard(task: ShardTask, latents_paths: Sequence[str], path: str) -> Sha
         num_records=writer.num_records,
         num_bytes=writer.num_bytes,
         crc32c=writer.crc32c,
-        chunk_offsets=writer.chunk_offsets,
+        index_entries=chunk_index.make_entries(writer.chunk_offsets, writer.checksums),
         statistics=source.statistics,
         writer=THIS_WRITER,
         read=tuple(source.read),

@@ -142,7 +142,7 @@ class ShardResult:
     num_records: int
     num_bytes: int
     crc32c: int
-    chunk_offsets: list[int]  # of the records 0, 32, 64, ...
+    index_entries: list[int]  # of the shard in its chunk index
     statistics: ShardStatistics
     writer: str  # version of the package
     read: tuple[str, ...]  # digests of the source files of the shard

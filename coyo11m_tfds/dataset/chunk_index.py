@@ -1,7 +1,11 @@
-"""Offsets of the chunks of records in the shards of a split.
+"""Offsets and digests of the runs of records in the shards of a split.
 
 The file `chunk_index-<split>-<build>.npy` beside the shards is a flat int64 array. For each shard
-it holds [number of records, byte offsets of the records 0, 32, 64, ..., file size].
+it holds [number of records, entries of the records 0, 32, 64, ..., file size]. The low 43 bits of
+an entry are the byte offset of the record, the 20 bits above them a digest of the run of 32 records
+that begins there. The digest is computed from the checksums behind the records, which readers pass
+on their way from length to length, so it costs them no further byte of the file. A run of another
+shard, even of the same sizes, has another digest but for one case in a million.
 """
 
 import os
@@ -10,14 +14,18 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.dataset import manifest, npy
+from coyo11m_tfds.dataset import keyed_random, manifest, npy
 
-# No shard has so many bytes: 8 TB. What is larger may not be added to an address.
-_END = 1 << 43
+_OFFSET_BITS = 43  # no shard has so many bytes: 8 TB
+_OFFSET = (1 << _OFFSET_BITS) - 1
+_DIGEST_BITS = 63 - _OFFSET_BITS
+
+# Odd, so that every bit of a checksum counts, and one for each place of a run.
+_WEIGHTS = keyed_random.splitmix64(np.arange(schema.CHUNK_STRIDE)) | np.uint64(1)
 
 
 class ChunkIndex:
-    """Byte offsets of every `schema.CHUNK_STRIDE`-th record of every shard.
+    """Entries of every `schema.CHUNK_STRIDE`-th record of every shard.
 
     Attributes:
         shard_lengths: Number of records in each shard, int64 `(num_shards,)`.
@@ -28,11 +36,9 @@ class ChunkIndex:
         flat = np.asarray(flat)
         if flat.ndim != 1 or flat.dtype != np.int64:
             raise ValueError(f'expected a flat int64 array, got {flat.dtype} {flat.shape}')
-        if flat.max(initial=0) >= _END:
-            raise _no_shard(int(flat.argmax()))
         self._flat = flat
         self._first_offset = np.fromiter(_first_offsets(flat), np.int64)
-        _check_rising(flat, self._first_offset)
+        _check_rising(flat & _OFFSET, self._first_offset)
         self.shard_lengths: np.ndarray = flat[self._first_offset - 1]
 
     @classmethod
@@ -70,8 +76,29 @@ class ChunkIndex:
         end = first + count
         start_at = self._first_offset[shard] + first // schema.CHUNK_STRIDE
         end_at = self._first_offset[shard] + -(-end // schema.CHUNK_STRIDE)
-        offset = self._flat[start_at]
-        return offset, self._flat[end_at] - offset
+        offset = self._flat[start_at] & _OFFSET
+        return offset, (self._flat[end_at] & _OFFSET) - offset
+
+    def digests(self, shard: np.ndarray, first: np.ndarray) -> np.ndarray:
+        """Returns the digests of runs, see `run_digests`, by their shards and first records."""
+        return self._flat[self._first_offset[shard] + first // schema.CHUNK_STRIDE] >> _OFFSET_BITS
+
+
+def run_digests(checksums: np.ndarray) -> np.ndarray:
+    """Computes a digest of 20 bits for each run of records; int64 `(n,)`.
+
+    `checksums` are those behind the records of the runs, uint32 `(n, schema.CHUNK_STRIDE)`, and 0
+    where a run at the end of a shard has fewer records.
+    """
+    mixed = (checksums * _WEIGHTS).sum(axis=1)
+    return (mixed >> np.uint64(64 - _DIGEST_BITS)).astype(np.int64)
+
+
+def make_entries(offsets: Sequence[int], checksums: bytes | bytearray) -> list[int]:
+    """Returns a shard's entries, from `chunk_offsets` and `checksums` of its `RecordWriter`."""
+    padded = checksums.ljust(4 * schema.CHUNK_STRIDE * len(offsets), b'\0')
+    digests = run_digests(np.frombuffer(padded, '<u4').reshape(-1, schema.CHUNK_STRIDE))
+    return (np.array(offsets, np.int64) | digests << _OFFSET_BITS).tolist()
 
 
 def file_name(split: str, build: str = '') -> str:
@@ -83,18 +110,18 @@ def save(
     data_dir: str | os.PathLike[str],
     split: str,
     shard_lengths: Sequence[int],
-    offsets: Sequence[Sequence[int] | np.ndarray],
+    entries: Sequence[Sequence[int]],
     shard_sizes: Sequence[int],
     build: str = '',
 ) -> None:
     """Writes the index of a split into a local folder.
 
-    `offsets` are those of the records 0, 32, 64, ... of each shard; all sizes are in bytes.
+    `entries` holds the result of `make_entries` for each shard; all sizes are in bytes.
     """
     parts = [
         part
-        for length, shard_offsets, size in zip(shard_lengths, offsets, shard_sizes, strict=True)
-        for part in ([length], shard_offsets, [size])
+        for length, of_shard, size in zip(shard_lengths, entries, shard_sizes, strict=True)
+        for part in ([length], of_shard, [size])
     ]
     flat = np.concatenate([np.asarray(part, np.int64) for part in parts])
     ChunkIndex(flat)  # raises rather than write what cannot be read
@@ -113,12 +140,11 @@ def _first_offsets(flat: np.ndarray) -> Iterator[int]:
         at = size_at + 1
 
 
-def _check_rising(flat: np.ndarray, first_offset: np.ndarray) -> None:
-    """Raises unless each shard's offsets are not negative and rise."""
-    rises = np.append(flat[1:] > flat[:-1], True)
+def _check_rising(offsets: np.ndarray, first_offset: np.ndarray) -> None:
+    """Raises unless each shard's offsets rise up to its size."""
+    rises = np.append(offsets[1:] > offsets[:-1], True)
     # But from the end of a shard to the next one's length, and from there to its first offset.
-    rises[first_offset - 2] = True
-    rises[first_offset - 1] = flat[first_offset] >= 0
+    rises[first_offset - 2] = rises[first_offset - 1] = True
     if not rises.all():
         shard = np.searchsorted(first_offset - 1, rises.argmin(), side='right') - 1
         raise _no_shard(int(first_offset[shard]) - 1)

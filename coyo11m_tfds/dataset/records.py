@@ -41,6 +41,7 @@ class RecordWriter:
     Attributes:
         crc32c: CRC-32C of the file, valid after the end of the context.
         chunk_offsets: Byte offsets of the records 0, 32, 64, ... (`schema.CHUNK_STRIDE`).
+        checksums: The checksums that stand behind the records, four bytes each.
     """
 
     def __init__(self, file: BinaryIO):
@@ -52,6 +53,7 @@ class RecordWriter:
         self.num_bytes = 0
         self.crc32c = 0
         self.chunk_offsets: list[int] = []
+        self.checksums = bytearray()
 
     def __enter__(self) -> Self:
         return self
@@ -105,7 +107,9 @@ class RecordWriter:
             view[at:middle], view[middle:end] = head, value
             at = end
         # The checksum is computed of arrays, but not of a memoryview.
-        view[at : at + _CHECKSUM] = _masked_crc(self._block[start + _LENGTH_AND_CHECKSUM : at])
+        checksum = _masked_crc(self._block[start + _LENGTH_AND_CHECKSUM : at])
+        view[at : at + _CHECKSUM] = checksum
+        self.checksums += checksum
         self._filled = start + size
         self.num_bytes += size
         self.num_records += 1

@@ -18,7 +18,7 @@ STOP, SKIP = 'stop', 'skip'
 
 DEFAULT_MAX_FRACTION = 0.001
 
-# So many never stop a run: a damaged length costs the rest of a chunk, even in a small data set.
+# So many never stop a run: damage to a length costs a run of 32 records, even in a small data set.
 _ALWAYS_ALLOWED = 64
 
 # What is wrong with a record.

@@ -41,7 +41,7 @@ def test_what_is_saved_is_loaded(tmp_path):
         tmp_path,
         'train',
         shard_lengths=[33, 1],
-        offsets=[np.array([0, 320]), np.array([0])],
+        entries=[chunk_index.make_entries([0, 320], bytes(range(132))), [0]],
         shard_sizes=[330, 7],
     )
     assert ChunkIndex.load(tmp_path, 'validation') is None
@@ -51,7 +51,22 @@ def test_what_is_saved_is_loaded(tmp_path):
     offset, nbytes = index.byte_range([0, 1], [32, 0], 1)
     assert index.shard_lengths.dtype == offset.dtype == nbytes.dtype == np.int64
     flat = np.load(tmp_path / 'chunk_index-train.npy')
-    np.testing.assert_array_equal(flat, [33, 0, 320, 330, 1, 0, 7])
+    np.testing.assert_array_equal(flat & (1 << 43) - 1, [33, 0, 320, 330, 1, 0, 7])
+    checksums = np.zeros((2, 32), np.uint32)
+    checksums.ravel()[:33] = np.frombuffer(bytes(range(132)), np.uint32)
+    digests = index.digests(np.array([0, 0]), np.array([0, 32]))
+    np.testing.assert_array_equal(digests, chunk_index.run_digests(checksums))
+    assert len({*digests.tolist(), 0}) == 3 and digests.max() < 1 << 20
+
+
+def test_runs_with_other_checksums_have_other_digests():
+    runs = np.random.default_rng(0).integers(0, 2**32, (1000, 32), np.uint32)
+    swapped, changed, moved = runs.copy(), runs.copy(), np.roll(runs, 1, axis=1)
+    swapped[:, [3, 31]] = runs[:, [31, 3]]
+    changed[:, 31] ^= 1
+    whole, *others = (chunk_index.run_digests(x) for x in (runs, swapped, changed, moved, runs[1:]))
+    for digests in others:
+        assert (digests != whole[: len(digests)]).all()
 
 
 def saved(content: np.ndarray) -> bytes:
@@ -94,7 +109,7 @@ def test_a_damaged_index_is_refused_by_name(tmp_path, content):
 def test_a_flipped_bit_is_refused_by_name_or_changes_one_number(tmp_path):
     """No other error may come of it, and a number is only taken if the shards stay two."""
     path = tmp_path / 'chunk_index-train.npy'
-    chunk_index.save(tmp_path, 'train', [33, 1], [np.array([0, 320]), np.array([0])], [330, 7])
+    chunk_index.save(tmp_path, 'train', [33, 1], [[0, 320], [0]], [330, 7])
     whole = path.read_bytes()
     changed = 0
     for bit in range(0, 8 * len(whole), 3):

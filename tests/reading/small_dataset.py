@@ -147,7 +147,7 @@ def _write_split(
     assert count <= MAX_RECORDS
     # The first records of every data set have the same keys, which differ from split to split.
     keys = splitmix64(np.arange(count) + (len(split) << 32)).view(np.int64)
-    offsets, sizes = [], []
+    entries, sizes = [], []
     for shard, rows in enumerate(np.split(np.arange(count), np.cumsum(lengths)[:-1])):
         name = template(path, split).sharded_filepath(shard_index=shard, num_shards=len(lengths))
         with open(name, 'wb') as file, records.RecordWriter(file) as writer:
@@ -155,9 +155,9 @@ def _write_split(
             if in_place:
                 del values[schema.LATENTS]
             writer.write(values)
-        offsets.append(np.array(writer.chunk_offsets))
+        entries.append(chunk_index.make_entries(writer.chunk_offsets, writer.checksums))
         sizes.append(writer.num_bytes)
-    chunk_index.save(path, split, lengths, offsets, sizes)
+    chunk_index.save(path, split, lengths, entries, sizes)
     return keys
 
 

@@ -31,6 +31,7 @@ from tests.reading.damaged import (
     place_of,
     shard_path,
     steps_of_an_epoch,
+    write_index,
 )
 
 ENGINES = pytest.mark.parametrize('engine', ['rows', 'chunks'])
@@ -48,7 +49,7 @@ def read(path: pathlib.Path, count: int, engine: str = 'rows', **changes) -> lis
 def test_a_damaged_record_is_named(copy, engine, at):
     shard, record = place_of(copy, 3, 5)
     damage(copy, shard, record, at)
-    # A damaged length costs the records after it as well, one of which may come first.
+    # A damaged length costs its run of 32 records, of which another one may come first.
     name, number = shard_path(copy, shard).name, record if at == 100 else r'\d+'
     message = rf'{name}: record {number} cannot be read: its checksum'
     kinds = input_pipeline.DamagedError, tf.errors.InvalidArgumentError
@@ -60,7 +61,7 @@ def test_a_damaged_record_is_named(copy, engine, at):
 def test_a_short_shard_is_named(copy, engine):
     file = shard_path(copy, 2)
     file.write_bytes(file.read_bytes()[:-1])
-    message = 'record 96 cannot be read: the file is shorter than its chunk index says'
+    message = r'record (6[4-9]|[789]\d) cannot be read: the file is shorter than its chunk index'
     with pytest.raises(ValueError, match=message):
         read(copy, 4 * steps_of_an_epoch(copy), engine)
 
@@ -135,7 +136,7 @@ def test_a_bad_record_counts_once_in_all_epochs(copy, fraction, stops):
 
 
 def test_a_few_bad_records_never_stop_it(copy):
-    damage(copy, 4, 0, at=3)  # with a length all of its chunk is lost, 64 records
+    damage(copy, 4, 0, at=3)  # a damaged length costs a run of 32 records
     read(copy, 3 * steps_of_an_epoch(copy), 'chunks', on_bad_records='skip', max_bad_fraction=0)
 
 
@@ -220,8 +221,32 @@ def test_a_record_of_another_layout_is_named(copy, name):
     with tf.io.TFRecordWriter(str(file)) as writer:
         for record in found:
             writer.write(bytes(record))
+    write_index(copy)
     with pytest.raises(ValueError, match=r'00004-of-00005: record 7 is not of this data set'):
         read(copy, 2 * steps_of_an_epoch(copy), on_bad_records='skip')
+
+
+@ENGINES
+@pytest.mark.parametrize('changed, num_bad', [(range(131), 131), ([40], 32)], ids=['all', 'one'])
+def test_records_of_another_data_set_are_refused(copy, intact, engine, changed, num_bad):
+    """They are whole, have the sizes of those that the build wrote, and are not checked."""
+    file = shard_path(copy, 4)
+    found = [bytearray(record) for record in built.split_records(file.read_bytes())]
+    for number in changed:
+        found[number][-2] ^= 1  # of the text embedding
+    size = file.stat().st_size
+    with tf.io.TFRecordWriter(str(file)) as writer:
+        for record in found:
+            writer.write(bytes(record))
+    assert file.stat().st_size == size
+    with pytest.raises(input_pipeline.DamagedError, match='has other records than its chunk index'):
+        read(copy, steps_of_an_epoch(copy), engine, verify='never')
+    asked = dict(batch_size=362, split=schema.TRAIN, engine=engine, verify='never')
+    [batch] = input_pipeline.eval_batches(copy, on_bad_records='skip', max_bad_fraction=1, **asked)
+    [expected] = input_pipeline.eval_batches(intact, **asked)
+    assert (~batch['mask']).sum() == num_bad
+    for name, values in batch.items():
+        np.testing.assert_array_equal(values[batch['mask']], expected[name][batch['mask']])
 
 
 def test_keys_and_captions_of_every_length_are_found(tmp_path):

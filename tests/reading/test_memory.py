@@ -43,9 +43,9 @@ def big(tmp_path_factory) -> pathlib.Path:
         )
     for name in names[1:]:
         os.link(names[0], name)
-    offsets = np.array(writer.chunk_offsets)
+    entries = chunk_index.make_entries(writer.chunk_offsets, writer.checksums)
     sizes = [writer.num_bytes] * SHARDS
-    chunk_index.save(path, schema.TRAIN, [RECORDS] * SHARDS, [offsets] * SHARDS, sizes)
+    chunk_index.save(path, schema.TRAIN, [RECORDS] * SHARDS, [entries] * SHARDS, sizes)
     small_dataset.write_metadata(path, {schema.TRAIN: [RECORDS] * SHARDS}, text_dim=TEXT_DIM)
     return path
 

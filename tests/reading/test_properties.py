@@ -312,10 +312,12 @@ def replace(file: pathlib.Path, data: bytes) -> None:
 
 
 def may_be_lost(damages: dict[int, tuple[int, str]], shard: int, record: int) -> bool:
-    """Behind a damaged length a record is found where the index knows one, behind the end none."""
-    at, kind = damages.get(shard, (record + 1, ''))
-    known = (at // schema.CHUNK_STRIDE + 1) * schema.CHUNK_STRIDE
-    return at <= record < {'length': known, 'end': record + 1}.get(kind, at + 1)
+    """Its value costs a record; all else costs the run that the index describes, or all behind."""
+    at, kind = damages.get(shard, (record + 1, 'value'))
+    if kind == 'value':
+        return record == at
+    run, other = record // schema.CHUNK_STRIDE, at // schema.CHUNK_STRIDE
+    return run >= other if kind == 'end' else run == other
 
 
 @settings(max_examples=10)
