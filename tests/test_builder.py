@@ -201,7 +201,7 @@ def test_what_does_not_change_the_records_may_differ(tmp_path):
     build(source, tmp_path / 'out')
     metadata['settings']['record_format'] += 1
     (final / 'metadata.json').write_text(json.dumps(metadata))
-    with pytest.raises(ValueError, match='record_format is 2 there, 1 is asked for'):
+    with pytest.raises(ValueError, match='record_format is 3 there, 2 is asked for'):
         build(source, tmp_path / 'out')
     del metadata['settings']  # an earlier version of this package
     (final / 'metadata.json').write_text(json.dumps(metadata))

@@ -242,6 +242,35 @@ def test_an_index_that_is_lost_is_refused(mini_dataset, tmp_path, gcs, place):
     next(input_pipeline.eval_batches(path, batch_size=16))  # has its own
 
 
+@pytest.mark.parametrize(
+    'stem', ['metadata', 'features', 'dataset_info', 'chunk_index-train', 'checksums']
+)
+def test_a_small_file_that_is_damaged_or_lost_is_refused_by_name(mini_dataset, tmp_path, stem):
+    """A bit in a number of `metadata.json` would change how a model scales latents."""
+    ignored = shutil.ignore_patterns('*.tfrecord-*')
+    folder = pathlib.Path(shutil.copytree(mini_dataset, tmp_path / '1.0.0', ignore=ignored))
+    [path] = folder.glob(f'{stem}*')
+    whole = path.read_bytes()
+    for at in range(0, len(whole), max(1, len(whole) // 40)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises((input_pipeline.DamagedError, OSError), match=str(folder)):
+            input_pipeline.open_data(folder).split(schema.TRAIN)
+    path.unlink()
+    if stem != 'checksums':
+        with pytest.raises(FileNotFoundError, match=r'is missing|expected the folder'):
+            input_pipeline.open_data(folder).split(schema.TRAIN)
+    else:
+        assert input_pipeline.open_data(folder).split(schema.TRAIN)
+
+
+def test_a_bucket_answers_one_request_more_for_checksums(mini_dataset, gcs):
+    gcs.upload_folder(mini_dataset, 'gs://bucket/d/1.0.0')
+    input_pipeline.open_data('gs://bucket/d/1.0.0').split(schema.TRAIN)
+    reads = [r.path.rpartition('/')[2] for r in gcs.requests if r.action == 'read']
+    stems = ['checksums', 'chunk_index', 'dataset_info', 'features', 'metadata']
+    assert sorted(name.partition('-')[0].partition('.')[0] for name in reads) == stems
+
+
 def test_what_is_opened_once_is_read_once(tmp_path, gcs):
     small_dataset.write(tmp_path / '1.0.0', {schema.TRAIN: (70, 97)})
     gcs.upload_folder(tmp_path / '1.0.0', 'gs://bucket/d/1.0.0')

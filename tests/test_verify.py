@@ -1,12 +1,15 @@
 """Verification of built data sets: every kind of damage is told, in a line that names the file."""
 
+import json
 import os
 import pathlib
 import re
 import shutil
 
 import pytest
+from tensorflow_datasets.core import dataset_info
 
+import input_pipeline
 from coyo11m_tfds import schema, verify
 from coyo11m_tfds.dataset import manifest
 from coyo11m_tfds.storage.file_state import of_file
@@ -86,6 +89,35 @@ def test_every_damage_is_told_and_sizes_are_compared_without_reading(copy):
     assert_told(faults(copy), expected)
     del expected[shard(0)], expected[shard(1)]
     assert_told(faults(copy, fast=True), expected)
+
+
+def test_what_tfds_converts_in_place_is_readable_and_no_fault(copy):
+    """As `tfds convert_format` does, which needs a package for ArrayRecord."""
+    info = dataset_info.read_proto_from_builder_dir(copy)
+    info.alternative_file_formats.append('array_record')
+    dataset_info.write_dataset_info_proto(info, dataset_info_dir=copy)
+    for number in range(12):
+        (copy / shard(number).replace('tfrecord', 'array_record')).write_bytes(b'converted')
+    assert faults(copy) == []
+    assert input_pipeline.open_data(copy).split(schema.TRAIN)
+    other = 'coyo11m_tfds-train-3f9a1c20.riegeli-00000-of-00012'
+    (copy / other).write_bytes(b'converted')
+    text = (copy / schema.INFO_FILE).read_text()
+    (copy / schema.INFO_FILE).write_text(text.replace('"86"', '"85"', 1))
+    expected = {other: 'is unexpected, a file of 9 bytes', schema.INFO_FILE: 'CRC-32C is .*'}
+    assert_told([x for x in faults(copy) if 'array_record' not in x], expected)
+    with pytest.raises(input_pipeline.DamagedError, match=r'dataset_info\.json: is damaged'):
+        input_pipeline.open_data(copy)
+
+
+@pytest.mark.parametrize('template', ['{}', '{0}', '{SPLIT:>99999999}', '{SPLIT.__class__}', '{X'])
+def test_a_template_of_file_names_is_no_program(older, template):
+    info = json.loads((older / schema.INFO_FILE).read_text())
+    info['splits'][0]['filepathTemplate'] = template
+    (older / schema.INFO_FILE).write_text(json.dumps(info))
+    assert any(x.startswith(f'{schema.INFO_FILE}: cannot be used (') for x in faults(older))
+    with pytest.raises(input_pipeline.DamagedError, match=r'dataset_info\.json: is damaged'):
+        input_pipeline.open_data(older)
 
 
 @pytest.fixture

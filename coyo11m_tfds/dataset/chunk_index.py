@@ -42,20 +42,18 @@ class ChunkIndex:
         self.shard_lengths: np.ndarray = flat[self._first_offset - 1]
 
     @classmethod
-    def load(
-        cls, data_dir: str | os.PathLike[str], split: str, build: str = ''
-    ) -> 'ChunkIndex | None':
+    def load(cls, files: manifest.SmallFiles, split: str, build: str = '') -> 'ChunkIndex | None':
         """Reads the index of a split; None if the data set has none.
 
-        Raises a DamagedError if the file is damaged, and an OSError if it cannot be read.
+        Raises the errors of `SmallFiles.read`, and a DamagedError if the file is no index.
         """
-        path = os.path.join(data_dir, file_name(split, build))
-        data = manifest.read_file(path)
+        name = file_name(split, build)
+        data = files.read(name)
         try:
             return None if data is None else cls.parse(data)
         except ValueError as error:
             raise manifest.DamagedError(
-                f'{path}: is not a chunk index ({error}). Build the data set again.'
+                f'{files.folder}/{name}: is not a chunk index ({error}). Build the data set again.'
             ) from error
 
     @classmethod

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import google_crc32c
+
 from coyo11m_tfds import schema
 from coyo11m_tfds.storage import json_digest, source_files, stored_files
 from coyo11m_tfds.storage.file_state import FileState
@@ -15,6 +17,52 @@ _FORMAT = 1
 
 class DamagedError(ValueError):
     """A file of a data set differs from what was written; the message names the file."""
+
+
+def damaged(path: str, what: object) -> DamagedError:
+    """Returns the error for a damaged small file."""
+    return DamagedError(f'{path}: is damaged ({what}). Restore it or build the data set again.')
+
+
+class SmallFiles:
+    """The small files of a build, local or on gs://, compared with the record of checksums.
+
+    Without a record, as in a data set of another program, nothing is compared.
+    """
+
+    def __init__(self, folder: str, build: str = ''):
+        """Reads the record; raises a DamagedError if it is damaged."""
+        self.folder = folder
+        self._record = f'{folder}/{schema.of_build(schema.CHECKSUMS_FILE, build)}'
+        data = read_file(self._record)
+        try:
+            self._states = {} if data is None else parse(data)
+        except ValueError as error:
+            raise damaged(self._record, error) from error
+
+    def read(self, name: str) -> bytes | None:
+        """Reads a file; None if it is missing. Raises the errors of `check`."""
+        data = read_file(f'{self.folder}/{name}')
+        self.check(name, data)
+        return data
+
+    def check(self, name: str, data: bytes | None) -> None:
+        """Compares the content of a file, None for a missing one, with the record.
+
+        Raises a FileNotFoundError if the record names a missing file, and a DamagedError if size or
+        checksum differ.
+        """
+        path, expected = f'{self.folder}/{name}', self._states.get(name)
+        if not expected:
+            return
+        if data is None:
+            raise FileNotFoundError(
+                f'{path}: is missing, and {self._record} names it. Restore it or build the data '
+                'set again.'
+            )
+        state = FileState(len(data), google_crc32c.value(data))
+        if state != expected:
+            raise damaged(path, f'it has {state}, expected {expected}')
 
 
 def write(folder: str | os.PathLike[str], files: Mapping[str, FileState], build: str = '') -> None:

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
@@ -48,6 +49,7 @@ class StoredSplit:
     shard_lengths: Sequence[int]
     num_bytes: int
     build: str = ''  # ID in the names of its build's files; '' if the names have none
+    converted: Sequence[str] = ()  # names of files in other formats, which `convert_format` adds
 
     @property
     def num_records(self) -> int:
@@ -137,6 +139,7 @@ class StoredDataset:
     metadata: Mapping[str, Any]  # content of `metadata.json`; {} without that file
     columns: Mapping[str, Column | AddedColumn]  # features outside the records
     builder: Any = None  # of TFDS, that opened it
+    files: manifest.SmallFiles | None = None  # None for a mocked data set
     _indexed: dict[str, IndexedSplit | None] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -224,7 +227,7 @@ class StoredDataset:
         """Returns a split with its chunk index, read at the first call; None without an index.
 
         Raises a ValueError if the split does not exist, or its index is damaged or belongs to other
-        shards, and an OSError if the index is missing although the checksums name it.
+        shards, and an OSError if the index is missing although the record of checksums names it.
         """
         # 'train[:50%]' is a part of 'train'.
         if self.splits and name.partition('[')[0] not in self.splits:
@@ -235,11 +238,10 @@ class StoredDataset:
 
     def _read_index(self, name: str) -> IndexedSplit | None:
         found = self.splits.get(name)
-        if found is None or not found.file_names:
+        if found is None or not found.file_names or not self.files:
             return None
-        index = chunk_index.ChunkIndex.load(self.folder, name, found.build)
+        index = chunk_index.ChunkIndex.load(self.files, name, found.build)
         if index is None:
-            _check_not_lost(self.folder, chunk_index.file_name(name, found.build), found.build)
             return None
         if list(found.shard_lengths) != index.shard_lengths.tolist():
             raise DamagedError(
@@ -311,7 +313,7 @@ class StoredDataset:
             return tensor['dtype'], shape, tensor.get('encoding', '')
         except _OF_OTHER_JSON as error:
             path = f'{self.folder}/{schema.FEATURES_FILE}'
-            raise _damaged(path, f'feature {name!r}: {error!r}') from error
+            raise manifest.damaged(path, f'feature {name!r}: {error!r}') from error
 
 
 def open_data(data: Data) -> StoredDataset:
@@ -344,41 +346,51 @@ def _parse(folder: str, content: bytes, builder: Any) -> StoredDataset:
         names = map(json.loads(content).get, ('name', 'configName', 'version'))
         full_name = '/'.join(filter(None, names))
     except _OF_OTHER_JSON as error:
-        raise _damaged(f'{folder}/{schema.INFO_FILE}', error) from error
-    path = f'{folder}/{schema.FEATURES_FILE}'
-    described = _read_json(path)
-    if described is None:
-        raise FileNotFoundError(f'{path}: is missing; restore it or build the data set again.')
-    features = described.get('featuresDict')
-    features = features.get('features') if isinstance(features, dict) else None
-    if not isinstance(features, dict):
-        raise _damaged(path, 'it names no features')
-    metadata = _read_json(f'{folder}/{schema.METADATA_FILE}') or {}
+        raise manifest.damaged(f'{folder}/{schema.INFO_FILE}', error) from error
     build = next(iter(splits.values())).build
+    files = manifest.SmallFiles(folder, build)
+    files.check(schema.INFO_FILE, as_built(content))
+    contents = {
+        name: manifest.read_file(f'{folder}/{name}')
+        for name in (schema.FEATURES_FILE, schema.METADATA_FILE)
+    }
+    metadata = _parse_json(folder, schema.METADATA_FILE, contents) or {}
     if metadata.get(schema.META_BUILD, build) != build:
         raise OSError(
             f'{folder}: {schema.METADATA_FILE} and {schema.INFO_FILE} are of two builds, because '
             'the data set is being replaced. Open it again in a moment, or build it again.'
         )
+    for name, data in contents.items():  # now that they are known to be of one build
+        files.check(name, data)
+    path = f'{folder}/{schema.FEATURES_FILE}'
+    described = _parse_json(folder, schema.FEATURES_FILE, contents)
+    if described is None:
+        raise FileNotFoundError(f'{path}: is missing; restore it or build the data set again.')
+    features = described.get('featuresDict')
+    features = features.get('features') if isinstance(features, dict) else None
+    if not isinstance(features, dict):
+        raise manifest.damaged(path, 'it names no features')
     found = columns.read(folder, build)
-    return StoredDataset(folder, full_name, splits, features, metadata, found, builder)
+    return StoredDataset(folder, full_name, splits, features, metadata, found, builder, files)
 
 
-def _read_json(path: str) -> dict | None:
-    data = manifest.read_file(path)
-    if data is None:
-        return None
+def _parse_json(folder: str, name: str, contents: Mapping[str, bytes | None]) -> dict | None:
+    """Parses the content of a file; None for a missing one."""
     try:
-        content = json.loads(data)
+        content = json.loads(contents[name] or 'null')
     except ValueError as error:
-        raise _damaged(path, error) from error
-    if not isinstance(content, dict):
-        raise _damaged(path, 'expected a JSON object')
+        raise manifest.damaged(f'{folder}/{name}', error) from error
+    if contents[name] is not None and not isinstance(content, dict):
+        raise manifest.damaged(f'{folder}/{name}', 'expected a JSON object')
     return content
 
 
-def _damaged(path: str, what: object) -> DamagedError:
-    return DamagedError(f'{path}: is damaged ({what}). Restore it or build the data set again.')
+def as_built(info: bytes) -> bytes:
+    """Returns the content of `schema.INFO_FILE` as the build wrote it.
+
+    TFDS's `convert_format` converts a data set in place by adding files, and their format here.
+    """
+    return re.sub(rb'\n *"alternativeFileFormats": \[[^]]*\],', b'', info, count=1)
 
 
 def parse_splits(data: bytes) -> list[StoredSplit]:
@@ -401,22 +413,27 @@ def _split(info: dict, split: dict) -> StoredSplit:
     lengths = [int(length) for length in split.get('shardLengths', [])]
     template, count = split['filepathTemplate'], len(lengths)
     digits = max(5, len(str(count)))
-    names = [
-        template.format(
-            DATASET=info['name'],
-            SPLIT=split['name'],
-            FILEFORMAT=info['fileFormat'],
-            SHARD_X_OF_Y=f'{shard:0{digits}}-of-{count:0{digits}}',
-        )
-        for shard in range(count)
-    ]
+
+    def name(file_format: str, shard: int) -> str:
+        fields = {
+            'DATASET': info['name'],
+            'SPLIT': split['name'],
+            'FILEFORMAT': file_format,
+            'SHARD_X_OF_Y': f'{shard:0{digits}}-of-{count:0{digits}}',
+        }
+        return re.sub(r'{(\w+)}', lambda field: fields[field[1]], template)
+
+    names = [name(info['fileFormat'], shard) for shard in range(count)]
+    others = info.get('alternativeFileFormats', ())
+    converted = [name(other, shard) for other in others for shard in range(count)]
     if len(set(names)) < count:
         raise ValueError(
             f'its filepathTemplate {template!r} gives several shards one name, expected '
             '{SHARD_X_OF_Y} in it'
         )
     num_bytes = int(split.get('numBytes', 0))
-    return StoredSplit(split['name'], names, lengths, num_bytes, schema.build_of(template))
+    build = schema.build_of(template)
+    return StoredSplit(split['name'], names, lengths, num_bytes, build, converted)
 
 
 def find_build(folder: str | os.PathLike[str]) -> str:
@@ -426,21 +443,6 @@ def find_build(folder: str | os.PathLike[str]) -> str:
         return parse_splits(data)[0].build if data else ''
     except ValueError:
         return ''
-
-
-def _check_not_lost(folder: str, index: str, build: str) -> None:
-    """Raises an error if the data set had an index: without it, records come in another order."""
-    recorded = f'{folder}/{schema.of_build(schema.CHECKSUMS_FILE, build)}'
-    content = manifest.read_file(recorded)
-    try:
-        names = manifest.parse(content) if content else {}
-    except ValueError as error:
-        raise _damaged(recorded, error) from error
-    if index in names:
-        raise FileNotFoundError(
-            f'{folder}/{index}: is missing, and {recorded} names it. Restore it or build the data '
-            'set again.'
-        )
 
 
 def _no_data_set(folder: str) -> FileNotFoundError:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from coyo11m_tfds.dataset import chunk_index
 from coyo11m_tfds.dataset.chunk_index import ChunkIndex
-from coyo11m_tfds.dataset.manifest import DamagedError
+from coyo11m_tfds.dataset.manifest import DamagedError, SmallFiles
 
 RECORD_SIZES = st.lists(st.integers(1, 50), max_size=150)  # a shard may be empty
 
@@ -44,8 +44,8 @@ def test_what_is_saved_is_loaded(tmp_path):
         entries=[chunk_index.make_entries([0, 320], bytes(range(132))), [0]],
         shard_sizes=[330, 7],
     )
-    assert ChunkIndex.load(tmp_path, 'validation') is None
-    index = ChunkIndex.load(str(tmp_path), 'train')
+    assert ChunkIndex.load(SmallFiles(str(tmp_path)), 'validation') is None
+    index = ChunkIndex.load(SmallFiles(str(tmp_path)), 'train')
     np.testing.assert_array_equal(index.shard_lengths, [33, 1])
     assert index.byte_range(1, 0, 1) == (0, 7)
     offset, nbytes = index.byte_range([0, 1], [32, 0], 1)
@@ -102,7 +102,7 @@ def test_a_damaged_index_is_refused_by_name(tmp_path, content):
     assert content != WHOLE
     (tmp_path / 'chunk_index-train.npy').write_bytes(content)
     with pytest.raises(DamagedError, match=r'chunk_index-train\.npy: is not a chunk index'):
-        ChunkIndex.load(tmp_path, 'train')
+        ChunkIndex.load(SmallFiles(str(tmp_path)), 'train')
 
 
 @pytest.mark.filterwarnings('ignore')  # NumPy warns of some headers that it then refuses
@@ -117,7 +117,7 @@ def test_a_flipped_bit_is_refused_by_name_or_changes_one_number(tmp_path):
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
         try:
-            index = ChunkIndex.load(tmp_path, 'train')
+            index = ChunkIndex.load(SmallFiles(str(tmp_path)), 'train')
         except ValueError as error:
             assert str(error).startswith(f'{path}: is not a chunk index')
             continue
@@ -130,8 +130,11 @@ def test_a_flipped_bit_is_refused_by_name_or_changes_one_number(tmp_path):
 def test_offsets_that_do_not_rise_are_found_wherever_they_are(tmp_path, at):
     flat = np.concatenate([[32 * 1_000_000], np.arange(1_000_001) * 7, [1, 0, 9]])
     np.save(tmp_path / 'chunk_index-train.npy', flat)
-    assert ChunkIndex.load(tmp_path, 'train').shard_lengths.tolist() == [32_000_000, 1]
+    assert ChunkIndex.load(SmallFiles(str(tmp_path)), 'train').shard_lengths.tolist() == [
+        32_000_000,
+        1,
+    ]
     flat[at + 1] = flat[at]
     np.save(tmp_path / 'chunk_index-train.npy', flat)
     with pytest.raises(ValueError, match=r'\(entry 0 does not begin the offsets of a shard\)'):
-        ChunkIndex.load(tmp_path, 'train')
+        ChunkIndex.load(SmallFiles(str(tmp_path)), 'train')
