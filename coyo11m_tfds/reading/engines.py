@@ -135,7 +135,7 @@ class SplitReader:
         at_once = in_flight * (1 + len(self._columns))
         files = FetchedFiles(split.file, split.file_sizes, at_once, counter)
         reader = self._row_reader(files)
-        return _ChunkReader(split, reader, files, self.asked.chunk).read(blocks)
+        return _ChunkReader(split, reader, files, self.asked).read(blocks)
 
     def _row_reader(self, files: FetchedFiles | None) -> RowReader:
         return RowReader(
@@ -196,19 +196,22 @@ class _Plan(NamedTuple):
     """A block of rows, and the chunks that they are in."""
 
     block: Block
-    chunks: list[_Chunk]
+    chunks: list[_Chunk]  # or parts of chunks
     rows: np.ndarray  # places in the block, ordered by their chunks
-    ends: np.ndarray  # for each chunk one past its last place in `rows`
+    numbers: np.ndarray  # in `chunks`, of the chunk that holds each of `rows`
 
 
 class _ChunkReader:
     """Reads blocks of rows with a reader of fetched files, some records at a time."""
 
-    def __init__(self, split: IndexedSplit, reader: RowReader, files: FetchedFiles, chunk: int):
+    def __init__(self, split: IndexedSplit, reader: RowReader, files: FetchedFiles, asked: Reading):
         self._split = split
         self._reader = reader
         self._files = files
-        self._chunk = chunk
+        self._chunk = asked.chunk
+        # Records of the smallest part that is fetched. Without a condition chunks come whole, so
+        # that blocks with parts of a chunk share it.
+        self._run = schema.CHUNK_STRIDE if asked.source.where else asked.chunk
 
     def read(self, blocks: Iterator[Block]) -> Iterator[Batch]:
         for (steps, size), values in Ahead(self._fill(blocks), 1, 'chunks'):
@@ -225,9 +228,9 @@ class _ChunkReader:
             self._files.ask(_ranges(plan.chunks if plan else []))
             while plan:
                 following = next(plans)
-                both = set(following.chunks).intersection(plan.chunks) if following else set()
-                if following:
-                    self._files.ask(_ranges(x for x in following.chunks if x not in both))
+                later = list(_ranges(following.chunks if following else []))
+                both = set(later).intersection(_ranges(plan.chunks))
+                self._files.ask(x for x in later if x not in both)
                 yield plan.block.shard.shape, self._gather(plan, both)
                 plan = following
         finally:
@@ -235,15 +238,20 @@ class _ChunkReader:
 
     def _plan(self, block: Block) -> _Plan:
         shard, record = block.shard.ravel(), block.record.ravel()
-        chunks, of_chunk = np.unique((shard << 32) + record // self._chunk, return_inverse=True)
-        rows = np.argsort(of_chunk, kind='stable')
-        ends = np.cumsum(np.bincount(of_chunk))
-        found = self._find_chunks(chunks >> 32, (chunks & 0xFFFFFFFF) * self._chunk)
-        return _Plan(block, found, rows, ends)
+        runs, of_run = np.unique((shard << 32) + record // self._run, return_inverse=True)
+        shard, first = runs >> 32, (runs & 0xFFFFFFFF) * self._run
+        # Runs of one chunk that touch are fetched together.
+        is_new = (np.diff(runs, prepend=-2) != 1) | (np.diff(first // self._chunk, prepend=-1) != 0)
+        begins = np.flatnonzero(is_new)
+        end = first[np.append(begins[1:], len(runs)) - 1] + self._run
+        numbers = (np.cumsum(is_new) - 1)[of_run]
+        rows = np.argsort(numbers, kind='stable')
+        chunks = self._find_chunks(shard[begins], first[begins], end)
+        return _Plan(block, chunks, rows, numbers[rows])
 
-    def _find_chunks(self, shard: np.ndarray, first: np.ndarray) -> list[_Chunk]:
-        """Returns the ranges of files for the chunks that begin with some records."""
-        count = np.minimum(self._split.index.shard_lengths[shard] - first, self._chunk)
+    def _find_chunks(self, shard: np.ndarray, first: np.ndarray, end: np.ndarray) -> list[_Chunk]:
+        """Returns the ranges of files for chunks, or parts of them, from `first` to `end`."""
+        count = np.minimum(self._split.index.shard_lengths[shard], end) - first
         begin, nbytes = self._split.index.byte_range(shard, first, count)
         records = zip(shard.tolist(), begin.tolist(), (begin + nbytes).tolist(), strict=True)
         number = self._split.first_numbers[shard] + first
@@ -253,31 +261,30 @@ class _ChunkReader:
             for record, *rows in zip(records, *of_columns, strict=True)
         ]
 
-    def _gather(self, plan: _Plan, kept: set[_Chunk]) -> Batch:
-        """Gathers the values of a block; frees all its chunks except those in `kept`."""
+    def _gather(self, plan: _Plan, kept: set[Range]) -> Batch:
+        """Gathers the values of a block; frees all its ranges except those in `kept`."""
         values: Batch = {}
         each = -(-_GROUP_RECORDS // self._chunk)
         for first in range(0, len(plan.chunks), each):
-            chunks = plan.chunks[first : first + each]
-            start = plan.ends[first - 1] if first else 0
-            rows = plan.rows[start : plan.ends[first + len(chunks) - 1]]
-            self._files.take(_ranges(chunks))
-            for name, x in self._gather_some(plan.block, rows).items():
+            part = slice(*np.searchsorted(plan.numbers, (first, first + each)))
+            ranges = list(_ranges(plan.chunks[first : first + each]))
+            self._files.take(ranges)
+            for name, x in self._gather_some(plan, part).items():
                 if name not in values:
                     values[name] = np.empty((len(plan.rows), *x.shape[1:]), x.dtype)
-                values[name][rows] = x
-            self._files.drop(_ranges(chunk for chunk in chunks if chunk not in kept))
+                values[name][plan.rows[part]] = x
+            self._files.drop(x for x in ranges if x not in kept)
         return values
 
-    def _gather_some(self, block: Block, rows: np.ndarray) -> Batch:
+    def _gather_some(self, plan: _Plan, part: slice) -> Batch:
         """Gathers the values of some rows; those of damaged records come from the last attempt."""
-        where = Block(*(x.ravel()[rows] for x in block))
+        where = Block(*(x.ravel()[plan.rows[part]] for x in plan.block))
         found = self._reader.find(*where)
         good = self._reader.check(found)
         for _ in range(_ATTEMPTS - 1):
             if good.all():
                 break
-            damaged = self._plan(Block(*(x[~good] for x in where))).chunks
+            damaged = [plan.chunks[number] for number in set(plan.numbers[part][~good].tolist())]
             self._files.take_again(_ranges(damaged))
             found = self._reader.find(*where)
             good = self._reader.check(found)
