@@ -13,6 +13,7 @@ which can replace a data set. Two engines give the same batches, bit for bit, an
 TensorFlow nor JAX. Features keep the dtype and the layout of the source. The model scales them.
 """
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -64,6 +65,7 @@ def train_plan(
     batch_size: int,
     stages: Sequence[Mapping[str, Any]] = (),
     split: str = schema.TRAIN,
+    **others: Any,
 ) -> Plan:
     """Returns the plan of `train_batches`: the sources, their orders, and the place of batch 0.
 
@@ -71,19 +73,28 @@ def train_plan(
         plan.orders[0].locate(sample)     # (epoch, position in the epoch) of every lane's sample
         plan.place.after(1000).state()    # the state after 1000 batches
 
+    Args:
+        others: Further settings of `train_batches`, such as `on_bad_records`.
+
     Raises:
         ValueError, OSError: As `train_batches`.
     """
-    return training.plan(open_mix(data), settings, batch_size, split, stages)
+    order = dataclasses.asdict(settings)
+    return training.plan(
+        Training(data=data, batch_size=batch_size, stages=stages, split=split, **order, **others)
+    )
 
 
 def engine_of(data: Data | Mix, engine: str = AUTO, split: str = schema.TRAIN) -> str:
-    """Returns the engine of `train_batches`, 'rows' or 'chunks'; raises its errors.
+    """Returns the engine of `train_batches`: 'rows', 'chunks' or 'tf_data'; raises its errors.
 
     For a mixture, returns 'chunks' if one of its sources is read by chunks.
     """
-    opened = [engines.open_split(x.stored, split, engine) for x in open_mix(data)]
-    return ROWS if all(x and x.engine == ROWS for x in opened) else CHUNKS
+    reading = Reading(data=data, batch_size=1, split=split, engine=engine)
+    opened = engines.open_sources(reading)
+    if opened is None or engine == TF_DATA:
+        return TF_DATA
+    return ROWS if all(x.engine == ROWS for x in opened) else CHUNKS
 
 
 def train_batches(
@@ -120,7 +131,7 @@ def train_batches(
     Args:
         data: Folder of a data set, its builder, or the result of `open_data`, which reads metadata
             and chunk index once for several functions. Or a mixture: a sequence of dicts with `dir`
-            (one of these) and perhaps `weight`, `where`, `text`, `name` and `same_vae`, see
+            (one of these) and perhaps `weight`, `where`, `text`, `name`, `seed` and `same_vae`, see
             docs/reading.md; or the result of `open_mix`.
         batch_size: Records in a global batch; this process gets `b = batch_size / process_count`.
         seed: Seed of the order and of every choice about a sample.

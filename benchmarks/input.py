@@ -239,7 +239,9 @@ def ours(folder: str, state: str, engine: str, where: str | None = None, **setti
     if where is not None:
         condition = {'where': where} if where else {}
         parts = sorted(pathlib.Path(folder).rglob(schema.INFO_FILE))
-        data = input_pipeline.open_mix([{'dir': path.parent, **condition} for path in parts])
+        # Parts with equally many records would come in lockstep with one seed.
+        mix = [{'dir': x.parent, 'seed': SEED + i, **condition} for i, x in enumerate(parts)]
+        data = input_pipeline.open_mix(mix)
     process_settings.keep_freed_memory()  # as every program of this project begins
     settings |= {'batch_size': BATCH_SIZE, 'seed': SEED, 'features': (schema.KEY, schema.LATENTS)}
     if state:

@@ -217,6 +217,32 @@ def test_a_mistake_is_named_before_anything_is_read(written, changes, message):
             input_pipeline.train_batches(written, engine=engine, **{**ORDER, **changes})
 
 
+@pytest.mark.parametrize('batch_size, lanes', [(7, 4), (2, 4), (0, 4), (-5, 4), (100, 16)])
+def test_a_plan_is_of_the_batch_size_that_is_read(written, batch_size, lanes):
+    asked = {'batch_size': batch_size, 'lanes': lanes}
+    for function in (plan_of, input_pipeline.train_batches):
+        with pytest.raises(ValueError, match=f'batch_size={batch_size} with lanes={lanes} cannot'):
+            function(written, **{**ORDER, **asked})
+
+
+def test_without_chunk_index_a_plan_is_that_of_the_batches(unindexed):
+    asked = {**ORDER, 'batch_size': 5, 'lanes': 16}
+    plan = plan_of(unindexed, **asked)
+    with input_pipeline.train_batches(unindexed, **asked, start_step=3) as batches:
+        assert batches.get_state() == plan.place.after(3).state()
+        assert list(batches.get_state()['samples'].values()) == [15]
+
+
+def test_the_engine_that_reads_is_told(written, unindexed):
+    told = {engine: input_pipeline.engine_of(written, engine) for engine in input_pipeline.ENGINES}
+    assert told == {'auto': 'rows', 'rows': 'rows', 'chunks': 'chunks', 'tf_data': 'tf_data'}
+    assert input_pipeline.engine_of(unindexed) == 'tf_data'
+    with pytest.raises(ValueError, match="engine='lines' is none of"):
+        input_pipeline.engine_of(written, 'lines')
+    with pytest.raises(ValueError, match='cannot be mixed or filtered without a chunk index'):
+        input_pipeline.engine_of([{'dir': written}, {'dir': unindexed}])
+
+
 def test_an_index_of_other_shards_is_refused(written, tmp_path):
     path = pathlib.Path(shutil.copytree(written, tmp_path / '1.0.0'))
     (path / 'chunk_index-validation.npy').rename(path / 'chunk_index-train.npy')

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import ml_collections
 import numpy as np
+from absl import logging
 from jax.sharding import Mesh
 
 import input_pipeline
@@ -19,6 +20,9 @@ from coyo11m_tfds.process.sizes import readable
 from train_lib import models, settings, sharding, signals
 
 Batches = Iterator[dict[str, jax.Array]]
+
+# The loss of a split with fewer records depends on which records they happen to be.
+_FEW_RECORDS = 32
 
 
 class PreviewSamples(NamedTuple):
@@ -58,12 +62,15 @@ class TrainingData:
             self.sources = input_pipeline.open_mix(read.mix or read.dir)
         except FileNotFoundError as error:
             raise FileNotFoundError(f'data.{"mix" if read.mix else "dir"}={error}') from error
-        order = input_pipeline.OrderSettings(config.seed, read.chunk, read.lanes, read.window)
-        self.plan = self._plan(order)
-        if self.plan.orders is None:
-            order = dataclasses.replace(order, lanes=1)
-            self.plan = self._plan(order)
-        self._order = order
+        self._order = input_pipeline.OrderSettings(config.seed, read.chunk, read.lanes, read.window)
+        self.plan = input_pipeline.train_plan(
+            self.sources,
+            self._order,
+            batch_size=config.batch_size,
+            stages=read.stages,
+            on_bad_records=read.on_bad_records,
+            max_bad_fraction=read.max_bad_fraction,
+        )
         if config.eval_every:
             self._check_split(schema.VALIDATION, f'eval_every={config.eval_every}')
         if config.preview_every:
@@ -86,21 +93,17 @@ class TrainingData:
         told = [x.identity(schema.TRAIN) for x in self.sources]
         place = self.plan.place
         self.position = place.state() | {
-            'lanes': order.lanes,
+            'lanes': self._order.lanes if self.plan.orders else 1,
             'data_sets': {n: list(x.values()) for n, x in zip(place.sources, told, strict=True)},
         }
         self.settings = settings.changeable(config)
         if read.mix:
             self.settings[settings.MIX] = [
-                {**x, 'weight': source.weight, 'text': source.text}
+                {**x, 'weight': source.weight, 'text': source.text, 'seed': source.seed}
                 for x, source in zip(told, self.sources, strict=True)
             ]
         else:
             self.settings[settings.DATA_SET] = told[0]['data_set']
-
-    def _plan(self, order: input_pipeline.OrderSettings) -> input_pipeline.Plan:
-        size, stages = self._config.batch_size, self._config.data.stages
-        return input_pipeline.train_plan(self.sources, order, batch_size=size, stages=stages)
 
     def position_at(self, position: Mapping[str, Any], step: int) -> dict[str, Any]:
         """Returns the place of `step`, which must not be before `position`."""
@@ -156,7 +159,7 @@ class TrainingData:
 
     @property
     def engine(self) -> str:
-        """The engine that reads training batches: 'rows' or 'chunks'."""
+        """The engine that reads training batches: 'rows', 'chunks' or 'tf_data'."""
         return input_pipeline.engine_of(self.sources, self._config.data.engine)
 
     @property
@@ -165,8 +168,8 @@ class TrainingData:
         orders, config = self.plan.orders, self._config.data
         if orders is None:
             return [f'{self.sources[0].stored.full_name}, read without a chunk index']
-        by_rows = self.engine == input_pipeline.ROWS
-        how = 'by rows' if by_rows else f'in chunks of {config.chunk} records'
+        by_chunks = self.engine == input_pipeline.CHUNKS
+        how = f'in chunks of {config.chunk} records' if by_chunks else f'by {self.engine}'
         text = f', text {config.text}' if config.text else ''
         read = f'{self.plan.steps_per_epoch:,.1f} steps an epoch, read {how}{text}'
         told = [self._describe(*x) for x in zip(self.sources, orders, strict=True)]
@@ -252,8 +255,14 @@ class TrainingData:
         for source in self.sources:
             splits = source.stored.splits
             # Mocked data name no split and have all; 'train[:50%]' is a part of 'train'.
-            is_there = split.partition('[')[0] in splits and splits[split].num_records
-            if splits and not is_there:
+            whole = splits.get(split.partition('[')[0])
+            num_records = whole.num_records if whole else 0
+            if splits and 0 < num_records < _FEW_RECORDS and split == schema.VALIDATION:
+                logging.warning(
+                    f'{asked}: split {split!r} of {source.stored.folder} has only {num_records} '
+                    'records, so its loss says little: build it with a larger validation_fraction'
+                )
+            if splits and not num_records:
                 there = [name for name, info in splits.items() if info.num_records]
                 raise ValueError(
                     f'{asked}: {source.stored.folder} has records in {there} and none in {split!r}:'

@@ -1,5 +1,6 @@
 """Reads all records of a split once, or the records that a condition keeps."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 
@@ -8,36 +9,51 @@ import numpy as np
 from coyo11m_tfds import schema
 from coyo11m_tfds.reading.batches import MASK, ArraySpec, Batch, Batches
 from coyo11m_tfds.reading.engines import Opened, SplitReader, open_sources
-from coyo11m_tfds.reading.filters import Kept
+from coyo11m_tfds.reading.filters import Kept, find_kept
 from coyo11m_tfds.reading.mixture import Place, Position, Rule
 from coyo11m_tfds.reading.order import check_share, eval_blocks
 from coyo11m_tfds.reading.row_reader import gathered
 from coyo11m_tfds.reading.settings import Reading
-from coyo11m_tfds.reading.sources import Source
 from coyo11m_tfds.storage import json_digest
 
 # How keys are read that a condition compares.
 _KEYS_CHUNK, _KEYS_IN_FLIGHT = 256, 16
 
 
-def kept_records(source: Source, split: str) -> Kept | None:
-    """Returns the records of a split that a source's condition keeps; None for all."""
+def kept_records(asked: Reading) -> Kept | None:
+    """Returns the records of a split that the condition of its source keeps; None for all.
 
-    def keys(at_once: int) -> Iterator[np.ndarray]:
-        asked = Reading(
-            data=source.stored,
-            batch_size=at_once,
-            features=(schema.KEY,),
-            split=split,
-            chunk=_KEYS_CHUNK,
-            parallel_reads=_KEYS_IN_FLIGHT,
+    Raises the errors of `filters.find_kept`.
+    """
+    source, split = asked.source, asked.stored.split(asked.split)
+    if source.where is None or split is None:
+        return None
+    if asked.split not in source.kept:
+        lengths = split.index.shard_lengths
+        keys = functools.partial(_read_keys, asked, int(lengths.sum()))
+        source.kept[asked.split] = find_kept(
+            source.where, source.stored, asked.split, lengths, keys
         )
-        opened = open_sources(asked)
-        assert opened, 'a source with a condition has a chunk index'
-        for batch in EvalReader(asked, opened[0]).read():
-            yield batch[schema.KEY][batch[MASK]]
+    return source.kept[asked.split]
 
-    return source.kept(split, keys)
+
+def _read_keys(asked: Reading, left: int, at_once: int) -> Iterator[np.ndarray]:
+    """Yields the keys of all records, some at a time; masked where a bad record is skipped."""
+    reading = Reading(
+        data=asked.stored,
+        batch_size=at_once,
+        split=asked.split,
+        chunk=_KEYS_CHUNK,
+        parallel_reads=_KEYS_IN_FLIGHT,
+        on_bad_records=asked.on_bad_records,
+        max_bad_fraction=asked.max_bad_fraction,
+    )
+    opened = open_sources(reading)
+    assert opened, 'a source with a condition has a chunk index'
+    for batch in EvalReader(reading, opened[0]).read():
+        keys, readable = batch[schema.KEY][:left], batch[MASK][:left]
+        yield keys if readable.all() else np.ma.array(keys, mask=~readable)
+        left -= len(keys)
 
 
 def eval_batches(asked: Reading, opened: Opened) -> Batches:
@@ -80,7 +96,7 @@ class EvalReader(SplitReader):
         """Raises a ValueError for settings that do not fit each other, and for an empty split."""
         asked = asked.alone(asked.source)
         check_share(asked.batch_size, *asked.process)
-        self._kept = kept_records(asked.source, asked.split)
+        self._kept = kept_records(asked)
         lengths = opened.split.index.shard_lengths
         self._lengths = lengths if self._kept is None else self._kept.lengths
         size = int(self._lengths.sum())

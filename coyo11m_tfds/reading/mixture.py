@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from coyo11m_tfds.reading import arguments
+
 # Steps of a cycle at most; finer weights of shapes are rounded.
 _MAX_CYCLE = 1000
 
@@ -179,9 +181,9 @@ def _parse_stage(stage: Any, count: int) -> tuple[int, list[Fraction]]:
         raise ValueError(
             f"stages has {stage!r}: expected {{'from': STEP, 'weights': (A NUMBER A SOURCE)}}"
         )
-    first = stage['from']
-    if type(first) is not int or first < 0:
-        raise ValueError(f"stages: 'from': {first!r} is not a step: expected an int of at least 0")
+    first = arguments.convert("stages: 'from'", stage['from'], int)
+    if first < 0:
+        raise ValueError(f"stages: 'from': {first} is not a step: expected an int of at least 0")
     return first, _fractions(stage['weights'], count, "stages: 'weights'")
 
 
@@ -232,13 +234,15 @@ class Place(NamedTuple):
 
         Raises a ValueError if `state` is malformed, or belongs to another data set or order.
         """
-        step, samples = state.get('step'), state.get('samples')
-        known = samples if isinstance(samples, Mapping) else {}
-        found = tuple(known.get(digest) for digest in self.sources)
-        if not all(type(x) is int and x >= 0 for x in (step, *found)):
+        try:
+            taken = [state['samples'][digest] for digest in self.sources]
+            step, *samples = (arguments.convert('', x, int) for x in (state['step'], *taken))
+            if min(step, *samples) < 0:
+                raise ValueError
+        except (LookupError, TypeError, ValueError):
             raise ValueError(
-                f'{dict(state)} is not a state of these batches, whose order is '
+                f'{state!r} is not a state of these batches, whose order is '
                 f'{" and ".join(self.sources)}: expected one of the same data set, split, seed, '
                 'chunk, lanes, window and condition. A further source begins with 0 samples.'
-            )
-        return self._replace(position=Position(step, found))  # type: ignore[arg-type]
+            ) from None
+        return self._replace(position=Position(step, tuple(samples)))

@@ -15,6 +15,7 @@ import numpy as np
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.keyed_random import Permutation, derive, splitmix64
+from coyo11m_tfds.reading import arguments
 from coyo11m_tfds.reading.filters import Kept
 
 # The first number hashed after the seed, one for each purpose.
@@ -29,7 +30,7 @@ class OrderSettings:
     """The settings that decide the order of a data set's samples.
 
     `input_pipeline.train_batches` describes the fields. Raises a ValueError, which names a value
-    that works, if one is out of its range.
+    that works, if one is out of its range or not a whole number.
     """
 
     seed: int
@@ -38,6 +39,7 @@ class OrderSettings:
     window: int = 1024
 
     def __post_init__(self):
+        arguments.convert_fields(self)
         check_chunk(self.chunk)
         if self.window < 1:
             raise ValueError(f'window={self.window} must be at least 1; window=1024 works')
@@ -63,6 +65,7 @@ class Order:
     Attributes:
         shard_lengths: Number of kept records in each shard, int64 `(num_shards,)`.
         settings: Settings of the order.
+        kept: The kept records; None for all.
         num_records: N, the number of kept records in all shards.
         lane_length: m, the number of samples of a lane in an epoch.
         window: Records shuffled together, at most `lane_length`.
@@ -79,7 +82,7 @@ class Order:
         Raises a ValueError if there are fewer records than lanes; it names a number that works.
         """
         self.shard_lengths = np.asarray(shard_lengths if kept is None else kept.lengths, np.int64)
-        self._kept = kept
+        self.kept = kept
         self.settings = settings
         self.num_records = int(self.shard_lengths.sum())
         self.lane_length = self.num_records // settings.lanes
@@ -130,7 +133,7 @@ class Order:
         skipped = first - window[0] * self.window
         place = place.reshape(len(lanes), -1)[:, skipped : skipped + end - begin]
         shard, number = self._stream(epoch).find(lane * self.lane_length + place)
-        return shard, number if self._kept is None else self._kept.find(shard, number)
+        return shard, number if self.kept is None else self.kept.find(shard, number)
 
     def _permuted(self, epoch: int, lane: np.ndarray, window: np.ndarray) -> np.ndarray:
         """The permutation of each window of each lane; int64 `(lanes, windows, self.window)`.

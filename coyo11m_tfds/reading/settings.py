@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.dataset.stored_dataset import Data, StoredDataset
-from coyo11m_tfds.reading import damage
+from coyo11m_tfds.reading import arguments, damage
 from coyo11m_tfds.reading.files import ReadCounter
 from coyo11m_tfds.reading.order import OrderSettings, check_chunk
 from coyo11m_tfds.reading.sources import Mix, Source, open_mix
@@ -20,20 +20,20 @@ AUTO, ROWS, CHUNKS, TF_DATA = ENGINES = ('auto', 'rows', 'chunks', 'tf_data')
 class Reading:
     """The settings for reading a split; `input_pipeline.train_batches` describes the fields.
 
-    Raises a ValueError, which names values that work, for a value out of its range, an unknown
-    name, and a value that is not a whole number where one is expected.
+    Raises a ValueError, which names values that work, for a value out of its range or of another
+    type, and for an unknown name.
     """
 
     data: Data | Mix
     batch_size: int
-    features: Sequence[str]
+    features: Sequence[str] = (schema.KEY,)
     split: str
-    chunk: int
-    parallel_reads: int
+    chunk: int = schema.CHUNK_STRIDE
+    parallel_reads: int = 1
     process_index: int = 0
     process_count: int = 1
     on_bad_records: str = damage.STOP
-    max_bad_fraction: float = 0.0
+    max_bad_fraction: float = damage.DEFAULT_MAX_FRACTION
     counter: ReadCounter | None = None
     prefetch: int = 1
     engine: str = AUTO
@@ -41,14 +41,7 @@ class Reading:
     text: texts.Spec = ''
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            if field.type is int:
-                _check_whole(field.name, getattr(self, field.name))
-        if isinstance(self.features, str):
-            raise ValueError(
-                f'features={self.features!r} is a string, expected a sequence of names; '
-                f'features=({self.features!r},) works'
-            )
+        arguments.convert_fields(self)
         if not self.features:
             raise ValueError("features=() names no feature; features=('key',) works")
         for name, known in {
@@ -112,9 +105,9 @@ class Training(Reading):
     seed: int
     lanes: int
     window: int
-    caption_dropout: float
-    start_step: int
-    start: Mapping[str, Any] | None
+    caption_dropout: float = 0.0
+    start_step: int = 0
+    start: Mapping[str, Any] | None = None
     stages: Sequence[Mapping[str, Any]]
     stride: int = 1
 
@@ -132,9 +125,7 @@ class Training(Reading):
         """The settings of the order; raises a ValueError if one is out of its range."""
         return OrderSettings(self.seed, self.chunk, self.lanes, self.window)
 
-
-def _check_whole(name: str, value: object) -> None:
-    try:
-        operator.index(value)  # type: ignore[arg-type]  # others raise
-    except TypeError:
-        raise ValueError(f'{name}={value!r} is not a whole number') from None
+    def alone(self, source: Source) -> Self:
+        """Returns the settings for one of several sources, with its own seed if it has one."""
+        own = super().alone(source)
+        return own if source.seed is None else dataclasses.replace(own, seed=source.seed)

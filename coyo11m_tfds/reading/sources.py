@@ -5,7 +5,8 @@ A data set alone is a mixture of one source without a condition.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,12 +14,14 @@ import numpy as np
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.dataset.stored_dataset import Data, DatasetStats, StoredDataset, open_data
-from coyo11m_tfds.reading import filters
+from coyo11m_tfds.reading import arguments, filters
 
 SYNTAX = (
-    "dicts with 'dir', the folder of a data set, and perhaps 'weight' (1), 'where', 'text', 'name' "
-    "and 'same_vae'"
+    "dicts with 'dir', the folder of a data set, and perhaps 'weight' (1), 'where', 'text', "
+    "'name', 'seed' and 'same_vae'"
 )
+# The types of these values; 'dir' and 'weight' are checked where they are used.
+_KINDS = {'where': str, 'text': texts.Spec, 'name': str, 'seed': int, 'same_vae': bool}
 
 # Statistics of one VAE's latents differ by less from one set of pictures to another: means in
 # standard deviations, and standard deviations as a ratio.
@@ -34,21 +37,10 @@ class Source:
     weight: float = 1.0
     where: filters.Where | None = None  # condition that its records meet
     text: texts.Spec | None = None  # None for the texts of the mixture
+    seed: int | None = None  # of its order and choices; None for that of the mixture
     same_vae: bool = False  # whether to trust that the VAE of the other sources made its latents
-    _kept: dict[str, filters.Kept] = dataclasses.field(default_factory=dict, repr=False)
-
-    def kept(self, split: str, keys: Callable[[int], Iterator[np.ndarray]]) -> filters.Kept | None:
-        """Reads, at its first call, the records of a split that the condition keeps; None for all.
-
-        Raises the errors of `filters.find_kept`, which describes `keys`.
-        """
-        found = self.stored.split(split)
-        if self.where is None or found is None:
-            return None
-        if split not in self._kept:
-            lengths = found.index.shard_lengths
-            self._kept[split] = filters.find_kept(self.where, self.stored, split, lengths, keys)
-        return self._kept[split]
+    # The records that the condition keeps, by split, when they have been found.
+    kept: dict[str, filters.Kept] = dataclasses.field(default_factory=dict, repr=False)
 
     def identity(self, split: str) -> dict[str, str]:
         """Returns the identity of the data set and of its condition, with columns' checksums."""
@@ -64,25 +56,27 @@ Mix: TypeAlias = Sequence[Mapping[str, Any] | Source]
 def open_mix(data: Data | Mix) -> tuple[Source, ...]:
     """Opens the data sets of a mixture, or a single data set.
 
-    Raises the errors of `open_data`, and a ValueError if `data` is not a mixture, a name or a
-    source occurs twice, or a condition has a wrong syntax or compares a missing column.
+    Raises the errors of `open_data`, and a ValueError if `data` is not a mixture, a name occurs
+    twice, or a condition has a wrong syntax or compares a missing column.
     """
-    if not isinstance(data, Sequence) or isinstance(data, str):
+    if isinstance(data, str | os.PathLike | StoredDataset) or hasattr(data, 'data_dir'):
         stored = open_data(data)
         return (Source(_short_name(stored), stored),)
-    if not data:
-        raise ValueError(f'mix={data!r}: expected {SYNTAX}')
-    found = tuple(x if isinstance(x, Source) else _open(x) for x in data)
-    return _named(found)
+    members = () if isinstance(data, Mapping) or not isinstance(data, Iterable) else tuple(data)
+    if not members:
+        raise ValueError(
+            f'data={data!r}: expected the folder of a data set, or for a mixture a sequence of '
+            f'{SYNTAX}'
+        )
+    return _named(tuple(x if isinstance(x, Source) else _open(x) for x in members))
 
 
 def _open(described: Any) -> Source:
     fields = dict(described) if isinstance(described, Mapping) else {}
-    kinds: dict[str, Any] = {'where': str, 'text': (str, Mapping), 'name': str, 'same_vae': bool}
-    is_known = fields.keys() <= {'dir', 'weight', *kinds}
-    fit = (isinstance(fields[name], kinds[name]) for name in fields.keys() & kinds.keys())
-    if 'dir' not in fields or not is_known or not all(fit):
+    if 'dir' not in fields or not fields.keys() <= {'dir', 'weight', *_KINDS}:
         raise ValueError(f'mix has {described!r}: expected {SYNTAX}')
+    for name in fields.keys() & _KINDS.keys():
+        fields[name] = arguments.convert(f'mix: {name}', fields[name], _KINDS[name])
     stored = open_data(fields.pop('dir'))
     if 'where' in fields:
         fields['where'] = filters.parse(fields['where'])
@@ -91,7 +85,7 @@ def _open(described: Any) -> Source:
 
 
 def _named(sources: tuple[Source, ...]) -> tuple[Source, ...]:
-    """Gives a name to each that has none; raises a ValueError for what is there twice."""
+    """Gives a name to each that has none; raises a ValueError for a name that is there twice."""
     taken, named = [x.name for x in sources if x.name], []
     for source in sources:
         if not source.name:
@@ -102,12 +96,6 @@ def _named(sources: tuple[Source, ...]) -> tuple[Source, ...]:
         named.append(source)
     if twice := {x for x in taken if taken.count(x) > 1}:
         raise ValueError(f'mix has the name {min(twice)!r} twice: give every source its own')
-    read = [(x.stored.folder, x.where.text if x.where else '') for x in named]
-    if again := [x for x in read if read.count(x) > 1]:
-        raise ValueError(
-            f'mix has {again[0][0]} twice with the same records: give it once, with the sum of '
-            "the weights, and several texts as 'text'"
-        )
     return tuple(named)
 
 

@@ -38,15 +38,16 @@ process_settings.end_iterators_at_exit()
 def train(asked: Training, opened: Sequence[Opened] | None) -> tf.data.Dataset:
     """Implements `input_pipeline.train_dataset`."""
     if opened is None:
-        return _prefetched(_train_ordinary(dataclasses.replace(asked, lanes=1)), asked)
+        return _prefetched(_train_ordinary(asked.alone(asked.source)), asked)
     reader = training.TrainReader(asked, opened)
     # `train_batches` leaves out what a stride does not want.
-    place, is_plain = reader.plan.place._replace(stride=1), reader.has_one_shape
-    each = place.rule.each
+    place = reader.plan.place._replace(stride=1)
+    each, is_plain = place.rule.each, len(set(place.rule.stages[0].shapes)) == 1
     # All batch sizes read the same sequence, so a lane may take samples of several batches at once.
     together = -(-_LANE_ROWS // each) if is_plain else 0
     signature = _signature(reader.spec(each), None, is_plain)
-    if len({x.stored.latents[0] for x in asked.sources}) > 1:
+    has_latents = schema.LATENTS in asked.features
+    if has_latents and len({x.stored.latents[0] for x in asked.sources}) > 1:
         raise ValueError('a tf.data.Dataset has latents of one dtype: read with train_batches')
 
     def read(lane: int) -> Iterator[dict[str, np.ndarray]]:
@@ -84,8 +85,6 @@ def evaluate(asked: Reading, opened: Sequence[Opened] | None) -> tf.data.Dataset
 
 def train_batches(asked: Training, opened: Sequence[Opened] | None) -> Batches:
     """Returns the batches of `train` as NumPy arrays."""
-    if opened is None:  # there are no lanes
-        asked = dataclasses.replace(asked, lanes=1)
     asked = dataclasses.replace(asked, data=asked.sources)  # which are not opened again
 
     @functools.lru_cache(maxsize=1)
@@ -95,7 +94,7 @@ def train_batches(asked: Training, opened: Sequence[Opened] | None) -> Batches:
     def read(place: Place) -> Iterator[dict[str, np.ndarray]]:
         return itertools.islice(make(place).as_numpy_iterator(), 0, None, asked.stride)
 
-    plan = training.plan_training(asked)
+    plan = training.plan(asked)
     spec, ahead = _spec(make(plan.place)), asked.batches_ahead
     return Batches(read, plan.place, spec, plan.steps_per_epoch, asked.process, ahead)
 
@@ -153,7 +152,7 @@ def _train_ordinary(asked: Training) -> tf.data.Dataset:
             f'{asked.stored.folder}: split {asked.split!r} has fewer records than processes'
         )
     shuffled = examples.shuffle(min(size, _SHUFFLE_BUFFER), seed, reshuffle_each_iteration=True)
-    start = training.plan_training(asked).place.position.samples[0]
+    start = training.plan(asked).place.position.samples[0]
     numbered = shuffled.repeat().enumerate().skip(start // asked.process_count)
 
     def part(number: tf.Tensor, batch: Batch) -> Batch:

@@ -57,8 +57,13 @@ def process_share(sharding: jax.sharding.Sharding) -> tuple[int, int]:
     """Returns which part of a global batch this process holds, and the number of parts.
 
     Processes that hold the same rows, for example of a batch that is copied to all devices, share
-    one part. Raises a ValueError if the parts of processes overlap.
+    one part. Raises a ValueError if the parts of processes overlap, or for what is no sharding.
     """
+    if not isinstance(sharding, jax.sharding.Sharding):
+        raise ValueError(
+            f'sharding={sharding!r}: expected a jax.sharding.Sharding, such as NamedSharding(mesh, '
+            "PartitionSpec('data'))"
+        )
     count = len(sharding.device_set)
     rows: dict[int, set[int]] = {}
     held_by: Mapping[Any, Any] = sharding.devices_indices_map((count,))

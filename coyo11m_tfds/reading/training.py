@@ -7,20 +7,21 @@ of its sources: by rows, one call gathers the values of all sources.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import texts
+from coyo11m_tfds.dataset.stored_dataset import IndexedSplit
 from coyo11m_tfds.reading import damage, memory
 from coyo11m_tfds.reading.batches import ArraySpec, Batch, Batches
 from coyo11m_tfds.reading.engines import Opened, SplitReader
 from coyo11m_tfds.reading.evaluation import kept_records
 from coyo11m_tfds.reading.mixture import Place, Position, Rule, Stage
-from coyo11m_tfds.reading.order import Order, OrderSettings, check_share, own_lanes, train_blocks
+from coyo11m_tfds.reading.order import Order, check_share, own_lanes, train_blocks
 from coyo11m_tfds.reading.row_reader import InMemory, Part, gathered, join_places
 from coyo11m_tfds.reading.settings import Training
 from coyo11m_tfds.reading.sources import Source, check_latents, choose_texts
@@ -39,55 +40,64 @@ class Plan(NamedTuple):
     steps_per_epoch: float  # samples of all sources divided by the batch size; NaN if unknown
 
 
-def plan(
-    sources: tuple[Source, ...],
-    settings: OrderSettings,
-    batch_size: int,
-    split: str,
-    stages: Sequence[Mapping[str, Any]] = (),
-) -> Plan:
-    """Plans the training samples; reads the columns that conditions compare.
+def plan(asked: Training) -> Plan:
+    """Plans the training samples from the first batch on; reads the columns of conditions.
 
     Raises the errors of `input_pipeline.train_batches`.
     """
-    found = [_order(source, split, settings) for source in sources]
-    orders = tuple(x for x in found if x)
+    sources = asked.sources
+    splits = [source.stored.split(asked.split) for source in sources]
+    check_share(asked.batch_size, *asked.process, asked.lanes if all(splits) else None)
+    if not all(splits):  # there are no lanes
+        asked = dataclasses.replace(asked, lanes=1)
+    each = [asked.alone(source) for source in sources]
+    orders = tuple(_order(*x) for x in zip(each, filter(None, splits), strict=False))
+    _check_apart(sources, orders)
     check_latents(sources)
     of_latents = [x.stored.latents for x in sources] if len(sources) > 1 else []
     rule = Rule(
-        max(1, batch_size // settings.lanes),
+        asked.batch_size // asked.lanes,
         [x.weight for x in sources],
-        stages,
+        asked.stages,
         [(dtype, shape[1:]) for dtype, shape in of_latents],
         [x.name for x in sources],
     )
-    told = dataclasses.asdict(settings)
-    digests = tuple(json_digest.sha256({**x.identity(split), **told})[:16] for x in sources)
-    place = Place(Position(0, (0,) * len(sources)), rule, digests)
-    alone = sources[0].stored.splits.get(split)
-    samples = alone.num_records // settings.lanes if alone else math.nan
-    if len(orders) < len(sources):
-        return Plan(sources, None, place, samples / rule.each)
+    digests = tuple(
+        json_digest.sha256({**x.source.identity(x.split), **dataclasses.asdict(x.order)})[:16]
+        for x in each
+    )
+    start = Place(Position(0, (0,) * len(sources)), rule, digests)
+    place = start if asked.start is None else start.at(asked.start)
+    place = place.after(asked.start_step)._replace(stride=asked.stride)
+    alone = sources[0].stored.splits.get(asked.split)
+    if not all(splits):
+        return Plan(sources, None, place, alone.num_records / rule.each if alone else math.nan)
     return Plan(sources, orders, place, sum(x.lane_length for x in orders) / rule.each)
 
 
-def _order(source: Source, split: str, settings: OrderSettings) -> Order | None:
-    found = source.stored.split(split)
-    if found is None:
-        return None
-    kept = kept_records(source, split)
+def _order(asked: Training, split: IndexedSplit) -> Order:
+    """The order of a source alone."""
+    kept = kept_records(asked)
     try:
-        return Order(found.index.shard_lengths, settings, kept)
+        return Order(split.index.shard_lengths, asked.order, kept)
     except ValueError as error:
-        raise ValueError(f'{source.stored.folder}: {error}') from error
+        raise ValueError(f'{asked.stored.folder}: {error}') from error
 
 
-def plan_training(asked: Training) -> Plan:
-    """Returns the plan that begins at the first batch of `asked`."""
-    found = plan(asked.sources, asked.order, asked.batch_size, asked.split, asked.stages)
-    place = found.place if asked.start is None else found.place.at(asked.start)
-    place = place.after(asked.start_step)._replace(stride=asked.stride)
-    return found._replace(place=place)
+def _check_apart(sources: Sequence[Source], orders: Sequence[Order]) -> None:
+    """Raises a ValueError if two sources would run in lockstep, or have one digest."""
+    # Seed and number of records decide the rotation of each epoch. Where both are equal, records of
+    # nearly the same places come together, even if a few shards have other lengths.
+    first: dict[tuple[int, int], Source] = {}
+    for source, order in zip(sources, orders, strict=False):
+        key = order.num_records, order.settings.seed % 2**64  # as hashes take it
+        if (other := first.setdefault(key, source)) is not source:
+            places = ' and '.join(f'{x.name!r} ({x.stored.folder})' for x in (other, source))
+            raise ValueError(
+                f'mix has {places} with {order.num_records:,} records each and one seed: they '
+                f"would come in lockstep. Give {source.name!r} a 'seed' of its own, or one data "
+                "set only once, with several texts as its 'text'."
+            )
 
 
 def train_batches(asked: Training, opened: Sequence[Opened]) -> Batches:
@@ -143,8 +153,7 @@ class TrainReader:
 
     def __init__(self, asked: Training, opened: Sequence[Opened]):
         """Raises a ValueError for settings that do not fit each other or the data sets."""
-        check_share(asked.batch_size, *asked.process, asked.lanes)
-        self.plan, self._asked = plan_training(asked), asked
+        self.plan, self._asked = plan(asked), asked
         orders = self.plan.orders
         assert orders is not None, 'what is opened has a chunk index'
         chosen = choose_texts(asked.sources, asked.text, asked.features)
@@ -157,12 +166,6 @@ class TrainReader:
         self._check_specs()
         for line in self.plan.place.rule.told if len(chosen) > 1 else ():
             logging.info('mixture: %s', line)
-
-    @property
-    def has_one_shape(self) -> bool:
-        """Whether all batches have the same shapes and dtypes."""
-        specs = [x.spec(1) for x in self._readers]
-        return all(x == specs[0] for x in specs)
 
     @property
     def memory_need(self) -> memory.Need | None:

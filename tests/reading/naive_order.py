@@ -110,30 +110,32 @@ def counts(weights: Sequence[Fraction], shapes: Sequence[str], each: int, step: 
 
 def mixture(
     sources: Sequence[list[list[int]]],
-    settings: OrderSettings,
+    settings: Sequence[OrderSettings],
     weights: Callable[[int], Sequence[Fraction]],
     sizes: Iterable[int],
     shapes: Sequence[str] = (),
 ) -> Iterator[list[tuple[int, int, int, int]]]:
     """Global batches of these sizes: source, epoch, shard and record of each sample.
 
-    `sources` are the kept records of the shards of each; `weights` gives those of a step.
+    `sources` are the kept records of the shards of each, `settings` the settings of each, which
+    differ in the seed; `weights` gives those of a step.
     """
+    num_lanes = settings[0].lanes
 
     @functools.cache
     def lanes_of(source: int, epoch: int) -> list[list[Record]]:
         records = sources[source]
-        ordered = lanes([len(x) for x in records], settings, epoch)
+        ordered = lanes([len(x) for x in records], settings[source], epoch)
         return [[(shard, records[shard][number]) for shard, number in lane] for lane in ordered]
 
     taken = [0] * len(sources)
     for step, size in enumerate(sizes):
-        each = size // settings.lanes
+        each = size // num_lanes
         found = counts(weights(step), shapes or [''] * len(sources), each, step)
         batch = []
-        for lane in range(settings.lanes):
+        for lane in range(num_lanes):
             for source, count in enumerate(found):
-                length = sum(map(len, sources[source])) // settings.lanes
+                length = sum(map(len, sources[source])) // num_lanes
                 for k in range(taken[source], taken[source] + count):
                     record = lanes_of(source, k // length)[lane][k % length]
                     batch.append((source, k // length, *record))

@@ -163,17 +163,53 @@ def test_help_and_editors_see_the_arguments_of_data_sets():
 @pytest.mark.parametrize(
     'changes, message',
     [
-        (dict(batch_size=16.0), 'batch_size=16.0 is not a whole number'),
-        (dict(seed='5'), "seed='5' is not a whole number"),
-        (dict(start_step=None), 'start_step=None is not a whole number'),
-        (dict(features='latents'), r"features='latents' is a string, .*\('latents',\) works"),
+        (dict(batch_size=16.0), 'batch_size=16.0: expected a whole number'),
+        (dict(seed='5'), "seed='5': expected a whole number"),
+        (dict(start_step=None), 'start_step=None: expected a whole number'),
+        (dict(features='latents'), "features='latents': expected a sequence of names, such as"),
+        (dict(features=None), 'features=None: expected a sequence of names'),
+        (
+            dict(data={'dir': 'd'}),
+            r"data=.'dir': 'd'.: expected the folder of a data set, or for a",
+        ),
+        (dict(data=3), 'data=3: expected the folder of a data set'),
+        (dict(text=5), 'text=5: expected a string, or a dict of weights'),
+        (dict(engine=None), 'engine=None: expected a string'),
+        (dict(caption_dropout='0.1'), "caption_dropout='0.1': expected a number"),
+        (dict(stages=None), 'stages=None: expected a sequence of dicts'),
+        (dict(stages={'from': 3}), r"stages=.'from': 3.: expected a sequence of dicts"),
+        (dict(start=3), '3 is not a state of these batches'),
+        (dict(start={'step': 3, 'samples': [1]}), 'is not a state of these batches'),
     ],
 )
 def test_values_of_another_type_are_named(intact, changes, message):
     for face in FACES[::2]:
-        share = [one_device()] if face is input_pipeline.train_arrays else []
-        with pytest.raises(ValueError, match=message):
-            face(intact, *share, **{**ORDER, **changes})
+        share = {'sharding': one_device()} if face is input_pipeline.train_arrays else {}
+        with pytest.raises(ValueError, match=message) as refused:
+            face(**{'data': intact, **share, **ORDER, **changes})
+        assert '\n' not in str(refused.value)
+
+
+def test_a_mesh_is_no_sharding(intact):
+    mesh = one_device().mesh
+    with pytest.raises(ValueError, match=r'sharding=Mesh.*: expected a jax.sharding.Sharding'):
+        input_pipeline.train_arrays(intact, mesh, **ORDER)
+
+
+def test_numbers_of_numpy_and_iterables_are_taken(intact):
+    expected = input_pipeline.train_batches(intact, **ORDER, features=('key', 'crop'))
+    numbers = {name: np.int64(x) if isinstance(x, int) else x for name, x in ORDER.items()}
+    with input_pipeline.train_batches(
+        intact, **numbers, features=(name for name in ('key', 'crop')), stages=iter(())
+    ) as batches:
+        assert_same([next(batches) for _ in range(3)], [next(expected) for _ in range(3)])
+        state = batches.get_state()
+        assert json.loads(json.dumps(state)) == expected.get_state()
+    samples = {digest: np.int64(x) for digest, x in state['samples'].items()}
+    expected.set_state({'step': np.int32(3), 'samples': samples})
+    assert expected.get_state() == state
+    mix = ({'dir': intact, 'seed': np.uint8(ORDER['seed'])} for _ in range(1))
+    assert input_pipeline.train_batches(mix, **numbers, start=state).get_state() == state
 
 
 # --- While they are read -----------------------------------------------------------------------

@@ -4,8 +4,10 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import pickle
 import random
 import re
+import shutil
 import tracemalloc
 from fractions import Fraction
 from typing import Any
@@ -25,7 +27,8 @@ from coyo11m_tfds.reading.order import (
     train_blocks,
 )
 from tests.reading import naive_order, small_dataset
-from tests.reading.batches import assert_same
+from tests.reading.batches import assert_same, wait_until_idle
+from tests.reading.damaged import damage
 
 LENGTHS = {
     'unequal': (70, 97, 64, 131, 33, 64, 40, 1),
@@ -101,6 +104,11 @@ class Path:
         return [Fraction(str(weight)) for weight in found]
 
     @property
+    def seeds(self) -> list[int]:
+        """Of the sources, with that of the run where a source has none of its own."""
+        return [source.get('seed', self.settings.seed) for source in self.mix]
+
+    @property
     def shapes(self) -> list[str]:
         return ['bfloat' if 'bfloat' in source['name'] else '' for source in self.mix]
 
@@ -127,6 +135,9 @@ def draw_path(seed: int) -> Path:
         draw.randrange(2**63), draw.choice((32, 64, 320)), lanes, draw.randint(1, 200)
     )
     stages = tuple({'from': begin, 'weights': weights()} for begin in begins)
+    for source in mix:
+        if draw.random() < 0.5:
+            source['seed'] = draw.randrange(2**63)
     return Path(mix, stages, settings, tuple(legs))
 
 
@@ -152,13 +163,14 @@ def walk(path: Path, written: dict[str, Written], engine: str = 'rows') -> int:
         for leg in path.legs:
             input_pipeline.train_batches(mix, batch_size=leg.each * lanes, **asked).close()
     except ValueError as refused:
-        assert re.search('weight|none of the', str(refused))
+        assert re.search('weight|none of the|come in lockstep', str(refused))
         return 0
     state: dict | None = None
     sizes = [leg.each * lanes for leg in path.legs for _ in range(leg.count)]
     sources = [written[source['name']].kept(source['where']) for source in path.mix]
     numbers = [list(LENGTHS).index(source['name']) for source in path.mix]
-    expected = naive_order.mixture(sources, path.settings, path.weights, sizes, path.shapes)
+    settings = [dataclasses.replace(path.settings, seed=seed) for seed in path.seeds]
+    expected = naive_order.mixture(sources, settings, path.weights, sizes, path.shapes)
     for leg in path.legs:
         asked |= {'batch_size': leg.each * lanes, 'start': state}
         parts = [
@@ -189,10 +201,12 @@ def compare(expected, batch, path: Path, written: dict[str, Written], numbers: l
     np.testing.assert_array_equal(batch['key'], keys)
     np.testing.assert_array_equal(batch['text_embedding'][:, 0], number)
     assert batch['caption'].tolist() == [f'record {n}'.encode() for n in number]
-    crops = sample_crops(path.settings.seed, epoch, batch['key'], schema.NUM_CROPS)
-    np.testing.assert_array_equal(batch['latents'][:, 0, 0, 0].astype(int), crops)
-    drops = sample_drops(path.settings.seed, epoch, batch['key'], 0.5)
-    np.testing.assert_array_equal(batch['drop_text'], drops)
+    for of, seed in enumerate(path.seeds):
+        own, keys = source == of, batch['key'][source == of]
+        crops = sample_crops(seed, epoch[own], keys, schema.NUM_CROPS)
+        np.testing.assert_array_equal(batch['latents'][own, 0, 0, 0].astype(int), crops)
+        drops = sample_drops(seed, epoch[own], keys, 0.5)
+        np.testing.assert_array_equal(batch['drop_text'][own], drops)
 
 
 @pytest.fixture
@@ -246,6 +260,53 @@ def test_sources_are_read_each_in_its_way(written, monkeypatch):
     assert_same(take(input_pipeline.train_batches(mix, **asked), 6), expected)
 
 
+def test_one_data_set_is_not_given_twice_under_several_paths(written, tmp_path):
+    """Their states would have one place for both."""
+    path = written['unequal'].path
+    link, copied = tmp_path / 'link', tmp_path / 'copied' / schema.VERSION
+    link.symlink_to(path)
+    shutil.copytree(path, copied)
+    for other in (f'{path.parent}/./{path.name}', link, copied):
+        mix = [{'dir': path, 'weight': 3, 'name': 'a'}, {'dir': other, 'name': 'b'}]
+        with pytest.raises(
+            ValueError, match=rf"mix has 'a' \({path}\) and 'b' \({other}\) with 500.*once"
+        ):
+            input_pipeline.train_plan(mix, OrderSettings(seed=3), batch_size=64)
+        mix[1]['seed'] = 4
+        plan = input_pipeline.train_plan(mix, OrderSettings(seed=3), batch_size=64)
+        assert len(plan.place.after(5).state()['samples']) == 2
+
+
+@pytest.mark.parametrize('lengths', [(250, 250), (250, 200, 50)])
+def test_the_same_images_twice_come_apart_with_a_seed_of_their_own(tmp_path, lengths):
+    """As of two resolutions, whose shards may be cut in another way."""
+    paths = [tmp_path / name / schema.VERSION for name in ('small', 'large')]
+    for path, of_path in zip(paths, ((250, 250), lengths), strict=True):
+        small_dataset.write(path, {schema.TRAIN: of_path})
+    asked = dict(ORDER, window=16, caption_dropout=0.5, features=('key', 'crop', 'text_embedding'))
+    mix = [{'dir': path} for path in paths]
+    with pytest.raises(
+        ValueError, match=r"would come in lockstep\. Give 'coyo11m_tfds_2' a 'seed' of"
+    ):
+        input_pipeline.train_batches(mix, **asked)
+    mix[1]['seed'] = 4
+    for engine in ('rows', 'tf_data'):
+        batches = take(input_pipeline.train_batches(mix, engine=engine, **asked), 15)
+        # Both are what each is alone with its seed, also in what is chosen for each sample.
+        for path, seed, part in zip(paths, (3, 4), (slice(0, 4), slice(4, 8)), strict=True):
+            alone = asked | {'seed': seed, 'batch_size': 16}
+            expected = take(input_pipeline.train_batches(path, **alone), 15)
+            assert_same([_of_lanes(batch, part) for batch in batches], expected)
+    twins = [len(batch['key']) - len(set(batch['key'].tolist())) for batch in batches]
+    assert sum(twins) < 0.2 * 15 * 16  # by chance one in 31 of the 16 in each
+
+
+def _of_lanes(batch: dict[str, np.ndarray], part: slice) -> dict[str, np.ndarray]:
+    """Some of the 8 samples of each of 4 lanes."""
+    by_lane = {name: x.reshape(4, 8, *x.shape[1:])[:, part] for name, x in batch.items()}
+    return {name: x.reshape(-1, *x.shape[2:]) for name, x in by_lane.items()}
+
+
 def test_batches_are_of_one_shape_and_strides_share_them(written):
     mix = [{'dir': written[x].path} for x in ('bfloat', 'unequal', 'bfloat_too')]
     whole = take(input_pipeline.train_batches(mix, **ORDER, features=ALL), 15)
@@ -254,6 +315,10 @@ def test_batches_are_of_one_shape_and_strides_share_them(written):
     for worker in range(2):
         share = dict(ORDER, start_step=worker, stride=2, features=ALL)
         assert_same(take(input_pipeline.train_batches(mix, **share), 7), whole[worker::2][:7])
+    # The order does not depend on what is asked for.
+    dataset = input_pipeline.train_dataset(mix, **ORDER, features=('key', 'score'))
+    narrow = [{name: batch[name] for name in ('key', 'score')} for batch in whole]
+    assert_same(list(dataset.take(15).as_numpy_iterator()), narrow)
 
 
 @pytest.mark.parametrize('engine', ['rows', 'tf_data'])
@@ -301,6 +366,71 @@ def test_an_evaluation_reads_what_the_condition_keeps(written):
         input_pipeline.eval_batches([*mix, {'dir': written['in_place'].path}], **asked)
 
 
+def test_a_mixture_with_a_condition_is_pickled(written):
+    mix = [{'dir': written['unequal'].path, 'where': 'not score in (1, 2)', 'seed': 3}]
+    opened = input_pipeline.open_mix(mix)
+    again = pickle.loads(pickle.dumps(opened))
+    expected = take(input_pipeline.train_batches(opened, **ORDER), 3)
+    assert_same(take(input_pipeline.train_batches(again, **ORDER), 3), expected)
+
+
+@pytest.mark.parametrize(
+    'where', ['key != 0', 'score > 3 and not key == 0', 'score > 99 or key < 0']
+)
+def test_a_record_whose_key_cannot_be_read_meets_no_condition(written, tmp_path, where):
+    """The others come as in a data set without it."""
+    data, damaged = written['unequal'], {(2, 3), (4, 32)}
+    path = tmp_path / 'small' / schema.VERSION
+    shutil.copytree(data.path, path)
+    for shard, record in damaged:
+        damage(path, shard, record)
+    mix, skip = [{'dir': path, 'where': where}], {'on_bad_records': 'skip'}
+    with pytest.raises(input_pipeline.DamagedError, match='cannot be read'):
+        input_pipeline.train_batches(mix, **ORDER)
+    shards = naive_order.kept(data.lengths, [True] * len(data.keys))
+    places = [(shard, record) for shard, records in enumerate(shards) for record in records]
+    rows = zip(places, data.keys.tolist(), data.scores.tolist(), strict=True)
+    expected = [
+        key
+        for place, key, score in rows
+        if place not in damaged and eval(where, {}, {'key': key, 'score': score})
+    ]
+    assert 0 < len(expected) < len(data.keys)
+    plan = input_pipeline.train_plan(mix, OrderSettings(0, 32, 4), batch_size=32, **skip)
+    assert plan.orders[0].num_records == len(expected)
+    for engine in ('rows', 'chunks'):
+        asked = dict(batch_size=64, split='train', features=('key',), engine=engine, **skip)
+        batches = list(input_pipeline.eval_batches(mix, **asked))
+        keys = np.concatenate([batch['key'][batch['mask']] for batch in batches])
+        assert keys.tolist() == expected
+        batch = next(input_pipeline.train_batches(mix, **ORDER, engine=engine, **skip))
+        assert batch['mask'].all() and set(batch['key'].tolist()) <= set(expected)
+
+
+@pytest.mark.parametrize('name', ['long', 'in_place'])
+def test_of_few_kept_records_only_their_runs_are_fetched(tmp_path, caplog, name):
+    path, source = tmp_path / 'small' / schema.VERSION, tmp_path / 'source'
+    where = {'source': source} if name == 'in_place' else {}
+    small_dataset.write(path, {schema.TRAIN: (1000, 1000)}, **where)
+    kept = np.zeros(2000, np.uint8)
+    kept[[5, 40, 90, 100, 600, 1001, 1900, 1990]] = 1  # of the runs 0, 1, 2, 3, 18, 31, 59, 61
+    small_dataset.add_column(path, 'kept', {schema.TRAIN: kept})
+    mix, counter = [{'dir': path, 'where': 'kept == 1'}], input_pipeline.ReadCounter()
+    asked = {'batch_size': 4, 'seed': 0, 'lanes': 2, 'chunk': 256, 'features': ('key', 'latents')}
+    with caplog.at_level('INFO'):
+        chunks = input_pipeline.train_batches(mix, **asked, engine='chunks', counter=counter)
+    expected = take(input_pipeline.train_batches(mix, **asked, engine='rows'), 2)
+    assert_same(take(chunks, 2), expected)
+    wait_until_idle(counter)
+    read = counter.read()
+    assert 'kept == 1 keeps 0.4% of split' in caplog.text and 'fetches 12.8% of it' in caplog.text
+    size = sum(file.stat().st_size for file in path.glob('*.tfrecord*'))
+    if where:
+        size += sum(file.stat().st_size for file in source.iterdir())
+    # The block of these batches and the next one: runs 0 to 3 come with one request.
+    assert read.num_chunks <= 2 * 5 and read.num_bytes < 2.1 * 0.128 * size
+
+
 def test_what_was_rounded_is_told_with_what_is_exact():
     assert mixture.Rule(16, (3, 1), names=('a', 'b')).told == ['shares a 0.75, b 0.25']
     (told,) = mixture.Rule(16, (0.7, 0.3), names=('a', 'b')).told
@@ -327,9 +457,13 @@ def test_what_was_rounded_is_told_with_what_is_exact():
         ({'text': 'score'}, "text='score': 'score' is not a column of text"),
         ({'name': 'a'}, "mix has the name 'a' twice"),
         ({'folder': 'x'}, "expected dicts with 'dir'"),
-        ({'text': 5}, "expected dicts with 'dir'"),
-        ({'where': None}, "expected dicts with 'dir'"),
-        ({'dir': 'unequal'}, 'twice with the same records'),
+        ({'text': 5}, 'mix: text=5: expected a string, or a dict of weights'),
+        ({'where': None}, 'mix: where=None: expected a string'),
+        ({'seed': '1'}, "mix: seed='1': expected a whole number"),
+        ({'same_vae': 1}, 'mix: same_vae=1: expected True or False'),
+        ({'dir': 'unequal'}, "'a' .* and 'b' .* with 500 records each and one seed"),
+        ({'dir': 'unequal', 'seed': ORDER['seed'] + 2**64}, "'b' .* with 500 records each"),
+        ({'dir': 'unequal', 'where': 'key >= key'}, "'b' .* with 500 records each"),
     ],
 )
 def test_a_mixture_that_makes_no_sense_is_refused(written, changes, message):
@@ -361,7 +495,8 @@ def test_stages_that_make_no_sense_are_refused(stages, message):
 def test_latents_and_texts_of_other_encoders_are_refused(tmp_path):
     def make(name: str, mean: float, std: float, encoder: str, **facts: str) -> dict:
         path = tmp_path / name / schema.VERSION
-        small_dataset.write(path, {schema.TRAIN: (100,)})
+        # Of other numbers of records, so that none run in lockstep.
+        small_dataset.write(path, {schema.TRAIN: (100 + len(list(tmp_path.iterdir())),)})
         facts |= {
             schema.META_LATENT_MEAN: [mean] * 4,
             schema.META_LATENT_STD: [std] * 4,

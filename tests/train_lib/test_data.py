@@ -52,6 +52,22 @@ def test_a_validation_split_that_will_be_needed_is_missed_at_once(mini_dataset, 
         train.set_up(small_config(bare), tmp_path / 'run')
 
 
+def test_an_evaluation_of_very_few_records_is_told(mini_dataset, tmp_path, caplog):
+    few = metadata_alone(mini_dataset, tmp_path / 'few')
+    info = json.loads((few / 'dataset_info.json').read_text())
+    (validation,) = (x for x in info['splits'] if x['name'] == schema.VALIDATION)
+    validation['shardLengths'] = ['3']
+    (few / 'dataset_info.json').write_text(json.dumps(info))
+    for path in (mini_dataset, few):
+        shutil.copy(next(mini_dataset.glob('chunk_index-train*')), few)
+        data.TrainingData(small_config(path, eval_every=10), sharding.make_mesh())
+        warnings = [
+            x.getMessage() for x in caplog.records if 'validation_fraction' in x.getMessage()
+        ]
+        assert len(warnings) == (path == few)
+    assert f"eval_every=10: split 'validation' of {few} has only 3 records" in warnings[0]
+
+
 def test_one_step_on_mocked_data(mini_dataset, tmp_path, monkeypatch):
     bare = metadata_alone(mini_dataset, tmp_path / 'bare')
     # Opened first: under mock_data TFDS does not read the features of a folder.

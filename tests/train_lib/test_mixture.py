@@ -111,8 +111,13 @@ def test_settings_of_a_mixture_are_checked(mix, changes, message):
 
 
 def test_a_condition_that_leaves_nothing_to_evaluate_is_told_at_the_start(mix):
-    few = ({**mix[0], 'where': 'held_out == 0'}, mix[1])
+    few = ({**mix[0], 'where': 'held_out == 0'}, mix[1])  # every record of the other split
+    with pytest.raises(ValueError, match=r"'here' .* would come in lockstep\. Give 'here' a 'seed'"):
+        data.TrainingData(small_config('', **mixed(few)), sharding.make_mesh())
+    few[0]['seed'] = 7
     opened = data.TrainingData(small_config('', **mixed(few)), sharding.make_mesh())
+    # A resumed run compares it.
+    assert [source['seed'] for source in opened.settings['data.mix']] == [7, None]
     with pytest.raises(ValueError, match=r"keeps none of the .* records of split 'validation'"):
         opened.check_reading()
 
@@ -187,7 +192,8 @@ def four_sources(folder: pathlib.Path, sources: str, sidecars: pathlib.Path, **f
     for kind in test_formats.FORMATS:
         text = sidecars / f'{kind}.parquet'
         found.append(built.build(f'{sources}/{kind}', text, folder, name=kind, **fields))
-    return tuple({'dir': str(path)} for path in found)
+    # They have the same records, which would come in lockstep with one seed.
+    return tuple({'dir': str(path), 'seed': seed} for seed, path in enumerate(found))
 
 
 def killed_and_resumed(mix, workdir: pathlib.Path) -> tuple[int, dict[tuple[str, int], float]]:

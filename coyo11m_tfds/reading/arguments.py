@@ -1,0 +1,45 @@
+"""Converts arguments of callers to the types that the code expects, once, where they come in.
+
+NumPy's numbers become numbers of Python, and iterables become tuples, which can be read twice.
+"""
+
+import dataclasses
+import numbers
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from coyo11m_tfds.dataset import texts
+
+# By annotation: what is expected, the types that are converted, those that are not, and the
+# conversion.
+_KINDS: dict[Any, tuple[str, Any, Any, Callable[[Any], Any]]] = {
+    int: ('a whole number', numbers.Integral, bool, int),
+    float: ('a number', numbers.Real, bool, float),
+    bool: ('True or False', bool | np.bool_, (), bool),
+    str: ('a string', str, (), str),
+    texts.Spec: ('a string, or a dict of weights', str | Mapping, (), lambda spec: spec),
+    Sequence[str]: ("a sequence of names, such as ('key',)", Iterable, str | Mapping, tuple),
+    Sequence[Mapping[str, Any]]: ('a sequence of dicts', Iterable, str | Mapping, tuple),
+}
+
+
+def convert(name: str, value: Any, kind: Any) -> Any:
+    """Converts the value of an argument to the type of its annotation, if that is in `_KINDS`.
+
+    Raises a ValueError, which names the argument, for a value of another type.
+    """
+    if kind not in _KINDS:
+        return value
+    expected, types, others, conversion = _KINDS[kind]
+    if not isinstance(value, types) or isinstance(value, others):
+        raise ValueError(f'{name}={value!r}: expected {expected}')
+    return conversion(value)
+
+
+def convert_fields(settings: Any) -> None:
+    """Converts all fields of a frozen dataclass; raises the errors of `convert`."""
+    for field in dataclasses.fields(settings):
+        value = convert(field.name, getattr(settings, field.name), field.type)
+        object.__setattr__(settings, field.name, value)
