@@ -94,7 +94,12 @@ def test_a_damaged_pickle_of_a_file_without_checksums(source):
 @pytest.mark.parametrize(
     ('changes', 'message'),
     [
-        ({'keys': None}, "lacks 'keys'; it has ['latents']"),
+        ({'keys': None}, "lacks 'keys'; it has ['latents']. Save it again with keys or captions."),
+        (
+            {'keys': None, 'captions': ['a'], 'latents': torch.zeros(10**12, 0, 4, 4).half()},
+            'latents has shape (1000000000000, 0, 4, 4), expected (',
+        ),
+        ({'keys': None, 'captions': ['a'], 'latents': LATENTS.sum()}, 'latents has shape (), expe'),
         ({'latents': None}, "lacks 'latents'; it has ['keys']"),
         ({'latents': [1, 2]}, 'latents is a list, expected a tensor'),
         ({'latents': LATENTS[:, 0]}, 'latents are float16 (1, 4, 32, 32), but those of'),

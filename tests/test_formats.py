@@ -103,11 +103,24 @@ def test_pt_files_of_any_shape(tmp_path: pathlib.Path, shape, dtype, in_place: b
     assert not verify.verify(data_set).faults
 
 
+def test_rows_of_pt_files_with_captions_need_no_keys(tmp_path, bucket):
+    truth, rows = {}, iter(make_source(tmp_path / 'source', 'pt').values())
+    for path in sorted((tmp_path / 'source').iterdir()):
+        content = torch.load(path, weights_only=True)
+        content.pop('keys')
+        torch.save(content, path)
+        truth |= {hash_of(path.name, row): next(rows) for row in range(len(content['latents']))}
+    data_set = built.build(tmp_path / 'source', '', tmp_path / 'data', latents='in_place')
+    assert_holds(data_set, truth, 'rows')
+    bucket.upload_folder(tmp_path / 'source', 'gs://source/latents')
+    assert_holds(built.build('gs://source/latents', '', tmp_path / 'remote'), truth, 'rows')
+
+
 FORMATS = ('pt', 'safetensors', 'mds', 'tar')
 SHAPE = (4, 32, 32)
 # The shards, their indexes, and the places of latents.
 WRITTEN = 'coyo11m_tfds-', 'column'
-LIKE = {'IMAGENET': 'safetensors', 'MICRODIT': 'mds', 'SANA': 'tar'}  # of docs/sources.md
+LIKE = {'IMAGENET': 'safetensors', 'MICRODIT': 'microdit', 'SANA': 'tar'}  # of docs/sources.md
 
 
 def make_source(folder: pathlib.Path, kind: str, count: int = COUNT) -> Truth:
@@ -132,7 +145,7 @@ def make_source(folder: pathlib.Path, kind: str, count: int = COUNT) -> Truth:
             latent_files.write_safetensors(folder / name, values[half], half % 7)
             keys[half[0] : half[-1] + 1] = [hash_of(name, row) for row in range(len(half))]
         captions = [str(number % 7) for number in range(count)]
-    elif kind == 'mds':
+    elif kind in ('mds', 'microdit'):
         shards = [
             [
                 {'caption': captions[row], 'latents_256': values[row, 0], 'width': np.int32(row)}
@@ -140,7 +153,13 @@ def make_source(folder: pathlib.Path, kind: str, count: int = COUNT) -> Truth:
             ]
             for half in halves
         ]
-        latent_files.write_mds(folder, shards)
+        columns = latent_files.MDS_COLUMNS
+        if kind == 'microdit':
+            columns |= {'latents_512': 'bytes', 'caption_latents': 'bytes'}
+            for sample in itertools.chain.from_iterable(shards):
+                sample['caption_latents'] = values[0, 0]
+                sample['latents_512'] = np.tile(sample['latents_256'], (1, 2, 2))
+        latent_files.write_mds(folder, shards, columns)
         names = [f'shard.{number:05}.mds' for number in (0, 1)]
         keys = [hash_of(names[n], row) for n in (0, 1) for row in range(len(halves[n]))]
     else:
@@ -383,6 +402,11 @@ def test_latents_that_nothing_tells_are_asked_for(tmp_path):
         build('a', latents_from='latents_512:float16:2,32,32')
     with pytest.raises(ValueError, match="lacks 'latents'; it has"):
         build('a', latents_from='latents')
+    columns['latents_256'] = 'ndarray'
+    latent_files.write_mds(tmp_path / 'array', [samples], columns)
+    for latents_from in ('latents_256', 'latents_256:float16:4,32,32'):
+        with pytest.raises(ValueError, match=r'latents_256 is ndarray, .* Write the shards again'):
+            built.build(tmp_path / 'array', '', tmp_path / 'a', latents_from=latents_from)
     for wrong in ('x:float16', 'x:float64:4,32,32', 'x:float16:4,32', 'x:float16:4,32,-32'):
         with pytest.raises(ValueError, match='expected NAME or NAME:DTYPE:C,H,W'):
             build('a', latents_from=wrong)

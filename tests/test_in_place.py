@@ -3,7 +3,9 @@
 import itertools
 import os
 import pathlib
+import re
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -145,14 +147,15 @@ def test_a_copy_of_the_source_is_as_good(movable):
     assert not verify.verify(path).faults
 
 
-def test_a_source_that_was_moved_is_found_again(movable, tmp_path):
+def test_a_source_that_was_moved_is_found_again(movable, tmp_path, monkeypatch):
     path, source = movable
     expected = read(path, 20)
     moved = source.rename(tmp_path / 'moved')
     file = latents_file(moved)
     whole = file.read_bytes()
-    with pytest.raises(ValueError, match='is missing, but holds latents'):
+    with pytest.raises(ValueError, match='is missing, but holds latents') as error:
         read(path, 1)
+    command = re.search(r'python -m coyo11m_tfds.add_column (.*SOURCE)', str(error.value))[1]
     file.unlink()
     with pytest.raises(ValueError, match=f'{moved}: {file.name} is missing, but holds latents'):
         add_column.move_latents(path, moved)
@@ -164,7 +167,9 @@ def test_a_source_that_was_moved_is_found_again(movable, tmp_path):
     file.write_bytes(whole)
     torch.save(torch.load(file, weights_only=True), file.with_name(f'{"x" * 200}.pt'))
     os.replace(file.with_name(f'{"x" * 200}.pt'), file)
-    add_column.move_latents(path, moved)
+    arguments = command.replace('DATA', str(path)).replace('SOURCE', str(moved)).split()
+    monkeypatch.setattr(sys, 'argv', ['add_column', *arguments])
+    add_column.main()
     assert_same(read(path, 20), expected)
     assert not verify.verify(path).faults
 

@@ -7,13 +7,14 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 
 import pytest
 
-from tests import test_formats
+from tests import built, test_formats
 from tests.checkout import CHECKOUT
 from tests.test_readme import blocks
 
@@ -107,6 +108,14 @@ def typed(tmp_path_factory) -> pathlib.Path:
             download_config=tfds.download.DownloadConfig(manual_dir=source)
         )
     return folder
+
+
+def test_the_sources_of_the_page_are_built_as_printed(typed, tmp_path):
+    commands = [x for x in shell_commands('docs/sources.md') if 'coyo11m_tfds.build' in x]
+    assert len(commands) == len(test_formats.LIKE)
+    for command in commands:
+        flags = dict(flag[2:].split('=', 1) for flag in shlex.split(command)[3:])
+        built.build(typed / flags['manual_dir'], '', tmp_path, **json.loads(flags['config']))
 
 
 def test_the_python_of_all_pages_runs(typed):

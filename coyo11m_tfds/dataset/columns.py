@@ -28,6 +28,10 @@ MAX_ROW_NBYTES = 2 * schema.MAX_TEXT_DIM  # of an added column: `reading.files` 
 OUTLINE_ENDS = 64 << 10  # bytes at each end of a file
 
 _RESTORE = 'Restore it, or build the data set again.'
+_MOVED = (
+    'If the source was moved: python -m coyo11m_tfds.add_column --data_dir=DATA --name=latents '
+    '--source=SOURCE'
+)
 _BESIDE = 'beside'  # the kind of a column in files next to the shards
 _DTYPES = {np.dtype(code).name for code in np.typecodes['AllInteger'] + 'efd'}
 
@@ -55,7 +59,7 @@ class ColumnFile:
         what `outline` reads.
         """
         if file is None:
-            raise ValueError(f'{self.path}: is missing, but holds latents. {_RESTORE}')
+            raise ValueError(f'{self.path}: is missing, but holds latents. {_RESTORE} {_MOVED}')
         if file.is_remote:  # the checksum of a bucket covers the directory
             what, now, before = 'version is', file.version, self.version
         else:

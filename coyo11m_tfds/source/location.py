@@ -22,6 +22,7 @@ from coyo11m_tfds.storage.source_files import SourceFile
 
 # Where a folder has several, the first: beside LightningDiT's latents lies latents_stats.pt.
 _SUFFIXES = '.safetensors', '.mds', '.tar', '.pt'
+_COMPRESSED = '.tar.gz', '.tgz', '.tar.bz2', '.tar.xz', '.tar.zst'
 _INDEX = 'index.json'
 
 
@@ -52,7 +53,7 @@ def find(root: str | os.PathLike[str]) -> Source:
     folder = os.fspath(root)
     try:
         folder, files = source_files.list_files(
-            folder, schema.LATENTS_FOLDER, (*_SUFFIXES, '.parquet', _INDEX)
+            folder, schema.LATENTS_FOLDER, (*_SUFFIXES, *_COMPRESSED, '.parquet', _INDEX)
         )
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
@@ -64,12 +65,13 @@ def find(root: str | os.PathLike[str]) -> Source:
     else:
         names, index = _names(files), None
     if not names:
+        tars = [name for name in sorted(files) if name.endswith(_COMPRESSED)]
+        hint = f' {tars[0]} is compressed, and only plain tars are read.' if tars else ''
         raise ValueError(
             f'No {", ".join(_SUFFIXES)} files in {folder}/{schema.LATENTS_FOLDER} or {folder}; '
-            'expected files of latents like 000000-000009.pt there.'
+            f'expected files of latents like 000000-000009.pt there.{hint}'
         )
-    # The keys of a `.pt` file are in it.
-    files |= {x: dataclasses.replace(files[x], label=x) for x in names if not x.endswith('.pt')}
+    files |= {name: dataclasses.replace(files[name], label=name) for name in names}
     others = [x for x in (schema.CAPTIONS_FILE, *[_INDEX] * bool(index)) if x in files]
     used = [files[name] for name in (*names, *others)]
     if not folder.startswith('hf://'):  # where mirror may have written

@@ -152,15 +152,20 @@ class MdsFile(LatentFile):
         if encoding == 'ndarray' and len(described) == 2:
             with_shape = re.fullmatch(r'[\d,]+', described[1])
             return described[0], tuple(map(int, described[1].split(','))) if with_shape else ()
-        if encoding == 'bytes' and asked.shape:
+        if encoding != 'bytes':
+            raise ValueError(
+                f'{self.path}: {name} is {self._encodings[name]}, expected bytes, or ndarray with '
+                "dtype and shape. Write the shards again, e.g. as 'ndarray:float16:4,32,32'."
+            )
+        if asked.shape:
             return asked.dtype, asked.shape
         pixels = re.search(r'_(\d{2,5})$', name)
         edge = int(pixels[1]) // _PIXELS_A_LATENT if pixels else 0
         channels, rest = divmod(nbytes, 2 * edge**2) if edge else (0, 0)
-        if encoding != 'bytes' or rest or channels not in _USUAL_CHANNELS:
+        if rest or channels not in _USUAL_CHANNELS:
             raise ValueError(
-                f'{self.path}: does not say the dtype and shape of {name} ({nbytes:,} bytes of '
-                f"{self._encodings[name]}). Set latents_from, e.g. '{name}:float16:4,32,32'."
+                f'{self.path}: does not say the dtype and shape of {name} ({nbytes:,} '
+                f"bytes). Set latents_from, e.g. '{name}:float16:4,32,32'."
             )
         shape = channels, edge, edge
         logging.log_first_n(logging.INFO, '%s: float16 %s, by its name and size', 1, name, shape)

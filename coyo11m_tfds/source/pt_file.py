@@ -29,7 +29,10 @@ class RowsDisagreeError(ValueError):
 
 
 class LatentShard(LatentFile):
-    """A validated `.pt` file. Latents `(N, C, H, W)` have one crop."""
+    """A validated `.pt` file. Latents `(N, C, H, W)` have one crop.
+
+    Without `keys`, but with `captions`, keys are hashes of its name and the row.
+    """
 
     def _open(self) -> None:
         archive = pt_archive.open_archive(self._local_path, self.path)
@@ -39,18 +42,24 @@ class LatentShard(LatentFile):
         self._sizes = dict(zip(archive.starts, sizes, strict=True))
         # Tensors without data: their claims are checked before anything is allocated.
         self._bare = _load(self._local_path, self.path, map_location='meta')
-        self._check_stored(schema.PT_KEYS, ('int64',))
-        keys = self._bare[schema.PT_KEYS]
-        if keys.ndim != 1:
-            raise ValueError(
-                f'{self.path}: {schema.PT_KEYS} has shape {tuple(keys.shape)}, expected (N,).'
-            )
+        # Without captions in the file, only keys lead to them.
+        has_keys = schema.PT_KEYS in self._bare or schema.PT_CAPTIONS not in self._bare
+        if has_keys:
+            self._check_stored(schema.PT_KEYS, ('int64',))
+            keys = self._bare[schema.PT_KEYS]
+            if keys.ndim != 1:
+                raise ValueError(
+                    f'{self.path}: {schema.PT_KEYS} has shape {tuple(keys.shape)}, expected (N,).'
+                )
         self._check_stored(schema.PT_LATENTS, tuple(schema.LATENT_DTYPES))
         if schema.PT_EMBEDDINGS in self._bare:
             self._check_stored(schema.PT_EMBEDDINGS, _EMBEDDING_DTYPES)
         tensors = _load(self._local_path, self.path, map_location='cpu', mmap=True)
-        self.keys: np.ndarray = tensors[schema.PT_KEYS].detach().numpy().copy()
         self._latents = tensors[schema.PT_LATENTS].detach()
+        if has_keys:
+            self.keys = tensors[schema.PT_KEYS].detach().numpy().copy()
+        else:  # a tensor without numbers may claim any number of rows
+            self._make_keys(self._latents.shape[:1].numel() if self._latents.numel() else 0)
         crops = () if self._latents.ndim == 4 else ('crops',)
         self._check_shape(schema.PT_LATENTS, (*crops, 'C', 'H', 'W'))
         if not crops:
@@ -99,7 +108,9 @@ class LatentShard(LatentFile):
         """Checks that a tensor has one of the dtypes, and lies within one member of the archive."""
         tensor = self._bare.get(name)
         if name not in self._bare:
-            what = f"lacks '{name}'; it has {sorted(map(str, self._bare))}."
+            names = sorted(map(str, self._bare))
+            more = f' or {schema.PT_CAPTIONS}' if name == schema.PT_KEYS else ''
+            what = f"lacks '{name}'; it has {names}. Save it again with {name}{more}."
         elif not isinstance(tensor, torch.Tensor):
             what = f'{name} is a {type(tensor).__name__}, expected a tensor.'
         elif tensor.layout != torch.strided or _dtype_name(tensor) not in dtypes:

@@ -1,5 +1,6 @@
 """Finding the files of a source, on disk, in a bucket and on the hub."""
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -106,8 +107,9 @@ def test_the_files_of_a_source_in_order(place):
     assert source.captions_file.path == f'{source.root}/{schema.CAPTIONS_FILE}'
     assert location.find(f'{place.root}/') == source
     assert location.find(source.root) == source
-    for file in (*source.latent_files, source.captions_file):
-        assert source_files.describe(file.path) == file
+    for name, file in source.by_name.items():
+        label = '' if file == source.captions_file else name
+        assert dataclasses.replace(source_files.describe(file.path), label=label) == file
         assert file.is_remote == source_files.is_remote(place.root)
 
 
@@ -127,6 +129,13 @@ def test_what_is_missing_is_told(place, kept, message):
     if kept:  # on the hub it names the commit
         root, *_ = source_files.list_files(root, 'latents-3crop', ('.pt',))
     with pytest.raises(ValueError, match=message.format(root=re.escape(root))):
+        location.find(place.root)
+
+
+@pytest.mark.parametrize('name', ['a.tar.gz', 'latents-3crop/b.tgz', 'c.tar.zst'])
+def test_compressed_tars_are_named(place, name):
+    place.put({name: b'', 'coyo11m-meta.parquet': b''})
+    with pytest.raises(ValueError, match=rf'{name} is compressed, and only plain tars are read'):
         location.find(place.root)
 
 
@@ -157,8 +166,7 @@ def test_files_of_other_formats_beside_others(place, names):
     place.put(OTHERS | dict.fromkeys(names, b'x'))
     source = location.find(place.root)
     assert list(source.by_name) == [file.name for file in source.latent_files] == names
-    labels = ['' if name.endswith('.pt') else name for name in names]
-    assert [file.label for file in source.latent_files] == labels
+    assert [file.label for file in source.latent_files] == names
 
 
 def index_of(sizes: dict[str, int], compression: str | None = None) -> bytes:
