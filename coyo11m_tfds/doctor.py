@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.convert import memory
 from coyo11m_tfds.convert.settings import BuildSettings, check_names
 from coyo11m_tfds.process import command_line, ending, machine
 from coyo11m_tfds.process.sizes import readable
@@ -39,8 +40,8 @@ _TIMEOUT = 240.0  # seconds for JAX and for the encoder; a large model takes a m
 # A storage that answers does so in a moment; one that does not should be told soon.
 _IMPATIENCE = {'COYO11M_RETRY_SECONDS': '0.2', 'COYO11M_STALL_SECONDS': '5'}
 
-# A process that writes, or reads with TensorFlow, takes 0.5 GB; planning 12 million rows 1.5 GB.
-_LEAST_MEMORY, _AMPLE_MEMORY = 500_000_000, 2_000_000_000
+# Of a build of a small source, and of 12 million rows by two processes.
+_LEAST_MEMORY, _AMPLE_MEMORY = memory.needed(0, 1), memory.needed(12_000_000, 2)
 _LEAST_ROOM = 1_000_000_000  # bytes on a disk, for logs and unfinished files besides the data
 
 # A source of more files, or with more captions, is not planned: the heads of some files stand for
@@ -114,13 +115,13 @@ def findings(
 
 def check_machine() -> Finding:
     """Checks cores and memory, within the limits of a container."""
-    memory, cores = machine.usable_memory(), machine.usable_cpus()
-    text = f'{cores} cores, {readable(memory)} of memory'
-    if memory >= _AMPLE_MEMORY and cores > 1:
+    usable, cores = machine.usable_memory(), machine.usable_cpus()
+    text = f'{cores} cores, {readable(usable)} of memory'
+    if usable >= _AMPLE_MEMORY and cores > 1:
         return Finding('machine', PASS, text)
     text += f', expected 2 cores and {readable(_AMPLE_MEMORY)} for a large source'
     mend = 'raise the limits, e.g. docker run --cpus=4 --memory=16g'
-    return Finding('machine', FAIL if memory < _LEAST_MEMORY else WARN, text, mend)
+    return Finding('machine', FAIL if usable < _LEAST_MEMORY else WARN, text, mend)
 
 
 def check_disks(
@@ -228,8 +229,10 @@ def dry_run(place: str, settings: BuildSettings) -> DryRun:
             )
         heads = files[:: -(-len(files) // _HEADS)]
         latents = read_latents(source, settings, folder, heads)
+        num_rows = latents.num_rows * file_bytes // sum(file.size for file in heads)
+        memory.check(num_rows, settings.num_workers)
         return found(
-            num_records=latents.num_rows * file_bytes // sum(file.size for file in heads),
+            num_records=num_rows,
             num_bytes=store_bytes + (0 if settings.in_place else file_bytes),
         )
 

@@ -13,6 +13,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Sequence
 
+from coyo11m_tfds.convert import memory
 from coyo11m_tfds.convert.data_folder import FinishedShards
 from coyo11m_tfds.convert.shard_writer import init_worker, write_shard
 from coyo11m_tfds.convert.tasks import ShardResult, ShardTask
@@ -44,14 +45,15 @@ def write_shards(
     """Writes shards and their records; yields each result when its shard is stored.
 
     Tasks of one group follow each other. `staging` is an existing local folder for shards before
-    they are stored. With 0 workers, the environment variable `COYO11M_NUM_PROC` or, without it, the
-    number of cores decides. Raises the errors of `shard_writer.write_shard`, an OSError if a file
+    they are stored. With 0 workers, the environment variable `COYO11M_NUM_PROC` or, without it,
+    cores and memory decide. Raises the errors of `shard_writer.write_shard`, an OSError if a file
     cannot be fetched or stored, and a RuntimeError if a process died.
     """
     if not tasks:
         return
     num_bytes = sum(task.num_bytes for task in tasks)
-    num_workers = min(choose_workers(num_workers, num_bytes), len(tasks))
+    num_rows = sum(task.parts[-1].records.stop for task in tasks)
+    num_workers = min(choose_workers(num_workers, num_bytes, num_rows), len(tasks))
     pool: contextlib.AbstractContextManager[concurrent.futures.Executor]
     if num_workers == 1:
         pool = concurrent.futures.ThreadPoolExecutor(1, 'write', use_one_thread)
@@ -61,10 +63,12 @@ def write_shards(
         yield from _Run(executor, finished, scratch, staging, num_workers).results(tasks)
 
 
-def choose_workers(num_workers: int, num_bytes: int) -> int:
-    """Returns the number of processes for `num_bytes` of shards; see `write_shards`."""
-    chosen = workers.chosen(num_workers)
-    return chosen or min(machine.usable_cpus(), 1 + num_bytes // _BYTES_WORTH_A_WORKER)
+def choose_workers(num_workers: int, num_bytes: int, num_rows: int = 0) -> int:
+    """Returns the number of processes for shards of that size; see `write_shards`."""
+    if chosen := workers.chosen(num_workers):
+        return chosen
+    worthwhile = 1 + num_bytes // _BYTES_WORTH_A_WORKER
+    return min(machine.usable_cpus(), worthwhile, memory.fitting_workers(num_rows))
 
 
 class _Run:

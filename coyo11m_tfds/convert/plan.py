@@ -2,7 +2,7 @@
 
 Planning opens and checks every file of the source, joins captions and text embeddings by key, and
 chooses the split of each key. So it finds faults before hours of writing. For 12 million rows it
-takes about 80 s of CPU (without reading the heads) and about 1.5 GB of memory.
+takes about 80 s of CPU (without reading the heads), and 1.5 GB of memory besides the program's.
 
 Each file belongs to one group of shards, and is fetched once.
 """
@@ -18,7 +18,7 @@ import numpy as np
 from absl import logging
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.convert import in_place, source_record
+from coyo11m_tfds.convert import in_place, memory, source_record
 from coyo11m_tfds.convert.settings import EMBEDDINGS_IN_PT, BuildSettings
 from coyo11m_tfds.convert.tasks import JoinedInputs, ShardPart, ShardTask
 from coyo11m_tfds.dataset.keyed_random import splitmix64
@@ -50,7 +50,7 @@ class Plan:
     caption_column: str
     text: Header | None  # in the records
     dropped: Dropped
-    source: source_record.Record
+    source: dict[str, Any]  # result of `source_record.record`
     source_fingerprint: str  # hex digest of everything that the build reads
     settings: dict[str, Any]  # result of `BuildSettings.record`
     build: str  # ID of the build, a digest of all inputs and settings; file names contain it
@@ -89,13 +89,15 @@ def make_plan(
     """Plans the shards of a data set, with the first `limit` records of each split.
 
     The captions and embeddings that the tasks read stay in the existing folder `cache_dir` for the
-    next build of the same source. Raises a ValueError if the source has a fault, and an OSError if
-    a file cannot be read or written.
+    next build of the same source. Raises a ValueError if the source has a fault or memory would run
+    out, and an OSError if a file cannot be read or written.
     """
+    memory.check(0, settings.num_workers)
     sidecar_files = _find_sidecar(settings, source.captions_file is not None)
     # Of this build alone: another one of the same source must not remove what is read here.
     with locks.temporary_folder(cache_dir, 'heads-') as heads:
         latents = read_latents(source, settings, heads)
+        memory.check(latents.num_rows, settings.num_workers)
         joined = _join(source, settings, latents, sidecar_files, scratch, cache_dir)
     if not settings.check_crc:
         logging.warning('check_crc is false: contents of .pt files are not compared with CRC-32s.')

@@ -5,8 +5,12 @@ import pathlib
 
 import pytest
 
-from coyo11m_tfds.convert import local_runner
+from coyo11m_tfds import doctor
+from coyo11m_tfds.convert import local_runner, memory
+from coyo11m_tfds.convert.settings import BuildSettings
 from coyo11m_tfds.process import machine, workers
+from tests import made_sources
+from tests.convert import plans
 
 PHYSICAL = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
 GB = 1 << 30
@@ -65,6 +69,33 @@ def test_a_system_without_control_groups(tmp_path, monkeypatch):
     assert (machine.usable_cpus(tmp_path), machine.usable_memory(tmp_path)) == (64, PHYSICAL)
     monkeypatch.delattr(os, 'sched_getaffinity')
     assert machine.usable_cpus(tmp_path) == os.cpu_count()
+
+
+@pytest.mark.parametrize(
+    ('usable', 'most', 'remedy'),
+    [
+        (2 * GB, 6, 'Set num_workers to 6 or raise its limit'),
+        (GB, 2, 'Set num_workers to 2 or raise its limit'),
+        (GB // 2, 0, 'Use a machine with more, or raise its limit'),
+    ],
+)
+def test_a_build_that_would_run_out_of_memory_is_refused(
+    tmp_path, monkeypatch, usable, most, remedy
+):
+    monkeypatch.delenv(workers.VARIABLE, raising=False)
+    monkeypatch.setattr(machine, 'usable_memory', lambda: usable)
+    source = made_sources.write_source(tmp_path / 'source', [range(20)])
+    assert local_runner.choose_workers(0, 10**12) == max(1, most)
+    if most:
+        plans.make_plan(source, tmp_path / 'plan', num_workers=most)
+    assert (doctor.check_machine().status == doctor.FAIL) == (not most)
+    for number in (most + 1, 0)[: 2 - bool(most)]:
+        with pytest.raises(ValueError, match=remedy):
+            plans.make_plan(source, tmp_path / 'plan', num_workers=number)
+        with pytest.raises(ValueError, match=remedy):
+            doctor.dry_run(str(source), BuildSettings(num_workers=number))
+    with pytest.raises(ValueError, match='of 30,000,000 rows with num_workers=1 takes 4'):
+        memory.check(30_000_000, 0)
 
 
 def test_workers_of_a_build_on_a_system_without_affinity(monkeypatch):
