@@ -176,15 +176,16 @@ def restore(
     return restored[STATE], restored[_WINDOW], restored[_RUN][_INTERRUPTED] and not completed
 
 
-def way_back(manager: ocp.CheckpointManager, step: int) -> str:
-    """Returns advice for a resume from the last checkpoint before `step`."""
+def way_back(manager: ocp.CheckpointManager, step: int, *, changes: str = '') -> str:
+    """Returns advice for a resume, with changed settings, from before `step`."""
     saved = sorted(manager.all_steps())
     older = [number for number in saved if number < step]
     if not older:
         return 'Start afresh in another --workdir'
     folders = [f'{manager.directory}/{number}' for number in saved if number >= step]
     removing = f'Remove {" and ".join(folders)} and resume' if folders else 'Resume'
-    return f'{removing} from {manager.directory}/{older[-1]}'
+    confirmed = f' with --accept_changes={changes}' if changes else ''
+    return f'{removing} from {manager.directory}/{older[-1]}{confirmed}'
 
 
 def _errors_of_reading(folder: epath.Path) -> contextlib.AbstractContextManager[None]:

@@ -195,7 +195,9 @@ def _as_flags(message: str) -> str:
     names = _fields()
     full = {name.removeprefix('data.'): name for name in names} | {name: name for name in names}
     fields = '|'.join(map(re.escape, full))
-    return re.sub(rf'(?<![\w.-])({fields})=', lambda found: f'--config.{full[found[1]]}=', message)
+    # But not those in paths, such as /data/seed=1/x.
+    setting = rf'(?<![\w./-])({fields})=(?!\d+/)'
+    return re.sub(setting, lambda found: f'--config.{full[found[1]]}=', message)
 
 
 def _fields() -> list[str]:

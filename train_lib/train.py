@@ -148,7 +148,11 @@ def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
                 data=setup.data,
                 progress=lambda step: setup.data.progress(beginning.position_at(step)),
                 flops=program.flops(setup.data.facts.text_max_tokens),
-                way_back=functools.partial(checkpoint.way_back, manager),
+                way_back=functools.partial(
+                    checkpoint.way_back,
+                    manager,
+                    changes='optimizer.learning_rate,optimizer.warmup_steps',
+                ),
             )
             log.window = window
             beginning.show_config(writer)

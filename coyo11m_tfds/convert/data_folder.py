@@ -156,7 +156,11 @@ class DataFolder:
             logging.info('%s: %s', self.files.folder, what)
             self._remove(other, doomed, there)
         self._remove(build, _files_of(build, there) - kept, there)
-        self.files.sweep()
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Removes what killed builds left beside files, none of which may be running."""
+        self.files.sweep(_SUB_FOLDER)
 
     def _recorded(self, build: str, there: Iterable[str]) -> set[str]:
         """Names in the record of checksums of a build, and its own; empty if it has none."""

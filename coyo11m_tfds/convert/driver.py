@@ -116,7 +116,7 @@ def build(
             yield None
             return
         start = time.monotonic()
-        folder.files.sweep()
+        folder.sweep()
         os.makedirs(local, exist_ok=True)
         files = scratch.Scratch(os.path.join(local, 'source'))
         there = location.find(source)

@@ -114,4 +114,4 @@ def describe(error: BaseException) -> str:
         place = f'{error.filename}: ' if error.filename is not None else ''
         remedy = f': {_REMEDIES[error.errno]}.' if error.errno in _REMEDIES else ''
         text = f'{place}{error.strerror}{remedy}'
-    return ' '.join(text.split())
+    return ' '.join(filter(None, map(str.strip, text.splitlines())))

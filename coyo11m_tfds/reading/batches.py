@@ -2,6 +2,8 @@
 
 import collections
 import concurrent.futures
+import contextlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -48,9 +50,16 @@ class Ahead(Iterator[T]):
         self._lock, self._came = threading.Lock(), threading.Lock()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name)
         self._thread.submit(int)  # starts it here, where nobody holds anything that can be lost
+        self._process = os.getpid()
         self._is_finalizing = sys.is_finalizing  # of an iterator that outlives all modules
 
     def __next__(self) -> T:
+        if os.getpid() != self._process:  # which has the thread
+            raise RuntimeError(
+                f'process {os.getpid()} was forked from {self._process}, where this iterator was '
+                'made, and has no thread to read with: make the iterator in the process that reads '
+                "it, as in __iter__ of PyTorch's data sets (docs/pytorch.md)"
+            )
         # A KeyboardInterrupt may be raised by any call here. So nothing changes before the last
         # two lines that does harm when it is done twice, and these call nothing.
         self._allow(self._given + self._count)
@@ -66,9 +75,11 @@ class Ahead(Iterator[T]):
         return item
 
     def close(self) -> None:
-        """Ends the thread and the iteration."""
+        """Ends the iteration, and the threads that read, after what they are reading."""
         self._is_closed = True
         self._ready = collections.deque([(None, StopIteration())])
+        with contextlib.suppress(RuntimeError):  # the thread has ended
+            self._thread.submit(setattr, self, '_items', iter(()))
         self._end_thread()
 
     def __enter__(self) -> Self:
@@ -103,7 +114,7 @@ class Ahead(Iterator[T]):
 
     def _end_thread(self) -> None:
         if not self._is_finalizing():  # or the interpreter has ended the thread
-            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._thread.shutdown(wait=False)
 
 
 class Resumable(Ahead[T]):

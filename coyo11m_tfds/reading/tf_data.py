@@ -8,6 +8,7 @@ without a chunk index, such as mocked ones, with an ordinary shuffle.
 import dataclasses
 import functools
 import itertools
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -50,8 +51,10 @@ def train(asked: Training, opened: Sequence[Opened] | None) -> tf.data.Dataset:
     if has_latents and len({x.stored.latents[0] for x in asked.sources}) > 1:
         raise ValueError('a tf.data.Dataset has latents of one dtype: read with train_batches')
 
+    weak = weakref.proxy(reader)
+
     def read(lane: int) -> Iterator[dict[str, np.ndarray]]:
-        return reader.read(range(lane, lane + 1), place, together)
+        return weak.read(range(lane, lane + 1), place, together)
 
     def samples(lane: tf.Tensor) -> tf.data.Dataset:
         found = tf.data.Dataset.from_generator(read, args=(lane,), output_signature=signature)
@@ -69,7 +72,7 @@ def train(asked: Training, opened: Sequence[Opened] | None) -> tf.data.Dataset:
         _as_it_is(samples), cycle_length=len(lanes), num_parallel_calls=len(lanes)
     )
     joined = parts.batch(len(lanes), drop_remainder=True)
-    return _prefetched(joined.map(_as_it_is(join_plain if is_plain else join)), asked)
+    return _prefetched(joined.map(_as_it_is(join_plain if is_plain else join)), asked, reader)
 
 
 def evaluate(asked: Reading, opened: Sequence[Opened] | None) -> tf.data.Dataset:
@@ -78,9 +81,10 @@ def evaluate(asked: Reading, opened: Sequence[Opened] | None) -> tf.data.Dataset
         return _prefetched(_eval_ordinary(asked), asked)
     reader = evaluation.EvalReader(asked, opened[0])
     signature = _signature(reader.spec(asked.local_size), asked.local_size)
-    found = tf.data.Dataset.from_generator(reader.read, output_signature=signature)
+    weak = weakref.proxy(reader)
+    found = tf.data.Dataset.from_generator(lambda: weak.read(), output_signature=signature)
     count = tf.data.experimental.assert_cardinality(reader.num_batches)
-    return _prefetched(found.apply(count), asked)
+    return _prefetched(found.apply(count), asked, reader)
 
 
 def train_batches(asked: Training, opened: Sequence[Opened] | None) -> Batches:
@@ -130,14 +134,18 @@ def _spec(found: tf.data.Dataset) -> dict[str, ArraySpec]:
     return {n: ArraySpec(tuple(x.shape), np.dtype(x.dtype.as_numpy_dtype)) for n, x in spec}
 
 
-def _prefetched(found: tf.data.Dataset, asked: Reading) -> tf.data.Dataset:
+def _prefetched(found: tf.data.Dataset, asked: Reading, reader: object = None) -> tf.data.Dataset:
     options = tf.data.Options()
     options.deterministic = True
     # The tuner of tf.data chooses numbers of parallel calls; `prefetch` does without. To drop an
     # iterator would wait for the tuner, up to 60 s, and no other Python thread runs meanwhile.
     options.autotune.enabled = False
     prefetch = tf.data.AUTOTUNE if asked.prefetch < 0 else asked.prefetch
-    return found.prefetch(prefetch).with_options(options)
+    found = found.prefetch(prefetch).with_options(options)
+    # TensorFlow keeps the functions of generators for ever. So these keep no reader, with its
+    # mapped files: it lives as long as the data set.
+    found._reader = reader
+    return found
 
 
 def _train_ordinary(asked: Training) -> tf.data.Dataset:

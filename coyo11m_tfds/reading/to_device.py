@@ -36,9 +36,10 @@ class Arrays(Resumable[dict[str, jax.Array]]):
         place = batches.place
 
         def read(start: Place) -> Iterator[dict[str, jax.Array]]:
-            if start.position != batches.place.position:
+            if start is not place:
                 batches.go_to(start)
-            return (_send(batch, sharding) for batch in batches)
+            with batches:
+                yield from (_send(batch, sharding) for batch in batches)
 
         super().__init__(read, place, ahead, 'to_device')
         self.spec: dict[str, ArraySpec] = {}

@@ -6,6 +6,7 @@ into one Parquet file of small row groups. On one core, 11 million captions of 2
 """
 
 import contextlib
+import errno
 import functools
 import glob
 import itertools
@@ -111,8 +112,11 @@ def kept(cache_dir: str, origin: Any, make_folder: Callable[[str], None]) -> Joi
         with locks.temporary_folder(cache_dir, 'joining-') as making:
             made = os.path.join(making, 'made')
             make_folder(made)
-            with contextlib.suppress(OSError):  # another process was faster
+            try:
                 os.rename(made, folder)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another was faster
+                    raise
     return found
 
 

@@ -254,13 +254,17 @@ class Destination:
                     found[os.path.relpath(path, self.folder)] = state
         return found
 
-    def sweep(self) -> None:
-        """Removes leftovers of killed processes in the staging folder, and empty sub-folders."""
+    def sweep(self, prefix: str = _STAGING) -> None:
+        """Removes leftovers of killed processes in the staging folder.
+
+        Removes this folder, and sub-folders whose names begin with `prefix`, if they are empty.
+        """
         locks.sweep(os.path.join(self.folder, _STAGING))
         with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as entries:
             for entry in entries:
-                with contextlib.suppress(OSError):  # no folder, or not an empty one
-                    os.rmdir(entry.path)
+                if entry.name.startswith((_STAGING, prefix)):
+                    with contextlib.suppress(OSError):  # not an empty folder
+                        os.rmdir(entry.path)
 
     def remove(self, names: Iterable[str]) -> None:
         """Removes files, if they exist, and sub-folders that become empty."""
@@ -376,7 +380,7 @@ class _Bucket(Destination):
         found = self._gcs.list_objects(self.folder, deep=True)
         return {name: x.state for name, x in found.items()}
 
-    def sweep(self) -> None:
+    def sweep(self, prefix: str = '') -> None:
         """Does nothing, because a bucket has no staging folder."""
 
     def remove(self, names: Iterable[str]) -> None:

@@ -88,6 +88,8 @@ def call(operation: Callable[[], T], what: str, *, attempts: int = 8) -> T:
     for attempt in range(1, attempts + 1):
         try:
             return operation()
+        except GivenUp:
+            raise
         except Exception as error:
             if not is_transient(error):
                 refused = _refused(error, what)
@@ -111,7 +113,9 @@ def is_transient(error: BaseException) -> bool:
     """Whether another attempt may succeed after `error`."""
     if isinstance(error, Corrupted):
         return True
-    if 'CERTIFICATE_VERIFY_FAILED' in str(error) or _is_named(error, _PERMANENT_NAMES):
+    if isinstance(error, GivenUp) or _is_named(error, _PERMANENT_NAMES):
+        return False
+    if 'CERTIFICATE_VERIFY_FAILED' in str(error):
         return False
     # A token server that is down is marked by google.auth.
     if any(getattr(link, 'retryable', False) is True for link in _causes(error)):

@@ -21,7 +21,7 @@ def wait(phase):
 
 with ending.in_one_line('nothing is lost', status=3):
     if what == 'fails':
-        raise ValueError('a.pt: is\\n  bad')
+        raise ValueError('a  b.pt: is\\n\\n  bad')
     if what == 'is refused':
         os.mkdir('/proc/self/x')
     if what == 'has no room':
@@ -54,7 +54,7 @@ def end(what: str, *phases: str, number: int = signal.SIGINT) -> tuple[int, str,
 
 
 def test_an_error_is_one_line():
-    assert end('fails') == (3, '', 'error: a.pt: is bad\n')
+    assert end('fails') == (3, '', 'error: a  b.pt: is bad\n')
 
 
 def test_a_truncated_file_shows_where_it_was_read():

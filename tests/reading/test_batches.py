@@ -1,9 +1,12 @@
 """What `train_batches`, `eval_batches` and `train_arrays` give: place, content, share, end."""
 
 import contextlib
+import gc
 import inspect
 import itertools
 import json
+import pathlib
+import re
 import signal
 import socket
 import threading
@@ -23,7 +26,7 @@ from coyo11m_tfds.reading.batches import Ahead
 from tests import children
 from tests.reading import planned
 from tests.reading.batches import assert_same
-from tests.reading.damaged import ORDER
+from tests.reading.damaged import LENGTHS, ORDER
 
 ALL = stored_dataset.FEATURES
 ENGINES = ['rows', 'chunks', 'tf_data']
@@ -288,16 +291,77 @@ def test_a_program_ends_in_silence_while_it_reads(intact, engine):
 
 
 @pytest.mark.parametrize('engine', ['rows', 'chunks'])
-def test_dropping_the_batches_ends_their_threads(intact, engine):
+@pytest.mark.parametrize('place', ['host', 'device'])
+@pytest.mark.parametrize('end', ['drop', 'close'])
+def test_dropping_or_closing_the_batches_ends_their_threads(intact, engine, place, end):
     before = threading.enumerate()
     batches = input_pipeline.train_batches(intact, engine=engine, **ORDER)
-    next(batches)
+    state = batches.get_state()
+    if place == 'device':
+        batches = input_pipeline.to_device(batches, one_device())
+    first = next(batches)['crop']
     threads = [thread for thread in threading.enumerate() if thread not in before]
-    assert len(threads) == 1 if engine == 'rows' else len(threads) > 1
-    del batches
+    assert len(threads) == 1 + (place == 'device') if engine == 'rows' else len(threads) > 2
+    if end == 'drop':
+        del batches
+    else:
+        batches.close()
+        batches.close()
+        assert next(batches, None) is None
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
+    if end == 'close':
+        batches.set_state(state)
+        np.testing.assert_array_equal(next(batches)['crop'], first)
+        batches.close()
+
+
+def test_tensorflow_keeps_no_files_of_data_sets_that_are_gone(copy):
+    def count_mapped() -> int:
+        gc.collect()
+        return pathlib.Path('/proc/self/maps').read_text().count(f'{copy}/')
+
+    asked = dict(engine='tf_data', features=('key',))
+    for _ in range(3):
+        assert len(list(input_pipeline.eval_batches(copy, batch_size=16, **asked))) == 4
+    data = input_pipeline.train_dataset(copy, **ORDER, features=('key',)).take(2)
+    batches = data.as_numpy_iterator()
+    next(batches)
+    del data
+    assert count_mapped() > 0  # it sees them
+    assert len(next(batches)['key']) == 16
+    del batches
+    # Those of the last, whose threads may just be ending.
+    assert count_mapped() <= len(LENGTHS[schema.TRAIN])
+
+
+@pytest.mark.parametrize('has_begun', [False, True])
+def test_batches_are_refused_by_name_in_a_forked_process(intact, has_begun):
+    program = """
+        import os, signal, warnings
+        import input_pipeline
+        warnings.simplefilter('ignore', DeprecationWarning)  # of forks with threads
+        order = dict(batch_size=16, seed=5, chunk=64, lanes=4, window=24)
+        batches = input_pipeline.train_batches(sys.argv[1], **order)
+        for _ in range(int(sys.argv[2])):
+            next(batches)
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+            print(batches.step, len(next(batches)['key']))
+        else:
+            signal.alarm(30)
+            try:
+                next(batches)
+            except RuntimeError as error:
+                print(error, flush=True)
+    """
+    with children.python(program, intact, int(has_begun)) as child:
+        output, errors = child.communicate(timeout=60)
+    refusal, parent = output.splitlines()
+    assert re.fullmatch(r'process \d+ was forked from \d+, .* make the iterator in the .*', refusal)
+    assert parent == f'{int(has_begun)} 16' and not errors
 
 
 @pytest.mark.parametrize('engine', ['rows', 'chunks'])

@@ -1,5 +1,6 @@
 """What is joined is made once, and again when it must be, whatever happened to it or its maker."""
 
+import errno
 import os
 import pathlib
 import shutil
@@ -155,6 +156,18 @@ def test_another_process_may_be_faster(maker):
 
     assert answers(joined.kept(str(maker.cache), 'one', make)) == VALUES
     assert len(maker.folders()) == 1
+
+
+@pytest.mark.parametrize('number', [errno.EIO, errno.ENOSPC])
+def test_a_disk_that_refuses_the_last_step_is_not_tried_for_ever(maker, monkeypatch, number):
+    def refuse(made: str, folder: str) -> None:
+        assert maker.times == 1
+        raise OSError(number, os.strerror(number), folder)
+
+    monkeypatch.setattr(os, 'rename', refuse)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        maker.kept()
+    assert maker.folders() == []
 
 
 PROGRAM = """

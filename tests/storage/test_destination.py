@@ -187,7 +187,8 @@ def test_a_sweep_leaves_what_a_living_process_writes(tmp_path):
     (staging / 'left-by-a-killed-one').write_bytes(b'1')
     (staging / 'held-1').mkdir()
     (staging / 'held-1.lock').touch()
-    (tmp_path / 'empty').mkdir()
+    for name in ('empty', 'building-1'):
+        (tmp_path / name).mkdir()
     with locks.temporary_folder(staging, 'other-') as held:
         (pathlib.Path(held) / 'y').write_bytes(b'1')
         destination.sweep()
@@ -195,7 +196,9 @@ def test_a_sweep_leaves_what_a_living_process_writes(tmp_path):
         assert {path.name for path in staging.iterdir()} == {name, f'{name}.lock'}
         assert os.listdir(held) == ['y']
     destination.sweep()
-    assert [path.name for path in tmp_path.iterdir()] == ['x']
+    assert {path.name for path in tmp_path.iterdir()} == {'x', 'empty', 'building-1'}
+    destination.sweep('building-')
+    assert {path.name for path in tmp_path.iterdir()} == {'x', 'empty'}  # of a user
 
 
 def test_what_is_there_survives_a_loss_of_power(tmp_path, monkeypatch):

@@ -106,6 +106,7 @@ PERMANENT = [
     hub_answered(404, huggingface_hub.errors.RepositoryNotFoundError),
     huggingface_hub.errors.OfflineModeIsEnabled('HF_HUB_OFFLINE'),
     retry.GivenUp('another call has tried already'),
+    caused(retry.GivenUp('eight times'), google.auth.exceptions.RefreshError('', retryable=True)),
 ]
 
 REFUSED = [

@@ -99,6 +99,7 @@ WRONG_FLAGS = {
     '--config.model.zzz=S': "--config.model.zzz: there is no field 'zzz'$",
     '--config.batch_size=many': "--config.batch_size=many: .* 'many'",
     '--config.data.dir=/none': '--config.data.dir=/none: there is no such folder',
+    '--config.data.dir=/none/seed=1/x': '--config.data.dir=/none/seed=1/x: there is no such folder',
     '--workdir=': 'missing: --workdir; expected e.g.',  # of a variable that is not set
 }
 WRONG_LINES = {

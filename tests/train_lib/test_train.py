@@ -202,10 +202,15 @@ def test_weights_from_before_the_skipped_steps_are_advised(mini_dataset, tmp_pat
     with_nan(monkeypatch, set(range(9, 20)))
     changes = {'num_steps': 20, 'eval_every': 0, 'checkpoint_every': 2, 'keep_checkpoints': 3}
     folder = tmp_path / 'checkpoints'
-    advice = f'Remove {folder}/8 and resume from {folder}/6, with a lower'
+    change = '--accept_changes=optimizer.learning_rate,optimizer.warmup_steps: lower'
+    advice = f'Remove {folder}/8 and resume from {folder}/6 with {change}'
     with pytest.raises(FloatingPointError, match=f'^7 steps in a row up to step 15 .* {advice}'):
         runs.train(mini_dataset, tmp_path, **changes, max_skipped_in_a_row=6)
     assert sorted(saved_steps(tmp_path)) == [4, 6, 8]
+    with_nan(monkeypatch, set(range(1, 20)))
+    advice = 'Start afresh in another --workdir: lower optimizer.learning_rate or raise'
+    with pytest.raises(FloatingPointError, match=advice):
+        runs.train(mini_dataset, tmp_path / 'new', **changes, max_skipped_in_a_row=3)
 
 
 def test_a_run_does_not_end_well_with_a_skipped_step(mini_dataset, tmp_path, monkeypatch):
