@@ -58,8 +58,7 @@ def load(spec: str, facts: DatasetStats, mesh: Mesh, *, dtype: str) -> StepEncod
 
     Args:
         spec: `jax:FOLDER` or `jax:HUB_NAME`; '' for none.
-        dtype: Dtype of the model's computation. The encoder computes in float32 if the model does,
-            otherwise in bfloat16, because Gemma's hidden states exceed the range of float16.
+        dtype: Dtype of the computation of model and encoder: `bfloat16` or `float32`.
 
     Raises:
         ValueError: The records hold no tokens, or tokens of another encoder; or as
@@ -113,7 +112,7 @@ def _open(spec: str, max_tokens: int, facts: DatasetStats | None = None) -> Any:
 def _abstract(
     name: str, revision: str, config: gemma.Config, dtype: str, mesh: Mesh
 ) -> StepEncoder:
-    computed = jnp.dtype(jnp.float32 if dtype == 'float32' else jnp.bfloat16)
+    computed = jnp.dtype(dtype)
     whole = sharding.replicated(mesh)
     params = jax.tree.map(
         lambda leaf: sharding.abstract(leaf, whole), gemma.abstract_params(config, computed)

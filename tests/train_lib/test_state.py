@@ -71,7 +71,7 @@ def test_zeros_and_bfloat16_are_orthogonalized_without_nan():
     assert np.all((values[[0, 2]] > 0.5) & (values[[0, 2]] < 1.5))
 
 
-@pytest.mark.parametrize('dtype', ['float16', 'bfloat16'])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_small_momenta_move_matrices_as_far_as_large_ones(dtype):
     made = muon.muon(1.0, weight_decay=0, dtype=dtype)
     kernel = jax.random.normal(jax.random.key(0), (1, 16, 16))
