@@ -76,6 +76,7 @@ setuptools.setup(
     extras_require={
         'convert': CONVERT,
         'dataflow': [*CONVERT, 'apache-beam[gcp]>=2.60'],  # 50 more packages
+        'dask': [*CONVERT, 'apache-beam[dask]>=2.60'],
         'text': ['pyarrow>=18', 'torch>=2.6', 'transformers>=5.0'],
         # Gemma 3 in JAX, without torch and transformers.
         'text-jax': [

@@ -7,14 +7,17 @@ module first copies them beside the records of the build, some MB a shard. A wor
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import importlib.util
 import itertools
 import os
+import threading
 from collections.abc import Iterator, Sequence
 
 import apache_beam as beam
 from absl import logging
-from apache_beam.options.pipeline_options import PipelineOptions
+from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.convert import local_runner
@@ -25,6 +28,9 @@ from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.scratch import Scratch, user_cache
 
 _UPLOADS_AT_ONCE = 8
+_SECONDS_BETWEEN_LINES = 10
+
+Runner = str | beam.runners.PipelineRunner | None
 
 
 def write_shards(
@@ -32,7 +38,7 @@ def write_shards(
     finished: FinishedShards,
     scratch_dir: str,
     options: PipelineOptions | None,
-    runner: str | beam.runners.PipelineRunner | None = None,
+    runner: Runner = None,
 ) -> Iterator[tuple[ShardTask, ShardResult]]:
     """Writes shards and their records; yields the results when all shards are stored.
 
@@ -43,6 +49,7 @@ def write_shards(
     Raises:
         RuntimeError: A worker failed, or shards are missing at the end; finished shards are kept.
         OSError: The inputs of a shard cannot be copied to the folder of `finished`.
+        ModuleNotFoundError: The runner is that of Dask, and Dask is not installed.
     """
     if not tasks:
         return
@@ -50,7 +57,8 @@ def write_shards(
     packed = _pack(tasks, finished)
     logging.info('Starting the pipeline with %d shards to write', len(packed))
     groups = [list(group) for _, group in itertools.groupby(packed, lambda task: task.group)]
-    with beam.Pipeline(runner=runner, options=options) as pipeline:
+    runner, options = _spread_by_dask(runner, options or PipelineOptions([]), len(groups))
+    with _progress(packed, finished), beam.Pipeline(runner=runner, options=options) as pipeline:
         _ = (
             pipeline
             | 'Groups' >> beam.Create(groups, reshuffle=False)
@@ -66,6 +74,47 @@ def write_shards(
             f'{place}: the pipeline ended, but {len(by_place)} shards are missing or damaged '
             f'(e.g. {names}). Start the same build again, it writes what is missing.'
         )
+
+
+def _spread_by_dask(
+    runner: Runner, options: PipelineOptions, num_groups: int
+) -> tuple[Runner, PipelineOptions]:
+    """Has Dask give each group to the next free worker; leaves other runners as they are."""
+    name = runner or options.view_as(StandardOptions).runner
+    if not isinstance(name, str) or name.lower().rpartition('.')[2] not in ('dask', 'daskrunner'):
+        return runner, options
+    if not importlib.util.find_spec('distributed'):
+        install = "pip install -c constraints.txt -e '.[dask]'"
+        raise ModuleNotFoundError(f'Dask is not installed: {install}')
+    from apache_beam.runners.dask.dask_runner import DaskOptions
+
+    dask = options.view_as(DaskOptions)
+    if not (dask.npartitions or dask.partition_size):  # its default: 128 groups for one worker
+        dask.npartitions = num_groups
+    return 'apache_beam.runners.dask.dask_runner.DaskRunner', options
+
+
+@contextlib.contextmanager
+def _progress(tasks: Sequence[ShardTask], finished: FinishedShards) -> Iterator[None]:
+    """Shows until the block ends how many shards the workers have recorded."""
+    names, over = {task.filename for task in tasks}, threading.Event()
+
+    def watch() -> None:
+        is_over, before = False, -1
+        while not is_over:
+            is_over = over.wait(_SECONDS_BETWEEN_LINES)
+            with contextlib.suppress(OSError):  # the next look may succeed
+                count = len(names & finished.recorded())
+                if count != before or is_over:
+                    logging.info('The workers have written %d of %d shards', count, len(names))
+                before = count
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        thread.submit(watch)
+        try:
+            yield
+        finally:
+            over.set()
 
 
 def _pack(tasks: Sequence[ShardTask], finished: FinishedShards) -> list[ShardTask]:

@@ -4,6 +4,7 @@ docs/design.md describes how files with the ID of a build become the data set (c
 """
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,11 @@ class FinishedShards:
         record = {'fingerprint': task.fingerprint, 'result': result.to_json()}
         record['digest'] = json_digest.sha256(record)
         self._put(f'{task.filename}.json', record)
+
+    def recorded(self) -> set[str]:
+        """Returns the names of the shards with a record, of which nothing is checked."""
+        names = (os.path.split(name) for name in self.folder.sizes() if name.endswith('.json'))
+        return {x.removesuffix('.json') for top, x in names if top == sub_folder(self.build)}
 
     def load(self, tasks: Sequence[ShardTask]) -> list[ShardResult]:
         """Returns the results of the finished tasks.

@@ -11,27 +11,20 @@ from typing import Any
 
 from coyo11m_tfds.convert.settings import WAYS_ON
 from coyo11m_tfds.dataset import columns
-from coyo11m_tfds.process.sizes import readable
 from coyo11m_tfds.source import location
 from coyo11m_tfds.storage import source_files
 
-Record = dict[str, Any]
-_PLACE, _FILES = 'place', 'files'
 
-
-def record(source: location.Source) -> Record:
+def record(source: location.Source) -> dict[str, Any]:
     """Records a source; raises a ValueError or an OSError if a file is damaged or unreadable."""
     files = {
-        name: (
-            file.size,
-            file.checksum or '' if file.is_remote else f'outline:{columns.outline(file.path)}',
-        )
+        name: (file.size, file.checksum if file.is_remote else columns.outline(file.path))
         for name, file in source.by_name.items()
     }
-    return {_PLACE: _absolute(source.root), _FILES: files}
+    return {'place': _absolute(source.root), 'files': files}
 
 
-def check(folder: str | os.PathLike[str], recorded: Record | None, root: str) -> None:
+def check(folder: str | os.PathLike[str], recorded: dict[str, Any] | None, root: str) -> None:
     """Raises a ValueError if a data set's source was another one than that in the folder `root`.
 
     Accepts a data set that records none. Raises an OSError if a file or a bucket is out of reach.
@@ -39,12 +32,12 @@ def check(folder: str | os.PathLike[str], recorded: Record | None, root: str) ->
     if not recorded:
         return
     try:
-        differing = list(_differences(recorded[_FILES], record(location.find(root))[_FILES]))
+        differing = list(_differences(recorded['files'], record(location.find(root))['files']))
     except ValueError as error:
         differing = [str(error).rstrip('.')]
     if differing:
         raise ValueError(
-            f'{os.fspath(folder)} was built from {recorded[_PLACE]}, not from {_absolute(root)}: '
+            f'{os.fspath(folder)} was built from {recorded["place"]}, not from {_absolute(root)}: '
             f'{"; ".join(differing[:3])}. {WAYS_ON}'
         )
 
@@ -53,18 +46,13 @@ def _absolute(place: str) -> str:
     return place if source_files.is_remote(place) else os.path.abspath(place)
 
 
-def _differences(before: Record, now: Record) -> Iterator[str]:
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     for name in sorted(before.keys() | now.keys()):
         if name not in now or name not in before:
             yield f'{name} is {"new" if name in now else "missing"}'
             continue
-        (old_size, old), (size, digest) = before[name], now[name]
-        if size != old_size:
-            yield f'{name} has {readable(size)}, had {readable(old_size)}'
-        # Only digests of one kind can be compared, such as `crc32c:...`.
-        elif digest != old and _kind(digest) == _kind(old):
-            yield f'{name} has other contents'
-
-
-def _kind(digest: str) -> str:
-    return digest.partition(':')[0]
+        (old_size, old), (size, new) = before[name], now[name]
+        # Only digests of one kind, such as `crc32c:...`, can be compared.
+        is_other = old and new and old != new and old.split(':')[:-1] == new.split(':')[:-1]
+        if size != old_size or is_other:
+            yield f'{name} has other contents ({size:,} bytes, had {old_size:,})'

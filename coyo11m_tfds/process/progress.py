@@ -13,7 +13,6 @@ Lines go to absl's log as INFO. `tfds build` shows them; in other programs use `
 import collections
 import contextlib
 import datetime
-import logging as python_logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -40,7 +39,7 @@ def shown() -> Iterator[None]:
     logger = logging.get_absl_logger()
     level = logger.level
     if logging.get_verbosity() == logging.WARNING:  # absl's default
-        logger.setLevel(python_logging.INFO)
+        logger.setLevel('INFO')
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import made_sources, runs
+from tests import children, made_sources, runs
 from tests.built import files_of, files_of_any_source
 from tests.checkout import CHECKOUT
 from tests.convert.build_kills import final_folder, run
@@ -183,3 +183,54 @@ def test_every_file_is_fetched_once_by_several_workers(tmp_path):
     assert files_of(final) == files_of(final_folder(tmp_path / 'plain'))
     cache = tmp_path / 'cache' / 'coyo11m_tfds'
     assert cache.is_dir() and not [path for path in cache.rglob('*') if path.is_file()]
+
+
+DASK_PROGRAM = """
+import json, sys
+from absl import logging
+from apache_beam.options.pipeline_options import PipelineOptions
+from coyo11m_tfds.convert import driver
+from coyo11m_tfds.convert.settings import BuildSettings
+from tests.convert import build_program
+source, final, settings, address = sys.argv[1:]
+logging.set_verbosity(logging.INFO)
+options = PipelineOptions(['--runner=DaskRunner', f'--dask_client_address={address}'])
+settings = BuildSettings(**json.loads(settings))
+with driver.build(final, source, settings, beam_options=options) as built:
+    build_program.write_info(built)
+"""
+
+
+@pytest.mark.slow
+def test_dask_uses_all_workers_and_does_without_one_that_is_killed(tmp_path):
+    distributed = pytest.importorskip('distributed')
+    files = [range(ROWS * n, ROWS * (n + 1)) for n in range(4 * NUM_FILES)]
+    source = made_sources.write_source(tmp_path / 'source', files)
+    run(source, final_folder(tmp_path / 'plain'), settings=PLAN)
+    final, port = final_folder(tmp_path / 'out'), runs.free_port()
+    dask = [sys.executable, '-m', 'distributed.cli.dask_scheduler', '--no-dashboard']
+    worker = [sys.executable, '-m', 'distributed.cli.dask_worker', f'tcp://127.0.0.1:{port}']
+    env = os.environ | {'PYTHONPATH': str(CHECKOUT)}
+    with contextlib.ExitStack() as stack:
+        address = [f'--port={port}', '--host=127.0.0.1']
+        stack.enter_context(service([*dask, *address], port, tmp_path / 'scheduler', env=env))
+        workers = []
+        for _ in range(4):
+            options = ['--no-dashboard', '--no-nanny', '--nthreads=1']
+            workers.append(subprocess.Popen([*worker, *options], cwd=tmp_path, env=env))
+            stack.callback(workers[-1].wait)
+            stack.callback(workers[-1].kill)
+        command = [sys.executable, '-c', DASK_PROGRAM, str(source), str(final), json.dumps(PLAN)]
+        command.append(f'tcp://127.0.0.1:{port}')
+        build = subprocess.Popen(command, cwd=CHECKOUT, env=env, stderr=subprocess.PIPE, text=True)
+        stack.callback(build.kill)
+        children.wait_until(lambda: list(final.glob('building-*/*.tfrecord*.json')), 400)
+        workers[0].kill()
+        _, errors = build.communicate(timeout=400)
+        with distributed.Client(f'tcp://127.0.0.1:{port}') as client:
+            done = client.run(lambda dask_worker: dask_worker.state.executed_count)
+    assert build.returncode == 0, errors
+    assert len(done) == 3 and all(done.values()), done
+    assert files_of(final) == files_of(final_folder(tmp_path / 'plain'))
+    count = len(list(final.glob('*.tfrecord*')))
+    assert f'The workers have written {count} of {count} shards' in errors
