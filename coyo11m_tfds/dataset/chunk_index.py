@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.dataset import keyed_random, manifest, npy
+from coyo11m_tfds.dataset import keyed_random, npy
 
 _OFFSET_BITS = 43  # no shard has so many bytes: 8 TB
 _OFFSET = (1 << _OFFSET_BITS) - 1
@@ -40,21 +40,6 @@ class ChunkIndex:
         self._first_offset = np.fromiter(_first_offsets(flat), np.int64)
         _check_rising(flat & _OFFSET, self._first_offset)
         self.shard_lengths: np.ndarray = flat[self._first_offset - 1]
-
-    @classmethod
-    def load(cls, files: manifest.SmallFiles, split: str, build: str = '') -> 'ChunkIndex | None':
-        """Reads the index of a split; None if the data set has none.
-
-        Raises the errors of `SmallFiles.read`, and a DamagedError if the file is no index.
-        """
-        name = file_name(split, build)
-        data = files.read(name)
-        try:
-            return None if data is None else cls.parse(data)
-        except ValueError as error:
-            raise manifest.DamagedError(
-                f'{files.folder}/{name}: is not a chunk index ({error}). Build the data set again.'
-            ) from error
 
     @classmethod
     def parse(cls, data: bytes) -> 'ChunkIndex':

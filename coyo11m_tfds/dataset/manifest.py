@@ -3,14 +3,16 @@
 import json
 import os
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import google_crc32c
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.storage import json_digest, source_files, stored_files
 from coyo11m_tfds.storage.file_state import FileState
+
+T = TypeVar('T')
 
 _FORMAT = 1
 
@@ -32,37 +34,34 @@ class SmallFiles:
 
     def __init__(self, folder: str, build: str = ''):
         """Reads the record; raises a DamagedError if it is damaged."""
-        self.folder = folder
-        self._record = f'{folder}/{schema.of_build(schema.CHECKSUMS_FILE, build)}'
-        data = read_file(self._record)
-        try:
-            self._states = {} if data is None else parse(data)
-        except ValueError as error:
-            raise damaged(self._record, error) from error
+        self._folder, self._states = folder, dict[str, FileState]()
+        self._record = schema.of_build(schema.CHECKSUMS_FILE, build)
+        self._states = self.read(self._record, parse) or {}
 
-    def read(self, name: str) -> bytes | None:
-        """Reads a file; None if it is missing. Raises the errors of `check`."""
-        data = read_file(f'{self.folder}/{name}')
-        self.check(name, data)
-        return data
+    def read(self, name: str, parse: Callable[[bytes], T]) -> T | None:
+        """Reads and parses a file; None for a missing one that the record does not name.
 
-    def check(self, name: str, data: bytes | None) -> None:
-        """Compares the content of a file, None for a missing one, with the record.
-
-        Raises a FileNotFoundError if the record names a missing file, and a DamagedError if size or
-        checksum differ.
+        Raises a FileNotFoundError if the record names a missing file, and a DamagedError if the
+        file differs from the record, or `parse` raises a ValueError.
         """
-        path, expected = f'{self.folder}/{name}', self._states.get(name)
-        if not expected:
-            return
-        if data is None:
+        path = f'{self._folder}/{name}'
+        data = read_file(path)
+        if data is None and name in self._states:
             raise FileNotFoundError(
                 f'{path}: is missing, and {self._record} names it. Restore it or build the data '
                 'set again.'
             )
+        try:
+            return None if data is None else parse(self.check(name, data))
+        except ValueError as error:
+            raise damaged(path, error) from error
+
+    def check(self, name: str, data: bytes) -> bytes:
+        """Returns the content of a file; raises a ValueError if it differs from the record."""
         state = FileState(len(data), google_crc32c.value(data))
-        if state != expected:
-            raise damaged(path, f'it has {state}, expected {expected}')
+        if (expected := self._states.get(name, state)) != state:
+            raise ValueError(f'it has {state}, but {self._record} has {expected}')
+        return data
 
 
 def write(folder: str | os.PathLike[str], files: Mapping[str, FileState], build: str = '') -> None:

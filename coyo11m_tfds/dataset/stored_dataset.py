@@ -240,7 +240,8 @@ class StoredDataset:
         found = self.splits.get(name)
         if found is None or not found.file_names or not self.files:
             return None
-        index = chunk_index.ChunkIndex.load(self.files, name, found.build)
+        file_name = chunk_index.file_name(name, found.build)
+        index = self.files.read(file_name, chunk_index.ChunkIndex.parse)
         if index is None:
             return None
         if list(found.shard_lengths) != index.shard_lengths.tolist():
@@ -345,43 +346,37 @@ def _parse(folder: str, content: bytes, builder: Any) -> StoredDataset:
         splits = {split.name: split for split in parse_splits(content)}
         names = map(json.loads(content).get, ('name', 'configName', 'version'))
         full_name = '/'.join(filter(None, names))
+        build = next(iter(splits.values())).build
+        files = manifest.SmallFiles(folder, build)
+        files.check(schema.INFO_FILE, as_built(content))
     except _OF_OTHER_JSON as error:
         raise manifest.damaged(f'{folder}/{schema.INFO_FILE}', error) from error
-    build = next(iter(splits.values())).build
-    files = manifest.SmallFiles(folder, build)
-    files.check(schema.INFO_FILE, as_built(content))
-    contents = {
-        name: manifest.read_file(f'{folder}/{name}')
-        for name in (schema.FEATURES_FILE, schema.METADATA_FILE)
-    }
-    metadata = _parse_json(folder, schema.METADATA_FILE, contents) or {}
+    features = files.read(schema.FEATURES_FILE, _parse_features)
+    if features is None:
+        path = f'{folder}/{schema.FEATURES_FILE}'
+        raise FileNotFoundError(f'{path}: is missing; restore it or build the data set again.')
+    metadata = files.read(schema.METADATA_FILE, _parse_object) or {}
     if metadata.get(schema.META_BUILD, build) != build:
         raise OSError(
             f'{folder}: {schema.METADATA_FILE} and {schema.INFO_FILE} are of two builds, because '
             'the data set is being replaced. Open it again in a moment, or build it again.'
         )
-    for name, data in contents.items():  # now that they are known to be of one build
-        files.check(name, data)
-    path = f'{folder}/{schema.FEATURES_FILE}'
-    described = _parse_json(folder, schema.FEATURES_FILE, contents)
-    if described is None:
-        raise FileNotFoundError(f'{path}: is missing; restore it or build the data set again.')
-    features = described.get('featuresDict')
-    features = features.get('features') if isinstance(features, dict) else None
-    if not isinstance(features, dict):
-        raise manifest.damaged(path, 'it names no features')
     found = columns.read(folder, build)
     return StoredDataset(folder, full_name, splits, features, metadata, found, builder, files)
 
 
-def _parse_json(folder: str, name: str, contents: Mapping[str, bytes | None]) -> dict | None:
-    """Parses the content of a file; None for a missing one."""
-    try:
-        content = json.loads(contents[name] or 'null')
-    except ValueError as error:
-        raise manifest.damaged(f'{folder}/{name}', error) from error
-    if contents[name] is not None and not isinstance(content, dict):
-        raise manifest.damaged(f'{folder}/{name}', 'expected a JSON object')
+def _parse_features(data: bytes) -> dict:
+    features = _parse_object(data).get('featuresDict')
+    features = features.get('features') if isinstance(features, dict) else None
+    if not isinstance(features, dict):
+        raise ValueError('it names no features')
+    return features
+
+
+def _parse_object(data: bytes) -> dict:
+    content = json.loads(data)
+    if not isinstance(content, dict):
+        raise ValueError('expected a JSON object')
     return content
 
 

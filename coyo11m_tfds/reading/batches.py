@@ -56,9 +56,8 @@ class Ahead(Iterator[T]):
     def __next__(self) -> T:
         if os.getpid() != self._process:  # which has the thread
             raise RuntimeError(
-                f'process {os.getpid()} was forked from {self._process}, where this iterator was '
-                'made, and has no thread to read with: make the iterator in the process that reads '
-                "it, as in __iter__ of PyTorch's data sets (docs/pytorch.md)"
+                f'process {os.getpid()} was forked from {self._process}, which has the thread that '
+                'reads: make the iterator in the process that uses it, see docs/pytorch.md'
             )
         # A KeyboardInterrupt may be raised by any call here. So nothing changes before the last
         # two lines that does harm when it is done twice, and these call nothing.
