@@ -84,8 +84,9 @@ def verify(data_dir: str | os.PathLike[str], *, fast: bool = False) -> Verified:
 def _find_build(folder: str, files: Mapping[str, SourceFile]) -> str:
     """The ID of the build that the files of a folder are of, or most of them."""
     if schema.INFO_FILE in files:
-        with contextlib.suppress(OSError):  # told later, as a fault of that file
-            if build := stored_dataset.find_build(folder):
+        with contextlib.suppress(OSError, ValueError):  # told later, as a fault of that file
+            data = manifest.read_file(f'{folder}/{schema.INFO_FILE}') or b''
+            if build := stored_dataset.parse_splits(data)[0].build:
                 return build
     builds = [schema.build_of(name) for name in files if name.startswith('checksums')]
     return builds[0] if builds else ''

@@ -176,16 +176,17 @@ def restore(
     return restored[STATE], restored[_WINDOW], restored[_RUN][_INTERRUPTED] and not completed
 
 
-def way_back(manager: ocp.CheckpointManager, step: int, *, changes: str = '') -> str:
-    """Returns advice for a resume, with changed settings, from before `step`."""
+def way_back(manager: ocp.CheckpointManager, step: int) -> str:
+    """Returns advice for a resume from the last checkpoint before `step`, where it diverged."""
+    changes = 'lower optimizer.learning_rate or raise optimizer.warmup_steps'
     saved = sorted(manager.all_steps())
     older = [number for number in saved if number < step]
     if not older:
-        return 'Start afresh in another --workdir'
+        return f'Start afresh in another --workdir: {changes}'
     folders = [f'{manager.directory}/{number}' for number in saved if number >= step]
     removing = f'Remove {" and ".join(folders)} and resume' if folders else 'Resume'
-    confirmed = f' with --accept_changes={changes}' if changes else ''
-    return f'{removing} from {manager.directory}/{older[-1]}{confirmed}'
+    flag = '--accept_changes=optimizer.learning_rate,optimizer.warmup_steps'
+    return f'{removing} from {manager.directory}/{older[-1]} with {flag}: {changes}'
 
 
 def _errors_of_reading(folder: epath.Path) -> contextlib.AbstractContextManager[None]:

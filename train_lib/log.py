@@ -182,8 +182,7 @@ class TrainLog:
                 raise FloatingPointError(
                     f'{skipped} steps{words} up to step {step} had a loss or a gradient that was '
                     f'not finite, more than {field}={self._config[field]}: training has diverged. '
-                    f'{self._way_back(step - in_a_row)}: lower optimizer.learning_rate or raise '
-                    'optimizer.warmup_steps.'
+                    f'{self._way_back(step - in_a_row)}.'
                 )
 
     def _moment(self, step: int, rate: float | None) -> dict[str, float]:

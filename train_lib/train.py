@@ -148,11 +148,7 @@ def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
                 data=setup.data,
                 progress=lambda step: setup.data.progress(beginning.position_at(step)),
                 flops=program.flops(setup.data.facts.text_max_tokens),
-                way_back=functools.partial(
-                    checkpoint.way_back,
-                    manager,
-                    changes='optimizer.learning_rate,optimizer.warmup_steps',
-                ),
+                way_back=functools.partial(checkpoint.way_back, manager),
             )
             log.window = window
             beginning.show_config(writer)

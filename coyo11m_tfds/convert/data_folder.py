@@ -162,10 +162,6 @@ class DataFolder:
             logging.info('%s: %s', self.files.folder, what)
             self._remove(other, doomed, there)
         self._remove(build, _files_of(build, there) - kept, there)
-        self.sweep()
-
-    def sweep(self) -> None:
-        """Removes what killed builds left beside files, none of which may be running."""
         self.files.sweep(_SUB_FOLDER)
 
     def _recorded(self, build: str, there: Iterable[str]) -> set[str]:

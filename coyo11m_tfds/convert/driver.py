@@ -18,7 +18,7 @@ import numpy as np
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.convert import in_place, local_runner
-from coyo11m_tfds.convert.data_folder import DataFolder, FinishedShards
+from coyo11m_tfds.convert.data_folder import DataFolder, FinishedShards, sub_folder
 from coyo11m_tfds.convert.plan import Plan, make_plan
 from coyo11m_tfds.convert.settings import BuildSettings
 from coyo11m_tfds.convert.tasks import ShardResult, ShardTask
@@ -116,7 +116,7 @@ def build(
             yield None
             return
         start = time.monotonic()
-        folder.sweep()
+        folder.files.sweep(sub_folder(''))
         os.makedirs(local, exist_ok=True)
         files = scratch.Scratch(os.path.join(local, 'source'))
         there = location.find(source)

@@ -2,10 +2,9 @@
 
 The file `chunk_index-<split>-<build>.npy` beside the shards is a flat int64 array. For each shard
 it holds [number of records, entries of the records 0, 32, 64, ..., file size]. The low 43 bits of
-an entry are the byte offset of the record, the 20 bits above them a digest of the run of 32 records
-that begins there. The digest is computed from the checksums behind the records, which readers pass
-on their way from length to length, so it costs them no further byte of the file. A run of another
-shard, even of the same sizes, has another digest but for one case in a million.
+an entry are the offset of the record, the 20 bits above them a digest of the checksums behind the
+32 records that begin there. Readers pass these on their way from length to length, and so notice,
+but for one case in a million, records of another shard, even of the same sizes.
 """
 
 import os

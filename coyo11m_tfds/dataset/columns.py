@@ -338,9 +338,7 @@ def read(folder: str | os.PathLike[str], build: str = '') -> dict[str, Column | 
     try:
         return parse(data) if data is not None else {}
     except ValueError as error:
-        raise manifest.DamagedError(
-            f'{path}: is damaged ({error}). Build the data set again.'
-        ) from None
+        raise manifest.damaged(path, error) from None
 
 
 def parse(data: bytes) -> dict[str, Column | AddedColumn]:

@@ -431,15 +431,6 @@ def _split(info: dict, split: dict) -> StoredSplit:
     return StoredSplit(split['name'], names, lengths, num_bytes, build, converted)
 
 
-def find_build(folder: str | os.PathLike[str]) -> str:
-    """Reads the ID in the names of a data set's files; '' without one or if it is damaged."""
-    data = manifest.read_file(f'{os.fspath(folder).rstrip("/")}/{schema.INFO_FILE}')
-    try:
-        return parse_splits(data)[0].build if data else ''
-    except ValueError:
-        return ''
-
-
 def _no_data_set(folder: str) -> FileNotFoundError:
     if source_files.is_remote(folder) or os.path.exists(folder):
         advice = 'expected the folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0'

@@ -187,7 +187,9 @@ class RowReader:
         shards, first, count, offset, nbytes = self._ranges(runs)
         start, limit = self._files.locate(shards, offset, nbytes)
         begins, ends = find_records(memory, start, count, limit)
-        begins[~self._are_indexed(shards, first, ends)] = 0
+        at = np.where(ends > 0, ends, memory.zeros)
+        checksums = memory.gather(at.ravel(), _TRAILER_NBYTES).view('<u4').reshape(at.shape)
+        begins[run_digests(checksums) != self._split.index.digests(shards, first)] = 0
         in_run = record % _STRIDE
         begin, end = begins[of_run, in_run], ends[of_run, in_run]
         found = self._layout.find(memory, begin, end)
@@ -238,13 +240,6 @@ class RowReader:
             count = self._choices.stored[schema.LATENTS].shape[0]
             crops = self._choices.crops(rows.epoch, keys, count)
         return {name: self._array(name, rows, good, keys, crops) for name in names}
-
-    def _are_indexed(self, shards: np.ndarray, first: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Returns True for runs of the shards that the index describes, bool `(n,)`."""
-        memory = self._files.memory
-        at = np.where(ends > 0, ends, memory.zeros)
-        checksums = memory.gather(at.ravel(), _TRAILER_NBYTES).view('<u4').reshape(ends.shape)
-        return run_digests(checksums) == self._split.index.digests(shards, first)
 
     def _compare(self, rows: Rows, some: np.ndarray) -> np.ndarray:
         """Returns True where records and their rows of columns fit their checksums; bool `(n,)`."""

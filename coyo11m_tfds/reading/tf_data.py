@@ -51,10 +51,10 @@ def train(asked: Training, opened: Sequence[Opened] | None) -> tf.data.Dataset:
     if has_latents and len({x.stored.latents[0] for x in asked.sources}) > 1:
         raise ValueError('a tf.data.Dataset has latents of one dtype: read with train_batches')
 
-    weak = weakref.proxy(reader)
+    proxy = weakref.proxy(reader)
 
     def read(lane: int) -> Iterator[dict[str, np.ndarray]]:
-        return weak.read(range(lane, lane + 1), place, together)
+        return proxy.read(range(lane, lane + 1), place, together)
 
     def samples(lane: tf.Tensor) -> tf.data.Dataset:
         found = tf.data.Dataset.from_generator(read, args=(lane,), output_signature=signature)
@@ -81,8 +81,8 @@ def evaluate(asked: Reading, opened: Sequence[Opened] | None) -> tf.data.Dataset
         return _prefetched(_eval_ordinary(asked), asked)
     reader = evaluation.EvalReader(asked, opened[0])
     signature = _signature(reader.spec(asked.local_size), asked.local_size)
-    weak = weakref.proxy(reader)
-    found = tf.data.Dataset.from_generator(lambda: weak.read(), output_signature=signature)
+    proxy = weakref.proxy(reader)
+    found = tf.data.Dataset.from_generator(lambda: proxy.read(), output_signature=signature)
     count = tf.data.experimental.assert_cardinality(reader.num_batches)
     return _prefetched(found.apply(count), asked, reader)
 

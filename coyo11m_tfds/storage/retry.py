@@ -88,8 +88,6 @@ def call(operation: Callable[[], T], what: str, *, attempts: int = 8) -> T:
     for attempt in range(1, attempts + 1):
         try:
             return operation()
-        except GivenUp:
-            raise
         except Exception as error:
             if not is_transient(error):
                 refused = _refused(error, what)
@@ -113,9 +111,9 @@ def is_transient(error: BaseException) -> bool:
     """Whether another attempt may succeed after `error`."""
     if isinstance(error, Corrupted):
         return True
-    if isinstance(error, GivenUp) or _is_named(error, _PERMANENT_NAMES):
+    if 'CERTIFICATE_VERIFY_FAILED' in str(error) or _is_named(error, _PERMANENT_NAMES):
         return False
-    if 'CERTIFICATE_VERIFY_FAILED' in str(error):
+    if isinstance(error, GivenUp):
         return False
     # A token server that is down is marked by google.auth.
     if any(getattr(link, 'retryable', False) is True for link in _causes(error)):
@@ -169,7 +167,7 @@ def _asked_seconds(error: Exception) -> float:
 
 def _refused(error: Exception, what: str) -> PermissionError | None:
     """Returns an error that says how to get access; None if `error` has another cause."""
-    if isinstance(error, PermissionError):  # of the local disk, or made here before
+    if isinstance(error, PermissionError | GivenUp):  # of the local disk, or made here before
         return None
     links = list(_causes(error))
     refused = any(
