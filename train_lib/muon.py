@@ -40,11 +40,7 @@ def muon(
     Args:
         learning_rate: Root mean square of an update's entries, divided by 0.2.
         weight_decay: Weight decay, which is multiplied by the learning rate.
-<<<<<<< Updated upstream
         dtype: Dtype in which matrices are iterated and moved between devices; bfloat16 is Jordan's.
-=======
-        dtype: Dtype in which matrices are iterated and moved between devices; Jordan's is bfloat16.
->>>>>>> Stashed changes
         map_matrices: Function that calls a function of whole matrices on a stack; on several
             devices `sharding.map_matrices`.
 
