@@ -67,12 +67,10 @@ class MdsFile(LatentFile):
         self.numbers = tuple(x for x, encoding in self._encodings.items() if encoding in _NUMBERS)
         if schema.KEY in of_integers:
             keys = self._read_numbers(schema.KEY)
-            is_large = keys > np.iinfo(np.int64).max
-            if is_large.any():
-                row = int(is_large.argmax())
+            if (keys > np.iinfo(np.int64).max).any():
                 raise ValueError(
-                    f'{self.path}: {schema.KEY} of sample {row} is {keys[row]}, expected less than '
-                    '2**63. Write the shards again with smaller keys.'
+                    f'{self.path}: {schema.KEY} of sample {keys.argmax()} is {keys.max()}, '
+                    'expected less than 2**63. Write the shards again with smaller keys.'
                 )
             self.keys = keys.astype(np.int64)
         else:
