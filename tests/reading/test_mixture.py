@@ -429,6 +429,11 @@ def test_of_few_kept_records_only_their_runs_are_fetched(tmp_path, caplog, name)
         size += sum(file.stat().st_size for file in source.iterdir())
     # The block of these batches and the next one: runs 0 to 3 come with one request.
     assert read.num_chunks <= 2 * 5 and read.num_bytes < 2.1 * 0.128 * size
+    damage(path, 0, 100, at=20)
+    skips = asked | {'on_bad_records': 'skip'}
+    expected = take(input_pipeline.train_batches(mix, **skips, engine='rows'), 8)
+    assert_same(take(input_pipeline.train_batches(mix, **skips, engine='chunks'), 8), expected)
+    assert not all(batch['mask'].all() for batch in expected)
 
 
 def test_what_was_rounded_is_told_with_what_is_exact():

@@ -112,7 +112,7 @@ def test_settings_of_a_mixture_are_checked(mix, changes, message):
 
 def test_a_condition_that_leaves_nothing_to_evaluate_is_told_at_the_start(mix):
     few = ({**mix[0], 'where': 'held_out == 0'}, mix[1])  # every record of the other split
-    with pytest.raises(ValueError, match=r"'here' .* would come in lockstep\. Give 'here' a 'seed'"):
+    with pytest.raises(ValueError, match=r"would come in lockstep\. Give 'here' a 'seed'"):
         data.TrainingData(small_config('', **mixed(few)), sharding.make_mesh())
     few[0]['seed'] = 7
     opened = data.TrainingData(small_config('', **mixed(few)), sharding.make_mesh())
