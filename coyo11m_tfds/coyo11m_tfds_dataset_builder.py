@@ -202,6 +202,7 @@ class Builder(dataset_builder.FileReaderBuilder):
     def _is_there(self) -> bool:
         return (self.data_path / schema.INFO_FILE).exists()
 
+    @progress.shown()
     def _build(
         self, source: str, download_config: tfds.download.DownloadConfig, overwrite: bool
     ) -> None:
@@ -210,18 +211,15 @@ class Builder(dataset_builder.FileReaderBuilder):
 
         limit = download_config.max_examples_per_split
         final = os.fspath(self.data_path)
-        with (
-            progress.shown(),
-            driver.build(
-                final,
-                source,
-                self.builder_config,
-                limit=limit,
-                overwrite=overwrite,
-                beam_options=download_config.beam_options,
-                beam_runner=download_config.beam_runner,
-            ) as built,
-        ):
+        with driver.build(
+            final,
+            source,
+            self.builder_config,
+            limit=limit,
+            overwrite=overwrite,
+            beam_options=download_config.beam_options,
+            beam_runner=download_config.beam_runner,
+        ) as built:
             if built:
                 self._write_info(built)
         _to_be_replaced.discard(final)
