@@ -45,11 +45,6 @@ def write_shards(
     All workers must reach `finished` by its path. `scratch_dir` is a local folder of each worker,
     for remote source files and for shards on their way to a bucket; '' for the user's cache.
     `runner` takes the place of the one in `options`.
-
-    Raises:
-        RuntimeError: A worker failed, or shards are missing at the end; finished shards are kept.
-        OSError: The inputs of a shard cannot be copied to the folder of `finished`.
-        ModuleNotFoundError: The runner is that of Dask, and Dask is not installed.
     """
     if not tasks:
         return

@@ -73,13 +73,6 @@ def build(
     overrides the settings; `limit` is the largest number of records in each split. With
     `overwrite`, an existing data set, also one of the same plan, is replaced as soon as the new one
     is complete. With either argument for it, Apache Beam writes instead of local processes.
-
-    Raises:
-        ValueError: The source or a setting is bad; or a process other than the first of a job is
-            told to overwrite the data set.
-        FileExistsError: Another build has been completed in `final` meanwhile.
-        OSError: A file cannot be read, written or stored.
-        RuntimeError: A worker died, or the first process of the job failed.
     """
     folder = DataFolder(final)
     if index := job.process_index():

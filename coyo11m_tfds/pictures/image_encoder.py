@@ -34,12 +34,7 @@ class ImageEncoder:
     """
 
     def __init__(self, model: str):
-        """Loads the weights of a folder, or of a name on the hub.
-
-        Raises:
-            ValueError: The model does not exist, has no safetensors, lacks weights, or cannot make
-                features from pictures alone.
-        """
+        """Loads the weights of a folder, or of a name on the hub."""
         self._device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
         with model_files.loading(model, 'image encoder', _FILES):
             source: dict[str, Any] = {'trust_remote_code': False}

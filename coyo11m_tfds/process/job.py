@@ -19,9 +19,6 @@ def process_index() -> int:
 
     It is the environment variable `RANK`, `SLURM_PROCID` or `OMPI_COMM_WORLD_RANK` or, if a program
     has initialized it, the number in `jax.distributed`. This call does not start JAX.
-
-    Raises:
-        ValueError: The variable is not a number.
     """
     for rank in filter(os.environ.get, _LAUNCHERS):
         if not os.environ[rank].isdecimal():
@@ -34,12 +31,7 @@ def process_index() -> int:
 
 
 def share() -> tuple[int, int]:
-    """Returns the number of this process and the number of processes, `(0, 1)` without a job.
-
-    Raises:
-        ValueError: A variable is not a number, or the variable of the count is missing or too
-            small.
-    """
+    """Returns the number of this process and the number of processes, `(0, 1)` without a job."""
     index = process_index()
     for rank in filter(os.environ.get, _LAUNCHERS):
         count = os.environ.get(_LAUNCHERS[rank], '')

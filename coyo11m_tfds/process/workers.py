@@ -15,11 +15,7 @@ VARIABLE = 'COYO11M_NUM_PROC'
 
 
 def chosen(num_workers: int) -> int:
-    """Returns `num_workers`; for 0, the value of COYO11M_NUM_PROC, or 0 without this variable.
-
-    Raises:
-        ValueError: The variable is not a number from 1 up.
-    """
+    """Returns `num_workers`; for 0, the value of COYO11M_NUM_PROC, or 0 without this variable."""
     variable = os.environ.get(VARIABLE)
     if num_workers or not variable:
         return num_workers
@@ -32,11 +28,7 @@ def chosen(num_workers: int) -> int:
 def pool(
     num_workers: int, init: Callable[[], None] | None = None
 ) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
-    """Yields a pool of processes, each of which calls `init` before any work.
-
-    Raises:
-        RuntimeError: A process died.
-    """
+    """Yields a pool of processes, each of which calls `init` before any work."""
     with concurrent.futures.ProcessPoolExecutor(num_workers, CONTEXT, _begin, (init,)) as processes:
         try:
             yield processes

@@ -50,11 +50,7 @@ def moments(vectors: np.ndarray) -> np.ndarray:
 
 
 def mean_and_std(moments: np.ndarray) -> tuple[list[float], list[float]]:
-    """Returns the mean and the (population) standard deviation of each quantity.
-
-    Raises:
-        ValueError: The moments count no vector.
-    """
+    """Returns the mean and the (population) standard deviation of each quantity."""
     counts, sums, squares = moments
     if not counts.all():
         raise ValueError('expected at least one value for a mean and a standard deviation.')

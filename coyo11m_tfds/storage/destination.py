@@ -64,11 +64,7 @@ class Destination:
         return super().__new__(kind)  # type: ignore[return-value]
 
     def __init__(self, folder: str | os.PathLike[str]):
-        """Does not touch the storage.
-
-        Raises:
-            ValueError: The folder is '', or a URL of another kind than `gs://bucket/folder`.
-        """
+        """Does not touch the storage."""
         path = os.fspath(folder)
         if not path:
             raise ValueError('no destination given, expected a folder.')
@@ -232,9 +228,6 @@ class Destination:
 
         Args:
             states: Expected states by relative name.
-
-        Raises:
-            OSError: A file is missing or differs; the message names it.
         """
         listed = self._list_all()
         for name, expected in sorted(states.items()):

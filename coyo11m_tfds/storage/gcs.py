@@ -56,11 +56,7 @@ class _Missing(OSError):
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Returns bucket and name of `gs://bucket/name`; the name may be empty.
-
-    Raises:
-        ValueError: The URL is of another kind.
-    """
+    """Returns bucket and name of `gs://bucket/name`; the name may be empty."""
     bucket, _, name = url.removeprefix('gs://').partition('/')
     if not url.startswith('gs://') or not bucket:
         raise ValueError(f'{url}: expected a local path or gs://bucket/folder.')
@@ -130,9 +126,6 @@ def write(url: str, data: bytes, generation: int | None = None) -> Stat:
         url: URL of the object, which is replaced if it exists.
         data: New content of the object.
         generation: The only generation that may be replaced; 0 for none, None for any.
-
-    Raises:
-        Conflict: The object has another generation.
     """
     sent = FileState(len(data), google_crc32c.value(data))
 

@@ -39,11 +39,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between two looks
 
 
 def lease_seconds() -> float:
-    """Returns the seconds without a renewal after which the holder of a lock counts as dead.
-
-    Raises:
-        ValueError: The environment variable is not a positive number.
-    """
+    """Returns the seconds without a renewal after which the holder of a lock counts as dead."""
     return retry.seconds('COYO11M_LEASE_SECONDS', 40.0)
 
 
@@ -66,10 +62,6 @@ class FileLock:
         Args:
             shared: Whether to share the lock with other shared holders, or to exclude all others.
             wait: Whether to wait until others release it.
-
-        Raises:
-            BlockingIOError: `wait` is False, and others hold the lock.
-            OSError: The file cannot be opened, or its file system has no locks.
         """
         self._path = path
         how = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
@@ -181,11 +173,6 @@ def hold(place: str | os.PathLike[str], *, wait: bool = True) -> Iterator['Lock'
         place: Path or URL, which need not exist.
         wait: Whether to wait for a holder that is alive. The lease of a killed holder is always
             waited for.
-
-    Raises:
-        TimeoutError: Another holder is alive, and `wait` is False.
-        PermissionError: This user may not write the lock, or credentials are missing or refused.
-        OSError: The file system has no locks, or the storage cannot be reached.
     """
     place = os.fspath(place).rstrip('/')
     lock, start = _open(place), time.monotonic()
@@ -208,10 +195,6 @@ def wait_for(place: str | os.PathLike[str], is_there: Callable[[], bool]) -> Non
     Args:
         place: Path of the folder or file that the first process makes.
         is_there: Returns whether the result exists; called repeatedly.
-
-    Raises:
-        RuntimeError: No process has held the lock for 1.4 times `COYO11M_LEASE_SECONDS` (40): the
-            first process has failed, was killed, or has not begun.
     """
     place = os.fspath(place).rstrip('/')
     lock, seen = _open(place), time.monotonic()

@@ -19,11 +19,7 @@ def public_name(model: str) -> str:
 
 
 def local_folder(model: str, kind: str = 'text encoder') -> Path | None:
-    """Returns the folder of a model, or None for a name on the hub.
-
-    Raises:
-        ValueError: `model` looks like a path, and the folder does not exist.
-    """
+    """Returns the folder of a model, or None for a name on the hub."""
     folder = Path(model)
     if folder.is_dir():
         return folder
@@ -38,9 +34,6 @@ def folder(model: str, kind: str, files: Sequence[str]) -> Path:
     Args:
         model: A folder, or a name on the hub.
         files: Patterns of the names of files to download.
-
-    Raises:
-        ValueError: The model does not exist, or the hub refuses access.
     """
     if found := local_folder(model, kind):
         return found
@@ -58,12 +51,7 @@ def folder(model: str, kind: str, files: Sequence[str]) -> Path:
 
 @contextlib.contextmanager
 def loading(model: str, kind: str, files: str) -> Iterator[None]:
-    """Turns errors of transformers into a ValueError that says what is expected, such as `files`.
-
-    Raises:
-        ValueError: The model is a folder that does not exist or has no safetensors, or the block
-            raised an error.
-    """
+    """Turns errors of transformers into a ValueError that names the expected `files`."""
     if found := local_folder(model, kind):
         check_weights(found, kind)
     try:

@@ -57,12 +57,6 @@ def fetch(file: SourceFile, target: str, on_bytes: Callable[[int], None] = ignor
         target: Local path in an existing temporary folder.
         on_bytes: Called with the number of received bytes, or a negative number for bytes that
             proved wrong. The sum is `file.size`.
-
-    Raises:
-        FileNotFoundError: The file is gone.
-        PermissionError: Credentials are missing or refused.
-        Changed: The file has changed since it was described.
-        OSError: The storage cannot be reached, the checksum stays wrong, or the disk is full.
     """
     with open(target, 'wb', buffering=0) as stream:
         part = _Part(file, stream, on_bytes)
@@ -71,12 +65,7 @@ def fetch(file: SourceFile, target: str, on_bytes: Callable[[int], None] = ignor
 
 
 def read_range(file: SourceFile, start: int, length: int) -> bytes:
-    """Reads `length` bytes at offset `start` of a file, remote or local.
-
-    Raises:
-        ValueError: The range exceeds the file.
-        FileNotFoundError, PermissionError, OSError: As `fetch`.
-    """
+    """Reads `length` bytes at offset `start` of a file, remote or local."""
     if not 0 <= start <= start + length <= file.size:
         raise ValueError(
             f'{file.path}: has {file.size} bytes, expected {length} from byte {start} on.'

@@ -78,12 +78,6 @@ def call(operation: Callable[[], T], what: str, *, attempts: int = 8) -> T:
         operation: Function without arguments that is safe to repeat.
         what: Names the file or place in messages, best with its URL.
         attempts: Largest number of attempts.
-
-    Raises:
-        PermissionError: `what` is on gs:// or hf://, and credentials are missing or refused; the
-            message names the command that gets access. This is not retried.
-        GivenUp: Every attempt failed; the message names `what`, the attempts and the last cause.
-        Exception: Any other error of `operation`, at once.
     """
     for attempt in range(1, attempts + 1):
         try:
@@ -132,11 +126,7 @@ def stall_seconds() -> float:
 
 
 def seconds(variable: str, default: float) -> float:
-    """Reads a time from an environment variable; `default` if it is unset or empty.
-
-    Raises:
-        ValueError: The value is not a positive number.
-    """
+    """Reads a time from an environment variable; `default` if it is unset or empty."""
     text = os.environ.get(variable, '')
     try:
         value = float(text) if text else default

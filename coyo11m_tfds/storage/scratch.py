@@ -24,9 +24,6 @@ def choose_folder(program: str, data_dir: str, chosen: str = '') -> str:
     """Returns the local folder for a program's stores and downloads, which need not exist.
 
     It is the user's choice; without one, `.PROGRAM` in a local `data_dir`, or the user's cache.
-
-    Raises:
-        ValueError: `chosen` is a URL.
     """
     _check_local(chosen)
     if chosen:
@@ -72,9 +69,6 @@ class Scratch:
         Args:
             files: One or more different files. A local file has its own path.
             on_bytes: See `remote.fetch`; called from several threads.
-
-        Raises:
-            OSError: The download fails.
         """
         wanted = [file for file in files if file.is_remote]
         if not wanted:

@@ -70,12 +70,6 @@ def list_files(
     Returns:
         The folder as in the paths of its files (on the hub with the commit), and the files by
         relative name.
-
-    Raises:
-        FileNotFoundError: The folder does not exist, but its bucket does.
-        NotADirectoryError: The path is that of a file.
-        ValueError: The path is empty or a URL of another kind, or a wanted file is a broken link.
-        OSError: The bucket does not exist, the storage cannot be reached or refuses access.
     """
 
     def is_wanted(name: str) -> bool:
@@ -103,12 +97,7 @@ def list_files(
 
 
 def describe(path: str | os.PathLike[str]) -> SourceFile:
-    """Describes one file, local or remote.
-
-    Raises:
-        ValueError: The file does not exist.
-        OSError: The bucket does not exist, the storage cannot be reached or refuses access.
-    """
+    """Describes one file, local or remote."""
     text = os.fspath(path)
     try:
         if not is_remote(text):
@@ -133,11 +122,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def hub_uri(path: str) -> 'huggingface_hub.utils.HfUri':
-    """Splits `hf://datasets/owner/name@revision/path` into its parts.
-
-    Raises:
-        ValueError: `path` is not the URL of a data set on the hub.
-    """
+    """Splits `hf://datasets/owner/name@revision/path` into its parts."""
     from huggingface_hub import utils
 
     uri = utils.parse_hf_uri(path)

@@ -17,12 +17,7 @@ Taken = TypeVar('Taken', bound='Taker')
 
 
 def list_folder(folder: str, missing_ok: bool = False) -> dict[str, SourceFile]:
-    """Returns the visible files of a folder by name; with `missing_ok`, {} for a missing folder.
-
-    Raises:
-        ValueError: The folder does not exist.
-        OSError: The storage cannot be reached.
-    """
+    """Returns the visible files of a folder by name; with `missing_ok`, {} for a missing folder."""
     try:
         if source_files.is_remote(folder):
             return source_files.list_files(folder, '', ('',))[1]
@@ -66,11 +61,7 @@ class Content(Checksum):
 def read(
     file: SourceFile, new: Callable[[], Taken], on_bytes: Callable[[int], None] = ignore_bytes
 ) -> Taken:
-    """Reads a file into a `Taker` from `new`, and again into a new one if its checksum is wrong.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
+    """Reads a file into a `Taker` from `new`, and again into a new one if its checksum is wrong."""
 
     def attempt() -> Taken:
         taken, done = new(), 0

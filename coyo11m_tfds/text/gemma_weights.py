@@ -70,12 +70,7 @@ _FIXED = {
 
 
 def open_checkpoint(model: str) -> 'Checkpoint':
-    """Opens a folder, or a model of the hub, which it downloads if the cache lacks it.
-
-    Raises:
-        ValueError: The model does not exist, has no safetensors, or is not a Gemma 3 that
-            `gemma.Gemma` supports.
-    """
+    """Opens a folder, or a model of the hub, which it downloads if the cache lacks it."""
     folder = model_files.folder(model, 'text encoder', _HUB_FILES)
     model_files.check_weights(folder)
     try:
@@ -90,10 +85,6 @@ def load_params(checkpoint: 'Checkpoint', dtype: jnp.dtype | type) -> dict[str, 
     Returns:
         The parameters of `gemma.Gemma(checkpoint.config)` as NumPy arrays, in `dtype`, except for
         the scales of norms in float32. Those of all layers are stacked as `(depth, ...)`.
-
-    Raises:
-        ValueError: Weights are missing, unexpected or damaged, have another shape than the
-            configuration implies, or are not floating-point numbers.
     """
     shapes = flax.traverse_util.flatten_dict(
         gemma.abstract_params(checkpoint.config, dtype), sep='.'
@@ -165,11 +156,7 @@ class Checkpoint:
         return self._files[self._prefix + name].get_tensor(self._prefix + name)
 
     def tokenizer(self) -> tokenizers.Tokenizer:
-        """Returns the tokenizer, with the tokens of transformers' `AutoTokenizer`.
-
-        Raises:
-            ValueError: The file tokenizer.json is missing or cannot be parsed.
-        """
+        """Returns the tokenizer, with the tokens of transformers' `AutoTokenizer`."""
         path, settings = self.path / 'tokenizer.json', self.path / 'tokenizer_config.json'
         if not path.is_file():
             raise ValueError(
@@ -195,11 +182,7 @@ class Checkpoint:
 
 
 def read_config(raw: Mapping[str, Any], name: str) -> gemma.Config:
-    """Reads the content of config.json; for a multimodal model, the part for text.
-
-    Raises:
-        ValueError: `gemma.Gemma` does not support the model.
-    """
+    """Reads the content of config.json; for a multimodal model, the part for text."""
     if raw.get('model_type') not in ('gemma3', 'gemma3_text'):
         raise ValueError(
             f'{name}: model_type is {raw.get("model_type")!r}, expected gemma3_text or gemma3; '

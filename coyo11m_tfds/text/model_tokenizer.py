@@ -34,9 +34,6 @@ class ModelTokenizer(Tokenizer):
             max_tokens: Length to which captions are cut, special tokens included.
             backend: Tokenizer; its padding and truncation are changed.
             filler: Token for empty captions, and for padding, which is masked.
-
-        Raises:
-            ValueError: `max_tokens` leaves no room for the special tokens.
         """
         special = backend.num_special_tokens_to_add(is_pair=False)
         if max_tokens <= special:

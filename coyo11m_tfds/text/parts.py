@@ -87,12 +87,7 @@ class Parts:
         return self.keys[slice(*bounds)]
 
     def finished(self) -> dict[int, SourceFile]:
-        """Returns the parts in the folder by number.
-
-        Raises:
-            ValueError: The names of parts have another count.
-            OSError: The storage cannot be reached.
-        """
+        """Returns the parts in the folder by number."""
         count, files = sidecar.find_parts(self._out)
         if files and count != self.count:
             raise ValueError(
@@ -103,13 +98,7 @@ class Parts:
         return files
 
     def check(self, finished: Mapping[int, SourceFile]) -> None:
-        """Checks that this run would make the same finished parts.
-
-        Raises:
-            ValueError: A part has another encoder or other captions, or is damaged; the message
-                names it.
-            OSError: A part cannot be read.
-        """
+        """Checks that this run would make the same finished parts."""
 
         def check_one(number: int) -> None:
             file = finished[number]
@@ -134,10 +123,6 @@ class Parts:
 
         Returns:
             The largest number of token ids of a caption; 0 for embeddings.
-
-        Raises:
-            ValueError: A number is not finite in float16.
-            OSError: A part cannot be stored.
         """
         path, folder, longest = os.path.join(staging, 'part'), Destination(self._out), 0
         with concurrent.futures.ThreadPoolExecutor(1, 'tokenize') as thread:

@@ -32,11 +32,6 @@ def make_encoder(
         max_tokens: Length to which captions are cut, in tokens; not for `hash`.
         batch_tokens: Limit of the tokens in a device's forward pass, with padding; None for the
             device's default. Not for `hash`.
-
-    Raises:
-        ValueError: The specification is unknown, `max_tokens` is too small, the model is missing
-            or unusable (it has no safetensors, lacks weights, is no Gemma 3 for `jax:`, or its
-            tokenizer runs in Python), or a package that runs it is not installed.
     """
     if spec == words.HashEncoder.name:
         return words.HashEncoder()
@@ -46,11 +41,7 @@ def make_encoder(
 
 
 def make_tokenizer(spec: str, max_tokens: int = DEFAULT_MAX_TOKENS) -> Tokenizer:
-    """Makes a tokenizer: `words`, `labels`, or that of a model (without reading its weights).
-
-    Raises:
-        ValueError: `max_tokens` is above `schema.MAX_TOKENS`; or as `make_encoder`.
-    """
+    """Makes a tokenizer: `words`, `labels`, or that of a model (without reading its weights)."""
     if max_tokens > schema.MAX_TOKENS or (spec == words.WordsTokenizer.name and max_tokens < 1):
         raise ValueError(f'max_tokens={max_tokens}: expected 1 to {schema.MAX_TOKENS:,}')
     if spec == words.WordsTokenizer.name:
