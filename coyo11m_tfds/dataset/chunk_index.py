@@ -37,7 +37,7 @@ class ChunkIndex:
             raise ValueError(f'expected a flat int64 array, got {flat.dtype} {flat.shape}')
         self._flat = flat
         self._first_offset = np.fromiter(_first_offsets(flat), np.int64)
-        _check_rising(flat & _OFFSET, self._first_offset)
+        _check_rising(flat, self._first_offset)
         self.shard_lengths: np.ndarray = flat[self._first_offset - 1]
 
     @classmethod
@@ -122,11 +122,13 @@ def _first_offsets(flat: np.ndarray) -> Iterator[int]:
         at = size_at + 1
 
 
-def _check_rising(offsets: np.ndarray, first_offset: np.ndarray) -> None:
+def _check_rising(flat: np.ndarray, first_offset: np.ndarray) -> None:
     """Raises unless each shard's offsets rise up to its size."""
+    offsets = flat & _OFFSET
     rises = np.append(offsets[1:] > offsets[:-1], True)
-    # But from the end of a shard to the next one's length, and from there to its first offset.
-    rises[first_offset - 2] = rises[first_offset - 1] = True
+    # But from the size of a shard to the next one's length, and from there to its first offset.
+    rises[first_offset - 2] = flat[first_offset - 2] >> _OFFSET_BITS == 0  # it has no digest
+    rises[first_offset - 1] = True
     if not rises.all():
         shard = np.searchsorted(first_offset - 1, rises.argmin(), side='right') - 1
         raise _no_shard(int(first_offset[shard]) - 1)

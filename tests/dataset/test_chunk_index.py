@@ -87,6 +87,8 @@ ARRAYS = [
     np.array([33, 0, 320, 300], np.int64),  # offsets go back
     np.array([1, -7, 7], np.int64),  # before the file
     np.array([33, 0, 2**62, 2**63 - 1], np.int64),  # no file is so large
+    np.array([1, 0, -1], np.int64),
+    np.array([1, 0, 2**43 + 7, 1, 0, 7], np.int64),
     np.array([1.0, 0.0, 7.0]),
     np.array([1, 0, 7], np.uint64),
     np.array([[1], [0], [7]], np.int64),
