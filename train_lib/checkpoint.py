@@ -64,12 +64,15 @@ class Description:
 # --- By the run itself --------------------------------------------------------------------------
 
 
-def open_manager(workdir: epath.PathLike, keep: int, keep_every: int = 0) -> ocp.CheckpointManager:
+@contextlib.contextmanager
+def open_manager(
+    workdir: epath.PathLike, keep: int, keep_every: int = 0
+) -> Iterator[ocp.CheckpointManager]:
     """Opens `workdir/checkpoints` for the run itself; other programs use `open_run`.
 
     Makes the folder, and removes incomplete checkpoints and all but the last `keep` and those of
     multiples of the step `keep_every` (0: none). A background thread saves checkpoints; the end of
-    the manager's context waits for the thread.
+    the context waits for the thread, and raises the errors of `save` unless the block has failed.
     """
     policies = [ocp.checkpoint_managers.LatestN(keep)]
     if keep_every:
@@ -86,7 +89,14 @@ def open_manager(workdir: epath.PathLike, keep: int, keep_every: int = 0) -> ocp
     for step in sorted(manager.all_steps())[:-keep]:
         if not keep_every or step % keep_every:
             manager.delete(step)
-    return manager
+    try:
+        yield manager
+    except BaseException:
+        with contextlib.suppress(Exception):  # Orbax raises an error of writing once more
+            manager.close()
+        raise
+    with _errors_of_writing(manager):
+        manager.close()
 
 
 def _recorded(folder: epath.Path) -> type:

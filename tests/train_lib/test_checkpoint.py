@@ -3,6 +3,7 @@
 import os
 import pathlib
 import random
+import resource
 import shutil
 
 import jax
@@ -62,6 +63,26 @@ def test_checkpoints_of_every_so_many_steps_are_kept_beside_the_last(tmp_path, k
     assert _kept(tmp_path) == kept
     with _open(tmp_path, keep=1, keep_every=keep_every):  # makes room before it writes
         assert _kept(tmp_path) == [step for step in kept if step != 5]
+
+
+@pytest.fixture
+def full_disk():
+    """Writing more than 0.2 MB to a file fails, with an OSError as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_of_several_errors_the_first_is_told(full_disk, tmp_path):
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=(300, 300)))
+    large = {'kernel': weights}, _window(0), Description({})
+    with pytest.raises(OSError, match='the log is full'), _open(tmp_path) as manager:
+        checkpoint.save(manager, 1, *large)
+        raise OSError('the log is full')
+    message = f'^{tmp_path}/checkpoints: a checkpoint cannot be written: .*File too large'
+    with pytest.raises(OSError, match=message), _open(tmp_path) as manager:
+        checkpoint.save(manager, 1, *large)
 
 
 _RESHARD = """
