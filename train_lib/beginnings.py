@@ -18,7 +18,7 @@ from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from coyo11m_tfds.process import ending
-from train_lib import checkpoint, settings
+from train_lib import checkpoint, models, settings
 from train_lib.checkpoint import Description, SavedRun
 from train_lib.data import TrainingData
 from train_lib.state import TrainState
@@ -164,6 +164,7 @@ def _source(
         others = source.other_shapes(program.abstract_state.params)
         _check_shares(others, program)
         identity = source.description.identity
+        _check_heads(identity['model'], description.identity['model'])
     except (ValueError, OSError) as error:
         raise type(error)(f'init_from={init_from}: {ending.describe(error)}') from error
     for text in differences(identity, description.identity).values():
@@ -186,6 +187,15 @@ def _check_shares(others: Mapping[str, str], program: Program) -> None:
             f'no kernel fits: parameter {needed[0]} has shape {others[needed[0]]}; expected a run '
             'with the same model.width and model.depth'
         )
+
+
+def _check_heads(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Raises a ValueError for another number of attention heads, which no shape shows."""
+    if saved['kind'] != current['kind']:
+        return
+    before, now = (getattr(models.make(**x), 'num_heads', 0) for x in (saved, current))
+    if before != now:
+        raise ValueError(f'its model.num_heads is {before}, expected {now} as in this run')
 
 
 def check_same(

@@ -181,6 +181,12 @@ def test_other_weights_are_looked_at_by_a_new_run_alone(mini_dataset, small_run,
     assert losses[0] < losses[1]
 
 
+def test_weights_of_other_attention_heads_are_refused(mini_dataset, small_run, tmp_path):
+    message = f'init_from={small_run[0]}: its model.num_heads is 4, expected 2 as in this run'
+    with pytest.raises(ValueError, match=message):
+        begin(mini_dataset, tmp_path / 'new', small_run[0], **{'model.num_heads': 2})
+
+
 @pytest.mark.parametrize(
     ('changes', 'text_dim', 'arguments', 'begun'),
     [
