@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import functools
 import logging as standard_logging
+import math
 import os
 import pathlib
 import re
@@ -66,8 +67,18 @@ def start(main: Callable[[], None], required: Sequence[str]) -> None:
         os._exit(ending.INTERRUPTED)
 
 
-def prepare() -> None:
-    """Keeps TensorFlow off the accelerator and the log readable; call it before other imports."""
+def prepare(needs_data: bool = True) -> None:
+    """Keeps TensorFlow off the accelerator and the log readable; call it before other imports.
+
+    Ends the process for a wrong setting or data set, which other modules would only name after the
+    seconds of their imports. In a run on several hosts those modules name it, to all hosts.
+
+    Args:
+        needs_data: Whether `data.dir` is required, for programs with a configuration.
+    """
+    if 'config' in flags.FLAGS and flags.FLAGS.is_parsed():
+        with errors_in_one_line():
+            _check_config(flags.FLAGS.config, needs_data)
     if not _is_verbose():
         handler = logging.get_absl_handler()
         handler.addFilter(_is_worth_reading)
@@ -146,6 +157,10 @@ def _parse_flags(argv: Sequence[str], required: Sequence[str]) -> list[str]:
             missing = [f'--{name}' for name in required if flags.FLAGS[name].value in (None, '')]
             if missing:
                 raise flags.Error(f'missing: {", ".join(missing)}')
+            for name in flags.FLAGS:
+                value = flags.FLAGS[name].value
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise flags.Error(f'--{name}={value}: expected a finite number')
         except flags.Error as error:
             if 'Error whilst parsing config file' in str(error):
                 raise ValueError(_wrong_config(argv, error)) from error
@@ -190,14 +205,27 @@ def _wrong_config(argv: Sequence[str], error: Exception) -> str:
 
 def _as_flags(message: str) -> str:
     """Names settings as they are typed: `--config.data.lanes=2` where the reader says `lanes=2`."""
-    if 'config' not in flags.FLAGS:
-        return message
+    if 'config' not in flags.FLAGS:  # programs that draw have flags of a run's `preview`
+        return re.sub(r'(?<![\w.-])preview\.(\w+)=', r'--\1=', message)
     names = _fields()
     full = {name.removeprefix('data.'): name for name in names} | {name: name for name in names}
     fields = '|'.join(map(re.escape, full))
     # But not those in paths, such as /data/seed=1/x.
     setting = rf'(?<![\w./-])({fields})=(?!\d+/)'
     return re.sub(setting, lambda found: f'--config.{full[found[1]]}=', message)
+
+
+def _check_config(config: Any, needs_data: bool) -> None:
+    is_one_of_several = 'process_count' in flags.FLAGS and flags.FLAGS.process_count
+    if config.distributed or is_one_of_several:
+        return
+    settings.check(config, needs_data=needs_data)
+    data = config.data
+    try:
+        if data.mix or data.dir:
+            input_pipeline.open_mix(data.mix or data.dir)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f'data.{"mix" if data.mix else "dir"}={error}') from error
 
 
 def _fields() -> list[str]:

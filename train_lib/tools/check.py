@@ -17,7 +17,6 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from coyo11m_tfds.pictures import vae_decoder
 from train_lib import run
 
 FLAGS = flags.FLAGS
@@ -29,8 +28,8 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
     """Checks a configuration.
 
     Returns:
-        The `devices` and `data` that the run would use, and `unchecked`: checks that this machine
-        cannot make, and how to make them.
+        The `devices` and `data` that the run would use, and, if there are any, as `unchecked` the
+        checks that this machine cannot make, and how to make them.
 
     Raises:
         ValueError: A setting is out of its range, or does not fit the devices or the data.
@@ -38,6 +37,7 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
     """
     import jax  # after `run.prepare`, as the others, which import TensorFlow
 
+    from coyo11m_tfds.pictures import vae_decoder
     from train_lib import flow, settings, sharding, step, writers
     from train_lib.data import TrainingData
 
@@ -66,12 +66,12 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
         step.make_program(config, mesh, flow.no_stats(text_dim=1, vocabulary=vocabulary))
     kinds = [device.device_kind for device in jax.local_devices()]
     devices = ', '.join(f'{kinds.count(kind)} x {kind}' for kind in dict.fromkeys(kinds))
-    return {'devices': devices, 'data': described, 'unchecked': unchecked}
+    return {'devices': devices, 'data': described} | ({'unchecked': unchecked} if unchecked else {})
 
 
 def main() -> None:
     """Prints the result of `check` as one line of JSON."""
-    run.prepare()
+    run.prepare(needs_data=False)
     with run.errors_in_one_line():
         print(json.dumps(check(FLAGS.config)))
 

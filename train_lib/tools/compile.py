@@ -226,6 +226,9 @@ def slice_devices(topology: str) -> Sequence[jax.Device]:
     # Nothing is run: libtpu need not ask a cloud machine what it has, nor be alone with it.
     os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
     os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
+    # Without these it complains of the machine; the topology does not depend on them.
+    os.environ.setdefault('TPU_ACCELERATOR_TYPE', 'v5litepod-4')
+    os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
     # One device a chip, as JAX has it on a real v4.
     more = {'chip_config_name': 'megacore'} if topology.startswith('v4:') else {}
     try:
@@ -361,6 +364,7 @@ def _first_sentence(error: Exception) -> str:
 def main() -> None:
     """Prints the report; the exit status is 1 if the program does not fit."""
     jax.config.update('jax_platforms', 'cpu')  # not the devices of this machine
+    print(f'compiling for {FLAGS.topology}: minutes for a large model ...', file=sys.stderr)
     with run.errors_in_one_line((ValueError,)):
         report = analyze(FLAGS.config, FLAGS.topology, num_tokens=FLAGS.num_tokens, step=FLAGS.step)
     print(json.dumps(report, indent=2) if FLAGS.json else table(report))
@@ -372,7 +376,8 @@ def main() -> None:
 if __name__ == '__main__':
     config_flags.DEFINE_config_file('config', None, run.CONFIG_HELP, lock_config=True)
     flags.DEFINE_string('topology', None, 'Slice to compile for, such as v5e:4x4.')
-    flags.DEFINE_integer('num_tokens', 128, 'Tokens of a text, for text=sequence or an encoder.')
+    help_of_tokens = 'Tokens of a text, for text=sequence or an encoder.'
+    flags.DEFINE_integer('num_tokens', 128, help_of_tokens, lower_bound=1)
     flags.DEFINE_enum('step', TRAIN, STEPS, 'Step to compile; draw is that of the previews.')
     flags.DEFINE_bool('json', False, 'Print the report as JSON.')
     run.start(main, required=['config', 'topology'])

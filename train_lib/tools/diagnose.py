@@ -92,7 +92,8 @@ def measure(
     config.batch_size //= hosts
     config.data.lanes //= hosts
     config.distributed = False
-    mesh = sharding.make_mesh()
+    # A pod's mesh is for its devices; `fsdp` holds for this host, whose devices it splits first.
+    mesh = sharding.make_mesh(**config.mesh if hosts == 1 else {'fsdp': config.mesh.fsdp})
     training = data.TrainingData(config, mesh)
     batches = training.train_batches()
     begin = time.monotonic()
@@ -147,7 +148,8 @@ def main() -> None:
 
 if __name__ == '__main__':
     config_flags.DEFINE_config_file('config', None, run.CONFIG_HELP, lock_config=True)
-    flags.DEFINE_integer('hosts', 1, 'Number of hosts that share a batch.')
-    flags.DEFINE_float('step_ms', None, 'Time of a step in milliseconds, instead of measuring it.')
-    flags.DEFINE_float('seconds', 5, 'Seconds to time the reading, and then the steps.')
+    flags.DEFINE_integer('hosts', 1, 'Number of hosts that share a batch.', lower_bound=1)
+    help_of_step = 'Time of a step in milliseconds, instead of measuring it.'
+    flags.DEFINE_float('step_ms', None, help_of_step, lower_bound=0)
+    flags.DEFINE_float('seconds', 5, 'Seconds to time the reading, and then steps.', lower_bound=0)
     run.start(main, required=['config'])

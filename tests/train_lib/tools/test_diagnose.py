@@ -34,6 +34,13 @@ def test_the_engine_of_the_run_is_timed(mini_dataset, engine):
     assert min(batch) > 0
 
 
+@pytest.mark.parametrize('hosts', [1, 2])
+def test_the_mesh_is_that_of_the_run(mini_dataset, hosts):
+    config = runs.small_config(mini_dataset, **SMALL, **{'mesh.fsdp': 7})
+    with pytest.raises(ValueError, match=r'fsdp=7 does not make the \d+ devices'):
+        diagnose.measure(config, hosts=hosts, step_ms=7.0, seconds=0.1)
+
+
 @pytest.mark.slow
 def test_the_command_times_a_step_of_the_model_here(mini_dataset):
     fields = runs.SMALL | SMALL | {'data.dir': mini_dataset}
@@ -48,12 +55,13 @@ def test_the_command_times_a_step_of_the_model_here(mini_dataset):
 
 WRONG = {
     '--config.data.dir=none': 'none',
+    '--seconds=nan': '--seconds=nan: expected a finite number',
     '--hosts=3': '--hosts=3 does not divide --config.batch_size=256',
 }
 
 
-def test_what_cannot_be_diagnosed_is_an_error_in_one_line():
-    given = '--config=default', '--step_ms=1'
+def test_what_cannot_be_diagnosed_is_an_error_in_one_line(mini_dataset):
+    given = '--config=default', '--step_ms=1', f'--config.data.dir={mini_dataset}'
     ended = forked.run([('train_lib.tools.diagnose', [*given, flag]) for flag in WRONG])
     for (status, lines), words in zip(ended, WRONG.values(), strict=True):
         assert status == 1 and not [line for line in lines if line.startswith('- ')]
