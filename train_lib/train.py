@@ -126,6 +126,8 @@ def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
             raise OSError(
                 f'{setup.workdir}: another run has just trained there; start this one again.'
             )
+        if beginning.step < config.num_steps:
+            introduce(config, setup.workdir, setup.data, program, beginning.step)
         empty = program.no_metrics()
         restored = checkpoint.restore(manager, program.abstract_state, empty)
         state, window, interrupted = restored or (beginning.state(program), empty, False)
@@ -133,7 +135,6 @@ def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
         if start == config.num_steps and not interrupted:
             say('Finished already: all %d steps are in %s.', start, setup.workdir)
             return state, True
-        introduce(config, setup.workdir, setup.data, program, start)
         if verbose:
             parameter_overview.log_parameter_overview(state.params, include_stats='sharding')
         with (
@@ -241,6 +242,7 @@ def _train(
 def _evaluate(run: Run, step: int, state: TrainState) -> str:
     """Writes the mean loss of the validation splits, at fixed noise and times; of each its own."""
     found: dict[str, metrics.EvalMetrics] = {}
+    say('evaluation at step %d ...', step)
     for source in run.data.sources:
         for batch in run.data.eval_batches(source):
             update, known = run.program.eval_step(state.ema_params, batch), found.get(source.name)

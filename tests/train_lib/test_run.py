@@ -83,6 +83,7 @@ def test_a_run_from_its_first_line_to_ctrl_c(mini_dataset, tmp_path):
         r'waiting \d+%',
         r'checkpoint at step 2: .* \(\S+ s\)',
         r'loss \S+, step 4 of 9000, .*',
+        r'evaluation at step 4 \.\.\.',
         r'evaluation at step 4: loss \S+ \(\S+ s\)',
         r'preview at step 4: 3 pictures in .*step_000004\.png \(\S+ s\)',
         r'checkpoint at step 4: .* \(\S+ s\)',
