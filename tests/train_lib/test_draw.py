@@ -128,6 +128,8 @@ def test_a_prompt_makes_a_picture_named_by_what_it_changes_and_replaces_none(sma
     names = 'a-red-circle_000004', 'a-red-circle_000004-2'
     names += ('a-red-circle_000004_average=False_seed=1_sampler=heun',)
     assert {path.name for path in (workdir / 'previews').iterdir()} == {f'{x}.png' for x in names}
+    done = children.program('train_lib.draw', *flags, '--time_shift=0')
+    assert done.stderr.splitlines()[-1] == 'error: --time_shift=0.0: expected more than 0'
     done = children.program('train_lib.draw', flags[0], '--prompts=missing.txt')
     assert done.returncode == 1 and 'missing.txt' in done.stderr.splitlines()[-1]
 
