@@ -4,6 +4,7 @@ import hashlib
 import io
 import itertools
 import json
+import logging
 import os
 import pathlib
 import shutil
@@ -454,7 +455,9 @@ def test_a_key_of_mds_that_does_not_fit_is_refused(tmp_path, key: int):
         built.build(tmp_path, '', tmp_path / 'data')
 
 
-def test_a_name_that_is_not_utf_8_is_told_or_does_no_harm(source, tmp_path):
+def test_a_name_that_is_not_utf_8_is_told_or_does_no_harm(source, tmp_path, monkeypatch):
+    # Processes of pytest exchange what is logged, as UTF-8.
+    monkeypatch.setattr(logging.root.manager, 'disable', logging.CRITICAL)
     folder, truth = source
     copy = shutil.copytree(folder, tmp_path / os.fsdecode(b'caf\xe9'))
     if folder.name == 'pt':
