@@ -155,10 +155,11 @@ def _batch(size: int) -> dict[str, np.ndarray]:
     }
 
 
-_CUDNN = {'attention': 'cudnn'}
+_PLAIN = {'remat': 'none'}
+_CUDNN = {'attention': 'cudnn', **_PLAIN}
 # What a run is: the program, then how attention is computed and what is kept for the backward pass.
 _SETTINGS = {
-    'jax': {},
+    'jax': _PLAIN,
     'jax:dots': {'remat': 'dots'},
     'jax:full': {'remat': 'full'},
     'jax:cudnn': _CUDNN,

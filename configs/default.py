@@ -1,9 +1,13 @@
-"""The default run: S/2 on one machine, the base that every other configuration overrides.
+"""The default run: S/2 on one accelerator, the base that every other configuration overrides.
 
     python -m train_lib.main --config=configs/default.py --workdir=W \\
         --config.data.dir=OUT/coyo11m_tfds/CONFIG/1.0.0
 
 Any field can be set on the command line: `--config.batch_size=512`, `--config.model.name=B/2`.
+
+The whole batch on one device takes 3.3 GB as compiled for a TPU v5e and 7.2 GB as compiled for a
+CPU. With `--config.model.remat=dots --config.accumulate=4` a v5e takes as much and, by its
+compiler's estimate, a fifth less time.
 """
 
 import ml_collections
@@ -31,6 +35,7 @@ def get_config() -> ml_collections.ConfigDict:
     data.lanes = 16  # a multiple of the number of hosts, a divisor of batch_size
     data.window = 1024  # records shuffled together in a lane; by chunks they take 21 MB a lane
     data.text = ''  # '': the records' text; or a column's name; or shares: 'records:2,short:1'
+    data.require_text = True  # False: a model without captions if the data set has no text
     data.caption_dropout = 0.1  # share of samples whose text is dropped, for guidance
     data.on_bad_records = 'stop'  # or 'skip': leave out damaged records and count them
     data.max_bad_fraction = 0.001  # share of a split's records that 'skip' may leave out
@@ -50,7 +55,7 @@ def get_config() -> ml_collections.ConfigDict:
     model.patch_size = 0  # side of the square of latent positions that makes a token
     model.mlp_ratio = 0.0  # hidden width of a block's MLP over the width; 0: 4
     model.dtype = 'bfloat16'  # dtype of the computation; weights are float32
-    model.remat = 'none'  # recomputed in the backward pass: 'none', 'dots' or 'full'
+    model.remat = ''  # recomputed in the backward pass: 'none', 'dots', 'full'; '': the preset's
     model.text = 'pooled'  # or 'sequence': attention sees the tokens too, if records hold tokens
     model.crops = 0  # crops of an image told apart; 0: those of the data set; 1: none
     model.attention = 'xla'  # or a fused kernel: 'cudnn' on NVIDIA GPUs, 'pallas' on TPUs

@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from configs import default
 from coyo11m_tfds import schema
+from tests import built
 from tests.checkout import CHECKOUT
-from train_lib import caption_encoder, flow, models, sharding, step
+from train_lib import caption_encoder, draw, export, flow, models, sharding, step, train
 
 NAMES = sorted(path.stem for path in (CHECKOUT / 'configs').glob('*.py'))
 
@@ -28,7 +29,7 @@ def _get(name):
 
 
 def test_the_configurations_that_were_promised_are_there():
-    assert set(NAMES) == {'default', 'demo', 'gpu', *PODS}
+    assert set(NAMES) == {'default', 'demo', 'gpu', 'small', *PODS}
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -75,6 +76,31 @@ def _state(config):
         vocabulary = 4096
     stats = flow.no_stats(640, vocabulary=vocabulary)
     return step.make_program(config, mesh, stats, encoder).abstract_state
+
+
+def test_a_first_trial_needs_no_text_and_says_so(sample_source, tmp_path, caplog):
+    caplog.set_level('INFO')
+    config = _get('small')
+    config.data.dir = str(built.build(sample_source, '', tmp_path))
+    config.model.update(name='tiny/16', depth=1, width=8, num_heads=1)
+    config.update(num_steps=2, eval_every=0, preview_every=2, log_every=1)
+    config.optimizer.warmup_steps = 1
+    config.preview.update(count=2, num_steps=2)
+    state = train.train_and_evaluate(config, tmp_path / 'W')
+    assert int(state.step) == 2 and not int(state.skipped)
+    assert not any('text' in name for name in state.params['conditioning'])
+    assert 'no text: the model learns to draw without captions' in caplog.text
+    assert [*(tmp_path / 'W' / 'previews').iterdir()]
+    with pytest.raises(ValueError, match='was trained without text and knows no captions'):
+        draw.load_encoder(draw.Artist(tmp_path / 'W').facts)
+    with pytest.raises(ValueError, match='was trained without text'):
+        export.export(tmp_path / 'W', tmp_path / 'E')
+
+
+def test_a_batch_of_the_default_keeps_little_for_the_backward_pass():
+    """Or it would not fit into an accelerator of 16 GB; `make pods` compiles it for one."""
+    for name in ('default', 'gpu'):
+        assert models.make(**_get(name).model).remat == 'full'
 
 
 @pytest.mark.parametrize('name', NAMES)

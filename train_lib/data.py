@@ -23,6 +23,10 @@ Batches = Iterator[dict[str, jax.Array]]
 
 # The loss of a split with fewer records depends on which records they happen to be.
 _FEW_RECORDS = 32
+_NO_TEXT = (
+    'no text: the model learns to draw without captions; for captions, build the data set with '
+    '--encoder=hash or another encoder'
+)
 
 
 class PreviewSamples(NamedTuple):
@@ -30,7 +34,9 @@ class PreviewSamples(NamedTuple):
 
     captions: Sequence[str]
     latents: np.ndarray  # raw, `(n, C, H, W)`
-    text: jax.Array  # embeddings, float16 `(n, D)`, or token ids, int32 `(n, T)`
+    text: (
+        jax.Array
+    )  # embeddings, float16 `(n, D)`, D=0 without a text; or token ids, int32 `(n, T)`
 
 
 class TrainingData:
@@ -81,8 +87,10 @@ class TrainingData:
         self.read_counts = self._counter.read
         self._arrived = self._taken = 0
         self.facts = input_pipeline.mix_stats(self.sources, read.text)
-        self._text = schema.TOKENS if self.facts.vocabulary else schema.TEXT_EMBEDDING
         vocabulary, width = self.facts.vocabulary, self.facts.text_dim
+        self._text = [schema.TOKENS if vocabulary else schema.TEXT_EMBEDDING]
+        if not (vocabulary or width or read.require_text):
+            self._text = []
         size = {'vocabulary': vocabulary} if vocabulary else {'width': width}
         encoder = {'name': self.facts.text_encoder, 'revision': self.facts.text_revision}
         self.identity = {
@@ -173,9 +181,10 @@ class TrainingData:
         text = f', text {config.text}' if config.text else ''
         read = f'{self.plan.steps_per_epoch:,.1f} steps an epoch, read {how}{text}'
         told = [self._describe(*x) for x in zip(self.sources, orders, strict=True)]
-        return (
+        lines = (
             [*told, *self.plan.place.rule.told, read] if len(told) > 1 else [f'{told[0]}, {read}']
         )
+        return lines if self._text else [*lines, _NO_TEXT]
 
     def _describe(self, source: input_pipeline.Source, order: input_pipeline.Order) -> str:
         split = source.stored.splits[schema.TRAIN]
@@ -196,7 +205,7 @@ class TrainingData:
         return input_pipeline.eval_batches(
             (source,),
             batch_size=config.batch_size,
-            features=(schema.KEY, schema.LATENTS, self._text),
+            features=(schema.KEY, schema.LATENTS, *self._text),
             chunk=config.data.chunk,
             parallel_reads=config.data.parallel_reads * own_lanes,  # as many as training has
             prefetch=config.data.prefetch,
@@ -211,15 +220,17 @@ class TrainingData:
             self.sources[:1],
             batch_size=self._config.preview.count,
             split=self._config.preview.split,
-            features=(schema.LATENTS, self._text, schema.CAPTION),
+            features=(schema.LATENTS, *self._text, schema.CAPTION),
             **self._reading(),
         )
         batch = next(batches)
         real = batch[input_pipeline.MASK]
+        nothing = np.zeros((len(real), 0), np.float16)
+        text = batch[self._text[0]] if self._text else nothing
         return PreviewSamples(
             captions=[caption.decode() for caption in batch[schema.CAPTION][real]],
             latents=batch[schema.LATENTS][real],
-            text=jax.device_put(batch[self._text][real], sharding.replicated(self._mesh)),
+            text=jax.device_put(text[real], sharding.replicated(self._mesh)),
         )
 
     def _on_host(self, start: Mapping[str, Any] | None) -> input_pipeline.Batches:
@@ -230,7 +241,7 @@ class TrainingData:
             batch_size=config.batch_size,
             start=start,
             stages=config.data.stages,
-            features=(schema.KEY, schema.LATENTS, self._text, *crop),
+            features=(schema.KEY, schema.LATENTS, *self._text, *crop),
             caption_dropout=config.data.caption_dropout,
             counter=self._counter,
             parallel_reads=config.data.parallel_reads,

@@ -182,6 +182,11 @@ def load_encoder(facts: DatasetStats, spec: str = '') -> Encoder | Tokenizer:
         ValueError: The encoder is not that of the data set, or `spec` is needed; or as
             `text_encoders.make_encoder`.
     """
+    if not (facts.vocabulary or facts.text_dim):
+        raise ValueError(
+            'the model was trained without text and knows no captions; its pictures are in the '
+            f'folder {previews.FOLDER} of the run.'
+        )
     wanted = facts.text_encoder
     runner, _, folder = wanted.partition(':')
     if not spec and wanted == _IN_PT:

@@ -71,6 +71,8 @@ def export(place: epath.PathLike, out: epath.PathLike, *, average: bool = True) 
         raise ValueError(
             f'{place}: model.kind={config.model.kind!r} cannot be exported, expected dit'
         )
+    if not (facts.vocabulary or facts.text_dim):
+        raise ValueError(f'{place}: the model was trained without text, expected one with a text')
     folder = _prepare(epath.Path(out))
     placed = sharding.replicated(sharding.make_mesh(devices=jax.local_devices()[:1]))
     params = saved.restore_weights(placed, average=average)

@@ -2,10 +2,11 @@
 
 A batch holds `latents` `(b, C, H, W)` raw, `key` uint32 `(b, 2)` and texts: `text_embedding`
 `(b, D)` or, for a model with a vocabulary, `tokens` int32 `(b, T)`, which a frozen encoder may turn
-into hidden states before the model sees them. A training batch also holds `drop_text` bool `(b,)`
-if texts may be dropped, and `crop` int32 `(b,)` if images have several. An evaluation batch holds
-`mask` bool `(b,)`, False for rows without a sample, and so does a training batch if unreadable
-records are skipped. The step for a batch without a mask is compiled without masks.
+into hidden states before the model sees them. The model sees embeddings of no numbers in a batch
+without texts. A training batch also holds `drop_text` bool `(b,)` if texts may be dropped, and
+`crop` int32 `(b,)` if images have several. An evaluation batch holds `mask` bool `(b,)`, False for
+rows without a sample, and so does a training batch if unreadable records are skipped. The step for
+a batch without a mask is compiled without masks.
 
 The weights of a frozen text encoder, or None, are the first argument of the functions, outside of
 the state. This module imports neither TensorFlow nor torch: steps can be measured with JAX alone.
@@ -81,7 +82,7 @@ def make_train_step(
 
         def mean_loss(params: Any, rows: Any) -> tuple[jax.Array, jax.Array]:
             given, x, noise, t, weights = rows
-            text = text_of(frozen, _raw_text(given))
+            text = text_of(frozen, _raw_text(given, len(x)))
             velocity = _velocity(model, params, text, *map(given.get, told))
             losses = flow.squared_errors(velocity, x, noise, t)
             return jnp.sum(jnp.where(weights > 0, weights * losses, 0)), losses
@@ -145,7 +146,8 @@ def make_eval_step(
             velocity = _velocity(model, params, text, drop_text)
             return flow.squared_errors(velocity, x, noise, t)
 
-        mask, texts = batch['mask'], (text_of(frozen, _raw_text(batch)), batch.get('drop_text'))
+        mask, raw = batch['mask'], _raw_text(batch, len(x))
+        texts = text_of(frozen, raw), batch.get('drop_text')
         has_before, before = jax.tree.map(lambda rows: jnp.roll(rows, 1, axis=0), (mask, texts))
         loss = losses(*texts)
         return EvalMetrics.single_from_model_output(
@@ -177,6 +179,9 @@ def make_draw(
     """
     _, channels, height, width = stats.latents_shape
     text_of = make_text_of(stats, encoder)
+    settings = sampling_settings(config.preview)
+    if not (stats.text_dim or stats.vocabulary):
+        settings['guidance'] = 1.0  # no model has learned to ignore a text that is not there
 
     def draw(frozen: Any, params: Any, texts: jax.Array, first: int | jax.Array) -> jax.Array:
         def noise_of(number: jax.Array) -> jax.Array:
@@ -187,7 +192,7 @@ def make_draw(
             applied(model, params),
             jax.vmap(noise_of)(first + jnp.arange(len(texts))),
             text_of(frozen, texts),
-            **sampling_settings(config.preview),
+            **settings,
         )
         return flow.raw_latents(drawn, stats)
 
@@ -216,8 +221,10 @@ def applied(model: nn.Module, params: Any) -> Callable[..., jax.Array]:
     return functools.partial(apply, {'params': params})
 
 
-def _raw_text(batch: Batch) -> jax.Array:
-    return batch['tokens'] if 'tokens' in batch else batch['text_embedding']
+def _raw_text(batch: Batch, count: int) -> jax.Array:
+    """The texts of `count` samples; embeddings of no numbers where there is none."""
+    texts = [batch[name] for name in _TEXTS if name in batch]
+    return texts[0] if texts else jnp.zeros((count, 0), jnp.float16)
 
 
 def _velocity(

@@ -228,8 +228,9 @@ def _modulate(x: jax.Array, shift: jax.Array, scale: jax.Array) -> jax.Array:
 class Conditioning(nn.Module):
     """Embeds the time, the text and the crop, and adds the embeddings: `(b, width)` in `dtype`.
 
-    Takes times `(b,)` in [0, 1], texts `(b, D)`, `drop_text` bool `(b,)`, and crops int32 `(b,)`,
-    counted from the middle one. With None no text is dropped, and every crop is the middle one.
+    Takes times `(b,)` in [0, 1], texts `(b, D)` (without a text, D is 0), `drop_text` bool `(b,)`,
+    and crops int32 `(b,)`, counted from the middle one. With None no text is dropped, and every
+    crop is the middle one.
     """
 
     width: int
@@ -243,13 +244,14 @@ class Conditioning(nn.Module):
         def dense(name: str, **options: Any) -> nn.Module:
             return Dense(self.width, dtype=self.dtype, name=name, **options)
 
-        time = dense('time_2')(nn.silu(dense('time_1')(time_features(t))))
-        words = dense('text_1')(text)
-        # Stands in for the text where it is dropped: what guidance calls unconditional.
-        nothing = self.param('no_text', nn.initializers.normal(0.02), (self.width,))
-        if drop_text is not None:
-            words = jnp.where(drop_text[:, None], nothing.astype(self.dtype), words)
-        condition = time + dense('text_2')(nn.silu(words))
+        condition = dense('time_2')(nn.silu(dense('time_1')(time_features(t))))
+        if text.shape[1]:
+            words = dense('text_1')(text)
+            # Stands in for the text where it is dropped: what guidance calls unconditional.
+            nothing = self.param('no_text', nn.initializers.normal(0.02), (self.width,))
+            if drop_text is not None:
+                words = jnp.where(drop_text[:, None], nothing.astype(self.dtype), words)
+            condition += dense('text_2')(nn.silu(words))
         if self.crops == 1:
             return condition
         # Nothing is added for the middle crop, so drawing needs to know of none.
@@ -514,7 +516,8 @@ class DiT(nn.Module):
 
         Args:
             latent_shape: `(height, width, channels)` of one sample.
-            text_dim: Width of a text embedding or of an encoder's states; 0 for token ids.
+            text_dim: Width of a text embedding or of an encoder's states; 0 for token ids, or
+                without a text.
             num_tokens: Number of tokens of a text with padding; only for models with a vocabulary.
         """
         height, columns, channels = latent_shape
@@ -528,7 +531,8 @@ class DiT(nn.Module):
             text_dim = w
         if self.text == SEQUENCE:  # and no text
             block += (num_tokens + 1) * (2 * w**2 + 2 * tokens * w)
-        condition = (_TIME_FEATURES + text_dim + 2 * w + self.crops - 1) * w
+        of_text = text_dim + w if text_dim else 0
+        condition = (_TIME_FEATURES + of_text + w + self.crops - 1) * w
         return round(2 * (self.depth * block + ends + condition))
 
     def _blocks(self):

@@ -54,9 +54,10 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
         facts = data.facts
         vae_decoder.painter(config.preview.vae, facts.latents_shape[1], facts.vae)
         step.for_data(config, mesh, data.facts)
-        what = 'tokens' if data.facts.vocabulary else 'text embeddings'
+        facts = data.facts
+        what = f'{"tokens" if facts.vocabulary else "text embeddings"} of {facts.text_encoder}'
         folders = ' and '.join(x.stored.folder for x in data.sources)
-        described = f'{folders}, {what} of {data.facts.text_encoder}'
+        described = f'{folders}, {what if facts.vocabulary or facts.text_dim else "no text"}'
     else:
         how = 'name a built data set: --config.data.dir'
         unchecked['the data set, its encoder and the memory for reading it'] = how

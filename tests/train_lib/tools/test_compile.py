@@ -232,9 +232,21 @@ def test_a_pods_configuration_does_what_its_docstring_says(name, topology):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('name', ['default', 'gpu'])
+def test_the_batch_of_one_accelerator_takes_half_of_16_gb(name):
+    pytest.importorskip('libtpu')
+    # A slice has four chips at least, of which each gets as many samples.
+    fields = '--topology=v5e:2x2', '--config.batch_size=1024'
+    done = _run(f'--config=configs/{name}.py', *fields, '--json')
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)[compile.MEMORY]['total'] <= 8
+
+
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_the_sum():
     pytest.importorskip('libtpu')
-    done = _run('--config=configs/default.py', '--topology=v5e:2x2', '--config.batch_size=4096')
+    fields = '--config.batch_size=4096', '--config.model.remat=none'
+    done = _run('--config=configs/default.py', '--topology=v5e:2x2', *fields)
     assert done.returncode == 1
     assert re.search(r'Verdict: does not fit: .*\d+G.*15.75G', done.stdout), done.stdout
 
