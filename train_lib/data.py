@@ -34,9 +34,7 @@ class PreviewSamples(NamedTuple):
 
     captions: Sequence[str]
     latents: np.ndarray  # raw, `(n, C, H, W)`
-    text: (
-        jax.Array
-    )  # embeddings, float16 `(n, D)`, D=0 without a text; or token ids, int32 `(n, T)`
+    text: jax.Array  # embeddings, float16 `(n, D)`, or token ids, int32 `(n, T)`; D=0: no text
 
 
 class TrainingData:
