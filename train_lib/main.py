@@ -56,7 +56,7 @@ def main() -> None:
     with signals.failures_shared():
         with run.errors_in_one_line():
             setup = train.set_up(FLAGS.config, FLAGS.workdir, FLAGS.accept_changes)
-        with run.errors_in_one_line((FloatingPointError, OSError)):
+        with run.errors_in_one_line((FloatingPointError, MemoryError, OSError)):
             state, finished = train.train(setup, FLAGS.verbose)
     if not finished:
         command = shlex.join([sys.executable, '-m', 'train_lib.main', *sys.argv[1:]])

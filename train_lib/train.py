@@ -28,6 +28,7 @@ from coyo11m_tfds.pictures import vae_decoder
 from train_lib import (
     beginnings,
     checkpoint,
+    device_memory,
     metrics,
     previews,
     settings,
@@ -108,6 +109,7 @@ def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
 
     Raises:
         FloatingPointError: Training has diverged.
+        MemoryError: A device has not enough memory.
         OSError: A record, a file of the data set or a checkpoint cannot be read; a checkpoint, a
             log or a picture cannot be written; or another run holds the workdir.
     """
@@ -121,6 +123,7 @@ def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
         ) as manager,
         # Inside of the manager, which would wait for the other processes.
         signals.failures_shared(),
+        device_memory.errors_explained(config),
     ):
         if (manager.latest_step() or 0) != beginning.step:
             raise OSError(
@@ -213,6 +216,8 @@ def _train(
         step += 1
         with run.log.clock.waiting_for_data():
             batch = next(batches)
+        if step == run.start + 1:
+            device_memory.check(run.config, run.program.train_step, state, batch)
         # Whatever moves to or from the device here would do so at every step.
         with jax.transfer_guard('disallow'):
             state, update = run.program.train_step(state, batch)

@@ -40,7 +40,17 @@ from jax.sharding import Mesh, PartitionSpec
 from ml_collections import config_flags
 
 from coyo11m_tfds import schema
-from train_lib import caption_encoder, chips, flow, run, settings, sharding, state
+from train_lib import (
+    caption_encoder,
+    chips,
+    device_memory,
+    flow,
+    models,
+    run,
+    settings,
+    sharding,
+    state,
+)
 from train_lib.models.dit import POOLED
 from train_lib.step import Program, make_program
 from train_lib.tools import hlo
@@ -115,8 +125,10 @@ def analyze(
     flops = {'model': passes * program.flops(num_tokens) / 3}  # of training, which has three
     if encoder is not None:
         flops['text encoder'] = encoder.network.config.flops(num_tokens)
+    model = models.make(**config.model, vocabulary=vocabulary)
+    remat = getattr(model, 'remat', 'none')
     report: Report = {
-        'program': f'{config.model.name}, remat {config.model.remat}, {what}{count} samples '
+        'program': f'{config.model.name}, remat {remat}, {what}{count} samples '
         f'on {len(devices)} chips of {chip.name} ({hosts} hosts), mesh {axes}',
         ARITHMETIC: {name: x * count / len(devices) / 1e12 for name, x in flops.items()},
     }
@@ -126,7 +138,7 @@ def analyze(
     except jax.errors.JaxRuntimeError as error:
         if 'RESOURCE_EXHAUSTED' not in str(error):
             raise
-        return report | {'fits': False, 'verdict': f'does not fit: {_first_sentence(error)}'}
+        return report | {'fits': False, 'verdict': f'does not fit: {device_memory.reason(error)}'}
     report['compile_seconds'] = time.monotonic() - began
     report[MEMORY] = _memory(compiled) | {'the chip has': chip.memory / 1e9}
     if encoder is not None:
@@ -352,13 +364,6 @@ def table(report: Report) -> str:
             width = max(54, *map(len, rows))
             lines += [title, *(f'  {x:{width}}{value:10,.2f}' for x, value in rows.items()), '']
     return '\n'.join([*lines, f'Verdict: {report["verdict"]}.'])
-
-
-def _first_sentence(error: Exception) -> str:
-    """The message of libtpu about memory, without the list of allocations that follows."""
-    sums = r'Used [\d.]+\w? of [\d.]+\w?|the total memory required .* \([\d.]+\w?\)'
-    found = re.search(sums, str(error))
-    return found[0] if found else str(error).splitlines()[0]
 
 
 def main() -> None:

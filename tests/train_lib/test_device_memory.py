@@ -1,0 +1,66 @@
+"""A step that takes more memory than there is ends a run with one line that says what would fit."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from configs import default
+from tests.runs import small_config
+from train_lib import device_memory, step
+
+
+def test_a_step_that_cannot_fit_is_refused_before_it_runs():
+    doubled = step.bind(lambda frozen, x: jnp.sort(x) + x[0], None, None)
+    x = jnp.arange(100_000.0)
+    device_memory.check(small_config('D'), doubled, x)
+    with pytest.raises(
+        MemoryError, match=r'takes [\d.]+ kB of memory, and 100.0 kB are free. Try --'
+    ):
+        device_memory.check(small_config('D'), doubled, x, free=100_000)
+
+
+def test_an_allocation_that_fails_is_explained():
+    # More than the addresses of a process.
+    too_much = jax.ShapeDtypeStruct((2**50,), jnp.uint8)
+    message = r'^RESOURCE_EXHAUSTED: Out of memory allocating \d+ bytes\. Try .*accumulate=2'
+    with (
+        pytest.raises(MemoryError, match=message),
+        device_memory.errors_explained(small_config('D')),
+    ):
+        jnp.zeros(too_much.shape, too_much.dtype).block_until_ready()
+
+
+def test_other_errors_of_the_devices_stay_as_they_are():
+    error = jax.errors.JaxRuntimeError('INTERNAL: another error')
+    with (
+        pytest.raises(jax.errors.JaxRuntimeError),
+        device_memory.errors_explained(small_config('')),
+    ):
+        raise error
+
+
+OF_V5E = (
+    'RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 36.63G of 15.75G hbm. Exceeded'
+)
+
+
+@pytest.mark.parametrize(
+    ('fields', 'flags'),
+    [
+        ({}, r'--config=small \(there .*\), --config.accumulate=4, or a smaller'),
+        ({'model.remat': 'none'}, r'\), --config.model.remat=full, --config.accumulate=4, or'),
+        (
+            {'model.name': 'tiny/8', 'batch_size': 12, 'accumulate': 2},
+            'Try --config.model.remat=full, --config.accumulate=6, or',
+        ),
+        ({'model.name': 'tiny/8', 'batch_size': 2}, 'remat=full, or a smaller --config.batch_size'),
+    ],
+)
+def test_the_advice_follows_the_sizes_in_the_compilers_message(fields, flags):
+    config = default.get_config()
+    config.update_from_flattened_dict(fields)
+    with (
+        pytest.raises(MemoryError, match=f'^Used 36.63G of 15.75G. .*{flags}'),
+        device_memory.errors_explained(config),
+    ):
+        raise jax.errors.JaxRuntimeError(OF_V5E)

@@ -1,0 +1,75 @@
+"""The memory that a step takes, the memory that there is, and what would fit."""
+
+import contextlib
+import re
+import resource
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import ml_collections
+
+from coyo11m_tfds.process import machine
+from coyo11m_tfds.process.sizes import readable
+from train_lib import models
+
+
+def check(
+    config: ml_collections.ConfigDict, step: Any, *arguments: Any, free: int | None = None
+) -> None:
+    """Compiles a step, and compares the memory that it takes with what a device has left.
+
+    Args:
+        step: A function of `step.bind`, which is not compiled again when it is called.
+        *arguments: Arguments of the step, on the devices.
+        free: Bytes that are free on a device; None to ask for them.
+
+    Raises:
+        MemoryError: The step takes more memory than is free; the message says what would fit.
+    """
+    sizes: Any = step.func.lower(*step.args, *arguments).compile().memory_analysis()
+    needed = sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    if free is None:
+        devices = jax.local_devices()
+        if stats := devices[0].memory_stats():
+            free = stats['bytes_limit'] - stats['bytes_in_use']
+        else:  # a CPU; its kernel grants more memory than there is, and later kills
+            resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            free = (machine.usable_memory() - resident) // len(devices)
+    if needed > free:
+        what = f'a step takes {readable(needed)} of memory, and {readable(max(0, free))} are free'
+        raise MemoryError(f'{what}. {advice(config, needed / max(1, free))}')
+
+
+@contextlib.contextmanager
+def errors_explained(config: ml_collections.ConfigDict) -> Iterator[None]:
+    """Raises a MemoryError, which says what would fit, if a device runs out of memory."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if 'RESOURCE_EXHAUSTED' not in str(error):
+            raise
+        text = reason(error)
+        sizes = re.findall(r'([\d.]+)G\b', text)  # what is used, and what there is
+        share = float(sizes[0]) / float(sizes[1]) if len(sizes) == 2 else 2.0
+        raise MemoryError(f'{text.rstrip(".")}. {advice(config, share)}') from error
+
+
+def reason(error: Exception) -> str:
+    """Returns the sentence about memory in XLA's message, without the allocations."""
+    sums = r'Used [\d.]+\w? of [\d.]+\w?|the total memory required .* \([\d.]+\w?\)'
+    sentence = re.search(sums, str(error))
+    return sentence[0] if sentence else str(error).splitlines()[0]
+
+
+def advice(config: ml_collections.ConfigDict, share: float) -> str:
+    """Returns flags that save memory; `share` is the memory needed over that of a device."""
+    rows = config.batch_size // jax.device_count()
+    parts = (n for n in range(1, rows + 1) if rows % n == 0 and n >= config.accumulate * share)
+    flags = [f'--config.accumulate={n}' for n in list(parts)[:1]]
+    model = models.make(**config.model, vocabulary=1)
+    if getattr(model, 'remat', 'full') != 'full':
+        flags.insert(0, '--config.model.remat=full')
+    if jax.default_backend() == 'cpu' and not config.model.name.startswith('tiny'):
+        flags.insert(0, '--config=small (there is no accelerator)')
+    return f'Try {", ".join([*flags, "or a smaller --config.batch_size or model"])}.'
