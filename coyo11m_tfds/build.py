@@ -18,13 +18,14 @@ import importlib.util
 import json
 import logging
 import re
+import shlex
 import sys
 from collections.abc import Callable
 
 import absl.logging
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.process import command_line, ending
+from coyo11m_tfds.process import command_line, ending, machine
 from coyo11m_tfds.reading import process_settings
 
 # What TFDS' command and a build import, of the extra `convert`.
@@ -60,6 +61,10 @@ def main() -> None:
     flags = parser.parse_args()
     if flags.encoder and not (flags.manual_dir and flags.data_dir):
         parser.error('--encoder: expected --manual_dir and --data_dir too')
+    if flags.max_examples_per_split is not None and flags.max_examples_per_split < 1:
+        parser.error(
+            f'--max_examples_per_split={flags.max_examples_per_split}: expected at least 1'
+        )
     with ending.in_one_line('nothing was changed'):
         for name in _NEEDED:
             if not importlib.util.find_spec(name):
@@ -111,11 +116,18 @@ def prepare() -> None:
     from coyo11m_tfds.coyo11m_tfds_dataset_builder import CONFIG_EXAMPLE  # registers the data set
 
     def how_to_open(info: tfds.core.DatasetInfo) -> str:
-        return (
-            f"tfds.builder_from_directory('{info.data_dir}')\n"
-            f'python -m train_lib.main --config=default --workdir=W '
-            f'--config.data.dir={info.data_dir}'
-        )
+        has_text = not schema.TEXT_DTYPES.keys().isdisjoint(info.features)
+        name = 'default' if has_text and machine.accelerators() else 'small'
+        lines = [
+            f"tfds.builder_from_directory('{info.data_dir}')",
+            f'python -m train_lib.main --config={name} --workdir=W '
+            f'--config.data.dir={info.data_dir}',
+        ]
+        if not has_text:
+            places = [x for x in sys.argv if x.startswith(('--manual_dir=', '--data_dir='))]
+            again = shlex.join(['python', '-m', 'coyo11m_tfds.build', *places, '--encoder=hash'])
+            lines[1:1] = [f'To train on captions, first build again: {again}', 'Without captions:']
+        return '\n'.join(lines)
 
     for logger in (absl.logging.get_absl_logger(), logging.getLogger()):
         logger.addFilter(lambda record: not _NOISE.match(record.getMessage()))

@@ -37,6 +37,9 @@ CONFIG_EXAMPLE = """--config='{"name": "gemma", "text_embeddings": "gemma"}\'"""
 # That of TFDS, into which the ID of the build is put.
 _TEMPLATE = '{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}'
 
+# Fields on which the records do not depend, so that a derived name leaves them out.
+_NOT_IN_NAME = 'source', 'num_workers', 'scratch_dir', 'max_bad_fraction', 'check_crc'
+
 _CONFIG_NAME = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_.-]*')
 _TEXT_DOCS = {
     schema.TEXT_EMBEDDING: 'Embedding of the caption, as the encoder gave it (not standardized).',
@@ -51,7 +54,8 @@ _to_be_replaced: set[str] = set()
 class Coyo11mConfig(BuildSettings, tfds.core.BuilderConfig):
     """`BuildSettings` and the name of the config, which is also the name of its folder.
 
-    coyo11m_tfds/README.md describes the fields.
+    coyo11m_tfds/README.md describes the fields. Without a name, the fields that differ from their
+    defaults make one: 'caption_column-alt'.
     """
 
     name: str = ''
@@ -62,9 +66,19 @@ class Coyo11mConfig(BuildSettings, tfds.core.BuilderConfig):
         return super().__new__(cls)
 
     def __post_init__(self):
+        self.name = self.name or self._name_of_fields()
         is_name = isinstance(self.name, str) and bool(_CONFIG_NAME.fullmatch(self.name))
         self._check('name', is_name, "the folder's name: letters, digits, '_', '-' and '.'")
         super().__post_init__()
+
+    def _name_of_fields(self) -> str:
+        values = {field: getattr(self, field.name) for field in dataclasses.fields(BuildSettings)}
+        parts = [
+            f'{field.name}-{os.path.basename(str(value).rstrip("/"))}'
+            for field, value in values.items()
+            if value != field.default and field.name not in _NOT_IN_NAME
+        ]
+        return re.sub('[^A-Za-z0-9_.-]+', '-', '-'.join(parts)) or 'latents'
 
 
 class _DataPath(type(epath.Path())):  # type: ignore[misc]  # of this system's paths

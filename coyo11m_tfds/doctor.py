@@ -266,8 +266,8 @@ def _check_column(captions: SourceFile, column: str) -> None:
         )
 
 
-def check_devices(dev: str = '/dev') -> Finding:
-    """Asks JAX for the devices of this host; `dev` is the system's folder of devices."""
+def check_devices(root: str = '/') -> Finding:
+    """Asks JAX for the devices of this host; `root` holds dev."""
     try:
         version, devices = ask(_LIST_DEVICES)
     except (ValueError, OSError) as error:
@@ -276,11 +276,10 @@ def check_devices(dev: str = '/dev') -> Finding:
     counts = collections.Counter(kind for _, kind in devices)
     text = f'jax {version}: ' + ', '.join(f'{n} x {kind}' for kind, n in counts.items())
     seen = {platform.replace('cuda', 'gpu') for platform, _ in devices}
-    for there, files in (('gpu', 'nvidia[0-9]*'), ('tpu', 'accel[0-9]*')):
-        if there not in seen and any(pathlib.Path(dev).glob(files)):
-            text += f', although there is a {there.upper()} in this machine'
-            install = f"pip install -c constraints.txt -e '.[{there}]'"
-            return Finding('accelerators', WARN, text, install)
+    for kind in sorted(machine.accelerators(root) - seen):
+        text += f', although there is a {kind.upper()} in this machine'
+        install = f"pip install -c constraints.txt -e '.[{kind}]'"
+        return Finding('accelerators', WARN, text, install)
     return Finding('accelerators', PASS, text)
 
 

@@ -168,10 +168,23 @@ def test_embeddings_that_are_missing_or_of_unequal_width(source):
 
 
 @pytest.mark.parametrize(
+    ('fields', 'name'),
+    [
+        ({}, 'latents'),
+        ({'caption_column': 'caption', 'num_workers': 2}, 'caption_column-caption'),
+        ({'text_embeddings': '/a/b c/', 'shard_bytes': 9}, 'shard_bytes-9-text_embeddings-b-c'),
+        ({'text_embeddings': '/a/x', 'name': 'y'}, 'y'),
+    ],
+)
+def test_a_config_without_a_name_is_named_by_its_fields(fields, name):
+    assert Coyo11mConfig(**fields).name == name
+
+
+@pytest.mark.parametrize(
     ('fields', 'message'),
     [
         ({'captoin_column': 'caption'}, "unknown field 'captoin_column'; the fields are name,"),
-        ({'name': ''}, "name is '', expected"),
+        ({'name': '-'}, "name is '-', expected"),
         ({'name': 'a/b'}, "name is 'a/b', expected"),
         ({'validation_fraction': 1}, 'validation_fraction is 1, expected one in'),
         ({'validation_fraction': '0.1'}, "validation_fraction is '0.1', expected a number"),

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from coyo11m_tfds import build as own_command
 from tests import children, made_sources
 from tests.built import build, files_of, files_of_any_source
 from tests.checkout import CHECKOUT
@@ -78,17 +79,28 @@ def plain(built) -> dict:
     return files_of(final_folder(built[0]))
 
 
-def test_it_ends_with_where_the_report_and_the_data_set_are(built):
+def test_it_ends_with_where_the_report_and_the_data_set_are(built, source):
     out, said, _ = built
     assert 'total       60 records' in said
     assert sorted(path.name for path in out.iterdir()) == ['.coyo11m_tfds', 'coyo11m_tfds']
     lines = [line for line in said.partition('train  ')[2].splitlines() if line]
     page = next(final_folder(out).glob('report-*.html'))
     report = lines.index(f'report      {page}')
-    assert lines[report + 1] == f"tfds.builder_from_directory('{final_folder(out)}')"
-    train = 'python -m train_lib.main --config=default --workdir=W --config.data.dir='
-    assert lines[report + 2] == f'{train}{final_folder(out)}'
+    again = f'python -m coyo11m_tfds.build --data_dir={out} --manual_dir={source} --encoder=hash'
+    train = 'python -m train_lib.main --config=small --workdir=W --config.data.dir='
+    assert lines[report + 1 :] == [
+        f"tfds.builder_from_directory('{final_folder(out)}')",
+        f'To train on captions, first build again: {again}',
+        'Without captions:',
+        f'{train}{final_folder(out)}',
+    ]
     assert 'DatasetInfo' not in said
+
+
+def test_the_own_command_refuses_a_limit_that_keeps_nothing(command, tmp_path):
+    flags = f'--manual_dir={tmp_path}', f'--data_dir={tmp_path / "out"}'
+    status, _, errors = command(own_command, *flags, '--max_examples_per_split=0')
+    assert status == 2 and 'max_examples_per_split=0: expected at least 1' in errors
 
 
 @pytest.mark.slow

@@ -130,7 +130,8 @@ def test_disks_without_room(tmp_path):
 )
 def test_a_device_that_jax_does_not_see(tmp_path, monkeypatch, name, said):
     monkeypatch.setattr(doctor, 'ask', lambda program: ['0.10', [['cpu', 'cpu']]])
-    (tmp_path / name).touch()
+    (tmp_path / 'dev').mkdir()
+    (tmp_path / 'dev' / name).touch()
     found = doctor.check_devices(str(tmp_path))
     assert found.status == ('warn' if said else 'pass')
     assert said in found.text and '1 x cpu' in found.text

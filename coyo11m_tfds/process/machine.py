@@ -8,6 +8,9 @@ import math
 import os
 import pathlib
 
+# Device files of a GPU, and of TPUs up to v4 and from v5e on.
+_DEVICES = ('gpu', 'nvidia[0-9]*'), ('tpu', 'accel[0-9]*'), ('tpu', 'vfio/[0-9]*')
+
 
 def usable_cpus(root: str | os.PathLike[str] = '/') -> int:
     """Returns how many cores this process can use, at least 1; `root` holds proc and sys."""
@@ -25,6 +28,15 @@ def usable_memory(root: str | os.PathLike[str] = '/') -> int:
     """Returns the memory in bytes that this process and the others of its group can use."""
     physical = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
     return min([physical, *itertools.chain.from_iterable(_limits(root, 'memory.max'))])
+
+
+def accelerators(root: str | os.PathLike[str] = '/') -> set[str]:
+    """Returns which of 'gpu' and 'tpu' this machine has, by its device files.
+
+    JAX, which takes seconds to start, may still lack the package for them.
+    """
+    dev = pathlib.Path(root, 'dev')
+    return {kind for kind, files in _DEVICES for _ in dev.glob(files)}
 
 
 def _limits(root: str | os.PathLike[str], name: str) -> list[list[int]]:

@@ -21,6 +21,22 @@ def many_cores(monkeypatch):
     monkeypatch.setattr(os, 'sched_getaffinity', lambda process: set(range(64)), raising=False)
 
 
+@pytest.mark.parametrize(
+    ('files', 'kinds'),
+    [
+        (('nvidia0', 'nvidiactl'), {'gpu'}),
+        (('accel0', 'accel1'), {'tpu'}),
+        (('vfio/vfio', 'vfio/0'), {'tpu'}),
+        (('nvidiactl', 'vfio/vfio'), set()),
+    ],
+)
+def test_accelerators_are_those_with_device_files(tmp_path, files, kinds):
+    for name in files:
+        (tmp_path / 'dev' / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / 'dev' / name).touch()
+    assert machine.accelerators(tmp_path) == kinds
+
+
 def tree(root: pathlib.Path, groups: str, **files: str) -> pathlib.Path:
     """Makes `proc/self/cgroup`, and files below `sys/fs/cgroup`."""
     in_sys = {f'sys/fs/cgroup/{path}': text for path, text in files.items()}
