@@ -1,10 +1,18 @@
 # Start with `make demo` or `make test`: both set up .venv.
-# Other targets: `make slow` (the long tests), `make pods` (compiles for TPU slices), `make lint`,
+# Other targets: `make install` (.venv alone), `make slow` (the long tests), `make pods` (compiles for
+# TPU slices), `make lowest` (the tests with the lowest versions that setup.py allows), `make lint`,
 # `make clean`.
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
-BIN := .venv/bin
-INSTALLED := .venv/installed
+ifndef PYTHON
+PYTHON := $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,\
+	$(shell $(name) -c '' 2>/dev/null && echo $(name))))
+endif
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+VENV ?= .venv
+BIN := $(VENV)/bin
+CONSTRAINTS ?= constraints.txt
+# A .venv of another Python, and one whose installation failed, has no such file.
+INSTALLED := $(VENV)/installed-$(VERSION)
 ENCODERS ?= .encoders
 
 DEMO := demo
@@ -16,12 +24,17 @@ export TF_ENABLE_ONEDNN_OPTS ?= 0
 # Python keeps the modules that it compiles: else each process would start 8 s later.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test slow pods lint clean
+.PHONY: install demo test slow pods lowest lint clean unusable
 
-$(INSTALLED): setup.py constraints.txt
-	$(PYTHON) -m venv .venv
+install: $(INSTALLED)
+
+$(INSTALLED): setup.py $(CONSTRAINTS) $(if $(shell $(BIN)/python --version 2>/dev/null),,unusable)
+	@case '$(VERSION)' in 3.11|3.12|3.13) ;; *) echo 'error: $(or $(PYTHON),python3) is Python' \
+		'$(or $(VERSION),of no known version), expected 3.11 to 3.13: make PYTHON=python3.12' >&2; \
+		exit 1;; esac
+	@test -e $@ && $(BIN)/python --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 # Python compiles the few modules that are used: to compile all of them takes 45 s.
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt \
+	$(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) \
 		--editable '.[convert,text,test]'
 	touch $@
 
@@ -57,10 +70,24 @@ pods: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[tpu]'
 	$(BIN)/python -m pytest -m slow tests/train_lib/tools/test_compile.py
 
+# Only the versions in setup.py are lowered, but torch: others bring several GB.
+.lowest.txt: setup.py
+	grep -oE "'[A-Za-z0-9_-]+(\[[a-z]+\])?>=[0-9.]+" setup.py | tr -d "'" | \
+		sed -E 's/\[[a-z]+\]//; s/>=/==/; /^torch==/d' | sort -u > $@
+	grep '^torch==' constraints.txt >> $@
+
+# Old versions warn of what is no error, and do not know all flags of the tests.
+lowest: .lowest.txt
+	$(MAKE) install VENV=.venv-lowest CONSTRAINTS=.lowest.txt
+	XLA_FLAGS=--xla_backend_optimization_level=0 .venv-lowest/bin/python -m pytest -W default \
+		--numprocesses 3 --dist loadfile tests/convert tests/dataset tests/source tests/storage \
+		tests/text tests/test_builder.py tests/test_input_pipeline.py tests/reading/test_engines.py \
+		tests/train_lib/test_step.py tests/train_lib/test_train.py tests/train_lib/test_checkpoint.py
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv $(DEMO) $(ENCODERS) build *.egg-info
+	rm -rf .venv .venv-lowest .lowest.txt $(DEMO) $(ENCODERS) build *.egg-info

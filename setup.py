@@ -18,12 +18,12 @@ _CPU_BUILD = 'platform_system == "Linux" and platform_machine == "x86_64"'
 _ONE_BUILD = 'platform_system != "Linux" or platform_machine != "x86_64"'
 
 CONVERT = [
-    'apache-beam>=2.60',  # the `tfds` command imports it
+    'apache-beam>=2.72',  # the `tfds` command imports it
     'huggingface_hub>=2.4',
     'isal>=1.7',  # CRC-32 at the speed of the memory
     'mlcroissant>=1.0',  # the `tfds` command imports it
-    'pandas>=2.2',
-    'pyarrow>=18',
+    'pandas>=2.2.2',
+    'pyarrow>=21',
     'torch>=2.6',
 ]
 
@@ -52,38 +52,38 @@ setuptools.setup(
     install_requires=[
         'absl-py>=2.1',
         'clu>=0.0.12',
-        'etils[epath]>=1.9',
-        'flax>=0.10',
-        'gcsfs>=2025.1',  # epath reaches gs:// by it where TensorFlow is not imported
+        'etils[epath]>=1.15',
+        'flax>=0.10.6',
+        'gcsfs>=2025.2',  # epath reaches gs:// by it where TensorFlow is not imported
         'google-cloud-storage>=3.0',
-        'google-crc32c>=1.5',
+        'google-crc32c>=1.6',
         'importlib_resources>=6.0',  # tensorflow-datasets imports it
-        'jax>=0.5',
-        'ml_collections>=1.0',
+        'jax>=0.7',
+        'ml_collections>=1.1',
         'numpy>=2.0',
-        'optax>=0.2.4',
-        'orbax-checkpoint>=0.11',
+        'optax>=0.2.5',
+        'orbax-checkpoint>=0.11.18',
         'packaging>=23.0',
-        'pillow>=10.1',
-        'protobuf<7',  # tensorflow-datasets 4.9.10 calls what protobuf 7 has removed
-        'safetensors>=0.5',
-        'tensorboard>=2.18',  # clu.metric_writers imports it
-        f'tensorflow-cpu>=2.18; {_CPU_BUILD}',
-        f'tensorflow>=2.18; {_ONE_BUILD}',
+        'pillow>=12.1.1',
+        'protobuf>=6.31.1,<7',  # tensorflow-datasets 4.9.10 calls what protobuf 7 has removed
+        'safetensors>=0.8',
+        'tensorboard>=2.20',  # clu.metric_writers imports it
+        f'tensorflow-cpu>=2.20; {_CPU_BUILD}',
+        f'tensorflow>=2.20; {_ONE_BUILD}',
         'tensorflow-datasets>=4.9.8',
-        'urllib3>=2.0',
+        'urllib3>=2.0.2',
     ],
     extras_require={
         'convert': CONVERT,
-        'dataflow': [*CONVERT, 'apache-beam[gcp]>=2.60'],  # 50 more packages
-        'dask': [*CONVERT, 'apache-beam[dask]>=2.60'],
-        'text': ['pyarrow>=18', 'torch>=2.6', 'transformers>=5.0'],
+        'dataflow': [*CONVERT, 'apache-beam[gcp]>=2.72'],  # 50 more packages
+        'dask': [*CONVERT, 'apache-beam[dask]>=2.72'],
+        'text': ['pyarrow>=21', 'torch>=2.6', 'transformers>=5.18'],
         # Gemma 3 in JAX, without torch and transformers.
         'text-jax': [
             'huggingface_hub>=2.4',
-            'pyarrow>=18',
-            'safetensors>=0.5',
-            'tokenizers>=0.21',
+            'pyarrow>=21',
+            'safetensors>=0.8',
+            'tokenizers>=0.23.3',
         ],
         'fonts': ['noto-cjk-sans-otc>=0.0.1'],  # Chinese, Japanese and Korean, for previews
         'test': [
@@ -94,12 +94,12 @@ setuptools.setup(
             'hypothesis>=6.100',
             'mypy>=2.4',
             'pytest>=8.0',
-            'pytest-xdist>=3.6',
+            'pytest-xdist>=3.6.1',
             'ruff>=0.9',
         ],
         # Other writers and readers, for `benchmarks/`.
         'bench': [
-            'array_record>=0.8',
+            'array_record>=0.8.1',
             'datasets>=5.0',
             'grain>=0.2.12',
             'litdata>=0.2.60',
