@@ -95,13 +95,6 @@ def find(
 
     Args:
         accept_changes: Fields that may differ from the last checkpoint.
-
-    Raises:
-        OtherRunError: The last checkpoint belongs to another run, or its settings differ in fields
-            that are not accepted.
-        ValueError: Weights have other shapes; `init_from` has no checkpoint; or the last checkpoint
-            is beyond `num_steps`.
-        OSError: `init_from` does not exist, or a checkpoint cannot be read.
     """
     encoder = program.encoder
     told = {'encoder': {'name': encoder.name, 'revision': encoder.revision}} if encoder else {}
@@ -205,10 +198,6 @@ def check_same(
 
     Args:
         accept_changes: Settings that may differ; their differences are logged.
-
-    Raises:
-        OtherRunError: The descriptions differ; the message names every field with both values, and
-            what to do.
     """
     if other := differences(saved.identity, current.identity):
         raise OtherRunError(

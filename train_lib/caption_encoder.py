@@ -59,10 +59,6 @@ def load(spec: str, facts: DatasetStats, mesh: Mesh, *, dtype: str) -> StepEncod
     Args:
         spec: `jax:FOLDER` or `jax:HUB_NAME`; '' for none.
         dtype: Dtype of the computation of model and encoder: `bfloat16` or `float32`.
-
-    Raises:
-        ValueError: The records hold no tokens, or tokens of another encoder; or as
-            `gemma_weights.load_params`.
     """
     if not spec:
         return None

@@ -128,9 +128,6 @@ def save(
     Args:
         window: Metrics of an unfinished log window.
         interrupted: Whether some hooks that are due after this step have not been called.
-
-    Raises:
-        OSError: This or the previous checkpoint cannot be written; the message names it.
     """
     if manager.latest_step() == step:
         return
@@ -167,9 +164,6 @@ def restore(
 
     Returns:
         `(state, window, interrupted)`, or None without a checkpoint.
-
-    Raises:
-        OSError: The checkpoint cannot be read; the message names it.
     """
     step = manager.latest_step()
     if step is None:
@@ -232,10 +226,6 @@ def open_run(place: epath.PathLike) -> 'SavedRun':
 
     Args:
         place: `WORKDIR`, local or `gs://`, for its last checkpoint; or `WORKDIR@STEP`.
-
-    Raises:
-        ValueError: The run has no checkpoint, or none of that step.
-        OSError: The folder does not exist or cannot be read, or the checkpoint is damaged.
     """
     workdir, at, step = os.fspath(place).rpartition('@')
     if not (at and step.isdecimal()):
@@ -289,9 +279,6 @@ class SavedRun:
             abstract_params: A pytree of `jax.ShapeDtypeStruct` with the shapes in the checkpoint
                 and the wanted shardings, of all weights or some; or a sharding for all.
             average: Whether to read the moving average instead of the weights of the last step.
-
-        Raises:
-            OSError: The weights cannot be read.
         """
         if isinstance(abstract_params, jax.sharding.Sharding):
             place = functools.partial(sharding.abstract, placed=abstract_params)

@@ -130,11 +130,7 @@ class TrainLog:
         self._complete: tuple[int, metrics.TrainMetrics] | None = None
 
     def add(self, step: int, update: metrics.TrainMetrics) -> None:
-        """Adds a step that has just started, and writes the window that ended before it.
-
-        Raises:
-            FloatingPointError: Too many steps up to the end of that window were skipped.
-        """
+        """Adds a step that has just started, and writes the window that ended before it."""
         self.write_complete()
         self.window = metrics.merge(self.window, update)
         self.clock.step_started(update)
@@ -149,9 +145,6 @@ class TrainLog:
 
         Call it before a checkpoint: steps before a checkpoint are not trained again, so their log
         must be safe; and a run that is about to fail must not replace its checkpoints.
-
-        Raises:
-            FloatingPointError: Too many steps were skipped, including those in the last window.
         """
         self.write_complete()
         self._check_skipped(step, jax.device_get(self.window))

@@ -43,9 +43,6 @@ def muon(
         dtype: Dtype in which matrices are iterated and moved between devices; bfloat16 is Jordan's.
         map_matrices: Function that calls a function of whole matrices on a stack; on several
             devices `sharding.map_matrices`.
-
-    Raises:
-        ValueError: At an update, the width of such a kernel is not a multiple of 3 or 2.
     """
 
     def direction(path: Any, momentum: jax.Array) -> jax.Array:

@@ -72,10 +72,6 @@ def check(config: ml_collections.ConfigDict, *, needs_data: bool = True) -> None
 
     Args:
         needs_data: Whether `data.dir` is required.
-
-    Raises:
-        ValueError: A field is out of its range; the message names it, its value and the expected
-            values.
     """
     fields = flatten(config.to_dict())
     for name, rule in _RULES.items():

@@ -42,9 +42,6 @@ def make_mesh(data: int = -1, fsdp: int = 1, devices: Sequence[jax.Device] | Non
         data: Size of the data axis; -1 for all devices divided by `fsdp`.
         fsdp: Number of devices over which parameters are split.
         devices: All devices of all processes by default.
-
-    Raises:
-        ValueError: The sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
     ordered = sorted(devices, key=_place)

@@ -167,11 +167,7 @@ _ending = threading.Lock()  # never given back: one thread ends the process
 def join_hosts(
     coordinator: str | None = None, count: int | None = None, index: int | None = None
 ) -> None:
-    """Waits for the other processes of the run; without arguments JAX finds them by itself.
-
-    Raises:
-        ValueError: JAX does not find them.
-    """
+    """Waits for the other processes of the run; without arguments JAX finds them by itself."""
     import jax
 
     try:

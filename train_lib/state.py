@@ -48,9 +48,6 @@ def make_schedule(
         num_steps: Number of steps of the whole run, warm-up included.
         learning_rate: Learning rate at the end of the warm-up.
         warmup_steps: Number of steps of the warm-up; may be 0.
-
-    Raises:
-        ValueError: The name is unknown, or the warm-up is as long as the run or longer.
     """
     if not 0 <= warmup_steps < num_steps:
         raise ValueError(
@@ -97,9 +94,6 @@ def make_optimizer(
         b2: Decay of AdamW's second moment.
         clip_norm: Global norm to which larger gradients are scaled.
         **muon_options: `dtype` and `map_matrices` of `muon.muon`.
-
-    Raises:
-        ValueError: The name is unknown; at `init`, a model has no kernels of blocks for Muon.
     """
     clip = optax.clip_by_global_norm(clip_norm)
     adamw = optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=_is_kernel)
@@ -112,11 +106,7 @@ def make_optimizer(
 
 
 def is_for_muon(params: Any) -> Any:
-    """Returns a pytree of bool: True for the kernels of blocks that do not modulate.
-
-    Raises:
-        ValueError: The model has no such kernels.
-    """
+    """Returns a pytree of bool: True for the kernels of blocks that do not modulate."""
 
     def choose(path: Any, _: Any) -> bool:
         *modules, name = (part.key for part in path)

@@ -315,11 +315,7 @@ class Program:
 
 
 def for_data(config: ml_collections.ConfigDict, mesh: Mesh, stats: DatasetStats) -> Program:
-    """Makes the program for a data set, with the text encoder of the configuration.
-
-    Raises:
-        ValueError: As `make_program` and `caption_encoder.load`.
-    """
+    """Makes the program for a data set, with the text encoder of the configuration."""
     encoder = caption_encoder.load(config.encoder, stats, mesh, dtype=config.model.dtype)
     return make_program(config, mesh, stats, encoder)
 
@@ -334,9 +330,6 @@ def make_program(
 
     Args:
         encoder: Encoder of the data set's tokens on the same mesh; None for a learned table.
-
-    Raises:
-        ValueError: A part of a batch cannot be split over the devices; or as `models.make`.
     """
     product = config.accumulate * mesh.size
     if product < 1 or config.batch_size % product:

@@ -23,13 +23,7 @@ def absolute(folder: epath.PathLike) -> epath.Path:
 
 
 def check_writable(folder: epath.PathLike) -> None:
-    """Checks that files can be made and removed in a folder, which need not exist yet.
-
-    Raises:
-        OSError: This user may not write there, the bucket does not exist, the path is that of a
-            file, or the storage cannot be reached.
-        ValueError: `folder` is a URL of another kind than `gs://bucket/folder`.
-    """
+    """Checks that files can be made and removed in a folder, which need not exist yet."""
     if source_files.is_remote(os.fspath(folder)):
         from coyo11m_tfds.storage import gcs  # imports the client of the storage
 
@@ -49,10 +43,6 @@ def held(folder: epath.PathLike) -> Iterator[None]:
 
     A killed process releases the folder: on this machine at once, and on `gs://` after
     `COYO11M_LEASE_SECONDS` (40) without a renewal. On a file system without locks this only warns.
-
-    Raises:
-        TimeoutError: Another run holds the folder; the message names its process and host.
-        OSError: The storage cannot be reached.
     """
     with contextlib.ExitStack() as stack:
         try:

@@ -473,9 +473,6 @@ class DiT(nn.Module):
             drop_text: bool `(b,)`, True for texts to ignore; None to ignore none.
             crop: int32 `(b,)`, place of the crop among those of its image, 0 for the middle one;
                 None is 0 everywhere.
-
-        Raises:
-            ValueError: H or W is not a multiple of `patch_size`.
         """
         _, height, width, channels = x.shape
         p = self.patch_size

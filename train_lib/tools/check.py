@@ -30,10 +30,6 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
     Returns:
         The `devices` and `data` that the run would use, and, if there are any, as `unchecked` the
         checks that this machine cannot make, and how to make them.
-
-    Raises:
-        ValueError: A setting is out of its range, or does not fit the devices or the data.
-        OSError: The data set does not exist.
     """
     import jax  # after `run.prepare`, as the others, which import TensorFlow
 

@@ -72,10 +72,6 @@ def measure(
 
     Returns:
         Mean seconds of a step, and of a batch, in each of some laps; and the engine that reads.
-
-    Raises:
-        ValueError: The settings do not fit the data set, each other or `hosts`.
-        OSError: The data set does not exist.
     """
     # They import TensorFlow, which looks at the settings that `run.prepare` makes.
     import jax

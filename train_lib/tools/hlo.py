@@ -120,9 +120,6 @@ def read(text: str) -> Costs:
 
     It leaves out the conditions of loops and functions of two numbers, such as the sum of a
     reduction.
-
-    Raises:
-        ValueError: The text has no entry computation, or a collective is written in an unknown way.
     """
     if devices := re.search(r'num_partitions=(\d+)', text):  # {} are all of them
         text = text.replace('replica_groups={}', f'replica_groups=[1,{devices[1]}]<=[]')
@@ -220,9 +217,6 @@ def members(attributes: str) -> int:
 
     XLA writes `{{0,1},{2,3}}`, `[2,2]<=[4]` (groups and members), `mesh['a'=2,'b'=2] {'b'}` (the
     members differ along `b`) or pairs of source and target.
-
-    Raises:
-        ValueError: The notation is unknown.
     """
     if pairs := re.search(r'source_target_pairs=\{(\{.*?\})\}', attributes):
         found = re.findall(r'\{(\d+),(\d+)\}', pairs[1])
