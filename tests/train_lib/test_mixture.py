@@ -132,7 +132,11 @@ def test_latents_of_several_shapes_are_learned_in_turns(sample_source, hash_side
         torch.save(content | {schema.PT_LATENTS: latents}, path)
     mix = (
         {'dir': str(built.build(sample_source, hash_sidecar, tmp_path)), 'weight': 2},
-        {'dir': str(built.build(wide, hash_sidecar, tmp_path, name='wide')), 'weight': 1},
+        {
+            'dir': str(built.build(wide, hash_sidecar, tmp_path, name='wide')),
+            'weight': 1,
+            'seed': 1,
+        },
     )
     config = small_config('', **mixed(mix, num_steps=6, preview_every=6) | {'data.stages': ()})
     state = runs.train_config(config, tmp_path / 'run')
@@ -192,8 +196,7 @@ def four_sources(folder: pathlib.Path, sources: str, sidecars: pathlib.Path, **f
     for kind in test_formats.FORMATS:
         text = sidecars / f'{kind}.parquet'
         found.append(built.build(f'{sources}/{kind}', text, folder, name=kind, **fields))
-    # They have the same records, which would come in lockstep with one seed.
-    return tuple({'dir': str(path), 'seed': seed} for seed, path in enumerate(found))
+    return tuple({'dir': str(path)} for path in found)
 
 
 def killed_and_resumed(mix, workdir: pathlib.Path) -> tuple[int, dict[tuple[str, int], float]]:
