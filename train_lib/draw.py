@@ -48,8 +48,10 @@ FLAGS = flags.FLAGS
 BATCH_SIZE = 64  # pictures that are drawn at a time
 
 # Arguments of `Artist` that flags of the same names replace.
-_CHANGES = ('average', 'seed', 'encoder', 'vae', 'guidance', 'guidance_low', 'guidance_high')
-_CHANGES += ('num_steps', 'sampler', 'time_shift')
+_CHANGES = (
+    *('average', 'seed', 'encoder', 'vae', 'guidance', 'guidance_low', 'guidance_high'),
+    *('num_steps', 'sampler', 'time_shift'),
+)
 
 _IN_PT = 'pt'  # embeddings that came with the latents, from an encoder that nothing names
 _OF_FOLDER = 'sha256:'  # how the revision of a model in a local folder begins
@@ -244,10 +246,10 @@ def unknown_words(facts: DatasetStats, encoder: Tokenizer, captions: Sequence[st
     words = list(dict.fromkeys(w for caption in captions for w in split_words(caption)))
     if facts.text_encoder == HashEncoder.name:
         empty = (facts.text_mean == 0) & (facts.text_std == 0)
-        is_unknown = cast(Encoder, encoder).encode(words)[:, empty].any(axis=1)
+        is_unknown = np.any(cast(Encoder, encoder).encode(words)[:, empty], axis=1).tolist()
     elif facts.known_tokens:
         known = np.unpackbits(np.frombuffer(bytes.fromhex(facts.known_tokens), np.uint8))
-        is_unknown = np.array([not known[token] for [token] in encoder.tokenize(words)])
+        is_unknown = [not known[token] for [token] in encoder.tokenize(words)]
     else:
         return []
     return [word for word, unknown in zip(words, is_unknown, strict=True) if unknown]

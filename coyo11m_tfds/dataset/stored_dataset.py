@@ -195,11 +195,6 @@ class StoredDataset:
         latents_nbytes = schema.latents_nbytes(*self.latents) if in_records else 0
         return RecordLayout(latents_nbytes, self.text_dim, self.num_tokens)
 
-    @property
-    def text_columns(self) -> list[str]:
-        """Names of the added columns that hold text embeddings or tokens."""
-        return texts.column_names(self.columns)
-
     def choose_texts(self, spec: texts.Spec) -> texts.Chosen:
         """Returns the texts of a specification; raises the ValueErrors of `texts.choose`."""
         own = texts.of_records(self.metadata, self.text_dim, self.num_tokens)
