@@ -195,10 +195,6 @@ def dry_run(place: str, settings: BuildSettings) -> DryRun:
     If the captions can be read in seconds, the plan is exactly that of the build. Otherwise this
     checks heads and the Parquet file's footer, and the sizes of the files stand for those of the
     shards.
-
-    Raises:
-        ValueError: The source cannot be built; see `plan.make_plan`.
-        OSError: A file cannot be read, or the storage cannot be reached.
     """
     from coyo11m_tfds.convert.plan import make_plan, read_latents  # these need an extra
     from coyo11m_tfds.source import location
@@ -324,11 +320,6 @@ def ask(program: str, seconds: float = _TIMEOUT) -> Any:
 
     Returns:
         The last line of its output, parsed as JSON.
-
-    Raises:
-        ValueError: The process ended with an error, whose last line this quotes, or printed no
-            JSON.
-        TimeoutError: The process was killed after `seconds`.
     """
     command, quietly = [sys.executable, '-c', program], os.environ | _QUIETLY
     pipes: dict[str, Any] = {'stdin': subprocess.DEVNULL, 'capture_output': True, 'text': True}
@@ -348,11 +339,7 @@ def ask(program: str, seconds: float = _TIMEOUT) -> Any:
 
 
 def read_build_config(text: str) -> BuildSettings:
-    """Returns the settings of `tfds build --config=TEXT`.
-
-    Raises:
-        ValueError: The text is not a JSON object, or has a field that is unknown or wrong.
-    """
+    """Returns the settings of `tfds build --config=TEXT`."""
     try:
         fields = json.loads(text)
     except ValueError as error:

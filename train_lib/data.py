@@ -52,13 +52,7 @@ class TrainingData:
     """
 
     def __init__(self, config: ml_collections.ConfigDict, mesh: Mesh):
-        """Opens the data set; reads its metadata and no records.
-
-        Raises:
-            ValueError: A setting is out of its range or does not fit the data set; or the data set
-                lacks a split for evaluation or previews.
-            OSError: The data set does not exist.
-        """
+        """Opens the data set; reads its metadata and no records."""
         settings.check(config)
         self._config, self._mesh = config, mesh
         read = config.data
@@ -120,12 +114,6 @@ class TrainingData:
         """Checks that reading fits into this host's memory, and that evaluations have records.
 
         Drawing and evaluation take little memory. All processes must call this together.
-
-        Raises:
-            ValueError: Reading takes more than `data.ram_budget_gb`, see `reading.memory`; a
-                setting of it is out of its range; the data set has no text; processes cannot share
-                batches or lanes equally; or a condition keeps no record of a validation split.
-            OSError: A column or a file cannot be read.
         """
         for source in self.sources if self._config.eval_every else ():
             self._eval_on_host(source).close()

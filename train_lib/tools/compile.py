@@ -94,11 +94,6 @@ def analyze(
     Returns:
         `program`, `verdict`, `fits`, `mfu`, `compile_seconds` and tables of numbers, all for one
         chip and one step.
-
-    Raises:
-        ValueError: A setting is out of its range; libtpu is not installed or does not know the
-            topology; `chips.CHIPS` lacks its chips; or the configuration does not fit the number of
-            chips.
     """
     settings.check(config, needs_data=False)
     schedules = _dumped_schedules()
