@@ -70,11 +70,8 @@ def start(main: Callable[[], None], required: Sequence[str]) -> None:
 def prepare(needs_data: bool = True) -> None:
     """Keeps TensorFlow off the accelerator and the log readable; call it before other imports.
 
-    Ends the process for a wrong setting or data set, which other modules would only name after the
-    seconds of their imports. In a run on several hosts those modules name it, to all hosts.
-
-    Args:
-        needs_data: Whether `data.dir` is required, for programs with a configuration.
+    First, it ends the process for a wrong setting or data set (for none, too, if it `needs_data`),
+    before the imports that take seconds.
     """
     if 'config' in flags.FLAGS and flags.FLAGS.is_parsed():
         with errors_in_one_line():
@@ -216,13 +213,14 @@ def _as_flags(message: str) -> str:
 
 
 def _check_config(config: Any, needs_data: bool) -> None:
-    is_one_of_several = 'process_count' in flags.FLAGS and flags.FLAGS.process_count
-    if config.distributed or is_one_of_several:
-        return
     settings.check(config, needs_data=needs_data)
     data = config.data
+    # A host whose folder is missing tells the others, once they are joined.
+    is_alone = not (
+        config.distributed or ('process_count' in flags.FLAGS and flags.FLAGS.process_count)
+    )
     try:
-        if data.mix or data.dir:
+        if is_alone and (data.mix or data.dir):
             input_pipeline.open_mix(data.mix or data.dir)
     except FileNotFoundError as error:
         raise FileNotFoundError(f'data.{"mix" if data.mix else "dir"}={error}') from error
