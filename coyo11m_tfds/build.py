@@ -61,10 +61,8 @@ def main() -> None:
     flags = parser.parse_args()
     if flags.encoder and not (flags.manual_dir and flags.data_dir):
         parser.error('--encoder: expected --manual_dir and --data_dir too')
-    if flags.max_examples_per_split is not None and flags.max_examples_per_split < 1:
-        parser.error(
-            f'--max_examples_per_split={flags.max_examples_per_split}: expected at least 1'
-        )
+    if (limit := flags.max_examples_per_split) is not None and limit < 1:
+        parser.error(f'--max_examples_per_split={limit}: expected at least 1')
     with ending.in_one_line('nothing was changed'):
         for name in _NEEDED:
             if not importlib.util.find_spec(name):

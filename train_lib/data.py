@@ -80,9 +80,8 @@ class TrainingData:
         self._arrived = self._taken = 0
         self.facts = input_pipeline.mix_stats(self.sources, read.text)
         vocabulary, width = self.facts.vocabulary, self.facts.text_dim
-        self._text = [schema.TOKENS if vocabulary else schema.TEXT_EMBEDDING]
-        if not (vocabulary or width or read.require_text):
-            self._text = []
+        has_text = vocabulary or width or read.require_text
+        self._text = [schema.TOKENS if vocabulary else schema.TEXT_EMBEDDING] if has_text else []
         size = {'vocabulary': vocabulary} if vocabulary else {'width': width}
         encoder = {'name': self.facts.text_encoder, 'revision': self.facts.text_revision}
         self.identity = {
@@ -211,8 +210,7 @@ class TrainingData:
         )
         batch = next(batches)
         real = batch[input_pipeline.MASK]
-        nothing = np.zeros((len(real), 0), np.float16)
-        text = batch[self._text[0]] if self._text else nothing
+        text = batch[self._text[0]] if self._text else np.zeros((len(real), 0), np.float16)
         return PreviewSamples(
             captions=[caption.decode() for caption in batch[schema.CAPTION][real]],
             latents=batch[schema.LATENTS][real],

@@ -30,12 +30,12 @@ def check(
     sizes: Any = step.func.lower(*step.args, *arguments).compile().memory_analysis()
     needed = sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     if free is None:
-        devices = jax.local_devices()
-        if stats := devices[0].memory_stats():
-            free = stats['bytes_limit'] - stats['bytes_in_use']
-        else:  # a CPU; its kernel grants more memory than there is, and later kills
+        first, *others = jax.local_devices()
+        stats = first.memory_stats() or {}
+        free = stats.get('bytes_limit', float('inf')) - stats.get('bytes_in_use', 0)
+        if first.platform == 'cpu':  # where the kernel grants more than there is, and later kills
             resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            free = (machine.usable_memory() - resident) // len(devices)
+            free = (machine.usable_memory() - resident) // (1 + len(others))
     if needed > free:
         what = f'a step takes {readable(needed)} of memory, and {readable(max(0, free))} are free'
         raise MemoryError(f'{what}. {advice(config, needed / max(1, free))}')

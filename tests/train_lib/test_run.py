@@ -226,7 +226,9 @@ def test_what_is_no_name_stays(elsewhere):
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones(elsewhere):
-    with pytest.raises(SystemExit, match=r'^error: --config=dmeo: .*: default, demo, gpu, tpu'):
+    with pytest.raises(
+        SystemExit, match=r'^error: --config=dmeo: .*: default, demo, gpu, small, tpu'
+    ):
         run.resolve(['x', '--config=dmeo'])
 
 

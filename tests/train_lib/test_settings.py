@@ -9,7 +9,8 @@ from train_lib import settings
 
 # Fields that others check: the data set, its order, the model, the optimizer and the devices do.
 ELSEWHERE = re.compile(
-    r'data\.(mix|stages|chunk|lanes|window|text|engine|verify|.*bad.*|parallel_reads|caption_dropout)'
+    r'data\.(mix|stages|chunk|lanes|window|text|engine|verify|.*bad.*|parallel_reads)'
+    r'|data\.(caption_dropout|require_text)'
     r'|distributed|encoder|init_(average|from)|mesh\..*'
     r'|model\.(kind|name|attention|remat|text)|optimizer\.(name|schedule|warmup_steps)'
     r'|preview\.(split|vae)|wandb\.project'

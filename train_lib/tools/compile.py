@@ -120,8 +120,7 @@ def analyze(
     flops = {'model': passes * program.flops(num_tokens) / 3}  # of training, which has three
     if encoder is not None:
         flops['text encoder'] = encoder.network.config.flops(num_tokens)
-    model = models.make(**config.model, vocabulary=vocabulary)
-    remat = getattr(model, 'remat', 'none')
+    remat = getattr(models.make(**config.model, vocabulary=vocabulary), 'remat', 'none')
     report: Report = {
         'program': f'{config.model.name}, remat {remat}, {what}{count} samples '
         f'on {len(devices)} chips of {chip.name} ({hosts} hosts), mesh {axes}',
