@@ -5,11 +5,12 @@
         --out=grid.png --step=20000 --guidance=5 --num_steps=100 --seed=1 \\
         --noaverage --encoder=hf:/models/gemma
 
-`--prompts` is a text file with a caption in each line, or a caption. Everything
-else comes from the run's checkpoints, so the program needs neither the
-configuration nor the data set nor the machines of the run. It encodes captions
-with the encoder of the training data. Give `--encoder` if the data set does not
-record the place of this encoder, such as a local folder. Another encoder is refused.
+`--prompts` is a text file with a caption in each line, or a caption.
+Everything else comes from the run's checkpoints, so the program needs neither
+the configuration nor the data set nor the machines of the run. It encodes
+captions with the encoder of the training data. Give `--encoder` if the data
+set does not record the place of this encoder, such as a local folder. Another
+encoder is refused.
 """
 
 import functools
