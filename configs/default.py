@@ -54,7 +54,7 @@ def get_config() -> ml_collections.ConfigDict:
     model.num_heads = 0  # attention heads, a divisor of the width
     model.patch_size = 0  # side of the square of latent positions that makes a token
     model.mlp_ratio = 0.0  # hidden width of a block's MLP over the width; 0: 4
-    model.dtype = 'bfloat16'  # dtype of the computation; weights are float32
+    model.dtype = 'bfloat16'  # or 'float32': dtype of the computation; weights are float32
     model.remat = ''  # recomputed in the backward pass: 'none', 'dots', 'full'; '': the preset's
     model.text = 'pooled'  # or 'sequence': attention sees the tokens too, if records hold tokens
     model.crops = 0  # crops of an image told apart; 0: those of the data set; 1: none
