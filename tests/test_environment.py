@@ -17,6 +17,7 @@ OTHERS = {
     'SC_CLK_TCK',
     'SC_PAGE_SIZE',
     'SC_PHYS_PAGES',
+    'SHARD_X_OF_Y',
     'TF_DATA',
 }
 # Read by Python and libraries alone, and of use here.

@@ -38,7 +38,7 @@ PLACES = {
     '--config=default': '--config=default --config.num_steps=2 --config.model.name=tiny/8'
     ' --config.eval_every=2 --config.preview.num_steps=2 --config.optimizer.warmup_steps=1',
     # As written, for minutes.
-    '--config=small': '--config=small --config.num_steps=2 --config.eval_every=2',
+    '--config=small': '--config=small --config.num_steps=2 --config.optimizer.warmup_steps=1',
 }
 # Installing, pods, buckets, hub, compilers and programs that do not end.
 ELSEWHERE = r'pip |make |gcloud |tensorboard |\S+=\$|.*(gs://|tools\.compile|DATA\b|--vae=|--features=|worker)'
