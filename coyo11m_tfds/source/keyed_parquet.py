@@ -146,7 +146,8 @@ class KeyedFile:
             if count != 1:
                 has = f'{count} columns' if count else 'no column'
                 raise ValueError(
-                    f"{self.name}: has {has} '{column}'; its columns are {', '.join(found.names)}."
+                    f"{self.name}: has {has} '{column}'; its columns are {', '.join(found.names)}. "
+                    'Name one of them; for captions, set caption_column.'
                 )
         if self.num_rows == 0:
             raise ValueError(f'{self.name}: has no rows.')
