@@ -62,7 +62,7 @@ setuptools.setup(
         'ml_collections>=1.1',
         'numpy>=2.0',
         'optax>=0.2.5',
-        'orbax-checkpoint>=0.12.0',
+        'orbax-checkpoint>=0.11.26',
         'packaging>=23.0',
         'pillow>=12.1.1',
         'protobuf>=6.31.1,<7',  # tensorflow-datasets 4.9.10 calls what protobuf 7 has removed
