@@ -79,12 +79,6 @@ def add(
         scratch_dir: Local folder for temporary files, with room for twice the size of the values;
             '' for `.coyo11m_tfds` in the `--data_dir` of the build or, for a data set on gs://,
             this user's cache.
-
-    Raises:
-        ValueError: The data set has a column of this name; the files hold other values, or lack the
-            value of a record; or a record is damaged.
-        OSError: The data set does not exist, or a file cannot be read or written.
-        TimeoutError: Another process writes this data set.
     """
     origins = [x for x in (text, parquet, source) if x]
     if len(origins) != 1 or bool(text) == bool(column):
@@ -126,12 +120,7 @@ def add(
 
 
 def remove(data_dir: str | os.PathLike[str], name: str) -> None:
-    """Removes an added column; runs that read it end with an error.
-
-    Raises:
-        ValueError: The data set has no such column.
-        TimeoutError, OSError: As `add`.
-    """
+    """Removes an added column; runs that read it end with an error."""
     with _editing(data_dir) as edit:
         added = {n for n, x in edit.stored.columns.items() if isinstance(x, AddedColumn)}
         if name not in added:
@@ -147,10 +136,6 @@ def move_latents(data_dir: str | os.PathLike[str], source: str | os.PathLike[str
     Args:
         data_dir: Folder of the data set, local or on gs://.
         source: Folder of the source, with the same files as before, which `columns.outline` tells.
-
-    Raises:
-        ValueError: The data set has no latents in place, or a file is missing or has changed.
-        TimeoutError, OSError: As `add`.
     """
     with _editing(data_dir) as edit:
         latents = edit.stored.columns.get(schema.LATENTS)

@@ -114,12 +114,6 @@ def embed(
             the user's cache.
         latents_from: As in the config of a build, for captions next to the latents of a source that
             needs it there.
-
-    Raises:
-        ValueError: The source has no captions, or lacks the column; a key is null or repeated; all
-            captions are empty; the encoder cannot be loaded, or one of its numbers is not finite in
-            float16; or an existing part has another encoder or other captions.
-        OSError: The source or the folder cannot be reached, or the disk is full.
     """
     out = os.fspath(out).rstrip('/')
     source = os.fspath(source_dir).rstrip('/')

@@ -68,11 +68,6 @@ def mirror(
         parallel: Number of files that are copied at a time.
         scratch_dir: Local folder for temporary copies between the hub and a bucket; '' for a folder
             in the user's cache.
-
-    Raises:
-        ValueError: The source lacks files, or an argument is bad.
-        OSError: A file cannot be read or written. Finished copies stay, and the next call resumes.
-        TimeoutError: Another mirror to this destination is running.
     """
     target = Destination(destination)
     if parallel < 1:

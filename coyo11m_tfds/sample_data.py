@@ -141,11 +141,6 @@ def make_sample(
         num_samples: Number of all samples, at least 4 for each file.
         dtype: Dtype of the latents, one of `schema.LATENT_DTYPES`.
         seed: Seed of all random choices, at least 0.
-
-    Raises:
-        ValueError: A value is out of range, `out_dir` is not local, or its folder of latents is not
-            empty.
-        OSError: A file cannot be written.
     """
     import torch  # Slow to import, and only needed to write.
 

@@ -32,11 +32,6 @@ def show(data_dir: Data, vae: str, num_pictures: int = page.NUM_PREVIEWS) -> str
         data_dir: Folder of the data set, local or on gs://.
         vae: See `vae_decoder.load`.
         num_pictures: Number of first records to show, at most.
-
-    Raises:
-        ValueError: `num_pictures` is less than 1, the data set or its report is damaged, or the VAE
-            does not exist, is damaged or decodes other latents.
-        OSError: The data set does not exist, or a file cannot be read.
     """
     if num_pictures < 1:
         raise ValueError(f'num_pictures={num_pictures}: expected at least 1')

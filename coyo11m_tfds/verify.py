@@ -61,10 +61,6 @@ def verify(data_dir: str | os.PathLike[str], *, fast: bool = False) -> Verified:
     Args:
         data_dir: Folder of the data set, local or `gs://`.
         fast: Whether to leave shards, columns and rows in place unread, as `--fast` does.
-
-    Raises:
-        ValueError: The folder holds no data set, or an argument is bad.
-        OSError: The storage cannot be reached.
     """
     folder = os.fspath(data_dir).rstrip('/')
     if not folder or ('://' in folder and not folder.startswith('gs://')):

@@ -17,15 +17,12 @@ from train_lib import models
 def check(
     config: ml_collections.ConfigDict, step: Any, *arguments: Any, free: int | None = None
 ) -> None:
-    """Compiles a step, and compares the memory that it takes with what a device has left.
+    """Raises a MemoryError, which says what would fit, if a step takes more than a device has left.
 
     Args:
         step: A function of `step.bind`, which is not compiled again when it is called.
         *arguments: Arguments of the step, on the devices.
         free: Bytes that are free on a device; None to ask for them.
-
-    Raises:
-        MemoryError: The step takes more memory than is free; the message says what would fit.
     """
     sizes: Any = step.func.lower(*step.args, *arguments).compile().memory_analysis()
     needed = sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes

@@ -92,11 +92,6 @@ class Artist:
                 previews.
             **changes: Fields that replace those of the run's `config.preview`, such as `guidance`;
                 None keeps a field.
-
-        Raises:
-            ValueError: The checkpoint does not exist, or a field is out of its range; also the
-                errors of `caption_encoder.load` and `vae_decoder.painter`.
-            OSError: The workdir does not exist or cannot be read.
         """
         self._saved = checkpoint.open_run(place)
         self.step = self._saved.step
@@ -132,9 +127,6 @@ class Artist:
 
         Args:
             first: Place of the first caption, if the captions are part of a longer list.
-
-        Raises:
-            ValueError: The model was trained with another encoder.
         """
         check_encoder(self.facts, encoder)
         text = encode(self.facts, encoder, list(captions))
@@ -180,10 +172,6 @@ def load_encoder(facts: DatasetStats, spec: str = '') -> Encoder | Tokenizer:
     Args:
         spec: Place of the encoder, see `text_encoders.make_encoder`; '' to take it from the
             metadata of the data set, which do not hold a local folder.
-
-    Raises:
-        ValueError: The encoder is not that of the data set, or `spec` is needed; or as
-            `text_encoders.make_encoder`.
     """
     if not (facts.vocabulary or facts.text_dim):
         raise ValueError(

@@ -60,13 +60,7 @@ class Features(NamedTuple):
 
 
 def open_validation(data_dir: str, num_pictures: int) -> StoredDataset:
-    """Opens a data set whose validation split must have at least `num_pictures` records.
-
-    Raises:
-        ValueError: No data set is named, the split has fewer records, or `num_pictures` is less
-            than 2.
-        OSError: The data set does not exist, or a file cannot be read.
-    """
+    """Opens a data set whose validation split must have at least `num_pictures` records."""
     if not data_dir:
         raise ValueError('the run trained on a mixture: choose the data set by --data_dir')
     opened = input_pipeline.open_data(data_dir)
@@ -98,10 +92,6 @@ def evaluate(
         `num_pictures`, the numbers of `compare`, and `settings` with everything that decides them.
         This also writes the result to `evaluation/step_STEP_ID.json`, where ID is a digest of the
         settings.
-
-    Raises:
-        ValueError: The model was trained with another text encoder.
-        OSError: The data set cannot be read, or the workdir cannot be written.
     """
     settings = artist.settings | {
         'text_encoder': f'{text_encoder.name} {text_encoder.revision}',

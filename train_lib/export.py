@@ -55,11 +55,6 @@ def export(place: epath.PathLike, out: epath.PathLike, *, average: bool = True) 
         place: `WORKDIR` of the run, for its last checkpoint, or `WORKDIR@STEP`.
         out: Folder, local or `gs://`; it must be new, or hold an export.
         average: Whether to export the moving average of the weights.
-
-    Raises:
-        ValueError: The checkpoint does not exist, its model is not a `dit`, or the folder holds
-            other files.
-        OSError: The workdir cannot be read, or the folder cannot be written.
     """
     saved = checkpoint.open_run(place)
     config = ml_collections.ConfigDict(saved.description.config)
