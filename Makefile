@@ -79,7 +79,8 @@ pods: $(INSTALLED)
 # Old versions warn of what is no error, and do not know all flags of the tests.
 lowest: .lowest.txt
 	$(MAKE) install VENV=.venv-lowest CONSTRAINTS=.lowest.txt
-	XLA_FLAGS=--xla_backend_optimization_level=0 .venv-lowest/bin/python -m pytest -W default \
+	XLA_FLAGS=--xla_backend_optimization_level=0 PYTHONWARNINGS=ignore::FutureWarning \
+		.venv-lowest/bin/python -m pytest -W default \
 		--numprocesses 3 --dist loadfile tests/convert tests/dataset tests/source tests/storage \
 		tests/text tests/test_builder.py tests/test_input_pipeline.py tests/reading/test_engines.py \
 		tests/train_lib/test_step.py tests/train_lib/test_train.py tests/train_lib/test_checkpoint.py
