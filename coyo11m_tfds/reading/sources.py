@@ -149,7 +149,7 @@ def stats(sources: Sequence[Source], text: texts.Spec) -> DatasetStats:
         text_max_tokens=max(limits) if all(limits) else 0,
         num_tokens=chosen[0].size if found[0].num_tokens else 0,
         known_tokens='',
-        vae=max(x.vae for x in found),  # names differ from '' only in one way, see `check_latents`
+        vae=max(x.vae for x in found),  # all names are equal, see `check_latents`
     )
 
 
