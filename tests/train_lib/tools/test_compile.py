@@ -233,13 +233,13 @@ def test_a_pods_configuration_does_what_its_docstring_says(name, topology):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['default', 'gpu'])
-def test_the_batch_of_one_accelerator_takes_half_of_16_gb(name):
+def test_the_batch_of_one_accelerator_leaves_a_third_of_16_gb(name):
     pytest.importorskip('libtpu')
     # A slice has four chips at least, of which each gets as many samples.
     fields = '--topology=v5e:2x2', '--config.batch_size=1024'
     done = _run(f'--config=configs/{name}.py', *fields, '--json')
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)[compile.MEMORY]['total'] <= 8
+    assert json.loads(done.stdout)[compile.MEMORY]['total'] <= 16 * 2 / 3
 
 
 @pytest.mark.slow
