@@ -105,6 +105,7 @@ def test_a_name_on_the_hub_is_read_from_its_cache(taesdxl, tmp_path):
 
 
 def test_tiny_decoders_scale_latents_as_the_vae_that_made_them(tmp_path, caplog):
+    caplog.set_level('WARNING')
     folders = [tmp_path / name for name in ('tiny', 'raw', 'maker')]
     for folder in folders:
         folder.mkdir()
