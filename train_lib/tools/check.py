@@ -49,8 +49,7 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
         data.check_reading()
         facts = data.facts
         vae_decoder.painter(config.preview.vae, facts.latents_shape[1], facts.vae)
-        step.for_data(config, mesh, data.facts)
-        facts = data.facts
+        step.for_data(config, mesh, facts)
         what = f'{"tokens" if facts.vocabulary else "text embeddings"} of {facts.text_encoder}'
         folders = ' and '.join(x.stored.folder for x in data.sources)
         described = f'{folders}, {what if facts.vocabulary or facts.text_dim else "no text"}'
