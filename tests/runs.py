@@ -28,7 +28,7 @@ import tensorflow as tf
 from configs import default
 from coyo11m_tfds import schema
 from tests.checkout import CHECKOUT
-from train_lib import checkpoint, settings, state, step
+from train_lib import checkpoint, config_rules, state, step
 from train_lib import train as loop
 
 # What makes a run small; as flags for a process, as fields in this one.
@@ -87,7 +87,7 @@ def train_config(
     To trace and compile them takes most of the time of a small run.
     """
     setup = loop.set_up(config, workdir, accept)
-    fields = settings.flatten(config.to_dict())
+    fields = config_rules.flatten_fields(config.to_dict())
     assert config.optimizer.schedule == 'constant'  # others depend on the number of steps
     compiled = {name: x for name, x in fields.items() if not _NOT_COMPILED.match(name)}
     key = repr((compiled, setup.data.facts.to_json(), setup.program.abstract_state))

@@ -18,7 +18,7 @@ from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from coyo11m_tfds.process import ending
-from train_lib import checkpoint, models, settings
+from train_lib import checkpoint, config_rules, models
 from train_lib.checkpoint import Description, SavedRun
 from train_lib.data import TrainingData
 from train_lib.state import TrainState
@@ -218,7 +218,7 @@ def check_same(
 def differences(saved: Mapping, current: Mapping) -> dict[str, str]:
     """Returns the fields that differ, with their saved and current values."""
     # As JSON, because that makes lists of tuples, and so on.
-    before, now = (settings.flatten(json.loads(json.dumps(x))) for x in (saved, current))
+    before, now = (config_rules.flatten_fields(json.loads(json.dumps(x))) for x in (saved, current))
     told = {}
     for name in sorted(before.keys() | now.keys()):
         was, is_now = (repr(x[name]) if name in x else 'absent' for x in (before, now))

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.process.sizes import readable
-from train_lib import models, settings, sharding, signals
+from train_lib import config_rules, models, sharding, signals
 
 Batches = Iterator[dict[str, jax.Array]]
 
@@ -53,7 +53,7 @@ class TrainingData:
 
     def __init__(self, config: ml_collections.ConfigDict, mesh: Mesh):
         """Opens the data set; reads its metadata and no records."""
-        settings.check(config)
+        config_rules.check_config(config)
         self._config, self._mesh = config, mesh
         read = config.data
         try:
@@ -95,14 +95,14 @@ class TrainingData:
             'lanes': self._order.lanes if self.plan.orders else 1,
             'data_sets': {n: list(x.values()) for n, x in zip(place.sources, told, strict=True)},
         }
-        self.settings = settings.changeable(config)
+        self.settings = config_rules.changeable_fields(config)
         if read.mix:
-            self.settings[settings.MIX] = [
+            self.settings[config_rules.MIX] = [
                 {**x, 'weight': source.weight, 'text': source.text, 'seed': source.seed}
                 for x, source in zip(told, self.sources, strict=True)
             ]
         else:
-            self.settings[settings.DATA_SET] = told[0]['data_set']
+            self.settings[config_rules.DATA_SET] = told[0]['data_set']
 
     def position_at(self, position: Mapping[str, Any], step: int) -> dict[str, Any]:
         """Returns the place of `step`, which must not be before `position`."""

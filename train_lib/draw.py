@@ -35,6 +35,7 @@ from coyo11m_tfds.text.words import HashEncoder, split_words
 from train_lib import (
     caption_encoder,
     checkpoint,
+    config_rules,
     models,
     previews,
     run,
@@ -42,7 +43,6 @@ from train_lib import (
     step,
     workdirs,
 )
-from train_lib import settings as run_settings
 
 FLAGS = flags.FLAGS
 
@@ -99,7 +99,7 @@ class Artist:
         config = ml_collections.ConfigDict(self._saved.description.config)
         config.preview.update({name: x for name, x in changes.items() if x is not None})
         config.seed = config.seed if seed is None else seed
-        run_settings.check(config, needs_data=False)
+        config_rules.check_config(config, needs_data=False)
         vae = config.preview.vae if vae is None else vae
         self.paint = vae_decoder.painter(vae, self.facts.latents_shape[1], self.facts.vae)
         self.data_dir = config.data.dir

@@ -22,7 +22,7 @@ from absl import app, flags, logging
 
 import input_pipeline
 from coyo11m_tfds.process import command_line, ending
-from train_lib import settings
+from train_lib import config_rules
 
 CONFIG_HELP = (
     'Configuration of the run: a file, or a name in configs/, such as demo; '
@@ -213,7 +213,7 @@ def _as_flags(message: str) -> str:
 
 
 def _check_config(config: Any, needs_data: bool) -> None:
-    settings.check(config, needs_data=needs_data)
+    config_rules.check_config(config, needs_data=needs_data)
     data = config.data
     # A host whose folder is missing tells the others, once they are joined.
     is_alone = not (
@@ -229,7 +229,7 @@ def _check_config(config: Any, needs_data: bool) -> None:
 def _fields() -> list[str]:
     from configs import default  # which `resolve` has made known
 
-    return list(settings.flatten(default.get_config().to_dict()))
+    return list(config_rules.flatten_fields(default.get_config().to_dict()))
 
 
 # --- The log ------------------------------------------------------------------------------------

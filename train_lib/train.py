@@ -28,10 +28,10 @@ from coyo11m_tfds.pictures import vae_decoder
 from train_lib import (
     beginnings,
     checkpoint,
+    config_rules,
     device_memory,
     metrics,
     previews,
-    settings,
     sharding,
     signals,
     workdirs,
@@ -77,7 +77,8 @@ def set_up(
     Args:
         config: See `configs/default.py`.
         workdir: Folder for checkpoints, TensorBoard logs and previews, local or `gs://`.
-        accept_changes: Fields of `settings.changeable` that may differ from the last checkpoint.
+        accept_changes: Fields that may differ from the last checkpoint; see
+            `config_rules.changeable_fields`.
 
     Raises:
         ValueError: A setting is out of its range, or does not fit the devices or the data.
@@ -85,7 +86,7 @@ def set_up(
         OSError: The data set does not exist, or `workdir` cannot be written to.
     """
     workdirs.check_writable(workdir)
-    settings.check_changeable(accept_changes, config)
+    config_rules.check_accepted_changes(accept_changes, config)
     writers.check(config)
     mesh = sharding.make_mesh(**config.mesh)
     data = TrainingData(config, mesh)

@@ -19,7 +19,7 @@ import tensorflow as tf
 from clu import asynclib, metric_writers
 from etils import epath
 
-from train_lib import settings, signals
+from train_lib import config_rules, signals
 
 _ID_FILE = 'wandb_id.txt'  # in the workdir
 
@@ -84,7 +84,7 @@ class WandbWriter(metric_writers.MultiWriter):
                 id=path.read_text().strip(),
                 name=workdir.name,
                 resume='allow',
-                config=settings.flatten(config.to_dict()),
+                config=config_rules.flatten_fields(config.to_dict()),
                 settings=wandb.Settings(console='off', silent=True),
             )
         except wandb.Error as error:

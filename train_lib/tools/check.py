@@ -34,7 +34,7 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
     import jax  # after `run.prepare`, as the others, which import TensorFlow
 
     from coyo11m_tfds.pictures import vae_decoder
-    from train_lib import flow, settings, sharding, step, writers
+    from train_lib import config_rules, flow, sharding, step, writers
     from train_lib.data import TrainingData
 
     writers.check(config)
@@ -56,7 +56,7 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
     else:
         how = 'name a built data set: --config.data.dir'
         unchecked['the data set, its encoder and the memory for reading it'] = how
-        settings.check(config, needs_data=False)
+        config_rules.check_config(config, needs_data=False)
         vae_decoder.painter(config.preview.vae)
         vocabulary = int(config.model.text == 'sequence')
         step.make_program(config, mesh, flow.no_stats(text_dim=1, vocabulary=vocabulary))

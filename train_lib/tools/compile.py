@@ -43,11 +43,11 @@ from coyo11m_tfds import schema
 from train_lib import (
     caption_encoder,
     chips,
+    config_rules,
     device_memory,
     flow,
     models,
     run,
-    settings,
     sharding,
     state,
 )
@@ -95,7 +95,7 @@ def analyze(
         `program`, `verdict`, `fits`, `mfu`, `compile_seconds` and tables of numbers, all for one
         chip and one step.
     """
-    settings.check(config, needs_data=False)
+    config_rules.check_config(config, needs_data=False)
     schedules = _dumped_schedules()
     devices = slice_devices(topology)
     chip = chips.CHIPS.get(devices[0].device_kind)

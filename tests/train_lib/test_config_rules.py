@@ -5,7 +5,7 @@ import re
 import pytest
 
 from configs import default
-from train_lib import settings
+from train_lib import config_rules
 
 # Fields that others check: the data set, its order, the model, the optimizer and the devices do.
 ELSEWHERE = re.compile(
@@ -72,30 +72,30 @@ def config_with(**changes):
     return config
 
 
-FIELDS = settings.flatten(default.get_config().to_dict())
+FIELDS = config_rules.flatten_fields(default.get_config().to_dict())
 
 
 def test_every_field_is_checked_somewhere():
     assert {name for name in FIELDS if not ELSEWHERE.fullmatch(name)} == BAD.keys()
-    settings.check(config_with())
+    config_rules.check_config(config_with())
 
 
 def test_a_value_out_of_its_range_is_told_with_what_is_expected():
     for field, value in BAD.items():
         with pytest.raises(ValueError, match=re.escape(f'{field}={value!r}: expected ')):
-            settings.check(config_with(**{field: value}))
+            config_rules.check_config(config_with(**{field: value}))
 
 
 def test_an_interval_of_guidance_without_any_time_is_refused():
     fields = {'preview.guidance_low': 0.7, 'preview.guidance_high': 0.3}
     message = r'preview\.guidance_low=0\.7: expected less than preview\.guidance_high=0\.3'
     with pytest.raises(ValueError, match=message):
-        settings.check(config_with(**fields))
+        config_rules.check_config(config_with(**fields))
 
 
 def test_what_may_change_is_what_steps_compute_with_and_which_records_they_see():
     expected = {name for name in FIELDS if CHANGEABLE.fullmatch(name)}
-    assert {*settings.changeable(config_with())} == expected
+    assert {*config_rules.changeable_fields(config_with())} == expected
 
 
 @pytest.mark.parametrize(('keep_every', 'checkpoint_every'), [(25, 10), (5, 10), (10, 0)])
@@ -105,5 +105,5 @@ def test_what_is_kept_for_ever_has_to_be_saved(keep_every, checkpoint_every):
         f'keep_every={keep_every}: expected a multiple of checkpoint_every={checkpoint_every}'
     )
     with pytest.raises(ValueError, match=expected):
-        settings.check(config_with(**changes))
-    settings.check(config_with(keep_every=20, checkpoint_every=10))
+        config_rules.check_config(config_with(**changes))
+    config_rules.check_config(config_with(keep_every=20, checkpoint_every=10))

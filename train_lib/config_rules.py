@@ -12,27 +12,27 @@ from typing import Any, NamedTuple
 import ml_collections
 
 
-class _Rule(NamedTuple):
+class FieldRule(NamedTuple):
     expected: str
     holds: Callable[[Any], bool]
 
 
-def _at_least(least: float) -> _Rule:
-    return _Rule(f'at least {least}', lambda x: least <= x < math.inf)
+def _at_least(least: float) -> FieldRule:
+    return FieldRule(f'at least {least}', lambda x: least <= x < math.inf)
 
 
-def _above(bound: float) -> _Rule:
-    return _Rule(f'more than {bound}', lambda x: bound < x < math.inf)
+def _above(bound: float) -> FieldRule:
+    return FieldRule(f'more than {bound}', lambda x: bound < x < math.inf)
 
 
-def _one_of(*values: str) -> _Rule:
-    return _Rule(' or '.join(map(repr, values)), lambda x: x in values)
+def _one_of(*values: str) -> FieldRule:
+    return FieldRule(' or '.join(map(repr, values)), lambda x: x in values)
 
 
 _RULES = {
     name: rule
     for rule, names in (
-        (_Rule('from 0 to 2**31 - 1', lambda x: 0 <= x < 2**31), 'seed'),
+        (FieldRule('from 0 to 2**31 - 1', lambda x: 0 <= x < 2**31), 'seed'),
         (_at_least(1), 'batch_size accumulate num_steps log_every keep_checkpoints'),
         (_at_least(1), 'preview.count preview.num_steps data.device_prefetch'),
         (_at_least(0), 'max_skipped_in_a_row max_skipped data.ram_budget_gb'),
@@ -43,20 +43,23 @@ _RULES = {
         (_above(0), 'optimizer.learning_rate optimizer.muon_learning_rate optimizer.clip_norm'),
         (_above(0), 'flow.logit_std preview.time_shift'),
         (
-            _Rule('at least 0 and less than 1', lambda x: 0 <= x < 1),
+            FieldRule('at least 0 and less than 1', lambda x: 0 <= x < 1),
             'ema_decay optimizer.b1 optimizer.b2 preview.guidance_low',
         ),
-        (_Rule('from 0 to 1', lambda x: 0 <= x <= 1), 'preview.guidance_high'),
-        (_Rule('a finite number', math.isfinite), 'flow.logit_mean preview.guidance'),
-        (_Rule('the folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0', bool), 'data.dir'),
+        (FieldRule('from 0 to 1', lambda x: 0 <= x <= 1), 'preview.guidance_high'),
+        (FieldRule('a finite number', math.isfinite), 'flow.logit_mean preview.guidance'),
+        (
+            FieldRule('the folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0', bool),
+            'data.dir',
+        ),
         (_one_of('bfloat16', 'float32'), 'model.dtype'),
         (_one_of('euler', 'heun'), 'preview.sampler'),
-        (_Rule('from 0 to 255, an exit status', lambda x: 0 <= x <= 255), 'requeue_status'),
+        (FieldRule('from 0 to 255, an exit status', lambda x: 0 <= x <= 255), 'requeue_status'),
     )
     for name in names.split()
 }
 
-# Of `changeable` those whose values a run replaces by what is in the folders.
+# Of `changeable_fields` those whose values a run replaces by what is in the folders.
 DATA_SET, MIX = 'data.dir', 'data.mix'
 
 # Fields that decide what a step computes and which records it sees. The text encoder, the model
@@ -67,13 +70,13 @@ _CHANGEABLE = re.compile(
 )
 
 
-def check(config: ml_collections.ConfigDict, *, needs_data: bool = True) -> None:
+def check_config(config: ml_collections.ConfigDict, *, needs_data: bool = True) -> None:
     """Checks the value of every field.
 
     Args:
         needs_data: Whether `data.dir` is required.
     """
-    fields = flatten(config.to_dict())
+    fields = flatten_fields(config.to_dict())
     for name, rule in _RULES.items():
         is_needed = name != DATA_SET or (needs_data and not fields[MIX])
         if is_needed and not rule.holds(fields[name]):
@@ -92,15 +95,15 @@ def check(config: ml_collections.ConfigDict, *, needs_data: bool = True) -> None
         raise ValueError(f'keep_every={kept}: expected a multiple of checkpoint_every={every}')
 
 
-def changeable(config: ml_collections.ConfigDict) -> dict[str, Any]:
+def changeable_fields(config: ml_collections.ConfigDict) -> dict[str, Any]:
     """Returns the fields that a resumed run may change on purpose, with their values."""
-    fields = flatten(config.to_dict())
+    fields = flatten_fields(config.to_dict())
     return {name: value for name, value in fields.items() if _CHANGEABLE.fullmatch(name)}
 
 
-def check_changeable(names: Collection[str], config: ml_collections.ConfigDict) -> None:
-    """Raises a ValueError for names that `changeable` does not have."""
-    there = changeable(config)
+def check_accepted_changes(names: Collection[str], config: ml_collections.ConfigDict) -> None:
+    """Raises a ValueError for names that `changeable_fields` does not have."""
+    there = changeable_fields(config)
     unknown = [name for name in names if name not in there]
     if unknown:
         raise ValueError(
@@ -108,12 +111,12 @@ def check_changeable(names: Collection[str], config: ml_collections.ConfigDict) 
         )
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
+def flatten_fields(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
     """Flattens nested dicts: `{'data': {'seed': 0}}` becomes `{'data.seed': 0}`."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            flat |= flatten(value, f'{prefix}{key}.')
+            flat |= flatten_fields(value, f'{prefix}{key}.')
         else:
             flat[f'{prefix}{key}'] = value
     return flat
