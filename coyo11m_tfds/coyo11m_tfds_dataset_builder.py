@@ -24,7 +24,7 @@ from tensorflow_datasets.core import dataset_builder
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.convert import data_folder, source_record
-from coyo11m_tfds.convert.settings import BuildSettings, check_names
+from coyo11m_tfds.convert.build_settings import BuildSettings, check_names
 from coyo11m_tfds.dataset.columns import IN_PLACE
 from coyo11m_tfds.process import job, progress
 

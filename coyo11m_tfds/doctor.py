@@ -28,7 +28,7 @@ from typing import Any
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.convert import memory
-from coyo11m_tfds.convert.settings import BuildSettings, check_names
+from coyo11m_tfds.convert.build_settings import BuildSettings, check_names
 from coyo11m_tfds.process import command_line, ending, machine
 from coyo11m_tfds.process.sizes import readable
 from coyo11m_tfds.storage import scratch, source_files

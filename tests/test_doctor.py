@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from coyo11m_tfds import doctor, schema
-from coyo11m_tfds.convert.settings import BuildSettings
+from coyo11m_tfds.convert.build_settings import BuildSettings
 from coyo11m_tfds.process import machine
 from tests import children, made_sources
 from tests.fakes.cloud import Fault

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 import input_pipeline
 from coyo11m_tfds import add_column, doctor, embed_captions, mirror, schema, verify
-from coyo11m_tfds.convert.settings import BuildSettings
+from coyo11m_tfds.convert.build_settings import BuildSettings
 from coyo11m_tfds.dataset.keyed_random import splitmix64
 from coyo11m_tfds.source.tar_file import TarFile
 from coyo11m_tfds.text.words import HashEncoder

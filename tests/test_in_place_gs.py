@@ -10,7 +10,7 @@ import pytest
 import input_pipeline
 from coyo11m_tfds import add_column, schema, verify
 from coyo11m_tfds.convert import driver
-from coyo11m_tfds.convert.settings import BuildSettings
+from coyo11m_tfds.convert.build_settings import BuildSettings
 from coyo11m_tfds.dataset import columns
 from tests import built
 from tests.built import files_of

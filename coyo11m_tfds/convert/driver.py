@@ -18,9 +18,9 @@ import numpy as np
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.convert import in_place, local_runner
+from coyo11m_tfds.convert.build_settings import BuildSettings
 from coyo11m_tfds.convert.data_folder import DataFolder, FinishedShards, sub_folder
-from coyo11m_tfds.convert.plan import Plan, make_plan
-from coyo11m_tfds.convert.settings import BuildSettings
+from coyo11m_tfds.convert.plan import BuildPlan, make_plan
 from coyo11m_tfds.convert.tasks import ShardResult, ShardTask
 from coyo11m_tfds.dataset import chunk_index, manifest
 from coyo11m_tfds.process import job
@@ -44,7 +44,7 @@ Engine = Callable[[Sequence[ShardTask], FinishedShards], Outcomes]
 class Built:
     """The outcome of a build."""
 
-    plan: Plan
+    plan: BuildPlan
     splits: dict[str, list[ShardResult]]  # by index of the shards
     statistics: dict[str, ShardStatistics]
     dropped: Dropped
@@ -143,7 +143,7 @@ def _leaving_no_empty_folders(*places: str) -> Iterator[None]:
                 folder.rmdir()
 
 
-def write_shards(plan: Plan, finished: FinishedShards, engine: Engine) -> list[ShardResult]:
+def write_shards(plan: BuildPlan, finished: FinishedShards, engine: Engine) -> list[ShardResult]:
     """Writes the shards of a plan that are not finished yet; returns the results of all, sorted.
 
     Raises the errors of `shard_writer.write_shard`, and a ValueError if too much of the source is
@@ -178,7 +178,7 @@ def write_shards(plan: Plan, finished: FinishedShards, engine: Engine) -> list[S
     return sorted(results, key=lambda result: (result.split, result.index))
 
 
-def _count_dropped(plan: Plan, results: Sequence[ShardResult]) -> Dropped:
+def _count_dropped(plan: BuildPlan, results: Sequence[ShardResult]) -> Dropped:
     """The rows left out while planning, and while writing these shards."""
     dropped = copy.deepcopy(plan.dropped)
     for result in results:
@@ -191,7 +191,7 @@ def _add_non_finite(dropped: Dropped, result: ShardResult) -> None:
     dropped.add(schema.NON_FINITE, found.non_finite, found.non_finite_keys)
 
 
-def describe(plan: Plan, results: Sequence[ShardResult], folder: str) -> Built:
+def describe(plan: BuildPlan, results: Sequence[ShardResult], folder: str) -> Built:
     """Joins the results of all shards, and writes chunk indexes and columns into a local folder."""
     splits: dict[str, list[ShardResult]] = {}
     for result in results:
@@ -217,7 +217,7 @@ def describe(plan: Plan, results: Sequence[ShardResult], folder: str) -> Built:
     return Built(plan, splits, joined, dropped, metadata, folder)
 
 
-def _make_metadata(plan: Plan, train: ShardStatistics, dropped: Dropped) -> dict:
+def _make_metadata(plan: BuildPlan, train: ShardStatistics, dropped: Dropped) -> dict:
     """The metadata of `dataset_info`, with statistics of the train split."""
     mean, std = statistics.mean_and_std(train.latent_moments)
     metadata: dict[str, Any] = {

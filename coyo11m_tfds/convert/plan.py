@@ -19,7 +19,7 @@ from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.convert import in_place, memory, source_record
-from coyo11m_tfds.convert.settings import EMBEDDINGS_IN_PT, BuildSettings
+from coyo11m_tfds.convert.build_settings import EMBEDDINGS_IN_PT, BuildSettings
 from coyo11m_tfds.convert.tasks import JoinedInputs, ShardPart, ShardTask
 from coyo11m_tfds.dataset.keyed_random import splitmix64
 from coyo11m_tfds.report.statistics import Dropped
@@ -41,7 +41,7 @@ _LEAST_SHARE_OF_FILE = 1 / 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class BuildPlan:
     """The shards to write, and the reasons for rows that are left out."""
 
     tasks: tuple[ShardTask, ...]  # those that read the same files form a group and are neighbours
@@ -85,7 +85,7 @@ def make_plan(
     scratch: Scratch,
     cache_dir: str,
     limit: int | None = None,
-) -> Plan:
+) -> BuildPlan:
     """Plans the shards of a data set, with the first `limit` records of each split.
 
     The captions and embeddings that the tasks read stay in the existing folder `cache_dir` for the
@@ -124,7 +124,7 @@ def make_plan(
     recorded = settings.record(limit, text)
     column = latents.texts.caption_column or settings.caption_column
     build = json_digest.sha256([fingerprint, recorded, *(task.fingerprint for task in tasks)])[:8]
-    return Plan(
+    return BuildPlan(
         tasks=tuple(
             dataclasses.replace(task, filename=schema.of_build(task.filename, build))
             for task in tasks

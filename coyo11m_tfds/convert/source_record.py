@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from coyo11m_tfds.convert.settings import WAYS_ON
+from coyo11m_tfds.convert.build_settings import WAYS_ON
 from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.source import location
 from coyo11m_tfds.storage import source_files

@@ -12,7 +12,7 @@ from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.convert import driver
-from coyo11m_tfds.convert.settings import BuildSettings
+from coyo11m_tfds.convert.build_settings import BuildSettings
 
 
 def build(source: str, final: str, options: str = '{}', settings: str = '{}') -> str:

@@ -4,8 +4,8 @@ import pathlib
 from collections.abc import Sequence
 
 from coyo11m_tfds.convert import driver, local_runner, plan
+from coyo11m_tfds.convert.build_settings import BuildSettings
 from coyo11m_tfds.convert.data_folder import FinishedShards
-from coyo11m_tfds.convert.settings import BuildSettings
 from coyo11m_tfds.convert.tasks import ShardResult, ShardTask
 from coyo11m_tfds.source import location
 from coyo11m_tfds.storage.destination import Destination
@@ -14,7 +14,7 @@ from coyo11m_tfds.storage.scratch import Scratch
 
 def make_plan(
     source: str | pathlib.Path, folder: pathlib.Path, limit: int | None = None, **settings
-) -> plan.Plan:
+) -> plan.BuildPlan:
     """Plans small shards, a fifth of the keys for validation; stores go into `folder`."""
     folder.mkdir(exist_ok=True)
     defaults = {'validation_fraction': 0.2, 'shard_bytes': 150_000}
@@ -27,7 +27,7 @@ def make_plan(
     )
 
 
-def write(made: plan.Plan, work: pathlib.Path, num_workers: int = 1) -> list[ShardResult]:
+def write(made: plan.BuildPlan, work: pathlib.Path, num_workers: int = 1) -> list[ShardResult]:
     """Writes what is missing of a plan; shards are in `data_folder(work)`."""
 
     def engine(tasks: Sequence[ShardTask], finished: FinishedShards):
@@ -44,7 +44,7 @@ def data_folder(work: pathlib.Path) -> pathlib.Path:
     return work / 'data'
 
 
-def planned_keys(made: plan.Plan) -> dict[str, list[list[int]]]:
+def planned_keys(made: plan.BuildPlan) -> dict[str, list[list[int]]]:
     """Keys of every shard, by split."""
     splits: dict[str, list[list[int]]] = {}
     for task in sorted(made.tasks, key=lambda task: task.index):

@@ -149,7 +149,7 @@ PROGRAM = """
 import json, sys
 import apache_beam as beam
 from coyo11m_tfds.convert import driver
-from coyo11m_tfds.convert.settings import BuildSettings
+from coyo11m_tfds.convert.build_settings import BuildSettings
 from tests.convert import build_program
 source, final, settings, workers = sys.argv[1:]
 flags = ['--direct_running_mode=multi_processing', f'--direct_num_workers={workers}']
@@ -190,7 +190,7 @@ import json, sys
 from absl import logging
 from apache_beam.options.pipeline_options import PipelineOptions
 from coyo11m_tfds.convert import driver
-from coyo11m_tfds.convert.settings import BuildSettings
+from coyo11m_tfds.convert.build_settings import BuildSettings
 from tests.convert import build_program
 source, final, settings, address = sys.argv[1:]
 logging.set_verbosity(logging.INFO)

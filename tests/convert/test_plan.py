@@ -21,11 +21,11 @@ def joined(shards: list[list[int]]) -> list[int]:
     return list(itertools.chain.from_iterable(shards))
 
 
-def kept_keys(made: plan.Plan) -> list[int]:
+def kept_keys(made: plan.BuildPlan) -> list[int]:
     return sorted(key for shards in planned_keys(made).values() for key in joined(shards))
 
 
-def counts(made: plan.Plan) -> dict[str, int]:
+def counts(made: plan.BuildPlan) -> dict[str, int]:
     """Of what is dropped, without zeros."""
     return {reason: count for reason, count in made.dropped.counts.items() if count}
 

@@ -7,7 +7,7 @@ import pytest
 
 from coyo11m_tfds import doctor
 from coyo11m_tfds.convert import local_runner, memory
-from coyo11m_tfds.convert.settings import BuildSettings
+from coyo11m_tfds.convert.build_settings import BuildSettings
 from coyo11m_tfds.process import machine, workers
 from tests import made_sources
 from tests.convert import plans
