@@ -44,7 +44,7 @@ from coyo11m_tfds.source.joined import Joined
 from coyo11m_tfds.storage import file_state, locks, stored_files
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.scratch import Scratch, choose_folder
-from coyo11m_tfds.storage.source_files import SourceFile
+from coyo11m_tfds.storage.source_files import StoredFile
 
 _NAME = re.compile(r'[a-z][a-z0-9_]*')
 _OF_BATCHES = input_pipeline.CROP, input_pipeline.DROP_TEXT, input_pipeline.MASK
@@ -148,7 +148,7 @@ def move_latents(data_dir: str | os.PathLike[str], source: str | os.PathLike[str
 
 
 def _find_moved(
-    before: ColumnFile, latent_files: Sequence[SourceFile], source: str, edit: '_Edit'
+    before: ColumnFile, latent_files: Sequence[StoredFile], source: str, edit: '_Edit'
 ) -> ColumnFile:
     # Shards of several sub-folders have the same names.
     same = [
@@ -196,7 +196,7 @@ class _Edit:
         over = listing.keys() & columns.left_over(listing, described, build)
         if recorded := listing.get(schema.of_build(schema.CHECKSUMS_FILE, build)):
             content = bytes(stored_files.read(recorded, stored_files.Content).data)
-            states = {x: file_state.of_file(os.path.join(self.staging, x)) for x in names}
+            states = {x: file_state.compute_state(os.path.join(self.staging, x)) for x in names}
             kept = {x: state for x, state in manifest.parse(content).items() if x not in over}
             manifest.write(self.staging, kept | states, build)
             names.insert(-1, recorded.name)
@@ -204,7 +204,7 @@ class _Edit:
             raise OSError(f'{folder}: another process is writing. Run the same command again.')
         for name in names:
             path = os.path.join(self.staging, name)
-            self.destination.put(path, name, file_state.of_file(path).crc32c)
+            self.destination.store(path, name, file_state.compute_state(path).crc32c)
         self.destination.remove(over - set(names))
 
 

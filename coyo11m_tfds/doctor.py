@@ -32,7 +32,7 @@ from coyo11m_tfds.convert.build_settings import BuildSettings, check_names
 from coyo11m_tfds.process import command_line, ending, machine
 from coyo11m_tfds.process.sizes import readable
 from coyo11m_tfds.storage import scratch, source_files
-from coyo11m_tfds.storage.source_files import SourceFile
+from coyo11m_tfds.storage.source_files import StoredFile
 
 PASS, WARN, FAIL = 'pass', 'warn', 'fail'
 _TIMEOUT = 240.0  # seconds for JAX and for the encoder; a large model takes a minute to load
@@ -250,7 +250,7 @@ def describe(place: str, dry: DryRun) -> Finding:
     return Finding('source', PASS, text)
 
 
-def _check_column(captions: SourceFile, column: str) -> None:
+def _check_column(captions: StoredFile, column: str) -> None:
     """Raises a ValueError if the footer of a Parquet file lacks a column."""
     from coyo11m_tfds.source import keyed_parquet
 

@@ -36,7 +36,7 @@ from coyo11m_tfds.source.joined import Joined
 from coyo11m_tfds.source.keyed_parquet import KeyedFile
 from coyo11m_tfds.storage import source_files
 from coyo11m_tfds.storage.scratch import Scratch
-from coyo11m_tfds.storage.source_files import SourceFile
+from coyo11m_tfds.storage.source_files import StoredFile
 from coyo11m_tfds.text import parts, text_encoders
 from coyo11m_tfds.text.encoder import DEFAULT_MAX_TOKENS, Encoder, Tokenizer
 
@@ -178,7 +178,7 @@ def embed(
     )
 
 
-def _find_parquet(source: str) -> SourceFile | None:
+def _find_parquet(source: str) -> StoredFile | None:
     """Returns the Parquet file of captions; None if captions lie beside the latents."""
     try:
         return source_files.describe(f'{source}/{schema.CAPTIONS_FILE}')

@@ -32,7 +32,7 @@ from coyo11m_tfds.source.copied_files import CopiedFiles
 from coyo11m_tfds.storage import locks
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.scratch import Scratch, user_cache
-from coyo11m_tfds.storage.source_files import SourceFile
+from coyo11m_tfds.storage.source_files import StoredFile
 
 _PARALLEL = 4  # files
 
@@ -89,7 +89,7 @@ def mirror(
 
 
 def _copy_all(
-    files: Mapping[str, SourceFile],
+    files: Mapping[str, StoredFile],
     target: Destination,
     copied: CopiedFiles,
     scratch: Scratch,

@@ -36,7 +36,7 @@ from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.storage import stored_files
 from coyo11m_tfds.storage.file_state import FileState
-from coyo11m_tfds.storage.source_files import SourceFile
+from coyo11m_tfds.storage.source_files import StoredFile
 
 _PARALLEL = 8  # files that are read at a time
 
@@ -77,7 +77,7 @@ def verify(data_dir: str | os.PathLike[str], *, fast: bool = False) -> Verified:
     return _Check(folder, files, build, fast).run()
 
 
-def _find_build(folder: str, files: Mapping[str, SourceFile]) -> str:
+def _find_build(folder: str, files: Mapping[str, StoredFile]) -> str:
     """The ID of the build that the files of a folder are of, or most of them."""
     if schema.INFO_FILE in files:
         with contextlib.suppress(OSError, ValueError):  # told later, as a fault of that file
@@ -91,7 +91,7 @@ def _find_build(folder: str, files: Mapping[str, SourceFile]) -> str:
 class _Check:
     """One verification."""
 
-    def __init__(self, folder: str, files: Mapping[str, SourceFile], build: str, fast: bool):
+    def __init__(self, folder: str, files: Mapping[str, StoredFile], build: str, fast: bool):
         self._folder = folder
         self._files = files
         self._build = build

@@ -67,6 +67,6 @@ def with_known_id(folder: pathlib.Path) -> pathlib.Path:
         path.rename(folder / path.name.replace(f'-{build}.', f'-{ID}.'))
     checksums = schema.of_build(schema.CHECKSUMS_FILE, ID)
     (folder / checksums).unlink()
-    files = {path.name: file_state.of_file(path) for path in folder.iterdir()}
+    files = {path.name: file_state.compute_state(path) for path in folder.iterdir()}
     manifest.write(folder, files, ID)
     return folder

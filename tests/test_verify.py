@@ -12,7 +12,7 @@ from tensorflow_datasets.core import dataset_info
 import input_pipeline
 from coyo11m_tfds import schema, verify
 from coyo11m_tfds.dataset import manifest
-from coyo11m_tfds.storage.file_state import of_file
+from coyo11m_tfds.storage.file_state import compute_state
 from tests.fakes.cloud import Fault
 
 DATA = 'gs://bucket/d/1.0.0'
@@ -81,7 +81,7 @@ def test_a_data_set_that_was_built_has_no_faults(mini_dataset):
         assert found.num_files == len(list(mini_dataset.iterdir()))
     recorded = manifest.parse((mini_dataset / CHECKSUMS).read_bytes())
     paths = [path for path in mini_dataset.iterdir() if path.name != CHECKSUMS]
-    assert recorded == {path.name: of_file(path) for path in paths}
+    assert recorded == {path.name: compute_state(path) for path in paths}
 
 
 def test_every_damage_is_told_and_sizes_are_compared_without_reading(copy):

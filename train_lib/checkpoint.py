@@ -358,7 +358,7 @@ def _states(folder: epath.Path, names: Collection[str] | None = None) -> dict[st
 
     def state(name: str) -> list[int] | None:
         try:
-            return list(file_state.of_file(folder / name))
+            return list(file_state.compute_state(folder / name))
         except FileNotFoundError:
             return None
 

@@ -110,12 +110,12 @@ def evaluate(
             features = _encode(image_encoder, artist.paint(latents), drawn, captions)
             content = io.BytesIO()
             np.savez(content, **features._asdict())
-            folder.put_bytes(stored, content.getvalue())
+            folder.write(stored, content.getvalue())
             logging.info('%s of %s pictures are drawn.', f'{end:,}', f'{num_pictures:,}')
         parts.append(features)
     features = Features(*map(np.concatenate, zip(*parts, strict=True)))
     result = {'num_pictures': num_pictures, **compare(features), 'settings': settings}
-    folder.put_bytes(f'{name}.json', json.dumps(result, indent=2).encode())
+    folder.write(f'{name}.json', json.dumps(result, indent=2).encode())
     return result
 
 

@@ -118,7 +118,7 @@ def _pack(tasks: Sequence[ShardTask], finished: FinishedShards) -> list[ShardTas
     def pack_one(task: ShardTask) -> ShardTask:
         assert isinstance(task.inputs, JoinedInputs)  # what a plan has
         name = f'{sub_folder(finished.build)}/{task.filename}.npz'
-        finished.folder.put_bytes(name, task.inputs.pack())
+        finished.folder.write(name, task.inputs.pack())
         return dataclasses.replace(task, inputs=PackedInputs(f'{finished.folder.folder}/{name}'))
 
     with concurrent.futures.ThreadPoolExecutor(_UPLOADS_AT_ONCE) as threads:

@@ -47,7 +47,7 @@ class FinishedShards:
 
     def save(self, task: ShardTask, local_file: str, result: ShardResult) -> None:
         """Stores a shard from a local file, and then its record."""
-        self.folder.put(local_file, task.filename, result.crc32c)
+        self.folder.store(local_file, task.filename, result.crc32c)
         record = {'fingerprint': task.fingerprint, 'result': result.to_json()}
         record['digest'] = json_digest.sha256(record)
         self._put(f'{task.filename}.json', record)
@@ -81,7 +81,7 @@ class FinishedShards:
         return results
 
     def _put(self, name: str, content: Mapping[str, Any]) -> None:
-        self.folder.put_bytes(f'{sub_folder(self.build)}/{name}', json.dumps(content).encode())
+        self.folder.write(f'{sub_folder(self.build)}/{name}', json.dumps(content).encode())
 
 
 def _read_record(data: bytes, task: ShardTask) -> ShardResult | None:
@@ -137,7 +137,7 @@ class DataFolder:
         # of the ID in `dataset_info.json` has seen the features of that build as well.
         self.files.remove([schema.INFO_FILE])
         for name in sorted(local, key=_order):
-            self.files.put(local[name], name, files[name].crc32c)
+            self.files.store(local[name], name, files[name].crc32c)
         self.files.verify({name: files[name] for name in local})
 
     def remove_others(self, build: str, resumable_too: bool = True) -> None:

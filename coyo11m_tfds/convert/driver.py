@@ -271,12 +271,12 @@ def _publish(folder: DataFolder, built: Built, overwrite: bool) -> None:
         result = results[task.split, task.index]
         files[task.filename] = file_state.FileState(result.num_bytes, result.crc32c)
     local = {name: os.path.join(made, name) for name in os.listdir(made)}
-    files |= {name: file_state.of_file(path) for name, path in local.items()}
+    files |= {name: file_state.compute_state(path) for name, path in local.items()}
     manifest.write(made, files, build)
     checksums = schema.of_build(schema.CHECKSUMS_FILE, build)
     local[checksums] = os.path.join(made, checksums)
-    files[checksums] = file_state.of_file(local[checksums])
+    files[checksums] = file_state.compute_state(local[checksums])
     of_build = [name for name in local if schema.build_of(name) == build]  # checksums last
     for name in of_build:
-        folder.files.put(local.pop(name), name, files[name].crc32c)
+        folder.files.store(local.pop(name), name, files[name].crc32c)
     folder.publish(build, files, local, overwrite)

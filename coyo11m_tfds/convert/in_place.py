@@ -13,7 +13,7 @@ from coyo11m_tfds.source.latent_file import LatentFile
 from coyo11m_tfds.storage import source_files
 
 
-def describe(file: source_files.SourceFile, opened: LatentFile) -> ColumnFile:
+def describe(file: source_files.StoredFile, opened: LatentFile) -> ColumnFile:
     """Describes a file of latents; raises a ValueError if they are not rows in place."""
     places = opened.places
     if places is None:
@@ -25,12 +25,12 @@ def describe(file: source_files.SourceFile, opened: LatentFile) -> ColumnFile:
     return ColumnFile(path_of(file), version, opened.digest, places.starts, places.stride)
 
 
-def path_of(file: source_files.SourceFile) -> str:
+def path_of(file: source_files.StoredFile) -> str:
     """Returns the absolute path or the URL of a file of the source."""
     return file.path if file.is_remote else os.path.abspath(file.path)
 
 
-def check_within_reach(file: source_files.SourceFile, final: str) -> None:
+def check_within_reach(file: source_files.StoredFile, final: str) -> None:
     """Raises a ValueError if readers of a data set in `final` could not read a file of its source.
 
     The file must be on gs://, or local if the data set is local.

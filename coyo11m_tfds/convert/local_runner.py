@@ -21,7 +21,7 @@ from coyo11m_tfds.process import machine, workers
 from coyo11m_tfds.source import formats
 from coyo11m_tfds.source.latent_file import use_one_thread
 from coyo11m_tfds.storage.scratch import Scratch
-from coyo11m_tfds.storage.source_files import SourceFile
+from coyo11m_tfds.storage.source_files import StoredFile
 
 Outcome = tuple[ShardTask, ShardResult]
 
@@ -130,7 +130,7 @@ class _Run:
             self._fail(error)
 
     @contextlib.contextmanager
-    def _hold_files(self, tasks: Sequence[ShardTask]) -> Iterator[dict[SourceFile, str]]:
+    def _hold_files(self, tasks: Sequence[ShardTask]) -> Iterator[dict[StoredFile, str]]:
         """Local paths of all files that some tasks read, after a check of their contents."""
         files = list(dict.fromkeys(part.file for task in tasks for part in task.parts))
         with self._scratch.hold_all(files, on_bytes=self._check_going_on) as paths:

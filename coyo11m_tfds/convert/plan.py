@@ -29,7 +29,7 @@ from coyo11m_tfds.source.sidecar import Header
 from coyo11m_tfds.source.source_latents import Asked, NoCaptionsError, SourceLatents
 from coyo11m_tfds.storage import file_state, json_digest, locks, source_files
 from coyo11m_tfds.storage.scratch import Scratch
-from coyo11m_tfds.storage.source_files import SourceFile
+from coyo11m_tfds.storage.source_files import StoredFile
 
 _NO_ROW = -2  # bytes of the caption of a key that the Parquet file lacks
 
@@ -146,7 +146,7 @@ def read_latents(
     source: location.Source,
     settings: BuildSettings,
     folder: str,
-    files: Sequence[SourceFile] | None = None,
+    files: Sequence[StoredFile] | None = None,
 ) -> SourceLatents:
     """Reads and checks the heads of some or all files of a source; raises `make_plan`'s errors."""
     asked = Asked(
@@ -162,7 +162,7 @@ def read_latents(
         raise ValueError(f'{source.no_captions}: {error}') from None
 
 
-def _find_sidecar(settings: BuildSettings, has_parquet: bool) -> list[SourceFile]:
+def _find_sidecar(settings: BuildSettings, has_parquet: bool) -> list[StoredFile]:
     """Finds the files of a sidecar, and checks a local one before the source is read."""
     place = settings.text_embeddings
     if place in ('', schema.LABELS, EMBEDDINGS_IN_PT):
@@ -193,7 +193,7 @@ def _join(
     source: location.Source,
     settings: BuildSettings,
     latents: SourceLatents,
-    sidecar_files: list[SourceFile],
+    sidecar_files: list[StoredFile],
     scratch: Scratch,
     cache_dir: str,
 ) -> _Joined:
@@ -248,7 +248,7 @@ def _join(
 
 
 def _join_captions(
-    file: SourceFile,
+    file: StoredFile,
     settings: BuildSettings,
     wanted: np.ndarray,
     scratch: Scratch,
@@ -257,7 +257,7 @@ def _join_captions(
     def make(folder: str) -> None:
         with scratch.hold_showing(file) as path:
             if file.recorded:
-                copied_files.compare(file_state.of_file(path), file.recorded, file.path)
+                copied_files.compare(file_state.compute_state(path), file.recorded, file.path)
             captions.join(path, settings.caption_column, folder, wanted, file.path)
 
     # Any commit of a hub may have the file.

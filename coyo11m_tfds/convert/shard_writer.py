@@ -17,7 +17,7 @@ from coyo11m_tfds.dataset import chunk_index, columns, records
 from coyo11m_tfds.report.statistics import ShardStatistics
 from coyo11m_tfds.source import formats, latent_file
 from coyo11m_tfds.storage.file_state import naming
-from coyo11m_tfds.storage.source_files import SourceFile, describe
+from coyo11m_tfds.storage.source_files import StoredFile, describe
 
 # Rows read at once, and their bytes: 128 rows of three crops are 9 MB with their float32 numbers,
 # which stay in the processor's cache.
@@ -144,5 +144,5 @@ class _OpenSource:
         )
 
 
-def _changed(file: SourceFile) -> ValueError:
+def _changed(file: StoredFile) -> ValueError:
     return ValueError(f'{file.path}: has changed since the build began. Start it again.')

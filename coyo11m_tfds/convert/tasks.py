@@ -99,7 +99,7 @@ def _open_made(folder: str, time: int) -> Joined:
 class ShardPart:
     """The records of a shard that come from one file."""
 
-    file: source_files.SourceFile
+    file: source_files.StoredFile
     digest: str  # that of the `LatentFile`
     records: slice  # within the shard
 

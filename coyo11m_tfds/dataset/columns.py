@@ -20,7 +20,7 @@ import numpy as np
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import manifest, npy, pt_archive
 from coyo11m_tfds.storage import remote, source_files, stored_files
-from coyo11m_tfds.storage.source_files import SourceFile
+from coyo11m_tfds.storage.source_files import StoredFile
 
 RECORDS, IN_PLACE = LATENTS_LIE = ('records', 'in_place')  # the config's `latents`
 
@@ -47,12 +47,12 @@ class ColumnFile:
     """
 
     path: str  # absolute, or a URL on gs://
-    version: str  # of a remote file, see `SourceFile`; '' for a local one
+    version: str  # of a remote file, see `StoredFile`; '' for a local one
     digest: str  # of the file's outline
     starts: tuple[int, ...]
     stride: int
 
-    def check(self, file: SourceFile | None) -> SourceFile:
+    def check(self, file: StoredFile | None) -> StoredFile:
         """Compares `file`, the one at `path` or None for no file, with this description.
 
         Returns the file; raises a ValueError if it is missing or has changed. This reads at most
@@ -116,7 +116,7 @@ class Column:
         """Size of a row in bytes, with all pieces."""
         return schema.latents_nbytes(self.dtype, self.shape)
 
-    def find_files(self) -> list[SourceFile | None]:
+    def find_files(self) -> list[StoredFile | None]:
         """Finds the files at the paths of `files`; None for missing ones."""
         folders = {os.path.dirname(file.path) for file in self.files}
         listed = [stored_files.list_folder(folder, missing_ok=True) for folder in sorted(folders)]
@@ -161,7 +161,7 @@ class AddedColumn:
 
     def locate(
         self, folder: str | os.PathLike[str], split: str, num_records: int
-    ) -> tuple[SourceFile, int, np.dtype]:
+    ) -> tuple[StoredFile, int, np.dtype]:
         """Returns the file of a split, the offset of its first row, and the dtype of its rows.
 
         Raises a ValueError if the split has no file, or if the file is missing or damaged, or does

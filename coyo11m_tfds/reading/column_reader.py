@@ -10,7 +10,7 @@ import numpy as np
 
 from coyo11m_tfds.dataset.columns import AddedColumn, Column
 from coyo11m_tfds.reading.files import FetchedFiles, MappedFiles, Range
-from coyo11m_tfds.storage.source_files import SourceFile
+from coyo11m_tfds.storage.source_files import StoredFile
 
 # Two rows with at most this gap in bytes are fetched together: another request would take
 # longer. The rows of a chunk are neighbours in the source, but for dropped rows and other splits.
@@ -22,7 +22,7 @@ _CRC_NBYTES = 4
 class OpenedColumn(NamedTuple):
     """One column of a split, whose files agree with the data set's description."""
 
-    files: Sequence[SourceFile]  # with their present sizes and versions
+    files: Sequence[StoredFile]  # with their present sizes and versions
     starts: np.ndarray  # of the pieces of row 0 in each file, int64 (files, pieces)
     strides: np.ndarray  # bytes from one row to the next in each file, int64 (files,)
     # For each record its file, its row and the CRC-32C of the row, uint32 (n, 3); None for one file

@@ -129,7 +129,7 @@ class MappedFiles:
     def __init__(
         self, path_of: Callable[[int], str], num_files: int, versions: Sequence[str] | None = None
     ):
-        """Opens no file; `versions`, as in `SourceFile`, are those that the files must have.
+        """Opens no file; `versions`, as in `StoredFile`, are those that the files must have.
 
         Raises a ValueError for more than `MAX_FILES`.
         """
@@ -257,7 +257,7 @@ class FetchedFiles:
         self.memory = Memory()
         self.size = np.array(size, np.int64)
         self._path_of = path_of
-        self._described: dict[int, source_files.SourceFile] = {}
+        self._described: dict[int, source_files.StoredFile] = {}
         self._most_at_once, self._counter = most_at_once, counter or ReadCounter()
         self._pool = ThreadPoolExecutor(most_at_once, 'fetch')
         self._is_finalizing = sys.is_finalizing  # of one that outlives all modules
@@ -266,7 +266,7 @@ class FetchedFiles:
         self._held: dict[Range, bytes] = {}
         self._index()
 
-    def add(self, files: Sequence[source_files.SourceFile]) -> int:
+    def add(self, files: Sequence[source_files.StoredFile]) -> int:
         """Adds files that must not change; they are numbered from the result on."""
         first = len(self.size)
         self._described |= dict(enumerate(files, first))
@@ -363,7 +363,7 @@ class FetchedFiles:
 
     def _read_range(self, number: int, begin: int, end: int) -> bytes:
         size = int(self.size[number])
-        file = source_files.SourceFile(self.path_of(number), size, '', None)
+        file = source_files.StoredFile(self.path_of(number), size, '', None)
         return remote.read_range(file, min(begin, size), max(0, min(end, size) - begin))
 
 

@@ -27,7 +27,7 @@ class CopiedFiles:
     def __init__(self, target: Destination):
         self._target = target
 
-    def save(self, name: str, file: source_files.SourceFile, state: FileState) -> None:
+    def save(self, name: str, file: source_files.StoredFile, state: FileState) -> None:
         """Writes the record of a complete copy; `name` is its path relative to the destination."""
         record = {
             'name': name,
@@ -38,11 +38,11 @@ class CopiedFiles:
         }
         data = json.dumps(record, indent=1).encode()
         # All are in one folder, and names may be long.
-        self._target.put_bytes(f'{_RECORDS}/{json_digest.sha256(name)[:32]}.json', data)
+        self._target.write(f'{_RECORDS}/{json_digest.sha256(name)[:32]}.json', data)
 
     def missing(
-        self, files: Mapping[str, source_files.SourceFile]
-    ) -> dict[str, source_files.SourceFile]:
+        self, files: Mapping[str, source_files.StoredFile]
+    ) -> dict[str, source_files.StoredFile]:
         """Returns the files whose copy is missing, incomplete, or of another version.
 
         This reads all copies on a local disk.

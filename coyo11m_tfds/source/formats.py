@@ -14,7 +14,7 @@ from coyo11m_tfds.source.mds_file import MdsFile
 from coyo11m_tfds.source.pt_file import LatentShard
 from coyo11m_tfds.source.tar_file import TarFile
 from coyo11m_tfds.storage import file_state, remote
-from coyo11m_tfds.storage.source_files import SourceFile
+from coyo11m_tfds.storage.source_files import StoredFile
 
 _OTHERS: dict[str, type[LatentFile]] = {
     '.safetensors': safetensors_file.SafetensorsFile,
@@ -24,7 +24,7 @@ _OTHERS: dict[str, type[LatentFile]] = {
 
 
 def open_file(
-    file: SourceFile, path: str, asked: schema.LatentsFrom = schema.ANY_LATENTS
+    file: StoredFile, path: str, asked: schema.LatentsFrom = schema.ANY_LATENTS
 ) -> LatentFile:
     """Opens a file of a source from a local path: of the file, a copy or a head.
 
@@ -33,7 +33,7 @@ def open_file(
     return _OTHERS.get(_suffix(file), LatentShard)(path, file.path, asked, file.label)
 
 
-def fetch_head(file: SourceFile, folder: str | os.PathLike[str], *, check_crc: bool = True) -> str:
+def fetch_head(file: StoredFile, folder: str | os.PathLike[str], *, check_crc: bool = True) -> str:
     """Returns a local file to open in place of a file; if possible, without the latents.
 
     For MDS and tar files, whose samples lie one after the other, it is the whole file. A local file
@@ -56,7 +56,7 @@ def fetch_head(file: SourceFile, folder: str | os.PathLike[str], *, check_crc: b
 
 
 def check_contents(
-    file: SourceFile,
+    file: StoredFile,
     path: str,
     *,
     check_crc: bool = True,
@@ -71,13 +71,13 @@ def check_contents(
             path, file.path, check_crc=check_crc, recorded=file.recorded, on_bytes=on_bytes
         )
     elif file.recorded:
-        copied_files.compare(file_state.of_file(path, on_bytes), file.recorded, file.path)
+        copied_files.compare(file_state.compute_state(path, on_bytes), file.recorded, file.path)
 
 
-def has_checksums(file: SourceFile) -> bool:
+def has_checksums(file: StoredFile) -> bool:
     """Whether the format, the storage or `mirror` has checksums of the file's latents."""
     return _suffix(file) not in _OTHERS or bool(file.recorded or file.checksum)
 
 
-def _suffix(file: SourceFile) -> str:
+def _suffix(file: StoredFile) -> str:
     return os.path.splitext(file.path)[1]

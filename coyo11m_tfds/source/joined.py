@@ -96,7 +96,7 @@ def make(
             file.write_table(rows)
     for run in runs:
         os.remove(run)
-    record = {'state': file_state.of_file(path), 'facts': dict(facts)}
+    record = {'state': file_state.compute_state(path), 'facts': dict(facts)}
     with open(os.path.join(folder, _RECORD), 'w', encoding='utf-8') as file:
         json.dump(record | {'checksum': json_digest.sha256(record)}, file)
 
@@ -251,7 +251,7 @@ def _open_whole(folder: str) -> Joined | None:
     except FileNotFoundError:
         return None
     try:
-        state = file_state.of_file(os.path.join(folder, _ROWS))
+        state = file_state.compute_state(os.path.join(folder, _ROWS))
         if list(state) != _read_record(folder)['state']:
             raise ValueError(f'found {state}')
         found = Joined(folder)

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.storage import remote
-from coyo11m_tfds.storage.source_files import SourceFile
+from coyo11m_tfds.storage.source_files import StoredFile
 
 # The most that is read at once.
 _ROWS_AT_ONCE = 16384
@@ -164,7 +164,7 @@ class KeyedFile:
             )
 
 
-def read_schema(file: SourceFile) -> pa.Schema:
+def read_schema(file: StoredFile) -> pa.Schema:
     """Reads the schema at the end of a file, local or remote; raises `naming_damage`'s errors."""
 
     def read_tail(length: int) -> bytes:

@@ -18,7 +18,7 @@ from absl import logging
 from coyo11m_tfds import schema
 from coyo11m_tfds.source import copied_files
 from coyo11m_tfds.storage import file_state, source_files, stored_files
-from coyo11m_tfds.storage.source_files import SourceFile
+from coyo11m_tfds.storage.source_files import StoredFile
 
 # Where a folder has several, the first: beside LightningDiT's latents lies latents_stats.pt.
 _SUFFIXES = '.safetensors', '.mds', '.tar', '.pt'
@@ -31,9 +31,9 @@ class Source:
     """The files of a source."""
 
     root: str  # the folder; with its commit on the hub
-    latent_files: tuple[SourceFile, ...]  # all of one format, in the order of the data set
-    captions_file: SourceFile | None  # None if captions or labels lie beside the latents
-    by_name: Mapping[str, SourceFile]  # all files, by their paths relative to `root`
+    latent_files: tuple[StoredFile, ...]  # all of one format, in the order of the data set
+    captions_file: StoredFile | None  # None if captions or labels lie beside the latents
+    by_name: Mapping[str, StoredFile]  # all files, by their paths relative to `root`
     no_captions: str  # message for the case that there are none beside the latents either
 
     @property
@@ -77,7 +77,7 @@ def find(root: str | os.PathLike[str]) -> Source:
     if not folder.startswith('hf://'):  # where mirror may have written
         used = _add_records(folder, used)
     if index and (recorded := used[-1].recorded) and not index.is_remote:
-        copied_files.compare(file_state.of_file(index.path), recorded, index.path)
+        copied_files.compare(file_state.compute_state(index.path), recorded, index.path)
     by_name = dict(zip((*names, *others), used, strict=True))
     tables = [name for name in sorted(files) if '/' not in name and name.endswith('.parquet')]
     return Source(
@@ -91,7 +91,7 @@ def find(root: str | os.PathLike[str]) -> Source:
     )
 
 
-def _names(files: Mapping[str, SourceFile]) -> list[str]:
+def _names(files: Mapping[str, StoredFile]) -> list[str]:
     """Names of the files of latents: of one folder and one format, the first that there is."""
     for folder in (schema.LATENTS_FOLDER, ''):
         for suffix in _SUFFIXES:
@@ -103,7 +103,7 @@ def _names(files: Mapping[str, SourceFile]) -> list[str]:
     return []
 
 
-def _of_index(folder: str, index: SourceFile, files: dict[str, SourceFile]) -> list[str]:
+def _of_index(folder: str, index: StoredFile, files: dict[str, StoredFile]) -> list[str]:
     """Names of the shards that an `index.json` of MDS names; adds those of sub-folders to `files`.
 
     Raises a ValueError if the index is damaged, or a shard is missing, compressed or not whole.
@@ -138,7 +138,7 @@ def _of_index(folder: str, index: SourceFile, files: dict[str, SourceFile]) -> l
     return list(sizes)
 
 
-def _add_records(folder: str, files: list[SourceFile]) -> list[SourceFile]:
+def _add_records(folder: str, files: list[StoredFile]) -> list[StoredFile]:
     """Adds to files what `mirror` recorded, if it filled this folder; refuses those that differ."""
     recorded = copied_files.recorded_states(folder)
     if not recorded:

@@ -15,7 +15,7 @@ from isal import isal_zlib as zlib
 from coyo11m_tfds.dataset import pt_archive
 from coyo11m_tfds.source import copied_files
 from coyo11m_tfds.storage import file_state, remote, retry
-from coyo11m_tfds.storage.source_files import SourceFile
+from coyo11m_tfds.storage.source_files import StoredFile
 
 # Stays in a core's cache between reading and summing up: 1 GB from the page cache takes 0.05 s.
 _BLOCK_BYTES = 256 << 10
@@ -25,7 +25,7 @@ _PADDED_HEADER = 4 << 10
 _GAP = 64 << 10  # reading more costs less than another request
 
 
-def fetch_head(file: SourceFile, folder: str | os.PathLike[str], *, check_crc: bool = True) -> str:
+def fetch_head(file: StoredFile, folder: str | os.PathLike[str], *, check_crc: bool = True) -> str:
     """Makes a local file of the size of `file` that holds all but its large storages.
 
     It contains the zip's directory and every member of at most 1 MB or 1% of the file. The
@@ -71,7 +71,7 @@ def check_contents(
     name = name or os.fspath(path)
     if not check_crc:
         if recorded:
-            copied_files.compare(file_state.of_file(path, on_bytes), recorded, name)
+            copied_files.compare(file_state.compute_state(path, on_bytes), recorded, name)
         return
     buffer, whole = np.empty(_BLOCK_BYTES, np.uint8), google_crc32c.Checksum()
     with open(path, 'rb', buffering=0) as file:
@@ -96,7 +96,7 @@ def check_contents(
         copied_files.compare(found, recorded, name)
 
 
-def _make_head(file: SourceFile, path: str, check_crc: bool) -> None:
+def _make_head(file: StoredFile, path: str, check_crc: bool) -> None:
     start = max(0, file.size - pt_archive.TAIL_BYTES)
     tail, again = (remote.read_range(file, start, file.size - start) for _ in range(2))
     if tail != again:
@@ -117,7 +117,7 @@ def _make_head(file: SourceFile, path: str, check_crc: bool) -> None:
 
 
 def _ranges(
-    file: SourceFile, members: Sequence[pt_archive.Member], stop: int
+    file: StoredFile, members: Sequence[pt_archive.Member], stop: int
 ) -> list[tuple[int, int]]:
     """Returns the ranges of small members before `stop`, and of the others' local headers."""
     small = pt_archive.small_bytes(file.size)

@@ -16,7 +16,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.source.latent_file import LABELS, LatentFile, Places, damaged
 from coyo11m_tfds.storage import remote, retry
-from coyo11m_tfds.storage.source_files import SourceFile
+from coyo11m_tfds.storage.source_files import StoredFile
 
 _FLOATS = {'F16': 'float16', 'BF16': 'bfloat16', 'F32': 'float32'}
 _INTEGERS: dict[str, np.dtype] = {'I64': np.dtype('<i8'), 'I32': np.dtype('<i4')}
@@ -75,7 +75,7 @@ class SafetensorsFile(LatentFile):
         return values.astype(np.int64)
 
 
-def fetch_head(file: SourceFile, path: str) -> None:
+def fetch_head(file: StoredFile, path: str) -> None:
     """Makes a sparse copy of a remote file that holds its header, keys and labels.
 
     The copy has the size of the file. Each byte is fetched twice, because the format has no

@@ -24,10 +24,10 @@ from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import joined
 from coyo11m_tfds.source.keyed_parquet import KeyedFile
 from coyo11m_tfds.storage import source_files, stored_files
-from coyo11m_tfds.storage.source_files import SourceFile
+from coyo11m_tfds.storage.source_files import StoredFile
 
 # Gives the path of a file, which may have to be downloaded for it.
-Hold = Callable[[SourceFile], contextlib.AbstractContextManager[str]]
+Hold = Callable[[StoredFile], contextlib.AbstractContextManager[str]]
 
 _PART = re.compile(r'part-(\d{5,})-of-(\d{5,})\.parquet')
 _COLUMNS = (schema.TOKENS, schema.PART_EMBEDDING, schema.TEXT_EMBEDDING)
@@ -40,13 +40,13 @@ def part_name(number: int, count: int) -> str:
     return f'part-{number:05}-of-{count:05}.parquet'
 
 
-def find_parts(folder: str) -> tuple[int, dict[int, SourceFile]]:
+def find_parts(folder: str) -> tuple[int, dict[int, StoredFile]]:
     """Finds the parts in a local or remote folder, which may be missing.
 
     Returns the number of parts in the complete sidecar, 0 if none is there, and the existing parts.
     Raises a ValueError if the names of parts have different counts.
     """
-    found: dict[int, dict[int, SourceFile]] = {}  # by count and number
+    found: dict[int, dict[int, StoredFile]] = {}  # by count and number
     for name, file in stored_files.list_folder(folder, missing_ok=True).items():
         if match := _PART.fullmatch(name):
             found.setdefault(int(match[2]), {})[int(match[1])] = file
@@ -60,7 +60,7 @@ def find_parts(folder: str) -> tuple[int, dict[int, SourceFile]]:
     return count, dict(sorted(parts.items()))
 
 
-def find(place: str | os.PathLike[str]) -> list[SourceFile]:
+def find(place: str | os.PathLike[str]) -> list[StoredFile]:
     """Finds the file of a sidecar, local or remote, or all its parts in order if it is a folder.
 
     Raises a ValueError if the file or folder does not exist, or a part is missing.
@@ -186,7 +186,7 @@ def _header(file: KeyedFile) -> Header:
 
 
 def join(
-    files: Sequence[SourceFile], folder: str, wanted: np.ndarray, *, hold: Hold, column: str = ''
+    files: Sequence[StoredFile], folder: str, wanted: np.ndarray, *, hold: Hold, column: str = ''
 ) -> None:
     """Writes the values of some keys into a new folder, for `joined.Joined`.
 
@@ -210,7 +210,7 @@ def read(found: joined.Joined, places: np.ndarray) -> np.ndarray:
 
 
 def _batches(
-    files: Sequence[SourceFile], wanted: np.ndarray, hold: Hold, column: str, facts: dict[str, Any]
+    files: Sequence[StoredFile], wanted: np.ndarray, hold: Hold, column: str, facts: dict[str, Any]
 ) -> Iterator[joined.Batch]:
     digest, all_keys = hashlib.sha256(), []
     of_keys = joined.Places(wanted)

@@ -24,7 +24,7 @@ from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import formats, joined
 from coyo11m_tfds.source.latent_file import LABELS, LatentFile
 from coyo11m_tfds.source.pt_file import RowsDisagreeError
-from coyo11m_tfds.storage.source_files import SourceFile
+from coyo11m_tfds.storage.source_files import StoredFile
 
 # A head takes a few requests, and waiting for their answers is most of the time.
 _HEADS_AT_ONCE = 8
@@ -65,7 +65,7 @@ class Asked:
     check_crc: bool = True  # whether to compare the small members of `.pt` files
 
 
-def _read_head(file: SourceFile, head_dir: str | os.PathLike[str], asked: Asked) -> Head:
+def _read_head(file: StoredFile, head_dir: str | os.PathLike[str], asked: Asked) -> Head:
     try:
         with _opened(file, head_dir, asked) as shard:
             found = Head(shard.keys, shard.dtype, shard.shape, shard.embedding_dim, shard.digest)
@@ -77,7 +77,7 @@ def _read_head(file: SourceFile, head_dir: str | os.PathLike[str], asked: Asked)
 
 
 def write_numbers(
-    files: Sequence[SourceFile],
+    files: Sequence[StoredFile],
     column: str,
     folder: str | os.PathLike[str],
     latents: schema.LatentsFrom,
@@ -88,7 +88,7 @@ def write_numbers(
     each key. Raises a ValueError if a file is bad, or has no such numbers.
     """
 
-    def read_one(file: SourceFile) -> pa.Table:
+    def read_one(file: StoredFile) -> pa.Table:
         with _opened(file, folder, Asked(latents)) as opened:
             if column not in opened.numbers:
                 raise ValueError(
@@ -113,7 +113,7 @@ def write_numbers(
 
 @contextlib.contextmanager
 def _opened(
-    file: SourceFile, head_dir: str | os.PathLike[str], asked: Asked
+    file: StoredFile, head_dir: str | os.PathLike[str], asked: Asked
 ) -> Iterator[LatentFile]:
     path = formats.fetch_head(file, head_dir, check_crc=asked.check_crc)
     try:
@@ -235,7 +235,7 @@ class SourceLatents:
 
     def __init__(
         self,
-        files: Sequence[SourceFile],
+        files: Sequence[StoredFile],
         heads: Sequence[Head],
         check_crc: bool,
         texts: TextTables,
@@ -268,7 +268,7 @@ class SourceLatents:
     @classmethod
     def read(
         cls,
-        files: Sequence[SourceFile],
+        files: Sequence[StoredFile],
         head_dir: str | os.PathLike[str],
         asked: Asked,
     ) -> 'SourceLatents':

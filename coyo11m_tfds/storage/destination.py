@@ -2,13 +2,13 @@
 
     folder = Destination('gs://bucket/data/coyo11m_tfds/latents/1.0.0')   # or a local path
     staging = folder.staging(fallback='/tmp')       # write the file there, then
-    folder.put(f'{staging}/x', 'parts/x', crc32c)
-    folder.put_bytes('parts/x.json', b'{}')
+    folder.store(f'{staging}/x', 'parts/x', crc32c)
+    folder.write('parts/x.json', b'{}')
     folder.inventory('parts')                       # {'x': FileState(size, crc32c), 'x.json': ...}
     folder.verify({'parts/x': FileState(size, crc32c)})
     folder.remove(['parts/x'])
 
-Under a name there is always a complete file or none, and after `put` returns, the file survives a
+Under a name there is always a complete file or none, and after `store` returns, the file survives a
 loss of power. Files are identified by their checksums, from the file itself or from the storage's
 own record, never from a cache.
 """
@@ -26,7 +26,7 @@ from coyo11m_tfds.process.sizes import readable
 from coyo11m_tfds.storage import file_state, locks, remote, source_files
 from coyo11m_tfds.storage.file_state import FileState, ignore_bytes, naming, sync
 from coyo11m_tfds.storage.scratch import Scratch
-from coyo11m_tfds.storage.source_files import SourceFile
+from coyo11m_tfds.storage.source_files import StoredFile
 
 T = TypeVar('T')
 
@@ -71,16 +71,16 @@ class Destination:
         self.folder = path.rstrip('/') or '/'
 
     def staging(self, fallback: str | os.PathLike[str]) -> str:
-        """Returns an existing local folder in which to write files for `put`.
+        """Returns an existing local folder in which to write files for `store`.
 
-        For a local destination this is a hidden sub-folder, so that `put` only renames; for a
+        For a local destination this is a hidden sub-folder, so that `store` only renames; for a
         remote one it is `fallback`.
         """
         folder = os.path.join(self.folder, _STAGING)
         _make_folders(folder)
         return folder
 
-    def put(self, local_file: str | os.PathLike[str], name: str, crc32c: int) -> None:
+    def store(self, local_file: str | os.PathLike[str], name: str, crc32c: int) -> None:
         """Moves a local file to `name`, and replaces a file of this name.
 
         Args:
@@ -105,7 +105,7 @@ class Destination:
                 _move(path, target)
             os.remove(local_file)
 
-    def put_bytes(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes) -> None:
         """Stores a small file, and replaces a file of this name."""
         target = self._path(name)
         _make_folders(os.path.dirname(target))
@@ -126,7 +126,7 @@ class Destination:
 
     def copy(
         self,
-        file: SourceFile,
+        file: StoredFile,
         name: str,
         scratch: Scratch | None = None,
         on_bytes: Callable[[int], None] = ignore_bytes,
@@ -146,11 +146,13 @@ class Destination:
             if file.is_remote:
                 remote.fetch(file, path, on_bytes)
                 known = file.crc32c  # by which `fetch` has checked it
-                state = file_state.of_file(path) if known is None else FileState(file.size, known)
+                state = (
+                    file_state.compute_state(path) if known is None else FileState(file.size, known)
+                )
             else:
                 state = file_state.copy(file.path, path)
                 _check_size(file, state)
-            self.put(path, name, state.crc32c)
+            self.store(path, name, state.crc32c)
         return state
 
     def read(self, name: str) -> bytes | None:
@@ -215,7 +217,7 @@ class Destination:
         return None
 
     def _state(self, found: Any, on_bytes: Callable[[int], None]) -> FileState:
-        return file_state.of_file(found, on_bytes)
+        return file_state.compute_state(found, on_bytes)
 
     def sizes(self) -> dict[str, int]:
         """Returns the sizes of all files below the folder, by relative name; {} without files."""
@@ -300,7 +302,7 @@ def _make_folders(folder: str) -> None:
     sync(parent)
 
 
-def _check_size(file: SourceFile, state: FileState) -> None:
+def _check_size(file: StoredFile, state: FileState) -> None:
     if state.size != file.size:
         raise OSError(
             f'{file.path} has {state.size:,} bytes now, but had {file.size:,} when it was listed. '
@@ -327,11 +329,11 @@ class _Bucket(Destination):
         os.makedirs(fallback, exist_ok=True)
         return os.fspath(fallback)
 
-    def put(self, local_file: str | os.PathLike[str], name: str, crc32c: int) -> None:
+    def store(self, local_file: str | os.PathLike[str], name: str, crc32c: int) -> None:
         self._gcs.upload(self._url(name), os.fspath(local_file), crc32c)
         os.remove(local_file)
 
-    def put_bytes(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes) -> None:
         self._gcs.write(self._url(name), data)
 
     def check_space(self, needed: int) -> None:
@@ -339,7 +341,7 @@ class _Bucket(Destination):
 
     def copy(
         self,
-        file: SourceFile,
+        file: StoredFile,
         name: str,
         scratch: Scratch | None = None,
         on_bytes: Callable[[int], None] = ignore_bytes,
@@ -354,8 +356,8 @@ class _Bucket(Destination):
         with scratch.hold(file, on_bytes=on_bytes) as path:
             return self._upload(file, path, name)
 
-    def _upload(self, file: SourceFile, path: str, name: str) -> FileState:
-        state = file_state.of_file(path)
+    def _upload(self, file: StoredFile, path: str, name: str) -> FileState:
+        state = file_state.compute_state(path)
         _check_size(file, state)
         self._gcs.upload(self._url(name), path, state.crc32c)
         return state

@@ -31,7 +31,7 @@ class FileState(NamedTuple):
         return f'{self.size:,} bytes{known}'
 
 
-def of_file(
+def compute_state(
     path: str | os.PathLike[str], on_bytes: Callable[[int], None] = ignore_bytes
 ) -> FileState:
     """Reads a whole local file and returns its state; `on_bytes(n)` counts the bytes read."""

@@ -88,6 +88,6 @@ def revision(model: str) -> str:
     digest = hashlib.sha256()
     for path in files:
         with path.open('rb') as file:
-            of_file = hashlib.file_digest(file, 'sha256').hexdigest()
-        digest.update(f'{path.name} {of_file}\n'.encode())
+            content = hashlib.file_digest(file, 'sha256').hexdigest()
+        digest.update(f'{path.name} {content}\n'.encode())
     return f'sha256:{digest.hexdigest()}'

@@ -22,7 +22,7 @@ import google_crc32c
 
 from coyo11m_tfds.storage import retry, source_files
 from coyo11m_tfds.storage.file_state import ignore_bytes, naming
-from coyo11m_tfds.storage.source_files import SourceFile
+from coyo11m_tfds.storage.source_files import StoredFile
 
 if TYPE_CHECKING:
     import urllib3
@@ -46,7 +46,7 @@ class Changed(OSError):
     """A file has changed since it was described."""
 
 
-def fetch(file: SourceFile, target: str, on_bytes: Callable[[int], None] = ignore_bytes) -> None:
+def fetch(file: StoredFile, target: str, on_bytes: Callable[[int], None] = ignore_bytes) -> None:
     """Downloads and verifies a remote file; afterwards all of it is on the disk.
 
     If the connection breaks, it requests only the rest. After an error the target may hold a part
@@ -64,7 +64,7 @@ def fetch(file: SourceFile, target: str, on_bytes: Callable[[int], None] = ignor
         os.fsync(stream.fileno())
 
 
-def read_range(file: SourceFile, start: int, length: int) -> bytes:
+def read_range(file: StoredFile, start: int, length: int) -> bytes:
     """Reads `length` bytes at offset `start` of a file, remote or local."""
     if not 0 <= start <= start + length <= file.size:
         raise ValueError(
@@ -91,7 +91,7 @@ def read_range(file: SourceFile, start: int, length: int) -> bytes:
 
 
 @contextlib.contextmanager
-def _get(file: SourceFile, start: int, stop: int) -> Iterator['BaseHTTPResponse']:
+def _get(file: StoredFile, start: int, stop: int) -> Iterator['BaseHTTPResponse']:
     """Requests bytes `start` to `stop`; the answer's body is just these."""
     import urllib3
 
@@ -124,7 +124,7 @@ class Refused(OSError):
         super().__init__(f'{response.status} {response.reason}: {" ".join(said.split())}')
 
 
-def _check_answer(file: SourceFile, start: int, stop: int, response: 'BaseHTTPResponse') -> None:
+def _check_answer(file: StoredFile, start: int, stop: int, response: 'BaseHTTPResponse') -> None:
     """Compares the range, the size and the checksum of the whole file with what is expected."""
     answered = response.headers.get('Content-Range', '')
     total = re.fullmatch(r'bytes \d+-\d+/(\d+)', answered)
@@ -142,7 +142,7 @@ def _check_answer(file: SourceFile, start: int, stop: int, response: 'BaseHTTPRe
         raise _changed(file, f'its checksum is {found}, not {file.checksum}')
 
 
-def _changed(file: SourceFile, how: str) -> Changed:
+def _changed(file: StoredFile, how: str) -> Changed:
     return Changed(
         f'{file.path} has changed since it was listed ({how}). Run the same command again, when '
         'nobody writes to it any more.'
@@ -190,7 +190,7 @@ def _connect(url: str) -> 'urllib3.PoolManager':
 class _Part:
     """The beginning of a file in a stream, and its checksum."""
 
-    def __init__(self, file: SourceFile, stream: io.FileIO, on_bytes: Callable[[int], None]):
+    def __init__(self, file: StoredFile, stream: io.FileIO, on_bytes: Callable[[int], None]):
         self._file = file
         self._stream = stream
         self._on_bytes = on_bytes

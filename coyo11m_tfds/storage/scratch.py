@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.storage import locks, remote
 from coyo11m_tfds.storage.file_state import ignore_bytes
-from coyo11m_tfds.storage.source_files import SourceFile, is_remote
+from coyo11m_tfds.storage.source_files import StoredFile, is_remote
 
 # Of several files that are held together; small ones mostly wait for the storage.
 _DOWNLOADS_AT_ONCE = 8
@@ -54,7 +54,7 @@ class Scratch:
 
     @contextlib.contextmanager
     def hold(
-        self, file: SourceFile, *, on_bytes: Callable[[int], None] = ignore_bytes
+        self, file: StoredFile, *, on_bytes: Callable[[int], None] = ignore_bytes
     ) -> Iterator[str]:
         """Returns the local path of a file; see `hold_all`."""
         with self.hold_all([file], on_bytes=on_bytes) as paths:
@@ -62,7 +62,7 @@ class Scratch:
 
     @contextlib.contextmanager
     def hold_all(
-        self, files: Sequence[SourceFile], *, on_bytes: Callable[[int], None] = ignore_bytes
+        self, files: Sequence[StoredFile], *, on_bytes: Callable[[int], None] = ignore_bytes
     ) -> Iterator[list[str]]:
         """Returns the local paths of some files, valid within the `with` block.
 
@@ -85,7 +85,7 @@ class Scratch:
             yield [paths.get(file, file.path) for file in files]
 
     @contextlib.contextmanager
-    def hold_showing(self, file: SourceFile) -> Iterator[str]:
+    def hold_showing(self, file: StoredFile) -> Iterator[str]:
         """Like `hold`, but logs the progress of a download."""
         if not file.is_remote:
             yield file.path
@@ -96,7 +96,7 @@ class Scratch:
             yield path
 
 
-def _fetch_all(paths: Mapping[SourceFile, str], on_bytes: Callable[[int], None]) -> None:
+def _fetch_all(paths: Mapping[StoredFile, str], on_bytes: Callable[[int], None]) -> None:
     if len(paths) == 1:  # in this thread, so that an interrupt ends it at once
         [(file, path)] = paths.items()
         remote.fetch(file, path, on_bytes)

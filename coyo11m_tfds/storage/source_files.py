@@ -23,7 +23,7 @@ _HUB = 'hf://'
 
 
 @dataclasses.dataclass(frozen=True)
-class SourceFile:
+class StoredFile:
     """One file of a source.
 
     Attributes:
@@ -59,7 +59,7 @@ class SourceFile:
 
 def list_files(
     folder: str | os.PathLike[str], sub_folder: str, suffixes: tuple[str, ...]
-) -> tuple[str, dict[str, SourceFile]]:
+) -> tuple[str, dict[str, StoredFile]]:
     """Lists the files in a folder and in one of its sub-folders.
 
     Args:
@@ -96,7 +96,7 @@ def list_files(
     return text, {name: file for name, file in files.items() if is_wanted(name)}
 
 
-def describe(path: str | os.PathLike[str]) -> SourceFile:
+def describe(path: str | os.PathLike[str]) -> StoredFile:
     """Describes one file, local or remote."""
     text = os.fspath(path)
     try:
@@ -147,19 +147,19 @@ def _kind(url: str) -> str:
     )
 
 
-def _local_file(path: pathlib.Path) -> SourceFile:
+def _local_file(path: pathlib.Path) -> StoredFile:
     state = path.stat()
     if not stat.S_ISREG(state.st_mode):
         raise FileNotFoundError(path)
-    return SourceFile(str(path), state.st_size, local_version(state), None)
+    return StoredFile(str(path), state.st_size, local_version(state), None)
 
 
 def local_version(state: os.stat_result) -> str:
-    """Returns the version of a local file; see `SourceFile`."""
+    """Returns the version of a local file; see `StoredFile`."""
     return f'{state.st_size}-{state.st_mtime_ns}'
 
 
-def _gcs_files(folder: str, sub_folder: str) -> dict[str, SourceFile]:
+def _gcs_files(folder: str, sub_folder: str) -> dict[str, StoredFile]:
     from coyo11m_tfds.storage import gcs
 
     below = gcs.list_objects(f'{folder}/{sub_folder}') if sub_folder else {}
@@ -169,14 +169,14 @@ def _gcs_files(folder: str, sub_folder: str) -> dict[str, SourceFile]:
     return {name: _gcs_file(f'{folder}/{name}', file) for name, file in found.items()}
 
 
-def _gcs_file(url: str, found: 'gcs.Stat') -> SourceFile:
+def _gcs_file(url: str, found: 'gcs.Stat') -> StoredFile:
     if found.crc32c < 0:
-        return SourceFile(url, found.size, f'{found.size}-{found.generation}', None)
+        return StoredFile(url, found.size, f'{found.size}-{found.generation}', None)
     checksum = f'crc32c:{found.crc32c:08x}'
-    return SourceFile(url, found.size, checksum, checksum)
+    return StoredFile(url, found.size, checksum, checksum)
 
 
-def _hub_files(url: str) -> tuple[str, dict[str, SourceFile]]:
+def _hub_files(url: str) -> tuple[str, dict[str, StoredFile]]:
     """The data set's URL with the commit, and all its files by their path in it."""
     import huggingface_hub
     from huggingface_hub import errors
@@ -197,7 +197,7 @@ def _hub_files(url: str) -> tuple[str, dict[str, SourceFile]]:
     return base, {file.rfilename: _hub_file(base, file) for file in info.siblings or ()}
 
 
-def _hub_folder(url: str) -> tuple[str, dict[str, SourceFile]]:
+def _hub_folder(url: str) -> tuple[str, dict[str, StoredFile]]:
     """The URL of a folder with the commit, and all files below it by name relative to it."""
     base, files = _hub_files(url)
     within = hub_uri(url).path_in_repo
@@ -208,7 +208,7 @@ def _hub_folder(url: str) -> tuple[str, dict[str, SourceFile]]:
     return f'{base}/{within}'.rstrip('/'), found
 
 
-def _hub_file(base: str, file: 'huggingface_hub.hf_api.RepoSibling') -> SourceFile:
+def _hub_file(base: str, file: 'huggingface_hub.hf_api.RepoSibling') -> StoredFile:
     checksum = f'sha256:{file.lfs.sha256}' if file.lfs else f'git-sha1:{file.blob_id}'
     assert file.size is not None  # as `files_metadata` was asked for
-    return SourceFile(f'{base}/{file.rfilename}', file.size, checksum, checksum)
+    return StoredFile(f'{base}/{file.rfilename}', file.size, checksum, checksum)

@@ -8,7 +8,7 @@ import google_crc32c
 
 from coyo11m_tfds.storage import remote, retry, source_files
 from coyo11m_tfds.storage.file_state import ignore_bytes
-from coyo11m_tfds.storage.source_files import SourceFile
+from coyo11m_tfds.storage.source_files import StoredFile
 
 # Bytes in a request; each file that is being read takes a few times as much memory.
 _BLOCK = 8 << 20
@@ -16,7 +16,7 @@ _BLOCK = 8 << 20
 Taken = TypeVar('Taken', bound='Taker')
 
 
-def list_folder(folder: str, missing_ok: bool = False) -> dict[str, SourceFile]:
+def list_folder(folder: str, missing_ok: bool = False) -> dict[str, StoredFile]:
     """Returns the visible files of a folder by name; with `missing_ok`, {} for a missing folder."""
     try:
         if source_files.is_remote(folder):
@@ -59,7 +59,7 @@ class Content(Checksum):
 
 
 def read(
-    file: SourceFile, new: Callable[[], Taken], on_bytes: Callable[[int], None] = ignore_bytes
+    file: StoredFile, new: Callable[[], Taken], on_bytes: Callable[[int], None] = ignore_bytes
 ) -> Taken:
     """Reads a file into a `Taker` from `new`, and again into a new one if its checksum is wrong."""
 

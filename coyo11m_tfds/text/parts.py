@@ -28,7 +28,7 @@ from coyo11m_tfds.source.joined import Joined
 from coyo11m_tfds.storage import file_state, locks, source_files
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.scratch import user_cache
-from coyo11m_tfds.storage.source_files import SourceFile
+from coyo11m_tfds.storage.source_files import StoredFile
 from coyo11m_tfds.text import text_encoders
 from coyo11m_tfds.text.encoder import Encoder, OnBatch, Tokenizer
 
@@ -86,7 +86,7 @@ class Parts:
         bounds = [len(self.keys) * n // self.count for n in (number, number + 1)]
         return self.keys[slice(*bounds)]
 
-    def finished(self) -> dict[int, SourceFile]:
+    def finished(self) -> dict[int, StoredFile]:
         """Returns the parts in the folder by number."""
         count, files = sidecar.find_parts(self._out)
         if files and count != self.count:
@@ -97,7 +97,7 @@ class Parts:
             )
         return files
 
-    def check(self, finished: Mapping[int, SourceFile]) -> None:
+    def check(self, finished: Mapping[int, StoredFile]) -> None:
         """Checks that this run would make the same finished parts."""
 
         def check_one(number: int) -> None:
@@ -141,7 +141,7 @@ class Parts:
                 on_batch(len(places) - len(values), 0)
                 self._write(path, number, values[places])
                 name = sidecar.part_name(number, self.count)
-                folder.put(path, name, file_state.of_file(path).crc32c)
+                folder.store(path, name, file_state.compute_state(path).crc32c)
         return longest
 
     def _tokenize(self, number: int) -> tuple[list[str], Sequence[Sequence[Any]], np.ndarray]:

@@ -115,7 +115,7 @@ class Place:
     def put(self, files: dict[str, bytes]) -> None:
         """Makes them the data set."""
         for name, data in files.items():
-            self._final.put_bytes(name, data)
+            self._final.write(name, data)
 
     def read(self) -> dict[str, bytes]:
         """The data set's files."""

@@ -49,15 +49,15 @@ def write(final: str, build: str, count: int = 3) -> dict[str, FileState]:
     FinishedShards(files, build).begin({})
     content = shards_of(build, count)
     for name, data in content.items():
-        files.put_bytes(name, data)
-        files.put_bytes(f'{sub_folder(build)}/{name}.json', b'{}')
+        files.write(name, data)
+        files.write(f'{sub_folder(build)}/{name}.json', b'{}')
     content |= small_files(build)
     states = {n: FileState(len(data), google_crc32c.value(data)) for n, data in content.items()}
     with tempfile.TemporaryDirectory() as folder:
         manifest.write(folder, states, build)
         checksums = schema.of_build(schema.CHECKSUMS_FILE, build)
         data = pathlib.Path(folder, checksums).read_bytes()
-    files.put_bytes(checksums, data)
+    files.write(checksums, data)
     return states
 
 
@@ -89,8 +89,8 @@ def final(place) -> str:
 def test_a_build_takes_the_place_of_another_of_which_only_its_files_go(final):
     files = Destination(final)
     build_all(final, OLD, 4)
-    files.put_bytes('mine.txt', b'of the user')
-    files.put_bytes(f'column_x-train-{OLD}.npy', b'of the user, too: no record names it')
+    files.write('mine.txt', b'of the user')
+    files.write(f'column_x-train-{OLD}.npy', b'of the user, too: no record names it')
     kept = {'mine.txt', f'column_x-train-{OLD}.npy'}
     for build in (NEW, NEW):
         build_all(final, build)
@@ -109,7 +109,7 @@ def test_a_shard_that_is_not_what_was_written_is_no_success(final):
     build_all(final, OLD)
     states = write(final, NEW)
     shard = min(shards_of(NEW))
-    Destination(final).put_bytes(shard, b'other')
+    Destination(final).write(shard, b'other')
     with pytest.raises(OSError, match=f'{shard}: found'):
         publish(final, NEW, states)
     assert DataFolder(final).find_build() == OLD

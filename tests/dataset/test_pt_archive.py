@@ -212,7 +212,7 @@ def test_a_file_saved_without_checksums_needs_to_be_told(tmp_path):
 
 @pytest.mark.parametrize('check_crc', [True, False])
 def test_a_copy_must_be_what_was_recorded(path, check_crc):
-    recorded = file_state.of_file(path)
+    recorded = file_state.compute_state(path)
     pt_check.check_contents(path, check_crc=check_crc, recorded=recorded)
     data = path.read_bytes()
     header = data.index(b'ZZZZ')  # padding, of which no CRC-32 tells

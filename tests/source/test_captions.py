@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from coyo11m_tfds.source import captions, sidecar
 from coyo11m_tfds.source.joined import Joined
-from coyo11m_tfds.storage.source_files import SourceFile
+from coyo11m_tfds.storage.source_files import StoredFile
 from tests import joins, made_sources
 from tests.checkout import CHECKOUT
 
@@ -238,7 +238,7 @@ def test_an_encrypted_file_is_refused_by_name(tmp_path, plain_footer, columns):
 
 
 def test_messages_name_the_file_that_a_copy_stands_for(tmp_path):
-    copy, file = tmp_path / 'copy.parquet', SourceFile('gs://b/x', 0, '1', None)
+    copy, file = tmp_path / 'copy.parquet', StoredFile('gs://b/x', 0, '1', None)
 
     def of_captions(folder: str) -> None:
         captions.join(str(copy), 'caption_llava', folder, name=file.path)

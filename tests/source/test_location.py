@@ -264,7 +264,7 @@ def test_checksums_in_a_bucket(gcs):
     gcs.put('bucket', 'x.pt', b'content')
     expected = f'crc32c:{google_crc32c.value(b"content"):08x}'
     file = source_files.describe('gs://bucket/x.pt')
-    assert file == source_files.SourceFile('gs://bucket/x.pt', 7, expected, expected)
+    assert file == source_files.StoredFile('gs://bucket/x.pt', 7, expected, expected)
 
 
 def test_a_source_that_is_a_whole_bucket(gcs):

@@ -20,7 +20,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.source import pt_check
 from coyo11m_tfds.source.pt_file import LatentShard
 from coyo11m_tfds.storage import remote, retry, source_files
-from coyo11m_tfds.storage.source_files import SourceFile
+from coyo11m_tfds.storage.source_files import StoredFile
 from tests import made_sources
 from tests.fakes.cloud import Fault, Gcs
 from tests.fakes.fake_http import FakeServer
@@ -44,7 +44,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return path
 
 
-def upload(bucket: Gcs, data: bytes) -> SourceFile:
+def upload(bucket: Gcs, data: bytes) -> StoredFile:
     bucket.put('bucket', NAME, data)
     file = source_files.describe(f'gs://bucket/{NAME}')
     bucket.clear()
@@ -134,7 +134,7 @@ def local_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """
     lengths: list[int] = []
 
-    def read_range(file: SourceFile, start: int, length: int) -> bytes:
+    def read_range(file: StoredFile, start: int, length: int) -> bytes:
         lengths.append(length)
         with open(file.path.removeprefix('gs:/'), 'rb') as stream:
             stream.seek(start)
@@ -145,8 +145,8 @@ def local_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return lengths
 
 
-def as_remote(path: pathlib.Path) -> SourceFile:
-    return SourceFile(f'gs:/{path}', path.stat().st_size, 'v1', None)
+def as_remote(path: pathlib.Path) -> StoredFile:
+    return StoredFile(f'gs:/{path}', path.stat().st_size, 'v1', None)
 
 
 def test_a_file_beyond_4_gb(folder, tmp_path, local_reads):

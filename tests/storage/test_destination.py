@@ -34,7 +34,7 @@ def _state(data: bytes) -> FileState:
 def _put(destination: Destination, fallback: pathlib.Path, name: str, data: bytes) -> None:
     path = pathlib.Path(destination.staging(fallback)) / name.replace('/', '-')
     path.write_bytes(data)
-    destination.put(path, name, google_crc32c.value(data))
+    destination.store(path, name, google_crc32c.value(data))
     assert not path.exists()
 
 
@@ -64,7 +64,7 @@ def test_what_was_put_is_there(destination, tmp_path, files):
         for (sub, name), (small, data) in files.items():
             path = f'{sub}/{name}' if sub else name
             if small:
-                destination.put_bytes(path, data)
+                destination.write(path, data)
             else:
                 _put(destination, tmp_path, path, data)
     for sub in ('', 'a', 'a/b', 'missing'):
@@ -78,7 +78,7 @@ def test_what_was_put_is_there(destination, tmp_path, files):
 
 def test_removing(destination):
     for name in ('a', 'sub/b', 'sub/deep/c', 'sub/deep/d'):
-        destination.put_bytes(name, b'12')
+        destination.write(name, b'12')
     for _ in range(2):
         destination.remove(['sub/b', 'sub/deep/c', 'nothing', 'no/folder'])
         assert destination.sizes() == {'a': 2, 'sub/deep/d': 2}
@@ -90,12 +90,12 @@ def test_removing(destination):
 
 def test_verify_names_the_file_that_differs(destination):
     for name in ('a', 'sub/b', 'other'):
-        destination.put_bytes(name, b'12')
+        destination.write(name, b'12')
     states = {'a': _state(b'12'), 'sub/b': _state(b'12')}
     destination.verify(states)
     with pytest.raises(OSError, match=r'/c: found no such file, expected .*2'):
         destination.verify(states | {'c': states['a']})
-    destination.put_bytes('sub/b', b'1')
+    destination.write('sub/b', b'1')
     with pytest.raises(
         OSError, match=r'sub/b: found 1 bytes( with CRC-32C 90f599e3)?, expected 2 bytes with'
     ):
@@ -119,9 +119,9 @@ def test_put_from_another_file_system(tmp_path):
         path = pathlib.Path(folder, 'x')
         path.write_bytes(b'other content')
         with pytest.raises(OSError, match=f'{path}: CRC-32C is .* expected 00000001'):
-            destination.put(path, 'x', 1)
+            destination.store(path, 'x', 1)
         assert destination.inventory() == {}
-        destination.put(path, 'x', google_crc32c.value(b'other content'))
+        destination.store(path, 'x', google_crc32c.value(b'other content'))
         assert not path.exists()
     assert destination.inventory() == {'x': _state(b'other content')}
     assert list((tmp_path / '.staging').iterdir()) == []
@@ -130,7 +130,7 @@ def test_put_from_another_file_system(tmp_path):
 def test_inventory_tells_every_changed_byte(tmp_path):
     destination = Destination(tmp_path)
     data = random.Random(1).randbytes(5_000_000)
-    destination.put_bytes('x', data)
+    destination.write('x', data)
     for position in (0, 4_194_304, len(data) - 1):
         changed = bytearray(data)
         changed[position] ^= 1
@@ -149,9 +149,9 @@ from coyo11m_tfds.storage.destination import Destination
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 destination = Destination(sys.argv[1])
-destination.put_bytes('small', bytes(4096))
+destination.write('small', bytes(4096))
 try:
-    destination.put_bytes('large', bytes(1_000_000))
+    destination.write('large', bytes(1_000_000))
 except OSError as error:
     print(error)
 """
@@ -172,8 +172,8 @@ def test_names_that_lead_elsewhere(tmp_path, name):
     staged = pathlib.Path(destination.staging('/nowhere')) / 'x'
     staged.write_bytes(b'1')
     for put in (
-        lambda: destination.put_bytes(name, b'1'),
-        lambda: destination.put(staged, name, google_crc32c.value(b'1')),
+        lambda: destination.write(name, b'1'),
+        lambda: destination.store(staged, name, google_crc32c.value(b'1')),
     ):
         with pytest.raises(ValueError, match='is not the name of a file in'):
             put()
@@ -182,7 +182,7 @@ def test_names_that_lead_elsewhere(tmp_path, name):
 
 def test_a_sweep_leaves_what_a_living_process_writes(tmp_path):
     destination = Destination(tmp_path)
-    destination.put_bytes('x', b'1')
+    destination.write('x', b'1')
     staging = pathlib.Path(destination.staging(''))
     (staging / 'left-by-a-killed-one').write_bytes(b'1')
     (staging / 'held-1').mkdir()
@@ -223,7 +223,7 @@ def test_what_is_there_survives_a_loss_of_power(tmp_path, monkeypatch):
         ('move', f'{out}/.staging/work-x', f'{out}/work/x'),
         ('sync', f'{out}/work'),
     ]
-    destination.put_bytes('work/y', b'2')
+    destination.write('work/y', b'2')
     (_, synced), (_, moved, target), (_, folder) = steps[-3:]
     assert (synced, target, folder) == (moved, f'{out}/work/y', f'{out}/work')
 
@@ -252,7 +252,7 @@ def test_a_fault_of_every_other_request(bucket, kind, monkeypatch):
     monkeypatch.setenv('COYO11M_STALL_SECONDS', '0.3')
     destination = Destination(URL)
     for name in ('x', 'y'):
-        destination.put_bytes(name, b'1' * 1000)
+        destination.write(name, b'1' * 1000)
     for action in ['list', 'read', 'copy', 'delete']:
         bucket.inject(Fault(kind, action=action))
     assert destination.sizes() == {'x': 1000, 'y': 1000}
@@ -286,8 +286,8 @@ def test_markers_of_folders_and_objects_beside_are_left_alone(gcs):
     others = {'a/b/': b'', 'a/b/sub/': b'', 'a/bc': b'of another'}
     for name, data in others.items():
         gcs.put('bucket', name, data)
-    destination.put_bytes('x', b'new')
-    destination.put_bytes('sub/y', b'1')
+    destination.write('x', b'new')
+    destination.write('sub/y', b'1')
     assert destination.read_all('') == {'x': b'new'}
     assert destination.inventory('sub') == {'y': _state(b'1')}
     assert destination.sizes() == {'x': 3, 'sub/y': 1}
@@ -320,7 +320,7 @@ def test_no_bucket(gcs, tmp_path):
         destination.inventory,
         destination.sizes,
         functools.partial(destination.read, 'x'),
-        functools.partial(destination.put_bytes, 'x', b''),
+        functools.partial(destination.write, 'x', b''),
         functools.partial(_put, destination, tmp_path, 'x', b''),
         functools.partial(_put, destination, tmp_path, 'x', LARGE),
     ):
@@ -333,7 +333,7 @@ def test_no_bucket(gcs, tmp_path):
 def test_empty_objects_of_which_no_size_is_told(gcs):
     gcs.tells_size_of_empty = False
     destination = Destination('gs://bucket/a')
-    destination.put_bytes('x', b'')
+    destination.write('x', b'')
     assert destination.inventory() == {'x': _state(b'')}
     assert destination.read_all('') == {'x': b''}
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from coyo11m_tfds.storage import remote, source_files, stored_files
-from coyo11m_tfds.storage.source_files import SourceFile
+from coyo11m_tfds.storage.source_files import StoredFile
 from tests import children
 from tests.fakes.cloud import Fault, Gcs, Hub, through_proxy
 from tests.fakes.fake_http import FakeServer
@@ -25,7 +25,7 @@ PASSING = ['429', '503', 'cut', 'flip', 'slow', 'reset', 'lost']
 class Cloud:
     """A stand-in for a storage with one file in it."""
 
-    def __init__(self, server: FakeServer, file: SourceFile):
+    def __init__(self, server: FakeServer, file: StoredFile):
         self.server, self.file = server, file
         server.clear()
 
@@ -67,7 +67,7 @@ def target(tmp_path) -> pathlib.Path:
     return tmp_path / 'folder' / 'x.pt'
 
 
-def fetch(file: SourceFile, target: pathlib.Path) -> list[int]:
+def fetch(file: StoredFile, target: pathlib.Path) -> list[int]:
     """Fetches; returns what `on_bytes` was told."""
     told: list[int] = []
     target.parent.mkdir(exist_ok=True)

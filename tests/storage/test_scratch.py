@@ -8,7 +8,7 @@ import pytest
 
 from coyo11m_tfds.storage import scratch, source_files
 from coyo11m_tfds.storage.scratch import Scratch
-from coyo11m_tfds.storage.source_files import SourceFile
+from coyo11m_tfds.storage.source_files import StoredFile
 from tests import children
 from tests.fakes.cloud import Gcs
 
@@ -24,7 +24,7 @@ def content(name: str) -> bytes:
     return random.Random(name).randbytes(SIZE)
 
 
-def put(bucket: Gcs, name: str) -> SourceFile:
+def put(bucket: Gcs, name: str) -> StoredFile:
     bucket.put('bucket', name, content(name))
     return source_files.describe(f'gs://bucket/{name}')
 
