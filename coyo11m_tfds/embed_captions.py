@@ -38,11 +38,11 @@ from coyo11m_tfds.storage import source_files
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.source_files import StoredFile
 from coyo11m_tfds.text import parts, text_encoders
-from coyo11m_tfds.text.encoder import DEFAULT_MAX_TOKENS, Encoder, Tokenizer
+from coyo11m_tfds.text.text_encoders import DEFAULT_MAX_TOKENS, Encoder, Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class EmbeddingReport:
     """The outcome of `embed`."""
 
     num_captions: int  # that this run encoded
@@ -91,7 +91,7 @@ def embed(
     part_captions: int = parts.PART_CAPTIONS,
     scratch_dir: str | os.PathLike[str] = '',
     latents_from: str = '',
-) -> Report:
+) -> EmbeddingReport:
     """Encodes the captions of a source, except those of existing parts, and writes the sidecar.
 
     It first sorts the captions by key on disk, in a hidden folder of the size of the captions, and
@@ -164,7 +164,7 @@ def embed(
 
             longest = making.make(missing, folder, on_batch)
         left = sorted({*range(making.count)} - making.finished().keys())
-    return Report(
+    return EmbeddingReport(
         num_captions=num_captions,
         num_kept=num_kept,
         num_skipped=num_keys - len(making.keys),

@@ -16,7 +16,7 @@ import pytest
 from coyo11m_tfds import embed_captions, sample_data, schema
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
 from coyo11m_tfds.source import sidecar
-from coyo11m_tfds.text import words
+from coyo11m_tfds.text import text_encoders
 from tests import made_sources
 from tests.built import files_of
 from tests.fakes.cloud import Fault
@@ -55,7 +55,7 @@ def test_every_caption_has_its_vector_under_its_key(source, out):
     report = embed_captions.embed(source, 'hash', out)
     keys, found = read_sidecar(out)
     assert keys.tolist() == [-3, 7, 90]
-    expected = words.HashEncoder().encode(['two dogs', 'a cat', 'a red circle'])
+    expected = text_encoders.HashEncoder().encode(['two dogs', 'a cat', 'a red circle'])
     np.testing.assert_array_equal(found, expected.astype(np.float16))
     assert (report.num_captions, report.num_skipped, report.num_truncated) == (3, 4, 0)
     assert report.num_duplicates == 0
@@ -67,7 +67,7 @@ def test_same_bytes_whatever_the_order_and_batches(tmp_path, monkeypatch):
     rows = {0: 'a', -(2**63): 'b \U0001f98a', 2**63 - 1: '', 5: None, 7: 'a b a', -1: 'b'}
     embed_captions.embed(make_source(tmp_path / 'first', rows), 'hash', tmp_path / 'x')
     for batch_size in (1, 3):
-        monkeypatch.setattr(words, '_ROWS_AT_ONCE', batch_size)
+        monkeypatch.setattr(text_encoders, '_ROWS_AT_ONCE', batch_size)
         shuffled = dict(random.Random(batch_size).sample(list(rows.items()), len(rows)))
         second = make_source(tmp_path / f'{batch_size}', shuffled)
         embed_captions.embed(second, 'hash', tmp_path / f'y{batch_size}')
@@ -79,7 +79,7 @@ def test_of_duplicate_keys_the_first_row_wins_if_asked(tmp_path, out):
     report = embed_captions.embed(tmp_path, 'hash', out, drop_duplicates=True)
     keys, found = read_sidecar(out)
     assert keys.tolist() == [4, 9]
-    expected = words.HashEncoder().encode(['a', 'b'])
+    expected = text_encoders.HashEncoder().encode(['a', 'b'])
     np.testing.assert_array_equal(found, expected.astype(np.float16))
     assert (report.num_captions, report.num_duplicates) == (2, 1)
 
@@ -141,7 +141,7 @@ def test_arguments_that_cannot_be_are_refused(source, tmp_path):
         embed_captions.embed(source, 'hash', tmp_path / 'x', part_captions=-5)
 
 
-class HugeEncoder(words.HashEncoder):
+class HugeEncoder(text_encoders.HashEncoder):
     """Makes a number for one caption that float16 cannot hold."""
 
     name, dim = 'huge', 2
@@ -181,15 +181,15 @@ def test_nothing_stays_when_it_is_stopped(source, out, number):
     program = textwrap.dedent("""
         import signal, time
         from coyo11m_tfds import embed_captions
-        from coyo11m_tfds.text import words
+        from coyo11m_tfds.text import text_encoders
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-        class SlowEncoder(words.HashEncoder):
+        class SlowEncoder(text_encoders.HashEncoder):
             def encode_tokens(self, tokens, on_batch):
                 print('encoding', flush=True)
                 time.sleep(60)
 
-        words.HashEncoder = SlowEncoder
+        text_encoders.HashEncoder = SlowEncoder
         embed_captions.main()
     """)
     command = [sys.executable, '-c', program, '--source', str(source), '--out', str(out)]

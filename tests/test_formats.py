@@ -20,7 +20,7 @@ from coyo11m_tfds import add_column, doctor, embed_captions, mirror, schema, ver
 from coyo11m_tfds.convert.build_settings import BuildSettings
 from coyo11m_tfds.dataset.keyed_random import splitmix64
 from coyo11m_tfds.source.tar_file import TarFile
-from coyo11m_tfds.text.words import HashEncoder
+from coyo11m_tfds.text.text_encoders import HashEncoder
 from tests import built, children, made_sources
 from tests.fakes import latent_files
 

@@ -9,7 +9,7 @@ import pytest
 import input_pipeline
 from coyo11m_tfds import add_column, embed_captions, schema
 from coyo11m_tfds.text import text_encoders
-from coyo11m_tfds.text.encoder import Tokenizer
+from coyo11m_tfds.text.text_encoders import Tokenizer
 from tests import built, runs
 from tests.runs import small_config
 from train_lib import data, draw, sharding

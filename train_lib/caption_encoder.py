@@ -68,11 +68,11 @@ def load(spec: str, facts: DatasetStats, mesh: Mesh, *, dtype: str) -> StepEncod
             "token ids (embed_captions --tokens_only), or encoder=''"
         )
     tokenizer = _open(spec, facts.text_max_tokens, facts)
-    from coyo11m_tfds.text import gemma_weights  # needs an extra, as `_open` has told by now
+    from coyo11m_tfds.text import gemma_encoder  # needs an extra, as `_open` has told by now
 
     config = tokenizer.checkpoint.config
     encoder = _abstract(tokenizer.name, tokenizer.revision, config, dtype, mesh)
-    params = gemma_weights.load_params(tokenizer.checkpoint, encoder.network.dtype)
+    params = gemma_encoder.load_params(tokenizer.checkpoint, encoder.network.dtype)
     placed = jax.tree.map(
         lambda leaf, values: jax.make_array_from_callback(
             leaf.shape, leaf.sharding, lambda index: values[index]

@@ -30,8 +30,13 @@ from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from coyo11m_tfds.pictures import vae_decoder
 from coyo11m_tfds.storage import json_digest, model_files
 from coyo11m_tfds.text import text_encoders
-from coyo11m_tfds.text.encoder import DEFAULT_MAX_TOKENS, Encoder, Tokenizer
-from coyo11m_tfds.text.words import HashEncoder, split_words
+from coyo11m_tfds.text.text_encoders import (
+    DEFAULT_MAX_TOKENS,
+    Encoder,
+    HashEncoder,
+    Tokenizer,
+    split_words,
+)
 from train_lib import (
     caption_encoder,
     checkpoint,

@@ -31,7 +31,7 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Sizes of a model; `gemma_weights` lists their names in transformers' config.json.
+    """Sizes of a model; `gemma_encoder` lists their names in transformers' config.json.
 
     Attributes:
         num_kv_heads: Number of heads of keys and values, shared by equal groups of queries' heads
@@ -136,7 +136,7 @@ class RMSNorm(nn.Module):
         return (y * (1 + scale.astype(jnp.float32))).astype(x.dtype)
 
 
-class Attention(nn.Module):
+class GemmaAttention(nn.Module):
     """Grouped-query attention with normalized and rotated queries and keys.
 
     Maps states `(b, T, width)`, cosines and sines of `_rotation`, and a mask, bool `(T, T)`, True
@@ -205,7 +205,7 @@ class Layer(nn.Module):
 
         cos, sin, mask = jax.tree.map(lambda a, b: jnp.where(is_local, a, b), *kinds)
         y = norm('attention_norm')(x)
-        y = Attention(self.config, self.dtype, name='attention')(y, cos, sin, mask)
+        y = GemmaAttention(self.config, self.dtype, name='attention')(y, cos, sin, mask)
         x = x + norm('post_attention_norm')(y)
         y = norm('mlp_norm')(x)
         y = GatedMLP(self.config.mlp_width, self.dtype, name='mlp')(y)

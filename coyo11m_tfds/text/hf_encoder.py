@@ -16,7 +16,7 @@ import transformers
 
 from coyo11m_tfds.process import job
 from coyo11m_tfds.storage import model_files
-from coyo11m_tfds.text.model_tokenizer import ModelEncoder, ModelTokenizer
+from coyo11m_tfds.text.model_encoder import ModelEncoder, ModelTokenizer
 
 # Tokens in a forward pass, padding counted in: so memory stays the same however long the captions
 # are. On a CPU more of them leave its caches: Gemma-3-270M does 9.1 captions/s a core with 512 to
@@ -71,7 +71,7 @@ class HfEncoder(HfTokenizer, ModelEncoder):
         bfloat16 = self._device.type == 'cuda' and torch.cuda.is_bf16_supported()
         dtype = torch.bfloat16 if bfloat16 else torch.float32
         self.dtype = str(dtype).removeprefix('torch.')
-        self._model = _load(model, dtype)
+        self._model = _load_model(model, dtype)
         super().__init__(model, max_tokens, self._model.config)
         self._model.to(self._device)  # type: ignore[arg-type]  # its decorator loses `self`
         self._batch_tokens = batch_tokens or BATCH_TOKENS[self._device.type]
@@ -102,7 +102,7 @@ class HfEncoder(HfTokenizer, ModelEncoder):
         return states.sum(dim=1) / lengths[:, None]
 
 
-def _load(model: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
+def _load_model(model: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
     """Loads the model in evaluation mode, or raises an error that says why it cannot."""
     kind: Any = transformers.AutoModel
     with _loading(model):

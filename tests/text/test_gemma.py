@@ -23,8 +23,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coyo11m_tfds.text import encoder as base
-from coyo11m_tfds.text import gemma, gemma_weights, jax_encoder, text_encoders
+from coyo11m_tfds.text import gemma, gemma_encoder, model_encoder, text_encoders
 
 CAPTIONS = [
     'a red circle',
@@ -149,8 +148,8 @@ def reference_states(folder: pathlib.Path, tokens: list[int]) -> np.ndarray:
 
 
 def our_states(folder: pathlib.Path, tokens: list[list[int]]) -> np.ndarray:
-    checkpoint = gemma_weights.open_checkpoint(str(folder))
-    params = gemma_weights.load_params(checkpoint, np.float32)
+    checkpoint = gemma_encoder.open_checkpoint(str(folder))
+    params = gemma_encoder.load_params(checkpoint, np.float32)
     network = gemma.Gemma(checkpoint.config, jnp.float32)
     return np.asarray(jax.jit(network.apply)({'params': params}, jnp.array(tokens)))
 
@@ -172,7 +171,7 @@ def test_hidden_states_are_those_of_transformers(models, name):
 
 def test_flops_are_those_of_the_matrix_products(models):
     # One layer, since XLA counts a loop's body once; many tokens, so that scores matter.
-    checkpoint = gemma_weights.open_checkpoint(str(models / 'text'))
+    checkpoint = gemma_encoder.open_checkpoint(str(models / 'text'))
     config = gemma.Config(**{**vars(checkpoint.config), 'is_local': (False,)})
     network, tokens = gemma.Gemma(config, jnp.float32), jnp.zeros((3, 200), jnp.int32)
     params = jax.eval_shape(network.init, jax.random.key(0), tokens)
@@ -181,8 +180,8 @@ def test_flops_are_those_of_the_matrix_products(models):
 
 
 def test_bfloat16_is_close_and_stays_bfloat16(models):
-    checkpoint = gemma_weights.open_checkpoint(str(models / 'text'))
-    params = gemma_weights.load_params(checkpoint, jnp.bfloat16)
+    checkpoint = gemma_encoder.open_checkpoint(str(models / 'text'))
+    params = gemma_encoder.load_params(checkpoint, jnp.bfloat16)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {'bfloat16', 'float32'}
     assert params['layers']['mlp']['up']['kernel'].dtype == jnp.bfloat16
     tokens = list(range(10, 30))
@@ -214,7 +213,7 @@ def test_older_and_sparse_configurations_mean_what_they_mean_to_transformers():
     }
     theirs = transformers.Gemma3Config(**sparse).text_config
     kinds = tuple(kind == 'sliding_attention' for kind in theirs.layer_types)
-    assert gemma_weights.read_config(sparse, 'config.json') == gemma.Config(
+    assert gemma_encoder.read_config(sparse, 'config.json') == gemma.Config(
         vocab_size=theirs.vocab_size,
         width=2560,
         mlp_width=theirs.intermediate_size,
@@ -246,7 +245,7 @@ def test_older_and_sparse_configurations_mean_what_they_mean_to_transformers():
 )
 def test_models_that_would_be_computed_wrongly_are_refused(change, message):
     with pytest.raises(ValueError, match=rf'here\.json: .*{message}'):
-        gemma_weights.read_config({'model_type': 'gemma3_text'} | change, 'here.json')
+        gemma_encoder.read_config({'model_type': 'gemma3_text'} | change, 'here.json')
 
 
 def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -336,7 +335,7 @@ np.save({str(tmp_path / 'embeddings.npy')!r}, encoder.encode({CAPTIONS!r}))
 )
 def test_batches_hold_each_row_once(lengths, batch_tokens, num_devices):
     seen = []
-    for rows, (height, width) in base.plan_batches(lengths, batch_tokens, num_devices):
+    for rows, (height, width) in model_encoder.plan_batches(lengths, batch_tokens, num_devices):
         assert len(rows) <= height
         assert height % num_devices == 0
         assert lengths[rows].max() <= width
@@ -410,5 +409,5 @@ def test_real_weights_give_the_embeddings_of_transformers(coco_sample):
     assert cosines(embeddings, plain).min() > 0.999999
     assert cosines(embeddings, theirs.encode(some)).min() > 0.999999
     assert cosines(ours.encode(some[:1]), plain[:1]).min() > 0.999999
-    half = jax_encoder.JaxEncoder(str(folder), 512, dtype=jnp.bfloat16)
+    half = gemma_encoder.JaxEncoder(str(folder), 512, dtype=jnp.bfloat16)
     assert cosines(half.encode(some), plain).min() > 0.999

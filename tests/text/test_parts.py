@@ -14,7 +14,7 @@ import pytest
 from coyo11m_tfds import embed_captions
 from coyo11m_tfds.process import job
 from coyo11m_tfds.source import sidecar
-from coyo11m_tfds.text import text_encoders, words
+from coyo11m_tfds.text import text_encoders
 from tests import made_sources
 from tests.built import files_of
 from tests.checkout import CHECKOUT
@@ -57,7 +57,7 @@ def model(tmp_path_factory):
     return folder
 
 
-def embed(source, out, encoder='hash', **options) -> embed_captions.Report:
+def embed(source, out, encoder='hash', **options) -> embed_captions.EmbeddingReport:
     return embed_captions.embed(source, encoder, out, **{'part_captions': PART_CAPTIONS} | options)
 
 
@@ -96,7 +96,7 @@ def test_a_part_says_what_it_is(source, expected, tmp_path):
     assert str(columns.field('embedding').type) == 'fixed_size_list<element: halffloat>[640]'
 
 
-class CountingEncoder(words.HashEncoder):
+class CountingEncoder(text_encoders.HashEncoder):
     """Keeps what it is given."""
 
     def __init__(self):
@@ -209,7 +209,7 @@ def test_parts_of_something_else_are_refused_by_name_and_stay(source, model, tmp
         assert files_of(out) == before
 
 
-class RevisedEncoder(words.HashEncoder):
+class RevisedEncoder(text_encoders.HashEncoder):
     revision = '2'
 
 

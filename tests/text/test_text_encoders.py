@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coyo11m_tfds import sample_data, text
-from coyo11m_tfds.text import text_encoders, words
+from coyo11m_tfds.text import text_encoders
 from tests.text import offline_hub
 
 SHORT = 'a red circle'
@@ -56,7 +56,7 @@ def test_hash_never_changes():
 
 @given(st.lists(st.text(max_size=30), max_size=8))
 def test_hash_of_a_caption_has_length_one_whatever_its_company_and_unicode_form(captions):
-    encoder = words.HashEncoder()
+    encoder = text_encoders.HashEncoder()
     together = encoder.encode(captions)
     assert together.shape == (len(captions), 640)
     for vector, caption in zip(together, captions, strict=True):
@@ -85,7 +85,7 @@ def test_no_two_words_of_the_demo_have_the_same_id():
     scenes = [scene for scenes in sample_data.split_scenes() for scene in scenes]
     parts = [*sample_data.WORDINGS, *sample_data.PLACES, 'large small']
     parts += [f'{scene.colour} {scene.shape}' for scene in scenes]
-    known = {word for part in parts for word in words.split_words(part)}
+    known = {word for part in parts for word in text_encoders.split_words(part)}
     tokens = text_encoders.make_tokenizer('words', 1).tokenize(sorted(known))
     assert len(np.unique(tokens)) == len(known) > 30
 
@@ -113,7 +113,7 @@ def test_what_is_no_encoder_or_no_tokenizer_is_refused(make, message):
 def test_what_is_not_installed_is_told_with_the_command(
     tmp_path, monkeypatch, runner, missing, extra
 ):
-    for name in (f'{runner}_encoder', 'model_tokenizer', 'gemma_weights'):  # imported anew
+    for name in ('hf_encoder', 'model_encoder', 'gemma_encoder'):  # imported anew
         monkeypatch.delitem(sys.modules, f'coyo11m_tfds.text.{name}', raising=False)
         monkeypatch.delattr(text, name, raising=False)
     monkeypatch.setitem(sys.modules, missing, None)  # an import of it is an error

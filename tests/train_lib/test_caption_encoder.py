@@ -16,7 +16,7 @@ import pytest
 from configs import default
 from coyo11m_tfds import embed_captions
 from coyo11m_tfds.storage import model_files
-from coyo11m_tfds.text import gemma_weights, text_encoders
+from coyo11m_tfds.text import gemma_encoder, text_encoders
 from tests import built, runs
 from tests.runs import saved_steps, small_config
 from tests.text.test_gemma import VOCABULARY, models, our_states  # noqa: F401, one is a fixture
@@ -181,14 +181,14 @@ def test_the_encoder_has_to_be_the_one_of_the_token_ids(models, spec, tmp_path):
 
 def test_weights_are_bfloat16_but_for_a_model_that_computes_in_float32(models, spec):  # noqa: F811
     mesh, facts = sharding.make_mesh(), facts_of(spec)
-    checkpoint = gemma_weights.open_checkpoint(str(models / 'text'))
+    checkpoint = gemma_encoder.open_checkpoint(str(models / 'text'))
     for dtype, expected in (('float32', 'float32'), ('bfloat16', 'bfloat16')):
         loaded = caption_encoder.load(spec, facts, mesh, dtype=dtype)
         shapes = caption_encoder.abstract(spec, mesh, dtype=dtype)
         assert loaded.network.dtype == expected
         assert loaded.params['embedding'].dtype == expected
         assert loaded.params['norm']['scale'].dtype == np.float32
-        values = gemma_weights.load_params(checkpoint, loaded.network.dtype)
+        values = gemma_encoder.load_params(checkpoint, loaded.network.dtype)
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(loaded.params), values)
         jax.tree.map(
             lambda a, b: (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding) or 1 / 0,

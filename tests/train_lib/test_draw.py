@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 from PIL import Image
 
-from coyo11m_tfds.text import text_encoders, words
+from coyo11m_tfds.text import text_encoders
 from tests import children, runs, small_vae
 from train_lib import draw
 
@@ -152,11 +152,11 @@ def test_the_weights_that_are_asked_for_are_read_and_nothing_else(
     assert read == [field] * len(jax.tree.leaves(params))
 
 
-class _OtherEncoder(words.HashEncoder):
+class _OtherEncoder(text_encoders.HashEncoder):
     name = 'hf:other'
 
 
-class _NextEncoder(words.HashEncoder):
+class _NextEncoder(text_encoders.HashEncoder):
     revision = '2'
 
 

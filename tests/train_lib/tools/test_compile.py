@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from configs import default
-from coyo11m_tfds.text import gemma_weights
+from coyo11m_tfds.text import gemma_encoder
 from tests.checkout import CHECKOUT
 from tests.text.test_gemma import models  # noqa: F401, a fixture
 from train_lib import chips
@@ -176,8 +176,8 @@ def test_a_frozen_encoder_is_part_of_what_is_compiled(monkeypatch, models):  # n
     config.update_from_flattened_dict({'model.name': 'tiny/16', 'model.depth': 1, 'batch_size': 8})
     config.encoder = f'jax:{models}/text'
     report = compile.analyze(config, 'here', num_tokens=64)
-    checkpoint = gemma_weights.open_checkpoint(f'{models}/text')
-    params = jax.tree.leaves(gemma_weights.load_params(checkpoint, jnp.bfloat16))
+    checkpoint = gemma_encoder.open_checkpoint(f'{models}/text')
+    params = jax.tree.leaves(gemma_encoder.load_params(checkpoint, jnp.bfloat16))
     flops = 8 * checkpoint.config.flops(64)
     nbytes = sum(leaf.nbytes for leaf in params)
     assert report[compile.MEMORY]['weights of the encoder'] == pytest.approx(nbytes / 1e9)

@@ -7,18 +7,21 @@ adds masks, types and offsets of tokens, it takes 1.5 times as long.
 
 import concurrent.futures
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import tokenizers
 
 from coyo11m_tfds.storage import model_files
-from coyo11m_tfds.text.encoder import Encoder, OnBatch, Tokenizer, ignore_batch, plan_batches
+from coyo11m_tfds.text.text_encoders import Encoder, OnBatch, Tokenizer, ignore_batch
 
 # What the package returns of a caption of 137 tokens takes 12 KB. MiniLM's tokenizer takes 170 us
 # of CPU for one with 128 to 1,024 captions at a time, and 210 us with 30,000, whose memory is new
 # each time (AMD EPYC).
 _CAPTIONS_AT_ONCE = 1024
+
+_WIDTHS_AN_OCTAVE = 16  # of batches; more of them mean less padding and more programs to compile
+_SHORTEST = 16  # no batch is narrower
 
 
 class ModelTokenizer(Tokenizer):
@@ -104,3 +107,39 @@ class ModelEncoder(Encoder):
                 on_batch(len(rows), int(lengths[rows].sum()))
             waiting = batch
         return embeddings
+
+
+def plan_batches(
+    lengths: np.ndarray, batch_tokens: int, num_devices: int = 1
+) -> Iterator[tuple[np.ndarray, tuple[int, int]]]:
+    """Groups rows of similar length, longest first, so that batches have little padding.
+
+    Batches have few shapes. A width is that of the longest row, rounded up to one of 16 widths an
+    octave. A height is the largest for this width, of multiples of `num_devices`; with few rows
+    left, it is the next power of two.
+
+    Args:
+        lengths: Number of tokens of each row, integers `(n,)`.
+        batch_tokens: Limit for the height times the width of a batch; one row a device is always
+            allowed.
+
+    Yields:
+        `(rows, (height, width))`: the numbers of at most `height` rows, int64 `(k,)`, none longer
+        than `width`. Each row comes once.
+    """
+    order = np.argsort(-lengths, kind='stable')
+    start = 0
+    while start < len(order):
+        width = _round_up(int(lengths[order[start]]))
+        height = max(1, batch_tokens // (width * num_devices))  # of one device
+        left = -(-(len(order) - start) // num_devices)
+        height = min(height, 1 << (left - 1).bit_length()) * num_devices
+        yield order[start : start + height], (height, width)
+        start += height
+
+
+def _round_up(length: int) -> int:
+    """The least of 16, 17, 18, ..., 32, 34, 36, ..., 64, 68, ... that is not less than `length`."""
+    octave = 1 << (length - 1).bit_length()  # the least power of two that is not less
+    step = max(1, octave // (2 * _WIDTHS_AN_OCTAVE))
+    return max(_SHORTEST, -(-length // step) * step)
