@@ -120,7 +120,7 @@ def train_batches(
     prefetch: int = -1,
     engine: str = AUTO,
     verify: str = ONCE,
-    text: texts.Spec = '',
+    text: texts.TextSpec = '',
     stride: int = 1,
 ) -> Batches:
     """Reads this process's part of the training batches, from `start_step` on, without end.
@@ -170,7 +170,7 @@ def train_batches(
             column, or several with weights: `{'': 2, 'short': 1}`, or as a string
             `'records:2,short:1'`. A hash of seed, epoch and key then chooses one for each sample.
             All must be embeddings of one encoder, or tokens of one vocabulary, which are padded
-            with -1 to the longest text. See `texts.parse`.
+            with -1 to the longest text. See `texts.parse_text_weights`.
         stride: Reads only every `stride`-th batch. W workers with a stride of W, which start at
             `start_step + w`, read in turn the batches of one reader.
 
@@ -218,7 +218,7 @@ def eval_batches(
     prefetch: int = -1,
     engine: str = AUTO,
     verify: str = ONCE,
-    text: texts.Spec = '',
+    text: texts.TextSpec = '',
 ) -> Batches:
     """Reads this process's part of all records of a split, once, in the order of the shards.
 

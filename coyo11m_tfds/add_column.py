@@ -34,7 +34,7 @@ import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.convert import in_place
 from coyo11m_tfds.dataset import columns, manifest, stored_dataset, texts
-from coyo11m_tfds.dataset.columns import AddedColumn, Column, ColumnFile
+from coyo11m_tfds.dataset.columns import AddedColumn, Column, InPlaceColumn, InPlaceFile
 from coyo11m_tfds.dataset.stored_dataset import StoredDataset
 from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
@@ -48,7 +48,7 @@ from coyo11m_tfds.storage.source_files import StoredFile
 
 _NAME = re.compile(r'[a-z][a-z0-9_]*')
 _OF_BATCHES = input_pipeline.CROP, input_pipeline.DROP_TEXT, input_pipeline.MASK
-_TAKEN = {*stored_dataset.READABLE, *_OF_BATCHES, texts.RECORDS}
+_TAKEN = {*stored_dataset.READABLE, *_OF_BATCHES, texts.RECORDS_TEXT}
 _ROWS_AT_ONCE = 4096
 _CHUNKS_AT_ONCE = 32  # requests to gs://
 
@@ -135,11 +135,11 @@ def move_latents(data_dir: str | os.PathLike[str], source: str | os.PathLike[str
 
     Args:
         data_dir: Folder of the data set, local or on gs://.
-        source: Folder of the source, with the same files as before, which `columns.outline` tells.
+        source: Folder of the source, with files of the same `columns.outline_digest`.
     """
     with _editing(data_dir) as edit:
         latents = edit.stored.columns.get(schema.LATENTS)
-        if not isinstance(latents, Column):
+        if not isinstance(latents, InPlaceColumn):
             raise ValueError(f'{edit.stored.folder}: its latents lie in its records, in no source.')
         latent_files = location.find(source).latent_files
         files = [_find_moved(file, latent_files, os.fspath(source), edit) for file in latents.files]
@@ -148,8 +148,8 @@ def move_latents(data_dir: str | os.PathLike[str], source: str | os.PathLike[str
 
 
 def _find_moved(
-    before: ColumnFile, latent_files: Sequence[StoredFile], source: str, edit: '_Edit'
-) -> ColumnFile:
+    before: InPlaceFile, latent_files: Sequence[StoredFile], source: str, edit: '_Edit'
+) -> InPlaceFile:
     # Shards of several sub-folders have the same names.
     same = [
         file for file in latent_files if f'/{before.path}'.endswith(f'/{file.label or file.name}')
@@ -162,7 +162,9 @@ def _find_moved(
     head = formats.fetch_head(file, edit.scratch, check_crc=False)
     moved = in_place.describe(file, formats.open_file(file, head, _latents_from(edit)))
     if moved.digest != before.digest:
-        raise columns.other_file(file.path, 'outline has digest', moved.digest, before.digest)
+        raise columns.changed_file_error(
+            file.path, 'outline has digest', moved.digest, before.digest
+        )
     return moved
 
 
@@ -181,24 +183,24 @@ class _Edit:
     scratch: str  # local folder for other files, empty at first
     lock: locks.Lock
 
-    def commit(
-        self, described: Mapping[str, Column | AddedColumn], files: Sequence[str] = ()
-    ) -> None:
+    def commit(self, described: Mapping[str, Column], files: Sequence[str] = ()) -> None:
         """Stores files, then the description of the columns; removes files without a use.
 
         Checksums are stored before the description: a column that the description does not name
         does not exist, so after a kill in between the same command can be repeated.
         """
         build, folder = self.stored.build, self.destination.folder
-        columns.write(self.staging, described, build)
+        columns.write_columns(self.staging, described, build)
         names = [*files, schema.of_build(schema.COLUMNS_FILE, build)]
         listing = stored_files.list_folder(folder)
-        over = listing.keys() & columns.left_over(listing, described, build)
+        over = listing.keys() & columns.unused_column_files(listing, described, build)
         if recorded := listing.get(schema.of_build(schema.CHECKSUMS_FILE, build)):
             content = bytes(stored_files.read(recorded, stored_files.Content).data)
             states = {x: file_state.compute_state(os.path.join(self.staging, x)) for x in names}
-            kept = {x: state for x, state in manifest.parse(content).items() if x not in over}
-            manifest.write(self.staging, kept | states, build)
+            kept = {
+                x: state for x, state in manifest.parse_checksums(content).items() if x not in over
+            }
+            manifest.write_checksums(self.staging, kept | states, build)
             names.insert(-1, recorded.name)
         if not self.lock.is_ours():
             raise OSError(f'{folder}: another process is writing. Run the same command again.')
@@ -223,7 +225,7 @@ def _editing(data_dir: str | os.PathLike[str], scratch_dir: str = '') -> Iterato
             try:
                 edit = _Edit(stored, destination, destination.staging(scratch), scratch, lock)
                 listing = stored_files.list_folder(folder)
-                if columns.left_over(listing, stored.columns, stored.build):
+                if columns.unused_column_files(listing, stored.columns, stored.build):
                     edit.commit(stored.columns)
                 yield edit
             finally:
@@ -250,14 +252,14 @@ def _write(edit: _Edit, name: str, values: Joined) -> AddedColumn:
     files, crc32c, first = {}, {}, 0
     for split in stored.splits:
         last = first + sum(stored.splits[split].shard_lengths)
-        files[split] = columns.file_name(name, split, stored.build)
+        files[split] = columns.column_file_name(name, split, stored.build)
         path = os.path.join(edit.staging, files[split])
         with (
             file_state.naming(path),
             open(path, 'wb') as file,
             Progress('Writing values', last - first, 'records') as progress,
         ):
-            writer = columns.Writer(file, dtype, shape, last - first)
+            writer = columns.ColumnWriter(file, dtype, shape, last - first)
             for start in range(first, last, _ROWS_AT_ONCE):
                 records = np.arange(start, min(start + _ROWS_AT_ONCE, last))
                 rows = sidecar.read(values, records)

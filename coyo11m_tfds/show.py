@@ -30,18 +30,18 @@ def show(data_dir: Data, vae: str, num_pictures: int = page.NUM_PREVIEWS) -> str
 
     Args:
         data_dir: Folder of the data set, local or on gs://.
-        vae: See `vae_decoder.load`.
+        vae: See `vae_decoder.load_decoder`.
         num_pictures: Number of first records to show, at most.
     """
     if num_pictures < 1:
         raise ValueError(f'num_pictures={num_pictures}: expected at least 1')
     data = input_pipeline.open_data(data_dir)
     path = f'{data.folder}/{schema.of_build(page.JSON_FILE, data.build)}'
-    report = manifest.read_file(path)
+    report = manifest.read_small_file(path)
     if report is None:
         raise FileNotFoundError(f'{path} is missing: copy it from where the data set was built')
     maker = data.metadata.get(schema.META_VAE, '')
-    decode = vae_decoder.load(vae, data.latents[1][-3], maker)
+    decode = vae_decoder.load_decoder(vae, data.latents[1][-3], maker)
     features = schema.KEY, schema.LATENTS, schema.CAPTION
     with contextlib.closing(
         input_pipeline.eval_batches(
@@ -56,7 +56,7 @@ def show(data_dir: Data, vae: str, num_pictures: int = page.NUM_PREVIEWS) -> str
     name = html.escape(model_files.public_name(vae))
     note = f'The middle crop of the first records, decoded by <code>{name}</code>.'
     try:
-        return page.render(json.loads(report), previews, note)
+        return page.render_page(json.loads(report), previews, note)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise manifest.DamagedError(
             f'{path}: is not the report of a build ({error!r}). Restore it.'

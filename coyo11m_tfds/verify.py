@@ -30,7 +30,7 @@ import numpy as np
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import columns, manifest, records, stored_dataset
-from coyo11m_tfds.dataset.chunk_index import ChunkIndex, file_name
+from coyo11m_tfds.dataset.chunk_index import ChunkIndex, index_file_name
 from coyo11m_tfds.dataset.stored_dataset import StoredSplit
 from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
@@ -81,7 +81,7 @@ def _find_build(folder: str, files: Mapping[str, StoredFile]) -> str:
     """The ID of the build that the files of a folder are of, or most of them."""
     if schema.INFO_FILE in files:
         with contextlib.suppress(OSError, ValueError):  # told later, as a fault of that file
-            data = manifest.read_file(f'{folder}/{schema.INFO_FILE}') or b''
+            data = manifest.read_small_file(f'{folder}/{schema.INFO_FILE}') or b''
             if build := stored_dataset.parse_splits(data)[0].build:
                 return build
     builds = [schema.build_of(name) for name in files if name.startswith('checksums')]
@@ -99,32 +99,32 @@ class _Check:
         self._checksums = schema.of_build(schema.CHECKSUMS_FILE, build)
         self._columns = schema.of_build(schema.COLUMNS_FILE, build)
         self.faults: list[str] = []
-        self._rows: dict[str, Callable[[], columns.RowScan]] = {}  # readers of columns
+        self._rows: dict[str, Callable[[], columns.ColumnScan]] = {}  # readers of columns
         self._recorded: dict[str, FileState] = {}  # files as the build recorded them
 
     def run(self) -> Verified:
         """Finds all faults."""
-        self._recorded = self._parse(self._checksums, manifest.parse) or {}
+        self._recorded = self._parse(self._checksums, manifest.parse_checksums) or {}
         # It has a digest of its own, and `add_column` replaces it after the record of checksums.
         self._recorded.pop(self._columns, None)
-        found = self._parse(self._columns, columns.parse) or {}
+        found = self._parse(self._columns, columns.parse_columns) or {}
         splits = self._parse(schema.INFO_FILE, stored_dataset.parse_splits) or []
         converted = {name for split in splits for name in split.converted}
         self._files = {name: x for name, x in self._files.items() if name not in converted}
         parsed = {self._checksums, self._columns, schema.INFO_FILE}
-        parsed |= {file_name(split.name, split.build) for split in splits}
+        parsed |= {index_file_name(split.name, split.build) for split in splits}
         for name in self._files.keys() - parsed:
             if not _is_large(name):
                 self._parse(name, bytes)
         self._check_names(splits)
         for split in splits:
-            self._parse(file_name(split.name, split.build), ChunkIndex.parse)
+            self._parse(index_file_name(split.name, split.build), ChunkIndex.parse)
         places = self._locate_columns(found, splits)
         self._check_shards({name for split in splits for name in split.file_names})
         latents = found.get(schema.LATENTS)
-        if isinstance(latents, columns.Column):
+        if isinstance(latents, columns.InPlaceColumn):
             self._check_sources(latents, places)
-        left_over = sorted(columns.left_over(self._files, found, self._build))
+        left_over = sorted(columns.unused_column_files(self._files, found, self._build))
         num_bytes = sum(file.size for file in self._files.values())
         return Verified(self.faults, left_over, len(self._files), num_bytes)
 
@@ -134,7 +134,9 @@ class _Check:
             return None
         try:
             data = bytes(stored_files.read(self._files[name], stored_files.Content).data)
-            built = stored_dataset.as_built(data) if name == schema.INFO_FILE else data
+            built = (
+                stored_dataset.strip_alternative_formats(data) if name == schema.INFO_FILE else data
+            )
             fault = self._differs(name, len(built), google_crc32c.value(built))
             if not fault:
                 return parse(data)
@@ -164,32 +166,32 @@ class _Check:
         """Compares the names of the files with the expected ones."""
         expected = {schema.INFO_FILE, schema.FEATURES_FILE, self._checksums, *self._recorded}
         for split in splits:
-            expected |= {file_name(split.name, split.build), *split.file_names}
+            expected |= {index_file_name(split.name, split.build), *split.file_names}
         self.faults += [f'{name}: is missing' for name in sorted(expected - self._files.keys())]
         others = {self._columns, *filter(columns.is_file_name, self._files)}
         for name in sorted(self._files.keys() - expected - others if self._recorded else ()):
             self.faults.append(f'{name}: is unexpected, a file of {self._files[name].size} bytes')
 
     def _locate_columns(
-        self, found: Mapping[str, columns.Column | columns.AddedColumn], splits: list[StoredSplit]
+        self, found: Mapping[str, columns.Column], splits: list[StoredSplit]
     ) -> np.ndarray:
         """Finds the rows of columns; returns the places of latents, uint32 `(n, 3)`."""
         places = [np.empty((0, 3), np.uint32)]
         for column, split in itertools.product(found.values(), splits):
             count = sum(split.shard_lengths)
             try:
-                if isinstance(column, columns.Column):
+                if isinstance(column, columns.InPlaceColumn):
                     places.append(column.locate(self._folder, split.name, count))
                 else:
                     file, start, dtype = column.locate(self._folder, split.name, count)
-                    self._rows[file.name] = functools.partial(columns.RowScan, start, dtype)
+                    self._rows[file.name] = functools.partial(columns.ColumnScan, start, dtype)
             except ValueError as error:
-                name = columns.file_name(column.name, split.name, self._build)
+                name = columns.column_file_name(column.name, split.name, self._build)
                 if name not in self._recorded:  # else it is told with the others
                     self.faults.append(str(error))
         return np.concatenate(places)
 
-    def _check_sources(self, latents: columns.Column, places: np.ndarray) -> None:
+    def _check_sources(self, latents: columns.InPlaceColumn, places: np.ndarray) -> None:
         """Compares the files that latents lie in with what they were; reads them unless `fast`."""
         places = places[np.lexsort((places[:, 1], places[:, 0]))]
         ends = np.searchsorted(places[:, 0], np.arange(len(latents.files) + 1))
@@ -239,7 +241,7 @@ class _Check:
         return ', '.join(filter(None, [fault, getattr(taken, 'problem', '')]))
 
 
-def _read_rows(file: columns.ColumnFile, row_nbytes: int, places: np.ndarray) -> None:
+def _read_rows(file: columns.InPlaceFile, row_nbytes: int, places: np.ndarray) -> None:
     """Reads rows of a local file, given with their CRC-32Cs; ValueError for wrong ones."""
     wrong, nbytes = [], row_nbytes // len(file.starts)
     with open(file.path, 'rb') as opened:
@@ -249,7 +251,7 @@ def _read_rows(file: columns.ColumnFile, row_nbytes: int, places: np.ndarray) ->
                 b''.join(os.pread(opened.fileno(), nbytes, at) for at in pieces)
             )
             if found != expected:
-                wrong.append(columns.wrong_row(row, found, expected))
+                wrong.append(columns.wrong_row_message(row, found, expected))
     if wrong:
         more = f'; {len(wrong) - 1} more rows differ too' if wrong[1:] else ''
         raise ValueError(f'{file.path}: {wrong[0]}{more}')

@@ -68,5 +68,5 @@ def with_known_id(folder: pathlib.Path) -> pathlib.Path:
     checksums = schema.of_build(schema.CHECKSUMS_FILE, ID)
     (folder / checksums).unlink()
     files = {path.name: file_state.compute_state(path) for path in folder.iterdir()}
-    manifest.write(folder, files, ID)
+    manifest.write_checksums(folder, files, ID)
     return folder

@@ -270,7 +270,7 @@ def test_a_command_that_was_killed_is_given_again(tmp_path):
             os.replace, os.remove = map(dying, (os.replace, os.remove))
 
         def found():
-            column = columns.read(copy, build).get('other')
+            column = columns.read_columns(copy, build).get('other')
             return str(column and column.mean[0])
 
         for moment in itertools.count():

@@ -149,9 +149,9 @@ def test_a_bucket_is_built_into_as_a_disk_is(bucket, sample_source, tmp_path):
     assert files_of(tmp_path / 'copy') == files_of(final)
     paths = [
         file.path
-        for file in columns.read(final, schema.build_of(next(final.glob('columns-*')).name))[
-            schema.LATENTS
-        ].files
+        for file in columns.read_columns(
+            final, schema.build_of(next(final.glob('columns-*')).name)
+        )[schema.LATENTS].files
     ]
     assert paths == [f'gs://source/{n}' for n in bucket.objects('source') if n.endswith('.pt')]
 

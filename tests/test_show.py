@@ -34,7 +34,7 @@ def test_the_page_is_that_of_the_build_with_decoded_pictures(mini_dataset, tmp_p
         mini_dataset, batch_size=5, features=features, split='train'
     ) as batches:
         first = next(batches)
-    expected = vae_decoder.load(str(vae))(first['latents'])
+    expected = vae_decoder.load_decoder(str(vae))(first['latents'])
     assert expected.shape == (5, 64, 64, 3)
     np.testing.assert_array_equal(pictures_of(page), expected)
     assert re.findall(r'<code>(\d+)</code></figcaption>', page) == [str(x) for x in first['key']]

@@ -79,7 +79,7 @@ def test_a_data_set_that_was_built_has_no_faults(mini_dataset):
         found = verify.verify(mini_dataset, fast=fast)
         assert found.faults == []
         assert found.num_files == len(list(mini_dataset.iterdir()))
-    recorded = manifest.parse((mini_dataset / CHECKSUMS).read_bytes())
+    recorded = manifest.parse_checksums((mini_dataset / CHECKSUMS).read_bytes())
     paths = [path for path in mini_dataset.iterdir() if path.name != CHECKSUMS]
     assert recorded == {path.name: compute_state(path) for path in paths}
 

@@ -93,7 +93,7 @@ class Artist:
             batch_size: Number of pictures to draw at a time, rounded up to a multiple of the
                 devices.
             encoder: Folder or hub name of the encoder in the run's step; '' for the run's own.
-            vae: VAE that decodes, see `vae_decoder.painter`; None for the VAE of the run's
+            vae: VAE that decodes, see `vae_decoder.make_painter`; None for the VAE of the run's
                 previews.
             **changes: Fields that replace those of the run's `config.preview`, such as `guidance`;
                 None keeps a field.
@@ -106,7 +106,7 @@ class Artist:
         config.seed = config.seed if seed is None else seed
         config_rules.check_config(config, needs_data=False)
         vae = config.preview.vae if vae is None else vae
-        self.paint = vae_decoder.painter(vae, self.facts.latents_shape[1], self.facts.vae)
+        self.paint = vae_decoder.make_painter(vae, self.facts.latents_shape[1], self.facts.vae)
         self.data_dir = config.data.dir
         self._mesh = sharding.make_mesh(devices=jax.local_devices())
         self._batch_size = batch_size

@@ -92,7 +92,7 @@ def set_up(
     data = TrainingData(config, mesh)
     data.check_reading()
     vae = config.preview.vae if config.preview_every else ''
-    paint = vae_decoder.painter(vae, data.facts.latents_shape[1], data.facts.vae)
+    paint = vae_decoder.make_painter(vae, data.facts.latents_shape[1], data.facts.vae)
     if config.preview_every:
         _ = data.preview_samples  # kept; what cannot be read is told now and not in some hours
     program = for_data(config, mesh, data.facts)

@@ -7,7 +7,7 @@ from typing import Any
 
 import coyo11m_tfds
 from coyo11m_tfds import schema
-from coyo11m_tfds.dataset.columns import IN_PLACE, LATENTS_LIE, RECORDS
+from coyo11m_tfds.dataset.columns import IN_PLACE, IN_RECORDS, LATENT_STORAGE
 from coyo11m_tfds.storage import source_files
 
 EMBEDDINGS_IN_PT = 'pt'  # the `text_embeddings` for `embeddings` inside the `.pt` files
@@ -44,7 +44,7 @@ class BuildSettings:
     text_embeddings: str = ''
     latents_from: str = ''
     vae: str = ''
-    latents: str = RECORDS
+    latents: str = IN_RECORDS
     bad_data: str = 'drop'
     max_bad_fraction: float = 0.01
     check_crc: bool = True
@@ -64,7 +64,7 @@ class BuildSettings:
         self._check('validation_fraction', 0 <= self.validation_fraction < 1, 'one in [0, 1)')
         self._check('max_bad_fraction', 0 <= self.max_bad_fraction <= 1, 'one in [0, 1]')
         self._check('check_crc', isinstance(self.check_crc, bool), 'true or false')
-        self._check('latents', self.latents in LATENTS_LIE, "'records' or 'in_place'")
+        self._check('latents', self.latents in LATENT_STORAGE, "'records' or 'in_place'")
         schema.parse_latents_from(self.latents_from)
         self._check('bad_data', self.bad_data in ('drop', 'stop'), "'drop' or 'stop'")
 
@@ -112,7 +112,7 @@ class BuildSettings:
         if there is None:
             return
         text_embeddings = self._text_embeddings(there.get(schema.SETTINGS_TEXT))
-        lie = {_LATENTS: RECORDS, schema.META_VAE: ''}
+        lie = {_LATENTS: IN_RECORDS, schema.META_VAE: ''}
         differing = list(_differences(lie | there, lie | self.record(limit, text_embeddings)))
         if differing:
             raise ValueError(

@@ -169,7 +169,7 @@ class DataFolder:
         name = schema.of_build(schema.CHECKSUMS_FILE, build)
         data = self.files.read(name) if name in there else None
         try:
-            return {name, *manifest.parse(data)} if data else set()
+            return {name, *manifest.parse_checksums(data)} if data else set()
         except ValueError:
             return set()
 

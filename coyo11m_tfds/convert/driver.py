@@ -26,7 +26,7 @@ from coyo11m_tfds.dataset import chunk_index, manifest
 from coyo11m_tfds.process import job
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.report import statistics
-from coyo11m_tfds.report.page import Report
+from coyo11m_tfds.report.page import BuildReport
 from coyo11m_tfds.report.statistics import Dropped, ShardStatistics
 from coyo11m_tfds.source import location
 from coyo11m_tfds.storage import file_state, locks, scratch, source_files
@@ -197,7 +197,7 @@ def describe(plan: BuildPlan, results: Sequence[ShardResult], folder: str) -> Bu
     for result in results:
         splits.setdefault(result.split, []).append(result)
     for split, of_split in splits.items():
-        chunk_index.save(
+        chunk_index.write_chunk_index(
             folder,
             split,
             shard_lengths=[result.num_records for result in of_split],
@@ -248,8 +248,8 @@ def _make_metadata(plan: BuildPlan, train: ShardStatistics, dropped: Dropped) ->
     return metadata | {schema.META_SETTINGS: plan.settings}
 
 
-def _make_report(final: str, built: Built) -> Report:
-    return Report(
+def _make_report(final: str, built: Built) -> BuildReport:
+    return BuildReport(
         '/'.join(final.rstrip('/').split('/')[-3:]),  # NAME/CONFIG/VERSION
         shards={
             split: [(result.num_records, result.num_bytes) for result in of_split]
@@ -272,7 +272,7 @@ def _publish(folder: DataFolder, built: Built, overwrite: bool) -> None:
         files[task.filename] = file_state.FileState(result.num_bytes, result.crc32c)
     local = {name: os.path.join(made, name) for name in os.listdir(made)}
     files |= {name: file_state.compute_state(path) for name, path in local.items()}
-    manifest.write(made, files, build)
+    manifest.write_checksums(made, files, build)
     checksums = schema.of_build(schema.CHECKSUMS_FILE, build)
     local[checksums] = os.path.join(made, checksums)
     files[checksums] = file_state.compute_state(local[checksums])

@@ -8,12 +8,12 @@ import numpy as np
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import columns
-from coyo11m_tfds.dataset.columns import Column, ColumnFile
+from coyo11m_tfds.dataset.columns import InPlaceColumn, InPlaceFile
 from coyo11m_tfds.source.latent_file import LatentFile
 from coyo11m_tfds.storage import source_files
 
 
-def describe(file: source_files.StoredFile, opened: LatentFile) -> ColumnFile:
+def describe(file: source_files.StoredFile, opened: LatentFile) -> InPlaceFile:
     """Describes a file of latents; raises a ValueError if they are not rows in place."""
     places = opened.places
     if places is None:
@@ -22,7 +22,7 @@ def describe(file: source_files.StoredFile, opened: LatentFile) -> ColumnFile:
             "Save them again with .contiguous(), or set latents='records'."
         )
     version = file.version if file.is_remote else ''
-    return ColumnFile(path_of(file), version, opened.digest, places.starts, places.stride)
+    return InPlaceFile(path_of(file), version, opened.digest, places.starts, places.stride)
 
 
 def path_of(file: source_files.StoredFile) -> str:
@@ -46,7 +46,7 @@ def check_within_reach(file: source_files.StoredFile, final: str) -> None:
 
 def write(
     folder: str,
-    splits: Mapping[str, Sequence[Sequence[tuple[ColumnFile, np.ndarray]]]],
+    splits: Mapping[str, Sequence[Sequence[tuple[InPlaceFile, np.ndarray]]]],
     dtype: str,
     shape: tuple[int, ...],
     build: str,
@@ -69,6 +69,8 @@ def write(
             ]
         )
         crc32c[split] = columns.array_crc32c(places)
-        np.save(os.path.join(folder, columns.file_name(schema.LATENTS, split, build)), places)
-    column = Column(schema.LATENTS, dtype, shape, tuple(files), build, crc32c)
-    columns.write(folder, {schema.LATENTS: column}, build)
+        np.save(
+            os.path.join(folder, columns.column_file_name(schema.LATENTS, split, build)), places
+        )
+    column = InPlaceColumn(schema.LATENTS, dtype, shape, tuple(files), build, crc32c)
+    columns.write_columns(folder, {schema.LATENTS: column}, build)

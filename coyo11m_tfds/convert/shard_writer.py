@@ -81,7 +81,7 @@ class _OpenSource:
             text.vocabulary if text and text.encoder == schema.WORDS else 0,
             task.channels,
         )
-        self.sources: list[tuple[columns.ColumnFile, list[np.ndarray]]] = []
+        self.sources: list[tuple[columns.InPlaceFile, list[np.ndarray]]] = []
         self.read: list[str] = []  # digests of files
 
     def read_part(self, part: ShardPart, latents_path: str) -> Iterator[Features]:
@@ -111,7 +111,7 @@ class _OpenSource:
         found: Features = {schema.KEY: keys, schema.CAPTION: captions}
         if self._task.in_place:
             numbers = file.row_numbers(rows[good])
-            places = np.stack([numbers, columns.checksums(raw[good])], axis=1)
+            places = np.stack([numbers, columns.row_checksums(raw[good])], axis=1)
             self.sources[-1][1].append(places.astype('<u4'))
         else:
             found[schema.LATENTS] = raw

@@ -1,8 +1,8 @@
 """What a data set remembers of its source, and the comparison with a source that is named later.
 
 The record is JSON: the place, and the size and a digest of each file by name. The digest needs no
-reading of whole files: it is the checksum of the storage or, on a disk, that of `columns.outline`.
-The place is for people: the same files elsewhere are the same source.
+reading of whole files: it is the checksum of the storage or, on a disk,
+`columns.outline_digest`. The place is for people: the same files elsewhere are the same source.
 """
 
 import os
@@ -18,7 +18,7 @@ from coyo11m_tfds.storage import source_files
 def record(source: location.Source) -> dict[str, Any]:
     """Records a source; raises a ValueError or an OSError if a file is damaged or unreadable."""
     files = {
-        name: (file.size, file.checksum if file.is_remote else columns.outline(file.path))
+        name: (file.size, file.checksum if file.is_remote else columns.outline_digest(file.path))
         for name, file in source.by_name.items()
     }
     return {'place': _absolute(source.root), 'files': files}

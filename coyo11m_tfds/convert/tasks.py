@@ -14,7 +14,7 @@ import numpy as np
 
 import coyo11m_tfds
 from coyo11m_tfds import schema
-from coyo11m_tfds.dataset.columns import ColumnFile
+from coyo11m_tfds.dataset.columns import InPlaceFile
 from coyo11m_tfds.report.statistics import ShardStatistics
 from coyo11m_tfds.source import sidecar
 from coyo11m_tfds.source.joined import Joined
@@ -147,7 +147,7 @@ class ShardResult:
     writer: str  # version of the package
     read: tuple[str, ...]  # digests of the source files of the shard
     # Of latents in place: each file with row and CRC-32C for each of its records, uint32 (n, 2).
-    sources: tuple[tuple[ColumnFile, np.ndarray], ...] = ()
+    sources: tuple[tuple[InPlaceFile, np.ndarray], ...] = ()
 
     def to_json(self) -> dict:
         """Returns the result as JSON values, without a loss."""
@@ -164,7 +164,7 @@ class ShardResult:
             'read': tuple(fields['read']),
             'sources': tuple(
                 (
-                    ColumnFile(**file | {'starts': tuple(file['starts'])}),
+                    InPlaceFile(**file | {'starts': tuple(file['starts'])}),
                     np.array(rows, '<u4').reshape(-1, 2),
                 )
                 for file, rows in fields['sources']

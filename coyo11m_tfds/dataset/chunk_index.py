@@ -83,12 +83,12 @@ def make_entries(offsets: Sequence[int], checksums: bytes | bytearray) -> list[i
     return (np.array(offsets, np.int64) | digests << _OFFSET_BITS).tolist()
 
 
-def file_name(split: str, build: str = '') -> str:
+def index_file_name(split: str, build: str = '') -> str:
     """Returns the name of a split's index file."""
     return schema.of_build(f'chunk_index-{split}.npy', build)
 
 
-def save(
+def write_chunk_index(
     data_dir: str | os.PathLike[str],
     split: str,
     shard_lengths: Sequence[int],
@@ -107,7 +107,7 @@ def save(
     ]
     flat = np.concatenate([np.asarray(part, np.int64) for part in parts])
     ChunkIndex(flat)  # raises rather than write what cannot be read
-    np.save(os.path.join(data_dir, file_name(split, build)), flat)
+    np.save(os.path.join(data_dir, index_file_name(split, build)), flat)
 
 
 def _first_offsets(flat: np.ndarray) -> Iterator[int]:

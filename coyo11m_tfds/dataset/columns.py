@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import google_crc32c
 import numpy as np
@@ -22,7 +22,7 @@ from coyo11m_tfds.dataset import manifest, npy, pt_archive
 from coyo11m_tfds.storage import remote, source_files, stored_files
 from coyo11m_tfds.storage.source_files import StoredFile
 
-RECORDS, IN_PLACE = LATENTS_LIE = ('records', 'in_place')  # the config's `latents`
+IN_RECORDS, IN_PLACE = LATENT_STORAGE = ('records', 'in_place')  # the config's `latents`
 
 MAX_ROW_NBYTES = 2 * schema.MAX_TEXT_DIM  # of an added column: `reading.files` gathers no more
 OUTLINE_ENDS = 64 << 10  # bytes at each end of a file
@@ -37,7 +37,7 @@ _DTYPES = {np.dtype(code).name for code in np.typecodes['AllInteger'] + 'efd'}
 
 
 @dataclasses.dataclass(frozen=True)
-class ColumnFile:
+class InPlaceFile:
     """A file of the source that holds latents.
 
     Piece p of row r lies at byte `starts[p] + r * stride`. If the crops of a row lie apart, the row
@@ -56,20 +56,20 @@ class ColumnFile:
         """Compares `file`, the one at `path` or None for no file, with this description.
 
         Returns the file; raises a ValueError if it is missing or has changed. This reads at most
-        what `outline` reads.
+        what `outline_digest` reads.
         """
         if file is None:
             raise ValueError(f'{self.path}: is missing, but holds latents. {_RESTORE} {_MOVED}')
         if file.is_remote:  # the checksum of a bucket covers the directory
             what, now, before = 'version is', file.version, self.version
         else:
-            what, now, before = 'outline has digest', outline(self.path), self.digest
+            what, now, before = 'outline has digest', outline_digest(self.path), self.digest
         if now != before:
-            raise other_file(self.path, what, now, before)
+            raise changed_file_error(self.path, what, now, before)
         return file
 
 
-def outline(path: str | os.PathLike[str]) -> str:
+def outline_digest(path: str | os.PathLike[str]) -> str:
     """Returns a digest of a local file of latents, as hex digits, without reading the whole file.
 
     The digest of a `.pt` file is that of its directory, with checksums of all contents; raises a
@@ -87,7 +87,7 @@ def outline(path: str | os.PathLike[str]) -> str:
     return hashlib.sha256(b'%d ' % size + b''.join(ends)).hexdigest()
 
 
-def other_file(path: str, what: str, now: str, before: str) -> ValueError:
+def changed_file_error(path: str, what: str, now: str, before: str) -> ValueError:
     """Returns the error for a file of latents that has changed since the build."""
     return ValueError(
         f'{path}: has changed since the data set was built, and latents lie in it: its {what} '
@@ -96,13 +96,13 @@ def other_file(path: str, what: str, now: str, before: str) -> ValueError:
 
 
 @dataclasses.dataclass(frozen=True)
-class Column:
+class InPlaceColumn:
     """A column of latents in the files of the source."""
 
     name: str
     dtype: str  # one of `schema.LATENT_DTYPES`
     shape: tuple[int, ...]  # of a row, `(crops, C, H, W)`
-    files: tuple[ColumnFile, ...]
+    files: tuple[InPlaceFile, ...]
     build: str  # ID of the build that wrote this description
     crc32c: Mapping[str, str]  # of the places of each split, 8 hex digits
 
@@ -129,7 +129,7 @@ class Column:
         The array is memory-mapped, or read whole from gs://: 12 bytes a record. Raises a ValueError
         if the file is missing or damaged, or has another length than the split.
         """
-        path = os.path.join(folder, file_name(self.name, split, self.build))
+        path = os.path.join(folder, column_file_name(self.name, split, self.build))
         try:
             places = _load_places(path, self.crc32c.get(split, ''))
         except ValueError as error:
@@ -188,7 +188,10 @@ class AddedColumn:
         return file, start, dtype
 
 
-class Writer:
+Column: TypeAlias = InPlaceColumn | AddedColumn
+
+
+class ColumnWriter:
     """Writes the file of an added column: the values of each record, each row with its CRC-32C.
 
     The header (at the end of a field's name) and the description of the columns hold the CRC-32C of
@@ -209,7 +212,7 @@ class Writer:
         rows = np.empty(len(values), row_dtype(self._dtype, self._shape, self._crc32c))
         rows['value'] = values
         contiguous = np.ascontiguousarray(rows['value'])
-        rows[_crc32c_field(rows.dtype)] = checksums(contiguous)
+        rows[_crc32c_field(rows.dtype)] = row_checksums(contiguous)
         # Of the values alone: that of bytes and their own CRC-32C is the same for all bytes.
         self._crc32c = google_crc32c.extend(self._crc32c, contiguous.tobytes())
         self._file.write(rows.data)
@@ -227,7 +230,7 @@ class Writer:
         np.lib.format.write_array_header_1_0(self._file, header)
 
 
-class RowScan:
+class ColumnScan:
     """Checks the file of an added column block by block: compares each row with its CRC-32C."""
 
     def __init__(self, start: int, dtype: np.dtype):
@@ -250,11 +253,11 @@ class RowScan:
         rows = np.frombuffer(data, self._dtype, num_whole)
         values, stored = np.ascontiguousarray(rows['value']), rows[_crc32c_field(self._dtype)]
         self._values_crc32c = google_crc32c.extend(self._values_crc32c, values.tobytes())
-        computed = checksums(values)
+        computed = row_checksums(values)
         wrong = np.flatnonzero(computed != stored)
         if len(wrong) and not self._num_wrong:
             at = wrong[0]
-            self._first_wrong = wrong_row(self._num_rows + at, computed[at], stored[at])
+            self._first_wrong = wrong_row_message(self._num_rows + at, computed[at], stored[at])
         self._num_rows += num_whole
         self._num_wrong += len(wrong)
 
@@ -269,7 +272,7 @@ class RowScan:
         return self._first_wrong
 
 
-def wrong_row(row: int, computed: int, expected: int) -> str:
+def wrong_row_message(row: int, computed: int, expected: int) -> str:
     """Returns the message about a row with a wrong CRC-32C."""
     return f'row {row} has CRC-32C {computed:08x}, expected {expected:08x}'
 
@@ -285,25 +288,25 @@ def _crc32c_field(dtype: np.dtype) -> str:
     return dtype.names[1]
 
 
-def checksums(rows: np.ndarray) -> np.ndarray:
+def row_checksums(rows: np.ndarray) -> np.ndarray:
     """Returns the CRC-32C of each row of a contiguous array `(n, ...)`, uint32 `(n,)`."""
     nbytes = rows.dtype.itemsize * math.prod(rows.shape[1:])
     raw = rows.reshape(-1).view(np.uint8).reshape(len(rows), nbytes)
     return np.array([google_crc32c.value(row) for row in raw], np.uint32)
 
 
-def file_name(column: str, split: str, build: str = '') -> str:
+def column_file_name(column: str, split: str, build: str = '') -> str:
     """Returns the name of the file with a column's values, or places, in one split."""
     return schema.of_build(f'column_{column}-{split}.npy', build)
 
 
 def is_file_name(name: str) -> bool:
-    """Whether `file_name` can have returned this name."""
+    """Whether `column_file_name` can have returned this name."""
     return name.startswith('column_') and name.endswith('.npy') and '/' not in name
 
 
-def left_over(
-    names: Iterable[str], columns: Mapping[str, Column | AddedColumn], build: str
+def unused_column_files(
+    names: Iterable[str], columns: Mapping[str, Column], build: str
 ) -> set[str]:
     """Returns the files of columns that no column names, left by a killed command."""
     used = {
@@ -313,11 +316,11 @@ def left_over(
     return {x for x in files - used if not x.startswith(f'column_{schema.LATENTS}-')}
 
 
-def write(
-    folder: str | os.PathLike[str], columns: Mapping[str, Column | AddedColumn], build: str = ''
+def write_columns(
+    folder: str | os.PathLike[str], columns: Mapping[str, Column], build: str = ''
 ) -> None:
     """Writes the description of a build's columns into a local folder; replaces an old one."""
-    kinds = {Column: IN_PLACE, AddedColumn: _BESIDE}
+    kinds = {InPlaceColumn: IN_PLACE, AddedColumn: _BESIDE}
     described = {
         name: {'kind': kinds[type(column)], **dataclasses.asdict(column)}
         for name, column in columns.items()
@@ -328,21 +331,21 @@ def write(
     manifest.write_sealed(folder, name, 'columns', described)
 
 
-def read(folder: str | os.PathLike[str], build: str = '') -> dict[str, Column | AddedColumn]:
+def read_columns(folder: str | os.PathLike[str], build: str = '') -> dict[str, Column]:
     """Reads the columns of a data set, local or on gs://, by feature; {} if it has none.
 
     Raises a `manifest.DamagedError` if the description is damaged.
     """
     path = os.path.join(folder, schema.of_build(schema.COLUMNS_FILE, build))
-    data = manifest.read_file(path)
+    data = manifest.read_small_file(path)
     try:
-        return parse(data) if data is not None else {}
+        return parse_columns(data) if data is not None else {}
     except ValueError as error:
-        raise manifest.damaged(path, error) from None
+        raise manifest.damaged_file(path, error) from None
 
 
-def parse(data: bytes) -> dict[str, Column | AddedColumn]:
-    """Parses the content of `schema.COLUMNS_FILE`; raises the errors of `manifest.parse`."""
+def parse_columns(data: bytes) -> dict[str, Column]:
+    """Parses the content of `schema.COLUMNS_FILE`; ValueError if damaged."""
     try:
         described = manifest.parse_sealed(data, 'columns')
         return {name: _column(name, **column) for name, column in described.items()}
@@ -350,7 +353,7 @@ def parse(data: bytes) -> dict[str, Column | AddedColumn]:
         raise ValueError(f'it lacks {error}') from error
 
 
-def _column(name: str, kind: str, **fields: Any) -> Column | AddedColumn:
+def _column(name: str, kind: str, **fields: Any) -> Column:
     expected = IN_PLACE if name == schema.LATENTS else _BESIDE
     if kind != expected:
         raise ValueError(f'column {name!r} is of kind {kind!r}, expected {expected!r}')
@@ -362,7 +365,7 @@ def _column(name: str, kind: str, **fields: Any) -> Column | AddedColumn:
     dtype, shape = fields['dtype'], tuple(fields['shape'])
     if not schema.are_latents(dtype, shape):
         raise ValueError(f'column {name!r} has impossible latents, {shape} of {dtype!r}')
-    files = [ColumnFile(**file | {'starts': tuple(file['starts'])}) for file in fields['files']]
+    files = [InPlaceFile(**file | {'starts': tuple(file['starts'])}) for file in fields['files']]
     for file in files:
         # Places in a file are numbers of 64 bits; whether they are in it is checked with the file.
         places = *file.starts, file.stride
@@ -373,7 +376,7 @@ def _column(name: str, kind: str, **fields: Any) -> Column | AddedColumn:
             raise ValueError(f'{file.path!r} has rows at {file.starts!r}, every {file.stride!r}')
     if not all(map(_is_crc32c, fields['crc32c'].values())):
         raise ValueError(f'column {name!r} has CRC-32C {fields["crc32c"]}')
-    return Column(name, dtype, shape, tuple(files), fields['build'], fields['crc32c'])
+    return InPlaceColumn(name, dtype, shape, tuple(files), fields['build'], fields['crc32c'])
 
 
 def _is_possible(column: AddedColumn) -> bool:

@@ -21,7 +21,7 @@ class DamagedError(ValueError):
     """A file of a data set differs from what was written; the message names the file."""
 
 
-def damaged(path: str, what: object) -> DamagedError:
+def damaged_file(path: str, what: object) -> DamagedError:
     """Returns the error for a damaged small file."""
     return DamagedError(f'{path}: is damaged ({what}). Restore it or build the data set again.')
 
@@ -36,7 +36,7 @@ class SmallFiles:
         """Reads the record; raises a DamagedError if it is damaged."""
         self._folder, self._states = folder, dict[str, FileState]()
         self._record = schema.of_build(schema.CHECKSUMS_FILE, build)
-        self._states = self.read(self._record, parse) or {}
+        self._states = self.read(self._record, parse_checksums) or {}
 
     def read(self, name: str, parse: Callable[[bytes], T]) -> T | None:
         """Reads and parses a file; None for a missing one that the record does not name.
@@ -45,7 +45,7 @@ class SmallFiles:
         file differs from the record, or `parse` raises a ValueError.
         """
         path = f'{self._folder}/{name}'
-        data = read_file(path)
+        data = read_small_file(path)
         if data is None and name in self._states:
             raise FileNotFoundError(
                 f'{path}: is missing, and {self._record} names it. Restore it or build the data '
@@ -54,7 +54,7 @@ class SmallFiles:
         try:
             return None if data is None else parse(self.check(name, data))
         except ValueError as error:
-            raise damaged(path, error) from error
+            raise damaged_file(path, error) from error
 
     def check(self, name: str, data: bytes) -> bytes:
         """Returns the content of a file; raises a ValueError if it differs from the record."""
@@ -64,7 +64,9 @@ class SmallFiles:
         return data
 
 
-def write(folder: str | os.PathLike[str], files: Mapping[str, FileState], build: str = '') -> None:
+def write_checksums(
+    folder: str | os.PathLike[str], files: Mapping[str, FileState], build: str = ''
+) -> None:
     """Writes `schema.CHECKSUMS_FILE` of a build into a local folder, deterministically."""
     states = {
         name: {'size': state.size, 'crc32c': f'{state.crc32c:08x}'}
@@ -73,7 +75,7 @@ def write(folder: str | os.PathLike[str], files: Mapping[str, FileState], build:
     write_sealed(folder, schema.of_build(schema.CHECKSUMS_FILE, build), 'files', states)
 
 
-def parse(data: bytes) -> dict[str, FileState]:
+def parse_checksums(data: bytes) -> dict[str, FileState]:
     """Returns the states of the files by name, from the content of `schema.CHECKSUMS_FILE`.
 
     Raises a ValueError if the content is damaged, or in another format.
@@ -101,7 +103,7 @@ def write_sealed(folder: str | os.PathLike[str], name: str, what: str, entries: 
 
 
 def parse_sealed(data: bytes, what: str) -> Any:
-    """Returns the entries in the content of a file of `write_sealed`; raises `parse`'s errors."""
+    """Returns the entries in a file of `write_sealed`; raises a ValueError if it is damaged."""
     try:
         content = json.loads(data)
         if content.pop('digest') != json_digest.sha256(content):
@@ -113,7 +115,7 @@ def parse_sealed(data: bytes, what: str) -> Any:
         raise ValueError(f'it lacks {error}') from error
 
 
-def read_file(path: str) -> bytes | None:
+def read_small_file(path: str) -> bytes | None:
     """Reads a small file, local or on gs://; None if it is missing."""
     try:
         file = source_files.describe(path)

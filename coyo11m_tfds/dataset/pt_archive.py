@@ -62,7 +62,7 @@ class _Tail(io.BytesIO):
         return self._begin + super().seek(offset, whence)
 
 
-def small_bytes(file_size: int) -> int:
+def max_small_bytes(file_size: int) -> int:
     """Returns the largest size of a *small* member; keys take 1/3000 of a file."""
     return max(1 << 20, file_size // 100)
 
@@ -161,10 +161,10 @@ def open_archive(path: str | os.PathLike[str], name: str = '') -> Archive:
     Raises a ValueError if the file is damaged, or not a `.pt` file.
     """
     with open(path, 'rb', buffering=0) as file:
-        return read(file.fileno(), name or os.fspath(path))
+        return read_archive(file.fileno(), name or os.fspath(path))
 
 
-def read(file: int, name: str) -> Archive:
+def read_archive(file: int, name: str) -> Archive:
     """Like `open_archive`, for the descriptor of an open file."""
     size = os.fstat(file).st_size
     tail_bytes = min(TAIL_BYTES, size)

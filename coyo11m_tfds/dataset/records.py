@@ -170,7 +170,7 @@ class RecordScan:
         self.problem = f'record {self.num_records} {what}'
 
 
-class Memory(Protocol):
+class AddressedBytes(Protocol):
     """Protocol of files in memory; see `reading.files`."""
 
     zeros: int  # address of readable zeros
@@ -179,7 +179,7 @@ class Memory(Protocol):
         """Copies `nbytes` bytes from each address."""
 
 
-class Found(NamedTuple):
+class ValueAddresses(NamedTuple):
     """Addresses of the values of some records, int64 `(n,)`."""
 
     regular: np.ndarray  # bool; if a record has another layout, its other fields are undefined
@@ -214,7 +214,7 @@ class RecordLayout:
         self._key_heads = np.array([list(head) for head in key_heads], np.uint8)
         self._window = self._key_heads.shape[1] + _MAX_VARINT
 
-    def find(self, memory: Memory, begin: np.ndarray, end: np.ndarray) -> Found:
+    def find(self, memory: AddressedBytes, begin: np.ndarray, end: np.ndarray) -> ValueAddresses:
         """Finds the values of serialized records between addresses, `[begin, end)` for each."""
         regular = end - begin >= self._key_end + self._window
         safe = np.where(regular, end, memory.zeros + self._key_end + self._window)
@@ -224,7 +224,7 @@ class RecordLayout:
         key_end = safe - self._key_end
         window = memory.gather(key_end - self._window, self._window).view(np.uint8)
         keys, length, is_key = self._decode_keys(window.reshape(-1, self._window))
-        return Found(
+        return ValueAddresses(
             regular & is_key,
             keys,
             key_end - length - self._key_heads.shape[1],

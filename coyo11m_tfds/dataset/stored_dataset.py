@@ -21,7 +21,7 @@ from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import chunk_index, columns, manifest, texts
-from coyo11m_tfds.dataset.columns import AddedColumn, Column
+from coyo11m_tfds.dataset.columns import Column, InPlaceColumn
 from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.dataset.records import RecordLayout
 from coyo11m_tfds.storage import json_digest, source_files
@@ -137,7 +137,7 @@ class StoredDataset:
     splits: Mapping[str, StoredSplit]  # {} for a mocked data set, which accepts every split
     features: Mapping[str, dict]  # each as `features.json` describes it
     metadata: Mapping[str, Any]  # content of `metadata.json`; {} without that file
-    columns: Mapping[str, Column | AddedColumn]  # features outside the records
+    columns: Mapping[str, Column]  # features outside the records
     builder: Any = None  # of TFDS, that opened it
     files: manifest.SmallFiles | None = None  # None for a mocked data set
     _indexed: dict[str, IndexedSplit | None] = dataclasses.field(
@@ -147,7 +147,7 @@ class StoredDataset:
     @property
     def is_remote(self) -> bool:
         """Whether the data set or its latents lie on gs://."""
-        in_place = [column for column in self.columns.values() if isinstance(column, Column)]
+        in_place = [column for column in self.columns.values() if isinstance(column, InPlaceColumn)]
         return source_files.is_remote(self.folder) or any(x.is_remote for x in in_place)
 
     @property
@@ -162,7 +162,7 @@ class StoredDataset:
         Raises a ValueError if there are no latents, or they have another dtype or rank.
         """
         column = self.columns.get(schema.LATENTS)
-        if isinstance(column, Column):
+        if isinstance(column, InPlaceColumn):
             return column.dtype, column.shape
         dtype, shape, _ = self._tensor(schema.LATENTS)
         if not schema.are_latents(dtype, shape):
@@ -195,14 +195,14 @@ class StoredDataset:
         latents_nbytes = schema.latents_nbytes(*self.latents) if in_records else 0
         return RecordLayout(latents_nbytes, self.text_dim, self.num_tokens)
 
-    def choose_texts(self, spec: texts.Spec) -> texts.Chosen:
-        """Returns the texts of a specification; raises the ValueErrors of `texts.choose`."""
-        own = texts.of_records(self.metadata, self.text_dim, self.num_tokens)
-        return texts.choose(self.folder, spec, own, self.columns)
+    def choose_texts(self, spec: texts.TextSpec) -> texts.TextMixture:
+        """Returns the texts of a specification; raises the ValueErrors of `texts.resolve_texts`."""
+        own = texts.text_in_records(self.metadata, self.text_dim, self.num_tokens)
+        return texts.resolve_texts(self.folder, spec, own, self.columns)
 
     def find_columns(
-        self, features: Sequence[str], text: texts.Chosen | None = None
-    ) -> dict[str, Column | AddedColumn]:
+        self, features: Sequence[str], text: texts.TextMixture | None = None
+    ) -> dict[str, Column]:
         """Returns the columns that hold features of a batch, by name."""
         names = [*features, *(text.names if text and text.feature in features else [])]
         return {name: self.columns[name] for name in names if name in self.columns}
@@ -235,7 +235,7 @@ class StoredDataset:
         found = self.splits.get(name)
         if found is None or not found.file_names or not self.files:
             return None
-        file_name = chunk_index.file_name(name, found.build)
+        file_name = chunk_index.index_file_name(name, found.build)
         index = self.files.read(file_name, chunk_index.ChunkIndex.parse)
         if index is None:
             return None
@@ -254,11 +254,11 @@ class StoredDataset:
         lengths = self.splits[split].shard_lengths if split in self.splits else []
         return f'{name} {json_digest.sha256([name, source, *lengths])[:16]}'
 
-    def stats(self, text: texts.Spec = '') -> DatasetStats:
+    def stats(self, text: texts.TextSpec = '') -> DatasetStats:
         """Returns the statistics of the latents and of a text, or of a mixture of texts.
 
         A data set without statistics, such as a mocked one, gets mean 0, standard deviation 1 and a
-        warning in the log. Raises the ValueErrors of `texts.choose` and `latents`.
+        warning in the log. Raises the ValueErrors of `texts.resolve_texts` and `latents`.
         """
         if schema.META_LATENT_MEAN not in self.metadata:
             logging.warning('%s has no latent statistics: taking mean 0, std 1', self.full_name)
@@ -309,7 +309,7 @@ class StoredDataset:
             return tensor['dtype'], shape, tensor.get('encoding', '')
         except _OF_OTHER_JSON as error:
             path = f'{self.folder}/{schema.FEATURES_FILE}'
-            raise manifest.damaged(path, f'feature {name!r}: {error!r}') from error
+            raise manifest.damaged_file(path, f'feature {name!r}: {error!r}') from error
 
 
 def open_data(data: Data) -> StoredDataset:
@@ -326,7 +326,7 @@ def open_data(data: Data) -> StoredDataset:
         return data
     builder = None if isinstance(data, str | os.PathLike) else data
     folder = os.fspath(data if builder is None else builder.data_dir).rstrip('/')
-    found = manifest.read_file(f'{folder}/{schema.INFO_FILE}')
+    found = manifest.read_small_file(f'{folder}/{schema.INFO_FILE}')
     if found is not None:
         return _parse(folder, found, builder)
     if builder is None:
@@ -343,9 +343,9 @@ def _parse(folder: str, content: bytes, builder: Any) -> StoredDataset:
         full_name = '/'.join(filter(None, names))
         build = next(iter(splits.values())).build
         files = manifest.SmallFiles(folder, build)
-        files.check(schema.INFO_FILE, as_built(content))
+        files.check(schema.INFO_FILE, strip_alternative_formats(content))
     except _OF_OTHER_JSON as error:
-        raise manifest.damaged(f'{folder}/{schema.INFO_FILE}', error) from error
+        raise manifest.damaged_file(f'{folder}/{schema.INFO_FILE}', error) from error
     features = files.read(schema.FEATURES_FILE, _parse_features)
     if features is None:
         path = f'{folder}/{schema.FEATURES_FILE}'
@@ -356,7 +356,7 @@ def _parse(folder: str, content: bytes, builder: Any) -> StoredDataset:
             f'{folder}: {schema.METADATA_FILE} and {schema.INFO_FILE} are of two builds, because '
             'the data set is being replaced. Open it again in a moment, or build it again.'
         )
-    found = columns.read(folder, build)
+    found = columns.read_columns(folder, build)
     return StoredDataset(folder, full_name, splits, features, metadata, found, builder, files)
 
 
@@ -375,7 +375,7 @@ def _parse_object(data: bytes) -> dict:
     return content
 
 
-def as_built(info: bytes) -> bytes:
+def strip_alternative_formats(info: bytes) -> bytes:
     """Returns the content of `schema.INFO_FILE` as the build wrote it.
 
     TFDS's `convert_format` converts a data set in place by adding files, and their format here.

@@ -14,18 +14,18 @@ import numpy as np
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.columns import AddedColumn, Column
 
-RECORDS = 'records'  # what the text in the records is called among names of columns
+RECORDS_TEXT = 'records'  # what the text in the records is called among names of columns
 SYNTAX = (
-    f"'' or '{RECORDS}' for the text in the records, the name of an added column, or several of "
-    'these, each once, as NAME:WEIGHT,NAME:WEIGHT with weights above 0, at most 1e9'
+    f"'' or '{RECORDS_TEXT}' for the text in the records, the name of an added column, or several "
+    'of these, each once, as NAME:WEIGHT,NAME:WEIGHT with weights above 0, at most 1e9'
 )
 
-Spec = str | Mapping[str, float]
+TextSpec = str | Mapping[str, float]
 
 _MAX_WEIGHT = 1e9
 
 
-def parse(spec: Spec) -> dict[str, float]:
+def parse_text_weights(spec: TextSpec) -> dict[str, float]:
     """Returns the weights of texts by name, in their order; '' is the text in the records.
 
     Takes the form of `SYNTAX`, with a default weight of 1, or a mapping of names to weights. Raises
@@ -34,10 +34,10 @@ def parse(spec: Spec) -> dict[str, float]:
     if isinstance(spec, Mapping):
         pairs: list[tuple[Any, Any]] = list(spec.items())
     else:
-        parts = [part.partition(':') for part in (spec or RECORDS).split(',')]
+        parts = [part.partition(':') for part in (spec or RECORDS_TEXT).split(',')]
         pairs = [(name.strip() or None, weight if colon else 1) for name, colon, weight in parts]
     try:
-        weights = {'' if name == RECORDS else name: float(weight) for name, weight in pairs}
+        weights = {'' if name == RECORDS_TEXT else name: float(weight) for name, weight in pairs}
     except (TypeError, ValueError):
         weights = {}
     are_weights = all(0 < weight <= _MAX_WEIGHT for weight in weights.values())
@@ -73,7 +73,7 @@ class Text:
         return self.feature, self.encoder, self.revision, self.vocabulary, size
 
 
-def of_records(metadata: Mapping[str, Any], text_dim: int, num_tokens: int) -> Text:
+def text_in_records(metadata: Mapping[str, Any], text_dim: int, num_tokens: int) -> Text:
     """Returns the text in the records, from the metadata and the sizes of features."""
     built_with = metadata.get(schema.META_SETTINGS)
     sidecar = built_with.get(schema.SETTINGS_TEXT) if isinstance(built_with, Mapping) else None
@@ -92,12 +92,12 @@ def of_records(metadata: Mapping[str, Any], text_dim: int, num_tokens: int) -> T
     )
 
 
-def column_names(columns: Mapping[str, Column | AddedColumn]) -> list[str]:
+def text_column_names(columns: Mapping[str, Column]) -> list[str]:
     """Returns the names of columns that are texts."""
     return [name for name, column in columns.items() if _is_text(column)]
 
 
-def _is_text(column: Column | AddedColumn | None) -> bool:
+def _is_text(column: Column | None) -> bool:
     """True for embeddings, and for tokens whose vocabulary is known."""
     return isinstance(column, AddedColumn) and (
         column.feature == schema.TEXT_EMBEDDING
@@ -121,7 +121,7 @@ def _of_column(column: AddedColumn) -> Text:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chosen:
+class TextMixture:
     """The texts that samples take."""
 
     texts: tuple[Text, ...]  # at least one; all have the same `kind`
@@ -156,10 +156,10 @@ class Chosen:
 
     def mean_and_std(self) -> tuple[np.ndarray, np.ndarray]:
         """Mean and standard deviation of the mixture, float64 `(size,)`; `(0,)` for tokens."""
-        return mixed([x.mean for x in self.texts], [x.std for x in self.texts], self.weights)
+        return mix_moments([x.mean for x in self.texts], [x.std for x in self.texts], self.weights)
 
 
-def mixed(
+def mix_moments(
     means: Sequence[np.ndarray], stds: Sequence[np.ndarray], weights: Sequence[float]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the mean and the standard deviation, float64 `(n,)`, of a mixture of parts.
@@ -175,25 +175,25 @@ def mixed(
     return mean, np.sqrt((share * (variances + (np.stack(means) - mean) ** 2)).sum(axis=0))
 
 
-def choose(
+def resolve_texts(
     folder: str | os.PathLike[str],
-    spec: Spec,
+    spec: TextSpec,
     own: Text,
-    columns: Mapping[str, Column | AddedColumn],
-) -> Chosen:
+    columns: Mapping[str, Column],
+) -> TextMixture:
     """Returns the texts of a specification; `own` is the text in the records of the data set.
 
-    Raises the errors of `parse`, and a ValueError if a text does not exist, or texts are of
+    Raises a ValueError if the specification is malformed, a text does not exist, or texts are of
     different kinds.
     """
-    weights = parse(spec)
+    weights = parse_text_weights(spec)
     chosen = []
     for name in weights:
         column = columns.get(name)
         if name and not _is_text(column):
             raise ValueError(
                 f'{folder}: text={spec!r}: {name!r} is not a column of text embeddings or of '
-                f'tokens with their vocabulary; there are {column_names(columns)}. python -m '
+                f'tokens with their vocabulary; there are {text_column_names(columns)}. python -m '
                 'coyo11m_tfds.add_column --text adds some.'
             )
         chosen.append(_of_column(cast(AddedColumn, column)) if name else own)
@@ -201,7 +201,7 @@ def choose(
     for other in chosen[1:]:
         if other.kind != first.kind or not other.feature:
             raise ValueError(
-                f'{folder}: text={spec!r}: {other.name or RECORDS!r} has {other}, expected '
-                f'{first} as {first.name or RECORDS!r} has.'
+                f'{folder}: text={spec!r}: {other.name or RECORDS_TEXT!r} has {other}, expected '
+                f'{first} as {first.name or RECORDS_TEXT!r} has.'
             )
-    return Chosen(tuple(chosen), tuple(weights.values()), max(text.size for text in chosen))
+    return TextMixture(tuple(chosen), tuple(weights.values()), max(text.size for text in chosen))

@@ -1,6 +1,6 @@
 """Decodes latents into pictures with the decoder of a VAE, in JAX.
 
-    decoder = vae_decoder.load('madebyollin/taesdxl')   # or a folder in diffusers' layout
+    decoder = vae_decoder.load_decoder('madebyollin/taesdxl')   # or a folder in diffusers' layout
     rgb = decoder(latents)      # raw latents (n, 4, 32, 32) -> uint8 (n, 256, 256, 3)
 
 It reads the decoders of diffusers' `AutoencoderKL` (the VAEs of Stable Diffusion, SDXL and similar
@@ -42,17 +42,17 @@ _NORM_EPSILON = 1e-6
 _OLD_NAMES = {'query': 'to_q', 'key': 'to_k', 'value': 'to_v', 'proj_attn': 'to_out.0'}
 
 
-def painter(
+def make_painter(
     vae: str, channels: int | None = None, maker: str = ''
 ) -> Callable[[np.ndarray], np.ndarray]:
     """Returns a function from raw latents `(n, C, H, W)` to uint8 `(n, height, width, 3)`.
 
-    The arguments are as for `load`; with `vae=''` it is the linear map of `latent_rgb`.
+    The arguments are as for `load_decoder`; with `vae=''` it is the linear map of `latent_rgb`.
     """
-    return load(vae, channels, maker) if vae else latent_rgb.latents_to_rgb
+    return load_decoder(vae, channels, maker) if vae else latent_rgb.latents_to_rgb
 
 
-def load(model: str, channels: int | None = None, maker: str = '') -> 'Decoder':
+def load_decoder(model: str, channels: int | None = None, maker: str = '') -> 'VaeDecoder':
     """Loads a decoder from a folder, or from the hub by name.
 
     Args:
@@ -82,7 +82,7 @@ def load(model: str, channels: int | None = None, maker: str = '') -> 'Decoder':
     if isinstance(config, dict) and config.get('_class_name') == 'AutoencoderTiny':
         factor, shift = _scale_of_latents(model, config, maker)
         config |= {'scaling_factor': factor, 'shift_factor': shift}
-    decoder = Decoder(config, weights, str(path))
+    decoder = VaeDecoder(config, weights, str(path))
     if channels not in (None, decoder.channels):
         raise ValueError(
             f'the VAE {model!r} decodes latents of {decoder.channels} channels, expected '
@@ -118,7 +118,7 @@ def _folder(model: str) -> pathlib.Path:
     return folder / 'vae' if (folder / 'vae').is_dir() else folder
 
 
-class Decoder:
+class VaeDecoder:
     """Turns raw latents into pictures, on one device.
 
     Latents have `channels` channels; a latent position becomes `factor` pixels in each direction.

@@ -19,7 +19,7 @@ _KINDS: dict[Any, tuple[str, Any, Any, Callable[[Any], Any]]] = {
     float: ('a number', numbers.Real, bool, float),
     bool: ('True or False', bool | np.bool_, (), bool),
     str: ('a string', str, (), str),
-    texts.Spec: ('a string, or a dict of weights', str | Mapping, (), lambda spec: spec),
+    texts.TextSpec: ('a string, or a dict of weights', str | Mapping, (), lambda spec: spec),
     Sequence[str]: ("a sequence of names, such as ('key',)", Iterable, str | Mapping, tuple),
     Sequence[Mapping[str, Any]]: ('a sequence of dicts', Iterable, str | Mapping, tuple),
 }

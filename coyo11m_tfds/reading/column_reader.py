@@ -43,7 +43,7 @@ class OpenedColumn(NamedTuple):
 
 
 def open_column(
-    column: Column | AddedColumn, folder: str | os.PathLike[str], split: str, num_records: int
+    column: Column, folder: str | os.PathLike[str], split: str, num_records: int
 ) -> OpenedColumn:
     """Opens a column after comparing its files with the data set's description; reads no rows.
 

@@ -83,7 +83,7 @@ def open_split(stored: StoredDataset, name: str, engine: str) -> Opened | None:
 class SplitReader:
     """Reads blocks of rows of one split, and counts the bad records of all blocks together."""
 
-    def __init__(self, asked: Reading, opened: Opened, text: texts.Chosen, **choices: Any):
+    def __init__(self, asked: Reading, opened: Opened, text: texts.TextMixture, **choices: Any):
         """Opens the columns; `choices` holds further fields of `RowChoices`.
 
         Raises a ValueError if features or texts are not in the data set, or a `DamagedError` if the
@@ -160,13 +160,14 @@ def _stored_rows(stored: StoredDataset) -> dict[str, ArraySpec]:
     return {n: x for n, x in known.items() if all(x.shape)}
 
 
-def _check_text(folder: str, text: texts.Chosen, asked: Reading) -> None:
+def _check_text(folder: str, text: texts.TextMixture, asked: Reading) -> None:
     """Raises a ValueError if the features include another kind of text than `text`."""
     other = schema.TEXT_DTYPES.keys() & set(asked.features) - {text.feature}
     if text.in_columns and other:
         raise ValueError(
-            f'{folder}: features has {min(other)!r}, but text={text.names[0] or texts.RECORDS!r} '
-            f'holds {text.feature!r}; ask for that feature.'
+            f'{folder}: features has {min(other)!r}, but '
+            f'text={text.names[0] or texts.RECORDS_TEXT!r} holds '
+            f'{text.feature!r}; ask for that feature.'
         )
 
 

@@ -23,7 +23,7 @@ from coyo11m_tfds.dataset import records
 from coyo11m_tfds.dataset.chunk_index import run_digests
 from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.dataset.stored_dataset import IndexedSplit
-from coyo11m_tfds.dataset.texts import Chosen
+from coyo11m_tfds.dataset.texts import TextMixture
 from coyo11m_tfds.reading import damage, order
 from coyo11m_tfds.reading.batches import CROP, DROP_TEXT, MASK, ArraySpec
 from coyo11m_tfds.reading.column_reader import ColumnReader
@@ -46,7 +46,7 @@ class RowChoices:
     caption_dropout: float = 0.0  # share of samples that `drop_text` marks
     middle_crop: bool = False  # of all samples, instead of one by (seed, epoch, key)
     with_mask: bool = False
-    text: Chosen | None = None  # of which each sample takes one; None for the text in its record
+    text: TextMixture | None = None  # a sample takes one text; None for that in its record
 
     @property
     def in_records(self) -> set[str]:
@@ -310,7 +310,9 @@ class RowReader:
             return np.where(good, crops - middle, 0).astype(np.int32)
         return self._numbers(name, rows, good, crops if name == schema.LATENTS else None)
 
-    def _text(self, chosen: Chosen, rows: Rows, good: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    def _text(
+        self, chosen: TextMixture, rows: Rows, good: np.ndarray, keys: np.ndarray
+    ) -> np.ndarray:
         """The text that each sample takes; tokens are padded to the longest of all texts."""
         picked = order.sample_texts(self._choices.seed, rows.epoch, keys, chosen.weights)
         found = np.zeros((len(keys), chosen.size), schema.TEXT_DTYPES[chosen.feature])

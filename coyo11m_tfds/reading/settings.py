@@ -38,7 +38,7 @@ class Reading:
     prefetch: int = 1
     engine: str = AUTO
     verify: str = damage.ALWAYS
-    text: texts.Spec = ''
+    text: texts.TextSpec = ''
 
     def __post_init__(self):
         arguments.convert_fields(self)

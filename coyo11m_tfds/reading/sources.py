@@ -21,7 +21,7 @@ SYNTAX = (
     "'name', 'seed' and 'same_vae'"
 )
 # The types of these values; 'dir' and 'weight' are checked where they are used.
-_KINDS = {'where': str, 'text': texts.Spec, 'name': str, 'seed': int, 'same_vae': bool}
+_KINDS = {'where': str, 'text': texts.TextSpec, 'name': str, 'seed': int, 'same_vae': bool}
 
 # Statistics of one VAE's latents differ by less from one set of pictures to another: means in
 # standard deviations, and standard deviations as a ratio.
@@ -36,7 +36,7 @@ class Source:
     stored: StoredDataset
     weight: float = 1.0
     where: filters.Where | None = None  # condition that its records meet
-    text: texts.Spec | None = None  # None for the texts of the mixture
+    text: texts.TextSpec | None = None  # None for the texts of the mixture
     seed: int | None = None  # of its order and choices; None for that of the mixture
     same_vae: bool = False  # whether to trust that the VAE of the other sources made its latents
     # The records that the condition keeps, by split, when they have been found.
@@ -106,12 +106,14 @@ def _short_name(stored: StoredDataset) -> str:
 
 
 def choose_texts(
-    sources: Sequence[Source], text: texts.Spec, features: Sequence[str] = tuple(schema.TEXT_DTYPES)
-) -> list[texts.Chosen]:
+    sources: Sequence[Source],
+    text: texts.TextSpec,
+    features: Sequence[str] = tuple(schema.TEXT_DTYPES),
+) -> list[texts.TextMixture]:
     """Chooses the texts of each source, padded to the longest of all sources.
 
-    Raises the errors of `texts.choose`, and a ValueError if `features` asks for texts, and no
-    single model can read those of all sources.
+    Raises the errors of `texts.resolve_texts`, and a ValueError if `features` asks for texts, and
+    no single model can read those of all sources.
     """
     found = [x.stored.choose_texts(text if x.text is None else x.text) for x in sources]
     if not schema.TEXT_DTYPES.keys() & set(features):
@@ -127,7 +129,7 @@ def choose_texts(
     return [dataclasses.replace(x, size=size) for x in found]
 
 
-def stats(sources: Sequence[Source], text: texts.Spec) -> DatasetStats:
+def stats(sources: Sequence[Source], text: texts.TextSpec) -> DatasetStats:
     """Returns the statistics of latents and texts over a mixture, by its weights, not its stages.
 
     Raises the ValueError of `choose_texts`.
@@ -139,7 +141,7 @@ def stats(sources: Sequence[Source], text: texts.Spec) -> DatasetStats:
     mixed: dict[str, Any] = {}
     for names in (('latent_mean', 'latent_std'), ('text_mean', 'text_std')):
         means, stds = ([getattr(x, name).astype(np.float64) for x in found] for name in names)
-        of_both = texts.mixed(means, stds, [x.weight for x in sources])
+        of_both = texts.mix_moments(means, stds, [x.weight for x in sources])
         mixed |= {name: x.astype(np.float32) for name, x in zip(names, of_both, strict=True)}
     limits = [x.text_max_tokens for x in found]
     return dataclasses.replace(

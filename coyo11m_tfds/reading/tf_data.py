@@ -190,7 +190,7 @@ def _examples(asked: Reading, shuffle_seed: int | None = None) -> tf.data.Datase
     """All records as TFDS reads them; raises a ValueError if a column is asked for."""
     order.check_share(asked.batch_size, *asked.process)
     stored = asked.stored
-    if any(texts.parse(asked.text)) or stored.find_columns(asked.features):
+    if any(texts.parse_text_weights(asked.text)) or stored.find_columns(asked.features):
         raise ValueError(
             f'{stored.folder}: text={asked.text!r} or features={asked.features!r} names a '
             'column, and without a chunk index it cannot be read'

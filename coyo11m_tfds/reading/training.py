@@ -117,7 +117,7 @@ def train_batches(asked: Training, opened: Sequence[Opened]) -> Batches:
 class _SourceReader(SplitReader):
     """Reads samples of lanes of one source in the planned order."""
 
-    def __init__(self, asked: Training, opened: Opened, order: Order, text: texts.Chosen):
+    def __init__(self, asked: Training, opened: Opened, order: Order, text: texts.TextMixture):
         self.order = order
         super().__init__(
             asked,

@@ -47,7 +47,7 @@ _TOLD = (
 )
 
 
-class Report:
+class BuildReport:
     """The report of a build.
 
     Args:
@@ -127,13 +127,13 @@ class Report:
 
     def page(self) -> str:
         """Returns the HTML page."""
-        return render(self.content, self.previews, _LINEAR)
+        return render_page(self.content, self.previews, _LINEAR)
 
     def _of_build(self, name: str) -> str:
         return schema.of_build(name, self.content.get(schema.META_BUILD, ''))
 
 
-def render(content: Mapping[str, Any], previews: Sequence[Preview], note: str) -> str:
+def render_page(content: Mapping[str, Any], previews: Sequence[Preview], note: str) -> str:
     """Returns the HTML page of a report.
 
     Args:

@@ -41,7 +41,7 @@ class LatentFile:
     keys: np.ndarray  # of the rows, int64 (N,)
     dtype: str  # of the latents, one of `schema.LATENT_DTYPES`
     shape: tuple[int, ...]  # of a row, (crops, C, H, W)
-    digest: str  # of the file's outline, see `columns.outline`
+    digest: str  # of the file's outline, see `columns.outline_digest`
     places: Places | None  # of the rows; None if `Places` cannot describe them
     embedding_dim: int | None = None  # width of the text embeddings
     texts: tuple[str, ...] = ()  # names of the columns of texts
@@ -67,7 +67,7 @@ class LatentFile:
         self._values: torch.Tensor | None = None
         self._open()
         if not hasattr(self, 'digest'):
-            self.digest = columns.outline(path)
+            self.digest = columns.outline_digest(path)
 
     def _open(self) -> None:
         raise NotImplementedError

@@ -48,9 +48,9 @@ def fetch_head(file: StoredFile, folder: str | os.PathLike[str], *, check_crc: b
 def check_small(path: str | os.PathLike[str], name: str = '') -> None:
     """Like `pt_archive.open_archive`, but also compares all small members, such as the keys."""
     with open(path, 'rb', buffering=0) as file:
-        archive = pt_archive.read(file.fileno(), name or os.fspath(path))
+        archive = pt_archive.read_archive(file.fileno(), name or os.fspath(path))
         for member, start in zip(archive.members, archive.starts, strict=True):
-            if member.size <= pt_archive.small_bytes(archive.size):
+            if member.size <= pt_archive.max_small_bytes(archive.size):
                 archive.check(member, zlib.crc32(os.pread(file.fileno(), member.size, start)))
 
 
@@ -75,7 +75,7 @@ def check_contents(
         return
     buffer, whole = np.empty(_BLOCK_BYTES, np.uint8), google_crc32c.Checksum()
     with open(path, 'rb', buffering=0) as file:
-        archive, at = pt_archive.read(file.fileno(), name), 0
+        archive, at = pt_archive.read_archive(file.fileno(), name), 0
         if hasattr(os, 'posix_fadvise'):  # not on macOS
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         for end, member in archive.parts():
@@ -120,7 +120,7 @@ def _ranges(
     file: StoredFile, members: Sequence[pt_archive.Member], stop: int
 ) -> list[tuple[int, int]]:
     """Returns the ranges of small members before `stop`, and of the others' local headers."""
-    small = pt_archive.small_bytes(file.size)
+    small = pt_archive.max_small_bytes(file.size)
     total, merged = 0, [(0, 0)]
     for member in members:
         wanted = _PADDED_HEADER + (member.size if member.size <= small else 0)

@@ -54,7 +54,7 @@ def write(final: str, build: str, count: int = 3) -> dict[str, FileState]:
     content |= small_files(build)
     states = {n: FileState(len(data), google_crc32c.value(data)) for n, data in content.items()}
     with tempfile.TemporaryDirectory() as folder:
-        manifest.write(folder, states, build)
+        manifest.write_checksums(folder, states, build)
         checksums = schema.of_build(schema.CHECKSUMS_FILE, build)
         data = pathlib.Path(folder, checksums).read_bytes()
     files.write(checksums, data)

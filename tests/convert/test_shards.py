@@ -160,7 +160,7 @@ def test_what_is_not_finite_is_left_out_and_counted(tmp_path, value):
     built = driver.describe(made, results, str(data))
     assert built.dropped.counts['non_finite'] == built.metadata['dropped']['non_finite'] == 3
     assert built.dropped.examples['non_finite'] == [103, 117, 150]
-    index = data / chunk_index.file_name(schema.TRAIN, made.build)
+    index = data / chunk_index.index_file_name(schema.TRAIN, made.build)
     lengths = chunk_index.ChunkIndex.parse(index.read_bytes()).shard_lengths
     assert lengths[-1] == 0 and lengths.sum() == 148
     again = driver.describe(made, write(made, tmp_path / 'work'), str(data))

@@ -38,11 +38,11 @@ def test_byte_range_covers_exactly_the_records(shards, data):
 
 
 def load(folder: pathlib.Path, split: str) -> ChunkIndex | None:
-    return SmallFiles(str(folder)).read(chunk_index.file_name(split), ChunkIndex.parse)
+    return SmallFiles(str(folder)).read(chunk_index.index_file_name(split), ChunkIndex.parse)
 
 
 def test_what_is_saved_is_loaded(tmp_path):
-    chunk_index.save(
+    chunk_index.write_chunk_index(
         tmp_path,
         'train',
         shard_lengths=[33, 1],
@@ -116,7 +116,7 @@ def test_a_damaged_index_is_refused_by_name(tmp_path, content):
 def test_a_flipped_bit_is_refused_by_name_or_changes_one_number(tmp_path):
     """No other error may come of it, and a number is only taken if the shards stay two."""
     path = tmp_path / 'chunk_index-train.npy'
-    chunk_index.save(tmp_path, 'train', [33, 1], [[0, 320], [0]], [330, 7])
+    chunk_index.write_chunk_index(tmp_path, 'train', [33, 1], [[0, 320], [0]], [330, 7])
     whole = path.read_bytes()
     changed = 0
     for bit in range(0, 8 * len(whole), 3):

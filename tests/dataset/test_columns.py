@@ -42,8 +42,8 @@ def test_a_row_has_the_values_of_its_record(path):
 @pytest.mark.filterwarnings('ignore')  # NumPy warns of some headers that it then refuses
 @pytest.mark.parametrize('name', [schema.LATENTS, 'score'])
 def test_a_flipped_bit_of_a_header_is_refused_by_name_or_does_no_harm(path, name):
-    file = path / columns.file_name(name, schema.TRAIN)
-    column, whole, refused = columns.read(path)[name], file.read_bytes(), 0
+    file = path / columns.column_file_name(name, schema.TRAIN)
+    column, whole, refused = columns.read_columns(path)[name], file.read_bytes(), 0
 
     def locate() -> list:
         found = column.locate(path, schema.TRAIN, COUNT)
@@ -63,7 +63,7 @@ def test_a_flipped_bit_of_a_header_is_refused_by_name_or_does_no_harm(path, name
 
 
 def test_a_place_in_a_file_that_is_not_there_is_named(path):
-    file = path / columns.file_name(schema.LATENTS, schema.TRAIN)
+    file = path / columns.column_file_name(schema.LATENTS, schema.TRAIN)
     places = np.load(file)
     places[:, 0] = 7
     np.save(file, places)
@@ -75,14 +75,14 @@ def test_a_place_in_a_file_that_is_not_there_is_named(path):
 
 def describe(path: pathlib.Path, name: str, **changes) -> None:
     """Writes fields of a column, or of its files, as somebody may who means harm: all is valid."""
-    found = columns.read(path)
+    found = columns.read_columns(path)
     column = found[name]
     of_files = {field: x for field, x in changes.items() if field in ('starts', 'stride', 'path')}
     if of_files:
         files = tuple(dataclasses.replace(file, **of_files) for file in column.files)
         column = dataclasses.replace(column, files=files)
     others = {field: x for field, x in changes.items() if field not in of_files}
-    columns.write(path, {**found, name: dataclasses.replace(column, **others)})
+    columns.write_columns(path, {**found, name: dataclasses.replace(column, **others)})
 
 
 @pytest.mark.parametrize('start', [-1, -5000, 2**63, 2**70, True, 1.5, '12', None])
@@ -147,15 +147,15 @@ def test_a_column_that_cannot_be_is_refused(path, changes):
 
 
 def test_a_column_of_latents_is_in_place(path):
-    found = columns.read(path)
+    found = columns.read_columns(path)
     for name, column in (('latents', found['score']), ('other', found['latents'])):
-        columns.write(path, {name: dataclasses.replace(column, name=name)})
+        columns.write_columns(path, {name: dataclasses.replace(column, name=name)})
         with pytest.raises(ValueError, match=f'is damaged .*column {name!r} is of kind'):
-            columns.read(path)
+            columns.read_columns(path)
 
 
 def test_places_of_other_records_are_refused(path):
-    file = path / columns.file_name(schema.LATENTS, schema.TRAIN)
+    file = path / columns.column_file_name(schema.LATENTS, schema.TRAIN)
     places = np.load(file)[:-1]
     np.save(file, places)
     describe(path, schema.LATENTS, crc32c={schema.TRAIN: columns.array_crc32c(places)})
@@ -168,7 +168,7 @@ def test_places_of_other_records_are_refused(path):
 
 
 def test_a_source_of_the_same_size_and_time_is_told_by_its_outline(path):
-    [one, other] = (pathlib.Path(f.path) for f in columns.read(path)[schema.LATENTS].files)
+    [one, other] = (pathlib.Path(f.path) for f in columns.read_columns(path)[schema.LATENTS].files)
     before = one.stat()
     shutil.copy(other, one)
     os.utime(one, ns=(before.st_atime_ns, before.st_mtime_ns))

@@ -11,14 +11,14 @@ def test_the_bytes_do_not_depend_on_the_order_of_the_files(tmp_path):
     files = {'b': FileState(3, 0), 'a': FileState(0, 0xFFFFFFFF)}
     contents = []
     for order in (files, dict(reversed(files.items()))):
-        manifest.write(tmp_path, order)
+        manifest.write_checksums(tmp_path, order)
         contents.append((tmp_path / schema.CHECKSUMS_FILE).read_bytes())
     assert contents[0] == contents[1]
-    assert manifest.parse(contents[0]) == files
+    assert manifest.parse_checksums(contents[0]) == files
 
 
 def test_every_changed_byte_is_noticed(tmp_path):
-    manifest.write(tmp_path, {'a': FileState(12, 0x1F2E3D4C), 'b': FileState(345, 7)})
+    manifest.write_checksums(tmp_path, {'a': FileState(12, 0x1F2E3D4C), 'b': FileState(345, 7)})
     whole = (tmp_path / schema.CHECKSUMS_FILE).read_bytes()
     damages = [b'', b'3', b'[]', b'{}', b'{"digest": 1}', b'\xff']
     for at in range(len(whole)):
@@ -27,4 +27,4 @@ def test_every_changed_byte_is_noticed(tmp_path):
         damages.append(bytes(damaged))
     for damaged in damages:
         with pytest.raises(ValueError):
-            manifest.parse(damaged)
+            manifest.parse_checksums(damaged)

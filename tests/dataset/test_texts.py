@@ -37,11 +37,11 @@ METADATA = {
     schema.META_TEXT_MEAN: [0.0, 4.0],
     schema.META_TEXT_STD: [1.0, 2.0],
 }
-OWN = texts.of_records(METADATA, 2, 0)
+OWN = texts.text_in_records(METADATA, 2, 0)
 
 
-def choose(spec, own=OWN) -> texts.Chosen:
-    return texts.choose('D', spec, own, COLUMNS)
+def choose(spec, own=OWN) -> texts.TextMixture:
+    return texts.resolve_texts('D', spec, own, COLUMNS)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def choose(spec, own=OWN) -> texts.Chosen:
     ],
 )
 def test_texts_are_named_with_weights_in_their_order(spec, weights):
-    assert list(texts.parse(spec).items()) == list(weights.items())
+    assert list(texts.parse_text_weights(spec).items()) == list(weights.items())
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_texts_are_named_with_weights_in_their_order(spec, weights):
 )
 def test_what_is_no_choice_of_texts_is_refused(spec):
     with pytest.raises(ValueError) as error:
-        texts.parse(spec)
+        texts.parse_text_weights(spec)
     assert str(error.value).startswith(f'text={spec!r}: expected ')
     assert '\n' not in str(error.value)
 
@@ -95,7 +95,7 @@ def test_texts_that_no_model_takes_together_are_refused_by_name(spec, message):
 
 
 def test_records_without_a_text_have_none_to_mix():
-    own = texts.of_records({}, 0, 0)
+    own = texts.text_in_records({}, 0, 0)
     assert choose('', own).feature == ''
     assert choose('short', own).names == ['short']
     for spec in ('records,short', 'short,records'):
@@ -128,10 +128,10 @@ def test_statistics_are_those_of_samples_drawn_by_weight():
         )
         for name, x in values.items()
     }
-    records = texts.of_records(METADATA | metadata, 2, 0)
-    mixed = texts.choose('D', weights, records, columns).mean_and_std()
+    records = texts.text_in_records(METADATA | metadata, 2, 0)
+    mixed = texts.resolve_texts('D', weights, records, columns).mean_and_std()
     together = np.concatenate([values[name] for name, n in weights.items() for _ in range(n)])
     np.testing.assert_allclose(mixed, [together.mean(axis=0), together.std(axis=0)], rtol=1e-12)
     for name in weights:
-        alone = texts.choose('D', {name: 7}, records, columns).mean_and_std()
+        alone = texts.resolve_texts('D', {name: 7}, records, columns).mean_and_std()
         np.testing.assert_array_equal(alone, list(moments(values[name]).values()))

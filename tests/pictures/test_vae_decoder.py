@@ -42,7 +42,7 @@ def save(folder: pathlib.Path, weights: dict[str, np.ndarray], **changes) -> str
 def test_real_latents_become_the_picture_that_the_linear_map_guesses(taesdxl, coco_sample):
     path = min((coco_sample / schema.LATENTS_FOLDER).iterdir())
     latents = torch.load(path, weights_only=True)[schema.PT_LATENTS][:3, 1].float().numpy()
-    decoder = vae_decoder.load(str(taesdxl))
+    decoder = vae_decoder.load_decoder(str(taesdxl))
     pictures = decoder(latents)
     assert (pictures.dtype, pictures.shape, decoder.factor) == (np.uint8, (3, 256, 256, 3), 8)
     small = pictures.reshape(3, 32, 8, 32, 8, 3).mean(axis=(2, 4))
@@ -56,13 +56,13 @@ def test_what_does_not_fit_is_refused_by_name(taesdxl):
     weights = safetensors.numpy.load_file(taesdxl / vae_decoder.WEIGHTS_FILE)
     name = 'decoder.layers.0.weight'
     with pytest.raises(ValueError, match=r'does not fit config\.json: .*layers\.0\.weight is mis'):
-        vae_decoder.load(save(taesdxl, {n: w for n, w in weights.items() if n != name}))
+        vae_decoder.load_decoder(save(taesdxl, {n: w for n, w in weights.items() if n != name}))
     with pytest.raises(ValueError, match=r'1 weights are unknown, such as decoder\.other'):
-        vae_decoder.load(save(taesdxl, weights | {'decoder.other': weights[name]}))
+        vae_decoder.load_decoder(save(taesdxl, weights | {'decoder.other': weights[name]}))
     with pytest.raises(ValueError, match=r'safetensors: does not fit config\.json'):
-        vae_decoder.load(save(taesdxl, weights | {name: weights[name][:, 1:].copy()}))
+        vae_decoder.load_decoder(save(taesdxl, weights | {name: weights[name][:, 1:].copy()}))
     with pytest.raises(ValueError, match=r"_class_name is 'VQModel', expected one of Autoencoder"):
-        vae_decoder.load(save(taesdxl, weights, _class_name='VQModel'))
+        vae_decoder.load_decoder(save(taesdxl, weights, _class_name='VQModel'))
 
 
 def test_damaged_and_missing_files_are_named(taesdxl, tmp_path):
@@ -71,31 +71,31 @@ def test_damaged_and_missing_files_are_named(taesdxl, tmp_path):
     path.unlink()
     path.write_bytes(data[:1000])
     with pytest.raises(ValueError, match=r"cannot read the VAE '.*taesdxl': .*save_pretrained"):
-        vae_decoder.load(str(taesdxl))
+        vae_decoder.load_decoder(str(taesdxl))
     path.write_bytes(data)
     config = taesdxl / 'config.json'
     fields = json.loads(config.read_text())
     for content in [b'[]', b'null', b'{', b'\xff', fields | {'_class_name': []}]:
         config.write_bytes(json.dumps(content).encode() if isinstance(content, dict) else content)
         with pytest.raises(ValueError, match=r'taesdxl.*(_class_name is|save_pretrained)'):
-            vae_decoder.load(str(taesdxl))
+            vae_decoder.load_decoder(str(taesdxl))
     del fields['latent_channels']
     config.write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=r"does not fit config\.json: 'latent_channels'"):
-        vae_decoder.load(str(taesdxl))
+        vae_decoder.load_decoder(str(taesdxl))
     (tmp_path / 'empty').mkdir()
     with pytest.raises(ValueError, match=r"cannot read the VAE '.*empty': .*config\.json"):
-        vae_decoder.load(str(tmp_path / 'empty'))
+        vae_decoder.load_decoder(str(tmp_path / 'empty'))
 
 
 @pytest.mark.slow
 def test_a_name_on_the_hub_is_read_from_its_cache(taesdxl, tmp_path):
     offline_hub.put(taesdxl, tmp_path, 'owner/tiny', commit='0' * 40)
     code = """
-        from coyo11m_tfds.pictures.vae_decoder import load
-        print(load('owner/tiny').factor)
+        from coyo11m_tfds.pictures.vae_decoder import load_decoder
+        print(load_decoder('owner/tiny').factor)
         try:
-            load('owner/none')
+            load_decoder('owner/none')
         except ValueError as error:
             print(error)
     """
@@ -117,7 +117,7 @@ def test_tiny_decoders_scale_latents_as_the_vae_that_made_them(tmp_path, caplog)
     scaled = np.random.default_rng(0).normal(size=(2, 4, 8, 8))
 
     def decoded(model: str, vae: str, factor: float, shift: float = 0) -> np.ndarray:
-        return vae_decoder.load(model, 4, vae).decode(scaled / factor + shift)
+        return vae_decoder.load_decoder(model, 4, vae).decode(scaled / factor + shift)
 
     expected = decoded(tiny, 'sdxl', 0.13025)
     assert expected.std() > 0.01
@@ -152,7 +152,7 @@ def test_decoders_give_what_those_of_diffusers_give(tmp_path, kind, subfolder):
         if weight.ndim == 1:  # scales and biases begin as ones and zeros
             torch.nn.init.uniform_(weight, -0.5, 0.5)
     vae.save_pretrained(tmp_path / subfolder)
-    decoder = vae_decoder.load(str(tmp_path))
+    decoder = vae_decoder.load_decoder(str(tmp_path))
     latents = 6 * torch.randn(5, 4, 8, 16)
     scaling = 1 if kind == 'AutoencoderKL' else schema.VAE_SCALING_FACTOR
     with torch.inference_mode():

@@ -41,7 +41,7 @@ def write_index(path: pathlib.Path, split: str = schema.TRAIN) -> None:
         lengths.append(len(starts) - 1)
         entries.append(chunk_index.make_entries(starts[:-1:32], checksums))
         sizes.append(len(data))
-    chunk_index.save(path, split, lengths, entries, sizes)
+    chunk_index.write_chunk_index(path, split, lengths, entries, sizes)
 
 
 def place_of(path: pathlib.Path, step: int, place: int) -> tuple[int, int]:

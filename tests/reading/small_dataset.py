@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import chunk_index, columns, records
-from coyo11m_tfds.dataset.columns import AddedColumn, Column, ColumnFile
+from coyo11m_tfds.dataset.columns import AddedColumn, InPlaceColumn, InPlaceFile
 from coyo11m_tfds.dataset.keyed_random import splitmix64
 from coyo11m_tfds.source.pt_file import LatentShard
 
@@ -46,21 +46,23 @@ def write(
     write_metadata(path, splits, dtype, in_place=source is not None)
     if source:
         source.mkdir(parents=True)
-        files: list[ColumnFile] = []
+        files: list[InPlaceFile] = []
         crc32c = {}
         for split, lengths in splits.items():
             places, of_split = _write_sources(source, split, sum(lengths), len(files))
-            np.save(path / columns.file_name(schema.LATENTS, split), places)
+            np.save(path / columns.column_file_name(schema.LATENTS, split), places)
             crc32c[split] = columns.array_crc32c(places)
             files += of_split
-        column = Column(schema.LATENTS, 'float16', schema.LATENTS_SHAPE, tuple(files), '', crc32c)
-        columns.write(path, {schema.LATENTS: column})
+        column = InPlaceColumn(
+            schema.LATENTS, 'float16', schema.LATENTS_SHAPE, tuple(files), '', crc32c
+        )
+        columns.write_columns(path, {schema.LATENTS: column})
     return keys
 
 
 def _write_sources(
     source: pathlib.Path, split: str, count: int, first: int
-) -> tuple[np.ndarray, list[ColumnFile]]:
+) -> tuple[np.ndarray, list[InPlaceFile]]:
     """Writes the latents of records, with gaps, into two files; returns where they are."""
     record = np.arange(count)
     # Gaps of one row, which reading over costs less than a request, and of nine, which it does not.
@@ -74,8 +76,8 @@ def _write_sources(
         content = {schema.PT_KEYS: torch.arange(len(latents)), schema.PT_LATENTS: latents}
         torch.save({name: torch.as_tensor(x) for name, x in content.items()}, path)
         opened = LatentShard(path)
-        files.append(ColumnFile(str(path), '', opened.digest, *opened.places[:2]))
-        crcs = columns.checksums(latents[rows])
+        files.append(InPlaceFile(str(path), '', opened.digest, *opened.places[:2]))
+        crcs = columns.row_checksums(latents[rows])
         places.append(np.stack([np.full(len(rows), first + number), rows, crcs], axis=1))
     return np.concatenate(places).astype('<u4'), files
 
@@ -84,15 +86,15 @@ def add_column(
     path: pathlib.Path, name: str, values: Mapping[str, np.ndarray], **fields: Any
 ) -> AddedColumn:
     """Adds a column of values `(n, ...)` of each split, as the program does, and its fields."""
-    crc32c, files = {}, {split: columns.file_name(name, split) for split in values}
+    crc32c, files = {}, {split: columns.column_file_name(name, split) for split in values}
     for split, of_split in values.items():
         shape, dtype = of_split.shape[1:], of_split.dtype
         with open(path / files[split], 'wb') as file:
-            writer = columns.Writer(file, dtype, shape, len(of_split))
+            writer = columns.ColumnWriter(file, dtype, shape, len(of_split))
             writer.write(of_split)
             crc32c[split] = writer.finish()
     column = AddedColumn(name, dtype.name, shape, files, crc32c, **fields)
-    columns.write(path, {**columns.read(path), name: column})
+    columns.write_columns(path, {**columns.read_columns(path), name: column})
     return column
 
 
@@ -157,7 +159,7 @@ def _write_split(
             writer.write(values)
         entries.append(chunk_index.make_entries(writer.chunk_offsets, writer.checksums))
         sizes.append(writer.num_bytes)
-    chunk_index.save(path, split, lengths, entries, sizes)
+    chunk_index.write_chunk_index(path, split, lengths, entries, sizes)
     return keys
 
 

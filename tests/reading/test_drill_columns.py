@@ -31,7 +31,7 @@ path = folder / 'data' / schema.VERSION
 small_dataset.write(path, {schema.TRAIN: (70, 34)}, source=folder / 'source')
 whole.add(path, 'score', np.arange(whole.COUNT, dtype=np.float32))
 names = [schema.COLUMNS_FILE, 'chunk_index-train.npy']
-names += [columns.file_name(name, schema.TRAIN) for name in (schema.LATENTS, 'score')]
+names += [columns.column_file_name(name, schema.TRAIN) for name in (schema.LATENTS, 'score')]
 EXTREME = [-1, 0, 1, 7, 2**31, 2**32 - 1, 2**43, 2**62, 2**63 - 1, -2**63, 2**70, 1.5, '12', None]
 EXTREME += [True, [], {}, 'x' * 3000]
 
@@ -77,11 +77,11 @@ def put(name, data):
 
 def fix_places(file, choose):
     '''The CRC-32C of places that were changed on purpose.'''
-    described = columns.read(path)
+    described = columns.read_columns(path)
     crc32c = {schema.TRAIN: columns.array_crc32c(np.load(file))}
     latents = described[schema.LATENTS]
     described[schema.LATENTS] = columns.dataclasses.replace(latents, crc32c=crc32c)
-    columns.write(path, described)
+    columns.write_columns(path, described)
 
 
 def read(engine, verify):

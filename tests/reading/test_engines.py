@@ -285,7 +285,9 @@ def test_paths_of_shards_are_those_of_tfds(tmp_path, num_shards):
     template = small_dataset.template(path, schema.TRAIN)
     # Shards without records. TFDS wants to see one file.
     template.sharded_filepath(shard_index=0, num_shards=num_shards).touch()
-    chunk_index.save(path, schema.TRAIN, [0] * num_shards, [[]] * num_shards, [0] * num_shards)
+    chunk_index.write_chunk_index(
+        path, schema.TRAIN, [0] * num_shards, [[]] * num_shards, [0] * num_shards
+    )
     small_dataset.write_metadata(path, {schema.TRAIN: [0] * num_shards})
     opened = input_pipeline.open_data(path).split(schema.TRAIN)
     for shard in (0, 7, num_shards - 1):

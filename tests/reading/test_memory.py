@@ -45,7 +45,7 @@ def big(tmp_path_factory) -> pathlib.Path:
         os.link(names[0], name)
     entries = chunk_index.make_entries(writer.chunk_offsets, writer.checksums)
     sizes = [writer.num_bytes] * SHARDS
-    chunk_index.save(path, schema.TRAIN, [RECORDS] * SHARDS, [entries] * SHARDS, sizes)
+    chunk_index.write_chunk_index(path, schema.TRAIN, [RECORDS] * SHARDS, [entries] * SHARDS, sizes)
     small_dataset.write_metadata(path, {schema.TRAIN: [RECORDS] * SHARDS}, text_dim=TEXT_DIM)
     return path
 

@@ -131,13 +131,15 @@ def write(server: Gcs, folder: pathlib.Path, name: str) -> Written:
     for path in (in_place, uploaded):
         small_dataset.write(path, splits, source=path.parent / 'source')
     server.upload_folder(uploaded.parent / 'source', f'{url}/source')
-    column = columns.read(uploaded)[schema.LATENTS]
+    column = columns.read_columns(uploaded)[schema.LATENTS]
     files = []
     for file in column.files:
         path = f'{url}/source/{os.path.basename(file.path)}'
         version = source_files.describe(path).version
         files.append(dataclasses.replace(file, path=path, version=version))
-    columns.write(uploaded, {schema.LATENTS: dataclasses.replace(column, files=tuple(files))})
+    columns.write_columns(
+        uploaded, {schema.LATENTS: dataclasses.replace(column, files=tuple(files))}
+    )
     server.upload_folder(uploaded, f'{url}/{schema.VERSION}')
     paths = str(records), str(in_place), f'{url}/{schema.VERSION}'
     return Written(dict(zip(FORMS, paths, strict=True)), keys)

@@ -49,14 +49,14 @@ def path(whole, tmp_path) -> pathlib.Path:
 
 def redirect(path: pathlib.Path, source: str) -> None:
     """Has the latents lie in the files of a folder, as they are there now."""
-    found = columns.read(path)
+    found = columns.read_columns(path)
     files = []
     for file in found[schema.LATENTS].files:
         at = f'{source}/{os.path.basename(file.path)}'
         version = source_files.describe(at).version if source_files.is_remote(at) else ''
         files.append(dataclasses.replace(file, path=at, version=version))
     latents = dataclasses.replace(found[schema.LATENTS], files=tuple(files))
-    columns.write(path, {**found, schema.LATENTS: latents})
+    columns.write_columns(path, {**found, schema.LATENTS: latents})
 
 
 def place(path: pathlib.Path, kind: str) -> tuple[pathlib.Path, int, str]:
@@ -65,13 +65,13 @@ def place(path: pathlib.Path, kind: str) -> tuple[pathlib.Path, int, str]:
         [file] = path.glob(f'*{SHARD}')
         sizes = [16 + len(x) for x in built.split_records(file.read_bytes())]
         return file, sum(sizes[:17]) + 40, 'record 17'
-    latents = columns.read(path)[schema.LATENTS]
+    latents = columns.read_columns(path)[schema.LATENTS]
     if kind == SOURCE:
-        file, row = np.load(path / columns.file_name(schema.LATENTS, schema.TRAIN))[17, :2]
+        file, row = np.load(path / columns.column_file_name(schema.LATENTS, schema.TRAIN))[17, :2]
         found = latents.files[file]
         # Of the last crop, which few of the first samples take.
         return pathlib.Path(found.path), found.starts[0] + int(row) * 24_576 + 20_000, f'row {row}'
-    file = path / columns.file_name('score', schema.TRAIN)
+    file = path / columns.column_file_name('score', schema.TRAIN)
     return file, file.stat().st_size - 8 * (COUNT - 17) + 1, 'row 17'
 
 
@@ -170,7 +170,9 @@ def test_bytes_that_are_changed_on_their_way_are_read_again(path, whole, bucket)
 def test_the_file_of_another_column_is_refused(path):
     """Of the same dtype and shape, whose rows have the right checksums."""
     other = add(path, 'other', np.arange(COUNT, dtype=np.float32)[::-1])
-    shutil.copy(path / other.files[schema.TRAIN], path / columns.file_name('score', schema.TRAIN))
+    shutil.copy(
+        path / other.files[schema.TRAIN], path / columns.column_file_name('score', schema.TRAIN)
+    )
     message = r'column_score-train\.npy: holds .*, expected .* Add the column again'
     with pytest.raises(ValueError, match=message):
         read(path)
@@ -178,7 +180,7 @@ def test_the_file_of_another_column_is_refused(path):
 
 def test_places_of_another_order_are_refused(path):
     """All of which lie in their files."""
-    file = path / columns.file_name(schema.LATENTS, schema.TRAIN)
+    file = path / columns.column_file_name(schema.LATENTS, schema.TRAIN)
     np.save(file, np.load(file)[::-1])
     with pytest.raises(ValueError, match=f'{file}: is not a column .its CRC-32C is'):
         read(path)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.report.page import Report
+from coyo11m_tfds.report.page import BuildReport
 from coyo11m_tfds.report.statistics import LATENT_EDGES, Dropped, Preview, ShardStatistics
 
 HOSTILE = [
@@ -96,7 +96,7 @@ METADATA = {
 
 def make_report(
     shards=SHARDS, statistics=STATISTICS, dropped=DROPPED, num_rows=83, captions=None, **changes
-) -> Report:
+) -> BuildReport:
     """A report of a build; with `captions`, those are the captions of its previews."""
     counted = Dropped(num_rows, max_bad_fraction=1)
     for reason, (count, keys) in dropped.items():
@@ -110,7 +110,7 @@ def make_report(
             Preview(number - 2**62, caption, png) for number, caption in enumerate(captions)
         ]
     fields = {'name': 'coyo11m_tfds/latents/1.0.0', 'metadata': METADATA} | changes
-    return Report(shards=shards, statistics=statistics, dropped=counted, **fields)
+    return BuildReport(shards=shards, statistics=statistics, dropped=counted, **fields)
 
 
 def visible(page: Page) -> str:

@@ -48,7 +48,7 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
         data = TrainingData(config, mesh)
         data.check_reading()
         facts = data.facts
-        vae_decoder.painter(config.preview.vae, facts.latents_shape[1], facts.vae)
+        vae_decoder.make_painter(config.preview.vae, facts.latents_shape[1], facts.vae)
         step.for_data(config, mesh, facts)
         what = f'{"tokens" if facts.vocabulary else "text embeddings"} of {facts.text_encoder}'
         folders = ' and '.join(x.stored.folder for x in data.sources)
@@ -57,7 +57,7 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
         how = 'name a built data set: --config.data.dir'
         unchecked['the data set, its encoder and the memory for reading it'] = how
         config_rules.check_config(config, needs_data=False)
-        vae_decoder.painter(config.preview.vae)
+        vae_decoder.make_painter(config.preview.vae)
         vocabulary = int(config.model.text == 'sequence')
         step.make_program(config, mesh, flow.no_stats(text_dim=1, vocabulary=vocabulary))
     kinds = [device.device_kind for device in jax.local_devices()]
