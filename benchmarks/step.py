@@ -84,7 +84,7 @@ def measure_jax(
     seconds, loss = _timed(run, warmup, steps)
     device = mesh.devices.item()
     memory = (device.memory_stats() or {}).get('peak_bytes_in_use')
-    flops = models.make(**config.model).flops(shape, TEXT_DIM)
+    flops = models.make_model(**config.model).flops(shape, TEXT_DIM)
     return _figures(seconds, loss, flops, batch_size, device.device_kind, memory)
 
 

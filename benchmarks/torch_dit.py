@@ -6,7 +6,7 @@
 It uses the fast idioms of PyTorch: scaled dot product attention, `torch.compile`, fused AdamW,
 updates of lists of tensors. Equal weights and noise give the outputs, gradients and new weights of
 `train_lib` (tests/benchmarks/test_step.py). Weights are float32; products, residuals and norms have
-the type `DiT.dtype`. This module does not import JAX.
+the type `TorchDiT.dtype`. This module does not import JAX.
 """
 
 import functools
@@ -34,7 +34,7 @@ _CALLS = {
 }
 
 
-class DiT:
+class TorchDiT:
     """Predicts the velocity of rectified flow for latents of `side * side` positions.
 
     With `remat='full'` the backward pass computes each block again; with 'none' `torch.compile`
@@ -83,7 +83,7 @@ class DiT:
                 weight.zero_()
             weight.requires_grad_()
 
-    def to(self, device: str) -> 'DiT':
+    def to(self, device: str) -> 'TorchDiT':
         """Moves the weights; returns itself."""
         self.weights = {
             name: weight.detach().to(device).requires_grad_()
@@ -101,7 +101,9 @@ class DiT:
             for name, weight in self.weights.items()
         }
         arguments = x.to(self.dtype), t, (text.to(self.dtype),), drop_text
-        return torch_reference.velocity(weights, self._config, *arguments, _CALLS[self.remat])
+        return torch_reference.predict_velocity(
+            weights, self._config, *arguments, _CALLS[self.remat]
+        )
 
     def flops(self) -> int:
         """Returns the forward FLOPs of one sample's matrix products, counted on the layers."""
@@ -114,8 +116,8 @@ class DiT:
         return 2 * (products + model['depth'] * 2 * self.num_tokens**2 * model['width'])
 
 
-def make(name: str, **fields: Any) -> DiT:
-    """Makes a model by its name, `SIZE/PATCH` such as `S/2`; for fields see `DiT`.
+def make(name: str, **fields: Any) -> TorchDiT:
+    """Makes a model by its name, `SIZE/PATCH` such as `S/2`; for fields see `TorchDiT`.
 
     Raises:
         ValueError: The name is unknown.
@@ -123,7 +125,7 @@ def make(name: str, **fields: Any) -> DiT:
     size, _, patch = name.partition('/')
     if size not in SIZES or not patch.isdigit():
         raise ValueError(f'model {name!r}: expected SIZE/PATCH with SIZE one of {", ".join(SIZES)}')
-    return DiT(*SIZES[size], patch_size=int(patch), **fields)
+    return TorchDiT(*SIZES[size], patch_size=int(patch), **fields)
 
 
 class Trainer:
@@ -136,7 +138,7 @@ class Trainer:
     """
 
     def __init__(
-        self, model: DiT, stats: Mapping[str, Tensor], mode: str = 'default',
+        self, model: TorchDiT, stats: Mapping[str, Tensor], mode: str = 'default',
         learning_rate: float = 2e-4, weight_decay: float = 0.01, b1: float = 0.9, b2: float = 0.99,
         clip_norm: float = 1.0, ema_decay: float = 0.9999,
     ):  # fmt: skip
@@ -172,7 +174,11 @@ class Trainer:
 
 
 def flow_loss(
-    model: DiT, stats: Mapping[str, Tensor], batch: Mapping[str, Tensor], noise: Tensor, t: Tensor
+    model: TorchDiT,
+    stats: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
+    noise: Tensor,
+    t: Tensor,
 ) -> Tensor:
     """Returns the mean squared error of the velocity, given noise `(b, H, W, 4)` and times `(b,)`.
 

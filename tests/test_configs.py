@@ -100,7 +100,7 @@ def test_a_first_trial_needs_no_text_and_says_so(sample_source, tmp_path, caplog
 def test_a_batch_of_the_default_keeps_little_for_the_backward_pass():
     """Or it would not fit into an accelerator of 16 GB; `make pods` compiles it for one."""
     for name in ('default', 'gpu'):
-        assert models.make(**_get(name).model).remat == 'full'
+        assert models.make_model(**_get(name).model).remat == 'full'
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -125,7 +125,7 @@ def test_state_and_gradient_leave_half_of_a_chip_to_activations(name):
 def test_learning_rates_are_those_of_the_width(name):
     config, same = _get(name), _get('default')
     same.batch_size = config.batch_size
-    default.set_learning_rates(same, models.make(**config.model, vocabulary=8).width)
+    default.set_learning_rates(same, models.make_model(**config.model, vocabulary=8).width)
     assert config.optimizer.to_dict() == same.optimizer.to_dict()
 
 

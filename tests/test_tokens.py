@@ -83,10 +83,10 @@ def test_words_that_no_caption_of_the_data_has_are_named(dataset, words, caplog)
     assert type(facts).from_json(facts.to_json()).known_tokens == facts.known_tokens
     captions = ['A red circle.', 'a red Zebra on a blue Sofa, a zebra']
     assert draw.unknown_words(facts, words, captions) == ['zebra', 'sofa']
-    draw.encode(facts, words, captions)
+    draw.encode_captions(facts, words, captions)
     assert "has 'zebra', 'sofa': the model does not know what they mean" in caplog.text
     caplog.clear()
-    draw.encode(facts, words, captions[:1])
+    draw.encode_captions(facts, words, captions[:1])
     assert not caplog.text
 
 

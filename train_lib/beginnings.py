@@ -186,7 +186,7 @@ def _check_heads(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Raises a ValueError for another number of attention heads, which no shape shows."""
     if saved['kind'] != current['kind']:
         return
-    before, now = (getattr(models.make(**x), 'num_heads', 0) for x in (saved, current))
+    before, now = (getattr(models.make_model(**x), 'num_heads', 0) for x in (saved, current))
     if before != now:
         raise ValueError(f'its model.num_heads is {before}, expected {now} as in this run')
 

@@ -86,7 +86,7 @@ class TrainingData:
         encoder = {'name': self.facts.text_encoder, 'revision': self.facts.text_revision}
         self.identity = {
             'text_encoder': encoder | size,
-            'model': models.identity(**config.model),
+            'model': models.identity_fields(**config.model),
             'optimizer': {'name': config.optimizer.name},
         }
         told = [x.identity(schema.TRAIN) for x in self.sources]

@@ -50,7 +50,7 @@ class Scores(NamedTuple):
     overlap: float
 
 
-def judge(pictures: np.ndarray, scenes: Sequence[sample_data.Scene]) -> Scores:
+def score_pictures(pictures: np.ndarray, scenes: Sequence[sample_data.Scene]) -> Scores:
     """Scores pictures, uint8 `(n, 32, 32, 3)`, by the scenes of their captions.
 
     `sample_data.drawn_colours` names the two colours of a picture. All outlines of all shapes, at
@@ -83,14 +83,14 @@ def _overlaps(picture: np.ndarray) -> list[float]:
     drawn = (inside < outside).astype(np.float32).ravel()
     best = []
     for name in sample_data.SHAPES:
-        outlines = _outlines(name)
+        outlines = _possible_outlines(name)
         common = outlines @ drawn
         best.append(np.max(common / (outlines.sum(1) + drawn.sum() - common)))
     return best
 
 
 @functools.cache
-def _outlines(shape: str) -> np.ndarray:
+def _possible_outlines(shape: str) -> np.ndarray:
     """All outlines of a shape, float32 `(n, 1024)`."""
     low, high = sample_data.RADII
     grids = []
@@ -119,7 +119,7 @@ def main() -> None:
         path = folder / 'held_out.png'
         previews.write_png(path, previews.make_grid([pictures], captions))
 
-    scores = judge(pictures, scenes)
+    scores = score_pictures(pictures, scenes)
     print(f'pictures: {path}')
     for name in ('colours', 'shape', 'all_three'):
         share = getattr(scores, name)

@@ -64,7 +64,7 @@ def advice(config: ml_collections.ConfigDict, share: float) -> str:
     rows = config.batch_size // jax.device_count()
     parts = (n for n in range(1, rows + 1) if rows % n == 0 and n >= config.accumulate * share)
     flags = [f'--config.accumulate={n}' for n in list(parts)[:1]]
-    model = models.make(**config.model, vocabulary=1)
+    model = models.make_model(**config.model, vocabulary=1)
     if getattr(model, 'remat', 'full') != 'full':
         flags.insert(0, '--config.model.remat=full')
     if jax.default_backend() == 'cpu' and not config.model.name.startswith('tiny'):

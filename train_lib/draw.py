@@ -133,8 +133,8 @@ class Artist:
         Args:
             first: Place of the first caption, if the captions are part of a longer list.
         """
-        check_encoder(self.facts, encoder)
-        text = encode(self.facts, encoder, list(captions))
+        check_text_encoder(self.facts, encoder)
+        text = encode_captions(self.facts, encoder, list(captions))
         devices = self._mesh.size
         size = -(-min(self._batch_size, len(text)) // devices) * devices
         pictures = []
@@ -160,7 +160,7 @@ class Artist:
             raise ValueError(
                 f'{error}; name the one that the model was trained with by --encoder'
             ) from error
-        model = models.make(**config.model, vocabulary=self.facts.vocabulary)
+        model = models.make_model(**config.model, vocabulary=self.facts.vocabulary)
         model = model.clone(pin=sharding.Rows(self._mesh))
         draw = step.make_draw(config, model, self.facts, encoder)
         whole, rows = sharding.replicated(self._mesh), sharding.batch(self._mesh)
@@ -203,11 +203,11 @@ def load_encoder(facts: DatasetStats, spec: str = '') -> Encoder | Tokenizer:
     max_tokens = facts.text_max_tokens or DEFAULT_MAX_TOKENS
     make_one = text_encoders.make_tokenizer if facts.vocabulary else text_encoders.make_encoder
     encoder = make_one(spec, max_tokens)
-    check_encoder(facts, encoder)
+    check_text_encoder(facts, encoder)
     return encoder
 
 
-def encode(
+def encode_captions(
     facts: DatasetStats, encoder: Encoder | Tokenizer, captions: Sequence[str]
 ) -> np.ndarray:
     """Encodes captions: embeddings float16 `(n, D)`, or token ids int32 `(n, T)`.
@@ -249,7 +249,7 @@ def unknown_words(facts: DatasetStats, encoder: Tokenizer, captions: Sequence[st
     return [word for word, unknown in zip(words, is_unknown, strict=True) if unknown]
 
 
-def check_encoder(facts: DatasetStats, encoder: Encoder | Tokenizer) -> None:
+def check_text_encoder(facts: DatasetStats, encoder: Encoder | Tokenizer) -> None:
     """Raises a ValueError if an encoder or tokenizer is not that of the data set."""
     if facts.text_encoder == _IN_PT and cast(Encoder, encoder).dim == facts.text_dim:
         logging.warning(

@@ -74,7 +74,7 @@ def open_validation(data_dir: str, num_pictures: int) -> StoredDataset:
     return opened
 
 
-def evaluate(
+def evaluate_pictures(
     artist: draw.Artist,
     text_encoder: Encoder | Tokenizer,
     image_encoder: 'ImageEncoder',
@@ -89,9 +89,8 @@ def evaluate(
         num_pictures: Number of first records to compare.
 
     Returns:
-        `num_pictures`, the numbers of `compare`, and `settings` with everything that decides them.
-        This also writes the result to `evaluation/step_STEP_ID.json`, where ID is a digest of the
-        settings.
+        `num_pictures`, the numbers of `compare_features`, and `settings` with everything that
+        decides them, also written to `evaluation/step_STEP_ID.json` (ID: a digest of the settings).
     """
     settings = artist.settings | {
         'text_encoder': f'{text_encoder.name} {text_encoder.revision}',
@@ -101,25 +100,25 @@ def evaluate(
     name = f'step_{artist.step:06}_{json_digest.sha256(settings)[:8]}'
     folder = Destination(epath.Path(workdir) / FOLDER)
     parts = []
-    for first, latents, captions in _read(data, num_pictures):
+    for first, latents, captions in _read_records(data, num_pictures):
         end = first + len(captions)
         stored = f'{name}/{first:07}-{end:07}.npz'
-        features = _load(folder, stored)
+        features = _load_features(folder, stored)
         if features is None:
             drawn = artist.draw(captions, text_encoder, first)
-            features = _encode(image_encoder, artist.paint(latents), drawn, captions)
+            features = _encode_pictures(image_encoder, artist.paint(latents), drawn, captions)
             content = io.BytesIO()
             np.savez(content, **features._asdict())
             folder.write(stored, content.getvalue())
             logging.info('%s of %s pictures are drawn.', f'{end:,}', f'{num_pictures:,}')
         parts.append(features)
     features = Features(*map(np.concatenate, zip(*parts, strict=True)))
-    result = {'num_pictures': num_pictures, **compare(features), 'settings': settings}
+    result = {'num_pictures': num_pictures, **compare_features(features), 'settings': settings}
     folder.write(f'{name}.json', json.dumps(result, indent=2).encode())
     return result
 
 
-def compare(features: Features) -> dict[str, float]:
+def compare_features(features: Features) -> dict[str, float]:
     """Returns the distances of `picture_metrics` by name; with texts also their scores."""
     num_pictures, num_features = features.data.shape
     if num_pictures <= num_features:
@@ -139,7 +138,7 @@ def compare(features: Features) -> dict[str, float]:
     return distances
 
 
-def _read(data: StoredDataset, count: int) -> Iterator[tuple[int, np.ndarray, list[str]]]:
+def _read_records(data: StoredDataset, count: int) -> Iterator[tuple[int, np.ndarray, list[str]]]:
     """Yields number, latents and captions of the first validation records, `PART` at a time."""
     features = schema.LATENTS, schema.CAPTION
     batches = input_pipeline.eval_batches(data, batch_size=PART, features=features)
@@ -150,7 +149,7 @@ def _read(data: StoredDataset, count: int) -> Iterator[tuple[int, np.ndarray, li
             yield first, batch[schema.LATENTS][:size], captions
 
 
-def _encode(
+def _encode_pictures(
     encoder: 'ImageEncoder', data: np.ndarray, drawn: np.ndarray, captions: list[str]
 ) -> Features:
     texts = np.zeros((len(captions), 0), np.float32)
@@ -159,7 +158,7 @@ def _encode(
     return Features(encoder.encode(data), encoder.encode(drawn), texts)
 
 
-def _load(folder: Destination, name: str) -> Features | None:
+def _load_features(folder: Destination, name: str) -> Features | None:
     """The features in a file; None if there is none, or it is damaged."""
     stored = folder.read(name)
     if stored is None:
@@ -184,7 +183,9 @@ def main() -> None:
         from coyo11m_tfds.pictures.image_encoder import ImageEncoder  # imports torch
 
         image_encoder = ImageEncoder(FLAGS.features)
-        result = evaluate(artist, text_encoder, image_encoder, data, workdir, FLAGS.num_pictures)
+        result = evaluate_pictures(
+            artist, text_encoder, image_encoder, data, workdir, FLAGS.num_pictures
+        )
     numbers = {name: f'{x:.6g}' for name, x in result.items() if name != 'settings'}
     for name, value in (result['settings']['preview'] | numbers).items():
         print(f'{name}: {value}')

@@ -61,14 +61,14 @@ def export(place: epath.PathLike, out: epath.PathLike, *, average: bool = True) 
     facts = DatasetStats.from_json(saved.description.facts)
     with config.unlocked():
         config.model.dtype = 'float32'
-    model = models.make(**config.model, vocabulary=facts.vocabulary)
+    model = models.make_model(**config.model, vocabulary=facts.vocabulary)
     if not isinstance(model, DiT):
         raise ValueError(
             f'{place}: model.kind={config.model.kind!r} cannot be exported, expected dit'
         )
     if not (facts.vocabulary or facts.text_dim):
         raise ValueError(f'{place}: the model was trained without text, expected one with a text')
-    folder = _prepare(epath.Path(out))
+    folder = _prepare_export_folder(epath.Path(out))
     placed = sharding.replicated(sharding.make_mesh(devices=jax.local_devices()[:1]))
     params = saved.restore_weights(placed, average=average)
     preview = {name: x for name, x in config.preview.items() if name not in ('count', 'split')}
@@ -79,14 +79,14 @@ def export(place: epath.PathLike, out: epath.PathLike, *, average: bool = True) 
         'preview': preview,
         'data': facts.to_json(),
     }
-    _write(folder / 'model.safetensors', flatten(jax.device_get(params)))
-    _write(folder / 'example.safetensors', draw_example(model, params, facts, preview))
+    _write_safetensors(folder / 'model.safetensors', flatten_weights(jax.device_get(params)))
+    _write_safetensors(folder / 'example.safetensors', draw_example(model, params, facts, preview))
     source = pathlib.Path(__file__).with_name(_REFERENCE)
     (folder / 'reference.py').write_text(source.read_text(encoding='utf-8'))
     (folder / 'config.json').write_text(json.dumps(content, indent=1) + '\n')
 
 
-def flatten(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def flatten_weights(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Returns weights by PyTorch's names, block by block; kernels become `weight` `(out, in)`."""
     weights = {}
     for name, x in flax.traverse_util.flatten_dict(params, sep='.').items():
@@ -140,7 +140,7 @@ def draw_example(
     return {'noise': noise, **example, 'latents': np.asarray(latents)}
 
 
-def _prepare(folder: epath.Path) -> epath.Path:
+def _prepare_export_folder(folder: epath.Path) -> epath.Path:
     """The folder, without a former export's `config.json`."""
     workdirs.check_writable(folder)
     there = {path.name for path in folder.iterdir()} if folder.exists() else set()
@@ -153,7 +153,7 @@ def _prepare(folder: epath.Path) -> epath.Path:
     return folder
 
 
-def _write(path: epath.Path, arrays: dict[str, np.ndarray]) -> None:
+def _write_safetensors(path: epath.Path, arrays: dict[str, np.ndarray]) -> None:
     path.write_bytes(safetensors.numpy.save(arrays))
 
 

@@ -1,7 +1,7 @@
 """Muon: steps along momentum whose singular values are all brought near 1.
 
 Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024): Nesterov momentum, in
-float32, and five turns of a Newton-Schulz iteration with his coefficients, which bring singular
+float32, and five steps of a Newton-Schulz iteration with his coefficients, which bring singular
 values to between 0.5 and 1.5. Updates are scaled to the root mean square of AdamW's, as in Liu et
 al., arXiv:2502.16982.
 """
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 _MOMENTUM = 0.95
-_TURNS = 5
+_NUM_STEPS = 5
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the first, third and fifth power
 _ADAMW_RMS = 0.2
 # Matrices side by side in a kernel, by the name of its module: queries, keys and values.
@@ -79,7 +79,7 @@ def orthogonalize(matrices: jax.Array) -> jax.Array:
     norms = jnp.linalg.norm(x.astype(jnp.float32), axis=(-2, -1), keepdims=True)
     x = (x / jnp.maximum(norms, 1e-20)).astype(matrices.dtype)
     first, third, fifth = _COEFFICIENTS
-    for _ in range(_TURNS):
+    for _ in range(_NUM_STEPS):
         square = x @ x.mT
         x = first * x + (third * square + fifth * square @ square) @ x
     return x.mT if is_tall else x

@@ -54,14 +54,14 @@ def make_grid(
     _tell_missing(''.join(letter for letter in letters if _font_index(letter) is None))
     cells = [_make_cell(cell, caption) for *cell, caption in zip(*pictures, captions, strict=True)]
     across = math.ceil(math.sqrt(len(cells)))
-    rows = [_join(cells[i : i + across], axis=1) for i in range(0, len(cells), across)]
+    rows = [_join_pictures(cells[i : i + across], axis=1) for i in range(0, len(cells), across)]
     if title:
         width = max(row.shape[1] for row in rows)
         size = max(_FONT_SIZE, round(width * _TITLE_SHARE))
         longest = max(width, _FONT_SIZE * len(title))
         rows.insert(0, _write_lines([title], longest, 'gray', size))
     margins = (_MARGIN, _MARGIN), (_MARGIN, _MARGIN), (0, 0)
-    return np.pad(_join(rows, axis=0), margins, constant_values=255)
+    return np.pad(_join_pictures(rows, axis=0), margins, constant_values=255)
 
 
 def write_png(path: epath.PathLike, picture: np.ndarray) -> None:
@@ -74,7 +74,7 @@ def write_png(path: epath.PathLike, picture: np.ndarray) -> None:
 
 
 def _make_cell(pictures: Sequence[np.ndarray], caption: str) -> np.ndarray:
-    joined = _join([_enlarge(picture) for picture in pictures], axis=1)
+    joined = _join_pictures([_enlarge(picture) for picture in pictures], axis=1)
     width = joined.shape[1]
     return np.concatenate([joined, _write_lines(_wrap(caption, width), width, 'black')])
 
@@ -97,24 +97,24 @@ def _wrap(caption: str, width: int) -> list[str]:
     """Breaks a caption into lines of at most `width` pixels: between words, else anywhere."""
     lines = ['']
     for word in re.findall(r'\S+', caption):
-        if _length(f'{lines[-1]} {word}') <= width:
+        if _text_width(f'{lines[-1]} {word}') <= width:
             lines[-1] = f'{lines[-1]} {word}'.lstrip()
             continue
         lines.append('')
         for letter in word:
-            if _length(lines[-1] + letter) > width:
+            if _text_width(lines[-1] + letter) > width:
                 lines.append('')
             lines[-1] += letter
     lines = list(filter(None, lines))
     if len(lines) > _MAX_LINES:
         last = lines[_MAX_LINES - 1]
-        while _length(f'{last} ...') > width:
+        while _text_width(f'{last} ...') > width:
             last = last[:-1]
         lines[_MAX_LINES - 1 :] = [f'{last} ...']
     return lines or ['(no caption)']
 
 
-def _length(text: str) -> float:
+def _text_width(text: str) -> float:
     return sum(font.getlength(run) for font, run in _runs(text, _FONT_SIZE))
 
 
@@ -171,7 +171,7 @@ def _enlarge(picture: np.ndarray) -> np.ndarray:
     return np.asarray(image.resize(size, Image.Resampling.BICUBIC))
 
 
-def _join(pictures: Sequence[np.ndarray], axis: int) -> np.ndarray:
+def _join_pictures(pictures: Sequence[np.ndarray], axis: int) -> np.ndarray:
     """Puts pictures next to one another on white, with a margin between them."""
     sizes = np.array([picture.shape[:2] for picture in pictures])
     sizes[:-1, axis] += _MARGIN

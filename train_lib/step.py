@@ -339,7 +339,7 @@ def make_program(
         )
     num_crops, channels, height, width = stats.latents_shape
     latent_shape = height, width, channels
-    model = models.make(**config.model, vocabulary=stats.vocabulary, num_crops=num_crops)
+    model = models.make_model(**config.model, vocabulary=stats.vocabulary, num_crops=num_crops)
     schedule, tx = _make_optimizer(config, mesh)
     raw = jax.ShapeDtypeStruct((1, stats.text_dim), jnp.float32)
     if stats.vocabulary:

@@ -38,7 +38,9 @@ def draw(weights, config, noise, text):
     drop = torch.arange(2 * count) >= count
 
     def guided(z, time):
-        both = velocity(weights, config, z.repeat(2, 1, 1, 1), time.repeat(2 * count), twice, drop)
+        both = predict_velocity(
+            weights, config, z.repeat(2, 1, 1, 1), time.repeat(2 * count), twice, drop
+        )
         with_text, without = both.chunk(2)
         inside = preview['guidance_low'] <= time <= preview['guidance_high']
         return without + (preview['guidance'] if inside else 1) * (with_text - without)
@@ -55,14 +57,16 @@ def draw(weights, config, noise, text):
     return (z * stats['latent_std'] + stats['latent_mean']).permute(0, 3, 1, 2)
 
 
-def velocity(weights, config, z, t, text, drop, call=None):
+def predict_velocity(weights, config, z, t, text, drop, call=None):
     """Applies the transformer to z `(n, H, W, C)`, times `(n,)` and texts that are not dropped.
 
     `call(block, *arguments)` returns what the block returns, for a program that trains.
     """
     model, (n, height, width, channels) = config['model'], z.shape
     p = model['patch_size']
-    words, pooled = _words(weights, text, drop) if 'words.nothing' in weights else (None, text[0])
+    words, pooled = (
+        _word_vectors(weights, text, drop) if 'words.nothing' in weights else (None, text[0])
+    )
     if model['text'] != 'sequence':
         words = None
     frequencies = 1000 * 1e4 ** -(torch.arange(128, dtype=torch.float64) / 128)
@@ -78,10 +82,10 @@ def velocity(weights, config, z, t, text, drop, call=None):
     x = z.reshape(n, height // p, p, width // p, p, channels).transpose(2, 3)
     x = _dense(weights, 'patches', x.reshape(n, -1, p * p * channels))
     x = x + _positions(height // p, width // p, model['width']).to(x)
-    turns = _turns(height // p, width // p, model['width'] // model['num_heads'])
-    turns = [values.to(x.device) for values in turns]
+    rotations = _cosines_and_sines(height // p, width // p, model['width'] // model['num_heads'])
+    rotations = [values.to(x.device) for values in rotations]
     for block in range(model['depth']):
-        given = weights, f'blocks.{block}', model['num_heads'], x, condition, turns, words
+        given = weights, f'blocks.{block}', model['num_heads'], x, condition, rotations, words
         x = call(_block, *given) if call else _block(*given)
     shift, scale = _dense(weights, 'modulation', condition)[:, None].chunk(2, -1)
     x = _dense(weights, 'velocity', _norm(x) * (1 + scale) + shift)
@@ -89,7 +93,7 @@ def velocity(weights, config, z, t, text, drop, call=None):
     return x.reshape(n, height, width, channels)
 
 
-def _block(weights, name, num_heads, x, condition, turns, words):
+def _block(weights, name, num_heads, x, condition, rotations, words):
     parts = _dense(weights, f'{name}.modulation', condition)[:, None].chunk(6, -1)
     shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = parts
 
@@ -100,7 +104,10 @@ def _block(weights, name, num_heads, x, condition, turns, words):
     query, key, value = heads(_norm(x) * (1 + scale_1) + shift_1, 'qkv', 3)
     query_scale = weights[f'{name}.attention.query_norm']
     key_scale = weights[f'{name}.attention.key_norm']
-    query, key = _turn(_rms(query, query_scale), turns), _turn(_rms(key, key_scale), turns)
+    query, key = (
+        _rotate_halves(_rms(query, query_scale), rotations),
+        _rotate_halves(_rms(key, key_scale), rotations),
+    )
     mask = None
     if words is not None:
         vectors, present = words
@@ -113,7 +120,7 @@ def _block(weights, name, num_heads, x, condition, turns, words):
     return x + gate_2 * _dense(weights, f'{name}.mlp_2', F.gelu(hidden, approximate='tanh'))
 
 
-def _words(weights, text, drop):
+def _word_vectors(weights, text, drop):
     """The sequence of a text's vectors behind one for no text, and their mean."""
     if len(text) == 2:
         states, real = text
@@ -152,15 +159,15 @@ def _positions(rows, columns, width):
     return torch.cat([f(angle) for angle in angles for f in (torch.sin, torch.cos)], -1).float()
 
 
-def _turns(rows, columns, head_dim):
+def _cosines_and_sines(rows, columns, head_dim):
     frequencies = 100 ** -(torch.arange(head_dim // 4, dtype=torch.float64) / (head_dim // 4))
     places = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing='ij')
     angles = torch.cat([place.flatten()[:, None] * frequencies for place in places], 1).float()
     return angles.cos(), angles.sin()
 
 
-def _turn(x, turns):
-    (cosine, sine), (a, b) = turns, x.float().chunk(2, -1)
+def _rotate_halves(x, rotations):
+    (cosine, sine), (a, b) = rotations, x.float().chunk(2, -1)
     return torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1).to(x.dtype)
 
 

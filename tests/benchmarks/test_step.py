@@ -12,7 +12,7 @@ from configs import default
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from tests import children
 from train_lib import flow, models, sharding
-from train_lib.export import flatten
+from train_lib.export import flatten_weights
 from train_lib.step import make_program
 
 _FIELDS = {'width': 32, 'depth': 2, 'num_heads': 4, 'patch_size': 2}
@@ -77,8 +77,8 @@ def ours():
 def theirs(ours):
     """The model in torch with the weights of that state."""
     *_, state = ours
-    model = torch_dit.DiT(**_FIELDS, dtype=torch.float32, side=8, text_dim=_TEXT_DIM)
-    given = flatten(state.params)
+    model = torch_dit.TorchDiT(**_FIELDS, dtype=torch.float32, side=8, text_dim=_TEXT_DIM)
+    given = flatten_weights(state.params)
     assert given.keys() == model.weights.keys()
     with torch.no_grad():
         for name, weights in model.weights.items():
@@ -106,7 +106,7 @@ def test_three_steps_lead_to_the_same_weights_and_average(ours, theirs):
     for name in ('learning_rate', 'weight_decay', 'b1', 'b2', 'clip_norm'):
         settings[name] = config.optimizer[name]
     trainers = [torch_dit.Trainer(m, _in_torch(_stats()), **settings) for m in (theirs, remat)]
-    before = flatten(state.params)
+    before = flatten_weights(state.params)
     # Placed as the step wants it: otherwise it would be compiled twice.
     state = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), state, compiled.abstract_state)
     for number in range(3):
@@ -116,7 +116,7 @@ def test_three_steps_lead_to_the_same_weights_and_average(ours, theirs):
     assert metrics.compute()['grad_norm'] > config.optimizer.clip_norm
     state = jax.tree.map(np.array, state)
     after, remat_after = map(_weights_after, trainers, (theirs, remat))
-    wanted = flatten(state.params), flatten(state.ema_params)
+    wanted = flatten_weights(state.params), flatten_weights(state.ema_params)
     for name, pair in after.items():
         for expected, new in zip(wanted, pair, strict=True):
             # Adam makes steps of full length of gradients that are no more than rounding errors.
@@ -131,7 +131,7 @@ def test_sizes_and_flops_are_those_of_train_lib():
         assert tuple(fields[name] for name in names) == torch_dit.SIZES[size]
     with torch.device('meta'):
         theirs = torch_dit.make('XL/2').flops()
-    assert theirs == models.make('XL/2').flops((32, 32, 4), 640)
+    assert theirs == models.make_model('XL/2').flops((32, 32, 4), 640)
     with pytest.raises(ValueError, match="'M/2': expected SIZE/PATCH with SIZE one of tiny, S"):
         torch_dit.make('M/2')
 

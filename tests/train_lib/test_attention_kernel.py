@@ -9,7 +9,7 @@ from configs import default
 from train_lib import flow, sharding, step
 from train_lib.models import attention_kernel
 from train_lib.models.attention_kernel import Product
-from train_lib.models.dit import Attention, DiT, OneDevice, make_turns
+from train_lib.models.dit import Attention, DiT, OneDevice, make_rotations
 
 HEADS, WIDTH = 2, 256
 
@@ -57,7 +57,7 @@ def by_kernel(*operands):
 
 
 def turns_of(tokens):
-    return jnp.asarray(make_turns(4, tokens.values.shape[1] // 4, 128))
+    return jnp.asarray(make_rotations(4, tokens.values.shape[1] // 4, 128))
 
 
 @pytest.mark.parametrize(

@@ -71,11 +71,11 @@ def local(models):  # noqa: F811
 def test_classes_are_drawn_by_their_numbers():
     facts = facts_with('labels', '1', dim=0, vocabulary=10, text_max_tokens=1)
     encoder = draw.load_encoder(facts)
-    assert draw.encode(facts, encoder, ['7', '0']).tolist() == [[7], [0]]
+    assert draw.encode_captions(facts, encoder, ['7', '0']).tolist() == [[7], [0]]
     with pytest.raises(ValueError, match="'10' has token 10, expected one of the 10 tokens"):
-        draw.encode(facts, encoder, ['3', '10'])
+        draw.encode_captions(facts, encoder, ['3', '10'])
     with pytest.raises(ValueError, match="'a cat': expected the number of a class"):
-        draw.encode(facts, encoder, ['a cat'])
+        draw.encode_captions(facts, encoder, ['a cat'])
 
 
 def test_a_local_model_has_to_be_given(local):
@@ -126,7 +126,7 @@ def test_the_loss_is_that_of_hidden_states_computed_outside(models, spec, tokens
         'drop_text': np.array([False, False, False, True]),
     }
     x = flow.standardize_latents(jnp.asarray(batch['latents']), facts)
-    model = networks.make(**config.model, vocabulary=facts.vocabulary)
+    model = networks.make_model(**config.model, vocabulary=facts.vocabulary)
     params = randomized(model, x, jnp.zeros(4), words)['params']
     noise, t = flow.noise_and_times_of_keys(batch['key'], (8, 8, 4), config.seed)
 

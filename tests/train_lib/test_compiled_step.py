@@ -56,7 +56,7 @@ def on_mesh(data, fsdp, optimizer='adamw', text='pooled'):
         losses.append(float(update.loss.total) / 16)
     moved = [
         dict(kind=c.kind, members=c.members, layers=3 in c.loops, shapes=[x for _, x in c.arrays])
-        for c in hlo.read(compiled.as_text()).collectives
+        for c in hlo.read_costs(compiled.as_text()).collectives
     ]
     of_state = sum(
         np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

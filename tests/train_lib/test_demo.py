@@ -41,12 +41,12 @@ def truth():
 
 def test_true_pictures_are_right_and_plain_ones_wrong(truth):
     pictures, scenes = truth
-    scores = demo.judge(pictures, scenes)
+    scores = demo.score_pictures(pictures, scenes)
     assert scores[:3] == (1, 1, 1)
     assert scores.overlap > 0.9
     third, mixed = _COUNT // 3, pictures.copy()
     mixed[:third] = sample_data.COLOURS['blue']
-    assert demo.judge(mixed, scenes)[:3] == pytest.approx((2 / 3, 2 / 3, 2 / 3))
+    assert demo.score_pictures(mixed, scenes)[:3] == pytest.approx((2 / 3, 2 / 3, 2 / 3))
 
 
 @pytest.mark.parametrize(
@@ -62,4 +62,4 @@ def test_pictures_of_something_else_are_all_wrong_in_that(truth, part, expected)
         dataclasses.replace(scene, **{part: another(getattr(scene, part), names)})
         for scene in scenes
     ]
-    assert demo.judge(pictures, others)[:3] == expected
+    assert demo.score_pictures(pictures, others)[:3] == expected

@@ -111,10 +111,10 @@ def test_settings_of_a_picture_are_checked_as_those_of_a_run(small_run, options,
 def test_the_hash_encoder_warns_of_words_that_the_training_data_lack(small_run, encoder, caplog):
     caplog.set_level('WARNING')  # whichever test of this process has shown more
     facts = draw.Artist(small_run[0]).facts
-    draw.encode(facts, encoder, CAPTIONS)
+    draw.encode_captions(facts, encoder, CAPTIONS)
     assert not caplog.messages
     texts = [f'a {word} circle' for word in ('zebra', 'quokka', 'axolotl', 'okapi', 'tapir')]
-    draw.encode(facts, encoder, texts)
+    draw.encode_captions(facts, encoder, texts)
     [message] = caplog.messages
     assert 'No caption of the training data has ' in message and "'circle'" not in message
 

@@ -29,7 +29,9 @@ def measure(small_run, mini_dataset, clip, tmp_path, monkeypatch):
     def run(count: int, **options) -> dict:
         artist = draw.Artist(small_run[0], batch_size=5, **options)
         data = evaluate.open_validation(str(mini_dataset), count)
-        return evaluate.evaluate(artist, text_encoder, image_encoder, data, tmp_path, count)
+        return evaluate.evaluate_pictures(
+            artist, text_encoder, image_encoder, data, tmp_path, count
+        )
 
     return run
 

@@ -39,7 +39,7 @@ SIDE, DIM = 8, 12
 def test_the_page_of_pytorch_draws_the_same_latents(tmp_path, kind, text, sampler):
     vocabulary = 0 if kind == 'embedding' else 30
     sizes = {'width': 64, 'depth': 2, 'unroll': 1, 'vocabulary': vocabulary, 'crops': 3}
-    model = models.make('tiny/2', text=text, dtype='float32', **sizes)
+    model = models.make_model('tiny/2', text=text, dtype='float32', **sizes)
     random = np.random.default_rng(1)
     stats = [random.uniform(0.5, 2, size).astype(np.float32) for size in (4, 4, DIM, DIM)]
     stats[3][:3] = 0  # features that never vary
@@ -57,7 +57,7 @@ def test_the_page_of_pytorch_draws_the_same_latents(tmp_path, kind, text, sample
     fields = {name: getattr(model, name) for name in ('width', 'depth', 'num_heads', 'patch_size')}
     config = {'model': fields | {'text': text}, 'preview': preview, 'data': facts.to_json()}
     (tmp_path / 'config.json').write_text(json.dumps(config))
-    safetensors.numpy.save_file(export.flatten(params), tmp_path / 'model.safetensors')
+    safetensors.numpy.save_file(export.flatten_weights(params), tmp_path / 'model.safetensors')
     asked = torch.tensor(example['text'])
     if kind == 'states':
         asked = asked, torch.tensor(example['present']).bool()

@@ -49,7 +49,7 @@ def small():
 )
 def test_sizes_are_those_of_the_paper(name, millions):
     """Peebles & Xie, table 1; the text embedding stands where they have a class label."""
-    model = models.make(name)
+    model = models.make_model(name)
     x, t, text = _inputs(side=32, text_dim=640)
     params = jax.eval_shape(model.init, jax.random.key(0), x, t, text, None)['params']
     count = sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(params))
@@ -65,13 +65,13 @@ def _shapes(model):
 
 def test_what_is_given_replaces_the_preset_and_0_leaves_it():
     none = dict.fromkeys(('width', 'depth', 'num_heads', 'patch_size', 'mlp_ratio'), 0)
-    assert models.make('S/2', **none) == models.make('S/2')
+    assert models.make_model('S/2', **none) == models.make_model('S/2')
     given = {'width': 64, 'depth': 3, 'num_heads': 8, 'patch_size': 4, 'mlp_ratio': 2.5}
-    blocks = _shapes(models.make('S/2', **given))['blocks']
+    blocks = _shapes(models.make_model('S/2', **given))['blocks']
     assert blocks['mlp_1']['kernel'] == (3, 64, 160)
     assert blocks['attention']['query_norm'] == (3, 8)
-    assert _shapes(models.make('tiny/4', depth=4)) == _shapes(
-        models.make('tiny/2', depth=4, patch_size=4)
+    assert _shapes(models.make_model('tiny/4', depth=4)) == _shapes(
+        models.make_model('tiny/2', depth=4, patch_size=4)
     )
 
 
@@ -98,7 +98,7 @@ def test_what_is_given_replaces_the_preset_and_0_leaves_it():
 )
 def test_a_field_that_does_not_fit_is_refused_by_name_and_value(fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        models.make(**{'name': 'S/2'} | fields)
+        models.make_model(**{'name': 'S/2'} | fields)
 
 
 @pytest.fixture
@@ -112,11 +112,11 @@ def own_model(tmp_path, monkeypatch) -> str:
 
 
 def test_the_model_of_the_docs_is_trained_and_draws(own_model, mini_dataset, tmp_path):
-    model = models.make('S/2', kind=own_model)
+    model = models.make_model('S/2', kind=own_model)
     assert (type(model).__name__, model.width) == ('MyModel', 384)
     message = f"model.remat='full': expected 'none', a model of kind {own_model!r} has no such"
     with pytest.raises(ValueError, match=re.escape(message)):
-        models.make('S/2', kind=own_model, remat='full')
+        models.make_model('S/2', kind=own_model, remat='full')
 
     changes = {'model.kind': own_model, 'model.depth': 0, 'model.unroll': 0}
     changes |= {'num_steps': 2, 'eval_every': 2, 'preview_every': 2}
@@ -128,7 +128,7 @@ def test_the_model_of_the_docs_is_trained_and_draws(own_model, mini_dataset, tmp
 
 @pytest.mark.parametrize(('count', 'asked', 'told'), [(3, 0, 3), (3, 1, 1), (3, 5, 5), (1, 0, 1)])
 def test_crops_are_told_apart_as_many_as_there_are_unless_asked(count, asked, told):
-    assert models.make('S/2', crops=asked, num_crops=count).crops == told
+    assert models.make_model('S/2', crops=asked, num_crops=count).crops == told
 
 
 def test_each_crop_matters_but_the_middle_one_which_is_the_model_without_crops(small):
@@ -172,10 +172,12 @@ def test_time_text_and_place_matter(small):
 
 def test_products_of_turned_vectors_depend_on_the_difference_of_positions_alone():
     query, key = jax.random.normal(jax.random.key(3), (2, 16))
-    turns = dit.make_turns(5, 7, 16).reshape(5, 7, 32)
+    rotations = dit.make_rotations(5, 7, 16).reshape(5, 7, 32)
 
     def product(a, b):
-        return np.dot(*(attention_kernel.turn(x, turns[at]) for x, at in ((query, a), (key, b))))
+        return np.dot(
+            *(attention_kernel.rotate_pairs(x, rotations[at]) for x, at in ((query, a), (key, b)))
+        )
 
     assert product((1, 2), (3, 3)) == pytest.approx(product((2, 5), (4, 6)), abs=1e-5)
     others = [product((1, 2), at) for at in ((3, 2), (2, 3), (1, 3), (3, 1))]

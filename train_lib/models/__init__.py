@@ -36,7 +36,7 @@ _DEFAULTS = {
 }
 
 
-def make(
+def make_model(
     name: str, *, kind: str = 'dit', dtype: str = 'bfloat16', num_crops: int = 1, **fields: Any
 ) -> nn.Module:
     """Makes a model from the block `model` of a configuration.
@@ -70,7 +70,7 @@ def make(
     return model(**used, dtype=jnp.dtype(dtype))
 
 
-def identity(**fields: Any) -> dict[str, Any]:
+def identity_fields(**fields: Any) -> dict[str, Any]:
     """Returns the fields of the block `model` that decide the weights, as plain values."""
     return {x: fields[x] for x in fields if x not in ('dtype', 'remat', 'attention', 'unroll')}
 

@@ -1,13 +1,13 @@
 """Attention of a whole picture in one TPU kernel (Pallas): packed products in, mixed values out.
 
     tokens = Product(x @ kernel + jax.lax.stop_gradient(bias), bias)        # queries, keys, values
-    mixed = attend(tokens, None, query_scale, key_scale, turns, 8)          # (b, n, width)
-    mixed = attend(tokens, Product(of_words, bias_2, present), query_scale, key_scale, turns, 8)
+    mixed = attend(tokens, None, query_scale, key_scale, rotations, 8)          # (b, n, width)
+    mixed = attend(tokens, Product(of_words, bias_2, present), query_scale, key_scale, rotations, 8)
 
 A latent of 32x32 in patches of 2 has 256 tokens, so the chip's vector memory holds all tokens of a
 sample at once: scores stay there, and queries, keys and values need no transposition between the
 products before and after. The grid runs over the samples; a head takes 128 columns of the packed
-product. The kernel normalizes queries and keys (RMS norm) and turns those of tokens by their
+product. The kernel normalizes queries and keys (RMS norm) and rotations those of tokens by their
 positions. The backward pass computes the scores again, as in Dao et al., "FlashAttention" (2022);
 it needs no blocks, because all keys are in memory. It also sums the gradients of the products'
 biases: otherwise the compiler would read all gradients of queries, keys and values once more, a
@@ -60,7 +60,7 @@ def attend(
     words: Product | None,
     query_scale: jax.Array,
     key_scale: jax.Array,
-    turns: jax.Array,
+    rotations: jax.Array,
     num_heads: int,
     interpret: bool = False,
 ) -> jax.Array:
@@ -71,27 +71,27 @@ def attend(
         words: Further keys and values, or None.
         query_scale: Scale of the norm of the queries, float32 `(128,)`.
         key_scale: Scale of the norm of the keys, float32 `(128,)`.
-        turns: See `turn`, `(n, 256)`.
+        rotations: See `rotate_pairs`, `(n, 256)`.
         num_heads: Number of heads, `width / 128`.
         interpret: Whether to compute slowly on any device, for tests.
 
     Returns:
         `(b, n, width)` in the dtype of the tokens' values.
     """
-    return _forward(tokens, words, query_scale, key_scale, turns, num_heads, interpret)[0]
+    return _forward(tokens, words, query_scale, key_scale, rotations, num_heads, interpret)[0]
 
 
-def _forward(tokens, words, query_scale, key_scale, turns, num_heads, interpret):
+def _forward(tokens, words, query_scale, key_scale, rotations, num_heads, interpret):
     batch, count, width = tokens.values.shape
-    (mixed,) = _call(
+    (mixed,) = _call_kernel(
         _forward_kernel,
         'attend',
-        _operands(tokens, words, query_scale, key_scale, turns, axis=1),
+        _operands(tokens, words, query_scale, key_scale, rotations, axis=1),
         [jax.ShapeDtypeStruct((batch, count, width // 3), tokens.values.dtype)],
         num_heads=num_heads,
         interpret=interpret,
     )
-    return mixed, (tokens, words, query_scale, key_scale, turns)
+    return mixed, (tokens, words, query_scale, key_scale, rotations)
 
 
 def _backward(num_heads, interpret, saved, gradient):
@@ -102,7 +102,7 @@ def _backward(num_heads, interpret, saved, gradient):
             jax.ShapeDtypeStruct(values.shape, values.dtype),
             jax.ShapeDtypeStruct((1, 1, *bias.shape), jnp.float32),
         ]
-    for_scales, *gradients = _call(
+    for_scales, *gradients = _call_kernel(
         _backward_kernel,
         'attend_backward',
         [gradient, *_operands(*saved, axis=2)],
@@ -123,16 +123,18 @@ def _backward(num_heads, interpret, saved, gradient):
 attend.defvjp(_forward, _backward)
 
 
-def _operands(tokens, words, query_scale, key_scale, turns, *, axis: int) -> list[jax.Array]:
+def _operands(tokens, words, query_scale, key_scale, rotations, *, axis: int) -> list[jax.Array]:
     """What a kernel reads; `present` gets this further axis, the one of the queries."""
-    shared = [tokens.values, query_scale[None, None], key_scale[None, None], turns[None]]
+    shared = [tokens.values, query_scale[None, None], key_scale[None, None], rotations[None]]
     if words is None:
         return shared
     return [*shared, words.values, jnp.expand_dims(words.present.astype(jnp.float32), axis)]
 
 
-def _call(kernel, name, inputs: Sequence, outputs: Sequence, *, num_heads: int, interpret: bool):
-    """Runs a kernel for each sample in turn; arrays of one row are the same for all."""
+def _call_kernel(
+    kernel, name, inputs: Sequence, outputs: Sequence, *, num_heads: int, interpret: bool
+):
+    """Runs a kernel for each sample in rotate; arrays of one row are the same for all."""
 
     def block(array) -> pl.BlockSpec:
         shared = len(array.shape) == 3 and array.shape[0] == 1 != batch
@@ -154,7 +156,7 @@ def _call(kernel, name, inputs: Sequence, outputs: Sequence, *, num_heads: int, 
 def _forward_kernel(*refs, num_heads: int, num_inputs: int) -> None:
     inputs, (out,) = refs[:num_inputs], refs[num_inputs:]
     for head in range(num_heads):
-        _, _, values, weights, total, _, _ = _attention(inputs, head, num_heads, of_keys=1)
+        _, _, values, weights, total, _, _ = _attend_one_head(inputs, head, num_heads, of_keys=1)
         mixed = sum(
             _product(w.astype(v.dtype), v, 1, 0) for w, v in zip(weights, values, strict=True)
         )
@@ -167,10 +169,10 @@ def _backward_kernel(*refs, num_heads: int, num_inputs: int) -> None:
     products = list(zip(targets[::2], targets[1::2], strict=True))
     _zero_first(for_scales, *targets[1::2])
     query_scale, key_scale = inputs[1][0, 0] * _FACTOR, inputs[2][0, 0]
-    turns = inputs[3][0]
+    rotations = inputs[3][0]
     for_query_scale = for_key_scale = jnp.zeros(HEAD_DIM, jnp.float32)
     for head in range(num_heads):
-        query, keys, values, weights, total, raw_query, raw_keys = _attention(
+        query, keys, values, weights, total, raw_query, raw_keys = _attend_one_head(
             inputs, head, num_heads, of_keys=0
         )
         gradient = gradient_ref[0, :, _columns(head)]
@@ -182,14 +184,14 @@ def _backward_kernel(*refs, num_heads: int, num_inputs: int) -> None:
         ]
         for_query = sum(_product(x, key, 0, 0) for x, key in zip(scores, keys, strict=True))
         for_query, of_scale = _norm_backward(
-            raw_query, query_scale, _turn(for_query, turns, query.dtype, -1)
+            raw_query, query_scale, _rotate_by_product(for_query, rotations, query.dtype, -1)
         )
         _give(products[0], head, for_query)
         for_query_scale += of_scale
         for i, product in enumerate(products):
             for_keys = _product(scores[i], query, 1, 0)
             if i == 0:
-                for_keys = _turn(for_keys, turns, query.dtype, -1)
+                for_keys = _rotate_by_product(for_keys, rotations, query.dtype, -1)
             for_keys, of_scale = _norm_backward(raw_keys[i], key_scale, for_keys)
             for_key_scale += of_scale
             # Of tokens they come behind the queries.
@@ -217,7 +219,7 @@ def _give(product, head: int, gradient) -> None:
     for_bias[0, 0, _columns(head)] += jnp.sum(gradient, 0)
 
 
-def _attention(inputs, head: int, num_heads: int, of_keys: int):
+def _attend_one_head(inputs, head: int, num_heads: int, of_keys: int):
     """Computes one head: normalized queries and keys, values, weights and their normalization.
 
     Keys, values and weights come in lists: those of tokens, and those of words. `of_keys` is the
@@ -225,7 +227,7 @@ def _attention(inputs, head: int, num_heads: int, of_keys: int):
     transposition: the forward pass has one by queries and keys, the backward pass two, or one by
     keys and queries.
     """
-    qkv, query_scale, key_scale, turns, *of_words = inputs
+    qkv, query_scale, key_scale, rotations, *of_words = inputs
     raw_query, raw_key, value = (qkv[0, :, _columns(part * num_heads + head)] for part in range(3))
     raw_keys, values = [raw_key], [value]
     if of_words:
@@ -233,9 +235,11 @@ def _attention(inputs, head: int, num_heads: int, of_keys: int):
         raw_keys.append(words[0, :, _columns(head)])
         values.append(words[0, :, _columns(num_heads + head)])
     dtype = raw_query.dtype
-    query = _turn(normalize(raw_query, query_scale[0, 0] * _FACTOR), turns[0], dtype).astype(dtype)
+    query = _rotate_by_product(
+        normalize(raw_query, query_scale[0, 0] * _FACTOR), rotations[0], dtype
+    ).astype(dtype)
     keys = [normalize(key, key_scale[0, 0]) for key in raw_keys]
-    keys[0] = _turn(keys[0], turns[0], dtype)
+    keys[0] = _rotate_by_product(keys[0], rotations[0], dtype)
     keys = [key.astype(dtype) for key in keys]
     scores = [_product(*((query, key) if of_keys else (key, query)), 1, 1) for key in keys]
     if of_words:
@@ -263,22 +267,22 @@ def normalize(x: jax.Array, scale: jax.Array) -> jax.Array:
     return wide * (inverse * scale)
 
 
-def turn(x: jax.Array, turns: jax.Array) -> jax.Array:
+def rotate_pairs(x: jax.Array, rotations: jax.Array) -> jax.Array:
     """Turns each pair of entries `(i, i + d / 2)` of float32 `(..., d)` by its angle.
 
-    `turns` holds cosines, then signed sines of the angles, `(..., 2 * d)`.
+    `rotations` holds cosines, then signed sines of the angles, `(..., 2 * d)`.
     """
-    cosines, sines = jnp.split(turns, 2, -1)
+    cosines, sines = jnp.split(rotations, 2, -1)
     return x * cosines + jnp.roll(x, x.shape[-1] // 2, -1) * sines
 
 
-def _turn(x: jax.Array, turns: jax.Array, dtype: Any, sign: int = 1) -> jax.Array:
-    """As `turn`, or back; a product swaps the halves, rounded to `dtype`.
+def _rotate_by_product(x: jax.Array, rotations: jax.Array, dtype: Any, sign: int = 1) -> jax.Array:
+    """As `rotate_pairs`, or back; a product swaps the halves, rounded to `dtype`.
 
     The matrix unit has time left. For L/2 on v5e the forward pass of a sample takes 8,134 bundles,
-    9,659 with the halves moved over lanes, 6,891 without turns.
+    9,659 with the halves moved over lanes, 6,891 without rotations.
     """
-    cosines, sines = turns[:, :HEAD_DIM], turns[:, HEAD_DIM:]
+    cosines, sines = rotations[:, :HEAD_DIM], rotations[:, HEAD_DIM:]
     row, column = (jax.lax.broadcasted_iota(jnp.int32, (HEAD_DIM, HEAD_DIM), i) for i in (0, 1))
     swap = (jnp.abs(row - column) == HEAD_DIM // 2).astype(dtype)
     return x * cosines + sign * _product(x.astype(dtype), swap, 1, 0) * sines

@@ -193,15 +193,15 @@ def sincos_positions_2d(rows: int, columns: int, width: int) -> np.ndarray:
     return np.concatenate(list(vectors), axis=-1).astype(np.float32)
 
 
-def make_turns(rows: int, columns: int, head_dim: int) -> np.ndarray:
-    """Returns the turns of queries and keys by the positions of their tokens.
+def make_rotations(rows: int, columns: int, head_dim: int) -> np.ndarray:
+    """Returns the rotations of queries and keys by the positions of their tokens.
 
     Rotary position embedding (Su et al., "RoFormer", 2021), half of a head for each axis, with the
     period of Heo et al., "Rotary Position Embedding for Vision Transformer" (2024), section 3.2.
 
     Returns:
-        float32 `(rows * columns, 2 * head_dim)` for `attention_kernel.turn`, in row-major order of
-        the positions.
+        float32 `(rows * columns, 2 * head_dim)` for `attention_kernel.rotate_pairs`, positions in
+        row-major order.
     """
     angles = np.concatenate(list(_angles(rows, columns, _ROTARY_PERIOD, head_dim // 4)), axis=-1)
     cosine, sine = np.cos(angles), np.sin(angles)
@@ -278,7 +278,7 @@ def _kernel_takes(num_tokens: int, num_words: int, head_dim: int) -> bool:
 class Attention(nn.Module):
     """Multi-head attention of tokens to each other and to words; queries and keys are normalized.
 
-    Maps tokens `(b, n, width)`, `make_turns` of their positions and, if given, the words to
+    Maps tokens `(b, n, width)`, `make_rotations` of their positions and, if given, the words to
     `(b, n, width)` in `dtype`.
     """
 
@@ -288,7 +288,7 @@ class Attention(nn.Module):
     pin: OneDevice = OneDevice()
 
     @nn.compact
-    def __call__(self, x: jax.Array, turns: jax.Array, words: Words | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, rotations: jax.Array, words: Words | None = None) -> jax.Array:
         width = x.shape[-1]
         head_dim = width // self.num_heads
         num_words = words.present.shape[1] if words is not None else 0
@@ -307,7 +307,7 @@ class Attention(nn.Module):
         query_scale = self.param('query_norm', ones, (head_dim,))
         key_scale = self.param('key_norm', ones, (head_dim,))
         mix = self._mix_by_kernel if by_kernel else self.mix_by_xla
-        mixed = self.pin(mix(tokens, of_words, query_scale, key_scale, turns))
+        mixed = self.pin(mix(tokens, of_words, query_scale, key_scale, rotations))
         out = Dense(width, dtype=self.dtype, name='out')(checkpoint_name(mixed, _KEPT))
         return checkpoint_name(self.pin(out), _KEPT)
 
@@ -331,11 +331,11 @@ class Attention(nn.Module):
         words: Product | None,
         query_scale: jax.Array,
         key_scale: jax.Array,
-        turns: jax.Array,
+        rotations: jax.Array,
     ) -> jax.Array:
         query, key, value = self._heads(tokens.values, 3)
         query, key = (
-            attention_kernel.turn(attention_kernel.normalize(x, scale), turns[:, None])
+            attention_kernel.rotate_pairs(attention_kernel.normalize(x, scale), rotations[:, None])
             for x, scale in ((query, query_scale), (key, key_scale))
         )
         mask = None
@@ -362,7 +362,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """One transformer block; at the start of training it is the identity (adaLN-Zero).
 
-    Maps tokens `(b, n, width)`, a condition `(b, width)`, `make_turns` of the tokens' positions
+    Maps tokens `(b, n, width)`, a condition `(b, width)`, `make_rotations` of the tokens' positions
     and, if given, the words to tokens `(b, n, width)`.
     """
 
@@ -374,7 +374,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, condition: jax.Array, turns: jax.Array, words: Words | None = None
+        self, x: jax.Array, condition: jax.Array, rotations: jax.Array, words: Words | None = None
     ) -> jax.Array:
         x, condition = self.pin(x), self.pin(condition)
         width = x.shape[-1]
@@ -386,7 +386,7 @@ class Block(nn.Module):
         h = nn.LayerNorm(use_bias=False, use_scale=False, dtype=self.dtype)(x)
         fields = self.num_heads, self.dtype, self.attention, self.pin
         attention = Attention(*fields, name='attention')
-        h = attention(_modulate(h, shift_1, scale_1), turns, words)
+        h = attention(_modulate(h, shift_1, scale_1), rotations, words)
         x = x + gate_1[:, None] * h
 
         h = nn.LayerNorm(use_bias=False, use_scale=False, dtype=self.dtype)(x)
@@ -412,9 +412,9 @@ class DiT(nn.Module):
         text: Parts of a text that condition the blocks, one of `TEXTS`.
         vocabulary: All token ids are below this number; 0 if texts are embeddings.
         crops: Number of crops of an image that the model distinguishes; 1 for no distinction.
-        unroll: Blocks in one turn of the compiled loop. With all 6 blocks of the tiny model in one
-            turn, a step takes 13% less time on 2 CPU cores. On TPUs, large models gain a quarter
-            (docs/pods.md); the price is the compilation.
+        unroll: Blocks in one iteration of the compiled loop. With all 6 blocks of the tiny model in
+            one, a step takes 13% less time on 2 CPU cores. On TPUs, large models gain a quarter
+            (docs/pods.md); the price is a longer compilation.
         pin: Places activations `(b, ...)` on devices (`sharding.Rows`) before and after each
             product. Without it, XLA's partitioner splits them like the weights and moves them.
     """
@@ -493,8 +493,8 @@ class DiT(nn.Module):
         condition = nn.silu(conditioning(t, embedding, drop_text, crop))
         tokens = Dense(self.width, dtype=self.dtype, name='patches')(_to_patches(x, p))
         tokens += sincos_positions_2d(rows, columns, self.width).astype(self.dtype)
-        turns = jnp.asarray(make_turns(rows, columns, self.width // self.num_heads))
-        tokens = self._blocks()(self.pin(tokens), self.pin(condition), turns, words)
+        rotations = jnp.asarray(make_rotations(rows, columns, self.width // self.num_heads))
+        tokens = self._blocks()(self.pin(tokens), self.pin(condition), rotations, words)
 
         zeros = nn.initializers.zeros
         modulation = Dense(2 * self.width, dtype=self.dtype, kernel_init=zeros, name='modulation')

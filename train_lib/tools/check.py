@@ -24,7 +24,7 @@ FLAGS = flags.FLAGS
 config_flags.DEFINE_config_file('config', None, run.CONFIG_HELP, lock_config=True)
 
 
-def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
+def check_configuration(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
     """Checks a configuration.
 
     Returns:
@@ -66,10 +66,10 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
 
 
 def main() -> None:
-    """Prints the result of `check` as one line of JSON."""
+    """Prints the result of `check_configuration` as one line of JSON."""
     run.prepare(needs_data=False)
     with run.errors_in_one_line():
-        print(json.dumps(check(FLAGS.config)))
+        print(json.dumps(check_configuration(FLAGS.config)))
 
 
 if __name__ == '__main__':

@@ -120,7 +120,7 @@ def analyze(
     flops = {'model': passes * program.flops(num_tokens) / 3}  # of training, which has three
     if encoder is not None:
         flops['text encoder'] = encoder.network.config.flops(num_tokens)
-    remat = getattr(models.make(**config.model, vocabulary=vocabulary), 'remat', 'none')
+    remat = getattr(models.make_model(**config.model, vocabulary=vocabulary), 'remat', 'none')
     report: Report = {
         'program': f'{config.model.name}, remat {remat}, {what}{count} samples '
         f'on {len(devices)} chips of {chip.name} ({hosts} hosts), mesh {axes}',
@@ -138,7 +138,7 @@ def analyze(
     if encoder is not None:
         nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(encoder.params))
         report[MEMORY]['weights of the encoder'] = nbytes / 1e9
-    report |= tables(hlo.read(compiled.as_text() or ''), chip, schedules)
+    report |= cost_tables(hlo.read_costs(compiled.as_text() or ''), chip, schedules)
     if step == TRAIN:
         params = program.abstract_state.params
         least = least_bytes(
@@ -149,7 +149,7 @@ def analyze(
             mapped=state.is_for_muon(params) if config.optimizer.name == 'muon' else None,
         )
         report[MOVED]['least for this mesh'] = least / 1e6
-    return report | judge(report, chip)
+    return report | judge_costs(report, chip)
 
 
 def least_bytes(
@@ -292,7 +292,7 @@ def _memory(compiled: jax.stages.Compiled) -> dict[str, float]:
     return {name: size / 1e9 for name, size in found.items()}
 
 
-def tables(costs: hlo.Costs, chip: chips.Chip, schedules: pathlib.Path) -> Report:
+def cost_tables(costs: hlo.Costs, chip: chips.Chip, schedules: pathlib.Path) -> Report:
     """Returns a program's traffic and time; kernels take a cycle for each bundle and sample."""
     moved: dict[str, float] = collections.defaultdict(float)
     waits: dict[str, list[float]] = collections.defaultdict(lambda: [0, 0])
@@ -332,7 +332,7 @@ def _largest(exchange: hlo.Collective) -> str:
     return f'{dtype}[{",".join(map(str, shape))}]' + f' and {count - 1} more' * (count > 1)
 
 
-def judge(report: Report, chip: chips.Chip) -> Report:
+def judge_costs(report: Report, chip: chips.Chip) -> Report:
     """Returns whether the program fits, its model FLOP utilization, and a sentence about both."""
     share = report[MEMORY]['total'] * 1e9 / chip.memory
     moved, estimate, wait = report[MOVED], report[TIME]['in all'], report[WAITS]['in all']
@@ -350,7 +350,7 @@ def judge(report: Report, chip: chips.Chip) -> Report:
     return {'mfu': mfu, 'fits': share <= 1, 'verdict': ', '.join(parts)}
 
 
-def table(report: Report) -> str:
+def format_report(report: Report) -> str:
     """Formats the report as text for people."""
     lines = [report['program'], '']
     for title, rows in report.items():
@@ -366,7 +366,7 @@ def main() -> None:
     print(f'compiling for {FLAGS.topology}: minutes for a large model ...', file=sys.stderr)
     with run.errors_in_one_line((ValueError,)):
         report = analyze(FLAGS.config, FLAGS.topology, num_tokens=FLAGS.num_tokens, step=FLAGS.step)
-    print(json.dumps(report, indent=2) if FLAGS.json else table(report))
+    print(json.dumps(report, indent=2) if FLAGS.json else format_report(report))
     if not FLAGS.json and report['fits']:
         print(f'Compiled in {report["compile_seconds"] / 60:.1f} minutes.')
     sys.exit(not report['fits'])

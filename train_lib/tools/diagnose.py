@@ -60,7 +60,7 @@ def verdict(step: list[float], batch: list[float], engine: str) -> str:
     )
 
 
-def measure(
+def time_steps_and_batches(
     config: ml_collections.ConfigDict, hosts: int, step_ms: float | None, seconds: float
 ) -> tuple[list[float], list[float], str]:
     """Times batches alone and steps alone.
@@ -125,7 +125,7 @@ def _time(call: Callable[[], Any], seconds: float) -> list[float]:
     return laps
 
 
-def _words(laps: list[float]) -> str:
+def _format_laps(laps: list[float]) -> str:
     median, low, high = (1000 * of(laps) for of in (statistics.median, min, max))
     return f'{median:,.1f} ms ({low:,.1f} to {high:,.1f})'
 
@@ -136,9 +136,11 @@ def main() -> None:
     with run.errors_in_one_line():
         input_pipeline.prepare_process()
         run.prepare()
-        step, batch, engine = measure(config, FLAGS.hosts, FLAGS.step_ms, FLAGS.seconds)
-    print(f'- a step alone: {_words(step)}')
-    print(f'- a batch alone, by {engine}: {_words(batch)}')
+        step, batch, engine = time_steps_and_batches(
+            config, FLAGS.hosts, FLAGS.step_ms, FLAGS.seconds
+        )
+    print(f'- a step alone: {_format_laps(step)}')
+    print(f'- a batch alone, by {engine}: {_format_laps(batch)}')
     print(f'- {verdict(step, batch, engine)}')
 
 

@@ -1,6 +1,6 @@
 """Reads the text of a compiled XLA program: estimated cycles, kernels, exchanges between devices.
 
-    costs = hlo.read(compiled.as_text())
+    costs = hlo.read_costs(compiled.as_text())
 
 All figures are those of one run on one device and count every turn of a loop (`cost_analysis()`
 counts the body of a loop once). The grammar is that of XLA's `HloModule::ToString`.
@@ -115,7 +115,7 @@ class _Instruction(NamedTuple):
 _Program = dict[str, dict[str, _Instruction]]  # by names of computations and of instructions
 
 
-def read(text: str) -> Costs:
+def read_costs(text: str) -> Costs:
     """Adds up the costs in the text of `compiled.as_text()`.
 
     It leaves out the conditions of loops and functions of two numbers, such as the sum of a
@@ -123,7 +123,7 @@ def read(text: str) -> Costs:
     """
     if devices := re.search(r'num_partitions=(\d+)', text):  # {} are all of them
         text = text.replace('replica_groups={}', f'replica_groups=[1,{devices[1]}]<=[]')
-    program = _parse(text)
+    program = _parse_program(text)
     costs = Costs(collections.Counter(), [], collections.Counter(), set())
     seen = set[tuple[str, ...]]()
     stack: list[tuple[str, Loops, str]] = [(_ENTRY, (), '')]
@@ -146,7 +146,7 @@ def read(text: str) -> Costs:
             seen.add(place)
             inner, inside = loops, fused_in
             if instruction.opcode == 'while':
-                inner = (*loops, _length(program, name, instruction))
+                inner = (*loops, _trip_count(program, name, instruction))
             elif instruction.opcode == 'fusion':
                 inside = fused_in or name
             elif instruction.opcode not in ('call', 'conditional', 'async-start'):
@@ -157,7 +157,7 @@ def read(text: str) -> Costs:
     return costs
 
 
-def _parse(text: str) -> _Program:
+def _parse_program(text: str) -> _Program:
     program: _Program = {}
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
@@ -169,7 +169,7 @@ def _parse(text: str) -> _Program:
     return program
 
 
-def _length(program: _Program, around: str, loop: _Instruction) -> int:
+def _trip_count(program: _Program, around: str, loop: _Instruction) -> int:
     """How often the body of a `while` runs, if it counts up by one to a constant; otherwise 0."""
     if known := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
         return int(known)

@@ -10,7 +10,7 @@ from train_lib.tools import check
 
 
 def test_a_configuration_that_fits(mini_dataset):
-    found = check.check(runs.small_config(mini_dataset))
+    found = check.check_configuration(runs.small_config(mini_dataset))
     assert found['data'] == f'{mini_dataset}, text embeddings of hash'
     assert found['devices'] and 'unchecked' not in found
 
@@ -29,23 +29,26 @@ def test_what_does_not_fit_is_named(mini_dataset, monkeypatch, field, value, mes
     monkeypatch.setitem(sys.modules, 'wandb', None)
     changes = {field: value, 'data.engine': 'chunks'}
     with pytest.raises(ValueError, match=message):
-        check.check(runs.small_config(mini_dataset, **changes))
+        check.check_configuration(runs.small_config(mini_dataset, **changes))
 
 
 def test_without_a_data_set_all_else_is_checked_and_it_says_so():
-    found = check.check(runs.small_config(''))
+    found = check.check_configuration(runs.small_config(''))
     assert (found['data'], list(found['unchecked'])) == (
         '',
         ['the data set, its encoder and the memory for reading it'],
     )
     with pytest.raises(ValueError, match=r"model\.name='huge/2': expected"):
-        check.check(runs.small_config('', **{'model.name': 'huge/2'}))
-    check.check(runs.small_config('', **{'model.text': 'sequence'}))
+        check.check_configuration(runs.small_config('', **{'model.name': 'huge/2'}))
+    check.check_configuration(runs.small_config('', **{'model.text': 'sequence'}))
 
 
 def test_of_a_pod_the_mesh_is_left_to_the_compiler(mini_dataset):
     config = runs.small_config(mini_dataset, distributed=True, **{'mesh.fsdp': 64})
-    assert 'train_lib.tools.compile' in check.check(config)['unchecked']['the mesh of all hosts']
+    assert (
+        'train_lib.tools.compile'
+        in check.check_configuration(config)['unchecked']['the mesh of all hosts']
+    )
 
 
 def test_the_command_ends_with_one_line_of_what_is_wrong():

@@ -57,7 +57,7 @@ def _report(**changes):
         compile.WAITS: {'all-reduce': 50.0, 'in all': 50.0},
         compile.LEFT_OUT: ['kernel b'],
     } | changes
-    return report | compile.judge(report, CHIP)
+    return report | compile.judge_costs(report, CHIP)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,9 @@ def test_the_verdict_has_memory_traffic_and_time(changes, verdict):
 
 
 def test_the_table_has_every_part_and_one_verdict():
-    lines = [re.sub(' +', ' ', line).strip() for line in compile.table(_report()).splitlines()]
+    lines = [
+        re.sub(' +', ' ', line).strip() for line in compile.format_report(_report()).splitlines()
+    ]
     for line in ('L/2 on 16 chips', 'arguments 2.00', 'all-gather of 4 3,300.00', 'MLP 150.00'):
         assert line in lines
     assert ' '.join(lines).count('erdict') == 1
@@ -101,7 +103,7 @@ def test_operations_belong_to_parts_of_the_model(tmp_path):
     }
     estimates = dict.fromkeys(names, CHIP.clock / 1e3)
     costs = hlo.Costs(estimates, [], {}, set())
-    time = compile.tables(costs, CHIP, tmp_path)[compile.TIME]
+    time = compile.cost_tables(costs, CHIP, tmp_path)[compile.TIME]
     parts = list(names.values())
     expected = {part: parts.count(part) for part in parts} | {'in all': len(names)}
     assert time == pytest.approx(expected)
@@ -112,7 +114,7 @@ def test_kernels_take_a_cycle_for_each_bundle_of_their_schedule_and_row(tmp_path
         file = tmp_path / f'{name}-00-schedule-analysis_final_bundles.txt'
         file.write_text(f'Schedule analysis:\n\ttotal scheduled bundles:    {count}\n')
     kernels = {hlo.Kernel('attend.1', 64): 3, hlo.Kernel('other.2', 64): 2}
-    report = compile.tables(hlo.Costs({}, [], kernels, {(), (0,)}), CHIP, tmp_path)
+    report = compile.cost_tables(hlo.Costs({}, [], kernels, {(), (0,)}), CHIP, tmp_path)
     time = 4000 * 64 * 3 / CHIP.clock * 1e3
     assert report[compile.TIME] == pytest.approx({'kernel attend': time, 'in all': time})
     assert report[compile.LEFT_OUT] == [
@@ -128,7 +130,7 @@ def test_each_exchange_that_waits_is_listed_with_its_time(tmp_path):
 
     found = [exchange(2e8, False), exchange(1e8, False, 1), exchange(4e8, True)]
     found.append(exchange(8e6, False, columns=2))
-    report = compile.tables(hlo.Costs({}, found, {}, set()), CHIP, tmp_path)
+    report = compile.cost_tables(hlo.Costs({}, found, {}, set()), CHIP, tmp_path)
     expected = {'25 x all-reduce of 4, f32[8,16]': 1.5, 'shorter ones': 0.04, 'in all': 1.54}
     assert report[compile.WAITS] == pytest.approx(expected)
     moved = {'all-reduce of 4': 308, 'all-reduce of 4, asynchronous': 400, 'in all': 708}
@@ -146,7 +148,7 @@ def test_every_step_is_compiled(monkeypatch, step, samples):
     config.update_from_flattened_dict(fields | {'preview.num_steps': 5})
     report = compile.analyze(config, 'here', step=step)
     assert report['fits']
-    flops = samples * networks.make(**config.model).flops((32, 32, 4), 640)
+    flops = samples * networks.make_model(**config.model).flops((32, 32, 4), 640)
     assert report[compile.ARITHMETIC] == {'model': pytest.approx(flops / 1e12)}
 
 
@@ -164,7 +166,7 @@ def test_texts_are_tokens_where_the_configuration_says_so(monkeypatch):
     config.update_from_flattened_dict(fields | {'optimizer.name': 'muon'})
     report = compile.analyze(config, 'here', num_tokens=9)
     assert report['fits']
-    model = networks.make(**config.model, vocabulary=compile.VOCABULARY)
+    model = networks.make_model(**config.model, vocabulary=compile.VOCABULARY)
     expected = 3 * 8 * model.flops((32, 32, 4), 0, 9) / 1e12
     assert report[compile.ARITHMETIC] == {'model': pytest.approx(expected)}
 
@@ -227,7 +229,7 @@ def test_a_pods_configuration_does_what_its_docstring_says(name, topology):
     )
     assert [*map(float, said)] == pytest.approx([*map(float, found)], rel=0.02, abs=1)
     section = (CHECKOUT / 'docs' / 'pods.md').read_text().split(f'`configs/{name}.py`')[1]
-    said, found = _figures(section.split('```')[1]), _figures(compile.table(report))
+    said, found = _figures(section.split('```')[1]), _figures(compile.format_report(report))
     assert said == pytest.approx(found, rel=0.03, abs=0.1)
 
 

@@ -29,7 +29,7 @@ def test_the_verdict_hedges_where_times_overlap(step, batch, words):
 @pytest.mark.parametrize('engine', ['rows', 'chunks'])
 def test_the_engine_of_the_run_is_timed(mini_dataset, engine):
     config = runs.small_config(mini_dataset, **SMALL, **{'data.engine': engine})
-    step, batch, used = diagnose.measure(config, hosts=2, step_ms=7.0, seconds=0.1)
+    step, batch, used = diagnose.time_steps_and_batches(config, hosts=2, step_ms=7.0, seconds=0.1)
     assert (step, used) == ([0.007], engine)
     assert min(batch) > 0
 
@@ -38,7 +38,7 @@ def test_the_engine_of_the_run_is_timed(mini_dataset, engine):
 def test_the_mesh_is_that_of_the_run(mini_dataset, hosts):
     config = runs.small_config(mini_dataset, **SMALL, **{'mesh.fsdp': 7})
     with pytest.raises(ValueError, match=r'fsdp=7 does not make the \d+ devices'):
-        diagnose.measure(config, hosts=hosts, step_ms=7.0, seconds=0.1)
+        diagnose.time_steps_and_batches(config, hosts=hosts, step_ms=7.0, seconds=0.1)
 
 
 @pytest.mark.slow

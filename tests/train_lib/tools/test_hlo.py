@@ -12,7 +12,7 @@ from train_lib.tools import hlo
 
 def _loops(function, *shapes):
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    return hlo.read(jax.jit(function).lower(*arguments).compile().as_text()).loops
+    return hlo.read_costs(jax.jit(function).lower(*arguments).compile().as_text()).loops
 
 
 def _layers(x, weights):
@@ -104,14 +104,14 @@ for _short, _long in {
 
 @pytest.mark.parametrize(('start', 'times'), [(0, 24), (1, 23)])
 def test_estimates_and_kernels_are_counted_as_often_as_they_run(start, times):
-    costs = hlo.read(_TPU.replace('START', str(start)))
+    costs = hlo.read_costs(_TPU.replace('START', str(start)))
     found = {name: count for name, count in costs.cycles.items() if count}
     assert found == {'jit(f)/mlp_1/dot': times * 1000, '': 7}
     assert costs.kernels == {hlo.Kernel('b', 64): times}
 
 
 def test_collectives_as_libtpu_writes_them():
-    found = hlo.read(_TPU.replace('START', '0')).collectives
+    found = hlo.read_costs(_TPU.replace('START', '0')).collectives
     assert sorted((c.kind, c.members, c.arrays[0][0], c.nbytes, c.is_async) for c in found) == [
         ('all-gather', 4, 'bf16', 3 * 8 * 16 * 2, True),
         ('all-reduce', 8, 'f32', 2 * 7 / 8 * 6 * 4, False),
@@ -121,7 +121,7 @@ def test_collectives_as_libtpu_writes_them():
 
 def test_text_that_is_no_program_is_refused():
     with pytest.raises(ValueError, match='not a compiled XLA program'):
-        hlo.read('module {}')
+        hlo.read_costs('module {}')
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ for name, function in functions.items():
     rows = P(('data', 'fsdp'))
     mapped = jax.shard_map(function, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
     text = jax.jit(mapped).lower(jax.ShapeDtypeStruct((64, 128), jnp.float32)).compile().as_text()
-    found[name] = [(c.kind, c.members, c.loops, c.nbytes) for c in hlo.read(text).collectives]
+    found[name] = [(c.kind, c.members, c.loops, c.nbytes) for c in hlo.read_costs(text).collectives]
 print(json.dumps(found))
 """
 
