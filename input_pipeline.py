@@ -28,10 +28,18 @@ from coyo11m_tfds.reading import engines, evaluation, process_settings, training
 from coyo11m_tfds.reading.batches import CROP, DROP_TEXT, MASK, ArraySpec, Batch, Batches
 from coyo11m_tfds.reading.damage import DEFAULT_MAX_FRACTION, ONCE, STOP
 from coyo11m_tfds.reading.files import ReadCounter, ReadCounts
-from coyo11m_tfds.reading.mixture import Place
+from coyo11m_tfds.reading.mixture import Cursor
+from coyo11m_tfds.reading.options import (
+    AUTO,
+    CHUNKS,
+    ENGINES,
+    ROWS,
+    TF_DATA,
+    ReadOptions,
+    TrainOptions,
+)
 from coyo11m_tfds.reading.order import Order, OrderSettings
-from coyo11m_tfds.reading.settings import AUTO, CHUNKS, ENGINES, ROWS, TF_DATA, Reading, Training
-from coyo11m_tfds.reading.sources import Mix, Source, open_mix
+from coyo11m_tfds.reading.sources import Mix, MixSource, open_mix
 from coyo11m_tfds.reading.sources import stats as mix_stats
 
 if TYPE_CHECKING:
@@ -43,7 +51,7 @@ if TYPE_CHECKING:
 P = ParamSpec('P')
 R = TypeVar('R')
 
-Plan = training.Plan
+ReadPlan = training.ReadPlan
 prepare_process = process_settings.apply
 quiet_tensorflow = process_settings.quiet_tensorflow
 
@@ -66,12 +74,12 @@ def train_plan(
     stages: Sequence[Mapping[str, Any]] = (),
     split: str = schema.TRAIN,
     **others: Any,
-) -> Plan:
+) -> ReadPlan:
     """Returns the plan of `train_batches`: the sources, their orders, and the place of batch 0.
 
         plan = train_plan(mix, OrderSettings(seed=0), batch_size=256)
         plan.orders[0].locate(sample)     # (epoch, position in the epoch) of every lane's sample
-        plan.place.after(1000).state()    # the state after 1000 batches
+        plan.cursor.after(1000).state()    # the state after 1000 batches
 
     Args:
         others: Further settings of `train_batches`, such as `on_bad_records`.
@@ -81,7 +89,9 @@ def train_plan(
     """
     order = dataclasses.asdict(settings)
     return training.plan(
-        Training(data=data, batch_size=batch_size, stages=stages, split=split, **order, **others)
+        TrainOptions(
+            data=data, batch_size=batch_size, stages=stages, split=split, **order, **others
+        )
     )
 
 
@@ -90,7 +100,7 @@ def engine_of(data: Data | Mix, engine: str = AUTO, split: str = schema.TRAIN) -
 
     For a mixture, returns 'chunks' if one of its sources is read by chunks.
     """
-    reading = Reading(data=data, batch_size=1, split=split, engine=engine)
+    reading = ReadOptions(data=data, batch_size=1, split=split, engine=engine)
     opened = engines.open_sources(reading)
     if opened is None or engine == TF_DATA:
         return TF_DATA
@@ -193,13 +203,13 @@ def train_batches(
             or sources have texts or latents of different encoders.
         OSError: There is no data set, or its metadata cannot be read.
     """
-    asked = Training(**locals())
-    opened = engines.open_sources(asked)
-    if opened is None or asked.engine == TF_DATA:
+    options = TrainOptions(**locals())
+    opened = engines.open_sources(options)
+    if opened is None or options.engine == TF_DATA:
         from coyo11m_tfds.reading import tf_data
 
-        return tf_data.train_batches(asked, opened)
-    return training.train_batches(asked, opened)
+        return tf_data.train_batches(options, opened)
+    return training.train_batches(options, opened)
 
 
 def eval_batches(
@@ -240,13 +250,13 @@ def eval_batches(
     Raises:
         ValueError, OSError: As `train_batches`; or the split is empty.
     """
-    asked = Reading(**locals())
-    opened = engines.open_sources(asked)
-    if opened is None or asked.engine == TF_DATA:
+    options = ReadOptions(**locals())
+    opened = engines.open_sources(options)
+    if opened is None or options.engine == TF_DATA:
         from coyo11m_tfds.reading import tf_data
 
-        return tf_data.eval_batches(asked, opened)
-    return evaluation.eval_batches(asked, opened[0])
+        return tf_data.eval_batches(options, opened)
+    return evaluation.eval_batches(options, opened[0])
 
 
 def _with_arguments_of(other: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
@@ -281,14 +291,14 @@ def train_dataset(**settings: Any) -> 'tf.data.Dataset':
     Raises:
         ValueError, OSError: As `train_batches`.
     """
-    asked = Training(**settings)
-    if asked.stride != 1:
+    options = TrainOptions(**settings)
+    if options.stride != 1:
         raise ValueError(
-            f'stride={asked.stride}: expected 1; only train_batches leaves out batches'
+            f'stride={options.stride}: expected 1; only train_batches leaves out batches'
         )
     from coyo11m_tfds.reading import tf_data
 
-    return tf_data.train(asked, engines.open_sources(asked))
+    return tf_data.train(options, engines.open_sources(options))
 
 
 @_with_arguments_of(eval_batches)
@@ -297,10 +307,10 @@ def eval_dataset(**settings: Any) -> 'tf.data.Dataset':
 
     Takes the arguments of `eval_batches`. Batches, captions and errors are as in `train_dataset`.
     """
-    asked = Reading(**settings)
+    options = ReadOptions(**settings)
     from coyo11m_tfds.reading import tf_data
 
-    return tf_data.evaluate(asked, engines.open_sources(asked))
+    return tf_data.evaluate(options, engines.open_sources(options))
 
 
 def train_arrays(

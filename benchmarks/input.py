@@ -254,7 +254,7 @@ def ours(folder: str, state: str, engine: str, where: str | None = None, **setti
     def state_after(taken: int) -> str:
         order = input_pipeline.OrderSettings(SEED)
         plan = input_pipeline.train_plan(data, order, batch_size=BATCH_SIZE)
-        return json.dumps(plan.place.after(taken).state())
+        return json.dumps(plan.cursor.after(taken).state())
 
     return Stream(lambda: batches, state_after)
 

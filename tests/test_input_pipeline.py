@@ -50,7 +50,7 @@ def shapes(batch: dict[str, np.ndarray]) -> dict:
     return {name: (x.shape, x.dtype) for name, x in batch.items()}
 
 
-def plan_of(data, split: str = schema.TRAIN, **changes) -> input_pipeline.Plan:
+def plan_of(data, split: str = schema.TRAIN, **changes) -> input_pipeline.ReadPlan:
     """The plan of the settings of `ORDER` and others."""
     asked = ORDER | changes
     size = asked.pop('batch_size')
@@ -168,7 +168,7 @@ def test_stats_come_from_the_metadata(mini_dataset):
 
 def digest_of(data, split: str = schema.TRAIN, **changes) -> str:
     """What a state calls the only source."""
-    (digest,) = plan_of(data, split, **changes).place.sources
+    (digest,) = plan_of(data, split, **changes).cursor.sources
     return digest
 
 
@@ -229,7 +229,7 @@ def test_without_chunk_index_a_plan_is_that_of_the_batches(unindexed):
     asked = {**ORDER, 'batch_size': 5, 'lanes': 16}
     plan = plan_of(unindexed, **asked)
     with input_pipeline.train_batches(unindexed, **asked, start_step=3) as batches:
-        assert batches.get_state() == plan.place.after(3).state()
+        assert batches.get_state() == plan.cursor.after(3).state()
         assert list(batches.get_state()['samples'].values()) == [15]
 
 

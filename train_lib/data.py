@@ -90,7 +90,7 @@ class TrainingData:
             'optimizer': {'name': config.optimizer.name},
         }
         told = [x.identity(schema.TRAIN) for x in self.sources]
-        place = self.plan.place
+        place = self.plan.cursor
         self.position = place.state() | {
             'lanes': self._order.lanes if self.plan.orders else 1,
             'data_sets': {n: list(x.values()) for n, x in zip(place.sources, told, strict=True)},
@@ -106,7 +106,7 @@ class TrainingData:
 
     def position_at(self, position: Mapping[str, Any], step: int) -> dict[str, Any]:
         """Returns the place of `step`, which must not be before `position`."""
-        place = self.plan.place.at(position)
+        place = self.plan.cursor.at(position)
         return {**position, **place.after(step - place.position.step).state()}
 
     def check_reading(self) -> None:
@@ -142,7 +142,7 @@ class TrainingData:
         orders = self.plan.orders
         if orders is None:
             return {}
-        samples = self.plan.place.at(position).position.samples
+        samples = self.plan.cursor.at(position).position.samples
         scalars = {'train/epoch': sum(samples) / sum(x.lane_length for x in orders)}
         if len(orders) > 1:
             for source, order, taken in zip(self.sources, orders, samples, strict=True):
@@ -167,11 +167,13 @@ class TrainingData:
         read = f'{self.plan.steps_per_epoch:,.1f} steps an epoch, read {how}{text}'
         told = [self._describe(*x) for x in zip(self.sources, orders, strict=True)]
         lines = (
-            [*told, *self.plan.place.rule.told, read] if len(told) > 1 else [f'{told[0]}, {read}']
+            [*told, *self.plan.cursor.shares.summary, read]
+            if len(told) > 1
+            else [f'{told[0]}, {read}']
         )
         return lines if self._text else [*lines, _NO_TEXT]
 
-    def _describe(self, source: input_pipeline.Source, order: input_pipeline.Order) -> str:
+    def _describe(self, source: input_pipeline.MixSource, order: input_pipeline.Order) -> str:
         split = source.stored.splits[schema.TRAIN]
         name = f'{source.name}: ' if len(self.sources) > 1 else ''
         told = f'{name}{source.stored.folder}, {split.num_records:,} records'
@@ -180,11 +182,11 @@ class TrainingData:
             told += f', of which {order.num_records:,} ({share:.1%}) have {source.where.text}'
         return f'{told}, {readable(split.num_bytes)}'
 
-    def eval_batches(self, source: input_pipeline.Source) -> Batches:
+    def eval_batches(self, source: input_pipeline.MixSource) -> Batches:
         """Returns every record of a source's validation split once, with a `mask`."""
         return self._to_device(self._eval_on_host(source))
 
-    def _eval_on_host(self, source: input_pipeline.Source) -> input_pipeline.Batches:
+    def _eval_on_host(self, source: input_pipeline.MixSource) -> input_pipeline.Batches:
         config = self._config
         own_lanes = -(-config.data.lanes // jax.process_count())
         return input_pipeline.eval_batches(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import numpy as np
 
 from coyo11m_tfds.reading import memory
-from coyo11m_tfds.reading.mixture import Place
+from coyo11m_tfds.reading.mixture import Cursor
 
 T = TypeVar('T')
 
@@ -120,25 +120,25 @@ class Resumable(Ahead[T]):
     """An iterator over a sequence of batches that can start at any position."""
 
     def __init__(
-        self, read: Callable[[Place], Iterator[T]], place: Place, ahead: int, thread_name: str
+        self, read: Callable[[Cursor], Iterator[T]], cursor: Cursor, ahead: int, thread_name: str
     ):
-        """Takes a function that reads from a place on, and the number of batches to keep ready."""
-        self._read, self._begun = read, place
-        super().__init__(read(place), ahead, thread_name)
+        """Takes a function that reads from a cursor on, and the number of batches to keep ready."""
+        self._read, self._begun = read, cursor
+        super().__init__(read(cursor), ahead, thread_name)
 
     @property
-    def place(self) -> Place:
+    def cursor(self) -> Cursor:
         """The position of the next batch."""
         return self._begun.after(self._given)
 
     @property
     def step(self) -> int:
         """Number of batches between the beginning of the data and the next batch."""
-        return self.place.position.step
+        return self.cursor.position.step
 
     def get_state(self) -> dict[str, Any]:
         """Returns the next batch's position: its step, and the samples of each source by digest."""
-        return self.place.state()
+        return self.cursor.state()
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continues where `get_state` was called, with any number of processes.
@@ -147,11 +147,11 @@ class Resumable(Ahead[T]):
         """
         self.go_to(self._begun.at(state))
 
-    def go_to(self, place: Place) -> None:
-        """Continues at another place, after the reads that are under way."""
+    def go_to(self, cursor: Cursor) -> None:
+        """Continues at another cursor, after the reads that are under way."""
         self.close()
         self._thread.shutdown()
-        Resumable.__init__(self, self._read, place, self._count, self._thread_name)
+        Resumable.__init__(self, self._read, cursor, self._count, self._thread_name)
 
 
 class Batches(Resumable[Batch]):
@@ -168,15 +168,15 @@ class Batches(Resumable[Batch]):
 
     def __init__(
         self,
-        read: Callable[[Place], Iterator[Batch]],
-        place: Place,
+        read: Callable[[Cursor], Iterator[Batch]],
+        cursor: Cursor,
         spec: Mapping[str, ArraySpec],
         steps_per_epoch: float,
         process: tuple[int, int],
         ahead: int,
         memory_need: memory.Need | None = None,
     ):
-        super().__init__(read, place, ahead, 'batches')
+        super().__init__(read, cursor, ahead, 'batches')
         self._memory_need = memory_need
         self.spec, self.steps_per_epoch = spec, steps_per_epoch
         self.process_index, self.process_count = process

@@ -21,9 +21,9 @@ from coyo11m_tfds.reading import damage, process_settings
 from coyo11m_tfds.reading.batches import Ahead, ArraySpec, Batch
 from coyo11m_tfds.reading.column_reader import ColumnReader, open_column
 from coyo11m_tfds.reading.files import MAX_FILES, FetchedFiles, Range, ReadCounter
+from coyo11m_tfds.reading.options import AUTO, CHUNKS, ROWS, TF_DATA, ReadOptions
 from coyo11m_tfds.reading.order import Block
 from coyo11m_tfds.reading.row_reader import Part, RowChoices, RowReader, gathered
-from coyo11m_tfds.reading.settings import AUTO, CHUNKS, ROWS, TF_DATA, Reading
 
 # How often a chunk with a damaged record is fetched: its bytes may have been changed on the way.
 _ATTEMPTS = 3
@@ -42,19 +42,19 @@ class Opened(NamedTuple):
     engine: str
 
 
-def open_sources(asked: Reading) -> list[Opened] | None:
+def open_sources(options: ReadOptions) -> list[Opened] | None:
     """Opens the split of each source; None for a single source without a chunk index.
 
     Raises the errors of `open_split`, and a ValueError if a source has no chunk index although it
     is one of several or has a condition.
     """
-    found = [open_split(x.stored, asked.split, asked.engine) for x in asked.sources]
+    found = [open_split(x.stored, options.split, options.engine) for x in options.sources]
     if opened := [x for x in found if x]:
         if len(opened) == len(found):
             return opened
-    elif len(found) == 1 and not asked.source.where:
+    elif len(found) == 1 and not options.source.where:
         return None
-    without = asked.sources[found.index(None)].stored.folder
+    without = options.sources[found.index(None)].stored.folder
     raise ValueError(
         f'{without}: cannot be mixed or filtered without a chunk index. Build it again.'
     )
@@ -83,24 +83,26 @@ def open_split(stored: StoredDataset, name: str, engine: str) -> Opened | None:
 class SplitReader:
     """Reads blocks of rows of one split, and counts the bad records of all blocks together."""
 
-    def __init__(self, asked: Reading, opened: Opened, text: texts.TextMixture, **choices: Any):
+    def __init__(
+        self, options: ReadOptions, opened: Opened, text: texts.TextMixture, **choices: Any
+    ):
         """Opens the columns; `choices` holds further fields of `RowChoices`.
 
         Raises a ValueError if features or texts are not in the data set, or a `DamagedError` if the
         file of a column is missing or has changed.
         """
-        self._split, self.asked, stored = opened.split, asked, asked.stored
-        _check_text(stored.folder, text, asked)
+        self._split, self.options, stored = opened.split, options, options.stored
+        _check_text(stored.folder, text, options)
         num_records = int(self._split.index.shard_lengths.sum())
-        found = stored.find_columns(asked.features, text)
-        where = stored.folder, asked.split, num_records
+        found = stored.find_columns(options.features, text)
+        where = stored.folder, options.split, num_records
         try:
             self._columns = {name: open_column(found[name], *where) for name in found}
         except ValueError as error:
             raise DamagedError(*error.args) from error
         of_columns = {x: ArraySpec(c.shape, c.dtype) for x, c in self._columns.items()}
         self._choices = RowChoices(
-            tuple(asked.features),
+            tuple(options.features),
             _stored_rows(stored) | of_columns,
             text=text if text.in_columns or text.size > text.texts[0].size else None,
             **choices,
@@ -108,7 +110,7 @@ class SplitReader:
         stored.check_features(sorted(self._choices.in_records))
         process_settings.keep_freed_memory()
         self._bad_records = damage.BadRecords(
-            asked.on_bad_records, asked.max_bad_fraction, num_records, asked.counter
+            options.on_bad_records, options.max_bad_fraction, num_records, options.counter
         )
         self._mapped = self._row_reader(None) if opened.engine == ROWS else None
 
@@ -129,20 +131,20 @@ class SplitReader:
 
     def read_blocks(self, blocks: Iterator[Block], in_flight: int) -> Iterator[Part]:
         """Yields the batches of all blocks; fetches `in_flight` chunks at once."""
-        split, counter = self._split, self.asked.counter
+        split, counter = self._split, self.options.counter
         if self._mapped:
             return _read_rows(self._mapped, blocks, counter)
         at_once = in_flight * (1 + len(self._columns))
         files = FetchedFiles(split.file, split.file_sizes, at_once, counter)
         reader = self._row_reader(files)
-        return _ChunkReader(split, reader, files, self.asked).read(blocks)
+        return _ChunkReader(split, reader, files, self.options).read(blocks)
 
     def _row_reader(self, files: FetchedFiles | None) -> RowReader:
         return RowReader(
             self._split,
             self._choices,
-            self.asked.stored.record_layout,
-            verify=damage.ALWAYS if files else self.asked.verify,
+            self.options.stored.record_layout,
+            verify=damage.ALWAYS if files else self.options.verify,
             bad_records=self._bad_records,
             columns={name: ColumnReader(opened, files) for name, opened in self._columns.items()},
             files=files,
@@ -160,9 +162,9 @@ def _stored_rows(stored: StoredDataset) -> dict[str, ArraySpec]:
     return {n: x for n, x in known.items() if all(x.shape)}
 
 
-def _check_text(folder: str, text: texts.TextMixture, asked: Reading) -> None:
+def _check_text(folder: str, text: texts.TextMixture, options: ReadOptions) -> None:
     """Raises a ValueError if the features include another kind of text than `text`."""
-    other = schema.TEXT_DTYPES.keys() & set(asked.features) - {text.feature}
+    other = schema.TEXT_DTYPES.keys() & set(options.features) - {text.feature}
     if text.in_columns and other:
         raise ValueError(
             f'{folder}: features has {min(other)!r}, but '
@@ -205,14 +207,16 @@ class _Plan(NamedTuple):
 class _ChunkReader:
     """Reads blocks of rows with a reader of fetched files, some records at a time."""
 
-    def __init__(self, split: IndexedSplit, reader: RowReader, files: FetchedFiles, asked: Reading):
+    def __init__(
+        self, split: IndexedSplit, reader: RowReader, files: FetchedFiles, options: ReadOptions
+    ):
         self._split = split
         self._reader = reader
         self._files = files
-        self._chunk = asked.chunk
+        self._chunk = options.chunk
         # Records of the smallest part that is fetched. Without a condition chunks come whole, so
         # that blocks with parts of a chunk share it.
-        self._run = schema.CHUNK_STRIDE if asked.source.where else asked.chunk
+        self._run = schema.CHUNK_STRIDE if options.source.where else options.chunk
 
     def read(self, blocks: Iterator[Block]) -> Iterator[Batch]:
         for (steps, size), values in Ahead(self._fill(blocks), 1, 'chunks'):

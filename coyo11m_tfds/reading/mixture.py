@@ -59,7 +59,7 @@ class Stage:
         return whole * np.bincount(self.cycle, minlength=length) + of_rest
 
 
-class Rule:
+class BatchShares:
     """The shares of the sources in batches of one size, as a function of the step."""
 
     def __init__(
@@ -111,7 +111,7 @@ class Rule:
         return Position(step, samples)
 
     @functools.cached_property
-    def told(self) -> list[str]:
+    def summary(self) -> list[str]:
         """Returns a line for each stage: the sources' shares, and weights that would be exact."""
         return [self._tell(*x) for x in zip(self.stages, self._weights, strict=True)]
 
@@ -211,18 +211,18 @@ def _largest_remainders(shares: Sequence[Fraction], total: int) -> list[int]:
     return counts
 
 
-class Place(NamedTuple):
-    """A position in a sequence of batches, with the rule for the following batches."""
+class Cursor(NamedTuple):
+    """A position in a sequence of batches, with the shares for the following batches."""
 
     position: Position  # of the next batch
-    rule: Rule
+    shares: BatchShares
     sources: tuple[str, ...]  # a digest of each source and of the order of its samples
     stride: int = 1  # the sequence holds only every `stride`-th batch
 
     def after(self, count: int) -> Self:
         """Returns the place after `count` more batches of the sequence."""
         step = self.position.step + count * self.stride
-        return self._replace(position=self.rule.at(self.position, step))
+        return self._replace(position=self.shares.at(self.position, step))
 
     def state(self) -> dict[str, Any]:
         """Returns the step and the samples of each source by digest, in plain Python values."""

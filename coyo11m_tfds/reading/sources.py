@@ -29,7 +29,7 @@ _MEANS_APART, _STDS_APART = 0.5, 1.5
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Source:
+class MixSource:
     """One data set of a mixture."""
 
     name: str  # for logs and metrics
@@ -50,10 +50,10 @@ class Source:
         return found
 
 
-Mix: TypeAlias = Sequence[Mapping[str, Any] | Source]
+Mix: TypeAlias = Sequence[Mapping[str, Any] | MixSource]
 
 
-def open_mix(data: Data | Mix) -> tuple[Source, ...]:
+def open_mix(data: Data | Mix) -> tuple[MixSource, ...]:
     """Opens the data sets of a mixture, or a single data set.
 
     Raises the errors of `open_data`, and a ValueError if `data` is not a mixture, a name occurs
@@ -61,17 +61,17 @@ def open_mix(data: Data | Mix) -> tuple[Source, ...]:
     """
     if isinstance(data, str | os.PathLike | StoredDataset) or hasattr(data, 'data_dir'):
         stored = open_data(data)
-        return (Source(_short_name(stored), stored),)
+        return (MixSource(_short_name(stored), stored),)
     members = () if isinstance(data, Mapping) or not isinstance(data, Iterable) else tuple(data)
     if not members:
         raise ValueError(
             f'data={data!r}: expected the folder of a data set, or for a mixture a sequence of '
             f'{SYNTAX}'
         )
-    return _named(tuple(x if isinstance(x, Source) else _open(x) for x in members))
+    return _named(tuple(x if isinstance(x, MixSource) else _open(x) for x in members))
 
 
-def _open(described: Any) -> Source:
+def _open(described: Any) -> MixSource:
     fields = dict(described) if isinstance(described, Mapping) else {}
     if 'dir' not in fields or not fields.keys() <= {'dir', 'weight', *_KINDS}:
         raise ValueError(f'mix has {described!r}: expected {SYNTAX}')
@@ -81,10 +81,10 @@ def _open(described: Any) -> Source:
     if 'where' in fields:
         fields['where'] = filters.parse(fields['where'])
         filters.check(fields['where'], stored)
-    return Source(fields.pop('name', ''), stored, **fields)
+    return MixSource(fields.pop('name', ''), stored, **fields)
 
 
-def _named(sources: tuple[Source, ...]) -> tuple[Source, ...]:
+def _named(sources: tuple[MixSource, ...]) -> tuple[MixSource, ...]:
     """Gives a name to each that has none; raises a ValueError for a name that is there twice."""
     taken, named = [x.name for x in sources if x.name], []
     for source in sources:
@@ -106,7 +106,7 @@ def _short_name(stored: StoredDataset) -> str:
 
 
 def choose_texts(
-    sources: Sequence[Source],
+    sources: Sequence[MixSource],
     text: texts.TextSpec,
     features: Sequence[str] = tuple(schema.TEXT_DTYPES),
 ) -> list[texts.TextMixture]:
@@ -129,7 +129,7 @@ def choose_texts(
     return [dataclasses.replace(x, size=size) for x in found]
 
 
-def stats(sources: Sequence[Source], text: texts.TextSpec) -> DatasetStats:
+def stats(sources: Sequence[MixSource], text: texts.TextSpec) -> DatasetStats:
     """Returns the statistics of latents and texts over a mixture, by its weights, not its stages.
 
     Raises the ValueError of `choose_texts`.
@@ -155,7 +155,7 @@ def stats(sources: Sequence[Source], text: texts.TextSpec) -> DatasetStats:
     )
 
 
-def check_latents(sources: Sequence[Source]) -> None:
+def check_latents(sources: Sequence[MixSource]) -> None:
     """Checks that all latents can come from one VAE, by its recorded name and by statistics.
 
     Raises a ValueError if numbers of channels or recorded names differ, or the statistics of a

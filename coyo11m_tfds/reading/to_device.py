@@ -8,7 +8,7 @@ import numpy as np
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.reading.batches import Ahead, ArraySpec, Batches, Resumable
-from coyo11m_tfds.reading.mixture import Place
+from coyo11m_tfds.reading.mixture import Cursor
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -33,15 +33,15 @@ class Arrays(Resumable[dict[str, jax.Array]]):
 
     def __init__(self, batches: Batches, sharding: jax.sharding.Sharding, ahead: int):
         """Takes an iterator of host batches, and continues at its position."""
-        place = batches.place
+        cursor = batches.cursor
 
-        def read(start: Place) -> Iterator[dict[str, jax.Array]]:
-            if start is not place:
+        def read(start: Cursor) -> Iterator[dict[str, jax.Array]]:
+            if start is not cursor:
                 batches.go_to(start)
             with batches:
                 yield from (_send(batch, sharding) for batch in batches)
 
-        super().__init__(read, place, ahead, 'to_device')
+        super().__init__(read, cursor, ahead, 'to_device')
         self.spec: dict[str, ArraySpec] = {}
         for name, (shape, dtype) in batches.spec.items():
             size = shape[0] * batches.process_count

@@ -20,45 +20,45 @@ from coyo11m_tfds.reading import damage, memory
 from coyo11m_tfds.reading.batches import ArraySpec, Batch, Batches
 from coyo11m_tfds.reading.engines import Opened, SplitReader
 from coyo11m_tfds.reading.evaluation import kept_records
-from coyo11m_tfds.reading.mixture import Place, Position, Rule, Stage
+from coyo11m_tfds.reading.mixture import BatchShares, Cursor, Position, Stage
+from coyo11m_tfds.reading.options import TrainOptions
 from coyo11m_tfds.reading.order import Order, check_share, own_lanes, train_blocks
 from coyo11m_tfds.reading.row_reader import InMemory, Part, gathered, join_places
-from coyo11m_tfds.reading.settings import Training
-from coyo11m_tfds.reading.sources import Source, check_latents, choose_texts
+from coyo11m_tfds.reading.sources import MixSource, check_latents, choose_texts
 from coyo11m_tfds.storage import json_digest
 
 # Bytes of a long caption as an object of Python, with its place in the array.
 _CAPTION_NBYTES = 600
 
 
-class Plan(NamedTuple):
+class ReadPlan(NamedTuple):
     """The sequence of batches that training reads from its sources."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[MixSource, ...]
     orders: tuple[Order, ...] | None  # None for a single source without a chunk index
-    place: Place  # of the first batch
+    cursor: Cursor  # of the first batch
     steps_per_epoch: float  # samples of all sources divided by the batch size; NaN if unknown
 
 
-def plan(asked: Training) -> Plan:
+def plan(options: TrainOptions) -> ReadPlan:
     """Plans the training samples from the first batch on; reads the columns of conditions.
 
     Raises the errors of `input_pipeline.train_batches`.
     """
-    sources = asked.sources
-    splits = [source.stored.split(asked.split) for source in sources]
-    check_share(asked.batch_size, *asked.process, asked.lanes if all(splits) else None)
+    sources = options.sources
+    splits = [source.stored.split(options.split) for source in sources]
+    check_share(options.batch_size, *options.process, options.lanes if all(splits) else None)
     if not all(splits):  # there are no lanes
-        asked = dataclasses.replace(asked, lanes=1)
-    each = [asked.alone(source) for source in sources]
+        options = dataclasses.replace(options, lanes=1)
+    each = [options.alone(source) for source in sources]
     orders = tuple(_order(*x) for x in zip(each, filter(None, splits), strict=False))
     _check_apart(sources, orders)
     check_latents(sources)
     of_latents = [x.stored.latents for x in sources] if len(sources) > 1 else []
-    rule = Rule(
-        asked.batch_size // asked.lanes,
+    shares = BatchShares(
+        options.batch_size // options.lanes,
         [x.weight for x in sources],
-        asked.stages,
+        options.stages,
         [(dtype, shape[1:]) for dtype, shape in of_latents],
         [x.name for x in sources],
     )
@@ -66,29 +66,31 @@ def plan(asked: Training) -> Plan:
         json_digest.sha256({**x.source.identity(x.split), **dataclasses.asdict(x.order)})[:16]
         for x in each
     )
-    start = Place(Position(0, (0,) * len(sources)), rule, digests)
-    place = start if asked.start is None else start.at(asked.start)
-    place = place.after(asked.start_step)._replace(stride=asked.stride)
-    alone = sources[0].stored.splits.get(asked.split)
+    start = Cursor(Position(0, (0,) * len(sources)), shares, digests)
+    cursor = start if options.start is None else start.at(options.start)
+    cursor = cursor.after(options.start_step)._replace(stride=options.stride)
+    alone = sources[0].stored.splits.get(options.split)
     if not all(splits):
-        return Plan(sources, None, place, alone.num_records / rule.each if alone else math.nan)
-    return Plan(sources, orders, place, sum(x.lane_length for x in orders) / rule.each)
+        return ReadPlan(
+            sources, None, cursor, alone.num_records / shares.each if alone else math.nan
+        )
+    return ReadPlan(sources, orders, cursor, sum(x.lane_length for x in orders) / shares.each)
 
 
-def _order(asked: Training, split: IndexedSplit) -> Order:
+def _order(options: TrainOptions, split: IndexedSplit) -> Order:
     """The order of a source alone."""
-    kept = kept_records(asked)
+    kept = kept_records(options)
     try:
-        return Order(split.index.shard_lengths, asked.order, kept)
+        return Order(split.index.shard_lengths, options.order, kept)
     except ValueError as error:
-        raise ValueError(f'{asked.stored.folder}: {error}') from error
+        raise ValueError(f'{options.stored.folder}: {error}') from error
 
 
-def _check_apart(sources: Sequence[Source], orders: Sequence[Order]) -> None:
+def _check_apart(sources: Sequence[MixSource], orders: Sequence[Order]) -> None:
     """Raises a ValueError if two sources would run in lockstep, or have one digest."""
     # Seed and number of records decide the rotation of each epoch. Where both are equal, records of
     # nearly the same places come together, even if a few shards have other lengths.
-    first: dict[tuple[int, int], Source] = {}
+    first: dict[tuple[int, int], MixSource] = {}
     for source, order in zip(sources, orders, strict=False):
         key = order.num_records, order.settings.seed % 2**64  # as hashes take it
         if (other := first.setdefault(key, source)) is not source:
@@ -100,16 +102,16 @@ def _check_apart(sources: Sequence[Source], orders: Sequence[Order]) -> None:
             )
 
 
-def train_batches(asked: Training, opened: Sequence[Opened]) -> Batches:
+def train_batches(options: TrainOptions, opened: Sequence[Opened]) -> Batches:
     """Implements `input_pipeline.train_batches`."""
-    reader = TrainReader(asked, opened)
+    reader = TrainReader(options, opened)
     return Batches(
-        functools.partial(reader.read, own_lanes(asked.lanes, *asked.process)),
-        reader.plan.place,
-        reader.spec(asked.local_size),
+        functools.partial(reader.read, own_lanes(options.lanes, *options.process)),
+        reader.plan.cursor,
+        reader.spec(options.local_size),
         reader.plan.steps_per_epoch,
-        asked.process,
-        asked.batches_ahead,
+        options.process,
+        options.batches_ahead,
         reader.memory_need,
     )
 
@@ -117,15 +119,17 @@ def train_batches(asked: Training, opened: Sequence[Opened]) -> Batches:
 class _SourceReader(SplitReader):
     """Reads samples of lanes of one source in the planned order."""
 
-    def __init__(self, asked: Training, opened: Opened, order: Order, text: texts.TextMixture):
+    def __init__(
+        self, options: TrainOptions, opened: Opened, order: Order, text: texts.TextMixture
+    ):
         self.order = order
         super().__init__(
-            asked,
+            options,
             opened,
             text,
-            seed=asked.seed,
-            caption_dropout=asked.caption_dropout,
-            with_mask=asked.on_bad_records == damage.SKIP,
+            seed=options.seed,
+            caption_dropout=options.caption_dropout,
+            with_mask=options.on_bad_records == damage.SKIP,
         )
 
     def read(
@@ -135,11 +139,11 @@ class _SourceReader(SplitReader):
 
         A batch takes `each` samples of every lane; there are `start` samples before the first.
         """
-        asked = self.asked
+        options = self.options
         in_flight = len(lanes) * parallel_reads
         # Lanes that are read apart all plan a block before the first batch.
-        is_whole = len(lanes) == self.order.settings.lanes // asked.process_count
-        block_rows = 0 if self.is_mapped and is_whole else in_flight * asked.chunk
+        is_whole = len(lanes) == self.order.settings.lanes // options.process_count
+        block_rows = 0 if self.is_mapped and is_whole else in_flight * options.chunk
         blocks = train_blocks(self.order, lanes, each, start, stride, block_rows)
         return self.read_blocks(blocks, in_flight)
 
@@ -151,26 +155,26 @@ class TrainReader:
         plan: The sequence of batches.
     """
 
-    def __init__(self, asked: Training, opened: Sequence[Opened]):
+    def __init__(self, options: TrainOptions, opened: Sequence[Opened]):
         """Raises a ValueError for settings that do not fit each other or the data sets."""
-        self.plan, self._asked = plan(asked), asked
+        self.plan, self._options = plan(options), options
         orders = self.plan.orders
         assert orders is not None, 'what is opened has a chunk index'
-        chosen = choose_texts(asked.sources, asked.text, asked.features)
+        chosen = choose_texts(options.sources, options.text, options.features)
         self._readers = [
-            _SourceReader(asked.alone(source), *reads)
+            _SourceReader(options.alone(source), *reads)
             for source, reads in zip(
-                asked.sources, zip(opened, orders, chosen, strict=True), strict=True
+                options.sources, zip(opened, orders, chosen, strict=True), strict=True
             )
         ]
         self._check_specs()
-        for line in self.plan.place.rule.told if len(chosen) > 1 else ():
+        for line in self.plan.cursor.shares.summary if len(chosen) > 1 else ():
             logging.info('mixture: %s', line)
 
     @property
     def memory_need(self) -> memory.Need | None:
         """The memory that reading takes; None if it takes little."""
-        asked, readers = self._asked, [x for x in self._readers if not x.is_mapped]
+        options, readers = self._options, [x for x in self._readers if not x.is_mapped]
         if not readers:
             return None
         of_rows = [
@@ -179,10 +183,10 @@ class TrainReader:
             for shape, dtype in reader.spec(1).values()
         ]
         return memory.Need(
-            lanes=asked.lanes // asked.process_count,
+            lanes=options.lanes // options.process_count,
             window=max(x.order.window for x in readers),
-            in_flight=asked.parallel_reads * asked.chunk,
-            rows_ready=(asked.batches_ahead + 1) * asked.local_size,
+            in_flight=options.parallel_reads * options.chunk,
+            rows_ready=(options.batches_ahead + 1) * options.local_size,
             row_nbytes=sum(of_rows),
             raw_nbytes=sum(x.raw_nbytes for x in readers),
         )
@@ -191,48 +195,48 @@ class TrainReader:
         """Shape and dtype of each array in batches of `size` rows, of the first source's shape."""
         return self._readers[0].spec(size)
 
-    def read(self, lanes: range, place: Place, together: int = 0) -> Iterator[Batch]:
-        """Yields some lanes' part of the batches from a place on, without end.
+    def read(self, lanes: range, cursor: Cursor, together: int = 0) -> Iterator[Batch]:
+        """Yields some lanes' part of the batches from a cursor on, without end.
 
         With `together`, the samples that one lane gives to that many steps come as one batch.
         """
         while True:
-            stage = place.rule.stage(place.position.step)
-            yield from self._read_stage(lanes, place, stage, together)
-            place = place.after(int(-(-(stage.end - place.position.step) // place.stride)))
+            stage = cursor.shares.stage(cursor.position.step)
+            yield from self._read_stage(lanes, cursor, stage, together)
+            cursor = cursor.after(int(-(-(stage.end - cursor.position.step) // cursor.stride)))
 
     def _read_stage(
-        self, lanes: range, place: Place, stage: Stage, together: int
+        self, lanes: range, cursor: Cursor, stage: Stage, together: int
     ) -> Iterator[Batch]:
         """Yields the batches up to the end of the stage."""
         shapes = sorted(set(stage.cycle.tolist()))
-        stride = place.stride if len(shapes) == 1 else 1
-        steps = {x: self._steps(lanes, place, stage, x, stride, together) for x in shapes}
-        first = at = place.position.step
+        stride = cursor.stride if len(shapes) == 1 else 1
+        steps = {x: self._steps(lanes, cursor, stage, x, stride, together) for x in shapes}
+        first = at = cursor.position.step
         while at < stage.end:
             batch = next(steps[stage.shape(at)])
             # Of several shapes, batches that are not wanted are found, but not gathered.
-            if stride == place.stride or (at - first) % place.stride == 0:
+            if stride == cursor.stride or (at - first) % cursor.stride == 0:
                 yield batch(stage.end - at)
             at += stride * max(1, together)
 
     def _steps(
-        self, lanes: range, place: Place, stage: Stage, shape: int, stride: int, together: int
+        self, lanes: range, cursor: Cursor, stage: Stage, shape: int, stride: int, together: int
     ) -> Iterator[Callable[[float], Batch]]:
         """Returns an iterator over the batches of a shape, for a limited number of steps."""
         members = stage.members(shape)
         # Several steps of a source are found at once, so that NumPy's calls cost as little as in
         # batches of one source.
         at_once = together or (len(members) if stride == 1 else 1)
-        samples = place.position.samples
-        parallel = self._asked.parallel_reads
+        samples = cursor.position.samples
+        parallel = self._options.parallel_reads
         streams = [
             self._readers[i].read(
                 lanes,
                 stage.counts[i] * at_once,
                 samples[i],
                 stride,
-                -(-parallel * stage.counts[i] // place.rule.each),
+                -(-parallel * stage.counts[i] // cursor.shares.each),
             )
             for i in members
         ]

@@ -274,7 +274,7 @@ def test_one_data_set_is_not_given_twice_under_several_paths(written, tmp_path):
             input_pipeline.train_plan(mix, OrderSettings(seed=3), batch_size=64)
         mix[1]['seed'] = 4
         plan = input_pipeline.train_plan(mix, OrderSettings(seed=3), batch_size=64)
-        assert len(plan.place.after(5).state()['samples']) == 2
+        assert len(plan.cursor.after(5).state()['samples']) == 2
 
 
 @pytest.mark.parametrize('lengths', [(250, 250), (250, 200, 50)])
@@ -437,13 +437,13 @@ def test_of_few_kept_records_only_their_runs_are_fetched(tmp_path, caplog, name)
 
 
 def test_what_was_rounded_is_told_with_what_is_exact():
-    assert mixture.Rule(16, (3, 1), names=('a', 'b')).told == ['shares a 0.75, b 0.25']
-    (told,) = mixture.Rule(16, (0.7, 0.3), names=('a', 'b')).told
+    assert mixture.BatchShares(16, (3, 1), names=('a', 'b')).summary == ['shares a 0.75, b 0.25']
+    (told,) = mixture.BatchShares(16, (0.7, 0.3), names=('a', 'b')).summary
     assert told.startswith('shares a 0.6875 (asked 0.7), b 0.3125 (asked 0.3), in steps of 1/16')
     exact, multiple = re.search(r'weights (\S+) are exact.* multiple of (\d+) times', told).groups()
-    exactly = mixture.Rule(16, [int(x) for x in exact.split(':')], names=('a', 'b'))
-    assert 'asked' not in exactly.told[0]
-    assert 'asked' not in mixture.Rule(int(multiple), (0.7, 0.3)).told[0]
+    exactly = mixture.BatchShares(16, [int(x) for x in exact.split(':')], names=('a', 'b'))
+    assert 'asked' not in exactly.summary[0]
+    assert 'asked' not in mixture.BatchShares(int(multiple), (0.7, 0.3)).summary[0]
 
 
 @pytest.mark.parametrize(
@@ -494,7 +494,7 @@ def test_a_mixture_that_makes_no_sense_is_refused(written, changes, message):
 )
 def test_stages_that_make_no_sense_are_refused(stages, message):
     with pytest.raises(ValueError, match=message):
-        mixture.Rule(4, (1, 1), stages)
+        mixture.BatchShares(4, (1, 1), stages)
 
 
 def test_latents_and_texts_of_other_encoders_are_refused(tmp_path):

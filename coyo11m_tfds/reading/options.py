@@ -11,13 +11,13 @@ from coyo11m_tfds.dataset.stored_dataset import Data, StoredDataset
 from coyo11m_tfds.reading import arguments, damage
 from coyo11m_tfds.reading.files import ReadCounter
 from coyo11m_tfds.reading.order import OrderSettings, check_chunk
-from coyo11m_tfds.reading.sources import Mix, Source, open_mix
+from coyo11m_tfds.reading.sources import Mix, MixSource, open_mix
 
 AUTO, ROWS, CHUNKS, TF_DATA = ENGINES = ('auto', 'rows', 'chunks', 'tf_data')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Reading:
+class ReadOptions:
     """The settings for reading a split; `input_pipeline.train_batches` describes the fields.
 
     Raises a ValueError, which names values that work, for a value out of its range or of another
@@ -58,12 +58,12 @@ class Reading:
         check_chunk(self.chunk)
 
     @functools.cached_property
-    def sources(self) -> tuple[Source, ...]:
+    def sources(self) -> tuple[MixSource, ...]:
         """The data sets, opened."""
         return open_mix(self.data)
 
     @property
-    def source(self) -> Source:
+    def source(self) -> MixSource:
         """The only source; raises a ValueError if there are several."""
         if len(self.sources) > 1:
             names = ', '.join(x.name for x in self.sources)
@@ -77,7 +77,7 @@ class Reading:
         """The only data set."""
         return self.source.stored
 
-    def alone(self, source: Source) -> Self:
+    def alone(self, source: MixSource) -> Self:
         """Returns the settings for one of several sources."""
         text = self.text if source.text is None else source.text
         return dataclasses.replace(self, data=(source,), text=text)
@@ -99,7 +99,7 @@ class Reading:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Training(Reading):
+class TrainOptions(ReadOptions):
     """The settings for reading a split for training."""
 
     seed: int
@@ -125,7 +125,7 @@ class Training(Reading):
         """The settings of the order; raises a ValueError if one is out of its range."""
         return OrderSettings(self.seed, self.chunk, self.lanes, self.window)
 
-    def alone(self, source: Source) -> Self:
+    def alone(self, source: MixSource) -> Self:
         """Returns the settings for one of several sources, with its own seed if it has one."""
         own = super().alone(source)
         return own if source.seed is None else dataclasses.replace(own, seed=source.seed)
