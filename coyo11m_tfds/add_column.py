@@ -39,8 +39,8 @@ from coyo11m_tfds.dataset.stored_dataset import StoredDataset
 from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.report import statistics
-from coyo11m_tfds.source import formats, location, sidecar, source_latents
-from coyo11m_tfds.source.joined import Joined
+from coyo11m_tfds.source import formats, sidecar, source_folder, source_latents
+from coyo11m_tfds.source.keyed_values import KeyedValues
 from coyo11m_tfds.storage import file_state, locks, stored_files
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.scratch import Scratch, choose_folder
@@ -88,18 +88,18 @@ def add(
         place = os.fspath(origins[0])
         numbers = ''
         if source:
-            latent_files = location.find(source).latent_files
+            latent_files = source_folder.find_source(source).latent_files
             numbers = source_latents.write_numbers(
                 latent_files, column, edit.scratch, _latents_from(edit)
             )
-        files = sidecar.find(numbers or place)
+        files = sidecar.find_sidecar(numbers or place)
         if not files[0].is_remote:  # before the shards are read for their keys
-            sidecar.describe(files[0].path, column)
+            sidecar.describe_values(files[0].path, column)
         keys = np.concatenate([np.empty(0, np.int64), *_keys(edit.stored)])
         folder = os.path.join(edit.scratch, 'joined')
         downloads = Scratch(os.path.join(edit.scratch, 'source'))
-        sidecar.join(files, folder, keys, hold=downloads.hold_showing, column=column)
-        values = Joined(folder)
+        sidecar.join_values(files, folder, keys, hold=downloads.hold_showing, column=column)
+        values = KeyedValues(folder)
         if len(lacking := np.delete(keys, values.places)):
             remedy = 'Add rows for their keys.'
             if text:
@@ -141,7 +141,7 @@ def move_latents(data_dir: str | os.PathLike[str], source: str | os.PathLike[str
         latents = edit.stored.columns.get(schema.LATENTS)
         if not isinstance(latents, InPlaceColumn):
             raise ValueError(f'{edit.stored.folder}: its latents lie in its records, in no source.')
-        latent_files = location.find(source).latent_files
+        latent_files = source_folder.find_source(source).latent_files
         files = [_find_moved(file, latent_files, os.fspath(source), edit) for file in latents.files]
         moved = dataclasses.replace(latents, files=tuple(files))
         edit.commit({**edit.stored.columns, schema.LATENTS: moved})
@@ -243,7 +243,7 @@ def _check_name(stored: StoredDataset, name: str, replace: bool) -> None:
         )
 
 
-def _write(edit: _Edit, name: str, values: Joined) -> AddedColumn:
+def _write(edit: _Edit, name: str, values: KeyedValues) -> AddedColumn:
     """Writes the files of a column into the staging folder; a value's place is its record."""
     facts, stored, encoder = values.facts, edit.stored, values.facts.get('header', {})
     dtype, shape = np.dtype(facts['dtype']), tuple(facts['shape'])

@@ -197,9 +197,9 @@ def dry_run(place: str, settings: BuildSettings) -> DryRun:
     shards.
     """
     from coyo11m_tfds.convert.plan import make_plan, read_latents  # these need an extra
-    from coyo11m_tfds.source import location
+    from coyo11m_tfds.source import source_folder
 
-    source = location.find(place)
+    source = source_folder.find_source(place)
     files, captions = source.latent_files, source.captions_file
     file_bytes, is_remote = sum(file.size for file in files), files[0].is_remote
     sizes = sorted(file.size for file in source.by_name.values())

@@ -31,9 +31,9 @@ from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process import job as ranks
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import captions as captions_source
-from coyo11m_tfds.source import location, sidecar
-from coyo11m_tfds.source.joined import Joined
+from coyo11m_tfds.source import sidecar, source_folder
 from coyo11m_tfds.source.keyed_parquet import KeyedFile
+from coyo11m_tfds.source.keyed_values import KeyedValues
 from coyo11m_tfds.storage import source_files
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.source_files import StoredFile
@@ -135,12 +135,12 @@ def embed(
         if file:
             source = file.path
             with Scratch(os.path.join(folder, 'source')).hold_showing(file) as path:
-                captions_source.join(path, caption_column, by_key, name=source)
+                captions_source.join_captions(path, caption_column, by_key, name=source)
         else:
             caption_column = _join_of_files(source, caption_column, latents_from, folder, by_key)
-        joined = Joined(by_key)
+        joined = KeyedValues(by_key)
         if not drop_duplicates:
-            captions_source.check_unique(joined, source)
+            captions_source.check_unique_captions(joined, source)
         making = parts.Parts(out, joined, loaded, caption_column, part_captions, tokens_only)
         num_keys = len(joined.places)
         if not making.count:
@@ -184,7 +184,7 @@ def _find_parquet(source: str) -> StoredFile | None:
         return source_files.describe(f'{source}/{schema.CAPTIONS_FILE}')
     except ValueError:
         with contextlib.suppress(ValueError):
-            location.find(source)
+            source_folder.find_source(source)
             return None
         raise  # where there is nothing at all
 
@@ -195,14 +195,16 @@ def _join_of_files(source: str, column: str, latents_from: str, folder: str, by_
 
     heads = os.path.join(folder, 'heads')
     os.mkdir(heads)
-    place = location.find(source)
+    place = source_folder.find_source(source)
     chosen = schema.parse_latents_from(latents_from)
-    choices = source_latents.Asked(latents=chosen, captions=column, drop_bad=True)
+    choices = source_latents.SourceOptions(latents=chosen, captions=column, drop_bad=True)
     try:
         latents = source_latents.SourceLatents.read(place.latent_files, heads, choices)
     except source_latents.NoCaptionsError as error:
         raise ValueError(f'{place.no_captions}: {error}') from None
-    captions_source.join(latents.texts.captions, latents.texts.caption_column, by_key, name=source)
+    captions_source.join_captions(
+        latents.texts.captions, latents.texts.caption_column, by_key, name=source
+    )
     return latents.texts.caption_column
 
 

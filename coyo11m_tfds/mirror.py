@@ -27,7 +27,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.process.sizes import readable
-from coyo11m_tfds.source import location
+from coyo11m_tfds.source import source_folder
 from coyo11m_tfds.source.copied_files import CopiedFiles
 from coyo11m_tfds.storage import locks
 from coyo11m_tfds.storage.destination import Destination
@@ -72,7 +72,7 @@ def mirror(
     target = Destination(destination)
     if parallel < 1:
         raise ValueError(f'parallel is {parallel}, expected at least 1.')
-    files = location.find(source).by_name
+    files = source_folder.find_source(source).by_name
     num_bytes = sum(file.size for file in files.values())
     with locks.hold(target.folder, wait=False):
         copied = CopiedFiles(target)

@@ -7,27 +7,27 @@ from collections.abc import Iterable
 import numpy as np
 
 from coyo11m_tfds.source import captions, sidecar
-from coyo11m_tfds.source.joined import Joined
+from coyo11m_tfds.source.keyed_values import KeyedValues
 
 
 def of_captions(
     path: pathlib.Path, folder: pathlib.Path, wanted: Iterable[int] | None = None, name: str = ''
-) -> Joined:
+) -> KeyedValues:
     """Joins the captions of a Parquet file, of some keys or of all."""
     keys = None if wanted is None else np.array(list(wanted), np.int64)
-    captions.join(str(path), 'caption_llava', str(folder), keys, name)
-    return Joined(str(folder))
+    captions.join_captions(str(path), 'caption_llava', str(folder), keys, name)
+    return KeyedValues(str(folder))
 
 
 def of_values(
     place: pathlib.Path, folder: pathlib.Path, wanted: Iterable[int], column: str = ''
-) -> Joined:
+) -> KeyedValues:
     """Joins the values of a sidecar, or of a column of Parquet files."""
-    sidecar.join(
-        sidecar.find(place),
+    sidecar.join_values(
+        sidecar.find_sidecar(place),
         str(folder),
         np.array(list(wanted), np.int64),
         hold=lambda file: contextlib.nullcontext(file.path),
         column=column,
     )
-    return Joined(str(folder))
+    return KeyedValues(str(folder))

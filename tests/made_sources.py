@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import torch
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.source import captions, joined
+from coyo11m_tfds.source import captions, keyed_values
 
 
 def make_latents(count: int, dtype: str = 'float16', seed: int = 0) -> torch.Tensor:
@@ -102,5 +102,5 @@ def captions_digest(source: pathlib.Path, column: str = schema.DEFAULT_CAPTION_C
     """What a sidecar that is made of these captions says of them."""
     path = str(source / schema.CAPTIONS_FILE)
     with tempfile.TemporaryDirectory() as folder:
-        captions.join(path, column, f'{folder}/captions')
-        return joined.Joined(f'{folder}/captions').facts['digest']
+        captions.join_captions(path, column, f'{folder}/captions')
+        return keyed_values.KeyedValues(f'{folder}/captions').facts['digest']

@@ -15,7 +15,7 @@ import input_pipeline
 from coyo11m_tfds import add_column, embed_captions, schema, verify
 from coyo11m_tfds.convert.data_folder import FinishedShards
 from coyo11m_tfds.dataset import stored_dataset
-from coyo11m_tfds.source.pt_file import LatentShard
+from coyo11m_tfds.source.pt_file import PtFile
 from tests import built, children, made_sources
 from tests.reading import planned
 from tests.reading.batches import assert_same, joined
@@ -238,7 +238,7 @@ def test_bad_rows_of_the_source_are_left_out(small, movable, tmp_path):
     content['latents'][5, 1, 2] = float('nan')
     torch.save(content, latents_file(source))
     path = build(source, small.with_name('hash.parquet'), tmp_path / 'other')
-    keys = LatentShard(latents_file(source)).keys
+    keys = PtFile(latents_file(source)).keys
     steps = planned.of_data(path, **ORDER).steps
     batches = read(path, steps, features=('key', 'latents'))
     assert keys[5] not in np.concatenate([batch['key'] for batch in batches])

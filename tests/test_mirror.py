@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import pytest
 
 from coyo11m_tfds import mirror, schema
-from coyo11m_tfds.source import location
+from coyo11m_tfds.source import source_folder
 from coyo11m_tfds.storage import json_digest, locks, source_files
 from coyo11m_tfds.storage.destination import Destination
 from tests import children
@@ -86,7 +86,7 @@ def test_to_a_local_folder(source, tmp_path):
         assert (summary.num_files, summary.num_copied) == (5, num_copied)
         assert summary.num_bytes == sum(len(data) for data in FILES.values())
         assert _read(tmp_path / 'to') == FILES
-    assert location.find(tmp_path / 'to').captions_file.size == len(FILES[CAPTIONS])
+    assert source_folder.find_source(tmp_path / 'to').captions_file.size == len(FILES[CAPTIONS])
     assert not (tmp_path / 'to.lock').exists()
 
 
@@ -128,7 +128,10 @@ def test_long_names_in_other_letters(gcs, hub, tmp_path):
         assert _in_bucket(gcs, f'{name}/') == files
     for place in (tmp_path / 'hf', 'gs://bucket/hf'):
         assert mirror.mirror('hf://datasets/owner/name', place).num_copied == 0
-        assert len([file for file in location.find(place).latent_files if file.recorded]) == 2
+        assert (
+            len([file for file in source_folder.find_source(place).latent_files if file.recorded])
+            == 2
+        )
     mirror.mirror('gs://bucket/hf', tmp_path / 'back')
     assert _read(tmp_path / 'back') == files
 

@@ -9,7 +9,7 @@ import torch
 
 from coyo11m_tfds import sample_data, schema
 from coyo11m_tfds.pictures import latent_rgb
-from coyo11m_tfds.source import captions, joined
+from coyo11m_tfds.source import captions, keyed_values
 
 
 def _load(folder):
@@ -55,8 +55,8 @@ def test_keys_are_unique_and_some_lack_a_row_or_a_caption(sample):
 
 
 def test_damage_to_its_captions_would_be_noticed(sample, tmp_path):
-    captions.join(sample / schema.CAPTIONS_FILE, 'caption', tmp_path / 'captions')
-    assert joined.Joined(tmp_path / 'captions').facts['has_checksums']
+    captions.join_captions(sample / schema.CAPTIONS_FILE, 'caption', tmp_path / 'captions')
+    assert keyed_values.KeyedValues(tmp_path / 'captions').facts['has_checksums']
 
 
 def test_every_crop_shows_what_its_caption_says(sample):

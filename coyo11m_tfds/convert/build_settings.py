@@ -131,8 +131,8 @@ class BuildSettings:
             return recorded if isinstance(recorded, dict) else chosen
         from coyo11m_tfds.source import sidecar
 
-        first, *_ = sidecar.find(chosen)
-        return sidecar.describe(first.path)['header']
+        first, *_ = sidecar.find_sidecar(chosen)
+        return sidecar.describe_values(first.path)['header']
 
 
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:

@@ -28,7 +28,7 @@ from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.report import statistics
 from coyo11m_tfds.report.page import BuildReport
 from coyo11m_tfds.report.statistics import Dropped, ShardStatistics
-from coyo11m_tfds.source import location
+from coyo11m_tfds.source import source_folder
 from coyo11m_tfds.storage import file_state, locks, scratch, source_files
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def build(
         folder.files.sweep(sub_folder(''))
         os.makedirs(local, exist_ok=True)
         files = scratch.Scratch(os.path.join(local, 'source'))
-        there = location.find(source)
+        there = source_folder.find_source(source)
         if settings.in_place:
             in_place.check_within_reach(there.latent_files[0], final)
         plan = make_plan(there, settings, files, local, limit)

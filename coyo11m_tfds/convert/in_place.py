@@ -15,14 +15,14 @@ from coyo11m_tfds.storage import source_files
 
 def describe(file: source_files.StoredFile, opened: LatentFile) -> InPlaceFile:
     """Describes a file of latents; raises a ValueError if they are not rows in place."""
-    places = opened.places
-    if places is None:
+    layout = opened.layout
+    if layout is None:
         raise ValueError(
             f'{file.path}: its {schema.PT_LATENTS} are not contiguous and cannot be read in place. '
             "Save them again with .contiguous(), or set latents='records'."
         )
     version = file.version if file.is_remote else ''
-    return InPlaceFile(path_of(file), version, opened.digest, places.starts, places.stride)
+    return InPlaceFile(path_of(file), version, opened.digest, layout.starts, layout.stride)
 
 
 def path_of(file: source_files.StoredFile) -> str:

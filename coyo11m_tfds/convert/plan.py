@@ -23,10 +23,17 @@ from coyo11m_tfds.convert.build_settings import EMBEDDINGS_IN_PT, BuildSettings
 from coyo11m_tfds.convert.tasks import JoinedInputs, ShardPart, ShardTask
 from coyo11m_tfds.dataset.keyed_random import splitmix64
 from coyo11m_tfds.report.statistics import Dropped
-from coyo11m_tfds.source import captions, copied_files, formats, joined, location, sidecar
-from coyo11m_tfds.source.joined import Joined
+from coyo11m_tfds.source import (
+    captions,
+    copied_files,
+    formats,
+    keyed_values,
+    sidecar,
+    source_folder,
+)
+from coyo11m_tfds.source.keyed_values import KeyedValues
 from coyo11m_tfds.source.sidecar import Header
-from coyo11m_tfds.source.source_latents import Asked, NoCaptionsError, SourceLatents
+from coyo11m_tfds.source.source_latents import NoCaptionsError, SourceLatents, SourceOptions
 from coyo11m_tfds.storage import file_state, json_digest, locks, source_files
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.source_files import StoredFile
@@ -62,8 +69,8 @@ class _Joined:
     """The contents of records except latents, by place: all rows split by split, no duplicates."""
 
     places: np.ndarray  # of each row of latents, int64 `(n,)`; -1 of one that repeats a key
-    captions: Joined
-    sidecar: Joined | None
+    captions: KeyedValues
+    sidecar: KeyedValues | None
     text: Header | None
 
     @property
@@ -72,7 +79,7 @@ class _Joined:
         text = self.sidecar.facts['digest'] if self.sidecar else in_pt
         return [self.captions.facts['digest'], text]
 
-    def values(self, found: Joined) -> np.ndarray:
+    def values(self, found: KeyedValues) -> np.ndarray:
         """Sizes of joined values for each row; `_NO_ROW` where nothing was joined."""
         sizes = np.full(len(self.places) + 1, _NO_ROW, found.sizes.dtype)  # the last: of place -1
         sizes[found.places] = found.sizes
@@ -80,7 +87,7 @@ class _Joined:
 
 
 def make_plan(
-    source: location.Source,
+    source: source_folder.SourceFolder,
     settings: BuildSettings,
     scratch: Scratch,
     cache_dir: str,
@@ -143,13 +150,13 @@ def make_plan(
 
 
 def read_latents(
-    source: location.Source,
+    source: source_folder.SourceFolder,
     settings: BuildSettings,
     folder: str,
     files: Sequence[StoredFile] | None = None,
 ) -> SourceLatents:
     """Reads and checks the heads of some or all files of a source; raises `make_plan`'s errors."""
-    asked = Asked(
+    asked = SourceOptions(
         latents=schema.parse_latents_from(settings.latents_from),
         captions=None if source.captions_file else settings.caption_column,
         labels=settings.text_embeddings == schema.LABELS,
@@ -168,14 +175,14 @@ def _find_sidecar(settings: BuildSettings, has_parquet: bool) -> list[StoredFile
     if place in ('', schema.LABELS, EMBEDDINGS_IN_PT):
         return []
     try:
-        files = sidecar.find(place)
+        files = sidecar.find_sidecar(place)
     except ValueError as error:
         raise ValueError(
             f'text_embeddings: {error} Expected a folder that coyo11m_tfds.embed_captions made, '
             "'pt', 'labels' or ''."
         ) from None
     if not files[0].is_remote and has_parquet:
-        header = Header(**sidecar.describe(files[0].path)['header'])
+        header = Header(**sidecar.describe_values(files[0].path)['header'])
         _check_column(settings, header, settings.caption_column)
     return files
 
@@ -190,7 +197,7 @@ def _check_column(settings: BuildSettings, header: Header, column: str) -> None:
 
 
 def _join(
-    source: location.Source,
+    source: source_folder.SourceFolder,
     settings: BuildSettings,
     latents: SourceLatents,
     sidecar_files: list[StoredFile],
@@ -205,8 +212,8 @@ def _join(
     wanted = latents.keys[rows]
     keys_digest = _sha256(wanted)
 
-    def kept(origin: list[Any], join: Callable[[str], None]) -> Joined:
-        return joined.kept(cache_dir, [*origin, keys_digest], join)
+    def kept(origin: list[Any], join: Callable[[str], None]) -> KeyedValues:
+        return keyed_values.open_or_make(cache_dir, [*origin, keys_digest], join)
 
     texts = latents.texts
     column = texts.caption_column or settings.caption_column
@@ -216,7 +223,9 @@ def _join(
     else:
         found = kept(
             ['captions of files', in_files, column],
-            lambda to: captions.join(texts.captions, column, to, wanted, source.captions_path),
+            lambda to: captions.join_captions(
+                texts.captions, column, to, wanted, source.captions_path
+            ),
         )
     text = values = None
     if settings.text_embeddings == EMBEDDINGS_IN_PT:
@@ -225,14 +234,14 @@ def _join(
         of_labels = [source_files.describe(texts.labels)]
         values = kept(
             ['labels of files', in_files],
-            lambda to: sidecar.join(of_labels, to, wanted, hold=scratch.hold),
+            lambda to: sidecar.join_values(of_labels, to, wanted, hold=scratch.hold),
         )
         text = Header(**values.facts['header'])
     elif sidecar_files:
         hold = scratch.hold_showing if len(sidecar_files) == 1 else scratch.hold
         values = kept(
             ['sidecar', *([file.path, file.version] for file in sidecar_files)],
-            lambda to: sidecar.join(sidecar_files, to, wanted, hold=hold),
+            lambda to: sidecar.join_values(sidecar_files, to, wanted, hold=hold),
         )
         text = Header(**values.facts['header'])
         _check_column(settings, text, column)
@@ -243,7 +252,7 @@ def _join(
                 'coyo11m_tfds.embed_captions, or name the source that they were made from.'
             )
         logging.info('The text embeddings of %s are ready', settings.text_embeddings)
-    joined.sweep(cache_dir)
+    keyed_values.remove_unused(cache_dir)
     return _Joined(places, found, values, text)
 
 
@@ -252,19 +261,21 @@ def _join_captions(
     settings: BuildSettings,
     wanted: np.ndarray,
     scratch: Scratch,
-    kept: Callable[[list[Any], Callable[[str], None]], Joined],
-) -> Joined:
+    kept: Callable[[list[Any], Callable[[str], None]], KeyedValues],
+) -> KeyedValues:
     def make(folder: str) -> None:
         with scratch.hold_showing(file) as path:
             if file.recorded:
-                copied_files.compare(file_state.compute_state(path), file.recorded, file.path)
-            captions.join(path, settings.caption_column, folder, wanted, file.path)
+                copied_files.check_recorded_state(
+                    file_state.compute_state(path), file.recorded, file.path
+                )
+            captions.join_captions(path, settings.caption_column, folder, wanted, file.path)
 
     # Any commit of a hub may have the file.
     origin = ['captions', re.sub('@[0-9a-f]{40}/', '/', file.path), file.version]
     found = kept([*origin, settings.caption_column], make)
     if not settings.drop_bad:
-        captions.check_unique(found, file.path)
+        captions.check_unique_captions(found, file.path)
     if not (found.facts['has_checksums'] or file.recorded or file.checksum):
         logging.warning(
             f'{file.path}: its pages have no checksums, so damage to it may go unnoticed. Write it '

@@ -11,11 +11,11 @@ from typing import Any
 
 from coyo11m_tfds.convert.build_settings import WAYS_ON
 from coyo11m_tfds.dataset import columns
-from coyo11m_tfds.source import location
+from coyo11m_tfds.source import source_folder
 from coyo11m_tfds.storage import source_files
 
 
-def record(source: location.Source) -> dict[str, Any]:
+def record(source: source_folder.SourceFolder) -> dict[str, Any]:
     """Records a source; raises a ValueError or an OSError if a file is damaged or unreadable."""
     files = {
         name: (file.size, file.checksum if file.is_remote else columns.outline_digest(file.path))
@@ -32,7 +32,9 @@ def check(folder: str | os.PathLike[str], recorded: dict[str, Any] | None, root:
     if not recorded:
         return
     try:
-        differing = list(_differences(recorded['files'], record(location.find(root))['files']))
+        differing = list(
+            _differences(recorded['files'], record(source_folder.find_source(root))['files'])
+        )
     except ValueError as error:
         differing = [str(error).rstrip('.')]
     if differing:

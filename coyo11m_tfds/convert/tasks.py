@@ -1,7 +1,7 @@
 """The tasks of a build, one for each shard, with their inputs and results.
 
-On one machine all tasks read the files of `source.joined` (`JoinedInputs`). A worker on another
-machine reads a copy of the inputs of one shard, some MB (`PackedInputs`).
+On one machine all tasks read the files of `source.keyed_values` (`JoinedInputs`). A worker on
+another machine reads a copy of the inputs of one shard, some MB (`PackedInputs`).
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.columns import InPlaceFile
 from coyo11m_tfds.report.statistics import ShardStatistics
 from coyo11m_tfds.source import sidecar
-from coyo11m_tfds.source.joined import Joined
+from coyo11m_tfds.source.keyed_values import KeyedValues
 from coyo11m_tfds.storage import source_files, stored_files
 
 # The package that this process runs, as a planner tells it to its writers and these record it.
@@ -35,13 +35,13 @@ class OpenInputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class JoinedInputs:
-    """Inputs in local files of `source.joined`."""
+    """Inputs in local files of `source.keyed_values`."""
 
     rows: np.ndarray  # see `OpenInputs`
     keys: np.ndarray
-    places: np.ndarray  # of the captions and texts in their `Joined`, int64 (n,), ascending
-    captions: str  # folder of the `Joined` captions
-    sidecar: str = ''  # folder of the `Joined` of `sidecar.join`; '' without a sidecar
+    places: np.ndarray  # of the captions and texts in their `KeyedValues`, int64 (n,), ascending
+    captions: str  # folder of the `KeyedValues` captions
+    sidecar: str = ''  # folder of the `KeyedValues` of `sidecar.join_values`; '' without a sidecar
 
     def open(self) -> OpenInputs:
         """Reads all inputs, some MB."""
@@ -83,16 +83,16 @@ class PackedInputs:
             return OpenInputs(arrays['rows'], arrays['keys'], captions, arrays.get('text'))
 
 
-def _open(folder: str) -> Joined:
+def _open(folder: str) -> KeyedValues:
     return _open_made(folder, os.stat(folder).st_mtime_ns)
 
 
 # Of a file of 11 million rows it takes 40 ms, a fifth of the time for a shard.
 @functools.lru_cache(maxsize=2)
-def _open_made(folder: str, time: int) -> Joined:
+def _open_made(folder: str, time: int) -> KeyedValues:
     """Opens a folder that was made at a time."""
     del time
-    return Joined(folder)
+    return KeyedValues(folder)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Checks the captions of a Parquet file and sorts them into the order of given keys.
 
-`join` checks all rows of the file. The facts of the result are the number of `duplicates` (rows
-left out because an earlier row has their key), the first 10 of their keys, the `digest` of keys and
-captions, and `has_checksums`, which says whether the pages have checksums. The order of the rows,
-and keys without a caption, do not change the digest.
+`join_captions` checks all rows of the file. The facts of the result are the number of `duplicates`
+(rows left out because an earlier row has their key), the first 10 of their keys, the `digest` of
+keys and captions, and `has_checksums`, which says whether the pages have checksums. The order of
+the rows, and keys without a caption, do not change the digest.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.source import joined
+from coyo11m_tfds.source import keyed_values
 from coyo11m_tfds.source.keyed_parquet import KeyedFile
 
 TOO_LONG = -1  # the size of a caption of more than `schema.MAX_CAPTION_BYTES`, which is left out
@@ -27,14 +27,14 @@ _MAX_EXAMPLES = 10
 _DIGESTED_AT_ONCE = 1 << 20
 
 
-def join(
+def join_captions(
     path: str, column: str, folder: str, wanted: np.ndarray | None = None, name: str = ''
 ) -> None:
-    """Writes the captions of some keys into a new folder, for `joined.Joined`.
+    """Writes the captions of some keys into a new folder, for `keyed_values.KeyedValues`.
 
     Of the distinct keys `wanted`, int64 `(n,)`, the i-th gets place i; without them, each key of
     the file is its own place. The size of a caption is 0 if it is null, empty or blank, and
-    `TOO_LONG` if it is left out. Raises the errors of `KeyedFile` and `joined.make`, and a
+    `TOO_LONG` if it is left out. Raises the errors of `KeyedFile` and `keyed_values.make`, and a
     ValueError if the column holds no text, or a text is not UTF-8.
     """
     with KeyedFile(path, column, name=name) as file:
@@ -43,24 +43,24 @@ def join(
                 f"{file.name}: column '{column}' is {file.kind}, expected text. Set caption_column."
             )
         facts: dict[str, Any] = {'has_checksums': file.has_checksums}
-        joined.make(folder, _batches(file, wanted, facts), facts)
+        keyed_values.make(folder, _batches(file, wanted, facts), facts)
 
 
-def check_unique(found: joined.Joined, name: str) -> None:
+def check_unique_captions(found: keyed_values.KeyedValues, name: str) -> None:
     """Raises a ValueError, with the `name` of the file, if rows of the file repeat a key."""
     facts, options = found.facts, '--drop_duplicates of embed_captions, bad_data="drop" of a build'
     remedy = f', or take the first of each key: {options}'
-    joined.check_unique(facts['duplicates'], facts['duplicate_keys'], name, remedy)
+    keyed_values.check_unique_keys(facts['duplicates'], facts['duplicate_keys'], name, remedy)
 
 
 def _batches(
     file: KeyedFile, wanted: np.ndarray | None, facts: dict[str, Any]
-) -> Iterator[joined.Batch]:
+) -> Iterator[keyed_values.Batch]:
     keys = file.keys()
-    firsts, duplicates = joined.order_by_key(keys)
+    firsts, duplicates = keyed_values.order_by_key(keys)
     facts['duplicates'] = len(duplicates)
     facts['duplicate_keys'] = np.unique(duplicates)[:_MAX_EXAMPLES].tolist()
-    places, is_wanted = joined.Places(wanted).of(keys)
+    places, is_wanted = keyed_values.KeyPlaces(wanted).of(keys)
     is_first = np.zeros(len(keys), bool)
     is_first[firsts] = True
     is_wanted &= is_first

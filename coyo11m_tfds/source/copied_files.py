@@ -84,7 +84,7 @@ def recorded_states(folder: str) -> dict[str, FileState]:
     return {name: state for name, (version, state) in states.items() if version}
 
 
-def compare(found: FileState, recorded: FileState, path: str) -> None:
+def check_recorded_state(found: FileState, recorded: FileState, path: str) -> None:
     """Raises a ValueError if the state of the file at `path` differs from the recorded one."""
     if found != recorded:
         raise ValueError(

@@ -11,7 +11,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.source import copied_files, pt_check, safetensors_file
 from coyo11m_tfds.source.latent_file import LatentFile
 from coyo11m_tfds.source.mds_file import MdsFile
-from coyo11m_tfds.source.pt_file import LatentShard
+from coyo11m_tfds.source.pt_file import PtFile
 from coyo11m_tfds.source.tar_file import TarFile
 from coyo11m_tfds.storage import file_state, remote
 from coyo11m_tfds.storage.source_files import StoredFile
@@ -30,7 +30,7 @@ def open_file(
 
     Raises a ValueError if the file is damaged, or violates its format.
     """
-    return _OTHERS.get(_suffix(file), LatentShard)(path, file.path, asked, file.label)
+    return _OTHERS.get(_suffix(file), PtFile)(path, file.path, asked, file.label)
 
 
 def fetch_head(file: StoredFile, folder: str | os.PathLike[str], *, check_crc: bool = True) -> str:
@@ -71,7 +71,9 @@ def check_contents(
             path, file.path, check_crc=check_crc, recorded=file.recorded, on_bytes=on_bytes
         )
     elif file.recorded:
-        copied_files.compare(file_state.compute_state(path, on_bytes), file.recorded, file.path)
+        copied_files.check_recorded_state(
+            file_state.compute_state(path, on_bytes), file.recorded, file.path
+        )
 
 
 def has_checksums(file: StoredFile) -> bool:

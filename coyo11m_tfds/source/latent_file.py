@@ -21,7 +21,7 @@ from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.dataset.keyed_random import splitmix64
 
 
-class Places(NamedTuple):
+class RowLayout(NamedTuple):
     """Where the rows of a file lie: piece p of row i at `starts[p] + numbers[i] * stride`."""
 
     starts: tuple[int, ...]  # in bytes; a row has several pieces if its crops lie apart
@@ -42,7 +42,7 @@ class LatentFile:
     dtype: str  # of the latents, one of `schema.LATENT_DTYPES`
     shape: tuple[int, ...]  # of a row, (crops, C, H, W)
     digest: str  # of the file's outline, see `columns.outline_digest`
-    places: Places | None  # of the rows; None if `Places` cannot describe them
+    layout: RowLayout | None  # of the rows; None if `RowLayout` cannot describe them
     embedding_dim: int | None = None  # width of the text embeddings
     texts: tuple[str, ...] = ()  # names of the columns of texts
     label_column: str = ''  # name of the column of class labels, one of `LABELS`
@@ -112,7 +112,7 @@ class LatentFile:
             ) from None
 
     def _damaged(self, what: str) -> ValueError:
-        return damaged(self.path, self.kind, what)
+        return damaged_file_error(self.path, self.kind, what)
 
     def _check_has(self, latents: str, there: Collection[str]) -> None:
         if latents not in there:
@@ -146,9 +146,9 @@ class LatentFile:
             )
 
     def row_numbers(self, rows: np.ndarray) -> np.ndarray:
-        """Returns the numbers of rows in `places`, int64 `(n,)`."""
-        assert self.places is not None
-        return rows if self.places.numbers is None else self.places.numbers[rows]
+        """Returns the numbers of rows in `layout`, int64 `(n,)`."""
+        assert self.layout is not None
+        return rows if self.layout.numbers is None else self.layout.numbers[rows]
 
     def embeddings(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
         """Reads the text embeddings of some rows as float32 `(len(rows), embedding_dim)`.
@@ -159,8 +159,8 @@ class LatentFile:
 
     def _read(self, rows: np.ndarray, raw: torch.Tensor) -> None:
         """Reads rows into a tensor `(len(rows), *shape)`."""
-        assert self.places is not None
-        starts, stride, _ = self.places
+        assert self.layout is not None
+        starts, stride, _ = self.layout
         out = _bytes_of(raw)
         nbytes = out.shape[1] // len(starts)
         for piece, start in enumerate(starts):
@@ -210,7 +210,7 @@ def hashed(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), 'little')
 
 
-def damaged(name: str, kind: str, what: str) -> ValueError:
+def damaged_file_error(name: str, kind: str, what: str) -> ValueError:
     """Returns the error for a file that is not of its kind."""
     return ValueError(
         f'{name}: is damaged or not {kind}, {what}. Copy, download or write it again.'

@@ -15,7 +15,7 @@ import pyarrow as pa
 from absl import logging
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.source.latent_file import LatentFile, Places
+from coyo11m_tfds.source.latent_file import LatentFile, RowLayout
 
 _MAX_DESCRIPTION = 1 << 20
 _WIDTHS = {f'{sign}int{bits}': bits // 8 for sign in ('', 'u') for bits in (8, 16, 32, 64)}
@@ -60,7 +60,7 @@ class MdsFile(LatentFile):
                 f'{self.path}: {chosen} of sample {row} has {sizes[row]:,} bytes, expected '
                 f'{self.row_nbytes:,} of {self.dtype} {self.shape}. Set latents_from.'
             )
-        self.places = Places((0,), 1, self._begins[chosen])
+        self.layout = RowLayout((0,), 1, self._begins[chosen])
         self.texts = tuple(x for x, encoding in self._encodings.items() if encoding == 'str')
         of_integers = [x for x, encoding in self._encodings.items() if encoding in _INTEGERS]
         self._find_labels(of_integers)

@@ -71,7 +71,9 @@ def check_contents(
     name = name or os.fspath(path)
     if not check_crc:
         if recorded:
-            copied_files.compare(file_state.compute_state(path, on_bytes), recorded, name)
+            copied_files.check_recorded_state(
+                file_state.compute_state(path, on_bytes), recorded, name
+            )
         return
     buffer, whole = np.empty(_BLOCK_BYTES, np.uint8), google_crc32c.Checksum()
     with open(path, 'rb', buffering=0) as file:
@@ -93,7 +95,7 @@ def check_contents(
                 archive.check(member, crc32)
     if recorded:
         found = file_state.FileState(archive.size, int.from_bytes(whole.digest(), 'big'))
-        copied_files.compare(found, recorded, name)
+        copied_files.check_recorded_state(found, recorded, name)
 
 
 def _make_head(file: StoredFile, path: str, check_crc: bool) -> None:

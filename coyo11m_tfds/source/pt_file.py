@@ -15,7 +15,7 @@ import torch
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import pt_archive
-from coyo11m_tfds.source.latent_file import LatentFile, Places
+from coyo11m_tfds.source.latent_file import LatentFile, RowLayout
 
 _EMBEDDING_DTYPES = ('float16', 'bfloat16', 'float32')
 
@@ -28,7 +28,7 @@ class RowsDisagreeError(ValueError):
         self.keys, self.digest = keys, digest
 
 
-class LatentShard(LatentFile):
+class PtFile(LatentFile):
     """A validated `.pt` file. Latents `(N, C, H, W)` have one crop.
 
     Without `keys`, but with `captions`, keys are hashes of its name and the row.
@@ -67,7 +67,7 @@ class LatentShard(LatentFile):
         shape = tuple(self._latents.shape[1:])
         self._set_kind(schema.PT_LATENTS, _dtype_name(self._latents), shape)
         start = self._latents_start()
-        self.places = None if start is None else Places((start,), self.row_nbytes)
+        self.layout = None if start is None else RowLayout((start,), self.row_nbytes)
         if isinstance(self._bare.get(schema.PT_CAPTIONS), list | tuple):
             self.texts = (schema.PT_CAPTIONS,)
         self._embeddings = tensors.get(schema.PT_EMBEDDINGS)
@@ -85,7 +85,7 @@ class LatentShard(LatentFile):
         return pa.array(texts, pa.large_string())
 
     def _read(self, rows: np.ndarray, raw: torch.Tensor) -> None:
-        if self.places is None:
+        if self.layout is None:
             torch.index_select(self._latents, 0, torch.from_numpy(rows), out=raw)
         else:
             super()._read(rows, raw)

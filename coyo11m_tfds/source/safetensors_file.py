@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import columns
-from coyo11m_tfds.source.latent_file import LABELS, LatentFile, Places, damaged
+from coyo11m_tfds.source.latent_file import LABELS, LatentFile, RowLayout, damaged_file_error
 from coyo11m_tfds.storage import remote, retry
 from coyo11m_tfds.storage.source_files import StoredFile
 
@@ -53,7 +53,7 @@ class SafetensorsFile(LatentFile):
                     f'{wanted} is.'
                 )
         starts = tuple(self._tensors[view].begin for view in views)
-        self.places = Places(starts, self.row_nbytes // len(views))
+        self.layout = RowLayout(starts, self.row_nbytes // len(views))
         self._find_labels(self._tensors)
         if schema.PT_KEYS in self._tensors:
             self.keys = self._integers(schema.PT_KEYS, count)
@@ -107,7 +107,7 @@ def _parse(read: Callable[[int, int], bytes], size: int, name: str) -> dict[str,
     """The tensors by name, from what `read(begin, nbytes)` gives of the file."""
     length = int.from_bytes(read(0, min(8, size)), 'little')
     if size < 8 or not 2 <= length <= min(_MAX_HEADER, size - 8):
-        raise damaged(
+        raise damaged_file_error(
             name, SafetensorsFile.kind, f'its header would have {length:,} of {size:,} bytes'
         )
     start = 8 + length
@@ -122,7 +122,9 @@ def _parse(read: Callable[[int, int], bytes], size: int, name: str) -> dict[str,
                 raise ValueError(f'{tensor} of {shape} lies from {begin} to {end}')
             tensors[tensor] = _Tensor(str(fields['dtype']), shape, start + begin, start + end)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise damaged(name, SafetensorsFile.kind, f'its header cannot be read ({error})') from None
+        raise damaged_file_error(
+            name, SafetensorsFile.kind, f'its header cannot be read ({error})'
+        ) from None
     for tensor, (kind, shape, begin, end) in tensors.items():
         of_floats = schema.LATENT_DTYPES.get(_FLOATS.get(kind, ''))
         number = of_floats or (_INTEGERS[kind].itemsize if kind in _INTEGERS else None)
@@ -130,7 +132,7 @@ def _parse(read: Callable[[int, int], bytes], size: int, name: str) -> dict[str,
         if needed != end - begin or end > size:
             has = f'has bytes {begin:,} to {end:,} of {size:,}'
             what = f'{tensor} of {kind} {shape} takes {needed:,} bytes, but {has}'
-            raise damaged(name, SafetensorsFile.kind, what)
+            raise damaged_file_error(name, SafetensorsFile.kind, what)
     return tensors
 
 

@@ -21,7 +21,7 @@ import pyarrow as pa
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.source import joined
+from coyo11m_tfds.source import keyed_values
 from coyo11m_tfds.source.keyed_parquet import KeyedFile
 from coyo11m_tfds.storage import source_files, stored_files
 from coyo11m_tfds.storage.source_files import StoredFile
@@ -60,7 +60,7 @@ def find_parts(folder: str) -> tuple[int, dict[int, StoredFile]]:
     return count, dict(sorted(parts.items()))
 
 
-def find(place: str | os.PathLike[str]) -> list[StoredFile]:
+def find_sidecar(place: str | os.PathLike[str]) -> list[StoredFile]:
     """Finds the file of a sidecar, local or remote, or all its parts in order if it is a folder.
 
     Raises a ValueError if the file or folder does not exist, or a part is missing.
@@ -117,8 +117,8 @@ _ENTRIES = {
 }
 
 
-def describe(path: str, column: str = '', name: str = '') -> dict[str, Any]:
-    """Returns those facts of `join` that one file holds; `name` is its name in messages.
+def describe_values(path: str, column: str = '', name: str = '') -> dict[str, Any]:
+    """Returns those facts of `join_values` that one file holds; `name` is its name in messages.
 
     Raises a ValueError if a column or an entry of the metadata is missing or of another type.
     """
@@ -126,7 +126,9 @@ def describe(path: str, column: str = '', name: str = '') -> dict[str, Any]:
         return _describe(file, column)
 
 
-def check_same(expected: Mapping[str, Any], found: Mapping[str, Any], name: str, of: str) -> None:
+def check_same_entries(
+    expected: Mapping[str, Any], found: Mapping[str, Any], name: str, of: str
+) -> None:
     """Raises a ValueError if an entry of the file `name` differs from the one expected, `of`."""
     for entry in sorted(expected.keys() | found.keys()):
         if expected.get(entry) != found.get(entry):
@@ -185,25 +187,25 @@ def _header(file: KeyedFile) -> Header:
     return Header(**fields | {'dim': width})
 
 
-def join(
+def join_values(
     files: Sequence[StoredFile], folder: str, wanted: np.ndarray, *, hold: Hold, column: str = ''
 ) -> None:
-    """Writes the values of some keys into a new folder, for `joined.Joined`.
+    """Writes the values of some keys into a new folder, for `keyed_values.KeyedValues`.
 
     The facts are the `dtype` and the `shape` of a value, the `digest` of all keys and values and,
     for embeddings and tokens, the fields of the `header`.
 
     Of the distinct keys `wanted`, int64 `(n,)`, the i-th gets place i. `column` is one of integers,
     floats, or lists of one size, where a row with a null has no value; '' stands for embeddings or
-    tokens of `embed_captions`. Raises the errors of `KeyedFile`, `describe` and `joined.make`, and
-    a ValueError if files differ in their headers or in the kind of values, two rows have the same
-    key, or an embedding is null or not finite.
+    tokens of `embed_captions`. Raises the errors of `KeyedFile`, `describe_values` and
+    `keyed_values.make`, and a ValueError if files differ in their headers or in the kind of values,
+    two rows have the same key, or an embedding is null or not finite.
     """
     facts: dict[str, Any] = {}
-    joined.make(folder, _batches(files, wanted, hold, column, facts), facts)
+    keyed_values.make(folder, _batches(files, wanted, hold, column, facts), facts)
 
 
-def read(found: joined.Joined, places: np.ndarray) -> np.ndarray:
+def read(found: keyed_values.KeyedValues, places: np.ndarray) -> np.ndarray:
     """Returns the values of some places, int64 `(n,)`, ascending, as `(n, *shape)`."""
     values = np.frombuffer(b''.join(found.read(places)), found.facts['dtype'])
     return values.reshape(len(places), *found.facts['shape'])
@@ -211,9 +213,9 @@ def read(found: joined.Joined, places: np.ndarray) -> np.ndarray:
 
 def _batches(
     files: Sequence[StoredFile], wanted: np.ndarray, hold: Hold, column: str, facts: dict[str, Any]
-) -> Iterator[joined.Batch]:
+) -> Iterator[keyed_values.Batch]:
     digest, all_keys = hashlib.sha256(), []
-    of_keys = joined.Places(wanted)
+    of_keys = keyed_values.KeyPlaces(wanted)
     first: dict[str, Any] = {}
     names = [column] if column else _COLUMNS
     with Progress('Reading values', sum(file.size for file in files), 'B') as progress:
@@ -224,7 +226,7 @@ def _batches(
                 if not column:  # what parts of one sidecar have in common
                     said = {x: y for x, y in opened.metadata.items() if x != schema.META_PART}
                 first = first or said
-                check_same(first, said, file.path, f'in {files[0].path}')
+                check_same_entries(first, said, file.path, f'in {files[0].path}')
                 facts.update(found)
                 keys = opened.keys()
                 for rows, values in _values(opened, keys, found):
@@ -241,8 +243,8 @@ def _batches(
     name = files[0].path if len(files) == 1 else os.path.dirname(files[0].path)
     if not len(keys):
         raise ValueError(f"{name}: column '{column}' is null in every row.")
-    _, duplicates = joined.order_by_key(keys)
-    joined.check_unique(len(duplicates), duplicates, name)
+    _, duplicates = keyed_values.order_by_key(keys)
+    keyed_values.check_unique_keys(len(duplicates), duplicates, name)
     digest = hashlib.sha256(digest.digest())
     digest.update(keys)
     facts['digest'] = digest.hexdigest()

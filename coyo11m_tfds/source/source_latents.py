@@ -21,7 +21,7 @@ from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.source import formats, joined
+from coyo11m_tfds.source import formats, keyed_values
 from coyo11m_tfds.source.latent_file import LABELS, LatentFile
 from coyo11m_tfds.source.pt_file import RowsDisagreeError
 from coyo11m_tfds.storage.source_files import StoredFile
@@ -54,7 +54,7 @@ class NoCaptionsError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class SourceOptions:
     """The contents to read from the files of a source."""
 
     latents: schema.LatentsFrom = schema.ANY_LATENTS
@@ -65,7 +65,7 @@ class Asked:
     check_crc: bool = True  # whether to compare the small members of `.pt` files
 
 
-def _read_head(file: StoredFile, head_dir: str | os.PathLike[str], asked: Asked) -> Head:
+def _read_head(file: StoredFile, head_dir: str | os.PathLike[str], asked: SourceOptions) -> Head:
     try:
         with _opened(file, head_dir, asked) as shard:
             found = Head(shard.keys, shard.dtype, shard.shape, shard.embedding_dim, shard.digest)
@@ -89,7 +89,7 @@ def write_numbers(
     """
 
     def read_one(file: StoredFile) -> pa.Table:
-        with _opened(file, folder, Asked(latents)) as opened:
+        with _opened(file, folder, SourceOptions(latents)) as opened:
             if column not in opened.numbers:
                 raise ValueError(
                     f"{file.path}: has no numbers '{column}'; it has {list(opened.numbers)}."
@@ -105,7 +105,7 @@ def write_numbers(
             f"{files[0].path}: its numbers '{column}' and those of other files are of types that "
             f'do not go together ({error}). Write them with one type in all files.'
         ) from None
-    firsts, _ = joined.order_by_key(table.column(0).to_numpy())
+    firsts, _ = keyed_values.order_by_key(table.column(0).to_numpy())
     path = os.path.join(folder, 'numbers-of-files.parquet')
     pq.write_table(table.take(firsts), path)
     return path
@@ -113,7 +113,7 @@ def write_numbers(
 
 @contextlib.contextmanager
 def _opened(
-    file: StoredFile, head_dir: str | os.PathLike[str], asked: Asked
+    file: StoredFile, head_dir: str | os.PathLike[str], asked: SourceOptions
 ) -> Iterator[LatentFile]:
     path = formats.fetch_head(file, head_dir, check_crc=asked.check_crc)
     try:
@@ -124,7 +124,7 @@ def _opened(
             os.remove(path)
 
 
-def _texts(file: LatentFile, asked: Asked) -> dict[str, Any]:
+def _texts(file: LatentFile, asked: SourceOptions) -> dict[str, Any]:
     """The captions and the labels of a file, as of `Head`."""
     found: dict[str, Any] = {}
     column = ''
@@ -202,7 +202,7 @@ class TextTables:
         if not self._labels:
             return
         keys, labels = map(np.concatenate, zip(*self._labels, strict=True))
-        firsts, _ = joined.order_by_key(keys)
+        firsts, _ = keyed_values.order_by_key(keys)
         keys, labels = keys[firsts], labels[firsts]
         entries = {
             schema.META_TEXT_ENCODER: schema.LABELS,
@@ -250,7 +250,7 @@ class SourceLatents:
             for file, digest in pairs
         )
         self.duplicate = np.ones(len(self.keys), bool)
-        self.duplicate[joined.order_by_key(self.keys)[0]] = False
+        self.duplicate[keyed_values.order_by_key(self.keys)[0]] = False
         found = list(zip(files, heads, strict=True))
         bad = [(file.path, head.disagreement) for file, head in found if head.disagreement]
         self.disagreeing_files = tuple(path for path, _ in bad)
@@ -270,7 +270,7 @@ class SourceLatents:
         cls,
         files: Sequence[StoredFile],
         head_dir: str | os.PathLike[str],
-        asked: Asked,
+        asked: SourceOptions,
     ) -> 'SourceLatents':
         """Opens and checks every file.
 

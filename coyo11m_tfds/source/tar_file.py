@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import npy
-from coyo11m_tfds.source.latent_file import LatentFile, Places, hashed
+from coyo11m_tfds.source.latent_file import LatentFile, RowLayout, hashed
 
 _BLOCK = 512
 _ALIGNED = 16  # where arrays in `.npy` files begin; so a place within 64 GB is a number of 32 bits
@@ -52,7 +52,7 @@ class TarFile(LatentFile):
         numbers, rest = np.divmod(np.array(begins, np.int64), _ALIGNED)
         if rest.any() or numbers.max(initial=0) >= 2**32:
             raise ValueError(f'{self.path}: a {chosen} has its array at an unusual offset.')
-        self.places = Places((0,), _ALIGNED, numbers)
+        self.layout = RowLayout((0,), _ALIGNED, numbers)
         first = next(iter(self._samples))
         fields = self._json(first)
         of_text = [x for x, value in fields.items() if isinstance(value, str)]

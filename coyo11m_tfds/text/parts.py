@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.source import keyed_parquet, sidecar
-from coyo11m_tfds.source.joined import Joined
+from coyo11m_tfds.source.keyed_values import KeyedValues
 from coyo11m_tfds.storage import file_state, locks, source_files
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.scratch import user_cache
@@ -50,13 +50,13 @@ class Parts:
     def __init__(
         self,
         out: str,
-        captions: Joined,
+        captions: KeyedValues,
         encoder: Encoder | Tokenizer,
         caption_column: str,
         part_captions: int = PART_CAPTIONS,
         tokens_only: bool = False,
     ):
-        """Takes the `captions.join` of all keys; does not touch the folder `out`.
+        """Takes the `captions.join_captions` of all keys; does not touch the folder `out`.
 
         `encoder` may be a tokenizer with `tokens_only`. A part has at most `part_captions`.
         """
@@ -105,7 +105,7 @@ class Parts:
             stored = keyed_parquet.read_schema(file).metadata or {}
             metadata = {key.decode(): value.decode() for key, value in stored.items()}
             expected = self._metadata_of(number)
-            sidecar.check_same(expected, metadata, file.path, 'is what this command makes')
+            sidecar.check_same_entries(expected, metadata, file.path, 'is what this command makes')
 
         with concurrent.futures.ThreadPoolExecutor(_CHECKED_AT_ONCE) as threads:
             list(threads.map(check_one, finished))

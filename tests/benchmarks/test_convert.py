@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks import convert, runner, source
-from coyo11m_tfds.source.pt_file import LatentShard
+from coyo11m_tfds.source.pt_file import PtFile
 
 NUM_SAMPLES = 50
 LEFT_OUT = 'cp', 'builder2'
@@ -51,7 +51,7 @@ def _content(path: pathlib.Path) -> bytes:
 def test_a_source_is_what_the_builder_expects_and_is_made_once(tmp_path):
     made = source.make(tmp_path, num_samples=7, seed=1)
 
-    shards = [LatentShard(path) for path in source.pt_files(made)]
+    shards = [PtFile(path) for path in source.pt_files(made)]
     assert [len(shard.keys) for shard in shards] == [2, 2, 2, 1]
     samples = list(source.samples(made, 7))
     keys = np.concatenate([shard.keys for shard in shards]).tolist()

@@ -7,7 +7,7 @@ from coyo11m_tfds.convert import driver, local_runner, plan
 from coyo11m_tfds.convert.build_settings import BuildSettings
 from coyo11m_tfds.convert.data_folder import FinishedShards
 from coyo11m_tfds.convert.tasks import ShardResult, ShardTask
-from coyo11m_tfds.source import location
+from coyo11m_tfds.source import source_folder
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.scratch import Scratch
 
@@ -19,7 +19,7 @@ def make_plan(
     folder.mkdir(exist_ok=True)
     defaults = {'validation_fraction': 0.2, 'shard_bytes': 150_000}
     return plan.make_plan(
-        location.find(source),
+        source_folder.find_source(source),
         BuildSettings(**(defaults | settings)),
         Scratch(folder / 'source'),
         str(folder),

@@ -52,7 +52,7 @@ def test_every_kept_key_is_planned_once_in_source_order(tmp_path):
         inputs = task.inputs.open()
         for part in task.parts:
             rows = inputs.rows[part.records]
-            in_file = pt_file.LatentShard(part.file.path).keys[rows]
+            in_file = pt_file.PtFile(part.file.path).keys[rows]
             np.testing.assert_array_equal(in_file, inputs.keys[part.records])
 
 

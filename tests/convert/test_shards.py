@@ -15,7 +15,7 @@ import torch
 from coyo11m_tfds import schema
 from coyo11m_tfds.convert import driver
 from coyo11m_tfds.dataset import chunk_index
-from coyo11m_tfds.source.pt_file import LatentShard
+from coyo11m_tfds.source.pt_file import PtFile
 from coyo11m_tfds.storage import json_digest
 from tests import made_sources
 from tests.built import files_of
@@ -197,10 +197,10 @@ def test_a_file_that_is_rewritten_after_its_check_gives_no_shard(
     source = made_sources.write_source(tmp_path / 'source', [range(160)])
     path = made_sources.latents_file(source, 0)
     whole, time = path.read_bytes(), path.stat().st_mtime_ns
-    begin = whole.index(bytes(LatentShard(path).latents(range(100, 120))[0]))
+    begin = whole.index(bytes(PtFile(path).latents(range(100, 120))[0]))
     reads = itertools.count()
 
-    def rewrite_and_read(file: LatentShard, rows: np.ndarray, original=LatentShard.latents):
+    def rewrite_and_read(file: PtFile, rows: np.ndarray, original=PtFile.latents):
         if next(reads) == chunk:
             with path.open('r+b') as opened:
                 opened.seek(begin)
@@ -210,7 +210,7 @@ def test_a_file_that_is_rewritten_after_its_check_gives_no_shard(
     settings = {'validation_fraction': 0, 'shard_bytes': 10**9, 'latents': latents}
     made = make_plan(source, tmp_path / 'stores', **settings)
     with monkeypatch.context() as patch:
-        patch.setattr(LatentShard, 'latents', rewrite_and_read)
+        patch.setattr(PtFile, 'latents', rewrite_and_read)
         with pytest.raises(ValueError, match=f'{path}: has changed since the build began'):
             write(made, tmp_path / 'work')
     assert next(reads) == 2

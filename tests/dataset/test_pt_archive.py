@@ -12,7 +12,7 @@ import torch
 
 from coyo11m_tfds.dataset import pt_archive
 from coyo11m_tfds.source import pt_check
-from coyo11m_tfds.source.pt_file import LatentShard
+from coyo11m_tfds.source.pt_file import PtFile
 from coyo11m_tfds.storage import file_state
 from coyo11m_tfds.storage.file_state import FileState
 from tests import children, made_sources
@@ -34,7 +34,7 @@ def path(tmp_path) -> pathlib.Path:
 def contents(path: pathlib.Path) -> tuple:
     """All that a build takes from a file, after the checks that it makes."""
     pt_check.check_contents(path)
-    shard = LatentShard(path)
+    shard = PtFile(path)
     rows = range(len(shard.keys))
     raw, _ = shard.latents(rows)
     embeddings = shard.embeddings(rows).tolist() if shard.embedding_dim else None
@@ -176,7 +176,7 @@ def rewritten(path: pathlib.Path, method: int = zipfile.ZIP_STORED, **members: b
 )
 def test_other_archives_are_refused(path, make, message):
     path.write_bytes(make(path))
-    for check in (pt_check.check_contents, pt_check.check_small, LatentShard):
+    for check in (pt_check.check_contents, pt_check.check_small, PtFile):
         with pytest.raises(ValueError, match=rf'^{path}: .*{message}'):
             check(path)
 
@@ -251,14 +251,14 @@ def test_tensors_that_are_not_stored_are_refused_for_little_memory(tmp_path):
     refused[str(claims)] = message
     program = """
         import json, re
-        from coyo11m_tfds.source.pt_file import LatentShard
+        from coyo11m_tfds.source.pt_file import PtFile
         def peak():
             with open('/proc/self/status') as status:
                 return int(re.search('VmHWM:(.*)kB', status.read())[1])
         before = peak()
         for path, message in json.loads(sys.argv[1]).items():
             try:
-                LatentShard(path)
+                PtFile(path)
             except ValueError as error:
                 said = str(error)
                 assert said.startswith(path + ': ') and re.search(message, said), error

@@ -5,7 +5,7 @@
     def test_source(gcs):
         gcs.upload_folder(folder, 'gs://bucket/source')
         gcs.inject(Fault('503', count=2))
-        location.find('gs://bucket/source')                                     # in this process
+        source_folder.find_source('gs://bucket/source')                     # in this process
         subprocess.run([sys.executable, ...], env={**os.environ, **gcs.env})   # TensorFlow as well
 
 The clients of gs:// and the hub reach the stand-ins from the test process. TensorFlow reads its

@@ -17,7 +17,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import chunk_index, columns, records
 from coyo11m_tfds.dataset.columns import AddedColumn, InPlaceColumn, InPlaceFile
 from coyo11m_tfds.dataset.keyed_random import splitmix64
-from coyo11m_tfds.source.pt_file import LatentShard
+from coyo11m_tfds.source.pt_file import PtFile
 
 TEXT_DIM = 2
 
@@ -75,8 +75,8 @@ def _write_sources(
         path = source / f'{split}-{number}.pt'
         content = {schema.PT_KEYS: torch.arange(len(latents)), schema.PT_LATENTS: latents}
         torch.save({name: torch.as_tensor(x) for name, x in content.items()}, path)
-        opened = LatentShard(path)
-        files.append(InPlaceFile(str(path), '', opened.digest, *opened.places[:2]))
+        opened = PtFile(path)
+        files.append(InPlaceFile(str(path), '', opened.digest, *opened.layout[:2]))
         crcs = columns.row_checksums(latents[rows])
         places.append(np.stack([np.full(len(rows), first + number), rows, crcs], axis=1))
     return np.concatenate(places).astype('<u4'), files

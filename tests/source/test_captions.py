@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coyo11m_tfds.source import captions, sidecar
-from coyo11m_tfds.source.joined import Joined
+from coyo11m_tfds.source.keyed_values import KeyedValues
 from coyo11m_tfds.storage.source_files import StoredFile
 from tests import joins, made_sources
 from tests.checkout import CHECKOUT
@@ -30,7 +30,7 @@ FEW_KEYS = st.integers(-3, 3)
 CAPTIONS = st.none() | st.text(max_size=40) | st.sampled_from(['', ' ', '\n\t ', '\u2003', 'ä b'])
 
 
-def join(path: pathlib.Path, wanted: Iterable[int] | None = None) -> Joined:
+def join(path: pathlib.Path, wanted: Iterable[int] | None = None) -> KeyedValues:
     folder = path.parent / 'joined'
     shutil.rmtree(folder, ignore_errors=True)
     return joins.of_captions(path, folder, wanted)
@@ -74,7 +74,7 @@ def test_captions_are_found_as_in_a_dict(rows, others, row_group_size, all_keys)
     assert found.facts['duplicate_keys'] == sorted(repeated)[:10]
     if repeated:
         with pytest.raises(ValueError, match=f'^x: {len(keys) - len(expected)} rows repeat the'):
-            captions.check_unique(found, 'x')
+            captions.check_unique_captions(found, 'x')
 
 
 def test_a_file_of_several_batches_is_joined_correctly(tmp_path):
@@ -229,7 +229,7 @@ def test_an_encrypted_file_is_refused_by_name(tmp_path, plain_footer, columns):
         writer.write_table(table)
     program = """
         try:
-            captions.join(path, 'caption_llava', path + '.joined')
+            captions.join_captions(path, 'caption_llava', path + '.joined')
         except ValueError as error:
             print(error)
     """
@@ -241,10 +241,10 @@ def test_messages_name_the_file_that_a_copy_stands_for(tmp_path):
     copy, file = tmp_path / 'copy.parquet', StoredFile('gs://b/x', 0, '1', None)
 
     def of_captions(folder: str) -> None:
-        captions.join(str(copy), 'caption_llava', folder, name=file.path)
+        captions.join_captions(str(copy), 'caption_llava', folder, name=file.path)
 
     def of_embeddings(folder: str) -> None:
-        sidecar.join(
+        sidecar.join_values(
             [file], folder, np.array([1]), hold=lambda _: contextlib.nullcontext(str(copy))
         )
 
@@ -274,8 +274,8 @@ def test_texts_that_are_large_only_in_memory_take_little_of_it(tmp_path, size, c
     pq.write_table(table, path, compression='zstd', store_schema=False)
     assert path.stat().st_size < 100_000
     program = """
-        captions.join(path, 'caption_llava', path + '.joined')
-        print((joined.Joined(path + '.joined').sizes > 0).sum())
+        captions.join_captions(path, 'caption_llava', path + '.joined')
+        print((keyed_values.KeyedValues(path + '.joined').sizes > 0).sum())
     """
     kept = 0 if size > captions.schema.MAX_CAPTION_BYTES else count
     assert run_with_little_memory(program, path) == f'{kept}\n'
@@ -286,10 +286,10 @@ def test_embeddings_are_read_a_few_at_a_time_if_they_are_wide(tmp_path):
     rows = {key: np.ones(4096) for key in range(12_000)}  # 96 MB
     made_sources.write_sidecar(tmp_path / 'x.parquet', rows)
     program = """
-        files = sidecar.find(path)
+        files = sidecar.find_sidecar(path)
         hold = lambda file: contextlib.nullcontext(file.path)
-        sidecar.join(files, path + '.joined', np.arange(12_000), hold=hold)
-        print(len(joined.Joined(path + '.joined').places))
+        sidecar.join_values(files, path + '.joined', np.arange(12_000), hold=hold)
+        print(len(keyed_values.KeyedValues(path + '.joined').places))
     """
     assert run_with_little_memory(program, tmp_path / 'x.parquet') == '12000\n'
 
@@ -302,9 +302,9 @@ def test_a_row_group_of_more_than_2_gb_takes_little_memory(tmp_path):
     options = {'use_dictionary': False, 'compression': 'none'}
     pq.write_table(table, path, row_group_size=1_100_000, **options)
     assert pq.read_metadata(path).row_group(0).column(1).total_uncompressed_size > 2**31
-    run_with_little_memory("captions.join(path, 'caption_llava', path + '.joined')", path)
+    run_with_little_memory("captions.join_captions(path, 'caption_llava', path + '.joined')", path)
     expected = [part[3].as_py().encode(), part[-1].as_py().encode()]
-    assert Joined(f'{path}.joined').read(np.array([3, 1_099_999])) == expected
+    assert KeyedValues(f'{path}.joined').read(np.array([3, 1_099_999])) == expected
 
 
 def run_with_little_memory(program: str, path: pathlib.Path) -> str:
@@ -315,7 +315,7 @@ def run_with_little_memory(program: str, path: pathlib.Path) -> str:
     program = f"""
 import contextlib, re, sys
 import numpy as np
-from coyo11m_tfds.source import captions, joined, sidecar
+from coyo11m_tfds.source import captions, keyed_values, sidecar
 path = sys.argv[1]
 def peak():
     with open('/proc/self/status') as status:

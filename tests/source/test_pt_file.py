@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.source.pt_file import LatentShard
+from coyo11m_tfds.source.pt_file import PtFile
 from tests import made_sources
 
 
@@ -18,7 +18,7 @@ def test_rows_are_read_bit_for_bit_in_the_order_asked_for(tmp_path, dtype, rows)
     latents = made_sources.make_latents(8, dtype)[1:]
     path = tmp_path / 'x.pt'
     torch.save({'keys': torch.arange(7), 'latents': latents}, path)
-    shard = LatentShard(path)
+    shard = PtFile(path)
     raw, values = shard.latents(rows)
     assert shard.dtype == dtype
     np.testing.assert_array_equal(shard.keys, np.arange(7))
@@ -31,11 +31,11 @@ def test_rows_are_read_bit_for_bit_in_the_order_asked_for(tmp_path, dtype, rows)
 def test_embeddings_are_read_where_there_are_some(tmp_path):
     embeddings = torch.randn(4, 10).bfloat16()
     made_sources.write_pt(tmp_path / 'x.pt', range(4), replace={'embeddings': embeddings})
-    shard = LatentShard(tmp_path / 'x.pt')
+    shard = PtFile(tmp_path / 'x.pt')
     assert shard.embedding_dim == 10
     np.testing.assert_array_equal(shard.embeddings([2, 1]), embeddings[[2, 1]].float().numpy())
     made_sources.write_pt(tmp_path / 'x.pt', range(4))
-    shard = LatentShard(tmp_path / 'x.pt')
+    shard = PtFile(tmp_path / 'x.pt')
     assert shard.embedding_dim is None
     with pytest.raises(ValueError, match="lacks 'embeddings'"):
         shard.embeddings([0])
@@ -47,7 +47,7 @@ def test_the_digest_tells_one_changed_number_but_not_the_name_of_the_file(tmp_pa
         torch.save({'keys': torch.arange(2), 'latents': latents}, tmp_path / name)
     latents[1, 2, 3, 4, 5] += 1
     torch.save({'keys': torch.arange(2), 'latents': latents}, tmp_path / 'changed.pt')
-    digests = [LatentShard(tmp_path / name).digest for name in ('a.pt', 'b.pt', 'changed.pt')]
+    digests = [PtFile(tmp_path / name).digest for name in ('a.pt', 'b.pt', 'changed.pt')]
     assert digests[0] == digests[1] != digests[2]
 
 
@@ -60,7 +60,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, spread):
         replace={'latents': torch.zeros(count, 3, 4, 32, 32).half()},
     )
     before = resident_bytes()
-    shard = LatentShard(tmp_path / 'x.pt')
+    shard = PtFile(tmp_path / 'x.pt')
     rows = np.arange(count).reshape(40, 100)
     total = sum(shard.latents(part)[1].sum() for part in (rows.T if spread else rows))
     assert total == 0
@@ -77,7 +77,7 @@ def resident_bytes() -> int:
 def test_a_file_that_becomes_shorter_while_it_is_open_is_an_error(tmp_path):
     path = tmp_path / 'x.pt'
     made_sources.write_pt(path, range(50))
-    shard = LatentShard(path)
+    shard = PtFile(path)
     shard.latents([0])
     with path.open('r+b') as file:
         file.truncate(path.stat().st_size // 2)

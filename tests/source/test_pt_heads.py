@@ -18,7 +18,7 @@ import torch
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.source import pt_check
-from coyo11m_tfds.source.pt_file import LatentShard
+from coyo11m_tfds.source.pt_file import PtFile
 from coyo11m_tfds.storage import remote, retry, source_files
 from coyo11m_tfds.storage.source_files import StoredFile
 from tests import made_sources
@@ -67,7 +67,7 @@ def used(path: str | os.PathLike[str]) -> int:
 def assert_alike(head: str, whole: pathlib.Path) -> None:
     """Both files say the same of themselves."""
     assert os.path.getsize(head) == whole.stat().st_size
-    a, b = LatentShard(head), LatentShard(whole)
+    a, b = PtFile(head), PtFile(whole)
     np.testing.assert_array_equal(a.keys, b.keys)
     assert (a.dtype, a.embedding_dim, a.digest) == (b.dtype, b.embedding_dim, b.digest)
 
@@ -155,7 +155,7 @@ def test_a_file_beyond_4_gb(folder, tmp_path, local_reads):
     keys = write_large_pt(path, 180_000)
     assert path.stat().st_size > 2**32
     head = pt_check.fetch_head(as_remote(path), folder)
-    np.testing.assert_array_equal(LatentShard(head).keys, keys)
+    np.testing.assert_array_equal(PtFile(head).keys, keys)
     assert_alike(head, path)
     assert sum(local_reads) < 1_700_000  # keys have 1.44 MB
     assert used(head) < 1_700_000

@@ -16,7 +16,7 @@ from tests.convert import plans
 EMBEDDINGS = {key: np.full(4, key, np.float16) for key in range(30)}
 
 
-def join(place: pathlib.Path, wanted=(1, 2), column: str = '') -> joins.Joined:
+def join(place: pathlib.Path, wanted=(1, 2), column: str = '') -> joins.KeyedValues:
     folder = place.parent / f'{place.stem}-joined'
     shutil.rmtree(folder, ignore_errors=True)
     return joins.of_values(place, folder, wanted, column)
@@ -29,7 +29,7 @@ def test_embeddings_are_found_by_key(tmp_path):
     found = join(path, [*range(29_000), -8, 40_000])
     header = sidecar.Header(**found.facts['header'])
     assert header == sidecar.Header(6, 'made-up', '1', 0, 'caption_llava', 'made-up')
-    assert header.to_json() == sidecar.describe(str(path))['header']
+    assert header.to_json() == sidecar.describe_values(str(path))['header']
     assert found.places.tolist() == list(range(29_000))
     for places in (np.arange(29_000), np.array([7]), np.array([], np.int64)):
         read = sidecar.read(found, places)

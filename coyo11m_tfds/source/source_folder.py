@@ -1,6 +1,6 @@
 """Finds the files of a source: latents in a folder and, in most sources, captions in Parquet.
 
-`find` lists names, sizes and checksums, and reads only the index of MDS shards. All files of
+`find_source` lists names, sizes and checksums, and reads only the index of MDS shards. All files of
 latents have one format (`source.formats`), and lie in `latents-3crop/` or, without this folder, in
 the folder itself. A source on the hub is pinned to its present commit, so that all files have one
 version; `@revision` after its name chooses another commit. Files that `mirror` copied must still
@@ -27,7 +27,7 @@ _INDEX = 'index.json'
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class SourceFolder:
     """The files of a source."""
 
     root: str  # the folder; with its commit on the hub
@@ -42,7 +42,7 @@ class Source:
         return (self.captions_file or self.latent_files[0]).path
 
 
-def find(root: str | os.PathLike[str]) -> Source:
+def find_source(root: str | os.PathLike[str]) -> SourceFolder:
     """Finds the files of a source and checks that all are there.
 
     The source is a local folder, `gs://bucket/folder`, or
@@ -77,10 +77,12 @@ def find(root: str | os.PathLike[str]) -> Source:
     if not folder.startswith('hf://'):  # where mirror may have written
         used = _add_records(folder, used)
     if index and (recorded := used[-1].recorded) and not index.is_remote:
-        copied_files.compare(file_state.compute_state(index.path), recorded, index.path)
+        copied_files.check_recorded_state(
+            file_state.compute_state(index.path), recorded, index.path
+        )
     by_name = dict(zip((*names, *others), used, strict=True))
     tables = [name for name in sorted(files) if '/' not in name and name.endswith('.parquet')]
-    return Source(
+    return SourceFolder(
         folder,
         tuple(used[: len(names)]),
         by_name.get(schema.CAPTIONS_FILE),
@@ -147,7 +149,9 @@ def _add_records(folder: str, files: list[StoredFile]) -> list[StoredFile]:
     for file in files:
         if state := recorded.get(file.path.removeprefix(f'{folder}/')):
             crc32c = state.crc32c if file.crc32c is None else file.crc32c
-            copied_files.compare(file_state.FileState(file.size, crc32c), state, file.path)
+            copied_files.check_recorded_state(
+                file_state.FileState(file.size, crc32c), state, file.path
+            )
         else:
             others.append(file.path)
         found.append(dataclasses.replace(file, recorded=state))

@@ -35,7 +35,7 @@ _RUN_BYTES = 128 << 20  # sorted at a time, in about four times as much memory
 _PIECES = 128  # of a run; one of each run is in memory while all are merged
 
 
-class Joined:
+class KeyedValues:
     """Values in the order of their places, with facts about them, as JSON."""
 
     def __init__(self, folder: str):
@@ -101,11 +101,11 @@ def make(
         json.dump(record | {'checksum': json_digest.sha256(record)}, file)
 
 
-def kept(cache_dir: str, origin: Any, make_folder: Callable[[str], None]) -> Joined:
+def open_or_make(cache_dir: str, origin: Any, make_folder: Callable[[str], None]) -> KeyedValues:
     """Opens the values in `cache_dir`; makes them if they are incomplete or of another origin.
 
     `origin` is everything that decides the content, as JSON, and `make_folder` calls `make` with a
-    given folder. `sweep` keeps the values as long as the result exists.
+    given folder. `remove_unused` keeps the values as long as the result exists.
     """
     folder = os.path.join(cache_dir, f'joined-{json_digest.sha256([_FORMAT, origin])[:32]}')
     while not (found := _open_whole(folder)):
@@ -120,7 +120,7 @@ def kept(cache_dir: str, origin: Any, make_folder: Callable[[str], None]) -> Joi
     return found
 
 
-def sweep(cache_dir: str) -> None:
+def remove_unused(cache_dir: str) -> None:
     """Removes the values of other builds from `cache_dir`, except those that a process has open."""
     for folder in glob.glob(os.path.join(glob.escape(cache_dir), f'joined-{"[0-9a-f]" * 32}')):
         with (
@@ -143,7 +143,9 @@ def order_by_key(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return order[~duplicate], ascending[duplicate]
 
 
-def check_unique(count: int, keys: Sequence[int] | np.ndarray, name: str, or_: str = '') -> None:
+def check_unique_keys(
+    count: int, keys: Sequence[int] | np.ndarray, name: str, or_: str = ''
+) -> None:
     """Raises a ValueError if `count` > 0 rows repeat one of `keys`; `or_` is another remedy."""
     if count:
         raise ValueError(
@@ -152,7 +154,7 @@ def check_unique(count: int, keys: Sequence[int] | np.ndarray, name: str, or_: s
         )
 
 
-class Places:
+class KeyPlaces:
     """Places of keys: i for the key `wanted[i]`; with None, each key is its own place."""
 
     def __init__(self, wanted: np.ndarray | None):
@@ -245,7 +247,7 @@ def _writing(path: str) -> Iterator[None]:
         raise OSError(f'{path}: cannot be written ({error}). Make room on the disk.') from error
 
 
-def _open_whole(folder: str) -> Joined | None:
+def _open_whole(folder: str) -> KeyedValues | None:
     try:
         lock = locks.FileLock(os.path.join(folder, _RECORD), shared=True)
     except FileNotFoundError:
@@ -254,7 +256,7 @@ def _open_whole(folder: str) -> Joined | None:
         state = file_state.compute_state(os.path.join(folder, _ROWS))
         if list(state) != _read_record(folder)['state']:
             raise ValueError(f'found {state}')
-        found = Joined(folder)
+        found = KeyedValues(folder)
     except (ValueError, LookupError, TypeError, AttributeError, FileNotFoundError) as error:
         logging.warning('%s is damaged and made again (%s).', folder, error)
         shutil.rmtree(folder)

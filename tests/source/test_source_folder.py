@@ -10,7 +10,7 @@ import google_crc32c
 import pytest
 
 from coyo11m_tfds import mirror, schema
-from coyo11m_tfds.source import location
+from coyo11m_tfds.source import source_folder
 from coyo11m_tfds.storage import remote, source_files
 from coyo11m_tfds.storage.file_state import FileState
 from tests import children
@@ -97,7 +97,7 @@ def remote_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 def test_the_files_of_a_source_in_order(place):
     place.put(CONTENTS)
-    source = location.find(place.root)
+    source = source_folder.find_source(place.root)
     assert [file.name for file in source.latent_files] == LATENTS
     assert [file.size for file in source.latent_files] == [5, 11]
     assert source.captions_file.name == schema.CAPTIONS_FILE
@@ -105,8 +105,8 @@ def test_the_files_of_a_source_in_order(place):
     for file in source.latent_files:
         assert file.path == f'{source.root}/{schema.LATENTS_FOLDER}/{file.name}'
     assert source.captions_file.path == f'{source.root}/{schema.CAPTIONS_FILE}'
-    assert location.find(f'{place.root}/') == source
-    assert location.find(source.root) == source
+    assert source_folder.find_source(f'{place.root}/') == source
+    assert source_folder.find_source(source.root) == source
     for name, file in source.by_name.items():
         label = '' if file == source.captions_file else name
         assert dataclasses.replace(source_files.describe(file.path), label=label) == file
@@ -129,20 +129,20 @@ def test_what_is_missing_is_told(place, kept, message):
     if kept:  # on the hub it names the commit
         root, *_ = source_files.list_files(root, 'latents-3crop', ('.pt',))
     with pytest.raises(ValueError, match=message.format(root=re.escape(root))):
-        location.find(place.root)
+        source_folder.find_source(place.root)
 
 
 @pytest.mark.parametrize('name', ['a.tar.gz', 'latents-3crop/b.tgz', 'c.tar.zst'])
 def test_compressed_tars_are_named(place, name):
     place.put({name: b'', 'coyo11m-meta.parquet': b''})
     with pytest.raises(ValueError, match=rf'{name} is compressed, and only plain tars are read'):
-        location.find(place.root)
+        source_folder.find_source(place.root)
 
 
 def test_captions_may_lie_elsewhere(place):
     kept = {'latents-3crop/000000-000009.pt', 'other.parquet'}
     place.put({name: data for name, data in CONTENTS.items() if name in kept})
-    source = location.find(place.root)
+    source = source_folder.find_source(place.root)
     assert source.captions_file is None
     message = rf'{source.root}/coyo11m-meta.parquet is missing; .*in the folder: other\.parquet\)'
     assert re.match(message, source.no_captions)
@@ -164,7 +164,7 @@ OTHERS = {'latents_stats.pt': b'', 'index.json.bak': b'', 'README.md': b''}
 )
 def test_files_of_other_formats_beside_others(place, names):
     place.put(OTHERS | dict.fromkeys(names, b'x'))
-    source = location.find(place.root)
+    source = source_folder.find_source(place.root)
     assert list(source.by_name) == [file.name for file in source.latent_files] == names
     assert [file.label for file in source.latent_files] == names
 
@@ -181,7 +181,7 @@ def test_shards_in_the_order_of_their_index(place):
     sizes = {'1/shard.00000.mds': 3, '0/shard.00000.mds': 2}
     files = {name: b'x' * size for name, size in sizes.items()}
     place.put(files | {'index.json': index_of(sizes)})
-    source = location.find(place.root)
+    source = source_folder.find_source(place.root)
     assert [file.label for file in source.latent_files] == list(sizes)
     assert list(source.by_name) == [*sizes, 'index.json']
     for name, file in source.by_name.items():
@@ -205,13 +205,13 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path, index, message):
     (tmp_path / 'shard.00000.mds').write_bytes(b'x')
     (tmp_path / 'index.json').write_bytes(index)
     with pytest.raises(ValueError, match=message):
-        location.find(tmp_path)
+        source_folder.find_source(tmp_path)
 
 
 def test_a_file_instead_of_a_folder(place):
     place.put(CONTENTS)
     with pytest.raises(ValueError, match=r'README\.md is not a folder'):
-        location.find(f'{place.root}/README.md')
+        source_folder.find_source(f'{place.root}/README.md')
 
 
 def test_a_file_that_is_not_there(place):
@@ -223,9 +223,9 @@ def test_a_file_that_is_not_there(place):
 
 def test_versions_change_with_the_content_alone(place):
     place.put(CONTENTS)
-    before = location.find(place.root)
+    before = source_folder.find_source(place.root)
     place.put(CONTENTS | {'latents-3crop/000000-000009.pt': b'FIRST'})
-    after = location.find(place.root)
+    after = source_folder.find_source(place.root)
     assert after.latent_files[0].version != before.latent_files[0].version
     if source_files.is_remote(place.root):  # written again, but the same
         assert after.latent_files[1].version == before.latent_files[1].version
@@ -236,12 +236,12 @@ def test_a_link_to_nothing_is_not_overlooked(tmp_path):
     (tmp_path / 'latents-3crop').mkdir()
     (tmp_path / 'latents-3crop' / '000000-000009.pt').symlink_to(tmp_path / 'gone')
     with pytest.raises(ValueError, match=r'000000-000009\.pt is missing'):
-        location.find(tmp_path)
+        source_folder.find_source(tmp_path)
 
 
 @pytest.mark.parametrize('path', ['s3://bucket/x', 'file:///data', 'https://example.org/x'])
 def test_places_that_are_not_known(path):
-    for look in (location.find, source_files.describe):
+    for look in (source_folder.find_source, source_files.describe):
         with pytest.raises(ValueError, match=rf'{path}: expected a local path, gs://'):
             look(path)
 
@@ -250,10 +250,10 @@ def test_importing_brings_no_library_of_a_storage():
     heavy = ('torch', 'tensorflow', 'gcsfs', 'huggingface_hub', 'fsspec', 'aiohttp', 'requests')
     code = f"""
         from coyo11m_tfds.source import pt_check
-        from coyo11m_tfds.source import location
+        from coyo11m_tfds.source import source_folder
         from coyo11m_tfds.storage import locks, remote, retry, scratch, source_files
         print([name for name in {heavy} if name in sys.modules])
-        location.find(sys.argv[1])
+        source_folder.find_source(sys.argv[1])
     """
     with children.python(code, '/absent') as child:
         out, errors = child.communicate(timeout=60)
@@ -271,8 +271,8 @@ def test_a_source_that_is_a_whole_bucket(gcs):
     for name, data in CONTENTS.items():
         gcs.put('bucket', name, data)
     for root in ('gs://bucket', 'gs://bucket/'):
-        assert [file.name for file in location.find(root).latent_files] == LATENTS
-    for look in (location.find, source_files.describe):
+        assert [file.name for file in source_folder.find_source(root).latent_files] == LATENTS
+    for look in (source_folder.find_source, source_files.describe):
         with pytest.raises(OSError, match=r'^gs://no-such-bucket: there is no such bucket'):
             look('gs://no-such-bucket/deep/source')
 
@@ -281,11 +281,11 @@ def test_more_files_than_a_page_of_the_listing_holds(gcs):
     for number in range(2100):
         gcs.put('bucket', f'latents-3crop/{number:06d}.pt', b'')
     gcs.put('bucket', 'coyo11m-meta.parquet', b'')
-    assert len(location.find('gs://bucket').latent_files) == 2100
+    assert len(source_folder.find_source('gs://bucket').latent_files) == 2100
 
 
 def test_finding_reads_nothing_and_asks_seldom(remote_place):
-    location.find(remote_place.root)
+    source_folder.find_source(remote_place.root)
     actions = [request.action for request in remote_place.server.requests]
     assert [action for action in actions if action != 'harnesses'] in (['list'] * 4, ['info'])
 
@@ -302,7 +302,7 @@ def mirrored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def test_a_copy_is_found_with_what_mirror_recorded(mirrored):
-    source = location.find(mirrored.root)
+    source = source_folder.find_source(mirrored.root)
     for file, content in ((source.latent_files[0], b'first'), (source.captions_file, b'captions')):
         assert file.recorded == FileState(len(content), google_crc32c.value(content))
 
@@ -312,16 +312,16 @@ def test_a_copy_of_another_size_is_refused(mirrored):
     mirrored.put({name: b'longer than before'})
     message = rf'{name}: has 18 bytes .* when it was mirrored it had [58] bytes with'
     with pytest.raises(ValueError, match=message):
-        location.find(mirrored.root)
+        source_folder.find_source(mirrored.root)
     if mirrored.root.startswith('gs://'):  # also of the same size, as its checksum is known
         mirrored.put({name: b'First'})
         with pytest.raises(ValueError, match=f'{name}: has 5 bytes with'):
-            location.find(mirrored.root)
+            source_folder.find_source(mirrored.root)
 
 
 def test_a_file_that_mirror_did_not_copy_is_told(mirrored, caplog):
     mirrored.put({'latents-3crop/000010-000019.pt': b'second file'})
-    source = location.find(mirrored.root)
+    source = source_folder.find_source(mirrored.root)
     assert [file.recorded is None for file in source.latent_files] == [False, True]
     assert f'{source.latent_files[1].path}: mirror did not copy this file' in caplog.text
 
@@ -330,7 +330,7 @@ def test_a_damaged_record_counts_as_none(gcs, caplog):
     for name, data in CONTENTS.items():
         gcs.put('bucket', f'copy/{name}', data)
     gcs.put('bucket', 'copy/.mirror/coyo11m-meta.parquet.json', b'{"version": ')
-    assert location.find('gs://bucket/copy').captions_file.recorded is None
+    assert source_folder.find_source('gs://bucket/copy').captions_file.recorded is None
     assert 'mirror did not copy' not in caplog.text
 
 
@@ -345,15 +345,15 @@ def test_checksums_on_the_hub(hub):
 def test_all_files_are_of_the_commit_that_was_found(hub):
     first = hub.commit(CONTENTS)
     root = 'hf://datasets/owner/name'
-    source = location.find(root)
+    source = source_folder.find_source(root)
     assert source.root == f'{root}@{first}'
     second = hub.commit(CONTENTS | {'coyo11m-meta.parquet': b'other captions'})
     assert source_files.describe(source.captions_file.path) == source.captions_file
-    assert location.find(root).root == f'{root}@{second}'
-    assert location.find(f'{root}@{first}') == source
+    assert source_folder.find_source(root).root == f'{root}@{second}'
+    assert source_folder.find_source(f'{root}@{first}') == source
     commit = hub.commit(CONTENTS, branch='refs/pr/1')
     for url in (f'{root}@refs/pr/1', f'{root}@refs%2Fpr%2F1'):
-        assert location.find(url).root == f'{root}@{commit}'
+        assert source_folder.find_source(url).root == f'{root}@{commit}'
 
 
 @pytest.mark.parametrize(
@@ -367,15 +367,15 @@ def test_all_files_are_of_the_commit_that_was_found(hub):
 def test_urls_of_the_hub_that_lead_nowhere(hub, url, message):
     hub.commit(CONTENTS)
     with pytest.raises(ValueError, match=message) as error:
-        location.find(url)
+        source_folder.find_source(url)
     assert url in str(error.value)
 
 
 @pytest.mark.parametrize('kind', ['503', 'cut'])
 def test_what_goes_wrong_twice_is_mended(remote_place, kind):
-    expected = location.find(remote_place.root)
+    expected = source_folder.find_source(remote_place.root)
     remote_place.server.inject(Fault(kind, count=2, match='list|info'))
-    assert location.find(remote_place.root) == expected
+    assert source_folder.find_source(remote_place.root) == expected
     remote_place.server.heal()
     remote_place.server.inject(Fault(kind, count=2, match='stat|list|info'))
     assert source_files.describe(expected.captions_file.path) == expected.captions_file
@@ -384,7 +384,7 @@ def test_what_goes_wrong_twice_is_mended(remote_place, kind):
 def test_what_stays_wrong_is_one_error(remote_place):
     remote_place.server.inject(Fault('503', count=None))
     with pytest.raises(OSError, match=r'listing .*source.*: given up after 8 attempts'):
-        location.find(remote_place.root)
+        source_folder.find_source(remote_place.root)
     tries = [r for r in remote_place.server.requests if r.action in ('list', 'info')]
     assert len(tries) == 8  # no library makes eight of each of the eight
 
@@ -392,7 +392,7 @@ def test_what_stays_wrong_is_one_error(remote_place):
 def test_missing_access_is_told_at_once(remote_place):
     remote_place.server.inject(Fault('401', count=None, match='list|info|stat'))
     command = r'`gcloud auth application-default login`|`hf auth login`.*/datasets/owner/name '
-    for look in (location.find, source_files.describe):
+    for look in (source_folder.find_source, source_files.describe):
         remote_place.server.clear()
         with pytest.raises(PermissionError, match=command) as error:
             look(f'{remote_place.root}')
@@ -403,7 +403,7 @@ def test_missing_access_is_told_at_once(remote_place):
 def test_a_gated_data_set_is_found_and_its_files_are_refused(hub):
     hub.commit(CONTENTS)
     hub.gated = True
-    file = location.find('hf://datasets/owner/name').captions_file
+    file = source_folder.find_source('hf://datasets/owner/name').captions_file
     with pytest.raises(PermissionError, match=r'accept the terms .*datasets/owner/name '):
         remote.read_range(file, 0, 4)
 
@@ -417,5 +417,5 @@ def test_a_token_is_sent_to_the_hub_alone(hub, monkeypatch, tmp_path):
     netrc.write_text('machine 127.0.0.1 login someone password else\n')
     netrc.chmod(0o600)
     monkeypatch.setenv('NETRC', str(netrc))
-    file = location.find('hf://datasets/owner/name').captions_file
+    file = source_folder.find_source('hf://datasets/owner/name').captions_file
     assert remote.read_range(file, 0, 8) == b'captions'

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from coyo11m_tfds.source import joined
+from coyo11m_tfds.source import keyed_values
 
 VALUES = {7: b'seven', 3: b'three', 20_000: b'many', -5: None}
 
@@ -29,10 +29,10 @@ class Maker:
 
     def make(self, folder: str) -> None:
         self.times += 1
-        joined.make(folder, rows(), {'digest': '12'})
+        keyed_values.make(folder, rows(), {'digest': '12'})
 
-    def kept(self, origin: str = 'one') -> joined.Joined:
-        return joined.kept(str(self.cache), origin, self.make)
+    def kept(self, origin: str = 'one') -> keyed_values.KeyedValues:
+        return keyed_values.open_or_make(str(self.cache), origin, self.make)
 
     def folders(self) -> list[str]:
         return sorted(str(path) for path in self.cache.iterdir())
@@ -43,20 +43,20 @@ def maker(tmp_path) -> Maker:
     return Maker(tmp_path / 'cache')
 
 
-def rows() -> Iterator[joined.Batch]:
+def rows() -> Iterator[keyed_values.Batch]:
     for place, value in VALUES.items():
         size = len(value or b'')
         yield np.array([place]), np.array([size], np.int32), pa.array([value], pa.binary())
 
 
-def answers(found: joined.Joined) -> dict[int, bytes]:
+def answers(found: keyed_values.KeyedValues) -> dict[int, bytes]:
     assert found.facts == {'digest': '12'}
     return dict(zip(found.places.tolist(), found.read(found.places), strict=True))
 
 
 def test_it_is_made_once_and_opened_by_others(maker):
     first = maker.kept()
-    assert answers(first) == answers(joined.Joined(first.folder)) == VALUES
+    assert answers(first) == answers(keyed_values.KeyedValues(first.folder)) == VALUES
     assert first.places.tolist() == sorted(VALUES)
     assert first.read(np.array([3, 20_000])) == [b'three', b'many']
     del first
@@ -85,8 +85,8 @@ def test_any_values_are_sorted_in_any_number_of_runs(
         array = array.dictionary_encode() if order.random() < 0.5 else array
         batches.append((np.array(some, np.int64), sizes, array))
     folder = str(tmp_path_factory.mktemp('made') / 'joined')
-    joined.make(folder, batches, {}, run_bytes=run_bytes)
-    found, expected = joined.Joined(folder), sorted(values)
+    keyed_values.make(folder, batches, {}, run_bytes=run_bytes)
+    found, expected = keyed_values.KeyedValues(folder), sorted(values)
     assert found.places.tolist() == expected
     assert found.sizes.tolist() == [len(values[place] or b'') for place in expected]
     for part in (slice(None), slice(0, None, 7), slice(len(values) // 2, None), slice(3, 3)):
@@ -95,17 +95,17 @@ def test_any_values_are_sorted_in_any_number_of_runs(
     assert sorted(os.listdir(folder)) == ['record.json', 'rows.parquet']
 
 
-def empty_batch() -> joined.Batch:
+def empty_batch() -> keyed_values.Batch:
     return np.empty(0, np.int64), np.empty(0, np.int32), pa.array([], pa.binary())
 
 
 def test_what_nobody_has_open_is_swept(maker):
     first, second = maker.kept('one'), maker.kept('two')
-    joined.sweep(str(maker.cache))
+    keyed_values.remove_unused(str(maker.cache))
     assert maker.folders() == sorted([first.folder, second.folder])
     folder = second.folder
     del second
-    joined.sweep(str(maker.cache))
+    keyed_values.remove_unused(str(maker.cache))
     assert maker.folders() == [first.folder]
     assert folder != first.folder
     assert answers(first) == VALUES
@@ -154,7 +154,7 @@ def test_another_process_may_be_faster(maker):
         maker.kept()
         maker.make(folder)
 
-    assert answers(joined.kept(str(maker.cache), 'one', make)) == VALUES
+    assert answers(keyed_values.open_or_make(str(maker.cache), 'one', make)) == VALUES
     assert len(maker.folders()) == 1
 
 
@@ -174,7 +174,7 @@ PROGRAM = """
 import os, signal, resource, sys
 import numpy as np
 import pyarrow as pa
-from coyo11m_tfds.source import joined
+from coyo11m_tfds.source import keyed_values
 cache, mode = sys.argv[1:]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 
@@ -190,7 +190,7 @@ def rows():
 
 if mode == 'full':
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-joined.kept(cache, 'one', lambda folder: joined.make(folder, rows(), {}))
+keyed_values.open_or_make(cache, 'one', lambda folder: keyed_values.make(folder, rows(), {}))
 """
 
 
