@@ -59,6 +59,7 @@ setuptools.setup(
         'google-crc32c>=1.6',
         'importlib_resources>=6.0',  # tensorflow-datasets imports it
         'jax>=0.7',
+        'jinja2>=3.1',  # the page of a report
         'ml_collections>=1.1',
         'numpy>=2.0',
         'optax>=0.2.5',

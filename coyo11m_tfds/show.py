@@ -10,7 +10,6 @@ JAX. The data set does not change.
 """
 
 import contextlib
-import html
 import json
 
 from etils import epath
@@ -53,11 +52,9 @@ def show(data_dir: Data, vae: str, num_pictures: int = page.NUM_PREVIEWS) -> str
     keys, latents, captions = (batch[name][real] for name in features)
     samples = zip(keys, captions, decode(latents), strict=True)
     previews = [statistics.make_preview(*sample) for sample in samples]
-    name = html.escape(model_files.public_name(vae))
-    note = f'The middle crop of the first records, decoded by <code>{name}</code>.'
     try:
-        return page.render_page(json.loads(report), previews, note)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        return page.render_page(json.loads(report), previews, model_files.public_name(vae))
+    except page.DAMAGE_ERRORS as error:
         raise manifest.DamagedError(
             f'{path}: is not the report of a build ({error!r}). Restore it.'
         ) from error

@@ -27,7 +27,7 @@ from coyo11m_tfds.process import job
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.report import statistics
 from coyo11m_tfds.report.page import BuildReport
-from coyo11m_tfds.report.statistics import Dropped, ShardStatistics
+from coyo11m_tfds.report.statistics import DropCounts, ShardStatistics
 from coyo11m_tfds.source import source_folder
 from coyo11m_tfds.storage import file_state, locks, scratch, source_files
 
@@ -47,7 +47,7 @@ class Built:
     plan: BuildPlan
     splits: dict[str, list[ShardResult]]  # by index of the shards
     statistics: dict[str, ShardStatistics]
-    dropped: Dropped
+    dropped: DropCounts
     metadata: dict
     folder: str  # local, for the files beside the shards
 
@@ -178,7 +178,7 @@ def write_shards(plan: BuildPlan, finished: FinishedShards, engine: Engine) -> l
     return sorted(results, key=lambda result: (result.split, result.index))
 
 
-def _count_dropped(plan: BuildPlan, results: Sequence[ShardResult]) -> Dropped:
+def _count_dropped(plan: BuildPlan, results: Sequence[ShardResult]) -> DropCounts:
     """The rows left out while planning, and while writing these shards."""
     dropped = copy.deepcopy(plan.dropped)
     for result in results:
@@ -186,7 +186,7 @@ def _count_dropped(plan: BuildPlan, results: Sequence[ShardResult]) -> Dropped:
     return dropped
 
 
-def _add_non_finite(dropped: Dropped, result: ShardResult) -> None:
+def _add_non_finite(dropped: DropCounts, result: ShardResult) -> None:
     found = result.statistics
     dropped.add(schema.NON_FINITE, found.non_finite, found.non_finite_keys)
 
@@ -209,7 +209,7 @@ def describe(plan: BuildPlan, results: Sequence[ShardResult], folder: str) -> Bu
         sources = {split: [x.sources for x in of_split] for split, of_split in splits.items()}
         in_place.write(folder, sources, *plan.latents, plan.build)
     joined = {
-        split: statistics.join([result.statistics for result in of_split])
+        split: ShardStatistics.merge([result.statistics for result in of_split])
         for split, of_split in splits.items()
     }
     dropped = _count_dropped(plan, results)
@@ -217,7 +217,7 @@ def describe(plan: BuildPlan, results: Sequence[ShardResult], folder: str) -> Bu
     return Built(plan, splits, joined, dropped, metadata, folder)
 
 
-def _make_metadata(plan: BuildPlan, train: ShardStatistics, dropped: Dropped) -> dict:
+def _make_metadata(plan: BuildPlan, train: ShardStatistics, dropped: DropCounts) -> dict:
     """The metadata of `dataset_info`, with statistics of the train split."""
     mean, std = statistics.mean_and_std(train.latent_moments)
     metadata: dict[str, Any] = {

@@ -22,7 +22,7 @@ from coyo11m_tfds.convert import in_place, memory, source_record
 from coyo11m_tfds.convert.build_settings import EMBEDDINGS_IN_PT, BuildSettings
 from coyo11m_tfds.convert.tasks import JoinedInputs, ShardPart, ShardTask
 from coyo11m_tfds.dataset.keyed_random import splitmix64
-from coyo11m_tfds.report.statistics import Dropped
+from coyo11m_tfds.report.statistics import DropCounts
 from coyo11m_tfds.source import (
     captions,
     copied_files,
@@ -56,7 +56,7 @@ class BuildPlan:
     latents: tuple[str, tuple[int, ...]]  # dtype and shape (crops, C, H, W) of a row
     caption_column: str
     text: Header | None  # in the records
-    dropped: Dropped
+    dropped: DropCounts
     source: dict[str, Any]  # result of `source_record.record`
     source_fingerprint: str  # hex digest of everything that the build reads
     settings: dict[str, Any]  # result of `BuildSettings.record`
@@ -307,14 +307,14 @@ def _count_dropped(
     latents: SourceLatents,
     joined: _Joined,
     reasons: dict[str, np.ndarray],
-) -> Dropped:
+) -> DropCounts:
     """Counts dropped rows; raises a ValueError for too many, or for one with `bad_data='stop'`."""
-    dropped = Dropped(latents.num_rows, settings.max_bad_fraction)
+    dropped = DropCounts(latents.num_rows, settings.max_bad_fraction)
     for reason, mask in reasons.items():
         rows = np.flatnonzero(mask)
         is_repeated = reason == schema.DUPLICATE_KEY and len(rows)
         files = latents.files_of_key(rows[0]) if is_repeated else []
-        keys = latents.keys[rows[: Dropped.MAX_EXAMPLES]]
+        keys = latents.keys[rows[: DropCounts.MAX_EXAMPLES]]
         dropped.add(reason, len(rows), keys, ' and '.join(files))
     if latents.disagreeing_files:
         file, keys = latents.disagreeing_files[0], latents.disagreeing

@@ -14,7 +14,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.convert import in_place
 from coyo11m_tfds.convert.tasks import THIS_WRITER, ShardPart, ShardResult, ShardTask
 from coyo11m_tfds.dataset import chunk_index, columns, records
-from coyo11m_tfds.report.statistics import ShardStatistics
+from coyo11m_tfds.report.statistics import ChannelSums, ShardStatistics, sum_channels
 from coyo11m_tfds.source import formats, latent_file
 from coyo11m_tfds.storage.file_state import naming
 from coyo11m_tfds.storage.source_files import StoredFile, describe
@@ -24,7 +24,7 @@ from coyo11m_tfds.storage.source_files import StoredFile, describe
 ROWS_AT_ONCE = 128
 _BYTES_AT_ONCE = 8 << 20
 
-Features = dict[str, np.ndarray | list[bytes]]
+Features = dict[str, np.ndarray | Sequence[bytes]]
 
 
 def write_shard(task: ShardTask, latents_paths: Sequence[str], path: str) -> ShardResult:
@@ -101,32 +101,32 @@ class _OpenSource:
         if not part.file.is_remote and describe(latents_path).version != part.file.version:
             raise _changed(part.file)
 
-    def _read_rows(self, file: latent_file.LatentFile, some: slice) -> Features:
-        keys, rows = self._inputs.keys[some], self._inputs.rows[some]
-        captions = self._inputs.captions[some]
+    def _read_rows(self, file: latent_file.LatentFile, window: slice) -> Features:
+        keys, rows = self._inputs.keys[window], self._inputs.rows[window]
+        captions: Sequence[bytes] = self._inputs.captions[window]
         raw, latents = file.latents(rows)
-        text = self._read_text(file, some)
-        embeddings = text if self._text == schema.TEXT_EMBEDDING else None
-        good = self.statistics.add(keys, captions, latents, embeddings)
-        found: Features = {schema.KEY: keys, schema.CAPTION: captions}
+        text, sums = self._read_text(file, window), sum_channels(latents)
+        # The sums are needed anyway, and show infinity and NaN in a thousandth of the numbers.
+        good = sums.are_finite
+        if text is not None and self._text == schema.TEXT_EMBEDDING:
+            good &= np.isfinite(text).all(axis=1)
+        if not good.all():
+            if not self._task.drop_bad:
+                self._refuse(file.path, keys[good.argmin()])
+            self.statistics.add_non_finite(keys[~good])
+            keys, rows, raw, latents = keys[good], rows[good], raw[good], latents[good]
+            captions, text = list(compress(captions, good)), None if text is None else text[good]
+            sums = ChannelSums(*(x[good] for x in sums))
+        self.statistics.add(keys, captions, latents, sums, text)
+        features: Features = {schema.KEY: keys, schema.CAPTION: captions}
         if self._task.in_place:
-            numbers = file.row_numbers(rows[good])
-            places = np.stack([numbers, columns.row_checksums(raw[good])], axis=1)
+            places = np.stack([file.row_numbers(rows), columns.row_checksums(raw)], axis=1)
             self.sources[-1][1].append(places.astype('<u4'))
         else:
-            found[schema.LATENTS] = raw
+            features[schema.LATENTS] = raw
         if text is not None:
-            found[self._text] = text.view(np.uint8)
-            if len(self.statistics.known_tokens):
-                self.statistics.add_tokens(text[good])
-        if good.all():
-            return found
-        if not self._task.drop_bad:
-            self._refuse(file.path, keys[good.argmin()])
-        return {
-            name: column[good] if isinstance(column, np.ndarray) else list(compress(column, good))
-            for name, column in found.items()
-        }
+            features[self._text] = text.view(np.uint8)
+        return features
 
     def _read_text(self, file: latent_file.LatentFile, some: slice) -> np.ndarray | None:
         if not self._task.text:

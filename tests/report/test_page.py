@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.report.page import BuildReport
-from coyo11m_tfds.report.statistics import LATENT_EDGES, Dropped, Preview, ShardStatistics
+from coyo11m_tfds.report.statistics import (
+    LATENT_EDGES,
+    DropCounts,
+    Preview,
+    ShardStatistics,
+    sum_channels,
+)
 
 HOSTILE = [
     '<script>alert(1)</script>',
@@ -76,9 +82,9 @@ def make_statistics(
 ) -> ShardStatistics:
     rng = np.random.default_rng(seed)
     statistics = ShardStatistics(channels=shape[1])
-    latents = scale * rng.standard_normal((count, *shape)) + 1
+    latents = (scale * rng.standard_normal((count, *shape)) + 1).astype(np.float32)
     captions = [b'x' * length for length in rng.integers(*lengths, count)]
-    statistics.add(np.arange(count), captions, latents.astype(np.float32))
+    statistics.add(np.arange(count), captions, latents, sum_channels(latents))
     return statistics
 
 
@@ -98,7 +104,7 @@ def make_report(
     shards=SHARDS, statistics=STATISTICS, dropped=DROPPED, num_rows=83, captions=None, **changes
 ) -> BuildReport:
     """A report of a build; with `captions`, those are the captions of its previews."""
-    counted = Dropped(num_rows, max_bad_fraction=1)
+    counted = DropCounts(num_rows, max_bad_fraction=1)
     for reason, (count, keys) in dropped.items():
         counted.add(reason, count, keys)
     statistics = {name: ShardStatistics.from_json(s.to_json()) for name, s in statistics.items()}
@@ -235,7 +241,7 @@ def test_quantiles_are_exact(lengths):
     statistics = ShardStatistics()
     captions = [b'x' * length for length in lengths]
     latents = np.zeros((len(lengths), *schema.LATENTS_SHAPE), np.float32)[..., :1, :1]
-    statistics.add(np.arange(len(lengths)), captions, latents)
+    statistics.add(np.arange(len(lengths)), captions, latents, sum_channels(latents))
     report = make_report(statistics={'train': statistics}, shards={'train': [(len(lengths), 1)]})
     values = report.content['splits']['train']['caption_bytes']['quantiles']
     for percent, value in zip((5, 25, 50, 75, 95), values.values(), strict=True):

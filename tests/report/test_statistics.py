@@ -14,7 +14,7 @@ from PIL import Image
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.pictures import latent_rgb
-from coyo11m_tfds.report.statistics import LATENT_EDGES, ShardStatistics, join, mean_and_std
+from coyo11m_tfds.report.statistics import LATENT_EDGES, ShardStatistics, mean_and_std, sum_channels
 
 DIM = 5
 
@@ -41,7 +41,7 @@ def choose(samples: dict, rows: list[int] | range) -> dict:
 def added(*blocks: dict) -> ShardStatistics:
     statistics = ShardStatistics(DIM)
     for block in blocks:
-        statistics.add(**block)
+        statistics.add(**block, sums=sum_channels(block['latents']))
     return statistics
 
 
@@ -76,84 +76,64 @@ def test_latents_are_drawn_of_the_first_records_of_each_shard():
     np.testing.assert_array_equal(made.latent_histogram, first.latent_histogram)
     assert made.latent_histogram.sum() == 64 * 3 * 4 * 1024
     assert made.caption_histogram.sum() == 100
-    both = join([made, added(choose(samples, range(7)))])
+    both = ShardStatistics.merge([made, added(choose(samples, range(7)))])
     assert both.latent_histogram.sum() == 71 * 3 * 4 * 1024
 
 
-def test_previews_are_the_middle_crops_of_the_first_good_records():
+def test_previews_are_the_middle_crops_of_the_first_records():
     samples = make_samples(9)
-    samples['latents'][[0, 3], 0, 0, 0, 0] = np.inf
     captions = [b'a\xff\xfeb', 'ä'.encode() * 9999, b'', 'Ein Bär & ein <Schwan>'.encode()]
-    rows = [1, 2, 4, 5, 6, 7]
-    for row, caption in zip(rows, captions, strict=False):
-        samples['captions'][row] = caption
-    made = added(choose(samples, range(3)), choose(samples, range(3, 9))).previews
-    assert [preview.key for preview in made] == samples['keys'][rows].tolist()
+    samples['captions'][:4] = captions
+    previews = added(choose(samples, range(3)), choose(samples, range(3, 9))).previews
+    assert [preview.key for preview in previews] == samples['keys'][:6].tolist()
     shown = ['a\ufffd\ufffdb', 'ä' * 1000 + '…', '', 'Ein Bär & ein <Schwan>']
-    assert [preview.caption for preview in made[:4]] == shown
-    for row, preview in zip(rows, made, strict=True):
+    assert [preview.caption for preview in previews[:4]] == shown
+    for latents, preview in zip(samples['latents'], previews, strict=False):
         picture = Image.open(io.BytesIO(base64.b64decode(preview.png)))
-        rgb = latent_rgb.latents_to_rgb(samples['latents'][row, 1])
-        np.testing.assert_array_equal(np.asarray(picture), rgb)
+        np.testing.assert_array_equal(np.asarray(picture), latent_rgb.latents_to_rgb(latents[1]))
 
 
-@pytest.mark.parametrize('place', ['latents', 'text'])
-@pytest.mark.parametrize('value', [np.nan, np.inf])
-def test_what_is_not_finite_touches_nothing_else(place, value):
-    samples = make_samples(30)
+# Float32 holds 3e38, but not the square of it that the moments need.
+@pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf, 3e38])
+def test_one_number_decides_whether_a_sample_is_finite(value):
+    latents = make_samples(30)['latents']
     for row in (0, 7, 29):
-        samples[place][row].flat[-1 - row % DIM] = value
-    if place == 'text':
-        samples[place][8, :2] = [np.inf, -np.inf]
-    bad = {0, 7, 29} | ({8} if place == 'text' else set())
-    statistics = ShardStatistics(DIM)
+        latents[row].flat[-1 - 400 * row] = value
+    latents[8, 2, 3] = 1e17
     with warnings.catch_warnings():
         warnings.simplefilter('error')
-        good = statistics.add(**samples)
-    assert set(np.flatnonzero(~good)) == bad
-    assert statistics.non_finite == len(bad)
-    assert statistics.non_finite_keys == samples['keys'][sorted(bad)].tolist()
-    only_good = added(choose(samples, sorted(set(range(30)) - bad)))
-    only_good.non_finite, only_good.non_finite_keys = len(bad), statistics.non_finite_keys
-    assert bits(statistics) == bits(only_good)
-
-
-def test_numbers_too_large_for_their_squares_are_not_finite_either():
-    """Float32 holds some bfloat16 values, but not what the moments need of them."""
-    samples = make_samples(2)
-    samples['latents'][1, 2, 3] = 3e38
-    assert added(samples).non_finite == 1
-    samples['latents'][1, 2, 3] = 1e17
-    assert added(samples).non_finite == 0
+        are_finite = sum_channels(latents).are_finite
+    assert np.flatnonzero(~are_finite).tolist() == [0, 7, 29]
 
 
 def test_at_most_ten_keys_are_kept():
-    samples = make_samples(25)
-    samples['latents'][:] = np.nan
-    keys = samples['keys'].tolist()
-    made = added(choose(samples, range(8)), choose(samples, range(8, 25)))
-    assert (made.non_finite, made.non_finite_keys) == (25, keys[:10])
-    assert (made.num_records, made.previews) == (0, [])
-    both = join([added(choose(samples, [20])), made])
-    assert (both.non_finite, both.non_finite_keys) == (26, [keys[20], *keys[:9]])
+    keys = np.arange(100, 125)
+    statistics, other = ShardStatistics(), ShardStatistics()
+    statistics.add_non_finite(keys[:8])
+    statistics.add_non_finite(keys[8:])
+    assert (statistics.non_finite, statistics.non_finite_keys) == (25, [*range(100, 110)])
+    other.add_non_finite(keys[20:21])
+    both = ShardStatistics.merge([other, statistics])
+    assert (both.non_finite, both.non_finite_keys) == (26, [120, *range(100, 109)])
     with pytest.raises(ValueError, match='at least one value'):
-        mean_and_std(made.latent_moments)
+        mean_and_std(statistics.latent_moments)
 
 
 @settings(max_examples=25)
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 8), max_size=4))
 def test_json_keeps_every_bit(seed, lengths):
     blocks = [make_samples(count, seed + number) for number, count in enumerate(lengths)]
-    for block in blocks:
-        block['latents'][3:4] = np.nan
     statistics = added(*blocks)
+    statistics.add_non_finite(np.arange(seed % 20))
     back = ShardStatistics.from_json(json.loads(bits(statistics)))
     assert bits(back) == bits(statistics)
     more = make_samples(9, seed=1)
-    back.add(**more)
-    statistics.add(**more)
+    for each in (back, statistics):
+        each.add(**more, sums=sum_channels(more['latents']))
     assert bits(back) == bits(statistics)
-    assert bits(join([back, statistics])) == bits(join([statistics, back]))
+    assert bits(ShardStatistics.merge([back, statistics])) == bits(
+        ShardStatistics.merge([statistics, back])
+    )
 
 
 @settings(max_examples=25)
@@ -162,7 +142,7 @@ def test_the_size_of_blocks_hardly_matters(cuts, seed):
     samples = make_samples(20, seed)
     blocks = [choose(samples, range(*run)) for run in itertools.pairwise([0, *cuts, 20])]
     whole = added(samples)
-    for made in (added(*blocks), join([added(block) for block in blocks])):
+    for made in (added(*blocks), ShardStatistics.merge([added(block) for block in blocks])):
         assert made.num_records == 20
         np.testing.assert_array_equal(made.latent_histogram, whole.latent_histogram)
         np.testing.assert_array_equal(made.caption_histogram, whole.caption_histogram)
@@ -178,6 +158,9 @@ def test_shards_are_joined_in_order():
         block['latents'] *= np.float32(factor)
     parts = [added(block) for block in blocks]
     small, large, opposite = (part.latent_moments[1] for part in parts)
-    assert join(parts).latent_moments[1].tolist() == (small + large + opposite).tolist()
+    assert (
+        ShardStatistics.merge(parts).latent_moments[1].tolist()
+        == (small + large + opposite).tolist()
+    )
     assert (large + opposite).tolist() == [0] * 4  # so that no other order gives this
     assert (small + large + opposite != small).all()
