@@ -32,7 +32,7 @@ import numpy as np
 
 import input_pipeline
 from coyo11m_tfds import schema
-from coyo11m_tfds.convert import in_place
+from coyo11m_tfds.convert import tasks
 from coyo11m_tfds.dataset import columns, manifest, stored_dataset, texts
 from coyo11m_tfds.dataset.columns import AddedColumn, Column, InPlaceColumn, InPlaceFile
 from coyo11m_tfds.dataset.stored_dataset import StoredDataset
@@ -158,9 +158,9 @@ def _find_moved(
         name = os.path.basename(before.path)
         raise ValueError(f'{source}: {name} is missing, but holds latents. Copy it there.')
     [file] = same
-    in_place.check_within_reach(file, edit.stored.folder)
+    tasks.check_within_reach(file, edit.stored.folder)
     head = formats.fetch_head(file, edit.scratch, check_crc=False)
-    moved = in_place.describe(file, formats.open_file(file, head, _latents_from(edit)))
+    moved = tasks.make_column_file(file, formats.open_file(file, head, _latents_from(edit)))
     if moved.digest != before.digest:
         raise columns.changed_file_error(
             file.path, 'outline has digest', moved.digest, before.digest

@@ -23,8 +23,8 @@ from etils import epath
 from tensorflow_datasets.core import dataset_builder
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.convert import data_folder, source_record
-from coyo11m_tfds.convert.build_settings import BuildSettings, check_names
+from coyo11m_tfds.convert import data_folder
+from coyo11m_tfds.convert.build_settings import BuildSettings, check_names, check_source
 from coyo11m_tfds.dataset.columns import IN_PLACE
 from coyo11m_tfds.process import job, progress
 
@@ -225,19 +225,18 @@ class Builder(dataset_builder.FileReaderBuilder):
 
         limit = download_config.max_examples_per_split
         final = os.fspath(self.data_path)
-        with driver.build(
+        is_built_here = driver.build(
             final,
             source,
             self.builder_config,
+            self._write_info,
             limit=limit,
             overwrite=overwrite,
             beam_options=download_config.beam_options,
             beam_runner=download_config.beam_runner,
-        ) as built:
-            if built:
-                self._write_info(built)
+        )
         _to_be_replaced.discard(final)
-        if built:
+        if is_built_here:
             self._save_default_config()
         else:
             self._take_over(limit, source)
@@ -250,7 +249,7 @@ class Builder(dataset_builder.FileReaderBuilder):
         self.builder_config.check_recorded(self.data_path, metadata, limit)
         # Only the first process of a job must reach the source.
         if source and not job.process_index():
-            source_record.check(self.data_path, metadata.get(schema.META_SOURCE), os.fspath(source))
+            check_source(self.data_path, metadata.get(schema.META_SOURCE), os.fspath(source))
         self._save_default_config()
 
     def _save_default_config(self) -> None:
@@ -294,12 +293,12 @@ class Builder(dataset_builder.FileReaderBuilder):
         if multiprocessing.current_process().daemon:
             raise ValueError('leave out --num_processes; set num_workers in the config.')
 
-    def _write_info(self, built: 'driver.Built') -> None:
+    def _write_info(self, dataset: 'driver.BuiltDataset') -> None:
         """Adds to the info what only the source determines, and writes TFDS' files."""
-        text, template = built.plan.text, schema.of_build(_TEMPLATE, built.plan.build)
+        text, template = dataset.plan.text, schema.of_build(_TEMPLATE, dataset.plan.build)
         # TFDS has no setter for features, but only the source determines dtype and width.
         self.info._features = make_features(
-            *built.plan.latents,
+            *dataset.plan.latents,
             text.dim if text else None,
             self.builder_config.latents,
             text.feature if text else schema.TEXT_EMBEDDING,
@@ -307,16 +306,16 @@ class Builder(dataset_builder.FileReaderBuilder):
         splits = [
             tfds.core.SplitInfo(
                 name=split,
-                shard_lengths=[result.num_records for result in of_split],
-                num_bytes=sum(result.num_bytes for result in of_split),
+                shard_lengths=[shard.num_records for shard in shards],
+                num_bytes=sum(shard.num_bytes for shard in shards),
                 filename_template=self._get_filename_template(split).replace(template=template),
             )
-            for split, of_split in built.splits.items()
+            for split, shards in dataset.splits.items()
         ]
         self.info.set_splits(tfds.core.SplitDict(splits))
         self.info.metadata.clear()
-        self.info.metadata.update(built.metadata)
-        self.info.write_to_directory(built.folder)
+        self.info.metadata.update(dataset.metadata)
+        self.info.write_to_directory(dataset.folder)
 
 
 def make_features(

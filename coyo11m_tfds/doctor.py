@@ -27,8 +27,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.convert import memory
-from coyo11m_tfds.convert.build_settings import BuildSettings, check_names
+from coyo11m_tfds.convert.build_settings import (
+    BuildSettings,
+    build_memory,
+    check_build_memory,
+    check_names,
+)
 from coyo11m_tfds.process import command_line, ending, machine
 from coyo11m_tfds.process.sizes import readable
 from coyo11m_tfds.storage import scratch, source_files
@@ -41,7 +45,7 @@ _TIMEOUT = 240.0  # seconds for JAX and for the encoder; a large model takes a m
 _IMPATIENCE = {'COYO11M_RETRY_SECONDS': '0.2', 'COYO11M_STALL_SECONDS': '5'}
 
 # Of a build of a small source, and of 12 million rows by two processes.
-_LEAST_MEMORY, _AMPLE_MEMORY = memory.needed(0, 1), memory.needed(12_000_000, 2)
+_LEAST_MEMORY, _AMPLE_MEMORY = build_memory(0, 1), build_memory(12_000_000, 2)
 _LEAST_ROOM = 1_000_000_000  # bytes on a disk, for logs and unfinished files besides the data
 
 # A source of more files, or with more captions, is not planned: the heads of some files stand for
@@ -226,7 +230,7 @@ def dry_run(place: str, settings: BuildSettings) -> DryRun:
         heads = files[:: -(-len(files) // _HEADS)]
         latents = read_latents(source, settings, folder, heads)
         num_rows = latents.num_rows * file_bytes // sum(file.size for file in heads)
-        memory.check(num_rows, settings.num_workers)
+        check_build_memory(num_rows, settings.num_workers)
         return found(
             num_records=num_rows,
             num_bytes=store_bytes + (0 if settings.in_place else file_bytes),

@@ -149,7 +149,7 @@ META_PART = 'part'  # of a sidecar in parts: 'i of n', from 0
 META_CAPTIONS_DIGEST = 'captions_digest'  # of keys and captions that embeddings were made of
 META_SOURCE_FINGERPRINT = 'source_fingerprint'  # hex digest
 META_BUILD = 'build'  # the ID in the names of the files of its build
-META_SOURCE = 'source'  # its place and files, see `convert.source_record`
+META_SOURCE = 'source'  # its place and files, see `build_settings.record_source`
 META_SETTINGS = 'settings'  # what decides the records, see `BuildSettings.record`
 SETTINGS_TEXT = 'text_vectors'  # of those: the text in the records, by the name it began with
 

@@ -165,10 +165,10 @@ def test_to_remove_the_folder_is_to_have_it_replaced(tmp_path):
 
 OTHER_SETTINGS = [
     ({'caption_column': 'caption'}, 10, "caption_column is 'caption_llava' there, 'caption' "),
-    ({'shard_bytes': 1000}, 10, 'shard_bytes is 500000 there, 1000 is asked for'),
-    ({'text_embeddings': 'pt'}, 10, "text_embeddings is '' there, 'pt' is asked for"),
-    ({'text_embeddings': 'a.parquet'}, 10, "text_embeddings is '' there, 'a.parquet' is asked"),
-    ({}, None, 'max_examples_per_split is 10 there, None is asked for'),
+    ({'shard_bytes': 1000}, 10, 'shard_bytes is 500000 there, 1000 is requested'),
+    ({'text_embeddings': 'pt'}, 10, "text_embeddings is '' there, 'pt' is requested"),
+    ({'text_embeddings': 'a.parquet'}, 10, "text_embeddings is '' there, 'a.parquet' is req"),
+    ({}, None, 'max_examples_per_split is 10 there, None is requested'),
     (
         {'validation_fraction': 0.5, 'bad_data': 'stop', 'caption_column': 'caption'},
         10,
@@ -201,7 +201,7 @@ def test_what_does_not_change_the_records_may_differ(tmp_path):
     build(source, tmp_path / 'out')
     metadata['settings']['record_format'] += 1
     (final / 'metadata.json').write_text(json.dumps(metadata))
-    with pytest.raises(ValueError, match='record_format is 3 there, 2 is asked for'):
+    with pytest.raises(ValueError, match='record_format is 3 there, 2 is requested'):
         build(source, tmp_path / 'out')
     del metadata['settings']  # an earlier version of this package
     (final / 'metadata.json').write_text(json.dumps(metadata))
@@ -276,7 +276,7 @@ def test_a_sidecar_is_compared_by_what_it_says_about_itself(tmp_path):
     ):
         build(source, tmp_path / 'out', text_embeddings=str(sidecar))
     with pytest.raises(
-        ValueError, match=r"text_embeddings is {.*'made-up'.*} there, '' is asked for"
+        ValueError, match=r"text_embeddings is {.*'made-up'.*} there, '' is requested"
     ):
         build(source, tmp_path / 'out')
 

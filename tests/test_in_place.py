@@ -111,9 +111,9 @@ def test_it_is_read_and_verified_without_what_only_builds_need(in_place):
 
 def test_another_setting_is_another_data_set(in_place, sample_source, hash_sidecar, mini_dataset):
     out = in_place.parents[2]
-    with pytest.raises(ValueError, match="latents is 'in_place' there, 'records' is asked for"):
+    with pytest.raises(ValueError, match="latents is 'in_place' there, 'records' is requested"):
         build(sample_source, hash_sidecar, out, latents='records')
-    with pytest.raises(ValueError, match="latents is 'records' there, 'in_place' is asked for"):
+    with pytest.raises(ValueError, match="latents is 'records' there, 'in_place' is requested"):
         build(sample_source, hash_sidecar, mini_dataset.parents[2])
 
 

@@ -159,8 +159,7 @@ def test_a_bucket_is_built_into_as_a_disk_is(bucket, sample_source, tmp_path):
 def test_a_source_that_readers_cannot_reach_is_refused(sample_source, gcs, hub, tmp_path):
     def build(source: object, final: str) -> None:
         settings = BuildSettings(latents='in_place', scratch_dir=str(tmp_path))
-        with driver.build(final, str(source), settings):
-            pass
+        driver.build(final, str(source), settings, build_program.write_info)
 
     with pytest.raises(ValueError, match=r"latents='in_place' .* on gs://, as the data set is\."):
         build(sample_source, DATA)

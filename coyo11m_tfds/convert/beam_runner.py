@@ -2,8 +2,8 @@
 
 Each element of the collection describes all shards of one group of files, in some kilobytes.
 Workers on other machines cannot read the captions and text embeddings of this machine, so this
-module first copies them beside the records of the build, some MB a shard. A worker writes shards as
-`local_runner` does, to the same place, so either runner can resume a build of the other.
+module first copies them next to the records of the build, some MB a shard. A worker writes shards
+as `local_runner` does, to the same place, so either runner can resume a build of the other.
 """
 
 import concurrent.futures
@@ -33,7 +33,7 @@ _SECONDS_BETWEEN_LINES = 10
 Runner = str | beam.runners.PipelineRunner | None
 
 
-def write_shards(
+def write_with_beam(
     tasks: Sequence[ShardTask],
     finished: FinishedShards,
     scratch_dir: str,
@@ -48,26 +48,31 @@ def write_shards(
     """
     if not tasks:
         return
-    place = finished.folder.folder
-    packed = _pack(tasks, finished)
+    final = finished.folder.folder
+    packed = _pack_inputs(tasks, finished)
     logging.info('Starting the pipeline with %d shards to write', len(packed))
     groups = [list(group) for _, group in itertools.groupby(packed, lambda task: task.group)]
     runner, options = _spread_by_dask(runner, options or PipelineOptions([]), len(groups))
-    with _progress(packed, finished), beam.Pipeline(runner=runner, options=options) as pipeline:
+    with (
+        _showing_progress(packed, finished),
+        beam.Pipeline(runner=runner, options=options) as pipeline,
+    ):
         _ = (
             pipeline
             | 'Groups' >> beam.Create(groups, reshuffle=False)
+            # Without this step, runners fuse the other two, and one worker writes all groups.
             | beam.Reshuffle()
-            | 'Write' >> beam.Map(_write_group, place, finished.build, scratch_dir)
+            | 'Write' >> beam.Map(_write_group, final, finished.build, scratch_dir)
         )
-    by_place = {(task.split, task.index): task for task in tasks}
+    # Runners retry and lose elements in ways of their own, so only the records count.
+    missing = {(task.split, task.index): task for task in tasks}
     for result in finished.load(packed):
-        yield by_place.pop((result.split, result.index)), result
-    if by_place:
-        names = ', '.join(task.filename for task in list(by_place.values())[:3])
+        yield missing.pop((result.split, result.index)), result
+    if missing:
+        names = ', '.join(task.filename for task in list(missing.values())[:3])
         raise RuntimeError(
-            f'{place}: the pipeline ended, but {len(by_place)} shards are missing or damaged '
-            f'(e.g. {names}). Start the same build again, it writes what is missing.'
+            f'{final}: the pipeline ended, but {len(missing)} shards are missing or damaged '
+            f'(e.g. {names}). Start the same build again: it writes what is missing.'
         )
 
 
@@ -84,53 +89,56 @@ def _spread_by_dask(
     from apache_beam.runners.dask.dask_runner import DaskOptions
 
     dask = options.view_as(DaskOptions)
-    if not (dask.npartitions or dask.partition_size):  # its default: 128 groups for one worker
+    # By default it gives 128 groups to one worker.
+    if not (dask.npartitions or dask.partition_size):
         dask.npartitions = num_groups
     return 'apache_beam.runners.dask.dask_runner.DaskRunner', options
 
 
 @contextlib.contextmanager
-def _progress(tasks: Sequence[ShardTask], finished: FinishedShards) -> Iterator[None]:
+def _showing_progress(tasks: Sequence[ShardTask], finished: FinishedShards) -> Iterator[None]:
     """Shows until the block ends how many shards the workers have recorded."""
-    names, over = {task.filename for task in tasks}, threading.Event()
+    names, ended = {task.filename for task in tasks}, threading.Event()
 
     def watch() -> None:
-        is_over, before = False, -1
-        while not is_over:
-            is_over = over.wait(_SECONDS_BETWEEN_LINES)
+        has_ended, last_count = False, -1
+        while not has_ended:
+            has_ended = ended.wait(_SECONDS_BETWEEN_LINES)
             with contextlib.suppress(OSError):  # the next look may succeed
                 count = len(names & finished.recorded())
-                if count != before or is_over:
+                if count != last_count or has_ended:
                     logging.info('The workers have written %d of %d shards', count, len(names))
-                before = count
+                last_count = count
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         thread.submit(watch)
         try:
             yield
         finally:
-            over.set()
+            ended.set()
 
 
-def _pack(tasks: Sequence[ShardTask], finished: FinishedShards) -> list[ShardTask]:
-    """Copies the inputs of tasks beside the records; returns tasks that read the copies."""
+def _pack_inputs(tasks: Sequence[ShardTask], finished: FinishedShards) -> list[ShardTask]:
+    """Copies the inputs of tasks next to the records; returns tasks that read the copies."""
 
-    def pack_one(task: ShardTask) -> ShardTask:
+    def pack(task: ShardTask) -> ShardTask:
         assert isinstance(task.inputs, JoinedInputs)  # what a plan has
         name = f'{sub_folder(finished.build)}/{task.filename}.npz'
         finished.folder.write(name, task.inputs.pack())
         return dataclasses.replace(task, inputs=PackedInputs(f'{finished.folder.folder}/{name}'))
 
     with concurrent.futures.ThreadPoolExecutor(_UPLOADS_AT_ONCE) as threads:
-        return list(threads.map(pack_one, tasks))
+        return list(threads.map(pack, tasks))
 
 
 def _write_group(tasks: Sequence[ShardTask], folder: str, build: str, scratch_dir: str) -> None:
     """Runs on a worker, in as many processes as the runner starts there."""
     finished = FinishedShards(Destination(folder), build)
-    own = os.path.expanduser(scratch_dir) or user_cache(schema.NAME)
-    scratch = Scratch(os.path.join(own, 'source'))
-    beside = finished.folder.staging(fallback=os.path.join(own, 'staging'))
-    with locks.temporary_folder(beside, 'worker-') as staging:
-        for _ in local_runner.write_shards(tasks, finished, scratch, staging, num_workers=1):
+    cache = os.path.expanduser(scratch_dir) or user_cache(schema.NAME)
+    scratch = Scratch(os.path.join(cache, 'source'))
+    staging_root = finished.folder.staging(fallback=os.path.join(cache, 'staging'))
+    with locks.temporary_folder(staging_root, 'worker-') as staging:
+        shards = local_runner.write_with_processes(tasks, finished, scratch, staging, num_workers=1)
+        # The results are in the records, so that none has to pass through the pipeline.
+        for _ in shards:
             pass

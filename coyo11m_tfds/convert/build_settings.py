@@ -1,19 +1,27 @@
-"""The settings of a build, which go from the config to the workers and into the metadata."""
+"""The settings of a build, the memory that it takes, and what a data set records of both.
+
+A data set records its settings and its source, so that a later build with other settings, or from
+another source, is refused and not mistaken for the same.
+"""
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import coyo11m_tfds
 from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.dataset.columns import IN_PLACE, IN_RECORDS, LATENT_STORAGE
+from coyo11m_tfds.process import machine, workers
+from coyo11m_tfds.process.sizes import readable
+from coyo11m_tfds.source import source_folder
 from coyo11m_tfds.storage import source_files
 
 EMBEDDINGS_IN_PT = 'pt'  # the `text_embeddings` for `embeddings` inside the `.pt` files
 
-# What to do about a data set of other settings, or of another source.
-WAYS_ON = (
+# How to go on where a data set of other settings, or of another source, exists.
+_WAYS_ON = (
     'Give the config another name, or replace the data set with --overwrite (in Python '
     'download_mode=tfds.GenerateMode.REUSE_CACHE_IF_EXISTS).'
 )
@@ -23,13 +31,38 @@ _LATENTS = 'latents'
 # A finished data set does not depend on these.
 _NOT_COMPARED = ('max_bad_fraction', 'check_crc', 'package_version')
 
+# What is expected of fields, and whether a value is that. Configs come from JSON that people type,
+# so a value may be of any type.
+_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        'a string',
+        lambda x: isinstance(x, str),
+        'source caption_column text_embeddings scratch_dir latents_from vae',
+    ),
+    ('an integer, at least 1', lambda x: isinstance(x, int) and x >= 1, 'shard_bytes'),
+    ('an integer, at least 0', lambda x: isinstance(x, int) and x >= 0, 'num_workers'),
+    (
+        'a number in [0, 1)',
+        lambda x: isinstance(x, (int, float)) and 0 <= x < 1,
+        'validation_fraction',
+    ),
+    (
+        'a number in [0, 1]',
+        lambda x: isinstance(x, (int, float)) and 0 <= x <= 1,
+        'max_bad_fraction',
+    ),
+    ('true or false', lambda x: isinstance(x, bool), 'check_crc'),
+    (' or '.join(map(repr, LATENT_STORAGE)), lambda x: x in LATENT_STORAGE, 'latents'),
+    ("'drop' or 'stop'", lambda x: x in ('drop', 'stop'), 'bad_data'),
+)
 
-def check_names(names: Iterable[str], known: Sequence[str], where: str) -> None:
-    """Raises a ValueError that begins with `where` if a name is not a known field."""
+
+def check_names(names: Iterable[str], fields: Sequence[str], where: str) -> None:
+    """Raises a ValueError that begins with `where` if a name is none of the fields."""
     for name in names:
-        if name not in known:
+        if name not in fields:
             raise ValueError(
-                f"{where} has an unknown field '{name}'; the fields are {', '.join(known)}."
+                f"{where} has an unknown field '{name}'; the fields are {', '.join(fields)}."
             )
 
 
@@ -52,21 +85,10 @@ class BuildSettings:
     scratch_dir: str = ''
 
     def __post_init__(self):
-        names = 'source', 'caption_column', 'text_embeddings', 'scratch_dir', 'latents_from', 'vae'
-        for name in names:
-            self._check(name, isinstance(getattr(self, name), str), 'a string')
-        for name in ('shard_bytes', 'num_workers'):
-            self._check(name, isinstance(getattr(self, name), int), 'an integer')
-        self._check('shard_bytes', self.shard_bytes > 0, 'at least 1')
-        self._check('num_workers', self.num_workers >= 0, 'at least 0')
-        for name in ('validation_fraction', 'max_bad_fraction'):
-            self._check(name, isinstance(getattr(self, name), (int, float)), 'a number')
-        self._check('validation_fraction', 0 <= self.validation_fraction < 1, 'one in [0, 1)')
-        self._check('max_bad_fraction', 0 <= self.max_bad_fraction <= 1, 'one in [0, 1]')
-        self._check('check_crc', isinstance(self.check_crc, bool), 'true or false')
-        self._check('latents', self.latents in LATENT_STORAGE, "'records' or 'in_place'")
+        for expected, holds, names in _RULES:
+            for name in names.split():
+                self._check(name, holds(getattr(self, name)), expected)
         schema.parse_latents_from(self.latents_from)
-        self._check('bad_data', self.bad_data in ('drop', 'stop'), "'drop' or 'stop'")
 
     @property
     def drop_bad(self) -> bool:
@@ -76,8 +98,8 @@ class BuildSettings:
     def in_place(self) -> bool:
         return self.latents == IN_PLACE
 
-    def _check(self, name: str, good: bool, expected: str) -> None:
-        if not good:
+    def _check(self, name: str, is_good: bool, expected: str) -> None:
+        if not is_good:
             raise ValueError(f'config: {name} is {getattr(self, name)!r}, expected {expected}.')
 
     def record(self, limit: int | None, text_embeddings: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -86,12 +108,12 @@ class BuildSettings:
         `limit` is the `max_examples_per_split` of the build, and `text_embeddings` '', 'pt' or the
         header of a sidecar, but no path.
         """
-        # Only in these data sets, so that the metadata of others does not change.
-        chosen = {_LATENTS: self.latents} if self.in_place else {}
+        # Only in these data sets, so that the metadata, and with it the ID, of others stays.
+        rare = {_LATENTS: self.latents} if self.in_place else {}
         for name in ('latents_from', schema.META_VAE):
             if value := getattr(self, name):
-                chosen[name] = value
-        return chosen | {
+                rare[name] = value
+        return rare | {
             'caption_column': self.caption_column,
             schema.SETTINGS_TEXT: text_embeddings,
             'validation_fraction': float(self.validation_fraction),
@@ -108,39 +130,136 @@ class BuildSettings:
         self, folder: str | os.PathLike[str], metadata: Mapping[str, Any], limit: int | None
     ) -> None:
         """Raises a ValueError if a data set has other settings; accepts one that records none."""
-        there = metadata.get(schema.META_SETTINGS)
-        if there is None:
+        recorded = metadata.get(schema.META_SETTINGS)
+        if recorded is None:
             return
-        text_embeddings = self._text_embeddings(there.get(schema.SETTINGS_TEXT))
-        lie = {_LATENTS: IN_RECORDS, schema.META_VAE: ''}
-        differing = list(_differences(lie | there, lie | self.record(limit, text_embeddings)))
-        if differing:
+        text_embeddings = self._text_embeddings(recorded.get(schema.SETTINGS_TEXT))
+        defaults = {_LATENTS: IN_RECORDS, schema.META_VAE: ''}
+        differences = list(
+            _setting_differences(
+                defaults | recorded, defaults | self.record(limit, text_embeddings)
+            )
+        )
+        if differences:
             raise ValueError(
-                f'{os.fspath(folder)} was built with other settings: {"; ".join(differing)}. '
-                f'{WAYS_ON}'
+                f'{os.fspath(folder)} was built with other settings: {"; ".join(differences)}. '
+                f'{_WAYS_ON}'
             )
 
     def _text_embeddings(self, recorded: Any) -> str | Mapping[str, Any]:
         """Returns what a build would record now; `recorded` if the sidecar is remote or absent."""
-        chosen = self.text_embeddings
-        if chosen in ('', schema.LABELS) and isinstance(recorded, dict):
-            return recorded if recorded.get('encoder') == schema.LABELS else chosen
-        if chosen in ('', schema.LABELS, EMBEDDINGS_IN_PT):
-            return chosen
-        if source_files.is_remote(chosen) or not os.path.exists(chosen):
-            return recorded if isinstance(recorded, dict) else chosen
+        place = self.text_embeddings
+        # Labels may come from the files without being named.
+        if place in ('', schema.LABELS) and isinstance(recorded, dict):
+            return recorded if recorded.get('encoder') == schema.LABELS else place
+        if place in ('', schema.LABELS, EMBEDDINGS_IN_PT):
+            return place
+        # A data set can be used after its sidecar is gone, and without access to a bucket.
+        if source_files.is_remote(place) or not os.path.exists(place):
+            return recorded if isinstance(recorded, dict) else place
+        # Here, because it needs pyarrow: the settings of a build are read without, too.
         from coyo11m_tfds.source import sidecar
 
-        first, *_ = sidecar.find_sidecar(chosen)
+        first, *_ = sidecar.find_sidecar(place)
         return sidecar.describe_values(first.path)['header']
 
 
-def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+def _setting_differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     # A setting that only one of the two has belongs to another version of this package.
-    for name in sorted(here.keys() & there.keys() - set(_NOT_COMPARED)):
-        old, new = there[name], here[name]
+    for name in sorted(now.keys() & recorded.keys() - set(_NOT_COMPARED)):
+        old, new = recorded[name], now[name]
         field = 'text_embeddings' if name == schema.SETTINGS_TEXT else name
         if isinstance(old, dict) and isinstance(new, dict):
-            yield from (f'{field}: {part}' for part in _differences(old, new))
+            yield from (f'{field}: {line}' for line in _setting_differences(old, new))
         elif old != new:
-            yield f'{field} is {old!r} there, {new!r} is asked for'
+            yield f'{field} is {old!r} there, {new!r} is requested'
+
+
+# --- The record of the source -------------------------------------------------------------------
+
+
+def record_source(source: source_folder.SourceFolder) -> dict[str, Any]:
+    """Returns the place of a source and, by name, size and digest of its files, as JSON.
+
+    The digest needs no reading of whole files: it is the checksum of the storage or, on a disk,
+    that of `columns.outline_digest`. The place is for people: the same files elsewhere are the same
+    source. Raises a ValueError or an OSError if a file is damaged or unreadable.
+    """
+    files = {
+        name: (file.size, file.checksum if file.is_remote else columns.outline_digest(file.path))
+        for name, file in source.by_name.items()
+    }
+    return {'place': _absolute_place(source.root), 'files': files}
+
+
+def check_source(
+    folder: str | os.PathLike[str], recorded: Mapping[str, Any] | None, root: str
+) -> None:
+    """Raises a ValueError if a data set's source was another one than that in the folder `root`.
+
+    Accepts a data set that records none. Raises an OSError if a file or a bucket is out of reach.
+    """
+    if not recorded:
+        return
+    try:
+        files = record_source(source_folder.find_source(root))['files']
+        differences = list(_source_differences(recorded['files'], files))
+    except ValueError as error:
+        differences = [str(error).rstrip('.')]
+    if differences:
+        raise ValueError(
+            f'{os.fspath(folder)} was built from {recorded["place"]}, not from '
+            f'{_absolute_place(root)}: {"; ".join(differences[:3])}. {_WAYS_ON}'
+        )
+
+
+def _absolute_place(place: str) -> str:
+    return place if source_files.is_remote(place) else os.path.abspath(place)
+
+
+def _source_differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    for name in sorted(recorded.keys() | now.keys()):
+        if name not in now or name not in recorded:
+            yield f'{name} is {"new" if name in now else "missing"}'
+            continue
+        (old_size, old), (size, new) = recorded[name], now[name]
+        # Only digests of one kind, such as `crc32c:...`, can be compared.
+        is_other = old and new and old != new and old.split(':')[:-1] == new.split(':')[:-1]
+        if size != old_size or is_other:
+            yield f'{name} has other contents ({size:,} bytes, had {old_size:,})'
+
+
+# --- The memory of a build ----------------------------------------------------------------------
+
+# Measured are pages that no file holds: the system can give up others, such as TensorFlow's code.
+_PROGRAM = 550_000_000  # of `build` with TensorFlow, Beam and torch; it also writes, if it is alone
+_WORKER = 250_000_000  # of each process if several write
+_JOINED_ROW, _PLANNED_ROW = 130, 70  # while captions are joined, and of the plan that stays
+
+
+def build_memory(num_rows: int, num_workers: int) -> int:
+    """Returns the bytes that a build of a source with so many rows takes."""
+    writing = _PLANNED_ROW * num_rows + _WORKER * (num_workers if num_workers > 1 else 0)
+    return _PROGRAM + max(_JOINED_ROW * num_rows, writing)
+
+
+def fitting_workers(num_rows: int) -> int:
+    """Returns how many processes can write in the usable memory, at least 1."""
+    room = machine.usable_memory() - build_memory(0, 1) - _PLANNED_ROW * num_rows
+    return max(1, room // _WORKER)
+
+
+def check_build_memory(num_rows: int, num_workers: int) -> None:
+    """Raises a ValueError if a build with at least so many processes cannot fit; 0 is for any.
+
+    A process that runs out of memory is killed without a message, after hours of work.
+    """
+    count = workers.chosen(num_workers) or 1
+    usable, need = machine.usable_memory(), build_memory(num_rows, count)
+    if need > usable:
+        fits = fitting_workers(num_rows) if build_memory(num_rows, 1) <= usable else 0
+        remedy = f'Set num_workers to {fits} or' if fits else 'Use a machine with more, or'
+        raise ValueError(
+            f'the build of {num_rows:,} rows with num_workers={count} takes {readable(need)} of '
+            f'memory, but this process can use {readable(usable)}. {remedy} raise its limit.'
+        )

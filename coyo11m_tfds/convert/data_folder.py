@@ -64,14 +64,18 @@ class FinishedShards:
         """
         by_name = {f'{task.filename}.json': task for task in tasks}
         records = self.folder.read_all(sub_folder(self.build), by_name)
-        found = {by_name[n].filename: _read_record(d, by_name[n]) for n, d in records.items()}
-        recorded = {name: result for name, result in found.items() if result}
+        recorded = {
+            by_name[name].filename: result
+            for name, data in records.items()
+            if (result := _parse_record(data, by_name[name]))
+        }
         if not recorded:
             return []
         # Nothing is read of a bucket.
         num_bytes = sum(0 if self.folder.is_remote else r.num_bytes for r in recorded.values())
         with Progress('Checking finished shards', num_bytes, 'B') as progress:
             states = self.folder.inventory('', progress.add, recorded)
+        # A shard may have been damaged or removed after its record was written.
         results = [
             result
             for name, result in recorded.items()
@@ -84,19 +88,21 @@ class FinishedShards:
         self.folder.write(f'{sub_folder(self.build)}/{name}', json.dumps(content).encode())
 
 
-def _read_record(data: bytes, task: ShardTask) -> ShardResult | None:
+def _parse_record(data: bytes, task: ShardTask) -> ShardResult | None:
     """The result in a record; None if it is damaged, of another task or of another writer."""
     try:
         record = json.loads(data)
         if record.pop('digest') != json_digest.sha256(record):
             raise ValueError('wrong digest')
         result = ShardResult.from_json(record['result'])
-        same = record['fingerprint'] == task.fingerprint
+        is_same_task = record['fingerprint'] == task.fingerprint
     except (AttributeError, KeyError, TypeError, ValueError):
-        logging.warning('%s: its record is damaged, it will be written again', task.filename)
+        logging.warning('%s: its record is damaged, so the shard is written again', task.filename)
         return None
-    has_read = result.read == tuple(part.digest for part in task.parts)
-    return result if same and has_read and result.writer == THIS_WRITER else None
+    # The fingerprint covers what was planned, the digests what the worker has really read.
+    is_same_source = result.read == tuple(part.digest for part in task.parts)
+    is_same_writer = result.writer == THIS_WRITER
+    return result if is_same_task and is_same_source and is_same_writer else None
 
 
 class DataFolder:
@@ -126,17 +132,18 @@ class DataFolder:
         in the folder differs from its state, and a FileExistsError if another build has become the
         data set meanwhile.
         """
-        found = self.find_build()
-        if found not in (None, build) and not overwrite:
+        existing = self.find_build()
+        if existing not in (None, build) and not overwrite:
             raise FileExistsError(
-                f'{self.files.folder}: build {found} was completed here while {build} was under '
+                f'{self.files.folder}: build {existing} was completed here while {build} was under '
                 'way. Rename the config of one of them, or replace the data set with --overwrite.'
             )
+        # As late as possible, because from here on readers rely on these files.
         self.files.verify({name: state for name, state in files.items() if name not in local})
         # Until the last is there, there is no data set. In this order a reader that finds metadata
         # of the ID in `dataset_info.json` has seen the features of that build as well.
         self.files.remove([schema.INFO_FILE])
-        for name in sorted(local, key=_order):
+        for name in sorted(local, key=_publication_order):
             self.files.store(local[name], name, files[name].crc32c)
         self.files.verify({name: files[name] for name in local})
 
@@ -145,37 +152,38 @@ class DataFolder:
 
         Without `resumable_too`, interrupted builds stay, with a warning.
         """
-        there = self.files.sizes()
-        kept = self._recorded(build, there)
-        for other in sorted(_builds(there) - {build}):
-            doomed = self._recorded(other, there) or _files_of(other, there)
-            doomed = (doomed & there.keys()) - kept
-            size = readable(sum(there[name] for name in doomed))
-            if not resumable_too and any(_builder_of(name) == other for name in there):
+        sizes = self.files.sizes()
+        kept = self._recorded_files(build, sizes)
+        for other in sorted(_build_ids(sizes) - {build}):
+            # A complete build is removed by its record, so that files of users with its ID stay.
+            superfluous = self._recorded_files(other, sizes) or _files_of(other, sizes)
+            superfluous = (superfluous & sizes.keys()) - kept
+            size = readable(sum(sizes[name] for name in superfluous))
+            if not resumable_too and any(_builder_of(name) == other for name in sizes):
                 logging.warning(
                     f'{self.files.folder}: build {other} was interrupted and has left {size}. The '
                     'same command with --overwrite resumes it; the next completed build removes '
                     'the files.'
                 )
                 continue
-            what = f'removing {len(doomed)} files of build {other}, {size}'
-            logging.info('%s: %s', self.files.folder, what)
-            self._remove(other, doomed, there)
-        self._remove(build, _files_of(build, there) - kept, there)
+            action = f'removing {len(superfluous)} files of build {other}, {size}'
+            logging.info('%s: %s', self.files.folder, action)
+            self._remove(other, superfluous, sizes)
+        self._remove(build, _files_of(build, sizes) - kept, sizes)
         self.files.sweep(_SUB_FOLDER)
 
-    def _recorded(self, build: str, there: Iterable[str]) -> set[str]:
+    def _recorded_files(self, build: str, listing: Iterable[str]) -> set[str]:
         """Names in the record of checksums of a build, and its own; empty if it has none."""
         name = schema.of_build(schema.CHECKSUMS_FILE, build)
-        data = self.files.read(name) if name in there else None
+        data = self.files.read(name) if name in listing else None
         try:
             return {name, *manifest.parse_checksums(data)} if data else set()
         except ValueError:
             return set()
 
-    def _remove(self, build: str, names: set[str], there: Iterable[str]) -> None:
+    def _remove(self, build: str, names: set[str], listing: Iterable[str]) -> None:
         """Removes files of a build; what proves that they are its own comes last."""
-        in_work = {name for name in there if _builder_of(name) == build}
+        in_work = {name for name in listing if _builder_of(name) == build}
         proofs = (
             schema.of_build(schema.CHECKSUMS_FILE, build),
             f'{sub_folder(build)}/{_SETTINGS_FILE}',
@@ -196,8 +204,9 @@ def tidy(final: str) -> None:
     folder = DataFolder(final)
     try:
         build = folder.find_build()
-        there = folder.files.sizes() if build else {}
-        if not build or not (_builds(there) - {build} or any('/' in name for name in there)):
+        sizes = folder.files.sizes() if build else {}
+        # Who only reads comes here as well, and needs no lock where nothing is left over.
+        if not build or not (_build_ids(sizes) - {build} or any('/' in name for name in sizes)):
             return
         with locks.hold(final, wait=False):
             folder.remove_others(build, resumable_too=False)
@@ -207,7 +216,7 @@ def tidy(final: str) -> None:
         logging.warning('%s: cannot remove what an interrupted build left: %s', final, error)
 
 
-def _order(name: str) -> tuple[bool, bool, str]:
+def _publication_order(name: str) -> tuple[bool, bool, str]:
     return name == schema.INFO_FILE, name == schema.FEATURES_FILE, name
 
 
@@ -222,8 +231,8 @@ def _files_of(build: str, names: Iterable[str]) -> set[str]:
     return {name for name in names if '/' not in name and schema.build_of(name) == build}
 
 
-def _builds(names: Iterable[str]) -> set[str]:
+def _build_ids(names: Iterable[str]) -> set[str]:
     """The IDs of builds that have left their records, of checksums or of finished shards."""
     stem = schema.CHECKSUMS_FILE.partition('.')[0]
-    found = {schema.build_of(name) for name in names if name.startswith(f'{stem}-')}
-    return (found | {_builder_of(name) for name in names}) - {''}
+    complete = {schema.build_of(name) for name in names if name.startswith(f'{stem}-')}
+    return (complete | {_builder_of(name) for name in names}) - {''}

@@ -8,6 +8,7 @@ records (740 MB) a second, with statistics and checksums.
 import contextlib
 import copy
 import dataclasses
+import itertools
 import os
 import pathlib
 import time
@@ -17,121 +18,120 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.convert import in_place, local_runner
+from coyo11m_tfds.convert import local_runner
 from coyo11m_tfds.convert.build_settings import BuildSettings
 from coyo11m_tfds.convert.data_folder import DataFolder, FinishedShards, sub_folder
 from coyo11m_tfds.convert.plan import BuildPlan, make_plan
-from coyo11m_tfds.convert.tasks import ShardResult, ShardTask
-from coyo11m_tfds.dataset import chunk_index, manifest
+from coyo11m_tfds.convert.tasks import ShardResult, ShardTask, check_within_reach
+from coyo11m_tfds.dataset import chunk_index, columns, manifest
+from coyo11m_tfds.dataset.columns import InPlaceColumn
 from coyo11m_tfds.process import job
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.report import statistics
 from coyo11m_tfds.report.page import BuildReport
 from coyo11m_tfds.report.statistics import DropCounts, ShardStatistics
 from coyo11m_tfds.source import source_folder
-from coyo11m_tfds.storage import file_state, locks, scratch, source_files
+from coyo11m_tfds.storage import file_state, locks, source_files
+from coyo11m_tfds.storage.scratch import Scratch, choose_folder
 
 if TYPE_CHECKING:
     from apache_beam.options.pipeline_options import PipelineOptions
     from apache_beam.runners import PipelineRunner
 
-Outcomes = Iterator[tuple[ShardTask, ShardResult]]
 # Writes tasks and their records, and yields each when it is stored.
-Engine = Callable[[Sequence[ShardTask], FinishedShards], Outcomes]
+Engine = Callable[[Sequence[ShardTask], FinishedShards], Iterator[tuple[ShardTask, ShardResult]]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Built:
-    """The outcome of a build."""
+class BuiltDataset:
+    """All shards of a data set, and a local folder with the files that go next to them."""
 
     plan: BuildPlan
     splits: dict[str, list[ShardResult]]  # by index of the shards
     statistics: dict[str, ShardStatistics]
     dropped: DropCounts
     metadata: dict
-    folder: str  # local, for the files beside the shards
+    folder: str
 
 
-@contextlib.contextmanager
 def build(
     final: str,
     source: str,
     settings: BuildSettings,
+    write_info: Callable[[BuiltDataset], None],
     *,
     limit: int | None = None,
     overwrite: bool = False,
     beam_options: 'PipelineOptions | None' = None,
     beam_runner: 'str | PipelineRunner | None' = None,
-) -> Iterator[Built | None]:
-    """Makes the data set in `final` complete by the end of the block.
+) -> bool:
+    """Makes the data set in `final` complete; returns whether this process has built it.
 
-    In a job of several processes the first one builds, and the others wait for it. A second build
-    of the same data set also waits. The block adds TFDS' own files to the folder of what is
-    yielded; that is None if the data set existed or another process built it.
+    If the data set exists, nothing is built. In a job of several processes the first one builds,
+    and the others wait for it. A second build of the same data set also waits.
 
-    `final` is the folder of the data set, `.../NAME/CONFIG/VERSION`, local or `gs://`; `source`
-    overrides the settings; `limit` is the largest number of records in each split. With
-    `overwrite`, an existing data set, also one of the same plan, is replaced as soon as the new one
-    is complete. With either argument for it, Apache Beam writes instead of local processes.
+    Args:
+        final: Folder of the data set, `.../NAME/CONFIG/VERSION`, local or `gs://`.
+        source: Folder of the source; overrides the settings.
+        settings: The settings of the build.
+        write_info: Writes TFDS' own files into the folder of the data set that it receives; only
+            after this the data set is published.
+        limit: Largest number of records in each split.
+        overwrite: Whether to replace an existing data set, also one of the same plan, as soon as
+            the new one is complete.
+        beam_options: With this or `beam_runner`, Apache Beam writes instead of local processes.
+        beam_runner: See `beam_options`.
     """
     folder = DataFolder(final)
     if index := job.process_index():
         if overwrite:
             raise ValueError(
-                f'{final}: process {index} of the job was told to overwrite it, while others may '
+                f'{final}: process {index} of the job cannot overwrite it, because others may '
                 'read it. Overwrite it with one process, then start the job.'
             )
         locks.wait_for(final, lambda: folder.find_build() is not None)
-        yield None
-        return
-    local = scratch.choose_folder(schema.NAME, f'{final}/../../..', settings.scratch_dir)
-
-    def write(tasks: Sequence[ShardTask], finished: FinishedShards) -> Outcomes:
-        if beam_options or beam_runner:
-            from coyo11m_tfds.convert.beam_runner import write_shards as write_with_beam
-
-            scratch_dir = settings.scratch_dir
-            yield from write_with_beam(tasks, finished, scratch_dir, beam_options, beam_runner)
-            return
-        with locks.temporary_folder(folder.files.staging(local), 'staging-') as staging:
-            yield from local_runner.write_shards(
-                tasks, finished, files, staging, settings.num_workers
-            )
-
-    with (
-        _leaving_no_empty_folders(final, f'{local}/source'),
-        locks.hold(final) as lock,
-    ):
-        found = folder.find_build()
-        if found is not None and not overwrite:
-            if found:
-                folder.remove_others(found, resumable_too=False)
-            yield None
-            return
+        return False
+    local = choose_folder(schema.NAME, f'{final}/../../..', settings.scratch_dir)
+    source_dir = os.path.join(local, 'source')
+    with _removing_new_empty_folders(final, source_dir), locks.hold(final) as lock:
+        # Looked for under the lock: another process may just have built it.
+        existing = folder.find_build()
+        if existing is not None and not overwrite:
+            if existing:
+                folder.remove_others(existing, resumable_too=False)
+            return False
         start = time.monotonic()
+        # Before planning measures and fills the disk: what killed builds did not finish goes.
         folder.files.sweep(sub_folder(''))
         os.makedirs(local, exist_ok=True)
-        files = scratch.Scratch(os.path.join(local, 'source'))
-        there = source_folder.find_source(source)
+        scratch = Scratch(source_dir)
+        files = source_folder.find_source(source)
         if settings.in_place:
-            in_place.check_within_reach(there.latent_files[0], final)
-        plan = make_plan(there, settings, files, local, limit)
+            check_within_reach(files.latent_files[0], final)
+        plan = make_plan(files, settings, scratch, local, limit)
         finished = FinishedShards(folder.files, plan.build)
+        # Before the first shard, so that it is known whose files lie there after a kill.
         finished.begin(plan.settings)
-        results = write_shards(plan, finished, write)
-        with locks.temporary_folder(folder.files.staging(local), 'info-') as made:
-            built = describe(plan, results, made)
-            yield built
-            report = _make_report(final, built)
-            report.write(made)
-            _publish(folder, built, overwrite)
-        if lock.is_ours():  # else another build may be under way, and what it has written stays
+        if beam_options or beam_runner:
+            engine = _beam_engine(settings, beam_options, beam_runner)
+        else:
+            engine = _local_engine(settings, scratch, local)
+        results = write_shards(plan, finished, engine)
+        with locks.temporary_folder(folder.files.staging(local), 'info-') as info_folder:
+            dataset = describe_dataset(plan, results, info_folder)
+            write_info(dataset)
+            report = _make_report(final, dataset)
+            report.write(info_folder)
+            _publish(folder, dataset, overwrite)
+        # Without the lock another build may be under way, and what it has written stays.
+        if lock.is_ours():
             folder.remove_others(plan.build)
     print(report.summary(final, seconds=time.monotonic() - start))
+    return True
 
 
 @contextlib.contextmanager
-def _leaving_no_empty_folders(*places: str) -> Iterator[None]:
+def _removing_new_empty_folders(*places: str) -> Iterator[None]:
     """Removes at its end local folders, and those above them, that are new and empty then."""
     paths = [pathlib.Path(p).absolute() for p in places if not source_files.is_remote(p)]
     new = {folder for path in paths for folder in (path, *path.parents) if not folder.exists()}
@@ -143,6 +143,31 @@ def _leaving_no_empty_folders(*places: str) -> Iterator[None]:
                 folder.rmdir()
 
 
+def _beam_engine(
+    settings: BuildSettings,
+    options: 'PipelineOptions | None',
+    runner: 'str | PipelineRunner | None',
+) -> Engine:
+    # Here, because Beam takes seconds to import.
+    from coyo11m_tfds.convert.beam_runner import write_with_beam
+
+    return lambda tasks, finished: write_with_beam(
+        tasks, finished, settings.scratch_dir, options, runner
+    )
+
+
+def _local_engine(settings: BuildSettings, scratch: Scratch, local: str) -> Engine:
+    def write(
+        tasks: Sequence[ShardTask], finished: FinishedShards
+    ) -> Iterator[tuple[ShardTask, ShardResult]]:
+        with locks.temporary_folder(finished.folder.staging(local), 'staging-') as staging:
+            yield from local_runner.write_with_processes(
+                tasks, finished, scratch, staging, settings.num_workers
+            )
+
+    return write
+
+
 def write_shards(plan: BuildPlan, finished: FinishedShards, engine: Engine) -> list[ShardResult]:
     """Writes the shards of a plan that are not finished yet; returns the results of all, sorted.
 
@@ -150,10 +175,11 @@ def write_shards(plan: BuildPlan, finished: FinishedShards, engine: Engine) -> l
     bad, or no row is good.
     """
     results = finished.load(plan.tasks)
-    found = {(result.split, result.index) for result in results}
-    missing = [task for task in plan.tasks if (task.split, task.index) not in found]
+    finished_shards = {(result.split, result.index) for result in results}
+    missing = [task for task in plan.tasks if (task.split, task.index) not in finished_shards]
+    # Before the first shard: hours later the others would be written for nothing.
     finished.folder.check_space(sum(task.num_bytes for task in missing))
-    dropped = _count_dropped(plan, results)
+    dropped = _all_dropped(plan, results)
     with Progress('Writing shards', plan.num_bytes, 'B', {'shards': len(plan.tasks)}) as progress:
         progress.skip(
             sum(result.num_bytes for result in results),
@@ -162,6 +188,7 @@ def write_shards(plan: BuildPlan, finished: FinishedShards, engine: Engine) -> l
         )
         for task, result in engine(missing, finished):
             _add_non_finite(dropped, result)
+            # With each shard, so that a bad source stops the build early.
             dropped.check_bad(task.source)
             results.append(result)
             progress.add(
@@ -175,10 +202,11 @@ def write_shards(plan: BuildPlan, finished: FinishedShards, engine: Engine) -> l
         raise ValueError(
             f'{plan.tasks[0].source}: no record is left for the train split: no row is finite.'
         )
+    # Shards are finished in any order, and statistics of floats depend on the order of the sum.
     return sorted(results, key=lambda result: (result.split, result.index))
 
 
-def _count_dropped(plan: BuildPlan, results: Sequence[ShardResult]) -> DropCounts:
+def _all_dropped(plan: BuildPlan, results: Sequence[ShardResult]) -> DropCounts:
     """The rows left out while planning, and while writing these shards."""
     dropped = copy.deepcopy(plan.dropped)
     for result in results:
@@ -187,34 +215,58 @@ def _count_dropped(plan: BuildPlan, results: Sequence[ShardResult]) -> DropCount
 
 
 def _add_non_finite(dropped: DropCounts, result: ShardResult) -> None:
-    found = result.statistics
-    dropped.add(schema.NON_FINITE, found.non_finite, found.non_finite_keys)
+    shard = result.statistics
+    dropped.add(schema.NON_FINITE, shard.non_finite, shard.non_finite_keys)
 
 
-def describe(plan: BuildPlan, results: Sequence[ShardResult], folder: str) -> Built:
+def describe_dataset(plan: BuildPlan, results: Sequence[ShardResult], folder: str) -> BuiltDataset:
     """Joins the results of all shards, and writes chunk indexes and columns into a local folder."""
     splits: dict[str, list[ShardResult]] = {}
     for result in results:
         splits.setdefault(result.split, []).append(result)
-    for split, of_split in splits.items():
+    for split, shards in splits.items():
         chunk_index.write_chunk_index(
             folder,
             split,
-            shard_lengths=[result.num_records for result in of_split],
-            entries=[result.index_entries for result in of_split],
-            shard_sizes=[result.num_bytes for result in of_split],
+            shard_lengths=[shard.num_records for shard in shards],
+            entries=[shard.index_entries for shard in shards],
+            shard_sizes=[shard.num_bytes for shard in shards],
             build=plan.build,
         )
     if plan.tasks[0].in_place:
-        sources = {split: [x.sources for x in of_split] for split, of_split in splits.items()}
-        in_place.write(folder, sources, *plan.latents, plan.build)
+        _write_latents_column(plan, splits, folder)
     joined = {
-        split: ShardStatistics.merge([result.statistics for result in of_split])
-        for split, of_split in splits.items()
+        split: ShardStatistics.merge([shard.statistics for shard in shards])
+        for split, shards in splits.items()
     }
-    dropped = _count_dropped(plan, results)
+    dropped = _all_dropped(plan, results)
     metadata = _make_metadata(plan, joined[schema.TRAIN], dropped)
-    return Built(plan, splits, joined, dropped, metadata, folder)
+    return BuiltDataset(plan, splits, joined, dropped, metadata, folder)
+
+
+def _write_latents_column(
+    plan: BuildPlan, splits: dict[str, list[ShardResult]], folder: str
+) -> None:
+    """Describes latents that stay in the files of the source as a column, in a local folder."""
+    runs = {
+        split: [(file, rows) for shard in shards for file, rows in shard.sources if len(rows)]
+        for split, shards in splits.items()
+    }
+    # Files of which no row is left are not named: readers would have to reach them.
+    used = {file for file, _ in itertools.chain.from_iterable(runs.values())}
+    files = sorted(used, key=lambda file: file.path)
+    number = {file: n for n, file in enumerate(files)}
+    crc32c = {}
+    for split, split_runs in runs.items():
+        numbered = [np.insert(rows, 0, number[file], axis=1) for file, rows in split_runs]
+        places = np.concatenate([np.empty((0, 3), '<u4'), *numbered])
+        crc32c[split] = columns.array_crc32c(places)
+        np.save(
+            os.path.join(folder, columns.column_file_name(schema.LATENTS, split, plan.build)),
+            places,
+        )
+    column = InPlaceColumn(schema.LATENTS, *plan.latents, tuple(files), plan.build, crc32c)
+    columns.write_columns(folder, {schema.LATENTS: column}, plan.build)
 
 
 def _make_metadata(plan: BuildPlan, train: ShardStatistics, dropped: DropCounts) -> dict:
@@ -248,35 +300,36 @@ def _make_metadata(plan: BuildPlan, train: ShardStatistics, dropped: DropCounts)
     return metadata | {schema.META_SETTINGS: plan.settings}
 
 
-def _make_report(final: str, built: Built) -> BuildReport:
+def _make_report(final: str, dataset: BuiltDataset) -> BuildReport:
     return BuildReport(
         '/'.join(final.rstrip('/').split('/')[-3:]),  # NAME/CONFIG/VERSION
         shards={
-            split: [(result.num_records, result.num_bytes) for result in of_split]
-            for split, of_split in built.splits.items()
+            split: [(shard.num_records, shard.num_bytes) for shard in shards]
+            for split, shards in dataset.splits.items()
         },
-        statistics=built.statistics,
-        dropped=built.dropped,
-        metadata=built.metadata,
-        in_place=built.plan.tasks[0].in_place,
+        statistics=dataset.statistics,
+        dropped=dataset.dropped,
+        metadata=dataset.metadata,
+        in_place=dataset.plan.tasks[0].in_place,
     )
 
 
-def _publish(folder: DataFolder, built: Built, overwrite: bool) -> None:
-    """Stores what lies beside the shards, then makes all of it the data set."""
-    build, made = built.plan.build, built.folder
-    results = {(x.split, x.index): x for of_split in built.splits.values() for x in of_split}
+def _publish(folder: DataFolder, dataset: BuiltDataset, overwrite: bool) -> None:
+    """Stores the files next to the shards, then makes all of them the data set."""
+    build, info_folder = dataset.plan.build, dataset.folder
+    results = {(x.split, x.index): x for shards in dataset.splits.values() for x in shards}
     files = {}
-    for task in built.plan.tasks:
+    for task in dataset.plan.tasks:
         result = results[task.split, task.index]
         files[task.filename] = file_state.FileState(result.num_bytes, result.crc32c)
-    local = {name: os.path.join(made, name) for name in os.listdir(made)}
+    local = {name: os.path.join(info_folder, name) for name in os.listdir(info_folder)}
     files |= {name: file_state.compute_state(path) for name, path in local.items()}
-    manifest.write_checksums(made, files, build)
+    manifest.write_checksums(info_folder, files, build)
+    # The checksums name all files but their own; it is stored after those that it names.
     checksums = schema.of_build(schema.CHECKSUMS_FILE, build)
-    local[checksums] = os.path.join(made, checksums)
+    local[checksums] = os.path.join(info_folder, checksums)
     files[checksums] = file_state.compute_state(local[checksums])
-    of_build = [name for name in local if schema.build_of(name) == build]  # checksums last
-    for name in of_build:
+    # Files with the ID of the build disturb no other data set; those without replace its own.
+    for name in [name for name in local if schema.build_of(name) == build]:
         folder.files.store(local.pop(name), name, files[name].crc32c)
     folder.publish(build, files, local, overwrite)

@@ -13,7 +13,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Sequence
 
-from coyo11m_tfds.convert import memory
+from coyo11m_tfds.convert.build_settings import fitting_workers
 from coyo11m_tfds.convert.data_folder import FinishedShards
 from coyo11m_tfds.convert.shard_writer import init_worker, write_shard
 from coyo11m_tfds.convert.tasks import ShardResult, ShardTask
@@ -35,7 +35,7 @@ _GROUPS_AT_ONCE = 4
 _STORED_AT_ONCE = 8
 
 
-def write_shards(
+def write_with_processes(
     tasks: Sequence[ShardTask],
     finished: FinishedShards,
     scratch: Scratch,
@@ -55,24 +55,28 @@ def write_shards(
     num_rows = sum(task.parts[-1].records.stop for task in tasks)
     num_workers = min(choose_workers(num_workers, num_bytes, num_rows), len(tasks))
     pool: contextlib.AbstractContextManager[concurrent.futures.Executor]
+    # One worker needs no process of its own, which takes 1.5 s to start.
     if num_workers == 1:
         pool = concurrent.futures.ThreadPoolExecutor(1, 'write', use_one_thread)
     else:
         pool = workers.pool(num_workers, init_worker)
     with pool as executor:
-        yield from _Run(executor, finished, scratch, staging, num_workers).results(tasks)
+        yield from _LocalRun(executor, finished, scratch, staging, num_workers).results(tasks)
 
 
 def choose_workers(num_workers: int, num_bytes: int, num_rows: int = 0) -> int:
-    """Returns the number of processes for shards of that size; see `write_shards`."""
-    if chosen := workers.chosen(num_workers):
-        return chosen
+    """Returns the number of processes for shards of that size; see `write_with_processes`."""
+    if count := workers.chosen(num_workers):
+        return count
     worthwhile = 1 + num_bytes // _BYTES_WORTH_A_WORKER
-    return min(machine.usable_cpus(), worthwhile, memory.fitting_workers(num_rows))
+    return min(machine.usable_cpus(), worthwhile, fitting_workers(num_rows))
 
 
-class _Run:
-    """A run: one thread for each group in work, and one for each shard that is being stored."""
+class _LocalRun:
+    """Threads around a pool: one for each group in work, one for each shard that is being stored.
+
+    The first error stops all of them; the thread that iterates over `results` raises it.
+    """
 
     def __init__(
         self,
@@ -107,7 +111,7 @@ class _Run:
             finally:
                 self._stop.set()
                 readers.shutdown(wait=False, cancel_futures=True)
-                # Waits for shards that are being written: after this nothing is written here.
+                # Waits for shards that are being written, because the caller removes `staging`.
                 self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _write_group(
@@ -122,8 +126,8 @@ class _Run:
                     if self._stop.is_set():
                         return
                     local = os.path.join(self._staging, uuid.uuid4().hex)
-                    of_parts = [paths[part.file] for part in task.parts]
-                    future = self._pool.submit(write_shard, task, of_parts, local)
+                    part_paths = [paths[part.file] for part in task.parts]
+                    future = self._pool.submit(write_shard, task, part_paths, local)
                     written.append(storers.submit(self._store, task, future, local))
                 concurrent.futures.wait(written)
         except BaseException as error:
@@ -131,12 +135,13 @@ class _Run:
 
     @contextlib.contextmanager
     def _hold_files(self, tasks: Sequence[ShardTask]) -> Iterator[dict[StoredFile, str]]:
-        """Local paths of all files that some tasks read, after a check of their contents."""
+        """Local paths of all files that these tasks read, after a check of their contents."""
         files = list(dict.fromkeys(part.file for task in tasks for part in task.parts))
-        with self._scratch.hold_all(files, on_bytes=self._check_going_on) as paths:
+        with self._scratch.hold_all(files, on_bytes=self._check_not_stopped) as paths:
+            # Before the first shard: a damaged file must not get into records.
             for file, path in zip(files, paths, strict=True):
                 formats.check_contents(
-                    file, path, check_crc=tasks[0].check_crc, on_bytes=self._check_going_on
+                    file, path, check_crc=tasks[0].check_crc, on_bytes=self._check_not_stopped
                 )
             yield dict(zip(files, paths, strict=True))
 
@@ -153,7 +158,7 @@ class _Run:
                 os.remove(local)
             self._shards_in_work.release()
 
-    def _check_going_on(self, num_bytes: int) -> None:
+    def _check_not_stopped(self, num_bytes: int) -> None:
         """Ends a download or a check whose result is no longer needed."""
         del num_bytes
         if self._stop.is_set():

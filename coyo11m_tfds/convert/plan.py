@@ -18,9 +18,13 @@ import numpy as np
 from absl import logging
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.convert import in_place, memory, source_record
-from coyo11m_tfds.convert.build_settings import EMBEDDINGS_IN_PT, BuildSettings
-from coyo11m_tfds.convert.tasks import JoinedInputs, ShardPart, ShardTask
+from coyo11m_tfds.convert.build_settings import (
+    EMBEDDINGS_IN_PT,
+    BuildSettings,
+    check_build_memory,
+    record_source,
+)
+from coyo11m_tfds.convert.tasks import JoinedInputs, ShardPart, ShardTask, absolute_path
 from coyo11m_tfds.dataset.keyed_random import splitmix64
 from coyo11m_tfds.report.statistics import DropCounts
 from coyo11m_tfds.source import (
@@ -46,6 +50,10 @@ _RECORD_OVERHEAD = 128  # bytes of a record besides latents, caption and text
 # same time, however few of their rows are kept.
 _LEAST_SHARE_OF_FILE = 1 / 4
 
+# Opens the values that come from an origin, which is JSON; first, the function that gets a folder
+# writes them there, unless an earlier build has.
+_Keep = Callable[[list[Any], Callable[[str], None]], KeyedValues]
+
 
 @dataclasses.dataclass(frozen=True)
 class BuildPlan:
@@ -57,32 +65,34 @@ class BuildPlan:
     caption_column: str
     text: Header | None  # in the records
     dropped: DropCounts
-    source: dict[str, Any]  # result of `source_record.record`
+    source: dict[str, Any]  # result of `record_source`
     source_fingerprint: str  # hex digest of everything that the build reads
     settings: dict[str, Any]  # result of `BuildSettings.record`
     build: str  # ID of the build, a digest of all inputs and settings; file names contain it
-    joined: '_Joined'  # inputs of the tasks, held open so that no other build removes them
+    contents: '_RowContents'  # inputs of the tasks, held open so that no other build removes them
 
 
 @dataclasses.dataclass(frozen=True)
-class _Joined:
-    """The contents of records except latents, by place: all rows split by split, no duplicates."""
+class _RowContents:
+    """Captions and texts of the rows of latents, by place: split by split, without duplicates."""
 
     places: np.ndarray  # of each row of latents, int64 `(n,)`; -1 of one that repeats a key
     captions: KeyedValues
-    sidecar: KeyedValues | None
+    texts: KeyedValues | None  # of a sidecar or of labels
     text: Header | None
 
     @property
     def digests(self) -> list[str]:
         in_pt = EMBEDDINGS_IN_PT if self.text else ''
-        text = self.sidecar.facts['digest'] if self.sidecar else in_pt
-        return [self.captions.facts['digest'], text]
+        return [
+            self.captions.facts['digest'],
+            self.texts.facts['digest'] if self.texts else in_pt,
+        ]
 
-    def values(self, found: KeyedValues) -> np.ndarray:
-        """Sizes of joined values for each row; `_NO_ROW` where nothing was joined."""
-        sizes = np.full(len(self.places) + 1, _NO_ROW, found.sizes.dtype)  # the last: of place -1
-        sizes[found.places] = found.sizes
+    def sizes_by_row(self, values: KeyedValues) -> np.ndarray:
+        """Sizes of joined values for each row of latents; `_NO_ROW` of a row without a value."""
+        sizes = np.full(len(self.places) + 1, _NO_ROW, values.sizes.dtype)  # the last: of place -1
+        sizes[values.places] = values.sizes
         return sizes[self.places]
 
 
@@ -99,13 +109,13 @@ def make_plan(
     next build of the same source. Raises a ValueError if the source has a fault or memory would run
     out, and an OSError if a file cannot be read or written.
     """
-    memory.check(0, settings.num_workers)
+    check_build_memory(0, settings.num_workers)
     sidecar_files = _find_sidecar(settings, source.captions_file is not None)
     # Of this build alone: another one of the same source must not remove what is read here.
     with locks.temporary_folder(cache_dir, 'heads-') as heads:
         latents = read_latents(source, settings, heads)
-        memory.check(latents.num_rows, settings.num_workers)
-        joined = _join(source, settings, latents, sidecar_files, scratch, cache_dir)
+        check_build_memory(latents.num_rows, settings.num_workers)
+        contents = _join_contents(source, settings, latents, sidecar_files, scratch, cache_dir)
     if not settings.check_crc:
         logging.warning('check_crc is false: contents of .pt files are not compared with CRC-32s.')
     if not formats.has_checksums(latents.files[0]):
@@ -114,22 +124,21 @@ def make_plan(
             'goes unnoticed. Copy the source with coyo11m_tfds.mirror while it is intact.'
         )
     logging.info('%d rows in %d files', latents.num_rows, len(latents.files))
-    caption_bytes = joined.values(joined.captions)
-    reasons = _drop_reasons(latents, caption_bytes, joined)
-    dropped = _count_dropped(settings, source.captions_path, latents, joined, reasons)
+    caption_bytes = contents.sizes_by_row(contents.captions)
+    reasons = _drop_reasons(latents, caption_bytes, contents)
+    dropped = _count_planned_drops(settings, source.captions_path, latents, contents, reasons)
     kept = ~np.logical_or.reduce(list(reasons.values()))
-    tasks = _plan_tasks(settings, latents, joined, kept, caption_bytes, limit)
+    tasks = _plan_tasks(settings, latents, contents, kept, caption_bytes, limit)
     if not any(task.split == schema.TRAIN for task in tasks):
         raise ValueError(f'{source.root}: no record is left for the train split.')
+    # Names and contents, but no folder: the same files elsewhere give the same data set.
+    versions = zip(latents.files, latents.versions, strict=True)
     fingerprint = json_digest.sha256(
-        [
-            *(f'{f.name} {v}' for f, v in zip(latents.files, latents.versions, strict=True)),
-            *joined.digests,
-        ]
+        [*(f'{file.name} {version}' for file, version in versions), *contents.digests]
     )
-    text = joined.text.to_json() if joined.text and joined.sidecar else settings.text_embeddings
-    recorded = settings.record(limit, text)
-    column = latents.texts.caption_column or settings.caption_column
+    # A sidecar is known by its header: its path may change.
+    header = contents.text.to_json() if contents.text and contents.texts else None
+    recorded = settings.record(limit, header or settings.text_embeddings)
     build = json_digest.sha256([fingerprint, recorded, *(task.fingerprint for task in tasks)])[:8]
     return BuildPlan(
         tasks=tuple(
@@ -138,14 +147,14 @@ def make_plan(
         ),
         num_bytes=sum(task.num_bytes for task in tasks),
         latents=(latents.dtype, latents.shape),
-        caption_column=column,
-        text=joined.text,
+        caption_column=latents.texts.caption_column or settings.caption_column,
+        text=contents.text,
         dropped=dropped,
-        source=source_record.record(source),
+        source=record_source(source),
         source_fingerprint=fingerprint,
         settings=recorded,
         build=build,
-        joined=joined,
+        contents=contents,
     )
 
 
@@ -156,7 +165,7 @@ def read_latents(
     files: Sequence[StoredFile] | None = None,
 ) -> SourceLatents:
     """Reads and checks the heads of some or all files of a source; raises `make_plan`'s errors."""
-    asked = SourceOptions(
+    contents = SourceOptions(
         latents=schema.parse_latents_from(settings.latents_from),
         captions=None if source.captions_file else settings.caption_column,
         labels=settings.text_embeddings == schema.LABELS,
@@ -164,7 +173,7 @@ def read_latents(
         check_crc=settings.check_crc,
     )
     try:
-        return SourceLatents.read(files or source.latent_files, folder, asked)
+        return SourceLatents.read(files or source.latent_files, folder, contents)
     except NoCaptionsError as error:
         raise ValueError(f'{source.no_captions}: {error}') from None
 
@@ -181,13 +190,14 @@ def _find_sidecar(settings: BuildSettings, has_parquet: bool) -> list[StoredFile
             f'text_embeddings: {error} Expected a folder that coyo11m_tfds.embed_captions made, '
             "'pt', 'labels' or ''."
         ) from None
+    # Captions in files of latents may have another column than the settings name.
     if not files[0].is_remote and has_parquet:
         header = Header(**sidecar.describe_values(files[0].path)['header'])
-        _check_column(settings, header, settings.caption_column)
+        _check_sidecar_column(settings, header, settings.caption_column)
     return files
 
 
-def _check_column(settings: BuildSettings, header: Header, column: str) -> None:
+def _check_sidecar_column(settings: BuildSettings, header: Header, column: str) -> None:
     if header.caption_column != column:
         raise ValueError(
             f'{settings.text_embeddings}: its embeddings are those of column '
@@ -196,116 +206,133 @@ def _check_column(settings: BuildSettings, header: Header, column: str) -> None:
         )
 
 
-def _join(
+def _join_contents(
     source: source_folder.SourceFolder,
     settings: BuildSettings,
     latents: SourceLatents,
     sidecar_files: list[StoredFile],
     scratch: Scratch,
     cache_dir: str,
-) -> _Joined:
-    """Joins captions and text embeddings to the rows, and opens what is joined already."""
+) -> _RowContents:
+    """Joins captions and texts to the rows of latents, or opens what an earlier build joined."""
+    # Places follow the order of the shards: rows split by split. So the captions of a shard are
+    # neighbours in the joined file, and a worker reads them in one piece.
     held_out = unit_hash(latents.keys) < settings.validation_fraction
     rows = np.concatenate([np.flatnonzero(x & ~latents.duplicate) for x in (~held_out, held_out)])
     places = np.full(len(latents.keys), -1)
     places[rows] = np.arange(len(rows))
-    wanted = latents.keys[rows]
-    keys_digest = _sha256(wanted)
+    keys = latents.keys[rows]
+    keys_digest = _array_sha256(keys)
 
-    def kept(origin: list[Any], join: Callable[[str], None]) -> KeyedValues:
+    def keep(origin: list[Any], join: Callable[[str], None]) -> KeyedValues:
         return keyed_values.open_or_make(cache_dir, [*origin, keys_digest], join)
 
-    texts = latents.texts
-    column = texts.caption_column or settings.caption_column
-    in_files = json_digest.sha256([*latents.versions, *(file.path for file in latents.files)])
+    column = latents.texts.caption_column or settings.caption_column
+    # Captions and labels in the files of latents have no version but that of these files.
+    origin = json_digest.sha256([*latents.versions, *(file.path for file in latents.files)])
     if source.captions_file:
-        found = _join_captions(source.captions_file, settings, wanted, scratch, kept)
+        joined_captions = _join_captions(source.captions_file, settings, keys, scratch, keep)
     else:
-        found = kept(
-            ['captions of files', in_files, column],
-            lambda to: captions.join_captions(
-                texts.captions, column, to, wanted, source.captions_path
+        joined_captions = keep(
+            ['captions of files', origin, column],
+            lambda folder: captions.join_captions(
+                latents.texts.captions, column, folder, keys, source.captions_path
             ),
         )
-    text = values = None
+    text, texts = None, None
     if settings.text_embeddings == EMBEDDINGS_IN_PT:
+        # These are read with the latents, so that nothing has to be joined.
         text = Header(latents.common_embedding_dim(), EMBEDDINGS_IN_PT, '', 0, '', '')
-    elif texts.labels and not sidecar_files:
-        of_labels = [source_files.describe(texts.labels)]
-        values = kept(
-            ['labels of files', in_files],
-            lambda to: sidecar.join_values(of_labels, to, wanted, hold=scratch.hold),
-        )
-        text = Header(**values.facts['header'])
     elif sidecar_files:
-        hold = scratch.hold_showing if len(sidecar_files) == 1 else scratch.hold
-        values = kept(
-            ['sidecar', *([file.path, file.version] for file in sidecar_files)],
-            lambda to: sidecar.join_values(sidecar_files, to, wanted, hold=hold),
-        )
-        text = Header(**values.facts['header'])
-        _check_column(settings, text, column)
-        if text.captions_digest != found.facts['digest']:
-            raise ValueError(
-                f'{settings.text_embeddings}: its embeddings come from other captions than '
-                f"those in column '{column}' of {source.captions_path}. Make them again with "
-                'coyo11m_tfds.embed_captions, or name the source that they were made from.'
-            )
+        texts = _join_sidecar(sidecar_files, keys, scratch, keep)
+        text = Header(**texts.facts['header'])
+        _check_sidecar(settings, text, column, joined_captions, source.captions_path)
         logging.info('The text embeddings of %s are ready', settings.text_embeddings)
+    elif latents.texts.labels:
+        # A class without a sidecar is a text of one token.
+        labels = [source_files.describe(latents.texts.labels)]
+        texts = keep(
+            ['labels of files', origin],
+            lambda folder: sidecar.join_values(labels, folder, keys, hold=scratch.hold),
+        )
+        text = Header(**texts.facts['header'])
+    # At the end: what this build needs is open now, and only the values of other builds go.
     keyed_values.remove_unused(cache_dir)
-    return _Joined(places, found, values, text)
+    return _RowContents(places, joined_captions, texts, text)
 
 
 def _join_captions(
-    file: StoredFile,
-    settings: BuildSettings,
-    wanted: np.ndarray,
-    scratch: Scratch,
-    kept: Callable[[list[Any], Callable[[str], None]], KeyedValues],
+    file: StoredFile, settings: BuildSettings, keys: np.ndarray, scratch: Scratch, keep: _Keep
 ) -> KeyedValues:
-    def make(folder: str) -> None:
+    def join(folder: str) -> None:
         with scratch.hold_showing(file) as path:
+            # The whole file is read anyway, so it is compared with the record of `mirror`.
             if file.recorded:
                 copied_files.check_recorded_state(
                     file_state.compute_state(path), file.recorded, file.path
                 )
-            captions.join_captions(path, settings.caption_column, folder, wanted, file.path)
+            captions.join_captions(path, settings.caption_column, folder, keys, file.path)
 
     # Any commit of a hub may have the file.
-    origin = ['captions', re.sub('@[0-9a-f]{40}/', '/', file.path), file.version]
-    found = kept([*origin, settings.caption_column], make)
+    path = re.sub('@[0-9a-f]{40}/', '/', file.path)
+    joined_captions = keep(['captions', path, file.version, settings.caption_column], join)
     if not settings.drop_bad:
-        captions.check_unique_captions(found, file.path)
-    if not (found.facts['has_checksums'] or file.recorded or file.checksum):
+        captions.check_unique_captions(joined_captions, file.path)
+    if not (joined_captions.facts['has_checksums'] or file.recorded or file.checksum):
         logging.warning(
             f'{file.path}: its pages have no checksums, so damage to it may go unnoticed. Write it '
             'with write_page_checksum=True, or copy it with coyo11m_tfds.mirror while it is intact.'
         )
     logging.info('The captions of %s are ready', file.path)
-    return found
+    return joined_captions
+
+
+def _join_sidecar(
+    files: list[StoredFile], keys: np.ndarray, scratch: Scratch, keep: _Keep
+) -> KeyedValues:
+    # Parts may be hundreds, and the log would show each download.
+    hold = scratch.hold_showing if len(files) == 1 else scratch.hold
+    return keep(
+        ['sidecar', *([file.path, file.version] for file in files)],
+        lambda folder: sidecar.join_values(files, folder, keys, hold=hold),
+    )
+
+
+def _check_sidecar(
+    settings: BuildSettings, header: Header, column: str, joined_captions: KeyedValues, path: str
+) -> None:
+    """Raises a ValueError if embeddings were made of other captions than those of the build."""
+    _check_sidecar_column(settings, header, column)
+    if header.captions_digest != joined_captions.facts['digest']:
+        raise ValueError(
+            f'{settings.text_embeddings}: its embeddings come from other captions than '
+            f"those in column '{column}' of {path}. Make them again with "
+            'coyo11m_tfds.embed_captions, or name the source that they were made from.'
+        )
 
 
 def _drop_reasons(
-    latents: SourceLatents, caption_bytes: np.ndarray, joined: _Joined
+    latents: SourceLatents, caption_bytes: np.ndarray, contents: _RowContents
 ) -> dict[str, np.ndarray]:
     """Bool `(n,)` for each reason to drop a row; at most one of them is true."""
+    # No caption is looked up for a row that repeats a key, which would also count as `NO_ROW`.
     reasons = {
         schema.DUPLICATE_KEY: latents.duplicate,
         schema.NO_ROW: ~latents.duplicate & (caption_bytes == _NO_ROW),
         schema.NO_CAPTION: caption_bytes == 0,
         schema.CAPTION_TOO_LONG: caption_bytes == captions.TOO_LONG,
     }
-    if joined.sidecar:
-        missing = joined.values(joined.sidecar) == _NO_ROW
+    if contents.texts:
+        missing = contents.sizes_by_row(contents.texts) == _NO_ROW
         reasons[schema.NO_TEXT_EMBEDDING] = missing & ~np.logical_or.reduce(list(reasons.values()))
     return reasons
 
 
-def _count_dropped(
+def _count_planned_drops(
     settings: BuildSettings,
     captions_path: str,
     latents: SourceLatents,
-    joined: _Joined,
+    contents: _RowContents,
     reasons: dict[str, np.ndarray],
 ) -> DropCounts:
     """Counts dropped rows; raises a ValueError for too many, or for one with `bad_data='stop'`."""
@@ -316,11 +343,13 @@ def _count_dropped(
         files = latents.files_of_key(rows[0]) if is_repeated else []
         keys = latents.keys[rows[: DropCounts.MAX_EXAMPLES]]
         dropped.add(reason, len(rows), keys, ' and '.join(files))
+    # Such files are left out as a whole, and their rows have no place among the others.
     if latents.disagreeing_files:
         file, keys = latents.disagreeing_files[0], latents.disagreeing
         dropped.add(schema.ROWS_DISAGREE, len(keys), keys, file)
-    if not latents.texts.captions:  # rows of captions next to latents are counted as those
-        facts = joined.captions.facts
+    # Captions that lie with latents have the rows of those, which are counted above.
+    if not latents.texts.captions:
+        facts = contents.captions.facts
         examples = np.array(facts['duplicate_keys'], np.int64)
         dropped.add(schema.DUPLICATE_CAPTION, facts['duplicates'], examples)
     if dropped.counts[schema.CAPTION_TOO_LONG] and not settings.drop_bad:
@@ -341,34 +370,43 @@ def unit_hash(keys: np.ndarray) -> np.ndarray:
 def _plan_tasks(
     settings: BuildSettings,
     latents: SourceLatents,
-    joined: _Joined,
+    contents: _RowContents,
     kept: np.ndarray,
     caption_bytes: np.ndarray,
     limit: int | None,
 ) -> tuple[ShardTask, ...]:
-    text, latents_nbytes = joined.text, schema.latents_nbytes(latents.dtype, latents.shape)
+    text, latents_nbytes = contents.text, schema.latents_nbytes(latents.dtype, latents.shape)
     text_nbytes = text.dim * np.dtype(schema.TEXT_DTYPES[text.feature]).itemsize if text else 0
+    # Cut by the sizes of whole records also in place, so that both kinds have the same shards.
     sizes = caption_bytes + (latents_nbytes + text_nbytes + _RECORD_OVERHEAD)
+    in_place_nbytes = latents_nbytes if settings.in_place else 0
     validation = unit_hash(latents.keys) < settings.validation_fraction
     masks = {schema.TRAIN: kept & ~validation, schema.VALIDATION: kept & validation}
     rows_by_split = {split: np.flatnonzero(mask)[:limit] for split, mask in masks.items()}
+    # Of both splits together, so that shards of train and validation share the fetched files.
     file_bytes = _file_bytes(latents, list(rows_by_split.values()), sizes)
     groups = group_files(file_bytes, settings.shard_bytes)
     versions = dict(zip(latents.files, latents.versions, strict=True))
-    where = ['in_place'] if settings.in_place else []
-    common = json_digest.sha256(
-        [schema.RECORD_FORMAT, latents.dtype, settings.drop_bad, *joined.digests, *where]
+    common_digest = json_digest.sha256(
+        [
+            schema.RECORD_FORMAT,
+            latents.dtype,
+            settings.drop_bad,
+            *contents.digests,
+            *(['in_place'] if settings.in_place else []),
+        ]
     )
-    left_out = latents_nbytes if settings.in_place else 0
     tasks = []
     for split, rows in rows_by_split.items():
-        cuts = list(_cut(rows, sizes[rows], latents.starts, groups, settings.shard_bytes))
-        for index, (group, of_shard) in enumerate(cuts):
-            name = schema.shard_filename(split, index, len(cuts))
-            parts, inputs = _make_parts(of_shard, latents, joined)
-            digests = [(versions[p.file], _sha256(inputs.rows[p.records])) for p in parts]
+        shards = list(_cut_shards(rows, sizes[rows], latents.starts, groups, settings.shard_bytes))
+        for index, (group, shard_rows) in enumerate(shards):
+            name = schema.shard_filename(split, index, len(shards))
+            parts, inputs = _make_parts(shard_rows, latents, contents)
+            # All that decides the bytes of this shard, so that a resumed build of other files
+            # or settings writes it again, and keeps those shards that stay the same.
+            digests = [(versions[p.file], _array_sha256(inputs.rows[p.records])) for p in parts]
             if settings.in_place:
-                digests += [(in_place.path_of(part.file), part.file.version) for part in parts]
+                digests += [(absolute_path(part.file), part.file.version) for part in parts]
             task = ShardTask(
                 split=split,
                 index=index,
@@ -379,11 +417,11 @@ def _plan_tasks(
                 text=text,
                 drop_bad=settings.drop_bad,
                 check_crc=settings.check_crc,
-                num_bytes=int(sizes[of_shard].sum()) - left_out * len(of_shard),
+                num_bytes=int(sizes[shard_rows].sum()) - in_place_nbytes * len(shard_rows),
                 in_place=settings.in_place,
                 channels=latents.shape[1],
                 latents_from=schema.parse_latents_from(settings.latents_from),
-                fingerprint=json_digest.sha256([common, name, *itertools.chain(*digests)]),
+                fingerprint=json_digest.sha256([common_digest, name, *itertools.chain(*digests)]),
             )
             tasks.append(task)
     return tuple(sorted(tasks, key=lambda task: (task.group, task.split, task.index)))
@@ -393,12 +431,12 @@ def _file_bytes(
     latents: SourceLatents, rows_of_splits: list[np.ndarray], sizes: np.ndarray
 ) -> np.ndarray:
     """The bytes that each file counts for when files are grouped, int64 `(files,)`."""
-    kept = np.zeros(len(sizes), np.int64)
+    kept_sizes = np.zeros(len(sizes), np.int64)
     for rows in rows_of_splits:
-        kept[rows] = sizes[rows]
-    of_records = np.diff(np.concatenate([[0], np.cumsum(kept)])[latents.starts])
+        kept_sizes[rows] = sizes[rows]
+    record_bytes = np.diff(np.concatenate([[0], np.cumsum(kept_sizes)])[latents.starts])
     least = [int(_LEAST_SHARE_OF_FILE * file.size) for file in latents.files]
-    return np.where(of_records > 0, np.maximum(of_records, least), 0)
+    return np.where(record_bytes > 0, np.maximum(record_bytes, least), 0)
 
 
 def group_files(file_bytes: np.ndarray, shard_bytes: int) -> list[range]:
@@ -432,7 +470,7 @@ def _group_small(files: range, file_bytes: np.ndarray, shard_bytes: int) -> list
     return [range(first, end) for first, end in itertools.pairwise([*firsts, files.stop])]
 
 
-def _cut(
+def _cut_shards(
     rows: np.ndarray,
     row_bytes: np.ndarray,
     file_starts: np.ndarray,
@@ -444,6 +482,7 @@ def _cut(
     The rows of a group of several files are one shard; those of one file are the fewest shards of
     at most about `shard_bytes`, nearly equal. Rows are numbered over all files.
     """
+    # `rows` are some of all rows, ascending: where the rows of each file begin among them.
     borders = np.searchsorted(rows, file_starts)
     for number, files in enumerate(groups):
         start, end = int(borders[files.start]), int(borders[files.stop])
@@ -451,22 +490,21 @@ def _cut(
             continue
         num_bytes = int(row_bytes[start:end].sum())
         num_shards = 1 if len(files) > 1 else min(-(-num_bytes // shard_bytes), end - start)
-        for part in np.array_split(rows[start:end], num_shards):
-            yield number, part
+        for shard_rows in np.array_split(rows[start:end], num_shards):
+            yield number, shard_rows
 
 
 def _make_parts(
-    rows: np.ndarray, latents: SourceLatents, joined: _Joined
+    rows: np.ndarray, latents: SourceLatents, contents: _RowContents
 ) -> tuple[tuple[ShardPart, ...], JoinedInputs]:
     """Divides rows that are numbered over all files by file."""
     files = np.searchsorted(latents.starts, rows, side='right') - 1
-    in_file = (rows - latents.starts[files]).astype(np.int32)
     inputs = JoinedInputs(
-        rows=in_file,
+        rows=(rows - latents.starts[files]).astype(np.int32),
         keys=latents.keys[rows],
-        places=joined.places[rows],
-        captions=joined.captions.folder,
-        sidecar=joined.sidecar.folder if joined.sidecar else '',
+        places=contents.places[rows],
+        captions=contents.captions.folder,
+        texts=contents.texts.folder if contents.texts else '',
     )
     starts = [0, *(np.flatnonzero(np.diff(files)) + 1).tolist(), len(rows)]
     parts = [
@@ -480,5 +518,5 @@ def _make_parts(
     return tuple(parts), inputs
 
 
-def _sha256(array: np.ndarray) -> str:
+def _array_sha256(array: np.ndarray) -> str:
     return hashlib.sha256(array).hexdigest()

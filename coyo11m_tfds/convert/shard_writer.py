@@ -11,8 +11,13 @@ import numpy as np
 import pyarrow as pa
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.convert import in_place
-from coyo11m_tfds.convert.tasks import THIS_WRITER, ShardPart, ShardResult, ShardTask
+from coyo11m_tfds.convert.tasks import (
+    THIS_WRITER,
+    ShardPart,
+    ShardResult,
+    ShardTask,
+    make_column_file,
+)
 from coyo11m_tfds.dataset import chunk_index, columns, records
 from coyo11m_tfds.report.statistics import ChannelSums, ShardStatistics, sum_channels
 from coyo11m_tfds.source import formats, latent_file
@@ -39,11 +44,11 @@ def write_shard(task: ShardTask, latents_paths: Sequence[str], path: str) -> Sha
             f'{task.filename}: was planned by {task.writer}, but this worker has {THIS_WRITER}. '
             'Install the same version on all workers, then start the build again.'
         )
-    source = _OpenSource(task)
+    source = _SourceReader(task)
     with naming(path), open(path, 'wb') as file, records.RecordWriter(file) as writer:
         for part, latents_path in zip(task.parts, latents_paths, strict=True):
-            for some in source.read_part(part, latents_path):
-                writer.write(some)
+            for features in source.read_part(part, latents_path):
+                writer.write(features)
     return ShardResult(
         split=task.split,
         index=task.index,
@@ -68,8 +73,8 @@ def init_worker() -> None:
     pa.set_io_thread_count(1)
 
 
-class _OpenSource:
-    """The opened source of a task, and what is learned while it is read."""
+class _SourceReader:
+    """Reads the source of a task, and adds up statistics, digests and places of its rows."""
 
     def __init__(self, task: ShardTask):
         self._task, self._inputs = task, task.inputs.open()
@@ -77,7 +82,7 @@ class _OpenSource:
         self._text = text.feature if text else ''
         self.statistics = ShardStatistics(
             text.dim if text and self._text == schema.TEXT_EMBEDDING else 0,
-            # Who draws is told of words that no caption has; ids of parts of words tell nothing.
+            # To warn of words in prompts that no caption has. Parts of words occur in all.
             text.vocabulary if text and text.encoder == schema.WORDS else 0,
             task.channels,
         )
@@ -85,21 +90,25 @@ class _OpenSource:
         self.read: list[str] = []  # digests of files
 
     def read_part(self, part: ShardPart, latents_path: str) -> Iterator[Features]:
-        """Yields the features of the good records of one file, some at a time, each overwritten."""
+        """Yields the features of the good records of one file, in windows of rows.
+
+        The next window may overwrite the arrays of the last.
+        """
         file = formats.open_file(part.file, latents_path, self._task.latents_from)
         rows, keys = self._inputs.rows[part.records], self._inputs.keys[part.records]
         if file.digest != part.digest or not np.array_equal(file.keys[rows], keys):
-            raise _changed(part.file)
+            raise _changed_source(part.file)
         self.read.append(file.digest)
         if self._task.in_place:
-            self.sources.append((in_place.describe(part.file, file), []))
+            self.sources.append((make_column_file(part.file, file), []))
         first, stop = part.records.start, part.records.stop
         step = max(1, min(ROWS_AT_ONCE, _BYTES_AT_ONCE // file.row_nbytes))
         for start in range(first, stop, step):
             yield self._read_rows(file, slice(start, min(start + step, stop)))
-        # The rows are those that were checked, unless the file was rewritten in between.
+        # The heads were checked above: a local file that was written since then may have other
+        # rows. A remote one was copied before, so it cannot change meanwhile.
         if not part.file.is_remote and describe(latents_path).version != part.file.version:
-            raise _changed(part.file)
+            raise _changed_source(part.file)
 
     def _read_rows(self, file: latent_file.LatentFile, window: slice) -> Features:
         keys, rows = self._inputs.keys[window], self._inputs.rows[window]
@@ -112,7 +121,7 @@ class _OpenSource:
             good &= np.isfinite(text).all(axis=1)
         if not good.all():
             if not self._task.drop_bad:
-                self._refuse(file.path, keys[good.argmin()])
+                self._raise_non_finite(file.path, keys[good.argmin()])
             self.statistics.add_non_finite(keys[~good])
             keys, rows, raw, latents = keys[good], rows[good], raw[good], latents[good]
             captions, text = list(compress(captions, good)), None if text is None else text[good]
@@ -128,15 +137,16 @@ class _OpenSource:
             features[self._text] = text.view(np.uint8)
         return features
 
-    def _read_text(self, file: latent_file.LatentFile, some: slice) -> np.ndarray | None:
+    def _read_text(self, file: latent_file.LatentFile, window: slice) -> np.ndarray | None:
         if not self._task.text:
             return None
         if self._inputs.text is not None:
-            return self._inputs.text[some]
-        with np.errstate(over='ignore'):  # becomes inf, which counts as not finite
-            return file.embeddings(self._inputs.rows[some]).astype(np.float16)
+            return self._inputs.text[window]
+        # What float16 cannot hold becomes inf, and the record counts as not finite.
+        with np.errstate(over='ignore'):
+            return file.embeddings(self._inputs.rows[window]).astype(np.float16)
 
-    def _refuse(self, path: str, key: int) -> None:
+    def _raise_non_finite(self, path: str, key: int) -> None:
         text = f' (or its {schema.PT_EMBEDDINGS})' if self._task.text else ''
         raise ValueError(
             f'{path}: {schema.PT_LATENTS} of key {key}{text} are not finite, or too large to be. '
@@ -144,5 +154,5 @@ class _OpenSource:
         )
 
 
-def _changed(file: StoredFile) -> ValueError:
+def _changed_source(file: StoredFile) -> ValueError:
     return ValueError(f'{file.path}: has changed since the build began. Start it again.')

@@ -1,14 +1,15 @@
 """The tasks of a build, one for each shard, with their inputs and results.
 
 On one machine all tasks read the files of `source.keyed_values` (`JoinedInputs`). A worker on
-another machine reads a copy of the inputs of one shard, some MB (`PackedInputs`).
+another machine reads a copy of the inputs of one shard, some MB (`PackedInputs`). Tasks, inputs and
+results are pickled or become JSON, so they hold no open files.
 """
 
 import dataclasses
 import functools
 import io
 import os
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +20,12 @@ from coyo11m_tfds.report.statistics import ShardStatistics
 from coyo11m_tfds.source import sidecar
 from coyo11m_tfds.source.keyed_values import KeyedValues
 from coyo11m_tfds.storage import source_files, stored_files
+from coyo11m_tfds.storage.source_files import StoredFile
 
-# The package that this process runs, as a planner tells it to its writers and these record it.
+if TYPE_CHECKING:  # a data set is also read where torch is not installed
+    from coyo11m_tfds.source.latent_file import LatentFile
+
+# The package that this process runs: a plan names it for its workers, and results record it.
 THIS_WRITER = f'{schema.NAME} {coyo11m_tfds.__version__}, records of format {schema.RECORD_FORMAT}'
 
 
@@ -41,25 +46,25 @@ class JoinedInputs:
     keys: np.ndarray
     places: np.ndarray  # of the captions and texts in their `KeyedValues`, int64 (n,), ascending
     captions: str  # folder of the `KeyedValues` captions
-    sidecar: str = ''  # folder of the `KeyedValues` of `sidecar.join_values`; '' without a sidecar
+    texts: str = ''  # folder of the `KeyedValues` of `sidecar.join_values`; '' without one
 
     def open(self) -> OpenInputs:
         """Reads all inputs, some MB."""
-        captions = _open(self.captions).read(self.places)
-        text = sidecar.read(_open(self.sidecar), self.places) if self.sidecar else None
+        captions = _open_joined(self.captions).read(self.places)
+        text = sidecar.read(_open_joined(self.texts), self.places) if self.texts else None
         return OpenInputs(self.rows, self.keys, captions, text)
 
     def pack(self) -> bytes:
         """Returns the content of the file of a `PackedInputs`."""
-        opened = self.open()
+        inputs = self.open()
         arrays: dict[str, Any] = {
-            'rows': opened.rows,
-            'keys': opened.keys,
-            'lengths': np.array([len(caption) for caption in opened.captions], np.int64),
-            'captions': np.frombuffer(b''.join(opened.captions), np.uint8),
+            'rows': inputs.rows,
+            'keys': inputs.keys,
+            'lengths': np.array([len(caption) for caption in inputs.captions], np.int64),
+            'captions': np.frombuffer(b''.join(inputs.captions), np.uint8),
         }
-        if opened.text is not None:
-            arrays['text'] = opened.text
+        if inputs.text is not None:
+            arrays['text'] = inputs.text
         file = io.BytesIO()
         np.savez(file, **arrays)
         return file.getvalue()
@@ -83,15 +88,16 @@ class PackedInputs:
             return OpenInputs(arrays['rows'], arrays['keys'], captions, arrays.get('text'))
 
 
-def _open(folder: str) -> KeyedValues:
-    return _open_made(folder, os.stat(folder).st_mtime_ns)
+def _open_joined(folder: str) -> KeyedValues:
+    # The time tells a folder from a later one of the same name, such as of another test.
+    return _open_joined_once(folder, os.stat(folder).st_mtime_ns)
 
 
-# Of a file of 11 million rows it takes 40 ms, a fifth of the time for a shard.
+# Two, for captions and texts. To open a file of 11 million rows takes 40 ms, a fifth of the time
+# for a shard.
 @functools.lru_cache(maxsize=2)
-def _open_made(folder: str, time: int) -> KeyedValues:
-    """Opens a folder that was made at a time."""
-    del time
+def _open_joined_once(folder: str, mtime_ns: int) -> KeyedValues:
+    del mtime_ns
     return KeyedValues(folder)
 
 
@@ -99,7 +105,7 @@ def _open_made(folder: str, time: int) -> KeyedValues:
 class ShardPart:
     """The records of a shard that come from one file."""
 
-    file: source_files.StoredFile
+    file: StoredFile
     digest: str  # that of the `LatentFile`
     records: slice  # within the shard
 
@@ -159,7 +165,7 @@ class ShardResult:
     @classmethod
     def from_json(cls, fields: dict) -> 'ShardResult':
         """The inverse of `to_json`; raises a KeyError, TypeError or ValueError for other values."""
-        made = {
+        objects = {
             'statistics': ShardStatistics.from_json(fields['statistics']),
             'read': tuple(fields['read']),
             'sources': tuple(
@@ -170,4 +176,38 @@ class ShardResult:
                 for file, rows in fields['sources']
             ),
         }
-        return cls(**fields | made)
+        return cls(**fields | objects)
+
+
+# --- Latents in place ---------------------------------------------------------------------------
+
+
+def absolute_path(file: StoredFile) -> str:
+    """Returns the absolute path or the URL of a file of the source."""
+    return file.path if file.is_remote else os.path.abspath(file.path)
+
+
+def make_column_file(file: StoredFile, latents: 'LatentFile') -> InPlaceFile:
+    """Describes a file of latents; raises a ValueError if these cannot be read in place."""
+    layout = latents.layout
+    if layout is None:
+        raise ValueError(
+            f'{file.path}: its {schema.PT_LATENTS} are not contiguous and cannot be read in place. '
+            "Save them again with .contiguous(), or set latents='records'."
+        )
+    version = file.version if file.is_remote else ''
+    return InPlaceFile(absolute_path(file), version, latents.digest, layout.starts, layout.stride)
+
+
+def check_within_reach(file: StoredFile, final: str) -> None:
+    """Raises a ValueError if readers of a data set in `final` could not read a file of its source.
+
+    The file must be on gs://, or local if the data set is local.
+    """
+    is_remote = source_files.is_remote(final)
+    if not file.path.startswith('gs://') and (file.is_remote or is_remote):
+        where = 'on gs://, as the data set is' if is_remote else 'local or on gs://'
+        raise ValueError(
+            f"{file.path}: latents='in_place' reads this file in training, so it must be {where}. "
+            "Mirror the source first (python -m coyo11m_tfds.mirror), or set latents='records'."
+        )

@@ -19,22 +19,21 @@ def build(source: str, final: str, options: str = '{}', settings: str = '{}') ->
     """Builds `source` into the folder `final`; options and settings are JSON objects."""
     fields = json.loads(options) | json.loads(settings)
     overwrite = fields.pop('overwrite', False)
-    made = BuildSettings(**fields)
-    with driver.build(source=source, final=final, settings=made, overwrite=overwrite) as built:
-        if built:
-            write_info(built)
-    return 'built here' if built else 'built elsewhere'
+    is_built_here = driver.build(
+        final, source, BuildSettings(**fields), write_info, overwrite=overwrite
+    )
+    return 'built here' if is_built_here else 'built elsewhere'
 
 
-def write_info(built: driver.Built) -> None:
+def write_info(dataset: driver.BuiltDataset) -> None:
     """Stands for TFDS' own files."""
-    folder = pathlib.Path(built.folder)
-    template = schema.of_build('{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}', built.plan.build)
-    splits = [{'name': split, 'filepathTemplate': template} for split in built.splits]
+    folder = pathlib.Path(dataset.folder)
+    template = schema.of_build('{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}', dataset.plan.build)
+    splits = [{'name': split, 'filepathTemplate': template} for split in dataset.splits]
     (folder / schema.INFO_FILE).write_text(json.dumps({'splits': splits}))
     (folder / schema.FEATURES_FILE).write_text('{}')
     # Builds from several places are compared byte by byte.
-    metadata = built.metadata | {schema.META_SOURCE: None}
+    metadata = dataset.metadata | {schema.META_SOURCE: None}
     (folder / schema.METADATA_FILE).write_text(json.dumps(metadata, sort_keys=True))
 
 

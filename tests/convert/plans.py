@@ -33,7 +33,7 @@ def write(made: plan.BuildPlan, work: pathlib.Path, num_workers: int = 1) -> lis
     def engine(tasks: Sequence[ShardTask], finished: FinishedShards):
         staging = finished.folder.staging('')
         scratch = Scratch(work / 'source')
-        return local_runner.write_shards(tasks, finished, scratch, staging, num_workers)
+        return local_runner.write_with_processes(tasks, finished, scratch, staging, num_workers)
 
     finished = FinishedShards(Destination(data_folder(work)), made.build)
     return driver.write_shards(made, finished, engine)

@@ -157,9 +157,7 @@ settings = BuildSettings(**json.loads(settings))
 options = beam.options.pipeline_options.PipelineOptions(flags)
 if __name__ == '__main__':
     beam = {'beam_options': options, 'beam_runner': 'DirectRunner'}
-    with driver.build(final, source, settings, **beam) as built:
-        if built:
-            build_program.write_info(built)
+    driver.build(final, source, settings, build_program.write_info, **beam)
 """
 
 
@@ -196,8 +194,7 @@ source, final, settings, address = sys.argv[1:]
 logging.set_verbosity(logging.INFO)
 options = PipelineOptions(['--runner=DaskRunner', f'--dask_client_address={address}'])
 settings = BuildSettings(**json.loads(settings))
-with driver.build(final, source, settings, beam_options=options) as built:
-    build_program.write_info(built)
+driver.build(final, source, settings, build_program.write_info, beam_options=options)
 """
 
 

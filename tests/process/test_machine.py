@@ -6,8 +6,8 @@ import pathlib
 import pytest
 
 from coyo11m_tfds import doctor
-from coyo11m_tfds.convert import local_runner, memory
-from coyo11m_tfds.convert.build_settings import BuildSettings
+from coyo11m_tfds.convert import local_runner
+from coyo11m_tfds.convert.build_settings import BuildSettings, check_build_memory
 from coyo11m_tfds.process import machine, workers
 from tests import made_sources
 from tests.convert import plans
@@ -111,7 +111,7 @@ def test_a_build_that_would_run_out_of_memory_is_refused(
         with pytest.raises(ValueError, match=remedy):
             doctor.dry_run(str(source), BuildSettings(num_workers=number))
     with pytest.raises(ValueError, match='of 30,000,000 rows with num_workers=1 takes 4'):
-        memory.check(30_000_000, 0)
+        check_build_memory(30_000_000, 0)
 
 
 def test_workers_of_a_build_on_a_system_without_affinity(monkeypatch):
