@@ -157,13 +157,13 @@ def test_what_is_not_finite_is_left_out_and_counted(tmp_path, value):
     made = make_plan(source, tmp_path / 'stores', max_bad_fraction=0.02, validation_fraction=0)
     results = write(made, tmp_path / 'work')
     data = data_folder(tmp_path / 'work')
-    built = driver.describe(made, results, str(data))
+    built = driver.describe_dataset(made, results, str(data))
     assert built.dropped.counts['non_finite'] == built.metadata['dropped']['non_finite'] == 3
     assert built.dropped.examples['non_finite'] == [103, 117, 150]
     index = data / chunk_index.index_file_name(schema.TRAIN, made.build)
     lengths = chunk_index.ChunkIndex.parse(index.read_bytes()).shard_lengths
     assert lengths[-1] == 0 and lengths.sum() == 148
-    again = driver.describe(made, write(made, tmp_path / 'work'), str(data))
+    again = driver.describe_dataset(made, write(made, tmp_path / 'work'), str(data))
     assert again.dropped.counts == built.dropped.counts
     made = make_plan(source, tmp_path / 'stores', max_bad_fraction=0.01)
     with pytest.raises(ValueError, match=r'non_finite: [23]; e\.g\. key 1\d\d\), more than 1\.00%'):
@@ -230,7 +230,7 @@ def test_statistics_are_those_of_the_train_split(tmp_path):
     embeddings = {key: rng.normal(3, 2, 5).astype(np.float16) for key in range(64)}
     sidecar = made_sources.write_sidecar(tmp_path / 'x.parquet', embeddings, source)
     made = make_plan(source, tmp_path / 'out', text_embeddings=str(sidecar))
-    metadata = driver.describe(made, write(made, tmp_path / 'work'), str(tmp_path)).metadata
+    metadata = driver.describe_dataset(made, write(made, tmp_path / 'work'), str(tmp_path)).metadata
     train = [key for shard in planned_keys(made)[schema.TRAIN] for key in shard]
     files = [torch.load(made_sources.latents_file(source, n), weights_only=True) for n in (0, 1)]
     latents = torch.cat([file['latents'] for file in files]).double().numpy()[train]
