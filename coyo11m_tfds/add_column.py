@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 import input_pipeline
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.convert import tasks
 from coyo11m_tfds.dataset import columns, manifest, stored_dataset, texts
 from coyo11m_tfds.dataset.columns import AddedColumn, Column, InPlaceColumn, InPlaceFile
@@ -41,10 +41,10 @@ from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.report import statistics
 from coyo11m_tfds.source import formats, sidecar, source_folder, source_latents
 from coyo11m_tfds.source.keyed_values import KeyedValues
-from coyo11m_tfds.storage import file_state, locks, stored_files
-from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage import file_state, locks
+from coyo11m_tfds.storage.base import Storage
 from coyo11m_tfds.storage.scratch import Scratch, choose_folder
-from coyo11m_tfds.storage.source_files import StoredFile
+from coyo11m_tfds.storage.stored_file import StoredFile
 
 _NAME = re.compile(r'[a-z][a-z0-9_]*')
 _OF_BATCHES = input_pipeline.CROP, input_pipeline.DROP_TEXT, input_pipeline.MASK
@@ -178,7 +178,7 @@ class _Edit:
     """A data set whose columns this process changes, under its lock."""
 
     stored: StoredDataset
-    destination: Destination
+    destination: Storage
     staging: str  # local folder for files that `commit` puts into the destination
     scratch: str  # local folder for other files, empty at first
     lock: locks.Lock
@@ -192,10 +192,10 @@ class _Edit:
         build, folder = self.stored.build, self.destination.folder
         columns.write_columns(self.staging, described, build)
         names = [*files, schema.of_build(schema.COLUMNS_FILE, build)]
-        listing = stored_files.list_folder(folder)
+        listing = storage.list_folder(folder)
         over = listing.keys() & columns.unused_column_files(listing, described, build)
         if recorded := listing.get(schema.of_build(schema.CHECKSUMS_FILE, build)):
-            content = bytes(stored_files.read(recorded, stored_files.Content).data)
+            content = recorded.read()
             states = {x: file_state.compute_state(os.path.join(self.staging, x)) for x in names}
             kept = {
                 x: state for x, state in manifest.parse_checksums(content).items() if x not in over
@@ -219,12 +219,12 @@ def _editing(data_dir: str | os.PathLike[str], scratch_dir: str = '') -> Iterato
         stored = stored_dataset.open_data(folder)
         parent = choose_folder(schema.NAME, f'{folder}/../../..', os.fspath(scratch_dir))
         os.makedirs(parent, exist_ok=True)
-        destination = Destination(folder)
+        destination = storage.open_folder(folder, to_write=True)
         with locks.temporary_folder(parent, 'column-') as scratch:
             destination.sweep()  # what a killed one left
             try:
                 edit = _Edit(stored, destination, destination.staging(scratch), scratch, lock)
-                listing = stored_files.list_folder(folder)
+                listing = storage.list_folder(folder)
                 if columns.unused_column_files(listing, stored.columns, stored.build):
                     edit.commit(stored.columns)
                 yield edit

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.convert.build_settings import (
     BuildSettings,
     build_memory,
@@ -35,8 +35,8 @@ from coyo11m_tfds.convert.build_settings import (
 )
 from coyo11m_tfds.process import command_line, ending, machine
 from coyo11m_tfds.process.sizes import readable
-from coyo11m_tfds.storage import scratch, source_files
-from coyo11m_tfds.storage.source_files import StoredFile
+from coyo11m_tfds.storage import scratch
+from coyo11m_tfds.storage.stored_file import StoredFile
 
 PASS, WARN, FAIL = 'pass', 'warn', 'fail'
 _TIMEOUT = 240.0  # seconds for JAX and for the encoder; a large model takes a minute to load
@@ -107,7 +107,7 @@ def findings(
             yield describe(source, dry)
         except (ValueError, OSError, ModuleNotFoundError) as error:
             yield Finding('source', FAIL, ending.describe(error))
-    if data_dir and not source_files.is_remote(data_dir):
+    if data_dir and not storage.is_remote(data_dir):
         room['data_dir'] = data_dir, dry.num_bytes
     if source:
         folder = scratch.choose_folder(schema.NAME, data_dir, settings.scratch_dir)
@@ -158,19 +158,13 @@ def check_disks(
 def check_place(name: str, url: str, writes: bool = False) -> Finding:
     """Asks a storage for a listing and, with `writes`, to store a byte; a local folder passes."""
     label = f'credentials of {name}'
-    if not source_files.is_remote(url):
+    if not storage.is_remote(url):
         return Finding(label, PASS, f'{url} is local and needs none')
     try:
-        if url.startswith('gs://'):
-            from coyo11m_tfds.storage import gcs  # imports the client of the storage
-
-            gcs.is_folder(url)
-            if writes:
-                gcs.check_writable(url)
-        elif writes:
-            raise ValueError(f'{url}: cannot be written to; expected a local folder or gs://.')
-        else:
-            source_files.list_files(url, '', ())
+        folder = storage.open_folder(url)
+        if writes:
+            folder.check_writable()
+        folder.pin().exists()
     except FileNotFoundError:
         text = f'{url}: the hub has no such data set, or does not show it to this user.'
         return Finding(label, FAIL, text, _LOG_IN['hf://'])

@@ -26,7 +26,7 @@ from typing import cast
 
 from absl import logging
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process import job as ranks
 from coyo11m_tfds.process.progress import Progress
@@ -34,9 +34,8 @@ from coyo11m_tfds.source import captions as captions_source
 from coyo11m_tfds.source import sidecar, source_folder
 from coyo11m_tfds.source.keyed_parquet import KeyedFile
 from coyo11m_tfds.source.keyed_values import KeyedValues
-from coyo11m_tfds.storage import source_files
 from coyo11m_tfds.storage.scratch import Scratch
-from coyo11m_tfds.storage.source_files import StoredFile
+from coyo11m_tfds.storage.stored_file import StoredFile
 from coyo11m_tfds.text import parts, text_encoders
 from coyo11m_tfds.text.text_encoders import DEFAULT_MAX_TOKENS, Encoder, Tokenizer
 
@@ -181,7 +180,7 @@ def embed(
 def _find_parquet(source: str) -> StoredFile | None:
     """Returns the Parquet file of captions; None if captions lie beside the latents."""
     try:
-        return source_files.describe(f'{source}/{schema.CAPTIONS_FILE}')
+        return storage.describe_file(f'{source}/{schema.CAPTIONS_FILE}')
     except ValueError:
         with contextlib.suppress(ValueError):
             source_folder.find_source(source)

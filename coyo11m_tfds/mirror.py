@@ -23,16 +23,16 @@ import os
 import threading
 from collections.abc import Mapping
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.process.sizes import readable
 from coyo11m_tfds.source import source_folder
 from coyo11m_tfds.source.copied_files import CopiedFiles
 from coyo11m_tfds.storage import locks
-from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage.base import Storage
 from coyo11m_tfds.storage.scratch import Scratch, user_cache
-from coyo11m_tfds.storage.source_files import StoredFile
+from coyo11m_tfds.storage.stored_file import StoredFile
 
 _PARALLEL = 4  # files
 
@@ -69,7 +69,7 @@ def mirror(
         scratch_dir: Local folder for temporary copies between the hub and a bucket; '' for a folder
             in the user's cache.
     """
-    target = Destination(destination)
+    target = storage.open_folder(destination, to_write=True)
     if parallel < 1:
         raise ValueError(f'parallel is {parallel}, expected at least 1.')
     files = source_folder.find_source(source).by_name
@@ -90,7 +90,7 @@ def mirror(
 
 def _copy_all(
     files: Mapping[str, StoredFile],
-    target: Destination,
+    target: Storage,
     copied: CopiedFiles,
     scratch: Scratch,
     progress: Progress,

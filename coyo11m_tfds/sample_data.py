@@ -19,10 +19,9 @@ import pathlib
 
 import numpy as np
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.pictures import latent_rgb
 from coyo11m_tfds.process import command_line, ending
-from coyo11m_tfds.storage.source_files import is_remote
 
 # Muted between green and magenta: there the preview is weak (the least singular value of
 # `schema.RGB_FACTORS` is 0.08, the others are 0.85 and 0.29), so that a vivid green or purple would
@@ -145,7 +144,7 @@ def make_sample(
     import torch  # Slow to import, and only needed to write.
 
     folder = pathlib.Path(out_dir) / schema.LATENTS_FOLDER
-    is_local = os.fspath(out_dir) and not is_remote(out_dir)
+    is_local = os.fspath(out_dir) and not storage.is_remote(out_dir)
     is_new = not folder.exists() or not any(folder.iterdir())
     count = f'{num_samples} samples in {num_files} files'
     for is_right, what, expected in (

@@ -28,15 +28,15 @@ from typing import Any, TypeVar
 import google_crc32c
 import numpy as np
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset import columns, manifest, records, stored_dataset
 from coyo11m_tfds.dataset.chunk_index import ChunkIndex, index_file_name
 from coyo11m_tfds.dataset.stored_dataset import StoredSplit
 from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.storage import stored_files
+from coyo11m_tfds.storage import stored_file
 from coyo11m_tfds.storage.file_state import FileState
-from coyo11m_tfds.storage.source_files import StoredFile
+from coyo11m_tfds.storage.stored_file import StoredFile
 
 _PARALLEL = 8  # files that are read at a time
 
@@ -65,7 +65,7 @@ def verify(data_dir: str | os.PathLike[str], *, fast: bool = False) -> Verified:
     folder = os.fspath(data_dir).rstrip('/')
     if not folder or ('://' in folder and not folder.startswith('gs://')):
         raise ValueError(f'{folder!r}: expected a local path or gs://bucket/folder of a data set.')
-    files = stored_files.list_folder(folder)
+    files = storage.list_folder(folder)
     build = _find_build(folder, files)
     files = {n: file for n, file in files.items() if schema.build_of(n) in ('', build)}
     checksums = schema.of_build(schema.CHECKSUMS_FILE, build)
@@ -133,7 +133,7 @@ class _Check:
         if name not in self._files:
             return None
         try:
-            data = bytes(stored_files.read(self._files[name], stored_files.Content).data)
+            data = self._files[name].read()
             built = (
                 stored_dataset.strip_alternative_formats(data) if name == schema.INFO_FILE else data
             )
@@ -201,7 +201,7 @@ class _Check:
                 there = file.check(found)
                 if not self._fast and there.is_remote:
                     # All of it has the checksum that it is known by.
-                    stored_files.read(there, stored_files.Checksum)
+                    there.scan(stored_file.ChecksumScan)
                 elif not self._fast:
                     _read_rows(file, latents.row_nbytes, places[run, 1:])
             except (OSError, ValueError) as error:
@@ -230,9 +230,9 @@ class _Check:
         fault = self._differs(name, file.size, file.crc32c)
         if self._fast or fault:
             return fault
-        whole = records.RecordScan if _SHARD in name else stored_files.Checksum
+        whole = records.RecordScan if _SHARD in name else stored_file.ChecksumScan
         try:
-            taken: Any = stored_files.read(file, self._rows.get(name, whole), on_bytes)
+            taken: Any = file.scan(self._rows.get(name, whole), on_bytes)
         except OSError as error:
             return self._unreadable(name, error)
         fault = self._differs(name, file.size, taken.crc32c)

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from coyo11m_tfds import mirror, schema
+from coyo11m_tfds import mirror, schema, storage
 from coyo11m_tfds.source import source_folder
-from coyo11m_tfds.storage import json_digest, locks, source_files
-from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage import json_digest, locks
 from tests import children
 from tests.fakes.cloud import Fault, Gcs
 
@@ -164,9 +163,11 @@ def test_only_what_changed_is_copied_again(gcs, local, tmp_path, destination):
 
 @pytest.mark.parametrize('destination', ['to', 'gs://bucket/to'])
 def test_a_file_that_grows_while_it_is_copied(gcs, local, tmp_path, destination):
-    target = Destination(destination if '://' in destination else tmp_path / destination)
+    target = storage.open_folder(
+        destination if '://' in destination else tmp_path / destination, to_write=True
+    )
     path = os.path.join(local, CAPTIONS)
-    file = dataclasses.replace(source_files.describe(path), size=5)
+    file = dataclasses.replace(storage.describe_file(path), size=5)
     with pytest.raises(OSError, match=r'parquet has 300,004 bytes now, but had 5 when'):
         target.copy(file, 'x')
     assert target.inventory() == {}
@@ -239,10 +240,10 @@ def test_the_command(command, gcs, on_hub, hub, tmp_path):
 def test_empty_text_is_no_folder(local, tmp_path, monkeypatch):
     """As of a variable of the shell that is not set: neither `/` nor the current folder."""
     monkeypatch.chdir(local)
-    with pytest.raises(ValueError, match='no folder given, expected the folder of a source'):
+    with pytest.raises(ValueError, match='no folder given, expected one to read'):
         mirror.mirror('', tmp_path / 'to')
-    with pytest.raises(ValueError, match='no destination given, expected a folder'):
-        Destination('')
+    with pytest.raises(ValueError, match='no folder given, expected one to write to'):
+        storage.open_folder('', to_write=True)
     with pytest.raises(ValueError, match='parallel is 0, expected at least 1'):
         mirror.mirror(local, tmp_path / 'to', parallel=0)
 

@@ -11,10 +11,8 @@ import dataclasses
 import functools
 import json
 import os
-import pathlib
 import re
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import google_crc32c
@@ -23,7 +21,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
-from coyo11m_tfds.storage import file_state, source_files
+from coyo11m_tfds import storage
 from train_lib import sharding, workdirs
 
 FOLDER = 'checkpoints'  # in a workdir
@@ -39,7 +37,6 @@ _COMPLETED = 'completed'  # file: the hooks of an interrupted one have been call
 _WINDOW = 'window'
 
 _WEIGHTS = {True: 'ema_params', False: 'params'}  # in `TrainState`, by `average`
-_THREADS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,21 +343,6 @@ def _checksum(files: dict[str, Any]) -> int:
 
 
 def _states(folder: epath.Path, names: Collection[str] | None = None) -> dict[str, Any]:
-    """Size and CRC-32C of files below a folder, of all without names; None if there is no file."""
-    if source_files.is_remote(os.fspath(folder)):
-        from coyo11m_tfds.storage import gcs  # imports the client of the storage
-
-        found = gcs.list_objects(os.fspath(folder), deep=True)
-        return {name: list(x.state) for name, x in found.items()}
-    if names is None:
-        paths = pathlib.Path(folder).rglob('*')
-        names = [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
-
-    def state(name: str) -> list[int] | None:
-        try:
-            return list(file_state.compute_state(folder / name))
-        except FileNotFoundError:
-            return None
-
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return dict(zip(names, pool.map(state, names), strict=True))
+    """Size and CRC-32C of files below a folder, by name; of all without `names`."""
+    states = storage.open_folder(folder).inventory(names=names, deep=True)
+    return {name: list(state) for name, state in states.items()}

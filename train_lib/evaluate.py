@@ -29,10 +29,10 @@ from absl import flags, logging
 from etils import epath
 
 import input_pipeline
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset.stored_dataset import StoredDataset
 from coyo11m_tfds.storage import json_digest
-from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage.base import Storage
 from coyo11m_tfds.text.text_encoders import Encoder, Tokenizer
 from train_lib import draw, picture_metrics, run, workdirs
 
@@ -98,7 +98,7 @@ def evaluate_pictures(
         'data_set': data.identity(schema.VALIDATION),
     }
     name = f'step_{artist.step:06}_{json_digest.sha256(settings)[:8]}'
-    folder = Destination(epath.Path(workdir) / FOLDER)
+    folder = storage.open_folder(epath.Path(workdir) / FOLDER, to_write=True)
     parts = []
     for first, latents, captions in _read_records(data, num_pictures):
         end = first + len(captions)
@@ -158,7 +158,7 @@ def _encode_pictures(
     return Features(encoder.encode(data), encoder.encode(drawn), texts)
 
 
-def _load_features(folder: Destination, name: str) -> Features | None:
+def _load_features(folder: Storage, name: str) -> Features | None:
     """The features in a file; None if there is none, or it is damaged."""
     stored = folder.read(name)
     if stored is None:

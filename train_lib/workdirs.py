@@ -5,36 +5,24 @@ exist. This module does not import TensorFlow.
 """
 
 import contextlib
-import os
-import pathlib
 from collections.abc import Iterator
 
 from absl import logging
 from etils import epath
 
-from coyo11m_tfds.storage import locks, source_files
+from coyo11m_tfds import storage
+from coyo11m_tfds.storage import locks
 
 
 def absolute(folder: epath.PathLike) -> epath.Path:
     """Returns the absolute path of a folder; a URL stays unchanged."""
-    path = epath.Path(folder)
-    # `epath` puts the current folder even before gs://.
-    return path if source_files.is_remote(os.fspath(path)) else path.absolute()
+    # `epath.Path.absolute` puts the current folder even before gs://.
+    return epath.Path(storage.absolute(epath.Path(folder)))
 
 
 def check_writable(folder: epath.PathLike) -> None:
     """Checks that files can be made and removed in a folder, which need not exist yet."""
-    if source_files.is_remote(os.fspath(folder)):
-        from coyo11m_tfds.storage import gcs  # imports the client of the storage
-
-        gcs.check_writable(os.fspath(folder))
-        return
-    path = pathlib.Path(folder).absolute()
-    there = next(place for place in (path, *path.parents) if place.exists())
-    if not there.is_dir():
-        raise NotADirectoryError(f'{path}: {there} is a file; name another folder.')
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(f'{path}: {there} cannot be written to by this user.')
+    storage.open_folder(folder, to_write=True).check_writable()
 
 
 @contextlib.contextmanager
@@ -58,11 +46,7 @@ def held(folder: epath.PathLike) -> Iterator[None]:
 
 def check_readable(folder: epath.PathLike) -> None:
     """Checks that a folder exists and can be listed; raises the errors of `check_writable`."""
-    text = os.fspath(folder)
-    if not source_files.is_remote(text):
-        os.scandir(text).close()
-        return
-    from coyo11m_tfds.storage import gcs
-
-    if not gcs.is_folder(text):
-        raise FileNotFoundError(f'{text}: there is no such folder.')
+    opened = storage.open_folder(folder, to_write=True)
+    if not opened.exists():
+        raise FileNotFoundError(f'{folder}: there is no such folder.')
+    opened.list()  # which may not be allowed

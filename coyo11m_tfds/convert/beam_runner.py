@@ -19,12 +19,11 @@ import apache_beam as beam
 from absl import logging
 from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.convert import local_runner
 from coyo11m_tfds.convert.data_folder import FinishedShards, sub_folder
 from coyo11m_tfds.convert.tasks import JoinedInputs, PackedInputs, ShardResult, ShardTask
 from coyo11m_tfds.storage import locks
-from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.scratch import Scratch, user_cache
 
 _UPLOADS_AT_ONCE = 8
@@ -133,7 +132,7 @@ def _pack_inputs(tasks: Sequence[ShardTask], finished: FinishedShards) -> list[S
 
 def _write_group(tasks: Sequence[ShardTask], folder: str, build: str, scratch_dir: str) -> None:
     """Runs on a worker, in as many processes as the runner starts there."""
-    finished = FinishedShards(Destination(folder), build)
+    finished = FinishedShards(storage.open_folder(folder, to_write=True), build)
     cache = os.path.expanduser(scratch_dir) or user_cache(schema.NAME)
     scratch = Scratch(os.path.join(cache, 'source'))
     staging_root = finished.folder.staging(fallback=os.path.join(cache, 'staging'))

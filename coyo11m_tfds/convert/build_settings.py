@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import coyo11m_tfds
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.dataset.columns import IN_PLACE, IN_RECORDS, LATENT_STORAGE
 from coyo11m_tfds.process import machine, workers
 from coyo11m_tfds.process.sizes import readable
 from coyo11m_tfds.source import source_folder
-from coyo11m_tfds.storage import source_files
 
 EMBEDDINGS_IN_PT = 'pt'  # the `text_embeddings` for `embeddings` inside the `.pt` files
 
@@ -155,7 +154,7 @@ class BuildSettings:
         if place in ('', schema.LABELS, EMBEDDINGS_IN_PT):
             return place
         # A data set can be used after its sidecar is gone, and without access to a bucket.
-        if source_files.is_remote(place) or not os.path.exists(place):
+        if storage.is_remote(place) or not os.path.exists(place):
             return recorded if isinstance(recorded, dict) else place
         # Here, because it needs pyarrow: the settings of a build are read without, too.
         from coyo11m_tfds.source import sidecar
@@ -214,7 +213,7 @@ def check_source(
 
 
 def _absolute_place(place: str) -> str:
-    return place if source_files.is_remote(place) else os.path.abspath(place)
+    return place if storage.is_remote(place) else os.path.abspath(place)
 
 
 def _source_differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

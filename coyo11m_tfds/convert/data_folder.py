@@ -10,14 +10,14 @@ from typing import Any
 
 from absl import logging
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.convert.tasks import THIS_WRITER, ShardResult, ShardTask
 from coyo11m_tfds.dataset import manifest
 from coyo11m_tfds.process import job
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.process.sizes import readable
 from coyo11m_tfds.storage import json_digest, locks
-from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage.base import Storage
 from coyo11m_tfds.storage.file_state import FileState
 
 _SETTINGS_FILE = 'settings.json'
@@ -37,7 +37,7 @@ class FinishedShards:
     not count.
     """
 
-    def __init__(self, folder: Destination, build: str):
+    def __init__(self, folder: Storage, build: str):
         """Does not touch the storage."""
         self.folder, self.build = folder, build
 
@@ -72,7 +72,9 @@ class FinishedShards:
         if not recorded:
             return []
         # Nothing is read of a bucket.
-        num_bytes = sum(0 if self.folder.is_remote else r.num_bytes for r in recorded.values())
+        num_bytes = sum(
+            0 if self.folder.keeps_checksums else r.num_bytes for r in recorded.values()
+        )
         with Progress('Checking finished shards', num_bytes, 'B') as progress:
             states = self.folder.inventory('', progress.add, recorded)
         # A shard may have been damaged or removed after its record was written.
@@ -110,7 +112,7 @@ class DataFolder:
 
     def __init__(self, final: str):
         """Takes the path or `gs://` URL of the folder; does not touch the storage."""
-        self.files = Destination(final)
+        self.files = storage.open_folder(final, to_write=True)
 
     def find_build(self) -> str | None:
         """Returns the ID of the data set; '' if its files have none, None without a data set."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.convert import local_runner
 from coyo11m_tfds.convert.build_settings import BuildSettings
 from coyo11m_tfds.convert.data_folder import DataFolder, FinishedShards, sub_folder
@@ -31,7 +31,7 @@ from coyo11m_tfds.report import statistics
 from coyo11m_tfds.report.page import BuildReport
 from coyo11m_tfds.report.statistics import DropCounts, ShardStatistics
 from coyo11m_tfds.source import source_folder
-from coyo11m_tfds.storage import file_state, locks, source_files
+from coyo11m_tfds.storage import file_state, locks
 from coyo11m_tfds.storage.scratch import Scratch, choose_folder
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def build(
 @contextlib.contextmanager
 def _removing_new_empty_folders(*places: str) -> Iterator[None]:
     """Removes at its end local folders, and those above them, that are new and empty then."""
-    paths = [pathlib.Path(p).absolute() for p in places if not source_files.is_remote(p)]
+    paths = [pathlib.Path(p).absolute() for p in places if not storage.is_remote(p)]
     new = {folder for path in paths for folder in (path, *path.parents) if not folder.exists()}
     try:
         yield

@@ -21,7 +21,7 @@ from coyo11m_tfds.process import machine, workers
 from coyo11m_tfds.source import formats
 from coyo11m_tfds.source.latent_file import use_one_thread
 from coyo11m_tfds.storage.scratch import Scratch
-from coyo11m_tfds.storage.source_files import StoredFile
+from coyo11m_tfds.storage.stored_file import StoredFile
 
 Outcome = tuple[ShardTask, ShardResult]
 

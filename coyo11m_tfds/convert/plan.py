@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.convert.build_settings import (
     EMBEDDINGS_IN_PT,
     BuildSettings,
@@ -38,9 +38,9 @@ from coyo11m_tfds.source import (
 from coyo11m_tfds.source.keyed_values import KeyedValues
 from coyo11m_tfds.source.sidecar import Header
 from coyo11m_tfds.source.source_latents import NoCaptionsError, SourceLatents, SourceOptions
-from coyo11m_tfds.storage import file_state, json_digest, locks, source_files
+from coyo11m_tfds.storage import file_state, json_digest, locks
 from coyo11m_tfds.storage.scratch import Scratch
-from coyo11m_tfds.storage.source_files import StoredFile
+from coyo11m_tfds.storage.stored_file import StoredFile
 
 _NO_ROW = -2  # bytes of the caption of a key that the Parquet file lacks
 
@@ -250,7 +250,7 @@ def _join_contents(
         logging.info('The text embeddings of %s are ready', settings.text_embeddings)
     elif latents.texts.labels:
         # A class without a sidecar is a text of one token.
-        labels = [source_files.describe(latents.texts.labels)]
+        labels = [storage.describe_file(latents.texts.labels)]
         texts = keep(
             ['labels of files', origin],
             lambda folder: sidecar.join_values(labels, folder, keys, hold=scratch.hold),

@@ -22,7 +22,7 @@ from coyo11m_tfds.dataset import chunk_index, columns, records
 from coyo11m_tfds.report.statistics import ChannelSums, ShardStatistics, sum_channels
 from coyo11m_tfds.source import formats, latent_file
 from coyo11m_tfds.storage.file_state import naming
-from coyo11m_tfds.storage.source_files import StoredFile, describe
+from coyo11m_tfds.storage.stored_file import StoredFile
 
 # Rows read at once, and their bytes: 128 rows of three crops are 9 MB with their float32 numbers,
 # which stay in the processor's cache.
@@ -107,7 +107,7 @@ class _SourceReader:
             yield self._read_rows(file, slice(start, min(start + step, stop)))
         # The heads were checked above: a local file that was written since then may have other
         # rows. A remote one was copied before, so it cannot change meanwhile.
-        if not part.file.is_remote and describe(latents_path).version != part.file.version:
+        if not part.file.is_unchanged():
             raise _changed_source(part.file)
 
     def _read_rows(self, file: latent_file.LatentFile, window: slice) -> Features:

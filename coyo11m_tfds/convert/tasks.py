@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 import coyo11m_tfds
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset.columns import InPlaceFile
 from coyo11m_tfds.report.statistics import ShardStatistics
 from coyo11m_tfds.source import sidecar
 from coyo11m_tfds.source.keyed_values import KeyedValues
-from coyo11m_tfds.storage import source_files, stored_files
-from coyo11m_tfds.storage.source_files import StoredFile
+from coyo11m_tfds.storage.stored_file import StoredFile
 
 if TYPE_CHECKING:  # a data set is also read where torch is not installed
     from coyo11m_tfds.source.latent_file import LatentFile
@@ -78,7 +77,7 @@ class PackedInputs:
 
     def open(self) -> OpenInputs:
         """Reads all inputs, some MB; raises an OSError if they arrive damaged at every attempt."""
-        packed = stored_files.read(source_files.describe(self.path), stored_files.Content).data
+        packed = storage.describe_file(self.path).read()
         # Zip archives carry a checksum of each array, so damage is an error and not a caption.
         with np.load(io.BytesIO(packed)) as arrays:
             ends = np.cumsum(arrays['lengths'])
@@ -204,7 +203,7 @@ def check_within_reach(file: StoredFile, final: str) -> None:
 
     The file must be on gs://, or local if the data set is local.
     """
-    is_remote = source_files.is_remote(final)
+    is_remote = storage.is_remote(final)
     if not file.path.startswith('gs://') and (file.is_remote or is_remote):
         where = 'on gs://, as the data set is' if is_remote else 'local or on gs://'
         raise ValueError(

@@ -17,10 +17,9 @@ from typing import Any, BinaryIO, TypeAlias
 import google_crc32c
 import numpy as np
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset import manifest, npy, pt_archive
-from coyo11m_tfds.storage import remote, source_files, stored_files
-from coyo11m_tfds.storage.source_files import StoredFile
+from coyo11m_tfds.storage.stored_file import StoredFile
 
 IN_RECORDS, IN_PLACE = LATENT_STORAGE = ('records', 'in_place')  # the config's `latents`
 
@@ -109,7 +108,7 @@ class InPlaceColumn:
     @property
     def is_remote(self) -> bool:
         """Whether its files are on a network."""
-        return any(source_files.is_remote(file.path) for file in self.files)
+        return any(storage.is_remote(file.path) for file in self.files)
 
     @property
     def row_nbytes(self) -> int:
@@ -119,7 +118,7 @@ class InPlaceColumn:
     def find_files(self) -> list[StoredFile | None]:
         """Finds the files at the paths of `files`; None for missing ones."""
         folders = {os.path.dirname(file.path) for file in self.files}
-        listed = [stored_files.list_folder(folder, missing_ok=True) for folder in sorted(folders)]
+        listed = [storage.list_folder(folder, missing_ok=True) for folder in sorted(folders)]
         by_path = {file.path: file for files in listed for file in files.values()}
         return [by_path.get(file.path) for file in self.files]
 
@@ -174,8 +173,8 @@ class AddedColumn:
             )
         path = os.path.join(folder, self.files[split])
         try:
-            file = source_files.describe(path)
-            head = remote.read_range(file, 0, min(file.size, npy.HEADER_BYTES))
+            file = storage.describe_file(path)
+            head = file.read_range(0, min(file.size, npy.HEADER_BYTES))
             dtype, shape, start = npy.parse_header(head, file.size)
         except ValueError as error:
             raise ValueError(f'{path}: is not a column ({error}). Add it again.') from None
@@ -402,9 +401,9 @@ def _is_crc32c(x: object) -> bool:
 
 def _load_places(path: str, crc32c: str) -> np.ndarray:
     """The array in a `.npy` file, uint32 `(n, 3)`, of this CRC-32C."""
-    file = source_files.describe(path)
+    file = storage.describe_file(path)
     if file.is_remote:
-        data: Any = stored_files.read(file, stored_files.Content).data
+        data: Any = file.read()
     else:
         data = np.memmap(path, np.uint8, 'r')
     dtype, shape, start = npy.parse_header(bytes(data[: npy.HEADER_BYTES]), file.size)

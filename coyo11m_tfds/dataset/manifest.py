@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import google_crc32c
 
-from coyo11m_tfds import schema
-from coyo11m_tfds.storage import json_digest, source_files, stored_files
+from coyo11m_tfds import schema, storage
+from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.file_state import FileState
 
 T = TypeVar('T')
@@ -118,7 +118,7 @@ def parse_sealed(data: bytes, what: str) -> Any:
 def read_small_file(path: str) -> bytes | None:
     """Reads a small file, local or on gs://; None if it is missing."""
     try:
-        file = source_files.describe(path)
+        file = storage.describe_file(path)
     except ValueError:
         return None
-    return bytes(stored_files.read(file, stored_files.Content).data)
+    return file.read()

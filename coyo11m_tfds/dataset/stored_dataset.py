@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union
 import numpy as np
 from absl import logging
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset import chunk_index, columns, manifest, texts
 from coyo11m_tfds.dataset.columns import Column, InPlaceColumn
 from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.dataset.records import RecordLayout
-from coyo11m_tfds.storage import json_digest, source_files
+from coyo11m_tfds.storage import json_digest
 
 if TYPE_CHECKING:
     import tensorflow_datasets as tfds
@@ -148,7 +148,7 @@ class StoredDataset:
     def is_remote(self) -> bool:
         """Whether the data set or its latents lie on gs://."""
         in_place = [column for column in self.columns.values() if isinstance(column, InPlaceColumn)]
-        return source_files.is_remote(self.folder) or any(x.is_remote for x in in_place)
+        return storage.is_remote(self.folder) or any(x.is_remote for x in in_place)
 
     @property
     def build(self) -> str:
@@ -427,7 +427,7 @@ def _split(info: dict, split: dict) -> StoredSplit:
 
 
 def _no_data_set(folder: str) -> FileNotFoundError:
-    if source_files.is_remote(folder) or os.path.exists(folder):
+    if storage.is_remote(folder) or os.path.exists(folder):
         advice = 'expected the folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0'
     else:
         advice = 'there is no such folder; build the data set with `tfds build coyo11m_tfds`'

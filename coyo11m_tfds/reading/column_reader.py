@@ -10,7 +10,7 @@ import numpy as np
 
 from coyo11m_tfds.dataset.columns import AddedColumn, Column
 from coyo11m_tfds.reading.files import FetchedFiles, MappedFiles, Range
-from coyo11m_tfds.storage.source_files import StoredFile
+from coyo11m_tfds.storage.stored_file import StoredFile
 
 # Two rows with at most this gap in bytes are fetched together: another request would take
 # longer. The rows of a chunk are neighbours in the source, but for dropped rows and other splits.

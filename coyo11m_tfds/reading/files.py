@@ -24,8 +24,9 @@ from typing import BinaryIO, NamedTuple
 import google_crc32c
 import numpy as np
 
-from coyo11m_tfds import schema
-from coyo11m_tfds.storage import remote, source_files
+from coyo11m_tfds import schema, storage
+from coyo11m_tfds.storage import disk, stored_file
+from coyo11m_tfds.storage.stored_file import StoredFile
 
 # A file is checked for changes at most this often.
 _CHECK_SECONDS = 1.0
@@ -206,7 +207,7 @@ class MappedFiles:
                 self._mapped.append((int(self.address[number]), state[0]))
                 self.size[number] = state[0]
         # The version of what is mapped, not of what the path leads to by now.
-        if self._versions and source_files.local_version(found) != self._versions[number]:
+        if self._versions and disk.local_version(found) != self._versions[number]:
             raise _changed(path, int(self._versions[number].partition('-')[0]), state[0])
         self._states[number], self._checked[number] = state, time.monotonic()
 
@@ -257,7 +258,7 @@ class FetchedFiles:
         self.memory = Memory()
         self.size = np.array(size, np.int64)
         self._path_of = path_of
-        self._described: dict[int, source_files.StoredFile] = {}
+        self._described: dict[int, StoredFile] = {}
         self._most_at_once, self._counter = most_at_once, counter or ReadCounter()
         self._pool = ThreadPoolExecutor(most_at_once, 'fetch')
         self._is_finalizing = sys.is_finalizing  # of one that outlives all modules
@@ -266,7 +267,7 @@ class FetchedFiles:
         self._held: dict[Range, bytes] = {}
         self._index()
 
-    def add(self, files: Sequence[source_files.StoredFile]) -> int:
+    def add(self, files: Sequence[StoredFile]) -> int:
         """Adds files that must not change; they are numbered from the result on."""
         first = len(self.size)
         self._described |= dict(enumerate(files, first))
@@ -351,20 +352,22 @@ class FetchedFiles:
     def _read(self, number: int, begin: int, end: int) -> bytes:
         file = self._described.get(number)
         if file:
-            data = remote.read_range(file, begin, end - begin)
-            if not file.is_remote and source_files.describe(file.path).version != file.version:
+            data = file.read_range(begin, end - begin)
+            if not file.is_remote and storage.describe_file(file.path).version != file.version:
                 raise _changed(file.path, file.size, os.path.getsize(file.path))
             return data
         try:
             return self._read_range(number, begin, end)
-        except remote.Changed:  # shorter or longer than the index says: what is there is read
-            self.size[number] = source_files.describe(self.path_of(number)).size
+        except (
+            stored_file.FileChanged
+        ):  # shorter or longer than the index says: what is there is read
+            self.size[number] = storage.describe_file(self.path_of(number)).size
             return self._read_range(number, begin, end)
 
     def _read_range(self, number: int, begin: int, end: int) -> bytes:
         size = int(self.size[number])
-        file = source_files.StoredFile(self.path_of(number), size, '', None)
-        return remote.read_range(file, min(begin, size), max(0, min(end, size) - begin))
+        file = StoredFile(self.path_of(number), size, '', None)
+        return file.read_range(min(begin, size), max(0, min(end, size) - begin))
 
 
 @contextlib.contextmanager

@@ -21,7 +21,6 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.columns import AddedColumn
 from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.dataset.stored_dataset import StoredDataset
-from coyo11m_tfds.storage import remote
 
 SYNTAX = (
     "comparisons (<, <=, >, >=, ==, !=, in, not in) of columns of numbers, 'key' and numbers, "
@@ -243,7 +242,7 @@ def _values(stored: StoredDataset, name: str, split: str, num_records: int) -> I
     crc = 0
     for first in range(0, num_records, _BLOCK_ROWS):
         count = min(_BLOCK_ROWS, num_records - first)
-        data = remote.read_range(file, start + first * dtype.itemsize, count * dtype.itemsize)
+        data = file.read_range(start + first * dtype.itemsize, count * dtype.itemsize)
         values = np.ascontiguousarray(np.frombuffer(data, dtype)['value'])
         crc = google_crc32c.extend(crc, values.tobytes())
         yield values

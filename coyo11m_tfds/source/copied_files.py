@@ -12,10 +12,12 @@ from collections.abc import Mapping
 
 from absl import logging
 
+from coyo11m_tfds import storage
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.storage import json_digest, remote, source_files
-from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage import json_digest
+from coyo11m_tfds.storage.base import Storage
 from coyo11m_tfds.storage.file_state import FileState
+from coyo11m_tfds.storage.stored_file import StoredFile
 
 _RECORDS = '.mirror'
 _READS_AT_ONCE = 8
@@ -24,10 +26,10 @@ _READS_AT_ONCE = 8
 class CopiedFiles:
     """The copies in a destination and their records."""
 
-    def __init__(self, target: Destination):
+    def __init__(self, target: Storage):
         self._target = target
 
-    def save(self, name: str, file: source_files.StoredFile, state: FileState) -> None:
+    def save(self, name: str, file: StoredFile, state: FileState) -> None:
         """Writes the record of a complete copy; `name` is its path relative to the destination."""
         record = {
             'name': name,
@@ -40,9 +42,7 @@ class CopiedFiles:
         # All are in one folder, and names may be long.
         self._target.write(f'{_RECORDS}/{json_digest.sha256(name)[:32]}.json', data)
 
-    def missing(
-        self, files: Mapping[str, source_files.StoredFile]
-    ) -> dict[str, source_files.StoredFile]:
+    def missing(self, files: Mapping[str, StoredFile]) -> dict[str, StoredFile]:
         """Returns the files whose copy is missing, incomplete, or of another version.
 
         This reads all copies on a local disk.
@@ -61,7 +61,7 @@ class CopiedFiles:
             if name in records and records[name][0] == file.version
         }
         found: dict[str, FileState] = {}
-        num_bytes = 0 if self._target.is_remote else sum(s.size for s in recorded.values())
+        num_bytes = 0 if self._target.keeps_checksums else sum(s.size for s in recorded.values())
         with Progress(f'Checking {folder}', num_bytes, 'B') as progress:
             for sub_folder in sorted({os.path.dirname(name) for name in recorded}):
                 names = {os.path.basename(n) for n in recorded if os.path.dirname(n) == sub_folder}
@@ -76,10 +76,10 @@ class CopiedFiles:
 
 def recorded_states(folder: str) -> dict[str, FileState]:
     """Returns the recorded state of every copy in a source's folder, by name."""
-    _, files = source_files.list_files(folder, _RECORDS, ('.json',))
+    files = storage.open_folder(folder).list_visible(_RECORDS, '.json')
     records = [file for name, file in files.items() if os.path.dirname(name) == _RECORDS]
     with concurrent.futures.ThreadPoolExecutor(_READS_AT_ONCE) as threads:
-        contents = threads.map(lambda file: remote.read_range(file, 0, file.size), records)
+        contents = threads.map(lambda file: file.read_range(0, file.size), records)
         states = dict(map(_read_record, contents))
     return {name: state for name, (version, state) in states.items() if version}
 

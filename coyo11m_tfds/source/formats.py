@@ -13,8 +13,8 @@ from coyo11m_tfds.source.latent_file import LatentFile
 from coyo11m_tfds.source.mds_file import MdsFile
 from coyo11m_tfds.source.pt_file import PtFile
 from coyo11m_tfds.source.tar_file import TarFile
-from coyo11m_tfds.storage import file_state, remote
-from coyo11m_tfds.storage.source_files import StoredFile
+from coyo11m_tfds.storage import file_state
+from coyo11m_tfds.storage.stored_file import StoredFile
 
 _OTHERS: dict[str, type[LatentFile]] = {
     '.safetensors': safetensors_file.SafetensorsFile,
@@ -51,7 +51,7 @@ def fetch_head(file: StoredFile, folder: str | os.PathLike[str], *, check_crc: b
     if _suffix(file) == '.safetensors':
         safetensors_file.fetch_head(file, path)
     else:
-        remote.fetch(file, path)
+        file.fetch(path)
     return path
 
 

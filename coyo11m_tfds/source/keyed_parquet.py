@@ -15,8 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.storage import remote
-from coyo11m_tfds.storage.source_files import StoredFile
+from coyo11m_tfds.storage.stored_file import StoredFile
 
 # The most that is read at once.
 _ROWS_AT_ONCE = 16384
@@ -169,7 +168,7 @@ def read_schema(file: StoredFile) -> pa.Schema:
 
     def read_tail(length: int) -> bytes:
         length = min(length, file.size)
-        return remote.read_range(file, file.size - length, length)
+        return file.read_range(file.size - length, length)
 
     with naming_damage(file.path):
         tail = read_tail(_TAIL_BYTES)

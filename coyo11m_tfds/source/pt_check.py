@@ -14,8 +14,8 @@ from isal import isal_zlib as zlib
 
 from coyo11m_tfds.dataset import pt_archive
 from coyo11m_tfds.source import copied_files
-from coyo11m_tfds.storage import file_state, remote, retry
-from coyo11m_tfds.storage.source_files import StoredFile
+from coyo11m_tfds.storage import file_state, retry
+from coyo11m_tfds.storage.stored_file import StoredFile
 
 # Stays in a core's cache between reading and summing up: 1 GB from the page cache takes 0.05 s.
 _BLOCK_BYTES = 256 << 10
@@ -100,7 +100,7 @@ def check_contents(
 
 def _make_head(file: StoredFile, path: str, check_crc: bool) -> None:
     start = max(0, file.size - pt_archive.TAIL_BYTES)
-    tail, again = (remote.read_range(file, start, file.size - start) for _ in range(2))
+    tail, again = (file.read_range(start, file.size - start) for _ in range(2))
     if tail != again:
         raise retry.Corrupted(f'{file.path}: the last {len(tail)} bytes differ when read twice')
     members = pt_archive.read_directory(tail, file.size, file.path)
@@ -108,7 +108,7 @@ def _make_head(file: StoredFile, path: str, check_crc: bool) -> None:
         stream.truncate(file.size)
         for begin, end in _ranges(file, members, start):
             stream.seek(begin)
-            stream.write(remote.read_range(file, begin, end - begin))
+            stream.write(file.read_range(begin, end - begin))
         stream.seek(start)
         stream.write(tail)
     try:

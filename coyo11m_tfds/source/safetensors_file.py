@@ -15,8 +15,8 @@ import pyarrow as pa
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.source.latent_file import LABELS, LatentFile, RowLayout, damaged_file_error
-from coyo11m_tfds.storage import remote, retry
-from coyo11m_tfds.storage.source_files import StoredFile
+from coyo11m_tfds.storage import retry
+from coyo11m_tfds.storage.stored_file import StoredFile
 
 _FLOATS = {'F16': 'float16', 'BF16': 'bfloat16', 'F32': 'float32'}
 _INTEGERS: dict[str, np.dtype] = {'I64': np.dtype('<i8'), 'I32': np.dtype('<i4')}
@@ -83,7 +83,7 @@ def fetch_head(file: StoredFile, path: str) -> None:
     """
 
     def read(begin: int, nbytes: int) -> bytes:
-        found, again = (remote.read_range(file, begin, nbytes) for _ in range(2))
+        found, again = (file.read_range(begin, nbytes) for _ in range(2))
         if found != again:
             raise retry.Corrupted(f'{file.path}: {nbytes} bytes at {begin} differ when read twice')
         return found

@@ -18,13 +18,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import keyed_values
 from coyo11m_tfds.source.keyed_parquet import KeyedFile
-from coyo11m_tfds.storage import source_files, stored_files
-from coyo11m_tfds.storage.source_files import StoredFile
+from coyo11m_tfds.storage.stored_file import StoredFile
 
 # Gives the path of a file, which may have to be downloaded for it.
 Hold = Callable[[StoredFile], contextlib.AbstractContextManager[str]]
@@ -47,7 +46,7 @@ def find_parts(folder: str) -> tuple[int, dict[int, StoredFile]]:
     Raises a ValueError if the names of parts have different counts.
     """
     found: dict[int, dict[int, StoredFile]] = {}  # by count and number
-    for name, file in stored_files.list_folder(folder, missing_ok=True).items():
+    for name, file in storage.list_folder(folder, missing_ok=True).items():
         if match := _PART.fullmatch(name):
             found.setdefault(int(match[2]), {})[int(match[1])] = file
     if len(found) > 1:
@@ -67,11 +66,11 @@ def find_sidecar(place: str | os.PathLike[str]) -> list[StoredFile]:
     """
     text = os.fspath(place)
     if os.path.isfile(text) or (text.endswith('.parquet') and not os.path.isdir(text)):
-        return [source_files.describe(text)]
+        return [storage.describe_file(text)]
     folder = text.rstrip('/')
     count, parts = find_parts(folder)
     if not parts:
-        stored_files.list_folder(folder)  # raises for a missing folder
+        storage.list_folder(folder)  # raises for a missing folder
         raise ValueError(f'{folder}: holds no part-NNNNN-of-MMMMM.parquet of embeddings.')
     missing = [part_name(number, count) for number in range(count) if number not in parts]
     if missing:

@@ -15,10 +15,11 @@ from collections.abc import Mapping
 
 from absl import logging
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.source import copied_files
-from coyo11m_tfds.storage import file_state, source_files, stored_files
-from coyo11m_tfds.storage.source_files import StoredFile
+from coyo11m_tfds.storage import file_state
+from coyo11m_tfds.storage.base import Storage
+from coyo11m_tfds.storage.stored_file import StoredFile
 
 # Where a folder has several, the first: beside LightningDiT's latents lies latents_stats.pt.
 _SUFFIXES = '.safetensors', '.mds', '.tar', '.pt'
@@ -50,18 +51,19 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
     latents, lacks a file that its `index.json` names, or holds a file that differs from the record
     of `mirror`; and an OSError if it cannot be read.
     """
-    folder = os.fspath(root)
     try:
-        folder, files = source_files.list_files(
-            folder, schema.LATENTS_FOLDER, (*_SUFFIXES, *_COMPRESSED, '.parquet', _INDEX)
+        opened = storage.open_folder(root).pin()
+        files = opened.list_visible(
+            schema.LATENTS_FOLDER, (*_SUFFIXES, *_COMPRESSED, '.parquet', _INDEX)
         )
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
-            f'{folder} is not a folder; expected the folder of the source data.'
+            f'{root} is not a folder; expected the folder of the source data.'
         ) from None
+    folder = opened.folder
     index = files.get(_INDEX)
     if index and not any(name.startswith(f'{schema.LATENTS_FOLDER}/') for name in files):
-        names = _of_index(folder, index, files)
+        names = _of_index(opened, index, files)
     else:
         names, index = _names(files), None
     if not names:
@@ -105,13 +107,13 @@ def _names(files: Mapping[str, StoredFile]) -> list[str]:
     return []
 
 
-def _of_index(folder: str, index: StoredFile, files: dict[str, StoredFile]) -> list[str]:
+def _of_index(folder: Storage, index: StoredFile, files: dict[str, StoredFile]) -> list[str]:
     """Names of the shards that an `index.json` of MDS names; adds those of sub-folders to `files`.
 
     Raises a ValueError if the index is damaged, or a shard is missing, compressed or not whole.
     """
     try:
-        shards = json.loads(bytes(stored_files.read(index, stored_files.Content).data))['shards']
+        shards = json.loads(index.read())['shards']
         sizes = {shard['raw_data']['basename']: shard['raw_data']['bytes'] for shard in shards}
         compressed = [
             name for name, shard in zip(sizes, shards, strict=True) if shard['compression']
@@ -125,17 +127,17 @@ def _of_index(folder: str, index: StoredFile, files: dict[str, StoredFile]) -> l
             f'{index.path}: is damaged or not an index of MDS shards ({error}). Copy it again.'
         ) from None
     for sub_folder in folders:
-        _, below = source_files.list_files(folder, sub_folder, _SUFFIXES)
-        files |= below
+        files |= folder.list_visible(sub_folder, _SUFFIXES)
     for name, size in sizes.items():
         if compressed and name not in files:
             raise ValueError(
-                f'{folder}/{name}: is compressed; write the shards again with compression=None.'
+                f'{folder.folder}/{name}: is compressed; write the shards again with '
+                'compression=None.'
             )
         if name not in files or files[name].size != size:
             has = f'has {files[name].size:,} bytes' if name in files else 'is missing'
             raise ValueError(
-                f'{folder}/{name}: {has}, but {index.path} says {size} bytes. Copy it again.'
+                f'{folder.folder}/{name}: {has}, but {index.path} says {size} bytes. Copy it again.'
             )
     return list(sizes)
 

@@ -24,7 +24,7 @@ from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import formats, keyed_values
 from coyo11m_tfds.source.latent_file import LABELS, LatentFile
 from coyo11m_tfds.source.pt_file import RowsDisagreeError
-from coyo11m_tfds.storage.source_files import StoredFile
+from coyo11m_tfds.storage.stored_file import StoredFile
 
 # A head takes a few requests, and waiting for their answers is most of the time.
 _HEADS_AT_ONCE = 8

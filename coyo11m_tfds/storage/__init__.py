@@ -1,5 +1,82 @@
-"""Lists, fetches, stores and locks files on disks, in buckets and on the hub, with retries.
+"""Files on a disk, in a bucket (`gs://`) and on the hub (`hf://`), with one set of verbs.
 
-`destination`, `source_files`, `remote` and `locks` choose the kind of place. No module here depends
-on the contents of files.
+    folder = storage.open_folder('gs://bucket/source')    # a `Bucket`; other paths: `Disk` or `Hub`
+    files = folder.list()                                 # {'x.pt': StoredFile(path, size, ...)}
+    head = files['x.pt'].read_range(0, 100)
+    file = storage.describe_file('/data/y.pt')
+
+No module here depends on the contents of files.
 """
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from coyo11m_tfds.storage.base import Storage
+    from coyo11m_tfds.storage.stored_file import StoredFile
+
+
+def class_of(path: str | os.PathLike[str]) -> 'type[Storage]':
+    """Chooses the class of the storage of a path or URL, here and nowhere else."""
+    text = os.fspath(path)
+    # Each is imported only where it is needed: the clients take 0.2 s and more.
+    if '://' not in text:
+        from coyo11m_tfds.storage.disk import Disk
+
+        return Disk
+    if text.startswith('gs://'):
+        from coyo11m_tfds.storage.bucket import Bucket
+
+        return Bucket
+    if text.startswith('hf://'):
+        from coyo11m_tfds.storage.hub import Hub
+
+        return Hub
+    raise ValueError(
+        f'{text}: expected a local path, gs://bucket/... or hf://datasets/owner/name/...'
+    )
+
+
+def open_folder(folder: str | os.PathLike[str], *, to_write: bool = False) -> 'Storage':
+    """Returns a folder, which need not exist; does not touch the storage.
+
+    Args:
+        folder: Path or URL.
+        to_write: Whether to refuse a storage that can only be read.
+    """
+    # An empty text, as of a variable of the shell that is not set, is not the current folder.
+    if not os.fspath(folder):
+        raise ValueError(f'no folder given, expected one to {"write to" if to_write else "read"}.')
+    storage = class_of(folder)
+    if to_write and not storage.can_write:
+        raise ValueError(f'{folder}: expected a local path or gs://bucket/folder.')
+    return storage(folder)
+
+
+def describe_file(path: str | os.PathLike[str]) -> 'StoredFile':
+    """Describes one file; raises a ValueError if it is missing or a folder."""
+    try:
+        return class_of(path).describe(os.fspath(path))
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f'{path} is missing or a folder; expected a file.') from None
+
+
+def list_folder(
+    folder: str | os.PathLike[str], missing_ok: bool = False
+) -> 'dict[str, StoredFile]':
+    """Returns the visible files of a folder by name; with `missing_ok`, {} for a missing folder."""
+    opened = open_folder(folder)
+    files = {name: file for name, file in opened.list().items() if name[0] != '.'}
+    if not files and not missing_ok and not opened.exists():
+        raise ValueError(f'{folder}: there is no such folder.')
+    return files
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is a URL."""
+    return '://' in os.fspath(path)
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """Returns a path that is valid in every working directory; a URL stays unchanged."""
+    return os.fspath(path) if is_remote(path) else os.path.abspath(path)

@@ -22,15 +22,19 @@ import glob
 import os
 import shutil
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from typing import Any, Self, TypeAlias
+from typing import Self
 
 from absl import logging
 
-from coyo11m_tfds.storage import retry, source_files
+from coyo11m_tfds import storage
+from coyo11m_tfds.storage import retry
+from coyo11m_tfds.storage.base import Lock
+
+SUFFIX = '.lock'  # after the path of the locked folder
+UNKNOWN_HOLDER = 'another process'
 
 # Numbers of the errors by which a file system says that it has no locks.
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
@@ -110,8 +114,6 @@ os.register_at_fork(after_in_child=_close_copies)
 
 # --- Temporary folders ------------------------------------------------------------------------
 
-_LOCK = '.lock'
-
 
 @contextlib.contextmanager
 def temporary_folder(parent: str | os.PathLike[str], prefix: str) -> Iterator[str]:
@@ -121,23 +123,23 @@ def temporary_folder(parent: str | os.PathLike[str], prefix: str) -> Iterator[st
     is deleted by the next call with the same `prefix`, with which the folder's name begins. The
     lock is made before the folder and removed after it.
     """
-    pattern = glob.escape(os.path.join(parent, prefix)) + '[0-9a-f]' * 32 + _LOCK
+    pattern = glob.escape(os.path.join(parent, prefix)) + '[0-9a-f]' * 32 + SUFFIX
     for lock in glob.glob(pattern):
         _remove_unless_held(lock)
     folder = os.path.join(parent, f'{prefix}{uuid.uuid4().hex}')
-    with FileLock(folder + _LOCK):
+    with FileLock(folder + SUFFIX):
         os.mkdir(folder, 0o700)
         try:
             yield folder
         finally:
-            _remove(folder)
+            _remove_folder(folder)
 
 
 def sweep(parent: str | os.PathLike[str]) -> None:
     """Deletes everything in a folder except what living processes hold there."""
     with contextlib.suppress(FileNotFoundError), os.scandir(parent) as entries:
         for path in [entry.path for entry in entries]:
-            lock = path if path.endswith(_LOCK) else path + _LOCK
+            lock = path if path.endswith(SUFFIX) else path + SUFFIX
             if os.path.exists(lock):
                 _remove_unless_held(lock)
             elif os.path.isdir(path):
@@ -149,22 +151,22 @@ def sweep(parent: str | os.PathLike[str]) -> None:
 
 def _remove_unless_held(lock: str) -> None:
     with contextlib.suppress(OSError), FileLock(lock, wait=False):  # or it is another user's
-        _remove(lock.removesuffix(_LOCK))
+        _remove_folder(lock.removesuffix(SUFFIX))
 
 
-def _remove(folder: str) -> None:
+def _remove_folder(folder: str) -> None:
     """Deletes a folder and then its lock, which is held here."""
     # A worker that outlives its killed parent for a moment may still write; the next one sweeps.
     shutil.rmtree(folder, ignore_errors=True)
     if not os.path.exists(folder):
-        os.remove(folder + _LOCK)
+        os.remove(folder + SUFFIX)
 
 
 # --- Places -----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def hold(place: str | os.PathLike[str], *, wait: bool = True) -> Iterator['Lock']:
+def hold(place: str | os.PathLike[str], *, wait: bool = True) -> Iterator[Lock]:
     """Excludes all others that hold the same place, on this machine or another.
 
     While it waits, it logs the holder once a minute.
@@ -174,8 +176,8 @@ def hold(place: str | os.PathLike[str], *, wait: bool = True) -> Iterator['Lock'
         wait: Whether to wait for a holder that is alive. The lease of a killed holder is always
             waited for.
     """
-    place = os.fspath(place).rstrip('/')
-    lock, start = _open(place), time.monotonic()
+    folder = storage.open_folder(place, to_write=True)
+    place, lock, start = folder.folder, folder.lock(), time.monotonic()
     for _ in _looks(lambda: f'{place}: waiting for {lock.holder}, which is working there'):
         if lock.acquire():
             break
@@ -196,8 +198,8 @@ def wait_for(place: str | os.PathLike[str], is_there: Callable[[], bool]) -> Non
         place: Path of the folder or file that the first process makes.
         is_there: Returns whether the result exists; called repeatedly.
     """
-    place = os.fspath(place).rstrip('/')
-    lock, seen = _open(place), time.monotonic()
+    folder = storage.open_folder(place, to_write=True)
+    place, lock, seen = folder.folder, folder.lock(), time.monotonic()
     # The first process of a job that was started again may first wait for the lease of the one that
     # was killed.
     patience = 1.4 * lease_seconds()
@@ -228,144 +230,7 @@ def _looks(line: Callable[[], str]) -> Iterator[None]:
         pause = min(1.5 * pause, _LONGEST_PAUSE)
 
 
-def _open(place: str) -> 'Lock':
-    return _BucketLock(place) if source_files.is_remote(place) else _DiskLock(place)
-
-
-def _describe_this_process() -> str:
+def describe_this_process() -> str:
+    """Returns what others read in a lock of this process."""
     now = datetime.datetime.now(datetime.UTC)
     return f'process {os.getpid()} on {socket.gethostname()}, since {now:%Y-%m-%d %H:%M:%S} UTC'
-
-
-class _DiskLock:
-    """A locked file, which is removed in the end."""
-
-    holder = 'another process'  # that had the lock at the last look
-
-    def __init__(self, place: str):
-        self._path = place + _LOCK
-
-    def acquire(self) -> bool:
-        """Returns whether the lock is ours now."""
-        os.makedirs(os.path.dirname(self._path) or os.curdir, exist_ok=True)
-        try:
-            self._lock = FileLock(self._path, wait=False)
-        except BlockingIOError:
-            with contextlib.suppress(OSError), open(self._path, encoding='utf-8') as file:
-                self.holder = file.read(1000) or self.holder
-            return False
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            advice = 'Mount it with locks, or build on a local disk and copy the result'
-            what = f'this file system has no locks (flock). {advice}'
-            raise OSError(error.errno, what, self._path) from error
-        with contextlib.suppress(OSError), open(self._path, 'w', encoding='utf-8') as file:
-            file.write(_describe_this_process())
-        return True
-
-    def last_sign_of_life(self) -> float:
-        """When another holder was last seen to be alive, by `time.monotonic()`."""
-        with contextlib.suppress(FileNotFoundError), open(self._path, 'rb') as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return time.monotonic()
-        return float('-inf')
-
-    def is_ours(self) -> bool:
-        """False if another process has taken it over."""
-        return self._lock.is_at_path()
-
-    def release(self) -> None:
-        # Removed while it is locked: whoever locks it later finds that it is not at its path.
-        with self._lock:
-            if self._lock.is_at_path():
-                os.remove(self._path)
-
-
-class _BucketLock:
-    """An object that its holder replaces again and again; methods as those of `_DiskLock`."""
-
-    holder = 'another process'
-
-    def __init__(self, place: str):
-        from coyo11m_tfds.storage import gcs
-
-        self._gcs, self._url = gcs, place + _LOCK
-        gcs.split_url(place)
-        self._seconds = lease_seconds()
-        # The second line tells two locks of one process apart.
-        self._content = f'{_describe_this_process()}\n{uuid.uuid4().hex}'.encode()
-        self._seen: int | None = None  # generation that was seen or written last, 0 for none
-        self._changed = self._sign = float('-inf')  # when it was new; when another one renewed it
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name=self._url, daemon=True)
-
-    def acquire(self) -> bool:
-        self._look()
-        if self._seen and time.monotonic() - self._changed < self._seconds:
-            return False
-        if self._seen:
-            logging.warning('%s: taking over from %s, which is gone', self._url, self.holder)
-        if not self._replace():
-            return False
-        self._thread.start()
-        return True
-
-    def last_sign_of_life(self) -> float:
-        self._look()
-        return self._sign
-
-    def is_ours(self) -> bool:
-        return self._gcs.read(self._url) == self._content
-
-    def release(self) -> None:
-        self._stop.set()
-        self._thread.join()
-        try:
-            if found := self._find_ours():
-                self._gcs.delete(self._url, found.generation)
-        except OSError as error:
-            logging.warning('%s: not deleted, it will expire: %s', self._url, error)
-
-    def _look(self) -> None:
-        """Finds the generation of the lock, and notes what is new."""
-        found = self._gcs.stat(self._url)
-        generation = found.generation if found else 0
-        if found and generation != self._seen:
-            data = self._gcs.read(self._url) or b''
-            self.holder = data.decode(errors='replace').partition('\n')[0][:200] or self.holder
-            self._changed = time.monotonic()
-            if self._seen is not None:
-                self._sign = self._changed
-        self._seen = generation
-
-    def _find_ours(self) -> Any:
-        found = self._gcs.stat(self._url)
-        return found if found and self.is_ours() else None
-
-    def _replace(self) -> bool:
-        """Replaces the generation that was seen by our lock; False if another one is there."""
-        try:
-            written = self._gcs.write(self._url, self._content, self._seen)
-        except self._gcs.Conflict:
-            written = self._find_ours()  # if the answer to an earlier attempt was lost
-        if written:
-            self._seen = written.generation
-        return bool(written)
-
-    def _keep(self) -> None:
-        """Renews the lock until it is released; run in a thread."""
-        while not self._stop.wait(self._seconds / 3):
-            try:
-                is_ours = self._replace()
-            except Exception as error:  # whatever it is, the next renewal may work
-                logging.warning('%s: not renewed: %s', self._url, error)
-                continue
-            if not is_ours:
-                logging.warning('%s: another process took over: this one seemed dead', self._url)
-                return
-
-
-Lock: TypeAlias = _DiskLock | _BucketLock

@@ -1,4 +1,4 @@
-"""Reads remote files: downloads and verifies a whole file, or reads a few bytes.
+"""Reads files over HTTP: whole ones, which are verified, or ranges.
 
 The clients of gs:// and the hub give addresses and credentials. urllib3 reads the bytes, in one
 stream a file, because neither client notices a stall in reasonable time. Ranges of 1.6 MB over TLS
@@ -6,6 +6,7 @@ cost 28 to 34 us of CPU for each 24.6 KB; with requests they cost 42 to 50 us, w
 to 30.
 """
 
+import abc
 import base64
 import contextlib
 import hashlib
@@ -16,17 +17,16 @@ import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import certifi
 import google_crc32c
+import urllib3
 
-from coyo11m_tfds.storage import retry, source_files
-from coyo11m_tfds.storage.file_state import ignore_bytes, naming
-from coyo11m_tfds.storage.source_files import StoredFile
-
-if TYPE_CHECKING:
-    import urllib3
-    from urllib3 import BaseHTTPResponse
+from coyo11m_tfds.storage import retry
+from coyo11m_tfds.storage.base import Storage
+from coyo11m_tfds.storage.file_state import naming
+from coyo11m_tfds.storage.stored_file import StoredFile, file_changed
 
 _BLOCK = 1 << 18  # bytes received at a time
 
@@ -42,60 +42,40 @@ _PROXIES = ('https_proxy', 'http_proxy', 'all_proxy', 'no_proxy')
 _ENVIRONMENT = (*_CERTIFICATES, *_PROXIES, *map(str.upper, _PROXIES))
 
 
-class Changed(OSError):
-    """A file has changed since it was described."""
+class RemoteStorage(Storage):
+    """A storage whose files are read over HTTP; see `Storage`."""
 
+    @classmethod
+    @abc.abstractmethod
+    def _request(cls, path: str) -> tuple[str, dict[str, str]]:
+        """Returns the address of a file, and headers with the credentials of this machine."""
 
-def fetch(file: StoredFile, target: str, on_bytes: Callable[[int], None] = ignore_bytes) -> None:
-    """Downloads and verifies a remote file; afterwards all of it is on the disk.
+    @classmethod
+    def read_range(cls, file: StoredFile, start: int, length: int) -> bytes:
+        def attempt() -> bytes:
+            with _get(cls._request(file.path), file, start, start + length) as response:
+                content = response.read(decode_content=False)
+            if len(content) != length:
+                raise retry.Corrupted(f'received {len(content)} bytes, expected {length}')
+            return content
 
-    If the connection breaks, it requests only the rest. After an error the target may hold a part
-    of the file.
+        return retry.call(attempt, f'reading {file.path}')
 
-    Args:
-        file: On gs:// or hf://.
-        target: Local path in an existing temporary folder.
-        on_bytes: Called with the number of received bytes, or a negative number for bytes that
-            proved wrong. The sum is `file.size`.
-    """
-    with open(target, 'wb', buffering=0) as stream:
-        part = _Part(file, stream, on_bytes)
-        retry.call(part.complete, f'downloading {file.path}')
-        os.fsync(stream.fileno())
-
-
-def read_range(file: StoredFile, start: int, length: int) -> bytes:
-    """Reads `length` bytes at offset `start` of a file, remote or local."""
-    if not 0 <= start <= start + length <= file.size:
-        raise ValueError(
-            f'{file.path}: has {file.size} bytes, expected {length} from byte {start} on.'
-        )
-    if not length:
-        return b''
-    if not file.is_remote:
-        with open(file.path, 'rb') as stream:
-            stream.seek(start)
-            content = stream.read(length)
-        if len(content) != length:
-            raise _changed(file, f'it ends at byte {start + len(content)}, not {file.size}')
-        return content
-
-    def attempt() -> bytes:
-        with _get(file, start, start + length) as response:
-            content = response.read(decode_content=False)
-        if len(content) != length:
-            raise retry.Corrupted(f'received {len(content)} bytes, expected {length}')
-        return content
-
-    return retry.call(attempt, f'reading {file.path}')
+    @classmethod
+    def fetch(cls, file: StoredFile, target: str, on_bytes: Callable[[int], None]) -> None:
+        """See `StoredFile.fetch`. If the connection breaks, it requests only the rest."""
+        with open(target, 'wb', buffering=0) as stream:
+            download = _Download(cls._request, file, stream, on_bytes)
+            retry.call(download.complete, f'downloading {file.path}')
+            os.fsync(stream.fileno())
 
 
 @contextlib.contextmanager
-def _get(file: StoredFile, start: int, stop: int) -> Iterator['BaseHTTPResponse']:
-    """Requests bytes `start` to `stop`; the answer's body is just these."""
-    import urllib3
-
-    url, headers = _address(file.path)
+def _get(
+    request: tuple[str, dict[str, str]], file: StoredFile, start: int, stop: int
+) -> Iterator[urllib3.BaseHTTPResponse]:
+    """Requests bytes `start` to `stop`; the body of the response is just these."""
+    url, headers = request
     headers |= {'Accept-Encoding': 'identity', 'Range': f'bytes={start}-{stop - 1}'}
     # Redirections, of the hub, are followed, without the credentials to another host.
     redirect = urllib3.Retry(None, connect=0, read=0, status=0, other=0, redirect=5)
@@ -105,66 +85,51 @@ def _get(file: StoredFile, start: int, stop: int) -> Iterator['BaseHTTPResponse'
         if response.status in (404, 410):
             raise FileNotFoundError(f'{file.path} is gone; it was there when it was listed.')
         if response.status == 416:
-            raise _changed(file, response.headers.get('Content-Range', 'it is shorter'))
+            raise file_changed(file, response.headers.get('Content-Range', 'it is shorter'))
         if response.status >= 400:
             raise Refused(response)
-        _check_answer(file, start, stop, response)
+        _check_response(file, start, stop, response)
         yield response
 
 
 class Refused(OSError):
     """The answer of a server has `status` 4xx or 5xx."""
 
-    def __init__(self, response: 'BaseHTTPResponse'):
+    def __init__(self, response: urllib3.BaseHTTPResponse):
         self.response, self.status = response, response.status
-        # The hub says it in a header, gs:// in JSON.
+        # The hub explains the error in a header, gs:// in JSON.
         body = response.read(1000).decode(errors='replace')
-        in_json = re.search(r'"message": *"([^"]*)"', body)
-        said = response.headers.get('X-Error-Message') or (in_json[1] if in_json else body)
-        super().__init__(f'{response.status} {response.reason}: {" ".join(said.split())}')
+        message = response.headers.get('X-Error-Message') or json_message(body)
+        super().__init__(f'{response.status} {response.reason}: {" ".join(message.split())}')
 
 
-def _check_answer(file: StoredFile, start: int, stop: int, response: 'BaseHTTPResponse') -> None:
+def json_message(body: str) -> str:
+    """Returns the message in the JSON of an error of gs://; `body` if there is none."""
+    match = re.search(r'"message": *"([^"]*)"', body)
+    return match[1] if match else body
+
+
+def _check_response(
+    file: StoredFile, start: int, stop: int, response: urllib3.BaseHTTPResponse
+) -> None:
     """Compares the range, the size and the checksum of the whole file with what is expected."""
-    answered = response.headers.get('Content-Range', '')
-    total = re.fullmatch(r'bytes \d+-\d+/(\d+)', answered)
+    content_range = response.headers.get('Content-Range', '')
+    total = re.fullmatch(r'bytes \d+-\d+/(\d+)', content_range)
     if total and int(total[1]) != file.size:
-        raise _changed(file, f'it has {total[1]} bytes, not {file.size}')
-    if answered != f'bytes {start}-{stop - 1}/{file.size}':
+        raise file_changed(file, f'it has {total[1]} bytes, not {file.size}')
+    if content_range != f'bytes {start}-{stop - 1}/{file.size}':
         raise retry.Corrupted(
-            f'{file.path}: asked for bytes {start} to {stop - 1}, the answer is '
-            f'{response.status} {answered!r}'
+            f'{file.path}: requested bytes {start} to {stop - 1}, the response is '
+            f'{response.status} {content_range!r}'
         )
     # gs:// sends the checksum of the whole object with every range.
-    stored = re.search(r'crc32c=([\w+/]+=*)', response.headers.get('X-Goog-Hash', ''))
-    found = f'crc32c:{base64.b64decode(stored[1]).hex()}' if stored else file.checksum
-    if found != (file.checksum or found):
-        raise _changed(file, f'its checksum is {found}, not {file.checksum}')
+    match = re.search(r'crc32c=([\w+/]+=*)', response.headers.get('X-Goog-Hash', ''))
+    checksum = f'crc32c:{base64.b64decode(match[1]).hex()}' if match else file.checksum
+    if file.checksum not in (None, checksum):
+        raise file_changed(file, f'its checksum is {checksum}, not {file.checksum}')
 
 
-def _changed(file: StoredFile, how: str) -> Changed:
-    return Changed(
-        f'{file.path} has changed since it was listed ({how}). Run the same command again, when '
-        'nobody writes to it any more.'
-    )
-
-
-def _address(path: str) -> tuple[str, dict[str, str]]:
-    """The address of a file, and headers with the credentials of this machine."""
-    if path.startswith('gs://'):
-        from coyo11m_tfds.storage import gcs
-
-        return gcs.download_address(path), gcs.credentials()
-    import huggingface_hub
-    from huggingface_hub import utils
-
-    uri, hub = source_files.hub_uri(path), source_files.hub_endpoint()
-    kind: dict[str, Any] = {'repo_type': 'dataset', 'revision': uri.revision, 'endpoint': hub}
-    url = huggingface_hub.hf_hub_url(uri.id, uri.path_in_repo, **kind)
-    return url, utils.build_hf_headers(library_name='coyo11m_tfds')
-
-
-def _connections(url: str) -> 'urllib3.PoolManager':
+def _connections(url: str) -> urllib3.PoolManager:
     """The connections of this thread; a forked process must not share those of its parent."""
     host = url.split('/')[2]
     key = (os.getpid(), host, *map(os.environ.get, _ENVIRONMENT))
@@ -173,10 +138,7 @@ def _connections(url: str) -> 'urllib3.PoolManager':
     return _threads.pool
 
 
-def _connect(url: str) -> 'urllib3.PoolManager':
-    import certifi
-    import urllib3
-
+def _connect(url: str) -> urllib3.PoolManager:
     certificates = next(filter(None, map(os.environ.get, _CERTIFICATES)), certifi.where())
     parts, proxies = urllib.parse.urlsplit(url), urllib.request.getproxies()
     proxy = proxies.get(parts.scheme) or proxies.get('all')
@@ -187,10 +149,17 @@ def _connect(url: str) -> 'urllib3.PoolManager':
     return urllib3.ProxyManager(proxy, proxy_headers=headers, ca_certs=certificates)
 
 
-class _Part:
-    """The beginning of a file in a stream, and its checksum."""
+class _Download:
+    """The first bytes of a file, in a stream, and their checksum."""
 
-    def __init__(self, file: StoredFile, stream: io.FileIO, on_bytes: Callable[[int], None]):
+    def __init__(
+        self,
+        request: Callable[[str], tuple[str, dict[str, str]]],
+        file: StoredFile,
+        stream: io.FileIO,
+        on_bytes: Callable[[int], None],
+    ):
+        self._request = request
         self._file = file
         self._stream = stream
         self._on_bytes = on_bytes
@@ -206,14 +175,14 @@ class _Part:
             except retry.GivenUp:
                 if self._size < begin + _PROGRESS:
                     raise
-        size, found = self._size, f'{self._kind}:{self._hash.digest().hex()}'
-        if size != file.size or found != (file.checksum or found):
+        size, checksum = self._size, f'{self._kind}:{self._hash.digest().hex()}'
+        if size != file.size or file.checksum not in (None, checksum):
             self._stream.seek(0)
             self._stream.truncate()
             self._on_bytes(-size)
             self._begin()
             raise retry.Corrupted(
-                f'{file.path}: the checksum of {size} bytes is {found}, '
+                f'{file.path}: the checksum of {size} bytes is {checksum}, '
                 f'expected {file.checksum} of {file.size} bytes'
             )
 
@@ -228,8 +197,9 @@ class _Part:
             self._hash.update(b'blob %d\0' % self._file.size)
 
     def _append(self) -> None:
-        """One request for all that is missing."""
-        with _get(self._file, self._size, self._file.size) as response:
+        """Sends one request for all that is missing."""
+        file = self._file
+        with _get(self._request(file.path), file, self._size, file.size) as response:
             for block in response.stream(_BLOCK, decode_content=False):
                 rest = memoryview(block)
                 with naming(self._stream.name):

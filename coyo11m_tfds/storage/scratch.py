@@ -11,10 +11,11 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from coyo11m_tfds import storage
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.storage import locks, remote
+from coyo11m_tfds.storage import locks
 from coyo11m_tfds.storage.file_state import ignore_bytes
-from coyo11m_tfds.storage.source_files import StoredFile, is_remote
+from coyo11m_tfds.storage.stored_file import StoredFile
 
 # Of several files that are held together; small ones mostly wait for the storage.
 _DOWNLOADS_AT_ONCE = 8
@@ -28,13 +29,13 @@ def choose_folder(program: str, data_dir: str, chosen: str = '') -> str:
     _check_local(chosen)
     if chosen:
         return os.path.expanduser(chosen)
-    if not data_dir or is_remote(data_dir):
+    if not data_dir or storage.is_remote(data_dir):
         return user_cache(program)
     return os.path.normpath(os.path.join(data_dir, f'.{program}'))
 
 
 def _check_local(folder: str) -> None:
-    if is_remote(folder):
+    if storage.is_remote(folder):
         raise ValueError(f'scratch_dir is {folder!r}, expected a local folder.')
 
 
@@ -68,18 +69,18 @@ class Scratch:
 
         Args:
             files: One or more different files. A local file has its own path.
-            on_bytes: See `remote.fetch`; called from several threads.
+            on_bytes: See `StoredFile.fetch`; called from several threads.
         """
-        wanted = [file for file in files if file.is_remote]
-        if not wanted:
+        remote = [file for file in files if not file.local_path]
+        if not remote:
             yield [file.path for file in files]
             return
         os.makedirs(self._folder, exist_ok=True)
-        with locks.temporary_folder(self._folder, 'held-') as room:
+        with locks.temporary_folder(self._folder, 'held-') as folder:
             # Files of different folders may have the same name, and names may be long.
             paths = {
-                file: os.path.join(room, f'{number}{os.path.splitext(file.name)[1]}')
-                for number, file in enumerate(wanted)
+                file: os.path.join(folder, f'{number}{os.path.splitext(file.name)[1]}')
+                for number, file in enumerate(remote)
             }
             _fetch_all(paths, on_bytes)
             yield [paths.get(file, file.path) for file in files]
@@ -87,8 +88,8 @@ class Scratch:
     @contextlib.contextmanager
     def hold_showing(self, file: StoredFile) -> Iterator[str]:
         """Like `hold`, but logs the progress of a download."""
-        if not file.is_remote:
-            yield file.path
+        if file.local_path:
+            yield file.local_path
             return
         with contextlib.ExitStack() as stack:
             with Progress(f'Downloading {file.path}', file.size, 'B') as progress:
@@ -99,18 +100,18 @@ class Scratch:
 def _fetch_all(paths: Mapping[StoredFile, str], on_bytes: Callable[[int], None]) -> None:
     if len(paths) == 1:  # in this thread, so that an interrupt ends it at once
         [(file, path)] = paths.items()
-        remote.fetch(file, path, on_bytes)
+        file.fetch(path, on_bytes)
         return
     stopped = threading.Event()
 
-    def tell(num_bytes: int) -> None:
+    def count(num_bytes: int) -> None:
         on_bytes(num_bytes)
         if stopped.is_set():
             raise concurrent.futures.CancelledError
 
     with concurrent.futures.ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as threads:
         try:
-            list(threads.map(remote.fetch, paths, paths.values(), itertools.repeat(tell)))
+            list(threads.map(StoredFile.fetch, paths, paths.values(), itertools.repeat(count)))
         except BaseException:
             stopped.set()
             raise

@@ -22,13 +22,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.source import keyed_parquet, sidecar
 from coyo11m_tfds.source.keyed_values import KeyedValues
-from coyo11m_tfds.storage import file_state, locks, source_files
-from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage import file_state, locks
 from coyo11m_tfds.storage.scratch import user_cache
-from coyo11m_tfds.storage.source_files import StoredFile
+from coyo11m_tfds.storage.stored_file import StoredFile
 from coyo11m_tfds.text import text_encoders
 from coyo11m_tfds.text.text_encoders import Encoder, OnBatch, Tokenizer
 
@@ -124,7 +123,11 @@ class Parts:
         Returns:
             The largest number of token ids of a caption; 0 for embeddings.
         """
-        path, folder, longest = os.path.join(staging, 'part'), Destination(self._out), 0
+        path, folder, longest = (
+            os.path.join(staging, 'part'),
+            storage.open_folder(self._out, to_write=True),
+            0,
+        )
         with concurrent.futures.ThreadPoolExecutor(1, 'tokenize') as thread:
             coming = thread.submit(self._tokenize, numbers[0]) if numbers else None
             for number, following in itertools.zip_longest(numbers, numbers[1:]):
@@ -201,13 +204,13 @@ def check_out(out: str, share: tuple[int, int]) -> None:
         raise ValueError(f'part {share[0]}/{share[1]}: expected I/N with I from 0 to N - 1.')
     if os.path.isfile(out):
         raise ValueError(f'{out} is a file; expected a folder.')
-    Destination(out)
+    storage.open_folder(out, to_write=True)
 
 
 @contextlib.contextmanager
 def scratch_folder(out: str, chosen: str | os.PathLike[str]) -> Iterator[str]:
     """Makes a folder for this run, in a local `out` so that parts are only renamed."""
-    if source_files.is_remote(out):
+    if storage.is_remote(out):
         parent, prefix = Path(chosen or user_cache(schema.NAME)), 'embed-'
     else:
         # What another host of a shared disk has must stay, even if locks do not reach so far.

@@ -12,8 +12,7 @@ import sys
 import tempfile
 import types
 
-from coyo11m_tfds import schema
-from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds import schema, storage
 from tests.convert import build_program
 
 SETTINGS = {'shard_bytes': 400_000, 'validation_fraction': 0.2}
@@ -101,9 +100,12 @@ class Place:
     """Where builds of a source put one data set, on a disk or in a bucket, in a folder `out`."""
 
     def __init__(self, source: object, out: str, scratch: pathlib.Path, env: dict[str, str]):
-        self._source, self._folder = source, Destination(f'{out}/coyo11m_tfds/x')
+        self._source, self._folder = (
+            source,
+            storage.open_folder(f'{out}/coyo11m_tfds/x', to_write=True),
+        )
         self._env = env | {'COYO11M_LEASE_SECONDS': '4'}
-        self._final = Destination(f'{self._folder.folder}/1.0.0')
+        self._final = storage.open_folder(f'{self._folder.folder}/1.0.0', to_write=True)
         self._scratch = scratch
 
     def start(self, job: tuple[int, int] | None = None, **options) -> Build:

@@ -3,12 +3,12 @@
 import pathlib
 from collections.abc import Sequence
 
+from coyo11m_tfds import storage
 from coyo11m_tfds.convert import driver, local_runner, plan
 from coyo11m_tfds.convert.build_settings import BuildSettings
 from coyo11m_tfds.convert.data_folder import FinishedShards
 from coyo11m_tfds.convert.tasks import ShardResult, ShardTask
 from coyo11m_tfds.source import source_folder
-from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.scratch import Scratch
 
 
@@ -35,7 +35,7 @@ def write(made: plan.BuildPlan, work: pathlib.Path, num_workers: int = 1) -> lis
         scratch = Scratch(work / 'source')
         return local_runner.write_with_processes(tasks, finished, scratch, staging, num_workers)
 
-    finished = FinishedShards(Destination(data_folder(work)), made.build)
+    finished = FinishedShards(storage.open_folder(data_folder(work), to_write=True), made.build)
     return driver.write_shards(made, finished, engine)
 
 

@@ -12,12 +12,11 @@ import google_crc32c
 import pytest
 import requests
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.convert import data_folder
 from coyo11m_tfds.convert.data_folder import DataFolder, FinishedShards, sub_folder
 from coyo11m_tfds.dataset import manifest
 from coyo11m_tfds.storage import locks
-from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.file_state import FileState
 from tests.checkout import CHECKOUT
 from tests.fakes.cloud import Fault
@@ -45,7 +44,7 @@ def expected(build: str, count: int = 3) -> dict[str, bytes]:
 
 def write(final: str, build: str, count: int = 3) -> dict[str, FileState]:
     """What a build does until it is complete; returns the states of its files."""
-    files = Destination(final)
+    files = storage.open_folder(final, to_write=True)
     FinishedShards(files, build).begin({})
     content = shards_of(build, count)
     for name, data in content.items():
@@ -87,7 +86,7 @@ def final(place) -> str:
 
 
 def test_a_build_takes_the_place_of_another_of_which_only_its_files_go(final):
-    files = Destination(final)
+    files = storage.open_folder(final, to_write=True)
     build_all(final, OLD, 4)
     files.write('mine.txt', b'of the user')
     files.write(f'column_x-train-{OLD}.npy', b'of the user, too: no record names it')
@@ -102,15 +101,15 @@ def test_what_a_killed_build_of_another_plan_left_goes_with_the_next_that_is_com
     build_all(final, OLD)
     write(final, OTHER)
     build_all(final, NEW)
-    assert set(Destination(final).sizes()) == names_of(NEW)
+    assert set(storage.open_folder(final, to_write=True).sizes()) == names_of(NEW)
 
 
 def test_a_shard_that_is_not_what_was_written_is_no_success(final):
     build_all(final, OLD)
     states = write(final, NEW)
     shard = min(shards_of(NEW))
-    Destination(final).write(shard, b'other')
-    with pytest.raises(OSError, match=f'{shard}: found'):
+    storage.open_folder(final, to_write=True).write(shard, b'other')
+    with pytest.raises(OSError, match=f'{shard}: has 5 bytes'):
         publish(final, NEW, states)
     assert DataFolder(final).find_build() == OLD
 
@@ -126,7 +125,7 @@ def test_another_build_that_was_completed_meanwhile_is_replaced_only_if_that_is_
         publish(final, NEW, states, overwrite=False)
     assert DataFolder(final).find_build() == OTHER
     publish(final, NEW, states)
-    assert set(Destination(final).sizes()) == names_of(NEW)
+    assert set(storage.open_folder(final, to_write=True).sizes()) == names_of(NEW)
 
 
 def test_a_bucket_has_a_whole_data_set_but_for_three_requests(gcs, monkeypatch):
@@ -158,7 +157,7 @@ def test_a_bucket_has_a_whole_data_set_but_for_three_requests(gcs, monkeypatch):
     assert 1 <= len(without) <= 2 * 3  # looked at before and after each
     assert without == list(range(without[0], without[-1] + 1))
     assert set(seen[: without[0]]) == {OLD} and set(seen[without[-1] + 1 :]) == {NEW}
-    assert set(Destination(final).sizes()) == names_of(NEW, count)
+    assert set(storage.open_folder(final, to_write=True).sizes()) == names_of(NEW, count)
 
 
 def test_no_byte_is_moved_twice(gcs):
@@ -206,7 +205,7 @@ for die_at in range(1, 400):
 
 def check_and_mend(final: str) -> str:
     """After a kill: what is there is whole, and the next build ends with the new one alone."""
-    files, folder = Destination(final), DataFolder(final)
+    files, folder = storage.open_folder(final, to_write=True), DataFolder(final)
     found = folder.find_build()
     content = files.read_all('')
     if found:
@@ -233,11 +232,11 @@ def test_killed_before_any_step(tmp_path, monkeypatch):
 def test_what_can_be_resumed_is_told_and_stays(final, caplog):
     build_all(final, OLD)
     write(final, NEW)
-    left = Destination(final).sizes()
+    left = storage.open_folder(final, to_write=True).sizes()
     with caplog.at_level('INFO', logger='absl'):
         data_folder.tidy(final)
     assert f'build {NEW} was interrupted and has left ' in caplog.text
-    assert Destination(final).sizes() == left
+    assert storage.open_folder(final, to_write=True).sizes() == left
 
 
 def test_nothing_but_a_look_where_nothing_is_left(final, monkeypatch):
@@ -253,21 +252,21 @@ def test_nothing_but_a_look_where_nothing_is_left(final, monkeypatch):
 def leave_records(final: str) -> set[str]:
     """What a kill right after the last step but one leaves."""
     build_all(final, NEW)
-    FinishedShards(Destination(final), NEW).begin({})
-    return set(Destination(final).sizes())
+    FinishedShards(storage.open_folder(final, to_write=True), NEW).begin({})
+    return set(storage.open_folder(final, to_write=True).sizes())
 
 
 def test_what_only_its_build_needed_is_removed(final):
     leave_records(final)
     data_folder.tidy(final)
-    assert set(Destination(final).sizes()) == names_of(NEW)
+    assert set(storage.open_folder(final, to_write=True).sizes()) == names_of(NEW)
 
 
 def test_what_a_living_process_does_is_left_alone(final, caplog):
     left = leave_records(final)
     with caplog.at_level('INFO', logger='absl'), locks.hold(final):
         data_folder.tidy(final)
-    assert set(Destination(final).sizes()) == left
+    assert set(storage.open_folder(final, to_write=True).sizes()) == left
     assert 'is working there' in caplog.text
 
 
@@ -275,7 +274,7 @@ def test_only_the_first_process_of_a_job_cleans_up(final, monkeypatch):
     left = leave_records(final)
     monkeypatch.setenv('RANK', '1')
     data_folder.tidy(final)
-    assert set(Destination(final).sizes()) == left
+    assert set(storage.open_folder(final, to_write=True).sizes()) == left
 
 
 def test_who_may_only_read_is_warned(gcs, caplog):

@@ -20,10 +20,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import input_pipeline
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset import columns, stored_dataset
 from coyo11m_tfds.reading.order import Order, OrderSettings, sample_crops, sample_drops
-from coyo11m_tfds.storage import source_files
 from tests import built
 from tests.fakes.cloud import Gcs, fake_gcs
 from tests.reading import naive_order, small_dataset
@@ -135,7 +134,7 @@ def write(server: Gcs, folder: pathlib.Path, name: str) -> Written:
     files = []
     for file in column.files:
         path = f'{url}/source/{os.path.basename(file.path)}'
-        version = source_files.describe(path).version
+        version = storage.describe_file(path).version
         files.append(dataclasses.replace(file, path=path, version=version))
     columns.write_columns(
         uploaded, {schema.LATENTS: dataclasses.replace(column, files=tuple(files))}

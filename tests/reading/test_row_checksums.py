@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 import input_pipeline
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.dataset.columns import AddedColumn
-from coyo11m_tfds.storage import source_files
 from tests import built
 from tests.fakes.fake_http import Fault
 from tests.reading import small_dataset
@@ -53,7 +52,7 @@ def redirect(path: pathlib.Path, source: str) -> None:
     files = []
     for file in found[schema.LATENTS].files:
         at = f'{source}/{os.path.basename(file.path)}'
-        version = source_files.describe(at).version if source_files.is_remote(at) else ''
+        version = storage.describe_file(at).version if storage.is_remote(at) else ''
         files.append(dataclasses.replace(file, path=at, version=version))
     latents = dataclasses.replace(found[schema.LATENTS], files=tuple(files))
     columns.write_columns(path, {**found, schema.LATENTS: latents})

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from coyo11m_tfds.source import captions, sidecar
 from coyo11m_tfds.source.keyed_values import KeyedValues
-from coyo11m_tfds.storage.source_files import StoredFile
+from coyo11m_tfds.storage.stored_file import StoredFile
 from tests import joins, made_sources
 from tests.checkout import CHECKOUT
 

@@ -16,9 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import input_pipeline
-from coyo11m_tfds import mirror, schema
+from coyo11m_tfds import mirror, schema, storage
 from coyo11m_tfds.source import formats
-from coyo11m_tfds.storage import source_files
 from tests import built, joins, made_sources, test_formats
 from tests.convert import build_kills, build_program
 from tests.source.damages import damages
@@ -172,7 +171,7 @@ def test_a_file_without_records_is_opened_or_named(made, tmp_path, count):
         path, others = tmp_path / original.name, choose.randbytes(2000)
         path.write_bytes(choose.choice([*damages(original.read_bytes(), choose, others).values()]))
         try:
-            file = formats.open_file(source_files.describe(path), str(path))
+            file = formats.open_file(storage.describe_file(path), str(path))
             for name in {*file.texts, *file.numbers, file.label_column} - {''}:
                 assert len(file.column(name)) == len(file.keys)
             raw, _ = file.latents(range(len(file.keys)))

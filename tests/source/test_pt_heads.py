@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.source import pt_check
 from coyo11m_tfds.source.pt_file import PtFile
-from coyo11m_tfds.storage import remote, retry, source_files
-from coyo11m_tfds.storage.source_files import StoredFile
+from coyo11m_tfds.storage import retry
+from coyo11m_tfds.storage.stored_file import StoredFile
 from tests import made_sources
 from tests.fakes.cloud import Fault, Gcs
 from tests.fakes.fake_http import FakeServer
@@ -46,7 +46,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 def upload(bucket: Gcs, data: bytes) -> StoredFile:
     bucket.put('bucket', NAME, data)
-    file = source_files.describe(f'gs://bucket/{NAME}')
+    file = storage.describe_file(f'gs://bucket/{NAME}')
     bucket.clear()
     return file
 
@@ -83,13 +83,13 @@ def test_a_head_says_what_the_whole_file_says(bucket, folder, whole):
 
 def test_a_head_from_the_hub(hub, folder, whole):
     hub.commit({f'{schema.LATENTS_FOLDER}/{NAME}': whole})
-    file = source_files.describe(f'hf://datasets/owner/name/{schema.LATENTS_FOLDER}/{NAME}')
+    file = storage.describe_file(f'hf://datasets/owner/name/{schema.LATENTS_FOLDER}/{NAME}')
     assert_alike(pt_check.fetch_head(file, folder), whole)
     assert received(hub) < 300_000
 
 
 def test_a_local_file_is_its_own_head(folder, whole):
-    assert pt_check.fetch_head(source_files.describe(whole), folder) == str(whole)
+    assert pt_check.fetch_head(storage.describe_file(whole), folder) == str(whole)
     assert os.listdir(folder) == []
 
 
@@ -140,7 +140,7 @@ def local_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             stream.seek(start)
             return stream.read(length)
 
-    monkeypatch.setattr(remote, 'read_range', read_range)
+    monkeypatch.setattr(StoredFile, 'read_range', read_range)
     monkeypatch.setattr(time, 'sleep', lambda seconds: None)
     return lengths
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import google_crc32c
 import pytest
 
-from coyo11m_tfds import mirror, schema
+from coyo11m_tfds import mirror, schema, storage
 from coyo11m_tfds.source import source_folder
-from coyo11m_tfds.storage import remote, source_files
 from coyo11m_tfds.storage.file_state import FileState
+from coyo11m_tfds.storage.stored_file import StoredFile
 from tests import children
 from tests.fakes.cloud import Fault
 from tests.fakes.fake_http import FakeServer
@@ -109,8 +109,8 @@ def test_the_files_of_a_source_in_order(place):
     assert source_folder.find_source(source.root) == source
     for name, file in source.by_name.items():
         label = '' if file == source.captions_file else name
-        assert dataclasses.replace(source_files.describe(file.path), label=label) == file
-        assert file.is_remote == source_files.is_remote(place.root)
+        assert dataclasses.replace(storage.describe_file(file.path), label=label) == file
+        assert file.is_remote == storage.is_remote(place.root)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_what_is_missing_is_told(place, kept, message):
     place.put({name: data for name, data in CONTENTS.items() if name in kept})
     root = place.root
     if kept:  # on the hub it names the commit
-        root, *_ = source_files.list_files(root, 'latents-3crop', ('.pt',))
+        root = storage.open_folder(root).pin().folder
     with pytest.raises(ValueError, match=message.format(root=re.escape(root))):
         source_folder.find_source(place.root)
 
@@ -218,7 +218,7 @@ def test_a_file_that_is_not_there(place):
     place.put(CONTENTS)
     for name in ('absent.parquet', 'latents-3crop', 'README.md/x'):
         with pytest.raises(ValueError, match=rf'{name} is missing or a folder; expected a file'):
-            source_files.describe(f'{place.root}/{name}')
+            storage.describe_file(f'{place.root}/{name}')
 
 
 def test_versions_change_with_the_content_alone(place):
@@ -227,7 +227,7 @@ def test_versions_change_with_the_content_alone(place):
     place.put(CONTENTS | {'latents-3crop/000000-000009.pt': b'FIRST'})
     after = source_folder.find_source(place.root)
     assert after.latent_files[0].version != before.latent_files[0].version
-    if source_files.is_remote(place.root):  # written again, but the same
+    if storage.is_remote(place.root):  # written again, but the same
         assert after.latent_files[1].version == before.latent_files[1].version
         assert after.captions_file.version == before.captions_file.version
 
@@ -241,7 +241,7 @@ def test_a_link_to_nothing_is_not_overlooked(tmp_path):
 
 @pytest.mark.parametrize('path', ['s3://bucket/x', 'file:///data', 'https://example.org/x'])
 def test_places_that_are_not_known(path):
-    for look in (source_folder.find_source, source_files.describe):
+    for look in (source_folder.find_source, storage.describe_file):
         with pytest.raises(ValueError, match=rf'{path}: expected a local path, gs://'):
             look(path)
 
@@ -251,7 +251,7 @@ def test_importing_brings_no_library_of_a_storage():
     code = f"""
         from coyo11m_tfds.source import pt_check
         from coyo11m_tfds.source import source_folder
-        from coyo11m_tfds.storage import locks, remote, retry, scratch, source_files
+        from coyo11m_tfds.storage import disk, locks, retry, scratch
         print([name for name in {heavy} if name in sys.modules])
         source_folder.find_source(sys.argv[1])
     """
@@ -263,8 +263,8 @@ def test_importing_brings_no_library_of_a_storage():
 def test_checksums_in_a_bucket(gcs):
     gcs.put('bucket', 'x.pt', b'content')
     expected = f'crc32c:{google_crc32c.value(b"content"):08x}'
-    file = source_files.describe('gs://bucket/x.pt')
-    assert file == source_files.StoredFile('gs://bucket/x.pt', 7, expected, expected)
+    file = storage.describe_file('gs://bucket/x.pt')
+    assert file == StoredFile('gs://bucket/x.pt', 7, expected, expected)
 
 
 def test_a_source_that_is_a_whole_bucket(gcs):
@@ -272,7 +272,7 @@ def test_a_source_that_is_a_whole_bucket(gcs):
         gcs.put('bucket', name, data)
     for root in ('gs://bucket', 'gs://bucket/'):
         assert [file.name for file in source_folder.find_source(root).latent_files] == LATENTS
-    for look in (source_folder.find_source, source_files.describe):
+    for look in (source_folder.find_source, storage.describe_file):
         with pytest.raises(OSError, match=r'^gs://no-such-bucket: there is no such bucket'):
             look('gs://no-such-bucket/deep/source')
 
@@ -339,7 +339,7 @@ def test_checksums_on_the_hub(hub):
     sha256 = hashlib.sha256(b'content').hexdigest()
     sha1 = hashlib.sha1(b'blob 5\0small').hexdigest()
     for name, checksum in (('x.pt', f'sha256:{sha256}'), ('small.txt', f'git-sha1:{sha1}')):
-        assert source_files.describe(f'hf://datasets/owner/name/{name}').checksum == checksum
+        assert storage.describe_file(f'hf://datasets/owner/name/{name}').checksum == checksum
 
 
 def test_all_files_are_of_the_commit_that_was_found(hub):
@@ -348,7 +348,7 @@ def test_all_files_are_of_the_commit_that_was_found(hub):
     source = source_folder.find_source(root)
     assert source.root == f'{root}@{first}'
     second = hub.commit(CONTENTS | {'coyo11m-meta.parquet': b'other captions'})
-    assert source_files.describe(source.captions_file.path) == source.captions_file
+    assert storage.describe_file(source.captions_file.path) == source.captions_file
     assert source_folder.find_source(root).root == f'{root}@{second}'
     assert source_folder.find_source(f'{root}@{first}') == source
     commit = hub.commit(CONTENTS, branch='refs/pr/1')
@@ -378,7 +378,7 @@ def test_what_goes_wrong_twice_is_mended(remote_place, kind):
     assert source_folder.find_source(remote_place.root) == expected
     remote_place.server.heal()
     remote_place.server.inject(Fault(kind, count=2, match='stat|list|info'))
-    assert source_files.describe(expected.captions_file.path) == expected.captions_file
+    assert storage.describe_file(expected.captions_file.path) == expected.captions_file
 
 
 def test_what_stays_wrong_is_one_error(remote_place):
@@ -392,7 +392,7 @@ def test_what_stays_wrong_is_one_error(remote_place):
 def test_missing_access_is_told_at_once(remote_place):
     remote_place.server.inject(Fault('401', count=None, match='list|info|stat'))
     command = r'`gcloud auth application-default login`|`hf auth login`.*/datasets/owner/name '
-    for look in (source_folder.find_source, source_files.describe):
+    for look in (source_folder.find_source, storage.describe_file):
         remote_place.server.clear()
         with pytest.raises(PermissionError, match=command) as error:
             look(f'{remote_place.root}')
@@ -405,7 +405,7 @@ def test_a_gated_data_set_is_found_and_its_files_are_refused(hub):
     hub.gated = True
     file = source_folder.find_source('hf://datasets/owner/name').captions_file
     with pytest.raises(PermissionError, match=r'accept the terms .*datasets/owner/name '):
-        remote.read_range(file, 0, 4)
+        file.read_range(0, 4)
 
 
 def test_a_token_is_sent_to_the_hub_alone(hub, monkeypatch, tmp_path):
@@ -418,4 +418,4 @@ def test_a_token_is_sent_to_the_hub_alone(hub, monkeypatch, tmp_path):
     netrc.chmod(0o600)
     monkeypatch.setenv('NETRC', str(netrc))
     file = source_folder.find_source('hf://datasets/owner/name').captions_file
-    assert remote.read_range(file, 0, 8) == b'captions'
+    assert file.read_range(0, 8) == b'captions'

@@ -10,13 +10,14 @@ import google.auth
 import google.auth.credentials
 import google_crc32c
 import pytest
-from google.cloud import storage
+from google.cloud import storage as google_storage
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coyo11m_tfds.storage import gcs as gcs_objects
+from coyo11m_tfds import storage
+from coyo11m_tfds.storage import bucket as bucket_module
 from coyo11m_tfds.storage import locks
-from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage.base import Storage
 from coyo11m_tfds.storage.file_state import FileState
 from tests import children
 from tests.fakes.cloud import Fault
@@ -31,7 +32,7 @@ def _state(data: bytes) -> FileState:
     return FileState(len(data), google_crc32c.value(data))
 
 
-def _put(destination: Destination, fallback: pathlib.Path, name: str, data: bytes) -> None:
+def _put(destination: Storage, fallback: pathlib.Path, name: str, data: bytes) -> None:
     path = pathlib.Path(destination.staging(fallback)) / name.replace('/', '-')
     path.write_bytes(data)
     destination.store(path, name, google_crc32c.value(data))
@@ -42,9 +43,9 @@ def _put(destination: Destination, fallback: pathlib.Path, name: str, data: byte
 
 
 @pytest.fixture
-def destination(place) -> Destination:
+def destination(place) -> Storage:
     """A folder that does not exist yet."""
-    return Destination(f'{place}/')
+    return storage.open_folder(f'{place}/', to_write=True)
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -93,19 +94,19 @@ def test_verify_names_the_file_that_differs(destination):
         destination.write(name, b'12')
     states = {'a': _state(b'12'), 'sub/b': _state(b'12')}
     destination.verify(states)
-    with pytest.raises(OSError, match=r'/c: found no such file, expected .*2'):
+    with pytest.raises(OSError, match=r'/c: is missing, expected .*2'):
         destination.verify(states | {'c': states['a']})
     destination.write('sub/b', b'1')
     with pytest.raises(
-        OSError, match=r'sub/b: found 1 bytes( with CRC-32C 90f599e3)?, expected 2 bytes with'
+        OSError, match=r'sub/b: has 1 bytes( with CRC-32C 90f599e3)?, expected 2 bytes with'
     ):
         destination.verify(states)
 
 
 @pytest.mark.parametrize('url', ['gs://', 's3://bucket/x', 'hf://datasets/a/b', 'gs:///x'])
 def test_other_places(url):
-    with pytest.raises(ValueError, match=f'{url}: expected a local path or gs://bucket/folder'):
-        Destination(url)
+    with pytest.raises(ValueError, match=f'{url}: expected a local path(,| or) gs://bucket'):
+        storage.open_folder(url, to_write=True)
 
 
 # --- On a disk --------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ def test_other_places(url):
 def test_put_from_another_file_system(tmp_path):
     if not SHARED_MEMORY.is_dir() or SHARED_MEMORY.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip('needs two file systems')
-    destination = Destination(tmp_path)
+    destination = storage.open_folder(tmp_path, to_write=True)
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
         path = pathlib.Path(folder, 'x')
         path.write_bytes(b'other content')
@@ -128,7 +129,7 @@ def test_put_from_another_file_system(tmp_path):
 
 
 def test_inventory_tells_every_changed_byte(tmp_path):
-    destination = Destination(tmp_path)
+    destination = storage.open_folder(tmp_path, to_write=True)
     data = random.Random(1).randbytes(5_000_000)
     destination.write('x', data)
     for position in (0, 4_194_304, len(data) - 1):
@@ -143,12 +144,12 @@ def test_inventory_tells_every_changed_byte(tmp_path):
 
 LIMITED = """
 import resource, signal
-from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds import storage
 
 # A write beyond this size fails as on a full disk, with OSError instead of a signal.
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-destination = Destination(sys.argv[1])
+destination = storage.open_folder(sys.argv[1], to_write=True)
 destination.write('small', bytes(4096))
 try:
     destination.write('large', bytes(1_000_000))
@@ -161,14 +162,16 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
     with children.python(LIMITED, tmp_path) as child:
         out, errors = child.communicate(timeout=120)
     assert str(tmp_path) in out and 'too large' in out, errors
-    assert Destination(tmp_path).inventory() == {'small': _state(bytes(4096))}
+    assert storage.open_folder(tmp_path, to_write=True).inventory() == {
+        'small': _state(bytes(4096))
+    }
     assert list((tmp_path / '.staging').iterdir()) == []
 
 
 @pytest.mark.parametrize('name', ['{abs}/x', '../x', 'a/../../x', 'a//x', './x', 'a\\x', 'a\0x'])
 def test_names_that_lead_elsewhere(tmp_path, name):
     name = name.format(abs=tmp_path)
-    destination = Destination(tmp_path / 'out')
+    destination = storage.open_folder(tmp_path / 'out', to_write=True)
     staged = pathlib.Path(destination.staging('/nowhere')) / 'x'
     staged.write_bytes(b'1')
     for put in (
@@ -181,7 +184,7 @@ def test_names_that_lead_elsewhere(tmp_path, name):
 
 
 def test_a_sweep_leaves_what_a_living_process_writes(tmp_path):
-    destination = Destination(tmp_path)
+    destination = storage.open_folder(tmp_path, to_write=True)
     destination.write('x', b'1')
     staging = pathlib.Path(destination.staging(''))
     (staging / 'left-by-a-killed-one').write_bytes(b'1')
@@ -215,7 +218,7 @@ def test_what_is_there_survives_a_loss_of_power(tmp_path, monkeypatch):
     monkeypatch.setattr(os, 'fsync', note_sync)
     monkeypatch.setattr(os, 'replace', note_move)
     out = f'{tmp_path}/out'
-    destination = Destination(out)
+    destination = storage.open_folder(out, to_write=True)
     _put(destination, tmp_path, 'work/x', b'1')
     assert ('sync', out) in steps  # knows the name of its new sub-folder
     assert steps[-3:] == [
@@ -237,11 +240,11 @@ URL = 'gs://bucket/set'
 @pytest.mark.parametrize('kind', [*PASSING, 'flip'])
 def test_put_with_a_fault(bucket, tmp_path, monkeypatch, kind, size):
     monkeypatch.setenv('COYO11M_STALL_SECONDS', '0.5')
-    monkeypatch.setattr(gcs_objects, '_CHUNK', 2 << 20)
+    monkeypatch.setattr(bucket_module, '_CHUNK', 2 << 20)
     data = random.Random(1).randbytes(size)
     for action in ['upload'] if kind == 'flip' else ['start', 'upload']:
         bucket.inject(Fault(kind, action=action))
-    _put(Destination(URL), tmp_path, 'a', data)
+    _put(storage.open_folder(URL, to_write=True), tmp_path, 'a', data)
     assert bucket.objects('bucket') == {'set/a': data}
     if kind == 'flip':
         assert [r.path for r in bucket.requests if r.action == 'delete'] == ['bucket/set/a']
@@ -250,14 +253,14 @@ def test_put_with_a_fault(bucket, tmp_path, monkeypatch, kind, size):
 @pytest.mark.parametrize('kind', [*PASSING, 'flip'])
 def test_a_fault_of_every_other_request(bucket, kind, monkeypatch):
     monkeypatch.setenv('COYO11M_STALL_SECONDS', '0.3')
-    destination = Destination(URL)
+    destination = storage.open_folder(URL, to_write=True)
     for name in ('x', 'y'):
         destination.write(name, b'1' * 1000)
     for action in ['list', 'read', 'copy', 'delete']:
         bucket.inject(Fault(kind, action=action))
     assert destination.sizes() == {'x': 1000, 'y': 1000}
     assert destination.read('x') == b'1' * 1000
-    gcs_objects.copy(f'{URL}/x', f'{URL}/z', _state(b'1' * 1000))
+    bucket_module._copy_object(f'{URL}/x', f'{URL}/z', _state(b'1' * 1000))
     destination.remove(['x', 'not there'])
     assert destination.read_all('') == {'y': b'1' * 1000, 'z': b'1' * 1000}
 
@@ -265,7 +268,7 @@ def test_a_fault_of_every_other_request(bucket, kind, monkeypatch):
 def test_put_that_is_always_corrupted(bucket, tmp_path):
     bucket.inject(Fault('flip', count=None))
     with pytest.raises(OSError, match=r'^storing gs://bucket/set/a: given up after 8 attempts'):
-        _put(Destination(URL), tmp_path, 'a', b'content')
+        _put(storage.open_folder(URL, to_write=True), tmp_path, 'a', b'content')
     assert bucket.objects('bucket') == {}
     assert (tmp_path / 'a').read_bytes() == b'content'
 
@@ -275,14 +278,14 @@ def test_put_that_is_always_corrupted(bucket, tmp_path):
 def test_put_that_is_refused(gcs, tmp_path, kind, size):
     gcs.inject(Fault(kind, count=None))
     with pytest.raises(PermissionError, match=r'gs://bucket/set/a: access was refused') as raised:
-        _put(Destination(URL), tmp_path, 'a', bytes(size))
+        _put(storage.open_folder(URL, to_write=True), tmp_path, 'a', bytes(size))
     assert 'gcloud auth application-default login' in str(raised.value)
     assert len(gcs.requests) == 1
 
 
 def test_markers_of_folders_and_objects_beside_are_left_alone(gcs):
-    destination = Destination('gs://bucket/a/b/')
-    assert destination.is_remote and destination.folder == 'gs://bucket/a/b'
+    destination = storage.open_folder('gs://bucket/a/b/', to_write=True)
+    assert destination.folder == 'gs://bucket/a/b'
     others = {'a/b/': b'', 'a/b/sub/': b'', 'a/bc': b'of another'}
     for name, data in others.items():
         gcs.put('bucket', name, data)
@@ -293,7 +296,7 @@ def test_markers_of_folders_and_objects_beside_are_left_alone(gcs):
     assert destination.sizes() == {'x': 3, 'sub/y': 1}
     destination.remove(['sub/y', 'x'])
     assert gcs.objects('bucket') == others
-    assert Destination('gs://bucket').sizes() == {'a/bc': 10}
+    assert storage.open_folder('gs://bucket', to_write=True).sizes() == {'a/bc': 10}
 
 
 @pytest.mark.parametrize('then', [b'new', None])
@@ -309,12 +312,12 @@ def test_what_others_replace_or_delete_while_it_is_read(gcs, monkeypatch, then):
         return answer(call, *names)
 
     monkeypatch.setattr(gcs, '_on_read', change)
-    found = Destination('gs://bucket/a').read_all('', ['x'])
+    found = storage.open_folder('gs://bucket/a', to_write=True).read_all('', ['x'])
     assert found == ({'x': then} if then else {})
 
 
 def test_no_bucket(gcs, tmp_path):
-    destination = Destination('gs://no-such-bucket/a')
+    destination = storage.open_folder('gs://no-such-bucket/a', to_write=True)
     line = r'^gs://no-such-bucket: there is no such bucket\. Make it with `gcloud storage .*name\.$'
     for act in (
         destination.inventory,
@@ -332,7 +335,7 @@ def test_no_bucket(gcs, tmp_path):
 
 def test_empty_objects_of_which_no_size_is_told(gcs):
     gcs.tells_size_of_empty = False
-    destination = Destination('gs://bucket/a')
+    destination = storage.open_folder('gs://bucket/a', to_write=True)
     destination.write('x', b'')
     assert destination.inventory() == {'x': _state(b'')}
     assert destination.read_all('') == {'x': b''}
@@ -341,7 +344,7 @@ def test_empty_objects_of_which_no_size_is_told(gcs):
 def test_no_credentials(gcs, monkeypatch):
     monkeypatch.delenv('STORAGE_EMULATOR_HOST')
     with pytest.raises(PermissionError, match=r'gs://.*gcloud auth application-default'):
-        Destination('gs://bucket/a').inventory()
+        storage.open_folder('gs://bucket/a', to_write=True).inventory()
 
 
 def test_credentials_without_a_project(gcs, tmp_path, monkeypatch):
@@ -351,34 +354,36 @@ def test_credentials_without_a_project(gcs, tmp_path, monkeypatch):
     for name in ('GOOGLE_CLOUD_PROJECT', 'GCLOUD_PROJECT', 'STORAGE_EMULATOR_HOST'):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv('API_ENDPOINT_OVERRIDE', gcs.url)
-    _put(Destination(URL), tmp_path, 'a', b'content')
+    _put(storage.open_folder(URL, to_write=True), tmp_path, 'a', b'content')
     assert gcs.objects('bucket') == {'set/a': b'content'}
 
 
 def test_an_upload_goes_on_where_it_broke_off(gcs, tmp_path, monkeypatch):
-    monkeypatch.setattr(gcs_objects, '_CHUNK', 1 << 20)
+    monkeypatch.setattr(bucket_module, '_CHUNK', 1 << 20)
     data = random.Random(0).randbytes(10_000_000)
     (tmp_path / 'large').write_bytes(data)
     gcs.inject(Fault('cut', match='upload', after_bytes=300_000))
     gcs.inject(Fault('503', count=2, match='uplo'))
-    gcs_objects.upload('gs://bucket/a', str(tmp_path / 'large'), google_crc32c.value(data))
+    bucket_module._upload_object(
+        'gs://bucket/a', str(tmp_path / 'large'), google_crc32c.value(data)
+    )
     assert gcs.objects('bucket') == {'a': data}
     received = sum(request.received for request in gcs.requests)
     assert received < len(data) + (4 << 20)
 
 
 def test_an_upload_of_which_less_was_kept_than_sent(gcs, tmp_path, monkeypatch):
-    upload_from_file = storage.Blob.upload_from_file
+    upload_from_file = google_storage.Blob.upload_from_file
     attempts = []
 
-    def upload(blob: storage.Blob, *args: object, **options: object) -> None:
+    def upload(blob: google_storage.Blob, *args: object, **options: object) -> None:
         attempts.append(blob)
         upload_from_file(blob, *args, **options)
         if len(attempts) == 1:
             raise ValueError('Bytes stream is in unexpected state.')  # the library's
 
-    monkeypatch.setattr(storage.Blob, 'upload_from_file', upload)
-    _put(Destination(URL), tmp_path, 'x', LARGE)
+    monkeypatch.setattr(google_storage.Blob, 'upload_from_file', upload)
+    _put(storage.open_folder(URL, to_write=True), tmp_path, 'x', LARGE)
     assert gcs.objects('bucket') == {'set/x': LARGE} and len(attempts) == 2
 
 
@@ -390,6 +395,6 @@ def test_a_copy_that_takes_several_requests(gcs, kind):
     gcs.put('bucket', 'x', data)
     gcs.clear()
     gcs.inject(Fault(kind, action='copy', count=2))
-    gcs_objects.copy('gs://bucket/x', 'gs://bucket/y', _state(data))
+    bucket_module._copy_object('gs://bucket/x', 'gs://bucket/y', _state(data))
     assert gcs.objects('bucket') == {'x': data, 'y': data}
     assert len(gcs.requests) == 5

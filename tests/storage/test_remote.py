@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from coyo11m_tfds.storage import remote, source_files, stored_files
-from coyo11m_tfds.storage.source_files import StoredFile
+from coyo11m_tfds import storage
+from coyo11m_tfds.storage import remote
+from coyo11m_tfds.storage.stored_file import StoredFile
 from tests import children
 from tests.fakes.cloud import Fault, Gcs, Hub, through_proxy
 from tests.fakes.fake_http import FakeServer
@@ -39,12 +40,12 @@ class Cloud:
 
 def in_bucket(server: Gcs) -> Cloud:
     server.put('bucket', f'source/{NAME}', DATA)
-    return Cloud(server, source_files.describe(f'gs://bucket/source/{NAME}'))
+    return Cloud(server, storage.describe_file(f'gs://bucket/source/{NAME}'))
 
 
 def on_hub(server: Hub) -> Cloud:
     server.commit({NAME: DATA})
-    return Cloud(server, source_files.describe(f'hf://datasets/owner/name/{NAME}'))
+    return Cloud(server, storage.describe_file(f'hf://datasets/owner/name/{NAME}'))
 
 
 @pytest.fixture(params=['gs', 'hf'])
@@ -71,7 +72,7 @@ def fetch(file: StoredFile, target: pathlib.Path) -> list[int]:
     """Fetches; returns what `on_bytes` was told."""
     told: list[int] = []
     target.parent.mkdir(exist_ok=True)
-    remote.fetch(file, str(target), told.append)
+    file.fetch(str(target), told.append)
     return told
 
 
@@ -97,7 +98,7 @@ def test_what_goes_wrong_twice_is_mended(cloud, target, kind):
     assert sum(told) == SIZE
     if kind != 'flip':  # which nobody can tell in a part
         cloud.inject(kind, count=2)
-        assert remote.read_range(cloud.file, 10, 1_000_000) == DATA[10:1_000_010]
+        assert cloud.file.read_range(10, 1_000_000) == DATA[10:1_000_010]
 
 
 def test_a_stall_is_noticed(cloud, target, monkeypatch):
@@ -160,7 +161,7 @@ def test_missing_access_is_told_at_once(cloud, target, kind, operation):
         if operation == 'fetch':
             fetch(cloud.file, target)
         else:
-            remote.read_range(cloud.file, 0, 4)
+            cloud.file.read_range(0, 4)
     assert cloud.file.path in str(raised.value)
     assert str(raised.value).count('access was refused') == 1
     assert re.search('storage.objects.get access|is restricted|not in the auth', str(raised.value))
@@ -173,24 +174,24 @@ def test_missing_access_is_told_at_once(cloud, target, kind, operation):
 def test_a_stored_file_that_is_flipped_on_its_way_is_read_again(bucket):
     for place in (0, SIZE - 1):
         bucket.inject('flip', after_bytes=place)
-        assert stored_files.read(bucket.file, stored_files.Content).data == DATA
+        assert bucket.file.read() == DATA
     assert len(bucket.reads()) == 4
     bucket.inject('flip', count=None)
     message = rf'{bucket.file.path}: given up .* the storage has crc32c:'
     with pytest.raises(OSError, match=message):
-        stored_files.read(bucket.file, stored_files.Content)
+        bucket.file.read()
 
 
 def test_an_empty_file(bucket, target):
     bucket.server.put('bucket', 'empty', b'')
-    assert fetch(source_files.describe('gs://bucket/empty'), target) == []
+    assert fetch(storage.describe_file('gs://bucket/empty'), target) == []
     assert_fetched(target, b'')
 
 
 def test_a_small_file_of_the_hub(hub, target):
     """It is known by git's checksum, and comes from another place than the large ones."""
     hub.commit({'README.md': b'A data set.'})
-    file = source_files.describe('hf://datasets/owner/name/README.md')
+    file = storage.describe_file('hf://datasets/owner/name/README.md')
     assert file.checksum.startswith('git-sha1:')
     hub.inject(Fault('flip', action='read'))
     fetch(file, target)
@@ -213,7 +214,7 @@ def test_a_file_that_has_changed_is_not_mixed(bucket, target, data):
         fetch(bucket.file, target)
     assert len(bucket.reads()) == 1
     bucket.server.clear()
-    fetch(source_files.describe(bucket.file.path), target)
+    fetch(storage.describe_file(bucket.file.path), target)
     assert_fetched(target, data)
     assert bucket.reads() == [(0, len(data) - 1)]
 
@@ -222,7 +223,7 @@ def test_a_file_that_has_changed_is_not_mixed(bucket, target, data):
     ('start', 'length'), [(0, 1), (0, SIZE), (SIZE - 1, 1), (1000, 2_000_000), (7, 0)]
 )
 def test_a_range(cloud, start, length):
-    assert remote.read_range(cloud.file, start, length) == DATA[start : start + length]
+    assert cloud.file.read_range(start, length) == DATA[start : start + length]
     assert len(cloud.reads()) == (1 if length else 0)
 
 
@@ -230,38 +231,38 @@ def test_a_range_that_is_not_in_the_file_or_not_any_more(bucket):
     for start, length in ((-1, 1), (0, SIZE + 1), (SIZE, 1), (1, -1)):
         message = rf'{bucket.file.path}: has .* expected {length} from byte {start} '
         with pytest.raises(ValueError, match=message):
-            remote.read_range(bucket.file, start, length)
+            bucket.file.read_range(start, length)
     assert bucket.reads() == []
     bucket.server.put('bucket', f'source/{NAME}', bytes(SIZE))
     with pytest.raises(OSError, match='has changed since it was listed'):
-        remote.read_range(bucket.file, 10, 10)
+        bucket.file.read_range(10, 10)
 
 
 def test_a_range_through_a_proxy(bucket, monkeypatch):
     for name, value in through_proxy(bucket.server.env).items():
         monkeypatch.setenv(name, value)
     for start in (0, 5):
-        assert remote.read_range(bucket.file, start, 10) == DATA[start : start + 10]
+        assert bucket.file.read_range(start, 10) == DATA[start : start + 10]
     monkeypatch.setenv('https_proxy', 'http://127.0.0.1:1')
     with pytest.raises(OSError, match='given up after 8 attempts'):
-        remote.read_range(bucket.file, 0, 10)
+        bucket.file.read_range(0, 10)
 
 
 def test_a_range_of_a_local_file(tmp_path):
     path = tmp_path / 'x.pt'
     path.write_bytes(DATA)
-    file = source_files.describe(path)
-    assert remote.read_range(file, 10, 1000) == DATA[10:1010]
+    file = storage.describe_file(path)
+    assert file.read_range(10, 1000) == DATA[10:1010]
     path.write_bytes(DATA[:500])
     with pytest.raises(OSError, match=r'x\.pt has changed since it was listed .*at byte 500'):
-        remote.read_range(file, 10, 1000)
+        file.read_range(10, 1000)
 
 
 FETCH = """
-    from coyo11m_tfds.storage import remote, source_files
+    from coyo11m_tfds import storage
     def told(n):
         print(n, flush=True)
-    remote.fetch(source_files.describe(sys.argv[1]), sys.argv[2], told)
+    storage.describe_file(sys.argv[1]).fetch(sys.argv[2], told)
 """
 
 
@@ -280,11 +281,11 @@ def test_a_forked_process_has_connections_of_its_own(bucket):
     """Else both would read answers to the other from one connection."""
     code = """
         import os
-        from coyo11m_tfds.storage import remote, source_files
-        file = source_files.describe(sys.argv[1])
-        remote.read_range(file, 0, 4)
+        from coyo11m_tfds import storage
+        file = storage.describe_file(sys.argv[1])
+        file.read_range(0, 4)
         forked = os.fork() == 0
-        got = b''.join(remote.read_range(file, 1000 * n + forked, 1) for n in range(50))
+        got = b''.join(file.read_range(1000 * n + forked, 1) for n in range(50))
         os.write(1, got.hex().encode() + b'\\n')
         if forked:
             os._exit(0)

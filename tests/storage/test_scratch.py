@@ -6,9 +6,10 @@ import random
 
 import pytest
 
-from coyo11m_tfds.storage import scratch, source_files
+from coyo11m_tfds import storage
+from coyo11m_tfds.storage import scratch
 from coyo11m_tfds.storage.scratch import Scratch
-from coyo11m_tfds.storage.source_files import StoredFile
+from coyo11m_tfds.storage.stored_file import StoredFile
 from tests import children
 from tests.fakes.cloud import Gcs
 
@@ -26,14 +27,14 @@ def content(name: str) -> bytes:
 
 def put(bucket: Gcs, name: str) -> StoredFile:
     bucket.put('bucket', name, content(name))
-    return source_files.describe(f'gs://bucket/{name}')
+    return storage.describe_file(f'gs://bucket/{name}')
 
 
 HOLD = """
-    from coyo11m_tfds.storage import source_files
+    from coyo11m_tfds import storage
     from coyo11m_tfds.storage.scratch import Scratch
     folder, url = sys.argv[1:]
-    file = source_files.describe(url)
+    file = storage.describe_file(url)
     with Scratch(folder).hold(file) as path:
         print(path, flush=True)
         sys.stdin.readline()
@@ -44,7 +45,7 @@ def test_several_files_are_there_together(bucket, folder, tmp_path):
     local = tmp_path / 'local.pt'
     local.write_bytes(b'content')
     remote = [put(bucket, name) for name in ('a/x.pt', 'b/x.pt', 'y.pt')]
-    files = [remote[0], source_files.describe(local), *remote[1:]]
+    files = [remote[0], storage.describe_file(local), *remote[1:]]
     told: list[int] = []
     with Scratch(folder).hold_all(files, on_bytes=told.append) as paths:
         contents = [pathlib.Path(path).read_bytes() for path in paths]

@@ -1,0 +1,245 @@
+"""The verbs that all storages have."""
+
+import abc
+import contextlib
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+
+from coyo11m_tfds.storage.file_state import FileState, compute_state, ignore_bytes
+from coyo11m_tfds.storage.stored_file import StoredFile
+
+if TYPE_CHECKING:
+    from coyo11m_tfds.storage.scratch import Scratch
+
+T = TypeVar('T')
+
+# They only wait for the storage or the disk. The client of gs:// keeps ten connections.
+_THREADS = 10
+
+
+class Lock(Protocol):
+    """The lock of a folder; see `locks.hold`."""
+
+    holder: str  # describes the process that had the lock when `acquire` failed last
+
+    def acquire(self) -> bool:
+        """Tries to take the lock; returns whether it did."""
+
+    def last_sign_of_life(self) -> float:
+        """Returns when another holder was last seen to be alive, by `time.monotonic()`."""
+
+    def is_ours(self) -> bool:
+        """Returns False if another process has taken it over."""
+
+    def release(self) -> None:
+        """Releases the lock."""
+
+
+class Storage(abc.ABC):
+    """A folder on a disk, in a bucket or on the hub. Several threads may use it.
+
+    Names are relative to the folder. Under a name there is always a complete file or none, and
+    after `store` returns, the file survives a loss of power. Methods raise an OSError if a file
+    cannot be read or stored, such as on a full disk, a PermissionError if credentials are missing
+    or refused, and a ValueError for what the storage cannot do.
+
+    Attributes:
+        folder: Path or URL, without a slash at the end.
+        can_write: Whether files can be stored.
+        keeps_checksums: Whether a listing has the CRC-32C of every file.
+    """
+
+    can_write: ClassVar[bool] = True
+    keeps_checksums: ClassVar[bool] = False
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self.folder = os.fspath(folder).rstrip('/')
+
+    # --- Listing ---
+
+    @abc.abstractmethod
+    def list(self, sub_folder: str = '', *, deep: bool = False) -> dict[str, StoredFile]:
+        """Lists the files in a sub-folder by relative name; {} if it does not exist.
+
+        With `deep`, also those below its sub-folders.
+        """
+
+    @abc.abstractmethod
+    def exists(self) -> bool:
+        """Returns whether the folder exists."""
+
+    @classmethod
+    @abc.abstractmethod
+    def describe(cls, path: str) -> StoredFile:
+        """Describes the file at a whole path; raises a FileNotFoundError if it is missing."""
+
+    def pin(self) -> 'Storage':
+        """Returns the folder in its present version, where a storage keeps several."""
+        return self
+
+    def list_visible(
+        self, sub_folder: str, suffixes: str | tuple[str, ...]
+    ) -> dict[str, StoredFile]:
+        """Lists the visible files with some suffixes in the folder and in one of its sub-folders.
+
+        Raises a FileNotFoundError if the folder is missing; the sub-folder need not exist.
+        """
+        below = self.list(sub_folder) if sub_folder else {}
+        files = self.list() | {f'{sub_folder}/{name}': file for name, file in below.items()}
+        if not files and not self.exists():
+            raise FileNotFoundError(self.folder)
+        return {name: file for name, file in files.items() if is_visible(name, suffixes)}
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the sizes of all files below the folder, by relative name; {} without files."""
+        return {name: file.size for name, file in self.list(deep=True).items()}
+
+    def verify(self, states: Mapping[str, FileState]) -> None:
+        """Checks with one listing that files have their states; ignores other files.
+
+        Without checksums in the listing it compares only sizes.
+        """
+        files = self.list(deep=True)
+        for name, expected in sorted(states.items()):
+            state = files[name].state if name in files else None
+            if state not in (expected, FileState(expected.size, -1)):
+                raise OSError(
+                    f'{self.folder}/{name}: {f"has {state}" if state else "is missing"}, expected '
+                    f'{expected}; another process has changed it. Run the same command again.'
+                )
+
+    def inventory(
+        self,
+        sub_folder: str = '',
+        on_bytes: Callable[[int], None] = ignore_bytes,
+        names: Collection[str] | None = None,
+        *,
+        deep: bool = False,
+    ) -> dict[str, FileState]:
+        """Returns the states of the files in a sub-folder, by name; {} if it is missing.
+
+        It reads local files completely, at the speed of the disk; remote files take one listing.
+
+        Args:
+            on_bytes: Called with the number of local bytes read, from several threads.
+            names: Names of files to look at; None for all.
+            deep: Whether to look at the files below its sub-folders too.
+        """
+
+        def state(file: StoredFile) -> FileState:
+            return compute_state(file.path, on_bytes) if file.local_path else file.state
+
+        return _map_files(state, self.list(sub_folder, deep=deep), names)
+
+    # --- Reading ---
+
+    @abc.abstractmethod
+    def read(self, name: str) -> bytes | None:
+        """Reads a small file; None if it is missing."""
+
+    def read_all(self, sub_folder: str, names: Collection[str] | None = None) -> dict[str, bytes]:
+        """Reads the small files in a sub-folder, by name: all, or those of `names` that exist."""
+
+        def content(file: StoredFile) -> bytes | None:
+            return self.read(f'{sub_folder}/{file.name}'.lstrip('/'))
+
+        return _map_files(content, self.list(sub_folder), names)
+
+    @classmethod
+    @abc.abstractmethod
+    def read_range(cls, file: StoredFile, start: int, length: int) -> bytes:
+        """See `StoredFile.read_range`."""
+
+    @classmethod
+    @abc.abstractmethod
+    def fetch(cls, file: StoredFile, target: str, on_bytes: Callable[[int], None]) -> None:
+        """See `StoredFile.fetch`."""
+
+    # --- Writing ---
+
+    @abc.abstractmethod
+    def check_writable(self) -> None:
+        """Checks that files can be stored in and removed from the folder, which need not exist."""
+
+    @abc.abstractmethod
+    def check_space(self, num_bytes: int) -> None:
+        """Raises an OSError if so many bytes have no room."""
+
+    @abc.abstractmethod
+    def staging(self, fallback: str | os.PathLike[str]) -> str:
+        """Returns an existing local folder in which to write files for `store`.
+
+        On a disk it is a hidden sub-folder, so that `store` only renames; otherwise `fallback`.
+        """
+
+    @abc.abstractmethod
+    def store(self, local_file: str | os.PathLike[str], name: str, crc32c: int) -> None:
+        """Moves a file from the folder of `staging` to `name`, and replaces a file of this name.
+
+        `crc32c` is that of the file, which a copy or an upload must have too.
+        """
+
+    @abc.abstractmethod
+    def write(self, name: str, data: bytes) -> None:
+        """Stores a small file, and replaces a file of this name."""
+
+    @abc.abstractmethod
+    def copy(
+        self,
+        file: StoredFile,
+        name: str,
+        scratch: 'Scratch | None' = None,
+        on_bytes: Callable[[int], None] = ignore_bytes,
+    ) -> FileState:
+        """Copies a file of any storage to `name` and returns the state of the copy.
+
+        The original is compared with its own checksum, if it has one, and the copy with that of its
+        storage. Between buckets the storage copies by itself; other remote files pass through the
+        scratch folder on their way to a bucket.
+
+        Args:
+            scratch: Required for a remote file without a CRC-32C that goes to a bucket.
+            on_bytes: See `StoredFile.fetch`; called for a download.
+        """
+
+    @abc.abstractmethod
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes files, if they exist, and sub-folders that become empty."""
+
+    @abc.abstractmethod
+    def sweep(self, prefix: str = '') -> None:
+        """Removes leftovers of killed processes in the staging folder.
+
+        Removes this folder, and sub-folders whose names begin with `prefix`, if they are empty.
+        """
+
+    @abc.abstractmethod
+    def lock(self) -> Lock:
+        """Returns the lock of the folder, which is not yet taken; see `locks.hold`."""
+
+
+def _map_files(
+    function: Callable[[StoredFile], T | None],
+    files: Mapping[str, StoredFile],
+    names: Collection[str] | None,
+) -> dict[str, T]:
+    """Calls a function for files; leaves out those that have been removed since the listing."""
+
+    def call(name: str) -> T | None:
+        with contextlib.suppress(FileNotFoundError):
+            return function(files[name])
+        return None
+
+    chosen = sorted(files if names is None else files.keys() & set(names))
+    with ThreadPoolExecutor(_THREADS) as threads:
+        values = zip(chosen, threads.map(call, chosen), strict=True)
+        return {name: value for name, value in values if value is not None}
+
+
+def is_visible(name: str, suffixes: str | tuple[str, ...]) -> bool:
+    """Whether the name of a file has one of the suffixes and is not hidden."""
+    # A leading dot marks what tools leave behind, like macOS's '._000000-000009.pt'.
+    base = os.path.basename(name)
+    return not base.startswith('.') and base.endswith(suffixes)

@@ -1,0 +1,421 @@
+"""Folders in buckets of Google Cloud Storage.
+
+Nothing is cached. `retry.call` repeats requests. After every upload or copy, the size and the
+CRC-32C from the storage are compared with those of the original; an object that differs is deleted
+and sent again. To import this module takes 0.2 s.
+"""
+
+import base64
+import contextlib
+import functools
+import os
+import re
+import threading
+import time
+import urllib.parse
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import google.auth.transport.requests
+import google_crc32c
+from absl import logging
+from google.api_core import exceptions
+from google.cloud import storage
+from google.cloud.storage.exceptions import DataCorruption
+
+from coyo11m_tfds.storage import locks, retry
+from coyo11m_tfds.storage.file_state import FileState, compute_state, ignore_bytes
+from coyo11m_tfds.storage.remote import RemoteStorage, json_message
+from coyo11m_tfds.storage.stored_file import StoredFile
+
+if TYPE_CHECKING:
+    from coyo11m_tfds.storage.scratch import Scratch
+
+T = TypeVar('T')
+
+_CONTENT_TYPE = 'application/octet-stream'
+_CHUNK = 32 << 20  # bytes in a request of `_upload_object`: the most that may have to be sent again
+_DELETIONS_AT_ONCE = 10  # the client keeps ten connections
+# What says where the storage is, and whose credentials to use.
+_ENVIRONMENT = ('STORAGE_EMULATOR_HOST', 'API_ENDPOINT_OVERRIDE', 'GOOGLE_APPLICATION_CREDENTIALS')
+
+
+class _Conflict(OSError):
+    """The object has another generation than the one to replace."""
+
+
+class _Missing(OSError):
+    """The object does not exist."""
+
+
+class Bucket(RemoteStorage):
+    """A folder in a bucket, or all of it, `gs://bucket[/folder]`; see `Storage`."""
+
+    keeps_checksums = True
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        super().__init__(folder)
+        _split_url(os.fspath(folder))
+
+    def _url(self, name: str) -> str:
+        return f'{self.folder}/{name}'.rstrip('/')
+
+    # --- Listing and reading ---
+
+    def list(self, sub_folder: str = '', *, deep: bool = False) -> dict[str, StoredFile]:
+        url, fields = self._url(sub_folder), 'items(name,size,crc32c,generation),nextPageToken'
+        blobs = _list_objects(url, delimiter=None if deep else '/', fields=fields)
+        # Some tools, TensorFlow among them, make markers so that an empty folder is listed.
+        names = [name for name in blobs if name and name[-1] != '/']
+        return {name: _describe_blob(f'{url}/{name}', blobs[name]) for name in names}
+
+    def exists(self) -> bool:
+        return bool(_list_objects(self.folder, max_results=1, fields='items(name)'))
+
+    @classmethod
+    def describe(cls, path: str) -> StoredFile:
+        if blob := _look_up(path):
+            return _describe_blob(path, blob)
+        raise FileNotFoundError(path)
+
+    def read(self, name: str) -> bytes | None:
+        return _read_object(self._url(name))
+
+    @classmethod
+    def _request(cls, path: str) -> tuple[str, dict[str, str]]:
+        bucket, name = (urllib.parse.quote(part, safe='') for part in _split_url(path))
+        address = (
+            f'{_bucket_client().api_endpoint}/download/storage/v1/b/{bucket}/o/{name}?alt=media'
+        )
+        headers: dict[str, str] = {}
+        _bucket_client()._credentials.before_request(_request_token, 'GET', '', headers)
+        return address, headers
+
+    # --- Writing ---
+
+    def check_writable(self) -> None:
+        probe = self._url(f'.writable_{uuid.uuid4().hex}')
+        _write_object(probe, b'x')
+        _delete_object(probe)
+
+    def check_space(self, num_bytes: int) -> None:
+        """Does nothing, because a bucket has no limit."""
+
+    def staging(self, fallback: str | os.PathLike[str]) -> str:
+        os.makedirs(fallback, exist_ok=True)
+        return os.fspath(fallback)
+
+    def store(self, local_file: str | os.PathLike[str], name: str, crc32c: int) -> None:
+        _upload_object(self._url(name), os.fspath(local_file), crc32c)
+        os.remove(local_file)
+
+    def write(self, name: str, data: bytes) -> None:
+        _write_object(self._url(name), data)
+
+    def copy(
+        self,
+        file: StoredFile,
+        name: str,
+        scratch: 'Scratch | None' = None,
+        on_bytes: Callable[[int], None] = ignore_bytes,
+    ) -> FileState:
+        # Only the objects of buckets have a CRC-32C before they are read.
+        if file.crc32c is not None:
+            _copy_object(file.path, self._url(name), file.state)
+            return file.state
+        if file.local_path:
+            return self._upload_source(file, file.local_path, name)
+        assert scratch is not None
+        with scratch.hold(file, on_bytes=on_bytes) as path:
+            return self._upload_source(file, path, name)
+
+    def _upload_source(self, file: StoredFile, path: str, name: str) -> FileState:
+        state = compute_state(path)
+        file.check_size(state)
+        _upload_object(self._url(name), path, state.crc32c)
+        return state
+
+    def remove(self, names: Iterable[str]) -> None:
+        with ThreadPoolExecutor(_DELETIONS_AT_ONCE) as threads:
+            list(threads.map(_delete_object, map(self._url, names)))
+
+    def sweep(self, prefix: str = '') -> None:
+        """Does nothing, because a bucket has no staging folder."""
+
+    def lock(self) -> 'BucketLock':
+        return BucketLock(self.folder + locks.SUFFIX)
+
+
+class BucketLock:
+    """An object that its holder replaces again and again."""
+
+    holder = locks.UNKNOWN_HOLDER
+
+    def __init__(self, url: str):
+        self._url, self._seconds = url, locks.lease_seconds()
+        # The second line tells two locks of one process apart.
+        self._content = f'{locks.describe_this_process()}\n{uuid.uuid4().hex}'.encode()
+        self._seen: int | None = None  # generation that was seen or written last, 0 for none
+        self._changed = self._sign = float('-inf')  # when it was new; when another one renewed it
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name=url, daemon=True)
+
+    def acquire(self) -> bool:
+        self._look()
+        if self._seen and time.monotonic() - self._changed < self._seconds:
+            return False
+        if self._seen:
+            logging.warning('%s: taking over from %s, which is gone', self._url, self.holder)
+        if not self._replace():
+            return False
+        self._thread.start()
+        return True
+
+    def last_sign_of_life(self) -> float:
+        self._look()
+        return self._sign
+
+    def is_ours(self) -> bool:
+        return _read_object(self._url) == self._content
+
+    def release(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        try:
+            if blob := self._look_up_ours():
+                _delete_object(self._url, blob.generation)
+        except OSError as error:
+            logging.warning('%s: not deleted, it will expire: %s', self._url, error)
+
+    def _look(self) -> None:
+        """Looks up the generation of the lock, and notes what is new."""
+        blob = _look_up(self._url)
+        generation = blob.generation if blob else 0
+        if blob and generation != self._seen:
+            content = _read_object(self._url) or b''
+            self.holder = content.decode(errors='replace').partition('\n')[0][:200] or self.holder
+            self._changed = time.monotonic()
+            # What is there at the first look may be a dead holder's; a change has a living one.
+            if self._seen is not None:
+                self._sign = self._changed
+        self._seen = generation
+
+    def _look_up_ours(self) -> storage.Blob | None:
+        blob = _look_up(self._url)
+        return blob if blob and self.is_ours() else None
+
+    def _replace(self) -> bool:
+        """Replaces the generation that was seen by our lock; False if another one is there."""
+        blob: storage.Blob | None
+        try:
+            blob = _write_object(self._url, self._content, self._seen)
+        except _Conflict:
+            # The answer to an earlier attempt may have been lost.
+            blob = self._look_up_ours()
+        if blob:
+            self._seen = blob.generation
+        return bool(blob)
+
+    def _keep(self) -> None:
+        """Renews the lock until it is released; run in a thread."""
+        while not self._stop.wait(self._seconds / 3):
+            try:
+                is_ours = self._replace()
+            except Exception as error:  # whatever it is, the next renewal may work
+                logging.warning('%s: not renewed: %s', self._url, error)
+                continue
+            if not is_ours:
+                logging.warning('%s: another process took over: this one seemed dead', self._url)
+                return
+
+
+# --- Requests about one object, by its URL ---
+
+
+def _split_url(url: str) -> tuple[str, str]:
+    """Returns bucket and name of `gs://bucket/name`; the name may be empty."""
+    bucket, _, name = url.removeprefix('gs://').partition('/')
+    if not bucket:
+        raise ValueError(f'{url}: expected a local path or gs://bucket/folder.')
+    return bucket, name
+
+
+def _list_objects(folder: str, **options: Any) -> dict[str, storage.Blob]:
+    """Lists objects by name relative to the folder."""
+    bucket, name = _split_url(folder)
+    prefix = f'{name.rstrip("/")}/'.lstrip('/')
+    with _plain_errors(folder):
+        options |= _patience(f'listing {folder}')
+        blobs = _bucket_client().list_blobs(bucket, prefix=prefix, **options)
+        return {blob.name.removeprefix(prefix): blob for blob in blobs}
+
+
+def _look_up(url: str) -> storage.Blob | None:
+    """Returns an object with its properties; None if it does not exist."""
+    if not _split_url(url)[1]:
+        return None
+
+    def attempt(options: dict[str, Any]) -> storage.Blob:
+        blob = _blob(url)
+        blob.reload(**options)
+        return blob
+
+    with contextlib.suppress(_Missing):
+        return _call_storage(url, f'looking for {url}', attempt)
+    return None
+
+
+def _read_object(url: str) -> bytes | None:
+    """Reads a small object in one request; None if it does not exist."""
+
+    def attempt(options: dict[str, Any]) -> bytes:
+        try:
+            return _blob(url).download_as_bytes(checksum='crc32c', **options)
+        except DataCorruption as error:
+            raise retry.Corrupted(f'{url}: {error}') from error
+
+    with contextlib.suppress(_Missing):
+        return _call_storage(url, f'reading {url}', attempt)
+    return None
+
+
+def _write_object(url: str, data: bytes, generation: int | None = None) -> storage.Blob:
+    """Stores a small object, in place of one of this generation: 0 for none, None for any."""
+    sent = FileState(len(data), google_crc32c.value(data))
+
+    def attempt(options: dict[str, Any]) -> storage.Blob:
+        blob = _blob(url)
+        options |= {'checksum': None, 'if_generation_match': generation}
+        blob.upload_from_string(data, _CONTENT_TYPE, **options)
+        return _check_stored(blob, sent)
+
+    return _call_storage(url, f'writing to {url}', attempt)
+
+
+def _upload_object(url: str, path: str, crc32c: int) -> None:
+    """Stores a local file of any size; after an error it repeats only the failed request."""
+    sent = FileState(os.path.getsize(path), crc32c)
+
+    def attempt(options: dict[str, Any]) -> None:
+        blob = _blob(url)
+        options |= {'size': sent.size, 'content_type': _CONTENT_TYPE, 'checksum': None}
+        blob.chunk_size = _CHUNK
+        with open(path, 'rb') as file:
+            try:
+                blob.upload_from_file(file, **options)
+            except ValueError as error:
+                # The storage may keep less of a chunk than was sent; the library gives up then.
+                raise retry.Corrupted(f'{url}: {error}') from error
+        _check_stored(blob, sent)
+
+    _call_storage(url, f'storing {url}', attempt)
+
+
+def _copy_object(source: str, url: str, expected: FileState) -> None:
+    """Makes the storage copy an object; its bytes do not pass through this machine."""
+
+    def attempt(options: dict[str, Any]) -> None:
+        blob = _blob(url)
+        token, _, _ = blob.rewrite(_blob(source), **options)
+        while token is not None:
+            token, _, _ = blob.rewrite(_blob(source), token=token, **options)
+        _check_stored(blob, expected)
+
+    _call_storage(source, f'copying {source} to {url}', attempt)
+
+
+def _delete_object(url: str, generation: int | None = None) -> None:
+    """Deletes an object, if it exists; with `generation`, only this version of it."""
+    options = {'if_generation_match': generation}
+    with contextlib.suppress(_Missing, _Conflict):
+        _call_storage(
+            url, f'deleting {url}', lambda patience: _blob(url).delete(**options, **patience)
+        )
+
+
+def _bucket_client() -> storage.Client:
+    return _make_client(os.getpid(), *map(os.environ.get, _ENVIRONMENT))
+
+
+@functools.cache
+def _make_client(process: int, *environment: str | None) -> storage.Client:
+    """The client of a process: a forked one must not share connections with its parent."""
+    del process, environment
+    # Else each client requests the bucket once, in a thread, to describe traces never taken.
+    os.environ.setdefault('DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA', 'true')
+    # Objects belong to a bucket; only what makes or lists buckets needs a project.
+    return retry.call(lambda: storage.Client(project=None), 'the client of gs://')
+
+
+def _request_token(*args: Any, **options: Any) -> Any:
+    # A session for each new token: it takes 1 ms to make, and threads cannot share one.
+    return google.auth.transport.requests.Request()(*args, **options)
+
+
+def _blob(url: str) -> storage.Blob:
+    bucket, name = _split_url(url)
+    return _bucket_client().bucket(bucket).blob(name)
+
+
+def _blob_state(blob: storage.Blob) -> FileState:
+    # Base64 of four bytes, most significant first; an object that is encrypted with a customer's
+    # key has no checksum. Some servers omit the size 0.
+    crc32c = int.from_bytes(base64.b64decode(blob.crc32c), 'big') if blob.crc32c else -1
+    return FileState(blob.size or 0, crc32c)
+
+
+def _describe_blob(url: str, blob: storage.Blob) -> StoredFile:
+    size, crc32c = _blob_state(blob)
+    if crc32c < 0:
+        return StoredFile(url, size, f'{size}-{blob.generation}', None)
+    checksum = f'crc32c:{crc32c:08x}'
+    return StoredFile(url, size, checksum, checksum)
+
+
+def _check_stored(blob: storage.Blob, sent: FileState) -> storage.Blob:
+    """Compares an object that the storage has described with what was sent; deletes a wrong one."""
+    stored, url = _blob_state(blob), f'gs://{blob.bucket.name}/{blob.name}'
+    if stored != sent:
+        _delete_object(url, blob.generation)
+        raise retry.Corrupted(f'{url}: {sent} were sent, but {stored} stored.')
+    return blob
+
+
+def _call_storage(url: str, what: str, attempt: Callable[[dict[str, Any]], T]) -> T:
+    """Calls `attempt(options)`, whose requests get these options, with the patience of `retry`."""
+    with _plain_errors(url):
+        return retry.call(lambda: attempt(_patience(what)), what)
+
+
+def _patience(what: str) -> dict[str, Any]:
+    """Arguments that give a request of the library the patience of `retry`."""
+    seconds = retry.stall_seconds()
+
+    def repeat(request: Callable[[], T]) -> Callable[[], T]:
+        return lambda: retry.call(request, what)
+
+    # The library expects a google.api_core.retry.Retry and calls it like this, to decorate single
+    # requests; ours knows more transient errors, and what to do about refused credentials.
+    return {'retry': repeat, 'timeout': (seconds, seconds)}
+
+
+@contextlib.contextmanager
+def _plain_errors(url: str) -> Iterator[None]:
+    """Turns the library's errors into an OSError with one line that names the URL."""
+    try:
+        yield
+    except exceptions.PreconditionFailed as error:
+        raise _Conflict(f'{url}: another process has changed it.') from error
+    except exceptions.GoogleAPICallError as error:
+        message = json_message(error.message)
+        if error.code == 404 and 'bucket does not exist' in message:
+            in_request = re.search(r'/b/([^/?]+)', getattr(error.response, 'url', None) or '')
+            bucket = f'gs://{in_request[1] if in_request else _split_url(url)[0]}'
+            raise OSError(
+                f'{bucket}: there is no such bucket. Make it with `gcloud storage buckets create '
+                f'{bucket}`, or correct the name.'
+            ) from error
+        kind = _Missing if error.code == 404 else OSError
+        raise kind(f'{url}: {" ".join(message.split())}') from error

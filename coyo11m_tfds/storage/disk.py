@@ -1,0 +1,282 @@
+"""Folders on a disk: files are staged in a hidden sub-folder, flushed to the disk and renamed."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import pathlib
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from coyo11m_tfds.process.sizes import readable
+from coyo11m_tfds.storage import file_state, locks
+from coyo11m_tfds.storage.base import Storage, is_visible
+from coyo11m_tfds.storage.file_state import FileState, ignore_bytes, naming, sync
+from coyo11m_tfds.storage.stored_file import StoredFile, file_changed
+
+if TYPE_CHECKING:
+    from coyo11m_tfds.storage.scratch import Scratch
+
+_STAGING = '.staging'
+
+
+def stays_inside(name: str) -> bool:
+    """Whether a file with this relative name lies below its folder on every system.
+
+    Objects of a bucket may have any name. A name that is absolute, or has an empty part, `.`, `..`,
+    a backslash or a NUL, could lead out of the folder as a path.
+    """
+    return {'', '.', '..'}.isdisjoint(name.split('/')) and '\\' not in name and '\0' not in name
+
+
+def local_version(state: os.stat_result) -> str:
+    """Returns the version of a local file; see `StoredFile`."""
+    return f'{state.st_size}-{state.st_mtime_ns}'
+
+
+class Disk(Storage):
+    """A folder on a disk; see `Storage`."""
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        super().__init__(pathlib.PurePath(folder))
+        self.folder = self.folder or '/'
+
+    # --- Listing and reading ---
+
+    def list(self, sub_folder: str = '', *, deep: bool = False) -> dict[str, StoredFile]:
+        files, top = {}, self._path(sub_folder)
+        for parent, _, names in os.walk(top, onerror=_raise_unless_missing):
+            for path in (os.path.join(parent, name) for name in names):
+                # It may be a link to nothing, or have been removed by now.
+                with contextlib.suppress(FileNotFoundError):
+                    files[os.path.relpath(path, top)] = self.describe(path)
+            if not deep:
+                break
+        return files
+
+    def list_visible(
+        self, sub_folder: str, suffixes: str | tuple[str, ...]
+    ) -> dict[str, StoredFile]:
+        names = os.listdir(self.folder)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            names += [f'{sub_folder}/{name}' for name in os.listdir(self._path(sub_folder))]
+        files = {}
+        for name in filter(lambda name: is_visible(name, suffixes), names):
+            try:
+                files[name] = self.describe(self._path(name))
+            except FileNotFoundError:
+                # A link to nothing or a folder with the name of a file: not to be passed over.
+                raise ValueError(
+                    f'{self._path(name)} is missing or a folder; expected a file.'
+                ) from None
+        return files
+
+    def exists(self) -> bool:
+        return os.path.isdir(self.folder)
+
+    @classmethod
+    def describe(cls, path: str) -> StoredFile:
+        state = os.stat(path)
+        if not stat.S_ISREG(state.st_mode):
+            raise FileNotFoundError(path)
+        return StoredFile(str(pathlib.PurePath(path)), state.st_size, local_version(state), None)
+
+    def read(self, name: str) -> bytes | None:
+        path = self._path(name)
+        with contextlib.suppress(FileNotFoundError), naming(path), open(path, 'rb') as file:
+            return file.read()
+        return None
+
+    @classmethod
+    def read_range(cls, file: StoredFile, start: int, length: int) -> bytes:
+        with open(file.path, 'rb') as stream:
+            stream.seek(start)
+            content = stream.read(length)
+        if len(content) != length:
+            end = start + len(content)
+            raise file_changed(file, f'it ends at byte {end}, not {file.size}')
+        return content
+
+    @classmethod
+    def fetch(cls, file: StoredFile, target: str, on_bytes: Callable[[int], None]) -> None:
+        _copy_checked(file, target)
+        on_bytes(file.size)
+
+    # --- Writing ---
+
+    def check_writable(self) -> None:
+        path, existing = pathlib.Path(self.folder).absolute(), self._existing()
+        if not existing.is_dir():
+            raise NotADirectoryError(f'{path}: {existing} is a file; name another folder.')
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise PermissionError(f'{path}: {existing} cannot be written to by this user.')
+
+    def check_space(self, num_bytes: int) -> None:
+        if (free := shutil.disk_usage(self._existing()).free) < num_bytes:
+            raise OSError(
+                f'{self.folder} has {readable(free)} free, but needs {readable(num_bytes)} more. '
+                'Free some space or choose another folder.'
+            )
+
+    def _existing(self) -> pathlib.Path:
+        """The folder, or the closest one above it that exists."""
+        path = pathlib.Path(self.folder).absolute()
+        return next(parent for parent in (path, *path.parents) if parent.exists())
+
+    def staging(self, fallback: str | os.PathLike[str]) -> str:
+        folder = os.path.join(self.folder, _STAGING)
+        _make_folders(folder)
+        return folder
+
+    def store(self, local_file: str | os.PathLike[str], name: str, crc32c: int) -> None:
+        local_file, target = os.fspath(local_file), self._path(name)
+        _make_folders(os.path.dirname(target))
+        try:
+            _move_synced(local_file, target)
+        except OSError as error:
+            if error.errno != errno.EXDEV:  # from another file system it has to be copied
+                raise
+            with self._new_file() as path:
+                copied = file_state.copy(local_file, path).crc32c
+                if copied != crc32c:
+                    raise OSError(
+                        f'{local_file}: CRC-32C is {copied:08x}, expected {crc32c:08x}; write it '
+                        'again.'
+                    ) from None
+                _move_synced(path, target)
+            os.remove(local_file)
+
+    def write(self, name: str, data: bytes) -> None:
+        target = self._path(name)
+        _make_folders(os.path.dirname(target))
+        with self._new_file() as path:
+            with naming(path), open(path, 'wb') as file:
+                file.write(data)
+            _move_synced(path, target)
+
+    def copy(
+        self,
+        file: StoredFile,
+        name: str,
+        scratch: 'Scratch | None' = None,
+        on_bytes: Callable[[int], None] = ignore_bytes,
+    ) -> FileState:
+        with self._new_file() as path:
+            if file.local_path:
+                state = _copy_checked(file, path)
+            else:
+                file.fetch(path, on_bytes)
+                # `fetch` has compared the CRC-32C, if the storage keeps one.
+                state = file_state.compute_state(path) if file.crc32c is None else file.state
+            self.store(path, name, state.crc32c)
+        return state
+
+    def remove(self, names: Iterable[str]) -> None:
+        folders = set()
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self._path(name))
+            while name := os.path.dirname(name):
+                folders.add(name)
+        for folder in sorted(folders, reverse=True):
+            with contextlib.suppress(OSError):  # not empty, or gone
+                os.rmdir(self._path(folder))
+
+    def sweep(self, prefix: str = _STAGING) -> None:
+        locks.sweep(os.path.join(self.folder, _STAGING))
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as entries:
+            for entry in entries:
+                if entry.name.startswith((_STAGING, prefix)):
+                    with contextlib.suppress(OSError):  # not an empty folder
+                        os.rmdir(entry.path)
+
+    def lock(self) -> 'DiskLock':
+        return DiskLock(self.folder + locks.SUFFIX)
+
+    @contextlib.contextmanager
+    def _new_file(self) -> Iterator[str]:
+        """Yields a new path, in a folder that a sweep by another process leaves alone."""
+        with locks.temporary_folder(self.staging(''), 'put-') as folder:
+            yield os.path.join(folder, 'x')
+
+    def _path(self, name: str) -> str:
+        if name and not stays_inside(name):
+            raise ValueError(f'{name!r} is not the name of a file in {self.folder}.')
+        return os.path.join(self.folder, name) if name else self.folder
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
+
+
+def _copy_checked(file: StoredFile, target: str) -> FileState:
+    """Copies a local file, which must still have its size."""
+    state = file_state.copy(file.path, target)
+    file.check_size(state)
+    return state
+
+
+def _move_synced(path: str, target: str) -> None:
+    """Renames a file, and waits until content and new name are on the disk."""
+    # The content first: after a loss of power the new name must not lead to an empty file.
+    sync(path)
+    os.replace(path, target)
+    sync(os.path.dirname(target))
+
+
+def _make_folders(folder: str) -> None:
+    """Makes a folder and those above it, so that they survive a loss of power."""
+    if os.path.isdir(folder):
+        return
+    parent = os.path.dirname(os.path.abspath(folder))
+    _make_folders(parent)
+    os.makedirs(folder, exist_ok=True)  # another process may have been faster
+    sync(parent)
+
+
+class DiskLock:
+    """A locked file, which is removed in the end."""
+
+    holder = locks.UNKNOWN_HOLDER
+
+    def __init__(self, path: str):
+        self._path = path
+
+    def acquire(self) -> bool:
+        os.makedirs(os.path.dirname(self._path) or os.curdir, exist_ok=True)
+        try:
+            self._lock = locks.FileLock(self._path, wait=False)
+        except BlockingIOError:
+            with contextlib.suppress(OSError), open(self._path, encoding='utf-8') as file:
+                self.holder = file.read(1000) or self.holder
+            return False
+        except OSError as error:
+            if error.errno not in locks.NO_LOCKS:
+                raise
+            advice = 'Mount it with locks, or build on a local disk and copy the result'
+            what = f'this file system has no locks (flock). {advice}'
+            raise OSError(error.errno, what, self._path) from error
+        with contextlib.suppress(OSError), open(self._path, 'w', encoding='utf-8') as file:
+            file.write(locks.describe_this_process())
+        return True
+
+    def last_sign_of_life(self) -> float:
+        with contextlib.suppress(FileNotFoundError), open(self._path, 'rb') as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return time.monotonic()
+        return float('-inf')
+
+    def is_ours(self) -> bool:
+        return self._lock.is_at_path()
+
+    def release(self) -> None:
+        # Removed while it is locked: whoever locks it later finds that it is not at its path.
+        with self._lock:
+            if self._lock.is_at_path():
+                os.remove(self._path)

@@ -1,0 +1,161 @@
+"""A file of a storage: what its listing knows about the file, and ways to read the content."""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import google_crc32c
+
+from coyo11m_tfds import storage
+from coyo11m_tfds.storage import retry
+from coyo11m_tfds.storage.file_state import FileState, ignore_bytes
+
+# Bytes in a request; each file that is being read takes a few times as much memory.
+_BLOCK = 8 << 20
+
+
+class FileChanged(OSError):
+    """A file has changed since it was described."""
+
+
+class Scan(Protocol):
+    """Receives the content of a file, block by block; `crc32c` is that of all blocks so far."""
+
+    crc32c: int
+
+    def add(self, block: bytes) -> None:
+        """Receives the next block."""
+
+
+AnyScan = TypeVar('AnyScan', bound=Scan)
+
+
+class ChecksumScan:
+    """Keeps only the checksum."""
+
+    crc32c = 0
+
+    def add(self, block: bytes) -> None:
+        self.crc32c = google_crc32c.extend(self.crc32c, block)
+
+
+class _ContentScan(ChecksumScan):
+    """Keeps the content of a small file."""
+
+    def __init__(self):
+        self.content = bytearray()
+
+    def add(self, block: bytes) -> None:
+        self.content += block
+        super().add(block)
+
+
+def file_changed(file: 'StoredFile', how: str) -> FileChanged:
+    """Makes the error for a file of which something is not as listed."""
+    return FileChanged(
+        f'{file.path} has changed since it was listed ({how}). Run the same command again, when '
+        'nobody writes to it any more.'
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredFile:
+    """One file, as it was when it was listed.
+
+    Attributes:
+        version: Text that changes with the content: the checksum if the storage knows one,
+            otherwise the size and the modification time.
+        checksum: `crc32c:<8 hex digits>` on gs://; on the hub `sha256:<hex>` or, for small files,
+            `git-sha1:<hex>`; None if the storage knows none.
+    """
+
+    path: str  # local, or URL on gs:// or hf://
+    size: int  # in bytes
+    version: str
+    checksum: str | None
+    recorded: FileState | None = None  # of the record of `mirror`, if there is one
+    label: str = ''  # path within a source, for formats that compute keys from it
+
+    @property
+    def name(self) -> str:
+        """The path without its folder."""
+        return os.path.basename(self.path)
+
+    @property
+    def local_path(self) -> str | None:
+        """The path, if the file can be opened and memory-mapped where it is."""
+        return None if storage.is_remote(self.path) else self.path
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it must be fetched before it can be memory-mapped."""
+        return not self.local_path
+
+    @property
+    def crc32c(self) -> int | None:
+        """The CRC-32C that the storage keeps; None if it keeps none."""
+        kind, _, digits = (self.checksum or '').partition(':')
+        return int(digits, 16) if kind == 'crc32c' else None
+
+    @property
+    def state(self) -> FileState:
+        """The size and the CRC-32C that the storage keeps."""
+        return FileState(self.size, -1 if self.crc32c is None else self.crc32c)
+
+    def read_range(self, start: int, length: int) -> bytes:
+        """Reads `length` bytes at offset `start`; raises `FileChanged`."""
+        if not 0 <= start <= start + length <= self.size:
+            raise ValueError(
+                f'{self.path}: has {self.size} bytes, expected {length} from byte {start} on.'
+            )
+        return storage.class_of(self.path).read_range(self, start, length) if length else b''
+
+    def fetch(self, target: str, on_bytes: Callable[[int], None] = ignore_bytes) -> None:
+        """Copies the file to a local path, where all of it is on the disk afterwards.
+
+        After an error the target may hold a part of the file.
+
+        Args:
+            target: Local path in an existing temporary folder.
+            on_bytes: Called with the number of received bytes, or a negative number for bytes that
+                proved wrong. The sum is `size`.
+        """
+        storage.class_of(self.path).fetch(self, target, on_bytes)
+
+    def read(self) -> bytes:
+        """Reads the content of a small file; compares its checksum."""
+        return bytes(self.scan(_ContentScan).content)
+
+    def scan(
+        self, new: Callable[[], AnyScan], on_bytes: Callable[[int], None] = ignore_bytes
+    ) -> AnyScan:
+        """Reads the file into a scan from `new`, and into another one if the checksum is wrong."""
+
+        def attempt() -> AnyScan:
+            scan = new()
+            for start in range(0, self.size, _BLOCK):
+                block = self.read_range(start, min(_BLOCK, self.size - start))
+                scan.add(block)
+                on_bytes(len(block))
+            if self.crc32c not in (None, scan.crc32c):
+                on_bytes(-self.size)
+                raise retry.Corrupted(
+                    f'CRC-32C of what was read is {scan.crc32c:08x}, the storage has '
+                    f'{self.checksum}'
+                )
+            return scan
+
+        return retry.call(attempt, f'reading {self.path}')
+
+    def check_size(self, state: FileState) -> None:
+        """Compares the state of a copy with the size that the file had when it was listed."""
+        if state.size != self.size:
+            raise OSError(
+                f'{self.path} has {state.size:,} bytes now, but had {self.size:,} when it was '
+                'listed. Run the same command again, when no other program writes to it.'
+            )
+
+    def is_unchanged(self) -> bool:
+        """Whether a local file has its version; other storages compare it in every read."""
+        return not self.local_path or storage.describe_file(self.path).version == self.version
