@@ -38,117 +38,121 @@ from coyo11m_tfds.storage import stored_file
 from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.stored_file import StoredFile
 
-_PARALLEL = 8  # files that are read at a time
-
+_PARALLEL_FILES = 8
 _SHARD = '.tfrecord'  # in the names of shards, and of no other file
 
 T = TypeVar('T')
 
 
 @dataclasses.dataclass(frozen=True)
-class Verified:
+class VerifyResult:
     """The result of a verification."""
 
-    faults: list[str]  # lines `FILE: what was found, expected what`
-    left_over: list[str]  # names of harmless files that a killed `add_column` left
+    faults: list[str]  # lines `FILE: its state, expected state`
+    unused_files: list[str]  # names of harmless files that a killed `add_column` left
     num_files: int
     num_bytes: int
 
 
-def verify(data_dir: str | os.PathLike[str], *, fast: bool = False) -> Verified:
+def verify(data_dir: str | os.PathLike[str], *, fast: bool = False) -> VerifyResult:
     """Checks all files of a data set.
 
     Args:
         data_dir: Folder of the data set, local or `gs://`.
         fast: Whether to leave shards, columns and rows in place unread, as `--fast` does.
+
+    Raises:
+        ValueError: `data_dir` is not the folder of a data set.
+        OSError: The storage is out of reach.
     """
     folder = os.fspath(data_dir).rstrip('/')
     if not folder or ('://' in folder and not folder.startswith('gs://')):
         raise ValueError(f'{folder!r}: expected a local path or gs://bucket/folder of a data set.')
-    files = storage.list_folder(folder)
-    build = _find_build(folder, files)
-    files = {n: file for n, file in files.items() if schema.build_of(n) in ('', build)}
-    checksums = schema.of_build(schema.CHECKSUMS_FILE, build)
-    if not {schema.INFO_FILE, checksums} & files.keys():
+    listing = storage.list_folder(folder)
+    build = _identify_build(folder, listing)
+    # Files of other builds may belong to one that runs at this moment.
+    files = {name: x for name, x in listing.items() if schema.build_of(name) in ('', build)}
+    if not {schema.INFO_FILE, schema.of_build(schema.CHECKSUMS_FILE, build)} & files.keys():
         raise ValueError(
             f'{folder}: there is no {schema.INFO_FILE}. Expected the folder of a built data set, '
             '.../coyo11m_tfds/CONFIG/1.0.0.'
         )
-    return _Check(folder, files, build, fast).run()
+    return _Verification(folder, files, build, fast).run()
 
 
-def _find_build(folder: str, files: Mapping[str, StoredFile]) -> str:
-    """The ID of the build that the files of a folder are of, or most of them."""
+def _identify_build(folder: str, files: Mapping[str, StoredFile]) -> str:
+    """Returns the ID of the build that the files of a folder are of; '' for names without one."""
     if schema.INFO_FILE in files:
-        with contextlib.suppress(OSError, ValueError):  # told later, as a fault of that file
-            data = manifest.read_small_file(f'{folder}/{schema.INFO_FILE}') or b''
-            if build := stored_dataset.parse_splits(data)[0].build:
+        # A damaged file is reported later, as a fault of that file.
+        with contextlib.suppress(OSError, ValueError):
+            info = manifest.read_small_file(f'{folder}/{schema.INFO_FILE}') or b''
+            if build := stored_dataset.parse_splits(info)[0].build:
                 return build
     builds = [schema.build_of(name) for name in files if name.startswith('checksums')]
     return builds[0] if builds else ''
 
 
-class _Check:
+class _Verification:
     """One verification."""
 
     def __init__(self, folder: str, files: Mapping[str, StoredFile], build: str, fast: bool):
-        self._folder = folder
-        self._files = files
-        self._build = build
-        self._fast = fast
-        self._checksums = schema.of_build(schema.CHECKSUMS_FILE, build)
-        self._columns = schema.of_build(schema.COLUMNS_FILE, build)
+        self._folder, self._files, self._build, self._fast = folder, files, build, fast
+        self._checksums_file = schema.of_build(schema.CHECKSUMS_FILE, build)
+        self._columns_file = schema.of_build(schema.COLUMNS_FILE, build)
         self.faults: list[str] = []
-        self._rows: dict[str, Callable[[], columns.ColumnScan]] = {}  # readers of columns
+        self._column_scans: dict[str, Callable[[], columns.ColumnScan]] = {}
         self._recorded: dict[str, FileState] = {}  # files as the build recorded them
 
-    def run(self) -> Verified:
-        """Finds all faults."""
-        self._recorded = self._parse(self._checksums, manifest.parse_checksums) or {}
+    def run(self) -> VerifyResult:
+        """Collects all faults."""
+        self._recorded = self._parse(self._checksums_file, manifest.parse_checksums) or {}
         # It has a digest of its own, and `add_column` replaces it after the record of checksums.
-        self._recorded.pop(self._columns, None)
-        found = self._parse(self._columns, columns.parse_columns) or {}
+        self._recorded.pop(self._columns_file, None)
+        all_columns = self._parse(self._columns_file, columns.parse_columns) or {}
         splits = self._parse(schema.INFO_FILE, stored_dataset.parse_splits) or []
         converted = {name for split in splits for name in split.converted}
         self._files = {name: x for name, x in self._files.items() if name not in converted}
-        parsed = {self._checksums, self._columns, schema.INFO_FILE}
-        parsed |= {index_file_name(split.name, split.build) for split in splits}
+        index_files = {index_file_name(split.name, split.build) for split in splits}
+        parsed = {self._checksums_file, self._columns_file, schema.INFO_FILE} | index_files
         for name in self._files.keys() - parsed:
             if not _is_large(name):
                 self._parse(name, bytes)
         self._check_names(splits)
-        for split in splits:
-            self._parse(index_file_name(split.name, split.build), ChunkIndex.parse)
-        places = self._locate_columns(found, splits)
+        for name in sorted(index_files):
+            self._parse(name, ChunkIndex.parse)
+        places = self._locate_columns(all_columns, splits)
         self._check_shards({name for split in splits for name in split.file_names})
-        latents = found.get(schema.LATENTS)
+        latents = all_columns.get(schema.LATENTS)
         if isinstance(latents, columns.InPlaceColumn):
             self._check_sources(latents, places)
-        left_over = sorted(columns.unused_column_files(self._files, found, self._build))
-        num_bytes = sum(file.size for file in self._files.values())
-        return Verified(self.faults, left_over, len(self._files), num_bytes)
+        return VerifyResult(
+            faults=self.faults,
+            unused_files=sorted(columns.unused_column_files(self._files, all_columns, self._build)),
+            num_files=len(self._files),
+            num_bytes=sum(file.size for file in self._files.values()),
+        )
 
     def _parse(self, name: str, parse: Callable[[bytes], T]) -> T | None:
-        """The content of a small file; None if it is missing or faulty, which is told."""
+        """Returns the content of a small file; None if it is missing, or for a reported fault."""
         if name not in self._files:
             return None
         try:
             data = self._files[name].read()
-            built = (
-                stored_dataset.strip_alternative_formats(data) if name == schema.INFO_FILE else data
-            )
-            fault = self._differs(name, len(built), google_crc32c.value(built))
+            # Only this file may change after the build: TFDS adds formats to it.
+            is_info = name == schema.INFO_FILE
+            built = stored_dataset.strip_alternative_formats(data) if is_info else data
+            fault = self._compare(name, len(built), google_crc32c.value(built))
             if not fault:
                 return parse(data)
         except OSError as error:
-            fault = self._unreadable(name, error)
+            fault = self._describe_unreadable(name, error)
         except ValueError as error:
             fault = f'cannot be used ({error}), expected what the build wrote'
         self.faults.append(f'{name}: {fault}')
         return None
 
-    def _differs(self, name: str, size: int, crc32c: int | None) -> str:
-        """How a file differs from what was recorded of it; '' if it does not."""
+    def _compare(self, name: str, size: int, crc32c: int | None) -> str:
+        """Returns how a file differs from the record of checksums; '' if it does not."""
         expected = self._recorded.get(name)
         if expected and size != expected.size:
             return f'has {size} bytes, expected {expected.size}'
@@ -156,67 +160,72 @@ class _Check:
             return f'CRC-32C is {crc32c:08x}, expected {expected.crc32c:08x}'
         return ''
 
-    def _unreadable(self, name: str, error: OSError) -> str:
-        """The fault of a local file; raises the error of a storage out of reach."""
+    def _describe_unreadable(self, name: str, error: OSError) -> str:
+        """Returns the fault of a local file; raises the error of a storage out of reach."""
         if self._files[name].is_remote:
             raise error
         return f'cannot be read ({error.strerror or error})'
 
     def _check_names(self, splits: Sequence[StoredSplit]) -> None:
         """Compares the names of the files with the expected ones."""
-        expected = {schema.INFO_FILE, schema.FEATURES_FILE, self._checksums, *self._recorded}
+        expected = {schema.INFO_FILE, schema.FEATURES_FILE, self._checksums_file, *self._recorded}
         for split in splits:
             expected |= {index_file_name(split.name, split.build), *split.file_names}
         self.faults += [f'{name}: is missing' for name in sorted(expected - self._files.keys())]
-        others = {self._columns, *filter(columns.is_file_name, self._files)}
-        for name in sorted(self._files.keys() - expected - others if self._recorded else ()):
+        # Without a record, as in a data set of another program, any file may belong to it.
+        columns_files = {self._columns_file, *filter(columns.is_column_file_name, self._files)}
+        unexpected = self._files.keys() - expected - columns_files if self._recorded else ()
+        for name in sorted(unexpected):
             self.faults.append(f'{name}: is unexpected, a file of {self._files[name].size} bytes')
 
     def _locate_columns(
-        self, found: Mapping[str, columns.Column], splits: list[StoredSplit]
+        self, all_columns: Mapping[str, columns.Column], splits: list[StoredSplit]
     ) -> np.ndarray:
-        """Finds the rows of columns; returns the places of latents, uint32 `(n, 3)`."""
+        """Prepares the scans of added columns; returns the places of latents, uint32 `(n, 3)`."""
         places = [np.empty((0, 3), np.uint32)]
-        for column, split in itertools.product(found.values(), splits):
-            count = sum(split.shard_lengths)
+        for column, split in itertools.product(all_columns.values(), splits):
             try:
                 if isinstance(column, columns.InPlaceColumn):
-                    places.append(column.locate(self._folder, split.name, count))
+                    places.append(column.locate(self._folder, split.name, split.num_records))
                 else:
-                    file, start, dtype = column.locate(self._folder, split.name, count)
-                    self._rows[file.name] = functools.partial(columns.ColumnScan, start, dtype)
+                    where = column.locate(self._folder, split.name, split.num_records)
+                    file, start, dtype = where
+                    scan = functools.partial(columns.ColumnScan, start, dtype)
+                    self._column_scans[file.name] = scan
             except ValueError as error:
+                # A recorded file is compared with its checksum, which reports the fault once.
                 name = columns.column_file_name(column.name, split.name, self._build)
-                if name not in self._recorded:  # else it is told with the others
+                if name not in self._recorded:
                     self.faults.append(str(error))
         return np.concatenate(places)
 
     def _check_sources(self, latents: columns.InPlaceColumn, places: np.ndarray) -> None:
-        """Compares the files that latents lie in with what they were; reads them unless `fast`."""
+        """Compares the files that latents lie in with the description; reads unless `fast`."""
+        # By file, and in each file by row, so that the reads go forward.
         places = places[np.lexsort((places[:, 1], places[:, 0]))]
         ends = np.searchsorted(places[:, 0], np.arange(len(latents.files) + 1))
         runs = itertools.starmap(slice, itertools.pairwise(ends))
-        for file, found, run in zip(latents.files, latents.find_files(), runs, strict=True):
+        for file, stored, run in zip(latents.files, latents.find_files(), runs, strict=True):
             try:
-                there = file.check(found)
-                if not self._fast and there.is_remote:
-                    # All of it has the checksum that it is known by.
-                    there.scan(stored_file.ChecksumScan)
+                checked = file.check(stored)
+                if not self._fast and checked.is_remote:
+                    # The storage's checksum of the whole object is the version of the file.
+                    checked.scan(stored_file.ChecksumScan)
                 elif not self._fast:
-                    _read_rows(file, latents.row_nbytes, places[run, 1:])
+                    _check_rows(file, latents.row_nbytes, places[run, 1:])
             except (OSError, ValueError) as error:
-                if found and found.is_remote and isinstance(error, OSError):
+                if stored and stored.is_remote and isinstance(error, OSError):
                     raise
                 self.faults.append(str(error))
 
     def _check_shards(self, shards: set[str]) -> None:
-        known = sorted(self._files.keys() & {*shards, *self._recorded, *self._rows})
-        names = [name for name in known if _is_large(name)]
-        total = 0 if self._fast else sum(self._files[name].size for name in names)
+        expected = {*shards, *self._recorded, *self._column_scans}
+        names = [name for name in sorted(self._files.keys() & expected) if _is_large(name)]
+        num_bytes = 0 if self._fast else sum(self._files[name].size for name in names)
         with (
-            Progress('Verifying shards', total, 'B', {'shards': len(names)}) as progress,
+            Progress('Verifying shards', num_bytes, 'B', {'shards': len(names)}) as progress,
             # Its threads do not keep the program from ending after an error.
-            multiprocessing.pool.ThreadPool(_PARALLEL) as pool,
+            multiprocessing.pool.ThreadPool(_PARALLEL_FILES) as pool,
         ):
             check = functools.partial(self._check_shard, on_bytes=progress.add)
             for name, fault in zip(names, pool.imap(check, names), strict=True):
@@ -225,41 +234,40 @@ class _Check:
                     self.faults.append(f'{name}: {fault}')
 
     def _check_shard(self, name: str, on_bytes: Callable[[int], None]) -> str:
-        """The fault of a shard; '' if it has none."""
+        """Returns the fault of a shard or a column; '' if it has none."""
         file = self._files[name]
-        fault = self._differs(name, file.size, file.crc32c)
+        fault = self._compare(name, file.size, file.crc32c)
+        # A file of another size or checksum is another file: its records would say no more.
         if self._fast or fault:
             return fault
-        whole = records.RecordScan if _SHARD in name else stored_file.ChecksumScan
+        is_shard = _SHARD in name
+        make_scan = records.RecordScan if is_shard else stored_file.ChecksumScan
         try:
-            taken: Any = file.scan(self._rows.get(name, whole), on_bytes)
+            scan: Any = file.scan(self._column_scans.get(name, make_scan), on_bytes)
         except OSError as error:
-            return self._unreadable(name, error)
-        fault = self._differs(name, file.size, taken.crc32c)
-        if _SHARD in name:
-            taken.end()
-        return ', '.join(filter(None, [fault, getattr(taken, 'problem', '')]))
+            return self._describe_unreadable(name, error)
+        fault = self._compare(name, file.size, scan.crc32c)
+        if is_shard:
+            scan.end()
+        return ', '.join(filter(None, [fault, getattr(scan, 'problem', '')]))
 
 
-def _read_rows(file: columns.InPlaceFile, row_nbytes: int, places: np.ndarray) -> None:
-    """Reads rows of a local file, given with their CRC-32Cs; ValueError for wrong ones."""
-    wrong, nbytes = [], row_nbytes // len(file.starts)
+def _check_rows(file: columns.InPlaceFile, row_nbytes: int, rows: np.ndarray) -> None:
+    """Reads rows of a local file, `(n, 2)` with their CRC-32Cs; ValueError for wrong ones."""
+    wrong, piece_nbytes = [], row_nbytes // len(file.starts)
     with open(file.path, 'rb') as opened:
-        for row, expected in places.tolist():
-            pieces = [start + row * file.stride for start in file.starts]
-            found = google_crc32c.value(
-                b''.join(os.pread(opened.fileno(), nbytes, at) for at in pieces)
-            )
-            if found != expected:
-                wrong.append(columns.wrong_row_message(row, found, expected))
+        for row, expected in rows.tolist():
+            offsets = [start + row * file.stride for start in file.starts]
+            pieces = [os.pread(opened.fileno(), piece_nbytes, offset) for offset in offsets]
+            if (computed := google_crc32c.value(b''.join(pieces))) != expected:
+                wrong.append((row, computed, expected))
     if wrong:
-        more = f'; {len(wrong) - 1} more rows differ too' if wrong[1:] else ''
-        raise ValueError(f'{file.path}: {wrong[0]}{more}')
+        raise ValueError(f'{file.path}: {columns.wrong_rows_message(*wrong[0], len(wrong))}')
 
 
 def _is_large(name: str) -> bool:
     """True if a file is a shard or a column, which are read through and not kept in memory."""
-    return _SHARD in name or columns.is_file_name(name)
+    return _SHARD in name or columns.is_column_file_name(name)
 
 
 def main() -> None:
@@ -267,25 +275,25 @@ def main() -> None:
     parser = command_line.Parser('coyo11m_tfds.verify', __doc__)
     add = parser.add_argument
     add('data_dir', help=stored_dataset.FOLDER_HELP + '; also gs://')
-    what = 'compare only sizes and, on gs://, recorded checksums; do not read shards'
-    add('--fast', action='store_true', help=what)
+    fast_help = 'compare only sizes and, on gs://, recorded checksums; do not read shards'
+    add('--fast', action='store_true', help=fast_help)
     flags = parser.parse_args()
     command_line.show_log()
     with ending.in_one_line('nothing was changed', status=2):
-        found = verify(flags.data_dir, fast=flags.fast)
-    for name in found.left_over:
+        result = verify(flags.data_dir, fast=flags.fast)
+    for name in result.unused_files:
         print(f'{name}: was left by a killed add_column; the next one removes it.')
-    for fault in found.faults:
+    for fault in result.faults:
         print(fault)
     how = 'shards not read: only their sizes compared.' if flags.fast else 'all of them read.'
     print(
-        f'{flags.data_dir}: {len(found.faults) or "no"} '
-        f'fault{"" if len(found.faults) == 1 else "s"} in {found.num_files} files, '
-        f'{found.num_bytes:,} bytes, {how}'
+        f'{flags.data_dir}: {len(result.faults) or "no"} '
+        f'fault{"" if len(result.faults) == 1 else "s"} in {result.num_files} files, '
+        f'{result.num_bytes:,} bytes, {how}'
     )
-    if found.faults:
-        print('To mend it copy those files again, or build with --overwrite.')
-    sys.exit(bool(found.faults))
+    if result.faults:
+        print('To fix it copy those files again, or build with --overwrite.')
+    sys.exit(bool(result.faults))
 
 
 if __name__ == '__main__':

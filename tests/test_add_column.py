@@ -289,7 +289,7 @@ def test_a_command_that_was_killed_is_given_again(tmp_path):
             run()
             assert not [name for name in os.listdir(copy) if name.startswith('.')]
             checked = verify.verify(copy)
-            assert not checked.faults and not checked.left_over
+            assert not checked.faults and not checked.unused_files
     """
     with children.python(program, folder, tmp_path / '1.0.0', other, build) as child:
         output, errors = child.communicate(timeout=300)

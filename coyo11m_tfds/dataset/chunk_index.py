@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.dataset import keyed_random, npy
+from coyo11m_tfds.dataset import keyed_random, manifest
 
 _OFFSET_BITS = 43  # no shard has so many bytes: 8 TB
 _OFFSET = (1 << _OFFSET_BITS) - 1
@@ -36,34 +36,34 @@ class ChunkIndex:
         if flat.ndim != 1 or flat.dtype != np.int64:
             raise ValueError(f'expected a flat int64 array, got {flat.dtype} {flat.shape}')
         self._flat = flat
-        self._first_offset = np.fromiter(_first_offsets(flat), np.int64)
-        _check_rising(flat, self._first_offset)
-        self.shard_lengths: np.ndarray = flat[self._first_offset - 1]
+        self._first_entry = np.fromiter(_first_entries(flat), np.int64)
+        _check_ascending(flat, self._first_entry)
+        self.shard_lengths: np.ndarray = flat[self._first_entry - 1]
 
     @classmethod
     def parse(cls, data: bytes) -> 'ChunkIndex':
         """Parses the content of an index file; raises a ValueError if it is damaged."""
-        dtype, shape, start = npy.parse_header(data, len(data))
+        dtype, shape, start = manifest.parse_npy_header(data, len(data))
         return cls(np.frombuffer(data, dtype, offset=start).reshape(shape))
 
     def byte_range(
         self, shard: np.ndarray | int, first: np.ndarray | int, count: np.ndarray | int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Finds the bytes of consecutive records; the arguments broadcast against each other.
+        """Returns offset and size in bytes, int64, of `count` records from `first` on; broadcasts.
 
         `first` is a multiple of `schema.CHUNK_STRIDE`. So is `count`, at least 1, unless the
-        records end with the shard. Returns offsets and numbers of bytes, int64.
+        records end with the shard.
         """
         shard, first, count = np.broadcast_arrays(shard, first, count)
-        end = first + count
-        start_at = self._first_offset[shard] + first // schema.CHUNK_STRIDE
-        end_at = self._first_offset[shard] + -(-end // schema.CHUNK_STRIDE)
-        offset = self._flat[start_at] & _OFFSET
-        return offset, (self._flat[end_at] & _OFFSET) - offset
+        # Behind a shard's last entry stands its size, so a range may end there too.
+        begin_entry = self._first_entry[shard] + first // schema.CHUNK_STRIDE
+        end_entry = self._first_entry[shard] + -(-(first + count) // schema.CHUNK_STRIDE)
+        offset = self._flat[begin_entry] & _OFFSET
+        return offset, (self._flat[end_entry] & _OFFSET) - offset
 
     def digests(self, shard: np.ndarray, first: np.ndarray) -> np.ndarray:
         """Returns the digests of runs, see `run_digests`, by their shards and first records."""
-        return self._flat[self._first_offset[shard] + first // schema.CHUNK_STRIDE] >> _OFFSET_BITS
+        return self._flat[self._first_entry[shard] + first // schema.CHUNK_STRIDE] >> _OFFSET_BITS
 
 
 def run_digests(checksums: np.ndarray) -> np.ndarray:
@@ -73,6 +73,7 @@ def run_digests(checksums: np.ndarray) -> np.ndarray:
     where a run at the end of a shard has fewer records.
     """
     mixed = (checksums * _WEIGHTS).sum(axis=1)
+    # The highest bits of a product depend on all bits of its factors, the lowest on few.
     return (mixed >> np.uint64(64 - _DIGEST_BITS)).astype(np.int64)
 
 
@@ -100,39 +101,39 @@ def write_chunk_index(
 
     `entries` holds the result of `make_entries` for each shard; all sizes are in bytes.
     """
-    parts = [
-        part
-        for length, of_shard, size in zip(shard_lengths, entries, shard_sizes, strict=True)
-        for part in ([length], of_shard, [size])
-    ]
-    flat = np.concatenate([np.asarray(part, np.int64) for part in parts])
-    ChunkIndex(flat)  # raises rather than write what cannot be read
+    shards = zip(shard_lengths, entries, shard_sizes, strict=True)
+    pieces = [([length], shard_entries, [size]) for length, shard_entries, size in shards]
+    flat = np.concatenate([np.asarray(x, np.int64) for piece in pieces for x in piece])
+    # Raises rather than write what cannot be read.
+    ChunkIndex(flat)
     np.save(os.path.join(data_dir, index_file_name(split, build)), flat)
 
 
-def _first_offsets(flat: np.ndarray) -> Iterator[int]:
-    """Yields where each shard's offsets begin in the flat array."""
-    entries, at = memoryview(flat), 0  # Python's integers are faster one by one
+def _first_entries(flat: np.ndarray) -> Iterator[int]:
+    """Yields where each shard's entries begin in the flat array."""
+    # One by one, Python's integers are faster than NumPy's.
+    numbers, at = memoryview(flat), 0
     while at < len(flat):
-        length = entries[at]
+        length = numbers[at]
         size_at = at + 1 - (-length // schema.CHUNK_STRIDE)
         if length < 0 or size_at >= len(flat):
-            raise _no_shard(at)
+            raise _wrong_entry(at)
         yield at + 1
         at = size_at + 1
 
 
-def _check_rising(flat: np.ndarray, first_offset: np.ndarray) -> None:
+def _check_ascending(flat: np.ndarray, first_entry: np.ndarray) -> None:
     """Raises unless each shard's offsets rise up to its size."""
     offsets = flat & _OFFSET
-    rises = np.append(offsets[1:] > offsets[:-1], True)
-    # But from the size of a shard to the next one's length, and from there to its first offset.
-    rises[first_offset - 2] = flat[first_offset - 2] >> _OFFSET_BITS == 0  # it has no digest
-    rises[first_offset - 1] = True
-    if not rises.all():
-        shard = np.searchsorted(first_offset - 1, rises.argmin(), side='right') - 1
-        raise _no_shard(int(first_offset[shard]) - 1)
+    ascends = np.append(offsets[1:] > offsets[:-1], True)
+    # But from the size of a shard to the next one's length, and from there to its first offset,
+    # numbers may fall. A size has no digest.
+    ascends[first_entry - 2] = flat[first_entry - 2] >> _OFFSET_BITS == 0
+    ascends[first_entry - 1] = True
+    if not ascends.all():
+        shard = np.searchsorted(first_entry - 1, ascends.argmin(), side='right') - 1
+        raise _wrong_entry(int(first_entry[shard]) - 1)
 
 
-def _no_shard(entry: int) -> ValueError:
+def _wrong_entry(entry: int) -> ValueError:
     return ValueError(f'entry {entry} does not begin the offsets of a shard')

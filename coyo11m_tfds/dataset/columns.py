@@ -18,7 +18,7 @@ import google_crc32c
 import numpy as np
 
 from coyo11m_tfds import schema, storage
-from coyo11m_tfds.dataset import manifest, npy, pt_archive
+from coyo11m_tfds.dataset import manifest, pt_archive
 from coyo11m_tfds.storage.stored_file import StoredFile
 
 IN_RECORDS, IN_PLACE = LATENT_STORAGE = ('records', 'in_place')  # the config's `latents`
@@ -27,11 +27,7 @@ MAX_ROW_NBYTES = 2 * schema.MAX_TEXT_DIM  # of an added column: `reading.files` 
 OUTLINE_ENDS = 64 << 10  # bytes at each end of a file
 
 _RESTORE = 'Restore it, or build the data set again.'
-_MOVED = (
-    'If the source was moved: python -m coyo11m_tfds.add_column --data_dir=DATA --name=latents '
-    '--source=SOURCE'
-)
-_BESIDE = 'beside'  # the kind of a column in files next to the shards
+_ADDED = 'beside'  # the kind of an added column, as descriptions name it
 _DTYPES = {np.dtype(code).name for code in np.typecodes['AllInteger'] + 'efd'}
 
 
@@ -52,19 +48,22 @@ class InPlaceFile:
     stride: int
 
     def check(self, file: StoredFile | None) -> StoredFile:
-        """Compares `file`, the one at `path` or None for no file, with this description.
+        """Returns `file`, the one at `path`; raises a ValueError if it is missing or has changed.
 
-        Returns the file; raises a ValueError if it is missing or has changed. This reads at most
-        what `outline_digest` reads.
+        Reads at most what `outline_digest` reads.
         """
         if file is None:
-            raise ValueError(f'{self.path}: is missing, but holds latents. {_RESTORE} {_MOVED}')
-        if file.is_remote:  # the checksum of a bucket covers the directory
-            what, now, before = 'version is', file.version, self.version
+            raise ValueError(
+                f'{self.path}: is missing, but holds latents. {_RESTORE} If the source was moved: '
+                'python -m coyo11m_tfds.add_column --data_dir=DATA --name=latents --source=SOURCE'
+            )
+        if file.is_remote:
+            # The checksum of a bucket covers the directory of a `.pt` file too.
+            kind, now, before = 'version is', file.version, self.version
         else:
-            what, now, before = 'outline has digest', outline_digest(self.path), self.digest
+            kind, now, before = 'outline has digest', outline_digest(self.path), self.digest
         if now != before:
-            raise changed_file_error(self.path, what, now, before)
+            raise changed_file_error(self.path, kind, now, before)
         return file
 
 
@@ -73,23 +72,22 @@ def outline_digest(path: str | os.PathLike[str]) -> str:
 
     The digest of a `.pt` file is that of its directory, with checksums of all contents; raises a
     ValueError if the directory is damaged. The digest of another file is that of its size and of 64
-    KiB at each end. The middle of such a file may change without a change of the digest; each row
-    in place has its own checksum, which reveals that.
+    KiB at each end.
     """
     if os.fspath(path).endswith('.pt'):
         return pt_archive.open_archive(path).digest
+    # The middle may change without a change of the digest. The checksum of each row reveals that.
     with open(path, 'rb', buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
-        ends = [
-            os.pread(file.fileno(), OUTLINE_ENDS, at) for at in (0, max(0, size - OUTLINE_ENDS))
-        ]
+        offsets = 0, max(0, size - OUTLINE_ENDS)
+        ends = [os.pread(file.fileno(), OUTLINE_ENDS, offset) for offset in offsets]
     return hashlib.sha256(b'%d ' % size + b''.join(ends)).hexdigest()
 
 
-def changed_file_error(path: str, what: str, now: str, before: str) -> ValueError:
+def changed_file_error(path: str, kind: str, now: str, before: str) -> ValueError:
     """Returns the error for a file of latents that has changed since the build."""
     return ValueError(
-        f'{path}: has changed since the data set was built, and latents lie in it: its {what} '
+        f'{path}: has changed since the data set was built, and latents lie in it: its {kind} '
         f'{now}, expected {before}. {_RESTORE}'
     )
 
@@ -117,9 +115,10 @@ class InPlaceColumn:
 
     def find_files(self) -> list[StoredFile | None]:
         """Finds the files at the paths of `files`; None for missing ones."""
-        folders = {os.path.dirname(file.path) for file in self.files}
-        listed = [storage.list_folder(folder, missing_ok=True) for folder in sorted(folders)]
-        by_path = {file.path: file for files in listed for file in files.values()}
+        # A listing of a folder in a bucket is one request, the states of its files are many.
+        folders = sorted({os.path.dirname(file.path) for file in self.files})
+        listings = [storage.list_folder(folder, missing_ok=True) for folder in folders]
+        by_path = {file.path: file for listing in listings for file in listing.values()}
         return [by_path.get(file.path) for file in self.files]
 
     def locate(self, folder: str | os.PathLike[str], split: str, num_records: int) -> np.ndarray:
@@ -132,9 +131,8 @@ class InPlaceColumn:
         try:
             places = _load_places(path, self.crc32c.get(split, ''))
         except ValueError as error:
-            raise ValueError(
-                f'{path}: is not a column ({error}). Build the data set again.'
-            ) from None
+            message = f'{path}: is not a column ({error}). Build the data set again.'
+            raise ValueError(message) from None
         if len(places) != num_records:
             raise ValueError(
                 f'{folder}: its column {self.name!r} has {len(places)} rows for split {split!r} of '
@@ -163,8 +161,8 @@ class AddedColumn:
     ) -> tuple[StoredFile, int, np.dtype]:
         """Returns the file of a split, the offset of its first row, and the dtype of its rows.
 
-        Raises a ValueError if the split has no file, or if the file is missing or damaged, or does
-        not hold `num_records` rows of this column.
+        Raises a ValueError if the split has no file, or the file does not hold `num_records` rows
+        of this column.
         """
         if split not in self.files:
             raise ValueError(
@@ -174,8 +172,8 @@ class AddedColumn:
         path = os.path.join(folder, self.files[split])
         try:
             file = storage.describe_file(path)
-            head = file.read_range(0, min(file.size, npy.HEADER_BYTES))
-            dtype, shape, start = npy.parse_header(head, file.size)
+            head = file.read_range(0, min(file.size, manifest.NPY_HEADER_BYTES))
+            dtype, shape, start = manifest.parse_npy_header(head, file.size)
         except ValueError as error:
             raise ValueError(f'{path}: is not a column ({error}). Add it again.') from None
         expected = row_dtype(self.dtype, self.shape, int(self.crc32c[split], 16))
@@ -191,11 +189,7 @@ Column: TypeAlias = InPlaceColumn | AddedColumn
 
 
 class ColumnWriter:
-    """Writes the file of an added column: the values of each record, each row with its CRC-32C.
-
-    The header (at the end of a field's name) and the description of the columns hold the CRC-32C of
-    all values, so that readers notice the file of another column.
-    """
+    """Writes the file of an added column: the values of each record, each row with its CRC-32C."""
 
     def __init__(
         self, file: BinaryIO, dtype: np.typing.DTypeLike, shape: tuple[int, ...], num_records: int
@@ -204,6 +198,7 @@ class ColumnWriter:
         self._file, self._num_records = file, num_records
         self._dtype, self._shape = np.dtype(dtype), shape
         self._crc32c = 0
+        # Keeps the place of the header that `finish` writes, which has the same size.
         self._write_header()
 
     def write(self, values: np.ndarray) -> None:
@@ -217,7 +212,8 @@ class ColumnWriter:
         self._file.write(rows.data)
 
     def finish(self) -> str:
-        """Completes the file; returns the checksum for `AddedColumn`."""
+        """Completes the file; returns the checksum of all values for `AddedColumn`."""
+        # Both the header and the description hold it: readers notice the file of another column.
         self._file.seek(0)
         self._write_header()
         return f'{self._crc32c:08x}'
@@ -235,18 +231,17 @@ class ColumnScan:
     def __init__(self, start: int, dtype: np.dtype):
         """Takes the offset of the first row, and `row_dtype`."""
         self.crc32c = 0
-        self._dtype = dtype
-        self._before = start
-        self._rest = b''
+        self._dtype, self._header_left, self._rest = dtype, start, b''
         self._values_crc32c = self._num_rows = self._num_wrong = 0
-        self._first_wrong = ''
+        self._first_wrong = 0, 0, 0  # the arguments of `wrong_rows_message`
 
     def add(self, block: bytes) -> None:
         """Checks the next block of the file."""
         self.crc32c = google_crc32c.extend(self.crc32c, block)
-        header = min(self._before, len(block))
-        self._before -= header
+        header = min(self._header_left, len(block))
+        self._header_left -= header
         data = self._rest + block[header:]
+        # Blocks end anywhere: what is left of a row waits for the next block.
         num_whole = len(data) // self._dtype.itemsize
         self._rest = data[num_whole * self._dtype.itemsize :]
         rows = np.frombuffer(data, self._dtype, num_whole)
@@ -255,25 +250,25 @@ class ColumnScan:
         computed = row_checksums(values)
         wrong = np.flatnonzero(computed != stored)
         if len(wrong) and not self._num_wrong:
-            at = wrong[0]
-            self._first_wrong = wrong_row_message(self._num_rows + at, computed[at], stored[at])
+            row = wrong[0]
+            self._first_wrong = self._num_rows + row, computed[row], stored[row]
         self._num_rows += num_whole
         self._num_wrong += len(wrong)
 
     @property
     def problem(self) -> str:
         """Describes the damage of the rows; '' if there is none."""
-        if self._num_wrong > 1:
-            return f'{self._first_wrong}; {self._num_wrong - 1} more rows differ too'
-        of_values = f'{self._values_crc32c:08x}'
-        if not self._num_wrong and not _crc32c_field(self._dtype).endswith(of_values):
-            return 'its rows are not those that its header was written for'
-        return self._first_wrong
+        if self._num_wrong:
+            return wrong_rows_message(*self._first_wrong, self._num_wrong)
+        if _crc32c_field(self._dtype).endswith(f'{self._values_crc32c:08x}'):
+            return ''
+        return 'its rows are not those that its header was written for'
 
 
-def wrong_row_message(row: int, computed: int, expected: int) -> str:
-    """Returns the message about a row with a wrong CRC-32C."""
-    return f'row {row} has CRC-32C {computed:08x}, expected {expected:08x}'
+def wrong_rows_message(row: int, computed: int, expected: int, count: int) -> str:
+    """Returns the message about the first of `count` rows with a wrong CRC-32C."""
+    rest = f'; {count - 1} more rows differ too' if count > 1 else ''
+    return f'row {row} has CRC-32C {computed:08x}, expected {expected:08x}{rest}'
 
 
 def row_dtype(dtype: np.typing.DTypeLike, shape: tuple[int, ...], crc32c: int) -> np.dtype:
@@ -299,7 +294,7 @@ def column_file_name(column: str, split: str, build: str = '') -> str:
     return schema.of_build(f'column_{column}-{split}.npy', build)
 
 
-def is_file_name(name: str) -> bool:
+def is_column_file_name(name: str) -> bool:
     """Whether `column_file_name` can have returned this name."""
     return name.startswith('column_') and name.endswith('.npy') and '/' not in name
 
@@ -307,56 +302,60 @@ def is_file_name(name: str) -> bool:
 def unused_column_files(
     names: Iterable[str], columns: Mapping[str, Column], build: str
 ) -> set[str]:
-    """Returns the files of columns that no column names, left by a killed command."""
-    used = {
-        file for x in columns.values() if isinstance(x, AddedColumn) for file in x.files.values()
+    """Returns the files of columns that no added column uses, such as a killed command leaves."""
+    added = [column for column in columns.values() if isinstance(column, AddedColumn)]
+    used = {file for column in added for file in column.files.values()}
+    # The places of latents belong to the build, whose record of checksums names them.
+    latents_prefix = f'column_{schema.LATENTS}-'
+    return {
+        name
+        for name in {*names} - used
+        if is_column_file_name(name)
+        and schema.build_of(name) == build
+        and not name.startswith(latents_prefix)
     }
-    files = {name for name in names if is_file_name(name) and schema.build_of(name) == build}
-    return {x for x in files - used if not x.startswith(f'column_{schema.LATENTS}-')}
 
 
 def write_columns(
     folder: str | os.PathLike[str], columns: Mapping[str, Column], build: str = ''
 ) -> None:
     """Writes the description of a build's columns into a local folder; replaces an old one."""
-    kinds = {InPlaceColumn: IN_PLACE, AddedColumn: _BESIDE}
-    described = {
+    kinds = {InPlaceColumn: IN_PLACE, AddedColumn: _ADDED}
+    descriptions = {
         name: {'kind': kinds[type(column)], **dataclasses.asdict(column)}
         for name, column in columns.items()
     }
-    for fields in described.values():
+    for fields in descriptions.values():
         del fields['name']
-    name = schema.of_build(schema.COLUMNS_FILE, build)
-    manifest.write_sealed(folder, name, 'columns', described)
+    file_name = schema.of_build(schema.COLUMNS_FILE, build)
+    manifest.write_sealed(folder, file_name, 'columns', descriptions)
 
 
 def read_columns(folder: str | os.PathLike[str], build: str = '') -> dict[str, Column]:
-    """Reads the columns of a data set, local or on gs://, by feature; {} if it has none.
+    """Reads the columns of a data set, local or on gs://, by name; {} if it has none.
 
     Raises a `manifest.DamagedError` if the description is damaged.
     """
+    # It is sealed, and not in the record of checksums that `manifest.SmallFiles` compares, because
+    # adding a column replaces it after that record.
     path = os.path.join(folder, schema.of_build(schema.COLUMNS_FILE, build))
-    data = manifest.read_small_file(path)
-    try:
-        return parse_columns(data) if data is not None else {}
-    except ValueError as error:
-        raise manifest.damaged_file(path, error) from None
+    return manifest.read_parsed(path, parse_columns) or {}
 
 
 def parse_columns(data: bytes) -> dict[str, Column]:
-    """Parses the content of `schema.COLUMNS_FILE`; ValueError if damaged."""
+    """Parses the content of `schema.COLUMNS_FILE`; raises a ValueError if it is damaged."""
     try:
-        described = manifest.parse_sealed(data, 'columns')
-        return {name: _column(name, **column) for name, column in described.items()}
+        descriptions = manifest.parse_sealed(data, 'columns')
+        return {name: _parse_column(name, **fields) for name, fields in descriptions.items()}
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f'it lacks {error}') from error
 
 
-def _column(name: str, kind: str, **fields: Any) -> Column:
-    expected = IN_PLACE if name == schema.LATENTS else _BESIDE
+def _parse_column(name: str, kind: str, **fields: Any) -> Column:
+    expected = IN_PLACE if name == schema.LATENTS else _ADDED
     if kind != expected:
         raise ValueError(f'column {name!r} is of kind {kind!r}, expected {expected!r}')
-    if kind == _BESIDE:
+    if kind == _ADDED:
         added = AddedColumn(name, **fields | {'shape': tuple(fields['shape'])})
         if not _is_possible(added):
             raise ValueError(f'column {name!r} has impossible fields: {fields}')
@@ -367,11 +366,10 @@ def _column(name: str, kind: str, **fields: Any) -> Column:
     files = [InPlaceFile(**file | {'starts': tuple(file['starts'])}) for file in fields['files']]
     for file in files:
         # Places in a file are numbers of 64 bits; whether they are in it is checked with the file.
-        places = *file.starts, file.stride
-        are_places = all(type(n) is int and 0 <= n < 2**62 for n in places)
+        are_offsets = all(type(n) is int and 0 <= n < 2**62 for n in (*file.starts, file.stride))
         pieces = len(file.starts)
-        fits = pieces == len(files[0].starts) > 0 == shape[0] % pieces
-        if not (isinstance(file.path, str) and are_places and fits and file.stride < 2**30):
+        are_crops = pieces == len(files[0].starts) > 0 == shape[0] % pieces
+        if not (isinstance(file.path, str) and are_offsets and are_crops and file.stride < 2**30):
             raise ValueError(f'{file.path!r} has rows at {file.starts!r}, every {file.stride!r}')
     if not all(map(_is_crc32c, fields['crc32c'].values())):
         raise ValueError(f'column {name!r} has CRC-32C {fields["crc32c"]}')
@@ -380,13 +378,13 @@ def _column(name: str, kind: str, **fields: Any) -> Column:
 
 def _is_possible(column: AddedColumn) -> bool:
     """Whether `add_column` can have written the description."""
-    lengths_fit = all(type(n) is int and 0 < n <= MAX_ROW_NBYTES for n in column.shape)
+    are_sizes = all(type(n) is int and 0 < n <= MAX_ROW_NBYTES for n in column.shape)
     return (
         column.dtype in _DTYPES
         and len(column.shape) < 2
-        and lengths_fit
+        and are_sizes
         and np.dtype(column.dtype).itemsize * math.prod(column.shape) <= MAX_ROW_NBYTES
-        and all(isinstance(x, str) and is_file_name(x) for x in column.files.values())
+        and all(isinstance(x, str) and is_column_file_name(x) for x in column.files.values())
         and column.crc32c.keys() == column.files.keys()
         and all(map(_is_crc32c, column.crc32c.values()))
         and column.feature in ('', *schema.TEXT_DTYPES)
@@ -400,13 +398,15 @@ def _is_crc32c(x: object) -> bool:
 
 
 def _load_places(path: str, crc32c: str) -> np.ndarray:
-    """The array in a `.npy` file, uint32 `(n, 3)`, of this CRC-32C."""
+    """Returns the array in a `.npy` file, uint32 `(n, 3)`, of this CRC-32C."""
     file = storage.describe_file(path)
+    # Processes on one machine share the pages of a mapped file.
     if file.is_remote:
         data: Any = file.read()
     else:
         data = np.memmap(path, np.uint8, 'r')
-    dtype, shape, start = npy.parse_header(bytes(data[: npy.HEADER_BYTES]), file.size)
+    head = bytes(data[: manifest.NPY_HEADER_BYTES])
+    dtype, shape, start = manifest.parse_npy_header(head, file.size)
     if dtype != np.uint32 or shape[1:] != (3,):
         raise ValueError(f'it holds {dtype} {shape}, expected uint32 (n, 3)')
     places = np.frombuffer(data, dtype, offset=start).reshape(shape)

@@ -1,12 +1,16 @@
 """The small files beside the shards, and the checksums of all files of a data set, for `verify`."""
 
+import io
 import json
+import math
 import os
 import re
+import tokenize
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import google_crc32c
+import numpy as np
 
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.storage import json_digest
@@ -14,16 +18,42 @@ from coyo11m_tfds.storage.file_state import FileState
 
 T = TypeVar('T')
 
+NPY_HEADER_BYTES = 4096  # in which the header of a `.npy` file ends
+
 _FORMAT = 1
+
+# What NumPy raises for a damaged header: its own errors and those of Python's parser.
+_NPY_ERRORS = (ValueError, TypeError, SyntaxError, tokenize.TokenError)
 
 
 class DamagedError(ValueError):
     """A file of a data set differs from what was written; the message names the file."""
 
 
-def damaged_file(path: str, what: object) -> DamagedError:
+def damaged_file(path: str, reason: object) -> DamagedError:
     """Returns the error for a damaged small file."""
-    return DamagedError(f'{path}: is damaged ({what}). Restore it or build the data set again.')
+    return DamagedError(f'{path}: is damaged ({reason}). Restore it or build the data set again.')
+
+
+def read_small_file(path: str) -> bytes | None:
+    """Reads a small file, local or on gs://; None if it is missing."""
+    try:
+        file = storage.describe_file(path)
+    except ValueError:
+        return None
+    return file.read()
+
+
+def read_parsed(path: str, parse: Callable[[bytes], T]) -> T | None:
+    """Reads and parses a small file; None if it is missing.
+
+    Raises a DamagedError if `parse` raises a ValueError.
+    """
+    data = read_small_file(path)
+    try:
+        return None if data is None else parse(data)
+    except ValueError as error:
+        raise damaged_file(path, error) from error
 
 
 class SmallFiles:
@@ -34,9 +64,9 @@ class SmallFiles:
 
     def __init__(self, folder: str, build: str = ''):
         """Reads the record; raises a DamagedError if it is damaged."""
-        self._folder, self._states = folder, dict[str, FileState]()
+        self._folder = folder
         self._record = schema.of_build(schema.CHECKSUMS_FILE, build)
-        self._states = self.read(self._record, parse_checksums) or {}
+        self._states = read_parsed(f'{folder}/{self._record}', parse_checksums) or {}
 
     def read(self, name: str, parse: Callable[[bytes], T]) -> T | None:
         """Reads and parses a file; None for a missing one that the record does not name.
@@ -45,16 +75,13 @@ class SmallFiles:
         file differs from the record, or `parse` raises a ValueError.
         """
         path = f'{self._folder}/{name}'
-        data = read_small_file(path)
-        if data is None and name in self._states:
+        content = read_parsed(path, lambda data: parse(self.check(name, data)))
+        if content is None and name in self._states:
             raise FileNotFoundError(
                 f'{path}: is missing, and {self._record} names it. Restore it or build the data '
                 'set again.'
             )
-        try:
-            return None if data is None else parse(self.check(name, data))
-        except ValueError as error:
-            raise damaged_file(path, error) from error
+        return content
 
     def check(self, name: str, data: bytes) -> bytes:
         """Returns the content of a file; raises a ValueError if it differs from the record."""
@@ -67,7 +94,8 @@ class SmallFiles:
 def write_checksums(
     folder: str | os.PathLike[str], files: Mapping[str, FileState], build: str = ''
 ) -> None:
-    """Writes `schema.CHECKSUMS_FILE` of a build into a local folder, deterministically."""
+    """Writes `schema.CHECKSUMS_FILE` of a build into a local folder."""
+    # Sorted, so that equal files give equal bytes, in whatever order they were written.
     states = {
         name: {'size': state.size, 'crc32c': f'{state.crc32c:08x}'}
         for name, state in sorted(files.items())
@@ -76,33 +104,32 @@ def write_checksums(
 
 
 def parse_checksums(data: bytes) -> dict[str, FileState]:
-    """Returns the states of the files by name, from the content of `schema.CHECKSUMS_FILE`.
-
-    Raises a ValueError if the content is damaged, or in another format.
-    """
+    """Returns the states of files by name, from `schema.CHECKSUMS_FILE`; ValueError if damaged."""
     try:
-        return {name: _state(**state) for name, state in parse_sealed(data, 'files').items()}
-    except (AttributeError, TypeError) as error:
+        states = parse_sealed(data, 'files')
+        for state in states.values():
+            if not re.fullmatch('[0-9a-f]{8}', state['crc32c']):
+                raise ValueError(f'{state["crc32c"]!r} is not a CRC-32C of 8 hex digits')
+        return {
+            name: FileState(state['size'], int(state['crc32c'], 16))
+            for name, state in states.items()
+        }
+    except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f'it lacks {error}') from error
 
 
-def _state(size: int, crc32c: str) -> FileState:
-    if not re.fullmatch('[0-9a-f]{8}', crc32c):
-        raise ValueError(f'{crc32c!r} is not a CRC-32C of 8 hex digits')
-    return FileState(size, int(crc32c, 16))
-
-
-def write_sealed(folder: str | os.PathLike[str], name: str, what: str, entries: Any) -> None:
+def write_sealed(folder: str | os.PathLike[str], name: str, kind: str, entries: Any) -> None:
     """Writes a JSON file with a digest of its content; replaces an old one."""
-    content = {'format': _FORMAT, what: entries}
+    content = {'format': _FORMAT, kind: entries}
     path = os.path.join(folder, name)
+    # Readers of a folder in use see the old file or the new one, never a part of it.
     with open(f'{path}.part', 'w') as file:
         json.dump(content | {'digest': json_digest.sha256(content)}, file, indent=1)
         file.write('\n')
     os.replace(f'{path}.part', path)
 
 
-def parse_sealed(data: bytes, what: str) -> Any:
+def parse_sealed(data: bytes, kind: str) -> Any:
     """Returns the entries in a file of `write_sealed`; raises a ValueError if it is damaged."""
     try:
         content = json.loads(data)
@@ -110,15 +137,28 @@ def parse_sealed(data: bytes, what: str) -> Any:
             raise ValueError('its digest is wrong')
         if content['format'] != _FORMAT:
             raise ValueError(f'its format is {content["format"]!r}, expected {_FORMAT}')
-        return content[what]
+        return content[kind]
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f'it lacks {error}') from error
 
 
-def read_small_file(path: str) -> bytes | None:
-    """Reads a small file, local or on gs://; None if it is missing."""
+def parse_npy_header(head: bytes, num_bytes: int) -> tuple[np.dtype, tuple[int, ...], int]:
+    """Returns dtype, shape and offset of the array in a `.npy` file, from the file's beginning.
+
+    Raises a ValueError if the header is damaged or not of version 1.0, the array is not in C order,
+    or the file does not have `num_bytes` bytes.
+    """
+    stream = io.BytesIO(head)
     try:
-        file = storage.describe_file(path)
-    except ValueError:
-        return None
-    return file.read()
+        if np.lib.format.read_magic(stream) != (1, 0):
+            raise ValueError('expected version 1.0 of the .npy format')
+        shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(stream)
+    except _NPY_ERRORS as error:
+        raise ValueError(str(error)) from error
+    if is_fortran:
+        raise ValueError('its array is in Fortran order, expected C order')
+    # The size tells a file that was cut off from a whole one before anything of it is read.
+    expected = stream.tell() + dtype.itemsize * math.prod(shape)
+    if num_bytes != expected:
+        raise ValueError(f'it has {num_bytes:,} bytes, expected {expected:,}')
+    return dtype, shape, stream.tell()

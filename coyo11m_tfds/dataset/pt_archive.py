@@ -24,7 +24,7 @@ _IN_64_BITS = 2**32 - 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Member:
+class ArchiveMember:
     """A member of the archive, as the directory describes it."""
 
     name: str  # with the folder that all names begin with
@@ -36,12 +36,11 @@ class Member:
 
     @property
     def header_bytes(self) -> int:
-        """Size of the local header in bytes, without padding."""
+        """Size of the local header, without padding."""
         return _LOCAL_HEADER.size + len(self.raw_name)
 
     @property
     def raw_name(self) -> bytes:
-        """The name as bytes, as in the file."""
         return self.name.encode('utf-8' if self.flags & _UTF8 else 'cp437')
 
 
@@ -56,7 +55,7 @@ class _Tail(io.BytesIO):
         return self._begin + super().tell()
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Raises a ValueError for an offset from the first byte that lies before the tail."""
+        # An offset before the tail becomes negative, which is a ValueError.
         if whence == os.SEEK_SET:
             offset -= self._begin
         return self._begin + super().seek(offset, whence)
@@ -67,8 +66,8 @@ def max_small_bytes(file_size: int) -> int:
     return max(1 << 20, file_size // 100)
 
 
-def read_directory(tail: bytes, file_size: int, name: str) -> tuple[Member, ...]:
-    """Reads and checks the directory at the end of a file; returns the members in its order.
+def read_directory(tail: bytes, file_size: int, name: str) -> tuple[ArchiveMember, ...]:
+    """Reads and checks the directory at the end of a file; returns the members in their order.
 
     `tail` holds the last `TAIL_BYTES` of the file, or all of a smaller one. Raises a ValueError if
     there is no directory, or torch cannot have written it.
@@ -82,62 +81,59 @@ def read_directory(tail: bytes, file_size: int, name: str) -> tuple[Member, ...]
             'zip archive as torch.save writes it since torch 1.6. Copy, download or save it again.'
         ) from None
     if not infos:
-        raise _damaged(name, 'it has no members')
+        raise _damaged_archive(name, 'it has no members')
+    # The directory may name members in any order, but each must end where the next one begins.
     infos.sort(key=lambda info: info.header_offset)
     ends = [info.header_offset for info in infos[1:]] + [directory]
-    members = tuple(
-        Member(
-            name=info.orig_filename,
-            begin=info.header_offset,
-            end=end,
-            size=info.file_size,
-            crc32=info.CRC,
-            flags=info.flag_bits,
-        )
-        for info, end in zip(infos, ends, strict=True)
-    )
-    for member, info in zip(members, infos, strict=True):
-        is_stored = info.compress_type == zipfile.ZIP_STORED and not member.flags & _ENCRYPTED
-        if not is_stored or info.file_size != info.compress_size:
-            raise ValueError(
-                f'{name}: {member.name!r} is compressed or encrypted, expected it as torch.save '
-                'writes it, plain. Save it again.'
-            )
-        if member.begin < 0 or member.begin + member.header_bytes + member.size > member.end:
-            what = f'{member.name!r} of {member.size:,} bytes at {member.begin:,}'
-            raise _damaged(name, f'{what} does not fit before {member.end:,}')
+    members = tuple(_parse_member(info, end, name) for info, end in zip(infos, ends, strict=True))
     # torch looks names up without regard to case.
     if len({member.name.lower() for member in members}) < len(members):
-        raise _damaged(name, 'two members have the same name')
+        raise _damaged_archive(name, 'two members have the same name')
+    # Something before the first member may be another archive, which other readers would find.
     if members[0].begin:
-        raise _damaged(name, 'its first member does not begin at its first byte')
+        raise _damaged_archive(name, 'its first member does not begin at its first byte')
     return members
+
+
+def _parse_member(info: zipfile.ZipInfo, end: int, name: str) -> ArchiveMember:
+    member = ArchiveMember(
+        name=info.orig_filename,
+        begin=info.header_offset,
+        end=end,
+        size=info.file_size,
+        crc32=info.CRC,
+        flags=info.flag_bits,
+    )
+    is_stored = info.compress_type == zipfile.ZIP_STORED and not member.flags & _ENCRYPTED
+    if not is_stored or info.file_size != info.compress_size:
+        raise ValueError(
+            f'{name}: {member.name!r} is compressed or encrypted, expected it as torch.save '
+            'writes it, plain. Save it again.'
+        )
+    if member.begin < 0 or member.begin + member.header_bytes + member.size > end:
+        extent = f'{member.name!r} of {member.size:,} bytes at {member.begin:,}'
+        raise _damaged_archive(name, f'{extent} does not fit before {end:,}')
+    return member
 
 
 @dataclasses.dataclass(frozen=True)
 class Archive:
-    """A `.pt` file with a valid directory and valid local headers.
-
-    `starts` holds the offset of the contents of each member.
-    """
+    """A `.pt` file with a valid directory and valid local headers."""
 
     name: str
     size: int
-    members: tuple[Member, ...]
-    starts: tuple[int, ...]
+    members: tuple[ArchiveMember, ...]
+    starts: tuple[int, ...]  # offset of the contents of each member
 
     @property
     def digest(self) -> str:
-        """Hex digest of the members' names, sizes and checksums.
-
-        It differs between versions of a file if the members have checksums.
-        """
+        """Hex digest of the members' names, sizes and checksums."""
         # The first folder of every name is the name under which the file was first saved.
         return json_digest.sha256(
             sorted((m.name.partition('/')[2], m.size, m.crc32) for m in self.members)
         )
 
-    def check(self, member: Member, crc32: int) -> None:
+    def check(self, member: ArchiveMember, crc32: int) -> None:
         """Raises a ValueError if `crc32` differs from the member's CRC-32."""
         if crc32 != member.crc32:
             raise ValueError(
@@ -147,8 +143,8 @@ class Archive:
                 'false in the config.'
             )
 
-    def parts(self) -> Iterator[tuple[int, Member | None]]:
-        """Divides the file into members and gaps; yields the end of each part."""
+    def sections(self) -> Iterator[tuple[int, ArchiveMember | None]]:
+        """Divides the file into members and the gaps between; yields the end of each section."""
         for member, start in zip(self.members, self.starts, strict=True):
             yield start, None
             yield start + member.size, member
@@ -165,15 +161,15 @@ def open_archive(path: str | os.PathLike[str], name: str = '') -> Archive:
 
 
 def read_archive(file: int, name: str) -> Archive:
-    """Like `open_archive`, for the descriptor of an open file."""
+    """Does what `open_archive` does, for the descriptor of an open file."""
     size = os.fstat(file).st_size
     tail_bytes = min(TAIL_BYTES, size)
     members = read_directory(os.pread(file, tail_bytes, size - tail_bytes), size, name)
     return Archive(name, size, members, tuple(_find_start(file, m, name) for m in members))
 
 
-def _find_start(file: int, member: Member, name: str) -> int:
-    """Returns where the contents begin, after the local header, which must be that of `member`."""
+def _find_start(file: int, member: ArchiveMember, name: str) -> int:
+    """Returns where the contents begin: behind the local header, which must be that of `member`."""
     header = os.pread(file, member.header_bytes, member.begin)
     fields = _LOCAL_HEADER.unpack_from(header.ljust(_LOCAL_HEADER.size, b'\0'))
     magic, _, flags, method, _, _, crc32, _, size, name_bytes, extra_bytes = fields
@@ -184,14 +180,16 @@ def _find_start(file: int, member: Member, name: str) -> int:
         and header[_LOCAL_HEADER.size :] == member.raw_name
         and start + member.size <= member.end
     )
+    # torch writes sizes and checksums behind the contents, other writers of the format into the
+    # header; in archives of more than 4 GB the header refers to a longer field.
     if not flags & _SIZES_FOLLOW:
         agrees = agrees and crc32 == member.crc32 and size in (member.size, _IN_64_BITS)
     if not agrees:
-        raise _damaged(
+        raise _damaged_archive(
             name, f'the header of {member.name!r} at {member.begin:,} contradicts the directory'
         )
     return start
 
 
-def _damaged(name: str, what: str) -> ValueError:
+def _damaged_archive(name: str, what: str) -> ValueError:
     return ValueError(f'{name}: is damaged, {what}. Copy, download or save it again.')

@@ -37,7 +37,7 @@ FEATURES = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING, schema.CAPTION)
 READABLE = (*FEATURES, schema.TOKENS)
 
 # What is raised by JSON of another structure.
-_OF_OTHER_JSON = AttributeError, LookupError, TypeError, ValueError
+_STRUCTURE_ERRORS = AttributeError, LookupError, TypeError, ValueError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +73,7 @@ class IndexedSplit:
     def file_sizes(self) -> np.ndarray:
         """Size of each shard in bytes, from the index, int64 `(num_shards,)`."""
         lengths = self.index.shard_lengths
+        # A range of no records has no end in the index, so empty shards are left out.
         shards = np.flatnonzero(lengths)
         sizes = np.zeros(len(lengths), np.int64)
         sizes[shards] = self.index.byte_range(shards, 0, lengths[shards])[1]
@@ -124,8 +125,8 @@ class DatasetStats:
     def from_json(cls, fields: Mapping[str, Any]) -> 'DatasetStats':
         """The inverse of `to_json`."""
         names = 'latent_mean', 'latent_std', 'text_mean', 'text_std'
-        made: dict[str, Any] = {name: np.asarray(fields[name], np.float32) for name in names}
-        return cls(**{**fields, **made, 'latents_shape': tuple(fields['latents_shape'])})
+        arrays: dict[str, Any] = {name: np.asarray(fields[name], np.float32) for name in names}
+        return cls(**{**fields, **arrays, 'latents_shape': tuple(fields['latents_shape'])})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,8 +198,8 @@ class StoredDataset:
 
     def choose_texts(self, spec: texts.TextSpec) -> texts.TextMixture:
         """Returns the texts of a specification; raises the ValueErrors of `texts.resolve_texts`."""
-        own = texts.text_in_records(self.metadata, self.text_dim, self.num_tokens)
-        return texts.resolve_texts(self.folder, spec, own, self.columns)
+        in_records = texts.text_in_records(self.metadata, self.text_dim, self.num_tokens)
+        return texts.resolve_texts(self.folder, spec, in_records, self.columns)
 
     def find_columns(
         self, features: Sequence[str], text: texts.TextMixture | None = None
@@ -209,13 +210,13 @@ class StoredDataset:
 
     def check_features(self, names: Sequence[str]) -> None:
         """Raises a ValueError for a feature that the data set does not have."""
-        there = [*(name for name in READABLE if name in self.features), *self.columns]
-        missing = [name for name in names if name not in there]
+        available = [*(name for name in READABLE if name in self.features), *self.columns]
+        missing = [name for name in names if name not in available]
         if missing:
             raise ValueError(
-                f'{self.folder}: no feature {missing[0]!r}; there are {there}. Data sets with text '
-                'embeddings or tokens are built with the config field text_embeddings; python -m '
-                'coyo11m_tfds.add_column adds columns; text=NAME chooses one as the text.'
+                f'{self.folder}: no feature {missing[0]!r}; there are {available}. Data sets with '
+                'text embeddings or tokens are built with the config field text_embeddings; python '
+                '-m coyo11m_tfds.add_column adds columns; text=NAME chooses one as the text.'
             )
 
     def split(self, name: str) -> IndexedSplit | None:
@@ -232,20 +233,20 @@ class StoredDataset:
         return self._indexed[name]
 
     def _read_index(self, name: str) -> IndexedSplit | None:
-        found = self.splits.get(name)
-        if found is None or not found.file_names or not self.files:
+        split = self.splits.get(name)
+        if split is None or not split.file_names or not self.files:
             return None
-        file_name = chunk_index.index_file_name(name, found.build)
+        file_name = chunk_index.index_file_name(name, split.build)
         index = self.files.read(file_name, chunk_index.ChunkIndex.parse)
         if index is None:
             return None
-        if list(found.shard_lengths) != index.shard_lengths.tolist():
+        if list(split.shard_lengths) != index.shard_lengths.tolist():
             raise DamagedError(
-                f'{self.folder}: {schema.INFO_FILE} has {len(found.shard_lengths)} shards of '
-                f'{found.num_records} records for split {name!r}, its chunk index '
+                f'{self.folder}: {schema.INFO_FILE} has {len(split.shard_lengths)} shards of '
+                f'{split.num_records} records for split {name!r}, its chunk index '
                 f'{len(index.shard_lengths)} of {index.shard_lengths.sum()}; build it again'
             )
-        return IndexedSplit(index, self.folder, found.file_names)
+        return IndexedSplit(index, self.folder, split.file_names)
 
     def identity(self, split: str) -> str:
         """Returns the name of the split, and a digest of the name, the source and the shards."""
@@ -260,34 +261,32 @@ class StoredDataset:
         A data set without statistics, such as a mocked one, gets mean 0, standard deviation 1 and a
         warning in the log. Raises the ValueErrors of `texts.resolve_texts` and `latents`.
         """
-        if schema.META_LATENT_MEAN not in self.metadata:
+        metadata = self.metadata
+        if schema.META_LATENT_MEAN not in metadata:
             logging.warning('%s has no latent statistics: taking mean 0, std 1', self.full_name)
-        chosen = self.choose_texts(text)
-        first, (mean, std) = chosen.texts[0], chosen.mean_and_std()
-        if chosen.feature != schema.TEXT_EMBEDDING:
-            mean = std = np.zeros(0)
         dtype, shape = self.latents
-
-        def of_latents(name: str, default: float) -> np.ndarray:
-            values = self.metadata.get(name, [default] * shape[1])
-            return np.asarray(values, np.float32)
-
+        latent_mean = metadata.get(schema.META_LATENT_MEAN, [0] * shape[1])
+        latent_std = metadata.get(schema.META_LATENT_STD, [1] * shape[1])
+        mixture = self.choose_texts(text)
+        first, (mean, std) = mixture.texts[0], mixture.mean_and_std()
+        if mixture.feature != schema.TEXT_EMBEDDING:
+            mean = std = np.zeros(0)
         return DatasetStats(
-            latent_mean=of_latents(schema.META_LATENT_MEAN, 0),
-            latent_std=of_latents(schema.META_LATENT_STD, 1),
+            latent_mean=np.asarray(latent_mean, np.float32),
+            latent_std=np.asarray(latent_std, np.float32),
             text_mean=mean.astype(np.float32),
             text_std=std.astype(np.float32),
             latents_shape=shape,
             latent_dtype=dtype,
             text_encoder=first.encoder or '',
             text_revision=first.revision or '',
-            text_max_tokens=chosen.max_tokens,
-            num_tokens=chosen.size if chosen.feature == schema.TOKENS else 0,
+            text_max_tokens=mixture.max_tokens,
+            num_tokens=mixture.size if mixture.feature == schema.TOKENS else 0,
             vocabulary=first.vocabulary,
             # Texts of added columns may hold others.
-            known_tokens='' if text else self.metadata.get(schema.META_TEXT_KNOWN, ''),
-            source_fingerprint=self.metadata.get(schema.META_SOURCE_FINGERPRINT),
-            vae=self.metadata.get(schema.META_VAE, ''),
+            known_tokens='' if text else metadata.get(schema.META_TEXT_KNOWN, ''),
+            source_fingerprint=metadata.get(schema.META_SOURCE_FINGERPRINT),
+            vae=metadata.get(schema.META_VAE, ''),
         )
 
     def _text_size(self, name: str) -> int:
@@ -307,7 +306,7 @@ class StoredDataset:
             tensor = self.features.get(name, {}).get('tensor', {'dtype': '', 'encoding': 'bytes'})
             shape = tuple(map(int, tensor.get('shape', {}).get('dimensions', ())))
             return tensor['dtype'], shape, tensor.get('encoding', '')
-        except _OF_OTHER_JSON as error:
+        except _STRUCTURE_ERRORS as error:
             path = f'{self.folder}/{schema.FEATURES_FILE}'
             raise manifest.damaged_file(path, f'feature {name!r}: {error!r}') from error
 
@@ -326,38 +325,43 @@ def open_data(data: Data) -> StoredDataset:
         return data
     builder = None if isinstance(data, str | os.PathLike) else data
     folder = os.fspath(data if builder is None else builder.data_dir).rstrip('/')
-    found = manifest.read_small_file(f'{folder}/{schema.INFO_FILE}')
-    if found is not None:
-        return _parse(folder, found, builder)
+    info_content = manifest.read_small_file(f'{folder}/{schema.INFO_FILE}')
+    if info_content is not None:
+        return _open_folder(folder, info_content, builder)
     if builder is None:
-        raise _no_data_set(folder)
-    info = builder.info  # mocked
+        advice = 'there is no such folder; build the data set with `tfds build coyo11m_tfds`'
+        if storage.is_remote(folder) or os.path.exists(folder):
+            advice = 'expected the folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0'
+        raise FileNotFoundError(f'{folder}: {advice}')
+    # A builder without files is one that `tfds.testing.mock_data` mocks.
+    info = builder.info
     features = info.features.to_json()['content']['features']
     return StoredDataset(folder, info.full_name, {}, features, info.metadata or {}, {}, builder)
 
 
-def _parse(folder: str, content: bytes, builder: Any) -> StoredDataset:
+def _open_folder(folder: str, info: bytes, builder: Any) -> StoredDataset:
     try:
-        splits = {split.name: split for split in parse_splits(content)}
-        names = map(json.loads(content).get, ('name', 'configName', 'version'))
+        splits = {split.name: split for split in parse_splits(info)}
+        names = map(json.loads(info).get, ('name', 'configName', 'version'))
         full_name = '/'.join(filter(None, names))
         build = next(iter(splits.values())).build
         files = manifest.SmallFiles(folder, build)
-        files.check(schema.INFO_FILE, strip_alternative_formats(content))
-    except _OF_OTHER_JSON as error:
+        files.check(schema.INFO_FILE, strip_alternative_formats(info))
+    except _STRUCTURE_ERRORS as error:
         raise manifest.damaged_file(f'{folder}/{schema.INFO_FILE}', error) from error
     features = files.read(schema.FEATURES_FILE, _parse_features)
     if features is None:
         path = f'{folder}/{schema.FEATURES_FILE}'
         raise FileNotFoundError(f'{path}: is missing; restore it or build the data set again.')
     metadata = files.read(schema.METADATA_FILE, _parse_object) or {}
+    # These two have the same names in every build: `--overwrite` replaces one after the other.
     if metadata.get(schema.META_BUILD, build) != build:
         raise OSError(
             f'{folder}: {schema.METADATA_FILE} and {schema.INFO_FILE} are of two builds, because '
             'the data set is being replaced. Open it again in a moment, or build it again.'
         )
-    found = columns.read_columns(folder, build)
-    return StoredDataset(folder, full_name, splits, features, metadata, found, builder, files)
+    all_columns = columns.read_columns(folder, build)
+    return StoredDataset(folder, full_name, splits, features, metadata, all_columns, builder, files)
 
 
 def _parse_features(data: bytes) -> dict:
@@ -384,13 +388,10 @@ def strip_alternative_formats(info: bytes) -> bytes:
 
 
 def parse_splits(data: bytes) -> list[StoredSplit]:
-    """Parses the splits in the content of `schema.INFO_FILE`.
-
-    Raises a ValueError if it is damaged, or names no split.
-    """
+    """Parses the splits in `schema.INFO_FILE`; ValueError if it is damaged or names no split."""
     try:
         info = json.loads(data)
-        splits = [_split(info, split) for split in info['splits']]
+        splits = [_parse_split(info, split) for split in info['splits']]
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f'it lacks {error}') from error
     if not splits:
@@ -398,7 +399,7 @@ def parse_splits(data: bytes) -> list[StoredSplit]:
     return splits
 
 
-def _split(info: dict, split: dict) -> StoredSplit:
+def _parse_split(info: dict, split: dict) -> StoredSplit:
     # protobuf writes 64-bit integers as strings, and leaves out empty lists and zeros.
     lengths = [int(length) for length in split.get('shardLengths', [])]
     template, count = split['filepathTemplate'], len(lengths)
@@ -411,11 +412,12 @@ def _split(info: dict, split: dict) -> StoredSplit:
             'FILEFORMAT': file_format,
             'SHARD_X_OF_Y': f'{shard:0{digits}}-of-{count:0{digits}}',
         }
+        # Not `str.format`, which would evaluate whatever a damaged template holds.
         return re.sub(r'{(\w+)}', lambda field: fields[field[1]], template)
 
     names = [name(info['fileFormat'], shard) for shard in range(count)]
-    others = info.get('alternativeFileFormats', ())
-    converted = [name(other, shard) for other in others for shard in range(count)]
+    other_formats = info.get('alternativeFileFormats', ())
+    converted = [name(other, shard) for other in other_formats for shard in range(count)]
     if len(set(names)) < count:
         raise ValueError(
             f'its filepathTemplate {template!r} gives several shards one name, expected '
@@ -424,11 +426,3 @@ def _split(info: dict, split: dict) -> StoredSplit:
     num_bytes = int(split.get('numBytes', 0))
     build = schema.build_of(template)
     return StoredSplit(split['name'], names, lengths, num_bytes, build, converted)
-
-
-def _no_data_set(folder: str) -> FileNotFoundError:
-    if storage.is_remote(folder) or os.path.exists(folder):
-        advice = 'expected the folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0'
-    else:
-        advice = 'there is no such folder; build the data set with `tfds build coyo11m_tfds`'
-    return FileNotFoundError(f'{folder}: {advice}')

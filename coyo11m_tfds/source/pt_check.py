@@ -80,7 +80,7 @@ def check_contents(
         archive, at = pt_archive.read_archive(file.fileno(), name), 0
         if hasattr(os, 'posix_fadvise'):  # not on macOS
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        for end, member in archive.parts():
+        for end, member in archive.sections():
             crc32 = 0
             while at < end:
                 count = file.readinto(buffer[: end - at])
@@ -119,7 +119,7 @@ def _make_head(file: StoredFile, path: str, check_crc: bool) -> None:
 
 
 def _ranges(
-    file: StoredFile, members: Sequence[pt_archive.Member], stop: int
+    file: StoredFile, members: Sequence[pt_archive.ArchiveMember], stop: int
 ) -> list[tuple[int, int]]:
     """Returns the ranges of small members before `stop`, and of the others' local headers."""
     small = pt_archive.max_small_bytes(file.size)

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.dataset import npy
+from coyo11m_tfds.dataset import manifest
 from coyo11m_tfds.source.latent_file import LatentFile, RowLayout, hashed
 
 _BLOCK = 512
@@ -148,7 +148,7 @@ class TarFile(LatentFile):
         if suffix not in self._samples[sample]:
             raise ValueError(f'{self.path}: {sample!r} has no .{suffix}, unlike other samples.')
         start, size = self._samples[sample][suffix]
-        head = self._read_bytes(start, min(size, npy.HEADER_BYTES))
+        head = self._read_bytes(start, min(size, manifest.NPY_HEADER_BYTES))
         try:
             length = 10 + int.from_bytes(head[8:10], 'little')
             return _npy_header(head[:length], size), start + length
@@ -209,7 +209,7 @@ def _is_number(key: object) -> bool:
 @functools.lru_cache(maxsize=64)
 def _npy_header(head: bytes, size: int) -> tuple[str, tuple[int, ...]]:
     """Dtype and shape in the header of a `.npy` file; those of most samples are equal."""
-    dtype, shape, _ = npy.parse_header(head, size)
+    dtype, shape, _ = manifest.parse_npy_header(head, size)
     if dtype.hasobject or dtype.str[0] == '>' or dtype.fields:
         raise ValueError(f'its dtype is {dtype}, expected little-endian numbers')
     return 'V2' if dtype.str == '|V2' else dtype.name, shape
