@@ -23,7 +23,6 @@ from coyo11m_tfds import schema, storage
 from coyo11m_tfds.convert import local_runner
 from coyo11m_tfds.convert.data_folder import FinishedShards, sub_folder
 from coyo11m_tfds.convert.tasks import JoinedInputs, PackedInputs, ShardResult, ShardTask
-from coyo11m_tfds.storage import locks
 from coyo11m_tfds.storage.scratch import Scratch, user_cache
 
 _UPLOADS_AT_ONCE = 8
@@ -135,9 +134,7 @@ def _write_group(tasks: Sequence[ShardTask], folder: str, build: str, scratch_di
     finished = FinishedShards(storage.open_folder(folder, to_write=True), build)
     cache = os.path.expanduser(scratch_dir) or user_cache(schema.NAME)
     scratch = Scratch(os.path.join(cache, 'source'))
-    staging_root = finished.folder.staging(fallback=os.path.join(cache, 'staging'))
-    with locks.temporary_folder(staging_root, 'worker-') as staging:
-        shards = local_runner.write_with_processes(tasks, finished, scratch, staging, num_workers=1)
-        # The results are in the records, so that none has to pass through the pipeline.
-        for _ in shards:
-            pass
+    local = os.path.join(cache, 'staging')
+    # The results are in the records, so that none has to pass through the pipeline.
+    for _ in local_runner.write_with_processes(tasks, finished, scratch, local, num_workers=1):
+        pass

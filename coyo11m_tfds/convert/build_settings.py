@@ -7,7 +7,7 @@ another source, is refused and not mistaken for the same.
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import coyo11m_tfds
 from coyo11m_tfds import schema, storage
@@ -30,30 +30,22 @@ _LATENTS = 'latents'
 # A finished data set does not depend on these.
 _NOT_COMPARED = ('max_bad_fraction', 'check_crc', 'package_version')
 
-# What is expected of fields, and whether a value is that. Configs come from JSON that people type,
-# so a value may be of any type.
-_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    (
-        'a string',
-        lambda x: isinstance(x, str),
-        'source caption_column text_embeddings scratch_dir latents_from vae',
-    ),
-    ('an integer, at least 1', lambda x: isinstance(x, int) and x >= 1, 'shard_bytes'),
-    ('an integer, at least 0', lambda x: isinstance(x, int) and x >= 0, 'num_workers'),
-    (
-        'a number in [0, 1)',
-        lambda x: isinstance(x, (int, float)) and 0 <= x < 1,
-        'validation_fraction',
-    ),
-    (
-        'a number in [0, 1]',
-        lambda x: isinstance(x, (int, float)) and 0 <= x <= 1,
-        'max_bad_fraction',
-    ),
-    ('true or false', lambda x: isinstance(x, bool), 'check_crc'),
-    (' or '.join(map(repr, LATENT_STORAGE)), lambda x: x in LATENT_STORAGE, 'latents'),
-    ("'drop' or 'stop'", lambda x: x in ('drop', 'stop'), 'bad_data'),
-)
+# What is expected of the values of fields, beyond their types. Configs come from JSON that people
+# type, so a value may also be of another type.
+_TYPES: dict[Any, str] = {
+    str: 'a string',
+    int: 'an integer',
+    float: 'a number',
+    bool: 'true or false',
+}
+_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    'validation_fraction': ('one in [0, 1)', lambda x: 0 <= x < 1),
+    'shard_bytes': ('at least 1', lambda x: x >= 1),
+    'latents': ("'records' or 'in_place'", lambda x: x in LATENT_STORAGE),
+    'bad_data': ("'drop' or 'stop'", lambda x: x in ('drop', 'stop')),
+    'max_bad_fraction': ('one in [0, 1]', lambda x: 0 <= x <= 1),
+    'num_workers': ('at least 0', lambda x: x >= 0),
+}
 
 
 def check_names(names: Iterable[str], fields: Sequence[str], where: str) -> None:
@@ -84,9 +76,14 @@ class BuildSettings:
     scratch_dir: str = ''
 
     def __post_init__(self):
-        for expected, holds, names in _RULES:
-            for name in names.split():
-                self._check(name, holds(getattr(self, name)), expected)
+        for field in dataclasses.fields(BuildSettings):
+            name, value, kind = field.name, getattr(self, field.name), cast(type, field.type)
+            self._check(
+                name, isinstance(value, (kind, int) if kind is float else kind), _TYPES[kind]
+            )
+            if name in _RULES:
+                expected, holds = _RULES[name]
+                self._check(name, holds(value), expected)
         schema.parse_latents_from(self.latents_from)
 
     @property

@@ -8,6 +8,7 @@ records (740 MB) a second, with statistics and checksums.
 import contextlib
 import copy
 import dataclasses
+import functools
 import itertools
 import os
 import pathlib
@@ -18,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from coyo11m_tfds import schema, storage
-from coyo11m_tfds.convert import local_runner
 from coyo11m_tfds.convert.build_settings import BuildSettings
 from coyo11m_tfds.convert.data_folder import DataFolder, FinishedShards, sub_folder
+from coyo11m_tfds.convert.local_runner import write_with_processes
 from coyo11m_tfds.convert.plan import BuildPlan, make_plan
 from coyo11m_tfds.convert.tasks import ShardResult, ShardTask, check_within_reach
 from coyo11m_tfds.dataset import chunk_index, columns, manifest
@@ -70,17 +71,11 @@ def build(
     If the data set exists, nothing is built. In a job of several processes the first one builds,
     and the others wait for it. A second build of the same data set also waits.
 
-    Args:
-        final: Folder of the data set, `.../NAME/CONFIG/VERSION`, local or `gs://`.
-        source: Folder of the source; overrides the settings.
-        settings: The settings of the build.
-        write_info: Writes TFDS' own files into the folder of the data set that it receives; only
-            after this the data set is published.
-        limit: Largest number of records in each split.
-        overwrite: Whether to replace an existing data set, also one of the same plan, as soon as
-            the new one is complete.
-        beam_options: With this or `beam_runner`, Apache Beam writes instead of local processes.
-        beam_runner: See `beam_options`.
+    `final` is the folder of the data set, `.../NAME/CONFIG/VERSION`, local or `gs://`; `source`
+    overrides the settings; `write_info` adds TFDS' own files to the folder of the data set before
+    it is published; `limit` is the largest number of records in each split. With `overwrite`, an
+    existing data set, also one of the same plan, is replaced as soon as the new one is complete.
+    With either argument for it, Apache Beam writes instead of local processes.
     """
     folder = DataFolder(final)
     if index := job.process_index():
@@ -112,10 +107,7 @@ def build(
         finished = FinishedShards(folder.files, plan.build)
         # Before the first shard, so that it is known whose files lie there after a kill.
         finished.begin(plan.settings)
-        if beam_options or beam_runner:
-            engine = _beam_engine(settings, beam_options, beam_runner)
-        else:
-            engine = _local_engine(settings, scratch, local)
+        engine = _choose_engine(settings, scratch, local, beam_options, beam_runner)
         results = write_shards(plan, finished, engine)
         with locks.temporary_folder(folder.files.staging(local), 'info-') as info_folder:
             dataset = describe_dataset(plan, results, info_folder)
@@ -143,29 +135,26 @@ def _removing_new_empty_folders(*places: str) -> Iterator[None]:
                 folder.rmdir()
 
 
-def _beam_engine(
+def _choose_engine(
     settings: BuildSettings,
-    options: 'PipelineOptions | None',
-    runner: 'str | PipelineRunner | None',
+    scratch: Scratch,
+    local: str,
+    beam_options: 'PipelineOptions | None',
+    beam_runner: 'str | PipelineRunner | None',
 ) -> Engine:
+    if not (beam_options or beam_runner):
+        return functools.partial(
+            write_with_processes, scratch=scratch, local=local, num_workers=settings.num_workers
+        )
     # Here, because Beam takes seconds to import.
     from coyo11m_tfds.convert.beam_runner import write_with_beam
 
-    return lambda tasks, finished: write_with_beam(
-        tasks, finished, settings.scratch_dir, options, runner
+    return functools.partial(
+        write_with_beam,
+        scratch_dir=settings.scratch_dir,
+        options=beam_options,
+        runner=beam_runner,
     )
-
-
-def _local_engine(settings: BuildSettings, scratch: Scratch, local: str) -> Engine:
-    def write(
-        tasks: Sequence[ShardTask], finished: FinishedShards
-    ) -> Iterator[tuple[ShardTask, ShardResult]]:
-        with locks.temporary_folder(finished.folder.staging(local), 'staging-') as staging:
-            yield from local_runner.write_with_processes(
-                tasks, finished, scratch, staging, settings.num_workers
-            )
-
-    return write
 
 
 def write_shards(plan: BuildPlan, finished: FinishedShards, engine: Engine) -> list[ShardResult]:

@@ -20,6 +20,7 @@ from coyo11m_tfds.convert.tasks import ShardResult, ShardTask
 from coyo11m_tfds.process import machine, workers
 from coyo11m_tfds.source import formats
 from coyo11m_tfds.source.latent_file import use_one_thread
+from coyo11m_tfds.storage import locks
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.stored_file import StoredFile
 
@@ -39,13 +40,13 @@ def write_with_processes(
     tasks: Sequence[ShardTask],
     finished: FinishedShards,
     scratch: Scratch,
-    staging: str,
+    local: str,
     num_workers: int = 0,
 ) -> Iterator[Outcome]:
     """Writes shards and their records; yields each result when its shard is stored.
 
-    Tasks of one group follow each other. `staging` is an existing local folder for shards before
-    they are stored. With 0 workers, the environment variable `COYO11M_NUM_PROC` or, without it,
+    Tasks of one group follow each other. `local` is a folder for shards on their way to a bucket.
+    With 0 workers, the environment variable `COYO11M_NUM_PROC` or, without it,
     cores and memory decide. Raises the errors of `shard_writer.write_shard`, an OSError if a file
     cannot be fetched or stored, and a RuntimeError if a process died.
     """
@@ -60,7 +61,8 @@ def write_with_processes(
         pool = concurrent.futures.ThreadPoolExecutor(1, 'write', use_one_thread)
     else:
         pool = workers.pool(num_workers, init_worker)
-    with pool as executor:
+    staging_dir = finished.folder.staging(local)
+    with pool as executor, locks.temporary_folder(staging_dir, 'staging-') as staging:
         yield from _LocalRun(executor, finished, scratch, staging, num_workers).results(tasks)
 
 

@@ -110,7 +110,7 @@ def make_plan(
     out, and an OSError if a file cannot be read or written.
     """
     check_build_memory(0, settings.num_workers)
-    sidecar_files = _find_sidecar(settings, source.captions_file is not None)
+    sidecar_files = _find_sidecar(settings, source)
     # Of this build alone: another one of the same source must not remove what is read here.
     with locks.temporary_folder(cache_dir, 'heads-') as heads:
         latents = read_latents(source, settings, heads)
@@ -178,7 +178,7 @@ def read_latents(
         raise ValueError(f'{source.no_captions}: {error}') from None
 
 
-def _find_sidecar(settings: BuildSettings, has_parquet: bool) -> list[StoredFile]:
+def _find_sidecar(settings: BuildSettings, source: source_folder.SourceFolder) -> list[StoredFile]:
     """Finds the files of a sidecar, and checks a local one before the source is read."""
     place = settings.text_embeddings
     if place in ('', schema.LABELS, EMBEDDINGS_IN_PT):
@@ -191,19 +191,10 @@ def _find_sidecar(settings: BuildSettings, has_parquet: bool) -> list[StoredFile
             "'pt', 'labels' or ''."
         ) from None
     # Captions in files of latents may have another column than the settings name.
-    if not files[0].is_remote and has_parquet:
+    if not files[0].is_remote and source.captions_file:
         header = Header(**sidecar.describe_values(files[0].path)['header'])
-        _check_sidecar_column(settings, header, settings.caption_column)
+        _check_sidecar(settings, header, settings.caption_column, source.captions_path, None)
     return files
-
-
-def _check_sidecar_column(settings: BuildSettings, header: Header, column: str) -> None:
-    if header.caption_column != column:
-        raise ValueError(
-            f'{settings.text_embeddings}: its embeddings are those of column '
-            f"'{header.caption_column}', but caption_column is '{column}'. Change caption_column, "
-            'or name embeddings of that column.'
-        )
 
 
 def _join_contents(
@@ -244,9 +235,15 @@ def _join_contents(
         # These are read with the latents, so that nothing has to be joined.
         text = Header(latents.common_embedding_dim(), EMBEDDINGS_IN_PT, '', 0, '', '')
     elif sidecar_files:
-        texts = _join_sidecar(sidecar_files, keys, scratch, keep)
+        # Parts may be hundreds, and the log would show each download.
+        hold = scratch.hold_showing if len(sidecar_files) == 1 else scratch.hold
+        texts = keep(
+            ['sidecar', *([file.path, file.version] for file in sidecar_files)],
+            lambda folder: sidecar.join_values(sidecar_files, folder, keys, hold=hold),
+        )
         text = Header(**texts.facts['header'])
-        _check_sidecar(settings, text, column, joined_captions, source.captions_path)
+        digest = joined_captions.facts['digest']
+        _check_sidecar(settings, text, column, source.captions_path, digest)
         logging.info('The text embeddings of %s are ready', settings.text_embeddings)
     elif latents.texts.labels:
         # A class without a sidecar is a text of one token.
@@ -287,26 +284,20 @@ def _join_captions(
     return joined_captions
 
 
-def _join_sidecar(
-    files: list[StoredFile], keys: np.ndarray, scratch: Scratch, keep: _Keep
-) -> KeyedValues:
-    # Parts may be hundreds, and the log would show each download.
-    hold = scratch.hold_showing if len(files) == 1 else scratch.hold
-    return keep(
-        ['sidecar', *([file.path, file.version] for file in files)],
-        lambda folder: sidecar.join_values(files, folder, keys, hold=hold),
-    )
-
-
 def _check_sidecar(
-    settings: BuildSettings, header: Header, column: str, joined_captions: KeyedValues, path: str
+    settings: BuildSettings, header: Header, column: str, captions_path: str, digest: str | None
 ) -> None:
-    """Raises a ValueError if embeddings were made of other captions than those of the build."""
-    _check_sidecar_column(settings, header, column)
-    if header.captions_digest != joined_captions.facts['digest']:
+    """Raises a ValueError if a sidecar is of other captions; None stands for an unknown digest."""
+    if header.caption_column != column:
+        raise ValueError(
+            f'{settings.text_embeddings}: its embeddings are those of column '
+            f"'{header.caption_column}', but caption_column is '{column}'. Change caption_column, "
+            'or name embeddings of that column.'
+        )
+    if digest is not None and header.captions_digest != digest:
         raise ValueError(
             f'{settings.text_embeddings}: its embeddings come from other captions than '
-            f"those in column '{column}' of {path}. Make them again with "
+            f"those in column '{column}' of {captions_path}. Make them again with "
             'coyo11m_tfds.embed_captions, or name the source that they were made from.'
         )
 
@@ -450,24 +441,19 @@ def group_files(file_bytes: np.ndarray, shard_bytes: int) -> list[range]:
         range(len(file_bytes)), lambda file: file_bytes[file] > shard_bytes
     ):
         files = list(run)
-        if is_large:
-            groups += [range(file, file + 1) for file in files]
-        else:
-            groups += _group_small(range(files[0], files[-1] + 1), file_bytes, shard_bytes)
+        firsts, total = files[:1], 0
+        for file in files:
+            num_bytes = int(file_bytes[file])
+            is_full = total + num_bytes > shard_bytes and 2 * total >= shard_bytes
+            if file > firsts[-1] and (is_large or is_full):
+                firsts.append(file)
+                total = 0
+            total += num_bytes
+        # The rest may be too little for a shard of its own.
+        if not is_large and len(firsts) > 1 and 2 * total < shard_bytes:
+            del firsts[-1]
+        groups += itertools.starmap(range, itertools.pairwise([*firsts, files[-1] + 1]))
     return groups
-
-
-def _group_small(files: range, file_bytes: np.ndarray, shard_bytes: int) -> list[range]:
-    firsts, total = [files.start], 0
-    for file in files:
-        num_bytes = int(file_bytes[file])
-        if total + num_bytes > shard_bytes and 2 * total >= shard_bytes:
-            firsts.append(file)
-            total = 0
-        total += num_bytes
-    if len(firsts) > 1 and 2 * total < shard_bytes:
-        del firsts[-1]  # the rest is too little for a shard of its own
-    return [range(first, end) for first, end in itertools.pairwise([*firsts, files.stop])]
 
 
 def _cut_shards(

@@ -1,13 +1,13 @@
 """Plans of small sources, and what comes of them, for the tests of the conversion."""
 
+import functools
 import pathlib
-from collections.abc import Sequence
 
 from coyo11m_tfds import storage
 from coyo11m_tfds.convert import driver, local_runner, plan
 from coyo11m_tfds.convert.build_settings import BuildSettings
 from coyo11m_tfds.convert.data_folder import FinishedShards
-from coyo11m_tfds.convert.tasks import ShardResult, ShardTask
+from coyo11m_tfds.convert.tasks import ShardResult
 from coyo11m_tfds.source import source_folder
 from coyo11m_tfds.storage.scratch import Scratch
 
@@ -30,11 +30,10 @@ def make_plan(
 def write(made: plan.BuildPlan, work: pathlib.Path, num_workers: int = 1) -> list[ShardResult]:
     """Writes what is missing of a plan; shards are in `data_folder(work)`."""
 
-    def engine(tasks: Sequence[ShardTask], finished: FinishedShards):
-        staging = finished.folder.staging('')
-        scratch = Scratch(work / 'source')
-        return local_runner.write_with_processes(tasks, finished, scratch, staging, num_workers)
-
+    scratch = Scratch(work / 'source')
+    engine = functools.partial(
+        local_runner.write_with_processes, scratch=scratch, local='', num_workers=num_workers
+    )
     finished = FinishedShards(storage.open_folder(data_folder(work), to_write=True), made.build)
     return driver.write_shards(made, finished, engine)
 
