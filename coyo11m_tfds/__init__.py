@@ -20,4 +20,4 @@ __version__ = '0.1.0'
 if hasattr(sys.modules['__main__'], 'launch_cli'):  # the program is `tfds`
     from coyo11m_tfds import build
 
-    build.prepare()
+    build.prepare_tfds_command()

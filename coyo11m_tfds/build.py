@@ -28,21 +28,21 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.process import command_line, ending, machine
 from coyo11m_tfds.reading import process_settings
 
-# What TFDS' command and a build import, of the extra `convert`.
-_NEEDED = 'apache_beam', 'isal', 'mlcroissant', 'pandas', 'pyarrow', 'torch'
+# Packages of the extra `convert` that TFDS' command and a build import.
+_PACKAGES = 'apache_beam', 'isal', 'mlcroissant', 'pandas', 'pyarrow', 'torch'
 
-# What TFDS and Beam say of every build.
+# What TFDS and Beam log in every build.
 _NOISE = re.compile(
     'Variant folder .* has no dataset_info.json|Using custom data configuration'
     '|Dataset generation completed|apitools not found'
 )
 
-_MENDABLE = (ValueError, OSError, RuntimeError, ModuleNotFoundError)
-# Subclasses of these whose messages mean nothing to users.
+# Errors that a user can fix, and subclasses of these whose messages mean nothing to users.
+_USER_ERRORS = (ValueError, OSError, RuntimeError, ModuleNotFoundError)
 _BUGS = (NotImplementedError, RecursionError)
 
 # Options that TFDS' command does not have, or without a value.
-_OWN = 'encoder', 'overwrite'
+_NOT_PASSED_ON = 'encoder', 'overwrite'
 
 _OUTLOOK = 'what is finished is kept, the same command resumes the build'
 
@@ -64,18 +64,21 @@ def main() -> None:
     if (limit := flags.max_examples_per_split) is not None and limit < 1:
         parser.error(f'--max_examples_per_split={limit}: expected at least 1')
     with ending.in_one_line('nothing was changed'):
-        for name in _NEEDED:
+        # Before the imports, which take seconds.
+        for name in _PACKAGES:
             if not importlib.util.find_spec(name):
                 raise ModuleNotFoundError(name=name)
     process_settings.quiet_tensorflow()
-    prepare()
+    prepare_tfds_command()
     command_line.show_log()
     if flags.encoder:
-        with ending.in_one_line('the same command resumes it', _MENDABLE):
-            flags.config = _embed(flags)
+        with ending.in_one_line('the same command resumes it', _USER_ERRORS):
+            flags.config = _embed_captions(flags)
     from tensorflow_datasets.scripts.cli import main as tfds
 
-    options = [f'--{x}={value}' for x, value in vars(flags).items() if x not in _OWN and value]
+    options = [
+        f'--{x}={value}' for x, value in vars(flags).items() if x not in _NOT_PASSED_ON and value
+    ]
     overwrite = ['--overwrite'] * flags.overwrite
     # TFDS changes the log of programs without --logtostderr.
     command = 'tfds', 'build', '--logtostderr', schema.NAME, f'--imports={schema.NAME}'
@@ -83,7 +86,7 @@ def main() -> None:
     tfds.launch_cli()
 
 
-def _embed(flags: argparse.Namespace) -> str:
+def _embed_captions(flags: argparse.Namespace) -> str:
     """Embeds the captions of the source; returns the config, JSON, that names the embeddings."""
     from coyo11m_tfds import embed_captions
 
@@ -103,8 +106,8 @@ def _embed(flags: argparse.Namespace) -> str:
     return json.dumps(config | {'text_embeddings': out})
 
 
-def prepare() -> None:
-    """Prepares a process for the `tfds` command: one-line errors, and fewer log lines.
+def prepare_tfds_command() -> None:
+    """Makes the `tfds` command end errors in one line, and log less.
 
     TFDS imports the package of a data set and catches no errors, so this hooks into the process.
     The package calls this only in the `tfds` command, so your own scripts do not change.
@@ -122,21 +125,23 @@ def prepare() -> None:
             f'--config.data.dir={info.data_dir}',
         ]
         if not has_text:
-            places = [x for x in sys.argv if x.startswith(('--manual_dir=', '--data_dir='))]
-            again = shlex.join(['python', '-m', 'coyo11m_tfds.build', *places, '--encoder=hash'])
+            folders = [x for x in sys.argv if x.startswith(('--manual_dir=', '--data_dir='))]
+            again = shlex.join(['python', '-m', 'coyo11m_tfds.build', *folders, '--encoder=hash'])
             lines[1:1] = [f'To train on captions, first build again: {again}', 'Without captions:']
         return '\n'.join(lines)
 
     for logger in (absl.logging.get_absl_logger(), logging.getLogger()):
         logger.addFilter(lambda record: not _NOISE.match(record.getMessage()))
     logging.getLogger('torch').setLevel(logging.WARNING)  # it logs statistics when it ends
-    tfds.core.DatasetInfo.__repr__ = how_to_open  # printed at the end of a build
-    sys.excepthook = functools.partial(_show, sys.excepthook, CONFIG_EXAMPLE)
+    # The command prints it at the end of a build.
+    tfds.core.DatasetInfo.__repr__ = how_to_open
+    sys.excepthook = functools.partial(_print_error, sys.excepthook, CONFIG_EXAMPLE)
     ending.interrupt_once()
 
 
-def _show(show: Callable, example: str, kind: type, error: BaseException, traceback) -> None:
-    is_message = isinstance(error, (KeyboardInterrupt, *_MENDABLE)) and not isinstance(error, _BUGS)
+def _print_error(show: Callable, example: str, kind: type, error: BaseException, traceback) -> None:
+    user_errors = KeyboardInterrupt, *_USER_ERRORS
+    is_message = isinstance(error, user_errors) and not isinstance(error, _BUGS)
     if ending.wants_traceback() or not is_message:
         show(kind, error, traceback)
         return

@@ -46,6 +46,14 @@ _TEXT_DOCS = {
     schema.TOKENS: 'Token ids of the caption, padded with -1.',
 }
 
+# Fields of `DownloadConfig` that have no effect here, and what has.
+_UNSUPPORTED = {
+    'num_shards': 'set shard_bytes in the config',
+    'min_shard_size': 'set shard_bytes in the config',
+    'max_shard_size': 'set shard_bytes in the config',
+    'ignore_duplicates': 'remove duplicate keys from the source',
+}
+
 # Folders of data sets that a program of TFDS has removed.
 _to_be_replaced: set[str] = set()
 
@@ -61,7 +69,7 @@ class Coyo11mConfig(BuildSettings, tfds.core.BuilderConfig):
     name: str = ''
 
     def __new__(cls, *args, **fields):
-        # Checked here, because TFDS passes --config='{...}' on unchecked.
+        # TFDS passes --config='{...}' on unchecked, and `__init__` would raise a TypeError.
         check_names(fields, [field.name for field in dataclasses.fields(cls)], 'config')
         return super().__new__(cls)
 
@@ -73,12 +81,12 @@ class Coyo11mConfig(BuildSettings, tfds.core.BuilderConfig):
 
     def _name_of_fields(self) -> str:
         values = {field: getattr(self, field.name) for field in dataclasses.fields(BuildSettings)}
-        parts = [
+        words = [
             f'{field.name}-{os.path.basename(str(value).rstrip("/"))}'
             for field, value in values.items()
             if value != field.default and field.name not in _NOT_IN_NAME
         ]
-        return re.sub('[^A-Za-z0-9_.-]+', '-', '-'.join(parts)) or 'latents'
+        return re.sub('[^A-Za-z0-9_.-]+', '-', '-'.join(words)) or 'latents'
 
 
 class _DataPath(type(epath.Path())):  # type: ignore[misc]  # of this system's paths
@@ -164,28 +172,28 @@ class Builder(dataset_builder.FileReaderBuilder):
         config = download_config or tfds.download.DownloadConfig()
         mode = config.download_mode
         overwrite = mode.overwrite_dataset or os.fspath(self.data_path) in _to_be_replaced
-        if self._is_there() and not overwrite:
+        is_built = (self.data_path / schema.INFO_FILE).exists() and not overwrite
+        if is_built:
             data_folder.tidy(os.fspath(self.data_path))
-        is_there = self._is_there() and not overwrite
         # `tfds.testing.mock_data` puts a function that does nothing in the place of TFDS' own.
-        base = dataset_builder.DatasetBuilder.download_and_prepare
-        is_mocked = base.__module__ != dataset_builder.__name__
+        original = dataset_builder.DatasetBuilder.download_and_prepare
+        is_mocked = original.__module__ != dataset_builder.__name__
         is_update = mode == tfds.GenerateMode.UPDATE_DATASET_INFO
-        if not (is_there or is_mocked or is_update):
-            self._reject_what_is_not_supported(config, file_format, options)
-            self._build(self._source(download_dir, config), config, overwrite)
+        if not (is_built or is_mocked or is_update):
+            self._check_options(config, file_format, options)
+            self._build(self._find_source(download_dir, config), config, overwrite)
             return
         if not (is_mocked or is_update):
             source = self.builder_config.source or config.manual_dir
-            self._take_over(config.max_examples_per_split, source)
+            self._load_existing(config.max_examples_per_split, source)
         super().download_and_prepare(
             download_dir=download_dir, download_config=config, file_format=file_format, **options
         )
 
     def _download_and_prepare(self, dl_manager, download_config=None) -> None:
-        raise NotImplementedError('download_and_prepare does it all')
+        raise NotImplementedError  # abstract in TFDS; `download_and_prepare` does not call it
 
-    def _source(
+    def _find_source(
         self, download_dir: epath.PathLike | None, download_config: tfds.download.DownloadConfig
     ) -> str:
         if source := self.builder_config.source or download_config.manual_dir:
@@ -204,23 +212,20 @@ class Builder(dataset_builder.FileReaderBuilder):
         self, builder_config: str | tfds.core.BuilderConfig | None, version: str | None
     ) -> tfds.core.BuilderConfig | None:
         name = builder_config.partition(':')[0] if isinstance(builder_config, str) else ''
-        known = [config.name for config in self.BUILDER_CONFIGS]
-        if name and name not in known:
+        names = [config.name for config in self.BUILDER_CONFIGS]
+        if name and name not in names:
             raise ValueError(
-                f"config '{name}' is not predefined; predefined: {', '.join(known)}. To read a "
+                f"config '{name}' is not predefined; predefined: {', '.join(names)}. To read a "
                 'data set with this config, name its folder (tfds.builder_from_directory, '
                 f'--config.data.dir). To define the config, give its fields: {CONFIG_EXAMPLE}'
             )
         return super()._create_builder_config(builder_config, version)
 
-    def _is_there(self) -> bool:
-        return (self.data_path / schema.INFO_FILE).exists()
-
     @progress.shown()
     def _build(
         self, source: str, download_config: tfds.download.DownloadConfig, overwrite: bool
     ) -> None:
-        # Here, so that reading the data set works where torch is not installed.
+        # Here, because a built data set is read where torch is not installed.
         from coyo11m_tfds.convert import driver
 
         limit = download_config.max_examples_per_split
@@ -239,9 +244,9 @@ class Builder(dataset_builder.FileReaderBuilder):
         if is_built_here:
             self._save_default_config()
         else:
-            self._take_over(limit, source)
+            self._load_existing(limit, source)
 
-    def _take_over(self, limit: int | None, source: epath.PathLike | None) -> None:
+    def _load_existing(self, limit: int | None, source: epath.PathLike | None) -> None:
         """Loads the data set on disk; raises ValueError if it has other settings or sources."""
         self.info._features = self._initial_features()
         self.info.read_from_directory(self.data_path)
@@ -264,7 +269,7 @@ class Builder(dataset_builder.FileReaderBuilder):
         except Exception as error:  # readers may lack write access; TensorFlow's are no OSErrors
             logging.warning('%s: no default config is written: %s', folder, error)
 
-    def _reject_what_is_not_supported(
+    def _check_options(
         self,
         download_config: tfds.download.DownloadConfig,
         file_format: str | tfds.core.FileFormat | None,
@@ -273,11 +278,7 @@ class Builder(dataset_builder.FileReaderBuilder):
         if options:
             raise ValueError(f'{", ".join(options)}: not supported; set the umask of the process.')
         defaults = tfds.download.DownloadConfig()
-        sizes = dict.fromkeys(
-            ('num_shards', 'min_shard_size', 'max_shard_size'), 'set shard_bytes in the config'
-        )
-        others = {'ignore_duplicates': 'remove duplicate keys from the source'}
-        for name, instead in (sizes | others).items():
+        for name, instead in _UNSUPPORTED.items():
             value = getattr(download_config, name)
             if value != getattr(defaults, name):
                 raise ValueError(f'{name}={value} is not supported; {instead}.')
@@ -327,12 +328,9 @@ def make_features(
 ) -> tfds.features.FeaturesDict:
     """Returns the features of a record.
 
-    Args:
-        latent_dtype: One of `schema.LATENT_DTYPES`.
-        latents_shape: `(crops, C, H, W)`.
-        text_dim: Width of the text embeddings, or number of tokens; None without text.
-        latents: 'in_place' for records without `latents`, otherwise 'records'.
-        text: One of `schema.TEXT_DTYPES`.
+    `latent_dtype` is one of `schema.LATENT_DTYPES`, `latents_shape` `(crops, C, H, W)`, `text_dim`
+    the width of the text embeddings or the number of tokens (None without text), `latents`
+    'in_place' for records without them, and `text` one of `schema.TEXT_DTYPES`.
     """
     features = {
         schema.KEY: tfds.features.Scalar(

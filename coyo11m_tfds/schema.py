@@ -26,7 +26,7 @@ PT_EMBEDDINGS = 'embeddings'  # float16, bfloat16 or float32 (N, D); not in ever
 PT_CAPTIONS = 'captions'  # list of N texts; where there is no Parquet file
 
 PARQUET_KEY = 'key'
-PART_EMBEDDING = 'embedding'  # of the parts that embed_captions makes; `key` is beside it
+PART_EMBEDDING = 'embedding'  # of the parts that embed_captions makes, next to `key`
 MAX_CAPTION_BYTES = 65_536  # of UTF-8; what is longer was not written by a person or a model
 MAX_TEXT_DIM = 16_384  # numbers of a text embedding; the widest encoders have 8,192
 MAX_TOKENS = 4096  # ids of a caption, padding included
@@ -37,9 +37,9 @@ LABELS = 'labels'
 
 
 class LatentsFrom(NamedTuple):
-    """What a config says of latents that their files do not tell: `latents_from`."""
+    """Where latents are in files that do not tell: `latents_from` of a config."""
 
-    name: str = ''  # of a tensor, a column or a member
+    name: str = ''  # of a tensor, a column or a member of an archive
     dtype: str = ''  # one of `LATENT_DTYPES`
     shape: tuple[int, ...] = ()  # (C, H, W) or (crops, C, H, W)
 
@@ -87,10 +87,10 @@ DEFAULT_TEXT_DIM = 640  # hidden size of Gemma-3-270M, and the width of the `has
 TRAIN = 'train'
 VALIDATION = 'validation'
 
-# To be raised when the same source and settings give other records, shards or chunk indexes.
+# Raise it when the same source and settings give other records, shards or chunk indexes.
 RECORD_FORMAT = 2
 
-# --- Files beside the shards ----------------------------------------------------------------
+# --- Files next to the shards ---------------------------------------------------------------
 
 # The chunk index keeps the byte offset of every CHUNK_STRIDE-th record of every shard; readers
 # use chunks of a multiple of it.
@@ -212,5 +212,5 @@ def of_build(name: str, build: str) -> str:
 
 def build_of(name: str) -> str:
     """Returns the ID in a name from `of_build`, or in a template of TFDS; '' if there is none."""
-    found = re.search(r'-([0-9a-f]{8})\.', name)
-    return found[1] if found else ''
+    match = re.search(r'-([0-9a-f]{8})\.', name)
+    return match[1] if match else ''

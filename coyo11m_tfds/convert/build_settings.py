@@ -32,12 +32,7 @@ _NOT_COMPARED = ('max_bad_fraction', 'check_crc', 'package_version')
 
 # What is expected of the values of fields, beyond their types. Configs come from JSON that people
 # type, so a value may also be of another type.
-_TYPES: dict[Any, str] = {
-    str: 'a string',
-    int: 'an integer',
-    float: 'a number',
-    bool: 'true or false',
-}
+_TYPES = {str: 'a string', int: 'an integer', float: 'a number', bool: 'true or false'}
 _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     'validation_fraction': ('one in [0, 1)', lambda x: 0 <= x < 1),
     'shard_bytes': ('at least 1', lambda x: x >= 1),
@@ -78,9 +73,8 @@ class BuildSettings:
     def __post_init__(self):
         for field in dataclasses.fields(BuildSettings):
             name, value, kind = field.name, getattr(self, field.name), cast(type, field.type)
-            self._check(
-                name, isinstance(value, (kind, int) if kind is float else kind), _TYPES[kind]
-            )
+            is_of_type = isinstance(value, (float, int) if kind is float else kind)
+            self._check(name, is_of_type, _TYPES[kind])
             if name in _RULES:
                 expected, holds = _RULES[name]
                 self._check(name, holds(value), expected)
