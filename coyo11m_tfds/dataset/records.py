@@ -13,7 +13,7 @@ import functools
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import BinaryIO, NamedTuple, Protocol, Self
+from typing import Any, BinaryIO, NamedTuple, Protocol, Self
 
 import google_crc32c
 import numpy as np
@@ -22,27 +22,19 @@ from coyo11m_tfds import schema
 
 _BYTES_LIST, _INT64_LIST = 1, 3
 
-_LENGTH_AND_CHECKSUM = 12  # in front of a record; behind it is another checksum
-_CHECKSUM = 4
-_MAX_VARINT = 10  # bytes of a 64-bit integer
-
+# The framing of a record in the file: its length and the checksum of that, then its own checksum.
+HEADER_NBYTES, TRAILER_NBYTES = 12, 4
 # More than any record has, and little enough to keep: a length beyond it is not believed.
-_LARGEST_RECORD = 64 << 20
+MAX_RECORD_NBYTES = 64 << 20
+
+_MAX_VARINT = 10  # bytes of a 64-bit integer
 
 # Written at once. The system takes so much in half the time of a record at a time.
 _BLOCK_BYTES = 1_000_000
 
 
 class RecordWriter:
-    """Writes records to a binary file in blocks, and keeps their offsets and checksum.
-
-    The end of the writer's context writes the last block, unless there was an error.
-
-    Attributes:
-        crc32c: CRC-32C of the file, valid after the end of the context.
-        chunk_offsets: Byte offsets of the records 0, 32, 64, ... (`schema.CHUNK_STRIDE`).
-        checksums: The checksums that stand behind the records, four bytes each.
-    """
+    """Writes records to a binary file in blocks; the end of its context writes the last block."""
 
     def __init__(self, file: BinaryIO):
         self._file = file
@@ -51,9 +43,9 @@ class RecordWriter:
         self._filled = 0
         self.num_records = 0
         self.num_bytes = 0
-        self.crc32c = 0
-        self.chunk_offsets: list[int] = []
-        self.checksums = bytearray()
+        self.crc32c = 0  # of the file, valid after the end of the context
+        self.chunk_offsets: list[int] = []  # of the records 0, 32, 64, ... (CHUNK_STRIDE)
+        self.checksums = bytearray()  # those behind the records, four bytes each
 
     def __enter__(self) -> Self:
         return self
@@ -70,11 +62,11 @@ class RecordWriter:
     def write(self, columns: Mapping[str, np.ndarray | Sequence[bytes]]) -> None:
         """Appends one record for each row of the columns, which have equal lengths.
 
-        A record is a `tf.train.Example` whose features hold one value each. Its bytes equal those
-        of `Example.SerializeToString(deterministic=True)` as long as no feature's name is a prefix
-        of another one, because protobuf sorts such names differently. The values of a feature are
-        integers, int64 `(n,)`, or bytes, as a list or as uint8 `(n, size)`.
+        A record is a `tf.train.Example` whose features hold one value each. The values of a feature
+        are integers, int64 `(n,)`, or bytes, as a list or as uint8 `(n, size)`.
         """
+        # These are the bytes of `Example.SerializeToString(deterministic=True)`, unless a feature's
+        # name is a prefix of another one: protobuf sorts such names differently.
         fields: list[tuple[str, int]] = []
         values: list[Iterable[bytes]] = []
         for name, column in sorted(columns.items()):
@@ -89,10 +81,7 @@ class RecordWriter:
             self._append(_framing(key, tuple(map(len, row))), row)
 
     def _append(self, framing: tuple[Sequence[bytes], int], values: Sequence[bytes]) -> None:
-        """Appends one record: length, its checksum, each value with what comes before it, checksum.
-
-        The format is described in tensorflow/core/lib/io/record_writer.h.
-        """
+        """Appends one record, in the format of tensorflow/core/lib/io/record_writer.h."""
         heads, size = framing
         if self._filled + size > len(self._block):
             self._write_block()
@@ -107,8 +96,8 @@ class RecordWriter:
             view[at:middle], view[middle:end] = head, value
             at = end
         # The checksum is computed of arrays, but not of a memoryview.
-        checksum = _masked_crc(self._block[start + _LENGTH_AND_CHECKSUM : at])
-        view[at : at + _CHECKSUM] = checksum
+        checksum = _packed_crc(self._block[start + HEADER_NBYTES : at])
+        view[at : at + TRAILER_NBYTES] = checksum
         self.checksums += checksum
         self._filled = start + size
         self.num_bytes += size
@@ -122,26 +111,22 @@ class RecordWriter:
 
 
 class RecordScan:
-    """Checks the records of a file, which it takes block by block.
-
-    Attributes:
-        num_records: Number of records before the first damaged one.
-        problem: Description of the first damaged record; '' if there is none.
-    """
+    """Checks the records of a file, which it takes block by block."""
 
     def __init__(self):
-        self.num_records = 0
+        self.num_records = 0  # before the first damaged one
         self.crc32c = 0
-        self.problem = ''
+        self.problem = ''  # of the first damaged record; '' if there is none
         self._rest = b''  # of a record that is not whole yet
 
     def add(self, block: bytes) -> None:
         """Takes the next block of the file."""
         self.crc32c = google_crc32c.extend(self.crc32c, block)
+        # After a damaged length, nobody knows where the next record begins.
         if self.problem:
             return
         data, at = self._rest + block, 0
-        while (size := self._whole_record(data, at)) and not self.problem:
+        while (size := self._check_record(data, at)) and not self.problem:
             self.num_records += 1
             at += size
         self._rest = b'' if self.problem else data[at:]
@@ -151,27 +136,27 @@ class RecordScan:
         if self._rest:
             self._set_problem('is not whole')
 
-    def _whole_record(self, data: bytes, at: int) -> int:
-        """Checks the record at a place; its bytes in the file, 0 if they are not all there."""
-        begin = at + _LENGTH_AND_CHECKSUM
+    def _check_record(self, data: bytes, at: int) -> int:
+        """Checks the record at an offset; returns its bytes in the file, 0 if some are missing."""
+        begin = at + HEADER_NBYTES
         if begin > len(data):
             return 0
         packed = data[at : at + 8]
         end = begin + struct.unpack('<Q', packed)[0]
-        if data[at + 8 : begin] != _masked_crc(packed) or end - begin > _LARGEST_RECORD:
+        if data[at + 8 : begin] != _packed_crc(packed) or end - begin > MAX_RECORD_NBYTES:
             self._set_problem('has a damaged length')
-        elif end + _CHECKSUM <= len(data):
-            if data[end : end + _CHECKSUM] != _masked_crc(data[begin:end]):
+        elif end + TRAILER_NBYTES <= len(data):
+            if data[end : end + TRAILER_NBYTES] != _packed_crc(data[begin:end]):
                 self._set_problem('has a wrong checksum')
-            return end + _CHECKSUM - at
+            return end + TRAILER_NBYTES - at
         return 0
 
-    def _set_problem(self, what: str) -> None:
-        self.problem = f'record {self.num_records} {what}'
+    def _set_problem(self, problem: str) -> None:
+        self.problem = f'record {self.num_records} {problem}'
 
 
 class AddressedBytes(Protocol):
-    """Protocol of files in memory; see `reading.files`."""
+    """Protocol of bytes by their addresses; see `reading.files`."""
 
     zeros: int  # address of readable zeros
 
@@ -183,7 +168,7 @@ class ValueAddresses(NamedTuple):
     """Addresses of the values of some records, int64 `(n,)`."""
 
     regular: np.ndarray  # bool; if a record has another layout, its other fields are undefined
-    keys: np.ndarray
+    keys: np.ndarray  # themselves
     captions_end: np.ndarray
     places: dict[str, np.ndarray]  # of each large feature
 
@@ -198,17 +183,18 @@ class RecordLayout:
             sizes[schema.TEXT_EMBEDDING] = 2 * text_dim
         if num_tokens:
             sizes[schema.TOKENS] = 4 * num_tokens
-        # By feature and by head, bytes from its begin to the end of the record.
-        self._from_end: dict[str, int] = {}
-        self._heads: dict[int, bytes] = {}
-        at = 0
+        # By feature and by head, bytes from its beginning to the end of the record: only from there
+        # are the places known, because the caption in front has any size.
+        self._value_from_end: dict[str, int] = {}
+        self._head_from_end: dict[int, bytes] = {}
+        from_end = 0
         for name, size in reversed(sizes.items()):
-            at += size
-            self._from_end[name] = at
+            from_end += size
+            self._value_from_end[name] = from_end
             head = _value_head(name, size)
-            at += len(head)
-            self._heads[at] = head
-        self._key_end = at
+            from_end += len(head)
+            self._head_from_end[from_end] = head
+        self._key_from_end = from_end
         lengths = range(1, _MAX_VARINT + 1)
         key_heads = [_value_head(schema.KEY, n, is_int=True) for n in lengths]
         self._key_heads = np.array([list(head) for head in key_heads], np.uint8)
@@ -216,35 +202,37 @@ class RecordLayout:
 
     def find(self, memory: AddressedBytes, begin: np.ndarray, end: np.ndarray) -> ValueAddresses:
         """Finds the values of serialized records between addresses, `[begin, end)` for each."""
-        regular = end - begin >= self._key_end + self._window
-        safe = np.where(regular, end, memory.zeros + self._key_end + self._window)
-        for from_end, head in self._heads.items():
-            found = memory.gather(safe - from_end, len(head)).view(np.uint8)
-            regular &= (found.reshape(-1, len(head)) == np.frombuffer(head, np.uint8)).all(axis=1)
-        key_end = safe - self._key_end
+        min_nbytes = self._key_from_end + self._window
+        regular = end - begin >= min_nbytes
+        # Shorter records are read as zeros, so that no address lies before the record.
+        safe_end = np.where(regular, end, memory.zeros + min_nbytes)
+        for from_end, head in self._head_from_end.items():
+            heads = memory.gather(safe_end - from_end, len(head)).view(np.uint8)
+            regular &= (heads.reshape(-1, len(head)) == np.frombuffer(head, np.uint8)).all(axis=1)
+        key_end = safe_end - self._key_from_end
         window = memory.gather(key_end - self._window, self._window).view(np.uint8)
         keys, length, is_key = self._decode_keys(window.reshape(-1, self._window))
         return ValueAddresses(
             regular & is_key,
             keys,
             key_end - length - self._key_heads.shape[1],
-            {name: safe - from_end for name, from_end in self._from_end.items()},
+            {name: safe_end - from_end for name, from_end in self._value_from_end.items()},
         )
 
     def _decode_keys(self, window: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Keys, lengths of their varints, and whether they are keys, from the bytes up to the end.
+        """Decodes the varints at the ends of some bytes, uint8 `(n, window)`.
 
-        All bytes of a varint but the last have their high bit set; its length stands before it.
+        Returns keys, lengths of their varints, and whether they are keys.
         """
+        # All bytes of a varint but the last have their high bit set; its length stands before it.
         backwards = window[:, : -_MAX_VARINT - 1 : -1]
         length = 1 + (backwards[:, 1:] < 0x80).argmax(axis=1)
         length[(backwards[:, 1:] >= 0x80).all(axis=1)] = _MAX_VARINT
         keys = np.zeros(len(window), np.uint64)
-        for place in range(_MAX_VARINT):
-            in_it = place < length
-            bits = (backwards[:, place] & np.uint8(0x7F)).astype(np.uint64)
-            # From the highest bits to the lowest, as they come backwards.
-            keys = np.where(in_it, keys << np.uint64(7) | bits, keys)
+        # From the highest bits to the lowest, as they come backwards.
+        for index in range(_MAX_VARINT):
+            bits = (backwards[:, index] & np.uint8(0x7F)).astype(np.uint64)
+            keys = np.where(index < length, keys << np.uint64(7) | bits, keys)
         head_at = self._window - length - self._key_heads.shape[1]
         columns = head_at[:, None] + np.arange(self._key_heads.shape[1])
         heads = np.take_along_axis(window, columns, axis=1)
@@ -256,7 +244,7 @@ class RecordLayout:
 def caption_head(before_key: int, whole: int) -> bytes | None:
     """Returns the bytes of a record before its caption; None if no record has these sizes.
 
-    These are, in bytes, of the part before the key, with the caption, and of the whole record.
+    The sizes, in bytes, are those of the part before the key and of the whole record.
     """
     payload = _size_behind(lambda size: _tag(1, size), whole)
     example = b'' if payload is None else _tag(1, payload)
@@ -265,7 +253,7 @@ def caption_head(before_key: int, whole: int) -> bytes | None:
 
 
 def _size_behind(head: Callable[[int], bytes], whole: int) -> int | None:
-    """The size of a value that takes so many bytes with its head; None if there is none."""
+    """Returns the size of a value that takes `whole` bytes with its head; None if there is none."""
     for size in range(whole, -1, -1):
         if len(head(size)) + size <= whole:
             return size if len(head(size)) + size == whole else None
@@ -277,11 +265,9 @@ def _size_behind(head: Callable[[int], bytes], whole: int) -> int | None:
 def _framing(
     fields: tuple[tuple[str, int], ...], lengths: tuple[int, ...]
 ) -> tuple[Sequence[bytes], int]:
-    """The bytes before each value of a record, and those of the whole record in the file.
-
-    The field numbers are those of tensorflow/core/example/{example,feature}.proto, the encoding is
-    that of https://protobuf.dev/programming-guides/encoding.
-    """
+    """Returns the bytes before each value of a record, and the size of the record in the file."""
+    # Field numbers of tensorflow/core/example/{example,feature}.proto, in the encoding of
+    # https://protobuf.dev/programming-guides/encoding.
     heads = [
         _value_head(name, length, is_int=kind == _INT64_LIST)
         for (name, kind), length in zip(fields, lengths, strict=True)
@@ -290,12 +276,12 @@ def _framing(
     example = _tag(1, payload)  # Example.features
     record_bytes = len(example) + payload
     packed = struct.pack('<Q', record_bytes)
-    heads[0] = packed + _masked_crc(packed) + example + heads[0]
-    return heads, _LENGTH_AND_CHECKSUM + record_bytes + _CHECKSUM
+    heads[0] = packed + _packed_crc(packed) + example + heads[0]
+    return heads, HEADER_NBYTES + record_bytes + TRAILER_NBYTES
 
 
 def _value_head(name: str, length: int, *, is_int: bool = False) -> bytes:
-    """The bytes in front of a value of `length` bytes (an integer's varint): name and lengths."""
+    """Returns the bytes before a value of `length` bytes (an integer's varint): name, lengths."""
     head = _tag(1, length)  # BytesList.value or (packed) Int64List.value
     kind = _INT64_LIST if is_int else _BYTES_LIST
     head = _tag(kind, len(head) + length) + head  # a Feature's list
@@ -305,12 +291,12 @@ def _value_head(name: str, length: int, *, is_int: bool = False) -> bytes:
 
 
 def _tag(number: int, length: int) -> bytes:
-    """The beginning of a length-delimited field (wire type 2)."""
+    """Returns the beginning of a length-delimited field (wire type 2)."""
     return bytes([number << 3 | 2]) + _varint(length)
 
 
 def _varint(value: int) -> bytes:
-    """Seven bits a byte, lowest first; negative numbers as their 64-bit two's complement."""
+    """Encodes seven bits a byte, lowest first; negative numbers as 64-bit two's complements."""
     value &= 0xFFFFFFFFFFFFFFFF
     out = []
     while value > 0x7F:
@@ -320,7 +306,11 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def _masked_crc(data: bytes | np.ndarray) -> bytes:
-    """The CRC-32C, masked as in tensorflow/core/lib/hash/crc32c.h, as four bytes, little endian."""
-    crc = google_crc32c.value(data)
-    return struct.pack('<I', ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+def mask_crc32c(crc: Any) -> Any:
+    """Masks a CRC-32C, an int or uint32 of any shape, as in tensorflow/core/lib/hash/crc32c.h."""
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _packed_crc(data: bytes | np.ndarray) -> bytes:
+    """Returns the masked CRC-32C as four bytes, little endian."""
+    return struct.pack('<I', mask_crc32c(google_crc32c.value(data)))

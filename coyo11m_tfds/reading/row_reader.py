@@ -19,9 +19,16 @@ import google_crc32c
 import numpy as np
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.dataset import records
 from coyo11m_tfds.dataset.chunk_index import run_digests
 from coyo11m_tfds.dataset.manifest import DamagedError
+from coyo11m_tfds.dataset.records import (
+    HEADER_NBYTES,
+    MAX_RECORD_NBYTES,
+    TRAILER_NBYTES,
+    RecordLayout,
+    caption_head,
+    mask_crc32c,
+)
 from coyo11m_tfds.dataset.stored_dataset import IndexedSplit
 from coyo11m_tfds.dataset.texts import TextMixture
 from coyo11m_tfds.reading import damage, order
@@ -31,8 +38,6 @@ from coyo11m_tfds.reading.files import FetchedFiles, MappedFiles, Memory
 
 _STRIDE = schema.CHUNK_STRIDE
 _HEADER = np.dtype([('length', '<u8'), ('checksum', '<u4')])
-_HEADER_NBYTES, _TRAILER_NBYTES = 12, 4  # around a record
-_LARGEST_RECORD = 64 << 20  # as in `records`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +167,7 @@ class RowReader:
         self,
         split: IndexedSplit,
         choices: RowChoices,
-        layout: records.RecordLayout,
+        layout: RecordLayout,
         *,
         verify: str,
         bad_records: damage.BadRecords,
@@ -188,7 +193,7 @@ class RowReader:
         start, limit = self._files.locate(shards, offset, nbytes)
         begins, ends = find_records(memory, start, count, limit)
         at = np.where(ends > 0, ends, memory.zeros)
-        checksums = memory.gather(at.ravel(), _TRAILER_NBYTES).view('<u4').reshape(at.shape)
+        checksums = memory.gather(at.ravel(), TRAILER_NBYTES).view('<u4').reshape(at.shape)
         begins[run_digests(checksums) != self._split.index.digests(shards, first)] = 0
         in_run = record % _STRIDE
         begin, end = begins[of_run, in_run], ends[of_run, in_run]
@@ -352,7 +357,7 @@ class RowReader:
             if not good[row]:
                 continue
             before = memory.view(begin, key_begin).tobytes()
-            head = records.caption_head(len(before), end - begin)
+            head = caption_head(len(before), end - begin)
             if head is None or not before.startswith(head):
                 raise self._of_another_layout(rows, row)
             captions[row] = before[len(head) :]
@@ -377,27 +382,21 @@ def find_records(
     end = np.zeros_like(begin)
     at, known = start.copy(), count > 0
     for number in range(int(count.max(initial=0))):
-        known &= (number < count) & (at + _HEADER_NBYTES <= limit)
-        header = memory.gather(np.where(known, at, memory.zeros), _HEADER_NBYTES).view(_HEADER)
+        known &= (number < count) & (at + HEADER_NBYTES <= limit)
+        header = memory.gather(np.where(known, at, memory.zeros), HEADER_NBYTES).view(_HEADER)
         length = header['length']
-        known &= (length <= _LARGEST_RECORD) & (_length_checksum(length) == header['checksum'])
-        after = at + _HEADER_NBYTES + np.where(known, length, 0).astype(np.int64)
-        known &= after + _TRAILER_NBYTES <= limit
-        begin[known, number], end[known, number] = at[known] + _HEADER_NBYTES, after[known]
-        at = after + _TRAILER_NBYTES
+        known &= (length <= MAX_RECORD_NBYTES) & (_length_checksum(length) == header['checksum'])
+        after = at + HEADER_NBYTES + np.where(known, length, 0).astype(np.int64)
+        known &= after + TRAILER_NBYTES <= limit
+        begin[known, number], end[known, number] = at[known] + HEADER_NBYTES, after[known]
+        at = after + TRAILER_NBYTES
     return begin, end
 
 
 def _matches(memory: Memory, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
     """True if serialized records have the checksums that stand behind them; bool `(n,)`."""
-    stored = memory.gather(end, _TRAILER_NBYTES).view('<u4')
-    return _masked(memory.crc32c(begin, end)) == stored
-
-
-def _masked(crc: np.ndarray) -> np.ndarray:
-    """A CRC-32C as TFRecord files keep it; uint32, see tensorflow/core/lib/hash/crc32c.h."""
-    with np.errstate(over='ignore'):
-        return ((crc >> np.uint32(15)) | (crc << np.uint32(17))) + np.uint32(0xA282EAD8)
+    stored = memory.gather(end, TRAILER_NBYTES).view('<u4')
+    return mask_crc32c(memory.crc32c(begin, end)) == stored
 
 
 def _length_checksum(length: np.ndarray) -> np.ndarray:
@@ -407,7 +406,7 @@ def _length_checksum(length: np.ndarray) -> np.ndarray:
     crc = np.full(low.shape, _crc_of_zeros(), np.uint32)
     for byte in range(4):
         crc ^= tables[byte][(low >> np.uint32(8 * byte)) & np.uint32(0xFF)]
-    return _masked(crc)
+    return mask_crc32c(crc)
 
 
 @functools.cache
