@@ -262,7 +262,7 @@ def _write(edit: _Edit, name: str, values: KeyedValues) -> AddedColumn:
             writer = columns.ColumnWriter(file, dtype, shape, last - first)
             for start in range(first, last, _ROWS_AT_ONCE):
                 records = np.arange(start, min(start + _ROWS_AT_ONCE, last))
-                rows = sidecar.read(values, records)
+                rows = values.read_array(records)
                 writer.write(rows)
                 if sums is not None and split == schema.TRAIN:
                     sums += statistics.moments(rows)

@@ -50,7 +50,7 @@ class JoinedInputs:
     def open(self) -> OpenInputs:
         """Reads all inputs, some MB."""
         captions = _open_joined(self.captions).read(self.places)
-        text = sidecar.read(_open_joined(self.texts), self.places) if self.texts else None
+        text = _open_joined(self.texts).read_array(self.places) if self.texts else None
         return OpenInputs(self.rows, self.keys, captions, text)
 
     def pack(self) -> bytes:

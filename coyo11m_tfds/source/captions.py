@@ -1,4 +1,4 @@
-"""Checks the captions of a Parquet file and sorts them into the order of given keys.
+"""Checks the captions of a Parquet file and sorts them into the order of requested keys.
 
 `join_captions` checks all rows of the file. The facts of the result are the number of `duplicates`
 (rows left out because an earlier row has their key), the first 10 of their keys, the `digest` of
@@ -9,8 +9,6 @@ the rows, and keys without a caption, do not change the digest.
 import hashlib
 import itertools
 import zlib
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +18,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import keyed_values
 from coyo11m_tfds.source.keyed_parquet import KeyedFile
+from coyo11m_tfds.source.keyed_values import KeyedValues, KeyedValuesWriter, KeyPlaces
 
 TOO_LONG = -1  # the size of a caption of more than `schema.MAX_CAPTION_BYTES`, which is left out
 
@@ -28,82 +27,101 @@ _DIGESTED_AT_ONCE = 1 << 20
 
 
 def join_captions(
-    path: str, column: str, folder: str, wanted: np.ndarray | None = None, name: str = ''
+    path: str, column: str, folder: str, requested_keys: np.ndarray | None = None, name: str = ''
 ) -> None:
-    """Writes the captions of some keys into a new folder, for `keyed_values.KeyedValues`.
+    """Writes the captions of distinct keys into a new folder of `KeyedValues`.
 
-    Of the distinct keys `wanted`, int64 `(n,)`, the i-th gets place i; without them, each key of
-    the file is its own place. The size of a caption is 0 if it is null, empty or blank, and
-    `TOO_LONG` if it is left out. Raises the errors of `KeyedFile` and `keyed_values.make`, and a
-    ValueError if the column holds no text, or a text is not UTF-8.
+    The i-th of the `requested_keys`, int64 `(n,)`, gets place i; without them, each key of the file
+    is its own place. The size of a caption is 0 if it is null, empty or blank, and `TOO_LONG` if it
+    is left out. Raises a ValueError if the column holds no text, or a text is not UTF-8.
     """
     with KeyedFile(path, column, name=name) as file:
         if not file.is_text:
             raise ValueError(
                 f"{file.name}: column '{column}' is {file.kind}, expected text. Set caption_column."
             )
-        facts: dict[str, Any] = {'has_checksums': file.has_checksums}
-        keyed_values.make(folder, _batches(file, wanted, facts), facts)
+        keys = file.keys()
+        first_rows, duplicate_keys = keyed_values.order_by_key(keys)
+        places, is_kept = KeyPlaces(requested_keys).find(keys)
+        # Without duplicates: of the rows with one key, only the first is its caption.
+        is_first = np.zeros(len(keys), bool)
+        is_first[first_rows] = True
+        writer = KeyedValuesWriter(folder)
+        sizes, checksums = _write_texts(file, keys, places, is_kept & is_first, writer)
+        facts = {
+            'has_checksums': file.has_checksums,
+            'duplicates': len(duplicate_keys),
+            'duplicate_keys': np.unique(duplicate_keys)[:_MAX_EXAMPLES].tolist(),
+            'digest': _digest(first_rows, keys, sizes, checksums),
+        }
+        writer.finish(facts)
 
 
-def check_unique_captions(found: keyed_values.KeyedValues, name: str) -> None:
+def check_unique_captions(captions: KeyedValues, name: str) -> None:
     """Raises a ValueError, with the `name` of the file, if rows of the file repeat a key."""
-    facts, options = found.facts, '--drop_duplicates of embed_captions, bad_data="drop" of a build'
+    options = '--drop_duplicates of embed_captions, bad_data="drop" of a build'
     remedy = f', or take the first of each key: {options}'
-    keyed_values.check_unique_keys(facts['duplicates'], facts['duplicate_keys'], name, remedy)
+    count, keys = captions.facts['duplicates'], captions.facts['duplicate_keys']
+    keyed_values.check_unique_keys(count, keys, name, remedy)
 
 
-def _batches(
-    file: KeyedFile, wanted: np.ndarray | None, facts: dict[str, Any]
-) -> Iterator[keyed_values.Batch]:
-    keys = file.keys()
-    firsts, duplicates = keyed_values.order_by_key(keys)
-    facts['duplicates'] = len(duplicates)
-    facts['duplicate_keys'] = np.unique(duplicates)[:_MAX_EXAMPLES].tolist()
-    places, is_wanted = keyed_values.KeyPlaces(wanted).of(keys)
-    is_first = np.zeros(len(keys), bool)
-    is_first[firsts] = True
-    is_wanted &= is_first
+def _write_texts(
+    file: KeyedFile,
+    keys: np.ndarray,
+    places: np.ndarray,
+    is_kept: np.ndarray,
+    writer: KeyedValuesWriter,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Writes the texts of some rows; returns sizes, int32, and CRC-32s, uint32, of all rows."""
     sizes, checksums = np.empty(len(keys), np.int32), np.empty(len(keys), np.uint32)
-    done = 0
+    start = 0
     with Progress(f"Reading '{file.column}' of {file.name}", len(keys), 'rows') as progress:
         for values in file.values():
-            some = slice(done, done + len(values))
-            texts, first_of_each, which = _distinct(values)
-            texts, sizes_of_each, checksums_of_each = _measure(
-                texts, keys[some][first_of_each], file.name
+            batch = slice(start, start + len(values))
+            # Once for each entry of a dictionary: there are few, and the texts may be long.
+            texts, first_rows, index = _distinct_texts(values)
+            texts, text_sizes, text_checksums = _measure_texts(
+                texts, keys[batch][first_rows], file.name
             )
-            sizes[some], checksums[some] = sizes_of_each[which], checksums_of_each[which]
-            rows = np.flatnonzero(is_wanted[some])
-            found = sizes[some][rows]
-            indices = pa.array(which[rows], mask=found <= 0)
-            yield places[some][rows], found, pa.DictionaryArray.from_arrays(indices, texts)
-            done = some.stop
+            sizes[batch], checksums[batch] = text_sizes[index], text_checksums[index]
+            rows = np.flatnonzero(is_kept[batch])
+            row_sizes = sizes[batch][rows]
+            indices = pa.array(index[rows], mask=row_sizes <= 0)
+            row_texts = pa.DictionaryArray.from_arrays(indices, texts)
+            writer.add(places[batch][rows], row_sizes, row_texts)
+            start = batch.stop
             progress.add(len(values))
+    return sizes, checksums
+
+
+def _digest(
+    first_rows: np.ndarray, keys: np.ndarray, sizes: np.ndarray, checksums: np.ndarray
+) -> str:
+    """SHA-256 of all keys with a caption, ascending, then of their sizes, then of their CRC-32s."""
     digest = hashlib.sha256()
     for column, dtype in ((keys, np.int64), (sizes, np.int64), (checksums, np.uint32)):
-        for some_firsts in np.array_split(firsts, 1 + len(firsts) // _DIGESTED_AT_ONCE):
-            captioned = some_firsts[sizes[some_firsts] > 0]
-            digest.update(column[captioned].astype(dtype))
-    facts['digest'] = digest.hexdigest()
+        # In blocks, since a whole column in order would take 90 MB for 11 million rows.
+        for rows in np.array_split(first_rows, 1 + len(first_rows) // _DIGESTED_AT_ONCE):
+            digest.update(column[rows[sizes[rows] > 0]].astype(dtype))
+    return digest.hexdigest()
 
 
-def _distinct(values: pa.Array) -> tuple[pa.Array, np.ndarray, np.ndarray]:
+def _distinct_texts(values: pa.Array) -> tuple[pa.Array, np.ndarray, np.ndarray]:
     """Returns the texts in `values`, those of a dictionary once; the first row of each, int64; and
-    which of them each value is, int32."""
+    the index of the text of each row, int32."""
     if not pa.types.is_dictionary(values.type):
-        each = np.arange(len(values), dtype=np.int32)
-        return values, each, each
+        rows = np.arange(len(values), dtype=np.int32)
+        return values, rows, rows
     indices = pc.fill_null(values.indices, -1).to_numpy()
-    used, first_rows, which = np.unique(indices, return_index=True, return_inverse=True)
-    texts = values.dictionary.take(pa.array(used, mask=used < 0))
-    return texts, first_rows, which.astype(np.int32)
+    entries, first_rows, index = np.unique(indices, return_index=True, return_inverse=True)
+    texts = values.dictionary.take(pa.array(entries, mask=entries < 0))
+    return texts, first_rows, index.astype(np.int32, copy=False)
 
 
-def _measure(
+def _measure_texts(
     texts: pa.Array, keys: np.ndarray, name: str
 ) -> tuple[pa.Array, np.ndarray, np.ndarray]:
-    """Returns texts as large binary, their sizes and their CRC-32; those too long become null.
+    """Returns texts as large binary, their sizes and their CRC-32s; those too long become null.
 
     Raises a ValueError, which names the key, if one is not UTF-8.
     """
@@ -117,12 +135,13 @@ def _measure(
     try:
         texts.validate(full=True)
     except pa.ArrowInvalid as error:
-        each = zip(keys.tolist(), raw.to_pylist(), strict=True)
-        bad = next((k for k, x in each if x and x.decode(errors='ignore').encode() != x), None)
+        rows = zip(keys.tolist(), raw.to_pylist(), strict=True)
+        bad = next((k for k, x in rows if x and x.decode(errors='ignore').encode() != x), None)
         raise ValueError(
             f'{name}: the text of key {bad} is not UTF-8 ({error}). Remove or repair the row.'
         ) from None
     is_caption = pc.fill_null(pc.invert(pc.utf8_is_space(texts)), False)
+    # From Arrow's buffers: a Python object for each text would take longer than the checksum.
     _, offsets, data = texts.buffers()
     bounds = np.frombuffer(offsets, np.int64, len(texts) + 1, texts.offset * 8).tolist()
     view = memoryview(data or b'')

@@ -1,7 +1,8 @@
-"""Sorts values of other files into the order in which a program reads them.
+"""Values by key: sorts values of other files into the order in which a program reads them.
 
-A place is any number. Runs of values are sorted by place in memory, kept on the disk, and merged
-into one Parquet file of small row groups. On one core, 11 million captions of 200 to 600 bytes take
+A place is any number, usually that of a record. `KeyPlaces` gives the place of a key. Runs of
+values are sorted by place in memory, kept on the disk, and merged into one Parquet file of small
+row groups. On one core, 11 million captions of 200 to 600 bytes take
 56 s and at most 1.2 GB, including reading and checking; 6 million of 2 KB take 65 s and 1.1 GB.
 """
 
@@ -24,10 +25,6 @@ from absl import logging
 
 from coyo11m_tfds.storage import file_state, json_digest, locks
 
-# Places, int64 (n,); sizes in bytes, int32 (n,), or a code of at most 0 for null; values, or a
-# dictionary of them.
-Batch = tuple[np.ndarray, np.ndarray, pa.Array]
-
 _FORMAT = 3  # of the files; another number has them made again
 _SCHEMA = pa.schema([('place', pa.int64()), ('size', pa.int32()), ('value', pa.large_binary())])
 _ROWS, _RECORD = 'rows.parquet', 'record.json'
@@ -40,7 +37,7 @@ class KeyedValues:
 
     def __init__(self, folder: str):
         self.folder = folder
-        self.facts: dict[str, Any] = _read_record(folder)['facts']
+        self.facts: dict[str, Any] = _read_values_record(folder)['facts']
         self._file = pq.ParquetFile(os.path.join(folder, _ROWS), pre_buffer=False)
 
     @functools.cached_property
@@ -57,67 +54,95 @@ class KeyedValues:
         """Returns the values of some places, int64 `(m,)`, ascending; all must have a value."""
         if not len(places):
             return []
-        first, last = np.searchsorted(self._starts, places[[0, -1]], side='right') - 1
+        first, last = np.searchsorted(self._first_places, places[[0, -1]], side='right') - 1
         rows = self._file.read_row_groups(range(first, last + 1), ['place', 'value'])
-        found = np.searchsorted(rows.column(0).to_numpy(), places)
-        return rows.column(1).take(found).to_pylist()
+        return rows.column(1).take(np.searchsorted(rows.column(0).to_numpy(), places)).to_pylist()
+
+    def read_array(self, places: np.ndarray) -> np.ndarray:
+        """Like `read`, for values that are numbers of one `dtype` and `shape`: `(m, *shape)`."""
+        values = np.frombuffer(b''.join(self.read(places)), self.facts['dtype'])
+        return values.reshape(len(places), *self.facts['shape'])
 
     @functools.cached_property
-    def _starts(self) -> np.ndarray:
+    def _first_places(self) -> np.ndarray:
         """The first place of each row group."""
-        groups = self._file.metadata
-        numbers = range(groups.num_row_groups)
-        return np.array([groups.row_group(n).column(0).statistics.min for n in numbers], np.int64)
+        metadata = self._file.metadata
+        groups = (metadata.row_group(n) for n in range(metadata.num_row_groups))
+        return np.array([group.column(0).statistics.min for group in groups], np.int64)
 
 
-def make(
-    folder: str,
-    batches: Iterable[Batch],
-    facts: Mapping[str, Any],
-    *,
-    run_bytes: int = _RUN_BYTES,
-) -> None:
-    """Sorts values, with distinct places, into a new folder; reads `facts` after the last batch.
+class KeyedValuesWriter:
+    """Sorts values into a new folder, about `run_bytes` bytes at a time."""
 
-    Sorts about `run_bytes` bytes at a time. Raises an OSError if the files cannot be written, and
-    any error that `batches` raises.
-    """
-    os.mkdir(folder)
-    path, piece_bytes = os.path.join(folder, _ROWS), max(1, run_bytes // _PIECES)
-    runs = []
-    for number, rows in enumerate(_grouped(_pieces(batches, piece_bytes), run_bytes)):
-        run = os.path.join(folder, f'run-{number}')
-        with _writing(run):
-            _write_run(run, rows.sort_by('place'))
-        runs.append(run)
-    options: dict[str, Any] = {'use_dictionary': False, 'write_statistics': ['place']}
-    with _writing(path), pq.ParquetWriter(path, _SCHEMA, **options) as file:
-        for rows in _grouped(_merged(runs), piece_bytes):
-            file.write_table(rows)
-    for run in runs:
-        os.remove(run)
-    record = {'state': file_state.compute_state(path), 'facts': dict(facts)}
-    with open(os.path.join(folder, _RECORD), 'w', encoding='utf-8') as file:
-        json.dump(record | {'checksum': json_digest.sha256(record)}, file)
+    def __init__(self, folder: str, *, run_bytes: int = _RUN_BYTES):
+        os.mkdir(folder)
+        self._folder, self._run_bytes = folder, run_bytes
+        self._piece_bytes = max(1, run_bytes // _PIECES)
+        self._rows: list[pa.Table] = []  # of the next run
+        self._num_bytes = 0
+        self._runs: list[str] = []
+
+    def add(self, places: np.ndarray, sizes: np.ndarray, values: pa.Array) -> None:
+        """Adds values at distinct places.
+
+        Args:
+            places: Places, int64 `(n,)`.
+            sizes: Sizes in bytes, int32 `(n,)`, or a code of at most 0 for null.
+            values: Texts or binary values, or a dictionary of them.
+        """
+        for rows in _pieces(places, sizes, values, self._piece_bytes):
+            self._rows.append(rows)
+            self._num_bytes += rows.nbytes
+            if self._num_bytes >= self._run_bytes:
+                self._write_run()
+
+    def finish(self, facts: Mapping[str, Any]) -> None:
+        """Merges all runs, and writes the facts."""
+        if self._rows:
+            self._write_run()
+        path = os.path.join(self._folder, _ROWS)
+        options: dict[str, Any] = {'use_dictionary': False, 'write_statistics': ['place']}
+        with _naming_unwritable(path), pq.ParquetWriter(path, _SCHEMA, **options) as file:
+            for rows in _row_groups(_merge_runs(self._runs), self._piece_bytes):
+                file.write_table(rows)
+        for run in self._runs:
+            os.remove(run)
+        record = {'state': file_state.compute_state(path), 'facts': dict(facts)}
+        with open(os.path.join(self._folder, _RECORD), 'w', encoding='utf-8') as file:
+            json.dump(record | {'checksum': json_digest.sha256(record)}, file)
+
+    def _write_run(self) -> None:
+        run = os.path.join(self._folder, f'run-{len(self._runs)}')
+        rows = pa.concat_tables(self._rows).sort_by('place')
+        self._rows, self._num_bytes = [], 0
+        options = pa.ipc.IpcWriteOptions(compression='lz4')
+        with (
+            _naming_unwritable(run),
+            pa.OSFile(run, 'wb') as file,
+            pa.ipc.new_stream(file, _SCHEMA, options=options) as writer,
+        ):
+            writer.write_table(rows, max_chunksize=-(-len(rows) // _PIECES))
+        self._runs.append(run)
 
 
 def open_or_make(cache_dir: str, origin: Any, make_folder: Callable[[str], None]) -> KeyedValues:
     """Opens the values in `cache_dir`; makes them if they are incomplete or of another origin.
 
-    `origin` is everything that decides the content, as JSON, and `make_folder` calls `make` with a
-    given folder. `remove_unused` keeps the values as long as the result exists.
+    `origin` is everything that decides the content, as JSON, and `make_folder` makes the folder of
+    a `KeyedValuesWriter`. `remove_unused` keeps the values as long as the result exists.
     """
     folder = os.path.join(cache_dir, f'joined-{json_digest.sha256([_FORMAT, origin])[:32]}')
-    while not (found := _open_whole(folder)):
-        with locks.temporary_folder(cache_dir, 'joining-') as making:
-            made = os.path.join(making, 'made')
-            make_folder(made)
+    while not (values := _open_whole(folder)):
+        # Made under another name, so that a folder under the final name is always complete.
+        with locks.temporary_folder(cache_dir, 'joining-') as temporary:
+            new = os.path.join(temporary, 'made')
+            make_folder(new)
             try:
-                os.rename(made, folder)
+                os.rename(new, folder)
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another was faster
                     raise
-    return found
+    return values
 
 
 def remove_unused(cache_dir: str) -> None:
@@ -155,46 +180,47 @@ def check_unique_keys(
 
 
 class KeyPlaces:
-    """Places of keys: i for the key `wanted[i]`; with None, each key is its own place."""
+    """Places of keys: i for the i-th requested key; with None, each key is its own place."""
 
-    def __init__(self, wanted: np.ndarray | None):
-        self._wanted = wanted
-        if wanted is not None:
-            self._order = np.argsort(wanted)
-            self._ascending = wanted[self._order]
+    def __init__(self, requested_keys: np.ndarray | None):
+        self._requested_keys = requested_keys
+        if requested_keys is not None:
+            self._order = np.argsort(requested_keys)
+            self._ascending = requested_keys[self._order]
 
-    def of(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the places of keys, int64 `(n,)`, and which of them exist, bool `(n,)`."""
-        if self._wanted is None:
+    def find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the places of keys, int64 `(n,)`, and which keys are requested, bool `(n,)`."""
+        if self._requested_keys is None:
             return keys, np.ones(len(keys), bool)
-        if not len(self._wanted):
+        if not len(self._requested_keys):
             return keys, np.zeros(len(keys), bool)
-        # Neighbours in order of keys share most steps of the search, and those are in the cache: of
-        # 11.4 million keys a million are found in 0.12 s, without sorting them first in 1.4 s.
+        # Neighbours in order of keys share most steps of the search, and those are in the cache: a
+        # million of 11.4 million keys take 0.12 s, and 1.4 s without sorting them first.
         by_key = np.argsort(keys)
-        at = np.empty(len(keys), np.int64)
-        at[by_key] = np.searchsorted(self._ascending, keys[by_key])
-        at = np.minimum(at, len(self._ascending) - 1)
-        return self._order[at], self._ascending[at] == keys
+        ranks = np.empty(len(keys), np.int64)
+        ranks[by_key] = np.searchsorted(self._ascending, keys[by_key])
+        ranks = np.minimum(ranks, len(self._ascending) - 1)
+        return self._order[ranks], self._ascending[ranks] == keys
 
 
-def _pieces(batches: Iterable[Batch], num_bytes: int) -> Iterator[pa.Table]:
-    """Yields all rows in tables of about `num_bytes`, since a batch may be large without its
-    dictionary."""
-    for places, sizes, values in batches:
-        ends = np.cumsum(np.maximum(sizes, 0), dtype=np.int64)
-        cuts = np.flatnonzero(np.diff(ends // num_bytes)) + 1
-        for begin, end in itertools.pairwise([0, *cuts.tolist(), len(sizes)]):
-            if begin == end:
-                continue
-            some = values[begin:end]
-            if pa.types.is_dictionary(some.type):
-                some = some.dictionary_decode()
-            columns = [places[begin:end], sizes[begin:end], some.cast(pa.large_binary())]
-            yield pa.table(columns, schema=_SCHEMA)
+def _pieces(
+    places: np.ndarray, sizes: np.ndarray, values: pa.Array, num_bytes: int
+) -> Iterator[pa.Table]:
+    """Yields all rows in tables of about `num_bytes`."""
+    ends = np.cumsum(np.maximum(sizes, 0), dtype=np.int64)
+    cuts = np.flatnonzero(np.diff(ends // num_bytes)) + 1
+    for begin, end in itertools.pairwise([0, *cuts.tolist(), len(sizes)]):
+        if begin == end:
+            continue
+        piece = values[begin:end]
+        # Only now: without its dictionary, a whole batch may not fit into memory.
+        if pa.types.is_dictionary(piece.type):
+            piece = piece.dictionary_decode()
+        columns = [places[begin:end], sizes[begin:end], piece.cast(pa.large_binary())]
+        yield pa.table(columns, schema=_SCHEMA)
 
 
-def _grouped(tables: Iterable[pa.Table], num_bytes: int) -> Iterator[pa.Table]:
+def _row_groups(tables: Iterable[pa.Table], num_bytes: int) -> Iterator[pa.Table]:
     """Joins tables to larger ones of at least `num_bytes`, except the last."""
     group: list[pa.Table] = []
     size = 0
@@ -208,25 +234,20 @@ def _grouped(tables: Iterable[pa.Table], num_bytes: int) -> Iterator[pa.Table]:
         yield pa.concat_tables(group)
 
 
-def _write_run(path: str, rows: pa.Table) -> None:
-    options = pa.ipc.IpcWriteOptions(compression='lz4')
-    with pa.OSFile(path, 'wb') as file, pa.ipc.new_stream(file, _SCHEMA, options=options) as writer:
-        writer.write_table(rows, max_chunksize=-(-len(rows) // _PIECES))
-
-
 def _read_run(path: str) -> Iterator[pa.Table]:
     with pa.OSFile(path) as file, pa.ipc.open_stream(file) as reader:
         for batch in reader:
             yield pa.Table.from_batches([batch])
 
 
-def _merged(paths: Sequence[str]) -> Iterator[pa.Table]:
-    """Yields the rows of sorted runs in the order of all places, some at a time."""
+def _merge_runs(paths: Sequence[str]) -> Iterator[pa.Table]:
+    """Yields the rows of sorted runs in the order of all places, a table at a time."""
     runs = [_read_run(path) for path in paths]
     heads = [next(run) for run in runs]
     while heads:
         places = [rows.column('place').to_numpy() for rows in heads]
-        last = min(x[-1] for x in places)  # no run has a later piece that begins before it
+        # No run has a later piece that begins before the least of these.
+        last = min(x[-1] for x in places)
         counts = [int(np.searchsorted(x, last, side='right')) for x in places]
         ready = [rows[:count] for rows, count in zip(heads, counts, strict=True)]
         yield pa.concat_tables(ready).sort_by('place')
@@ -239,7 +260,7 @@ def _merged(paths: Sequence[str]) -> Iterator[pa.Table]:
 
 
 @contextlib.contextmanager
-def _writing(path: str) -> Iterator[None]:
+def _naming_unwritable(path: str) -> Iterator[None]:
     """Names the file in errors of Arrow, which name none."""
     try:
         yield
@@ -248,25 +269,26 @@ def _writing(path: str) -> Iterator[None]:
 
 
 def _open_whole(folder: str) -> KeyedValues | None:
+    """Opens values and holds their lock; removes them if they are damaged."""
     try:
         lock = locks.FileLock(os.path.join(folder, _RECORD), shared=True)
     except FileNotFoundError:
         return None
     try:
         state = file_state.compute_state(os.path.join(folder, _ROWS))
-        if list(state) != _read_record(folder)['state']:
-            raise ValueError(f'found {state}')
-        found = KeyedValues(folder)
+        if list(state) != _read_values_record(folder)['state']:
+            raise ValueError(f'{_ROWS} has {state}')
+        values = KeyedValues(folder)
     except (ValueError, LookupError, TypeError, AttributeError, FileNotFoundError) as error:
         logging.warning('%s is damaged and made again (%s).', folder, error)
         shutil.rmtree(folder)
         lock.release()
         return None
-    weakref.finalize(found, lock.release)
-    return found
+    weakref.finalize(values, lock.release)
+    return values
 
 
-def _read_record(folder: str) -> dict[str, Any]:
+def _read_values_record(folder: str) -> dict[str, Any]:
     with open(os.path.join(folder, _RECORD), encoding='utf-8') as file:
         record = json.load(file)
     if record.pop('checksum') != json_digest.sha256(record):

@@ -17,12 +17,15 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import keyed_values
 from coyo11m_tfds.source.keyed_parquet import KeyedFile
+from coyo11m_tfds.source.keyed_values import KeyedValuesWriter, KeyPlaces
+from coyo11m_tfds.storage import file_state
 from coyo11m_tfds.storage.stored_file import StoredFile
 
 # Gives the path of a file, which may have to be downloaded for it.
@@ -45,17 +48,18 @@ def find_parts(folder: str) -> tuple[int, dict[int, StoredFile]]:
     Returns the number of parts in the complete sidecar, 0 if none is there, and the existing parts.
     Raises a ValueError if the names of parts have different counts.
     """
-    found: dict[int, dict[int, StoredFile]] = {}  # by count and number
+    sidecars: dict[int, dict[int, StoredFile]] = {}  # by count and number
     for name, file in storage.list_folder(folder, missing_ok=True).items():
         if match := _PART.fullmatch(name):
-            found.setdefault(int(match[2]), {})[int(match[1])] = file
-    if len(found) > 1:
-        (first, some), (second, others) = sorted(found.items())[:2]
+            sidecars.setdefault(int(match[2]), {})[int(match[1])] = file
+    if len(sidecars) > 1:
+        counts = sorted(sidecars)[:2]
+        first, second = (min(file.path for file in sidecars[n].values()) for n in counts)
         raise ValueError(
-            f'{min(f.path for f in some.values())} and {min(f.path for f in others.values())}: '
-            f'parts of {first} and of {second}, expected those of one sidecar. Remove the others.'
+            f'{first} and {second}: parts of {counts[0]} and of {counts[1]}, expected those of one '
+            'sidecar. Remove the others.'
         )
-    count, parts = next(iter(found.items()), (0, {}))
+    count, parts = next(iter(sidecars.items()), (0, {}))
     return count, dict(sorted(parts.items()))
 
 
@@ -105,15 +109,69 @@ class Header:
             del fields['vocabulary']
         return fields
 
+    def to_metadata(self) -> dict[str, str]:
+        """Returns the entries for the metadata of a file's schema."""
+        entries = _entries(are_tokens=bool(self.vocabulary))
+        return {entry: str(getattr(self, field)) for field, entry in entries.items()}
 
-# Fields of `Header` and their entries in the schema's metadata.
-_ENTRIES = {
-    'encoder': schema.META_TEXT_ENCODER,
-    'revision': schema.META_TEXT_REVISION,
-    'max_tokens': schema.META_TEXT_MAX_TOKENS,
-    'caption_column': schema.META_CAPTION_COLUMN,
-    'captions_digest': schema.META_CAPTIONS_DIGEST,
-}
+    @classmethod
+    def of_file(cls, file: KeyedFile) -> 'Header':
+        """Reads the metadata of a file; raises a ValueError unless they fit its column."""
+        fields: dict[str, Any] = {}
+        are_tokens = file.column == schema.TOKENS
+        for field, entry in _entries(are_tokens).items():
+            value = fields[field] = file.metadata.get(entry, '')
+            is_number = field in ('max_tokens', 'vocabulary', 'dim')
+            if not value or (is_number and not value.isdecimal()):
+                has = f'has {entry} {value!r}, expected a number' if value else f"lacks '{entry}'"
+                raise ValueError(
+                    f"{file.name}: its schema's metadata {has}; make the file again with "
+                    'coyo11m_tfds.embed_captions.'
+                )
+            if is_number:
+                fields[field] = int(value)
+        width, recorded = file.kind.list_size, fields['max_tokens' if are_tokens else 'dim']
+        if recorded != width:
+            raise ValueError(
+                f'{file.name}: its rows have {width} numbers, but its metadata says {recorded}. '
+                'Make it again.'
+            )
+        return cls(**fields | {'dim': width})
+
+
+def _entries(are_tokens: bool) -> dict[str, str]:
+    """Fields of `Header` and their entries in the metadata of a schema."""
+    entries = {
+        'encoder': schema.META_TEXT_ENCODER,
+        'revision': schema.META_TEXT_REVISION,
+        'max_tokens': schema.META_TEXT_MAX_TOKENS,
+        'caption_column': schema.META_CAPTION_COLUMN,
+        'captions_digest': schema.META_CAPTIONS_DIGEST,
+    }
+    if are_tokens:
+        return entries | {'vocabulary': schema.META_TEXT_VOCABULARY}
+    return entries | {'dim': schema.META_TEXT_DIM}
+
+
+def write_sidecar(
+    path: str, keys: np.ndarray, values: np.ndarray, column: str, metadata: Mapping[str, str]
+) -> None:
+    """Writes a file with values `(n, width)` of keys int64 `(n,)`, in one row group."""
+    lists = pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1])
+    fields = (schema.PARQUET_KEY, pa.int64()), (column, lists.type)
+    table = pa.Table.from_arrays(
+        [pa.array(keys), lists],
+        schema=pa.schema([pa.field(*field, nullable=False) for field in fields], dict(metadata)),
+    )
+    with file_state.naming(path):
+        pq.write_table(
+            table,
+            path,
+            row_group_size=len(keys),
+            compression='zstd',
+            use_dictionary=False,  # of numbers that seldom repeat it only costs
+            write_page_checksum=True,
+        )
 
 
 def describe_values(path: str, column: str = '', name: str = '') -> dict[str, Any]:
@@ -122,22 +180,22 @@ def describe_values(path: str, column: str = '', name: str = '') -> dict[str, An
     Raises a ValueError if a column or an entry of the metadata is missing or of another type.
     """
     with KeyedFile(path, *([column] if column else _COLUMNS), name=name) as file:
-        return _describe(file, column)
+        return _describe_column(file, column)
 
 
 def check_same_entries(
-    expected: Mapping[str, Any], found: Mapping[str, Any], name: str, of: str
+    expected: Mapping[str, Any], entries: Mapping[str, Any], name: str, where: str
 ) -> None:
-    """Raises a ValueError if an entry of the file `name` differs from the one expected, `of`."""
-    for entry in sorted(expected.keys() | found.keys()):
-        if expected.get(entry) != found.get(entry):
+    """Raises a ValueError if an entry of the file `name` differs from the one expected, `where`."""
+    for entry in sorted(expected.keys() | entries.keys()):
+        if expected.get(entry) != entries.get(entry):
             raise ValueError(
-                f'{name}: {entry} is {found.get(entry)!r}, but {expected.get(entry)!r} {of}. '
+                f'{name}: {entry} is {entries.get(entry)!r}, but {expected.get(entry)!r} {where}. '
                 'Remove the file, or choose another folder.'
             )
 
 
-def _describe(file: KeyedFile, column: str) -> dict[str, Any]:
+def _describe_column(file: KeyedFile, column: str) -> dict[str, Any]:
     kind, is_list = file.kind, pa.types.is_fixed_size_list(file.kind)
     number, shape = (kind.value_type, [kind.list_size]) if is_list else (kind, [])
     if column:
@@ -160,121 +218,95 @@ def _describe(file: KeyedFile, column: str) -> dict[str, Any]:
     if not fits:
         raise ValueError(f"{file.name}: column '{file.column}' is {kind}, expected {expected}")
     facts = {'dtype': np.dtype(number.to_pandas_dtype()).name, 'shape': shape}
-    return facts if column else facts | {'header': _header(file).to_json()}
-
-
-def _header(file: KeyedFile) -> Header:
-    are_tokens, fields = file.column == schema.TOKENS, dict[str, Any]()
-    more = ('vocabulary', schema.META_TEXT_VOCABULARY), ('dim', schema.META_TEXT_DIM)
-    for field, entry in [*_ENTRIES.items(), more[not are_tokens]]:
-        said = fields[field] = file.metadata.get(entry, '')
-        is_number = field in ('max_tokens', 'vocabulary', 'dim')
-        if not said or (is_number and not said.isdecimal()):
-            has = f'has {entry} {said!r}, expected a number' if said else f"lacks '{entry}'"
-            raise ValueError(
-                f"{file.name}: its schema's metadata {has}; make the file again with "
-                'coyo11m_tfds.embed_captions.'
-            )
-        if is_number:
-            fields[field] = int(said)
-    width, said = file.kind.list_size, fields['max_tokens' if are_tokens else 'dim']
-    if said != width:
-        raise ValueError(
-            f'{file.name}: its rows have {width} numbers, but its metadata says {said}. '
-            'Make it again.'
-        )
-    return Header(**fields | {'dim': width})
+    return facts if column else facts | {'header': Header.of_file(file).to_json()}
 
 
 def join_values(
-    files: Sequence[StoredFile], folder: str, wanted: np.ndarray, *, hold: Hold, column: str = ''
+    files: Sequence[StoredFile],
+    folder: str,
+    requested_keys: np.ndarray,
+    *,
+    hold: Hold,
+    column: str = '',
 ) -> None:
-    """Writes the values of some keys into a new folder, for `keyed_values.KeyedValues`.
+    """Writes the values of distinct keys, int64 `(n,)`, into a new folder of `KeyedValues`.
 
-    The facts are the `dtype` and the `shape` of a value, the `digest` of all keys and values and,
-    for embeddings and tokens, the fields of the `header`.
+    The i-th key gets place i. The facts are the `dtype` and the `shape` of a value, the `digest` of
+    all keys and values and, for embeddings and tokens, the fields of the `header`.
 
-    Of the distinct keys `wanted`, int64 `(n,)`, the i-th gets place i. `column` is one of integers,
-    floats, or lists of one size, where a row with a null has no value; '' stands for embeddings or
-    tokens of `embed_captions`. Raises the errors of `KeyedFile`, `describe_values` and
-    `keyed_values.make`, and a ValueError if files differ in their headers or in the kind of values,
-    two rows have the same key, or an embedding is null or not finite.
+    `column` is one of integers, floats, or lists of one size, where a row with a null has no value;
+    '' stands for embeddings or tokens of `embed_captions`. Raises the errors of `describe_values`,
+    and a ValueError if files differ in their headers or in the kind of values, two rows have the
+    same key, or an embedding is null or not finite.
     """
-    facts: dict[str, Any] = {}
-    keyed_values.make(folder, _batches(files, wanted, hold, column, facts), facts)
-
-
-def read(found: keyed_values.KeyedValues, places: np.ndarray) -> np.ndarray:
-    """Returns the values of some places, int64 `(n,)`, ascending, as `(n, *shape)`."""
-    values = np.frombuffer(b''.join(found.read(places)), found.facts['dtype'])
-    return values.reshape(len(places), *found.facts['shape'])
-
-
-def _batches(
-    files: Sequence[StoredFile], wanted: np.ndarray, hold: Hold, column: str, facts: dict[str, Any]
-) -> Iterator[keyed_values.Batch]:
+    writer, places = KeyedValuesWriter(folder), KeyPlaces(requested_keys)
     digest, all_keys = hashlib.sha256(), []
-    of_keys = keyed_values.KeyPlaces(wanted)
-    first: dict[str, Any] = {}
-    names = [column] if column else _COLUMNS
+    facts: dict[str, Any] = {}
+    common: Mapping[str, Any] = {}  # what all files have to have
     with Progress('Reading values', sum(file.size for file in files), 'B') as progress:
         for file in files:
-            with hold(file) as path, KeyedFile(path, *names, name=file.path) as opened:
-                found = _describe(opened, column)
-                said = found
-                if not column:  # what parts of one sidecar have in common
-                    said = {x: y for x, y in opened.metadata.items() if x != schema.META_PART}
-                first = first or said
-                check_same_entries(first, said, file.path, f'in {files[0].path}')
-                facts.update(found)
+            with (
+                hold(file) as path,
+                KeyedFile(path, *([column] if column else _COLUMNS), name=file.path) as opened,
+            ):
+                facts = _describe_column(opened, column)
+                entries = facts
+                if not column:
+                    entries = {x: y for x, y in opened.metadata.items() if x != schema.META_PART}
+                common = common or entries
+                check_same_entries(common, entries, file.path, f'in {files[0].path}')
                 keys = opened.keys()
-                for rows, values in _values(opened, keys, found):
+                for rows, values in _read_rows(opened, keys, facts):
                     digest.update(values)
                     all_keys.append(keys[rows])
-                    places, is_wanted = of_keys.of(keys[rows])
-                    values = values[is_wanted]
-                    nbytes = values.itemsize * values.shape[1]
-                    buffers = [None, pa.py_buffer(values)]
-                    raw = pa.Array.from_buffers(pa.binary(nbytes), len(values), buffers)
-                    yield places[is_wanted], np.full(len(values), nbytes, np.int32), raw
+                    row_places, is_requested = places.find(keys[rows])
+                    _add_rows(writer, row_places[is_requested], values[is_requested])
                     progress.add(file.size * len(rows) // opened.num_rows)
     keys = np.concatenate(all_keys)
     name = files[0].path if len(files) == 1 else os.path.dirname(files[0].path)
     if not len(keys):
         raise ValueError(f"{name}: column '{column}' is null in every row.")
-    _, duplicates = keyed_values.order_by_key(keys)
-    keyed_values.check_unique_keys(len(duplicates), duplicates, name)
+    _, duplicate_keys = keyed_values.order_by_key(keys)
+    keyed_values.check_unique_keys(len(duplicate_keys), duplicate_keys, name)
+    # Keys come last in the digest, because they are known only after the last file.
     digest = hashlib.sha256(digest.digest())
     digest.update(keys)
-    facts['digest'] = digest.hexdigest()
+    writer.finish(facts | {'digest': digest.hexdigest()})
 
 
-def _values(
-    file: KeyedFile, keys: np.ndarray, found: dict[str, Any]
+def _add_rows(writer: KeyedValuesWriter, places: np.ndarray, values: np.ndarray) -> None:
+    """Adds rows of numbers, `(n, width)`, without a Python object for each."""
+    nbytes = values.itemsize * values.shape[1]
+    raw = pa.Array.from_buffers(pa.binary(nbytes), len(values), [None, pa.py_buffer(values)])
+    writer.add(places, np.full(len(values), nbytes, np.int32), raw)
+
+
+def _read_rows(
+    file: KeyedFile, keys: np.ndarray, facts: dict[str, Any]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields numbers of rows, int64 `(n,)`, and what they hold, `(n, width)`; without nulls."""
-    width, done = math.prod(found['shape']), 0
+    width, start = math.prod(facts['shape']), 0
     for values in file.values(row_bytes=_NUMBER_BYTES * width):
-        is_there = values.is_valid().to_numpy(zero_copy_only=False, writable=True)
+        has_value = values.is_valid().to_numpy(zero_copy_only=False, writable=True)
         values = values.drop_null()
         numbers = values.flatten() if pa.types.is_fixed_size_list(values.type) else values
-        if numbers.null_count:
+        if numbers.null_count:  # a list with a null counts as null
             whole = numbers.is_valid().to_numpy(zero_copy_only=False).reshape(-1, width).all(axis=1)
-            is_there[is_there] = whole
+            has_value[has_value] = whole
             numbers = numbers.filter(pa.array(np.repeat(whole, width)))
         matrix = numbers.to_numpy(zero_copy_only=False).reshape(-1, width)
-        rows = done + np.flatnonzero(is_there)
-        if 'header' in found:
-            if not is_there.all():
+        rows = start + np.flatnonzero(has_value)
+        if 'header' in facts:
+            if not has_value.all():
                 raise ValueError(
                     f"{file.name}: column '{file.column}' has nulls, expected a value in every row."
                 )
-            _check(matrix, keys[rows], Header(**found['header']), file.name)
+            _check_rows(matrix, keys[rows], Header(**facts['header']), file.name)
         yield rows, matrix
-        done += len(is_there)
+        start += len(has_value)
 
 
-def _check(values: np.ndarray, keys: np.ndarray, header: Header, name: str) -> None:
+def _check_rows(values: np.ndarray, keys: np.ndarray, header: Header, name: str) -> None:
     """Raises a ValueError for tokens out of the vocabulary, and for numbers that are not finite."""
     if header.vocabulary:
         bad = ((values < -1) | (values >= header.vocabulary)).any(axis=1)
@@ -282,11 +314,11 @@ def _check(values: np.ndarray, keys: np.ndarray, header: Header, name: str) -> N
         bad = ~np.isfinite(values).all(axis=1)
     if not bad.any():
         return
-    at = bad.argmax()
-    what = f'the embedding of key {keys[at]} is not finite. Embed it again.'
+    row = bad.argmax()
+    what = f'the embedding of key {keys[row]} is not finite. Embed it again.'
     if header.vocabulary:
         what = (
-            f'key {keys[at]} has tokens {values[at].tolist()}, expected ids from 0 to '
+            f'key {keys[row]} has tokens {values[row].tolist()}, expected ids from 0 to '
             f'{header.vocabulary - 1}, padded with -1. Make it again.'
         )
     raise ValueError(f'{name}: {what}')

@@ -21,7 +21,7 @@ from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.source import formats, keyed_values
+from coyo11m_tfds.source import formats, keyed_values, sidecar
 from coyo11m_tfds.source.latent_file import LABELS, LatentFile
 from coyo11m_tfds.source.pt_file import RowsDisagreeError
 from coyo11m_tfds.storage.stored_file import StoredFile
@@ -204,18 +204,18 @@ class TextTables:
         keys, labels = map(np.concatenate, zip(*self._labels, strict=True))
         firsts, _ = keyed_values.order_by_key(keys)
         keys, labels = keys[firsts], labels[firsts]
-        entries = {
-            schema.META_TEXT_ENCODER: schema.LABELS,
-            schema.META_TEXT_REVISION: '1',
-            schema.META_TEXT_MAX_TOKENS: '1',
-            schema.META_TEXT_VOCABULARY: str(int(labels.max(initial=0)) + 1),
-            schema.META_CAPTION_COLUMN: self._label_column,
-            schema.META_CAPTIONS_DIGEST: schema.LABELS,
-        }
-        tokens = pa.FixedSizeListArray.from_arrays(pa.array(labels.astype(np.int32)), 1)
-        table = pa.table({schema.PARQUET_KEY: keys, schema.TOKENS: tokens})
+        header = sidecar.Header(
+            dim=1,
+            encoder=schema.LABELS,
+            revision='1',
+            max_tokens=1,
+            caption_column=self._label_column,
+            captions_digest=schema.LABELS,
+            vocabulary=int(labels.max(initial=0)) + 1,
+        )
+        tokens = labels.astype(np.int32)[:, None]
         self.labels = os.path.join(self._folder, 'labels-of-files.parquet')
-        pq.write_table(table.replace_schema_metadata(entries), self.labels)
+        sidecar.write_sidecar(self.labels, keys, tokens, schema.TOKENS, header.to_metadata())
 
 
 class SourceLatents:

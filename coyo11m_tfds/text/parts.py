@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.source import keyed_parquet, sidecar
@@ -65,20 +63,19 @@ class Parts:
         self._tokens_only = tokens_only
         self.keys = captions.places[captions.sizes > 0]
         self.count = -(-len(self.keys) // part_captions)
-        self._metadata = {
-            schema.META_TEXT_ENCODER: encoder.name,
-            schema.META_TEXT_REVISION: encoder.revision,
-            schema.META_TEXT_MAX_TOKENS: str(encoder.max_tokens),
-            schema.META_CAPTION_COLUMN: caption_column,
-            schema.META_CAPTIONS_DIGEST: captions.facts['digest'],
-        }
-        if tokens_only:
-            self._metadata[schema.META_TEXT_VOCABULARY] = str(encoder.vocabulary)
-        else:
-            whole = cast(Encoder, encoder)
-            self._metadata[schema.META_TEXT_DIM] = str(whole.dim)
-            self._metadata[schema.META_TEXT_POOLING] = whole.pooling
-            self._metadata[schema.META_TEXT_DTYPE] = whole.dtype
+        header = sidecar.Header(
+            dim=encoder.max_tokens if tokens_only else cast(Encoder, encoder).dim,
+            encoder=encoder.name,
+            revision=encoder.revision,
+            max_tokens=encoder.max_tokens,
+            caption_column=caption_column,
+            captions_digest=captions.facts['digest'],
+            vocabulary=encoder.vocabulary if tokens_only else 0,
+        )
+        self._metadata = header.to_metadata()
+        if not tokens_only:
+            self._metadata[schema.META_TEXT_POOLING] = cast(Encoder, encoder).pooling
+            self._metadata[schema.META_TEXT_DTYPE] = cast(Encoder, encoder).dtype
 
     def keys_of(self, number: int) -> np.ndarray:
         """Returns the keys of a part, int64 `(n,)`, ascending."""
@@ -129,31 +126,34 @@ class Parts:
             0,
         )
         with concurrent.futures.ThreadPoolExecutor(1, 'tokenize') as thread:
-            coming = thread.submit(self._tokenize, numbers[0]) if numbers else None
-            for number, following in itertools.zip_longest(numbers, numbers[1:]):
-                assert coming
-                texts, tokens, places = coming.result()
-                if following is not None:
-                    coming = thread.submit(self._tokenize, following)
+            # The tokens of the next part are made while the model works on this one.
+            next_tokens = thread.submit(self._tokenize, numbers[0]) if numbers else None
+            for number, next_number in itertools.zip_longest(numbers, numbers[1:]):
+                assert next_tokens
+                texts, tokens, rows = next_tokens.result()
+                if next_number is not None:
+                    next_tokens = thread.submit(self._tokenize, next_number)
                 if self._tokens_only:
                     longest = max(longest, *map(len, tokens))
                     values = text_encoders.pad(tokens, self._encoder.max_tokens)
                     on_batch(len(values), sum(map(len, tokens)))
                 else:
                     values = self._encode(texts, tokens, on_batch)
-                on_batch(len(places) - len(values), 0)
-                self._write(path, number, values[places])
+                on_batch(len(rows) - len(values), 0)  # captions that repeat another
+                column = schema.TOKENS if self._tokens_only else schema.PART_EMBEDDING
+                keys, metadata = self.keys_of(number), self._metadata_of(number)
+                sidecar.write_sidecar(path, keys, values[rows], column, metadata)
                 name = sidecar.part_name(number, self.count)
                 folder.store(path, name, file_state.compute_state(path).crc32c)
         return longest
 
     def _tokenize(self, number: int) -> tuple[list[str], Sequence[Sequence[Any]], np.ndarray]:
-        """The texts of a part that differ; their tokens; which of them each caption is."""
-        place_of: dict[bytes, int] = {}
+        """Distinct texts of a part, their tokens, and the index of the text of each caption."""
+        index_of_text: dict[bytes, int] = {}
         captions = self._captions.read(self.keys_of(number))
-        places = [place_of.setdefault(text, len(place_of)) for text in captions]
-        texts = [text.decode() for text in place_of]
-        return texts, self._encoder.tokenize(texts), np.array(places, np.int64)
+        index = [index_of_text.setdefault(text, len(index_of_text)) for text in captions]
+        texts = [text.decode() for text in index_of_text]
+        return texts, self._encoder.tokenize(texts), np.array(index, np.int64)
 
     def _encode(
         self, texts: list[str], tokens: Sequence[Sequence[Any]], on_batch: OnBatch
@@ -168,30 +168,6 @@ class Parts:
                 'exceeds the range of float16; use another encoder or leave the caption out.'
             )
         return values
-
-    def _write(self, path: str, number: int, values: np.ndarray) -> None:
-        """Writes the file of a part."""
-        keys = self.keys_of(number)
-        kind = pa.list_(pa.from_numpy_dtype(values.dtype), values.shape[1])
-        column = schema.TOKENS if self._tokens_only else schema.PART_EMBEDDING
-        columns = pa.schema(
-            [
-                pa.field(schema.PARQUET_KEY, pa.int64(), nullable=False),
-                pa.field(column, kind, nullable=False),
-            ],
-            metadata=self._metadata_of(number),
-        )
-        lists = pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1])
-        table = pa.Table.from_arrays([pa.array(keys), lists], schema=columns)
-        with file_state.naming(path):
-            pq.write_table(
-                table,
-                path,
-                row_group_size=len(keys),
-                compression='zstd',
-                use_dictionary=False,  # of numbers that seldom repeat it only costs
-                write_page_checksum=True,
-            )
 
     def _metadata_of(self, number: int) -> dict[str, str]:
         """Everything that decides the contents of a part."""

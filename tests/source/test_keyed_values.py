@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import hypothesis
 import hypothesis.strategies as st
@@ -29,7 +29,7 @@ class Maker:
 
     def make(self, folder: str) -> None:
         self.times += 1
-        keyed_values.make(folder, rows(), {'digest': '12'})
+        write(folder, rows(), {'digest': '12'})
 
     def kept(self, origin: str = 'one') -> keyed_values.KeyedValues:
         return keyed_values.open_or_make(str(self.cache), origin, self.make)
@@ -43,7 +43,17 @@ def maker(tmp_path) -> Maker:
     return Maker(tmp_path / 'cache')
 
 
-def rows() -> Iterator[keyed_values.Batch]:
+Batch = tuple[np.ndarray, np.ndarray, pa.Array]
+
+
+def write(folder: str, batches: Iterable[Batch], facts: dict, **options) -> None:
+    writer = keyed_values.KeyedValuesWriter(folder, **options)
+    for batch in batches:
+        writer.add(*batch)
+    writer.finish(facts)
+
+
+def rows() -> Iterator[Batch]:
     for place, value in VALUES.items():
         size = len(value or b'')
         yield np.array([place]), np.array([size], np.int32), pa.array([value], pa.binary())
@@ -85,7 +95,7 @@ def test_any_values_are_sorted_in_any_number_of_runs(
         array = array.dictionary_encode() if order.random() < 0.5 else array
         batches.append((np.array(some, np.int64), sizes, array))
     folder = str(tmp_path_factory.mktemp('made') / 'joined')
-    keyed_values.make(folder, batches, {}, run_bytes=run_bytes)
+    write(folder, batches, {}, run_bytes=run_bytes)
     found, expected = keyed_values.KeyedValues(folder), sorted(values)
     assert found.places.tolist() == expected
     assert found.sizes.tolist() == [len(values[place] or b'') for place in expected]
@@ -95,7 +105,7 @@ def test_any_values_are_sorted_in_any_number_of_runs(
     assert sorted(os.listdir(folder)) == ['record.json', 'rows.parquet']
 
 
-def empty_batch() -> keyed_values.Batch:
+def empty_batch() -> Batch:
     return np.empty(0, np.int64), np.empty(0, np.int32), pa.array([], pa.binary())
 
 
@@ -190,7 +200,14 @@ def rows():
 
 if mode == 'full':
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-keyed_values.open_or_make(cache, 'one', lambda folder: keyed_values.make(folder, rows(), {}))
+
+def make(folder):
+    writer = keyed_values.KeyedValuesWriter(folder)
+    for batch in rows():
+        writer.add(*batch)
+    writer.finish({})
+
+keyed_values.open_or_make(cache, 'one', make)
 """
 
 

@@ -32,7 +32,7 @@ def test_embeddings_are_found_by_key(tmp_path):
     assert header.to_json() == sidecar.describe_values(str(path))['header']
     assert found.places.tolist() == list(range(29_000))
     for places in (np.arange(29_000), np.array([7]), np.array([], np.int64)):
-        read = sidecar.read(found, places)
+        read = found.read_array(places)
         assert (read.dtype, read.shape) == (np.float16, (len(places), 6))
         for row, key in zip(read, places.tolist(), strict=True):
             np.testing.assert_array_equal(row, wanted[key])
@@ -129,7 +129,7 @@ def test_parts_are_read_as_one_file_would_be(tmp_path):
     assert found[0].facts == found[1].facts
     for joined in found:
         assert joined.places.tolist() == [0, 1, 2]
-        np.testing.assert_array_equal(sidecar.read(joined, joined.places)[:, 0], [25, 3, 17])
+        np.testing.assert_array_equal(joined.read_array(joined.places)[:, 0], [25, 3, 17])
 
 
 @pytest.mark.parametrize(
