@@ -159,7 +159,7 @@ def _find_moved(
         raise ValueError(f'{source}: {name} is missing, but holds latents. Copy it there.')
     [file] = same
     tasks.check_within_reach(file, edit.stored.folder)
-    head = formats.fetch_head(file, edit.scratch, check_crc=False)
+    head = formats.format_of(file).fetch_head(file, edit.scratch, check_crc=False)
     moved = tasks.make_column_file(file, formats.open_file(file, head, _latents_from(edit)))
     if moved.digest != before.digest:
         raise columns.changed_file_error(

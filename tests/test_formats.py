@@ -395,7 +395,7 @@ def test_latents_that_nothing_tells_are_asked_for(tmp_path):
     def build(name: str, **fields) -> pathlib.Path:
         return built.build(tmp_path / 'source', '', tmp_path / name, **fields)
 
-    with pytest.raises(ValueError, match=r'00000\.mds: found latents in the columns .* choose it'):
+    with pytest.raises(ValueError, match=r'00000\.mds: has latents in the columns .* choose it'):
         build('a')
     with pytest.raises(ValueError, match=r'not say the dtype and shape of latents_512 \(8,192'):
         build('a', latents_from='latents_512')

@@ -142,8 +142,12 @@ class _LocalRun:
         with self._scratch.hold_all(files, on_bytes=self._check_not_stopped) as paths:
             # Before the first shard: a damaged file must not get into records.
             for file, path in zip(files, paths, strict=True):
-                formats.check_contents(
-                    file, path, check_crc=tasks[0].check_crc, on_bytes=self._check_not_stopped
+                formats.format_of(file).check_contents(
+                    path,
+                    file.path,
+                    check_crc=tasks[0].check_crc,
+                    recorded=file.recorded,
+                    on_bytes=self._check_not_stopped,
                 )
             yield dict(zip(files, paths, strict=True))
 

@@ -1,7 +1,7 @@
-"""One file of latents of any format, open for reading by row.
+"""One file of latents of any format: its check, its rows by number, and where the rows lie.
 
-Each format has a subclass, which finds these attributes without reading latents. Only the package
-`source` imports torch, for `.pt` files and to convert numbers here.
+Each format has a subclass, which opens a file without reading latents. Only the package `source`
+imports torch, for `.pt` files and to convert numbers here.
 """
 
 import functools
@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import os
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,12 @@ import torch
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.dataset.keyed_random import splitmix64
+from coyo11m_tfds.source import copied_files
+from coyo11m_tfds.storage import file_state
+from coyo11m_tfds.storage.stored_file import StoredFile
+
+# Names of whole numbers that are classes, each below the number of classes.
+LABELS = 'labels', 'label', 'class', 'cls'
 
 
 class RowLayout(NamedTuple):
@@ -29,14 +35,11 @@ class RowLayout(NamedTuple):
     numbers: np.ndarray | None = None  # of each row, int64 (N,); None if row i has number i
 
 
-# Names of whole numbers that are classes, each below the number of classes.
-LABELS = 'labels', 'label', 'class', 'cls'
-
-
 class LatentFile:
     """A validated local file; the `_open` of each format sets the attributes."""
 
     kind: str  # name of the format in errors
+    has_checksums = False  # whether the format has checksums of latents
     path: str  # name of the file in errors
     keys: np.ndarray  # of the rows, int64 (N,)
     dtype: str  # of the latents, one of `schema.LATENT_DTYPES`
@@ -52,22 +55,69 @@ class LatentFile:
         self,
         path: str | os.PathLike[str],
         name: str = '',
-        asked: schema.LatentsFrom = schema.ANY_LATENTS,
+        latents_from: schema.LatentsFrom = schema.ANY_LATENTS,
         label: str = '',
     ):
         """Opens a local file; missing keys are computed from `label`, its path within its source.
 
         Raises a ValueError if the file is truncated or in another format; or if its latents are
-        missing, of several kinds, or of another kind than `asked` by the config.
+        missing, of several kinds, or of another kind than the config's `latents_from`.
         """
         self.path, self._local_path = name or os.fspath(path), os.fspath(path)
-        self._asked, self._size = asked, os.path.getsize(path)
+        self._latents_from, self._size = latents_from, os.path.getsize(path)
         self._label = label or os.path.basename(path)
         self._raw: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
         self._open()
         if not hasattr(self, 'digest'):
             self.digest = columns.outline_digest(path)
+
+    @classmethod
+    def fetch_head(
+        cls, file: StoredFile, folder: str | os.PathLike[str], *, check_crc: bool = True
+    ) -> str:
+        """Returns a local file to open in place of a file; if possible, without the latents.
+
+        For MDS and tar files, whose samples lie one after the other, it is the whole file. A local
+        file is checked, and its own path returned. Nobody else may use `folder`. Raises a
+        ValueError if the file is damaged, and an OSError if it is gone, has changed, cannot be read
+        or arrives damaged at every attempt.
+        """
+        if not file.is_remote:
+            cls._check_head(file, check_crc)
+            return file.path
+        # Files of different folders may have the same name.
+        digest = hashlib.sha256(file.path.encode()).hexdigest()[:16]
+        head = os.path.join(folder, f'{digest}-{file.name}')
+        cls._make_head(file, head, check_crc)
+        return head
+
+    @classmethod
+    def check_contents(
+        cls,
+        path: str | os.PathLike[str],
+        name: str = '',
+        *,
+        check_crc: bool = True,
+        recorded: file_state.FileState | None = None,
+        on_bytes: Callable[[int], None] = file_state.ignore_bytes,
+    ) -> None:
+        """Compares a local file, called `name` in errors, with all checksums that there are.
+
+        These are the state that `mirror` has `recorded`, and the format's own unless `check_crc`
+        is False. `on_bytes` counts the bytes read. Raises a ValueError if one differs.
+        """
+        if recorded:
+            state = file_state.compute_state(path, on_bytes)
+            copied_files.check_recorded_state(state, recorded, name or os.fspath(path))
+
+    @classmethod
+    def _check_head(cls, file: StoredFile, check_crc: bool) -> None:
+        cls.check_contents(file.path, recorded=file.recorded, check_crc=check_crc)
+
+    @classmethod
+    def _make_head(cls, file: StoredFile, path: str, check_crc: bool) -> None:
+        file.fetch(path)
 
     def _open(self) -> None:
         raise NotImplementedError
@@ -114,10 +164,10 @@ class LatentFile:
     def _damaged(self, what: str) -> ValueError:
         return damaged_file_error(self.path, self.kind, what)
 
-    def _check_has(self, latents: str, there: Collection[str]) -> None:
-        if latents not in there:
+    def _check_has(self, latents: str, names: Collection[str]) -> None:
+        if latents not in names:
             raise ValueError(
-                f"{self.path}: lacks '{latents}'; it has {sorted(there)}. Set latents_from."
+                f"{self.path}: lacks '{latents}'; it has {sorted(names)}. Set latents_from."
             )
 
     def _find_labels(self, integers: Collection[str]) -> None:
@@ -125,13 +175,12 @@ class LatentFile:
 
     def _make_keys(self, count: int) -> None:
         """Makes keys for rows without keys, by hashing the file's name and the row."""
-        numbers = np.arange(count, dtype=np.uint64) + np.uint64(hashed(self._label))
+        numbers = np.arange(count, dtype=np.uint64) + np.uint64(name_hash(self._label))
         self.keys = (splitmix64(numbers) >> np.uint64(1)).astype(np.int64)
 
     def _set_kind(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
-        """Sets dtype and shape; raises a ValueError for impossible ones, or not as asked for."""
+        """Sets dtype and shape; raises a ValueError unless they are possible and as configured."""
         self.dtype, self.shape = dtype, (1, *shape) if len(shape) == 3 else shape
-        asked = self._asked
         if not schema.are_latents(self.dtype, self.shape):
             raise ValueError(
                 f'{self.path}: {name} has rows {self.shape} of {self.dtype}, expected (C, H, W) or '
@@ -139,10 +188,11 @@ class LatentFile:
                 f'{schema.MAX_LATENTS_NBYTES:,} bytes.'
             )
         shapes = (), self.shape, self.shape[1:] if self.shape[0] == 1 else self.shape
-        if asked.dtype not in ('', self.dtype) or asked.shape not in shapes:
+        expected = self._latents_from
+        if expected.dtype not in ('', self.dtype) or expected.shape not in shapes:
             raise ValueError(
                 f'{self.path}: {name} has rows {self.shape} of {self.dtype}, expected '
-                f'{asked.shape} of {asked.dtype} as latents_from says.'
+                f'{expected.shape} of {expected.dtype} as latents_from says.'
             )
 
     def row_numbers(self, rows: np.ndarray) -> np.ndarray:
@@ -164,34 +214,34 @@ class LatentFile:
         out = _bytes_of(raw)
         nbytes = out.shape[1] // len(starts)
         for piece, start in enumerate(starts):
-            of_piece = slice(piece * nbytes, (piece + 1) * nbytes)
-            at = start + self.row_numbers(rows) * stride
-            begins = np.flatnonzero(np.diff(at, prepend=-1 - nbytes) != nbytes).tolist()
+            offsets = start + self.row_numbers(rows) * stride
+            # Rows that lie one after the other are one request.
+            begins = np.flatnonzero(np.diff(offsets, prepend=-1 - nbytes) != nbytes).tolist()
             for begin, end in itertools.pairwise([*begins, len(rows)]):
                 if len(starts) == 1:
-                    self._read_into(memoryview(out[begin:end]).cast('B'), int(at[begin]))
+                    self._read_into(memoryview(out[begin:end]).cast('B'), int(offsets[begin]))
                     continue
-                some = np.empty((end - begin, nbytes), np.uint8)
-                self._read_into(memoryview(some).cast('B'), int(at[begin]))
-                out[begin:end, of_piece] = some
+                values = np.empty((end - begin, nbytes), np.uint8)
+                self._read_into(memoryview(values).cast('B'), int(offsets[begin]))
+                out[begin:end, piece * nbytes : (piece + 1) * nbytes] = values
 
-    def _read_bytes(self, at: int, nbytes: int) -> bytes:
-        found = bytearray(nbytes)
-        self._read_into(memoryview(found), at)
-        return bytes(found)
+    def _read_bytes(self, offset: int, nbytes: int) -> bytes:
+        data = bytearray(nbytes)
+        self._read_into(memoryview(data), offset)
+        return bytes(data)
 
-    def _read_into(self, part: memoryview, at: int) -> None:
+    def _read_into(self, buffer: memoryview, offset: int) -> None:
         # Not from the mapped file: the system may map 2 MB for each row that is touched, so that
         # the few records of a validation shard make a process as large as the file; and where the
         # disk cannot be read, touching ends the process and reading is an error.
-        while part:
-            count = os.preadv(self._file, [part], at)
+        while buffer:
+            count = os.preadv(self._file, [buffer], offset)
             if not count:
                 raise ValueError(
                     f'{self.path}: ends before its last row; it is truncated, or has become '
                     'shorter since it was opened. Copy or download it again.'
                 )
-            part, at = part[count:], at + count
+            buffer, offset = buffer[count:], offset + count
 
     @functools.cached_property
     def _file(self) -> int:
@@ -204,10 +254,19 @@ def _bytes_of(raw: torch.Tensor) -> np.ndarray:
     return raw.view(torch.uint8).flatten(1).numpy()
 
 
-def hashed(name: str) -> int:
-    """Returns the 64-bit BLAKE2b digest of a text."""
+def name_hash(name: str) -> int:
+    """Returns the 64-bit BLAKE2b digest of a name."""
     data = name.encode('utf-8', 'surrogateescape')
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), 'little')
+
+
+def write_sparse_file(path: str, size: int, contents: Iterable[tuple[int, bytes]]) -> None:
+    """Writes a file with holes around some contents, which come with their offsets."""
+    with open(path, 'wb') as file:
+        file.truncate(size)
+        for offset, data in contents:
+            file.seek(offset)
+            file.write(data)
 
 
 def damaged_file_error(name: str, kind: str, what: str) -> ValueError:

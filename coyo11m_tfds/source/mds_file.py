@@ -37,7 +37,7 @@ class MdsFile(LatentFile):
     kind = 'an uncompressed MDS shard'
 
     def _open(self) -> None:
-        size, asked = self._size, self._asked
+        size = self._size
         count = int.from_bytes(self._read_bytes(0, min(4, size)), 'little')
         start = 4 * (count + 2)
         if size < 4 or start > size:
@@ -50,17 +50,17 @@ class MdsFile(LatentFile):
             raise self._damaged('the offsets of its samples do not fit its size')
         self._encodings, fixed = self._describe(self._read_bytes(start, first - start))
         self._sizes, self._begins = self._lay_out(offsets[:-1], lengths, fixed)
-        chosen = asked.name or self._only_latents()
-        self._check_has(chosen, self._encodings)
-        sizes = self._sizes[chosen]
-        self._set_kind(chosen, *self._kind(chosen, int(sizes.max(initial=0)), asked))
+        latents = self._latents_from.name or self._only_latents()
+        self._check_has(latents, self._encodings)
+        sizes = self._sizes[latents]
+        self._set_kind(latents, *self._kind_of(latents, int(sizes.max(initial=0))))
         if (sizes != self.row_nbytes).any():
             row = int((sizes != self.row_nbytes).argmax())
             raise ValueError(
-                f'{self.path}: {chosen} of sample {row} has {sizes[row]:,} bytes, expected '
+                f'{self.path}: {latents} of sample {row} has {sizes[row]:,} bytes, expected '
                 f'{self.row_nbytes:,} of {self.dtype} {self.shape}. Set latents_from.'
             )
-        self.layout = RowLayout((0,), 1, self._begins[chosen])
+        self.layout = RowLayout((0,), 1, self._begins[latents])
         self.texts = tuple(x for x, encoding in self._encodings.items() if encoding == 'str')
         of_integers = [x for x, encoding in self._encodings.items() if encoding in _INTEGERS]
         self._find_labels(of_integers)
@@ -92,9 +92,9 @@ class MdsFile(LatentFile):
     def _describe(self, text: bytes) -> tuple[dict[str, str], list[int | None]]:
         """Encoding of each column by name, and the sizes of those that have a fixed one."""
         try:
-            found: dict[str, Any] = json.loads(text)
-            names, kinds = found['column_names'], found['column_encodings']
-            fixed = found['column_sizes']
+            fields: dict[str, Any] = json.loads(text)
+            names, kinds = fields['column_names'], fields['column_encodings']
+            fixed = fields['column_sizes']
             encodings = dict(zip(names, kinds, strict=True))
             fits = len(encodings) == len(fixed) == len(names)
             are_sizes = all(n is None or (type(n) is int and 0 <= n < 2**32) for n in fixed)
@@ -128,24 +128,22 @@ class MdsFile(LatentFile):
         return sizes, begins
 
     def _only_latents(self) -> str:
-        found = [
+        names = [
             name
             for name, kind in self._encodings.items()
             if 'latent' in name
             and not re.search('caption|text', name)
             and (kind == 'bytes' or kind.startswith('ndarray'))
         ]
-        if len(found) != 1:
+        if len(names) != 1:
             raise ValueError(
-                f'{self.path}: found latents in the columns {found} of {sorted(self._encodings)}, '
+                f'{self.path}: has latents in the columns {names} of {sorted(self._encodings)}, '
                 "expected one; choose it with latents_from, e.g. 'latents_256'."
             )
-        return found[0]
+        return names[0]
 
-    def _kind(
-        self, name: str, nbytes: int, asked: schema.LatentsFrom
-    ) -> tuple[str, tuple[int, ...]]:
-        """Dtype and shape of the latents: as their encoding says, as asked for, or as is usual."""
+    def _kind_of(self, name: str, nbytes: int) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape of the latents: as encoded, as in the config, or as is usual."""
         encoding, *described = self._encodings[name].split(':')
         if encoding == 'ndarray' and len(described) == 2:
             with_shape = re.fullmatch(r'[\d,]+', described[1])
@@ -155,8 +153,8 @@ class MdsFile(LatentFile):
                 f'{self.path}: {name} is {self._encodings[name]}, expected bytes, or ndarray with '
                 "dtype and shape. Write the shards again, e.g. as 'ndarray:float16:4,32,32'."
             )
-        if asked.shape:
-            return asked.dtype, asked.shape
+        if self._latents_from.shape:
+            return self._latents_from.dtype, self._latents_from.shape
         pixels = re.search(r'_(\d{2,5})$', name)
         edge = int(pixels[1]) // _PIXELS_A_LATENT if pixels else 0
         channels, rest = divmod(nbytes, 2 * edge**2) if edge else (0, 0)

@@ -14,7 +14,13 @@ import pyarrow as pa
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import columns
-from coyo11m_tfds.source.latent_file import LABELS, LatentFile, RowLayout, damaged_file_error
+from coyo11m_tfds.source.latent_file import (
+    LABELS,
+    LatentFile,
+    RowLayout,
+    damaged_file_error,
+    write_sparse_file,
+)
 from coyo11m_tfds.storage import retry
 from coyo11m_tfds.storage.stored_file import StoredFile
 
@@ -36,21 +42,46 @@ class SafetensorsFile(LatentFile):
 
     kind = 'a safetensors file'
 
+    @classmethod
+    def _make_head(cls, file: StoredFile, path: str, check_crc: bool) -> None:
+        """Writes a sparse copy of a remote file with its header, keys and labels."""
+
+        def read(begin: int, nbytes: int) -> bytes:
+            # Twice, because the format has no checksums.
+            data, again = (file.read_range(begin, nbytes) for _ in range(2))
+            if data != again:
+                raise retry.Corrupted(
+                    f'{file.path}: {nbytes} bytes at {begin} differ when read twice'
+                )
+            return data
+
+        def attempt() -> None:
+            tensors = _parse_tensors(read, file.size, file.path)
+            header = min((tensor.begin for tensor in tensors.values()), default=file.size)
+            ends = min(columns.OUTLINE_ENDS, file.size)  # both are part of the digest
+            ranges = [(0, max(header, ends)), (file.size - ends, file.size)]
+            small = (x for n, x in tensors.items() if n in (*LABELS, schema.PT_KEYS))
+            ranges += [(tensor.begin, tensor.end) for tensor in small]
+            contents = ((begin, read(begin, end - begin)) for begin, end in ranges)
+            write_sparse_file(path, file.size, contents)
+
+        retry.call(attempt, f'reading the head of {file.path}')
+
     def _open(self) -> None:
-        self._tensors = _parse(self._read_bytes, self._size, self.path)
-        wanted = self._asked.name or schema.PT_LATENTS
-        views = [x for x in (wanted, wanted + _FLIP) if x in self._tensors]
-        self._check_has(wanted, self._tensors)
-        first = self._tensors[wanted]
+        self._tensors = _parse_tensors(self._read_bytes, self._size, self.path)
+        name = self._latents_from.name or schema.PT_LATENTS
+        views = [x for x in (name, name + _FLIP) if x in self._tensors]
+        self._check_has(name, self._tensors)
+        first = self._tensors[name]
         views = views if len(first.shape) == 4 else views[:1]
         count, *shape = first.shape or (0,)
-        whole = (len(views), *shape) if len(shape) == 3 else tuple(shape)
-        self._set_kind(wanted, _FLOATS.get(first.kind, first.kind), whole)
+        row_shape = (len(views), *shape) if len(shape) == 3 else tuple(shape)
+        self._set_kind(name, _FLOATS.get(first.kind, first.kind), row_shape)
         for view in views:
             if self._tensors[view][:2] != first[:2]:
                 raise ValueError(
                     f'{self.path}: {view} is {self._tensors[view][:2]}, expected {first[:2]} as '
-                    f'{wanted} is.'
+                    f'{name} is.'
                 )
         starts = tuple(self._tensors[view].begin for view in views)
         self.layout = RowLayout(starts, self.row_nbytes // len(views))
@@ -75,35 +106,7 @@ class SafetensorsFile(LatentFile):
         return values.astype(np.int64)
 
 
-def fetch_head(file: StoredFile, path: str) -> None:
-    """Makes a sparse copy of a remote file that holds its header, keys and labels.
-
-    The copy has the size of the file. Each byte is fetched twice, because the format has no
-    checksums. `formats.fetch_head` has the errors.
-    """
-
-    def read(begin: int, nbytes: int) -> bytes:
-        found, again = (file.read_range(begin, nbytes) for _ in range(2))
-        if found != again:
-            raise retry.Corrupted(f'{file.path}: {nbytes} bytes at {begin} differ when read twice')
-        return found
-
-    def attempt() -> None:
-        tensors = _parse(read, file.size, file.path)
-        header = min((tensor.begin for tensor in tensors.values()), default=file.size)
-        ends = min(columns.OUTLINE_ENDS, file.size)
-        ranges = [(0, max(header, ends)), (file.size - ends, file.size)]
-        small = (x for n, x in tensors.items() if n in (*LABELS, schema.PT_KEYS))
-        with open(path, 'wb') as stream:
-            stream.truncate(file.size)
-            for begin, end in [*ranges, *((x.begin, x.end) for x in small)]:
-                stream.seek(begin)
-                stream.write(read(begin, end - begin))
-
-    retry.call(attempt, f'reading the head of {file.path}')
-
-
-def _parse(read: Callable[[int, int], bytes], size: int, name: str) -> dict[str, _Tensor]:
+def _parse_tensors(read: Callable[[int, int], bytes], size: int, name: str) -> dict[str, _Tensor]:
     """The tensors by name, from what `read(begin, nbytes)` gives of the file."""
     length = int.from_bytes(read(0, min(8, size)), 'little')
     if size < 8 or not 2 <= length <= min(_MAX_HEADER, size - 8):
@@ -126,9 +129,11 @@ def _parse(read: Callable[[int, int], bytes], size: int, name: str) -> dict[str,
             name, SafetensorsFile.kind, f'its header cannot be read ({error})'
         ) from None
     for tensor, (kind, shape, begin, end) in tensors.items():
-        of_floats = schema.LATENT_DTYPES.get(_FLOATS.get(kind, ''))
-        number = of_floats or (_INTEGERS[kind].itemsize if kind in _INTEGERS else None)
-        needed = end - begin if number is None else number * math.prod(shape)
+        itemsize = schema.LATENT_DTYPES.get(_FLOATS.get(kind, ''))
+        if kind in _INTEGERS:
+            itemsize = _INTEGERS[kind].itemsize
+        # Of a kind that is not read, any size will do.
+        needed = itemsize * math.prod(shape) if itemsize else end - begin
         if needed != end - begin or end > size:
             has = f'has bytes {begin:,} to {end:,} of {size:,}'
             what = f'{tensor} of {kind} {shape} takes {needed:,} bytes, but {has}'
@@ -137,7 +142,6 @@ def _parse(read: Callable[[int, int], bytes], size: int, name: str) -> dict[str,
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    if len(fields := dict(pairs)) < len(pairs):
         raise ValueError('a name occurs twice')
-    return found
+    return fields

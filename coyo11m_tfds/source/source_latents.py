@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +28,7 @@ from coyo11m_tfds.storage.stored_file import StoredFile
 # A head takes a few requests, and waiting for their answers is most of the time.
 _HEADS_AT_ONCE = 8
 _USUAL_CAPTIONS = 'caption', schema.PT_CAPTIONS, 'text', 'prompt', 'txt'
-_MOST_LABELS = 1 << 24
+_MAX_LABELS = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +41,12 @@ class Head:
     embedding_dim: int | None
     digest: str
     disagreement: RowsDisagreeError | None = None
-    captions: tuple[str, pa.Array] | None = None  # with their column, if they were asked for
-    labels: tuple[str, np.ndarray] | None = None  # classes, int64 (n,), if they were asked for
+    captions: tuple[str, pa.Array] | None = None  # with their column, if they are requested
+    labels: tuple[str, np.ndarray] | None = None  # classes, int64 (n,), if they are requested
 
 
 class NoCaptionsError(ValueError):
-    """The source has no Parquet file, and a file lacks captions of the column that is asked for.
+    """The source has no Parquet file, and a file lacks the requested captions.
 
     By default, captions under other usual names, or labels, serve too.
     """
@@ -65,13 +64,21 @@ class SourceOptions:
     check_crc: bool = True  # whether to compare the small members of `.pt` files
 
 
-def _read_head(file: StoredFile, head_dir: str | os.PathLike[str], asked: SourceOptions) -> Head:
+def _read_head(file: StoredFile, head_dir: str | os.PathLike[str], options: SourceOptions) -> Head:
     try:
-        with _opened(file, head_dir, asked) as shard:
-            found = Head(shard.keys, shard.dtype, shard.shape, shard.embedding_dim, shard.digest)
-            return dataclasses.replace(found, **_texts(shard, asked))
+        with _opened(file, head_dir, options) as shard:
+            captions, labels = _read_texts(shard, options)
+            return Head(
+                keys=shard.keys,
+                dtype=shard.dtype,
+                shape=shard.shape,
+                embedding_dim=shard.embedding_dim,
+                digest=shard.digest,
+                captions=captions,
+                labels=labels,
+            )
     except RowsDisagreeError as error:
-        if not asked.drop_bad:
+        if not options.drop_bad:
             raise
         return Head(np.empty(0, np.int64), '', (), None, error.digest, error)
 
@@ -113,46 +120,46 @@ def write_numbers(
 
 @contextlib.contextmanager
 def _opened(
-    file: StoredFile, head_dir: str | os.PathLike[str], asked: SourceOptions
+    file: StoredFile, head_dir: str | os.PathLike[str], options: SourceOptions
 ) -> Iterator[LatentFile]:
-    path = formats.fetch_head(file, head_dir, check_crc=asked.check_crc)
+    path = formats.format_of(file).fetch_head(file, head_dir, check_crc=options.check_crc)
     try:
         # Not kept open: all files together are 300 GB of mapped memory.
-        yield formats.open_file(file, path, asked.latents)
+        yield formats.open_file(file, path, options.latents)
     finally:
         if file.is_remote:
             os.remove(path)
 
 
-def _texts(file: LatentFile, asked: SourceOptions) -> dict[str, Any]:
+def _read_texts(
+    file: LatentFile, options: SourceOptions
+) -> tuple[tuple[str, pa.Array] | None, tuple[str, np.ndarray] | None]:
     """The captions and the labels of a file, as of `Head`."""
-    found: dict[str, Any] = {}
     column = ''
-    if asked.captions is not None:
-        usual = _USUAL_CAPTIONS if asked.captions == schema.DEFAULT_CAPTION_COLUMN else ()
-        column = next((x for x in (asked.captions, *usual) if x in file.texts), '')
+    if options.captions is not None:
+        usual = _USUAL_CAPTIONS if options.captions == schema.DEFAULT_CAPTION_COLUMN else ()
+        column = next((x for x in (options.captions, *usual) if x in file.texts), '')
         if not column and not (usual and file.label_column):
             raise NoCaptionsError(
-                f"{file.path}: has no captions '{asked.captions}'; its texts are "
+                f"{file.path}: has no captions '{options.captions}'; its texts are "
                 f'{list(file.texts)}. Set caption_column.'
             )
-    if asked.labels and not file.label_column:
+    if options.labels and not file.label_column:
         raise ValueError(f'{file.path}: has no labels; expected one of {", ".join(LABELS)}.')
-    if asked.labels or (asked.captions is not None and not column):
-        labels = file.column(file.label_column)
-        bounds = pc.min_max(labels).as_py() if len(labels) else {'min': 0, 'max': 0}
-        if labels.null_count or bounds['min'] < 0 or bounds['max'] >= _MOST_LABELS:
-            raise ValueError(
-                f'{file.path}: {file.label_column} are from {bounds["min"]} to {bounds["max"]}, '
-                f'{labels.null_count} missing; expected 0 to {_MOST_LABELS - 1}.'
-            )
-        found['labels'] = file.label_column, labels.cast(pa.int64()).to_numpy()
-        found['captions'] = file.label_column, labels.cast(pa.large_string())
-    if asked.captions is None:
-        found['captions'] = None
-    elif column:
-        found['captions'] = column, file.column(column)
-    return found
+    captions = (column, file.column(column)) if column else None
+    if not options.labels and (options.captions is None or column):
+        return captions, None
+    labels = file.column(file.label_column)
+    bounds = pc.min_max(labels).as_py() if len(labels) else {'min': 0, 'max': 0}
+    if labels.null_count or bounds['min'] < 0 or bounds['max'] >= _MAX_LABELS:
+        raise ValueError(
+            f'{file.path}: {file.label_column} are from {bounds["min"]} to {bounds["max"]}, '
+            f'{labels.null_count} missing; expected 0 to {_MAX_LABELS - 1}.'
+        )
+    # Without captions, the labels take their place as text.
+    if options.captions is not None and not column:
+        captions = file.label_column, labels.cast(pa.large_string())
+    return captions, (file.label_column, labels.cast(pa.int64()).to_numpy())
 
 
 class TextTables:
@@ -244,18 +251,18 @@ class SourceLatents:
         self.keys = np.concatenate([head.keys for head in heads])
         self.starts = np.cumsum([0, *(len(head.keys) for head in heads)])
         self.digests = tuple(head.digest for head in heads)
-        pairs = zip(files, self.digests, strict=True)
+        # A digest without checksums would not change with every change of the latents.
         self.versions = tuple(
             digest if check_crc and file.path.endswith('.pt') else f'{digest} {file.version}'
-            for file, digest in pairs
+            for file, digest in zip(files, self.digests, strict=True)
         )
         self.duplicate = np.ones(len(self.keys), bool)
         self.duplicate[keyed_values.order_by_key(self.keys)[0]] = False
-        found = list(zip(files, heads, strict=True))
-        bad = [(file.path, head.disagreement) for file, head in found if head.disagreement]
+        pairs = list(zip(files, heads, strict=True))
+        bad = [(file.path, head.disagreement) for file, head in pairs if head.disagreement]
         self.disagreeing_files = tuple(path for path, _ in bad)
         self.disagreeing = np.concatenate([np.empty(0, np.int64), *(e.keys for _, e in bad)])
-        good = [(file.path, head) for file, head in found if not head.disagreement]
+        good = [(file.path, head) for file, head in pairs if not head.disagreement]
         self.dtype, self.shape = good[0][1].dtype, good[0][1].shape
         for path, head in good:
             if (head.dtype, head.shape) != (self.dtype, self.shape):
@@ -270,7 +277,7 @@ class SourceLatents:
         cls,
         files: Sequence[StoredFile],
         head_dir: str | os.PathLike[str],
-        asked: SourceOptions,
+        options: SourceOptions,
     ) -> 'SourceLatents':
         """Opens and checks every file.
 
@@ -279,7 +286,7 @@ class SourceLatents:
         files disagree, or all are empty; or if `drop_bad` is False and a key is repeated.
         """
         heads, texts = [], TextTables(head_dir)
-        read_one = functools.partial(_read_head, head_dir=head_dir, asked=asked)
+        read_one = functools.partial(_read_head, head_dir=head_dir, options=options)
         with (
             Progress('Checking the source', len(files), 'files') as progress,
             concurrent.futures.ThreadPoolExecutor(_HEADS_AT_ONCE) as threads,
@@ -294,10 +301,10 @@ class SourceLatents:
             raise bad[0]
         for error in bad:
             logging.warning('left out: %s', error)
-        latents = cls(files, heads, asked.check_crc, texts)
+        latents = cls(files, heads, options.check_crc, texts)
         if not len(latents.keys):
             raise ValueError(f'{files[0].path}: has no rows, nor has another file of this source.')
-        if not asked.drop_bad:
+        if not options.drop_bad:
             latents._check_unique()
         return latents
 

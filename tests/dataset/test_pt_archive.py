@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from coyo11m_tfds.dataset import pt_archive
-from coyo11m_tfds.source import pt_check
+from coyo11m_tfds.source import pt_file
 from coyo11m_tfds.source.pt_file import PtFile
 from coyo11m_tfds.storage import file_state
 from coyo11m_tfds.storage.file_state import FileState
@@ -33,7 +33,7 @@ def path(tmp_path) -> pathlib.Path:
 
 def contents(path: pathlib.Path) -> tuple:
     """All that a build takes from a file, after the checks that it makes."""
-    pt_check.check_contents(path)
+    PtFile.check_contents(path)
     shard = PtFile(path)
     rows = range(len(shard.keys))
     raw, _ = shard.latents(rows)
@@ -116,8 +116,8 @@ def test_a_part_that_was_not_copied_yet_is_told(path):
     data = path.read_bytes()
     path.write_bytes(patched(data, 40_000, bytes(20_000)))
     with pytest.raises(ValueError, match=r'data/1. has CRC-32 \w{8}, but \w{8} is recorded: it is'):
-        pt_check.check_contents(path)
-    pt_check.check_contents(path, check_crc=False)
+        PtFile.check_contents(path)
+    PtFile.check_contents(path, check_crc=False)
 
 
 def test_damaged_keys_are_told_without_reading_the_rest(tmp_path):
@@ -126,9 +126,9 @@ def test_damaged_keys_are_told_without_reading_the_rest(tmp_path):
     at = data.index(struct.pack('<q', 450))
     (tmp_path / NAME).write_bytes(patched(data, at, b'\0'))
     with pytest.raises(ValueError, match=r"name: '000000-000009/data/0' has CRC-32"):
-        pt_check.check_small(tmp_path / NAME, 'name')
+        pt_file.check_small_members(tmp_path / NAME, 'name')
     (tmp_path / NAME).write_bytes(patched(data, len(data) // 2, bytes(9999)))
-    pt_check.check_small(tmp_path / NAME)
+    pt_file.check_small_members(tmp_path / NAME)
 
 
 def test_any_damaged_byte_of_the_directory_is_told_or_does_no_harm(path):
@@ -176,7 +176,7 @@ def rewritten(path: pathlib.Path, method: int = zipfile.ZIP_STORED, **members: b
 )
 def test_other_archives_are_refused(path, make, message):
     path.write_bytes(make(path))
-    for check in (pt_check.check_contents, pt_check.check_small, PtFile):
+    for check in (PtFile.check_contents, pt_file.check_small_members, PtFile):
         with pytest.raises(ValueError, match=rf'^{path}: .*{message}'):
             check(path)
 
@@ -195,7 +195,7 @@ def test_a_header_that_contradicts_the_directory_is_refused(path):
         begin = pt_archive.open_archive(path).members[4].begin
         path.write_bytes(patched(data, begin + offset, replacement))
         with pytest.raises(ValueError, match=r'data/0.* contradicts the directory'):
-            pt_check.check_contents(path)
+            PtFile.check_contents(path)
         path.write_bytes(data)
 
 
@@ -206,23 +206,23 @@ def test_a_file_saved_without_checksums_needs_to_be_told(tmp_path):
     finally:
         torch.serialization.set_crc32_options(True)
     with pytest.raises(ValueError, match=r'set_crc32_options\(False\), set check_crc to false in'):
-        pt_check.check_contents(tmp_path / NAME)
-    pt_check.check_contents(tmp_path / NAME, check_crc=False)
+        PtFile.check_contents(tmp_path / NAME)
+    PtFile.check_contents(tmp_path / NAME, check_crc=False)
 
 
 @pytest.mark.parametrize('check_crc', [True, False])
 def test_a_copy_must_be_what_was_recorded(path, check_crc):
     recorded = file_state.compute_state(path)
-    pt_check.check_contents(path, check_crc=check_crc, recorded=recorded)
+    PtFile.check_contents(path, check_crc=check_crc, recorded=recorded)
     data = path.read_bytes()
     header = data.index(b'ZZZZ')  # padding, of which no CRC-32 tells
     path.write_bytes(patched(data, header, b'Y'))
     with pytest.raises(
         ValueError, match=rf'{NAME}: has .* but when it was mirrored it had {len(data):,}'
     ):
-        pt_check.check_contents(path, check_crc=check_crc, recorded=recorded)
+        PtFile.check_contents(path, check_crc=check_crc, recorded=recorded)
     with pytest.raises(ValueError, match='mirrored'):
-        pt_check.check_contents(path, check_crc=check_crc, recorded=FileState(5, 7))
+        PtFile.check_contents(path, check_crc=check_crc, recorded=FileState(5, 7))
 
 
 BOMBS = {

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from coyo11m_tfds import schema, storage
-from coyo11m_tfds.source import pt_check
 from coyo11m_tfds.source.pt_file import PtFile
 from coyo11m_tfds.storage import retry
 from coyo11m_tfds.storage.stored_file import StoredFile
@@ -73,7 +72,7 @@ def assert_alike(head: str, whole: pathlib.Path) -> None:
 
 
 def test_a_head_says_what_the_whole_file_says(bucket, folder, whole):
-    head = pt_check.fetch_head(upload(bucket, whole.read_bytes()), folder)
+    head = PtFile.fetch_head(upload(bucket, whole.read_bytes()), folder)
     assert_alike(head, whole)
     assert received(bucket) < 300_000
     assert used(head) < 300_000
@@ -84,12 +83,12 @@ def test_a_head_says_what_the_whole_file_says(bucket, folder, whole):
 def test_a_head_from_the_hub(hub, folder, whole):
     hub.commit({f'{schema.LATENTS_FOLDER}/{NAME}': whole})
     file = storage.describe_file(f'hf://datasets/owner/name/{schema.LATENTS_FOLDER}/{NAME}')
-    assert_alike(pt_check.fetch_head(file, folder), whole)
+    assert_alike(PtFile.fetch_head(file, folder), whole)
     assert received(hub) < 300_000
 
 
 def test_a_local_file_is_its_own_head(folder, whole):
-    assert pt_check.fetch_head(storage.describe_file(whole), folder) == str(whole)
+    assert PtFile.fetch_head(storage.describe_file(whole), folder) == str(whole)
     assert os.listdir(folder) == []
 
 
@@ -98,7 +97,7 @@ def test_files_of_a_few_rows(bucket, folder, tmp_path, rows, width):
     """Large embeddings are no part of the head."""
     embeddings = {'embeddings': torch.rand(rows, width)}
     made_sources.write_pt(tmp_path / NAME, range(rows), 'bfloat16', embeddings)
-    head = pt_check.fetch_head(upload(bucket, (tmp_path / NAME).read_bytes()), folder)
+    head = PtFile.fetch_head(upload(bucket, (tmp_path / NAME).read_bytes()), folder)
     assert_alike(head, tmp_path / NAME)
     assert received(bucket) < 1_200_000
 
@@ -154,7 +153,7 @@ def test_a_file_beyond_4_gb(folder, tmp_path, local_reads):
     path = tmp_path / NAME
     keys = write_large_pt(path, 180_000)
     assert path.stat().st_size > 2**32
-    head = pt_check.fetch_head(as_remote(path), folder)
+    head = PtFile.fetch_head(as_remote(path), folder)
     np.testing.assert_array_equal(PtFile(head).keys, keys)
     assert_alike(head, path)
     assert sum(local_reads) < 1_700_000  # keys have 1.44 MB
@@ -166,13 +165,13 @@ def test_a_file_beyond_4_gb(folder, tmp_path, local_reads):
 def test_a_flipped_byte_of_the_directory_is_noticed(bucket, folder, whole, before_end, number):
     """Also in the checksum of the latents, which nothing else would contradict."""
     file = upload(bucket, whole.read_bytes())
-    pt_check.fetch_head(file, folder)
+    PtFile.fetch_head(file, folder)
     first, last = [r.range for r in bucket.requests if r.action == 'read'][number]
     assert last == file.size - 1
     bucket.inject(Fault('slow', count=number, action='read', seconds=0))
     bucket.inject(Fault('flip', action='read', after_bytes=file.size - first - before_end))
     (again := folder / 'again').mkdir()
-    assert_alike(pt_check.fetch_head(file, again), whole)
+    assert_alike(PtFile.fetch_head(file, again), whole)
 
 
 @pytest.mark.parametrize('after_bytes', [1000, 20_000])
@@ -180,7 +179,7 @@ def test_a_flipped_byte_of_the_entries_does_no_harm(bucket, folder, whole, after
     file = upload(bucket, whole.read_bytes())
     bucket.inject(Fault('slow', count=2, action='read', seconds=0))
     bucket.inject(Fault('flip', action='read', after_bytes=after_bytes))
-    head = pt_check.fetch_head(file, folder)
+    head = PtFile.fetch_head(file, folder)
     assert_alike(head, whole)
 
 
@@ -189,7 +188,7 @@ def test_a_file_that_is_damaged_where_it_lies(bucket, folder, whole):
     damaged[damaged.index(struct.pack('<q', 450))] ^= 1  # a key
     file = upload(bucket, bytes(damaged))
     with pytest.raises(OSError, match=rf'{file.path}: .*8 attempts.*data/0. has CRC-32'):
-        pt_check.fetch_head(file, folder)
+        PtFile.fetch_head(file, folder)
 
 
 def patch(data: bytes, changes: dict[int, bytes]) -> bytes:
@@ -259,7 +258,7 @@ def test_a_bad_file_is_refused_for_little(folder, tmp_path, whole, local_reads, 
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match=message) as error:
-            pt_check.fetch_head(as_remote(path), folder)
+            PtFile.fetch_head(as_remote(path), folder)
         assert tracemalloc.get_traced_memory()[1] < 5_000_000
     finally:
         tracemalloc.stop()
@@ -288,7 +287,7 @@ def test_any_damage_of_the_directory_ends_in_one_of_two_errors(
     local_reads.clear()
     tracemalloc.start()
     try:
-        pt_check.fetch_head(as_remote(path), folder)
+        PtFile.fetch_head(as_remote(path), folder)
     except (ValueError, retry.GivenUp) as error:
         assert str(path) in str(error)
     finally:

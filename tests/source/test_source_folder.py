@@ -249,7 +249,6 @@ def test_places_that_are_not_known(path):
 def test_importing_brings_no_library_of_a_storage():
     heavy = ('torch', 'tensorflow', 'gcsfs', 'huggingface_hub', 'fsspec', 'aiohttp', 'requests')
     code = f"""
-        from coyo11m_tfds.source import pt_check
         from coyo11m_tfds.source import source_folder
         from coyo11m_tfds.storage import disk, locks, retry, scratch
         print([name for name in {heavy} if name in sys.modules])
