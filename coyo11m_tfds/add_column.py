@@ -93,7 +93,7 @@ def add(
                 latent_files, column, edit.scratch, _latents_from(edit)
             )
         files = sidecar.find_sidecar(numbers or place)
-        if not files[0].is_remote:  # before the shards are read for their keys
+        if files[0].local_path:  # before the shards are read for their keys
             sidecar.describe_values(files[0].path, column)
         keys = np.concatenate([np.empty(0, np.int64), *_keys(edit.stored)])
         folder = os.path.join(edit.scratch, 'joined')

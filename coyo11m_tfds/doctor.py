@@ -107,7 +107,7 @@ def findings(
             yield describe(source, dry)
         except (ValueError, OSError, ModuleNotFoundError) as error:
             yield Finding('source', FAIL, ending.describe(error))
-    if data_dir and not storage.is_remote(data_dir):
+    if data_dir and storage.local_path(data_dir):
         room['data_dir'] = data_dir, dry.num_bytes
     if source:
         folder = scratch.choose_folder(schema.NAME, data_dir, settings.scratch_dir)
@@ -158,7 +158,7 @@ def check_disks(
 def check_place(name: str, url: str, writes: bool = False) -> Finding:
     """Asks a storage for a listing and, with `writes`, to store a byte; a local folder passes."""
     label = f'credentials of {name}'
-    if not storage.is_remote(url):
+    if storage.local_path(url):
         return Finding(label, PASS, f'{url} is local and needs none')
     try:
         folder = storage.open_folder(url)
@@ -199,7 +199,7 @@ def dry_run(place: str, settings: BuildSettings) -> DryRun:
 
     source = source_folder.find_source(place)
     files, captions = source.latent_files, source.captions_file
-    file_bytes, is_remote = sum(file.size for file in files), files[0].is_remote
+    file_bytes, is_remote = sum(file.size for file in files), not files[0].local_path
     sizes = sorted(file.size for file in source.by_name.values())
     store_bytes = captions.size if captions else 0
     if captions:

@@ -117,7 +117,7 @@ def embed(
     out = os.fspath(out).rstrip('/')
     source = os.fspath(source_dir).rstrip('/')
     file = _find_parquet(source)
-    if file and not file.is_remote:
+    if file and file.local_path:
         KeyedFile(file.path, caption_column).close()  # it has the column
     parts.check_out(out, share)
     if part_captions < 1:

@@ -144,7 +144,7 @@ def make_sample(
     import torch  # Slow to import, and only needed to write.
 
     folder = pathlib.Path(out_dir) / schema.LATENTS_FOLDER
-    is_local = os.fspath(out_dir) and not storage.is_remote(out_dir)
+    is_local = bool(storage.local_path(out_dir))
     is_new = not folder.exists() or not any(folder.iterdir())
     count = f'{num_samples} samples in {num_files} files'
     for is_right, what, expected in (

@@ -66,7 +66,7 @@ def verify(data_dir: str | os.PathLike[str], *, fast: bool = False) -> VerifyRes
         OSError: The storage is out of reach.
     """
     folder = os.fspath(data_dir).rstrip('/')
-    if not folder or ('://' in folder and not folder.startswith('gs://')):
+    if not folder or not storage.class_of(folder).can_write:
         raise ValueError(f'{folder!r}: expected a local path or gs://bucket/folder of a data set.')
     listing = storage.list_folder(folder)
     build = _identify_build(folder, listing)
@@ -162,7 +162,7 @@ class _Verification:
 
     def _describe_unreadable(self, name: str, error: OSError) -> str:
         """Returns the fault of a local file; raises the error of a storage out of reach."""
-        if self._files[name].is_remote:
+        if not self._files[name].local_path:
             raise error
         return f'cannot be read ({error.strerror or error})'
 
@@ -208,13 +208,13 @@ class _Verification:
         for file, stored, run in zip(latents.files, latents.find_files(), runs, strict=True):
             try:
                 checked = file.check(stored)
-                if not self._fast and checked.is_remote:
+                if not self._fast and not checked.local_path:
                     # The storage's checksum of the whole object is the version of the file.
                     checked.scan(stored_file.ChecksumScan)
                 elif not self._fast:
                     _check_rows(file, latents.row_nbytes, places[run, 1:])
             except (OSError, ValueError) as error:
-                if stored and stored.is_remote and isinstance(error, OSError):
+                if stored and not stored.local_path and isinstance(error, OSError):
                     raise
                 self.faults.append(str(error))
 

@@ -145,7 +145,7 @@ class BuildSettings:
         if place in ('', schema.LABELS, EMBEDDINGS_IN_PT):
             return place
         # A data set can be used after its sidecar is gone, and without access to a bucket.
-        if storage.is_remote(place) or not os.path.exists(place):
+        if not os.path.exists(place):
             return recorded if isinstance(recorded, dict) else place
         # Here, because it needs pyarrow: the settings of a build are read without, too.
         from coyo11m_tfds.source import sidecar
@@ -176,10 +176,10 @@ def record_source(source: source_folder.SourceFolder) -> dict[str, Any]:
     source. Raises a ValueError or an OSError if a file is damaged or unreadable.
     """
     files = {
-        name: (file.size, file.checksum if file.is_remote else columns.outline_digest(file.path))
+        name: (file.size, columns.outline_digest(file.path) if file.local_path else file.checksum)
         for name, file in source.by_name.items()
     }
-    return {'place': _absolute_place(source.root), 'files': files}
+    return {'place': storage.absolute(source.root), 'files': files}
 
 
 def check_source(
@@ -199,12 +199,8 @@ def check_source(
     if differences:
         raise ValueError(
             f'{os.fspath(folder)} was built from {recorded["place"]}, not from '
-            f'{_absolute_place(root)}: {"; ".join(differences[:3])}. {_WAYS_ON}'
+            f'{storage.absolute(root)}: {"; ".join(differences[:3])}. {_WAYS_ON}'
         )
-
-
-def _absolute_place(place: str) -> str:
-    return place if storage.is_remote(place) else os.path.abspath(place)
 
 
 def _source_differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

@@ -125,7 +125,7 @@ def build(
 @contextlib.contextmanager
 def _removing_new_empty_folders(*places: str) -> Iterator[None]:
     """Removes at its end local folders, and those above them, that are new and empty then."""
-    paths = [pathlib.Path(p).absolute() for p in places if not storage.is_remote(p)]
+    paths = [pathlib.Path(p).absolute() for p in places if storage.local_path(p)]
     new = {folder for path in paths for folder in (path, *path.parents) if not folder.exists()}
     try:
         yield

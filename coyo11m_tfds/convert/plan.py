@@ -191,7 +191,7 @@ def _find_sidecar(settings: BuildSettings, source: source_folder.SourceFolder) -
             "'pt', 'labels' or ''."
         ) from None
     # Captions in files of latents may have another column than the settings name.
-    if not files[0].is_remote and source.captions_file:
+    if files[0].local_path and source.captions_file:
         header = Header(**sidecar.describe_values(files[0].path)['header'])
         _check_sidecar(settings, header, settings.caption_column, source.captions_path, None)
     return files

@@ -183,7 +183,7 @@ class ShardResult:
 
 def absolute_path(file: StoredFile) -> str:
     """Returns the absolute path or the URL of a file of the source."""
-    return file.path if file.is_remote else os.path.abspath(file.path)
+    return storage.absolute(file.path)
 
 
 def make_column_file(file: StoredFile, latents: 'LatentFile') -> InPlaceFile:
@@ -194,7 +194,7 @@ def make_column_file(file: StoredFile, latents: 'LatentFile') -> InPlaceFile:
             f'{file.path}: its {schema.PT_LATENTS} are not contiguous and cannot be read in place. '
             "Save them again with .contiguous(), or set latents='records'."
         )
-    version = file.version if file.is_remote else ''
+    version = '' if file.local_path else file.version
     return InPlaceFile(absolute_path(file), version, latents.digest, layout.starts, layout.stride)
 
 
@@ -203,9 +203,10 @@ def check_within_reach(file: StoredFile, final: str) -> None:
 
     The file must be on gs://, or local if the data set is local.
     """
-    is_remote = storage.is_remote(final)
-    if not file.path.startswith('gs://') and (file.is_remote or is_remote):
-        where = 'on gs://, as the data set is' if is_remote else 'local or on gs://'
+    is_local = storage.local_path(final)
+    # The files of a bucket are known by their checksums, which every read compares.
+    if not (storage.class_of(file.path).keeps_checksums or (is_local and file.local_path)):
+        where = 'local or on gs://' if is_local else 'on gs://, as the data set is'
         raise ValueError(
             f"{file.path}: latents='in_place' reads this file in training, so it must be {where}. "
             "Mirror the source first (python -m coyo11m_tfds.mirror), or set latents='records'."

@@ -57,11 +57,11 @@ class InPlaceFile:
                 f'{self.path}: is missing, but holds latents. {_RESTORE} If the source was moved: '
                 'python -m coyo11m_tfds.add_column --data_dir=DATA --name=latents --source=SOURCE'
             )
-        if file.is_remote:
+        if file.local_path:
+            kind, now, before = 'outline has digest', outline_digest(self.path), self.digest
+        else:
             # The checksum of a bucket covers the directory of a `.pt` file too.
             kind, now, before = 'version is', file.version, self.version
-        else:
-            kind, now, before = 'outline has digest', outline_digest(self.path), self.digest
         if now != before:
             raise changed_file_error(self.path, kind, now, before)
         return file
@@ -104,9 +104,9 @@ class InPlaceColumn:
     crc32c: Mapping[str, str]  # of the places of each split, 8 hex digits
 
     @property
-    def is_remote(self) -> bool:
-        """Whether its files are on a network."""
-        return any(storage.is_remote(file.path) for file in self.files)
+    def can_map(self) -> bool:
+        """Whether its files can be memory-mapped."""
+        return all(storage.local_path(file.path) for file in self.files)
 
     @property
     def row_nbytes(self) -> int:
@@ -401,10 +401,7 @@ def _load_places(path: str, crc32c: str) -> np.ndarray:
     """Returns the array in a `.npy` file, uint32 `(n, 3)`, of this CRC-32C."""
     file = storage.describe_file(path)
     # Processes on one machine share the pages of a mapped file.
-    if file.is_remote:
-        data: Any = file.read()
-    else:
-        data = np.memmap(path, np.uint8, 'r')
+    data: Any = np.memmap(path, np.uint8, 'r') if file.local_path else file.read()
     head = bytes(data[: manifest.NPY_HEADER_BYTES])
     dtype, shape, start = manifest.parse_npy_header(head, file.size)
     if dtype != np.uint32 or shape[1:] != (3,):

@@ -146,10 +146,10 @@ class StoredDataset:
     )
 
     @property
-    def is_remote(self) -> bool:
-        """Whether the data set or its latents lie on gs://."""
+    def can_map(self) -> bool:
+        """Whether all its files, also of latents in place, can be memory-mapped."""
         in_place = [column for column in self.columns.values() if isinstance(column, InPlaceColumn)]
-        return storage.is_remote(self.folder) or any(x.is_remote for x in in_place)
+        return bool(storage.local_path(self.folder)) and all(x.can_map for x in in_place)
 
     @property
     def build(self) -> str:
@@ -330,7 +330,7 @@ def open_data(data: Data) -> StoredDataset:
         return _open_folder(folder, info_content, builder)
     if builder is None:
         advice = 'there is no such folder; build the data set with `tfds build coyo11m_tfds`'
-        if storage.is_remote(folder) or os.path.exists(folder):
+        if storage.open_folder(folder).exists():
             advice = 'expected the folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0'
         raise FileNotFoundError(f'{folder}: {advice}')
     # A builder without files is one that `tfds.testing.mock_data` mocks.

@@ -66,7 +66,7 @@ def open_split(stored: StoredDataset, name: str, engine: str) -> Opened | None:
     Raises a ValueError if `engine` is 'rows' and its files cannot be mapped, and the errors of
     `StoredDataset.split`.
     """
-    split = None if stored.is_remote and engine == ROWS else stored.split(name)
+    split = None if engine == ROWS and not stored.can_map else stored.split(name)
     if split is None and engine == ROWS:
         raise ValueError(
             f'{stored.folder}: engine={ROWS!r} needs local files, also of latents in place, and a '
@@ -75,7 +75,7 @@ def open_split(stored: StoredDataset, name: str, engine: str) -> Opened | None:
     if split is None:
         return None
     if engine in (AUTO, TF_DATA):
-        by_rows = not stored.is_remote and len(split.index.shard_lengths) <= MAX_FILES
+        by_rows = stored.can_map and len(split.index.shard_lengths) <= MAX_FILES
         engine = ROWS if by_rows else CHUNKS
     return Opened(split, engine)
 

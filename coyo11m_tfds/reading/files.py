@@ -353,7 +353,7 @@ class FetchedFiles:
         file = self._described.get(number)
         if file:
             data = file.read_range(begin, end - begin)
-            if not file.is_remote and storage.describe_file(file.path).version != file.version:
+            if not file.is_unchanged():
                 raise _changed(file.path, file.size, os.path.getsize(file.path))
             return data
         try:

@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.process.sizes import readable
 from coyo11m_tfds.report import statistics as stats
 from coyo11m_tfds.report.statistics import DropCounts, Preview, ShardStatistics
@@ -136,7 +136,7 @@ class BuildReport:
         if 'latents' in self.content:
             lines.append(f'latents     {schema.IN_PLACE_DOC}')
         lines.append(f'time        {seconds:,.1f} s')
-        folder = folder if '://' in folder else os.path.abspath(folder)
+        folder = storage.absolute(folder)
         return '\n'.join([*lines, f'report      {folder}/{self._file_name(PAGE_FILE)}'])
 
     def page(self) -> str:

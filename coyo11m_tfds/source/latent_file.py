@@ -83,7 +83,7 @@ class LatentFile:
         ValueError if the file is damaged, and an OSError if it is gone, has changed, cannot be read
         or arrives damaged at every attempt.
         """
-        if not file.is_remote:
+        if file.local_path:
             cls._check_head(file, check_crc)
             return file.path
         # Files of different folders may have the same name.

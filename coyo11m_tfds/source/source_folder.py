@@ -76,9 +76,9 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
     files |= {name: dataclasses.replace(files[name], label=name) for name in names}
     others = [x for x in (schema.CAPTIONS_FILE, *[_INDEX] * bool(index)) if x in files]
     used = [files[name] for name in (*names, *others)]
-    if not folder.startswith('hf://'):  # where mirror may have written
+    if opened.can_write:  # mirror may have written there
         used = _add_records(folder, used)
-    if index and (recorded := used[-1].recorded) and not index.is_remote:
+    if index and (recorded := used[-1].recorded) and index.local_path:
         copied_files.check_recorded_state(
             file_state.compute_state(index.path), recorded, index.path
         )

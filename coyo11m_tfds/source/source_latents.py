@@ -127,7 +127,7 @@ def _opened(
         # Not kept open: all files together are 300 GB of mapped memory.
         yield formats.open_file(file, path, options.latents)
     finally:
-        if file.is_remote:
+        if not file.local_path:
             os.remove(path)
 
 

@@ -20,7 +20,7 @@ def class_of(path: str | os.PathLike[str]) -> 'type[Storage]':
     """Chooses the class of the storage of a path or URL, here and nowhere else."""
     text = os.fspath(path)
     # Each is imported only where it is needed: the clients take 0.2 s and more.
-    if '://' not in text:
+    if local_path(text) is not None:
         from coyo11m_tfds.storage.disk import Disk
 
         return Disk
@@ -72,11 +72,12 @@ def list_folder(
     return files
 
 
-def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` is a URL."""
-    return '://' in os.fspath(path)
+def local_path(path: str | os.PathLike[str]) -> str | None:
+    """Returns the path, if files are opened and memory-mapped where they are; None for a URL."""
+    text = os.fspath(path)
+    return None if '://' in text else text
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
     """Returns a path that is valid in every working directory; a URL stays unchanged."""
-    return os.fspath(path) if is_remote(path) else os.path.abspath(path)
+    return os.fspath(path) if local_path(path) is None else os.path.abspath(path)

@@ -29,13 +29,13 @@ def choose_folder(program: str, data_dir: str, chosen: str = '') -> str:
     _check_local(chosen)
     if chosen:
         return os.path.expanduser(chosen)
-    if not data_dir or storage.is_remote(data_dir):
+    if not data_dir or not storage.local_path(data_dir):
         return user_cache(program)
     return os.path.normpath(os.path.join(data_dir, f'.{program}'))
 
 
 def _check_local(folder: str) -> None:
-    if storage.is_remote(folder):
+    if storage.local_path(folder) is None:
         raise ValueError(f'scratch_dir is {folder!r}, expected a local folder.')
 
 

@@ -85,12 +85,7 @@ class StoredFile:
     @property
     def local_path(self) -> str | None:
         """The path, if the file can be opened and memory-mapped where it is."""
-        return None if storage.is_remote(self.path) else self.path
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether it must be fetched before it can be memory-mapped."""
-        return not self.local_path
+        return storage.local_path(self.path)
 
     @property
     def crc32c(self) -> int | None:

@@ -186,7 +186,7 @@ def check_out(out: str, share: tuple[int, int]) -> None:
 @contextlib.contextmanager
 def scratch_folder(out: str, chosen: str | os.PathLike[str]) -> Iterator[str]:
     """Makes a folder for this run, in a local `out` so that parts are only renamed."""
-    if storage.is_remote(out):
+    if not storage.local_path(out):
         parent, prefix = Path(chosen or user_cache(schema.NAME)), 'embed-'
     else:
         # What another host of a shared disk has must stay, even if locks do not reach so far.

@@ -52,7 +52,7 @@ def redirect(path: pathlib.Path, source: str) -> None:
     files = []
     for file in found[schema.LATENTS].files:
         at = f'{source}/{os.path.basename(file.path)}'
-        version = storage.describe_file(at).version if storage.is_remote(at) else ''
+        version = '' if storage.local_path(at) else storage.describe_file(at).version
         files.append(dataclasses.replace(file, path=at, version=version))
     latents = dataclasses.replace(found[schema.LATENTS], files=tuple(files))
     columns.write_columns(path, {**found, schema.LATENTS: latents})

@@ -110,7 +110,7 @@ def test_the_files_of_a_source_in_order(place):
     for name, file in source.by_name.items():
         label = '' if file == source.captions_file else name
         assert dataclasses.replace(storage.describe_file(file.path), label=label) == file
-        assert file.is_remote == storage.is_remote(place.root)
+        assert bool(file.local_path) == bool(storage.local_path(place.root))
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_versions_change_with_the_content_alone(place):
     place.put(CONTENTS | {'latents-3crop/000000-000009.pt': b'FIRST'})
     after = source_folder.find_source(place.root)
     assert after.latent_files[0].version != before.latent_files[0].version
-    if storage.is_remote(place.root):  # written again, but the same
+    if not storage.local_path(place.root):  # written again, but the same
         assert after.latent_files[1].version == before.latent_files[1].version
         assert after.captions_file.version == before.captions_file.version
 
