@@ -25,12 +25,9 @@ from coyo11m_tfds.storage import model_files
 
 
 def show(data_dir: Data, vae: str, num_pictures: int = page.NUM_PREVIEWS) -> str:
-    """Returns the HTML page of a data set.
+    """Returns the HTML page of a data set, local or on gs://, with at most `num_pictures` records.
 
-    Args:
-        data_dir: Folder of the data set, local or on gs://.
-        vae: See `vae_decoder.load_decoder`.
-        num_pictures: Number of first records to show, at most.
+    `vae` is the `model` of `vae_decoder.load_decoder`.
     """
     if num_pictures < 1:
         raise ValueError(f'num_pictures={num_pictures}: expected at least 1')
@@ -39,6 +36,7 @@ def show(data_dir: Data, vae: str, num_pictures: int = page.NUM_PREVIEWS) -> str
     report = manifest.read_small_file(path)
     if report is None:
         raise FileNotFoundError(f'{path} is missing: copy it from where the data set was built')
+    # The slow part comes after everything that may be refused.
     maker = data.metadata.get(schema.META_VAE, '')
     decode = vae_decoder.load_decoder(vae, data.latents[1][-3], maker)
     features = schema.KEY, schema.LATENTS, schema.CAPTION
@@ -48,8 +46,8 @@ def show(data_dir: Data, vae: str, num_pictures: int = page.NUM_PREVIEWS) -> str
         )
     ) as batches:
         batch = next(batches)
-    real = batch[input_pipeline.MASK]
-    keys, latents, captions = (batch[name][real] for name in features)
+    # The last batch of a small data set is padded with rows that are no records.
+    keys, latents, captions = (batch[name][batch[input_pipeline.MASK]] for name in features)
     samples = zip(keys, captions, decode(latents), strict=True)
     previews = [statistics.make_preview(*sample) for sample in samples]
     try:
@@ -70,8 +68,8 @@ def main() -> None:
     add('--num_pictures', type=int, default=page.NUM_PREVIEWS, help='records to show (24)')
     flags = parser.parse_args()
     with ending.in_one_line('nothing was written'):
-        written = show(flags.data_dir, flags.vae, flags.num_pictures)
-        epath.Path(flags.out).write_bytes(written.encode())
+        html = show(flags.data_dir, flags.vae, flags.num_pictures)
+        epath.Path(flags.out).write_bytes(html.encode())
     print(f'page: {flags.out}')
 
 

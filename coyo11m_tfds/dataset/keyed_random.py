@@ -27,14 +27,12 @@ def derive(seed: int, *numbers: int | np.ndarray) -> np.ndarray:
 
 
 class Permutation:
-    """A permutation of `range(size)` that is computed from a 64-bit key without a table.
+    """A permutation of `range(size)` that is computed from a 64-bit key without a table."""
 
-    It is a Feistel network of splitmix64 rounds (Luby and Rackoff, "How to construct pseudorandom
-    permutations from pseudorandom functions", 1988) on the smallest domain of an even number of
-    bits; values outside the range pass it again ("cycle walking": Black and Rogaway, "Ciphers with
-    arbitrary finite domains", 2002). On a small domain the halves are too narrow to be random, so a
-    sorted table of hashes replaces the network up to `TABLE_SIZE`.
-    """
+    # It is a Feistel network of splitmix64 rounds (Luby and Rackoff, "How to construct pseudorandom
+    # permutations from pseudorandom functions", 1988) on the smallest domain of an even number of
+    # bits; values outside the range pass it again ("cycle walking": Black and Rogaway, "Ciphers
+    # with arbitrary finite domains", 2002).
 
     TABLE_SIZE = 2**16
     ROUNDS = 8
@@ -46,26 +44,28 @@ class Permutation:
         self._half = np.uint64(half)
         self._low = np.uint64((1 << half) - 1)
         self._table = self._inverse = None
+        # On a small domain the halves are too narrow to be random: a sorted table of hashes is.
         if size <= self.TABLE_SIZE:
             self._table = np.argsort(derive(key, np.arange(size)))
             self._inverse = np.argsort(self._table)
 
-    def apply(self, place: np.ndarray) -> np.ndarray:
-        """Returns the number at each place; int64, same shape."""
+    def apply(self, index: np.ndarray) -> np.ndarray:
+        """Returns the value at each index; int64, same shape."""
         if self._table is not None:
-            return self._table[place]
-        return self._walk(place, self._round_keys)
+            return self._table[index]
+        return self._walk(index, self._round_keys)
 
     def invert(self, value: np.ndarray) -> np.ndarray:
-        """Returns the place of each number; int64, same shape."""
+        """Returns the index of each value; int64, same shape."""
         if self._inverse is not None:
             return self._inverse[value]
-        # Run backwards, a Feistel network is itself with its halves and its rounds turned round.
+        # Its inverse is a Feistel network with swapped halves and the rounds in reverse.
         return self._walk(value, self._round_keys[::-1], swap=True)
 
     def _walk(self, x: np.ndarray, round_keys: np.ndarray, swap: bool = False) -> np.ndarray:
         x = np.array(x, np.uint64)
         outside = np.ones(x.shape, bool)
+        # The rounds permute a larger domain, so values outside come back into the range.
         while outside.any():
             x[outside] = self._rounds(x[outside], round_keys, swap)
             outside = x >= self.size

@@ -28,20 +28,21 @@ _MAX_WEIGHT = 1e9
 def parse_text_weights(spec: TextSpec) -> dict[str, float]:
     """Returns the weights of texts by name, in their order; '' is the text in the records.
 
-    Takes the form of `SYNTAX`, with a default weight of 1, or a mapping of names to weights. Raises
-    a ValueError for another form.
+    Takes the form of `SYNTAX`, or a mapping of names to weights; ValueError for another form.
     """
     if isinstance(spec, Mapping):
         pairs: list[tuple[Any, Any]] = list(spec.items())
     else:
-        parts = [part.partition(':') for part in (spec or RECORDS_TEXT).split(',')]
-        pairs = [(name.strip() or None, weight if colon else 1) for name, colon, weight in parts]
+        fields = [field.partition(':') for field in (spec or RECORDS_TEXT).split(',')]
+        # An empty name is none: in a mapping it is the text in the records.
+        pairs = [(name.strip() or None, weight if colon else 1) for name, colon, weight in fields]
     try:
         weights = {'' if name == RECORDS_TEXT else name: float(weight) for name, weight in pairs}
     except (TypeError, ValueError):
         weights = {}
-    are_weights = all(0 < weight <= _MAX_WEIGHT for weight in weights.values())
-    if not weights or len(weights) < len(pairs) or None in weights or not are_weights:
+    # NaN is in no range.
+    in_range = all(0 < weight <= _MAX_WEIGHT for weight in weights.values())
+    if not weights or len(weights) < len(pairs) or None in weights or not in_range:
         raise ValueError(f'text={spec!r}: expected {SYNTAX}')
     return weights
 
@@ -61,23 +62,25 @@ class Text:
     std: np.ndarray
 
     def __str__(self) -> str:
-        of = f'of {self.encoder!r}, revision {self.revision!r}'
+        encoder = f'{self.encoder!r}, revision {self.revision!r}'
         if self.feature == schema.TOKENS:
-            return f'tokens {of}, vocabulary {self.vocabulary}'
-        return f'embeddings {of}, {self.size} numbers' if self.feature else 'no text'
+            return f'tokens of {encoder}, vocabulary {self.vocabulary}'
+        return f'embeddings of {encoder}, {self.size} numbers' if self.feature else 'no text'
 
     @property
     def kind(self) -> tuple:
         """The properties that texts for one model must share."""
+        # Tokens of different lengths are padded to the longest.
         size = 0 if self.feature == schema.TOKENS else self.size
         return self.feature, self.encoder, self.revision, self.vocabulary, size
 
 
 def text_in_records(metadata: Mapping[str, Any], text_dim: int, num_tokens: int) -> Text:
     """Returns the text in the records, from the metadata and the sizes of features."""
-    built_with = metadata.get(schema.META_SETTINGS)
-    sidecar = built_with.get(schema.SETTINGS_TEXT) if isinstance(built_with, Mapping) else None
-    sidecar = sidecar if isinstance(sidecar, Mapping) else {}  # else 'pt'
+    settings = metadata.get(schema.META_SETTINGS)
+    sidecar = settings.get(schema.SETTINGS_TEXT) if isinstance(settings, Mapping) else None
+    # Of embeddings in the `.pt` files, the settings only say 'pt'.
+    sidecar = sidecar if isinstance(sidecar, Mapping) else {}
     feature = (text_dim and schema.TEXT_EMBEDDING) or (num_tokens and schema.TOKENS) or ''
     return Text(
         name='',
@@ -92,29 +95,24 @@ def text_in_records(metadata: Mapping[str, Any], text_dim: int, num_tokens: int)
     )
 
 
-def text_column_names(columns: Mapping[str, Column]) -> list[str]:
-    """Returns the names of columns that are texts."""
-    return [name for name, column in columns.items() if _is_text(column)]
-
-
 def _is_text(column: Column | None) -> bool:
-    """True for embeddings, and for tokens whose vocabulary is known."""
+    """Whether a column holds embeddings, or tokens whose vocabulary is known."""
     return isinstance(column, AddedColumn) and (
         column.feature == schema.TEXT_EMBEDDING
         or (column.feature == schema.TOKENS and 'vocabulary' in column.encoder)
     )
 
 
-def _of_column(column: AddedColumn) -> Text:
-    made = column.encoder
+def _text_in_column(column: AddedColumn) -> Text:
+    encoder = column.encoder
     return Text(
         name=column.name,
         feature=column.feature,
         size=column.shape[0],
-        encoder=made['encoder'],
-        revision=made.get('revision'),
-        max_tokens=made.get('max_tokens', 0),
-        vocabulary=made.get('vocabulary', 0),
+        encoder=encoder['encoder'],
+        revision=encoder.get('revision'),
+        max_tokens=encoder.get('max_tokens', 0),
+        vocabulary=encoder.get('vocabulary', 0),
         mean=np.asarray(column.mean, np.float64),
         std=np.asarray(column.std, np.float64),
     )
@@ -122,7 +120,7 @@ def _of_column(column: AddedColumn) -> Text:
 
 @dataclasses.dataclass(frozen=True)
 class TextMixture:
-    """The texts that samples take."""
+    """The texts of which each sample takes one."""
 
     texts: tuple[Text, ...]  # at least one; all have the same `kind`
     weights: tuple[float, ...]
@@ -130,17 +128,14 @@ class TextMixture:
 
     @property
     def feature(self) -> str:
-        """Feature of a batch; see `Text.feature`."""
         return self.texts[0].feature
 
     @property
     def names(self) -> list[str]:
-        """Names of the texts; see `Text.name`."""
         return [text.name for text in self.texts]
 
     @property
     def in_columns(self) -> bool:
-        """Whether any text is in a column."""
         return any(self.names)
 
     @property
@@ -155,20 +150,18 @@ class TextMixture:
         return max(limits) if all(limits) else 0
 
     def mean_and_std(self) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and standard deviation of the mixture, float64 `(size,)`; `(0,)` for tokens."""
+        """Returns mean and deviation of the mixture, float64 `(size,)`; `(0,)` for tokens."""
         return mix_moments([x.mean for x in self.texts], [x.std for x in self.texts], self.weights)
 
 
 def mix_moments(
     means: Sequence[np.ndarray], stds: Sequence[np.ndarray], weights: Sequence[float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the mean and the standard deviation, float64 `(n,)`, of a mixture of parts.
-
-    With p the share of each part, the mean is sum(p * mean) and the variance
-    sum(p * (std**2 + (mean - mean of the mixture)**2)).
-    """
+    """Returns the mean and the standard deviation, float64 `(n,)`, of a mixture by weights."""
+    # Unchanged to the last bit, as the records of one text have them.
     if len(means) == 1:
         return means[0], stds[0]
+    # The variance is the mean of the variances and of the squared distances between the means.
     share = np.array(weights, np.float64)[:, None] / sum(weights)
     mean = (share * np.stack(means)).sum(axis=0)
     variances = np.stack(stds) ** 2
@@ -178,30 +171,32 @@ def mix_moments(
 def resolve_texts(
     folder: str | os.PathLike[str],
     spec: TextSpec,
-    own: Text,
+    in_records: Text,
     columns: Mapping[str, Column],
 ) -> TextMixture:
-    """Returns the texts of a specification; `own` is the text in the records of the data set.
+    """Returns the texts of a specification; `in_records` is the text in the records.
 
     Raises a ValueError if the specification is malformed, a text does not exist, or texts are of
     different kinds.
     """
     weights = parse_text_weights(spec)
-    chosen = []
+    mixed_texts = []
     for name in weights:
         column = columns.get(name)
         if name and not _is_text(column):
             raise ValueError(
                 f'{folder}: text={spec!r}: {name!r} is not a column of text embeddings or of '
-                f'tokens with their vocabulary; there are {text_column_names(columns)}. python -m '
+                f'tokens with their vocabulary; there are '
+                f'{[x for x in columns if _is_text(columns[x])]}. python -m '
                 'coyo11m_tfds.add_column --text adds some.'
             )
-        chosen.append(_of_column(cast(AddedColumn, column)) if name else own)
-    first = chosen[0]
-    for other in chosen[1:]:
+        mixed_texts.append(_text_in_column(cast(AddedColumn, column)) if name else in_records)
+    first = mixed_texts[0]
+    for other in mixed_texts[1:]:
         if other.kind != first.kind or not other.feature:
             raise ValueError(
                 f'{folder}: text={spec!r}: {other.name or RECORDS_TEXT!r} has {other}, expected '
                 f'{first} as {first.name or RECORDS_TEXT!r} has.'
             )
-    return TextMixture(tuple(chosen), tuple(weights.values()), max(text.size for text in chosen))
+    size = max(text.size for text in mixed_texts)
+    return TextMixture(tuple(mixed_texts), tuple(weights.values()), size)

@@ -23,12 +23,8 @@ _FILES = 'preprocessor_config.json (for a model of pictures and texts also a tok
 class ImageEncoder:
     """A vision model of transformers, on the GPU if there is one; computes in float32.
 
-    The features of a picture are its projection into the space of texts, if the model has one
-    (CLIP, SigLIP); otherwise the pooled output (DINOv2, ViT, ResNet) or, without one, the mean of
-    the last hidden states.
-
     Attributes:
-        name: Name on the hub, or last part of the folder's path.
+        name: Name on the hub, or last component of the folder's path.
         revision: Commit on the hub, or `sha256:...` of the files in a folder.
         has_texts: Whether the model encodes texts.
     """
@@ -48,6 +44,7 @@ class ImageEncoder:
             if lacking := sorted(report['missing_keys']):
                 raise ValueError(f'the weights lack {len(lacking)} tensors, such as {lacking[0]}.')
             self._model.eval().to(self._device)
+            # One picture shows whether the model and the processor fit together.
             self._encode([np.zeros((32, 32, 3), np.uint8)])
         self.name, self.revision = model_files.public_name(model), model_files.revision(model)
 
@@ -82,6 +79,8 @@ class ImageEncoder:
 
 
 def _pooled(output: Any) -> np.ndarray:
+    # Models with texts (CLIP, SigLIP) give a projection into the space of texts, others (DINOv2,
+    # ViT, ResNet) a pooled output or, without one, the last hidden states.
     if not isinstance(output, torch.Tensor):
         pooled = getattr(output, 'pooler_output', None)
         output = output.last_hidden_state.mean(dim=1) if pooled is None else pooled

@@ -12,10 +12,7 @@ from coyo11m_tfds import schema
 
 
 def latents_to_rgb(latents: np.ndarray) -> np.ndarray:
-    """Turns raw latents `(..., C, H, W)` into uint8 `(..., H, W, 3)`, by a linear map.
-
-    If C is not 4, the colours of one picture depend on all of them.
-    """
+    """Turns raw latents `(..., C, H, W)` into uint8 `(..., H, W, 3)`, by a linear map."""
     if latents.shape[-3] != len(schema.RGB_FACTORS):
         return _principal_components(np.asarray(latents, np.float64))
     scaled = np.asarray(latents, np.float32) * schema.VAE_SCALING_FACTOR
@@ -24,33 +21,32 @@ def latents_to_rgb(latents: np.ndarray) -> np.ndarray:
 
 
 def _principal_components(latents: np.ndarray) -> np.ndarray:
-    """The three directions of most variance as red, green and blue, two deviations to each side.
-
-    The largest weight of each is positive, so that a component does not depend on the sign that an
-    implementation gives to eigenvectors.
-    """
+    """Shows the three directions of most variance, of all pictures, as red, green and blue."""
     channels = np.moveaxis(latents, -3, -1)
     values = channels.reshape(-1, channels.shape[-1])
     centred = values - values.mean(axis=0)
     variances, vectors = np.linalg.eigh(centred.T @ centred / max(1, len(values)))
     first = range(len(variances) - 1, -1, -1)[:3]
     rgb = np.zeros((len(values), 3))
+    # With fewer channels than colours, the first component is shown again: one channel is grey.
     for colour, number in enumerate([*first, *[first[0]] * (3 - len(first))]):
         vector, deviation = vectors[:, number], np.sqrt(max(variances[number], 1e-12))
+        # The largest weight is positive, whatever sign an implementation gives to eigenvectors.
         sign = np.sign(vector[np.abs(vector).argmax()])
+        # The colours span two deviations to each side of the mean.
         rgb[:, colour] = centred @ vector * sign / (2 * deviation)
     pixels = np.round((np.clip(rgb, -1, 1) + 1) * 127.5).astype(np.uint8)
     return pixels.reshape(*channels.shape[:-1], 3)
 
 
 def rgb_to_latents(rgb: np.ndarray) -> np.ndarray:
-    """Finds raw latents `(..., 4, H, W)`, float32, whose linear preview is uint8 `(..., H, W, 3)`.
+    """Returns raw latents `(..., 4, H, W)`, float32, whose linear preview is `rgb`.
 
-    Four channels hold more than three colours, so many latents give the same picture; the
-    Moore-Penrose inverse chooses those of least norm. It is a right inverse:
-    `latents_to_rgb(rgb_to_latents(x)) == x`, and up to two grey levels if the latents are rounded
-    to float16 or bfloat16.
+    `latents_to_rgb(rgb_to_latents(x)) == x` for uint8 `(..., H, W, 3)`, and up to two grey levels
+    if the latents are rounded to float16 or bfloat16.
     """
+    # Four channels hold more than three colours, so many latents give the same picture. The
+    # Moore-Penrose inverse, a right inverse of the map, chooses those of least norm.
     colours = np.asarray(rgb, np.float32) / 127.5 - 1 - schema.RGB_BIAS
     scaled = np.einsum('...hwr,rc->...chw', colours, np.linalg.pinv(schema.RGB_FACTORS))
     return (scaled / schema.VAE_SCALING_FACTOR).astype(np.float32)

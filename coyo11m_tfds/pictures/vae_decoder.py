@@ -27,7 +27,7 @@ from coyo11m_tfds.storage import model_files
 
 WEIGHTS_FILE = 'diffusion_pytorch_model.safetensors'
 _HUB_FILES = [f'{at}{name}' for at in ('', 'vae/') for name in ('config.json', WEIGHTS_FILE)]
-_PARTS = 'decoder.', 'post_quant_conv.'  # the encoder's weights stay unread
+_DECODER_PREFIXES = 'decoder.', 'post_quant_conv.'  # the encoder's weights stay unread
 # Factor and shift of raw latents, by the VAE: `(raw - shift) * factor` has a deviation near 1. From
 # config.json of stable-diffusion-v1-5, sdxl-vae, stable-diffusion-3-medium and FLUX.1-dev.
 SCALES = {
@@ -53,7 +53,7 @@ def make_painter(
 
 
 def load_decoder(model: str, channels: int | None = None, maker: str = '') -> 'VaeDecoder':
-    """Loads a decoder from a folder, or from the hub by name.
+    """Loads a decoder from a folder, or from the hub by name; ValueError if it does not fit.
 
     Args:
         model: A folder with config.json and safetensors, a folder that contains such a folder
@@ -62,17 +62,13 @@ def load_decoder(model: str, channels: int | None = None, maker: str = '') -> 'V
         maker: VAE that made the latents, as the data set names it: a key of `SCALES`, or the folder
             or hub name of an `AutoencoderKL`; '' if unknown. An `AutoencoderTiny` needs its scaling
             factor; if that is unknown, SDXL's is taken, with a warning.
-
-    Raises:
-        ValueError: The model does not exist, is of an unknown kind, has unusable files, or decodes
-            another number of channels.
     """
-    folder = _folder(model)
+    folder = _vae_folder(model)
     path = folder / WEIGHTS_FILE
     try:
         config = json.loads((folder / 'config.json').read_text(encoding='utf-8'))
         with safe_open(path, 'numpy') as file:
-            names = [n for n in file.keys() if n.startswith(_PARTS)]  # noqa: SIM118
+            names = [n for n in file.keys() if n.startswith(_DECODER_PREFIXES)]  # noqa: SIM118
             weights = {_new_name(n): file.get_tensor(n).astype(np.float32) for n in names}
     except (OSError, SafetensorError, ValueError) as error:
         raise ValueError(
@@ -98,8 +94,9 @@ def _scale_of_latents(model: str, config: Mapping[str, Any], maker: str) -> tupl
         return SCALES[maker]
     if maker:
         try:
-            of_maker = json.loads((_folder(maker) / 'config.json').read_text(encoding='utf-8'))
-            return float(of_maker['scaling_factor']), float(of_maker.get('shift_factor') or 0)
+            maker_config = json.loads((_vae_folder(maker) / 'config.json').read_text('utf-8'))
+            factor, shift = maker_config['scaling_factor'], maker_config.get('shift_factor')
+            return float(factor), float(shift or 0)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             reason = (
                 f'the scaling factor of {maker!r}, which made the latents, is unknown ({error})'
@@ -113,7 +110,7 @@ def _scale_of_latents(model: str, config: Mapping[str, Any], maker: str) -> tupl
     return SCALES['sdxl']
 
 
-def _folder(model: str) -> pathlib.Path:
+def _vae_folder(model: str) -> pathlib.Path:
     folder = model_files.folder(model, 'VAE', _HUB_FILES)
     return folder / 'vae' if (folder / 'vae').is_dir() else folder
 
@@ -121,32 +118,31 @@ def _folder(model: str) -> pathlib.Path:
 class VaeDecoder:
     """Turns raw latents into pictures, on one device.
 
-    Latents have `channels` channels; a latent position becomes `factor` pixels in each direction.
+    Attributes:
+        channels: Number of channels of the latents.
+        factor: Pixels in each direction for one latent position.
     """
 
     def __init__(self, config: Mapping[str, Any], weights: Mapping[str, np.ndarray], path: str):
-        """Takes the content of config.json, and float32 weights by diffusers' names.
-
-        Raises:
-            ValueError: The weights do not fit the configuration, or their kind is unknown.
-        """
+        """Takes the content of config.json, and float32 weights by diffusers' names."""
         kinds = {'AutoencoderKL': _decode_kl, 'AutoencoderTiny': _decode_tiny}
         kind = config.get('_class_name') if isinstance(config, dict) else None
         if kind not in list(kinds):
             raise ValueError(f'{path}: _class_name is {kind!r}, expected one of {", ".join(kinds)}')
         decode = functools.partial(kinds[kind], config)
-        used = _Used(weights)
+        weight_use = _WeightUse(weights)
         try:
             self.channels = config['latent_channels']
             sample = jax.ShapeDtypeStruct((1, 8, 8, self.channels), jnp.float32)
-            decoded = jax.eval_shape(lambda latents: decode(used, latents), sample)
+            # Computes nothing: it shows which weights are missing, unused or of another shape.
+            decoded = jax.eval_shape(lambda latents: decode(weight_use, latents), sample)
         except (KeyError, TypeError, ValueError) as error:
             reason = str(error).partition('\n')[0]
             raise ValueError(f'{path}: does not fit config.json: {reason}') from error
-        if left := sorted(weights.keys() - used.names):
+        if unused := sorted(weights.keys() - weight_use.names):
             raise ValueError(
-                f'{path}: does not fit config.json: {len(left)} weights are unknown, such '
-                f'as {left[0]}'
+                f'{path}: does not fit config.json: {len(unused)} weights are unknown, such '
+                f'as {unused[0]}'
             )
         self.factor = decoded.shape[1] // 8
         self._weights = jax.device_put(dict(weights))
@@ -163,15 +159,16 @@ class VaeDecoder:
         """
         pictures = []
         for first in range(0, len(latents), _BATCH):
-            part = np.moveaxis(np.asarray(latents[first : first + _BATCH], np.float32), 1, -1)
-            padded = np.pad(part, [(0, _BATCH - len(part)), (0, 0), (0, 0), (0, 0)])
+            batch = np.moveaxis(np.asarray(latents[first : first + _BATCH], np.float32), 1, -1)
+            # One size of batches is one compilation.
+            padded = np.pad(batch, [(0, _BATCH - len(batch)), (0, 0), (0, 0), (0, 0)])
             decoded = self._decode(self._weights, jax.device_put(padded))
-            pictures.append(jax.device_get(decoded)[: len(part)])
+            pictures.append(jax.device_get(decoded)[: len(batch)])
         return np.concatenate(pictures)
 
 
-class _Used(dict[str, Any]):
-    """Weights, and the names of those that were asked for."""
+class _WeightUse(dict[str, Any]):
+    """Weights, and the names of those that a network has read."""
 
     def __init__(self, weights: Mapping[str, Any]):
         super().__init__(weights)
@@ -210,6 +207,7 @@ def _decode_tiny(config: Mapping[str, Any], weights: _Weights, latents: jax.Arra
         return f'decoder.layers.{next(layers)}'
 
     scaled = (latents - config['shift_factor']) * config['scaling_factor']
+    # A soft clamp, which is part of diffusers' decoder.
     x = 3 * jnp.tanh(scaled / 3)
     x = jax.nn.relu(_conv(weights, name(), x))
     next(layers)  # the activation
@@ -242,7 +240,7 @@ def _decode_kl(config: Mapping[str, Any], weights: _Weights, latents: jax.Array)
     x = _conv(weights, 'decoder.conv_in', x)
     x = _resnet(weights, norm, 'decoder.mid_block.resnets.0', x)
     if config.get('mid_block_add_attention', True):
-        x = _attention(weights, norm, 'decoder.mid_block.attentions.0', x)
+        x = _self_attention(weights, norm, 'decoder.mid_block.attentions.0', x)
     x = _resnet(weights, norm, 'decoder.mid_block.resnets.1', x)
     num_stages = len(config['up_block_types'])
     for stage in range(num_stages):
@@ -264,15 +262,16 @@ def _resnet(weights: _Weights, norm: _Norm, name: str, x: jax.Array) -> jax.Arra
     return x + y
 
 
-def _attention(weights: _Weights, norm: _Norm, name: str, x: jax.Array) -> jax.Array:
-    """One head over all positions."""
+def _self_attention(weights: _Weights, norm: _Norm, name: str, x: jax.Array) -> jax.Array:
+    # One head over all positions.
     y = norm(f'{name}.group_norm', x).reshape(len(x), -1, x.shape[-1])
 
-    def linear(part: str, y: jax.Array) -> jax.Array:
-        matrix = weights[f'{name}.{part}.weight'].reshape(x.shape[-1], -1)  # once a convolution
-        return y @ matrix.T + weights[f'{name}.{part}.bias']
+    def linear(layer: str, y: jax.Array) -> jax.Array:
+        # In old files it is a convolution over one position.
+        matrix = weights[f'{name}.{layer}.weight'].reshape(x.shape[-1], -1)
+        return y @ matrix.T + weights[f'{name}.{layer}.bias']
 
-    query, key, value = (linear(part, y) for part in ('to_q', 'to_k', 'to_v'))
+    query, key, value = (linear(layer, y) for layer in ('to_q', 'to_k', 'to_v'))
     scores = query @ key.swapaxes(1, 2) * x.shape[-1] ** -0.5
     return x + linear('to_out.0', jax.nn.softmax(scores) @ value).reshape(x.shape)
 
@@ -287,7 +286,6 @@ def _group_norm(weights: _Weights, groups: int, name: str, x: jax.Array) -> jax.
 
 
 def _conv(weights: _Weights, name: str, x: jax.Array) -> jax.Array:
-    """A convolution that keeps the size; the bias is added where there is one."""
     kernel = weights[f'{name}.weight']
     y = jax.lax.conv_general_dilated(
         x, kernel, (1, 1), 'SAME', dimension_numbers=('NHWC', 'OIHW', 'NHWC')
@@ -296,5 +294,4 @@ def _conv(weights: _Weights, name: str, x: jax.Array) -> jax.Array:
 
 
 def _upsample(x: jax.Array, factor: int) -> jax.Array:
-    """Repeats every pixel `factor` times in each direction."""
     return x.repeat(factor, axis=1).repeat(factor, axis=2)

@@ -44,7 +44,7 @@ _PREVIEW_CAPTION_CHARACTERS = 1000
 
 
 def moments(vectors: np.ndarray) -> np.ndarray:
-    """Returns count, sum and sum of squares of finite vectors `(n, size)`; float64 `(3, size)`."""
+    """Returns counts, sums and sums of squares of vectors `(n, size)`; float64 `(3, size)`."""
     exact = np.asarray(vectors, np.float64)
     return np.stack([np.full(exact.shape[1], len(exact)), exact.sum(0), (exact**2).sum(0)])
 
@@ -55,6 +55,7 @@ def mean_and_std(moments: np.ndarray) -> tuple[list[float], list[float]]:
     if not counts.all():
         raise ValueError('expected at least one value for a mean and a standard deviation.')
     mean = sums / counts
+    # Rounding may make the variance of equal numbers negative.
     variance = np.maximum(squares / counts - mean**2, 0)
     return mean.tolist(), np.sqrt(variance).tolist()
 
@@ -83,13 +84,11 @@ class ChannelSums(NamedTuple):
 
 
 def sum_channels(latents: np.ndarray) -> ChannelSums:
-    """Sums each channel of each crop of latents, float32 `(n, crops, channels, H, W)`.
-
-    These sums (of 1,024 numbers) are float32, and sums of them are float64. This takes a fifth of
-    the time of float64 sums. On real latents, the means differ by less than 1e-8 standard
-    deviations, and the standard deviations by less than 1e-7 of their size. `einsum` is 3.6 times
-    as fast as `sum`; unlike BLAS, it sums in one order on all processors.
-    """
+    """Sums each channel of each crop of latents, float32 `(n, crops, channels, H, W)`."""
+    # These sums (of 1,024 numbers) are float32, and sums of them are float64. This takes a fifth of
+    # the time of float64 sums. On real latents, the means differ by less than 1e-8 standard
+    # deviations, and the standard deviations by less than 1e-7 of their size. `einsum` is 3.6 times
+    # as fast as `sum`; unlike BLAS, it sums in one order on all processors.
     flat = latents.reshape(*latents.shape[:3], math.prod(latents.shape[3:]))
     return ChannelSums(np.einsum('ncki->nck', flat), np.einsum('ncki,ncki->nck', flat, flat))
 
@@ -143,6 +142,7 @@ class ShardStatistics:
             self.text_moments += moments(text)
         elif text is not None and len(self.known_tokens):
             self.known_tokens[text[text >= 0]] = True
+        # All of a shard's previews come from its first samples, whatever the size of blocks is.
         for row in range(min(MAX_PREVIEWS - len(self.previews), len(keys))):
             picture = latent_rgb.latents_to_rgb(latents[row, schema.middle_crop(crops)])
             self.previews.append(make_preview(keys[row], captions[row], picture))
@@ -214,17 +214,17 @@ def make_preview(key: int, caption: bytes, picture: np.ndarray) -> Preview:
 
 
 def count_dropped_latents(dropped: Mapping[str, int]) -> int:
-    """Returns the number of rows of latents in the numbers of dropped rows by reason."""
+    """Returns the number of rows of latents among dropped rows by reason."""
+    # A second caption of a key is a row of the captions file.
     return sum(dropped.values()) - dropped[schema.DUPLICATE_CAPTION]
 
 
 class DropCounts:
-    """Counts dropped rows of a source by reason."""
+    """Counts dropped rows of a source of `num_rows` rows by reason."""
 
     MAX_EXAMPLES = 10
 
     def __init__(self, num_rows: int, max_bad_fraction: float):
-        """Takes the number of rows of the source, and the largest share of bad rows."""
         self.num_rows, self._max_bad_fraction = num_rows, max_bad_fraction
         self.counts = dict.fromkeys(schema.DROP_REASONS, 0)
         self.examples: dict[str, list[int]] = {}  # some keys for each reason that occurs
@@ -232,7 +232,7 @@ class DropCounts:
 
     @property
     def num_latents(self) -> int:
-        """Number of dropped rows of latents: the rows of the source that the data set lacks."""
+        """Number of rows of the source that the data set lacks."""
         return count_dropped_latents(self.counts)
 
     def add(self, reason: str, count: int, keys: Iterable[int], file: str = '') -> None:
@@ -244,12 +244,10 @@ class DropCounts:
             examples += [int(key) for key in keys][: self.MAX_EXAMPLES - len(examples)]
 
     def check_bad(self, file: str) -> None:
-        """Raises a ValueError if more rows are bad than allowed.
-
-        The error names the file of the most frequent kind of bad rows, or `file` if there is none.
-        """
+        """Raises a ValueError if more rows are bad than allowed."""
         num_bad = sum(self.counts[reason] for reason in BAD_REASONS)
         if num_bad > self._max_bad_fraction * self.num_rows:
+            # The file of the most frequent reason is the one to look into.
             commonest = max(BAD_REASONS, key=self.counts.__getitem__)
             raise ValueError(
                 f'{self._files[commonest] or file}: {num_bad:,} of {self.num_rows:,} rows of the '
