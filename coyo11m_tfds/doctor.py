@@ -14,7 +14,6 @@ nothing. It writes only temporary files and, into a bucket, one file of one byte
 
 import collections
 import dataclasses
-import functools
 import json
 import os
 import pathlib
@@ -41,7 +40,7 @@ from coyo11m_tfds.storage.stored_file import StoredFile
 PASS, WARN, FAIL = 'pass', 'warn', 'fail'
 _TIMEOUT = 240.0  # seconds for JAX and for the encoder; a large model takes a minute to load
 
-# A storage that answers does so in a moment; one that does not should be told soon.
+# A storage that answers does so in a moment, and nobody wants to wait for one that does not.
 _IMPATIENCE = {'COYO11M_RETRY_SECONDS': '0.2', 'COYO11M_STALL_SECONDS': '5'}
 
 # Of a build of a small source, and of 12 million rows by two processes.
@@ -83,49 +82,50 @@ class Finding:
     name: str
     status: str  # PASS, WARN or FAIL
     text: str
-    mend: str = ''  # command or change that repairs the fault, if `text` does not say it
+    fix: str = ''  # command or change, if `text` does not say it
 
     def __str__(self) -> str:
-        mend = f' -> {self.mend}' if self.mend else ''
-        return f'{self.status}  {self.name}: {self.text}{mend}'
+        fix = f' -> {self.fix}' if self.fix else ''
+        return f'{self.status}  {self.name}: {self.text}{fix}'
 
 
-def findings(
+def run_checks(
     source: str, data_dir: str, encoder: str, settings: BuildSettings
 ) -> Iterator[Finding]:
     """Runs all checks; '' for an argument leaves out its checks."""
     yield check_machine()
     yield check_devices()
-    dry, room = DryRun(), {}
+    dry_run, room = DryRun(), {}
     if source:
-        yield check_place('source', source)
+        yield check_credentials('source', source)
     if data_dir:
-        yield check_place('data_dir', data_dir, writes=bool(source))
+        yield check_credentials('data_dir', data_dir, writes=bool(source))
     if source:
         try:
-            dry = dry_run(source, settings)
-            yield describe(source, dry)
+            dry_run = plan_or_estimate(source, settings)
+            yield dry_run.finding(source)
         except (ValueError, OSError, ModuleNotFoundError) as error:
             yield Finding('source', FAIL, ending.describe(error))
+    # After the dry run, which tells how much a build writes.
     if data_dir and storage.local_path(data_dir):
-        room['data_dir'] = data_dir, dry.num_bytes
+        room['data_dir'] = data_dir, dry_run.num_bytes
     if source:
         folder = scratch.choose_folder(schema.NAME, data_dir, settings.scratch_dir)
-        room['scratch'] = folder, dry.scratch_bytes
+        room['scratch'] = folder, dry_run.scratch_bytes
     yield from check_disks(room)
     if encoder:
-        yield check_encoder(encoder, dry.num_records or _USUAL_CAPTIONS)
+        yield check_encoder_speed(encoder, dry_run.num_records or _USUAL_CAPTIONS)
 
 
 def check_machine() -> Finding:
     """Checks cores and memory, within the limits of a container."""
-    usable, cores = machine.usable_memory(), machine.usable_cpus()
-    text = f'{cores} cores, {readable(usable)} of memory'
-    if usable >= _AMPLE_MEMORY and cores > 1:
+    memory, cores = machine.usable_memory(), machine.usable_cpus()
+    text = f'{cores} cores, {readable(memory)} of memory'
+    if memory >= _AMPLE_MEMORY and cores > 1:
         return Finding('machine', PASS, text)
     text += f', expected 2 cores and {readable(_AMPLE_MEMORY)} for a large source'
-    mend = 'raise the limits, e.g. docker run --cpus=4 --memory=16g'
-    return Finding('machine', FAIL if usable < _LEAST_MEMORY else WARN, text, mend)
+    fix = 'raise the limits, e.g. docker run --cpus=4 --memory=16g'
+    return Finding('machine', FAIL if memory < _LEAST_MEMORY else WARN, text, fix)
 
 
 def check_disks(
@@ -133,30 +133,30 @@ def check_disks(
 ) -> Iterator[Finding]:
     """Checks that local folders, which need not exist yet, can be written to and have room.
 
-    Args:
-        places: Folder, and bytes that the build will write to it, by name.
-        usage: Function that returns `(total, used, free)` bytes of the disk of a folder.
+    `places` holds the folder, and the bytes that the build will write to it, by name; `usage`
+    returns `(total, used, free)` bytes of the disk of a folder.
     """
-    taken: collections.Counter[int] = collections.Counter()
+    device_bytes: collections.Counter[int] = collections.Counter()
     for name, (folder, num_bytes) in places.items():
         option = '--data_dir' if name == 'data_dir' else 'scratch_dir in the config of the build'
         path = pathlib.Path(folder).expanduser().absolute()
-        there = next(place for place in (path, *path.parents) if place.exists())
-        device = there.stat().st_dev
-        taken[device] += num_bytes  # places on one disk share its room
-        needed, free = max(taken[device], _LEAST_ROOM), usage(str(there))[2]
-        text, mend = f'{folder} has {readable(free)} free', ''
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            text = f'{folder}: {there} is a file, or this user cannot write to it'
-            mend = f'choose another {option}'
+        parent = next(place for place in (path, *path.parents) if place.exists())
+        # Folders on one disk share its room.
+        device = parent.stat().st_dev
+        device_bytes[device] += num_bytes
+        needed, free = max(device_bytes[device], _LEAST_ROOM), usage(str(parent))[2]
+        text, fix = f'{folder} has {readable(free)} free', ''
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            text = f'{folder}: {parent} is a file, or this user cannot write to it'
+            fix = f'choose another {option}'
         elif free < needed:
             text += f', expected {readable(needed)} for what will be on this disk'
-            mend = f'free some space, or choose another {option}'
-        yield Finding(f'disk of {name}', FAIL if mend else PASS, text, mend)
+            fix = f'free some space, or choose another {option}'
+        yield Finding(f'disk of {name}', FAIL if fix else PASS, text, fix)
 
 
-def check_place(name: str, url: str, writes: bool = False) -> Finding:
-    """Asks a storage for a listing and, with `writes`, to store a byte; a local folder passes."""
+def check_credentials(name: str, url: str, writes: bool = False) -> Finding:
+    """Lists a folder of a storage and, with `writes`, stores a byte; a local folder passes."""
     label = f'credentials of {name}'
     if storage.local_path(url):
         return Finding(label, PASS, f'{url} is local and needs none')
@@ -169,10 +169,10 @@ def check_place(name: str, url: str, writes: bool = False) -> Finding:
         text = f'{url}: the hub has no such data set, or does not show it to this user.'
         return Finding(label, FAIL, text, _LOG_IN['hf://'])
     except (OSError, ValueError) as error:
-        mend = _LOG_IN.get(url[:5], '') if isinstance(error, PermissionError) else ''
-        return Finding(label, FAIL, ending.describe(error), mend)
-    what = 'can be listed, written to and deleted from' if writes else 'can be listed'
-    return Finding(label, PASS, f'{url} {what}')
+        fix = _LOG_IN.get(url[:5], '') if isinstance(error, PermissionError) else ''
+        return Finding(label, FAIL, ending.describe(error), fix)
+    rights = 'can be listed, written to and deleted from' if writes else 'can be listed'
+    return Finding(label, PASS, f'{url} {rights}')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,8 +186,24 @@ class DryRun:
     scratch_bytes: int = 0  # of the captions, and of remote files that are held at a time
     dropped: Mapping[str, int] = dataclasses.field(default_factory=dict)  # rows by reason
 
+    def finding(self, place: str) -> Finding:
+        """Describes the build of the source in a folder; warns if it drops many rows."""
+        about, shards = (
+            ('', f'{self.num_shards:,} shards of ') if self.num_shards else ('about ', '')
+        )
+        size = f'{about}{self.num_records:,} records in {shards}{about}{readable(self.num_bytes)}'
+        text = f'{place}: {self.source}, become {size}'
+        if reasons := [f'{count:,} {reason}' for reason, count in self.dropped.items() if count]:
+            text += f'; left out: {", ".join(reasons)}'
+        num_dropped = sum(self.dropped.values())
+        share = num_dropped / max(1, self.num_records + num_dropped)
+        if share <= _MUCH:
+            return Finding('source', PASS, text)
+        fix = 'check that the captions belong to these latents, and that caption_column is right'
+        return Finding('source', WARN, f'{text} ({share:.1%} of the rows)', fix)
 
-def dry_run(place: str, settings: BuildSettings) -> DryRun:
+
+def plan_or_estimate(place: str, settings: BuildSettings) -> DryRun:
     """Plans the build of a source.
 
     If the captions can be read in seconds, the plan is exactly that of the build. Otherwise this
@@ -201,54 +217,36 @@ def dry_run(place: str, settings: BuildSettings) -> DryRun:
     files, captions = source.latent_files, source.captions_file
     file_bytes, is_remote = sum(file.size for file in files), not files[0].local_path
     sizes = sorted(file.size for file in source.by_name.values())
-    store_bytes = captions.size if captions else 0
+    caption_bytes = captions.size if captions else 0
     if captions:
-        _check_column(captions, settings.caption_column)
-    kind, beside = os.path.splitext(files[0].path)[1], ' and captions' if captions else ''
-    found = functools.partial(
-        DryRun,
-        source=f'{len(files)} {kind} files{beside}, {readable(sum(sizes))}',
-        scratch_bytes=store_bytes + (sum(sizes[-_FETCHED_AT_ONCE:]) if is_remote else 0),
+        _check_footer(captions, settings.caption_column)
+    kind, and_captions = os.path.splitext(files[0].path)[1], ' and captions' if captions else ''
+    dry_run = DryRun(
+        source=f'{len(files)} {kind} files{and_captions}, {readable(sum(sizes))}',
+        scratch_bytes=caption_bytes + (sum(sizes[-_FETCHED_AT_ONCE:]) if is_remote else 0),
     )
-    # What is read to the end: captions, or whole files where captions lie beside the latents.
-    read_bytes = store_bytes if captions else file_bytes
+    # A build reads the captions to the end, or whole files where captions lie with the latents.
+    read_bytes = caption_bytes if captions else file_bytes
     with tempfile.TemporaryDirectory() as folder:
         if read_bytes <= _EXACT_BYTES[is_remote] and (not is_remote or len(files) <= _HEADS):
             plan = make_plan(source, settings, scratch.Scratch(f'{folder}/source'), folder)
-            return found(
+            return dataclasses.replace(
+                dry_run,
                 num_records=sum(task.parts[-1].records.stop for task in plan.tasks),
                 num_bytes=plan.num_bytes,
                 num_shards=len(plan.tasks),
                 dropped=plan.dropped.counts,
             )
+        # Of files from all over the source, and not only of the first.
         heads = files[:: -(-len(files) // _HEADS)]
         latents = read_latents(source, settings, folder, heads)
         num_rows = latents.num_rows * file_bytes // sum(file.size for file in heads)
         check_build_memory(num_rows, settings.num_workers)
-        return found(
-            num_records=num_rows,
-            num_bytes=store_bytes + (0 if settings.in_place else file_bytes),
-        )
+        num_bytes = caption_bytes + (0 if settings.in_place else file_bytes)
+        return dataclasses.replace(dry_run, num_records=num_rows, num_bytes=num_bytes)
 
 
-def describe(place: str, dry: DryRun) -> Finding:
-    """Describes the build in a finding."""
-    about, shards = 'about ', ''
-    if dry.num_shards:
-        about, shards = '', f'{dry.num_shards:,} shards of '
-    size = f'{about}{dry.num_records:,} records in {shards}{about}{readable(dry.num_bytes)}'
-    text = f'{place}: {dry.source}, become {size}'
-    if left_out := [f'{count:,} {reason}' for reason, count in dry.dropped.items() if count]:
-        text += f'; left out: {", ".join(left_out)}'
-    num_left_out = sum(dry.dropped.values())
-    share = num_left_out / max(1, dry.num_records + num_left_out)
-    if share > _MUCH:
-        mend = 'check that the captions belong to these latents, and that caption_column is right'
-        return Finding('source', WARN, f'{text} ({share:.1%} of the rows)', mend)
-    return Finding('source', PASS, text)
-
-
-def _check_column(captions: StoredFile, column: str) -> None:
+def _check_footer(captions: StoredFile, column: str) -> None:
     """Raises a ValueError if the footer of a Parquet file lacks a column."""
     from coyo11m_tfds.source import keyed_parquet
 
@@ -261,26 +259,26 @@ def _check_column(captions: StoredFile, column: str) -> None:
 
 
 def check_devices(root: str = '/') -> Finding:
-    """Asks JAX for the devices of this host; `root` holds dev."""
+    """Lists the devices that JAX sees on this host; `root` holds dev."""
     try:
-        version, devices = ask(_LIST_DEVICES)
+        version, devices = run_python(_LIST_DEVICES)
     except (ValueError, OSError) as error:
-        mend = 'end what else uses the devices, or set JAX_PLATFORMS=cpu to do without them'
-        return Finding('accelerators', FAIL, str(error), mend)
+        fix = 'end what else uses the devices, or set JAX_PLATFORMS=cpu to do without them'
+        return Finding('accelerators', FAIL, str(error), fix)
     counts = collections.Counter(kind for _, kind in devices)
     text = f'jax {version}: ' + ', '.join(f'{n} x {kind}' for kind, n in counts.items())
-    seen = {platform.replace('cuda', 'gpu') for platform, _ in devices}
-    for kind in sorted(machine.accelerators(root) - seen):
+    platforms = {platform.replace('cuda', 'gpu') for platform, _ in devices}
+    for kind in sorted(machine.accelerators(root) - platforms):
         text += f', although there is a {kind.upper()} in this machine'
         install = f"pip install -c constraints.txt -e '.[{kind}]'"
         return Finding('accelerators', WARN, text, install)
     return Finding('accelerators', PASS, text)
 
 
-def check_encoder(spec: str, num_captions: int) -> Finding:
+def check_encoder_speed(spec: str, num_captions: int) -> Finding:
     """Loads an encoder in its own process, and rates its speed by the captions of a source."""
     try:
-        dim, rate = ask(f'from coyo11m_tfds import doctor\ndoctor.time_encoder({spec!r})')
+        dim, rate = run_python(f'from coyo11m_tfds import doctor\ndoctor.time_encoder({spec!r})')
     except (ValueError, OSError) as error:
         return Finding('encoder', FAIL, f'{spec}: {error}')
     hours = num_captions / rate / 3600
@@ -290,11 +288,11 @@ def check_encoder(spec: str, num_captions: int) -> Finding:
     )
     if hours <= _SLOW_HOURS:
         return Finding('encoder', PASS, text)
-    mend = (
+    fix = (
         'use a machine with a GPU (and a CUDA build of torch) or a TPU (jax: in place of hf: '
         'runs Gemma 3 there), spread the work over more machines, or take a smaller encoder'
     )
-    return Finding('encoder', WARN, text, mend)
+    return Finding('encoder', WARN, text, fix)
 
 
 def time_encoder(spec: str) -> None:
@@ -313,27 +311,24 @@ def time_encoder(spec: str) -> None:
     print(json.dumps([encoder.dim, len(captions) / seconds]))
 
 
-def ask(program: str, seconds: float = _TIMEOUT) -> Any:
-    """Runs Python code in its own process, because it may claim devices, hang or crash.
-
-    Returns:
-        The last line of its output, parsed as JSON.
-    """
-    command, quietly = [sys.executable, '-c', program], os.environ | _QUIETLY
+def run_python(program: str, seconds: float = _TIMEOUT) -> Any:
+    """Runs code in its own process; returns the last line of its output, parsed as JSON."""
+    # Because the code may claim devices, hang or crash.
+    command, env = [sys.executable, '-c', program], os.environ | _QUIETLY
     pipes: dict[str, Any] = {'stdin': subprocess.DEVNULL, 'capture_output': True, 'text': True}
     try:
-        ended = subprocess.run(command, env=quietly, timeout=seconds, check=False, **pipes)
+        process = subprocess.run(command, env=env, timeout=seconds, check=False, **pipes)
     except subprocess.TimeoutExpired:
         raise TimeoutError(f'no answer within {seconds:g} s') from None
-    if ended.returncode == -9:
+    if process.returncode == -9:
         raise ValueError('the process was killed, most likely because memory ran out')
-    if ended.returncode:
-        said = ended.stderr.strip() or f'exit status {ended.returncode} without a word'
-        raise ValueError(said.splitlines()[-1].removeprefix('error: '))
+    if process.returncode:
+        errors = process.stderr.strip() or f'exit status {process.returncode} without a message'
+        raise ValueError(errors.splitlines()[-1].removeprefix('error: '))
     try:
-        return json.loads(ended.stdout.splitlines()[-1])
+        return json.loads(process.stdout.splitlines()[-1])
     except (ValueError, IndexError):
-        raise ValueError(f'no answer, but: {ended.stdout.strip()[-200:]}') from None
+        raise ValueError(f'no answer, but: {process.stdout.strip()[-200:]}') from None
 
 
 def read_build_config(text: str) -> BuildSettings:
@@ -358,16 +353,15 @@ def main() -> None:
     add('--encoder', default='', help='text encoder: hash, hf:NAME or jax:NAME')
     add('--build_config', default='{}', help='--config of the build, as JSON')
     flags = parser.parse_args()
-    for name, value in _IMPATIENCE.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(_IMPATIENCE | os.environ)
     counts: collections.Counter[str] = collections.Counter()
     with ending.in_one_line('nothing was changed', status=2):
         settings = read_build_config(flags.build_config)
-        for found in findings(flags.source, flags.data_dir, flags.encoder, settings):
-            print(found, flush=True)
-            counts[found.status] += 1
-    said = ', '.join(f'{counts[status]} {status}' for status in (FAIL, WARN) if counts[status])
-    print(f'{counts.total()} checks: {said or "all pass"}')
+        for finding in run_checks(flags.source, flags.data_dir, flags.encoder, settings):
+            print(finding, flush=True)
+            counts[finding.status] += 1
+    failures = ', '.join(f'{counts[status]} {status}' for status in (FAIL, WARN) if counts[status])
+    print(f'{counts.total()} checks: {failures or "all pass"}')
     sys.exit(bool(counts[FAIL]))
 
 

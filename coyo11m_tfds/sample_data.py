@@ -69,8 +69,8 @@ class Scene:
 
 def split_scenes() -> tuple[list[Scene], list[Scene]]:
     """Returns the combinations that are made and those that are held out, in a fixed order."""
-    combinations = itertools.product(COLOURS, SHAPES, COLOURS)
-    scenes = [Scene(*each) for each in combinations if each[0] != each[2]]
+    combinations = itertools.starmap(Scene, itertools.product(COLOURS, SHAPES, COLOURS))
+    scenes = [scene for scene in combinations if scene.colour != scene.background]
     order = np.random.Generator(np.random.Philox(key=11)).permutation(len(scenes))
     cut = len(scenes) // HELD_OUT_SHARE
     return [scenes[i] for i in sorted(order[cut:])], [scenes[i] for i in sorted(order[:cut])]
@@ -81,47 +81,35 @@ def held_out_prompts(count: int, seed: int = 0) -> list[tuple[str, Scene]]:
     _, held_out = split_scenes()
     rng = np.random.Generator(np.random.Philox(key=seed))
     scenes = [held_out[i % len(held_out)] for i in rng.permutation(max(count, len(held_out)))]
-    return [
-        (_caption(scene, rng, size='large', place=PLACES[1]), scene) for scene in scenes[:count]
-    ]
+    return [(_write_caption(scene, rng, 'large', PLACES[1]), scene) for scene in scenes[:count]]
 
 
 def drawn_colours(picture: np.ndarray) -> tuple[str | None, str]:
-    """Names the colours of the shape and of the background in a picture.
+    """Names the colours of the shape and of the background in a picture, uint8 `(H, W, 3)`.
 
     Every pixel takes the nearest of `COLOURS`. The background is the commonest colour along the
     border. The shape is the commonest other colour, if it covers at least a twentieth of the
-    picture (every shape in the data covers more).
-
-    Args:
-        picture: uint8 `(H, W, 3)`.
-
-    Returns:
-        The colours of shape and background; the first is None without a visible shape.
+    picture (every shape in the data covers more); otherwise its colour is None.
     """
     palette = np.array(list(COLOURS.values()), np.float32)
     distance = np.linalg.norm(picture[:, :, None].astype(np.float32) - palette, axis=-1)
-    named = distance.argmin(-1)
-    border = np.concatenate([named[0], named[-1], named[1:-1, 0], named[1:-1, -1]])
+    colours = distance.argmin(-1)
+    border = np.concatenate([colours[0], colours[-1], colours[1:-1, 0], colours[1:-1, -1]])
     background = np.bincount(border, minlength=len(palette)).argmax()
-    counts = np.bincount(named.ravel(), minlength=len(palette))
+    counts = np.bincount(colours.ravel(), minlength=len(palette))
     counts[background] = 0
     names = list(COLOURS)
-    shape = names[counts.argmax()] if counts.max() >= named.size / 20 else None
+    shape = names[counts.argmax()] if counts.max() >= colours.size / 20 else None
     return shape, names[background]
 
 
-def outlines(shape: str, x: np.ndarray, y: np.ndarray, radius: np.ndarray) -> np.ndarray:
-    """Returns the share of every pixel of a crop inside a shape, float32 `(n, 32, 32)`.
+def pixel_coverage(shape: str, x: np.ndarray, y: np.ndarray, radius: np.ndarray) -> np.ndarray:
+    """Returns the share of every pixel of a crop inside one of `SHAPES`, float32 `(n, 32, 32)`.
 
-    Args:
-        shape: One of `SHAPES`.
-        x: Centres in pixels from the left of the crop, float32 `(n,)`.
-        y: Centres in pixels from the top, float32 `(n,)`.
-        radius: Radius of the shape in pixels, float32 `(n,)`.
+    Centres are in pixels from the left of the crop and from the top, as the radius float32 `(n,)`.
     """
     size = schema.LATENT_SHAPE[-1]
-    return _coverage([shape] * len(x), np.stack([x, y, radius], axis=1))[:, :, :size]
+    return _picture_coverage([shape] * len(x), np.stack([x, y, radius], axis=1))[:, :, :size]
 
 
 def make_sample(
@@ -133,58 +121,55 @@ def make_sample(
 ) -> None:
     """Writes `num_samples` samples into `num_files` `.pt` files of unequal length, and captions.
 
-    The same arguments give the same latents, keys and captions.
-
-    Args:
-        out_dir: Local folder to write; made if it does not exist.
-        num_samples: Number of all samples, at least 4 for each file.
-        dtype: Dtype of the latents, one of `schema.LATENT_DTYPES`.
-        seed: Seed of all random choices, at least 0.
+    `out_dir` is a local folder, made if it does not exist, and `dtype` that of the latents, one of
+    `schema.LATENT_DTYPES`. The same arguments give the same latents, keys and captions.
     """
-    import torch  # Slow to import, and only needed to write.
+    # Here, as pandas below: `train_lib.demo` uses the scenes and needs neither.
+    import torch
 
     folder = pathlib.Path(out_dir) / schema.LATENTS_FOLDER
     is_local = bool(storage.local_path(out_dir))
     is_new = not folder.exists() or not any(folder.iterdir())
     count = f'{num_samples} samples in {num_files} files'
-    for is_right, what, expected in (
+    for is_valid, problem, expected in (
         (is_local, f'out_dir is {os.fspath(out_dir)!r}', 'a local folder (`mirror` copies it)'),
         (seed >= 0, f'seed is {seed}', 'at least 0'),
         (dtype in schema.LATENT_DTYPES, f'dtype is {dtype!r}', f'one of {schema.LATENT_DTYPES}'),
         (0 < 4 * num_files <= num_samples, count, 'at least 4 samples a file'),
         (is_new, f'{folder} is not empty', 'a new folder: remove it, or write somewhere else'),
     ):
-        if not is_right:
-            raise ValueError(f'{what}, expected {expected}.')
+        if not is_valid:
+            raise ValueError(f'{problem}, expected {expected}.')
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.Generator(np.random.Philox(key=seed))
     keys = np.sort(rng.choice(np.int64(1) << 62, num_samples, replace=False))
-    made, _ = split_scenes()
-    scenes = [made[i] for i in rng.integers(len(made), size=num_samples)]
+    shown, _ = split_scenes()
+    scenes = [shown[i] for i in rng.integers(len(shown), size=num_samples)]
     geometry = _random_geometry(num_samples, rng)
-    for number, rows in enumerate(_unequal_parts(num_samples, num_files)):
+    for number, rows in enumerate(_cut_unequally(num_samples, num_files)):
         name = f'{10 * number:06d}-{10 * number + 9:06d}.pt'
-        latents = _latents(scenes[rows], geometry[rows], rng)
+        latents = _make_latents(scenes[rows], geometry[rows], rng)
         tensors = {schema.PT_KEYS: torch.from_numpy(keys[rows])}
         tensors[schema.PT_LATENTS] = torch.from_numpy(latents).to(getattr(torch, dtype))
         try:
             torch.save(tensors, folder / name)
-        except RuntimeError as error:  # what torch makes of a full disk
+        except RuntimeError as error:
+            # torch raises it for a full disk.
             raise OSError(f'{folder / name}: cannot be written. Is the disk full?') from error
     _save_captions(pathlib.Path(out_dir) / schema.CAPTIONS_FILE, keys, scenes, geometry, rng)
 
 
-def _unequal_parts(total: int, parts: int) -> list[slice]:
-    """Cuts `range(total)` into parts whose lengths are in proportion 3, 4, 5, ..."""
-    weights = np.arange(3, 3 + parts)
+def _cut_unequally(total: int, count: int) -> list[slice]:
+    """Cuts `range(total)` into slices whose lengths are in proportion 3, 4, 5, ..."""
+    weights = np.arange(3, 3 + count)
     ends = np.cumsum(weights) * total // weights.sum()
     return [slice(int(a), int(b)) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def _random_geometry(count: int, rng: np.random.Generator) -> np.ndarray:
-    """Places shapes so that every crop shows the better part of them.
+    """Returns x and y of centres and radii in pixels, float32 `(count, 3)`.
 
-    Returns x and y of the centres and the radii, in pixels, float32 `(count, 3)`.
+    Every crop shows the better part of each shape.
     """
     radius = rng.uniform(*RADII, count)
     # The stretch that all crops have in common, less most of the radius.
@@ -194,32 +179,34 @@ def _random_geometry(count: int, rng: np.random.Generator) -> np.ndarray:
     return np.stack([x, y, radius], axis=1).astype(np.float32)
 
 
-def _latents(scenes: list[Scene], geometry: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def _make_latents(
+    scenes: list[Scene], geometry: np.ndarray, rng: np.random.Generator
+) -> np.ndarray:
     """Raw latents float32 `(n, 3, 4, 32, 32)` of the three crops of every scene."""
-    result = np.empty((len(scenes), *schema.LATENTS_SHAPE), np.float32)
+    latents = np.empty((len(scenes), *schema.LATENTS_SHAPE), np.float32)
     size = schema.LATENT_SHAPE[-1]
     for start in range(0, len(scenes), _BATCH):
         rows = slice(start, start + _BATCH)
-        pictures = _draw(scenes[rows], geometry[rows], rng)
+        pictures = _draw_scenes(scenes[rows], geometry[rows], rng)
         for crop, offset in enumerate(_CROP_OFFSETS):
             window = pictures[:, :, offset : offset + size]
-            result[rows, crop] = latent_rgb.rgb_to_latents(window)
-    return result
+            latents[rows, crop] = latent_rgb.rgb_to_latents(window)
+    return latents
 
 
-def _draw(scenes: list[Scene], geometry: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def _draw_scenes(scenes: list[Scene], geometry: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Draws scenes as uint8 `(n, _HEIGHT, _WIDTH, 3)` with smooth edges."""
-    cover = _coverage([scene.shape for scene in scenes], geometry)[..., None]
+    cover = _picture_coverage([scene.shape for scene in scenes], geometry)[..., None]
     inside, outside = (
-        np.array([COLOURS[getattr(scene, part)] for scene in scenes], np.float32)
+        np.array([COLOURS[getattr(scene, field)] for scene in scenes], np.float32)
         + rng.uniform(-_COLOUR_JITTER, _COLOUR_JITTER, (len(scenes), 3))
-        for part in ('colour', 'background')
+        for field in ('colour', 'background')
     )
     pictures = cover * inside[:, None, None] + (1 - cover) * outside[:, None, None]
     return np.round(np.clip(pictures, 0, 255)).astype(np.uint8)
 
 
-def _coverage(shapes: list[str], geometry: np.ndarray) -> np.ndarray:
+def _picture_coverage(shapes: list[str], geometry: np.ndarray) -> np.ndarray:
     """The share of every pixel that lies inside the shape, float32 `(n, _HEIGHT, _WIDTH)`."""
     fine = _OVERSAMPLING
     rows = (np.arange(_HEIGHT * fine, dtype=np.float32) + 0.5) / fine
@@ -234,8 +221,8 @@ def _coverage(shapes: list[str], geometry: np.ndarray) -> np.ndarray:
     }
     inside = np.empty((len(shapes), len(rows), len(columns)), bool)
     for shape, test in tests.items():
-        chosen = np.array([name == shape for name in shapes])
-        inside[chosen] = test(dx[chosen], dy[chosen])
+        mask = np.array([name == shape for name in shapes])
+        inside[mask] = test(dx[mask], dy[mask])
     blocks = inside.reshape(len(shapes), _HEIGHT, fine, _WIDTH, fine)
     return blocks.mean((2, 4), dtype=np.float32)
 
@@ -248,7 +235,7 @@ def _save_captions(
     rng: np.random.Generator,
 ) -> None:
     """Writes the Parquet file as pandas does: `key` is the index column, rows shuffled."""
-    import pandas as pd  # Slow to import, and only needed to write.
+    import pandas as pd
 
     rows = [i for i in rng.permutation(len(keys)) if i % NO_ROW_EVERY != 1]
     middle_radius = sum(RADII) / 2
@@ -256,23 +243,23 @@ def _save_captions(
     for i in rows:
         x, _, radius = geometry[i]
         size = 'large' if radius > middle_radius else 'small'
-        captions.append(_caption(scenes[i], rng, size, PLACES[int(3 * x / _WIDTH)]))
+        captions.append(_write_caption(scenes[i], rng, size, PLACES[int(3 * x / _WIDTH)]))
         if i % EMPTY_CAPTION_EVERY == 2:
             captions[-1] = None if i % 2 else '  '
-    chosen = [scenes[i] for i in rows]
+    row_scenes = [scenes[i] for i in rows]
     columns = {
         'url': [f'https://pictures.invalid/{keys[i]}.png' for i in rows],
-        'caption': [f'{s.colour}-{s.shape}.png' for s in chosen],
+        'caption': [f'{s.colour}-{s.shape}.png' for s in row_scenes],
         schema.DEFAULT_CAPTION_COLUMN: captions,
-        'caption_llava_short': [f'A {s.colour} {s.shape}.' for s in chosen],
-        'tags_open_images': [s.shape.capitalize() for s in chosen],
-        'tags_booru': [f'{s.colour}_{s.shape}, {s.background}_background' for s in chosen],
+        'caption_llava_short': [f'A {s.colour} {s.shape}.' for s in row_scenes],
+        'tags_open_images': [s.shape.capitalize() for s in row_scenes],
+        'tags_booru': [f'{s.colour}_{s.shape}, {s.background}_background' for s in row_scenes],
     }
     index = pd.Index(keys[rows], name=schema.PARQUET_KEY)
     pd.DataFrame(columns, index=index).to_parquet(path, write_page_checksum=True)
 
 
-def _caption(scene: Scene, rng: np.random.Generator, size: str, place: str) -> str:
+def _write_caption(scene: Scene, rng: np.random.Generator, size: str, place: str) -> str:
     wording = WORDINGS[rng.integers(len(WORDINGS))]
     return wording.format(size=size, place=place, **dataclasses.asdict(scene))
 

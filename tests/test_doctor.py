@@ -111,7 +111,7 @@ def test_few_cores_and_little_memory(monkeypatch, cores, memory, status):
     monkeypatch.setattr(machine, 'usable_cpus', lambda: cores)
     monkeypatch.setattr(machine, 'usable_memory', lambda: memory)
     found = doctor.check_machine()
-    assert (found.status, bool(found.mend)) == (status, status != 'pass')
+    assert (found.status, bool(found.fix)) == (status, status != 'pass')
 
 
 def test_disks_without_room(tmp_path):
@@ -122,14 +122,14 @@ def test_disks_without_room(tmp_path):
     found = list(doctor.check_disks(places, lambda folder: (80 * GB, 40 * GB, 40 * GB)))
     assert [one.status for one in found] == ['pass', 'fail']
     assert 'has 40.0 GB free, expected 62.0 GB' in found[1].text
-    assert 'scratch_dir in the config' in found[1].mend
+    assert 'scratch_dir in the config' in found[1].fix
 
 
 @pytest.mark.parametrize(
     ('name', 'said'), [('nvidia0', 'a GPU'), ('accel0', 'a TPU'), ('nvidiactl', '')]
 )
 def test_a_device_that_jax_does_not_see(tmp_path, monkeypatch, name, said):
-    monkeypatch.setattr(doctor, 'ask', lambda program: ['0.10', [['cpu', 'cpu']]])
+    monkeypatch.setattr(doctor, 'run_python', lambda program: ['0.10', [['cpu', 'cpu']]])
     (tmp_path / 'dev').mkdir()
     (tmp_path / 'dev' / name).touch()
     found = doctor.check_devices(str(tmp_path))
@@ -147,26 +147,26 @@ def test_a_device_that_jax_does_not_see(tmp_path, monkeypatch, name, said):
 )
 def test_a_process_that_gives_no_answer(code, message):
     with pytest.raises((ValueError, TimeoutError), match=message):
-        doctor.ask(code, 1)
+        doctor.run_python(code, 1)
 
 
 def test_a_bucket_that_lets_in_passes_and_keeps_nothing(gcs):
     gcs.put('bucket', 'd/x', b'x')
-    found = doctor.check_place('data_dir', 'gs://bucket/out', writes=True)
+    found = doctor.check_credentials('data_dir', 'gs://bucket/out', writes=True)
     assert (found.status, 'written to' in found.text) == ('pass', True)
     assert list(gcs.objects('bucket')) == ['d/x']
     gcs.inject(Fault('403', count=None, action='upload'))
-    assert doctor.check_place('source', 'gs://bucket/d').status == 'pass'
-    found = doctor.check_place('data_dir', 'gs://bucket/d', writes=True)
+    assert doctor.check_credentials('source', 'gs://bucket/d').status == 'pass'
+    found = doctor.check_credentials('data_dir', 'gs://bucket/d', writes=True)
     assert (found.status, 'writing to' in found.text) == ('fail', True)
 
 
 def test_a_hub(hub):
     hub.commit({'a.txt': b'x'})
-    assert doctor.check_place('source', 'hf://datasets/owner/name').status == 'pass'
-    found = doctor.check_place('source', 'hf://datasets/owner/other')
-    assert (found.status, found.mend) == ('fail', 'hf auth login')
-    found = doctor.check_place('data_dir', 'hf://datasets/owner/name', writes=True)
+    assert doctor.check_credentials('source', 'hf://datasets/owner/name').status == 'pass'
+    found = doctor.check_credentials('source', 'hf://datasets/owner/other')
+    assert (found.status, found.fix) == ('fail', 'hf auth login')
+    found = doctor.check_credentials('data_dir', 'hf://datasets/owner/name', writes=True)
     assert (found.status, 'cannot be written to' in found.text) == ('fail', True)
 
 
@@ -182,36 +182,38 @@ def test_a_dry_run_is_as_the_build(sample_source, hash_sidecar, mini_dataset, mo
         validation_fraction=0.1, shard_bytes=2_500_000, text_embeddings=str(hash_sidecar)
     )
     records, shards, num_bytes = built(mini_dataset)
-    found = doctor.dry_run(sample_source, settings)
+    found = doctor.plan_or_estimate(sample_source, settings)
     assert (found.num_records, found.num_shards) == (records, shards)
     assert found.num_bytes == pytest.approx(num_bytes, rel=0.01)
-    line = doctor.describe(sample_source, found)
+    line = found.finding(sample_source)
     assert (line.status, '1,173 records in 15 shards of 30.6 MB' in line.text) == ('pass', True)
 
     monkeypatch.setattr(doctor, '_EXACT_BYTES', {False: 0, True: 0})  # as of a large source
-    found = doctor.dry_run(sample_source, settings)
+    found = doctor.plan_or_estimate(sample_source, settings)
     assert found.num_shards == 0
     assert found.num_records == pytest.approx(records, rel=0.03)
     assert found.num_bytes == pytest.approx(num_bytes, rel=0.1)
-    assert 'become about 1,200 records' in doctor.describe(sample_source, found).text
+    assert 'become about 1,200 records' in found.finding(sample_source).text
 
 
 def test_a_remote_source(gcs, tmp_path, monkeypatch):
     folder = made_sources.write_source(tmp_path / 's', [range(40), range(40, 90)])
     gcs.upload_folder(folder, 'gs://bucket/s')
-    found = doctor.dry_run('gs://bucket/s', SETTINGS)
+    found = doctor.plan_or_estimate('gs://bucket/s', SETTINGS)
     assert (found.num_shards > 0, found.num_records) == (True, 90)
     files = [path for path in folder.rglob('*') if path.is_file()]
     captions = (folder / schema.CAPTIONS_FILE).stat().st_size  # sorted ones are kept as well
     assert found.scratch_bytes == captions + sum(file.stat().st_size for file in files)
     monkeypatch.setattr(doctor, '_EXACT_BYTES', {False: 0, True: 0})
     gcs.clear()
-    assert doctor.dry_run('gs://bucket/s', SETTINGS).num_records == pytest.approx(90, rel=0.02)
+    assert doctor.plan_or_estimate('gs://bucket/s', SETTINGS).num_records == pytest.approx(
+        90, rel=0.02
+    )
     read = sum(r.nbytes for r in gcs.requests if r.path.endswith(schema.CAPTIONS_FILE))
     assert 0 < read <= captions
 
 
 def test_many_captions_make_an_encoder_slow():
-    found = doctor.check_encoder('hash', num_captions=10**12)
+    found = doctor.check_encoder_speed('hash', num_captions=10**12)
     assert (found.status, 'embeddings of 640 numbers' in found.text) == ('warn', True)
-    assert 'GPU' in found.mend
+    assert 'GPU' in found.fix

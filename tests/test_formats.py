@@ -379,7 +379,7 @@ def test_a_mirrored_source_gives_the_same_data_set_of_other_places(source, tmp_p
 
 def test_the_doctor_plans_a_build_of_a_format(source):
     folder, truth = source
-    found = doctor.dry_run(str(folder), BuildSettings())
+    found = doctor.plan_or_estimate(str(folder), BuildSettings())
     assert found.num_shards and found.num_records == len(truth)
     assert found.source.startswith('2 .')
 

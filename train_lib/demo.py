@@ -101,7 +101,7 @@ def _possible_outlines(shape: str) -> np.ndarray:
         grids.append(np.stack([*np.meshgrid(x, y), np.full((len(y), len(x)), radius)], -1))
     places = np.concatenate([grid.reshape(-1, 3) for grid in grids]).astype(np.float32)
     drawn = [
-        sample_data.outlines(shape, *places[start : start + _BATCH].T).reshape(-1, _SIZE**2)
+        sample_data.pixel_coverage(shape, *places[start : start + _BATCH].T).reshape(-1, _SIZE**2)
         for start in range(0, len(places), _BATCH)
     ]
     return np.concatenate(drawn)

@@ -24,7 +24,7 @@ from coyo11m_tfds.convert.build_settings import (
     check_build_memory,
     record_source,
 )
-from coyo11m_tfds.convert.tasks import JoinedInputs, ShardPart, ShardTask, absolute_path
+from coyo11m_tfds.convert.tasks import JoinedInputs, ShardPart, ShardTask
 from coyo11m_tfds.dataset.keyed_random import splitmix64
 from coyo11m_tfds.report.statistics import DropCounts
 from coyo11m_tfds.source import (
@@ -397,7 +397,7 @@ def _plan_tasks(
             # or settings writes it again, and keeps those shards that stay the same.
             digests = [(versions[p.file], _array_sha256(inputs.rows[p.records])) for p in parts]
             if settings.in_place:
-                digests += [(absolute_path(part.file), part.file.version) for part in parts]
+                digests += [(storage.absolute(part.file.path), part.file.version) for part in parts]
             task = ShardTask(
                 split=split,
                 index=index,

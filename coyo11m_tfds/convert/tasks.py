@@ -181,11 +181,6 @@ class ShardResult:
 # --- Latents in place ---------------------------------------------------------------------------
 
 
-def absolute_path(file: StoredFile) -> str:
-    """Returns the absolute path or the URL of a file of the source."""
-    return storage.absolute(file.path)
-
-
 def make_column_file(file: StoredFile, latents: 'LatentFile') -> InPlaceFile:
     """Describes a file of latents; raises a ValueError if these cannot be read in place."""
     layout = latents.layout
@@ -195,7 +190,9 @@ def make_column_file(file: StoredFile, latents: 'LatentFile') -> InPlaceFile:
             "Save them again with .contiguous(), or set latents='records'."
         )
     version = '' if file.local_path else file.version
-    return InPlaceFile(absolute_path(file), version, latents.digest, layout.starts, layout.stride)
+    return InPlaceFile(
+        storage.absolute(file.path), version, latents.digest, layout.starts, layout.stride
+    )
 
 
 def check_within_reach(file: StoredFile, final: str) -> None:

@@ -109,7 +109,7 @@ def test_a_build_that_would_run_out_of_memory_is_refused(
         with pytest.raises(ValueError, match=remedy):
             plans.make_plan(source, tmp_path / 'plan', num_workers=number)
         with pytest.raises(ValueError, match=remedy):
-            doctor.dry_run(str(source), BuildSettings(num_workers=number))
+            doctor.plan_or_estimate(str(source), BuildSettings(num_workers=number))
     with pytest.raises(ValueError, match='of 30,000,000 rows with num_workers=1 takes 4'):
         check_build_memory(30_000_000, 0)
 

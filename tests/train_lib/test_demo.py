@@ -24,7 +24,7 @@ def truth():
     y = radius + (32 - 2 * radius) * rng.random(_COUNT)
     places = (value.astype(np.float32)[:, None] for value in (x, y, radius))
     covers = [
-        sample_data.outlines(scene.shape, *place)[0, ..., None]
+        sample_data.pixel_coverage(scene.shape, *place)[0, ..., None]
         for scene, *place in zip(scenes, *places, strict=True)
     ]
     pictures = np.stack(
