@@ -36,7 +36,7 @@ from coyo11m_tfds.convert import tasks
 from coyo11m_tfds.dataset import columns, manifest, stored_dataset, texts
 from coyo11m_tfds.dataset.columns import AddedColumn, Column, InPlaceColumn, InPlaceFile
 from coyo11m_tfds.dataset.stored_dataset import StoredDataset
-from coyo11m_tfds.process import command_line, ending
+from coyo11m_tfds.process import command_line
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.report import statistics
 from coyo11m_tfds.source import formats, sidecar, source_folder, source_latents
@@ -329,7 +329,7 @@ def main() -> None:
     if flags.source and not flags.column and flags.name != schema.LATENTS:
         parser.error(f'--source: expected --column, or --name={schema.LATENTS}')
     command_line.show_log()
-    with ending.in_one_line('nothing was changed, the same command starts again'):
+    with command_line.ends_in_one_line('nothing was changed, the same command starts again'):
         message = _run(flags)
     print(f'{flags.data_dir}: {message}')
 

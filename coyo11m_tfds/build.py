@@ -25,7 +25,7 @@ from collections.abc import Callable
 import absl.logging
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.process import command_line, ending, machine
+from coyo11m_tfds.process import command_line, machine
 from coyo11m_tfds.reading import process_settings
 
 # Packages of the extra `convert` that TFDS' command and a build import.
@@ -63,7 +63,7 @@ def main() -> None:
         parser.error('--encoder: expected --manual_dir and --data_dir too')
     if (limit := flags.max_examples_per_split) is not None and limit < 1:
         parser.error(f'--max_examples_per_split={limit}: expected at least 1')
-    with ending.in_one_line('nothing was changed'):
+    with command_line.ends_in_one_line('nothing was changed'):
         # Before the imports, which take seconds.
         for name in _PACKAGES:
             if not importlib.util.find_spec(name):
@@ -72,7 +72,7 @@ def main() -> None:
     prepare_tfds_command()
     command_line.show_log()
     if flags.encoder:
-        with ending.in_one_line('the same command resumes it', _USER_ERRORS):
+        with command_line.ends_in_one_line('the same command resumes it', _USER_ERRORS):
             flags.config = _embed_captions(flags)
     from tensorflow_datasets.scripts.cli import main as tfds
 
@@ -136,18 +136,18 @@ def prepare_tfds_command() -> None:
     # The command prints it at the end of a build.
     tfds.core.DatasetInfo.__repr__ = how_to_open
     sys.excepthook = functools.partial(_print_error, sys.excepthook, CONFIG_EXAMPLE)
-    ending.interrupt_once()
+    command_line.interrupt_once()
 
 
 def _print_error(show: Callable, example: str, kind: type, error: BaseException, traceback) -> None:
     user_errors = KeyboardInterrupt, *_USER_ERRORS
     is_message = isinstance(error, user_errors) and not isinstance(error, _BUGS)
-    if ending.wants_traceback() or not is_message:
+    if command_line.wants_traceback() or not is_message:
         show(kind, error, traceback)
         return
     if isinstance(error, json.JSONDecodeError) and any(error.doc in word for word in sys.argv):
         error = ValueError(f'{error.doc} is not JSON: {error}. Expected {example}')
-    ending.say(error, _OUTLOOK)
+    command_line.print_error(error, _OUTLOOK)
 
 
 if __name__ == '__main__':

@@ -32,7 +32,7 @@ from coyo11m_tfds.convert.build_settings import (
     check_build_memory,
     check_names,
 )
-from coyo11m_tfds.process import command_line, ending, machine
+from coyo11m_tfds.process import command_line, errors, machine
 from coyo11m_tfds.process.sizes import readable
 from coyo11m_tfds.storage import scratch
 from coyo11m_tfds.storage.stored_file import StoredFile
@@ -105,7 +105,7 @@ def run_checks(
             dry_run = plan_or_estimate(source, settings)
             yield dry_run.finding(source)
         except (ValueError, OSError, ModuleNotFoundError) as error:
-            yield Finding('source', FAIL, ending.describe(error))
+            yield Finding('source', FAIL, errors.describe_error(error))
     # After the dry run, which tells how much a build writes.
     if data_dir and storage.local_path(data_dir):
         room['data_dir'] = data_dir, dry_run.num_bytes
@@ -170,7 +170,7 @@ def check_credentials(name: str, url: str, writes: bool = False) -> Finding:
         return Finding(label, FAIL, text, _LOG_IN['hf://'])
     except (OSError, ValueError) as error:
         fix = _LOG_IN.get(url[:5], '') if isinstance(error, PermissionError) else ''
-        return Finding(label, FAIL, ending.describe(error), fix)
+        return Finding(label, FAIL, errors.describe_error(error), fix)
     rights = 'can be listed, written to and deleted from' if writes else 'can be listed'
     return Finding(label, PASS, f'{url} {rights}')
 
@@ -299,7 +299,7 @@ def time_encoder(spec: str) -> None:
     """Prints the width of an embedding and the captions a second."""
     from coyo11m_tfds.text import text_encoders
 
-    with ending.in_one_line('nothing was changed', (ValueError, OSError, ImportError)):
+    with command_line.ends_in_one_line('nothing was changed', (ValueError, OSError, ImportError)):
         encoder = text_encoders.make_encoder(spec)
         encoder.encode(_CAPTIONS)  # the first call compiles, and makes threads
         captions, seconds = _CAPTIONS, 0.0
@@ -355,7 +355,7 @@ def main() -> None:
     flags = parser.parse_args()
     os.environ.update(_IMPATIENCE | os.environ)
     counts: collections.Counter[str] = collections.Counter()
-    with ending.in_one_line('nothing was changed', status=2):
+    with command_line.ends_in_one_line('nothing was changed', status=2):
         settings = read_build_config(flags.build_config)
         for finding in run_checks(flags.source, flags.data_dir, flags.encoder, settings):
             print(finding, flush=True)

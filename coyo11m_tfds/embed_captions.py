@@ -27,7 +27,7 @@ from typing import cast
 from absl import logging
 
 from coyo11m_tfds import schema, storage
-from coyo11m_tfds.process import command_line, ending
+from coyo11m_tfds.process import command_line
 from coyo11m_tfds.process import job as ranks
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import captions as captions_source
@@ -236,7 +236,7 @@ def main() -> None:
     add('--latents_from', default='', help='latents to read, as in the config of a build')
     options = vars(parser.parse_args())
     command_line.show_log()
-    with ending.in_one_line('the same command resumes it'):
+    with command_line.ends_in_one_line('the same command resumes it'):
         part, source = options.pop('part'), options.pop('source')
         report = embed(source, share=part or ranks.share(), **options)
         print(f'{report}: {options["out"]}')

@@ -24,7 +24,7 @@ import threading
 from collections.abc import Mapping
 
 from coyo11m_tfds import schema, storage
-from coyo11m_tfds.process import command_line, ending
+from coyo11m_tfds.process import command_line
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.process.sizes import readable
 from coyo11m_tfds.source import source_folder
@@ -131,7 +131,7 @@ def main() -> None:
     add('--scratch', default='', dest='scratch_dir', metavar='SCRATCH', help=what)
     flags = parser.parse_args()
     command_line.show_log()
-    with ending.in_one_line('what was copied stays, the same command copies the rest'):
+    with command_line.ends_in_one_line('what was copied stays, the same command copies the rest'):
         print(mirror(**vars(flags)))
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.pictures import latent_rgb
-from coyo11m_tfds.process import command_line, ending
+from coyo11m_tfds.process import command_line
 
 # Muted between green and magenta: there the preview is weak (the least singular value of
 # `schema.RGB_FACTORS` is 0.08, the others are 0.85 and 0.29), so that a vivid green or purple would
@@ -272,7 +272,7 @@ def main() -> None:
     add('--num_samples', type=int, default=4096, help='number of pictures (%(default)s)')
     args = parser.parse_args()
     outlook = f'{args.out} is incomplete: remove it, then run the same command again'
-    with ending.in_one_line(outlook):
+    with command_line.ends_in_one_line(outlook):
         make_sample(args.out, args.num_samples)
     print(f'{args.num_samples} samples: {args.out}')
 

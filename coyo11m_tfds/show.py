@@ -19,7 +19,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import manifest, stored_dataset
 from coyo11m_tfds.dataset.stored_dataset import Data
 from coyo11m_tfds.pictures import vae_decoder
-from coyo11m_tfds.process import command_line, ending
+from coyo11m_tfds.process import command_line
 from coyo11m_tfds.report import page, statistics
 from coyo11m_tfds.storage import model_files
 
@@ -67,7 +67,7 @@ def main() -> None:
     add('--out', required=True, help='HTML file to write, local or gs://')
     add('--num_pictures', type=int, default=page.NUM_PREVIEWS, help='records to show (24)')
     flags = parser.parse_args()
-    with ending.in_one_line('nothing was written'):
+    with command_line.ends_in_one_line('nothing was written'):
         html = show(flags.data_dir, flags.vae, flags.num_pictures)
         epath.Path(flags.out).write_bytes(html.encode())
     print(f'page: {flags.out}')

@@ -32,7 +32,7 @@ from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset import columns, manifest, records, stored_dataset
 from coyo11m_tfds.dataset.chunk_index import ChunkIndex, index_file_name
 from coyo11m_tfds.dataset.stored_dataset import StoredSplit
-from coyo11m_tfds.process import command_line, ending
+from coyo11m_tfds.process import command_line
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.storage import stored_file
 from coyo11m_tfds.storage.file_state import FileState
@@ -279,7 +279,7 @@ def main() -> None:
     add('--fast', action='store_true', help=fast_help)
     flags = parser.parse_args()
     command_line.show_log()
-    with ending.in_one_line('nothing was changed', status=2):
+    with command_line.ends_in_one_line('nothing was changed', status=2):
         result = verify(flags.data_dir, fast=flags.fast)
     for name in result.unused_files:
         print(f'{name}: was left by a killed add_column; the next one removes it.')

@@ -80,7 +80,10 @@ def train(
 
 
 def train_config(
-    config: ml_collections.ConfigDict, workdir: os.PathLike, accept: Sequence[str] = ()
+    config: ml_collections.ConfigDict,
+    workdir: os.PathLike,
+    accept: Sequence[str] = (),
+    hooks: Sequence[loop.Hook] | None = None,
 ) -> state.TrainState:
     """`train.train_and_evaluate` with the jitted functions of an earlier run that had equal ones.
 
@@ -92,7 +95,7 @@ def train_config(
     compiled = {name: x for name, x in fields.items() if not _NOT_COMPILED.match(name)}
     key = repr((compiled, setup.data.facts.to_json(), setup.program.abstract_state))
     program = _programs.setdefault(key, setup.program)
-    return loop.train(dataclasses.replace(setup, program=program))[0]
+    return loop.train(dataclasses.replace(setup, program=program), hooks)[0]
 
 
 # --- Runs as processes -------------------------------------------------------------------------

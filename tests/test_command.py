@@ -147,7 +147,7 @@ def test_the_own_command_says_only_what_matters_and_is_resumed_after_ctrl_c(
     _, errors = command.communicate(timeout=300)
     assert command.returncode == -signal.SIGINT, errors
     *lines, last = errors.splitlines()
-    style = r'\d\d:\d\d:\d\d (INFO|WARNING) \S'
+    style = r'\d\d:\d\d:\d\d (WARNING: )?\S'
     assert lines and all(re.match(style, line) for line in lines), errors
     assert last.startswith('Interrupted: what is finished is kept')
     children.wait_until(lambda: not any(map(children.is_running, workers)), 10)

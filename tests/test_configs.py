@@ -70,7 +70,7 @@ def _state(config):
     """Shapes of the state, on one device."""
     config.mesh.fsdp = 1
     mesh = sharding.make_mesh(**config.mesh)
-    encoder = caption_encoder.abstract(config.encoder, mesh, dtype=config.model.dtype)
+    encoder = caption_encoder.abstract_step_encoder(config.encoder, mesh, dtype=config.model.dtype)
     vocabulary = encoder.network.config.vocab_size if encoder else 0
     if config.model.text == 'sequence' and not encoder:
         vocabulary = 4096

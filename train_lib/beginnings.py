@@ -1,6 +1,6 @@
 """The start of a run: its own last checkpoint, another run's weights, or a random state.
 
-`find` makes all checks before the run reads weights or writes anything.
+`find_beginning` makes all checks before the run reads weights or writes anything.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from clu import metric_writers
 from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from coyo11m_tfds.process import ending
+from coyo11m_tfds.process import errors
 from train_lib import checkpoint, config_rules, models
 from train_lib.checkpoint import Description, SavedRun
 from train_lib.data import TrainingData
@@ -26,7 +26,7 @@ from train_lib.step import Program
 
 
 class OtherRunError(ValueError):
-    """A checkpoint is of a run with another model, encoder or optimizer, or other settings."""
+    """A checkpoint is of a run with another model, encoder or optimizer, or with other settings."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Beginning:
         data: Data of the run.
         has_new_config: Whether the last checkpoint holds another configuration.
         source: Checkpoint with the first weights of a new run, or None.
-        others: Names of parameters that are not taken from there, because their shapes differ.
+        misfits: Names of parameters that are not taken from there, because their shapes differ.
     """
 
     description: Description
@@ -47,10 +47,10 @@ class Beginning:
     data: TrainingData
     has_new_config: bool
     source: SavedRun | None = None
-    others: Collection[str] = ()
+    misfits: Collection[str] = ()
 
     def position_at(self, step: int) -> dict[str, Any]:
-        """Returns the place in the data after a step."""
+        """Returns the position in the data after a step."""
         return self.data.position_at(self.description.position, step)
 
     def description_at(self, step: int) -> Description:
@@ -67,14 +67,14 @@ class Beginning:
         if self.source is None:
             return state
         average = self.description.config['init_average']
-        abstract = flatten_dict(program.abstract_state.params, sep='/')
-        wanted = {name: x for name, x in abstract.items() if name not in self.others}
-        taken = self.source.restore_weights(unflatten_dict(wanted, sep='/'), average=average)
-        own = flatten_dict(state.params, sep='/')
-        params = unflatten_dict(own | flatten_dict(taken, sep='/'), sep='/')
+        shapes = flatten_dict(program.abstract_state.params, sep='/')
+        fitting = {name: x for name, x in shapes.items() if name not in self.misfits}
+        restored = self.source.restore_weights(unflatten_dict(fitting, sep='/'), average=average)
+        initial = flatten_dict(state.params, sep='/')
+        params = unflatten_dict(initial | flatten_dict(restored, sep='/'), sep='/')
         # A copy: a donated state must not hold one buffer twice.
-        copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(params)
-        return state.replace(params=params, ema_params=copied)
+        ema_params = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(params)
+        return state.replace(params=params, ema_params=ema_params)
 
     def show_config(self, writer: metric_writers.MetricWriter) -> None:
         """Writes the configuration as text, if it has not been written yet."""
@@ -84,7 +84,7 @@ class Beginning:
             writer.write_texts(self.step, {'config': textwrap.indent(text, '    ')})
 
 
-def find(
+def find_beginning(
     config: ml_collections.ConfigDict,
     workdir: epath.PathLike,
     data: TrainingData,
@@ -97,88 +97,97 @@ def find(
         accept_changes: Fields that may differ from the last checkpoint.
     """
     encoder = program.encoder
-    told = {'encoder': {'name': encoder.name, 'revision': encoder.revision}} if encoder else {}
+    identity = {'encoder': {'name': encoder.name, 'revision': encoder.revision}} if encoder else {}
     description = Description(
-        identity=data.identity | told,
+        identity=data.identity | identity,
         settings=data.settings,
         # As JSON has it, to be compared with what comes back from there.
         config=json.loads(json.dumps(config.to_dict())),
         facts=data.facts.to_json(),
         position=data.position,
     )
-    own = checkpoint.find(workdir)
-    if own is None:
-        found = _source(config.init_from, description, program) if config.init_from else (None, ())
-        return Beginning(description, 0, data, True, *found)
-    saved = own.description
-    check_same(saved, description, accept_changes, where=str(own.folder))
-    if config.num_steps < own.step:
+    last = checkpoint.find_last(workdir)
+    if last is None:
+        beginning = Beginning(description, 0, data, True)
+        if not config.init_from:
+            return beginning
+        source, misfits = _open_source(config.init_from, description, program)
+        return dataclasses.replace(beginning, source=source, misfits=misfits)
+    saved = last.description
+    check_resumable(saved, description, accept_changes, where=str(last.folder))
+    if config.num_steps < last.step:
+        steps = f'{last.folder} has been trained for {last.step} steps'
+        problem = f'{steps}, expected at least {last.step}'
+        raise errors.FieldError('num_steps', config.num_steps, problem)
+    if misfits := last.find_misfits(program.abstract_state.params):
+        name, shapes = next(iter(misfits.items()))
         raise ValueError(
-            f'num_steps={config.num_steps}: {own.folder} has been trained for {own.step} steps, '
-            f'expected at least {own.step}'
-        )
-    if others := own.other_shapes(program.abstract_state.params):
-        name, shapes = next(iter(others.items()))
-        raise ValueError(
-            f'{own.folder}: parameter {name} has shape {shapes}: expected the same model, trained '
+            f'{last.folder}: parameter {name} has shape {shapes}: expected the same model, trained '
             'on texts of the same kind and size and on as many crops of an image.'
         )
-    place = _next_position(saved.position, description.position)
+    position = _resume_position(saved.position, description.position)
     has_new_config = saved.config != description.config
-    description = dataclasses.replace(description, position=place)
-    return Beginning(description, own.step, data, has_new_config)
+    description = dataclasses.replace(description, position=position)
+    return Beginning(description, last.step, data, has_new_config)
 
 
-def _next_position(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+def _resume_position(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
     """What a resumed run reads next of each source; a change of an order is logged."""
-    before = {tuple(x): saved['samples'][digest] for digest, x in saved['data_sets'].items()}
-    samples = dict(now['samples'])
+    samples_by_data_set = {
+        tuple(data_set): saved['samples'][digest] for digest, data_set in saved['data_sets'].items()
+    }
+    samples = dict(current['samples'])
     for digest in samples:
-        data_set = now['data_sets'][digest]
+        # An equal digest stands for the same sequence of samples, which continues.
         if digest in saved['samples']:
             samples[digest] = saved['samples'][digest]
             continue
-        if tuple(data_set) in before:
-            samples[digest] = -(-before[tuple(data_set)] * saved['lanes'] // now['lanes'])
-            told = 'in the rest of this epoch some records come twice and others not at all'
+        data_set = current['data_sets'][digest]
+        if (samples_before := samples_by_data_set.get(tuple(data_set))) is not None:
+            samples[digest] = -(-samples_before * saved['lanes'] // current['lanes'])
+            effect = 'in the rest of this epoch some records come twice and others not at all'
         else:
-            told = 'the other data set is read from its beginning'
+            effect = 'the other data set is read from its beginning'
         name, first = ' where '.join(data_set), samples[digest]
-        logging.info(f'{name} comes in another order from sample {first} of each lane on: {told}.')
-    return {**now, 'step': saved['step'], 'samples': samples}
+        logging.info(
+            f'{name} comes in another order from sample {first} of each lane on: {effect}.'
+        )
+    return {**current, 'step': saved['step'], 'samples': samples}
 
 
-def _source(
+def _open_source(
     init_from: str, description: Description, program: Program
 ) -> tuple[SavedRun, Collection[str]]:
     """The checkpoint that `init_from` names, and the parameters that do not fit."""
     try:
         source = checkpoint.open_run(init_from)
-        others = source.other_shapes(program.abstract_state.params)
-        _check_shares(others, program)
+        misfits = source.find_misfits(program.abstract_state.params)
+        _check_kernels(misfits, program)
         identity = source.description.identity
         _check_heads(identity['model'], description.identity['model'])
-    except (ValueError, OSError) as error:
-        raise type(error)(f'init_from={init_from}: {ending.describe(error)}') from error
-    for text in differences(identity, description.identity).values():
+    except ValueError as error:
+        raise errors.FieldError('init_from', init_from, errors.describe_error(error)) from error
+    except OSError as error:
+        raise type(error)(f'init_from={init_from}: {errors.describe_error(error)}') from error
+    for text in describe_changes(identity, description.identity).values():
         logging.warning('The weights of %s were trained with other settings: %s.', init_from, text)
-    for name, shapes in others.items():
+    for name, shapes in misfits.items():
         logging.warning(
             f'Not taken from {init_from}: parameter {name} has shape {shapes}. If this run has it, '
             'it begins anew.'
         )
-    return source, others
+    return source, misfits
 
 
-def _check_shares(others: Mapping[str, str], program: Program) -> None:
+def _check_kernels(misfits: Mapping[str, str], program: Program) -> None:
     """Raises a ValueError if no kernel fits (of those in `blocks`, if there are any)."""
     params = flatten_dict(program.abstract_state.params, sep='/')
     kernels = [name for name in params if name.endswith('/kernel')] or list(params)
-    needed = [name for name in kernels if name.startswith('blocks/')] or kernels
-    if others.keys() >= set(needed):
+    kernels = [name for name in kernels if name.startswith('blocks/')] or kernels
+    if misfits.keys() >= set(kernels):
         raise ValueError(
-            f'no kernel fits: parameter {needed[0]} has shape {others[needed[0]]}; expected a run '
-            'with the same model.width and model.depth'
+            f'no kernel fits: parameter {kernels[0]} has shape {misfits[kernels[0]]}; expected a '
+            'run with the same model.width and model.depth'
         )
 
 
@@ -191,7 +200,7 @@ def _check_heads(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
         raise ValueError(f'its model.num_heads is {before}, expected {now} as in this run')
 
 
-def check_same(
+def check_resumable(
     saved: Description, current: Description, accept_changes: Collection[str], where: str
 ) -> None:
     """Compares the description in the checkpoint at `where` with that of this run.
@@ -199,29 +208,33 @@ def check_same(
     Args:
         accept_changes: Settings that may differ; their differences are logged.
     """
-    if other := differences(saved.identity, current.identity):
+    if changes := describe_changes(saved.identity, current.identity):
         raise OtherRunError(
-            f'{where} belongs to another run: {"; ".join(other.values())}. '
+            f'{where} belongs to another run: {"; ".join(changes.values())}. '
             'To resume that run, restore these; to start a new one, use another --workdir.'
         )
-    changed = differences(saved.settings, current.settings)
-    if unasked := changed.keys() - set(accept_changes):
+    changes = describe_changes(saved.settings, current.settings)
+    if unconfirmed := changes.keys() - set(accept_changes):
         raise OtherRunError(
             f'{where} was trained with other settings: '
-            f'{"; ".join(changed[name] for name in sorted(unasked))}. To confirm this, add '
-            f'--accept_changes={",".join(changed)}; otherwise restore the settings.'
+            f'{"; ".join(changes[name] for name in sorted(unconfirmed))}. To confirm this, add '
+            f'--accept_changes={",".join(changes)}; otherwise restore the settings.'
         )
-    for text in changed.values():
+    for text in changes.values():
         logging.warning('Accepted change: %s.', text)
 
 
-def differences(saved: Mapping, current: Mapping) -> dict[str, str]:
+def describe_changes(saved: Mapping, current: Mapping) -> dict[str, str]:
     """Returns the fields that differ, with their saved and current values."""
     # As JSON, because that makes lists of tuples, and so on.
-    before, now = (config_rules.flatten_fields(json.loads(json.dumps(x))) for x in (saved, current))
-    told = {}
+    before, now = (
+        config_rules.flatten_fields(json.loads(json.dumps(fields))) for fields in (saved, current)
+    )
+    changes = {}
     for name in sorted(before.keys() | now.keys()):
-        was, is_now = (repr(x[name]) if name in x else 'absent' for x in (before, now))
+        was, is_now = (
+            repr(fields[name]) if name in fields else 'absent' for fields in (before, now)
+        )
         if was != is_now:
-            told[name] = f'{name} was {was} and is now {is_now}'
-    return told
+            changes[name] = f'{name} was {was} and is now {is_now}'
+    return changes

@@ -1,8 +1,8 @@
 """Loads the frozen text encoder that the step applies to token ids.
 
 Another model of the same name would give other embeddings or ids, and so pictures that do not match
-their captions. So `check_same` compares the name and the revision (a commit, or a digest of the
-files) with those in the data set's metadata. This module imports neither TensorFlow nor torch.
+their captions. So `check_same_encoder` compares the name and the revision (a commit, or a digest of
+the files) with those in the data set's metadata. This module imports neither TensorFlow nor torch.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
+from coyo11m_tfds.process.errors import FieldError
 from coyo11m_tfds.text import gemma, text_encoders
 from train_lib import sharding
 from train_lib.models.dit import Words
@@ -53,7 +54,9 @@ class StepEncoder:
         return Words(states, tokens >= 0)
 
 
-def load(spec: str, facts: DatasetStats, mesh: Mesh, *, dtype: str) -> StepEncoder | None:
+def load_step_encoder(
+    spec: str, facts: DatasetStats, mesh: Mesh, *, dtype: str
+) -> StepEncoder | None:
     """Loads the encoder that `config.encoder` names.
 
     Args:
@@ -63,15 +66,18 @@ def load(spec: str, facts: DatasetStats, mesh: Mesh, *, dtype: str) -> StepEncod
     if not spec:
         return None
     if not facts.vocabulary:
-        raise ValueError(
-            f'encoder={spec!r}: the data set holds embeddings of {facts.text_encoder!r}, expected '
-            "token ids (embed_captions --tokens_only), or encoder=''"
+        problem = (
+            f'the data set holds embeddings of {facts.text_encoder!r}, expected token ids '
+            "(embed_captions --tokens_only), or ''"
         )
-    tokenizer = _open(spec, facts.text_max_tokens, facts)
-    from coyo11m_tfds.text import gemma_encoder  # needs an extra, as `_open` has told by now
+        raise FieldError('encoder', spec, problem)
+    tokenizer = _open_tokenizer(spec, facts.text_max_tokens, facts)
+    from coyo11m_tfds.text import (
+        gemma_encoder,  # needs an extra, as `_open_tokenizer` has reported by now
+    )
 
     config = tokenizer.checkpoint.config
-    encoder = _abstract(tokenizer.name, tokenizer.revision, config, dtype, mesh)
+    encoder = _make_abstract(tokenizer.name, tokenizer.revision, config, dtype, mesh)
     params = gemma_encoder.load_params(tokenizer.checkpoint, encoder.network.dtype)
     placed = jax.tree.map(
         lambda leaf, values: jax.make_array_from_callback(
@@ -83,54 +89,56 @@ def load(spec: str, facts: DatasetStats, mesh: Mesh, *, dtype: str) -> StepEncod
     return dataclasses.replace(encoder, params=placed)
 
 
-def abstract(spec: str, mesh: Mesh, *, dtype: str) -> StepEncoder | None:
-    """Like `load`, with shapes for weights; reads no files of a model in `gemma.PUBLISHED`."""
+def abstract_step_encoder(spec: str, mesh: Mesh, *, dtype: str) -> StepEncoder | None:
+    """Like `load_step_encoder` with shapes for weights; reads no files of `gemma.PUBLISHED`."""
     if not spec:
         return None
     config = gemma.PUBLISHED.get(spec.removeprefix('jax:'))
-    config = config or _open(spec, schema.MAX_TOKENS).checkpoint.config
-    return _abstract(spec, '', config, dtype, mesh)
+    config = config or _open_tokenizer(spec, schema.MAX_TOKENS).checkpoint.config
+    return _make_abstract(spec, '', config, dtype, mesh)
 
 
-def _open(spec: str, max_tokens: int, facts: DatasetStats | None = None) -> Any:
+def _open_tokenizer(spec: str, max_tokens: int, facts: DatasetStats | None = None) -> Any:
     """The `JaxTokenizer` of `spec`, which knows the model's files; that of `facts`, if given."""
     if not spec.startswith('jax:'):
-        raise ValueError(f"encoder={spec!r}: expected jax:FOLDER, jax:HUB_NAME or ''")
+        raise FieldError('encoder', spec, "expected jax:FOLDER, jax:HUB_NAME or ''")
     try:
         tokenizer = text_encoders.make_tokenizer(spec, max_tokens)
         if facts is not None:
-            check_same(facts, tokenizer.name, tokenizer.revision, tokenizer.vocabulary)
+            check_same_encoder(facts, tokenizer.name, tokenizer.revision, tokenizer.vocabulary)
     except ValueError as error:
-        raise ValueError(f'encoder={spec!r}: {error}') from error
+        raise FieldError('encoder', spec, str(error)) from error
     return tokenizer
 
 
-def _abstract(
+def _make_abstract(
     name: str, revision: str, config: gemma.Config, dtype: str, mesh: Mesh
 ) -> StepEncoder:
     computed = jnp.dtype(dtype)
     whole = sharding.replicated(mesh)
     params = jax.tree.map(
-        lambda leaf: sharding.abstract(leaf, whole), gemma.abstract_params(config, computed)
+        lambda leaf: sharding.abstract_array(leaf, whole), gemma.abstract_params(config, computed)
     )
     return StepEncoder(name, revision, gemma.Gemma(config, computed), params)
 
 
-def check_same(facts: DatasetStats, name: str, revision: str = '', vocabulary: int = 0) -> None:
+def check_same_encoder(
+    facts: DatasetStats, name: str, revision: str = '', vocabulary: int = 0
+) -> None:
     """Raises a ValueError for another encoder; '' and 0 stand for what is not known."""
     same_name = _model_name(name) == _model_name(facts.text_encoder)
     same_revision = '' in (revision, facts.text_revision) or revision == facts.text_revision
     if not (same_name and same_revision and vocabulary in (0, facts.vocabulary)):
+        expected = _describe_encoder(facts.text_encoder, facts.text_revision, facts.vocabulary)
         raise ValueError(
-            f'{_told(name, revision, vocabulary)} encodes the captions, but '
-            f'{_told(facts.text_encoder, facts.text_revision, facts.vocabulary)} made the texts of '
-            'the training data: expected that encoder'
+            f'{_describe_encoder(name, revision, vocabulary)} encodes the captions, but {expected} '
+            'made the texts of the training data: expected that encoder'
         )
 
 
-def _told(name: str, revision: str, vocabulary: int) -> str:
-    of = f' of revision {revision}' if revision else ''
-    return f'{name!r}{of}' + (f' with {vocabulary} ids' if vocabulary else '')
+def _describe_encoder(name: str, revision: str, vocabulary: int) -> str:
+    version = f' of revision {revision}' if revision else ''
+    return f'{name!r}{version}' + (f' with {vocabulary} ids' if vocabulary else '')
 
 
 def _model_name(name: str) -> str:

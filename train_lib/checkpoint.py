@@ -29,7 +29,7 @@ RECORD = 'checksums.json'  # in a checkpoint
 # Not in the record, and not needed to restore: Orbax writes them after it.
 NOT_RECORDED = '_CHECKPOINT_METADATA', 'commit_success.txt'
 
-# Parts of a checkpoint.
+# Items of a checkpoint.
 STATE = 'state'
 _RUN = 'run'  # JSON: the fields of the description, and:
 _INTERRUPTED = 'interrupted'
@@ -41,7 +41,7 @@ _WEIGHTS = {True: 'ema_params', False: 'params'}  # in `TrainState`, by `average
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """The description of a run in plain values; a resume compares the first two fields.
+    """The description of a run in plain values; a resumed run compares the first two fields.
 
     Attributes:
         identity: Fields that a resumed run cannot change: text encoder, model, optimizer's name.
@@ -69,7 +69,7 @@ def open_manager(
 
     Makes the folder, and removes incomplete checkpoints and all but the last `keep` and those of
     multiples of the step `keep_every` (0: none). A background thread saves checkpoints; the end of
-    the context waits for the thread, and raises the errors of `save` unless the block has failed.
+    the context waits for it, and raises the errors of `save_step` unless the block has failed.
     """
     policies = [ocp.checkpoint_managers.LatestN(keep)]
     if keep_every:
@@ -79,7 +79,7 @@ def open_manager(
         preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(policies),
         create=True,
         cleanup_tmp_directories=True,
-        temporary_path_class=_recorded(folder),
+        temporary_path_class=_make_recorded_path(folder),
     )
     manager = ocp.CheckpointManager(folder, options=options, item_names=(STATE, _WINDOW, _RUN))
     # Orbax removes none before it has written another one, for which there may be no room.
@@ -92,24 +92,25 @@ def open_manager(
         with contextlib.suppress(Exception):  # Orbax raises an error of writing once more
             manager.close()
         raise
-    with _errors_of_writing(manager):
+    with _name_write_errors(manager):
         manager.close()
 
 
-def _recorded(folder: epath.Path) -> type:
-    """What writes a checkpoint in a folder, with a record of its files before it is complete."""
+def _make_recorded_path(folder: epath.Path) -> type:
+    """Orbax's class of temporary paths, which also records the files before they are complete."""
     base: Any = ocp.path.atomicity_defaults.get_default_temporary_path_class(folder)
 
-    class Recorded(base):
+    class RecordedPath(base):
         async def finalize(self) -> None:
-            if self.get_final().parent == folder:  # else it is a part of a checkpoint
+            # Orbax also calls this for each item inside of a checkpoint.
+            if self.get_final().parent == folder:
                 await asyncio.to_thread(_write_record, self.get())
             await super().finalize()
 
-    return Recorded
+    return RecordedPath
 
 
-def save(
+def save_step(
     manager: ocp.CheckpointManager,
     step: int,
     state: Any,
@@ -133,31 +134,31 @@ def save(
         _WINDOW: ocp.args.StandardSave(window),
         _RUN: ocp.args.JsonSave(dataclasses.asdict(description) | {_INTERRUPTED: interrupted}),
     }
-    with _errors_of_writing(manager):
+    with _name_write_errors(manager):
         manager.save(step, args=ocp.args.Composite(**items))
 
 
-def complete(manager: ocp.CheckpointManager, step: int) -> None:
-    """Records that all hooks due after a saved step have been called; raises `save`'s errors."""
+def mark_complete(manager: ocp.CheckpointManager, step: int) -> None:
+    """Records that all hooks due after a saved step have been called."""
     if jax.process_index() == 0:
-        with _errors_of_writing(manager):
+        with _name_write_errors(manager):
             (manager.directory / str(step) / _COMPLETED).write_text('')
 
 
-def wait(manager: ocp.CheckpointManager) -> None:
-    """Waits until the last checkpoint is complete; raises the errors of `save`."""
-    with _errors_of_writing(manager):
+def wait_until_saved(manager: ocp.CheckpointManager) -> None:
+    """Waits until the last checkpoint is complete; raises the errors of `save_step`."""
+    with _name_write_errors(manager):
         manager.wait_until_finished()
 
 
-def restore(
+def restore_last(
     manager: ocp.CheckpointManager, state: Any, window: Any
 ) -> tuple[Any, Any, bool] | None:
     """Restores the last complete checkpoint, to resume the run.
 
     Args:
-        state, window: Arrays or `jax.ShapeDtypeStruct` with the wanted shardings, which may differ
-            from the saved ones.
+        state, window: Arrays or `jax.ShapeDtypeStruct` with shardings, which may differ from the
+            saved ones.
 
     Returns:
         `(state, window, interrupted)`, or None without a checkpoint.
@@ -166,18 +167,18 @@ def restore(
     if step is None:
         return None
     items = {
-        STATE: ocp.args.StandardRestore(jax.tree.map(sharding.abstract, state)),
-        _WINDOW: ocp.args.StandardRestore(jax.tree.map(sharding.abstract, window)),
+        STATE: ocp.args.StandardRestore(jax.tree.map(sharding.abstract_array, state)),
+        _WINDOW: ocp.args.StandardRestore(jax.tree.map(sharding.abstract_array, window)),
         _RUN: ocp.args.JsonRestore(),
     }
-    with _errors_of_reading(manager.directory / str(step)):
+    with _name_read_errors(manager.directory / str(step)):
         restored = manager.restore(step, args=ocp.args.Composite(**items))
     logging.info('Restored step %d from %s.', step, manager.directory)
     completed = (manager.directory / str(step) / _COMPLETED).exists()
     return restored[STATE], restored[_WINDOW], restored[_RUN][_INTERRUPTED] and not completed
 
 
-def way_back(manager: ocp.CheckpointManager, step: int) -> str:
+def advise_restart(manager: ocp.CheckpointManager, step: int) -> str:
     """Returns advice for a resume from the last checkpoint before `step`, where it diverged."""
     changes = 'lower optimizer.learning_rate or raise optimizer.warmup_steps'
     saved = sorted(manager.all_steps())
@@ -190,31 +191,31 @@ def way_back(manager: ocp.CheckpointManager, step: int) -> str:
     return f'{removing} from {manager.directory}/{older[-1]} with {flag}: {changes}'
 
 
-def _errors_of_reading(folder: epath.Path) -> contextlib.AbstractContextManager[None]:
+def _name_read_errors(folder: epath.Path) -> contextlib.AbstractContextManager[None]:
     advice = '; if it is damaged, remove this folder to use the checkpoint before it.'
-    return _errors_in_one_line(f'{folder}: the checkpoint cannot be read', advice)
+    return _shorten_errors(f'{folder}: the checkpoint cannot be read', advice)
 
 
-def _errors_of_writing(manager: ocp.CheckpointManager) -> contextlib.AbstractContextManager[None]:
-    return _errors_in_one_line(f'{manager.directory}: a checkpoint cannot be written')
+def _name_write_errors(manager: ocp.CheckpointManager) -> contextlib.AbstractContextManager[None]:
+    return _shorten_errors(f'{manager.directory}: a checkpoint cannot be written')
 
 
 @contextlib.contextmanager
-def _errors_in_one_line(told: str, advice: str = '') -> Iterator[None]:
+def _shorten_errors(problem: str, advice: str = '') -> Iterator[None]:
     try:
         yield
     except Exception as error:  # Orbax raises errors of all kinds
         line = str(error.__cause__ or error).partition('\n')[0]
         line = re.sub(r" \[\w+='.*", '', line)  # TensorStore adds details
-        raise OSError(f'{told}: {line}{advice}') from error
+        raise OSError(f'{problem}: {line}{advice}') from error
 
 
 # --- From outside -------------------------------------------------------------------------------
 
 
-def find(workdir: epath.PathLike) -> 'SavedRun | None':
+def find_last(workdir: epath.PathLike) -> 'SavedRun | None':
     """Returns a run's last checkpoint, or None without one; raises an OSError if it is damaged."""
-    steps = _steps(workdir)
+    steps = _list_steps(workdir)
     return SavedRun(workdir, steps[-1]) if steps else None
 
 
@@ -228,16 +229,16 @@ def open_run(place: epath.PathLike) -> 'SavedRun':
     if not (at and step.isdecimal()):
         workdir, step = os.fspath(place), ''
     workdirs.check_readable(workdir)
-    steps = _steps(workdir)
+    steps = _list_steps(workdir)
     if not steps:
         raise ValueError(f'{workdir} holds no checkpoint: train first, or name another workdir.')
     if step and int(step) not in steps:
-        there = ', '.join(map(str, steps))
-        raise ValueError(f'{workdir} holds no checkpoint of step {step}; there are {there}.')
+        saved = ', '.join(map(str, steps))
+        raise ValueError(f'{workdir} holds no checkpoint of step {step}; there are {saved}.')
     return SavedRun(workdir, int(step or steps[-1]))
 
 
-def _steps(workdir: epath.PathLike) -> list[int]:
+def _list_steps(workdir: epath.PathLike) -> list[int]:
     folder = workdirs.absolute(workdir) / FOLDER
     return sorted(ocp.utils.checkpoint_steps(folder)) if folder.exists() else []
 
@@ -254,19 +255,18 @@ class SavedRun:
     def description(self) -> Description:
         """The description of the run in the checkpoint."""
         reader = ocp.Checkpointer(ocp.JsonCheckpointHandler())
-        with _errors_of_reading(self.folder), reader:
+        with _name_read_errors(self.folder), reader:
             run = reader.restore(self.folder / _RUN)
         names = [field.name for field in dataclasses.fields(Description)]
         return Description(**{name: run[name] for name in names})
 
-    def other_shapes(self, abstract_params: Any) -> dict[str, str]:
+    def find_misfits(self, abstract_params: Any) -> dict[str, str]:
         """Returns the parameters whose shapes differ, by name: `'(2, 3) there and absent here'`."""
-        there, here = _by_name(self._metadata), _by_name(abstract_params)
-        found = {x: (there.get(x), here.get(x)) for x in sorted(there.keys() | here.keys())}
+        saved, current = _shapes_by_name(self._metadata), _shapes_by_name(abstract_params)
         return {
-            name: f'{saved or "absent"} there and {wanted or "absent"} here'
-            for name, (saved, wanted) in found.items()
-            if saved != wanted
+            name: f'{saved.get(name, "absent")} there and {current.get(name, "absent")} here'
+            for name in sorted(saved.keys() | current.keys())
+            if saved.get(name) != current.get(name)
         }
 
     def restore_weights(self, abstract_params: Any, *, average: bool) -> Any:
@@ -274,19 +274,19 @@ class SavedRun:
 
         Args:
             abstract_params: A pytree of `jax.ShapeDtypeStruct` with the shapes in the checkpoint
-                and the wanted shardings, of all weights or some; or a sharding for all.
+                and with shardings, of all weights or some; or a sharding for all.
             average: Whether to read the moving average instead of the weights of the last step.
         """
         if isinstance(abstract_params, jax.sharding.Sharding):
-            place = functools.partial(sharding.abstract, placed=abstract_params)
-            abstract_params = jax.tree.map(place, self._metadata)
+            to_abstract = functools.partial(sharding.abstract_array, placement=abstract_params)
+            abstract_params = jax.tree.map(to_abstract, self._metadata)
         item = {_WEIGHTS[average]: abstract_params}
         args = ocp.args.PyTreeRestore(
             item=item,
             restore_args=ocp.checkpoint_utils.construct_restore_args(item),
             partial_restore=True,
         )
-        with _errors_of_reading(self.folder), ocp.PyTreeCheckpointer() as reader:
+        with _name_read_errors(self.folder), ocp.PyTreeCheckpointer() as reader:
             restored = reader.restore(self.folder / STATE, args=args)
         kind = 'average of the weights' if average else 'weights'
         logging.info('Read the %s at step %d from %s.', kind, self.step, self.folder)
@@ -295,11 +295,11 @@ class SavedRun:
     @functools.cached_property
     def _metadata(self) -> Any:
         """A pytree like that of the weights."""
-        with _errors_of_reading(self.folder):
+        with _name_read_errors(self.folder):
             return ocp.PyTreeCheckpointHandler().metadata(self.folder / STATE)['params']
 
 
-def _by_name(tree: Any) -> dict[str, tuple[int, ...]]:
+def _shapes_by_name(tree: Any) -> dict[str, tuple[int, ...]]:
     """Shapes by names such as `block/mlp/kernel`."""
     return {
         '/'.join(key.key for key in path): tuple(leaf.shape)
@@ -311,8 +311,8 @@ def _by_name(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _write_record(folder: epath.Path) -> None:
-    files = {name: x for name, x in _states(folder).items() if name not in NOT_RECORDED}
-    (folder / RECORD).write_text(json.dumps({'files': files, 'crc32c': _checksum(files)}))
+    files = {name: x for name, x in _read_states(folder).items() if name not in NOT_RECORDED}
+    (folder / RECORD).write_text(json.dumps({'files': files, 'crc32c': _digest_files(files)}))
 
 
 def _check_record(folder: epath.Path) -> None:
@@ -323,26 +323,26 @@ def _check_record(folder: epath.Path) -> None:
     """
     try:
         record = json.loads((folder / RECORD).read_bytes())
-        files = record['files'] if record['crc32c'] == _checksum(record['files']) else None
+        files = record['files'] if record['crc32c'] == _digest_files(record['files']) else None
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         files = None
-    wrong = [RECORD]
+    damaged = [RECORD]
     if files is not None:
         share = sorted(files)[jax.process_index() :: jax.process_count()]
-        found = _states(folder, share)
-        wrong = [name for name in share if found.get(name) != files[name]]
-    if wrong:
+        states = _read_states(folder, share)
+        damaged = [name for name in share if states.get(name) != files[name]]
+    if damaged:
         raise OSError(
-            f'{folder / wrong[0]}: this file of a checkpoint is missing or damaged: remove the '
+            f'{folder / damaged[0]}: this file of a checkpoint is missing or damaged: remove the '
             f'folder {folder} to use the checkpoint before it.'
         )
 
 
-def _checksum(files: dict[str, Any]) -> int:
+def _digest_files(files: dict[str, Any]) -> int:
     return google_crc32c.value(json.dumps(files, sort_keys=True).encode())
 
 
-def _states(folder: epath.Path, names: Collection[str] | None = None) -> dict[str, Any]:
+def _read_states(folder: epath.Path, names: Collection[str] | None = None) -> dict[str, Any]:
     """Size and CRC-32C of files below a folder, by name; of all without `names`."""
     states = storage.open_folder(folder).inventory(names=names, deep=True)
     return {name: list(state) for name, state in states.items()}

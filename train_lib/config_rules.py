@@ -11,8 +11,13 @@ from typing import Any, NamedTuple
 
 import ml_collections
 
+import input_pipeline
+from coyo11m_tfds.process.errors import FieldError, MissingFolderError
+
 
 class FieldRule(NamedTuple):
+    """What the value of a field must be, in words and as a test."""
+
     expected: str
     holds: Callable[[Any], bool]
 
@@ -29,37 +34,54 @@ def _one_of(*values: str) -> FieldRule:
     return FieldRule(' or '.join(map(repr, values)), lambda x: x in values)
 
 
+_SHARE = FieldRule('at least 0 and less than 1', lambda x: 0 <= x < 1)
+_DATA_FOLDER = 'the folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0'
+
 _RULES = {
-    name: rule
-    for rule, names in (
-        (FieldRule('from 0 to 2**31 - 1', lambda x: 0 <= x < 2**31), 'seed'),
-        (_at_least(1), 'batch_size accumulate num_steps log_every keep_checkpoints'),
-        (_at_least(1), 'preview.count preview.num_steps data.device_prefetch'),
-        (_at_least(0), 'max_skipped_in_a_row max_skipped data.ram_budget_gb'),
-        (_at_least(0), 'model.width model.depth model.num_heads model.crops model.unroll'),
-        (_at_least(0), 'model.patch_size model.mlp_ratio optimizer.weight_decay'),
-        (_at_least(0), 'eval_every preview_every checkpoint_every keep_every profile_steps'),
-        (_at_least(-1), 'data.prefetch'),  # -1: the engine chooses
-        (_above(0), 'optimizer.learning_rate optimizer.muon_learning_rate optimizer.clip_norm'),
-        (_above(0), 'flow.logit_std preview.time_shift'),
-        (
-            FieldRule('at least 0 and less than 1', lambda x: 0 <= x < 1),
-            'ema_decay optimizer.b1 optimizer.b2 preview.guidance_low',
-        ),
-        (FieldRule('from 0 to 1', lambda x: 0 <= x <= 1), 'preview.guidance_high'),
-        (FieldRule('a finite number', math.isfinite), 'flow.logit_mean preview.guidance'),
-        (
-            FieldRule('the folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0', bool),
-            'data.dir',
-        ),
-        (_one_of('bfloat16', 'float32'), 'model.dtype'),
-        (_one_of('euler', 'heun'), 'preview.sampler'),
-        (FieldRule('from 0 to 255, an exit status', lambda x: 0 <= x <= 255), 'requeue_status'),
-    )
-    for name in names.split()
+    'seed': FieldRule('from 0 to 2**31 - 1', lambda x: 0 <= x < 2**31),
+    'accumulate': _at_least(1),
+    'num_steps': _at_least(1),
+    'ema_decay': _SHARE,
+    'max_skipped_in_a_row': _at_least(0),
+    'max_skipped': _at_least(0),
+    'data.dir': FieldRule(_DATA_FOLDER, bool),
+    'data.prefetch': _at_least(-1),  # -1: the engine chooses
+    'data.device_prefetch': _at_least(1),
+    'data.ram_budget_gb': _at_least(0),
+    'model.width': _at_least(0),
+    'model.depth': _at_least(0),
+    'model.num_heads': _at_least(0),
+    'model.patch_size': _at_least(0),
+    'model.mlp_ratio': _at_least(0),
+    'model.dtype': _one_of('bfloat16', 'float32'),
+    'model.crops': _at_least(0),
+    'model.unroll': _at_least(0),
+    'optimizer.learning_rate': _above(0),
+    'optimizer.muon_learning_rate': _above(0),
+    'optimizer.weight_decay': _at_least(0),
+    'optimizer.b1': _SHARE,
+    'optimizer.b2': _SHARE,
+    'optimizer.clip_norm': _above(0),
+    'flow.logit_mean': FieldRule('a finite number', math.isfinite),
+    'flow.logit_std': _above(0),
+    'preview.count': _at_least(1),
+    'preview.guidance': FieldRule('a finite number', math.isfinite),
+    'preview.guidance_low': _SHARE,
+    'preview.guidance_high': FieldRule('from 0 to 1', lambda x: 0 <= x <= 1),
+    'preview.num_steps': _at_least(1),
+    'preview.sampler': _one_of('euler', 'heun'),
+    'preview.time_shift': _above(0),
+    'log_every': _at_least(1),
+    'eval_every': _at_least(0),
+    'preview_every': _at_least(0),
+    'checkpoint_every': _at_least(0),
+    'keep_checkpoints': _at_least(1),
+    'keep_every': _at_least(0),
+    'profile_steps': _at_least(0),
+    'requeue_status': FieldRule('from 0 to 255, an exit status', lambda x: 0 <= x <= 255),
 }
 
-# Of `changeable_fields` those whose values a run replaces by what is in the folders.
+# Changeable fields whose values a run replaces by what the folders hold.
 DATA_SET, MIX = 'data.dir', 'data.mix'
 
 # Fields that decide what a step computes and which records it sees. The text encoder, the model
@@ -71,28 +93,34 @@ _CHANGEABLE = re.compile(
 
 
 def check_config(config: ml_collections.ConfigDict, *, needs_data: bool = True) -> None:
-    """Checks the value of every field.
-
-    Args:
-        needs_data: Whether `data.dir` is required.
-    """
+    """Raises a FieldError if a field has a wrong value; `data.dir` may be empty if not needed."""
     fields = flatten_fields(config.to_dict())
     for name, rule in _RULES.items():
         is_needed = name != DATA_SET or (needs_data and not fields[MIX])
         if is_needed and not rule.holds(fields[name]):
-            raise ValueError(f'{name}={fields[name]!r}: expected {rule.expected}')
+            raise FieldError(name, fields[name], f'expected {rule.expected}')
     if fields[MIX] and fields[DATA_SET]:
-        raise ValueError(f'data.mix and data.dir={fields[DATA_SET]!r}: expected only one of them')
+        raise FieldError(DATA_SET, fields[DATA_SET], 'expected none with data.mix')
     if fields['data.stages'] and not fields[MIX]:
-        raise ValueError(f'data.stages={fields["data.stages"]!r}: expected none without data.mix')
+        raise FieldError('data.stages', fields['data.stages'], 'expected none without data.mix')
     low, high = config.preview.guidance_low, config.preview.guidance_high
     if low >= high:
-        raise ValueError(
-            f'preview.guidance_low={low!r}: expected less than preview.guidance_high={high!r}'
-        )
+        problem = f'expected less than preview.guidance_high={high!r}'
+        raise FieldError('preview.guidance_low', low, problem)
     every, kept = config.checkpoint_every, config.keep_every
     if kept and (not every or kept % every):
-        raise ValueError(f'keep_every={kept}: expected a multiple of checkpoint_every={every}')
+        problem = f'expected a multiple of checkpoint_every={every}'
+        raise FieldError('keep_every', kept, problem)
+
+
+def open_sources(config: ml_collections.ConfigDict) -> tuple[input_pipeline.MixSource, ...]:
+    """Opens the data sets of `data.mix` or `data.dir`; reads their metadata and no records."""
+    field = MIX if config.data.mix else DATA_SET
+    data = config.data.mix or config.data.dir
+    try:
+        return input_pipeline.open_mix(data)
+    except FileNotFoundError as error:
+        raise MissingFolderError(field, data, str(error).removeprefix(f'{data}: ')) from error
 
 
 def changeable_fields(config: ml_collections.ConfigDict) -> dict[str, Any]:
@@ -103,12 +131,11 @@ def changeable_fields(config: ml_collections.ConfigDict) -> dict[str, Any]:
 
 def check_accepted_changes(names: Collection[str], config: ml_collections.ConfigDict) -> None:
     """Raises a ValueError for names that `changeable_fields` does not have."""
-    there = changeable_fields(config)
-    unknown = [name for name in names if name not in there]
+    changeable = changeable_fields(config)
+    unknown = [name for name in names if name not in changeable]
     if unknown:
-        raise ValueError(
-            f'--accept_changes={",".join(unknown)}: expected some of {", ".join(sorted(there))}'
-        )
+        expected = f'expected some of {", ".join(sorted(changeable))}'
+        raise ValueError(f'--accept_changes={",".join(unknown)}: {expected}')
 
 
 def flatten_fields(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:

@@ -16,8 +16,9 @@ from jax.sharding import Mesh
 
 import input_pipeline
 from coyo11m_tfds import schema
+from coyo11m_tfds.process import errors
 from coyo11m_tfds.process.sizes import readable
-from train_lib import config_rules, models, sharding, signals
+from train_lib import config_rules, models, sharding
 
 Batches = Iterator[dict[str, jax.Array]]
 
@@ -44,9 +45,9 @@ class TrainingData:
         sources: The data sets of a mixture, or the only one.
         plan: Orders and shares of the sources; with one lane if there is no chunk index.
         facts: Facts about the data, in a mixture about all sources.
-        position: Place of step 0 in the data, in plain values: `step` and `samples` of each source
-            as in a state of `input_pipeline`, the number of `lanes`, and the identities of the
-            `data_sets`.
+        position: Position of step 0 in the data, in plain values: `step` and `samples` of each
+            source as in a state of `input_pipeline`, the number of `lanes`, and the identities of
+            the `data_sets`.
         identity, settings: Plain values, see `checkpoint.Description`.
         read_counts: Returns the `input_pipeline.ReadCounts` of this process's training.
     """
@@ -55,33 +56,37 @@ class TrainingData:
         """Opens the data set; reads its metadata and no records."""
         config_rules.check_config(config)
         self._config, self._mesh = config, mesh
-        read = config.data
-        try:
-            self.sources = input_pipeline.open_mix(read.mix or read.dir)
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f'data.{"mix" if read.mix else "dir"}={error}') from error
-        self._order = input_pipeline.OrderSettings(config.seed, read.chunk, read.lanes, read.window)
+        self.sources = config_rules.open_sources(config)
+        fields = config.data
+        self._order = input_pipeline.OrderSettings(
+            config.seed, fields.chunk, fields.lanes, fields.window
+        )
         self.plan = input_pipeline.train_plan(
             self.sources,
             self._order,
             batch_size=config.batch_size,
-            stages=read.stages,
-            on_bad_records=read.on_bad_records,
-            max_bad_fraction=read.max_bad_fraction,
+            stages=fields.stages,
+            on_bad_records=fields.on_bad_records,
+            max_bad_fraction=fields.max_bad_fraction,
         )
         if config.eval_every:
-            self._check_split(schema.VALIDATION, f'eval_every={config.eval_every}')
+            self._check_split(schema.VALIDATION, 'eval_every', config.eval_every)
         if config.preview_every:
-            self._check_split(config.preview.split, f'preview.split={config.preview.split!r}')
+            self._check_split(config.preview.split, 'preview.split', config.preview.split)
         index, count = input_pipeline.process_share(sharding.batch(mesh))
         self._share: dict[str, Any] = {'process_index': index, 'process_count': count}
         self._counter = input_pipeline.ReadCounter()  # of training, without evaluations
         self.read_counts = self._counter.read
-        self._arrived = self._taken = 0
-        self.facts = input_pipeline.mix_stats(self.sources, read.text)
+        self._num_arrived = self._num_used = 0
+        self.facts = input_pipeline.mix_stats(self.sources, fields.text)
         vocabulary, width = self.facts.vocabulary, self.facts.text_dim
-        has_text = vocabulary or width or read.require_text
+        has_text = vocabulary or width or fields.require_text
         self._text = [schema.TOKENS if vocabulary else schema.TEXT_EMBEDDING] if has_text else []
+        self._identify(config)
+
+    def _identify(self, config: ml_collections.ConfigDict) -> None:
+        """Sets what a checkpoint keeps of the data, as a resumed run compares it."""
+        vocabulary, width = self.facts.vocabulary, self.facts.text_dim
         size = {'vocabulary': vocabulary} if vocabulary else {'width': width}
         encoder = {'name': self.facts.text_encoder, 'revision': self.facts.text_revision}
         self.identity = {
@@ -89,25 +94,29 @@ class TrainingData:
             'model': models.identity_fields(**config.model),
             'optimizer': {'name': config.optimizer.name},
         }
-        told = [x.identity(schema.TRAIN) for x in self.sources]
-        place = self.plan.cursor
-        self.position = place.state() | {
+        identities = [source.identity(schema.TRAIN) for source in self.sources]
+        digests = self.plan.cursor.sources
+        self.position = self.plan.cursor.state() | {
             'lanes': self._order.lanes if self.plan.orders else 1,
-            'data_sets': {n: list(x.values()) for n, x in zip(place.sources, told, strict=True)},
+            'data_sets': {
+                digest: list(identity.values())
+                for digest, identity in zip(digests, identities, strict=True)
+            },
         }
         self.settings = config_rules.changeable_fields(config)
-        if read.mix:
+        # A data set that has moved is the same: folders are replaced by what they hold.
+        if config.data.mix:
             self.settings[config_rules.MIX] = [
-                {**x, 'weight': source.weight, 'text': source.text, 'seed': source.seed}
-                for x, source in zip(told, self.sources, strict=True)
+                {**identity, 'weight': source.weight, 'text': source.text, 'seed': source.seed}
+                for identity, source in zip(identities, self.sources, strict=True)
             ]
         else:
-            self.settings[config_rules.DATA_SET] = told[0]['data_set']
+            self.settings[config_rules.DATA_SET] = identities[0]['data_set']
 
     def position_at(self, position: Mapping[str, Any], step: int) -> dict[str, Any]:
-        """Returns the place of `step`, which must not be before `position`."""
-        place = self.plan.cursor.at(position)
-        return {**position, **place.after(step - place.position.step).state()}
+        """Returns the position at `step`, which must not be before `position`."""
+        cursor = self.plan.cursor.at(position)
+        return {**position, **cursor.after(step - cursor.position.step).state()}
 
     def check_reading(self) -> None:
         """Checks that reading fits into this host's memory, and that evaluations have records.
@@ -116,38 +125,38 @@ class TrainingData:
         """
         for source in self.sources if self._config.eval_every else ():
             self._eval_on_host(source).close()
-        with self._on_host(start=None) as batches:
+        with self._train_on_host(start=None) as batches:
             budget_gb = self._config.data.ram_budget_gb
             batches.check_memory(budget_gb, sharding.processes_on_host())
 
     def train_batches(self, position: Mapping[str, Any] | None = None) -> Batches:
-        """Returns batches from a place on, without end; None for the beginning."""
-        self._arrived = self._taken = 0
+        """Returns batches from a position on, without end; None for the beginning."""
+        self._num_arrived = self._num_used = 0
 
-        def arriving() -> Iterator[input_pipeline.Batch]:
-            for batch in self._on_host(position):
-                self._arrived += 1
+        def count_arrived() -> Iterator[input_pipeline.Batch]:
+            for batch in self._train_on_host(position):
+                self._num_arrived += 1
                 yield batch
 
-        for batch in self._to_device(arriving()):
-            self._taken += 1
+        for batch in self._to_device(count_arrived()):
+            self._num_used += 1
             yield batch
 
     def batches_ready(self) -> int:
         """Returns the number of unused training batches on the devices or on their way."""
-        return self._arrived - self._taken
+        return self._num_arrived - self._num_used
 
     def progress(self, position: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the passes over the data up to a place, in a mixture also of each source."""
+        """Returns the passes over the data up to a position, in a mixture also of each source."""
         orders = self.plan.orders
         if orders is None:
             return {}
         samples = self.plan.cursor.at(position).position.samples
         scalars = {'train/epoch': sum(samples) / sum(x.lane_length for x in orders)}
         if len(orders) > 1:
-            for source, order, taken in zip(self.sources, orders, samples, strict=True):
-                scalars[f'data/{source.name}/epoch'] = taken / order.lane_length
-                scalars[f'data/{source.name}/samples'] = taken * self._order.lanes
+            for source, order, per_lane in zip(self.sources, orders, samples, strict=True):
+                scalars[f'data/{source.name}/epoch'] = per_lane / order.lane_length
+                scalars[f'data/{source.name}/samples'] = per_lane * self._order.lanes
         return scalars
 
     @property
@@ -162,25 +171,24 @@ class TrainingData:
         if orders is None:
             return [f'{self.sources[0].stored.full_name}, read without a chunk index']
         by_chunks = self.engine == input_pipeline.CHUNKS
-        how = f'in chunks of {config.chunk} records' if by_chunks else f'by {self.engine}'
+        unit = f'in chunks of {config.chunk} records' if by_chunks else f'by {self.engine}'
         text = f', text {config.text}' if config.text else ''
-        read = f'{self.plan.steps_per_epoch:,.1f} steps an epoch, read {how}{text}'
-        told = [self._describe(*x) for x in zip(self.sources, orders, strict=True)]
-        lines = (
-            [*told, *self.plan.cursor.shares.summary, read]
-            if len(told) > 1
-            else [f'{told[0]}, {read}']
-        )
+        reading = f'{self.plan.steps_per_epoch:,.1f} steps an epoch, read {unit}{text}'
+        lines = [self._describe(*x) for x in zip(self.sources, orders, strict=True)]
+        if len(lines) > 1:
+            lines += [*self.plan.cursor.shares.summary, reading]
+        else:
+            lines = [f'{lines[0]}, {reading}']
         return lines if self._text else [*lines, _NO_TEXT]
 
     def _describe(self, source: input_pipeline.MixSource, order: input_pipeline.Order) -> str:
         split = source.stored.splits[schema.TRAIN]
         name = f'{source.name}: ' if len(self.sources) > 1 else ''
-        told = f'{name}{source.stored.folder}, {split.num_records:,} records'
+        line = f'{name}{source.stored.folder}, {split.num_records:,} records'
         if source.where:
             share = order.num_records / split.num_records
-            told += f', of which {order.num_records:,} ({share:.1%}) have {source.where.text}'
-        return f'{told}, {readable(split.num_bytes)}'
+            line += f', of which {order.num_records:,} ({share:.1%}) have {source.where.text}'
+        return f'{line}, {readable(split.num_bytes)}'
 
     def eval_batches(self, source: input_pipeline.MixSource) -> Batches:
         """Returns every record of a source's validation split once, with a `mask`."""
@@ -188,16 +196,17 @@ class TrainingData:
 
     def _eval_on_host(self, source: input_pipeline.MixSource) -> input_pipeline.Batches:
         config = self._config
-        own_lanes = -(-config.data.lanes // jax.process_count())
+        lanes_per_host = -(-config.data.lanes // jax.process_count())
         return input_pipeline.eval_batches(
             (source,),
             batch_size=config.batch_size,
             features=(schema.KEY, schema.LATENTS, *self._text),
             chunk=config.data.chunk,
-            parallel_reads=config.data.parallel_reads * own_lanes,  # as many as training has
+            # As many as training has.
+            parallel_reads=config.data.parallel_reads * lanes_per_host,
             prefetch=config.data.prefetch,
             **self._share,
-            **self._reading(),
+            **self._read_options(),
         )
 
     @functools.cached_property
@@ -208,18 +217,18 @@ class TrainingData:
             batch_size=self._config.preview.count,
             split=self._config.preview.split,
             features=(schema.LATENTS, *self._text, schema.CAPTION),
-            **self._reading(),
+            **self._read_options(),
         )
         batch = next(batches)
-        real = batch[input_pipeline.MASK]
-        text = batch[self._text[0]] if self._text else np.zeros((len(real), 0), np.float16)
+        mask = batch[input_pipeline.MASK]
+        text = batch[self._text[0]] if self._text else np.zeros((len(mask), 0), np.float16)
         return PreviewSamples(
-            captions=[caption.decode() for caption in batch[schema.CAPTION][real]],
-            latents=batch[schema.LATENTS][real],
-            text=jax.device_put(text[real], sharding.replicated(self._mesh)),
+            captions=[caption.decode() for caption in batch[schema.CAPTION][mask]],
+            latents=batch[schema.LATENTS][mask],
+            text=jax.device_put(text[mask], sharding.replicated(self._mesh)),
         )
 
-    def _on_host(self, start: Mapping[str, Any] | None) -> input_pipeline.Batches:
+    def _train_on_host(self, start: Mapping[str, Any] | None) -> input_pipeline.Batches:
         config = self._config
         crop = [input_pipeline.CROP] * (self.facts.latents_shape[0] > 1)
         return input_pipeline.train_batches(
@@ -234,47 +243,48 @@ class TrainingData:
             prefetch=config.data.prefetch,
             **dataclasses.asdict(self._order),
             **self._share,
-            **self._reading(),
+            **self._read_options(),
         )
 
-    def _reading(self) -> dict[str, Any]:
-        """How every split is read."""
-        config = self._config.data
+    def _read_options(self) -> dict[str, Any]:
+        """The options that all splits share."""
         names = 'on_bad_records', 'max_bad_fraction', 'engine', 'verify', 'text'
-        return {name: config[name] for name in names}
+        return {name: self._config.data[name] for name in names}
 
     def _to_device(self, batches: Iterator[input_pipeline.Batch]) -> Batches:
         ahead = self._config.data.device_prefetch
-        on_host = _with_read_errors(batches)
+        on_host = _raise_read_errors(batches)
         return input_pipeline.to_device(on_host, sharding.batch(self._mesh), ahead=ahead)
 
-    def _check_split(self, split: str, asked: str) -> None:
+    def _check_split(self, split: str, field: str, value: Any) -> None:
+        """Checks that each source has records of a split, which a field of the config needs."""
         for source in self.sources:
             splits = source.stored.splits
-            # Mocked data name no split and have all; 'train[:50%]' is a part of 'train'.
+            # Mocked data name no split and have all; 'train[:50%]' is a slice of 'train'.
             whole = splits.get(split.partition('[')[0])
             num_records = whole.num_records if whole else 0
             if splits and 0 < num_records < _FEW_RECORDS and split == schema.VALIDATION:
                 logging.warning(
-                    f'{asked}: split {split!r} of {source.stored.folder} has only {num_records} '
-                    'records, so its loss says little: build it with a larger validation_fraction'
+                    f'{field}={value!r}: split {split!r} of {source.stored.folder} has only '
+                    f'{num_records} records, so its loss says little: build it with a larger '
+                    'validation_fraction'
                 )
             if splits and not num_records:
-                there = [name for name, info in splits.items() if info.num_records]
-                raise ValueError(
-                    f'{asked}: {source.stored.folder} has records in {there} and none in {split!r}:'
-                    ' build it with a larger validation_fraction, or set eval_every=0 and '
-                    'preview_every=0'
+                filled = [name for name, info in splits.items() if info.num_records]
+                problem = (
+                    f'{source.stored.folder} has records in {filled} and none in {split!r}: build '
+                    'it with a larger validation_fraction, or set eval_every=0 and preview_every=0'
                 )
+                raise errors.FieldError(field, value, problem)
 
 
-def _with_read_errors(batches: Iterator[input_pipeline.Batch]) -> Iterator[input_pipeline.Batch]:
+def _raise_read_errors(batches: Iterator[input_pipeline.Batch]) -> Iterator[input_pipeline.Batch]:
     """The same batches; errors of reading as an `OSError`, without TensorFlow's traces."""
     try:
         yield from batches
     except Exception as error:
         # Those of TensorFlow are `tf.errors.OpError`; it is imported where it reads alone.
-        of_tensorflow = type(error).__module__.startswith('tensorflow.')
-        if not (of_tensorflow or isinstance(error, (OSError, ValueError))):
+        is_of_tensorflow = type(error).__module__.startswith('tensorflow.')
+        if not (is_of_tensorflow or isinstance(error, (OSError, ValueError))):
             raise
-        raise OSError(signals.summary(error).partition(': ')[2]) from error
+        raise OSError(errors.summarize_error(error).partition(': ')[2]) from error

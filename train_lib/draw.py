@@ -155,13 +155,15 @@ class Artist:
         """The jitted function; pictures are shared out over the devices, each has all weights."""
         dtype = config.model.dtype
         try:
-            encoder = caption_encoder.load(self.encoder, self.facts, self._mesh, dtype=dtype)
+            encoder = caption_encoder.load_step_encoder(
+                self.encoder, self.facts, self._mesh, dtype=dtype
+            )
         except ValueError as error:
             raise ValueError(
                 f'{error}; name the one that the model was trained with by --encoder'
             ) from error
         model = models.make_model(**config.model, vocabulary=self.facts.vocabulary)
-        model = model.clone(pin=sharding.Rows(self._mesh))
+        model = model.clone(pin=sharding.RowPinning(self._mesh))
         draw = step.make_draw(config, model, self.facts, encoder)
         whole, rows = sharding.replicated(self._mesh), sharding.batch(self._mesh)
         bound = step.bind(draw, encoder, whole, rows, whole, out_shardings=rows)
@@ -199,7 +201,7 @@ def load_encoder(facts: DatasetStats, spec: str = '') -> Encoder | Tokenizer:
     spec = spec or wanted
     runner, colon, model = spec.partition(':')
     if colon and wanted != _IN_PT:  # before minutes are spent with loading it
-        caption_encoder.check_same(facts, f'{runner}:{model_files.public_name(model)}')
+        caption_encoder.check_same_encoder(facts, f'{runner}:{model_files.public_name(model)}')
     max_tokens = facts.text_max_tokens or DEFAULT_MAX_TOKENS
     make_one = text_encoders.make_tokenizer if facts.vocabulary else text_encoders.make_encoder
     encoder = make_one(spec, max_tokens)
@@ -256,7 +258,7 @@ def check_text_encoder(facts: DatasetStats, encoder: Encoder | Tokenizer) -> Non
             'The data set does not say whether %s made its text embeddings.', encoder.name
         )
         return
-    caption_encoder.check_same(facts, encoder.name, encoder.revision)
+    caption_encoder.check_same_encoder(facts, encoder.name, encoder.revision)
 
 
 # --- The program ---------------------------------------------------------------------------------

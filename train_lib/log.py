@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from train_lib.data import TrainingData
     from train_lib.step import Program
 
-# Linux alone has it: sizes of this process in pages, the second of them what is resident.
-_OWN_MEMORY = pathlib.Path('/proc/self/statm')
+# Linux alone has it: sizes of this process in pages, of which the second is the resident one.
+_PROCESS_MEMORY = pathlib.Path('/proc/self/statm')
 
 
-def say(text: str, *arguments) -> None:
+def log_on_process_0(text: str, *arguments) -> None:
     """Logs a line in process 0 only, for facts that are equal on all processes."""
     if jax.process_index() == 0:
         logging.info(text, *arguments)
@@ -56,33 +56,33 @@ def introduce(
 ) -> None:
     """Logs the machine, data, model and length of a run that begins with the step `start`."""
     state, num_tokens = program.abstract_state, data.facts.text_max_tokens
-    placed: Any = state.step.sharding  # a NamedSharding
-    say(
+    placement: Any = state.step.sharding  # a NamedSharding
+    log_on_process_0(
         'machine: %d x %s, processes: %d, cores of this host: %d, mesh data %d x fsdp %d',
         jax.device_count(),
         jax.devices()[0].device_kind,
         jax.process_count(),
         os.cpu_count(),
-        *placed.mesh.shape.values(),
+        *placement.mesh.shape.values(),
     )
     for line in data.description:
-        say('data: %s', line)
+        log_on_process_0('data: %s', line)
     if (encoder := program.encoder) is not None:
-        say(
+        log_on_process_0(
             'encoder: %s, %.4g million parameters, frozen, %.3g GFLOP a sample, %s',
             encoder.name,
             parameter_overview.count_parameters(encoder.params) / 1e6,
             encoder.network.config.flops(num_tokens) / 1e9,
             encoder.network.dtype,
         )
-    say(
+    log_on_process_0(
         'model: %s, %.4g million parameters, %.3g GFLOP to train on a sample, %s',
         config.model.name,
         parameter_overview.count_parameters(state.params) / 1e6,
         program.flops(num_tokens) / 1e9,
         config.model.dtype,
     )
-    say('steps %d to %d, into %s; compiling ...', start + 1, config.num_steps, workdir)
+    log_on_process_0('steps %d to %d, into %s; compiling ...', start + 1, config.num_steps, workdir)
 
 
 class TrainLog:
@@ -104,7 +104,7 @@ class TrainLog:
         start: int = 0,
         progress: Callable[[int], dict[str, float]] = lambda step: {},
         flops: int = 0,
-        way_back: Callable[[int], str] = lambda step: 'Start afresh',
+        advise_restart: Callable[[int], str] = lambda step: 'Start afresh',
     ):
         """Starts with an empty window.
 
@@ -113,7 +113,7 @@ class TrainLog:
             start: The step before the first one.
             progress: Returns scalars of the passes over the data up to a step.
             flops: FLOPs to train on one sample; 0 if unknown.
-            way_back: Returns advice for a resume from before a bad step.
+            advise_restart: Returns advice for a resume from before a bad step.
         """
         self.clock = StepClock(data)
         self.window = empty
@@ -124,7 +124,7 @@ class TrainLog:
         self._data = data
         self._progress = progress
         self._flops = flops
-        self._way_back = way_back
+        self._advise_restart = advise_restart
         self._opened = time.monotonic()
         self._first_finished: float | None = None
         self._complete: tuple[int, metrics.TrainMetrics] | None = None
@@ -135,7 +135,7 @@ class TrainLog:
         self.window = metrics.merge(self.window, update)
         self.clock.step_started(update)
         if self._first_finished is None:
-            self._tell_first(step, update)
+            self._log_first_step(step, update)
         if step % self._config.log_every == 0:
             self._complete = step, self.window
             self.window = self._empty
@@ -162,9 +162,9 @@ class TrainLog:
         # Where no step counted there is no mean.
         scalars = {f'train/{name}': float(x) for name, x in means.items() if not math.isnan(x)}
         scalars |= self.clock.lap(self._config.batch_size)
-        scalars |= self._moment(step, scalars.get('train/samples_per_second'))
+        scalars |= self._current_scalars(step, scalars.get('train/samples_per_second'))
         self._writer.write_scalars(step, scalars)
-        say('%s', ', '.join(self._facts(step, scalars)))
+        log_on_process_0('%s', ', '.join(self._summarize(step, scalars)))
 
     def _check_skipped(self, step: int, window: metrics.TrainMetrics) -> None:
         in_a_row = int(window.skipped_in_a_row.compute())
@@ -175,10 +175,10 @@ class TrainLog:
                 raise FloatingPointError(
                     f'{skipped} steps{words} up to step {step} had a loss or a gradient that was '
                     f'not finite, more than {field}={self._config[field]}: training has diverged. '
-                    f'{self._way_back(step - in_a_row)}.'
+                    f'{self._advise_restart(step - in_a_row)}.'
                 )
 
-    def _moment(self, step: int, rate: float | None) -> dict[str, float]:
+    def _current_scalars(self, step: int, rate: float | None) -> dict[str, float]:
         """Scalars of this moment, and those that follow from the samples a second."""
         scalars = self._progress(step)
         if rate and self._flops:
@@ -189,16 +189,16 @@ class TrainLog:
         counts = self._data.read_counts()
         scalars['input/chunks_in_flight'] = counts.chunks_in_flight
         scalars['input/bad_records'] = counts.bad_records
-        if _OWN_MEMORY.exists():
-            pages = int(_OWN_MEMORY.read_text('ascii').split()[1])
+        if _PROCESS_MEMORY.exists():
+            pages = int(_PROCESS_MEMORY.read_text('ascii').split()[1])
             scalars['host/memory_gb'] = pages * os.sysconf('SC_PAGE_SIZE') / 1e9
         return scalars
 
-    def _tell_first(self, step: int, update: metrics.TrainMetrics) -> None:
-        """Tells how long the first step took, which `StepClock.step_started` has waited for."""
+    def _log_first_step(self, step: int, update: metrics.TrainMetrics) -> None:
+        """Logs how long the first step took, which `StepClock.step_started` has waited for."""
         self._first_finished = time.monotonic()
         first_batch = self.clock.first_batch or self._opened
-        say(
+        log_on_process_0(
             'loss %.4f, step %d after %.0f s: %.0f s to begin, %.1f s for the first batch, '
             '%.0f s to compile and compute it',
             jax.device_get(update.loss).compute(),
@@ -209,7 +209,7 @@ class TrainLog:
             self._first_finished - first_batch,
         )
 
-    def _facts(self, step: int, scalars: Mapping[str, float]) -> Iterator[str]:
+    def _summarize(self, step: int, scalars: Mapping[str, float]) -> Iterator[str]:
         """A window of steps for people: loss 0.4123, step 350 of 900, 2.2 steps/s, ..."""
         yield f'loss {scalars["train/loss"]:.4f}' if 'train/loss' in scalars else 'no finite loss'
         yield f'step {step} of {self._config.num_steps}'
@@ -218,9 +218,9 @@ class TrainLog:
             yield f'{rate:.{2 if rate < 10 else 0}f} steps/s'
             # Evaluations and the like included, as they will come again.
             seconds = time.monotonic() - (self._first_finished or self._opened)
-            done = max(step - self._start - 1, 1)
-            left = round(seconds / done * (self._config.num_steps - step))
-            yield f'{datetime.timedelta(seconds=left)} left'
+            steps_done = max(step - self._start - 1, 1)
+            remaining = round(seconds / steps_done * (self._config.num_steps - step))
+            yield f'{datetime.timedelta(seconds=remaining)} left'
         if 'train/epoch' in scalars:
             yield f'epoch {scalars["train/epoch"]:.2f}'
         if 'train/samples_per_second' in scalars:
@@ -260,11 +260,11 @@ class StepClock:
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
         """Marks a block in which the host waits for a batch."""
-        asked = time.monotonic()
+        began = time.monotonic()
         self._ready.append(self._data.batches_ready())
         yield
         if self._last is not None:
-            self._waits.append((asked, self._last, time.monotonic()))
+            self._waits.append((began, self._last, time.monotonic()))
         elif self.first_batch is None:
             self.first_batch = time.monotonic()
 
@@ -279,9 +279,10 @@ class StepClock:
         try:
             yield
         finally:
-            over = self._watcher.submit(time.monotonic)
-            over.result()  # now: recorded later, it would shorten the next step
-            self._marks.append((over, False))
+            end = self._watcher.submit(time.monotonic)
+            # Recorded now: later, it would shorten the next step.
+            end.result()
+            self._marks.append((end, False))
 
     def step_started(self, result: Any) -> None:
         """Counts a step, whose arrays `result` are still being computed.
@@ -290,7 +291,7 @@ class StepClock:
         does not count, because it includes the compilation.
         """
         is_first = self._last is None
-        self._last = finished = self._watcher.submit(_finished_at, result)
+        self._last = finished = self._watcher.submit(_wait_for_end, result)
         if is_first:
             finished.result()
             self._restart(finished)
@@ -313,9 +314,9 @@ class StepClock:
         if not seconds:
             return {}
         total = sum(seconds)
-        waits = (came - max(asked, idle.result()) for asked, idle, came in self._waits)
+        waits = (arrived - max(began, idle.result()) for began, idle, arrived in self._waits)
         waited = sum(max(0.0, wait) for wait in waits)
-        # The one thing that hosts tell each other, once a lap.
+        # The only exchange between hosts, once a lap.
         with jax.transfer_guard('allow'):
             shares = multihost_utils.process_allgather(np.float32(waited / total))
         scalars = {
@@ -330,17 +331,18 @@ class StepClock:
             scalars['input/batches_ready'] = statistics.fmean(self._ready)
         num_bytes = self._data.read_counts().num_bytes - self._num_bytes
         scalars['input/read_mb_per_second'] = num_bytes / 1e6 / total
-        # The end of the last step, or of what was aside since.
+        # The next lap begins at the end of the last step, or of what was aside since.
         self._restart(self._marks[-1][0])
         return scalars
 
     def _restart(self, moment: _Moment) -> None:
-        self._marks: list[tuple[_Moment, bool]] = [(moment, False)]  # whether a step ends there
+        # Moments, and whether a step ends there.
+        self._marks: list[tuple[_Moment, bool]] = [(moment, False)]
         self._waits: list[tuple[float, _Moment, float]] = []
         self._ready: list[int] = []
         self._num_bytes = self._data.read_counts().num_bytes
 
 
-def _finished_at(result: Any) -> float:
+def _wait_for_end(result: Any) -> float:
     jax.block_until_ready(result)
     return time.monotonic()

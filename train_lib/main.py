@@ -20,7 +20,7 @@ from absl import flags, logging
 from ml_collections import config_flags
 
 import input_pipeline
-from train_lib import run, signals
+from train_lib import hosts, run, signals
 
 FLAGS = flags.FLAGS
 
@@ -50,14 +50,14 @@ def main() -> None:
 
     if FLAGS.config.distributed or FLAGS.coordinator_address:
         with run.errors_in_one_line():
-            signals.join_hosts(FLAGS.coordinator_address, FLAGS.process_count, FLAGS.process_index)
+            hosts.join_hosts(FLAGS.coordinator_address, FLAGS.process_count, FLAGS.process_index)
     if FLAGS.verbose:
         logging.info('Configuration:\n%s', FLAGS.config)
-    with signals.failures_shared():
+    with hosts.failures_shared():
         with run.errors_in_one_line():
             setup = train.set_up(FLAGS.config, FLAGS.workdir, FLAGS.accept_changes)
         with run.errors_in_one_line((FloatingPointError, MemoryError, OSError)):
-            state, finished = train.train(setup, FLAGS.verbose)
+            state, finished = train.train(setup, verbose=FLAGS.verbose)
     if not finished:
         command = shlex.join([sys.executable, '-m', 'train_lib.main', *sys.argv[1:]])
         logging.info('Stopped at step %d. To resume: %s', state.step, command)

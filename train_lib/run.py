@@ -8,20 +8,21 @@ their environment when they are imported.
 import contextlib
 import difflib
 import functools
+import itertools
 import logging as standard_logging
 import math
 import os
 import pathlib
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from absl import app, flags, logging
+from ml_collections import config_dict
 
 import input_pipeline
-from coyo11m_tfds.process import command_line, ending
+from coyo11m_tfds.process import command_line, errors
 from train_lib import config_rules
 
 CONFIG_HELP = (
@@ -47,40 +48,44 @@ def start(main: Callable[[], None], required: Sequence[str]) -> None:
     line and status 1, Ctrl-C with `Interrupted: ...` and status 130.
     """
     flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS['verbose'])  # for --help
+    parse = functools.partial(_parse_flags, required=required)
     try:
-        app.run(
-            lambda argv: main(), flags_parser=functools.partial(_parse_flags, required=required)
-        )
+        app.run(lambda argv: main(), flags_parser=parse)
     except SystemExit as end:
         if not isinstance(end.code, str):
             raise
         sys.stdout.flush()
+        # The error is the last line: threads of libraries may complain until the process has ended.
         with os.fdopen(os.dup(sys.stderr.fileno()), 'w') as stderr:
-            # The last line: threads of libraries may complain until the process has ended.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
             print(end.code, file=stderr)
         os._exit(1)
     except KeyboardInterrupt as error:
         if _is_verbose():
             raise
-        ending.say(error, 'start the same command again')
-        os._exit(ending.INTERRUPTED)
+        command_line.print_error(error, 'start the same command again')
+        os._exit(command_line.INTERRUPTED)
 
 
 def prepare(needs_data: bool = True) -> None:
     """Keeps TensorFlow off the accelerator and the log readable; call it before other imports.
 
-    First, it ends the process for a wrong setting or data set (for none, too, if it `needs_data`),
-    before the imports that take seconds.
+    First, it ends the process if a field or the data set is wrong (or if there is no data set and
+    it `needs_data`), before the imports that take seconds.
     """
     if 'config' in flags.FLAGS and flags.FLAGS.is_parsed():
+        config = flags.FLAGS.config
         with errors_in_one_line():
-            _check_config(flags.FLAGS.config, needs_data)
+            config_rules.check_config(config, needs_data=needs_data)
+            # A host that lacks the folder reports it to the others, once they are joined.
+            is_alone = not (config.distributed or _has_processes())
+            if is_alone and (config.data.mix or config.data.dir):
+                config_rules.open_sources(config)
     if not _is_verbose():
         handler = logging.get_absl_handler()
         handler.addFilter(_is_worth_reading)
-        handler.setFormatter(_Lines())
-        sys.unraisablehook = functools.partial(_unraisable, sys.unraisablehook)
+        handler.setFormatter(_RunFormatter())
+        sys.unraisablehook = functools.partial(_report_unraisable, sys.unraisablehook)
         input_pipeline.quiet_tensorflow()
     import tensorflow as tf
 
@@ -90,19 +95,35 @@ def prepare(needs_data: bool = True) -> None:
 
 @contextlib.contextmanager
 def errors_in_one_line(
-    kinds: tuple[type[Exception], ...] = (ValueError, OSError),
+    fixable: tuple[type[Exception], ...] = (ValueError, OSError),
 ) -> Iterator[None]:
-    """Ends the process with `error: ...` and status 1 for errors that the user can mend.
+    """Ends the process with `error: ...` and status 1 for errors that the user can fix.
 
-    With `--verbose` the traceback precedes the line. By default these errors are wrong settings and
+    With `--verbose` the traceback precedes the line. By default these errors are wrong fields and
     unreadable files.
     """
     try:
         yield
-    except kinds as error:
+    except fixable as error:
         if _is_verbose():
             logging.info('Where the error comes from:', exc_info=True)
-        sys.exit(f'error: {_as_flags(ending.describe(error))}')
+        message = errors.describe_error(error)
+        if isinstance(error, errors.FieldError):
+            message = _flag_name(error.field) + message.removeprefix(error.field)
+        sys.exit(f'error: {message}')
+
+
+def _flag_name(field: str) -> str:
+    """The flag that sets a field: `--config.data.lanes` for `lanes`, as readers call it."""
+    if 'config' not in flags.FLAGS:  # programs that draw have flags of a run's `preview`
+        field = field.removeprefix('preview.')
+        return f'--{field}' if field in flags.FLAGS else field
+    names = (x for x in (field, f'data.{field}') if x in _default_fields())
+    return f'--config.{name}' if (name := next(names, None)) else field
+
+
+def _has_processes() -> bool:
+    return 'process_count' in flags.FLAGS and bool(flags.FLAGS.process_count)
 
 
 # --- The command line ---------------------------------------------------------------------------
@@ -132,101 +153,91 @@ def _find_config(name: str) -> str:
     path = name.partition(':')[0]  # the file gets the rest
     if pathlib.Path(path).is_file():
         return name
-    known = {file.stem: file for file in sorted(_CONFIGS.glob('*.py'))}
+    files = {file.stem: file for file in sorted(_CONFIGS.glob('*.py'))}
     stem = path.removeprefix('configs/').removesuffix('.py')
-    if stem not in known:
+    if stem not in files:
         sys.exit(
             f'error: --config={name}: there is no such file; expected one, or the name of a '
-            f'configuration of this package: {", ".join(known)}.'
+            f'configuration of this package: {", ".join(files)}.'
         )
-    return name.replace(path, str(known[stem]), 1)
+    return name.replace(path, str(files[stem]), 1)
 
 
 def _parse_flags(argv: Sequence[str], required: Sequence[str]) -> list[str]:
     argv = resolve(argv)
-    with errors_in_one_line((flags.Error, OSError, ValueError, TypeError)):
+    with errors_in_one_line():
         try:
             _, *stray = flags.FLAGS(argv)
             if stray:
                 raise flags.Error(f'unexpected arguments: {" ".join(stray)}')
             if 'config' in flags.FLAGS and flags.FLAGS['config'].present:
                 _ = flags.FLAGS.config.seed  # the first use loads the file
-            missing = [f'--{name}' for name in required if flags.FLAGS[name].value in (None, '')]
-            if missing:
-                raise flags.Error(f'missing: {", ".join(missing)}')
-            for name in flags.FLAGS:
-                value = flags.FLAGS[name].value
-                if isinstance(value, float) and not math.isfinite(value):
-                    raise flags.Error(f'--{name}={value}: expected a finite number')
-        except flags.Error as error:
-            if 'Error whilst parsing config file' in str(error):
-                raise ValueError(_wrong_config(argv, error)) from error
-            program = sys.modules['__main__']
-            name = program.__spec__.name if program.__spec__ else ''
-            advice = command_line.advice(f'python -m {name}', program.__doc__)
-            raise ValueError(f'{error}; {advice}') from error
-        except (OSError, KeyError, AttributeError) as error:
-            raise ValueError(_wrong_config(argv, error)) from error
+            _check_flags(required)
+        except (flags.Error, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(_explain_config_error(argv, error) or _explain(error)) from error
         except SystemExit:
             sys.exit()  # absl shows the help, and ends with 1
     return argv[:1]
 
 
-def _wrong_config(argv: Sequence[str], error: Exception) -> str:
-    """Names the flag, or the line of the file, and what is wrong there."""
-    given = dict(re.findall(r'^--?(config[\w.]*)=(.*)', '\n'.join(argv), re.MULTILINE))
-    path = given.pop('config', '')
-    if isinstance(error, OSError):
-        return f'--config={path}: {error}'
-    trace = ''.join(traceback.format_exception(error))  # quotes that of the file
-    frames = re.findall(r'^ +File "(.*)", line (\d+)', trace, re.MULTILINE)
-    own = [line for file, line in frames if file == path.partition(':')[0]]
-    where = f'--config={path}, line {own[-1]}' if own else f'--config={path}'
-    is_of_a_field = isinstance(error, (KeyError, AttributeError))
-    if not (is_of_a_field and frames[-1][0].endswith('config_dict.py')):
-        *_, said = re.findall(r'^\w+: .*', trace, re.MULTILINE)
-        return f'{where}: {said}'
-    # The message begins with the field in quotes, unless the field is being added.
-    found = re.search(r'Key "(\w+)"', str(error)) or re.search(r'(\w+)', str(error))
-    missing = asked = found[1] if found else ''
-    if not own and (names := [name for name in given if missing in name.split('.')]):
-        where, asked = f'--{names[0]}', names[0].removeprefix('config.')
-    known = sorted({part for name in _fields() for part in (name, name.rpartition('.')[0])})
-    ends = {name: name.rpartition('.')[2] for name in known}
-    best = difflib.get_close_matches(asked.rpartition('.')[2], ends.values(), n=1)
-    likely = [name for name in known if ends[name] in best]
-    likely = difflib.get_close_matches(asked, likely, n=1, cutoff=0)
-    advice = f'; did you mean {likely[0]!r}?' if likely else ''
-    return f'{where}: there is no field {missing!r}{advice}'
+def _check_flags(required: Sequence[str]) -> None:
+    missing = [f'--{name}' for name in required if flags.FLAGS[name].value in (None, '')]
+    if missing:
+        raise flags.Error(f'missing: {", ".join(missing)}')
+    for name in flags.FLAGS:
+        value = flags.FLAGS[name].value
+        if isinstance(value, float) and not math.isfinite(value):
+            raise flags.Error(f'--{name}={value}: expected a finite number')
 
 
-def _as_flags(message: str) -> str:
-    """Names settings as they are typed: `--config.data.lanes=2` where the reader says `lanes=2`."""
-    if 'config' not in flags.FLAGS:  # programs that draw have flags of a run's `preview`
-        return re.sub(r'(?<![\w.-])preview\.(\w+)=', r'--\1=', message)
-    names = _fields()
-    full = {name.removeprefix('data.'): name for name in names} | {name: name for name in names}
-    fields = '|'.join(map(re.escape, full))
-    # But not those in paths, such as /data/seed=1/x.
-    setting = rf'(?<![\w./-])({fields})=(?!\d+/)'
-    return re.sub(setting, lambda found: f'--config.{full[found[1]]}=', message)
+def _explain(error: Exception) -> str:
+    """The message of an error in the flags, with a command that works."""
+    program = sys.modules['__main__']
+    name = program.__spec__.name if program.__spec__ else ''
+    return f'{error}; {command_line.example_of_use(f"python -m {name}", program.__doc__)}'
 
 
-def _check_config(config: Any, needs_data: bool) -> None:
-    config_rules.check_config(config, needs_data=needs_data)
-    data = config.data
-    # A host whose folder is missing tells the others, once they are joined.
-    is_alone = not (
-        config.distributed or ('process_count' in flags.FLAGS and flags.FLAGS.process_count)
-    )
-    try:
-        if is_alone and (data.mix or data.dir):
-            input_pipeline.open_mix(data.mix or data.dir)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f'data.{"mix" if data.mix else "dir"}={error}') from error
+def _explain_config_error(argv: Sequence[str], error: BaseException) -> str:
+    """Names the `--config` flag, or the line of the file, and what is wrong; '' for other flags."""
+    overrides = dict(x.lstrip('-').partition('=')[::2] for x in argv if x.startswith('-'))
+    path = overrides.get('config', '')
+    # Absl and ml_collections raise errors of their own while they handle the error of the file.
+    cause: BaseException | None = error
+    while cause is not None:
+        frames = list(traceback.walk_tb(cause.__traceback__))
+        lines = [line for x, line in frames if x.f_code.co_filename == path.partition(':')[0]]
+        if lines:
+            code, variables = frames[-1][0].f_code, frames[-1][0].f_locals
+            is_of_a_field = isinstance(cause, (KeyError, AttributeError))
+            if is_of_a_field and code.co_filename == config_dict.config_dict.__file__:
+                problem = _describe_missing(variables.get('attribute') or variables['key'])
+            else:
+                problem = f'{type(cause).__name__}: {cause}'
+            return f'--config={path}, line {lines[-1]}: {problem}'
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(error, (KeyError, AttributeError)):
+        names = [x.removeprefix('config.') for x in overrides if x.startswith('config.')]
+        for name in names:
+            if name not in _default_fields():
+                return f'--config.{name}: {_describe_missing(name)}'
+        return f'--config={path}: {type(error).__name__}: {error}'
+    return f'--config={path}: {error}' if isinstance(error, OSError) else ''
 
 
-def _fields() -> list[str]:
+def _describe_missing(name: str) -> str:
+    """Describes a field that no configuration has, with the most similar one that there is."""
+    fields = {x for field in _default_fields() for x in (field, field.rpartition('.')[0])}
+    steps = list(itertools.accumulate(name.split('.'), '{}.{}'.format))
+    missing = next(x for x in steps if x not in fields).rpartition('.')[2]
+    endings = {field: field.rpartition('.')[2] for field in sorted(fields)}
+    closest = difflib.get_close_matches(name.rpartition('.')[2], endings.values(), n=1)
+    similar = [field for field in endings if endings[field] in closest]
+    similar = difflib.get_close_matches(name, similar, n=1, cutoff=0)
+    advice = f'; did you mean {similar[0]!r}?' if similar else ''
+    return f'there is no field {missing!r}{advice}'
+
+
+def _default_fields() -> list[str]:
     from configs import default  # which `resolve` has made known
 
     return list(config_rules.flatten_fields(default.get_config().to_dict()))
@@ -240,23 +251,19 @@ def _is_verbose() -> bool:
     return flags.FLAGS.is_parsed() and flags.FLAGS.verbose
 
 
-def _unraisable(report: Callable[[Any], Any], error: Any) -> None:
+def _report_unraisable(report: Callable[[Any], Any], error: Any) -> None:
     """Reports all but what follows from an error of a checkpoint, once for each of its arrays."""
     if str(error.exc_value) != 'Event loop is closed':
         report(error)
 
 
-class _Lines(standard_logging.Formatter):
-    """The time of day and the message, with the level of a warning or worse.
-
-    Libraries log errors before they raise them, so their tracebacks are left out.
-    """
+class _RunFormatter(command_line.LogFormatter):
+    """Leaves out the tracebacks of libraries, which log errors before they raise them."""
 
     def format(self, record: standard_logging.LogRecord) -> str:
-        level = '' if record.levelno <= standard_logging.INFO else f'{record.levelname}: '
         if not record.pathname.startswith(_OWN_CODE):
             record.exc_info = record.exc_text = None
-        return f'{self.formatTime(record, "%H:%M:%S")} {level}{super().format(record)}'
+        return super().format(record)
 
 
 def _is_worth_reading(record: standard_logging.LogRecord) -> bool:

@@ -17,6 +17,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from coyo11m_tfds.process.errors import FieldError
+
 DATA_AXIS = 'data'
 FSDP_AXIS = 'fsdp'
 
@@ -44,18 +46,19 @@ def make_mesh(data: int = -1, fsdp: int = 1, devices: Sequence[jax.Device] | Non
         devices: All devices of all processes by default.
     """
     devices = jax.devices() if devices is None else devices
-    ordered = sorted(devices, key=_place)
+    ordered = sorted(devices, key=_rank_device)
     if data == -1 and fsdp > 0:
         data = len(ordered) // fsdp
     if data < 1 or fsdp < 1 or data * fsdp != len(ordered):
-        raise ValueError(
-            f'mesh data={data} x fsdp={fsdp} does not make the {len(ordered)} devices there are: '
-            f'set mesh.fsdp to a divisor of {len(ordered)} and mesh.data to -1'
+        problem = (
+            f'data={data} x fsdp={fsdp} does not make the {len(ordered)} devices there are: set '
+            f'mesh.fsdp to a divisor of {len(ordered)} and mesh.data to -1'
         )
+        raise FieldError('mesh.fsdp', fsdp, problem)
     return Mesh(np.asarray(ordered).reshape(data, fsdp), (DATA_AXIS, FSDP_AXIS))
 
 
-def _place(device: jax.Device) -> tuple:
+def _rank_device(device: jax.Device) -> tuple:
     """Sorts by process, then along a line that turns back at the end of each row of chips."""
     x, y, z = getattr(device, 'coords', None) or (0, 0, 0)
     return device.process_index, z, y, -x if y % 2 else x, device.id
@@ -66,7 +69,7 @@ def batch(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec((DATA_AXIS, FSDP_AXIS)))
 
 
-class Rows:
+class RowPinning:
     """Keeps activations `(b, ...)` on the devices of their rows.
 
     If the number of devices does not divide b (a few pictures on a large pod), each group of `fsdp`
@@ -83,15 +86,15 @@ class Rows:
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Pins `x`, `(b, ...)`, to the devices of its rows."""
-        placed = NamedSharding(self._mesh, self._split(x.shape[0]))
-        return jax.lax.with_sharding_constraint(x, placed)
+        rows = NamedSharding(self._mesh, self._split_rows(x.shape[0]))
+        return jax.lax.with_sharding_constraint(x, rows)
 
     def map(self, function: Callable, rows: Any, shared: Any) -> Any:
         """Calls `function(rows, shared)` on each device with its rows; returns all rows.
 
         Kernels need this, because the partitioner cannot split them.
         """
-        split = self._split(jax.tree.leaves(rows)[0].shape[0])
+        split = self._split_rows(jax.tree.leaves(rows)[0].shape[0])
         mapped = jax.shard_map(
             function,
             mesh=self._mesh,
@@ -101,7 +104,7 @@ class Rows:
         )
         return mapped(rows, shared)
 
-    def _split(self, count: int) -> PartitionSpec:
+    def _split_rows(self, count: int) -> PartitionSpec:
         for axes in ((DATA_AXIS, FSDP_AXIS), (FSDP_AXIS,)):
             if count % math.prod(self._mesh.shape[axis] for axis in axes) == 0:
                 return PartitionSpec(axes)
@@ -128,7 +131,7 @@ def partition_spec(shape: Sequence[int], fsdp: int) -> PartitionSpec:
     return PartitionSpec(*[None] * axis, FSDP_AXIS)
 
 
-def by_shape(tree, mesh: Mesh):
+def by_shape(tree: Any, mesh: Mesh) -> Any:
     """Maps a pytree of arrays or `jax.ShapeDtypeStruct` to a pytree of `NamedSharding`."""
     fsdp = mesh.shape[FSDP_AXIS]
     return jax.tree.map(lambda leaf: NamedSharding(mesh, partition_spec(leaf.shape, fsdp)), tree)
@@ -140,10 +143,10 @@ def map_matrices(
     """Calls a function of whole matrices on a stack of them, with a few of them on each device.
 
     The groups of `fsdp` devices share the matrices, and so do the devices of a group, which
-    exchange the parts that `partition_spec` gave them for whole matrices, and the results for parts
-    of these. Then the groups gather the results from each other. If fewer groups leave a device no
-    more matrices, the others repeat their work. If the counts do not divide, some devices compute
-    zeros.
+    exchange the slices that `partition_spec` gave them for whole matrices, and the results for
+    slices of these. Then the groups gather the results from each other. If fewer groups leave no
+    device with more matrices, the others repeat their work. If the counts do not divide, some
+    devices compute zeros.
 
     Args:
         mesh: Mesh of the devices.
@@ -162,35 +165,39 @@ def map_matrices(
         matrices = shard.reshape(-1, *shard.shape[-2:])
         count, data = len(matrices), mesh.shape[DATA_AXIS]
         members = mesh.shape[FSDP_AXIS] if split > 0 else 1
-        groups = _fewest_groups(count, data, members)
-        of_group = -(-count // groups)
-        first = jax.lax.axis_index(DATA_AXIS) % groups * of_group
-        matrices = _padded(matrices, groups * of_group)
-        matrices = jax.lax.dynamic_slice_in_dim(matrices, first, of_group)
-        whole = exchange(_padded(matrices, members), 0, split)
-        done = exchange(function(whole), split, 0)[:of_group]
-        each = np.arange(data).reshape(-1, groups).tolist()
-        done = jax.lax.all_gather(done, DATA_AXIS, axis_index_groups=each, tiled=True)
-        return done[:count].reshape(shard.shape)
+        groups = _choose_num_groups(count, data, members)
+        per_group = -(-count // groups)
+        first = jax.lax.axis_index(DATA_AXIS) % groups * per_group
+        matrices = _pad_stack(matrices, groups * per_group)
+        matrices = jax.lax.dynamic_slice_in_dim(matrices, first, per_group)
+        whole = exchange(_pad_stack(matrices, members), 0, split)
+        results = exchange(function(whole), split, 0)[:per_group]
+        group_indices = np.arange(data).reshape(-1, groups).tolist()
+        results = jax.lax.all_gather(
+            results, DATA_AXIS, axis_index_groups=group_indices, tiled=True
+        )
+        return results[:count].reshape(shard.shape)
 
     mapped = jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     return mapped(stack)
 
 
-def _fewest_groups(count: int, data: int, members: int) -> int:
+def _choose_num_groups(count: int, data: int, members: int) -> int:
     """The smallest divisor of `data` with which a device has as few matrices as possible."""
     divisors = [groups for groups in range(1, data + 1) if data % groups == 0]
     return min(divisors, key=lambda groups: math.ceil(math.ceil(count / groups) / members))
 
 
-def _padded(matrices: jax.Array, divisor: int) -> jax.Array:
+def _pad_stack(matrices: jax.Array, divisor: int) -> jax.Array:
     """Appends zeros so that `divisor` divides the number of matrices."""
     return jnp.pad(matrices, [(0, -len(matrices) % divisor), (0, 0), (0, 0)])
 
 
-def abstract(array, placed: jax.sharding.Sharding | None = None) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of an array with its sharding, or with `placed`."""
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed or array.sharding)
+def abstract_array(
+    array: Any, placement: jax.sharding.Sharding | None = None
+) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of an array with its sharding, or with `placement`."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placement or array.sharding)
 
 
 def processes_on_host() -> int:

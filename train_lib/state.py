@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from coyo11m_tfds.process.errors import FieldError
 from train_lib import muon
 
 _DECAY_SHARE = 0.3  # of a run, for the schedule `wsd`
@@ -50,22 +51,20 @@ def make_schedule(
         warmup_steps: Number of steps of the warm-up; may be 0.
     """
     if not 0 <= warmup_steps < num_steps:
-        raise ValueError(
-            f'optimizer.warmup_steps={warmup_steps}: expected at least 0 and less than '
-            f'num_steps={num_steps}'
-        )
+        problem = f'expected at least 0 and less than num_steps={num_steps}'
+        raise FieldError('optimizer.warmup_steps', warmup_steps, problem)
     warmup = optax.linear_schedule(0.0, learning_rate, warmup_steps)
     if name == 'cosine':
-        after = optax.cosine_decay_schedule(learning_rate, num_steps - warmup_steps)
+        decay = optax.cosine_decay_schedule(learning_rate, num_steps - warmup_steps)
     elif name == 'constant':
-        after = optax.constant_schedule(learning_rate)
+        decay = optax.constant_schedule(learning_rate)
     elif name == 'wsd':
-        decay = round(_DECAY_SHARE * num_steps)
-        stable = max(num_steps - warmup_steps - decay, 0)
-        after = optax.linear_schedule(learning_rate, 0.0, decay, transition_begin=stable)
+        decay_steps = round(_DECAY_SHARE * num_steps)
+        stable_steps = max(num_steps - warmup_steps - decay_steps, 0)
+        decay = optax.linear_schedule(learning_rate, 0.0, decay_steps, stable_steps)
     else:
-        raise ValueError(f"optimizer.schedule={name!r}: expected 'cosine', 'wsd' or 'constant'")
-    return optax.join_schedules([warmup, after], [warmup_steps])
+        raise FieldError('optimizer.schedule', name, "expected 'cosine', 'wsd' or 'constant'")
+    return optax.join_schedules([warmup, decay], [warmup_steps])
 
 
 def make_optimizer(
@@ -87,38 +86,34 @@ def make_optimizer(
 
     Args:
         name: `adamw` or `muon`.
-        schedule: Learning rate of AdamW.
-        muon_schedule: Learning rate of Muon.
+        schedule, muon_schedule: Learning rates of AdamW and of Muon.
         weight_decay: Weight decay of kernels, which is multiplied by the learning rate.
-        b1: Decay of AdamW's first moment.
-        b2: Decay of AdamW's second moment.
+        b1, b2: Decay of AdamW's first and second moment.
         clip_norm: Global norm to which larger gradients are scaled.
         **muon_options: `dtype` and `map_matrices` of `muon.muon`.
     """
     clip = optax.clip_by_global_norm(clip_norm)
-    adamw = optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=_is_kernel)
+    adamw = optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=_mask_kernels)
     if name == 'adamw':
         return optax.chain(clip, adamw)
     if name != 'muon':
-        raise ValueError(f"optimizer.name={name!r}: expected 'adamw' or 'muon'")
-    by_muon = muon.muon(muon_schedule, weight_decay=weight_decay, **muon_options)
-    return optax.chain(clip, optax.partition({True: by_muon, False: adamw}, is_for_muon))
+        raise FieldError('optimizer.name', name, "expected 'adamw' or 'muon'")
+    orthogonal = muon.muon(muon_schedule, weight_decay=weight_decay, **muon_options)
+    return optax.chain(clip, optax.partition({True: orthogonal, False: adamw}, is_for_muon))
 
 
 def is_for_muon(params: Any) -> Any:
     """Returns a pytree of bool: True for the kernels of blocks that do not modulate."""
 
-    def choose(path: Any, _: Any) -> bool:
-        *modules, name = (part.key for part in path)
+    def is_block_kernel(path: Any, _: Any) -> bool:
+        *modules, name = (key.key for key in path)
         return modules[:1] == ['blocks'] and 'modulation' not in modules and name == 'kernel'
 
-    chosen = jax.tree_util.tree_map_with_path(choose, params)
-    if not any(jax.tree.leaves(chosen)):
-        raise ValueError(
-            "optimizer.name='muon': the model has no kernels in a module named 'blocks': expected "
-            "'adamw'"
-        )
-    return chosen
+    by_muon = jax.tree_util.tree_map_with_path(is_block_kernel, params)
+    if not any(jax.tree.leaves(by_muon)):
+        problem = "the model has no kernels in a module named 'blocks': expected 'adamw'"
+        raise FieldError('optimizer.name', 'muon', problem)
+    return by_muon
 
 
 def make_init(
@@ -139,8 +134,8 @@ def make_init(
 
     def init(rng: jax.Array) -> TrainState:
         x = jnp.zeros((1, *latent_shape), jnp.float32)
-        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), text)
-        params = model.init(rng, x, jnp.zeros((1,), jnp.float32), nothing, None)['params']
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), text)
+        params = model.init(rng, x, jnp.zeros((1,), jnp.float32), zeros, None)['params']
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
@@ -154,6 +149,6 @@ def make_init(
     return init
 
 
-def _is_kernel(params):
+def _mask_kernels(params: Any) -> Any:
     # By name and not by rank: the scanned blocks stack their biases to matrices.
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == 'kernel', params)

@@ -25,6 +25,7 @@ import optax
 from jax.sharding import Mesh
 
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
+from coyo11m_tfds.process.errors import FieldError
 from train_lib import caption_encoder, flow, models, sampling, sharding, state
 from train_lib.caption_encoder import StepEncoder
 from train_lib.metrics import EvalMetrics, TrainMetrics
@@ -316,7 +317,9 @@ class Program:
 
 def for_data(config: ml_collections.ConfigDict, mesh: Mesh, stats: DatasetStats) -> Program:
     """Makes the program for a data set, with the text encoder of the configuration."""
-    encoder = caption_encoder.load(config.encoder, stats, mesh, dtype=config.model.dtype)
+    encoder = caption_encoder.load_step_encoder(
+        config.encoder, stats, mesh, dtype=config.model.dtype
+    )
     return make_program(config, mesh, stats, encoder)
 
 
@@ -332,11 +335,12 @@ def make_program(
         encoder: Encoder of the data set's tokens on the same mesh; None for a learned table.
     """
     product = config.accumulate * mesh.size
-    if product < 1 or config.batch_size % product:
-        raise ValueError(
-            f'batch_size={config.batch_size} in accumulate={config.accumulate} parts cannot be '
-            f'split over {mesh.size} devices: expected a multiple of their product {product}'
+    if product < 1 or config.batch_size < 1 or config.batch_size % product:
+        problem = (
+            f'cannot be split over {mesh.size} devices with accumulate={config.accumulate}: '
+            f'expected a multiple of their product {product}'
         )
+        raise FieldError('batch_size', config.batch_size, problem)
     num_crops, channels, height, width = stats.latents_shape
     latent_shape = height, width, channels
     model = models.make_model(**config.model, vocabulary=stats.vocabulary, num_crops=num_crops)
@@ -347,7 +351,7 @@ def make_program(
     frozen = encoder.params if encoder else None
     text = jax.eval_shape(make_text_of(stats, encoder), frozen, raw)
     init = state.make_init(model, tx, latent_shape=latent_shape, text=text)
-    pinned = model.clone(pin=sharding.Rows(mesh))
+    pinned = model.clone(pin=sharding.RowPinning(mesh))
     train_step = make_train_step(
         pinned,
         tx,
@@ -375,7 +379,7 @@ def make_program(
 
     return Program(
         encoder=encoder,
-        abstract_state=jax.tree.map(sharding.abstract, abstract, states),
+        abstract_state=jax.tree.map(sharding.abstract_array, abstract, states),
         init=jax.jit(init_from_seed, out_shardings=states),
         no_metrics=jax.jit(TrainMetrics.empty, out_shardings=whole),
         train_step=bind(

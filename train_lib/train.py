@@ -4,7 +4,7 @@
     state = train.train_and_evaluate(demo.get_config(), workdir='W')
 
 A run can be killed at any moment. The same command then resumes it from the last checkpoint with
-the same results as an uninterrupted run. `HOOKS` lists what a run does beside its steps.
+the same results as an uninterrupted run. `Hook` shows how to add work of your own.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import jax
@@ -30,6 +30,7 @@ from train_lib import (
     checkpoint,
     config_rules,
     device_memory,
+    hosts,
     metrics,
     previews,
     sharding,
@@ -38,7 +39,7 @@ from train_lib import (
     writers,
 )
 from train_lib.data import TrainingData
-from train_lib.log import TrainLog, introduce, say
+from train_lib.log import TrainLog, introduce, log_on_process_0
 from train_lib.state import TrainState
 from train_lib.step import Program, for_data
 
@@ -49,9 +50,10 @@ def train_and_evaluate(
     config: ml_collections.ConfigDict,
     workdir: epath.PathLike,
     accept_changes: Collection[str] = (),
+    hooks: 'Sequence[Hook] | None' = None,
 ) -> TrainState:
-    """Returns the state of `train(set_up(...))`."""
-    state, _ = train(set_up(config, workdir, accept_changes))
+    """Returns the last state of `train(set_up(...))`."""
+    state, _ = train(set_up(config, workdir, accept_changes), hooks)
     return state
 
 
@@ -87,23 +89,29 @@ def set_up(
     """
     workdirs.check_writable(workdir)
     config_rules.check_accepted_changes(accept_changes, config)
-    writers.check(config)
+    writers.check_installed(config)
     mesh = sharding.make_mesh(**config.mesh)
     data = TrainingData(config, mesh)
     data.check_reading()
     vae = config.preview.vae if config.preview_every else ''
     paint = vae_decoder.make_painter(vae, data.facts.latents_shape[1], data.facts.vae)
     if config.preview_every:
-        _ = data.preview_samples  # kept; what cannot be read is told now and not in some hours
+        # Read now and kept: what cannot be read is reported now and not in some hours.
+        _ = data.preview_samples
     program = for_data(config, mesh, data.facts)
-    beginning = beginnings.find(config, workdir, data, program, accept_changes)
+    beginning = beginnings.find_beginning(config, workdir, data, program, accept_changes)
     return Setup(config, workdirs.absolute(workdir), data, program, beginning, paint)
 
 
-def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
+def train(
+    setup: Setup, hooks: 'Sequence[Hook] | None' = None, verbose: bool = False
+) -> tuple[TrainState, bool]:
     """Trains up to `config.num_steps`, from the last checkpoint in the workdir if there is one.
 
-    With `verbose` it logs all parameters, and everything that TensorBoard gets.
+    Args:
+        setup: The checked run.
+        hooks: Work besides steps, in the order of its calls; `DEFAULT_HOOKS` by default.
+        verbose: Whether to log all parameters, and everything that TensorBoard gets.
 
     Returns:
         The last state, and whether the run is complete; it is not if a signal ended it.
@@ -123,7 +131,7 @@ def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
             setup.workdir, config.keep_checkpoints, config.keep_every
         ) as manager,
         # Inside of the manager, which would wait for the other processes.
-        signals.failures_shared(),
+        hosts.failures_shared(),
         device_memory.errors_explained(config),
     ):
         if (manager.latest_step() or 0) != beginning.step:
@@ -133,17 +141,17 @@ def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
         if beginning.step < config.num_steps:
             introduce(config, setup.workdir, setup.data, program, beginning.step)
         empty = program.no_metrics()
-        restored = checkpoint.restore(manager, program.abstract_state, empty)
+        restored = checkpoint.restore_last(manager, program.abstract_state, empty)
         state, window, interrupted = restored or (beginning.state(program), empty, False)
         start = int(state.step)
         if start == config.num_steps and not interrupted:
-            say('Finished already: all %d steps are in %s.', start, setup.workdir)
+            log_on_process_0('Finished already: all %d steps are in %s.', start, setup.workdir)
             return state, True
         if verbose:
             parameter_overview.log_parameter_overview(state.params, include_stats='sharding')
         with (
-            writers.errors_named(setup.workdir),
-            contextlib.closing(writers.make(config, setup.workdir, verbose)) as writer,
+            writers.name_writer_errors(setup.workdir),
+            contextlib.closing(writers.make_writer(config, setup.workdir, verbose)) as writer,
         ):
             log = TrainLog(
                 writer,
@@ -153,18 +161,26 @@ def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
                 data=setup.data,
                 progress=lambda step: setup.data.progress(beginning.position_at(step)),
                 flops=program.flops(setup.data.facts.text_max_tokens),
-                way_back=functools.partial(checkpoint.way_back, manager),
+                advise_restart=functools.partial(checkpoint.advise_restart, manager),
             )
             log.window = window
             beginning.show_config(writer)
-            run = Run(**vars(setup), start=start, writer=writer, manager=manager, log=log)
-            return _train(run, state, stop, interrupted)
+            run = Run(
+                **vars(setup),
+                hooks=DEFAULT_HOOKS if hooks is None else hooks,
+                start=start,
+                writer=writer,
+                manager=manager,
+                log=log,
+            )
+            return _train_steps(run, state, stop, interrupted)
 
 
 @dataclasses.dataclass(frozen=True)
 class Run(Setup):
     """The objects that the loop and its hooks work with."""
 
+    hooks: 'Sequence[Hook]'
     start: int  # the step at which this process started
     writer: metric_writers.MetricWriter
     manager: ocp.CheckpointManager
@@ -178,8 +194,10 @@ class Run(Setup):
         self.log.settle(step)
         if int(state.skipped_in_a_row):
             return False
-        saved = state, self.log.window, self.beginning.description_at(step)
-        checkpoint.save(self.manager, step, *saved, interrupted=interrupted)
+        description = self.beginning.description_at(step)
+        checkpoint.save_step(
+            self.manager, step, state, self.log.window, description, interrupted=interrupted
+        )
         return True
 
     def paint_together(self, latents: np.ndarray) -> np.ndarray:
@@ -189,21 +207,21 @@ class Run(Setup):
         """
         share = -(-len(latents) // jax.process_count())
         rows = share * jax.process_index() + np.arange(share)
-        own = self.paint(latents[rows % len(latents)])
-        return multihost_utils.process_allgather(own, tiled=True)[: len(latents)]
+        pictures = self.paint(latents[rows % len(latents)])
+        return multihost_utils.process_allgather(pictures, tiled=True)[: len(latents)]
 
     @functools.cached_property
     def preview_of_data(self) -> np.ndarray:
-        """The pictures of the data that previews show beside those of the model."""
+        """The pictures of the data that previews show next to those of the model."""
         return self.paint_together(self.data.preview_samples.latents)
 
 
-def _train(
+def _train_steps(
     run: Run, state: TrainState, stop: signals.StopRequest, interrupted: bool
 ) -> tuple[TrainState, bool]:
-    """The loop over steps; ends with a checkpoint. `interrupted`: see `checkpoint.save`."""
+    """The loop over steps; ends with a checkpoint. `interrupted`: see `checkpoint.save_step`."""
     step = run.start
-    # Whether all hooks due at this step have been called and nobody has asked to stop.
+    # Whether all hooks due at this step have been called and no stop has been requested.
     complete = not interrupted or _call_hooks(run, step, state, stop)
     batches = run.data.train_batches(run.beginning.position_at(step))
     profile = periodic_actions.Profile(
@@ -227,43 +245,45 @@ def _train(
         complete = not stop.reached(step) and _call_hooks(run, step, state, stop)
     is_saved = run.save(step, state, interrupted=not complete)
     # Before anything is torn down: after SIGTERM there may be seconds left.
-    checkpoint.wait(run.manager)
+    checkpoint.wait_until_saved(run.manager)
     if interrupted and complete and step == run.start:
-        checkpoint.complete(run.manager, step)
+        checkpoint.mark_complete(run.manager, step)
     if not is_saved:
         skipped = int(state.skipped_in_a_row)
-        told = f'Step {step} is not saved: the last {skipped} steps were not finite.'
+        problem = f'Step {step} is not saved: the last {skipped} steps were not finite.'
         if complete:
-            advice = checkpoint.way_back(run.manager, step - skipped)
-            raise FloatingPointError(f'{told} {advice}.')
-        logging.warning(told)
+            advice = checkpoint.advise_restart(run.manager, step - skipped)
+            raise FloatingPointError(f'{problem} {advice}.')
+        logging.warning(problem)
     if bad_records := run.data.read_counts().bad_records:
         logging.warning('%d records could not be read and were left out here.', bad_records)
     return state, complete
 
 
-# --- What is done besides steps -----------------------------------------------------------------
+# --- Work besides steps -------------------------------------------------------------------------
 
 
-def _evaluate(run: Run, step: int, state: TrainState) -> str:
+def _evaluate_splits(run: Run, step: int, state: TrainState) -> str:
     """Writes the mean loss of the validation splits, at fixed noise and times; of each its own."""
-    found: dict[str, metrics.EvalMetrics] = {}
-    say('evaluation at step %d ...', step)
+    log_on_process_0('evaluation at step %d ...', step)
+    by_source: dict[str, metrics.EvalMetrics] = {}
     for source in run.data.sources:
-        for batch in run.data.eval_batches(source):
-            update, known = run.program.eval_step(state.ema_params, batch), found.get(source.name)
-            found[source.name] = update if known is None else metrics.merge(known, update)
-    means = jax.device_get(functools.reduce(metrics.merge, found.values())).compute()
+        updates = (
+            run.program.eval_step(state.ema_params, batch)
+            for batch in run.data.eval_batches(source)
+        )
+        by_source[source.name] = functools.reduce(metrics.merge, updates)
+    means = jax.device_get(functools.reduce(metrics.merge, by_source.values())).compute()
     scalars = {f'eval/{name}': float(x) for name, x in means.items()}
-    if len(found) > 1:
-        losses = {name: jax.device_get(x).compute()['loss'] for name, x in found.items()}
+    if len(by_source) > 1:
+        losses = {name: jax.device_get(x).compute()['loss'] for name, x in by_source.items()}
         scalars |= {f'eval/loss/{name}': float(x) for name, x in losses.items()}
     run.writer.write_scalars(step, {n: x for n, x in scalars.items() if not math.isnan(x)})
     loss = scalars['eval/loss']
     return 'no finite loss' if math.isnan(loss) else f'loss {loss:.4f}'
 
 
-def _preview(run: Run, step: int, state: TrainState) -> str:
+def _write_previews(run: Run, step: int, state: TrainState) -> str:
     """Writes a grid of pictures as PNG and to TensorBoard."""
     samples = run.data.preview_samples
     drawn = run.program.draw(state.ema_params, samples.text, 0)
@@ -276,7 +296,7 @@ def _preview(run: Run, step: int, state: TrainState) -> str:
     return f'{len(samples.captions)} pictures in {path}'
 
 
-def _save(run: Run, step: int, state: TrainState) -> str:
+def _save_checkpoint(run: Run, step: int, state: TrainState) -> str:
     if not run.save(step, state):
         return 'put off, as the last step was skipped'
     return 'copied, and written in the background'
@@ -290,11 +310,11 @@ class Hook(NamedTuple):
             run.writer.write_scalars(step, {'train/weight_norm': norm})
             return f'{norm:.1f}'
 
-        due = train.every(lambda config: 1000)
-        train.HOOKS.insert(0, train.Hook('weight norm', due, weight_norm))
+        hook = train.Hook('weight norm', train.every(lambda config: 1000), weight_norm)
+        train.train(setup, hooks=(hook, *train.DEFAULT_HOOKS))
 
     Attributes:
-        name: Name in the log, and beside the text that `call` returns.
+        name: Name in the log, before the text that `call` returns.
         is_due: Whether the hook is due after a step of a run.
         call: Does the work with the state after the step; returns a text for the log, or None.
         repeatable: Whether a stop request may interrupt it; the resumed run then repeats it.
@@ -317,18 +337,24 @@ def every(steps: Callable[[ml_collections.ConfigDict], int]) -> Callable[[Run, i
 
 
 # A checkpoint comes last, so that nothing due at its step is missing after a run is killed.
-HOOKS = [
-    Hook('evaluation', every(lambda config: config.eval_every), _evaluate),
-    Hook('preview', every(lambda config: config.preview_every), _preview),
-    Hook('checkpoint', every(lambda config: config.checkpoint_every), _save, repeatable=False),
-]
+DEFAULT_HOOKS = (
+    Hook('evaluation', every(lambda config: config.eval_every), _evaluate_splits),
+    Hook('preview', every(lambda config: config.preview_every), _write_previews),
+    Hook(
+        'checkpoint',
+        every(lambda config: config.checkpoint_every),
+        _save_checkpoint,
+        repeatable=False,
+    ),
+)
 
 
 def _call_hooks(run: Run, step: int, state: TrainState, stop: signals.StopRequest) -> bool:
     """Calls the hooks that are due after a step; False where a stop request broke one off."""
-    due = [hook for hook in HOOKS if hook.is_due(run, step)]
+    due = [hook for hook in run.hooks if hook.is_due(run, step)]
     if due:
-        run.log.write_complete()  # it need not wait for what takes long
+        # A complete window need not wait for hooks, which may take long.
+        run.log.write_complete()
     for hook in due:
         try:
             with (
@@ -336,11 +362,11 @@ def _call_hooks(run: Run, step: int, state: TrainState, stop: signals.StopReques
                 stop.repeatable() if hook.repeatable else contextlib.nullcontext(),
             ):
                 started = time.monotonic()
-                told = hook.call(run, step, state)
+                outcome = hook.call(run, step, state)
         except signals.BrokenOff:
             logging.info('%s at step %d was interrupted.', hook.name, step)
             return False
-        if told is not None:
+        if outcome is not None:
             seconds = time.monotonic() - started
-            say('%s at step %d: %s (%.1f s)', hook.name, step, told, seconds)
+            log_on_process_0('%s at step %d: %s (%.1f s)', hook.name, step, outcome, seconds)
     return True

@@ -1,7 +1,7 @@
 """Writers of a run's scalars, pictures and texts: TensorBoard and, if chosen, Weights & Biases.
 
-To add a writer, add a `clu.metric_writers.MetricWriter` to the list in `make`. Each writer writes
-in a thread of its own, in process 0.
+To add a writer, add a `clu.metric_writers.MetricWriter` to the list in `make_writer`. Each writer
+writes in a thread of its own, in process 0.
 """
 
 import contextlib
@@ -19,21 +19,20 @@ import tensorflow as tf
 from clu import asynclib, metric_writers
 from etils import epath
 
-from train_lib import config_rules, signals
+from coyo11m_tfds.process import errors
+from train_lib import config_rules
 
 _ID_FILE = 'wandb_id.txt'  # in the workdir
 
 
-def check(config: ml_collections.ConfigDict) -> None:
-    """Raises a ValueError if the configuration asks for a writer that is not installed."""
+def check_installed(config: ml_collections.ConfigDict) -> None:
+    """Raises a FieldError if the configuration names a writer that is not installed."""
     if config.wandb.project and importlib.util.find_spec('wandb') is None:
-        raise ValueError(
-            f'wandb.project={config.wandb.project!r}: wandb is not installed: '
-            "pip install -c constraints.txt -e '.[wandb]'"
-        )
+        problem = "wandb is not installed: pip install -c constraints.txt -e '.[wandb]'"
+        raise errors.FieldError('wandb.project', config.wandb.project, problem)
 
 
-def make(
+def make_writer(
     config: ml_collections.ConfigDict, workdir: epath.Path, verbose: bool = False
 ) -> metric_writers.MetricWriter:
     """Opens the writers of process 0; on other processes, returns a writer that drops everything.
@@ -51,7 +50,7 @@ def make(
 
 
 @contextlib.contextmanager
-def errors_named(workdir: epath.Path) -> Iterator[None]:
+def name_writer_errors(workdir: epath.Path) -> Iterator[None]:
     """Turns the errors of writers, which come from their threads, into an `OSError` of one line."""
     try:
         yield
@@ -59,7 +58,9 @@ def errors_named(workdir: epath.Path) -> Iterator[None]:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        raise OSError(f'{workdir}: logs cannot be written: {signals.summary(cause)}') from error
+        raise OSError(
+            f'{workdir}: logs cannot be written: {errors.summarize_error(cause)}'
+        ) from error
 
 
 class WandbWriter(metric_writers.MultiWriter):

@@ -1,21 +1,46 @@
-"""Command lines of the programs: `--help` from the docstring, errors in one line.
+"""Command lines of programs: help from the docstring, a readable log, and one line at the end.
 
-    parser = command_line.Parser('coyo11m_tfds.verify', __doc__)
-    parser.add_argument('data_dir', help='folder of a built data set')
-    flags = parser.parse_args()
-    command_line.show_log()
+    def main() -> None:
+        parser = command_line.Parser('coyo11m_tfds.verify', __doc__)
+        parser.add_argument('data_dir', help='folder of a built data set')
+        flags = parser.parse_args()
+        command_line.show_log()
+        with command_line.ends_in_one_line('nothing was changed'):
+            verify(flags.data_dir)
 
-The programs of `train_lib` use absl's flags, as ml_collections requires, and share `advice`.
+An error that a user can fix ends the process with `error: ...` and status 1, Ctrl-C with
+`Interrupted: ...` and status 130, SIGTERM with status 143. All three unwind the stack, so locks and
+scratch folders are released; a second Ctrl-C ends the process at once. If the system ends the
+process, for example because a mapped file was truncated, the place in the code is shown.
+`COYO11M_TRACEBACK=1` in the environment shows the traceback instead of one line.
+
+The programs of `train_lib` use absl's flags, as ml_collections requires; `train_lib.run` parses
+them, and takes advice, log and last line from here.
 """
 
 import argparse
+import contextlib
+import faulthandler
+import gc
 import logging
+import os
 import re
 import shutil
+import signal
+import sys
 import textwrap
+import threading
+import types
+from collections.abc import Iterator
 from typing import NoReturn
 
 import absl.logging
+
+from coyo11m_tfds.process import errors
+
+TRACEBACK_VARIABLE = 'COYO11M_TRACEBACK'
+
+INTERRUPTED = 128 + signal.SIGINT  # the exit status that shells give to Ctrl-C
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,33 +50,111 @@ class Parser(argparse.ArgumentParser):
         """Takes the name of the module that is run, and its docstring with an indented command."""
         width = min(shutil.get_terminal_size().columns, 100) - 1
         wrap = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
-        parts = doc.strip().split('\n\n')
+        paragraphs = doc.strip().split('\n\n')
         super().__init__(
             prog=f'python -m {program}',
             usage='%(prog)s [--FLAG=VALUE ...]',  # the description shows whole commands
-            description='\n\n'.join(
-                part if part.startswith(' ') else wrap.fill(part) for part in parts
-            ),
+            description='\n\n'.join(x if x.startswith(' ') else wrap.fill(x) for x in paragraphs),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
     def error(self, message: str) -> NoReturn:
-        """Ends the process with an error and advice; argparse calls this."""
-        self.exit(2, f'error: {message}; {advice(self.prog, self.description)}\n')
+        """Ends the process with an error and an example; argparse calls this."""
+        self.exit(2, f'error: {message}; {example_of_use(self.prog, self.description)}\n')
 
 
-def advice(program: str, doc: str | None) -> str:
+def example_of_use(program: str, doc: str | None) -> str:
     """Returns advice: the first command in `doc` that begins with `program`."""
-    found = re.search(rf'^ {{4}}({re.escape(program)} (?:.*\\\n)*.*)', doc or '', re.MULTILINE)
-    if not found:
+    command = re.search(rf'^ {{4}}({re.escape(program)} (?:.*\\\n)*.*)', doc or '', re.MULTILINE)
+    if not command:
         return 'see --help'
-    return f'expected e.g. `{" ".join(found[1].replace(chr(92), " ").split())}`, see --help'
+    return f'expected e.g. `{" ".join(command[1].replace(chr(92), " ").split())}`, see --help'
+
+
+# --- The log ------------------------------------------------------------------------------------
+
+
+class LogFormatter(logging.Formatter):
+    """Formats the time of day and the message, with the level of a warning or worse."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns the line of a record, followed by the traceback that it may carry."""
+        level = '' if record.levelno <= logging.INFO else f'{record.levelname}: '
+        return f'{self.formatTime(record, "%H:%M:%S")} {level}{super().format(record)}'
 
 
 def show_log() -> None:
-    """Shows the log of the program, such as its progress, in lines with the time of day."""
-    form, date = '%(asctime)s %(levelname)s %(message)s', '%H:%M:%S'
-    logging.basicConfig(format=form, datefmt=date)
+    """Shows the log of the program, such as its progress."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormatter())
+    logging.basicConfig(handlers=[handler])
     # Its handler takes the place of this one where absl parses the flags.
-    absl.logging.get_absl_handler().setFormatter(logging.Formatter(form, date))
+    absl.logging.get_absl_handler().setFormatter(LogFormatter())
     absl.logging.set_verbosity(absl.logging.INFO)
+
+
+# --- The end ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def ends_in_one_line(
+    outlook: str,
+    fixable: tuple[type[BaseException], ...] = (ValueError, OSError),
+    status: int = 1,
+) -> Iterator[None]:
+    """Ends the process with one line after an error or an interrupt, in the main thread.
+
+    Args:
+        outlook: End of the line after an interrupt, such as how to continue.
+        fixable: Types of errors that a user can fix; others show their traceback.
+        status: Exit status after such an error.
+    """
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    interrupt_once()
+    if not faulthandler.is_enabled():
+        faulthandler.enable()
+    caught: tuple[type[BaseException], ...] = (KeyboardInterrupt, ModuleNotFoundError, *fixable)
+    try:
+        yield
+    except caught as error:
+        if wants_traceback():
+            raise
+        print_error(error, outlook)
+        sys.exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else status)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def interrupt_once() -> None:
+    """Makes the first Ctrl-C raise KeyboardInterrupt, and the second end the process at once.
+
+    A process that ignores Ctrl-C, such as one in the background, still ignores it.
+    """
+
+    def interrupt(number: int, frame: types.FrameType | None) -> None:
+        # Exceptions in callbacks of the garbage collector, such as that of JAX, are ignored.
+        callbacks = {getattr(callback, '__code__', None) for callback in gc.callbacks}
+        while frame and frame.f_code not in callbacks:
+            frame = frame.f_back
+        if frame:
+            threading.Timer(0.01, os.kill, [os.getpid(), number]).start()
+            return
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+
+
+def wants_traceback() -> bool:
+    """Returns whether the environment requests tracebacks."""
+    return bool(os.environ.get(TRACEBACK_VARIABLE))
+
+
+def print_error(error: BaseException, outlook: str) -> None:
+    """Prints the line of an error or an interrupt; see `ends_in_one_line`."""
+    is_interrupt = isinstance(error, KeyboardInterrupt)
+    line = f'Interrupted: {outlook}.' if is_interrupt else f'error: {errors.describe_error(error)}'
+    print(line, file=sys.stderr, flush=True)

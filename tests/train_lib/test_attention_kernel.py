@@ -106,7 +106,7 @@ def interpreted(monkeypatch):
     """Has models call the kernel, computed by this machine."""
     attend = attention_kernel.attend
     monkeypatch.setattr(attention_kernel, 'attend', lambda *operands: attend(*operands, True))
-    monkeypatch.setattr(sharding.Rows, 'on_tpus', True)
+    monkeypatch.setattr(sharding.RowPinning, 'on_tpus', True)
 
 
 @pytest.mark.parametrize('text', ['pooled', 'sequence'])

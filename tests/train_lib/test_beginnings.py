@@ -49,7 +49,7 @@ def keys_of(data_dir, start, count, **order):
 
 def samples_at(workdir):
     """The samples of every lane that the last checkpoint of a run has seen of its only source."""
-    (samples,) = checkpoint.find(workdir).description.position['samples'].values()
+    (samples,) = checkpoint.find_last(workdir).description.position['samples'].values()
     return samples
 
 
@@ -68,10 +68,10 @@ def test_settings_are_equal_or_accepted_or_every_other_one_is_named(saved, curre
     }
     descriptions = Description({}, saved), Description({}, current)
     if names <= accepted:
-        beginnings.check_same(*descriptions, accepted, where='W')
+        beginnings.check_resumable(*descriptions, accepted, where='W')
         return
     with pytest.raises(beginnings.OtherRunError) as error:
-        beginnings.check_same(*descriptions, accepted, where='W')
+        beginnings.check_resumable(*descriptions, accepted, where='W')
     for name in 'abc':
         assert (f'{name} was ' in str(error.value)) == (name in names - accepted)
     assert f'--accept_changes={",".join(sorted(names))};' in str(error.value)
@@ -101,7 +101,7 @@ def test_a_run_resumes_with_another_data_set_at_its_beginning(mini_dataset, keys
     expected = keys_of(mini_dataset, 0, 3) + keys_of(other, 0, 3)
     jax.tree.map(np.testing.assert_array_equal, keys, expected)
     assert caplog.text.count('the other data set is read from its beginning') == 1
-    place = checkpoint.find(workdir).description.position
+    place = checkpoint.find_last(workdir).description.position
     assert samples_at(workdir) == 3 * 4 and len(json.dumps(place)) < 300
 
 
@@ -132,7 +132,7 @@ def test_tensorboard_has_each_configuration_once(mini_dataset, tmp_path):
     assert json.loads(texts[0][2]) == json.loads(json.dumps(config.to_dict()))
     assert all(line.startswith('    ') for line in texts[0][2].splitlines())  # as code
     assert '"num_steps": 3' in texts[1][2]
-    assert checkpoint.find(tmp_path).description.config['num_steps'] == 3
+    assert checkpoint.find_last(tmp_path).description.config['num_steps'] == 3
 
 
 def begin(data_dir, workdir, init_from, **changes):
@@ -182,7 +182,7 @@ def test_other_weights_are_looked_at_by_a_new_run_alone(mini_dataset, small_run,
 
 
 def test_weights_of_other_attention_heads_are_refused(mini_dataset, small_run, tmp_path):
-    message = f'init_from={small_run[0]}: its model.num_heads is 4, expected 2 as in this run'
+    message = f"init_from='{small_run[0]}': its model.num_heads is 4, expected 2 as in this run"
     with pytest.raises(ValueError, match=message):
         begin(mini_dataset, tmp_path / 'new', small_run[0], **{'model.num_heads': 2})
 
@@ -214,7 +214,7 @@ def test_what_does_not_fit_another_model_begins_anew_and_is_named(
     mesh = sharding.make_mesh()
     program = step.make_program(config, mesh, flow.no_stats(text_dim, **arguments))
     opened = data.TrainingData(config, mesh)
-    beginning = beginnings.find(config, tmp_path / 'run', opened, program)
+    beginning = beginnings.find_beginning(config, tmp_path / 'run', opened, program)
     told = set(re.findall(r'Not taken from \S+: parameter (\S+) has shape \S', caplog.text))
     is_here = flatten_dict(program.abstract_state.params, sep='/').keys()
     assert told & is_here == begun
@@ -260,7 +260,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(
     mini_dataset, small_run, tmp_path, place, changes, message
 ):
     with pytest.raises(
-        ValueError, match=rf'^init_from={small_run[0]}{place}: .*{message}'
+        ValueError, match=rf"^init_from='{small_run[0]}{place}': .*{message}"
     ) as error:
         begin(mini_dataset, tmp_path / 'run', f'{small_run[0]}{place}', **changes)
     assert '\n' not in str(error.value)

@@ -111,7 +111,7 @@ def test_the_loss_is_that_of_hidden_states_computed_outside(models, spec, tokens
     config.update_from_flattened_dict({f'model.{name}': x for name, x in fields.items()})
     config.batch_size, config.encoder, config.optimizer.warmup_steps = 4, spec, 0
     facts, mesh = facts_of(spec), sharding.make_mesh()
-    encoder = caption_encoder.load(spec, facts, mesh, dtype='float32')
+    encoder = caption_encoder.load_step_encoder(spec, facts, mesh, dtype='float32')
     made = step.make_program(config, mesh, facts, encoder)
 
     states = our_states(models / 'text', np.maximum(tokens, 0).tolist()).copy()
@@ -154,15 +154,15 @@ def test_the_encoder_has_to_be_the_one_of_the_token_ids(models, spec, tmp_path):
 
     def refusal(spec, facts):
         with pytest.raises(ValueError) as error:
-            caption_encoder.load(spec, facts, mesh, dtype='float32')
+            caption_encoder.load_step_encoder(spec, facts, mesh, dtype='float32')
         assert '\n' not in str(error.value)
         return str(error.value)
 
     facts = facts_of(spec)
-    assert caption_encoder.load('', facts, mesh, dtype='float32') is None
-    assert caption_encoder.load(spec, facts, mesh, dtype='bfloat16').name == 'jax:text'
+    assert caption_encoder.load_step_encoder('', facts, mesh, dtype='float32') is None
+    assert caption_encoder.load_step_encoder(spec, facts, mesh, dtype='bfloat16').name == 'jax:text'
     by_hf = facts_of(spec.replace('jax:', 'hf:'))
-    assert caption_encoder.load(spec, by_hf, mesh, dtype='bfloat16').name == 'jax:text'
+    assert caption_encoder.load_step_encoder(spec, by_hf, mesh, dtype='bfloat16').name == 'jax:text'
 
     words = facts_of('words', vocabulary=4096)
     assert "but 'words' of revision 1 with 4096 ids made the texts" in refusal(spec, words)
@@ -183,8 +183,8 @@ def test_weights_are_bfloat16_but_for_a_model_that_computes_in_float32(models, s
     mesh, facts = sharding.make_mesh(), facts_of(spec)
     checkpoint = gemma_encoder.open_checkpoint(str(models / 'text'))
     for dtype, expected in (('float32', 'float32'), ('bfloat16', 'bfloat16')):
-        loaded = caption_encoder.load(spec, facts, mesh, dtype=dtype)
-        shapes = caption_encoder.abstract(spec, mesh, dtype=dtype)
+        loaded = caption_encoder.load_step_encoder(spec, facts, mesh, dtype=dtype)
+        shapes = caption_encoder.abstract_step_encoder(spec, mesh, dtype=dtype)
         assert loaded.network.dtype == expected
         assert loaded.params['embedding'].dtype == expected
         assert loaded.params['norm']['scale'].dtype == np.float32

@@ -31,7 +31,7 @@ def _open(folder, keep=2, **kept):
 
 def _save(manager, step, value=None, **options):
     value = step if value is None else value
-    checkpoint.save(manager, step, _state(value), _window(value), Description({}), **options)
+    checkpoint.save_step(manager, step, _state(value), _window(value), Description({}), **options)
 
 
 def _kept(folder):
@@ -40,17 +40,17 @@ def _kept(folder):
 
 def test_the_last_checkpoint_comes_back_bit_for_bit(tmp_path):
     with _open(tmp_path) as manager:
-        assert checkpoint.restore(manager, _state(0), _window(0)) is None
+        assert checkpoint.restore_last(manager, _state(0), _window(0)) is None
         for step in (1, 2, 3):
             _save(manager, step, step / 3, interrupted=step == 3)
         _save(manager, 3, 7)  # a step is saved once
     assert _kept(tmp_path) == [2, 3]
     with _open(tmp_path) as manager:
-        restored = checkpoint.restore(manager, _state(0), _window(0))
+        restored = checkpoint.restore_last(manager, _state(0), _window(0))
         jax.tree.map(np.testing.assert_array_equal, restored, (_state(3 / 3), _window(3 / 3), True))
-        checkpoint.complete(manager, 3)
-        assert checkpoint.restore(manager, _state(0), _window(0))[2] is False
-    assert checkpoint.find(tmp_path).step == 3
+        checkpoint.mark_complete(manager, 3)
+        assert checkpoint.restore_last(manager, _state(0), _window(0))[2] is False
+    assert checkpoint.find_last(tmp_path).step == 3
 
 
 @pytest.mark.parametrize(('keep_every', 'kept'), [(0, [5, 6]), (2, [2, 4, 5, 6])])
@@ -79,11 +79,11 @@ def test_of_several_errors_the_first_is_told(full_disk, tmp_path):
     large = {'kernel': weights}, _window(0), Description({})
     # Two folders: Orbax may still be writing to the first when it has raised its error.
     with pytest.raises(OSError, match='the log is full'), _open(tmp_path / 'log') as manager:
-        checkpoint.save(manager, 1, *large)
+        checkpoint.save_step(manager, 1, *large)
         raise OSError('the log is full')
     message = f'^{tmp_path}/disk/checkpoints: a checkpoint cannot be written: .*File too large'
     with pytest.raises(OSError, match=message), _open(tmp_path / 'disk') as manager:
-        checkpoint.save(manager, 1, *large)
+        checkpoint.save_step(manager, 1, *large)
 
 
 _RESHARD = """
@@ -99,9 +99,9 @@ _RESHARD = """
     state = {'kernel': jnp.arange(2**16, dtype=jnp.float32).reshape(256, 256)}
     window = {'loss': jnp.ones(())}
     with checkpoint.open_manager(sys.argv[1], keep=1) as manager:
-        checkpoint.save(manager, 1, placed(state, 1), window, checkpoint.Description({}))
+        checkpoint.save_step(manager, 1, placed(state, 1), window, checkpoint.Description({}))
         manager.wait_until_finished()
-        restored, _, _ = checkpoint.restore(manager, placed(state, 4), window)
+        restored, _, _ = checkpoint.restore_last(manager, placed(state, 4), window)
     assert (restored['kernel'] == state['kernel']).all()
     print(restored['kernel'].addressable_shards[0].data.shape)
 """
@@ -144,9 +144,11 @@ def damaged(workdir, target, choose, damage):
 
 def resumed(run, workdir):
     """The state and the description that a run would go on with."""
-    beginning = beginnings.find(run.config, workdir, run.data, run.program)
+    beginning = beginnings.find_beginning(run.config, workdir, run.data, run.program)
     with checkpoint.open_manager(workdir, keep=4) as manager:
-        restored = checkpoint.restore(manager, run.program.abstract_state, run.program.no_metrics())
+        restored = checkpoint.restore_last(
+            manager, run.program.abstract_state, run.program.no_metrics()
+        )
     return restored, vars(beginning.description)
 
 
@@ -154,7 +156,7 @@ def begun(run, workdir):
     """The state that a run would begin with that is told to by `init_from`."""
     config = run.config.copy_and_resolve_references()
     config.init_from = str(workdir)
-    beginning = beginnings.find(config, workdir.parent / 'new', run.data, run.program)
+    beginning = beginnings.find_beginning(config, workdir.parent / 'new', run.data, run.program)
     return beginning.state(run.program)
 
 

@@ -11,7 +11,7 @@ from train_lib import config_rules
 ELSEWHERE = re.compile(
     r'data\.(mix|stages|chunk|lanes|window|text|engine|verify|.*bad.*|parallel_reads)'
     r'|data\.(caption_dropout|require_text)'
-    r'|distributed|encoder|init_(average|from)|mesh\..*'
+    r'|batch_size|distributed|encoder|init_(average|from)|mesh\..*'
     r'|model\.(kind|name|attention|remat|text)|optimizer\.(name|schedule|warmup_steps)'
     r'|preview\.(split|vae)|wandb\.project'
 )
@@ -22,7 +22,6 @@ CHANGEABLE = re.compile(
 
 BAD = {
     'accumulate': 0,
-    'batch_size': 0,
     'checkpoint_every': -1,
     'data.device_prefetch': 0,
     'data.dir': '',

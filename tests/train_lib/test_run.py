@@ -99,8 +99,7 @@ WRONG_FLAGS = {
     '--config.patch_size=4': "'patch_size'; did you mean 'model.patch_size'",
     '--config.model.zzz=S': "--config.model.zzz: there is no field 'zzz'$",
     '--config.batch_size=many': "--config.batch_size=many: .* 'many'",
-    '--config.data.dir=/none': '--config.data.dir=/none: there is no such folder',
-    '--config.data.dir=/none/seed=1/x': '--config.data.dir=/none/seed=1/x: there is no such folder',
+    '--config.data.dir=/none': "--config.data.dir='/none': there is no such folder",
     '--workdir=': 'missing: --workdir; expected e.g.',  # of a variable that is not set
 }
 WRONG_LINES = {
@@ -178,8 +177,8 @@ def test_a_full_disk_and_a_damaged_checkpoint_are_told_in_the_last_line(mini_dat
 @pytest.mark.parametrize(
     ('folder', 'message'),
     [
-        ('/no/such', 'data.dir=/no/such: there is no such folder; build the data set with'),
-        ('configs', 'data.dir=configs: expected the folder of a built data set'),
+        ('/no/such', "data.dir='/no/such': there is no such folder; build the data set with"),
+        ('configs', "data.dir='configs': expected the folder of a built data set"),
     ],
 )
 def test_a_folder_without_a_data_set_is_named(tmp_path, folder, message):

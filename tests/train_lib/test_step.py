@@ -222,7 +222,7 @@ def test_parts_and_devices_that_do_not_divide_a_batch_are_refused(parts, devices
     config = default.get_config()
     config.accumulate = parts
     mesh = jax.sharding.AbstractMesh((devices, 1), (sharding.DATA_AXIS, sharding.FSDP_AXIS))
-    expected = f'batch_size=256 in accumulate={parts} parts cannot be split over {devices} devices'
+    expected = f'batch_size=256: cannot be split over {devices} devices with accumulate={parts}: '
     with pytest.raises(ValueError, match=expected):
         steps.make_program(config, mesh, STATS)
 

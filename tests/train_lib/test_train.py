@@ -44,12 +44,11 @@ def test_a_small_run_does_everything_once_and_nothing_when_started_again(
 ):
     caplog.set_level('INFO')
     own = train.Hook('largest weight', train.every(lambda config: 2), largest_weight)
-    monkeypatch.setattr(train, 'HOOKS', [own, *train.HOOKS])
     kind = jax.devices()[0].device_kind
     monkeypatch.setitem(chips.CHIPS, kind, chips.Chip('mine', 1e12, 1e9, 1e9, 1e9))
     changes = {'num_steps': 5, 'log_every': 2, 'eval_every': 4, 'preview_every': 3}
     config = small_config(mini_dataset, **changes)
-    state = runs.train_config(config, tmp_path)
+    state = runs.train_config(config, tmp_path, hooks=(own, *train.DEFAULT_HOOKS))
 
     assert int(state.step) == 5
     assert sorted(saved_steps(tmp_path)) == [3, 5]

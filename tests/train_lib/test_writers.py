@@ -35,7 +35,7 @@ def config_with(project):
 
 
 def write(workdir, step):
-    writer = writers.make(config_with('tests'), epath.Path(workdir))
+    writer = writers.make_writer(config_with('tests'), epath.Path(workdir))
     writer.write_scalars(step, {'train/loss': 1.5 * step, 'eval/loss': np.float32(2)})
     writer.write_images(step, {'previews': np.full((1, 8, 6, 3), 200, np.uint8)})
     writer.write_texts(step, {'config': 'seed: <0>'})
@@ -60,7 +60,7 @@ def test_wandb_gets_what_tensorboard_gets_and_a_resumed_run_keeps_its_id(tmp_pat
 
 def test_without_a_project_wandb_is_not_even_imported(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'wandb', None)  # an import of it is an error
-    writers.make(config_with(''), epath.Path(tmp_path / 'run')).close()
+    writers.make_writer(config_with(''), epath.Path(tmp_path / 'run')).close()
     assert not (tmp_path / 'run' / 'wandb_id.txt').exists()
 
 

@@ -41,9 +41,10 @@ def main() -> None:
                 yield batch
 
     data.TrainingData.train_batches = noted
-    train.HOOKS[:] = [
-        _stalled(hook) if hook.name == os.environ.get('STALLED') else hook for hook in train.HOOKS
-    ]
+    train.DEFAULT_HOOKS = tuple(
+        _stalled(hook) if hook.name == os.environ.get('STALLED') else hook
+        for hook in train.DEFAULT_HOOKS
+    )
     runpy.run_module('train_lib.main', run_name='__main__', alter_sys=True)
 
 

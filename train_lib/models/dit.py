@@ -28,7 +28,7 @@ Dtype = jnp.dtype | type
 
 
 class OneDevice:
-    """Keeps all activations on one device; `sharding.Rows` is the same for a mesh."""
+    """Keeps all activations on one device; `sharding.RowPinning` is the same for a mesh."""
 
     on_tpus = False  # whether `map` can call kernels for TPUs
 
@@ -415,7 +415,7 @@ class DiT(nn.Module):
         unroll: Blocks in one iteration of the compiled loop. With all 6 blocks of the tiny model in
             one, a step takes 13% less time on 2 CPU cores. On TPUs, large models gain a quarter
             (docs/pods.md); the price is a longer compilation.
-        pin: Places activations `(b, ...)` on devices (`sharding.Rows`) before and after each
+        pin: Places activations `(b, ...)` on devices (`sharding.RowPinning`) before and after each
             product. Without it, XLA's partitioner splits them like the weights and moves them.
     """
 

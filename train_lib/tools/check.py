@@ -37,7 +37,7 @@ def check_configuration(config: ml_collections.ConfigDict) -> dict[str, str | di
     from train_lib import config_rules, flow, sharding, step, writers
     from train_lib.data import TrainingData
 
-    writers.check(config)
+    writers.check_installed(config)
     unchecked = {}
     if config.distributed:
         how = 'python -m train_lib.tools.compile with this --config and the --topology of the pod'

@@ -105,7 +105,7 @@ def analyze(
             f'{", ".join(chips.CHIPS)}; add it to train_lib/chips.py'
         )
     mesh = sharding.make_mesh(**config.mesh, devices=devices)
-    encoder = caption_encoder.abstract(config.encoder, mesh, dtype=config.model.dtype)
+    encoder = caption_encoder.abstract_step_encoder(config.encoder, mesh, dtype=config.model.dtype)
     text_dim, vocabulary = 0, VOCABULARY
     if encoder is not None:
         text_dim, vocabulary = encoder.dim, encoder.network.config.vocab_size

@@ -81,8 +81,8 @@ def time_steps_and_batches(
 
     if config.batch_size % hosts or config.data.lanes % hosts:
         raise ValueError(
-            f'--hosts={hosts} does not divide batch_size={config.batch_size} and '
-            f'data.lanes={config.data.lanes}'
+            f'--hosts={hosts} does not divide --config.batch_size={config.batch_size} and '
+            f'--config.data.lanes={config.data.lanes}'
         )
     config = config.copy_and_resolve_references()
     config.batch_size //= hosts

@@ -18,7 +18,7 @@ def test_a_configuration_that_fits(mini_dataset):
 @pytest.mark.parametrize(
     ('field', 'value', 'message'),
     [
-        ('batch_size', 0, 'batch_size=0: expected at least 1'),
+        ('batch_size', 0, 'batch_size=0'),
         ('mesh.fsdp', 7, 'mesh.*7'),
         ('data.ram_budget_gb', 1e-6, 'data.ram_budget_gb'),
         ('data.lanes', 3, 'lanes'),
@@ -56,6 +56,6 @@ def test_the_command_ends_with_one_line_of_what_is_wrong():
     done = children.program('train_lib.tools.check', *flags, PYTHONPROFILEIMPORTTIME='1')
     assert (done.returncode, done.stdout) == (1, '')
     *lines, last = done.stderr.splitlines()
-    assert last.startswith('error: --config.data.dir=/no/such/folder')
+    assert last.startswith("error: --config.data.dir='/no/such/folder'")
     # It is known before the imports that take seconds.
     assert not [line for line in lines if re.search(r'\| +(jax|tensorflow|torch)$', line)]

@@ -3,12 +3,12 @@
 import re
 import signal
 
-from coyo11m_tfds.process import ending
+from coyo11m_tfds.process import command_line
 from tests import children
 
 PROGRAM = """
 import gc, os, signal, time
-from coyo11m_tfds.process import ending
+from coyo11m_tfds.process import command_line
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
 what = sys.argv[1]
@@ -19,7 +19,7 @@ def wait(phase):
     print(phase, flush=True)
     time.sleep(1 if phase in short else 60)
 
-with ending.in_one_line('nothing is lost', status=3):
+with command_line.ends_in_one_line('nothing is lost', status=3):
     if what == 'fails':
         raise ValueError('a  b.pt: is\\n\\n  bad')
     if what == 'is refused':
@@ -77,7 +77,7 @@ def test_a_bug_and_who_asks_for_it_get_the_traceback(monkeypatch):
     status, _, said = end('has a bug')
     assert status == 1
     assert said.startswith('Traceback') and said.endswith("KeyError: 'x'\n")
-    monkeypatch.setenv(ending.TRACEBACK_VARIABLE, '1')
+    monkeypatch.setenv(command_line.TRACEBACK_VARIABLE, '1')
     status, _, said = end('fails')
     assert status == 1 and 'Traceback' in said
 

@@ -1,0 +1,63 @@
+"""Errors in one line: with the field that is wrong, and with what to do."""
+
+import errno
+import re
+from typing import Any
+
+# What to do about errors of the operating system, which says only what is wrong.
+_NO_ROOM = 'free some space there or choose another folder'
+_NO_ACCESS = 'choose another path, or ask for the right to use this one'
+_REMEDIES = {
+    errno.ENOSPC: _NO_ROOM,
+    errno.EDQUOT: _NO_ROOM,
+    errno.EACCES: _NO_ACCESS,
+    errno.EPERM: _NO_ACCESS,
+    errno.EROFS: _NO_ACCESS,
+    errno.EEXIST: 'choose another path, or remove what is there',
+    errno.ENOTDIR: 'a part of this path is a file; choose another path',
+    errno.ENOENT: 'correct the path',
+}
+
+
+class FieldError(ValueError):
+    """A value that a field of a configuration, or an argument, cannot have.
+
+    Programs print the field as the flag that sets it.
+
+    Attributes:
+        field: Name of the field, such as `model.dtype`.
+        problem: What is wrong and what was expected, after the field and its value.
+    """
+
+    def __init__(self, field: str, value: Any, problem: str):
+        super().__init__(field, value, problem)
+        self.field = field
+        self.problem = f'{value!r}: {problem}'
+
+    def __str__(self) -> str:
+        return f'{self.field}={self.problem}'
+
+
+class MissingFolderError(FieldError, FileNotFoundError):
+    """A folder that a field names does not exist."""
+
+
+def describe_error(error: BaseException) -> str:
+    """Returns the message of an error in one line, often with advice."""
+    text = str(error)
+    if isinstance(error, ModuleNotFoundError) and 'pip install' not in text:
+        text = f"{error.name} is not installed: pip install -c constraints.txt -e '.[convert,text]'"
+    elif isinstance(error, OSError) and error.errno is not None:
+        path = f'{error.filename}: ' if error.filename is not None else ''
+        remedy = f': {_REMEDIES[error.errno]}.' if error.errno in _REMEDIES else ''
+        text = f'{path}{error.strerror}{remedy}'
+    return ' '.join(filter(None, map(str.strip, text.splitlines())))
+
+
+def summarize_error(error: BaseException) -> str:
+    """Returns the type and the first line of an error, without TensorFlow's tracebacks."""
+    lines = str(error).splitlines() or ['']
+    # With the module of the error, unless it is one of Python's own.
+    matches = (re.match(r'(?:\w+\.)*(\w+Error: .*)', line) for line in lines[1:])
+    quoted = [match[1] for match in matches if match]
+    return quoted[-1] if quoted else f'{type(error).__name__}: {lines[0]}'

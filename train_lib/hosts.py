@@ -1,0 +1,158 @@
+"""The hosts of a run: how they join, and how all end when one of them fails.
+
+If one process fails, the others end at once and name it; else they would wait for minutes in a
+computation that needs all processes, and then abort. This module does not import JAX by itself.
+"""
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from absl import logging
+
+from coyo11m_tfds.process import errors
+
+_HEARTBEAT_SECONDS = 40  # a process that is silent for so long has died without a word
+_LOOK_SECONDS = 1.0
+_ANSWER_SECONDS = 10.0  # a process whose thread does not answer for so long is dead
+_LAST_SECONDS = 15.0  # the coordinator waits so long for others to learn of a failure
+
+# Keys in the store of JAX's coordinator.
+_FAILURES = 'coyo11m_tfds/failure/'
+_FIRST_FAILURE = f'{_FAILURES}first'
+_ROLL_CALL = 'coyo11m_tfds/roll_call/'  # a process wants to know who is still alive
+_ALIVE = 'coyo11m_tfds/alive/'  # the answers
+_NAMES = 'coyo11m_tfds/names/'
+
+_end_lock = threading.Lock()  # never released: one thread ends the process
+
+
+def join_hosts(
+    coordinator: str | None = None, count: int | None = None, index: int | None = None
+) -> None:
+    """Waits for the other processes of the run; without arguments JAX finds them by itself."""
+    import jax
+
+    try:
+        jax.distributed.initialize(
+            coordinator, count, index, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS
+        )
+    except ValueError as error:
+        raise ValueError(
+            f'the hosts of this run are not known: {error} Expected a TPU pod, Slurm or Open MPI, '
+            'or --coordinator_address, --process_count and --process_index; on one machine '
+            '--config.distributed=False.'
+        ) from error
+
+
+@contextlib.contextmanager
+def failures_shared() -> Iterator[None]:
+    """Ends this process when another one fails here, and the others when this one does.
+
+    The first process that fails leaves its error with JAX's coordinator, where a thread of every
+    other process looks for it. If a shared computation fails, a process first checks which others
+    still answer, because a killed process leaves no error. All end by `os._exit(1)`: processes that
+    wait for each other cannot unwind. Use a nested context in a block whose end would wait so.
+    """
+    import jax
+
+    if jax.process_count() == 1:
+        yield
+        return
+    hosts = _Hosts()
+    over = threading.Event()
+    watcher = threading.Thread(target=hosts.watch, args=(over,), name='failures', daemon=True)
+    watcher.start()
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, SystemExit) or error.code:
+            hosts.report(error)
+        raise
+    finally:
+        over.set()
+        watcher.join()
+
+
+class _Hosts:
+    """The processes of a run, as they know each other by the coordinator."""
+
+    def __init__(self):
+        import jax
+        from orbax.checkpoint import multihost
+
+        self._client: Any = multihost.get_jax_distributed_client()
+        self._index, self._count = jax.process_index(), jax.process_count()
+        self._name = f'process {self._index} on {socket.gethostname()}'
+        self._computing_failed = jax.errors.JaxRuntimeError
+        self._set(f'{_NAMES}{self._index}', self._name)
+
+    def watch(self, over: threading.Event) -> None:
+        """Looks for the failure of another process, and answers roll calls."""
+        while not over.wait(_LOOK_SECONDS):
+            # Not by waiting for the key: that could not be broken off.
+            failure = dict(self._client.key_value_dir_get(_FAILURES)).get(_FIRST_FAILURE)
+            if failure is not None:
+                self._end(failure)
+            if self._client.key_value_dir_get(_ROLL_CALL):
+                self._set(f'{_ALIVE}{self._index}')
+
+    def report(self, error: BaseException) -> None:
+        """Reports the error to the coordinator, unless another process was first, and ends."""
+        is_message = isinstance(error, SystemExit)
+        summary = str(error) if is_message else errors.summarize_error(error)
+        failure = f'{self._name} has failed: {summary.removeprefix("error: ")}'
+        if self._is_of_a_computation(error) and (silent := self._call_roll()):
+            reason = 'it was killed, maybe for lack of memory, or is cut off.'
+            failure = f'{silent} does not answer: {reason}'
+        try:
+            self._client.key_value_set(_FIRST_FAILURE, failure)
+        except self._computing_failed:  # another was first, and this error is what came of it
+            failure = self._client.key_value_try_get(_FIRST_FAILURE)
+        else:
+            if not is_message:
+                traceback.print_exception(error)
+        self._end(failure)
+
+    def _is_of_a_computation(self, error: BaseException | None) -> bool:
+        while error is not None and not isinstance(error, self._computing_failed):
+            error = error.__cause__ or error.__context__
+        return error is not None
+
+    def _call_roll(self) -> str:
+        """The names of the processes that do not answer; '' if all do."""
+        self._set(f'{_ROLL_CALL}now')
+        alive = self._wait_for(_ALIVE, self._count, _ANSWER_SECONDS)
+        names = dict(self._client.key_value_dir_get(_NAMES))
+        silent = [index for index in range(self._count) if f'{_ALIVE}{index}' not in alive]
+        return ' and '.join(names.get(f'{_NAMES}{index}', f'process {index}') for index in silent)
+
+    def _end(self, failure: str) -> NoReturn:
+        _end_lock.acquire()
+        logging.flush()
+        print(f'error: {failure}', file=sys.stderr, flush=True)
+        self._set(f'{_FAILURES}known_to_{self._index}')
+        # The coordinator lives in process 0, and the others abort when it is gone. It waits for
+        # those who answered a roll call; for all, if there was none.
+        if self._index == 0:
+            alive = len(self._client.key_value_dir_get(_ALIVE)) or self._count
+            self._wait_for(_FAILURES, alive + 1, _LAST_SECONDS)
+        os._exit(1)
+
+    def _wait_for(self, folder: str, count: int, seconds: float) -> dict[str, str]:
+        """The entries of a folder as soon as there are `count`, or after some seconds."""
+        deadline = time.monotonic() + seconds
+        while len(entries := dict(self._client.key_value_dir_get(folder))) < count:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        return entries
+
+    def _set(self, key: str, value: str = '') -> None:
+        self._client.key_value_set(key, value, allow_overwrite=True)
