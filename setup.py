@@ -105,6 +105,7 @@ setuptools.setup(
             'grain>=0.2.12',
             'litdata>=0.2.60',
             'msgpack>=1.1',
+            'psutil>=5.9',
         ],
         'tpu': ['jax[tpu]'],
         'gpu': ['jax[cuda12]'],

@@ -29,75 +29,73 @@ BATCH_SIZE = 256
 SEED = 0
 _WORKERS = 2
 # A reader is steady when its buffers are full and what it has imported late is there.
-_WARM_SECONDS = 1.0
-_WARM_BATCHES = 8
+_WARM_SECONDS, _WARM_BATCHES = 1.0, 8
 _SAVED_AT, _COMPARED = 100, 8  # batches before a resume, and after it
 _SHARE_OF_DISK = 0.8  # of its free room, for the formats that copy the source
-OPTIONS = 'engine', 'verify', 'where'  # of readers
 FLAGS = {
     'gb': (1.5, 'size of the source'),
     'seconds': (5.0, 'seconds of reading in a run'),
     'cold': (False, 'read from the disk, each sample at most once'),
 }
 
-
 Batch = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Stream:
+class BatchStream:
     """An opened reader."""
 
     epoch: Callable[[], Iterable[Batch]]  # the rest of this epoch, then those of the next ones
     state: Callable[[int], str]  # after so many batches
 
 
-def _same(runs: list[Figures]) -> str:
+def _same_batches(runs: list[Figures]) -> str:
     same = [run['same'] for run in runs if 'same' in run]
     return ('yes' if all(same) else 'no') if same else ''
 
 
-_COLUMNS = {
+COLUMNS = {
     **runner.RATE,
     'cores': runner.column('cores', '.2f'),
     'MB/s from the disk': runner.column('disk_rate', scale=1e-6),
     'first batch, s': runner.column('first', '.2f'),
     'resume, s': runner.column('resume', '.2f'),
     'bytes of state': runner.column('state'),
-    'same batches': _same,
+    'same batches': _same_batches,
 }
 
 
-def begin(flags, folder: pathlib.Path, stack) -> runner.Once:
+def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
     """Makes the source; copies in other formats are made at their first use."""
-    made = source.make(folder, source.num_samples_of(flags.gb))
-    flags.sides = _fitted(flags.sides, made)
-    return lambda side: _once(side, made, flags.seconds, flags.cold)
+    source_dir = source.make(folder, source.num_samples_of(flags.gb))
+    flags.sides = _limit_copies(flags.sides, source_dir)
+    return lambda side: _run_side(side, source_dir, flags.seconds, flags.cold)
 
 
-def _fitted(sides: dict[str, Side], made: pathlib.Path) -> dict[str, Side]:
+def _limit_copies(sides: dict[str, Side], source_dir: pathlib.Path) -> dict[str, Side]:
     """Has peers that copy the source copy as much of it as the disk has room for."""
-    copied = {side.settings['format'] for side in sides.values()} & set(_COPIES)
-    samples, fitted = source.num_samples(made), {}
-    room = _SHARE_OF_DISK * shutil.disk_usage(made).free / (len(copied) or 1)
-    limit = min(samples, int(room / source.SAMPLE_BYTES))
+    copies = {side.settings['format'] for side in sides.values()} & set(_COPIES)
+    num_samples, limited = source.num_samples(source_dir), {}
+    room = _SHARE_OF_DISK * shutil.disk_usage(source_dir).free / (len(copies) or 1)
+    limit = min(num_samples, int(room / source.SAMPLE_BYTES))
     for name, side in sides.items():
-        size, title = samples, side.title
-        if side.settings['format'] in copied and limit < samples:
+        size, title = num_samples, side.title
+        if side.settings['format'] in copies and limit < num_samples:
             size, title = limit, f'{title}, {limit * source.SAMPLE_BYTES / 1e9:.0f} GB of it'
-        settings = {**side.settings, 'samples': size}
-        fitted[name] = dataclasses.replace(side, title=title, settings=settings)
-    return fitted
+        settings = {**side.settings, 'num_samples': size}
+        limited[name] = dataclasses.replace(side, title=title, settings=settings)
+    return limited
 
 
-def _once(side: Side, made: pathlib.Path, seconds: float, cold: bool) -> Figures:
+def _run_side(side: Side, source_dir: pathlib.Path, seconds: float, cold: bool) -> Figures:
     """Runs a side once and, if it reads from the page cache, resumes it too."""
-    data = _data(side, made)
+    data = _find_or_make_data(side, source_dir)
     if isinstance(data, dict):
         return data
 
     def run(function: Callable[..., Figures], **settings: Any) -> Figures:
-        runner.prepare_cache({data, made} if 'in_place' in data.name else {data}, cold)
+        # A data set in place is read from the source, too.
+        runner.prepare_cache({data, source_dir} if 'in_place' in data.name else {data}, cold)
         return runner.run(dataclasses.replace(side, function=function), data=data, **settings)
 
     figures = run(read, seconds=seconds, cold=cold)
@@ -111,16 +109,18 @@ def _once(side: Side, made: pathlib.Path, seconds: float, cold: bool) -> Figures
     return figures | {'resume': resumed['resume'], 'same': same, 'state': len(saved['state'])}
 
 
-def _data(side: Side, made: pathlib.Path) -> pathlib.Path | Figures:
+def _find_or_make_data(side: Side, source_dir: pathlib.Path) -> pathlib.Path | Figures:
     """The folder that a side reads, made when it is needed; or why it could not be made."""
-    name, samples = side.settings['format'], side.settings['samples']
-    folder = made.with_name(f'{name}-{samples}{side.before and "-before"}') if name else made
+    name, limit = side.settings['format'], side.settings['num_samples']
+    if not name:
+        return source_dir
+    folder = source_dir.with_name(f'{name}-{limit}{side.before and "-before"}')
     if not folder.exists():
         unfinished = folder.with_suffix('.unfinished')
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
         writer = dataclasses.replace(_WRITERS[name], before=side.before)
-        figures = runner.run(writer, made=made, out=unfinished, limit=samples)
+        figures = runner.run(writer, source_dir=source_dir, out=unfinished, limit=limit)
         if 'rate' not in figures:
             return figures
         print(f'{writer.title}: made {folder.name} in {figures["seconds"]:.0f} s\n', flush=True)
@@ -131,26 +131,26 @@ def _data(side: Side, made: pathlib.Path) -> pathlib.Path | Figures:
 # --- One run -------------------------------------------------------------------------------------
 
 
-def read(*, seconds: float, cold: bool, samples: int, **settings: Any) -> Figures:
+def read(*, seconds: float, cold: bool, num_samples: int, **settings: Any) -> Figures:
     """Reads for `seconds`: if `cold` from the start and at most an epoch, otherwise once steady."""
     stream, meter = _open(**settings)
     if cold:
-        counts = timed(itertools.islice(stream.epoch(), samples // BATCH_SIZE), seconds, meter)
+        one_epoch = itertools.islice(stream.epoch(), num_samples // BATCH_SIZE)
+        totals = _read_timed(one_epoch, seconds, meter)
     else:
-        counts = steady(stream, seconds, meter)
-    if not counts['batches']:
+        totals = _read_steady(stream, seconds, meter)
+    if not totals['batches']:
         raise RuntimeError('an epoch has no full batch; take more samples')
-    names = {'batches': 'rate', 'cpu': 'cores', 'disk': 'disk_rate'}
-    rates = {rate: counts[name] / counts['seconds'] for name, rate in names.items()}
-    rates['rate'] *= BATCH_SIZE
-    return rates | {'cpu_per_sample': rates['cores'] / rates['rate'], 'first': counts['first']}
+    rate, cores, disk_rate = (totals[x] / totals['seconds'] for x in ('batches', 'cpu', 'disk'))
+    rates = {'rate': BATCH_SIZE * rate, 'cores': cores, 'disk_rate': disk_rate}
+    return rates | {'cpu_per_sample': cores / rates['rate'], 'first': totals['first']}
 
 
-def steady(stream: Stream, seconds: float, meter: runner.Meter) -> Figures:
+def _read_steady(stream: BatchStream, seconds: float, meter: runner.Meter) -> Figures:
     """Reads for `seconds`, without the warm-up and the gaps between epochs."""
-    total, first = dict.fromkeys(('batches', 'seconds', 'cpu', 'disk'), 0), 0.0
+    totals, first = dict.fromkeys(('batches', 'seconds', 'cpu', 'disk'), 0), 0.0
     warm_batches = _WARM_BATCHES
-    while total['seconds'] < seconds:
+    while totals['seconds'] < seconds:
         batches = iter(stream.epoch())
         if next(batches, None) is None:
             break
@@ -158,14 +158,14 @@ def steady(stream: Stream, seconds: float, meter: runner.Meter) -> Figures:
         skipped = 1 + sum(1 for _ in itertools.islice(batches, warm_batches))
         while meter.seconds() < first + _WARM_SECONDS and next(batches, None) is not None:
             skipped += 1
-        part = timed(batches, seconds - total['seconds'], runner.Meter())
-        total = {name: value + part[name] for name, value in total.items()}
+        figures = _read_timed(batches, seconds - totals['seconds'], runner.Meter())
+        totals = {name: total + figures[name] for name, total in totals.items()}
         # An epoch may be shorter than the warm-up that was meant for it.
-        warm_batches = min(warm_batches, (skipped + part['batches']) // 4)
-    return total | {'first': first}
+        warm_batches = min(warm_batches, (skipped + figures['batches']) // 4)
+    return totals | {'first': first}
 
 
-def timed(batches: Iterable[Batch], seconds: float, meter: runner.Meter) -> Figures:
+def _read_timed(batches: Iterable[Batch], seconds: float, meter: runner.Meter) -> Figures:
     """Reads until `meter` has counted `seconds`; its figures, `batches`, time to the `first`."""
     count, first, last = 0, 0.0, 0.0
     for _ in batches:
@@ -176,43 +176,41 @@ def timed(batches: Iterable[Batch], seconds: float, meter: runner.Meter) -> Figu
     return meter.read() | {'seconds': last, 'batches': count, 'first': first}
 
 
-def save(**settings: Any) -> Figures:
+def save(*, num_samples: int, **settings: Any) -> Figures:
     """Stops within an epoch; returns the state, and digests of the batches after it."""
     stream, _ = _open(**settings)
     batches = iter(stream.epoch())
-    middle = min(_SAVED_AT, settings['samples'] // BATCH_SIZE // 2)
-    taken = sum(1 for _ in itertools.islice(batches, middle))
-    return {'state': stream.state(taken), 'batches': _digests(batches)}
+    middle = min(_SAVED_AT, num_samples // BATCH_SIZE // 2)
+    count = sum(1 for _ in itertools.islice(batches, middle))
+    return {'state': stream.state(count), 'batches': _digests(batches)}
 
 
-def resume(**settings: Any) -> Figures:
+def resume(*, num_samples: int, **settings: Any) -> Figures:
     """Resumes from a state; returns the time to the first batch, and digests of the batches."""
     stream, meter = _open(**settings)
     batches = iter(stream.epoch())
     first = next(batches)
-    seconds = meter.read()['seconds']
+    seconds = meter.seconds()
     return {'resume': seconds, 'batches': _digests(itertools.chain([first], batches))}
 
 
 def _open(
-    *, reader: str, data: str, module: str, state: str = '', **settings: Any
-) -> tuple[Stream, runner.Meter]:
+    *, reader: str, data: str, format: str, module: str, state: str = '', **options: Any
+) -> tuple[BatchStream, runner.Meter]:
     """Opens a reader when all is imported, and measures from there."""
     for name in module.split():
         importlib.import_module(name)
-    options = {name: settings[name] for name in OPTIONS if name in settings}
     meter = runner.Meter()
     return globals()[reader](data, state, **options), meter
 
 
 def _digests(batches: Iterator[Batch]) -> list[str]:
-    """Returns a digest of each of the next batches."""
-    return [
-        hashlib.sha256(
-            b''.join(np.asarray(batch[name]).tobytes() for name in (schema.KEY, schema.LATENTS))
-        ).hexdigest()
+    """Digests of the next batches."""
+    contents = (
+        b''.join(np.asarray(batch[name]).tobytes() for name in (schema.KEY, schema.LATENTS))
         for batch in itertools.islice(batches, _COMPARED)
-    ]
+    )
+    return [hashlib.sha256(content).hexdigest() for content in contents]
 
 
 # --- Readers: key and latents of every sample, one crop where Python code handles samples ---------
@@ -220,14 +218,14 @@ def _digests(batches: Iterator[Batch]) -> list[str]:
 
 def data_dir(folder: str) -> str:
     """Returns the folder of the data set that the builder made in `folder`, or the URL."""
-    return (
-        folder
-        if '://' in folder
-        else str(next(pathlib.Path(folder).rglob(schema.INFO_FILE)).parent)
-    )
+    if '://' in folder:
+        return folder
+    return str(next(pathlib.Path(folder).rglob(schema.INFO_FILE)).parent)
 
 
-def ours(folder: str, state: str, engine: str, where: str | None = None, **settings: Any) -> Stream:
+def ours(
+    folder: str, state: str, engine: str, where: str | None = None, **options: Any
+) -> BatchStream:
     """Opens `input_pipeline.train_batches` or, with `engine='tf_data'`, `train_dataset`.
 
     With `where`, it mixes all data sets in the folder; '' keeps all records.
@@ -238,28 +236,28 @@ def ours(folder: str, state: str, engine: str, where: str | None = None, **setti
     data: Any = data_dir(folder)
     if where is not None:
         condition = {'where': where} if where else {}
-        parts = sorted(pathlib.Path(folder).rglob(schema.INFO_FILE))
-        # Parts with equally many records would come in lockstep with one seed.
-        mix = [{'dir': x.parent, 'seed': SEED + i, **condition} for i, x in enumerate(parts)]
+        infos = sorted(pathlib.Path(folder).rglob(schema.INFO_FILE))
+        # Sources with equally many records would come in lockstep with one seed.
+        mix = [{'dir': x.parent, 'seed': SEED + i, **condition} for i, x in enumerate(infos)]
         data = input_pipeline.open_mix(mix)
     process_settings.keep_freed_memory()  # as every program of this project begins
-    settings |= {'batch_size': BATCH_SIZE, 'seed': SEED, 'features': (schema.KEY, schema.LATENTS)}
+    options |= {'batch_size': BATCH_SIZE, 'seed': SEED, 'features': (schema.KEY, schema.LATENTS)}
     if state:
-        settings['start'] = json.loads(state)
+        options['start'] = json.loads(state)
     if engine == 'tf_data':
-        batches = input_pipeline.train_dataset(data, **settings).as_numpy_iterator()
+        batches = input_pipeline.train_dataset(data, **options).as_numpy_iterator()
     else:
-        batches = input_pipeline.train_batches(data, engine=engine, **settings)
+        batches = input_pipeline.train_batches(data, engine=engine, **options)
 
-    def state_after(taken: int) -> str:
+    def state_after(num_batches: int) -> str:
         order = input_pipeline.OrderSettings(SEED)
         plan = input_pipeline.train_plan(data, order, batch_size=BATCH_SIZE)
-        return json.dumps(plan.cursor.after(taken).state())
+        return json.dumps(plan.cursor.after(num_batches).state())
 
-    return Stream(lambda: batches, state_after)
+    return BatchStream(lambda: batches, state_after)
 
 
-def litdata(folder: str, state: str) -> Stream:
+def litdata(folder: str, state: str) -> BatchStream:
     """Opens litdata's `StreamingDataset` and `StreamingDataLoader`."""
     import litdata
 
@@ -273,10 +271,10 @@ def litdata(folder: str, state: str) -> Stream:
     )
     if state:
         loader.load_state_dict(json.loads(state))
-    return Stream(lambda: iter(loader), lambda taken: json.dumps(loader.state_dict()))
+    return BatchStream(lambda: iter(loader), lambda _: json.dumps(loader.state_dict()))
 
 
-def grain(folder: str, state: str) -> Stream:
+def grain(folder: str, state: str) -> BatchStream:
     """Grain over ArrayRecord."""
     import grain
     from absl import flags
@@ -297,10 +295,10 @@ def grain(folder: str, state: str) -> Stream:
     iterator = iter(batches)
     if state:
         iterator.set_state(json.loads(state))
-    return Stream(lambda: iterator, lambda taken: json.dumps(iterator.get_state()))
+    return BatchStream(lambda: iterator, lambda _: json.dumps(iterator.get_state()))
 
 
-def datasets(folder: str, state: str) -> Stream:
+def datasets(folder: str, state: str) -> BatchStream:
     """HF datasets: reads whole batches from mapped Arrow files."""
     import datasets
 
@@ -308,15 +306,15 @@ def datasets(folder: str, state: str) -> Stream:
     stored = datasets.concatenate_datasets([datasets.Dataset.from_file(path) for path in files])
     stored = stored.select_columns([schema.KEY, schema.LATENTS]).with_format('arrow')
 
-    def read(rows: np.ndarray) -> Batch:
+    def read_rows(rows: np.ndarray) -> Batch:
         table = stored[rows]
         latents = [memoryview(row.as_buffer()) for row in table.column(schema.LATENTS)]
         return _in_torch(_batch(table.column(schema.KEY).to_numpy(), latents))
 
-    return _random_access(read, len(stored), state)
+    return _random_access(read_rows, len(stored), state)
 
 
-def torch(folder: str, state: str) -> Stream:
+def torch(folder: str, state: str) -> BatchStream:
     """A torch `DataLoader` over memory-mapped `.pt` files."""
     import torch
 
@@ -325,39 +323,34 @@ def torch(folder: str, state: str) -> Stream:
     all_keys = torch.cat([file[schema.PT_KEYS] for file in files])
     starts = np.cumsum([0, *(len(file[schema.PT_KEYS]) for file in files)])
 
-    def read(rows: np.ndarray) -> Batch:
+    def read_rows(rows: np.ndarray) -> Batch:
         rows = np.sort(rows)  # the rows of a file together; the batch is the same set
-        keys, parts = all_keys[rows], []
-        file_of = np.searchsorted(starts, rows, side='right') - 1
-        for number in np.unique(file_of):
-            of_file = file_of == number
-            within = torch.from_numpy(rows[of_file] - starts[number])
-            latents = files[number][schema.PT_LATENTS]
-            parts.append(latents[within, keys[of_file] % schema.NUM_CROPS])
-        return {schema.KEY: keys, schema.LATENTS: torch.cat(parts)}
+        keys, latents = all_keys[rows], []
+        file_numbers = np.searchsorted(starts, rows, side='right') - 1
+        for number in np.unique(file_numbers):
+            in_file = file_numbers == number
+            rows_in_file = torch.from_numpy(rows[in_file] - starts[number])
+            crops = keys[in_file] % schema.NUM_CROPS
+            latents.append(files[number][schema.PT_LATENTS][rows_in_file, crops])
+        return {schema.KEY: keys, schema.LATENTS: torch.cat(latents)}
 
-    return _random_access(read, len(all_keys), state)
-
-
-class _Reads:
-    """A data set for `DataLoader` that returns whole batches."""
-
-    def __init__(self, read: Callable[[np.ndarray], Batch]):
-        self._read = read
-
-    def __getitem__(self, rows: np.ndarray) -> Batch:
-        return self._read(rows)
+    return _random_access(read_rows, len(all_keys), state)
 
 
-def _random_access(read: Callable[[np.ndarray], Batch], num_samples: int, state: str) -> Stream:
+def _random_access(
+    read_rows: Callable[[np.ndarray], Batch], num_samples: int, state: str
+) -> BatchStream:
     """A `DataLoader` of whole batches, by the numbers of their rows; its place is a number."""
     from torch.utils.data import DataLoader
 
     start = json.loads(state)['batches'] if state else 0
-    rows = _row_numbers(num_samples, start)
-    # What the sampler gives is a batch.
-    batches = iter(DataLoader(_Reads(read), sampler=rows, batch_size=None, num_workers=_WORKERS))
-    return Stream(lambda: batches, lambda taken: json.dumps({'batches': start + taken}))
+    # Without a batch size, an index of the sampler is a whole batch's: workers read its rows.
+    loader = DataLoader(
+        np.arange(num_samples), None, sampler=_row_numbers(num_samples, start),
+        num_workers=_WORKERS, collate_fn=read_rows,
+    )  # fmt: skip
+    batches = iter(loader)
+    return BatchStream(lambda: batches, lambda count: json.dumps({'batches': start + count}))
 
 
 def _row_numbers(num_samples: int, start: int) -> Iterator[np.ndarray]:
@@ -409,15 +402,15 @@ def _ours(title: str, engine: str, format: str = 'builder', **options: Any) -> S
     return _side(title, 'ours', format, module, engine=engine, **options)
 
 
-_WRITERS = {**convert.SIDES, 'in_place_parts': convert.PARTS}
+_WRITERS = {**convert.SIDES, 'in_place_four': convert.FOUR_BUILDS}
 _COPIES = 'litdata', 'datasets', 'array_record'  # formats of peers; the source's own is ''
 SIDES = {
     'rows': _ours('this pipeline by rows', 'rows'),
     'rows_always': _ours('by rows, all checksums', 'rows', verify='always'),
     'rows_in_place': _ours('by rows, latents in place', 'rows', 'in_place'),
-    'mixture': _ours('four sources in place, mixed', 'rows', 'in_place_parts', where=''),
+    'mixture': _ours('four sources in place, mixed', 'rows', 'in_place_four', where=''),
     'mixture_where': _ours(
-        'the same, a third of the records', 'rows', 'in_place_parts', where='score < 0.3333'
+        'the same, a third of the records', 'rows', 'in_place_four', where='score < 0.3333'
     ),
     'chunks': _ours('by chunks', 'chunks'),
     'chunks_in_place': _ours('by chunks, latents in place', 'chunks', 'in_place'),
@@ -432,4 +425,4 @@ SIDES = {
 
 
 if __name__ == '__main__':
-    sys.exit(runner.main(__doc__, SIDES, _COLUMNS, FLAGS, begin))
+    sys.exit(runner.main(__doc__, SIDES, COLUMNS, FLAGS, prepare))

@@ -18,33 +18,33 @@ from benchmarks.runner import Figures, Side
 FLAGS = {'gb': (0.4, 'size of the source'), 'steps': (180, 'batches of 256 in each run')}
 
 
-def begin(flags, folder: pathlib.Path, stack) -> runner.Once:
+def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
     """Builds data sets and starts the server for them."""
     from tests.fakes.cloud import fake_gcs, through_proxy
 
     server = stack.enter_context(fake_gcs(pathlib.Path(tempfile.mkdtemp(dir=folder))))
-    made, urls = source.make(folder, source.num_samples_of(flags.gb)), {}
+    source_dir, urls = source.make(folder, source.num_samples_of(flags.gb)), {}
     for before in {side.before for side in flags.sides.values()}:
         out, urls[before] = tempfile.mkdtemp(dir=folder), f'gs://bucket/{len(urls)}/1.0.0'
         writer = dataclasses.replace(convert.SIDES['builder'], before=before)
-        runner.run(writer, made=made, out=out)
+        runner.run(writer, source_dir=source_dir, out=out)
         server.upload_folder(input.data_dir(out), urls[before])
 
-    def once(side: Side) -> Figures:
+    def run_side(side: Side) -> Figures:
         server.latency = side.settings['latency']
         env = through_proxy(server.env)
         return runner.run(side, env, data=urls[side.before], steps=flags.steps)
 
-    return once
+    return run_side
 
 
 def read(*, data: str, steps: int, latency: float) -> Figures:
     """Reads batches and times the second half; the server adds `latency`."""
     batches = iter(input.ours(data, '', engine='chunks', window=256).epoch())
-    before = sum(1 for _ in itertools.islice(batches, steps // 2))
+    warmup = sum(1 for _ in itertools.islice(batches, steps // 2))
     meter = runner.Meter()
-    after = sum(1 for _ in itertools.islice(batches, steps - before))
-    return meter.rate(input.BATCH_SIZE * after)
+    timed = sum(1 for _ in itertools.islice(batches, steps - warmup))
+    return meter.rate(input.BATCH_SIZE * timed)
 
 
 SIDES = {
@@ -54,4 +54,4 @@ SIDES = {
 
 
 if __name__ == '__main__':
-    sys.exit(runner.main(__doc__, SIDES, runner.RATE, FLAGS, begin))
+    sys.exit(runner.main(__doc__, SIDES, runner.RATE, FLAGS, prepare))

@@ -1,8 +1,7 @@
-"""Runs the sides of a benchmark in turns, each run in a fresh process, and makes their table.
+"""Runs the sides of a benchmark in turns, each run in a fresh process, and prints their table.
 
-A side is a function that takes the settings of a run (JSON) and returns its figures (JSON). A side
-that lacks a package is left out, and a side that fails is named below the table. This runs only on
-Linux, because /proc tells the memory and time of processes.
+A side is a function that takes the settings of a run and returns its figures, both of them JSON.
+Linux only: /proc has the memory and the times of processes.
 """
 
 import argparse
@@ -14,36 +13,30 @@ import json
 import os
 import pathlib
 import platform
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-_PROC = pathlib.Path('/proc')
-_TICKS = os.sysconf('SC_CLK_TCK')
-_WATCH_SECONDS = 0.25  # between looks at the memory, which take up to 10 ms for each GB mapped
+import psutil
+
+_POLL_SECONDS = 0.25  # between readings of the memory, which take up to 10 ms for each GB mapped
 _PACKAGES = (
-    'jax',
-    'tensorflow-cpu',
-    'tensorflow-datasets',
-    'torch',
-    'triton',
-    'transformers',
-    'litdata',
-    'grain',
-    'array_record',
-    'datasets',
+    *('jax', 'tensorflow-cpu', 'tensorflow-datasets', 'torch', 'triton', 'transformers'),
+    *('litdata', 'grain', 'array_record', 'datasets'),
 )
+_REASONS = {'missing': 'left out', 'failed': 'failed'}
 
 Figures = dict[str, Any]
 Column = Callable[[list[Figures]], str]
-Once = Callable[['Side'], Figures]
+RunSide = Callable[['Side'], Figures]
+Sides = Mapping[str, 'Side']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,31 +52,28 @@ class Side:
 
 def main(
     doc: str,
-    sides: Mapping[str, Side],
+    sides: Sides,
     columns: Mapping[str, Column],
     flags: Mapping[str, tuple[Any, str]],
-    begin: Callable[[argparse.Namespace, pathlib.Path, contextlib.ExitStack], Once],
+    prepare: Callable[[argparse.Namespace, pathlib.Path, contextlib.ExitStack], RunSide],
     arguments: Sequence[str] | None = None,
 ) -> int:
     """Runs the sides of the command line, prints the table, and returns the exit status.
 
-    Args:
-        doc: Docstring of the benchmark, whose first line `--help` shows.
-        flags: Default and help of each flag of this benchmark.
-        begin: Prepares the runs and returns a function that runs a side. It gets all flags, a
-            folder for data (removed at the end without `--keep`), and an `ExitStack` that ends with
-            the benchmark. It may change `flags.sides`, the chosen sides.
+    `flags` has the default and the help of each flag of this benchmark. `prepare` returns a
+    function that runs a side. It gets all flags, a folder for data (removed at the end without
+    `--keep`), and an `ExitStack` that ends with the benchmark. It may replace `flags.sides`.
     """
-    chosen = _parse(doc, sides, flags, arguments)
-    folder = chosen.dir.absolute() / 'coyo11m-benchmark'
+    options = _parse(doc, sides, flags, arguments)
+    folder = options.dir.absolute() / 'coyo11m-benchmark'
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        if not chosen.keep:
+        if not options.keep:
             stack.callback(shutil.rmtree, folder)
-        print(describe_machine(), flush=True)
-        once = begin(chosen, folder, stack)
-        runs = compare(chosen.sides, chosen.repeats, once)
-    return show(chosen.sides, columns, runs)
+        print(_describe_machine(), flush=True)
+        run_side = prepare(options, folder, stack)
+        runs = _take_turns(options.sides, options.repeats, run_side)
+    return _print_table(options.sides, columns, runs)
 
 
 def _parse(doc, sides, flags, arguments) -> argparse.Namespace:
@@ -92,72 +82,67 @@ def _parse(doc, sides, flags, arguments) -> argparse.Namespace:
     add('--dir', type=pathlib.Path, required=True, help='folder to work in')
     add('--keep', action='store_true', help='keep the data for the next run')
     add('--repeats', type=int, default=3, help='runs of each side (%(default)s)')
-    what = 'sides to run, with commas between (all): ' + ', '.join(sides)
-    add('--only', type=lambda text: text.split(','), default=[*sides], help=what)
+    help_of_only = 'sides to run, with commas between (all): ' + ', '.join(sides)
+    add('--only', type=lambda text: text.split(','), default=[*sides], help=help_of_only)
     add('--before', default='', metavar='DIR', help='also measure the packages in DIR')
-    for name, (default, words) in flags.items():
-        if default is False:
-            add(f'--{name}', action='store_true', help=words)
-        else:
-            add(f'--{name}', type=type(default), default=default, help=f'{words} (%(default)s)')
-    chosen = parser.parse_args(arguments)
-    chosen.sides = {}
-    for name in chosen.only:
+    for name, (default, description) in flags.items():
+        kind = {'action': 'store_true'} if default is False else {'type': type(default)}
+        add(f'--{name}', default=default, help=f'{description} (%(default)s)', **kind)
+    options = parser.parse_args(arguments)
+    options.sides = {}
+    for name in options.only:
         if name not in sides:
             parser.error(f'--only: {name!r} is none of {", ".join(sides)}.')
-        side = chosen.sides[name] = sides[name]
-        if chosen.before and side.ours:
-            title, before = f'{side.title}, before', os.path.abspath(chosen.before)
-            chosen.sides[f'{name}-before'] = dataclasses.replace(side, title=title, before=before)
-    return chosen
+        side = options.sides[name] = sides[name]
+        if options.before and side.ours:
+            title, before = f'{side.title}, before', os.path.abspath(options.before)
+            options.sides[f'{name}-before'] = dataclasses.replace(side, title=title, before=before)
+    return options
 
 
 # --- Runs ----------------------------------------------------------------------------------------
 
 
-def compare(sides: Mapping[str, Side], repeats: int, once: Once) -> dict[str, list[Figures]]:
-    """Calls `once` for every side in turns, `repeats` times; skips sides that have failed.
-
-    Each repeat begins with another side.
-    """
+def _take_turns(sides: Sides, repeats: int, run_side: RunSide) -> dict[str, list[Figures]]:
+    """Runs every side `repeats` times, but none again that has failed."""
     runs: dict[str, list[Figures]] = {name: [] for name in sides}
     for repeat in range(repeats):
+        # Each repeat begins with another side: a machine that grows warm or busy is unfair to all.
         first = repeat * len(sides) // repeats
         for name in [*list(sides)[first:], *list(sides)[:first]]:
-            if not _reason(runs[name]):
+            if not _failure(runs[name]):
                 print(f'{repeat + 1} of {repeats}: {name}', file=sys.stderr, flush=True)
-                runs[name].append(once(sides[name]))
+                runs[name].append(run_side(sides[name]))
     return runs
 
 
 def run(side: Side, env: Mapping[str, str] | None = None, **settings: Any) -> Figures:
     """Runs a side in a fresh process and returns its figures.
 
-    These have `peak`, the largest memory in bytes of all its processes together, and `others`, the
-    share of all cores' time that other programs used (benchmarks/README.md). Instead of figures, a
-    side that could not run has the reason in `missing` or `failed`.
+    Further figures are `peak`, the largest memory in bytes of all its processes together, and
+    `others`, the share of all cores' time that other programs used. A side that could not run has
+    the reason in `missing` or `failed` instead.
     """
     settings = {**side.settings, **settings}
     module = sys.modules[side.function.__module__].__spec__.name  # not __main__
     environment = {**os.environ, **(env or {})}
     if side.before:  # ahead of this checkout, which then gives `benchmarks` alone
-        here = pathlib.Path(__file__).parents[1]
-        environment |= {'PYTHONPATH': f'{side.before}:{here}', 'PYTHONSAFEPATH': '1'}
+        checkout = pathlib.Path(__file__).parents[1]
+        environment |= {'PYTHONPATH': f'{side.before}:{checkout}', 'PYTHONSAFEPATH': '1'}
     with tempfile.TemporaryDirectory() as folder:
-        answer = pathlib.Path(folder) / 'answer'
-        arguments = module, side.function.__name__, json.dumps(settings, default=str)
+        answer, log = pathlib.Path(folder, 'answer'), pathlib.Path(folder, 'log')
+        arguments = module, side.function.__name__, json.dumps(settings, default=str), str(answer)
         command = [sys.executable, '-m', 'benchmarks.runner', *arguments]
-        measured, output = _measure([*command, str(answer)], environment)
-        died = json.dumps({'failed': 'its process died'})
-        figures = json.loads(answer.read_text() if answer.exists() else died)
-    if 'failed' in figures:
-        print(output[-4000:], file=sys.stderr)
+        measured = _measure_process(command, environment, log)
+        # Without an answer it was killed, by the system for its memory, say.
+        content = answer.read_text() if answer.exists() else '{"failed": "its process died"}'
+        figures = json.loads(content)
+        if 'failed' in figures:
+            print(log.read_text(errors='replace')[-4000:], file=sys.stderr)
     return figures | measured
 
 
-def _answer() -> None:
-    """Runs one side in this process; the command line is that of `run`."""
-    module, function, settings, answer = sys.argv[1:]
+def _run_in_this_process(module: str, function: str, settings: str, answer: str) -> None:
     try:
         figures = getattr(importlib.import_module(module), function)(**json.loads(settings))
     except ModuleNotFoundError as error:
@@ -168,31 +153,23 @@ def _answer() -> None:
     pathlib.Path(answer).write_text(json.dumps(figures))
 
 
-def _measure(command: Sequence[str], environment: Mapping[str, str]) -> tuple[Figures, str]:
-    """Runs a program to its end; returns `peak` and `others`, and what it printed."""
+def _measure_process(command: Sequence[str], env: Mapping[str, str], log: pathlib.Path) -> Figures:
+    """Runs a program to its end, with its output in `log`; returns `peak` and `others`."""
     start, busy, own, peak = time.monotonic(), _busy_seconds(), sum(os.times()[:4]), 0
-    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT}
-    process = subprocess.Popen(command, env=environment, **pipes)
-
-    def watch() -> None:
-        nonlocal peak
-        while process.returncode is None:
-            pids = [process.pid, *_descendants(process.pid)]
-            peak = max(peak, sum(map(_own_memory, pids)))
-            time.sleep(_WATCH_SECONDS)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        output, _ = process.communicate()
-    except BaseException:  # Ctrl-C, say: the watcher ends with the process
-        process.kill()
-        process.wait()
-        raise
-    watcher.join()
+    with (
+        open(log, 'wb') as file,
+        subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT) as process,
+    ):
+        try:
+            while process.poll() is None:
+                peak = max(peak, sum(map(_own_memory, _with_children(process.pid))))
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_POLL_SECONDS)
+        finally:
+            process.kill()  # after Ctrl-C, say; otherwise it has ended
     seconds, own = time.monotonic() - start, sum(os.times()[:4]) - own
     others = max(_busy_seconds() - busy - own, 0) / seconds / os.cpu_count()
-    return {'peak': peak, 'others': others}, output.decode(errors='replace')
+    return {'peak': peak, 'others': others}
 
 
 class Meter:
@@ -203,12 +180,11 @@ class Meter:
 
     def seconds(self) -> float:
         """Seconds since the creation."""
-        return time.monotonic() - self._start[0]
+        return time.monotonic() - self._start['seconds']
 
     def read(self) -> Figures:
         """Returns `seconds`, `cpu` seconds, and bytes read from the `disk`."""
-        names = 'seconds', 'cpu', 'disk'
-        return {n: now - was for n, now, was in zip(names, self._now(), self._start, strict=True)}
+        return {name: now - self._start[name] for name, now in self._now().items()}
 
     def rate(self, samples: int) -> Figures:
         """Returns `seconds`, `rate` and `cpu_per_sample` for a number of samples."""
@@ -216,47 +192,36 @@ class Meter:
         rate, cpu = samples / figures['seconds'], figures['cpu'] / samples
         return {'seconds': figures['seconds'], 'rate': rate, 'cpu_per_sample': cpu}
 
-    def _now(self) -> tuple[float, float, int]:
-        cpu, disk = sum(os.times()[:4]), _disk_bytes(os.getpid())
-        for pid in _descendants(os.getpid()):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                disk += _disk_bytes(pid)
-                # The name of the program, in parentheses, may hold spaces.
-                after_name = (_PROC / str(pid) / 'stat').read_text().rpartition(')')[2].split()
-                cpu += sum(map(int, after_name[11:15])) / _TICKS
-        return time.monotonic(), cpu, disk
+    def _now(self) -> Figures:
+        cpu = disk = 0.0
+        for process in _with_children(os.getpid()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                disk += process.io_counters().read_bytes
+                cpu += sum(process.cpu_times()[:4])  # with those of children that have ended
+        return {'seconds': time.monotonic(), 'cpu': cpu, 'disk': disk}
 
 
-def _disk_bytes(pid: int) -> int:
-    """Bytes that a process, and those it has waited for, had to read from a disk."""
-    return next(int(line.split()[1]) for line in _lines(f'{pid}/io') if 'read_bytes' in line)
+def _with_children(pid: int) -> list[psutil.Process]:
+    """A process and its descendants; none if it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [process := psutil.Process(pid), *process.children(recursive=True)]
+    return []
 
 
 def _busy_seconds() -> float:
     """CPU time of everything on this machine."""
-    user, nice, system, _idle, _waiting, *interrupts = map(int, _lines('stat')[0].split()[1:8])
-    return (user + nice + system + sum(interrupts)) / _TICKS
+    times = psutil.cpu_times()
+    return times.user + times.nice + times.system + times.irq + times.softirq
 
 
-def _own_memory(pid: int) -> int:
+def _own_memory(process: psutil.Process) -> int:
     """Bytes of a process, which may have ended, without pages of mapped files."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        fields = dict(line.split(':', 1) for line in _lines(f'{pid}/smaps_rollup')[1:])
+        lines = pathlib.Path(f'/proc/{process.pid}/smaps_rollup').read_text().splitlines()[1:]
+        fields = dict(line.split(':', 1) for line in lines)
         whole, mapped = (1024 * int(fields[name].split()[0]) for name in ('Pss', 'Pss_File'))
         return whole - mapped
     return 0
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for thread in (_PROC / str(pid) / 'task').iterdir():
-            for child in (thread / 'children').read_text().split():
-                yield int(child)
-                yield from _descendants(int(child))
-
-
-def _lines(name: str) -> list[str]:
-    return (_PROC / name).read_text().splitlines()
 
 
 def prepare_cache(folders: Iterable[pathlib.Path], cold: bool) -> None:
@@ -274,20 +239,20 @@ def prepare_cache(folders: Iterable[pathlib.Path], cold: bool) -> None:
 
 
 def column(
-    name: str, spec: str = ',.0f', scale: float = 1, of: Callable = statistics.median
+    name: str, spec: str = ',.0f', scale: float = 1, reduce: Callable = statistics.median
 ) -> Column:
-    """Makes a column: the median (or another function `of` the runs) of a figure times `scale`."""
+    """Makes a column: the median (or another function) of a figure in all runs, times `scale`."""
 
-    def words(runs: list[Figures]) -> str:
+    def cell(runs: list[Figures]) -> str:
         values = [scale * run[name] for run in runs if run.get(name) is not None]
-        return format(of(values), spec) if values else ''
+        return format(reduce(values), spec) if values else ''
 
-    return words
+    return cell
 
 
 def all_runs(name: str, spec: str = ',.0f', scale: float = 1) -> Column:
     """Makes a column: the smallest and the largest of a figure, times `scale`."""
-    least, largest = (column(name, spec, scale, of) for of in (min, max))
+    least, largest = (column(name, spec, scale, reduce) for reduce in (min, max))
     return lambda runs: f'{least(runs)} to {largest(runs)}'
 
 
@@ -296,50 +261,47 @@ RATE = {
     'all runs': all_runs('rate'),
     'CPU us a sample': column('cpu_per_sample', ',.1f', 1e6),
 }
+_OF_PROCESSES = {
+    'peak MB': column('peak', scale=1e-6, reduce=max),
+    'others': column('others', '.0%', reduce=max),
+}
 
 
-def show(
-    sides: Mapping[str, Side], columns: Mapping[str, Column], runs: Mapping[str, list[Figures]]
+def _print_table(
+    sides: Sides, columns: Mapping[str, Column], runs: Mapping[str, list[Figures]]
 ) -> int:
     """Prints the table, and below it the sides without figures; returns the exit status."""
-    of_all = {
-        'peak MB': column('peak', scale=1e-6, of=max),
-        'others': column('others', '.0%', of=max),
-    }
-    columns = {**columns, **of_all}
-    measured = [name for name in sides if runs[name] and not _reason(runs[name])]
-    rows = [[sides[n].title, *(words(runs[n]) for words in columns.values())] for n in measured]
-    print(markdown_table(['side', *columns], rows))
-    for name, side in sides.items():
-        if reason := _reason(runs[name]):
-            print(f'\n{side.title}, {reason}')
-    return int(not measured or any('failed' in run for of_side in runs.values() for run in of_side))
+    columns = {**columns, **_OF_PROCESSES}
+    failures = {name: failure for name in sides if (failure := _failure(runs[name]))}
+    measured = [name for name in sides if runs[name] and name not in failures]
+    rows = [[sides[n].title, *(cell(runs[n]) for cell in columns.values())] for n in measured]
+    ruler = ['---', *['---:'] * len(columns)]
+    for row in (['side', *columns], ruler, *rows):
+        print(f'| {" | ".join(row)} |')
+    for name, failure in failures.items():
+        print(f'\n{sides[name].title}, {failure}')
+    return int(not measured or any('failed' in x for figures in runs.values() for x in figures))
 
 
-def _reason(runs: Sequence[Figures]) -> str:
+def _failure(runs: Sequence[Figures]) -> str:
     """Why a side has no figures; '' if it has."""
     last = runs[-1] if runs else {}
-    kinds = {'missing': 'left out', 'failed': 'failed'}
-    return next((f'{words}: {last[kind]}' for kind, words in kinds.items() if kind in last), '')
+    return next((f'{verb}: {last[kind]}' for kind, verb in _REASONS.items() if kind in last), '')
 
 
-def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Formats rows as Markdown; the first column holds names, the others figures."""
-    lines = [columns, ['---', *['---:'] * (len(columns) - 1)], *rows]
-    return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
-
-
-def describe_machine() -> str:
-    """Returns a line about the machine and the versions of the compared packages."""
-    cpu = next((x.partition(': ')[2] for x in _lines('cpuinfo') if x.startswith('model name')), '')
-    memory = int(_lines('meminfo')[0].split()[1]) / 2**20
+def _describe_machine() -> str:
+    """A line about the machine and the versions of the compared packages."""
+    info = pathlib.Path('/proc/cpuinfo').read_text()
+    cpu = re.search(r'^model name\s*: (.*)', info, re.MULTILINE)
+    model = cpu[1] if cpu else platform.machine()
+    memory = psutil.virtual_memory().total / 2**30
     installed = {x.name: x.version for x in importlib.metadata.distributions()}
-    versions = [f'{name} {installed[name]}' for name in _PACKAGES if name in installed]
+    packages = ', '.join(f'{name} {installed[name]}' for name in _PACKAGES if name in installed)
     return (
-        f'{len(os.sched_getaffinity(0))} cores ({cpu or platform.machine()}), {memory:.0f} GiB of '
-        f'memory, Python {platform.python_version()}; {", ".join(versions)}.\n'
+        f'{len(os.sched_getaffinity(0))} cores ({model}), {memory:.0f} GiB of memory, '
+        f'Python {platform.python_version()}; {packages}.\n'
     )
 
 
 if __name__ == '__main__':
-    _answer()
+    _run_in_this_process(*sys.argv[1:])

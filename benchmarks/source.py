@@ -18,8 +18,7 @@ import pyarrow.parquet as pq
 from coyo11m_tfds import schema
 
 SAMPLE_BYTES = schema.NUM_CROPS * schema.LATENT_NBYTES
-
-_FILES, _FILE_BYTES = 4, 3 * 10**9  # at least so many, at most so large
+_MIN_FILES, _MAX_FILE_BYTES = 4, 3 * 10**9
 _ROWS_AT_ONCE = 1024
 _ROW_GROUP = 2**20  # pandas' default
 _CAPTION_BYTES = 200, 600
@@ -32,44 +31,42 @@ def num_samples_of(gigabytes: float) -> int:
 
 def make(folder: pathlib.Path, num_samples: int, seed: int = 0) -> pathlib.Path:
     """Makes a source of `num_samples` in a folder, unless it exists; returns its folder."""
-    made = folder / f'source-{num_samples}-{seed}'
-    if made.exists():
-        return made
+    source_dir = folder / f'source-{num_samples}-{seed}'
+    if source_dir.exists():
+        return source_dir
     print(f'making {num_samples:,} samples', file=sys.stderr, flush=True)
-    unfinished = made.with_suffix('.unfinished')
+    unfinished = source_dir.with_suffix('.unfinished')
     shutil.rmtree(unfinished, ignore_errors=True)
     (unfinished / schema.LATENTS_FOLDER).mkdir(parents=True)
     random = np.random.default_rng(seed)
     keys = random.permutation(3 * num_samples)[:num_samples].astype(np.int64)
-    num_files = max(_FILES, -(-num_samples * SAMPLE_BYTES // _FILE_BYTES))
-    for number, of_file in enumerate(np.array_split(keys, num_files)):
+    num_files = max(_MIN_FILES, -(-num_samples * SAMPLE_BYTES // _MAX_FILE_BYTES))
+    for number, keys_of_file in enumerate(np.array_split(keys, num_files)):
         path = unfinished / schema.LATENTS_FOLDER / f'{10 * number:06d}-{10 * number + 9:06d}.pt'
-        _write_latents(path, of_file, seed * num_files + number)
-    write_captions(unfinished / schema.CAPTIONS_FILE, random.permutation(keys), random)
-    return unfinished.rename(made)
+        _write_latents(path, keys_of_file, seed * num_files + number)
+    _write_captions(unfinished / schema.CAPTIONS_FILE, random.permutation(keys), random)
+    return unfinished.rename(source_dir)
 
 
-def num_samples(made: str | os.PathLike[str]) -> int:
+def num_samples(source_dir: str | os.PathLike[str]) -> int:
     """Returns the number of samples of a source."""
-    return int(pathlib.Path(made).name.split('-')[1])
+    return int(pathlib.Path(source_dir).name.split('-')[1])
 
 
-def pt_files(made: str | os.PathLike[str]) -> list[pathlib.Path]:
+def pt_files(source_dir: str | os.PathLike[str]) -> list[pathlib.Path]:
     """Returns the files of latents."""
-    return sorted(pathlib.Path(made, schema.LATENTS_FOLDER).iterdir())
+    return sorted(pathlib.Path(source_dir, schema.LATENTS_FOLDER).iterdir())
 
 
-def samples(made: pathlib.Path, limit: int) -> Iterator[tuple[int, np.ndarray, str]]:
-    """Yields key, latents (mapped float16 `(3, 4, 32, 32)`) and caption of some samples.
-
-    Captions are in a dict, which is only suitable for small sources.
-    """
+def samples(source_dir: pathlib.Path, limit: int) -> Iterator[tuple[int, np.ndarray, str]]:
+    """Yields key, latents (mapped float16 `(3, 4, 32, 32)`) and caption of the first samples."""
     import torch
 
+    # A dict of all captions, which only small sources can afford.
     columns = [schema.PARQUET_KEY, schema.DEFAULT_CAPTION_COLUMN]
-    table = pq.read_table(made / schema.CAPTIONS_FILE, columns=columns)
+    table = pq.read_table(source_dir / schema.CAPTIONS_FILE, columns=columns)
     captions = dict(zip(*(table.column(name).to_pylist() for name in columns), strict=True))
-    for path in pt_files(made):
+    for path in pt_files(source_dir):
         tensors = torch.load(path, mmap=True, weights_only=True)
         keys, latents = tensors[schema.PT_KEYS].tolist(), tensors[schema.PT_LATENTS].numpy()
         for key, row in zip(keys[:limit], latents, strict=False):
@@ -78,37 +75,31 @@ def samples(made: pathlib.Path, limit: int) -> Iterator[tuple[int, np.ndarray, s
 
 
 def _write_latents(path: pathlib.Path, keys: np.ndarray, seed: int) -> None:
-    """Saves a `.pt` file out of a mapped file, so that memory does not grow with it."""
     import torch  # takes 1.5 s
 
     generator = torch.Generator().manual_seed(seed)
-    scratch = path.with_suffix('.raw')
-    shape = (len(keys), *schema.LATENTS_SHAPE)
-    mapped = torch.from_file(
-        str(scratch), shared=True, size=int(np.prod(shape)), dtype=torch.float16
-    )
-    latents = mapped.view(shape)
-    for start in range(0, len(keys), _ROWS_AT_ONCE):
-        rows = latents[start : start + _ROWS_AT_ONCE]
+    scratch, shape = path.with_suffix('.raw'), (len(keys), *schema.LATENTS_SHAPE)
+    # Out of a mapped file, so that memory does not grow with the size of the source.
+    options = {'shared': True, 'size': int(np.prod(shape)), 'dtype': torch.float16}
+    latents = torch.from_file(str(scratch), **options).view(shape)
+    for rows in latents.split(_ROWS_AT_ONCE):
         rows.copy_(torch.randn(rows.shape, generator=generator).mul_(6).add_(1))
     torch.save({schema.PT_KEYS: torch.from_numpy(keys), schema.PT_LATENTS: latents}, path)
     scratch.unlink()
 
 
-def write_captions(path: pathlib.Path, keys: np.ndarray, random: np.random.Generator) -> None:
-    """Writes a Parquet file of captions, each a part of 2 MB of random words."""
+def _write_captions(path: pathlib.Path, keys: np.ndarray, random: np.random.Generator) -> None:
+    """Writes a Parquet file of captions, each a piece of 2 MB of random words."""
     words = [bytes(random.integers(97, 123, n, np.uint8)) for n in random.integers(2, 11, 20_000)]
     text = b' '.join(words[i] for i in random.integers(0, len(words), 300_000)).decode()
     names = schema.PARQUET_KEY, 'url', schema.DEFAULT_CAPTION_COLUMN
     columns = pa.schema(zip(names, (pa.int64(), pa.string(), pa.large_string()), strict=True))
     with pq.ParquetWriter(path, columns) as file:
-        for group in range(0, len(keys), _ROW_GROUP):
-            of_group = keys[group : group + _ROW_GROUP]
-            lengths = random.integers(*_CAPTION_BYTES, len(of_group), endpoint=True).tolist()
-            starts = random.integers(0, len(text) - _CAPTION_BYTES[1], len(of_group)).tolist()
+        for first in range(0, len(keys), _ROW_GROUP):
+            group = keys[first : first + _ROW_GROUP]
+            lengths = random.integers(*_CAPTION_BYTES, len(group), endpoint=True).tolist()
+            starts = random.integers(0, len(text) - _CAPTION_BYTES[1], len(group)).tolist()
             captions = [text[at : at + n] for at, n in zip(starts, lengths, strict=True)]
-            urls = [f'https://example.org/{key}.jpg' for key in of_group]
-            file.write_table(
-                pa.table([pa.array(of_group), urls, captions], schema=columns),
-                row_group_size=_ROW_GROUP,
-            )
+            urls = [f'https://example.org/{key}.jpg' for key in group]
+            table = pa.table([pa.array(group), urls, captions], schema=columns)
+            file.write_table(table, row_group_size=_ROW_GROUP)

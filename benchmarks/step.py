@@ -29,7 +29,7 @@ FLAGS = {
     'steps': (20, 'steps that are timed in a turn'),
     'warmup': (5, 'steps before, compilation included'),
 }
-_COLUMNS = {
+COLUMNS = {
     'ms a step': runner.column('seconds', ',.1f', 1e3),
     'all turns': runner.all_runs('seconds', ',.1f', 1e3),
     'samples/s': runner.column('rate', ',.1f'),
@@ -40,7 +40,7 @@ _COLUMNS = {
 }
 
 
-def begin(flags, folder: pathlib.Path, stack) -> runner.Once:
+def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
     """Makes every side run with each model."""
     sides, flags.sides = flags.sides, {}
     for model, side in itertools.product(flags.models.split(','), sides.values()):
@@ -177,4 +177,4 @@ SIDES = {
 
 
 if __name__ == '__main__':
-    sys.exit(runner.main(__doc__, SIDES, _COLUMNS, FLAGS, begin))
+    sys.exit(runner.main(__doc__, SIDES, COLUMNS, FLAGS, prepare))

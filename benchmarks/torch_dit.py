@@ -5,8 +5,7 @@
 
 It uses the fast idioms of PyTorch: scaled dot product attention, `torch.compile`, fused AdamW,
 updates of lists of tensors. Equal weights and noise give the outputs, gradients and new weights of
-`train_lib` (tests/benchmarks/test_step.py). Weights are float32; products, residuals and norms have
-the type `TorchDiT.dtype`. This module does not import JAX.
+`train_lib` (tests/benchmarks/test_step.py). This module does not import JAX.
 """
 
 import functools
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import swa_utils
 from torch.utils import checkpoint
 
 from train_lib import torch_reference
@@ -24,21 +24,20 @@ from train_lib import torch_reference
 SIZES = {'tiny': (128, 6, 4), 'S': (384, 12, 6), 'B': (768, 12, 12), 'L': (1024, 24, 16)}
 SIZES['XL'] = 1152, 28, 16
 
+Tensors = Mapping[str, Tensor]
+
 _TIME_FEATURES = 256
 _CHANNELS = 4  # of a latent
-_EVERY_SAMPLE = 'conditioning.', 'modulation.'  # in names of layers that see no tokens
+_ONCE_A_SAMPLE = 'conditioning.', 'modulation.'  # in names of layers that see no tokens
 _ZERO = 'modulation.', 'velocity.'  # in names of weights that begin as zeros
-_CALLS = {
-    'none': None,
-    'full': functools.partial(checkpoint.checkpoint, use_reentrant=False),
-}
+_REMAT = {'none': None, 'full': functools.partial(checkpoint.checkpoint, use_reentrant=False)}
 
 
 class TorchDiT:
     """Predicts the velocity of rectified flow for latents of `side * side` positions.
 
-    With `remat='full'` the backward pass computes each block again; with 'none' `torch.compile`
-    decides what to keep.
+    Weights are float32; products, residuals and norms have the type `dtype`. With `remat='full'`
+    the backward pass computes each block again; with 'none' `torch.compile` decides what to keep.
 
     Attributes:
         weights: Weights by their names in an export (`train_lib.export`), float32.
@@ -48,9 +47,7 @@ class TorchDiT:
         self, width: int, depth: int, num_heads: int, patch_size: int, remat: str = 'none',
         dtype: torch.dtype = torch.bfloat16, side: int = 32, text_dim: int = 640,
     ):  # fmt: skip
-        self.num_tokens = (side // patch_size) ** 2
-        self.dtype = dtype
-        self.remat = remat
+        self.num_tokens, self.dtype, self.remat = (side // patch_size) ** 2, dtype, remat
         model = {'width': width, 'depth': depth, 'num_heads': num_heads, 'patch_size': patch_size}
         self._config = {'model': model | {'text': 'pooled'}}
         patch = patch_size**2 * _CHANNELS
@@ -68,10 +65,8 @@ class TorchDiT:
             layers[f'{block}.modulation'] = width, 6 * width
             layers[f'{block}.attention.qkv'] = width, 3 * width
             layers[f'{block}.attention.out'] = width, width
-            layers[f'{block}.mlp_1'], layers[f'{block}.mlp_2'] = (
-                (width, 4 * width),
-                (4 * width, width),
-            )
+            layers[f'{block}.mlp_1'] = width, 4 * width
+            layers[f'{block}.mlp_2'] = 4 * width, width
             for norm in ('query_norm', 'key_norm'):
                 scales[f'{block}.attention.{norm}'] = width // num_heads
         self.weights = {name: torch.ones(size) for name, size in scales.items()}
@@ -85,10 +80,8 @@ class TorchDiT:
 
     def to(self, device: str) -> 'TorchDiT':
         """Moves the weights; returns itself."""
-        self.weights = {
-            name: weight.detach().to(device).requires_grad_()
-            for name, weight in self.weights.items()
-        }
+        moved = {name: weight.detach().to(device) for name, weight in self.weights.items()}
+        self.weights = {name: weight.requires_grad_() for name, weight in moved.items()}
         return self
 
     def __call__(self, x: Tensor, t: Tensor, text: Tensor, drop_text: Tensor) -> Tensor:
@@ -96,19 +89,19 @@ class TorchDiT:
 
         Texts with a True in `drop_text`, bool `(b,)`, are ignored.
         """
+        # The last layer stays float32, as in JAX: the loss is a difference of numbers of like size.
         weights = {
             name: weight if name.startswith('velocity.') else weight.to(self.dtype)
             for name, weight in self.weights.items()
         }
         arguments = x.to(self.dtype), t, (text.to(self.dtype),), drop_text
-        return torch_reference.predict_velocity(
-            weights, self._config, *arguments, _CALLS[self.remat]
-        )
+        run_block = _REMAT[self.remat]
+        return torch_reference.predict_velocity(weights, self._config, *arguments, run_block)
 
     def flops(self) -> int:
         """Returns the forward FLOPs of one sample's matrix products, counted on the layers."""
         products = sum(
-            weight.numel() * (1 if any(x in name for x in _EVERY_SAMPLE) else self.num_tokens)
+            weight.numel() * (1 if any(x in name for x in _ONCE_A_SAMPLE) else self.num_tokens)
             for name, weight in self.weights.items()
             if name.endswith('.weight')
         )
@@ -117,11 +110,7 @@ class TorchDiT:
 
 
 def make(name: str, **fields: Any) -> TorchDiT:
-    """Makes a model by its name, `SIZE/PATCH` such as `S/2`; for fields see `TorchDiT`.
-
-    Raises:
-        ValueError: The name is unknown.
-    """
+    """Makes a model by its name, `SIZE/PATCH` such as `S/2`; for fields see `TorchDiT`."""
     size, _, patch = name.partition('/')
     if size not in SIZES or not patch.isdigit():
         raise ValueError(f'model {name!r}: expected SIZE/PATCH with SIZE one of {", ".join(SIZES)}')
@@ -131,14 +120,12 @@ def make(name: str, **fields: Any) -> TorchDiT:
 class Trainer:
     """Trains a model like `train_lib.step`, but does not skip steps that are not finite.
 
-    Args:
-        model: The model, on the device of the training.
-        stats: `latent_mean`, `latent_std` `(4,)`, `text_mean`, `text_std` `(D,)` of the data.
-        mode: Mode of `torch.compile`, which is used only on GPUs.
+    `stats` are `latent_mean`, `latent_std` `(4,)`, `text_mean`, `text_std` `(D,)` of the data;
+    `mode` is that of `torch.compile`, which is used only on GPUs.
     """
 
     def __init__(
-        self, model: TorchDiT, stats: Mapping[str, Tensor], mode: str = 'default',
+        self, model: TorchDiT, stats: Tensors, mode: str = 'default',
         learning_rate: float = 2e-4, weight_decay: float = 0.01, b1: float = 0.9, b2: float = 0.99,
         clip_norm: float = 1.0, ema_decay: float = 0.9999,
     ):  # fmt: skip
@@ -150,16 +137,14 @@ class Trainer:
         )  # fmt: skip
         self._params = list(model.weights.values())
         self.average = [weights.detach().clone() for weights in self._params]
-        self._clip_norm = clip_norm
-        self._ema_decay = ema_decay
-        self._num_steps = 0
+        self._clip_norm, self._ema_decay, self._num_steps = clip_norm, ema_decay, 0
 
         def loss(batch, noise, t):
             return flow_loss(model, stats, batch, noise, t)
 
         self._loss = torch.compile(loss, mode=mode) if self._params[0].is_cuda else loss
 
-    def step(self, batch: Mapping[str, Tensor], noise: Tensor, t: Tensor) -> Tensor:
+    def step(self, batch: Tensors, noise: Tensor, t: Tensor) -> Tensor:
         """Takes a step; for arguments and result see `flow_loss`."""
         loss = self._loss(batch, noise, t)
         self._optimizer.zero_grad()
@@ -167,19 +152,12 @@ class Trainer:
         nn.utils.clip_grad_norm_(self._params, self._clip_norm)
         self._optimizer.step()
         decay = min(self._ema_decay, (1 + self._num_steps) / (10 + self._num_steps))
-        with torch.no_grad():
-            torch._foreach_lerp_(self.average, self._params, 1 - decay)
+        swa_utils.get_ema_multi_avg_fn(decay)(self.average, self._params, self._num_steps)
         self._num_steps += 1
         return loss.detach()
 
 
-def flow_loss(
-    model: TorchDiT,
-    stats: Mapping[str, Tensor],
-    batch: Mapping[str, Tensor],
-    noise: Tensor,
-    t: Tensor,
-) -> Tensor:
+def flow_loss(model: TorchDiT, stats: Tensors, batch: Tensors, noise: Tensor, t: Tensor) -> Tensor:
     """Returns the mean squared error of the velocity, given noise `(b, H, W, 4)` and times `(b,)`.
 
     A batch has raw `latents` `(b, 4, H, W)` and `text_embedding` `(b, D)`, and `drop_text` `(b,)`.

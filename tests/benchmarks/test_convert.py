@@ -28,7 +28,7 @@ def test_every_writer_writes_all_that_is_in_the_source(tmp_path, tiny_source, na
     out = tmp_path / 'out'
     out.mkdir()
 
-    found = runner.run(side, made=tiny_source, out=out)
+    found = runner.run(side, source_dir=tiny_source, out=out)
 
     assert found['rate'] == pytest.approx(NUM_SAMPLES / found['seconds'])
     written = b''.join(map(_content, out.rglob('*')))
@@ -68,10 +68,10 @@ def test_a_source_is_what_the_builder_expects_and_is_made_once(tmp_path):
 
 @pytest.mark.slow
 def test_the_command_prints_a_table_and_leaves_nothing(tmp_path, capsys):
-    flags = convert.FLAGS, convert.begin
+    flags = convert.FLAGS, convert.prepare
     arguments = [f'--dir={tmp_path}', '--gb=0.001', '--repeats=1', '--only=cp,in_place', '--cold']
 
-    assert runner.main('', convert.SIDES, convert._COLUMNS, *flags, arguments) == 0
+    assert runner.main('', convert.SIDES, convert.COLUMNS, *flags, arguments) == 0
 
     *_, header, _, cp, in_place = capsys.readouterr().out.splitlines()
     assert cp.startswith('| `cp` of the source | ') and len(cp.split('|')) == len(header.split('|'))

@@ -10,10 +10,10 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize('cold', [False, True])
 def test_the_command_measures_every_side(tmp_path, capsys, cold):
     arguments = [f'--dir={tmp_path}', '--gb=0.05', '--repeats=1', '--seconds=0.2']
-    columns = {**input._COLUMNS, 'words': lambda runs: '' if 'resume' in runs[0] else 'once'}
+    columns = {**input.COLUMNS, 'words': lambda runs: '' if 'resume' in runs[0] else 'once'}
 
     status = runner.main(
-        '', input.SIDES, columns, input.FLAGS, input.begin, [*arguments, *['--cold'] * cold]
+        '', input.SIDES, columns, input.FLAGS, input.prepare, [*arguments, *['--cold'] * cold]
     )
 
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
