@@ -31,59 +31,45 @@ LEAST_OVERLAP = 0.8
 _SIZE = schema.LATENT_SHAPE[-1]
 _CUT_OFF = 0.3  # share of the radius that may lie beyond the left or right border
 _STEP = 0.5  # pixels from one centre to the next
-_BATCH = 1024  # outlines drawn at a time
 
 
 class Scores(NamedTuple):
-    """Scores of a set of pictures: three shares, and a mean.
+    """Shares of a set of pictures, and the mean overlap with an outline of the caption's shape."""
 
-    Attributes:
-        colours: Share with both colours of the caption.
-        shape: Share whose best outline is of the caption's shape and overlaps enough.
-        all_three: Share with both.
-        overlap: Mean overlap with the best outline of the caption's shape, from 0 to 1.
-    """
-
-    colours: float
-    shape: float
+    colours: float  # both colours are the caption's
+    shape: float  # the best outline is of the caption's shape, and overlaps enough
     all_three: float
-    overlap: float
+    overlap: float  # from 0 to 1
 
 
 def score_pictures(pictures: np.ndarray, scenes: Sequence[sample_data.Scene]) -> Scores:
     """Scores pictures, uint8 `(n, 32, 32, 3)`, by the scenes of their captions.
 
-    `sample_data.drawn_colours` names the two colours of a picture. All outlines of all shapes, at
-    the places and in the sizes that occur in the data, are compared with the pixels of the shape's
-    colour. The shape of the picture is that of the outline with the largest overlap (intersection
-    over union), which must be at least `LEAST_OVERLAP`.
+    All outlines of all shapes, at the places and in the sizes that occur in the data, are compared
+    with the pixels of the shape's colour. The shape of a picture is that of the outline with the
+    largest overlap (intersection over union), which must be at least `LEAST_OVERLAP`.
     """
+    pairs = [sample_data.drawn_colours(picture) for picture in pictures]
+    overlaps = np.stack([_overlaps(*x) for x in zip(pictures, pairs, strict=True)])
+    expected = np.array([sample_data.SHAPES.index(scene.shape) for scene in scenes])
     colours = np.array(
-        [
-            sample_data.drawn_colours(picture) == (scene.colour, scene.background)
-            for picture, scene in zip(pictures, scenes, strict=True)
-        ]
+        [pair == (x.colour, x.background) for pair, x in zip(pairs, scenes, strict=True)]
     )
-    found = np.stack([_overlaps(picture) for picture in pictures])
-    asked = np.array([sample_data.SHAPES.index(scene.shape) for scene in scenes])
-    shape = (found.argmax(1) == asked) & (found.max(1) >= LEAST_OVERLAP)
-    overlap = found[np.arange(len(found)), asked]
+    shape = (overlaps.argmax(1) == expected) & (overlaps.max(1) >= LEAST_OVERLAP)
+    overlap = overlaps[np.arange(len(overlaps)), expected]
     return Scores(*(float(x.mean()) for x in (colours, shape, colours & shape, overlap)))
 
 
-def _overlaps(picture: np.ndarray) -> list[float]:
+def _overlaps(picture: np.ndarray, colours: tuple[str | None, str]) -> list[float]:
     """The largest intersection over union with an outline of each of `sample_data.SHAPES`."""
-    shape, background = sample_data.drawn_colours(picture)
-    if shape is None:
+    # Without a visible shape there is nothing to compare: no outline overlaps.
+    if colours[0] is None:
         return [0.0] * len(sample_data.SHAPES)
-    inside, outside = (
-        np.linalg.norm(picture - np.array(sample_data.COLOURS[name], np.float32), axis=-1)
-        for name in (shape, background)
-    )
+    palette = np.array([sample_data.COLOURS[name] for name in colours], np.float32)
+    inside, outside = (np.linalg.norm(picture - colour, axis=-1) for colour in palette)
     drawn = (inside < outside).astype(np.float32).ravel()
     best = []
-    for name in sample_data.SHAPES:
-        outlines = _possible_outlines(name)
+    for outlines in map(_possible_outlines, sample_data.SHAPES):
         common = outlines @ drawn
         best.append(np.max(common / (outlines.sum(1) + drawn.sum() - common)))
     return best
@@ -93,18 +79,15 @@ def _overlaps(picture: np.ndarray) -> list[float]:
 def _possible_outlines(shape: str) -> np.ndarray:
     """All outlines of a shape, float32 `(n, 1024)`."""
     low, high = sample_data.RADII
-    grids = []
+    outlines = []
     for radius in np.arange(low, high + 1):
-        beyond = (1 - _CUT_OFF) * radius
-        x = np.arange(beyond, _SIZE - beyond + _STEP, _STEP)
+        # Crops cut a shape at the left or right, never at the top or bottom.
+        margin = (1 - _CUT_OFF) * radius
+        x = np.arange(margin, _SIZE - margin + _STEP, _STEP)
         y = np.arange(radius, _SIZE - radius + _STEP, _STEP)
-        grids.append(np.stack([*np.meshgrid(x, y), np.full((len(y), len(x)), radius)], -1))
-    places = np.concatenate([grid.reshape(-1, 3) for grid in grids]).astype(np.float32)
-    drawn = [
-        sample_data.pixel_coverage(shape, *places[start : start + _BATCH].T).reshape(-1, _SIZE**2)
-        for start in range(0, len(places), _BATCH)
-    ]
-    return np.concatenate(drawn)
+        x, y = (centres.ravel().astype(np.float32) for centres in np.meshgrid(x, y))
+        outlines.append(sample_data.pixel_coverage(shape, x, y, np.full_like(x, radius)))
+    return np.concatenate(outlines).reshape(-1, _SIZE**2)
 
 
 def main() -> None:

@@ -84,7 +84,7 @@ class Artist:
         vae: str | None = None,
         **changes: float | str | None,
     ):
-        """Finds the checkpoint; the weights are read at their first use.
+        """Opens the checkpoint; the weights are read at their first use.
 
         Args:
             place: `WORKDIR` of the run, for its last checkpoint, or `WORKDIR@STEP`.
@@ -93,8 +93,7 @@ class Artist:
             batch_size: Number of pictures to draw at a time, rounded up to a multiple of the
                 devices.
             encoder: Folder or hub name of the encoder in the run's step; '' for the run's own.
-            vae: VAE that decodes, see `vae_decoder.make_painter`; None for the VAE of the run's
-                previews.
+            vae: VAE that decodes, see `vae_decoder.make_painter`; None for the run's.
             **changes: Fields that replace those of the run's `config.preview`, such as `guidance`;
                 None keeps a field.
         """
@@ -104,14 +103,14 @@ class Artist:
         config = ml_collections.ConfigDict(self._saved.description.config)
         config.preview.update({name: x for name, x in changes.items() if x is not None})
         config.seed = config.seed if seed is None else seed
+        # The run's own values were checked when it began: this checks the changes.
         config_rules.check_config(config, needs_data=False)
         vae = config.preview.vae if vae is None else vae
         self.paint = vae_decoder.make_painter(vae, self.facts.latents_shape[1], self.facts.vae)
         self.data_dir = config.data.dir
-        self._mesh = sharding.make_mesh(devices=jax.local_devices())
-        self._batch_size = batch_size
-        self._average = average
         self.encoder = config.encoder and (encoder or config.encoder)
+        self._mesh = sharding.make_mesh(devices=jax.local_devices())
+        self._batch_size, self._average = batch_size, average
         self.settings = {
             'step': self.step,
             'average': average,
@@ -120,7 +119,7 @@ class Artist:
             'preview': step.sampling_settings(config.preview),
             'vae': vae and f'{model_files.public_name(vae)} {model_files.revision(vae)}',
         }
-        self._draw = self._compile(config)
+        self._draw_batch = self._compile(config)
 
     def draw(
         self, captions: Sequence[str], encoder: Encoder | Tokenizer, first: int = 0
@@ -131,18 +130,19 @@ class Artist:
         except for rounding, which depends on the number of pictures drawn at a time.
 
         Args:
-            first: Place of the first caption, if the captions are part of a longer list.
+            first: Place of the first caption, if the captions are a section of a longer list.
         """
         check_text_encoder(self.facts, encoder)
-        text = encode_captions(self.facts, encoder, list(captions))
+        texts = encode_captions(self.facts, encoder, list(captions))
         devices = self._mesh.size
-        size = -(-min(self._batch_size, len(text)) // devices) * devices
+        size = -(-min(self._batch_size, len(texts)) // devices) * devices
         pictures = []
-        for begin in range(0, len(text), size):
-            part = text[begin : begin + size]
-            padded = np.pad(part, [(0, size - len(part)), (0, 0)])
-            latents = jax.device_get(self._draw(padded, np.int32(first + begin)))
-            pictures.append(self.paint(latents[: len(part)]))
+        for start in range(0, len(texts), size):
+            batch = texts[start : start + size]
+            # The last batch is padded, or it would be compiled for a size of its own.
+            padded = np.pad(batch, [(0, size - len(batch)), (0, 0)])
+            latents = jax.device_get(self._draw_batch(padded, np.int32(first + start)))
+            pictures.append(self.paint(latents[: len(batch)]))
         return np.concatenate(pictures)
 
     @functools.cached_property
@@ -185,26 +185,27 @@ def load_encoder(facts: DatasetStats, spec: str = '') -> Encoder | Tokenizer:
             'the model was trained without text and knows no captions; its pictures are in the '
             f'folder {previews.FOLDER} of the run.'
         )
-    wanted = facts.text_encoder
-    runner, _, folder = wanted.partition(':')
-    if not spec and wanted == _IN_PT:
+    expected = facts.text_encoder
+    if not spec and expected == _IN_PT:
         raise ValueError(
             'the text embeddings came with the latents, and the data set does not name the encoder '
             'that made them: name it with --encoder.'
         )
     if not spec and facts.text_revision.startswith(_OF_FOLDER):
+        runner, _, folder = expected.partition(':')
         raise ValueError(
-            f'the model was trained on text embeddings of {wanted}, whose files are in a folder '
+            f'the model was trained on text embeddings of {expected}, whose files are in a folder '
             f'named {folder} ({facts.text_revision}): give it with '
             f'--encoder={runner}:/path/to/{folder}.'
         )
-    spec = spec or wanted
+    spec = spec or expected
     runner, colon, model = spec.partition(':')
-    if colon and wanted != _IN_PT:  # before minutes are spent with loading it
+    # By its name, before minutes are spent with loading it.
+    if colon and expected != _IN_PT:
         caption_encoder.check_same_encoder(facts, f'{runner}:{model_files.public_name(model)}')
     max_tokens = facts.text_max_tokens or DEFAULT_MAX_TOKENS
-    make_one = text_encoders.make_tokenizer if facts.vocabulary else text_encoders.make_encoder
-    encoder = make_one(spec, max_tokens)
+    make = text_encoders.make_tokenizer if facts.vocabulary else text_encoders.make_encoder
+    encoder = make(spec, max_tokens)
     check_text_encoder(facts, encoder)
     return encoder
 
@@ -212,10 +213,7 @@ def load_encoder(facts: DatasetStats, spec: str = '') -> Encoder | Tokenizer:
 def encode_captions(
     facts: DatasetStats, encoder: Encoder | Tokenizer, captions: Sequence[str]
 ) -> np.ndarray:
-    """Encodes captions: embeddings float16 `(n, D)`, or token ids int32 `(n, T)`.
-
-    Raises a ValueError if a token is not in the vocabulary of the data set.
-    """
+    """Encodes captions: embeddings float16 `(n, D)`, or token ids int32 `(n, T)`."""
     if unknown := unknown_words(facts, encoder, captions):
         logging.warning(
             'No caption of the training data has %s: the model does not know what %s.',
@@ -226,10 +224,10 @@ def encode_captions(
         return cast(Encoder, encoder).encode(captions).astype(np.float16)
     ids = text_encoders.pad(encoder.tokenize(captions), encoder.max_tokens)
     if ids.max(initial=0) >= facts.vocabulary:
-        at = ids.max(axis=1).argmax()
+        index = ids.max(axis=1).argmax()
         raise ValueError(
-            f'{captions[at]!r} has token {ids[at].max()}, expected one of the {facts.vocabulary} '
-            'tokens of the training data, numbered from 0.'
+            f'{captions[index]!r} has token {ids[index].max()}, expected one of the '
+            f'{facts.vocabulary} tokens of the training data, numbered from 0.'
         )
     return ids
 
@@ -241,11 +239,12 @@ def unknown_words(facts: DatasetStats, encoder: Tokenizer, captions: Sequence[st
     """
     words = list(dict.fromkeys(w for caption in captions for w in split_words(caption)))
     if facts.text_encoder == HashEncoder.name:
+        # A bucket without mean and deviation got no word of any caption.
         empty = (facts.text_mean == 0) & (facts.text_std == 0)
         is_unknown = np.any(cast(Encoder, encoder).encode(words)[:, empty], axis=1).tolist()
     elif facts.known_tokens:
-        known = np.unpackbits(np.frombuffer(bytes.fromhex(facts.known_tokens), np.uint8))
-        is_unknown = [not known[token] for [token] in encoder.tokenize(words)]
+        occurs = np.unpackbits(np.frombuffer(bytes.fromhex(facts.known_tokens), np.uint8))
+        is_unknown = [not occurs[token] for [token] in encoder.tokenize(words)]
     else:
         return []
     return [word for word, unknown in zip(words, is_unknown, strict=True) if unknown]
@@ -273,30 +272,27 @@ def artist_of_flags() -> Artist:
 
 def main() -> None:
     """Reads captions and writes the grid."""
+    # A wrong file of captions ends the program before the imports that take seconds.
     with run.errors_in_one_line():
         captions, name = _read_prompts(FLAGS.prompts)
     run.prepare()
     with run.errors_in_one_line():
         previews_of_run = workdirs.absolute(FLAGS.workdir) / previews.FOLDER
         folder = epath.Path(FLAGS.out).parent if FLAGS.out else previews_of_run
+        # Before minutes of drawing whose pictures could not be written.
         workdirs.check_writable(folder)
         artist = artist_of_flags()
         encoder = load_encoder(artist.facts, artist.encoder or FLAGS.encoder)
         pictures = artist.draw(captions, encoder)
         out = FLAGS.out or _unused(folder / f'{name}_{artist.step:06}{_changes()}.png')
         previews.write_png(out, previews.make_grid([pictures], captions))
+        singles = epath.Path(out).with_suffix('')
         if FLAGS.singles:
-            singles = epath.Path(out).with_suffix('')
-            _write_singles(singles, pictures, captions)
+            for number, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
+                path = singles / f'{number:05}.png'
+                previews.write_png(path, picture)
+                path.with_suffix('.txt').write_text(f'{caption}\n')
     print(f'pictures: {out}' + (f' and {singles}/' if FLAGS.singles else ''))
-
-
-def _write_singles(folder: epath.PathLike, pictures: np.ndarray, captions: Sequence[str]) -> None:
-    """Writes pictures, uint8 `(n, H, W, 3)`, as `00000.png`, with their captions in `00000.txt`."""
-    for number, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
-        path = epath.Path(folder) / f'{number:05}.png'
-        previews.write_png(path, picture)
-        path.with_suffix('.txt').write_text(f'{caption}\n')
 
 
 def _changes() -> str:
@@ -314,12 +310,9 @@ def _unused(path: epath.Path) -> epath.Path:
 def _read_prompts(prompts: str) -> tuple[list[str], str]:
     """Returns the captions of a file or a single one, and a name for their pictures."""
     is_file = prompts.startswith('gs://') or prompts.endswith('.txt') or os.path.exists(prompts)
-    if is_file:
-        return _read_captions(epath.Path(prompts)), epath.Path(prompts).stem
-    return [prompts], re.sub(r'\W+', '-', prompts)[:50].strip('-') or 'prompt'
-
-
-def _read_captions(path: epath.Path) -> list[str]:
+    if not is_file:
+        return [prompts], re.sub(r'\W+', '-', prompts)[:50].strip('-') or 'prompt'
+    path = epath.Path(prompts)
     try:
         text = path.read_bytes().decode('utf-8-sig')  # some editors begin with a byte order mark
     except UnicodeDecodeError as error:
@@ -327,7 +320,7 @@ def _read_captions(path: epath.Path) -> list[str]:
     captions = [caption for line in text.splitlines() if (caption := line.strip())]
     if not captions:
         raise ValueError(f'{path} holds no caption; expected one a line.')
-    return captions
+    return captions, path.stem
 
 
 def define_flags() -> None:

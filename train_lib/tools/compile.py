@@ -5,11 +5,11 @@
     python -m train_lib.tools.compile --config=tpu_v5e_16 --topology=v5e:4x4 \\
         --step=draw
 
-No TPU is needed: libtpu's compiler runs on any CPU. Neither data nor
-TensorFlow nor torch is needed. The report shows the memory of a chip, the
-traffic between chips beside the least that the mesh requires, the time of a
-step by the compiler's own estimate, by parts of the model, and the exchanges
-between chips that do not run beside other work. It includes a frozen text
+No TPU is needed, because libtpu's compiler runs on any CPU, and neither data
+nor TensorFlow nor torch. The report shows the memory of a chip, the traffic
+between chips next to the least that the mesh requires, the time of a step by
+the compiler's own estimate, by sections of the model, and the exchanges
+between chips that run while nothing else does. It includes a frozen text
 encoder without reading its weights. The exit status is 1 if the program does
 not fit into a chip. Examples of topologies: `v5e:4x4`, `v5e:16x16`, `v6e:4x4`,
 `v5p:2x2x4`, `v4:2x2x4`.
@@ -66,8 +66,8 @@ ARITHMETIC = 'arithmetic of a chip, TFLOP a step'
 LEFT_OUT = 'left out of the estimate'
 _LISTED = 0.05  # ms; shorter exchanges are added up
 
-# Parts of a step by the names of its operations; the first that fits counts.
-_PARTS = {
+# Sections of a step by the names of its operations; the first that matches counts.
+_SECTIONS = {
     'text encoder': r'\bGemma\b',
     'MLP': r'/mlp_\d',
     'attention: qkv and out': r'/attention/.*(qkv|words|out)/',
@@ -96,6 +96,7 @@ def analyze(
         chip and one step.
     """
     config_rules.check_config(config, needs_data=False)
+    # Libtpu reads this setting when it is loaded, which the topology does.
     schedules = _dumped_schedules()
     devices = slice_devices(topology)
     chip = chips.CHIPS.get(devices[0].device_kind)
@@ -114,31 +115,28 @@ def analyze(
     stats = flow.no_stats(text_dim, vocabulary=vocabulary)
     program = make_program(config, mesh, stats, encoder)
     count, passes = _work(config, step)
-    hosts = len({device.process_index for device in devices})
-    axes = ' x '.join(f'{axis} {size}' for axis, size in mesh.shape.items())
-    what = {TRAIN: '', EVALUATE: 'evaluation of ', DRAW: 'drawing of '}[step]
     flops = {'model': passes * program.flops(num_tokens) / 3}  # of training, which has three
     if encoder is not None:
         flops['text encoder'] = encoder.network.config.flops(num_tokens)
-    remat = getattr(models.make_model(**config.model, vocabulary=vocabulary), 'remat', 'none')
+    model = models.make_model(**config.model, vocabulary=vocabulary)
     report: Report = {
-        'program': f'{config.model.name}, remat {remat}, {what}{count} samples '
-        f'on {len(devices)} chips of {chip.name} ({hosts} hosts), mesh {axes}',
+        'program': _describe_program(config, model, step, count, mesh, chip),
         ARITHMETIC: {name: x * count / len(devices) / 1e12 for name, x in flops.items()},
     }
-    began = time.monotonic()
+    start = time.monotonic()
     try:
         compiled = _lower(program, step, count, text_dim, num_tokens, mesh).compile()
     except jax.errors.JaxRuntimeError as error:
         if 'RESOURCE_EXHAUSTED' not in str(error):
             raise
         return report | {'fits': False, 'verdict': f'does not fit: {device_memory.reason(error)}'}
-    report['compile_seconds'] = time.monotonic() - began
+    report['compile_seconds'] = time.monotonic() - start
     report[MEMORY] = _memory(compiled) | {'the chip has': chip.memory / 1e9}
     if encoder is not None:
         nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(encoder.params))
         report[MEMORY]['weights of the encoder'] = nbytes / 1e9
     report |= cost_tables(hlo.read_costs(compiled.as_text() or ''), chip, schedules)
+    # Only in training do weights alone have to move: the others move pictures, too.
     if step == TRAIN:
         params = program.abstract_state.params
         least = least_bytes(
@@ -152,40 +150,53 @@ def analyze(
     return report | judge_costs(report, chip)
 
 
+def _describe_program(
+    config: ml_collections.ConfigDict, model: Any, step: str, count: int, mesh: Mesh, chip: Any
+) -> str:
+    devices = mesh.devices.ravel()
+    hosts = len({device.process_index for device in devices})
+    axes = ' x '.join(f'{axis} {size}' for axis, size in mesh.shape.items())
+    kind = {TRAIN: '', EVALUATE: 'evaluation of ', DRAW: 'drawing of '}[step]
+    remat = getattr(model, 'remat', 'none')
+    return (
+        f'{config.model.name}, remat {remat}, {kind}{count} samples on {len(devices)} chips of '
+        f'{chip.name} ({hosts} hosts), mesh {axes}'
+    )
+
+
 def least_bytes(
     params, mesh: Mesh, *, compute_bytes: int = 2, accumulate: int = 1, mapped: Any = None
 ) -> float:
     """Returns the bytes that a device receives in a training step if only weights move.
 
     Devices gather a weight that is split over f devices once for the forward and once for the
-    backward pass, for each part of the batch, in the dtype of the computation: (f-1)/f of the
+    backward pass, for each piece of the batch, in the dtype of the computation: (f-1)/f of the
     weight each time. They reduce its gradient in float32 over the f devices: (f-1)/f of it. The d
-    groups then reduce each f-th part: 2(d-1)/d of the part, half to form the sum and half to
+    groups then reduce each f-th of it: 2(d-1)/d of that, half to form the sum and half to
     distribute it.
 
-    With `sharding.map_matrices`, each of the n = df devices gathers its n-th part of the matrices,
-    of which it has an f-th, and its f-th part of the results, of which it computed an n-th.
+    With `sharding.map_matrices`, each of the n = df devices gathers its n-th of the matrices, of
+    which it has an f-th, and its f-th of the results, of which it computed an n-th.
 
     Args:
         params: Pytree of arrays or `jax.ShapeDtypeStruct`, as `sharding.by_shape` places them.
-        mesh: Mesh of the devices.
         compute_bytes: Size of a gathered number in bytes.
-        accumulate: Number of parts in which the batch is computed.
+        accumulate: Number of pieces in which the batch is computed.
         mapped: Pytree of bool, True for weights whose updates come from `sharding.map_matrices`;
             None for no such weights.
     """
+    fsdp = mesh.shape[sharding.FSDP_AXIS]
 
-    def of(leaf, is_mapped: bool) -> float:
-        f = mesh.shape[sharding.FSDP_AXIS]
-        f = f if sharding.partition_spec(leaf.shape, f) != PartitionSpec() else 1
+    def leaf_bytes(leaf, is_mapped: bool) -> float:
+        # Weights that do not divide lie whole on every device.
+        f = fsdp if sharding.partition_spec(leaf.shape, fsdp) != PartitionSpec() else 1
         d = mesh.size // f
-        size = math.prod(leaf.shape)
-        within = (f - 1) / f * (2 * compute_bytes + 4) * accumulate
+        within_group = (f - 1) / f * (2 * compute_bytes + 4) * accumulate
         dealt = is_mapped * ((f - 1) / f / mesh.size + (1 - 1 / mesh.size) / f) * compute_bytes
-        return size * (within + 2 * (d - 1) / d * 4 / f + dealt)
+        return math.prod(leaf.shape) * (within_group + 2 * (d - 1) / d * 4 / f + dealt)
 
     mapped = jax.tree.map(lambda _: False, params) if mapped is None else mapped
-    return float(sum(jax.tree.leaves(jax.tree.map(of, params, mapped))))
+    return float(sum(jax.tree.leaves(jax.tree.map(leaf_bytes, params, mapped))))
 
 
 def _work(config: ml_collections.ConfigDict, step: str) -> tuple[int, int]:
@@ -201,6 +212,7 @@ def _work(config: ml_collections.ConfigDict, step: str) -> tuple[int, int]:
 def _lower(
     program: Program, step: str, count: int, text_dim: int, num_tokens: int, mesh: Mesh
 ) -> jax.stages.Lowered:
+    # Every host draws all previews: they are few, and no host has to wait for another's.
     placed = sharding.replicated(mesh) if step == DRAW else sharding.batch(mesh)
 
     def rows(dtype, *shape: int) -> jax.ShapeDtypeStruct:
@@ -249,10 +261,7 @@ def slice_devices(topology: str) -> Sequence[jax.Device]:
 
 @functools.cache
 def _dumped_schedules() -> pathlib.Path:
-    """The folder where libtpu writes how many bundles each operation is scheduled in.
-
-    Libtpu reads the variable once, when it is loaded.
-    """
+    """The folder where libtpu writes how many bundles each operation is scheduled in."""
     folder = tempfile.mkdtemp(prefix='schedules')
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     dump = (
@@ -269,64 +278,73 @@ def bundles(schedules: pathlib.Path, instruction: str) -> int:
     Libtpu schedules only one of equal instructions, so `x.1` may stand for `x.2`.
     """
     stem = re.escape(instruction.split('.')[0])
-    name = re.compile(rf'(\d+)-({stem}(?:\.\d+)?)-\d+-schedule-analysis')
-    files = [(found, x) for x in schedules.iterdir() if (found := name.match(x.name))]
+    pattern = re.compile(rf'(\d+)-({stem}(?:\.\d+)?)-\d+-schedule-analysis')
+    files = [(match, path) for path in schedules.iterdir() if (match := pattern.match(path.name))]
     if not files:
         return 0
-    # They begin with the time.
-    _, file = max(files, key=lambda file: (file[0][2] == instruction, int(file[0][1])))
-    found = re.search(r'total scheduled bundles:\s*(\d+)', file.read_text())
-    return int(found[1]) if found else 0
+    # Their names begin with the time: the last is of the program that was compiled last.
+    _, path = max(files, key=lambda file: (file[0][2] == instruction, int(file[0][1])))
+    total = re.search(r'total scheduled bundles:\s*(\d+)', path.read_text())
+    return int(total[1]) if total else 0
 
 
 def _memory(compiled: jax.stages.Compiled) -> dict[str, float]:
-    sizes: Any = compiled.memory_analysis()
-    found = {
-        'arguments': sizes.argument_size_in_bytes,
-        'outputs': sizes.output_size_in_bytes,
-        'aliased': -sizes.alias_size_in_bytes,  # outputs in the place of arguments
-        'temporaries': sizes.temp_size_in_bytes,
-        'code': sizes.generated_code_size_in_bytes,
+    stats: Any = compiled.memory_analysis()
+    sizes = {
+        'arguments': stats.argument_size_in_bytes,
+        'outputs': stats.output_size_in_bytes,
+        'aliased': -stats.alias_size_in_bytes,  # outputs in the place of arguments
+        'temporaries': stats.temp_size_in_bytes,
+        'code': stats.generated_code_size_in_bytes,
     }
-    found |= {'total': sum(found.values()), 'peak': sizes.peak_memory_in_bytes}
-    return {name: size / 1e9 for name, size in found.items()}
+    sizes |= {'total': sum(sizes.values()), 'peak': stats.peak_memory_in_bytes}
+    return {name: size / 1e9 for name, size in sizes.items()}
 
 
 def cost_tables(costs: hlo.Costs, chip: chips.Chip, schedules: pathlib.Path) -> Report:
     """Returns a program's traffic and time; kernels take a cycle for each bundle and sample."""
+    traffic, waits = _exchanges(costs.collectives, chip)
+    milliseconds = 1e3 / chip.clock if chip.clock else 0
+    times = dict.fromkeys(_SECTIONS, 0.0)
+    for name, cycles in costs.cycles.items():
+        section = next(x for x, pattern in _SECTIONS.items() if re.search(pattern, name))
+        times[section] += cycles * milliseconds
+    left_out = ['most iterations of a loop'] if any(0 in loops for loops in costs.loops) else []
+    # The compiler estimates no kernels: their schedules say how long a sample takes.
+    for kernel, calls in costs.kernels.items():
+        count = bundles(schedules, kernel.name)
+        section = f'kernel {kernel.name.split(".")[0]}'
+        times[section] = times.get(section, 0) + count * kernel.rows * calls * milliseconds
+        left_out += [] if count else [f'{section}, which has no schedule']
+    in_all = {'in all': sum(times.values())}
+    times = {name: x for name, x in times.items() if x} | in_all
+    return {LEFT_OUT: left_out, MOVED: traffic, TIME: times, WAITS: waits}
+
+
+def _exchanges(
+    collectives: Sequence[hlo.Collective], chip: chips.Chip
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Megabytes of each kind of exchange, and milliseconds of each that runs alone."""
     moved: dict[str, float] = collections.defaultdict(float)
     waits: dict[str, list[float]] = collections.defaultdict(lambda: [0, 0])
-    for each in costs.collectives:
-        kind = f'{each.kind} of {each.members}'
-        moved[kind + ', asynchronous' * each.is_async] += each.nbytes / 1e6
-        if not each.is_async:
-            wait = waits[f'{kind}, {_largest(each)}']
-            wait[0] += each.times
-            wait[1] += each.nbytes / chip.link_rate * 1e3
+    for exchange in collectives:
+        kind = f'{exchange.kind} of {exchange.members}'
+        moved[kind + ', asynchronous' * exchange.is_async] += exchange.nbytes / 1e6
+        if not exchange.is_async:
+            wait = waits[f'{kind}, {_largest(exchange)}']
+            wait[0] += exchange.times
+            wait[1] += exchange.nbytes / chip.link_rate * 1e3
     listed = {f'{count:.0f} x {name}': x for name, (count, x) in waits.items() if x >= _LISTED}
-    waiting = sum(x for _, x in waits.values())
-    milliseconds = 1e3 / chip.clock if chip.clock else 0
-    parts = dict.fromkeys(_PARTS, 0.0)
-    for name, cycles in costs.cycles.items():
-        part = next(part for part, pattern in _PARTS.items() if re.search(pattern, name))
-        parts[part] += cycles * milliseconds
-    left_out = ['most turns of a loop'] if any(0 in loops for loops in costs.loops) else []
-    for kernel, calls in costs.kernels.items():
-        found = bundles(schedules, kernel.name)
-        part = f'kernel {kernel.name.split(".")[0]}'
-        parts[part] = parts.get(part, 0) + found * kernel.rows * calls * milliseconds
-        left_out += [] if found else [f'{part}, which has no schedule']
-    return {
-        LEFT_OUT: left_out,
-        MOVED: dict(sorted(moved.items())) | {'in all': sum(moved.values())},
-        TIME: {name: x for name, x in parts.items() if x} | {'in all': sum(parts.values())},
-        WAITS: dict(sorted(listed.items(), key=lambda item: -item[1]))
-        | {'shorter ones': waiting - sum(listed.values()), 'in all': waiting},
-    }
+    total = sum(x for _, x in waits.values())
+    rest = {'shorter ones': total - sum(listed.values()), 'in all': total}
+    return (
+        dict(sorted(moved.items())) | {'in all': sum(moved.values())},
+        dict(sorted(listed.items(), key=lambda item: -item[1])) | rest,
+    )
 
 
 def _largest(exchange: hlo.Collective) -> str:
-    """The largest array of an exchange, as XLA writes it, and how many there are."""
+    """The largest array of an exchange, as XLA writes it, and how many more there are."""
     dtype, shape = max(exchange.arrays, key=lambda array: math.prod(array[1]))
     count = len(exchange.arrays)
     return f'{dtype}[{",".join(map(str, shape))}]' + f' and {count - 1} more' * (count > 1)
@@ -338,16 +356,16 @@ def judge_costs(report: Report, chip: chips.Chip) -> Report:
     moved, estimate, wait = report[MOVED], report[TIME]['in all'], report[WAITS]['in all']
     ideal = report[ARITHMETIC]['model'] * 1e12 / chip.flops * 1e3
     mfu = ideal / (estimate or float('inf'))
-    parts = [f'{"fits" if share <= 1 else "does not fit"}: {share:.0%} of the memory']
+    clauses = [f'{"fits" if share <= 1 else "does not fit"}: {share:.0%} of the memory']
     if least := moved.get('least for this mesh'):
-        parts.append(f'{moved["in all"] / least:.2f} times the least traffic')
+        clauses.append(f'{moved["in all"] / least:.2f} times the least traffic')
     if estimate:
-        parts.append(f'{estimate:.0f} ms a step by the compiler, an MFU of {mfu:.0%}')
-        parts.append(f'{ideal / (estimate + wait):.0%} with the exchanges that wait')
+        clauses.append(f'{estimate:.0f} ms a step by the compiler, an MFU of {mfu:.0%}')
+        clauses.append(f'{ideal / (estimate + wait):.0%} with the exchanges that wait')
     else:
-        parts.append(f'no estimate of the time on {chip.name}')
-    parts += [f'without {what}' for what in report.get(LEFT_OUT, ())]
-    return {'mfu': mfu, 'fits': share <= 1, 'verdict': ', '.join(parts)}
+        clauses.append(f'no estimate of the time on {chip.name}')
+    clauses += [f'without {x}' for x in report.get(LEFT_OUT, ())]
+    return {'mfu': mfu, 'fits': share <= 1, 'verdict': ', '.join(clauses)}
 
 
 def format_report(report: Report) -> str:

@@ -2,7 +2,7 @@
 
     costs = hlo.read_costs(compiled.as_text())
 
-All figures are those of one run on one device and count every turn of a loop (`cost_analysis()`
+All figures are those of one run on one device, with every iteration of a loop (`cost_analysis()`
 counts the body of a loop once). The grammar is that of XLA's `HloModule::ToString`.
 """
 
@@ -23,6 +23,7 @@ _RECEIVED = {
     'collective-permute': lambda n: 1,
 }
 _KERNEL = 'custom_call_target="tpu_custom_call"'  # a Pallas kernel on a TPU
+_CALLERS = 'while', 'fusion', 'call', 'conditional', 'async-start'
 _ENTRY = 'ENTRY'  # name of the computation where the program starts
 _ARRAY = re.compile(r'\b([a-z]+\d*)(?:e\d+m\d+\w*)?\[([\d,]*)\]')
 _COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$')
@@ -34,38 +35,22 @@ Loops = tuple[int, ...]  # lengths, outermost first; 0 for one that cannot be re
 
 
 class Collective(NamedTuple):
-    """One exchange between devices.
+    """One exchange between devices."""
 
-    Attributes:
-        kind: A key of `_RECEIVED`.
-        members: Number of devices that exchange data with each other.
-        arrays: Dtypes, such as `bf16`, and shapes of the result.
-        nbytes: Bytes that a device receives in all turns of the loops.
-        times: Number of times it runs.
-        loops: Lengths of the loops around it.
-        is_async: Whether it runs beside other work.
-    """
-
-    kind: str
-    members: int
-    arrays: list[Array]
-    nbytes: float
+    kind: str  # a key of `_RECEIVED`
+    members: int  # devices that exchange data with each other
+    arrays: list[Array]  # dtypes, such as `bf16`, and shapes of the result
+    nbytes: float  # that a device receives in all iterations of the loops
     times: int
-    loops: Loops
-    is_async: bool
+    loops: Loops  # around it
+    is_async: bool  # whether it runs while other work is done
 
 
 class Kernel(NamedTuple):
-    """A Pallas kernel of a TPU, by the instruction that calls it.
-
-    Attributes:
-        name: Name of that instruction.
-        rows: Largest first axis of its results; for `models.attention_kernel`, the number of
-            samples.
-    """
+    """A Pallas kernel of a TPU, by the instruction that calls it."""
 
     name: str
-    rows: int
+    rows: int  # largest first axis of its results; for `models.attention_kernel`, the samples
 
 
 class Costs(NamedTuple):
@@ -73,8 +58,8 @@ class Costs(NamedTuple):
 
     Attributes:
         cycles: Libtpu's estimates for fusions and single operations, by name (`op_name`, '' without
-            one). There are no estimates for kernels, for exchanges and copies that run beside other
-            work, and in programs for other devices.
+            one). There are no estimates for kernels, for asynchronous exchanges and copies, and in
+            programs for other devices.
         collectives: All exchanges between devices.
         kernels: Number of calls of each Pallas kernel.
         loops: Lengths of the loops around each computation.
@@ -101,8 +86,8 @@ class _Instruction(NamedTuple):
 
     def attribute(self, pattern: str) -> str:
         """Returns the match of the pattern's group in the attributes; '' without a match."""
-        found = re.search(pattern, self.attributes)
-        return found[1] if found else ''
+        match = re.search(pattern, self.attributes)
+        return match[1] if match else ''
 
     def arrays(self) -> list[Array]:
         """Dtype and shape of each array of the result."""
@@ -110,6 +95,11 @@ class _Instruction(NamedTuple):
             (dtype, tuple(map(int, filter(None, sizes.split(',')))))
             for dtype, sizes in _ARRAY.findall(self.result)
         ]
+
+    def called(self) -> Iterator[str]:
+        """Names of the computations that it calls."""
+        for match in _CALLED.finditer(self.attributes):
+            yield from (name.lstrip('%') for name in (match[1] or match[2]).split(', '))
 
 
 _Program = dict[str, dict[str, _Instruction]]  # by names of computations and of instructions
@@ -129,32 +119,40 @@ def read_costs(text: str) -> Costs:
     stack: list[tuple[str, Loops, str]] = [(_ENTRY, (), '')]
     while stack:
         name, loops, fused_in = stack.pop()  # the computation that has the fusion around this one
-        times = math.prod(length or 1 for length in loops)
         costs.loops.add(loops)
         for instruction in program[name].values():
-            if _KERNEL in instruction.attributes:
-                rows = max((shape[0] for _, shape in instruction.arrays() if shape), default=1)
-                costs.kernels[Kernel(instruction.name, rows)] += times
-            if not fused_in:
-                estimate = int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
-                costs.cycles[instruction.attribute(r'op_name="([^"]*)"')] += times * estimate
-            # An exchange beside other work stands in each of the fusions that it spans.
+            # An asynchronous exchange stands in each of the fusions that it spans.
             chain = instruction.attribute(r'chain_id="(\d+)"')
             place = fused_in, chain, instruction.attribute(r'channel_id=(\d+)')
             if not chain or place not in seen:
-                costs.collectives.extend(_collective(instruction, name, loops, times))
+                costs.collectives.extend(_collective(instruction, name, loops))
             seen.add(place)
+            _add_estimate(costs, instruction, loops, is_fused=bool(fused_in))
+            # Only these run another computation as a part of the program.
+            if instruction.opcode not in _CALLERS:
+                continue
             inner, inside = loops, fused_in
             if instruction.opcode == 'while':
                 inner = (*loops, _trip_count(program, name, instruction))
             elif instruction.opcode == 'fusion':
                 inside = fused_in or name
-            elif instruction.opcode not in ('call', 'conditional', 'async-start'):
-                continue
-            for found in _CALLED.finditer(instruction.attributes):
-                for called in (found[1] or found[2]).split(', '):
-                    stack.append((called.lstrip('%'), inner, inside))
+            stack += [(called, inner, inside) for called in instruction.called()]
     return costs
+
+
+def _add_estimate(costs: Costs, instruction: _Instruction, loops: Loops, is_fused: bool) -> None:
+    times = _times(loops)
+    if _KERNEL in instruction.attributes:
+        rows = max((shape[0] for _, shape in instruction.arrays() if shape), default=1)
+        costs.kernels[Kernel(instruction.name, rows)] += times
+    # The estimate of a fusion holds those of the instructions in it.
+    if not is_fused:
+        estimate = int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
+        costs.cycles[instruction.attribute(r'op_name="([^"]*)"')] += times * estimate
+
+
+def _times(loops: Loops) -> int:
+    return math.prod(length or 1 for length in loops)
 
 
 def _parse_program(text: str) -> _Program:
@@ -162,35 +160,34 @@ def _parse_program(text: str) -> _Program:
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
             lines = program[_ENTRY if header[1] else header[2]] = {}
-        elif found := _INSTRUCTION.match(re.sub(r'/\*.*?\*/', '', line)):
-            lines[found[1]] = _Instruction(*found.groups())
+        elif match := _INSTRUCTION.match(re.sub(r'/\*.*?\*/', '', line)):
+            lines[match[1]] = _Instruction(*match.groups())
     if _ENTRY not in program:
         raise ValueError('the text is not a compiled XLA program: it has no ENTRY computation')
     return program
 
 
-def _trip_count(program: _Program, around: str, loop: _Instruction) -> int:
+def _trip_count(program: _Program, computation: str, loop: _Instruction) -> int:
     """How often the body of a `while` runs, if it counts up by one to a constant; otherwise 0."""
-    if known := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
-        return int(known)
+    if count := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
+        return int(count)
+    # Programs for CPUs do not say: the condition compares a counter with the constant.
     condition = program[loop.attribute(r'condition=%?([\w.\-]+)')]
     tests = [i for i in condition.values() if i.opcode == 'compare']
     if len(tests) != 1 or 'direction=LT' not in tests[0].attributes:
         return 0
     counter, limit = (condition[tests[0].operand(index)] for index in (0, 1))
-    before = program[around]
-    start = before[loop.operand(0)]
+    instructions = program[computation]
+    start = instructions[loop.operand(0)]
     if (counter.opcode, limit.opcode, start.opcode) != ('get-tuple-element', 'constant', 'tuple'):
         return 0
-    start = before[start.operand(int(counter.attribute(r'index=(\d+)')))]
+    start = instructions[start.operand(int(counter.attribute(r'index=(\d+)')))]
     while start.opcode in ('copy', 'bitcast'):
-        start = before[start.operand(0)]
+        start = instructions[start.operand(0)]
     return int(limit.operands) - int(start.operands) if start.opcode == 'constant' else 0
 
 
-def _collective(
-    instruction: _Instruction, computation: str, loops: Loops, times: int
-) -> Iterator[Collective]:
+def _collective(instruction: _Instruction, computation: str, loops: Loops) -> Iterator[Collective]:
     """The exchange between devices that an instruction is, if it is one."""
     kind = instruction.opcode.removesuffix('-start')
     if kind not in _RECEIVED or (count := members(instruction.attributes)) == 1:
@@ -204,8 +201,8 @@ def _collective(
     elif computation.startswith('all-reduce-scatter'):  # a fusion that keeps a slice, on a TPU
         kind = 'reduce-scatter'
     is_async = is_start or 'chain_id=' in instruction.attributes
-    nbytes = times * whole * _RECEIVED[kind](count)
-    yield Collective(kind, count, arrays, nbytes, times, loops, is_async)
+    nbytes = _times(loops) * whole * _RECEIVED[kind](count)
+    yield Collective(kind, count, arrays, nbytes, _times(loops), loops, is_async)
 
 
 def _bits(dtype: str) -> int:
@@ -219,8 +216,8 @@ def members(attributes: str) -> int:
     members differ along `b`) or pairs of source and target.
     """
     if pairs := re.search(r'source_target_pairs=\{(\{.*?\})\}', attributes):
-        found = re.findall(r'\{(\d+),(\d+)\}', pairs[1])
-        return 2 if any(source != target for source, target in found) else 1
+        ends = re.findall(r'\{(\d+),(\d+)\}', pairs[1])
+        return 2 if any(source != target for source, target in ends) else 1
     if listed := re.search(r'replica_groups=\{\{([\d,]+)\}', attributes):
         return listed[1].count(',') + 1
     if rows := re.search(r'replica_groups=\[[\d,]*?(\d+)\]<=\[', attributes):

@@ -118,7 +118,7 @@ def test_kernels_take_a_cycle_for_each_bundle_of_their_schedule_and_row(tmp_path
     time = 4000 * 64 * 3 / CHIP.clock * 1e3
     assert report[compile.TIME] == pytest.approx({'kernel attend': time, 'in all': time})
     assert report[compile.LEFT_OUT] == [
-        'most turns of a loop',
+        'most iterations of a loop',
         'kernel other, which has no schedule',
     ]
 
