@@ -42,36 +42,30 @@ if TYPE_CHECKING:
 FLAGS = flags.FLAGS
 
 FOLDER = 'evaluation'  # of a run's workdir
-PART = 256  # records whose features are in one file
+RECORDS_PER_FILE = 256  # records whose features are in one file
 
 
 class Features(NamedTuple):
-    """Features of some records, float32 `(n, D)` each.
+    """Features of records, float32 `(n, D)` each."""
 
-    Attributes:
-        data: Features of the records' own pictures.
-        drawn: Features of the pictures that the model drew for their captions.
-        texts: Features of their captions; `(n, 0)` if the encoder only encodes pictures.
-    """
-
-    data: np.ndarray
-    drawn: np.ndarray
-    texts: np.ndarray
+    data: np.ndarray  # of the records' own pictures
+    drawn: np.ndarray  # of the pictures that the model drew for their captions
+    texts: np.ndarray  # of their captions; `(n, 0)` if the encoder only encodes pictures
 
 
 def open_validation(data_dir: str, num_pictures: int) -> StoredDataset:
     """Opens a data set whose validation split must have at least `num_pictures` records."""
     if not data_dir:
         raise ValueError('the run trained on a mixture: choose the data set by --data_dir')
-    opened = input_pipeline.open_data(data_dir)
-    split = opened.splits.get(schema.VALIDATION)
-    there = split.num_records if split else 0
-    if not 2 <= num_pictures <= there:
+    data = input_pipeline.open_data(data_dir)
+    split = data.splits.get(schema.VALIDATION)
+    num_records = split.num_records if split else 0
+    if not 2 <= num_pictures <= num_records:
         raise ValueError(
-            f'num_pictures={num_pictures}: expected 2 to {there}, the number of records that '
+            f'num_pictures={num_pictures}: expected 2 to {num_records}, the number of records that '
             f'{data_dir} has in its {schema.VALIDATION} split'
         )
-    return opened
+    return data
 
 
 def evaluate_pictures(
@@ -99,20 +93,25 @@ def evaluate_pictures(
     }
     name = f'step_{artist.step:06}_{json_digest.sha256(settings)[:8]}'
     folder = storage.open_folder(epath.Path(workdir) / FOLDER, to_write=True)
-    parts = []
+    batches = []
     for first, latents, captions in _read_records(data, num_pictures):
         end = first + len(captions)
-        stored = f'{name}/{first:07}-{end:07}.npz'
-        features = _load_features(folder, stored)
+        # The settings are in the name: other settings never read these features.
+        file = f'{name}/{first:07}-{end:07}.npz'
+        features = _load_features(folder, file)
         if features is None:
             drawn = artist.draw(captions, text_encoder, first)
-            features = _encode_pictures(image_encoder, artist.paint(latents), drawn, captions)
+            texts = np.zeros((len(captions), 0), np.float32)
+            if image_encoder.has_texts:
+                texts = image_encoder.encode_texts(captions)
+            data_features = image_encoder.encode(artist.paint(latents))
+            features = Features(data_features, image_encoder.encode(drawn), texts)
             content = io.BytesIO()
             np.savez(content, **features._asdict())
-            folder.write(stored, content.getvalue())
+            folder.write(file, content.getvalue())
             logging.info('%s of %s pictures are drawn.', f'{end:,}', f'{num_pictures:,}')
-        parts.append(features)
-    features = Features(*map(np.concatenate, zip(*parts, strict=True)))
+        batches.append(features)
+    features = Features(*map(np.concatenate, zip(*batches, strict=True)))
     result = {'num_pictures': num_pictures, **compare_features(features), 'settings': settings}
     folder.write(f'{name}.json', json.dumps(result, indent=2).encode())
     return result
@@ -125,8 +124,7 @@ def compare_features(features: Features) -> dict[str, float]:
         logging.warning(
             'The Fréchet distance of %d pictures with %d features is far too large: compare many '
             'more pictures than there are features.',
-            num_pictures,
-            num_features,
+            *(num_pictures, num_features),
         )
     distances = {
         'cmmd': picture_metrics.cmmd(features.drawn, features.data),
@@ -139,32 +137,24 @@ def compare_features(features: Features) -> dict[str, float]:
 
 
 def _read_records(data: StoredDataset, count: int) -> Iterator[tuple[int, np.ndarray, list[str]]]:
-    """Yields number, latents and captions of the first validation records, `PART` at a time."""
+    """Yields number, latents and captions of the first validation records, a file's at a time."""
     features = schema.LATENTS, schema.CAPTION
-    batches = input_pipeline.eval_batches(data, batch_size=PART, features=features)
+    batches = input_pipeline.eval_batches(data, batch_size=RECORDS_PER_FILE, features=features)
     with contextlib.closing(batches):
-        for first in range(0, count, PART):
-            batch, size = next(batches), min(PART, count - first)
+        for first in range(0, count, RECORDS_PER_FILE):
+            batch, size = next(batches), min(RECORDS_PER_FILE, count - first)
             captions = [caption.decode() for caption in batch[schema.CAPTION][:size]]
             yield first, batch[schema.LATENTS][:size], captions
 
 
-def _encode_pictures(
-    encoder: 'ImageEncoder', data: np.ndarray, drawn: np.ndarray, captions: list[str]
-) -> Features:
-    texts = np.zeros((len(captions), 0), np.float32)
-    if encoder.has_texts:
-        texts = encoder.encode_texts(captions)
-    return Features(encoder.encode(data), encoder.encode(drawn), texts)
-
-
 def _load_features(folder: Storage, name: str) -> Features | None:
     """The features in a file; None if there is none, or it is damaged."""
-    stored = folder.read(name)
-    if stored is None:
+    content = folder.read(name)
+    if content is None:
         return None
+    # They only save time: a damaged file is no reason to end hours of drawing.
     try:
-        with np.load(io.BytesIO(stored), allow_pickle=False) as arrays:
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
             return Features(**arrays)
     except (ValueError, TypeError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
         logging.warning('%s is damaged (%s): its pictures are drawn again.', name, error)

@@ -29,16 +29,7 @@ from absl import flags
 from etils import epath
 
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
-from train_lib import (
-    checkpoint,
-    flow,
-    models,
-    run,
-    sampling,
-    sharding,
-    step,
-    workdirs,
-)
+from train_lib import checkpoint, flow, models, run, sampling, sharding, step, workdirs
 from train_lib.models.dit import DiT, Words
 
 FLAGS = flags.FLAGS
@@ -59,6 +50,7 @@ def export(place: epath.PathLike, out: epath.PathLike, *, average: bool = True) 
     saved = checkpoint.open_run(place)
     config = ml_collections.ConfigDict(saved.description.config)
     facts = DatasetStats.from_json(saved.description.facts)
+    # The example is drawn in float32, for differences that are no roundings.
     with config.unlocked():
         config.model.dtype = 'float32'
     model = models.make_model(**config.model, vocabulary=facts.vocabulary)
@@ -79,10 +71,13 @@ def export(place: epath.PathLike, out: epath.PathLike, *, average: bool = True) 
         'preview': preview,
         'data': facts.to_json(),
     }
-    _write_safetensors(folder / 'model.safetensors', flatten_weights(jax.device_get(params)))
-    _write_safetensors(folder / 'example.safetensors', draw_example(model, params, facts, preview))
+    weights = flatten_weights(jax.device_get(params))
+    example = draw_example(model, params, facts, preview)
+    for name, arrays in (('model', weights), ('example', example)):
+        (folder / f'{name}.safetensors').write_bytes(safetensors.numpy.save(arrays))
     source = pathlib.Path(__file__).with_name(_REFERENCE)
     (folder / 'reference.py').write_text(source.read_text(encoding='utf-8'))
+    # The last one: a folder with this file is complete.
     (folder / 'config.json').write_text(json.dumps(content, indent=1) + '\n')
 
 
@@ -90,15 +85,15 @@ def flatten_weights(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Returns weights by PyTorch's names, block by block; kernels become `weight` `(out, in)`."""
     weights = {}
     for name, x in flax.traverse_util.flatten_dict(params, sep='.').items():
+        arrays = {name: x}
+        # The blocks are one scanned module, whose weights are stacked.
         if name.startswith('blocks.'):
             rest = name.removeprefix('blocks.')
-            parts = {f'blocks.{number}.{rest}': layer for number, layer in enumerate(x)}
-        else:
-            parts = {name: x}
-        for part, layer in parts.items():
-            if part.endswith('.kernel'):
-                part, layer = part.removesuffix('kernel') + 'weight', layer.T
-            weights[part] = np.ascontiguousarray(layer, np.float32)
+            arrays = {f'blocks.{number}.{rest}': layer for number, layer in enumerate(x)}
+        for key, array in arrays.items():
+            if key.endswith('.kernel'):
+                key, array = key.removesuffix('kernel') + 'weight', array.T
+            weights[key] = np.ascontiguousarray(array, np.float32)
     return weights
 
 
@@ -135,6 +130,7 @@ def draw_example(
     def sample(noise: jax.Array, text: Any) -> jax.Array:
         return sampling.sample(velocity, noise, text, **settings)
 
+    # GPUs and TPUs would multiply float32 in fewer bits.
     with jax.default_matmul_precision('highest'):
         latents = flow.raw_latents(sample(noise, text), facts)
     return {'noise': noise, **example, 'latents': np.asarray(latents)}
@@ -143,18 +139,15 @@ def draw_example(
 def _prepare_export_folder(folder: epath.Path) -> epath.Path:
     """The folder, without a former export's `config.json`."""
     workdirs.check_writable(folder)
-    there = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    names = {path.name for path in folder.iterdir()} if folder.exists() else set()
     files = {'model.safetensors', 'example.safetensors', 'reference.py', 'config.json'}
-    if others := sorted(there - files):
+    # Files of somebody else would look like a piece of the export.
+    if others := sorted(names - files):
         raise ValueError(f'{folder} holds {others[0]}: expected a new folder, or an export.')
-    if 'config.json' in there:
+    if 'config.json' in names:
         (folder / 'config.json').unlink()
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def _write_safetensors(path: epath.Path, arrays: dict[str, np.ndarray]) -> None:
-    path.write_bytes(safetensors.numpy.save(arrays))
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 
 def no_stats(text_dim: int, **facts: Any) -> DatasetStats:
     """Returns statistics of 4 channels, mean 0 and deviation 1, for programs without a data set."""
-    arrays: Any = (np.full(n, x, np.float32) for n in (4, text_dim) for x in (0, 1))
+    arrays: Any = (np.full(size, x, np.float32) for size in (4, text_dim) for x in (0, 1))
     return DatasetStats(*arrays, **facts)
 
 
@@ -34,7 +34,7 @@ def raw_latents(standardized: jax.Array, stats: DatasetStats) -> jax.Array:
 
 def standardize_text(text: jax.Array, stats: DatasetStats) -> jax.Array:
     """Standardizes text embeddings `(b, D)` of any float dtype: float32, mean 0, deviation 1."""
-    # A feature that never varies tells nothing: it becomes 0 instead of a division by zero.
+    # A feature that never varies says nothing: it becomes 0 instead of a division by zero.
     varies = stats.text_std > 1e-6
     scale = jnp.where(varies, 1 / jnp.where(varies, stats.text_std, 1), 0)
     return (text.astype(jnp.float32) - stats.text_mean) * scale
@@ -84,6 +84,7 @@ def noise_and_times_of_keys(
     """
 
     def draw(words: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # In two halves, because JAX has no 64-bit integers by default.
         rng = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), words[0]), words[1])
         noise_rng, time_rng = jax.random.split(rng)
         return jax.random.normal(noise_rng, shape), jax.random.uniform(time_rng)

@@ -46,19 +46,20 @@ def muon(
     """
 
     def direction(path: Any, momentum: jax.Array) -> jax.Array:
-        parts = _SIDE_BY_SIDE.get(path[-2].key, 1)
-        rows, columns = momentum.shape[-2], momentum.shape[-1] // parts
-        if columns * parts != momentum.shape[-1]:
+        count = _SIDE_BY_SIDE.get(path[-2].key, 1)
+        rows, columns = momentum.shape[-2], momentum.shape[-1] // count
+        if columns * count != momentum.shape[-1]:
             raise ValueError(
                 f'{jax.tree_util.keystr(path)} is {momentum.shape}: in a module named '
-                f'{path[-2].key!r}, Muon expects {parts} matrices side by side; rename the module'
+                f'{path[-2].key!r}, Muon expects {count} matrices side by side; rename the module'
             )
 
-        def function(kernels: jax.Array) -> jax.Array:
-            matrices = kernels.reshape(-1, rows, parts, columns).swapaxes(1, 2)
+        def orthogonalize_each(kernels: jax.Array) -> jax.Array:
+            matrices = kernels.reshape(-1, rows, count, columns).swapaxes(1, 2)
             return orthogonalize(matrices).swapaxes(1, 2).reshape(kernels.shape)
 
-        update = map_matrices(function, momentum.astype(dtype)).astype(momentum.dtype)
+        # Cast before the matrices move between devices: half of the bytes in bfloat16.
+        update = map_matrices(orthogonalize_each, momentum.astype(dtype)).astype(momentum.dtype)
         return _ADAMW_RMS * math.sqrt(max(rows, columns)) * update
 
     return optax.chain(
@@ -74,8 +75,10 @@ def orthogonalize(matrices: jax.Array) -> jax.Array:
 
     The result and all products have the dtype of the argument.
     """
+    # Lying on its side, a matrix has the smaller of its two products with itself.
     is_tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if is_tall else matrices  # the smaller of the two products with itself
+    x = matrices.mT if is_tall else matrices
+    # The iteration converges for singular values up to 1, which this norm bounds.
     norms = jnp.linalg.norm(x.astype(jnp.float32), axis=(-2, -1), keepdims=True)
     x = (x / jnp.maximum(norms, 1e-20)).astype(matrices.dtype)
     first, third, fifth = _COEFFICIENTS

@@ -41,17 +41,11 @@ def make_grid(
 ) -> np.ndarray:
     """Lays out a cell for each caption: its pictures side by side, the caption below them.
 
-    Args:
-        pictures: Arrays uint8 `(n, H, W, 3)`; each gives one picture to every cell.
-        captions: N strings, in the letters of DejaVu Sans (Latin, Greek, Cyrillic, Hebrew, Arabic,
-            Armenian, Georgian) and of those system fonts that this module knows.
-        title: One line above the grid; '' for none.
-
-    Returns:
-        uint8 `(height, width, 3)`.
+    Each of `pictures`, uint8 `(n, H, W, 3)`, gives one picture to every cell. `title` is one line
+    above the grid. Returns uint8 `(height, width, 3)`.
     """
     letters = sorted(set(''.join(captions)) - set(string.whitespace))
-    _tell_missing(''.join(letter for letter in letters if _font_index(letter) is None))
+    _warn_of_missing(''.join(letter for letter in letters if _font_index(letter) is None))
     cells = [_make_cell(cell, caption) for *cell, caption in zip(*pictures, captions, strict=True)]
     across = math.ceil(math.sqrt(len(cells)))
     rows = [_join_pictures(cells[i : i + across], axis=1) for i in range(0, len(cells), across)]
@@ -87,9 +81,9 @@ def _write_lines(
     draw = ImageDraw.Draw(image)
     for number, line in enumerate(lines):
         x, baseline = 0.0, _MARGIN // 2 + number * height + size
-        for font, run in _runs(line, size):
-            draw.text((x, baseline), run, colour, font, anchor='ls')
-            x += font.getlength(run)
+        for font, letters in _split_by_font(line, size):
+            draw.text((x, baseline), letters, colour, font, anchor='ls')
+            x += font.getlength(letters)
     return np.asarray(image)
 
 
@@ -100,6 +94,7 @@ def _wrap(caption: str, width: int) -> list[str]:
         if _text_width(f'{lines[-1]} {word}') <= width:
             lines[-1] = f'{lines[-1]} {word}'.lstrip()
             continue
+        # A word longer than a line, as in languages without spaces, is broken anywhere.
         lines.append('')
         for letter in word:
             if _text_width(lines[-1] + letter) > width:
@@ -115,36 +110,35 @@ def _wrap(caption: str, width: int) -> list[str]:
 
 
 def _text_width(text: str) -> float:
-    return sum(font.getlength(run) for font, run in _runs(text, _FONT_SIZE))
+    return sum(font.getlength(letters) for font, letters in _split_by_font(text, _FONT_SIZE))
 
 
-def _runs(text: str, size: int) -> Iterator[tuple[ImageFont.FreeTypeFont, str]]:
-    """Yields parts of a text, each with the first font that has its letters."""
-    for index, run in itertools.groupby(text, _font_index):
-        yield _fonts(size)[index or 0], ''.join(run)
+def _split_by_font(text: str, size: int) -> Iterator[tuple[ImageFont.FreeTypeFont, str]]:
+    """Yields stretches of a text, each with the first font that has its letters."""
+    for index, letters in itertools.groupby(text, _font_index):
+        yield _fonts(size)[index or 0], ''.join(letters)
 
 
 @functools.cache
 def _font_index(letter: str) -> int | None:
     """The number of the first font that has a letter; None if none has."""
 
-    def drawn(font: ImageFont.FreeTypeFont, text: str) -> tuple[tuple[int, int], bytes]:
+    def bitmap(font: ImageFont.FreeTypeFont, text: str) -> tuple[tuple[int, int], bytes]:
         mask = font.getmask(text)
         return mask.size, bytes(mask)
 
     # A font draws a letter that it lacks like a code without one.
     fonts = enumerate(_fonts(_FONT_SIZE))
-    return next((i for i, font in fonts if drawn(font, letter) != drawn(font, '\uffff')), None)
+    return next((i for i, font in fonts if bitmap(font, letter) != bitmap(font, '\uffff')), None)
 
 
 @functools.cache  # the same captions are drawn again and again
-def _tell_missing(letters: str) -> None:
+def _warn_of_missing(letters: str) -> None:
     if letters:
         logging.warning(
             'No font here has %d letters of the captions in the previews, such as %r; the extra '
             "`fonts` brings Chinese, Japanese and Korean (pip install -e '.[fonts]').",
-            len(letters),
-            letters[:10],
+            *(len(letters), letters[:10]),
         )
 
 
@@ -175,12 +169,12 @@ def _join_pictures(pictures: Sequence[np.ndarray], axis: int) -> np.ndarray:
     """Puts pictures next to one another on white, with a margin between them."""
     sizes = np.array([picture.shape[:2] for picture in pictures])
     sizes[:-1, axis] += _MARGIN
-    whole = sizes.max(0)
-    whole[axis] = sizes[:, axis].sum()
-    joined = np.full((*whole, 3), 255, np.uint8)
-    start = np.zeros(2, int)
+    shape = sizes.max(0)
+    shape[axis] = sizes[:, axis].sum()
+    joined = np.full((*shape, 3), 255, np.uint8)
+    offset = np.zeros(2, int)
     for picture, size in zip(pictures, sizes, strict=True):
-        (y, x), (height, width) = start, picture.shape[:2]
+        (y, x), (height, width) = offset, picture.shape[:2]
         joined[y : y + height, x : x + width] = picture
-        start[axis] += size[axis]
+        offset[axis] += size[axis]
     return joined

@@ -26,14 +26,12 @@ def sample(
 
     Guidance: Ho & Salimans, "Classifier-Free Diffusion Guidance" (2022); the velocity used is
     `without + guidance * (with - without)`, so 1 is no guidance. It may be kept to an interval of
-    times as in Kynkäänniemi et al., "Applying Guidance in a Limited Interval Improves Sample and
-    Distribution Quality in Diffusion Models" (2024), equation 5; outside of it the text is followed
-    as learned.
+    times as in Kynkäänniemi et al. (2024, arXiv:2404.07724), equation 5; outside of it the text is
+    followed as learned.
 
-    Heun: Karras et al., "Elucidating the Design Space of Diffusion-Based Generative Models" (2022),
-    algorithm 1. An Euler step, then the mean of the velocities at both of its ends; the last step
-    is Euler's, which leaves the error in proportion to the square of the step. It evaluates the
-    model `2 * num_steps - 1` times.
+    Heun: Karras et al. (2022, arXiv:2206.00364), algorithm 1. An Euler step, then the mean of the
+    velocities at both of its ends; the last step is Euler's, which leaves the error in proportion
+    to the square of the step. It evaluates the model `2 * num_steps - 1` times.
 
     Args:
         velocity: The model, from `(z, t, text, drop_text)` to a velocity of the shape of z.
@@ -55,6 +53,7 @@ def sample(
     def guided(z: jax.Array, time: jax.Array) -> jax.Array:
         both = velocity(jnp.concatenate([z, z]), jnp.full((2 * count,), time), texts, drop_text)
         with_text, without = jnp.split(both, 2)
+        # The times are traced, so this cannot be a branch.
         inside = (guidance_low <= time) & (time <= guidance_high)
         return without + jnp.where(inside, guidance, 1.0) * (with_text - without)
 
@@ -70,6 +69,7 @@ def sample(
 
     times = step_times(num_steps, time_shift)
     ends = jnp.stack([times[:-1], times[1:]], axis=1)
+    # One step is compiled, not all of them.
     z = noise.astype(jnp.float32)
     if sampler == 'euler':
         return jax.lax.scan(euler_step, z, ends)[0]
@@ -81,9 +81,9 @@ def step_times(num_steps: int, time_shift: float) -> np.ndarray:
     """The times at which steps begin and end: float32 `(num_steps + 1,)`, from 1 down to 0.
 
     Equal steps in t become `s * t / (1 + (s - 1) * t)` with s the shift, as in Esser et al.,
-    "Scaling Rectified Flow Transformers for High-Resolution Image Synthesis" (2024), equation 23:
-    more than 1 spends more steps at noisy times. In training, the log of the shift added to
-    `flow.logit_mean` does the same.
+    "Scaling Rectified Flow Transformers" (2024), equation 23: more than 1 spends more steps at
+    noisy times. In training, the log of the shift added to `flow.logit_mean` does the same.
     """
+    # In float64: each time is rounded once, as in an export.
     t = 1 - np.arange(num_steps + 1) / num_steps
     return (time_shift * t / (1 + (time_shift - 1) * t)).astype(np.float32)

@@ -34,104 +34,112 @@ def draw(weights, config, noise, text):
     if not facts['vocabulary']:
         std = stats['text_std']
         text = torch.where(std > 1e-6, (text.float() - stats['text_mean']) / std, 0)
-    twice = tuple(x.repeat(2, *[1] * (x.ndim - 1)) for x in _tuple(text))
+    # Both halves of guidance go through the model as one batch.
+    texts = text if isinstance(text, tuple) else (text,)
+    twice = tuple(x.repeat(2, *[1] * (x.ndim - 1)) for x in texts)
     drop = torch.arange(2 * count) >= count
 
     def guided(z, time):
-        both = predict_velocity(
-            weights, config, z.repeat(2, 1, 1, 1), time.repeat(2 * count), twice, drop
-        )
-        with_text, without = both.chunk(2)
+        pair, times = z.repeat(2, 1, 1, 1), time.repeat(2 * count)
+        with_text, without = predict_velocity(weights, config, pair, times, twice, drop).chunk(2)
         inside = preview['guidance_low'] <= time <= preview['guidance_high']
         return without + (preview['guidance'] if inside else 1) * (with_text - without)
 
+    # In float64, as in the program that trained it: float32 would round twice.
     times = 1 - torch.arange(preview['num_steps'] + 1, dtype=torch.float64) / preview['num_steps']
     shift = preview['time_shift']
     times = (shift * times / (1 + (shift - 1) * times)).float()
     z = noise
     for time, next_time in itertools.pairwise(times):
         slope = guided(z, time)
+        # The last step of Heun's method is Euler's.
         if preview['sampler'] == 'heun' and next_time > 0:
             slope = (slope + guided(z + (next_time - time) * slope, next_time)) / 2
         z = z + (next_time - time) * slope
     return (z * stats['latent_std'] + stats['latent_mean']).permute(0, 3, 1, 2)
 
 
-def predict_velocity(weights, config, z, t, text, drop, call=None):
+def predict_velocity(weights, config, z, t, text, drop, run_block=None):
     """Applies the transformer to z `(n, H, W, C)`, times `(n,)` and texts that are not dropped.
 
-    `call(block, *arguments)` returns what the block returns, for a program that trains.
+    `run_block(block, *arguments)` returns what the block returns, for a program that trains.
     """
     model, (n, height, width, channels) = config['model'], z.shape
     p = model['patch_size']
-    words, pooled = (
-        _word_vectors(weights, text, drop) if 'words.nothing' in weights else (None, text[0])
-    )
+    rows, columns = height // p, width // p
+    words, pooled = None, text[0]
+    if 'words.nothing' in weights:
+        words, pooled = _word_vectors(weights, text, drop)
+    # The words of a model with pooled texts are there for their mean alone.
     if model['text'] != 'sequence':
         words = None
-    frequencies = 1000 * 1e4 ** -(torch.arange(128, dtype=torch.float64) / 128)
-    angles = t[:, None] * frequencies.to(t)
-    time = torch.cat([angles.cos(), angles.sin()], 1)
-    time = _dense(
-        weights, 'conditioning.time_2', F.silu(_dense(weights, 'conditioning.time_1', time))
-    )
-    said = _dense(weights, 'conditioning.text_1', pooled)
-    said = torch.where(drop[:, None], weights['conditioning.no_text'], said)
-    condition = F.silu(time + _dense(weights, 'conditioning.text_2', F.silu(said)))
+    condition = _condition(weights, t, pooled, drop)
 
-    x = z.reshape(n, height // p, p, width // p, p, channels).transpose(2, 3)
+    x = z.reshape(n, rows, p, columns, p, channels).transpose(2, 3)
     x = _dense(weights, 'patches', x.reshape(n, -1, p * p * channels))
-    x = x + _positions(height // p, width // p, model['width']).to(x)
-    rotations = _cosines_and_sines(height // p, width // p, model['width'] // model['num_heads'])
+    x = x + _positions(rows, columns, model['width']).to(x)
+    rotations = _cosines_and_sines(rows, columns, model['width'] // model['num_heads'])
     rotations = [values.to(x.device) for values in rotations]
     for block in range(model['depth']):
-        given = weights, f'blocks.{block}', model['num_heads'], x, condition, rotations, words
-        x = call(_block, *given) if call else _block(*given)
+        arguments = weights, f'blocks.{block}', model['num_heads'], x, condition, rotations, words
+        x = run_block(_block, *arguments) if run_block else _block(*arguments)
     shift, scale = _dense(weights, 'modulation', condition)[:, None].chunk(2, -1)
-    x = _dense(weights, 'velocity', _norm(x) * (1 + scale) + shift)
-    x = x.reshape(n, height // p, width // p, p, p, channels).transpose(2, 3)
+    x = _dense(weights, 'velocity', _modulated_norm(x, shift, scale))
+    x = x.reshape(n, rows, columns, p, p, channels).transpose(2, 3)
     return x.reshape(n, height, width, channels)
 
 
-def _block(weights, name, num_heads, x, condition, rotations, words):
-    parts = _dense(weights, f'{name}.modulation', condition)[:, None].chunk(6, -1)
-    shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = parts
+def _condition(weights, t, pooled, drop):
+    """The time and the mean of a text as one vector."""
+    frequencies = 1000 * 1e4 ** -(torch.arange(128, dtype=torch.float64) / 128)
+    angles = t[:, None] * frequencies.to(t)
+    time = torch.cat([angles.cos(), angles.sin()], 1)
+    time = _dense(weights, 'conditioning.time_1', time)
+    text = _dense(weights, 'conditioning.text_1', pooled)
+    text = torch.where(drop[:, None], weights['conditioning.no_text'], text)
+    time = _dense(weights, 'conditioning.time_2', F.silu(time))
+    return F.silu(time + _dense(weights, 'conditioning.text_2', F.silu(text)))
 
-    def heads(y, which, count):
-        y = _dense(weights, f'{name}.attention.{which}', y)
+
+def _block(weights, name, num_heads, x, condition, rotations, words):
+    modulation = _dense(weights, f'{name}.modulation', condition)[:, None]
+    shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = modulation.chunk(6, -1)
+
+    def heads(y, layer, count):
+        y = _dense(weights, f'{name}.attention.{layer}', y)
         return y.unflatten(-1, (count, num_heads, -1)).permute(2, 0, 3, 1, 4)
 
-    query, key, value = heads(_norm(x) * (1 + scale_1) + shift_1, 'qkv', 3)
+    query, key, value = heads(_modulated_norm(x, shift_1, scale_1), 'qkv', 3)
     query_scale = weights[f'{name}.attention.query_norm']
     key_scale = weights[f'{name}.attention.key_norm']
-    query, key = (
-        _rotate_halves(_rms(query, query_scale), rotations),
-        _rotate_halves(_rms(key, key_scale), rotations),
-    )
+    query = _rotate_halves(_rms_norm(query, query_scale), rotations)
+    key = _rotate_halves(_rms_norm(key, key_scale), rotations)
     mask = None
     if words is not None:
         vectors, present = words
-        of_words, values = heads(vectors, 'words', 2)
-        key, value = torch.cat([key, _rms(of_words, key_scale)], 2), torch.cat([value, values], 2)
+        word_keys, word_values = heads(vectors, 'words', 2)
+        key = torch.cat([key, _rms_norm(word_keys, key_scale)], 2)
+        value = torch.cat([value, word_values], 2)
         mask = F.pad(present, (x.shape[1], 0), value=True)[:, None, None]
     mixed = F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2).flatten(2)
     x = x + gate_1 * _dense(weights, f'{name}.attention.out', mixed)
-    hidden = _dense(weights, f'{name}.mlp_1', _norm(x) * (1 + scale_2) + shift_2)
+    hidden = _dense(weights, f'{name}.mlp_1', _modulated_norm(x, shift_2, scale_2))
     return x + gate_2 * _dense(weights, f'{name}.mlp_2', F.gelu(hidden, approximate='tanh'))
 
 
 def _word_vectors(weights, text, drop):
     """The sequence of a text's vectors behind one for no text, and their mean."""
+    # Hidden states come with a mask; token ids are padded with -1.
     if len(text) == 2:
         states, real = text
-        normed = _rms(states, weights['words.norm.scale'])
-        vectors = _dense(weights, 'words.projection', normed)
+        normalized = _rms_norm(states, weights['words.norm.scale'])
+        vectors = _dense(weights, 'words.projection', normalized)
     else:
         real = text[0] >= 0
-        own = torch.where(real[..., None], weights['words.table'][text[0]], 0)
-        around = F.pad(own, (0, 0, 1, 1))
-        beside = torch.cat([around[:, :-2], own, around[:, 2:]], -1)
-        vectors = F.silu(_dense(weights, 'words.neighbours', beside))
+        entries = torch.where(real[..., None], weights['words.table'][text[0]], 0)
+        padded = F.pad(entries, (0, 0, 1, 1))
+        triples = torch.cat([padded[:, :-2], entries, padded[:, 2:]], -1)
+        vectors = F.silu(_dense(weights, 'words.neighbours', triples))
     vectors_or_0 = torch.where(real[..., None], vectors, 0)
     pooled = vectors_or_0.sum(1) / real.sum(1, keepdim=True).clamp(min=1)
     nothing = weights['words.nothing'].expand(len(vectors), 1, -1)
@@ -144,25 +152,28 @@ def _dense(weights, name, x):
     return F.linear(x.to(weight.dtype), weight, weights[f'{name}.bias'])
 
 
-def _norm(x):
-    return F.layer_norm(x, x.shape[-1:], eps=1e-6)
+def _modulated_norm(x, shift, scale):
+    return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
 
 
-def _rms(x, scale):
+def _rms_norm(x, scale):
     return F.rms_norm(x, x.shape[-1:], scale, 1e-6)
 
 
+def _axial_angles(rows, columns, period, count):
+    """The angles of each axis, position and frequency."""
+    frequencies = period ** -(torch.arange(count, dtype=torch.float64) / count)
+    grid = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing='ij')
+    return [axis.flatten()[:, None] * frequencies for axis in grid]
+
+
 def _positions(rows, columns, width):
-    frequencies = 1e4 ** -(torch.arange(width // 4, dtype=torch.float64) / (width // 4))
-    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing='ij')
-    angles = [place.flatten()[:, None] * frequencies for place in (row, column)]
+    angles = _axial_angles(rows, columns, 1e4, width // 4)
     return torch.cat([f(angle) for angle in angles for f in (torch.sin, torch.cos)], -1).float()
 
 
 def _cosines_and_sines(rows, columns, head_dim):
-    frequencies = 100 ** -(torch.arange(head_dim // 4, dtype=torch.float64) / (head_dim // 4))
-    places = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing='ij')
-    angles = torch.cat([place.flatten()[:, None] * frequencies for place in places], 1).float()
+    angles = torch.cat(_axial_angles(rows, columns, 100, head_dim // 4), 1).float()
     return angles.cos(), angles.sin()
 
 
@@ -171,16 +182,13 @@ def _rotate_halves(x, rotations):
     return torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1).to(x.dtype)
 
 
-def _tuple(text):
-    return text if isinstance(text, tuple) else (text,)
-
-
 if __name__ == '__main__':
     weights, config = load(sys.argv[1])
     example = load_file(Path(sys.argv[1]) / 'example.safetensors')
-    has_states = 'present' in example
-    given = (example['text'], example['present'].bool()) if has_states else example['text']
+    text = example['text']
+    if 'present' in example:
+        text = text, example['present'].bool()
     with torch.inference_mode():
-        drawn = draw(weights, config, example['noise'], given)
-    apart = (drawn - example['latents']).abs().max() / example['latents'].std()
-    print(f'largest difference to the example: {apart:.1e} standard deviations')
+        latents = draw(weights, config, example['noise'], text)
+    difference = (latents - example['latents']).abs().max() / example['latents'].std()
+    print(f'largest difference to the example: {difference:.1e} standard deviations')

@@ -22,7 +22,7 @@ def clip(tmp_path_factory):
 @pytest.fixture
 def measure(small_run, mini_dataset, clip, tmp_path, monkeypatch):
     """Evaluates the run; features are stored in `tmp_path`, those of five records in a file."""
-    monkeypatch.setattr(evaluate, 'PART', 5)
+    monkeypatch.setattr(evaluate, 'RECORDS_PER_FILE', 5)
     text_encoder = text_encoders.make_encoder('hash')
     image_encoder = ImageEncoder(clip)
 

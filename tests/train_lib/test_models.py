@@ -245,21 +245,6 @@ def test_remat_keeps_nothing_or_the_products_with_weights_or_all():
     assert none > 1.5 * dots
 
 
-def _matmul_flops(model, inputs):
-    """By XLA's own count, elementwise operations among them."""
-    variables = jax.eval_shape(model.init, jax.random.key(0), *inputs, None)
-    compiled = jax.jit(model.apply).lower(variables, *inputs).compile()
-    return compiled.cost_analysis()['flops']
-
-
-def test_flops_are_those_of_the_products():
-    # Without a loop, which XLA would count once; wide, for few elementwise operations beside.
-    sizes = {'width': 256, 'depth': 2, 'num_heads': 4, 'patch_size': 2, 'mlp_ratio': 1.5}
-    model = dit.DiT(**sizes, dtype=jnp.float32, unroll=2)
-    inputs = _inputs(batch=4, side=16, text_dim=48)
-    assert model.flops((16, 16, 4), 48) == pytest.approx(_matmul_flops(model, inputs) / 4, rel=0.02)
-
-
 def test_gradients_of_kernels_are_float32_before_devices_add_them_up():
     x = jax.random.normal(jax.random.key(0), (2, 5, 8), jnp.bfloat16)
     layer = dit.Dense(4, dtype=jnp.bfloat16)
@@ -279,6 +264,7 @@ def test_gradients_of_kernels_are_float32_before_devices_add_them_up():
 
 TOKENS = np.array([[5, 9, 2, -1, -1], [5, 3, -1, -1, -1], [7, 7, 7, 7, 7]], np.int32)
 EMPTY = np.full((3, 5), -1, np.int32)
+LONG = np.tile(TOKENS, (1, 8))
 
 
 def _text_inputs(tokens=TOKENS, text_of=np.asarray):
@@ -340,12 +326,18 @@ def test_an_empty_text_is_one_like_any_other(model):
 
 
 @pytest.mark.parametrize(
-    ('text', 'text_of', 'dim'), [(dit.POOLED, np.asarray, 0), (dit.SEQUENCE, _states, 24)]
+    ('fields', 'inputs', 'text_sizes'),
+    [
+        ({'mlp_ratio': 1.5}, _inputs(batch=3, side=8, text_dim=48), (48, 0)),
+        ({'vocabulary': 12}, _text_inputs(LONG), (0, 40)),
+        ({'vocabulary': 12, 'text': dit.SEQUENCE}, _text_inputs(LONG, _states), (24, 40)),
+    ],
 )
-def test_flops_with_texts_are_those_of_the_products(text, text_of, dim):
-    # Without a loop, which XLA would count once; wide, for few elementwise operations beside.
-    fields = {'width': 256, 'depth': 2, 'num_heads': 4, 'patch_size': 2, 'dtype': jnp.float32}
-    made = dit.DiT(**fields, unroll=2, text=text, vocabulary=12)
-    tokens = np.tile(TOKENS, (1, 8))
-    found = _matmul_flops(made, _text_inputs(tokens, text_of)) / len(tokens)
-    assert made.flops((8, 8, 4), dim, tokens.shape[1]) == pytest.approx(found, rel=0.02)
+def test_flops_are_those_of_the_products(fields, inputs, text_sizes):
+    # Without a loop, which XLA would count once; wide, for few elementwise operations.
+    sizes = {'width': 256, 'depth': 2, 'num_heads': 4, 'patch_size': 2, 'dtype': jnp.float32}
+    model = dit.DiT(**sizes, unroll=2, **fields)
+    variables = jax.eval_shape(model.init, jax.random.key(0), *inputs, None)
+    compiled = jax.jit(model.apply).lower(variables, *inputs).compile()
+    flops = compiled.cost_analysis()['flops'] / 3
+    assert model.flops((8, 8, 4), *text_sizes) == pytest.approx(flops, rel=0.02)

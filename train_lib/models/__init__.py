@@ -47,35 +47,38 @@ def make_model(
             of the model.
 
     Raises:
-        ValueError: An unknown name; no model of that kind; a field that the kind does not have, or
-            a value of one that it refuses; or `crops` tells some of the crops apart, and not all.
+        ValueError: An unknown name or kind; a field that the kind does not have, or a value of one
+            that it refuses; or `crops` that distinguish some of the crops, and not all.
     """
-    model = DiT if kind == 'dit' else _import(kind)
-    known = {field.name for field in dataclasses.fields(model)}
-    given = {field: value for field, value in fields.items() if value not in (0, '')}
-    for field, value in given.items():
-        unset = _DEFAULTS.get(field, 0)
-        if field not in known and value != unset:
+    model = DiT if kind == 'dit' else _import_model(kind)
+    names = {field.name for field in dataclasses.fields(model)}
+    values = {field: value for field, value in fields.items() if value not in (0, '')}
+    for field, value in values.items():
+        # A configuration has all fields of `DiT`: of another kind they must stay as they are.
+        default = _DEFAULTS.get(field, 0)
+        if field not in names and value != default:
             raise ValueError(
-                f'model.{field}={value!r}: expected {unset!r}, a model of kind {kind!r} has no '
+                f'model.{field}={value!r}: expected {default!r}, a model of kind {kind!r} has no '
                 'such field'
             )
-    if 1 < given.get('crops', 1) < num_crops:
+    if 1 < values.get('crops', 1) < num_crops:
         raise ValueError(
-            f'model.crops={given["crops"]}: the data set has {num_crops} crops of an image, '
+            f'model.crops={values["crops"]}: the data set has {num_crops} crops of an image, '
             'expected 0, 1 or at least as many'
         )
-    fields = {'crops': num_crops} | _preset(name) | given
-    used = {field: x for field, x in fields.items() if field in known}
-    return model(**used, dtype=jnp.dtype(dtype))
+    values = {'crops': num_crops} | _preset(name) | values
+    values = {field: value for field, value in values.items() if field in names}
+    return model(**values, dtype=jnp.dtype(dtype))
 
 
 def identity_fields(**fields: Any) -> dict[str, Any]:
     """Returns the fields of the block `model` that decide the weights, as plain values."""
-    return {x: fields[x] for x in fields if x not in ('dtype', 'remat', 'attention', 'unroll')}
+    # These change speed, memory and roundings; a resumed run may choose others.
+    others = 'dtype', 'remat', 'attention', 'unroll'
+    return {name: value for name, value in fields.items() if name not in others}
 
 
-def _import(kind: str) -> Any:
+def _import_model(kind: str) -> Any:
     module, _, name = kind.partition(':')
     try:
         model = getattr(importlib.import_module(module), name)
@@ -83,9 +86,9 @@ def _import(kind: str) -> Any:
         raise ValueError(
             f"model.kind={kind!r}: {error}; expected 'dit' or MODULE:CLASS that can be imported"
         ) from error
-    has = {*dir(model), *getattr(model, '__dataclass_fields__', ())}
-    needed = ('__call__', 'dtype', 'flops', 'pin')
-    if missing := [attribute for attribute in needed if attribute not in has]:
+    attributes = {*dir(model), *getattr(model, '__dataclass_fields__', ())}
+    required = '__call__', 'dtype', 'flops', 'pin'
+    if missing := [attribute for attribute in required if attribute not in attributes]:
         raise ValueError(
             f'model.kind={kind!r} lacks {", ".join(missing)}: expected a flax.linen.Module with '
             'what train_lib.models.dit.DiT has of these'

@@ -1,8 +1,9 @@
 """Attention of a whole picture in one TPU kernel (Pallas): packed products in, mixed values out.
 
     tokens = Product(x @ kernel + jax.lax.stop_gradient(bias), bias)        # queries, keys, values
-    mixed = attend(tokens, None, query_scale, key_scale, rotations, 8)          # (b, n, width)
-    mixed = attend(tokens, Product(of_words, bias_2, present), query_scale, key_scale, rotations, 8)
+    mixed = attend(tokens, None, query_scale, key_scale, rotations, 8)      # (b, n, width)
+    words = Product(keys_and_values, words_bias, present)                   # of a text
+    mixed = attend(tokens, words, query_scale, key_scale, rotations, 8)
 
 A latent of 32x32 in patches of 2 has 256 tokens, so the chip's vector memory holds all tokens of a
 sample at once: scores stay there, and queries, keys and values need no transposition between the
@@ -102,7 +103,7 @@ def _backward(num_heads, interpret, saved, gradient):
             jax.ShapeDtypeStruct(values.shape, values.dtype),
             jax.ShapeDtypeStruct((1, 1, *bias.shape), jnp.float32),
         ]
-    for_scales, *gradients = _call_kernel(
+    grad_scales, *gradients = _call_kernel(
         _backward_kernel,
         'attend_backward',
         [gradient, *_operands(*saved, axis=2)],
@@ -110,14 +111,14 @@ def _backward(num_heads, interpret, saved, gradient):
         num_heads=num_heads,
         interpret=interpret,
     )
-    found = [
-        Product(for_values, for_bias[0, 0].astype(product.bias.dtype))
-        for product, for_values, for_bias in zip(
+    grads = [
+        Product(grad_values, grad_bias[0, 0].astype(product.bias.dtype))
+        for product, grad_values, grad_bias in zip(
             products, gradients[::2], gradients[1::2], strict=True
         )
     ]
-    for_tokens, for_words = [*found, None][:2]
-    return for_tokens, for_words, *for_scales[0], None
+    grad_tokens, grad_words = [*grads, None][:2]
+    return grad_tokens, grad_words, *grad_scales[0], None
 
 
 attend.defvjp(_forward, _backward)
@@ -134,9 +135,10 @@ def _operands(tokens, words, query_scale, key_scale, rotations, *, axis: int) ->
 def _call_kernel(
     kernel, name, inputs: Sequence, outputs: Sequence, *, num_heads: int, interpret: bool
 ):
-    """Runs a kernel for each sample in rotate; arrays of one row are the same for all."""
+    """Runs a kernel for one sample after the other; arrays of one row are the same for all."""
 
     def block(array) -> pl.BlockSpec:
+        # The same index for every sample: it is transferred once, and sums stay in place.
         shared = len(array.shape) == 3 and array.shape[0] == 1 != batch
         return pl.BlockSpec((1, *array.shape[1:]), lambda b: (0 if shared else b, 0, 0))
 
@@ -156,54 +158,55 @@ def _call_kernel(
 def _forward_kernel(*refs, num_heads: int, num_inputs: int) -> None:
     inputs, (out,) = refs[:num_inputs], refs[num_inputs:]
     for head in range(num_heads):
-        _, _, values, weights, total, _, _ = _attend_one_head(inputs, head, num_heads, of_keys=1)
+        _, _, values, weights, total, _, _ = _attend_one_head(inputs, head, num_heads, key_axis=1)
         mixed = sum(
             _product(w.astype(v.dtype), v, 1, 0) for w, v in zip(weights, values, strict=True)
         )
+        # Normalized behind the product: it has fewer numbers than the weights.
         out[0, :, _columns(head)] = (mixed * total).astype(out.dtype)
 
 
 def _backward_kernel(*refs, num_heads: int, num_inputs: int) -> None:
     gradient_ref, *inputs = refs[:num_inputs]
-    for_scales, *targets = refs[num_inputs:]
+    grad_scales, *targets = refs[num_inputs:]
     products = list(zip(targets[::2], targets[1::2], strict=True))
-    _zero_first(for_scales, *targets[1::2])
+    _zero_before_first_sample(grad_scales, *targets[1::2])
     query_scale, key_scale = inputs[1][0, 0] * _FACTOR, inputs[2][0, 0]
     rotations = inputs[3][0]
-    for_query_scale = for_key_scale = jnp.zeros(HEAD_DIM, jnp.float32)
+    grad_query_scale = grad_key_scale = jnp.zeros(HEAD_DIM, jnp.float32)
     for head in range(num_heads):
         query, keys, values, weights, total, raw_query, raw_keys = _attend_one_head(
-            inputs, head, num_heads, of_keys=0
+            inputs, head, num_heads, key_axis=0
         )
         gradient = gradient_ref[0, :, _columns(head)]
         weights = [weight * total for weight in weights]
         slopes = [_product(value, gradient, 1, 1) for value in values]
-        mean = sum(jnp.sum(w * d, 0, keepdims=True) for w, d in zip(weights, slopes, strict=True))
-        scores = [
-            (w * (d - mean)).astype(query.dtype) for w, d in zip(weights, slopes, strict=True)
-        ]
-        for_query = sum(_product(x, key, 0, 0) for x, key in zip(scores, keys, strict=True))
-        for_query, of_scale = _norm_backward(
-            raw_query, query_scale, _rotate_by_product(for_query, rotations, query.dtype, -1)
-        )
-        _give(products[0], head, for_query)
-        for_query_scale += of_scale
+        # The gradient of a softmax, whose mean is over the keys of tokens and words together.
+        pairs = list(zip(weights, slopes, strict=True))
+        mean = sum(jnp.sum(w * d, 0, keepdims=True) for w, d in pairs)
+        grad_scores = [(w * (d - mean)).astype(query.dtype) for w, d in pairs]
+        grad_query = sum(_product(x, key, 0, 0) for x, key in zip(grad_scores, keys, strict=True))
+        grad_query = _rotate_by_product(grad_query, rotations, query.dtype, -1)
+        grad_query, grad_scale = _norm_backward(raw_query, query_scale, grad_query)
+        _add_gradient(products[0], head, grad_query)
+        grad_query_scale += grad_scale
         for i, product in enumerate(products):
-            for_keys = _product(scores[i], query, 1, 0)
-            if i == 0:
-                for_keys = _rotate_by_product(for_keys, rotations, query.dtype, -1)
-            for_keys, of_scale = _norm_backward(raw_keys[i], key_scale, for_keys)
-            for_key_scale += of_scale
-            # Of tokens they come behind the queries.
-            first = head + (num_heads if i == 0 else 0)
-            _give(product, first, for_keys)
-            for_values = _product(weights[i].astype(gradient.dtype), gradient, 1, 0)
-            _give(product, first + num_heads, for_values)
-    for_scales[0, 0] += for_query_scale * _FACTOR
-    for_scales[0, 1] += for_key_scale
+            is_of_tokens = i == 0
+            grad_keys = _product(grad_scores[i], query, 1, 0)
+            if is_of_tokens:
+                grad_keys = _rotate_by_product(grad_keys, rotations, query.dtype, -1)
+            grad_keys, grad_scale = _norm_backward(raw_keys[i], key_scale, grad_keys)
+            grad_key_scale += grad_scale
+            # The keys of tokens lie behind their queries; words have no queries.
+            first = head + (num_heads if is_of_tokens else 0)
+            _add_gradient(product, first, grad_keys)
+            grad_values = _product(weights[i].astype(gradient.dtype), gradient, 1, 0)
+            _add_gradient(product, first + num_heads, grad_values)
+    grad_scales[0, 0] += grad_query_scale * _FACTOR
+    grad_scales[0, 1] += grad_key_scale
 
 
-def _zero_first(*refs) -> None:
+def _zero_before_first_sample(*refs) -> None:
     """Clears what the samples add to, before the first one."""
 
     @pl.when(pl.program_id(0) == 0)
@@ -212,41 +215,43 @@ def _zero_first(*refs) -> None:
             ref[...] = jnp.zeros_like(ref)
 
 
-def _give(product, head: int, gradient) -> None:
+def _add_gradient(product, head: int, gradient) -> None:
     """Writes the gradient of 128 columns of a product, and adds it up for their bias."""
-    for_values, for_bias = product
-    for_values[0, :, _columns(head)] = gradient.astype(for_values.dtype)
-    for_bias[0, 0, _columns(head)] += jnp.sum(gradient, 0)
+    grad_values, grad_bias = product
+    grad_values[0, :, _columns(head)] = gradient.astype(grad_values.dtype)
+    grad_bias[0, 0, _columns(head)] += jnp.sum(gradient, 0)
 
 
-def _attend_one_head(inputs, head: int, num_heads: int, of_keys: int):
+def _attend_one_head(inputs, head: int, num_heads: int, key_axis: int):
     """Computes one head: normalized queries and keys, values, weights and their normalization.
 
-    Keys, values and weights come in lists: those of tokens, and those of words. `of_keys` is the
+    Keys, values and weights come in lists: those of tokens, and those of words. `key_axis` is the
     axis of the keys in scores and weights. Each product over the rows of its first factor costs a
     transposition: the forward pass has one by queries and keys, the backward pass two, or one by
     keys and queries.
     """
-    qkv, query_scale, key_scale, rotations, *of_words = inputs
-    raw_query, raw_key, value = (qkv[0, :, _columns(part * num_heads + head)] for part in range(3))
+    qkv, query_scale, key_scale, rotations, *words_and_present = inputs
+    raw_query, raw_key, value = (qkv[0, :, _columns(i * num_heads + head)] for i in range(3))
     raw_keys, values = [raw_key], [value]
-    if of_words:
-        words, present = of_words
+    if words_and_present:
+        words, present = words_and_present
         raw_keys.append(words[0, :, _columns(head)])
         values.append(words[0, :, _columns(num_heads + head)])
     dtype = raw_query.dtype
-    query = _rotate_by_product(
-        normalize(raw_query, query_scale[0, 0] * _FACTOR), rotations[0], dtype
-    ).astype(dtype)
+    # The scale of the queries takes the factor of the scores: that costs no product.
+    query = normalize(raw_query, query_scale[0, 0] * _FACTOR)
+    query = _rotate_by_product(query, rotations[0], dtype).astype(dtype)
     keys = [normalize(key, key_scale[0, 0]) for key in raw_keys]
+    # Words have no positions.
     keys[0] = _rotate_by_product(keys[0], rotations[0], dtype)
     keys = [key.astype(dtype) for key in keys]
-    scores = [_product(*((query, key) if of_keys else (key, query)), 1, 1) for key in keys]
-    if of_words:
+    scores = [_product(*((query, key) if key_axis else (key, query)), 1, 1) for key in keys]
+    if words_and_present:
         scores[1] = jnp.where(present[0] > 0, scores[1], _ABSENT)
-    greatest = functools.reduce(jnp.maximum, [jnp.max(x, of_keys, keepdims=True) for x in scores])
+    # The greatest of both lists, or exp would overflow.
+    greatest = functools.reduce(jnp.maximum, [jnp.max(x, key_axis, keepdims=True) for x in scores])
     weights = [jnp.exp(score - greatest) for score in scores]
-    total = 1 / sum(jnp.sum(weight, of_keys, keepdims=True) for weight in weights)
+    total = 1 / sum(jnp.sum(weight, key_axis, keepdims=True) for weight in weights)
     return query, keys, values, weights, total, raw_query, raw_keys
 
 
@@ -293,5 +298,5 @@ def _norm_backward(x, scale, gradient):
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + _EPSILON)
     unit, scaled = wide * inverse, gradient * scale
-    for_x = inverse * (scaled - unit * jnp.mean(unit * scaled, -1, keepdims=True))
-    return for_x, jnp.sum(gradient * unit, 0)
+    grad_x = inverse * (scaled - unit * jnp.mean(unit * scaled, -1, keepdims=True))
+    return grad_x, jnp.sum(gradient * unit, 0)

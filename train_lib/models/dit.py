@@ -4,7 +4,7 @@ Architecture: Peebles & Xie, "Scalable Diffusion Models with Transformers" (2023
 with query and key normalization (Dehghani et al., "Scaling Vision Transformers to 22 Billion
 Parameters", 2023), rotary position embedding besides the fixed positions, and the text embedding
 instead of the class label. For token ids or hidden states of a text encoder, this is the mean of
-the words' vectors. With `text='sequence'`, every block's attention sees these vectors beside the
+the words' vectors. With `text='sequence'`, every block's attention sees these vectors next to the
 picture's own tokens, as in Nichol et al., "GLIDE" (2021). The blocks are one scanned module, so
 compile time and program size do not grow with the depth unless `unroll` does.
 """
@@ -43,7 +43,7 @@ class OneDevice:
 
 _KEPT = 'kept'
 
-# What the backward pass finds kept of each block, besides its input; the rest it computes again.
+# What of each block is kept for the backward pass, besides its input; it computes the rest again.
 REMAT = {
     'none': None,
     # Products with weights, and what attention mixes: 10 widths a token in bfloat16, no scores.
@@ -81,16 +81,14 @@ def _dot_forward(x, kernel, dimension_numbers, precision):
 
 def _dot_backward(dimension_numbers, precision, saved, gradient):
     x, kernel = saved
-    for_x = (((gradient.ndim - 1,), (1,)), ((), ()))
+    last, first = (((gradient.ndim - 1,), (1,)), ((), ())), (((0,), (0,)), ((), ()))
+    grad_x = jax.lax.dot_general(gradient, kernel.astype(x.dtype), last, precision=precision)
     # As matrices: over two axes, XLA on CPUs would copy both factors, an eighth of a step's time.
     rows, gradients = (a.reshape(-1, a.shape[-1]) for a in (x, gradient))
-    for_kernel = (((0,), (0,)), ((), ()))
-    return (
-        jax.lax.dot_general(gradient, kernel.astype(x.dtype), for_x, precision=precision),
-        jax.lax.dot_general(
-            rows, gradients, for_kernel, precision=precision, preferred_element_type=kernel.dtype
-        ),
+    grad_kernel = jax.lax.dot_general(
+        rows, gradients, first, precision=precision, preferred_element_type=kernel.dtype
     )
+    return grad_x, grad_kernel
 
 
 _dot.defvjp(_dot_forward, _dot_backward)
@@ -126,22 +124,18 @@ class Words(NamedTuple):
 class WordVectors(nn.Module):
     """Makes the vectors of a text's words from token ids or from hidden states of a text encoder.
 
-    Token ids are looked up in a learned table. The order of words tells which colour belongs to
+    Token ids are looked up in a learned table. The order of words says which colour belongs to
     which thing, so the vector of a token is a function of its own entry and of those of its two
     neighbours: a convolution of width 3, which needs no positions and has no length limit.
 
     Hidden states get an RMS norm with a learned scale and a dense layer, as in Lumina-Next (Zhuo et
     al., 2024), and need no statistics.
 
-    Attributes:
-        vocabulary: All ids are below this number.
-        width: Width of the vectors.
-        dtype: Dtype of the computation; the table is float32.
     """
 
-    vocabulary: int
+    vocabulary: int  # all ids are below this number
     width: int
-    dtype: Dtype = jnp.bfloat16
+    dtype: Dtype = jnp.bfloat16  # of the computation; the table is float32
 
     @nn.compact
     def __call__(
@@ -165,17 +159,18 @@ class WordVectors(nn.Module):
         else:
             table = self.param('table', nn.initializers.normal(1.0), (self.vocabulary, self.width))
             real = text >= 0
-            own = jnp.where(real[..., None], jnp.asarray(table)[text], 0).astype(self.dtype)
-            around = jnp.pad(own, [(0, 0), (1, 1), (0, 0)])
-            beside = jnp.concatenate([around[:, :-2], own, around[:, 2:]], -1)
-            vectors = nn.silu(dense(name='neighbours')(beside))
+            entries = jnp.where(real[..., None], jnp.asarray(table)[text], 0).astype(self.dtype)
+            padded = jnp.pad(entries, [(0, 0), (1, 1), (0, 0)])
+            triples = jnp.concatenate([padded[:, :-2], entries, padded[:, 2:]], -1)
+            vectors = nn.silu(dense(name='neighbours')(triples))
         nothing = self.param('nothing', nn.initializers.normal(1.0), (self.width,))
 
         count = jnp.maximum(jnp.sum(real, 1, keepdims=True), 1)
         pooled = jnp.sum(jnp.where(real[..., None], vectors, 0), 1) / count.astype(self.dtype)
-        kept = real if drop_text is None else real & ~drop_text[:, None]
+        present = real if drop_text is None else real & ~drop_text[:, None]
+        # Attention divides by the sum over what is present: a dropped text leaves this vector.
         first = jnp.broadcast_to(nothing.astype(self.dtype), (len(vectors), 1, self.width))
-        present = jnp.pad(kept, [(0, 0), (1, 0)], constant_values=True)
+        present = jnp.pad(present, [(0, 0), (1, 0)], constant_values=True)
         return Words(jnp.concatenate([first, vectors], 1), present), pooled
 
 
@@ -216,8 +211,9 @@ def _angles(rows: int, columns: int, period: float, count: int) -> np.ndarray:
 
 def time_features(t: jax.Array) -> jax.Array:
     """Returns sinusoids of times `(b,)` in [0, 1]: float32 `(b, 256)`."""
+    # In float64, so that each is rounded only once.
     frequencies = _TIME_SCALE * _MAX_PERIOD ** -np.arange(0, 1, 2 / _TIME_FEATURES)
-    angles = t.astype(jnp.float32)[:, None] * frequencies.astype(np.float32)  # rounded once
+    angles = t.astype(jnp.float32)[:, None] * frequencies.astype(np.float32)
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 
@@ -228,9 +224,8 @@ def _modulate(x: jax.Array, shift: jax.Array, scale: jax.Array) -> jax.Array:
 class Conditioning(nn.Module):
     """Embeds the time, the text and the crop, and adds the embeddings: `(b, width)` in `dtype`.
 
-    Takes times `(b,)` in [0, 1], texts `(b, D)` (without a text, D is 0), `drop_text` bool `(b,)`,
-    and crops int32 `(b,)`, counted from the middle one. With None no text is dropped, and every
-    crop is the middle one.
+    Takes times `(b,)`, texts `(b, D)` (D is 0 without a text), `drop_text` bool `(b,)`, and crops
+    int32 `(b,)`, counted from the middle one. None drops no text, and makes every crop the middle.
     """
 
     width: int
@@ -255,10 +250,10 @@ class Conditioning(nn.Module):
         if self.crops == 1:
             return condition
         # Nothing is added for the middle crop, so drawing needs to know of none.
-        place = jnp.zeros(t.shape, jnp.int32) if crop is None else crop % self.crops
-        which = jax.nn.one_hot(place - 1, self.crops - 1, dtype=self.dtype)
+        index = jnp.zeros(t.shape, jnp.int32) if crop is None else crop % self.crops
+        one_hot = jax.nn.one_hot(index - 1, self.crops - 1, dtype=self.dtype)
         embed = dense('crops', use_bias=False, kernel_init=nn.initializers.zeros)
-        return condition + embed(which)
+        return condition + embed(one_hot)
 
 
 @functools.cache  # warns once, however often a model is traced
@@ -268,9 +263,7 @@ def _kernel_takes(num_tokens: int, num_words: int, head_dim: int) -> bool:
     logging.warning(
         'model.attention=pallas: XLA computes the attention of %d tokens and %d words with heads '
         'of %d, because the kernel does not take these.',
-        num_tokens,
-        num_words,
-        head_dim,
+        *(num_tokens, num_words, head_dim),
     )
     return False
 
@@ -295,35 +288,35 @@ class Attention(nn.Module):
         by_kernel = self.implementation == 'pallas' and self.pin.on_tpus
         by_kernel = by_kernel and _kernel_takes(x.shape[1], num_words, head_dim)
 
-        def product(of: jax.Array, parts: int, name: str, *present: jax.Array) -> Product:
+        def product(inputs: jax.Array, count: int, name: str, *present: jax.Array) -> Product:
+            # The kernel sums the gradient of the bias: the layer must not do it again.
             dense = _DenseWithConstantBias if by_kernel else Dense
-            layer = dense(parts * width, dtype=self.dtype, name=name)
-            values = checkpoint_name(self.pin(layer(of)), _KEPT)
+            layer = dense(count * width, dtype=self.dtype, name=name)
+            values = checkpoint_name(self.pin(layer(inputs)), _KEPT)
             return Product(values, layer.variables['params']['bias'], *present)
 
         tokens = product(x, 3, 'qkv')
-        of_words = product(words.vectors, 2, 'words', words.present) if words is not None else None
+        context = product(words.vectors, 2, 'words', words.present) if words is not None else None
         ones = nn.initializers.ones
         query_scale = self.param('query_norm', ones, (head_dim,))
         key_scale = self.param('key_norm', ones, (head_dim,))
         mix = self._mix_by_kernel if by_kernel else self.mix_by_xla
-        mixed = self.pin(mix(tokens, of_words, query_scale, key_scale, rotations))
+        mixed = self.pin(mix(tokens, context, query_scale, key_scale, rotations))
         out = Dense(width, dtype=self.dtype, name='out')(checkpoint_name(mixed, _KEPT))
         return checkpoint_name(self.pin(out), _KEPT)
 
     def _mix_by_kernel(
-        self, tokens: Product, words: Product | None, *scales_and_turns: jax.Array
+        self, tokens: Product, words: Product | None, *scales_and_rotations: jax.Array
     ) -> jax.Array:
-        of_words, of_words_bias, present = words or (None, None, None)
-
         def attend(rows, shared):
-            values, of_words, present = rows
-            bias, of_words_bias, *others = shared
-            words = None if of_words is None else Product(of_words, of_words_bias, present)
+            (values, word_values, present), (bias, word_bias, *others) = rows, shared
+            words = None if word_values is None else Product(word_values, word_bias, present)
             return attention_kernel.attend(Product(values, bias), words, *others, self.num_heads)
 
-        rows = tokens.values, of_words, present
-        return self.pin.map(attend, rows, (tokens.bias, of_words_bias, *scales_and_turns))
+        # A device calls the kernel with its rows alone: XLA cannot split a call of one.
+        word_values, word_bias, present = words or (None, None, None)
+        rows = tokens.values, word_values, present
+        return self.pin.map(attend, rows, (tokens.bias, word_bias, *scales_and_rotations))
 
     def mix_by_xla(
         self,
@@ -340,9 +333,11 @@ class Attention(nn.Module):
         )
         mask = None
         if words is not None:
-            of_words, values = self._heads(words.values, 2)
-            of_words = attention_kernel.normalize(of_words, key_scale)
-            key, value = jnp.concatenate([key, of_words], 1), jnp.concatenate([value, values], 1)
+            word_keys, word_values = self._heads(words.values, 2)
+            # Not rotated: the vectors of words hold their order already.
+            word_keys = attention_kernel.normalize(word_keys, key_scale)
+            key = jnp.concatenate([key, word_keys], 1)
+            value = jnp.concatenate([value, word_values], 1)
             mask = jnp.pad(words.present, [(0, 0), (query.shape[1], 0)], constant_values=True)
             mask = mask[:, None, None]
         mixed = jax.nn.dot_product_attention(
@@ -354,9 +349,9 @@ class Attention(nn.Module):
         )
         return mixed.reshape(*mixed.shape[:2], -1)
 
-    def _heads(self, x: jax.Array, parts: int) -> list[jax.Array]:
+    def _heads(self, x: jax.Array, count: int) -> list[jax.Array]:
         """Cuts a product into queries, keys and values: each `(b, n, heads, width / heads)`."""
-        return jnp.split(x.reshape(*x.shape[:2], parts * self.num_heads, -1), parts, axis=2)
+        return jnp.split(x.reshape(*x.shape[:2], count * self.num_heads, -1), count, axis=2)
 
 
 class Block(nn.Module):
@@ -409,7 +404,7 @@ class DiT(nn.Module):
         dtype: Dtype of the computation. Parameters and the result are float32.
         remat: Values of a block that are kept for the backward pass, a key of `REMAT`.
         attention: Implementation of attention, one of `ATTENTION`.
-        text: Parts of a text that condition the blocks, one of `TEXTS`.
+        text: What of a text conditions the blocks, one of `TEXTS`.
         vocabulary: All token ids are below this number; 0 if texts are embeddings.
         crops: Number of crops of an image that the model distinguishes; 1 for no distinction.
         unroll: Blocks in one iteration of the compiled loop. With all 6 blocks of the tiny model in
@@ -435,9 +430,9 @@ class DiT(nn.Module):
 
     def __post_init__(self):
         super().__post_init__()
-        for field, known in (('remat', REMAT), ('attention', ATTENTION), ('text', TEXTS)):
-            if (value := getattr(self, field)) not in known:
-                raise ValueError(f'model.{field}={value!r}: expected one of {", ".join(known)}')
+        for field, values in (('remat', REMAT), ('attention', ATTENTION), ('text', TEXTS)):
+            if (value := getattr(self, field)) not in values:
+                raise ValueError(f'model.{field}={value!r}: expected one of {", ".join(values)}')
         if self.text == SEQUENCE and not self.vocabulary:
             raise ValueError(
                 "model.text='sequence': the data set holds embeddings, expected tokens "
@@ -528,8 +523,8 @@ class DiT(nn.Module):
             text_dim = w
         if self.text == SEQUENCE:  # and no text
             block += (num_tokens + 1) * (2 * w**2 + 2 * tokens * w)
-        of_text = text_dim + w if text_dim else 0
-        condition = (_TIME_FEATURES + of_text + w + self.crops - 1) * w
+        inputs = _TIME_FEATURES + w + (text_dim + w if text_dim else 0) + self.crops - 1
+        condition = inputs * w
         return round(2 * (self.depth * block + ends + condition))
 
     def _blocks(self):

@@ -5,11 +5,10 @@
     python -m train_lib.tools.diagnose --config=default --step_ms=120 \\
         --config.data.dir=gs://BUCKET/DATA
 
-The program first times batches without steps, read as in the run. It then
-times steps without reading, on one batch that stays on the devices of this
-machine. It says which of the two takes longer, unless their times overlap. A
-step of a large model takes minutes on a CPU; `--step_ms` gives its time
-instead.
+The program first times batches without steps, read as in the run, then steps
+without reading, on one batch that stays on the devices of this machine. It
+says which of the two takes longer, unless their times overlap. A step of a
+large model takes minutes on a CPU; `--step_ms` gives its time instead.
 """
 
 import itertools
@@ -27,7 +26,7 @@ from train_lib import run
 
 FLAGS = flags.FLAGS
 
-_LAPS = 5  # their times tell how much runs vary here
+_LAPS = 5  # whose times show how much runs vary here
 # The input is steady when its buffers are full and late imports are done.
 _WARM_BATCHES, _WARM_SECONDS = 8, 1.0
 _WARM_STEPS = 2
@@ -43,17 +42,14 @@ _ADVICE = {
 def verdict(step: list[float], batch: list[float], engine: str) -> str:
     """Says whether steps or batches limit a run; hedges if their times overlap.
 
-    Args:
-        step: Seconds of a step alone, in each lap.
-        batch: Seconds of a batch alone, in each lap.
-        engine: Engine that reads the batches.
+    `step` and `batch` are the seconds of a step and of a batch alone, in each lap.
     """
     if max(batch) < min(step):
         return 'The devices are the limit. A faster input gains nothing.'
     if min(batch) > max(step):
-        waits = 1 - statistics.median(step) / statistics.median(batch)
+        share = 1 - statistics.median(step) / statistics.median(batch)
         advice = _ADVICE.get(engine, '')
-        return f'The input is the limit: devices wait about {waits:.0%} of the time. {advice}'
+        return f'The input is the limit: devices wait about {share:.0%} of the time. {advice}'
     return (
         'The times overlap, so either may be the limit. Measure longer with --seconds, and while '
         'nothing else runs on the machine.'
@@ -66,7 +62,7 @@ def time_steps_and_batches(
     """Times batches alone and steps alone.
 
     Args:
-        hosts: Number of hosts that share the batch; this times the part of one host.
+        hosts: Number of hosts that share the batch; this times the share of one host.
         step_ms: Time of a step in milliseconds; None to time steps here.
         seconds: Time for reading, and again for steps.
 
@@ -84,6 +80,7 @@ def time_steps_and_batches(
             f'--hosts={hosts} does not divide --config.batch_size={config.batch_size} and '
             f'--config.data.lanes={config.data.lanes}'
         )
+    # One host reads its share of the lanes, and that speed is what counts.
     config = config.copy_and_resolve_references()
     config.batch_size //= hosts
     config.data.lanes //= hosts
@@ -92,10 +89,10 @@ def time_steps_and_batches(
     mesh = sharding.make_mesh(**config.mesh if hosts == 1 else {'fsdp': config.mesh.fsdp})
     training = data.TrainingData(config, mesh)
     batches = training.train_batches()
-    begin = time.monotonic()
+    start = time.monotonic()
     for number in itertools.count():
         batch = next(batches)
-        if number >= _WARM_BATCHES and time.monotonic() - begin >= _WARM_SECONDS:
+        if number >= _WARM_BATCHES and time.monotonic() - start >= _WARM_SECONDS:
             break
     batch_times = _time(lambda: jax.block_until_ready(next(batches)), seconds)
     if step_ms is not None:
@@ -108,6 +105,7 @@ def time_steps_and_batches(
         state, update = compiled.train_step(state, batch)
         jax.block_until_ready(update)
 
+    # The first step compiles; the next one may compile again, for another placement.
     for _ in range(_WARM_STEPS):
         step()
     return _time(step, seconds), batch_times, training.engine
@@ -117,8 +115,8 @@ def _time(call: Callable[[], Any], seconds: float) -> list[float]:
     """Mean seconds of a call in each lap; all laps together take `seconds`, or one call each."""
     laps = []
     for _ in range(_LAPS):
-        begin, count = time.monotonic(), 0
-        while (elapsed := time.monotonic() - begin) < seconds / _LAPS or not count:
+        start, count = time.monotonic(), 0
+        while (elapsed := time.monotonic() - start) < seconds / _LAPS or not count:
             call()
             count += 1
         laps.append(elapsed / count)
@@ -126,7 +124,7 @@ def _time(call: Callable[[], Any], seconds: float) -> list[float]:
 
 
 def _format_laps(laps: list[float]) -> str:
-    median, low, high = (1000 * of(laps) for of in (statistics.median, min, max))
+    median, low, high = (1000 * f(laps) for f in (statistics.median, min, max))
     return f'{median:,.1f} ms ({low:,.1f} to {high:,.1f})'
 
 

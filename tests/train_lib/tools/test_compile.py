@@ -47,6 +47,31 @@ def _run(*arguments):
     )
 
 
+def _compile_for_slice(*arguments):
+    """The report of the command, which needs the compiler of TPUs."""
+    pytest.importorskip('libtpu')
+    done = _run(*arguments, '--json')
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def analyze_tiny(monkeypatch):
+    """Compiles a step of a tiny model for this machine; returns its report and configuration."""
+    monkeypatch.setattr(compile, 'slice_devices', lambda *_: jax.devices()[:1])
+    monkeypatch.setitem(chips.CHIPS, 'cpu', CHIP)
+
+    def analyze(fields, **options):
+        config = default.get_config()
+        sizes = {'model.name': 'tiny/16', 'model.depth': 1, 'batch_size': 8, 'preview.count': 1}
+        config.update_from_flattened_dict(sizes | fields)
+        report = compile.analyze(config, 'here', **options)
+        assert report['fits']
+        return report, config
+
+    return analyze
+
+
 def _report(**changes):
     report = {
         'program': 'L/2 on 16 chips',
@@ -140,14 +165,8 @@ def test_each_exchange_that_waits_is_listed_with_its_time(tmp_path):
 @pytest.mark.parametrize(
     ('step', 'samples'), [('train', 3 * 8), ('evaluate', 2 * 8), ('draw', 2 * 5)]
 )
-def test_every_step_is_compiled(monkeypatch, step, samples):
-    monkeypatch.setattr(compile, 'slice_devices', lambda *_: jax.devices()[:1])
-    monkeypatch.setitem(chips.CHIPS, 'cpu', CHIP)
-    config = default.get_config()
-    fields = {'model.name': 'tiny/16', 'model.depth': 1, 'batch_size': 8, 'preview.count': 1}
-    config.update_from_flattened_dict(fields | {'preview.num_steps': 5})
-    report = compile.analyze(config, 'here', step=step)
-    assert report['fits']
+def test_every_step_is_compiled(analyze_tiny, step, samples):
+    report, config = analyze_tiny({'preview.num_steps': 5}, step=step)
     flops = samples * networks.make_model(**config.model).flops((32, 32, 4), 640)
     assert report[compile.ARITHMETIC] == {'model': pytest.approx(flops / 1e12)}
 
@@ -158,31 +177,21 @@ def test_without_libtpu_the_command_says_what_to_install(monkeypatch):
         compile.slice_devices('v5e:4x4')
 
 
-def test_texts_are_tokens_where_the_configuration_says_so(monkeypatch):
-    monkeypatch.setattr(compile, 'slice_devices', lambda *_: jax.devices()[:1])
-    monkeypatch.setitem(chips.CHIPS, 'cpu', CHIP)
-    config = default.get_config()
-    fields = {'model.name': 'tiny/16', 'model.depth': 1, 'model.text': 'sequence', 'batch_size': 8}
-    config.update_from_flattened_dict(fields | {'optimizer.name': 'muon'})
-    report = compile.analyze(config, 'here', num_tokens=9)
-    assert report['fits']
+def test_texts_are_tokens_where_the_configuration_says_so(analyze_tiny):
+    fields = {'model.text': 'sequence', 'optimizer.name': 'muon'}
+    report, config = analyze_tiny(fields, num_tokens=9)
     model = networks.make_model(**config.model, vocabulary=compile.VOCABULARY)
     expected = 3 * 8 * model.flops((32, 32, 4), 0, 9) / 1e12
     assert report[compile.ARITHMETIC] == {'model': pytest.approx(expected)}
 
 
-def test_a_frozen_encoder_is_part_of_what_is_compiled(monkeypatch, models):  # noqa: F811
-    monkeypatch.setattr(compile, 'slice_devices', lambda *_: jax.devices()[:1])
-    monkeypatch.setitem(chips.CHIPS, 'cpu', CHIP)
-    config = default.get_config()
-    config.update_from_flattened_dict({'model.name': 'tiny/16', 'model.depth': 1, 'batch_size': 8})
-    config.encoder = f'jax:{models}/text'
-    report = compile.analyze(config, 'here', num_tokens=64)
+def test_a_frozen_encoder_is_in_what_is_compiled(analyze_tiny, models):  # noqa: F811
+    report, _ = analyze_tiny({'encoder': f'jax:{models}/text'}, num_tokens=64)
     checkpoint = gemma_encoder.open_checkpoint(f'{models}/text')
     params = jax.tree.leaves(gemma_encoder.load_params(checkpoint, jnp.bfloat16))
-    flops = 8 * checkpoint.config.flops(64)
     nbytes = sum(leaf.nbytes for leaf in params)
     assert report[compile.MEMORY]['weights of the encoder'] == pytest.approx(nbytes / 1e9)
+    flops = 8 * checkpoint.config.flops(64)
     assert report[compile.ARITHMETIC]['text encoder'] == pytest.approx(flops / 1e12)
     assert report[compile.MEMORY]['arguments'] > report[compile.MEMORY]['weights of the encoder']
 
@@ -212,10 +221,7 @@ def _figures(text):
 @pytest.mark.slow
 @pytest.mark.parametrize(('name', 'topology'), PODS.items())
 def test_a_pods_configuration_does_what_its_docstring_says(name, topology):
-    pytest.importorskip('libtpu')
-    done = _run(f'--config=configs/{name}.py', topology, '--json')
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    report = _compile_for_slice(f'--config=configs/{name}.py', topology)
     assert report[compile.MEMORY]['total'] <= 15.75 * 1.024**3  # what the compiler allows
     assert report[compile.MOVED]['in all'] <= 1.2 * report[compile.MOVED]['least for this mesh']
     assert report['mfu'] >= 0.6
@@ -223,25 +229,23 @@ def test_a_pods_configuration_does_what_its_docstring_says(name, topology):
     # Small changes of the model or the compiler need no new figures.
     documentation = re.sub(r'\s+', ' ', importlib.import_module(f'configs.{name}').__doc__)
     assert topology in documentation
-    said, found = (
-        re.findall(r'[\d.]+', text[text.index('fits:') :])[:5]
+    documented, measured = (
+        [*map(float, re.findall(r'[\d.]+', text[text.index('fits:') :])[:5])]
         for text in (documentation, report['verdict'])
     )
-    assert [*map(float, said)] == pytest.approx([*map(float, found)], rel=0.02, abs=1)
+    assert documented == pytest.approx(measured, rel=0.02, abs=1)
     section = (CHECKOUT / 'docs' / 'pods.md').read_text().split(f'`configs/{name}.py`')[1]
-    said, found = _figures(section.split('```')[1]), _figures(compile.format_report(report))
-    assert said == pytest.approx(found, rel=0.03, abs=0.1)
+    documented = _figures(section.split('```')[1])
+    assert documented == pytest.approx(_figures(compile.format_report(report)), rel=0.03, abs=0.1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['default', 'gpu'])
 def test_the_batch_of_one_accelerator_leaves_a_third_of_16_gb(name):
-    pytest.importorskip('libtpu')
     # A slice has four chips at least, of which each gets as many samples.
     fields = '--topology=v5e:2x2', '--config.batch_size=1024'
-    done = _run(f'--config=configs/{name}.py', *fields, '--json')
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)[compile.MEMORY]['total'] <= 16 * 2 / 3
+    report = _compile_for_slice(f'--config=configs/{name}.py', *fields)
+    assert report[compile.MEMORY]['total'] <= 16 * 2 / 3
 
 
 @pytest.mark.slow
@@ -255,13 +259,10 @@ def test_what_does_not_fit_is_refused_with_the_sum():
 
 @pytest.mark.slow
 def test_policies_of_rematerialization_trade_arithmetic_for_memory():
-    pytest.importorskip('libtpu')
     memory, mlp = {}, {}
     for remat in ('none', 'dots', 'full'):
         fields = f'--config.model.remat={remat}', '--config.model.depth=3'
-        done = _run('--config=configs/default.py', *fields, '--topology=v5e:2x2', '--json')
-        assert done.returncode == 0, done.stderr
-        report = json.loads(done.stdout)
+        report = _compile_for_slice('--config=configs/default.py', *fields, '--topology=v5e:2x2')
         memory[remat] = report[compile.MEMORY]['temporaries']
         mlp[remat] = report[compile.TIME]['MLP']
     assert memory['none'] > memory['dots'] > memory['full']
