@@ -62,10 +62,11 @@ def score_pictures(pictures: np.ndarray, scenes: Sequence[sample_data.Scene]) ->
 
 def _overlaps(picture: np.ndarray, colours: tuple[str | None, str]) -> list[float]:
     """The largest intersection over union with an outline of each of `sample_data.SHAPES`."""
+    shape, background = colours
     # Without a visible shape there is nothing to compare: no outline overlaps.
-    if colours[0] is None:
+    if shape is None:
         return [0.0] * len(sample_data.SHAPES)
-    palette = np.array([sample_data.COLOURS[name] for name in colours], np.float32)
+    palette = np.array([sample_data.COLOURS[x] for x in (shape, background)], np.float32)
     inside, outside = (np.linalg.norm(picture - colour, axis=-1) for colour in palette)
     drawn = (inside < outside).astype(np.float32).ravel()
     best = []

@@ -185,9 +185,8 @@ def _rotate_halves(x, rotations):
 if __name__ == '__main__':
     weights, config = load(sys.argv[1])
     example = load_file(Path(sys.argv[1]) / 'example.safetensors')
-    text = example['text']
-    if 'present' in example:
-        text = text, example['present'].bool()
+    states = 'present' in example  # of a text encoder
+    text = (example['text'], example['present'].bool()) if states else example['text']
     with torch.inference_mode():
         latents = draw(weights, config, example['noise'], text)
     difference = (latents - example['latents']).abs().max() / example['latents'].std()
