@@ -89,13 +89,10 @@ class Artist:
         Args:
             place: `WORKDIR` of the run, for its last checkpoint, or `WORKDIR@STEP`.
             average: Whether to draw with the moving average of the weights.
-            seed: Seed of the noise; None for the run's seed.
-            batch_size: Number of pictures to draw at a time, rounded up to a multiple of the
-                devices.
+            batch_size: Pictures to draw at a time, rounded up to a multiple of the devices.
             encoder: Folder or hub name of the encoder in the run's step; '' for the run's own.
-            vae: VAE that decodes, see `vae_decoder.make_painter`; None for the run's.
             **changes: Fields that replace those of the run's `config.preview`, such as `guidance`;
-                None keeps a field.
+                as for `seed` (of the noise) and `vae`, None keeps the run's.
         """
         self._saved = checkpoint.open_run(place)
         self.step = self._saved.step
@@ -129,8 +126,7 @@ class Artist:
         A picture is a function of the weights, the seed, the caption and its place in the list,
         except for rounding, which depends on the number of pictures drawn at a time.
 
-        Args:
-            first: Place of the first caption, if the captions are a section of a longer list.
+        `first` is the place of the first caption, if they are a section of a longer list.
         """
         check_text_encoder(self.facts, encoder)
         texts = encode_captions(self.facts, encoder, list(captions))
@@ -176,9 +172,8 @@ class Artist:
 def load_encoder(facts: DatasetStats, spec: str = '') -> Encoder | Tokenizer:
     """Loads the encoder, or the tokenizer, that made the texts of a data set.
 
-    Args:
-        spec: Place of the encoder, see `text_encoders.make_encoder`; '' to take it from the
-            metadata of the data set, which do not hold a local folder.
+    `spec` names it as for `text_encoders.make_encoder`; with '' the metadata of the data set do,
+    which do not hold a local folder.
     """
     if not (facts.vocabulary or facts.text_dim):
         raise ValueError(

@@ -76,15 +76,11 @@ def evaluate_pictures(
     workdir: epath.PathLike,
     num_pictures: int,
 ) -> dict[str, Any]:
-    """Draws the missing pictures, and returns the comparison of all.
+    """Draws the missing pictures of the first records, and returns the comparison of all.
 
-    Args:
-        workdir: Folder of the run, local or `gs://`; its sub-folder `evaluation` stores features.
-        num_pictures: Number of first records to compare.
-
-    Returns:
-        `num_pictures`, the numbers of `compare_features`, and `settings` with everything that
-        decides them, also written to `evaluation/step_STEP_ID.json` (ID: a digest of the settings).
+    It has `num_pictures`, the numbers of `compare_features`, and `settings` with everything that
+    decides them, and is also written to `WORKDIR/evaluation/step_STEP_ID.json` (ID: a digest of the
+    settings), next to the features.
     """
     settings = artist.settings | {
         'text_encoder': f'{text_encoder.name} {text_encoder.revision}',

@@ -40,12 +40,10 @@ _REFERENCE = 'torch_reference.py'
 
 
 def export(place: epath.PathLike, out: epath.PathLike, *, average: bool = True) -> None:
-    """Writes the files of a checkpoint into a folder.
+    """Writes the files of a checkpoint into a folder, which must be new or hold an export.
 
-    Args:
-        place: `WORKDIR` of the run, for its last checkpoint, or `WORKDIR@STEP`.
-        out: Folder, local or `gs://`; it must be new, or hold an export.
-        average: Whether to export the moving average of the weights.
+    `place` is the `WORKDIR` of the run, for its last checkpoint, or `WORKDIR@STEP`; `average` says
+    whether to export the moving average of the weights.
     """
     saved = checkpoint.open_run(place)
     config = ml_collections.ConfigDict(saved.description.config)

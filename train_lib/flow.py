@@ -54,13 +54,10 @@ def squared_errors(
     noise: jax.Array,
     t: jax.Array,
 ) -> jax.Array:
-    """Returns the mean squared error of the predicted velocity for each sample.
+    """Returns the mean squared error of the predicted velocity for each sample, `(b,)`.
 
-    Args:
-        velocity: The model, a function from `(z, t)` to a velocity in the shape of z.
-        x: Standardized latents `(b, H, W, C)`.
-        noise: Standard normal noise in the shape of x.
-        t: Times `(b,)`, as the result.
+    `velocity` is the model, a function from `(z, t)` to a velocity in the shape of z; x are
+    standardized latents `(b, H, W, C)`, noise is standard normal, times t are `(b,)`.
     """
     time = t[:, None, None, None]
     predicted = velocity((1 - time) * x + time * noise, t)
@@ -70,17 +67,10 @@ def squared_errors(
 def noise_and_times_of_keys(
     keys: jax.Array, shape: tuple[int, ...], seed: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns noise and a uniform time for every sample, functions of its key and the seed.
+    """Returns standard normal noise `(b, *shape)` and uniform times `(b,)` in [0, 1), float32.
 
-    So an evaluation gives the same loss for any order of the samples, batch size and number of
-    hosts.
-
-    Args:
-        keys: Low and high words of the samples' keys, uint32 `(b, 2)`.
-        shape: Shape of one sample's noise.
-
-    Returns:
-        Standard normal noise float32 `(b, *shape)` and times float32 `(b,)` in [0, 1).
+    They are functions of the samples' keys (low and high words, uint32 `(b, 2)`) and the seed, so
+    an evaluation gives the same loss for any order of samples, batch size and number of hosts.
     """
 
     def draw(words: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -39,10 +39,10 @@ def muon(
 
     Args:
         learning_rate: Root mean square of an update's entries, divided by 0.2.
-        weight_decay: Weight decay, which is multiplied by the learning rate.
+        weight_decay: Is multiplied by the learning rate.
         dtype: Dtype in which matrices are iterated and moved between devices; bfloat16 is Jordan's.
-        map_matrices: Function that calls a function of whole matrices on a stack; on several
-            devices `sharding.map_matrices`.
+        map_matrices: Calls a function of whole matrices on a stack; on several devices
+            `sharding.map_matrices`.
     """
 
     def direction(path: Any, momentum: jax.Array) -> jax.Array:

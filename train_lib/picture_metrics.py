@@ -24,9 +24,6 @@ def cmmd(x: np.ndarray, y: np.ndarray) -> float:
     discrepancy with a Gaussian kernel of width 10 on features of length 1. The mean includes the
     pairs of an item with itself, so the result is at least 0, and about
     `1000 * (1 - mean kernel) * (1 / n + 1 / m)` for two samples of one distribution.
-
-    Args:
-        x, y: Features `(n, D)` and `(m, D)` of CLIP, or of another image encoder.
     """
     x, y = _unit(x), _unit(y)
     return _SCALE * (_mean_kernel(x, x) + _mean_kernel(y, y) - 2 * _mean_kernel(x, y))
@@ -37,10 +34,7 @@ def frechet(x: np.ndarray, y: np.ndarray) -> float:
 
     With the features of Inception it is the FID of Heusel et al., "GANs Trained by a Two Time-Scale
     Update Rule", 2017 (arXiv 1706.08500): |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)). It grows as
-    the number of pictures falls, most of all below many times D.
-
-    Args:
-        x, y: Features `(n, D)` and `(m, D)`; n and m are at least 2.
+    the number of pictures falls, most of all below many times D, and needs two of each.
     """
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
     cov_x, cov_y = (np.atleast_2d(np.cov(z, rowvar=False)) for z in (x, y))
@@ -56,10 +50,7 @@ def clip_score(images: np.ndarray, texts: np.ndarray) -> float:
     """Returns 100 times the mean cosine of pictures and their captions; negative ones count as 0.
 
     Hessel et al., "CLIPScore", 2021 (arXiv 2104.08718), equation 1, with today's usual factor of
-    100 instead of 2.5.
-
-    Args:
-        images, texts: Features `(n, D)` of an image encoder and of its text encoder.
+    100 instead of 2.5. `texts` are features of the text encoder that belongs to the image encoder.
     """
     cosines = (_unit(images) * _unit(texts)).sum(axis=1)
     return float(100 * np.maximum(cosines, 0).mean())

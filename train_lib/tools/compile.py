@@ -84,16 +84,10 @@ Report = dict[str, Any]
 def analyze(
     config: ml_collections.ConfigDict, topology: str, *, num_tokens: int = 128, step: str = TRAIN
 ) -> Report:
-    """Compiles a step of a configuration and adds up its cost for one chip.
+    """Compiles a step of a configuration for a slice and adds up its cost for one chip.
 
-    Args:
-        topology: Topology of a slice, such as `v5e:4x4`.
-        num_tokens: Number of token ids of a text, with `model.text='sequence'` or an encoder.
-        step: `train`, `evaluate` (a batch of the same size) or `draw` (the previews).
-
-    Returns:
-        `program`, `verdict`, `fits`, `mfu`, `compile_seconds` and tables of numbers, all for one
-        chip and one step.
+    `num_tokens` is that of a text, with `model.text='sequence'` or an encoder. Returns `program`,
+    `verdict`, `fits`, `mfu`, `compile_seconds` and tables of numbers.
     """
     config_rules.check_config(config, needs_data=False)
     # Libtpu reads this setting when it is loaded, which the topology does.
@@ -170,20 +164,14 @@ def least_bytes(
     """Returns the bytes that a device receives in a training step if only weights move.
 
     Devices gather a weight that is split over f devices once for the forward and once for the
-    backward pass, for each piece of the batch, in the dtype of the computation: (f-1)/f of the
-    weight each time. They reduce its gradient in float32 over the f devices: (f-1)/f of it. The d
-    groups then reduce each f-th of it: 2(d-1)/d of that, half to form the sum and half to
-    distribute it.
+    backward pass, for each of `accumulate` pieces of the batch, in the dtype of the computation:
+    (f-1)/f of the weight each time. They reduce its gradient in float32 over the f devices: (f-1)/f
+    of it. The d groups then reduce each f-th of it: 2(d-1)/d of that, half to form the sum and half
+    to distribute it.
 
-    With `sharding.map_matrices`, each of the n = df devices gathers its n-th of the matrices, of
-    which it has an f-th, and its f-th of the results, of which it computed an n-th.
-
-    Args:
-        params: Pytree of arrays or `jax.ShapeDtypeStruct`, as `sharding.by_shape` places them.
-        compute_bytes: Size of a gathered number in bytes.
-        accumulate: Number of pieces in which the batch is computed.
-        mapped: Pytree of bool, True for weights whose updates come from `sharding.map_matrices`;
-            None for no such weights.
+    For a True in `mapped` (None: nowhere), `sharding.map_matrices` makes the update: each of the n
+    = df devices gathers its n-th of the matrices, of which it has an f-th, and its f-th of the
+    results, of which it computed an n-th.
     """
     fsdp = mesh.shape[sharding.FSDP_AXIS]
 

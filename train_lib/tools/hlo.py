@@ -54,21 +54,14 @@ class Kernel(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """The costs of one run of a program.
+    """The costs of one run of a program."""
 
-    Attributes:
-        cycles: Libtpu's estimates for fusions and single operations, by name (`op_name`, '' without
-            one). There are no estimates for kernels, for asynchronous exchanges and copies, and in
-            programs for other devices.
-        collectives: All exchanges between devices.
-        kernels: Number of calls of each Pallas kernel.
-        loops: Lengths of the loops around each computation.
-    """
-
+    # Libtpu's estimates for fusions and single operations, by name (`op_name`, '' without one); it
+    # has none for kernels and for exchanges and copies that run while other work is done.
     cycles: collections.Counter[str]
     collectives: list[Collective]
-    kernels: collections.Counter[Kernel]
-    loops: set[Loops]
+    kernels: collections.Counter[Kernel]  # numbers of calls
+    loops: set[Loops]  # around each computation
 
 
 class _Instruction(NamedTuple):
