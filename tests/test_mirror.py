@@ -15,6 +15,8 @@ import pytest
 from coyo11m_tfds import mirror, schema, storage
 from coyo11m_tfds.source import source_folder
 from coyo11m_tfds.storage import json_digest, locks
+from coyo11m_tfds.storage.file_state import ignore_bytes
+from coyo11m_tfds.storage.scratch import Scratch
 from tests import children
 from tests.fakes.cloud import Fault, Gcs
 
@@ -169,7 +171,7 @@ def test_a_file_that_grows_while_it_is_copied(gcs, local, tmp_path, destination)
     path = os.path.join(local, CAPTIONS)
     file = dataclasses.replace(storage.describe_file(path), size=5)
     with pytest.raises(OSError, match=r'parquet has 300,004 bytes now, but had 5 when'):
-        target.copy(file, 'x')
+        target.copy(file, 'x', Scratch(tmp_path / 'scratch'), ignore_bytes)
     assert target.inventory() == {}
 
 

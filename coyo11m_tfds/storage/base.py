@@ -1,4 +1,4 @@
-"""The verbs that all storages have."""
+"""The verbs that all storages have, on a folder: names are relative to it."""
 
 import abc
 import contextlib
@@ -7,16 +7,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
-from coyo11m_tfds.storage.file_state import FileState, compute_state, ignore_bytes
+from coyo11m_tfds.storage.file_state import FileState, OnBytes, compute_state, ignore_bytes
 from coyo11m_tfds.storage.stored_file import StoredFile
 
 if TYPE_CHECKING:
     from coyo11m_tfds.storage.scratch import Scratch
 
 T = TypeVar('T')
+StrPath = str | os.PathLike[str]
+Suffixes = str | tuple[str, ...]
 
 # They only wait for the storage or the disk. The client of gs:// keeps ten connections.
-_THREADS = 10
+THREADS = 10
 
 
 class Lock(Protocol):
@@ -40,31 +42,28 @@ class Lock(Protocol):
 class Storage(abc.ABC):
     """A folder on a disk, in a bucket or on the hub. Several threads may use it.
 
-    Names are relative to the folder. Under a name there is always a complete file or none, and
-    after `store` returns, the file survives a loss of power. Methods raise an OSError if a file
-    cannot be read or stored, such as on a full disk, a PermissionError if credentials are missing
-    or refused, and a ValueError for what the storage cannot do.
-
-    Attributes:
-        folder: Path or URL, without a slash at the end.
-        can_write: Whether files can be stored.
-        keeps_checksums: Whether a listing has the CRC-32C of every file.
+    Under a name there is always a complete file or none, and after `store` returns, the file
+    survives a loss of power. Methods raise an OSError if a file cannot be read or stored, such as
+    on a full disk, a PermissionError if credentials are missing or refused, and a ValueError for
+    what the storage cannot do.
     """
 
+    folder: str  # path or URL, without a slash at the end
     can_write: ClassVar[bool] = True
-    keeps_checksums: ClassVar[bool] = False
+    keeps_checksums: ClassVar[bool] = False  # whether a listing has the CRC-32C of every file
 
-    def __init__(self, folder: str | os.PathLike[str]):
+    def __init__(self, folder: StrPath):
         self.folder = os.fspath(folder).rstrip('/')
+
+    def path_of(self, name: str) -> str:
+        """Returns the path or URL of a file; '' is the folder."""
+        return f'{self.folder}/{name}'.rstrip('/')
 
     # --- Listing ---
 
     @abc.abstractmethod
     def list(self, sub_folder: str = '', *, deep: bool = False) -> dict[str, StoredFile]:
-        """Lists the files in a sub-folder by relative name; {} if it does not exist.
-
-        With `deep`, also those below its sub-folders.
-        """
+        """Lists the files in a sub-folder, or all below it, by relative name; {} without any."""
 
     @abc.abstractmethod
     def exists(self) -> bool:
@@ -79,15 +78,14 @@ class Storage(abc.ABC):
         """Returns the folder in its present version, where a storage keeps several."""
         return self
 
-    def list_visible(
-        self, sub_folder: str, suffixes: str | tuple[str, ...]
-    ) -> dict[str, StoredFile]:
+    def list_visible(self, sub_folder: str, suffixes: Suffixes) -> dict[str, StoredFile]:
         """Lists the visible files with some suffixes in the folder and in one of its sub-folders.
 
         Raises a FileNotFoundError if the folder is missing; the sub-folder need not exist.
         """
         below = self.list(sub_folder) if sub_folder else {}
         files = self.list() | {f'{sub_folder}/{name}': file for name, file in below.items()}
+        # A bucket has no folders, so one without files may still have been made by a marker.
         if not files and not self.exists():
             raise FileNotFoundError(self.folder)
         return {name: file for name, file in files.items() if is_visible(name, suffixes)}
@@ -97,10 +95,7 @@ class Storage(abc.ABC):
         return {name: file.size for name, file in self.list(deep=True).items()}
 
     def verify(self, states: Mapping[str, FileState]) -> None:
-        """Checks with one listing that files have their states; ignores other files.
-
-        Without checksums in the listing it compares only sizes.
-        """
+        """Checks with one listing that files have these states, or at least sizes on a disk."""
         files = self.list(deep=True)
         for name, expected in sorted(states.items()):
             state = files[name].state if name in files else None
@@ -113,19 +108,14 @@ class Storage(abc.ABC):
     def inventory(
         self,
         sub_folder: str = '',
-        on_bytes: Callable[[int], None] = ignore_bytes,
+        on_bytes: OnBytes = ignore_bytes,
         names: Collection[str] | None = None,
         *,
         deep: bool = False,
     ) -> dict[str, FileState]:
-        """Returns the states of the files in a sub-folder, by name; {} if it is missing.
+        """Returns the states of files as `list` does: of all, or those of `names` that exist.
 
-        It reads local files completely, at the speed of the disk; remote files take one listing.
-
-        Args:
-            on_bytes: Called with the number of local bytes read, from several threads.
-            names: Names of files to look at; None for all.
-            deep: Whether to look at the files below its sub-folders too.
+        It reads local files completely, and calls `on_bytes` from several threads.
         """
 
         def state(file: StoredFile) -> FileState:
@@ -135,9 +125,11 @@ class Storage(abc.ABC):
 
     # --- Reading ---
 
-    @abc.abstractmethod
     def read(self, name: str) -> bytes | None:
         """Reads a small file; None if it is missing."""
+        with contextlib.suppress(FileNotFoundError):
+            return self.describe(self.path_of(name)).read()
+        return None
 
     def read_all(self, sub_folder: str, names: Collection[str] | None = None) -> dict[str, bytes]:
         """Reads the small files in a sub-folder, by name: all, or those of `names` that exist."""
@@ -154,7 +146,7 @@ class Storage(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def fetch(cls, file: StoredFile, target: str, on_bytes: Callable[[int], None]) -> None:
+    def fetch(cls, file: StoredFile, target: str, on_bytes: OnBytes) -> None:
         """See `StoredFile.fetch`."""
 
     # --- Writing ---
@@ -163,57 +155,44 @@ class Storage(abc.ABC):
     def check_writable(self) -> None:
         """Checks that files can be stored in and removed from the folder, which need not exist."""
 
-    @abc.abstractmethod
     def check_space(self, num_bytes: int) -> None:
-        """Raises an OSError if so many bytes have no room."""
+        """Raises an OSError if so many bytes have no room; a bucket has no limit."""
+        del num_bytes
 
     @abc.abstractmethod
-    def staging(self, fallback: str | os.PathLike[str]) -> str:
+    def staging(self, fallback: StrPath) -> str:
         """Returns an existing local folder in which to write files for `store`.
 
         On a disk it is a hidden sub-folder, so that `store` only renames; otherwise `fallback`.
         """
 
     @abc.abstractmethod
-    def store(self, local_file: str | os.PathLike[str], name: str, crc32c: int) -> None:
-        """Moves a file from the folder of `staging` to `name`, and replaces a file of this name.
-
-        `crc32c` is that of the file, which a copy or an upload must have too.
-        """
+    def store(self, local_file: StrPath, name: str, crc32c: int) -> None:
+        """Moves a file from the folder of `staging` to `name`; its copy must have this CRC-32C."""
 
     @abc.abstractmethod
     def write(self, name: str, data: bytes) -> None:
         """Stores a small file, and replaces a file of this name."""
 
     @abc.abstractmethod
-    def copy(
-        self,
-        file: StoredFile,
-        name: str,
-        scratch: 'Scratch | None' = None,
-        on_bytes: Callable[[int], None] = ignore_bytes,
-    ) -> FileState:
+    def copy(self, file: StoredFile, name: str, scratch: 'Scratch', on_bytes: OnBytes) -> FileState:
         """Copies a file of any storage to `name` and returns the state of the copy.
 
         The original is compared with its own checksum, if it has one, and the copy with that of its
         storage. Between buckets the storage copies by itself; other remote files pass through the
-        scratch folder on their way to a bucket.
-
-        Args:
-            scratch: Required for a remote file without a CRC-32C that goes to a bucket.
-            on_bytes: See `StoredFile.fetch`; called for a download.
+        scratch folder on their way to a bucket. `on_bytes` is called for a download.
         """
 
     @abc.abstractmethod
     def remove(self, names: Iterable[str]) -> None:
         """Removes files, if they exist, and sub-folders that become empty."""
 
-    @abc.abstractmethod
     def sweep(self, prefix: str = '') -> None:
-        """Removes leftovers of killed processes in the staging folder.
+        """Removes what killed processes have left in the staging folder.
 
         Removes this folder, and sub-folders whose names begin with `prefix`, if they are empty.
         """
+        del prefix
 
     @abc.abstractmethod
     def lock(self) -> Lock:
@@ -233,12 +212,12 @@ def _map_files(
         return None
 
     chosen = sorted(files if names is None else files.keys() & set(names))
-    with ThreadPoolExecutor(_THREADS) as threads:
+    with ThreadPoolExecutor(THREADS) as threads:
         values = zip(chosen, threads.map(call, chosen), strict=True)
         return {name: value for name, value in values if value is not None}
 
 
-def is_visible(name: str, suffixes: str | tuple[str, ...]) -> bool:
+def is_visible(name: str, suffixes: Suffixes) -> bool:
     """Whether the name of a file has one of the suffixes and is not hidden."""
     # A leading dot marks what tools leave behind, like macOS's '._000000-000009.pt'.
     base = os.path.basename(name)

@@ -26,7 +26,8 @@ from google.cloud import storage
 from google.cloud.storage.exceptions import DataCorruption
 
 from coyo11m_tfds.storage import locks, retry
-from coyo11m_tfds.storage.file_state import FileState, compute_state, ignore_bytes
+from coyo11m_tfds.storage.base import THREADS, StrPath
+from coyo11m_tfds.storage.file_state import FileState, OnBytes, compute_state
 from coyo11m_tfds.storage.remote import RemoteStorage, json_message
 from coyo11m_tfds.storage.stored_file import StoredFile
 
@@ -37,7 +38,6 @@ T = TypeVar('T')
 
 _CONTENT_TYPE = 'application/octet-stream'
 _CHUNK = 32 << 20  # bytes in a request of `_upload_object`: the most that may have to be sent again
-_DELETIONS_AT_ONCE = 10  # the client keeps ten connections
 # What says where the storage is, and whose credentials to use.
 _ENVIRONMENT = ('STORAGE_EMULATOR_HOST', 'API_ENDPOINT_OVERRIDE', 'GOOGLE_APPLICATION_CREDENTIALS')
 
@@ -55,17 +55,14 @@ class Bucket(RemoteStorage):
 
     keeps_checksums = True
 
-    def __init__(self, folder: str | os.PathLike[str]):
+    def __init__(self, folder: StrPath):
         super().__init__(folder)
         _split_url(os.fspath(folder))
-
-    def _url(self, name: str) -> str:
-        return f'{self.folder}/{name}'.rstrip('/')
 
     # --- Listing and reading ---
 
     def list(self, sub_folder: str = '', *, deep: bool = False) -> dict[str, StoredFile]:
-        url, fields = self._url(sub_folder), 'items(name,size,crc32c,generation),nextPageToken'
+        url, fields = self.path_of(sub_folder), 'items(name,size,crc32c,generation),nextPageToken'
         blobs = _list_objects(url, delimiter=None if deep else '/', fields=fields)
         # Some tools, TensorFlow among them, make markers so that an empty folder is listed.
         names = [name for name in blobs if name and name[-1] != '/']
@@ -81,7 +78,7 @@ class Bucket(RemoteStorage):
         raise FileNotFoundError(path)
 
     def read(self, name: str) -> bytes | None:
-        return _read_object(self._url(name))
+        return _read_object(self.path_of(name))
 
     @classmethod
     def _request(cls, path: str) -> tuple[str, dict[str, str]]:
@@ -96,53 +93,36 @@ class Bucket(RemoteStorage):
     # --- Writing ---
 
     def check_writable(self) -> None:
-        probe = self._url(f'.writable_{uuid.uuid4().hex}')
+        probe = self.path_of(f'.writable_{uuid.uuid4().hex}')
         _write_object(probe, b'x')
         _delete_object(probe)
 
-    def check_space(self, num_bytes: int) -> None:
-        """Does nothing, because a bucket has no limit."""
-
-    def staging(self, fallback: str | os.PathLike[str]) -> str:
+    def staging(self, fallback: StrPath) -> str:
         os.makedirs(fallback, exist_ok=True)
         return os.fspath(fallback)
 
-    def store(self, local_file: str | os.PathLike[str], name: str, crc32c: int) -> None:
-        _upload_object(self._url(name), os.fspath(local_file), crc32c)
+    def store(self, local_file: StrPath, name: str, crc32c: int) -> None:
+        _upload_object(self.path_of(name), os.fspath(local_file), crc32c)
         os.remove(local_file)
 
     def write(self, name: str, data: bytes) -> None:
-        _write_object(self._url(name), data)
+        _write_object(self.path_of(name), data)
 
-    def copy(
-        self,
-        file: StoredFile,
-        name: str,
-        scratch: 'Scratch | None' = None,
-        on_bytes: Callable[[int], None] = ignore_bytes,
-    ) -> FileState:
+    def copy(self, file: StoredFile, name: str, scratch: 'Scratch', on_bytes: OnBytes) -> FileState:
         # Only the objects of buckets have a CRC-32C before they are read.
         if file.crc32c is not None:
-            _copy_object(file.path, self._url(name), file.state)
+            _copy_object(file.path, self.path_of(name), file.state)
             return file.state
-        if file.local_path:
-            return self._upload_source(file, file.local_path, name)
-        assert scratch is not None
+        # Its own path for a local file.
         with scratch.hold(file, on_bytes=on_bytes) as path:
-            return self._upload_source(file, path, name)
-
-    def _upload_source(self, file: StoredFile, path: str, name: str) -> FileState:
-        state = compute_state(path)
-        file.check_size(state)
-        _upload_object(self._url(name), path, state.crc32c)
+            state = compute_state(path)
+            file.check_size(state)
+            _upload_object(self.path_of(name), path, state.crc32c)
         return state
 
     def remove(self, names: Iterable[str]) -> None:
-        with ThreadPoolExecutor(_DELETIONS_AT_ONCE) as threads:
-            list(threads.map(_delete_object, map(self._url, names)))
-
-    def sweep(self, prefix: str = '') -> None:
-        """Does nothing, because a bucket has no staging folder."""
+        with ThreadPoolExecutor(THREADS) as threads:
+            list(threads.map(_delete_object, map(self.path_of, names)))
 
     def lock(self) -> 'BucketLock':
         return BucketLock(self.folder + locks.SUFFIX)

@@ -8,13 +8,13 @@ import pathlib
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from coyo11m_tfds.process.sizes import readable
 from coyo11m_tfds.storage import file_state, locks
-from coyo11m_tfds.storage.base import Storage, is_visible
-from coyo11m_tfds.storage.file_state import FileState, ignore_bytes, naming, sync
+from coyo11m_tfds.storage.base import Storage, StrPath, Suffixes, is_visible
+from coyo11m_tfds.storage.file_state import FileState, OnBytes, naming, sync
 from coyo11m_tfds.storage.stored_file import StoredFile, file_changed
 
 if TYPE_CHECKING:
@@ -40,14 +40,19 @@ def local_version(state: os.stat_result) -> str:
 class Disk(Storage):
     """A folder on a disk; see `Storage`."""
 
-    def __init__(self, folder: str | os.PathLike[str]):
+    def __init__(self, folder: StrPath):
         super().__init__(pathlib.PurePath(folder))
         self.folder = self.folder or '/'
+
+    def path_of(self, name: str) -> str:
+        if name and not stays_inside(name):
+            raise ValueError(f'{name!r} is not the name of a file in {self.folder}.')
+        return os.path.join(self.folder, name) if name else self.folder
 
     # --- Listing and reading ---
 
     def list(self, sub_folder: str = '', *, deep: bool = False) -> dict[str, StoredFile]:
-        files, top = {}, self._path(sub_folder)
+        files, top = {}, self.path_of(sub_folder)
         for parent, _, names in os.walk(top, onerror=_raise_unless_missing):
             for path in (os.path.join(parent, name) for name in names):
                 # It may be a link to nothing, or have been removed by now.
@@ -57,20 +62,18 @@ class Disk(Storage):
                 break
         return files
 
-    def list_visible(
-        self, sub_folder: str, suffixes: str | tuple[str, ...]
-    ) -> dict[str, StoredFile]:
+    def list_visible(self, sub_folder: str, suffixes: Suffixes) -> dict[str, StoredFile]:
         names = os.listdir(self.folder)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            names += [f'{sub_folder}/{name}' for name in os.listdir(self._path(sub_folder))]
+            names += [f'{sub_folder}/{name}' for name in os.listdir(self.path_of(sub_folder))]
         files = {}
         for name in filter(lambda name: is_visible(name, suffixes), names):
             try:
-                files[name] = self.describe(self._path(name))
+                files[name] = self.describe(self.path_of(name))
             except FileNotFoundError:
                 # A link to nothing or a folder with the name of a file: not to be passed over.
                 raise ValueError(
-                    f'{self._path(name)} is missing or a folder; expected a file.'
+                    f'{self.path_of(name)} is missing or a folder; expected a file.'
                 ) from None
         return files
 
@@ -85,7 +88,8 @@ class Disk(Storage):
         return StoredFile(str(pathlib.PurePath(path)), state.st_size, local_version(state), None)
 
     def read(self, name: str) -> bytes | None:
-        path = self._path(name)
+        # Opened once: another process may replace the file between a look at its size and a read.
+        path = self.path_of(name)
         with contextlib.suppress(FileNotFoundError), naming(path), open(path, 'rb') as file:
             return file.read()
         return None
@@ -101,7 +105,7 @@ class Disk(Storage):
         return content
 
     @classmethod
-    def fetch(cls, file: StoredFile, target: str, on_bytes: Callable[[int], None]) -> None:
+    def fetch(cls, file: StoredFile, target: str, on_bytes: OnBytes) -> None:
         _copy_checked(file, target)
         on_bytes(file.size)
 
@@ -126,13 +130,13 @@ class Disk(Storage):
         path = pathlib.Path(self.folder).absolute()
         return next(parent for parent in (path, *path.parents) if parent.exists())
 
-    def staging(self, fallback: str | os.PathLike[str]) -> str:
+    def staging(self, fallback: StrPath) -> str:
         folder = os.path.join(self.folder, _STAGING)
         _make_folders(folder)
         return folder
 
-    def store(self, local_file: str | os.PathLike[str], name: str, crc32c: int) -> None:
-        local_file, target = os.fspath(local_file), self._path(name)
+    def store(self, local_file: StrPath, name: str, crc32c: int) -> None:
+        local_file, target = os.fspath(local_file), self.path_of(name)
         _make_folders(os.path.dirname(target))
         try:
             _move_synced(local_file, target)
@@ -150,20 +154,14 @@ class Disk(Storage):
             os.remove(local_file)
 
     def write(self, name: str, data: bytes) -> None:
-        target = self._path(name)
+        target = self.path_of(name)
         _make_folders(os.path.dirname(target))
         with self._new_file() as path:
             with naming(path), open(path, 'wb') as file:
                 file.write(data)
             _move_synced(path, target)
 
-    def copy(
-        self,
-        file: StoredFile,
-        name: str,
-        scratch: 'Scratch | None' = None,
-        on_bytes: Callable[[int], None] = ignore_bytes,
-    ) -> FileState:
+    def copy(self, file: StoredFile, name: str, scratch: 'Scratch', on_bytes: OnBytes) -> FileState:
         with self._new_file() as path:
             if file.local_path:
                 state = _copy_checked(file, path)
@@ -178,15 +176,15 @@ class Disk(Storage):
         folders = set()
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                os.remove(self._path(name))
+                os.remove(self.path_of(name))
             while name := os.path.dirname(name):
                 folders.add(name)
         for folder in sorted(folders, reverse=True):
             with contextlib.suppress(OSError):  # not empty, or gone
-                os.rmdir(self._path(folder))
+                os.rmdir(self.path_of(folder))
 
     def sweep(self, prefix: str = _STAGING) -> None:
-        locks.sweep(os.path.join(self.folder, _STAGING))
+        locks.sweep_folder(os.path.join(self.folder, _STAGING))
         with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as entries:
             for entry in entries:
                 if entry.name.startswith((_STAGING, prefix)):
@@ -201,11 +199,6 @@ class Disk(Storage):
         """Yields a new path, in a folder that a sweep by another process leaves alone."""
         with locks.temporary_folder(self.staging(''), 'put-') as folder:
             yield os.path.join(folder, 'x')
-
-    def _path(self, name: str) -> str:
-        if name and not stays_inside(name):
-            raise ValueError(f'{name!r} is not the name of a file in {self.folder}.')
-        return os.path.join(self.folder, name) if name else self.folder
 
 
 def _raise_unless_missing(error: OSError) -> None:

@@ -12,11 +12,13 @@ from typing import NamedTuple
 
 import google_crc32c
 
+OnBytes = Callable[[int], None]
+
 _BLOCK = 4 << 20  # bytes read at once
 
 
 def ignore_bytes(num_bytes: int) -> None:
-    """Ignores the count: the default for callers that show no progress."""
+    """The default of callers that show no progress."""
     del num_bytes
 
 
@@ -31,9 +33,7 @@ class FileState(NamedTuple):
         return f'{self.size:,} bytes{known}'
 
 
-def compute_state(
-    path: str | os.PathLike[str], on_bytes: Callable[[int], None] = ignore_bytes
-) -> FileState:
+def compute_state(path: str | os.PathLike[str], on_bytes: OnBytes = ignore_bytes) -> FileState:
     """Reads a whole local file and returns its state; `on_bytes(n)` counts the bytes read."""
     checksum, size = google_crc32c.Checksum(), 0
     with naming(path), open(path, 'rb', buffering=0) as file:
@@ -44,7 +44,7 @@ def compute_state(
 
 
 def copy(path: str, target: str) -> FileState:
-    """Copies a local file and returns the state of the copy."""
+    """Copies a local file and returns the state of what was read for it."""
     size, crc32c = 0, 0
     with open(path, 'rb', buffering=0) as source, naming(target), open(target, 'wb') as file:
         while block := source.read(_BLOCK):

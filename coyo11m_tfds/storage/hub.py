@@ -12,6 +12,7 @@ import huggingface_hub
 from huggingface_hub import errors, utils
 
 from coyo11m_tfds.storage import retry
+from coyo11m_tfds.storage.base import StrPath
 from coyo11m_tfds.storage.remote import RemoteStorage
 from coyo11m_tfds.storage.stored_file import StoredFile
 
@@ -21,7 +22,7 @@ class Hub(RemoteStorage):
 
     can_write = False
 
-    def __init__(self, folder: str | os.PathLike[str], files: Mapping[str, StoredFile] = {}):
+    def __init__(self, folder: StrPath, files: Mapping[str, StoredFile] = {}):
         super().__init__(folder)
         self._files = files  # of a pinned folder, by relative name
 
@@ -54,12 +55,6 @@ class Hub(RemoteStorage):
         if (name := _parse_url(path).path_in_repo) not in files:
             raise FileNotFoundError(path)
         return files[name]
-
-    def read(self, name: str) -> bytes | None:
-        try:
-            return self.describe(f'{self.folder}/{name}').read()
-        except FileNotFoundError:
-            return None
 
     @classmethod
     def _request(cls, path: str) -> tuple[str, dict[str, str]]:

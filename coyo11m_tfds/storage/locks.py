@@ -3,12 +3,10 @@
     with locks.hold('gs://bucket/data/coyo11m_tfds/latents/1.0.0'):
         ...    # one writer at a time
     locks.wait_for(path, lambda: os.path.exists(path))   # the other processes of a job
-    with locks.FileLock('/scratch/.lock'):
-        ...
     with locks.temporary_folder('/scratch', 'heads-') as folder:            # /scratch/heads-8f3a...
         ...
 
-The lock of a place is the file or object `PLACE.lock`. It is advisory: it saves double work, and
+The lock of a folder is the file or object `FOLDER.lock`. It is advisory: it saves double work, and
 its loss does no harm. On a disk the system locks the file (`flock`) until the holder ends. In a
 bucket the holder replaces the object three times in `COYO11M_LEASE_SECONDS` (40); a process that
 sees the same generation for that time takes over the lock.
@@ -31,7 +29,7 @@ from absl import logging
 
 from coyo11m_tfds import storage
 from coyo11m_tfds.storage import retry
-from coyo11m_tfds.storage.base import Lock
+from coyo11m_tfds.storage.base import Lock, StrPath
 
 SUFFIX = '.lock'  # after the path of the locked folder
 UNKNOWN_HOLDER = 'another process'
@@ -47,33 +45,33 @@ def lease_seconds() -> float:
     return retry.seconds('COYO11M_LEASE_SECONDS', 40.0)
 
 
+def describe_this_process() -> str:
+    """Returns the content of a lock of this process."""
+    now = datetime.datetime.now(datetime.UTC)
+    return f'process {os.getpid()} on {socket.gethostname()}, since {now:%Y-%m-%d %H:%M:%S} UTC'
+
+
 # --- Files ------------------------------------------------------------------------------------
 
 _held: 'set[FileLock]' = set()
 
 
 class FileLock:
-    """An `flock` on a file, held until it is released; a context manager.
+    """An `flock` on a file, held until it is released; excludes threads and processes.
 
-    It excludes both threads and processes of one machine. The kernel releases it when the last
-    descriptor is closed. A forked child closes its copies of the parent's descriptors at once, so
-    that a worker does not keep the locks of a killed parent.
+    The kernel releases it when the last descriptor is closed. A forked child closes its copies of
+    the parent's descriptors at once, so that a worker does not keep the locks of a killed parent.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, shared: bool = False, wait: bool = True):
-        """Takes the lock; makes the file if it does not exist.
-
-        Args:
-            shared: Whether to share the lock with other shared holders, or to exclude all others.
-            wait: Whether to wait until others release it.
-        """
+    def __init__(self, path: StrPath, *, shared: bool = False, wait: bool = True):
+        """Takes the lock, alone or `shared` with other shared holders; makes the file."""
         self._path = path
-        how = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+        mode = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
         while True:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             _held.add(self)
             try:
-                fcntl.flock(self._descriptor, how)
+                fcntl.flock(self._descriptor, mode)
                 # Its holder may have moved or removed the file; then others lock a new one.
                 if self.is_at_path():
                     return
@@ -112,21 +110,18 @@ def _close_copies() -> None:
 os.register_at_fork(after_in_child=_close_copies)
 
 
-# --- Temporary folders ------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
-def temporary_folder(parent: str | os.PathLike[str], prefix: str) -> Iterator[str]:
-    """Makes a new, empty folder in an existing one, and deletes it at the end of the `with` block.
+def temporary_folder(parent: StrPath, prefix: str) -> Iterator[str]:
+    """Makes a new folder in an existing one; deletes it at the end of the `with` block.
 
-    A lock beside the folder ends with the process, so a folder with a free lock is a leftover: it
-    is deleted by the next call with the same `prefix`, with which the folder's name begins. The
-    lock is made before the folder and removed after it.
+    A lock next to the folder ends with the process. So a folder with a free lock was left by a
+    killed one: the next call with the same `prefix`, with which the name begins, deletes it.
     """
     pattern = glob.escape(os.path.join(parent, prefix)) + '[0-9a-f]' * 32 + SUFFIX
     for lock in glob.glob(pattern):
         _remove_unless_held(lock)
     folder = os.path.join(parent, f'{prefix}{uuid.uuid4().hex}')
+    # The lock exists before and after the folder: without one, a folder counts as abandoned.
     with FileLock(folder + SUFFIX):
         os.mkdir(folder, 0o700)
         try:
@@ -135,7 +130,7 @@ def temporary_folder(parent: str | os.PathLike[str], prefix: str) -> Iterator[st
             _remove_folder(folder)
 
 
-def sweep(parent: str | os.PathLike[str]) -> None:
+def sweep_folder(parent: StrPath) -> None:
     """Deletes everything in a folder except what living processes hold there."""
     with contextlib.suppress(FileNotFoundError), os.scandir(parent) as entries:
         for path in [entry.path for entry in entries]:
@@ -150,7 +145,8 @@ def sweep(parent: str | os.PathLike[str]) -> None:
 
 
 def _remove_unless_held(lock: str) -> None:
-    with contextlib.suppress(OSError), FileLock(lock, wait=False):  # or it is another user's
+    # An error means that it is held, or another user's.
+    with contextlib.suppress(OSError), FileLock(lock, wait=False):
         _remove_folder(lock.removesuffix(SUFFIX))
 
 
@@ -162,61 +158,62 @@ def _remove_folder(folder: str) -> None:
         os.remove(folder + SUFFIX)
 
 
-# --- Places -----------------------------------------------------------------------------------
+# --- Folders of any storage -------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def hold(place: str | os.PathLike[str], *, wait: bool = True) -> Iterator[Lock]:
-    """Excludes all others that hold the same place, on this machine or another.
+def hold(folder: StrPath, *, wait: bool = True) -> Iterator[Lock]:
+    """Excludes all others that hold the same folder, on this machine or another.
 
     While it waits, it logs the holder once a minute.
 
     Args:
-        place: Path or URL, which need not exist.
+        folder: Path or URL, which need not exist.
         wait: Whether to wait for a holder that is alive. The lease of a killed holder is always
             waited for.
     """
-    folder = storage.open_folder(place, to_write=True)
-    place, lock, start = folder.folder, folder.lock(), time.monotonic()
-    for _ in _looks(lambda: f'{place}: waiting for {lock.holder}, which is working there'):
+    opened = storage.open_folder(folder, to_write=True)
+    lock, start = opened.lock(), time.monotonic()
+    for _ in _poll(lambda: f'{opened.folder}: waiting for {lock.holder}, which is working there'):
         if lock.acquire():
             break
+        # A sign of life after the start: until then the holder may have been killed before.
         if not wait and lock.last_sign_of_life() > start:
-            raise TimeoutError(f'{place}: {lock.holder} is working there. Wait for it, or end it.')
+            raise TimeoutError(
+                f'{opened.folder}: {lock.holder} is working there. Wait for it, or end it.'
+            )
     try:
         yield lock
     finally:
         lock.release()
 
 
-def wait_for(place: str | os.PathLike[str], is_there: Callable[[], bool]) -> None:
-    """Waits until the first process of a job, which holds a place, has made its result.
+def wait_for(path: StrPath, exists: Callable[[], bool]) -> None:
+    """Waits until the first process of a job has made the folder or file that it holds.
 
-    Logs once a minute what it waits for.
-
-    Args:
-        place: Path of the folder or file that the first process makes.
-        is_there: Returns whether the result exists; called repeatedly.
+    Logs once a minute what it waits for, and calls `exists` again and again.
     """
-    folder = storage.open_folder(place, to_write=True)
-    place, lock, seen = folder.folder, folder.lock(), time.monotonic()
+    opened = storage.open_folder(path, to_write=True)
+    lock, last_sign = opened.lock(), time.monotonic()
     # The first process of a job that was started again may first wait for the lease of the one that
     # was killed.
     patience = 1.4 * lease_seconds()
-    for _ in _looks(lambda: f'waiting for {place}, which the first process of the job makes'):
-        # In this order: the lock is released after it is there.
-        seen = max(seen, lock.last_sign_of_life())
-        if is_there():
+    for _ in _poll(
+        lambda: f'waiting for {opened.folder}, which the first process of the job makes'
+    ):
+        # In this order: the lock is released after the result is complete.
+        last_sign = max(last_sign, lock.last_sign_of_life())
+        if exists():
             return
-        if time.monotonic() - seen > patience:
+        if time.monotonic() - last_sign > patience:
             raise RuntimeError(
-                f'{place}: the first process of the job, which makes it, has failed or was killed: '
-                f'it has given no sign of life for {patience:.0f} s. Read its log, repair the '
+                f'{opened.folder}: the first process of the job, which makes it, has failed or was '
+                f'killed: it has given no sign of life for {patience:.0f} s. Read its log, fix the '
                 'cause, and start the job again.'
             )
 
 
-def _looks(line: Callable[[], str]) -> Iterator[None]:
+def _poll(line: Callable[[], str]) -> Iterator[None]:
     """Yields after pauses that grow, without end; logs a line once a minute."""
     start = next_line = time.monotonic()
     pause = _FIRST_PAUSE
@@ -228,9 +225,3 @@ def _looks(line: Callable[[], str]) -> Iterator[None]:
             logging.info('%s (for %.0f s)', line(), now - start)
         time.sleep(min(pause, lease_seconds() / 6))
         pause = min(1.5 * pause, _LONGEST_PAUSE)
-
-
-def describe_this_process() -> str:
-    """Returns what others read in a lock of this process."""
-    now = datetime.datetime.now(datetime.UTC)
-    return f'process {os.getpid()} on {socket.gethostname()}, since {now:%Y-%m-%d %H:%M:%S} UTC'

@@ -16,7 +16,7 @@ import re
 import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import certifi
@@ -25,7 +25,7 @@ import urllib3
 
 from coyo11m_tfds.storage import retry
 from coyo11m_tfds.storage.base import Storage
-from coyo11m_tfds.storage.file_state import naming
+from coyo11m_tfds.storage.file_state import OnBytes, naming
 from coyo11m_tfds.storage.stored_file import StoredFile, file_changed
 
 _BLOCK = 1 << 18  # bytes received at a time
@@ -53,7 +53,7 @@ class RemoteStorage(Storage):
     @classmethod
     def read_range(cls, file: StoredFile, start: int, length: int) -> bytes:
         def attempt() -> bytes:
-            with _get(cls._request(file.path), file, start, start + length) as response:
+            with cls._get(file, start, start + length) as response:
                 content = response.read(decode_content=False)
             if len(content) != length:
                 raise retry.Corrupted(f'received {len(content)} bytes, expected {length}')
@@ -62,38 +62,35 @@ class RemoteStorage(Storage):
         return retry.call(attempt, f'reading {file.path}')
 
     @classmethod
-    def fetch(cls, file: StoredFile, target: str, on_bytes: Callable[[int], None]) -> None:
-        """See `StoredFile.fetch`. If the connection breaks, it requests only the rest."""
+    def fetch(cls, file: StoredFile, target: str, on_bytes: OnBytes) -> None:
         with open(target, 'wb', buffering=0) as stream:
-            download = _Download(cls._request, file, stream, on_bytes)
+            download = _Download(cls, file, stream, on_bytes)
             retry.call(download.complete, f'downloading {file.path}')
             os.fsync(stream.fileno())
 
-
-@contextlib.contextmanager
-def _get(
-    request: tuple[str, dict[str, str]], file: StoredFile, start: int, stop: int
-) -> Iterator[urllib3.BaseHTTPResponse]:
-    """Requests bytes `start` to `stop`; the body of the response is just these."""
-    url, headers = request
-    headers |= {'Accept-Encoding': 'identity', 'Range': f'bytes={start}-{stop - 1}'}
-    # Redirections, of the hub, are followed, without the credentials to another host.
-    redirect = urllib3.Retry(None, connect=0, read=0, status=0, other=0, redirect=5)
-    stall = retry.stall_seconds()  # to connect, and between two pieces of the body
-    options: dict[str, Any] = {'preload_content': False, 'timeout': stall, 'retries': redirect}
-    with _connections(url).request('GET', url, headers=headers, **options) as response:
-        if response.status in (404, 410):
-            raise FileNotFoundError(f'{file.path} is gone; it was there when it was listed.')
-        if response.status == 416:
-            raise file_changed(file, response.headers.get('Content-Range', 'it is shorter'))
-        if response.status >= 400:
-            raise Refused(response)
-        _check_response(file, start, stop, response)
-        yield response
+    @classmethod
+    @contextlib.contextmanager
+    def _get(cls, file: StoredFile, start: int, stop: int) -> Iterator[urllib3.BaseHTTPResponse]:
+        """Requests bytes `start` to `stop`; the body of the response is just these."""
+        url, headers = cls._request(file.path)
+        headers |= {'Accept-Encoding': 'identity', 'Range': f'bytes={start}-{stop - 1}'}
+        # Redirections, of the hub, are followed, without the credentials to another host.
+        redirect = urllib3.Retry(None, connect=0, read=0, status=0, other=0, redirect=5)
+        stall = retry.stall_seconds()  # to connect, and between two pieces of the body
+        options: dict[str, Any] = {'preload_content': False, 'timeout': stall, 'retries': redirect}
+        with _connections(url).request('GET', url, headers=headers, **options) as response:
+            if response.status in (404, 410):
+                raise FileNotFoundError(f'{file.path} is gone; it was there when it was listed.')
+            if response.status == 416:
+                raise file_changed(file, response.headers.get('Content-Range', 'it is shorter'))
+            if response.status >= 400:
+                raise Refused(response)
+            _check_response(file, start, stop, response)
+            yield response
 
 
 class Refused(OSError):
-    """The answer of a server has `status` 4xx or 5xx."""
+    """The response of a server has `status` 4xx or 5xx."""
 
     def __init__(self, response: urllib3.BaseHTTPResponse):
         self.response, self.status = response, response.status
@@ -153,21 +150,15 @@ class _Download:
     """The first bytes of a file, in a stream, and their checksum."""
 
     def __init__(
-        self,
-        request: Callable[[str], tuple[str, dict[str, str]]],
-        file: StoredFile,
-        stream: io.FileIO,
-        on_bytes: Callable[[int], None],
+        self, kind: type[RemoteStorage], file: StoredFile, stream: io.FileIO, on_bytes: OnBytes
     ):
-        self._request = request
-        self._file = file
-        self._stream = stream
-        self._on_bytes = on_bytes
+        self._storage, self._file, self._stream, self._on_bytes = kind, file, stream, on_bytes
         self._begin()
 
     def complete(self) -> None:
         """Downloads what is missing and checks the whole."""
         file = self._file
+        # After a broken connection only the rest is requested.
         while self._size < file.size:
             begin = self._size
             try:
@@ -199,7 +190,7 @@ class _Download:
     def _append(self) -> None:
         """Sends one request for all that is missing."""
         file = self._file
-        with _get(self._request(file.path), file, self._size, file.size) as response:
+        with self._storage._get(file, self._size, file.size) as response:
             for block in response.stream(_BLOCK, decode_content=False):
                 rest = memoryview(block)
                 with naming(self._stream.name):

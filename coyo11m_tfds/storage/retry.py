@@ -25,7 +25,7 @@ from absl import logging
 T = TypeVar('T')
 
 _MAX_DOUBLINGS = 5  # the longest delay is 32 times the first
-_MAX_ASKED_SECONDS = 300.0  # a server that asks for more is tried again after this
+_MAX_SERVER_SECONDS = 300.0  # a server that requests a longer pause is tried again after this
 
 # Request time-out, too early, too many requests; 5xx are transient too.
 _TRANSIENT_STATUS = (408, 425, 429)
@@ -72,12 +72,9 @@ class Corrupted(OSError):
 
 
 def call(operation: Callable[[], T], what: str, *, attempts: int = 8) -> T:
-    """Returns `operation()`, retried as long as it fails with a transient error.
+    """Returns `operation()`, repeated as long as it fails with a transient error.
 
-    Args:
-        operation: Function without arguments that is safe to repeat.
-        what: Names the file or place in messages, best with its URL.
-        attempts: Largest number of attempts.
+    `what` names the file or folder in messages, with its URL.
     """
     for attempt in range(1, attempts + 1):
         try:
@@ -141,11 +138,11 @@ def _delay(attempt: int, error: Exception) -> float:
     longest = seconds('COYO11M_RETRY_SECONDS', 1.0) * 2 ** min(attempt - 1, _MAX_DOUBLINGS)
     # Not the shared generator: workers that seed it alike would all retry at the same moment.
     delay = random.SystemRandom().uniform(0.0, longest)
-    return max(delay, min(_asked_seconds(error), _MAX_ASKED_SECONDS))
+    return max(delay, min(_server_seconds(error), _MAX_SERVER_SECONDS))
 
 
-def _asked_seconds(error: Exception) -> float:
-    """How long the server asked to wait; 0 if it did not."""
+def _server_seconds(error: Exception) -> float:
+    """The pause that the server requests; 0 if it requests none."""
     headers = getattr(getattr(error, 'response', None), 'headers', None) or {}
     after = str(headers.get('retry-after', ''))
     if after.isdigit():
@@ -168,18 +165,18 @@ def _refused(error: Exception, what: str) -> PermissionError | None:
     hub = re.search(r'hf://(datasets/[^/@\s]+/[^/@\s]+)?', what)
     if hub:
         page = f'https://huggingface.co/{hub[1] or "datasets/..."}'
-        mend = (
+        fix = (
             'Log in with `hf auth login` and accept the terms of the data set on its page, '
             f'{page} (the hub answers the same when a name is wrong).'
         )
     elif 'gs://' in what:
-        mend = (
+        fix = (
             'Log in with `gcloud auth application-default login`, and ask the owner of the bucket '
             'for access to its objects if that is not enough.'
         )
     else:
         return None
-    return PermissionError(f'{what}: access was refused ({_text(error)}). {mend}')
+    return PermissionError(f'{what}: access was refused ({_text(error)}). {fix}')
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -1,7 +1,7 @@
 """A folder that holds remote files while they are needed.
 
-Each holder has a temporary folder, whose lock ends with the process. The next holder deletes the
-leftovers of killed processes.
+Each holder has a temporary folder, whose lock ends with the process. The next holder deletes what
+killed processes have left.
 """
 
 import concurrent.futures
@@ -9,12 +9,13 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from coyo11m_tfds import storage
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.storage import locks
-from coyo11m_tfds.storage.file_state import ignore_bytes
+from coyo11m_tfds.storage.base import StrPath
+from coyo11m_tfds.storage.file_state import OnBytes, ignore_bytes
 from coyo11m_tfds.storage.stored_file import StoredFile
 
 # Of several files that are held together; small ones mostly wait for the storage.
@@ -34,9 +35,9 @@ def choose_folder(program: str, data_dir: str, chosen: str = '') -> str:
     return os.path.normpath(os.path.join(data_dir, f'.{program}'))
 
 
-def _check_local(folder: str) -> None:
+def _check_local(folder: StrPath) -> None:
     if storage.local_path(folder) is None:
-        raise ValueError(f'scratch_dir is {folder!r}, expected a local folder.')
+        raise ValueError(f'scratch_dir is {os.fspath(folder)!r}, expected a local folder.')
 
 
 def user_cache(*names: str) -> str:
@@ -46,30 +47,28 @@ def user_cache(*names: str) -> str:
 
 
 class Scratch:
-    """Local copies of remote files; callers limit how many they hold at a time."""
+    """Local copies of remote files, in a folder that need not exist.
 
-    def __init__(self, folder: str | os.PathLike[str]):
-        """Takes a local folder, which need not exist; raises a ValueError for a URL."""
-        _check_local(os.fspath(folder))
+    Callers limit how many they hold at a time. A local file has its own path.
+    """
+
+    def __init__(self, folder: StrPath):
+        _check_local(folder)
         self._folder = os.fspath(folder)
 
     @contextlib.contextmanager
-    def hold(
-        self, file: StoredFile, *, on_bytes: Callable[[int], None] = ignore_bytes
-    ) -> Iterator[str]:
+    def hold(self, file: StoredFile, *, on_bytes: OnBytes = ignore_bytes) -> Iterator[str]:
         """Returns the local path of a file; see `hold_all`."""
         with self.hold_all([file], on_bytes=on_bytes) as paths:
             yield paths[0]
 
     @contextlib.contextmanager
     def hold_all(
-        self, files: Sequence[StoredFile], *, on_bytes: Callable[[int], None] = ignore_bytes
+        self, files: Sequence[StoredFile], *, on_bytes: OnBytes = ignore_bytes
     ) -> Iterator[list[str]]:
-        """Returns the local paths of some files, valid within the `with` block.
+        """Returns the local paths of different files, valid within the `with` block.
 
-        Args:
-            files: One or more different files. A local file has its own path.
-            on_bytes: See `StoredFile.fetch`; called from several threads.
+        `on_bytes` is that of `StoredFile.fetch`; it is called from several threads.
         """
         remote = [file for file in files if not file.local_path]
         if not remote:
@@ -97,8 +96,9 @@ class Scratch:
             yield path
 
 
-def _fetch_all(paths: Mapping[StoredFile, str], on_bytes: Callable[[int], None]) -> None:
-    if len(paths) == 1:  # in this thread, so that an interrupt ends it at once
+def _fetch_all(paths: Mapping[StoredFile, str], on_bytes: OnBytes) -> None:
+    # A single file in this thread, so that an interrupt ends the download at once.
+    if len(paths) == 1:
         [(file, path)] = paths.items()
         file.fetch(path, on_bytes)
         return

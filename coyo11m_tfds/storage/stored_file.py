@@ -9,7 +9,7 @@ import google_crc32c
 
 from coyo11m_tfds import storage
 from coyo11m_tfds.storage import retry
-from coyo11m_tfds.storage.file_state import FileState, ignore_bytes
+from coyo11m_tfds.storage.file_state import FileState, OnBytes, ignore_bytes
 
 # Bytes in a request; each file that is being read takes a few times as much memory.
 _BLOCK = 8 << 20
@@ -61,25 +61,20 @@ def file_changed(file: 'StoredFile', how: str) -> FileChanged:
 
 @dataclasses.dataclass(frozen=True)
 class StoredFile:
-    """One file, as it was when it was listed.
-
-    Attributes:
-        version: Text that changes with the content: the checksum if the storage knows one,
-            otherwise the size and the modification time.
-        checksum: `crc32c:<8 hex digits>` on gs://; on the hub `sha256:<hex>` or, for small files,
-            `git-sha1:<hex>`; None if the storage knows none.
-    """
+    """One file, as it was when it was listed."""
 
     path: str  # local, or URL on gs:// or hf://
     size: int  # in bytes
+    # Changes with the content: the checksum, or else the size and the time of the last change.
     version: str
+    # `crc32c:<8 hex digits>` on gs://; on the hub `sha256:<hex>` or, for small files,
+    # `git-sha1:<hex>`; None if the storage knows none.
     checksum: str | None
     recorded: FileState | None = None  # of the record of `mirror`, if there is one
     label: str = ''  # path within a source, for formats that compute keys from it
 
     @property
     def name(self) -> str:
-        """The path without its folder."""
         return os.path.basename(self.path)
 
     @property
@@ -95,7 +90,7 @@ class StoredFile:
 
     @property
     def state(self) -> FileState:
-        """The size and the CRC-32C that the storage keeps."""
+        """The size, and the CRC-32C that the storage keeps."""
         return FileState(self.size, -1 if self.crc32c is None else self.crc32c)
 
     def read_range(self, start: int, length: int) -> bytes:
@@ -106,15 +101,11 @@ class StoredFile:
             )
         return storage.class_of(self.path).read_range(self, start, length) if length else b''
 
-    def fetch(self, target: str, on_bytes: Callable[[int], None] = ignore_bytes) -> None:
-        """Copies the file to a local path, where all of it is on the disk afterwards.
+    def fetch(self, target: str, on_bytes: OnBytes = ignore_bytes) -> None:
+        """Copies the file to a local path in a temporary folder; all of it is on the disk then.
 
-        After an error the target may hold a part of the file.
-
-        Args:
-            target: Local path in an existing temporary folder.
-            on_bytes: Called with the number of received bytes, or a negative number for bytes that
-                proved wrong. The sum is `size`.
+        `on_bytes` is called with the number of received bytes, or a negative number for bytes that
+        proved wrong; the sum is `size`. After an error the target may hold a part of the file.
         """
         storage.class_of(self.path).fetch(self, target, on_bytes)
 
@@ -122,9 +113,7 @@ class StoredFile:
         """Reads the content of a small file; compares its checksum."""
         return bytes(self.scan(_ContentScan).content)
 
-    def scan(
-        self, new: Callable[[], AnyScan], on_bytes: Callable[[int], None] = ignore_bytes
-    ) -> AnyScan:
+    def scan(self, new: Callable[[], AnyScan], on_bytes: OnBytes = ignore_bytes) -> AnyScan:
         """Reads the file into a scan from `new`, and into another one if the checksum is wrong."""
 
         def attempt() -> AnyScan:
