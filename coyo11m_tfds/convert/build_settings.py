@@ -173,7 +173,7 @@ def record_source(source: source_folder.SourceFolder) -> dict[str, Any]:
 
     The digest needs no reading of whole files: it is the checksum of the storage or, on a disk,
     that of `columns.outline_digest`. The place is for people: the same files elsewhere are the same
-    source. Raises a ValueError or an OSError if a file is damaged or unreadable.
+    source.
     """
     files = {
         name: (file.size, columns.outline_digest(file.path) if file.local_path else file.checksum)
@@ -187,7 +187,7 @@ def check_source(
 ) -> None:
     """Raises a ValueError if a data set's source was another one than that in the folder `root`.
 
-    Accepts a data set that records none. Raises an OSError if a file or a bucket is out of reach.
+    Accepts a data set that records none.
     """
     if not recorded:
         return

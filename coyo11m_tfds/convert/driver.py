@@ -150,22 +150,15 @@ def _choose_engine(
     from coyo11m_tfds.convert.beam_runner import write_with_beam
 
     return functools.partial(
-        write_with_beam,
-        scratch_dir=settings.scratch_dir,
-        options=beam_options,
-        runner=beam_runner,
+        write_with_beam, scratch_dir=settings.scratch_dir, options=beam_options, runner=beam_runner
     )
 
 
 def write_shards(plan: BuildPlan, finished: FinishedShards, engine: Engine) -> list[ShardResult]:
-    """Writes the shards of a plan that are not finished yet; returns the results of all, sorted.
-
-    Raises the errors of `shard_writer.write_shard`, and a ValueError if too much of the source is
-    bad, or no row is good.
-    """
+    """Writes the shards of a plan that are not finished yet; returns the results of all, sorted."""
     results = finished.load(plan.tasks)
-    finished_shards = {(result.split, result.index) for result in results}
-    missing = [task for task in plan.tasks if (task.split, task.index) not in finished_shards]
+    shards = {(result.split, result.index) for result in results}
+    missing = [task for task in plan.tasks if (task.split, task.index) not in shards]
     # Before the first shard: hours later the others would be written for nothing.
     finished.folder.check_space(sum(task.num_bytes for task in missing))
     dropped = _all_dropped(plan, results)

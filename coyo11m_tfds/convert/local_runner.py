@@ -46,9 +46,8 @@ def write_with_processes(
     """Writes shards and their records; yields each result when its shard is stored.
 
     Tasks of one group follow each other. `local` is a folder for shards on their way to a bucket.
-    With 0 workers, the environment variable `COYO11M_NUM_PROC` or, without it,
-    cores and memory decide. Raises the errors of `shard_writer.write_shard`, an OSError if a file
-    cannot be fetched or stored, and a RuntimeError if a process died.
+    With 0 workers, the environment variable `COYO11M_NUM_PROC` or, without it, cores and memory
+    decide.
     """
     if not tasks:
         return
@@ -62,7 +61,7 @@ def write_with_processes(
     else:
         pool = workers.pool(num_workers, init_worker)
     staging_dir = finished.folder.staging(local)
-    with pool as executor, locks.temporary_folder(staging_dir, 'staging-') as staging:
+    with locks.temporary_folder(staging_dir, 'staging-') as staging, pool as executor:
         yield from _LocalRun(executor, finished, scratch, staging, num_workers).results(tasks)
 
 

@@ -84,10 +84,7 @@ class _RowContents:
     @property
     def digests(self) -> list[str]:
         in_pt = EMBEDDINGS_IN_PT if self.text else ''
-        return [
-            self.captions.facts['digest'],
-            self.texts.facts['digest'] if self.texts else in_pt,
-        ]
+        return [self.captions.facts['digest'], self.texts.facts['digest'] if self.texts else in_pt]
 
     def sizes_by_row(self, values: KeyedValues) -> np.ndarray:
         """Sizes of joined values for each row of latents; `_NO_ROW` of a row without a value."""
@@ -106,11 +103,10 @@ def make_plan(
     """Plans the shards of a data set, with the first `limit` records of each split.
 
     The captions and embeddings that the tasks read stay in the existing folder `cache_dir` for the
-    next build of the same source. Raises a ValueError if the source has a fault or memory would run
-    out, and an OSError if a file cannot be read or written.
+    next build of the same source.
     """
     check_build_memory(0, settings.num_workers)
-    sidecar_files = _find_sidecar(settings, source)
+    sidecar_files = _find_texts(settings, source)
     # Of this build alone: another one of the same source must not remove what is read here.
     with locks.temporary_folder(cache_dir, 'heads-') as heads:
         latents = read_latents(source, settings, heads)
@@ -164,7 +160,7 @@ def read_latents(
     folder: str,
     files: Sequence[StoredFile] | None = None,
 ) -> SourceLatents:
-    """Reads and checks the heads of some or all files of a source; raises `make_plan`'s errors."""
+    """Reads and checks the heads of some or all files of a source."""
     contents = SourceOptions(
         latents=schema.parse_latents_from(settings.latents_from),
         captions=None if source.captions_file else settings.caption_column,
@@ -178,7 +174,7 @@ def read_latents(
         raise ValueError(f'{source.no_captions}: {error}') from None
 
 
-def _find_sidecar(settings: BuildSettings, source: source_folder.SourceFolder) -> list[StoredFile]:
+def _find_texts(settings: BuildSettings, source: source_folder.SourceFolder) -> list[StoredFile]:
     """Finds the files of a sidecar, and checks a local one before the source is read."""
     place = settings.text_embeddings
     if place in ('', schema.LABELS, EMBEDDINGS_IN_PT):
@@ -222,7 +218,7 @@ def _join_contents(
     # Captions and labels in the files of latents have no version but that of these files.
     origin = json_digest.sha256([*latents.versions, *(file.path for file in latents.files)])
     if source.captions_file:
-        joined_captions = _join_captions(source.captions_file, settings, keys, scratch, keep)
+        joined_captions = _join_caption_file(source.captions_file, settings, keys, scratch, keep)
     else:
         joined_captions = keep(
             ['captions of files', origin, column],
@@ -258,7 +254,7 @@ def _join_contents(
     return _RowContents(places, joined_captions, texts, text)
 
 
-def _join_captions(
+def _join_caption_file(
     file: StoredFile, settings: BuildSettings, keys: np.ndarray, scratch: Scratch, keep: _Keep
 ) -> KeyedValues:
     def join(folder: str) -> None:

@@ -33,12 +33,8 @@ Features = dict[str, np.ndarray | Sequence[bytes]]
 
 
 def write_shard(task: ShardTask, latents_paths: Sequence[str], path: str) -> ShardResult:
-    """Writes the shard's file to a local path, from a local path of each part's file.
-
-    Raises a ValueError if the source has changed since it was planned, or holds numbers that are
-    not finite and not to be dropped; an OSError if the file cannot be written; and a RuntimeError
-    if another version of the package has planned the task.
-    """
+    """Writes the shard's file to a local path, from a local path of each part's file."""
+    # A worker on another machine may have another version, and shards would differ in silence.
     if task.writer != THIS_WRITER:
         raise RuntimeError(
             f'{task.filename}: was planned by {task.writer}, but this worker has {THIS_WRITER}. '
