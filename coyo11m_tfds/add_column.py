@@ -92,7 +92,7 @@ def add(
             numbers = source_latents.write_numbers(
                 latent_files, column, edit.scratch, _latents_from(edit)
             )
-        files = sidecar.find_sidecar(numbers or place)
+        files = sidecar.find_sidecar_files(numbers or place)
         if files[0].local_path:  # before the shards are read for their keys
             sidecar.describe_values(files[0].path, column)
         keys = np.concatenate([np.empty(0, np.int64), *_keys(edit.stored)])

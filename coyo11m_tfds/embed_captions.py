@@ -134,7 +134,7 @@ def embed(
         if file:
             source = file.path
             with Scratch(os.path.join(folder, 'source')).hold_showing(file) as path:
-                captions_source.join_captions(path, caption_column, by_key, name=source)
+                captions_source.join_texts(path, caption_column, by_key, name=source)
         else:
             caption_column = _join_of_files(source, caption_column, latents_from, folder, by_key)
         joined = KeyedValues(by_key)
@@ -178,7 +178,7 @@ def embed(
 
 
 def _find_parquet(source: str) -> StoredFile | None:
-    """Returns the Parquet file of captions; None if captions lie beside the latents."""
+    """Returns the Parquet file of captions; None if captions lie next to the latents."""
     try:
         return storage.describe_file(f'{source}/{schema.CAPTIONS_FILE}')
     except ValueError:
@@ -201,13 +201,13 @@ def _join_of_files(source: str, column: str, latents_from: str, folder: str, by_
         latents = source_latents.SourceLatents.read(place.latent_files, heads, choices)
     except source_latents.NoCaptionsError as error:
         raise ValueError(f'{place.no_captions}: {error}') from None
-    captions_source.join_captions(
+    captions_source.join_texts(
         latents.texts.captions, latents.texts.caption_column, by_key, name=source
     )
     return latents.texts.caption_column
 
 
-def _share(text: str) -> tuple[int, int]:
+def _parse_part(text: str) -> tuple[int, int]:
     index, count = text.split('/')
     return int(index), int(count)
 
@@ -229,7 +229,7 @@ def main() -> None:
     what = 'most tokens in a forward pass, by default chosen for the device; fewer take less memory'
     add('--batch_tokens', type=int, help=what)
     what = 'number of this process, from 0, and of all (by default from the launcher)'
-    add('--part', type=_share, metavar='I/N', help=what)
+    add('--part', type=_parse_part, metavar='I/N', help=what)
     what = 'most captions of a part (%(default)s)'
     add('--part_captions', type=int, default=parts.PART_CAPTIONS, help=what)
     add('--scratch_dir', default='', help='local folder for temporary files (in a local OUT)')

@@ -15,7 +15,7 @@ def of_captions(
 ) -> KeyedValues:
     """Joins the captions of a Parquet file, of some keys or of all."""
     keys = None if wanted is None else np.array(list(wanted), np.int64)
-    captions.join_captions(str(path), 'caption_llava', str(folder), keys, name)
+    captions.join_texts(str(path), 'caption_llava', str(folder), keys, name)
     return KeyedValues(str(folder))
 
 
@@ -24,7 +24,7 @@ def of_values(
 ) -> KeyedValues:
     """Joins the values of a sidecar, or of a column of Parquet files."""
     sidecar.join_values(
-        sidecar.find_sidecar(place),
+        sidecar.find_sidecar_files(place),
         str(folder),
         np.array(list(wanted), np.int64),
         hold=lambda file: contextlib.nullcontext(file.path),

@@ -102,5 +102,5 @@ def captions_digest(source: pathlib.Path, column: str = schema.DEFAULT_CAPTION_C
     """What a sidecar that is made of these captions says of them."""
     path = str(source / schema.CAPTIONS_FILE)
     with tempfile.TemporaryDirectory() as folder:
-        captions.join_captions(path, column, f'{folder}/captions')
+        captions.join_texts(path, column, f'{folder}/captions')
         return keyed_values.KeyedValues(f'{folder}/captions').facts['digest']

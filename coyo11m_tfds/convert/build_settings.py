@@ -150,7 +150,7 @@ class BuildSettings:
         # Here, because it needs pyarrow: the settings of a build are read without, too.
         from coyo11m_tfds.source import sidecar
 
-        first, *_ = sidecar.find_sidecar(place)
+        first, *_ = sidecar.find_sidecar_files(place)
         return sidecar.describe_values(first.path)['header']
 
 

@@ -180,7 +180,7 @@ def _find_texts(settings: BuildSettings, source: source_folder.SourceFolder) -> 
     if place in ('', schema.LABELS, EMBEDDINGS_IN_PT):
         return []
     try:
-        files = sidecar.find_sidecar(place)
+        files = sidecar.find_sidecar_files(place)
     except ValueError as error:
         raise ValueError(
             f'text_embeddings: {error} Expected a folder that coyo11m_tfds.embed_captions made, '
@@ -222,7 +222,7 @@ def _join_contents(
     else:
         joined_captions = keep(
             ['captions of files', origin, column],
-            lambda folder: captions.join_captions(
+            lambda folder: captions.join_texts(
                 latents.texts.captions, column, folder, keys, source.captions_path
             ),
         )
@@ -264,7 +264,7 @@ def _join_caption_file(
                 copied_files.check_recorded_state(
                     file_state.compute_state(path), file.recorded, file.path
                 )
-            captions.join_captions(path, settings.caption_column, folder, keys, file.path)
+            captions.join_texts(path, settings.caption_column, folder, keys, file.path)
 
     # Any commit of a hub may have the file.
     path = re.sub('@[0-9a-f]{40}/', '/', file.path)

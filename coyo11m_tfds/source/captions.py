@@ -1,6 +1,6 @@
 """Checks the captions of a Parquet file and sorts them into the order of requested keys.
 
-`join_captions` checks all rows of the file. The facts of the result are the number of `duplicates`
+`join_texts` checks all rows of the file. The facts of the result are the number of `duplicates`
 (rows left out because an earlier row has their key), the first 10 of their keys, the `digest` of
 keys and captions, and `has_checksums`, which says whether the pages have checksums. The order of
 the rows, and keys without a caption, do not change the digest.
@@ -26,7 +26,7 @@ _MAX_EXAMPLES = 10
 _DIGESTED_AT_ONCE = 1 << 20
 
 
-def join_captions(
+def join_texts(
     path: str, column: str, folder: str, requested_keys: np.ndarray | None = None, name: str = ''
 ) -> None:
     """Writes the captions of distinct keys into a new folder of `KeyedValues`.

@@ -39,16 +39,14 @@ class CopiedFiles:
             'crc32c': f'{state.crc32c:08x}',
         }
         data = json.dumps(record, indent=1).encode()
-        # All are in one folder, and names may be long.
+        # All records are in one folder, and names of files may be long.
         self._target.write(f'{_RECORDS}/{json_digest.sha256(name)[:32]}.json', data)
 
     def missing(self, files: Mapping[str, StoredFile]) -> dict[str, StoredFile]:
-        """Returns the files whose copy is missing, incomplete, or of another version.
-
-        This reads all copies on a local disk.
-        """
+        """Returns the files whose copy is missing, incomplete, or of another version."""
         folder = self._target.folder
-        records = dict(map(_read_record, self._target.read_all(_RECORDS).values()))
+        records = dict(map(_parse_copy_record, self._target.read_all(_RECORDS).values()))
+        # A build reads all files of latents in the folder, so also those.
         others = [n for n in records if not n.endswith(('.parquet', '.json')) and n not in files]
         if others:
             logging.warning(
@@ -60,17 +58,17 @@ class CopiedFiles:
             for name, file in files.items()
             if name in records and records[name][0] == file.version
         }
-        found: dict[str, FileState] = {}
+        states: dict[str, FileState] = {}
         num_bytes = 0 if self._target.keeps_checksums else sum(s.size for s in recorded.values())
         with Progress(f'Checking {folder}', num_bytes, 'B') as progress:
             for sub_folder in sorted({os.path.dirname(name) for name in recorded}):
                 names = {os.path.basename(n) for n in recorded if os.path.dirname(n) == sub_folder}
-                states = self._target.inventory(sub_folder, progress.add, names)
-                found |= {os.path.join(sub_folder, name): state for name, state in states.items()}
+                in_folder = self._target.inventory(sub_folder, progress.add, names)
+                states |= {os.path.join(sub_folder, n): state for n, state in in_folder.items()}
         return {
             name: file
             for name, file in files.items()
-            if name not in recorded or found.get(name) != recorded[name]
+            if name not in recorded or states.get(name) != recorded[name]
         }
 
 
@@ -80,20 +78,20 @@ def recorded_states(folder: str) -> dict[str, FileState]:
     records = [file for name, file in files.items() if os.path.dirname(name) == _RECORDS]
     with concurrent.futures.ThreadPoolExecutor(_READS_AT_ONCE) as threads:
         contents = threads.map(lambda file: file.read_range(0, file.size), records)
-        states = dict(map(_read_record, contents))
+        states = dict(map(_parse_copy_record, contents))
     return {name: state for name, (version, state) in states.items() if version}
 
 
-def check_recorded_state(found: FileState, recorded: FileState, path: str) -> None:
+def check_recorded_state(state: FileState, recorded: FileState, path: str) -> None:
     """Raises a ValueError if the state of the file at `path` differs from the recorded one."""
-    if found != recorded:
+    if state != recorded:
         raise ValueError(
-            f'{path}: has {found}, but when it was mirrored it had {recorded}. Mirror the source '
+            f'{path}: has {state}, but when it was mirrored it had {recorded}. Mirror the source '
             f'again; if you have replaced the file on purpose, delete its record in {_RECORDS}/.'
         )
 
 
-def _read_record(data: bytes) -> tuple[str, tuple[str, FileState]]:
+def _parse_copy_record(data: bytes) -> tuple[str, tuple[str, FileState]]:
     """Name of a copy; version of the original, and state of the copy; '' if it is damaged."""
     try:
         record = json.loads(data)

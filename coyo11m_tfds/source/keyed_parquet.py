@@ -37,36 +37,28 @@ _WITH_CHECKSUM = re.compile(rb'(?:\x15[\x80-\xff]*[\x00-\x7f]){4}', re.DOTALL)
 
 
 class KeyedFile:
-    """An open Parquet file with keys; a context manager.
-
-    The keys are the column `key`. pandas writes a named index as such a column, except an index of
-    evenly spaced numbers, which it only describes in the metadata. Without the column, this
-    description gives the keys.
-
-    Attributes:
-        name: Name of the file in messages; the path may be that of a copy.
-        column, kind: Name of the column of values, and their type in Arrow.
-    """
+    """An open Parquet file with a column of keys and one of values; a context manager."""
 
     def __init__(self, path: str, *columns: str, name: str = ''):
-        """Opens a file; its values are in the first of `columns` that exists.
+        """Opens a file, called `name` in messages; its values are in the first existing column.
 
         Raises a ValueError if the file is not Parquet, is encrypted, lacks a column or has no rows.
         """
         self.name, self._path = name or path, path
         with naming_damage(self.name):
-            self._file = _open(path)
-            found = self._file.schema_arrow
-            self.column = next((c for c in columns if c in found.names), columns[-1])
+            self._file = _open_parquet(path)
+            arrow = self._file.schema_arrow
+            self.column = next((c for c in columns if c in arrow.names), columns[-1])
             self._columns = [self.column, schema.PARQUET_KEY]
-            self._range = None if schema.PARQUET_KEY in found.names else _range_index(found)
+            self._range = None if schema.PARQUET_KEY in arrow.names else _range_index(arrow)
             if self._range is not None:
                 self._columns.pop()
             self.num_rows = self._file.metadata.num_rows
-            self._check(found)
-            self.kind = found.field(self.column).type
-            self.metadata = {k.decode(): v.decode() for k, v in (found.metadata or {}).items()}
-            check_readable(self._file, self._columns)
+            self._check(arrow)
+            self.kind = arrow.field(self.column).type  # of the values
+            self.metadata = {k.decode(): v.decode() for k, v in (arrow.metadata or {}).items()}
+            # Before the metadata of columns, whose reading would abort the process.
+            check_not_encrypted(self._file, self._columns)
             chunks = column_chunks(self._file.metadata, self.column)
             means = [c.total_uncompressed_size // max(1, c.num_values) for c in chunks]
             self._row_bytes = max(1, *means)
@@ -75,7 +67,7 @@ class KeyedFile:
             if self.is_text and any('DELTA' in e for chunk in chunks for e in chunk.encodings):
                 self._rows_at_once = _DIFFERENCES_AT_ONCE
             elif self.is_text and self._row_bytes < _REPEATED_BYTES:
-                self._file = _open(path, read_dictionary=[self.column])
+                self._file = _open_parquet(path, read_dictionary=[self.column])
 
     def __enter__(self) -> Self:
         return self
@@ -124,28 +116,27 @@ class KeyedFile:
     def values(self, row_bytes: int = 0) -> Iterator[pa.Array]:
         """Yields the values of all rows; texts that often repeat as a `pa.DictionaryArray`.
 
-        `row_bytes` is the size of a value in memory, if all have the same size. Raises a ValueError
-        if a page of the file is damaged.
+        `row_bytes` is the size of a value in memory, if all have the same size.
         """
         most = _BYTES_AT_ONCE // max(row_bytes, self._row_bytes)
         with naming_damage(self.name):
             yield from self._read(self.column, max(1, min(self._rows_at_once, most)))
 
     def _read(self, column: str, rows_at_once: int) -> Iterator[pa.Array]:
-        done = 0
+        count = 0
         for batch in self._file.iter_batches(rows_at_once, columns=[column], use_threads=False):
             yield batch.column(0)
-            done += len(batch)
-        if done != self.num_rows:
-            raise ValueError(f'{done:,} of {self.num_rows:,} rows are there')
+            count += len(batch)
+        if count != self.num_rows:
+            raise ValueError(f'it has {count:,} of {self.num_rows:,} rows')
 
-    def _check(self, found: pa.Schema) -> None:
+    def _check(self, arrow: pa.Schema) -> None:
         for column in self._columns:
-            count = found.names.count(column)
+            count = arrow.names.count(column)
             if count != 1:
                 has = f'{count} columns' if count else 'no column'
                 raise ValueError(
-                    f"{self.name}: has {has} '{column}'; its columns are {', '.join(found.names)}. "
+                    f"{self.name}: has {has} '{column}'; its columns are {', '.join(arrow.names)}. "
                     'Name one of them; for captions, set caption_column.'
                 )
         if self.num_rows == 0:
@@ -156,7 +147,7 @@ class KeyedFile:
                     f'{self.name}: has {self.num_rows:,} rows, but its metadata describes '
                     f'{len(self._range):,} keys. Write it again.'
                 )
-        elif not pa.types.is_integer(kind := found.field(schema.PARQUET_KEY).type):
+        elif not pa.types.is_integer(kind := arrow.field(schema.PARQUET_KEY).type):
             raise ValueError(
                 f"{self.name}: column '{schema.PARQUET_KEY}' is {kind}, expected int64 or another "
                 'type of integers. Write it again.'
@@ -164,7 +155,7 @@ class KeyedFile:
 
 
 def read_schema(file: StoredFile) -> pa.Schema:
-    """Reads the schema at the end of a file, local or remote; raises `naming_damage`'s errors."""
+    """Reads the schema at the end of a file, local or remote."""
 
     def read_tail(length: int) -> bytes:
         length = min(length, file.size)
@@ -180,10 +171,7 @@ def read_schema(file: StoredFile) -> pa.Schema:
 
 @contextlib.contextmanager
 def naming_damage(name: str) -> Iterator[None]:
-    """Turns Arrow's errors for a damaged or encrypted file into a ValueError that names the file.
-
-    Errors that begin with `name`, and errors of the disk, pass unchanged.
-    """
+    """Turns Arrow's errors for a damaged or encrypted file into ValueErrors that name it."""
     try:
         yield
     except _OF_DAMAGE as error:
@@ -199,11 +187,10 @@ def naming_damage(name: str) -> Iterator[None]:
         ) from error
 
 
-def check_readable(file: pq.ParquetFile, columns: list[str], groups: int | None = None) -> None:
-    """Reads a row of the first `groups` row groups, or of all; raises an OSError if encrypted.
-
-    Reading the metadata of encrypted columns without this check would abort the process.
-    """
+def check_not_encrypted(
+    file: pq.ParquetFile, columns: list[str], groups: int | None = None
+) -> None:
+    """Reads a row of the first `groups` row groups, or of all; raises an OSError if encrypted."""
     for group in range(file.metadata.num_row_groups)[:groups]:
         next(file.iter_batches(1, row_groups=[group], columns=columns, use_threads=False), None)
 
@@ -215,16 +202,16 @@ def column_chunks(metadata: pq.FileMetaData, column: str) -> list[pq.ColumnChunk
     return [metadata.row_group(g).column(index) for g in range(metadata.num_row_groups)]
 
 
-def _open(path: str, **options: Any) -> pq.ParquetFile:
+def _open_parquet(path: str, **options: Any) -> pq.ParquetFile:
     # Neither mapped nor fetched in whole column chunks: both would fill memory with as much of the
     # file as has been read (4.8 GB of 5.2 GB, against 0.15 GB), and be no faster.
     options |= {'memory_map': False, 'pre_buffer': False, 'buffer_size': 1 << 20}
     return pq.ParquetFile(path, page_checksum_verification=True, **options)
 
 
-def _range_index(found: pa.Schema) -> range | None:
+def _range_index(arrow: pa.Schema) -> range | None:
     """The keys, if pandas wrote them as a description of a `RangeIndex` instead of a column."""
-    for index in (found.pandas_metadata or {}).get('index_columns', []):
+    for index in (arrow.pandas_metadata or {}).get('index_columns', []):
         if isinstance(index, dict) and index.get('name') == schema.PARQUET_KEY:
             return range(index['start'], index['stop'], index['step'])
     return None

@@ -83,12 +83,9 @@ class KeyedValuesWriter:
         self._runs: list[str] = []
 
     def add(self, places: np.ndarray, sizes: np.ndarray, values: pa.Array) -> None:
-        """Adds values at distinct places.
+        """Adds values, or a dictionary of them, at distinct places, int64 `(n,)`.
 
-        Args:
-            places: Places, int64 `(n,)`.
-            sizes: Sizes in bytes, int32 `(n,)`, or a code of at most 0 for null.
-            values: Texts or binary values, or a dictionary of them.
+        `sizes`, int32 `(n,)`, are in bytes, or a code of at most 0 for null.
         """
         for rows in _pieces(places, sizes, values, self._piece_bytes):
             self._rows.append(rows)
@@ -156,11 +153,7 @@ def remove_unused(cache_dir: str) -> None:
 
 
 def order_by_key(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns `(order, duplicates)` of `keys` int64 `(n,)`.
-
-    `order`, int64 `(m,)`, holds the first row of each key, sorted by key; `duplicates`, int64 `(n -
-    m,)`, holds the keys of the other rows, ascending.
-    """
+    """Returns the first row of each of the keys, by key, and the keys of other rows, ascending."""
     order = np.argsort(keys, kind='stable')
     ascending = keys[order]
     duplicate = np.zeros(len(keys), bool)

@@ -102,7 +102,7 @@ class PtFile(LatentFile):
 
     @classmethod
     def _make_head(cls, file: StoredFile, path: str, check_crc: bool) -> None:
-        retry.call(lambda: _read_head(file, path, check_crc), f'reading the head of {file.path}')
+        retry.call(lambda: _write_head(file, path, check_crc), f'reading the head of {file.path}')
 
     def _open(self) -> None:
         archive = pt_archive.open_archive(self._local_path, self.path)
@@ -298,7 +298,7 @@ def check_small_members(path: str | os.PathLike[str], name: str = '') -> None:
                 archive.check(member, zlib.crc32(os.pread(file.fileno(), member.size, start)))
 
 
-def _read_head(file: StoredFile, path: str, check_crc: bool) -> None:
+def _write_head(file: StoredFile, path: str, check_crc: bool) -> None:
     """Writes the head of a remote file and compares its members with their CRC-32."""
     start = max(0, file.size - pt_archive.TAIL_BYTES)
     # Twice, because the directory has no checksum.

@@ -43,10 +43,9 @@ def part_name(number: int, count: int) -> str:
 
 
 def find_parts(folder: str) -> tuple[int, dict[int, StoredFile]]:
-    """Finds the parts in a local or remote folder, which may be missing.
+    """Returns the number of parts in the complete sidecar, 0 if none is there, and those there.
 
-    Returns the number of parts in the complete sidecar, 0 if none is there, and the existing parts.
-    Raises a ValueError if the names of parts have different counts.
+    The folder, local or remote, may be missing.
     """
     sidecars: dict[int, dict[int, StoredFile]] = {}  # by count and number
     for name, file in storage.list_folder(folder, missing_ok=True).items():
@@ -63,11 +62,8 @@ def find_parts(folder: str) -> tuple[int, dict[int, StoredFile]]:
     return count, dict(sorted(parts.items()))
 
 
-def find_sidecar(place: str | os.PathLike[str]) -> list[StoredFile]:
-    """Finds the file of a sidecar, local or remote, or all its parts in order if it is a folder.
-
-    Raises a ValueError if the file or folder does not exist, or a part is missing.
-    """
+def find_sidecar_files(place: str | os.PathLike[str]) -> list[StoredFile]:
+    """Finds the file of a sidecar, local or remote, or all its parts in order if it is a folder."""
     text = os.fspath(place)
     if os.path.isfile(text) or (text.endswith('.parquet') and not os.path.isdir(text)):
         return [storage.describe_file(text)]
@@ -175,10 +171,7 @@ def write_sidecar(
 
 
 def describe_values(path: str, column: str = '', name: str = '') -> dict[str, Any]:
-    """Returns those facts of `join_values` that one file holds; `name` is its name in messages.
-
-    Raises a ValueError if a column or an entry of the metadata is missing or of another type.
-    """
+    """Returns those facts of `join_values` that one file holds; `name` is its name in messages."""
     with KeyedFile(path, *([column] if column else _COLUMNS), name=name) as file:
         return _describe_column(file, column)
 
@@ -232,12 +225,9 @@ def join_values(
     """Writes the values of distinct keys, int64 `(n,)`, into a new folder of `KeyedValues`.
 
     The i-th key gets place i. The facts are the `dtype` and the `shape` of a value, the `digest` of
-    all keys and values and, for embeddings and tokens, the fields of the `header`.
-
-    `column` is one of integers, floats, or lists of one size, where a row with a null has no value;
-    '' stands for embeddings or tokens of `embed_captions`. Raises the errors of `describe_values`,
-    and a ValueError if files differ in their headers or in the kind of values, two rows have the
-    same key, or an embedding is null or not finite.
+    all keys and values and, for embeddings and tokens, the fields of the `header`. `column` is one
+    of integers, floats, or lists of one size, where a row with a null has no value; '' stands for
+    embeddings or tokens of `embed_captions`, which have no nulls.
     """
     writer, places = KeyedValuesWriter(folder), KeyPlaces(requested_keys)
     digest, all_keys = hashlib.sha256(), []
@@ -256,7 +246,7 @@ def join_values(
                 common = common or entries
                 check_same_entries(common, entries, file.path, f'in {files[0].path}')
                 keys = opened.keys()
-                for rows, values in _read_rows(opened, keys, facts):
+                for rows, values in _read_numbers(opened, keys, facts):
                     digest.update(values)
                     all_keys.append(keys[rows])
                     row_places, is_requested = places.find(keys[rows])
@@ -281,7 +271,7 @@ def _add_rows(writer: KeyedValuesWriter, places: np.ndarray, values: np.ndarray)
     writer.add(places, np.full(len(values), nbytes, np.int32), raw)
 
 
-def _read_rows(
+def _read_numbers(
     file: KeyedFile, keys: np.ndarray, facts: dict[str, Any]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields numbers of rows, int64 `(n,)`, and what they hold, `(n, width)`; without nulls."""
@@ -301,12 +291,12 @@ def _read_rows(
                 raise ValueError(
                     f"{file.name}: column '{file.column}' has nulls, expected a value in every row."
                 )
-            _check_rows(matrix, keys[rows], Header(**facts['header']), file.name)
+            _check_numbers(matrix, keys[rows], Header(**facts['header']), file.name)
         yield rows, matrix
         start += len(has_value)
 
 
-def _check_rows(values: np.ndarray, keys: np.ndarray, header: Header, name: str) -> None:
+def _check_numbers(values: np.ndarray, keys: np.ndarray, header: Header, name: str) -> None:
     """Raises a ValueError for tokens out of the vocabulary, and for numbers that are not finite."""
     if header.vocabulary:
         bad = ((values < -1) | (values >= header.vocabulary)).any(axis=1)

@@ -21,7 +21,7 @@ from coyo11m_tfds.storage import file_state
 from coyo11m_tfds.storage.base import Storage
 from coyo11m_tfds.storage.stored_file import StoredFile
 
-# Where a folder has several, the first: beside LightningDiT's latents lies latents_stats.pt.
+# Where a folder has several, the first: next to LightningDiT's latents lies latents_stats.pt.
 _SUFFIXES = '.safetensors', '.mds', '.tar', '.pt'
 _COMPRESSED = '.tar.gz', '.tgz', '.tar.bz2', '.tar.xz', '.tar.zst'
 _INDEX = 'index.json'
@@ -33,9 +33,9 @@ class SourceFolder:
 
     root: str  # the folder; with its commit on the hub
     latent_files: tuple[StoredFile, ...]  # all of one format, in the order of the data set
-    captions_file: StoredFile | None  # None if captions or labels lie beside the latents
+    captions_file: StoredFile | None  # None if captions or labels lie next to the latents
     by_name: Mapping[str, StoredFile]  # all files, by their paths relative to `root`
-    no_captions: str  # message for the case that there are none beside the latents either
+    no_captions: str  # message for the case that there are none next to the latents either
 
     @property
     def captions_path(self) -> str:
@@ -51,67 +51,63 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
     latents, lacks a file that its `index.json` names, or holds a file that differs from the record
     of `mirror`; and an OSError if it cannot be read.
     """
+    suffixes = (*_SUFFIXES, *_COMPRESSED, '.parquet', _INDEX)
     try:
         opened = storage.open_folder(root).pin()
-        files = opened.list_visible(
-            schema.LATENTS_FOLDER, (*_SUFFIXES, *_COMPRESSED, '.parquet', _INDEX)
-        )
+        listing = opened.list_visible(schema.LATENTS_FOLDER, suffixes)
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
             f'{root} is not a folder; expected the folder of the source data.'
         ) from None
     folder = opened.folder
-    index = files.get(_INDEX)
-    if index and not any(name.startswith(f'{schema.LATENTS_FOLDER}/') for name in files):
-        names = _of_index(opened, index, files)
+    index = listing.get(_INDEX)
+    if index and not any(name.startswith(f'{schema.LATENTS_FOLDER}/') for name in listing):
+        names = _names_in_index(opened, index, listing)
     else:
-        names, index = _names(files), None
+        names, index = _latent_names(listing), None
     if not names:
-        tars = [name for name in sorted(files) if name.endswith(_COMPRESSED)]
+        tars = [name for name in sorted(listing) if name.endswith(_COMPRESSED)]
         hint = f' {tars[0]} is compressed, and only plain tars are read.' if tars else ''
         raise ValueError(
             f'No {", ".join(_SUFFIXES)} files in {folder}/{schema.LATENTS_FOLDER} or {folder}; '
             f'expected files of latents like 000000-000009.pt there.{hint}'
         )
-    files |= {name: dataclasses.replace(files[name], label=name) for name in names}
-    others = [x for x in (schema.CAPTIONS_FILE, *[_INDEX] * bool(index)) if x in files]
-    used = [files[name] for name in (*names, *others)]
+    # Keys of rows without keys are hashes of this label, so that they stay when the folder moves.
+    files = {name: dataclasses.replace(listing[name], label=name) for name in names}
+    files |= {x: listing[x] for x in (schema.CAPTIONS_FILE, _INDEX) if x in listing}
+    if not index:
+        files.pop(_INDEX, None)
     if opened.can_write:  # mirror may have written there
-        used = _add_records(folder, used)
-    if index and (recorded := used[-1].recorded) and index.local_path:
-        copied_files.check_recorded_state(
-            file_state.compute_state(index.path), recorded, index.path
-        )
-    by_name = dict(zip((*names, *others), used, strict=True))
-    tables = [name for name in sorted(files) if '/' not in name and name.endswith('.parquet')]
+        files = _add_records(folder, files)
+    if index and (recorded := files[_INDEX].recorded) and index.local_path:
+        state = file_state.compute_state(index.path)
+        copied_files.check_recorded_state(state, recorded, index.path)
+    tables = [name for name in sorted(listing) if '/' not in name and name.endswith('.parquet')]
     return SourceFolder(
-        folder,
-        tuple(used[: len(names)]),
-        by_name.get(schema.CAPTIONS_FILE),
-        by_name,
-        f'{folder}/{schema.CAPTIONS_FILE} is missing; expected the Parquet file of captions under '
-        f'this name (Parquet files in the folder: {", ".join(tables) or "none"}), or captions or '
-        'labels beside the latents',
+        root=folder,
+        latent_files=tuple(files[name] for name in names),
+        captions_file=files.get(schema.CAPTIONS_FILE),
+        by_name=files,
+        no_captions=f'{folder}/{schema.CAPTIONS_FILE} is missing; expected the Parquet file of '
+        'captions under this name (Parquet files in the folder: '
+        f'{", ".join(tables) or "none"}), or captions or labels next to the latents',
     )
 
 
-def _names(files: Mapping[str, StoredFile]) -> list[str]:
+def _latent_names(listing: Mapping[str, StoredFile]) -> list[str]:
     """Names of the files of latents: of one folder and one format, the first that there is."""
     for folder in (schema.LATENTS_FOLDER, ''):
+        in_folder = [name for name in sorted(listing) if os.path.dirname(name) == folder]
         for suffix in _SUFFIXES:
-            names = [
-                x for x in sorted(files) if x.endswith(suffix) and os.path.dirname(x) == folder
-            ]
-            if names:
+            if names := [name for name in in_folder if name.endswith(suffix)]:
                 return names
     return []
 
 
-def _of_index(folder: Storage, index: StoredFile, files: dict[str, StoredFile]) -> list[str]:
-    """Names of the shards that an `index.json` of MDS names; adds those of sub-folders to `files`.
-
-    Raises a ValueError if the index is damaged, or a shard is missing, compressed or not whole.
-    """
+def _names_in_index(
+    folder: Storage, index: StoredFile, listing: dict[str, StoredFile]
+) -> list[str]:
+    """Names of the shards of MDS in an `index.json`; adds those of sub-folders to the listing."""
     try:
         shards = json.loads(index.read())['shards']
         sizes = {shard['raw_data']['basename']: shard['raw_data']['bytes'] for shard in shards}
@@ -127,37 +123,30 @@ def _of_index(folder: Storage, index: StoredFile, files: dict[str, StoredFile]) 
             f'{index.path}: is damaged or not an index of MDS shards ({error}). Copy it again.'
         ) from None
     for sub_folder in folders:
-        files |= folder.list_visible(sub_folder, _SUFFIXES)
+        listing |= folder.list_visible(sub_folder, _SUFFIXES)
     for name, size in sizes.items():
-        if compressed and name not in files:
+        path, file = f'{folder.folder}/{name}', listing.get(name)
+        if compressed and not file:
             raise ValueError(
-                f'{folder.folder}/{name}: is compressed; write the shards again with '
-                'compression=None.'
+                f'{path}: is compressed; write the shards again with compression=None.'
             )
-        if name not in files or files[name].size != size:
-            has = f'has {files[name].size:,} bytes' if name in files else 'is missing'
-            raise ValueError(
-                f'{folder.folder}/{name}: {has}, but {index.path} says {size} bytes. Copy it again.'
-            )
+        if not file or file.size != size:
+            has = f'has {file.size:,} bytes' if file else 'is missing'
+            raise ValueError(f'{path}: {has}, but {index.path} says {size} bytes. Copy it again.')
     return list(sizes)
 
 
-def _add_records(folder: str, files: list[StoredFile]) -> list[StoredFile]:
+def _add_records(folder: str, files: Mapping[str, StoredFile]) -> dict[str, StoredFile]:
     """Adds to files what `mirror` recorded, if it filled this folder; refuses those that differ."""
-    recorded = copied_files.recorded_states(folder)
-    if not recorded:
-        return files
-    found, others = [], []
-    for file in files:
-        if state := recorded.get(file.path.removeprefix(f'{folder}/')):
-            crc32c = state.crc32c if file.crc32c is None else file.crc32c
-            copied_files.check_recorded_state(
-                file_state.FileState(file.size, crc32c), state, file.path
-            )
-        else:
-            others.append(file.path)
-        found.append(dataclasses.replace(file, recorded=state))
+    records = copied_files.recorded_states(folder)
+    for name, file in files.items():
+        if record := records.get(name):
+            # A listing of a local disk has no checksums: only sizes are compared here.
+            crc32c = record.crc32c if file.crc32c is None else file.crc32c
+            state = file_state.FileState(file.size, crc32c)
+            copied_files.check_recorded_state(state, record, file.path)
+    others = [file.path for name, file in files.items() if records and name not in records]
     if others:
         more = f', nor {len(others) - 1} more' if others[1:] else ''
         logging.warning(f'{others[0]}: mirror did not copy this file{more}, unlike others there.')
-    return found
+    return {n: dataclasses.replace(file, recorded=records.get(n)) for n, file in files.items()}

@@ -1,8 +1,8 @@
 """Keys, rows and dtype of all latent files of a source; everything except the latents.
 
 `read` checks every file before the build writes anything. It reads only the heads of remote files,
-a few at a time. It copies captions and labels beside the latents into Parquet files, for the reader
-of a source's Parquet file.
+a few at a time. It copies captions and labels next to the latents into Parquet files, for the
+reader of a source's Parquet file.
 """
 
 import concurrent.futures
@@ -89,10 +89,9 @@ def write_numbers(
     folder: str | os.PathLike[str],
     latents: schema.LatentsFrom,
 ) -> str:
-    """Writes a Parquet file with a column of numbers beside the latents of all files, by key.
+    """Copies numbers next to the latents into a Parquet file with the first row of each key.
 
-    Returns its path, in a folder like `head_dir` of `SourceLatents.read`; it has the first row of
-    each key. Raises a ValueError if a file is bad, or has no such numbers.
+    Returns its path in `folder`, which is like `head_dir` of `SourceLatents.read`.
     """
 
     def read_one(file: StoredFile) -> pa.Table:
@@ -163,16 +162,11 @@ def _read_texts(
 
 
 class TextTables:
-    """Writes the captions and labels of files, in turn, into Parquet files with keys.
-
-    Attributes:
-        captions: Path of the file of captions; '' if there are none.
-        labels: Path of the labels, as a sidecar of tokens (see `sidecar`); '' if there are none.
-        caption_column: Name of the column of captions.
-    """
+    """Writes the captions and labels of files, in turn, into Parquet files with keys."""
 
     def __init__(self, folder: str | os.PathLike[str]):
-        self.captions = self.labels = self.caption_column = ''
+        self.captions = self.caption_column = ''  # path of the captions and their column, if any
+        self.labels = ''  # path of the labels, a sidecar of tokens, if any
         self._folder = os.fspath(folder)
         self._writer: pq.ParquetWriter | None = None
         self._labels: list[tuple[np.ndarray, np.ndarray]] = []
@@ -231,12 +225,10 @@ class SourceLatents:
     Attributes:
         keys: Keys of all rows in the files' order, int64.
         starts: Index in `keys` of each file's first row and, last, the number of all rows, int64.
-        dtype, shape, digests: Those of the `LatentFile`s.
         duplicate: Whether an earlier row has the same key, bool, shape of `keys`.
         disagreeing: Keys of files that are left out because their tensors have unequal numbers of
             rows, so that keys cannot be assigned to rows; int64.
-        versions: A version of each file that changes with its content, also if the file has no
-            checksums.
+        versions: A version of each file, which changes with its content.
         texts: Captions and labels of the files, valid as long as the folder of heads exists.
     """
 
@@ -282,8 +274,8 @@ class SourceLatents:
         """Opens and checks every file.
 
         `head_dir` is an existing, empty folder for the heads of remote files, some MB each, and for
-        captions and labels. Raises a `NoCaptionsError`, and a ValueError if a file is bad, the
-        files disagree, or all are empty; or if `drop_bad` is False and a key is repeated.
+        captions and labels. Raises a ValueError if a file is bad, the files disagree, all are
+        empty, or, unless `drop_bad`, a key is repeated; a `NoCaptionsError` if there are none.
         """
         heads, texts = [], TextTables(head_dir)
         read_one = functools.partial(_read_head, head_dir=head_dir, options=options)

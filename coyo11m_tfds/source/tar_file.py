@@ -1,4 +1,4 @@
-"""One tar of `.npy` latents with `.json` or `.txt` beside them, in WebDataset's layout.
+"""One tar of `.npy` latents with `.json` or `.txt` next to them, in WebDataset's layout.
 
 Members whose names are equal up to the first dot form one sample. Only the headers have checksums.
 """
@@ -93,9 +93,9 @@ class TarFile(LatentFile):
             start = offset + _BLOCK
             try:
                 checksum = sum(header) - sum(header[148:156]) + 8 * ord(' ')
-                if len(header) < _BLOCK or int(_text(header[148:156]), 8) != checksum:
+                if len(header) < _BLOCK or int(_decode_field(header[148:156]), 8) != checksum:
                     raise ValueError('its checksum is wrong')
-                is_binary, octal = header[124] & 0x80, _text(header[124:136])
+                is_binary, octal = header[124] & 0x80, _decode_field(header[124:136])
                 nbytes = int.from_bytes(header[125:136]) if is_binary else int(octal or '0', 8)
                 nbytes = int(extended.get('size', nbytes))
                 if not 0 <= nbytes <= size - start:
@@ -104,12 +104,12 @@ class TarFile(LatentFile):
                 what = f'its header at byte {offset:,} cannot be read ({error})'
                 raise self._damaged(what) from None
             kind = header[156:157]
-            prefix = _text(header[345:500]) if header[257:263] == b'ustar\0' else ''
-            name = extended.get('path') or os.path.join(prefix, _text(header[:100]))
+            prefix = _decode_field(header[345:500]) if header[257:263] == b'ustar\0' else ''
+            name = extended.get('path') or os.path.join(prefix, _decode_field(header[:100]))
             if kind == tarfile.XHDTYPE and nbytes <= _MAX_TEXT:
                 extended |= self._read_pax(start, nbytes)
             elif kind == tarfile.GNUTYPE_LONGNAME and nbytes <= _MAX_TEXT:
-                extended |= {'path': _text(self._read_bytes(start, nbytes))}
+                extended |= {'path': _decode_field(self._read_bytes(start, nbytes))}
             elif kind in (tarfile.REGTYPE, tarfile.AREGTYPE):
                 yield name, start, nbytes
                 extended = {}
@@ -130,7 +130,7 @@ class TarFile(LatentFile):
                 raise self._damaged(f'its header of pax at byte {start:,} cannot be read')
             name, _, value = record[: int(digits) - len(digits) - 2].partition(b'=')
             if name in (b'path', b'size'):
-                fields[name.decode()] = _text(value)
+                fields[name.decode()] = _decode_field(value)
             data = data[int(digits) :]
         return fields
 
@@ -197,7 +197,7 @@ class TarFile(LatentFile):
         return self._read_bytes(start, size)
 
 
-def _text(field: bytes) -> str:
+def _decode_field(field: bytes) -> str:
     return field.split(b'\0')[0].decode('utf-8', 'surrogateescape').strip()
 
 

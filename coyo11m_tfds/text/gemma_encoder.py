@@ -89,7 +89,7 @@ class JaxTokenizer(ModelTokenizer):
     """The fast tokenizer of a Gemma 3; see `ModelTokenizer`."""
 
     def __init__(self, model: str, max_tokens: int) -> None:
-        """Loads the tokenizer; raises the errors of `text_encoders.make_tokenizer`."""
+        """Loads the tokenizer; see `text_encoders.make_tokenizer`."""
         self.checkpoint = open_checkpoint(model)
         length = min(max_tokens, self.checkpoint.config.max_positions)
         super().__init__(f'jax:{model}', length, self.checkpoint.tokenizer(), _PADDING)
@@ -109,11 +109,9 @@ class JaxEncoder(JaxTokenizer, ModelEncoder):
         batch_tokens: int | None = None,
         dtype: jnp.dtype | type | None = None,
     ) -> None:
-        """Loads tokenizer and weights; raises the errors of `text_encoders.make_encoder`.
+        """Loads tokenizer and weights; see `text_encoders.make_encoder`.
 
-        Args:
-            batch_tokens: See `make_encoder`; None for `CPU_BATCH_TOKENS` or `BATCH_TOKENS`.
-            dtype: Dtype of weights and computation; None for float32 on CPUs, bfloat16 elsewhere.
+        `dtype` is that of weights and computation; None for float32 on CPUs, bfloat16 elsewhere.
         """
         devices = jax.local_devices()
         on_cpu = devices[0].platform == 'cpu'
@@ -162,11 +160,10 @@ def open_checkpoint(model: str) -> 'Checkpoint':
 
 
 def load_params(checkpoint: 'Checkpoint', dtype: jnp.dtype | type) -> dict[str, Any]:
-    """Reads all weights, each once.
+    """Reads the parameters of `gemma.Gemma(checkpoint.config)` as NumPy arrays, each once.
 
-    Returns:
-        The parameters of `gemma.Gemma(checkpoint.config)` as NumPy arrays, in `dtype`, except for
-        the scales of norms in float32. Those of all layers are stacked as `(depth, ...)`.
+    They are in `dtype`, except for the scales of norms in float32. Those of all layers are stacked
+    as `(depth, ...)`.
     """
     shapes = flax.traverse_util.flatten_dict(
         gemma.abstract_params(checkpoint.config, dtype), sep='.'

@@ -31,10 +31,7 @@ class HfTokenizer(ModelTokenizer):
     """The tokenizer of a transformers model; see `ModelTokenizer`."""
 
     def __init__(self, model: str, max_tokens: int, config: Any = None) -> None:
-        """Loads the tokenizer; raises the errors of `text_encoders.make_tokenizer`.
-
-        `config` is that of the model, if it has been read.
-        """
+        """Loads the tokenizer; `config` is that of the model, if it has been read."""
         with _loading(model):
             tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model, **_SAFE)
             config = config or transformers.AutoConfig.from_pretrained(model, **_SAFE)
@@ -46,8 +43,8 @@ class HfTokenizer(ModelTokenizer):
         positions = getattr(config, 'max_position_embeddings', None) or max_tokens
         length = min(max_tokens, tokenizer.model_max_length, positions)
         # Many causal models have no token for padding.
-        fillers = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-        filler = next(token for token in fillers if token is not None)
+        tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+        filler = next(token for token in tokens if token is not None)
         super().__init__(f'hf:{model}', length, tokenizer.backend_tokenizer, filler)
 
 
@@ -59,11 +56,7 @@ class HfEncoder(HfTokenizer, ModelEncoder):
     """
 
     def __init__(self, model: str, max_tokens: int, batch_tokens: int | None = None) -> None:
-        """Loads tokenizer and weights; raises the errors of `text_encoders.make_encoder`.
-
-        `batch_tokens` limits the tokens in a forward pass, with padding; None for the device's
-        default in `BATCH_TOKENS`.
-        """
+        """Loads tokenizer and weights; see `text_encoders.make_encoder`."""
         self._device = torch.device('cpu')
         if num_gpus := torch.cuda.device_count():
             self._device = torch.device('cuda', job.index_on_machine() % num_gpus)
@@ -113,11 +106,11 @@ def _load_model(model: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
             model, dtype=dtype, use_safetensors=True, output_loading_info=True, **_SAFE
         )
     # The pooling layer is not used.
-    lacking = sorted(name for name in report['missing_keys'] if not name.startswith('pooler.'))
-    if lacking:
+    missing = sorted(name for name in report['missing_keys'] if not name.startswith('pooler.'))
+    if missing:
         raise ValueError(
-            f'text encoder {model!r}: the weights lack {len(lacking)} tensors that the model '
-            f'needs, such as {lacking[0]}; without them it would be initialized at random. '
+            f'text encoder {model!r}: the weights lack {len(missing)} tensors that the model '
+            f'needs, such as {missing[0]}; without them it would be initialized at random. '
             'Download or save the whole model again.'
         )
     # Whole captions go through at once, so keys and values need not be kept for a next token.

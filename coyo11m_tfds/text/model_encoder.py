@@ -1,8 +1,7 @@
 """What encoders with a model share: tokens, batches, and means in the order of the captions.
 
-The tokenizer is that of the package `tokenizers`, which is written in Rust. It runs on all cores
-and without the interpreter's lock, so another thread can run a model. Through transformers, which
-adds masks, types and offsets of tokens, it takes 1.5 times as long.
+The tokenizer is that of the package `tokenizers`, without its wrapper in transformers, which takes
+1.5 times as long. It releases the interpreter's lock, so another thread can run a model.
 """
 
 import concurrent.futures
@@ -30,13 +29,11 @@ class ModelTokenizer(Tokenizer):
     def __init__(
         self, spec: str, max_tokens: int, backend: tokenizers.Tokenizer, filler: int
     ) -> None:
-        """Takes a tokenizer.
+        """Takes a `backend`, whose padding and truncation it changes.
 
-        Args:
-            spec: `hf:` or `jax:`, and a folder or a name on the hub.
-            max_tokens: Length to which captions are cut, special tokens included.
-            backend: Tokenizer; its padding and truncation are changed.
-            filler: Token for empty captions, and for padding, which is masked.
+        `spec` is `hf:` or `jax:`, and a folder or a name on the hub. Captions are cut to
+        `max_tokens`, special tokens included. `filler` is the token for empty captions, and for
+        padding, which is masked.
         """
         special = backend.num_special_tokens_to_add(is_pair=False)
         if max_tokens <= special:
@@ -62,7 +59,7 @@ class ModelTokenizer(Tokenizer):
         with concurrent.futures.ThreadPoolExecutor(2, 'tokenize') as threads:
             encoded = list(threads.map(self._tokenize_block, blocks))
         self.truncated += sum(num_truncated for _, num_truncated in encoded)
-        return [ids or [self._filler] for of_block, _ in encoded for ids in of_block]
+        return [ids or [self._filler] for block_ids, _ in encoded for ids in block_ids]
 
     def _tokenize_block(self, captions: list[str]) -> tuple[list[list[int]], int]:
         """Returns the ids of each caption, and how many captions were cut."""
@@ -85,55 +82,49 @@ class ModelEncoder(Encoder):
     def _start(
         self, tokens: Sequence[Sequence[int]], shape: tuple[int, int]
     ) -> Callable[[], np.ndarray]:
-        """Starts a batch of this padded shape; the result waits for its means, float32 `(n, dim)`.
+        """Starts a batch of this padded shape; returns a function that waits for the means.
 
-        `n` may be larger than the number of rows.
+        These are float32 `(n, dim)`, where `n` may be larger than the number of rows.
         """
         raise NotImplementedError
 
     def encode_tokens(
         self, tokens: Sequence[Sequence[int]], on_batch: OnBatch = ignore_batch
     ) -> np.ndarray:
-        """Returns float32 `(len(tokens), dim)`; see `Encoder`."""
+        """See `Encoder`."""
         lengths = np.array([len(ids) for ids in tokens], np.int64)
         embeddings = np.empty((len(tokens), self.dim), np.float32)
         batches = plan_batches(lengths, self._batch_tokens, self._num_devices)
         started = ((rows, self._start([tokens[i] for i in rows], shape)) for rows, shape in batches)
-        waiting = None
+        # A batch is started before the one before it is waited for, so that no device is ever idle.
+        previous = None
         for batch in itertools.chain(started, [None]):
-            if waiting:  # one behind, so that a device is never idle
-                rows, means = waiting
+            if previous:
+                rows, means = previous
                 embeddings[rows] = means()[: len(rows)]
                 on_batch(len(rows), int(lengths[rows].sum()))
-            waiting = batch
+            previous = batch
         return embeddings
 
 
 def plan_batches(
     lengths: np.ndarray, batch_tokens: int, num_devices: int = 1
 ) -> Iterator[tuple[np.ndarray, tuple[int, int]]]:
-    """Groups rows of similar length, longest first, so that batches have little padding.
+    """Groups rows of similar lengths, integers `(n,)`, so that batches have little padding.
 
-    Batches have few shapes. A width is that of the longest row, rounded up to one of 16 widths an
-    octave. A height is the largest for this width, of multiples of `num_devices`; with few rows
-    left, it is the next power of two.
-
-    Args:
-        lengths: Number of tokens of each row, integers `(n,)`.
-        batch_tokens: Limit for the height times the width of a batch; one row a device is always
-            allowed.
-
-    Yields:
-        `(rows, (height, width))`: the numbers of at most `height` rows, int64 `(k,)`, none longer
-        than `width`. Each row comes once.
+    Yields `(rows, (height, width))`: the numbers of at most `height` rows, int64 `(k,)`, none
+    longer than `width`. Height times width is at most `batch_tokens`, or one row a device.
     """
+    # The longest first, so that the first of the rows that are left is as wide as its batch.
     order = np.argsort(-lengths, kind='stable')
     start = 0
     while start < len(order):
+        # Batches have few shapes, because each has to be compiled: heights are the largest for one
+        # of 16 widths an octave or, with few rows left, powers of two.
         width = _round_up(int(lengths[order[start]]))
         height = max(1, batch_tokens // (width * num_devices))  # of one device
-        left = -(-(len(order) - start) // num_devices)
-        height = min(height, 1 << (left - 1).bit_length()) * num_devices
+        num_left = -(-(len(order) - start) // num_devices)
+        height = min(height, 1 << (num_left - 1).bit_length()) * num_devices
         yield order[start : start + height], (height, width)
         start += height
 

@@ -5,8 +5,8 @@ the model works on the previous part. The batches of a part depend only on its c
 bytes do not depend on the process or on other parts.
 
 A part appears in its folder only when it is complete, and its metadata hold everything that decides
-its contents. So parts need neither locks nor a clean-up: any process makes a missing part, and two
-processes that make the same part write the same bytes.
+its contents. So parts need neither locks nor a clean-up: two processes that make the same part
+write the same bytes.
 """
 
 import concurrent.futures
@@ -37,12 +37,7 @@ _CHECKED_AT_ONCE = 16
 
 
 class Parts:
-    """The parts of a folder.
-
-    Attributes:
-        count: Number of parts.
-        keys: Keys of all captions, int64 `(n,)`, ascending.
-    """
+    """The parts of a folder."""
 
     def __init__(
         self,
@@ -53,7 +48,7 @@ class Parts:
         part_captions: int = PART_CAPTIONS,
         tokens_only: bool = False,
     ):
-        """Takes the `captions.join_captions` of all keys; does not touch the folder `out`.
+        """Takes the `captions.join_texts` of all keys; does not touch the folder `out`.
 
         `encoder` may be a tokenizer with `tokens_only`. A part has at most `part_captions`.
         """
@@ -61,6 +56,7 @@ class Parts:
         self._captions = captions
         self._encoder = encoder
         self._tokens_only = tokens_only
+        # Keys of all captions, int64 `(n,)`, ascending: here each key is its own place.
         self.keys = captions.places[captions.sizes > 0]
         self.count = -(-len(self.keys) // part_captions)
         header = sidecar.Header(
@@ -107,18 +103,10 @@ class Parts:
             list(threads.map(check_one, finished))
 
     def make(self, numbers: Sequence[int], staging: str, on_batch: OnBatch) -> int:
-        """Makes and stores some parts in turn.
+        """Makes and stores the parts of these numbers, from 0, in turn.
 
-        A part has the columns `key` int64, ascending, and `embedding`, float16 lists of `dim`, or
-        `tokens`, int32 lists of `max_tokens`, padded with -1.
-
-        Args:
-            numbers: Numbers of the parts, from 0.
-            staging: Local folder, in a local `out`, for the part that is being written.
-            on_batch: Called after each batch; its exceptions end the work.
-
-        Returns:
-            The largest number of token ids of a caption; 0 for embeddings.
+        `staging` is a local folder, in a local `out`, for the part that is being written. Returns
+        the largest number of token ids of a caption; 0 for embeddings.
         """
         path, folder, longest = (
             os.path.join(staging, 'part'),

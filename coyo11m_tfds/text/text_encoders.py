@@ -32,7 +32,10 @@ OnBatch = Callable[[int, int], None]
 
 _WORD = re.compile(r'\w+')
 _PAIR_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, so (a, b) and (b, a) differ
-_BUCKETS_A_FEATURE = 4  # one for each 16 bits of a feature's hash
+# One for each 16 bits of a feature's hash, as in the sparse projections of Kane and Nelson 2014:
+# nearly always two of a caption's 50 features share a bucket, and with only one bucket each, a
+# model could not tell them apart. They cost a fifth of the speed.
+_BUCKETS_A_FEATURE = 4
 _ROWS_AT_ONCE = 1024  # few enough for their arrays to stay in a cache
 
 
@@ -70,7 +73,7 @@ class Encoder(Tokenizer, Protocol):
 
 
 def ignore_batch(captions: int, tokens: int) -> None:
-    """Ignores a batch: the `on_batch` of a caller that shows no progress."""
+    """The `on_batch` of a caller that shows no progress."""
 
 
 def split_words(caption: str) -> list[str]:
@@ -86,14 +89,10 @@ def _hash(word: str) -> int:
 class HashEncoder(Encoder):
     """Signed feature hashing of words and pairs of neighbouring words, without learning.
 
-    Weinberger et al. 2009, "Feature Hashing for Large Scale Multitask Learning": each feature adds
-    +1 or -1 to a bucket, so that inner products are kept on average. Here each feature goes to 4
-    buckets (as in the sparse projections of Kane and Nelson 2014): nearly always two of a caption's
-    50 features share a bucket, and with only one bucket each, a model could not tell them apart.
-    The 4 buckets cost a fifth of the speed. Embeddings have length 1, or 0 for a caption without
-    words.
-
-    Speed on one core with captions of COCO: 110,000/s of 10 words, 46,000/s of 42 words.
+    Each feature adds +1 or -1 to a bucket, so that inner products are kept on average (Weinberger
+    et al. 2009, "Feature Hashing for Large Scale Multitask Learning"). Embeddings have length 1, or
+    0 for a caption without words. Speed on one core with captions of COCO: 110,000/s of 10 words,
+    46,000/s of 42 words.
     """
 
     name = 'hash'
@@ -145,8 +144,7 @@ class WordsTokenizer(Tokenizer):
     """Each word becomes a token, its hash; so there is no vocabulary to store.
 
     Case, punctuation and the width of letters do not matter. The 33 words of the demo's captions
-    have different ids; of 1,000 words, one in five shares its id with another word. The model
-    learns a vector for each id (`train_lib.models.dit`).
+    have different ids; of 1,000 words, one in five shares its id with another word.
     """
 
     name = schema.WORDS
@@ -184,13 +182,10 @@ class LabelsTokenizer(Tokenizer):
 def make_encoder(
     spec: str, max_tokens: int = DEFAULT_MAX_TOKENS, batch_tokens: int | None = None
 ) -> Encoder:
-    """Makes the encoder that a specification names.
+    """Makes the encoder `hash`, `hf:HUB_NAME`, `hf:FOLDER`, `jax:HUB_NAME` or `jax:FOLDER`.
 
-    Args:
-        spec: `hash`, `hf:HUB_NAME`, `hf:FOLDER`, `jax:HUB_NAME` or `jax:FOLDER`.
-        max_tokens: Length to which captions are cut, in tokens; not for `hash`.
-        batch_tokens: Limit of the tokens in a device's forward pass, with padding; None for the
-            device's default. Not for `hash`.
+    Captions are cut to `max_tokens`. `batch_tokens` limits the tokens in a device's forward pass,
+    with padding; None stands for the device's default. Neither is for `hash`.
     """
     if spec == HashEncoder.name:
         return HashEncoder()
@@ -235,7 +230,7 @@ def _model_classes(spec: str) -> tuple[Any, Any, str]:
         )
     model_files.folder(model, 'text encoder', ['config.json'])
     try:
-        # torch and transformers take seconds to import, and `hash` needs neither.
+        # Only here: torch and transformers take seconds to import, and `hash` needs neither.
         if runner == 'hf':
             from coyo11m_tfds.text import hf_encoder
 

@@ -229,7 +229,7 @@ def test_an_encrypted_file_is_refused_by_name(tmp_path, plain_footer, columns):
         writer.write_table(table)
     program = """
         try:
-            captions.join_captions(path, 'caption_llava', path + '.joined')
+            captions.join_texts(path, 'caption_llava', path + '.joined')
         except ValueError as error:
             print(error)
     """
@@ -241,7 +241,7 @@ def test_messages_name_the_file_that_a_copy_stands_for(tmp_path):
     copy, file = tmp_path / 'copy.parquet', StoredFile('gs://b/x', 0, '1', None)
 
     def of_captions(folder: str) -> None:
-        captions.join_captions(str(copy), 'caption_llava', folder, name=file.path)
+        captions.join_texts(str(copy), 'caption_llava', folder, name=file.path)
 
     def of_embeddings(folder: str) -> None:
         sidecar.join_values(
@@ -274,7 +274,7 @@ def test_texts_that_are_large_only_in_memory_take_little_of_it(tmp_path, size, c
     pq.write_table(table, path, compression='zstd', store_schema=False)
     assert path.stat().st_size < 100_000
     program = """
-        captions.join_captions(path, 'caption_llava', path + '.joined')
+        captions.join_texts(path, 'caption_llava', path + '.joined')
         print((keyed_values.KeyedValues(path + '.joined').sizes > 0).sum())
     """
     kept = 0 if size > captions.schema.MAX_CAPTION_BYTES else count
@@ -286,7 +286,7 @@ def test_embeddings_are_read_a_few_at_a_time_if_they_are_wide(tmp_path):
     rows = {key: np.ones(4096) for key in range(12_000)}  # 96 MB
     made_sources.write_sidecar(tmp_path / 'x.parquet', rows)
     program = """
-        files = sidecar.find_sidecar(path)
+        files = sidecar.find_sidecar_files(path)
         hold = lambda file: contextlib.nullcontext(file.path)
         sidecar.join_values(files, path + '.joined', np.arange(12_000), hold=hold)
         print(len(keyed_values.KeyedValues(path + '.joined').places))
@@ -302,7 +302,7 @@ def test_a_row_group_of_more_than_2_gb_takes_little_memory(tmp_path):
     options = {'use_dictionary': False, 'compression': 'none'}
     pq.write_table(table, path, row_group_size=1_100_000, **options)
     assert pq.read_metadata(path).row_group(0).column(1).total_uncompressed_size > 2**31
-    run_with_little_memory("captions.join_captions(path, 'caption_llava', path + '.joined')", path)
+    run_with_little_memory("captions.join_texts(path, 'caption_llava', path + '.joined')", path)
     expected = [part[3].as_py().encode(), part[-1].as_py().encode()]
     assert KeyedValues(f'{path}.joined').read(np.array([3, 1_099_999])) == expected
 

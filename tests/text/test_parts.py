@@ -62,7 +62,7 @@ def embed(source, out, encoder='hash', **options) -> embed_captions.EmbeddingRep
 
 
 def read(folder: pathlib.Path, column: str) -> tuple[np.ndarray, np.ndarray]:
-    tables = [pq.read_table(file.path) for file in sidecar.find_sidecar(folder)]
+    tables = [pq.read_table(file.path) for file in sidecar.find_sidecar_files(folder)]
     values = [table.column(column).combine_chunks().flatten().to_numpy() for table in tables]
     keys = np.concatenate([table.column('key').to_numpy() for table in tables])
     return keys, np.concatenate(values).reshape(len(keys), -1)
@@ -148,7 +148,7 @@ def test_hosts_share_the_parts_and_whoever_comes_makes_those_of_a_dead_one(
     assert len(report.missing_parts) == 7
     assert '7 parts are missing, such as part-00000-of-00010.parquet' in str(report)
     with pytest.raises(ValueError, match=r'part-00000-of-00010\.parquet is missing \(7 of 10'):
-        sidecar.find_sidecar(out)
+        sidecar.find_sidecar_files(out)
     embed(source, out, share=(2, 3))
     report = embed(source, out)
     assert report.num_captions + report.num_kept == 967
