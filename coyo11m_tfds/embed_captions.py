@@ -30,8 +30,7 @@ from coyo11m_tfds import schema, storage
 from coyo11m_tfds.process import command_line
 from coyo11m_tfds.process import job as ranks
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.source import captions as captions_source
-from coyo11m_tfds.source import sidecar, source_folder
+from coyo11m_tfds.source import captions, sidecar, source_folder
 from coyo11m_tfds.source.keyed_parquet import KeyedFile
 from coyo11m_tfds.source.keyed_values import KeyedValues
 from coyo11m_tfds.storage.scratch import Scratch
@@ -57,14 +56,14 @@ class EmbeddingReport:
 
     def __str__(self) -> str:
         kept = f', {self.num_kept} were there already' if self.num_kept else ''
-        advice = left = ''
+        advice = missing = ''
         if 0 < self.longest < self.dim and not self.num_truncated:
             advice = (
                 f'; the longest has {self.longest} tokens, so that --max_tokens={self.longest} '
                 f'keeps all of them in {self.longest / self.dim:.0%} of the room'
             )
         if self.missing_parts:
-            left = (
+            missing = (
                 f'; {len(self.missing_parts)} parts are missing, such as {self.missing_parts[0]}: '
                 'the other hosts make them, or the same command where they have ended'
             )
@@ -72,7 +71,7 @@ class EmbeddingReport:
             f'{self.num_captions} captions encoded by {self.encoder}, {self.dim} numbers each '
             f'({self.num_captions / self.seconds:.0f} captions/s){kept}; '
             f'{self.num_skipped} null, blank or too long ones and {self.num_duplicates} duplicates '
-            f'skipped, {self.num_truncated} truncated{advice}{left}'
+            f'skipped, {self.num_truncated} truncated{advice}{missing}'
         )
 
 
@@ -103,8 +102,8 @@ def embed(
         encoder: A specification for `text_encoders.make_encoder` or, with `tokens_only`, for
             `text_encoders.make_tokenizer`; or an encoder.
         out: A folder, local or on `gs://`.
-        drop_duplicates: Whether to take the first of several rows with one key, instead of raising
-            an error.
+        drop_duplicates: Whether to take the first of several rows with one key; else they are an
+            error.
         max_tokens: Length to which captions are cut, in tokens; not for `hash`.
         batch_tokens: See `text_encoders.make_encoder`.
         share: `(i, n)` to make only the parts i, i + n, i + 2n, ...
@@ -116,63 +115,68 @@ def embed(
     """
     out = os.fspath(out).rstrip('/')
     source = os.fspath(source_dir).rstrip('/')
+    # What can be refused at once is refused before captions are fetched in vain.
     file = _find_parquet(source)
     if file and file.local_path:
         KeyedFile(file.path, caption_column).close()  # it has the column
     parts.check_out(out, share)
     if part_captions < 1:
         raise ValueError(f'part_captions is {part_captions}, expected at least 1.')
-    loaded: Tokenizer
+    model: Tokenizer
     if not isinstance(encoder, str):
-        loaded = encoder
-    elif tokens_only:  # before captions are fetched in vain
-        loaded = text_encoders.make_tokenizer(encoder, max_tokens)
+        model = encoder
+    elif tokens_only:
+        model = text_encoders.make_tokenizer(encoder, max_tokens)
     else:
-        loaded = text_encoders.make_encoder(encoder, max_tokens, batch_tokens)
+        model = text_encoders.make_encoder(encoder, max_tokens, batch_tokens)
     with parts.scratch_folder(out, scratch_dir) as folder:
         by_key = os.path.join(folder, 'captions')
         if file:
             source = file.path
             with Scratch(os.path.join(folder, 'source')).hold_showing(file) as path:
-                captions_source.join_texts(path, caption_column, by_key, name=source)
+                captions.join_texts(path, caption_column, by_key, name=source)
         else:
-            caption_column = _join_of_files(source, caption_column, latents_from, folder, by_key)
-        joined = KeyedValues(by_key)
+            caption_column = _join_texts_of_files(
+                source, caption_column, latents_from, folder, by_key
+            )
+        values = KeyedValues(by_key)
         if not drop_duplicates:
-            captions_source.check_unique_captions(joined, source)
-        making = parts.Parts(out, joined, loaded, caption_column, part_captions, tokens_only)
-        num_keys = len(joined.places)
-        if not making.count:
+            captions.check_unique_captions(values, source)
+        folder_parts = parts.Parts(out, values, model, caption_column, part_captions, tokens_only)
+        if not folder_parts.count:
             raise ValueError(
-                f'{source}: all {num_keys} captions are null, blank or too long; nothing to encode.'
+                f'{source}: all {len(values.places)} captions are null, blank or too long; nothing '
+                'to encode.'
             )
         start = time.perf_counter()
-        finished = making.finished()
-        making.check(finished)
-        mine = range(making.count)[share[0] :: share[1]]
-        missing = [number for number in mine if number not in finished]
-        num_captions = sum(len(making.keys_of(number)) for number in missing)
-        num_kept = sum(len(making.keys_of(number)) for number in mine) - num_captions
+        finished = folder_parts.finished()
+        folder_parts.check(finished)
+        numbers = range(folder_parts.count)[share[0] :: share[1]]
+        missing = [number for number in numbers if number not in finished]
+        num_captions, num_all = (
+            sum(len(folder_parts.keys_of(number)) for number in x) for x in (missing, numbers)
+        )
         logging.info('parts to make: %d', len(missing))
-        with Progress('Embedding', num_kept + num_captions, 'captions') as progress:
-            if num_kept:
-                progress.skip(num_kept)
-
-            def on_batch(num_captions: int, num_tokens: int) -> None:
-                progress.add(num_captions, tokens=num_tokens)
-
-            longest = making.make(missing, folder, on_batch)
-        left = sorted({*range(making.count)} - making.finished().keys())
+        with Progress('Embedding', num_all, 'captions') as progress:
+            if num_all > num_captions:
+                progress.skip(num_all - num_captions)
+            longest = folder_parts.make(
+                missing,
+                folder,
+                on_batch=lambda count, num_tokens: progress.add(count, tokens=num_tokens),
+            )
+        # Listed again: meanwhile other processes have made parts.
+        missing = sorted({*range(folder_parts.count)} - folder_parts.finished().keys())
     return EmbeddingReport(
         num_captions=num_captions,
-        num_kept=num_kept,
-        num_skipped=num_keys - len(making.keys),
-        num_duplicates=joined.facts['duplicates'],
-        num_truncated=loaded.truncated,
+        num_kept=num_all - num_captions,
+        num_skipped=len(values.places) - len(folder_parts.keys),
+        num_duplicates=values.facts['duplicates'],
+        num_truncated=model.truncated,
         longest=longest,
-        missing_parts=tuple(sidecar.part_name(number, making.count) for number in left),
-        encoder=loaded.name,
-        dim=loaded.max_tokens if tokens_only else cast(Encoder, loaded).dim,
+        missing_parts=tuple(sidecar.part_name(number, folder_parts.count) for number in missing),
+        encoder=model.name,
+        dim=model.max_tokens if tokens_only else cast(Encoder, model).dim,
         seconds=time.perf_counter() - start,
     )
 
@@ -188,23 +192,24 @@ def _find_parquet(source: str) -> StoredFile | None:
         raise  # where there is nothing at all
 
 
-def _join_of_files(source: str, column: str, latents_from: str, folder: str, by_key: str) -> str:
+def _join_texts_of_files(
+    source: str, column: str, latents_from: str, folder: str, by_key: str
+) -> str:
     """Joins the captions next to the latents; returns the name of their column."""
     from coyo11m_tfds.source import source_latents  # needs torch
 
     heads = os.path.join(folder, 'heads')
     os.mkdir(heads)
-    place = source_folder.find_source(source)
-    chosen = schema.parse_latents_from(latents_from)
-    choices = source_latents.SourceOptions(latents=chosen, captions=column, drop_bad=True)
-    try:
-        latents = source_latents.SourceLatents.read(place.latent_files, heads, choices)
-    except source_latents.NoCaptionsError as error:
-        raise ValueError(f'{place.no_captions}: {error}') from None
-    captions_source.join_texts(
-        latents.texts.captions, latents.texts.caption_column, by_key, name=source
+    files = source_folder.find_source(source)
+    options = source_latents.SourceOptions(
+        latents=schema.parse_latents_from(latents_from), captions=column, drop_bad=True
     )
-    return latents.texts.caption_column
+    try:
+        texts = source_latents.SourceLatents.read(files.latent_files, heads, options).texts
+    except source_latents.NoCaptionsError as error:
+        raise ValueError(f'{files.no_captions}: {error}') from None
+    captions.join_texts(texts.captions, texts.caption_column, by_key, name=source)
+    return texts.caption_column
 
 
 def _parse_part(text: str) -> tuple[int, int]:

@@ -77,11 +77,11 @@ def mirror(
     with locks.hold(target.folder, wait=False):
         copied = CopiedFiles(target)
         missing = copied.missing(files)
-        left = sum(file.size for file in missing.values())
-        target.check_space(left)
+        missing_bytes = sum(file.size for file in missing.values())
+        target.check_space(missing_bytes)
         goals = {'files': len(files)}
         with Progress(f'Copying to {target.folder}', num_bytes, 'B', goals) as progress:
-            progress.skip(num_bytes - left, files=len(files) - len(missing))
+            progress.skip(num_bytes - missing_bytes, files=len(files) - len(missing))
             scratch = Scratch(scratch_dir or user_cache(schema.NAME, 'mirror'))
             _copy_all(missing, target, copied, scratch, progress, parallel)
         target.sweep()
@@ -98,13 +98,13 @@ def _copy_all(
 ) -> None:
     stopped = threading.Event()
 
-    def check_going_on(num_bytes: int = 0) -> None:
+    def check_not_stopped(num_bytes: int = 0) -> None:
         if stopped.is_set():
             raise concurrent.futures.CancelledError
 
     def copy(name: str) -> None:
-        check_going_on()
-        state = target.copy(files[name], name, scratch, check_going_on)
+        check_not_stopped()
+        state = target.copy(files[name], name, scratch, check_not_stopped)
         copied.save(name, files[name], state)
         progress.add(files[name].size, files=1)
 
