@@ -118,7 +118,8 @@ def embed(
     # What can be refused at once is refused before captions are fetched in vain.
     file = _find_parquet(source)
     if file and file.local_path:
-        KeyedFile(file.path, caption_column).close()  # it has the column
+        # It has the column, or this is an error.
+        KeyedFile(file.path, caption_column).close()
     parts.check_out(out, share)
     if part_captions < 1:
         raise ValueError(f'part_captions is {part_captions}, expected at least 1.')
@@ -189,7 +190,8 @@ def _find_parquet(source: str) -> StoredFile | None:
         with contextlib.suppress(ValueError):
             source_folder.find_source(source)
             return None
-        raise  # where there is nothing at all
+        # There is nothing at all.
+        raise
 
 
 def _join_texts_of_files(

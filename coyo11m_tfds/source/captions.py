@@ -20,7 +20,8 @@ from coyo11m_tfds.source import keyed_values
 from coyo11m_tfds.source.keyed_parquet import KeyedFile
 from coyo11m_tfds.source.keyed_values import KeyedValues, KeyedValuesWriter, KeyPlaces
 
-TOO_LONG = -1  # the size of a caption of more than `schema.MAX_CAPTION_BYTES`, which is left out
+# The size of a caption of more than `schema.MAX_CAPTION_BYTES`, which is left out.
+TOO_LONG = -1
 
 _MAX_EXAMPLES = 10
 _DIGESTED_AT_ONCE = 1 << 20
@@ -125,7 +126,8 @@ def _measure_texts(
 
     Raises a ValueError, which names the key, if one is not UTF-8.
     """
-    if pa.types.is_string_view(texts.type):  # Arrow cannot tell the lengths of these
+    # Arrow cannot tell the lengths of these.
+    if pa.types.is_string_view(texts.type):
         texts = texts.cast(pa.large_string())
     sizes = pc.fill_null(pc.binary_length(texts), 0).to_numpy().astype(np.int32)
     too_long = sizes > schema.MAX_CAPTION_BYTES
@@ -141,7 +143,7 @@ def _measure_texts(
             f'{name}: the text of key {bad} is not UTF-8 ({error}). Remove or repair the row.'
         ) from None
     is_caption = pc.fill_null(pc.invert(pc.utf8_is_space(texts)), False)
-    # From Arrow's buffers: a Python object for each text would take longer than the checksum.
+    # Of slices of Arrow's buffer, so that no text is copied into an object of Python.
     _, offsets, data = texts.buffers()
     bounds = np.frombuffer(offsets, np.int64, len(texts) + 1, texts.offset * 8).tolist()
     view = memoryview(data or b'')

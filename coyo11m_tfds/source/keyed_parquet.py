@@ -26,7 +26,8 @@ _DIFFERENCES_AT_ONCE = 1024
 # dictionary of texts that all differ would take 20 times as long to read.
 _REPEATED_BYTES = 16
 
-_TAIL_BYTES = 1 << 15  # most footers are shorter
+# Most footers are shorter, and so take one request.
+_TAIL_BYTES = 1 << 15
 
 # What Arrow, or the reading of its metadata, raises, depending on which byte is damaged.
 _OF_DAMAGE = (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError)

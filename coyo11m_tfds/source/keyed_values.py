@@ -25,11 +25,14 @@ from absl import logging
 
 from coyo11m_tfds.storage import file_state, json_digest, locks
 
-_FORMAT = 3  # of the files; another number has them made again
+# Of the files; another number has them made again.
+_FORMAT = 3
 _SCHEMA = pa.schema([('place', pa.int64()), ('size', pa.int32()), ('value', pa.large_binary())])
 _ROWS, _RECORD = 'rows.parquet', 'record.json'
-_RUN_BYTES = 128 << 20  # sorted at a time, in about four times as much memory
-_PIECES = 128  # of a run; one of each run is in memory while all are merged
+# Sorted at a time, in about four times as much memory.
+_RUN_BYTES = 128 << 20
+# Of a run; one of each run is in memory while all are merged.
+_PIECES = 128
 
 
 class KeyedValues:
@@ -137,7 +140,8 @@ def open_or_make(cache_dir: str, origin: Any, make_folder: Callable[[str], None]
             try:
                 os.rename(new, folder)
             except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another was faster
+                # Unless another process was faster, and made the same.
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
     return values
 
@@ -263,6 +267,7 @@ def _naming_unwritable(path: str) -> Iterator[None]:
 
 def _open_whole(folder: str) -> KeyedValues | None:
     """Opens values and holds their lock; removes them if they are damaged."""
+    # Before anything is read: what has no lock, `remove_unused` of another process may remove.
     try:
         lock = locks.FileLock(os.path.join(folder, _RECORD), shared=True)
     except FileNotFoundError:

@@ -142,7 +142,8 @@ class LatentFile:
             self._values = torch.empty((count, *self.shape), dtype=torch.float32)
         raw, values = self._raw[:count], self._values[:count]
         self._read(np.asarray(rows, np.int64), raw)
-        values.copy_(raw)  # torch converts 16-bit floats about 4 times as fast as numpy does
+        # torch converts 16-bit floats about 4 times as fast as numpy does.
+        values.copy_(raw)
         return _bytes_of(raw), values.numpy()
 
     def column(self, name: str) -> pa.Array:

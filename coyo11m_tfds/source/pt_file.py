@@ -33,9 +33,11 @@ _EMBEDDING_DTYPES = ('float16', 'bfloat16', 'float32')
 # Stays in a core's cache between reading and summing up: 1 GB from the page cache takes 0.05 s.
 _BLOCK_BYTES = 256 << 10
 
-_MAX_SMALL = 4  # all small members together are at most this many times `small_bytes`
+# All small members together are at most this many times `max_small_bytes`.
+_MAX_SMALL = 4
 _PADDED_HEADER = 4 << 10
-_GAP = 64 << 10  # reading more costs less than another request
+# Reading more than is needed costs less than another request.
+_GAP = 64 << 10
 
 
 class RowsDisagreeError(ValueError):
@@ -76,7 +78,8 @@ class PtFile(LatentFile):
         buffer, whole = np.empty(_BLOCK_BYTES, np.uint8), google_crc32c.Checksum()
         with open(path, 'rb', buffering=0) as file:
             archive, position = pt_archive.read_archive(file.fileno(), name), 0
-            if hasattr(os, 'posix_fadvise'):  # not on macOS
+            # macOS has no such advice.
+            if hasattr(os, 'posix_fadvise'):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
             for end, member in archive.sections():
                 crc32 = 0
@@ -254,7 +257,8 @@ def _load_tensors(path: str, name: str, **options) -> dict[str, torch.Tensor]:
         raise ValueError(
             f'{name}: its path is not UTF-8, and torch opens no such file. Rename it or its folder.'
         ) from None
-    except Exception as error:  # many types, according to where in the file torch stumbles
+    # Of many types, according to where in the file torch stumbles.
+    except Exception as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f'{name}: cannot be read as a .pt file, probably damaged ({first_line}). '

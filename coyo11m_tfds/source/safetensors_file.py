@@ -26,8 +26,10 @@ from coyo11m_tfds.storage.stored_file import StoredFile
 
 _FLOATS = {'F16': 'float16', 'BF16': 'bfloat16', 'F32': 'float32'}
 _INTEGERS: dict[str, np.dtype] = {'I64': np.dtype('<i8'), 'I32': np.dtype('<i4')}
-_FLIP = '_flip'  # ends the name of the tensor with the pictures mirrored
-_MAX_HEADER = 100_000_000  # as in the library
+# Ends the name of the tensor with the pictures mirrored.
+_FLIP = '_flip'
+# As in the library.
+_MAX_HEADER = 100_000_000
 
 
 class _Tensor(NamedTuple):
@@ -58,7 +60,8 @@ class SafetensorsFile(LatentFile):
         def attempt() -> None:
             tensors = _parse_tensors(read, file.size, file.path)
             header = min((tensor.begin for tensor in tensors.values()), default=file.size)
-            ends = min(columns.OUTLINE_ENDS, file.size)  # both are part of the digest
+            # Both ends are part of the digest of the outline.
+            ends = min(columns.OUTLINE_ENDS, file.size)
             ranges = [(0, max(header, ends)), (file.size - ends, file.size)]
             small = (x for n, x in tensors.items() if n in (*LABELS, schema.PT_KEYS))
             ranges += [(tensor.begin, tensor.end) for tensor in small]

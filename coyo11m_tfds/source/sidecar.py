@@ -70,7 +70,8 @@ def find_sidecar_files(place: str | os.PathLike[str]) -> list[StoredFile]:
     folder = text.rstrip('/')
     count, parts = find_parts(folder)
     if not parts:
-        storage.list_folder(folder)  # raises for a missing folder
+        # This raises another error for a folder that is missing.
+        storage.list_folder(folder)
         raise ValueError(f'{folder}: holds no part-NNNNN-of-MMMMM.parquet of embeddings.')
     missing = [part_name(number, count) for number in range(count) if number not in parts]
     if missing:
@@ -165,7 +166,8 @@ def write_sidecar(
             path,
             row_group_size=len(keys),
             compression='zstd',
-            use_dictionary=False,  # of numbers that seldom repeat it only costs
+            # For numbers that seldom repeat, a dictionary only costs.
+            use_dictionary=False,
             write_page_checksum=True,
         )
 
@@ -258,7 +260,7 @@ def join_values(
         raise ValueError(f"{name}: column '{column}' is null in every row.")
     _, duplicate_keys = keyed_values.order_by_key(keys)
     keyed_values.check_unique_keys(len(duplicate_keys), duplicate_keys, name)
-    # Keys come last in the digest, because they are known only after the last file.
+    # The keys after all values, so that the digest does not depend on the batches.
     digest = hashlib.sha256(digest.digest())
     digest.update(keys)
     writer.finish(facts | {'digest': digest.hexdigest()})
@@ -280,7 +282,8 @@ def _read_numbers(
         has_value = values.is_valid().to_numpy(zero_copy_only=False, writable=True)
         values = values.drop_null()
         numbers = values.flatten() if pa.types.is_fixed_size_list(values.type) else values
-        if numbers.null_count:  # a list with a null counts as null
+        # A list with a null counts as null.
+        if numbers.null_count:
             whole = numbers.is_valid().to_numpy(zero_copy_only=False).reshape(-1, width).all(axis=1)
             has_value[has_value] = whole
             numbers = numbers.filter(pa.array(np.repeat(whole, width)))

@@ -77,7 +77,8 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
     files |= {x: listing[x] for x in (schema.CAPTIONS_FILE, _INDEX) if x in listing}
     if not index:
         files.pop(_INDEX, None)
-    if opened.can_write:  # mirror may have written there
+    # `mirror` may have written there.
+    if opened.can_write:
         files = _add_records(folder, files)
     if index and (recorded := files[_INDEX].recorded) and index.local_path:
         state = file_state.compute_state(index.path)

@@ -111,6 +111,7 @@ def write_numbers(
             f"{files[0].path}: its numbers '{column}' and those of other files are of types that "
             f'do not go together ({error}). Write them with one type in all files.'
         ) from None
+    # A sidecar with a repeated key would be refused; a build takes the first row as well.
     firsts, _ = keyed_values.order_by_key(table.column(0).to_numpy())
     path = os.path.join(folder, 'numbers-of-files.parquet')
     pq.write_table(table.take(firsts), path)
@@ -203,6 +204,7 @@ class TextTables:
         if not self._labels:
             return
         keys, labels = map(np.concatenate, zip(*self._labels, strict=True))
+        # Each key once, as a sidecar has to have it; the build drops the other rows.
         firsts, _ = keyed_values.order_by_key(keys)
         keys, labels = keys[firsts], labels[firsts]
         header = sidecar.Header(
@@ -288,6 +290,7 @@ class SourceLatents:
                 heads.append(dataclasses.replace(head, captions=None, labels=None))
                 progress.add(1)
         texts.close()
+        # If no file is good, there is no kind of latents to go on with.
         bad = [head.disagreement for head in heads if head.disagreement]
         if len(bad) == len(heads):
             raise bad[0]

@@ -18,8 +18,10 @@ from coyo11m_tfds.dataset import manifest
 from coyo11m_tfds.source.latent_file import LatentFile, RowLayout, name_hash
 
 _BLOCK = tarfile.BLOCKSIZE
-_ALIGNED = 16  # where arrays in `.npy` files begin; so a place within 64 GB is a number of 32 bits
-_MAX_TEXT = 1 << 20  # bytes of a `.json` or `.txt`, and of a header of pax
+# Where arrays in `.npy` files begin: so a place within 64 GB is a number of 32 bits.
+_ALIGNED = 16
+# Of a `.json` or `.txt`, and of a header of pax.
+_MAX_TEXT = 1 << 20
 _CLASS = 'cls'  # WebDataset's suffix for the number of a class
 _TEXT, _JSON = 'txt', 'json'
 
@@ -53,7 +55,7 @@ class TarFile(LatentFile):
         if rest.any() or numbers.max(initial=0) >= 2**32:
             raise ValueError(f'{self.path}: a {suffix} has its array at an unusual offset.')
         self.layout = RowLayout((0,), _ALIGNED, numbers)
-        # The first sample says which texts and numbers there are: reading all would take minutes.
+        # The first sample stands for all: what another one lacks is null in a column.
         first = next(iter(self._samples))
         fields = self._json(first)
         of_text = [x for x, value in fields.items() if isinstance(value, str)]

@@ -34,7 +34,8 @@ from coyo11m_tfds.text.model_encoder import ModelEncoder, ModelTokenizer
 CPU_BATCH_TOKENS = 1024
 BATCH_TOKENS = 8192
 
-_PADDING = 0  # Gemma's own token for it; any other gives the same embeddings
+# Gemma's own token for it; any other gives the same embeddings.
+_PADDING = 0
 
 # Weights by our names and those in the files (less `.weight`): of each layer, and of the rest.
 _LAYER = {
@@ -73,7 +74,8 @@ _SIZES = {
     'max_positions': ('max_position_embeddings', 131_072),
 }
 _DEPTH = 'num_hidden_layers', 26
-_PATTERN = 6  # one layer in so many is global
+# One layer in so many is global.
+_PATTERN = 6
 _LOCAL, _GLOBAL = 'sliding_attention', 'full_attention'
 _LOCAL_BASE, _GLOBAL_BASE = ('rope_local_base_freq', 10_000.0), ('rope_theta', 1_000_000.0)
 # Variations of the architecture that no Gemma 3 language model uses, and `gemma.Gemma` has not.
@@ -244,7 +246,8 @@ class Checkpoint:
             )
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises nothing narrower
+        # The package raises nothing narrower.
+        except Exception as error:
             raise ValueError(f'{path} is not a tokenizer: {error}') from error
         tokenizer.no_padding()
         options = json.loads(settings.read_text(encoding='utf-8')) if settings.is_file() else {}

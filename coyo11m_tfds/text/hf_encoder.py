@@ -100,7 +100,8 @@ def _load_model(model: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
     kind: Any = transformers.AutoModel
     with _loading(model):
         config = transformers.AutoConfig.from_pretrained(model, **_SAFE)
-        if config.is_encoder_decoder:  # like T5, of which only the encoder is needed
+        # Like T5, of which only the encoder is needed.
+        if config.is_encoder_decoder:
             kind = transformers.AutoModelForTextEncoding
         network, report = kind.from_pretrained(
             model, dtype=dtype, use_safetensors=True, output_loading_info=True, **_SAFE

@@ -19,7 +19,8 @@ from coyo11m_tfds.text.text_encoders import Encoder, OnBatch, Tokenizer, ignore_
 # each time (AMD EPYC).
 _CAPTIONS_AT_ONCE = 1024
 
-_WIDTHS_AN_OCTAVE = 16  # of batches; more of them mean less padding and more programs to compile
+# Of widths of batches: more of them mean less padding, and more programs to compile.
+_WIDTHS_AN_OCTAVE = 16
 _SHORTEST = 16  # no batch is narrower
 
 

@@ -127,7 +127,8 @@ class Parts:
                     on_batch(len(values), sum(map(len, tokens)))
                 else:
                     values = self._encode(texts, tokens, on_batch)
-                on_batch(len(rows) - len(values), 0)  # captions that repeat another
+                # Captions that repeat another are done as well.
+                on_batch(len(rows) - len(values), 0)
                 column = schema.TOKENS if self._tokens_only else schema.PART_EMBEDDING
                 keys, metadata = self.keys_of(number), self._metadata_of(number)
                 sidecar.write_sidecar(path, keys, values[rows], column, metadata)
@@ -185,5 +186,6 @@ def scratch_folder(out: str, chosen: str | os.PathLike[str]) -> Iterator[str]:
         with locks.temporary_folder(parent, prefix) as folder:
             yield folder
     finally:
-        with contextlib.suppress(OSError):  # a bucket, or a folder that is not empty
+        # There may be no folder, if this is a bucket, or it is not empty.
+        with contextlib.suppress(OSError):
             os.rmdir(out)

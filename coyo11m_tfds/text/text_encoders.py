@@ -31,12 +31,14 @@ DEFAULT_MAX_TOKENS = 512
 OnBatch = Callable[[int, int], None]
 
 _WORD = re.compile(r'\w+')
-_PAIR_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, so (a, b) and (b, a) differ
+# Odd, so that the pairs (a, b) and (b, a) differ.
+_PAIR_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 # One for each 16 bits of a feature's hash, as in the sparse projections of Kane and Nelson 2014:
 # nearly always two of a caption's 50 features share a bucket, and with only one bucket each, a
 # model could not tell them apart. They cost a fifth of the speed.
 _BUCKETS_A_FEATURE = 4
-_ROWS_AT_ONCE = 1024  # few enough for their arrays to stay in a cache
+# Few enough for their arrays to stay in a cache.
+_ROWS_AT_ONCE = 1024
 
 
 class Tokenizer(Protocol):
@@ -96,7 +98,8 @@ class HashEncoder(Encoder):
     """
 
     name = 'hash'
-    revision = '1'  # to be raised with every change of the embeddings
+    # To be raised with every change of the embeddings.
+    revision = '1'
     max_tokens = 0
     vocabulary = 0
     dim = schema.DEFAULT_TEXT_DIM
@@ -148,7 +151,8 @@ class WordsTokenizer(Tokenizer):
     """
 
     name = schema.WORDS
-    revision = '1'  # to be raised with every change of the ids
+    # To be raised with every change of the ids.
+    revision = '1'
     vocabulary = 4096
 
     def __init__(self, max_tokens: int):
