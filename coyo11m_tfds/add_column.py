@@ -47,8 +47,8 @@ from coyo11m_tfds.storage.scratch import Scratch, choose_folder
 from coyo11m_tfds.storage.stored_file import StoredFile
 
 _NAME = re.compile(r'[a-z][a-z0-9_]*')
-_OF_BATCHES = input_pipeline.CROP, input_pipeline.DROP_TEXT, input_pipeline.MASK
-_TAKEN = {*stored_dataset.READABLE, *_OF_BATCHES, texts.RECORDS_TEXT}
+_BATCH_NAMES = input_pipeline.CROP, input_pipeline.DROP_TEXT, input_pipeline.MASK
+_RESERVED_NAMES = {*stored_dataset.READABLE, *_BATCH_NAMES, texts.RECORDS_TEXT}
 _ROWS_AT_ONCE = 4096
 _CHUNKS_AT_ONCE = 32  # requests to gs://
 
@@ -80,46 +80,45 @@ def add(
             '' for `.coyo11m_tfds` in the `--data_dir` of the build or, for a data set on gs://,
             this user's cache.
     """
-    origins = [x for x in (text, parquet, source) if x]
+    origins = [os.fspath(x) for x in (text, parquet, source) if x]
     if len(origins) != 1 or bool(text) == bool(column):
         raise ValueError('expected either text, or parquet or source with column.')
     with _editing(data_dir, scratch_dir) as edit:
         _check_name(edit.stored, name, replace)
-        place = os.fspath(origins[0])
-        numbers = ''
+        values_place = origins[0]
         if source:
             latent_files = source_folder.find_source(source).latent_files
-            numbers = source_latents.write_numbers(
-                latent_files, column, edit.scratch, _latents_from(edit)
+            values_place = source_latents.write_numbers(
+                latent_files, column, edit.scratch, _read_latents_from(edit.stored)
             )
-        files = sidecar.find_sidecar_files(numbers or place)
-        if files[0].local_path:  # before the shards are read for their keys
+        files = sidecar.find_sidecar_files(values_place)
+        # A wrong file is refused before all shards are read for their keys.
+        if files[0].local_path:
             sidecar.describe_values(files[0].path, column)
-        keys = np.concatenate([np.empty(0, np.int64), *_keys(edit.stored)])
+        keys = np.concatenate([np.empty(0, np.int64), *_read_keys(edit.stored)])
         folder = os.path.join(edit.scratch, 'joined')
         downloads = Scratch(os.path.join(edit.scratch, 'source'))
         sidecar.join_values(files, folder, keys, hold=downloads.hold_showing, column=column)
         values = KeyedValues(folder)
-        if len(lacking := np.delete(keys, values.places)):
+        if len(missing := np.delete(keys, values.places)):
             remedy = 'Add rows for their keys.'
             if text:
-                remedy = (
-                    'Embed a column that is blank for none of them, or build with text_embeddings.'
-                )
+                remedy = 'Embed a column without blank captions, or build with text_embeddings.'
             raise ValueError(
-                f'{place}: has no value for {len(lacking):,} of {len(keys):,} records of '
-                f'{edit.stored.folder}, such as key {lacking[0]}, and every record needs a value. '
+                f'{origins[0]}: has no value for {len(missing):,} of {len(keys):,} records of '
+                f'{edit.stored.folder}, such as key {missing[0]}, and every record needs a value. '
                 f'{remedy}'
             )
-        added = _write(edit, name, values)
+        added = _write_values(edit, name, values)
         others = {n: x for n, x in edit.stored.columns.items() if n != name}
-        if name in edit.stored.columns:  # no file of it may be replaced while it is there
+        # The new files have the names of the old ones: no reader may take one for the other.
+        if name in edit.stored.columns:
             edit.commit(others)
         edit.commit({**others, name: added}, list(added.files.values()))
         return added
 
 
-def remove(data_dir: str | os.PathLike[str], name: str) -> None:
+def remove_column(data_dir: str | os.PathLike[str], name: str) -> None:
     """Removes an added column; runs that read it end with an error."""
     with _editing(data_dir) as edit:
         added = {n for n, x in edit.stored.columns.items() if isinstance(x, AddedColumn)}
@@ -142,25 +141,29 @@ def move_latents(data_dir: str | os.PathLike[str], source: str | os.PathLike[str
         if not isinstance(latents, InPlaceColumn):
             raise ValueError(f'{edit.stored.folder}: its latents lie in its records, in no source.')
         latent_files = source_folder.find_source(source).latent_files
-        files = [_find_moved(file, latent_files, os.fspath(source), edit) for file in latents.files]
-        moved = dataclasses.replace(latents, files=tuple(files))
+        files = tuple(_find_moved(file, latent_files, source, edit) for file in latents.files)
+        moved = dataclasses.replace(latents, files=files)
         edit.commit({**edit.stored.columns, schema.LATENTS: moved})
 
 
 def _find_moved(
-    before: InPlaceFile, latent_files: Sequence[StoredFile], source: str, edit: '_Edit'
+    before: InPlaceFile,
+    latent_files: Sequence[StoredFile],
+    source: str | os.PathLike[str],
+    edit: '_Edit',
 ) -> InPlaceFile:
     # Shards of several sub-folders have the same names.
-    same = [
+    matches = [
         file for file in latent_files if f'/{before.path}'.endswith(f'/{file.label or file.name}')
     ]
-    if not same:
+    if not matches:
         name = os.path.basename(before.path)
         raise ValueError(f'{source}: {name} is missing, but holds latents. Copy it there.')
-    [file] = same
+    [file] = matches
     tasks.check_within_reach(file, edit.stored.folder)
     head = formats.format_of(file).fetch_head(file, edit.scratch, check_crc=False)
-    moved = tasks.make_column_file(file, formats.open_file(file, head, _latents_from(edit)))
+    opened = formats.open_file(file, head, _read_latents_from(edit.stored))
+    moved = tasks.make_column_file(file, opened)
     if moved.digest != before.digest:
         raise columns.changed_file_error(
             file.path, 'outline has digest', moved.digest, before.digest
@@ -168,8 +171,8 @@ def _find_moved(
     return moved
 
 
-def _latents_from(edit: '_Edit') -> schema.LatentsFrom:
-    settings = edit.stored.metadata.get(schema.META_SETTINGS) or {}
+def _read_latents_from(stored: StoredDataset) -> schema.LatentsFrom:
+    settings = stored.metadata.get(schema.META_SETTINGS) or {}
     return schema.parse_latents_from(settings.get('latents_from', ''))
 
 
@@ -183,45 +186,43 @@ class _Edit:
     scratch: str  # local folder for other files, empty at first
     lock: locks.Lock
 
-    def commit(self, described: Mapping[str, Column], files: Sequence[str] = ()) -> None:
-        """Stores files, then the description of the columns; removes files without a use.
-
-        Checksums are stored before the description: a column that the description does not name
-        does not exist, so after a kill in between the same command can be repeated.
-        """
+    def commit(self, new_columns: Mapping[str, Column], files: Sequence[str] = ()) -> None:
+        """Stores files, then the description of the columns; removes files without a use."""
         build, folder = self.stored.build, self.destination.folder
-        columns.write_columns(self.staging, described, build)
+        columns.write_columns(self.staging, new_columns, build)
         names = [*files, schema.of_build(schema.COLUMNS_FILE, build)]
         listing = storage.list_folder(folder)
-        over = listing.keys() & columns.unused_column_files(listing, described, build)
-        if recorded := listing.get(schema.of_build(schema.CHECKSUMS_FILE, build)):
-            content = recorded.read()
-            states = {x: file_state.compute_state(os.path.join(self.staging, x)) for x in names}
-            kept = {
-                x: state for x, state in manifest.parse_checksums(content).items() if x not in over
-            }
-            manifest.write_checksums(self.staging, kept | states, build)
-            names.insert(-1, recorded.name)
+        unused = listing.keys() & columns.unused_column_files(listing, new_columns, build)
+        # Checksums are stored before the description: a column that this does not name does not
+        # exist, so after a kill in between the same command can be repeated.
+        if checksums := listing.get(schema.of_build(schema.CHECKSUMS_FILE, build)):
+            before = manifest.parse_checksums(checksums.read())
+            states = {x: state for x, state in before.items() if x not in unused}
+            states |= {x: file_state.compute_state(os.path.join(self.staging, x)) for x in names}
+            manifest.write_checksums(self.staging, states, build)
+            names.insert(-1, checksums.name)
         if not self.lock.is_ours():
             raise OSError(f'{folder}: another process is writing. Run the same command again.')
         for name in names:
             path = os.path.join(self.staging, name)
             self.destination.store(path, name, file_state.compute_state(path).crc32c)
-        self.destination.remove(over - set(names))
+        self.destination.remove(unused - set(names))
 
 
 @contextlib.contextmanager
 def _editing(data_dir: str | os.PathLike[str], scratch_dir: str = '') -> Iterator[_Edit]:
     """Excludes other writers of the data set, and removes its temporary files at the end."""
     folder = os.fspath(data_dir).rstrip('/')
-    stored_dataset.open_data(folder)  # where there is no data set there shall be no lock
+    # Where there is no data set there shall be no lock.
+    stored_dataset.open_data(folder)
     with locks.hold(folder, wait=False) as lock:
         stored = stored_dataset.open_data(folder)
         parent = choose_folder(schema.NAME, f'{folder}/../../..', os.fspath(scratch_dir))
         os.makedirs(parent, exist_ok=True)
         destination = storage.open_folder(folder, to_write=True)
         with locks.temporary_folder(parent, 'column-') as scratch:
-            destination.sweep()  # what a killed one left
+            # A killed command may have left files: temporary ones, and those of no column.
+            destination.sweep()
             try:
                 edit = _Edit(stored, destination, destination.staging(scratch), scratch, lock)
                 listing = storage.list_folder(folder)
@@ -233,69 +234,68 @@ def _editing(data_dir: str | os.PathLike[str], scratch_dir: str = '') -> Iterato
 
 
 def _check_name(stored: StoredDataset, name: str, replace: bool) -> None:
-    taken = {*stored.features, *stored.columns} | _TAKEN
+    taken = {*stored.features, *stored.columns} | _RESERVED_NAMES
     if replace and isinstance(stored.columns.get(name), AddedColumn):
         return
     if not _NAME.fullmatch(name) or name in taken:
         raise ValueError(
             f'{stored.folder}: a new column cannot be called {name!r}; taken are {sorted(taken)}. '
-            "Use small letters, digits and '_'."
+            "Expected a small letter, then small letters, digits and '_'."
         )
 
 
-def _write(edit: _Edit, name: str, values: KeyedValues) -> AddedColumn:
+def _write_values(edit: _Edit, name: str, values: KeyedValues) -> AddedColumn:
     """Writes the files of a column into the staging folder; a value's place is its record."""
-    facts, stored, encoder = values.facts, edit.stored, values.facts.get('header', {})
-    dtype, shape = np.dtype(facts['dtype']), tuple(facts['shape'])
+    encoder = values.facts.get('header', {})
+    dtype, shape = np.dtype(values.facts['dtype']), tuple(values.facts['shape'])
     feature = sidecar.Header(**encoder).feature if encoder else ''
     sums = np.zeros((3, shape[0])) if feature == schema.TEXT_EMBEDDING else None
     files, crc32c, first = {}, {}, 0
-    for split in stored.splits:
-        last = first + sum(stored.splits[split].shard_lengths)
-        files[split] = columns.column_file_name(name, split, stored.build)
-        path = os.path.join(edit.staging, files[split])
+    for split in edit.stored.splits.values():
+        files[split.name] = columns.column_file_name(name, split.name, edit.stored.build)
+        path = os.path.join(edit.staging, files[split.name])
         with (
             file_state.naming(path),
             open(path, 'wb') as file,
-            Progress('Writing values', last - first, 'records') as progress,
+            Progress('Writing values', split.num_records, 'records') as progress,
         ):
-            writer = columns.ColumnWriter(file, dtype, shape, last - first)
+            writer = columns.ColumnWriter(file, dtype, shape, split.num_records)
+            last = first + split.num_records
             for start in range(first, last, _ROWS_AT_ONCE):
                 records = np.arange(start, min(start + _ROWS_AT_ONCE, last))
                 rows = values.read_array(records)
                 writer.write(rows)
-                if sums is not None and split == schema.TRAIN:
+                # Statistics are those of what a model is trained on.
+                if sums is not None and split.name == schema.TRAIN:
                     sums += statistics.moments(rows)
                 progress.add(len(records))
-            crc32c[split] = writer.finish()
+            crc32c[split.name] = writer.finish()
         first = last
-    column = AddedColumn(name, dtype.name, shape, files, crc32c, feature, encoder=encoder)
-    if sums is None:
-        return column
-    mean, std = statistics.mean_and_std(sums)
-    return dataclasses.replace(column, mean=mean, std=std)
+    mean, std = statistics.mean_and_std(sums) if sums is not None else ((), ())
+    return AddedColumn(name, dtype.name, shape, files, crc32c, feature, mean, std, encoder)
 
 
-def _keys(stored: StoredDataset) -> Iterator[np.ndarray]:
-    """The keys of all records, split by split in the order of its records, some at a time."""
-    for split in stored.splits:
-        num_records = sum(stored.splits[split].shard_lengths)
-        if not num_records:
+def _read_keys(stored: StoredDataset) -> Iterator[np.ndarray]:
+    """Yields the keys of all records, split by split in the order of its records."""
+    for split in stored.splits.values():
+        if not split.num_records:
             continue
-        if stored.split(split) is None:
+        if stored.split(split.name) is None:
             raise ValueError(
-                f'{stored.folder}: split {split!r} has no chunk index. Build the data set again.'
+                f'{stored.folder}: split {split.name!r} has no chunk index. Build the data set '
+                'again.'
             )
         batches = input_pipeline.eval_batches(
             stored,
+            # A wrong key would give its record the value of another one, for good.
             verify='always',
-            split=split,
+            split=split.name,
             features=(schema.KEY,),
             batch_size=_ROWS_AT_ONCE,
             parallel_reads=_CHUNKS_AT_ONCE,
             prefetch=1,
         )
-        with Progress(f'Reading keys of {split}', num_records, 'records') as progress:
+        with Progress(f'Reading keys of {split.name}', split.num_records, 'records') as progress:
             for batch in batches:
                 keys = batch[schema.KEY][batch[input_pipeline.MASK]]
                 yield keys
@@ -303,20 +303,20 @@ def _keys(stored: StoredDataset) -> Iterator[np.ndarray]:
 
 
 def main() -> None:
-    """Runs the command line; bad input ends it with one message and exit status 1."""
+    """Runs the command line."""
     parser = command_line.Parser('coyo11m_tfds.add_column', __doc__)
     add = parser.add_argument
     add('--data_dir', required=True, help=stored_dataset.FOLDER_HELP)
     add('--name', required=True, help='name of the column, for data.text or features=')
     source = parser.add_mutually_exclusive_group(required=True).add_argument
-    what = 'add the embeddings or tokens in this folder, which coyo11m_tfds.embed_captions made'
-    source('--text', default='', help=what)
+    text_help = 'add the embeddings or tokens in this folder, made by coyo11m_tfds.embed_captions'
+    source('--text', default='', help=text_help)
     source('--parquet', default='', help='Parquet file with a column key, to add its --column')
     source('--remove', action='store_true', help='remove the column')
-    what = 'source folder, to add its --column, or to read latents in place there (--name=latents)'
-    source('--source', default='', help=what)
-    what = 'name of that column: numbers, or lists of one length; devices take at most 32 bits'
-    add('--column', default='', help=what)
+    source_help = 'source, to add its --column, or where latents in place lie (--name=latents)'
+    source('--source', default='', help=source_help)
+    column_help = 'that column: numbers, or lists of one length; devices take at most 32 bits'
+    add('--column', default='', help=column_help)
     add('--replace', action='store_true', help='replace a column of this name')
     add(
         '--scratch_dir', default='', help='local folder for temporary files (next to the data sets)'
@@ -340,11 +340,11 @@ def _run(flags: argparse.Namespace) -> str:
         move_latents(flags.data_dir, flags.source)
         return f'its latents are read from {flags.source}.'
     if flags.remove:
-        remove(flags.data_dir, flags.name)
+        remove_column(flags.data_dir, flags.name)
         return f'column {flags.name!r} is removed.'
     column = add(**{name: value for name, value in vars(flags).items() if name != 'remove'})
-    what = f'text={column.name!r}' if column.feature else f'features=({column.name!r},)'
-    message = f'{what} has {column.dtype} {column.shape} for each record.'
+    usage = f'text={column.name!r}' if column.feature else f'features=({column.name!r},)'
+    message = f'{usage} has {column.dtype} {column.shape} for each record.'
     if np.dtype(column.dtype).itemsize > 4:
         message += ' Devices hold numbers of at most 32 bits: `to_device` refuses this column.'
     return message

@@ -311,13 +311,13 @@ def test_a_column_is_replaced_and_removed(copy, mini_dataset, hash_sidecar, othe
     np.testing.assert_array_equal(found, [wanted[key] for key in batch['key'].tolist()])
     add_column.add(copy, 'other', other_embeddings, replace=True)
     assert built.files_of(copy) == once
-    add_column.remove(copy, 'other')
+    add_column.remove_column(copy, 'other')
     assert not verify.verify(copy).faults
     after = built.files_of(copy)
     assert {name for name in after if after[name] != before.get(name)} <= {*(COLUMNS, CHECKSUMS)}
     for name in ('other', 'latents'):
         with pytest.raises(ValueError, match=rf'{copy}: no column {name!r} was added; there are'):
-            add_column.remove(copy, name)
+            add_column.remove_column(copy, name)
 
 
 def test_a_column_is_verified_with_the_shards(copy, other_embeddings):
