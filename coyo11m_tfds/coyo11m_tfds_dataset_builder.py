@@ -27,6 +27,7 @@ from coyo11m_tfds.convert import data_folder
 from coyo11m_tfds.convert.build_settings import BuildSettings, check_names, check_source
 from coyo11m_tfds.dataset.columns import IN_PLACE
 from coyo11m_tfds.process import job, progress
+from coyo11m_tfds.process.errors import FieldRule
 
 if TYPE_CHECKING:
     from coyo11m_tfds.convert import driver
@@ -40,7 +41,11 @@ _TEMPLATE = '{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}'
 # Fields on which the records do not depend, so that a derived name leaves them out.
 _NOT_IN_NAME = 'source', 'num_workers', 'scratch_dir', 'max_bad_fraction', 'check_crc'
 
-_CONFIG_NAME = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_.-]*')
+# It becomes the name of a folder.
+_NAME_RULE = FieldRule(
+    "letters, digits, '_', '-' and '.'",
+    lambda x: isinstance(x, str) and re.fullmatch('[A-Za-z0-9_][A-Za-z0-9_.-]*', x) is not None,
+)
 _TEXT_DOCS = {
     schema.TEXT_EMBEDDING: 'Embedding of the caption, as the encoder gave it (not standardized).',
     schema.TOKENS: 'Token ids of the caption, padded with -1.',
@@ -75,8 +80,7 @@ class Coyo11mConfig(BuildSettings, tfds.core.BuilderConfig):
 
     def __post_init__(self):
         self.name = self.name or self._name_of_fields()
-        is_name = isinstance(self.name, str) and bool(_CONFIG_NAME.fullmatch(self.name))
-        self._check('name', is_name, "the folder's name: letters, digits, '_', '-' and '.'")
+        _NAME_RULE.check('name', self.name)
         super().__post_init__()
 
     def _name_of_fields(self) -> str:

@@ -68,7 +68,7 @@ def test_what_fails_is_in_the_exit_status(command, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ('argument', 'message'),
     [
-        ('--build_config={"shard_bytes": 0}', 'shard_bytes is 0'),
+        ('--build_config={"shard_bytes": 0}', 'shard_bytes=0: '),
         ('--build_config=x', '--build_config=x: is not JSON'),
     ],
 )

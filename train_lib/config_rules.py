@@ -6,32 +6,23 @@ model check their own fields.
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import ml_collections
 
 import input_pipeline
-from coyo11m_tfds.process.errors import FieldError, MissingFolderError
-
-
-class FieldRule(NamedTuple):
-    """What the value of a field must be, in words and as a test."""
-
-    expected: str
-    holds: Callable[[Any], bool]
-
-
-def _at_least(least: float) -> FieldRule:
-    return FieldRule(f'at least {least}', lambda x: least <= x < math.inf)
+from coyo11m_tfds.process.errors import (
+    FieldError,
+    FieldRule,
+    MissingFolderError,
+    at_least,
+    one_of,
+)
 
 
 def _above(bound: float) -> FieldRule:
     return FieldRule(f'more than {bound}', lambda x: bound < x < math.inf)
-
-
-def _one_of(*values: str) -> FieldRule:
-    return FieldRule(' or '.join(map(repr, values)), lambda x: x in values)
 
 
 _SHARE = FieldRule('at least 0 and less than 1', lambda x: 0 <= x < 1)
@@ -39,45 +30,45 @@ _DATA_FOLDER = 'the folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0'
 
 _RULES = {
     'seed': FieldRule('from 0 to 2**31 - 1', lambda x: 0 <= x < 2**31),
-    'accumulate': _at_least(1),
-    'num_steps': _at_least(1),
+    'accumulate': at_least(1),
+    'num_steps': at_least(1),
     'ema_decay': _SHARE,
-    'max_skipped_in_a_row': _at_least(0),
-    'max_skipped': _at_least(0),
+    'max_skipped_in_a_row': at_least(0),
+    'max_skipped': at_least(0),
     'data.dir': FieldRule(_DATA_FOLDER, bool),
-    'data.prefetch': _at_least(-1),  # -1: the engine chooses
-    'data.device_prefetch': _at_least(1),
-    'data.ram_budget_gb': _at_least(0),
-    'model.width': _at_least(0),
-    'model.depth': _at_least(0),
-    'model.num_heads': _at_least(0),
-    'model.patch_size': _at_least(0),
-    'model.mlp_ratio': _at_least(0),
-    'model.dtype': _one_of('bfloat16', 'float32'),
-    'model.crops': _at_least(0),
-    'model.unroll': _at_least(0),
+    'data.prefetch': at_least(-1),  # -1: the engine chooses
+    'data.device_prefetch': at_least(1),
+    'data.ram_budget_gb': at_least(0),
+    'model.width': at_least(0),
+    'model.depth': at_least(0),
+    'model.num_heads': at_least(0),
+    'model.patch_size': at_least(0),
+    'model.mlp_ratio': at_least(0),
+    'model.dtype': one_of('bfloat16', 'float32'),
+    'model.crops': at_least(0),
+    'model.unroll': at_least(0),
     'optimizer.learning_rate': _above(0),
     'optimizer.muon_learning_rate': _above(0),
-    'optimizer.weight_decay': _at_least(0),
+    'optimizer.weight_decay': at_least(0),
     'optimizer.b1': _SHARE,
     'optimizer.b2': _SHARE,
     'optimizer.clip_norm': _above(0),
     'flow.logit_mean': FieldRule('a finite number', math.isfinite),
     'flow.logit_std': _above(0),
-    'preview.count': _at_least(1),
+    'preview.count': at_least(1),
     'preview.guidance': FieldRule('a finite number', math.isfinite),
     'preview.guidance_low': _SHARE,
     'preview.guidance_high': FieldRule('from 0 to 1', lambda x: 0 <= x <= 1),
-    'preview.num_steps': _at_least(1),
-    'preview.sampler': _one_of('euler', 'heun'),
+    'preview.num_steps': at_least(1),
+    'preview.sampler': one_of('euler', 'heun'),
     'preview.time_shift': _above(0),
-    'log_every': _at_least(1),
-    'eval_every': _at_least(0),
-    'preview_every': _at_least(0),
-    'checkpoint_every': _at_least(0),
-    'keep_checkpoints': _at_least(1),
-    'keep_every': _at_least(0),
-    'profile_steps': _at_least(0),
+    'log_every': at_least(1),
+    'eval_every': at_least(0),
+    'preview_every': at_least(0),
+    'checkpoint_every': at_least(0),
+    'keep_checkpoints': at_least(1),
+    'keep_every': at_least(0),
+    'profile_steps': at_least(0),
     'requeue_status': FieldRule('from 0 to 255, an exit status', lambda x: 0 <= x <= 255),
 }
 
@@ -97,8 +88,8 @@ def check_config(config: ml_collections.ConfigDict, *, needs_data: bool = True) 
     fields = flatten_fields(config.to_dict())
     for name, rule in _RULES.items():
         is_needed = name != DATA_SET or (needs_data and not fields[MIX])
-        if is_needed and not rule.holds(fields[name]):
-            raise FieldError(name, fields[name], f'expected {rule.expected}')
+        if is_needed:
+            rule.check(name, fields[name])
     if fields[MIX] and fields[DATA_SET]:
         raise FieldError(DATA_SET, fields[DATA_SET], 'expected none with data.mix')
     if fields['data.stages'] and not fields[MIX]:

@@ -6,7 +6,7 @@ another source, is refused and not mistaken for the same.
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import coyo11m_tfds
@@ -14,6 +14,7 @@ from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.dataset.columns import IN_PLACE, IN_RECORDS, LATENT_STORAGE
 from coyo11m_tfds.process import machine, workers
+from coyo11m_tfds.process.errors import FieldRule, at_least, one_of
 from coyo11m_tfds.process.sizes import readable
 from coyo11m_tfds.source import source_folder
 
@@ -30,16 +31,20 @@ _LATENTS = 'latents'
 # A finished data set does not depend on these.
 _NOT_COMPARED = ('max_bad_fraction', 'check_crc', 'package_version')
 
-# What is expected of the values of fields, beyond their types. Configs come from JSON that people
-# type, so a value may also be of another type.
-_TYPES = {str: 'a string', int: 'an integer', float: 'a number', bool: 'true or false'}
-_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    'validation_fraction': ('one in [0, 1)', lambda x: 0 <= x < 1),
-    'shard_bytes': ('at least 1', lambda x: x >= 1),
-    'latents': ("'records' or 'in_place'", lambda x: x in LATENT_STORAGE),
-    'bad_data': ("'drop' or 'stop'", lambda x: x in ('drop', 'stop')),
-    'max_bad_fraction': ('one in [0, 1]', lambda x: 0 <= x <= 1),
-    'num_workers': ('at least 0', lambda x: x >= 0),
+# Configs come from JSON that people type, so a value may also be of another type.
+_TYPES = {
+    str: FieldRule('a string', lambda x: isinstance(x, str)),
+    int: FieldRule('an integer', lambda x: isinstance(x, int)),
+    float: FieldRule('a number', lambda x: isinstance(x, (int, float))),
+    bool: FieldRule('true or false', lambda x: isinstance(x, bool)),
+}
+_RULES = {
+    'validation_fraction': FieldRule('one in [0, 1)', lambda x: 0 <= x < 1),
+    'shard_bytes': at_least(1),
+    'latents': one_of(*LATENT_STORAGE),
+    'bad_data': one_of('drop', 'stop'),
+    'max_bad_fraction': FieldRule('one in [0, 1]', lambda x: 0 <= x <= 1),
+    'num_workers': at_least(0),
 }
 
 
@@ -72,12 +77,10 @@ class BuildSettings:
 
     def __post_init__(self):
         for field in dataclasses.fields(BuildSettings):
-            name, value, kind = field.name, getattr(self, field.name), cast(type, field.type)
-            is_of_type = isinstance(value, (float, int) if kind is float else kind)
-            self._check(name, is_of_type, _TYPES[kind])
-            if name in _RULES:
-                expected, holds = _RULES[name]
-                self._check(name, holds(value), expected)
+            value = getattr(self, field.name)
+            _TYPES[cast(type, field.type)].check(field.name, value)
+            if rule := _RULES.get(field.name):
+                rule.check(field.name, value)
         schema.parse_latents_from(self.latents_from)
 
     @property
@@ -87,10 +90,6 @@ class BuildSettings:
     @property
     def in_place(self) -> bool:
         return self.latents == IN_PLACE
-
-    def _check(self, name: str, is_good: bool, expected: str) -> None:
-        if not is_good:
-            raise ValueError(f'config: {name} is {getattr(self, name)!r}, expected {expected}.')
 
     def record(self, limit: int | None, text_embeddings: str | Mapping[str, Any]) -> dict[str, Any]:
         """Returns the settings that decide the records, as JSON for the metadata.

@@ -1,8 +1,10 @@
-"""Errors in one line: with the field that is wrong, and with what to do."""
+"""Rules for fields, and errors in one line: with the field that is wrong, and with what to do."""
 
 import errno
+import math
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 # What to do about errors of the operating system, which says only what is wrong.
 _NO_ROOM = 'free some space there or choose another folder'
@@ -36,6 +38,28 @@ class FieldError(ValueError):
 
     def __str__(self) -> str:
         return f'{self.field}={self.problem}'
+
+
+class FieldRule(NamedTuple):
+    """What the value of a field must be, in words and as a test."""
+
+    expected: str
+    holds: Callable[[Any], bool]
+
+    def check(self, field: str, value: Any) -> None:
+        """Raises a FieldError for a wrong value."""
+        if not self.holds(value):
+            raise FieldError(field, value, f'expected {self.expected}')
+
+
+def at_least(least: float) -> FieldRule:
+    """Returns the rule for a finite number of at least `least`."""
+    return FieldRule(f'at least {least}', lambda x: least <= x < math.inf)
+
+
+def one_of(*values: str) -> FieldRule:
+    """Returns the rule for one of some texts."""
+    return FieldRule(' or '.join(map(repr, values)), lambda x: x in values)
 
 
 class MissingFolderError(FieldError, FileNotFoundError):
