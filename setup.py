@@ -72,6 +72,7 @@ setuptools.setup(
         f'tensorflow-cpu>=2.20; {_CPU_BUILD}',
         f'tensorflow>=2.20; {_ONE_BUILD}',
         'tensorflow-datasets>=4.9.8',
+        'tqdm>=4.66',
         'urllib3>=2.0.2',
     ],
     extras_require={

@@ -225,7 +225,7 @@ class Builder(dataset_builder.FileReaderBuilder):
             )
         return super()._create_builder_config(builder_config, version)
 
-    @progress.shown()
+    @progress.show_progress()
     def _build(
         self, source: str, download_config: tfds.download.DownloadConfig, overwrite: bool
     ) -> None:

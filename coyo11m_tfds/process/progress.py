@@ -1,27 +1,33 @@
-"""Shows the progress of long work: a line in the log every ten seconds.
+"""Shows the progress of long work: a bar on a terminal or in a notebook, lines in a log.
 
     with Progress('Writing shards', total=10**9, unit='B', goals={'shards': 8}) as progress:
-        progress.skip(2 * 10**8, shards=2)                       # found finished
+        progress.skip(2 * 10**8, shards=2)                       # of an earlier run
         progress.add(128 * 10**6, shards=1, records=5007, dropped=3)
 
     Writing shards: 33%, 3 of 8 shards, 25,000 records/s, 640 MB/s, 3 dropped, 0:00:01 left
 
-Lines go to absl's log as INFO. `tfds build` shows them; in other programs use `shown`, or call
+Elsewhere a line comes every ten seconds, also while nothing arrives. The last line, with the average
+speed, is logged everywhere. Lines go to absl's log as INFO, and where that is not shown there is no
+bar either. `tfds build` shows them; in other programs use `show_progress`, or call
 `absl.logging.set_verbosity(absl.logging.INFO)` first.
 """
 
 import collections
 import contextlib
 import datetime
+import logging as standard_logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Self
+from typing import Any, Self
 
+import tqdm
+import tqdm.auto
 from absl import logging
 
 _SECONDS_BETWEEN_LINES = 10
-_SECONDS_BETWEEN_MARKS = 1
+_SECONDS_BETWEEN_TICKS = 1.0
 # Speed is that of the last minute: long enough for shards that take many seconds each, short
 # enough to show that a network has become slow.
 _WINDOW_SECONDS = 60
@@ -30,11 +36,12 @@ _RATED = 'records', 'tokens'  # the counts that are shown as speeds
 _BYTES = 'B'
 _AMOUNT = ''  # the work in its unit, among the counts
 
-_Moment = tuple[float, collections.Counter[str]]  # seconds, and all that was done until then
+# As wide as the terminal: what does not fit is cut off, so that no line wraps.
+_BAR_FORMAT = '{desc}: {percentage:.0f}%{postfix} |{bar}|'
 
 
 @contextlib.contextmanager
-def shown() -> Iterator[None]:
+def show_progress() -> Iterator[None]:
     """Shows absl's log from INFO on until the block ends, unless the program chose a verbosity."""
     logger = logging.get_absl_logger()
     level = logger.level
@@ -51,7 +58,7 @@ class Progress:
 
     def __init__(
         self,
-        what: str,
+        title: str,
         total: int,
         unit: str,
         goals: Mapping[str, int] | None = None,
@@ -60,32 +67,56 @@ class Progress:
         """Begins to count.
 
         Args:
-            what: Name of the work, with which each line begins.
+            title: Name of the work, with which each line begins.
             total: Amount of the whole work in `unit`, at least an estimate; 0 for no work.
             unit: 'B' for bytes, shown as MB/s; otherwise a plural noun such as 'captions'.
             goals: Final values of some of the counts.
             clock: Function that returns the time in seconds.
         """
-        self._what = what
+        self._title = title
         self._total = total
         self._unit = unit
         self._goals = dict(goals or {})
         self._clock = clock
         self._lock = threading.Lock()
         self._counts = collections.Counter(dict.fromkeys(self._goals, 0))
-        self._last_line = clock()
-        self._beginning = self._latest = self._last_line, collections.Counter[str]()
-        self._marks: collections.deque[_Moment] = collections.deque([self._beginning])
+        self._work: collections.Counter[str] = collections.Counter()  # without an earlier run's
+        self._start = self._last_line = clock()
+        # Moments of the last minute, with the work until then.
+        self._marks = collections.deque([(self._start, self._work.copy())])
+        self._bar: Any = None
+        self._over = threading.Event()
+        self._ticker = threading.Thread(target=self._tick, name='progress', daemon=True)
 
     def __enter__(self) -> Self:
+        if self._total and _is_watched():
+            self._bar = tqdm.auto.tqdm(
+                desc=self._title,
+                total=self._total,
+                bar_format=_BAR_FORMAT,
+                dynamic_ncols=True,
+                leave=False,
+            )
+            # Or the lines of a log would be written into the bar.
+            for handler in standard_logging.getLogger().handlers:
+                handler.addFilter(self._clear_bar)
+        self._ticker.start()
         return self
 
     def __exit__(self, error_type: type | None, *_) -> None:
         """Logs the average speed of the whole run, also when it ends by an exception."""
-        ended = 'in' if error_type is None else 'ended after'
+        self._over.set()
+        self._ticker.join()
+        if self._bar is not None:
+            for handler in standard_logging.getLogger().handlers:
+                handler.removeFilter(self._clear_bar)
+            self._bar.close()
+        verb = 'in' if error_type is None else 'ended after'
         if error_type is None and self._unit == _BYTES:
             self._counts[_AMOUNT] = self._total  # which may have been an estimate
-        self._log(self._beginning, f'{ended} {_duration(self._clock() - self._beginning[0])}')
+        now = self._clock()
+        end = f'{verb} {_format_duration(now - self._start)}'
+        self._log(self._summarize(now, (self._start, collections.Counter()), end))
 
     def add(self, amount: int, **counts: int) -> None:
         """Counts work that is done now, in the unit of the total, and increments of counts.
@@ -94,57 +125,90 @@ class Progress:
         numbers.
         """
         with self._lock:
-            now, work = self._clock(), self._latest[1].copy()
-            work.update({_AMOUNT: amount, **counts})
-            self._latest = now, work
-            if now - self._marks[-1][0] >= _SECONDS_BETWEEN_MARKS:
-                self._marks.append(self._latest)
-            while len(self._marks) > 1 and now - self._marks[1][0] >= _WINDOW_SECONDS:
-                self._marks.popleft()
-            self._count(now, amount, counts)
+            self._work.update({_AMOUNT: amount, **counts})
+            self._counts.update({_AMOUNT: amount, **counts})
+            self._show()
 
     def skip(self, amount: int, **counts: int) -> None:
         """Counts work of an earlier run, which does not enter the speed."""
         with self._lock:
-            self._count(self._clock(), amount, counts)
+            self._counts.update({_AMOUNT: amount, **counts})
+            self._show()
 
-    def _count(self, now: float, amount: int, counts: Mapping[str, int]) -> None:
-        self._counts.update({_AMOUNT: amount, **counts})
-        if now - self._last_line < _SECONDS_BETWEEN_LINES:
+    def _tick(self) -> None:
+        """Shows that time passes, also while nothing arrives."""
+        while not self._over.wait(_SECONDS_BETWEEN_TICKS):
+            with self._lock:
+                self._show(is_tick=True)
+
+    def _show(self, is_tick: bool = False) -> None:
+        """Updates the bar with each tick, or logs a line if the last one is old enough."""
+        now = self._clock()
+        if now - self._marks[-1][0] >= _SECONDS_BETWEEN_TICKS:
+            self._marks.append((now, self._work.copy()))
+        while len(self._marks) > 1 and now - self._marks[1][0] >= _WINDOW_SECONDS:
+            self._marks.popleft()
+        if self._bar is None and now - self._last_line < _SECONDS_BETWEEN_LINES:
+            return
+        if self._bar is not None and not is_tick:
             return
         self._last_line = now
-        speed = self._speed(_AMOUNT, self._marks[0])
-        left = max(self._total - self._counts[_AMOUNT], 0)
-        self._log(self._marks[0], f'{_duration(left / speed)} left' if speed > 0 else '')
+        speed = self._speed(_AMOUNT, now, self._marks[0])
+        missing = max(self._total - self._counts[_AMOUNT], 0)
+        end = f'{_format_duration(missing / speed)} left' if speed > 0 else ''
+        facts = self._summarize(now, self._marks[0], end)
+        if self._bar is None:
+            self._log(facts)
+        else:
+            self._bar.n = min(self._counts[_AMOUNT], self._total)
+            self._bar.set_postfix_str(', '.join(facts[1:]))
 
-    def _log(self, since: _Moment, last: str) -> None:
-        """Logs goals, speeds since that moment, and other counts."""
+    def _log(self, facts: list[str]) -> None:
+        logging.info('%s: %s', self._title, ', '.join(facts))
+
+    def _clear_bar(self, record: standard_logging.LogRecord) -> bool:
+        """A filter of a log's handler, called before a line is written; the bar comes again."""
+        del record
+        self._bar.clear()
+        return True
+
+    def _summarize(
+        self, now: float, since: tuple[float, collections.Counter[str]], end: str
+    ) -> list[str]:
+        """Percentage, goals, speeds since that moment, and other counts."""
         counts, amount = self._counts, self._counts[_AMOUNT]
         facts = [f'{min(amount / self._total, 1):.0%}'] if self._total else []
         if self._unit != _BYTES:
             facts.append(f'{amount:,} of {self._total:,} {self._unit}')
         facts += [f'{counts[name]:,} of {goal:,} {name}' for name, goal in self._goals.items()]
         rated = [name for name in _RATED if name in counts]
-        facts += [f'{self._speed(name, since):,.0f} {name}/s' for name in rated]
-        speed = self._speed(_AMOUNT, since)
+        facts += [f'{self._speed(name, now, since):,.0f} {name}/s' for name in rated]
+        speed = self._speed(_AMOUNT, now, since)
         if self._unit != _BYTES:
-            facts.append(f'{_round(speed)} {self._unit}/s')
+            facts.append(f'{_format_speed(speed)} {self._unit}/s')
         elif self._total:
-            facts.append(f'{_round(speed / 1e6)} MB/s')
+            facts.append(f'{_format_speed(speed / 1e6)} MB/s')
         shown = {*self._goals, *_RATED, _AMOUNT}
         facts += [f'{count:,} {name}' for name, count in counts.items() if name not in shown]
-        logging.info('%s: %s', self._what, ', '.join(filter(None, [*facts, last])))
+        return [*facts, end] if end else facts
 
-    def _speed(self, name: str, since: _Moment) -> float:
+    def _speed(self, name: str, now: float, since: tuple[float, collections.Counter[str]]) -> float:
         """A count per second; 0 as long as no time has passed."""
-        seconds = self._latest[0] - since[0]
-        return (self._latest[1][name] - since[1][name]) / seconds if seconds > 0 else 0.0
+        seconds = now - since[0]
+        return (self._work[name] - since[1][name]) / seconds if seconds > 0 else 0.0
 
 
-def _round(speed: float) -> str:
+def _is_watched() -> bool:
+    """Whether the log is shown on a terminal or in a notebook."""
+    is_notebook = tqdm.autonotebook.tqdm is not tqdm.tqdm
+    return logging.vlog_is_on(0) and (is_notebook or sys.stderr.isatty())
+
+
+def _format_speed(speed: float) -> str:
     decimals = 0 if speed >= 10 or speed == 0 else 1 if speed >= 1 else 2
     return f'{speed:,.{decimals}f}'
 
 
-def _duration(seconds: float) -> str:
-    return str(datetime.timedelta(seconds=round(min(seconds, 1e9))))  # more may not fit in
+def _format_duration(seconds: float) -> str:
+    # A longer one may not fit into a timedelta.
+    return str(datetime.timedelta(seconds=round(min(seconds, 1e9))))

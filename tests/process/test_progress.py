@@ -1,5 +1,13 @@
-"""Progress: what it says in the log, and that it never breaks the work."""
+"""Progress: what it shows in a log and on a terminal, and that it never breaks the work."""
 
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -9,6 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coyo11m_tfds.process import progress
+from tests import children
+from tests.checkout import CHECKOUT
 
 
 class Clock:
@@ -119,3 +129,52 @@ def test_threads_may_share_one(log):
         for thread in threads:
             thread.join()
     assert '100%, 400 of 400 files' in log.messages[-1]
+
+
+def test_a_line_comes_every_ten_seconds_while_nothing_arrives(log, monkeypatch):
+    monkeypatch.setattr(progress, '_SECONDS_BETWEEN_TICKS', 0.01)
+    clock = Clock()
+    with progress.Progress('Copying', 10**9, 'B', clock=clock) as made:
+        clock.now += 5
+        made.add(10**8)
+        for seconds in (10, 100):
+            clock.now += seconds
+            children.wait_until(lambda: len(log.messages) == (1 if clock.now < 1100 else 2))
+    assert log.messages[0] == 'Copying: 10%, 6.7 MB/s, 0:02:15 left'
+    assert log.messages[1] == 'Copying: 10%, 0 MB/s'
+
+
+_ON_A_TERMINAL = """
+import time
+from absl import logging
+from coyo11m_tfds.process import command_line, progress
+
+command_line.show_log()
+progress._SECONDS_BETWEEN_TICKS = 0.05
+with progress.Progress('Writing shards', 10**9, 'B', {'shards': 8}) as made:
+    made.skip(25 * 10**7, shards=2)
+    time.sleep(0.3)
+    logging.info('a line of the log')
+    made.add(25 * 10**7, shards=2, records=1000, dropped=3)
+    time.sleep(0.3)
+"""
+
+
+@pytest.mark.parametrize('columns', [40, 120])
+def test_on_a_terminal_it_is_a_bar_that_no_line_of_the_log_breaks_and_that_never_wraps(columns):
+    reader, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack('HHHH', 24, columns, 0, 0))
+    program = [sys.executable, '-c', _ON_A_TERMINAL]
+    with subprocess.Popen(program, cwd=CHECKOUT, stderr=terminal) as child:
+        assert child.wait(60) == 0
+    os.close(terminal)
+    shown = os.read(reader, 1 << 16).decode()
+    os.close(reader)
+    lines = [line for line in re.split('[\r\n]+', re.sub(r'\x1b\[\w', '', shown)) if line.strip()]
+    bars = [line for line in lines if line.startswith('Writing shards: ')]
+    assert bars[-1].startswith('Writing shards: 50%, 4 of 8 shards, ')
+    assert all(len(line) <= columns for line in bars)
+    assert ('|' in bars[-1]) == (columns > 100)
+    logged = [line[9:] for line in lines if re.match(r'\d\d:\d\d:\d\d ', line)]
+    assert logged[0] == 'a line of the log'
+    assert re.match('Writing shards: 100%, 4 of 8 shards, .* 3 dropped, in 0:00:0', logged[1])
