@@ -98,15 +98,21 @@ def _copy_all(
 ) -> None:
     stopped = threading.Event()
 
-    def check_not_stopped(num_bytes: int = 0) -> None:
-        if stopped.is_set():
-            raise concurrent.futures.CancelledError
-
     def copy(name: str) -> None:
-        check_not_stopped()
-        state = target.copy(files[name], name, scratch, check_not_stopped)
+        remaining = files[name].size
+
+        def count_bytes(num_bytes: int) -> None:
+            nonlocal remaining
+            if stopped.is_set():
+                raise concurrent.futures.CancelledError
+            # Bytes that come again after a retry are no progress.
+            progress.add(min(num_bytes, remaining))
+            remaining -= min(num_bytes, remaining)
+
+        count_bytes(0)
+        state = target.copy(files[name], name, scratch, count_bytes)
         copied.save(name, files[name], state)
-        progress.add(files[name].size, files=1)
+        progress.add(remaining, files=1)
 
     # The largest first: begun last, it would be waited for alone.
     by_size = sorted(files, key=lambda name: files[name].size, reverse=True)

@@ -6,7 +6,7 @@
 
     Writing shards: 33%, 3 of 8 shards, 25,000 records/s, 640 MB/s, 3 dropped, 0:00:01 left
 
-Elsewhere a line comes every ten seconds, also while nothing arrives. The last line, with the average
+Elsewhere a line comes every ten seconds, even while nothing arrives. The last line, with the mean
 speed, is logged everywhere. Lines go to absl's log as INFO, and where that is not shown there is no
 bar either. `tfds build` shows them; in other programs use `show_progress`, or call
 `absl.logging.set_verbosity(absl.logging.INFO)` first.
