@@ -13,20 +13,15 @@ which can replace a data set. Two engines give the same batches, bit for bit, an
 TensorFlow nor JAX. Features keep the dtype and the layout of the source. The model scales them.
 """
 
-import dataclasses
-import functools
-import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.dataset.stored_dataset import Data, DatasetStats, StoredDataset, open_data
-from coyo11m_tfds.reading import engines, evaluation, process_settings, training
+from coyo11m_tfds.reading import engines, evaluation, training
 from coyo11m_tfds.reading.batches import CROP, DROP_TEXT, MASK, ArraySpec, Batch, Batches
-from coyo11m_tfds.reading.damage import DEFAULT_MAX_FRACTION, ONCE, STOP
 from coyo11m_tfds.reading.files import ReadCounter, ReadCounts
 from coyo11m_tfds.reading.mixture import Cursor
 from coyo11m_tfds.reading.options import (
@@ -35,12 +30,15 @@ from coyo11m_tfds.reading.options import (
     ENGINES,
     ROWS,
     TF_DATA,
+    ReadArguments,
     ReadOptions,
+    TrainArguments,
     TrainOptions,
 )
 from coyo11m_tfds.reading.order import Order, OrderSettings
-from coyo11m_tfds.reading.sources import Mix, MixSource, open_mix
-from coyo11m_tfds.reading.sources import stats as mix_stats
+from coyo11m_tfds.reading.process_settings import prepare_process, quiet_tensorflow
+from coyo11m_tfds.reading.sources import Mix, MixSource, mix_stats, open_mix
+from coyo11m_tfds.reading.training import ReadPlan
 
 if TYPE_CHECKING:
     import jax
@@ -48,92 +46,49 @@ if TYPE_CHECKING:
 
     from coyo11m_tfds.reading.to_device import Arrays, key_words, process_share, to_device
 
-P = ParamSpec('P')
-R = TypeVar('R')
+__all__ = ['eval_batches', 'eval_dataset', 'train_arrays', 'train_batches', 'train_dataset']
+__all__ += ['CROP', 'DROP_TEXT', 'MASK', 'ArraySpec', 'Batch', 'Batches', 'DamagedError']
+__all__ += ['AUTO', 'CHUNKS', 'ENGINES', 'ROWS', 'TF_DATA', 'ReadArguments', 'TrainArguments']
+__all__ += ['Cursor', 'ReadPlan', 'engine_of', 'planned_batches', 'train_plan']
+__all__ += ['Order', 'OrderSettings', 'ReadCounter', 'ReadCounts']
+__all__ += ['Data', 'DatasetStats', 'StoredDataset', 'open_data']
+__all__ += ['Mix', 'MixSource', 'mix_stats', 'open_mix', 'prepare_process', 'quiet_tensorflow']
+__all__ += ['Arrays', 'key_words', 'process_share', 'to_device']
 
-ReadPlan = training.ReadPlan
-prepare_process = process_settings.apply
-quiet_tensorflow = process_settings.quiet_tensorflow
+F = TypeVar('F', bound=Callable[..., object])
 
-_DEFAULT_FEATURES = (schema.KEY, schema.LATENTS, CROP, schema.TEXT_EMBEDDING)
-_NEED_JAX = ('Arrays', 'key_words', 'process_share', 'to_device')
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def __getattr__(name: str) -> Any:
     """Imports the names that need JAX only when they are used."""
-    if name in _NEED_JAX:
-        return getattr(importlib.import_module('coyo11m_tfds.reading.to_device'), name)
+    if name in ('Arrays', 'key_words', 'process_share', 'to_device'):
+        from coyo11m_tfds.reading import to_device
+
+        return getattr(to_device, name)
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 
-def train_plan(
-    data: Data | Mix,
-    settings: OrderSettings,
-    *,
-    batch_size: int,
-    stages: Sequence[Mapping[str, Any]] = (),
-    split: str = schema.TRAIN,
-    **others: Any,
-) -> ReadPlan:
-    """Returns the plan of `train_batches`: the sources, their orders, and the place of batch 0.
+def _with_fields_of(options: type[ReadOptions]) -> Callable[[F], F]:
+    """Shows the arguments by name, with their defaults, in help() and notebooks."""
 
-        plan = train_plan(mix, OrderSettings(seed=0), batch_size=256)
-        plan.orders[0].locate(sample)     # (epoch, position in the epoch) of every lane's sample
-        plan.cursor.after(1000).state()    # the state after 1000 batches
+    def set_signature(function: F) -> F:
+        signature = inspect.signature(function)
+        parameters = [x for x in signature.parameters.values() if x.kind != x.VAR_KEYWORD]
+        fields = inspect.signature(options).parameters.values()
+        parameters += [x for x in fields if x.name not in signature.parameters]
+        signature = signature.replace(parameters=parameters)
+        function.__signature__ = signature  # type: ignore[attr-defined]
+        return function
 
-    Args:
-        others: Further settings of `train_batches`, such as `on_bad_records`.
-
-    Raises:
-        ValueError, OSError: As `train_batches`.
-    """
-    order = dataclasses.asdict(settings)
-    return training.plan(
-        TrainOptions(
-            data=data, batch_size=batch_size, stages=stages, split=split, **order, **others
-        )
-    )
+    return set_signature
 
 
-def engine_of(data: Data | Mix, engine: str = AUTO, split: str = schema.TRAIN) -> str:
-    """Returns the engine of `train_batches`: 'rows', 'chunks' or 'tf_data'; raises its errors.
-
-    For a mixture, returns 'chunks' if one of its sources is read by chunks.
-    """
-    reading = ReadOptions(data=data, batch_size=1, split=split, engine=engine)
-    opened = engines.open_sources(reading)
-    if opened is None or engine == TF_DATA:
-        return TF_DATA
-    return ROWS if all(x.engine == ROWS for x in opened) else CHUNKS
-
-
-def train_batches(
-    data: Data | Mix,
-    *,
-    batch_size: int,
-    seed: int,
-    start_step: int = 0,
-    start: Mapping[str, Any] | None = None,
-    stages: Sequence[Mapping[str, Any]] = (),
-    features: Sequence[str] = _DEFAULT_FEATURES,
-    chunk: int = 64,
-    lanes: int = 16,
-    window: int = 1024,
-    caption_dropout: float = 0.0,
-    process_index: int = 0,
-    process_count: int = 1,
-    split: str = schema.TRAIN,
-    on_bad_records: str = STOP,
-    max_bad_fraction: float = DEFAULT_MAX_FRACTION,
-    counter: ReadCounter | None = None,
-    parallel_reads: int = 4,
-    prefetch: int = -1,
-    engine: str = AUTO,
-    verify: str = ONCE,
-    text: texts.TextSpec = '',
-    stride: int = 1,
-) -> Batches:
-    """Reads this process's part of the training batches, from `start_step` on, without end.
+@_with_fields_of(TrainOptions)
+def train_batches(data: Data | Mix, **arguments: Unpack[TrainArguments]) -> Batches:
+    """Reads this process's share of the training batches, from `start_step` on, without end.
 
         batches = input_pipeline.train_batches(path, batch_size=256, seed=0, start_step=1000)
         next(batches)['latents']        # float16 (256, 4, 32, 32)
@@ -203,34 +158,12 @@ def train_batches(
             or sources have texts or latents of different encoders.
         OSError: There is no data set, or its metadata cannot be read.
     """
-    options = TrainOptions(**locals())
-    opened = engines.open_sources(options)
-    if opened is None or options.engine == TF_DATA:
-        from coyo11m_tfds.reading import tf_data
-
-        return tf_data.train_batches(options, opened)
-    return training.train_batches(options, opened)
+    return planned_batches(train_plan(data, **arguments))
 
 
-def eval_batches(
-    data: Data | Mix,
-    *,
-    batch_size: int,
-    features: Sequence[str] = _DEFAULT_FEATURES,
-    process_index: int = 0,
-    process_count: int = 1,
-    split: str = schema.VALIDATION,
-    chunk: int = 64,
-    on_bad_records: str = STOP,
-    max_bad_fraction: float = DEFAULT_MAX_FRACTION,
-    counter: ReadCounter | None = None,
-    parallel_reads: int = 16,
-    prefetch: int = -1,
-    engine: str = AUTO,
-    verify: str = ONCE,
-    text: texts.TextSpec = '',
-) -> Batches:
-    """Reads this process's part of all records of a split, once, in the order of the shards.
+@_with_fields_of(ReadOptions)
+def eval_batches(data: Data | Mix, **arguments: Unpack[ReadArguments]) -> Batches:
+    """Reads this process's share of all records of a split, once, in the order of the shards.
 
     A mixture must have only one source; its condition chooses the records.
 
@@ -239,6 +172,7 @@ def eval_batches(
     gets the p-th of equal runs of consecutive records.
 
     Args:
+        split: 'validation', or another split of the data set.
         text: As for `train_batches`; with several texts, every record has the first one.
         parallel_reads: Chunks in flight.
         data and all others: As for `train_batches`.
@@ -250,35 +184,17 @@ def eval_batches(
     Raises:
         ValueError, OSError: As `train_batches`; or the split is empty.
     """
-    options = ReadOptions(**locals())
-    opened = engines.open_sources(options)
-    if opened is None or options.engine == TF_DATA:
+    options = ReadOptions(data=data, **arguments)
+    splits = engines.open_splits(options)
+    if splits is None or options.engine == TF_DATA:
         from coyo11m_tfds.reading import tf_data
 
-        return tf_data.eval_batches(options, opened)
-    return evaluation.eval_batches(options, opened[0])
+        return tf_data.eval_batches(options)
+    return evaluation.eval_batches(options, splits[0])
 
 
-def _with_arguments_of(other: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
-    """Gives a function the arguments of another, with its defaults, also in its signature."""
-    signature = inspect.signature(other)
-
-    def decorate(function: Callable[..., R]) -> Callable[P, R]:
-        @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            given = signature.bind(*args, **kwargs)
-            given.apply_defaults()
-            return function(**given.arguments)
-
-        result = inspect.signature(function).return_annotation
-        call.__signature__ = signature.replace(return_annotation=result)  # type: ignore[attr-defined]
-        return call
-
-    return decorate
-
-
-@_with_arguments_of(train_batches)
-def train_dataset(**settings: Any) -> 'tf.data.Dataset':
+@_with_fields_of(TrainOptions)
+def train_dataset(data: Data | Mix, **arguments: Unpack[TrainArguments]) -> 'tf.data.Dataset':
     """Returns the batches of `train_batches` as a `tf.data.Dataset`, with lanes interleaved.
 
     Takes the arguments of `train_batches`, of which `stride` must be 1. With a negative `prefetch`
@@ -291,37 +207,42 @@ def train_dataset(**settings: Any) -> 'tf.data.Dataset':
     Raises:
         ValueError, OSError: As `train_batches`.
     """
-    options = TrainOptions(**settings)
+    options = TrainOptions(data=data, **arguments)
     if options.stride != 1:
         raise ValueError(
             f'stride={options.stride}: expected 1; only train_batches leaves out batches'
         )
     from coyo11m_tfds.reading import tf_data
 
-    return tf_data.train(options, engines.open_sources(options))
+    return tf_data.make_train_dataset(training.plan_training(options))
 
 
-@_with_arguments_of(eval_batches)
-def eval_dataset(**settings: Any) -> 'tf.data.Dataset':
+@_with_fields_of(ReadOptions)
+def eval_dataset(data: Data | Mix, **arguments: Unpack[ReadArguments]) -> 'tf.data.Dataset':
     """Returns the batches of `eval_batches` as a `tf.data.Dataset` with a known `cardinality()`.
 
     Takes the arguments of `eval_batches`. Batches, captions and errors are as in `train_dataset`.
     """
-    options = ReadOptions(**settings)
     from coyo11m_tfds.reading import tf_data
 
-    return tf_data.evaluate(options, engines.open_sources(options))
+    return tf_data.make_eval_dataset(ReadOptions(data=data, **arguments))
 
 
+@_with_fields_of(TrainOptions)
 def train_arrays(
-    data: Data | Mix, sharding: 'jax.sharding.Sharding', *, ahead: int = 2, **settings: Any
+    data: Data | Mix,
+    sharding: 'jax.sharding.Sharding',
+    *,
+    ahead: int = 2,
+    **arguments: Unpack[TrainArguments],
 ) -> 'Arrays':
     """Returns the batches of `train_batches` as global `jax.Array`s with a sharding.
 
     Args:
-        sharding: Sharding of the leading axis of every feature, which decides this process's part.
+        sharding: Sharding of the leading axis of every feature, which decides this process's share
+            of each batch.
         ahead: Number of batches that are sent to the devices before they are needed.
-        settings: As for `train_batches`.
+        data and all others: As for `train_batches`.
 
     Returns:
         An iterator like that of `to_device`, with `step`, `steps_per_epoch`, `spec`, `get_state`,
@@ -333,5 +254,49 @@ def train_arrays(
     from coyo11m_tfds.reading import to_device
 
     index, count = to_device.process_share(sharding)
-    batches = train_batches(data, process_index=index, process_count=count, **settings)
-    return to_device.to_device(batches, sharding, ahead)
+    arguments.setdefault('process_index', index)
+    arguments.setdefault('process_count', count)
+    return to_device.to_device(train_batches(data, **arguments), sharding, ahead)
+
+
+@_with_fields_of(TrainOptions)
+def train_plan(data: Data | Mix, **arguments: Unpack[TrainArguments]) -> ReadPlan:
+    """Returns the plan of `train_batches`: the sources, their orders, and the first position.
+
+        plan = train_plan(mix, batch_size=256, seed=0)
+        plan.orders[0].locate(sample)     # (epoch, position in the epoch) of every lane's sample
+        plan.cursor.after(1000).state()   # the state after 1000 batches
+        plan.engine                       # 'rows', 'chunks' or 'tf_data'
+
+    Takes the arguments of `train_batches`, and raises its errors, except those of features and
+    texts.
+    """
+    return training.plan_training(TrainOptions(data=data, **arguments))
+
+
+def planned_batches(plan: ReadPlan, start: Mapping[str, Any] | None = None) -> Batches:
+    """Reads the batches of a plan, as `train_batches` does.
+
+    Args:
+        plan: A result of `train_plan`, which opened and ordered the sources once.
+        start: State (`get_state`) to continue from; None for the first batch of the plan.
+
+    Raises:
+        ValueError, OSError: As `train_batches`.
+    """
+    if start is not None:
+        plan = plan._replace(cursor=plan.cursor.at(start))
+    if plan.engine == TF_DATA:
+        from coyo11m_tfds.reading import tf_data
+
+        return tf_data.train_batches(plan)
+    return training.train_batches(plan)
+
+
+def engine_of(data: Data | Mix, engine: str = AUTO, split: str = schema.TRAIN) -> str:
+    """Returns the engine of `train_batches`: 'rows', 'chunks' or 'tf_data'; raises its errors.
+
+    For a mixture, returns 'chunks' if one of its sources is read by chunks.
+    """
+    options = ReadOptions(data=data, batch_size=1, split=split, engine=engine)
+    return engines.engine_name(options, engines.open_splits(options))

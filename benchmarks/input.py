@@ -250,8 +250,7 @@ def ours(
         batches = input_pipeline.train_batches(data, engine=engine, **options)
 
     def state_after(num_batches: int) -> str:
-        order = input_pipeline.OrderSettings(SEED)
-        plan = input_pipeline.train_plan(data, order, batch_size=BATCH_SIZE)
+        plan = input_pipeline.train_plan(data, batch_size=BATCH_SIZE, seed=SEED)
         return json.dumps(plan.cursor.after(num_batches).state())
 
     return BatchStream(lambda: batches, state_after)

@@ -18,7 +18,7 @@ import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import stored_dataset
 from coyo11m_tfds.reading import order as order_lib
-from tests.reading import planned, small_dataset
+from tests.reading import small_dataset
 from tests.reading.batches import check_memory
 
 LENGTHS = {schema.TRAIN: (70, 97, 64, 131, 33), schema.VALIDATION: (37, 12)}
@@ -52,11 +52,7 @@ def shapes(batch: dict[str, np.ndarray]) -> dict:
 
 def plan_of(data, split: str = schema.TRAIN, **changes) -> input_pipeline.ReadPlan:
     """The plan of the settings of `ORDER` and others."""
-    asked = ORDER | changes
-    size = asked.pop('batch_size')
-    return input_pipeline.train_plan(
-        data, planned.settings_of(**asked), batch_size=size, split=split
-    )
+    return input_pipeline.train_plan(data, split=split, **(ORDER | changes))
 
 
 def test_without_chunk_index_an_epoch_has_every_record_once(unindexed, caplog):
@@ -168,7 +164,7 @@ def test_stats_come_from_the_metadata(mini_dataset):
 
 def digest_of(data, split: str = schema.TRAIN, **changes) -> str:
     """What a state calls the only source."""
-    (digest,) = plan_of(data, split, **changes).cursor.sources
+    (digest,) = plan_of(data, split, **changes).cursor.digests
     return digest
 
 

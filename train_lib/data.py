@@ -3,7 +3,6 @@
 A position says which batch comes next, after any interruptions and for any former batch size.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -58,21 +57,6 @@ class TrainingData:
         self._config, self._mesh = config, mesh
         self.sources = config_rules.open_sources(config)
         fields = config.data
-        self._order = input_pipeline.OrderSettings(
-            config.seed, fields.chunk, fields.lanes, fields.window
-        )
-        self.plan = input_pipeline.train_plan(
-            self.sources,
-            self._order,
-            batch_size=config.batch_size,
-            stages=fields.stages,
-            on_bad_records=fields.on_bad_records,
-            max_bad_fraction=fields.max_bad_fraction,
-        )
-        if config.eval_every:
-            self._check_split(schema.VALIDATION, 'eval_every', config.eval_every)
-        if config.preview_every:
-            self._check_split(config.preview.split, 'preview.split', config.preview.split)
         index, count = input_pipeline.process_share(sharding.batch(mesh))
         self._share: dict[str, Any] = {'process_index': index, 'process_count': count}
         self._counter = input_pipeline.ReadCounter()  # of training, without evaluations
@@ -82,6 +66,27 @@ class TrainingData:
         vocabulary, width = self.facts.vocabulary, self.facts.text_dim
         has_text = vocabulary or width or fields.require_text
         self._text = [schema.TOKENS if vocabulary else schema.TEXT_EMBEDDING] if has_text else []
+        crop = [input_pipeline.CROP] * (self.facts.latents_shape[0] > 1)
+        self.plan = input_pipeline.train_plan(
+            self.sources,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            chunk=fields.chunk,
+            lanes=fields.lanes,
+            window=fields.window,
+            stages=fields.stages,
+            features=(schema.KEY, schema.LATENTS, *self._text, *crop),
+            caption_dropout=fields.caption_dropout,
+            counter=self._counter,
+            parallel_reads=fields.parallel_reads,
+            prefetch=fields.prefetch,
+            **self._share,
+            **self._read_options(),
+        )
+        if config.eval_every:
+            self._check_split(schema.VALIDATION, 'eval_every', config.eval_every)
+        if config.preview_every:
+            self._check_split(config.preview.split, 'preview.split', config.preview.split)
         self._identify(config)
 
     def _identify(self, config: ml_collections.ConfigDict) -> None:
@@ -95,9 +100,9 @@ class TrainingData:
             'optimizer': {'name': config.optimizer.name},
         }
         identities = [source.identity(schema.TRAIN) for source in self.sources]
-        digests = self.plan.cursor.sources
+        digests = self.plan.cursor.digests
         self.position = self.plan.cursor.state() | {
-            'lanes': self._order.lanes if self.plan.orders else 1,
+            'lanes': config.data.lanes if self.plan.orders else 1,
             'data_sets': {
                 digest: list(identity.values())
                 for digest, identity in zip(digests, identities, strict=True)
@@ -125,7 +130,7 @@ class TrainingData:
         """
         for source in self.sources if self._config.eval_every else ():
             self._eval_on_host(source).close()
-        with self._train_on_host(start=None) as batches:
+        with input_pipeline.planned_batches(self.plan) as batches:
             budget_gb = self._config.data.ram_budget_gb
             batches.check_memory(budget_gb, sharding.processes_on_host())
 
@@ -134,7 +139,7 @@ class TrainingData:
         self._num_arrived = self._num_used = 0
 
         def count_arrived() -> Iterator[input_pipeline.Batch]:
-            for batch in self._train_on_host(position):
+            for batch in input_pipeline.planned_batches(self.plan, position):
                 self._num_arrived += 1
                 yield batch
 
@@ -156,13 +161,13 @@ class TrainingData:
         if len(orders) > 1:
             for source, order, per_lane in zip(self.sources, orders, samples, strict=True):
                 scalars[f'data/{source.name}/epoch'] = per_lane / order.lane_length
-                scalars[f'data/{source.name}/samples'] = per_lane * self._order.lanes
+                scalars[f'data/{source.name}/samples'] = per_lane * order.settings.lanes
         return scalars
 
     @property
     def engine(self) -> str:
         """The engine that reads training batches: 'rows', 'chunks' or 'tf_data'."""
-        return input_pipeline.engine_of(self.sources, self._config.data.engine)
+        return self.plan.engine
 
     @property
     def description(self) -> list[str]:
@@ -226,24 +231,6 @@ class TrainingData:
             captions=[caption.decode() for caption in batch[schema.CAPTION][mask]],
             latents=batch[schema.LATENTS][mask],
             text=jax.device_put(text[mask], sharding.replicated(self._mesh)),
-        )
-
-    def _train_on_host(self, start: Mapping[str, Any] | None) -> input_pipeline.Batches:
-        config = self._config
-        crop = [input_pipeline.CROP] * (self.facts.latents_shape[0] > 1)
-        return input_pipeline.train_batches(
-            self.sources,
-            batch_size=config.batch_size,
-            start=start,
-            stages=config.data.stages,
-            features=(schema.KEY, schema.LATENTS, *self._text, *crop),
-            caption_dropout=config.data.caption_dropout,
-            counter=self._counter,
-            parallel_reads=config.data.parallel_reads,
-            prefetch=config.data.prefetch,
-            **dataclasses.asdict(self._order),
-            **self._share,
-            **self._read_options(),
         )
 
     def _read_options(self) -> dict[str, Any]:

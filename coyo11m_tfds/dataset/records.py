@@ -156,12 +156,10 @@ class RecordScan:
 
 
 class AddressedBytes(Protocol):
-    """Protocol of bytes by their addresses; see `reading.files`."""
+    """Protocol of the bytes of records by their addresses; see `reading.fenced_memory`."""
 
-    zeros: int  # address of readable zeros
-
-    def gather(self, address: np.ndarray, nbytes: int) -> np.ndarray:
-        """Copies `nbytes` bytes from each address."""
+    def gather(self, addresses: np.ndarray, nbytes: int) -> np.ndarray:
+        """Copies `nbytes` bytes from an address in each record; zeros if it is not inside."""
 
 
 class ValueAddresses(NamedTuple):
@@ -202,21 +200,18 @@ class RecordLayout:
 
     def find(self, memory: AddressedBytes, begin: np.ndarray, end: np.ndarray) -> ValueAddresses:
         """Finds the values of serialized records between addresses, `[begin, end)` for each."""
-        min_nbytes = self._key_from_end + self._window
-        regular = end - begin >= min_nbytes
-        # Shorter records are read as zeros, so that no address lies before the record.
-        safe_end = np.where(regular, end, memory.zeros + min_nbytes)
+        regular = end - begin >= self._key_from_end + self._window
         for from_end, head in self._head_from_end.items():
-            heads = memory.gather(safe_end - from_end, len(head)).view(np.uint8)
+            heads = memory.gather(end - from_end, len(head)).view(np.uint8)
             regular &= (heads.reshape(-1, len(head)) == np.frombuffer(head, np.uint8)).all(axis=1)
-        key_end = safe_end - self._key_from_end
+        key_end = end - self._key_from_end
         window = memory.gather(key_end - self._window, self._window).view(np.uint8)
         keys, length, is_key = self._decode_keys(window.reshape(-1, self._window))
         return ValueAddresses(
             regular & is_key,
             keys,
             key_end - length - self._key_heads.shape[1],
-            {name: safe_end - from_end for name, from_end in self._value_from_end.items()},
+            {name: end - from_end for name, from_end in self._value_from_end.items()},
         )
 
     def _decode_keys(self, window: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

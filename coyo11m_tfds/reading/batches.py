@@ -16,10 +16,10 @@ from coyo11m_tfds.reading.mixture import Cursor
 
 T = TypeVar('T')
 
-# What was asked for of some samples. Added columns come under names of their own.
+# The requested features of some samples. Added columns have their own names.
 Batch = dict[str, np.ndarray]
 
-CROP = 'crop'  # int32 (b,); place among the crops of its image, 0 for the middle one
+CROP = 'crop'  # int32 (b,); position among the crops of its image, 0 for the middle one
 DROP_TEXT = 'drop_text'  # bool (b,); with caption_dropout > 0
 MASK = 'mask'  # bool (b,); False for rows of zeros that stand for no record
 
@@ -40,45 +40,52 @@ class Ahead(Iterator[T]):
     """
 
     def __init__(self, items: Iterator[T], count: int, thread_name: str = 'ahead'):
-        self._items = items
-        self._count = count
-        self._thread_name = thread_name
-        # Items, and errors in their places.
-        self._ready: collections.deque[tuple[Any, BaseException | None]] = collections.deque()
-        self._given = self._made = self._allowed = 0
-        self._is_filling = self._is_closed = False
-        self._lock, self._came = threading.Lock(), threading.Lock()
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name)
-        self._thread.submit(int)  # starts it here, where nobody holds anything that can be lost
-        self._process = os.getpid()
+        self._count, self._thread_name = count, thread_name
         self._is_finalizing = sys.is_finalizing  # of an iterator that outlives all modules
+        self._start(items)
+
+    def _start(self, items: Iterator[T]) -> None:
+        """Begins with the first of `items`, in a thread of their own."""
+        self._items = items
+        # Items that are ready, and errors in their places.
+        self._ready: collections.deque[tuple[Any, BaseException | None]] = collections.deque()
+        # Items that `next` has returned, that the thread has read, and that it may read.
+        self._num_returned = self._num_read = self._limit = 0
+        self._is_reading = self._is_closed = False
+        self._lock, self._arrival = threading.Lock(), threading.Lock()
+        self._executor = concurrent.futures.ThreadPoolExecutor(1, self._thread_name)
+        # The thread starts here, and not in `next`, where a Ctrl-C could lose it.
+        self._executor.submit(int)
+        self._process = os.getpid()
 
     def __next__(self) -> T:
-        if os.getpid() != self._process:  # which has the thread
+        # A fork has no copy of the thread, so it would wait for ever.
+        if os.getpid() != self._process:
             raise RuntimeError(
                 f'process {os.getpid()} was forked from {self._process}, which has the thread that '
                 'reads: make the iterator in the process that uses it, see docs/pytorch.md'
             )
         # A KeyboardInterrupt may be raised by any call here. So nothing changes before the last
         # two lines that does harm when it is done twice, and these call nothing.
-        self._allow(self._given + self._count)
+        self._allow(self._num_returned + self._count)
         while not self._ready:
-            self._came.acquire()
+            self._arrival.acquire()
         item, error = self._ready[0]
         if error:
             self._end_thread()
             raise error
-        self._allow(self._given + 1 + self._count)
-        self._given += 1
+        self._allow(self._num_returned + 1 + self._count)
+        self._num_returned += 1
         del self._ready[0]
         return item
 
     def close(self) -> None:
-        """Ends the iteration, and the threads that read, after what they are reading."""
+        """Ends the iteration, and the threads that read, after the read that is under way."""
         self._is_closed = True
         self._ready = collections.deque([(None, StopIteration())])
+        # The thread drops the iterator, because only the thread knows when it is not running.
         with contextlib.suppress(RuntimeError):  # the thread has ended
-            self._thread.submit(setattr, self, '_items', iter(()))
+            self._executor.submit(setattr, self, '_items', iter(()))
         self._end_thread()
 
     def __enter__(self) -> Self:
@@ -87,33 +94,34 @@ class Ahead(Iterator[T]):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _allow(self, number: int) -> None:
-        """Lets the thread read items up to this number."""
+    def _allow(self, limit: int) -> None:
+        """Lets the thread read so many items in all."""
         with self._lock:
-            self._allowed = number
-            if not (self._is_filling or self._is_closed):
-                self._thread.submit(self._fill)
-                self._is_filling = True
+            self._limit = limit
+            if not (self._is_reading or self._is_closed):
+                self._executor.submit(self._read_items)
+                self._is_reading = True
 
-    def _fill(self) -> None:
-        while self._goes_on():
+    def _read_items(self) -> None:
+        while self._may_read():
             try:
                 self._ready.append((next(self._items), None))
             except BaseException as error:
                 self._is_closed = True
                 self._ready.append((None, error))
-            self._made += 1
-            if self._came.locked():
-                self._came.release()
+            self._num_read += 1
+            if self._arrival.locked():
+                self._arrival.release()
 
-    def _goes_on(self) -> bool:
+    def _may_read(self) -> bool:
         with self._lock:
-            self._is_filling = self._made < self._allowed and not self._is_closed
-            return self._is_filling
+            self._is_reading = self._num_read < self._limit and not self._is_closed
+            return self._is_reading
 
     def _end_thread(self) -> None:
-        if not self._is_finalizing():  # or the interpreter has ended the thread
-            self._thread.shutdown(wait=False)
+        # At the end of the program the interpreter has ended the thread.
+        if not self._is_finalizing():
+            self._executor.shutdown(wait=False)
 
 
 class Resumable(Ahead[T]):
@@ -123,13 +131,13 @@ class Resumable(Ahead[T]):
         self, read: Callable[[Cursor], Iterator[T]], cursor: Cursor, ahead: int, thread_name: str
     ):
         """Takes a function that reads from a cursor on, and the number of batches to keep ready."""
-        self._read, self._begun = read, cursor
+        self._read, self._first = read, cursor
         super().__init__(read(cursor), ahead, thread_name)
 
     @property
     def cursor(self) -> Cursor:
-        """The position of the next batch."""
-        return self._begun.after(self._given)
+        """The position of the next batch, with the sequence that it is a position of."""
+        return self._first.after(self._num_returned)
 
     @property
     def step(self) -> int:
@@ -145,17 +153,19 @@ class Resumable(Ahead[T]):
 
         Raises a ValueError if `state` is malformed, or belongs to another data set, split or order.
         """
-        self.go_to(self._begun.at(state))
+        self.seek(self._first.at(state))
 
-    def go_to(self, cursor: Cursor) -> None:
-        """Continues at another cursor, after the reads that are under way."""
+    def seek(self, cursor: Cursor) -> None:
+        """Continues at another position of the sequence, after the reads that are under way."""
         self.close()
-        self._thread.shutdown()
-        Resumable.__init__(self, self._read, cursor, self._count, self._thread_name)
+        # The old thread must not read from files at the same time as the new one.
+        self._executor.shutdown()
+        self._first = cursor
+        self._start(self._read(cursor))
 
 
 class Batches(Resumable[Batch]):
-    """One process's part of batches in the memory of the host.
+    """One process's share of batches in the memory of the host.
 
     A context manager closes it: `with train_batches(...) as batches`.
 
@@ -174,7 +184,7 @@ class Batches(Resumable[Batch]):
         steps_per_epoch: float,
         process: tuple[int, int],
         ahead: int,
-        memory_need: memory.Need | None = None,
+        memory_need: memory.MemoryNeed | None = None,
     ):
         super().__init__(read, cursor, ahead, 'batches')
         self._memory_need = memory_need
@@ -190,6 +200,4 @@ class Batches(Resumable[Batch]):
         evaluation, and a data set without a chunk index always fit.
         """
         if self._memory_need:
-            memory.check(
-                self._memory_need, budget_gb=ram_budget_gb, processes_on_host=processes_on_host
-            )
+            self._memory_need.check(ram_budget_gb, processes_on_host)

@@ -12,8 +12,8 @@ from coyo11m_tfds.dataset.columns import AddedColumn, Column
 from coyo11m_tfds.reading.files import FetchedFiles, MappedFiles, Range
 from coyo11m_tfds.storage.stored_file import StoredFile
 
-# Two rows with at most this gap in bytes are fetched together: another request would take
-# longer. The rows of a chunk are neighbours in the source, but for dropped rows and other splits.
+# Two rows with at most this gap in bytes are fetched together: another request would take longer.
+# The rows of a chunk are neighbours in the source, except for dropped rows and other splits.
 _GAP = 128 << 10
 
 _CRC_NBYTES = 4
@@ -51,9 +51,10 @@ def open_column(
     if a place lies outside its file.
     """
     if isinstance(column, AddedColumn):
-        file, start, stored = column.locate(folder, split, num_records)
-        where = np.array([[start]]), np.array([stored.itemsize])
-        return OpenedColumn([file], *where, None, np.dtype(column.dtype), column.shape)
+        file, start, row_dtype = column.locate(folder, split, num_records)
+        starts, strides = np.array([[start]]), np.array([row_dtype.itemsize])
+        dtype = np.dtype(column.dtype)
+        return OpenedColumn([file], starts, strides, None, dtype, column.shape)
     files = [x.check(found) for x, found in zip(column.files, column.find_files(), strict=True)]
     places = column.locate(folder, split, num_records)
     dtype = np.dtype(getattr(ml_dtypes, column.dtype, column.dtype))
@@ -61,14 +62,17 @@ def open_column(
     starts = np.array([file.starts for file in column.files], np.int64).reshape(-1, pieces)
     strides = np.array([file.stride for file in column.files], np.int64)
     opened = OpenedColumn(files, starts, strides, places, dtype, column.shape)
-    # What lies before the last place at which a row of each file may begin; no file is behind them.
-    room = [file.size for file in files] - starts.max(axis=1, initial=0) - opened.piece_nbytes
-    number = np.minimum(places[:, 0], len(files))
-    outside = places[:, 1] * np.append(strides, 1)[number] > np.append(room, -1)[number]
+    # The offset from a file's first row to the last possible row; no row of a file that is not
+    # described is possible.
+    offsets = [x.size for x in files] - starts.max(axis=1, initial=0) - opened.piece_nbytes
+    file_number = np.minimum(places[:, 0], len(files))
+    outside = (
+        places[:, 1] * np.append(strides, 1)[file_number] > np.append(offsets, -1)[file_number]
+    )
     if outside.any():
         number = int(outside.argmax())
-        file, row, _ = places[number].tolist()
-        path = files[file].path if file < len(files) else 'a file that is not named'
+        file_index, row, _ = places[number].tolist()
+        path = files[file_index].path if file_index < len(files) else 'a file that is not named'
         raise ValueError(
             f'{folder}: its column {column.name!r} names row {row} of {path} for record {number}, '
             'but the file has no such row. Build the data set again.'
@@ -80,9 +84,9 @@ class ColumnReader:
     """Finds the rows of one column of a split in its files."""
 
     def __init__(self, opened: OpenedColumn, fetched: FetchedFiles | None = None):
-        """Reads nothing yet: without `fetched`, `find` maps files as it needs them.
+        """Reads nothing yet: without `fetched`, `locate` maps files as it needs them.
 
-        This reader adds its files to `fetched`; take the ranges of `ranges` from it before `find`.
+        This reader adds its files to `fetched`; take what `ranges` returns from it before `locate`.
         """
         self._places, self._values_nbytes = opened.places, opened.piece_nbytes
         self._nbytes = opened.piece_nbytes + (_CRC_NBYTES if opened.places is None else 0)
@@ -95,27 +99,27 @@ class ColumnReader:
             versions = [file.version for file in opened.files]
             self._files, self._first = MappedFiles(paths.__getitem__, len(paths), versions), 0
 
-    def find(self, number: np.ndarray) -> np.ndarray:
+    def locate(self, number: np.ndarray) -> np.ndarray:
         """Returns the addresses of the pieces of some records' values, int64 `(n, pieces)`.
 
         Raises a ValueError if a row lies outside its file, and the errors of `MappedFiles.open`.
         """
-        file, row, begin = self._places_of(number)
-        of_pieces = np.repeat(file, begin.shape[1])
-        address, limit = self._files.locate(of_pieces, begin.ravel(), self._nbytes)
+        file, row, begin = self._offsets(number)
+        piece_files = np.repeat(file, begin.shape[1])
+        address, limit = self._files.locate(piece_files, begin.ravel(), self._nbytes)
         outside = limit - address < self._nbytes
         if outside.any():
-            worst = int(outside.argmax()) // begin.shape[1]
+            index = int(outside.argmax()) // begin.shape[1]
             raise ValueError(
-                f'{self._files.path_of(int(file[worst]))}: has no row {row[worst]}, which the data '
-                'set asks for. Build the data set again.'
+                f'{self._files.path_of(int(file[index]))}: has no row {row[index]}, which the data '
+                'set needs. Build the data set again.'
             )
         return address.reshape(begin.shape)
 
-    def matches(self, number: np.ndarray, address: np.ndarray) -> np.ndarray:
+    def match_checksums(self, number: np.ndarray, address: np.ndarray) -> np.ndarray:
         """Compares the rows of some records with their checksums; returns bool `(n,)`.
 
-        `address` is the result of `find` for these records. The comparison covers all crops of a
+        `address` is the result of `locate` for these records. The comparison covers all crops of a
         row, because another epoch uses another crop.
         """
         memory = self._files.memory
@@ -123,15 +127,14 @@ class ColumnReader:
             stored = memory.gather(address[:, 0] + self._values_nbytes, _CRC_NBYTES).view('<u4')
         else:
             stored = self._places[number, 2]
-        first, *others = address.T
-        found = memory.crc32c(first, first + self._values_nbytes)
-        for begin in others:
-            found = memory.crc32c(begin, begin + self._values_nbytes, found)
-        return found == stored
+        crcs = np.zeros(len(number), np.uint32)
+        for begin in address.T:
+            crcs = memory.crc32c(begin, begin + self._values_nbytes, crcs.tolist())
+        return crcs == stored
 
     def place(self, number: int) -> tuple[str, int]:
         """Returns the path of the file that holds a record's row, and the number of the row."""
-        file, row, _ = self._places_of(np.array([number]))
+        file, row, _ = self._offsets(np.array([number]))
         return self._files.path_of(int(file[0])), int(row[0])
 
     def ranges(self, first: np.ndarray, count: np.ndarray) -> list[list[Range]]:
@@ -140,37 +143,39 @@ class ColumnReader:
         A run is given by its first record and by their number, at least 1; both int64 `(n,)`.
         """
         run = np.repeat(np.arange(len(first)), count)
-        in_run = np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
-        file, _, begins = self._places_of(first[run] + in_run)
-        found: list[list[Range]] = [[] for _ in first]
+        index_in_run = np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
+        file, _, begins = self._offsets(first[run] + index_in_run)
+        ranges: list[list[Range]] = [[] for _ in first]
         for begin in begins.T:
             end = begin + self._nbytes
             gap = begin[1:] - end[:-1]
-            apart = (np.diff(run) != 0) | (np.diff(file) != 0) | (gap < 0) | (gap > _GAP)
-            starts = np.flatnonzero(np.concatenate([[True], apart])[: len(run)])
+            is_apart = (np.diff(run) != 0) | (np.diff(file) != 0) | (gap < 0) | (gap > _GAP)
+            starts = np.flatnonzero(np.concatenate([[True], is_apart])[: len(run)])
             stops = np.append(starts[1:], len(run)) - 1
-            parts = np.stack([run[starts], file[starts], begin[starts], end[stops]], axis=1)
-            for of_run, *part in parts.tolist():
-                found[of_run].append(tuple(part))
-        return found
+            rows = np.stack([run[starts], file[starts], begin[starts], end[stops]], axis=1)
+            for number, *file_range in rows.tolist():
+                ranges[number].append(tuple(file_range))
+        return ranges
 
     def will_need(self, first: np.ndarray, last: np.ndarray) -> None:
         """Asks the system to read ahead runs of rows, given by their first and last records."""
         if not isinstance(self._files, MappedFiles):
             return
-        (file, _, begins), (last_file, _, ends) = self._places_of(first), self._places_of(last)
+        file, _, begins = self._offsets(first)
+        last_file, _, ends = self._offsets(last)
         self._files.open(np.unique(file))
-        for begin, end in zip(begins.T, ends.T, strict=True):
-            runs = zip(file.tolist(), last_file.tolist(), begin.tolist(), end.tolist(), strict=True)
-            for one, other, start, stop in runs:
-                if one == other and start <= stop:
-                    self._files.will_need(one, start, stop + self._nbytes - start)
+        # The rows of a run may be in another order in the source, or in two of its files.
+        is_range = ((file == last_file)[:, None] & (begins <= ends)).T
+        for begin, end, rows in zip(begins.T, ends.T + self._nbytes, is_range, strict=True):
+            ranges = zip(file[rows].tolist(), begin[rows].tolist(), end[rows].tolist(), strict=True)
+            for file_range in ranges:
+                self._files.will_need(*file_range)
 
     def check_unchanged(self, number: np.ndarray) -> None:
         """Checks that the files of some records have not changed; see `MappedFiles`."""
-        self._files.check_unchanged(self._places_of(number)[0])
+        self._files.check_unchanged(self._offsets(number)[0])
 
-    def _places_of(self, number: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _offsets(self, number: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The file and the row of some records, int64 `(n,)`, and the offsets of the row's pieces,
         int64 `(n, pieces)`."""
         if self._places is None:

@@ -6,10 +6,9 @@ filled chunk by chunk, as from mapped files, while the loop uses the block befor
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
 from absl import logging
 
@@ -20,129 +19,142 @@ from coyo11m_tfds.dataset.stored_dataset import IndexedSplit, StoredDataset
 from coyo11m_tfds.reading import damage, process_settings
 from coyo11m_tfds.reading.batches import Ahead, ArraySpec, Batch
 from coyo11m_tfds.reading.column_reader import ColumnReader, open_column
+from coyo11m_tfds.reading.features import BatchFeatures, check_text_feature, stored_specs
+from coyo11m_tfds.reading.fenced_memory import LazyBatch, gather_batch
 from coyo11m_tfds.reading.files import MAX_FILES, FetchedFiles, Range, ReadCounter
-from coyo11m_tfds.reading.options import AUTO, CHUNKS, ROWS, TF_DATA, ReadOptions
-from coyo11m_tfds.reading.order import Block
-from coyo11m_tfds.reading.row_reader import Part, RowChoices, RowReader, gathered
+from coyo11m_tfds.reading.options import CHUNKS, ROWS, TF_DATA, ReadOptions
+from coyo11m_tfds.reading.order import RecordBlock
+from coyo11m_tfds.reading.row_reader import RowReader
 
 # How often a chunk with a damaged record is fetched: its bytes may have been changed on the way.
 _ATTEMPTS = 3
 
-# At least so many records of chunks are gathered together, so that NumPy's calls cost little.
+# Fewest records of chunks to gather together, so that the cost of NumPy's calls is small.
 _GROUP_RECORDS = 1024
 
 # The ranges of files that hold the values of its records; the first one has the records.
 _Chunk = tuple[Range, ...]
 
 
-class Opened(NamedTuple):
-    """A split with a chunk index, and the engine that reads it."""
+class OpenedSplit(NamedTuple):
+    """A split with a chunk index."""
 
-    split: IndexedSplit
-    engine: str
+    indexed: IndexedSplit
+    is_mapped: bool  # whether its files are mapped and read by rows, or fetched by chunks
 
 
-def open_sources(options: ReadOptions) -> list[Opened] | None:
+def open_splits(options: ReadOptions, lanes: int | None = None) -> tuple[OpenedSplit, ...] | None:
     """Opens the split of each source; None for a single source without a chunk index.
 
-    Raises the errors of `open_split`, and a ValueError if a source has no chunk index although it
-    is one of several or has a condition.
+    Raises the errors of `StoredDataset.split`, and a ValueError if the files of a source cannot be
+    read as the options say, if it has no chunk index although it is one of several or has a
+    condition, or if the batches of all `lanes` cannot be shared by the processes.
     """
-    found = [open_split(x.stored, options.split, options.engine) for x in options.sources]
-    if opened := [x for x in found if x]:
-        if len(opened) == len(found):
-            return opened
-    elif len(found) == 1 and not options.source.where:
-        return None
-    without = options.sources[found.index(None)].stored.folder
-    raise ValueError(
-        f'{without}: cannot be mixed or filtered without a chunk index. Build it again.'
-    )
-
-
-def open_split(stored: StoredDataset, name: str, engine: str) -> Opened | None:
-    """Opens a split to read it by rows or by chunks; None without a chunk index.
-
-    Raises a ValueError if `engine` is 'rows' and its files cannot be mapped, and the errors of
-    `StoredDataset.split`.
-    """
-    split = None if engine == ROWS and not stored.can_map else stored.split(name)
-    if split is None and engine == ROWS:
+    splits = [_open_split(x.stored, options.split, options.engine) for x in options.sources]
+    opened = tuple(x for x in splits if x)
+    if len(opened) < len(splits) and (opened or len(splits) > 1 or options.source.where):
+        folder = options.sources[splits.index(None)].stored.folder
         raise ValueError(
-            f'{stored.folder}: engine={ROWS!r} needs local files, also of latents in place, and a '
-            f'chunk index of split {name!r}: set engine={CHUNKS!r}'
+            f'{folder}: cannot be mixed or filtered without a chunk index. Build it again.'
         )
+    # Without a chunk index there are no lanes.
+    options.check_shares(lanes if opened else None)
+    return opened or None
+
+
+def engine_name(options: ReadOptions, splits: Sequence[OpenedSplit] | None) -> str:
+    """Returns the engine that reads opened splits; CHUNKS if it reads one of several."""
+    if splits is None or options.engine == TF_DATA:
+        return TF_DATA
+    return ROWS if all(x.is_mapped for x in splits) else CHUNKS
+
+
+def _open_split(stored: StoredDataset, name: str, engine: str) -> OpenedSplit | None:
+    split = None if engine == ROWS and not stored.can_map else stored.split(name)
     if split is None:
+        if engine == ROWS:
+            raise ValueError(
+                f'{stored.folder}: engine={ROWS!r} needs local files, also of latents in place, '
+                f'and a chunk index of split {name!r}: set engine={CHUNKS!r}'
+            )
         return None
-    if engine in (AUTO, TF_DATA):
-        by_rows = stored.can_map and len(split.index.shard_lengths) <= MAX_FILES
-        engine = ROWS if by_rows else CHUNKS
-    return Opened(split, engine)
+    can_map = stored.can_map and len(split.index.shard_lengths) <= MAX_FILES
+    return OpenedSplit(split, engine == ROWS or (can_map and engine != CHUNKS))
 
 
 class SplitReader:
     """Reads blocks of rows of one split, and counts the bad records of all blocks together."""
 
     def __init__(
-        self, options: ReadOptions, opened: Opened, text: texts.TextMixture, **choices: Any
+        self,
+        options: ReadOptions,
+        opened: OpenedSplit,
+        text: texts.TextMixture,
+        *,
+        with_mask: bool,
+        seed: int = 0,
+        caption_dropout: float = 0.0,
+        middle_crop: bool = False,
     ):
-        """Opens the columns; `choices` holds further fields of `RowChoices`.
+        """Opens the columns; the keyword arguments are fields of `BatchFeatures`.
 
         Raises a ValueError if features or texts are not in the data set, or a `DamagedError` if the
         file of a column is missing or has changed.
         """
-        self._split, self.options, stored = opened.split, options, options.stored
-        _check_text(stored.folder, text, options)
+        self.options, stored = options, options.stored
+        self._split, self.is_mapped = opened
+        features = tuple(options.features)
+        check_text_feature(stored.folder, text, features)
         num_records = int(self._split.index.shard_lengths.sum())
-        found = stored.find_columns(options.features, text)
-        where = stored.folder, options.split, num_records
+        columns = stored.find_columns(features, text)
         try:
-            self._columns = {name: open_column(found[name], *where) for name in found}
+            self._columns = {
+                name: open_column(column, stored.folder, options.split, num_records)
+                for name, column in columns.items()
+            }
         except ValueError as error:
             raise DamagedError(*error.args) from error
-        of_columns = {x: ArraySpec(c.shape, c.dtype) for x, c in self._columns.items()}
-        self._choices = RowChoices(
-            tuple(options.features),
-            _stored_rows(stored) | of_columns,
+        column_specs = {x: ArraySpec(c.shape, c.dtype) for x, c in self._columns.items()}
+        self._features = BatchFeatures(
+            features,
+            stored_specs(stored) | column_specs,
+            seed=seed,
+            caption_dropout=caption_dropout,
+            middle_crop=middle_crop,
+            with_mask=with_mask,
             text=text if text.in_columns or text.size > text.texts[0].size else None,
-            **choices,
         )
-        stored.check_features(sorted(self._choices.in_records))
+        stored.check_features(sorted(self._features.in_records))
         process_settings.keep_freed_memory()
         self._bad_records = damage.BadRecords(
             options.on_bad_records, options.max_bad_fraction, num_records, options.counter
         )
-        self._mapped = self._row_reader(None) if opened.engine == ROWS else None
-
-    @property
-    def is_mapped(self) -> bool:
-        """Whether rows are read from mapped files, without memory for windows."""
-        return self._mapped is not None
+        # One for all lanes: it remembers which records have been compared with their checksums.
+        self._mapped_reader = self._row_reader(None) if self.is_mapped else None
 
     @property
     def raw_nbytes(self) -> int:
         """Size of a sample in the files, in bytes."""
-        of_columns = sum(column.row_nbytes for column in self._columns.values())
-        return self._split.record_nbytes + of_columns
+        return self._split.record_nbytes + sum(x.row_nbytes for x in self._columns.values())
 
     def spec(self, size: int) -> dict[str, ArraySpec]:
         """Shape and dtype of each array in batches of `size` rows."""
-        return self._choices.spec(size)
+        return self._features.spec(size)
 
-    def read_blocks(self, blocks: Iterator[Block], in_flight: int) -> Iterator[Part]:
+    def read_blocks(self, blocks: Iterator[RecordBlock], in_flight: int) -> Iterator[LazyBatch]:
         """Yields the batches of all blocks; fetches `in_flight` chunks at once."""
         split, counter = self._split, self.options.counter
-        if self._mapped:
-            return _read_rows(self._mapped, blocks, counter)
-        at_once = in_flight * (1 + len(self._columns))
-        files = FetchedFiles(split.file, split.file_sizes, at_once, counter)
+        if self._mapped_reader:
+            return _read_rows(self._mapped_reader, blocks, counter)
+        max_in_flight = in_flight * (1 + len(self._columns))
+        files = FetchedFiles(split.file, split.file_sizes, max_in_flight, counter)
         reader = self._row_reader(files)
         return _ChunkReader(split, reader, files, self.options).read(blocks)
 
     def _row_reader(self, files: FetchedFiles | None) -> RowReader:
         return RowReader(
             self._split,
-            self._choices,
+            self._features,
             self.options.stored.record_layout,
             verify=damage.ALWAYS if files else self.options.verify,
             bad_records=self._bad_records,
@@ -151,61 +163,46 @@ class SplitReader:
         )
 
 
-def _stored_rows(stored: StoredDataset) -> dict[str, ArraySpec]:
-    """The shape and dtype of the large features of a data set."""
-    dtype, shape = stored.latents
-    known: dict[str, ArraySpec] = {
-        schema.LATENTS: ArraySpec(shape, np.dtype(getattr(ml_dtypes, dtype, dtype))),
-        schema.TEXT_EMBEDDING: ArraySpec((stored.text_dim,), np.dtype(np.float16)),
-        schema.TOKENS: ArraySpec((stored.num_tokens,), np.dtype(np.int32)),
-    }
-    return {n: x for n, x in known.items() if all(x.shape)}
-
-
-def _check_text(folder: str, text: texts.TextMixture, options: ReadOptions) -> None:
-    """Raises a ValueError if the features include another kind of text than `text`."""
-    other = schema.TEXT_DTYPES.keys() & set(options.features) - {text.feature}
-    if text.in_columns and other:
-        raise ValueError(
-            f'{folder}: features has {min(other)!r}, but '
-            f'text={text.names[0] or texts.RECORDS_TEXT!r} holds '
-            f'{text.feature!r}; ask for that feature.'
-        )
-
-
 def _read_rows(
-    reader: RowReader, blocks: Iterator[Block], counter: ReadCounter | None
-) -> Iterator[Part]:
+    reader: RowReader, blocks: Iterator[RecordBlock], counter: ReadCounter | None
+) -> Iterator[LazyBatch]:
     block = next(blocks, None)
     if block is not None:
-        for run in reader.prefetch(block.shard.ravel(), block.record.ravel()):
-            reader.will_need(run)
+        for file_range in reader.ranges_ahead(block.shard.ravel(), block.record.ravel()):
+            reader.will_need(file_range)
     while block is not None:
         steps, size = block.shard.shape
-        rows = reader.find(*(x.ravel() for x in block))
+        located = reader.locate(*(x.ravel() for x in block))
         block = next(blocks, None)
-        runs = [] if block is None else reader.prefetch(block.shard.ravel(), block.record.ravel())
+        ranges = []
+        if block is not None:
+            ranges = reader.ranges_ahead(block.shard.ravel(), block.record.ravel())
         for step in range(steps):
-            for run in runs[step::steps]:
-                reader.will_need(run)
-            some = rows.part(slice(step * size, (step + 1) * size))
-            batch = reader.read(some, reader.check(some))
+            # A few at each step: the disk reads them while this block is used.
+            for file_range in ranges[step::steps]:
+                reader.will_need(file_range)
+            rows = located.rows(slice(step * size, (step + 1) * size))
+            batch = reader.read(rows, reader.check(rows))
             if counter:
                 counter.add(num_bytes=sum(x.nbytes for x in batch.values()))
             yield batch
 
 
-class _Plan(NamedTuple):
-    """A block of rows, and the chunks that they are in."""
+class _ChunkedBlock(NamedTuple):
+    """A block of rows, and the chunks that hold them."""
 
-    block: Block
-    chunks: list[_Chunk]  # or parts of chunks
-    rows: np.ndarray  # places in the block, ordered by their chunks
-    numbers: np.ndarray  # in `chunks`, of the chunk that holds each of `rows`
+    block: RecordBlock
+    chunks: list[_Chunk]  # or pieces of chunks
+    rows: np.ndarray  # numbers of all rows of the block, ordered by their chunks
+    chunk_numbers: np.ndarray  # in `chunks`, of the chunk that holds each of `rows`
+
+    def ranges(self) -> set[Range]:
+        """Returns the ranges of all chunks."""
+        return set(_ranges_of(self.chunks))
 
 
 class _ChunkReader:
-    """Reads blocks of rows with a reader of fetched files, some records at a time."""
+    """Reads blocks of rows with a reader of fetched files, a group of chunks at a time."""
 
     def __init__(
         self, split: IndexedSplit, reader: RowReader, files: FetchedFiles, options: ReadOptions
@@ -214,90 +211,98 @@ class _ChunkReader:
         self._reader = reader
         self._files = files
         self._chunk = options.chunk
-        # Records of the smallest part that is fetched. Without a condition chunks come whole, so
-        # that blocks with parts of a chunk share it.
-        self._run = schema.CHUNK_STRIDE if options.source.where else options.chunk
+        # Records of the smallest piece that is fetched. Without a condition chunks come whole, so
+        # that blocks with pieces of a chunk share it.
+        self._piece = schema.CHUNK_STRIDE if options.source.where else options.chunk
 
-    def read(self, blocks: Iterator[Block]) -> Iterator[Batch]:
-        for (steps, size), values in Ahead(self._fill(blocks), 1, 'chunks'):
+    def read(self, blocks: Iterator[RecordBlock]) -> Iterator[Batch]:
+        for (steps, size), values in Ahead(self._read_blocks(blocks), 1, 'chunks'):
             for step in range(steps):
-                part = slice(step * size, (step + 1) * size)
+                rows = slice(step * size, (step + 1) * size)
                 # A batch that is kept must not keep its block.
-                yield {name: x[part].copy() for name, x in values.items()}
+                yield {name: x[rows].copy() for name, x in values.items()}
 
-    def _fill(self, blocks: Iterator[Block]) -> Iterator[tuple[tuple[int, ...], Batch]]:
-        """Yields the batches of each block with their rows, and all values in turn."""
+    def _read_blocks(
+        self, blocks: Iterator[RecordBlock]
+    ) -> Iterator[tuple[tuple[int, ...], Batch]]:
+        """Yields the shape of each block, and the values of all its rows."""
         try:
-            plans = itertools.chain(map(self._plan, blocks), [None])
-            plan = next(plans)
-            self._files.ask(_ranges(plan.chunks if plan else []))
-            while plan:
-                following = next(plans)
-                later = list(_ranges(following.chunks if following else []))
-                both = set(later).intersection(_ranges(plan.chunks))
-                self._files.ask(x for x in later if x not in both)
-                yield plan.block.shard.shape, self._gather(plan, both)
-                plan = following
+            chunked_blocks = itertools.chain(map(self._find_chunks, blocks), [None])
+            current = next(chunked_blocks)
+            self._files.request(_ranges_of(current.chunks if current else []))
+            while current:
+                following = next(chunked_blocks)
+                shared: set[Range] = set()
+                if following:
+                    shared = current.ranges() & following.ranges()
+                    ranges = _ranges_of(following.chunks)
+                    self._files.request(x for x in ranges if x not in shared)
+                yield current.block.shard.shape, self._gather(current, shared)
+                current = following
         finally:
             self._files.close()
 
-    def _plan(self, block: Block) -> _Plan:
+    def _find_chunks(self, block: RecordBlock) -> _ChunkedBlock:
         shard, record = block.shard.ravel(), block.record.ravel()
-        runs, of_run = np.unique((shard << 32) + record // self._run, return_inverse=True)
-        shard, first = runs >> 32, (runs & 0xFFFFFFFF) * self._run
-        # Runs of one chunk that touch are fetched together.
-        is_new = (np.diff(runs, prepend=-2) != 1) | (np.diff(first // self._chunk, prepend=-1) != 0)
-        begins = np.flatnonzero(is_new)
-        end = first[np.append(begins[1:], len(runs)) - 1] + self._run
-        numbers = (np.cumsum(is_new) - 1)[of_run]
-        rows = np.argsort(numbers, kind='stable')
-        chunks = self._find_chunks(shard[begins], first[begins], end)
-        return _Plan(block, chunks, rows, numbers[rows])
+        pieces, inverse = np.unique((shard << 32) + record // self._piece, return_inverse=True)
+        shard, first = pieces >> 32, (pieces & 0xFFFFFFFF) * self._piece
+        # Pieces of one chunk that touch are fetched together.
+        touches = (np.diff(pieces, prepend=-2) == 1) & (
+            np.diff(first // self._chunk, prepend=-1) == 0
+        )
+        begins = np.flatnonzero(~touches)
+        end = first[np.append(begins[1:], len(pieces)) - 1] + self._piece
+        chunk_numbers = (np.cumsum(~touches) - 1)[inverse]
+        rows = np.argsort(chunk_numbers, kind='stable')
+        chunks = self._chunk_ranges(shard[begins], first[begins], end)
+        return _ChunkedBlock(block, chunks, rows, chunk_numbers[rows])
 
-    def _find_chunks(self, shard: np.ndarray, first: np.ndarray, end: np.ndarray) -> list[_Chunk]:
-        """Returns the ranges of files for chunks, or parts of them, from `first` to `end`."""
+    def _chunk_ranges(self, shard: np.ndarray, first: np.ndarray, end: np.ndarray) -> list[_Chunk]:
+        """Returns the ranges of files for chunks, or pieces of them, from `first` to `end`."""
         count = np.minimum(self._split.index.shard_lengths[shard], end) - first
         begin, nbytes = self._split.index.byte_range(shard, first, count)
-        records = zip(shard.tolist(), begin.tolist(), (begin + nbytes).tolist(), strict=True)
+        shard_ranges = zip(shard.tolist(), begin.tolist(), (begin + nbytes).tolist(), strict=True)
         number = self._split.first_numbers[shard] + first
-        of_columns = [column.ranges(number, count) for column in self._reader.columns.values()]
+        column_ranges = [column.ranges(number, count) for column in self._reader.columns.values()]
         return [
-            (record, *itertools.chain(*rows))
-            for record, *rows in zip(records, *of_columns, strict=True)
+            (shard_range, *itertools.chain(*ranges))
+            for shard_range, *ranges in zip(shard_ranges, *column_ranges, strict=True)
         ]
 
-    def _gather(self, plan: _Plan, kept: set[Range]) -> Batch:
-        """Gathers the values of a block; frees all its ranges except those in `kept`."""
+    def _gather(self, chunked: _ChunkedBlock, shared: set[Range]) -> Batch:
+        """Gathers the values of a block; frees all its ranges except those in `shared`."""
         values: Batch = {}
-        each = -(-_GROUP_RECORDS // self._chunk)
-        for first in range(0, len(plan.chunks), each):
-            part = slice(*np.searchsorted(plan.numbers, (first, first + each)))
-            ranges = list(_ranges(plan.chunks[first : first + each]))
+        group_chunks = -(-_GROUP_RECORDS // self._chunk)
+        for first in range(0, len(chunked.chunks), group_chunks):
+            numbers = first, first + group_chunks
+            group = slice(*np.searchsorted(chunked.chunk_numbers, numbers))
+            ranges = list(_ranges_of(chunked.chunks[slice(*numbers)]))
             self._files.take(ranges)
-            for name, x in self._gather_some(plan, part).items():
+            for name, x in self._gather_group(chunked, group).items():
                 if name not in values:
-                    values[name] = np.empty((len(plan.rows), *x.shape[1:]), x.dtype)
-                values[name][plan.rows[part]] = x
-            self._files.drop(x for x in ranges if x not in kept)
+                    values[name] = np.empty((len(chunked.rows), *x.shape[1:]), x.dtype)
+                values[name][chunked.rows[group]] = x
+            self._files.drop(x for x in ranges if x not in shared)
         return values
 
-    def _gather_some(self, plan: _Plan, part: slice) -> Batch:
+    def _gather_group(self, chunked: _ChunkedBlock, group: slice) -> Batch:
         """Gathers the values of some rows; those of damaged records come from the last attempt."""
-        where = Block(*(x.ravel()[plan.rows[part]] for x in plan.block))
-        found = self._reader.find(*where)
-        good = self._reader.check(found)
+        block = RecordBlock(*(x.ravel()[chunked.rows[group]] for x in chunked.block))
+        located = self._reader.locate(*block)
+        good = self._reader.check(located)
         for _ in range(_ATTEMPTS - 1):
             if good.all():
                 break
-            damaged = [plan.chunks[number] for number in set(plan.numbers[part][~good].tolist())]
-            self._files.take_again(_ranges(damaged))
-            found = self._reader.find(*where)
-            good = self._reader.check(found)
+            numbers = set(chunked.chunk_numbers[group][~good].tolist())
+            damaged = [chunked.chunks[number] for number in numbers]
+            self._files.fetch_again(_ranges_of(damaged))
+            located = self._reader.locate(*block)
+            good = self._reader.check(located)
             if good.all():
                 path = self._files.path_of(damaged[0][0][0])
                 logging.warning('%s: a read failed and succeeded when tried again.', path)
-        return {name: gathered(x) for name, x in self._reader.read(found, good).items()}
+        return gather_batch(self._reader.read(located, good))
 
 
-def _ranges(chunks: Iterable[_Chunk]) -> Iterator[Range]:
+def _ranges_of(chunks: Iterable[_Chunk]) -> Iterator[Range]:
     return itertools.chain.from_iterable(chunks)

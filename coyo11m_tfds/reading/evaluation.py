@@ -7,20 +7,21 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.reading import damage
 from coyo11m_tfds.reading.batches import MASK, ArraySpec, Batch, Batches
-from coyo11m_tfds.reading.engines import Opened, SplitReader, open_sources
-from coyo11m_tfds.reading.filters import Kept, find_kept
+from coyo11m_tfds.reading.engines import OpenedSplit, SplitReader, open_splits
+from coyo11m_tfds.reading.fenced_memory import gather_batch
+from coyo11m_tfds.reading.filters import KeptRecords, find_kept
 from coyo11m_tfds.reading.mixture import BatchShares, Cursor, Position
 from coyo11m_tfds.reading.options import ReadOptions
-from coyo11m_tfds.reading.order import check_share, eval_blocks
-from coyo11m_tfds.reading.row_reader import gathered
+from coyo11m_tfds.reading.order import eval_blocks
 from coyo11m_tfds.storage import json_digest
 
 # How keys are read that a condition compares.
 _KEYS_CHUNK, _KEYS_IN_FLIGHT = 256, 16
 
 
-def kept_records(options: ReadOptions) -> Kept | None:
+def kept_records(options: ReadOptions) -> KeptRecords | None:
     """Returns the records of a split that the condition of its source keeps; None for all.
 
     Raises the errors of `filters.find_kept`.
@@ -30,50 +31,52 @@ def kept_records(options: ReadOptions) -> Kept | None:
         return None
     if options.split not in source.kept:
         lengths = split.index.shard_lengths
-        keys = functools.partial(_read_keys, options, int(lengths.sum()))
+        read_keys = functools.partial(_read_keys, options, int(lengths.sum()))
         source.kept[options.split] = find_kept(
-            source.where, source.stored, options.split, lengths, keys
+            source.where, source.stored, options.split, lengths, read_keys
         )
     return source.kept[options.split]
 
 
-def _read_keys(options: ReadOptions, left: int, at_once: int) -> Iterator[np.ndarray]:
-    """Yields the keys of all records, some at a time; masked where a bad record is skipped."""
-    reading = ReadOptions(
+def _read_keys(options: ReadOptions, num_records: int, size: int) -> Iterator[np.ndarray]:
+    """Yields the keys of all records, `size` at a time; masked where a bad record is skipped."""
+    key_options = ReadOptions(
         data=options.stored,
-        batch_size=at_once,
+        batch_size=size,
+        features=(schema.KEY,),
         split=options.split,
         chunk=_KEYS_CHUNK,
         parallel_reads=_KEYS_IN_FLIGHT,
         on_bad_records=options.on_bad_records,
         max_bad_fraction=options.max_bad_fraction,
+        verify=damage.ALWAYS,
     )
-    opened = open_sources(reading)
-    assert opened, 'a source with a condition has a chunk index'
-    for batch in EvalReader(reading, opened[0]).read():
-        keys, readable = batch[schema.KEY][:left], batch[MASK][:left]
+    splits = open_splits(key_options)
+    assert splits, 'a source with a condition has a chunk index'
+    for batch in EvalReader(key_options, splits[0]).read():
+        # Zeros fill the last batch.
+        keys, readable = batch[schema.KEY][:num_records], batch[MASK][:num_records]
         yield keys if readable.all() else np.ma.array(keys, mask=~readable)
-        left -= len(keys)
+        num_records -= len(keys)
 
 
-def eval_batches(options: ReadOptions, opened: Opened) -> Batches:
+def eval_batches(options: ReadOptions, opened: OpenedSplit) -> Batches:
     """Implements `input_pipeline.eval_batches`."""
     reader = EvalReader(options, opened)
-    return evaluation(options, reader.spec(options.local_size), reader.num_batches, reader.read)
+    spec = reader.spec(options.local_batch_size)
+    return resumable_eval(options, spec, reader.num_batches, reader.read)
 
 
-def evaluation(
+def resumable_eval(
     options: ReadOptions,
     spec: Mapping[str, ArraySpec],
     num_batches: int,
     read: Callable[[int], Iterator[Batch]],
 ) -> Batches:
-    """Returns all batches of an evaluation; `read(n)` yields those after the first n.
-
-    The samples in a state count those of all processes.
-    """
-    parts = [options.source.identity(options.split), options.batch_size, options.process_count]
-    digest = json_digest.sha256(parts)[:16]
+    """Returns all batches of an evaluation; `read(n)` yields those after the first n."""
+    identity = [options.source.identity(options.split), options.batch_size, options.process_count]
+    digest = json_digest.sha256(identity)[:16]
+    # The samples in a state count those of all processes, as if one lane had them.
     cursor = Cursor(Position(0, (0,)), BatchShares(options.batch_size), (digest,))
     return Batches(
         lambda cursor: read(cursor.position.step),
@@ -86,48 +89,47 @@ def evaluation(
 
 
 class EvalReader(SplitReader):
-    """Reads one process's part of all records once, in the order of the shards.
+    """Reads one process's share of all records once, in the order of the shards.
 
     Attributes:
         num_batches: Number of batches that every process reads.
     """
 
-    def __init__(self, options: ReadOptions, opened: Opened):
-        """Raises a ValueError for settings that do not fit each other, and for an empty split."""
-        options = options.alone(options.source)
-        check_share(options.batch_size, *options.process)
+    def __init__(self, options: ReadOptions, opened: OpenedSplit):
+        """Raises a ValueError for options that do not fit the data set, and for an empty split."""
+        options = options.for_source(options.source)
         self._kept = kept_records(options)
-        lengths = opened.split.index.shard_lengths
+        lengths = opened.indexed.index.shard_lengths
         self._lengths = lengths if self._kept is None else self._kept.lengths
-        size = int(self._lengths.sum())
-        if not size:
+        num_records = int(self._lengths.sum())
+        if not num_records:
             raise ValueError(
                 f'{options.stored.folder}: split {options.split!r} is empty; name another split, '
                 'or build with a larger validation_fraction'
             )
-        self.num_batches = -(-size // options.batch_size)
-        each = self.num_batches * options.local_size
-        self._own = range(size)[options.process_index * each :][:each]
+        self.num_batches = -(-num_records // options.batch_size)
+        per_process = self.num_batches * options.local_batch_size
+        self._own_records = range(num_records)[options.process_index * per_process :][:per_process]
         text = options.stored.choose_texts(options.text).first
         super().__init__(options, opened, text, middle_crop=True, with_mask=True)
 
     def read(self, start: int = 0) -> Iterator[Batch]:
         """Returns the batches after the first `start`, with rows of zeros to fill the last ones."""
-        size = self.options.local_size
-        own = self._own[start * size :]
-        blocks = eval_blocks(self._lengths, own.start, own.stop, size, self._kept)
-        blank = {name: np.zeros(*spec) for name, spec in self.spec(0).items()}
+        size = self.options.local_batch_size
+        records = self._own_records[start * size :]
+        blocks = eval_blocks(self._lengths, records.start, records.stop, size, self._kept)
+        empty = {name: np.zeros(*spec) for name, spec in self.spec(0).items()}
         batches = itertools.chain(
-            self.read_blocks(blocks, self.options.parallel_reads), itertools.repeat(blank)
+            self.read_blocks(blocks, self.options.parallel_reads), itertools.repeat(empty)
         )
         for batch in itertools.islice(batches, self.num_batches - start):
-            yield {name: _filled_up(gathered(x), size) for name, x in batch.items()}
+            yield {name: _pad(x, size) for name, x in gather_batch(batch).items()}
 
 
-def _filled_up(x: np.ndarray, size: int) -> np.ndarray:
+def _pad(x: np.ndarray, size: int) -> np.ndarray:
     """Puts rows of zeros, or of empty strings, after those of an array."""
     if len(x) == size:
         return x
     shape = (size - len(x), *x.shape[1:])
-    pad = np.full(shape, b'', object) if x.dtype == object else np.zeros(shape, x.dtype)
-    return np.concatenate([x, pad])
+    padding = np.full(shape, b'', object) if x.dtype == object else np.zeros(shape, x.dtype)
+    return np.concatenate([x, padding])

@@ -1,15 +1,9 @@
-"""Numbered files in memory, mapped or fetched, and rows of bytes gathered from them.
-
-Each row of a batch may be in another file. So the place of a row is an address in this process: one
-call of NumPy gathers from all files together, without Python code for each row and without Python's
-lock.
-"""
+"""Numbered files in memory, mapped or fetched, whose bytes are gathered by their addresses."""
 
 import collections
 import contextlib
 import ctypes
 import errno
-import functools
 import mmap
 import os
 import resource
@@ -21,10 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import BinaryIO, NamedTuple
 
-import google_crc32c
 import numpy as np
 
-from coyo11m_tfds import schema, storage
+from coyo11m_tfds import storage
+from coyo11m_tfds.reading.fenced_memory import FencedMemory, Region
 from coyo11m_tfds.storage import disk, stored_file
 from coyo11m_tfds.storage.stored_file import StoredFile
 
@@ -34,64 +28,13 @@ _CHECK_SECONDS = 1.0
 # A process may have 65,530 mappings (vm.max_map_count), and other libraries need some.
 MAX_FILES = 60_000
 
-# Places in memory are counted from here, as NumPy takes no array at address 0, to what a processor
-# of 64 bits gives programs. Times what is gathered at once, it has to be less than 2**63.
-_ORIGIN = 1 << 12
-_END = 1 << 48
-_GATHERED_AT_ONCE = 1 << 15
-
-# A file and a place in it make one number: 8 TB and 500,000 files.
+# A file and an offset in it make one number: 8 TB and 500,000 files.
 _FILE_SHIFT = 43
 
 Range = tuple[int, int, int]  # number of the file, first byte, one past the last byte
 
-
-@functools.cache
-def _zeros() -> np.ndarray:
-    """Returns zeros for the longest possible row; the system allocates no memory for them."""
-    return np.frombuffer(mmap.mmap(-1, schema.MAX_LATENTS_NBYTES), np.uint8)
-
-
-class Memory:
-    """All memory of this process as one NumPy array; callers must know the addresses."""
-
-    def __init__(self):
-        everything = (ctypes.c_ubyte * (_END - _ORIGIN)).from_address(_ORIGIN)
-        self._bytes = np.frombuffer(everything, np.uint8)
-        self._zeros = _zeros()
-        self.zeros: int = self._zeros.ctypes.data  # an address with as many zeros as a row may have
-
-    def gather(self, addresses: np.ndarray, nbytes: int) -> np.ndarray:
-        """Copies `nbytes` bytes from each address; returns void `(n,)` with items of this size."""
-        if nbytes > _GATHERED_AT_ONCE:
-            gathered = np.empty((len(addresses), nbytes), np.uint8)
-            for begin in range(0, nbytes, _GATHERED_AT_ONCE):
-                some = min(_GATHERED_AT_ONCE, nbytes - begin)
-                rows = self.gather(addresses + begin, some).view(np.uint8)
-                gathered[:, begin : begin + some] = rows.reshape(-1, some)
-            return gathered.view((np.void, nbytes))[:, 0]
-        kind = np.dtype((np.void, nbytes))
-        rows = np.ndarray(_END - _ORIGIN - nbytes, kind, self._bytes, strides=(1,))
-        return rows[addresses - _ORIGIN]
-
-    def view(self, begin: int, end: int) -> np.ndarray:
-        """Returns the bytes between two addresses as uint8, without a copy."""
-        return self._bytes[begin - _ORIGIN : end - _ORIGIN]
-
-    def crc32c(
-        self, begin: np.ndarray, end: np.ndarray, before: np.ndarray | None = None
-    ) -> np.ndarray:
-        """Returns the CRC-32C of the bytes from each `begin` to its `end`; uint32 `(n,)`.
-
-        `before` holds the CRC-32C of bytes that precede these.
-        """
-        places = zip(begin.tolist(), end.tolist(), strict=True)
-        if before is None:
-            crcs = [google_crc32c.value(self.view(*place)) for place in places]
-        else:
-            both = zip(before.tolist(), places, strict=True)
-            crcs = [google_crc32c.extend(crc, self.view(*place)) for crc, place in both]
-        return np.array(crcs, np.uint32)
+# One for all mapped files, so that rows of several data sets can be gathered together.
+_MAPPED_MEMORY = FencedMemory()
 
 
 class ReadCounts(NamedTuple):
@@ -139,14 +82,14 @@ class MappedFiles:
                 f'{path_of(0)}: {num_files} files cannot be mapped at once, at most {MAX_FILES} '
                 "can; read them with engine='chunks'"
             )
-        self.memory = Memory()
+        self.memory = _MAPPED_MEMORY
         self.address = np.zeros(num_files, np.int64)
         self.size = np.zeros(num_files, np.int64)
         self.path_of = path_of
         self._versions = versions
         self._states: dict[int, tuple[int, ...]] = {}
-        self._checked = np.zeros(num_files)  # when, in seconds
-        self._mapped: list[tuple[int, int]] = []
+        self._check_times = np.zeros(num_files)  # of the last checks, in seconds
+        self._mapped: list[Region] = []
         # Not at exit: another thread may still read.
         weakref.finalize(self, _unmap, self._mapped).atexit = False
         self._opening = threading.Lock()
@@ -165,10 +108,10 @@ class MappedFiles:
     def locate(
         self, number: np.ndarray, offset: np.ndarray, nbytes: np.ndarray | int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the addresses of places in files, and the limit of the bytes wanted from each.
+        """Returns the addresses of the first bytes of ranges in files, and of their ends.
 
-        The arguments and the results are int64 `(n,)`. A limit is at most the end of the file.
-        Raises the errors of `open`.
+        The arguments and the results are int64 `(n,)`. An end is at most that of the file. Raises
+        the errors of `open`.
         """
         self.open(np.unique(number))
         start = self.address[number]
@@ -180,36 +123,37 @@ class MappedFiles:
         Raises an OSError if one has another size or modification time, was replaced, or is gone.
         """
         now = time.monotonic()
-        due = np.unique(numbers[self._checked[numbers] < now - _CHECK_SECONDS])
+        due = np.unique(numbers[self._check_times[numbers] < now - _CHECK_SECONDS])
         for number in due.tolist():
-            path, before = self.path_of(number), self._states[number]
-            with _naming(path):
-                state = _state(os.stat(path))
-            if state != before:
-                raise _changed(path, before[0], state[0])
-        self._checked[due] = now
+            path, opened_state = self.path_of(number), self._states[number]
+            with _explain_errors(path):
+                state = _stat_state(os.stat(path))
+            if state != opened_state:
+                raise _changed_error(path, opened_state[0], state[0])
+        self._check_times[due] = now
 
-    def will_need(self, number: int, offset: int, nbytes: int) -> None:
-        """Asks the system to read a part of an open file ahead, and does not wait for it."""
-        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-        end = min(offset + nbytes, int(self.size[number]))
-        if end > start:
-            address = int(self.address[number]) + start
-            _libc.madvise(address, end - start, mmap.MADV_WILLNEED)
+    def will_need(self, number: int, begin: int, end: int) -> None:
+        """Asks the system to read a range of an open file ahead, and does not wait for it."""
+        page = begin // mmap.PAGESIZE * mmap.PAGESIZE
+        nbytes = min(end, int(self.size[number])) - page
+        if nbytes > 0:
+            _libc.madvise(int(self.address[number]) + page, nbytes, mmap.MADV_WILLNEED)
 
     def _open(self, number: int) -> None:
         path = self.path_of(number)
-        with _naming(path), open(path, 'rb') as file:
-            found = os.fstat(file.fileno())
-            state = _state(found)
-            if state[0]:
-                self.address[number] = _map(file, state[0])
-                self._mapped.append((int(self.address[number]), state[0]))
-                self.size[number] = state[0]
-        # The version of what is mapped, not of what the path leads to by now.
-        if self._versions and disk.local_version(found) != self._versions[number]:
-            raise _changed(path, int(self._versions[number].partition('-')[0]), state[0])
-        self._states[number], self._checked[number] = state, time.monotonic()
+        with _explain_errors(path), open(path, 'rb') as file:
+            stat = os.fstat(file.fileno())
+            # The system maps no empty file, and nobody reads from one.
+            if stat.st_size:
+                region = _map(file, stat.st_size), stat.st_size
+                self._mapped.append(region)
+                self.memory.open([region])
+                self.address[number], self.size[number] = region
+        # The version of the mapped file, which may no longer be the one at the path.
+        if self._versions and disk.local_version(stat) != self._versions[number]:
+            size = int(self._versions[number].partition('-')[0])
+            raise _changed_error(path, size, stat.st_size)
+        self._states[number], self._check_times[number] = _stat_state(stat), time.monotonic()
 
 
 # Python's own mappings keep a descriptor until Python 3.13, which can do without.
@@ -228,13 +172,14 @@ def _map(file: BinaryIO, size: int) -> int:
     return address
 
 
-def _unmap(mapped: list[tuple[int, int]]) -> None:
-    for address, size in mapped:
+def _unmap(regions: list[Region]) -> None:
+    _MAPPED_MEMORY.close(regions)
+    for address, size in regions:
         _libc.munmap(address, size)
 
 
-def _state(found: os.stat_result) -> tuple[int, ...]:
-    return found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev
+def _stat_state(stat: os.stat_result) -> tuple[int, ...]:
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_dev
 
 
 class FetchedFiles:
@@ -248,119 +193,123 @@ class FetchedFiles:
         self,
         path_of: Callable[[int], str],
         size: Sequence[int] | np.ndarray,
-        most_at_once: int,
+        max_in_flight: int,
         counter: ReadCounter | None = None,
     ):
-        """Fetches nothing; then at most `most_at_once` ranges are in flight or wait to be taken.
+        """Fetches nothing yet; `max_in_flight` ranges may be in flight or wait to be taken.
 
         `counter` counts the bytes of all ranges, and those of files that are not added as chunks.
         """
-        self.memory = Memory()
+        self.memory = FencedMemory()
         self.size = np.array(size, np.int64)
         self._path_of = path_of
-        self._described: dict[int, StoredFile] = {}
-        self._most_at_once, self._counter = most_at_once, counter or ReadCounter()
-        self._pool = ThreadPoolExecutor(most_at_once, 'fetch')
+        self._added: dict[int, StoredFile] = {}
+        self._max_in_flight, self._counter = max_in_flight, counter or ReadCounter()
+        self._pool = ThreadPoolExecutor(max_in_flight, 'fetch')
         self._is_finalizing = sys.is_finalizing  # of one that outlives all modules
-        self._asked: collections.deque[Range] = collections.deque()
-        self._coming: dict[Range, Future[bytes]] = {}
-        self._held: dict[Range, bytes] = {}
+        self._queue: collections.deque[Range] = collections.deque()
+        self._in_flight: dict[Range, Future[bytes]] = {}
+        self._data: dict[Range, bytes] = {}
         self._index()
 
     def add(self, files: Sequence[StoredFile]) -> int:
         """Adds files that must not change; they are numbered from the result on."""
         first = len(self.size)
-        self._described |= dict(enumerate(files, first))
+        self._added |= dict(enumerate(files, first))
         self.size = np.append(self.size, [file.size for file in files]).astype(np.int64)
         return first
 
     def path_of(self, number: int) -> str:
         """The path of a file."""
-        described = self._described.get(number)
-        return described.path if described else self._path_of(number)
+        file = self._added.get(number)
+        return file.path if file else self._path_of(number)
 
-    def ask(self, ranges: Iterable[Range]) -> None:
+    def request(self, ranges: Iterable[Range]) -> None:
         """Queues ranges to be fetched, after those that were queued before."""
-        self._asked.extend(ranges)
-        self._begin()
+        self._queue.extend(ranges)
+        self._fill_flight()
 
     def take(self, ranges: Iterable[Range]) -> None:
-        """Waits for ranges that `ask` has queued; after that `locate` finds them.
+        """Waits for requested ranges; after that `locate` knows their addresses.
 
         Raises an OSError if a file is missing, refused or out of reach.
         """
-        for part in ranges:
-            if part not in self._held:
-                self._held[part] = self._coming.pop(part).result()
-                self._begin()
+        for key in ranges:
+            if key not in self._data:
+                self._hold(key, self._in_flight.pop(key).result())
+                self._fill_flight()
         self._index()
 
-    def take_again(self, ranges: Iterable[Range]) -> None:
+    def fetch_again(self, ranges: Iterable[Range]) -> None:
         """Fetches ranges anew, because their bytes may have been changed on their way."""
-        self._held |= {part: self._fetch(part) for part in ranges}
+        for key in ranges:
+            data = self._fetch(key)
+            self.drop([key])
+            self._hold(key, data)
         self._index()
 
     def drop(self, ranges: Iterable[Range]) -> None:
         """Frees ranges; their addresses are invalid afterwards."""
-        for part in ranges:
-            del self._held[part]
+        self.memory.close([_region(self._data.pop(key)) for key in ranges])
 
     def close(self) -> None:
         """Ends the threads after the requests that are under way."""
-        self._asked.clear()
-        if not self._is_finalizing():  # or the interpreter has ended them
+        self._queue.clear()
+        # At the end of the program the interpreter has ended the threads.
+        if not self._is_finalizing():
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def locate(
         self, number: np.ndarray, offset: np.ndarray, nbytes: np.ndarray | int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Like `MappedFiles.locate`, for places in ranges that were taken."""
-        part = np.searchsorted(self._keys, (number << _FILE_SHIFT) + offset, side='right') - 1
-        address = self._addresses[part] + offset
-        return address, np.minimum(address + nbytes, self._ends[part])
+        """Like `MappedFiles.locate`, for ranges inside of those that were taken."""
+        index = np.searchsorted(self._keys, (number << _FILE_SHIFT) + offset, side='right') - 1
+        address = self._addresses[index] + offset
+        return address, np.minimum(address + nbytes, self._ends[index])
 
     def check_unchanged(self, numbers: np.ndarray) -> None:
         """Does nothing: fetched bytes cannot change."""
 
-    def _begin(self) -> None:
-        while self._asked and len(self._coming) < self._most_at_once:
-            part = self._asked.popleft()
-            self._coming[part] = self._pool.submit(self._fetch, part)
+    def _fill_flight(self) -> None:
+        while self._queue and len(self._in_flight) < self._max_in_flight:
+            key = self._queue.popleft()
+            self._in_flight[key] = self._pool.submit(self._fetch, key)
+
+    def _hold(self, key: Range, data: bytes) -> None:
+        self._data[key] = data
+        self.memory.open([_region(data)])
 
     def _index(self) -> None:
-        parts = sorted(self._held)
-        number, begin = np.array(parts, np.int64).reshape(-1, 3)[:, :2].T
+        keys = sorted(self._data)
+        number, begin = np.array(keys, np.int64).reshape(-1, 3)[:, :2].T
         self._keys = (number << _FILE_SHIFT) + begin
-        # An empty range has no address; nobody asks for one, as its end is its beginning.
-        data = [np.frombuffer(self._held[part] or b'\0', np.uint8) for part in parts]
-        starts = np.array([x.ctypes.data for x in data], np.int64)
-        self._addresses = starts - begin
-        self._ends = starts + np.array([len(self._held[part]) for part in parts], np.int64)
+        regions = [_region(self._data[key]) for key in keys]
+        start, nbytes = np.array(regions, np.int64).reshape(-1, 2).T
+        self._addresses, self._ends = start - begin, start + nbytes
 
-    def _fetch(self, part: Range) -> bytes:
-        number, begin, end = part
-        chunk = int(number not in self._described)
-        self._counter.add(chunks_in_flight=chunk)
+    def _fetch(self, key: Range) -> bytes:
+        number, begin, end = key
+        num_chunks = int(number not in self._added)
+        self._counter.add(chunks_in_flight=num_chunks)
         try:
-            with _naming(self.path_of(number)):
+            with _explain_errors(self.path_of(number)):
                 data = self._read(number, begin, end)
-            self._counter.add(num_bytes=len(data), num_chunks=chunk)
+            self._counter.add(num_bytes=len(data), num_chunks=num_chunks)
         finally:
-            self._counter.add(chunks_in_flight=-chunk)
+            self._counter.add(chunks_in_flight=-num_chunks)
         return data
 
     def _read(self, number: int, begin: int, end: int) -> bytes:
-        file = self._described.get(number)
+        file = self._added.get(number)
         if file:
             data = file.read_range(begin, end - begin)
             if not file.is_unchanged():
-                raise _changed(file.path, file.size, os.path.getsize(file.path))
+                raise _changed_error(file.path, file.size, os.path.getsize(file.path))
             return data
         try:
             return self._read_range(number, begin, end)
-        except (
-            stored_file.FileChanged
-        ):  # shorter or longer than the index says: what is there is read
+        except stored_file.FileChanged:
+            # It is shorter or longer than the index says: read what there is.
             self.size[number] = storage.describe_file(self.path_of(number)).size
             return self._read_range(number, begin, end)
 
@@ -370,8 +319,13 @@ class FetchedFiles:
         return file.read_range(min(begin, size), max(0, min(end, size) - begin))
 
 
+def _region(data: bytes) -> Region:
+    # Empty bytes have no address. Their region is empty, so nobody reads from it.
+    return np.frombuffer(data or b'\0', np.uint8).ctypes.data, len(data)
+
+
 @contextlib.contextmanager
-def _naming(path: str) -> Iterator[None]:
+def _explain_errors(path: str) -> Iterator[None]:
     """Turns errors of the system into ones that say what to do."""
     try:
         yield
@@ -393,8 +347,8 @@ def _naming(path: str) -> Iterator[None]:
         raise OSError(f'{path}: cannot be read ({error.strerror or error}).') from error
 
 
-def _changed(path: str, before: int, now: int) -> OSError:
+def _changed_error(path: str, size_before: int, size: int) -> OSError:
     return OSError(
-        f'{path}: has changed while it was read: it had {before} bytes, now it has {now}, or '
+        f'{path}: has changed while it was read: it had {size_before} bytes, now it has {size}, or '
         'another time of change. Start again from a checkpoint when the data set is complete.'
     )

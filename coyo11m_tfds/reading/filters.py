@@ -11,7 +11,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 import google_crc32c
 import numpy as np
@@ -35,81 +35,101 @@ _COMPARE: dict[type[ast.cmpop], Callable] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
 }
-_MAX_LENGTH = 2000  # characters; what is nested deeper than that allows overflows no stack
+# Characters. The nesting that these allow overflows no stack.
+_MAX_LENGTH = 2000
 _BLOCK_ROWS = 1 << 18  # of a column, read at once; a multiple of 8
 
-
-# Maps columns by name to the value of a part of a condition for each row.
-_Holds = Callable[[Mapping[str, np.ndarray]], np.ndarray]
+Columns = Mapping[str, np.ndarray]
+# Maps columns by name to whether each row meets a condition, bool (n,).
+_Predicate = Callable[[Columns], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class Where:
-    """A condition."""
+class Condition:
+    """A condition that records meet or not."""
 
     text: str  # in a canonical spelling
-    names: tuple[str, ...]  # columns that it compares, with `key` if it compares keys
-    holds: _Holds  # maps these columns to bool (n,), True for rows that meet the condition
+    names: tuple[str, ...]  # of the columns that it compares, with `key` if it compares keys
+    evaluate: _Predicate  # maps these columns to bool (n,), True for rows that meet the condition
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parses a condition; raises a ValueError, which describes the syntax, for another text."""
+        try:
+            if len(text) > _MAX_LENGTH:
+                raise ValueError(f'it has more than {_MAX_LENGTH} characters')
+            tree = ast.parse(text.strip(), mode='eval').body
+            names = (node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
+            return cls(ast.unparse(tree), tuple(dict.fromkeys(names)), _compile(tree))
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+            reason = error.msg if isinstance(error, SyntaxError) else error
+            raise ValueError(f'where={text[:100]!r}: {reason}; expected {SYNTAX}') from None
 
     def __reduce__(self):
-        # Functions that are made here cannot be pickled.
-        return parse, (self.text,)
+        # The functions that `_compile` makes cannot be pickled.
+        return type(self).parse, (self.text,)
+
+    def check_columns(self, stored: StoredDataset) -> None:
+        """Raises a ValueError if a data set lacks a column of numbers that it compares."""
+        added = {name: x for name, x in stored.columns.items() if isinstance(x, AddedColumn)}
+        available = [name for name, x in added.items() if not x.feature and x.shape == ()]
+        for name in self.names:
+            if name != schema.KEY and name not in available:
+                raise ValueError(
+                    f'{stored.folder}: where={self.text!r}: {name!r} is not a column of single '
+                    f'numbers; there are {[schema.KEY, *available]}. python -m '
+                    'coyo11m_tfds.add_column --parquet adds some.'
+                )
+
+    def identity(self, stored: StoredDataset, split: str) -> str:
+        """Returns the condition and the CRC-32Cs of the columns that it compares."""
+        columns = {x: stored.columns[x].crc32c for x in self.names if x in stored.columns}
+        crcs = [f'{name} {crc32c[split]}' for name, crc32c in columns.items() if split in crc32c]
+        return f'{self.text} [{", ".join(crcs)}]'
 
 
-def parse(text: str) -> Where:
-    """Reads a condition; raises a ValueError, which describes the syntax, for another text."""
-    try:
-        if len(text) > _MAX_LENGTH:
-            raise ValueError(f'it has more than {_MAX_LENGTH} characters')
-        tree = ast.parse(text.strip(), mode='eval').body
-        names = (node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
-        return Where(ast.unparse(tree), tuple(dict.fromkeys(names)), _condition(tree))
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
-        reason = error.msg if isinstance(error, SyntaxError) else error
-        raise ValueError(f'where={text[:100]!r}: {reason}; expected {SYNTAX}') from None
-
-
-def _condition(node: ast.expr) -> _Holds:
+def _compile(node: ast.expr) -> _Predicate:
     """Returns a function that evaluates a condition; raises a ValueError for anything else."""
     if isinstance(node, ast.BoolOp):
-        join = operator.and_ if isinstance(node.op, ast.And) else operator.or_
-        return _joined(join, [_condition(value) for value in node.values])
+        operation = operator.and_ if isinstance(node.op, ast.And) else operator.or_
+        return _combine(operation, [_compile(value) for value in node.values])
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        negated = _condition(node.operand)
+        negated = _compile(node.operand)
         return lambda columns: ~negated(columns)
     if not isinstance(node, ast.Compare):
         raise ValueError(f'{ast.unparse(node)!r} does not compare anything')
     sides = [node.left, *node.comparators]
     pairs = zip(sides, node.ops, sides[1:], strict=False)
-    return _joined(operator.and_, [_comparison(*pair) for pair in pairs])
+    return _combine(operator.and_, [_compile_comparison(*pair) for pair in pairs])
 
 
-def _joined(join: Callable, parts: list[_Holds]) -> _Holds:
-    return lambda columns: functools.reduce(join, (part(columns) for part in parts))
+def _combine(operation: Callable, predicates: list[_Predicate]) -> _Predicate:
+    return lambda columns: functools.reduce(operation, (x(columns) for x in predicates))
 
 
-def _comparison(left: ast.expr, kind: ast.cmpop, right: ast.expr) -> _Holds:
-    told = ast.unparse(ast.Compare(left, [kind], [right]))
+def _compile_comparison(left: ast.expr, kind: ast.cmpop, right: ast.expr) -> _Predicate:
+    text = ast.unparse(ast.Compare(left, [kind], [right]))
     if isinstance(kind, ast.In | ast.NotIn):
         if not isinstance(right, ast.List | ast.Tuple | ast.Set) or not right.elts:
-            raise ValueError(f'{told!r} has no list of numbers')
-        one_of = _joined(operator.or_, [_comparison(left, ast.Eq(), x) for x in right.elts])
-        return one_of if isinstance(kind, ast.In) else lambda columns: ~one_of(columns)
+            raise ValueError(f'{text!r} has no list of numbers')
+        equals = [_compile_comparison(left, ast.Eq(), x) for x in right.elts]
+        is_in = _combine(operator.or_, equals)
+        return is_in if isinstance(kind, ast.In) else lambda columns: ~is_in(columns)
     if type(kind) not in _COMPARE:
-        raise ValueError(f'{told!r} does not compare numbers')
+        raise ValueError(f'{text!r} does not compare numbers')
     if not any(isinstance(side, ast.Name) for side in (left, right)):
-        raise ValueError(f'{told!r} compares no column')
-    compare, first, second = _COMPARE[type(kind)], _value(left), _value(right)
+        raise ValueError(f'{text!r} compares no column')
+    compare, first, second = _COMPARE[type(kind)], _value_getter(left), _value_getter(right)
 
-    def holds(columns: Mapping[str, np.ndarray]) -> np.ndarray:
+    def evaluate(columns: Columns) -> np.ndarray:
         # A number beyond the range of float16 becomes infinite, and compares as it should.
         with np.errstate(over='ignore'):
             return compare(first(columns), second(columns))
 
-    return holds
+    return evaluate
 
 
-def _value(node: ast.expr) -> Callable[[Mapping[str, np.ndarray]], Any]:
+def _value_getter(node: ast.expr) -> Callable[[Columns], Any]:
     """Returns a function that looks up a column or returns a constant."""
     if isinstance(node, ast.Name):
         return operator.itemgetter(node.id)
@@ -123,13 +143,13 @@ def _value(node: ast.expr) -> Callable[[Mapping[str, np.ndarray]], Any]:
     return lambda columns: sign * value
 
 
-# By byte and n, the place of the byte's n-th set bit, from the lowest.
-_BITS = np.array(
+# By byte and n, the position of the byte's n-th set bit, from the lowest.
+_SET_BITS = np.array(
     [([bit for bit in range(8) if byte >> bit & 1] + [0] * 8)[:8] for byte in range(256)], np.int64
 )
 
 
-class Kept:
+class KeptRecords:
     """The kept records of a split: one bit for each record, and one count for every eight.
 
     `lengths` holds the kept records of each shard, int64 `(num_shards,)`.
@@ -140,28 +160,28 @@ class Kept:
 
         `blocks` are consecutive arrays, bool `(n,)`; n is a multiple of 8 in all but the last.
         """
-        ends = np.cumsum(shard_lengths)
-        size = int(ends[-1]) if len(ends) else 0
+        shard_ends = np.cumsum(shard_lengths)
+        size = int(shard_ends[-1]) if len(shard_ends) else 0
         self._bits = np.zeros(size // 8 + 1, np.uint8)
-        at = 0
+        begin = 0
         for block in blocks:
             packed = np.packbits(block, bitorder='little')
-            self._bits[at : at + len(packed)] = packed
-            at += len(packed)
-        # Of 32 bits, as most of the memory is here.
+            self._bits[begin : begin + len(packed)] = packed
+            begin += len(packed)
+        # The number of kept records before each byte. It has 32 bits if these are enough, because
+        # it takes most of the memory.
         self._before = np.zeros(len(self._bits) + 1, np.uint32 if size < 2**32 else np.uint64)
         np.cumsum(np.bitwise_count(self._bits), dtype=self._before.dtype, out=self._before[1:])
         self.num_records = int(self._before[-1])
-        self._shard_lengths, self._first_numbers = shard_lengths, ends - shard_lengths
-        kept_ends = self._count_before(ends)
+        self._shard_lengths, self._first_numbers = shard_lengths, shard_ends - shard_lengths
         self._first_kept = self._count_before(self._first_numbers)
-        self.lengths = kept_ends - self._first_kept
+        self.lengths = self._count_before(shard_ends) - self._first_kept
 
-    def find(self, shard: np.ndarray, number: np.ndarray) -> np.ndarray:
+    def locate(self, shard: np.ndarray, number: np.ndarray) -> np.ndarray:
         """Returns the number in its shard of the `number`-th kept record; int64, same shape."""
         kept = (self._first_kept[shard] + number).astype(self._before.dtype)
         byte = np.searchsorted(self._before, kept, side='right') - 1
-        bit = _BITS[self._bits[byte], (kept - self._before[byte]).astype(np.int64)]
+        bit = _SET_BITS[self._bits[byte], (kept - self._before[byte]).astype(np.int64)]
         return byte * 8 + bit - self._first_numbers[shard]
 
     def count_in_runs(self) -> int:
@@ -174,68 +194,52 @@ class Kept:
 
     def _count_before(self, number: np.ndarray) -> np.ndarray:
         """Kept records before some records of the split, int64."""
-        lower = (1 << (number & 7)) - 1
-        in_byte = np.bitwise_count(self._bits[number >> 3] & lower.astype(np.uint8))
+        lower_bits = (1 << (number & 7)) - 1
+        in_byte = np.bitwise_count(self._bits[number >> 3] & lower_bits.astype(np.uint8))
         return self._before[number >> 3].astype(np.int64) + in_byte
 
 
-def check(where: Where, stored: StoredDataset) -> None:
-    """Raises a ValueError if a data set lacks a column of numbers that a condition compares."""
-    added = {name: x for name, x in stored.columns.items() if isinstance(x, AddedColumn)}
-    there = [name for name, x in added.items() if not x.feature and x.shape == ()]
-    for name in where.names:
-        if name != schema.KEY and name not in there:
-            raise ValueError(
-                f'{stored.folder}: where={where.text!r}: {name!r} is not a column of single '
-                f'numbers; there are {[schema.KEY, *there]}. python -m coyo11m_tfds.add_column '
-                '--parquet adds some.'
-            )
-
-
-def identity(where: Where, stored: StoredDataset, split: str) -> str:
-    """Returns the condition and the CRC-32Cs of the columns that it compares."""
-    found = {name: stored.columns[name].crc32c for name in where.names if name in stored.columns}
-    crcs = [f'{name} {of_splits[split]}' for name, of_splits in found.items() if split in of_splits]
-    return f'{where.text} [{", ".join(crcs)}]'
-
-
 def find_kept(
-    where: Where,
+    condition: Condition,
     stored: StoredDataset,
     split: str,
     shard_lengths: np.ndarray,
-    keys: Callable[[int], Iterator[np.ndarray]],
-) -> Kept:
+    read_keys: Callable[[int], Iterator[np.ndarray]],
+) -> KeptRecords:
     """Reads the columns of a condition and finds the records that it keeps (40 million in 0.3 s).
 
-    `keys` reads the keys of all records, in blocks of the given size, as a masked array if some
-    cannot be read; their records are not kept. It is called only if the condition, which has passed
-    `check`, compares keys. Raises a ValueError if a column is damaged or missing, or no record is
-    kept.
+    `read_keys` reads the keys of all records, in blocks of the given size, as a masked array if
+    some cannot be read; their records are not kept. It is called only if the condition, which has
+    passed `check_columns`, compares keys. Raises a ValueError if a column is damaged or missing, or
+    no record is kept.
     """
     num_records = int(shard_lengths.sum())
     columns = {
-        name: keys(_BLOCK_ROWS) if name == schema.KEY else _values(stored, name, split, num_records)
-        for name in where.names
+        name: read_keys(_BLOCK_ROWS)
+        if name == schema.KEY
+        else _read_column(stored, name, split, num_records)
+        for name in condition.names
     }
-    rows = zip(*columns.values(), strict=True)
-    holds = (where.holds(dict(zip(columns, x, strict=True))) for x in rows)
-    kept = Kept(shard_lengths, (np.ma.filled(x, False) for x in holds))
+    blocks = zip(*columns.values(), strict=True)
+    is_kept = (condition.evaluate(dict(zip(columns, x, strict=True))) for x in blocks)
+    kept = KeptRecords(shard_lengths, (np.ma.filled(x, False) for x in is_kept))
     if not kept.num_records:
         raise ValueError(
-            f'{stored.folder}: where={where.text!r} keeps none of the {num_records:,} records of '
-            f'split {split!r}'
+            f'{stored.folder}: where={condition.text!r} keeps none of the {num_records:,} records '
+            f'of split {split!r}'
         )
     shares = [f'{x / num_records:.1%}' for x in (kept.num_records, kept.count_in_runs())]
     logging.info(
-        f'{stored.folder}: {where.text} keeps {shares[0]} of split {split!r}. Reading by chunks '
-        f'fetches {shares[1]} of it, in runs of {schema.CHUNK_STRIDE} records.'
+        f'{stored.folder}: {condition.text} keeps {shares[0]} of split {split!r}. Reading by '
+        f'chunks fetches {shares[1]} of it, in runs of {schema.CHUNK_STRIDE} records.'
     )
     return kept
 
 
-def _values(stored: StoredDataset, name: str, split: str, num_records: int) -> Iterator[np.ndarray]:
-    """All values of a column, some at a time; compares them with its CRC-32C."""
+def _read_column(
+    stored: StoredDataset, name: str, split: str, num_records: int
+) -> Iterator[np.ndarray]:
+    """Yields the values of a column in blocks; compares them with its CRC-32C."""
     column = stored.columns[name]
     assert isinstance(column, AddedColumn)
     file, start, dtype = column.locate(stored.folder, split, num_records)

@@ -5,7 +5,7 @@ whole windows of each lane, with at least as many records as are read at once. C
 flight, or have arrived early, take as many bytes as in their files.
 
 The factors come from the peak resident memory of child processes with records of 26 KB (2 busy
-cores, glibc told to keep freed memory, see `process_settings`): six runs of 0.7 to 1.5 GB, 8 to 32
+cores, glibc set to keep freed memory, see `process_settings`): six runs of 0.7 to 1.5 GB, 8 to 32
 lanes, windows of 1,024 to 3,072, chunks of 64 and 128, 4 and 8 parallel reads and batches of 256
 and 4,096, took 20% less to 12% more than estimated.
 """
@@ -23,7 +23,7 @@ _FIXED = 200_000_000  # also plans, threads, and chunks that are being gathered
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Need:
+class MemoryNeed:
     """The quantities that decide how much memory one process needs to read."""
 
     lanes: int  # of this process
@@ -37,34 +37,34 @@ class Need:
     def num_bytes(self) -> int:
         """The memory that reading takes."""
         windows = -(-self.in_flight // self.window)
-        return int(self.for_window * self.window * windows + self.besides_windows)
+        return int(self._window_record_nbytes * self.window * windows + self._other_nbytes)
 
     @property
-    def for_window(self) -> float:
+    def _window_record_nbytes(self) -> float:
         """Bytes for each record of a window, in all lanes."""
         return _BLOCKS * self.lanes * self.row_nbytes
 
     @property
-    def besides_windows(self) -> float:
+    def _other_nbytes(self) -> float:
         """Bytes for all but the windows."""
         raw = _RAW_CHUNKS * self.lanes * self.in_flight * self.raw_nbytes
         return raw + self.rows_ready * self.row_nbytes + _FIXED
 
-
-def check(need: Need, *, budget_gb: float, processes_on_host: int) -> None:
-    """Implements `Batches.check_memory`, given the need of each process."""
-    budget = 1e9 * budget_gb or machine.usable_memory() / 2
-    total = processes_on_host * need.num_bytes
-    if total <= budget:
-        return
-    needed = math.ceil(total / 1e8) / 10
-    fits = math.floor((budget / processes_on_host - need.besides_windows) / need.for_window)
-    # A window of fewer records than are read at once takes no less.
-    advice = [f'data.window to {fits}'] if fits >= need.in_flight else []
-    processes = f' in each of {processes_on_host} processes' if processes_on_host > 1 else ''
-    raise ValueError(
-        f'Reading with data.window={need.window} in {need.lanes} lanes{processes} takes '
-        f'{needed:.1f} GB of memory on this host, more than the {budget / 1e9:.2f} GB of '
-        f'data.ram_budget_gb={budget_gb} (0: half of what it has): set '
-        f'{" or ".join([*advice, f"data.ram_budget_gb to {needed:.1f}"])}'
-    )
+    def check(self, budget_gb: float, processes_on_host: int) -> None:
+        """Implements `Batches.check_memory`; all processes of the host need the same."""
+        budget = 1e9 * budget_gb or machine.usable_memory() / 2
+        total = processes_on_host * self.num_bytes
+        if total <= budget:
+            return
+        total_gb = math.ceil(total / 1e8) / 10
+        process_budget = budget / processes_on_host
+        window = math.floor((process_budget - self._other_nbytes) / self._window_record_nbytes)
+        # A window of fewer records than are read at once takes no less.
+        advice = [f'data.window to {window}'] if window >= self.in_flight else []
+        processes = f' in each of {processes_on_host} processes' if processes_on_host > 1 else ''
+        raise ValueError(
+            f'Reading with data.window={self.window} in {self.lanes} lanes{processes} takes '
+            f'{total_gb:.1f} GB of memory on this host, more than the {budget / 1e9:.2f} GB of '
+            f'data.ram_budget_gb={budget_gb} (0: half of what it has): set '
+            f'{" or ".join([*advice, f"data.ram_budget_gb to {total_gb:.1f}"])}'
+        )

@@ -1,14 +1,15 @@
-"""Arguments of `input_pipeline`, and all checks of them that need no data set."""
+"""The options of readers, and all checks of them that need no data set."""
 
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Required, Self, TypedDict
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.dataset.stored_dataset import Data, StoredDataset
 from coyo11m_tfds.reading import arguments, damage
+from coyo11m_tfds.reading.batches import CROP
 from coyo11m_tfds.reading.files import ReadCounter
 from coyo11m_tfds.reading.order import OrderSettings, check_chunk
 from coyo11m_tfds.reading.sources import Mix, MixSource, open_mix
@@ -16,9 +17,41 @@ from coyo11m_tfds.reading.sources import Mix, MixSource, open_mix
 AUTO, ROWS, CHUNKS, TF_DATA = ENGINES = ('auto', 'rows', 'chunks', 'tf_data')
 
 
+class ReadArguments(TypedDict, total=False):
+    """The arguments of `input_pipeline.eval_batches`, which become `ReadOptions`."""
+
+    batch_size: Required[int]
+    features: Sequence[str]
+    split: str
+    chunk: int
+    parallel_reads: int
+    process_index: int
+    process_count: int
+    on_bad_records: str
+    max_bad_fraction: float
+    counter: ReadCounter | None
+    prefetch: int
+    engine: str
+    verify: str
+    text: texts.TextSpec
+
+
+class TrainArguments(ReadArguments, total=False):
+    """The arguments of `input_pipeline.train_batches`, which become `TrainOptions`."""
+
+    seed: Required[int]
+    lanes: int
+    window: int
+    caption_dropout: float
+    start_step: int
+    start: Mapping[str, Any] | None
+    stages: Sequence[Mapping[str, Any]]
+    stride: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """The settings for reading a split; `input_pipeline.train_batches` describes the fields.
+    """How to read a split once; `input_pipeline.train_batches` describes the fields.
 
     Raises a ValueError, which names values that work, for a value out of its range or of another
     type, and for an unknown name.
@@ -26,31 +59,31 @@ class ReadOptions:
 
     data: Data | Mix
     batch_size: int
-    features: Sequence[str] = (schema.KEY,)
-    split: str
-    chunk: int = schema.CHUNK_STRIDE
-    parallel_reads: int = 1
+    features: Sequence[str] = (schema.KEY, schema.LATENTS, CROP, schema.TEXT_EMBEDDING)
+    split: str = schema.VALIDATION
+    chunk: int = 64
+    parallel_reads: int = 16
     process_index: int = 0
     process_count: int = 1
     on_bad_records: str = damage.STOP
     max_bad_fraction: float = damage.DEFAULT_MAX_FRACTION
     counter: ReadCounter | None = None
-    prefetch: int = 1
+    prefetch: int = -1
     engine: str = AUTO
-    verify: str = damage.ALWAYS
+    verify: str = damage.ONCE
     text: texts.TextSpec = ''
 
     def __post_init__(self):
         arguments.convert_fields(self)
         if not self.features:
             raise ValueError("features=() names no feature; features=('key',) works")
-        for name, known in {
+        for name, choices in {
             'engine': ENGINES,
             'verify': damage.MODES,
             'on_bad_records': (damage.STOP, damage.SKIP),
         }.items():
-            if (value := getattr(self, name)) not in known:
-                raise ValueError(f'{name}={value!r} is none of {", ".join(map(repr, known))}')
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f'{name}={value!r} is none of {", ".join(map(repr, choices))}')
         if not 0 <= self.max_bad_fraction <= 1:
             raise ValueError(f'max_bad_fraction={self.max_bad_fraction} is not in [0, 1]')
         if self.parallel_reads < 1:
@@ -77,8 +110,8 @@ class ReadOptions:
         """The only data set."""
         return self.source.stored
 
-    def alone(self, source: MixSource) -> Self:
-        """Returns the settings for one of several sources."""
+    def for_source(self, source: MixSource) -> Self:
+        """Returns the options of one of several sources."""
         text = self.text if source.text is None else source.text
         return dataclasses.replace(self, data=(source,), text=text)
 
@@ -88,8 +121,8 @@ class ReadOptions:
         return self.process_index, self.process_count
 
     @property
-    def local_size(self) -> int:
-        """Number of rows in this process's part of a batch."""
+    def local_batch_size(self) -> int:
+        """Number of rows in this process's share of a batch."""
         return self.batch_size // self.process_count
 
     @property
@@ -97,18 +130,39 @@ class ReadOptions:
         """Number of batches to keep ready."""
         return 2 if self.prefetch < 0 else max(1, self.prefetch)
 
+    def check_shares(self, lanes: int | None = None) -> None:
+        """Checks that all processes get equal shares of a batch, and equal numbers of lanes.
+
+        Raises a ValueError otherwise, which names a batch size and a number of lanes that work.
+        """
+        batch_size, count = self.batch_size, self.process_count
+        if not 0 <= self.process_index < count:
+            raise ValueError(f'process_index={self.process_index} is not in [0, {count})')
+        shared = count if lanes is None else lanes
+        if batch_size > 0 and shared > 0 and not (batch_size % shared or shared % count):
+            return
+        fitting_size = max(1, round(batch_size / count)) * count
+        problem, advice = f'batch_size={batch_size}', f'batch_size={fitting_size}'
+        if lanes is not None:
+            divisors = [n for n in range(count, fitting_size + 1, count) if fitting_size % n == 0]
+            fitting = min(divisors, key=lambda n: abs(n - lanes))
+            problem, advice = f'{problem} with lanes={lanes}', f'{advice} with lanes={fitting}'
+        raise ValueError(f'{problem} cannot be shared by {count} processes equally; {advice} works')
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainOptions(ReadOptions):
-    """The settings for reading a split for training."""
+    """How to read a split for training, in the planned order."""
 
+    split: str = schema.TRAIN
+    parallel_reads: int = 4
     seed: int
-    lanes: int
-    window: int
+    lanes: int = 16
+    window: int = 1024
     caption_dropout: float = 0.0
     start_step: int = 0
     start: Mapping[str, Any] | None = None
-    stages: Sequence[Mapping[str, Any]]
+    stages: Sequence[Mapping[str, Any]] = ()
     stride: int = 1
 
     def __post_init__(self):
@@ -125,7 +179,14 @@ class TrainOptions(ReadOptions):
         """The settings of the order; raises a ValueError if one is out of its range."""
         return OrderSettings(self.seed, self.chunk, self.lanes, self.window)
 
-    def alone(self, source: MixSource) -> Self:
-        """Returns the settings for one of several sources, with its own seed if it has one."""
-        own = super().alone(source)
-        return own if source.seed is None else dataclasses.replace(own, seed=source.seed)
+    @property
+    def own_lanes(self) -> range:
+        """The lanes of this process."""
+        per_process = self.lanes // self.process_count
+        first = self.process_index * per_process
+        return range(first, first + per_process)
+
+    def for_source(self, source: MixSource) -> Self:
+        """Returns the options of one of several sources, with its own seed if it has one."""
+        options = super().for_source(source)
+        return options if source.seed is None else dataclasses.replace(options, seed=source.seed)

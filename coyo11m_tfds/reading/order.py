@@ -16,12 +16,12 @@ import numpy as np
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.keyed_random import Permutation, derive, splitmix64
 from coyo11m_tfds.reading import arguments
-from coyo11m_tfds.reading.filters import Kept
+from coyo11m_tfds.reading.filters import KeptRecords
 
 # The first number hashed after the seed, one for each purpose.
 CHUNKS, WINDOWS, CROP, DROP, TEXT, ROTATION = range(6)
 
-# Fewest rows to plan together, so that NumPy's calls cost little for each.
+# Fewest rows to plan together, so that the cost of NumPy's calls is small for each.
 _BLOCK_ROWS = 8192
 
 
@@ -75,7 +75,7 @@ class Order:
         self,
         shard_lengths: Sequence[int] | np.ndarray,
         settings: OrderSettings,
-        kept: Kept | None = None,
+        kept: KeptRecords | None = None,
     ):
         """Takes the number of records in each shard, and the kept records; None for all.
 
@@ -90,16 +90,19 @@ class Order:
             raise ValueError(f'there are no records in {len(self.shard_lengths)} shards')
         if not self.lane_length:
             lanes = settings.lanes
-            fitting = max(n for n in range(1, self.num_records + 1) if lanes % n == 0)
+            fitting_lanes = max(n for n in range(1, self.num_records + 1) if lanes % n == 0)
             raise ValueError(
-                f'{self.num_records} records are fewer than lanes={lanes}; lanes={fitting} works'
+                f'{self.num_records} records are fewer than lanes={lanes}; lanes={fitting_lanes} '
+                'works'
             )
         self.window = min(settings.window, self.lane_length)
         self._chunk_ends = np.cumsum(-(-self.shard_lengths // settings.chunk))
-        self._windows_an_epoch = -(-self.lane_length // self.window)
-        # Lanes that are read apart ask for the same epochs at about the same time.
-        make = functools.partial(_Stream, self.shard_lengths, self._chunk_ends, settings)
-        self._stream = functools.lru_cache(maxsize=4)(make)
+        self._windows_per_epoch = -(-self.lane_length // self.window)
+        # Threads that read different lanes need the same epochs at about the same time.
+        make_stream = functools.partial(
+            _EpochStream, self.shard_lengths, self._chunk_ends, settings
+        )
+        self._epoch_stream = functools.lru_cache(maxsize=4)(make_stream)
 
     def locate(self, sample: int) -> tuple[int, int]:
         """Returns the epoch of every lane's sample number `sample`, and its position in `[0, m)`.
@@ -112,48 +115,45 @@ class Order:
 
     def samples(self, lanes: range, begin: int, end: int) -> Samples:
         """Returns the samples `[begin, end)` of some lanes, over any number of epochs."""
-        cuts = [begin, *range(begin - begin % self.lane_length, end, self.lane_length)[1:], end]
-        parts = [self._in_epoch(lanes, *cut) for cut in itertools.pairwise(cuts)]
-        shard, record = (np.concatenate(x, axis=1) for x in zip(*parts, strict=True))
+        epoch_begins = range(begin - begin % self.lane_length, end, self.lane_length)[1:]
+        spans = itertools.pairwise([begin, *epoch_begins, end])
+        pieces = [self._samples_of_epoch(lanes, *span) for span in spans]
+        shard, record = (np.concatenate(x, axis=1) for x in zip(*pieces, strict=True))
         return Samples(np.arange(begin, end) // self.lane_length, shard, record)
 
     def end_of_windows(self, sample: int, count: int) -> int:
         """Returns the end of `count` windows of every lane; the first one holds `sample`."""
-        epoch, place = self.locate(sample)
-        number = epoch * self._windows_an_epoch + place // self.window + count
-        epoch, window = divmod(number, self._windows_an_epoch)
+        epoch, position = self.locate(sample)
+        number = epoch * self._windows_per_epoch + position // self.window + count
+        epoch, window = divmod(number, self._windows_per_epoch)
         return epoch * self.lane_length + window * self.window
 
-    def _in_epoch(self, lanes: range, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    def _samples_of_epoch(
+        self, lanes: range, begin: int, end: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Shards and records of samples that are all of one epoch."""
         epoch, first = self.locate(begin)
         window = np.arange(first // self.window, -(-(first + end - begin) // self.window))
         lane = np.array(lanes)[:, None]
-        place = window[:, None] * self.window + self._permuted(epoch, lane, window)
-        skipped = first - window[0] * self.window
-        place = place.reshape(len(lanes), -1)[:, skipped : skipped + end - begin]
-        shard, number = self._stream(epoch).find(lane * self.lane_length + place)
-        return shard, number if self.kept is None else self.kept.find(shard, number)
+        position = window[:, None] * self.window + self._permute_windows(epoch, lane, window)
+        skip = first - window[0] * self.window
+        position = position.reshape(len(lanes), -1)[:, skip : skip + end - begin]
+        shard, record = self._epoch_stream(epoch).locate(lane * self.lane_length + position)
+        return shard, record if self.kept is None else self.kept.locate(shard, record)
 
-    def _permuted(self, epoch: int, lane: np.ndarray, window: np.ndarray) -> np.ndarray:
-        """The permutation of each window of each lane; int64 `(lanes, windows, self.window)`.
-
-        Records are sorted by their hashes. All hashes differ, so every sorting algorithm gives the
-        same permutation. The last window of a lane is shorter: its missing records sort to the end.
-        """
+    def _permute_windows(self, epoch: int, lane: np.ndarray, window: np.ndarray) -> np.ndarray:
+        """The permutation of each window of each lane; int64 `(lanes, windows, self.window)`."""
         keys = derive(self.settings.seed, WINDOWS, epoch, lane, window)[..., None]
-        place = np.arange(self.window)
-        size = self.lane_length - window[:, None] * self.window
-        hashes = splitmix64(keys ^ place.astype(np.uint64))
-        return np.argsort(np.where(place < size, hashes, np.uint64(2**64 - 1)), axis=-1)
+        position = np.arange(self.window)
+        # All hashes differ, so every sorting algorithm gives the same permutation.
+        hashes = splitmix64(keys ^ position.astype(np.uint64))
+        # The last window of a lane may be shorter: positions beyond its end sort to the end.
+        window_length = self.lane_length - window[:, None] * self.window
+        return np.argsort(np.where(position < window_length, hashes, np.uint64(2**64 - 1)), axis=-1)
 
 
-class _Stream:
-    """All records of an epoch in a row.
-
-    A chunk that is not full shifts all that follow it. The inverse of the permutation tells where
-    these chunks (at most one a shard) are, so that any place is found without a walk.
-    """
+class _EpochStream:
+    """All records of an epoch, one after the other."""
 
     def __init__(
         self, lengths: np.ndarray, chunk_ends: np.ndarray, settings: OrderSettings, epoch: int
@@ -163,25 +163,29 @@ class _Stream:
         self._offset = int(derive(settings.seed, ROTATION, epoch)) % self._length
         key = int(derive(settings.seed, CHUNKS, epoch))
         self._permutation = Permutation(int(chunk_ends[-1]), key)
-        lacking = -lengths % settings.chunk
-        at = self._permutation.invert(chunk_ends[lacking > 0] - 1)
-        by_place = np.argsort(at)
-        self._lacking = np.concatenate([[0], np.cumsum(lacking[lacking > 0][by_place])])
-        self._short_ends = (at[by_place] + 1) * settings.chunk - self._lacking[1:]
+        # A chunk that is not full shifts all chunks that follow it. There is at most one in a
+        # shard, and the inverse of the permutation gives their positions. So the chunk at any
+        # position can be computed without a walk over the chunks before it.
+        missing = -lengths % settings.chunk
+        is_short = missing > 0
+        positions = self._permutation.invert(chunk_ends[is_short] - 1)
+        by_position = np.argsort(positions)
+        self._missing = np.concatenate([[0], np.cumsum(missing[is_short][by_position])])
+        self._short_ends = (positions[by_position] + 1) * settings.chunk - self._missing[1:]
 
-    def find(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The shard and the record at each place; int64, same shape."""
-        rotated = (place + self._offset) % self._length
-        before = np.searchsorted(self._short_ends, rotated, side='right')
-        index, within = np.divmod(rotated + self._lacking[before], self._chunk)
+    def locate(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the shard and the record at each position; int64, same shape."""
+        rotated = (position + self._offset) % self._length
+        num_short = np.searchsorted(self._short_ends, rotated, side='right')
+        index, index_in_chunk = np.divmod(rotated + self._missing[num_short], self._chunk)
         # Each chunk is looked up once, not once for each of its records.
-        index, of_chunk = np.unique(index, return_inverse=True)
-        of_chunk = of_chunk.reshape(place.shape)
+        index, inverse = np.unique(index, return_inverse=True)
+        inverse = inverse.reshape(position.shape)
         chunk = self._permutation.apply(index)
         shard = np.searchsorted(self._chunk_ends, chunk, side='right')
         first_chunk = np.where(shard > 0, self._chunk_ends[shard - 1], 0)
-        first = (chunk - first_chunk) * self._chunk
-        return shard[of_chunk], first[of_chunk] + within
+        first_record = (chunk - first_chunk) * self._chunk
+        return shard[inverse], first_record[inverse] + index_in_chunk
 
 
 def check_chunk(chunk: int) -> None:
@@ -223,37 +227,8 @@ def sample_texts(
     return np.searchsorted(ends[:-1], hashed.astype(np.int64), side='right')
 
 
-def check_share(
-    batch_size: int, process_index: int, process_count: int, lanes: int | None = None
-) -> None:
-    """Checks that all processes get equal parts of a batch and equal numbers of lanes.
-
-    Raises a ValueError otherwise, which names a batch size and a number of lanes that work.
-    """
-    if not 0 <= process_index < process_count:
-        raise ValueError(f'process_index={process_index} is not in [0, {process_count})')
-    shared = process_count if lanes is None else lanes
-    if batch_size > 0 and shared > 0 and not (batch_size % shared or shared % process_count):
-        return
-    working = max(1, round(batch_size / process_count)) * process_count
-    asked, advice = f'batch_size={batch_size}', f'batch_size={working}'
-    if lanes is not None:
-        fitting = [n for n in range(process_count, working + 1, process_count) if working % n == 0]
-        working_lanes = min(fitting, key=lambda n: abs(n - lanes))
-        asked, advice = f'{asked} with lanes={lanes}', f'{advice} with lanes={working_lanes}'
-    raise ValueError(
-        f'{asked} cannot be shared by {process_count} processes equally; {advice} works'
-    )
-
-
-def own_lanes(lanes: int, process_index: int, process_count: int) -> range:
-    """Returns the lanes of one process."""
-    each = lanes // process_count
-    return range(process_index * each, (process_index + 1) * each)
-
-
-class Block(NamedTuple):
-    """The rows of one process's consecutive batches; all arrays are int64 `(steps, batch)`."""
+class RecordBlock(NamedTuple):
+    """The records of one process's consecutive batches; all arrays are int64 `(steps, batch)`."""
 
     epoch: np.ndarray
     shard: np.ndarray
@@ -261,53 +236,57 @@ class Block(NamedTuple):
 
 
 def train_blocks(
-    order: Order, lanes: range, each: int, start: int, stride: int = 1, block_rows: int = 0
-) -> Iterator[Block]:
-    """Yields some lanes' part of every `stride`-th batch, without end.
+    order: Order, lanes: range, per_lane: int, start: int, stride: int = 1, block_rows: int = 0
+) -> Iterator[RecordBlock]:
+    """Yields the records of some lanes in every `stride`-th batch, without end.
 
-    Only this function asks an `Order` for the samples of a batch. A block ends where windows end,
-    because the records of a window lie in the same chunks. It has the fewest windows that hold
-    `block_rows` rows; with 0, as many as cost little to plan. A batch takes `each` samples of every
-    lane, and the first one those after `start`.
+    A batch takes `per_lane` samples of every lane, the first one those after `start`. A block has
+    the fewest windows that hold `block_rows` rows; with 0, as many as cost little to plan.
     """
     windows = max(1, -(-(block_rows or _BLOCK_ROWS) // (order.window * len(lanes))))
-    skip = 0  # batches before the next that is wanted
+    skip = 0  # batches before the next one of the stride
     while True:
-        count = max(1, -(-(order.end_of_windows(start, windows) - start) // each))
+        # A block ends where windows end, because the records of a window lie in the same chunks.
+        count = max(1, -(-(order.end_of_windows(start, windows) - start) // per_lane))
         if skip < count:
-            yield _train_block(order, lanes, start, each, range(skip, count, stride))
+            yield _train_block(order, lanes, start, per_lane, range(skip, count, stride))
         skip = (skip - count) % stride
-        start += count * each
+        start += count * per_lane
 
 
-def _train_block(order: Order, lanes: range, start: int, each: int, batches: range) -> Block:
-    """Returns the block of some batches after `start`."""
-    found = order.samples(lanes, start + batches.start * each, start + batches.stop * each)
+def _train_block(
+    order: Order, lanes: range, start: int, per_lane: int, steps: range
+) -> RecordBlock:
+    """Returns the block of some of the batches after `start`."""
+    begin, end = (start + step * per_lane for step in (steps.start, steps.stop))
+    samples = order.samples(lanes, begin, end)
 
-    def rows(x: np.ndarray) -> np.ndarray:
-        """Maps `(lanes, steps * each)` to `(steps, lanes * each)`, for some of the steps."""
-        by_step = x.reshape(len(lanes), -1, each).transpose(1, 0, 2)
-        return by_step[:: batches.step].reshape(len(batches), -1)
+    def by_step(x: np.ndarray) -> np.ndarray:
+        """Maps `(lanes, all steps * per_lane)` to `(steps, lanes * per_lane)`."""
+        all_steps = x.reshape(len(lanes), -1, per_lane).transpose(1, 0, 2)
+        return all_steps[:: steps.step].reshape(len(steps), -1)
 
-    epoch = np.broadcast_to(found.epoch, found.shard.shape)
-    return Block(rows(epoch), rows(found.shard), rows(found.record))
+    epoch = np.broadcast_to(samples.epoch, samples.shard.shape)
+    return RecordBlock(by_step(epoch), by_step(samples.shard), by_step(samples.record))
 
 
 def eval_blocks(
-    shard_lengths: np.ndarray, begin: int, end: int, batch: int, kept: Kept | None = None
-) -> Iterator[Block]:
+    shard_lengths: np.ndarray, begin: int, end: int, batch: int, kept: KeptRecords | None = None
+) -> Iterator[RecordBlock]:
     """Yields the records `[begin, end)` of all shards in batches; the last may be short.
 
     With `kept`, `begin` and `end` count kept records, and `shard_lengths` is `kept.lengths`.
     """
-    ends = np.cumsum(shard_lengths)
-    whole = begin + (end - begin) // batch * batch
-    each = max(1, _BLOCK_ROWS // batch) * batch
-    for start, stop in [*itertools.pairwise([*range(begin, whole, each), whole]), (whole, end)]:
+    shard_ends = np.cumsum(shard_lengths)
+    whole_end = begin + (end - begin) // batch * batch
+    block_rows = max(1, _BLOCK_ROWS // batch) * batch
+    cuts = [*range(begin, whole_end, block_rows), whole_end]
+    # The short batch is a block of its own: the arrays of a block have rows of equal lengths.
+    for start, stop in [*itertools.pairwise(cuts), (whole_end, end)]:
         if start < stop:
             number = np.arange(start, stop).reshape(-1, min(batch, stop - start))
-            shard = np.searchsorted(ends, number, side='right')
-            record = number - np.where(shard > 0, ends[shard - 1], 0)
+            shard = np.searchsorted(shard_ends, number, side='right')
+            record = number - np.where(shard > 0, shard_ends[shard - 1], 0)
             if kept is not None:
-                record = kept.find(shard, record)
-            yield Block(np.zeros_like(number), shard, record)
+                record = kept.locate(shard, record)
+            yield RecordBlock(np.zeros_like(number), shard, record)

@@ -23,7 +23,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES, _MAPPED_FROM_BYTES = 1 << 30, 32 << 20
 
 
-def apply() -> None:
+def prepare_process() -> None:
     """Prepares this process for reading."""
     keep_freed_memory()
     quiet_tensorflow()

@@ -20,12 +20,12 @@ SYNTAX = (
     "dicts with 'dir', the folder of a data set, and perhaps 'weight' (1), 'where', 'text', "
     "'name', 'seed' and 'same_vae'"
 )
-# The types of these values; 'dir' and 'weight' are checked where they are used.
-_KINDS = {'where': str, 'text': texts.TextSpec, 'name': str, 'seed': int, 'same_vae': bool}
+# 'dir' and 'weight' are checked where they are used.
+_TYPES = {'where': str, 'text': texts.TextSpec, 'name': str, 'seed': int, 'same_vae': bool}
 
-# Statistics of one VAE's latents differ by less from one set of pictures to another: means in
-# standard deviations, and standard deviations as a ratio.
-_MEANS_APART, _STDS_APART = 0.5, 1.5
+# Statistics of one VAE's latents differ by less from one set of pictures to another. The distance
+# of means is in standard deviations.
+_MAX_MEAN_DISTANCE, _MAX_STD_RATIO = 0.5, 1.5
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,19 +35,19 @@ class MixSource:
     name: str  # for logs and metrics
     stored: StoredDataset
     weight: float = 1.0
-    where: filters.Where | None = None  # condition that its records meet
+    where: filters.Condition | None = None  # that its records meet
     text: texts.TextSpec | None = None  # None for the texts of the mixture
     seed: int | None = None  # of its order and choices; None for that of the mixture
     same_vae: bool = False  # whether to trust that the VAE of the other sources made its latents
-    # The records that the condition keeps, by split, when they have been found.
-    kept: dict[str, filters.Kept] = dataclasses.field(default_factory=dict, repr=False)
+    # The records that the condition keeps, by split; filled when they are needed first.
+    kept: dict[str, filters.KeptRecords] = dataclasses.field(default_factory=dict, repr=False)
 
     def identity(self, split: str) -> dict[str, str]:
         """Returns the identity of the data set and of its condition, with columns' checksums."""
-        found = {'data_set': self.stored.identity(split)}
+        identity = {'data_set': self.stored.identity(split)}
         if self.where:
-            found['where'] = filters.identity(self.where, self.stored, split)
-        return found
+            identity['where'] = self.where.identity(self.stored, split)
+        return identity
 
 
 Mix: TypeAlias = Sequence[Mapping[str, Any] | MixSource]
@@ -68,35 +68,36 @@ def open_mix(data: Data | Mix) -> tuple[MixSource, ...]:
             f'data={data!r}: expected the folder of a data set, or for a mixture a sequence of '
             f'{SYNTAX}'
         )
-    return _named(tuple(x if isinstance(x, MixSource) else _open(x) for x in members))
+    return _name_sources(x if isinstance(x, MixSource) else _open_source(x) for x in members)
 
 
-def _open(described: Any) -> MixSource:
-    fields = dict(described) if isinstance(described, Mapping) else {}
-    if 'dir' not in fields or not fields.keys() <= {'dir', 'weight', *_KINDS}:
-        raise ValueError(f'mix has {described!r}: expected {SYNTAX}')
-    for name in fields.keys() & _KINDS.keys():
-        fields[name] = arguments.convert(f'mix: {name}', fields[name], _KINDS[name])
+def _open_source(description: Any) -> MixSource:
+    fields = dict(description) if isinstance(description, Mapping) else {}
+    if 'dir' not in fields or not fields.keys() <= {'dir', 'weight', *_TYPES}:
+        raise ValueError(f'mix has {description!r}: expected {SYNTAX}')
+    for name in fields.keys() & _TYPES.keys():
+        fields[name] = arguments.convert(f'mix: {name}', fields[name], _TYPES[name])
     stored = open_data(fields.pop('dir'))
     if 'where' in fields:
-        fields['where'] = filters.parse(fields['where'])
-        filters.check(fields['where'], stored)
+        fields['where'] = filters.Condition.parse(fields['where'])
+        fields['where'].check_columns(stored)
     return MixSource(fields.pop('name', ''), stored, **fields)
 
 
-def _named(sources: tuple[MixSource, ...]) -> tuple[MixSource, ...]:
-    """Gives a name to each that has none; raises a ValueError for a name that is there twice."""
-    taken, named = [x.name for x in sources if x.name], []
-    for source in sources:
+def _name_sources(members: Iterable[MixSource]) -> tuple[MixSource, ...]:
+    """Names the sources without a name; raises a ValueError for a name that occurs twice."""
+    sources = list(members)
+    names = [x.name for x in sources if x.name]
+    for number, source in enumerate(sources):
         if not source.name:
             short = _short_name(source.stored)
-            names = itertools.chain([short], (f'{short}_{n}' for n in itertools.count(2)))
-            source = dataclasses.replace(source, name=next(x for x in names if x not in taken))
-            taken.append(source.name)
-        named.append(source)
-    if twice := {x for x in taken if taken.count(x) > 1}:
-        raise ValueError(f'mix has the name {min(twice)!r} twice: give every source its own')
-    return tuple(named)
+            candidates = itertools.chain([short], (f'{short}_{n}' for n in itertools.count(2)))
+            name = next(x for x in candidates if x not in names)
+            sources[number] = dataclasses.replace(source, name=name)
+            names.append(name)
+    if duplicates := {x for x in names if names.count(x) > 1}:
+        raise ValueError(f'mix has the name {min(duplicates)!r} twice: give every source its own')
+    return tuple(sources)
 
 
 def _short_name(stored: StoredDataset) -> str:
@@ -115,43 +116,43 @@ def choose_texts(
     Raises the errors of `texts.resolve_texts`, and a ValueError if `features` asks for texts, and
     no single model can read those of all sources.
     """
-    found = [x.stored.choose_texts(text if x.text is None else x.text) for x in sources]
+    mixtures = [x.stored.choose_texts(text if x.text is None else x.text) for x in sources]
     if not schema.TEXT_DTYPES.keys() & set(features):
-        return found
-    first = found[0].texts[0]
-    for source, chosen in zip(sources, found, strict=True):
-        if chosen.texts[0].kind != first.kind:
+        return mixtures
+    first = mixtures[0].texts[0]
+    for source, mixture in zip(sources, mixtures, strict=True):
+        if mixture.texts[0].kind != first.kind:
             raise ValueError(
-                f'{source.stored.folder}: its text has {chosen.texts[0]}, expected {first} as '
+                f'{source.stored.folder}: its text has {mixture.texts[0]}, expected {first} as '
                 f'{sources[0].stored.folder} has'
             )
-    size = max(x.size for x in found)
-    return [dataclasses.replace(x, size=size) for x in found]
+    size = max(x.size for x in mixtures)
+    return [dataclasses.replace(x, size=size) for x in mixtures]
 
 
-def stats(sources: Sequence[MixSource], text: texts.TextSpec) -> DatasetStats:
+def mix_stats(sources: Sequence[MixSource], text: texts.TextSpec) -> DatasetStats:
     """Returns the statistics of latents and texts over a mixture, by its weights, not its stages.
 
     Raises the ValueError of `choose_texts`.
     """
-    found = [x.stored.stats(text if x.text is None else x.text) for x in sources]
-    if len(found) == 1:
-        return found[0]
-    chosen = choose_texts(sources, text)
-    mixed: dict[str, Any] = {}
+    stats = [x.stored.stats(text if x.text is None else x.text) for x in sources]
+    if len(stats) == 1:
+        return stats[0]
+    mixtures = choose_texts(sources, text)
+    moments: dict[str, Any] = {}
     for names in (('latent_mean', 'latent_std'), ('text_mean', 'text_std')):
-        means, stds = ([getattr(x, name).astype(np.float64) for x in found] for name in names)
-        of_both = texts.mix_moments(means, stds, [x.weight for x in sources])
-        mixed |= {name: x.astype(np.float32) for name, x in zip(names, of_both, strict=True)}
-    limits = [x.text_max_tokens for x in found]
+        means, stds = ([getattr(x, name).astype(np.float64) for x in stats] for name in names)
+        mean_and_std = texts.mix_moments(means, stds, [x.weight for x in sources])
+        moments |= {n: x.astype(np.float32) for n, x in zip(names, mean_and_std, strict=True)}
+    limits = [x.text_max_tokens for x in stats]
     return dataclasses.replace(
-        found[0],
-        **mixed,
-        latents_shape=(max(x.latents_shape[0] for x in found), *found[0].latents_shape[1:]),
+        stats[0],
+        **moments,
+        latents_shape=(max(x.latents_shape[0] for x in stats), *stats[0].latents_shape[1:]),
         text_max_tokens=max(limits) if all(limits) else 0,
-        num_tokens=chosen[0].size if found[0].num_tokens else 0,
+        num_tokens=mixtures[0].size if stats[0].num_tokens else 0,
         known_tokens='',
-        vae=max(x.vae for x in found),  # all names are equal, see `check_latents`
+        vae=max(x.vae for x in stats),  # all names are equal, see `check_latents`
     )
 
 
@@ -161,36 +162,36 @@ def check_latents(sources: Sequence[MixSource]) -> None:
     Raises a ValueError if numbers of channels or recorded names differ, or the statistics of a
     source without `same_vae` are too far from those of the first source.
     """
-    named = [x for x in sources if schema.META_VAE in x.stored.metadata]
-    for source in named[1:]:
-        vae, first = (x.stored.metadata[schema.META_VAE] for x in (source, named[0]))
-        if vae != first:
+    with_vae = [x for x in sources if schema.META_VAE in x.stored.metadata]
+    for source in with_vae[1:]:
+        vae, first_vae = (x.stored.metadata[schema.META_VAE] for x in (source, with_vae[0]))
+        if vae != first_vae:
             raise ValueError(
-                f'{source.stored.folder}: its latents are of VAE {vae!r}, expected {first!r} as '
-                f'those of {named[0].stored.folder}; mix only data sets of one VAE'
+                f'{source.stored.folder}: its latents are of VAE {vae!r}, expected {first_vae!r} '
+                f'as those of {with_vae[0].stored.folder}; mix only data sets of one VAE'
             )
     names = schema.META_LATENT_MEAN, schema.META_LATENT_STD
-    known = [x for x in sources if x.stored.metadata.keys() >= set(names)]
-    for source in known[1:]:
-        (mean, std), (mean_0, std_0) = (
+    with_stats = [x for x in sources if x.stored.metadata.keys() >= set(names)]
+    for source in with_stats[1:]:
+        (mean, std), (first_mean, first_std) = (
             [np.asarray(x.stored.metadata[name], np.float64) for name in names]
-            for x in (source, known[0])
+            for x in (source, with_stats[0])
         )
-        told = (
-            f'{source.stored.folder}: its latents have mean {_numbers(mean)} and std '
-            f'{_numbers(std)} in each channel, those of {known[0].stored.folder} '
-            f'{_numbers(mean_0)} and {_numbers(std_0)}'
+        problem = (
+            f'{source.stored.folder}: its latents have mean {_format(mean)} and std '
+            f'{_format(std)} in each channel, those of {with_stats[0].stored.folder} '
+            f'{_format(first_mean)} and {_format(first_std)}'
         )
-        if len(mean) != len(mean_0):
-            raise ValueError(f'{told}: expected latents of one VAE')
-        ratio = np.maximum(std, std_0) / np.maximum(np.minimum(std, std_0), 1e-12)
-        apart = np.abs(mean - mean_0) / np.maximum(std, std_0)
-        is_other = bool((ratio > _STDS_APART).any() or (apart > _MEANS_APART).any())
+        if len(mean) != len(first_mean):
+            raise ValueError(f'{problem}: expected latents of one VAE')
+        std_ratio = np.maximum(std, first_std) / np.maximum(np.minimum(std, first_std), 1e-12)
+        mean_distance = np.abs(mean - first_mean) / np.maximum(std, first_std)
+        is_other = (std_ratio > _MAX_STD_RATIO).any() or (mean_distance > _MAX_MEAN_DISTANCE).any()
         if is_other and not source.same_vae:
             raise ValueError(
-                f"{told}: if one VAE made both, say so with 'same_vae': True in its entry of mix"
+                f"{problem}: if one VAE made both, say so with 'same_vae': True in its entry of mix"
             )
 
 
-def _numbers(values: np.ndarray) -> str:
+def _format(values: np.ndarray) -> str:
     return ' '.join(f'{x:.3g}' for x in values)

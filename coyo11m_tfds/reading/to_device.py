@@ -37,7 +37,7 @@ class Arrays(Resumable[dict[str, jax.Array]]):
 
         def read(start: Cursor) -> Iterator[dict[str, jax.Array]]:
             if start is not cursor:
-                batches.go_to(start)
+                batches.seek(start)
             with batches:
                 yield from (_send(batch, sharding) for batch in batches)
 

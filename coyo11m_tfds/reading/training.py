@@ -1,6 +1,6 @@
-"""Reads training samples of one data set or of a mixture, in the planned order.
+"""Plans and reads the training samples of one data set or of a mixture.
 
-Each source of a mixture is read by rows or by chunks, in its own sequence. A batch joins the parts
+Each source of a mixture is read by rows or by chunks, in its own sequence. A batch joins the shares
 of its sources: by rows, one call gathers the values of all sources.
 """
 
@@ -10,106 +10,120 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
 from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import texts
-from coyo11m_tfds.dataset.stored_dataset import IndexedSplit
 from coyo11m_tfds.reading import damage, memory
 from coyo11m_tfds.reading.batches import ArraySpec, Batch, Batches
-from coyo11m_tfds.reading.engines import Opened, SplitReader
+from coyo11m_tfds.reading.engines import OpenedSplit, SplitReader, engine_name, open_splits
 from coyo11m_tfds.reading.evaluation import kept_records
+from coyo11m_tfds.reading.fenced_memory import LazyBatch, concatenate, gather_array, gather_batch
 from coyo11m_tfds.reading.mixture import BatchShares, Cursor, Position, Stage
 from coyo11m_tfds.reading.options import TrainOptions
-from coyo11m_tfds.reading.order import Order, check_share, own_lanes, train_blocks
-from coyo11m_tfds.reading.row_reader import InMemory, Part, gathered, join_places
+from coyo11m_tfds.reading.order import Order, train_blocks
 from coyo11m_tfds.reading.sources import MixSource, check_latents, choose_texts
 from coyo11m_tfds.storage import json_digest
 
-# Bytes of a long caption as an object of Python, with its place in the array.
+# Bytes of a long caption as an object of Python, with its pointer in the array.
 _CAPTION_NBYTES = 600
 
 
 class ReadPlan(NamedTuple):
-    """The sequence of batches that training reads from its sources."""
+    """The sequence of batches that training reads from its opened sources."""
 
-    sources: tuple[MixSource, ...]
-    orders: tuple[Order, ...] | None  # None for a single source without a chunk index
+    options: TrainOptions
+    splits: tuple[OpenedSplit, ...] | None  # None for a single source without a chunk index
+    orders: tuple[Order, ...] | None  # None without a chunk index
     cursor: Cursor  # of the first batch
     steps_per_epoch: float  # samples of all sources divided by the batch size; NaN if unknown
 
+    @property
+    def sources(self) -> tuple[MixSource, ...]:
+        """The opened data sets."""
+        return self.options.sources
 
-def plan(options: TrainOptions) -> ReadPlan:
+    @property
+    def engine(self) -> str:
+        """The engine that reads: 'rows', 'chunks' (also for one of several), or 'tf_data'."""
+        return engine_name(self.options, self.splits)
+
+
+def plan_training(options: TrainOptions) -> ReadPlan:
     """Plans the training samples from the first batch on; reads the columns of conditions.
 
     Raises the errors of `input_pipeline.train_batches`.
     """
-    sources = options.sources
-    splits = [source.stored.split(options.split) for source in sources]
-    check_share(options.batch_size, *options.process, options.lanes if all(splits) else None)
-    if not all(splits):  # there are no lanes
-        options = dataclasses.replace(options, lanes=1)
-    each = [options.alone(source) for source in sources]
-    orders = tuple(_order(*x) for x in zip(each, filter(None, splits), strict=False))
-    _check_apart(sources, orders)
+    splits, sources = open_splits(options, options.lanes), options.sources
+    per_source = [options.for_source(source) for source in sources]
+    orders = tuple(map(_make_order, per_source, splits)) if splits else None
+    if orders:
+        _check_no_lockstep(sources, orders)
     check_latents(sources)
-    of_latents = [x.stored.latents for x in sources] if len(sources) > 1 else []
+    latents = [x.stored.latents for x in sources] if len(sources) > 1 else []
+    # Without a chunk index there are no lanes: a batch is the share of one.
     shares = BatchShares(
-        options.batch_size // options.lanes,
+        options.batch_size // (options.lanes if orders else 1),
         [x.weight for x in sources],
         options.stages,
-        [(dtype, shape[1:]) for dtype, shape in of_latents],
+        [(dtype, shape[1:]) for dtype, shape in latents],
         [x.name for x in sources],
     )
-    digests = tuple(
-        json_digest.sha256({**x.source.identity(x.split), **dataclasses.asdict(x.order)})[:16]
-        for x in each
+    cursor = Cursor(
+        Position(0, (0,) * len(sources)),
+        shares,
+        tuple(_digest(x, has_lanes=bool(orders)) for x in per_source),
     )
-    start = Cursor(Position(0, (0,) * len(sources)), shares, digests)
-    cursor = start if options.start is None else start.at(options.start)
+    if options.start is not None:
+        cursor = cursor.at(options.start)
+    # The stride begins with the first batch, and not with the beginning of the data.
     cursor = cursor.after(options.start_step)._replace(stride=options.stride)
-    alone = sources[0].stored.splits.get(options.split)
-    if not all(splits):
-        return ReadPlan(
-            sources, None, cursor, alone.num_records / shares.each if alone else math.nan
-        )
-    return ReadPlan(sources, orders, cursor, sum(x.lane_length for x in orders) / shares.each)
+    if orders:
+        steps_per_epoch = sum(x.lane_length for x in orders) / shares.per_lane
+    else:
+        split = sources[0].stored.splits.get(options.split)
+        steps_per_epoch = split.num_records / options.batch_size if split else math.nan
+    return ReadPlan(options, splits, orders, cursor, steps_per_epoch)
 
 
-def _order(options: TrainOptions, split: IndexedSplit) -> Order:
-    """The order of a source alone."""
+def _make_order(options: TrainOptions, opened: OpenedSplit) -> Order:
     kept = kept_records(options)
     try:
-        return Order(split.index.shard_lengths, options.order, kept)
+        return Order(opened.indexed.index.shard_lengths, options.order, kept)
     except ValueError as error:
         raise ValueError(f'{options.stored.folder}: {error}') from error
 
 
-def _check_apart(sources: Sequence[MixSource], orders: Sequence[Order]) -> None:
+def _digest(options: TrainOptions, has_lanes: bool) -> str:
+    """Returns the digest of a source and of the order of its samples, by which a state names it."""
+    order = dataclasses.asdict(options.order) | ({} if has_lanes else {'lanes': 1})
+    return json_digest.sha256(options.source.identity(options.split) | order)[:16]
+
+
+def _check_no_lockstep(sources: Sequence[MixSource], orders: Sequence[Order]) -> None:
     """Raises a ValueError if two sources would run in lockstep, or have one digest."""
-    # Seed and number of records decide the rotation of each epoch. Where both are equal, records of
-    # nearly the same places come together, even if a few shards have other lengths.
-    first: dict[tuple[int, int], MixSource] = {}
-    for source, order in zip(sources, orders, strict=False):
+    # Seed and number of records decide the rotation of each epoch. Where both are equal, records
+    # at nearly the same positions come together, even if a few shards have other lengths.
+    firsts: dict[tuple[int, int], MixSource] = {}
+    for source, order in zip(sources, orders, strict=True):
         key = order.num_records, order.settings.seed % 2**64  # as hashes take it
-        if (other := first.setdefault(key, source)) is not source:
-            places = ' and '.join(f'{x.name!r} ({x.stored.folder})' for x in (other, source))
+        if (first := firsts.setdefault(key, source)) is not source:
+            pair = ' and '.join(f'{x.name!r} ({x.stored.folder})' for x in (first, source))
             raise ValueError(
-                f'mix has {places} with {order.num_records:,} records each and one seed: they '
+                f'mix has {pair} with {order.num_records:,} records each and one seed: they '
                 f"would come in lockstep. Give {source.name!r} a 'seed' of its own, or one data "
                 "set only once, with several texts as its 'text'."
             )
 
 
-def train_batches(options: TrainOptions, opened: Sequence[Opened]) -> Batches:
-    """Implements `input_pipeline.train_batches`."""
-    reader = TrainReader(options, opened)
+def train_batches(plan: ReadPlan) -> Batches:
+    """Reads the batches of a plan whose sources have chunk indexes."""
+    reader, options = TrainReader(plan), plan.options
     return Batches(
-        functools.partial(reader.read, own_lanes(options.lanes, *options.process)),
-        reader.plan.cursor,
-        reader.spec(options.local_size),
-        reader.plan.steps_per_epoch,
+        functools.partial(reader.read, options.own_lanes),
+        plan.cursor,
+        reader.spec(options.local_batch_size),
+        plan.steps_per_epoch,
         options.process,
         options.batches_ahead,
         reader.memory_need,
@@ -120,9 +134,9 @@ class _SourceReader(SplitReader):
     """Reads samples of lanes of one source in the planned order."""
 
     def __init__(
-        self, options: TrainOptions, opened: Opened, order: Order, text: texts.TextMixture
+        self, options: TrainOptions, opened: OpenedSplit, order: Order, text: texts.TextMixture
     ):
-        self.order = order
+        self.order, self._num_own_lanes = order, len(options.own_lanes)
         super().__init__(
             options,
             opened,
@@ -133,61 +147,58 @@ class _SourceReader(SplitReader):
         )
 
     def read(
-        self, lanes: range, each: int, start: int, stride: int, parallel_reads: int
-    ) -> Iterator[Part]:
-        """Yields some lanes' part of every `stride`-th batch, without end.
+        self, lanes: range, per_lane: int, start: int, stride: int, parallel_reads: int
+    ) -> Iterator[LazyBatch]:
+        """Yields the share of some lanes in every `stride`-th batch, without end.
 
-        A batch takes `each` samples of every lane; there are `start` samples before the first.
+        A batch takes `per_lane` samples of every lane, the first one those after `start`.
         """
-        options = self.options
         in_flight = len(lanes) * parallel_reads
-        # Lanes that are read apart all plan a block before the first batch.
-        is_whole = len(lanes) == self.order.settings.lanes // options.process_count
-        block_rows = 0 if self.is_mapped and is_whole else in_flight * options.chunk
-        blocks = train_blocks(self.order, lanes, each, start, stride, block_rows)
+        # Readers of single lanes all plan a block before the first batch, so theirs are small.
+        has_all_lanes = len(lanes) == self._num_own_lanes
+        block_rows = 0 if self.is_mapped and has_all_lanes else in_flight * self.options.chunk
+        blocks = train_blocks(self.order, lanes, per_lane, start, stride, block_rows)
         return self.read_blocks(blocks, in_flight)
 
 
+# Gathers a batch of a mixture, or several, up to a number of steps.
+_GatherSteps = Callable[[float], Batch]
+
+
 class TrainReader:
-    """Reads the samples of some lanes of all sources.
+    """Reads the samples of some lanes of all sources."""
 
-    Attributes:
-        plan: The sequence of batches.
-    """
-
-    def __init__(self, options: TrainOptions, opened: Sequence[Opened]):
-        """Raises a ValueError for settings that do not fit each other or the data sets."""
-        self.plan, self._options = plan(options), options
-        orders = self.plan.orders
-        assert orders is not None, 'what is opened has a chunk index'
-        chosen = choose_texts(options.sources, options.text, options.features)
+    def __init__(self, plan: ReadPlan):
+        """Raises a ValueError for options that do not fit each other or the data sets."""
+        self.plan, self._options = plan, plan.options
+        assert plan.splits is not None and plan.orders is not None, 'there is a chunk index'
+        mixtures = choose_texts(plan.sources, plan.options.text, plan.options.features)
+        per_source = zip(plan.sources, plan.splits, plan.orders, mixtures, strict=True)
         self._readers = [
-            _SourceReader(options.alone(source), *reads)
-            for source, reads in zip(
-                options.sources, zip(opened, orders, chosen, strict=True), strict=True
-            )
+            _SourceReader(plan.options.for_source(source), split, order, text)
+            for source, split, order, text in per_source
         ]
         self._check_specs()
-        for line in self.plan.cursor.shares.summary if len(chosen) > 1 else ():
+        for line in plan.cursor.shares.summary if len(mixtures) > 1 else ():
             logging.info('mixture: %s', line)
 
     @property
-    def memory_need(self) -> memory.Need | None:
+    def memory_need(self) -> memory.MemoryNeed | None:
         """The memory that reading takes; None if it takes little."""
         options, readers = self._options, [x for x in self._readers if not x.is_mapped]
         if not readers:
             return None
-        of_rows = [
+        row_nbytes = [
             (_CAPTION_NBYTES if dtype.hasobject else dtype.itemsize) * math.prod(shape)
             for reader in readers
             for shape, dtype in reader.spec(1).values()
         ]
-        return memory.Need(
-            lanes=options.lanes // options.process_count,
+        return memory.MemoryNeed(
+            lanes=len(options.own_lanes),
             window=max(x.order.window for x in readers),
             in_flight=options.parallel_reads * options.chunk,
-            rows_ready=(options.batches_ahead + 1) * options.local_size,
-            row_nbytes=sum(of_rows),
+            rows_ready=(options.batches_ahead + 1) * options.local_batch_size,
+            row_nbytes=sum(row_nbytes),
             raw_nbytes=sum(x.raw_nbytes for x in readers),
         )
 
@@ -195,92 +206,96 @@ class TrainReader:
         """Shape and dtype of each array in batches of `size` rows, of the first source's shape."""
         return self._readers[0].spec(size)
 
-    def read(self, lanes: range, cursor: Cursor, together: int = 0) -> Iterator[Batch]:
-        """Yields some lanes' part of the batches from a cursor on, without end.
+    def read(self, lanes: range, cursor: Cursor, steps_per_item: int = 0) -> Iterator[Batch]:
+        """Yields the share of some lanes in the batches from a cursor on, without end.
 
-        With `together`, the samples that one lane gives to that many steps come as one batch.
+        With `steps_per_item`, the samples of one lane for so many steps come as one batch.
         """
         while True:
             stage = cursor.shares.stage(cursor.position.step)
-            yield from self._read_stage(lanes, cursor, stage, together)
+            yield from self._read_stage(lanes, cursor, stage, steps_per_item)
             cursor = cursor.after(int(-(-(stage.end - cursor.position.step) // cursor.stride)))
 
     def _read_stage(
-        self, lanes: range, cursor: Cursor, stage: Stage, together: int
+        self, lanes: range, cursor: Cursor, stage: Stage, steps_per_item: int
     ) -> Iterator[Batch]:
         """Yields the batches up to the end of the stage."""
         shapes = sorted(set(stage.cycle.tolist()))
         stride = cursor.stride if len(shapes) == 1 else 1
-        steps = {x: self._steps(lanes, cursor, stage, x, stride, together) for x in shapes}
-        first = at = cursor.position.step
-        while at < stage.end:
-            batch = next(steps[stage.shape(at)])
-            # Of several shapes, batches that are not wanted are found, but not gathered.
-            if stride == cursor.stride or (at - first) % cursor.stride == 0:
-                yield batch(stage.end - at)
-            at += stride * max(1, together)
+        iterators = {
+            shape: self._read_shape(lanes, cursor, stage, shape, stride, steps_per_item)
+            for shape in shapes
+        }
+        first = step = cursor.position.step
+        while step < stage.end:
+            gather = next(iterators[stage.shape(step)])
+            # Of several shapes, all batches are located, and those of the stride are gathered.
+            if stride == cursor.stride or (step - first) % cursor.stride == 0:
+                yield gather(stage.end - step)
+            step += stride * max(1, steps_per_item)
 
-    def _steps(
-        self, lanes: range, cursor: Cursor, stage: Stage, shape: int, stride: int, together: int
-    ) -> Iterator[Callable[[float], Batch]]:
-        """Returns an iterator over the batches of a shape, for a limited number of steps."""
+    def _read_shape(
+        self,
+        lanes: range,
+        cursor: Cursor,
+        stage: Stage,
+        shape: int,
+        stride: int,
+        steps_per_item: int,
+    ) -> Iterator[_GatherSteps]:
+        """Yields the batches of a shape, not gathered yet."""
         members = stage.members(shape)
-        # Several steps of a source are found at once, so that NumPy's calls cost as little as in
-        # batches of one source.
-        at_once = together or (len(members) if stride == 1 else 1)
-        samples = cursor.position.samples
-        parallel = self._options.parallel_reads
-        streams = [
+        # Several steps of a source are located at once, so that the cost of NumPy's calls is as
+        # small as in batches of one source.
+        steps = steps_per_item or (len(members) if stride == 1 else 1)
+        parallel_reads, per_lane = self._options.parallel_reads, cursor.shares.per_lane
+        iterators = [
             self._readers[i].read(
                 lanes,
-                stage.counts[i] * at_once,
-                samples[i],
+                stage.counts[i] * steps,
+                cursor.position.samples[i],
                 stride,
-                -(-parallel * stage.counts[i] // cursor.shares.each),
+                -(-parallel_reads * stage.counts[i] // per_lane),
             )
             for i in members
         ]
-        for parts in zip(*streams, strict=True):
-            if len(members) == at_once == 1:
-                yield functools.partial(_whole, parts[0])
+        for shares in zip(*iterators, strict=True):
+            if len(members) == steps == 1:
+                yield functools.partial(_gather_share, shares[0])
                 continue
-            split: list[Part] = [
-                {name: x.reshape(len(lanes), at_once, -1, *x.shape[1:]) for name, x in part.items()}
-                for part in parts
+            by_lane: list[LazyBatch] = [
+                {name: x.reshape(len(lanes), steps, -1, *x.shape[1:]) for name, x in share.items()}
+                for share in shares
             ]
-            for first in range(0, at_once, together or 1):
-                yield functools.partial(_join, split, first, together or 1)
+            for first in range(0, steps, steps_per_item or 1):
+                yield functools.partial(_gather_steps, by_lane, first, steps_per_item or 1)
 
     def _check_specs(self) -> None:
         """Raises a ValueError if sources have columns of other shapes or dtypes."""
         specs = [reader.spec(1) for reader in self._readers]
-        for source, spec in zip(self.plan.sources, specs, strict=True):
-            for name, found in spec.items():
-                if name != schema.LATENTS and found != specs[0][name]:
+        for source, source_specs in zip(self.plan.sources, specs, strict=True):
+            for name, spec in source_specs.items():
+                expected = specs[0][name]
+                if name != schema.LATENTS and spec != expected:
                     raise ValueError(
-                        f'{source.stored.folder}: {name!r} is {found.dtype} {found.shape[1:]}, '
-                        f'expected {specs[0][name].dtype} {specs[0][name].shape[1:]} as in '
+                        f'{source.stored.folder}: {name!r} is {spec.dtype} {spec.shape[1:]}, '
+                        f'expected {expected.dtype} {expected.shape[1:]} as in '
                         f'{self.plan.sources[0].stored.folder}'
                     )
 
 
-def _whole(part: Part, limit: float) -> Batch:
-    return {name: gathered(x) for name, x in part.items()}
+def _gather_share(share: LazyBatch, max_steps: float) -> Batch:
+    return gather_batch(share)
 
 
-def _join(parts: list[Part], first: int, count: int, limit: float) -> Batch:
-    """Joins some steps of all sources; a part is `(lanes, steps, samples, ...)`.
+def _gather_steps(shares: list[LazyBatch], first: int, count: int, max_steps: float) -> Batch:
+    """Gathers some steps of all sources; their arrays are `(lanes, steps, samples, ...)`.
 
     A batch is in the order of the lanes and, within a lane, of the sources.
     """
-    some = slice(first, first + int(min(count, limit)))
+    steps = slice(first, first + int(min(count, max_steps)))
     batch = {}
-    for name in parts[0]:
-        values = [part[name][:, some] for part in parts]
-        places = [x for x in values if isinstance(x, InMemory)]
-        if len(places) == len(values):
-            joined: np.ndarray | InMemory = join_places(places)
-        else:
-            joined = np.concatenate([gathered(x) for x in values], axis=2)
-        batch[name] = gathered(joined.reshape(-1, *joined.shape[3:]))
+    for name in shares[0]:
+        values = concatenate([share[name][:, steps] for share in shares], axis=2)
+        batch[name] = gather_array(values.reshape(-1, *values.shape[3:]))
     return batch

@@ -34,7 +34,7 @@ class Planned:
 
 def of_data(path: object, batch_size: int, **settings: int) -> Planned:
     """Of a data set, with settings of the order."""
-    plan = input_pipeline.train_plan(path, OrderSettings(**settings), batch_size=batch_size)
+    plan = input_pipeline.train_plan(path, batch_size=batch_size, **settings)
     return Planned(plan.orders[0], batch_size)
 
 

@@ -20,7 +20,7 @@ import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import chunk_index, records, stored_dataset
 from coyo11m_tfds.reading import files as files_lib
-from coyo11m_tfds.reading import row_reader
+from coyo11m_tfds.reading import framing
 from tests import built, children
 from tests.checkout import CHECKOUT
 from tests.reading import small_dataset
@@ -264,17 +264,21 @@ def test_keys_and_captions_of_every_length_are_found(tmp_path):
     files = files_lib.MappedFiles(lambda number: str(file), 1)
     files.open(np.array([0]))
     start = files.address[[0]]
-    begin, end = row_reader.find_records(files.memory, start, np.array([10]), start + files.size)
+    run_bytes = files.memory.ranges(start, start + files.size)
+    run_bytes = files.memory.ranges(start, start + files.size)
+    begin, end = framing.locate_records(run_bytes, start, np.array([10]), start + files.size)
     begin, end = begin[0, :10], end[0, :10]
     assert end[-1] + 4 == start[0] + files.size[0]
+    record_bytes = files.memory.ranges(begin, end)
+    record_bytes = files.memory.ranges(begin, end)
     layouts = [records.RecordLayout(3 * schema.LATENT_NBYTES, text_dim=n) for n in (5, 6)]
-    found, other = (layout.find(files.memory, begin, end) for layout in layouts)
+    found, other = (layout.find(record_bytes, begin, end) for layout in layouts)
     assert found.regular.all() and not other.regular.any()
     assert found.keys.tolist() == keys
     for row, caption in enumerate(captions):
         before, whole = int(found.captions_end[row] - begin[row]), int(end[row] - begin[row])
         head = records.caption_head(before, whole)
-        record = files.memory.view(int(begin[row]), int(end[row])).tobytes()
+        record = files.memory.views(begin[[row]], end[[row]])[0].tobytes()
         assert record.startswith(head) and record[len(head) : before] == caption
 
 
@@ -352,8 +356,7 @@ def test_reading_needs_neither_tensorflow_nor_torch_nor_jax(intact, request, pla
         batches = input_pipeline.train_batches(path, **settings)
         keys = [next(batches)['key'].tolist() for _ in range(3)]
         held_out = list(input_pipeline.eval_batches(path, batch_size=16))
-        order = input_pipeline.OrderSettings(seed=5, lanes=4, window=24)
-        input_pipeline.train_plan(path, order, batch_size=16).orders[0].locate(7)
+        input_pipeline.train_plan(path, batch_size=16, seed=5, lanes=4).orders[0].locate(7)
         heavy = {'tensorflow', 'tensorflow_datasets', 'torch', 'jax', 'pyarrow', 'gcsfs', 'tqdm'}
         print(json.dumps([keys, len(held_out), sorted(heavy & sys.modules.keys())]))
     """

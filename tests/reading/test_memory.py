@@ -20,7 +20,7 @@ from tests.reading import small_dataset
 from tests.reading.batches import check_memory
 
 RECORDS, SHARDS, TEXT_DIM = 512, 200, 640
-NEED = memory.Need(
+NEED = memory.MemoryNeed(
     lanes=16, window=1024, in_flight=256, rows_ready=768, row_nbytes=9481, raw_nbytes=26_000
 )
 
@@ -102,7 +102,7 @@ def test_reading_takes_what_is_told(big, changes):
 
 @given(
     need=st.builds(
-        memory.Need,
+        memory.MemoryNeed,
         lanes=st.integers(1, 512),
         window=st.integers(1, 10**6),
         in_flight=st.integers(1, 256).map(lambda n: 32 * n),
@@ -115,7 +115,7 @@ def test_reading_takes_what_is_told(big, changes):
 )
 def test_what_does_not_fit_is_refused_and_what_fits_is_named(need, budget_gb, processes):
     def check(need, budget_gb):
-        memory.check(need, budget_gb=budget_gb, processes_on_host=processes)
+        need.check(budget_gb=budget_gb, processes_on_host=processes)
 
     if processes * need.num_bytes <= budget_gb * 1e9:
         check(need, budget_gb)
@@ -137,9 +137,9 @@ def test_what_does_not_fit_is_refused_and_what_fits_is_named(need, budget_gb, pr
 def test_half_of_what_the_container_has_is_for_all_processes_of_a_host(monkeypatch):
     for processes in (1, 4):
         monkeypatch.setattr(machine, 'usable_memory', lambda n=processes: 2 * n * NEED.num_bytes)
-        memory.check(NEED, budget_gb=0, processes_on_host=processes)
+        NEED.check(budget_gb=0, processes_on_host=processes)
         with pytest.raises(ValueError, match=f'in each of {processes + 1} processes takes'):
-            memory.check(NEED, budget_gb=0, processes_on_host=processes + 1)
+            NEED.check(budget_gb=0, processes_on_host=processes + 1)
 
 
 def test_each_process_reads_its_part(tmp_path):

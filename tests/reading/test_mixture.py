@@ -271,9 +271,9 @@ def test_one_data_set_is_not_given_twice_under_several_paths(written, tmp_path):
         with pytest.raises(
             ValueError, match=rf"mix has 'a' \({path}\) and 'b' \({other}\) with 500.*once"
         ):
-            input_pipeline.train_plan(mix, OrderSettings(seed=3), batch_size=64)
+            input_pipeline.train_plan(mix, batch_size=64, seed=3)
         mix[1]['seed'] = 4
-        plan = input_pipeline.train_plan(mix, OrderSettings(seed=3), batch_size=64)
+        plan = input_pipeline.train_plan(mix, batch_size=64, seed=3)
         assert len(plan.cursor.after(5).state()['samples']) == 2
 
 
@@ -396,7 +396,7 @@ def test_a_record_whose_key_cannot_be_read_meets_no_condition(written, tmp_path,
         if place not in damaged and eval(where, {}, {'key': key, 'score': score})
     ]
     assert 0 < len(expected) < len(data.keys)
-    plan = input_pipeline.train_plan(mix, OrderSettings(0, 32, 4), batch_size=32, **skip)
+    plan = input_pipeline.train_plan(mix, batch_size=32, seed=0, chunk=32, lanes=4, **skip)
     assert plan.orders[0].num_records == len(expected)
     for engine in ('rows', 'chunks'):
         asked = dict(batch_size=64, split='train', features=('key',), engine=engine, **skip)
@@ -439,11 +439,11 @@ def test_of_few_kept_records_only_their_runs_are_fetched(tmp_path, caplog, name)
 def test_what_was_rounded_is_told_with_what_is_exact():
     assert mixture.BatchShares(16, (3, 1), names=('a', 'b')).summary == ['shares a 0.75, b 0.25']
     (told,) = mixture.BatchShares(16, (0.7, 0.3), names=('a', 'b')).summary
-    assert told.startswith('shares a 0.6875 (asked 0.7), b 0.3125 (asked 0.3), in steps of 1/16')
+    assert told.startswith('shares a 0.6875 (requested 0.7), b 0.3125 (requested 0.3), in steps of')
     exact, multiple = re.search(r'weights (\S+) are exact.* multiple of (\d+) times', told).groups()
     exactly = mixture.BatchShares(16, [int(x) for x in exact.split(':')], names=('a', 'b'))
-    assert 'asked' not in exactly.summary[0]
-    assert 'asked' not in mixture.BatchShares(int(multiple), (0.7, 0.3)).summary[0]
+    assert 'requested' not in exactly.summary[0]
+    assert 'requested' not in mixture.BatchShares(int(multiple), (0.7, 0.3)).summary[0]
 
 
 @pytest.mark.parametrize(
@@ -549,13 +549,13 @@ def test_a_condition_holds_where_python_says_so(text):
         'a': np.append(random_.integers(-3, 8, 200) / 2, [np.nan, np.inf]).astype(np.float32),
         'b': random_.choice([-3, 0, 1, 2, 3, 255, 256], 202),
     }
-    found = filters.parse(text)
+    found = filters.Condition.parse(text)
     assert sorted(found.names) == ['a', 'b']
     rows = zip(columns['a'].tolist(), columns['b'].tolist(), strict=True)
     expected = [eval(text, {}, {'a': a, 'b': b}) for a, b in rows]
     assert 0 < sum(expected) < len(expected)
-    np.testing.assert_array_equal(found.holds(columns), expected)
-    assert filters.parse(found.text).text == found.text
+    np.testing.assert_array_equal(found.evaluate(columns), expected)
+    assert filters.Condition.parse(found.text).text == found.text
 
 
 @pytest.mark.parametrize(
@@ -586,28 +586,30 @@ def test_a_condition_holds_where_python_says_so(text):
 )
 def test_what_is_no_condition_is_refused(text):
     with pytest.raises(ValueError, match='expected comparisons'):
-        filters.parse(text)
+        filters.Condition.parse(text)
 
 
 def test_numbers_are_compared_as_their_column_holds_them():
     tenth = np.array([0.1], np.float32)
-    assert filters.parse('a == 0.1').holds({'a': tenth}).all()
+    assert filters.Condition.parse('a == 0.1').evaluate({'a': tenth}).all()
     half = np.array([1, 60000], np.float16)
-    assert filters.parse('a < 1e9').holds({'a': half}).all()
+    assert filters.Condition.parse('a < 1e9').evaluate({'a': half}).all()
     large = np.array([2**62 + 1], np.int64)
-    assert filters.parse(f'a == {2**62 + 1} and a != {2**62}').holds({'a': large}).all()
-    assert filters.parse('a < 300').holds({'a': np.array([255], np.uint8)}).all()
+    assert (
+        filters.Condition.parse(f'a == {2**62 + 1} and a != {2**62}').evaluate({'a': large}).all()
+    )
+    assert filters.Condition.parse('a < 300').evaluate({'a': np.array([255], np.uint8)}).all()
 
 
 @pytest.mark.parametrize('share', [0.0, 0.01, 0.5, 1.0])
 def test_kept_records_are_found_in_their_shards(share):
     lengths = np.array([0, 10, 33, 7, 0, 100, 3, 64, 0])
     keeps = np.random.default_rng(1).random(lengths.sum()) < share
-    kept = filters.Kept(lengths, [keeps[:40], keeps[40:]])
+    kept = filters.KeptRecords(lengths, [keeps[:40], keeps[40:]])
     expected = naive_order.kept(lengths.tolist(), keeps.tolist())
     assert kept.lengths.tolist() == [len(x) for x in expected]
     for shard, records in enumerate(expected):
-        found = kept.find(np.full(len(records), shard), np.arange(len(records)))
+        found = kept.locate(np.full(len(records), shard), np.arange(len(records)))
         assert found.tolist() == records
 
 
@@ -615,7 +617,7 @@ def test_kept_records_are_found_in_their_shards(share):
 def test_a_condition_on_forty_million_records_takes_little_memory():
     lengths, block = np.full(400, 100_000), 1 << 18
     tracemalloc.start()
-    kept = filters.Kept(
+    kept = filters.KeptRecords(
         lengths,
         (np.arange(at, min(at + block, 40_000_000)) % 3 == 0 for at in range(0, 40_000_000, block)),
     )

@@ -37,7 +37,7 @@ PROGRAM = """
 import atexit, os, signal
 os.environ['JAX_PLATFORMS'] = 'cpu'
 from coyo11m_tfds.reading import process_settings
-process_settings.apply()
+process_settings.prepare_process()
 import jax
 import input_pipeline
 

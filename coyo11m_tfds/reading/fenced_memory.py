@@ -1,0 +1,208 @@
+"""Gathers rows of bytes from addresses in this process, inside of regions that are open for it.
+
+Each row of a batch may be in another file. One call of NumPy gathers all of them, without Python
+code for each row and without Python's lock. NumPy does this by indexing an array, so here all
+memory of the process is one array, and a fence keeps every read inside of the open regions.
+"""
+
+import ctypes
+import dataclasses
+import functools
+import itertools
+import math
+import mmap
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import google_crc32c
+import numpy as np
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.reading.batches import ArraySpec, Batch
+
+Region = tuple[int, int]  # address and number of bytes
+
+# The array begins here, as NumPy takes none at address 0, and ends where the addresses of programs
+# end on processors of 64 bits. Times what is gathered at once, it has to be less than 2**63.
+_ORIGIN = 1 << 12
+_END = 1 << 48
+_GATHERED_AT_ONCE = 1 << 15
+
+
+@functools.cache
+def _map_zeros() -> np.ndarray:
+    """Returns zeros for the longest possible row; the system allocates no memory for them."""
+    return np.frombuffer(mmap.mmap(-1, schema.MAX_LATENTS_NBYTES), np.uint8)
+
+
+class FencedMemory:
+    """All memory of this process as one NumPy array, of which only open regions are read.
+
+    A read outside of them raises an IndexError: it would be a mistake in this program, and could
+    end the process or return bytes that belong to something else.
+    """
+
+    def __init__(self):
+        everything = (ctypes.c_ubyte * (_END - _ORIGIN)).from_address(_ORIGIN)
+        self._bytes = np.frombuffer(everything, np.uint8)
+        self._regions: dict[int, int] = {}
+        self._bounds: tuple[np.ndarray, np.ndarray] | None = None  # of all regions, sorted
+        self._lock = threading.Lock()  # of regions, which several threads open and close
+        self._zeros = _map_zeros()
+        self.zeros: int = self._zeros.ctypes.data  # an address with as many zeros as a row may have
+        self.open([(self.zeros, self._zeros.nbytes)])
+
+    def open(self, regions: Iterable[Region]) -> None:
+        """Lets regions be read, whose memory must stay valid until they are closed."""
+        with self._lock:
+            self._regions.update(regions)
+            self._bounds = None
+
+    def close(self, regions: Iterable[Region]) -> None:
+        """Ends the reading of regions."""
+        with self._lock:
+            for address, _ in regions:
+                self._regions.pop(address, None)
+            self._bounds = None
+
+    def gather(self, addresses: np.ndarray, nbytes: int) -> np.ndarray:
+        """Copies `nbytes` bytes from each address; returns void `(n,)` with items of this size."""
+        self._check(addresses, addresses + nbytes)
+        pieces = range(0, nbytes, _GATHERED_AT_ONCE)
+        if len(pieces) == 1:
+            return self._gather_unchecked(addresses, nbytes)
+        rows = np.empty((len(addresses), nbytes), np.uint8)
+        for begin in pieces:
+            size = min(_GATHERED_AT_ONCE, nbytes - begin)
+            piece = self._gather_unchecked(addresses + begin, size).view(np.uint8)
+            rows[:, begin : begin + size] = piece.reshape(len(rows), size)
+        return rows.view((np.void, nbytes))[:, 0]
+
+    def ranges(self, begin: np.ndarray, end: np.ndarray) -> 'MemoryRanges':
+        """Returns the bytes from each `begin` to its `end`, which are gathered without a search."""
+        self._check(begin, end)
+        return MemoryRanges(self, begin, end)
+
+    def views(self, begin: np.ndarray, end: np.ndarray) -> list[np.ndarray]:
+        """Returns the bytes from each `begin` to its `end` as uint8, without a copy."""
+        self._check(begin, end)
+        ranges = zip((begin - _ORIGIN).tolist(), (end - _ORIGIN).tolist(), strict=True)
+        return [self._bytes[first:last] for first, last in ranges]
+
+    def crc32c(
+        self, begin: np.ndarray, end: np.ndarray, before: Iterable[int] = itertools.repeat(0)
+    ) -> np.ndarray:
+        """Returns the CRC-32C of the bytes from each `begin` to its `end`; uint32 `(n,)`.
+
+        `before` holds the CRC-32C of bytes that precede these.
+        """
+        crcs = map(google_crc32c.extend, before, self.views(begin, end))
+        return np.fromiter(crcs, np.uint32, len(begin))
+
+    def _gather_unchecked(self, addresses: np.ndarray, nbytes: int) -> np.ndarray:
+        # An item at every byte: the items overlap, and the index of one is its address.
+        item = np.dtype((np.void, nbytes))
+        items = np.ndarray(_END - _ORIGIN - nbytes, item, self._bytes, strides=(1,))
+        return items[addresses - _ORIGIN]
+
+    def _check(self, begin: np.ndarray, end: np.ndarray) -> None:
+        """Raises an IndexError for a range that is not in an open region."""
+        starts, ends = self._bounds or self._sort_regions()
+        outside = end > ends[np.searchsorted(starts, begin, side='right') - 1]
+        outside &= end > begin
+        if outside.any():
+            first, last = int(begin[outside][0]), int(end[outside][0])
+            raise IndexError(f'bytes {first:#x} to {last:#x} of this process are in no open region')
+
+    def _sort_regions(self) -> tuple[np.ndarray, np.ndarray]:
+        with self._lock:
+            starts, sizes = np.array(sorted(self._regions.items()), np.int64).T
+            # An address before the first region is in an empty one.
+            lowest = [np.iinfo(np.int64).min]
+            bounds = np.append(lowest, starts), np.append(lowest, starts + sizes)
+            self._bounds = bounds
+        return bounds
+
+
+class MemoryRanges:
+    """A range of bytes for each row, inside of open regions; a row beyond its range is zeros."""
+
+    def __init__(self, memory: FencedMemory, begin: np.ndarray, end: np.ndarray):
+        """Takes ranges that are open; only `FencedMemory` and this class may call it."""
+        self._memory, self._begin, self._end = memory, begin, end
+
+    def gather(self, addresses: np.ndarray, nbytes: int) -> np.ndarray:
+        """Like `FencedMemory.gather`, for an address in the range of each row."""
+        is_inside = (addresses >= self._begin) & (addresses + nbytes <= self._end)
+        safe = np.where(is_inside, addresses, self._memory.zeros)
+        return self._memory._gather_unchecked(safe, nbytes)
+
+    def narrow(self, row: np.ndarray, begin: np.ndarray, end: np.ndarray) -> 'MemoryRanges':
+        """Returns ranges inside of those of some rows; a range that is not inside is empty."""
+        is_inside = (begin >= self._begin[row]) & (end <= self._end[row])
+        return MemoryRanges(self._memory, begin, np.where(is_inside, end, 0))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LazyArray:
+    """An array of values at known addresses, which are copied when they are gathered.
+
+    Values of several sources can so be joined without a copy of their own.
+    """
+
+    addresses: np.ndarray  # of each value, int64 of any shape
+    row: ArraySpec  # of a value
+    memory: FencedMemory
+    owners: list[Any]  # objects that keep this memory valid
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array that `gather` returns."""
+        return *self.addresses.shape, *self.row.shape
+
+    @property
+    def row_nbytes(self) -> int:
+        """The size of a value in bytes."""
+        return self.row.dtype.itemsize * math.prod(self.row.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes of all values."""
+        return self.addresses.size * self.row_nbytes
+
+    def reshape(self, *shape: int) -> 'LazyArray':
+        """Returns these values with other leading axes; `shape` ends with the shape of a value."""
+        leading = shape[: len(shape) - len(self.row.shape)]
+        return dataclasses.replace(self, addresses=self.addresses.reshape(leading))
+
+    def __getitem__(self, index: Any) -> 'LazyArray':
+        return dataclasses.replace(self, addresses=self.addresses[index])
+
+    def gather(self) -> np.ndarray:
+        """Copies the values."""
+        values = self.memory.gather(self.addresses.ravel(), self.row_nbytes)
+        return values.view(self.row.dtype).reshape(self.shape)
+
+
+# A batch whose large values may not be gathered yet.
+LazyBatch = Mapping[str, np.ndarray | LazyArray]
+
+
+def gather_array(values: np.ndarray | LazyArray) -> np.ndarray:
+    """Returns the values as an array."""
+    return values.gather() if isinstance(values, LazyArray) else values
+
+
+def gather_batch(batch: LazyBatch) -> Batch:
+    """Returns the values of a batch as arrays."""
+    return {name: gather_array(x) for name, x in batch.items()}
+
+
+def concatenate(arrays: list[np.ndarray | LazyArray], axis: int) -> np.ndarray | LazyArray:
+    """Joins arrays along a leading axis; gathers them first unless all are lazy."""
+    lazy = [x for x in arrays if isinstance(x, LazyArray)]
+    if len(lazy) < len(arrays) or any(x.memory is not lazy[0].memory for x in lazy):
+        return np.concatenate([gather_array(x) for x in arrays], axis)
+    addresses = np.concatenate([x.addresses for x in lazy], axis)
+    return dataclasses.replace(lazy[0], addresses=addresses, owners=[x.owners for x in lazy])
