@@ -109,11 +109,10 @@ class Bucket(RemoteStorage):
         _write_object(self.path_of(name), data)
 
     def copy(self, file: StoredFile, name: str, scratch: 'Scratch', on_bytes: OnBytes) -> FileState:
-        # Only the objects of buckets have a CRC-32C before they are read.
+        # Only objects of buckets have a CRC-32C before they are read, and the storage copies them.
         if file.crc32c is not None:
             _copy_object(file.path, self.path_of(name), file.state)
             return file.state
-        # Its own path for a local file.
         with scratch.hold(file, on_bytes=on_bytes) as path:
             state = compute_state(path)
             file.check_size(state)
@@ -125,7 +124,9 @@ class Bucket(RemoteStorage):
             list(threads.map(_delete_object, map(self.path_of, names)))
 
     def lock(self) -> 'BucketLock':
-        return BucketLock(self.folder + locks.SUFFIX)
+        # That of a whole bucket lies in it: nobody may make another bucket for it.
+        is_bucket = not _split_url(self.folder)[1]
+        return BucketLock(f'{self.folder}{"/" if is_bucket else ""}{locks.SUFFIX}')
 
 
 class BucketLock:
@@ -201,9 +202,10 @@ class BucketLock:
     def _keep(self) -> None:
         """Renews the lock until it is released; run in a thread."""
         while not self._stop.wait(self._seconds / 3):
+            # Whatever goes wrong, the next renewal may work: the lease is three times as long.
             try:
                 is_ours = self._replace()
-            except Exception as error:  # whatever it is, the next renewal may work
+            except Exception as error:
                 logging.warning('%s: not renewed: %s', self._url, error)
                 continue
             if not is_ours:
@@ -237,13 +239,10 @@ def _look_up(url: str) -> storage.Blob | None:
     if not _split_url(url)[1]:
         return None
 
-    def attempt(options: dict[str, Any]) -> storage.Blob:
-        blob = _blob(url)
-        blob.reload(**options)
-        return blob
-
+    blob = _blob(url)
     with contextlib.suppress(_Missing):
-        return _call_storage(url, f'looking for {url}', attempt)
+        _call_storage(url, f'looking for {url}', lambda options: blob.reload(**options))
+        return blob
     return None
 
 
@@ -269,7 +268,7 @@ def _write_object(url: str, data: bytes, generation: int | None = None) -> stora
         blob = _blob(url)
         options |= {'checksum': None, 'if_generation_match': generation}
         blob.upload_from_string(data, _CONTENT_TYPE, **options)
-        return _check_stored(blob, sent)
+        return _check_stored(url, blob, sent)
 
     return _call_storage(url, f'writing to {url}', attempt)
 
@@ -288,7 +287,7 @@ def _upload_object(url: str, path: str, crc32c: int) -> None:
             except ValueError as error:
                 # The storage may keep less of a chunk than was sent; the library gives up then.
                 raise retry.Corrupted(f'{url}: {error}') from error
-        _check_stored(blob, sent)
+        _check_stored(url, blob, sent)
 
     _call_storage(url, f'storing {url}', attempt)
 
@@ -301,7 +300,7 @@ def _copy_object(source: str, url: str, expected: FileState) -> None:
         token, _, _ = blob.rewrite(_blob(source), **options)
         while token is not None:
             token, _, _ = blob.rewrite(_blob(source), token=token, **options)
-        _check_stored(blob, expected)
+        _check_stored(url, blob, expected)
 
     _call_storage(source, f'copying {source} to {url}', attempt)
 
@@ -339,24 +338,17 @@ def _blob(url: str) -> storage.Blob:
     return _bucket_client().bucket(bucket).blob(name)
 
 
-def _blob_state(blob: storage.Blob) -> FileState:
+def _describe_blob(url: str, blob: storage.Blob) -> StoredFile:
     # Base64 of four bytes, most significant first; an object that is encrypted with a customer's
     # key has no checksum. Some servers omit the size 0.
-    crc32c = int.from_bytes(base64.b64decode(blob.crc32c), 'big') if blob.crc32c else -1
-    return FileState(blob.size or 0, crc32c)
+    checksum = f'crc32c:{base64.b64decode(blob.crc32c).hex()}' if blob.crc32c else None
+    size = blob.size or 0
+    return StoredFile(url, size, checksum or f'{size}-{blob.generation}', checksum)
 
 
-def _describe_blob(url: str, blob: storage.Blob) -> StoredFile:
-    size, crc32c = _blob_state(blob)
-    if crc32c < 0:
-        return StoredFile(url, size, f'{size}-{blob.generation}', None)
-    checksum = f'crc32c:{crc32c:08x}'
-    return StoredFile(url, size, checksum, checksum)
-
-
-def _check_stored(blob: storage.Blob, sent: FileState) -> storage.Blob:
+def _check_stored(url: str, blob: storage.Blob, sent: FileState) -> storage.Blob:
     """Compares an object that the storage has described with what was sent; deletes a wrong one."""
-    stored, url = _blob_state(blob), f'gs://{blob.bucket.name}/{blob.name}'
+    stored = _describe_blob(url, blob).state
     if stored != sent:
         _delete_object(url, blob.generation)
         raise retry.Corrupted(f'{url}: {sent} were sent, but {stored} stored.')

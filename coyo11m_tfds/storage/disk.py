@@ -23,15 +23,6 @@ if TYPE_CHECKING:
 _STAGING = '.staging'
 
 
-def stays_inside(name: str) -> bool:
-    """Whether a file with this relative name lies below its folder on every system.
-
-    Objects of a bucket may have any name. A name that is absolute, or has an empty part, `.`, `..`,
-    a backslash or a NUL, could lead out of the folder as a path.
-    """
-    return {'', '.', '..'}.isdisjoint(name.split('/')) and '\\' not in name and '\0' not in name
-
-
 def local_version(state: os.stat_result) -> str:
     """Returns the version of a local file; see `StoredFile`."""
     return f'{state.st_size}-{state.st_mtime_ns}'
@@ -45,7 +36,10 @@ class Disk(Storage):
         self.folder = self.folder or '/'
 
     def path_of(self, name: str) -> str:
-        if name and not stays_inside(name):
+        # Objects of a bucket, which are copied to disks, may have any name: one that is absolute or
+        # has `..` in it would lead out of the folder.
+        segments = set(name.split('/')) if name else set()
+        if segments & {'', '.', '..'} or {'\\', '\0'} & set(name):
             raise ValueError(f'{name!r} is not the name of a file in {self.folder}.')
         return os.path.join(self.folder, name) if name else self.folder
 
@@ -251,8 +245,8 @@ class DiskLock:
             if error.errno not in locks.NO_LOCKS:
                 raise
             advice = 'Mount it with locks, or build on a local disk and copy the result'
-            what = f'this file system has no locks (flock). {advice}'
-            raise OSError(error.errno, what, self._path) from error
+            message = f'this file system has no locks (flock). {advice}'
+            raise OSError(error.errno, message, self._path) from error
         with contextlib.suppress(OSError), open(self._path, 'w', encoding='utf-8') as file:
             file.write(locks.describe_this_process())
         return True

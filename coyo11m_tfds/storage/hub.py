@@ -81,8 +81,7 @@ def _parse_url(url: str) -> utils.HfUri:
 
 
 def _endpoint() -> str | None:
-    """The address of another hub; None for the usual one."""
-    # The client reads it once, when it is imported.
+    # The address of another hub, which the client reads only once, when it is imported.
     return os.environ.get('HF_ENDPOINT') or None
 
 

@@ -14,7 +14,7 @@ _LOADING_ERRORS = OSError, ValueError, TypeError, AttributeError, ImportError, S
 
 
 def public_name(model: str) -> str:
-    """Returns the name on the hub, or the last part of a path, for metadata without local paths."""
+    """Returns the name on the hub, or that of a folder, for metadata without local paths."""
     return Path(model).resolve().name if Path(model).exists() else model
 
 
@@ -29,14 +29,9 @@ def local_folder(model: str, kind: str = 'text encoder') -> Path | None:
 
 
 def folder(model: str, kind: str, files: Sequence[str]) -> Path:
-    """Returns the folder of a model; downloads it from the hub if the hub's cache lacks it.
-
-    Args:
-        model: A folder, or a name on the hub.
-        files: Patterns of the names of files to download.
-    """
-    if found := local_folder(model, kind):
-        return found
+    """Returns the folder of a model; downloads files of these patterns if the cache lacks them."""
+    if local := local_folder(model, kind):
+        return local
     import huggingface_hub
 
     try:
@@ -52,8 +47,9 @@ def folder(model: str, kind: str, files: Sequence[str]) -> Path:
 @contextlib.contextmanager
 def loading(model: str, kind: str, files: str) -> Iterator[None]:
     """Turns errors of transformers into a ValueError that names the expected `files`."""
-    if found := local_folder(model, kind):
-        check_weights(found, kind)
+    # Before transformers looks at the folder: it would read pickled weights, too.
+    if local := local_folder(model, kind):
+        check_weights(local, kind)
     try:
         yield
     except _LOADING_ERRORS as error:
@@ -68,10 +64,10 @@ def loading(model: str, kind: str, files: str) -> Iterator[None]:
 def check_weights(folder: Path, kind: str = 'text encoder') -> None:
     """Raises a ValueError for a model's folder without safetensors."""
     if not any(folder.glob('*.safetensors')):
-        found = sorted(path.name for path in folder.iterdir())
+        names = sorted(path.name for path in folder.iterdir())
         raise ValueError(
-            f"cannot load the {kind} '{folder}': expected *.safetensors in the folder, found "
-            f'{found}. Pickled weights (*.bin, *.pt) are not read, because a pickle can run code: '
+            f"cannot load the {kind} '{folder}': expected *.safetensors in the folder, which has "
+            f'{names}. Pickled weights (*.bin, *.pt) are not read, because a pickle can run code: '
             'load them where you trust them and save_pretrained() them as safetensors.'
         )
 

@@ -99,7 +99,7 @@ def call(operation: Callable[[], T], what: str, *, attempts: int = 8) -> T:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether another attempt may succeed after `error`."""
+    """Whether another attempt may succeed."""
     if isinstance(error, Corrupted):
         return True
     if 'CERTIFICATE_VERIFY_FAILED' in str(error) or _is_named(error, _PERMANENT_NAMES):

@@ -23,12 +23,20 @@ import threading
 import time
 import urllib.parse
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import google_crc32c
 
-from tests.fakes.fake_http import BrokenOff, Call, FakeServer, Reply, select_range
+from tests.fakes.fake_http import (
+    BrokenOff,
+    Call,
+    FakeServer,
+    Refused,
+    Reply,
+    json_reply,
+    select_range,
+)
 
 _MEMORY_BYTES = 4 << 20
 _UPLOAD_UNIT = 256 << 10  # of an upload that breaks off, whole units are kept
@@ -101,14 +109,6 @@ class Object:
             'X-Goog-Hash': f'crc32c={self.crc32c}',
             'X-Goog-Stored-Content-Length': str(len(self.data)),
         }
-
-
-class Refused(Exception):
-    """Ends a request with an error status."""
-
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
 
 
 class Unchanged(Refused):
@@ -245,18 +245,15 @@ class _Session:
 
 
 class Gcs(FakeServer):
-    """The server. `root` is a folder for large objects; `env` leads a child process here.
+    """The server. `root` is a folder for large objects; `env` leads a child process here."""
 
-    Attributes:
-        tells_size_of_empty: False leaves the size out of the metadata of empty objects.
-        copied_at_once: bytes that a request copies at most; the next one continues.
-    """
+    routes = _ROUTES
 
     def __init__(self, root: pathlib.Path):
         super().__init__()
         self.env: dict[str, str] = {'STORAGE_EMULATOR_HOST': self.url}
-        self.tells_size_of_empty = True
-        self.copied_at_once = 1 << 62
+        self.tells_size_of_empty = True  # in the metadata of empty objects
+        self.copied_at_once = 1 << 62  # bytes that a request copies at most; the next one continues
         self._root = root
         self._store = Store()
         self._sessions: dict[str, _Session] = {}
@@ -310,7 +307,7 @@ class Gcs(FakeServer):
     # --- What a request is about -------------------------------------------------------------
 
     def describe(self, call: Call) -> tuple[str, str]:
-        action, names = self._route(call)
+        action, names = self.route(call)
         if action == 'list':
             return action, f'{names[0]}/{call.query.get("prefix", "")}'
         if action in ('start', 'upload', 'status'):
@@ -318,29 +315,21 @@ class Gcs(FakeServer):
             return action, f'{names[0]}/{session.name if session else _name_to_upload(call)}'
         return action, '/'.join(names[:2])
 
-    def _route(self, call: Call) -> tuple[str, list[str]]:
-        for pattern, actions in _ROUTES:
-            if (match := re.fullmatch(pattern, call.path)) and call.method in actions:
-                action = actions[call.method]
-                if action == 'stat' and call.query.get('alt') == 'media':
-                    action = 'read'
-                if action == 'upload' and 'upload_id' not in call.query:
-                    action = 'start' if call.query['uploadType'] == 'resumable' else 'upload'
-                sent = call.headers.get('Content-Range', '')
-                if action == 'upload' and sent.startswith('bytes */'):
-                    action = 'status'
-                return action, [urllib.parse.unquote(name) for name in match.groups()]
-        raise NotImplementedError(f'{call.method} {call.path}')
+    def route(self, call: Call) -> tuple[str, list[str]]:
+        action, names = super().route(call)
+        if action == 'stat' and call.query.get('alt') == 'media':
+            action = 'read'
+        if action == 'upload' and 'upload_id' not in call.query:
+            action = 'start' if call.query['uploadType'] == 'resumable' else 'upload'
+        sent = call.headers.get('Content-Range', '')
+        if action == 'upload' and sent.startswith('bytes */'):
+            action = 'status'
+        return action, names
 
-    def answer(self, call: Call) -> Reply:
-        action, names = self._route(call)
-        handler: Callable[..., Reply] = getattr(self, f'_on_{action}')
-        try:
-            return handler(call, *names)
-        except Refused as refusal:
-            if isinstance(refusal, Unchanged) and call.method == 'GET':
-                return Reply(304)
-            return _error(refusal.status, str(refusal))
+    def error_reply(self, refusal: Refused, call: Call) -> Reply:
+        if isinstance(refusal, Unchanged) and call.method == 'GET':
+            return Reply(304)
+        return _error(refusal.status, str(refusal))
 
     def refuse(self, status: int, call: Call) -> Reply:
         denied = 'does not have storage.objects.get access to the Google Cloud Storage object.'
@@ -357,11 +346,11 @@ class Gcs(FakeServer):
 
     def _on_bucket(self, call: Call, bucket: str) -> Reply:
         self._store.bucket(bucket)
-        return _json({'name': bucket})
+        return json_reply({'name': bucket})
 
     def _on_layout(self, call: Call, bucket: str) -> Reply:
         self._store.bucket(bucket)
-        return _json({'hierarchicalNamespace': {'enabled': False}})
+        return json_reply({'hierarchicalNamespace': {'enabled': False}})
 
     def _on_list(self, call: Call, bucket: str) -> Reply:
         stored = self._store.bucket(bucket)
@@ -376,7 +365,7 @@ class Gcs(FakeServer):
             answer['items'] = [self._resource(call, item) for item in items]
         if more:
             answer['nextPageToken'] = base64.urlsafe_b64encode(page[-1][0].encode()).decode()
-        return _json(select_fields(answer, call.query.get('fields', '')))
+        return json_reply(select_fields(answer, call.query.get('fields', '')))
 
     def _resource(self, call: Call, item: Object) -> dict[str, Any]:
         resource = item.resource(_base(call))
@@ -388,7 +377,7 @@ class Gcs(FakeServer):
 
     def _on_stat(self, call: Call, bucket: str, name: str) -> Reply:
         found = self._store.find(call.query, bucket, name)
-        return _json(select_fields(self._resource(call, found), call.query.get('fields', '')))
+        return json_reply(select_fields(self._resource(call, found), call.query.get('fields', '')))
 
     def _on_read(self, call: Call, bucket: str, name: str) -> Reply:
         found = self._store.find(call.query, bucket, name)
@@ -407,9 +396,9 @@ class Gcs(FakeServer):
             'done': copied == size,
         }
         if copied < size:
-            return _json(answer | {'rewriteToken': str(copied)})
+            return json_reply(answer | {'rewriteToken': str(copied)})
         made = self._store.copy(call.query, bucket, name, to_bucket, to_name)
-        return _json(answer | {'resource': self._resource(call, made)})
+        return json_reply(answer | {'resource': self._resource(call, made)})
 
     # --- Uploads -----------------------------------------------------------------------------
 
@@ -430,7 +419,7 @@ class Gcs(FakeServer):
             for piece in call.file_pieces(pieces):
                 file.write(piece)
             made = self._store.store(call.query, bucket, name, _content(file), content_type)
-        return _json(self._resource(call, made))
+        return json_reply(self._resource(call, made))
 
     def _on_start(self, call: Call, bucket: str) -> Reply:
         described = json.loads(call.body.read() or b'{}')
@@ -447,7 +436,7 @@ class Gcs(FakeServer):
         session = self._session(call)
         with session.lock:
             if session.done is not None:
-                return _json(self._resource(call, session.done))
+                return json_reply(self._resource(call, session.done))
             first = call.range[0] if call.range else 0
             if first > session.received:
                 raise Refused(503, f'offset {first} exceeds the {session.received} bytes uploaded')
@@ -486,7 +475,7 @@ class Gcs(FakeServer):
             )
             session.file.close()
         if session.done is not None:
-            return _json(self._resource(call, session.done))
+            return json_reply(self._resource(call, session.done))
         kept = {'Range': f'bytes=0-{session.received - 1}'} if session.received else {}
         return Reply(308, headers=kept)
 
@@ -520,12 +509,6 @@ def _base(call: Call) -> str:
     return f'https://{host}' if host.endswith('googleapis.com') else f'http://{host}'
 
 
-def _json(answer: Any) -> Reply:
-    headers = {'Content-Type': 'application/json; charset=UTF-8'}
-    return Reply(200, json.dumps(answer).encode(), headers)
-
-
 def _error(status: int, message: str) -> Reply:
     details = [{'message': message, 'domain': 'global', 'reason': 'error'}]
-    answer = {'error': {'code': status, 'message': message, 'errors': details}}
-    return dataclasses.replace(_json(answer), status=status)
+    return json_reply({'error': {'code': status, 'message': message, 'errors': details}}, status)

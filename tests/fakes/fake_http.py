@@ -12,6 +12,7 @@ import dataclasses
 import http.client
 import http.server
 import io
+import json
 import os
 import random
 import re
@@ -325,23 +326,34 @@ def select_range(call: Call, data: bytes | memoryview, headers: Mapping[str, str
     return Reply(206, memoryview(data)[first:stop], headers)
 
 
+class Refused(Exception):
+    """Ends a request with an error status."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+def json_reply(content: object, status: int = 200, **headers: str) -> Reply:
+    headers = {'Content-Type': 'application/json; charset=UTF-8', **headers}
+    return Reply(status, json.dumps(content).encode(), headers)
+
+
 class FakeServer:
     """Base of the stand-ins; a context manager that serves while it is open.
 
-    Attributes:
-        inject, inject_share: add faults, see `Faults`.
-        requests: the log, in the order in which requests came.
-        latency: seconds added to every request.
-        errors: what went wrong in the stand-in itself; stays empty.
+    A request is answered by the method `_on_ACTION`, with the groups of its route's pattern.
     """
+
+    routes: Sequence[tuple[str, Mapping[str, str]]]  # pattern of the path, action by HTTP method
 
     def __init__(self):
         self.faults = Faults()
         self.inject = self.faults.inject
         self.inject_share = self.faults.inject_share
-        self.requests: list[Request] = []
-        self.latency = 0.0
-        self.errors: list[BaseException] = []
+        self.requests: list[Request] = []  # in the order in which they came
+        self.latency = 0.0  # seconds added to every request
+        self.errors: list[BaseException] = []  # of the stand-in itself; stays empty
         self._http = LoopbackServer(_Handler)
         self._http.fake = self
         self.address: tuple[str, int] = self._http.server_address
@@ -351,7 +363,22 @@ class FakeServer:
         """Action and path of a request, for the log; must not read the body."""
         raise NotImplementedError
 
+    def route(self, call: Call) -> tuple[str, list[str]]:
+        """Action of a request, and the names in its path."""
+        for pattern, actions in self.routes:
+            if (match := re.fullmatch(pattern, call.path)) and call.method in actions:
+                names = [urllib.parse.unquote(name or '') for name in match.groups()]
+                return actions[call.method], names
+        raise NotImplementedError(f'{call.method} {call.path}')
+
     def answer(self, call: Call) -> Reply:
+        action, names = self.route(call)
+        try:
+            return getattr(self, f'_on_{action}')(call, *names)
+        except Refused as refusal:
+            return self.error_reply(refusal, call)
+
+    def error_reply(self, refusal: Refused, call: Call) -> Reply:
         raise NotImplementedError
 
     def refuse(self, status: int, call: Call) -> Reply:

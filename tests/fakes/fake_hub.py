@@ -14,15 +14,12 @@ ones are known by git's SHA-1.
 import dataclasses
 import functools
 import hashlib
-import json
 import mmap
 import pathlib
-import re
 import urllib.parse
 from collections.abc import Mapping
-from typing import Any
 
-from tests.fakes.fake_http import Call, FakeServer, Reply, select_range
+from tests.fakes.fake_http import Call, FakeServer, Refused, Reply, json_reply, select_range
 
 _LFS_BYTES = 1 << 20
 _LFS_NAMES = ('.pt', '.parquet', '.bin')
@@ -30,11 +27,12 @@ _LFS_NAMES = ('.pt', '.parquet', '.bin')
 # Paths, percent-encoded; a repository's name is two segments.
 _REPO = r'datasets/([^/]+/[^/]+)'
 _ROUTES = [
-    (f'/api/{_REPO}(?:/revision/([^/]+))?', 'info'),
-    (f'/{_REPO}/resolve/([^/]+)/(.+)', 'resolve'),
-    (f'/api/resolve-cache/{_REPO}/([^/]+)/(.+)', 'small'),
-    ('/storage/([^/]+)/(.+)', 'read'),
-    ('/api/agent-harnesses()', 'harnesses'),  # asked once a process, for the User-Agent header
+    (f'/api/{_REPO}(?:/revision/([^/]+))?', {'GET': 'info'}),
+    (f'/{_REPO}/resolve/([^/]+)/(.+)', {'GET': 'resolve'}),
+    (f'/api/resolve-cache/{_REPO}/([^/]+)/(.+)', {'GET': 'small'}),
+    ('/storage/([^/]+)/(.+)', {'GET': 'read'}),
+    # Once a process, for the User-Agent header.
+    ('/api/agent-harnesses()', {'GET': 'harnesses'}),
 ]
 
 
@@ -71,25 +69,21 @@ class _File:
         return f'"{self.sha256 if self.is_lfs else self.sha1}"'
 
 
-class _Refused(Exception):
-    """Ends a request with an error status and the code that the hub gives in a header."""
+class _Refused(Refused):
+    """Has also the code that the hub gives in a header."""
 
     def __init__(self, status: int, code: str, message: str):
-        super().__init__(message)
-        self.status = status
+        super().__init__(status, message)
         self.code = code
 
 
 class Hub(FakeServer):
-    """The server.
+    """The server of one data set, `repo`; `env` leads a child process here.
 
-    Attributes:
-        repo: the only data set.
-        gated: whether files are only for those who send `token`; all may see what files there are.
-        env: leads a child process here.
+    If it is `gated`, files are only for those who send `token`; all may see their names.
     """
 
-    repo, token = 'owner/name', 'hf_token_for_tests'
+    routes, repo, token = _ROUTES, 'owner/name', 'hf_token_for_tests'
 
     def __init__(self, repo_files: Mapping[str, bytes | pathlib.Path]):
         super().__init__()
@@ -112,25 +106,15 @@ class Hub(FakeServer):
 
     # --- What a request is about -------------------------------------------------------------
 
-    def _route(self, call: Call) -> tuple[str, list[str]]:
-        for pattern, action in _ROUTES:
-            if match := re.fullmatch(pattern, call.path):
-                return action, [urllib.parse.unquote(part or '') for part in match.groups()]
-        raise NotImplementedError(f'{call.method} {call.path}')
-
     def describe(self, call: Call) -> tuple[str, str]:
-        action, parts = self._route(call)
+        action, parts = self.route(call)
         if action in ('read', 'small', 'resolve'):
             path = '/'.join([self.repo, parts[-1]])
             return 'read' if action == 'small' else action, path
         return action, parts[0]
 
-    def answer(self, call: Call) -> Reply:
-        action, parts = self._route(call)
-        try:
-            return getattr(self, f'_on_{action}')(call, *parts)
-        except _Refused as refusal:
-            return _error(refusal.status, refusal.code, str(refusal))
+    def error_reply(self, refusal: Refused, call: Call) -> Reply:
+        return _error(refusal.status, getattr(refusal, 'code', ''), str(refusal))
 
     def refuse(self, status: int, call: Call) -> Reply:
         known = 'Authorization' in call.headers
@@ -167,10 +151,10 @@ class Hub(FakeServer):
                         'size': len(file.data),
                         'pointerSize': len(file.blob),
                     }
-        return _json({'id': repo, 'sha': commit, 'siblings': siblings})
+        return json_reply({'id': repo, 'sha': commit, 'siblings': siblings})
 
     def _on_harnesses(self, call: Call, _: str) -> Reply:
-        return _json({'standardEnvVars': [], 'harnesses': {}})
+        return json_reply({'standardEnvVars': [], 'harnesses': {}})
 
     def _on_resolve(self, call: Call, repo: str, revision: str, path: str) -> Reply:
         commit, files = self._files(repo, revision)
@@ -223,13 +207,6 @@ def _content(data: bytes | pathlib.Path) -> bytes | mmap.mmap:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _json(answer: Any) -> Reply:
-    return Reply(200, json.dumps(answer).encode(), {'Content-Type': 'application/json'})
-
-
 def _error(status: int, code: str, message: str) -> Reply:
-    reply = dataclasses.replace(_json({'error': message}), status=status)
-    reply.headers = {**reply.headers, 'X-Error-Message': message}
-    if code:
-        reply.headers['X-Error-Code'] = code
-    return reply
+    headers = {'X-Error-Message': message, **({'X-Error-Code': code} if code else {})}
+    return json_reply({'error': message}, status, **headers)

@@ -382,7 +382,7 @@ def test_damaged_and_missing_files_are_named(text):
     with pytest.raises(ValueError, match=r'tokenizer\.json is not a tokenizer'):
         text_encoders.make_encoder(f'jax:{text}')
     (text / 'model.safetensors').unlink()
-    with pytest.raises(ValueError, match=r'expected \*\.safetensors in the folder, found'):
+    with pytest.raises(ValueError, match=r'expected \*\.safetensors in the folder, which has'):
         text_encoders.make_encoder(f'jax:{text}')
 
 

@@ -1,4 +1,4 @@
-"""Destinations: whole files or none, on a disk and in a bucket, whatever goes wrong."""
+"""The verbs of a storage: whole files or none, on a disk and in a bucket, whatever goes wrong."""
 
 import functools
 import os
@@ -18,24 +18,25 @@ from coyo11m_tfds import storage
 from coyo11m_tfds.storage import bucket as bucket_module
 from coyo11m_tfds.storage import locks
 from coyo11m_tfds.storage.base import Storage
-from coyo11m_tfds.storage.file_state import FileState
+from coyo11m_tfds.storage.file_state import FileState, ignore_bytes
+from coyo11m_tfds.storage.scratch import Scratch
 from tests import children
 from tests.fakes.cloud import Fault
 from tests.fakes.fake_http import Call, Reply
 
 SHARED_MEMORY = pathlib.Path('/dev/shm')  # another file system, on Linux
 PASSING = ['429', '503', 'cut', 'stall', 'slow', 'reset', 'lost']
-LARGE = bytes(9_000_000)
+LARGE = random.Random(0).randbytes(9_000_000)
 
 
 def _state(data: bytes) -> FileState:
     return FileState(len(data), google_crc32c.value(data))
 
 
-def _put(destination: Storage, fallback: pathlib.Path, name: str, data: bytes) -> None:
-    path = pathlib.Path(destination.staging(fallback)) / name.replace('/', '-')
+def _store(folder: Storage, fallback: pathlib.Path, name: str, data: bytes) -> None:
+    path = pathlib.Path(folder.staging(fallback)) / name.replace('/', '-')
     path.write_bytes(data)
-    destination.store(path, name, google_crc32c.value(data))
+    folder.store(path, name, google_crc32c.value(data))
     assert not path.exists()
 
 
@@ -43,9 +44,19 @@ def _put(destination: Storage, fallback: pathlib.Path, name: str, data: bytes) -
 
 
 @pytest.fixture
-def destination(place) -> Storage:
+def folder(place) -> Storage:
     """A folder that does not exist yet."""
-    return storage.open_folder(f'{place}/', to_write=True)
+    return storage.open_folder(f'{place}/')
+
+
+@pytest.fixture
+def disk(tmp_path) -> Storage:
+    return storage.open_folder(tmp_path)
+
+
+@pytest.fixture
+def in_bucket(bucket) -> Storage:
+    return storage.open_folder('gs://bucket/set/')
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -58,49 +69,49 @@ def destination(place) -> Storage:
         max_size=5,
     )
 )
-def test_what_was_put_is_there(destination, tmp_path, files):
-    destination.remove(destination.sizes())
-    assert destination.sizes() == {}
+def test_what_was_stored_is_there(folder, tmp_path, files):
+    folder.remove(folder.sizes())
+    assert folder.sizes() == {}
     for _ in range(2):  # the second time it is replaced
         for (sub, name), (small, data) in files.items():
             path = f'{sub}/{name}' if sub else name
             if small:
-                destination.write(path, data)
+                folder.write(path, data)
             else:
-                _put(destination, tmp_path, path, data)
+                _store(folder, tmp_path, path, data)
     for sub in ('', 'a', 'a/b', 'missing'):
         of_sub = {name: data for (s, name), (_, data) in files.items() if s == sub}
-        assert destination.read_all(sub) == of_sub
-        assert destination.inventory(sub) == {n: _state(d) for n, d in of_sub.items()}
+        assert folder.read_all(sub) == of_sub
+        assert folder.inventory(sub) == {n: _state(d) for n, d in of_sub.items()}
         some = [*sorted(of_sub)[1:], 'missing']
-        assert list(destination.read_all(sub, some)) == some[:-1]
-        assert list(destination.inventory(sub, names=some)) == some[:-1]
+        assert list(folder.read_all(sub, some)) == some[:-1]
+        assert list(folder.inventory(sub, names=some)) == some[:-1]
 
 
-def test_removing(destination):
+def test_removing(folder):
     for name in ('a', 'sub/b', 'sub/deep/c', 'sub/deep/d'):
-        destination.write(name, b'12')
+        folder.write(name, b'12')
     for _ in range(2):
-        destination.remove(['sub/b', 'sub/deep/c', 'nothing', 'no/folder'])
-        assert destination.sizes() == {'a': 2, 'sub/deep/d': 2}
-    destination.remove(['sub/deep/d'])
-    assert destination.sizes() == {'a': 2}
-    assert destination.read('a') == b'12'
-    assert destination.read('sub/b') is None
+        folder.remove(['sub/b', 'sub/deep/c', 'nothing', 'no/folder'])
+        assert folder.sizes() == {'a': 2, 'sub/deep/d': 2}
+    folder.remove(['sub/deep/d'])
+    assert folder.sizes() == {'a': 2}
+    assert folder.read('a') == b'12'
+    assert folder.read('sub/b') is None
 
 
-def test_verify_names_the_file_that_differs(destination):
+def test_verify_names_the_file_that_differs(folder):
     for name in ('a', 'sub/b', 'other'):
-        destination.write(name, b'12')
+        folder.write(name, b'12')
     states = {'a': _state(b'12'), 'sub/b': _state(b'12')}
-    destination.verify(states)
+    folder.verify(states)
     with pytest.raises(OSError, match=r'/c: is missing, expected .*2'):
-        destination.verify(states | {'c': states['a']})
-    destination.write('sub/b', b'1')
+        folder.verify(states | {'c': states['a']})
+    folder.write('sub/b', b'1')
     with pytest.raises(
         OSError, match=r'sub/b: has 1 bytes( with CRC-32C 90f599e3)?, expected 2 bytes with'
     ):
-        destination.verify(states)
+        folder.verify(states)
 
 
 @pytest.mark.parametrize('url', ['gs://', 's3://bucket/x', 'hf://datasets/a/b', 'gs:///x'])
@@ -112,34 +123,32 @@ def test_other_places(url):
 # --- On a disk --------------------------------------------------------------------------------
 
 
-def test_put_from_another_file_system(tmp_path):
+def test_put_from_another_file_system(tmp_path, disk):
     if not SHARED_MEMORY.is_dir() or SHARED_MEMORY.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip('needs two file systems')
-    destination = storage.open_folder(tmp_path, to_write=True)
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
         path = pathlib.Path(folder, 'x')
         path.write_bytes(b'other content')
         with pytest.raises(OSError, match=f'{path}: CRC-32C is .* expected 00000001'):
-            destination.store(path, 'x', 1)
-        assert destination.inventory() == {}
-        destination.store(path, 'x', google_crc32c.value(b'other content'))
+            disk.store(path, 'x', 1)
+        assert disk.inventory() == {}
+        disk.store(path, 'x', google_crc32c.value(b'other content'))
         assert not path.exists()
-    assert destination.inventory() == {'x': _state(b'other content')}
+    assert disk.inventory() == {'x': _state(b'other content')}
     assert list((tmp_path / '.staging').iterdir()) == []
 
 
-def test_inventory_tells_every_changed_byte(tmp_path):
-    destination = storage.open_folder(tmp_path, to_write=True)
+def test_inventory_tells_every_changed_byte(tmp_path, disk):
     data = random.Random(1).randbytes(5_000_000)
-    destination.write('x', data)
+    disk.write('x', data)
     for position in (0, 4_194_304, len(data) - 1):
         changed = bytearray(data)
         changed[position] ^= 1
         (tmp_path / 'x').write_bytes(changed)
-        assert destination.inventory()['x'].crc32c != google_crc32c.value(data)
+        assert disk.inventory()['x'].crc32c != google_crc32c.value(data)
     read = []
     (tmp_path / 'x').write_bytes(data[:-1])
-    assert destination.inventory(on_bytes=read.append)['x'].size == len(data) - 1 == sum(read)
+    assert disk.inventory(on_bytes=read.append)['x'].size == len(data) - 1 == sum(read)
 
 
 LIMITED = """
@@ -149,44 +158,41 @@ from coyo11m_tfds import storage
 # A write beyond this size fails as on a full disk, with OSError instead of a signal.
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-destination = storage.open_folder(sys.argv[1], to_write=True)
-destination.write('small', bytes(4096))
+folder = storage.open_folder(sys.argv[1])
+folder.write('small', bytes(4096))
 try:
-    destination.write('large', bytes(1_000_000))
+    folder.write('large', bytes(1_000_000))
 except OSError as error:
     print(error)
 """
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path):
+def test_a_write_that_fails_leaves_nothing(tmp_path, disk):
     with children.python(LIMITED, tmp_path) as child:
         out, errors = child.communicate(timeout=120)
     assert str(tmp_path) in out and 'too large' in out, errors
-    assert storage.open_folder(tmp_path, to_write=True).inventory() == {
-        'small': _state(bytes(4096))
-    }
+    assert disk.inventory() == {'small': _state(bytes(4096))}
     assert list((tmp_path / '.staging').iterdir()) == []
 
 
 @pytest.mark.parametrize('name', ['{abs}/x', '../x', 'a/../../x', 'a//x', './x', 'a\\x', 'a\0x'])
 def test_names_that_lead_elsewhere(tmp_path, name):
     name = name.format(abs=tmp_path)
-    destination = storage.open_folder(tmp_path / 'out', to_write=True)
-    staged = pathlib.Path(destination.staging('/nowhere')) / 'x'
+    folder = storage.open_folder(tmp_path / 'out')
+    staged = pathlib.Path(folder.staging('/nowhere')) / 'x'
     staged.write_bytes(b'1')
     for put in (
-        lambda: destination.write(name, b'1'),
-        lambda: destination.store(staged, name, google_crc32c.value(b'1')),
+        lambda: folder.write(name, b'1'),
+        lambda: folder.store(staged, name, google_crc32c.value(b'1')),
     ):
         with pytest.raises(ValueError, match='is not the name of a file in'):
             put()
     assert sorted(path.name for path in tmp_path.rglob('*')) == ['.staging', 'out', 'x']
 
 
-def test_a_sweep_leaves_what_a_living_process_writes(tmp_path):
-    destination = storage.open_folder(tmp_path, to_write=True)
-    destination.write('x', b'1')
-    staging = pathlib.Path(destination.staging(''))
+def test_a_sweep_leaves_what_a_living_process_writes(tmp_path, disk):
+    disk.write('x', b'1')
+    staging = pathlib.Path(disk.staging(''))
     (staging / 'left-by-a-killed-one').write_bytes(b'1')
     (staging / 'held-1').mkdir()
     (staging / 'held-1.lock').touch()
@@ -194,13 +200,13 @@ def test_a_sweep_leaves_what_a_living_process_writes(tmp_path):
         (tmp_path / name).mkdir()
     with locks.temporary_folder(staging, 'other-') as held:
         (pathlib.Path(held) / 'y').write_bytes(b'1')
-        destination.sweep()
+        disk.sweep()
         name = os.path.basename(held)
         assert {path.name for path in staging.iterdir()} == {name, f'{name}.lock'}
         assert os.listdir(held) == ['y']
-    destination.sweep()
+    disk.sweep()
     assert {path.name for path in tmp_path.iterdir()} == {'x', 'empty', 'building-1'}
-    destination.sweep('building-')
+    disk.sweep('building-')
     assert {path.name for path in tmp_path.iterdir()} == {'x', 'empty'}  # of a user
 
 
@@ -218,85 +224,77 @@ def test_what_is_there_survives_a_loss_of_power(tmp_path, monkeypatch):
     monkeypatch.setattr(os, 'fsync', note_sync)
     monkeypatch.setattr(os, 'replace', note_move)
     out = f'{tmp_path}/out'
-    destination = storage.open_folder(out, to_write=True)
-    _put(destination, tmp_path, 'work/x', b'1')
+    folder = storage.open_folder(out)
+    _store(folder, tmp_path, 'work/x', b'1')
     assert ('sync', out) in steps  # knows the name of its new sub-folder
     assert steps[-3:] == [
         ('sync', f'{out}/.staging/work-x'),
         ('move', f'{out}/.staging/work-x', f'{out}/work/x'),
         ('sync', f'{out}/work'),
     ]
-    destination.write('work/y', b'2')
+    folder.write('work/y', b'2')
     (_, synced), (_, moved, target), (_, folder) = steps[-3:]
     assert (synced, target, folder) == (moved, f'{out}/work/y', f'{out}/work')
 
 
 # --- In a bucket ------------------------------------------------------------------------------
 
-URL = 'gs://bucket/set'
-
-
-@pytest.mark.parametrize('size', [1_000_000, 9_000_000])  # in one request, and in chunks
-@pytest.mark.parametrize('kind', [*PASSING, 'flip'])
-def test_put_with_a_fault(bucket, tmp_path, monkeypatch, kind, size):
-    monkeypatch.setenv('COYO11M_STALL_SECONDS', '0.5')
-    monkeypatch.setattr(bucket_module, '_CHUNK', 2 << 20)
-    data = random.Random(1).randbytes(size)
-    for action in ['upload'] if kind == 'flip' else ['start', 'upload']:
-        bucket.inject(Fault(kind, action=action))
-    _put(storage.open_folder(URL, to_write=True), tmp_path, 'a', data)
-    assert bucket.objects('bucket') == {'set/a': data}
-    if kind == 'flip':
-        assert [r.path for r in bucket.requests if r.action == 'delete'] == ['bucket/set/a']
-
 
 @pytest.mark.parametrize('kind', [*PASSING, 'flip'])
-def test_a_fault_of_every_other_request(bucket, kind, monkeypatch):
+def test_a_fault_of_every_request(bucket, in_bucket, tmp_path, monkeypatch, kind):
     monkeypatch.setenv('COYO11M_STALL_SECONDS', '0.3')
-    destination = storage.open_folder(URL, to_write=True)
-    for name in ('x', 'y'):
-        destination.write(name, b'1' * 1000)
-    for action in ['list', 'read', 'copy', 'delete']:
+    monkeypatch.setattr(bucket_module, '_CHUNK', 2 << 20)
+    small, large = b'1' * 1000, LARGE
+    for name, data, actions in (('x', small, ['upload']), ('y', large, ['start', 'upload'])):
+        for action in actions:
+            bucket.inject(Fault(kind, action=action))
+        _store(in_bucket, tmp_path, name, data)
+    if kind == 'flip':  # of nothing but data
+        bucket.heal()
+        deleted = [r.path for r in bucket.requests if r.action == 'delete']
+        assert deleted == ['bucket/set/x', 'bucket/set/y']
+    for action in ['list', 'stat', 'read', 'copy', 'delete']:
         bucket.inject(Fault(kind, action=action))
-    assert destination.sizes() == {'x': 1000, 'y': 1000}
-    assert destination.read('x') == b'1' * 1000
-    bucket_module._copy_object(f'{URL}/x', f'{URL}/z', _state(b'1' * 1000))
-    destination.remove(['x', 'not there'])
-    assert destination.read_all('') == {'y': b'1' * 1000, 'z': b'1' * 1000}
+    assert in_bucket.sizes() == {'x': 1000, 'y': 9_000_000}
+    assert in_bucket.read('x') == small
+    file = in_bucket.describe('gs://bucket/set/x')
+    assert in_bucket.copy(file, 'z', Scratch(tmp_path), ignore_bytes) == _state(small)
+    in_bucket.remove(['x', 'not there'])
+    assert in_bucket.read_all('') == {'y': large, 'z': small}
 
 
-def test_put_that_is_always_corrupted(bucket, tmp_path):
+def test_a_file_that_is_always_corrupted(bucket, in_bucket, tmp_path):
     bucket.inject(Fault('flip', count=None))
     with pytest.raises(OSError, match=r'^storing gs://bucket/set/a: given up after 8 attempts'):
-        _put(storage.open_folder(URL, to_write=True), tmp_path, 'a', b'content')
+        _store(in_bucket, tmp_path, 'a', b'content')
     assert bucket.objects('bucket') == {}
     assert (tmp_path / 'a').read_bytes() == b'content'
 
 
 @pytest.mark.parametrize('kind', ['401', '403'])
 @pytest.mark.parametrize('size', [7, 9_000_000])
-def test_put_that_is_refused(gcs, tmp_path, kind, size):
-    gcs.inject(Fault(kind, count=None))
+def test_a_file_that_is_refused(bucket, in_bucket, tmp_path, kind, size):
+    bucket.inject(Fault(kind, count=None))
     with pytest.raises(PermissionError, match=r'gs://bucket/set/a: access was refused') as raised:
-        _put(storage.open_folder(URL, to_write=True), tmp_path, 'a', bytes(size))
+        _store(in_bucket, tmp_path, 'a', bytes(size))
     assert 'gcloud auth application-default login' in str(raised.value)
-    assert len(gcs.requests) == 1
+    assert len(bucket.requests) == 1
 
 
 def test_markers_of_folders_and_objects_beside_are_left_alone(gcs):
-    destination = storage.open_folder('gs://bucket/a/b/', to_write=True)
-    assert destination.folder == 'gs://bucket/a/b'
+    folder = storage.open_folder('gs://bucket/a/b/')
+    assert folder.folder == 'gs://bucket/a/b'
     others = {'a/b/': b'', 'a/b/sub/': b'', 'a/bc': b'of another'}
     for name, data in others.items():
         gcs.put('bucket', name, data)
-    destination.write('x', b'new')
-    destination.write('sub/y', b'1')
-    assert destination.read_all('') == {'x': b'new'}
-    assert destination.inventory('sub') == {'y': _state(b'1')}
-    assert destination.sizes() == {'x': 3, 'sub/y': 1}
-    destination.remove(['sub/y', 'x'])
+    folder.write('x', b'new')
+    folder.write('sub/y', b'1')
+    assert folder.read_all('') == {'x': b'new'}
+    assert folder.inventory('sub') == {'y': _state(b'1')}
+    assert folder.sizes() == {'x': 3, 'sub/y': 1}
+    folder.remove(['sub/y', 'x'])
     assert gcs.objects('bucket') == others
-    assert storage.open_folder('gs://bucket', to_write=True).sizes() == {'a/bc': 10}
+    assert storage.open_folder('gs://bucket').sizes() == {'a/bc': 10}
 
 
 @pytest.mark.parametrize('then', [b'new', None])
@@ -312,20 +310,20 @@ def test_what_others_replace_or_delete_while_it_is_read(gcs, monkeypatch, then):
         return answer(call, *names)
 
     monkeypatch.setattr(gcs, '_on_read', change)
-    found = storage.open_folder('gs://bucket/a', to_write=True).read_all('', ['x'])
+    found = storage.open_folder('gs://bucket/a').read_all('', ['x'])
     assert found == ({'x': then} if then else {})
 
 
 def test_no_bucket(gcs, tmp_path):
-    destination = storage.open_folder('gs://no-such-bucket/a', to_write=True)
+    folder = storage.open_folder('gs://no-such-bucket/a')
     line = r'^gs://no-such-bucket: there is no such bucket\. Make it with `gcloud storage .*name\.$'
     for act in (
-        destination.inventory,
-        destination.sizes,
-        functools.partial(destination.read, 'x'),
-        functools.partial(destination.write, 'x', b''),
-        functools.partial(_put, destination, tmp_path, 'x', b''),
-        functools.partial(_put, destination, tmp_path, 'x', LARGE),
+        folder.inventory,
+        folder.sizes,
+        functools.partial(folder.read, 'x'),
+        functools.partial(folder.write, 'x', b''),
+        functools.partial(_store, folder, tmp_path, 'x', b''),
+        functools.partial(_store, folder, tmp_path, 'x', LARGE),
     ):
         gcs.clear()
         with pytest.raises(OSError, match=line):
@@ -335,16 +333,16 @@ def test_no_bucket(gcs, tmp_path):
 
 def test_empty_objects_of_which_no_size_is_told(gcs):
     gcs.tells_size_of_empty = False
-    destination = storage.open_folder('gs://bucket/a', to_write=True)
-    destination.write('x', b'')
-    assert destination.inventory() == {'x': _state(b'')}
-    assert destination.read_all('') == {'x': b''}
+    folder = storage.open_folder('gs://bucket/a')
+    folder.write('x', b'')
+    assert folder.inventory() == {'x': _state(b'')}
+    assert folder.read_all('') == {'x': b''}
 
 
 def test_no_credentials(gcs, monkeypatch):
     monkeypatch.delenv('STORAGE_EMULATOR_HOST')
     with pytest.raises(PermissionError, match=r'gs://.*gcloud auth application-default'):
-        storage.open_folder('gs://bucket/a', to_write=True).inventory()
+        storage.open_folder('gs://bucket/a').inventory()
 
 
 def test_credentials_without_a_project(gcs, tmp_path, monkeypatch):
@@ -354,25 +352,20 @@ def test_credentials_without_a_project(gcs, tmp_path, monkeypatch):
     for name in ('GOOGLE_CLOUD_PROJECT', 'GCLOUD_PROJECT', 'STORAGE_EMULATOR_HOST'):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv('API_ENDPOINT_OVERRIDE', gcs.url)
-    _put(storage.open_folder(URL, to_write=True), tmp_path, 'a', b'content')
+    _store(storage.open_folder('gs://bucket/set'), tmp_path, 'a', b'content')
     assert gcs.objects('bucket') == {'set/a': b'content'}
 
 
-def test_an_upload_goes_on_where_it_broke_off(gcs, tmp_path, monkeypatch):
+def test_an_upload_goes_on_where_it_broke_off(bucket, in_bucket, tmp_path, monkeypatch):
     monkeypatch.setattr(bucket_module, '_CHUNK', 1 << 20)
-    data = random.Random(0).randbytes(10_000_000)
-    (tmp_path / 'large').write_bytes(data)
-    gcs.inject(Fault('cut', match='upload', after_bytes=300_000))
-    gcs.inject(Fault('503', count=2, match='uplo'))
-    bucket_module._upload_object(
-        'gs://bucket/a', str(tmp_path / 'large'), google_crc32c.value(data)
-    )
-    assert gcs.objects('bucket') == {'a': data}
-    received = sum(request.received for request in gcs.requests)
-    assert received < len(data) + (4 << 20)
+    bucket.inject(Fault('cut', match='upload', after_bytes=300_000))
+    bucket.inject(Fault('503', count=2, match='uplo'))
+    _store(in_bucket, tmp_path, 'a', LARGE)
+    assert bucket.objects('bucket') == {'set/a': LARGE}
+    assert sum(request.received for request in bucket.requests) < len(LARGE) + (4 << 20)
 
 
-def test_an_upload_of_which_less_was_kept_than_sent(gcs, tmp_path, monkeypatch):
+def test_an_upload_of_which_less_was_kept_than_sent(bucket, in_bucket, tmp_path, monkeypatch):
     upload_from_file = google_storage.Blob.upload_from_file
     attempts = []
 
@@ -383,18 +376,18 @@ def test_an_upload_of_which_less_was_kept_than_sent(gcs, tmp_path, monkeypatch):
             raise ValueError('Bytes stream is in unexpected state.')  # the library's
 
     monkeypatch.setattr(google_storage.Blob, 'upload_from_file', upload)
-    _put(storage.open_folder(URL, to_write=True), tmp_path, 'x', LARGE)
-    assert gcs.objects('bucket') == {'set/x': LARGE} and len(attempts) == 2
+    _store(in_bucket, tmp_path, 'x', LARGE)
+    assert bucket.objects('bucket') == {'set/x': LARGE} and len(attempts) == 2
 
 
 @pytest.mark.parametrize('kind', ['503', 'lost'])
-def test_a_copy_that_takes_several_requests(gcs, kind):
+def test_a_copy_that_takes_several_requests(bucket, in_bucket, tmp_path, kind):
     """As between places far apart."""
-    gcs.copied_at_once = 400
-    data = random.Random(2).randbytes(1000)
-    gcs.put('bucket', 'x', data)
-    gcs.clear()
-    gcs.inject(Fault(kind, action='copy', count=2))
-    bucket_module._copy_object('gs://bucket/x', 'gs://bucket/y', _state(data))
-    assert gcs.objects('bucket') == {'x': data, 'y': data}
-    assert len(gcs.requests) == 5
+    bucket.copied_at_once = 400
+    bucket.put('bucket', 'x', LARGE[:1000])
+    file = storage.describe_file('gs://bucket/x')
+    bucket.clear()
+    bucket.inject(Fault(kind, action='copy', count=2))
+    in_bucket.copy(file, 'y', Scratch(tmp_path), ignore_bytes)
+    assert bucket.objects('bucket') == {'x': LARGE[:1000], 'set/y': LARGE[:1000]}
+    assert len(bucket.requests) == 5
