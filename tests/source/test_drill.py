@@ -1,4 +1,4 @@
-"""A drill: random damages of sources end in the right records, or in a line that names the file.
+"""A drill: random damages of sources end in the right contents, or in a line that names the file.
 
 `make slow` runs thousands of them (15 minutes); `COYO11M_DRILL_SEED` chooses others.
 """
@@ -8,7 +8,7 @@ import os
 import pathlib
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pyarrow as pa
@@ -31,33 +31,18 @@ COUNTS = pytest.mark.parametrize(
 )
 
 
-def damage(folder: pathlib.Path, choose: random.Random) -> tuple[pathlib.Path, str]:
-    """Damages a file, maybe so that it stays as it was; returns its path and the damage."""
-    files = [path for path in folder.rglob('*.*') if path.is_file()]
-    paths = sorted(path for path in files if '.mirror' not in path.parts)
-    path = choose.choice(paths)
-    other = choose.choice([p for p in paths if p != path and p.suffix == path.suffix] or paths)
-    kinds = damages(path.read_bytes(), choose, other.read_bytes())
-    kind = choose.choice(list(kinds))
-    replace(path, kinds[kind])
-    return path, kind
+KINDS = [(kind, True) for kind in (COYO, *FORMATS)]
 
 
-def replace(path: pathlib.Path, data: bytes) -> None:
-    """Writes a new file, as whoever has the old one mapped may still read it."""
-    path.unlink()
-    path.write_bytes(data)
-
-
-@pytest.fixture(scope='module', params=[COYO, *FORMATS])
+@pytest.fixture(scope='module', params=KINDS, ids=str)
 def made(request, tmp_path_factory) -> tuple[pathlib.Path, Truth]:
-    """A source that `mirror` has made, so that records tell what its files were."""
-    folder = tmp_path_factory.mktemp('plain') / request.param
-    if request.param == COYO:
-        truth = make_coyo(folder)
-    else:
-        truth = test_formats.make_source(folder, request.param, ROWS)
-    copy = tmp_path_factory.mktemp('copy') / request.param
+    """A source, maybe one that `mirror` has made, so that records tell what its files were."""
+    kind, is_mirrored = request.param
+    folder = tmp_path_factory.mktemp('plain') / kind
+    truth = make_coyo(folder) if kind == COYO else test_formats.make_source(folder, kind, ROWS)
+    if not is_mirrored:
+        return folder, truth
+    copy = tmp_path_factory.mktemp('copy') / kind
     mirror.mirror(folder, copy)
     return copy, truth
 
@@ -75,60 +60,84 @@ def make_coyo(folder: pathlib.Path) -> Truth:
     return {key: (crops, captions[key].encode()) for key, crops in rows}
 
 
-def is_clear(error: Exception, path: pathlib.Path) -> bool:
-    """Whether it is one line that names the file."""
-    message = str(error)
-    is_one_line = path.name in message and len(message.splitlines()) == 1
-    return isinstance(error, (ValueError, OSError)) and is_one_line
+def drill(
+    count: int,
+    damage: Callable[[random.Random], pathlib.Path],
+    read: Callable[[pathlib.Path], bool],
+) -> int:
+    """Damages a file and reads, again and again; returns how often that was an error.
+
+    `read` returns whether the contents are right, and an error must be one line with the file.
+    """
+    problems, errors = [], 0
+    for number in range(count):
+        path = damage(random.Random(f'{SEED}-{number}'))
+        try:
+            if not read(path):
+                problems.append(f'seed {SEED}-{number}: {path.name}: other contents were accepted')
+        except Exception as error:
+            errors += 1
+            message, is_expected = str(error), isinstance(error, (ValueError, OSError))
+            if not is_expected or path.name not in message or len(message.splitlines()) != 1:
+                problems.append(f'seed {SEED}-{number}: {path.name}: {error!r}')
+    assert not problems
+    return errors
 
 
-def read_records(final: pathlib.Path) -> Iterator[tuple[int, tuple[bytes, bytes]]]:
+def damage_one(folder: pathlib.Path, choose: random.Random) -> pathlib.Path:
+    """Damages a file of a source, maybe so that it stays as it was."""
+    files = [path for path in folder.rglob('*.*') if path.is_file()]
+    paths = sorted(path for path in files if '.mirror' not in path.parts)
+    path = choose.choice(paths)
+    other = choose.choice([p for p in paths if p != path and p.suffix == path.suffix] or paths)
+    kinds = damages(path.read_bytes(), choose, other.read_bytes())
+    if not (folder / '.mirror').exists():
+        # Without records nothing says that a whole and sound file is another one than it was.
+        del kinds['another file']
+    replace(path, choose.choice([*kinds.values()]))
+    return path
+
+
+def replace(path: pathlib.Path, data: bytes) -> None:
+    """Writes a new file, as whoever has the old one mapped may still read it."""
+    path.unlink(missing_ok=True)
+    path.write_bytes(data)
+
+
+def read_records(final: pathlib.Path) -> list[tuple[int, tuple[bytes, bytes]]]:
     """Key, and latents and caption, of every record of a data set."""
     import tensorflow as tf  # takes seconds
 
+    records = []
     for path in sorted(final.glob('*-of-*')):
         for record in built.split_records(path.read_bytes()):
             feature = tf.train.Example.FromString(record).features.feature
-            values = (feature[name].bytes_list.value[0] for name in ('latents', 'caption'))
-            yield feature['key'].int64_list.value[0], tuple(values)
+            latents, caption = (feature[x].bytes_list.value[0] for x in ('latents', 'caption'))
+            records.append((feature['key'].int64_list.value[0], (latents, caption)))
+    return records
 
 
-def build_damaged(
-    source: pathlib.Path, truth: Truth, folder: pathlib.Path, seed: str
-) -> Iterator[str]:
-    """Builds from a damaged copy of a source; gives what is wrong with the outcome."""
-    copy, final = folder / 'source', build_kills.final_folder(folder / 'out')
-    shutil.copytree(source, copy)
-    path, kind = damage(copy, random.Random(seed))
-    # Without records nothing says that a whole and sound file is another one than it was.
-    if kind != 'another file' or (copy / '.mirror').exists():
+@COUNTS
+@pytest.mark.parametrize('made', [*KINDS, (COYO, False)], ids=str, indirect=True)
+def test_a_build_has_the_right_records_or_names_the_file(made, tmp_path, count):
+    source, truth = made
+    expected = sorted((key, (x.tobytes(), caption)) for key, (x, caption) in truth.items())
+    copy, final = tmp_path / 'source', build_kills.final_folder(tmp_path / 'out')
+
+    def damage(choose: random.Random) -> pathlib.Path:
+        for folder in (copy, tmp_path / 'out'):
+            shutil.rmtree(folder, ignore_errors=True)
+        return damage_one(shutil.copytree(source, copy), choose)
+
+    def build(path: pathlib.Path) -> bool:
         try:
             build_program.build(str(copy), str(final), '{"num_workers": 1}')
-            found = list(read_records(final))
-            expected = {key: (crops.tobytes(), text) for key, (crops, text) in truth.items()}
-            if len(found) != len(truth) or dict(found) != expected:
-                yield f'seed {seed}: {kind} of {path.name}: other records'
-        except Exception as error:
-            if not is_clear(error, path) or build_kills.is_complete(final):
-                yield f'seed {seed}: {kind} of {path.name}: {error!r}'
-    for made_here in (copy, folder / 'out'):
-        shutil.rmtree(made_here, ignore_errors=True)
+        except Exception:
+            assert not build_kills.is_complete(final)
+            raise
+        return sorted(read_records(final)) == expected
 
-
-@COUNTS
-def test_a_build_has_the_right_records_or_names_the_file(made, tmp_path, count):
-    problems = (build_damaged(*made, tmp_path, f'{SEED}-{number}') for number in range(count))
-    assert not [*itertools.chain(*problems)]
-
-
-@COUNTS
-def test_checksums_inside_the_files_do_as_well_as_those_that_mirror_recorded(tmp_path, count):
-    truth = make_coyo(tmp_path / COYO)
-    problems = (
-        build_damaged(tmp_path / COYO, truth, tmp_path, f'{SEED}-{number}')
-        for number in range(count)
-    )
-    assert not [*itertools.chain(*problems)]
+    drill(count, damage, build)
 
 
 @COUNTS
@@ -137,78 +146,72 @@ def test_captions_whose_pages_have_checksums_are_right_or_refused(tmp_path, coun
     texts = {
         7 * key: f'Caption {key}: ' + ' '.join(map(str, range(key % 40))) for key in range(900)
     }
-    path, problems, refused = tmp_path / schema.CAPTIONS_FILE, [], 0
+    path = tmp_path / schema.CAPTIONS_FILE
     keys = random.Random(0).sample(sorted(texts), len(texts))
     columns = {'url': [f'http://x/{key}' for key in keys], 'key': keys}
     table = pa.table(columns | {schema.DEFAULT_CAPTION_COLUMN: [texts[key] for key in keys]})
     pq.write_table(table, path, row_group_size=250, write_page_checksum=True)
-    original = path.read_bytes()
-    for number in range(4 * count):
-        choose = random.Random(f'{SEED}-{number}')
-        path.write_bytes(choose.choice([*damages(original, choose, original[::-1]).values()]))
-        try:
-            found = joins.of_captions(path, tmp_path / f'joined-{number}')
-            values = zip(found.places.tolist(), found.read(found.places), strict=True)
-            if {key: text.decode() for key, text in values} != texts:
-                problems.append(f'{number}: other contents were accepted')
-        except Exception as error:
-            refused += 1
-            if not is_clear(error, path):
-                problems.append(f'{number}: {error!r}')
-        shutil.rmtree(tmp_path / f'joined-{number}', ignore_errors=True)
-    assert not problems
-    assert refused > 2 * count
+
+    def read(path: pathlib.Path) -> bool:
+        shutil.rmtree(tmp_path / 'joined', ignore_errors=True)
+        values = joins.of_captions(path, tmp_path / 'joined')
+        captions = zip(values.places.tolist(), values.read(values.places), strict=True)
+        return {key: text.decode() for key, text in captions} == texts
+
+    assert drill(4 * count, damaging(path, path.read_bytes()), read) > 2 * count
+
+
+def damaging(path: pathlib.Path, whole: bytes) -> Callable[[random.Random], pathlib.Path]:
+    """Makes the damage of one file, whose bytes are `whole`."""
+
+    def damage(choose: random.Random) -> pathlib.Path:
+        others = choose.choice([choose.randbytes(2000), whole[::-1]])
+        replace(path, choose.choice([*damages(whole, choose, others).values()]))
+        return path
+
+    return damage
 
 
 @COUNTS
 def test_a_file_without_records_is_opened_or_named(made, tmp_path, count):
     """Whatever is in it."""
-    source, _ = made
-    original = min(path for path in source.rglob('*0*.*') if path.suffix != '.json')
-    problems, refused = [], 0
-    for number in range(4 * count):
-        choose = random.Random(f'{SEED}-{number}')
-        path, others = tmp_path / original.name, choose.randbytes(2000)
-        path.write_bytes(choose.choice([*damages(original.read_bytes(), choose, others).values()]))
-        try:
-            file = formats.open_file(storage.describe_file(path), str(path))
-            for name in {*file.texts, *file.numbers, file.label_column} - {''}:
-                assert len(file.column(name)) == len(file.keys)
-            raw, _ = file.latents(range(len(file.keys)))
-            assert raw.shape == (len(file.keys), file.row_nbytes)
-        except Exception as error:
-            refused += 1
-            if not is_clear(error, path):
-                problems.append(f'{number}: {error!r}')
-    assert not problems
-    assert refused
+    original = min(path for path in made[0].rglob('*0*.*') if path.suffix != '.json')
+
+    def read(path: pathlib.Path) -> bool:
+        file = formats.open_file(storage.describe_file(path), str(path))
+        for name in {*file.texts, *file.numbers, file.label_column} - {''}:
+            assert len(file.column(name)) == len(file.keys)
+        raw, _ = file.latents(range(len(file.keys)))
+        return raw.shape == (len(file.keys), file.row_nbytes)
+
+    assert drill(4 * count, damaging(tmp_path / original.name, original.read_bytes()), read)
 
 
 @COUNTS
 def test_a_file_in_place_has_the_right_rows_or_is_named(made, tmp_path, count):
     """Rows have checksums of their own: readers skip what is damaged, or name the file."""
     source, truth = made
-    folder = tmp_path / source.name
-    shutil.copytree(source, folder)
+    folder = shutil.copytree(source, tmp_path / source.name)
     data_set = built.build(folder, '', tmp_path / 'data', latents='in_place')
-    before = {path: path.read_bytes() for path in folder.rglob('*.*') if path.is_file()}
+    whole = {path: path.read_bytes() for path in folder.rglob('*.*') if path.is_file()}
     order = {'batch_size': 4, 'lanes': 2, 'features': (schema.KEY, schema.LATENTS)}
     order |= {'on_bad_records': 'skip', 'max_bad_fraction': 1.0}
-    problems, noticed = [], 0
-    for number in range(count):
-        path, _ = damage(folder, random.Random(f'{SEED}-{number}'))
-        try:
-            batches = input_pipeline.train_batches(data_set, seed=number, **order)
-            for batch in itertools.islice(batches, 8):
-                noticed += int((~batch['mask']).sum())
-                there = (batch[name][batch['mask']] for name in (schema.KEY, schema.LATENTS))
-                for key, x in zip(*there, strict=True):
-                    if x.tobytes() not in [crop.tobytes() for crop in truth[int(key)][0]]:
-                        problems.append(f'{number}: key {key} of {path.name} is another')
-        except (ValueError, OSError) as error:
-            noticed += 1
-            if path.name not in str(error):
-                problems.append(f'{number}: {error}')
-        replace(path, before[path])
-    assert not problems
-    assert noticed
+    seeds, num_masked = itertools.count(), 0
+
+    def damage(choose: random.Random) -> pathlib.Path:
+        for path, data in whole.items():
+            replace(path, data)
+        return damage_one(folder, choose)
+
+    def read(path: pathlib.Path) -> bool:
+        nonlocal num_masked
+        batches = input_pipeline.train_batches(data_set, seed=next(seeds), **order)
+        for batch in itertools.islice(batches, 8):
+            mask = batch[input_pipeline.MASK]
+            num_masked += int((~mask).sum())
+            for key, x in zip(batch[schema.KEY][mask], batch[schema.LATENTS][mask], strict=True):
+                if x.tobytes() not in [crop.tobytes() for crop in truth[int(key)][0]]:
+                    return False
+        return True
+
+    assert drill(count, damage, read) + num_masked
