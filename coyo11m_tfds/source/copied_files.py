@@ -47,11 +47,11 @@ class CopiedFiles:
         folder = self._target.folder
         records = dict(map(_parse_copy_record, self._target.read_all(_RECORDS).values()))
         # A build reads all files of latents in the folder, so also those.
-        others = [n for n in records if not n.endswith(('.parquet', '.json')) and n not in files]
-        if others:
+        strangers = [n for n in records if not n.endswith(('.parquet', '.json')) and n not in files]
+        if strangers:
             logging.warning(
-                f'{folder} has copies of {len(others)} files that the source does not have any '
-                f'more, such as {min(others)}. Delete them, or builds use them.'
+                f'{folder} has copies of {len(strangers)} files that the source does not have any '
+                f'more, such as {min(strangers)}. Delete them, or builds use them.'
             )
         recorded = {
             name: records[name][1]

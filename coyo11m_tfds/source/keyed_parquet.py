@@ -119,9 +119,9 @@ class KeyedFile:
 
         `row_bytes` is the size of a value in memory, if all have the same size.
         """
-        most = _BYTES_AT_ONCE // max(row_bytes, self._row_bytes)
+        max_rows = _BYTES_AT_ONCE // max(row_bytes, self._row_bytes)
         with naming_damage(self.name):
-            yield from self._read(self.column, max(1, min(self._rows_at_once, most)))
+            yield from self._read(self.column, max(1, min(self._rows_at_once, max_rows)))
 
     def _read(self, column: str, rows_at_once: int) -> Iterator[pa.Array]:
         count = 0
@@ -180,11 +180,11 @@ def naming_damage(name: str) -> Iterator[None]:
         is_of_disk = isinstance(error, OSError) and error.errno is not None
         if is_named or is_of_disk:
             raise
-        what = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
-        if 'crypt' in what:
+        cause = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
+        if 'crypt' in cause:
             raise ValueError(f'{name}: is encrypted. Write it without encryption.') from error
         raise ValueError(
-            f'{name}: is damaged or not a Parquet file ({what}). Copy or download it again.'
+            f'{name}: is damaged or not a Parquet file ({cause}). Copy or download it again.'
         ) from error
 
 

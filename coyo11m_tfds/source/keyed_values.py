@@ -57,8 +57,8 @@ class KeyedValues:
         """Returns the values of some places, int64 `(m,)`, ascending; all must have a value."""
         if not len(places):
             return []
-        first, last = np.searchsorted(self._first_places, places[[0, -1]], side='right') - 1
-        rows = self._file.read_row_groups(range(first, last + 1), ['place', 'value'])
+        first, last_place = np.searchsorted(self._first_places, places[[0, -1]], side='right') - 1
+        rows = self._file.read_row_groups(range(first, last_place + 1), ['place', 'value'])
         return rows.column(1).take(np.searchsorted(rows.column(0).to_numpy(), places)).to_pylist()
 
     def read_array(self, places: np.ndarray) -> np.ndarray:
@@ -240,20 +240,20 @@ def _read_run(path: str) -> Iterator[pa.Table]:
 def _merge_runs(paths: Sequence[str]) -> Iterator[pa.Table]:
     """Yields the rows of sorted runs in the order of all places, a table at a time."""
     runs = [_read_run(path) for path in paths]
-    heads = [next(run) for run in runs]
-    while heads:
-        places = [rows.column('place').to_numpy() for rows in heads]
+    pieces = [next(run) for run in runs]
+    while pieces:
+        places = [rows.column('place').to_numpy() for rows in pieces]
         # No run has a later piece that begins before the least of these.
-        last = min(x[-1] for x in places)
-        counts = [int(np.searchsorted(x, last, side='right')) for x in places]
-        ready = [rows[:count] for rows, count in zip(heads, counts, strict=True)]
-        yield pa.concat_tables(ready).sort_by('place')
-        rest = [
+        last_place = min(x[-1] for x in places)
+        counts = [int(np.searchsorted(x, last_place, side='right')) for x in places]
+        merged = [rows[:count] for rows, count in zip(pieces, counts, strict=True)]
+        yield pa.concat_tables(merged).sort_by('place')
+        remaining = [
             (run, rows[count:] if count < len(rows) else next(run, None))
-            for run, rows, count in zip(runs, heads, counts, strict=True)
+            for run, rows, count in zip(runs, pieces, counts, strict=True)
         ]
-        runs = [run for run, rows in rest if rows is not None]
-        heads = [rows for _, rows in rest if rows is not None]
+        runs = [run for run, rows in remaining if rows is not None]
+        pieces = [rows for _, rows in remaining if rows is not None]
 
 
 @contextlib.contextmanager

@@ -162,8 +162,8 @@ class LatentFile:
                 f'{self.path}: the text of row {row} is not UTF-8 ({error}).'
             ) from None
 
-    def _damaged(self, what: str) -> ValueError:
-        return damaged_file_error(self.path, self.kind, what)
+    def _damaged(self, problem: str) -> ValueError:
+        return damaged_file_error(self.path, self.kind, problem)
 
     def _check_has(self, latents: str, names: Collection[str]) -> None:
         if latents not in names:
@@ -217,8 +217,8 @@ class LatentFile:
         for piece, start in enumerate(starts):
             offsets = start + self.row_numbers(rows) * stride
             # Rows that lie one after the other are one request.
-            begins = np.flatnonzero(np.diff(offsets, prepend=-1 - nbytes) != nbytes).tolist()
-            for begin, end in itertools.pairwise([*begins, len(rows)]):
+            run_starts = np.flatnonzero(np.diff(offsets, prepend=-1 - nbytes) != nbytes).tolist()
+            for begin, end in itertools.pairwise([*run_starts, len(rows)]):
                 if len(starts) == 1:
                     self._read_into(memoryview(out[begin:end]).cast('B'), int(offsets[begin]))
                     continue
@@ -270,10 +270,10 @@ def write_sparse_file(path: str, size: int, contents: Iterable[tuple[int, bytes]
             file.write(data)
 
 
-def damaged_file_error(name: str, kind: str, what: str) -> ValueError:
+def damaged_file_error(name: str, kind: str, problem: str) -> ValueError:
     """Returns the error for a file that is not of its kind."""
     return ValueError(
-        f'{name}: is damaged or not {kind}, {what}. Copy, download or write it again.'
+        f'{name}: is damaged or not {kind}, {problem}. Copy, download or write it again.'
     )
 
 

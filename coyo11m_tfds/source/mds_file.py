@@ -43,12 +43,12 @@ class MdsFile(LatentFile):
         if size < 4 or start > size:
             raise self._damaged(f'it would have {count:,} samples in {size:,} bytes')
         offsets = np.frombuffer(self._read_bytes(4, 4 * (count + 1)), '<u4').astype(np.int64)
-        first = int(offsets[0])
+        header_end = int(offsets[0])
         lengths = np.diff(offsets)
-        rises = bool((lengths >= 0).all()) and start <= first <= start + _MAX_DESCRIPTION
+        rises = bool((lengths >= 0).all()) and start <= header_end <= start + _MAX_DESCRIPTION
         if not rises or offsets[-1] != size:
             raise self._damaged('the offsets of its samples do not fit its size')
-        self._encodings, fixed = self._describe(self._read_bytes(start, first - start))
+        self._encodings, fixed = self._describe(self._read_bytes(start, header_end - start))
         self._sizes, self._begins = self._lay_out(offsets[:-1], lengths, fixed)
         latents = self._latents_from.name or self._only_latents()
         self._check_has(latents, self._encodings)
@@ -62,10 +62,10 @@ class MdsFile(LatentFile):
             )
         self.layout = RowLayout((0,), 1, self._begins[latents])
         self.texts = tuple(x for x, encoding in self._encodings.items() if encoding == 'str')
-        of_integers = [x for x, encoding in self._encodings.items() if encoding in _INTEGERS]
-        self._find_labels(of_integers)
+        integer_columns = [x for x, encoding in self._encodings.items() if encoding in _INTEGERS]
+        self._find_labels(integer_columns)
         self.numbers = tuple(x for x, encoding in self._encodings.items() if encoding in _NUMBERS)
-        if schema.KEY in of_integers:
+        if schema.KEY in integer_columns:
             keys = self._read_numbers(schema.KEY)
             if (keys > np.iinfo(np.int64).max).any():
                 raise ValueError(
@@ -116,14 +116,14 @@ class MdsFile(LatentFile):
         head = 4 * fixed.count(None)
         if (lengths < head).any():
             raise self._damaged('a sample has no room for its sizes')
-        raw = b''.join(self._read_bytes(at, head) for at in offsets.tolist())
-        stored = iter(np.frombuffer(raw, '<u4').astype(np.int64).reshape(len(offsets), -1).T)
-        sizes, begins, at = {}, {}, offsets + head
+        raw = b''.join(self._read_bytes(offset, head) for offset in offsets.tolist())
+        stored_sizes = iter(np.frombuffer(raw, '<u4').astype(np.int64).reshape(len(offsets), -1).T)
+        sizes, begins, offset = {}, {}, offsets + head
         for name, size in zip(self._encodings, fixed, strict=True):
-            sizes[name] = next(stored) if size is None else np.full(len(offsets), size)
-            begins[name] = at
-            at = at + sizes[name]
-        if (at != offsets + lengths).any():
+            sizes[name] = next(stored_sizes) if size is None else np.full(len(offsets), size)
+            begins[name] = offset
+            offset = offset + sizes[name]
+        if (offset != offsets + lengths).any():
             raise self._damaged('the sizes of a sample do not add up to its own')
         return sizes, begins
 
@@ -157,8 +157,8 @@ class MdsFile(LatentFile):
             return self._latents_from.dtype, self._latents_from.shape
         pixels = re.search(r'_(\d{2,5})$', name)
         edge = int(pixels[1]) // _PIXELS_A_LATENT if pixels else 0
-        channels, rest = divmod(nbytes, 2 * edge**2) if edge else (0, 0)
-        if rest or channels not in _USUAL_CHANNELS:
+        channels, remainder = divmod(nbytes, 2 * edge**2) if edge else (0, 0)
+        if remainder or channels not in _USUAL_CHANNELS:
             raise ValueError(
                 f'{self.path}: does not say the dtype and shape of {name} ({nbytes:,} '
                 f"bytes). Set latents_from, e.g. '{name}:float16:4,32,32'."

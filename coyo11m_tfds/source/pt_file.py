@@ -174,40 +174,40 @@ class PtFile(LatentFile):
         """See `LatentFile`."""
         if self._embeddings is None:
             return super().embeddings(rows)
-        chosen = self._embeddings.detach()[torch.as_tensor(np.asarray(rows, np.int64))]
-        return chosen.to(torch.float32).numpy()
+        selected = self._embeddings.detach()[torch.as_tensor(np.asarray(rows, np.int64))]
+        return selected.to(torch.float32).numpy()
 
     def _check_stored(self, name: str, dtypes: tuple[str, ...]) -> None:
         """Checks that a tensor has one of the dtypes, and lies within one member of the archive."""
         tensor = self._bare.get(name)
         if name not in self._bare:
             names = sorted(map(str, self._bare))
-            more = f' or {schema.PT_CAPTIONS}' if name == schema.PT_KEYS else ''
-            what = f"lacks '{name}'; it has {names}. Save it again with {name}{more}."
+            alternative = f' or {schema.PT_CAPTIONS}' if name == schema.PT_KEYS else ''
+            problem = f"lacks '{name}'; it has {names}. Save it again with {name}{alternative}."
         elif not isinstance(tensor, torch.Tensor):
-            what = f'{name} is a {type(tensor).__name__}, expected a tensor.'
+            problem = f'{name} is a {type(tensor).__name__}, expected a tensor.'
         elif tensor.layout != torch.strided or _dtype_name(tensor) not in dtypes:
-            what = (
+            problem = (
                 f'{name} is {tensor.layout} {tensor.dtype}, expected a dense tensor of '
                 f'{" or ".join(dtypes)}.'
             )
         elif tensor.is_neg():
-            what = f'{name} has its negative bit set. Save it again as .resolve_neg().'
+            problem = f'{name} has its negative bit set. Save it again as .resolve_neg().'
         elif (size := self._sizes.get(_storage_start(tensor))) is None:
-            what = f'{name} does not begin a member of the archive. Save it again by torch.save.'
+            problem = f'{name} does not begin a member of the archive. Save it again by torch.save.'
         elif (elements := _elements_spanned(tensor)) is None:
-            what = (
+            problem = (
                 f'{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}, so that '
                 'rows share memory; expected every element stored. Save it again as .contiguous().'
             )
         elif (needed := (tensor.storage_offset() + elements) * tensor.element_size()) > size:
-            what = (
+            problem = (
                 f'{name} of shape {tuple(tensor.shape)} takes {needed:,} bytes, but {size:,} are '
                 'stored. Copy, download or save it again.'
             )
         else:
             return
-        raise ValueError(f'{self.path}: {what}')
+        raise ValueError(f'{self.path}: {problem}')
 
     def _check_shape(self, name: str, row_shape: tuple) -> None:
         shape = tuple(self._bare[name].shape)
@@ -248,9 +248,9 @@ def _load_tensors(path: str, name: str, **options) -> dict[str, torch.Tensor]:
         content = torch.load(path, weights_only=True, **options)
     except pickle.UnpicklingError as error:
         match = re.search(r'GLOBAL (\S+)', str(error))
-        what = f'asks for {match[1]}' if match else 'is damaged or asks for other things'
+        problem = f'asks for {match[1]}' if match else 'is damaged or asks for other things'
         raise ValueError(
-            f'{name}: refused, its pickle {what} where only tensors are expected, and could run '
+            f'{name}: refused, its pickle {problem} where only tensors are expected, and could run '
             'code. None of it was run. If you trust it, save it again as a plain dict of tensors.'
         ) from None
     except UnicodeEncodeError:
@@ -306,8 +306,8 @@ def _write_head(file: StoredFile, path: str, check_crc: bool) -> None:
     """Writes the head of a remote file and compares its members with their CRC-32."""
     start = max(0, file.size - pt_archive.TAIL_BYTES)
     # Twice, because the directory has no checksum.
-    tail, again = (file.read_range(start, file.size - start) for _ in range(2))
-    if tail != again:
+    tail, second_read = (file.read_range(start, file.size - start) for _ in range(2))
+    if tail != second_read:
         raise retry.Corrupted(f'{file.path}: the last {len(tail)} bytes differ when read twice')
     members = pt_archive.read_directory(tail, file.size, file.path)
     ranges = _head_ranges(file, members, start)

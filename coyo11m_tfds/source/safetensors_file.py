@@ -50,8 +50,8 @@ class SafetensorsFile(LatentFile):
 
         def read(begin: int, nbytes: int) -> bytes:
             # Twice, because the format has no checksums.
-            data, again = (file.read_range(begin, nbytes) for _ in range(2))
-            if data != again:
+            data, second_read = (file.read_range(begin, nbytes) for _ in range(2))
+            if data != second_read:
                 raise retry.Corrupted(
                     f'{file.path}: {nbytes} bytes at {begin} differ when read twice'
                 )
@@ -138,9 +138,9 @@ def _parse_tensors(read: Callable[[int, int], bytes], size: int, name: str) -> d
         # Of a kind that is not read, any size will do.
         needed = itemsize * math.prod(shape) if itemsize else end - begin
         if needed != end - begin or end > size:
-            has = f'has bytes {begin:,} to {end:,} of {size:,}'
-            what = f'{tensor} of {kind} {shape} takes {needed:,} bytes, but {has}'
-            raise damaged_file_error(name, SafetensorsFile.kind, what)
+            actual = f'has bytes {begin:,} to {end:,} of {size:,}'
+            problem = f'{tensor} of {kind} {shape} takes {needed:,} bytes, but {actual}'
+            raise damaged_file_error(name, SafetensorsFile.kind, problem)
     return tensors
 
 

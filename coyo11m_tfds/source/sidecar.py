@@ -76,8 +76,8 @@ def find_sidecar_files(place: str | os.PathLike[str]) -> list[StoredFile]:
     missing = [part_name(number, count) for number in range(count) if number not in parts]
     if missing:
         raise ValueError(
-            f'{folder}/{missing[0]} is missing ({len(missing)} of {count} parts are). Run the '
-            'same command of coyo11m_tfds.embed_captions again: it makes what is missing.'
+            f'{folder}/{missing[0]} is missing ({len(missing)} of {count} parts are). Run the same '
+            'command of coyo11m_tfds.embed_captions again: it makes what is missing.'
         )
     return list(parts.values())
 
@@ -204,10 +204,10 @@ def _describe_column(file: KeyedFile, column: str) -> dict[str, Any]:
     else:
         are_tokens = file.column == schema.TOKENS
         expected_number = pa.int32() if are_tokens else pa.float16()
-        most = schema.MAX_TOKENS if are_tokens else schema.MAX_TEXT_DIM
-        fits = is_list and number == expected_number and 1 <= kind.list_size <= most
+        limit = schema.MAX_TOKENS if are_tokens else schema.MAX_TEXT_DIM
+        fits = is_list and number == expected_number and 1 <= kind.list_size <= limit
         expected = (
-            f'a fixed-size list of {"int32" if are_tokens else "float16"}, at most {most:,}, as '
+            f'a fixed-size list of {"int32" if are_tokens else "float16"}, at most {limit:,}, as '
             'coyo11m_tfds.embed_captions writes it.'
         )
     if not fits:
@@ -239,21 +239,21 @@ def join_values(
         for file in files:
             with (
                 hold(file) as path,
-                KeyedFile(path, *([column] if column else _COLUMNS), name=file.path) as opened,
+                KeyedFile(path, *([column] if column else _COLUMNS), name=file.path) as parquet,
             ):
-                facts = _describe_column(opened, column)
+                facts = _describe_column(parquet, column)
                 entries = facts
                 if not column:
-                    entries = {x: y for x, y in opened.metadata.items() if x != schema.META_PART}
+                    entries = {x: y for x, y in parquet.metadata.items() if x != schema.META_PART}
                 common = common or entries
                 check_same_entries(common, entries, file.path, f'in {files[0].path}')
-                keys = opened.keys()
-                for rows, values in _read_numbers(opened, keys, facts):
+                keys = parquet.keys()
+                for rows, values in _read_numbers(parquet, keys, facts):
                     digest.update(values)
                     all_keys.append(keys[rows])
                     row_places, is_requested = places.find(keys[rows])
                     _add_rows(writer, row_places[is_requested], values[is_requested])
-                    progress.add(file.size * len(rows) // opened.num_rows)
+                    progress.add(file.size * len(rows) // parquet.num_rows)
     keys = np.concatenate(all_keys)
     name = files[0].path if len(files) == 1 else os.path.dirname(files[0].path)
     if not len(keys):
@@ -308,10 +308,10 @@ def _check_numbers(values: np.ndarray, keys: np.ndarray, header: Header, name: s
     if not bad.any():
         return
     row = bad.argmax()
-    what = f'the embedding of key {keys[row]} is not finite. Embed it again.'
+    problem = f'the embedding of key {keys[row]} is not finite. Embed it again.'
     if header.vocabulary:
-        what = (
+        problem = (
             f'key {keys[row]} has tokens {values[row].tolist()}, expected ids from 0 to '
             f'{header.vocabulary - 1}, padded with -1. Make it again.'
         )
-    raise ValueError(f'{name}: {what}')
+    raise ValueError(f'{name}: {problem}')

@@ -53,16 +53,16 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
     """
     suffixes = (*_SUFFIXES, *_COMPRESSED, '.parquet', _INDEX)
     try:
-        opened = storage.open_folder(root).pin()
-        listing = opened.list_visible(schema.LATENTS_FOLDER, suffixes)
+        source_storage = storage.open_folder(root).pin()
+        listing = source_storage.list_visible(schema.LATENTS_FOLDER, suffixes)
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
             f'{root} is not a folder; expected the folder of the source data.'
         ) from None
-    folder = opened.folder
+    folder = source_storage.folder
     index = listing.get(_INDEX)
     if index and not any(name.startswith(f'{schema.LATENTS_FOLDER}/') for name in listing):
-        names = _names_in_index(opened, index, listing)
+        names = _names_in_index(source_storage, index, listing)
     else:
         names, index = _latent_names(listing), None
     if not names:
@@ -78,7 +78,7 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
     if not index:
         files.pop(_INDEX, None)
     # `mirror` may have written there.
-    if opened.can_write:
+    if source_storage.can_write:
         files = _add_records(folder, files)
     if index and (recorded := files[_INDEX].recorded) and index.local_path:
         state = file_state.compute_state(index.path)
@@ -146,8 +146,10 @@ def _add_records(folder: str, files: Mapping[str, StoredFile]) -> dict[str, Stor
             crc32c = record.crc32c if file.crc32c is None else file.crc32c
             state = file_state.FileState(file.size, crc32c)
             copied_files.check_recorded_state(state, record, file.path)
-    others = [file.path for name, file in files.items() if records and name not in records]
-    if others:
-        more = f', nor {len(others) - 1} more' if others[1:] else ''
-        logging.warning(f'{others[0]}: mirror did not copy this file{more}, unlike others there.')
+    unrecorded = [file.path for name, file in files.items() if records and name not in records]
+    if unrecorded:
+        more = f', nor {len(unrecorded) - 1} more' if unrecorded[1:] else ''
+        logging.warning(
+            f'{unrecorded[0]}: mirror did not copy this file{more}, unlike others there.'
+        )
     return {n: dataclasses.replace(file, recorded=records.get(n)) for n, file in files.items()}

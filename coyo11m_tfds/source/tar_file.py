@@ -51,18 +51,18 @@ class TarFile(LatentFile):
         # NumPy has no bfloat16, and writes it as two bytes without a meaning.
         self._set_kind(suffix, dtype if dtype != 'V2' else self._latents_from.dtype or dtype, shape)
         offsets = np.array([offset for _, offset in arrays], np.int64)
-        numbers, rest = np.divmod(offsets, _ALIGNED)
-        if rest.any() or numbers.max(initial=0) >= 2**32:
+        numbers, remainders = np.divmod(offsets, _ALIGNED)
+        if remainders.any() or numbers.max(initial=0) >= 2**32:
             raise ValueError(f'{self.path}: a {suffix} has its array at an unusual offset.')
         self.layout = RowLayout((0,), _ALIGNED, numbers)
         # The first sample stands for all: what another one lacks is null in a column.
-        first = next(iter(self._samples))
-        fields = self._json(first)
-        of_text = [x for x, value in fields.items() if isinstance(value, str)]
-        self.texts = (*[_TEXT] * any(_TEXT in x for x in self._samples.values()), *of_text)
+        first_sample = next(iter(self._samples))
+        fields = self._json(first_sample)
+        text_fields = [x for x, value in fields.items() if isinstance(value, str)]
+        self.texts = (*[_TEXT] * any(_TEXT in x for x in self._samples.values()), *text_fields)
         self.numbers = tuple(x for x, value in fields.items() if type(value) in (int, float))
         classes = {x for x in self.numbers if type(fields[x]) is int}
-        classes |= self._samples[first].keys() & {_CLASS}
+        classes |= self._samples[first_sample].keys() & {_CLASS}
         self._find_labels(classes)
         if _is_number(fields.get(schema.KEY)):
             keys = [self._key(x) for x in self._samples]
@@ -103,8 +103,8 @@ class TarFile(LatentFile):
                 if not 0 <= nbytes <= size - start:
                     raise ValueError(f'its member has {nbytes:,} of {size - start:,} bytes')
             except ValueError as error:
-                what = f'its header at byte {offset:,} cannot be read ({error})'
-                raise self._damaged(what) from None
+                problem = f'its header at byte {offset:,} cannot be read ({error})'
+                raise self._damaged(problem) from None
             kind = header[156:157]
             prefix = _decode_field(header[345:500]) if header[257:263] == b'ustar\0' else ''
             name = extended.get('path') or os.path.join(prefix, _decode_field(header[:100]))
