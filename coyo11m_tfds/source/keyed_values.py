@@ -2,8 +2,8 @@
 
 A place is any number, usually that of a record. `KeyPlaces` gives the place of a key. Runs of
 values are sorted by place in memory, kept on the disk, and merged into one Parquet file of small
-row groups. On one core, 11 million captions of 200 to 600 bytes take
-56 s and at most 1.2 GB, including reading and checking; 6 million of 2 KB take 65 s and 1.1 GB.
+row groups. On one core, 11 million captions of 200 to 600 bytes take 56 s and at most 1.2 GB,
+including reading and checking; 6 million of 2 KB take 65 s and 1.1 GB.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Sorts embeddings, tokens and numbers of other files into the order of given keys.
+"""Sorts embeddings, tokens and numbers of other files into the order of requested keys.
 
 A sidecar of `coyo11m_tfds.embed_captions` is a Parquet file with the columns `key` and
 `text_embedding` or `tokens` (lists of a fixed size), and with the fields of `Header` in the
