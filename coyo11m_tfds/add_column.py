@@ -248,7 +248,7 @@ def _write_values(edit: _Edit, name: str, values: KeyedValues) -> AddedColumn:
     """Writes the files of a column into the staging folder; a value's place is its record."""
     encoder = values.facts.get('header', {})
     dtype, shape = np.dtype(values.facts['dtype']), tuple(values.facts['shape'])
-    feature = sidecar.Header(**encoder).feature if encoder else ''
+    feature = sidecar.SidecarHeader(**encoder).feature if encoder else ''
     sums = np.zeros((3, shape[0])) if feature == schema.TEXT_EMBEDDING else None
     files, crc32c, first = {}, {}, 0
     for split in edit.stored.splits.values():

@@ -143,39 +143,41 @@ def embed(
         values = KeyedValues(by_key)
         if not drop_duplicates:
             captions.check_unique_captions(values, source)
-        folder_parts = parts.Parts(out, values, model, caption_column, part_captions, tokens_only)
-        if not folder_parts.count:
+        sidecar_parts = parts.SidecarParts(
+            out, values, model, caption_column, part_captions, tokens_only
+        )
+        if not sidecar_parts.count:
             raise ValueError(
                 f'{source}: all {len(values.places)} captions are null, blank or too long; nothing '
                 'to encode.'
             )
         start = time.perf_counter()
-        finished = folder_parts.finished()
-        folder_parts.check(finished)
-        numbers = range(folder_parts.count)[share[0] :: share[1]]
+        finished = sidecar_parts.finished()
+        sidecar_parts.check(finished)
+        numbers = range(sidecar_parts.count)[share[0] :: share[1]]
         missing = [number for number in numbers if number not in finished]
         num_captions, num_all = (
-            sum(len(folder_parts.keys_of(number)) for number in x) for x in (missing, numbers)
+            sum(len(sidecar_parts.keys_of(number)) for number in x) for x in (missing, numbers)
         )
         logging.info('parts to make: %d', len(missing))
         with Progress('Embedding', num_all, 'captions') as progress:
             if num_all > num_captions:
                 progress.skip(num_all - num_captions)
-            longest = folder_parts.make(
+            longest = sidecar_parts.make(
                 missing,
                 folder,
                 on_batch=lambda count, num_tokens: progress.add(count, tokens=num_tokens),
             )
         # Listed again: meanwhile other processes have made parts.
-        missing = sorted({*range(folder_parts.count)} - folder_parts.finished().keys())
+        missing = sorted({*range(sidecar_parts.count)} - sidecar_parts.finished().keys())
     return EmbeddingReport(
         num_captions=num_captions,
         num_kept=num_all - num_captions,
-        num_skipped=len(values.places) - len(folder_parts.keys),
+        num_skipped=len(values.places) - len(sidecar_parts.keys),
         num_duplicates=values.facts['duplicates'],
         num_truncated=model.truncated,
         longest=longest,
-        missing_parts=tuple(sidecar.part_name(number, folder_parts.count) for number in missing),
+        missing_parts=tuple(sidecar.part_name(number, sidecar_parts.count) for number in missing),
         encoder=model.name,
         dim=model.max_tokens if tokens_only else cast(Encoder, model).dim,
         seconds=time.perf_counter() - start,

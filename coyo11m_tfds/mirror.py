@@ -38,7 +38,7 @@ _PARALLEL = 4  # files
 
 
 @dataclasses.dataclass(frozen=True)
-class Summary:
+class MirrorSummary:
     """The files at the destination; `num_copied` of them were copied by this call."""
 
     num_files: int
@@ -59,7 +59,7 @@ def mirror(
     *,
     parallel: int = _PARALLEL,
     scratch_dir: str | os.PathLike[str] = '',
-) -> Summary:
+) -> MirrorSummary:
     """Copies the files that are missing at the destination.
 
     Args:
@@ -85,7 +85,7 @@ def mirror(
             scratch = Scratch(scratch_dir or user_cache(schema.NAME, 'mirror'))
             _copy_all(missing, target, copied, scratch, progress, parallel)
         target.sweep()
-    return Summary(len(files), num_bytes, len(missing), target.folder)
+    return MirrorSummary(len(files), num_bytes, len(missing), target.folder)
 
 
 def _copy_all(

@@ -112,7 +112,7 @@ def _open_tokenizer(spec: str, max_tokens: int, facts: DatasetStats | None = Non
 
 
 def _make_abstract(
-    name: str, revision: str, config: gemma.Config, dtype: str, mesh: Mesh
+    name: str, revision: str, config: gemma.GemmaConfig, dtype: str, mesh: Mesh
 ) -> StepEncoder:
     computed = jnp.dtype(dtype)
     whole = sharding.replicated(mesh)

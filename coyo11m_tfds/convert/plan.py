@@ -36,7 +36,7 @@ from coyo11m_tfds.source import (
     source_folder,
 )
 from coyo11m_tfds.source.keyed_values import KeyedValues
-from coyo11m_tfds.source.sidecar import Header
+from coyo11m_tfds.source.sidecar import SidecarHeader
 from coyo11m_tfds.source.source_latents import NoCaptionsError, SourceLatents, SourceOptions
 from coyo11m_tfds.storage import file_state, json_digest, locks
 from coyo11m_tfds.storage.scratch import Scratch
@@ -63,7 +63,7 @@ class BuildPlan:
     num_bytes: int  # expected size of the shards, exact within 1%
     latents: tuple[str, tuple[int, ...]]  # dtype and shape (crops, C, H, W) of a row
     caption_column: str
-    text: Header | None  # in the records
+    text: SidecarHeader | None  # in the records
     dropped: DropCounts
     source: dict[str, Any]  # result of `record_source`
     source_fingerprint: str  # hex digest of everything that the build reads
@@ -79,7 +79,7 @@ class _RowContents:
     places: np.ndarray  # of each row of latents, int64 `(n,)`; -1 of one that repeats a key
     captions: KeyedValues
     texts: KeyedValues | None  # of a sidecar or of labels
-    text: Header | None
+    text: SidecarHeader | None
 
     @property
     def digests(self) -> list[str]:
@@ -188,7 +188,7 @@ def _find_texts(settings: BuildSettings, source: source_folder.SourceFolder) -> 
         ) from None
     # Captions in files of latents may have another column than the settings name.
     if files[0].local_path and source.captions_file:
-        header = Header(**sidecar.describe_values(files[0].path)['header'])
+        header = SidecarHeader(**sidecar.describe_values(files[0].path)['header'])
         _check_sidecar(settings, header, settings.caption_column, source.captions_path, None)
     return files
 
@@ -229,7 +229,7 @@ def _join_contents(
     text, texts = None, None
     if settings.text_embeddings == EMBEDDINGS_IN_PT:
         # These are read with the latents, so that nothing has to be joined.
-        text = Header(latents.common_embedding_dim(), EMBEDDINGS_IN_PT, '', 0, '', '')
+        text = SidecarHeader(latents.common_embedding_dim(), EMBEDDINGS_IN_PT, '', 0, '', '')
     elif sidecar_files:
         # Parts may be hundreds, and the log would show each download.
         hold = scratch.hold_showing if len(sidecar_files) == 1 else scratch.hold
@@ -237,7 +237,7 @@ def _join_contents(
             ['sidecar', *([file.path, file.version] for file in sidecar_files)],
             lambda folder: sidecar.join_values(sidecar_files, folder, keys, hold=hold),
         )
-        text = Header(**texts.facts['header'])
+        text = SidecarHeader(**texts.facts['header'])
         digest = joined_captions.facts['digest']
         _check_sidecar(settings, text, column, source.captions_path, digest)
         logging.info('The text embeddings of %s are ready', settings.text_embeddings)
@@ -248,7 +248,7 @@ def _join_contents(
             ['labels of files', origin],
             lambda folder: sidecar.join_values(labels, folder, keys, hold=scratch.hold),
         )
-        text = Header(**texts.facts['header'])
+        text = SidecarHeader(**texts.facts['header'])
     # At the end: what this build needs is open now, and only the values of other builds go.
     keyed_values.remove_unused(cache_dir)
     return _RowContents(places, joined_captions, texts, text)
@@ -281,7 +281,11 @@ def _join_caption_file(
 
 
 def _check_sidecar(
-    settings: BuildSettings, header: Header, column: str, captions_path: str, digest: str | None
+    settings: BuildSettings,
+    header: SidecarHeader,
+    column: str,
+    captions_path: str,
+    digest: str | None,
 ) -> None:
     """Raises a ValueError if a sidecar is of other captions; None stands for an unknown digest."""
     if header.caption_column != column:

@@ -119,7 +119,7 @@ class ShardTask:
     group: int  # number of the group of tasks that read the same files
     parts: tuple[ShardPart, ...]
     inputs: JoinedInputs | PackedInputs
-    text: sidecar.Header | None  # in the records; of the `.pt` files if the inputs have none
+    text: sidecar.SidecarHeader | None  # in the records; of the `.pt` files if the inputs have none
     drop_bad: bool  # whether records that are not finite are left out, and no error
     check_crc: bool
     num_bytes: int  # expected size of the shard, within 1%

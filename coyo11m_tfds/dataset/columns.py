@@ -153,7 +153,7 @@ class AddedColumn:
     feature: str = ''  # feature of the records that this column can replace
     mean: Sequence[float] = ()  # of text embeddings over the train split
     std: Sequence[float] = ()
-    # Fields of `sidecar.Header` for embeddings and tokens.
+    # Fields of `sidecar.SidecarHeader` for embeddings and tokens.
     encoder: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def locate(

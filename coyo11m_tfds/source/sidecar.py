@@ -1,7 +1,7 @@
 """Sorts embeddings, tokens and numbers of other files into the order of requested keys.
 
 A sidecar of `coyo11m_tfds.embed_captions` is a Parquet file with the columns `key` and
-`text_embedding` or `tokens` (lists of a fixed size), and with the fields of `Header` in the
+`text_embedding` or `tokens` (lists of a fixed size), and with the fields of `SidecarHeader` in the
 metadata of its schema. A sidecar may also be a folder of such files, `part-00000-of-00007.parquet`,
 in which the column `text_embedding` is called `embedding`.
 """
@@ -83,7 +83,7 @@ def find_sidecar_files(place: str | os.PathLike[str]) -> list[StoredFile]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Header:
+class SidecarHeader:
     """Describes how the embeddings or tokens of a sidecar were made."""
 
     dim: int  # width of an embedding, or number of tokens of a caption with padding
@@ -112,7 +112,7 @@ class Header:
         return {entry: str(getattr(self, field)) for field, entry in entries.items()}
 
     @classmethod
-    def of_file(cls, file: KeyedFile) -> 'Header':
+    def of_file(cls, file: KeyedFile) -> 'SidecarHeader':
         """Reads the metadata of a file; raises a ValueError unless they fit its column."""
         fields: dict[str, Any] = {}
         are_tokens = file.column == schema.TOKENS
@@ -137,7 +137,7 @@ class Header:
 
 
 def _entries(are_tokens: bool) -> dict[str, str]:
-    """Fields of `Header` and their entries in the metadata of a schema."""
+    """Fields of `SidecarHeader` and their entries in the metadata of a schema."""
     entries = {
         'encoder': schema.META_TEXT_ENCODER,
         'revision': schema.META_TEXT_REVISION,
@@ -213,7 +213,7 @@ def _describe_column(file: KeyedFile, column: str) -> dict[str, Any]:
     if not fits:
         raise ValueError(f"{file.name}: column '{file.column}' is {kind}, expected {expected}")
     facts = {'dtype': np.dtype(number.to_pandas_dtype()).name, 'shape': shape}
-    return facts if column else facts | {'header': Header.of_file(file).to_json()}
+    return facts if column else facts | {'header': SidecarHeader.of_file(file).to_json()}
 
 
 def join_values(
@@ -294,12 +294,12 @@ def _read_numbers(
                 raise ValueError(
                     f"{file.name}: column '{file.column}' has nulls, expected a value in every row."
                 )
-            _check_numbers(matrix, keys[rows], Header(**facts['header']), file.name)
+            _check_numbers(matrix, keys[rows], SidecarHeader(**facts['header']), file.name)
         yield rows, matrix
         start += len(has_value)
 
 
-def _check_numbers(values: np.ndarray, keys: np.ndarray, header: Header, name: str) -> None:
+def _check_numbers(values: np.ndarray, keys: np.ndarray, header: SidecarHeader, name: str) -> None:
     """Raises a ValueError for tokens out of the vocabulary, and for numbers that are not finite."""
     if header.vocabulary:
         bad = ((values < -1) | (values >= header.vocabulary)).any(axis=1)

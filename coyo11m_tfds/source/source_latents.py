@@ -32,7 +32,7 @@ _MAX_LABELS = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
-class Head:
+class FileHead:
     """The rows of one `LatentFile`, or an error in place of the keys if its tensors disagree."""
 
     keys: np.ndarray
@@ -64,11 +64,13 @@ class SourceOptions:
     check_crc: bool = True  # whether to compare the small members of `.pt` files
 
 
-def _read_head(file: StoredFile, head_dir: str | os.PathLike[str], options: SourceOptions) -> Head:
+def _read_head(
+    file: StoredFile, head_dir: str | os.PathLike[str], options: SourceOptions
+) -> FileHead:
     try:
         with _opened(file, head_dir, options) as shard:
             captions, labels = _read_texts(shard, options)
-            return Head(
+            return FileHead(
                 keys=shard.keys,
                 dtype=shard.dtype,
                 shape=shard.shape,
@@ -80,7 +82,7 @@ def _read_head(file: StoredFile, head_dir: str | os.PathLike[str], options: Sour
     except RowsDisagreeError as error:
         if not options.drop_bad:
             raise
-        return Head(np.empty(0, np.int64), '', (), None, error.digest, error)
+        return FileHead(np.empty(0, np.int64), '', (), None, error.digest, error)
 
 
 def write_numbers(
@@ -134,7 +136,7 @@ def _opened(
 def _read_texts(
     file: LatentFile, options: SourceOptions
 ) -> tuple[tuple[str, pa.Array] | None, tuple[str, np.ndarray] | None]:
-    """The captions and the labels of a file, as of `Head`."""
+    """The captions and the labels of a file, as of `FileHead`."""
     column = ''
     if options.captions is not None:
         usual = _USUAL_CAPTIONS if options.captions == schema.DEFAULT_CAPTION_COLUMN else ()
@@ -173,7 +175,7 @@ class TextTables:
         self._labels: list[tuple[np.ndarray, np.ndarray]] = []
         self._label_column = ''
 
-    def add(self, path: str, head: Head) -> None:
+    def add(self, path: str, head: FileHead) -> None:
         """Adds the rows of a file; raises a ValueError if its columns differ from those before."""
         if head.disagreement:
             return
@@ -207,7 +209,7 @@ class TextTables:
         # Each key once, as a sidecar has to have it; the build drops the other rows.
         firsts, _ = keyed_values.order_by_key(keys)
         keys, labels = keys[firsts], labels[firsts]
-        header = sidecar.Header(
+        header = sidecar.SidecarHeader(
             dim=1,
             encoder=schema.LABELS,
             revision='1',
@@ -237,7 +239,7 @@ class SourceLatents:
     def __init__(
         self,
         files: Sequence[StoredFile],
-        heads: Sequence[Head],
+        heads: Sequence[FileHead],
         check_crc: bool,
         texts: TextTables,
     ):

@@ -30,7 +30,7 @@ class Rope:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class GemmaConfig:
     """Sizes of a model; `gemma_encoder` lists their names in transformers' config.json.
 
     Attributes:
@@ -69,7 +69,7 @@ class Config:
 
 # Sizes of models on the hub by name, for programs that only compile them.
 PUBLISHED = {
-    'google/gemma-3-270m': Config(
+    'google/gemma-3-270m': GemmaConfig(
         vocab_size=262_144,
         width=640,
         mlp_width=2048,
@@ -83,7 +83,7 @@ PUBLISHED = {
 }
 
 
-def abstract_params(config: Config, dtype: Dtype) -> dict[str, Any]:
+def abstract_params(config: GemmaConfig, dtype: Dtype) -> dict[str, Any]:
     """Shapes and dtypes of the weights of `Gemma(config)`, as `jax.ShapeDtypeStruct`.
 
     Scales of norms are float32, the rest is of `dtype`.
@@ -143,7 +143,7 @@ class GemmaAttention(nn.Module):
     where a token attends to another, to `(b, T, width)`.
     """
 
-    config: Config
+    config: GemmaConfig
     dtype: Dtype
 
     @nn.compact
@@ -185,10 +185,10 @@ class GatedMLP(nn.Module):
         return dense(x.shape[-1], 'down')(gate * dense(self.width, 'up')(x))
 
 
-class Layer(nn.Module):
+class GemmaLayer(nn.Module):
     """One layer: attention and feed-forward, each with a norm before and after it."""
 
-    config: Config
+    config: GemmaConfig
     dtype: Dtype
 
     @nn.compact
@@ -215,7 +215,7 @@ class Layer(nn.Module):
 class Gemma(nn.Module):
     """The text model, from token ids to the last hidden states."""
 
-    config: Config
+    config: GemmaConfig
     dtype: Dtype = jnp.bfloat16  # of computation and result; norms and softmax are float32
 
     @nn.compact
@@ -240,7 +240,7 @@ class Gemma(nn.Module):
             (*_rotation(config.global_rope, length, config.head_dim), causal),
         )
         layers = nn.scan(
-            Layer,
+            GemmaLayer,
             variable_axes={'params': 0},
             split_rngs={'params': True},
             in_axes=(0, nn.broadcast),

@@ -151,17 +151,17 @@ def _pool_states(network: gemma.Gemma, params, tokens: jax.Array, lengths: jax.A
         return gemma.mean_states(states, lengths)
 
 
-def open_checkpoint(model: str) -> 'Checkpoint':
+def open_checkpoint(model: str) -> 'GemmaCheckpoint':
     """Opens a folder, or a model of the hub, which it downloads if the cache lacks it."""
     folder = model_files.folder(model, 'text encoder', _HUB_FILES)
     model_files.check_weights(folder)
     try:
-        return Checkpoint(folder)
+        return GemmaCheckpoint(folder)
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f'cannot read the text encoder {model!r}: {error}') from error
 
 
-def load_params(checkpoint: 'Checkpoint', dtype: jnp.dtype | type) -> dict[str, Any]:
+def load_params(checkpoint: 'GemmaCheckpoint', dtype: jnp.dtype | type) -> dict[str, Any]:
     """Reads the parameters of `gemma.Gemma(checkpoint.config)` as NumPy arrays, each once.
 
     They are in `dtype`, except for the scales of norms in float32. Those of all layers are stacked
@@ -205,7 +205,7 @@ def _targets(params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return targets
 
 
-class Checkpoint:
+class GemmaCheckpoint:
     """A folder `path` in the form of transformers' `save_pretrained`, with the sizes `config`.
 
     `names` are those of the text model's weights, without their common prefix.
@@ -263,7 +263,7 @@ class Checkpoint:
         return tokenizer
 
 
-def read_config(raw: Mapping[str, Any], name: str) -> gemma.Config:
+def read_config(raw: Mapping[str, Any], name: str) -> gemma.GemmaConfig:
     """Reads the content of config.json; for a multimodal model, the part for text."""
     if raw.get('model_type') not in ('gemma3', 'gemma3_text'):
         raise ValueError(
@@ -283,7 +283,7 @@ def read_config(raw: Mapping[str, Any], name: str) -> gemma.Config:
             f'{name}: layer_types is {kinds}, expected {_LOCAL} or {_GLOBAL} for each of {depth} '
             'layers.'
         )
-    return gemma.Config(
+    return gemma.GemmaConfig(
         **{ours: text.get(*theirs) for ours, theirs in _SIZES.items()},
         is_local=tuple(kind == _LOCAL for kind in kinds),
         local_rope=_rope(text, _LOCAL, _LOCAL_BASE, name),

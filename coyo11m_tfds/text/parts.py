@@ -36,7 +36,7 @@ PART_CAPTIONS = 32768
 _CHECKED_AT_ONCE = 16
 
 
-class Parts:
+class SidecarParts:
     """The parts of a folder."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Parts:
         # Keys of all captions, int64 `(n,)`, ascending: here each key is its own place.
         self.keys = captions.places[captions.sizes > 0]
         self.count = -(-len(self.keys) // part_captions)
-        header = sidecar.Header(
+        header = sidecar.SidecarHeader(
             dim=encoder.max_tokens if tokens_only else cast(Encoder, encoder).dim,
             encoder=encoder.name,
             revision=encoder.revision,

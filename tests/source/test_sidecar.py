@@ -27,8 +27,8 @@ def test_embeddings_are_found_by_key(tmp_path):
     wanted = {int(key): rng.normal(size=6).astype(np.float16) for key in rng.permutation(30_000)}
     path = made_sources.write_sidecar(tmp_path / 'x.parquet', wanted)
     found = join(path, [*range(29_000), -8, 40_000])
-    header = sidecar.Header(**found.facts['header'])
-    assert header == sidecar.Header(6, 'made-up', '1', 0, 'caption_llava', 'made-up')
+    header = sidecar.SidecarHeader(**found.facts['header'])
+    assert header == sidecar.SidecarHeader(6, 'made-up', '1', 0, 'caption_llava', 'made-up')
     assert header.to_json() == sidecar.describe_values(str(path))['header']
     assert found.places.tolist() == list(range(29_000))
     for places in (np.arange(29_000), np.array([7]), np.array([], np.int64)):

@@ -172,7 +172,7 @@ def test_hidden_states_are_those_of_transformers(models, name):
 def test_flops_are_those_of_the_matrix_products(models):
     # One layer, since XLA counts a loop's body once; many tokens, so that scores matter.
     checkpoint = gemma_encoder.open_checkpoint(str(models / 'text'))
-    config = gemma.Config(**{**vars(checkpoint.config), 'is_local': (False,)})
+    config = gemma.GemmaConfig(**{**vars(checkpoint.config), 'is_local': (False,)})
     network, tokens = gemma.Gemma(config, jnp.float32), jnp.zeros((3, 200), jnp.int32)
     params = jax.eval_shape(network.init, jax.random.key(0), tokens)
     cost = jax.jit(network.apply).lower(params, tokens).compile().cost_analysis()['flops']
@@ -213,7 +213,7 @@ def test_older_and_sparse_configurations_mean_what_they_mean_to_transformers():
     }
     theirs = transformers.Gemma3Config(**sparse).text_config
     kinds = tuple(kind == 'sliding_attention' for kind in theirs.layer_types)
-    assert gemma_encoder.read_config(sparse, 'config.json') == gemma.Config(
+    assert gemma_encoder.read_config(sparse, 'config.json') == gemma.GemmaConfig(
         vocab_size=theirs.vocab_size,
         width=2560,
         mlp_width=theirs.intermediate_size,
