@@ -131,16 +131,8 @@ def embed(
     else:
         model = text_encoders.make_encoder(encoder, max_tokens, batch_tokens)
     with parts.scratch_folder(out, scratch_dir) as folder:
-        by_key = os.path.join(folder, 'captions')
-        if file:
-            source = file.path
-            with Scratch(os.path.join(folder, 'source')).hold_showing(file) as path:
-                captions.join_texts(path, caption_column, by_key, name=source)
-        else:
-            caption_column = _join_texts_of_files(
-                source, caption_column, latents_from, folder, by_key
-            )
-        values = KeyedValues(by_key)
+        values, caption_column = _sort_captions(source, file, caption_column, latents_from, folder)
+        source = file.path if file else source
         if not drop_duplicates:
             captions.check_unique_captions(values, source)
         sidecar_parts = parts.SidecarParts(
@@ -196,10 +188,15 @@ def _find_parquet(source: str) -> StoredFile | None:
         raise
 
 
-def _join_texts_of_files(
-    source: str, column: str, latents_from: str, folder: str, by_key: str
-) -> str:
-    """Joins the captions next to the latents; returns the name of their column."""
+def _sort_captions(
+    source: str, file: StoredFile | None, column: str, latents_from: str, folder: str
+) -> tuple[KeyedValues, str]:
+    """Sorts captions by key: of the Parquet file, or next to the latents; returns their column."""
+    by_key = os.path.join(folder, 'captions')
+    if file:
+        with Scratch(os.path.join(folder, 'source')).hold_showing(file) as path:
+            captions.join_texts(path, column, by_key, name=file.path)
+        return KeyedValues(by_key), column
     from coyo11m_tfds.source import source_latents  # needs torch
 
     heads = os.path.join(folder, 'heads')
@@ -213,7 +210,7 @@ def _join_texts_of_files(
     except source_latents.NoCaptionsError as error:
         raise ValueError(f'{files.no_captions}: {error}') from None
     captions.join_texts(texts.captions, texts.caption_column, by_key, name=source)
-    return texts.caption_column
+    return KeyedValues(by_key), texts.caption_column
 
 
 def _parse_part(text: str) -> tuple[int, int]:

@@ -166,13 +166,13 @@ def order_by_key(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_unique_keys(
-    count: int, keys: Sequence[int] | np.ndarray, name: str, or_: str = ''
+    count: int, keys: Sequence[int] | np.ndarray, name: str, remedy: str = ''
 ) -> None:
-    """Raises a ValueError if `count` > 0 rows repeat one of `keys`; `or_` is another remedy."""
+    """Raises a ValueError if `count` > 0 rows repeat one of `keys`; `remedy` is one more."""
     if count:
         raise ValueError(
             f'{name}: {count} rows repeat the key of another, e.g. key {keys[0]}; expected one row '
-            f'a key. Remove the duplicates{or_}.'
+            f'a key. Remove the duplicates{remedy}.'
         )
 
 
