@@ -9,8 +9,10 @@ starts a build on Dataflow.
 
 import pathlib
 import re
+import shutil
 
 import setuptools
+from setuptools.command.build_py import build_py
 
 # TensorFlow only reads records here, so its CPU build suffices, also beside a GPU or TPU. It exists
 # only for Linux on x86-64.
@@ -27,7 +29,23 @@ CONVERT = [
     'torch>=2.6',
 ]
 
+
+class BuildWithStubs(build_py):
+    """Adds the types of `input_pipeline` as a package of stubs.
+
+    Type checkers read the types of an installed package with a file `py.typed`, but not those of a
+    single module (PEP 561).
+    """
+
+    def run(self):
+        super().run()
+        stubs = pathlib.Path(self.build_lib, 'input_pipeline-stubs')
+        stubs.mkdir(exist_ok=True)
+        shutil.copy('input_pipeline.py', stubs / '__init__.pyi')
+
+
 setuptools.setup(
+    cmdclass={'build_py': BuildWithStubs},
     name='coyo11m_tfds',
     version=re.search(
         r"__version__ = '(.*)'", pathlib.Path('coyo11m_tfds/__init__.py').read_text()
@@ -46,8 +64,8 @@ setuptools.setup(
     package_dir={'train_lib.configs': 'configs'},
     py_modules=['input_pipeline'],
     package_data={
-        'coyo11m_tfds': ['README.md', 'CITATIONS.bib', 'TAGS.txt', 'report/page.html'],
-        'train_lib': ['fonts/*'],
+        'coyo11m_tfds': ['README.md', 'CITATIONS.bib', 'TAGS.txt', 'report/page.html', 'py.typed'],
+        'train_lib': ['fonts/*', 'py.typed'],
     },
     install_requires=[
         'absl-py>=2.1',

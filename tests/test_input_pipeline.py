@@ -4,10 +4,14 @@ What it promises of batches is tested in `tests/reading`.
 """
 
 import functools
+import inspect
 import itertools
 import json
+import os
 import pathlib
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -18,6 +22,7 @@ import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import stored_dataset
 from coyo11m_tfds.reading import order as order_lib
+from tests.checkout import CHECKOUT
 from tests.reading import small_dataset
 from tests.reading.batches import check_memory
 
@@ -53,6 +58,33 @@ def shapes(batch: dict[str, np.ndarray]) -> dict:
 def plan_of(data, split: str = schema.TRAIN, **changes) -> input_pipeline.ReadPlan:
     """The plan of the settings of `ORDER` and others."""
     return input_pipeline.train_plan(data, split=split, **(ORDER | changes))
+
+
+def test_the_face_shows_what_is_meant_and_nothing_else():
+    names = dir(input_pipeline)
+    assert names == sorted(set(input_pipeline.__all__))
+    for name in names:
+        assert not inspect.ismodule(getattr(input_pipeline, name)), name
+    functions = {name for name in names if inspect.isfunction(getattr(input_pipeline, name))}
+    assert {'train_batches', 'eval_dataset', 'train_arrays', 'to_device', 'open_mix'} <= functions
+
+
+@pytest.mark.slow
+def test_a_program_that_uses_it_passes_mypy_strict(tmp_path):
+    """Wrong arguments do not, also of functions that pass them on."""
+    wrong = tmp_path / 'wrong.py'
+    wrong.write_text("import input_pipeline as i\ni.train_arrays('d', i.MASK, batchsize=8)\n")
+    options = '--strict', '--follow-imports=silent', '--config-file='
+    programs = CHECKOUT / 'tests' / 'typed_program.py', wrong
+    checked = subprocess.run(
+        [sys.executable, '-m', 'mypy', *options, *programs],
+        env=os.environ | {'MYPYPATH': str(CHECKOUT)},
+        capture_output=True,
+        text=True,
+    )
+    assert checked.stdout.count(': error:') == 2, checked.stdout + checked.stderr
+    assert 'Unexpected keyword argument "batchsize" for "train_arrays"' in checked.stdout
+    assert 'expected "Sharding"' in checked.stdout
 
 
 def test_without_chunk_index_an_epoch_has_every_record_once(unindexed, caplog):

@@ -65,6 +65,15 @@ print(sorted(path.name for path in folder.glob('configs/de*')))
     assert said[3:5] == ["['DejaVuSans.ttf', 'LICENSE']", "['default.py', 'demo.py']"]
 
 
+def test_type_checkers_know_its_types(installed, tmp_path):
+    shutil.copy(CHECKOUT / 'tests' / 'typed_program.py', tmp_path)
+    check = sys.executable, '-m', 'mypy', '--strict', '--python-executable', installed
+    run(*check, 'typed_program.py', cwd=tmp_path)
+    (tmp_path / 'wrong.py').write_text("import input_pipeline as i; i.train_batches('d', batch=8)")
+    output = run(*check, 'wrong.py', cwd=tmp_path, status=1)
+    assert 'Unexpected keyword argument "batch" for "train_batches"' in output
+
+
 def test_it_builds_a_data_set(installed, tmp_path):
     made_sources.write_source(tmp_path / 'source', [range(40)])
     (tmp_path / 'empty').mkdir()

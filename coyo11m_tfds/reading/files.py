@@ -49,7 +49,7 @@ class ReadCounts(NamedTuple):
 class ReadCounter:
     """Counts what is read, as `ReadCounts`; one counter may serve several data sets."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._counts = ReadCounts()
         self._lock = threading.Lock()  # chunks are read by several threads
 
