@@ -14,7 +14,7 @@ import shutil
 import setuptools
 from setuptools.command.build_py import build_py
 
-# TensorFlow only reads records here, so its CPU build suffices, also beside a GPU or TPU. It exists
+# TensorFlow only reads records here, so its CPU build suffices, also with a GPU or TPU. It exists
 # only for Linux on x86-64.
 _CPU_BUILD = 'platform_system == "Linux" and platform_machine == "x86_64"'
 _ONE_BUILD = 'platform_system != "Linux" or platform_machine != "x86_64"'

@@ -1,1 +1,1 @@
-"""Benchmarks of this project beside its peers; README.md has the commands and the figures."""
+"""Benchmarks of this project and its peers; README.md has the commands and the figures."""

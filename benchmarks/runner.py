@@ -155,7 +155,8 @@ def _run_in_this_process(module: str, function: str, settings: str, answer: str)
 
 def _measure_process(command: Sequence[str], env: Mapping[str, str], log: pathlib.Path) -> Figures:
     """Runs a program to its end, with its output in `log`; returns `peak` and `others`."""
-    start, busy, own, peak = time.monotonic(), _busy_seconds(), sum(os.times()[:4]), 0
+    start, busy, peak = time.monotonic(), _busy_seconds(), 0
+    own_cpu = sum(os.times()[:4])  # with that of the program, once it has ended
     with (
         open(log, 'wb') as file,
         subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT) as process,
@@ -167,8 +168,8 @@ def _measure_process(command: Sequence[str], env: Mapping[str, str], log: pathli
                     process.wait(_POLL_SECONDS)
         finally:
             process.kill()  # after Ctrl-C, say; otherwise it has ended
-    seconds, own = time.monotonic() - start, sum(os.times()[:4]) - own
-    others = max(_busy_seconds() - busy - own, 0) / seconds / os.cpu_count()
+    seconds, own_cpu = time.monotonic() - start, sum(os.times()[:4]) - own_cpu
+    others = max(_busy_seconds() - busy - own_cpu, 0) / seconds / os.cpu_count()
     return {'peak': peak, 'others': others}
 
 

@@ -92,14 +92,13 @@ def _write_captions(path: pathlib.Path, keys: np.ndarray, random: np.random.Gene
     """Writes a Parquet file of captions, each a piece of 2 MB of random words."""
     words = [bytes(random.integers(97, 123, n, np.uint8)) for n in random.integers(2, 11, 20_000)]
     text = b' '.join(words[i] for i in random.integers(0, len(words), 300_000)).decode()
-    names = schema.PARQUET_KEY, 'url', schema.DEFAULT_CAPTION_COLUMN
-    columns = pa.schema(zip(names, (pa.int64(), pa.string(), pa.large_string()), strict=True))
-    with pq.ParquetWriter(path, columns) as file:
-        for first in range(0, len(keys), _ROW_GROUP):
-            group = keys[first : first + _ROW_GROUP]
-            lengths = random.integers(*_CAPTION_BYTES, len(group), endpoint=True).tolist()
-            starts = random.integers(0, len(text) - _CAPTION_BYTES[1], len(group)).tolist()
-            captions = [text[at : at + n] for at, n in zip(starts, lengths, strict=True)]
-            urls = [f'https://example.org/{key}.jpg' for key in group]
-            table = pa.table([pa.array(group), urls, captions], schema=columns)
-            file.write_table(table, row_group_size=_ROW_GROUP)
+    lengths = random.integers(*_CAPTION_BYTES, len(keys), endpoint=True).tolist()
+    starts = random.integers(0, len(text) - _CAPTION_BYTES[1], len(keys)).tolist()
+    columns = {
+        schema.PARQUET_KEY: keys,
+        'url': [f'https://example.org/{key}.jpg' for key in keys],
+        schema.DEFAULT_CAPTION_COLUMN: pa.array(
+            (text[at : at + n] for at, n in zip(starts, lengths, strict=True)), pa.large_string()
+        ),
+    }
+    pq.write_table(pa.table(columns), path, row_group_size=_ROW_GROUP)

@@ -1,4 +1,4 @@
-"""Times training steps of this project beside those of the same model in PyTorch.
+"""Times training steps of this project and those of the same model in PyTorch.
 
     python -m benchmarks.step --dir /tmp/step --models=S/2,B/2,L/2,XL/2 --batch_size=256
     python -m benchmarks.step --dir /tmp/step --models=XL/2 --only=jax:cudnn:dots,torch:full

@@ -215,6 +215,7 @@ def encode_captions(
             ', '.join(map(repr, unknown)),
             'it means' if len(unknown) == 1 else 'they mean',
         )
+    # Float16, as the data set stores them: the model has seen no others.
     if not facts.vocabulary:
         return cast(Encoder, encoder).encode(captions).astype(np.float16)
     ids = text_encoders.pad(encoder.tokenize(captions), encoder.max_tokens)
@@ -247,6 +248,7 @@ def unknown_words(facts: DatasetStats, encoder: Tokenizer, captions: Sequence[st
 
 def check_text_encoder(facts: DatasetStats, encoder: Encoder | Tokenizer) -> None:
     """Raises a ValueError if an encoder or tokenizer is not that of the data set."""
+    # Nothing names the encoder of embeddings that came with the latents: their width must do.
     if facts.text_encoder == _IN_PT and cast(Encoder, encoder).dim == facts.text_dim:
         logging.warning(
             'The data set does not say whether %s made its text embeddings.', encoder.name

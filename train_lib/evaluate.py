@@ -116,6 +116,7 @@ def evaluate_pictures(
 def compare_features(features: Features) -> dict[str, float]:
     """Returns the distances of `picture_metrics` by name; with texts also their scores."""
     num_pictures, num_features = features.data.shape
+    # Covariances of so few pictures are singular.
     if num_pictures <= num_features:
         logging.warning(
             'The Fréchet distance of %d pictures with %d features is far too large: compare many '
@@ -136,6 +137,7 @@ def _read_records(data: StoredDataset, count: int) -> Iterator[tuple[int, np.nda
     """Yields number, latents and captions of the first validation records, a file's at a time."""
     features = schema.LATENTS, schema.CAPTION
     batches = input_pipeline.eval_batches(data, batch_size=RECORDS_PER_FILE, features=features)
+    # Closed before the end: `count` may be less than the split has, and threads read ahead.
     with contextlib.closing(batches):
         for first in range(0, count, RECORDS_PER_FILE):
             batch, size = next(batches), min(RECORDS_PER_FILE, count - first)
@@ -166,7 +168,8 @@ def main() -> None:
         artist = draw.artist_of_flags()
         data = open_validation(FLAGS.data_dir or artist.data_dir, FLAGS.num_pictures)
         text_encoder = draw.load_encoder(artist.facts, artist.encoder or FLAGS.encoder)
-        from coyo11m_tfds.pictures.image_encoder import ImageEncoder  # imports torch
+        # It imports torch, which takes seconds: not before the flags and the run are checked.
+        from coyo11m_tfds.pictures.image_encoder import ImageEncoder
 
         image_encoder = ImageEncoder(FLAGS.features)
         result = evaluate_pictures(

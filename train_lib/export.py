@@ -59,8 +59,10 @@ def export(place: epath.PathLike, out: epath.PathLike, *, average: bool = True) 
     if not (facts.vocabulary or facts.text_dim):
         raise ValueError(f'{place}: the model was trained without text, expected one with a text')
     folder = _prepare_export_folder(epath.Path(out))
+    # On one device, whatever the mesh of the run was: the example is small.
     placed = sharding.replicated(sharding.make_mesh(devices=jax.local_devices()[:1]))
     params = saved.restore_weights(placed, average=average)
+    # Without fields that say nothing of how one picture is drawn.
     preview = {name: x for name, x in config.preview.items() if name not in ('count', 'split')}
     content = {
         'step': saved.step,
@@ -142,6 +144,7 @@ def _prepare_export_folder(folder: epath.Path) -> epath.Path:
     # Files of somebody else would look like a piece of the export.
     if others := sorted(names - files):
         raise ValueError(f'{folder} holds {others[0]}: expected a new folder, or an export.')
+    # Until the new one is written, an interrupted export must not look like a complete one.
     if 'config.json' in names:
         (folder / 'config.json').unlink()
     folder.mkdir(parents=True, exist_ok=True)

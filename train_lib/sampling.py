@@ -63,14 +63,14 @@ def sample(
 
     def heun_step(z: jax.Array, times: jax.Array) -> tuple[jax.Array, None]:
         time, next_time = times
-        here = guided(z, time)
-        there = guided(z + (next_time - time) * here, next_time)
-        return z + (next_time - time) * (here + there) / 2, None
+        start = guided(z, time)
+        end = guided(z + (next_time - time) * start, next_time)
+        return z + (next_time - time) * (start + end) / 2, None
 
     times = step_times(num_steps, time_shift)
     ends = jnp.stack([times[:-1], times[1:]], axis=1)
-    # One step is compiled, not all of them.
     z = noise.astype(jnp.float32)
+    # Scans, so that one step is compiled and not all of them.
     if sampler == 'euler':
         return jax.lax.scan(euler_step, z, ends)[0]
     z, _ = jax.lax.scan(heun_step, z, ends[:-1])

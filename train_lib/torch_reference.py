@@ -73,7 +73,7 @@ def predict_velocity(weights, config, z, t, text, drop, run_block=None):
     # The words of a model with pooled texts are there for their mean alone.
     if model['text'] != 'sequence':
         words = None
-    condition = _condition(weights, t, pooled, drop)
+    condition = _embed_condition(weights, t, pooled, drop)
 
     x = z.reshape(n, rows, p, columns, p, channels).transpose(2, 3)
     x = _dense(weights, 'patches', x.reshape(n, -1, p * p * channels))
@@ -89,7 +89,7 @@ def predict_velocity(weights, config, z, t, text, drop, run_block=None):
     return x.reshape(n, height, width, channels)
 
 
-def _condition(weights, t, pooled, drop):
+def _embed_condition(weights, t, pooled, drop):
     """The time and the mean of a text as one vector."""
     frequencies = 1000 * 1e4 ** -(torch.arange(128, dtype=torch.float64) / 128)
     angles = t[:, None] * frequencies.to(t)
@@ -114,6 +114,7 @@ def _block(weights, name, num_heads, x, condition, rotations, words):
     key_scale = weights[f'{name}.attention.key_norm']
     query = _rotate_halves(_rms_norm(query, query_scale), rotations)
     key = _rotate_halves(_rms_norm(key, key_scale), rotations)
+    # Words come behind the tokens and have no positions.
     mask = None
     if words is not None:
         vectors, present = words
@@ -140,6 +141,7 @@ def _word_vectors(weights, text, drop):
         padded = F.pad(entries, (0, 0, 1, 1))
         triples = torch.cat([padded[:, :-2], entries, padded[:, 2:]], -1)
         vectors = F.silu(_dense(weights, 'words.neighbours', triples))
+    # The mean is that of a dropped text too: `drop` replaces it later.
     vectors_or_0 = torch.where(real[..., None], vectors, 0)
     pooled = vectors_or_0.sum(1) / real.sum(1, keepdim=True).clamp(min=1)
     nothing = weights['words.nothing'].expand(len(vectors), 1, -1)

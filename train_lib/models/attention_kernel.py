@@ -26,8 +26,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 HEAD_DIM = 128  # columns of a tile of the TPU's memory
 _ROWS = 16  # rows of a tile of bfloat16
-_MAX_TOKENS = 512  # a sample's blocks, twice each for the next one's transfer, take 30 MB
-_MEMORY = 64 * 2**20  # of the 128 MB of vector memory that a v5e chip has
+# A sample's blocks, twice each for the next one's transfer, take 30 MB of vector memory. A v5e chip
+# has 128 MB; the compiler allows 16 MB unless it is given a limit.
+_MAX_TOKENS = 512
+_MEMORY = 64 * 2**20
 _EPSILON = 1e-6  # of the norms, as in flax.linen.RMSNorm
 _FACTOR = HEAD_DIM**-0.5
 _ABSENT = -1e30  # score of a word that is not there
@@ -97,6 +99,7 @@ def _forward(tokens, words, query_scale, key_scale, rotations, num_heads, interp
 
 def _backward(num_heads, interpret, saved, gradient):
     products = [product for product in saved[:2] if product is not None]
+    # One row for all samples: the kernel adds up the gradients of scales and biases in it.
     outputs = [jax.ShapeDtypeStruct((1, 2, HEAD_DIM), jnp.float32)]
     for values, bias, _ in products:
         outputs += [
@@ -288,6 +291,7 @@ def _rotate_by_product(x: jax.Array, rotations: jax.Array, dtype: Any, sign: int
     9,659 with the halves moved over lanes, 6,891 without rotations.
     """
     cosines, sines = rotations[:, :HEAD_DIM], rotations[:, HEAD_DIM:]
+    # Made in the kernel: a constant of the program would be one more operand.
     row, column = (jax.lax.broadcasted_iota(jnp.int32, (HEAD_DIM, HEAD_DIM), i) for i in (0, 1))
     swap = (jnp.abs(row - column) == HEAD_DIM // 2).astype(dtype)
     return x * cosines + sign * _product(x.astype(dtype), swap, 1, 0) * sines

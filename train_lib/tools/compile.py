@@ -200,12 +200,13 @@ def _work(config: ml_collections.ConfigDict, step: str) -> tuple[int, int]:
 def _lower(
     program: Program, step: str, count: int, text_dim: int, num_tokens: int, mesh: Mesh
 ) -> jax.stages.Lowered:
-    # Every host draws all previews: they are few, and no host has to wait for another's.
+    # As `make_program` places them: previews are whole on every device.
     placed = sharding.replicated(mesh) if step == DRAW else sharding.batch(mesh)
 
     def rows(dtype, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((count, *shape), dtype, sharding=placed)
 
+    # As batches of training and evaluation have them, without a data set.
     texts = {'text_embedding': rows(jnp.float16, text_dim)}
     if num_tokens:
         texts = {'tokens': rows(jnp.int32, num_tokens)}
@@ -342,6 +343,7 @@ def judge_costs(report: Report, chip: chips.Chip) -> Report:
     """Returns whether the program fits, its model FLOP utilization, and a sentence about both."""
     share = report[MEMORY]['total'] * 1e9 / chip.memory
     moved, estimate, wait = report[MOVED], report[TIME]['in all'], report[WAITS]['in all']
+    # Of the model alone: neither rematerialization nor a frozen encoder counts as useful.
     ideal = report[ARITHMETIC]['model'] * 1e12 / chip.flops * 1e3
     mfu = ideal / (estimate or float('inf'))
     clauses = [f'{"fits" if share <= 1 else "does not fit"}: {share:.0%} of the memory']

@@ -104,7 +104,8 @@ def read_costs(text: str) -> Costs:
     It leaves out the conditions of loops and functions of two numbers, such as the sum of a
     reduction.
     """
-    if devices := re.search(r'num_partitions=(\d+)', text):  # {} are all of them
+    # Empty braces stand for all devices, whose number is in the first line.
+    if devices := re.search(r'num_partitions=(\d+)', text):
         text = text.replace('replica_groups={}', f'replica_groups=[1,{devices[1]}]<=[]')
     program = _parse_program(text)
     costs = Costs(collections.Counter(), [], collections.Counter(), set())
@@ -186,8 +187,9 @@ def _collective(instruction: _Instruction, computation: str, loops: Loops) -> It
     if kind not in _RECEIVED or (count := members(instruction.attributes)) == 1:
         return
     arrays, is_start = instruction.arrays(), kind != instruction.opcode
+    # The result of a start is (operand, result, flags).
     if is_start:
-        arrays = arrays[1:2] or arrays  # (operand, result, flags)
+        arrays = arrays[1:2] or arrays
     whole = float(sum(math.prod(shape) * _bits(dtype) / 8 for dtype, shape in arrays))
     if kind == 'reduce-scatter':
         whole *= count
