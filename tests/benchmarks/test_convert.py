@@ -28,9 +28,9 @@ def test_every_writer_writes_all_that_is_in_the_source(tmp_path, tiny_source, na
     out = tmp_path / 'out'
     out.mkdir()
 
-    found = runner.run(side, source_dir=tiny_source, out=out)
+    figures = runner.run(side, source_dir=tiny_source, out=out)
 
-    assert found['rate'] == pytest.approx(NUM_SAMPLES / found['seconds'])
+    assert figures['rate'] == pytest.approx(NUM_SAMPLES / figures['seconds'])
     written = b''.join(map(_content, out.rglob('*')))
     rows = list(source.samples(tiny_source, NUM_SAMPLES))
     assert len(rows) == NUM_SAMPLES

@@ -39,13 +39,13 @@ def main(folder: pathlib.Path, sides: dict[str, Side], *arguments: str) -> int:
     columns = {**runner.RATE, 'x': runner.column('x', '.1f', 10), 'none': runner.column('none')}
     flags = {'number': (7, 'a number'), 'quick': (False, 'or not')}
 
-    def begin(flags, data, stack):
+    def prepare(flags, data, stack):
         (data / 'made').touch()
         assert (flags.number, flags.quick) == (8, True)
         return runner.run
 
-    given = [f'--dir={folder}', '--number=8', '--quick', *arguments]
-    return runner.main('A test.', sides, columns, flags, begin, given)
+    arguments = [f'--dir={folder}', '--number=8', '--quick', *arguments]
+    return runner.main('A test.', sides, columns, flags, prepare, arguments)
 
 
 def test_sides_run_in_fresh_processes_and_make_a_table(here, capfd):
@@ -53,33 +53,29 @@ def test_sides_run_in_fresh_processes_and_make_a_table(here, capfd):
 
     assert main(here, sides, '--repeats=2') == 0
 
-    printed, said = capfd.readouterr()
-    machine, _, header, _, *rows = printed.splitlines()
+    out, err = capfd.readouterr()
+    machine, _, header, _, *rows = out.splitlines()
     assert 'cores (' in machine and 'torch 2' in machine
     assert (
         header == '| side | samples/s | all runs | CPU us a sample | x | none | peak MB | others |'
     )
     assert rows[0].startswith('| side a | 2 | 2 to 2 | 1.0 | 10.0 |  | ')
     assert rows[1].startswith('| side b | 2 | 2 to 2 | 1.0 | 20.0 |  | ')
-    assert said.split('\n')[:4] == ['1 of 2: a', '1 of 2: b', '2 of 2: b', '2 of 2: a']
+    assert err.split('\n')[:4] == ['1 of 2: a', '1 of 2: b', '2 of 2: b', '2 of 2: a']
     assert list(here.iterdir()) == []
 
 
 def test_what_cannot_run_is_named_and_tried_once(here, capfd):
-    sides = {
-        'a': Side('a', answer),
-        'f': Side('f', fail),
-        'd': Side('d', die),
-        'l': Side('l', lack),
-    }
+    functions = {'a': answer, 'f': fail, 'd': die, 'l': lack}
+    sides = {name: Side(name, function) for name, function in functions.items()}
 
     assert main(here, sides, '--keep', '--repeats=2') == 1
 
-    printed, said = capfd.readouterr()
+    out, err = capfd.readouterr()
     for words in ('f, failed: ValueError: no\n', 'd, failed: its process', 'l, left out: no peer'):
-        assert words in printed
-    assert '| f |' not in printed and said.count(': f') == 1
-    assert 'in fail' in said
+        assert words in out
+    assert '| f |' not in out and err.count(': f') == 1
+    assert 'in fail' in err
     assert [path.name for path in here.glob('*/*')] == ['made']
     assert main(here, {'l': Side('l', lack)}) == 1, 'nothing was measured'
     assert main(here, sides, '--only=a,l') == 0

@@ -78,11 +78,11 @@ def theirs(ours):
     """The model in torch with the weights of that state."""
     *_, state = ours
     model = torch_dit.TorchDiT(**_FIELDS, dtype=torch.float32, side=8, text_dim=_TEXT_DIM)
-    given = flatten_weights(state.params)
-    assert given.keys() == model.weights.keys()
+    exported = flatten_weights(state.params)
+    assert exported.keys() == model.weights.keys()
     with torch.no_grad():
         for name, weights in model.weights.items():
-            weights.copy_(torch.from_numpy(given[name]))
+            weights.copy_(torch.from_numpy(exported[name]))
     return model
 
 
@@ -116,9 +116,9 @@ def test_three_steps_lead_to_the_same_weights_and_average(ours, theirs):
     assert metrics.compute()['grad_norm'] > config.optimizer.clip_norm
     state = jax.tree.map(np.array, state)
     after, remat_after = map(_weights_after, trainers, (theirs, remat))
-    wanted = flatten_weights(state.params), flatten_weights(state.ema_params)
+    both = flatten_weights(state.params), flatten_weights(state.ema_params)
     for name, pair in after.items():
-        for expected, new in zip(wanted, pair, strict=True):
+        for expected, new in zip(both, pair, strict=True):
             # Adam makes steps of full length of gradients that are no more than rounding errors.
             moved = expected[name] - before[name]
             assert _difference(moved, new - before[name]) < 1e-3, name

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from coyo11m_tfds import sample_data, schema
+from coyo11m_tfds import sample_data
 from coyo11m_tfds.pictures import latent_rgb
 from train_lib import demo
 
@@ -22,20 +22,18 @@ def truth():
     # As much of a shape is cut off as in the data at most.
     x = 0.7 * radius + (32 - 1.4 * radius) * rng.random(_COUNT)
     y = radius + (32 - 2 * radius) * rng.random(_COUNT)
-    places = (value.astype(np.float32)[:, None] for value in (x, y, radius))
+    places = np.stack([x, y, radius], 1).astype(np.float32)[..., None]
     covers = [
-        sample_data.pixel_coverage(scene.shape, *place)[0, ..., None]
-        for scene, *place in zip(scenes, *places, strict=True)
+        sample_data.pixel_coverage(scene.shape, *place)
+        for scene, place in zip(scenes, places, strict=True)
     ]
-    pictures = np.stack(
-        [
-            cover * sample_data.COLOURS[scene.colour]
-            + (1 - cover) * sample_data.COLOURS[scene.background]
-            for scene, cover in zip(scenes, covers, strict=True)
-        ]
+    inside, outside = (
+        np.array([sample_data.COLOURS[getattr(scene, field)] for scene in scenes])[:, None, None]
+        for field in ('colour', 'background')
     )
+    cover = np.concatenate(covers)[..., None]
+    pictures = cover * inside + (1 - cover) * outside
     latents = latent_rgb.rgb_to_latents(np.round(pictures).astype(np.uint8)).astype(np.float16)
-    assert latents.shape == (_COUNT, *schema.LATENT_SHAPE)
     return latent_rgb.latents_to_rgb(latents.astype(np.float32)), scenes
 
 
@@ -44,22 +42,22 @@ def test_true_pictures_are_right_and_plain_ones_wrong(truth):
     scores = demo.score_pictures(pictures, scenes)
     assert scores[:3] == (1, 1, 1)
     assert scores.overlap > 0.9
-    third, mixed = _COUNT // 3, pictures.copy()
-    mixed[:third] = sample_data.COLOURS['blue']
+    mixed = pictures.copy()
+    mixed[: _COUNT // 3] = sample_data.COLOURS['blue']
     assert demo.score_pictures(mixed, scenes)[:3] == pytest.approx((2 / 3, 2 / 3, 2 / 3))
 
 
 @pytest.mark.parametrize(
-    ('part', 'expected'), [('shape', (1, 0, 0)), ('colour', (0, 1, 0)), ('background', (0, 1, 0))]
+    ('field', 'expected'), [('shape', (1, 0, 0)), ('colour', (0, 1, 0)), ('background', (0, 1, 0))]
 )
-def test_pictures_of_something_else_are_all_wrong_in_that(truth, part, expected):
+def test_pictures_of_something_else_are_all_wrong_in_that(truth, field, expected):
     def another(name, names):
         return names[(names.index(name) + 1) % len(names)]
 
-    names = sample_data.SHAPES if part == 'shape' else tuple(sample_data.COLOURS)
+    names = sample_data.SHAPES if field == 'shape' else tuple(sample_data.COLOURS)
     pictures, scenes = truth
     others = [
-        dataclasses.replace(scene, **{part: another(getattr(scene, part), names)})
+        dataclasses.replace(scene, **{field: another(getattr(scene, field), names)})
         for scene in scenes
     ]
     assert demo.score_pictures(pictures, others)[:3] == expected

@@ -136,9 +136,7 @@ def test_a_prompt_makes_a_picture_named_by_what_it_changes_and_replaces_none(sma
 
 
 @pytest.mark.parametrize(('average', 'field'), [(True, 'ema_params'), (False, 'params')])
-def test_the_weights_that_are_asked_for_are_read_and_nothing_else(
-    small_run, monkeypatch, average, field
-):
+def test_only_the_requested_weights_are_read(small_run, monkeypatch, average, field):
     read, deserialize = [], ocp.type_handlers.ArrayHandler.deserialize
 
     def noting(self, infos, args=None):
@@ -152,24 +150,20 @@ def test_the_weights_that_are_asked_for_are_read_and_nothing_else(
     assert read == [field] * len(jax.tree.leaves(params))
 
 
-class _OtherEncoder(text_encoders.HashEncoder):
-    name = 'hf:other'
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        ({'name': 'hf:other'}, r"'hf:other' of revision 1 encodes .*, but 'hash'"),
+        ({'revision': '2'}, r"of revision 2 encodes .*, but 'hash' of revision 1 made"),
+    ],
+)
+def test_captions_of_another_encoder_are_refused(small_run, change, message):
+    other = type('Other', (text_encoders.HashEncoder,), change)()
+    with pytest.raises(ValueError, match=message):
+        draw.Artist(small_run[0]).draw(['a cat'], other)
 
 
-class _NextEncoder(text_encoders.HashEncoder):
-    revision = '2'
-
-
-def test_captions_of_another_encoder_are_refused(small_run):
-    with pytest.raises(ValueError, match=r"'hf:other' of revision 1 encodes .*, but 'hash'"):
-        draw.Artist(small_run[0]).draw(['a cat'], _OtherEncoder())
-    with pytest.raises(
-        ValueError, match=r"of revision 2 encodes .*, but 'hash' of revision 1 made"
-    ):
-        draw.Artist(small_run[0]).draw(['a cat'], _NextEncoder())
-
-
-def test_what_is_wrong_is_told_in_one_line_before_anything_is_written(small_run, tmp_path):
+def test_what_is_wrong_is_reported_in_one_line_before_anything_is_written(small_run, tmp_path):
     path, out = tmp_path / 'captions.txt', tmp_path / 'new' / 'grid.png'
     path.write_bytes('ein Käfer'.encode('latin-1'))
     flags = f'--workdir={small_run[0]}', f'--prompts={path}', f'--out={out}'

@@ -16,14 +16,8 @@ from tests.train_lib.test_models import randomized
 from train_lib import export, models, torch_reference
 from train_lib.models.dit import Words
 
-PREVIEW = {
-    'guidance': 3.0,
-    'guidance_low': 0.1,
-    'guidance_high': 0.8,
-    'num_steps': 6,
-    'sampler': 'euler',
-    'time_shift': 2.0,
-}
+PREVIEW = {'guidance': 3.0, 'guidance_low': 0.1, 'guidance_high': 0.8}
+PREVIEW |= {'num_steps': 6, 'time_shift': 2.0}
 SIDE, DIM = 8, 12
 
 
@@ -44,13 +38,13 @@ def test_the_page_of_pytorch_draws_the_same_latents(tmp_path, kind, text, sample
     stats = [random.uniform(0.5, 2, size).astype(np.float32) for size in (4, 4, DIM, DIM)]
     stats[3][:3] = 0  # features that never vary
     facts = DatasetStats(*stats, (3, 4, SIDE, SIDE), vocabulary=vocabulary)
-    given = {
+    text_inputs = {
         'embedding': np.zeros((1, DIM), np.float32),
         'tokens': np.zeros((1, 5), np.int32),
         'states': Words(np.zeros((1, 5, DIM), np.float32), np.ones((1, 5), bool)),
     }[kind]
     zeros = np.zeros((1, SIDE, SIDE, 4), np.float32), np.zeros(1, np.float32)
-    params = randomized(model, *zeros, given)['params']
+    params = randomized(model, *zeros, text_inputs)['params']
     preview = PREVIEW | {'sampler': sampler}
     example = export.draw_example(model, params, facts, preview)
 
@@ -58,12 +52,12 @@ def test_the_page_of_pytorch_draws_the_same_latents(tmp_path, kind, text, sample
     config = {'model': fields | {'text': text}, 'preview': preview, 'data': facts.to_json()}
     (tmp_path / 'config.json').write_text(json.dumps(config))
     safetensors.numpy.save_file(export.flatten_weights(params), tmp_path / 'model.safetensors')
-    asked = torch.tensor(example['text'])
+    texts = torch.tensor(example['text'])
     if kind == 'states':
-        asked = asked, torch.tensor(example['present']).bool()
+        texts = texts, torch.tensor(example['present']).bool()
     with torch.inference_mode():
         weights, config = torch_reference.load(tmp_path)
-        drawn = torch_reference.draw(weights, config, torch.tensor(example['noise']), asked)
+        drawn = torch_reference.draw(weights, config, torch.tensor(example['noise']), texts)
     assert example['latents'].std() > 0.1
     np.testing.assert_allclose(drawn.numpy(), example['latents'], atol=1e-4 * drawn.std().item())
 
@@ -76,8 +70,8 @@ def test_a_run_is_exported_and_its_page_runs_alone(small_run, tmp_path):
     code = 'import sys; sys.modules["jax"] = sys.modules["train_lib"] = None; '
     code += f'import runpy; sys.argv = ["", "{folder}"]; '
     code += f'runpy.run_path("{folder}/reference.py", run_name="__main__")'
-    said = subprocess.check_output([sys.executable, '-c', code], text=True)
-    assert float(said.split()[-3]) < 1e-4
+    output = subprocess.check_output([sys.executable, '-c', code], text=True)
+    assert float(output.split()[-3]) < 1e-4
     weights = safetensors.numpy.load_file(folder / 'model.safetensors')
     assert weights['conditioning.crops.weight'].any(axis=0).tolist() == [True, True]
 

@@ -153,9 +153,9 @@ def test_each_exchange_that_waits_is_listed_with_its_time(tmp_path):
         arrays = [('f32', (8, columns))]
         return hlo.Collective('all-reduce', 4, arrays, nbytes, times, (), is_async)
 
-    found = [exchange(2e8, False), exchange(1e8, False, 1), exchange(4e8, True)]
-    found.append(exchange(8e6, False, columns=2))
-    report = compile.cost_tables(hlo.Costs({}, found, {}, set()), CHIP, tmp_path)
+    exchanges = [exchange(2e8, False), exchange(1e8, False, 1), exchange(4e8, True)]
+    exchanges.append(exchange(8e6, False, columns=2))
+    report = compile.cost_tables(hlo.Costs({}, exchanges, {}, set()), CHIP, tmp_path)
     expected = {'25 x all-reduce of 4, f32[8,16]': 1.5, 'shorter ones': 0.04, 'in all': 1.54}
     assert report[compile.WAITS] == pytest.approx(expected)
     moved = {'all-reduce of 4': 308, 'all-reduce of 4, asynchronous': 400, 'in all': 708}

@@ -27,7 +27,7 @@ def test_loops_have_their_lengths():
     assert _loops(twice, (4, 32), (7, 32, 32)) == {(), (3,), (3, 7)}
 
 
-def test_a_loop_of_unknown_length_is_told():
+def test_a_loop_of_unknown_length_has_length_0():
     def until(x):
         return jax.lax.while_loop(lambda x: jnp.sum(x) < 9, lambda x: x + x @ x, x)
 
@@ -105,14 +105,14 @@ for _short, _long in {
 @pytest.mark.parametrize(('start', 'times'), [(0, 24), (1, 23)])
 def test_estimates_and_kernels_are_counted_as_often_as_they_run(start, times):
     costs = hlo.read_costs(_TPU.replace('START', str(start)))
-    found = {name: count for name, count in costs.cycles.items() if count}
-    assert found == {'jit(f)/mlp_1/dot': times * 1000, '': 7}
+    cycles = {name: count for name, count in costs.cycles.items() if count}
+    assert cycles == {'jit(f)/mlp_1/dot': times * 1000, '': 7}
     assert costs.kernels == {hlo.Kernel('b', 64): times}
 
 
 def test_collectives_as_libtpu_writes_them():
-    found = hlo.read_costs(_TPU.replace('START', '0')).collectives
-    assert sorted((c.kind, c.members, c.arrays[0][0], c.nbytes, c.is_async) for c in found) == [
+    exchanges = hlo.read_costs(_TPU.replace('START', '0')).collectives
+    assert sorted((c.kind, c.members, c.arrays[0][0], c.nbytes, c.is_async) for c in exchanges) == [
         ('all-gather', 4, 'bf16', 3 * 8 * 16 * 2, True),
         ('all-reduce', 8, 'f32', 2 * 7 / 8 * 6 * 4, False),
         ('reduce-scatter', 4, 'f32', 3 / 4 * 8 * 64 * 4, False),
@@ -167,17 +167,18 @@ functions = {
     'permute': lambda x: jax.lax.ppermute(x, 'data', [(i, (i + 1) % 4) for i in range(4)]),
     'exchange': lambda x: jax.lax.all_to_all(x, 'data', 0, 0, tiled=True),
 }
-found = {}
+exchanges = {}
 for name, function in functions.items():
     rows = P(('data', 'fsdp'))
     mapped = jax.shard_map(function, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
     text = jax.jit(mapped).lower(jax.ShapeDtypeStruct((64, 128), jnp.float32)).compile().as_text()
-    found[name] = [(c.kind, c.members, c.loops, c.nbytes) for c in hlo.read_costs(text).collectives]
-print(json.dumps(found))
+    costs = hlo.read_costs(text).collectives
+    exchanges[name] = [(c.kind, c.members, c.loops, c.nbytes) for c in costs]
+print(json.dumps(exchanges))
 """
 
 
-def test_collectives_are_found_with_their_sizes_and_times():
+def test_collectives_have_their_sizes_and_times():
     with children.python(_EXCHANGES) as child:
         out, error = child.communicate()
     assert child.returncode == 0, error
