@@ -94,6 +94,7 @@ def _possible_outlines(shape: str) -> np.ndarray:
 def main() -> None:
     """Draws, measures and prints."""
     run.prepare()
+    # The same captions for every run: their seed is fixed.
     captions, scenes = zip(*sample_data.held_out_prompts(NUM_PROMPTS), strict=True)
     folder = epath.Path(FLAGS.workdir) / previews.FOLDER
     with run.errors_in_one_line():

@@ -159,6 +159,7 @@ class Artist:
                 f'{error}; name the one that the model was trained with by --encoder'
             ) from error
         model = models.make_model(**config.model, vocabulary=self.facts.vocabulary)
+        # Weights whole on every device, pictures shared out: no exchange within a step.
         model = model.clone(pin=sharding.RowPinning(self._mesh))
         draw = step.make_draw(config, model, self.facts, encoder)
         whole, rows = sharding.replicated(self._mesh), sharding.batch(self._mesh)

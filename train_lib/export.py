@@ -29,7 +29,7 @@ from absl import flags
 from etils import epath
 
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
-from train_lib import checkpoint, flow, models, run, sampling, sharding, step, workdirs
+from train_lib import checkpoint, flow, models, run, sharding, step, workdirs
 from train_lib.models.dit import DiT, Words
 
 FLAGS = flags.FLAGS
@@ -128,7 +128,7 @@ def draw_example(
 
     @jax.jit
     def sample(noise: jax.Array, text: Any) -> jax.Array:
-        return sampling.sample(velocity, noise, text, **settings)
+        return flow.sample(velocity, noise, text, **settings)
 
     # GPUs and TPUs would multiply float32 in fewer bits.
     with jax.default_matmul_precision('highest'):

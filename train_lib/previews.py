@@ -44,6 +44,7 @@ def make_grid(
     Each of `pictures`, uint8 `(n, H, W, 3)`, gives one picture to every cell. `title` is one line
     above the grid. Returns uint8 `(height, width, 3)`.
     """
+    # Once for all captions, and before they are drawn: boxes in a picture say nothing of a cause.
     letters = sorted(set(''.join(captions)) - set(string.whitespace))
     _warn_of_missing(''.join(letter for letter in letters if _font_index(letter) is None))
     cells = [_make_cell(cell, caption) for *cell, caption in zip(*pictures, captions, strict=True)]
@@ -52,6 +53,7 @@ def make_grid(
     if title:
         width = max(row.shape[1] for row in rows)
         size = max(_FONT_SIZE, round(width * _TITLE_SHARE))
+        # A title may be longer than a narrow grid, which then grows.
         longest = max(width, _FONT_SIZE * len(title))
         rows.insert(0, _write_lines([title], longest, 'gray', size))
     margins = (_MARGIN, _MARGIN), (_MARGIN, _MARGIN), (0, 0)

@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from coyo11m_tfds.process.errors import FieldError
-from train_lib import caption_encoder, flow, models, sampling, sharding, state
+from train_lib import caption_encoder, flow, models, sharding, state
 from train_lib.caption_encoder import StepEncoder
 from train_lib.metrics import EvalMetrics, TrainMetrics
 from train_lib.state import TrainState
@@ -163,7 +163,7 @@ def make_eval_step(
 
 
 def sampling_settings(preview: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of `config.preview` that `sampling.sample` takes."""
+    """Returns the fields of `config.preview` that `flow.sample` takes."""
     return {name: x for name, x in preview.items() if name not in ('count', 'split', 'vae')}
 
 
@@ -189,7 +189,7 @@ def make_draw(
             rng = jax.random.fold_in(jax.random.key(config.seed), number)
             return jax.random.normal(rng, (height, width, channels))
 
-        drawn = sampling.sample(
+        drawn = flow.sample(
             applied(model, params),
             jax.vmap(noise_of)(first + jnp.arange(len(texts))),
             text_of(frozen, texts),

@@ -1,9 +1,11 @@
-"""Measuring what a run draws: stored features, resumed, compared with those made at once."""
+"""Measuring what a run draws: stored features, resumed; distances against their definitions."""
 
+import itertools
 import json
 
 import numpy as np
 import pytest
+import scipy.linalg
 
 import input_pipeline
 from coyo11m_tfds import schema
@@ -11,7 +13,7 @@ from coyo11m_tfds.pictures.image_encoder import ImageEncoder
 from coyo11m_tfds.text import text_encoders
 from tests import children
 from tests.fakes import image_models
-from train_lib import draw, evaluate, picture_metrics
+from train_lib import draw, evaluate
 
 
 @pytest.fixture(scope='module')
@@ -53,11 +55,11 @@ def test_the_result_is_that_of_all_pictures_at_once(
     drawn = image_encoder.encode(artist.draw(captions, text_encoders.make_encoder('hash')))
     data = image_encoder.encode(artist.paint(batch[schema.LATENTS]))
     # Pictures differ by rounding, which depends on how many are drawn at a time.
-    assert result['cmmd'] == pytest.approx(picture_metrics.cmmd(drawn, data), rel=0.02)
-    expected = picture_metrics.frechet(drawn, data)
+    assert result['cmmd'] == pytest.approx(evaluate.cmmd(drawn, data), rel=0.02)
+    expected = evaluate.frechet(drawn, data)
     assert result['frechet_distance'] == pytest.approx(expected, rel=0.02)
     texts = image_encoder.encode_texts(captions)
-    assert result['clip_score'] == pytest.approx(picture_metrics.clip_score(drawn, texts), 0.02)
+    assert result['clip_score'] == pytest.approx(evaluate.clip_score(drawn, texts), 0.02)
 
 
 def test_a_stopped_evaluation_goes_on(measure, tmp_path, monkeypatch):
@@ -107,3 +109,47 @@ def test_the_command_says_what_it_found(small_run, mini_dataset, clip):
     assert found.keys() == names
     assert all(np.isfinite(float(value)) for value in found.values())
     assert '4 pictures with 12 features is far too large' in done.stderr
+
+
+def features(count: int, dim: int, seed: int, shift: float = 0.0) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    return (random.normal(size=(count, dim)) @ random.normal(size=(dim, dim)) + shift).astype('f4')
+
+
+def naive_cmmd(x: np.ndarray, y: np.ndarray) -> float:
+    def kernel(a, b):
+        a, b = a / np.linalg.norm(a), b / np.linalg.norm(b)
+        return np.exp(-np.square(a - b).sum() / (2 * 10**2))
+
+    def mean(a, b):
+        return np.mean([kernel(p, q) for p, q in itertools.product(a, b)])
+
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    return 1000 * (mean(x, x) + mean(y, y) - 2 * mean(x, y))
+
+
+def naive_frechet(x: np.ndarray, y: np.ndarray) -> float:
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    c, d = np.cov(x.T), np.cov(y.T)
+    root = scipy.linalg.sqrtm(c @ d).real
+    return np.square(x.mean(0) - y.mean(0)).sum() + np.trace(c + d - 2 * root)
+
+
+def test_cmmd_is_its_definition(monkeypatch):
+    monkeypatch.setattr(evaluate, '_ROWS_AT_ONCE', 7)  # fewer than there are
+    x, y = features(30, 6, 0), features(20, 6, 1, shift=0.5)
+    assert evaluate.cmmd(x, y) == pytest.approx(naive_cmmd(x, y), rel=1e-6)
+    assert evaluate.cmmd(x, x) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize('count', [200, 5])  # of 5, covariances of 8 numbers are singular
+def test_frechet_is_its_definition(count):
+    x, y = features(count, 8, 0), features(2 * count, 8, 1, shift=0.5)
+    assert evaluate.frechet(x, y) == pytest.approx(naive_frechet(x, y), rel=1e-4)
+    assert evaluate.frechet(x, x) == pytest.approx(0, abs=1e-6)
+
+
+def test_a_score_counts_directions_and_no_negative_ones():
+    images = np.array([[2.0, 0.0], [0.0, 3.0], [1.0, 1.0]])
+    texts = np.array([[1.0, 0.0], [0.0, -1.0], [0.0, 5.0]])
+    assert evaluate.clip_score(images, texts) == pytest.approx(100 * (1 + 0.5**0.5) / 3)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
-from train_lib import flow, sampling
+from train_lib import flow
 
 STATS = DatasetStats(
     latent_mean=np.array([1.0, -2.0, 3.0, 0.5], np.float32),
@@ -76,7 +76,7 @@ def test_sampling_along_straight_paths_arrives_exactly():
         return jnp.concatenate([noise - data] * 2)
 
     for num_steps in (1, 7):
-        out = sampling.sample(velocity, noise, jnp.zeros((3, 5)), guidance=1.0, num_steps=num_steps)
+        out = flow.sample(velocity, noise, jnp.zeros((3, 5)), guidance=1.0, num_steps=num_steps)
         np.testing.assert_allclose(out, data, atol=1e-5)
 
 
@@ -87,7 +87,7 @@ def _decay(z, t, text, drop_text):
 
 def _error(**settings):
     noise = jax.random.normal(jax.random.key(3), (2, 4, 4, 1))
-    out = sampling.sample(_decay, noise, jnp.zeros((2, 5)), guidance=1.0, **settings)
+    out = flow.sample(_decay, noise, jnp.zeros((2, 5)), guidance=1.0, **settings)
     return float(jnp.max(jnp.abs(out - ((noise + 2) / np.e - 1))))
 
 
@@ -107,7 +107,7 @@ def test_heun_asks_for_both_ends_of_every_step_but_the_last(num_steps):
         return jnp.zeros_like(z)
 
     jax.block_until_ready(
-        sampling.sample(
+        flow.sample(
             velocity, jnp.zeros((1, 2, 2, 1)), jnp.zeros((1, 5)),
             guidance=1.0, num_steps=num_steps, sampler='heun',
         )
@@ -119,9 +119,9 @@ def test_heun_asks_for_both_ends_of_every_step_but_the_last(num_steps):
 
 
 def test_times_are_shifted_towards_noise():
-    np.testing.assert_allclose(sampling.step_times(4, 1.0), [1, 0.75, 0.5, 0.25, 0], atol=1e-7)
+    np.testing.assert_allclose(flow.step_times(4, 1.0), [1, 0.75, 0.5, 0.25, 0], atol=1e-7)
     # In SD3's words, sqrt(m / n) = 3.
-    np.testing.assert_allclose(sampling.step_times(4, 3.0), [1, 0.9, 0.75, 0.5, 0], atol=1e-7)
+    np.testing.assert_allclose(flow.step_times(4, 3.0), [1, 0.9, 0.75, 0.5, 0], atol=1e-7)
 
 
 def test_guidance_acts_within_its_interval_alone():
@@ -130,7 +130,7 @@ def test_guidance_acts_within_its_interval_alone():
         return jnp.broadcast_to(one[:, None, None, None], z.shape)
 
     # Ten steps at 1.0, 0.9 to 0.1: those from 0.7 down to 0.3 are guided, to 1 + 5 * (3 - 1).
-    out = sampling.sample(
+    out = flow.sample(
         velocity, jnp.zeros((2, 4, 4, 1)), jnp.zeros((2, 5)),
         guidance=5.0, num_steps=10, guidance_low=0.25, guidance_high=0.75,
     )  # fmt: skip

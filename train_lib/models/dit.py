@@ -478,6 +478,7 @@ class DiT(nn.Module):
             )
         rows, columns = height // p, width // p
 
+        # Of words, their mean conditions the blocks, and with `sequence` they are attended to, too.
         words: Words | None = None
         embedding: Any = text
         if self.vocabulary:

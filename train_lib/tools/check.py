@@ -31,7 +31,8 @@ def check_configuration(config: ml_collections.ConfigDict) -> dict[str, str | di
         The `devices` and `data` that the run would use, and, if there are any, as `unchecked` the
         checks that this machine cannot make, and how to make them.
     """
-    import jax  # after `run.prepare`, as the others, which import TensorFlow
+    # After `run.prepare`: they import TensorFlow, which reads the settings that it makes.
+    import jax
 
     from coyo11m_tfds.pictures import vae_decoder
     from train_lib import config_rules, flow, sharding, step, writers
@@ -42,6 +43,7 @@ def check_configuration(config: ml_collections.ConfigDict) -> dict[str, str | di
     if config.distributed:
         how = 'python -m train_lib.tools.compile with this --config and the --topology of the pod'
         unchecked['the mesh of all hosts'] = how
+    # The mesh of a pod needs the devices of all its hosts.
     mesh = sharding.make_mesh(**({} if config.distributed else config.mesh))
     described = ''
     if config.data.dir or config.data.mix:
@@ -58,6 +60,7 @@ def check_configuration(config: ml_collections.ConfigDict) -> dict[str, str | di
         unchecked['the data set, its encoder and the memory for reading it'] = how
         config_rules.check_config(config, needs_data=False)
         vae_decoder.make_painter(config.preview.vae)
+        # The model and the optimizer can be made without data, but for the form of its texts.
         vocabulary = int(config.model.text == 'sequence')
         step.make_program(config, mesh, flow.no_stats(text_dim=1, vocabulary=vocabulary))
     kinds = [device.device_kind for device in jax.local_devices()]

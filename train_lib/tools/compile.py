@@ -90,7 +90,7 @@ def analyze(
     `verdict`, `fits`, `mfu`, `compile_seconds` and tables of numbers.
     """
     config_rules.check_config(config, needs_data=False)
-    # Libtpu reads this setting when it is loaded, which the topology does.
+    # Before the topology, which loads libtpu: it reads its settings then, and only once.
     schedules = _dumped_schedules()
     devices = slice_devices(topology)
     chip = chips.CHIPS.get(devices[0].device_kind)
@@ -118,6 +118,7 @@ def analyze(
         ARITHMETIC: {name: x * count / len(devices) / 1e12 for name, x in flops.items()},
     }
     start = time.monotonic()
+    # A program that does not fit is a result, too: the compiler says by how much.
     try:
         compiled = _lower(program, step, count, text_dim, num_tokens, mesh).compile()
     except jax.errors.JaxRuntimeError as error:
@@ -223,7 +224,8 @@ def _lower(
         DRAW: (program.draw, (state.params, *texts.values(), first)),
     }
     function, arguments = steps[step]
-    return function.func.lower(*function.args, *arguments)  # a partial of the encoder's weights
+    # A partial, whose argument is the weights of the encoder.
+    return function.func.lower(*function.args, *arguments)
 
 
 def slice_devices(topology: str) -> Sequence[jax.Device]:
@@ -314,22 +316,20 @@ def _exchanges(
     collectives: Sequence[hlo.Collective], chip: chips.Chip
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Megabytes of each kind of exchange, and milliseconds of each that runs alone."""
-    moved: dict[str, float] = collections.defaultdict(float)
-    waits: dict[str, list[float]] = collections.defaultdict(lambda: [0, 0])
+    moved, times, waits = (collections.defaultdict[str, float](float) for _ in range(3))
     for exchange in collectives:
         kind = f'{exchange.kind} of {exchange.members}'
         moved[kind + ', asynchronous' * exchange.is_async] += exchange.nbytes / 1e6
+        # Those that run while the chip computes cost no time of their own, if all goes well.
         if not exchange.is_async:
-            wait = waits[f'{kind}, {_largest(exchange)}']
-            wait[0] += exchange.times
-            wait[1] += exchange.nbytes / chip.link_rate * 1e3
-    listed = {f'{count:.0f} x {name}': x for name, (count, x) in waits.items() if x >= _LISTED}
-    total = sum(x for _, x in waits.values())
-    rest = {'shorter ones': total - sum(listed.values()), 'in all': total}
-    return (
-        dict(sorted(moved.items())) | {'in all': sum(moved.values())},
-        dict(sorted(listed.items(), key=lambda item: -item[1])) | rest,
-    )
+            name = f'{kind}, {_largest(exchange)}'
+            times[name] += exchange.times
+            waits[name] += exchange.nbytes / chip.link_rate * 1e3
+    longest = sorted(waits.items(), key=lambda item: -item[1])
+    listed = {f'{times[name]:.0f} x {name}': x for name, x in longest if x >= _LISTED}
+    total = sum(waits.values())
+    traffic = dict(sorted(moved.items())) | {'in all': sum(moved.values())}
+    return traffic, listed | {'shorter ones': total - sum(listed.values()), 'in all': total}
 
 
 def _largest(exchange: hlo.Collective) -> str:
@@ -370,7 +370,8 @@ def format_report(report: Report) -> str:
 
 def main() -> None:
     """Prints the report; the exit status is 1 if the program does not fit."""
-    jax.config.update('jax_platforms', 'cpu')  # not the devices of this machine
+    # Not the devices of this machine, which may be in use.
+    jax.config.update('jax_platforms', 'cpu')
     print(f'compiling for {FLAGS.topology}: minutes for a large model ...', file=sys.stderr)
     with run.errors_in_one_line((ValueError,)):
         report = analyze(FLAGS.config, FLAGS.topology, num_tokens=FLAGS.num_tokens, step=FLAGS.step)
