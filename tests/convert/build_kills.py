@@ -100,10 +100,8 @@ class Place:
     """Where builds of a source put one data set, on a disk or in a bucket, in a folder `out`."""
 
     def __init__(self, source: object, out: str, scratch: pathlib.Path, env: dict[str, str]):
-        self._source, self._folder = (
-            source,
-            storage.open_folder(f'{out}/coyo11m_tfds/x', to_write=True),
-        )
+        self._source = source
+        self._folder = storage.open_folder(f'{out}/coyo11m_tfds/x', to_write=True)
         self._env = env | {'COYO11M_LEASE_SECONDS': '4'}
         self._final = storage.open_folder(f'{self._folder.folder}/1.0.0', to_write=True)
         self._scratch = scratch
