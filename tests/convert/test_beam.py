@@ -145,19 +145,19 @@ PLAN = {'shard_bytes': 1_000_000, 'validation_fraction': 0.2}
 ROWS = 200  # in a file, 5 MB: six shards, and little of it in the head that planning reads
 NUM_FILES = 6
 
+# With the flags of Beam after the others.
 PROGRAM = """
 import json, sys
-import apache_beam as beam
+from absl import logging
+from apache_beam.options.pipeline_options import PipelineOptions
 from coyo11m_tfds.convert import driver
 from coyo11m_tfds.convert.build_settings import BuildSettings
 from tests.convert import build_program
-source, final, settings, workers = sys.argv[1:]
-flags = ['--direct_running_mode=multi_processing', f'--direct_num_workers={workers}']
-settings = BuildSettings(**json.loads(settings))
-options = beam.options.pipeline_options.PipelineOptions(flags)
+source, final, settings, *flags = sys.argv[1:]
+settings, options = BuildSettings(**json.loads(settings)), PipelineOptions(flags)
 if __name__ == '__main__':
-    beam = {'beam_options': options, 'beam_runner': 'DirectRunner'}
-    driver.build(final, source, settings, build_program.write_info, **beam)
+    logging.set_verbosity(logging.INFO)
+    driver.build(final, source, settings, build_program.write_info, beam_options=options)
 """
 
 
@@ -170,32 +170,19 @@ def test_every_file_is_fetched_once_by_several_workers(tmp_path):
     (tmp_path / 'program.py').write_text(PROGRAM)
     final = final_folder(tmp_path / 'out')
     command = [sys.executable, str(tmp_path / 'program.py'), 'gs://in/coyo', str(final)]
+    flags = 'runner=DirectRunner', 'direct_running_mode=multi_processing', 'direct_num_workers=3'
+    command += [json.dumps(PLAN), *(f'--{flag}' for flag in flags)]
     paths = {'PYTHONPATH': str(CHECKOUT), 'XDG_CACHE_HOME': str(tmp_path / 'cache')}
     with fake_gcs(tmp_path) as gcs:
         gcs.upload_folder(source, 'gs://in/coyo')
         env = os.environ | gcs.env | paths
-        subprocess.run([*command, json.dumps(PLAN), '3'], env=env, check=True, timeout=240)
+        subprocess.run(command, env=env, check=True, timeout=240)
         reads = [r.range for r in gcs.requests if r.action == 'read' and r.path.endswith('.pt')]
     asked_for = sum(last - first + 1 for first, last in reads)
     assert asked_for <= 1.1 * sum(sizes)
     assert files_of(final) == files_of(final_folder(tmp_path / 'plain'))
     cache = tmp_path / 'cache' / 'coyo11m_tfds'
     assert cache.is_dir() and not [path for path in cache.rglob('*') if path.is_file()]
-
-
-DASK_PROGRAM = """
-import json, sys
-from absl import logging
-from apache_beam.options.pipeline_options import PipelineOptions
-from coyo11m_tfds.convert import driver
-from coyo11m_tfds.convert.build_settings import BuildSettings
-from tests.convert import build_program
-source, final, settings, address = sys.argv[1:]
-logging.set_verbosity(logging.INFO)
-options = PipelineOptions(['--runner=DaskRunner', f'--dask_client_address={address}'])
-settings = BuildSettings(**json.loads(settings))
-driver.build(final, source, settings, build_program.write_info, beam_options=options)
-"""
 
 
 @pytest.mark.slow
@@ -217,8 +204,8 @@ def test_dask_uses_all_workers_and_does_without_one_that_is_killed(tmp_path):
             workers.append(subprocess.Popen([*worker, *options], cwd=tmp_path, env=env))
             stack.callback(workers[-1].wait)
             stack.callback(workers[-1].kill)
-        command = [sys.executable, '-c', DASK_PROGRAM, str(source), str(final), json.dumps(PLAN)]
-        command.append(f'tcp://127.0.0.1:{port}')
+        flags = '--runner=DaskRunner', f'--dask_client_address=tcp://127.0.0.1:{port}'
+        command = [sys.executable, '-c', PROGRAM, str(source), str(final), json.dumps(PLAN), *flags]
         build = subprocess.Popen(command, cwd=CHECKOUT, env=env, stderr=subprocess.PIPE, text=True)
         stack.callback(build.kill)
         children.wait_until(lambda: list(final.glob('building-*/*.tfrecord*.json')), 400)
