@@ -254,7 +254,8 @@ class Builder(dataset_builder.FileReaderBuilder):
         """Loads the data set on disk; raises ValueError if it has other settings or sources."""
         self.info._features = self._initial_features()
         self.info.read_from_directory(self.data_path)
-        metadata = dict(self.info.metadata.items())  # not all methods of it load it
+        # It is loaded lazily: `items` does so, `get` does not.
+        metadata = dict(self.info.metadata.items())
         self.builder_config.check_recorded(self.data_path, metadata, limit)
         # Only the first process of a job must reach the source.
         if source and not job.process_index():
@@ -270,7 +271,8 @@ class Builder(dataset_builder.FileReaderBuilder):
         try:
             if not dataset_builder.load_default_config_name(folder):
                 dataset_builder._save_default_config_name(folder, default_config_name=name)
-        except Exception as error:  # readers may lack write access; TensorFlow's are no OSErrors
+        # Readers may lack write access, and TensorFlow's errors are no OSErrors.
+        except Exception as error:
             logging.warning('%s: no default config is written: %s', folder, error)
 
     def _check_options(

@@ -26,7 +26,7 @@ from coyo11m_tfds.convert.tasks import JoinedInputs, PackedInputs, ShardResult, 
 from coyo11m_tfds.storage.scratch import Scratch, user_cache
 
 _UPLOADS_AT_ONCE = 8
-_SECONDS_BETWEEN_LINES = 10
+_SECONDS_BETWEEN_LINES = 10  # of progress
 
 Runner = str | beam.runners.PipelineRunner | None
 
@@ -132,6 +132,7 @@ def _pack_inputs(tasks: Sequence[ShardTask], finished: FinishedShards) -> list[S
 def _write_group(tasks: Sequence[ShardTask], folder: str, build: str, scratch_dir: str) -> None:
     """Runs on a worker, in as many processes as the runner starts there."""
     finished = FinishedShards(storage.open_folder(folder, to_write=True), build)
+    # Of the user of this machine, which may be another one than that of the planner.
     cache = os.path.expanduser(scratch_dir) or user_cache(schema.NAME)
     scratch = Scratch(os.path.join(cache, 'source'))
     local = os.path.join(cache, 'staging')

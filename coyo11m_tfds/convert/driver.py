@@ -78,6 +78,7 @@ def build(
     With either argument for it, Apache Beam writes instead of local processes.
     """
     folder = DataFolder(final)
+    # The processes of a job share the folder, so that one of them has to build.
     if index := job.process_index():
         if overwrite:
             raise ValueError(
@@ -112,6 +113,7 @@ def build(
         with locks.temporary_folder(folder.files.staging(local), 'info-') as info_folder:
             dataset = describe_dataset(plan, results, info_folder)
             write_info(dataset)
+            # The report is a file of the data set, so that its checksum is recorded, too.
             report = _make_report(final, dataset)
             report.write(info_folder)
             _publish(folder, dataset, overwrite)
@@ -130,7 +132,8 @@ def _removing_new_empty_folders(*places: str) -> Iterator[None]:
     try:
         yield
     finally:
-        for folder in sorted(new, reverse=True):  # sub-folders first
+        # In this order sub-folders come first.
+        for folder in sorted(new, reverse=True):
             with contextlib.suppress(OSError):  # it is not empty
                 folder.rmdir()
 

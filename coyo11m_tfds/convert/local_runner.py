@@ -123,6 +123,7 @@ class _LocalRun:
             with self._hold_files(tasks) as paths:
                 written = []
                 for task in tasks:
+                    # Threads may wait for room in `staging`, the processes of the pool should not.
                     self._shards_in_work.acquire()
                     if self._stop.is_set():
                         return
@@ -153,6 +154,7 @@ class _LocalRun:
     def _store(self, task: ShardTask, future: concurrent.futures.Future, local: str) -> None:
         try:
             result = future.result()
+            # After an error the run should end soon, and uploads take long.
             if not self._stop.is_set():
                 self._finished.save(task, local, result)
                 self._stored.put((task, result))
