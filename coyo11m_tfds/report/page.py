@@ -155,29 +155,17 @@ def render_page(content: Mapping[str, Any], previews: Sequence[Preview], vae: st
         previews: Records to show.
         vae: Name of the VAE that decoded their pictures; '' for the linear map of `latent_rgb`.
     """
-    train, dropped = content['splits'][schema.TRAIN], content['dropped']
-    num_rows, captions = content['source_rows'], _caption_lengths(train['caption_bytes'])
-    num_dropped = stats.count_dropped_latents({x: entry['rows'] for x, entry in dropped.items()})
+    train = content['splits'][schema.TRAIN]
+    counts = {reason: entry['rows'] for reason, entry in content['dropped'].items()}
     return _PAGE.render(
-        name=content['name'],
-        totals={
-            'records': f'{content["records"]:,}',
-            'on disk': readable(content['bytes']),
-            'shards': f'{content["shards"]:,}',
-            'bytes in the median caption': captions['quantiles']['median'] if captions else '0',
-            f'dropped of {num_rows:,} rows ({num_dropped / max(num_rows, 1):.1%})': (
-                f'{num_dropped:,}'
-            ),
-        },
-        splits=[*content['splits'].items(), ('total', content)],
-        dropped={reason: entry for reason, entry in dropped.items() if entry['rows']},
-        absent=[reason for reason, entry in dropped.items() if not entry['rows']],
+        content=content,
+        num_dropped=stats.count_dropped_latents(counts),
         meanings=schema.DROP_REASONS,
+        in_place=schema.IN_PLACE_DOC,
         previews=previews,
         vae=vae,
-        captions=captions,
+        captions=_caption_lengths(train['caption_bytes']),
         latents=_latent_values(train['latents']),
-        origin=_origin(content),
     )
 
 
@@ -219,21 +207,6 @@ def _histograms(split: ShardStatistics) -> dict[str, Any]:
             'counts': split.latent_histogram.tolist(),
         },
     }
-
-
-def _origin(content: Mapping[str, Any]) -> dict[str, str]:
-    """Returns what the data were made of, for the page."""
-    latents, encoder = content[schema.META_LATENT_DTYPE], content.get(schema.META_TEXT_ENCODER)
-    vocabulary, dim = map(content.get, (schema.META_TEXT_VOCABULARY, schema.META_TEXT_DIM))
-    origin = {
-        'Source fingerprint': content[schema.META_SOURCE_FINGERPRINT],
-        'Captions': f'column {content[schema.META_CAPTION_COLUMN]}',
-        'Latents': latents + (f', {schema.IN_PLACE_DOC}' if 'latents' in content else ''),
-        'VAE': content.get(schema.META_VAE),
-        'Tokens': vocabulary and f'{vocabulary} different ones of {encoder}',
-        'Text embeddings': dim and f'{dim} numbers of {encoder}',
-    }
-    return {name: value for name, value in origin.items() if value}
 
 
 def _caption_lengths(captions: Mapping[str, Any]) -> dict[str, Any] | None:
