@@ -23,6 +23,7 @@ from coyo11m_tfds import schema, storage
 from coyo11m_tfds.convert import local_runner
 from coyo11m_tfds.convert.data_folder import FinishedShards, sub_folder
 from coyo11m_tfds.convert.tasks import JoinedInputs, PackedInputs, ShardResult, ShardTask
+from coyo11m_tfds.storage.file_state import OnBytes, ignore_bytes
 from coyo11m_tfds.storage.scratch import Scratch, user_cache
 
 _UPLOADS_AT_ONCE = 8
@@ -34,6 +35,7 @@ Runner = str | beam.runners.PipelineRunner | None
 def write_with_beam(
     tasks: Sequence[ShardTask],
     finished: FinishedShards,
+    on_fetched: OnBytes,
     scratch_dir: str,
     options: PipelineOptions | None,
     runner: Runner = None,
@@ -42,8 +44,10 @@ def write_with_beam(
 
     All workers must reach `finished` by its path. `scratch_dir` is a local folder of each worker,
     for remote source files and for shards on their way to a bucket; '' for the user's cache.
-    `runner` takes the place of the one in `options`.
+    `on_fetched` is not called, because the workers are elsewhere. `runner` takes the place of the
+    one in `options`.
     """
+    del on_fetched
     if not tasks:
         return
     final = finished.folder.folder
@@ -137,5 +141,6 @@ def _write_group(tasks: Sequence[ShardTask], folder: str, build: str, scratch_di
     scratch = Scratch(os.path.join(cache, 'source'))
     local = os.path.join(cache, 'staging')
     # The results are in the records, so that none has to pass through the pipeline.
-    for _ in local_runner.write_with_processes(tasks, finished, scratch, local, num_workers=1):
+    write = local_runner.write_with_processes
+    for _ in write(tasks, finished, ignore_bytes, scratch, local, num_workers=1):
         pass

@@ -33,14 +33,18 @@ from coyo11m_tfds.report.page import BuildReport
 from coyo11m_tfds.report.statistics import DropCounts, ShardStatistics
 from coyo11m_tfds.source import source_folder
 from coyo11m_tfds.storage import file_state, locks
+from coyo11m_tfds.storage.file_state import OnBytes
 from coyo11m_tfds.storage.scratch import Scratch, choose_folder
 
 if TYPE_CHECKING:
     from apache_beam.options.pipeline_options import PipelineOptions
     from apache_beam.runners import PipelineRunner
 
-# Writes tasks and their records, and yields each when it is stored.
-Engine = Callable[[Sequence[ShardTask], FinishedShards], Iterator[tuple[ShardTask, ShardResult]]]
+# Writes tasks and their records, and yields each when it is stored; calls the last argument when
+# bytes of remote files have arrived.
+Engine = Callable[
+    [Sequence[ShardTask], FinishedShards, OnBytes], Iterator[tuple[ShardTask, ShardResult]]
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +175,11 @@ def write_shards(plan: BuildPlan, finished: FinishedShards, engine: Engine) -> l
             shards=len(results),
             dropped=dropped.num_latents,
         )
-        for task, result in engine(missing, finished):
+
+        def count_fetched(num_bytes: int) -> None:
+            progress.add(0, **{'bytes fetched': num_bytes})
+
+        for task, result in engine(missing, finished, count_fetched):
             _add_non_finite(dropped, result)
             # With each shard, so that a bad source stops the build early.
             dropped.check_bad(task.source)

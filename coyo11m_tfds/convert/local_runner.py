@@ -21,6 +21,7 @@ from coyo11m_tfds.process import machine, workers
 from coyo11m_tfds.source import formats
 from coyo11m_tfds.source.latent_file import use_one_thread
 from coyo11m_tfds.storage import locks
+from coyo11m_tfds.storage.file_state import OnBytes
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.stored_file import StoredFile
 
@@ -39,13 +40,15 @@ _STORED_AT_ONCE = 8
 def write_with_processes(
     tasks: Sequence[ShardTask],
     finished: FinishedShards,
+    on_fetched: OnBytes,
     scratch: Scratch,
     local: str,
     num_workers: int = 0,
 ) -> Iterator[Outcome]:
     """Writes shards and their records; yields each result when its shard is stored.
 
-    Tasks of one group follow each other. `local` is a folder for shards on their way to a bucket.
+    Tasks of one group follow each other. `on_fetched` is called with the bytes that come of remote
+    files, by several threads. `local` is a folder for shards on their way to a bucket.
     With 0 workers, the environment variable `COYO11M_NUM_PROC` or, without it, cores and memory
     decide.
     """
@@ -62,7 +65,8 @@ def write_with_processes(
         pool = workers.pool(num_workers, init_worker)
     staging_dir = finished.folder.staging(local)
     with locks.temporary_folder(staging_dir, 'staging-') as staging, pool as executor:
-        yield from _LocalRun(executor, finished, scratch, staging, num_workers).results(tasks)
+        run = _LocalRun(executor, finished, on_fetched, scratch, staging, num_workers)
+        yield from run.results(tasks)
 
 
 def choose_workers(num_workers: int, num_bytes: int, num_rows: int = 0) -> int:
@@ -83,12 +87,14 @@ class _LocalRun:
         self,
         pool: concurrent.futures.Executor,
         finished: FinishedShards,
+        on_fetched: OnBytes,
         scratch: Scratch,
         staging: str,
         num_workers: int,
     ):
         self._pool = pool
         self._finished = finished
+        self._on_fetched = on_fetched
         self._scratch = scratch
         self._staging = staging
         # Bounds the shards in `staging`: for each worker one that it writes and one that waits.
@@ -139,7 +145,7 @@ class _LocalRun:
     def _hold_files(self, tasks: Sequence[ShardTask]) -> Iterator[dict[StoredFile, str]]:
         """Local paths of all files that these tasks read, after a check of their contents."""
         files = list(dict.fromkeys(part.file for task in tasks for part in task.parts))
-        with self._scratch.hold_all(files, on_bytes=self._check_not_stopped) as paths:
+        with self._scratch.hold_all(files, on_bytes=self._count_fetched) as paths:
             # Before the first shard: a damaged file must not get into records.
             for file, path in zip(files, paths, strict=True):
                 formats.format_of(file).check_contents(
@@ -164,6 +170,10 @@ class _LocalRun:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(local)
             self._shards_in_work.release()
+
+    def _count_fetched(self, num_bytes: int) -> None:
+        self._check_not_stopped(num_bytes)
+        self._on_fetched(num_bytes)
 
     def _check_not_stopped(self, num_bytes: int) -> None:
         """Ends a download or a check whose result is no longer needed."""

@@ -40,8 +40,11 @@ def last_line(place: build_kills.Place) -> str:
     return (ended.stderr if ended.returncode else ended.stdout).splitlines()[-1]
 
 
-def test_a_bucket_gets_the_same_bytes_as_a_disk(place, undisturbed, tmp_path):
-    assert last_line(place) == 'built here'
+def test_a_bucket_gets_the_same_bytes_as_a_disk(place, source, undisturbed, tmp_path):
+    ended = place.start().end()
+    assert ended.stdout.endswith('built here\n')
+    size = sum(path.stat().st_size for path in source.rglob('*.pt'))
+    assert f', {size:,} bytes fetched, in ' in ended.stderr
     assert (place.read(), place.others()) == (undisturbed, set())
     assert last_line(place) == 'built elsewhere'  # it is there
     scratch = tmp_path / 'scratch'
