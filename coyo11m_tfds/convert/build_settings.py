@@ -178,7 +178,7 @@ def record_source(source: source_folder.SourceFolder) -> dict[str, Any]:
         name: (file.size, columns.outline_digest(file.path) if file.local_path else file.checksum)
         for name, file in source.by_name.items()
     }
-    return {'place': storage.absolute(source.root), 'files': files}
+    return {'place': storage.make_absolute(source.root), 'files': files}
 
 
 def check_source(
@@ -198,7 +198,7 @@ def check_source(
     if differences:
         raise ValueError(
             f'{os.fspath(folder)} was built from {recorded["place"]}, not from '
-            f'{storage.absolute(root)}: {"; ".join(differences[:3])}. {_WAYS_ON}'
+            f'{storage.make_absolute(root)}: {"; ".join(differences[:3])}. {_WAYS_ON}'
         )
 
 

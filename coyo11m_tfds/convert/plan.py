@@ -397,7 +397,9 @@ def _plan_tasks(
             # or settings writes it again, and keeps those shards that stay the same.
             digests = [(versions[p.file], _array_sha256(inputs.rows[p.records])) for p in parts]
             if settings.in_place:
-                digests += [(storage.absolute(part.file.path), part.file.version) for part in parts]
+                digests += [
+                    (storage.make_absolute(part.file.path), part.file.version) for part in parts
+                ]
             task = ShardTask(
                 split=split,
                 index=index,

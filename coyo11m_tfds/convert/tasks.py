@@ -191,7 +191,7 @@ def make_column_file(file: StoredFile, latents: 'LatentFile') -> InPlaceFile:
         )
     version = '' if file.local_path else file.version
     return InPlaceFile(
-        storage.absolute(file.path), version, latents.digest, layout.starts, layout.stride
+        storage.make_absolute(file.path), version, latents.digest, layout.starts, layout.stride
     )
 
 

@@ -136,7 +136,7 @@ class BuildReport:
         if 'latents' in self.content:
             lines.append(f'latents     {schema.IN_PLACE_DOC}')
         lines.append(f'time        {seconds:,.1f} s')
-        folder = storage.absolute(folder)
+        folder = storage.make_absolute(folder)
         return '\n'.join([*lines, f'report      {folder}/{self._file_name(PAGE_FILE)}'])
 
     def page(self) -> str:

@@ -78,6 +78,6 @@ def local_path(path: str | os.PathLike[str]) -> str | None:
     return None if '://' in text else text
 
 
-def absolute(path: str | os.PathLike[str]) -> str:
+def make_absolute(path: str | os.PathLike[str]) -> str:
     """Returns a path that is valid in every working directory; a URL stays unchanged."""
     return os.fspath(path) if local_path(path) is None else os.path.abspath(path)

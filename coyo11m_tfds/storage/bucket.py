@@ -162,6 +162,7 @@ class BucketLock:
         return _read_object(self._url) == self._content
 
     def release(self) -> None:
+        # A renewal that is under way would make the lock again after it is deleted.
         self._stop.set()
         self._thread.join()
         try:

@@ -135,7 +135,8 @@ class Disk(Storage):
         try:
             _move_synced(local_file, target)
         except OSError as error:
-            if error.errno != errno.EXDEV:  # from another file system it has to be copied
+            # No rename leads to another file system, so the file is copied, and the copy compared.
+            if error.errno != errno.EXDEV:
                 raise
             with self._new_file() as path:
                 copied = file_state.copy(local_file, path).crc32c
@@ -173,8 +174,9 @@ class Disk(Storage):
                 os.remove(self.path_of(name))
             while name := os.path.dirname(name):
                 folders.add(name)
+        # The deepest first; those that are not empty stay.
         for folder in sorted(folders, reverse=True):
-            with contextlib.suppress(OSError):  # not empty, or gone
+            with contextlib.suppress(OSError):
                 os.rmdir(self.path_of(folder))
 
     def sweep(self, prefix: str = _STAGING) -> None:
@@ -221,7 +223,8 @@ def _make_folders(folder: str) -> None:
         return
     parent = os.path.dirname(os.path.abspath(folder))
     _make_folders(parent)
-    os.makedirs(folder, exist_ok=True)  # another process may have been faster
+    # Another process may make the same folder at this moment.
+    os.makedirs(folder, exist_ok=True)
     sync(parent)
 
 

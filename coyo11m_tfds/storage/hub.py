@@ -24,7 +24,8 @@ class Hub(RemoteStorage):
 
     def __init__(self, folder: StrPath, files: Mapping[str, StoredFile] = {}):
         super().__init__(folder)
-        self._files = files  # of a pinned folder, by relative name
+        # Of a pinned folder, by relative name: its commit cannot change, so it is listed once.
+        self._files = files
 
     def pin(self) -> 'Hub':
         if self._files:

@@ -36,7 +36,8 @@ def folder(model: str, kind: str, files: Sequence[str]) -> Path:
 
     try:
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=list(files)))
-    except Exception as error:  # of the client, its HTTP library, or the disk
+    # The client raises errors of its own, of its HTTP library and of the disk.
+    except Exception as error:
         raise ValueError(
             f'cannot load the {kind} {model!r}: {" ".join(str(error).split())} Expected a folder, '
             'or a name on the Hugging Face hub (which needs the network unless the model is in the '

@@ -63,6 +63,7 @@ class RemoteStorage(Storage):
 
     @classmethod
     def fetch(cls, file: StoredFile, target: str, on_bytes: OnBytes) -> None:
+        # Unbuffered: an error of a full disk comes from the write, before the bytes count.
         with open(target, 'wb', buffering=0) as stream:
             download = _Download(cls, file, stream, on_bytes)
             retry.call(download.complete, f'downloading {file.path}')
@@ -76,7 +77,8 @@ class RemoteStorage(Storage):
         headers |= {'Accept-Encoding': 'identity', 'Range': f'bytes={start}-{stop - 1}'}
         # Redirections, of the hub, are followed, without the credentials to another host.
         redirect = urllib3.Retry(None, connect=0, read=0, status=0, other=0, redirect=5)
-        stall = retry.stall_seconds()  # to connect, and between two pieces of the body
+        # The time-out is that of the connection, and of each piece of the body.
+        stall = retry.stall_seconds()
         options: dict[str, Any] = {'preload_content': False, 'timeout': stall, 'retries': redirect}
         with _connections(url).request('GET', url, headers=headers, **options) as response:
             if response.status in (404, 410):

@@ -43,7 +43,8 @@ _TRANSIENT_BUILTIN = (
     ConnectionError,
     TimeoutError,
     http.client.HTTPException,
-    json.JSONDecodeError,  # half a response that a proxy passed as a whole one
+    # Of half a response that a proxy passed as a whole one.
+    json.JSONDecodeError,
     socket.gaierror,
     ssl.SSLError,
 )
@@ -154,7 +155,8 @@ def _server_seconds(error: Exception) -> float:
 
 def _refused(error: Exception, what: str) -> PermissionError | None:
     """Returns an error that says how to get access; None if `error` has another cause."""
-    if isinstance(error, PermissionError | GivenUp):  # of the local disk, or made here before
+    # One of the local disk, or one that was made here before.
+    if isinstance(error, PermissionError | GivenUp):
         return None
     links = list(_causes(error))
     refused = any(
@@ -187,11 +189,11 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _status(error: BaseException) -> int | None:
     """The HTTP status that an error of any library stands for."""
-    for name in ('status', 'code'):  # of remote, google.api_core, urllib
+    # Of `remote`, google.api_core and urllib; below, of requests, httpx and huggingface_hub.
+    for name in ('status', 'code'):
         value = getattr(error, name, None)
         if isinstance(value, int) and 100 <= value < 600:
             return int(value)
-    # of requests, httpx, huggingface_hub
     return getattr(getattr(error, 'response', None), 'status_code', None)
 
 

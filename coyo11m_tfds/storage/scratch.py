@@ -90,6 +90,7 @@ class Scratch:
         if file.local_path:
             yield file.local_path
             return
+        # The progress ends before the file is used, the copy only afterwards.
         with contextlib.ExitStack() as stack:
             with Progress(f'Downloading {file.path}', file.size, 'B') as progress:
                 path = stack.enter_context(self.hold(file, on_bytes=progress.add))

@@ -122,6 +122,7 @@ class StoredFile:
                 block = self.read_range(start, min(_BLOCK, self.size - start))
                 scan.add(block)
                 on_bytes(len(block))
+            # Each range was received whole, but nothing has compared its bytes yet.
             if self.crc32c not in (None, scan.crc32c):
                 on_bytes(-self.size)
                 raise retry.Corrupted(

@@ -4,7 +4,6 @@ import os
 import pathlib
 import random
 import re
-import textwrap
 import time
 
 import pytest
@@ -222,20 +221,29 @@ def test_a_file_that_has_changed_is_not_mixed(bucket, target, data):
 @pytest.mark.parametrize(
     ('start', 'length'), [(0, 1), (0, SIZE), (SIZE - 1, 1), (1000, 2_000_000), (7, 0)]
 )
-def test_a_range(cloud, start, length):
-    assert cloud.file.read_range(start, length) == DATA[start : start + length]
+def test_a_range(cloud, tmp_path, start, length):
+    local = tmp_path / 'x.pt'
+    local.write_bytes(DATA)
+    for file in (cloud.file, storage.describe_file(local)):
+        assert file.read_range(start, length) == DATA[start : start + length]
     assert len(cloud.reads()) == (1 if length else 0)
 
 
-def test_a_range_that_is_not_in_the_file_or_not_any_more(bucket):
+def test_a_range_that_is_not_in_the_file_or_not_any_more(bucket, tmp_path):
+    local = tmp_path / 'x.pt'
+    local.write_bytes(DATA)
+    files = bucket.file, storage.describe_file(local)
     for start, length in ((-1, 1), (0, SIZE + 1), (SIZE, 1), (1, -1)):
-        message = rf'{bucket.file.path}: has .* expected {length} from byte {start} '
-        with pytest.raises(ValueError, match=message):
-            bucket.file.read_range(start, length)
+        for file in files:
+            message = rf'{file.path}: has .* expected {length} from byte {start} '
+            with pytest.raises(ValueError, match=message):
+                file.read_range(start, length)
     assert bucket.reads() == []
     bucket.server.put('bucket', f'source/{NAME}', bytes(SIZE))
-    with pytest.raises(OSError, match='has changed since it was listed'):
-        bucket.file.read_range(10, 10)
+    local.write_bytes(DATA[:500])
+    for file, how in zip(files, ('its checksum is', 'it ends at byte 500'), strict=True):
+        with pytest.raises(OSError, match=rf'pt has changed since it was listed \({how}'):
+            file.read_range(10, 1000)
 
 
 def test_a_range_through_a_proxy(bucket, monkeypatch):
@@ -248,28 +256,14 @@ def test_a_range_through_a_proxy(bucket, monkeypatch):
         bucket.file.read_range(0, 10)
 
 
-def test_a_range_of_a_local_file(tmp_path):
-    path = tmp_path / 'x.pt'
-    path.write_bytes(DATA)
-    file = storage.describe_file(path)
-    assert file.read_range(10, 1000) == DATA[10:1010]
-    path.write_bytes(DATA[:500])
-    with pytest.raises(OSError, match=r'x\.pt has changed since it was listed .*at byte 500'):
-        file.read_range(10, 1000)
-
-
-FETCH = """
-    from coyo11m_tfds import storage
-    def told(n):
-        print(n, flush=True)
-    storage.describe_file(sys.argv[1]).fetch(sys.argv[2], told)
-"""
-
-
-def test_a_full_disk_is_told(bucket, target):
+def test_a_full_disk_is_reported(bucket, target):
     target.parent.mkdir()
-    limited = f'import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({1 << 20}, {1 << 20}))'
-    code = f'{limited}\n{textwrap.dedent(FETCH)}'
+    code = f"""
+        import resource
+        from coyo11m_tfds import storage
+        resource.setrlimit(resource.RLIMIT_FSIZE, ({1 << 20}, {1 << 20}))
+        storage.describe_file(sys.argv[1]).fetch(sys.argv[2])
+    """
     with children.python(code, bucket.file.path, target) as child:
         _, errors = child.communicate(timeout=60)
     assert child.returncode == 1
