@@ -189,8 +189,8 @@ def eval_batches(data: Data | Mix, **arguments: Unpack[ReadArguments]) -> Batche
     if splits is None or options.engine == TF_DATA:
         from coyo11m_tfds.reading import tf_data
 
-        return tf_data.eval_batches(options)
-    return evaluation.eval_batches(options, splits[0])
+        return tf_data.read_eval_dataset(options)
+    return evaluation.read_split(options, splits[0])
 
 
 @_with_fields_of(TrainOptions)
@@ -289,8 +289,8 @@ def planned_batches(plan: ReadPlan, start: Mapping[str, Any] | None = None) -> B
     if plan.engine == TF_DATA:
         from coyo11m_tfds.reading import tf_data
 
-        return tf_data.train_batches(plan)
-    return training.train_batches(plan)
+        return tf_data.read_train_dataset(plan)
+    return training.read_plan(plan)
 
 
 def engine_of(data: Data | Mix, engine: str = AUTO, split: str = schema.TRAIN) -> str:

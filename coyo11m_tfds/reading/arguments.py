@@ -26,10 +26,7 @@ _KINDS: dict[Any, tuple[str, Any, Any, Callable[[Any], Any]]] = {
 
 
 def convert(name: str, value: Any, kind: Any) -> Any:
-    """Converts the value of an argument to the type of its annotation, if that is in `_KINDS`.
-
-    Raises a ValueError, which names the argument, for a value of another type.
-    """
+    """Converts the value of an argument to the type of its annotation, if that is in `_KINDS`."""
     if kind not in _KINDS:
         return value
     expected, types, others, conversion = _KINDS[kind]

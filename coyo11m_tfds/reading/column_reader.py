@@ -45,17 +45,14 @@ class OpenedColumn(NamedTuple):
 def open_column(
     column: Column, folder: str | os.PathLike[str], split: str, num_records: int
 ) -> OpenedColumn:
-    """Opens a column after comparing its files with the data set's description; reads no rows.
-
-    Raises a ValueError if a file is missing, has changed, or has another length than the split; or
-    if a place lies outside its file.
-    """
+    """Opens a column after comparing its files with the data set's description; reads no rows."""
     if isinstance(column, AddedColumn):
         file, start, row_dtype = column.locate(folder, split, num_records)
         starts, strides = np.array([[start]]), np.array([row_dtype.itemsize])
         dtype = np.dtype(column.dtype)
         return OpenedColumn([file], starts, strides, None, dtype, column.shape)
-    files = [x.check(found) for x, found in zip(column.files, column.find_files(), strict=True)]
+    present = column.find_files()
+    files = [x.check(file) for x, file in zip(column.files, present, strict=True)]
     places = column.locate(folder, split, num_records)
     dtype = np.dtype(getattr(ml_dtypes, column.dtype, column.dtype))
     pieces = len(column.files[0].starts) if files else 1
@@ -100,10 +97,7 @@ class ColumnReader:
             self._files, self._first = MappedFiles(paths.__getitem__, len(paths), versions), 0
 
     def locate(self, number: np.ndarray) -> np.ndarray:
-        """Returns the addresses of the pieces of some records' values, int64 `(n, pieces)`.
-
-        Raises a ValueError if a row lies outside its file, and the errors of `MappedFiles.open`.
-        """
+        """Returns the addresses of the pieces of some records' values, int64 `(n, pieces)`."""
         file, row, begin = self._offsets(number)
         piece_files = np.repeat(file, begin.shape[1])
         address, limit = self._files.locate(piece_files, begin.ravel(), self._nbytes)

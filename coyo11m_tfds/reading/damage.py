@@ -18,7 +18,8 @@ STOP, SKIP = 'stop', 'skip'
 
 DEFAULT_MAX_FRACTION = 0.001
 
-# So many never stop a run: damage to a length costs a run of 32 records, even in a small data set.
+# This many never stop a run: damage to a length costs a run of 32 records, even in a small data
+# set.
 _ALWAYS_ALLOWED = 64
 
 # What is wrong with a record.
@@ -33,29 +34,30 @@ class Checks:
     def __init__(self, mode: str, num_records: int):
         """Takes one of `MODES`."""
         self._mode = mode
-        self._done = np.zeros(-(-num_records // 8) if mode == ONCE else 0, np.uint8)
+        self._checked_bits = np.zeros(-(-num_records // 8) if mode == ONCE else 0, np.uint8)
 
     def check(
-        self, there: np.ndarray, number: np.ndarray, matches: Callable[[np.ndarray], np.ndarray]
+        self, is_whole: np.ndarray, number: np.ndarray, match: Callable[[np.ndarray], np.ndarray]
     ) -> np.ndarray:
-        """Returns False for records that are not `there` or found to be damaged; bool `(n,)`.
+        """Returns whether records are whole and, if compared, undamaged; bool `(n,)`.
 
-        `number` is that of each record within its split, and `matches` compares all checksums of
+        `number` is that of each record within its split, and `match` compares all checksums of
         the records at some indices of these arrays.
         """
-        good = there.copy()
+        good = is_whole.copy()
         if self._mode == NEVER:
             return good
         bit = np.left_shift(1, number & 7).astype(np.uint8)
         unchecked = good.copy()
         if self._mode == ONCE:
-            unchecked &= (self._done[number >> 3] & bit) == 0
-        todo = np.flatnonzero(unchecked)
-        if len(todo):
-            good[todo] = matches(todo)
+            unchecked &= (self._checked_bits[number >> 3] & bit) == 0
+        indices = np.flatnonzero(unchecked)
+        if len(indices):
+            good[indices] = match(indices)
+            # A damaged record is compared again in every epoch: it may have been repaired.
             if self._mode == ONCE:
-                passed = todo[good[todo]]
-                np.bitwise_or.at(self._done, number[passed] >> 3, bit[passed])
+                passed = indices[good[indices]]
+                np.bitwise_or.at(self._checked_bits, number[passed] >> 3, bit[passed])
         return good
 
 
@@ -68,33 +70,33 @@ class BadRecords:
         """Takes the policy, the largest share of bad records with 'skip', and a counter."""
         self._stops, self._max_fraction = policy == STOP, max_fraction
         self._num_records, self._counter = num_records, counter
-        self._found: set[tuple[int, int]] = set()  # (shard, record)
-        self._told: set[str] = set()  # files
+        self._records: set[tuple[int, int]] = set()  # (shard, record)
+        self._reported_paths: set[str] = set()
 
     def add(
         self, path: str, shard: int, numbers: Sequence[int], problem: str, place: str = ''
     ) -> None:
-        """Counts bad records of a shard, and warns once for each file.
+        """Counts bad records of a shard; warns once for each file, or raises a `DamagedError`.
 
-        `place` names the first one in its file, if it lies in another file than the shard. Raises a
-        DamagedError if the policy is 'stop', or more records are bad than `max_fraction` allows.
+        `place` names the first one in its file, if it lies in another file than the shard.
         """
-        what = f'{path}: {place or f"record {numbers[0]}"} cannot be read: {problem}.'
+        message = f'{path}: {place or f"record {numbers[0]}"} cannot be read: {problem}.'
         if self._stops:
             raise DamagedError(
-                f'{what} Restore the file or build the data set again, or set on_bad_records='
+                f'{message} Restore the file or build the data set again, or set on_bad_records='
                 f"'{SKIP}' to continue without such records."
             )
-        self._found.update((shard, number) for number in numbers)
+        self._records.update((shard, number) for number in numbers)
         if self._counter:
             self._counter.add(bad_records=len(numbers))
-        if len(self._found) > max(_ALWAYS_ALLOWED, self._max_fraction * self._num_records):
+        num_bad = len(self._records)
+        if num_bad > max(_ALWAYS_ALLOWED, self._max_fraction * self._num_records):
             raise DamagedError(
-                f'{what} With it, {len(self._found)} of {self._num_records} records are bad, more '
+                f'{message} With it, {num_bad} of {self._num_records} records are bad, more '
                 f'than max_bad_fraction={self._max_fraction:g} (and more than {_ALWAYS_ALLOWED}). '
                 'Restore the files that python -m coyo11m_tfds.verify names, or raise '
                 'max_bad_fraction.'
             )
-        if path not in self._told:
-            self._told.add(path)
-            logging.warning('%s It is left out, like other bad records of this file.', what)
+        if path not in self._reported_paths:
+            self._reported_paths.add(path)
+            logging.warning('%s It is left out, like other bad records of this file.', message)

@@ -44,12 +44,7 @@ class OpenedSplit(NamedTuple):
 
 
 def open_splits(options: ReadOptions, lanes: int | None = None) -> tuple[OpenedSplit, ...] | None:
-    """Opens the split of each source; None for a single source without a chunk index.
-
-    Raises the errors of `StoredDataset.split`, and a ValueError if the files of a source cannot be
-    read as the options say, if it has no chunk index although it is one of several or has a
-    condition, or if the batches of all `lanes` cannot be shared by the processes.
-    """
+    """Opens the split of each source; None for a single source without a chunk index."""
     splits = [_open_split(x.stored, options.split, options.engine) for x in options.sources]
     opened = tuple(x for x in splits if x)
     if len(opened) < len(splits) and (opened or len(splits) > 1 or options.source.where):
@@ -96,11 +91,7 @@ class SplitReader:
         caption_dropout: float = 0.0,
         middle_crop: bool = False,
     ):
-        """Opens the columns; the keyword arguments are fields of `BatchFeatures`.
-
-        Raises a ValueError if features or texts are not in the data set, or a `DamagedError` if the
-        file of a column is missing or has changed.
-        """
+        """Opens the columns; the keyword arguments are fields of `BatchFeatures`."""
         self.options, stored = options, options.stored
         self._split, self.is_mapped = opened
         features = tuple(options.features)

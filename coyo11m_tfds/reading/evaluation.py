@@ -22,23 +22,20 @@ _KEYS_CHUNK, _KEYS_IN_FLIGHT = 256, 16
 
 
 def kept_records(options: ReadOptions) -> KeptRecords | None:
-    """Returns the records of a split that the condition of its source keeps; None for all.
-
-    Raises the errors of `filters.find_kept`.
-    """
+    """Returns the records of a split that the condition of its source keeps; None for all."""
     source, split = options.source, options.stored.split(options.split)
     if source.where is None or split is None:
         return None
     if options.split not in source.kept:
         lengths = split.index.shard_lengths
-        read_keys = functools.partial(_read_keys, options, int(lengths.sum()))
+        read_keys = functools.partial(_read_split_keys, options, int(lengths.sum()))
         source.kept[options.split] = find_kept(
             source.where, source.stored, options.split, lengths, read_keys
         )
     return source.kept[options.split]
 
 
-def _read_keys(options: ReadOptions, num_records: int, size: int) -> Iterator[np.ndarray]:
+def _read_split_keys(options: ReadOptions, num_records: int, size: int) -> Iterator[np.ndarray]:
     """Yields the keys of all records, `size` at a time; masked where a bad record is skipped."""
     key_options = ReadOptions(
         data=options.stored,
@@ -60,7 +57,7 @@ def _read_keys(options: ReadOptions, num_records: int, size: int) -> Iterator[np
         num_records -= len(keys)
 
 
-def eval_batches(options: ReadOptions, opened: OpenedSplit) -> Batches:
+def read_split(options: ReadOptions, opened: OpenedSplit) -> Batches:
     """Implements `input_pipeline.eval_batches`."""
     reader = EvalReader(options, opened)
     spec = reader.spec(options.local_batch_size)
@@ -123,10 +120,10 @@ class EvalReader(SplitReader):
             self.read_blocks(blocks, self.options.parallel_reads), itertools.repeat(empty)
         )
         for batch in itertools.islice(batches, self.num_batches - start):
-            yield {name: _pad(x, size) for name, x in gather_batch(batch).items()}
+            yield {name: _pad_rows(x, size) for name, x in gather_batch(batch).items()}
 
 
-def _pad(x: np.ndarray, size: int) -> np.ndarray:
+def _pad_rows(x: np.ndarray, size: int) -> np.ndarray:
     """Puts rows of zeros, or of empty strings, after those of an array."""
     if len(x) == size:
         return x

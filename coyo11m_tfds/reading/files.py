@@ -73,10 +73,7 @@ class MappedFiles:
     def __init__(
         self, path_of: Callable[[int], str], num_files: int, versions: Sequence[str] | None = None
     ):
-        """Opens no file; `versions`, as in `StoredFile`, are those that the files must have.
-
-        Raises a ValueError for more than `MAX_FILES`.
-        """
+        """Opens no file; `versions`, as in `StoredFile`, are those that the files must have."""
         if num_files > MAX_FILES:
             raise ValueError(
                 f'{path_of(0)}: {num_files} files cannot be mapped at once, at most {MAX_FILES} '
@@ -95,10 +92,7 @@ class MappedFiles:
         self._opening = threading.Lock()
 
     def open(self, numbers: np.ndarray) -> None:
-        """Maps the files that are not mapped yet.
-
-        Raises an OSError if one is missing, refused, or has changed since its version was found.
-        """
+        """Maps the files that are not mapped yet."""
         for number in numbers.tolist():
             if number not in self._states:
                 with self._opening:
@@ -110,18 +104,14 @@ class MappedFiles:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the addresses of the first bytes of ranges in files, and of their ends.
 
-        The arguments and the results are int64 `(n,)`. An end is at most that of the file. Raises
-        the errors of `open`.
+        The arguments and the results are int64 `(n,)`. An end is at most that of the file.
         """
         self.open(np.unique(number))
         start = self.address[number]
         return start + offset, start + np.minimum(offset + nbytes, self.size[number])
 
     def check_unchanged(self, numbers: np.ndarray) -> None:
-        """Checks that open files are unchanged, each at most once a second.
-
-        Raises an OSError if one has another size or modification time, was replaced, or is gone.
-        """
+        """Checks that open files are unchanged, each at most once a second."""
         now = time.monotonic()
         due = np.unique(numbers[self._check_times[numbers] < now - _CHECK_SECONDS])
         for number in due.tolist():
@@ -230,10 +220,7 @@ class FetchedFiles:
         self._fill_flight()
 
     def take(self, ranges: Iterable[Range]) -> None:
-        """Waits for requested ranges; after that `locate` knows their addresses.
-
-        Raises an OSError if a file is missing, refused or out of reach.
-        """
+        """Waits for requested ranges; after that `locate` knows their addresses."""
         for key in ranges:
             if key not in self._data:
                 self._hold(key, self._in_flight.pop(key).result())

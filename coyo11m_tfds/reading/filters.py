@@ -210,8 +210,7 @@ def find_kept(
 
     `read_keys` reads the keys of all records, in blocks of the given size, as a masked array if
     some cannot be read; their records are not kept. It is called only if the condition, which has
-    passed `check_columns`, compares keys. Raises a ValueError if a column is damaged or missing, or
-    no record is kept.
+    passed `check_columns`, compares keys.
     """
     num_records = int(shard_lengths.sum())
     columns = {

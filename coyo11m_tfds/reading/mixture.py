@@ -73,8 +73,7 @@ class BatchShares:
         """Computes the shares of batches with `per_lane` samples of every lane.
 
         A stage is a dict of its first step, `from`, and its `weights`. `shapes` has a value for
-        each source, equal for sources of one shape; () if all are equal. Raises a ValueError, which
-        names values that work, if weights or stages are wrong, or a source gets no sample.
+        each source, equal for sources of one shape; () if all are equal.
         """
         self.per_lane = per_lane
         self._names = names or [str(number) for number in range(len(weights))]
@@ -240,10 +239,7 @@ class Cursor(NamedTuple):
         return {'step': step, 'samples': dict(zip(self.digests, samples, strict=True))}
 
     def at(self, state: Mapping[str, Any]) -> Self:
-        """Returns the cursor of a state, which may come from another batch size or other sources.
-
-        Raises a ValueError if `state` is malformed, or belongs to another data set or order.
-        """
+        """Returns the cursor of a state, also of another batch size or of other sources."""
         try:
             values = state['step'], *(state['samples'][digest] for digest in self.digests)
             step, *samples = (arguments.convert('', x, int) for x in values)

@@ -51,11 +51,7 @@ class TrainArguments(ReadArguments, total=False):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """How to read a split once; `input_pipeline.train_batches` describes the fields.
-
-    Raises a ValueError, which names values that work, for a value out of its range or of another
-    type, and for an unknown name.
-    """
+    """How to read a split once; `input_pipeline.train_batches` describes the fields."""
 
     data: Data | Mix
     batch_size: int
@@ -131,10 +127,7 @@ class ReadOptions:
         return 2 if self.prefetch < 0 else max(1, self.prefetch)
 
     def check_shares(self, lanes: int | None = None) -> None:
-        """Checks that all processes get equal shares of a batch, and equal numbers of lanes.
-
-        Raises a ValueError otherwise, which names a batch size and a number of lanes that work.
-        """
+        """Checks that all processes get equal shares of a batch, and equal numbers of lanes."""
         batch_size, count = self.batch_size, self.process_count
         if not 0 <= self.process_index < count:
             raise ValueError(f'process_index={self.process_index} is not in [0, {count})')

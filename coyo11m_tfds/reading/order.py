@@ -77,10 +77,7 @@ class Order:
         settings: OrderSettings,
         kept: KeptRecords | None = None,
     ):
-        """Takes the number of records in each shard, and the kept records; None for all.
-
-        Raises a ValueError if there are fewer records than lanes; it names a number that works.
-        """
+        """Takes the number of records in each shard, and the kept records; None for all."""
         self.shard_lengths = np.asarray(shard_lengths if kept is None else kept.lengths, np.int64)
         self.kept = kept
         self.settings = settings
@@ -105,10 +102,7 @@ class Order:
         self._epoch_stream = functools.lru_cache(maxsize=4)(make_stream)
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """Returns the epoch of every lane's sample number `sample`, and its position in `[0, m)`.
-
-        Raises a ValueError for a negative number.
-        """
+        """Returns the epoch of every lane's sample `sample`, and its position in `[0, m)`."""
         if sample < 0:
             raise ValueError(f'sample={sample}: expected at least 0')
         return divmod(sample, self.lane_length)

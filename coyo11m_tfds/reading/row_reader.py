@@ -14,7 +14,7 @@ import numpy as np
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.chunk_index import run_digests
 from coyo11m_tfds.dataset.manifest import DamagedError
-from coyo11m_tfds.dataset.records import RecordLayout, caption_head
+from coyo11m_tfds.dataset.records import RecordLayout, ValueAddresses, caption_head
 from coyo11m_tfds.dataset.stored_dataset import IndexedSplit
 from coyo11m_tfds.dataset.texts import TextMixture
 from coyo11m_tfds.reading import damage, framing, order
@@ -36,15 +36,15 @@ class LocatedRecords(NamedTuple):
     number: np.ndarray  # in the split
     begin: np.ndarray  # addresses of the serialized records; 0 where the framing is damaged
     end: np.ndarray
-    regular: np.ndarray  # bool; whether a record has the layout that the following fields need
-    keys: np.ndarray
-    captions_end: np.ndarray  # addresses
-    values: Mapping[str, np.ndarray]  # addresses by feature; of columns `(n, pieces)`
+    values: ValueAddresses  # also of columns, int64 `(n, pieces)`
 
     def rows(self, rows: slice) -> 'LocatedRecords':
         """Returns some of the records."""
+        regular, keys, captions_end, places = self.values
+        places = {name: x[rows] for name, x in places.items()}
+        values = ValueAddresses(regular[rows], keys[rows], captions_end[rows], places)
         arrays = {name: x[rows] for name, x in self._asdict().items() if name != 'values'}
-        return LocatedRecords(**arrays, values={n: x[rows] for n, x in self.values.items()})
+        return LocatedRecords(**arrays, values=values)
 
 
 class RowReader:
@@ -71,10 +71,7 @@ class RowReader:
         self._bad_records = bad_records
 
     def locate(self, epoch: np.ndarray, shard: np.ndarray, record: np.ndarray) -> LocatedRecords:
-        """Locates records in memory; `epoch` is the epoch that reads each. All are int64 `(n,)`.
-
-        Raises an OSError if a file cannot be opened.
-        """
+        """Locates records in memory; `epoch` is the epoch that reads each. All are int64 `(n,)`."""
         runs, run_index = np.unique(_run_keys(shard, record), return_inverse=True)
         shards, first, count, offset, nbytes = self._run_ranges(runs)
         start, limit = self._files.locate(shards, offset, nbytes)
@@ -89,18 +86,8 @@ class RowReader:
         in_records = self._layout.find(record_bytes, begin, end)
         number = self._split.first_numbers[shard] + record
         in_columns = {name: x.locate(number) for name, x in self.columns.items()}
-        return LocatedRecords(
-            epoch,
-            shard,
-            record,
-            number,
-            begin,
-            end,
-            in_records.regular,
-            in_records.keys,
-            in_records.captions_end,
-            in_records.places | in_columns,
-        )
+        values = in_records._replace(places=in_records.places | in_columns)
+        return LocatedRecords(epoch, shard, record, number, begin, end, values)
 
     def ranges_ahead(self, shard: np.ndarray, record: np.ndarray) -> list[Range]:
         """Returns the ranges of shards with some records, for `will_need`.
@@ -133,18 +120,14 @@ class RowReader:
         return self._checks.check(located.begin > 0, located.number, matches)
 
     def read(self, located: LocatedRecords, good: np.ndarray) -> LazyBatch:
-        """Reads some rows in their order, given the result of `check`; large values are lazy.
-
-        Raises the errors of `BadRecords.add`, a `DamagedError` if an undamaged record lacks a
-        value, and an OSError if a file has changed since it was opened.
-        """
+        """Reads some rows in their order, given the result of `check`; large values are lazy."""
         self._files.check_unchanged(located.shard)
         for column in self.columns.values():
             column.check_unchanged(located.number)
         self._check_layout(located, good)
         if not good.all():
             self._report_bad(located, np.flatnonzero(~good))
-        keys = np.where(good, located.keys, 0)
+        keys = np.where(good, located.values.keys, 0)
         names, crops = self._features.array_names, None
         if schema.LATENTS in names or CROP in names:
             count = self._features.stored[schema.LATENTS].shape[0]
@@ -155,7 +138,7 @@ class RowReader:
         """Returns True where records and their rows of columns fit their checksums; bool `(n,)`."""
         good = framing.match_crcs(self._memory, located.begin[rows], located.end[rows])
         for name, column in self.columns.items():
-            good &= column.match_checksums(located.number[rows], located.values[name][rows])
+            good &= column.match_checksums(located.number[rows], located.values.places[name][rows])
         return good
 
     def _run_ranges(self, runs: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -166,7 +149,7 @@ class RowReader:
 
     def _check_layout(self, located: LocatedRecords, good: np.ndarray) -> None:
         """Marks damaged records in `good`; raises for an undamaged one of another layout."""
-        for row in np.flatnonzero(good & ~located.regular).tolist():
+        for row in np.flatnonzero(good & ~located.values.regular).tolist():
             begin, end = located.begin[row : row + 1], located.end[row : row + 1]
             # Damage may be the reason, whatever `verify` says.
             good[row] = framing.match_crcs(self._memory, begin, end)[0]
@@ -198,7 +181,7 @@ class RowReader:
 
     def _report_bad_columns(self, located: LocatedRecords, bad: np.ndarray) -> None:
         for name, column in self.columns.items():
-            good = column.match_checksums(located.number[bad], located.values[name][bad])
+            good = column.match_checksums(located.number[bad], located.values.places[name][bad])
             for index in bad[~good].tolist():
                 path, row = column.place(int(located.number[index]))
                 shard, record = int(located.shard[index]), int(located.record[index])
@@ -251,7 +234,7 @@ class RowReader:
     ) -> LazyArray:
         """Values of a fixed size, from records or a column, with one crop; zeros for bad rows."""
         shape, dtype = self._features.stored[name]
-        pieces = located.values[name].reshape(len(good), -1)
+        pieces = located.values.places[name].reshape(len(good), -1)
         addresses = pieces[:, 0]
         if crops is not None:
             crops_per_piece, shape = shape[0] // pieces.shape[1], shape[1:]
@@ -265,7 +248,7 @@ class RowReader:
         captions = np.full(len(good), b'', object)
         rows = np.flatnonzero(good)
         begin, nbytes = located.begin[rows], (located.end - located.begin)[rows]
-        views = self._memory.views(begin, located.captions_end[rows])
+        views = self._memory.views(begin, located.values.captions_end[rows])
         for row, view, record_nbytes in zip(rows.tolist(), views, nbytes.tolist(), strict=True):
             before_key = view.tobytes()
             head = caption_head(len(before_key), record_nbytes)

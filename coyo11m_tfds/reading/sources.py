@@ -68,10 +68,10 @@ def open_mix(data: Data | Mix) -> tuple[MixSource, ...]:
             f'data={data!r}: expected the folder of a data set, or for a mixture a sequence of '
             f'{SYNTAX}'
         )
-    return _name_sources(x if isinstance(x, MixSource) else _open_source(x) for x in members)
+    return _name_sources(x if isinstance(x, MixSource) else _open_mix_source(x) for x in members)
 
 
-def _open_source(description: Any) -> MixSource:
+def _open_mix_source(description: Any) -> MixSource:
     fields = dict(description) if isinstance(description, Mapping) else {}
     if 'dir' not in fields or not fields.keys() <= {'dir', 'weight', *_TYPES}:
         raise ValueError(f'mix has {description!r}: expected {SYNTAX}')
@@ -111,11 +111,7 @@ def choose_texts(
     text: texts.TextSpec,
     features: Sequence[str] = tuple(schema.TEXT_DTYPES),
 ) -> list[texts.TextMixture]:
-    """Chooses the texts of each source, padded to the longest of all sources.
-
-    Raises the errors of `texts.resolve_texts`, and a ValueError if `features` asks for texts, and
-    no single model can read those of all sources.
-    """
+    """Chooses the texts of each source, padded to the longest of all sources."""
     mixtures = [x.stored.choose_texts(text if x.text is None else x.text) for x in sources]
     if not schema.TEXT_DTYPES.keys() & set(features):
         return mixtures
@@ -157,11 +153,7 @@ def mix_stats(sources: Sequence[MixSource], text: texts.TextSpec) -> DatasetStat
 
 
 def check_latents(sources: Sequence[MixSource]) -> None:
-    """Checks that all latents can come from one VAE, by its recorded name and by statistics.
-
-    Raises a ValueError if numbers of channels or recorded names differ, or the statistics of a
-    source without `same_vae` are too far from those of the first source.
-    """
+    """Checks that all latents can come from one VAE, by its recorded name and by statistics."""
     with_vae = [x for x in sources if schema.META_VAE in x.stored.metadata]
     for source in with_vae[1:]:
         vae, first_vae = (x.stored.metadata[schema.META_VAE] for x in (source, with_vae[0]))

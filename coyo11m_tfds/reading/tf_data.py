@@ -89,7 +89,7 @@ def make_eval_dataset(options: ReadOptions) -> tf.data.Dataset:
     return _prefetch(dataset.apply(count), options, reader)
 
 
-def train_batches(plan: training.ReadPlan) -> Batches:
+def read_train_dataset(plan: training.ReadPlan) -> Batches:
     """Returns the batches of `make_train_dataset` as NumPy arrays."""
     options = plan.options
 
@@ -104,7 +104,7 @@ def train_batches(plan: training.ReadPlan) -> Batches:
     return Batches(read, plan.cursor, spec, plan.steps_per_epoch, options.process, ahead)
 
 
-def eval_batches(options: ReadOptions) -> Batches:
+def read_eval_dataset(options: ReadOptions) -> Batches:
     """Returns the batches of `make_eval_dataset` as NumPy arrays."""
     dataset = make_eval_dataset(options)
     return evaluation.resumable_eval(

@@ -50,10 +50,7 @@ class ReadPlan(NamedTuple):
 
 
 def plan_training(options: TrainOptions) -> ReadPlan:
-    """Plans the training samples from the first batch on; reads the columns of conditions.
-
-    Raises the errors of `input_pipeline.train_batches`.
-    """
+    """Plans the training samples from the first batch on; reads the columns of conditions."""
     splits, sources = open_splits(options, options.lanes), options.sources
     per_source = [options.for_source(source) for source in sources]
     orders = tuple(map(_make_order, per_source, splits)) if splits else None
@@ -72,7 +69,7 @@ def plan_training(options: TrainOptions) -> ReadPlan:
     cursor = Cursor(
         Position(0, (0,) * len(sources)),
         shares,
-        tuple(_digest(x, has_lanes=bool(orders)) for x in per_source),
+        tuple(_order_digest(x, has_lanes=bool(orders)) for x in per_source),
     )
     if options.start is not None:
         cursor = cursor.at(options.start)
@@ -94,7 +91,7 @@ def _make_order(options: TrainOptions, opened: OpenedSplit) -> Order:
         raise ValueError(f'{options.stored.folder}: {error}') from error
 
 
-def _digest(options: TrainOptions, has_lanes: bool) -> str:
+def _order_digest(options: TrainOptions, has_lanes: bool) -> str:
     """Returns the digest of a source and of the order of its samples, by which a state names it."""
     order = dataclasses.asdict(options.order) | ({} if has_lanes else {'lanes': 1})
     return json_digest.sha256(options.source.identity(options.split) | order)[:16]
@@ -116,7 +113,7 @@ def _check_no_lockstep(sources: Sequence[MixSource], orders: Sequence[Order]) ->
             )
 
 
-def train_batches(plan: ReadPlan) -> Batches:
+def read_plan(plan: ReadPlan) -> Batches:
     """Reads the batches of a plan whose sources have chunk indexes."""
     reader, options = TrainReader(plan), plan.options
     return Batches(
