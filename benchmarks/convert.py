@@ -80,9 +80,9 @@ def builder(source_dir: pathlib.Path, out: pathlib.Path, _: int = 0, **options: 
 
     options = {'shard_bytes': SHARD_BYTES, **options}
     config = Coyo11mConfig(name='bench', source=str(source_dir), **options)
-    made = Builder(data_dir=out, config=config)
-    made.download_and_prepare()
-    return made
+    dataset_builder = Builder(data_dir=out, config=config)
+    dataset_builder.download_and_prepare()
+    return dataset_builder
 
 
 def four_builds(source_dir: pathlib.Path, out: pathlib.Path, _: int, **options: Any) -> None:

@@ -41,23 +41,24 @@ def check_configuration(config: ml_collections.ConfigDict) -> dict[str, str | di
     writers.check_installed(config)
     unchecked = {}
     if config.distributed:
-        how = 'python -m train_lib.tools.compile with this --config and the --topology of the pod'
-        unchecked['the mesh of all hosts'] = how
+        unchecked['the mesh of all hosts'] = (
+            'python -m train_lib.tools.compile with this --config and the --topology of the pod'
+        )
     # The mesh of a pod needs the devices of all its hosts.
     mesh = sharding.make_mesh(**({} if config.distributed else config.mesh))
-    described = ''
+    data_summary = ''
     if config.data.dir or config.data.mix:
         data = TrainingData(config, mesh)
         data.check_reading()
         facts = data.facts
         vae_decoder.make_painter(config.preview.vae, facts.latents_shape[1], facts.vae)
         step.for_data(config, mesh, facts)
-        what = f'{"tokens" if facts.vocabulary else "text embeddings"} of {facts.text_encoder}'
+        text = f'{"tokens" if facts.vocabulary else "text embeddings"} of {facts.text_encoder}'
         folders = ' and '.join(x.stored.folder for x in data.sources)
-        described = f'{folders}, {what if facts.vocabulary or facts.text_dim else "no text"}'
+        data_summary = f'{folders}, {text if facts.vocabulary or facts.text_dim else "no text"}'
     else:
-        how = 'name a built data set: --config.data.dir'
-        unchecked['the data set, its encoder and the memory for reading it'] = how
+        data_checks = 'the data set, its encoder and the memory for reading it'
+        unchecked[data_checks] = 'name a built data set: --config.data.dir'
         config_rules.check_config(config, needs_data=False)
         vae_decoder.make_painter(config.preview.vae)
         # The model and the optimizer can be made without data, but for the form of its texts.
@@ -65,7 +66,8 @@ def check_configuration(config: ml_collections.ConfigDict) -> dict[str, str | di
         step.make_program(config, mesh, flow.no_stats(text_dim=1, vocabulary=vocabulary))
     kinds = [device.device_kind for device in jax.local_devices()]
     devices = ', '.join(f'{kinds.count(kind)} x {kind}' for kind in dict.fromkeys(kinds))
-    return {'devices': devices, 'data': described} | ({'unchecked': unchecked} if unchecked else {})
+    result = {'devices': devices, 'data': data_summary}
+    return result | ({'unchecked': unchecked} if unchecked else {})
 
 
 def main() -> None:

@@ -239,15 +239,17 @@ def slice_devices(topology: str) -> Sequence[jax.Device]:
     os.environ.setdefault('TPU_ACCELERATOR_TYPE', 'v5litepod-4')
     os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
     # One device a chip, as JAX has it on a real v4.
-    more = {'chip_config_name': 'megacore'} if topology.startswith('v4:') else {}
+    options = {'chip_config_name': 'megacore'} if topology.startswith('v4:') else {}
     try:
-        described = topologies.get_topology_desc(platform='tpu', topology_name=topology, **more)
+        description = topologies.get_topology_desc(
+            platform='tpu', topology_name=topology, **options
+        )
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(
             f'--topology={topology}: expected a name such as v5e:4x4, but libtpu says '
             f'{str(error).splitlines()[0]}'
         ) from error
-    return described.devices
+    return description.devices
 
 
 @functools.cache

@@ -14,7 +14,7 @@ large model takes minutes on a CPU; `--step_ms` gives its time instead.
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_collections
@@ -75,25 +75,12 @@ def time_steps_and_batches(
     from train_lib import data, sharding
     from train_lib.step import for_data
 
-    if config.batch_size % hosts or config.data.lanes % hosts:
-        raise ValueError(
-            f'--hosts={hosts} does not divide --config.batch_size={config.batch_size} and '
-            f'--config.data.lanes={config.data.lanes}'
-        )
-    # One host reads its share of the lanes, and that speed is what counts.
-    config = config.copy_and_resolve_references()
-    config.batch_size //= hosts
-    config.data.lanes //= hosts
-    config.distributed = False
+    config = _share_of_one_host(config, hosts)
     # A pod's mesh is for its devices; `fsdp` holds for this host, whose devices it splits first.
     mesh = sharding.make_mesh(**config.mesh if hosts == 1 else {'fsdp': config.mesh.fsdp})
     training = data.TrainingData(config, mesh)
     batches = training.train_batches()
-    start = time.monotonic()
-    for number in itertools.count():
-        batch = next(batches)
-        if number >= _WARM_BATCHES and time.monotonic() - start >= _WARM_SECONDS:
-            break
+    batch = _warm_up(batches)
     batch_times = _time(lambda: jax.block_until_ready(next(batches)), seconds)
     if step_ms is not None:
         return [step_ms / 1000], batch_times, training.engine
@@ -109,6 +96,30 @@ def time_steps_and_batches(
     for _ in range(_WARM_STEPS):
         step()
     return _time(step, seconds), batch_times, training.engine
+
+
+def _share_of_one_host(config: ml_collections.ConfigDict, hosts: int) -> ml_collections.ConfigDict:
+    if config.batch_size % hosts or config.data.lanes % hosts:
+        raise ValueError(
+            f'--hosts={hosts} does not divide --config.batch_size={config.batch_size} and '
+            f'--config.data.lanes={config.data.lanes}'
+        )
+    # It reads its share of the lanes, as fast as it would next to the other hosts.
+    config = config.copy_and_resolve_references()
+    config.batch_size //= hosts
+    config.data.lanes //= hosts
+    config.distributed = False
+    return config
+
+
+def _warm_up(batches: Iterator[Any]) -> Any:
+    """Reads until buffers are full; returns the last batch."""
+    start = time.monotonic()
+    for number in itertools.count():
+        batch = next(batches)
+        if number >= _WARM_BATCHES and time.monotonic() - start >= _WARM_SECONDS:
+            break
+    return batch
 
 
 def _time(call: Callable[[], Any], seconds: float) -> list[float]:
