@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from coyo11m_tfds import build as own_command
+from coyo11m_tfds.process import machine
 from tests import children, made_sources
 from tests.built import build, files_of, files_of_any_source
 from tests.checkout import CHECKOUT
@@ -67,6 +69,10 @@ def built(source, tmp_path_factory) -> tuple:
     config = f'--config={json.dumps(CONFIG)}'
     for place in (manual_dir, f'{manual_dir}-misspelt'):
         commands.append([f'--data_dir={out}', place, config])
+    embeddings = {key: np.full(5, key) for key in range(60)}
+    sidecar = made_sources.write_sidecar(out.with_name('a.parquet'), embeddings, source)
+    config = f'--config={json.dumps(CONFIG | {"text_embeddings": str(sidecar)})}'
+    commands.append([f'--data_dir={tmp_path_factory.mktemp("text")}', manual_dir, config])
     command = [sys.executable, '-c', SEVERAL, json.dumps(commands)]
     ended = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0 and 'Traceback' not in ended.stderr, ended.stderr
@@ -95,6 +101,10 @@ def test_it_ends_with_where_the_report_and_the_data_set_are(built, source):
         f'{train}{final_folder(out)}',
     ]
     assert 'DatasetInfo' not in said
+    config = 'default' if machine.accelerators() else 'small'
+    builder, train = [line for line in said.splitlines() if line][-2:]  # with text
+    assert builder.startswith('tfds.builder_from_directory(')
+    assert train.startswith(f'python -m train_lib.main --config={config} --workdir=W ')
 
 
 def test_the_own_command_refuses_a_limit_that_keeps_nothing(command, tmp_path):

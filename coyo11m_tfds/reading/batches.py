@@ -73,6 +73,10 @@ class Ahead(Iterator[T]):
         item, error = self._ready[0]
         if error:
             self._end_thread()
+            # From Python 3.12 on, a kept error would keep the frames of its reader, with all that
+            # they hold, such as other iterators with their threads and mapped files.
+            if isinstance(error, StopIteration):
+                raise StopIteration
             raise error
         self._allow(self._num_returned + 1 + self._count)
         self._num_returned += 1

@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from coyo11m_tfds import doctor
-from coyo11m_tfds.convert import local_runner
+from coyo11m_tfds.convert import build_settings, local_runner
 from coyo11m_tfds.convert.build_settings import BuildSettings, check_build_memory
 from coyo11m_tfds.process import machine, workers
 from tests import made_sources
@@ -112,6 +112,18 @@ def test_a_build_that_would_run_out_of_memory_is_refused(
             doctor.plan_or_estimate(str(source), BuildSettings(num_workers=number))
     with pytest.raises(ValueError, match='of 30,000,000 rows with num_workers=1 takes 4'):
         check_build_memory(30_000_000, 0)
+
+
+def test_too_many_rows_are_refused_before_they_are_joined(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, 'usable_memory', lambda: GB)
+    monkeypatch.setattr(build_settings, '_JOINED_ROW', GB)
+    source = made_sources.write_source(tmp_path / 'source', [range(20)])
+    with pytest.raises(ValueError, match='the build of 20 rows'):
+        plans.make_plan(source, tmp_path / 'plan')
+    # As of a source that takes long to plan.
+    monkeypatch.setitem(doctor._EXACT_BYTES, False, 0)
+    with pytest.raises(ValueError, match='the build of 20 rows'):
+        doctor.plan_or_estimate(str(source), BuildSettings())
 
 
 def test_workers_of_a_build_on_a_system_without_affinity(monkeypatch):

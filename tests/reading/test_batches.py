@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import jax
@@ -315,6 +316,18 @@ def test_dropping_or_closing_the_batches_ends_their_threads(intact, engine, plac
         batches.set_state(state)
         np.testing.assert_array_equal(next(batches)['crop'], first)
         batches.close()
+
+
+def test_the_end_of_an_iterator_keeps_nothing_of_who_read_it():
+    """From Python 3.12 on the frames of an error keep the frames that called them."""
+    numbers = Ahead(iter(range(3)), 2)
+
+    def read() -> weakref.ref:
+        others = Ahead(iter(range(3)), 2)
+        assert list(numbers) == [0, 1, 2]
+        return weakref.ref(others)
+
+    assert read()() is None
 
 
 def test_tensorflow_keeps_no_files_of_data_sets_that_are_gone(copy):

@@ -255,6 +255,8 @@ def test_histograms_have_bars_enough_at_any_scale(scale, lengths, shape):
     assert '0.13025' not in visible(page)  # the factor of one VAE
     bars = [tag for tag in page.tags if tag == ('rect', tag[1]) and tag[1].get('width') == '0.9']
     assert len(bars) >= 20 * shape[1] + min(lengths[1] - lengths[0], 20)
+    captions = report.content['splits']['train']['caption_bytes']['counts']
+    assert np.count_nonzero(captions) >= min(lengths[1] - lengths[0], 20)
     counts = report.content['splits']['train']['latents']['counts']
     assert np.sum(counts, axis=1).tolist() == [64 * 64 * (shape[-1] // 8) ** 2] * shape[1]
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from configs import default
+from tests import children, runs
 from tests.runs import small_config
 from train_lib import device_memory, step
 
@@ -64,3 +65,25 @@ def test_the_advice_follows_the_sizes_in_the_compilers_message(fields, flags):
         device_memory.errors_explained(config),
     ):
         raise jax.errors.JaxRuntimeError(OF_V5E)
+
+
+# A run whose devices have no memory left for a step.
+FULL = """
+import runpy, jax
+from train_lib import device_memory
+
+def check(*arguments):
+    raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory.\\n  and 25 lines')
+
+device_memory.check = check
+runpy.run_module('train_lib.main', run_name='__main__', alter_sys=True)
+"""
+
+
+def test_a_run_without_enough_memory_ends_in_one_line(mini_dataset, tmp_path):
+    with children.python(FULL, *runs.flags(mini_dataset, tmp_path / 'W')) as process:
+        _, errors = process.communicate()
+    assert process.returncode == 1
+    assert 'Traceback' not in errors and 'loss' not in errors
+    last = errors.splitlines()[-1]
+    assert last.startswith('error: RESOURCE_EXHAUSTED: Out of memory. Try --config.')

@@ -87,6 +87,11 @@ def test_a_stopped_evaluation_goes_on(measure, tmp_path, monkeypatch):
     assert made[5:] == [5]
     assert measure(12, seed=1)['cmmd'] != resumed['cmmd']
     assert made[6:] == [0, 5, 10]
+    # So does another text encoder, which this run refuses.
+    monkeypatch.setattr(text_encoders.HashEncoder, 'revision', '2')
+    with pytest.raises(ValueError, match="'hash' of revision 2 encodes the captions"):
+        measure(12)
+    assert made[9:] == [0]
 
 
 def test_a_bad_choice_of_data_is_refused(measure):
