@@ -95,7 +95,7 @@ def add(
         # A wrong file is refused before all shards are read for their keys.
         if files[0].local_path:
             sidecar.describe_values(files[0].path, column)
-        keys = np.concatenate([np.empty(0, np.int64), *_read_keys(edit.stored)])
+        keys = np.concatenate([np.empty(0, np.int64), *_read_record_keys(edit.stored)])
         folder = os.path.join(edit.scratch, 'joined')
         downloads = Scratch(os.path.join(edit.scratch, 'source'))
         sidecar.join_values(files, folder, keys, hold=downloads.hold_showing, column=column)
@@ -275,7 +275,7 @@ def _write_values(edit: _Edit, name: str, values: KeyedValues) -> AddedColumn:
     return AddedColumn(name, dtype.name, shape, files, crc32c, feature, mean, std, encoder)
 
 
-def _read_keys(stored: StoredDataset) -> Iterator[np.ndarray]:
+def _read_record_keys(stored: StoredDataset) -> Iterator[np.ndarray]:
     """Yields the keys of all records, split by split in the order of its records."""
     for split in stored.splits.values():
         if not split.num_records:

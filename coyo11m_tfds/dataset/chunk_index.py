@@ -1,6 +1,6 @@
 """Offsets and digests of the runs of records in the shards of a split.
 
-The file `chunk_index-<split>-<build>.npy` beside the shards is a flat int64 array. For each shard
+The file `chunk_index-<split>-<build>.npy` next to the shards is a flat int64 array. For each shard
 it holds [number of records, entries of the records 0, 32, 64, ..., file size]. The low 43 bits of
 an entry are the offset of the record, the 20 bits above them a digest of the checksums behind the
 32 records that begin there. Readers pass these on their way from length to length, and so notice,
@@ -24,11 +24,7 @@ _WEIGHTS = keyed_random.splitmix64(np.arange(schema.CHUNK_STRIDE)) | np.uint64(1
 
 
 class ChunkIndex:
-    """Entries of every `schema.CHUNK_STRIDE`-th record of every shard.
-
-    Attributes:
-        shard_lengths: Number of records in each shard, int64 `(num_shards,)`.
-    """
+    """Entries of every `schema.CHUNK_STRIDE`-th record of every shard."""
 
     def __init__(self, flat: np.ndarray):
         """Takes the array in the file; raises a ValueError if it does not follow the format."""
@@ -38,6 +34,7 @@ class ChunkIndex:
         self._flat = flat
         self._first_entry = np.fromiter(_first_entries(flat), np.int64)
         _check_ascending(flat, self._first_entry)
+        # Number of records in each shard, int64 `(num_shards,)`.
         self.shard_lengths: np.ndarray = flat[self._first_entry - 1]
 
     @classmethod
@@ -67,10 +64,9 @@ class ChunkIndex:
 
 
 def run_digests(checksums: np.ndarray) -> np.ndarray:
-    """Computes a digest of 20 bits for each run of records; int64 `(n,)`.
+    """Computes a digest of 20 bits, int64 `(n,)`, for runs with these checksums of records.
 
-    `checksums` are those behind the records of the runs, uint32 `(n, schema.CHUNK_STRIDE)`, and 0
-    where a run at the end of a shard has fewer records.
+    `checksums` is uint32 `(n, schema.CHUNK_STRIDE)`, with zeros where a run has fewer records.
     """
     mixed = (checksums * _WEIGHTS).sum(axis=1)
     # The highest bits of a product depend on all bits of its factors, the lowest on few.
@@ -97,10 +93,7 @@ def write_chunk_index(
     shard_sizes: Sequence[int],
     build: str = '',
 ) -> None:
-    """Writes the index of a split into a local folder.
-
-    `entries` holds the result of `make_entries` for each shard; all sizes are in bytes.
-    """
+    """Writes the index of a split, with the `make_entries` of its shards, into a local folder."""
     shards = zip(shard_lengths, entries, shard_sizes, strict=True)
     pieces = [([length], shard_entries, [size]) for length, shard_entries, size in shards]
     flat = np.concatenate([np.asarray(x, np.int64) for piece in pieces for x in piece])
@@ -112,14 +105,14 @@ def write_chunk_index(
 def _first_entries(flat: np.ndarray) -> Iterator[int]:
     """Yields where each shard's entries begin in the flat array."""
     # One by one, Python's integers are faster than NumPy's.
-    numbers, at = memoryview(flat), 0
-    while at < len(flat):
-        length = numbers[at]
-        size_at = at + 1 - (-length // schema.CHUNK_STRIDE)
+    numbers, position = memoryview(flat), 0
+    while position < len(flat):
+        length = numbers[position]
+        size_at = position + 1 - (-length // schema.CHUNK_STRIDE)
         if length < 0 or size_at >= len(flat):
-            raise _wrong_entry(at)
-        yield at + 1
-        at = size_at + 1
+            raise _wrong_entry(position)
+        yield position + 1
+        position = size_at + 1
 
 
 def _check_ascending(flat: np.ndarray, first_entry: np.ndarray) -> None:

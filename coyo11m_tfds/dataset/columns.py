@@ -35,10 +35,9 @@ _DTYPES = {np.dtype(code).name for code in np.typecodes['AllInteger'] + 'efd'}
 class InPlaceFile:
     """A file of the source that holds latents.
 
-    Piece p of row r lies at byte `starts[p] + r * stride`. If the crops of a row lie apart, the row
-    has several pieces with one or more crops each. In formats with an offset for each row, the
-    stride is shorter than a row, and r is not the count of the rows before it: r is the offset of
-    the row, divided by the stride.
+    Piece p of row r lies at byte `starts[p] + r * stride`; a row has several pieces, of one or more
+    crops each, if its crops lie apart. In formats with an offset for each row, r is that offset
+    divided by a short stride, and not the count of the rows before it.
     """
 
     path: str  # absolute, or a URL on gs://
@@ -48,10 +47,7 @@ class InPlaceFile:
     stride: int
 
     def check(self, file: StoredFile | None) -> StoredFile:
-        """Returns `file`, the one at `path`; raises a ValueError if it is missing or has changed.
-
-        Reads at most what `outline_digest` reads.
-        """
+        """Returns `file`, the one at `path`; ValueError if it is missing or has changed."""
         if file is None:
             raise ValueError(
                 f'{self.path}: is missing, but holds latents. {_RESTORE} If the source was moved: '
@@ -68,12 +64,8 @@ class InPlaceFile:
 
 
 def outline_digest(path: str | os.PathLike[str]) -> str:
-    """Returns a digest of a local file of latents, as hex digits, without reading the whole file.
-
-    The digest of a `.pt` file is that of its directory, with checksums of all contents; raises a
-    ValueError if the directory is damaged. The digest of another file is that of its size and of 64
-    KiB at each end.
-    """
+    """Returns a hex digest of a local file of latents without reading the whole file."""
+    # The directory of a `.pt` file has checksums of all contents.
     if os.fspath(path).endswith('.pt'):
         return pt_archive.open_archive(path).digest
     # The middle may change without a change of the digest. The checksum of each row reveals that.
@@ -110,7 +102,6 @@ class InPlaceColumn:
 
     @property
     def row_nbytes(self) -> int:
-        """Size of a row in bytes, with all pieces."""
         return schema.latents_nbytes(self.dtype, self.shape)
 
     def find_files(self) -> list[StoredFile | None]:
@@ -124,8 +115,7 @@ class InPlaceColumn:
     def locate(self, folder: str | os.PathLike[str], split: str, num_records: int) -> np.ndarray:
         """Returns the file's number, the row and its CRC-32C for each record; uint32 `(n, 3)`.
 
-        The array is memory-mapped, or read whole from gs://: 12 bytes a record. Raises a ValueError
-        if the file is missing or damaged, or has another length than the split.
+        Raises a ValueError if the column's file is damaged, or has another length than the split.
         """
         path = os.path.join(folder, column_file_name(self.name, split, self.build))
         try:
@@ -159,11 +149,7 @@ class AddedColumn:
     def locate(
         self, folder: str | os.PathLike[str], split: str, num_records: int
     ) -> tuple[StoredFile, int, np.dtype]:
-        """Returns the file of a split, the offset of its first row, and the dtype of its rows.
-
-        Raises a ValueError if the split has no file, or the file does not hold `num_records` rows
-        of this column.
-        """
+        """Returns the file of a split, the offset of its first row, and the dtype of its rows."""
         if split not in self.files:
             raise ValueError(
                 f'{folder}: its column {self.name!r} has no split {split!r}, only '
@@ -332,10 +318,7 @@ def write_columns(
 
 
 def read_columns(folder: str | os.PathLike[str], build: str = '') -> dict[str, Column]:
-    """Reads the columns of a data set, local or on gs://, by name; {} if it has none.
-
-    Raises a `manifest.DamagedError` if the description is damaged.
-    """
+    """Reads the columns of a data set, local or on gs://, by name; {} if it has none."""
     # It is sealed, and not in the record of checksums that `manifest.SmallFiles` compares, because
     # adding a column replaces it after that record.
     path = os.path.join(folder, schema.of_build(schema.COLUMNS_FILE, build))

@@ -45,10 +45,7 @@ def read_small_file(path: str) -> bytes | None:
 
 
 def read_parsed(path: str, parse: Callable[[bytes], T]) -> T | None:
-    """Reads and parses a small file; None if it is missing.
-
-    Raises a DamagedError if `parse` raises a ValueError.
-    """
+    """Reads and parses a small file; None if it is missing, DamagedError if it is unusable."""
     data = read_small_file(path)
     try:
         return None if data is None else parse(data)
@@ -57,23 +54,16 @@ def read_parsed(path: str, parse: Callable[[bytes], T]) -> T | None:
 
 
 class SmallFiles:
-    """The small files of a build, local or on gs://, compared with the record of checksums.
-
-    Without a record, as in a data set of another program, nothing is compared.
-    """
+    """The small files of a build, local or on gs://, compared with the record of checksums."""
 
     def __init__(self, folder: str, build: str = ''):
-        """Reads the record; raises a DamagedError if it is damaged."""
         self._folder = folder
         self._record = schema.of_build(schema.CHECKSUMS_FILE, build)
+        # Without a record, as in a data set of another program, nothing is compared.
         self._states = read_parsed(f'{folder}/{self._record}', parse_checksums) or {}
 
     def read(self, name: str, parse: Callable[[bytes], T]) -> T | None:
-        """Reads and parses a file; None for a missing one that the record does not name.
-
-        Raises a FileNotFoundError if the record names a missing file, and a DamagedError if the
-        file differs from the record, or `parse` raises a ValueError.
-        """
+        """Reads and parses a file; None for a missing one that the record does not name."""
         path = f'{self._folder}/{name}'
         content = read_parsed(path, lambda data: parse(self.check(name, data)))
         if content is None and name in self._states:
@@ -143,10 +133,9 @@ def parse_sealed(data: bytes, kind: str) -> Any:
 
 
 def parse_npy_header(head: bytes, num_bytes: int) -> tuple[np.dtype, tuple[int, ...], int]:
-    """Returns dtype, shape and offset of the array in a `.npy` file, from the file's beginning.
+    """Returns dtype, shape and offset of the array in a `.npy` file of `num_bytes` bytes.
 
-    Raises a ValueError if the header is damaged or not of version 1.0, the array is not in C order,
-    or the file does not have `num_bytes` bytes.
+    Raises a ValueError if the header is damaged, of another version or size, or not in C order.
     """
     stream = io.BytesIO(head)
     try:

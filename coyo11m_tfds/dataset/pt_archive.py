@@ -62,15 +62,15 @@ class _Tail(io.BytesIO):
 
 
 def max_small_bytes(file_size: int) -> int:
-    """Returns the largest size of a *small* member; keys take 1/3000 of a file."""
+    """Returns the largest size of a *small* member."""
+    # Keys take 1/3000 of a file.
     return max(1 << 20, file_size // 100)
 
 
 def read_directory(tail: bytes, file_size: int, name: str) -> tuple[ArchiveMember, ...]:
-    """Reads and checks the directory at the end of a file; returns the members in their order.
+    """Reads the directory in `tail`, the last `TAIL_BYTES` of a file or all of a smaller one.
 
-    `tail` holds the last `TAIL_BYTES` of the file, or all of a smaller one. Raises a ValueError if
-    there is no directory, or torch cannot have written it.
+    Raises a ValueError if there is no directory, or torch cannot have written it.
     """
     try:
         with zipfile.ZipFile(_Tail(tail, file_size)) as archive:
@@ -152,10 +152,7 @@ class Archive:
 
 
 def open_archive(path: str | os.PathLike[str], name: str = '') -> Archive:
-    """Reads the directory and the local headers of a local file, called `name` in errors.
-
-    Raises a ValueError if the file is damaged, or not a `.pt` file.
-    """
+    """Reads the directory and the local headers of a local file, called `name` in errors."""
     with open(path, 'rb', buffering=0) as file:
         return read_archive(file.fileno(), name or os.fspath(path))
 

@@ -60,10 +60,9 @@ class RecordWriter:
             self._write_block()
 
     def write(self, columns: Mapping[str, np.ndarray | Sequence[bytes]]) -> None:
-        """Appends one record for each row of the columns, which have equal lengths.
+        """Appends a `tf.train.Example` for each row of columns of equal lengths.
 
-        A record is a `tf.train.Example` whose features hold one value each. The values of a feature
-        are integers, int64 `(n,)`, or bytes, as a list or as uint8 `(n, size)`.
+        The values of a feature are integers, int64 `(n,)`, or bytes, as a list or uint8 `(n, m)`.
         """
         # These are the bytes of `Example.SerializeToString(deterministic=True)`, unless a feature's
         # name is a prefix of another one: protobuf sorts such names differently.
@@ -89,15 +88,15 @@ class RecordWriter:
                 self._block = np.empty(size, np.uint8)
         if self.num_records % schema.CHUNK_STRIDE == 0:
             self.chunk_offsets.append(self.num_bytes)
-        start = at = self._filled
+        start = offset = self._filled
         view = memoryview(self._block)
         for head, value in zip(heads, values, strict=True):
-            middle, end = at + len(head), at + len(head) + len(value)
-            view[at:middle], view[middle:end] = head, value
-            at = end
+            middle, end = offset + len(head), offset + len(head) + len(value)
+            view[offset:middle], view[middle:end] = head, value
+            offset = end
         # The checksum is computed of arrays, but not of a memoryview.
-        checksum = _packed_crc(self._block[start + HEADER_NBYTES : at])
-        view[at : at + TRAILER_NBYTES] = checksum
+        checksum = _packed_crc(self._block[start + HEADER_NBYTES : offset])
+        view[offset : offset + TRAILER_NBYTES] = checksum
         self.checksums += checksum
         self._filled = start + size
         self.num_bytes += size
@@ -125,30 +124,30 @@ class RecordScan:
         # After a damaged length, nobody knows where the next record begins.
         if self.problem:
             return
-        data, at = self._rest + block, 0
-        while (size := self._check_record(data, at)) and not self.problem:
+        data, offset = self._rest + block, 0
+        while (size := self._check_record(data, offset)) and not self.problem:
             self.num_records += 1
-            at += size
-        self._rest = b'' if self.problem else data[at:]
+            offset += size
+        self._rest = b'' if self.problem else data[offset:]
 
     def end(self) -> None:
         """Checks that the file ends after a whole record."""
         if self._rest:
             self._set_problem('is not whole')
 
-    def _check_record(self, data: bytes, at: int) -> int:
+    def _check_record(self, data: bytes, offset: int) -> int:
         """Checks the record at an offset; returns its bytes in the file, 0 if some are missing."""
-        begin = at + HEADER_NBYTES
+        begin = offset + HEADER_NBYTES
         if begin > len(data):
             return 0
-        packed = data[at : at + 8]
+        packed = data[offset : offset + 8]
         end = begin + struct.unpack('<Q', packed)[0]
-        if data[at + 8 : begin] != _packed_crc(packed) or end - begin > MAX_RECORD_NBYTES:
+        if data[offset + 8 : begin] != _packed_crc(packed) or end - begin > MAX_RECORD_NBYTES:
             self._set_problem('has a damaged length')
         elif end + TRAILER_NBYTES <= len(data):
             if data[end : end + TRAILER_NBYTES] != _packed_crc(data[begin:end]):
                 self._set_problem('has a wrong checksum')
-            return end + TRAILER_NBYTES - at
+            return end + TRAILER_NBYTES - offset
         return 0
 
     def _set_problem(self, problem: str) -> None:
@@ -215,10 +214,7 @@ class RecordLayout:
         )
 
     def _decode_keys(self, window: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Decodes the varints at the ends of some bytes, uint8 `(n, window)`.
-
-        Returns keys, lengths of their varints, and whether they are keys.
-        """
+        """Decodes varints at the ends of rows of bytes: keys, lengths, whether they are keys."""
         # All bytes of a varint but the last have their high bit set; its length stands before it.
         backwards = window[:, : -_MAX_VARINT - 1 : -1]
         length = 1 + (backwards[:, 1:] < 0x80).argmax(axis=1)
@@ -237,9 +233,9 @@ class RecordLayout:
 
 @functools.lru_cache(65536)
 def caption_head(before_key: int, whole: int) -> bytes | None:
-    """Returns the bytes of a record before its caption; None if no record has these sizes.
+    """Returns the bytes before the caption in a record with `whole` bytes, of these before its key.
 
-    The sizes, in bytes, are those of the part before the key and of the whole record.
+    Returns None if no record has these sizes.
     """
     payload = _size_behind(lambda size: _tag(1, size), whole)
     example = b'' if payload is None else _tag(1, payload)

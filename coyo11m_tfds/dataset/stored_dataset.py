@@ -158,10 +158,7 @@ class StoredDataset:
 
     @property
     def latents(self) -> tuple[str, tuple[int, ...]]:
-        """Dtype, one of `schema.LATENT_DTYPES`, and shape `(crops, C, H, W)` of the latents.
-
-        Raises a ValueError if there are no latents, or they have another dtype or rank.
-        """
+        """Dtype, one of `schema.LATENT_DTYPES`, and shape `(crops, C, H, W)` of the latents."""
         column = self.columns.get(schema.LATENTS)
         if isinstance(column, InPlaceColumn):
             return column.dtype, column.shape
@@ -220,11 +217,7 @@ class StoredDataset:
             )
 
     def split(self, name: str) -> IndexedSplit | None:
-        """Returns a split with its chunk index, read at the first call; None without an index.
-
-        Raises a ValueError if the split does not exist, or its index is damaged or belongs to other
-        shards, and an OSError if the index is missing although the record of checksums names it.
-        """
+        """Returns a split with its chunk index, read at the first call; None without an index."""
         # 'train[:50%]' is a part of 'train'.
         if self.splits and name.partition('[')[0] not in self.splits:
             raise ValueError(f'{self.folder}: has no split {name!r}, only {list(self.splits)}')
@@ -256,12 +249,9 @@ class StoredDataset:
         return f'{name} {json_digest.sha256([name, source, *lengths])[:16]}'
 
     def stats(self, text: texts.TextSpec = '') -> DatasetStats:
-        """Returns the statistics of the latents and of a text, or of a mixture of texts.
-
-        A data set without statistics, such as a mocked one, gets mean 0, standard deviation 1 and a
-        warning in the log. Raises the ValueErrors of `texts.resolve_texts` and `latents`.
-        """
+        """Returns the statistics of the latents and of a text, or of a mixture of texts."""
         metadata = self.metadata
+        # A mocked data set has none.
         if schema.META_LATENT_MEAN not in metadata:
             logging.warning('%s has no latent statistics: taking mean 0, std 1', self.full_name)
         dtype, shape = self.latents
@@ -327,7 +317,7 @@ def open_data(data: Data) -> StoredDataset:
     folder = os.fspath(data if builder is None else builder.data_dir).rstrip('/')
     info_content = manifest.read_small_file(f'{folder}/{schema.INFO_FILE}')
     if info_content is not None:
-        return _open_folder(folder, info_content, builder)
+        return _open_data_folder(folder, info_content, builder)
     if builder is None:
         advice = 'there is no such folder; build the data set with `tfds build coyo11m_tfds`'
         if storage.open_folder(folder).exists():
@@ -339,7 +329,7 @@ def open_data(data: Data) -> StoredDataset:
     return StoredDataset(folder, info.full_name, {}, features, info.metadata or {}, {}, builder)
 
 
-def _open_folder(folder: str, info: bytes, builder: Any) -> StoredDataset:
+def _open_data_folder(folder: str, info: bytes, builder: Any) -> StoredDataset:
     try:
         splits = {split.name: split for split in parse_splits(info)}
         names = map(json.loads(info).get, ('name', 'configName', 'version'))
@@ -380,10 +370,8 @@ def _parse_object(data: bytes) -> dict:
 
 
 def strip_alternative_formats(info: bytes) -> bytes:
-    """Returns the content of `schema.INFO_FILE` as the build wrote it.
-
-    TFDS's `convert_format` converts a data set in place by adding files, and their format here.
-    """
+    """Returns the content of `schema.INFO_FILE` as the build wrote it."""
+    # TFDS's `convert_format` converts a data set in place by adding files, and their format here.
     return re.sub(rb'\n *"alternativeFileFormats": \[[^]]*\],', b'', info, count=1)
 
 

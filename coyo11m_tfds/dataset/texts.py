@@ -26,10 +26,7 @@ _MAX_WEIGHT = 1e9
 
 
 def parse_text_weights(spec: TextSpec) -> dict[str, float]:
-    """Returns the weights of texts by name, in their order; '' is the text in the records.
-
-    Takes the form of `SYNTAX`, or a mapping of names to weights; ValueError for another form.
-    """
+    """Returns the weights of texts by name, in their order; '' is the text in the records."""
     if isinstance(spec, Mapping):
         pairs: list[tuple[Any, Any]] = list(spec.items())
     else:
@@ -174,11 +171,7 @@ def resolve_texts(
     in_records: Text,
     columns: Mapping[str, Column],
 ) -> TextMixture:
-    """Returns the texts of a specification; `in_records` is the text in the records.
-
-    Raises a ValueError if the specification is malformed, a text does not exist, or texts are of
-    different kinds.
-    """
+    """Returns the texts of a specification; `in_records` is the text in the records."""
     weights = parse_text_weights(spec)
     mixed_texts = []
     for name in weights:

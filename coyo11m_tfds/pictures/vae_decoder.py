@@ -116,11 +116,9 @@ def _vae_folder(model: str) -> pathlib.Path:
 
 
 class VaeDecoder:
-    """Turns raw latents into pictures, on one device.
+    """Turns raw latents of `channels` channels into pictures, on one device.
 
-    Attributes:
-        channels: Number of channels of the latents.
-        factor: Pixels in each direction for one latent position.
+    One latent position becomes `factor` pixels in each direction.
     """
 
     def __init__(self, config: Mapping[str, Any], weights: Mapping[str, np.ndarray], path: str):
@@ -153,10 +151,7 @@ class VaeDecoder:
         return np.round((np.clip(self.decode(latents), -1, 1) + 1) * 127.5).astype(np.uint8)
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
-        """Decodes raw latents `(n, C, H, W)` to float32 `(n, factor * H, factor * W, 3)`.
-
-        Black is -1, white is 1; values may lie outside.
-        """
+        """Decodes raw latents to float32 `(n, factor * H, factor * W, 3)`; black is -1, white 1."""
         pictures = []
         for first in range(0, len(latents), _BATCH):
             batch = np.moveaxis(np.asarray(latents[first : first + _BATCH], np.float32), 1, -1)

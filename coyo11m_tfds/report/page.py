@@ -59,28 +59,18 @@ _PAGE = _TEMPLATES.get_template('page.html')
 
 
 class BuildReport:
-    """The report of a build.
-
-    Args:
-        name: Data set, config and version.
-        shards: Records and bytes of each shard, by split.
-        metadata: Metadata of `dataset_info`, with the keys `schema.META_*`.
-        in_place: Whether the latents stay in the source.
-
-    Attributes:
-        content: Content of `report.json`; the counts of its histograms are as in `ShardStatistics`.
-        previews: Records to show, evenly spaced.
-    """
+    """The report of a build: `content` is that of `report.json`, `previews` are records to show."""
 
     def __init__(
         self,
         name: str,
-        shards: Mapping[str, Sequence[tuple[int, int]]],
+        shards: Mapping[str, Sequence[tuple[int, int]]],  # records and bytes of each, by split
         statistics: Mapping[str, ShardStatistics],
         dropped: DropCounts,
-        metadata: Mapping[str, Any],
-        in_place: bool = False,
+        metadata: Mapping[str, Any],  # of `dataset_info`, with the keys `schema.META_*`
+        in_place: bool = False,  # whether the latents stay in the source
     ):
+        # Evenly spaced over the previews of all shards.
         candidates = [preview for split in statistics.values() for preview in split.previews]
         count = min(NUM_PREVIEWS, len(candidates))
         self.previews = [candidates[i * len(candidates) // count] for i in range(count)]
@@ -148,12 +138,9 @@ class BuildReport:
 
 
 def render_page(content: Mapping[str, Any], previews: Sequence[Preview], vae: str = '') -> str:
-    """Returns the HTML page of a report.
+    """Returns the page of the content of `report.json`, with `previews` as records to show.
 
-    Args:
-        content: Content of `report.json`.
-        previews: Records to show.
-        vae: Name of the VAE that decoded their pictures; '' for the linear map of `latent_rgb`.
+    `vae` names the VAE that decoded their pictures; '' stands for the linear map of `latent_rgb`.
     """
     train = content['splits'][schema.TRAIN]
     counts = {reason: entry['rows'] for reason, entry in content['dropped'].items()}
@@ -169,12 +156,10 @@ def render_page(content: Mapping[str, Any], previews: Sequence[Preview], vae: st
     )
 
 
-def quantiles(caption_histogram: np.ndarray) -> dict[str, int] | None:
-    """Returns quantiles of the captions' lengths in bytes; None without captions.
-
-    A quantile is the least length that at least its share of the captions does not exceed, or
-    `stats.LONG_CAPTION` if that is less.
-    """
+def _quantiles(caption_histogram: np.ndarray) -> dict[str, int] | None:
+    """Returns quantiles of the captions' lengths in bytes; None without captions."""
+    # A quantile is the least length that at least its share of the captions does not exceed, or
+    # `stats.LONG_CAPTION` if that is less.
     cumulative = np.cumsum(caption_histogram)
     if not cumulative[-1]:
         return None
@@ -196,7 +181,7 @@ def _histograms(split: ShardStatistics) -> dict[str, Any]:
     edges = np.arange(0, len(lengths), min(16, 1 << max(0, longest.bit_length() - 7)))
     return {
         'caption_bytes': {
-            'quantiles': quantiles(lengths),
+            'quantiles': _quantiles(lengths),
             'edges': edges.tolist(),
             'counts': np.add.reduceat(lengths, edges).tolist(),
         },
@@ -260,10 +245,8 @@ def _latent_values(latents: Mapping[str, Any]) -> dict[str, Any] | None:
 def _chart(
     counts: np.ndarray, start: float, step: float, marks: Sequence[float], unit: str
 ) -> dict[str, Any]:
-    """Returns what the page draws: bars, a line at `marks[1]`, a band from `[0]` to `[2]`.
-
-    Along the axis, the unit is a bin of width `step`; heights are percentages of the highest bar.
-    """
+    """Returns what the page draws: bars, a line at `marks[1]`, a band from `[0]` to `[2]`."""
+    # Along the axis, the unit is a bin of width `step`; heights are percentages of the highest bar.
     bars = [
         {
             'bin': number,
