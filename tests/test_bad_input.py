@@ -54,16 +54,6 @@ def patch(path: pathlib.Path, place: bytes, new: bytes) -> None:
     path.write_bytes(content[:at] + new + content[at + len(new) :])
 
 
-@pytest.mark.parametrize('bad_data', ['drop', 'stop'])
-def test_latents_that_were_not_copied_yet(source, bad_data):
-    """As of a download into a file of full size: zeros are finite numbers."""
-    path = made_sources.latents_file(source, 1)
-    with path.open('r+b') as file:
-        file.seek(path.stat().st_size // 2)
-        file.write(bytes(50_000))
-    assert_refused(source, path, 'is damaged or still being copied', bad_data=bad_data)
-
-
 def test_a_damaged_key_is_told_before_anything_is_written(source):
     """Even one that has become the key of another caption."""
     path = made_sources.latents_file(source, 1)

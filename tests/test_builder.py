@@ -73,19 +73,6 @@ def test_latents_keep_the_dtype_of_the_source(tmp_path, dtype):
         assert examples[key]['latents'].tobytes() == latents.view(torch.uint8).numpy().tobytes()
 
 
-def test_text_embeddings_inside_the_pt_files_are_used_if_asked_for(tmp_path):
-    embeddings = torch.randn(20, 9).bfloat16()
-    source = made_sources.write_source(
-        tmp_path / 'source', [range(20)], replace={'embeddings': embeddings}
-    )
-    made = build(source, tmp_path / 'out', name='with', text_embeddings='pt')
-    assert made.info.metadata['text_encoder'] == 'pt'
-    for key, example in read(made, 'train').items():
-        np.testing.assert_array_equal(example['text_embedding'], embeddings[key].half().numpy())
-
-    assert 'text_embedding' not in build(source, tmp_path / 'out', name='without').info.features
-
-
 def test_everything_tfds_says_about_the_splits_is_true(mini_dataset):
     builder = tfds.builder_from_directory(mini_dataset)
     for split in builder.info.splits.values():
@@ -112,7 +99,7 @@ def test_tfds_load_finds_it_by_name(mini_dataset):
 
 def test_the_builders_own_class_reads_what_is_on_disk(tmp_path):
     """It cannot know dtype and width from its config, so it must take them from the files."""
-    embeddings = torch.ones(20, 9)
+    embeddings = torch.randn(20, 9).bfloat16()
     source = made_sources.write_source(
         tmp_path / 'source', [range(20)], 'bfloat16', {'embeddings': embeddings}
     )
@@ -125,6 +112,9 @@ def test_the_builders_own_class_reads_what_is_on_disk(tmp_path):
         assert spec['latents'].dtype == tf.bfloat16
         assert spec['text_embedding'].shape == (9,)
         assert builder.info.metadata['text_embedding_dim'] == 9
+        assert builder.info.metadata['text_encoder'] == 'pt'
+        for key, example in read(builder, 'train').items():
+            np.testing.assert_array_equal(example['text_embedding'], embeddings[key].half().numpy())
 
 
 def test_a_built_data_set_is_reused_unless_it_is_to_be_overwritten(tmp_path):

@@ -229,16 +229,6 @@ def test_killed_before_any_step(tmp_path, monkeypatch):
     assert {check_and_mend(place) for place in places} == {OLD, '', NEW}
 
 
-def test_what_can_be_resumed_is_told_and_stays(final, caplog):
-    build_all(final, OLD)
-    write(final, NEW)
-    left = storage.open_folder(final, to_write=True).sizes()
-    with caplog.at_level('INFO', logger='absl'):
-        data_folder.tidy(final)
-    assert f'build {NEW} was interrupted and has left ' in caplog.text
-    assert storage.open_folder(final, to_write=True).sizes() == left
-
-
 def test_nothing_but_a_look_where_nothing_is_left(final, monkeypatch):
     build_all(final, OLD)
 

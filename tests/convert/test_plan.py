@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.convert import plan
-from coyo11m_tfds.convert.tasks import ShardTask
 from coyo11m_tfds.source import pt_file
 from tests import made_sources
 from tests.convert.plans import make_plan, planned_keys, write
@@ -103,28 +102,6 @@ def test_small_files_are_grouped_and_large_ones_are_alone(sizes, shard_bytes):
         if 2 * total < shard_bytes:  # only where no small file is beside it
             assert files.start == 0 or sizes[files.start - 1] > shard_bytes
             assert files.stop == len(sizes) or sizes[files.stop] > shard_bytes
-
-
-def test_many_small_files_share_a_few_shards(tmp_path):
-    files = [range(5 * n, 5 * n + 5) for n in range(60)]
-    source = made_sources.write_source(tmp_path / 'source', files)
-    made = make_plan(source, tmp_path / 'out', shard_bytes=2_000_000)
-    groups: dict[int, dict[str, ShardTask]] = {}
-    for task in made.tasks:
-        assert groups.setdefault(task.group, {}).setdefault(task.split, task) is task
-    assert 300 * 24576 / 3_000_000 < len(groups) < 300 * 24800 / 1_000_000
-    for tasks in groups.values():
-        assert 1_000_000 <= sum(task.num_bytes for task in tasks.values()) <= 4_000_000
-        assert tasks.keys() == {schema.TRAIN, schema.VALIDATION}
-    of_groups = [
-        {part.file.path for task in tasks.values() for part in task.parts}
-        for tasks in groups.values()
-    ]
-    assert sum(map(len, of_groups)) == len(set.union(*of_groups)) == 60
-    splits = planned_keys(made)
-    train = plan.unit_hash(np.arange(300)) >= 0.2
-    assert joined(splits[schema.TRAIN]) == np.flatnonzero(train).tolist()
-    assert joined(splits[schema.VALIDATION]) == np.flatnonzero(~train).tolist()
 
 
 def test_large_files_of_which_little_is_kept_are_not_fetched_together(tmp_path):
