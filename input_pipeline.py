@@ -253,6 +253,7 @@ def train_arrays(
     """
     from coyo11m_tfds.reading import to_device
 
+    # Whoever gives these too gets an error from `to_device` if they do not fit.
     index, count = to_device.process_share(sharding)
     arguments.setdefault('process_index', index)
     arguments.setdefault('process_count', count)
@@ -284,9 +285,11 @@ def planned_batches(plan: ReadPlan, start: Mapping[str, Any] | None = None) -> B
     Raises:
         ValueError, OSError: As `train_batches`.
     """
+    # The plan of another position needs no other order.
     if start is not None:
         plan = plan._replace(cursor=plan.cursor.at(start))
     if plan.engine == TF_DATA:
+        # TensorFlow takes seconds to import, and the other engines do without.
         from coyo11m_tfds.reading import tf_data
 
         return tf_data.read_train_dataset(plan)

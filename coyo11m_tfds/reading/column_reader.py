@@ -99,6 +99,7 @@ class ColumnReader:
     def locate(self, number: np.ndarray) -> np.ndarray:
         """Returns the addresses of the pieces of some records' values, int64 `(n, pieces)`."""
         file, row, begin = self._offsets(number)
+        # All pieces of a row are in one file.
         piece_files = np.repeat(file, begin.shape[1])
         address, limit = self._files.locate(piece_files, begin.ravel(), self._nbytes)
         outside = limit - address < self._nbytes
@@ -142,6 +143,7 @@ class ColumnReader:
         ranges: list[list[Range]] = [[] for _ in first]
         for begin in begins.T:
             end = begin + self._nbytes
+            # A request costs a round trip, so small gaps are read over.
             gap = begin[1:] - end[:-1]
             is_apart = (np.diff(run) != 0) | (np.diff(file) != 0) | (gap < 0) | (gap > _GAP)
             starts = np.flatnonzero(np.concatenate([[True], is_apart])[: len(run)])

@@ -73,6 +73,7 @@ def _open_split(stored: StoredDataset, name: str, engine: str) -> OpenedSplit | 
                 f'and a chunk index of split {name!r}: set engine={CHUNKS!r}'
             )
         return None
+    # Others are read by chunks unless the caller wants an error.
     can_map = stored.can_map and len(split.index.shard_lengths) <= MAX_FILES
     return OpenedSplit(split, engine == ROWS or (can_map and engine != CHUNKS))
 
@@ -157,6 +158,7 @@ class SplitReader:
 def _read_rows(
     reader: RowReader, blocks: Iterator[RecordBlock], counter: ReadCounter | None
 ) -> Iterator[LazyBatch]:
+    # The first block has no block before it that could announce its rows.
     block = next(blocks, None)
     if block is not None:
         for file_range in reader.ranges_ahead(block.shard.ravel(), block.record.ravel()):
@@ -244,6 +246,7 @@ class _ChunkReader:
         begins = np.flatnonzero(~touches)
         end = first[np.append(begins[1:], len(pieces)) - 1] + self._piece
         chunk_numbers = (np.cumsum(~touches) - 1)[inverse]
+        # Rows are gathered chunk by chunk, and each chunk is freed after its last row.
         rows = np.argsort(chunk_numbers, kind='stable')
         chunks = self._chunk_ranges(shard[begins], first[begins], end)
         return _ChunkedBlock(block, chunks, rows, chunk_numbers[rows])

@@ -26,6 +26,7 @@ def kept_records(options: ReadOptions) -> KeptRecords | None:
     source, split = options.source, options.stored.split(options.split)
     if source.where is None or split is None:
         return None
+    # A run plans, trains and evaluates with the same source: it reads the columns once.
     if options.split not in source.kept:
         lengths = split.index.shard_lengths
         read_keys = functools.partial(_read_split_keys, options, int(lengths.sum()))
@@ -106,6 +107,7 @@ class EvalReader(SplitReader):
             )
         self.num_batches = -(-num_records // options.batch_size)
         per_process = self.num_batches * options.local_batch_size
+        # Consecutive records, so that each process reads few chunks of the others.
         self._own_records = range(num_records)[options.process_index * per_process :][:per_process]
         text = options.stored.choose_texts(options.text).first
         super().__init__(options, opened, text, middle_crop=True, with_mask=True)
@@ -116,6 +118,7 @@ class EvalReader(SplitReader):
         records = self._own_records[start * size :]
         blocks = eval_blocks(self._lengths, records.start, records.stop, size, self._kept)
         empty = {name: np.zeros(*spec) for name, spec in self.spec(0).items()}
+        # Processes at the end of the split have fewer records, but as many batches.
         batches = itertools.chain(
             self.read_blocks(blocks, self.options.parallel_reads), itertools.repeat(empty)
         )

@@ -48,9 +48,11 @@ class BatchFeatures:
             DROP_TEXT: ArraySpec((), np.dtype(bool)),
             MASK: ArraySpec((), np.dtype(bool)),
         }
+        # A sample shows one of the stored crops.
         if schema.LATENTS in rows:
             shape, dtype = rows[schema.LATENTS]
             rows[schema.LATENTS] = ArraySpec(shape[1:], dtype)
+        # Tokens of several texts are padded to the longest.
         if self.text:
             dtype = np.dtype(schema.TEXT_DTYPES[self.text.feature])
             rows[self.text.feature] = ArraySpec((self.text.size,), dtype)

@@ -69,6 +69,7 @@ class FencedMemory:
     def gather(self, addresses: np.ndarray, nbytes: int) -> np.ndarray:
         """Copies `nbytes` bytes from each address; returns void `(n,)` with items of this size."""
         self._check(addresses, addresses + nbytes)
+        # NumPy refuses arrays whose items could reach beyond 2**63 bytes.
         pieces = range(0, nbytes, _GATHERED_AT_ONCE)
         if len(pieces) == 1:
             return self._gather_unchecked(addresses, nbytes)
@@ -135,6 +136,7 @@ class MemoryRanges:
     def gather(self, addresses: np.ndarray, nbytes: int) -> np.ndarray:
         """Like `FencedMemory.gather`, for an address in the range of each row."""
         is_inside = (addresses >= self._begin) & (addresses + nbytes <= self._end)
+        # Zeros are no valid header and no valid record: the reader notices them.
         safe = np.where(is_inside, addresses, self._memory.zeros)
         return self._memory._gather_unchecked(safe, nbytes)
 

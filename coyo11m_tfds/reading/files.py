@@ -113,6 +113,7 @@ class MappedFiles:
     def check_unchanged(self, numbers: np.ndarray) -> None:
         """Checks that open files are unchanged, each at most once a second."""
         now = time.monotonic()
+        # A batch may touch hundreds of files, too many to look at for each batch.
         due = np.unique(numbers[self._check_times[numbers] < now - _CHECK_SECONDS])
         for number in due.tolist():
             path, opened_state = self.path_of(number), self._states[number]
@@ -221,6 +222,7 @@ class FetchedFiles:
 
     def take(self, ranges: Iterable[Range]) -> None:
         """Waits for requested ranges; after that `locate` knows their addresses."""
+        # Blocks that share a chunk take it twice.
         for key in ranges:
             if key not in self._data:
                 self._hold(key, self._in_flight.pop(key).result())
@@ -230,6 +232,7 @@ class FetchedFiles:
     def fetch_again(self, ranges: Iterable[Range]) -> None:
         """Fetches ranges anew, because their bytes may have been changed on their way."""
         for key in ranges:
+            # Fetched before the old bytes are freed, so that both have addresses of their own.
             data = self._fetch(key)
             self.drop([key])
             self._hold(key, data)
@@ -290,6 +293,7 @@ class FetchedFiles:
         file = self._added.get(number)
         if file:
             data = file.read_range(begin, end - begin)
+            # The read itself notices a change of an object in a bucket, but not of a local file.
             if not file.is_unchanged():
                 raise _changed_error(file.path, file.size, os.path.getsize(file.path))
             return data

@@ -117,6 +117,7 @@ def _compile_comparison(left: ast.expr, kind: ast.cmpop, right: ast.expr) -> _Pr
         return is_in if isinstance(kind, ast.In) else lambda columns: ~is_in(columns)
     if type(kind) not in _COMPARE:
         raise ValueError(f'{text!r} does not compare numbers')
+    # It would hold for all records or for none: a slip of the pen.
     if not any(isinstance(side, ast.Name) for side in (left, right)):
         raise ValueError(f'{text!r} compares no column')
     compare, first, second = _COMPARE[type(kind)], _value_getter(left), _value_getter(right)
@@ -133,6 +134,7 @@ def _value_getter(node: ast.expr) -> Callable[[Columns], Any]:
     """Returns a function that looks up a column or returns a constant."""
     if isinstance(node, ast.Name):
         return operator.itemgetter(node.id)
+    # Python parses a negative number as the negation of a positive one.
     sign = 1
     while isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         sign, node = -sign, node.operand
@@ -219,6 +221,7 @@ def find_kept(
         else _read_column(stored, name, split, num_records)
         for name in condition.names
     }
+    # Block by block: all columns of a large split would take too much memory.
     blocks = zip(*columns.values(), strict=True)
     is_kept = (condition.evaluate(dict(zip(columns, x, strict=True))) for x in blocks)
     kept = KeptRecords(shard_lengths, (np.ma.filled(x, False) for x in is_kept))

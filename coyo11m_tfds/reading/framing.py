@@ -29,10 +29,12 @@ def locate_records(
     begin = np.zeros((len(start), schema.CHUNK_STRIDE), np.int64)
     end = np.zeros_like(begin)
     header_start, is_valid = start.copy(), count > 0
+    # The runs are many, and each has few records: a step of NumPy for each number in a run.
     for number in range(int(count.max(initial=0))):
         is_valid &= (number < count) & (header_start + records.HEADER_NBYTES <= limit)
         header = runs.gather(header_start, records.HEADER_NBYTES).view(_HEADER)
         length = header['length']
+        # The CRC below takes lengths of 32 bits, and a damaged length may be any number.
         is_valid &= length <= records.MAX_RECORD_NBYTES
         is_valid &= _length_crc(length) == header['crc']
         record_start = header_start + records.HEADER_NBYTES

@@ -95,6 +95,7 @@ class BatchShares:
                 begins, [*begins[1:], math.inf], self._weights, strict=True
             )
         ]
+        # Its data would be opened for nothing, perhaps because of a slip.
         for name, *counts in zip(self._names, *(x.counts for x in self.stages), strict=True):
             if not any(counts):
                 raise ValueError(f'source {name!r} has weight 0 in every stage: leave it out')
@@ -106,6 +107,7 @@ class BatchShares:
     def advance(self, position: Position, step: int) -> Position:
         """Returns the position of `step`, which must not be before `position`."""
         begin, samples = position
+        # Shares are constant within a stage, so there is a sum for each stage.
         while begin < step:
             stage = self.stage(begin)
             end = step if step < stage.end else int(stage.end)
@@ -125,6 +127,7 @@ class BatchShares:
         shape_weights = [Fraction(0)] * (max(self._shapes) + 1)
         for weight, shape in zip(weights, self._shapes, strict=True):
             shape_weights[shape] += weight
+        # Batches have one shape: a source competes only with others of its shape.
         counts = [0] * len(weights)
         for shape, total in enumerate(shape_weights):
             members = [i for i, x in enumerate(self._shapes) if x == shape and weights[i]]
@@ -172,6 +175,7 @@ class BatchShares:
             shares.append(f'{name} {float(share):.4g}{note}')
         if is_exact:
             return f'shares {", ".join(shares)}'
+        # Shares of a batch are multiples of 1/per_lane within each shape.
         denominators = [
             (weights[i] / sum(weights[j] for j in stage.members(shape))).denominator
             for shape in set(stage.cycle.tolist())

@@ -70,6 +70,7 @@ class ReadOptions:
     text: texts.TextSpec = ''
 
     def __post_init__(self):
+        # First of all, because the checks compare numbers.
         arguments.convert_fields(self)
         if not self.features:
             raise ValueError("features=() names no feature; features=('key',) works")
@@ -131,9 +132,11 @@ class ReadOptions:
         batch_size, count = self.batch_size, self.process_count
         if not 0 <= self.process_index < count:
             raise ValueError(f'process_index={self.process_index} is not in [0, {count})')
+        # Each process has the same number of lanes, and each lane gives equally many samples.
         shared = count if lanes is None else lanes
         if batch_size > 0 and shared > 0 and not (batch_size % shared or shared % count):
             return
+        # The nearest batch size that works, and then the nearest number of lanes that divides it.
         fitting_size = max(1, round(batch_size / count)) * count
         problem, advice = f'batch_size={batch_size}', f'batch_size={fitting_size}'
         if lanes is not None:

@@ -130,6 +130,7 @@ class Order:
         window = np.arange(first // self.window, -(-(first + end - begin) // self.window))
         lane = np.array(lanes)[:, None]
         position = window[:, None] * self.window + self._permute_windows(epoch, lane, window)
+        # Windows are permuted whole, also if only some of their samples are needed.
         skip = first - window[0] * self.window
         position = position.reshape(len(lanes), -1)[:, skip : skip + end - begin]
         shard, record = self._epoch_stream(epoch).locate(lane * self.lane_length + position)

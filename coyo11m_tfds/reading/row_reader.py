@@ -72,6 +72,7 @@ class RowReader:
 
     def locate(self, epoch: np.ndarray, shard: np.ndarray, record: np.ndarray) -> LocatedRecords:
         """Locates records in memory; `epoch` is the epoch that reads each. All are int64 `(n,)`."""
+        # Records of one run are located together, as the index has an offset for each run.
         runs, run_index = np.unique(_run_keys(shard, record), return_inverse=True)
         shards, first, count, offset, nbytes = self._run_ranges(runs)
         start, limit = self._files.locate(shards, offset, nbytes)
@@ -124,9 +125,11 @@ class RowReader:
         self._files.check_unchanged(located.shard)
         for column in self.columns.values():
             column.check_unchanged(located.number)
+        # After the checksums, because damage changes the layout too.
         self._check_layout(located, good)
         if not good.all():
             self._report_bad(located, np.flatnonzero(~good))
+        # The key of a bad record is undefined, and choices by it would be too.
         keys = np.where(good, located.values.keys, 0)
         names, crops = self._features.array_names, None
         if schema.LATENTS in names or CROP in names:
@@ -238,6 +241,7 @@ class RowReader:
         addresses = pieces[:, 0]
         if crops is not None:
             crops_per_piece, shape = shape[0] // pieces.shape[1], shape[1:]
+            # A `.pt` file may keep each crop apart, as a piece of the row.
             piece, index_in_piece = np.divmod(crops, crops_per_piece)
             crop_nbytes = dtype.itemsize * math.prod(shape)
             addresses = pieces[np.arange(len(good)), piece] + index_in_piece * crop_nbytes

@@ -77,6 +77,7 @@ def _open_mix_source(description: Any) -> MixSource:
         raise ValueError(f'mix has {description!r}: expected {SYNTAX}')
     for name in fields.keys() & _TYPES.keys():
         fields[name] = arguments.convert(f'mix: {name}', fields[name], _TYPES[name])
+    # After the cheap checks: opening reads files, perhaps of a bucket.
     stored = open_data(fields.pop('dir'))
     if 'where' in fields:
         fields['where'] = filters.Condition.parse(fields['where'])
@@ -115,6 +116,7 @@ def choose_texts(
     mixtures = [x.stored.choose_texts(text if x.text is None else x.text) for x in sources]
     if not schema.TEXT_DTYPES.keys() & set(features):
         return mixtures
+    # One model reads all of them, so all must come from one encoder.
     first = mixtures[0].texts[0]
     for source, mixture in zip(sources, mixtures, strict=True):
         if mixture.texts[0].kind != first.kind:
@@ -140,6 +142,7 @@ def mix_stats(sources: Sequence[MixSource], text: texts.TextSpec) -> DatasetStat
         means, stds = ([getattr(x, name).astype(np.float64) for x in stats] for name in names)
         mean_and_std = texts.mix_moments(means, stds, [x.weight for x in sources])
         moments |= {n: x.astype(np.float32) for n, x in zip(names, mean_and_std, strict=True)}
+    # 0 means no limit, which is more than any.
     limits = [x.text_max_tokens for x in stats]
     return dataclasses.replace(
         stats[0],
@@ -174,6 +177,7 @@ def check_latents(sources: Sequence[MixSource]) -> None:
             f'{_format(std)} in each channel, those of {with_stats[0].stored.folder} '
             f'{_format(first_mean)} and {_format(first_std)}'
         )
+        # Another number of channels is another VAE, whatever `same_vae` says.
         if len(mean) != len(first_mean):
             raise ValueError(f'{problem}: expected latents of one VAE')
         std_ratio = np.maximum(std, first_std) / np.maximum(np.minimum(std, first_std), 1e-12)

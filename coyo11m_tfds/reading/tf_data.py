@@ -50,6 +50,7 @@ def make_train_dataset(plan: training.ReadPlan) -> tf.data.Dataset:
     if has_latents and len({x.stored.latents[0] for x in plan.sources}) > 1:
         raise ValueError('a tf.data.Dataset has latents of one dtype: read with train_batches')
 
+    # TensorFlow keeps generator functions for ever; they must not keep the reader.
     proxy = weakref.proxy(reader)
 
     def read_lane(lane: int) -> Iterator[dict[str, np.ndarray]]:
@@ -68,6 +69,7 @@ def make_train_dataset(plan: training.ReadPlan) -> tf.data.Dataset:
         return {name: tf.reshape(x, shapes[name]) for name, x in batch.items()}
 
     lanes = options.own_lanes
+    # One generator a lane, so that the lanes are read in parallel threads.
     samples = tf.data.Dataset.range(lanes.start, lanes.stop).interleave(
         _no_autograph(lane_dataset), cycle_length=len(lanes), num_parallel_calls=len(lanes)
     )
@@ -170,6 +172,7 @@ def _shuffled_batches(plan: training.ReadPlan) -> tf.data.Dataset:
         raise ValueError(
             f'{options.stored.folder}: split {options.split!r} has fewer records than processes'
         )
+    # A buffer larger than the data would take memory and shuffle no better.
     buffer = min(num_examples, _SHUFFLE_BUFFER)
     shuffled = examples.shuffle(buffer, seed, reshuffle_each_iteration=True)
     start = plan.cursor.position.samples[0]
@@ -231,6 +234,7 @@ def _choose_samples(
     def choose(epoch: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return features.choose_crops(epoch, keys, num_crops), features.choose_drops(epoch, keys)
 
+    # The hashes are NumPy's, so that the choices equal those of the other engines.
     choices = tf.numpy_function(choose, [epoch, batch[schema.KEY]], [tf.int64, tf.bool])
     crops, drops = (tf.ensure_shape(x, epoch.shape) for x in choices)
     crop_positions = tf.cast(crops - schema.middle_crop(num_crops), tf.int32)

@@ -36,6 +36,7 @@ class Arrays(Resumable[dict[str, jax.Array]]):
         cursor = batches.cursor
 
         def read(start: Cursor) -> Iterator[dict[str, jax.Array]]:
+            # Only `set_state` starts elsewhere than the host's batches are.
             if start is not cursor:
                 batches.seek(start)
             with batches:
@@ -45,6 +46,7 @@ class Arrays(Resumable[dict[str, jax.Array]]):
         self.spec: dict[str, ArraySpec] = {}
         for name, (shape, dtype) in batches.spec.items():
             size = shape[0] * batches.process_count
+            # JAX has no int64 by default, and devices hold no strings.
             if name == schema.KEY:
                 self.spec[name] = ArraySpec((size, 2), np.dtype(np.uint32))
             elif name != schema.CAPTION:
@@ -65,6 +67,7 @@ def process_share(sharding: jax.sharding.Sharding) -> tuple[int, int]:
             f'sharding={sharding!r}: expected a jax.sharding.Sharding, such as NamedSharding(mesh, '
             "PartitionSpec('data'))"
         )
+    # An array with a row for each device shows which rows a process holds.
     count = len(sharding.device_set)
     rows: dict[int, set[int]] = {}
     held_by: Mapping[Any, Any] = sharding.devices_indices_map((count,))
@@ -108,6 +111,7 @@ def to_device(batches, sharding, ahead=2):
     """
     if ahead < 1:
         raise ValueError(f'ahead={ahead} must be at least 1; 2 lets one arrive while one is used')
+    # These have no position: nothing can be resumed.
     if not isinstance(batches, Batches):
         on_host = getattr(batches, 'as_numpy_iterator', lambda: iter(batches))()
         return Ahead((_send(batch, sharding) for batch in on_host), ahead, 'to_device')

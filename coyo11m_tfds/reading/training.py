@@ -13,7 +13,6 @@ from typing import NamedTuple
 from absl import logging
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.reading import damage, memory
 from coyo11m_tfds.reading.batches import ArraySpec, Batch, Batches
 from coyo11m_tfds.reading.engines import OpenedSplit, SplitReader, engine_name, open_splits
@@ -127,37 +126,6 @@ def read_plan(plan: ReadPlan) -> Batches:
     )
 
 
-class _SourceReader(SplitReader):
-    """Reads samples of lanes of one source in the planned order."""
-
-    def __init__(
-        self, options: TrainOptions, opened: OpenedSplit, order: Order, text: texts.TextMixture
-    ):
-        self.order, self._num_own_lanes = order, len(options.own_lanes)
-        super().__init__(
-            options,
-            opened,
-            text,
-            seed=options.seed,
-            caption_dropout=options.caption_dropout,
-            with_mask=options.on_bad_records == damage.SKIP,
-        )
-
-    def read(
-        self, lanes: range, per_lane: int, start: int, stride: int, parallel_reads: int
-    ) -> Iterator[LazyBatch]:
-        """Yields the share of some lanes in every `stride`-th batch, without end.
-
-        A batch takes `per_lane` samples of every lane, the first one those after `start`.
-        """
-        in_flight = len(lanes) * parallel_reads
-        # Readers of single lanes all plan a block before the first batch, so theirs are small.
-        has_all_lanes = len(lanes) == self._num_own_lanes
-        block_rows = 0 if self.is_mapped and has_all_lanes else in_flight * self.options.chunk
-        blocks = train_blocks(self.order, lanes, per_lane, start, stride, block_rows)
-        return self.read_blocks(blocks, in_flight)
-
-
 # Gathers a batch of a mixture, or several, up to a number of steps.
 _GatherSteps = Callable[[float], Batch]
 
@@ -169,12 +137,21 @@ class TrainReader:
         """Raises a ValueError for options that do not fit each other or the data sets."""
         self.plan, self._options = plan, plan.options
         assert plan.splits is not None and plan.orders is not None, 'there is a chunk index'
+        self._orders = plan.orders
+        # Padded to the longest text of all sources, so that their rows fit into one batch.
         mixtures = choose_texts(plan.sources, plan.options.text, plan.options.features)
-        per_source = zip(plan.sources, plan.splits, plan.orders, mixtures, strict=True)
-        self._readers = [
-            _SourceReader(plan.options.for_source(source), split, order, text)
-            for source, split, order, text in per_source
-        ]
+        self._readers = []
+        for source, split, text in zip(plan.sources, plan.splits, mixtures, strict=True):
+            options = plan.options.for_source(source)
+            reader = SplitReader(
+                options,
+                split,
+                text,
+                seed=options.seed,
+                caption_dropout=options.caption_dropout,
+                with_mask=options.on_bad_records == damage.SKIP,
+            )
+            self._readers.append(reader)
         self._check_specs()
         for line in plan.cursor.shares.summary if len(mixtures) > 1 else ():
             logging.info('mixture: %s', line)
@@ -192,7 +169,11 @@ class TrainReader:
         ]
         return memory.MemoryNeed(
             lanes=len(options.own_lanes),
-            window=max(x.order.window for x in readers),
+            window=max(
+                order.window
+                for order, reader in zip(self._orders, self._readers, strict=True)
+                if not reader.is_mapped
+            ),
             in_flight=options.parallel_reads * options.chunk,
             rows_ready=(options.batches_ahead + 1) * options.local_batch_size,
             row_nbytes=sum(row_nbytes),
@@ -218,6 +199,7 @@ class TrainReader:
     ) -> Iterator[Batch]:
         """Yields the batches up to the end of the stage."""
         shapes = sorted(set(stage.cycle.tolist()))
+        # A stride over steps of several shapes is no stride over those of one shape.
         stride = cursor.stride if len(shapes) == 1 else 1
         iterators = {
             shape: self._read_shape(lanes, cursor, stage, shape, stride, steps_per_item)
@@ -245,17 +227,7 @@ class TrainReader:
         # Several steps of a source are located at once, so that the cost of NumPy's calls is as
         # small as in batches of one source.
         steps = steps_per_item or (len(members) if stride == 1 else 1)
-        parallel_reads, per_lane = self._options.parallel_reads, cursor.shares.per_lane
-        iterators = [
-            self._readers[i].read(
-                lanes,
-                stage.counts[i] * steps,
-                cursor.position.samples[i],
-                stride,
-                -(-parallel_reads * stage.counts[i] // per_lane),
-            )
-            for i in members
-        ]
+        iterators = [self._read_source(i, lanes, cursor, stage, stride, steps) for i in members]
         for shares in zip(*iterators, strict=True):
             if len(members) == steps == 1:
                 yield functools.partial(_gather_share, shares[0])
@@ -266,6 +238,22 @@ class TrainReader:
             ]
             for first in range(0, steps, steps_per_item or 1):
                 yield functools.partial(_gather_steps, by_lane, first, steps_per_item or 1)
+
+    def _read_source(
+        self, number: int, lanes: range, cursor: Cursor, stage: Stage, stride: int, steps: int
+    ) -> Iterator[LazyBatch]:
+        """Yields the share of a source in every `stride`-th batch, or in `steps` at once."""
+        options, reader = self._options, self._readers[number]
+        # The sources of a batch share the reads that a lane may have in flight.
+        count = stage.counts[number]
+        in_flight = len(lanes) * -(-options.parallel_reads * count // cursor.shares.per_lane)
+        # Fetched blocks take memory. And readers of single lanes all plan a block before the
+        # first batch.
+        is_small = not reader.is_mapped or len(lanes) < len(options.own_lanes)
+        block_rows = in_flight * options.chunk if is_small else 0
+        start = cursor.position.samples[number]
+        blocks = train_blocks(self._orders[number], lanes, count * steps, start, stride, block_rows)
+        return reader.read_blocks(blocks, in_flight)
 
     def _check_specs(self) -> None:
         """Raises a ValueError if sources have columns of other shapes or dtypes."""
