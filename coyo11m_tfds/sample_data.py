@@ -103,15 +103,6 @@ def drawn_colours(picture: np.ndarray) -> tuple[str | None, str]:
     return shape, names[background]
 
 
-def pixel_coverage(shape: str, x: np.ndarray, y: np.ndarray, radius: np.ndarray) -> np.ndarray:
-    """Returns the share of every pixel of a crop inside one of `SHAPES`, float32 `(n, 32, 32)`.
-
-    Centres are in pixels from the left of the crop and from the top, as the radius float32 `(n,)`.
-    """
-    size = schema.LATENT_SHAPE[-1]
-    return _picture_coverage([shape] * len(x), np.stack([x, y, radius], axis=1))[:, :, :size]
-
-
 def make_sample(
     out_dir: str | os.PathLike,
     num_samples: int = 4096,
@@ -196,7 +187,7 @@ def _make_latents(
 
 def _draw_scenes(scenes: list[Scene], geometry: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Draws scenes as uint8 `(n, _HEIGHT, _WIDTH, 3)` with smooth edges."""
-    cover = _picture_coverage([scene.shape for scene in scenes], geometry)[..., None]
+    cover = pixel_coverage([scene.shape for scene in scenes], geometry)[..., None]
     inside, outside = (
         np.array([COLOURS[getattr(scene, field)] for scene in scenes], np.float32)
         + rng.uniform(-_COLOUR_JITTER, _COLOUR_JITTER, (len(scenes), 3))
@@ -206,8 +197,11 @@ def _draw_scenes(scenes: list[Scene], geometry: np.ndarray, rng: np.random.Gener
     return np.round(np.clip(pictures, 0, 255)).astype(np.uint8)
 
 
-def _picture_coverage(shapes: list[str], geometry: np.ndarray) -> np.ndarray:
-    """The share of every pixel that lies inside the shape, float32 `(n, _HEIGHT, _WIDTH)`."""
+def pixel_coverage(shapes: list[str], geometry: np.ndarray) -> np.ndarray:
+    """Returns the share of every pixel inside one of `SHAPES`, float32 `(n, _HEIGHT, _WIDTH)`.
+
+    `geometry` has x and y of the centres and the radii, in pixels, float32 `(n, 3)`.
+    """
     fine = _OVERSAMPLING
     rows = (np.arange(_HEIGHT * fine, dtype=np.float32) + 0.5) / fine
     columns = (np.arange(_WIDTH * fine, dtype=np.float32) + 0.5) / fine

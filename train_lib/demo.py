@@ -86,8 +86,10 @@ def _possible_outlines(shape: str) -> np.ndarray:
         margin = (1 - _CUT_OFF) * radius
         x = np.arange(margin, _SIZE - margin + _STEP, _STEP)
         y = np.arange(radius, _SIZE - radius + _STEP, _STEP)
-        x, y = (centres.ravel().astype(np.float32) for centres in np.meshgrid(x, y))
-        outlines.append(sample_data.pixel_coverage(shape, x, y, np.full_like(x, radius)))
+        x, y = (centres.ravel() for centres in np.meshgrid(x, y))
+        geometry = np.stack([x, y, np.full_like(x, radius)], 1).astype(np.float32)
+        covers = sample_data.pixel_coverage([shape] * len(geometry), geometry)
+        outlines.append(covers[:, :, :_SIZE])
     return np.concatenate(outlines).reshape(-1, _SIZE**2)
 
 

@@ -22,16 +22,13 @@ def truth():
     # As much of a shape is cut off as in the data at most.
     x = 0.7 * radius + (32 - 1.4 * radius) * rng.random(_COUNT)
     y = radius + (32 - 2 * radius) * rng.random(_COUNT)
-    places = np.stack([x, y, radius], 1).astype(np.float32)[..., None]
-    covers = [
-        sample_data.pixel_coverage(scene.shape, *place)
-        for scene, place in zip(scenes, places, strict=True)
-    ]
+    geometry = np.stack([x, y, radius], 1).astype(np.float32)
+    cover = sample_data.pixel_coverage([scene.shape for scene in scenes], geometry)
+    cover = cover[:, :, :32, None]
     inside, outside = (
         np.array([sample_data.COLOURS[getattr(scene, field)] for scene in scenes])[:, None, None]
         for field in ('colour', 'background')
     )
-    cover = np.concatenate(covers)[..., None]
     pictures = cover * inside + (1 - cover) * outside
     latents = latent_rgb.rgb_to_latents(np.round(pictures).astype(np.uint8)).astype(np.float16)
     return latent_rgb.latents_to_rgb(latents.astype(np.float32)), scenes
