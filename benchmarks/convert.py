@@ -7,6 +7,7 @@ All writers read the same memory-mapped `.pt` files and write key, latents and c
 sample in the fastest way of their documentation. benchmarks/README.md has details and results.
 """
 
+import functools
 import importlib
 import itertools
 import os
@@ -122,18 +123,13 @@ def litdata(source_dir: pathlib.Path, out: pathlib.Path, limit: int) -> None:
     import litdata
 
     litdata.optimize(
-        fn=_litdata_rows,
-        inputs=[(str(source_dir), limit)],  # one worker, so nothing has to be divided
+        fn=functools.partial(_rows, limit=limit),
+        inputs=[source_dir],  # one worker, so nothing has to be divided
         output_dir=str(out),
         chunk_bytes=SHARD_BYTES,
         num_workers=1,
         verbose=False,
     )
-
-
-def _litdata_rows(source_and_limit: tuple[str, int]) -> Iterator[dict[str, Any]]:
-    source_dir, limit = source_and_limit
-    yield from _rows(pathlib.Path(source_dir), limit)
 
 
 def datasets(source_dir: pathlib.Path, out: pathlib.Path, limit: int) -> None:
@@ -169,15 +165,12 @@ def _side(title: str, writer: str, module: str, **options: Any) -> Side:
 
 
 _MODULE = 'coyo11m_tfds.coyo11m_tfds_dataset_builder'
-FOUR_BUILDS = _side(
-    'four data sets in place', 'four_builds', _MODULE, num_workers=1, latents='in_place'
-)
+_IN_PLACE = {'module': _MODULE, 'num_workers': 1, 'latents': 'in_place'}
+FOUR_BUILDS = _side('four data sets in place', 'four_builds', **_IN_PLACE)
 SIDES = {
     'builder': _side('this builder, 1 process', 'builder', _MODULE, num_workers=1),
     'builder2': _side('this builder, 2 processes', 'builder', _MODULE, num_workers=2),
-    'in_place': _side(
-        'latents in place, 1 process', 'builder', _MODULE, num_workers=1, latents='in_place'
-    ),
+    'in_place': _side('latents in place, 1 process', 'builder', **_IN_PLACE),
     'litdata': _side('litdata `optimize`, 1 worker', 'litdata', 'litdata'),
     'datasets': _side('HF `Dataset.from_generator`', 'datasets', 'datasets'),
     'array_record': _side(
