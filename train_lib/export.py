@@ -124,7 +124,7 @@ def draw_example(
         text = np.where(present, ids, -1).astype(np.int32)
         example = {'text': text}
     settings = step.sampling_settings(preview)
-    velocity = step.applied(model, params)
+    velocity = step.bind_params(model, params)
 
     @jax.jit
     def sample(noise: jax.Array, text: Any) -> jax.Array:

@@ -2,11 +2,10 @@
 
 A batch holds `latents` `(b, C, H, W)` raw, `key` uint32 `(b, 2)` and texts: `text_embedding`
 `(b, D)` or, for a model with a vocabulary, `tokens` int32 `(b, T)`, which a frozen encoder may turn
-into hidden states before the model sees them. The model sees embeddings of no numbers in a batch
-without texts. A training batch also holds `drop_text` bool `(b,)` if texts may be dropped, and
-`crop` int32 `(b,)` if images have several. An evaluation batch holds `mask` bool `(b,)`, False for
-rows without a sample, and so does a training batch if unreadable records are skipped. The step for
-a batch without a mask is compiled without masks.
+into hidden states before the model sees them. Without texts the model sees embeddings of no
+numbers. A training batch also holds `drop_text` bool `(b,)` if texts may be dropped, and `crop`
+int32 `(b,)` if images have several. An evaluation batch holds `mask` bool `(b,)`, False for rows
+without a sample, and so does a training batch if unreadable records are skipped.
 
 The weights of a frozen text encoder, or None, are the first argument of the functions, outside of
 the state. This module imports neither TensorFlow nor torch: steps can be measured with JAX alone.
@@ -33,7 +32,7 @@ from train_lib.state import TrainState
 
 Batch = Mapping[str, jax.Array]
 
-_TEXTS = 'text_embedding', 'tokens'  # of a batch
+_TEXT_FEATURES = 'text_embedding', 'tokens'
 
 
 # --- Pure functions -----------------------------------------------------------------------------
@@ -49,7 +48,7 @@ def make_train_step(
     seed: int,
     logit_mean: float,
     logit_std: float,
-    parts: int = 1,
+    accumulate: int = 1,
     encoder: StepEncoder | None = None,
 ) -> Callable[..., tuple[TrainState, TrainMetrics]]:
     """Returns a function from frozen weights, a state and a batch to the next state and metrics.
@@ -61,16 +60,13 @@ def make_train_step(
     Args:
         model: Model that is called as `model(z, t, text, drop_text)`, and with the crop if it has
             several `crops`.
-        tx: Optimizer, which maps gradients to updates of the float32 weights.
         schedule: Learning rate of the optimizer, for the metrics.
-        stats: Statistics by which latents and texts are standardized.
         ema_decay: Decay of the average in a step; smaller in the first steps.
         logit_mean, logit_std: See `flow.logit_normal_times`.
-        parts: Number of parts of the batch over which the gradient is computed in turn.
+        accumulate: Number of slices of the batch over which the gradient is computed in turn.
         encoder: Encoder of tokens, whose weights are frozen; None for a model with its own table.
     """
-    text_of = make_text_of(stats, encoder)
-    told = ('drop_text', 'crop') if getattr(model, 'crops', 1) > 1 else ('drop_text',)
+    conditions = ('drop_text', 'crop') if getattr(model, 'crops', 1) > 1 else ('drop_text',)
 
     def train_step(frozen: Any, state: TrainState, batch: Batch) -> tuple[TrainState, TrainMetrics]:
         noise_rng, time_rng = jax.random.split(jax.random.fold_in(jax.random.key(seed), state.step))
@@ -78,17 +74,18 @@ def make_train_step(
         noise = jax.random.normal(noise_rng, x.shape)
         t = flow.logit_normal_times(time_rng, x.shape[0], logit_mean, logit_std)
         mask = batch.get('mask')
-        given = {name: batch[name] for name in (*_TEXTS, *told) if name in batch}
-        rows = given, x, noise, t, _weights(x.shape[0], mask)
+        inputs = {name: batch[name] for name in (*_TEXT_FEATURES, *conditions) if name in batch}
+        rows = inputs, x, noise, t, _mean_weights(x.shape[0], mask)
 
         def mean_loss(params: Any, rows: Any) -> tuple[jax.Array, jax.Array]:
-            given, x, noise, t, weights = rows
-            text = text_of(frozen, _raw_text(given, len(x)))
-            velocity = _velocity(model, params, text, *map(given.get, told))
+            inputs, x, noise, t, weights = rows
+            # Encoded here and not before, so that hidden states of one slice exist at a time.
+            text = prepare_text(stats, encoder, frozen, _raw_text(inputs, len(x)))
+            velocity = _velocity_at(model, params, text, *map(inputs.get, conditions))
             losses = flow.squared_errors(velocity, x, noise, t)
             return jnp.sum(jnp.where(weights > 0, weights * losses, 0)), losses
 
-        gradient = in_parts(jax.value_and_grad(mean_loss, has_aux=True), parts)
+        gradient = accumulate_gradient(jax.value_and_grad(mean_loss, has_aux=True), accumulate)
         (loss, losses), grads = gradient(state.params, rows)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -96,20 +93,20 @@ def make_train_step(
         # move them by the optimizer's momentum.
         useful = finite if mask is None else finite & jnp.any(mask)
 
-        def changed(new: Any, old: Any) -> Any:
+        def keep_if_useful(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda new, old: jnp.where(useful, new, old), new, old)
 
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         # Chosen before they are averaged: else XLA goes through all weights once more to choose.
-        params = changed(optax.apply_updates(state.params, updates), state.params)
+        params = keep_if_useful(optax.apply_updates(state.params, updates), state.params)
         # As in TensorFlow's ExponentialMovingAverage with `num_updates`: an average over many steps
         # would hold the random first weights for as long.
         decay = jnp.minimum(ema_decay, (1.0 + state.step) / (10.0 + state.step))
         ema_params = optax.incremental_update(params, state.ema_params, 1 - decay)
-        after = state.replace(
+        next_state = state.replace(
             params=params,
-            ema_params=changed(ema_params, state.ema_params),
-            opt_state=changed(opt_state, state.opt_state),
+            ema_params=keep_if_useful(ema_params, state.ema_params),
+            opt_state=keep_if_useful(opt_state, state.opt_state),
             step=state.step + 1,
             skipped=state.skipped + ~finite,
             skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
@@ -120,10 +117,10 @@ def make_train_step(
             grad_norm=grad_norm,
             finite=finite,
             learning_rate=jnp.asarray(schedule(state.step), jnp.float32),
-            skipped_steps=after.skipped,
-            skipped_in_a_row=after.skipped_in_a_row,
+            skipped_steps=next_state.skipped,
+            skipped_in_a_row=next_state.skipped_in_a_row,
         )
-        return after, metrics
+        return next_state, metrics
 
     return train_step
 
@@ -137,24 +134,24 @@ def make_eval_step(
     does not depend on its order, the batch size or the number of hosts. The gain from texts does
     depend on them, because it uses the text of the previous sample in the batch.
     """
-    text_of = make_text_of(stats, encoder)
 
     def eval_step(frozen: Any, params: Any, batch: Batch) -> EvalMetrics:
         x = flow.standardize_latents(batch['latents'], stats)
         noise, t = flow.noise_and_times_of_keys(batch['key'], x.shape[1:], seed)
 
         def losses(text: Any, drop_text: jax.Array | None) -> jax.Array:
-            velocity = _velocity(model, params, text, drop_text)
+            velocity = _velocity_at(model, params, text, drop_text)
             return flow.squared_errors(velocity, x, noise, t)
 
         mask, raw = batch['mask'], _raw_text(batch, len(x))
-        texts = text_of(frozen, raw), batch.get('drop_text')
-        has_before, before = jax.tree.map(lambda rows: jnp.roll(rows, 1, axis=0), (mask, texts))
+        texts = prepare_text(stats, encoder, frozen, raw), batch.get('drop_text')
+        # Each sample also gets the text of the one before, which only real samples have.
+        has_other, others = jax.tree.map(lambda rows: jnp.roll(rows, 1, axis=0), (mask, texts))
         loss = losses(*texts)
         return EvalMetrics.single_from_model_output(
             loss=loss,
-            text_gain=losses(*before) - loss,
-            has_other_text=mask & has_before,
+            text_gain=losses(*others) - loss,
+            has_other_text=mask & has_other,
             time=t,
             mask=mask,
         )
@@ -179,44 +176,40 @@ def make_draw(
     a function of `config.seed` and of its number, which is `first` for the first row.
     """
     _, channels, height, width = stats.latents_shape
-    text_of = make_text_of(stats, encoder)
     settings = sampling_settings(config.preview)
+    # A model that has seen no texts has not learned to ignore one.
     if not (stats.text_dim or stats.vocabulary):
-        settings['guidance'] = 1.0  # no model has learned to ignore a text that is not there
+        settings['guidance'] = 1.0
 
     def draw(frozen: Any, params: Any, texts: jax.Array, first: int | jax.Array) -> jax.Array:
-        def noise_of(number: jax.Array) -> jax.Array:
+        def make_noise(number: jax.Array) -> jax.Array:
             rng = jax.random.fold_in(jax.random.key(config.seed), number)
             return jax.random.normal(rng, (height, width, channels))
 
-        drawn = flow.sample(
-            applied(model, params),
-            jax.vmap(noise_of)(first + jnp.arange(len(texts))),
-            text_of(frozen, texts),
+        latents = flow.sample(
+            bind_params(model, params),
+            jax.vmap(make_noise)(first + jnp.arange(len(texts))),
+            prepare_text(stats, encoder, frozen, texts),
             **settings,
         )
-        return flow.raw_latents(drawn, stats)
+        return flow.raw_latents(latents, stats)
 
     return draw
 
 
-def make_text_of(
-    stats: DatasetStats, encoder: StepEncoder | None
-) -> Callable[[Any, jax.Array], Any]:
-    """Returns a function from frozen weights and raw texts to the texts that the model takes.
+def prepare_text(
+    stats: DatasetStats, encoder: StepEncoder | None, frozen: Any, texts: jax.Array
+) -> Any:
+    """Returns raw texts as the model takes them.
 
     It standardizes embeddings `(b, D)`, and encodes ids, int32 `(b, T)`, if there is an encoder.
     """
-
-    def text_of(frozen: Any, texts: jax.Array) -> Any:
-        if texts.dtype != jnp.int32:
-            return flow.standardize_text(texts, stats)
-        return encoder.encode(frozen, texts) if encoder else texts
-
-    return text_of
+    if texts.dtype != jnp.int32:
+        return flow.standardize_text(texts, stats)
+    return encoder.encode(frozen, texts) if encoder else texts
 
 
-def applied(model: nn.Module, params: Any) -> Callable[..., jax.Array]:
+def bind_params(model: nn.Module, params: Any) -> Callable[..., jax.Array]:
     """Returns the model as a function of its inputs."""
     apply: Callable[..., Any] = model.apply
     return functools.partial(apply, {'params': params})
@@ -224,19 +217,19 @@ def applied(model: nn.Module, params: Any) -> Callable[..., jax.Array]:
 
 def _raw_text(batch: Batch, count: int) -> jax.Array:
     """The texts of `count` samples; embeddings of no numbers where there is none."""
-    texts = [batch[name] for name in _TEXTS if name in batch]
+    texts = [batch[name] for name in _TEXT_FEATURES if name in batch]
     return texts[0] if texts else jnp.zeros((count, 0), jnp.float16)
 
 
-def _velocity(
-    model: nn.Module, params: Any, *told: Any
+def _velocity_at(
+    model: nn.Module, params: Any, *conditions: Any
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """The model as a function of position and time, for some texts, drops and perhaps crops."""
-    apply = applied(model, params)
-    return lambda z, t: apply(z, t, *told)
+    apply = bind_params(model, params)
+    return lambda z, t: apply(z, t, *conditions)
 
 
-def _weights(count: int, mask: jax.Array | None) -> jax.Array:
+def _mean_weights(count: int, mask: jax.Array | None) -> jax.Array:
     """The weights of `count` samples in a mean over those that the mask keeps."""
     if mask is None:
         return jnp.full(count, 1 / count, jnp.float32)
@@ -246,31 +239,34 @@ def _weights(count: int, mask: jax.Array | None) -> jax.Array:
 ValueAndGrad = Callable[[Any, Any], tuple[tuple[jax.Array, jax.Array], Any]]
 
 
-def in_parts(value_and_grad: ValueAndGrad, count: int) -> ValueAndGrad:
-    """Returns the same function, computed over parts of the rows in turn to save memory.
+def accumulate_gradient(value_and_grad: ValueAndGrad, count: int) -> ValueAndGrad:
+    """Returns the same function, computed over slices of the rows in turn to save memory.
 
     Args:
         value_and_grad: `jax.value_and_grad` of a function from `(params, rows)` to a float32 sum
             over the rows and an array `(b, ...)`, one entry a row; `rows` is a pytree of arrays
             `(b, ...)`.
-        count: A divisor of the rows on each device. Part i takes every `count`-th row, starting
-            with row i. So each device computes its own rows in every part, and no row moves.
+        count: A divisor of the rows on each device.
     """
     if count == 1:
         return value_and_grad
 
-    def over_parts(params: Any, rows: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
-        parts = jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1), rows)
+    def accumulated(params: Any, rows: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
+        # Slice i takes every `count`-th row, starting with row i. So each device computes its own
+        # rows in every slice, and no row moves.
+        slices = jax.tree.map(
+            lambda x: jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1), rows
+        )
 
-        def add(total: Any, part: Any) -> tuple[Any, jax.Array]:
-            (value, entries), grads = value_and_grad(params, part)
+        def add_slice(total: Any, rows: Any) -> tuple[Any, jax.Array]:
+            (value, entries), grads = value_and_grad(params, rows)
             return jax.tree.map(jnp.add, total, (value, grads)), entries
 
-        nothing = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params)
-        (value, grads), entries = jax.lax.scan(add, nothing, parts)
+        zeros = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params)
+        (value, grads), entries = jax.lax.scan(add_slice, zeros, slices)
         return (value, jnp.swapaxes(entries, 0, 1).reshape(-1, *entries.shape[2:])), grads
 
-    return over_parts
+    return accumulated
 
 
 # --- Compiled for a mesh ------------------------------------------------------------------------
@@ -283,9 +279,10 @@ def bind(
 
     `step.func.lower(*step.args, ...)` lowers the result, also if the encoder holds only shapes.
     """
+    # An argument and not a constant, or XLA would compile the weights into the program.
     frozen = encoder.params if encoder else None
-    placed = jax.tree.map(lambda leaf: leaf.sharding, frozen)
-    jitted = jax.jit(function, in_shardings=(placed, *in_shardings), **options)
+    frozen_shardings = jax.tree.map(lambda leaf: leaf.sharding, frozen)
+    jitted = jax.jit(function, in_shardings=(frozen_shardings, *in_shardings), **options)
     return functools.partial(jitted, frozen)
 
 
@@ -344,12 +341,13 @@ def make_program(
     num_crops, channels, height, width = stats.latents_shape
     latent_shape = height, width, channels
     model = models.make_model(**config.model, vocabulary=stats.vocabulary, num_crops=num_crops)
-    schedule, tx = _make_optimizer(config, mesh)
+    schedule, tx = _make_config_optimizer(config, mesh)
     raw = jax.ShapeDtypeStruct((1, stats.text_dim), jnp.float32)
     if stats.vocabulary:
         raw = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     frozen = encoder.params if encoder else None
-    text = jax.eval_shape(make_text_of(stats, encoder), frozen, raw)
+    text = jax.eval_shape(functools.partial(prepare_text, stats, encoder), frozen, raw)
+    # Weights are initialized without pins: one sample does not fill the devices.
     init = state.make_init(model, tx, latent_shape=latent_shape, text=text)
     pinned = model.clone(pin=sharding.RowPinning(mesh))
     train_step = make_train_step(
@@ -359,7 +357,7 @@ def make_program(
         stats,
         ema_decay=config.ema_decay,
         seed=config.seed,
-        parts=config.accumulate,
+        accumulate=config.accumulate,
         encoder=encoder,
         **config.flow,
     )
@@ -375,6 +373,7 @@ def make_program(
 
     def flops(num_tokens: int) -> int:
         text_dim = encoder.dim if encoder else stats.text_dim
+        # The backward pass takes two products for each one of the forward pass.
         return 3 * model.flops(latent_shape, text_dim, num_tokens)
 
     return Program(
@@ -391,7 +390,7 @@ def make_program(
     )
 
 
-def _make_optimizer(
+def _make_config_optimizer(
     config: ml_collections.ConfigDict, mesh: Mesh
 ) -> tuple[optax.Schedule, optax.GradientTransformation]:
     optimizer = config.optimizer

@@ -30,12 +30,12 @@ def _batch(size=8, side=8, seed=0):
     }
 
 
-def _make_trainer(tx, schedule, parts=1):
+def _make_trainer(tx, schedule, accumulate=1):
     model = dit.DiT(width=16, depth=1, num_heads=2, patch_size=2, crops=3, dtype=jnp.float32)
     init = state.make_init(model, tx, latent_shape=(8, 8, 4), text=TEXT)
     first = jax.jit(init)(jax.random.key(0))
     fields = {'ema_decay': 0.9, 'seed': 0, 'logit_mean': 0.0, 'logit_std': 1.0}
-    train_step = steps.make_train_step(model, tx, schedule, STATS, **fields, parts=parts)
+    train_step = steps.make_train_step(model, tx, schedule, STATS, **fields, accumulate=accumulate)
     eval_step = steps.make_eval_step(model, STATS, seed=0)
     steps_of_none = (functools.partial(jax.jit(x), None) for x in (train_step, eval_step))
     return *steps_of_none, first
@@ -209,7 +209,7 @@ def test_entries_of_rows_come_in_the_order_of_rows():
         entries = scale * rows['x']
         return jnp.sum(entries), entries
 
-    gradient = steps.in_parts(jax.value_and_grad(loss, has_aux=True), 4)
+    gradient = steps.accumulate_gradient(jax.value_and_grad(loss, has_aux=True), 4)
     (total, entries), grad = gradient(2.0, {'x': jnp.arange(24.0)})
     assert (total, grad) == (2 * 276, 276)
     np.testing.assert_array_equal(entries, 2 * np.arange(24.0))
