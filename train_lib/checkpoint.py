@@ -1,8 +1,7 @@
 """Checkpoints of a run: the run saves and restores them, and other programs read them.
 
-Orbax writes a checkpoint under a temporary name and renames it when it is complete. So if a process
-is killed while it saves, the previous checkpoint remains the latest. This module adds a record of
-all files with their sizes and CRC-32Cs, and compares the files with it before it restores anything.
+A checkpoint has a record of its files with their sizes and CRC-32Cs, which are compared before
+anything is restored.
 """
 
 import asyncio
@@ -41,20 +40,17 @@ _WEIGHTS = {True: 'ema_params', False: 'params'}  # in `TrainState`, by `average
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """The description of a run in plain values; a resumed run compares the first two fields.
+    """The description of a run in plain values; a resumed run compares the first two fields."""
 
-    Attributes:
-        identity: Fields that a resumed run cannot change: text encoder, model, optimizer's name.
-        settings: Fields that a resumed run can change on purpose.
-        config: The whole configuration as nested values.
-        facts: Fields of `DatasetStats`, so that programs can draw without the data set.
-        position: Position of the run in its data, see `data.TrainingData`.
-    """
-
+    # Fields that a resumed run cannot change: text encoder, model, optimizer's name.
     identity: Mapping[str, Any]
+    # Fields that it can change on purpose.
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # The whole configuration as nested values.
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # Fields of `DatasetStats`, so that programs can draw without the data set.
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # Position of the run in its data, see `data.TrainingData`.
     position: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -67,9 +63,8 @@ def open_manager(
 ) -> Iterator[ocp.CheckpointManager]:
     """Opens `workdir/checkpoints` for the run itself; other programs use `open_run`.
 
-    Makes the folder, and removes incomplete checkpoints and all but the last `keep` and those of
-    multiples of the step `keep_every` (0: none). A background thread saves checkpoints; the end of
-    the context waits for it, and raises the errors of `save_step` unless the block has failed.
+    It keeps the last `keep` checkpoints, and those of multiples of the step `keep_every` (0: none).
+    The end of the context waits for the thread that saves them.
     """
     policies = [ocp.checkpoint_managers.LatestN(keep)]
     if keep_every:
@@ -89,7 +84,8 @@ def open_manager(
     try:
         yield manager
     except BaseException:
-        with contextlib.suppress(Exception):  # Orbax raises an error of writing once more
+        # Orbax raises an error of writing once more, but the first error is the one to report.
+        with contextlib.suppress(Exception):
             manager.close()
         raise
     with _name_write_errors(manager):
@@ -122,10 +118,8 @@ def save_step(
     """Starts to save a checkpoint; does nothing if this step has one.
 
     It copies the arrays to the host before it returns, so callers may donate them afterwards.
-
-    Args:
-        window: Metrics of an unfinished log window.
-        interrupted: Whether some hooks that are due after this step have not been called.
+    `window` holds the metrics of an unfinished log window; `interrupted` says that some hooks that
+    are due after this step have not been called.
     """
     if manager.latest_step() == step:
         return
@@ -154,14 +148,10 @@ def wait_until_saved(manager: ocp.CheckpointManager) -> None:
 def restore_last(
     manager: ocp.CheckpointManager, state: Any, window: Any
 ) -> tuple[Any, Any, bool] | None:
-    """Restores the last complete checkpoint, to resume the run.
+    """Restores `(state, window, interrupted)` of the last checkpoint; None without one.
 
-    Args:
-        state, window: Arrays or `jax.ShapeDtypeStruct` with shardings, which may differ from the
-            saved ones.
-
-    Returns:
-        `(state, window, interrupted)`, or None without a checkpoint.
+    `state` and `window` are pytrees of arrays or `jax.ShapeDtypeStruct`, whose shardings may differ
+    from the saved ones.
     """
     step = manager.latest_step()
     if step is None:
@@ -204,9 +194,10 @@ def _name_write_errors(manager: ocp.CheckpointManager) -> contextlib.AbstractCon
 def _shorten_errors(problem: str, advice: str = '') -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # Orbax raises errors of all kinds
+    except Exception as error:
+        # Orbax raises errors of all kinds, to whose first line TensorStore adds details.
         line = str(error.__cause__ or error).partition('\n')[0]
-        line = re.sub(r" \[\w+='.*", '', line)  # TensorStore adds details
+        line = re.sub(r" \[\w+='.*", '', line)
         raise OSError(f'{problem}: {line}{advice}') from error
 
 
@@ -220,11 +211,7 @@ def find_last(workdir: epath.PathLike) -> 'SavedRun | None':
 
 
 def open_run(place: epath.PathLike) -> 'SavedRun':
-    """Finds a checkpoint, or raises an error.
-
-    Args:
-        place: `WORKDIR`, local or `gs://`, for its last checkpoint; or `WORKDIR@STEP`.
-    """
+    """Opens the last checkpoint of `WORKDIR`, local or `gs://`, or that of `WORKDIR@STEP`."""
     workdir, at, step = os.fspath(place).rpartition('@')
     if not (at and step.isdecimal()):
         workdir, step = os.fspath(place), ''
@@ -270,12 +257,10 @@ class SavedRun:
         }
 
     def restore_weights(self, abstract_params: Any, *, average: bool) -> Any:
-        """Reads weights.
+        """Reads the weights of the last step, or their moving `average`.
 
-        Args:
-            abstract_params: A pytree of `jax.ShapeDtypeStruct` with the shapes in the checkpoint
-                and with shardings, of all weights or some; or a sharding for all.
-            average: Whether to read the moving average instead of the weights of the last step.
+        `abstract_params` is a pytree of `jax.ShapeDtypeStruct` with the shapes in the checkpoint
+        and with shardings, of all weights or some; or a sharding for all.
         """
         if isinstance(abstract_params, jax.sharding.Sharding):
             to_abstract = functools.partial(sharding.abstract_array, placement=abstract_params)
@@ -316,11 +301,7 @@ def _write_record(folder: epath.Path) -> None:
 
 
 def _check_record(folder: epath.Path) -> None:
-    """Compares this process's share of the files with the record.
-
-    No process of a run can take a step without the others, so each reads only a share. Local files
-    are read whole; for objects on `gs://` the storage knows size and checksum.
-    """
+    """Compares this process's share of the files with the record."""
     try:
         record = json.loads((folder / RECORD).read_bytes())
         files = record['files'] if record['crc32c'] == _digest_files(record['files']) else None
@@ -328,6 +309,7 @@ def _check_record(folder: epath.Path) -> None:
         files = None
     damaged = [RECORD]
     if files is not None:
+        # No process of a run can take a step without the others, so each reads only a share.
         share = sorted(files)[jax.process_index() :: jax.process_count()]
         states = _read_states(folder, share)
         damaged = [name for name in share if states.get(name) != files[name]]

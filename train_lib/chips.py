@@ -1,15 +1,4 @@
-"""Published figures of the chips that training runs on or is compiled for.
-
-Sources: the pages "TPU v4", "TPU v5e", "TPU v5p" and "TPU v6e" of Google Cloud's documentation,
-cloud.google.com/tpu/docs; for the links and the clock of v4 Jouppi et al., "TPU v4: An Optically
-Reconfigurable Supercomputer" (2023), table 4. They give the rate of links in gigabits for one
-direction (v5e: 1,600, v6e: 3,200) or in gigabytes for both directions together (v5e: 400, v5p:
-1,200); this table gives one direction. The clocks of v5e and v5p follow from the peak rate and the
-number of multipliers, four units of 128 x 128 in each core (for v4 this gives 1.05 GHz, as
-published); the clock of v6e is not public. For GPUs: NVIDIA's data sheets "H100 Tensor Core GPU"
-and "H200 Tensor Core GPU", columns SXM. Dense matrices reach half of the 1,979 TFLOP/s "with
-sparsity", and NVLink has 900 GB/s in both directions together.
-"""
+"""Published figures of the chips that training runs on or is compiled for."""
 
 from typing import NamedTuple
 
@@ -33,6 +22,16 @@ class Chip(NamedTuple):
     clock: float = 0
 
 
+# Sources: the pages "TPU v4", "TPU v5e", "TPU v5p" and "TPU v6e" of Google Cloud's documentation,
+# cloud.google.com/tpu/docs; for the links and the clock of v4 Jouppi et al., "TPU v4: An Optically
+# Reconfigurable Supercomputer" (2023), table 4. They give the rate of links in gigabits for one
+# direction (v5e: 1,600, v6e: 3,200) or in gigabytes for both directions together (v5e: 400, v5p:
+# 1,200); this table gives one direction. The clocks of v5e and v5p follow from the peak rate and
+# the number of multipliers, four units of 128 x 128 in each core (for v4 this gives 1.05 GHz, as
+# published); the clock of v6e is not public. For GPUs: NVIDIA's data sheets "H100 Tensor Core GPU"
+# and "H200 Tensor Core GPU", columns SXM. Dense matrices reach half of the 1,979 TFLOP/s "with
+# sparsity", and NVLink has 900 GB/s in both directions together.
+#
 # By `device_kind` as JAX gives it.
 CHIPS = {
     'TPU v4': Chip('v4', 275e12, 32e9, 300e9, 1.05e9),

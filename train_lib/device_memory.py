@@ -14,28 +14,30 @@ from coyo11m_tfds.process.sizes import readable
 from train_lib import models
 
 
-def check(
+def check_device_memory(
     config: ml_collections.ConfigDict, step: Any, *arguments: Any, free: int | None = None
 ) -> None:
     """Raises a MemoryError, which says what would fit, if a step takes more than a device has left.
 
-    Args:
-        step: A function of `step.bind`, which is not compiled again when it is called.
-        *arguments: Arguments of the step, on the devices.
-        free: Bytes that are free on a device; None to ask for them.
+    `step` is a function of `step.bind`, `free` the bytes that are free on a device; None for those
+    that it reports.
     """
+    # JAX keeps what is compiled here for the calls of the step.
     sizes: Any = step.func.lower(*step.args, *arguments).compile().memory_analysis()
     needed = sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     if free is None:
         first, *others = jax.local_devices()
         stats = first.memory_stats() or {}
         free = stats.get('bytes_limit', float('inf')) - stats.get('bytes_in_use', 0)
-        if first.platform == 'cpu':  # where the kernel grants more than there is, and later kills
+        # On a CPU the kernel grants more memory than there is, and later kills the process.
+        if first.platform == 'cpu':
             resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             free = (machine.usable_memory() - resident) // (1 + len(others))
     if needed > free:
-        what = f'a step takes {readable(needed)} of memory, and {readable(max(0, free))} are free'
-        raise MemoryError(f'{what}. {advice(config, needed / max(1, free))}')
+        problem = (
+            f'a step takes {readable(needed)} of memory, and {readable(max(0, free))} are free'
+        )
+        raise MemoryError(f'{problem}. {advise_flags(config, needed / max(1, free))}')
 
 
 @contextlib.contextmanager
@@ -46,24 +48,25 @@ def errors_explained(config: ml_collections.ConfigDict) -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         if 'RESOURCE_EXHAUSTED' not in str(error):
             raise
-        text = reason(error)
-        sizes = re.findall(r'([\d.]+)G\b', text)  # what is used, and what there is
+        text = find_memory_sentence(error)
+        # XLA's message has the memory that the program uses, and that of a device.
+        sizes = re.findall(r'([\d.]+)G\b', text)
         share = float(sizes[0]) / float(sizes[1]) if len(sizes) == 2 else 2.0
-        raise MemoryError(f'{text.rstrip(".")}. {advice(config, share)}') from error
+        raise MemoryError(f'{text.rstrip(".")}. {advise_flags(config, share)}') from error
 
 
-def reason(error: Exception) -> str:
+def find_memory_sentence(error: Exception) -> str:
     """Returns the sentence about memory in XLA's message, without the allocations."""
     sums = r'Used [\d.]+\w? of [\d.]+\w?|the total memory required .* \([\d.]+\w?\)'
     sentence = re.search(sums, str(error))
     return sentence[0] if sentence else str(error).splitlines()[0]
 
 
-def advice(config: ml_collections.ConfigDict, share: float) -> str:
+def advise_flags(config: ml_collections.ConfigDict, share: float) -> str:
     """Returns flags that save memory; `share` is the memory needed over that of a device."""
     rows = config.batch_size // jax.device_count()
-    parts = (n for n in range(1, rows + 1) if rows % n == 0 and n >= config.accumulate * share)
-    flags = [f'--config.accumulate={n}' for n in list(parts)[:1]]
+    divisors = (n for n in range(1, rows + 1) if rows % n == 0 and n >= config.accumulate * share)
+    flags = [f'--config.accumulate={n}' for n in list(divisors)[:1]]
     model = models.make_model(**config.model, vocabulary=1)
     if getattr(model, 'remat', 'full') != 'full':
         flags.insert(0, '--config.model.remat=full')

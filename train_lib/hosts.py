@@ -55,16 +55,16 @@ def join_hosts(
 def failures_shared() -> Iterator[None]:
     """Ends this process when another one fails here, and the others when this one does.
 
-    The first process that fails leaves its error with JAX's coordinator, where a thread of every
-    other process looks for it. If a shared computation fails, a process first checks which others
-    still answer, because a killed process leaves no error. All end by `os._exit(1)`: processes that
-    wait for each other cannot unwind. Use a nested context in a block whose end would wait so.
+    All end by `os._exit(1)`: processes that wait for each other cannot unwind. Use a nested context
+    in a block whose end would wait so.
     """
     import jax
 
     if jax.process_count() == 1:
         yield
         return
+    # The first process that fails leaves its error with JAX's coordinator, where a thread of every
+    # other process looks for it.
     hosts = _Hosts()
     over = threading.Event()
     watcher = threading.Thread(target=hosts.watch, args=(over,), name='failures', daemon=True)
@@ -108,12 +108,14 @@ class _Hosts:
         is_message = isinstance(error, SystemExit)
         summary = str(error) if is_message else errors.summarize_error(error)
         failure = f'{self._name} has failed: {summary.removeprefix("error: ")}'
+        # If a shared computation fails, maybe another process was killed, which leaves no error.
         if self._is_of_a_computation(error) and (silent := self._call_roll()):
             reason = 'it was killed, maybe for lack of memory, or is cut off.'
             failure = f'{silent} does not answer: {reason}'
         try:
             self._client.key_value_set(_FIRST_FAILURE, failure)
-        except self._computing_failed:  # another was first, and this error is what came of it
+        except self._computing_failed:
+            # Another process was first, and this error is what came of it.
             failure = self._client.key_value_try_get(_FIRST_FAILURE)
         else:
             if not is_message:

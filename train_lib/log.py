@@ -4,8 +4,7 @@ A report holds the metrics of the steps (`metrics.TrainMetrics`) as `train/...`,
 of `StepClock.lap`, and the state of this host; docs/training.md explains each scalar. Rates and
 times leave out the first step, which includes the compilation.
 
-The host does not wait for a step that has just started. It fetches the metrics of a window after it
-has dispatched the next step, so the device always has work.
+The host fetches the metrics of a window after it has dispatched the next step.
 """
 
 import collections
@@ -106,14 +105,10 @@ class TrainLog:
         flops: int = 0,
         advise_restart: Callable[[int], str] = lambda step: 'Start afresh',
     ):
-        """Starts with an empty window.
+        """Starts with an empty window; `empty` lies on the devices of the steps' metrics.
 
-        Args:
-            empty: Metrics of zero steps, on the devices of the steps' metrics.
-            start: The step before the first one.
-            progress: Returns scalars of the passes over the data up to a step.
-            flops: FLOPs to train on one sample; 0 if unknown.
-            advise_restart: Returns advice for a resume from before a bad step.
+        `progress` returns scalars of the passes over the data up to a step, `advise_restart` advice
+        for a resume from before a bad step; `flops` are those to train on one sample.
         """
         self.clock = StepClock(data)
         self.window = empty
@@ -127,37 +122,40 @@ class TrainLog:
         self._advise_restart = advise_restart
         self._opened = time.monotonic()
         self._first_finished: float | None = None
-        self._complete: tuple[int, metrics.TrainMetrics] | None = None
+        self._complete_window: tuple[int, metrics.TrainMetrics] | None = None
 
     def add(self, step: int, update: metrics.TrainMetrics) -> None:
         """Adds a step that has just started, and writes the window that ended before it."""
+        # Only now, after the next step has been dispatched: so the device always has work.
         self.write_complete()
         self.window = metrics.merge(self.window, update)
         self.clock.step_started(update)
         if self._first_finished is None:
             self._log_first_step(step, update)
         if step % self._config.log_every == 0:
-            self._complete = step, self.window
+            self._complete_window = step, self.window
             self.window = self._empty
 
     def settle(self, step: int) -> None:
         """Waits for all steps up to `step`, writes a complete window, and flushes the writer.
 
-        Call it before a checkpoint: steps before a checkpoint are not trained again, so their log
-        must be safe; and a run that is about to fail must not replace its checkpoints.
+        Call it before a checkpoint.
         """
+        # Steps before a checkpoint are not trained again, so their log must be safe; and a run that
+        # is about to fail must not replace its checkpoints.
         self.write_complete()
         self._check_skipped(step, jax.device_get(self.window))
         self._writer.flush()
 
     def write_complete(self) -> None:
-        """Waits for the steps of a complete window, and writes it; raises the errors of `add`."""
-        if self._complete is None:
+        """Waits for the steps of a complete window, and writes it."""
+        if self._complete_window is None:
             return
-        (step, window), self._complete = self._complete, None
+        (step, window), self._complete_window = self._complete_window, None
         window = jax.device_get(window)
         self._check_skipped(step, window)
         means = window.compute()
+        # It is for `_check_skipped` alone, which has seen it.
         del means['skipped_in_a_row']
         # Where no step counted there is no mean.
         scalars = {f'train/{name}': float(x) for name, x in means.items() if not math.isnan(x)}
@@ -240,17 +238,15 @@ _Moment = concurrent.futures.Future[float]  # `time.monotonic`, once it is known
 class StepClock:
     """Measures the rates of steps and of reading, and how long the devices lacked data.
 
-    A thread waits for each step and records its end, so that the host can run up to `AHEAD` steps
-    ahead of the devices. Only finished steps count. The devices lack data from the end of a step
-    until the host has the next batch. A wait for a batch while they compute does not count.
-
-    Attributes:
-        first_batch: Time (`time.monotonic`) at which the first step's batch arrived.
+    Only finished steps count. `first_batch` is the time (`time.monotonic`) at which the first
+    step's batch arrived.
     """
 
     def __init__(self, data: 'TrainingData'):
         """Starts the clock; `data` counts what training reads."""
         self._data = data
+        # A thread waits for each step and records its end, so that the host can run up to `AHEAD`
+        # steps ahead of the devices.
         self._watcher = concurrent.futures.ThreadPoolExecutor(1, 'step-clock')
         self._in_flight: collections.deque[_Moment] = collections.deque()
         self._last: _Moment | None = None
@@ -288,8 +284,9 @@ class StepClock:
         """Counts a step, whose arrays `result` are still being computed.
 
         Waits for the step that started `AHEAD` steps before this one, and for the first step, which
-        does not count, because it includes the compilation.
+        does not count.
         """
+        # The first step includes the compilation, which would spoil all rates.
         is_first = self._last is None
         self._last = finished = self._watcher.submit(_wait_for_end, result)
         if is_first:
@@ -314,6 +311,8 @@ class StepClock:
         if not seconds:
             return {}
         total = sum(seconds)
+        # The devices lack data from the end of a step until the host has the next batch; a wait for
+        # a batch while they compute does not count.
         waits = (arrived - max(began, idle.result()) for began, idle, arrived in self._waits)
         waited = sum(max(0.0, wait) for wait in waits)
         # The only exchange between hosts, once a lap.

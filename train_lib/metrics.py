@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from clu import metrics as clu_metrics
 
-# The evaluation loss is also told apart by time: bin i holds t in [i/4, (i+1)/4).
+# The evaluation loss is also computed for each quarter of time: bin i holds t in [i/4, (i+1)/4).
 NUM_TIME_BINS = 4
 
 
@@ -36,7 +36,7 @@ def _mean_of(name: str, counts: str) -> type[_Mean]:
 
 
 @flax.struct.dataclass
-class _Most(clu_metrics.Metric):
+class _Maximum(clu_metrics.Metric):
     """The largest value of an output that is a count."""
 
     value: jax.Array
@@ -61,16 +61,16 @@ class TrainMetrics(clu_metrics.Collection):
     """Metrics of training: `loss` of every sample, `grad_norm` (unclipped), `learning_rate`.
 
     `counts` (bool, same length as `loss`) leaves out samples that could not be read and those of a
-    step that is not `finite`. Its name is not `mask`, because clu would apply a `mask` to all
-    metrics. `skipped_steps` and `skipped_in_a_row` come from the state after the step; merging
-    takes their maximum.
+    step that is not `finite`. `skipped_steps` and `skipped_in_a_row` come from the state after the
+    step; merging takes their maximum.
     """
 
+    # Not by the name `mask`, which clu would apply to all metrics.
     loss: _mean_of('loss', 'counts')
     grad_norm: _mean_of('grad_norm', 'finite')
     learning_rate: clu_metrics.LastValue.from_output('learning_rate')
-    skipped_steps: _Most.from_output('skipped_steps')
-    skipped_in_a_row: _Most.from_output('skipped_in_a_row')
+    skipped_steps: _Maximum.from_output('skipped_steps')
+    skipped_in_a_row: _Maximum.from_output('skipped_in_a_row')
 
 
 def _time_bin(index: int) -> type[_Mean]:

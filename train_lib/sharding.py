@@ -30,22 +30,19 @@ MIN_SHARDED_SIZE = 2**16
 def make_mesh(data: int = -1, fsdp: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Lays all devices out as `(data, fsdp)`.
 
-    Devices are in the order of processes, so process p holds the p-th part of a batch's rows on all
-    hardware, and the same batch gives the same global array on any number of hosts. This order also
-    puts the members of an `fsdp` group on one host if they fit, otherwise on neighbouring hosts of
-    one slice. Within a host each chip is linked to the next: the four chips of a TPU host form a
-    ring, along which they gather weights, and chips with the same place in their hosts reduce
-    gradients.
-
-    `jax.experimental.mesh_utils.create_device_mesh` also follows the links, but gives a host rows
-    that are not consecutive, and cannot make 64 x 4 of v5e:16x16.
-
     Args:
         data: Size of the data axis; -1 for all devices divided by `fsdp`.
         fsdp: Number of devices over which parameters are split.
         devices: All devices of all processes by default.
     """
     devices = jax.devices() if devices is None else devices
+    # In the order of processes, so process p holds the p-th share of a batch's rows on all
+    # hardware, and the same batch gives the same global array on any number of hosts. This order
+    # also puts the members of an `fsdp` group on one host if they fit, otherwise on neighbouring
+    # hosts of one slice. Within a host each chip is linked to the next: the four chips of a TPU
+    # host form a ring, along which they gather weights, and chips with the same place in their
+    # hosts reduce gradients. `jax.experimental.mesh_utils.create_device_mesh` also follows the
+    # links, but gives a host rows that are not consecutive, and cannot make 64 x 4 of v5e:16x16.
     ordered = sorted(devices, key=_rank_device)
     if data == -1 and fsdp > 0:
         data = len(ordered) // fsdp
@@ -70,11 +67,7 @@ def batch(mesh: Mesh) -> NamedSharding:
 
 
 class RowPinning:
-    """Keeps activations `(b, ...)` on the devices of their rows.
-
-    If the number of devices does not divide b (a few pictures on a large pod), each group of `fsdp`
-    devices computes all rows; if `fsdp` does not divide b either, each device does.
-    """
+    """Keeps activations `(b, ...)` on the devices of their rows."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -90,10 +83,8 @@ class RowPinning:
         return jax.lax.with_sharding_constraint(x, rows)
 
     def map(self, function: Callable, rows: Any, shared: Any) -> Any:
-        """Calls `function(rows, shared)` on each device with its rows; returns all rows.
-
-        Kernels need this, because the partitioner cannot split them.
-        """
+        """Calls `function(rows, shared)` on each device with its rows; returns all rows."""
+        # Kernels need this, because the partitioner cannot split them.
         split = self._split_rows(jax.tree.leaves(rows)[0].shape[0])
         mapped = jax.shard_map(
             function,
@@ -105,6 +96,9 @@ class RowPinning:
         return mapped(rows, shared)
 
     def _split_rows(self, count: int) -> PartitionSpec:
+        # If the number of devices does not divide the rows (a few pictures on a large pod), each
+        # group of `fsdp` devices computes all rows; if `fsdp` does not divide them either, each
+        # device does.
         for axes in ((DATA_AXIS, FSDP_AXIS), (FSDP_AXIS,)):
             if count % math.prod(self._mesh.shape[axis] for axis in axes) == 0:
                 return PartitionSpec(axes)
@@ -117,11 +111,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def partition_spec(shape: Sequence[int], fsdp: int) -> PartitionSpec:
-    """Splits the largest dimension that `fsdp` divides; of equal ones, the last.
-
-    Arrays of fewer than `MIN_SHARDED_SIZE` elements, and arrays without such a dimension, are
-    replicated.
-    """
+    """Splits the largest dimension that `fsdp` divides; of equal ones, the last."""
     if fsdp == 1 or np.prod(shape, dtype=np.int64) < MIN_SHARDED_SIZE:
         return PartitionSpec()
     divisible = [axis for axis, size in enumerate(shape) if size % fsdp == 0]
@@ -142,14 +132,7 @@ def map_matrices(
 ) -> jax.Array:
     """Calls a function of whole matrices on a stack of them, with a few of them on each device.
 
-    The groups of `fsdp` devices share the matrices, and so do the devices of a group, which
-    exchange the slices that `partition_spec` gave them for whole matrices, and the results for
-    slices of these. Then the groups gather the results from each other. If fewer groups leave no
-    device with more matrices, the others repeat their work. If the counts do not divide, some
-    devices compute zeros.
-
     Args:
-        mesh: Mesh of the devices.
         function: Maps `(n, rows, columns)` to the same shape and dtype, each matrix by itself.
         stack: `(..., rows, columns)`, placed by `partition_spec`; so is the result.
     """
@@ -162,6 +145,8 @@ def map_matrices(
         return jax.lax.all_to_all(matrices, FSDP_AXIS, cut, joined, tiled=True)
 
     def on_device(shard: jax.Array) -> jax.Array:
+        # The groups of `fsdp` devices share the matrices. If fewer groups leave no device with more
+        # matrices, the others repeat their work.
         matrices = shard.reshape(-1, *shard.shape[-2:])
         count, data = len(matrices), mesh.shape[DATA_AXIS]
         members = mesh.shape[FSDP_AXIS] if split > 0 else 1
@@ -170,8 +155,12 @@ def map_matrices(
         first = jax.lax.axis_index(DATA_AXIS) % groups * per_group
         matrices = _pad_stack(matrices, groups * per_group)
         matrices = jax.lax.dynamic_slice_in_dim(matrices, first, per_group)
+        # The devices of a group share its matrices: they exchange the slices that `partition_spec`
+        # gave them for whole matrices, and the results for slices of these. If the counts do not
+        # divide, some devices compute zeros.
         whole = exchange(_pad_stack(matrices, members), 0, split)
         results = exchange(function(whole), split, 0)[:per_group]
+        # Then the groups gather the results from each other.
         group_indices = np.arange(data).reshape(-1, groups).tolist()
         results = jax.lax.all_gather(
             results, DATA_AXIS, axis_index_groups=group_indices, tiled=True
@@ -201,10 +190,7 @@ def abstract_array(
 
 
 def processes_on_host() -> int:
-    """Counts the processes of the run on this host, by its host name.
-
-    A container counts as a host: it has its own name and its own memory. All processes must call
-    this together.
-    """
+    """Counts the processes of the run on this host; all processes must call this together."""
+    # By the host's name: a container counts as a host, with its own name and its own memory.
     own = np.uint32(zlib.crc32(socket.gethostname().encode()))
     return int((multihost_utils.process_allgather(own) == own).sum())

@@ -33,16 +33,15 @@ class BrokenOff(BaseException):
 def install(status: int | None = None) -> None:
     """Makes signals end the process at once with one line, as long as nothing must be saved.
 
-    Python runs signal handlers in its main thread, which may be in the compiler for minutes. So a
-    thread learns of each signal, and ends the process by `os._exit`, because TensorFlow and XLA
-    cannot be interrupted while the interpreter shuts down.
-
     The exit status is `status` of the last call, or 128 plus the number of the signal for None.
     """
     is_first_call = not _exit_status
     _exit_status.update({number: 128 + number if status is None else status for number in _SIGNALS})
     if not is_first_call:
         return
+    # Python runs signal handlers in its main thread, which may be in the compiler for minutes. So a
+    # thread learns of each signal, and ends the process by `os._exit`, because TensorFlow and XLA
+    # cannot be interrupted while the interpreter shuts down.
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
     signal.set_wakeup_fd(sender.detach(), warn_on_full_buffer=False)
@@ -54,27 +53,24 @@ def install(status: int | None = None) -> None:
 class StopRequest:
     """Makes SIGTERM and Ctrl-C request a stop, within its context, instead of ending the process.
 
-    One process uses signal handlers. Several use JAX's preemption service, which
-    `jax.distributed.initialize` starts: it catches SIGTERM, informs the other processes, and lets
-    them agree on a step that no process has passed. This costs 15 microseconds a step (two
-    processes, one machine).
-
     After `install`, a signal before the end of the first step, or a second signal at any time, ends
     the process at once.
-
-    Attributes:
-        can_save: Whether a step has been taken.
-        first_signal: Time (`time.monotonic`) of the first signal, or None.
     """
 
     def __init__(self):
         import jax
         from jax.experimental import multihost_utils
 
+        # One process uses signal handlers. Several use JAX's preemption service, which
+        # `jax.distributed.initialize` starts: it catches SIGTERM, informs the other processes, and
+        # lets them agree on a step that no process has passed. This costs 15 microseconds a step
+        # (two processes, one machine).
         self._is_alone = jax.process_count() == 1
         self._reached_sync_point = multihost_utils.reached_preemption_sync_point
         self._is_stopping = self._repeatable = False
         self._previous = {}
+        # For the thread of `install`: whether a step has been taken, and the time of the first
+        # signal.
         self.can_save, self.first_signal = False, None
 
     def __enter__(self) -> 'StopRequest':

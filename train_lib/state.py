@@ -1,7 +1,4 @@
-"""The state of training: weights, their moving average and the optimizer's state.
-
-`TrainState` is a plain pytree of arrays, which can be sharded, donated and checkpointed.
-"""
+"""The state of training, a plain pytree of arrays: how it begins, and the optimizer's updates."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,22 +16,16 @@ _DECAY_SHARE = 0.3  # of a run, for the schedule `wsd`
 
 
 class TrainState(flax.struct.PyTreeNode):
-    """Everything that the next step needs except its batch.
-
-    Attributes:
-        step: Number of steps done, int32 scalar.
-        params: float32 weights.
-        ema_params: Exponential moving average of the weights, for evaluation and sampling.
-        skipped: Number of steps without effect, because their loss or gradient was not finite;
-            int32 scalar.
-        skipped_in_a_row: Number of such steps since the last step with an effect, int32 scalar.
-    """
+    """Everything that the next step needs except its batch; scalars are int32, weights float32."""
 
     step: jax.Array
     params: Any
+    # Exponential moving average of the weights, for evaluation and sampling.
     ema_params: Any
     opt_state: optax.OptState
+    # Number of steps without effect, because their loss or gradient was not finite.
     skipped: jax.Array
+    # The same since the last step with an effect.
     skipped_in_a_row: jax.Array
 
 
@@ -48,7 +39,6 @@ def make_schedule(
             linear to 0 over the last 30% of the run, as in Hägele et al., arXiv:2405.18392.
         num_steps: Number of steps of the whole run, warm-up included.
         learning_rate: Learning rate at the end of the warm-up.
-        warmup_steps: Number of steps of the warm-up; may be 0.
     """
     if not 0 <= warmup_steps < num_steps:
         problem = f'expected at least 0 and less than num_steps={num_steps}'
@@ -125,11 +115,8 @@ def make_init(
 ) -> Callable[[jax.Array], TrainState]:
     """Returns a function, to be jitted with shardings, from a random key to the state at step 0.
 
-    Args:
-        model: Model that is called as `model(x, t, text, drop_text)`.
-        latent_shape: `(height, width, channels)` of one sample.
-        text: Input text of one sample, a pytree of `jax.ShapeDtypeStruct`. The weights do not
-            depend on the number of tokens.
+    `latent_shape` is `(height, width, channels)`, `text` the text of one sample, a pytree of
+    `jax.ShapeDtypeStruct`; the weights do not depend on its number of tokens.
     """
 
     def init(rng: jax.Array) -> TrainState:

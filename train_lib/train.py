@@ -236,7 +236,7 @@ def _train_steps(
         with run.log.clock.waiting_for_data():
             batch = next(batches)
         if step == run.start + 1:
-            device_memory.check(run.config, run.program.train_step, state, batch)
+            device_memory.check_device_memory(run.config, run.program.train_step, state, batch)
         # Whatever moves to or from the device here would do so at every step.
         with jax.transfer_guard('disallow'):
             state, update = run.program.train_step(state, batch)

@@ -13,11 +13,11 @@ from train_lib import device_memory, step
 def test_a_step_that_cannot_fit_is_refused_before_it_runs():
     doubled = step.bind(lambda frozen, x: jnp.sort(x) + x[0], None, None)
     x = jnp.arange(100_000.0)
-    device_memory.check(small_config('D'), doubled, x)
+    device_memory.check_device_memory(small_config('D'), doubled, x)
     with pytest.raises(
         MemoryError, match=r'takes [\d.]+ kB of memory, and 100.0 kB are free. Try --'
     ):
-        device_memory.check(small_config('D'), doubled, x, free=100_000)
+        device_memory.check_device_memory(small_config('D'), doubled, x, free=100_000)
 
 
 def test_an_allocation_that_fails_is_explained():

@@ -124,7 +124,10 @@ def analyze(
     except jax.errors.JaxRuntimeError as error:
         if 'RESOURCE_EXHAUSTED' not in str(error):
             raise
-        return report | {'fits': False, 'verdict': f'does not fit: {device_memory.reason(error)}'}
+        return report | {
+            'fits': False,
+            'verdict': f'does not fit: {device_memory.find_memory_sentence(error)}',
+        }
     report['compile_seconds'] = time.monotonic() - start
     report[MEMORY] = _memory(compiled) | {'the chip has': chip.memory / 1e9}
     if encoder is not None:
