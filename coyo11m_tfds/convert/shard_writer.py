@@ -111,10 +111,11 @@ class _SourceReader:
         captions: Sequence[bytes] = self._inputs.captions[window]
         raw, latents = file.latents(rows)
         text, sums = self._read_text(file, window), sum_channels(latents)
-        # The sums are needed anyway, and show infinity and NaN in a thousandth of the numbers.
+        # The statistics need the sums, which show infinity and NaN in a thousandth of the numbers.
         good = sums.are_finite
         if text is not None and self._text == schema.TEXT_EMBEDDING:
-            good &= np.isfinite(text).all(axis=1)
+            # Infinity and NaN have all bits of the exponent; `isfinite` takes 13 times as long.
+            good &= ((text.view(np.uint16) & 0x7C00) != 0x7C00).all(axis=1)
         if not good.all():
             if not self._task.drop_bad:
                 self._raise_non_finite(file.path, keys[good.argmin()])
