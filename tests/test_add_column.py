@@ -39,11 +39,24 @@ def copy(mini_dataset, tmp_path) -> pathlib.Path:
 
 def embeddings_of(path: pathlib.Path) -> dict[int, np.ndarray]:
     table = pq.read_table(path)
-    return dict(
-        zip(
-            table['key'].to_pylist(), np.array(table.column(1).to_pylist(), np.float16), strict=True
+    values = np.array(table.column(1).to_pylist(), np.float16)
+    return dict(zip(table['key'].to_pylist(), values, strict=True))
+
+
+def read_all(path: object, *features: str, split: str = '', **options) -> list[np.ndarray]:
+    """The features of all records of a split, or of all splits."""
+    batches = [
+        batch
+        for name in ([split] if split else ['train', 'validation'])
+        for batch in input_pipeline.eval_batches(
+            path, batch_size=64, features=features, split=name, **options
         )
-    )
+    ]
+    return [np.concatenate([batch[name][batch['mask']] for batch in batches]) for name in features]
+
+
+def assert_values(values: np.ndarray, keys: np.ndarray, expected: dict[int, np.ndarray]) -> None:
+    np.testing.assert_array_equal(values, np.stack([expected[key] for key in keys.tolist()]))
 
 
 def test_a_second_text_column_is_read_and_nothing_else_changes(
@@ -62,42 +75,25 @@ def test_a_second_text_column_is_read_and_nothing_else_changes(
 
     steps = planned.of_data(copy, **ORDER).steps
     arguments = {**ORDER, 'features': stored_dataset.FEATURES, 'caption_dropout': 0.5}
-    own, other = (
+    in_records, in_column = (
         list(itertools.islice(input_pipeline.train_batches(copy, text=text, **arguments), steps))
         for text in ('', 'other')
     )
-    for batch, with_other in zip(own, other, strict=True):
+    for batch, other in zip(in_records, in_column, strict=True):
         for name in batch.keys() - {schema.TEXT_EMBEDDING}:
-            np.testing.assert_array_equal(with_other[name], batch[name])
-        wanted = [expected[key] for key in batch['key'].tolist()]
-        np.testing.assert_array_equal(with_other[schema.TEXT_EMBEDDING], wanted)
-        assert not np.array_equal(batch[schema.TEXT_EMBEDDING], wanted)
-    held_out = list(input_pipeline.eval_batches(copy, text='other', batch_size=64))
-    keys, found, mask = (
-        np.concatenate([batch[name] for batch in held_out])
-        for name in ('key', schema.TEXT_EMBEDDING, 'mask')
-    )
-    np.testing.assert_array_equal(found[mask], [expected[key] for key in keys[mask].tolist()])
+            np.testing.assert_array_equal(other[name], batch[name])
+        assert_values(other[schema.TEXT_EMBEDDING], batch['key'], expected)
+        assert not np.array_equal(batch[schema.TEXT_EMBEDDING], other[schema.TEXT_EMBEDDING])
+    keys, values = read_all(copy, 'key', schema.TEXT_EMBEDDING, text='other')
+    assert_values(values, keys, expected)
 
-    trained = input_pipeline.eval_batches(copy, batch_size=64, features=('key',), split='train')
-    keys = np.concatenate([batch['key'][batch['mask']] for batch in trained])
-    values = np.array([expected[key] for key in keys.tolist()], np.float64)
+    [values] = read_all(copy, schema.TEXT_EMBEDDING, text='other', split='train')
     stats = input_pipeline.open_data(copy).stats('other')
-    np.testing.assert_allclose(stats.text_mean, values.mean(axis=0), rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(stats.text_std, values.std(axis=0), rtol=1e-5, atol=1e-7)
+    for moment, name in ((stats.text_mean, 'mean'), (stats.text_std, 'std')):
+        exact = getattr(values.astype(np.float64), name)(axis=0)
+        np.testing.assert_allclose(moment, exact, rtol=1e-5, atol=1e-7)
     assert column.shape == values.shape[1:] == (stats.text_dim,)
     assert input_pipeline.open_data(copy).stats().text_encoder == stats.text_encoder == 'hash'
-
-
-def keys_of(path: pathlib.Path) -> np.ndarray:
-    batches = [
-        batch
-        for split in ('train', 'validation')
-        for batch in input_pipeline.eval_batches(
-            path, batch_size=64, features=('key',), split=split
-        )
-    ]
-    return np.concatenate([batch['key'][batch['mask']] for batch in batches])
 
 
 def write_column(path: pathlib.Path, name: str, keys: np.ndarray, values: pa.Array) -> pathlib.Path:
@@ -127,7 +123,7 @@ def as_lists(values: np.ndarray) -> pa.Array:
 
 @pytest.mark.parametrize(('dtype', 'width'), [('float64', None), ('uint8', 3), ('float16', 3)])
 def test_numbers_come_under_their_own_name_as_they_are(copy, tmp_path, dtype, width):
-    keys = keys_of(copy)[::-1]
+    keys = read_all(copy, 'key')[0][::-1]
     shape = (len(keys),) if width is None else (len(keys), width)
     values = np.random.default_rng(0).integers(0, 200, shape).astype(dtype)
     column = pa.array(values) if width is None else as_lists(values)
@@ -141,38 +137,29 @@ def test_numbers_come_under_their_own_name_as_they_are(copy, tmp_path, dtype, wi
     for batch in itertools.islice(batches, 20):
         assert batch.keys() == {'key', 'aesthetic'}
         assert batch['aesthetic'].dtype == dtype
-        wanted = np.stack([expected[key] for key in batch['key'].tolist()])
-        np.testing.assert_array_equal(batch['aesthetic'], wanted)
-    for batch in input_pipeline.eval_batches(copy, batch_size=50, features=features):
-        mask = batch['mask']
-        wanted = np.stack([expected[key] for key in batch['key'][mask].tolist()])
-        np.testing.assert_array_equal(batch['aesthetic'][mask], wanted)
-        assert not batch['aesthetic'][~mask].any()
+        assert_values(batch['aesthetic'], batch['key'], expected)
+    keys, values = read_all(copy, *features)
+    assert_values(values, keys, expected)
+    *_, padded = input_pipeline.eval_batches(copy, batch_size=50, features=features)
+    assert not padded['mask'].all() and not padded['aesthetic'][~padded['mask']].any()
 
 
 def test_tokens_and_embeddings_come_side_by_side(copy, other_embeddings, tmp_path):
-    keys = keys_of(copy)
+    [keys] = read_all(copy, 'key')
     tokens = np.random.default_rng(0).integers(-1, 1000, (len(keys), 7)).astype(np.int32)
     path = write_tokens(tmp_path / 't.parquet', keys, tokens, vocabulary=1000)
     column = add_column.add(copy, 'words', text=path)
     assert (column.dtype, column.shape, column.feature) == ('int32', (7,), 'tokens')
     add_column.add(copy, 'other', other_embeddings)
-    expected = dict(zip(keys.tolist(), tokens, strict=True))
-    embeddings = embeddings_of(other_embeddings)
-
-    features = ('key', 'latents', 'text_embedding', 'words', 'other')
+    features = ('key', 'text_embedding', 'words', 'other')
     batch = next(input_pipeline.train_batches(copy, **ORDER, features=features))
-    own = next(input_pipeline.train_batches(copy, **ORDER, features=features[:3]))
-    for name in own:
-        np.testing.assert_array_equal(batch[name], own[name])
-    for row, key in enumerate(batch['key'].tolist()):
-        np.testing.assert_array_equal(batch['words'][row], expected[key])
-        np.testing.assert_array_equal(batch['other'][row], embeddings[key])
-    batch = next(input_pipeline.train_batches(copy, **ORDER, text='words', features=('tokens',)))
-    np.testing.assert_array_equal(batch['tokens'], [expected[key] for key in own['key'].tolist()])
+    assert_values(batch['words'], batch['key'], dict(zip(keys.tolist(), tokens, strict=True)))
+    assert_values(batch['other'], batch['key'], embeddings_of(other_embeddings))
+    as_text = next(input_pipeline.train_batches(copy, **ORDER, text='words', features=('tokens',)))
+    np.testing.assert_array_equal(as_text['tokens'], batch['words'])
     stats = input_pipeline.open_data(copy).stats('words')
-    found = stats.num_tokens, stats.vocabulary, stats.text_max_tokens, stats.text_dim
-    assert found == (7, 1000, 7, 0)
+    sizes = stats.num_tokens, stats.vocabulary, stats.text_max_tokens, stats.text_dim
+    assert sizes == (7, 1000, 7, 0)
 
 
 BAD = [
@@ -306,9 +293,7 @@ def test_a_column_is_replaced_and_removed(copy, mini_dataset, hash_sidecar, othe
     add_column.add(copy, 'other', hash_sidecar, replace=True)
     assert not verify.verify(copy).faults
     batch = next(input_pipeline.train_batches(copy, **ORDER, text='other'))
-    wanted = embeddings_of(hash_sidecar)
-    found = batch[schema.TEXT_EMBEDDING]
-    np.testing.assert_array_equal(found, [wanted[key] for key in batch['key'].tolist()])
+    assert_values(batch[schema.TEXT_EMBEDDING], batch['key'], embeddings_of(hash_sidecar))
     add_column.add(copy, 'other', other_embeddings, replace=True)
     assert built.files_of(copy) == once
     add_column.remove_column(copy, 'other')
@@ -343,31 +328,31 @@ def test_a_column_is_verified_with_the_shards(copy, other_embeddings):
 
 def test_the_command_adds_a_column_once(command, copy, other_embeddings, tmp_path):
     flags = [f'--data_dir={copy}', '--name=other', f'--text={other_embeddings}']
-    status, said, errors = command(add_column, *flags)
+    status, output, errors = command(add_column, *flags)
     assert status == 0, errors
-    assert said == f"{copy}: text='other' has float16 (640,) for each record.\n"
+    assert output == f"{copy}: text='other' has float16 (640,) for each record.\n"
     status, _, errors = command(add_column, *flags)
     assert status == 1 and "a new column cannot be called 'other'" in errors
     assert command(add_column, *flags[:2], '--remove')[1] == f"{copy}: column 'other' is removed.\n"
-    keys = keys_of(copy)
+    [keys] = read_all(copy, 'key')
     flags = [f'--data_dir={copy}', f'--parquet={tmp_path}/x.parquet', '--column=x']
-    for dtype, is_told in (('int64', True), ('int32', False)):
+    for dtype, is_warned in (('int64', True), ('int32', False)):
         write_column(tmp_path / 'x.parquet', 'x', keys, pa.array(keys.astype(dtype)))
-        _, said, errors = command(add_column, *flags, f'--name={dtype}')
-        assert f'has {dtype} () for each record' in said, errors
-        assert ('hold numbers of at most 32 bits' in said) == is_told
+        _, output, errors = command(add_column, *flags, f'--name={dtype}')
+        assert f'has {dtype} () for each record' in output, errors
+        assert ('hold numbers of at most 32 bits' in output) == is_warned
 
 
 def test_a_null_is_no_value(copy, tmp_path):
-    keys = keys_of(copy)
-    wanted, null = np.arange(2 * len(keys)).reshape(-1, 2), [1, None]
-    values = wanted.tolist()
+    [keys] = read_all(copy, 'key')
+    expected, null = np.arange(2 * len(keys)).reshape(-1, 2), [1, None]
+    values = expected.tolist()
     values[7] = values[-1] = null  # one of each split
     kind = pa.list_(pa.int64(), 2)
 
     def write(values: list, keys: list) -> pathlib.Path:
-        values = pa.array(values, kind)
-        return write_column(tmp_path / f'{len(keys)}.parquet', 'x', keys, values)
+        path = tmp_path / f'{len(keys)}.parquet'
+        return write_column(path, 'x', keys, pa.array(values, kind))
 
     before = sorted(path.name for path in copy.iterdir())
     with_nulls = write(values, keys.tolist())
@@ -376,14 +361,9 @@ def test_a_null_is_no_value(copy, tmp_path):
         add_column.add(copy, 'y', parquet=with_nulls, column='x')
     assert sorted(path.name for path in copy.iterdir()) == before
     # Of keys that the data set does not have nothing is needed.
-    whole = write([null, *wanted.tolist()], [1, *keys.tolist()])
+    whole = write([null, *expected.tolist()], [1, *keys.tolist()])
     add_column.add(copy, 'y', parquet=whole, column='x')
-    found = [
-        batch['y'][batch['mask']]
-        for split in ('train', 'validation')
-        for batch in input_pipeline.eval_batches(copy, batch_size=64, features=('y',), split=split)
-    ]
-    np.testing.assert_array_equal(np.concatenate(found), wanted)
+    np.testing.assert_array_equal(read_all(copy, 'y')[0], expected)
 
 
 DATA = 'gs://data/coyo11m_tfds/hash/1.0.0'
@@ -420,14 +400,14 @@ def test_a_bucket_gets_the_same_files_as_a_disk(storage, copy, other_embeddings,
 
 
 def test_a_column_in_a_bucket_is_read_as_from_a_disk(storage, copy, other_embeddings, tmp_path):
-    keys = keys_of(copy)
+    [keys] = read_all(copy, 'key')
     scores = write_column(tmp_path / 'x.parquet', 'x', keys, pa.array(keys // 2))
     for place in (copy, DATA):
-        options = {'scratch_dir': str(tmp_path / 'scratch')}
-        add_column.add(place, 'other', other_embeddings, **options)
-        add_column.add(place, 'half', parquet=scores, column='x', **options)
-    asked = {'features': ('key', 'latents', 'text_embedding', 'half'), 'text': 'other'}
-    read = functools.partial(input_pipeline.train_batches, **ORDER, **asked, start_step=3)
+        scratch = str(tmp_path / 'scratch')
+        add_column.add(place, 'other', other_embeddings, scratch_dir=scratch)
+        add_column.add(place, 'half', parquet=scores, column='x', scratch_dir=scratch)
+    options = {'features': ('key', 'latents', 'text_embedding', 'half'), 'text': 'other'}
+    read = functools.partial(input_pipeline.train_batches, **ORDER, **options, start_step=3)
     storage.clear()
     counter = input_pipeline.ReadCounter()
     batches = read(DATA, counter=counter)
@@ -437,7 +417,7 @@ def test_a_column_in_a_bucket_is_read_as_from_a_disk(storage, copy, other_embedd
     for name in ('other', 'half'):  # at most a request for its header, and one for each chunk
         of_column = sum(f'column_{name}-train' in path for path in reads)
         assert 1 < of_column <= 1 + sum('.tfrecord' in path for path in reads)
-    evaluate = functools.partial(input_pipeline.eval_batches, batch_size=32, **asked)
+    evaluate = functools.partial(input_pipeline.eval_batches, batch_size=32, **options)
     assert_same(list(evaluate(DATA)), list(evaluate(copy)))
     storage.clear()
     next(read(DATA, features=('key',)))
