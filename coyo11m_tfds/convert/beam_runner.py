@@ -23,11 +23,11 @@ from coyo11m_tfds import schema, storage
 from coyo11m_tfds.convert import local_runner
 from coyo11m_tfds.convert.data_folder import FinishedShards, sub_folder
 from coyo11m_tfds.convert.tasks import JoinedInputs, PackedInputs, ShardResult, ShardTask
-from coyo11m_tfds.storage.file_state import OnBytes, ignore_bytes
+from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.storage.scratch import Scratch, user_cache
 
 _UPLOADS_AT_ONCE = 8
-_SECONDS_BETWEEN_LINES = 10  # of progress
+_SECONDS_BETWEEN_LOOKS = 10
 
 Runner = str | beam.runners.PipelineRunner | None
 
@@ -35,7 +35,7 @@ Runner = str | beam.runners.PipelineRunner | None
 def write_with_beam(
     tasks: Sequence[ShardTask],
     finished: FinishedShards,
-    on_fetched: OnBytes,
+    progress: Progress,
     scratch_dir: str,
     options: PipelineOptions | None,
     runner: Runner = None,
@@ -44,10 +44,8 @@ def write_with_beam(
 
     All workers must reach `finished` by its path. `scratch_dir` is a local folder of each worker,
     for remote source files and for shards on their way to a bucket; '' for the user's cache.
-    `on_fetched` is not called, because the workers are elsewhere. `runner` takes the place of the
-    one in `options`.
+    `runner` takes the place of the one in `options`.
     """
-    del on_fetched
     if not tasks:
         return
     final = finished.folder.folder
@@ -56,7 +54,7 @@ def write_with_beam(
     groups = [list(group) for _, group in itertools.groupby(packed, lambda task: task.group)]
     runner, options = _spread_by_dask(runner, options or PipelineOptions([]), len(groups))
     with (
-        _showing_progress(packed, finished),
+        _counting_shards(packed, finished, progress),
         beam.Pipeline(runner=runner, options=options) as pipeline,
     ):
         _ = (
@@ -69,6 +67,7 @@ def write_with_beam(
     # Runners retry and lose elements in ways of their own, so only the records count.
     missing = {(task.split, task.index): task for task in tasks}
     for result in finished.load(packed):
+        progress.add(0, records=result.num_records, dropped=result.statistics.non_finite)
         yield missing.pop((result.split, result.index)), result
     if missing:
         names = ', '.join(task.filename for task in list(missing.values())[:3])
@@ -98,19 +97,19 @@ def _spread_by_dask(
 
 
 @contextlib.contextmanager
-def _showing_progress(tasks: Sequence[ShardTask], finished: FinishedShards) -> Iterator[None]:
-    """Shows until the block ends how many shards the workers have recorded."""
-    names, ended = {task.filename for task in tasks}, threading.Event()
+def _counting_shards(
+    tasks: Sequence[ShardTask], finished: FinishedShards, progress: Progress
+) -> Iterator[None]:
+    """Counts until the block ends the shards that the workers have recorded."""
+    num_bytes, ended = {task.filename: task.num_bytes for task in tasks}, threading.Event()
 
     def watch() -> None:
-        has_ended, last_count = False, -1
+        has_ended = False
         while not has_ended:
-            has_ended = ended.wait(_SECONDS_BETWEEN_LINES)
+            has_ended = ended.wait(_SECONDS_BETWEEN_LOOKS)
             with contextlib.suppress(OSError):  # the next look may succeed
-                count = len(names & finished.recorded())
-                if count != last_count or has_ended:
-                    logging.info('The workers have written %d of %d shards', count, len(names))
-                last_count = count
+                for name in num_bytes.keys() & finished.recorded():
+                    progress.add(num_bytes.pop(name), shards=1)
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         thread.submit(watch)
@@ -142,5 +141,5 @@ def _write_group(tasks: Sequence[ShardTask], folder: str, build: str, scratch_di
     local = os.path.join(cache, 'staging')
     # The results are in the records, so that none has to pass through the pipeline.
     write = local_runner.write_with_processes
-    for _ in write(tasks, finished, ignore_bytes, scratch, local, num_workers=1):
+    for _ in write(tasks, finished, None, scratch, local, num_workers=1):
         pass

@@ -33,17 +33,15 @@ from coyo11m_tfds.report.page import BuildReport
 from coyo11m_tfds.report.statistics import DropCounts, ShardStatistics
 from coyo11m_tfds.source import source_folder
 from coyo11m_tfds.storage import file_state, locks
-from coyo11m_tfds.storage.file_state import OnBytes
 from coyo11m_tfds.storage.scratch import Scratch, choose_folder
 
 if TYPE_CHECKING:
     from apache_beam.options.pipeline_options import PipelineOptions
     from apache_beam.runners import PipelineRunner
 
-# Writes tasks and their records, and yields each when it is stored; calls the last argument when
-# bytes of remote files have arrived.
+# Writes tasks and their records, counts them, and yields each when it is stored.
 Engine = Callable[
-    [Sequence[ShardTask], FinishedShards, OnBytes], Iterator[tuple[ShardTask, ShardResult]]
+    [Sequence[ShardTask], FinishedShards, Progress], Iterator[tuple[ShardTask, ShardResult]]
 ]
 
 
@@ -175,21 +173,11 @@ def write_shards(plan: BuildPlan, finished: FinishedShards, engine: Engine) -> l
             shards=len(results),
             dropped=dropped.num_latents,
         )
-
-        def count_fetched(num_bytes: int) -> None:
-            progress.add(0, **{'bytes fetched': num_bytes})
-
-        for task, result in engine(missing, finished, count_fetched):
+        for task, result in engine(missing, finished, progress):
             _add_non_finite(dropped, result)
             # With each shard, so that a bad source stops the build early.
             dropped.check_bad(task.source)
             results.append(result)
-            progress.add(
-                result.num_bytes,
-                shards=1,
-                records=result.num_records,
-                dropped=result.statistics.non_finite,
-            )
     assert len(results) == len(plan.tasks)  # else the data set would lack shards
     if not any(result.num_records for result in results if result.split == schema.TRAIN):
         raise ValueError(

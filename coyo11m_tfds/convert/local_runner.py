@@ -18,10 +18,10 @@ from coyo11m_tfds.convert.data_folder import FinishedShards
 from coyo11m_tfds.convert.shard_writer import init_worker, write_shard
 from coyo11m_tfds.convert.tasks import ShardResult, ShardTask
 from coyo11m_tfds.process import machine, workers
+from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import formats
 from coyo11m_tfds.source.latent_file import use_one_thread
 from coyo11m_tfds.storage import locks
-from coyo11m_tfds.storage.file_state import OnBytes
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.stored_file import StoredFile
 
@@ -40,15 +40,14 @@ _STORED_AT_ONCE = 8
 def write_with_processes(
     tasks: Sequence[ShardTask],
     finished: FinishedShards,
-    on_fetched: OnBytes,
+    progress: Progress | None,
     scratch: Scratch,
     local: str,
     num_workers: int = 0,
 ) -> Iterator[Outcome]:
     """Writes shards and their records; yields each result when its shard is stored.
 
-    Tasks of one group follow each other. `on_fetched` is called with the bytes that come of remote
-    files, by several threads. `local` is a folder for shards on their way to a bucket.
+    Tasks of one group follow each other. `local` is a folder for shards on their way to a bucket.
     With 0 workers, the environment variable `COYO11M_NUM_PROC` or, without it, cores and memory
     decide.
     """
@@ -65,7 +64,7 @@ def write_with_processes(
         pool = workers.pool(num_workers, init_worker)
     staging_dir = finished.folder.staging(local)
     with locks.temporary_folder(staging_dir, 'staging-') as staging, pool as executor:
-        run = _LocalRun(executor, finished, on_fetched, scratch, staging, num_workers)
+        run = _LocalRun(executor, finished, progress, scratch, staging, num_workers)
         yield from run.results(tasks)
 
 
@@ -87,14 +86,14 @@ class _LocalRun:
         self,
         pool: concurrent.futures.Executor,
         finished: FinishedShards,
-        on_fetched: OnBytes,
+        progress: Progress | None,
         scratch: Scratch,
         staging: str,
         num_workers: int,
     ):
         self._pool = pool
         self._finished = finished
-        self._on_fetched = on_fetched
+        self._progress = progress
         self._scratch = scratch
         self._staging = staging
         # Bounds the shards in `staging`: for each worker one that it writes and one that waits.
@@ -163,6 +162,10 @@ class _LocalRun:
             # After an error the run should end soon, and uploads take long.
             if not self._stop.is_set():
                 self._finished.save(task, local, result)
+                if self._progress:
+                    dropped = result.statistics.non_finite
+                    counts = {'shards': 1, 'records': result.num_records, 'dropped': dropped}
+                    self._progress.add(result.num_bytes, **counts)
                 self._stored.put((task, result))
         except BaseException as error:
             self._fail(error)
@@ -173,7 +176,8 @@ class _LocalRun:
 
     def _count_fetched(self, num_bytes: int) -> None:
         self._check_not_stopped(num_bytes)
-        self._on_fetched(num_bytes)
+        if self._progress:
+            self._progress.add(0, **{'bytes fetched': num_bytes})
 
     def _check_not_stopped(self, num_bytes: int) -> None:
         """Ends a download or a check whose result is no longer needed."""

@@ -217,4 +217,4 @@ def test_dask_uses_all_workers_and_does_without_one_that_is_killed(tmp_path):
     assert len(done) == 3 and all(done.values()), done
     assert files_of(final) == files_of(final_folder(tmp_path / 'plain'))
     count = len(list(final.glob('*.tfrecord*')))
-    assert f'The workers have written {count} of {count} shards' in errors
+    assert f'Writing shards: 100%, {count} of {count} shards' in errors
