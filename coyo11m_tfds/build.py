@@ -135,11 +135,13 @@ def prepare_tfds_command() -> None:
     logging.getLogger('torch').setLevel(logging.WARNING)  # it logs statistics when it ends
     # The command prints it at the end of a build.
     tfds.core.DatasetInfo.__repr__ = how_to_open
-    sys.excepthook = functools.partial(_print_error, sys.excepthook, CONFIG_EXAMPLE)
+    sys.excepthook = functools.partial(_print_user_error, sys.excepthook, CONFIG_EXAMPLE)
     command_line.interrupt_once()
 
 
-def _print_error(show: Callable, example: str, kind: type, error: BaseException, traceback) -> None:
+def _print_user_error(
+    show: Callable, example: str, kind: type, error: BaseException, traceback
+) -> None:
     user_errors = KeyboardInterrupt, *_USER_ERRORS
     is_message = isinstance(error, user_errors) and not isinstance(error, _BUGS)
     if command_line.wants_traceback() or not is_message:
