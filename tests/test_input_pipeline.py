@@ -249,7 +249,9 @@ def test_a_mistake_is_named_before_anything_is_read(written, changes, message):
 def test_a_plan_is_of_the_batch_size_that_is_read(written, batch_size, lanes):
     asked = {'batch_size': batch_size, 'lanes': lanes}
     for function in (plan_of, input_pipeline.train_batches):
-        with pytest.raises(ValueError, match=f'batch_size={batch_size} with lanes={lanes} cannot'):
+        with pytest.raises(
+            ValueError, match=f'batch_size={batch_size}: cannot be shared with lanes={lanes}'
+        ):
             function(written, **{**ORDER, **asked})
 
 
@@ -265,7 +267,7 @@ def test_the_engine_that_reads_is_told(written, unindexed):
     told = {engine: input_pipeline.engine_of(written, engine) for engine in input_pipeline.ENGINES}
     assert told == {'auto': 'rows', 'rows': 'rows', 'chunks': 'chunks', 'tf_data': 'tf_data'}
     assert input_pipeline.engine_of(unindexed) == 'tf_data'
-    with pytest.raises(ValueError, match="engine='lines' is none of"):
+    with pytest.raises(ValueError, match="engine='lines': expected one of"):
         input_pipeline.engine_of(written, 'lines')
     with pytest.raises(ValueError, match='cannot be mixed or filtered without a chunk index'):
         input_pipeline.engine_of([{'dir': written}, {'dir': unindexed}])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from coyo11m_tfds.dataset import texts
+from coyo11m_tfds.process.errors import FieldError
 
 # By annotation: what is expected, the types that are converted, those that are not, and the
 # conversion.
@@ -31,7 +32,7 @@ def convert(name: str, value: Any, kind: Any) -> Any:
         return value
     expected, types, others, conversion = _KINDS[kind]
     if not isinstance(value, types) or isinstance(value, others):
-        raise ValueError(f'{name}={value!r}: expected {expected}')
+        raise FieldError(name, value, f'expected {expected}')
     return conversion(value)
 
 

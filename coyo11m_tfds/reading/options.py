@@ -8,6 +8,7 @@ from typing import Any, Required, Self, TypedDict
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.dataset.stored_dataset import Data, StoredDataset
+from coyo11m_tfds.process.errors import FieldError
 from coyo11m_tfds.reading import arguments, damage
 from coyo11m_tfds.reading.batches import CROP
 from coyo11m_tfds.reading.files import ReadCounter
@@ -80,11 +81,11 @@ class ReadOptions:
             'on_bad_records': (damage.STOP, damage.SKIP),
         }.items():
             if (value := getattr(self, name)) not in choices:
-                raise ValueError(f'{name}={value!r} is none of {", ".join(map(repr, choices))}')
+                raise FieldError(name, value, f'expected one of {", ".join(map(repr, choices))}')
         if not 0 <= self.max_bad_fraction <= 1:
-            raise ValueError(f'max_bad_fraction={self.max_bad_fraction} is not in [0, 1]')
+            raise FieldError('max_bad_fraction', self.max_bad_fraction, 'expected 0 to 1')
         if self.parallel_reads < 1:
-            raise ValueError(f'parallel_reads={self.parallel_reads}: expected at least 1')
+            raise FieldError('parallel_reads', self.parallel_reads, 'expected at least 1')
         check_chunk(self.chunk)
 
     @functools.cached_property
@@ -138,12 +139,13 @@ class ReadOptions:
             return
         # The nearest batch size that works, and then the nearest number of lanes that divides it.
         fitting_size = max(1, round(batch_size / count)) * count
-        problem, advice = f'batch_size={batch_size}', f'batch_size={fitting_size}'
+        problem, advice = 'cannot be shared', f'batch_size={fitting_size}'
         if lanes is not None:
             divisors = [n for n in range(count, fitting_size + 1, count) if fitting_size % n == 0]
             fitting = min(divisors, key=lambda n: abs(n - lanes))
             problem, advice = f'{problem} with lanes={lanes}', f'{advice} with lanes={fitting}'
-        raise ValueError(f'{problem} cannot be shared by {count} processes equally; {advice} works')
+        problem = f'{problem} by {count} processes equally; {advice} works'
+        raise FieldError('batch_size', batch_size, problem)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,7 +166,7 @@ class TrainOptions(ReadOptions):
     def __post_init__(self):
         super().__post_init__()
         if not 0 <= self.caption_dropout <= 1:
-            raise ValueError(f'caption_dropout={self.caption_dropout} is not in [0, 1]')
+            raise FieldError('caption_dropout', self.caption_dropout, 'expected 0 to 1')
         if self.stride < 1:
             raise ValueError(f'stride={self.stride}: expected at least 1')
         if self.start_step < 0:

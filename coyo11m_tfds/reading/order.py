@@ -15,6 +15,7 @@ import numpy as np
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.keyed_random import Permutation, derive, splitmix64
+from coyo11m_tfds.process.errors import FieldError
 from coyo11m_tfds.reading import arguments
 from coyo11m_tfds.reading.filters import KeptRecords
 
@@ -42,9 +43,9 @@ class OrderSettings:
         arguments.convert_fields(self)
         check_chunk(self.chunk)
         if self.window < 1:
-            raise ValueError(f'window={self.window} must be at least 1; window=1024 works')
+            raise FieldError('window', self.window, 'expected at least 1; window=1024 works')
         if self.lanes < 1:
-            raise ValueError(f'lanes={self.lanes} must be at least 1; lanes=16 works')
+            raise FieldError('lanes', self.lanes, 'expected at least 1; lanes=16 works')
 
 
 class Samples(NamedTuple):
@@ -187,10 +188,8 @@ def check_chunk(chunk: int) -> None:
     """Raises a ValueError for a chunk that does not begin and end where the index has offsets."""
     if chunk < 1 or chunk % schema.CHUNK_STRIDE:
         nearest = max(1, round(chunk / schema.CHUNK_STRIDE)) * schema.CHUNK_STRIDE
-        raise ValueError(
-            f'chunk={chunk} is not a multiple of {schema.CHUNK_STRIDE}, the stride of the chunk '
-            f'index; chunk={nearest} works'
-        )
+        stride = f'{schema.CHUNK_STRIDE}, the stride of the chunk index'
+        raise FieldError('chunk', chunk, f'expected a multiple of {stride}; chunk={nearest} works')
 
 
 def sample_crops(seed: int, epoch: np.ndarray | int, keys: np.ndarray, count: int) -> np.ndarray:

@@ -93,7 +93,7 @@ def test_what_is_given_replaces_the_preset_and_0_leaves_it():
         ({'experts': 8}, "model.experts=8: expected 0, a model of kind 'dit' has no such field"),
         ({'kind': 'unet'}, "model.kind='unet': No module named 'unet'; expected 'dit' or MODULE:"),
         ({'kind': 'json:Net'}, "'json' has no attribute 'Net'; expected 'dit' or MODULE:CLASS"),
-        ({'kind': 'json:dumps'}, "model.kind='json:dumps' lacks dtype, flops, pin: expected"),
+        ({'kind': 'json:dumps'}, "model.kind='json:dumps': lacks dtype, flops, pin: expected"),
     ],
 )
 def test_a_field_that_does_not_fit_is_refused_by_name_and_value(fields, message):

@@ -17,6 +17,7 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
+from coyo11m_tfds.process.errors import FieldError
 from train_lib.models.dit import DiT
 
 # 'full' saves memory: without it, a batch of 256 with S/2 takes 64 GB (compiled for a CPU).
@@ -57,15 +58,13 @@ def make_model(
         # A configuration has all fields of `DiT`: of another kind they must stay as they are.
         default = _DEFAULTS.get(field, 0)
         if field not in names and value != default:
-            raise ValueError(
-                f'model.{field}={value!r}: expected {default!r}, a model of kind {kind!r} has no '
-                'such field'
-            )
+            problem = f'expected {default!r}, a model of kind {kind!r} has no such field'
+            raise FieldError(f'model.{field}', value, problem)
     if 1 < values.get('crops', 1) < num_crops:
-        raise ValueError(
-            f'model.crops={values["crops"]}: the data set has {num_crops} crops of an image, '
-            'expected 0, 1 or at least as many'
+        problem = (
+            f'the data set has {num_crops} crops of an image, expected 0, 1 or at least as many'
         )
+        raise FieldError('model.crops', values['crops'], problem)
     values = {'crops': num_crops} | _preset(name) | values
     values = {field: value for field, value in values.items() if field in names}
     return model(**values, dtype=jnp.dtype(dtype))
@@ -83,24 +82,22 @@ def _import_model(kind: str) -> Any:
     try:
         model = getattr(importlib.import_module(module), name)
     except (ImportError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f"model.kind={kind!r}: {error}; expected 'dit' or MODULE:CLASS that can be imported"
-        ) from error
+        problem = f"{error}; expected 'dit' or MODULE:CLASS that can be imported"
+        raise FieldError('model.kind', kind, problem) from error
     attributes = {*dir(model), *getattr(model, '__dataclass_fields__', ())}
     required = '__call__', 'dtype', 'flops', 'pin'
     if missing := [attribute for attribute in required if attribute not in attributes]:
-        raise ValueError(
-            f'model.kind={kind!r} lacks {", ".join(missing)}: expected a flax.linen.Module with '
-            'what train_lib.models.dit.DiT has of these'
+        problem = (
+            f'lacks {", ".join(missing)}: expected a flax.linen.Module with what '
+            'train_lib.models.dit.DiT has of these'
         )
+        raise FieldError('model.kind', kind, problem)
     return model
 
 
 def _preset(name: str) -> dict[str, Any]:
     size, _, patch = name.partition('/')
     if size not in SIZES or not patch.isdigit() or int(patch) < 1:
-        raise ValueError(
-            f'model.name={name!r}: expected SIZE/PATCH such as "S/2" '
-            f'with SIZE one of {", ".join(SIZES)}.'
-        )
+        problem = f'expected SIZE/PATCH such as "S/2" with SIZE one of {", ".join(SIZES)}.'
+        raise FieldError('model.name', name, problem)
     return SIZES[size] | {'patch_size': int(patch)}

@@ -21,6 +21,7 @@ from absl import logging
 from flax.linen.dtypes import promote_dtype
 from jax.ad_checkpoint import checkpoint_name
 
+from coyo11m_tfds.process.errors import FieldError
 from train_lib.models import attention_kernel
 from train_lib.models.attention_kernel import Product
 
@@ -432,22 +433,19 @@ class DiT(nn.Module):
         super().__post_init__()
         for field, values in (('remat', REMAT), ('attention', ATTENTION), ('text', TEXTS)):
             if (value := getattr(self, field)) not in values:
-                raise ValueError(f'model.{field}={value!r}: expected one of {", ".join(values)}')
+                raise FieldError(f'model.{field}', value, f'expected one of {", ".join(values)}')
         if self.text == SEQUENCE and not self.vocabulary:
-            raise ValueError(
-                "model.text='sequence': the data set holds embeddings, expected tokens "
-                "(embed_captions --tokens_only), or model.text='pooled'"
+            problem = (
+                'the data set holds embeddings, expected tokens (embed_captions --tokens_only), '
+                "or 'pooled'"
             )
+            raise FieldError('model.text', self.text, problem)
         if self.width % (4 * self.num_heads):
-            raise ValueError(
-                f'model.width={self.width}: expected a multiple of {4 * self.num_heads}, 4 times '
-                f'model.num_heads={self.num_heads}'
-            )
+            multiple = f'{4 * self.num_heads}, 4 times model.num_heads={self.num_heads}'
+            raise FieldError('model.width', self.width, f'expected a multiple of {multiple}')
         if self.mlp_ratio * self.width % 1:
-            raise ValueError(
-                f'model.mlp_ratio={self.mlp_ratio}: expected a whole number when multiplied by '
-                f'model.width={self.width}'
-            )
+            problem = f'expected a whole number when multiplied by model.width={self.width}'
+            raise FieldError('model.mlp_ratio', self.mlp_ratio, problem)
 
     @nn.compact
     def __call__(
