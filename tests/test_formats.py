@@ -261,16 +261,16 @@ def test_rows_that_repeat_a_key_are_dropped_with_their_label(tmp_path):
     assert all(caption == str(key % 4).encode() for key, (_, caption) in found.items())
 
 
-def test_classes_of_webdataset_become_tokens(tmp_path):
-    values = made_latents(SHAPE, 'float16', 40)
-    samples = {f'{n:04}': {'npy': x, 'cls': f'{n % 3}'} for n, x in enumerate(values)}
-    latent_files.write_tar(tmp_path / 'x.tar', samples)
-    stats = input_pipeline.open_data(built.build(tmp_path, '', tmp_path / 'data')).stats()
-    assert (stats.text_encoder, stats.vocabulary) == ('labels', 3)
-
-
-def test_labels_become_tokens(tmp_path):
-    make_source(tmp_path / 'source', 'safetensors')
+@pytest.mark.parametrize('kind', ['safetensors', 'tar'])
+def test_labels_become_tokens(tmp_path, kind: str):
+    """In a tar they are the `.cls` of WebDataset."""
+    if kind == 'safetensors':
+        make_source(tmp_path / 'source', kind)
+    else:
+        (tmp_path / 'source').mkdir()
+        rows = enumerate(made_latents(SHAPE, 'float16', 40))
+        samples = {f'{n:04}': {'npy': x, 'cls': f'{n % 7}'} for n, x in rows}
+        latent_files.write_tar(tmp_path / 'source' / 'x.tar', samples)
     data_set = built.build(tmp_path / 'source', '', tmp_path / 'data')
     features = (schema.TOKENS, schema.CAPTION)
     batch = next(
