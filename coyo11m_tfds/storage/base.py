@@ -146,7 +146,7 @@ class Storage(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def fetch(cls, file: StoredFile, target: str, on_bytes: OnBytes) -> None:
+    def fetch(cls, file: StoredFile, target: str, on_bytes: OnBytes) -> FileState:
         """See `StoredFile.fetch`."""
 
     # --- Writing ---

@@ -99,9 +99,10 @@ class Disk(Storage):
         return content
 
     @classmethod
-    def fetch(cls, file: StoredFile, target: str, on_bytes: OnBytes) -> None:
-        _copy_checked(file, target)
-        on_bytes(file.size)
+    def fetch(cls, file: StoredFile, target: str, on_bytes: OnBytes) -> FileState:
+        state = file_state.copy(file.path, target, on_bytes)
+        file.check_size(state)
+        return state
 
     # --- Writing ---
 
@@ -158,12 +159,9 @@ class Disk(Storage):
 
     def copy(self, file: StoredFile, name: str, scratch: 'Scratch', on_bytes: OnBytes) -> FileState:
         with self._new_file() as path:
-            if file.local_path:
-                state = _copy_checked(file, path)
-            else:
-                file.fetch(path, on_bytes)
-                # `fetch` has compared the CRC-32C, if the storage keeps one.
-                state = file_state.compute_state(path) if file.crc32c is None else file.state
+            state = file.fetch(path, on_bytes)
+            if state.crc32c < 0:
+                state = file_state.compute_state(path)
             self.store(path, name, state.crc32c)
         return state
 
@@ -200,13 +198,6 @@ class Disk(Storage):
 def _raise_unless_missing(error: OSError) -> None:
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error
-
-
-def _copy_checked(file: StoredFile, target: str) -> FileState:
-    """Copies a local file, which must still have its size."""
-    state = file_state.copy(file.path, target)
-    file.check_size(state)
-    return state
 
 
 def _move_synced(path: str, target: str) -> None:

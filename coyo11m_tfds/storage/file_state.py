@@ -43,13 +43,14 @@ def compute_state(path: str | os.PathLike[str], on_bytes: OnBytes = ignore_bytes
     return FileState(size, int.from_bytes(checksum.digest(), 'big'))
 
 
-def copy(path: str, target: str) -> FileState:
-    """Copies a local file and returns the state of what was read for it."""
+def copy(path: str, target: str, on_bytes: OnBytes = ignore_bytes) -> FileState:
+    """Copies a local file and returns the state of what was read; `on_bytes(n)` counts it."""
     size, crc32c = 0, 0
     with open(path, 'rb', buffering=0) as source, naming(target), open(target, 'wb') as file:
         while block := source.read(_BLOCK):
             file.write(block)
             size, crc32c = size + len(block), google_crc32c.extend(crc32c, block)
+            on_bytes(len(block))
     return FileState(size, crc32c)
 
 

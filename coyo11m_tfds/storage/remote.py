@@ -25,7 +25,7 @@ import urllib3
 
 from coyo11m_tfds.storage import retry
 from coyo11m_tfds.storage.base import Storage
-from coyo11m_tfds.storage.file_state import OnBytes, naming
+from coyo11m_tfds.storage.file_state import FileState, OnBytes, naming
 from coyo11m_tfds.storage.stored_file import StoredFile, file_changed
 
 _BLOCK = 1 << 18  # bytes received at a time
@@ -62,12 +62,13 @@ class RemoteStorage(Storage):
         return retry.call(attempt, f'reading {file.path}')
 
     @classmethod
-    def fetch(cls, file: StoredFile, target: str, on_bytes: OnBytes) -> None:
+    def fetch(cls, file: StoredFile, target: str, on_bytes: OnBytes) -> FileState:
         # Unbuffered: an error of a full disk comes from the write, before the bytes count.
         with open(target, 'wb', buffering=0) as stream:
             download = _Download(cls, file, stream, on_bytes)
             retry.call(download.complete, f'downloading {file.path}')
             os.fsync(stream.fileno())
+        return file.state
 
     @classmethod
     @contextlib.contextmanager

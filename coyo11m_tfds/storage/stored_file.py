@@ -101,13 +101,14 @@ class StoredFile:
             )
         return storage.class_of(self.path).read_range(self, start, length) if length else b''
 
-    def fetch(self, target: str, on_bytes: OnBytes = ignore_bytes) -> None:
-        """Copies the file to a local path in a temporary folder; all of it is on the disk then.
+    def fetch(self, target: str, on_bytes: OnBytes = ignore_bytes) -> FileState:
+        """Copies the file to a local path in a temporary folder; returns the state of the copy.
 
         `on_bytes` is called with the number of received bytes, or a negative number for bytes that
-        proved wrong; the sum is `size`. After an error the target may hold a part of the file.
+        proved wrong; the sum is `size`. The CRC-32C is -1 if the storage keeps none, in which case
+        another checksum was compared. After an error the target may hold the beginning of the file.
         """
-        storage.class_of(self.path).fetch(self, target, on_bytes)
+        return storage.class_of(self.path).fetch(self, target, on_bytes)
 
     def read(self) -> bytes:
         """Reads the content of a small file; compares its checksum."""
