@@ -284,10 +284,10 @@ class Builder(dataset_builder.FileReaderBuilder):
         if options:
             raise ValueError(f'{", ".join(options)}: not supported; set the umask of the process.')
         defaults = tfds.download.DownloadConfig()
-        for name, instead in _UNSUPPORTED.items():
+        for name, advice in _UNSUPPORTED.items():
             value = getattr(download_config, name)
             if value != getattr(defaults, name):
-                raise ValueError(f'{name}={value} is not supported; {instead}.')
+                raise ValueError(f'{name}={value} is not supported; {advice}.')
         limit = download_config.max_examples_per_split
         if limit is not None and limit < 1:
             raise ValueError(f'max_examples_per_split={limit}: expected at least 1.')

@@ -232,7 +232,7 @@ def plan_or_estimate(place: str, settings: BuildSettings) -> DryRun:
             plan = make_plan(source, settings, scratch.Scratch(f'{folder}/source'), folder)
             return dataclasses.replace(
                 dry_run,
-                num_records=sum(task.parts[-1].records.stop for task in plan.tasks),
+                num_records=sum(task.segments[-1].records.stop for task in plan.tasks),
                 num_bytes=plan.num_bytes,
                 num_shards=len(plan.tasks),
                 dropped=plan.dropped.counts,

@@ -98,11 +98,11 @@ class BuildSettings:
         header of a sidecar, but no path.
         """
         # Only in these data sets, so that the metadata, and with it the ID, of others stays.
-        rare = {_LATENTS: self.latents} if self.in_place else {}
+        optional = {_LATENTS: self.latents} if self.in_place else {}
         for name in ('latents_from', schema.META_VAE):
             if value := getattr(self, name):
-                rare[name] = value
-        return rare | {
+                optional[name] = value
+        return optional | {
             'caption_column': self.caption_column,
             schema.SETTINGS_TEXT: text_embeddings,
             'validation_fraction': float(self.validation_fraction),
@@ -242,8 +242,8 @@ def check_build_memory(num_rows: int, num_workers: int) -> None:
     count = workers.chosen(num_workers) or 1
     usable, need = machine.usable_memory(), build_memory(num_rows, count)
     if need > usable:
-        fits = fitting_workers(num_rows) if build_memory(num_rows, 1) <= usable else 0
-        remedy = f'Set num_workers to {fits} or' if fits else 'Use a machine with more, or'
+        most = fitting_workers(num_rows) if build_memory(num_rows, 1) <= usable else 0
+        remedy = f'Set num_workers to {most} or' if most else 'Use a machine with more, or'
         raise ValueError(
             f'the build of {num_rows:,} rows with num_workers={count} takes {readable(need)} of '
             f'memory, but this process can use {readable(usable)}. {remedy} raise its limit.'

@@ -102,7 +102,7 @@ def _parse_record(data: bytes, task: ShardTask) -> ShardResult | None:
         logging.warning('%s: its record is damaged, so the shard is written again', task.filename)
         return None
     # The fingerprint covers what was planned, the digests what the worker has really read.
-    is_same_source = result.read == tuple(part.digest for part in task.parts)
+    is_same_source = result.read == tuple(segment.digest for segment in task.segments)
     is_same_writer = result.writer == THIS_WRITER
     return result if is_same_task and is_same_source and is_same_writer else None
 
@@ -185,12 +185,12 @@ class DataFolder:
 
     def _remove(self, build: str, names: set[str], listing: Iterable[str]) -> None:
         """Removes files of a build; what proves that they are its own comes last."""
-        in_work = {name for name in listing if _builder_of(name) == build}
+        working_files = {name for name in listing if _builder_of(name) == build}
         proofs = (
             schema.of_build(schema.CHECKSUMS_FILE, build),
             f'{sub_folder(build)}/{_SETTINGS_FILE}',
         )
-        for group, proof in zip((names, in_work), proofs, strict=True):
+        for group, proof in zip((names, working_files), proofs, strict=True):
             self.files.remove(group - {proof})
             self.files.remove(group & {proof})
 

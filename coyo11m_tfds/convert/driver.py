@@ -239,8 +239,8 @@ def _write_latents_column(
     number = {file: n for n, file in enumerate(files)}
     crc32c = {}
     for split, split_runs in runs.items():
-        numbered = [np.insert(rows, 0, number[file], axis=1) for file, rows in split_runs]
-        places = np.concatenate([np.empty((0, 3), '<u4'), *numbered])
+        file_rows = [np.insert(rows, 0, number[file], axis=1) for file, rows in split_runs]
+        places = np.concatenate([np.empty((0, 3), '<u4'), *file_rows])
         crc32c[split] = columns.array_crc32c(places)
         np.save(
             os.path.join(folder, columns.column_file_name(schema.LATENTS, split, plan.build)),

@@ -54,7 +54,7 @@ def write_with_processes(
     if not tasks:
         return
     num_bytes = sum(task.num_bytes for task in tasks)
-    num_rows = sum(task.parts[-1].records.stop for task in tasks)
+    num_rows = sum(task.segments[-1].records.stop for task in tasks)
     num_workers = min(choose_workers(num_workers, num_bytes, num_rows), len(tasks))
     pool: contextlib.AbstractContextManager[concurrent.futures.Executor]
     # One worker needs no process of its own, which takes 1.5 s to start.
@@ -126,24 +126,24 @@ class _LocalRun:
         """Writes the shards of one group; holds its files until the last is written."""
         try:
             with self._hold_files(tasks) as paths:
-                written = []
+                storing = []
                 for task in tasks:
                     # Threads may wait for room in `staging`, the processes of the pool should not.
                     self._shards_in_work.acquire()
                     if self._stop.is_set():
                         return
                     local = os.path.join(self._staging, uuid.uuid4().hex)
-                    part_paths = [paths[part.file] for part in task.parts]
-                    future = self._pool.submit(write_shard, task, part_paths, local)
-                    written.append(storers.submit(self._store, task, future, local))
-                concurrent.futures.wait(written)
+                    segment_paths = [paths[segment.file] for segment in task.segments]
+                    future = self._pool.submit(write_shard, task, segment_paths, local)
+                    storing.append(storers.submit(self._store, task, future, local))
+                concurrent.futures.wait(storing)
         except BaseException as error:
             self._fail(error)
 
     @contextlib.contextmanager
     def _hold_files(self, tasks: Sequence[ShardTask]) -> Iterator[dict[StoredFile, str]]:
         """Local paths of all files that these tasks read, after a check of their contents."""
-        files = list(dict.fromkeys(part.file for task in tasks for part in task.parts))
+        files = list(dict.fromkeys(segment.file for task in tasks for segment in task.segments))
         with self._scratch.hold_all(files, on_bytes=self._count_fetched) as paths:
             # Before the first shard: a damaged file must not get into records.
             for file, path in zip(files, paths, strict=True):

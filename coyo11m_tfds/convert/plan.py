@@ -24,7 +24,7 @@ from coyo11m_tfds.convert.build_settings import (
     check_build_memory,
     record_source,
 )
-from coyo11m_tfds.convert.tasks import JoinedInputs, ShardPart, ShardTask
+from coyo11m_tfds.convert.tasks import JoinedInputs, ShardSegment, ShardTask
 from coyo11m_tfds.dataset.keyed_random import splitmix64
 from coyo11m_tfds.report.statistics import DropCounts
 from coyo11m_tfds.source import (
@@ -392,20 +392,21 @@ def _plan_tasks(
         shards = list(_cut_shards(rows, sizes[rows], latents.starts, groups, settings.shard_bytes))
         for index, (group, shard_rows) in enumerate(shards):
             name = schema.shard_filename(split, index, len(shards))
-            parts, inputs = _make_parts(shard_rows, latents, contents)
+            segments, inputs = _make_segments(shard_rows, latents, contents)
             # All that decides the bytes of this shard, so that a resumed build of other files
             # or settings writes it again, and keeps those shards that stay the same.
-            digests = [(versions[p.file], _array_sha256(inputs.rows[p.records])) for p in parts]
+            digests = []
+            for segment in segments:
+                digests += [versions[segment.file], _array_sha256(inputs.rows[segment.records])]
             if settings.in_place:
-                digests += [
-                    (storage.make_absolute(part.file.path), part.file.version) for part in parts
-                ]
+                for file in (segment.file for segment in segments):
+                    digests += [storage.make_absolute(file.path), file.version]
             task = ShardTask(
                 split=split,
                 index=index,
                 filename=name,
                 group=group,
-                parts=parts,
+                segments=segments,
                 inputs=inputs,
                 text=text,
                 drop_bad=settings.drop_bad,
@@ -414,7 +415,7 @@ def _plan_tasks(
                 in_place=settings.in_place,
                 channels=latents.shape[1],
                 latents_from=schema.parse_latents_from(settings.latents_from),
-                fingerprint=json_digest.sha256([common_digest, name, *itertools.chain(*digests)]),
+                fingerprint=json_digest.sha256([common_digest, name, *digests]),
             )
             tasks.append(task)
     return tuple(sorted(tasks, key=lambda task: (task.group, task.split, task.index)))
@@ -482,9 +483,9 @@ def _cut_shards(
             yield number, shard_rows
 
 
-def _make_parts(
+def _make_segments(
     rows: np.ndarray, latents: SourceLatents, contents: _RowContents
-) -> tuple[tuple[ShardPart, ...], JoinedInputs]:
+) -> tuple[tuple[ShardSegment, ...], JoinedInputs]:
     """Divides rows that are numbered over all files by file."""
     files = np.searchsorted(latents.starts, rows, side='right') - 1
     inputs = JoinedInputs(
@@ -495,15 +496,15 @@ def _make_parts(
         texts=contents.texts.folder if contents.texts else '',
     )
     starts = [0, *(np.flatnonzero(np.diff(files)) + 1).tolist(), len(rows)]
-    parts = [
-        ShardPart(
+    segments = [
+        ShardSegment(
             file=latents.files[files[start]],
             digest=latents.digests[files[start]],
             records=slice(start, end),
         )
         for start, end in itertools.pairwise(starts)
     ]
-    return tuple(parts), inputs
+    return tuple(segments), inputs
 
 
 def _array_sha256(array: np.ndarray) -> str:

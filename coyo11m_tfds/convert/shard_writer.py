@@ -13,8 +13,8 @@ import pyarrow as pa
 from coyo11m_tfds import schema
 from coyo11m_tfds.convert.tasks import (
     THIS_WRITER,
-    ShardPart,
     ShardResult,
+    ShardSegment,
     ShardTask,
     make_column_file,
 )
@@ -33,7 +33,7 @@ Features = dict[str, np.ndarray | Sequence[bytes]]
 
 
 def write_shard(task: ShardTask, latents_paths: Sequence[str], path: str) -> ShardResult:
-    """Writes the shard's file to a local path, from a local path of each part's file."""
+    """Writes the shard's file to a local path, from a local path of each segment's file."""
     # A worker on another machine may have another version, and shards would differ in silence.
     if task.writer != THIS_WRITER:
         raise RuntimeError(
@@ -42,8 +42,8 @@ def write_shard(task: ShardTask, latents_paths: Sequence[str], path: str) -> Sha
         )
     source = _SourceReader(task)
     with naming(path), open(path, 'wb') as file, records.RecordWriter(file) as writer:
-        for part, latents_path in zip(task.parts, latents_paths, strict=True):
-            for features in source.read_part(part, latents_path):
+        for segment, latents_path in zip(task.segments, latents_paths, strict=True):
+            for features in source.read_segment(segment, latents_path):
                 writer.write(features)
     return ShardResult(
         split=task.split,
@@ -85,26 +85,26 @@ class _SourceReader:
         self.sources: list[tuple[columns.InPlaceFile, list[np.ndarray]]] = []
         self.read: list[str] = []  # digests of files
 
-    def read_part(self, part: ShardPart, latents_path: str) -> Iterator[Features]:
+    def read_segment(self, segment: ShardSegment, latents_path: str) -> Iterator[Features]:
         """Yields the features of the good records of one file, in windows of rows.
 
         The next window may overwrite the arrays of the last.
         """
-        file = formats.open_file(part.file, latents_path, self._task.latents_from)
-        rows, keys = self._inputs.rows[part.records], self._inputs.keys[part.records]
-        if file.digest != part.digest or not np.array_equal(file.keys[rows], keys):
-            raise _changed_source(part.file)
+        file = formats.open_file(segment.file, latents_path, self._task.latents_from)
+        rows, keys = self._inputs.rows[segment.records], self._inputs.keys[segment.records]
+        if file.digest != segment.digest or not np.array_equal(file.keys[rows], keys):
+            raise _changed_source(segment.file)
         self.read.append(file.digest)
         if self._task.in_place:
-            self.sources.append((make_column_file(part.file, file), []))
-        first, stop = part.records.start, part.records.stop
+            self.sources.append((make_column_file(segment.file, file), []))
+        first, stop = segment.records.start, segment.records.stop
         step = max(1, min(ROWS_AT_ONCE, _BYTES_AT_ONCE // file.row_nbytes))
         for start in range(first, stop, step):
             yield self._read_rows(file, slice(start, min(start + step, stop)))
         # The heads were checked above: a local file that was written since then may have other
         # rows. A remote one was copied before, so it cannot change meanwhile.
-        if not part.file.is_unchanged():
-            raise _changed_source(part.file)
+        if not segment.file.is_unchanged():
+            raise _changed_source(segment.file)
 
     def _read_rows(self, file: latent_file.LatentFile, window: slice) -> Features:
         keys, rows = self._inputs.keys[window], self._inputs.rows[window]

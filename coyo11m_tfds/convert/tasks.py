@@ -101,7 +101,7 @@ def _open_joined_once(folder: str, mtime_ns: int) -> KeyedValues:
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardPart:
+class ShardSegment:
     """The records of a shard that come from one file."""
 
     file: StoredFile
@@ -117,7 +117,7 @@ class ShardTask:
     index: int
     filename: str
     group: int  # number of the group of tasks that read the same files
-    parts: tuple[ShardPart, ...]
+    segments: tuple[ShardSegment, ...]
     inputs: JoinedInputs | PackedInputs
     text: sidecar.SidecarHeader | None  # in the records; of the `.pt` files if the inputs have none
     drop_bad: bool  # whether records that are not finite are left out, and no error
@@ -132,10 +132,10 @@ class ShardTask:
     @property
     def source(self) -> str:
         """Names the file or files of the task in messages."""
-        first = self.parts[0].file.path
-        if len(self.parts) == 1:
+        first = self.segments[0].file.path
+        if len(self.segments) == 1:
             return first
-        return f'{first} to {self.parts[-1].file.name} ({len(self.parts)} files)'
+        return f'{first} to {self.segments[-1].file.name} ({len(self.segments)} files)'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,10 +49,10 @@ def test_every_kept_key_is_planned_once_in_source_order(tmp_path):
         assert len(keys) > 5
     for task in made.tasks:
         inputs = task.inputs.open()
-        for part in task.parts:
-            rows = inputs.rows[part.records]
-            in_file = pt_file.PtFile(part.file.path).keys[rows]
-            np.testing.assert_array_equal(in_file, inputs.keys[part.records])
+        for segment in task.segments:
+            rows = inputs.rows[segment.records]
+            in_file = pt_file.PtFile(segment.file.path).keys[rows]
+            np.testing.assert_array_equal(in_file, inputs.keys[segment.records])
 
 
 def test_a_split_does_not_depend_on_files_or_shards(tmp_path):
@@ -110,8 +110,8 @@ def test_large_files_of_which_little_is_kept_are_not_fetched_together(tmp_path):
     source = made_sources.write_source(tmp_path / 'source', files)
     settings = {'validation_fraction': 0.01, 'limit': 3, 'shard_bytes': 600_000}
     made = make_plan(source, tmp_path / 'out', **settings)
-    assert len({part.file for task in made.tasks for part in task.parts}) > 2
-    assert {len(task.parts) for task in made.tasks} == {1}
+    assert len({segment.file for task in made.tasks for segment in task.segments}) > 2
+    assert {len(task.segments) for task in made.tasks} == {1}
 
 
 def test_what_is_dropped_is_counted_by_reason(tmp_path):

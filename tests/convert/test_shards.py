@@ -70,7 +70,7 @@ def test_small_remote_files_are_fetched_once_and_together(gcs, tmp_path):
     gcs.clear()
     write(made, tmp_path / 'work')
     reads = {request.path for request in gcs.requests if request.action == 'read'}
-    assert {f'gs://{path}' for path in reads} == {part.file.path for part in lost.parts}
+    assert {f'gs://{path}' for path in reads} == {segment.file.path for segment in lost.segments}
     assert files_of(data_folder(tmp_path / 'work')) == files_of(data_folder(tmp_path / 'local'))
 
 
