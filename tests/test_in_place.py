@@ -121,21 +121,6 @@ def latents_file(source: pathlib.Path) -> pathlib.Path:
     return source / schema.LATENTS_FOLDER / '000010-000019.pt'
 
 
-@pytest.mark.parametrize(
-    'change',
-    [
-        lambda file: file.write_bytes(file.read_bytes()[:-1]),
-        lambda file: shutil.copy(sorted(file.parent.glob('*.pt'))[0], file),
-    ],
-    ids=['cut', 'another'],
-)
-def test_a_source_that_has_changed_is_named_before_anything_is_read(movable, change):
-    path, source = movable
-    change(latents_file(source))
-    with pytest.raises(ValueError, match=str(latents_file(source))):
-        input_pipeline.train_batches(path, **ORDER)
-
-
 def test_a_copy_of_the_source_is_as_good(movable):
     """Of another time: what is in it decides."""
     path, source = movable

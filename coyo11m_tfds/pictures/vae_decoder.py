@@ -39,7 +39,8 @@ SCALES = {
 _BATCH = 4  # pictures at a time: SDXL's decoder takes 0.3 GB for one of 256 pixels
 _NORM_EPSILON = 1e-6
 # Weights of attention as diffusers before 0.17 named them.
-_OLD_NAMES = {'query': 'to_q', 'key': 'to_k', 'value': 'to_v', 'proj_attn': 'to_out.0'}
+_NEW_NAMES = {'query': 'to_q', 'key': 'to_k', 'value': 'to_v', 'proj_attn': 'to_out.0'}
+_OLD_NAME = re.compile(r'(attentions\.\d+)\.(query|key|value|proj_attn)\.')
 
 
 def make_painter(
@@ -69,7 +70,12 @@ def load_decoder(model: str, channels: int | None = None, maker: str = '') -> 'V
         config = json.loads((folder / 'config.json').read_text(encoding='utf-8'))
         with safe_open(path, 'numpy') as file:
             names = [n for n in file.keys() if n.startswith(_DECODER_PREFIXES)]  # noqa: SIM118
-            weights = {_new_name(n): file.get_tensor(n).astype(np.float32) for n in names}
+            weights = {
+                _OLD_NAME.sub(lambda match: f'{match[1]}.{_NEW_NAMES[match[2]]}.', name): (
+                    file.get_tensor(name).astype(np.float32)
+                )
+                for name in names
+            }
     except (OSError, SafetensorError, ValueError) as error:
         raise ValueError(
             f'cannot read the VAE {model!r}: {error}. Expected config.json and {WEIGHTS_FILE}, as '
@@ -174,14 +180,6 @@ class _WeightUse(dict[str, Any]):
             raise KeyError(f'{name} is missing')
         self.names.add(name)
         return super().__getitem__(name)
-
-
-def _new_name(name: str) -> str:
-    return re.sub(
-        r'(attentions\.\d+)\.(query|key|value|proj_attn)\.',
-        lambda match: f'{match[1]}.{_OLD_NAMES[match[2]]}.',
-        name,
-    )
 
 
 # --- Networks: latents and pictures are float32 `(n, H, W, C)`, results lie in [-1, 1] ------------
