@@ -93,14 +93,10 @@ def analyze(
     # Before the topology, which loads libtpu: it reads its settings then, and only once.
     schedules = _dumped_schedules()
     devices = slice_devices(topology)
-    chip = chips.CHIPS.get(devices[0].device_kind)
-    if chip is None:
-        raise ValueError(
-            f'{topology} has devices of kind {devices[0].device_kind!r}, expected one of '
-            f'{", ".join(chips.CHIPS)}; add it to train_lib/chips.py'
-        )
+    chip = _chip(devices[0].device_kind, topology)
     mesh = sharding.make_mesh(**config.mesh, devices=devices)
     encoder = caption_encoder.abstract_step_encoder(config.encoder, mesh, dtype=config.model.dtype)
+    # Without an encoder in the step, texts are as in a data set of embeddings or of token ids.
     text_dim, vocabulary = 0, VOCABULARY
     if encoder is not None:
         text_dim, vocabulary = encoder.dim, encoder.network.config.vocab_size
@@ -134,18 +130,29 @@ def analyze(
         nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(encoder.params))
         report[MEMORY]['weights of the encoder'] = nbytes / 1e9
     report |= cost_tables(hlo.read_costs(compiled.as_text() or ''), chip, schedules)
-    # Only in training do weights alone have to move: the others move pictures, too.
     if step == TRAIN:
-        params = program.abstract_state.params
-        least = least_bytes(
-            params,
-            mesh,
-            compute_bytes=jnp.dtype(config.model.dtype).itemsize,
-            accumulate=config.accumulate,
-            mapped=state.is_for_muon(params) if config.optimizer.name == 'muon' else None,
-        )
-        report[MOVED]['least for this mesh'] = least / 1e6
+        report[MOVED]['least for this mesh'] = _least_of_training(config, program, mesh) / 1e6
     return report | judge_costs(report, chip)
+
+
+def _chip(kind: str, topology: str) -> chips.Chip:
+    if kind not in chips.CHIPS:
+        raise ValueError(
+            f'{topology} has devices of kind {kind!r}, expected one of {", ".join(chips.CHIPS)}; '
+            'add it to train_lib/chips.py'
+        )
+    return chips.CHIPS[kind]
+
+
+def _least_of_training(config: ml_collections.ConfigDict, program: Program, mesh: Mesh) -> float:
+    params = program.abstract_state.params
+    return least_bytes(
+        params,
+        mesh,
+        compute_bytes=jnp.dtype(config.model.dtype).itemsize,
+        accumulate=config.accumulate,
+        mapped=state.is_for_muon(params) if config.optimizer.name == 'muon' else None,
+    )
 
 
 def _describe_program(
