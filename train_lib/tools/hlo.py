@@ -165,7 +165,7 @@ def _trip_count(program: _Program, computation: str, loop: _Instruction) -> int:
     """How often the body of a `while` runs, if it counts up by one to a constant; otherwise 0."""
     if count := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
         return int(count)
-    # Programs for TPUs do not say: their condition compares a counter with the constant.
+    # Where XLA does not say, the condition compares a counter with the constant.
     condition = program[loop.attribute(r'condition=%?([\w.\-]+)')]
     tests = [i for i in condition.values() if i.opcode == 'compare']
     if len(tests) != 1 or 'direction=LT' not in tests[0].attributes:
