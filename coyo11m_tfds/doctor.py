@@ -33,7 +33,7 @@ from coyo11m_tfds.convert.build_settings import (
     check_names,
 )
 from coyo11m_tfds.process import command_line, errors, machine
-from coyo11m_tfds.process.sizes import readable
+from coyo11m_tfds.process.sizes import format_bytes
 from coyo11m_tfds.storage import scratch
 from coyo11m_tfds.storage.stored_file import StoredFile
 
@@ -120,10 +120,10 @@ def run_checks(
 def check_machine() -> Finding:
     """Checks cores and memory, within the limits of a container."""
     memory, cores = machine.usable_memory(), machine.usable_cpus()
-    text = f'{cores} cores, {readable(memory)} of memory'
+    text = f'{cores} cores, {format_bytes(memory)} of memory'
     if memory >= _AMPLE_MEMORY and cores > 1:
         return Finding('machine', PASS, text)
-    text += f', expected 2 cores and {readable(_AMPLE_MEMORY)} for a large source'
+    text += f', expected 2 cores and {format_bytes(_AMPLE_MEMORY)} for a large source'
     fix = 'raise the limits, e.g. docker run --cpus=4 --memory=16g'
     return Finding('machine', FAIL if memory < _LEAST_MEMORY else WARN, text, fix)
 
@@ -145,12 +145,12 @@ def check_disks(
         device = parent.stat().st_dev
         device_bytes[device] += num_bytes
         needed, free = max(device_bytes[device], _LEAST_ROOM), usage(str(parent))[2]
-        text, fix = f'{folder} has {readable(free)} free', ''
+        text, fix = f'{folder} has {format_bytes(free)} free', ''
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             text = f'{folder}: {parent} is a file, or this user cannot write to it'
             fix = f'choose another {option}'
         elif free < needed:
-            text += f', expected {readable(needed)} for what will be on this disk'
+            text += f', expected {format_bytes(needed)} for what will be on this disk'
             fix = f'free some space, or choose another {option}'
         yield Finding(f'disk of {name}', FAIL if fix else PASS, text, fix)
 
@@ -191,7 +191,9 @@ class DryRun:
         about, shards = (
             ('', f'{self.num_shards:,} shards of ') if self.num_shards else ('about ', '')
         )
-        size = f'{about}{self.num_records:,} records in {shards}{about}{readable(self.num_bytes)}'
+        size = (
+            f'{about}{self.num_records:,} records in {shards}{about}{format_bytes(self.num_bytes)}'
+        )
         text = f'{place}: {self.source}, become {size}'
         if reasons := [f'{count:,} {reason}' for reason, count in self.dropped.items() if count]:
             text += f'; left out: {", ".join(reasons)}'
@@ -222,7 +224,7 @@ def plan_or_estimate(place: str, settings: BuildSettings) -> DryRun:
         _check_footer(captions, settings.caption_column)
     kind, and_captions = os.path.splitext(files[0].path)[1], ' and captions' if captions else ''
     dry_run = DryRun(
-        source=f'{len(files)} {kind} files{and_captions}, {readable(sum(sizes))}',
+        source=f'{len(files)} {kind} files{and_captions}, {format_bytes(sum(sizes))}',
         scratch_bytes=caption_bytes + (sum(sizes[-_FETCHED_AT_ONCE:]) if is_remote else 0),
     )
     # A build reads the captions to the end, or whole files where captions lie with the latents.

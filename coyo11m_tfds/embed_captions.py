@@ -244,7 +244,7 @@ def main() -> None:
     command_line.show_log()
     with command_line.ends_in_one_line('the same command resumes it'):
         part, source = options.pop('part'), options.pop('source')
-        report = embed(source, share=part or ranks.share(), **options)
+        report = embed(source, share=part or ranks.index_and_count(), **options)
         print(f'{report}: {options["out"]}')
 
 

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.process import command_line
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.process.sizes import readable
+from coyo11m_tfds.process.sizes import format_bytes
 from coyo11m_tfds.source import source_folder
 from coyo11m_tfds.source.copied_files import CopiedFiles
 from coyo11m_tfds.storage import locks
@@ -48,7 +48,7 @@ class MirrorSummary:
 
     def __str__(self) -> str:
         return (
-            f'{self.num_files} files, {readable(self.num_bytes)}, are verified at '
+            f'{self.num_files} files, {format_bytes(self.num_bytes)}, are verified at '
             f'{self.destination}; {self.num_copied} of them were copied now.'
         )
 

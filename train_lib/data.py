@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.process import errors
-from coyo11m_tfds.process.sizes import readable
+from coyo11m_tfds.process.sizes import format_bytes
 from train_lib import config_rules, models, sharding
 
 Batches = Iterator[dict[str, jax.Array]]
@@ -193,7 +193,7 @@ class TrainingData:
         if source.where:
             share = order.num_records / split.num_records
             line += f', of which {order.num_records:,} ({share:.1%}) have {source.where.text}'
-        return f'{line}, {readable(split.num_bytes)}'
+        return f'{line}, {format_bytes(split.num_bytes)}'
 
     def eval_batches(self, source: input_pipeline.MixSource) -> Batches:
         """Returns every record of a source's validation split once, with a `mask`."""

@@ -10,7 +10,7 @@ import jax
 import ml_collections
 
 from coyo11m_tfds.process import machine
-from coyo11m_tfds.process.sizes import readable
+from coyo11m_tfds.process.sizes import format_bytes
 from train_lib import models
 
 
@@ -34,10 +34,10 @@ def check_device_memory(
             resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             free = (machine.usable_memory() - resident) // (1 + len(others))
     if needed > free:
-        problem = (
-            f'a step takes {readable(needed)} of memory, and {readable(max(0, free))} are free'
+        raise MemoryError(
+            f'a step takes {format_bytes(needed)} of memory, and {format_bytes(max(0, free))} are '
+            f'free. {advise_flags(config, needed / max(1, free))}'
         )
-        raise MemoryError(f'{problem}. {advise_flags(config, needed / max(1, free))}')
 
 
 @contextlib.contextmanager

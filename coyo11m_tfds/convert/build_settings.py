@@ -15,7 +15,7 @@ from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.dataset.columns import IN_PLACE, IN_RECORDS, LATENT_STORAGE
 from coyo11m_tfds.process import machine, workers
 from coyo11m_tfds.process.errors import FieldRule, at_least, one_of
-from coyo11m_tfds.process.sizes import readable
+from coyo11m_tfds.process.sizes import format_bytes
 from coyo11m_tfds.source import source_folder
 
 EMBEDDINGS_IN_PT = 'pt'  # the `text_embeddings` for `embeddings` inside the `.pt` files
@@ -239,12 +239,12 @@ def check_build_memory(num_rows: int, num_workers: int) -> None:
 
     A process that runs out of memory is killed without a message, after hours of work.
     """
-    count = workers.chosen(num_workers) or 1
+    count = workers.requested_workers(num_workers) or 1
     usable, need = machine.usable_memory(), build_memory(num_rows, count)
     if need > usable:
         most = fitting_workers(num_rows) if build_memory(num_rows, 1) <= usable else 0
         remedy = f'Set num_workers to {most} or' if most else 'Use a machine with more, or'
         raise ValueError(
-            f'the build of {num_rows:,} rows with num_workers={count} takes {readable(need)} of '
-            f'memory, but this process can use {readable(usable)}. {remedy} raise its limit.'
+            f'the build of {num_rows:,} rows with num_workers={count} takes {format_bytes(need)} '
+            f'of memory, but this process can use {format_bytes(usable)}. {remedy} raise its limit.'
         )

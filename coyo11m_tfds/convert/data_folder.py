@@ -15,7 +15,7 @@ from coyo11m_tfds.convert.tasks import THIS_WRITER, ShardResult, ShardTask
 from coyo11m_tfds.dataset import manifest
 from coyo11m_tfds.process import job
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.process.sizes import readable
+from coyo11m_tfds.process.sizes import format_bytes
 from coyo11m_tfds.storage import json_digest, locks
 from coyo11m_tfds.storage.base import Storage
 from coyo11m_tfds.storage.file_state import FileState
@@ -160,7 +160,7 @@ class DataFolder:
             # A complete build is removed by its record, so that files of users with its ID stay.
             superfluous = self._recorded_files(other, sizes) or _files_of(other, sizes)
             superfluous = (superfluous & sizes.keys()) - kept
-            size = readable(sum(sizes[name] for name in superfluous))
+            size = format_bytes(sum(sizes[name] for name in superfluous))
             if not resumable_too and any(_builder_of(name) == other for name in sizes):
                 logging.warning(
                     f'{self.files.folder}: build {other} was interrupted and has left {size}. The '

@@ -61,7 +61,7 @@ def write_with_processes(
     if num_workers == 1:
         pool = concurrent.futures.ThreadPoolExecutor(1, 'write', use_one_thread)
     else:
-        pool = workers.pool(num_workers, init_worker)
+        pool = workers.open_pool(num_workers, init_worker)
     staging_dir = finished.folder.staging(local)
     with locks.temporary_folder(staging_dir, 'staging-') as staging, pool as executor:
         run = _LocalRun(executor, finished, progress, scratch, staging, num_workers)
@@ -70,7 +70,7 @@ def write_with_processes(
 
 def choose_workers(num_workers: int, num_bytes: int, num_rows: int = 0) -> int:
     """Returns the number of processes for shards of that size; see `write_with_processes`."""
-    if count := workers.chosen(num_workers):
+    if count := workers.requested_workers(num_workers):
         return count
     worthwhile = 1 + num_bytes // _BYTES_WORTH_A_WORKER
     return min(machine.usable_cpus(), worthwhile, fitting_workers(num_rows))

@@ -30,7 +30,7 @@ def process_index() -> int:
     return jax.process_index() if jax and jax.distributed.is_initialized() else 0
 
 
-def share() -> tuple[int, int]:
+def index_and_count() -> tuple[int, int]:
     """Returns the number of this process and the number of processes, `(0, 1)` without a job."""
     index = process_index()
     for rank in filter(os.environ.get, _LAUNCHERS):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 VARIABLE = 'COYO11M_NUM_PROC'
 
 
-def chosen(num_workers: int) -> int:
+def requested_workers(num_workers: int) -> int:
     """Returns `num_workers`; for 0, the value of COYO11M_NUM_PROC, or 0 without this variable."""
     variable = os.environ.get(VARIABLE)
     if num_workers or not variable:
@@ -25,7 +25,7 @@ def chosen(num_workers: int) -> int:
 
 
 @contextlib.contextmanager
-def pool(
+def open_pool(
     num_workers: int, init: Callable[[], None] | None = None
 ) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
     """Yields a pool of processes, each of which calls `init` before any work."""

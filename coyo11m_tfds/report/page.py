@@ -15,7 +15,7 @@ import jinja2
 import numpy as np
 
 from coyo11m_tfds import schema, storage
-from coyo11m_tfds.process.sizes import readable
+from coyo11m_tfds.process.sizes import format_bytes
 from coyo11m_tfds.report import statistics as stats
 from coyo11m_tfds.report.statistics import DropCounts, Preview, ShardStatistics
 
@@ -50,7 +50,7 @@ _TEMPLATES = jinja2.Environment(
     undefined=jinja2.StrictUndefined,
 )
 _TEMPLATES.filters |= {
-    'bytes': readable,
+    'bytes': format_bytes,
     'minus': lambda number: number.replace('-', '\u2212'),
     'number': lambda number: f'{number:,g}'.replace('-', '\u2212'),
     'thousands': '{:,}'.format,
@@ -106,7 +106,7 @@ class BuildReport:
             plural = '' if split['shards'] == 1 else 's'
             lines.append(
                 f'{name:10}  {split["records"]:,} records in {split["shards"]:,} shard{plural}, '
-                f'{readable(split["bytes"])}'
+                f'{format_bytes(split["bytes"])}'
             )
         counts = {reason: count for reason, count in self._dropped.counts.items() if count}
         # Rows of the captions file: the sum of dropped rows of latents leaves them out.

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from coyo11m_tfds.process.sizes import readable
+from coyo11m_tfds.process.sizes import format_bytes
 from coyo11m_tfds.storage import file_state, locks
 from coyo11m_tfds.storage.base import Storage, StrPath, Suffixes, is_visible
 from coyo11m_tfds.storage.file_state import FileState, OnBytes, naming, sync
@@ -116,8 +116,8 @@ class Disk(Storage):
     def check_space(self, num_bytes: int) -> None:
         if (free := shutil.disk_usage(self._existing()).free) < num_bytes:
             raise OSError(
-                f'{self.folder} has {readable(free)} free, but needs {readable(num_bytes)} more. '
-                'Free some space or choose another folder.'
+                f'{self.folder} has {format_bytes(free)} free, but needs '
+                f'{format_bytes(num_bytes)} more. Free some space or choose another folder.'
             )
 
     def _existing(self) -> pathlib.Path:

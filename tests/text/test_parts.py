@@ -157,7 +157,7 @@ def test_hosts_share_the_parts_and_whoever_comes_makes_those_of_a_dead_one(
 
 
 def test_a_job_tells_each_process_its_share(monkeypatch):
-    assert job.share() == (0, 1)
+    assert job.index_and_count() == (0, 1)
     for rank, size in (
         ('RANK', 'WORLD_SIZE'),
         ('SLURM_PROCID', 'SLURM_NTASKS'),
@@ -168,9 +168,9 @@ def test_a_job_tells_each_process_its_share(monkeypatch):
             for wrong in ('', '2', 'x'):
                 patch.setenv(size, wrong)
                 with pytest.raises(ValueError, match=f'{rank}=2 and {size}={wrong}: expected'):
-                    job.share()
+                    job.index_and_count()
             patch.setenv(size, '5')
-            assert job.share() == (2, 5)
+            assert job.index_and_count() == (2, 5)
     assert job.index_on_machine() == 0
     for name in ('LOCAL_RANK', 'SLURM_LOCALID', 'OMPI_COMM_WORLD_LOCAL_RANK'):
         with monkeypatch.context() as patch:

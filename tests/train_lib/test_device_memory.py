@@ -75,7 +75,7 @@ from train_lib import device_memory
 def check(*arguments):
     raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory.\\n  and 25 lines')
 
-device_memory.check = check
+device_memory.check_device_memory = check
 runpy.run_module('train_lib.main', run_name='__main__', alter_sys=True)
 """
 
