@@ -232,6 +232,9 @@ def test_a_state_knows_the_shards_and_the_source(written, tmp_path):
         (dict(process_count=3), 'batch_size=15 with lanes=3 works'),
         (dict(process_count=2, process_index=2), r'process_index=2 is not in \[0, 2\)'),
         (dict(lanes=3), 'lanes=2 works'),
+        (dict(batch_size=7), 'batch_size=7: cannot be shared with lanes=4'),
+        (dict(batch_size=0), 'batch_size=0: cannot be shared with lanes=4'),
+        (dict(batch_size=-4), 'batch_size=-4: cannot be shared with lanes=4'),
         (dict(features=('key', 'tags')), "no feature 'tags'; there are"),
         (dict(features=()), r"features=\(\) names no feature; features=\('key',\) works"),
         (dict(split='test'), r"has no split 'test', only \['train', 'validation'\]"),
@@ -243,16 +246,6 @@ def test_a_mistake_is_named_before_anything_is_read(written, changes, message):
     for engine in input_pipeline.ENGINES:
         with pytest.raises(ValueError, match=message):
             input_pipeline.train_batches(written, engine=engine, **{**ORDER, **changes})
-
-
-@pytest.mark.parametrize('batch_size, lanes', [(7, 4), (2, 4), (0, 4), (-5, 4), (100, 16)])
-def test_a_plan_is_of_the_batch_size_that_is_read(written, batch_size, lanes):
-    asked = {'batch_size': batch_size, 'lanes': lanes}
-    for function in (plan_of, input_pipeline.train_batches):
-        with pytest.raises(
-            ValueError, match=f'batch_size={batch_size}: cannot be shared with lanes={lanes}'
-        ):
-            function(written, **{**ORDER, **asked})
 
 
 def test_without_chunk_index_a_plan_is_that_of_the_batches(unindexed):

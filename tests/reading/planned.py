@@ -9,7 +9,7 @@ import dataclasses
 import numpy as np
 
 import input_pipeline
-from input_pipeline import Order, OrderSettings
+from input_pipeline import Order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +36,3 @@ def of_data(path: object, batch_size: int, **settings: int) -> Planned:
     """Of a data set, with settings of the order."""
     plan = input_pipeline.train_plan(path, batch_size=batch_size, **settings)
     return Planned(plan.orders[0], batch_size)
-
-
-def settings_of(batch_size: int = 0, **settings: int) -> OrderSettings:
-    """Settings of an order, of arguments of `train_batches`."""
-    return OrderSettings(**settings)

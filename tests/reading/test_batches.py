@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import stored_dataset
+from coyo11m_tfds.reading import order
 from coyo11m_tfds.reading.batches import Ahead
 from tests import children
 from tests.reading import planned
@@ -101,7 +102,8 @@ def test_a_state_of_another_order_is_refused(intact, mini_dataset):
 
 @pytest.mark.parametrize('engine', ['rows', 'chunks'])
 @pytest.mark.parametrize('stride, part', [(2, (0, 1)), (7, (0, 1)), (3, (1, 2))])
-def test_strides_share_the_batches_of_one(intact, engine, stride, part):
+def test_strides_share_the_batches_of_one(intact, monkeypatch, engine, stride, part):
+    monkeypatch.setattr(order, '_BLOCK_ROWS', 96)  # fewer than of a stride of steps
     process = dict(zip(('process_index', 'process_count'), part, strict=True))
     expected = read(intact, 3 + 5 * stride, **process)[3:]
     for worker in range(stride):

@@ -186,6 +186,30 @@ def test_each_file_is_looked_at_again_when_a_batch_touches_it(tmp_path, monkeypa
         files.check_unchanged(np.array([3, 7]))
 
 
+def test_memory_is_read_inside_of_open_regions_only(tmp_path):
+    (tmp_path / '0').write_bytes(b'some bytes')
+    files = files_lib.MappedFiles(lambda number: str(tmp_path / '0'), 1)
+    start, end = files.locate(np.array([0, 0]), np.array([0, 5]), 5)
+    memory = files.memory
+    assert memory.gather(start, 5).tolist() == [b'some ', b'bytes']
+    ranges = memory.ranges(start, end)
+    assert ranges.gather(start + 1, 4).tolist() == [b'ome ', b'ytes']
+    # A row that is read beyond its own range is zeros.
+    assert memory.ranges(start, end).gather(start + np.array([1, 2]), 4).tolist() == [
+        b'ome ',
+        bytes(4),
+    ]
+    for begin, size in ((start, 6), (start - 1, 2), (np.array([0]), 1), (start + 10**9, 1)):
+        with pytest.raises(IndexError, match='of this process are in no open region'):
+            memory.gather(begin, size)
+    for read in (memory.views, memory.crc32c, memory.ranges):
+        with pytest.raises(IndexError, match='are in no open region'):
+            read(start, end + 1)
+    del files
+    with pytest.raises(IndexError, match='are in no open region'):
+        memory.gather(start, 5)
+
+
 def read_with_limit(path: pathlib.Path, soft: int, hard: int) -> tuple[str, str]:
     """The output and the errors of a process with so many descriptors that reads a batch."""
     program = """

@@ -1,7 +1,6 @@
-"""The planned order, checked against a slow and obvious one, without files."""
+"""The planned order without files; `test_properties` compares it with a slow and obvious one."""
 
 import hashlib
-import itertools
 import re
 import tracemalloc
 
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from coyo11m_tfds.dataset.keyed_random import Permutation
 from coyo11m_tfds.reading import order as order_lib
 from coyo11m_tfds.reading.order import Order, OrderSettings
-from tests.reading import naive_order
 
 LENGTHS = (130, 97, 64, 201, 33, 1)
 
@@ -38,52 +36,12 @@ def orders(draw) -> Order:
     return Order([*lengths, draw(st.integers(lanes, 400))], settings)
 
 
-def naive(order: Order, sizes: list[int], start: int) -> list[list[tuple[int, int, int]]]:
-    return list(naive_order.batches(order.shard_lengths.tolist(), order.settings, sizes, start))
-
-
 def planned(order: Order, size: int, start: int) -> list[tuple[int, int, int]]:
     """A global batch: epoch, shard and record of each sample."""
     each = size // order.settings.lanes
     found = order.samples(range(order.settings.lanes), start, start + each)
     epoch = np.broadcast_to(found.epoch, found.shard.shape)
     return list(zip(*(x.ravel().tolist() for x in (epoch, found.shard, found.record)), strict=True))
-
-
-@settings(max_examples=30)
-@given(orders(), st.lists(st.integers(1, 40), min_size=1, max_size=6), st.data())
-def test_batches_of_any_sizes_are_those_of_the_contract_from_any_start(order, lane_parts, data):
-    """One size after another, each beginning where the last one ended, over ends of epochs."""
-    sizes = [part * order.settings.lanes for part in lane_parts]
-    start = data.draw(st.integers(0, 3 * order.lane_length))
-    expected = naive(order, sizes, start)
-    for size, batch in zip(sizes, expected, strict=True):
-        assert planned(order, size, start) == batch
-        start += size // order.settings.lanes
-
-
-@settings(max_examples=30)
-@given(
-    orders(), st.integers(1, 40), st.integers(1, 4), st.sampled_from([0, 1, 100, 1000]), st.data()
-)
-def test_processes_plan_their_parts_of_every_wth_batch(order, each, stride, block_rows, data):
-    """In blocks, each of which ends where windows end, or with the batch that these end in."""
-    lanes = order.settings.lanes
-    processes = data.draw(st.sampled_from([n for n in range(1, lanes + 1) if lanes % n == 0]))
-    start = data.draw(st.integers(0, 2 * order.lane_length))
-    expected = naive(order, [each * lanes] * (5 * stride), start)[::stride]
-    parts = []
-    for own in np.split(np.arange(lanes), processes):
-        own = range(own[0], own[-1] + 1)
-        blocks = order_lib.train_blocks(order, own, each, start, stride, block_rows)
-        rows = itertools.chain.from_iterable(
-            zip(*(x.tolist() for x in block), strict=True) for block in blocks
-        )
-        parts.append(
-            [list(zip(*batch, strict=True)) for batch in itertools.islice(rows, len(expected))]
-        )
-    joined = [list(itertools.chain.from_iterable(batch)) for batch in zip(*parts, strict=True)]
-    assert joined == expected
 
 
 @settings(max_examples=30)

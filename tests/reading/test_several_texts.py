@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import input_pipeline
 from coyo11m_tfds import schema
-from coyo11m_tfds.reading.order import Order, sample_texts
+from coyo11m_tfds.reading.order import Order, OrderSettings, sample_texts
 from tests.reading import small_dataset
 from tests.reading.batches import global_batches
-from tests.reading.planned import Planned, settings_of
+from tests.reading.planned import Planned
 
 LENGTHS = (70, 97, 64, 0, 131, 33)
 SPLITS = {schema.TRAIN: LENGTHS, schema.VALIDATION: (20,)}
@@ -97,7 +97,8 @@ def read_together(data, run, count, **arguments) -> list[dict[str, np.ndarray]]:
 
 
 def expected_texts(run: Run, step: int, keys: np.ndarray) -> np.ndarray:
-    plan = Planned(Order(LENGTHS, settings_of(**run.order)), run.order['batch_size'])
+    settings = {name: x for name, x in run.order.items() if name != 'batch_size'}
+    plan = Planned(Order(LENGTHS, OrderSettings(**settings)), run.order['batch_size'])
     return sample_texts(run.seed, plan.batch(step)[0], keys, list(run.weights.values()))
 
 
