@@ -144,6 +144,7 @@ def embed(
                 'to encode.'
             )
         start = time.perf_counter()
+        # All parts of the folder have to be of one making, also those of other processes.
         finished = sidecar_parts.finished()
         sidecar_parts.check(finished)
         numbers = range(sidecar_parts.count)[share[0] :: share[1]]

@@ -59,6 +59,7 @@ class CopiedFiles:
             if name in records and records[name][0] == file.version
         }
         states: dict[str, FileState] = {}
+        # A bucket lists checksums; on a disk, all copies have to be read.
         num_bytes = 0 if self._target.keeps_checksums else sum(s.size for s in recorded.values())
         with Progress(f'Checking {folder}', num_bytes, 'B') as progress:
             for sub_folder in sorted({os.path.dirname(name) for name in recorded}):

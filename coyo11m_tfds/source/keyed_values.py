@@ -57,6 +57,7 @@ class KeyedValues:
         """Returns the values of some places, int64 `(m,)`, ascending; all must have a value."""
         if not len(places):
             return []
+        # Only the row groups that hold these places.
         first, last_place = np.searchsorted(self._first_places, places[[0, -1]], side='right') - 1
         rows = self._file.read_row_groups(range(first, last_place + 1), ['place', 'value'])
         return rows.column(1).take(np.searchsorted(rows.column(0).to_numpy(), places)).to_pylist()
@@ -107,6 +108,7 @@ class KeyedValuesWriter:
                 file.write_table(rows)
         for run in self._runs:
             os.remove(run)
+        # Last, because a folder without a record counts as damaged.
         record = {'state': file_state.compute_state(path), 'facts': dict(facts)}
         with open(os.path.join(self._folder, _RECORD), 'w', encoding='utf-8') as file:
             json.dump(record | {'checksum': json_digest.sha256(record)}, file)

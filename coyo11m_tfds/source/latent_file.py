@@ -177,6 +177,7 @@ class LatentFile:
     def _make_keys(self, count: int) -> None:
         """Makes keys for rows without keys, by hashing the file's name and the row."""
         numbers = np.arange(count, dtype=np.uint64) + np.uint64(name_hash(self._label))
+        # Of 63 bits, so that no key is negative.
         self.keys = (splitmix64(numbers) >> np.uint64(1)).astype(np.int64)
 
     def _set_kind(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:

@@ -39,6 +39,7 @@ class MdsFile(LatentFile):
     def _open(self) -> None:
         size = self._size
         count = int.from_bytes(self._read_bytes(0, min(4, size)), 'little')
+        # After the count, the offsets of all samples, and that of the end.
         start = 4 * (count + 2)
         if size < 4 or start > size:
             raise self._damaged(f'it would have {count:,} samples in {size:,} bytes')
@@ -67,6 +68,7 @@ class MdsFile(LatentFile):
         self.numbers = tuple(x for x, encoding in self._encodings.items() if encoding in _NUMBERS)
         if schema.KEY in integer_columns:
             keys = self._read_numbers(schema.KEY)
+            # A column of unsigned numbers may hold more than a key.
             if (keys > np.iinfo(np.int64).max).any():
                 raise ValueError(
                     f'{self.path}: {schema.KEY} of sample {keys.argmax()} is {keys.max()}, '
@@ -132,6 +134,7 @@ class MdsFile(LatentFile):
             name
             for name, kind in self._encodings.items()
             if 'latent' in name
+            # MicroDiT also has latents of its captions.
             and not re.search('caption|text', name)
             and (kind == 'bytes' or kind.startswith('ndarray'))
         ]
@@ -155,6 +158,7 @@ class MdsFile(LatentFile):
             )
         if self._latents_from.shape:
             return self._latents_from.dtype, self._latents_from.shape
+        # The name of the column comes last, as the least certain of all.
         pixels = re.search(r'_(\d{2,5})$', name)
         edge = int(pixels[1]) // _PIXELS_A_LATENT if pixels else 0
         channels, remainder = divmod(nbytes, 2 * edge**2) if edge else (0, 0)

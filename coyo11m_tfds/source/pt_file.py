@@ -114,18 +114,18 @@ class PtFile(LatentFile):
         sizes = [member.size for member in archive.members]
         self._sizes = dict(zip(archive.starts, sizes, strict=True))
         # Tensors without data: their claims are checked before anything is allocated.
-        self._bare = _load_tensors(self._local_path, self.path, map_location='meta')
+        self._content = _load_tensors(self._local_path, self.path, map_location='meta')
         # Without captions in the file, only keys lead to them.
-        has_keys = schema.PT_KEYS in self._bare or schema.PT_CAPTIONS not in self._bare
+        has_keys = schema.PT_KEYS in self._content or schema.PT_CAPTIONS not in self._content
         if has_keys:
             self._check_stored(schema.PT_KEYS, ('int64',))
-            keys = self._bare[schema.PT_KEYS]
+            keys = self._content[schema.PT_KEYS]
             if keys.ndim != 1:
                 raise ValueError(
                     f'{self.path}: {schema.PT_KEYS} has shape {tuple(keys.shape)}, expected (N,).'
                 )
         self._check_stored(schema.PT_LATENTS, tuple(schema.LATENT_DTYPES))
-        if schema.PT_EMBEDDINGS in self._bare:
+        if schema.PT_EMBEDDINGS in self._content:
             self._check_stored(schema.PT_EMBEDDINGS, _EMBEDDING_DTYPES)
         tensors = _load_tensors(self._local_path, self.path, map_location='cpu', mmap=True)
         self._latents = tensors[schema.PT_LATENTS].detach()
@@ -141,7 +141,7 @@ class PtFile(LatentFile):
         self._set_kind(schema.PT_LATENTS, _dtype_name(self._latents), shape)
         start = self._latents_start()
         self.layout = None if start is None else RowLayout((start,), self.row_nbytes)
-        if isinstance(self._bare.get(schema.PT_CAPTIONS), list | tuple):
+        if isinstance(self._content.get(schema.PT_CAPTIONS), list | tuple):
             self.texts = (schema.PT_CAPTIONS,)
         self._embeddings = tensors.get(schema.PT_EMBEDDINGS)
         if self._embeddings is not None:
@@ -150,7 +150,7 @@ class PtFile(LatentFile):
 
     def column(self, name: str) -> pa.Array:
         """See `LatentFile`."""
-        texts = self._bare[name]
+        texts = self._content[name]
         if len(texts) != len(self.keys) or not all(isinstance(x, str | None) for x in texts):
             raise ValueError(
                 f'{self.path}: {name} has {len(texts)} entries, expected {len(self.keys)} strings.'
@@ -167,7 +167,7 @@ class PtFile(LatentFile):
         """Returns the offset of the latents in the file; None if they are not contiguous."""
         if not len(self.keys) or not self._latents.is_contiguous():
             return None
-        latents = self._bare[schema.PT_LATENTS]
+        latents = self._content[schema.PT_LATENTS]
         return _storage_start(latents) + int(latents.storage_offset()) * latents.element_size()
 
     def embeddings(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -179,9 +179,9 @@ class PtFile(LatentFile):
 
     def _check_stored(self, name: str, dtypes: tuple[str, ...]) -> None:
         """Checks that a tensor has one of the dtypes, and lies within one member of the archive."""
-        tensor = self._bare.get(name)
-        if name not in self._bare:
-            names = sorted(map(str, self._bare))
+        tensor = self._content.get(name)
+        if name not in self._content:
+            names = sorted(map(str, self._content))
             alternative = f' or {schema.PT_CAPTIONS}' if name == schema.PT_KEYS else ''
             problem = f"lacks '{name}'; it has {names}. Save it again with {name}{alternative}."
         elif not isinstance(tensor, torch.Tensor):
@@ -191,6 +191,7 @@ class PtFile(LatentFile):
                 f'{name} is {tensor.layout} {tensor.dtype}, expected a dense tensor of '
                 f'{" or ".join(dtypes)}.'
             )
+        # Its bytes are those of the negated numbers.
         elif tensor.is_neg():
             problem = f'{name} has its negative bit set. Save it again as .resolve_neg().'
         elif (size := self._sizes.get(_storage_start(tensor))) is None:
@@ -210,7 +211,7 @@ class PtFile(LatentFile):
         raise ValueError(f'{self.path}: {problem}')
 
     def _check_shape(self, name: str, row_shape: tuple) -> None:
-        shape = tuple(self._bare[name].shape)
+        shape = tuple(self._content[name].shape)
         row_fits = len(shape) == 1 + len(row_shape) and all(
             size == expected if isinstance(expected, int) else size > 0
             for size, expected in zip(shape[1:], row_shape, strict=True)
@@ -245,6 +246,7 @@ def _check_byte_order(archive: pt_archive.Archive, path: str) -> None:
 
 def _load_tensors(path: str, name: str, **options) -> dict[str, torch.Tensor]:
     try:
+        # With `weights_only`, as any other pickle could run code.
         content = torch.load(path, weights_only=True, **options)
     except pickle.UnpicklingError as error:
         match = re.search(r'GLOBAL (\S+)', str(error))
@@ -274,6 +276,7 @@ def _load_tensors(path: str, name: str, **options) -> dict[str, torch.Tensor]:
 
 def _storage_start(tensor: torch.Tensor) -> int:
     """Returns the offset in the file of a tensor's storage; -1 if unknown."""
+    # torch has no public name for it.
     return getattr(tensor.untyped_storage(), '_checkpoint_offset', -1)
 
 
@@ -282,6 +285,7 @@ def _elements_spanned(tensor: torch.Tensor) -> int | None:
     if not tensor.numel():
         return 0
     span = 1
+    # From the smallest stride on, each has to reach beyond the elements so far.
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride < span:
             return None
@@ -327,6 +331,7 @@ def _head_ranges(
     small = pt_archive.max_small_bytes(file.size)
     total, merged = 0, [(0, 0)]
     for member in members:
+        # Of a large member only the local header, which is compared with the directory.
         nbytes = _PADDED_HEADER + (member.size if member.size <= small else 0)
         begin, end = member.begin, min(member.end, member.begin + nbytes)
         total += end - begin

@@ -65,6 +65,7 @@ def find_parts(folder: str) -> tuple[int, dict[int, StoredFile]]:
 def find_sidecar_files(place: str | os.PathLike[str]) -> list[StoredFile]:
     """Finds the file of a sidecar, local or remote, or all its parts in order if it is a folder."""
     text = os.fspath(place)
+    # The name decides where only a request could tell a file from a folder.
     if os.path.isfile(text) or (text.endswith('.parquet') and not os.path.isdir(text)):
         return [storage.describe_file(text)]
     folder = text.rstrip('/')
@@ -194,6 +195,7 @@ def _describe_column(file: KeyedFile, column: str) -> dict[str, Any]:
     kind, is_list = file.kind, pa.types.is_fixed_size_list(file.kind)
     number, shape = (kind.value_type, [kind.list_size]) if is_list else (kind, [])
     if column:
+        # Of a column that somebody chose, any numbers will do.
         is_number = pa.types.is_integer(number) or pa.types.is_floating(number)
         nbytes = number.bit_width // 8 * math.prod(shape) if is_number else 0
         fits = 1 <= nbytes <= columns.MAX_ROW_NBYTES
@@ -244,6 +246,7 @@ def join_values(
                 facts = _describe_column(parquet, column)
                 entries = facts
                 if not column:
+                    # The files of a sidecar differ only in the number of the part.
                     entries = {x: y for x, y in parquet.metadata.items() if x != schema.META_PART}
                 common = common or entries
                 check_same_entries(common, entries, file.path, f'in {files[0].path}')

@@ -53,6 +53,7 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
     """
     suffixes = (*_SUFFIXES, *_COMPRESSED, '.parquet', _INDEX)
     try:
+        # Pinned, so that all files of the hub are of one commit.
         source_storage = storage.open_folder(root).pin()
         listing = source_storage.list_visible(schema.LATENTS_FOLDER, suffixes)
     except (FileNotFoundError, NotADirectoryError):
@@ -61,6 +62,7 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
         ) from None
     folder = source_storage.folder
     index = listing.get(_INDEX)
+    # An index is about the files next to it, but `latents-3crop/` comes first.
     if index and not any(name.startswith(f'{schema.LATENTS_FOLDER}/') for name in listing):
         names = _names_in_index(source_storage, index, listing)
     else:

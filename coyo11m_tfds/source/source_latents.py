@@ -252,6 +252,7 @@ class SourceLatents:
             digest if check_crc and file.path.endswith('.pt') else f'{digest} {file.version}'
             for file, digest in zip(files, self.digests, strict=True)
         )
+        # The first row of each key is the one that counts.
         self.duplicate = np.ones(len(self.keys), bool)
         self.duplicate[keyed_values.order_by_key(self.keys)[0]] = False
         pairs = list(zip(files, heads, strict=True))
@@ -289,6 +290,7 @@ class SourceLatents:
         ):
             for file, head in zip(files, threads.map(read_one, files), strict=True):
                 texts.add(file.path, head)
+                # Without the texts, which are on the disk now.
                 heads.append(dataclasses.replace(head, captions=None, labels=None))
                 progress.add(1)
         texts.close()

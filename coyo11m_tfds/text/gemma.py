@@ -232,6 +232,7 @@ class Gemma(nn.Module):
         # The factor is rounded to the dtype, as it was when the model was trained.
         x = table[tokens].astype(self.dtype) * jnp.asarray(np.sqrt(config.width), self.dtype)
 
+        # Once for all layers, each of which chooses one of the two kinds.
         distance = np.arange(length)[:, None] - np.arange(length)
         causal = distance >= 0
         near = causal & (distance < config.window)

@@ -147,6 +147,7 @@ class SidecarParts:
     def _encode(
         self, texts: list[str], tokens: Sequence[Sequence[Any]], on_batch: OnBatch
     ) -> np.ndarray:
+        # Numbers that are too large become infinite, which is refused below.
         with np.errstate(over='ignore'):
             embeddings = cast(Encoder, self._encoder).encode_tokens(tokens, on_batch)
             values = embeddings.astype(np.float16)

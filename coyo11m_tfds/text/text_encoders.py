@@ -232,6 +232,7 @@ def _model_classes(spec: str) -> tuple[Any, Any, str]:
             'or hf:FOLDER (with a transformers model); jax: in place of hf: runs '
             'Gemma 3 without torch; words makes tokens alone (--tokens_only)'
         )
+    # Before the imports: so a wrong name is refused at once.
     model_files.folder(model, 'text encoder', ['config.json'])
     try:
         # Only here: torch and transformers take seconds to import, and `hash` needs neither.
