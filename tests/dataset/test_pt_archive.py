@@ -104,14 +104,6 @@ def test_a_zipfile_that_compares_offsets_reads_the_same(tmp_path, monkeypatch, r
     assert contents(tmp_path / NAME) == expected
 
 
-@pytest.mark.parametrize('offset', [0, 1, 50_000, 2**62, 2**64 - 1])
-def test_a_locator_of_another_place_is_refused_or_does_no_harm(path, offset):
-    expected = contents(path)
-    data = path.read_bytes()
-    path.write_bytes(patched(data, len(data) - 22 - 12, struct.pack('<Q', offset)))
-    assert_refused_or_unharmed(path, expected)
-
-
 def test_a_part_that_was_not_copied_yet_is_told(path):
     data = path.read_bytes()
     path.write_bytes(patched(data, 40_000, bytes(20_000)))
