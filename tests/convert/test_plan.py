@@ -55,19 +55,6 @@ def test_every_kept_key_is_planned_once_in_source_order(tmp_path):
             np.testing.assert_array_equal(in_file, inputs.keys[segment.records])
 
 
-def test_a_split_does_not_depend_on_files_or_shards(tmp_path):
-    one = made_sources.write_source(tmp_path / 'one', [range(60)])
-    many = made_sources.write_source(tmp_path / 'many', [range(9), range(40, 60), range(9, 40)])
-    keys = [
-        {split: sorted(joined(shards)) for split, shards in planned_keys(made).items()}
-        for made in (
-            make_plan(one, tmp_path / 'a'),
-            make_plan(many, tmp_path / 'b', shard_bytes=60_000),
-        )
-    ]
-    assert keys[0] == keys[1]
-
-
 @pytest.mark.parametrize('shard_bytes', [1, 60_000, 150_000, 10**9])
 def test_shards_are_nearly_equal_and_not_too_large(tmp_path, shard_bytes):
     source = made_sources.write_source(tmp_path, [range(50), range(50, 53)])
