@@ -6,6 +6,7 @@ and store the finished shards, so the pool waits for no download, upload or disk
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import itertools
 import os
 import queue
@@ -76,28 +77,23 @@ def choose_workers(num_workers: int, num_bytes: int, num_rows: int = 0) -> int:
     return min(machine.usable_cpus(), worthwhile, fitting_workers(num_rows))
 
 
+@dataclasses.dataclass
 class _LocalRun:
     """Threads around a pool: one for each group in work, one for each shard that is being stored.
 
     The first error stops all of them; the thread that iterates over `results` raises it.
     """
 
-    def __init__(
-        self,
-        pool: concurrent.futures.Executor,
-        finished: FinishedShards,
-        progress: Progress | None,
-        scratch: Scratch,
-        staging: str,
-        num_workers: int,
-    ):
-        self._pool = pool
-        self._finished = finished
-        self._progress = progress
-        self._scratch = scratch
-        self._staging = staging
+    pool: concurrent.futures.Executor
+    finished: FinishedShards
+    progress: Progress | None
+    scratch: Scratch
+    staging: str
+    num_workers: int
+
+    def __post_init__(self):
         # Bounds the shards in `staging`: for each worker one that it writes and one that waits.
-        self._shards_in_work = threading.Semaphore(2 * num_workers + _STORED_AT_ONCE)
+        self._shards_in_work = threading.Semaphore(2 * self.num_workers + _STORED_AT_ONCE)
         self._stored: queue.SimpleQueue = queue.SimpleQueue()
         self._stop = threading.Event()
 
@@ -118,7 +114,7 @@ class _LocalRun:
                 self._stop.set()
                 readers.shutdown(wait=False, cancel_futures=True)
                 # Waits for shards that are being written, because the caller removes `staging`.
-                self._pool.shutdown(wait=True, cancel_futures=True)
+                self.pool.shutdown(wait=True, cancel_futures=True)
 
     def _write_group(
         self, tasks: Sequence[ShardTask], storers: concurrent.futures.Executor
@@ -132,9 +128,9 @@ class _LocalRun:
                     self._shards_in_work.acquire()
                     if self._stop.is_set():
                         return
-                    local = os.path.join(self._staging, uuid.uuid4().hex)
+                    local = os.path.join(self.staging, uuid.uuid4().hex)
                     segment_paths = [paths[segment.file] for segment in task.segments]
-                    future = self._pool.submit(write_shard, task, segment_paths, local)
+                    future = self.pool.submit(write_shard, task, segment_paths, local)
                     storing.append(storers.submit(self._store, task, future, local))
                 concurrent.futures.wait(storing)
         except BaseException as error:
@@ -144,7 +140,7 @@ class _LocalRun:
     def _hold_files(self, tasks: Sequence[ShardTask]) -> Iterator[dict[StoredFile, str]]:
         """Local paths of all files that these tasks read, after a check of their contents."""
         files = list(dict.fromkeys(segment.file for task in tasks for segment in task.segments))
-        with self._scratch.hold_all(files, on_bytes=self._count_fetched) as paths:
+        with self.scratch.hold_all(files, on_bytes=self._count_fetched) as paths:
             # Before the first shard: a damaged file must not get into records.
             for file, path in zip(files, paths, strict=True):
                 formats.format_of(file).check_contents(
@@ -161,11 +157,11 @@ class _LocalRun:
             result = future.result()
             # After an error the run should end soon, and uploads take long.
             if not self._stop.is_set():
-                self._finished.save(task, local, result)
-                if self._progress:
+                self.finished.save(task, local, result)
+                if self.progress:
                     dropped = result.statistics.non_finite
                     counts = {'shards': 1, 'records': result.num_records, 'dropped': dropped}
-                    self._progress.add(result.num_bytes, **counts)
+                    self.progress.add(result.num_bytes, **counts)
                 self._stored.put((task, result))
         except BaseException as error:
             self._fail(error)
@@ -176,8 +172,8 @@ class _LocalRun:
 
     def _count_fetched(self, num_bytes: int) -> None:
         self._check_not_stopped(num_bytes)
-        if self._progress:
-            self._progress.add(0, **{'bytes fetched': num_bytes})
+        if self.progress:
+            self.progress.add(0, **{'bytes fetched': num_bytes})
 
     def _check_not_stopped(self, num_bytes: int) -> None:
         """Ends a download or a check whose result is no longer needed."""
