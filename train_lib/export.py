@@ -48,7 +48,7 @@ def export(place: epath.PathLike, out: epath.PathLike, *, average: bool = True) 
     saved = checkpoint.open_run(place)
     config = ml_collections.ConfigDict(saved.description.config)
     facts = DatasetStats.from_json(saved.description.facts)
-    # The example is drawn in float32, for differences that are no roundings.
+    # The example is drawn in float32: a comparison with it shows mistakes, not roundings.
     with config.unlocked():
         config.model.dtype = 'float32'
     model = models.make_model(**config.model, vocabulary=facts.vocabulary)

@@ -141,7 +141,7 @@ def _word_vectors(weights, text, drop):
         padded = F.pad(entries, (0, 0, 1, 1))
         triples = torch.cat([padded[:, :-2], entries, padded[:, 2:]], -1)
         vectors = F.silu(_dense(weights, 'words.neighbours', triples))
-    # The mean is that of a dropped text too: `drop` replaces it later.
+    # Also of dropped texts: another vector stands in for them later.
     vectors_or_0 = torch.where(real[..., None], vectors, 0)
     pooled = vectors_or_0.sum(1) / real.sum(1, keepdim=True).clamp(min=1)
     nothing = weights['words.nothing'].expand(len(vectors), 1, -1)

@@ -476,7 +476,7 @@ class DiT(nn.Module):
             )
         rows, columns = height // p, width // p
 
-        # Of words, their mean conditions the blocks, and with `sequence` they are attended to, too.
+        # The mean of the words conditions the blocks; with 'sequence', attention sees each of them.
         words: Words | None = None
         embedding: Any = text
         if self.vocabulary:

@@ -332,7 +332,8 @@ def _exchanges(
     for exchange in collectives:
         kind = f'{exchange.kind} of {exchange.members}'
         moved[kind + ', asynchronous' * exchange.is_async] += exchange.nbytes / 1e6
-        # Those that run while the chip computes cost no time of their own, if all goes well.
+        # Asynchronous ones run while the chip computes, and cost no time of their own if they end
+        # before their results are needed.
         if not exchange.is_async:
             name = f'{kind}, {_largest(exchange)}'
             times[name] += exchange.times

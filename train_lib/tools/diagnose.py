@@ -92,7 +92,7 @@ def time_steps_and_batches(
         state, update = compiled.train_step(state, batch)
         jax.block_until_ready(update)
 
-    # The first step compiles; the next one may compile again, for another placement.
+    # The first step compiles, which a run does once.
     for _ in range(_WARM_STEPS):
         step()
     return _time(step, seconds), batch_times, training.engine
