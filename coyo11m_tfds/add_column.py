@@ -318,9 +318,8 @@ def main() -> None:
     column_help = 'that column: numbers, or lists of one length; devices take at most 32 bits'
     add('--column', default='', help=column_help)
     add('--replace', action='store_true', help='replace a column of this name')
-    add(
-        '--scratch_dir', default='', help='local folder for temporary files (next to the data sets)'
-    )
+    scratch_help = 'local folder for temporary files (next to the data sets)'
+    add('--scratch_dir', default='', help=scratch_help)
     flags = parser.parse_args()
     if flags.column and not (flags.parquet or flags.source):
         parser.error('--column: expected only with --parquet or --source')
@@ -342,7 +341,16 @@ def _run(flags: argparse.Namespace) -> str:
     if flags.remove:
         remove_column(flags.data_dir, flags.name)
         return f'column {flags.name!r} is removed.'
-    column = add(**{name: value for name, value in vars(flags).items() if name != 'remove'})
+    column = add(
+        flags.data_dir,
+        flags.name,
+        flags.text,
+        parquet=flags.parquet,
+        source=flags.source,
+        column=flags.column,
+        replace=flags.replace,
+        scratch_dir=flags.scratch_dir,
+    )
     usage = f'text={column.name!r}' if column.feature else f'features=({column.name!r},)'
     message = f'{usage} has {column.dtype} {column.shape} for each record.'
     if np.dtype(column.dtype).itemsize > 4:
