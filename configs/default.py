@@ -57,7 +57,7 @@ def get_config() -> ml_collections.ConfigDict:
     model.dtype = 'bfloat16'  # or 'float32': dtype of the computation; weights are float32
     model.remat = ''  # recomputed in the backward pass: 'none', 'dots', 'full'; '': the preset's
     model.text = 'pooled'  # or 'sequence': attention sees the tokens too, if records hold tokens
-    model.crops = 0  # crops of an image told apart; 0: those of the data set; 1: none
+    model.crops = 0  # distinct crops of an image; 0: those of the data set; 1: none
     model.attention = 'xla'  # or a fused kernel: 'cudnn' on NVIDIA GPUs, 'pallas' on TPUs
     model.unroll = 0  # blocks in one turn of the compiled loop; 0: the preset's value
 
@@ -119,17 +119,16 @@ def get_config() -> ml_collections.ConfigDict:
 def set_learning_rates(config: ml_collections.ConfigDict, width: int) -> None:
     """Sets the learning rates of a long run by the batch size and the width of the model.
 
-    The rate is 1e-4 for 256 samples and a width of 1,152, as Peebles & Xie (2023) train DiT-XL/2.
-    It grows with the square root of the batch size (Malladi et al., arXiv:2205.10287, for AdamW;
-    their rule also changes b1 and b2, this one does not) and falls with the inverse of the width
-    (muP, which Zheng et al., arXiv:2505.15270, derive for DiT: for kernels between hidden layers,
-    here for all weights). In short runs of AdamW, the best rates of widths 64, 128 and 256 follow
-    the inverse of the width (benchmarks/README.md); no run here has tested the root of the batch
-    size. Muon has the same rate, because its updates are as large as AdamW's. The rule gives 2.8e-4
-    where MicroDiT-XL/2 (Sehwag et al., arXiv:2407.15811) takes 2.4e-4, with 2,048 samples.
-
     `--config.batch_size` changes the rates, unless the command line sets them.
     """
+    # The rate is 1e-4 for 256 samples and a width of 1,152, as Peebles & Xie (2023) train DiT-XL/2.
+    # It grows with the square root of the batch size (Malladi et al., arXiv:2205.10287, for AdamW;
+    # their rule also changes b1 and b2, this one does not) and falls with the inverse of the width
+    # (muP, which Zheng et al., arXiv:2505.15270, derive for DiT: for kernels between hidden layers,
+    # here for all weights). In short runs of AdamW, the best rates of widths 64, 128 and 256 follow
+    # the inverse of the width (benchmarks/README.md); no run here has tested the root of the batch
+    # size. Muon has the same rate, because its updates are as large as AdamW's. The rule gives
+    # 2.8e-4 where MicroDiT-XL/2 (Sehwag et al., arXiv:2407.15811) takes 2.4e-4, with 2,048 samples.
     for name in ('learning_rate', 'muon_learning_rate'):
         samples = config.get_oneway_ref('batch_size').to_float()
         config.optimizer[name] = 1e-4 * (1152 / width) * (samples / 256) ** 0.5

@@ -29,47 +29,27 @@ _SHARE = FieldRule('at least 0 and less than 1', lambda x: 0 <= x < 1)
 _DATA_FOLDER = 'the folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0'
 
 _RULES = {
-    'seed': FieldRule('from 0 to 2**31 - 1', lambda x: 0 <= x < 2**31),
-    'accumulate': at_least(1),
-    'num_steps': at_least(1),
-    'ema_decay': _SHARE,
-    'max_skipped_in_a_row': at_least(0),
-    'max_skipped': at_least(0),
-    'data.dir': FieldRule(_DATA_FOLDER, bool),
-    'data.prefetch': at_least(-1),  # -1: the engine chooses
-    'data.device_prefetch': at_least(1),
-    'data.ram_budget_gb': at_least(0),
-    'model.width': at_least(0),
-    'model.depth': at_least(0),
-    'model.num_heads': at_least(0),
-    'model.patch_size': at_least(0),
-    'model.mlp_ratio': at_least(0),
-    'model.dtype': one_of('bfloat16', 'float32'),
-    'model.crops': at_least(0),
-    'model.unroll': at_least(0),
-    'optimizer.learning_rate': _above(0),
-    'optimizer.muon_learning_rate': _above(0),
-    'optimizer.weight_decay': at_least(0),
-    'optimizer.b1': _SHARE,
-    'optimizer.b2': _SHARE,
-    'optimizer.clip_norm': _above(0),
-    'flow.logit_mean': FieldRule('a finite number', math.isfinite),
-    'flow.logit_std': _above(0),
-    'preview.count': at_least(1),
-    'preview.guidance': FieldRule('a finite number', math.isfinite),
-    'preview.guidance_low': _SHARE,
-    'preview.guidance_high': FieldRule('from 0 to 1', lambda x: 0 <= x <= 1),
-    'preview.num_steps': at_least(1),
-    'preview.sampler': one_of('euler', 'heun'),
-    'preview.time_shift': _above(0),
-    'log_every': at_least(1),
-    'eval_every': at_least(0),
-    'preview_every': at_least(0),
-    'checkpoint_every': at_least(0),
-    'keep_checkpoints': at_least(1),
-    'keep_every': at_least(0),
-    'profile_steps': at_least(0),
-    'requeue_status': FieldRule('from 0 to 255, an exit status', lambda x: 0 <= x <= 255),
+    name: rule
+    for rule, names in (
+        (at_least(1), 'accumulate num_steps log_every keep_checkpoints data.device_prefetch'),
+        (at_least(1), 'preview.count preview.num_steps'),
+        (at_least(0), 'max_skipped_in_a_row max_skipped data.ram_budget_gb'),
+        (at_least(0), 'model.width model.depth model.num_heads model.crops model.unroll'),
+        (at_least(0), 'model.patch_size model.mlp_ratio optimizer.weight_decay profile_steps'),
+        (at_least(0), 'eval_every preview_every checkpoint_every keep_every'),
+        (at_least(-1), 'data.prefetch'),  # -1: the engine chooses
+        (_above(0), 'optimizer.learning_rate optimizer.muon_learning_rate optimizer.clip_norm'),
+        (_above(0), 'flow.logit_std preview.time_shift'),
+        (_SHARE, 'ema_decay optimizer.b1 optimizer.b2 preview.guidance_low'),
+        (FieldRule('from 0 to 1', lambda x: 0 <= x <= 1), 'preview.guidance_high'),
+        (FieldRule('a finite number', math.isfinite), 'flow.logit_mean preview.guidance'),
+        (FieldRule('from 0 to 2**31 - 1', lambda x: 0 <= x < 2**31), 'seed'),
+        (FieldRule('from 0 to 255, an exit status', lambda x: 0 <= x <= 255), 'requeue_status'),
+        (FieldRule(_DATA_FOLDER, bool), 'data.dir'),
+        (one_of('bfloat16', 'float32'), 'model.dtype'),
+        (one_of('euler', 'heun'), 'preview.sampler'),
+    )
+    for name in names.split()
 }
 
 # Changeable fields whose values a run replaces by what the folders hold.

@@ -78,7 +78,8 @@ def prepare(needs_data: bool = True) -> None:
         with errors_in_one_line():
             config_rules.check_config(config, needs_data=needs_data)
             # A host that lacks the folder reports it to the others, once they are joined.
-            is_alone = not (config.distributed or _has_processes())
+            has_processes = 'process_count' in flags.FLAGS and flags.FLAGS.process_count
+            is_alone = not (config.distributed or has_processes)
             if is_alone and (config.data.mix or config.data.dir):
                 config_rules.open_sources(config)
     if not _is_verbose():
@@ -120,10 +121,6 @@ def _flag_name(field: str) -> str:
         return f'--{field}' if field in flags.FLAGS else field
     names = (x for x in (field, f'data.{field}') if x in _default_fields())
     return f'--config.{name}' if (name := next(names, None)) else field
-
-
-def _has_processes() -> bool:
-    return 'process_count' in flags.FLAGS and bool(flags.FLAGS.process_count)
 
 
 # --- The command line ---------------------------------------------------------------------------

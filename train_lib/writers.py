@@ -35,10 +35,11 @@ def check_installed(config: ml_collections.ConfigDict) -> None:
 def make_writer(
     config: ml_collections.ConfigDict, workdir: epath.Path, verbose: bool = False
 ) -> metric_writers.MetricWriter:
-    """Opens the writers of process 0; on other processes, returns a writer that drops everything.
+    """Opens the writers of a run; with `verbose`, one of them writes to the log.
 
-    With `verbose`, one of them writes to the log. Raises an OSError if wandb refuses the run.
+    Raises an OSError if wandb refuses the run.
     """
+    # Scalars and pictures are equal on all processes, so only the first one writes them.
     if jax.process_index():
         return metric_writers.MultiWriter([])
     writers = [metric_writers.SummaryWriter(os.fspath(workdir))]
@@ -64,17 +65,15 @@ def name_writer_errors(workdir: epath.Path) -> Iterator[None]:
 
 
 class WandbWriter(metric_writers.MultiWriter):
-    """Sends scalars, images and texts to Weights & Biases; ignores other kinds of data.
-
-    The run's id lies in the workdir, so that a resumed run continues the same chart. It sends the
-    steps after its last checkpoint again; wandb ignores these duplicates.
-    """
+    """Sends scalars, images and texts to Weights & Biases; ignores other kinds of data."""
 
     def __init__(self, config: ml_collections.ConfigDict, workdir: epath.Path):
         """Raises an OSError if wandb refuses the run, for example because nobody is logged in."""
         import wandb
 
         super().__init__([])
+        # A resumed run continues the same chart. It sends the steps after its last checkpoint
+        # again; wandb ignores these duplicates.
         path = workdir / _ID_FILE
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -31,10 +31,8 @@ def usable_memory(root: str | os.PathLike[str] = '/') -> int:
 
 
 def accelerators(root: str | os.PathLike[str] = '/') -> set[str]:
-    """Returns which of 'gpu' and 'tpu' this machine has, by its device files.
-
-    JAX, which takes seconds to start, may still lack the package for them.
-    """
+    """Returns which of 'gpu' and 'tpu' this machine has, by its device files."""
+    # JAX, which takes seconds to start, may lack the package for them.
     dev = pathlib.Path(root, 'dev')
     return {kind for kind, files in _DEVICES for _ in dev.glob(files)}
 

@@ -71,7 +71,6 @@ class Progress:
             total: Amount of the whole work in `unit`, at least an estimate; 0 for no work.
             unit: 'B' for bytes, shown as MB/s; otherwise a plural noun such as 'captions'.
             goals: Final values of some of the counts.
-            clock: Function that returns the time in seconds.
         """
         self._title = title
         self._total = total
@@ -116,7 +115,8 @@ class Progress:
             self._counts[_AMOUNT] = self._total  # which may have been an estimate
         now = self._clock()
         end = f'{verb} {_format_duration(now - self._start)}'
-        self._log(self._summarize(now, (self._start, collections.Counter()), end))
+        facts = self._summarize(now, (self._start, collections.Counter()), end)
+        logging.info('%s: %s', self._title, ', '.join(facts))
 
     def add(self, amount: int, **counts: int) -> None:
         """Counts work that is done now, in the unit of the total, and increments of counts.
@@ -126,8 +126,7 @@ class Progress:
         """
         with self._lock:
             self._work.update({_AMOUNT: amount, **counts})
-            self._counts.update({_AMOUNT: amount, **counts})
-            self._show()
+        self.skip(amount, **counts)
 
     def skip(self, amount: int, **counts: int) -> None:
         """Counts work of an earlier run, which does not enter the speed."""
@@ -158,13 +157,10 @@ class Progress:
         end = f'{_format_duration(missing / speed)} left' if speed > 0 else ''
         facts = self._summarize(now, self._marks[0], end)
         if self._bar is None:
-            self._log(facts)
+            logging.info('%s: %s', self._title, ', '.join(facts))
         else:
             self._bar.n = min(self._counts[_AMOUNT], self._total)
             self._bar.set_postfix_str(', '.join(facts[1:]))
-
-    def _log(self, facts: list[str]) -> None:
-        logging.info('%s: %s', self._title, ', '.join(facts))
 
     def _clear_bar(self, record: standard_logging.LogRecord) -> bool:
         """A filter of a log's handler, called before a line is written; the bar comes again."""

@@ -55,14 +55,13 @@ def _end_with_parent() -> None:
 
 
 class _CleanProcess(multiprocessing.context.SpawnProcess):
-    """A spawned process that can import this package, and imports nothing else.
-
-    A forked one may hang, because TensorFlow runs threads. A spawned one imports the main module of
-    the program: that of `tfds` takes 4 s and 700 MB, that of a script may start the work again. The
-    workers need only the folder of the package, which `tfds build` finds in a checkout itself.
-    """
+    """A spawned process that can import this package, and imports nothing else."""
 
     def start(self) -> None:
+        # A forked one may hang, because TensorFlow runs threads. A spawned one imports the main
+        # module of the program: that of `tfds` takes 4 s and 700 MB, that of a script may start the
+        # work again. The workers need only the folder of the package, which `tfds build` finds in a
+        # checkout itself.
         root = str(pathlib.Path(__file__).parents[2])
         main, path = sys.modules['__main__'], sys.path
         sys.modules['__main__'] = types.ModuleType('__main__')
