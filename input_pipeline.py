@@ -108,11 +108,11 @@ def train_batches(data: Data | Mix, **arguments: Unpack[TrainArguments]) -> Batc
         features: Some of `key`, `latents`, `crop`, `text_embedding`, `tokens`, `caption`, or names
             of columns of `python -m coyo11m_tfds.add_column`.
         chunk: Records read together, a multiple of `schema.CHUNK_STRIDE`.
-        lanes: Number of streams; every batch takes an equal part of each. A multiple of
+        lanes: Number of streams; every batch takes an equal share of each. A multiple of
             process_count.
         window: Records shuffled together within a lane.
         caption_dropout: Share of samples marked in `drop_text`, if a feature is text.
-        process_index, process_count: Number of this process, which decides its part of each global
+        process_index, process_count: Number of this process, which decides its share of each global
             batch, and number of processes.
         split: 'train', or another split of the data set.
         on_bad_records: 'stop': a damaged record is an error that names its file and number.

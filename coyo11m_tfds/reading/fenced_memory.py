@@ -11,7 +11,6 @@ import functools
 import itertools
 import math
 import mmap
-import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -37,34 +36,32 @@ def _map_zeros() -> np.ndarray:
 
 
 class FencedMemory:
-    """All memory of this process as one NumPy array, of which only open regions are read.
+    """All memory of this process as one NumPy array; a read outside of open regions is an error.
 
-    A read outside of them raises an IndexError: it would be a mistake in this program, and could
-    end the process or return bytes that belong to something else.
+    It raises an IndexError, where it could end the process or return bytes of something else.
     """
 
     def __init__(self):
         everything = (ctypes.c_ubyte * (_END - _ORIGIN)).from_address(_ORIGIN)
         self._bytes = np.frombuffer(everything, np.uint8)
+        # Changed by single calls that no thread interrupts, without a lock: files are unmapped
+        # when Python frees them, perhaps in a thread that would hold the lock.
         self._regions: dict[int, int] = {}
         self._bounds: tuple[np.ndarray, np.ndarray] | None = None  # of all regions, sorted
-        self._lock = threading.Lock()  # of regions, which several threads open and close
         self._zeros = _map_zeros()
         self.zeros: int = self._zeros.ctypes.data  # an address with as many zeros as a row may have
         self.open([(self.zeros, self._zeros.nbytes)])
 
     def open(self, regions: Iterable[Region]) -> None:
         """Lets regions be read, whose memory must stay valid until they are closed."""
-        with self._lock:
-            self._regions.update(regions)
-            self._bounds = None
+        self._regions.update(regions)
+        self._bounds = None
 
     def close(self, regions: Iterable[Region]) -> None:
         """Ends the reading of regions."""
-        with self._lock:
-            for address, _ in regions:
-                self._regions.pop(address, None)
-            self._bounds = None
+        for address, _ in regions:
+            self._regions.pop(address, None)
+        self._bounds = None
 
     def gather(self, addresses: np.ndarray, nbytes: int) -> np.ndarray:
         """Copies `nbytes` bytes from each address; returns void `(n,)` with items of this size."""
@@ -117,13 +114,16 @@ class FencedMemory:
             raise IndexError(f'bytes {first:#x} to {last:#x} of this process are in no open region')
 
     def _sort_regions(self) -> tuple[np.ndarray, np.ndarray]:
-        with self._lock:
-            starts, sizes = np.array(sorted(self._regions.items()), np.int64).T
+        while True:
+            regions = self._regions.copy()
+            starts, sizes = np.array(sorted(regions.items()), np.int64).T
             # An address before the first region is in an empty one.
             lowest = [np.iinfo(np.int64).min]
             bounds = np.append(lowest, starts), np.append(lowest, starts + sizes)
             self._bounds = bounds
-        return bounds
+            # Another thread may have opened or closed some meanwhile.
+            if regions == self._regions:
+                return bounds
 
 
 class MemoryRanges:

@@ -65,7 +65,6 @@ class Order:
 
     Attributes:
         shard_lengths: Number of kept records in each shard, int64 `(num_shards,)`.
-        settings: Settings of the order.
         kept: The kept records; None for all.
         num_records: N, the number of kept records in all shards.
         lane_length: m, the number of samples of a lane in an epoch.

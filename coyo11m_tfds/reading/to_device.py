@@ -57,10 +57,10 @@ class Arrays(Resumable[dict[str, jax.Array]]):
 
 
 def process_share(sharding: jax.sharding.Sharding) -> tuple[int, int]:
-    """Returns which part of a global batch this process holds, and the number of parts.
+    """Returns which share of a global batch this process holds, and the number of shares.
 
-    Processes that hold the same rows, for example of a batch that is copied to all devices, share
-    one part. Raises a ValueError if the parts of processes overlap, or for what is no sharding.
+    Processes that hold the same rows, for example of a batch that is copied to all devices, have
+    the same share. Raises a ValueError if shares overlap, or if `sharding` is not a sharding.
     """
     if not isinstance(sharding, jax.sharding.Sharding):
         raise ValueError(
@@ -70,16 +70,16 @@ def process_share(sharding: jax.sharding.Sharding) -> tuple[int, int]:
     # An array with a row for each device shows which rows a process holds.
     count = len(sharding.device_set)
     rows: dict[int, set[int]] = {}
-    held_by: Mapping[Any, Any] = sharding.devices_indices_map((count,))
-    for device, (part,) in held_by.items():
-        rows.setdefault(device.process_index, set()).update(range(*part.indices(count)))
-    parts = sorted({tuple(sorted(held)) for held in rows.values()})
-    if sum(map(len, parts)) != count:
+    device_indices: Mapping[Any, Any] = sharding.devices_indices_map((count,))
+    for device, (index,) in device_indices.items():
+        rows.setdefault(device.process_index, set()).update(range(*index.indices(count)))
+    shares = sorted({tuple(sorted(x)) for x in rows.values()})
+    if sum(map(len, shares)) != count:
         raise ValueError(
             f'{sharding}: the rows that processes hold of a batch overlap; expected of any two '
             'processes that they hold the same rows, or no row in common'
         )
-    return parts.index(tuple(sorted(rows[jax.process_index()]))), len(parts)
+    return shares.index(tuple(sorted(rows[jax.process_index()]))), len(shares)
 
 
 @overload
@@ -105,9 +105,9 @@ def to_device(batches, sharding, ahead=2):
         `Arrays`.
 
     Raises:
-        ValueError: `ahead` is less than 1; the batches are the part of another process than JAX
-            says; or JAX would change the numbers of a column, such as int64 (for batches of other
-            readers, the first batch raises this).
+        ValueError: `ahead` is less than 1; the batches are the share of another process; or JAX
+            would change the numbers of a column, such as int64 (for batches of other readers, the
+            first batch raises this).
     """
     if ahead < 1:
         raise ValueError(f'ahead={ahead} must be at least 1; 2 lets one arrive while one is used')
