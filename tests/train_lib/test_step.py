@@ -204,17 +204,6 @@ def test_the_step_learns_of_each_crop_that_it_is_told(trainer):
         assert np.flatnonzero(np.any(kernel, axis=1)).tolist() == learned
 
 
-def test_entries_of_rows_come_in_the_order_of_rows():
-    def loss(scale, rows):
-        entries = scale * rows['x']
-        return jnp.sum(entries), entries
-
-    gradient = steps.accumulate_gradient(jax.value_and_grad(loss, has_aux=True), 4)
-    (total, entries), grad = gradient(2.0, {'x': jnp.arange(24.0)})
-    assert (total, grad) == (2 * 276, 276)
-    np.testing.assert_array_equal(entries, 2 * np.arange(24.0))
-
-
 @pytest.mark.parametrize(
     ('parts', 'devices'), [(0, 1), (-1, 1), (3, 1), (512, 1), (1, 3), (2, 256)]
 )
