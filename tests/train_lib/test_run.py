@@ -146,7 +146,7 @@ def test_ctrl_c_ends_a_program_that_only_reads_checkpoints_in_one_line():
 
 @pytest.mark.slow
 def test_a_run_on_several_hosts_that_are_not_known_is_told(tmp_path):
-    flags = '--config=tpu_v5e_16', f'--workdir={tmp_path}/run'
+    flags = '--config=tpu_v5e_16', '--config.data.dir=D', f'--workdir={tmp_path}/run'
     code, lines = command(flags, JAX_PLATFORMS='cpu')
     assert code == 1
     assert lines[-1].startswith('error: the hosts of this run are not known: ')
