@@ -36,7 +36,8 @@ from coyo11m_tfds.source.keyed_values import KeyedValues
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.stored_file import StoredFile
 from coyo11m_tfds.text import parts, text_encoders
-from coyo11m_tfds.text.text_encoders import DEFAULT_MAX_TOKENS, Encoder, Tokenizer
+from coyo11m_tfds.text.encoder import Encoder, Tokenizer
+from coyo11m_tfds.text.text_encoders import DEFAULT_MAX_TOKENS
 
 
 @dataclasses.dataclass(frozen=True)

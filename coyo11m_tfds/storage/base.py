@@ -5,38 +5,20 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from coyo11m_tfds.storage.file_state import FileState, OnBytes, compute_state, ignore_bytes
+from coyo11m_tfds.storage.file_state import FileState, OnBytes, StrPath, compute_state, ignore_bytes
+from coyo11m_tfds.storage.locks import Lock
 from coyo11m_tfds.storage.stored_file import StoredFile
 
 if TYPE_CHECKING:
     from coyo11m_tfds.storage.scratch import Scratch
 
 T = TypeVar('T')
-StrPath = str | os.PathLike[str]
 Suffixes = str | tuple[str, ...]
 
 # They only wait for the storage or the disk. The client of gs:// keeps ten connections.
 THREADS = 10
-
-
-class Lock(Protocol):
-    """The lock of a folder; see `locks.hold`."""
-
-    holder: str  # describes the process that had the lock when `acquire` failed last
-
-    def acquire(self) -> bool:
-        """Tries to take the lock; returns whether it did."""
-
-    def last_sign_of_life(self) -> float:
-        """Returns when another holder was last seen to be alive, by `time.monotonic()`."""
-
-    def is_ours(self) -> bool:
-        """Returns False if another process has taken it over."""
-
-    def release(self) -> None:
-        """Releases the lock."""
 
 
 class Storage(abc.ABC):

@@ -26,8 +26,8 @@ from google.cloud import storage
 from google.cloud.storage.exceptions import DataCorruption
 
 from coyo11m_tfds.storage import locks, retry
-from coyo11m_tfds.storage.base import THREADS, StrPath
-from coyo11m_tfds.storage.file_state import FileState, OnBytes, compute_state
+from coyo11m_tfds.storage.base import THREADS
+from coyo11m_tfds.storage.file_state import FileState, OnBytes, StrPath, compute_state
 from coyo11m_tfds.storage.remote import RemoteStorage, json_message
 from coyo11m_tfds.storage.stored_file import StoredFile
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from coyo11m_tfds.process.sizes import format_bytes
 from coyo11m_tfds.storage import file_state, locks
-from coyo11m_tfds.storage.base import Storage, StrPath, Suffixes, is_visible
-from coyo11m_tfds.storage.file_state import FileState, OnBytes, naming, sync
+from coyo11m_tfds.storage.base import Storage, Suffixes, is_visible
+from coyo11m_tfds.storage.file_state import FileState, OnBytes, StrPath, naming, sync
 from coyo11m_tfds.storage.stored_file import StoredFile, file_changed
 
 if TYPE_CHECKING:

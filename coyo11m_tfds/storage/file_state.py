@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import google_crc32c
 
+StrPath = str | os.PathLike[str]
 OnBytes = Callable[[int], None]
 
 _BLOCK = 4 << 20  # bytes read at once

@@ -12,7 +12,7 @@ import huggingface_hub
 from huggingface_hub import errors, utils
 
 from coyo11m_tfds.storage import retry
-from coyo11m_tfds.storage.base import StrPath
+from coyo11m_tfds.storage.file_state import StrPath
 from coyo11m_tfds.storage.remote import RemoteStorage
 from coyo11m_tfds.storage.stored_file import StoredFile
 

@@ -23,13 +23,13 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from typing import Self
+from typing import Protocol, Self
 
 from absl import logging
 
 from coyo11m_tfds import storage
 from coyo11m_tfds.storage import retry
-from coyo11m_tfds.storage.base import Lock, StrPath
+from coyo11m_tfds.storage.file_state import StrPath
 
 SUFFIX = '.lock'  # after the path of the locked folder
 UNKNOWN_HOLDER = 'another process'
@@ -159,6 +159,24 @@ def _remove_folder(folder: str) -> None:
 
 
 # --- Folders of any storage -------------------------------------------------------------------
+
+
+class Lock(Protocol):
+    """The lock of a folder; see `locks.hold`."""
+
+    holder: str  # describes the process that had the lock when `acquire` failed last
+
+    def acquire(self) -> bool:
+        """Tries to take the lock; returns whether it did."""
+
+    def last_sign_of_life(self) -> float:
+        """Returns when another holder was last seen to be alive, by `time.monotonic()`."""
+
+    def is_ours(self) -> bool:
+        """Returns False if another process has taken it over."""
+
+    def release(self) -> None:
+        """Releases the lock."""
 
 
 @contextlib.contextmanager

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from coyo11m_tfds import storage
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.storage import locks
-from coyo11m_tfds.storage.base import StrPath
-from coyo11m_tfds.storage.file_state import OnBytes, ignore_bytes
+from coyo11m_tfds.storage.file_state import OnBytes, StrPath, ignore_bytes
 from coyo11m_tfds.storage.stored_file import StoredFile
 
 # Of several files that are held together; small ones mostly wait for the storage.

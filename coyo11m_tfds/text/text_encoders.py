@@ -1,4 +1,4 @@
-"""Encoders and tokenizers of captions: their interfaces, hashed words, and models by name.
+"""Encoders and tokenizers of captions: hashed words, and models by name.
 
     encoder = make_encoder('hash')                      # or 'hf:google/gemma-3-270m', 'hf:FOLDER'
     embeddings = encoder.encode(['a cat', 'two dogs'])  # float32 (2, encoder.dim)
@@ -15,8 +15,8 @@ import functools
 import hashlib
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from absl import logging
@@ -24,11 +24,9 @@ from absl import logging
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.keyed_random import splitmix64
 from coyo11m_tfds.storage import model_files
+from coyo11m_tfds.text.encoder import Encoder, OnBatch, Tokenizer, ignore_batch
 
 DEFAULT_MAX_TOKENS = 512
-
-# Takes the number of captions and the number of tokens of a forward pass.
-OnBatch = Callable[[int, int], None]
 
 _WORD = re.compile(r'\w+')
 # Odd, so that the pairs (a, b) and (b, a) differ.
@@ -39,43 +37,6 @@ _PAIR_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _BUCKETS_A_FEATURE = 4
 # Few enough for their arrays to stay in a cache.
 _ROWS_AT_ONCE = 1024
-
-
-class Tokenizer(Protocol):
-    """Turns captions into tokens."""
-
-    name: str  # in the metadata of a data set, without paths of this machine
-    revision: str  # changes if a caption may get other tokens or another embedding
-    max_tokens: int  # length to which captions are cut; 0 for no limit
-    vocabulary: int  # all ids are below this number; 0 if tokens are not ids
-    truncated: int  # number of captions cut so far
-
-    def tokenize(self, captions: Sequence[str]) -> Sequence[Sequence[Any]]:
-        """Returns the tokens of each caption; may run in another thread than `encode_tokens`."""
-        ...
-
-
-class Encoder(Tokenizer, Protocol):
-    """Turns captions into embeddings. Each embedding depends only on its own caption."""
-
-    dim: int  # width of an embedding
-    dtype: str  # of the weights and of the computation
-    pooling: str  # name of the rule that turns the states of tokens into one embedding
-
-    def encode_tokens(self, tokens: Sequence[Sequence[Any]], on_batch: OnBatch = ...) -> np.ndarray:
-        """Returns float32 `(len(tokens), dim)`; the batches depend only on the tokens.
-
-        `on_batch` is called after each batch; its exceptions end the encoding.
-        """
-        ...
-
-    def encode(self, captions: Sequence[str]) -> np.ndarray:
-        """Returns float32 `(len(captions), dim)`."""
-        return self.encode_tokens(self.tokenize(captions))
-
-
-def ignore_batch(captions: int, tokens: int) -> None:
-    """The `on_batch` of a caller that shows no progress."""
 
 
 def split_words(caption: str) -> list[str]:
