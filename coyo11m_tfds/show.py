@@ -67,6 +67,7 @@ def main() -> None:
     add('--out', required=True, help='HTML file to write, local or gs://')
     add('--num_pictures', type=int, default=page.NUM_PREVIEWS, help='records to show (24)')
     flags = parser.parse_args()
+    command_line.show_log()
     with command_line.ends_in_one_line('nothing was written'):
         html = show(flags.data_dir, flags.vae, flags.num_pictures)
         epath.Path(flags.out).write_bytes(html.encode())
