@@ -210,7 +210,7 @@ def train_dataset(data: Data | Mix, **arguments: Unpack[TrainArguments]) -> 'tf.
     options = TrainOptions(data=data, **arguments)
     if options.stride != 1:
         raise ValueError(
-            f'stride={options.stride}: expected 1; only train_batches leaves out batches'
+            f'stride={options.stride}: expected 1; only train_batches can leave out batches'
         )
     from coyo11m_tfds.reading import tf_data
 
@@ -253,7 +253,7 @@ def train_arrays(
     """
     from coyo11m_tfds.reading import to_device
 
-    # Whoever gives these too gets an error from `to_device` if they do not fit.
+    # A caller's own values stay; `to_device` raises an error if they do not fit.
     index, count = to_device.process_share(sharding)
     arguments.setdefault('process_index', index)
     arguments.setdefault('process_count', count)

@@ -147,28 +147,28 @@ def move_latents(data_dir: str | os.PathLike[str], source: str | os.PathLike[str
 
 
 def _find_moved(
-    before: InPlaceFile,
+    former: InPlaceFile,
     latent_files: Sequence[StoredFile],
     source: str | os.PathLike[str],
     edit: '_Edit',
 ) -> InPlaceFile:
     # Shards of several sub-folders have the same names.
     matches = [
-        file for file in latent_files if f'/{before.path}'.endswith(f'/{file.label or file.name}')
+        file for file in latent_files if f'/{former.path}'.endswith(f'/{file.label or file.name}')
     ]
     if not matches:
-        name = os.path.basename(before.path)
+        name = os.path.basename(former.path)
         raise ValueError(f'{source}: {name} is missing, but holds latents. Copy it there.')
     [file] = matches
     tasks.check_within_reach(file, edit.stored.folder)
     head = formats.format_of(file).fetch_head(file, edit.scratch, check_crc=False)
     opened = formats.open_file(file, head, _read_latents_from(edit.stored))
-    moved = tasks.make_column_file(file, opened)
-    if moved.digest != before.digest:
+    moved_file = tasks.make_column_file(file, opened)
+    if moved_file.digest != former.digest:
         raise columns.changed_file_error(
-            file.path, 'outline has digest', moved.digest, before.digest
+            file.path, 'outline has digest', moved_file.digest, former.digest
         )
-    return moved
+    return moved_file
 
 
 def _read_latents_from(stored: StoredDataset) -> schema.LatentsFrom:
@@ -234,13 +234,13 @@ def _editing(data_dir: str | os.PathLike[str], scratch_dir: str = '') -> Iterato
 
 
 def _check_name(stored: StoredDataset, name: str, replace: bool) -> None:
-    taken = {*stored.features, *stored.columns} | _RESERVED_NAMES
+    used_names = {*stored.features, *stored.columns} | _RESERVED_NAMES
     if replace and isinstance(stored.columns.get(name), AddedColumn):
         return
-    if not _NAME.fullmatch(name) or name in taken:
+    if not _NAME.fullmatch(name) or name in used_names:
         raise ValueError(
-            f'{stored.folder}: a new column cannot be called {name!r}; taken are {sorted(taken)}. '
-            "Expected a small letter, then small letters, digits and '_'."
+            f'{stored.folder}: a new column cannot be called {name!r}. Expected a small letter, '
+            f"then small letters, digits and '_', and none of the names {sorted(used_names)}."
         )
 
 
@@ -250,7 +250,7 @@ def _write_values(edit: _Edit, name: str, values: KeyedValues) -> AddedColumn:
     dtype, shape = np.dtype(values.facts['dtype']), tuple(values.facts['shape'])
     feature = sidecar.SidecarHeader(**encoder).feature if encoder else ''
     sums = np.zeros((3, shape[0])) if feature == schema.TEXT_EMBEDDING else None
-    files, crc32c, first = {}, {}, 0
+    files, crc32c, begin = {}, {}, 0
     for split in edit.stored.splits.values():
         files[split.name] = columns.column_file_name(name, split.name, edit.stored.build)
         path = os.path.join(edit.staging, files[split.name])
@@ -260,9 +260,9 @@ def _write_values(edit: _Edit, name: str, values: KeyedValues) -> AddedColumn:
             Progress('Writing values', split.num_records, 'records') as progress,
         ):
             writer = columns.ColumnWriter(file, dtype, shape, split.num_records)
-            last = first + split.num_records
-            for start in range(first, last, _ROWS_AT_ONCE):
-                records = np.arange(start, min(start + _ROWS_AT_ONCE, last))
+            end = begin + split.num_records
+            for start in range(begin, end, _ROWS_AT_ONCE):
+                records = np.arange(start, min(start + _ROWS_AT_ONCE, end))
                 rows = values.read_array(records)
                 writer.write(rows)
                 # Statistics are those of what a model is trained on.
@@ -270,7 +270,7 @@ def _write_values(edit: _Edit, name: str, values: KeyedValues) -> AddedColumn:
                     sums += statistics.moments(rows)
                 progress.add(len(records))
             crc32c[split.name] = writer.finish()
-        first = last
+        begin = end
     mean, std = statistics.mean_and_std(sums) if sums is not None else ((), ())
     return AddedColumn(name, dtype.name, shape, files, crc32c, feature, mean, std, encoder)
 

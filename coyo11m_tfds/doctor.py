@@ -144,13 +144,13 @@ def check_disks(
         # Folders on one disk share its room.
         device = parent.stat().st_dev
         device_bytes[device] += num_bytes
-        needed, free = max(device_bytes[device], _LEAST_ROOM), usage(str(parent))[2]
+        required, free = max(device_bytes[device], _LEAST_ROOM), usage(str(parent))[2]
         text, fix = f'{folder} has {format_bytes(free)} free', ''
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             text = f'{folder}: {parent} is a file, or this user cannot write to it'
             fix = f'choose another {option}'
-        elif free < needed:
-            text += f', expected {format_bytes(needed)} for what will be on this disk'
+        elif free < required:
+            text += f', expected {format_bytes(required)} for what will be on this disk'
             fix = f'free some space, or choose another {option}'
         yield Finding(f'disk of {name}', FAIL if fix else PASS, text, fix)
 
@@ -209,8 +209,8 @@ def plan_or_estimate(place: str, settings: BuildSettings) -> DryRun:
     """Plans the build of a source.
 
     If the captions can be read in seconds, the plan is exactly that of the build. Otherwise this
-    checks heads and the Parquet file's footer, and the sizes of the files stand for those of the
-    shards.
+    checks only heads and the Parquet file's footer, and estimates the sizes of the shards from
+    those of the files.
     """
     from coyo11m_tfds.convert.plan import make_plan, read_latents  # these need an extra
     from coyo11m_tfds.source import source_folder

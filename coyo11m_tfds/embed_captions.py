@@ -226,20 +226,20 @@ def main() -> None:
     add = parser.add_argument
     add('--source', required=True, help='folder of the source, local, gs:// or hf://')
     add('--out', required=True, help='folder to fill, local or gs://')
-    what = 'hash (the default), hf:NAME or jax:NAME, where NAME is a folder or a name on the hub; '
-    add('--encoder', default='hash', help=what + 'with --tokens_only also words, but not hash')
+    hint = 'hash (the default), hf:NAME or jax:NAME, where NAME is a folder or a name on the hub; '
+    add('--encoder', default='hash', help=hint + 'with --tokens_only also words, but not hash')
     column = schema.DEFAULT_CAPTION_COLUMN
     add('--caption_column', default=column, help='column to encode (%(default)s)')
     add('--drop_duplicates', action='store_true', help='take the first row of a repeated key')
     add('--tokens_only', action='store_true', help='write token ids instead of embeddings')
-    what = 'length to which captions are cut, in tokens (%(default)s); not for hash'
-    add('--max_tokens', type=int, default=DEFAULT_MAX_TOKENS, help=what)
-    what = 'most tokens in a forward pass, by default chosen for the device; fewer take less memory'
-    add('--batch_tokens', type=int, help=what)
-    what = 'number of this process, from 0, and of all (by default from the launcher)'
-    add('--part', type=_parse_part, metavar='I/N', help=what)
-    what = 'most captions of a part (%(default)s)'
-    add('--part_captions', type=int, default=parts.PART_CAPTIONS, help=what)
+    hint = 'length to which captions are cut, in tokens (%(default)s); not for hash'
+    add('--max_tokens', type=int, default=DEFAULT_MAX_TOKENS, help=hint)
+    hint = 'most tokens in a forward pass, by default chosen for the device; fewer take less memory'
+    add('--batch_tokens', type=int, help=hint)
+    hint = 'number of this process, from 0, and of all (by default from the launcher)'
+    add('--part', type=_parse_part, metavar='I/N', help=hint)
+    hint = 'most captions of a part (%(default)s)'
+    add('--part_captions', type=int, default=parts.PART_CAPTIONS, help=hint)
     add('--scratch_dir', default='', help='local folder for temporary files (in a local OUT)')
     add('--latents_from', default='', help='latents to read, as in the config of a build')
     options = vars(parser.parse_args())

@@ -76,16 +76,16 @@ def mirror(
     num_bytes = sum(file.size for file in files.values())
     with locks.hold(target.folder, wait=False):
         copied = CopiedFiles(target)
-        missing = copied.missing(files)
-        missing_bytes = sum(file.size for file in missing.values())
+        missing_files = copied.missing(files)
+        missing_bytes = sum(file.size for file in missing_files.values())
         target.check_space(missing_bytes)
         goals = {'files': len(files)}
         with Progress(f'Copying to {target.folder}', num_bytes, 'B', goals) as progress:
-            progress.skip(num_bytes - missing_bytes, files=len(files) - len(missing))
+            progress.skip(num_bytes - missing_bytes, files=len(files) - len(missing_files))
             scratch = Scratch(scratch_dir or user_cache(schema.NAME, 'mirror'))
-            _copy_all(missing, target, copied, scratch, progress, parallel)
+            _copy_all(missing_files, target, copied, scratch, progress, parallel)
         target.sweep()
-    return MirrorSummary(len(files), num_bytes, len(missing), target.folder)
+    return MirrorSummary(len(files), num_bytes, len(missing_files), target.folder)
 
 
 def _copy_all(
@@ -96,14 +96,14 @@ def _copy_all(
     progress: Progress,
     parallel: int,
 ) -> None:
-    stopped = threading.Event()
+    stop = threading.Event()
 
     def copy(name: str) -> None:
         remaining = files[name].size
 
         def count_bytes(num_bytes: int) -> None:
             nonlocal remaining
-            if stopped.is_set():
+            if stop.is_set():
                 raise concurrent.futures.CancelledError
             # Bytes that come again after a retry are no progress.
             progress.add(min(num_bytes, remaining))
@@ -123,7 +123,7 @@ def _copy_all(
             for _ in pool.imap_unordered(copy, by_size):
                 pass
     finally:
-        stopped.set()
+        stop.set()
 
 
 def main() -> None:
@@ -133,8 +133,8 @@ def main() -> None:
     add('source', help='local folder, gs://bucket/folder or hf://datasets/owner/name[@revision]')
     add('destination', help='local folder or gs://bucket/folder')
     add('--parallel', type=int, default=_PARALLEL, help='files to copy at a time (%(default)s)')
-    what = "local folder for temporary files (by default in the user's cache)"
-    add('--scratch', default='', dest='scratch_dir', metavar='SCRATCH', help=what)
+    text = "local folder for temporary files (by default in the user's cache)"
+    add('--scratch', default='', dest='scratch_dir', metavar='SCRATCH', help=text)
     flags = parser.parse_args()
     command_line.show_log()
     with command_line.ends_in_one_line('what was copied stays, the same command copies the rest'):

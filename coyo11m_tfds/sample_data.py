@@ -188,12 +188,12 @@ def _make_latents(
 def _draw_scenes(scenes: list[Scene], geometry: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Draws scenes as uint8 `(n, _HEIGHT, _WIDTH, 3)` with smooth edges."""
     cover = pixel_coverage([scene.shape for scene in scenes], geometry)[..., None]
-    inside, outside = (
+    colours, backgrounds = (
         np.array([COLOURS[getattr(scene, field)] for scene in scenes], np.float32)
         + rng.uniform(-_COLOUR_JITTER, _COLOUR_JITTER, (len(scenes), 3))
         for field in ('colour', 'background')
     )
-    pictures = cover * inside[:, None, None] + (1 - cover) * outside[:, None, None]
+    pictures = cover * colours[:, None, None] + (1 - cover) * backgrounds[:, None, None]
     return np.round(np.clip(pictures, 0, 255)).astype(np.uint8)
 
 

@@ -53,8 +53,8 @@ def parse_latents_from(text: str) -> LatentsFrom:
     if not kind:
         return LatentsFrom(name)
     shape = tuple(int(n) if n.isdecimal() else 0 for n in kind[-1].split(','))
-    whole = (1, *shape) if len(shape) == 3 else shape
-    if len(kind) != 2 or not are_latents(kind[0], whole):
+    full_shape = (1, *shape) if len(shape) == 3 else shape
+    if len(kind) != 2 or not are_latents(kind[0], full_shape):
         raise ValueError(
             f'latents_from is {text!r}, expected NAME or NAME:DTYPE:C,H,W, such as '
             "'latents_256:float16:4,32,32'."

@@ -113,8 +113,8 @@ class _Verification:
         converted = {name for split in splits for name in split.converted}
         self._files = {name: x for name, x in self._files.items() if name not in converted}
         index_files = {index_file_name(split.name, split.build) for split in splits}
-        parsed = {self._checksums_file, self._columns_file, schema.INFO_FILE} | index_files
-        for name in self._files.keys() - parsed:
+        parsed_names = {self._checksums_file, self._columns_file, schema.INFO_FILE} | index_files
+        for name in self._files.keys() - parsed_names:
             if not _is_large(name):
                 self._parse(name, bytes)
         self._check_names(splits)
@@ -174,8 +174,8 @@ class _Verification:
         self.faults += [f'{name}: is missing' for name in sorted(expected - self._files.keys())]
         # Without a record, as in a data set of another program, any file may belong to it.
         columns_files = {self._columns_file, *filter(columns.is_column_file_name, self._files)}
-        unexpected = self._files.keys() - expected - columns_files if self._recorded else ()
-        for name in sorted(unexpected):
+        unexpected_names = self._files.keys() - expected - columns_files if self._recorded else ()
+        for name in sorted(unexpected_names):
             self.faults.append(f'{name}: is unexpected, a file of {self._files[name].size} bytes')
 
     def _locate_columns(

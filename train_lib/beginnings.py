@@ -101,7 +101,7 @@ def find_beginning(
     description = Description(
         identity=data.identity | identity,
         settings=data.settings,
-        # As JSON has it, to be compared with what comes back from there.
+        # As JSON returns it, because the checkpoint's is compared with it.
         config=json.loads(json.dumps(config.to_dict())),
         facts=data.facts.to_json(),
         position=data.position,
@@ -114,7 +114,7 @@ def find_beginning(
         source, misfits = _open_source(config.init_from, description, program)
         return dataclasses.replace(beginning, source=source, misfits=misfits)
     saved = last.description
-    check_resumable(saved, description, accept_changes, where=str(last.folder))
+    check_resumable(saved, description, accept_changes, checkpoint_path=str(last.folder))
     if config.num_steps < last.step:
         steps = f'{last.folder} has been trained for {last.step} steps'
         problem = f'{steps}, expected at least {last.step}'
@@ -132,7 +132,7 @@ def find_beginning(
 
 
 def _resume_position(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-    """What a resumed run reads next of each source; a change of an order is logged."""
+    """The position from which a resumed run reads each source; logs sources in a new order."""
     samples_by_data_set = {
         tuple(data_set): saved['samples'][digest] for digest, data_set in saved['data_sets'].items()
     }
@@ -145,12 +145,12 @@ def _resume_position(saved: Mapping[str, Any], current: Mapping[str, Any]) -> di
         data_set = current['data_sets'][digest]
         if (samples_before := samples_by_data_set.get(tuple(data_set))) is not None:
             samples[digest] = -(-samples_before * saved['lanes'] // current['lanes'])
-            effect = 'in the rest of this epoch some records come twice and others not at all'
+            effect = 'in the rest of this epoch, some records come twice and others not at all'
         else:
             effect = 'the other data set is read from its beginning'
         name, first = ' where '.join(data_set), samples[digest]
         logging.info(
-            f'{name} comes in another order from sample {first} of each lane on: {effect}.'
+            f'{name} is read in another order from sample {first} of each lane on: {effect}.'
         )
     return {**current, 'step': saved['step'], 'samples': samples}
 
@@ -192,7 +192,7 @@ def _check_kernels(misfits: Mapping[str, str], program: Program) -> None:
 
 
 def _check_heads(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Raises a ValueError for another number of attention heads, which no shape shows."""
+    """Raises a ValueError if the number of attention heads differs, which no shape reveals."""
     if saved['kind'] != current['kind']:
         return
     before, now = (getattr(models.make_model(**x), 'num_heads', 0) for x in (saved, current))
@@ -201,22 +201,22 @@ def _check_heads(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
 
 
 def check_resumable(
-    saved: Description, current: Description, accept_changes: Collection[str], where: str
+    saved: Description, current: Description, accept_changes: Collection[str], checkpoint_path: str
 ) -> None:
-    """Compares the description in the checkpoint at `where` with that of this run.
+    """Compares the description in the checkpoint at `checkpoint_path` with that of this run.
 
     Args:
         accept_changes: Settings that may differ; their differences are logged.
     """
     if changes := describe_changes(saved.identity, current.identity):
         raise OtherRunError(
-            f'{where} belongs to another run: {"; ".join(changes.values())}. '
+            f'{checkpoint_path} belongs to another run: {"; ".join(changes.values())}. '
             'To resume that run, restore these; to start a new one, use another --workdir.'
         )
     changes = describe_changes(saved.settings, current.settings)
     if unconfirmed := changes.keys() - set(accept_changes):
         raise OtherRunError(
-            f'{where} was trained with other settings: '
+            f'{checkpoint_path} was trained with other settings: '
             f'{"; ".join(changes[name] for name in sorted(unconfirmed))}. To confirm this, add '
             f'--accept_changes={",".join(changes)}; otherwise restore the settings.'
         )
@@ -226,15 +226,15 @@ def check_resumable(
 
 def describe_changes(saved: Mapping, current: Mapping) -> dict[str, str]:
     """Returns the fields that differ, with their saved and current values."""
-    # As JSON, because that makes lists of tuples, and so on.
-    before, now = (
+    # By way of JSON, which turns tuples into lists, and so on.
+    old, new = (
         config_rules.flatten_fields(json.loads(json.dumps(fields))) for fields in (saved, current)
     )
     changes = {}
-    for name in sorted(before.keys() | now.keys()):
-        was, is_now = (
-            repr(fields[name]) if name in fields else 'absent' for fields in (before, now)
+    for name in sorted(old.keys() | new.keys()):
+        old_value, new_value = (
+            repr(fields[name]) if name in fields else 'absent' for fields in (old, new)
         )
-        if was != is_now:
-            changes[name] = f'{name} was {was} and is now {is_now}'
+        if old_value != new_value:
+            changes[name] = f'{name} was {old_value} and is now {new_value}'
     return changes

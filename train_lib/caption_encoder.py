@@ -67,14 +67,14 @@ def load_step_encoder(
     config = tokenizer.checkpoint.config
     encoder = _make_abstract(tokenizer.name, tokenizer.revision, config, dtype, mesh)
     params = gemma_encoder.load_params(tokenizer.checkpoint, encoder.network.dtype)
-    placed = jax.tree.map(
+    device_params = jax.tree.map(
         lambda leaf, values: jax.make_array_from_callback(
             leaf.shape, leaf.sharding, lambda index: values[index]
         ),
         encoder.params,
         params,
     )
-    return dataclasses.replace(encoder, params=placed)
+    return dataclasses.replace(encoder, params=device_params)
 
 
 def abstract_step_encoder(spec: str, mesh: Mesh, *, dtype: str) -> StepEncoder | None:

@@ -171,14 +171,14 @@ def restore_last(
 def advise_restart(manager: ocp.CheckpointManager, step: int) -> str:
     """Returns advice for a resume from the last checkpoint before `step`, where it diverged."""
     changes = 'lower optimizer.learning_rate or raise optimizer.warmup_steps'
-    saved = sorted(manager.all_steps())
-    older = [number for number in saved if number < step]
-    if not older:
+    saved_steps = sorted(manager.all_steps())
+    earlier_steps = [number for number in saved_steps if number < step]
+    if not earlier_steps:
         return f'Start afresh in another --workdir: {changes}'
-    folders = [f'{manager.directory}/{number}' for number in saved if number >= step]
-    removing = f'Remove {" and ".join(folders)} and resume' if folders else 'Resume'
+    folders = [f'{manager.directory}/{number}' for number in saved_steps if number >= step]
+    action = f'Remove {" and ".join(folders)} and resume' if folders else 'Resume'
     flag = '--accept_changes=optimizer.learning_rate,optimizer.warmup_steps'
-    return f'{removing} from {manager.directory}/{older[-1]} with {flag}: {changes}'
+    return f'{action} from {manager.directory}/{earlier_steps[-1]} with {flag}: {changes}'
 
 
 def _name_read_errors(folder: epath.Path) -> contextlib.AbstractContextManager[None]:
@@ -220,8 +220,8 @@ def open_run(place: epath.PathLike) -> 'SavedRun':
     if not steps:
         raise ValueError(f'{workdir} holds no checkpoint: train first, or name another workdir.')
     if step and int(step) not in steps:
-        saved = ', '.join(map(str, steps))
-        raise ValueError(f'{workdir} holds no checkpoint of step {step}; there are {saved}.')
+        step_list = ', '.join(map(str, steps))
+        raise ValueError(f'{workdir} holds no checkpoint of step {step}; there are {step_list}.')
     return SavedRun(workdir, int(step or steps[-1]))
 
 

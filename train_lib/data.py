@@ -21,7 +21,7 @@ from train_lib import config_rules, models, sharding
 
 Batches = Iterator[dict[str, jax.Array]]
 
-# The loss of a split with fewer records depends on which records they happen to be.
+# The loss of a split with fewer records depends on which records it happens to hold.
 _FEW_RECORDS = 32
 _NO_TEXT = (
     'no text: the model learns to draw without captions; for captions, build the data set with '
@@ -159,9 +159,9 @@ class TrainingData:
         samples = self.plan.cursor.at(position).position.samples
         scalars = {'train/epoch': sum(samples) / sum(x.lane_length for x in orders)}
         if len(orders) > 1:
-            for source, order, per_lane in zip(self.sources, orders, samples, strict=True):
-                scalars[f'data/{source.name}/epoch'] = per_lane / order.lane_length
-                scalars[f'data/{source.name}/samples'] = per_lane * order.settings.lanes
+            for source, order, lane_samples in zip(self.sources, orders, samples, strict=True):
+                scalars[f'data/{source.name}/epoch'] = lane_samples / order.lane_length
+                scalars[f'data/{source.name}/samples'] = lane_samples * order.settings.lanes
         return scalars
 
     @property
@@ -240,16 +240,16 @@ class TrainingData:
 
     def _to_device(self, batches: Iterator[input_pipeline.Batch]) -> Batches:
         ahead = self._config.data.device_prefetch
-        on_host = _raise_read_errors(batches)
-        return input_pipeline.to_device(on_host, sharding.batch(self._mesh), ahead=ahead)
+        host_batches = _raise_read_errors(batches)
+        return input_pipeline.to_device(host_batches, sharding.batch(self._mesh), ahead=ahead)
 
     def _check_split(self, split: str, field: str, value: Any) -> None:
         """Checks that each source has records of a split, which a field of the config needs."""
         for source in self.sources:
             splits = source.stored.splits
-            # Mocked data name no split and have all; 'train[:50%]' is a slice of 'train'.
-            whole = splits.get(split.partition('[')[0])
-            num_records = whole.num_records if whole else 0
+            # Mock data name no splits and have all of them; 'train[:50%]' is a slice of 'train'.
+            stored_split = splits.get(split.partition('[')[0])
+            num_records = stored_split.num_records if stored_split else 0
             if splits and 0 < num_records < _FEW_RECORDS and split == schema.VALIDATION:
                 logging.warning(
                     f'{field}={value!r}: split {split!r} of {source.stored.folder} has only '

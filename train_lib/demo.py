@@ -67,13 +67,13 @@ def _overlaps(picture: np.ndarray, colours: tuple[str | None, str]) -> list[floa
     if shape is None:
         return [0.0] * len(sample_data.SHAPES)
     palette = np.array([sample_data.COLOURS[x] for x in (shape, background)], np.float32)
-    inside, outside = (np.linalg.norm(picture - colour, axis=-1) for colour in palette)
-    drawn = (inside < outside).astype(np.float32).ravel()
-    best = []
+    to_shape, to_background = (np.linalg.norm(picture - colour, axis=-1) for colour in palette)
+    shape_pixels = (to_shape < to_background).astype(np.float32).ravel()
+    overlaps = []
     for outlines in map(_possible_outlines, sample_data.SHAPES):
-        common = outlines @ drawn
-        best.append(np.max(common / (outlines.sum(1) + drawn.sum() - common)))
-    return best
+        common = outlines @ shape_pixels
+        overlaps.append(np.max(common / (outlines.sum(1) + shape_pixels.sum() - common)))
+    return overlaps
 
 
 @functools.cache

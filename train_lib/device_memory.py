@@ -24,24 +24,24 @@ def check_device_memory(
     """
     # JAX keeps what is compiled here for the calls of the step.
     sizes: Any = step.func.lower(*step.args, *arguments).compile().memory_analysis()
-    needed = sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    nbytes = sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     if free is None:
-        first, *others = jax.local_devices()
-        stats = first.memory_stats() or {}
+        device, *other_devices = jax.local_devices()
+        stats = device.memory_stats() or {}
         free = stats.get('bytes_limit', float('inf')) - stats.get('bytes_in_use', 0)
         # On a CPU the kernel grants more memory than there is, and later kills the process.
-        if first.platform == 'cpu':
+        if device.platform == 'cpu':
             resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            free = (machine.usable_memory() - resident) // (1 + len(others))
-    if needed > free:
+            free = (machine.usable_memory() - resident) // (1 + len(other_devices))
+    if nbytes > free:
         raise MemoryError(
-            f'a step takes {format_bytes(needed)} of memory, and {format_bytes(max(0, free))} are '
-            f'free. {advise_flags(config, needed / max(1, free))}'
+            f'a step takes {format_bytes(nbytes)} of memory, and {format_bytes(max(0, free))} are '
+            f'free. {advise_flags(config, nbytes / max(1, free))}'
         )
 
 
 @contextlib.contextmanager
-def errors_explained(config: ml_collections.ConfigDict) -> Iterator[None]:
+def explain_errors(config: ml_collections.ConfigDict) -> Iterator[None]:
     """Raises a MemoryError, which says what would fit, if a device runs out of memory."""
     try:
         yield

@@ -144,8 +144,8 @@ class Artist:
     @functools.cached_property
     def params(self):
         """The weights, whole on every device."""
-        whole = sharding.replicated(self._mesh)
-        return self._saved.restore_weights(whole, average=self._average)
+        replicated = sharding.replicated(self._mesh)
+        return self._saved.restore_weights(replicated, average=self._average)
 
     def _compile(self, config: ml_collections.ConfigDict):
         """The jitted function; pictures are shared out over the devices, each has all weights."""
@@ -156,15 +156,15 @@ class Artist:
             )
         except ValueError as error:
             raise ValueError(
-                f'{error}; name the one that the model was trained with by --encoder'
+                f'{error}; with --encoder, name the one that the model was trained with'
             ) from error
         model = models.make_model(**config.model, vocabulary=self.facts.vocabulary)
         # Weights whole on every device, pictures shared out: no exchange within a step.
         model = model.clone(pin=sharding.RowPinning(self._mesh))
         draw = step.make_draw(config, model, self.facts, encoder)
-        whole, rows = sharding.replicated(self._mesh), sharding.batch(self._mesh)
-        bound = step.bind(draw, encoder, whole, rows, whole, out_shardings=rows)
-        return lambda texts, first: bound(self.params, texts, first)
+        replicated, rows = sharding.replicated(self._mesh), sharding.batch(self._mesh)
+        draw_rows = step.bind(draw, encoder, replicated, rows, replicated, out_shardings=rows)
+        return lambda texts, first: draw_rows(self.params, texts, first)
 
 
 # --- Captions ---------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def load_encoder(facts: DatasetStats, spec: str = '') -> Encoder | Tokenizer:
         )
     spec = spec or expected
     runner, colon, model = spec.partition(':')
-    # By its name, before minutes are spent with loading it.
+    # By its name, before loading it takes minutes.
     if colon and expected != _IN_PT:
         caption_encoder.check_same_encoder(facts, f'{runner}:{model_files.public_name(model)}')
     max_tokens = facts.text_max_tokens or DEFAULT_MAX_TOKENS
@@ -240,8 +240,8 @@ def unknown_words(facts: DatasetStats, encoder: Tokenizer, captions: Sequence[st
         empty = (facts.text_mean == 0) & (facts.text_std == 0)
         is_unknown = np.any(cast(Encoder, encoder).encode(words)[:, empty], axis=1).tolist()
     elif facts.known_tokens:
-        occurs = np.unpackbits(np.frombuffer(bytes.fromhex(facts.known_tokens), np.uint8))
-        is_unknown = [not occurs[token] for [token] in encoder.tokenize(words)]
+        is_known = np.unpackbits(np.frombuffer(bytes.fromhex(facts.known_tokens), np.uint8))
+        is_unknown = [not is_known[token] for [token] in encoder.tokenize(words)]
     else:
         return []
     return [word for word, unknown in zip(words, is_unknown, strict=True) if unknown]
@@ -270,7 +270,7 @@ def artist_of_flags() -> Artist:
 
 def main() -> None:
     """Reads captions and writes the grid."""
-    # A wrong file of captions ends the program before the imports that take seconds.
+    # Before the imports, which take seconds: a wrong file of captions ends the program at once.
     with run.errors_in_one_line():
         captions, name = _read_prompts(FLAGS.prompts)
     run.prepare()
@@ -282,7 +282,7 @@ def main() -> None:
         artist = artist_of_flags()
         encoder = load_encoder(artist.facts, artist.encoder or FLAGS.encoder)
         pictures = artist.draw(captions, encoder)
-        out = FLAGS.out or _unused(folder / f'{name}_{artist.step:06}{_changes()}.png')
+        out = FLAGS.out or _free_path(folder / f'{name}_{artist.step:06}{_changes()}.png')
         previews.write_png(out, previews.make_grid([pictures], captions))
         singles = epath.Path(out).with_suffix('')
         if FLAGS.singles:
@@ -299,10 +299,10 @@ def _changes() -> str:
     return ''.join(f'_{name}={os.path.basename(str(x))}' for name, x in values.items())
 
 
-def _unused(path: epath.Path) -> epath.Path:
-    """Returns the path, with a number if there is such a file already."""
-    numbered = (path.with_name(f'{path.stem}-{n}{path.suffix}') for n in itertools.count(2))
-    return next(x for x in itertools.chain([path], numbered) if not x.exists())
+def _free_path(path: epath.Path) -> epath.Path:
+    """Returns the path, with a number if the file already exists."""
+    numbered_paths = (path.with_name(f'{path.stem}-{n}{path.suffix}') for n in itertools.count(2))
+    return next(x for x in itertools.chain([path], numbered_paths) if not x.exists())
 
 
 def _read_prompts(prompts: str) -> tuple[list[str], str]:

@@ -157,7 +157,7 @@ def _load_features(folder: Storage, name: str) -> Features | None:
     content = folder.read(name)
     if content is None:
         return None
-    # They only save time: a damaged file is no reason to end hours of drawing.
+    # The files only save time, so damage is no reason to end hours of drawing.
     try:
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
             return Features(**arrays)
@@ -193,9 +193,9 @@ def frechet(x: np.ndarray, y: np.ndarray) -> float:
     # The eigenvalues of C1 C2 are those of the symmetric C1^(1/2) C2 C1^(1/2).
     values, vectors = np.linalg.eigh(cov_x)
     root = (vectors * np.sqrt(np.maximum(values, 0))) @ vectors.T
-    shared = np.sqrt(np.maximum(np.linalg.eigvalsh(root @ cov_y @ root), 0)).sum()
-    moved = np.square(x.mean(axis=0) - y.mean(axis=0)).sum()
-    return float(max(0.0, moved + np.trace(cov_x) + np.trace(cov_y) - 2 * shared))
+    root_trace = np.sqrt(np.maximum(np.linalg.eigvalsh(root @ cov_y @ root), 0)).sum()
+    mean_distance = np.square(x.mean(axis=0) - y.mean(axis=0)).sum()
+    return float(max(0.0, mean_distance + np.trace(cov_x) + np.trace(cov_y) - 2 * root_trace))
 
 
 def clip_score(images: np.ndarray, texts: np.ndarray) -> float:

@@ -60,8 +60,8 @@ def export(place: epath.PathLike, out: epath.PathLike, *, average: bool = True) 
         raise ValueError(f'{place}: the model was trained without text, expected one with a text')
     folder = _prepare_export_folder(epath.Path(out))
     # On one device, whatever the mesh of the run was: the example is small.
-    placed = sharding.replicated(sharding.make_mesh(devices=jax.local_devices()[:1]))
-    params = saved.restore_weights(placed, average=average)
+    placement = sharding.replicated(sharding.make_mesh(devices=jax.local_devices()[:1]))
+    params = saved.restore_weights(placement, average=average)
     # Without fields that say nothing of how one picture is drawn.
     preview = {name: x for name, x in config.preview.items() if name not in ('count', 'split')}
     content = {
@@ -88,8 +88,8 @@ def flatten_weights(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
         arrays = {name: x}
         # The blocks are one scanned module, whose weights are stacked.
         if name.startswith('blocks.'):
-            rest = name.removeprefix('blocks.')
-            arrays = {f'blocks.{number}.{rest}': layer for number, layer in enumerate(x)}
+            suffix = name.removeprefix('blocks.')
+            arrays = {f'blocks.{number}.{suffix}': layer for number, layer in enumerate(x)}
         for key, array in arrays.items():
             if key.endswith('.kernel'):
                 key, array = key.removesuffix('kernel') + 'weight', array.T
@@ -141,9 +141,9 @@ def _prepare_export_folder(folder: epath.Path) -> epath.Path:
     workdirs.check_writable(folder)
     names = {path.name for path in folder.iterdir()} if folder.exists() else set()
     files = {'model.safetensors', 'example.safetensors', 'reference.py', 'config.json'}
-    # Files of somebody else would look like a piece of the export.
-    if others := sorted(names - files):
-        raise ValueError(f'{folder} holds {others[0]}: expected a new folder, or an export.')
+    # Unrelated files would look like parts of the export.
+    if other_files := sorted(names - files):
+        raise ValueError(f'{folder} holds {other_files[0]}: expected a new folder, or an export.')
     # Until the new one is written, an interrupted export must not look like a complete one.
     if 'config.json' in names:
         (folder / 'config.json').unlink()

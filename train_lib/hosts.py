@@ -26,7 +26,7 @@ _LAST_SECONDS = 15.0  # the coordinator waits so long for others to learn of a f
 # Keys in the store of JAX's coordinator.
 _FAILURES = 'coyo11m_tfds/failure/'
 _FIRST_FAILURE = f'{_FAILURES}first'
-_ROLL_CALL = 'coyo11m_tfds/roll_call/'  # a process wants to know who is still alive
+_ROLL_CALL = 'coyo11m_tfds/roll_call/'  # every process that is alive must answer
 _ALIVE = 'coyo11m_tfds/alive/'  # the answers
 _NAMES = 'coyo11m_tfds/names/'
 
@@ -52,7 +52,7 @@ def join_hosts(
 
 
 @contextlib.contextmanager
-def failures_shared() -> Iterator[None]:
+def share_failures() -> Iterator[None]:
     """Ends this process when another one fails here, and the others when this one does.
 
     All end by `os._exit(1)`: processes that wait for each other cannot unwind. Use a nested context
@@ -66,8 +66,8 @@ def failures_shared() -> Iterator[None]:
     # The first process that fails leaves its error with JAX's coordinator, where a thread of every
     # other process looks for it.
     hosts = _Hosts()
-    over = threading.Event()
-    watcher = threading.Thread(target=hosts.watch, args=(over,), name='failures', daemon=True)
+    ended = threading.Event()
+    watcher = threading.Thread(target=hosts.watch, args=(ended,), name='failures', daemon=True)
     watcher.start()
     try:
         yield
@@ -76,7 +76,7 @@ def failures_shared() -> Iterator[None]:
             hosts.report(error)
         raise
     finally:
-        over.set()
+        ended.set()
         watcher.join()
 
 
@@ -93,9 +93,9 @@ class _Hosts:
         self._computing_failed = jax.errors.JaxRuntimeError
         self._set(f'{_NAMES}{self._index}', self._name)
 
-    def watch(self, over: threading.Event) -> None:
+    def watch(self, ended: threading.Event) -> None:
         """Looks for the failure of another process, and answers roll calls."""
-        while not over.wait(_LOOK_SECONDS):
+        while not ended.wait(_LOOK_SECONDS):
             # Not by waiting for the key: that could not be broken off.
             failure = dict(self._client.key_value_dir_get(_FAILURES)).get(_FIRST_FAILURE)
             if failure is not None:
@@ -109,9 +109,9 @@ class _Hosts:
         summary = str(error) if is_message else errors.summarize_error(error)
         failure = f'{self._name} has failed: {summary.removeprefix("error: ")}'
         # If a shared computation fails, maybe another process was killed, which leaves no error.
-        if self._is_of_a_computation(error) and (silent := self._call_roll()):
+        if self._is_of_a_computation(error) and (silent_names := self._call_roll()):
             reason = 'it was killed, maybe for lack of memory, or is cut off.'
-            failure = f'{silent} does not answer: {reason}'
+            failure = f'{silent_names} does not answer: {reason}'
         try:
             self._client.key_value_set(_FIRST_FAILURE, failure)
         except self._computing_failed:

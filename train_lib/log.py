@@ -166,12 +166,12 @@ class TrainLog:
 
     def _check_skipped(self, step: int, window: metrics.TrainMetrics) -> None:
         in_a_row = int(window.skipped_in_a_row.compute())
-        in_all = int(window.skipped_steps.compute())
-        limits = (in_a_row, 'max_skipped_in_a_row', ' in a row'), (in_all, 'max_skipped', '')
-        for skipped, field, words in limits:
+        total = int(window.skipped_steps.compute())
+        limits = (in_a_row, 'max_skipped_in_a_row', ' in a row'), (total, 'max_skipped', '')
+        for skipped, field, suffix in limits:
             if skipped > self._config[field]:
                 raise FloatingPointError(
-                    f'{skipped} steps{words} up to step {step} had a loss or a gradient that was '
+                    f'{skipped} steps{suffix} up to step {step} had a loss or a gradient that was '
                     f'not finite, more than {field}={self._config[field]}: training has diverged. '
                     f'{self._advise_restart(step - in_a_row)}.'
                 )
@@ -193,7 +193,7 @@ class TrainLog:
         return scalars
 
     def _log_first_step(self, step: int, update: metrics.TrainMetrics) -> None:
-        """Logs how long the first step took, which `StepClock.step_started` has waited for."""
+        """Logs how long the first step took, for which `StepClock.step_started` has waited."""
         self._first_finished = time.monotonic()
         first_batch = self.clock.first_batch or self._opened
         log_on_process_0(
@@ -208,7 +208,7 @@ class TrainLog:
         )
 
     def _summarize(self, step: int, scalars: Mapping[str, float]) -> Iterator[str]:
-        """A window of steps for people: loss 0.4123, step 350 of 900, 2.2 steps/s, ..."""
+        """Describes a window of steps: loss 0.4123, step 350 of 900, 2.2 steps/s, ..."""
         yield f'loss {scalars["train/loss"]:.4f}' if 'train/loss' in scalars else 'no finite loss'
         yield f'step {step} of {self._config.num_steps}'
         if 'train/steps_per_second' in scalars:
@@ -288,13 +288,13 @@ class StepClock:
         """
         # The first step includes the compilation, which would spoil all rates.
         is_first = self._last is None
-        self._last = finished = self._watcher.submit(_wait_for_end, result)
+        self._last = step_end = self._watcher.submit(_wait_for_end, result)
         if is_first:
-            finished.result()
-            self._restart(finished)
+            step_end.result()
+            self._restart(step_end)
             return
-        self._marks.append((finished, True))
-        self._in_flight.append(finished)
+        self._marks.append((step_end, True))
+        self._in_flight.append(step_end)
         if len(self._in_flight) > AHEAD:
             self._in_flight.popleft().result()
 
@@ -304,8 +304,8 @@ class StepClock:
         Waits for all started steps. All processes must call it after the same step.
         """
         seconds = [
-            after.result() - before.result()
-            for (before, _), (after, ends_step) in itertools.pairwise(self._marks)
+            end.result() - begin.result()
+            for (begin, _), (end, ends_step) in itertools.pairwise(self._marks)
             if ends_step
         ]
         if not seconds:
@@ -314,10 +314,10 @@ class StepClock:
         # The devices lack data from the end of a step until the host has the next batch; a wait for
         # a batch while they compute does not count.
         waits = (arrived - max(began, idle.result()) for began, idle, arrived in self._waits)
-        waited = sum(max(0.0, wait) for wait in waits)
+        wait_seconds = sum(max(0.0, wait) for wait in waits)
         # The only exchange between hosts, once a lap.
         with jax.transfer_guard('allow'):
-            shares = multihost_utils.process_allgather(np.float32(waited / total))
+            shares = multihost_utils.process_allgather(np.float32(wait_seconds / total))
         scalars = {
             'train/steps_per_second': len(seconds) / total,
             'train/samples_per_second': len(seconds) * batch_size / total,

@@ -45,7 +45,7 @@ def main() -> None:
     signals.install(FLAGS.config.requeue_status)
     input_pipeline.prepare_process()
     run.prepare()
-    # Only now, because they take seconds and import TensorFlow, which looks at those settings.
+    # Only now, because they take seconds and import TensorFlow, which reads those settings.
     from train_lib import train
 
     if FLAGS.config.distributed or FLAGS.coordinator_address:
@@ -53,7 +53,7 @@ def main() -> None:
             hosts.join_hosts(FLAGS.coordinator_address, FLAGS.process_count, FLAGS.process_index)
     if FLAGS.verbose:
         logging.info('Configuration:\n%s', FLAGS.config)
-    with hosts.failures_shared():
+    with hosts.share_failures():
         with run.errors_in_one_line():
             setup = train.set_up(FLAGS.config, FLAGS.workdir, FLAGS.accept_changes)
         with run.errors_in_one_line((FloatingPointError, MemoryError, OSError)):

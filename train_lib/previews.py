@@ -146,13 +146,13 @@ def _warn_of_missing(letters: str) -> None:
 
 @functools.cache
 def _fonts(size: int) -> list[ImageFont.FreeTypeFont]:
-    """DejaVu Sans, and one for other letters if any is installed."""
+    """DejaVu Sans, and a font with further letters if one is installed."""
     dejavu = pathlib.Path(__file__).with_name('fonts') / 'DejaVuSans.ttf'
     fonts = [ImageFont.truetype(dejavu, size)]
     package = importlib.util.find_spec(_CJK_PACKAGE)
     origin = package.origin if package else None
-    packaged = [str(pathlib.Path(origin).with_name(_CJK_FILE))] if origin else []
-    for file in (*packaged, *_OTHER_FILES):
+    package_files = [str(pathlib.Path(origin).with_name(_CJK_FILE))] if origin else []
+    for file in (*package_files, *_OTHER_FILES):
         try:
             return [*fonts, ImageFont.truetype(file, size)]
         except OSError:  # not installed

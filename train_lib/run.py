@@ -55,7 +55,7 @@ def start(main: Callable[[], None], required: Sequence[str]) -> None:
         if not isinstance(end.code, str):
             raise
         sys.stdout.flush()
-        # The error is the last line: threads of libraries may complain until the process has ended.
+        # The error must be the last line, but threads of libraries may log until the process ends.
         with os.fdopen(os.dup(sys.stderr.fileno()), 'w') as stderr:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
             print(end.code, file=stderr)
@@ -164,9 +164,9 @@ def _parse_flags(argv: Sequence[str], required: Sequence[str]) -> list[str]:
     argv = resolve(argv)
     with errors_in_one_line():
         try:
-            _, *stray = flags.FLAGS(argv)
-            if stray:
-                raise flags.Error(f'unexpected arguments: {" ".join(stray)}')
+            _, *extra_arguments = flags.FLAGS(argv)
+            if extra_arguments:
+                raise flags.Error(f'unexpected arguments: {" ".join(extra_arguments)}')
             if 'config' in flags.FLAGS and flags.FLAGS['config'].present:
                 _ = flags.FLAGS.config.seed  # the first use loads the file
             _check_flags(required)
@@ -228,9 +228,9 @@ def _describe_missing(name: str) -> str:
     missing = next(x for x in steps if x not in fields).rpartition('.')[2]
     endings = {field: field.rpartition('.')[2] for field in sorted(fields)}
     closest = difflib.get_close_matches(name.rpartition('.')[2], endings.values(), n=1)
-    similar = [field for field in endings if endings[field] in closest]
-    similar = difflib.get_close_matches(name, similar, n=1, cutoff=0)
-    advice = f'; did you mean {similar[0]!r}?' if similar else ''
+    matches = [field for field in endings if endings[field] in closest]
+    matches = difflib.get_close_matches(name, matches, n=1, cutoff=0)
+    advice = f'; did you mean {matches[0]!r}?' if matches else ''
     return f'there is no field {missing!r}{advice}'
 
 
@@ -249,7 +249,7 @@ def _is_verbose() -> bool:
 
 
 def _report_unraisable(report: Callable[[Any], Any], error: Any) -> None:
-    """Reports all but what follows from an error of a checkpoint, once for each of its arrays."""
+    """Leaves out what a failed checkpoint causes for each of its arrays; reports all else."""
     if str(error.exc_value) != 'Event loop is closed':
         report(error)
 

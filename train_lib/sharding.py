@@ -139,10 +139,10 @@ def map_matrices(
     spec = partition_spec(stack.shape, mesh.shape[FSDP_AXIS])
     split = len(spec) + 2 - stack.ndim if len(spec) else 0  # axis of `(n, rows, columns)`
 
-    def exchange(matrices: jax.Array, cut: int, joined: int) -> jax.Array:
+    def exchange(matrices: jax.Array, split_axis: int, concat_axis: int) -> jax.Array:
         if split <= 0:  # they are whole
             return matrices
-        return jax.lax.all_to_all(matrices, FSDP_AXIS, cut, joined, tiled=True)
+        return jax.lax.all_to_all(matrices, FSDP_AXIS, split_axis, concat_axis, tiled=True)
 
     def on_device(shard: jax.Array) -> jax.Array:
         # The groups of `fsdp` devices share the matrices. If fewer groups leave no device with more
@@ -167,8 +167,8 @@ def map_matrices(
         )
         return results[:count].reshape(shard.shape)
 
-    mapped = jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return mapped(stack)
+    map_shards = jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return map_shards(stack)
 
 
 def _choose_num_groups(count: int, data: int, members: int) -> int:

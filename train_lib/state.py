@@ -89,10 +89,10 @@ def make_optimizer(
     if name != 'muon':
         raise FieldError('optimizer.name', name, "expected 'adamw' or 'muon'")
     orthogonal = muon.muon(muon_schedule, weight_decay=weight_decay, **muon_options)
-    return optax.chain(clip, optax.partition({True: orthogonal, False: adamw}, is_for_muon))
+    return optax.chain(clip, optax.partition({True: orthogonal, False: adamw}, mask_muon_kernels))
 
 
-def is_for_muon(params: Any) -> Any:
+def mask_muon_kernels(params: Any) -> Any:
     """Returns a pytree of bool: True for the kernels of blocks that do not modulate."""
 
     def is_block_kernel(path: Any, _: Any) -> bool:

@@ -91,22 +91,22 @@ def make_train_step(
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         # A batch without a sample has gradients of zero, which would still decay the weights and
         # move them by the optimizer's momentum.
-        useful = finite if mask is None else finite & jnp.any(mask)
+        has_effect = finite if mask is None else finite & jnp.any(mask)
 
-        def keep_if_useful(new: Any, old: Any) -> Any:
-            return jax.tree.map(lambda new, old: jnp.where(useful, new, old), new, old)
+        def keep_if_effective(new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda new, old: jnp.where(has_effect, new, old), new, old)
 
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         # Chosen before they are averaged: else XLA goes through all weights once more to choose.
-        params = keep_if_useful(optax.apply_updates(state.params, updates), state.params)
+        params = keep_if_effective(optax.apply_updates(state.params, updates), state.params)
         # As in TensorFlow's ExponentialMovingAverage with `num_updates`: an average over many steps
         # would hold the random first weights for as long.
         decay = jnp.minimum(ema_decay, (1.0 + state.step) / (10.0 + state.step))
         ema_params = optax.incremental_update(params, state.ema_params, 1 - decay)
         next_state = state.replace(
             params=params,
-            ema_params=keep_if_useful(ema_params, state.ema_params),
-            opt_state=keep_if_useful(opt_state, state.opt_state),
+            ema_params=keep_if_effective(ema_params, state.ema_params),
+            opt_state=keep_if_effective(opt_state, state.opt_state),
             step=state.step + 1,
             skipped=state.skipped + ~finite,
             skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
@@ -349,9 +349,9 @@ def make_program(
     text = jax.eval_shape(functools.partial(prepare_text, stats, encoder), frozen, raw)
     # Weights are initialized without pins: one sample does not fill the devices.
     init = state.make_init(model, tx, latent_shape=latent_shape, text=text)
-    pinned = model.clone(pin=sharding.RowPinning(mesh))
+    pinned_model = model.clone(pin=sharding.RowPinning(mesh))
     train_step = make_train_step(
-        pinned,
+        pinned_model,
         tx,
         schedule,
         stats,
@@ -361,8 +361,8 @@ def make_program(
         encoder=encoder,
         **config.flow,
     )
-    eval_step = make_eval_step(pinned, stats, seed=config.seed, encoder=encoder)
-    draw = make_draw(config, pinned, stats, encoder)
+    eval_step = make_eval_step(pinned_model, stats, seed=config.seed, encoder=encoder)
+    draw = make_draw(config, pinned_model, stats, encoder)
 
     def init_from_seed() -> TrainState:
         return init(jax.random.key(config.seed))

@@ -36,14 +36,14 @@ def draw(weights, config, noise, text):
         text = torch.where(std > 1e-6, (text.float() - stats['text_mean']) / std, 0)
     # Both halves of guidance go through the model as one batch.
     texts = text if isinstance(text, tuple) else (text,)
-    twice = tuple(x.repeat(2, *[1] * (x.ndim - 1)) for x in texts)
+    pairs = tuple(x.repeat(2, *[1] * (x.ndim - 1)) for x in texts)
     drop = torch.arange(2 * count) >= count
 
     def guided(z, time):
         pair, times = z.repeat(2, 1, 1, 1), time.repeat(2 * count)
-        with_text, without = predict_velocity(weights, config, pair, times, twice, drop).chunk(2)
-        inside = preview['guidance_low'] <= time <= preview['guidance_high']
-        return without + (preview['guidance'] if inside else 1) * (with_text - without)
+        with_text, without = predict_velocity(weights, config, pair, times, pairs, drop).chunk(2)
+        in_interval = preview['guidance_low'] <= time <= preview['guidance_high']
+        return without + (preview['guidance'] if in_interval else 1) * (with_text - without)
 
     # In float64, as in the program that trained it: float32 would round twice.
     times = 1 - torch.arange(preview['num_steps'] + 1, dtype=torch.float64) / preview['num_steps']

@@ -96,7 +96,7 @@ def set_up(
     vae = config.preview.vae if config.preview_every else ''
     paint = vae_decoder.make_painter(vae, data.facts.latents_shape[1], data.facts.vae)
     if config.preview_every:
-        # Read now and kept: what cannot be read is reported now and not in some hours.
+        # Read now and kept, so that errors are reported now and not hours later.
         _ = data.preview_samples
     program = for_data(config, mesh, data.facts)
     beginning = beginnings.find_beginning(config, workdir, data, program, accept_changes)
@@ -126,13 +126,13 @@ def train(
     with (
         signals.StopRequest() as stop,
         # The other processes wait for the first one in the manager, until it has failed.
-        contextlib.nullcontext() if jax.process_index() else workdirs.held(setup.workdir),
+        contextlib.nullcontext() if jax.process_index() else workdirs.hold(setup.workdir),
         checkpoint.open_manager(
             setup.workdir, config.keep_checkpoints, config.keep_every
         ) as manager,
         # Inside of the manager, which would wait for the other processes.
-        hosts.failures_shared(),
-        device_memory.errors_explained(config),
+        hosts.share_failures(),
+        device_memory.explain_errors(config),
     ):
         if (manager.latest_step() or 0) != beginning.step:
             raise OSError(
@@ -222,7 +222,7 @@ def _train_steps(
     """The loop over steps; ends with a checkpoint. `interrupted`: see `checkpoint.save_step`."""
     step = run.start
     # Whether all hooks due at this step have been called and no stop has been requested.
-    complete = not interrupted or _call_hooks(run, step, state, stop)
+    is_complete = not interrupted or _call_hooks(run, step, state, stop)
     batches = run.data.train_batches(run.beginning.position_at(step))
     profile = periodic_actions.Profile(
         logdir=run.workdir,
@@ -231,7 +231,7 @@ def _train_steps(
         first_profile=step + _PROFILE_AFTER if run.config.profile_steps else -1,
         every_secs=None,
     )
-    while complete and step < run.config.num_steps:
+    while is_complete and step < run.config.num_steps:
         step += 1
         with run.log.clock.waiting_for_data():
             batch = next(batches)
@@ -242,29 +242,29 @@ def _train_steps(
             state, update = run.program.train_step(state, batch)
             run.log.add(step, update)
         profile(step)
-        complete = not stop.reached(step) and _call_hooks(run, step, state, stop)
-    is_saved = run.save(step, state, interrupted=not complete)
-    # Before anything is torn down: after SIGTERM there may be seconds left.
+        is_complete = not stop.reached(step) and _call_hooks(run, step, state, stop)
+    is_saved = run.save(step, state, interrupted=not is_complete)
+    # Before anything is torn down: after SIGTERM, only seconds may be left.
     checkpoint.wait_until_saved(run.manager)
-    if interrupted and complete and step == run.start:
+    if interrupted and is_complete and step == run.start:
         checkpoint.mark_complete(run.manager, step)
     if not is_saved:
         skipped = int(state.skipped_in_a_row)
         problem = f'Step {step} is not saved: the last {skipped} steps were not finite.'
-        if complete:
+        if is_complete:
             advice = checkpoint.advise_restart(run.manager, step - skipped)
             raise FloatingPointError(f'{problem} {advice}.')
         logging.warning(problem)
     if bad_records := run.data.read_counts().bad_records:
         logging.warning('%d records could not be read and were left out here.', bad_records)
-    return state, complete
+    return state, is_complete
 
 
 # --- Work besides steps -------------------------------------------------------------------------
 
 
 def _evaluate_splits(run: Run, step: int, state: TrainState) -> str:
-    """Writes the mean loss of the validation splits, at fixed noise and times; of each its own."""
+    """Writes the mean loss of all validation splits, and of each, at fixed noise and times."""
     log_on_process_0('evaluation at step %d ...', step)
     by_source: dict[str, metrics.EvalMetrics] = {}
     for source in run.data.sources:
@@ -286,8 +286,8 @@ def _evaluate_splits(run: Run, step: int, state: TrainState) -> str:
 def _write_previews(run: Run, step: int, state: TrainState) -> str:
     """Writes a grid of pictures as PNG and to TensorBoard."""
     samples = run.data.preview_samples
-    drawn = run.program.draw(state.ema_params, samples.text, 0)
-    pictures = [run.preview_of_data, run.paint_together(jax.device_get(drawn))]
+    latents = run.program.draw(state.ema_params, samples.text, 0)
+    pictures = [run.preview_of_data, run.paint_together(jax.device_get(latents))]
     path = run.workdir / previews.FOLDER / f'step_{step:06}.png'
     if jax.process_index() == 0:
         grid = previews.make_grid(pictures, samples.captions, title='left: data, right: model')
@@ -351,22 +351,22 @@ DEFAULT_HOOKS = (
 
 def _call_hooks(run: Run, step: int, state: TrainState, stop: signals.StopRequest) -> bool:
     """Calls the hooks that are due after a step; False where a stop request broke one off."""
-    due = [hook for hook in run.hooks if hook.is_due(run, step)]
-    if due:
+    due_hooks = [hook for hook in run.hooks if hook.is_due(run, step)]
+    if due_hooks:
         # A complete window need not wait for hooks, which may take long.
         run.log.write_complete()
-    for hook in due:
+    for hook in due_hooks:
         try:
             with (
                 run.log.clock.aside(),
                 stop.repeatable() if hook.repeatable else contextlib.nullcontext(),
             ):
-                started = time.monotonic()
+                begin = time.monotonic()
                 outcome = hook.call(run, step, state)
         except signals.BrokenOff:
             logging.info('%s at step %d was interrupted.', hook.name, step)
             return False
         if outcome is not None:
-            seconds = time.monotonic() - started
+            seconds = time.monotonic() - begin
             log_on_process_0('%s at step %d: %s (%.1f s)', hook.name, step, outcome, seconds)
     return True

@@ -153,10 +153,10 @@ class BuildSettings:
         return sidecar.describe_values(first.path)['header']
 
 
-def _setting_differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+def _setting_differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[str]:
     # A setting that only one of the two has belongs to another version of this package.
-    for name in sorted(now.keys() & recorded.keys() - set(_NOT_COMPARED)):
-        old, new = recorded[name], now[name]
+    for name in sorted(current.keys() & recorded.keys() - set(_NOT_COMPARED)):
+        old, new = recorded[name], current[name]
         field = 'text_embeddings' if name == schema.SETTINGS_TEXT else name
         if isinstance(old, dict) and isinstance(new, dict):
             yield from (f'{field}: {line}' for line in _setting_differences(old, new))
@@ -202,21 +202,21 @@ def check_source(
         )
 
 
-def _source_differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    for name in sorted(recorded.keys() | now.keys()):
-        if name not in now or name not in recorded:
-            yield f'{name} is {"new" if name in now else "missing"}'
+def _source_differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[str]:
+    for name in sorted(recorded.keys() | current.keys()):
+        if name not in current or name not in recorded:
+            yield f'{name} is {"new" if name in current else "missing"}'
             continue
-        (old_size, old), (size, new) = recorded[name], now[name]
+        (old_size, old), (new_size, new) = recorded[name], current[name]
         # Only digests of one kind, such as `crc32c:...`, can be compared.
-        is_other = old and new and old != new and old.split(':')[:-1] == new.split(':')[:-1]
-        if size != old_size or is_other:
-            yield f'{name} has other contents ({size:,} bytes, had {old_size:,})'
+        differs = old and new and old != new and old.split(':')[:-1] == new.split(':')[:-1]
+        if new_size != old_size or differs:
+            yield f'{name} has other contents ({new_size:,} bytes, had {old_size:,})'
 
 
 # --- The memory of a build ----------------------------------------------------------------------
 
-# Measured are pages that no file holds: the system can give up others, such as TensorFlow's code.
+# Measured without pages of files, such as TensorFlow's code, which the system can give up.
 _PROGRAM = 550_000_000  # of `build` with TensorFlow, Beam and torch; it also writes, if it is alone
 _WORKER = 250_000_000  # of each process if several write
 _JOINED_ROW, _PLANNED_ROW = 130, 70  # while captions are joined, and of the plan that stays
@@ -235,15 +235,15 @@ def fitting_workers(num_rows: int) -> int:
 
 
 def check_build_memory(num_rows: int, num_workers: int) -> None:
-    """Raises a ValueError if a build with at least so many processes cannot fit; 0 is for any.
+    """Raises a ValueError if a build with so many processes, or 0 for any number, cannot fit.
 
     A process that runs out of memory is killed without a message, after hours of work.
     """
     count = workers.requested_workers(num_workers) or 1
     usable, need = machine.usable_memory(), build_memory(num_rows, count)
     if need > usable:
-        most = fitting_workers(num_rows) if build_memory(num_rows, 1) <= usable else 0
-        remedy = f'Set num_workers to {most} or' if most else 'Use a machine with more, or'
+        limit = fitting_workers(num_rows) if build_memory(num_rows, 1) <= usable else 0
+        remedy = f'Set num_workers to {limit}, or' if limit else 'Use a machine with more, or'
         raise ValueError(
             f'the build of {num_rows:,} rows with num_workers={count} takes {format_bytes(need)} '
             f'of memory, but this process can use {format_bytes(usable)}. {remedy} raise its limit.'

@@ -53,7 +53,7 @@ class FinishedShards:
         self._put(f'{task.filename}.json', record)
 
     def recorded(self) -> set[str]:
-        """Returns the names of the shards with a record, of which nothing is checked."""
+        """Returns the names of the shards that have a record; does not check the records."""
         names = (os.path.split(name) for name in self.folder.sizes() if name.endswith('.json'))
         return {x.removesuffix('.json') for top, x in names if top == sub_folder(self.build)}
 
@@ -71,7 +71,7 @@ class FinishedShards:
         }
         if not recorded:
             return []
-        # Nothing is read of a bucket.
+        # Nothing is read from a bucket.
         num_bytes = sum(
             0 if self.folder.keeps_checksums else r.num_bytes for r in recorded.values()
         )
@@ -83,7 +83,7 @@ class FinishedShards:
             for name, result in recorded.items()
             if states.get(name) == FileState(result.num_bytes, result.crc32c)
         ]
-        logging.info('%d of %d shards are finished already', len(results), len(tasks))
+        logging.info('%d of %d shards are already finished', len(results), len(tasks))
         return results
 
     def _put(self, name: str, content: Mapping[str, Any]) -> None:
@@ -155,12 +155,12 @@ class DataFolder:
         Without `resumable_too`, interrupted builds stay, with a warning.
         """
         sizes = self.files.sizes()
-        kept = self._recorded_files(build, sizes)
+        own_names = self._recorded_files(build, sizes)
         for other in sorted(_build_ids(sizes) - {build}):
             # A complete build is removed by its record, so that files of users with its ID stay.
-            superfluous = self._recorded_files(other, sizes) or _files_of(other, sizes)
-            superfluous = (superfluous & sizes.keys()) - kept
-            size = format_bytes(sum(sizes[name] for name in superfluous))
+            names = self._recorded_files(other, sizes) or _files_of(other, sizes)
+            names = (names & sizes.keys()) - own_names
+            size = format_bytes(sum(sizes[name] for name in names))
             if not resumable_too and any(_builder_of(name) == other for name in sizes):
                 logging.warning(
                     f'{self.files.folder}: build {other} was interrupted and has left {size}. The '
@@ -168,10 +168,10 @@ class DataFolder:
                     'the files.'
                 )
                 continue
-            action = f'removing {len(superfluous)} files of build {other}, {size}'
+            action = f'removing {len(names)} files of build {other}, {size}'
             logging.info('%s: %s', self.files.folder, action)
-            self._remove(other, superfluous, sizes)
-        self._remove(build, _files_of(build, sizes) - kept, sizes)
+            self._remove(other, names, sizes)
+        self._remove(build, _files_of(build, sizes) - own_names, sizes)
         self.files.sweep(_SUB_FOLDER)
 
     def _recorded_files(self, build: str, listing: Iterable[str]) -> set[str]:
@@ -207,7 +207,7 @@ def tidy(final: str) -> None:
     try:
         build = folder.find_build()
         sizes = folder.files.sizes() if build else {}
-        # Who only reads comes here as well, and needs no lock where nothing is left over.
+        # Mere readers come here as well, and need no lock where nothing is left over.
         if not build or not (_build_ids(sizes) - {build} or any('/' in name for name in sizes)):
             return
         with locks.hold(final, wait=False):

@@ -99,7 +99,7 @@ def build(
                 folder.remove_others(existing, resumable_too=False)
             return False
         start = time.monotonic()
-        # Before planning measures and fills the disk: what killed builds did not finish goes.
+        # Before planning measures and fills the disk, the leftovers of killed builds go.
         folder.files.sweep(sub_folder(''))
         os.makedirs(local, exist_ok=True)
         scratch = Scratch(source_dir)
@@ -108,7 +108,7 @@ def build(
             check_within_reach(files.latent_files[0], final)
         plan = make_plan(files, settings, scratch, local, limit)
         finished = FinishedShards(folder.files, plan.build)
-        # Before the first shard, so that it is known whose files lie there after a kill.
+        # Before the first shard, so that after a kill its files can be attributed to this build.
         finished.begin(plan.settings)
         engine = _choose_engine(settings, scratch, local, beam_options, beam_runner)
         results = write_shards(plan, finished, engine)
@@ -128,7 +128,8 @@ def build(
 
 @contextlib.contextmanager
 def _removing_new_empty_folders(*places: str) -> Iterator[None]:
-    """Removes at its end local folders, and those above them, that are new and empty then."""
+    """Removes, when the block ends, those of the local folders and their parents that it created
+    and that are empty."""
     paths = [pathlib.Path(p).absolute() for p in places if storage.local_path(p)]
     new = {folder for path in paths for folder in (path, *path.parents) if not folder.exists()}
     try:
@@ -160,11 +161,11 @@ def _choose_engine(
 
 
 def write_shards(plan: BuildPlan, finished: FinishedShards, engine: Engine) -> list[ShardResult]:
-    """Writes the shards of a plan that are not finished yet; returns the results of all, sorted."""
+    """Writes the unfinished shards of a plan; returns the results of all its shards, sorted."""
     results = finished.load(plan.tasks)
     shards = {(result.split, result.index) for result in results}
     missing = [task for task in plan.tasks if (task.split, task.index) not in shards]
-    # Before the first shard: hours later the others would be written for nothing.
+    # Before the first shard: hours later, the other shards would have been written in vain.
     finished.folder.check_space(sum(task.num_bytes for task in missing))
     dropped = _all_dropped(plan, results)
     with Progress('Writing shards', plan.num_bytes, 'B', {'shards': len(plan.tasks)}) as progress:
@@ -234,8 +235,8 @@ def _write_latents_column(
         for split, shards in splits.items()
     }
     # Files of which no row is left are not named: readers would have to reach them.
-    used = {file for file, _ in itertools.chain.from_iterable(runs.values())}
-    files = sorted(used, key=lambda file: file.path)
+    used_files = {file for file, _ in itertools.chain.from_iterable(runs.values())}
+    files = sorted(used_files, key=lambda file: file.path)
     number = {file: n for n, file in enumerate(files)}
     crc32c = {}
     for split, split_runs in runs.items():

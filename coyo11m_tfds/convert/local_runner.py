@@ -28,10 +28,10 @@ from coyo11m_tfds.storage.stored_file import StoredFile
 
 Outcome = tuple[ShardTask, ShardResult]
 
-# A process takes about 1.5 s to start; for less work than this it is not worth it.
+# A process takes about 1.5 s to start, which less work than this does not repay.
 _BYTES_WORTH_A_WORKER = 500_000_000
 
-# Groups whose files are fetched or written at a time: one download does not fill a fast line.
+# Groups whose files are fetched or written at a time: one download does not saturate a fast link.
 _GROUPS_AT_ONCE = 4
 
 # Shards that are being stored at a time: flushing to a disk and uploading mostly wait.
@@ -48,9 +48,9 @@ def write_with_processes(
 ) -> Iterator[Outcome]:
     """Writes shards and their records; yields each result when its shard is stored.
 
-    Tasks of one group follow each other. `local` is a folder for shards on their way to a bucket.
-    With 0 workers, the environment variable `COYO11M_NUM_PROC` or, without it, cores and memory
-    decide.
+    Tasks of one group must be consecutive. `local` is a folder for shards on their way to a bucket.
+    0 workers stand for the environment variable `COYO11M_NUM_PROC` or, if it is not set, for as
+    many as cores and memory allow.
     """
     if not tasks:
         return
@@ -73,8 +73,8 @@ def choose_workers(num_workers: int, num_bytes: int, num_rows: int = 0) -> int:
     """Returns the number of processes for shards of that size; see `write_with_processes`."""
     if count := workers.requested_workers(num_workers):
         return count
-    worthwhile = 1 + num_bytes // _BYTES_WORTH_A_WORKER
-    return min(machine.usable_cpus(), worthwhile, fitting_workers(num_rows))
+    useful_workers = 1 + num_bytes // _BYTES_WORTH_A_WORKER
+    return min(machine.usable_cpus(), useful_workers, fitting_workers(num_rows))
 
 
 @dataclasses.dataclass
@@ -182,6 +182,6 @@ class _LocalRun:
             raise concurrent.futures.CancelledError
 
     def _fail(self, error: BaseException) -> None:
-        """Passes an error on and lets nothing new begin."""
+        """Passes an error on, and keeps further work from starting."""
         self._stop.set()
         self._stored.put(error)

@@ -50,8 +50,8 @@ _RECORD_OVERHEAD = 128  # bytes of a record besides latents, caption and text
 # same time, however few of their rows are kept.
 _LEAST_SHARE_OF_FILE = 1 / 4
 
-# Opens the values that come from an origin, which is JSON; first, the function that gets a folder
-# writes them there, unless an earlier build has.
+# Opens the values that come from an origin, which is JSON. Unless an earlier build has stored them,
+# the function first writes them into the folder that it is called with.
 _Keep = Callable[[list[Any], Callable[[str], None]], KeyedValues]
 
 
@@ -123,8 +123,8 @@ def make_plan(
     caption_bytes = contents.sizes_by_row(contents.captions)
     reasons = _drop_reasons(latents, caption_bytes, contents)
     dropped = _count_planned_drops(settings, source.captions_path, latents, contents, reasons)
-    kept = ~np.logical_or.reduce(list(reasons.values()))
-    tasks = _plan_tasks(settings, latents, contents, kept, caption_bytes, limit)
+    is_kept = ~np.logical_or.reduce(list(reasons.values()))
+    tasks = _plan_tasks(settings, latents, contents, is_kept, caption_bytes, limit)
     if not any(task.split == schema.TRAIN for task in tasks):
         raise ValueError(f'{source.root}: no record is left for the train split.')
     # Names and contents, but no folder: the same files elsewhere give the same data set.
@@ -259,7 +259,7 @@ def _join_caption_file(
 ) -> KeyedValues:
     def join(folder: str) -> None:
         with scratch.hold_showing(file) as path:
-            # The whole file is read anyway, so it is compared with the record of `mirror`.
+            # The whole file will be read anyway, so it is compared with the record of `mirror`.
             if file.recorded:
                 copied_files.check_recorded_state(
                     file_state.compute_state(path), file.recorded, file.path
@@ -314,8 +314,8 @@ def _drop_reasons(
         schema.CAPTION_TOO_LONG: caption_bytes == captions.TOO_LONG,
     }
     if contents.texts:
-        missing = contents.sizes_by_row(contents.texts) == _NO_ROW
-        reasons[schema.NO_TEXT_EMBEDDING] = missing & ~np.logical_or.reduce(list(reasons.values()))
+        no_text = contents.sizes_by_row(contents.texts) == _NO_ROW
+        reasons[schema.NO_TEXT_EMBEDDING] = no_text & ~np.logical_or.reduce(list(reasons.values()))
     return reasons
 
 
@@ -362,7 +362,7 @@ def _plan_tasks(
     settings: BuildSettings,
     latents: SourceLatents,
     contents: _RowContents,
-    kept: np.ndarray,
+    is_kept: np.ndarray,
     caption_bytes: np.ndarray,
     limit: int | None,
 ) -> tuple[ShardTask, ...]:
@@ -371,8 +371,8 @@ def _plan_tasks(
     # Cut by the sizes of whole records also in place, so that both kinds have the same shards.
     sizes = caption_bytes + (latents_nbytes + text_nbytes + _RECORD_OVERHEAD)
     in_place_nbytes = latents_nbytes if settings.in_place else 0
-    validation = unit_hash(latents.keys) < settings.validation_fraction
-    masks = {schema.TRAIN: kept & ~validation, schema.VALIDATION: kept & validation}
+    is_validation = unit_hash(latents.keys) < settings.validation_fraction
+    masks = {schema.TRAIN: is_kept & ~is_validation, schema.VALIDATION: is_kept & is_validation}
     rows_by_split = {split: np.flatnonzero(mask)[:limit] for split, mask in masks.items()}
     # Of both splits together, so that shards of train and validation share the fetched files.
     file_bytes = _file_bytes(latents, list(rows_by_split.values()), sizes)
@@ -429,8 +429,8 @@ def _file_bytes(
     for rows in rows_of_splits:
         kept_sizes[rows] = sizes[rows]
     record_bytes = np.diff(np.concatenate([[0], np.cumsum(kept_sizes)])[latents.starts])
-    least = [int(_LEAST_SHARE_OF_FILE * file.size) for file in latents.files]
-    return np.where(record_bytes > 0, np.maximum(record_bytes, least), 0)
+    min_bytes = [int(_LEAST_SHARE_OF_FILE * file.size) for file in latents.files]
+    return np.where(record_bytes > 0, np.maximum(record_bytes, min_bytes), 0)
 
 
 def group_files(file_bytes: np.ndarray, shard_bytes: int) -> list[range]:

@@ -49,8 +49,8 @@ class JoinedInputs:
 
     def open(self) -> OpenInputs:
         """Reads all inputs, some MB."""
-        captions = _open_joined(self.captions).read(self.places)
-        text = _open_joined(self.texts).read_array(self.places) if self.texts else None
+        captions = _open_values(self.captions).read(self.places)
+        text = _open_values(self.texts).read_array(self.places) if self.texts else None
         return OpenInputs(self.rows, self.keys, captions, text)
 
     def pack(self) -> bytes:
@@ -87,15 +87,15 @@ class PackedInputs:
             return OpenInputs(arrays['rows'], arrays['keys'], captions, arrays.get('text'))
 
 
-def _open_joined(folder: str) -> KeyedValues:
+def _open_values(folder: str) -> KeyedValues:
     # The time tells a folder from a later one of the same name, such as of another test.
-    return _open_joined_once(folder, os.stat(folder).st_mtime_ns)
+    return _open_values_once(folder, os.stat(folder).st_mtime_ns)
 
 
 # Two, for captions and texts. To open a file of 11 million rows takes 40 ms, a fifth of the time
 # for a shard.
 @functools.lru_cache(maxsize=2)
-def _open_joined_once(folder: str, mtime_ns: int) -> KeyedValues:
+def _open_values_once(folder: str, mtime_ns: int) -> KeyedValues:
     del mtime_ns
     return KeyedValues(folder)
 
@@ -203,8 +203,8 @@ def check_within_reach(file: StoredFile, final: str) -> None:
     is_local = storage.local_path(final)
     # The files of a bucket are known by their checksums, which every read compares.
     if not (storage.class_of(file.path).keeps_checksums or (is_local and file.local_path)):
-        where = 'local or on gs://' if is_local else 'on gs://, as the data set is'
+        place = 'local or on gs://' if is_local else 'on gs://, as the data set is'
         raise ValueError(
-            f"{file.path}: latents='in_place' reads this file in training, so it must be {where}. "
+            f"{file.path}: latents='in_place' reads this file in training, so it must be {place}. "
             "Mirror the source first (python -m coyo11m_tfds.mirror), or set latents='records'."
         )

@@ -54,12 +54,12 @@ class InPlaceFile:
                 'python -m coyo11m_tfds.add_column --data_dir=DATA --name=latents --source=SOURCE'
             )
         if file.local_path:
-            kind, now, before = 'outline has digest', outline_digest(self.path), self.digest
+            kind, current, recorded = 'outline has digest', outline_digest(self.path), self.digest
         else:
             # The checksum of a bucket covers the directory of a `.pt` file too.
-            kind, now, before = 'version is', file.version, self.version
-        if now != before:
-            raise changed_file_error(self.path, kind, now, before)
+            kind, current, recorded = 'version is', file.version, self.version
+        if current != recorded:
+            raise changed_file_error(self.path, kind, current, recorded)
         return file
 
 
@@ -76,11 +76,11 @@ def outline_digest(path: str | os.PathLike[str]) -> str:
     return hashlib.sha256(b'%d ' % size + b''.join(ends)).hexdigest()
 
 
-def changed_file_error(path: str, kind: str, now: str, before: str) -> ValueError:
+def changed_file_error(path: str, kind: str, current: str, recorded: str) -> ValueError:
     """Returns the error for a file of latents that has changed since the build."""
     return ValueError(
         f'{path}: has changed since the data set was built, and latents lie in it: its {kind} '
-        f'{now}, expected {before}. {_RESTORE}'
+        f'{current}, expected {recorded}. {_RESTORE}'
     )
 
 
@@ -253,8 +253,8 @@ class ColumnScan:
 
 def wrong_rows_message(row: int, computed: int, expected: int, count: int) -> str:
     """Returns the message about the first of `count` rows with a wrong CRC-32C."""
-    rest = f'; {count - 1} more rows differ too' if count > 1 else ''
-    return f'row {row} has CRC-32C {computed:08x}, expected {expected:08x}{rest}'
+    suffix = f'; {count - 1} more rows differ too' if count > 1 else ''
+    return f'row {row} has CRC-32C {computed:08x}, expected {expected:08x}{suffix}'
 
 
 def row_dtype(dtype: np.typing.DTypeLike, shape: tuple[int, ...], crc32c: int) -> np.dtype:
@@ -290,12 +290,12 @@ def unused_column_files(
 ) -> set[str]:
     """Returns the files of columns that no added column uses, such as a killed command leaves."""
     added = [column for column in columns.values() if isinstance(column, AddedColumn)]
-    used = {file for column in added for file in column.files.values()}
+    used_files = {file for column in added for file in column.files.values()}
     # The places of latents belong to the build, whose record of checksums names them.
     latents_prefix = f'column_{schema.LATENTS}-'
     return {
         name
-        for name in {*names} - used
+        for name in {*names} - used_files
         if is_column_file_name(name)
         and schema.build_of(name) == build
         and not name.startswith(latents_prefix)
@@ -353,7 +353,9 @@ def _parse_column(name: str, kind: str, **fields: Any) -> Column:
         pieces = len(file.starts)
         are_crops = pieces == len(files[0].starts) > 0 == shape[0] % pieces
         if not (isinstance(file.path, str) and are_offsets and are_crops and file.stride < 2**30):
-            raise ValueError(f'{file.path!r} has rows at {file.starts!r}, every {file.stride!r}')
+            raise ValueError(
+                f'{file.path!r} has rows at {file.starts!r} with stride {file.stride!r}'
+            )
     if not all(map(_is_crc32c, fields['crc32c'].values())):
         raise ValueError(f'column {name!r} has CRC-32C {fields["crc32c"]}')
     return InPlaceColumn(name, dtype, shape, tuple(files), fields['build'], fields['crc32c'])

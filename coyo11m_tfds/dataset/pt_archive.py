@@ -188,5 +188,5 @@ def _find_start(file: int, member: ArchiveMember, name: str) -> int:
     return start
 
 
-def _damaged_archive(name: str, what: str) -> ValueError:
-    return ValueError(f'{name}: is damaged, {what}. Copy, download or save it again.')
+def _damaged_archive(name: str, problem: str) -> ValueError:
+    return ValueError(f'{name}: is damaged, {problem}. Copy, download or save it again.')

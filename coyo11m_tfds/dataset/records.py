@@ -232,22 +232,20 @@ class RecordLayout:
 
 
 @functools.lru_cache(65536)
-def caption_head(before_key: int, whole: int) -> bytes | None:
-    """Returns the bytes before the caption in a record with `whole` bytes, of these before its key.
-
-    Returns None if no record has these sizes.
-    """
-    payload = _size_behind(lambda size: _tag(1, size), whole)
+def caption_head(before_key: int, num_bytes: int) -> bytes | None:
+    """Returns the bytes before the caption in a record of `num_bytes`, given the number of bytes
+    before its key; None if no record has these sizes."""
+    payload = _size_behind(lambda size: _tag(1, size), num_bytes)
     example = b'' if payload is None else _tag(1, payload)
     size = _size_behind(lambda size: _value_head(schema.CAPTION, size), before_key - len(example))
     return None if size is None else example + _value_head(schema.CAPTION, size)
 
 
-def _size_behind(head: Callable[[int], bytes], whole: int) -> int | None:
-    """Returns the size of a value that takes `whole` bytes with its head; None if there is none."""
-    for size in range(whole, -1, -1):
-        if len(head(size)) + size <= whole:
-            return size if len(head(size)) + size == whole else None
+def _size_behind(head: Callable[[int], bytes], total: int) -> int | None:
+    """Returns the size of a value that takes `total` bytes with its head; None if there is none."""
+    for size in range(total, -1, -1):
+        if len(head(size)) + size <= total:
+            return size if len(head(size)) + size == total else None
     return None
 
 

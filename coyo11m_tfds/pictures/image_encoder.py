@@ -41,8 +41,8 @@ class ImageEncoder:
             self.has_texts = hasattr(self._model, 'get_text_features')
             if self.has_texts:
                 self._tokenizer = transformers.AutoTokenizer.from_pretrained(model, **source)
-            if lacking := sorted(report['missing_keys']):
-                raise ValueError(f'the weights lack {len(lacking)} tensors, such as {lacking[0]}.')
+            if missing := sorted(report['missing_keys']):
+                raise ValueError(f'the weights lack {len(missing)} tensors, such as {missing[0]}.')
             self._model.eval().to(self._device)
             # One picture shows whether the model and the processor fit together.
             self._encode([np.zeros((32, 32, 3), np.uint8)])

@@ -117,7 +117,7 @@ def _scale_of_latents(model: str, config: Mapping[str, Any], maker: str) -> tupl
 
 
 def _vae_folder(model: str) -> pathlib.Path:
-    folder = model_files.folder(model, 'VAE', _HUB_FILES)
+    folder = model_files.fetch_folder(model, 'VAE', _HUB_FILES)
     return folder / 'vae' if (folder / 'vae').is_dir() else folder
 
 
@@ -143,10 +143,10 @@ class VaeDecoder:
         except (KeyError, TypeError, ValueError) as error:
             reason = str(error).partition('\n')[0]
             raise ValueError(f'{path}: does not fit config.json: {reason}') from error
-        if unused := sorted(weights.keys() - weight_use.names):
+        if unused_names := sorted(weights.keys() - weight_use.names):
             raise ValueError(
-                f'{path}: does not fit config.json: {len(unused)} weights are unknown, such '
-                f'as {unused[0]}'
+                f'{path}: does not fit config.json: {len(unused_names)} weights are unknown, such '
+                f'as {unused_names[0]}'
             )
         self.factor = decoded.shape[1] // 8
         self._weights = jax.device_put(dict(weights))

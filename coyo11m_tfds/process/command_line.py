@@ -154,7 +154,7 @@ def wants_traceback() -> bool:
 
 
 def print_error(error: BaseException, outlook: str) -> None:
-    """Prints the line of an error or an interrupt; see `ends_in_one_line`."""
+    """Prints one line for an error or an interrupt; see `ends_in_one_line`."""
     is_interrupt = isinstance(error, KeyboardInterrupt)
     line = f'Interrupted: {outlook}.' if is_interrupt else f'error: {errors.describe_error(error)}'
     print(line, file=sys.stderr, flush=True)

@@ -52,9 +52,9 @@ class FieldRule(NamedTuple):
             raise FieldError(field, value, f'expected {self.expected}')
 
 
-def at_least(least: float) -> FieldRule:
-    """Returns the rule for a finite number of at least `least`."""
-    return FieldRule(f'at least {least}', lambda x: least <= x < math.inf)
+def at_least(minimum: float) -> FieldRule:
+    """Returns the rule for a finite number of at least `minimum`."""
+    return FieldRule(f'at least {minimum}', lambda x: minimum <= x < math.inf)
 
 
 def one_of(*values: str) -> FieldRule:

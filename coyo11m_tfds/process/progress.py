@@ -110,11 +110,11 @@ class Progress:
             for handler in standard_logging.getLogger().handlers:
                 handler.removeFilter(self._clear_bar)
             self._bar.close()
-        verb = 'in' if error_type is None else 'ended after'
+        preposition = 'in' if error_type is None else 'ended after'
         if error_type is None and self._unit == _BYTES:
             self._counts[_AMOUNT] = self._total  # which may have been an estimate
         now = self._clock()
-        end = f'{verb} {_format_duration(now - self._start)}'
+        end = f'{preposition} {_format_duration(now - self._start)}'
         facts = self._summarize(now, (self._start, collections.Counter()), end)
         logging.info('%s: %s', self._title, ', '.join(facts))
 
@@ -153,8 +153,8 @@ class Progress:
             return
         self._last_line = now
         speed = self._speed(_AMOUNT, now, self._marks[0])
-        missing = max(self._total - self._counts[_AMOUNT], 0)
-        end = f'{_format_duration(missing / speed)} left' if speed > 0 else ''
+        remaining = max(self._total - self._counts[_AMOUNT], 0)
+        end = f'{_format_duration(remaining / speed)} left' if speed > 0 else ''
         facts = self._summarize(now, self._marks[0], end)
         if self._bar is None:
             logging.info('%s: %s', self._title, ', '.join(facts))
@@ -177,15 +177,15 @@ class Progress:
         if self._unit != _BYTES:
             facts.append(f'{amount:,} of {self._total:,} {self._unit}')
         facts += [f'{counts[name]:,} of {goal:,} {name}' for name, goal in self._goals.items()]
-        rated = [name for name in _RATED if name in counts]
-        facts += [f'{self._speed(name, now, since):,.0f} {name}/s' for name in rated]
+        rates = [name for name in _RATED if name in counts]
+        facts += [f'{self._speed(name, now, since):,.0f} {name}/s' for name in rates]
         speed = self._speed(_AMOUNT, now, since)
         if self._unit != _BYTES:
             facts.append(f'{_format_speed(speed)} {self._unit}/s')
         elif self._total:
             facts.append(f'{_format_speed(speed / 1e6)} MB/s')
-        shown = {*self._goals, *_RATED, _AMOUNT}
-        facts += [f'{count:,} {name}' for name, count in counts.items() if name not in shown]
+        shown_names = {*self._goals, *_RATED, _AMOUNT}
+        facts += [f'{count:,} {name}' for name, count in counts.items() if name not in shown_names]
         return [*facts, end] if end else facts
 
     def _speed(self, name: str, now: float, since: tuple[float, collections.Counter[str]]) -> float:

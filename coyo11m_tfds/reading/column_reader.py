@@ -51,8 +51,8 @@ def open_column(
         starts, strides = np.array([[start]]), np.array([row_dtype.itemsize])
         dtype = np.dtype(column.dtype)
         return OpenedColumn([file], starts, strides, None, dtype, column.shape)
-    present = column.find_files()
-    files = [x.check(file) for x, file in zip(column.files, present, strict=True)]
+    present_files = column.find_files()
+    files = [x.check(file) for x, file in zip(column.files, present_files, strict=True)]
     places = column.locate(folder, split, num_records)
     dtype = np.dtype(getattr(ml_dtypes, column.dtype, column.dtype))
     pieces = len(column.files[0].starts) if files else 1
@@ -63,11 +63,11 @@ def open_column(
     # described is possible.
     offsets = [x.size for x in files] - starts.max(axis=1, initial=0) - opened.piece_nbytes
     file_number = np.minimum(places[:, 0], len(files))
-    outside = (
+    is_outside = (
         places[:, 1] * np.append(strides, 1)[file_number] > np.append(offsets, -1)[file_number]
     )
-    if outside.any():
-        number = int(outside.argmax())
+    if is_outside.any():
+        number = int(is_outside.argmax())
         file_index, row, _ = places[number].tolist()
         path = files[file_index].path if file_index < len(files) else 'a file that is not named'
         raise ValueError(
@@ -102,9 +102,9 @@ class ColumnReader:
         # All pieces of a row are in one file.
         piece_files = np.repeat(file, begin.shape[1])
         address, limit = self._files.locate(piece_files, begin.ravel(), self._nbytes)
-        outside = limit - address < self._nbytes
-        if outside.any():
-            index = int(outside.argmax()) // begin.shape[1]
+        is_missing = limit - address < self._nbytes
+        if is_missing.any():
+            index = int(is_missing.argmax()) // begin.shape[1]
             raise ValueError(
                 f'{self._files.path_of(int(file[index]))}: has no row {row[index]}, which the data '
                 'set needs. Build the data set again.'

@@ -224,14 +224,14 @@ class _ChunkReader:
             current = next(chunked_blocks)
             self._files.request(_ranges_of(current.chunks if current else []))
             while current:
-                following = next(chunked_blocks)
+                next_block = next(chunked_blocks)
                 shared: set[Range] = set()
-                if following:
-                    shared = current.ranges() & following.ranges()
-                    ranges = _ranges_of(following.chunks)
+                if next_block:
+                    shared = current.ranges() & next_block.ranges()
+                    ranges = _ranges_of(next_block.chunks)
                     self._files.request(x for x in ranges if x not in shared)
                 yield current.block.shard.shape, self._gather(current, shared)
-                current = following
+                current = next_block
         finally:
             self._files.close()
 
@@ -240,12 +240,12 @@ class _ChunkReader:
         pieces, inverse = np.unique((shard << 32) + record // self._piece, return_inverse=True)
         shard, first = pieces >> 32, (pieces & 0xFFFFFFFF) * self._piece
         # Pieces of one chunk that touch are fetched together.
-        touches = (np.diff(pieces, prepend=-2) == 1) & (
+        is_adjacent = (np.diff(pieces, prepend=-2) == 1) & (
             np.diff(first // self._chunk, prepend=-1) == 0
         )
-        begins = np.flatnonzero(~touches)
+        begins = np.flatnonzero(~is_adjacent)
         end = first[np.append(begins[1:], len(pieces)) - 1] + self._piece
-        chunk_numbers = (np.cumsum(~touches) - 1)[inverse]
+        chunk_numbers = (np.cumsum(~is_adjacent) - 1)[inverse]
         # Rows are gathered chunk by chunk, and each chunk is freed after its last row.
         rows = np.argsort(chunk_numbers, kind='stable')
         chunks = self._chunk_ranges(shard[begins], first[begins], end)

@@ -53,8 +53,8 @@ def _read_split_keys(options: ReadOptions, num_records: int, size: int) -> Itera
     assert splits, 'a source with a condition has a chunk index'
     for batch in EvalReader(key_options, splits[0]).read():
         # Zeros fill the last batch.
-        keys, readable = batch[schema.KEY][:num_records], batch[MASK][:num_records]
-        yield keys if readable.all() else np.ma.array(keys, mask=~readable)
+        keys, is_readable = batch[schema.KEY][:num_records], batch[MASK][:num_records]
+        yield keys if is_readable.all() else np.ma.array(keys, mask=~is_readable)
         num_records -= len(keys)
 
 

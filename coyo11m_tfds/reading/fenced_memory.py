@@ -137,8 +137,8 @@ class MemoryRanges:
         """Like `FencedMemory.gather`, for an address in the range of each row."""
         is_inside = (addresses >= self._begin) & (addresses + nbytes <= self._end)
         # Zeros are no valid header and no valid record: the reader notices them.
-        safe = np.where(is_inside, addresses, self._memory.zeros)
-        return self._memory._gather_unchecked(safe, nbytes)
+        safe_addresses = np.where(is_inside, addresses, self._memory.zeros)
+        return self._memory._gather_unchecked(safe_addresses, nbytes)
 
     def narrow(self, row: np.ndarray, begin: np.ndarray, end: np.ndarray) -> 'MemoryRanges':
         """Returns ranges inside of those of some rows; a range that is not inside is empty."""

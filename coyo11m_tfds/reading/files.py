@@ -54,7 +54,7 @@ class ReadCounter:
         self._lock = threading.Lock()  # chunks are read by several threads
 
     def read(self) -> ReadCounts:
-        """Returns the sums until now."""
+        """Returns the sums so far."""
         return self._counts
 
     def add(self, **amounts: int) -> None:
@@ -113,18 +113,18 @@ class MappedFiles:
     def check_unchanged(self, numbers: np.ndarray) -> None:
         """Checks that open files are unchanged, each at most once a second."""
         now = time.monotonic()
-        # A batch may touch hundreds of files, too many to look at for each batch.
-        due = np.unique(numbers[self._check_times[numbers] < now - _CHECK_SECONDS])
-        for number in due.tolist():
+        # A batch may use hundreds of files, too many to check for each batch.
+        due_numbers = np.unique(numbers[self._check_times[numbers] < now - _CHECK_SECONDS])
+        for number in due_numbers.tolist():
             path, opened_state = self.path_of(number), self._states[number]
             with _explain_errors(path):
                 state = _stat_state(os.stat(path))
             if state != opened_state:
                 raise _changed_error(path, opened_state[0], state[0])
-        self._check_times[due] = now
+        self._check_times[due_numbers] = now
 
     def will_need(self, number: int, begin: int, end: int) -> None:
-        """Asks the system to read a range of an open file ahead, and does not wait for it."""
+        """Asks the system to read ahead a range of an open file, without waiting for it."""
         page = begin // mmap.PAGESIZE * mmap.PAGESIZE
         nbytes = min(end, int(self.size[number])) - page
         if nbytes > 0:
@@ -134,7 +134,7 @@ class MappedFiles:
         path = self.path_of(number)
         with _explain_errors(path), open(path, 'rb') as file:
             stat = os.fstat(file.fileno())
-            # The system maps no empty file, and nobody reads from one.
+            # The system maps no empty files, and nobody reads from them.
             if stat.st_size:
                 region = _map(file, stat.st_size), stat.st_size
                 self._mapped.append(region)
@@ -221,7 +221,7 @@ class FetchedFiles:
         self._fill_flight()
 
     def take(self, ranges: Iterable[Range]) -> None:
-        """Waits for requested ranges; after that `locate` knows their addresses."""
+        """Waits for requested ranges; afterwards, `locate` knows their addresses."""
         # Blocks that share a chunk take it twice.
         for key in ranges:
             if key not in self._data:
@@ -252,7 +252,7 @@ class FetchedFiles:
     def locate(
         self, number: np.ndarray, offset: np.ndarray, nbytes: np.ndarray | int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Like `MappedFiles.locate`, for ranges inside of those that were taken."""
+        """Like `MappedFiles.locate`, for ranges within those that were taken."""
         index = np.searchsorted(self._keys, (number << _FILE_SHIFT) + offset, side='right') - 1
         address = self._addresses[index] + offset
         return address, np.minimum(address + nbytes, self._ends[index])

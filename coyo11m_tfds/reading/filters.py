@@ -35,7 +35,7 @@ _COMPARE: dict[type[ast.cmpop], Callable] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
 }
-# Characters. The nesting that these allow overflows no stack.
+# In characters; so little text cannot nest deeply enough to overflow the stack.
 _MAX_LENGTH = 2000
 _BLOCK_ROWS = 1 << 18  # of a column, read at once; a multiple of 8
 
@@ -94,8 +94,8 @@ def _compile(node: ast.expr) -> _Predicate:
         operation = operator.and_ if isinstance(node.op, ast.And) else operator.or_
         return _combine(operation, [_compile(value) for value in node.values])
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        negated = _compile(node.operand)
-        return lambda columns: ~negated(columns)
+        predicate = _compile(node.operand)
+        return lambda columns: ~predicate(columns)
     if not isinstance(node, ast.Compare):
         raise ValueError(f'{ast.unparse(node)!r} does not compare anything')
     sides = [node.left, *node.comparators]
@@ -117,7 +117,7 @@ def _compile_comparison(left: ast.expr, kind: ast.cmpop, right: ast.expr) -> _Pr
         return is_in if isinstance(kind, ast.In) else lambda columns: ~is_in(columns)
     if type(kind) not in _COMPARE:
         raise ValueError(f'{text!r} does not compare numbers')
-    # It would hold for all records or for none: a slip of the pen.
+    # It would hold for all records or for none, and is probably a mistake.
     if not any(isinstance(side, ast.Name) for side in (left, right)):
         raise ValueError(f'{text!r} compares no column')
     compare, first, second = _COMPARE[type(kind)], _value_getter(left), _value_getter(right)

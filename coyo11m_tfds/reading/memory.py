@@ -51,7 +51,7 @@ class MemoryNeed:
         return raw + self.rows_ready * self.row_nbytes + _FIXED
 
     def check(self, budget_gb: float, processes_on_host: int) -> None:
-        """Implements `Batches.check_memory`; all processes of the host need the same."""
+        """Implements `Batches.check_memory`; assumes equal needs of all processes of the host."""
         budget = 1e9 * budget_gb or machine.usable_memory() / 2
         total = processes_on_host * self.num_bytes
         if total <= budget:

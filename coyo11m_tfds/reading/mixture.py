@@ -95,12 +95,12 @@ class BatchShares:
                 begins, [*begins[1:], math.inf], self._weights, strict=True
             )
         ]
-        # Its data would be opened for nothing, perhaps because of a slip.
+        # Its data would be opened in vain, and the weight is probably a mistake.
         for name, *counts in zip(self._names, *(x.counts for x in self.stages), strict=True):
             if not any(counts):
                 raise ValueError(f'source {name!r} has weight 0 in every stage: leave it out')
 
-    def stage(self, step: int) -> Stage:
+    def stage_at(self, step: int) -> Stage:
         """Returns the stage of a step."""
         return self.stages[bisect.bisect(self.stages, step, key=lambda stage: stage.begin) - 1]
 
@@ -109,7 +109,7 @@ class BatchShares:
         begin, samples = position
         # Shares are constant within a stage, so there is a sum for each stage.
         while begin < step:
-            stage = self.stage(begin)
+            stage = self.stage_at(begin)
             end = step if step < stage.end else int(stage.end)
             samples = tuple(map(sum, zip(samples, stage.samples(begin, end), strict=True)))
             begin = end
@@ -168,10 +168,10 @@ class BatchShares:
         samples = stage.samples(0, len(stage.cycle))
         shares, is_exact = [], True
         for name, weight, count in zip(self._names, weights, samples, strict=True):
-            requested = weight / sum(weights)
+            exact_share = weight / sum(weights)
             share = Fraction(count, len(stage.cycle) * self.per_lane)
-            is_exact &= share == requested
-            note = '' if share == requested else f' (requested {float(requested):.4g})'
+            is_exact &= share == exact_share
+            note = '' if share == exact_share else f' (requested {float(exact_share):.4g})'
             shares.append(f'{name} {float(share):.4g}{note}')
         if is_exact:
             return f'shares {", ".join(shares)}'

@@ -71,7 +71,7 @@ class ReadOptions:
     text: texts.TextSpec = ''
 
     def __post_init__(self):
-        # First of all, because the checks compare numbers.
+        # Before the checks, which compare numbers.
         arguments.convert_fields(self)
         if not self.features:
             raise ValueError("features=() names no feature; features=('key',) works")
@@ -99,7 +99,7 @@ class ReadOptions:
         if len(self.sources) > 1:
             names = ', '.join(x.name for x in self.sources)
             raise ValueError(
-                f'this reads one data set, not the mixture of {names}: give one of them'
+                f'this reads a single data set, not the mixture of {names}: give one of them'
             )
         return self.sources[0]
 
@@ -134,16 +134,16 @@ class ReadOptions:
         if not 0 <= self.process_index < count:
             raise ValueError(f'process_index={self.process_index} is not in [0, {count})')
         # Each process has the same number of lanes, and each lane gives equally many samples.
-        shared = count if lanes is None else lanes
-        if batch_size > 0 and shared > 0 and not (batch_size % shared or shared % count):
+        divisor = count if lanes is None else lanes
+        if batch_size > 0 and divisor > 0 and not (batch_size % divisor or divisor % count):
             return
         # The nearest batch size that works, and then the nearest number of lanes that divides it.
         fitting_size = max(1, round(batch_size / count)) * count
         problem, advice = 'cannot be shared', f'batch_size={fitting_size}'
         if lanes is not None:
             divisors = [n for n in range(count, fitting_size + 1, count) if fitting_size % n == 0]
-            fitting = min(divisors, key=lambda n: abs(n - lanes))
-            problem, advice = f'{problem} with lanes={lanes}', f'{advice} with lanes={fitting}'
+            nearest = min(divisors, key=lambda n: abs(n - lanes))
+            problem, advice = f'{problem} with lanes={lanes}', f'{advice} with lanes={nearest}'
         problem = f'{problem} by {count} processes equally; {advice} works'
         raise FieldError('batch_size', batch_size, problem)
 

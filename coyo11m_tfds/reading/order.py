@@ -203,8 +203,8 @@ def sample_drops(
     seed: int, epoch: np.ndarray | int, keys: np.ndarray, probability: float
 ) -> np.ndarray:
     """Returns True for keys whose caption is dropped; bool, same shape as `keys`."""
-    hashed = derive(seed, DROP, epoch, keys) >> np.uint64(11)
-    return hashed.astype(np.int64) < int(probability * 2**53)
+    hashes = derive(seed, DROP, epoch, keys) >> np.uint64(11)
+    return hashes.astype(np.int64) < int(probability * 2**53)
 
 
 def sample_texts(
@@ -216,8 +216,8 @@ def sample_texts(
     """
     sums = list(itertools.accumulate(weights))
     ends = np.array([int(x / sums[-1] * 2**53) for x in sums], np.int64)
-    hashed = derive(seed, TEXT, epoch, keys) >> np.uint64(11)
-    return np.searchsorted(ends[:-1], hashed.astype(np.int64), side='right')
+    hashes = derive(seed, TEXT, epoch, keys) >> np.uint64(11)
+    return np.searchsorted(ends[:-1], hashes.astype(np.int64), side='right')
 
 
 class RecordBlock(NamedTuple):

@@ -100,7 +100,7 @@ class RowReader:
         number = self._split.first_numbers[shards] + first
         for column in self.columns.values():
             column.will_need(number, number + count - 1)
-        # Runs that touch are one range.
+        # Adjacent runs form one range.
         is_first = np.diff(runs, prepend=-2) != 1
         is_last = np.append(is_first[1:], True)[: len(runs)]
         ends = (offset + nbytes)[is_last]
@@ -125,11 +125,11 @@ class RowReader:
         self._files.check_unchanged(located.shard)
         for column in self.columns.values():
             column.check_unchanged(located.number)
-        # After the checksums, because damage changes the layout too.
+        # After the checksums, because damage also changes the layout.
         self._check_layout(located, good)
         if not good.all():
             self._report_bad(located, np.flatnonzero(~good))
-        # The key of a bad record is undefined, and choices by it would be too.
+        # The key of a bad record is undefined, and so would be the choices that depend on it.
         keys = np.where(good, located.values.keys, 0)
         names, crops = self._features.array_names, None
         if schema.LATENTS in names or CROP in names:
@@ -167,11 +167,11 @@ class RowReader:
         )
 
     def _report_bad(self, located: LocatedRecords, bad: np.ndarray) -> None:
-        # A whole record is bad because of its row in a column.
+        # An intact record is bad because of its row in a column.
         is_whole = located.begin[bad] > 0
-        whole = bad[is_whole]
+        framed = bad[is_whole]
         is_whole[is_whole] = framing.match_crcs(
-            self._memory, located.begin[whole], located.end[whole]
+            self._memory, located.begin[framed], located.end[framed]
         )
         self._report_bad_columns(located, bad[is_whole])
         bad = bad[~is_whole]
@@ -263,5 +263,5 @@ class RowReader:
 
 
 def _run_keys(shard: np.ndarray, record: np.ndarray) -> np.ndarray:
-    """Returns a number for the run of each record; runs that touch have consecutive numbers."""
+    """Returns a number for the run of each record; adjacent runs have consecutive numbers."""
     return (shard << 32) + record // _STRIDE

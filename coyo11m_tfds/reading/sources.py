@@ -91,8 +91,8 @@ def _name_sources(members: Iterable[MixSource]) -> tuple[MixSource, ...]:
     names = [x.name for x in sources if x.name]
     for number, source in enumerate(sources):
         if not source.name:
-            short = _short_name(source.stored)
-            candidates = itertools.chain([short], (f'{short}_{n}' for n in itertools.count(2)))
+            stem = _short_name(source.stored)
+            candidates = itertools.chain([stem], (f'{stem}_{n}' for n in itertools.count(2)))
             name = next(x for x in candidates if x not in names)
             sources[number] = dataclasses.replace(source, name=name)
             names.append(name)
@@ -162,8 +162,8 @@ def check_latents(sources: Sequence[MixSource]) -> None:
         vae, first_vae = (x.stored.metadata[schema.META_VAE] for x in (source, with_vae[0]))
         if vae != first_vae:
             raise ValueError(
-                f'{source.stored.folder}: its latents are of VAE {vae!r}, expected {first_vae!r} '
-                f'as those of {with_vae[0].stored.folder}; mix only data sets of one VAE'
+                f'{source.stored.folder}: its latents come from VAE {vae!r}, those of '
+                f'{with_vae[0].stored.folder} from {first_vae!r}; mix only data sets of one VAE'
             )
     names = schema.META_LATENT_MEAN, schema.META_LATENT_STD
     with_stats = [x for x in sources if x.stored.metadata.keys() >= set(names)]

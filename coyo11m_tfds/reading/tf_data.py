@@ -2,7 +2,7 @@
 
 Each lane is read as without TensorFlow, so the batches are the same, bit for bit. By rows, a sample
 of key and crop takes 20 us of a core, 3 us of them for reading (2 busy cores). TFDS reads data sets
-without a chunk index, such as mocked ones, with an ordinary shuffle.
+without a chunk index, such as mock data, with an ordinary shuffle.
 """
 
 import functools

@@ -119,7 +119,7 @@ def to_device(batches, sharding, ahead=2):
     if (batches.process_index, batches.process_count) != expected:
         raise ValueError(
             f'process_index={batches.process_index} with process_count={batches.process_count} is '
-            f'not the part of a batch that this process holds by its sharding: expected '
+            f'not the share of a batch that this process holds by its sharding: expected '
             f'process_index={expected[0]} with process_count={expected[1]}, as `process_share` says'
         )
     return Arrays(batches, sharding, ahead)
@@ -135,8 +135,8 @@ def _send(batch: Mapping[str, Any], sharding: jax.sharding.Sharding) -> dict[str
 
 
 def _check_dtype(name: str, dtype: np.dtype) -> None:
-    if (held := jax.dtypes.canonicalize_dtype(dtype)) != dtype:
+    if (device_dtype := jax.dtypes.canonicalize_dtype(dtype)) != dtype:
         raise ValueError(
-            f'{name!r} is {dtype}, which devices would hold as {held}, with other numbers. '
-            f'Leave it out of `features`, add the column as {held}, or set jax_enable_x64.'
+            f'{name!r} is {dtype}, which devices would hold as {device_dtype}, with other numbers. '
+            f'Leave it out of `features`, add the column as {device_dtype}, or set jax_enable_x64.'
         )

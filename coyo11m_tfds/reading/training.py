@@ -91,7 +91,7 @@ def _make_order(options: TrainOptions, opened: OpenedSplit) -> Order:
 
 
 def _order_digest(options: TrainOptions, has_lanes: bool) -> str:
-    """Returns the digest of a source and of the order of its samples, by which a state names it."""
+    """Returns the digest of a source and of its order, under which a state holds its position."""
     order = dataclasses.asdict(options.order) | ({} if has_lanes else {'lanes': 1})
     return json_digest.sha256(options.source.identity(options.split) | order)[:16]
 
@@ -106,8 +106,8 @@ def _check_no_lockstep(sources: Sequence[MixSource], orders: Sequence[Order]) ->
         if (first := firsts.setdefault(key, source)) is not source:
             pair = ' and '.join(f'{x.name!r} ({x.stored.folder})' for x in (first, source))
             raise ValueError(
-                f'mix has {pair} with {order.num_records:,} records each and one seed: they '
-                f"would come in lockstep. Give {source.name!r} a 'seed' of its own, or one data "
+                f'mix has {pair} with {order.num_records:,} records each and the same seed: they '
+                f"would come in lockstep. Give {source.name!r} a 'seed' of its own, or list a data "
                 "set only once, with several texts as its 'text'."
             )
 
@@ -190,7 +190,7 @@ class TrainReader:
         With `steps_per_item`, the samples of one lane for so many steps come as one batch.
         """
         while True:
-            stage = cursor.shares.stage(cursor.position.step)
+            stage = cursor.shares.stage_at(cursor.position.step)
             yield from self._read_stage(lanes, cursor, stage, steps_per_item)
             cursor = cursor.after(int(-(-(stage.end - cursor.position.step) // cursor.stride)))
 

@@ -76,7 +76,7 @@ class ChannelSums(NamedTuple):
 
     @property
     def are_finite(self) -> np.ndarray:
-        """Which samples have only finite latents, bool `(n,)`."""
+        """Whether each sample has only finite latents, bool `(n,)`."""
         # The moments need the squares: latents such as 1e20, whose squares overflow, are refused.
         return np.isfinite(self.squares).all(axis=(1, 2))
 

@@ -138,9 +138,9 @@ def _measure_texts(
         texts.validate(full=True)
     except pa.ArrowInvalid as error:
         rows = zip(keys.tolist(), raw.to_pylist(), strict=True)
-        bad = next((k for k, x in rows if x and x.decode(errors='ignore').encode() != x), None)
+        bad_key = next((k for k, x in rows if x and x.decode(errors='ignore').encode() != x), None)
         raise ValueError(
-            f'{name}: the text of key {bad} is not UTF-8 ({error}). Remove or repair the row.'
+            f'{name}: the text of key {bad_key} is not UTF-8 ({error}). Remove or repair the row.'
         ) from None
     is_caption = pc.fill_null(pc.invert(pc.utf8_is_space(texts)), False)
     # Of slices of Arrow's buffer, so that no text is copied into an object of Python.

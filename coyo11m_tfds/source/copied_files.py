@@ -46,12 +46,12 @@ class CopiedFiles:
         """Returns the files whose copy is missing, incomplete, or of another version."""
         folder = self._target.folder
         records = dict(map(_parse_copy_record, self._target.read_all(_RECORDS).values()))
-        # A build reads all files of latents in the folder, so also those.
-        strangers = [n for n in records if not n.endswith(('.parquet', '.json')) and n not in files]
-        if strangers:
+        # A build reads all files of latents in the folder, including these.
+        orphans = [n for n in records if not n.endswith(('.parquet', '.json')) and n not in files]
+        if orphans:
             logging.warning(
-                f'{folder} has copies of {len(strangers)} files that the source does not have any '
-                f'more, such as {min(strangers)}. Delete them, or builds use them.'
+                f'{folder} has copies of {len(orphans)} files that the source no longer has, such '
+                f'as {min(orphans)}. Delete them, or builds will use them.'
             )
         recorded = {
             name: records[name][1]

@@ -17,10 +17,10 @@ import pyarrow.parquet as pq
 from coyo11m_tfds import schema
 from coyo11m_tfds.storage.stored_file import StoredFile
 
-# The most that is read at once.
+# The most bytes to read at once.
 _ROWS_AT_ONCE = 16384
 _BYTES_AT_ONCE = 16 << 20
-# Nobody knows the size of texts that are stored as differences to others before they are read.
+# The size of texts that are stored as differences from others is unknown until they are read.
 _DIFFERENCES_AT_ONCE = 1024
 # Texts that take less in the file occur often: a dictionary of them takes little memory. A
 # dictionary of texts that all differ would take 20 times as long to read.
@@ -151,7 +151,7 @@ class KeyedFile:
         elif not pa.types.is_integer(kind := arrow.field(schema.PARQUET_KEY).type):
             raise ValueError(
                 f"{self.name}: column '{schema.PARQUET_KEY}' is {kind}, expected int64 or another "
-                'type of integers. Write it again.'
+                'integer type. Write it again.'
             )
 
 

@@ -279,5 +279,5 @@ def damaged_file_error(name: str, kind: str, problem: str) -> ValueError:
 
 
 def use_one_thread() -> None:
-    """Limits torch to one thread, because builds run one process for each core."""
+    """Limits torch to one thread, because builds run one process on each core."""
     torch.set_num_threads(1)

@@ -96,32 +96,32 @@ class MdsFile(LatentFile):
         try:
             fields: dict[str, Any] = json.loads(text)
             names, kinds = fields['column_names'], fields['column_encodings']
-            fixed = fields['column_sizes']
+            fixed_sizes = fields['column_sizes']
             encodings = dict(zip(names, kinds, strict=True))
-            fits = len(encodings) == len(fixed) == len(names)
-            are_sizes = all(n is None or (type(n) is int and 0 <= n < 2**32) for n in fixed)
+            fits = len(encodings) == len(fixed_sizes) == len(names)
+            are_sizes = all(n is None or (type(n) is int and 0 <= n < 2**32) for n in fixed_sizes)
             if not fits or not are_sizes or not all(isinstance(x, str) for x in (*names, *kinds)):
-                raise ValueError(f'columns {names} of {kinds}, {fixed} bytes')
+                raise ValueError(f'columns {names} of {kinds}, {fixed_sizes} bytes')
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise self._damaged(f'its columns cannot be read ({error})') from None
-        for (name, kind), size in zip(encodings.items(), fixed, strict=True):
+        for (name, kind), size in zip(encodings.items(), fixed_sizes, strict=True):
             if kind in _NUMBERS and size != _NUMBERS[kind].itemsize:
                 raise self._damaged(
                     f'{name} is {kind} of {size} bytes, expected {_NUMBERS[kind].itemsize}'
                 )
-        return encodings, fixed
+        return encodings, fixed_sizes
 
     def _lay_out(
-        self, offsets: np.ndarray, lengths: np.ndarray, fixed: list[int | None]
+        self, offsets: np.ndarray, lengths: np.ndarray, fixed_sizes: list[int | None]
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Size and offset of the value of each column in each sample, int64 `(N,)`."""
-        head = 4 * fixed.count(None)
+        head = 4 * fixed_sizes.count(None)
         if (lengths < head).any():
             raise self._damaged('a sample has no room for its sizes')
         raw = b''.join(self._read_bytes(offset, head) for offset in offsets.tolist())
         stored_sizes = iter(np.frombuffer(raw, '<u4').astype(np.int64).reshape(len(offsets), -1).T)
         sizes, begins, offset = {}, {}, offsets + head
-        for name, size in zip(self._encodings, fixed, strict=True):
+        for name, size in zip(self._encodings, fixed_sizes, strict=True):
             sizes[name] = next(stored_sizes) if size is None else np.full(len(offsets), size)
             begins[name] = offset
             offset = offset + sizes[name]
@@ -147,10 +147,10 @@ class MdsFile(LatentFile):
 
     def _kind_of(self, name: str, nbytes: int) -> tuple[str, tuple[int, ...]]:
         """Dtype and shape of the latents: as encoded, as in the config, or as is usual."""
-        encoding, *described = self._encodings[name].split(':')
-        if encoding == 'ndarray' and len(described) == 2:
-            with_shape = re.fullmatch(r'[\d,]+', described[1])
-            return described[0], tuple(map(int, described[1].split(','))) if with_shape else ()
+        encoding, *kind = self._encodings[name].split(':')
+        if encoding == 'ndarray' and len(kind) == 2:
+            has_shape = re.fullmatch(r'[\d,]+', kind[1])
+            return kind[0], tuple(map(int, kind[1].split(','))) if has_shape else ()
         if encoding != 'bytes':
             raise ValueError(
                 f'{self.path}: {name} is {self._encodings[name]}, expected bytes, or ndarray with '

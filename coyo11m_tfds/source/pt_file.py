@@ -75,7 +75,7 @@ class PtFile(LatentFile):
         if not check_crc:
             super().check_contents(path, name, recorded=recorded, on_bytes=on_bytes)
             return
-        buffer, whole = np.empty(_BLOCK_BYTES, np.uint8), google_crc32c.Checksum()
+        buffer, checksum = np.empty(_BLOCK_BYTES, np.uint8), google_crc32c.Checksum()
         with open(path, 'rb', buffering=0) as file:
             archive, position = pt_archive.read_archive(file.fileno(), name), 0
             # macOS has no such advice.
@@ -89,13 +89,13 @@ class PtFile(LatentFile):
                         raise ValueError(f'{name}: has become shorter. Copy or download it again.')
                     crc32 = zlib.crc32(buffer[:count], crc32)
                     if recorded:
-                        whole.update(buffer[:count])
+                        checksum.update(buffer[:count])
                     on_bytes(count)
                     position += count
                 if member:
                     archive.check(member, crc32)
         if recorded:
-            state = file_state.FileState(archive.size, int.from_bytes(whole.digest(), 'big'))
+            state = file_state.FileState(archive.size, int.from_bytes(checksum.digest(), 'big'))
             copied_files.check_recorded_state(state, recorded, name)
 
     @classmethod
@@ -201,9 +201,9 @@ class PtFile(LatentFile):
                 f'{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}, so that '
                 'rows share memory; expected every element stored. Save it again as .contiguous().'
             )
-        elif (needed := (tensor.storage_offset() + elements) * tensor.element_size()) > size:
+        elif (required := (tensor.storage_offset() + elements) * tensor.element_size()) > size:
             problem = (
-                f'{name} of shape {tuple(tensor.shape)} takes {needed:,} bytes, but {size:,} are '
+                f'{name} of shape {tuple(tensor.shape)} takes {required:,} bytes, but {size:,} are '
                 'stored. Copy, download or save it again.'
             )
         else:
@@ -328,20 +328,20 @@ def _head_ranges(
     file: StoredFile, members: Sequence[pt_archive.ArchiveMember], stop: int
 ) -> list[tuple[int, int]]:
     """Returns the ranges of small members before `stop`, and of the others' local headers."""
-    small = pt_archive.max_small_bytes(file.size)
-    total, merged = 0, [(0, 0)]
+    max_small = pt_archive.max_small_bytes(file.size)
+    total, ranges = 0, [(0, 0)]
     for member in members:
         # Of a large member only the local header, which is compared with the directory.
-        nbytes = _PADDED_HEADER + (member.size if member.size <= small else 0)
+        nbytes = _PADDED_HEADER + (member.size if member.size <= max_small else 0)
         begin, end = member.begin, min(member.end, member.begin + nbytes)
         total += end - begin
-        if begin > merged[-1][1] + _GAP:
-            merged.append((begin, end))
+        if begin > ranges[-1][1] + _GAP:
+            ranges.append((begin, end))
         else:
-            merged[-1] = (merged[-1][0], end)
-    if total > _MAX_SMALL * small:
+            ranges[-1] = (ranges[-1][0], end)
+    if total > _MAX_SMALL * max_small:
         raise ValueError(
             f'{file.path}: its small members take {total:,} bytes, expected no more than '
-            f"{_MAX_SMALL * small:,} for '.pt' files of keys and latents."
+            f"{_MAX_SMALL * max_small:,} for '.pt' files of keys and latents."
         )
-    return [(begin, min(end, stop)) for begin, end in merged if begin < stop]
+    return [(begin, min(end, stop)) for begin, end in ranges if begin < stop]

@@ -63,8 +63,8 @@ class SafetensorsFile(LatentFile):
             # Both ends are part of the digest of the outline.
             ends = min(columns.OUTLINE_ENDS, file.size)
             ranges = [(0, max(header, ends)), (file.size - ends, file.size)]
-            small = (x for n, x in tensors.items() if n in (*LABELS, schema.PT_KEYS))
-            ranges += [(tensor.begin, tensor.end) for tensor in small]
+            small_tensors = (x for n, x in tensors.items() if n in (*LABELS, schema.PT_KEYS))
+            ranges += [(tensor.begin, tensor.end) for tensor in small_tensors]
             contents = ((begin, read(begin, end - begin)) for begin, end in ranges)
             write_sparse_file(path, file.size, contents)
 
@@ -75,15 +75,15 @@ class SafetensorsFile(LatentFile):
         name = self._latents_from.name or schema.PT_LATENTS
         views = [x for x in (name, name + _FLIP) if x in self._tensors]
         self._check_has(name, self._tensors)
-        first = self._tensors[name]
-        views = views if len(first.shape) == 4 else views[:1]
-        count, *shape = first.shape or (0,)
+        latents = self._tensors[name]
+        views = views if len(latents.shape) == 4 else views[:1]
+        count, *shape = latents.shape or (0,)
         row_shape = (len(views), *shape) if len(shape) == 3 else tuple(shape)
-        self._set_kind(name, _FLOATS.get(first.kind, first.kind), row_shape)
+        self._set_kind(name, _FLOATS.get(latents.kind, latents.kind), row_shape)
         for view in views:
-            if self._tensors[view][:2] != first[:2]:
+            if self._tensors[view][:2] != latents[:2]:
                 raise ValueError(
-                    f'{self.path}: {view} is {self._tensors[view][:2]}, expected {first[:2]} as '
+                    f'{self.path}: {view} is {self._tensors[view][:2]}, expected {latents[:2]} as '
                     f'{name} is.'
                 )
         starts = tuple(self._tensors[view].begin for view in views)
@@ -135,11 +135,11 @@ def _parse_tensors(read: Callable[[int, int], bytes], size: int, name: str) -> d
         itemsize = schema.LATENT_DTYPES.get(_FLOATS.get(kind, ''))
         if kind in _INTEGERS:
             itemsize = _INTEGERS[kind].itemsize
-        # Of a kind that is not read, any size will do.
-        needed = itemsize * math.prod(shape) if itemsize else end - begin
-        if needed != end - begin or end > size:
+        # For a kind that is not read, any size will do.
+        required = itemsize * math.prod(shape) if itemsize else end - begin
+        if required != end - begin or end > size:
             actual = f'has bytes {begin:,} to {end:,} of {size:,}'
-            problem = f'{tensor} of {kind} {shape} takes {needed:,} bytes, but {actual}'
+            problem = f'{tensor} of {kind} {shape} takes {required:,} bytes, but {actual}'
             raise damaged_file_error(name, SafetensorsFile.kind, problem)
     return tensors
 

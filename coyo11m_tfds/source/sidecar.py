@@ -43,7 +43,7 @@ def part_name(number: int, count: int) -> str:
 
 
 def find_parts(folder: str) -> tuple[int, dict[int, StoredFile]]:
-    """Returns the number of parts in the complete sidecar, 0 if none is there, and those there.
+    """Returns the number of parts in the complete sidecar, 0 without any, and the existing parts.
 
     The folder, local or remote, may be missing.
     """
@@ -167,7 +167,7 @@ def write_sidecar(
             path,
             row_group_size=len(keys),
             compression='zstd',
-            # For numbers that seldom repeat, a dictionary only costs.
+            # For numbers that seldom repeat, a dictionary saves nothing.
             use_dictionary=False,
             write_page_checksum=True,
         )
@@ -180,13 +180,13 @@ def describe_values(path: str, column: str = '', name: str = '') -> dict[str, An
 
 
 def check_same_entries(
-    expected: Mapping[str, Any], entries: Mapping[str, Any], name: str, where: str
+    expected: Mapping[str, Any], entries: Mapping[str, Any], name: str, origin: str
 ) -> None:
-    """Raises a ValueError if an entry of the file `name` differs from the one expected, `where`."""
+    """Raises a ValueError if an entry of the file `name` differs from that expected by `origin`."""
     for entry in sorted(expected.keys() | entries.keys()):
         if expected.get(entry) != entries.get(entry):
             raise ValueError(
-                f'{name}: {entry} is {entries.get(entry)!r}, but {expected.get(entry)!r} {where}. '
+                f'{name}: {entry} is {entries.get(entry)!r}, but {expected.get(entry)!r} {origin}. '
                 'Remove the file, or choose another folder.'
             )
 
@@ -195,10 +195,10 @@ def _describe_column(file: KeyedFile, column: str) -> dict[str, Any]:
     kind, is_list = file.kind, pa.types.is_fixed_size_list(file.kind)
     number, shape = (kind.value_type, [kind.list_size]) if is_list else (kind, [])
     if column:
-        # Of a column that somebody chose, any numbers will do.
+        # In a column that somebody chose, any numbers will do.
         is_number = pa.types.is_integer(number) or pa.types.is_floating(number)
         nbytes = number.bit_width // 8 * math.prod(shape) if is_number else 0
-        fits = 1 <= nbytes <= columns.MAX_ROW_NBYTES
+        is_valid = 1 <= nbytes <= columns.MAX_ROW_NBYTES
         expected = (
             'integers, floats, or lists of a fixed size of these, at most '
             f'{columns.MAX_ROW_NBYTES:,} bytes a row.'
@@ -207,12 +207,12 @@ def _describe_column(file: KeyedFile, column: str) -> dict[str, Any]:
         are_tokens = file.column == schema.TOKENS
         expected_number = pa.int32() if are_tokens else pa.float16()
         limit = schema.MAX_TOKENS if are_tokens else schema.MAX_TEXT_DIM
-        fits = is_list and number == expected_number and 1 <= kind.list_size <= limit
+        is_valid = is_list and number == expected_number and 1 <= kind.list_size <= limit
         expected = (
             f'a fixed-size list of {"int32" if are_tokens else "float16"}, at most {limit:,}, as '
             'coyo11m_tfds.embed_captions writes it.'
         )
-    if not fits:
+    if not is_valid:
         raise ValueError(f"{file.name}: column '{file.column}' is {kind}, expected {expected}")
     facts = {'dtype': np.dtype(number.to_pandas_dtype()).name, 'shape': shape}
     return facts if column else facts | {'header': SidecarHeader.of_file(file).to_json()}
@@ -287,9 +287,9 @@ def _read_numbers(
         numbers = values.flatten() if pa.types.is_fixed_size_list(values.type) else values
         # A list with a null counts as null.
         if numbers.null_count:
-            whole = numbers.is_valid().to_numpy(zero_copy_only=False).reshape(-1, width).all(axis=1)
-            has_value[has_value] = whole
-            numbers = numbers.filter(pa.array(np.repeat(whole, width)))
+            valid = numbers.is_valid().to_numpy(zero_copy_only=False).reshape(-1, width).all(axis=1)
+            has_value[has_value] = valid
+            numbers = numbers.filter(pa.array(np.repeat(valid, width)))
         matrix = numbers.to_numpy(zero_copy_only=False).reshape(-1, width)
         rows = start + np.flatnonzero(has_value)
         if 'header' in facts:

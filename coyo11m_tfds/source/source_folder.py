@@ -150,8 +150,8 @@ def _add_records(folder: str, files: Mapping[str, StoredFile]) -> dict[str, Stor
             copied_files.check_recorded_state(state, record, file.path)
     unrecorded = [file.path for name, file in files.items() if records and name not in records]
     if unrecorded:
-        more = f', nor {len(unrecorded) - 1} more' if unrecorded[1:] else ''
+        suffix = f' and {len(unrecorded) - 1} more' if unrecorded[1:] else ''
         logging.warning(
-            f'{unrecorded[0]}: mirror did not copy this file{more}, unlike others there.'
+            f'{unrecorded[0]}: mirror did not copy this file{suffix}, unlike others in the source.'
         )
     return {n: dataclasses.replace(file, recorded=records.get(n)) for n, file in files.items()}

@@ -48,7 +48,7 @@ class FileHead:
 class NoCaptionsError(ValueError):
     """The source has no Parquet file, and a file lacks the requested captions.
 
-    By default, captions under other usual names, or labels, serve too.
+    By default, captions under other usual names, or labels, also serve.
     """
 
 
@@ -68,7 +68,7 @@ def _read_head(
     file: StoredFile, head_dir: str | os.PathLike[str], options: SourceOptions
 ) -> FileHead:
     try:
-        with _opened(file, head_dir, options) as shard:
+        with _open_head(file, head_dir, options) as shard:
             captions, labels = _read_texts(shard, options)
             return FileHead(
                 keys=shard.keys,
@@ -97,12 +97,12 @@ def write_numbers(
     """
 
     def read_one(file: StoredFile) -> pa.Table:
-        with _opened(file, folder, SourceOptions(latents)) as opened:
-            if column not in opened.numbers:
+        with _open_head(file, folder, SourceOptions(latents)) as shard:
+            if column not in shard.numbers:
                 raise ValueError(
-                    f"{file.path}: has no numbers '{column}'; it has {list(opened.numbers)}."
+                    f"{file.path}: has no numbers '{column}'; it has {list(shard.numbers)}."
                 )
-            return pa.table({schema.PARQUET_KEY: opened.keys, column: opened.column(column)})
+            return pa.table({schema.PARQUET_KEY: shard.keys, column: shard.column(column)})
 
     with concurrent.futures.ThreadPoolExecutor(_HEADS_AT_ONCE) as threads:
         tables = list(threads.map(read_one, files))
@@ -111,9 +111,9 @@ def write_numbers(
     except pa.ArrowException as error:
         raise ValueError(
             f"{files[0].path}: its numbers '{column}' and those of other files are of types that "
-            f'do not go together ({error}). Write them with one type in all files.'
+            f'cannot be combined ({error}). Write them with one type in all files.'
         ) from None
-    # A sidecar with a repeated key would be refused; a build takes the first row as well.
+    # A sidecar with a repeated key would be refused; a build takes the first row, too.
     firsts, _ = keyed_values.order_by_key(table.column(0).to_numpy())
     path = os.path.join(folder, 'numbers-of-files.parquet')
     pq.write_table(table.take(firsts), path)
@@ -121,7 +121,7 @@ def write_numbers(
 
 
 @contextlib.contextmanager
-def _opened(
+def _open_head(
     file: StoredFile, head_dir: str | os.PathLike[str], options: SourceOptions
 ) -> Iterator[LatentFile]:
     path = formats.format_of(file).fetch_head(file, head_dir, check_crc=options.check_crc)
@@ -139,9 +139,9 @@ def _read_texts(
     """The captions and the labels of a file, as of `FileHead`."""
     column = ''
     if options.captions is not None:
-        usual = _USUAL_CAPTIONS if options.captions == schema.DEFAULT_CAPTION_COLUMN else ()
-        column = next((x for x in (options.captions, *usual) if x in file.texts), '')
-        if not column and not (usual and file.label_column):
+        usual_columns = _USUAL_CAPTIONS if options.captions == schema.DEFAULT_CAPTION_COLUMN else ()
+        column = next((x for x in (options.captions, *usual_columns) if x in file.texts), '')
+        if not column and not (usual_columns and file.label_column):
             raise NoCaptionsError(
                 f"{file.path}: has no captions '{options.captions}'; its texts are "
                 f'{list(file.texts)}. Set caption_column.'
@@ -302,7 +302,9 @@ class SourceLatents:
             logging.warning('left out: %s', error)
         latents = cls(files, heads, options.check_crc, texts)
         if not len(latents.keys):
-            raise ValueError(f'{files[0].path}: has no rows, nor has another file of this source.')
+            raise ValueError(
+                f'{files[0].path}: has no rows, nor has any other file of this source.'
+            )
         if not options.drop_bad:
             latents._check_unique()
         return latents
@@ -344,7 +346,7 @@ class SourceLatents:
                 for row, file in zip(rows, self._file_of(rows), strict=True)
             )
             raise ValueError(
-                f'{second} has key {key}, which {first} has too; expected every key once '
+                f'{second} has key {key}, and so has {first}; expected every key once '
                 f'({duplicates.size} rows repeat a key). Remove the duplicate rows or files, or '
                 'set bad_data to "drop".'
             )

@@ -263,13 +263,13 @@ def _read_object(url: str) -> bytes | None:
 
 def _write_object(url: str, data: bytes, generation: int | None = None) -> storage.Blob:
     """Stores a small object, in place of one of this generation: 0 for none, None for any."""
-    sent = FileState(len(data), google_crc32c.value(data))
+    sent_state = FileState(len(data), google_crc32c.value(data))
 
     def attempt(options: dict[str, Any]) -> storage.Blob:
         blob = _blob(url)
         options |= {'checksum': None, 'if_generation_match': generation}
         blob.upload_from_string(data, _CONTENT_TYPE, **options)
-        return _check_stored(url, blob, sent)
+        return _check_stored(url, blob, sent_state)
 
     return _call_storage(url, f'writing to {url}', attempt)
 
@@ -347,27 +347,27 @@ def _describe_blob(url: str, blob: storage.Blob) -> StoredFile:
     return StoredFile(url, size, checksum or f'{size}-{blob.generation}', checksum)
 
 
-def _check_stored(url: str, blob: storage.Blob, sent: FileState) -> storage.Blob:
+def _check_stored(url: str, blob: storage.Blob, sent_state: FileState) -> storage.Blob:
     """Compares an object that the storage has described with what was sent; deletes a wrong one."""
-    stored = _describe_blob(url, blob).state
-    if stored != sent:
+    stored_state = _describe_blob(url, blob).state
+    if stored_state != sent_state:
         _delete_object(url, blob.generation)
-        raise retry.Corrupted(f'{url}: {sent} were sent, but {stored} stored.')
+        raise retry.Corrupted(f'{url}: {sent_state} were sent, but {stored_state} stored.')
     return blob
 
 
-def _call_storage(url: str, what: str, attempt: Callable[[dict[str, Any]], T]) -> T:
+def _call_storage(url: str, label: str, attempt: Callable[[dict[str, Any]], T]) -> T:
     """Calls `attempt(options)`, whose requests get these options, with the patience of `retry`."""
     with _plain_errors(url):
-        return retry.call(lambda: attempt(_patience(what)), what)
+        return retry.call(lambda: attempt(_patience(label)), label)
 
 
-def _patience(what: str) -> dict[str, Any]:
+def _patience(label: str) -> dict[str, Any]:
     """Arguments that give a request of the library the patience of `retry`."""
     seconds = retry.stall_seconds()
 
     def repeat(request: Callable[[], T]) -> Callable[[], T]:
-        return lambda: retry.call(request, what)
+        return lambda: retry.call(request, label)
 
     # The library expects a google.api_core.retry.Retry and calls it like this, to decorate single
     # requests; ours knows more transient errors, and what to do about refused credentials.

@@ -30,8 +30,8 @@ class FileState(NamedTuple):
     crc32c: int  # negative if unknown
 
     def __str__(self) -> str:
-        known = f' with CRC-32C {self.crc32c:08x}' if self.crc32c >= 0 else ''
-        return f'{self.size:,} bytes{known}'
+        checksum = f' with CRC-32C {self.crc32c:08x}' if self.crc32c >= 0 else ''
+        return f'{self.size:,} bytes{checksum}'
 
 
 def compute_state(path: str | os.PathLike[str], on_bytes: OnBytes = ignore_bytes) -> FileState:

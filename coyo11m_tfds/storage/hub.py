@@ -31,12 +31,12 @@ class Hub(RemoteStorage):
         if self._files:
             return self
         base, files = _list_dataset(self.folder)
-        within = _parse_url(self.folder).path_in_repo
-        prefix = f'{within}/' if within else ''
-        below = {n.removeprefix(prefix): f for n, f in files.items() if n.startswith(prefix)}
-        if not below:
+        path_in_repo = _parse_url(self.folder).path_in_repo
+        prefix = f'{path_in_repo}/' if path_in_repo else ''
+        files_below = {n.removeprefix(prefix): f for n, f in files.items() if n.startswith(prefix)}
+        if not files_below:
             raise FileNotFoundError(self.folder)
-        return Hub(f'{base}/{within}', below)
+        return Hub(f'{base}/{path_in_repo}', files_below)
 
     def list(self, sub_folder: str = '', *, deep: bool = False) -> dict[str, StoredFile]:
         prefix = f'{sub_folder}/' if sub_folder else ''
@@ -44,8 +44,8 @@ class Hub(RemoteStorage):
             files = self.pin()._files
         except FileNotFoundError:
             return {}
-        below = {n.removeprefix(prefix): f for n, f in files.items() if n.startswith(prefix)}
-        return {name: file for name, file in below.items() if deep or '/' not in name}
+        files_below = {n.removeprefix(prefix): f for n, f in files.items() if n.startswith(prefix)}
+        return {name: file for name, file in files_below.items() if deep or '/' not in name}
 
     def exists(self) -> bool:
         return bool(self.list(deep=True))
@@ -87,7 +87,7 @@ def _endpoint() -> str | None:
 
 
 def _list_dataset(url: str) -> tuple[str, dict[str, StoredFile]]:
-    """The data set's URL with the commit, and all its files by their path in it."""
+    """The data set's URL with the commit, and all its files by path."""
     uri = _parse_url(url)
     api = huggingface_hub.HfApi(endpoint=_endpoint())
     try:

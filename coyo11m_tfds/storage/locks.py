@@ -231,15 +231,15 @@ def wait_for(path: StrPath, exists: Callable[[], bool]) -> None:
             )
 
 
-def _poll(line: Callable[[], str]) -> Iterator[None]:
+def _poll(describe: Callable[[], str]) -> Iterator[None]:
     """Yields after pauses that grow, without end; logs a line once a minute."""
-    start = next_line = time.monotonic()
+    start = next_log = time.monotonic()
     pause = _FIRST_PAUSE
     while True:
         yield
         now = time.monotonic()
-        if now >= next_line:
-            next_line = now + _SECONDS_BETWEEN_LINES
-            logging.info('%s (for %.0f s)', line(), now - start)
+        if now >= next_log:
+            next_log = now + _SECONDS_BETWEEN_LINES
+            logging.info('%s (for %.0f s)', describe(), now - start)
         time.sleep(min(pause, lease_seconds() / 6))
         pause = min(1.5 * pause, _LONGEST_PAUSE)

@@ -28,7 +28,7 @@ def local_folder(model: str, kind: str = 'text encoder') -> Path | None:
     return None
 
 
-def folder(model: str, kind: str, files: Sequence[str]) -> Path:
+def fetch_folder(model: str, kind: str, files: Sequence[str]) -> Path:
     """Returns the folder of a model; downloads files of these patterns if the cache lacks them."""
     if local := local_folder(model, kind):
         return local

@@ -195,10 +195,10 @@ class _Download:
         file = self._file
         with self._storage._get(file, self._size, file.size) as response:
             for block in response.stream(_BLOCK, decode_content=False):
-                rest = memoryview(block)
+                unwritten = memoryview(block)
                 with naming(self._stream.name):
-                    while rest:
-                        rest = rest[self._stream.write(rest) :]
+                    while unwritten:
+                        unwritten = unwritten[self._stream.write(unwritten) :]
                 self._hash.update(block)
                 self._size += len(block)
                 self._on_bytes(len(block))

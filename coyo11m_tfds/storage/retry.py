@@ -72,29 +72,28 @@ class Corrupted(OSError):
     """The received bytes have a wrong checksum or length. A retry may succeed."""
 
 
-def call(operation: Callable[[], T], what: str, *, attempts: int = 8) -> T:
+def call(operation: Callable[[], T], label: str, *, attempts: int = 8) -> T:
     """Returns `operation()`, repeated as long as it fails with a transient error.
 
-    `what` names the file or folder in messages, with its URL.
+    `label` describes the operation in messages and contains the URL of its file or folder.
     """
     for attempt in range(1, attempts + 1):
         try:
             return operation()
         except Exception as error:
             if not is_transient(error):
-                refused = _refused(error, what)
+                refused = _refused(error, label)
                 if refused is None:
                     raise
                 raise refused from error
             if attempt == attempts:
                 raise GivenUp(
-                    f'{what}: given up after {attempts} attempts; the last one failed with '
+                    f'{label}: given up after {attempts} attempts; the last one failed with '
                     f'{_text(error)}. Run the same command again later; builds and copies resume.'
                 ) from error
             delay = _delay(attempt, error)
-            failed = f'attempt {attempt} of {attempts} failed'
-            soon = f'trying again in {delay:.1f} s ({failed}).'
-            logging.warning('%s: %s; %s', what, _text(error), soon)
+            retrying = f'trying again in {delay:.1f} s (attempt {attempt} of {attempts} failed).'
+            logging.warning('%s: %s; %s', label, _text(error), retrying)
         time.sleep(delay)
     raise ValueError(f'attempts is {attempts}, expected at least 1.')
 
@@ -143,42 +142,42 @@ def _delay(attempt: int, error: Exception) -> float:
 
 
 def _server_seconds(error: Exception) -> float:
-    """The pause that the server requests; 0 if it requests none."""
+    """The pause that the server requests, in seconds; 0 if it requests none."""
     headers = getattr(getattr(error, 'response', None), 'headers', None) or {}
-    after = str(headers.get('retry-after', ''))
-    if after.isdigit():
-        return float(after)
+    retry_after = str(headers.get('retry-after', ''))
+    if retry_after.isdigit():
+        return float(retry_after)
     # The hub's windows are five minutes: RateLimit: "resolvers";r=0;t=212
     window = re.search(r';\s*r=0\b.*;\s*t=(\d+)', str(headers.get('ratelimit', '')))
     return float(window[1]) if window else 0.0
 
 
-def _refused(error: Exception, what: str) -> PermissionError | None:
+def _refused(error: Exception, label: str) -> PermissionError | None:
     """Returns an error that says how to get access; None if `error` has another cause."""
     # One of the local disk, or one that was made here before.
     if isinstance(error, PermissionError | GivenUp):
         return None
     links = list(_causes(error))
-    refused = any(
+    is_refused = any(
         _status(link) in _REFUSED_STATUS or _is_named(link, _REFUSED_NAMES) for link in links
     )
-    if not refused:
+    if not is_refused:
         return None
-    hub = re.search(r'hf://(datasets/[^/@\s]+/[^/@\s]+)?', what)
+    hub = re.search(r'hf://(datasets/[^/@\s]+/[^/@\s]+)?', label)
     if hub:
         page = f'https://huggingface.co/{hub[1] or "datasets/..."}'
         fix = (
             'Log in with `hf auth login` and accept the terms of the data set on its page, '
             f'{page} (the hub answers the same when a name is wrong).'
         )
-    elif 'gs://' in what:
+    elif 'gs://' in label:
         fix = (
             'Log in with `gcloud auth application-default login`, and ask the owner of the bucket '
             'for access to its objects if that is not enough.'
         )
     else:
         return None
-    return PermissionError(f'{what}: access was refused ({_text(error)}). {fix}')
+    return PermissionError(f'{label}: access was refused ({_text(error)}). {fix}')
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

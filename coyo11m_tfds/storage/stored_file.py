@@ -114,11 +114,11 @@ class StoredFile:
         """Reads the content of a small file; compares its checksum."""
         return bytes(self.scan(_ContentScan).content)
 
-    def scan(self, new: Callable[[], AnyScan], on_bytes: OnBytes = ignore_bytes) -> AnyScan:
-        """Reads the file into a scan from `new`, and into another one if the checksum is wrong."""
+    def scan(self, make_scan: Callable[[], AnyScan], on_bytes: OnBytes = ignore_bytes) -> AnyScan:
+        """Reads the file into a new scan; if its checksum is wrong, reads it again into another."""
 
         def attempt() -> AnyScan:
-            scan = new()
+            scan = make_scan()
             for start in range(0, self.size, _BLOCK):
                 block = self.read_range(start, min(_BLOCK, self.size - start))
                 scan.add(block)

@@ -153,7 +153,7 @@ def _pool_states(network: gemma.Gemma, params, tokens: jax.Array, lengths: jax.A
 
 def open_checkpoint(model: str) -> 'GemmaCheckpoint':
     """Opens a folder, or a model of the hub, which it downloads if the cache lacks it."""
-    folder = model_files.folder(model, 'text encoder', _HUB_FILES)
+    folder = model_files.fetch_folder(model, 'text encoder', _HUB_FILES)
     model_files.check_weights(folder)
     try:
         return GemmaCheckpoint(folder)
@@ -197,11 +197,11 @@ def load_params(checkpoint: 'GemmaCheckpoint', dtype: jnp.dtype | type) -> dict[
 
 def _targets(params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns the array of each weight by its name in the files, with the axes in their order."""
-    targets = {f'{theirs}.weight': params[ours] for ours, theirs in _REST.items()}
-    for ours, theirs in _LAYER.items():
-        for i, stacked in enumerate(params[f'layers.{ours}']):
+    targets = {f'{stored_name}.weight': params[name] for name, stored_name in _REST.items()}
+    for name, stored_name in _LAYER.items():
+        for i, stacked in enumerate(params[f'layers.{name}']):
             # A kernel is (in, out) here and (out, in) there.
-            targets[f'layers.{i}.{theirs}.weight'] = stacked.T
+            targets[f'layers.{i}.{stored_name}.weight'] = stacked.T
     return targets
 
 

@@ -194,7 +194,7 @@ def _model_classes(spec: str) -> tuple[Any, Any, str]:
             'Gemma 3 without torch; words makes tokens alone (--tokens_only)'
         )
     # Before the imports: so a wrong name is refused at once.
-    model_files.folder(model, 'text encoder', ['config.json'])
+    model_files.fetch_folder(model, 'text encoder', ['config.json'])
     try:
         # Only here: torch and transformers take seconds to import, and `hash` needs neither.
         if runner == 'hf':

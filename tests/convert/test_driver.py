@@ -49,7 +49,7 @@ def test_a_killed_build_goes_on_where_it_was_with_any_number_of_processes(
     assert not is_complete(final)
     ended = run(source, final)
     assert 'Checking finished shards: 100%' in ended.stderr
-    assert f'{done} of {NUM_SHARDS} shards are finished already' in ended.stderr
+    assert f'{done} of {NUM_SHARDS} shards are already finished' in ended.stderr
     assert files_of(final) == undisturbed
     assert_only_the_data_set(final)
     assert run(source, final).stdout == 'built elsewhere\n'
@@ -80,7 +80,7 @@ def test_an_interrupted_overwriting_costs_neither_the_old_data_set_nor_the_work(
     assert before.items() <= files_of(old).items()
     assert done >= 5
     resumed = run(source, old, overwrite=True)
-    assert f'{done} of {NUM_SHARDS} shards are finished already' in resumed.stderr
+    assert f'{done} of {NUM_SHARDS} shards are already finished' in resumed.stderr
     assert files_of(old) == undisturbed
     assert_only_the_data_set(old)
 

@@ -134,7 +134,7 @@ def test_of_duplicate_keys_the_first_row_is_kept(tmp_path):
     assert counts(made) == {'repeated_key': 2}
     assert made.dropped.examples == {'repeated_key': [7, 50]}
     assert kept_keys(made) == [*range(100), *range(200, 300)]
-    with pytest.raises(ValueError, match=r'row 1 has key 50, which .*row 50 has too'):
+    with pytest.raises(ValueError, match=r'row 1 has key 50, and so has .*row 50;'):
         made_sources.write_pt(made_sources.latents_file(source, 0), range(100))
         make_plan(source, tmp_path / 'stop', bad_data='stop')
 
@@ -202,7 +202,7 @@ def test_a_misspelt_sidecar_is_noticed_before_the_source_is_read(tmp_path):
 def test_a_source_without_rows_is_refused(tmp_path):
     source = made_sources.write_source(tmp_path / 'source', [[], []])
     made_sources.write_captions(source, {1: 'text'})
-    with pytest.raises(ValueError, match=r'000000-000009\.pt: has no rows, nor has another file'):
+    with pytest.raises(ValueError, match=r'000000-000009\.pt: has no rows, nor has any other file'):
         make_plan(source, tmp_path / 'out', text_embeddings='pt')
 
 

@@ -453,7 +453,7 @@ def test_what_was_rounded_is_told_with_what_is_exact():
         ({'where': None}, 'mix: where=None: expected a string'),
         ({'seed': '1'}, "mix: seed='1': expected a whole number"),
         ({'same_vae': 1}, 'mix: same_vae=1: expected True or False'),
-        ({'dir': 'unequal'}, "'a' .* and 'b' .* with 500 records each and one seed"),
+        ({'dir': 'unequal'}, "'a' .* and 'b' .* with 500 records each and the same seed"),
         ({'dir': 'unequal', 'seed': ORDER['seed'] + 2**64}, "'b' .* with 500 records each"),
         ({'dir': 'unequal', 'where': 'key >= key'}, "'b' .* with 500 records each"),
     ],
@@ -512,7 +512,7 @@ def test_latents_and_texts_of_other_encoders_are_refused(tmp_path):
     input_pipeline.train_batches([first, other_text], **order, features=('key', 'latents'))
     of_one, of_another = (make(vae, 0.5, 5.0, 'hash', vae=vae) for vae in ('sdxl', 'flux'))
     input_pipeline.train_batches([first, of_one], **order)
-    with pytest.raises(ValueError, match=r"flux/.* are of VAE 'flux', expected 'sdxl' as those"):
+    with pytest.raises(ValueError, match=r"flux/.* come from VAE 'flux', those of .* from 'sdxl'"):
         input_pipeline.train_batches([of_one, first, of_another | {'same_vae': True}], **order)
     stats = input_pipeline.mix_stats(input_pipeline.open_mix([first, like_it | {'weight': 3}]), '')
     np.testing.assert_allclose(stats.latent_mean, [0.8] * 4, rtol=1e-6)

@@ -68,10 +68,10 @@ def test_settings_are_equal_or_accepted_or_every_other_one_is_named(saved, curre
     }
     descriptions = Description({}, saved), Description({}, current)
     if names <= accepted:
-        beginnings.check_resumable(*descriptions, accepted, where='W')
+        beginnings.check_resumable(*descriptions, accepted, checkpoint_path='W')
         return
     with pytest.raises(beginnings.OtherRunError) as error:
-        beginnings.check_resumable(*descriptions, accepted, where='W')
+        beginnings.check_resumable(*descriptions, accepted, checkpoint_path='W')
     for name in 'abc':
         assert (f'{name} was ' in str(error.value)) == (name in names - accepted)
     assert f'--accept_changes={",".join(sorted(names))};' in str(error.value)
@@ -86,7 +86,7 @@ def test_a_run_resumes_with_another_permutation(mini_dataset, keys, tmp_path, ca
     runs.train(mini_dataset, tmp_path, [*changes], **SHORT, **changes)
     expected = keys_of(mini_dataset, 0, 2) + keys_of(mini_dataset, 4, 2, lanes=4, window=64)
     jax.tree.map(np.testing.assert_array_equal, keys, expected)
-    told = 'from sample 4 of each lane on: in the rest of this epoch some records come twice and'
+    told = 'from sample 4 of each lane on: in the rest of this epoch, some records come twice and'
     assert told in caplog.text
 
 

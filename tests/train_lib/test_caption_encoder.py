@@ -257,5 +257,7 @@ def test_a_drawing_encodes_its_captions_in_the_same_way(run, spec, models, tmp_p
     swapped = artist.draw([CAPTIONS[1], *CAPTIONS[1:]], tokenizer)
     assert not np.array_equal(swapped[0], pictures[0])
     np.testing.assert_array_equal(swapped[1:], pictures[1:])
-    with pytest.raises(ValueError, match=r"encoder='jax:/gone': .* no such folder; name the one"):
+    with pytest.raises(
+        ValueError, match=r"encoder='jax:/gone': .* no such folder; with --encoder, name"
+    ):
         draw.Artist(run[0], encoder='jax:/gone')

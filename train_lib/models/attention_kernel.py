@@ -285,9 +285,9 @@ def rotate_pairs(x: jax.Array, rotations: jax.Array) -> jax.Array:
 
 
 def _rotate_by_product(x: jax.Array, rotations: jax.Array, dtype: Any, sign: int = 1) -> jax.Array:
-    """As `rotate_pairs`, or back; a product swaps the halves, rounded to `dtype`.
+    """Like `rotate_pairs`, or its inverse; a product swaps the halves, rounded to `dtype`.
 
-    The matrix unit has time left. For L/2 on v5e the forward pass of a sample takes 8,134 bundles,
+    The matrix unit has spare time. For L/2 on v5e the forward pass of a sample takes 8,134 bundles,
     9,659 with the halves moved over lanes, 6,891 without rotations.
     """
     cosines, sines = rotations[:, :HEAD_DIM], rotations[:, HEAD_DIM:]

@@ -151,7 +151,7 @@ def _least_of_training(config: ml_collections.ConfigDict, program: Program, mesh
         mesh,
         compute_bytes=jnp.dtype(config.model.dtype).itemsize,
         accumulate=config.accumulate,
-        mapped=state.is_for_muon(params) if config.optimizer.name == 'muon' else None,
+        mapped=state.mask_muon_kernels(params) if config.optimizer.name == 'muon' else None,
     )
 
 
@@ -212,10 +212,10 @@ def _lower(
     program: Program, step: str, count: int, text_dim: int, num_tokens: int, mesh: Mesh
 ) -> jax.stages.Lowered:
     # As `make_program` places them: previews are whole on every device.
-    placed = sharding.replicated(mesh) if step == DRAW else sharding.batch(mesh)
+    placement = sharding.replicated(mesh) if step == DRAW else sharding.batch(mesh)
 
     def rows(dtype, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((count, *shape), dtype, sharding=placed)
+        return jax.ShapeDtypeStruct((count, *shape), dtype, sharding=placement)
 
     # As batches of training and evaluation have them, without a data set.
     texts = {'text_embedding': rows(jnp.float16, text_dim)}
@@ -245,7 +245,7 @@ def slice_devices(topology: str) -> Sequence[jax.Device]:
     # Nothing is run: libtpu need not ask a cloud machine what it has, nor be alone with it.
     os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
     os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
-    # Without these it complains of the machine; the topology does not depend on them.
+    # Without these it warns about the machine; the topology does not depend on them.
     os.environ.setdefault('TPU_ACCELERATOR_TYPE', 'v5litepod-4')
     os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
     # One device a chip, as JAX has it on a real v4.
@@ -328,20 +328,20 @@ def _exchanges(
     collectives: Sequence[hlo.Collective], chip: chips.Chip
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Megabytes of each kind of exchange, and milliseconds of each that runs alone."""
-    moved, times, waits = (collections.defaultdict[str, float](float) for _ in range(3))
+    megabytes, times, wait_ms = (collections.defaultdict[str, float](float) for _ in range(3))
     for exchange in collectives:
         kind = f'{exchange.kind} of {exchange.members}'
-        moved[kind + ', asynchronous' * exchange.is_async] += exchange.nbytes / 1e6
+        megabytes[kind + ', asynchronous' * exchange.is_async] += exchange.nbytes / 1e6
         # Asynchronous ones run while the chip computes, and cost no time of their own if they end
         # before their results are needed.
         if not exchange.is_async:
             name = f'{kind}, {_largest(exchange)}'
             times[name] += exchange.times
-            waits[name] += exchange.nbytes / chip.link_rate * 1e3
-    longest = sorted(waits.items(), key=lambda item: -item[1])
+            wait_ms[name] += exchange.nbytes / chip.link_rate * 1e3
+    longest = sorted(wait_ms.items(), key=lambda item: -item[1])
     listed = {f'{times[name]:.0f} x {name}': x for name, x in longest if x >= _LISTED}
-    total = sum(waits.values())
-    traffic = dict(sorted(moved.items())) | {'in all': sum(moved.values())}
+    total = sum(wait_ms.values())
+    traffic = dict(sorted(megabytes.items())) | {'in all': sum(megabytes.values())}
     return traffic, listed | {'shorter ones': total - sum(listed.values()), 'in all': total}
 
 
@@ -355,13 +355,13 @@ def _largest(exchange: hlo.Collective) -> str:
 def judge_costs(report: Report, chip: chips.Chip) -> Report:
     """Returns whether the program fits, its model FLOP utilization, and a sentence about both."""
     share = report[MEMORY]['total'] * 1e9 / chip.memory
-    moved, estimate, wait = report[MOVED], report[TIME]['in all'], report[WAITS]['in all']
+    traffic, estimate, wait = report[MOVED], report[TIME]['in all'], report[WAITS]['in all']
     # Of the model alone: neither rematerialization nor a frozen encoder counts as useful.
     ideal = report[ARITHMETIC]['model'] * 1e12 / chip.flops * 1e3
     mfu = ideal / (estimate or float('inf'))
     clauses = [f'{"fits" if share <= 1 else "does not fit"}: {share:.0%} of the memory']
-    if least := moved.get('least for this mesh'):
-        clauses.append(f'{moved["in all"] / least:.2f} times the least traffic')
+    if least_traffic := traffic.get('least for this mesh'):
+        clauses.append(f'{traffic["in all"] / least_traffic:.2f} times the least traffic')
     if estimate:
         clauses.append(f'{estimate:.0f} ms a step by the compiler, an MFU of {mfu:.0%}')
         clauses.append(f'{ideal / (estimate + wait):.0%} with the exchanges that wait')
@@ -372,7 +372,7 @@ def judge_costs(report: Report, chip: chips.Chip) -> Report:
 
 
 def format_report(report: Report) -> str:
-    """Formats the report as text for people."""
+    """Formats the report as text."""
     lines = [report['program'], '']
     for title, rows in report.items():
         if isinstance(rows, dict):

@@ -69,7 +69,7 @@ def time_steps_and_batches(
     Returns:
         Mean seconds of a step, and of a batch, in each of some laps; and the engine that reads.
     """
-    # They import TensorFlow, which looks at the settings that `run.prepare` makes.
+    # They import TensorFlow, which reads the settings that `run.prepare` makes.
     import jax
 
     from train_lib import data, sharding

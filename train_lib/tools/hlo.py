@@ -90,7 +90,7 @@ class _Instruction(NamedTuple):
         ]
 
     def called(self) -> Iterator[str]:
-        """Names of the computations that it calls."""
+        """Names of the computations that this instruction calls."""
         for match in _CALLED.finditer(self.attributes):
             yield from (name.lstrip('%') for name in (match[1] or match[2]).split(', '))
 
@@ -109,7 +109,7 @@ def read_costs(text: str) -> Costs:
         text = text.replace('replica_groups={}', f'replica_groups=[1,{devices[1]}]<=[]')
     program = _parse_program(text)
     costs = Costs(collections.Counter(), [], collections.Counter(), set())
-    seen = set[tuple[str, ...]]()
+    seen_places = set[tuple[str, ...]]()
     stack: list[tuple[str, Loops, str]] = [(_ENTRY, (), '')]
     while stack:
         name, loops, fused_in = stack.pop()  # the computation that has the fusion around this one
@@ -118,9 +118,9 @@ def read_costs(text: str) -> Costs:
             # An asynchronous exchange stands in each of the fusions that it spans.
             chain = instruction.attribute(r'chain_id="(\d+)"')
             place = fused_in, chain, instruction.attribute(r'channel_id=(\d+)')
-            if not chain or place not in seen:
+            if not chain or place not in seen_places:
                 costs.collectives.extend(_collective(instruction, name, loops))
-            seen.add(place)
+            seen_places.add(place)
             _add_estimate(costs, instruction, loops, is_fused=bool(fused_in))
             # Only these run another computation as a part of the program.
             if instruction.opcode not in _CALLERS:
@@ -213,12 +213,12 @@ def members(attributes: str) -> int:
     if pairs := re.search(r'source_target_pairs=\{(\{.*?\})\}', attributes):
         ends = re.findall(r'\{(\d+),(\d+)\}', pairs[1])
         return 2 if any(source != target for source, target in ends) else 1
-    if listed := re.search(r'replica_groups=\{\{([\d,]+)\}', attributes):
-        return listed[1].count(',') + 1
+    if groups := re.search(r'replica_groups=\{\{([\d,]+)\}', attributes):
+        return groups[1].count(',') + 1
     if rows := re.search(r'replica_groups=\[[\d,]*?(\d+)\]<=\[', attributes):
         return int(rows[1])
     axes = r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\([^ ]*\))? \{('\w+'(?:,'\w+')*)\}"
-    if named := re.search(axes, attributes):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
-        return math.prod(int(sizes[name]) for name in re.findall(r'\w+', named[2]))
+    if axes_match := re.search(axes, attributes):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", axes_match[1]))
+        return math.prod(int(sizes[name]) for name in re.findall(r'\w+', axes_match[2]))
     raise ValueError(f'cannot tell how many devices exchange data: {attributes[:200]!r}')
