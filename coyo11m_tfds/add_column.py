@@ -139,7 +139,9 @@ def move_latents(data_dir: str | os.PathLike[str], source: str | os.PathLike[str
     with _editing(data_dir) as edit:
         latents = edit.stored.columns.get(schema.LATENTS)
         if not isinstance(latents, InPlaceColumn):
-            raise ValueError(f'{edit.stored.folder}: its latents lie in its records, in no source.')
+            raise ValueError(
+                f'{edit.stored.folder}: its latents lie in its records, not in a source.'
+            )
         latent_files = source_folder.find_source(source).latent_files
         files = tuple(_find_moved(file, latent_files, source, edit) for file in latents.files)
         moved = dataclasses.replace(latents, files=files)
@@ -213,7 +215,7 @@ class _Edit:
 def _editing(data_dir: str | os.PathLike[str], scratch_dir: str = '') -> Iterator[_Edit]:
     """Excludes other writers of the data set, and removes its temporary files at the end."""
     folder = os.fspath(data_dir).rstrip('/')
-    # Where there is no data set there shall be no lock.
+    # Without a data set, no lock may be made.
     stored_dataset.open_data(folder)
     with locks.hold(folder, wait=False) as lock:
         stored = stored_dataset.open_data(folder)

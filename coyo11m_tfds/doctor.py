@@ -40,7 +40,7 @@ from coyo11m_tfds.storage.stored_file import StoredFile
 PASS, WARN, FAIL = 'pass', 'warn', 'fail'
 _TIMEOUT = 240.0  # seconds for JAX and for the encoder; a large model takes a minute to load
 
-# A storage that answers does so in a moment, and nobody wants to wait for one that does not.
+# A storage that works answers in a moment; waiting longer would only delay the report.
 _IMPATIENCE = {'COYO11M_RETRY_SECONDS': '0.2', 'COYO11M_STALL_SECONDS': '5'}
 
 # Of a build of a small source, and of 12 million rows by two processes.
@@ -323,7 +323,7 @@ def run_python(program: str, seconds: float = _TIMEOUT) -> Any:
     except subprocess.TimeoutExpired:
         raise TimeoutError(f'no answer within {seconds:g} s') from None
     if process.returncode == -9:
-        raise ValueError('the process was killed, most likely because memory ran out')
+        raise ValueError('the process was killed, most likely because it ran out of memory')
     if process.returncode:
         errors = process.stderr.strip() or f'exit status {process.returncode} without a message'
         raise ValueError(errors.splitlines()[-1].removeprefix('error: '))

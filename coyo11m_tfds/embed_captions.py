@@ -116,7 +116,7 @@ def embed(
     """
     out = os.fspath(out).rstrip('/')
     source = os.fspath(source_dir).rstrip('/')
-    # What can be refused at once is refused before captions are fetched in vain.
+    # Whatever can be refused at once is refused before captions are fetched.
     file = _find_parquet(source)
     if file and file.local_path:
         # It has the column, or this is an error.

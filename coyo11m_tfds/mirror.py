@@ -105,7 +105,7 @@ def _copy_all(
             nonlocal remaining
             if stop.is_set():
                 raise concurrent.futures.CancelledError
-            # Bytes that come again after a retry are no progress.
+            # Bytes that are received again after a retry are not progress.
             progress.add(min(num_bytes, remaining))
             remaining -= min(num_bytes, remaining)
 
@@ -114,7 +114,7 @@ def _copy_all(
         copied.save(name, files[name], state)
         progress.add(remaining, files=1)
 
-    # The largest first: begun last, it would be waited for alone.
+    # The largest first: begun last, it would be copied alone at the end.
     by_size = sorted(files, key=lambda name: files[name].size, reverse=True)
     try:
         # Unlike those of concurrent.futures, these threads do not keep a program from ending while

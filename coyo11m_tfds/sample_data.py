@@ -160,7 +160,7 @@ def _cut_unequally(total: int, count: int) -> list[slice]:
 def _random_geometry(count: int, rng: np.random.Generator) -> np.ndarray:
     """Returns x and y of centres and radii in pixels, float32 `(count, 3)`.
 
-    Every crop shows the better part of each shape.
+    Every crop shows most of each shape.
     """
     radius = rng.uniform(*RADII, count)
     # The stretch that all crops have in common, less most of the radius.

@@ -138,7 +138,7 @@ class _Verification:
             return None
         try:
             data = self._files[name].read()
-            # Only this file may change after the build: TFDS adds formats to it.
+            # Only this file may change after the build: TFDS may add formats to it.
             is_info = name == schema.INFO_FILE
             built = stored_dataset.strip_alternative_formats(data) if is_info else data
             fault = self._compare(name, len(built), google_crc32c.value(built))
@@ -292,7 +292,7 @@ def main() -> None:
         f'{result.num_bytes:,} bytes, {how}'
     )
     if result.faults:
-        print('To fix it copy those files again, or build with --overwrite.')
+        print('To fix this, copy those files again, or build with --overwrite.')
     sys.exit(bool(result.faults))
 
 

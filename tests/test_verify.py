@@ -191,7 +191,7 @@ def test_the_command_says_it_in_lines_and_in_its_exit_status(command, copy):
     assert [line.partition(':')[0] for line in lines] == [shard(5), shard(3)]
     assert last.startswith(f'{copy}: 2 faults in ')
     assert last.endswith(', all of them read.')
-    assert advice.startswith('To fix it copy')
+    assert advice.startswith('To fix this, copy')
 
 
 @pytest.mark.parametrize(

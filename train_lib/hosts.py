@@ -18,7 +18,7 @@ from absl import logging
 
 from coyo11m_tfds.process import errors
 
-_HEARTBEAT_SECONDS = 40  # a process that is silent for so long has died without a word
+_HEARTBEAT_SECONDS = 40  # a process that is silent for so long has died unnoticed
 _LOOK_SECONDS = 1.0
 _ANSWER_SECONDS = 10.0  # a process whose thread does not answer for so long is dead
 _LAST_SECONDS = 15.0  # the coordinator waits so long for others to learn of a failure
@@ -96,7 +96,7 @@ class _Hosts:
     def watch(self, ended: threading.Event) -> None:
         """Looks for the failure of another process, and answers roll calls."""
         while not ended.wait(_LOOK_SECONDS):
-            # Not by waiting for the key: that could not be broken off.
+            # Polls, because a wait for the key could not be interrupted.
             failure = dict(self._client.key_value_dir_get(_FAILURES)).get(_FIRST_FAILURE)
             if failure is not None:
                 self._end(failure)
@@ -115,7 +115,7 @@ class _Hosts:
         try:
             self._client.key_value_set(_FIRST_FAILURE, failure)
         except self._computing_failed:
-            # Another process was first, and this error is what came of it.
+            # Another process failed first, and this error is a consequence.
             failure = self._client.key_value_try_get(_FIRST_FAILURE)
         else:
             if not is_message:

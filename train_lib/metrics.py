@@ -10,7 +10,7 @@ from clu import metrics as clu_metrics
 NUM_TIME_BINS = 4
 
 
-# Jitted, because a collection is a dozen of small arrays: one dispatch instead of one for each.
+# Jitted, because a collection is a dozen small arrays: one dispatch instead of one for each.
 merge = jax.jit(lambda merged, update: merged.merge(update))
 
 

@@ -75,7 +75,7 @@ def orthogonalize(matrices: jax.Array) -> jax.Array:
 
     The result and all products have the dtype of the argument.
     """
-    # Lying on its side, a matrix has the smaller of its two products with itself.
+    # A wide matrix has the smaller product with its transpose.
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
     # The iteration converges for singular values up to 1, which this norm bounds.

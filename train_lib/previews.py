@@ -26,8 +26,8 @@ _MARGIN = 8  # pixels between and around the pictures
 _FONT_SIZE = 12
 _MAX_LINES = 7  # of a caption; a longer one is cut short
 
-# A title has this share of the grid's width as its height: TensorBoard shows a grid as small as a
-# hand, whatever its size.
+# A title has this share of the grid's width as its height: TensorBoard shrinks every grid to the
+# same small width.
 _TITLE_SHARE = 1 / 28
 
 # What DejaVu lacks, above all Chinese, Japanese and Korean, is taken from the first of these that
@@ -44,7 +44,7 @@ def make_grid(
     Each of `pictures`, uint8 `(n, H, W, 3)`, gives one picture to every cell. `title` is one line
     above the grid. Returns uint8 `(height, width, 3)`.
     """
-    # Once for all captions, and before they are drawn: boxes in a picture say nothing of a cause.
+    # Once for all captions, and before they are drawn: the boxes in a picture explain nothing.
     letters = sorted(set(''.join(captions)) - set(string.whitespace))
     _warn_of_missing(''.join(letter for letter in letters if _font_index(letter) is None))
     cells = [_make_cell(cell, caption) for *cell, caption in zip(*pictures, captions, strict=True)]
@@ -129,7 +129,7 @@ def _font_index(letter: str) -> int | None:
         mask = font.getmask(text)
         return mask.size, bytes(mask)
 
-    # A font draws a letter that it lacks like a code without one.
+    # A font draws a letter that it lacks like a code point without a letter.
     fonts = enumerate(_fonts(_FONT_SIZE))
     return next((i for i, font in fonts if bitmap(font, letter) != bitmap(font, '\uffff')), None)
 

@@ -22,8 +22,8 @@ from coyo11m_tfds.process.errors import FieldError
 DATA_AXIS = 'data'
 FSDP_AXIS = 'fsdp'
 
-# Arrays of fewer elements stay whole on every device: to gather a bias or a norm's scale takes
-# longer than the memory it saves is worth.
+# Arrays of fewer elements stay whole on every device: splitting a bias or a norm's scale saves too
+# little memory for the time that gathering it takes.
 MIN_SHARDED_SIZE = 2**16
 
 
@@ -137,10 +137,10 @@ def map_matrices(
         stack: `(..., rows, columns)`, placed by `partition_spec`; so is the result.
     """
     spec = partition_spec(stack.shape, mesh.shape[FSDP_AXIS])
-    split = len(spec) + 2 - stack.ndim if len(spec) else 0  # axis of `(n, rows, columns)`
+    sharded_axis = len(spec) + 2 - stack.ndim if len(spec) else 0  # axis of `(n, rows, columns)`
 
     def exchange(matrices: jax.Array, split_axis: int, concat_axis: int) -> jax.Array:
-        if split <= 0:  # they are whole
+        if sharded_axis <= 0:  # they are whole
             return matrices
         return jax.lax.all_to_all(matrices, FSDP_AXIS, split_axis, concat_axis, tiled=True)
 
@@ -149,7 +149,7 @@ def map_matrices(
         # matrices, the others repeat their work.
         matrices = shard.reshape(-1, *shard.shape[-2:])
         count, data = len(matrices), mesh.shape[DATA_AXIS]
-        members = mesh.shape[FSDP_AXIS] if split > 0 else 1
+        members = mesh.shape[FSDP_AXIS] if sharded_axis > 0 else 1
         groups = _choose_num_groups(count, data, members)
         per_group = -(-count // groups)
         first = jax.lax.axis_index(DATA_AXIS) % groups * per_group
@@ -158,8 +158,8 @@ def map_matrices(
         # The devices of a group share its matrices: they exchange the slices that `partition_spec`
         # gave them for whole matrices, and the results for slices of these. If the counts do not
         # divide, some devices compute zeros.
-        whole = exchange(_pad_stack(matrices, members), 0, split)
-        results = exchange(function(whole), split, 0)[:per_group]
+        whole = exchange(_pad_stack(matrices, members), 0, sharded_axis)
+        results = exchange(function(whole), sharded_axis, 0)[:per_group]
         # Then the groups gather the results from each other.
         group_indices = np.arange(data).reshape(-1, groups).tolist()
         results = jax.lax.all_gather(

@@ -23,7 +23,7 @@ _SIGNALS = signal.SIGINT, signal.SIGTERM
 _SECONDS_OF_ONE_REQUEST = 1
 
 _requests: list['StopRequest'] = []  # of the run that trains now; at most one
-_exit_status: dict[int, int] = {}  # by signal, for leaving at once
+_exit_status: dict[int, int] = {}  # by signal, for an immediate end
 
 
 class BrokenOff(BaseException):
@@ -131,7 +131,7 @@ def _watch(receiver: socket.socket) -> None:
 
 
 def _write_line(text: str) -> None:
-    # Not by `print`: the main thread may hold the lock of the stream, and never give it back.
+    # Not by `print`: the main thread may hold the lock of the stream, and never release it.
     with contextlib.suppress(OSError):
         start = '\n' if sys.stderr.isatty() else ''  # below a ^C
         os.write(2, f'{start}{text}\n'.encode())

@@ -25,7 +25,7 @@ class TrainState(flax.struct.PyTreeNode):
     opt_state: optax.OptState
     # Number of steps without effect, because their loss or gradient was not finite.
     skipped: jax.Array
-    # The same since the last step with an effect.
+    # Number of such steps since the last step with an effect.
     skipped_in_a_row: jax.Array
 
 

@@ -146,12 +146,12 @@ def make_eval_step(
         mask, raw = batch['mask'], _raw_text(batch, len(x))
         texts = prepare_text(stats, encoder, frozen, raw), batch.get('drop_text')
         # Each sample also gets the text of the one before, which only real samples have.
-        has_other, others = jax.tree.map(lambda rows: jnp.roll(rows, 1, axis=0), (mask, texts))
+        other_mask, others = jax.tree.map(lambda rows: jnp.roll(rows, 1, axis=0), (mask, texts))
         loss = losses(*texts)
         return EvalMetrics.single_from_model_output(
             loss=loss,
             text_gain=losses(*others) - loss,
-            has_other_text=mask & has_other,
+            has_other_text=mask & other_mask,
             time=t,
             mask=mask,
         )

@@ -193,7 +193,7 @@ class ColumnWriter:
         rows['value'] = values
         contiguous = np.ascontiguousarray(rows['value'])
         rows[_crc32c_field(rows.dtype)] = row_checksums(contiguous)
-        # Of the values alone: that of bytes and their own CRC-32C is the same for all bytes.
+        # Of the values alone: the CRC-32C of bytes followed by their own CRC-32C is a constant.
         self._crc32c = google_crc32c.extend(self._crc32c, contiguous.tobytes())
         self._file.write(rows.data)
 

@@ -1,4 +1,4 @@
-"""The small files beside the shards, and the checksums of all files of a data set, for `verify`."""
+"""The small files of a data set, and the checksums of all its files, for `verify`."""
 
 import io
 import json

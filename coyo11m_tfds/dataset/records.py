@@ -24,12 +24,12 @@ _BYTES_LIST, _INT64_LIST = 1, 3
 
 # The framing of a record in the file: its length and the checksum of that, then its own checksum.
 HEADER_NBYTES, TRAILER_NBYTES = 12, 4
-# More than any record has, and little enough to keep: a length beyond it is not believed.
+# More than any record has, and little enough to keep: a larger length counts as damaged.
 MAX_RECORD_NBYTES = 64 << 20
 
 _MAX_VARINT = 10  # bytes of a 64-bit integer
 
-# Written at once. The system takes so much in half the time of a record at a time.
+# Written at once, which takes half the time of writing record by record.
 _BLOCK_BYTES = 1_000_000
 
 
@@ -38,7 +38,7 @@ class RecordWriter:
 
     def __init__(self, file: BinaryIO):
         self._file = file
-        # Filled again and again: to get new memory from the system takes longer than to fill it.
+        # Reused, because getting new memory from the system takes longer than filling it.
         self._block = np.empty(_BLOCK_BYTES, np.uint8)
         self._filled = 0
         self.num_records = 0

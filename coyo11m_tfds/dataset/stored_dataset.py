@@ -135,7 +135,7 @@ class StoredDataset:
 
     folder: str
     full_name: str  # name, config and version, as TFDS joins them
-    splits: Mapping[str, StoredSplit]  # {} for a mocked data set, which accepts every split
+    splits: Mapping[str, StoredSplit]  # {} for mock data, which have every split
     features: Mapping[str, dict]  # each as `features.json` describes it
     metadata: Mapping[str, Any]  # content of `metadata.json`; {} without that file
     columns: Mapping[str, Column]  # features outside the records

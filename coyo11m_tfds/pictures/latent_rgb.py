@@ -31,7 +31,7 @@ def _principal_components(latents: np.ndarray) -> np.ndarray:
     # With fewer channels than colours, the first component is shown again: one channel is grey.
     for colour, number in enumerate([*first, *[first[0]] * (3 - len(first))]):
         vector, deviation = vectors[:, number], np.sqrt(max(variances[number], 1e-12))
-        # The largest weight is positive, whatever sign an implementation gives to eigenvectors.
+        # The largest weight is made positive, because the sign of an eigenvector is arbitrary.
         sign = np.sign(vector[np.abs(vector).argmax()])
         # The colours span two deviations to each side of the mean.
         rgb[:, colour] = centred @ vector * sign / (2 * deviation)

@@ -34,7 +34,7 @@ def open_pool(
             yield processes
         except concurrent.futures.process.BrokenProcessPool:
             raise RuntimeError(
-                'A worker process died, most likely because memory ran out. What is finished is '
+                'A worker process died, most likely for lack of memory. Finished work is '
                 'kept: run the same command again, perhaps with fewer processes (num_workers, or '
                 f'{VARIABLE} in the environment).'
             ) from None

@@ -35,7 +35,7 @@ BAD_REASONS = (
     schema.CAPTION_TOO_LONG,
     schema.DUPLICATE_CAPTION,
 )
-# If more of the source is dropped, its captions or embeddings belong to other latents.
+# If more of the source is dropped, its captions or embeddings probably belong to other latents.
 MAX_DROPPED_FRACTION = 0.5
 
 # So many records of each shard are in the histogram of latents: one takes 20 us.
@@ -143,8 +143,8 @@ class ShardStatistics:
     def add_non_finite(self, keys: np.ndarray) -> None:
         """Counts samples that were left out because they are not finite, by their keys."""
         self.non_finite += len(keys)
-        room = MAX_NON_FINITE_KEYS - len(self.non_finite_keys)
-        self.non_finite_keys += keys[:room].tolist()
+        max_keys = MAX_NON_FINITE_KEYS - len(self.non_finite_keys)
+        self.non_finite_keys += keys[:max_keys].tolist()
 
     def to_json(self) -> dict:
         """Returns values for JSON, from which `from_json` restores exactly these statistics."""

@@ -323,7 +323,7 @@ def _bucket_client() -> storage.Client:
 def _make_client(process: int, *environment: str | None) -> storage.Client:
     """The client of a process: a forked one must not share connections with its parent."""
     del process, environment
-    # Else each client requests the bucket once, in a thread, to describe traces never taken.
+    # Otherwise each client requests the bucket once, in a thread, for traces that nobody takes.
     os.environ.setdefault('DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA', 'true')
     # Objects belong to a bucket; only what makes or lists buckets needs a project.
     return retry.call(lambda: storage.Client(project=None), 'the client of gs://')

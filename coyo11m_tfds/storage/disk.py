@@ -65,7 +65,7 @@ class Disk(Storage):
             try:
                 files[name] = self.describe(self.path_of(name))
             except FileNotFoundError:
-                # A link to nothing or a folder with the name of a file: not to be passed over.
+                # A dangling link, or a folder with the name of a file: not to be ignored.
                 raise ValueError(
                     f'{self.path_of(name)} is missing or a folder; expected a file.'
                 ) from None

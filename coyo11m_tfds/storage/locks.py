@@ -97,7 +97,7 @@ class FileLock:
         """Releases the lock; a second call does nothing."""
         if self in _held:
             _held.remove(self)
-            # Closing alone would not do while a child that is just being forked has a copy.
+            # Closing alone would not release it while a child that is being forked has a copy.
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
 

@@ -43,7 +43,7 @@ _TRANSIENT_BUILTIN = (
     ConnectionError,
     TimeoutError,
     http.client.HTTPException,
-    # Of half a response that a proxy passed as a whole one.
+    # For half a response that a proxy passed on as a whole one.
     json.JSONDecodeError,
     socket.gaierror,
     ssl.SSLError,
@@ -106,7 +106,7 @@ def is_transient(error: BaseException) -> bool:
         return False
     if isinstance(error, GivenUp):
         return False
-    # A token server that is down is marked by google.auth.
+    # google.auth marks the error of a token server that is down.
     if any(getattr(link, 'retryable', False) is True for link in _causes(error)):
         return True
     status = _status(error)
@@ -154,7 +154,7 @@ def _server_seconds(error: Exception) -> float:
 
 def _refused(error: Exception, label: str) -> PermissionError | None:
     """Returns an error that says how to get access; None if `error` has another cause."""
-    # One of the local disk, or one that was made here before.
+    # From the local disk, or made here before.
     if isinstance(error, PermissionError | GivenUp):
         return None
     links = list(_causes(error))

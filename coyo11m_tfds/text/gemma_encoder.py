@@ -78,7 +78,7 @@ _DEPTH = 'num_hidden_layers', 26
 _PATTERN = 6
 _LOCAL, _GLOBAL = 'sliding_attention', 'full_attention'
 _LOCAL_BASE, _GLOBAL_BASE = ('rope_local_base_freq', 10_000.0), ('rope_theta', 1_000_000.0)
-# Variations of the architecture that no Gemma 3 language model uses, and `gemma.Gemma` has not.
+# Variations of the architecture that no Gemma 3 language model uses, and `gemma.Gemma` lacks.
 _FIXED = {
     'hidden_activation': 'gelu_pytorch_tanh',
     'attention_bias': False,

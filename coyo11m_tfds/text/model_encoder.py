@@ -51,7 +51,7 @@ class ModelTokenizer(Tokenizer):
 
     def tokenize(self, captions: Sequence[str]) -> list[list[int]]:
         """Returns the tokens of every caption, at least one and at most `max_tokens`."""
-        # Whoever used the tokenizer before may have set them otherwise.
+        # An earlier user of the tokenizer may have set them differently.
         self._backend.no_padding()
         self._backend.enable_truncation(self.max_tokens)
         starts = range(0, len(captions), _CAPTIONS_AT_ONCE)
@@ -97,7 +97,7 @@ class ModelEncoder(Encoder):
         embeddings = np.empty((len(tokens), self.dim), np.float32)
         batches = plan_batches(lengths, self._batch_tokens, self._num_devices)
         started = ((rows, self._start([tokens[i] for i in rows], shape)) for rows, shape in batches)
-        # A batch is started before the one before it is waited for, so that no device is ever idle.
+        # Each batch is started before the wait for the previous one, so that no device is idle.
         previous = None
         for batch in itertools.chain(started, [None]):
             if previous:

@@ -127,7 +127,7 @@ class SidecarParts:
                     on_batch(len(values), sum(map(len, tokens)))
                 else:
                     values = self._encode(texts, tokens, on_batch)
-                # Captions that repeat another are done as well.
+                # Captions that repeat another count as encoded, too.
                 on_batch(len(rows) - len(values), 0)
                 column = schema.TOKENS if self._tokens_only else schema.PART_EMBEDDING
                 keys, metadata = self.keys_of(number), self._metadata_of(number)

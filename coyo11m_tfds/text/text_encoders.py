@@ -191,7 +191,7 @@ def _model_classes(spec: str) -> tuple[Any, Any, str]:
         raise ValueError(
             f'unknown encoder {spec!r}: expected hash, hf:HUB_NAME (as hf:google/gemma-3-270m) '
             'or hf:FOLDER (with a transformers model); jax: in place of hf: runs '
-            'Gemma 3 without torch; words makes tokens alone (--tokens_only)'
+            'Gemma 3 without torch; words makes only tokens (--tokens_only)'
         )
     # Before the imports: so a wrong name is refused at once.
     model_files.fetch_folder(model, 'text encoder', ['config.json'])

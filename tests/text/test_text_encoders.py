@@ -95,7 +95,7 @@ def test_no_two_words_of_the_demo_have_the_same_id():
     [
         (lambda: text_encoders.make_encoder('clip'), "'clip'.*hash, hf:HUB_NAME.*hf:FOLDER"),
         (lambda: text_encoders.make_tokenizer('clip'), "unknown encoder 'clip'"),
-        (lambda: text_encoders.make_encoder('words'), "'words'.*words makes tokens alone"),
+        (lambda: text_encoders.make_encoder('words'), "'words'.*words makes only tokens"),
         (lambda: text_encoders.make_tokenizer('hash'), "'hash' has no token ids: use words"),
         (lambda: text_encoders.make_tokenizer('words', 0), 'max_tokens=0: expected 1 to 4,096'),
         (lambda: text_encoders.make_tokenizer('words', 4097), 'max_tokens=4097: expected'),

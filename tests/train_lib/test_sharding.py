@@ -123,7 +123,7 @@ def test_least_bytes_of_a_step(data, fsdp, expected):
 def test_least_bytes_of_matrices_that_single_devices_take_whole():
     params = {'kernel': np.zeros((2**10, 2**10), np.float32)}
     mesh = types.SimpleNamespace(shape={'data': 2, 'fsdp': 4}, size=8)
-    more = compile.least_bytes(params, mesh, mapped={'kernel': True})
+    more = compile.least_bytes(params, mesh, muon_mask={'kernel': True})
     # An eighth of it, of which a quarter is here; a quarter of the results, an eighth made here.
     assert more - compile.least_bytes(params, mesh) == (3 / 4 / 8 + 7 / 8 / 4) * 2 * 2**20
 
@@ -149,7 +149,7 @@ def on_mesh(shape, data, fsdp):
     jitted = jax.jit(lambda x: sharding.map_matrices(mesh, function, x))
     compiled = jitted.lower(placed).compile()
     result = compiled(placed)
-    least = [compile.least_bytes(x, mesh, compute_bytes=4, mapped=m) for m in (True, False)]
+    least = [compile.least_bytes(x, mesh, compute_bytes=4, muon_mask=m) for m in (True, False)]
     np.testing.assert_array_equal(result, x * x.sum((-2, -1), keepdims=True))
     return {
         'taken': taken[0],

@@ -61,7 +61,7 @@ def check_configuration(config: ml_collections.ConfigDict) -> dict[str, str | di
         unchecked[data_checks] = 'name a built data set: --config.data.dir'
         config_rules.check_config(config, needs_data=False)
         vae_decoder.make_painter(config.preview.vae)
-        # The model and the optimizer can be made without data, but for the form of its texts.
+        # The model and the optimizer need nothing of the data except the form of its texts.
         vocabulary = int(config.model.text == 'sequence')
         step.make_program(config, mesh, flow.no_stats(text_dim=1, vocabulary=vocabulary))
     kinds = [device.device_kind for device in jax.local_devices()]

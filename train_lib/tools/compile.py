@@ -114,7 +114,7 @@ def analyze(
         ARITHMETIC: {name: x * count / len(devices) / 1e12 for name, x in flops.items()},
     }
     start = time.monotonic()
-    # A program that does not fit is a result, too: the compiler says by how much.
+    # A program that does not fit is also a result: the compiler says by how much.
     try:
         compiled = _lower(program, step, count, text_dim, num_tokens, mesh).compile()
     except jax.errors.JaxRuntimeError as error:
@@ -151,7 +151,7 @@ def _least_of_training(config: ml_collections.ConfigDict, program: Program, mesh
         mesh,
         compute_bytes=jnp.dtype(config.model.dtype).itemsize,
         accumulate=config.accumulate,
-        mapped=state.mask_muon_kernels(params) if config.optimizer.name == 'muon' else None,
+        muon_mask=state.mask_muon_kernels(params) if config.optimizer.name == 'muon' else None,
     )
 
 
@@ -170,7 +170,7 @@ def _describe_program(
 
 
 def least_bytes(
-    params, mesh: Mesh, *, compute_bytes: int = 2, accumulate: int = 1, mapped: Any = None
+    params, mesh: Mesh, *, compute_bytes: int = 2, accumulate: int = 1, muon_mask: Any = None
 ) -> float:
     """Returns the bytes that a device receives in a training step if only weights move.
 
@@ -180,22 +180,22 @@ def least_bytes(
     of it. The d groups then reduce each f-th of it: 2(d-1)/d of that, half to form the sum and half
     to distribute it.
 
-    For a True in `mapped` (None: nowhere), `sharding.map_matrices` makes the update: each of the n
-    = df devices gathers its n-th of the matrices, of which it has an f-th, and its f-th of the
+    Where `muon_mask` is True (None: nowhere), `sharding.map_matrices` makes the update: each of the
+    n = df devices gathers its n-th of the matrices, of which it has an f-th, and its f-th of the
     results, of which it computed an n-th.
     """
     fsdp = mesh.shape[sharding.FSDP_AXIS]
 
-    def leaf_bytes(leaf, is_mapped: bool) -> float:
+    def leaf_bytes(leaf, is_muon: bool) -> float:
         # Weights that do not divide lie whole on every device.
         f = fsdp if sharding.partition_spec(leaf.shape, fsdp) != PartitionSpec() else 1
         d = mesh.size // f
-        within_group = (f - 1) / f * (2 * compute_bytes + 4) * accumulate
-        dealt = is_mapped * ((f - 1) / f / mesh.size + (1 - 1 / mesh.size) / f) * compute_bytes
-        return math.prod(leaf.shape) * (within_group + 2 * (d - 1) / d * 4 / f + dealt)
+        group_bytes = (f - 1) / f * (2 * compute_bytes + 4) * accumulate
+        update_bytes = is_muon * ((f - 1) / f / mesh.size + (1 - 1 / mesh.size) / f) * compute_bytes
+        return math.prod(leaf.shape) * (group_bytes + 2 * (d - 1) / d * 4 / f + update_bytes)
 
-    mapped = jax.tree.map(lambda _: False, params) if mapped is None else mapped
-    return float(sum(jax.tree.leaves(jax.tree.map(leaf_bytes, params, mapped))))
+    muon_mask = jax.tree.map(lambda _: False, params) if muon_mask is None else muon_mask
+    return float(sum(jax.tree.leaves(jax.tree.map(leaf_bytes, params, muon_mask))))
 
 
 def _work(config: ml_collections.ConfigDict, step: str) -> tuple[int, int]:
@@ -242,7 +242,7 @@ def slice_devices(topology: str) -> Sequence[jax.Device]:
     """Returns the chips of a slice, which this machine need not have; see `analyze`."""
     if importlib.util.find_spec('libtpu') is None:
         raise ValueError("libtpu is not installed: pip install -c constraints.txt -e '.[tpu]'")
-    # Nothing is run: libtpu need not ask a cloud machine what it has, nor be alone with it.
+    # Nothing is run, so libtpu need neither query a cloud machine's metadata nor lock its chips.
     os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
     os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
     # Without these it warns about the machine; the topology does not depend on them.

@@ -84,12 +84,12 @@ def time_steps_and_batches(
     batch_times = _time(lambda: jax.block_until_ready(next(batches)), seconds)
     if step_ms is not None:
         return [step_ms / 1000], batch_times, training.engine
-    compiled = for_data(config, mesh, training.facts)
-    state = compiled.init()
+    program = for_data(config, mesh, training.facts)
+    state = program.init()
 
     def step() -> None:
         nonlocal state
-        state, update = compiled.train_step(state, batch)
+        state, update = program.train_step(state, batch)
         jax.block_until_ready(update)
 
     # The first step compiles, which a run does once.
@@ -104,7 +104,7 @@ def _share_of_one_host(config: ml_collections.ConfigDict, hosts: int) -> ml_coll
             f'--hosts={hosts} does not divide --config.batch_size={config.batch_size} and '
             f'--config.data.lanes={config.data.lanes}'
         )
-    # It reads its share of the lanes, as fast as it would next to the other hosts.
+    # This host reads its share of the lanes, as fast as it would next to the others.
     config = config.copy_and_resolve_references()
     config.batch_size //= hosts
     config.data.lanes //= hosts

@@ -125,12 +125,12 @@ def read_costs(text: str) -> Costs:
             # Only these run another computation as a part of the program.
             if instruction.opcode not in _CALLERS:
                 continue
-            inner, inside = loops, fused_in
+            called_loops, called_in = loops, fused_in
             if instruction.opcode == 'while':
-                inner = (*loops, _trip_count(program, name, instruction))
+                called_loops = (*loops, _trip_count(program, name, instruction))
             elif instruction.opcode == 'fusion':
-                inside = fused_in or name
-            stack += [(called, inner, inside) for called in instruction.called()]
+                called_in = fused_in or name
+            stack += [(called, called_loops, called_in) for called in instruction.called()]
     return costs
 
 
@@ -190,13 +190,13 @@ def _collective(instruction: _Instruction, computation: str, loops: Loops) -> It
     # The result of a start is (operand, result, flags).
     if is_start:
         arrays = arrays[1:2] or arrays
-    whole = float(sum(math.prod(shape) * _bits(dtype) / 8 for dtype, shape in arrays))
+    result_nbytes = float(sum(math.prod(shape) * _bits(dtype) / 8 for dtype, shape in arrays))
     if kind == 'reduce-scatter':
-        whole *= count
+        result_nbytes *= count
     elif computation.startswith('all-reduce-scatter'):  # a fusion that keeps a slice, on a TPU
         kind = 'reduce-scatter'
     is_async = is_start or 'chain_id=' in instruction.attributes
-    nbytes = _times(loops) * whole * _RECEIVED[kind](count)
+    nbytes = _times(loops) * result_nbytes * _RECEIVED[kind](count)
     yield Collective(kind, count, arrays, nbytes, _times(loops), loops, is_async)
 
 
