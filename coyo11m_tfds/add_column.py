@@ -109,13 +109,13 @@ def add(
                 f'{edit.stored.folder}, such as key {missing[0]}, and every record needs a value. '
                 f'{remedy}'
             )
-        added = _write_values(edit, name, values)
-        others = {n: x for n, x in edit.stored.columns.items() if n != name}
+        new_column = _write_values(edit, name, values)
+        kept_columns = {n: x for n, x in edit.stored.columns.items() if n != name}
         # The new files have the names of the old ones: no reader may take one for the other.
         if name in edit.stored.columns:
-            edit.commit(others)
-        edit.commit({**others, name: added}, list(added.files.values()))
-        return added
+            edit.commit(kept_columns)
+        edit.commit({**kept_columns, name: new_column}, list(new_column.files.values()))
+        return new_column
 
 
 def remove_column(data_dir: str | os.PathLike[str], name: str) -> None:
@@ -194,12 +194,12 @@ class _Edit:
         columns.write_columns(self.staging, new_columns, build)
         names = [*files, schema.of_build(schema.COLUMNS_FILE, build)]
         listing = storage.list_folder(folder)
-        unused = listing.keys() & columns.unused_column_files(listing, new_columns, build)
+        unused_files = listing.keys() & columns.unused_column_files(listing, new_columns, build)
         # Checksums are stored before the description: a column that this does not name does not
         # exist, so after a kill in between the same command can be repeated.
         if checksums := listing.get(schema.of_build(schema.CHECKSUMS_FILE, build)):
             before = manifest.parse_checksums(checksums.read())
-            states = {x: state for x, state in before.items() if x not in unused}
+            states = {x: state for x, state in before.items() if x not in unused_files}
             states |= {x: file_state.compute_state(os.path.join(self.staging, x)) for x in names}
             manifest.write_checksums(self.staging, states, build)
             names.insert(-1, checksums.name)
@@ -208,7 +208,7 @@ class _Edit:
         for name in names:
             path = os.path.join(self.staging, name)
             self.destination.store(path, name, file_state.compute_state(path).crc32c)
-        self.destination.remove(unused - set(names))
+        self.destination.remove(unused_files - set(names))
 
 
 @contextlib.contextmanager

@@ -134,8 +134,8 @@ def make_sample(
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.Generator(np.random.Philox(key=seed))
     keys = np.sort(rng.choice(np.int64(1) << 62, num_samples, replace=False))
-    shown, _ = split_scenes()
-    scenes = [shown[i] for i in rng.integers(len(shown), size=num_samples)]
+    combinations, _ = split_scenes()
+    scenes = [combinations[i] for i in rng.integers(len(combinations), size=num_samples)]
     geometry = _random_geometry(num_samples, rng)
     for number, rows in enumerate(_cut_unequally(num_samples, num_files)):
         name = f'{10 * number:06d}-{10 * number + 9:06d}.pt'

@@ -205,16 +205,16 @@ class _Verification:
         places = places[np.lexsort((places[:, 1], places[:, 0]))]
         ends = np.searchsorted(places[:, 0], np.arange(len(latents.files) + 1))
         runs = itertools.starmap(slice, itertools.pairwise(ends))
-        for file, stored, run in zip(latents.files, latents.find_files(), runs, strict=True):
+        for file, listed_file, run in zip(latents.files, latents.find_files(), runs, strict=True):
             try:
-                checked = file.check(stored)
-                if not self._fast and not checked.local_path:
+                current_file = file.check(listed_file)
+                if not self._fast and not current_file.local_path:
                     # The storage's checksum of the whole object is the version of the file.
-                    checked.scan(stored_file.ChecksumScan)
+                    current_file.scan(stored_file.ChecksumScan)
                 elif not self._fast:
                     _check_rows(file, latents.row_nbytes, places[run, 1:])
             except (OSError, ValueError) as error:
-                if stored and not stored.local_path and isinstance(error, OSError):
+                if listed_file and not listed_file.local_path and isinstance(error, OSError):
                     raise
                 self.faults.append(str(error))
 
@@ -285,11 +285,11 @@ def main() -> None:
         print(f'{name}: was left by a killed add_column; the next one removes it.')
     for fault in result.faults:
         print(fault)
-    how = 'shards not read: only their sizes compared.' if flags.fast else 'all of them read.'
+    scope = 'shards not read: only their sizes compared.' if flags.fast else 'all of them read.'
     print(
         f'{flags.data_dir}: {len(result.faults) or "no"} '
         f'fault{"" if len(result.faults) == 1 else "s"} in {result.num_files} files, '
-        f'{result.num_bytes:,} bytes, {how}'
+        f'{result.num_bytes:,} bytes, {scope}'
     )
     if result.faults:
         print('To fix this, copy those files again, or build with --overwrite.')

@@ -68,8 +68,8 @@ class Beginning:
             return state
         average = self.description.config['init_average']
         shapes = flatten_dict(program.abstract_state.params, sep='/')
-        fitting = {name: x for name, x in shapes.items() if name not in self.misfits}
-        restored = self.source.restore_weights(unflatten_dict(fitting, sep='/'), average=average)
+        shapes = {name: x for name, x in shapes.items() if name not in self.misfits}
+        restored = self.source.restore_weights(unflatten_dict(shapes, sep='/'), average=average)
         initial = flatten_dict(state.params, sep='/')
         params = unflatten_dict(initial | flatten_dict(restored, sep='/'), sep='/')
         # A copy: a donated state must not hold one buffer twice.

@@ -164,8 +164,8 @@ def restore_last(
     with _name_read_errors(manager.directory / str(step)):
         restored = manager.restore(step, args=ocp.args.Composite(**items))
     logging.info('Restored step %d from %s.', step, manager.directory)
-    completed = (manager.directory / str(step) / _COMPLETED).exists()
-    return restored[STATE], restored[_WINDOW], restored[_RUN][_INTERRUPTED] and not completed
+    is_completed = (manager.directory / str(step) / _COMPLETED).exists()
+    return restored[STATE], restored[_WINDOW], restored[_RUN][_INTERRUPTED] and not is_completed
 
 
 def advise_restart(manager: ocp.CheckpointManager, step: int) -> str:

@@ -178,12 +178,12 @@ class TrainingData:
         by_chunks = self.engine == input_pipeline.CHUNKS
         unit = f'in chunks of {config.chunk} records' if by_chunks else f'by {self.engine}'
         text = f', text {config.text}' if config.text else ''
-        reading = f'{self.plan.steps_per_epoch:,.1f} steps an epoch, read {unit}{text}'
+        schedule = f'{self.plan.steps_per_epoch:,.1f} steps an epoch, read {unit}{text}'
         lines = [self._describe(*x) for x in zip(self.sources, orders, strict=True)]
         if len(lines) > 1:
-            lines += [*self.plan.cursor.shares.summary, reading]
+            lines += [*self.plan.cursor.shares.summary, schedule]
         else:
-            lines = [f'{lines[0]}, {reading}']
+            lines = [f'{lines[0]}, {schedule}']
         return lines if self._text else [*lines, _NO_TEXT]
 
     def _describe(self, source: input_pipeline.MixSource, order: input_pipeline.Order) -> str:

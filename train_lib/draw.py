@@ -237,8 +237,8 @@ def unknown_words(facts: DatasetStats, encoder: Tokenizer, captions: Sequence[st
     words = list(dict.fromkeys(w for caption in captions for w in split_words(caption)))
     if facts.text_encoder == HashEncoder.name:
         # A bucket without mean and deviation got no word of any caption.
-        empty = (facts.text_mean == 0) & (facts.text_std == 0)
-        is_unknown = np.any(cast(Encoder, encoder).encode(words)[:, empty], axis=1).tolist()
+        is_empty = (facts.text_mean == 0) & (facts.text_std == 0)
+        is_unknown = np.any(cast(Encoder, encoder).encode(words)[:, is_empty], axis=1).tolist()
     elif facts.known_tokens:
         is_known = np.unpackbits(np.frombuffer(bytes.fromhex(facts.known_tokens), np.uint8))
         is_unknown = [not is_known[token] for [token] in encoder.tokenize(words)]

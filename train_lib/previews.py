@@ -70,9 +70,9 @@ def write_png(path: epath.PathLike, picture: np.ndarray) -> None:
 
 
 def _make_cell(pictures: Sequence[np.ndarray], caption: str) -> np.ndarray:
-    joined = _join_pictures([_enlarge(picture) for picture in pictures], axis=1)
-    width = joined.shape[1]
-    return np.concatenate([joined, _write_lines(_wrap(caption, width), width, 'black')])
+    row = _join_pictures([_enlarge(picture) for picture in pictures], axis=1)
+    width = row.shape[1]
+    return np.concatenate([row, _write_lines(_wrap(caption, width), width, 'black')])
 
 
 def _write_lines(
@@ -173,10 +173,10 @@ def _join_pictures(pictures: Sequence[np.ndarray], axis: int) -> np.ndarray:
     sizes[:-1, axis] += _MARGIN
     shape = sizes.max(0)
     shape[axis] = sizes[:, axis].sum()
-    joined = np.full((*shape, 3), 255, np.uint8)
+    canvas = np.full((*shape, 3), 255, np.uint8)
     offset = np.zeros(2, int)
     for picture, size in zip(pictures, sizes, strict=True):
         (y, x), (height, width) = offset, picture.shape[:2]
-        joined[y : y + height, x : x + width] = picture
+        canvas[y : y + height, x : x + width] = picture
         offset[axis] += size[axis]
-    return joined
+    return canvas

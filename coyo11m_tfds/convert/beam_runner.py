@@ -101,12 +101,12 @@ def _counting_shards(
     tasks: Sequence[ShardTask], finished: FinishedShards, progress: Progress
 ) -> Iterator[None]:
     """Counts until the block ends the shards that the workers have recorded."""
-    num_bytes, ended = {task.filename: task.num_bytes for task in tasks}, threading.Event()
+    num_bytes, end_event = {task.filename: task.num_bytes for task in tasks}, threading.Event()
 
     def watch() -> None:
         has_ended = False
         while not has_ended:
-            has_ended = ended.wait(_SECONDS_BETWEEN_LOOKS)
+            has_ended = end_event.wait(_SECONDS_BETWEEN_LOOKS)
             with contextlib.suppress(OSError):  # the next look may succeed
                 for name in num_bytes.keys() & finished.recorded():
                     progress.add(num_bytes.pop(name), shards=1)
@@ -116,7 +116,7 @@ def _counting_shards(
         try:
             yield
         finally:
-            ended.set()
+            end_event.set()
 
 
 def _pack_inputs(tasks: Sequence[ShardTask], finished: FinishedShards) -> list[ShardTask]:

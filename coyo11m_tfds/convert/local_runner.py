@@ -122,7 +122,7 @@ class _LocalRun:
         """Writes the shards of one group; holds its files until the last is written."""
         try:
             with self._hold_files(tasks) as paths:
-                storing = []
+                futures = []
                 for task in tasks:
                     # Threads may wait for room in `staging`, the processes of the pool should not.
                     self._shards_in_work.acquire()
@@ -131,8 +131,8 @@ class _LocalRun:
                     local = os.path.join(self.staging, uuid.uuid4().hex)
                     segment_paths = [paths[segment.file] for segment in task.segments]
                     future = self.pool.submit(write_shard, task, segment_paths, local)
-                    storing.append(storers.submit(self._store, task, future, local))
-                concurrent.futures.wait(storing)
+                    futures.append(storers.submit(self._store, task, future, local))
+                concurrent.futures.wait(futures)
         except BaseException as error:
             self._fail(error)
 

@@ -114,10 +114,10 @@ def ends_in_one_line(
     interrupt_once()
     if not faulthandler.is_enabled():
         faulthandler.enable()
-    caught: tuple[type[BaseException], ...] = (KeyboardInterrupt, ModuleNotFoundError, *fixable)
+    kinds: tuple[type[BaseException], ...] = (KeyboardInterrupt, ModuleNotFoundError, *fixable)
     try:
         yield
-    except caught as error:
+    except kinds as error:
         if wants_traceback():
             raise
         print_error(error, outlook)

@@ -83,5 +83,5 @@ def summarize_error(error: BaseException) -> str:
     lines = str(error).splitlines() or ['']
     # With the module of the error, unless it is one of Python's own.
     matches = (re.match(r'(?:\w+\.)*(\w+Error: .*)', line) for line in lines[1:])
-    quoted = [match[1] for match in matches if match]
-    return quoted[-1] if quoted else f'{type(error).__name__}: {lines[0]}'
+    messages = [match[1] for match in matches if match]
+    return messages[-1] if messages else f'{type(error).__name__}: {lines[0]}'

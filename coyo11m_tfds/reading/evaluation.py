@@ -117,10 +117,10 @@ class EvalReader(SplitReader):
         size = self.options.local_batch_size
         records = self._own_records[start * size :]
         blocks = eval_blocks(self._lengths, records.start, records.stop, size, self._kept)
-        empty = {name: np.zeros(*spec) for name, spec in self.spec(0).items()}
+        no_rows = {name: np.zeros(*spec) for name, spec in self.spec(0).items()}
         # Processes at the end of the split have fewer records, but as many batches.
         batches = itertools.chain(
-            self.read_blocks(blocks, self.options.parallel_reads), itertools.repeat(empty)
+            self.read_blocks(blocks, self.options.parallel_reads), itertools.repeat(no_rows)
         )
         for batch in itertools.islice(batches, self.num_batches - start):
             yield {name: _pad_rows(x, size) for name, x in gather_batch(batch).items()}

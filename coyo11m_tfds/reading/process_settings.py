@@ -80,9 +80,9 @@ def _end_at_exit() -> None:
     from tensorflow.python.ops import gen_dataset_ops
 
     # By exact type: asking for more would run code of unrelated objects.
-    living = [thing for thing in gc.get_objects() if type(thing) is iterator_ops.OwnedIterator]
-    for iterator in living:
+    iterators = [x for x in gc.get_objects() if type(x) is iterator_ops.OwnedIterator]
+    for iterator in iterators:
         # References to an iterator's resource are in places that cannot be cleared, such as the
         # frames of an error. So the resource stays, but is emptied.
-        nothing = iterator._dataset.take(0)
-        gen_dataset_ops.make_iterator(nothing._variant_tensor, iterator._iterator_resource)
+        no_items = iterator._dataset.take(0)
+        gen_dataset_ops.make_iterator(no_items._variant_tensor, iterator._iterator_resource)

@@ -228,16 +228,16 @@ def _latent_values(latents: Mapping[str, Any]) -> dict[str, Any] | None:
     start, end = np.floor(edges[low - 1] / step / num_gaps), np.ceil(edges[high] / step / num_gaps)
     bars = step * num_gaps * start + step * np.arange(num_gaps * (end - start))
     on_axis = counts[:, 1 : 1 + np.searchsorted(edges, bars[-1] + step)]
-    drawn = np.add.reduceat(on_axis, np.searchsorted(edges, bars), axis=1)
+    bar_counts = np.add.reduceat(on_axis, np.searchsorted(edges, bars), axis=1)
     return {
-        'outside': 1 - drawn.sum() / counts.sum(),
+        'outside': 1 - bar_counts.sum() / counts.sum(),
         'channels': [
             {
                 'mean': mean,
                 'std': std,
                 'chart': _chart(channel, bars[0], step, (mean - std, mean, mean + std), 'values'),
             }
-            for channel, mean, std in zip(drawn, latents['mean'], latents['std'], strict=True)
+            for channel, mean, std in zip(bar_counts, latents['mean'], latents['std'], strict=True)
         ],
     }
 

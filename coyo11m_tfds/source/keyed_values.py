@@ -161,10 +161,10 @@ def remove_unused(cache_dir: str) -> None:
 def order_by_key(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the first row of each of the keys, by key, and the keys of other rows, ascending."""
     order = np.argsort(keys, kind='stable')
-    ascending = keys[order]
+    sorted_keys = keys[order]
     duplicate = np.zeros(len(keys), bool)
-    np.equal(ascending[1:], ascending[:-1], out=duplicate[1:])
-    return order[~duplicate], ascending[duplicate]
+    np.equal(sorted_keys[1:], sorted_keys[:-1], out=duplicate[1:])
+    return order[~duplicate], sorted_keys[duplicate]
 
 
 def check_unique_keys(
@@ -248,14 +248,14 @@ def _merge_runs(paths: Sequence[str]) -> Iterator[pa.Table]:
         # No run has a later piece that begins before the least of these.
         last_place = min(x[-1] for x in places)
         counts = [int(np.searchsorted(x, last_place, side='right')) for x in places]
-        merged = [rows[:count] for rows, count in zip(pieces, counts, strict=True)]
-        yield pa.concat_tables(merged).sort_by('place')
-        remaining = [
+        heads = [rows[:count] for rows, count in zip(pieces, counts, strict=True)]
+        yield pa.concat_tables(heads).sort_by('place')
+        tails = [
             (run, rows[count:] if count < len(rows) else next(run, None))
             for run, rows, count in zip(runs, pieces, counts, strict=True)
         ]
-        runs = [run for run, rows in remaining if rows is not None]
-        pieces = [rows for _, rows in remaining if rows is not None]
+        runs = [run for run, rows in tails if rows is not None]
+        pieces = [rows for _, rows in tails if rows is not None]
 
 
 @contextlib.contextmanager

@@ -114,7 +114,7 @@ def _names_in_index(
     try:
         shards = json.loads(index.read())['shards']
         sizes = {shard['raw_data']['basename']: shard['raw_data']['bytes'] for shard in shards}
-        compressed = [
+        compressed_names = [
             name for name, shard in zip(sizes, shards, strict=True) if shard['compression']
         ]
         folders = sorted({os.path.dirname(name) for name in sizes} - {''})
@@ -129,7 +129,7 @@ def _names_in_index(
         listing |= folder.list_visible(sub_folder, _SUFFIXES)
     for name, size in sizes.items():
         path, file = f'{folder.folder}/{name}', listing.get(name)
-        if compressed and not file:
+        if compressed_names and not file:
             raise ValueError(
                 f'{path}: is compressed; write the shards again with compression=None.'
             )

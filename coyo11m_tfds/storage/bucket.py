@@ -276,11 +276,11 @@ def _write_object(url: str, data: bytes, generation: int | None = None) -> stora
 
 def _upload_object(url: str, path: str, crc32c: int) -> None:
     """Stores a local file of any size; after an error it repeats only the failed request."""
-    sent = FileState(os.path.getsize(path), crc32c)
+    state = FileState(os.path.getsize(path), crc32c)
 
     def attempt(options: dict[str, Any]) -> None:
         blob = _blob(url)
-        options |= {'size': sent.size, 'content_type': _CONTENT_TYPE, 'checksum': None}
+        options |= {'size': state.size, 'content_type': _CONTENT_TYPE, 'checksum': None}
         blob.chunk_size = _CHUNK
         with open(path, 'rb') as file:
             try:
@@ -288,7 +288,7 @@ def _upload_object(url: str, path: str, crc32c: int) -> None:
             except ValueError as error:
                 # The storage may keep less of a chunk than was sent; the library gives up then.
                 raise retry.Corrupted(f'{url}: {error}') from error
-        _check_stored(url, blob, sent)
+        _check_stored(url, blob, state)
 
     _call_storage(url, f'storing {url}', attempt)
 

@@ -140,10 +140,10 @@ class Disk(Storage):
             if error.errno != errno.EXDEV:
                 raise
             with self._new_file() as path:
-                copied = file_state.copy(local_file, path).crc32c
-                if copied != crc32c:
+                actual = file_state.copy(local_file, path).crc32c
+                if actual != crc32c:
                     raise OSError(
-                        f'{local_file}: CRC-32C is {copied:08x}, expected {crc32c:08x}; write it '
+                        f'{local_file}: CRC-32C is {actual:08x}, expected {crc32c:08x}; write it '
                         'again.'
                     ) from None
                 _move_synced(path, target)

@@ -79,8 +79,8 @@ def revision(model: str) -> str:
     if not folder.is_dir():
         import huggingface_hub
 
-        cached = huggingface_hub.try_to_load_from_cache(model, 'config.json')
-        return Path(str(cached)).parent.name  # .../snapshots/COMMIT/config.json
+        config_path = huggingface_hub.try_to_load_from_cache(model, 'config.json')
+        return Path(str(config_path)).parent.name  # .../snapshots/COMMIT/config.json
     files = sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES)
     digest = hashlib.sha256()
     for path in files:

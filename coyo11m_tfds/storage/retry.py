@@ -82,18 +82,18 @@ def call(operation: Callable[[], T], label: str, *, attempts: int = 8) -> T:
             return operation()
         except Exception as error:
             if not is_transient(error):
-                refused = _refused(error, label)
-                if refused is None:
+                permission_error = _refused(error, label)
+                if permission_error is None:
                     raise
-                raise refused from error
+                raise permission_error from error
             if attempt == attempts:
                 raise GivenUp(
                     f'{label}: given up after {attempts} attempts; the last one failed with '
                     f'{_text(error)}. Run the same command again later; builds and copies resume.'
                 ) from error
             delay = _delay(attempt, error)
-            retrying = f'trying again in {delay:.1f} s (attempt {attempt} of {attempts} failed).'
-            logging.warning('%s: %s; %s', label, _text(error), retrying)
+            outlook = f'trying again in {delay:.1f} s (attempt {attempt} of {attempts} failed).'
+            logging.warning('%s: %s; %s', label, _text(error), outlook)
         time.sleep(delay)
     raise ValueError(f'attempts is {attempts}, expected at least 1.')
 

@@ -102,16 +102,16 @@ def _fetch_all(paths: Mapping[StoredFile, str], on_bytes: OnBytes) -> None:
         [(file, path)] = paths.items()
         file.fetch(path, on_bytes)
         return
-    stopped = threading.Event()
+    stop = threading.Event()
 
     def count(num_bytes: int) -> None:
         on_bytes(num_bytes)
-        if stopped.is_set():
+        if stop.is_set():
             raise concurrent.futures.CancelledError
 
     with concurrent.futures.ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as threads:
         try:
             list(threads.map(StoredFile.fetch, paths, paths.values(), itertools.repeat(count)))
         except BaseException:
-            stopped.set()
+            stop.set()
             raise

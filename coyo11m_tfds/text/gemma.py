@@ -119,8 +119,8 @@ def _rotation(rope: Rope, tokens: int, head_dim: int) -> tuple[np.ndarray, np.nd
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Turns the pairs (i, i + head_dim / 2) of `(b, T, heads, head_dim)` by their angles."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    halves = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(halves, axis=-1).astype(x.dtype)
 
 
 class RMSNorm(nn.Module):

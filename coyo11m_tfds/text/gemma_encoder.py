@@ -199,9 +199,9 @@ def _targets(params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns the array of each weight by its name in the files, with the axes in their order."""
     targets = {f'{stored_name}.weight': params[name] for name, stored_name in _REST.items()}
     for name, stored_name in _LAYER.items():
-        for i, stacked in enumerate(params[f'layers.{name}']):
+        for i, layer in enumerate(params[f'layers.{name}']):
             # A kernel is (in, out) here and (out, in) there.
-            targets[f'layers.{i}.{stored_name}.weight'] = stacked.T
+            targets[f'layers.{i}.{stored_name}.weight'] = layer.T
     return targets
 
 

@@ -96,10 +96,10 @@ class ModelEncoder(Encoder):
         lengths = np.array([len(ids) for ids in tokens], np.int64)
         embeddings = np.empty((len(tokens), self.dim), np.float32)
         batches = plan_batches(lengths, self._batch_tokens, self._num_devices)
-        started = ((rows, self._start([tokens[i] for i in rows], shape)) for rows, shape in batches)
+        running = ((rows, self._start([tokens[i] for i in rows], shape)) for rows, shape in batches)
         # Each batch is started before the wait for the previous one, so that no device is idle.
         previous = None
-        for batch in itertools.chain(started, [None]):
+        for batch in itertools.chain(running, [None]):
             if previous:
                 rows, means = previous
                 embeddings[rows] = means()[: len(rows)]

@@ -90,8 +90,8 @@ def test_a_system_without_control_groups(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ('usable', 'most', 'remedy'),
     [
-        (2 * GB, 6, 'Set num_workers to 6 or raise its limit'),
-        (GB, 2, 'Set num_workers to 2 or raise its limit'),
+        (2 * GB, 6, 'Set num_workers to 6, or raise its limit'),
+        (GB, 2, 'Set num_workers to 2, or raise its limit'),
         (GB // 2, 0, 'Use a machine with more, or raise its limit'),
     ],
 )

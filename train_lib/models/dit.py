@@ -534,7 +534,7 @@ class DiT(nn.Module):
         def body(module: nn.Module, tokens: jax.Array, *context: Any):
             return module(tokens, *context), None
 
-        scanned = nn.scan(
+        blocks = nn.scan(
             body,
             variable_axes={'params': 0},
             split_rngs={'params': True},
@@ -544,7 +544,7 @@ class DiT(nn.Module):
         )
         fields = self.num_heads, self.mlp_ratio, self.dtype, self.attention, self.pin
         stack = block(*fields, name='blocks')
-        return lambda tokens, *context: scanned(stack, tokens, *context)[0]
+        return lambda tokens, *context: blocks(stack, tokens, *context)[0]
 
 
 def _to_patches(x: jax.Array, p: int) -> jax.Array:
