@@ -469,7 +469,7 @@ def test_numbers_that_devices_would_change_are_refused_by_name(intact):
 
 def test_the_part_of_another_process_is_refused(intact):
     batches = input_pipeline.train_batches(intact, **ORDER, process_index=1, process_count=2)
-    with pytest.raises(ValueError, match=r'process_index=1 with process_count=2 is not the part'):
+    with pytest.raises(ValueError, match=r'process_index=1 with process_count=2 is not the share'):
         input_pipeline.to_device(batches, one_device())
 
 
@@ -511,6 +511,6 @@ def test_on_two_hosts_arrays_hold_each_record_once(intact, tmp_path):
     low = next(input_pipeline.train_batches(intact, **ORDER))['key'] & 0xFFFFFFFF
     assert parts[0][1] + parts[1][1] == low[::4].tolist(), found
     for number, (refused, _, shape, shares) in enumerate(parts):
-        assert 'process_index=0 with process_count=1 is not the part' in refused
+        assert 'process_index=0 with process_count=1 is not the share' in refused
         assert shape == [16, *schema.LATENT_SHAPE]
         assert shares == [[number, 2], [0, 1]]
