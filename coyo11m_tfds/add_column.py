@@ -139,9 +139,7 @@ def move_latents(data_dir: str | os.PathLike[str], source: str | os.PathLike[str
     with _editing(data_dir) as edit:
         latents = edit.stored.columns.get(schema.LATENTS)
         if not isinstance(latents, InPlaceColumn):
-            raise ValueError(
-                f'{edit.stored.folder}: its latents lie in its records, not in a source.'
-            )
+            raise ValueError(f'{edit.stored.folder}: its latents are in its records, not in files.')
         latent_files = source_folder.find_source(source).latent_files
         files = tuple(_find_moved(file, latent_files, source, edit) for file in latents.files)
         moved = dataclasses.replace(latents, files=files)

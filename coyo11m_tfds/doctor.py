@@ -209,8 +209,7 @@ def plan_or_estimate(place: str, settings: BuildSettings) -> DryRun:
     """Plans the build of a source.
 
     If the captions can be read in seconds, the plan is exactly that of the build. Otherwise this
-    checks only heads and the Parquet file's footer, and estimates the sizes of the shards from
-    those of the files.
+    checks only heads and the Parquet file's footer, and estimates sizes from those of the files.
     """
     from coyo11m_tfds.convert.plan import make_plan, read_latents  # these need an extra
     from coyo11m_tfds.source import source_folder

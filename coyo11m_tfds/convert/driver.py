@@ -128,8 +128,7 @@ def build(
 
 @contextlib.contextmanager
 def _removing_new_empty_folders(*places: str) -> Iterator[None]:
-    """Removes, when the block ends, those of the local folders and their parents that it created
-    and that are empty."""
+    """Removes at its end the local folders, and folders above them, that are new and empty."""
     paths = [pathlib.Path(p).absolute() for p in places if storage.local_path(p)]
     new = {folder for path in paths for folder in (path, *path.parents) if not folder.exists()}
     try:

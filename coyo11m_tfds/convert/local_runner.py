@@ -49,8 +49,7 @@ def write_with_processes(
     """Writes shards and their records; yields each result when its shard is stored.
 
     Tasks of one group must be consecutive. `local` is a folder for shards on their way to a bucket.
-    0 workers stand for the environment variable `COYO11M_NUM_PROC` or, if it is not set, for as
-    many as cores and memory allow.
+    0 workers: as many as `COYO11M_NUM_PROC` says or, without it, as cores and memory allow.
     """
     if not tasks:
         return
