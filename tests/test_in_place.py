@@ -160,7 +160,7 @@ def test_a_source_that_was_moved_is_found_again(movable, tmp_path, monkeypatch):
 
 
 def test_latents_of_records_are_in_no_source(mini_dataset, sample_source):
-    with pytest.raises(ValueError, match=f'{mini_dataset}: its latents lie in its records'):
+    with pytest.raises(ValueError, match=f'{mini_dataset}: its latents are in its records'):
         add_column.move_latents(mini_dataset, sample_source)
 
 
