@@ -156,7 +156,7 @@ def make_source(folder: pathlib.Path, kind: str, count: int = COUNT) -> Truth:
         ]
         columns = latent_files.MDS_COLUMNS
         if kind == 'microdit':
-            columns |= {'latents_512': 'bytes', 'caption_latents': 'bytes'}
+            columns = columns | {'latents_512': 'bytes', 'caption_latents': 'bytes'}
             for sample in itertools.chain.from_iterable(shards):
                 sample['caption_latents'] = values[0, 0]
                 sample['latents_512'] = np.tile(sample['latents_256'], (1, 2, 2))
