@@ -33,7 +33,7 @@ from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import captions, sidecar, source_folder
 from coyo11m_tfds.source.keyed_parquet import KeyedFile
 from coyo11m_tfds.source.keyed_values import KeyedValues
-from coyo11m_tfds.storage.scratch import Scratch
+from coyo11m_tfds.storage.scratch import Scratch, check_out, scratch_folder
 from coyo11m_tfds.storage.stored_file import StoredFile
 from coyo11m_tfds.text import parts, text_encoders
 from coyo11m_tfds.text.encoder import Encoder, Tokenizer
@@ -121,7 +121,8 @@ def embed(
     if file and file.local_path:
         # It has the column, or this is an error.
         KeyedFile(file.path, caption_column).close()
-    parts.check_out(out, share)
+    ranks.check_share(share)
+    check_out(out)
     if part_captions < 1:
         raise ValueError(f'part_captions is {part_captions}, expected at least 1.')
     model: Tokenizer
@@ -131,7 +132,7 @@ def embed(
         model = text_encoders.make_tokenizer(encoder, max_tokens)
     else:
         model = text_encoders.make_encoder(encoder, max_tokens, batch_tokens)
-    with parts.scratch_folder(out, scratch_dir) as folder:
+    with scratch_folder(out, scratch_dir) as folder:
         values, caption_column = _sort_captions(source, file, caption_column, latents_from, folder)
         source = file.path if file else source
         if not drop_duplicates:
@@ -215,11 +216,6 @@ def _sort_captions(
     return KeyedValues(by_key), texts.caption_column
 
 
-def _parse_part(text: str) -> tuple[int, int]:
-    index, count = text.split('/')
-    return int(index), int(count)
-
-
 def main() -> None:
     """Runs the command line; bad input ends it with one message and exit status 1."""
     parser = command_line.Parser('coyo11m_tfds.embed_captions', __doc__)
@@ -237,7 +233,7 @@ def main() -> None:
     hint = 'most tokens in a forward pass, by default chosen for the device; fewer take less memory'
     add('--batch_tokens', type=int, help=hint)
     hint = 'number of this process, from 0, and of all (by default from the launcher)'
-    add('--part', type=_parse_part, metavar='I/N', help=hint)
+    add('--part', type=ranks.parse_share, metavar='I/N', help=hint)
     hint = 'most captions of a part (%(default)s)'
     add('--part_captions', type=int, default=parts.PART_CAPTIONS, help=hint)
     add('--scratch_dir', default='', help='local folder for temporary files (in a local OUT)')

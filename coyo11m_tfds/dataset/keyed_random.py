@@ -4,6 +4,8 @@ The numbers are the same on every machine and with every version of NumPy. NumPy
 guarantee for its bit generators, but not for `Generator`.
 """
 
+import hashlib
+
 import numpy as np
 
 
@@ -24,6 +26,12 @@ def derive(seed: int, *numbers: int | np.ndarray) -> np.ndarray:
     for number in numbers:
         key = splitmix64(key ^ np.asarray(number).astype(np.uint64))
     return key
+
+
+def name_hash(name: str) -> int:
+    """Returns the 64-bit BLAKE2b digest of a name."""
+    data = name.encode('utf-8', 'surrogateescape')
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), 'little')
 
 
 class Permutation:

@@ -3,7 +3,7 @@
 import errno
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 # What to do about errors of the operating system, which says only what is wrong.
@@ -85,3 +85,22 @@ def summarize_error(error: BaseException) -> str:
     matches = (re.match(r'(?:\w+\.)*(\w+Error: .*)', line) for line in lines[1:])
     messages = [match[1] for match in matches if match]
     return messages[-1] if messages else f'{type(error).__name__}: {lines[0]}'
+
+
+def damaged_file_error(name: str, kind: str, problem: str) -> ValueError:
+    """Returns the error for a file that is not of its kind."""
+    return ValueError(
+        f'{name}: is damaged or not {kind}, {problem}. Copy, download or write it again.'
+    )
+
+
+def check_same_entries(
+    expected: Mapping[str, Any], entries: Mapping[str, Any], name: str, origin: str
+) -> None:
+    """Raises a ValueError if an entry of the file `name` differs from that expected by `origin`."""
+    for entry in sorted(expected.keys() | entries.keys()):
+        if expected.get(entry) != entries.get(entry):
+            raise ValueError(
+                f'{name}: {entry} is {entries.get(entry)!r}, but {expected.get(entry)!r} {origin}. '
+                'Remove the file, or choose another folder.'
+            )

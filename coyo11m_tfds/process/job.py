@@ -49,3 +49,15 @@ def index_on_machine() -> int:
     """Returns the number of this process among those of its job on this machine."""
     numbers = [os.environ.get(name, '') for name in _ON_MACHINE]
     return next((int(number) for number in numbers if number.isdecimal()), 0)
+
+
+def parse_share(text: str) -> tuple[int, int]:
+    """Parses the `I/N` of a flag: the number of this process, from 0, and of all."""
+    index, count = text.split('/')
+    return int(index), int(count)
+
+
+def check_share(share: tuple[int, int]) -> None:
+    """Raises a ValueError for a wrong `(number, count)`."""
+    if not 0 <= share[0] < share[1]:
+        raise ValueError(f'part {share[0]}/{share[1]}: expected I/N with I from 0 to N - 1.')

@@ -18,7 +18,8 @@ import torch
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import columns
-from coyo11m_tfds.dataset.keyed_random import splitmix64
+from coyo11m_tfds.dataset.keyed_random import name_hash, splitmix64
+from coyo11m_tfds.process.errors import damaged_file_error
 from coyo11m_tfds.source import copied_files
 from coyo11m_tfds.storage import file_state
 from coyo11m_tfds.storage.stored_file import StoredFile
@@ -256,12 +257,6 @@ def _bytes_of(raw: torch.Tensor) -> np.ndarray:
     return raw.view(torch.uint8).flatten(1).numpy()
 
 
-def name_hash(name: str) -> int:
-    """Returns the 64-bit BLAKE2b digest of a name."""
-    data = name.encode('utf-8', 'surrogateescape')
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), 'little')
-
-
 def write_sparse_file(path: str, size: int, contents: Iterable[tuple[int, bytes]]) -> None:
     """Writes a file with holes around some contents, which come with their offsets."""
     with open(path, 'wb') as file:
@@ -269,13 +264,6 @@ def write_sparse_file(path: str, size: int, contents: Iterable[tuple[int, bytes]
         for offset, data in contents:
             file.seek(offset)
             file.write(data)
-
-
-def damaged_file_error(name: str, kind: str, problem: str) -> ValueError:
-    """Returns the error for a file that is not of its kind."""
-    return ValueError(
-        f'{name}: is damaged or not {kind}, {problem}. Copy, download or write it again.'
-    )
 
 
 def use_one_thread() -> None:

@@ -14,11 +14,11 @@ import pyarrow as pa
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import columns
+from coyo11m_tfds.process.errors import damaged_file_error
 from coyo11m_tfds.source.latent_file import (
     LABELS,
     LatentFile,
     RowLayout,
-    damaged_file_error,
     write_sparse_file,
 )
 from coyo11m_tfds.storage import retry

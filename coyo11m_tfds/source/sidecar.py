@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset import columns
+from coyo11m_tfds.process import errors
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import keyed_values
 from coyo11m_tfds.source.keyed_parquet import KeyedFile
@@ -179,18 +180,6 @@ def describe_values(path: str, column: str = '', name: str = '') -> dict[str, An
         return _describe_column(file, column)
 
 
-def check_same_entries(
-    expected: Mapping[str, Any], entries: Mapping[str, Any], name: str, origin: str
-) -> None:
-    """Raises a ValueError if an entry of the file `name` differs from that expected by `origin`."""
-    for entry in sorted(expected.keys() | entries.keys()):
-        if expected.get(entry) != entries.get(entry):
-            raise ValueError(
-                f'{name}: {entry} is {entries.get(entry)!r}, but {expected.get(entry)!r} {origin}. '
-                'Remove the file, or choose another folder.'
-            )
-
-
 def _describe_column(file: KeyedFile, column: str) -> dict[str, Any]:
     kind, is_list = file.kind, pa.types.is_fixed_size_list(file.kind)
     number, shape = (kind.value_type, [kind.list_size]) if is_list else (kind, [])
@@ -249,7 +238,7 @@ def join_values(
                     # The files of a sidecar differ only in the number of the part.
                     entries = {x: y for x, y in parquet.metadata.items() if x != schema.META_PART}
                 common = common or entries
-                check_same_entries(common, entries, file.path, f'in {files[0].path}')
+                errors.check_same_entries(common, entries, file.path, f'in {files[0].path}')
                 keys = parquet.keys()
                 for rows, values in _read_numbers(parquet, keys, facts):
                     digest.update(values)

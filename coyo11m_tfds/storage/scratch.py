@@ -8,10 +8,12 @@ import concurrent.futures
 import contextlib
 import itertools
 import os
+import platform
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
-from coyo11m_tfds import storage
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.storage import locks
 from coyo11m_tfds.storage.file_state import OnBytes, StrPath, ignore_bytes
@@ -43,6 +45,32 @@ def user_cache(*names: str) -> str:
     """Returns a folder within this user's cache, which need not exist."""
     cache = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
     return os.path.join(cache, *names)
+
+
+def check_out(out: str) -> None:
+    """Raises a ValueError for a file, or for a URL that cannot be written to."""
+    if os.path.isfile(out):
+        raise ValueError(f'{out} is a file; expected a folder.')
+    storage.open_folder(out, to_write=True)
+
+
+@contextlib.contextmanager
+def scratch_folder(out: str, chosen: StrPath) -> Iterator[str]:
+    """Makes a folder for this run, in a local `out` so that parts are only renamed."""
+    if not storage.local_path(out):
+        parent, prefix = Path(chosen or user_cache(schema.NAME)), 'parts-'
+    else:
+        # What another host of a shared disk has must stay, even if locks do not reach so far.
+        parent, prefix = Path(chosen or out), f'.{platform.node()}-'
+        Path(out).mkdir(parents=True, exist_ok=True)
+    parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with locks.temporary_folder(parent, prefix) as folder:
+            yield folder
+    finally:
+        # There may be no folder, if this is a bucket, or it is not empty.
+        with contextlib.suppress(OSError):
+            os.rmdir(out)
 
 
 class Scratch:

@@ -10,21 +10,18 @@ write the same bytes.
 """
 
 import concurrent.futures
-import contextlib
 import itertools
 import os
-import platform
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 
 from coyo11m_tfds import schema, storage
+from coyo11m_tfds.process import errors
 from coyo11m_tfds.source import keyed_parquet, sidecar
 from coyo11m_tfds.source.keyed_values import KeyedValues
-from coyo11m_tfds.storage import file_state, locks
-from coyo11m_tfds.storage.scratch import user_cache
+from coyo11m_tfds.storage import file_state
 from coyo11m_tfds.storage.stored_file import StoredFile
 from coyo11m_tfds.text import text_encoders
 from coyo11m_tfds.text.encoder import Encoder, OnBatch, Tokenizer
@@ -97,7 +94,7 @@ class SidecarParts:
             stored = keyed_parquet.read_schema(file).metadata or {}
             metadata = {key.decode(): value.decode() for key, value in stored.items()}
             expected = self._metadata_of(number)
-            sidecar.check_same_entries(expected, metadata, file.path, 'is what this command makes')
+            errors.check_same_entries(expected, metadata, file.path, 'is what this command makes')
 
         with concurrent.futures.ThreadPoolExecutor(_CHECKED_AT_ONCE) as threads:
             list(threads.map(check_one, finished))
@@ -162,31 +159,3 @@ class SidecarParts:
     def _metadata_of(self, number: int) -> dict[str, str]:
         """Everything that decides the contents of a part."""
         return {**self._metadata, schema.META_PART: f'{number} of {self.count}'}
-
-
-def check_out(out: str, share: tuple[int, int]) -> None:
-    """Raises a ValueError for a file, a URL not on `gs://`, or a wrong `(number, count)`."""
-    if not 0 <= share[0] < share[1]:
-        raise ValueError(f'part {share[0]}/{share[1]}: expected I/N with I from 0 to N - 1.')
-    if os.path.isfile(out):
-        raise ValueError(f'{out} is a file; expected a folder.')
-    storage.open_folder(out, to_write=True)
-
-
-@contextlib.contextmanager
-def scratch_folder(out: str, chosen: str | os.PathLike[str]) -> Iterator[str]:
-    """Makes a folder for this run, in a local `out` so that parts are only renamed."""
-    if not storage.local_path(out):
-        parent, prefix = Path(chosen or user_cache(schema.NAME)), 'embed-'
-    else:
-        # What another host of a shared disk has must stay, even if locks do not reach so far.
-        parent, prefix = Path(chosen or out), f'.{platform.node()}-'
-        Path(out).mkdir(parents=True, exist_ok=True)
-    parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with locks.temporary_folder(parent, prefix) as folder:
-            yield folder
-    finally:
-        # There may be no folder, if this is a bucket, or it is not empty.
-        with contextlib.suppress(OSError):
-            os.rmdir(out)
