@@ -1,0 +1,223 @@
+"""Reads image files into pixels of the shapes that an encoder takes.
+
+    target = pixels.Target(shapes=((256, 256),))
+    pixels.read_pixels(data, target).crops   # uint8 (1, 256, 256, 3), sRGB
+
+Files come from anywhere: whatever is wrong with one is a `BadImageError`, and none takes more
+memory than `Target.max_pixels` allows.
+"""
+
+import contextlib
+import functools
+import io
+import math
+import warnings
+from typing import NamedTuple
+
+import numpy as np
+import PIL
+from PIL import Image, ImageCms, ImageOps
+
+# The formats that photographs are kept in. Each further decoder of Pillow's forty is one more that
+# files of strangers could attack.
+_FORMATS = ('JPEG', 'PNG', 'WEBP')
+# A progressive JPEG has ten scans. A video behind the image has hundreds of markers by chance.
+_MAX_SCANS = 1000
+_PNG_DEPTH = 24  # offset of the bits a channel in a PNG file
+
+# Of the shapes of buckets: the largest ratio of their sides and the least share of the area.
+_MAX_RATIO = 2
+_LEAST_AREA = 0.9
+# The least share of an image that its crop may keep.
+_LEAST_CROP = 2 / 3
+
+
+class BadImageError(ValueError):
+    """An image that cannot be used.
+
+    Attributes:
+        reason: Why, one of a few short phrases, for counts.
+    """
+
+    def __init__(self, reason: str, detail: str = ''):
+        super().__init__(reason, detail)  # pickling needs the arguments of this method
+        self.reason = reason
+
+    def __str__(self):
+        return ' '.join(': '.join(filter(None, self.args)).split())
+
+
+class SmallImageError(BadImageError):
+    """A good image, but `too small` (it would have to be enlarged) or `too narrow`."""
+
+
+class Target(NamedTuple):
+    """What images are made into.
+
+    Attributes:
+        shapes: `(H, W)` in pixels; an image gets the shape whose aspect ratio is nearest.
+        crops: 1, the centre, or 3, the start, centre and end of the longer side.
+        max_pixels: Most pixels of an image. The default, the 50 megapixels of a telephone, takes
+            0.5 GB of memory as a JPEG or PNG and 0.8 GB as a WebP.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    crops: int = 1
+    max_pixels: int = 8192 * 6144
+
+
+class Pixels(NamedTuple):
+    """An image as the encoder takes it.
+
+    Attributes:
+        crops: uint8 `(crops, H, W, 3)`, sRGB.
+        width: Width of the original in pixels, once it is turned upright.
+        height: Its height.
+    """
+
+    crops: np.ndarray
+    width: int
+    height: int
+
+
+def bucket_shapes(size: int, step: int = 64) -> tuple[tuple[int, int], ...]:
+    """Returns the shapes `(H, W)` of nearly the area `size * size`, with sides of whole steps.
+
+    For 1024 they are those of SDXL (https://arxiv.org/abs/2307.01952, appendix I), whose areas are
+    between 0.9 and 1 times the square, up to a ratio of 2 instead of 4: each shape is one more
+    step to compile.
+
+    Raises:
+        ValueError: `size` is no multiple of `step`.
+    """
+    if size % step:
+        raise ValueError(f'Buckets need a size that is a multiple of {step}, not {size}.')
+    sides = range(step, _MAX_RATIO * size + 1, step)
+    return tuple(
+        (height, width)
+        for height in sides
+        for width in sides
+        if _LEAST_AREA * size**2 < height * width <= size**2
+        and max(height, width) <= _MAX_RATIO * min(height, width)
+    )
+
+
+def read_pixels(data: bytes, target: Target) -> Pixels:
+    """Decodes an image and brings it to the shape of the target that is nearest.
+
+    It is turned upright by its EXIF, laid over white where it is transparent, reduced with
+    antialiasing until it just covers the shape, cropped, and converted to sRGB from the profile
+    that it may bring; a profile that cannot be used is ignored, as browsers do.
+
+    The pixels are those of the image processor of diffusers with `resize_mode='crop'`.
+
+    Raises:
+        BadImageError: It is damaged, too large, or of a kind that is not taken.
+        SmallImageError: It would have to be enlarged, or more than a third of it would be cut off
+            to fit the nearest of several shapes.
+        MemoryError: The machine lacks the memory that `target.max_pixels` allows.
+    """
+    image = _decode(data, target)
+    width, height = image.size
+    shape = min(
+        target.shapes, key=lambda shape: abs(math.log(width * shape[0] / (height * shape[1])))
+    )
+    if height < shape[0] or width < shape[1]:
+        raise SmallImageError('too small', f'{width}x{height}')
+    size = _reduced_size(image, shape)
+    if len(target.shapes) > 1 and math.prod(shape) < _LEAST_CROP * math.prod(size):
+        raise SmallImageError('too narrow', f'{width}x{height}')
+    # The profile of the few pixels that are left is converted faster than that of the original.
+    image = _convert_to_srgb(image.resize(size, Image.Resampling.LANCZOS))
+    return Pixels(_crop(np.asarray(image), shape, target.crops), width, height)
+
+
+def _decode(data: bytes, target: Target) -> Image.Image:
+    """Returns an upright image of the mode `L` or `RGB`."""
+    if not data:
+        raise BadImageError('empty')
+    try:
+        # Pillow warns of what it repairs, such as damaged EXIF.
+        with warnings.catch_warnings(action='ignore'):
+            image = Image.open(io.BytesIO(data), formats=_FORMATS)
+            _check_header(data, image, target)
+            image.load()
+            return _flatten(_turn(image))
+    except (BadImageError, MemoryError):
+        raise
+    except PIL.UnidentifiedImageError as error:
+        message = f'no header of a JPEG, PNG or WebP that can be read; it begins with {data[:12]!r}'
+        raise BadImageError('not an image', message) from error
+    except Image.DecompressionBombError as error:
+        raise BadImageError('too many pixels', str(error)) from error
+    except Exception as error:  # damage lets Pillow raise whatever its parsers stumble over
+        raise BadImageError('damaged or cut off', str(error)) from error
+
+
+def _check_header(data: bytes, image: Image.Image, target: Target) -> None:
+    """Refuses an image before memory and time go into its pixels."""
+    if math.prod(image.size) > target.max_pixels:
+        raise BadImageError('too many pixels', f'{image.width}x{image.height}')
+    if min(image.size) < min(map(min, target.shapes)):
+        raise SmallImageError('too small', f'{image.width}x{image.height}')
+    # The further frames of an MPO, a JPEG of a telephone, are previews and views for the other eye.
+    if image.format != 'MPO' and getattr(image, 'is_animated', False):
+        raise BadImageError('animation')
+    if image.mode == 'CMYK':
+        raise BadImageError('CMYK')
+    if image.format == 'PNG' and data[_PNG_DEPTH] == 16:
+        raise BadImageError('16 bits')
+    # Each scan of a few bytes goes over all pixels once more.
+    if image.format in ('JPEG', 'MPO') and data.count(b'\xff\xda') > _MAX_SCANS:
+        raise BadImageError('too many scans')
+
+
+def _turn(image: Image.Image) -> Image.Image:
+    with contextlib.suppress(Exception):  # of damaged EXIF, which leaves the image as it lies
+        ImageOps.exif_transpose(image, in_place=True)
+    return image
+
+
+def _flatten(image: Image.Image) -> Image.Image:
+    """Lays an image over white and returns it in the mode `L` or `RGB`."""
+    if image.has_transparency_data:
+        layer = image if image.mode == 'RGBA' else image.convert('RGBA')
+        white = Image.new('RGB', image.size, 'white')
+        white.paste(layer, mask=layer)
+        white.info = image.info
+        return white
+    return image if image.mode in ('L', 'RGB') else image.convert('RGB')
+
+
+def _reduced_size(image: Image.Image, shape: tuple[int, int]) -> tuple[int, int]:
+    """The least (W, H) of an image's aspect ratio that covers a shape, rounded as in diffusers."""
+    height, width = shape
+    if image.width * height > width * image.height:
+        return image.width * height // image.height, height
+    return width, image.height * width // image.width
+
+
+def _convert_to_srgb(image: Image.Image) -> Image.Image:
+    convert = _srgb_transform(image.info.get('icc_profile'), image.mode)
+    return convert.apply(image) if convert else image.convert('RGB')
+
+
+@functools.lru_cache(maxsize=4)  # a camera writes the same profile into all its images
+def _srgb_transform(profile: bytes | None, mode: str) -> ImageCms.ImageCmsTransform | None:
+    if not profile:
+        return None
+    try:
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        return ImageCms.buildTransform(source, ImageCms.createProfile('sRGB'), mode, 'RGB')
+    except (ImageCms.PyCMSError, OSError):
+        return None
+
+
+def _crop(pixels: np.ndarray, shape: tuple[int, int], crops: int) -> np.ndarray:
+    """Cuts crops from pixels (H, W, 3), which have the shape's height or its width."""
+    height, width = shape
+    rows, columns = pixels.shape[0] - height, pixels.shape[1] - width
+    # The centre is rounded as in diffusers.
+    centre = pixels.shape[0] // 2 - height // 2, pixels.shape[1] // 2 - width // 2
+    corners = [centre] if crops == 1 else [(0, 0), centre, (rows, columns)]
+    return np.stack([pixels[y : y + height, x : x + width] for y, x in corners])
