@@ -34,11 +34,8 @@ def make_schedule(
 ) -> optax.Schedule:
     """Returns the learning rate as a function of the step: linear warm-up, then `name`.
 
-    Args:
-        name: `cosine` (decay to 0), `constant`, or `wsd` (warm-up, stable, decay): constant, then
-            linear to 0 over the last 30% of the run, as in Hägele et al., arXiv:2405.18392.
-        num_steps: Number of steps of the whole run, warm-up included.
-        learning_rate: Learning rate at the end of the warm-up.
+    `wsd` (warm-up, stable, decay) is constant, then linear to 0 over the last 30% of the run, as in
+    Hägele et al., arXiv:2405.18392.
     """
     if not 0 <= warmup_steps < num_steps:
         problem = f'expected at least 0 and less than num_steps={num_steps}'
@@ -59,37 +56,37 @@ def make_schedule(
 
 def make_optimizer(
     name: str,
-    schedule: optax.Schedule,
-    muon_schedule: optax.Schedule | None = None,
     *,
+    schedule: str,
+    num_steps: int,
+    warmup_steps: int,
+    learning_rate: float,
+    muon_learning_rate: float,
     weight_decay: float,
     b1: float,
     b2: float,
     clip_norm: float,
     **muon_options: Any,
-) -> optax.GradientTransformation:
-    """Returns AdamW, or Muon for the kernels of blocks, after clipping by the global norm.
+) -> tuple[optax.Schedule, optax.GradientTransformation]:
+    """Returns AdamW, or Muon for the kernels of blocks, after clipping, and AdamW's learning rate.
 
     AdamW: Loshchilov and Hutter, arXiv:1711.05101. Muon: `train_lib/muon.py`; AdamW trains all
     other parameters, and the kernels of the modulation. Weight decay applies to kernels, and not to
     biases, scales and the vector for no text.
-
-    Args:
-        name: `adamw` or `muon`.
-        schedule, muon_schedule: Learning rates of AdamW and of Muon.
-        weight_decay: Weight decay of kernels, which is multiplied by the learning rate.
-        b1, b2: Decay of AdamW's first and second moment.
-        clip_norm: Global norm to which larger gradients are scaled.
-        **muon_options: `dtype` and `map_matrices` of `muon.muon`.
     """
+    adamw_rate, muon_rate = (
+        make_schedule(schedule, num_steps=num_steps, learning_rate=x, warmup_steps=warmup_steps)
+        for x in (learning_rate, muon_learning_rate)
+    )
     clip = optax.clip_by_global_norm(clip_norm)
-    adamw = optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=_mask_kernels)
+    adamw = optax.adamw(adamw_rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=_mask_kernels)
     if name == 'adamw':
-        return optax.chain(clip, adamw)
+        return adamw_rate, optax.chain(clip, adamw)
     if name != 'muon':
         raise FieldError('optimizer.name', name, "expected 'adamw' or 'muon'")
-    orthogonal = muon.muon(muon_schedule, weight_decay=weight_decay, **muon_options)
-    return optax.chain(clip, optax.partition({True: orthogonal, False: adamw}, mask_muon_kernels))
+    orthogonal = muon.muon(muon_rate, weight_decay=weight_decay, **muon_options)
+    by_kind = optax.partition({True: orthogonal, False: adamw}, mask_muon_kernels)
+    return adamw_rate, optax.chain(clip, by_kind)
 
 
 def mask_muon_kernels(params: Any) -> Any:
@@ -113,11 +110,7 @@ def make_init(
     latent_shape: Sequence[int],
     text: Any,
 ) -> Callable[[jax.Array], TrainState]:
-    """Returns a function, to be jitted with shardings, from a random key to the state at step 0.
-
-    `latent_shape` is `(height, width, channels)`, `text` the text of one sample, a pytree of
-    `jax.ShapeDtypeStruct`; the weights do not depend on its number of tokens.
-    """
+    """Returns a function, to be jitted with shardings, from a random key to the state at step 0."""
 
     def init(rng: jax.Array) -> TrainState:
         x = jnp.zeros((1, *latent_shape), jnp.float32)

@@ -56,15 +56,6 @@ def make_train_step(
     Noise and times depend only on `(seed, state.step)`, so a resumed run repeats them exactly. A
     step whose loss or gradient is not finite, or whose batch has no samples, only counts itself;
     the former also counts as skipped.
-
-    Args:
-        model: Model that is called as `model(z, t, text, drop_text)`, and with the crop if it has
-            several `crops`.
-        schedule: Learning rate of the optimizer, for the metrics.
-        ema_decay: Decay of the average in a step; smaller in the first steps.
-        logit_mean, logit_std: See `flow.logit_normal_times`.
-        accumulate: Number of slices of the batch over which the gradient is computed in turn.
-        encoder: Encoder of tokens, whose weights are frozen; None for a model with its own table.
     """
     conditions = ('drop_text', 'crop') if getattr(model, 'crops', 1) > 1 else ('drop_text',)
 
@@ -130,9 +121,8 @@ def make_eval_step(
 ) -> Callable[..., EvalMetrics]:
     """Returns a function from frozen weights, weights and a batch to metrics of the batch.
 
-    Noise and a time uniform in [0, 1) come from `(seed, key)` of each sample: the loss of a split
-    does not depend on its order, the batch size or the number of hosts. The gain from texts does
-    depend on them, because it uses the text of the previous sample in the batch.
+    The loss of a split does not depend on its order, the batch size or the number of hosts; the
+    gain from texts does, because it uses the text of the previous sample in the batch.
     """
 
     def eval_step(frozen: Any, params: Any, batch: Batch) -> EvalMetrics:
@@ -200,10 +190,7 @@ def make_draw(
 def prepare_text(
     stats: DatasetStats, encoder: StepEncoder | None, frozen: Any, texts: jax.Array
 ) -> Any:
-    """Returns raw texts as the model takes them.
-
-    It standardizes embeddings `(b, D)`, and encodes ids, int32 `(b, T)`, if there is an encoder.
-    """
+    """Returns raw texts, embeddings `(b, D)` or ids, int32 `(b, T)`, as the model takes them."""
     if texts.dtype != jnp.int32:
         return flow.standardize_text(texts, stats)
     return encoder.encode(frozen, texts) if encoder else texts
@@ -240,13 +227,9 @@ ValueAndGrad = Callable[[Any, Any], tuple[tuple[jax.Array, jax.Array], Any]]
 
 
 def accumulate_gradient(value_and_grad: ValueAndGrad, count: int) -> ValueAndGrad:
-    """Returns the same function, computed over slices of the rows in turn to save memory.
+    """Returns the same function, computed over `count` slices of the rows in turn to save memory.
 
-    Args:
-        value_and_grad: `jax.value_and_grad` of a function from `(params, rows)` to a float32 sum
-            over the rows and an array `(b, ...)`, one entry a row; `rows` is a pytree of arrays
-            `(b, ...)`.
-        count: A divisor of the rows on each device.
+    The value is a float32 sum over the rows with an array `(b, ...)` of one entry a row.
     """
     if count == 1:
         return value_and_grad
@@ -326,11 +309,7 @@ def make_program(
     stats: DatasetStats,
     encoder: StepEncoder | None = None,
 ) -> Program:
-    """Builds model, optimizer and steps; each function is compiled at its first call.
-
-    Args:
-        encoder: Encoder of the data set's tokens on the same mesh; None for a learned table.
-    """
+    """Builds model, optimizer and steps; each function is compiled at its first call."""
     product = config.accumulate * mesh.size
     if product < 1 or config.batch_size < 1 or config.batch_size % product:
         problem = (
@@ -341,7 +320,12 @@ def make_program(
     num_crops, channels, height, width = stats.latents_shape
     latent_shape = height, width, channels
     model = models.make_model(**config.model, vocabulary=stats.vocabulary, num_crops=num_crops)
-    schedule, tx = _make_config_optimizer(config, mesh)
+    schedule, tx = state.make_optimizer(
+        **config.optimizer,
+        num_steps=config.num_steps,
+        dtype=config.model.dtype,
+        map_matrices=functools.partial(sharding.map_matrices, mesh),
+    )
     raw = jax.ShapeDtypeStruct((1, stats.text_dim), jnp.float32)
     if stats.vocabulary:
         raw = jax.ShapeDtypeStruct((1, 1), jnp.int32)
@@ -388,30 +372,3 @@ def make_program(
         draw=bind(draw, encoder, states.params, whole, whole, out_shardings=whole),
         flops=flops,
     )
-
-
-def _make_config_optimizer(
-    config: ml_collections.ConfigDict, mesh: Mesh
-) -> tuple[optax.Schedule, optax.GradientTransformation]:
-    optimizer = config.optimizer
-    adamw, muon = (
-        state.make_schedule(
-            optimizer.schedule,
-            num_steps=config.num_steps,
-            learning_rate=learning_rate,
-            warmup_steps=optimizer.warmup_steps,
-        )
-        for learning_rate in (optimizer.learning_rate, optimizer.muon_learning_rate)
-    )
-    tx = state.make_optimizer(
-        optimizer.name,
-        adamw,
-        muon,
-        weight_decay=optimizer.weight_decay,
-        b1=optimizer.b1,
-        b2=optimizer.b2,
-        clip_norm=optimizer.clip_norm,
-        dtype=config.model.dtype,
-        map_matrices=functools.partial(sharding.map_matrices, mesh),
-    )
-    return adamw, tx

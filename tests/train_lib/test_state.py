@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from tests import runs
@@ -29,9 +28,9 @@ def _normal(seed):
 
 
 def _optimizer(name, weight_decay=0.0):
-    rates = optax.constant_schedule(1e-3), optax.constant_schedule(1e-2)
-    fields = {'b1': 0.9, 'b2': 0.99, 'clip_norm': 1.0}
-    return state.make_optimizer(name, *rates, weight_decay=weight_decay, **fields)
+    fields = {'schedule': 'constant', 'num_steps': 9, 'warmup_steps': 0, 'learning_rate': 1e-3}
+    fields |= {'muon_learning_rate': 1e-2, 'b1': 0.9, 'b2': 0.99, 'clip_norm': 1.0}
+    return state.make_optimizer(name, weight_decay=weight_decay, **fields)[1]
 
 
 @functools.cache

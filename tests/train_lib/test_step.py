@@ -44,8 +44,9 @@ def _make_trainer(tx, schedule, accumulate=1):
 @pytest.fixture(scope='module')
 def trainer():
     """A jitted step, its evaluation and a state to start from."""
-    schedule = state.make_schedule('constant', num_steps=100, learning_rate=1e-2, warmup_steps=1)
-    tx = state.make_optimizer('adamw', schedule, weight_decay=0.01, b1=0.9, b2=0.95, clip_norm=1.0)
+    optimizer = default.get_config().optimizer
+    optimizer.update(schedule='constant', learning_rate=1e-2, warmup_steps=1, b2=0.95)
+    schedule, tx = state.make_optimizer(**optimizer, num_steps=100)
     return _make_trainer(tx, schedule)
 
 
