@@ -23,6 +23,7 @@ from train_lib import chips
 
 SIDE, CHANNELS = 32, 4  # of a latent
 TEXT_DIM = 640
+_SIZES = 'width', 'depth', 'num_heads', 'patch_size', 'text'  # of a model
 FLAGS = {
     'models': ('S/2,B/2,L/2,XL/2', 'SIZE/PATCH of each'),
     'batch_size': (256, 'samples a step'),
@@ -68,7 +69,6 @@ def measure_jax(
     config.batch_size = batch_size
     config.model.update(name=model, **fields)
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
-    shape = SIDE, SIDE, CHANNELS
     compiled = step.make_program(config, mesh, DatasetStats(**_stats()))
     batch = _batch(batch_size)
     batch['latents'] = batch['latents'].astype(jax.numpy.bfloat16)
@@ -84,29 +84,40 @@ def measure_jax(
     seconds, loss = _timed(run, warmup, steps)
     device = mesh.devices.item()
     memory = (device.memory_stats() or {}).get('peak_bytes_in_use')
-    flops = models.make_model(**config.model).flops(shape, TEXT_DIM)
-    return _figures(seconds, loss, flops, batch_size, device.device_kind, memory)
+    dit = models.make_model(**config.model)
+    return _figures(seconds, loss, dit, batch_size, device.device_kind, memory)
 
 
 def measure_torch(
     *, model: str, batch_size: int, steps: int, warmup: int, cache: str,
     mode: str = 'default', **fields: str,
 ) -> Figures:  # fmt: skip
-    """Times the step of `torch_dit` with these fields of `DiT` and a mode of `torch.compile`."""
+    """Times the step of `torch_dit` with these options and a mode of `torch.compile`."""
     os.environ.setdefault('TORCHINDUCTOR_CACHE_DIR', os.path.join(cache, 'torch'))
     import torch
 
+    # JAX makes the first weights, and leaves the GPU to torch.
+    os.environ['JAX_PLATFORMS'] = 'cpu'
+    import jax
+
     from benchmarks import torch_dit
+    from train_lib import models
+    from train_lib.models.dit import flatten_weights
 
     # Products of float32, in the last layer: TensorFloat-32, as is the default of JAX on GPUs.
     torch.set_float32_matmul_precision('high')
     torch.manual_seed(0)
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    dit = torch_dit.make(model, **fields).to(device)
+    dit = models.make_model(model)
+    inputs = (SIDE, SIDE, CHANNELS), (), (TEXT_DIM,)
+    zeros = [np.zeros((1, *shape), np.float32) for shape in inputs]
+    params = jax.jit(dit.init)(jax.random.key(0), *zeros, None)['params']
+    weights = {name: torch.from_numpy(x).to(device) for name, x in flatten_weights(params).items()}
     stats = {name: torch.from_numpy(x).to(device) for name, x in _stats().items()}
     batch = {name: torch.from_numpy(x).to(device) for name, x in _batch(batch_size).items()}
     batch['latents'] = batch['latents'].bfloat16()
-    trainer = torch_dit.Trainer(dit, stats, mode=mode)
+    sizes = {name: getattr(dit, name) for name in _SIZES}
+    trainer = torch_dit.Trainer(weights, sizes, stats, mode=mode, **fields)
 
     def run(num_steps: int) -> float:
         for _ in range(num_steps):
@@ -119,7 +130,7 @@ def measure_torch(
     on_gpu = device == 'cuda'
     name = torch.cuda.get_device_name() if on_gpu else 'cpu'
     memory = torch.cuda.max_memory_allocated() if on_gpu else None
-    return _figures(seconds, loss, dit.flops(), batch_size, name, memory)
+    return _figures(seconds, loss, dit, batch_size, name, memory)
 
 
 def _timed(run: Callable[[int], float], warmup: int, steps: int) -> tuple[float, float]:
@@ -130,10 +141,11 @@ def _timed(run: Callable[[int], float], warmup: int, steps: int) -> tuple[float,
     return (time.perf_counter() - start) / steps, loss
 
 
-def _figures(seconds, loss, flops, batch_size, device, memory) -> Figures:
-    """Returns the figures of a turn; `flops` counts the forward pass of one sample."""
+def _figures(seconds, loss, dit, batch_size, device, memory) -> Figures:
     rate, chip = batch_size / seconds, chips.CHIPS.get(device)
-    figures = {'seconds': seconds, 'loss': loss, 'rate': rate, 'flops_per_second': 3 * flops * rate}
+    # Forward once, and backward twice.
+    flops = 3 * rate * dit.flops((SIDE, SIDE, CHANNELS), TEXT_DIM)
+    figures = {'seconds': seconds, 'loss': loss, 'rate': rate, 'flops_per_second': flops}
     mfu = chip and figures['flops_per_second'] / chip.flops
     return figures | {'mfu': mfu, 'memory': memory, 'device': device}
 

@@ -19,7 +19,6 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import ml_collections
@@ -30,7 +29,7 @@ from etils import epath
 
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from train_lib import checkpoint, flow, models, run, sharding, step, workdirs
-from train_lib.models.dit import DiT, Words
+from train_lib.models.dit import DiT, Words, flatten_weights
 
 FLAGS = flags.FLAGS
 
@@ -79,22 +78,6 @@ def export(place: epath.PathLike, out: epath.PathLike, *, average: bool = True) 
     (folder / 'reference.py').write_text(source.read_text(encoding='utf-8'))
     # The last one: a folder with this file is complete.
     (folder / 'config.json').write_text(json.dumps(content, indent=1) + '\n')
-
-
-def flatten_weights(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Returns weights by PyTorch's names, block by block; kernels become `weight` `(out, in)`."""
-    weights = {}
-    for name, x in flax.traverse_util.flatten_dict(params, sep='.').items():
-        arrays = {name: x}
-        # The blocks are one scanned module, whose weights are stacked.
-        if name.startswith('blocks.'):
-            suffix = name.removeprefix('blocks.')
-            arrays = {f'blocks.{number}.{suffix}': layer for number, layer in enumerate(x)}
-        for key, array in arrays.items():
-            if key.endswith('.kernel'):
-                key, array = key.removesuffix('kernel') + 'weight', array.T
-            weights[key] = np.ascontiguousarray(array, np.float32)
-    return weights
 
 
 def draw_example(

@@ -1,7 +1,5 @@
 """The benchmark of training steps: both models compute the same, and the command does its work."""
 
-import copy
-
 import jax
 import numpy as np
 import pytest
@@ -11,18 +9,18 @@ from benchmarks import torch_dit
 from configs import default
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from tests import children
-from train_lib import flow, models, sharding
-from train_lib.export import flatten_weights
+from train_lib import flow, sharding
+from train_lib.models.dit import flatten_weights
 from train_lib.step import make_program
 
-_FIELDS = {'width': 32, 'depth': 2, 'num_heads': 4, 'patch_size': 2}
+_SIZES = {'width': 32, 'depth': 2, 'num_heads': 4, 'patch_size': 2, 'text': 'pooled'}
 _LATENT_SHAPE, _TEXT_DIM = (8, 8, 4), 16
 
 
 def _config():
     config = default.get_config()
     config.batch_size = 4
-    config.model.update(dtype='float32', **_FIELDS)
+    config.model.update(dtype='float32', **_SIZES)
     config.optimizer.update(schedule='constant', warmup_steps=0, learning_rate=1e-2, clip_norm=0.1)
     return config
 
@@ -56,84 +54,40 @@ def _noise_and_times(number):
     return [torch.from_numpy(np.array(array)) for array in arrays]
 
 
-@pytest.fixture(scope='module')
-def ours():
-    """The program in JAX, and a state as NumPy arrays whose weights have no zeros."""
+@pytest.mark.slow
+def test_three_steps_lead_to_the_same_weights_and_average():
     config = _config()
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
-    stats = DatasetStats(**_stats())
-    compiled = make_program(config, mesh, stats)
-    state = jax.tree.map(np.array, compiled.init())
+    program = make_program(config, mesh, DatasetStats(**_stats()))
+    state = program.init()
+    # Without zeros, so that every path through the model is open.
     rng = np.random.default_rng(3)
-
-    def noisy(weights):
-        return weights + 0.1 * rng.standard_normal(weights.shape, np.float32)
-
-    params = jax.tree.map(noisy, state.params)
-    return config, compiled, state.replace(params=params, ema_params=params)
-
-
-@pytest.fixture
-def theirs(ours):
-    """The model in torch with the weights of that state."""
-    *_, state = ours
-    model = torch_dit.TorchDiT(**_FIELDS, dtype=torch.float32, side=8, text_dim=_TEXT_DIM)
-    exported = flatten_weights(state.params)
-    assert exported.keys() == model.weights.keys()
-    with torch.no_grad():
-        for name, weights in model.weights.items():
-            weights.copy_(torch.from_numpy(exported[name]))
-    return model
-
-
-def _difference(ours, theirs):
-    """Relative to ours, of all numbers together."""
-    return np.linalg.norm(theirs - ours) / np.linalg.norm(ours)
-
-
-def _weights_after(trainer, model):
-    """New weights and their average by name."""
-    pairs = zip(model.weights.items(), trainer.average, strict=True)
-    return {name: [x.detach().numpy() for x in (new, mean)] for (name, new), mean in pairs}
-
-
-@pytest.mark.slow
-def test_three_steps_lead_to_the_same_weights_and_average(ours, theirs):
-    config, compiled, state = ours
-    remat = copy.deepcopy(theirs)
-    remat.remat = 'full'
-    settings = {'ema_decay': config.ema_decay}
+    params = jax.tree.map(
+        lambda x: x + 0.1 * rng.standard_normal(x.shape, np.float32), jax.device_get(state.params)
+    )
+    before = flatten_weights(params)
+    state = state.replace(
+        params=jax.device_put(params, sharding.by_shape(params, mesh)),
+        ema_params=jax.device_put(params, sharding.by_shape(params, mesh)),
+    )
+    options = {'ema_decay': config.ema_decay, 'dtype': torch.float32}
     for name in ('learning_rate', 'weight_decay', 'b1', 'b2', 'clip_norm'):
-        settings[name] = config.optimizer[name]
-    trainers = [torch_dit.Trainer(m, _in_torch(_stats()), **settings) for m in (theirs, remat)]
-    before = flatten_weights(state.params)
-    # Placed as the step wants it: otherwise it would be compiled twice.
-    state = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), state, compiled.abstract_state)
+        options[name] = config.optimizer[name]
+    arguments = _in_torch(before), _SIZES, _in_torch(_stats())
+    trainers = [torch_dit.Trainer(*arguments, **options, remat=x) for x in ('none', 'full')]
     for number in range(3):
-        state, metrics = compiled.train_step(state, _batch())
+        state, metrics = program.train_step(state, _batch())
         losses = [t.step(_in_torch(_batch()), *_noise_and_times(number)).item() for t in trainers]
         assert losses == pytest.approx([float(metrics.compute()['loss'])] * 2, rel=1e-5)
     assert metrics.compute()['grad_norm'] > config.optimizer.clip_norm
-    state = jax.tree.map(np.array, state)
-    after, remat_after = map(_weights_after, trainers, (theirs, remat))
-    both = flatten_weights(state.params), flatten_weights(state.ema_params)
-    for name, pair in after.items():
-        for expected, new in zip(both, pair, strict=True):
+    plain, remat = trainers
+    for ours, field in ((state.params, 'weights'), (state.ema_params, 'average')):
+        for name, expected in flatten_weights(jax.device_get(ours)).items():
+            theirs, with_remat = (getattr(x, field)[name].detach().numpy() for x in (plain, remat))
             # Adam makes steps of full length of gradients that are no more than rounding errors.
-            moved = expected[name] - before[name]
-            assert _difference(moved, new - before[name]) < 1e-3, name
-        np.testing.assert_allclose(remat_after[name], pair, atol=1e-6)
-
-
-def test_sizes_and_flops_are_those_of_train_lib():
-    for size, fields in models.SIZES.items():
-        names = 'width', 'depth', 'num_heads'
-        assert tuple(fields[name] for name in names) == torch_dit.SIZES[size]
-    with torch.device('meta'):
-        theirs = torch_dit.make('XL/2').flops()
-    assert theirs == models.make_model('XL/2').flops((32, 32, 4), 640)
-    with pytest.raises(ValueError, match="'M/2': expected SIZE/PATCH with SIZE one of tiny, S"):
-        torch_dit.make('M/2')
+            gap = np.linalg.norm(theirs - expected) / np.linalg.norm(expected - before[name])
+            assert gap < 1e-3, name
+            np.testing.assert_allclose(with_remat, theirs, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from tests import children
 from tests.train_lib.test_models import randomized
 from train_lib import export, models, torch_reference
-from train_lib.models.dit import Words
+from train_lib.models.dit import Words, flatten_weights
 
 PREVIEW = {'guidance': 3.0, 'guidance_low': 0.1, 'guidance_high': 0.8}
 PREVIEW |= {'num_steps': 6, 'time_shift': 2.0}
@@ -51,7 +51,7 @@ def test_the_page_of_pytorch_draws_the_same_latents(tmp_path, kind, text, sample
     fields = {name: getattr(model, name) for name in ('width', 'depth', 'num_heads', 'patch_size')}
     config = {'model': fields | {'text': text}, 'preview': preview, 'data': facts.to_json()}
     (tmp_path / 'config.json').write_text(json.dumps(config))
-    safetensors.numpy.save_file(export.flatten_weights(params), tmp_path / 'model.safetensors')
+    safetensors.numpy.save_file(flatten_weights(params), tmp_path / 'model.safetensors')
     texts = torch.tensor(example['text'])
     if kind == 'states':
         texts = texts, torch.tensor(example['present']).bool()

@@ -10,7 +10,7 @@ compile time and program size do not grow with the depth unless `unroll` does.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from flax.linen.dtypes import promote_dtype
+from flax.traverse_util import flatten_dict
 from jax.ad_checkpoint import checkpoint_name
 
 from coyo11m_tfds.process.errors import FieldError
@@ -557,3 +558,19 @@ def _from_patches(patches: jax.Array, rows: int, columns: int, p: int) -> jax.Ar
     batch = patches.shape[0]
     x = patches.reshape(batch, rows, columns, p, p, -1).transpose(0, 1, 3, 2, 4, 5)
     return x.reshape(batch, rows * p, columns * p, -1)
+
+
+def flatten_weights(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Returns weights by PyTorch's names, block by block; kernels become `weight` `(out, in)`."""
+    weights = {}
+    for name, x in flatten_dict(params, sep='.').items():
+        arrays = {name: x}
+        # The blocks are one scanned module, whose weights are stacked.
+        if name.startswith('blocks.'):
+            suffix = name.removeprefix('blocks.')
+            arrays = {f'blocks.{number}.{suffix}': layer for number, layer in enumerate(x)}
+        for key, array in arrays.items():
+            if key.endswith('.kernel'):
+                key, array = key.removesuffix('kernel') + 'weight', array.T
+            weights[key] = np.ascontiguousarray(array, np.float32)
+    return weights
