@@ -130,12 +130,7 @@ def remove_column(data_dir: str | os.PathLike[str], name: str) -> None:
 
 
 def move_latents(data_dir: str | os.PathLike[str], source: str | os.PathLike[str]) -> None:
-    """Records the present folder of a data set's latents in place.
-
-    Args:
-        data_dir: Folder of the data set, local or on gs://.
-        source: Folder of the source, with files of the same `columns.outline_digest`.
-    """
+    """Records the present folder, `source`, of a data set's latents in place."""
     with _editing(data_dir) as edit:
         latents = edit.stored.columns.get(schema.LATENTS)
         if not isinstance(latents, InPlaceColumn):

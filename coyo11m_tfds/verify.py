@@ -93,8 +93,6 @@ def _identify_build(folder: str, files: Mapping[str, StoredFile]) -> str:
 
 
 class _Verification:
-    """One verification."""
-
     def __init__(self, folder: str, files: Mapping[str, StoredFile], build: str, fast: bool):
         self._folder, self._files, self._build, self._fast = folder, files, build, fast
         self._checksums_file = schema.of_build(schema.CHECKSUMS_FILE, build)
@@ -104,7 +102,6 @@ class _Verification:
         self._recorded: dict[str, FileState] = {}  # files as the build recorded them
 
     def run(self) -> VerifyResult:
-        """Collects all faults."""
         self._recorded = self._parse(self._checksums_file, manifest.parse_checksums) or {}
         # It has a digest of its own, and `add_column` replaces it after the record of checksums.
         self._recorded.pop(self._columns_file, None)

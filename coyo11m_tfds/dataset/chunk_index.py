@@ -1,10 +1,9 @@
 """Offsets and digests of the runs of records in the shards of a split.
 
-The file `chunk_index-<split>-<build>.npy` next to the shards is a flat int64 array. For each shard
-it holds [number of records, entries of the records 0, 32, 64, ..., file size]. The low 43 bits of
-an entry are the offset of the record, the 20 bits above them a digest of the checksums behind the
-32 records that begin there. Readers pass these on their way from length to length, and so notice,
-but for one case in a million, records of another shard, even of the same sizes.
+The file `chunk_index-<split>-<build>.npy` is a flat int64 array. For each shard it holds [number of
+records, entries of the records 0, 32, 64, ..., file size]. The low 43 bits of an entry are the
+offset of the record, the 20 bits above them a digest of the checksums behind the 32 records that
+begin there. So readers notice records of another shard, but for one case in a million.
 """
 
 import os
@@ -46,10 +45,9 @@ class ChunkIndex:
     def byte_range(
         self, shard: np.ndarray | int, first: np.ndarray | int, count: np.ndarray | int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns offset and size in bytes, int64, of `count` records from `first` on; broadcasts.
+        """Returns offset and size in bytes of `count` records from `first` on; broadcasts.
 
-        `first` is a multiple of `schema.CHUNK_STRIDE`. So is `count`, at least 1, unless the
-        records end with the shard.
+        `first` is a multiple of `schema.CHUNK_STRIDE`. So is `count`, unless the shard ends there.
         """
         shard, first, count = np.broadcast_arrays(shard, first, count)
         # Behind a shard's last entry stands its size, so a range may end there too.
@@ -64,10 +62,7 @@ class ChunkIndex:
 
 
 def run_digests(checksums: np.ndarray) -> np.ndarray:
-    """Computes a digest of 20 bits, int64 `(n,)`, for runs with these checksums of records.
-
-    `checksums` is uint32 `(n, schema.CHUNK_STRIDE)`, with zeros where a run has fewer records.
-    """
+    """Computes a digest of 20 bits for runs of checksums, uint32 `(n, schema.CHUNK_STRIDE)`."""
     mixed = (checksums * _WEIGHTS).sum(axis=1)
     # The highest bits of a product depend on all bits of its factors, the lowest on few.
     return (mixed >> np.uint64(64 - _DIGEST_BITS)).astype(np.int64)
@@ -81,7 +76,6 @@ def make_entries(offsets: Sequence[int], checksums: bytes | bytearray) -> list[i
 
 
 def index_file_name(split: str, build: str = '') -> str:
-    """Returns the name of a split's index file."""
     return schema.of_build(f'chunk_index-{split}.npy', build)
 
 

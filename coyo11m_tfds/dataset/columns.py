@@ -1,9 +1,8 @@
 """Columns: features that lie outside the records, as rows of a fixed size in other files.
 
-`columns-<build>.json` next to the shards names the files, with their versions at the time of the
-build. `column_<feature>-<split>-<build>.npy` holds a row for every record, in the order of the
-shards: the place of the values, or the values themselves, with the CRC-32C of the row. All files
-may be on gs://.
+`columns-<build>.json` names the files, with their versions at the time of the build.
+`column_<feature>-<split>-<build>.npy` holds for every record the place of its values, or the values
+themselves, with the CRC-32C of the row.
 """
 
 import dataclasses
@@ -35,9 +34,8 @@ _DTYPES = {np.dtype(code).name for code in np.typecodes['AllInteger'] + 'efd'}
 class InPlaceFile:
     """A file of the source that holds latents.
 
-    Piece p of row r lies at byte `starts[p] + r * stride`; a row has several pieces, of one or more
-    crops each, if its crops lie apart. In formats with an offset for each row, r is that offset
-    divided by a short stride, and not the count of the rows before it.
+    Piece p of row r lies at byte `starts[p] + r * stride`; a row has several pieces if its crops
+    lie apart. In formats with an offset for each row, r is that offset divided by a short stride.
     """
 
     path: str  # absolute, or a URL on gs://
@@ -97,7 +95,6 @@ class InPlaceColumn:
 
     @property
     def can_map(self) -> bool:
-        """Whether its files can be memory-mapped."""
         return all(storage.local_path(file.path) for file in self.files)
 
     @property
@@ -113,10 +110,7 @@ class InPlaceColumn:
         return [by_path.get(file.path) for file in self.files]
 
     def locate(self, folder: str | os.PathLike[str], split: str, num_records: int) -> np.ndarray:
-        """Returns the file's number, the row and its CRC-32C for each record; uint32 `(n, 3)`.
-
-        Raises a ValueError if the column's file is damaged, or has another length than the split.
-        """
+        """Returns the file's number, the row and its CRC-32C for each record; uint32 `(n, 3)`."""
         path = os.path.join(folder, column_file_name(self.name, split, self.build))
         try:
             places = _load_places(path, self.crc32c.get(split, ''))
@@ -180,7 +174,6 @@ class ColumnWriter:
     def __init__(
         self, file: BinaryIO, dtype: np.typing.DTypeLike, shape: tuple[int, ...], num_records: int
     ):
-        """Takes an empty file, and the dtype and the shape of a record's values."""
         self._file, self._num_records = file, num_records
         self._dtype, self._shape = np.dtype(dtype), shape
         self._crc32c = 0
@@ -188,7 +181,6 @@ class ColumnWriter:
         self._write_header()
 
     def write(self, values: np.ndarray) -> None:
-        """Writes the values of the next records, `(n, *shape)`."""
         rows = np.empty(len(values), row_dtype(self._dtype, self._shape, self._crc32c))
         rows['value'] = values
         contiguous = np.ascontiguousarray(rows['value'])

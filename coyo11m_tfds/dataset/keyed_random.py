@@ -1,7 +1,6 @@
 """Random numbers that depend only on their arguments: hashes and computed permutations.
 
-The numbers are the same on every machine and with every version of NumPy. NumPy gives this
-guarantee for its bit generators, but not for `Generator`.
+They are the same on every machine and with every version of NumPy, whose `Generator` is not.
 """
 
 import hashlib

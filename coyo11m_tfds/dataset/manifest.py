@@ -31,7 +31,6 @@ class DamagedError(ValueError):
 
 
 def damaged_file(path: str, reason: object) -> DamagedError:
-    """Returns the error for a damaged small file."""
     return DamagedError(f'{path}: is damaged ({reason}). Restore it or build the data set again.')
 
 
@@ -84,7 +83,6 @@ class SmallFiles:
 def write_checksums(
     folder: str | os.PathLike[str], files: Mapping[str, FileState], build: str = ''
 ) -> None:
-    """Writes `schema.CHECKSUMS_FILE` of a build into a local folder."""
     # Sorted, so that equal files give equal bytes, in whatever order they were written.
     states = {
         name: {'size': state.size, 'crc32c': f'{state.crc32c:08x}'}
@@ -133,10 +131,7 @@ def parse_sealed(data: bytes, kind: str) -> Any:
 
 
 def parse_npy_header(head: bytes, num_bytes: int) -> tuple[np.dtype, tuple[int, ...], int]:
-    """Returns dtype, shape and offset of the array in a `.npy` file of `num_bytes` bytes.
-
-    Raises a ValueError if the header is damaged, of another version or size, or not in C order.
-    """
+    """Returns dtype, shape and offset of the array in a `.npy` file of `num_bytes` bytes."""
     stream = io.BytesIO(head)
     try:
         if np.lib.format.read_magic(stream) != (1, 0):

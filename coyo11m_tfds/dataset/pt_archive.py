@@ -68,10 +68,7 @@ def max_small_bytes(file_size: int) -> int:
 
 
 def read_directory(tail: bytes, file_size: int, name: str) -> tuple[ArchiveMember, ...]:
-    """Reads the directory in `tail`, the last `TAIL_BYTES` of a file or all of a smaller one.
-
-    Raises a ValueError if there is no directory, or torch cannot have written it.
-    """
+    """Reads the directory in the last `TAIL_BYTES` of a file of torch, called `name` in errors."""
     try:
         with zipfile.ZipFile(_Tail(tail, file_size)) as archive:
             infos, directory = archive.infolist(), archive.start_dir

@@ -1,11 +1,8 @@
 """A built data set, opened once: its metadata files, and the places of its records.
 
-    data = stored_dataset.open_data('OUT/coyo11m_tfds/latents/1.0.0')
-    data.latents, data.stats().latent_std   # ('float16', (3, 4, 32, 32)), float32 (4,)
-    split = data.split('train')             # None for a data set without a chunk index
-
-Every reader opens a data set here. TensorFlow is not needed; only a data set that TFDS mocks is
-opened through its builder.
+data = stored_dataset.open_data('OUT/coyo11m_tfds/latents/1.0.0')
+data.latents, data.stats().latent_std   # ('float16', (3, 4, 32, 32)), float32 (4,)
+split = data.split('train')             # None for a data set without a chunk index
 """
 
 import dataclasses
@@ -86,7 +83,6 @@ class IndexedSplit:
         return np.cumsum(lengths) - lengths
 
     def file(self, shard: int) -> str:
-        """Returns the path of a shard."""
         return f'{self.folder}/{self.file_names[shard]}'
 
 
@@ -194,7 +190,6 @@ class StoredDataset:
         return RecordLayout(latents_nbytes, self.text_dim, self.num_tokens)
 
     def choose_texts(self, spec: texts.TextSpec) -> texts.TextMixture:
-        """Returns the texts of a specification; raises the ValueErrors of `texts.resolve_texts`."""
         in_records = texts.text_in_records(self.metadata, self.text_dim, self.num_tokens)
         return texts.resolve_texts(self.folder, spec, in_records, self.columns)
 
@@ -206,7 +201,6 @@ class StoredDataset:
         return {name: self.columns[name] for name in names if name in self.columns}
 
     def check_features(self, names: Sequence[str]) -> None:
-        """Raises a ValueError for a feature that the data set does not have."""
         available = [*(name for name in READABLE if name in self.features), *self.columns]
         missing = [name for name in names if name not in available]
         if missing:

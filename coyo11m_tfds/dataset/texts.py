@@ -1,8 +1,4 @@
-"""Chooses the text of a sample: from its record, from an added column, or one of several texts.
-
-A text is the embeddings or the token ids of one caption for each record. Texts can be mixed only if
-one model can read all of them: embeddings of one encoder, or tokens of one vocabulary.
-"""
+"""Chooses the text of a sample: from its record, from an added column, or one of several texts."""
 
 import dataclasses
 import os

@@ -1,7 +1,4 @@
-"""Converts arguments of callers to the types that the code expects, once, where they come in.
-
-NumPy's numbers become numbers of Python, and iterables become tuples, which can be read twice.
-"""
+"""Converts arguments of callers, such as NumPy's numbers and iterables, where they come in."""
 
 import dataclasses
 import numbers
@@ -37,7 +34,7 @@ def convert(name: str, value: Any, kind: Any) -> Any:
 
 
 def convert_fields(settings: Any) -> None:
-    """Converts all fields of a frozen dataclass; raises the errors of `convert`."""
+    """Converts all fields of a frozen dataclass."""
     for field in dataclasses.fields(settings):
         value = convert(field.name, getattr(settings, field.name), field.type)
         object.__setattr__(settings, field.name, value)

@@ -34,9 +34,8 @@ class ArraySpec(NamedTuple):
 class Ahead(Iterator[T]):
     """Returns the items of an iterator while a thread reads up to `count` more of them.
 
-    `next` raises an error of the iterator in place of the item, and so does every later `next`.
-    After a Ctrl-C during `next`, the next call returns the item. Reading begins with the first
-    `next`; the thread ends when this object is closed or garbage-collected.
+    `next` raises an error of the iterator, again and again; after a Ctrl-C it returns the same
+    item. The thread ends when this object is closed or garbage-collected.
     """
 
     def __init__(self, items: Iterator[T], count: int, thread_name: str = 'ahead'):
@@ -134,7 +133,6 @@ class Resumable(Ahead[T]):
     def __init__(
         self, read: Callable[[Cursor], Iterator[T]], cursor: Cursor, ahead: int, thread_name: str
     ):
-        """Takes a function that reads from a cursor on, and the number of batches to keep ready."""
         self._read, self._first = read, cursor
         super().__init__(read(cursor), ahead, thread_name)
 
@@ -153,10 +151,7 @@ class Resumable(Ahead[T]):
         return self.cursor.state()
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continues where `get_state` was called, with any number of processes.
-
-        Raises a ValueError if `state` is malformed, or belongs to another data set, split or order.
-        """
+        """Continues where `get_state` was called; ValueError for a state of another order."""
         self.seek(self._first.at(state))
 
     def seek(self, cursor: Cursor) -> None:
@@ -196,12 +191,10 @@ class Batches(Resumable[Batch]):
         self.process_index, self.process_count = process
 
     def check_memory(self, ram_budget_gb: float = 0.0, processes_on_host: int = 1) -> None:
-        """Checks that reading these batches fits into the memory of this host.
+        """Raises a ValueError, which names settings that fit, if reading takes too much memory.
 
         The processes of the run on this host may take `ram_budget_gb` GB (10^9 bytes) together, by
-        default half of the memory of this machine or container. Raises a ValueError, which names
-        settings that fit, if the estimate of `reading.memory` is larger. The engine `rows`,
-        evaluation, and a data set without a chunk index always fit.
+        default half of its memory. The engine `rows` and evaluation always fit.
         """
         if self._memory_need:
             self._memory_need.check(ram_budget_gb, processes_on_host)

@@ -33,12 +33,10 @@ class OpenedColumn(NamedTuple):
 
     @property
     def row_nbytes(self) -> int:
-        """Number of bytes of a row's values."""
         return self.dtype.itemsize * math.prod(self.shape)
 
     @property
     def piece_nbytes(self) -> int:
-        """Number of bytes of a piece's values."""
         return self.row_nbytes // self.starts.shape[1]
 
 
@@ -81,10 +79,7 @@ class ColumnReader:
     """Finds the rows of one column of a split in its files."""
 
     def __init__(self, opened: OpenedColumn, fetched: FetchedFiles | None = None):
-        """Reads nothing yet: without `fetched`, `locate` maps files as it needs them.
-
-        This reader adds its files to `fetched`; take what `ranges` returns from it before `locate`.
-        """
+        """Adds its files to `fetched`, or maps them when `locate` needs them."""
         self._places, self._values_nbytes = opened.places, opened.piece_nbytes
         self._nbytes = opened.piece_nbytes + (_CRC_NBYTES if opened.places is None else 0)
         self._starts, self._strides = opened.starts, opened.strides
@@ -112,17 +107,14 @@ class ColumnReader:
         return address.reshape(begin.shape)
 
     def match_checksums(self, number: np.ndarray, address: np.ndarray) -> np.ndarray:
-        """Compares the rows of some records with their checksums; returns bool `(n,)`.
-
-        `address` is the result of `locate` for these records. The comparison covers all crops of a
-        row, because another epoch uses another crop.
-        """
+        """Compares the rows at addresses of `locate` with their checksums; returns bool `(n,)`."""
         memory = self._files.memory
         if self._places is None:
             stored = memory.gather(address[:, 0] + self._values_nbytes, _CRC_NBYTES).view('<u4')
         else:
             stored = self._places[number, 2]
         crcs = np.zeros(len(number), np.uint32)
+        # Of all crops of a row, because another epoch uses another crop.
         for begin in address.T:
             crcs = memory.crc32c(begin, begin + self._values_nbytes, crcs.tolist())
         return crcs == stored
@@ -133,10 +125,7 @@ class ColumnReader:
         return self._files.path_of(int(file[0])), int(row[0])
 
     def ranges(self, first: np.ndarray, count: np.ndarray) -> list[list[Range]]:
-        """Returns the ranges to fetch for each run of records: its rows, and small gaps.
-
-        A run is given by its first record and by their number, at least 1; both int64 `(n,)`.
-        """
+        """Returns the ranges to fetch for each run of records: its rows, and small gaps."""
         run = np.repeat(np.arange(len(first)), count)
         index_in_run = np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
         file, _, begins = self._offsets(first[run] + index_in_run)
@@ -168,12 +157,10 @@ class ColumnReader:
                 self._files.will_need(*file_range)
 
     def check_unchanged(self, number: np.ndarray) -> None:
-        """Checks that the files of some records have not changed; see `MappedFiles`."""
         self._files.check_unchanged(self._offsets(number)[0])
 
     def _offsets(self, number: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The file and the row of some records, int64 `(n,)`, and the offsets of the row's pieces,
-        int64 `(n, pieces)`."""
+        """Returns file and row of some records, and the offsets of its pieces, `(n, pieces)`."""
         if self._places is None:
             file, row = np.zeros_like(number), number
         else:

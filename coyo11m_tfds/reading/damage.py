@@ -1,9 +1,4 @@
-"""Compares records with their checksums, and stops at damaged records or leaves them out.
-
-Rows are gathered without reading the rest of a record. So comparing the checksums of a record and
-of its rows of columns is a choice: `once`, when this process first reads the record, `always`, or
-`never`. A file that cannot be read is always an error.
-"""
+"""Compares records with their checksums, and stops at damaged records or leaves them out."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,6 +8,7 @@ from absl import logging
 from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.reading.files import ReadCounter
 
+# When a record is compared: its rows are gathered without reading the rest of it.
 ONCE, ALWAYS, NEVER = MODES = ('once', 'always', 'never')
 STOP, SKIP = 'stop', 'skip'
 
@@ -32,7 +28,6 @@ class Checks:
     """Remembers, with one bit for each record of a split, whether it was compared."""
 
     def __init__(self, mode: str, num_records: int):
-        """Takes one of `MODES`."""
         self._mode = mode
         self._checked_bits = np.zeros(-(-num_records // 8) if mode == ONCE else 0, np.uint8)
 
@@ -41,8 +36,7 @@ class Checks:
     ) -> np.ndarray:
         """Returns whether records are whole and, if compared, undamaged; bool `(n,)`.
 
-        `number` is that of each record within its split, and `match` compares all checksums of
-        the records at some indices of these arrays.
+        `number` is that of each in its split; `match` compares those at some indices.
         """
         good = is_whole.copy()
         if self._mode == NEVER:
@@ -67,7 +61,6 @@ class BadRecords:
     def __init__(
         self, policy: str, max_fraction: float, num_records: int, counter: ReadCounter | None
     ):
-        """Takes the policy, the largest share of bad records with 'skip', and a counter."""
         self._stops, self._max_fraction = policy == STOP, max_fraction
         self._num_records, self._counter = num_records, counter
         self._records: set[tuple[int, int]] = set()  # (shard, record)
@@ -76,10 +69,8 @@ class BadRecords:
     def add(
         self, path: str, shard: int, numbers: Sequence[int], problem: str, place: str = ''
     ) -> None:
-        """Counts bad records of a shard; warns once for each file, or raises a `DamagedError`.
-
-        `place` names the first one in its file, if it lies in another file than the shard.
-        """
+        """Counts bad records of a shard; warns once for each file, or raises a `DamagedError`."""
+        # `place` names the first one if it lies in another file than the shard.
         message = f'{path}: {place or f"record {numbers[0]}"} cannot be read: {problem}.'
         if self._stops:
             raise DamagedError(

@@ -1,8 +1,7 @@
 """Reads a split with a chunk index in one of two ways: by rows of mapped files, or by chunks.
 
-By rows, each batch is gathered from the page cache when it is needed, and rows of later batches are
-announced to the system, so that the disk reads them in advance. By chunks, a block of batches is
-filled chunk by chunk, as from mapped files, while the loop uses the block before it.
+By rows, each batch is gathered when it is needed, and the system reads later rows in advance. By
+chunks, a block of batches is filled while the loop uses the block before it.
 """
 
 import itertools
@@ -92,7 +91,6 @@ class SplitReader:
         caption_dropout: float = 0.0,
         middle_crop: bool = False,
     ):
-        """Opens the columns; the keyword arguments are fields of `BatchFeatures`."""
         self.options, stored = options, options.stored
         self._split, self.is_mapped = opened
         features = tuple(options.features)
@@ -190,13 +188,10 @@ class _ChunkedBlock(NamedTuple):
     chunk_numbers: np.ndarray  # in `chunks`, of the chunk that holds each of `rows`
 
     def ranges(self) -> set[Range]:
-        """Returns the ranges of all chunks."""
         return set(_ranges_of(self.chunks))
 
 
 class _ChunkReader:
-    """Reads blocks of rows with a reader of fetched files, a group of chunks at a time."""
-
     def __init__(
         self, split: IndexedSplit, reader: RowReader, files: FetchedFiles, options: ReadOptions
     ):
@@ -252,7 +247,6 @@ class _ChunkReader:
         return _ChunkedBlock(block, chunks, rows, chunk_numbers[rows])
 
     def _chunk_ranges(self, shard: np.ndarray, first: np.ndarray, end: np.ndarray) -> list[_Chunk]:
-        """Returns the ranges of files for chunks, or pieces of them, from `first` to `end`."""
         count = np.minimum(self._split.index.shard_lengths[shard], end) - first
         begin, nbytes = self._split.index.byte_range(shard, first, count)
         shard_ranges = zip(shard.tolist(), begin.tolist(), (begin + nbytes).tolist(), strict=True)

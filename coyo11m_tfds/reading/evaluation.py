@@ -87,14 +87,9 @@ def resumable_eval(
 
 
 class EvalReader(SplitReader):
-    """Reads one process's share of all records once, in the order of the shards.
-
-    Attributes:
-        num_batches: Number of batches that every process reads.
-    """
+    """Reads one process's share of all records once, in the order of the shards."""
 
     def __init__(self, options: ReadOptions, opened: OpenedSplit):
-        """Raises a ValueError for options that do not fit the data set, and for an empty split."""
         options = options.for_source(options.source)
         self._kept = kept_records(options)
         lengths = opened.indexed.index.shard_lengths
@@ -105,6 +100,7 @@ class EvalReader(SplitReader):
                 f'{options.stored.folder}: split {options.split!r} is empty; name another split, '
                 'or build with a larger validation_fraction'
             )
+        # The same for all processes.
         self.num_batches = -(-num_records // options.batch_size)
         per_process = self.num_batches * options.local_batch_size
         # Consecutive records, so that each process reads few chunks of the others.

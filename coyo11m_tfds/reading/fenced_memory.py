@@ -1,13 +1,11 @@
 """Gathers rows of bytes from addresses in this process, inside of regions that are open for it.
 
-Each row of a batch may be in another file. One call of NumPy gathers all of them, without Python
-code for each row and without Python's lock. NumPy does this by indexing an array, so here all
-memory of the process is one array, and a fence keeps every read inside of the open regions.
+One call of NumPy gathers the rows of a batch from all files, without Python's lock, by indexing an
+array. So all memory of the process is one array, and a fence keeps reads inside of open regions.
 """
 
 import ctypes
 import dataclasses
-import functools
 import itertools
 import math
 import mmap
@@ -29,17 +27,12 @@ _END = 1 << 48
 _GATHERED_AT_ONCE = 1 << 15
 
 
-@functools.cache
-def _map_zeros() -> np.ndarray:
-    """Returns zeros for the longest possible row; the system allocates no memory for them."""
-    return np.frombuffer(mmap.mmap(-1, schema.MAX_LATENTS_NBYTES), np.uint8)
+# As many as the longest possible row has; the system allocates no memory for them.
+_ZEROS = np.frombuffer(mmap.mmap(-1, schema.MAX_LATENTS_NBYTES), np.uint8)
 
 
 class FencedMemory:
-    """All memory of this process as one NumPy array; a read outside of open regions is an error.
-
-    It raises an IndexError, where it could end the process or return bytes of something else.
-    """
+    """All memory of this process as one NumPy array; IndexErrors outside of open regions."""
 
     def __init__(self):
         everything = (ctypes.c_ubyte * (_END - _ORIGIN)).from_address(_ORIGIN)
@@ -48,9 +41,8 @@ class FencedMemory:
         # when Python frees them, perhaps in a thread that would hold the lock.
         self._regions: dict[int, int] = {}
         self._bounds: tuple[np.ndarray, np.ndarray] | None = None  # of all regions, sorted
-        self._zeros = _map_zeros()
-        self.zeros: int = self._zeros.ctypes.data  # an address with as many zeros as a row may have
-        self.open([(self.zeros, self._zeros.nbytes)])
+        self.zeros: int = _ZEROS.ctypes.data  # an address with as many zeros as a row may have
+        self.open([(self.zeros, _ZEROS.nbytes)])
 
     def open(self, regions: Iterable[Region]) -> None:
         """Lets regions be read, whose memory must stay valid until they are closed."""
@@ -58,7 +50,6 @@ class FencedMemory:
         self._bounds = None
 
     def close(self, regions: Iterable[Region]) -> None:
-        """Ends the reading of regions."""
         for address, _ in regions:
             self._regions.pop(address, None)
         self._bounds = None
@@ -91,10 +82,7 @@ class FencedMemory:
     def crc32c(
         self, begin: np.ndarray, end: np.ndarray, before: Iterable[int] = itertools.repeat(0)
     ) -> np.ndarray:
-        """Returns the CRC-32C of the bytes from each `begin` to its `end`; uint32 `(n,)`.
-
-        `before` holds the CRC-32C of bytes that precede these.
-        """
+        """Returns the CRC-32C of the bytes from each `begin` to its `end`, after others; uint32."""
         crcs = map(google_crc32c.extend, before, self.views(begin, end))
         return np.fromiter(crcs, np.uint32, len(begin))
 
@@ -129,8 +117,8 @@ class FencedMemory:
 class MemoryRanges:
     """A range of bytes for each row, inside of open regions; a row beyond its range is zeros."""
 
+    # Only `FencedMemory` and this class may call it: the ranges must be open.
     def __init__(self, memory: FencedMemory, begin: np.ndarray, end: np.ndarray):
-        """Takes ranges that are open; only `FencedMemory` and this class may call it."""
         self._memory, self._begin, self._end = memory, begin, end
 
     def gather(self, addresses: np.ndarray, nbytes: int) -> np.ndarray:
@@ -148,10 +136,7 @@ class MemoryRanges:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LazyArray:
-    """An array of values at known addresses, which are copied when they are gathered.
-
-    Values of several sources can so be joined without a copy of their own.
-    """
+    """Values at addresses, gathered later: those of several sources are joined without a copy."""
 
     addresses: np.ndarray  # of each value, int64 of any shape
     row: ArraySpec  # of a value
@@ -160,17 +145,14 @@ class LazyArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array that `gather` returns."""
         return *self.addresses.shape, *self.row.shape
 
     @property
     def row_nbytes(self) -> int:
-        """The size of a value in bytes."""
         return self.row.dtype.itemsize * math.prod(self.row.shape)
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes of all values."""
         return self.addresses.size * self.row_nbytes
 
     def reshape(self, *shape: int) -> 'LazyArray':
@@ -182,7 +164,6 @@ class LazyArray:
         return dataclasses.replace(self, addresses=self.addresses[index])
 
     def gather(self) -> np.ndarray:
-        """Copies the values."""
         values = self.memory.gather(self.addresses.ravel(), self.row_nbytes)
         return values.view(self.row.dtype).reshape(self.shape)
 
@@ -192,12 +173,10 @@ LazyBatch = Mapping[str, np.ndarray | LazyArray]
 
 
 def gather_array(values: np.ndarray | LazyArray) -> np.ndarray:
-    """Returns the values as an array."""
     return values.gather() if isinstance(values, LazyArray) else values
 
 
 def gather_batch(batch: LazyBatch) -> Batch:
-    """Returns the values of a batch as arrays."""
     return {name: gather_array(x) for name, x in batch.items()}
 
 

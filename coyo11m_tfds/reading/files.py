@@ -65,21 +65,19 @@ class ReadCounter:
 
 
 class MappedFiles:
-    """Numbered files, each mapped from its first use to the end of this object.
-
-    `address` holds that of each file, int64, 0 while it is not open, and `size` its bytes, int64.
-    """
+    """Numbered files, each mapped from its first use to the end of this object."""
 
     def __init__(
         self, path_of: Callable[[int], str], num_files: int, versions: Sequence[str] | None = None
     ):
-        """Opens no file; `versions`, as in `StoredFile`, are those that the files must have."""
+        """Takes the versions that the files must have, as in `StoredFile`."""
         if num_files > MAX_FILES:
             raise ValueError(
                 f'{path_of(0)}: {num_files} files cannot be mapped at once, at most {MAX_FILES} '
                 "can; read them with engine='chunks'"
             )
         self.memory = _MAPPED_MEMORY
+        # 0 while a file is not open.
         self.address = np.zeros(num_files, np.int64)
         self.size = np.zeros(num_files, np.int64)
         self.path_of = path_of
@@ -92,7 +90,6 @@ class MappedFiles:
         self._opening = threading.Lock()
 
     def open(self, numbers: np.ndarray) -> None:
-        """Maps the files that are not mapped yet."""
         for number in numbers.tolist():
             if number not in self._states:
                 with self._opening:
@@ -102,10 +99,7 @@ class MappedFiles:
     def locate(
         self, number: np.ndarray, offset: np.ndarray, nbytes: np.ndarray | int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the addresses of the first bytes of ranges in files, and of their ends.
-
-        The arguments and the results are int64 `(n,)`. An end is at most that of the file.
-        """
+        """Returns where ranges in files begin and end in memory, at most at the ends of files."""
         self.open(np.unique(number))
         start = self.address[number]
         return start + offset, start + np.minimum(offset + nbytes, self.size[number])
@@ -174,11 +168,7 @@ def _stat_state(stat: os.stat_result) -> tuple[int, ...]:
 
 
 class FetchedFiles:
-    """Ranges of numbered files, each fetched with one request and held until it is dropped.
-
-    Attributes:
-        size: Bytes of each file, int64, corrected for a file that turns out to be shorter.
-    """
+    """Ranges of numbered files, each fetched with one request and held until it is dropped."""
 
     def __init__(
         self,
@@ -187,11 +177,9 @@ class FetchedFiles:
         max_in_flight: int,
         counter: ReadCounter | None = None,
     ):
-        """Fetches nothing yet; `max_in_flight` ranges may be in flight or wait to be taken.
-
-        `counter` counts the bytes of all ranges, and those of files that are not added as chunks.
-        """
+        """Takes the number of ranges that may be in flight or wait to be taken."""
         self.memory = FencedMemory()
+        # Corrected for a file that turns out to be shorter.
         self.size = np.array(size, np.int64)
         self._path_of = path_of
         self._added: dict[int, StoredFile] = {}
@@ -211,7 +199,6 @@ class FetchedFiles:
         return first
 
     def path_of(self, number: int) -> str:
-        """The path of a file."""
         file = self._added.get(number)
         return file.path if file else self._path_of(number)
 
@@ -279,6 +266,7 @@ class FetchedFiles:
 
     def _fetch(self, key: Range) -> bytes:
         number, begin, end = key
+        # Rows of columns are no chunks, but their bytes count.
         num_chunks = int(number not in self._added)
         self._counter.add(chunks_in_flight=num_chunks)
         try:

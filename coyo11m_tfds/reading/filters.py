@@ -1,8 +1,7 @@
 """Conditions on the numbers of records, and the records that they keep.
 
-A condition compares added columns of single numbers, and `key`, with each other and with constants.
-A parser reads it; no part of it runs as code. Constants are rounded to the column's dtype, so
-`score == 0.1` finds 0.1 in float32. NaN is unequal to every number.
+A parser reads a condition; no part of it runs as code. Constants are rounded to the column's dtype,
+so `score == 0.1` finds 0.1 in float32.
 """
 
 import ast
@@ -152,16 +151,10 @@ _SET_BITS = np.array(
 
 
 class KeptRecords:
-    """The kept records of a split: one bit for each record, and one count for every eight.
-
-    `lengths` holds the kept records of each shard, int64 `(num_shards,)`.
-    """
+    """The kept records of a split: one bit for each record, and one count for every eight."""
 
     def __init__(self, shard_lengths: np.ndarray, blocks: Iterable[np.ndarray]):
-        """Takes the lengths of the shards, and for each record whether it is kept.
-
-        `blocks` are consecutive arrays, bool `(n,)`; n is a multiple of 8 in all but the last.
-        """
+        """Takes whether each record is kept, bool, in blocks of a multiple of 8 but the last."""
         shard_ends = np.cumsum(shard_lengths)
         size = int(shard_ends[-1]) if len(shard_ends) else 0
         self._bits = np.zeros(size // 8 + 1, np.uint8)
@@ -177,6 +170,7 @@ class KeptRecords:
         self.num_records = int(self._before[-1])
         self._shard_lengths, self._first_numbers = shard_lengths, shard_ends - shard_lengths
         self._first_kept = self._count_before(self._first_numbers)
+        # Kept records of each shard, int64 `(num_shards,)`.
         self.lengths = self._count_before(shard_ends) - self._first_kept
 
     def locate(self, shard: np.ndarray, number: np.ndarray) -> np.ndarray:
@@ -195,7 +189,6 @@ class KeptRecords:
         return int((end - begin)[self._count_before(end) > self._count_before(begin)].sum())
 
     def _count_before(self, number: np.ndarray) -> np.ndarray:
-        """Kept records before some records of the split, int64."""
         lower_bits = (1 << (number & 7)) - 1
         in_byte = np.bitwise_count(self._bits[number >> 3] & lower_bits.astype(np.uint8))
         return self._before[number >> 3].astype(np.int64) + in_byte
@@ -210,9 +203,7 @@ def find_kept(
 ) -> KeptRecords:
     """Reads the columns of a condition and finds the records that it keeps (40 million in 0.3 s).
 
-    `read_keys` reads the keys of all records, in blocks of the given size, as a masked array if
-    some cannot be read; their records are not kept. It is called only if the condition, which has
-    passed `check_columns`, compares keys.
+    `read_keys` yields keys in blocks of a size, masked where they cannot be read: not kept.
     """
     num_records = int(shard_lengths.sum())
     columns = {

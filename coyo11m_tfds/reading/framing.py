@@ -1,8 +1,6 @@
 """Locates the records of TFRecord files in memory, many at once, and compares their checksums.
 
-The length of a record and the masked CRC-32C of the length precede it, the masked CRC-32C of its
-bytes follows it. The chunk index has the offset of every `schema.CHUNK_STRIDE`-th record. From each
-of these, NumPy follows and checks the lengths, in all runs at once: 0.15 us of one core a record.
+From the offsets in the chunk index NumPy follows and checks the lengths: 0.15 us a record.
 """
 
 import functools
@@ -20,11 +18,9 @@ _HEADER = np.dtype([('length', '<u8'), ('crc', '<u4')])
 def locate_records(
     runs: MemoryRanges, start: np.ndarray, count: np.ndarray, limit: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Locates the records of runs of at most `schema.CHUNK_STRIDE` records, in `[start, limit)`.
+    """Returns where the serialized records of runs begin and end, int64 `(n, CHUNK_STRIDE)`.
 
-    `runs` has the bytes of these ranges. Returns the addresses at which the serialized records
-    begin and end, int64 `(n, CHUNK_STRIDE)`. Both are 0 beyond the run, and from the first
-    incomplete record or damaged length on, because the start of the next record is unknown.
+    Both are 0 beyond the run, and from the first incomplete record or damaged length on.
     """
     begin = np.zeros((len(start), schema.CHUNK_STRIDE), np.int64)
     end = np.zeros_like(begin)
@@ -57,7 +53,7 @@ def match_crcs(memory: FencedMemory, begin: np.ndarray, end: np.ndarray) -> np.n
 
 
 def _length_crc(length: np.ndarray) -> np.ndarray:
-    """The masked CRC-32C of lengths below 2^32 as eight bytes each; uint32, same shape."""
+    """Returns the masked CRC-32C of lengths below 2^32 as eight bytes each; uint32."""
     crc_of_zeros, tables = _length_tables()
     crc = np.full(length.shape, crc_of_zeros, np.uint32)
     for byte in range(4):
@@ -67,10 +63,7 @@ def _length_crc(length: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _length_tables() -> tuple[int, np.ndarray]:
-    """The CRC-32C of eight zeros, and how it changes with each value of each of the first four.
-
-    A CRC is affine over GF(2): the changes of several bytes are combined with XOR.
-    """
+    # A CRC is affine over GF(2): the changes by the values of several bytes are combined with XOR.
     crc_of_zeros = google_crc32c.value(bytes(8))
     numbers = np.arange(256, dtype='<u8')
     crcs = [google_crc32c.value((n << 8 * byte).tobytes()) for byte in range(4) for n in numbers]

@@ -1,13 +1,6 @@
 """Estimates the memory that the engine `chunks` needs for training, before it reads.
 
-The sum is the memory beyond that of a process that has read a few records. A block of batches has
-whole windows of each lane, with at least as many records as are read at once. Chunks that are in
-flight, or have arrived early, take as many bytes as in their files.
-
-The factors come from the peak resident memory of child processes with records of 26 KB (2 busy
-cores, glibc set to keep freed memory, see `process_settings`): six runs of 0.7 to 1.5 GB, 8 to 32
-lanes, windows of 1,024 to 3,072, chunks of 64 and 128, 4 and 8 parallel reads and batches of 256
-and 4,096, took 20% less to 12% more than estimated.
+Six measured runs of 0.7 to 1.5 GB with other lanes, windows and chunks took 20% less to 12% more.
 """
 
 import dataclasses
@@ -15,9 +8,9 @@ import math
 
 from coyo11m_tfds.process import machine
 
-# One block is given out, one is filled, and of the one before some batches may be in use.
+# Of whole windows: one is given out, one is filled, of the one before some batches may be in use.
 _BLOCKS = 2.2
-# The allocator keeps what threads have freed.
+# Of chunks in flight or arrived early: the allocator keeps what threads have freed.
 _RAW_CHUNKS = 1.5
 _FIXED = 200_000_000  # also plans, threads, and chunks that are being gathered
 
@@ -35,18 +28,16 @@ class MemoryNeed:
 
     @property
     def num_bytes(self) -> int:
-        """The memory that reading takes."""
+        """The memory that reading takes, beyond that of a process that has read a few records."""
         windows = -(-self.in_flight // self.window)
         return int(self._window_record_nbytes * self.window * windows + self._other_nbytes)
 
     @property
     def _window_record_nbytes(self) -> float:
-        """Bytes for each record of a window, in all lanes."""
         return _BLOCKS * self.lanes * self.row_nbytes
 
     @property
     def _other_nbytes(self) -> float:
-        """Bytes for all but the windows."""
         raw = _RAW_CHUNKS * self.lanes * self.in_flight * self.raw_nbytes
         return raw + self.rows_ready * self.row_nbytes + _FIXED
 

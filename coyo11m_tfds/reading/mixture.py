@@ -1,7 +1,6 @@
 """How many samples of each source every lane gives to each batch, and positions in a mixture.
 
-docs/design.md states the rules ("Mixtures"). A position is a step and a number of samples for each
-source, and the position of any later step can be computed. A single source is a mixture of one.
+docs/design.md states the rules ("Mixtures"). A single source is a mixture of one.
 """
 
 import bisect
@@ -52,7 +51,6 @@ class Stage:
         return tuple(c * steps[shape] for c, shape in zip(self.counts, self.shapes, strict=True))
 
     def _count_steps(self, end: int) -> np.ndarray:
-        """Number of batches of each shape in the steps `[0, end)`."""
         cycles, remainder = divmod(end, len(self.cycle))
         num_shapes = max(self.shapes) + 1
         in_remainder = np.bincount(self.cycle[:remainder], minlength=num_shapes)
@@ -70,11 +68,7 @@ class BatchShares:
         shapes: Sequence[Hashable] = (),
         names: Sequence[str] = (),
     ):
-        """Computes the shares of batches with `per_lane` samples of every lane.
-
-        A stage is a dict of its first step, `from`, and its `weights`. `shapes` has a value for
-        each source, equal for sources of one shape; () if all are equal.
-        """
+        """Takes the samples of a lane in a batch, and the shape of each source; () if all equal."""
         self.per_lane = per_lane
         self._names = names or [str(number) for number in range(len(weights))]
         numbers = {shape: number for number, shape in enumerate(dict.fromkeys(shapes))}
@@ -135,7 +129,13 @@ class BatchShares:
             for i, count in zip(members, _largest_remainders(shares, self.per_lane), strict=True):
                 counts[i] = count
                 if not count:
-                    self._refuse(i, weights[i] / total)
+                    share = weights[i] / total
+                    raise ValueError(
+                        f'source {self._names[i]!r} has {float(share):.4g} of the weights, too '
+                        f'little for one of the {self.per_lane} samples that a lane gives to a '
+                        'batch: give it a larger weight, or set fewer lanes or a batch_size of '
+                        f'{math.ceil(1 / share)} times the lanes'
+                    )
         unit = math.lcm(*(x.denominator for x in shape_weights))
         quotas = [int(x * unit) for x in shape_weights]
         quotas = [x // math.gcd(*quotas) for x in quotas]
@@ -156,13 +156,6 @@ class BatchShares:
             for k in range(quota)
         ]
         return tuple(counts), self._shapes, np.array([shape for _, shape in sorted(steps)])
-
-    def _refuse(self, number: int, share: Fraction) -> None:
-        raise ValueError(
-            f'source {self._names[number]!r} has {float(share):.4g} of the weights, too little for '
-            f'one of the {self.per_lane} samples that a lane gives to a batch: give it a larger '
-            f'weight, or set fewer lanes or a batch_size of {math.ceil(1 / share)} times the lanes'
-        )
 
     def _summarize(self, stage: Stage, weights: list[Fraction]) -> str:
         samples = stage.samples(0, len(stage.cycle))

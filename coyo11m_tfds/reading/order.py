@@ -28,11 +28,7 @@ _BLOCK_ROWS = 8192
 
 @dataclasses.dataclass(frozen=True)
 class OrderSettings:
-    """The settings that decide the order of a data set's samples.
-
-    `input_pipeline.train_batches` describes the fields. Raises a ValueError, which names a value
-    that works, if one is out of its range or not a whole number.
-    """
+    """The settings that decide the order of a data set's samples, see `train_batches`."""
 
     seed: int
     chunk: int = 64
@@ -77,7 +73,6 @@ class Order:
         settings: OrderSettings,
         kept: KeptRecords | None = None,
     ):
-        """Takes the number of records in each shard, and the kept records; None for all."""
         self.shard_lengths = np.asarray(shard_lengths if kept is None else kept.lengths, np.int64)
         self.kept = kept
         self.settings = settings
@@ -137,7 +132,7 @@ class Order:
         return shard, record if self.kept is None else self.kept.locate(shard, record)
 
     def _permute_windows(self, epoch: int, lane: np.ndarray, window: np.ndarray) -> np.ndarray:
-        """The permutation of each window of each lane; int64 `(lanes, windows, self.window)`."""
+        """Returns the permutation of each window; int64 `(lanes, windows, self.window)`."""
         keys = derive(self.settings.seed, WINDOWS, epoch, lane, window)[..., None]
         position = np.arange(self.window)
         # All hashes differ, so every sorting algorithm gives the same permutation.
@@ -192,10 +187,7 @@ def check_chunk(chunk: int) -> None:
 
 
 def sample_crops(seed: int, epoch: np.ndarray | int, keys: np.ndarray, count: int) -> np.ndarray:
-    """Returns the number of the crop of each key, in `[0, count)`; int64, same shape as `keys`.
-
-    `epoch` is int64 of the same shape, or a scalar.
-    """
+    """Returns the number of the crop of each key, in `[0, count)`; int64, same shape as `keys`."""
     return (derive(seed, CROP, epoch, keys) >> np.uint64(33)).astype(np.int64) % count
 
 
@@ -210,10 +202,7 @@ def sample_drops(
 def sample_texts(
     seed: int, epoch: np.ndarray | int, keys: np.ndarray, weights: Sequence[float]
 ) -> np.ndarray:
-    """Returns which text each key gets, from 0; int64, same shape as `keys`.
-
-    The shares of the texts are proportional to `weights`. `epoch` is as in `sample_crops`.
-    """
+    """Returns which text each key gets, in shares by weight; int64, same shape as `keys`."""
     sums = list(itertools.accumulate(weights))
     ends = np.array([int(x / sums[-1] * 2**53) for x in sums], np.int64)
     hashes = derive(seed, TEXT, epoch, keys) >> np.uint64(11)
@@ -231,10 +220,9 @@ class RecordBlock(NamedTuple):
 def train_blocks(
     order: Order, lanes: range, per_lane: int, start: int, stride: int = 1, block_rows: int = 0
 ) -> Iterator[RecordBlock]:
-    """Yields the records of some lanes in every `stride`-th batch, without end.
+    """Yields the records of some lanes in every `stride`-th batch after sample `start`.
 
-    A batch takes `per_lane` samples of every lane, the first one those after `start`. A block has
-    the fewest windows that hold `block_rows` rows; with 0, as many as cost little to plan.
+    A block has the fewest windows that hold `block_rows` rows; with 0, as many as cost little.
     """
     windows = max(1, -(-(block_rows or _BLOCK_ROWS) // (order.window * len(lanes))))
     skip = 0  # batches before the next one of the stride
@@ -250,12 +238,11 @@ def train_blocks(
 def _train_block(
     order: Order, lanes: range, start: int, per_lane: int, steps: range
 ) -> RecordBlock:
-    """Returns the block of some of the batches after `start`."""
     begin, end = (start + step * per_lane for step in (steps.start, steps.stop))
     samples = order.samples(lanes, begin, end)
 
     def by_step(x: np.ndarray) -> np.ndarray:
-        """Maps `(lanes, all steps * per_lane)` to `(steps, lanes * per_lane)`."""
+        # From `(lanes, all steps * per_lane)` to `(steps, lanes * per_lane)`.
         all_steps = x.reshape(len(lanes), -1, per_lane).transpose(1, 0, 2)
         return all_steps[:: steps.step].reshape(len(steps), -1)
 
@@ -266,10 +253,7 @@ def _train_block(
 def eval_blocks(
     shard_lengths: np.ndarray, begin: int, end: int, batch: int, kept: KeptRecords | None = None
 ) -> Iterator[RecordBlock]:
-    """Yields the records `[begin, end)` of all shards in batches; the last may be short.
-
-    With `kept`, `begin` and `end` count kept records, and `shard_lengths` is `kept.lengths`.
-    """
+    """Yields the records `[begin, end)` of all shards in batches; the last may be short."""
     shard_ends = np.cumsum(shard_lengths)
     whole_end = begin + (end - begin) // batch * batch
     block_rows = max(1, _BLOCK_ROWS // batch) * batch

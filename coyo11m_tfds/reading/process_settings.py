@@ -1,8 +1,4 @@
-"""Prepares a process for reading before TensorFlow starts, and ends it cleanly.
-
-TensorFlow reads its environment variables while it is imported, so this module imports it only
-when the program ends. Variables that are already set keep their values.
-"""
+"""Prepares a process for reading before TensorFlow is imported, and ends it cleanly."""
 
 import atexit
 import ctypes
@@ -36,11 +32,8 @@ def quiet_tensorflow() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep freed memory for the next batch instead of returning it to the system.
-
-    New memory from the system costs 3 page faults a record, a sixth of the CPU time of reading.
-    This does nothing with other C libraries.
-    """
+    """Makes glibc keep freed memory for the next batch instead of returning it to the system."""
+    # New memory from the system costs 3 page faults a record, a sixth of the CPU time of reading.
     mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
     if mallopt is None or any(name.startswith('MALLOC_') for name in os.environ):
         return
@@ -52,13 +45,10 @@ def keep_freed_memory() -> None:
 
 @functools.cache
 def end_iterators_at_exit() -> None:
-    """Ends all iterators of tf.data at the end of the program, which could hang otherwise.
-
-    An iterator that is alive when Python finalizes has threads that call Python functions. They
-    wait for the interpreter's lock, which is never released again, while the iterator's destructor
-    waits for them: the program hangs, or aborts. `reading.tf_data` calls this at its import, for
-    all iterators of the program. A Ctrl-C during this end ends the program at once.
-    """
+    """Ends all iterators of tf.data at the end of the program, which could hang otherwise."""
+    # An iterator that is alive when Python finalizes has threads that call Python functions. They
+    # wait for the interpreter's lock, which is never released again, while the iterator's
+    # destructor waits for them.
     atexit.register(_end_at_exit)
     show = sys.excepthook
 

@@ -1,7 +1,7 @@
 """Batches gathered row by row from TFRecord files in memory, without TensorFlow.
 
 Rows are located for a block of batches at a time. A batch then takes a few calls of NumPy, which
-copy only the requested values. The rest of a record is read only to compare its checksum.
+copy only the requested values.
 """
 
 import functools
@@ -61,7 +61,6 @@ class RowReader:
         columns: Mapping[str, ColumnReader],
         files: FetchedFiles | None,
     ):
-        """Opens nothing; without `files`, maps local shards, of which there may be `MAX_FILES`."""
         lengths = split.index.shard_lengths
         self._split, self._features = split, features
         self._files = files or MappedFiles(split.file, len(lengths))
@@ -91,13 +90,11 @@ class RowReader:
         return LocatedRecords(epoch, shard, record, number, begin, end, values)
 
     def ranges_ahead(self, shard: np.ndarray, record: np.ndarray) -> list[Range]:
-        """Returns the ranges of shards with some records, for `will_need`.
-
-        Asks the system at once to read ahead the rows of columns, which are fewer.
-        """
+        """Returns the ranges of shards with some records, for `will_need`."""
         runs = np.unique(_run_keys(shard, record))
         shards, first, count, offset, nbytes = self._run_ranges(runs)
         number = self._split.first_numbers[shards] + first
+        # At once, because the rows of columns are fewer.
         for column in self.columns.values():
             column.will_need(number, number + count - 1)
         # Adjacent runs form one range.
@@ -110,7 +107,6 @@ class RowReader:
         return list(ranges)
 
     def will_need(self, shard_range: Range) -> None:
-        """Asks the system to read a range of a shard ahead if files are mapped."""
         if isinstance(self._files, MappedFiles):
             self._files.open(np.array(shard_range[:1]))
             self._files.will_need(*shard_range)
@@ -138,7 +134,6 @@ class RowReader:
         return {name: self._array(name, located, good, keys, crops) for name in names}
 
     def _match_checksums(self, located: LocatedRecords, rows: np.ndarray) -> np.ndarray:
-        """Returns True where records and their rows of columns fit their checksums; bool `(n,)`."""
         good = framing.match_crcs(self._memory, located.begin[rows], located.end[rows])
         for name, column in self.columns.items():
             good &= column.match_checksums(located.number[rows], located.values.places[name][rows])
@@ -198,7 +193,6 @@ class RowReader:
         keys: np.ndarray,
         crops: np.ndarray | None,
     ) -> np.ndarray | LazyArray:
-        """Returns one array of a batch, with zeros or '' for rows without a record."""
         features = self._features
         if name == schema.KEY:
             return keys
@@ -218,7 +212,6 @@ class RowReader:
     def _texts(
         self, mixture: TextMixture, located: LocatedRecords, good: np.ndarray, keys: np.ndarray
     ) -> np.ndarray:
-        """The text of each sample; tokens are padded to the longest of all texts."""
         choice = order.sample_texts(self._features.seed, located.epoch, keys, mixture.weights)
         values = np.zeros((len(keys), mixture.size), schema.TEXT_DTYPES[mixture.feature])
         values[good] = schema.TOKEN_PADDING

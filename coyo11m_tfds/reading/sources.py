@@ -1,7 +1,4 @@
-"""The sources of a mixture: opened, with their names, conditions and texts.
-
-A data set alone is a mixture of one source without a condition.
-"""
+"""The sources of a mixture: opened, with their names, conditions and texts."""
 
 import dataclasses
 import itertools
@@ -54,11 +51,7 @@ Mix: TypeAlias = Sequence[Mapping[str, Any] | MixSource]
 
 
 def open_mix(data: Data | Mix) -> tuple[MixSource, ...]:
-    """Opens the data sets of a mixture, or a single data set.
-
-    Raises the errors of `open_data`, and a ValueError if `data` is not a mixture, a name occurs
-    twice, or a condition has a wrong syntax or compares a missing column.
-    """
+    """Opens the data sets of a mixture, or a single data set, which is a mixture of one."""
     if isinstance(data, str | os.PathLike | StoredDataset) or hasattr(data, 'data_dir'):
         stored = open_data(data)
         return (MixSource(_short_name(stored), stored),)
@@ -129,10 +122,7 @@ def choose_texts(
 
 
 def mix_stats(sources: Sequence[MixSource], text: texts.TextSpec) -> DatasetStats:
-    """Returns the statistics of latents and texts over a mixture, by its weights, not its stages.
-
-    Raises the ValueError of `choose_texts`.
-    """
+    """Returns the statistics of latents and texts by the weights of a mixture, not its stages."""
     stats = [x.stored.stats(text if x.text is None else x.text) for x in sources]
     if len(stats) == 1:
         return stats[0]

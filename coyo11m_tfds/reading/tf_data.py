@@ -1,8 +1,7 @@
 """Batches as a `tf.data.Dataset`: this host's lanes interleaved, batched and prefetched.
 
-Each lane is read as without TensorFlow, so the batches are the same, bit for bit. By rows, a sample
-of key and crop takes 20 us of a core, 3 us of them for reading (2 busy cores). TFDS reads data sets
-without a chunk index, such as mock data, with an ordinary shuffle.
+Each lane is read as without TensorFlow, so the batches are the same, bit for bit. TFDS reads data
+sets without a chunk index, such as mock data, with an ordinary shuffle.
 """
 
 import functools

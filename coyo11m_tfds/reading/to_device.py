@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 
 def key_words(keys: np.ndarray) -> np.ndarray:
-    """Splits keys, int64 `(b,)`, for devices without such integers.
-
-    Returns the low and the high word of each key, uint32 `(b, 2)`.
-    """
+    """Returns the low and the high word of keys, int64 `(b,)`, as uint32 `(b, 2)`."""
     words = np.ascontiguousarray(keys, '<i8').view('<u4').reshape(-1, 2)
     return words.astype(np.uint32, copy=False)
 

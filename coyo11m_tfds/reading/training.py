@@ -1,7 +1,6 @@
 """Plans and reads the training samples of one data set or of a mixture.
 
-Each source of a mixture is read by rows or by chunks, in its own sequence. A batch joins the shares
-of its sources: by rows, one call gathers the values of all sources.
+Each source is read by rows or by chunks, in its own sequence; a batch joins their shares.
 """
 
 import dataclasses
@@ -91,7 +90,7 @@ def _make_order(options: TrainOptions, opened: OpenedSplit) -> Order:
 
 
 def _order_digest(options: TrainOptions, has_lanes: bool) -> str:
-    """Returns the digest of a source and of its order, under which a state holds its position."""
+    # A state holds the position of a source under the digest of its data and of its order.
     order = dataclasses.asdict(options.order) | ({} if has_lanes else {'lanes': 1})
     return json_digest.sha256(options.source.identity(options.split) | order)[:16]
 
@@ -197,7 +196,6 @@ class TrainReader:
     def _read_stage(
         self, lanes: range, cursor: Cursor, stage: Stage, steps_per_item: int
     ) -> Iterator[Batch]:
-        """Yields the batches up to the end of the stage."""
         shapes = sorted(set(stage.cycle.tolist()))
         # A stride over steps of several shapes is no stride over those of one shape.
         stride = cursor.stride if len(shapes) == 1 else 1
@@ -274,13 +272,11 @@ def _gather_share(share: LazyBatch, max_steps: float) -> Batch:
 
 
 def _gather_steps(shares: list[LazyBatch], first: int, count: int, max_steps: float) -> Batch:
-    """Gathers some steps of all sources; their arrays are `(lanes, steps, samples, ...)`.
-
-    A batch is in the order of the lanes and, within a lane, of the sources.
-    """
+    """Gathers some steps of all sources; their arrays are `(lanes, steps, samples, ...)`."""
     steps = slice(first, first + int(min(count, max_steps)))
     batch = {}
     for name in shares[0]:
+        # A batch is in the order of the lanes and, within a lane, of the sources.
         values = concatenate([share[name][:, steps] for share in shares], axis=2)
         batch[name] = gather_array(values.reshape(-1, *values.shape[3:]))
     return batch

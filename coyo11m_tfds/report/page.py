@@ -1,8 +1,6 @@
 """The report of a build: lines for the terminal, `report.json`, and an HTML page.
 
-The same build always gives the same bytes of both files. The page needs no script, no other file
-and no network. Captions come from the open internet, so all text is escaped, and a policy in the
-page forbids it to run code or to load anything except its own pictures.
+The same build gives the same bytes of both files. The page needs no script and no other file.
 """
 
 import json
@@ -130,7 +128,6 @@ class BuildReport:
         return '\n'.join([*lines, f'report      {folder}/{self._file_name(PAGE_FILE)}'])
 
     def page(self) -> str:
-        """Returns the HTML page."""
         return render_page(self.content, self.previews)
 
     def _file_name(self, name: str) -> str:
@@ -138,10 +135,7 @@ class BuildReport:
 
 
 def render_page(content: Mapping[str, Any], previews: Sequence[Preview], vae: str = '') -> str:
-    """Returns the page of the content of `report.json`, with `previews` as records to show.
-
-    `vae` names the VAE that decoded their pictures; '' stands for the linear map of `latent_rgb`.
-    """
+    """Returns the page of the content of `report.json`; '' for `vae` is the map of `latent_rgb`."""
     train = content['splits'][schema.TRAIN]
     counts = {reason: entry['rows'] for reason, entry in content['dropped'].items()}
     return _PAGE.render(

@@ -1,7 +1,6 @@
 """Statistics of a build: of the records in shards, and of dropped rows.
 
-The same blocks of samples in the same order give exactly the same statistics, also through JSON. So
-a resumed build can reuse the statistics of finished shards.
+The same blocks of samples in the same order give exactly the same statistics, also through JSON.
 """
 
 import base64
@@ -95,7 +94,6 @@ class ShardStatistics:
     """Counts, moments and histograms of the samples of a shard, or of several shards."""
 
     def __init__(self, text_dim: int = 0, vocabulary: int = 0, channels: int = 4):
-        """Takes the width of the text embeddings and the number of token ids; 0 without them."""
         self.num_records = 0
         self.latent_moments = np.zeros((3, channels))  # `moments` of the channels
         self.text_moments = np.zeros((3, text_dim))  # `moments` of the dimensions
@@ -141,7 +139,6 @@ class ShardStatistics:
         self.num_records += len(keys)
 
     def add_non_finite(self, keys: np.ndarray) -> None:
-        """Counts samples that were left out because they are not finite, by their keys."""
         self.non_finite += len(keys)
         max_keys = MAX_NON_FINITE_KEYS - len(self.non_finite_keys)
         self.non_finite_keys += keys[:max_keys].tolist()
@@ -219,7 +216,6 @@ class DropCounts:
 
     @property
     def num_latents(self) -> int:
-        """Number of rows of the source that the data set lacks."""
         return count_dropped_latents(self.counts)
 
     def add(self, reason: str, count: int, keys: Iterable[int], file: str = '') -> None:
