@@ -126,10 +126,10 @@ class BatchShares:
         for shape, total in enumerate(shape_weights):
             members = [i for i, x in enumerate(self._shapes) if x == shape and weights[i]]
             shares = [weights[i] / total for i in members]
-            for i, count in zip(members, _largest_remainders(shares, self.per_lane), strict=True):
+            rounded = _largest_remainders(shares, self.per_lane)
+            for i, share, count in zip(members, shares, rounded, strict=True):
                 counts[i] = count
                 if not count:
-                    share = weights[i] / total
                     raise ValueError(
                         f'source {self._names[i]!r} has {float(share):.4g} of the weights, too '
                         f'little for one of the {self.per_lane} samples that a lane gives to a '
@@ -144,10 +144,10 @@ class BatchShares:
             quotas = _largest_remainders([Fraction(x, sum(quotas)) for x in quotas], _MAX_CYCLE)
         for number, shape in enumerate(self._shapes):
             if weights[number] and not quotas[shape]:
-                share = f'{float(weights[number]):.4g} of {float(sum(weights)):.4g}'
                 raise ValueError(
-                    f'source {self._names[number]!r} has {share}, less than one batch of its shape '
-                    f'in {_MAX_CYCLE} batches: give it a larger weight'
+                    f'source {self._names[number]!r} has {float(weights[number]):.4g} of '
+                    f'{float(sum(weights)):.4g}, less than one batch of its shape in {_MAX_CYCLE} '
+                    'batches: give it a larger weight'
                 )
         # Each shape's batches stand in the middles of equal parts of the cycle.
         steps = [
