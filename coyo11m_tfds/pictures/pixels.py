@@ -217,7 +217,7 @@ def _crop(pixels: np.ndarray, shape: tuple[int, int], crops: int) -> np.ndarray:
     """Cuts crops from pixels (H, W, 3), which have the shape's height or its width."""
     height, width = shape
     rows, columns = pixels.shape[0] - height, pixels.shape[1] - width
-    # The centre is rounded as in diffusers.
-    centre = pixels.shape[0] // 2 - height // 2, pixels.shape[1] // 2 - width // 2
-    corners = [centre] if crops == 1 else [(0, 0), centre, (rows, columns)]
+    corners = [(0, 0), (rows // 2, columns // 2), (rows, columns)]
+    if crops == 1:
+        corners = corners[1:2]
     return np.stack([pixels[y : y + height, x : x + width] for y, x in corners])
