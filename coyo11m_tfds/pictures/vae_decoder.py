@@ -8,10 +8,7 @@ models) and `AutoencoderTiny` (TAESD, Ollin Boer Bohan: a distilled decoder of 1
 from config.json and safetensors. It needs neither torch nor diffusers, and reads no pickles.
 """
 
-import functools
-import json
-import pathlib
-import re
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,15 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from safetensors import SafetensorError, safe_open
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.pictures import latent_rgb
+from coyo11m_tfds.pictures import latent_rgb, vae_files, vae_layers
 from coyo11m_tfds.storage import model_files
 
-WEIGHTS_FILE = 'diffusion_pytorch_model.safetensors'
-_HUB_FILES = [f'{at}{name}' for at in ('', 'vae/') for name in ('config.json', WEIGHTS_FILE)]
-_DECODER_PREFIXES = 'decoder.', 'post_quant_conv.'  # the encoder's weights stay unread
 # Factor and shift of raw latents, by the VAE: `(raw - shift) * factor` has a deviation near 1. From
 # config.json of stable-diffusion-v1-5, sdxl-vae, stable-diffusion-3-medium and FLUX.1-dev.
 SCALES = {
@@ -37,10 +30,6 @@ SCALES = {
     'flux': (0.3611, 0.1159),
 }
 _BATCH = 4  # pictures at a time: SDXL's decoder takes 0.3 GB for one of 256 pixels
-_NORM_EPSILON = 1e-6
-# Weights of attention as diffusers before 0.17 named them.
-_NEW_NAMES = {'query': 'to_q', 'key': 'to_k', 'value': 'to_v', 'proj_attn': 'to_out.0'}
-_OLD_NAME = re.compile(r'(attentions\.\d+)\.(query|key|value|proj_attn)\.')
 
 
 def make_painter(
@@ -61,30 +50,12 @@ def load_decoder(model: str, channels: int | None = None, maker: str = '') -> 'V
             `vae`, or a name on the hub.
         channels: Number of channels of the latents; None for any.
         maker: VAE that made the latents, as the data set names it: a key of `SCALES`, or the folder
-            or hub name of an `AutoencoderKL`; '' if unknown. An `AutoencoderTiny` needs its scaling
+            or hub name of the VAE; '' if unknown. An `AutoencoderTiny` needs its scaling
             factor; if that is unknown, SDXL's is taken, with a warning.
     """
-    folder = _vae_folder(model)
-    path = folder / WEIGHTS_FILE
-    try:
-        config = json.loads((folder / 'config.json').read_text(encoding='utf-8'))
-        with safe_open(path, 'numpy') as file:
-            names = [n for n in file.keys() if n.startswith(_DECODER_PREFIXES)]  # noqa: SIM118
-            weights = {
-                _OLD_NAME.sub(lambda match: f'{match[1]}.{_NEW_NAMES[match[2]]}.', name): (
-                    file.get_tensor(name).astype(np.float32)
-                )
-                for name in names
-            }
-    except (OSError, SafetensorError, ValueError) as error:
-        raise ValueError(
-            f'cannot read the VAE {model!r}: {error}. Expected config.json and {WEIGHTS_FILE}, as '
-            'save_pretrained of diffusers writes them.'
-        ) from error
-    if isinstance(config, dict) and config.get('_class_name') == 'AutoencoderTiny':
-        factor, shift = _scale_of_latents(model, config, maker)
-        config |= {'scaling_factor': factor, 'shift_factor': shift}
-    decoder = VaeDecoder(config, weights, str(path))
+    vae = vae_files.read_vae(model, ('decoder.', 'post_quant_conv.'))
+    scale = _scale_of_latents(model, vae.config, maker) if vae.kind == 'AutoencoderTiny' else (1, 0)
+    decoder = VaeDecoder(vae, *scale)
     if channels not in (None, decoder.channels):
         raise ValueError(
             f'the VAE {model!r} decodes latents of {decoder.channels} channels, expected '
@@ -100,7 +71,8 @@ def _scale_of_latents(model: str, config: Mapping[str, Any], maker: str) -> tupl
         return SCALES[maker]
     if maker:
         try:
-            maker_config = json.loads((_vae_folder(maker) / 'config.json').read_text('utf-8'))
+            is_maker = maker == model_files.public_name(model)
+            maker_config = config if is_maker else vae_files.read_config(maker)
             factor, shift = maker_config['scaling_factor'], maker_config.get('shift_factor')
             return float(factor), float(shift or 0)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -116,41 +88,19 @@ def _scale_of_latents(model: str, config: Mapping[str, Any], maker: str) -> tupl
     return SCALES['sdxl']
 
 
-def _vae_folder(model: str) -> pathlib.Path:
-    folder = model_files.fetch_folder(model, 'VAE', _HUB_FILES)
-    return folder / 'vae' if (folder / 'vae').is_dir() else folder
-
-
 class VaeDecoder:
     """Turns raw latents of `channels` channels into pictures, on one device.
 
     One latent position becomes `factor` pixels in each direction.
     """
 
-    def __init__(self, config: Mapping[str, Any], weights: Mapping[str, np.ndarray], path: str):
-        """Takes the content of config.json, and float32 weights by diffusers' names."""
-        kinds = {'AutoencoderKL': _decode_kl, 'AutoencoderTiny': _decode_tiny}
-        kind = config.get('_class_name') if isinstance(config, dict) else None
-        if kind not in list(kinds):
-            raise ValueError(f'{path}: _class_name is {kind!r}, expected one of {", ".join(kinds)}')
-        decode = functools.partial(kinds[kind], config)
-        weight_use = _WeightUse(weights)
-        try:
-            self.channels = config['latent_channels']
-            sample = jax.ShapeDtypeStruct((1, 8, 8, self.channels), jnp.float32)
-            # Computes nothing: it shows which weights are missing, unused or of another shape.
-            decoded = jax.eval_shape(lambda latents: decode(weight_use, latents), sample)
-        except (KeyError, TypeError, ValueError) as error:
-            reason = str(error).partition('\n')[0]
-            raise ValueError(f'{path}: does not fit config.json: {reason}') from error
-        if unused_names := sorted(weights.keys() - weight_use.names):
-            raise ValueError(
-                f'{path}: does not fit config.json: {len(unused_names)} weights are unknown, such '
-                f'as {unused_names[0]}'
-            )
-        self.factor = decoded.shape[1] // 8
-        self._weights = jax.device_put(dict(weights))
-        self._decode = jax.jit(decode)
+    def __init__(self, vae: vae_files.StoredVae, factor: float, shift: float):
+        """Takes the files, and the scale of raw latents as `SCALES` has it."""
+        networks = {'AutoencoderKL': _decode_kl, 'AutoencoderTiny': _decode_tiny}
+        network, output = vae.bind(networks, (1, 8, 8, vae.channels))
+        self.channels, self.factor = vae.channels, output.shape[1] // 8
+        self._weights = jax.device_put(dict(vae.weights))
+        self._decode = jax.jit(lambda weights, x: network(weights, (x - shift) * factor))
 
     def __call__(self, latents: np.ndarray) -> np.ndarray:
         """Decodes raw latents `(n, C, H, W)` to uint8 `(n, factor * H, factor * W, 3)`."""
@@ -168,122 +118,49 @@ class VaeDecoder:
         return np.concatenate(pictures)
 
 
-class _WeightUse(dict[str, Any]):
-    """Weights, and the names of those that a network has read."""
-
-    def __init__(self, weights: Mapping[str, Any]):
-        super().__init__(weights)
-        self.names = set[str]()
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self:
-            raise KeyError(f'{name} is missing')
-        self.names.add(name)
-        return super().__getitem__(name)
-
-
 # --- Networks: latents and pictures are float32 `(n, H, W, C)`, results lie in [-1, 1] ------------
 
-_Weights = Mapping[str, Any]
 
-
-def _decode_tiny(config: Mapping[str, Any], weights: _Weights, latents: jax.Array) -> jax.Array:
+def _decode_tiny(
+    config: Mapping[str, Any], weights: Mapping[str, Any], latents: jax.Array
+) -> jax.Array:
     """diffusers' `DecoderTiny`, which takes scaled latents; see `_scale_of_latents`."""
-    if config.get('act_fn', 'relu') != 'relu' or config.get('upsample_fn', 'nearest') != 'nearest':
-        raise ValueError(
-            f'act_fn is {config.get("act_fn")!r} and upsample_fn is {config.get("upsample_fn")!r}, '
-            'expected relu and nearest'
-        )
-    layers = iter(range(1000))
-
-    def name() -> str:
-        return f'decoder.layers.{next(layers)}'
-
-    scaled = (latents - config['shift_factor']) * config['scaling_factor']
+    vae_layers.check_blocks(config, 'upsample_fn', 'nearest', activation='relu')
+    layers = vae_layers.VaeLayers(config, weights)
+    names = (f'decoder.layers.{number}' for number in itertools.count())
     # A soft clamp, which is part of diffusers' decoder.
-    x = 3 * jnp.tanh(scaled / 3)
-    x = jax.nn.relu(_conv(weights, name(), x))
-    next(layers)  # the activation
+    x = 3 * jnp.tanh(latents / 3)
+    x = jax.nn.relu(layers.conv(next(names), x))
+    next(names)  # the activation
     stages = config['num_decoder_blocks']
     for number, num_blocks in enumerate(stages):
         for _ in range(num_blocks):
-            block, y = name(), x
-            for layer in (0, 2, 4):
-                y = _conv(weights, f'{block}.conv.{layer}', y)
-                y = jax.nn.relu(y) if layer < 4 else y
-            x = jax.nn.relu(x + y)
+            x = layers.tiny_block(next(names), x)
         if number < len(stages) - 1:
-            next(layers)  # the upsampling
+            next(names)  # the upsampling
             x = _upsample(x, config.get('upsampling_scaling_factor', 2))
-        x = _conv(weights, name(), x)
+        x = layers.conv(next(names), x)
     return 2 * x - 1
 
 
-def _decode_kl(config: Mapping[str, Any], weights: _Weights, latents: jax.Array) -> jax.Array:
+def _decode_kl(
+    config: Mapping[str, Any], weights: Mapping[str, Any], latents: jax.Array
+) -> jax.Array:
     """diffusers' `Decoder` of `AutoencoderKL`, which takes raw latents."""
-    if {*config['up_block_types']} != {'UpDecoderBlock2D'} or config.get('act_fn') != 'silu':
-        raise ValueError(
-            f'up_block_types are {config["up_block_types"]} and act_fn is '
-            f'{config.get("act_fn")!r}, expected only UpDecoderBlock2D and silu'
-        )
-    norm = functools.partial(_group_norm, weights, config.get('norm_num_groups', 32))
+    vae_layers.check_blocks(config, 'up_block_types', 'UpDecoderBlock2D', activation='silu')
+    layers = vae_layers.VaeLayers(config, weights)
     x = latents
     if config.get('use_post_quant_conv', True):
-        x = _conv(weights, 'post_quant_conv', x)
-    x = _conv(weights, 'decoder.conv_in', x)
-    x = _resnet(weights, norm, 'decoder.mid_block.resnets.0', x)
-    if config.get('mid_block_add_attention', True):
-        x = _self_attention(weights, norm, 'decoder.mid_block.attentions.0', x)
-    x = _resnet(weights, norm, 'decoder.mid_block.resnets.1', x)
+        x = layers.conv('post_quant_conv', x)
+    x = layers.middle('decoder.mid_block', layers.conv('decoder.conv_in', x))
     num_stages = len(config['up_block_types'])
     for stage in range(num_stages):
-        for block in range(config['layers_per_block'] + 1):
-            x = _resnet(weights, norm, f'decoder.up_blocks.{stage}.resnets.{block}', x)
+        block = f'decoder.up_blocks.{stage}'
+        for number in range(config['layers_per_block'] + 1):
+            x = layers.resnet(f'{block}.resnets.{number}', x)
         if stage < num_stages - 1:
-            x = _conv(weights, f'decoder.up_blocks.{stage}.upsamplers.0.conv', _upsample(x, 2))
-    return _conv(weights, 'decoder.conv_out', jax.nn.silu(norm('decoder.conv_norm_out', x)))
-
-
-_Norm = Callable[[str, jax.Array], jax.Array]
-
-
-def _resnet(weights: _Weights, norm: _Norm, name: str, x: jax.Array) -> jax.Array:
-    y = _conv(weights, f'{name}.conv1', jax.nn.silu(norm(f'{name}.norm1', x)))
-    y = _conv(weights, f'{name}.conv2', jax.nn.silu(norm(f'{name}.norm2', y)))
-    if x.shape[-1] != y.shape[-1]:
-        x = _conv(weights, f'{name}.conv_shortcut', x)
-    return x + y
-
-
-def _self_attention(weights: _Weights, norm: _Norm, name: str, x: jax.Array) -> jax.Array:
-    # One head over all positions.
-    y = norm(f'{name}.group_norm', x).reshape(len(x), -1, x.shape[-1])
-
-    def linear(layer: str, y: jax.Array) -> jax.Array:
-        # In old files it is a convolution over one position.
-        matrix = weights[f'{name}.{layer}.weight'].reshape(x.shape[-1], -1)
-        return y @ matrix.T + weights[f'{name}.{layer}.bias']
-
-    query, key, value = (linear(layer, y) for layer in ('to_q', 'to_k', 'to_v'))
-    scores = query @ key.swapaxes(1, 2) * x.shape[-1] ** -0.5
-    return x + linear('to_out.0', jax.nn.softmax(scores) @ value).reshape(x.shape)
-
-
-def _group_norm(weights: _Weights, groups: int, name: str, x: jax.Array) -> jax.Array:
-    """Normalizes groups of channels over all positions (Wu & He, "Group Normalization", 2018)."""
-    grouped = x.reshape(len(x), -1, groups, x.shape[-1] // groups)
-    mean = grouped.mean(axis=(1, 3), keepdims=True)
-    variance = grouped.var(axis=(1, 3), keepdims=True)
-    normed = ((grouped - mean) * jax.lax.rsqrt(variance + _NORM_EPSILON)).reshape(x.shape)
-    return normed * weights[f'{name}.weight'] + weights[f'{name}.bias']
-
-
-def _conv(weights: _Weights, name: str, x: jax.Array) -> jax.Array:
-    kernel = weights[f'{name}.weight']
-    y = jax.lax.conv_general_dilated(
-        x, kernel, (1, 1), 'SAME', dimension_numbers=('NHWC', 'OIHW', 'NHWC')
-    )
-    return y + weights[f'{name}.bias'] if f'{name}.bias' in weights else y
+            x = layers.conv(f'{block}.upsamplers.0.conv', _upsample(x, 2))
+    return layers.out('decoder', x)
 
 
 def _upsample(x: jax.Array, factor: int) -> jax.Array:

@@ -10,7 +10,7 @@ import safetensors.numpy
 import torch
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.pictures import latent_rgb, vae_decoder
+from coyo11m_tfds.pictures import latent_rgb, vae_decoder, vae_files
 from tests import small_vae
 from tests.checkout import COCO_SAMPLE
 from tests.text import offline_hub
@@ -25,7 +25,7 @@ def taesdxl(tmp_path) -> pathlib.Path:
         pytest.skip(f'{TAESDXL} is absent')
     copy = tmp_path / 'taesdxl'
     copy.mkdir()
-    for name in ('config.json', vae_decoder.WEIGHTS_FILE):
+    for name in ('config.json', vae_files.WEIGHTS_FILE):
         shutil.copyfile(TAESDXL / name, copy / name)  # without its mode: it may be read-only
     return copy
 
@@ -34,8 +34,8 @@ def save(folder: pathlib.Path, weights: dict[str, np.ndarray], **changes) -> str
     """Replaces weights and fields of the configuration."""
     path = folder / 'config.json'
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    (folder / vae_decoder.WEIGHTS_FILE).unlink()
-    safetensors.numpy.save_file(weights, folder / vae_decoder.WEIGHTS_FILE)
+    (folder / vae_files.WEIGHTS_FILE).unlink()
+    safetensors.numpy.save_file(weights, folder / vae_files.WEIGHTS_FILE)
     return str(folder)
 
 
@@ -53,7 +53,7 @@ def test_real_latents_become_the_picture_that_the_linear_map_guesses(taesdxl, co
 
 
 def test_what_does_not_fit_is_refused_by_name(taesdxl):
-    weights = safetensors.numpy.load_file(taesdxl / vae_decoder.WEIGHTS_FILE)
+    weights = safetensors.numpy.load_file(taesdxl / vae_files.WEIGHTS_FILE)
     name = 'decoder.layers.0.weight'
     with pytest.raises(ValueError, match=r'does not fit config\.json: .*layers\.0\.weight is mis'):
         vae_decoder.load_decoder(save(taesdxl, {n: w for n, w in weights.items() if n != name}))
@@ -66,7 +66,7 @@ def test_what_does_not_fit_is_refused_by_name(taesdxl):
 
 
 def test_damaged_and_missing_files_are_named(taesdxl, tmp_path):
-    path = taesdxl / vae_decoder.WEIGHTS_FILE
+    path = taesdxl / vae_files.WEIGHTS_FILE
     data = path.read_bytes()
     path.unlink()
     path.write_bytes(data[:1000])
@@ -81,7 +81,7 @@ def test_damaged_and_missing_files_are_named(taesdxl, tmp_path):
             vae_decoder.load_decoder(str(taesdxl))
     del fields['latent_channels']
     config.write_text(json.dumps(fields))
-    with pytest.raises(ValueError, match=r"does not fit config\.json: 'latent_channels'"):
+    with pytest.raises(ValueError, match=r'taesdxl: latent_channels is None, expected a'):
         vae_decoder.load_decoder(str(taesdxl))
     (tmp_path / 'empty').mkdir()
     with pytest.raises(ValueError, match=r"cannot read the VAE '.*empty': .*config\.json"):
@@ -128,6 +128,9 @@ def test_tiny_decoders_scale_latents_as_the_vae_that_made_them(tmp_path, caplog)
         (raw, 'flux', 0.3611, 0.1159),
     ):
         np.testing.assert_allclose(decoded(*arguments), expected, atol=1e-5)
+    # Latents of the VAE itself are scaled already; a folder is recorded by its name alone.
+    for vae in (tiny, 'tiny'):
+        np.testing.assert_allclose(decoded(tiny, vae, 1), expected, atol=1e-5)
     assert not caplog.messages
     np.testing.assert_allclose(decoded(tiny, '', 0.13025), expected, atol=1e-5)
     np.testing.assert_allclose(decoded(tiny, '/none/x', 0.13025), expected, atol=1e-5)
@@ -140,18 +143,7 @@ def test_tiny_decoders_scale_latents_as_the_vae_that_made_them(tmp_path, caplog)
 @pytest.mark.parametrize('subfolder', ['', 'vae'])
 @pytest.mark.parametrize('kind', ['AutoencoderKL', 'AutoencoderTiny'])
 def test_decoders_give_what_those_of_diffusers_give(tmp_path, kind, subfolder):
-    diffusers = pytest.importorskip('diffusers')
-    torch.manual_seed(0)
-    options = {}
-    if kind == 'AutoencoderKL':
-        blocks = ['DownEncoderBlock2D'] * 3, ['UpDecoderBlock2D'] * 3
-        options = dict(zip(('down_block_types', 'up_block_types'), blocks, strict=True))
-        options |= {'block_out_channels': (32, 64, 128), 'layers_per_block': 2}
-    vae = getattr(diffusers, kind)(latent_channels=4, **options).eval()
-    for weight in vae.parameters():
-        if weight.ndim == 1:  # scales and biases begin as ones and zeros
-            torch.nn.init.uniform_(weight, -0.5, 0.5)
-    vae.save_pretrained(tmp_path / subfolder)
+    vae = small_vae.make_with_diffusers(tmp_path / subfolder, kind)
     decoder = vae_decoder.load_decoder(str(tmp_path))
     latents = 6 * torch.randn(5, 4, 8, 16)
     scaling = 1 if kind == 'AutoencoderKL' else schema.VAE_SCALING_FACTOR

@@ -1,0 +1,153 @@
+"""Encodes pictures into latents with the encoder of a VAE, in JAX, on all local devices.
+
+    encoder = vae_encoder.load_encoder('stabilityai/sdxl-vae')   # or a folder in diffusers' layout
+    mean, deviation = encoder.encode(pictures)   # uint8 (n, 256, 256, 3) -> float32 (n, 4, 32, 32)
+
+It reads the encoders of diffusers' `AutoencoderKL` and `AutoencoderTiny`, as `vae_decoder` reads
+their decoders.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from coyo11m_tfds.pictures import vae_files, vae_layers
+from coyo11m_tfds.storage import model_files
+
+# Limits of a batch on one device. SDXL's encoder takes 1 GB for so many pixels.
+_PICTURES, _PIXELS = 8, 8 * 256**2
+_SAMPLE_SIZE = 64  # pixels; every encoder in use halves them at most five times
+_LOG_VARIANCES = -30.0, 20.0  # limits of diffusers' DiagonalGaussianDistribution
+
+
+def load_encoder(model: str) -> 'VaeEncoder':
+    """Loads an encoder from a folder, or from the hub by name; ValueError if it does not fit.
+
+    `model` is a folder with config.json and safetensors, a folder that contains such a folder
+    `vae`, or a name on the hub.
+    """
+    return VaeEncoder(model, vae_files.read_vae(model, ('encoder.', 'quant_conv.')))
+
+
+class VaeEncoder:
+    """Turns pictures into raw latents. The same pictures on the same kind of device give the same
+    bytes, whatever the number of devices and of pictures in a call.
+
+    Attributes:
+        name: Name on the hub, or last component of the folder's path.
+        revision: Commit on the hub, or `sha256:...` of the files in a folder.
+        channels: Number of channels of the latents.
+        factor: Number of pixels, in each direction, that one latent position stands for.
+    """
+
+    def __init__(self, model: str, vae: vae_files.StoredVae):
+        """Takes the model as a person names it, and its files."""
+        networks = {'AutoencoderKL': _encode_kl, 'AutoencoderTiny': _encode_tiny}
+        network, (mean, _) = vae.bind(networks, (1, _SAMPLE_SIZE, _SAMPLE_SIZE, 3))
+        if mean.shape[-1] != vae.channels:
+            raise ValueError(
+                f'{vae.folder}: the encoder makes {mean.shape[-1]} channels, expected '
+                f'{vae.channels}, the latent_channels of config.json'
+            )
+        self.name = model_files.public_name(model)
+        self.revision = vae.commit or model_files.revision(str(vae.folder))
+        self.channels, self.factor = vae.channels, _SAMPLE_SIZE // mean.shape[1]
+        mesh = Mesh(np.array(jax.local_devices()), ('pictures',))
+        self._rows = NamedSharding(mesh, P('pictures'))
+        self._weights = jax.device_put(dict(vae.weights), NamedSharding(mesh, P()))
+
+        def encode(weights: Mapping[str, Any], pixels: jax.Array) -> Any:
+            # Else accelerators round the operands of float32 products to fewer bits.
+            with jax.default_matmul_precision('highest'):
+                latents = network(weights, pixels.astype(jnp.float32) / 127.5 - 1)
+            return jax.tree.map(lambda x: jnp.moveaxis(x, -1, 1), latents)
+
+        # Each device runs the same program, however many devices there are.
+        rows = self._rows.spec
+        mapped = jax.shard_map(encode, mesh=mesh, in_specs=(P(), rows), out_specs=rows)
+        on_gpu = mesh.devices.flat[0].platform == 'gpu'
+        # Else XLA chooses between algorithms by how fast they are at the moment.
+        options = {'xla_gpu_deterministic_ops': True} if on_gpu else None
+        self._encode = jax.jit(mapped, compiler_options=options)
+
+    def batch_size(self, height: int, width: int) -> int:
+        """Returns how many pictures of a size are computed at once, on all local devices.
+
+        `encode` takes as much time for fewer as for so many.
+        """
+        a_device = min(_PICTURES, max(1, _PIXELS // (height * width)))
+        return a_device * self._rows.mesh.size
+
+    def encode(self, pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """Encodes pictures, uint8 `(n, H, W, 3)`.
+
+        Returns:
+            Mean and standard deviation of the latents, raw and not scaled, float32
+            `(n, C, H / factor, W / factor)`. An `AutoencoderTiny` gives None for the deviation; its
+            latents are scaled already.
+        """
+        return self.start(pixels)()
+
+    def start(self, pixels: np.ndarray) -> Callable[[], tuple[np.ndarray, np.ndarray | None]]:
+        """Starts to encode pictures; returns a function that waits for the result of `encode`."""
+        count, height, width, _ = pixels.shape
+        if not count or height % self.factor or width % self.factor:
+            raise ValueError(
+                f'the VAE {self.name} encodes pictures of multiples of {self.factor} pixels, got '
+                f'{count} of {width} x {height}'
+            )
+        batch_size = self.batch_size(height, width)
+        # One number of pictures is one compilation.
+        padded = np.pad(pixels, [(0, -count % batch_size), (0, 0), (0, 0), (0, 0)])
+        batches = [
+            self._encode(self._weights, jax.device_put(batch, self._rows))
+            for batch in np.split(padded, len(padded) // batch_size)
+        ]
+        return lambda: jax.tree.map(
+            lambda *parts: np.concatenate(parts)[:count], *jax.device_get(batches)
+        )
+
+
+# --- Networks: from pictures in [-1, 1] to mean and deviation, all float32 `(n, H, W, C)` ---------
+
+_Latents = tuple[jax.Array, jax.Array | None]
+
+
+def _encode_tiny(config: Mapping[str, Any], weights: Mapping[str, Any], x: jax.Array) -> _Latents:
+    """diffusers' `EncoderTiny`, which takes pictures in [0, 1]."""
+    vae_layers.check_blocks(config, 'upsample_fn', 'nearest', activation='relu')
+    layers = vae_layers.VaeLayers(config, weights)
+    names = (f'encoder.layers.{number}' for number in itertools.count())
+    x = layers.conv(next(names), (x + 1) / 2)
+    for stage, num_blocks in enumerate(config['num_encoder_blocks']):
+        if stage > 0:
+            x = layers.conv(next(names), x, stride=2, padding=[(1, 1), (1, 1)])
+        for _ in range(num_blocks):
+            x = layers.tiny_block(next(names), x)
+    return layers.conv(next(names), x), None
+
+
+def _encode_kl(config: Mapping[str, Any], weights: Mapping[str, Any], x: jax.Array) -> _Latents:
+    """diffusers' `Encoder` of `AutoencoderKL`."""
+    vae_layers.check_blocks(config, 'down_block_types', 'DownEncoderBlock2D', activation='silu')
+    layers = vae_layers.VaeLayers(config, weights)
+    x = layers.conv('encoder.conv_in', x)
+    num_stages = len(config['down_block_types'])
+    for stage in range(num_stages):
+        block = f'encoder.down_blocks.{stage}'
+        for number in range(config['layers_per_block']):
+            x = layers.resnet(f'{block}.resnets.{number}', x)
+        if stage < num_stages - 1:
+            # The padding of diffusers: nothing before, a zero behind.
+            x = layers.conv(f'{block}.downsamplers.0.conv', x, 2, padding=[(0, 1), (0, 1)])
+    x = layers.out('encoder', layers.middle('encoder.mid_block', x))
+    if config.get('use_quant_conv', True):
+        x = layers.conv('quant_conv', x)
+    mean, log_variance = jnp.split(x, 2, axis=-1)
+    return mean, jnp.exp(0.5 * jnp.clip(log_variance, *_LOG_VARIANCES))
