@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from coyo11m_tfds.process.errors import FieldError
-from coyo11m_tfds.text import gemma, text_encoders
+from coyo11m_tfds.text import language_model, text_encoders
 from train_lib import sharding
 from train_lib.models.dit import Words
 
@@ -25,13 +25,13 @@ _RUNNERS = 'hf', 'jax'
 
 @dataclasses.dataclass(frozen=True)
 class StepEncoder:
-    """A Gemma 3 text model with its weights on a mesh."""
+    """A frozen language model with its weights on a mesh."""
 
-    # Such as `jax:google/gemma-3-270m`, without the path of a folder.
+    # Such as `jax:Qwen/Qwen3-0.6B`, without the path of a folder.
     name: str
     # A commit on the hub, or `sha256:...` of the files in a folder.
     revision: str
-    network: gemma.Gemma
+    network: language_model.LanguageModel
     # Weights, or their shapes, whole on every device (docs/pods.md says why). Weights of products
     # have the dtype of the computation.
     params: Any
@@ -61,12 +61,12 @@ def load_step_encoder(
         raise FieldError('encoder', spec, problem)
     tokenizer = _open_tokenizer(spec, facts.text_max_tokens, facts)
     from coyo11m_tfds.text import (
-        gemma_encoder,  # needs an extra, as `_open_tokenizer` has reported by now
+        jax_encoder,  # needs an extra, as `_open_tokenizer` has reported by now
     )
 
     config = tokenizer.checkpoint.config
     encoder = _make_abstract(tokenizer.name, tokenizer.revision, config, dtype, mesh)
-    params = gemma_encoder.load_params(tokenizer.checkpoint, encoder.network.dtype)
+    params = jax_encoder.load_params(tokenizer.checkpoint, encoder.network.dtype)
     device_params = jax.tree.map(
         lambda leaf, values: jax.make_array_from_callback(
             leaf.shape, leaf.sharding, lambda index: values[index]
@@ -78,10 +78,10 @@ def load_step_encoder(
 
 
 def abstract_step_encoder(spec: str, mesh: Mesh, *, dtype: str) -> StepEncoder | None:
-    """Like `load_step_encoder` with shapes for weights; reads no files of `gemma.PUBLISHED`."""
+    """Like `load_step_encoder` with shapes for weights; reads no files of `PUBLISHED` models."""
     if not spec:
         return None
-    config = gemma.PUBLISHED.get(spec.removeprefix('jax:'))
+    config = language_model.PUBLISHED.get(spec.removeprefix('jax:'))
     config = config or _open_tokenizer(spec, schema.MAX_TOKENS).checkpoint.config
     return _make_abstract(spec, '', config, dtype, mesh)
 
@@ -100,14 +100,15 @@ def _open_tokenizer(spec: str, max_tokens: int, facts: DatasetStats | None = Non
 
 
 def _make_abstract(
-    name: str, revision: str, config: gemma.GemmaConfig, dtype: str, mesh: Mesh
+    name: str, revision: str, config: language_model.LanguageModelConfig, dtype: str, mesh: Mesh
 ) -> StepEncoder:
     computed = jnp.dtype(dtype)
     whole = sharding.replicated(mesh)
     params = jax.tree.map(
-        lambda leaf: sharding.abstract_array(leaf, whole), gemma.abstract_params(config, computed)
+        lambda leaf: sharding.abstract_array(leaf, whole),
+        language_model.abstract_params(config, computed),
     )
-    return StepEncoder(name, revision, gemma.Gemma(config, computed), params)
+    return StepEncoder(name, revision, language_model.LanguageModel(config, computed), params)
 
 
 def check_same_encoder(

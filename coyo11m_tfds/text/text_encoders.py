@@ -7,7 +7,7 @@
     pad(tokenizer.tokenize(['a cat']), 16)              # int32 (1, 16), padded with -1
 
 `hash` (for tokens `words`) needs no weights, and gives the same results on every machine; `hf:`
-runs a transformers model (`hf_encoder`), `jax:` a Gemma 3 in JAX (`gemma_encoder`). Both modules
+runs a transformers model (`hf_encoder`), `jax:` a Gemma 3 in JAX (`jax_encoder`). Both modules
 are imported only when needed.
 """
 
@@ -201,9 +201,9 @@ def _model_classes(spec: str) -> tuple[Any, Any, str]:
             from coyo11m_tfds.text import hf_encoder
 
             return hf_encoder.HfTokenizer, hf_encoder.HfEncoder, model
-        from coyo11m_tfds.text import gemma_encoder
+        from coyo11m_tfds.text import jax_encoder
 
-        return gemma_encoder.JaxTokenizer, gemma_encoder.JaxEncoder, model
+        return jax_encoder.JaxTokenizer, jax_encoder.JaxEncoder, model
     except ModuleNotFoundError as error:
         extra = 'text' if runner == 'hf' else 'text-jax'
         raise ValueError(

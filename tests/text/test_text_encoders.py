@@ -113,7 +113,7 @@ def test_what_is_no_encoder_or_no_tokenizer_is_refused(make, message):
 def test_what_is_not_installed_is_told_with_the_command(
     tmp_path, monkeypatch, runner, missing, extra
 ):
-    for name in ('hf_encoder', 'model_encoder', 'gemma_encoder'):  # imported anew
+    for name in ('hf_encoder', 'model_encoder', 'jax_encoder'):  # imported anew
         monkeypatch.delitem(sys.modules, f'coyo11m_tfds.text.{name}', raising=False)
         monkeypatch.delattr(text, name, raising=False)
     monkeypatch.setitem(sys.modules, missing, None)  # an import of it is an error

@@ -1,6 +1,6 @@
 """The encoder of a data set: for captions of one's own or in the step, the same one or none.
 
-The encoder is a tiny random Gemma; its tokenizer makes the token ids of the data set.
+The encoder is a tiny random Gemma, or Qwen in runs; its tokenizer makes the ids of the data set.
 """
 
 import dataclasses
@@ -16,10 +16,10 @@ import pytest
 from configs import default
 from coyo11m_tfds import embed_captions
 from coyo11m_tfds.storage import model_files
-from coyo11m_tfds.text import gemma_encoder, text_encoders
+from coyo11m_tfds.text import jax_encoder, text_encoders
 from tests import built, runs
 from tests.runs import saved_steps, small_config
-from tests.text.test_gemma import VOCABULARY, models, our_states  # noqa: F401, one is a fixture
+from tests.text.test_jax_encoder import models, our_states  # noqa: F401, one is a fixture
 from tests.train_lib.test_models import randomized
 from train_lib import (
     beginnings,
@@ -45,8 +45,8 @@ def spec(models):  # noqa: F811
 
 
 @pytest.fixture(scope='module')
-def tokens(spec):
-    return text_encoders.pad(text_encoders.make_tokenizer(spec, LENGTH).tokenize(CAPTIONS), LENGTH)
+def qwen_spec(models):  # noqa: F811
+    return f'jax:{models}/qwen'
 
 
 def facts_of(spec, **changes):
@@ -103,8 +103,18 @@ def test_embeddings_of_unknown_origin_need_an_encoder_of_their_size(caplog):
         draw.load_encoder(facts_with('pt', dim=7), 'hash')
 
 
-@pytest.mark.parametrize('text', [dit.SEQUENCE, pytest.param(dit.POOLED, marks=pytest.mark.slow)])
-def test_the_loss_is_that_of_hidden_states_computed_outside(models, spec, tokens, text):  # noqa: F811
+@pytest.mark.parametrize(
+    ('name', 'text'),
+    [
+        ('text', dit.SEQUENCE),
+        pytest.param('qwen', dit.SEQUENCE, marks=pytest.mark.slow),
+        pytest.param('text', dit.POOLED, marks=pytest.mark.slow),
+    ],
+)
+def test_the_loss_is_that_of_hidden_states_computed_outside(models, name, text):  # noqa: F811
+    spec = f'jax:{models}/{name}'
+    tokenizer = text_encoders.make_tokenizer(spec, LENGTH)
+    tokens = text_encoders.pad(tokenizer.tokenize(CAPTIONS), LENGTH)
     config = default.get_config()
     fields = {'name': 'tiny/4', 'width': 32, 'depth': 2, 'unroll': 1, 'dtype': 'float32'}
     fields['text'] = text
@@ -114,7 +124,7 @@ def test_the_loss_is_that_of_hidden_states_computed_outside(models, spec, tokens
     encoder = caption_encoder.load_step_encoder(spec, facts, mesh, dtype='float32')
     made = step.make_program(config, mesh, facts, encoder)
 
-    states = our_states(models / 'text', np.maximum(tokens, 0).tolist()).copy()
+    states = our_states(models / name, np.maximum(tokens, 0).tolist()).copy()
     states[tokens < 0] = 7  # no zeros, which would be too easy
     words = Words(jnp.asarray(states), jnp.asarray(tokens >= 0))
 
@@ -181,14 +191,14 @@ def test_the_encoder_has_to_be_the_one_of_the_token_ids(models, spec, tmp_path):
 
 def test_weights_are_bfloat16_but_for_a_model_that_computes_in_float32(models, spec):  # noqa: F811
     mesh, facts = sharding.make_mesh(), facts_of(spec)
-    checkpoint = gemma_encoder.open_checkpoint(str(models / 'text'))
+    checkpoint = jax_encoder.open_checkpoint(str(models / 'text'))
     for dtype, expected in (('float32', 'float32'), ('bfloat16', 'bfloat16')):
         loaded = caption_encoder.load_step_encoder(spec, facts, mesh, dtype=dtype)
         shapes = caption_encoder.abstract_step_encoder(spec, mesh, dtype=dtype)
         assert loaded.network.dtype == expected
         assert loaded.params['embedding'].dtype == expected
         assert loaded.params['norm']['scale'].dtype == np.float32
-        values = gemma_encoder.load_params(checkpoint, loaded.network.dtype)
+        values = jax_encoder.load_params(checkpoint, loaded.network.dtype)
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(loaded.params), values)
         jax.tree.map(
             lambda a, b: (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding) or 1 / 0,
@@ -198,17 +208,17 @@ def test_weights_are_bfloat16_but_for_a_model_that_computes_in_float32(models, s
 
 
 @pytest.fixture(scope='module')
-def dataset(sample_source, spec, tmp_path_factory):
+def dataset(sample_source, qwen_spec, tmp_path_factory):
     sidecar = tmp_path_factory.mktemp('sidecar') / 'tokens.parquet'
-    embed_captions.embed(sample_source, spec, sidecar, tokens_only=True, max_tokens=LENGTH)
+    embed_captions.embed(sample_source, qwen_spec, sidecar, tokens_only=True, max_tokens=LENGTH)
     out = tmp_path_factory.mktemp('data')
     return built.build(sample_source, sidecar, out, name='tokens', shard_bytes=5_000_000)
 
 
 @pytest.fixture(scope='module')
-def config_with(dataset, spec):
+def config_with(dataset, qwen_spec):
     def make(**changes):
-        fields = {'encoder': spec, 'model.text': 'sequence', 'num_steps': 6}
+        fields = {'encoder': qwen_spec, 'model.text': 'sequence', 'num_steps': 6}
         fields |= {'eval_every': 6, 'preview_every': 6, 'checkpoint_every': 3}
         fields |= {'data.caption_dropout': 0.5}
         return small_config(dataset, **fields | changes)
@@ -224,34 +234,34 @@ def run(config_with, tmp_path_factory):
     return folder, jax.device_get(state)
 
 
-def test_a_checkpoint_names_the_encoder_and_holds_nothing_of_it(run, spec):
+def test_a_checkpoint_names_the_encoder_and_holds_nothing_of_it(run, qwen_spec):
     workdir, state = run
     saved = checkpoint.open_run(workdir)
-    revision = facts_of(spec).text_revision
+    revision = facts_of(qwen_spec).text_revision
     assert saved.description.facts['text_revision'] == revision
     assert saved.description.facts['text_max_tokens'] == LENGTH
-    assert saved.description.identity['encoder'] == {'name': 'jax:text', 'revision': revision}
+    assert saved.description.identity['encoder'] == {'name': 'jax:qwen', 'revision': revision}
     stored = ocp.PyTreeCheckpointHandler().metadata(saved.folder / checkpoint.STATE)
     shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves(stored.tree)]
     assert sorted(shapes) == sorted(leaf.shape for leaf in jax.tree.leaves(state))
-    assert not [shape for shape in shapes if len(VOCABULARY) in shape]
+    assert not [shape for shape in shapes if 512 in shape]  # the encoder's vocabulary
     assert state.params['words'].keys() == {'norm', 'nothing', 'projection'}
 
 
 def test_another_encoder_or_none_is_refused_on_resume(run, config_with):
     with pytest.raises(beginnings.OtherRunError) as error:
         train.set_up(config_with(encoder=''), run[0])
-    assert "encoder.name was 'jax:text' and is now absent" in str(error.value)
+    assert "encoder.name was 'jax:qwen' and is now absent" in str(error.value)
     assert saved_steps(run[0]) == [3, 6]
 
 
-def test_a_drawing_encodes_its_captions_in_the_same_way(run, spec, models, tmp_path):  # noqa: F811
+def test_a_drawing_encodes_its_captions_in_the_same_way(run, qwen_spec, tmp_path):
     artist = draw.Artist(run[0])
-    assert artist.encoder == spec
+    assert artist.encoder == qwen_spec
     tokenizer = draw.load_encoder(artist.facts, artist.encoder)
     pictures = artist.draw(CAPTIONS, tokenizer)
     assert pictures.shape == (4, 32, 32, 3)
-    moved = shutil.copytree(models / 'text', tmp_path / 'text')
+    moved = shutil.copytree(qwen_spec.removeprefix('jax:'), tmp_path / 'qwen')
     again = draw.Artist(run[0], encoder=f'jax:{moved}').draw(CAPTIONS, tokenizer)
     np.testing.assert_array_equal(again, pictures)
     swapped = artist.draw([CAPTIONS[1], *CAPTIONS[1:]], tokenizer)

@@ -68,7 +68,7 @@ _LISTED = 0.05  # ms; shorter exchanges are added up
 
 # Sections of a step by the names of its operations; the first that matches counts.
 _SECTIONS = {
-    'text encoder': r'\bGemma\b',
+    'text encoder': r'\bLanguageModel\b',
     'MLP': r'/mlp_\d',
     'attention: qkv and out': r'/attention/.*(qkv|words|out)/',
     'attention: scores and values': r'/attention/.*dot_general',

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 from configs import default
-from coyo11m_tfds.text import gemma_encoder
+from coyo11m_tfds.text import jax_encoder
 from tests.checkout import CHECKOUT
-from tests.text.test_gemma import models  # noqa: F401, a fixture
+from tests.text.test_jax_encoder import models  # noqa: F401, a fixture
 from train_lib import chips
 from train_lib import models as networks
 from train_lib.tools import compile, hlo
@@ -124,7 +124,7 @@ def test_operations_belong_to_parts_of_the_model(tmp_path):
         'jit(train_step)/jvp(DiT)/while/body/copy': 'norms, sums and stacking in layers',
         'jit(train_step)/while/body/muon/dot_general': 'optimizer and the rest',
         'jit(train_step)/jit(_where)/select_n': 'optimizer and the rest',
-        'jit(train_step)/jvp(Gemma)/while/body/mlp/dot_general': 'text encoder',
+        'jit(train_step)/jvp(LanguageModel)/while/body/mlp/dot_general': 'text encoder',
     }
     estimates = dict.fromkeys(names, CHIP.clock / 1e3)
     costs = hlo.Costs(estimates, [], {}, set())
@@ -187,8 +187,8 @@ def test_texts_are_tokens_where_the_configuration_says_so(analyze_tiny):
 
 def test_a_frozen_encoder_is_in_what_is_compiled(analyze_tiny, models):  # noqa: F811
     report, _ = analyze_tiny({'encoder': f'jax:{models}/text'}, num_tokens=64)
-    checkpoint = gemma_encoder.open_checkpoint(f'{models}/text')
-    params = jax.tree.leaves(gemma_encoder.load_params(checkpoint, jnp.bfloat16))
+    checkpoint = jax_encoder.open_checkpoint(f'{models}/text')
+    params = jax.tree.leaves(jax_encoder.load_params(checkpoint, jnp.bfloat16))
     nbytes = sum(leaf.nbytes for leaf in params)
     assert report[compile.MEMORY]['weights of the encoder'] == pytest.approx(nbytes / 1e9)
     flops = 8 * checkpoint.config.flops(64)

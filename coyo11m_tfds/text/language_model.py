@@ -1,12 +1,15 @@
-"""Gemma 3's text model in Flax: tokens in, hidden states out; no language-model head.
+"""Gemma 3 and Qwen3 in Flax: tokens in, hidden states out; no language-model head.
 
-Architecture: Gemma Team, "Gemma 3 Technical Report" (2025). The results are those of transformers'
-`Gemma3TextModel`. Padding is on the right. The attention is causal, so the states of real tokens do
-not depend on the padding, and only code that averages states or attends to them needs a mask. The
-layers are one scanned module, so that compile time does not grow with depth.
+Architectures: Gemma Team, "Gemma 3 Technical Report" (2025); Qwen Team, "Qwen3 Technical Report"
+(2025). The results are those of transformers' `Gemma3TextModel` and `Qwen3Model`. Both consist of
+the same blocks; `LanguageModelConfig` has their differences. Padding is on the right. The attention
+is causal, so the states of real tokens do not depend on the padding, and only code that averages
+states or attends to them needs a mask. The layers are one scanned module, so that compile time does
+not grow with depth.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -30,8 +33,10 @@ class Rope:
 
 
 @dataclasses.dataclass(frozen=True)
-class GemmaConfig:
-    """Sizes of a model; `gemma_encoder` lists their names in transformers' config.json.
+class LanguageModelConfig:
+    """Sizes of a model; `jax_encoder` lists their names in transformers' config.json.
+
+    The defaults of the last fields are those of Qwen3.
 
     Attributes:
         num_kv_heads: Number of heads of keys and values, shared by equal groups of queries' heads
@@ -47,12 +52,15 @@ class GemmaConfig:
     num_kv_heads: int
     head_dim: int  # width of a head
     is_local: tuple[bool, ...]
-    window: int  # of local layers, in tokens
-    local_rope: Rope = Rope(10_000.0)  # positions in local layers
-    global_rope: Rope = Rope(1_000_000.0)  # in all other layers
-    query_scalar: float = 256  # its square root divides attention logits
+    max_positions: int  # tokens of the longest text for the model
+    query_scalar: float  # its square root divides attention logits
     norm_epsilon: float = 1e-6  # added under the root in all norms
-    max_positions: int = 131_072  # tokens of the longest text for the model
+    global_rope: Rope = Rope(1_000_000.0)  # positions in layers that are not local
+    local_rope: Rope = Rope(10_000.0)
+    window: int = 0  # of local layers, in tokens
+    activation: Callable[[jax.Array], jax.Array] = nn.silu  # of the gate
+    scale_embeddings: bool = False  # by the square root of the width
+    post_norms: bool = False  # after attention and feed-forward, before they are added
 
     @property
     def depth(self) -> int:
@@ -69,7 +77,18 @@ class GemmaConfig:
 
 # Sizes of models on the hub by name, for programs that only compile them.
 PUBLISHED = {
-    'google/gemma-3-270m': GemmaConfig(
+    'Qwen/Qwen3-0.6B': LanguageModelConfig(
+        vocab_size=151_936,
+        width=1024,
+        mlp_width=3072,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        is_local=(False,) * 28,
+        max_positions=40_960,
+        query_scalar=128,
+    ),
+    'google/gemma-3-270m': LanguageModelConfig(
         vocab_size=262_144,
         width=640,
         mlp_width=2048,
@@ -77,18 +96,22 @@ PUBLISHED = {
         num_kv_heads=1,
         head_dim=256,
         is_local=(*[True] * 5, False) * 3,
-        window=512,
         max_positions=32_768,
-    )
+        query_scalar=256,
+        window=512,
+        activation=nn.gelu,
+        scale_embeddings=True,
+        post_norms=True,
+    ),
 }
 
 
-def abstract_params(config: GemmaConfig, dtype: Dtype) -> dict[str, Any]:
-    """Shapes and dtypes of the weights of `Gemma(config)`, as `jax.ShapeDtypeStruct`.
+def abstract_params(config: LanguageModelConfig, dtype: Dtype) -> dict[str, Any]:
+    """Shapes and dtypes of the weights of `LanguageModel(config)`, as `jax.ShapeDtypeStruct`.
 
     Scales of norms are float32, the rest is of `dtype`.
     """
-    init = Gemma(config).init
+    init = LanguageModel(config).init
     shapes = jax.eval_shape(init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))['params']
 
     def stored(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -124,26 +147,26 @@ def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm (Zhang & Sennrich, 2019), in float32, times 1 plus a learned scale."""
+    """Root mean square norm (Zhang & Sennrich, 2019), in float32, times a learned scale."""
 
     epsilon: float
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale = self.param('scale', nn.initializers.zeros, (x.shape[-1],))
+        scale = self.param('scale', nn.initializers.ones, (x.shape[-1],))
         y = x.astype(jnp.float32)
         y *= jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.epsilon)
-        return (y * (1 + scale.astype(jnp.float32))).astype(x.dtype)
+        return (y * scale.astype(jnp.float32)).astype(x.dtype)
 
 
-class GemmaAttention(nn.Module):
+class GroupedQueryAttention(nn.Module):
     """Grouped-query attention with normalized and rotated queries and keys.
 
     Maps states `(b, T, width)`, cosines and sines of `_rotation`, and a mask, bool `(T, T)`, True
     where a token attends to another, to `(b, T, width)`.
     """
 
-    config: GemmaConfig
+    config: LanguageModelConfig
     dtype: Dtype
 
     @nn.compact
@@ -168,12 +191,13 @@ class GemmaAttention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """Gated feed-forward layer, with GELU's tanh approximation; the shape stays `(b, T, width)`.
+    """Gated feed-forward layer; the shape stays `(b, T, width)`.
 
     Shazeer, "GLU Variants Improve Transformer" (2020).
     """
 
     width: int
+    activation: Callable[[jax.Array], jax.Array]
     dtype: Dtype
 
     @nn.compact
@@ -181,14 +205,14 @@ class GatedMLP(nn.Module):
         def dense(width: int, name: str) -> nn.Dense:
             return nn.Dense(width, use_bias=False, dtype=self.dtype, name=name)
 
-        gate = nn.gelu(dense(self.width, 'gate')(x), approximate=True)
+        gate = self.activation(dense(self.width, 'gate')(x))
         return dense(x.shape[-1], 'down')(gate * dense(self.width, 'up')(x))
 
 
-class GemmaLayer(nn.Module):
-    """One layer: attention and feed-forward, each with a norm before and after it."""
+class LanguageModelLayer(nn.Module):
+    """One layer: attention and feed-forward, each with a norm before it, and after it in Gemma."""
 
-    config: GemmaConfig
+    config: LanguageModelConfig
     dtype: Dtype
 
     @nn.compact
@@ -200,22 +224,24 @@ class GemmaLayer(nn.Module):
         `kinds` is `(cos, sin, mask)` for local layers, and for all others.
         """
 
-        def norm(name: str) -> RMSNorm:
-            return RMSNorm(self.config.norm_epsilon, name=name)
+        config = self.config
+
+        def norm(name: str, y: jax.Array) -> jax.Array:
+            return RMSNorm(config.norm_epsilon, name=name)(y)
 
         cos, sin, mask = jax.tree.map(lambda a, b: jnp.where(is_local, a, b), *kinds)
-        y = norm('attention_norm')(x)
-        y = GemmaAttention(self.config, self.dtype, name='attention')(y, cos, sin, mask)
-        x = x + norm('post_attention_norm')(y)
-        y = norm('mlp_norm')(x)
-        y = GatedMLP(self.config.mlp_width, self.dtype, name='mlp')(y)
-        return x + norm('post_mlp_norm')(y), None
+        attend = GroupedQueryAttention(config, self.dtype, name='attention')
+        y = attend(norm('attention_norm', x), cos, sin, mask)
+        x = x + (norm('post_attention_norm', y) if config.post_norms else y)
+        mlp = GatedMLP(config.mlp_width, config.activation, self.dtype, name='mlp')
+        y = mlp(norm('mlp_norm', x))
+        return x + (norm('post_mlp_norm', y) if config.post_norms else y), None
 
 
-class Gemma(nn.Module):
-    """The text model, from token ids to the last hidden states."""
+class LanguageModel(nn.Module):
+    """A causal language model, from token ids to the last hidden states."""
 
-    config: GemmaConfig
+    config: LanguageModelConfig
     dtype: Dtype = jnp.bfloat16  # of computation and result; norms and softmax are float32
 
     @nn.compact
@@ -229,8 +255,10 @@ class Gemma(nn.Module):
         config, length = self.config, tokens.shape[1]
         shape = config.vocab_size, config.width
         table = self.param('embedding', nn.initializers.normal(1 / np.sqrt(config.width)), shape)
-        # The factor is rounded to the dtype, as it was when the model was trained.
-        x = table[tokens].astype(self.dtype) * jnp.asarray(np.sqrt(config.width), self.dtype)
+        x = table[tokens].astype(self.dtype)
+        if config.scale_embeddings:
+            # The factor is rounded to the dtype, as it was when the model was trained.
+            x *= jnp.asarray(np.sqrt(config.width), self.dtype)
 
         # Once for all layers, each of which chooses one of the two kinds.
         distance = np.arange(length)[:, None] - np.arange(length)
@@ -241,7 +269,7 @@ class Gemma(nn.Module):
             (*_rotation(config.global_rope, length, config.head_dim), causal),
         )
         layers = nn.scan(
-            GemmaLayer,
+            LanguageModelLayer,
             variable_axes={'params': 0},
             split_rngs={'params': True},
             in_axes=(0, nn.broadcast),

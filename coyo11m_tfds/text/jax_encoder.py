@@ -1,11 +1,12 @@
-"""Embeds texts with Gemma 3 in JAX: its last hidden states, averaged over the tokens.
+"""Embeds texts with Gemma 3 or Qwen3 in JAX: the last hidden states, averaged over the tokens.
 
-It reads sizes, weights and tokenizer of the text model from transformers' files, of the multimodal
-sizes (4B and more) too, and computes the embeddings of `hf_encoder` on TPU, GPU or CPU. It needs
-neither torch nor transformers, and reads no pickles. The local devices share the rows of a batch,
+It reads sizes, weights and tokenizer from transformers' files (the text model's, where a Gemma 3
+sees images too), and computes the embeddings of `hf_encoder` on TPU, GPU or CPU. It needs neither
+torch nor transformers, and reads no pickles. The local devices share the rows of a batch,
 and each has all weights. Batches have few shapes, and each shape is compiled once.
 """
 
+import dataclasses
 import functools
 import json
 import re
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors import SafetensorError, safe_open
 
 from coyo11m_tfds.storage import model_files
-from coyo11m_tfds.text import gemma
+from coyo11m_tfds.text import language_model
 from coyo11m_tfds.text.model_encoder import ModelEncoder, ModelTokenizer
 
 # Tokens in a forward pass of one device, padding counted in: so memory stays the same however long
@@ -34,7 +36,7 @@ from coyo11m_tfds.text.model_encoder import ModelEncoder, ModelTokenizer
 CPU_BATCH_TOKENS = 1024
 BATCH_TOKENS = 8192
 
-# Gemma's own token for it; any other gives the same embeddings.
+# For batches, whose rows are averaged without it; any token gives the same embeddings.
 _PADDING = 0
 
 # Weights by our names and those in the files (less `.weight`): of each layer, and of the rest.
@@ -46,59 +48,117 @@ _LAYER = {
     'attention.out.kernel': 'self_attn.o_proj',
     'attention.query_norm.scale': 'self_attn.q_norm',
     'attention.key_norm.scale': 'self_attn.k_norm',
-    'post_attention_norm.scale': 'post_attention_layernorm',
-    'mlp_norm.scale': 'pre_feedforward_layernorm',
     'mlp.gate.kernel': 'mlp.gate_proj',
     'mlp.up.kernel': 'mlp.up_proj',
     'mlp.down.kernel': 'mlp.down_proj',
-    'post_mlp_norm.scale': 'post_feedforward_layernorm',
 }
 _REST = {'embedding': 'embed_tokens', 'norm.scale': 'norm'}
 
 # Weights in the files that the text model without its language-model head has no use for.
 _OTHER_PARTS = re.compile(r'(.*\.)?(lm_head|vision_tower|multi_modal_projector)\.')
 
+# What files of other programs, or of other contents, end in.
+_MALFORMED = OSError, SafetensorError, json.JSONDecodeError, AttributeError, KeyError, TypeError
+
 _HUB_FILES = ['config.json', '*.safetensors', '*.safetensors.index.json', 'tokenizer*.json']
 
-# Names of sizes in config.json, and what `Gemma3TextConfig` takes where one is missing.
+# Names of sizes in config.json.
 _SIZES = {
-    'vocab_size': ('vocab_size', 262_208),
-    'width': ('hidden_size', 2304),
-    'mlp_width': ('intermediate_size', 9216),
-    'num_heads': ('num_attention_heads', 8),
-    'num_kv_heads': ('num_key_value_heads', 4),
-    'head_dim': ('head_dim', 256),
-    'window': ('sliding_window', 4096),
-    'query_scalar': ('query_pre_attn_scalar', 256),
-    'norm_epsilon': ('rms_norm_eps', 1e-6),
-    'max_positions': ('max_position_embeddings', 131_072),
+    'vocab_size': 'vocab_size',
+    'width': 'hidden_size',
+    'mlp_width': 'intermediate_size',
+    'num_heads': 'num_attention_heads',
+    'num_kv_heads': 'num_key_value_heads',
+    'head_dim': 'head_dim',
+    'max_positions': 'max_position_embeddings',
 }
-_DEPTH = 'num_hidden_layers', 26
-# One layer in so many is global.
-_PATTERN = 6
 _LOCAL, _GLOBAL = 'sliding_attention', 'full_attention'
-_LOCAL_BASE, _GLOBAL_BASE = ('rope_local_base_freq', 10_000.0), ('rope_theta', 1_000_000.0)
-# Variations of the architecture that no Gemma 3 language model uses, and `gemma.Gemma` lacks.
-_FIXED = {
-    'hidden_activation': 'gelu_pytorch_tanh',
-    'attention_bias': False,
-    'attn_logit_softcapping': None,
-    'use_bidirectional_attention': False,
-}
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """What tells the models of one `model_type` from those of another.
+
+    Attributes:
+        defaults: What transformers takes where a field is missing in config.json; one layer in
+            `sliding_window_pattern` is global.
+        fixed: Fields of config.json that select variations which `language_model` lacks, and the
+            values that no published model of the type deviates from.
+        layer: Weights of a layer by our names and those in the files, besides `_LAYER`.
+        norm_offset: What the model adds to the stored scales of its norms.
+        fields: Of `LanguageModelConfig`, where they are not in config.json.
+    """
+
+    defaults: Mapping[str, Any]
+    fixed: Mapping[str, Any]
+    layer: Mapping[str, str]
+    norm_offset: float = 0.0
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+_GEMMA3 = Architecture(
+    defaults={
+        'vocab_size': 262_208,
+        'hidden_size': 2304,
+        'intermediate_size': 9216,
+        'num_hidden_layers': 26,
+        'num_attention_heads': 8,
+        'num_key_value_heads': 4,
+        'head_dim': 256,
+        'sliding_window': 4096,
+        'sliding_window_pattern': 6,
+        'query_pre_attn_scalar': 256,
+        'rms_norm_eps': 1e-6,
+        'rope_theta': 1_000_000.0,
+        'rope_local_base_freq': 10_000.0,
+        'max_position_embeddings': 131_072,
+    },
+    fixed={
+        'hidden_activation': 'gelu_pytorch_tanh',
+        'attention_bias': False,
+        'attn_logit_softcapping': None,
+        'use_bidirectional_attention': False,
+    },
+    layer={
+        'post_attention_norm.scale': 'post_attention_layernorm',
+        'mlp_norm.scale': 'pre_feedforward_layernorm',
+        'post_mlp_norm.scale': 'post_feedforward_layernorm',
+    },
+    norm_offset=1.0,
+    fields={'activation': nn.gelu, 'scale_embeddings': True, 'post_norms': True},
+)
+_QWEN3 = Architecture(
+    defaults={
+        'vocab_size': 151_936,
+        'hidden_size': 4096,
+        'intermediate_size': 22_016,
+        'num_hidden_layers': 32,
+        'num_attention_heads': 32,
+        'num_key_value_heads': 32,
+        'head_dim': 128,
+        'sliding_window_pattern': 1,
+        'rms_norm_eps': 1e-6,
+        'rope_theta': 10_000.0,
+        'max_position_embeddings': 32_768,
+    },
+    fixed={'hidden_act': 'silu', 'attention_bias': False, 'use_sliding_window': False},
+    layer={'mlp_norm.scale': 'post_attention_layernorm'},
+)
+_ARCHITECTURES = {'gemma3': _GEMMA3, 'gemma3_text': _GEMMA3, 'qwen3': _QWEN3}
 
 
 class JaxTokenizer(ModelTokenizer):
-    """The fast tokenizer of a Gemma 3; see `ModelTokenizer`."""
+    """The fast tokenizer of a model's folder; see `ModelTokenizer`."""
 
     def __init__(self, model: str, max_tokens: int) -> None:
         """Loads the tokenizer; see `text_encoders.make_tokenizer`."""
         self.checkpoint = open_checkpoint(model)
         length = min(max_tokens, self.checkpoint.config.max_positions)
-        super().__init__(f'jax:{model}', length, self.checkpoint.tokenizer(), _PADDING)
+        super().__init__(f'jax:{model}', length, *self.checkpoint.tokenizer())
 
 
 class JaxEncoder(JaxTokenizer, ModelEncoder):
-    """A Gemma 3 text model on the local devices.
+    """A language model on the local devices.
 
     It computes in float32 on CPUs and in bfloat16 elsewhere; norms, softmax and averages are always
     float32.
@@ -130,7 +190,7 @@ class JaxEncoder(JaxTokenizer, ModelEncoder):
         self._rows = NamedSharding(mesh, P('data'))
         params = load_params(self.checkpoint, dtype)
         self._params = jax.device_put(params, NamedSharding(mesh, P()))
-        network = gemma.Gemma(config, dtype)
+        network = language_model.LanguageModel(config, dtype)
         self._pool = jax.jit(functools.partial(_pool_states, network), out_shardings=self._rows)
 
     def _start(
@@ -143,35 +203,37 @@ class JaxEncoder(JaxTokenizer, ModelEncoder):
         return lambda: np.asarray(means)
 
 
-def _pool_states(network: gemma.Gemma, params, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+def _pool_states(
+    network: language_model.LanguageModel, params, tokens: jax.Array, lengths: jax.Array
+) -> jax.Array:
     # Else accelerators round the operands of float32 products to fewer bits.
     precision = 'highest' if network.dtype == jnp.float32 else None
     with jax.default_matmul_precision(precision):
         states: Any = network.apply({'params': params}, tokens)
-        return gemma.mean_states(states, lengths)
+        return language_model.mean_states(states, lengths)
 
 
-def open_checkpoint(model: str) -> 'GemmaCheckpoint':
+def open_checkpoint(model: str) -> 'LanguageModelCheckpoint':
     """Opens a folder, or a model of the hub, which it downloads if the cache lacks it."""
     folder = model_files.fetch_folder(model, 'text encoder', _HUB_FILES)
     model_files.check_weights(folder)
     try:
-        return GemmaCheckpoint(folder)
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        return LanguageModelCheckpoint(folder)
+    except _MALFORMED as error:
         raise ValueError(f'cannot read the text encoder {model!r}: {error}') from error
 
 
-def load_params(checkpoint: 'GemmaCheckpoint', dtype: jnp.dtype | type) -> dict[str, Any]:
-    """Reads the parameters of `gemma.Gemma(checkpoint.config)` as NumPy arrays, each once.
+def load_params(checkpoint: 'LanguageModelCheckpoint', dtype: jnp.dtype | type) -> dict[str, Any]:
+    """Reads the parameters of `LanguageModel(checkpoint.config)` as NumPy arrays, each once.
 
     They are in `dtype`, except for the scales of norms in float32. Those of all layers are stacked
     as `(depth, ...)`.
     """
     shapes = flax.traverse_util.flatten_dict(
-        gemma.abstract_params(checkpoint.config, dtype), sep='.'
+        language_model.abstract_params(checkpoint.config, dtype), sep='.'
     )
     params = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
-    targets = _targets(params)
+    targets = _targets(params, checkpoint.architecture)
     missing, unexpected = targets.keys() - checkpoint.names, checkpoint.names - targets.keys()
     if missing or unexpected:
         raise ValueError(
@@ -192,20 +254,23 @@ def load_params(checkpoint: 'GemmaCheckpoint', dtype: jnp.dtype | type) -> dict[
                 f'point {target.shape}.'
             )
         target[...] = values
+    for name, array in params.items():
+        if name.endswith('.scale'):
+            array += checkpoint.architecture.norm_offset
     return flax.traverse_util.unflatten_dict(params, sep='.')
 
 
-def _targets(params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _targets(params: Mapping[str, np.ndarray], architecture: Architecture) -> dict[str, np.ndarray]:
     """Returns the array of each weight by its name in the files, with the axes in their order."""
     targets = {f'{stored_name}.weight': params[name] for name, stored_name in _REST.items()}
-    for name, stored_name in _LAYER.items():
+    for name, stored_name in {**_LAYER, **architecture.layer}.items():
         for i, layer in enumerate(params[f'layers.{name}']):
             # A kernel is (in, out) here and (out, in) there.
             targets[f'layers.{i}.{stored_name}.weight'] = layer.T
     return targets
 
 
-class GemmaCheckpoint:
+class LanguageModelCheckpoint:
     """A folder `path` in the form of transformers' `save_pretrained`, with the sizes `config`.
 
     `names` are those of the text model's weights, without their common prefix.
@@ -215,6 +280,7 @@ class GemmaCheckpoint:
         self.path = folder
         raw = json.loads((folder / 'config.json').read_text(encoding='utf-8'))
         self.config = read_config(raw, str(folder / 'config.json'))
+        self.architecture = _ARCHITECTURES[raw['model_type']]
         index = folder / 'model.safetensors.index.json'
         paths = set(folder.glob('*.safetensors'))
         if index.is_file():
@@ -236,8 +302,8 @@ class GemmaCheckpoint:
         """Reads the weight with a name in `names`."""
         return self._files[self._prefix + name].get_tensor(self._prefix + name)
 
-    def tokenizer(self) -> tokenizers.Tokenizer:
-        """Returns the tokenizer, with the tokens of transformers' `AutoTokenizer`."""
+    def tokenizer(self) -> tuple[tokenizers.Tokenizer, int]:
+        """Returns the tokenizer and its token for padding, both as `hf_encoder` has them."""
         path, settings = self.path / 'tokenizer.json', self.path / 'tokenizer_config.json'
         if not path.is_file():
             raise ValueError(
@@ -251,56 +317,76 @@ class GemmaCheckpoint:
             raise ValueError(f'{path} is not a tokenizer: {error}') from error
         tokenizer.no_padding()
         options = json.loads(settings.read_text(encoding='utf-8')) if settings.is_file() else {}
-        if {'add_bos_token', 'add_eos_token'} & options.keys():
-            start, stop = (
-                _content(options.get(f'{end}_token')) if options.get(f'add_{end}_token') else None
-                for end in ('bos', 'eos')
-            )
-            tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-                single=' '.join(part for part in (start, '$A', stop) if part),
-                special_tokens=[(t, tokenizer.token_to_id(t)) for t in (start, stop) if t],
-            )
-        return tokenizer
+        names = [_content(options.get(f'{use}_token')) for use in ('pad', 'eos')]
+        fillers = [tokenizer.token_to_id(name) for name in names if name]
+        return tokenizer, next((token for token in fillers if token is not None), _PADDING)
 
 
-def read_config(raw: Mapping[str, Any], name: str) -> gemma.GemmaConfig:
-    """Reads the content of config.json; for a multimodal model, the part for text."""
-    if raw.get('model_type') not in ('gemma3', 'gemma3_text'):
+def read_config(raw: Mapping[str, Any], name: str) -> language_model.LanguageModelConfig:
+    """Reads the content of config.json; for a multimodal model, the part for text.
+
+    Raises a ValueError, with the file's `name`, for models that would be computed wrongly.
+    """
+    architecture = _ARCHITECTURES.get(raw.get('model_type', ''))
+    if architecture is None:
         raise ValueError(
-            f'{name}: model_type is {raw.get("model_type")!r}, expected gemma3_text or gemma3; '
-            'hf: runs other models.'
+            f'{name}: model_type is {raw.get("model_type")!r}, expected one of '
+            f'{", ".join(_ARCHITECTURES)}; hf: runs other models.'
         )
     text = raw.get('text_config', raw)
-    for key, value in _FIXED.items():
+    for key, value in architecture.fixed.items():
         if (text.get(key) or value) != value:
             raise ValueError(f'{name}: {key} is {text[key]!r}, expected {value!r}.')
-    depth, kinds = text.get(*_DEPTH), text.get('layer_types')
-    if kinds is None:
-        period = text.get('sliding_window_pattern', _PATTERN)
-        kinds = [_LOCAL if (layer + 1) % period else _GLOBAL for layer in range(depth)]
-    if len(kinds) != depth or not set(kinds) <= {_LOCAL, _GLOBAL}:
-        raise ValueError(
-            f'{name}: layer_types is {kinds}, expected {_LOCAL} or {_GLOBAL} for each of {depth} '
-            'layers.'
-        )
-    return gemma.GemmaConfig(
-        **{ours: text.get(*theirs) for ours, theirs in _SIZES.items()},
-        is_local=tuple(kind == _LOCAL for kind in kinds),
-        local_rope=_rope(text, _LOCAL, _LOCAL_BASE, name),
-        global_rope=_rope(text, _GLOBAL, _GLOBAL_BASE, name),
+    text = {**architecture.defaults, **{k: x for k, x in text.items() if x is not None}}
+    _check_sizes(text, name)
+    return language_model.LanguageModelConfig(
+        **{ours: text[theirs] for ours, theirs in _SIZES.items()},
+        is_local=_read_layer_kinds(text, name),
+        query_scalar=text.get('query_pre_attn_scalar', text['head_dim']),
+        norm_epsilon=text['rms_norm_eps'],
+        global_rope=_read_rope(text, _GLOBAL, 'rope_theta', name),
+        local_rope=_read_rope(text, _LOCAL, 'rope_local_base_freq', name),
+        window=text.get('sliding_window', 0),
+        **architecture.fields,
     )
 
 
-def _rope(text: Mapping[str, Any], kind: str, base: tuple[str, float], name: str) -> gemma.Rope:
+def _check_sizes(text: Mapping[str, Any], name: str) -> None:
+    for key in (*_SIZES.values(), 'num_hidden_layers'):
+        if not isinstance(text[key], int) or text[key] < 1:
+            raise ValueError(f'{name}: {key} is {text[key]!r}, expected a positive whole number.')
+    # Queries share keys in equal groups, and positions turn pairs of numbers.
+    for key, divisor in (('num_attention_heads', text['num_key_value_heads']), ('head_dim', 2)):
+        if text[key] % divisor:
+            raise ValueError(f'{name}: {key} is {text[key]}, expected a multiple of {divisor}.')
+
+
+def _read_layer_kinds(text: Mapping[str, Any], name: str) -> tuple[bool, ...]:
+    """Whether each layer is local."""
+    depth, period = text['num_hidden_layers'], text['sliding_window_pattern']
+    kinds = text.get('layer_types')
+    if kinds is None:
+        kinds = [_LOCAL if (layer + 1) % period else _GLOBAL for layer in range(depth)]
+    allowed = [_GLOBAL, _LOCAL] if 'sliding_window' in text else [_GLOBAL]
+    if len(kinds) != depth or not set(kinds) <= set(allowed):
+        raise ValueError(
+            f'{name}: layer_types is {kinds}, expected {" or ".join(allowed)} for each of {depth} '
+            'layers.'
+        )
+    return tuple(kind == _LOCAL for kind in kinds)
+
+
+def _read_rope(text: Mapping[str, Any], kind: str, base: str, name: str) -> language_model.Rope:
     """Reads `rope_parameters` of a kind of layer, or what files older than transformers 5 have."""
-    settings = dict((text.get('rope_parameters') or {}).get(kind) or {})
+    stored = text.get('rope_parameters', {})
+    settings = dict(stored.get(kind, stored))
     if kind == _GLOBAL:
-        settings |= text.get('rope_scaling') or {}
+        settings |= text.get('rope_scaling', {})
     scaling = settings.get('rope_type', settings.get('type', 'default'))
     if scaling not in ('default', 'linear'):
         raise ValueError(f'{name}: rope_type is {scaling!r}, expected default or linear.')
     factor = settings['factor'] if scaling == 'linear' else 1.0
-    return gemma.Rope(settings.get('rope_theta', text.get(*base)), factor)
+    return language_model.Rope(settings.get('rope_theta', text.get(base, 10_000.0)), factor)
 
 
 def _content(token: Any) -> str:

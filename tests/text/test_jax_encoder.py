@@ -1,4 +1,4 @@
-"""Gemma 3 in JAX against transformers: same tokens, same hidden states, from the same files.
+"""Gemma 3 and Qwen3 in JAX against transformers: same tokens and hidden states from the same files.
 
 The fast tests make tiny random models with everything in them that differs from layer to layer.
 The slow one uses the real weights: see `tests/text/fetch_encoders.py`.
@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +24,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coyo11m_tfds.text import gemma, gemma_encoder, model_encoder, text_encoders
+from coyo11m_tfds.text import jax_encoder, language_model, model_encoder, text_encoders
 
 CAPTIONS = [
     'a red circle',
@@ -45,6 +46,34 @@ TEXT = {
     'sliding_window': WINDOW,
     'max_position_embeddings': 64,
     'initializer_range': 0.2,
+}
+# `config.json` of Qwen/Qwen3-0.6B.
+QWEN = {
+    'architectures': ['Qwen3ForCausalLM'],
+    'attention_bias': False,
+    'attention_dropout': 0.0,
+    'bos_token_id': 151643,
+    'eos_token_id': 151645,
+    'head_dim': 128,
+    'hidden_act': 'silu',
+    'hidden_size': 1024,
+    'initializer_range': 0.02,
+    'intermediate_size': 3072,
+    'max_position_embeddings': 40960,
+    'max_window_layers': 28,
+    'model_type': 'qwen3',
+    'num_attention_heads': 16,
+    'num_hidden_layers': 28,
+    'num_key_value_heads': 8,
+    'rms_norm_eps': 1e-06,
+    'rope_scaling': None,
+    'rope_theta': 1000000,
+    'sliding_window': None,
+    'tie_word_embeddings': True,
+    'torch_dtype': 'bfloat16',
+    'use_cache': True,
+    'use_sliding_window': False,
+    'vocab_size': 151936,
 }
 ODD = {
     'query_pre_attn_scalar': 50,
@@ -111,6 +140,29 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
 
 
+def make_qwen_tokenizer() -> transformers.PreTrainedTokenizerBase:
+    """Qwen's kind: byte-pair encoding of bytes; no text gets a start or an end."""
+    words = [f'Ġ{word}' for word in ' '.join(CAPTIONS[:2]).split() if word.isascii()]
+    words += [word[:stop] for word in words for stop in range(2, len(word))]
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    ids = {token: i for i, token in enumerate(dict.fromkeys([*letters, *sorted(words, key=len)]))}
+    merges = [(token[:-1], token[-1]) for token in ids if len(token) > 1]
+    special = {'pad_token': '<|endoftext|>', 'eos_token': '<|im_end|>'}
+    return transformers.Qwen2Tokenizer(ids, merges, **special)
+
+
+def make_qwen(kind: type, **options) -> transformers.PreTrainedModel:
+    """A tiny random Qwen3; heads are wider than the model."""
+    sizes = {name: size for name, size in TEXT.items() if name != 'sliding_window'}
+    sizes |= {'num_hidden_layers': 3, 'vocab_size': 512, 'rms_norm_eps': 1e-3, 'rope_theta': 50.0}
+    torch.manual_seed(3)
+    model = kind(transformers.Qwen3Config(**sizes | options)).eval()
+    for name, weight in model.named_parameters():
+        if 'norm' in name:
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+    return model
+
+
 @pytest.fixture(scope='module')
 def models(tmp_path_factory):
     """Folders with the same kind of model, saved in each way that there is."""
@@ -131,6 +183,12 @@ def models(tmp_path_factory):
 
     for name in ('text', 'causal', 'images'):
         make_tokenizer().save_pretrained(root / name)
+
+    make_qwen(transformers.Qwen3Model).save_pretrained(root / 'qwen')
+    causal_qwen = make_qwen(transformers.Qwen3ForCausalLM, tie_word_embeddings=False)
+    causal_qwen.to(torch.bfloat16).save_pretrained(root / 'qwen_causal', max_shard_size='100KB')
+    for name in ('qwen', 'qwen_causal'):
+        make_qwen_tokenizer().save_pretrained(root / name)
     return root
 
 
@@ -148,13 +206,13 @@ def reference_states(folder: pathlib.Path, tokens: list[int]) -> np.ndarray:
 
 
 def our_states(folder: pathlib.Path, tokens: list[list[int]]) -> np.ndarray:
-    checkpoint = gemma_encoder.open_checkpoint(str(folder))
-    params = gemma_encoder.load_params(checkpoint, np.float32)
-    network = gemma.Gemma(checkpoint.config, jnp.float32)
+    checkpoint = jax_encoder.open_checkpoint(str(folder))
+    params = jax_encoder.load_params(checkpoint, np.float32)
+    network = language_model.LanguageModel(checkpoint.config, jnp.float32)
     return np.asarray(jax.jit(network.apply)({'params': params}, jnp.array(tokens)))
 
 
-@pytest.mark.parametrize('name', ['causal', 'images'])
+@pytest.mark.parametrize('name', ['causal', 'images', 'qwen'])
 def test_hidden_states_are_those_of_transformers(models, name):
     """Shorter than the window, as long, and much longer; padding behind changes nothing."""
     rng = np.random.default_rng(0)
@@ -171,30 +229,34 @@ def test_hidden_states_are_those_of_transformers(models, name):
 
 def test_flops_are_those_of_the_matrix_products(models):
     # One layer, since XLA counts a loop's body once; many tokens, so that scores matter.
-    checkpoint = gemma_encoder.open_checkpoint(str(models / 'text'))
-    config = gemma.GemmaConfig(**{**vars(checkpoint.config), 'is_local': (False,)})
-    network, tokens = gemma.Gemma(config, jnp.float32), jnp.zeros((3, 200), jnp.int32)
+    checkpoint = jax_encoder.open_checkpoint(str(models / 'text'))
+    config = language_model.LanguageModelConfig(**{**vars(checkpoint.config), 'is_local': (False,)})
+    network, tokens = (
+        language_model.LanguageModel(config, jnp.float32),
+        jnp.zeros((3, 200), jnp.int32),
+    )
     params = jax.eval_shape(network.init, jax.random.key(0), tokens)
     cost = jax.jit(network.apply).lower(params, tokens).compile().cost_analysis()['flops']
     assert 3 * config.flops(200) == pytest.approx(cost, rel=0.1)  # and elementwise operations
 
 
-def test_bfloat16_is_close_and_stays_bfloat16(models):
-    checkpoint = gemma_encoder.open_checkpoint(str(models / 'text'))
-    params = gemma_encoder.load_params(checkpoint, jnp.bfloat16)
+@pytest.mark.parametrize('name', ['text', 'qwen'])
+def test_bfloat16_is_close_and_stays_bfloat16(models, name):
+    checkpoint = jax_encoder.open_checkpoint(str(models / name))
+    params = jax_encoder.load_params(checkpoint, jnp.bfloat16)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {'bfloat16', 'float32'}
     assert params['layers']['mlp']['up']['kernel'].dtype == jnp.bfloat16
     tokens = list(range(10, 30))
-    network = gemma.Gemma(checkpoint.config)
+    network = language_model.LanguageModel(checkpoint.config)
     states = jax.jit(network.apply)({'params': params}, jnp.array([tokens]))
     assert states.dtype == jnp.bfloat16
-    expected = reference_states(models / 'text', tokens)
+    expected = reference_states(models / name, tokens)
     assert cosines(np.asarray(states[0], np.float32), expected).min() > 0.99
 
 
 def test_means_are_over_real_tokens():
     states = jnp.array([[[1.0], [3.0], [jnp.nan]], [[jnp.nan]] * 3], jnp.bfloat16)
-    means = gemma.mean_states(states, jnp.array([2, 0]))
+    means = language_model.mean_states(states, jnp.array([2, 0]))
     assert (means.dtype, means.tolist()) == (jnp.float32, [[2.0], [0.0]])
 
 
@@ -213,7 +275,7 @@ def test_older_and_sparse_configurations_mean_what_they_mean_to_transformers():
     }
     theirs = transformers.Gemma3Config(**sparse).text_config
     kinds = tuple(kind == 'sliding_attention' for kind in theirs.layer_types)
-    assert gemma_encoder.read_config(sparse, 'config.json') == gemma.GemmaConfig(
+    assert jax_encoder.read_config(sparse, 'config.json') == language_model.LanguageModelConfig(
         vocab_size=theirs.vocab_size,
         width=2560,
         mlp_width=theirs.intermediate_size,
@@ -222,30 +284,65 @@ def test_older_and_sparse_configurations_mean_what_they_mean_to_transformers():
         head_dim=theirs.head_dim,
         is_local=kinds,
         window=theirs.sliding_window,
-        local_rope=gemma.Rope(5.0),
-        global_rope=gemma.Rope(7.0, 8.0),
+        local_rope=language_model.Rope(5.0),
+        global_rope=language_model.Rope(7.0, 8.0),
         query_scalar=theirs.query_pre_attn_scalar,
         norm_epsilon=theirs.rms_norm_eps,
         max_positions=theirs.max_position_embeddings,
+        activation=nn.gelu,
+        scale_embeddings=True,
+        post_norms=True,
     )
     assert kinds == (True, False, True, False)
     full, sliding = (theirs.rope_parameters[f'{x}_attention'] for x in ('full', 'sliding'))
     assert (full['factor'], full['rope_theta'], sliding['rope_theta']) == (8.0, 7.0, 5.0)
 
 
+def test_the_sizes_of_qwen_are_those_of_its_config_json():
+    published = language_model.PUBLISHED['Qwen/Qwen3-0.6B']
+    assert jax_encoder.read_config(QWEN, 'config.json') == published
+    params = jax.tree.leaves(language_model.abstract_params(published, jnp.bfloat16))
+    assert sum(leaf.size for leaf in params) == 596_049_920
+
+    fields = {'model_type': 'qwen3', 'rope_theta': 7.0}
+    sparse = jax_encoder.read_config(fields, 'config.json')
+    theirs = transformers.Qwen3Config.from_dict(fields)
+    for ours, name in jax_encoder._SIZES.items():
+        assert getattr(sparse, ours) == getattr(theirs, name)
+    assert sparse.depth == theirs.num_hidden_layers
+    assert sparse.norm_epsilon == theirs.rms_norm_eps
+    assert sparse.global_rope == language_model.Rope(theirs.rope_parameters['rope_theta'])
+
+
 @pytest.mark.parametrize(
-    ('change', 'message'),
+    ('kind', 'change', 'message'),
     [
-        ({'model_type': 'llama'}, "model_type is 'llama', expected gemma3_text or gemma3"),
-        ({'use_bidirectional_attention': True}, 'use_bidirectional_attention is True'),
-        ({'hidden_activation': 'silu'}, "hidden_activation is 'silu'"),
-        ({'layer_types': ['full_attention']}, 'for each of 26 layers'),
-        ({'rope_scaling': {'rope_type': 'yarn', 'factor': 2.0}}, "rope_type is 'yarn'"),
+        ('llama', {}, "model_type is 'llama', expected one of gemma3, gemma3_text, qwen3"),
+        (None, {}, 'model_type is None, expected'),
+        ('gemma3_text', {'use_bidirectional_attention': True}, 'use_bidirectional_attention is Tr'),
+        ('gemma3_text', {'hidden_activation': 'silu'}, "hidden_activation is 'silu'"),
+        ('gemma3_text', {'layer_types': ['full_attention']}, 'for each of 26 layers'),
+        ('gemma3_text', {'rope_scaling': {'rope_type': 'yarn'}}, "rope_type is 'yarn'"),
+        ('qwen3', {'rope_parameters': {'rope_type': 'yarn'}}, "rope_type is 'yarn'"),
+        ('qwen3', {'use_sliding_window': True}, 'use_sliding_window is True, expected False'),
+        ('qwen3', {'attention_bias': True}, 'attention_bias is True, expected False'),
+        ('qwen3', {'hidden_act': 'gelu'}, "hidden_act is 'gelu', expected 'silu'"),
+        ('qwen3', {'layer_types': ['sliding_attention'] * 28}, 'expected full_attention for each'),
+        (
+            'qwen3',
+            {'num_attention_heads': 15},
+            'num_attention_heads is 15, expected a multiple of 8',
+        ),
+        ('qwen3', {'head_dim': 127}, 'head_dim is 127, expected a multiple of 2'),
+        ('qwen3', {'hidden_size': '1024'}, "hidden_size is '1024', expected a positive whole"),
+        ('qwen3', {'num_hidden_layers': 0}, 'num_hidden_layers is 0, expected a positive whole'),
     ],
 )
-def test_models_that_would_be_computed_wrongly_are_refused(change, message):
-    with pytest.raises(ValueError, match=rf'here\.json: .*{message}'):
-        gemma_encoder.read_config({'model_type': 'gemma3_text'} | change, 'here.json')
+def test_models_that_would_be_computed_wrongly_are_refused(kind, change, message):
+    sizes = QWEN if kind == 'qwen3' else {}
+    with pytest.raises(ValueError, match=rf'here\.json: .*{message}') as error:
+        jax_encoder.read_config({**sizes, 'model_type': kind, **change}, 'here.json')
+    assert '\n' not in str(error.value)
 
 
 def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -273,7 +370,7 @@ def rules(tokenizer: tokenizers.Tokenizer) -> dict:
 def test_tokens_are_those_of_transformers(models):
     theirs = transformers.AutoTokenizer.from_pretrained(models / 'text')
     encoder = text_encoders.make_encoder(f'jax:{models / "text"}')
-    assert rules(encoder.checkpoint.tokenizer()) == rules(theirs.backend_tokenizer)
+    assert rules(encoder.checkpoint.tokenizer()[0]) == rules(theirs.backend_tokenizer)
     tokens = encoder.tokenize(CAPTIONS)
     assert tokens == theirs(CAPTIONS)['input_ids']
     assert tokens[0] == [2, *(VOCABULARY.index(token) for token in ('a', '▁red', '▁circle'))]
@@ -281,11 +378,35 @@ def test_tokens_are_those_of_transformers(models):
     assert VOCABULARY.index('▁▁▁') in tokens[2]
 
 
-def test_a_vector_is_the_mean_of_hidden_states_in_any_company(models):
-    encoder = text_encoders.make_encoder(f'jax:{models / "causal"}')
-    assert (encoder.name, encoder.dim, encoder.truncated) == ('jax:causal', 64, 0)
-    model = transformers.AutoModel.from_pretrained(models / 'causal', dtype=torch.float32).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(models / 'causal')
+def test_texts_for_qwen_have_no_start_and_an_empty_one_is_padding(models, tmp_path):
+    captions = ['', *CAPTIONS, '<|im_end|> é']
+    folder = pathlib.Path(shutil.copytree(models / 'qwen', tmp_path / 'qwen'))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    tokens = text_encoders.make_tokenizer(f'jax:{folder}').tokenize(captions)
+    assert tokens == [[theirs.pad_token_id], *theirs(captions[1:])['input_ids']]
+    assert text_encoders.make_tokenizer(f'hf:{folder}').tokenize(captions) == tokens
+
+    # As in Qwen3-Embedding, whose tokenizer.json adds an end; nothing heeds the other file.
+    path, settings_path = folder / 'tokenizer.json', folder / 'tokenizer_config.json'
+    options = json.loads(settings_path.read_text())
+    settings_path.write_text(json.dumps(options | {'add_bos_token': False}))
+    rule = tokenizers.processors.TemplateProcessing(
+        single='$A <|endoftext|>', special_tokens=[('<|endoftext|>', theirs.pad_token_id)]
+    )
+    backend = tokenizers.Tokenizer.from_file(str(path))
+    backend.post_processor = rule
+    backend.save(str(path))
+    ended = text_encoders.make_tokenizer(f'jax:{folder}').tokenize(captions)
+    assert ended[1:] == [[*ids, theirs.pad_token_id] for ids in tokens[1:]]
+    assert text_encoders.make_tokenizer(f'hf:{folder}').tokenize(captions) == ended
+
+
+@pytest.mark.parametrize('name', ['causal', 'qwen_causal'])
+def test_a_vector_is_the_mean_of_hidden_states_in_any_company(models, name):
+    encoder = text_encoders.make_encoder(f'jax:{models / name}')
+    assert (encoder.name, encoder.dim, encoder.truncated) == (f'jax:{name}', 64, 0)
+    model = transformers.AutoModel.from_pretrained(models / name, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(models / name)
     expected = plain_loop(model, tokenizer, CAPTIONS)
     together = encoder.encode(CAPTIONS)
     assert together.dtype == np.float32
@@ -401,7 +522,7 @@ def test_real_weights_give_the_embeddings_of_transformers(coco_sample):
     theirs = text_encoders.make_encoder(f'hf:{folder}')
     ours = text_encoders.make_encoder(f'jax:{folder}')
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    assert rules(ours.checkpoint.tokenizer()) == rules(tokenizer.backend_tokenizer)
+    assert rules(ours.checkpoint.tokenizer()[0]) == rules(tokenizer.backend_tokenizer)
     assert ours.tokenize(captions + odd) == theirs.tokenize(captions + odd)
     some = captions[::40] + odd
     plain = plain_loop(theirs._model, tokenizer, some)
@@ -409,5 +530,5 @@ def test_real_weights_give_the_embeddings_of_transformers(coco_sample):
     assert cosines(embeddings, plain).min() > 0.999999
     assert cosines(embeddings, theirs.encode(some)).min() > 0.999999
     assert cosines(ours.encode(some[:1]), plain[:1]).min() > 0.999999
-    half = gemma_encoder.JaxEncoder(str(folder), 512, dtype=jnp.bfloat16)
+    half = jax_encoder.JaxEncoder(str(folder), 512, dtype=jnp.bfloat16)
     assert cosines(half.encode(some), plain).min() > 0.999
