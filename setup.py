@@ -108,7 +108,6 @@ setuptools.setup(
         'fonts': ['noto-cjk-sans-otc>=0.0.1'],  # Chinese, Japanese and Korean, for previews
         'test': [
             'accelerate>=1.0',  # with gguf, transformers unpacks an encoder for `make slow`
-            'cryptography>=42',  # the certificate of a storage server for tests
             'dill>=0.3.8',  # tfds.testing.DatasetBuilderTestCase imports it
             'gguf>=0.10',
             'hypothesis>=6.100',

@@ -21,9 +21,8 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from tests.fakes.fake_gcs import Gcs
-from tests.fakes.fake_http import Fault
+from tests.fakes.fake_http import CERTIFICATE, Fault
 from tests.fakes.fake_hub import Hub
-from tests.fakes.tls_proxy import TlsProxy
 
 __all__ = ['Fault', 'Gcs', 'Hub', 'bucket', 'fake_gcs', 'fake_hub', 'gcs', 'hub', 'place']
 
@@ -57,8 +56,8 @@ _TENSORFLOW = {
 
 @contextlib.contextmanager
 def fake_gcs(root: pathlib.Path) -> Iterator[Gcs]:
-    """A storage server and the proxy that leads TensorFlow to it; `root` is for their files."""
-    with Gcs(root) as server, TlsProxy(server.address, root) as proxy:
+    """A storage server, to which TensorFlow is led as well; `root` is for its files."""
+    with Gcs(root) as server:
         server.env = {
             **_PATIENCE,
             **_NOBODY,
@@ -66,8 +65,8 @@ def fake_gcs(root: pathlib.Path) -> Iterator[Gcs]:
             'CLOUDSDK_CONFIG': str(root),
             'STORAGE_EMULATOR_HOST': server.url,
             'TENSORSTORE_GCS_HTTP_URL': server.url,  # of Orbax
-            'https_proxy': proxy.url,
-            'CURL_CA_BUNDLE': str(proxy.certificate),
+            'https_proxy': server.url,
+            'CURL_CA_BUNDLE': str(CERTIFICATE),
         }
         yield server
         # What this process reads ahead comes to its end while there is a server.

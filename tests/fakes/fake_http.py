@@ -4,7 +4,9 @@
         server.inject(Fault('503', count=2, match=r'read bucket/x$'))  # the first two of them
         server.inject_share(['cut', 'reset'], share=0.05, seed=1)      # one in twenty data requests
 
-A thread for each connection; connections are kept alive.
+A thread for each connection; connections are kept alive. The server is also a proxy that stands for
+all hosts behind it, as TensorFlow has no setting for the address of the storage: libcurl inside it
+honours `https_proxy`, and trusts `CERTIFICATE` by `CURL_CA_BUNDLE`.
 """
 
 import contextlib
@@ -14,17 +16,25 @@ import http.server
 import io
 import json
 import os
+import pathlib
 import random
 import re
 import select
 import socket
 import socketserver
+import ssl
 import struct
 import threading
 import time
 import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+
+# Of Google's storage hosts and this machine, from 2020 to 2119, with its key; it signs itself. Its
+# curve is elliptic, because TensorFlow shakes hands anew for every request.
+CERTIFICATE = pathlib.Path(__file__).with_name('certificate.pem')
+_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+_TLS.load_cert_chain(CERTIFICATE)
 
 _PIECE = 1 << 18  # bytes read or sent at a time
 _SLOW_SECONDS = 0.1
@@ -162,46 +172,24 @@ class Faults:
         return None
 
 
-class LoopbackServer(socketserver.ThreadingTCPServer):
+class _LoopbackServer(socketserver.ThreadingTCPServer):
     """A server with a thread for each connection that can be closed while they are open."""
 
     allow_reuse_address = True
     request_queue_size = 128
 
-    def __init__(self, handler: type[socketserver.BaseRequestHandler]):
-        self._open: set[socket.socket] = set()
-        super().__init__(('127.0.0.1', 0), handler)
-
-    def start(self) -> None:
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+    def __init__(self, fake: 'FakeServer'):
+        self.fake = fake
+        self.open: set[socket.socket] = set()
+        super().__init__(('127.0.0.1', 0), _Handler)
 
     def stop(self) -> None:
         """Ends all connections and waits for their threads."""
         self.shutdown()
-        for connection in list(self._open):
+        for connection in list(self.open):
             with contextlib.suppress(OSError):  # it was just closed
                 connection.shutdown(socket.SHUT_RDWR)
         self.server_close()
-
-    @contextlib.contextmanager
-    def tracked(self, connection: socket.socket) -> Iterator[None]:
-        """While this is open, `stop` ends this connection as well."""
-        self._open.add(connection)
-        try:
-            yield
-        finally:
-            self._open.discard(connection)
-
-    def finish_request(self, request, client_address):
-        request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with self.tracked(request):
-            super().finish_request(request, client_address)
-
-
-def reset(connection: socket.socket) -> None:
-    """Closes a connection with RST, also if a stream made of the socket would keep it open."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))
-    os.close(connection.detach())
 
 
 class BrokenOff(Exception):
@@ -354,8 +342,7 @@ class FakeServer:
         self.requests: list[Request] = []  # in the order in which they came
         self.latency = 0.0  # seconds added to every request
         self.errors: list[BaseException] = []  # of the stand-in itself; stays empty
-        self._http = LoopbackServer(_Handler)
-        self._http.fake = self
+        self._http = _LoopbackServer(self)
         self.address: tuple[str, int] = self._http.server_address
         self.url = f'http://127.0.0.1:{self.address[1]}'
 
@@ -395,7 +382,7 @@ class FakeServer:
         self.latency = 0.0
 
     def __enter__(self):
-        self._http.start()
+        threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
     def __exit__(self, *exc_info) -> None:
@@ -406,10 +393,30 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = 'HTTP/1.1'
     rbufsize = _PIECE
 
+    def setup(self):
+        self.server.open.add(self.request)
+        if not isinstance(self.request, ssl.SSLSocket):
+            self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        super().setup()
+
     def handle(self):
         # The client left, or a fault closed the connection under the reader.
         with contextlib.suppress(OSError, ValueError):
             super().handle()
+
+    def finish(self):
+        super().finish()
+        self.server.open.discard(self.request)
+        self.request.close()
+
+    def do_CONNECT(self):
+        """Serves what follows as the host that the client means, in TLS."""
+        self.send_response(200)
+        self.end_headers()
+        self.server.open.discard(self.request)
+        self.request = _TLS.wrap_socket(self.request, server_side=True)
+        self.setup()
+        self.close_connection = False
 
     def log_message(self, *args):
         pass  # the log is in memory
@@ -507,6 +514,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             hung_up.register(self.connection, select.POLLRDHUP)
             hung_up.poll(1000 * seconds)
         if fault and fault.kind == 'reset':
-            reset(self.connection)
+            # With RST, although a stream made of the socket would keep it open.
+            abort = struct.pack('ii', 1, 0)
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, abort)
+            os.close(self.connection.detach())
 
     do_GET = do_POST = do_PUT = do_DELETE = _serve
