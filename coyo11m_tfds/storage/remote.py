@@ -63,11 +63,40 @@ class RemoteStorage(Storage):
 
     @classmethod
     def fetch(cls, file: StoredFile, target: str, on_bytes: OnBytes) -> FileState:
-        # Unbuffered: an error of a full disk comes from the write, before the bytes count.
-        with open(target, 'wb', buffering=0) as stream:
-            download = _Download(cls, file, stream, on_bytes)
-            retry.call(download.complete, f'downloading {file.path}')
-            os.fsync(stream.fileno())
+        label = f'downloading {file.path}'
+
+        def attempt() -> None:
+            size = 0
+            kind, digest = _new_digest(file)
+            # Unbuffered: an error of a full disk comes from the write, before the bytes count.
+            with open(target, 'wb', buffering=0) as stream:
+
+                def append() -> None:
+                    nonlocal size
+                    with cls._get(file, size, file.size) as response:
+                        for block in response.stream(_BLOCK, decode_content=False):
+                            _write_all(stream, block)
+                            digest.update(block)
+                            size += len(block)
+                            on_bytes(len(block))
+
+                # After a broken connection only the rest is requested.
+                while (begin := size) < file.size:
+                    try:
+                        retry.call(append, label)
+                    except retry.GivenUp:
+                        if size < begin + _PROGRESS:
+                            raise
+                os.fsync(stream.fileno())
+            checksum = f'{kind}:{digest.digest().hex()}'
+            if size != file.size or file.checksum not in (None, checksum):
+                on_bytes(-size)
+                raise retry.Corrupted(
+                    f'{file.path}: the checksum of {size} bytes is {checksum}, '
+                    f'expected {file.checksum} of {file.size} bytes'
+                )
+
+        retry.call(attempt, label)
         return file.state
 
     @classmethod
@@ -149,56 +178,19 @@ def _connect(url: str) -> urllib3.PoolManager:
     return urllib3.ProxyManager(proxy, proxy_headers=headers, ca_certs=certificates)
 
 
-class _Download:
-    """The first bytes of a file, in a stream, and their checksum."""
+def _new_digest(file: StoredFile) -> tuple[str, Any]:
+    """The kind of the checksum that a file has, and an object that computes it."""
+    kind = (file.checksum or 'sha256:').partition(':')[0]
+    if kind == 'crc32c':
+        return kind, google_crc32c.Checksum()
+    digest = hashlib.new(kind.removeprefix('git-'), usedforsecurity=False)
+    if kind == 'git-sha1':
+        digest.update(b'blob %d\0' % file.size)
+    return kind, digest
 
-    def __init__(
-        self, kind: type[RemoteStorage], file: StoredFile, stream: io.FileIO, on_bytes: OnBytes
-    ):
-        self._storage, self._file, self._stream, self._on_bytes = kind, file, stream, on_bytes
-        self._begin()
 
-    def complete(self) -> None:
-        """Downloads what is missing and checks the whole."""
-        file = self._file
-        # After a broken connection only the rest is requested.
-        while self._size < file.size:
-            begin = self._size
-            try:
-                retry.call(self._append, f'downloading {file.path}')
-            except retry.GivenUp:
-                if self._size < begin + _PROGRESS:
-                    raise
-        size, checksum = self._size, f'{self._kind}:{self._hash.digest().hex()}'
-        if size != file.size or file.checksum not in (None, checksum):
-            self._stream.seek(0)
-            self._stream.truncate()
-            self._on_bytes(-size)
-            self._begin()
-            raise retry.Corrupted(
-                f'{file.path}: the checksum of {size} bytes is {checksum}, '
-                f'expected {file.checksum} of {file.size} bytes'
-            )
-
-    def _begin(self) -> None:
-        self._size = 0
-        self._kind = (self._file.checksum or 'sha256:').partition(':')[0]
-        if self._kind == 'crc32c':
-            self._hash: Any = google_crc32c.Checksum()
-        else:
-            self._hash = hashlib.new(self._kind.removeprefix('git-'), usedforsecurity=False)
-        if self._kind == 'git-sha1':
-            self._hash.update(b'blob %d\0' % self._file.size)
-
-    def _append(self) -> None:
-        """Sends one request for all that is missing."""
-        file = self._file
-        with self._storage._get(file, self._size, file.size) as response:
-            for block in response.stream(_BLOCK, decode_content=False):
-                unwritten = memoryview(block)
-                with naming(self._stream.name):
-                    while unwritten:
-                        unwritten = unwritten[self._stream.write(unwritten) :]
-                self._hash.update(block)
-                self._size += len(block)
-                self._on_bytes(len(block))
+def _write_all(stream: io.FileIO, block: bytes) -> None:
+    unwritten = memoryview(block)
+    with naming(stream.name):
+        while unwritten:
+            unwritten = unwritten[stream.write(unwritten) :]
