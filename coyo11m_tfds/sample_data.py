@@ -87,9 +87,9 @@ def held_out_prompts(count: int, seed: int = 0) -> list[tuple[str, Scene]]:
 def drawn_colours(picture: np.ndarray) -> tuple[str | None, str]:
     """Names the colours of the shape and of the background in a picture, uint8 `(H, W, 3)`.
 
-    Every pixel takes the nearest of `COLOURS`. The background is the commonest colour along the
-    border. The shape is the commonest other colour, if it covers at least a twentieth of the
-    picture (every shape in the data covers more); otherwise its colour is None.
+    Every pixel takes the nearest of `COLOURS`. The background is the commonest along the border,
+    the shape the commonest other one that covers a twentieth of the picture (every shape in the
+    data does).
     """
     palette = np.array(list(COLOURS.values()), np.float32)
     distance = np.linalg.norm(picture[:, :, None].astype(np.float32) - palette, axis=-1)
@@ -112,8 +112,7 @@ def make_sample(
 ) -> None:
     """Writes `num_samples` samples into `num_files` `.pt` files of unequal length, and captions.
 
-    `out_dir` is a local folder, made if it does not exist, and `dtype` that of the latents, one of
-    `schema.LATENT_DTYPES`. The same arguments give the same latents, keys and captions.
+    `out_dir` is a local folder; the same arguments give the same latents, keys and captions.
     """
     # Here, as pandas below: `train_lib.demo` uses the scenes and needs neither.
     import torch
@@ -158,10 +157,7 @@ def _cut_unequally(total: int, count: int) -> list[slice]:
 
 
 def _random_geometry(count: int, rng: np.random.Generator) -> np.ndarray:
-    """Returns x and y of centres and radii in pixels, float32 `(count, 3)`.
-
-    Every crop shows most of each shape.
-    """
+    """Returns x and y of centres and radii in pixels, float32 `(count, 3)`, for crops to show."""
     radius = rng.uniform(*RADII, count)
     # The stretch that all crops have in common, less most of the radius.
     low, high = _CROP_OFFSETS[-1] + 0.7 * radius, _WIDTH - _CROP_OFFSETS[-1] - 0.7 * radius

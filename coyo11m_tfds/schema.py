@@ -1,9 +1,4 @@
-"""Names, shapes, dtypes and constants of the data, for all other modules.
-
-The source is a folder of files of latents with captions in them or in one Parquet file, such as
-`KBlueLeaf/coyo11m-256px-ccrop-latent` (docs/sources.md). The data set is TFRecord shards, a chunk
-index and TFDS metadata. This module imports only numpy, so any program can import it.
-"""
+"""Names, shapes, dtypes and constants of the data, for all other modules; needs only numpy."""
 
 import math
 import re

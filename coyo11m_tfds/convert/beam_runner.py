@@ -1,9 +1,8 @@
 """Writes shards with Apache Beam, on as many machines as its runner has.
 
-Each element of the collection describes all shards of one group of files, in some kilobytes.
-Workers on other machines cannot read the captions and text embeddings of this machine, so this
-module first copies them next to the records of the build, some MB a shard. A worker writes shards
-as `local_runner` does, to the same place, so either runner can resume a build of the other.
+Workers elsewhere cannot read the captions and text embeddings of this machine, so they are first
+copied next to the records of the build, some MB a shard. Either runner can resume a build of the
+other.
 """
 
 import concurrent.futures
@@ -42,9 +41,7 @@ def write_with_beam(
 ) -> Iterator[tuple[ShardTask, ShardResult]]:
     """Writes shards and their records; yields the results when all shards are stored.
 
-    All workers must reach `finished` by its path. `scratch_dir` is a local folder of each worker,
-    for remote source files and for shards on their way to a bucket; '' for the user's cache.
-    `runner` takes the place of the one in `options`.
+    All workers must reach `finished` by its path; `scratch_dir` is a local folder of each.
     """
     if not tasks:
         return

@@ -1,7 +1,4 @@
-"""The folder of a data set: shards and records of a running build, and its publication.
-
-docs/design.md describes how files with the ID of a build become the data set (contract 1).
-"""
+"""The folder of a data set: shards and records of a running build, and its publication."""
 
 import json
 import os
@@ -32,9 +29,8 @@ def sub_folder(build: str) -> str:
 class FinishedShards:
     """The finished shards of a running build, and the records from which it can resume.
 
-    A shard is finished if its record names the planned source, rows and settings and this version
-    of the package, and its file has the recorded size and checksum. A file without a record does
-    not count.
+    A shard is finished if its record names the planned source, rows, settings and version, and its
+    file has the recorded size and checksum.
     """
 
     def __init__(self, folder: Storage, build: str):
@@ -58,10 +54,7 @@ class FinishedShards:
         return {x.removesuffix('.json') for top, x in names if top == sub_folder(self.build)}
 
     def load(self, tasks: Sequence[ShardTask]) -> list[ShardResult]:
-        """Returns the results of the finished tasks.
-
-        Local shards are read to compute their checksums; a bucket reports its own.
-        """
+        """Returns the results of the finished tasks, of whose shards it reads the local ones."""
         by_name = {f'{task.filename}.json': task for task in tasks}
         records = self.folder.read_all(sub_folder(self.build), by_name)
         recorded = {
@@ -129,10 +122,8 @@ class DataFolder:
     ) -> None:
         """Makes a build the data set; replaces one of another build only with `overwrite`.
 
-        `files` are the states of all files of the build, by name; the folder holds all but those
-        without an ID in their names, whose local paths are in `local`. Raises an OSError if a file
-        in the folder differs from its state, and a FileExistsError if another build has become the
-        data set meanwhile.
+        `files` are the states of all files of the build, by name; those without its ID in their
+        names are still local, at the paths in `local`.
         """
         existing = self.find_build()
         if existing not in (None, build) and not overwrite:
@@ -150,10 +141,7 @@ class DataFolder:
         self.files.verify({name: files[name] for name in local})
 
     def remove_others(self, build: str, resumable_too: bool = True) -> None:
-        """Removes the files of other builds, and the records of the data set's own build.
-
-        Without `resumable_too`, interrupted builds stay, with a warning.
-        """
+        """Removes the files of other builds and own records; interrupted ones may be kept."""
         sizes = self.files.sizes()
         own_names = self._recorded_files(build, sizes)
         for other in sorted(_build_ids(sizes) - {build}):
@@ -198,8 +186,8 @@ class DataFolder:
 def tidy(final: str) -> None:
     """Removes the files of builds that were killed after they completed the data set in `final`.
 
-    If there are none, this takes one listing. In a job only the first process does this. It never
-    waits for a running build. Without write access it only warns.
+    It does so in the first process of a job; never waits for a running build; only warns where it
+    may not write.
     """
     if job.process_index():
         return

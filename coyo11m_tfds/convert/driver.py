@@ -1,8 +1,6 @@
 """Runs one build from start to end. A build can resume; one runs at a time in a folder.
 
-Any number of processes and interruptions gives the same files, because a shard is a function of its
-task, and results are joined in the order of the shards. On a fast disk, one core writes 30,000
-records (740 MB) a second, with statistics and checksums.
+On a fast disk, one core writes 30,000 records (740 MB) a second, with statistics and checksums.
 """
 
 import contextlib
@@ -70,14 +68,10 @@ def build(
 ) -> bool:
     """Makes the data set in `final` complete; returns whether this process has built it.
 
-    If the data set exists, nothing is built. In a job of several processes the first one builds,
-    and the others wait for it. A second build of the same data set also waits.
-
-    `final` is the folder of the data set, `.../NAME/CONFIG/VERSION`, local or `gs://`; `source`
-    overrides the settings; `write_info` adds TFDS' own files to the folder of the data set before
-    it is published; `limit` is the largest number of records in each split. With `overwrite`, an
-    existing data set, also one of the same plan, is replaced as soon as the new one is complete.
-    With either argument for it, Apache Beam writes instead of local processes.
+    If it exists, nothing is built; with `overwrite` it is replaced as soon as the new one is
+    complete. In a job the first process builds, and the others wait. `write_info` adds TFDS' own
+    files before the publication; `limit` is the largest number of records in each split. Apache
+    Beam writes if it has options or a runner.
     """
     folder = DataFolder(final)
     # The processes of a job share the folder, so that one of them has to build.

@@ -1,7 +1,6 @@
 """Writes shards with a pool of processes on this machine.
 
-The pool writes shards to local files. Threads of this process fetch remote source files in advance
-and store the finished shards, so the pool waits for no download, upload or disk.
+Threads fetch remote source files in advance and store the finished shards, so the pool never waits.
 """
 
 import concurrent.futures
@@ -49,7 +48,6 @@ def write_with_processes(
     """Writes shards and their records; yields each result when its shard is stored.
 
     Tasks of one group must be consecutive. `local` is a folder for shards on their way to a bucket.
-    0 workers: as many as `COYO11M_NUM_PROC` says or, without it, as cores and memory allow.
     """
     if not tasks:
         return
@@ -78,9 +76,8 @@ def choose_workers(num_workers: int, num_bytes: int, num_rows: int = 0) -> int:
 
 @dataclasses.dataclass
 class _LocalRun:
-    """Threads around a pool: one for each group in work, one for each shard that is being stored.
-
-    The first error stops all of them; the thread that iterates over `results` raises it.
+    """Threads around a pool: one a group in work, one a shard that is stored; the first error ends
+    all.
     """
 
     pool: concurrent.futures.Executor

@@ -1,8 +1,4 @@
-"""Writes one TFRecord shard: a pure function of its task, in any process.
-
-It opens one file of the source at a time and reads at most `ROWS_AT_ONCE` rows at a time, so its
-memory is independent of the sizes of files and shards.
-"""
+"""Writes one TFRecord shard: a pure function of its task, with little memory at any size."""
 
 from collections.abc import Iterator, Sequence
 from itertools import compress
@@ -86,10 +82,7 @@ class _SourceReader:
         self.read: list[str] = []  # digests of files
 
     def read_segment(self, segment: ShardSegment, latents_path: str) -> Iterator[Features]:
-        """Yields the features of the good records of one file, in windows of rows.
-
-        The next window may overwrite the arrays of the last.
-        """
+        """Yields the features of the good records of one file; the next may overwrite the last."""
         file = formats.open_file(segment.file, latents_path, self._task.latents_from)
         rows, keys = self._inputs.rows[segment.records], self._inputs.keys[segment.records]
         if file.digest != segment.digest or not np.array_equal(file.keys[rows], keys):

@@ -1,8 +1,6 @@
 """The tasks of a build, one for each shard, with their inputs and results.
 
-On one machine all tasks read the files of `source.keyed_values` (`JoinedInputs`). A worker on
-another machine reads a copy of the inputs of one shard, some MB (`PackedInputs`). Tasks, inputs and
-results are pickled or become JSON, so they hold no open files.
+A worker on another machine reads `PackedInputs`, a copy of the `JoinedInputs` that a plan has.
 """
 
 import dataclasses

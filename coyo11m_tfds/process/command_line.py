@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Ends the process with an error and an example; argparse calls this."""
+        """Ends the process with an error and an example."""
         self.exit(2, f'error: {message}; {example_of_use(self.prog, self.description)}\n')
 
 
@@ -78,7 +78,7 @@ class LogFormatter(logging.Formatter):
     """Formats the time of day and the message, with the level of a warning or worse."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the line of a record, followed by the traceback that it may carry."""
+        """Returns the line of a record."""
         level = '' if record.levelno <= logging.INFO else f'{record.levelname}: '
         return f'{self.formatTime(record, "%H:%M:%S")} {level}{super().format(record)}'
 
@@ -104,10 +104,8 @@ def ends_in_one_line(
 ) -> Iterator[None]:
     """Ends the process with one line after an error or an interrupt, in the main thread.
 
-    Args:
-        outlook: End of the line after an interrupt, such as how to continue.
-        fixable: Types of errors that a user can fix; others show their traceback.
-        status: Exit status after such an error.
+    Errors that a user can fix, of the types `fixable`, end it with `status`; others show their
+    traceback. `outlook` ends the line after an interrupt, such as how to continue.
     """
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -128,10 +126,7 @@ def ends_in_one_line(
 
 
 def interrupt_once() -> None:
-    """Makes the first Ctrl-C raise KeyboardInterrupt, and the second end the process at once.
-
-    A process that ignores Ctrl-C, such as one in the background, still ignores it.
-    """
+    """Makes the first Ctrl-C raise KeyboardInterrupt, unless it is ignored; the second kills."""
 
     def interrupt(number: int, frame: types.FrameType | None) -> None:
         # Exceptions in callbacks of the garbage collector, such as that of JAX, are ignored.

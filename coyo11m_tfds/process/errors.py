@@ -22,14 +22,7 @@ _REMEDIES = {
 
 
 class FieldError(ValueError):
-    """A value that a field of a configuration, or an argument, cannot have.
-
-    Programs print the field as the flag that sets it.
-
-    Attributes:
-        field: Name of the field, such as `model.dtype`.
-        problem: What is wrong and what was expected, after the field and its value.
-    """
+    """A wrong value of a field, such as `model.dtype`; programs print the field as a flag."""
 
     def __init__(self, field: str, value: Any, problem: str):
         super().__init__(field, value, problem)

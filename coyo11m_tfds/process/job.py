@@ -15,11 +15,7 @@ _ON_MACHINE = 'LOCAL_RANK', 'SLURM_LOCALID', 'OMPI_COMM_WORLD_LOCAL_RANK'
 
 
 def process_index() -> int:
-    """Returns the number of this process in its job; 0 without a job.
-
-    It is the environment variable `RANK`, `SLURM_PROCID` or `OMPI_COMM_WORLD_RANK` or, if a program
-    has initialized it, the number in `jax.distributed`. This call does not start JAX.
-    """
+    """Returns the number of this process in its job, 0 without a job; does not start JAX."""
     for rank in filter(os.environ.get, _LAUNCHERS):
         if not os.environ[rank].isdecimal():
             raise ValueError(

@@ -1,7 +1,4 @@
-"""Cores and memory that this process may use: in a container, less than the machine has.
-
-Limits are those of the process's control group (version 2) and of every group above it.
-"""
+"""Cores and memory that this process and all its control groups (version 2) may use."""
 
 import itertools
 import math
@@ -38,10 +35,7 @@ def accelerators(root: str | os.PathLike[str] = '/') -> set[str]:
 
 
 def _limits(root: str | os.PathLike[str], name: str) -> list[list[int]]:
-    """The numbers in a file of the process's control group, and of each above it that is mounted.
-
-    There are none where the file says 'max', or where there is no such file.
-    """
+    """The numbers in a file of the process's control group, and of each mounted one above it."""
     limits = []
     try:
         lines = pathlib.Path(root, 'proc/self/cgroup').read_text().splitlines()

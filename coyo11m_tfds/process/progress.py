@@ -64,13 +64,9 @@ class Progress:
         goals: Mapping[str, int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Begins to count.
+        """Begins to count up to `total`, at least an estimate, in `unit`: 'B', or a plural noun.
 
-        Args:
-            title: Name of the work, with which each line begins.
-            total: Amount of the whole work in `unit`, at least an estimate; 0 for no work.
-            unit: 'B' for bytes, shown as MB/s; otherwise a plural noun such as 'captions'.
-            goals: Final values of some of the counts.
+        `goals` are final values of some of the counts.
         """
         self._title = title
         self._total = total
@@ -119,11 +115,7 @@ class Progress:
         logging.info('%s: %s', self._title, ', '.join(facts))
 
     def add(self, amount: int, **counts: int) -> None:
-        """Counts work that is done now, in the unit of the total, and increments of counts.
-
-        `records` and `tokens` are shown as speeds, a count with a goal as 'n of m', others as
-        numbers.
-        """
+        """Counts work that is done now, in the unit of the total, and increments of counts."""
         with self._lock:
             self._work.update({_AMOUNT: amount, **counts})
         self.skip(amount, **counts)

@@ -1,9 +1,8 @@
 """One uncompressed shard of MosaicML Streaming (MDS), as MicroDiT and PRX write latents.
 
 A shard holds the number of samples, the offset of each sample (uint32), a description of the
-columns (JSON), and the samples. A sample holds the sizes (uint32) of columns without a fixed size,
-and then all columns in turn (https://docs.mosaicml.com/projects/streaming). The format has no
-checksums.
+columns (JSON), and the samples: sizes (uint32) of columns without a fixed one, then all columns
+(https://docs.mosaicml.com/projects/streaming). The format has no checksums.
 """
 
 import json

@@ -1,11 +1,8 @@
 """One `.pt` file: its checksums, its keys, and its latents by row.
 
-Opening reads the directory and the keys, not the latents. Only tensors and plain containers are
-unpickled, so a hostile file cannot run code.
-
-torch maps a head, a local file with holes in place of the latents, like any other file and reads
-keys, dtypes and shapes; only the latents are zeros. So a remote source can be checked before it is
-downloaded. CRC-32s are compared here, because torch does not compare them when it maps a file.
+Only tensors and plain containers are unpickled, so a hostile file cannot run code. torch maps a
+head, a local file with holes in place of the latents, like any other file. CRC-32s are compared
+here, because torch does not compare them when it maps a file.
 """
 
 import itertools
@@ -49,9 +46,7 @@ class RowsDisagreeError(ValueError):
 
 
 class PtFile(LatentFile):
-    """A validated `.pt` file. Latents `(N, C, H, W)` have one crop.
-
-    Without `keys`, but with `captions`, keys are hashes of its name and the row.
+    """A validated `.pt` file. Without `keys`, but with `captions`, keys are hashes of name and row.
 
     The head of a remote file has the zip's directory and every member of at most 1 MB or 1% of the
     file: 1.1 MB in three requests for a file of 2.9 GB.

@@ -38,12 +38,7 @@ def class_of(path: str | os.PathLike[str]) -> 'type[Storage]':
 
 
 def open_folder(folder: str | os.PathLike[str], *, to_write: bool = False) -> 'Storage':
-    """Returns a folder, which need not exist; does not touch the storage.
-
-    Args:
-        folder: Path or URL.
-        to_write: Whether to refuse a storage that can only be read.
-    """
+    """Returns a folder, which need not exist; `to_write` refuses a storage that is only read."""
     # An empty text, as of a variable of the shell that is not set, is not the current folder.
     if not os.fspath(folder):
         raise ValueError(f'no folder given, expected one to {"write to" if to_write else "read"}.')

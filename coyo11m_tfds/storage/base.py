@@ -61,10 +61,7 @@ class Storage(abc.ABC):
         return self
 
     def list_visible(self, sub_folder: str, suffixes: Suffixes) -> dict[str, StoredFile]:
-        """Lists the visible files with some suffixes in the folder and in one of its sub-folders.
-
-        Raises a FileNotFoundError if the folder is missing; the sub-folder need not exist.
-        """
+        """Lists the visible files with some suffixes in the folder and one sub-folder of it."""
         below = self.list(sub_folder) if sub_folder else {}
         files = self.list() | {f'{sub_folder}/{name}': file for name, file in below.items()}
         # A bucket has no folders, so one without files may still have been made by a marker.
@@ -95,9 +92,8 @@ class Storage(abc.ABC):
         *,
         deep: bool = False,
     ) -> dict[str, FileState]:
-        """Returns the states of files as `list` does: of all, or those of `names` that exist.
-
-        It reads local files completely, and calls `on_bytes` from several threads.
+        """Returns the states of files, of all or of `names`; reads local files, and counts their
+        bytes.
         """
 
         def state(file: StoredFile) -> FileState:
@@ -143,10 +139,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def staging(self, fallback: StrPath) -> str:
-        """Returns an existing local folder in which to write files for `store`.
-
-        On a disk it is a hidden sub-folder, so that `store` only renames; otherwise `fallback`.
-        """
+        """Returns a local folder for files to `store`: on a disk a hidden one, or `fallback`."""
 
     @abc.abstractmethod
     def store(self, local_file: StrPath, name: str, crc32c: int) -> None:
@@ -158,11 +151,10 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def copy(self, file: StoredFile, name: str, scratch: 'Scratch', on_bytes: OnBytes) -> FileState:
-        """Copies a file of any storage to `name` and returns the state of the copy.
+        """Copies a file of any storage to `name`, compares both, and returns the state of the copy.
 
-        The original is compared with its own checksum, if it has one, and the copy with that of its
-        storage. Between buckets the storage copies by itself; other remote files pass through the
-        scratch folder on their way to a bucket. `on_bytes` is called for a download.
+        Between buckets the storage copies by itself; other remote files pass through the scratch
+        folder on their way to a bucket. `on_bytes` counts what is downloaded.
         """
 
     @abc.abstractmethod
@@ -170,10 +162,7 @@ class Storage(abc.ABC):
         """Removes files, if they exist, and sub-folders that become empty."""
 
     def sweep(self, prefix: str = '') -> None:
-        """Removes what killed processes have left in the staging folder.
-
-        Removes this folder, and sub-folders whose names begin with `prefix`, if they are empty.
-        """
+        """Removes what killed processes left in staging, and empty folders named `prefix...`."""
         del prefix
 
     @abc.abstractmethod

@@ -1,8 +1,4 @@
-"""The size and the checksum of a file, by which it is known to be complete.
-
-Google Cloud Storage keeps the CRC-32C of every object. One core computes it at 13 GB/s from the
-page cache, faster than disks.
-"""
+"""The size and the checksum of a file, by which it is known to be complete."""
 
 import contextlib
 import errno

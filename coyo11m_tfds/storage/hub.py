@@ -1,8 +1,4 @@
-"""Data sets on the Hugging Face hub, which are only read.
-
-A folder is pinned to its present commit, so that all files have one version; `@revision` after the
-name of a data set chooses another commit.
-"""
+"""Data sets on the Hugging Face hub, which are only read, at one commit each."""
 
 import os
 from collections.abc import Mapping

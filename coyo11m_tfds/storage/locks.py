@@ -59,8 +59,8 @@ _held: 'set[FileLock]' = set()
 class FileLock:
     """An `flock` on a file, held until it is released; excludes threads and processes.
 
-    The kernel releases it when the last descriptor is closed. A forked child closes its copies of
-    the parent's descriptors at once, so that a worker does not keep the locks of a killed parent.
+    A forked child closes its copies of the parent's descriptors at once, so that a worker does not
+    keep the locks of a killed parent.
     """
 
     def __init__(self, path: StrPath, *, shared: bool = False, wait: bool = True):
@@ -112,11 +112,7 @@ os.register_at_fork(after_in_child=_close_copies)
 
 @contextlib.contextmanager
 def temporary_folder(parent: StrPath, prefix: str) -> Iterator[str]:
-    """Makes a new folder in an existing one; deletes it at the end of the `with` block.
-
-    A lock next to the folder ends with the process. So a folder with a free lock was left by a
-    killed one: the next call with the same `prefix`, with which the name begins, deletes it.
-    """
+    """Makes a new folder for a `with` block; deletes those that killed processes left."""
     pattern = glob.escape(os.path.join(parent, prefix)) + '[0-9a-f]' * 32 + SUFFIX
     for lock in glob.glob(pattern):
         _remove_unless_held(lock)
@@ -183,12 +179,8 @@ class Lock(Protocol):
 def hold(folder: StrPath, *, wait: bool = True) -> Iterator[Lock]:
     """Excludes all others that hold the same folder, on this machine or another.
 
-    While it waits, it logs the holder once a minute.
-
-    Args:
-        folder: Path or URL, which need not exist.
-        wait: Whether to wait for a holder that is alive. The lease of a killed holder is always
-            waited for.
+    Without `wait` it raises a TimeoutError for a holder that is alive; the lease of a killed one is
+    always waited for.
     """
     opened = storage.open_folder(folder, to_write=True)
     lock, start = opened.lock(), time.monotonic()
@@ -207,10 +199,7 @@ def hold(folder: StrPath, *, wait: bool = True) -> Iterator[Lock]:
 
 
 def wait_for(path: StrPath, exists: Callable[[], bool]) -> None:
-    """Waits until the first process of a job has made the folder or file that it holds.
-
-    Logs once a minute what it waits for, and calls `exists` again and again.
-    """
+    """Waits until the first process of a job has made the folder or file that it holds."""
     opened = storage.open_folder(path, to_write=True)
     lock, last_sign = opened.lock(), time.monotonic()
     # The first process of a job that was started again may first wait for the lease of the one that

@@ -1,9 +1,6 @@
 """Retries transient errors: exponential back-off with full jitter.
 
-    listing = retry.call(lambda: bucket.list('latents-3crop/'), 'gs://bucket/latents-3crop')
-
-This module decides which errors of the storage libraries are transient, by the names of their
-classes, so that it need not import the libraries. The environment sets the times:
+The classes of transient errors are known by their names, so that no library is imported for them.
 `COYO11M_RETRY_SECONDS` (1) is the longest first delay, `COYO11M_STALL_SECONDS` (60) the longest
 time that a request may wait for a byte.
 """

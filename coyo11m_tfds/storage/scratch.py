@@ -24,10 +24,7 @@ _DOWNLOADS_AT_ONCE = 8
 
 
 def choose_folder(program: str, data_dir: str, chosen: str = '') -> str:
-    """Returns the local folder for a program's stores and downloads, which need not exist.
-
-    It is the user's choice; without one, `.PROGRAM` in a local `data_dir`, or the user's cache.
-    """
+    """Returns the user's choice or, without one, `.PROGRAM` in a local `data_dir` or the cache."""
     _check_local(chosen)
     if chosen:
         return os.path.expanduser(chosen)
@@ -74,10 +71,7 @@ def scratch_folder(out: str, chosen: StrPath) -> Iterator[str]:
 
 
 class Scratch:
-    """Local copies of remote files, in a folder that need not exist.
-
-    Callers limit how many they hold at a time. A local file has its own path.
-    """
+    """Local copies of remote files, in a folder that need not exist; local ones stay in place."""
 
     def __init__(self, folder: StrPath):
         _check_local(folder)
@@ -93,10 +87,7 @@ class Scratch:
     def hold_all(
         self, files: Sequence[StoredFile], *, on_bytes: OnBytes = ignore_bytes
     ) -> Iterator[list[str]]:
-        """Returns the local paths of different files, valid within the `with` block.
-
-        `on_bytes` is that of `StoredFile.fetch`; it is called from several threads.
-        """
+        """Returns the local paths of different files; valid within the `with` block."""
         remote = [file for file in files if not file.local_path]
         if not remote:
             yield [file.path for file in files]

@@ -104,9 +104,8 @@ class StoredFile:
     def fetch(self, target: str, on_bytes: OnBytes = ignore_bytes) -> FileState:
         """Copies the file to a local path in a temporary folder; returns the state of the copy.
 
-        `on_bytes` is called with the number of received bytes, or a negative number for bytes that
-        proved wrong; the sum is `size`. The CRC-32C is -1 if the storage keeps none, in which case
-        another checksum was compared. After an error the target may hold the beginning of the file.
+        The calls of `on_bytes` add up to `size`: a negative number is of bytes that proved wrong.
+        The CRC-32C is -1 if the storage keeps none and another checksum was compared.
         """
         return storage.class_of(self.path).fetch(self, target, on_bytes)
 
