@@ -390,6 +390,7 @@ class FakeServer:
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
+    server: _LoopbackServer
     protocol_version = 'HTTP/1.1'
     rbufsize = _PIECE
 
