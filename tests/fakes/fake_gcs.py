@@ -47,7 +47,6 @@ _PAGE = 1000
 _BUCKETS = '/storage/v1/b'
 _ROUTES = [
     (f'{_BUCKETS}/([^/]+)/?', {'GET': 'bucket'}),
-    (f'{_BUCKETS}/([^/]+)/storageLayout', {'GET': 'layout'}),
     (f'{_BUCKETS}/([^/]+)/o/?', {'GET': 'list'}),
     (f'{_BUCKETS}/([^/]+)/o/([^/]+)/rewriteTo/b/([^/]+)/o/([^/]+)', {'POST': 'copy'}),
     (f'(?:/download)?{_BUCKETS}/([^/]+)/o/([^/]+)', {'GET': 'stat', 'DELETE': 'delete'}),
@@ -310,7 +309,7 @@ class Gcs(FakeServer):
         action, names = self.route(call)
         if action == 'list':
             return action, f'{names[0]}/{call.query.get("prefix", "")}'
-        if action in ('start', 'upload', 'status'):
+        if action in ('start', 'upload'):
             session = self._sessions.get(call.query.get('upload_id', ''))
             return action, f'{names[0]}/{session.name if session else _name_to_upload(call)}'
         return action, '/'.join(names[:2])
@@ -321,9 +320,6 @@ class Gcs(FakeServer):
             action = 'read'
         if action == 'upload' and 'upload_id' not in call.query:
             action = 'start' if call.query['uploadType'] == 'resumable' else 'upload'
-        sent = call.headers.get('Content-Range', '')
-        if action == 'upload' and sent.startswith('bytes */'):
-            action = 'status'
         return action, names
 
     def error_reply(self, refusal: Refused, call: Call) -> Reply:
@@ -347,10 +343,6 @@ class Gcs(FakeServer):
     def _on_bucket(self, call: Call, bucket: str) -> Reply:
         self._store.bucket(bucket)
         return json_reply({'name': bucket})
-
-    def _on_layout(self, call: Call, bucket: str) -> Reply:
-        self._store.bucket(bucket)
-        return json_reply({'hierarchicalNamespace': {'enabled': False}})
 
     def _on_list(self, call: Call, bucket: str) -> Reply:
         stored = self._store.bucket(bucket)
@@ -433,7 +425,7 @@ class Gcs(FakeServer):
         return Reply(200, headers={'Location': f'{_base(call)}{where}&upload_id={number}'})
 
     def _continue(self, call: Call) -> Reply:
-        session = self._session(call)
+        session = self._sessions[call.query['upload_id']]
         with session.lock:
             if session.done is not None:
                 return json_reply(self._resource(call, session.done))
@@ -450,17 +442,6 @@ class Gcs(FakeServer):
                 raise
             session.received = max(session.received, session.file.tell())
             return self._session_state(call, session)
-
-    def _on_status(self, call: Call, bucket: str) -> Reply:
-        session = self._session(call)
-        with session.lock:
-            return self._session_state(call, session)
-
-    def _session(self, call: Call) -> _Session:
-        session = self._sessions.get(call.query['upload_id'])
-        if session is None:
-            raise Refused(404, 'No such upload.')
-        return session
 
     def _session_state(self, call: Call, session: _Session) -> Reply:
         """The finished object, or how far the upload is; makes the object of the last byte."""
