@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from coyo11m_tfds.dataset import pt_archive
-from coyo11m_tfds.source import pt_file
 from coyo11m_tfds.source.pt_file import PtFile
 from coyo11m_tfds.storage import file_state
 from coyo11m_tfds.storage.file_state import FileState
@@ -104,25 +103,6 @@ def test_a_zipfile_that_compares_offsets_reads_the_same(tmp_path, monkeypatch, r
     assert contents(tmp_path / NAME) == expected
 
 
-def test_a_part_that_was_not_copied_yet_is_told(path):
-    data = path.read_bytes()
-    path.write_bytes(patched(data, 40_000, bytes(20_000)))
-    with pytest.raises(ValueError, match=r'data/1. has CRC-32 \w{8}, but \w{8} is recorded: it is'):
-        PtFile.check_contents(path)
-    PtFile.check_contents(path, check_crc=False)
-
-
-def test_damaged_keys_are_told_without_reading_the_rest(tmp_path):
-    made_sources.write_pt(tmp_path / NAME, range(400, 460))  # 1.5 MB
-    data = (tmp_path / NAME).read_bytes()
-    at = data.index(struct.pack('<q', 450))
-    (tmp_path / NAME).write_bytes(patched(data, at, b'\0'))
-    with pytest.raises(ValueError, match=r"name: '000000-000009/data/0' has CRC-32"):
-        pt_file.check_small_members(tmp_path / NAME, 'name')
-    (tmp_path / NAME).write_bytes(patched(data, len(data) // 2, bytes(9999)))
-    pt_file.check_small_members(tmp_path / NAME)
-
-
 def test_any_damaged_byte_of_the_directory_is_told_or_does_no_harm(path):
     data, expected = path.read_bytes(), contents(path)
     with zipfile.ZipFile(path) as archive:
@@ -142,43 +122,6 @@ def test_any_damage_is_told_or_does_no_harm(path):
         path.write_bytes(choose.choice([*damages(data, choose, data[1:]).values()]))
         refused += assert_refused_or_unharmed(path, expected)
     assert refused > 200
-
-
-def rewritten(path: pathlib.Path, method: int = zipfile.ZIP_STORED, **members: bytes) -> bytes:
-    """The file as another program might write it; `members` are added or replaced by position."""
-    made = io.BytesIO()
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(made, 'w', method) as new:
-        for name in old.namelist():
-            new.writestr(name, members.pop(name.rpartition('/')[2], old.read(name)))
-        for name, content in members.items():
-            new.writestr(f'{path.stem}/{name}', content)
-    return made.getvalue()
-
-
-@pytest.mark.parametrize(
-    ('make', 'message'),
-    [
-        (lambda path: rewritten(path, zipfile.ZIP_DEFLATED), 'is compressed or encrypted'),
-        (lambda path: rewritten(path, VERSION=b'3'), 'two members have the same name'),
-        (lambda path: b'#!/bin/sh\n' + path.read_bytes(), 'does not begin at its first byte'),
-        (lambda path: zip_of({}), 'it has no members'),
-        (lambda path: b'', r'is truncated or not a \.pt file \(0 bytes'),
-    ],
-    ids=['deflated', 'same name', 'prepended', 'empty zip', 'empty'],
-)
-def test_other_archives_are_refused(path, make, message):
-    path.write_bytes(make(path))
-    for check in (PtFile.check_contents, pt_file.check_small_members, PtFile):
-        with pytest.raises(ValueError, match=rf'^{path}: .*{message}'):
-            check(path)
-
-
-def zip_of(members: dict[str, bytes]) -> bytes:
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, 'w') as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
-    return made.getvalue()
 
 
 def test_a_header_that_contradicts_the_directory_is_refused(path):

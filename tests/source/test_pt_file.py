@@ -28,29 +28,6 @@ def test_rows_are_read_bit_for_bit_in_the_order_asked_for(tmp_path, dtype, rows)
     np.testing.assert_array_equal(values, expected.float().numpy())
 
 
-def test_embeddings_are_read_where_there_are_some(tmp_path):
-    embeddings = torch.randn(4, 10).bfloat16()
-    made_sources.write_pt(tmp_path / 'x.pt', range(4), replace={'embeddings': embeddings})
-    shard = PtFile(tmp_path / 'x.pt')
-    assert shard.embedding_dim == 10
-    np.testing.assert_array_equal(shard.embeddings([2, 1]), embeddings[[2, 1]].float().numpy())
-    made_sources.write_pt(tmp_path / 'x.pt', range(4))
-    shard = PtFile(tmp_path / 'x.pt')
-    assert shard.embedding_dim is None
-    with pytest.raises(ValueError, match="lacks 'embeddings'"):
-        shard.embeddings([0])
-
-
-def test_the_digest_tells_one_changed_number_but_not_the_name_of_the_file(tmp_path):
-    latents = made_sources.make_latents(2)
-    for name in ('a.pt', 'b.pt'):
-        torch.save({'keys': torch.arange(2), 'latents': latents}, tmp_path / name)
-    latents[1, 2, 3, 4, 5] += 1
-    torch.save({'keys': torch.arange(2), 'latents': latents}, tmp_path / 'changed.pt')
-    digests = [PtFile(tmp_path / name).digest for name in ('a.pt', 'b.pt', 'changed.pt')]
-    assert digests[0] == digests[1] != digests[2]
-
-
 @pytest.mark.parametrize('spread', [False, True])
 def test_memory_does_not_grow_with_the_file(tmp_path, spread):
     count = 4000  # 98 MB
