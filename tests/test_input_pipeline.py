@@ -7,11 +7,8 @@ import functools
 import inspect
 import itertools
 import json
-import os
 import pathlib
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -22,7 +19,6 @@ import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import stored_dataset
 from coyo11m_tfds.reading import order as order_lib
-from tests.checkout import CHECKOUT
 from tests.reading import small_dataset
 from tests.reading.batches import check_memory
 
@@ -67,24 +63,6 @@ def test_the_face_shows_what_is_meant_and_nothing_else():
         assert not inspect.ismodule(getattr(input_pipeline, name)), name
     functions = {name for name in names if inspect.isfunction(getattr(input_pipeline, name))}
     assert {'train_batches', 'eval_dataset', 'train_arrays', 'to_device', 'open_mix'} <= functions
-
-
-@pytest.mark.slow
-def test_a_program_that_uses_it_passes_mypy_strict(tmp_path):
-    """Wrong arguments do not, also of functions that pass them on."""
-    wrong = tmp_path / 'wrong.py'
-    wrong.write_text("import input_pipeline as i\ni.train_arrays('d', i.MASK, batchsize=8)\n")
-    options = '--strict', '--follow-imports=silent', '--config-file='
-    programs = CHECKOUT / 'tests' / 'typed_program.py', wrong
-    checked = subprocess.run(
-        [sys.executable, '-m', 'mypy', *options, *programs],
-        env=os.environ | {'MYPYPATH': str(CHECKOUT)},
-        capture_output=True,
-        text=True,
-    )
-    assert checked.stdout.count(': error:') == 2, checked.stdout + checked.stderr
-    assert 'Unexpected keyword argument "batchsize" for "train_arrays"' in checked.stdout
-    assert 'expected "Sharding"' in checked.stdout
 
 
 def test_without_chunk_index_an_epoch_has_every_record_once(unindexed, caplog):
@@ -181,17 +159,6 @@ def test_a_mocked_builder_that_was_never_built(tmp_path):
         stats = input_pipeline.open_data(builder).stats()
         assert stats.latent_mean.tolist() == [0] * 4 and stats.latent_std.tolist() == [1] * 4
         assert plan_of(builder).orders is None
-
-
-def test_stats_come_from_the_metadata(mini_dataset):
-    metadata = json.loads((mini_dataset / 'metadata.json').read_text())
-    stats = input_pipeline.open_data(mini_dataset).stats()
-    np.testing.assert_allclose(stats.latent_mean, metadata[schema.META_LATENT_MEAN], rtol=1e-6)
-    np.testing.assert_allclose(stats.latent_std, metadata[schema.META_LATENT_STD], rtol=1e-6)
-    np.testing.assert_allclose(stats.text_std, metadata[schema.META_TEXT_STD], rtol=1e-6)
-    assert stats.text_mean.shape == (stats.text_dim,) == (schema.DEFAULT_TEXT_DIM,)
-    assert stats.text_encoder == 'hash' and stats.latent_dtype == 'float16'
-    assert stats.source_fingerprint == metadata[schema.META_SOURCE_FINGERPRINT]
 
 
 def digest_of(data, split: str = schema.TRAIN, **changes) -> str:

@@ -69,9 +69,11 @@ def test_type_checkers_know_its_types(installed, tmp_path):
     shutil.copy(CHECKOUT / 'tests' / 'typed_program.py', tmp_path)
     check = sys.executable, '-m', 'mypy', '--strict', '--python-executable', installed
     run(*check, 'typed_program.py', cwd=tmp_path)
-    (tmp_path / 'wrong.py').write_text("import input_pipeline as i; i.train_batches('d', batch=8)")
+    wrong = "import input_pipeline as i\ni.train_arrays('d', i.MASK, batchsize=8)\n"
+    (tmp_path / 'wrong.py').write_text(wrong)
     output = run(*check, 'wrong.py', cwd=tmp_path, status=1)
-    assert 'Unexpected keyword argument "batch" for "train_batches"' in output
+    assert 'Unexpected keyword argument "batchsize" for "train_arrays"' in output
+    assert 'expected "Sharding"' in output
 
 
 def test_it_builds_a_data_set(installed, tmp_path):

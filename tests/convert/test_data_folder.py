@@ -1,16 +1,15 @@
 """A build becomes the data set in one step, and whatever happens one data set is whole."""
 
+import itertools
 import json
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
-import threading
 
 import google_crc32c
 import pytest
-import requests
 
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.convert import data_folder
@@ -128,38 +127,6 @@ def test_another_build_that_was_completed_meanwhile_is_replaced_only_if_that_is_
     assert set(storage.open_folder(final, to_write=True).sizes()) == names_of(NEW)
 
 
-def test_a_bucket_has_a_whole_data_set_but_for_three_requests(gcs, monkeypatch):
-    """Looks before and after every request that may change the bucket."""
-    final, count = 'gs://bucket/x/1.0.0', 10
-    build_all(final, OLD, count)
-    seen: list[str] = []
-    send, mutex = requests.Session.request, threading.Lock()
-    wanted = {build: expected(build, count) for build in (OLD, NEW)}
-
-    def look() -> None:
-        objects = {n.removeprefix('x/1.0.0/'): d for n, d in gcs.objects('bucket').items()}
-        found = schema.build_of(objects.get(schema.INFO_FILE, b'').decode())
-        assert not found or wanted[found].items() <= objects.items()
-        seen.append(found)
-
-    def request(session, method, *args, **kwargs):
-        if method == 'GET':
-            return send(session, method, *args, **kwargs)
-        with mutex:
-            look()
-            answer = send(session, method, *args, **kwargs)
-            look()
-            return answer
-
-    monkeypatch.setattr(requests.Session, 'request', request)
-    build_all(final, NEW, count)
-    without = [n for n, found in enumerate(seen) if not found]
-    assert 1 <= len(without) <= 2 * 3  # looked at before and after each
-    assert without == list(range(without[0], without[-1] + 1))
-    assert set(seen[: without[0]]) == {OLD} and set(seen[without[-1] + 1 :]) == {NEW}
-    assert set(storage.open_folder(final, to_write=True).sizes()) == names_of(NEW, count)
-
-
 def test_no_byte_is_moved_twice(gcs):
     """Every byte of a build is sent once, and none copied within the bucket."""
     build_all('gs://bucket/x/1.0.0', OLD)
@@ -226,7 +193,9 @@ def test_killed_before_any_step(tmp_path, monkeypatch):
     places = [line.split()[0] for line in ended.stdout.splitlines()]
     assert ended.stdout.endswith('True\n') and len(places) > 15, ended.stderr
     monkeypatch.setattr(os, 'fsync', lambda handle: None)
-    assert {check_and_mend(place) for place in places} == {OLD, '', NEW}
+    states = [check_and_mend(place) for place in places]
+    assert [state for state, _ in itertools.groupby(states)] == [OLD, '', NEW]
+    assert states.count('') <= 3  # one for each of the files that say that it is complete
 
 
 def test_nothing_but_a_look_where_nothing_is_left(final, monkeypatch):

@@ -180,13 +180,6 @@ def test_after_the_last_attempt_it_says_what_failed_how_often_and_why(sleeps):
     assert isinstance(raised.value.__cause__, requests.HTTPError)
 
 
-def test_the_attempts_of_a_call_within_a_call_do_not_multiply(sleeps):
-    operation = Failing(*[TimeoutError()] * 99)
-    with pytest.raises(retry.GivenUp):
-        retry.call(lambda: retry.call(operation, GS), GS)
-    assert operation.calls == 8
-
-
 def test_every_retry_is_logged(sleeps, caplog):
     caplog.set_level(logging.WARNING, 'absl')
     retry.call(Failing(answered(503), TimeoutError('late')), GS)

@@ -10,7 +10,6 @@ from coyo11m_tfds import storage
 from coyo11m_tfds.storage import scratch
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.stored_file import StoredFile
-from tests import children
 from tests.fakes.cloud import Gcs
 
 SIZE = 100_000
@@ -28,17 +27,6 @@ def content(name: str) -> bytes:
 def put(bucket: Gcs, name: str) -> StoredFile:
     bucket.put('bucket', name, content(name))
     return storage.describe_file(f'gs://bucket/{name}')
-
-
-HOLD = """
-    from coyo11m_tfds import storage
-    from coyo11m_tfds.storage.scratch import Scratch
-    folder, url = sys.argv[1:]
-    file = storage.describe_file(url)
-    with Scratch(folder).hold(file) as path:
-        print(path, flush=True)
-        sys.stdin.readline()
-"""
 
 
 def test_several_files_are_there_together(bucket, folder, tmp_path):
@@ -68,15 +56,3 @@ def test_the_folder_that_a_program_takes(monkeypatch):
         ('/data', '~/mine', '/home/mine'),
     ):
         assert scratch.choose_folder('x', data_dir, chosen) == expected
-
-
-def test_what_a_killed_process_left_is_gone(bucket, folder):
-    file, other = put(bucket, 'x.pt'), put(bucket, 'y.pt')
-    with children.python(HOLD, folder, file.path) as child:
-        child.stdout.readline()
-        with Scratch(folder).hold(other):
-            assert len(os.listdir(folder)) == 4  # two folders with their locks
-        child.kill()
-    assert [path.stat().st_size for path in folder.glob('*/*.pt')] == [SIZE]
-    with Scratch(folder).hold(other) as path:
-        assert [each for each in folder.glob('*/*') if each.is_file()] == [pathlib.Path(path)]
