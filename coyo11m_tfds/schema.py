@@ -15,6 +15,9 @@ VERSION = '1.0.0'
 LATENTS_FOLDER = 'latents-3crop'
 CAPTIONS_FILE = 'coyo11m-meta.parquet'
 
+ENCODING_FILE = 'encoding.json'  # what `encode_images` says of the latents
+ENCODING_COMPLETE = 'complete'  # whether all images are encoded
+
 PT_KEYS = 'keys'  # int64 (N,)
 PT_LATENTS = 'latents'  # a dtype of LATENT_DTYPES, (N, crops, C, H, W) or (N, C, H, W)
 PT_EMBEDDINGS = 'embeddings'  # float16, bfloat16 or float32 (N, D); not in every source
@@ -191,6 +194,12 @@ def are_latents(dtype: object, shape: Sequence[object]) -> bool:
         and is_shape
         and latents_nbytes(dtype, cast(Sequence[int], shape)) <= MAX_LATENTS_NBYTES
     )
+
+
+def is_key(value: object) -> bool:
+    """True for an integer that a key can be, also in decimal as WebDataset's tools write it."""
+    is_decimal = isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 19
+    return is_decimal or (type(value) is int and -(2**63) <= value < 2**63)
 
 
 def shard_filename(split: str, index: int, count: int) -> str:

@@ -12,6 +12,7 @@ REQUIRED = {
     'coyo11m_tfds.build': [],
     'coyo11m_tfds.doctor': [],
     'coyo11m_tfds.embed_captions': ['--source', '--out'],
+    'coyo11m_tfds.encode_images': ['--images', '--vae', '--out'],
     'coyo11m_tfds.mirror': ['source', 'destination'],
     'coyo11m_tfds.sample_data': ['--out'],
     'coyo11m_tfds.show': ['data_dir', '--vae', '--out'],

@@ -270,8 +270,8 @@ def _make_metadata(plan: BuildPlan, train: ShardStatistics, dropped: DropCounts)
             schema.META_TEXT_ENCODER: plan.text.encoder,
             schema.META_TEXT_DIM: plan.text.dim,
         }
-    if vae := plan.settings.get(schema.META_VAE):
-        metadata[schema.META_VAE] = vae
+    if plan.vae:
+        metadata[schema.META_VAE] = plan.vae
     return metadata | {schema.META_SETTINGS: plan.settings}
 
 

@@ -68,6 +68,7 @@ class BuildPlan:
     source: dict[str, Any]  # result of `record_source`
     source_fingerprint: str  # hex digest of everything that the build reads
     settings: dict[str, Any]  # result of `BuildSettings.record`
+    vae: str  # name of the VAE, of the settings or of the source; '' if unknown
     build: str  # ID of the build, a digest of all inputs and settings; file names contain it
     contents: '_RowContents'  # inputs of the tasks, held open so that no other build removes them
 
@@ -135,7 +136,9 @@ def make_plan(
     # A sidecar is known by its header: its path may change.
     header = contents.text.to_json() if contents.text and contents.texts else None
     recorded = settings.record(limit, header or settings.text_embeddings)
-    build = json_digest.sha256([fingerprint, recorded, *(task.fingerprint for task in tasks)])[:8]
+    vae = settings.vae or source.encoding.get(schema.META_VAE, '')
+    digests = [fingerprint, recorded, *(task.fingerprint for task in tasks)]
+    build = json_digest.sha256(digests + [vae] * (vae != settings.vae))[:8]
     return BuildPlan(
         tasks=tuple(
             dataclasses.replace(task, filename=schema.of_build(task.filename, build))
@@ -149,6 +152,7 @@ def make_plan(
         source=record_source(source),
         source_fingerprint=fingerprint,
         settings=recorded,
+        vae=vae,
         build=build,
         contents=contents,
     )

@@ -32,7 +32,7 @@ _SECONDS_BETWEEN_TICKS = 1.0
 # enough to show that a network has become slow.
 _WINDOW_SECONDS = 60
 
-_RATED = 'records', 'tokens'  # the counts that are shown as speeds
+_RATED = 'records', 'tokens', 'images'  # the counts that are shown as speeds
 _BYTES = 'B'
 _AMOUNT = ''  # the work in its unit, among the counts
 

@@ -1,5 +1,6 @@
 """Pools of processes that inherit nothing from their parent, and end with their parent."""
 
+import collections
 import concurrent.futures
 import contextlib
 import multiprocessing.context
@@ -9,9 +10,13 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 VARIABLE = 'COYO11M_NUM_PROC'
+
+Item = TypeVar('Item')
+Result = TypeVar('Result')
 
 
 def requested_workers(num_workers: int) -> int:
@@ -38,6 +43,28 @@ def open_pool(
                 'kept: run the same command again, perhaps with fewer processes (num_workers, or '
                 f'{VARIABLE} in the environment).'
             ) from None
+
+
+def map_ahead(
+    function: Callable[[Item], Result], items: Iterable[Item], num_threads: int, ahead: int
+) -> Iterator[tuple[Item, Result]]:
+    """Calls a function in threads; yields items and results in order.
+
+    At most `ahead` items are in work or wait to be yielded.
+    """
+    futures = collections.deque[tuple[Item, concurrent.futures.Future[Result]]]()
+    with concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
+        try:
+            for item in items:
+                futures.append((item, threads.submit(function, item)))
+                if len(futures) == ahead:
+                    item, future = futures.popleft()
+                    yield item, future.result()
+            while futures:
+                item, future = futures.popleft()
+                yield item, future.result()
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _begin(init: Callable[[], None] | None) -> None:

@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from absl import logging
 
@@ -36,6 +37,7 @@ class SourceFolder:
     captions_file: StoredFile | None  # None if captions or labels lie next to the latents
     by_name: Mapping[str, StoredFile]  # all files, by their paths relative to `root`
     no_captions: str  # message for the case that there are none next to the latents either
+    encoding: Mapping[str, Any]  # what `encode_images` says of the latents; {} for other sources
 
     @property
     def captions_path(self) -> str:
@@ -48,10 +50,10 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
 
     The source is a local folder, `gs://bucket/folder`, or
     `hf://datasets/owner/name[@revision][/folder]`. Raises a ValueError if it is missing or has no
-    latents, lacks a file that its `index.json` names, or holds a file that differs from the record
-    of `mirror`; and an OSError if it cannot be read.
+    latents, lacks a file that its `index.json` names or images that are still to be encoded, or
+    holds a file that differs from the record of `mirror`; and an OSError if it cannot be read.
     """
-    suffixes = (*_SUFFIXES, *_COMPRESSED, '.parquet', _INDEX)
+    suffixes = (*_SUFFIXES, *_COMPRESSED, '.parquet', _INDEX, schema.ENCODING_FILE)
     try:
         # Pinned, so that all files of the hub are of one commit.
         source_storage = storage.open_folder(root).pin()
@@ -67,6 +69,9 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
         names = _names_in_index(source_storage, index, listing)
     else:
         names, index = _latent_names(listing), None
+    encoding = _read_encoding(listing.get(schema.ENCODING_FILE))
+    if not names and encoding:
+        raise ValueError(f'{folder}: its folders are sources, such as {encoding["shapes"][0]}.')
     if not names:
         tars = [name for name in sorted(listing) if name.endswith(_COMPRESSED)]
         hint = f' {tars[0]} is compressed, and only plain tars are read.' if tars else ''
@@ -85,6 +90,8 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
     if index and (recorded := files[_INDEX].recorded) and index.local_path:
         state = file_state.compute_state(index.path)
         copied_files.check_recorded_state(state, recorded, index.path)
+    # Not before: it has no record, and the program that wrote it is not `mirror`.
+    files |= {x: listing[x] for x in (schema.ENCODING_FILE,) if x in listing}
     tables = [name for name in sorted(listing) if '/' not in name and name.endswith('.parquet')]
     return SourceFolder(
         root=folder,
@@ -94,7 +101,25 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
         no_captions=f'{folder}/{schema.CAPTIONS_FILE} is missing; expected the Parquet file of '
         'captions under this name (Parquet files in the folder: '
         f'{", ".join(tables) or "none"}), or captions or labels next to the latents',
+        encoding=encoding,
     )
+
+
+def _read_encoding(file: StoredFile | None) -> dict[str, Any]:
+    """The record of `encode_images`, which must be complete; {} without one."""
+    if not file:
+        return {}
+    try:
+        encoding = json.loads(file.read())
+        is_complete = encoding[schema.ENCODING_COMPLETE]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f'{file.path}: is damaged ({error}). Copy it again.') from None
+    if not is_complete:
+        raise ValueError(
+            f'{file.path}: not all images are encoded. Give the command of encode_images again, '
+            'and if several processes shared the work, in all of them.'
+        )
+    return encoding
 
 
 def _latent_names(listing: Mapping[str, StoredFile]) -> list[str]:

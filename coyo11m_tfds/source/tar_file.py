@@ -65,7 +65,7 @@ class TarFile(LatentFile):
         classes = {x for x in self.numbers if type(fields[x]) is int}
         classes |= self._samples[first_sample].keys() & {_CLASS}
         self._find_labels(classes)
-        if _is_number(fields.get(schema.KEY)):
+        if schema.is_key(fields.get(schema.KEY)):
             keys = [self._key(x) for x in self._samples]
         else:
             keys = [name_hash(f'{self._label}/{x}') >> 1 for x in self._samples]
@@ -124,7 +124,7 @@ class TarFile(LatentFile):
 
     def _key(self, sample: str) -> int:
         key = self._json(sample).get(schema.KEY)
-        if not _is_number(key):
+        if not schema.is_key(key):
             raise ValueError(f'{self.path}: key of {sample!r} is {key!r}, expected a number.')
         return int(str(key))
 
@@ -152,12 +152,6 @@ class TarFile(LatentFile):
 
 def _is_npy(suffix: str) -> bool:
     return suffix == 'npy' or suffix.endswith('.npy')
-
-
-def _is_number(key: object) -> bool:
-    """True for an integer that a key can be, also in decimal as WebDataset's tools write it."""
-    is_decimal = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 19
-    return is_decimal or (type(key) is int and -(2**63) <= key < 2**63)
 
 
 @functools.lru_cache(maxsize=64)

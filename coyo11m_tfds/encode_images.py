@@ -1,0 +1,585 @@
+"""Encodes images into latents: a source that a build takes as it is.
+
+    python -m coyo11m_tfds.encode_images --images=PHOTOS \\
+        --vae=stabilityai/sdxl-vae --out=SOURCE
+    python -m coyo11m_tfds.build --manual_dir=SOURCE --data_dir=OUT \\
+        --encoder=hash
+
+PHOTOS is a folder, local, on gs:// or on hf://, of images with captions next to them, of tars, or
+of Parquet files (docs/images.md). SOURCE, local or on gs://, receives tars of latents. With
+--buckets, images keep their aspect ratio, and each folder SOURCE/HEIGHTxWIDTH is a source.
+
+The same command resumes an interrupted run: it keeps finished parts, and refuses those of another
+VAE, of other options or of other images. Several processes, on one machine or on many, share the
+work in a job of `torchrun`, `srun` or `mpirun`, or with `--part 0/4` to `--part 3/4`.
+
+Images that are damaged or of a kind that is not taken are left out, counted and named; if they are
+more than --max_bad of all, the run ends with an error after the part that it is at.
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import io
+import json
+import math
+import os
+import shlex
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, Self
+
+import numpy as np
+
+from coyo11m_tfds import schema, storage
+from coyo11m_tfds.pictures import pixels, vae_encoder
+from coyo11m_tfds.pictures.pixels import BadImageError, Pixels, SmallImageError, Target
+from coyo11m_tfds.pictures.vae_encoder import VaeEncoder
+from coyo11m_tfds.process import command_line, errors, machine, workers
+from coyo11m_tfds.process import job as ranks
+from coyo11m_tfds.process.progress import Progress
+from coyo11m_tfds.source import image_files
+from coyo11m_tfds.source.copied_files import CopiedFiles
+from coyo11m_tfds.source.image_files import ImagePart, SourceImage
+from coyo11m_tfds.storage import file_state, json_digest
+from coyo11m_tfds.storage.scratch import Scratch, check_out, scratch_folder
+from coyo11m_tfds.storage.stored_file import StoredFile
+
+PART_IMAGES = 4096  # 45 MB of latents of 256 pixels
+MAX_BAD = 0.01
+
+_PARTS = '.encoded'  # folder of the records of parts
+# NumPy's files have no name for bfloat16, and float16 rounds latents, which are small, less.
+_DTYPES = 'float16', 'float32'
+_MAX_NAMES = 3  # of images that are left out for one reason
+# Of fewer images, a few bad ones do not stop a run before its end.
+_MANY_IMAGES = 4096
+# Reading waits for the storage, so there are more threads than workers.
+_MORE_READS = 4
+_IMAGES_AHEAD, _BYTES_AHEAD = 256, 256 << 20  # decoded while others are encoded
+_Batch = list[tuple[str, SourceImage, Pixels]]  # with the names that images have in a tar
+_LEAST_ROWS = 100  # of a bucket in a mixture, so that its train split fills all lanes
+
+
+@dataclasses.dataclass
+class ImageCounts:
+    """Counts of the images of a part, or of several.
+
+    Attributes:
+        shapes: Encoded images by the shape of their pixels, 'HEIGHTxWIDTH'.
+        key_rules: The same by where their keys come from.
+        num_without_caption: How many of them have no caption.
+        bad: Images that cannot be used, by reason.
+        small: Good images that are too small or too narrow, by reason.
+        names: First names of bad and small images, by reason.
+    """
+
+    shapes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    key_rules: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    num_without_caption: int = 0
+    bad: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    small: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    names: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+
+    def count(self, image: SourceImage, shape: str) -> None:
+        """Counts an encoded image."""
+        self.shapes[shape] += 1
+        self.key_rules[image.key_rule] += 1
+        self.num_without_caption += not image.caption
+
+    def drop(self, image: SourceImage, error: BadImageError) -> None:
+        """Counts an image that is left out."""
+        counts = self.small if isinstance(error, SmallImageError) else self.bad
+        counts[error.reason] += 1
+        self._add_names(error.reason, [image.name])
+
+    def add(self, part: Mapping[str, Any]) -> None:
+        """Adds the counts of a part, as `vars` gives them."""
+        for name in ('shapes', 'key_rules', 'bad', 'small'):
+            getattr(self, name).update(part[name])
+        self.num_without_caption += part['num_without_caption']
+        for reason, names in part['names'].items():
+            self._add_names(reason, names)
+
+    def _add_names(self, reason: str, names: Sequence[str]) -> None:
+        self.names[reason] = [*self.names.get(reason, ()), *names][:_MAX_NAMES]
+
+    def check_bad(self, max_bad: float, least: int = 0) -> None:
+        """Raises a ValueError if more than `max_bad` of all images, at least `least`, are bad."""
+        total = self.shapes.total() + self.bad.total() + self.small.total()
+        if self.bad.total() > max_bad * max(total, least):
+            raise ValueError(
+                f'{self.bad.total():,} of {total:,} images are bad, more than max_bad={max_bad}: '
+                f'{self._list(self.bad)}. What is encoded is kept; raise max_bad to go on, or '
+                'repair the images and choose another folder.'
+            )
+
+    def _list(self, counts: collections.Counter[str]) -> str:
+        return '; '.join(
+            f'{count:,} {reason} ({", ".join(self.names[reason])}{", ..." * (count > _MAX_NAMES)})'
+            for reason, count in counts.most_common()
+        )
+
+    def __str__(self) -> str:
+        facts = [f'{self.shapes.total():,} images']
+        facts += [f'{count:,} of {shape}' for shape, count in sorted(self.shapes.items())]
+        facts += [f'keys are {rule} ({n:,})' for rule, n in self.key_rules.most_common()]
+        facts += [f'{self.num_without_caption:,} have no caption'] * bool(self.num_without_caption)
+        lines = [', '.join(facts)]
+        for counts, what in ((self.small, 'left out'), (self.bad, 'bad')):
+            lines += [f'{counts.total():,} {what}: {self._list(counts)}'] * bool(counts)
+        return '\n'.join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodingReport:
+    """The outcome of `encode`."""
+
+    counts: ImageCounts  # of all finished parts, also of those of other processes and runs
+    num_encoded: int  # images that this run encoded
+    missing_parts: tuple[int, ...]  # that other processes have to make
+    vae: str
+    seconds: float
+
+    def __str__(self) -> str:
+        missing = ''
+        if self.missing_parts:
+            missing = (
+                f'; {len(self.missing_parts)} parts are missing, such as {self.missing_parts[0]}: '
+                'the other processes make them, or the same command where they have ended'
+            )
+        return (
+            f'{self.counts}\n{self.num_encoded:,} of them were encoded now by {self.vae} '
+            f'({self.num_encoded / self.seconds:.1f} images/s){missing}'
+        )
+
+
+def encode(
+    images: str | os.PathLike[str],
+    vae: str | VaeEncoder,
+    out: str | os.PathLike[str],
+    *,
+    size: int = 256,
+    buckets: bool = False,
+    crops: int = 1,
+    moments: bool = False,
+    dtype: str = 'float16',
+    caption_column: str = '',
+    max_bad: float = MAX_BAD,
+    max_pixels: int = Target._field_defaults['max_pixels'],
+    share: tuple[int, int] = (0, 1),
+    part_images: int = PART_IMAGES,
+    num_workers: int = 0,
+    scratch_dir: str | os.PathLike[str] = '',
+) -> EncodingReport:
+    """Encodes the images of a folder, except those of finished parts, into tars of latents.
+
+    Args:
+        images: Folder of images, of tars or of Parquet files (see `image_files`); local, on `gs://`
+            or on `hf://`.
+        vae: Folder or hub name of the VAE, or its encoder.
+        out: A folder, local or on `gs://`.
+        size: Height and width of the pixels that are encoded, or with `buckets` the square root of
+            their number.
+        buckets: Whether each image gets the shape, of many, that is closest to its own.
+        crops: 1 for the centre of the image, 3 also for its two ends.
+        moments: Whether to write the mean and the standard deviation of the latents, `(2C, H, W)`,
+            instead of the mean.
+        dtype: Of the latents, 'float16' or 'float32'.
+        caption_column: Field or column of the captions; '' for the usual names.
+        max_bad: Largest share of images that may be bad.
+        max_pixels: Most pixels of an image.
+        share: `(i, n)` to make only the parts i, i + n, i + 2n, ...
+        part_images: Most images in a part, if they are not in tars or Parquet files.
+        num_workers: Processes that decode images; 0 for one on each core.
+        scratch_dir: Local folder for temporary files; '': a folder in `out` or, if that is remote,
+            in the user's cache.
+    """
+    out = os.fspath(out).rstrip('/')
+    ranks.check_share(share)
+    check_out(out)
+    errors.one_of(*_DTYPES).check('dtype', dtype)
+    errors.FieldRule('1 or 3', lambda x: x in (1, 3)).check('crops', crops)
+    errors.FieldRule('from 0 to 1', lambda x: 0 <= x <= 1).check('max_bad', max_bad)
+    for name, value in (('size', size), ('max_pixels', max_pixels), ('part_images', part_images)):
+        errors.at_least(1).check(name, value)
+    shapes = pixels.bucket_shapes(size) if buckets else ((size, size),)
+    parts = image_files.find_images(images, caption_column, part_images)
+    encoder = vae_encoder.load_encoder(vae) if isinstance(vae, str) else vae
+    if size % encoder.factor:
+        raise ValueError(f'size={size}: expected a multiple of {encoder.factor}, as {vae} needs.')
+    target = Target(shapes, crops, max_pixels)
+    row_encoder = _RowEncoder(encoder, target, moments, dtype)
+    encoding = _Encoding(out, parts, row_encoder, caption_column)
+    start = time.perf_counter()
+    encoding.begin()
+    records = encoding.finished()
+    counts = _sum_counts(records)
+    num_kept = counts.shapes.total()
+    numbers = range(len(parts))[share[0] :: share[1]]
+    num_bytes = sum(parts[number].num_bytes for number in numbers)
+    with (
+        scratch_folder(out, scratch_dir) as folder,
+        _Decoders(target, num_workers) as decoders,
+        Progress('Encoding images', num_bytes, 'B', {'parts': len(numbers)}) as progress,
+    ):
+        for number in numbers:
+            if number in records:
+                progress.skip(parts[number].num_bytes, parts=1)
+                continue
+            # Before more hours are spent.
+            counts.check_bad(max_bad, _MANY_IMAGES)
+            tars, remaining = _PartTars(folder, row_encoder), parts[number].num_bytes
+            with tars, parts[number].open(Scratch(folder)) as source_images:
+                for image, decoded in decoders.decode_all(source_images):
+                    if isinstance(decoded, BadImageError):
+                        tars.counts.drop(image, decoded)
+                    else:
+                        tars.add(image, decoded)
+                    progress.add(image.size, images=1)
+                    remaining -= image.size
+                tars.finish()
+            encoding.store_part(number, tars.paths, tars.counts)
+            counts.add(vars(tars.counts))
+            progress.add(remaining, parts=1)
+    num_encoded = counts.shapes.total() - num_kept
+    # Listed again: meanwhile other processes have made parts.
+    records = encoding.finished()
+    counts = _sum_counts(records)
+    counts.check_bad(max_bad)
+    missing = tuple(number for number in range(len(parts)) if number not in records)
+    if not missing:
+        encoding.finish(records.values())
+    seconds = time.perf_counter() - start
+    return EncodingReport(counts, num_encoded, missing, encoder.name, seconds)
+
+
+def _sum_counts(records: Mapping[int, Mapping[str, Any]]) -> ImageCounts:
+    counts = ImageCounts()
+    for record in records.values():
+        counts.add(record['counts'])
+    return counts
+
+
+class _Encoding:
+    """The folder of an encoding: its record, its parts and their records."""
+
+    def __init__(
+        self, out: str, parts: Sequence[ImagePart], encoder: '_RowEncoder', caption_column: str
+    ):
+        self._folder = storage.open_folder(out, to_write=True)
+        self._parts, self._encoder = parts, encoder
+        names = [sorted(part.files) for part in parts]
+        num_files = sum(map(len, names))
+        images = f'{num_files} files in {len(parts)} parts, digest {json_digest.sha256(names)[:16]}'
+        # What decides the bytes of the parts, but for the contents of their images.
+        self._settings = encoder.settings | {'caption_column': caption_column, 'images': images}
+
+    def begin(self) -> None:
+        """Writes the record; raises a ValueError if the folder has that of another encoding."""
+        if self._folder.read(schema.ENCODING_FILE) is None:
+            self._write_settings('', is_complete=False)
+        record = self._read(schema.ENCODING_FILE)
+        del record[schema.ENCODING_COMPLETE]
+        self._check(schema.ENCODING_FILE, record, self._settings)
+
+    def finished(self) -> dict[int, dict[str, Any]]:
+        """Returns the records of finished parts by number; ValueError for those of others."""
+        sizes, records = self._folder.sizes(), {}
+        for name in sorted(self._folder.list(_PARTS)):
+            path, number = f'{_PARTS}/{name}', int(name.partition('.')[0])
+            record = self._read(path)
+            self._check(path, record['origin'], self._origin(number))
+            if all(sizes.get(tar) == size for tar, size in record['tars'].items()):
+                records[number] = record
+        return records
+
+    def store_part(self, number: int, tars: Mapping[str, str], counts: ImageCounts) -> None:
+        """Stores the tars of a part, local files by shape, and then its record."""
+        origin, stored_sizes = self._origin(number), {}
+        for shape, path in tars.items():
+            # With one shape, the folder itself is the source.
+            sub_folder = shape if self._encoder.has_buckets else ''
+            if self._folder.read(os.path.join(sub_folder, schema.ENCODING_FILE)) is None:
+                self._write_settings(sub_folder, is_complete=False)
+            state, name = file_state.compute_state(path), f'{number:05}.tar'
+            self._folder.store(path, os.path.join(sub_folder, name), state.crc32c)
+            # A build compares the tar with this record, as if `mirror` had copied it.
+            target = storage.open_folder(self._folder.path_of(sub_folder), to_write=True)
+            source = StoredFile(next(iter(self._parts[number].files)), 0, origin['files'], None)
+            CopiedFiles(target).save(name, source, state)
+            stored_sizes[os.path.join(sub_folder, name)] = state.size
+        record = {'origin': origin, 'tars': stored_sizes, 'counts': vars(counts)}
+        self._folder.write(f'{_PARTS}/{number:05}.json', json.dumps(record, indent=1).encode())
+
+    def finish(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Marks the sources as complete, so that they can be built."""
+        tars = [tar for record in records for tar in record['tars']]
+        for sub_folder in sorted({'', *map(os.path.dirname, tars)}):
+            self._write_settings(sub_folder, is_complete=True)
+            storage.open_folder(self._folder.path_of(sub_folder), to_write=True).sweep()
+
+    def _origin(self, number: int) -> dict[str, str]:
+        return {
+            'settings': json_digest.sha256(self._settings),
+            'files': self._parts[number].digest,
+        }
+
+    def _write_settings(self, sub_folder: str, is_complete: bool) -> None:
+        record = {**self._settings, schema.ENCODING_COMPLETE: is_complete}
+        name = os.path.join(sub_folder, schema.ENCODING_FILE)
+        self._folder.write(name, json.dumps(record, indent=1).encode())
+
+    def _read(self, name: str) -> dict[str, Any]:
+        try:
+            return json.loads(self._folder.read(name) or b'')
+        except ValueError as error:
+            path = self._folder.path_of(name)
+            raise ValueError(f'{path}: is damaged ({error}). Remove it.') from None
+
+    def _check(self, name: str, record: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+        path = self._folder.path_of(name)
+        errors.check_same_entries(expected, record, path, 'is what this command makes')
+
+
+class _RowEncoder:
+    """Turns images into the latents of rows, which have one or several crops."""
+
+    def __init__(self, encoder: VaeEncoder, target: Target, moments: bool, dtype: str):
+        self._encoder, self._target, self._moments, self._dtype = encoder, target, moments, dtype
+        self.has_buckets = len(target.shapes) > 1
+        self.settings: dict[str, Any] = {
+            schema.META_VAE: encoder.name,
+            'vae_revision': encoder.revision,
+            'shapes': [f'{height}x{width}' for height, width in target.shapes],
+            'crops': target.crops,
+            'moments': moments,
+            'dtype': dtype,
+            'max_pixels': target.max_pixels,
+        }
+
+    def batch_size(self, height: int, width: int) -> int:
+        """Returns how many images fill whole batches of the encoder."""
+        batch_size = self._encoder.batch_size(height, width)
+        return batch_size // math.gcd(batch_size, self._target.crops)
+
+    def start(self, images: Sequence[Pixels]) -> Callable[[], np.ndarray]:
+        """Starts to encode images of one shape; the result is a function that returns the rows."""
+        wait = self._encoder.start(np.concatenate([image.crops for image in images]))
+
+        def finish() -> np.ndarray:
+            latents, deviation = wait()
+            if self._moments:
+                if deviation is None:
+                    raise ValueError(f'{self._encoder.name}: has no moments, leave out --moments.')
+                latents = np.concatenate([latents, deviation], axis=1)
+            # Numbers that are too large become infinite, and their image is left out.
+            with np.errstate(over='ignore'):
+                rows = latents.astype(self._dtype)
+            num_crops = self._target.crops
+            shape = (num_crops,) * (num_crops > 1) + rows.shape[1:]
+            return rows.reshape(len(images), *shape)
+
+        return finish
+
+
+class _PartTars:
+    """Encodes the images of a part into tars, one for each shape; a context manager.
+
+    Batches have one shape, and never images of two parts: so the bytes of a part depend on nothing
+    but its own images.
+    """
+
+    def __init__(self, folder: str, encoder: _RowEncoder):
+        self.counts = ImageCounts()
+        self.paths: dict[str, str] = {}  # of the tars, by shape
+        self._folder, self._encoder = folder, encoder
+        self._tars: dict[str, tarfile.TarFile] = {}
+        self._batches = collections.defaultdict[str, _Batch](list)
+        self._running = collections.deque[tuple[str, _Batch, Callable[[], np.ndarray]]]()
+        self._num_images = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        for tar in self._tars.values():
+            tar.close()
+
+    def add(self, image: SourceImage, decoded: Pixels) -> None:
+        """Adds an image; now and then starts a batch and writes the one before."""
+        height, width = decoded.crops.shape[1:3]
+        shape = f'{height}x{width}'
+        # Unlike the names of images, these have no dots, folders or repetitions.
+        self._batches[shape].append((f'{self._num_images:06}', image, decoded))
+        self._num_images += 1
+        if len(self._batches[shape]) == self._encoder.batch_size(height, width):
+            self._start(shape)
+
+    def finish(self) -> None:
+        """Encodes and writes what is left."""
+        for shape in list(self._batches):
+            self._start(shape)
+        while self._running:
+            self._write(*self._running.popleft())
+
+    def _start(self, shape: str) -> None:
+        batch = self._batches.pop(shape)
+        wait = self._encoder.start([decoded for *_, decoded in batch])
+        self._running.append((shape, batch, wait))
+        # The devices compute one batch while another is decoded.
+        if len(self._running) > 1:
+            self._write(*self._running.popleft())
+
+    def _write(self, shape: str, batch: _Batch, wait: Callable[[], np.ndarray]) -> None:
+        for (name, image, decoded), latents in zip(batch, wait(), strict=True):
+            if not np.isfinite(latents).all():
+                self.counts.drop(image, BadImageError('not finite latents'))
+                continue
+            if shape not in self._tars:
+                self.paths[shape] = os.path.join(self._folder, f'{shape}.tar')
+                self._tars[shape] = tarfile.open(self.paths[shape], 'w')  # noqa: SIM115, closed at the end
+            array, fields = io.BytesIO(), {**image.numbers, schema.KEY: image.key}
+            np.lib.format.write_array(array, latents)
+            fields |= {'width': decoded.width, 'height': decoded.height}
+            data = json.dumps({**fields, 'caption': image.caption, 'file': image.name})
+            for suffix, content in (('npy', array.getvalue()), ('json', data.encode())):
+                member = tarfile.TarInfo(f'{name}.{suffix}')
+                member.size = len(content)
+                self._tars[shape].addfile(member, io.BytesIO(content))
+            self.counts.count(image, shape)
+
+
+class _Decoders:
+    """Worker processes that decode images; a context manager.
+
+    An image that ends its worker, as damage may do to a decoder, is dropped like another bad one.
+    """
+
+    def __init__(self, target: Target, num_workers: int):
+        self._target = target
+        self._num_workers = workers.requested_workers(num_workers) or machine.usable_cpus()
+        self._num_threads = self._num_workers + _MORE_READS
+        nbytes = 3 * target.crops * max(map(math.prod, target.shapes))
+        self._ahead = max(self._num_threads, min(_IMAGES_AHEAD, _BYTES_AHEAD // nbytes))
+        self._stack, self._lock = contextlib.ExitStack(), threading.Lock()
+
+    def __enter__(self) -> Self:
+        self._processes = self._open_pool()
+        return self
+
+    def __exit__(self, *error) -> bool | None:
+        return self._stack.__exit__(*error)
+
+    def decode_all(
+        self, images: Iterable[SourceImage]
+    ) -> Iterator[tuple[SourceImage, Pixels | BadImageError]]:
+        """Reads and decodes images; yields them in order, with their pixels or what is wrong."""
+        return workers.map_ahead(self._decode, images, self._num_threads, self._ahead)
+
+    def _open_pool(self) -> concurrent.futures.ProcessPoolExecutor:
+        return self._stack.enter_context(workers.open_pool(self._num_workers))
+
+    def _decode(self, image: SourceImage) -> Pixels | BadImageError:
+        try:
+            data, processes = image.read(), self._processes
+            try:
+                return processes.submit(pixels.read_pixels, data, self._target).result()
+            except BrokenProcessPool:
+                return self._decode_alone(data, processes)
+        except BadImageError as error:
+            return error
+        except MemoryError:
+            raise MemoryError(
+                f'{image.name}: not enough memory to decode it. Lower num_workers or max_pixels.'
+            ) from None
+
+    def _decode_alone(self, data: bytes, broken: concurrent.futures.ProcessPoolExecutor) -> Pixels:
+        # Of the images that were lost with the pool, one has ended its worker; which one shows
+        # only when each has a worker to itself.
+        with self._lock:
+            if self._processes is broken:
+                self._processes = self._open_pool()
+            with workers.open_pool(1) as process:
+                try:
+                    return process.submit(pixels.read_pixels, data, self._target).result()
+                except BrokenProcessPool:
+                    raise BadImageError('ends its decoder') from None
+
+
+def describe_next(out: str, counts: ImageCounts, has_buckets: bool) -> str:
+    """Returns the commands that build the data set or, of buckets, train on a mixture of them."""
+    data = f'{out}-data'
+    build = 'python -m coyo11m_tfds.build --encoder=hash ' + shlex.join([f'--data_dir={data}'])
+    if counts.num_without_caption == counts.shapes.total():
+        return 'No image has a caption; a build needs captions, such as a file of them by key.'
+    if not has_buckets:
+        return f'{build} {shlex.join([f"--manual_dir={out}"])}'
+    large = {shape: n for shape, n in sorted(counts.shapes.items()) if n >= _LEAST_ROWS}
+    if not large:
+        return f'Each bucket has less than {_LEAST_ROWS} images, too few to train on.'
+    # Different seeds, because buckets of equal numbers of images would come in lockstep.
+    mix = [
+        {
+            'dir': f'{data}/{schema.NAME}/{shape}/{schema.VERSION}',
+            'weight': max(1, round(100 * n / sum(large.values()))),
+            'seed': seed,
+        }
+        for seed, (shape, n) in enumerate(large.items())
+    ]
+    config = 'default' if machine.accelerators() else 'small'
+    flags = [f'--config={config}', f'--workdir={out}-run', f'--config.data.mix={tuple(mix)}']
+    small = sorted(counts.shapes.keys() - large.keys())
+    lines = [f'Too few images for a source of the mixture: {", ".join(small)}'] * bool(small)
+    build += f' --manual_dir={shlex.quote(f"{out}/")}$shape'
+    build += """ --config='{"name": "'$shape'", "latents": "in_place"}'"""
+    return '\n'.join(
+        [
+            *lines,
+            f'for shape in {" ".join(large)}; do {build}; done',
+            f'python -m train_lib.main {shlex.join(flags)}',
+        ]
+    )
+
+
+def main() -> None:
+    """Runs the command line; bad input ends it with one message and exit status 1."""
+    parser = command_line.Parser('coyo11m_tfds.encode_images', __doc__)
+    add = parser.add_argument
+    add('--images', required=True, help='folder of the images, local, gs:// or hf://')
+    add('--vae', required=True, help='folder or hub name of the VAE')
+    add('--out', required=True, help='folder to fill, local or gs://')
+    add('--size', type=int, default=256, help='height and width in pixels (%(default)s)')
+    add('--buckets', action='store_true', help='shapes of that area, the closest for each image')
+    add('--crops', type=int, default=1, help='1 for the centre, 3 also for both ends (%(default)s)')
+    add('--moments', action='store_true', help='write mean and deviation, from which steps draw')
+    add('--dtype', default='float16', help='of the latents: float16 or float32 (%(default)s)')
+    add('--caption_column', default='', help='field of the captions (the usual names)')
+    hint = 'largest share of images that may be bad (%(default)s)'
+    add('--max_bad', type=float, default=MAX_BAD, help=hint)
+    default = Target._field_defaults['max_pixels']
+    add('--max_pixels', type=int, default=default, help='most pixels of an image (%(default)s)')
+    hint = 'number of this process, from 0, and of all (by default from the launcher)'
+    add('--part', type=ranks.parse_share, metavar='I/N', help=hint)
+    hint = 'most images of a part, outside of tars and Parquet files (%(default)s)'
+    add('--part_images', type=int, default=PART_IMAGES, help=hint)
+    add('--num_workers', type=int, default=0, help='processes that decode (one on each core)')
+    add('--scratch_dir', default='', help='local folder for temporary files (in a local OUT)')
+    options = vars(parser.parse_args())
+    command_line.show_log()
+    fixable = ValueError, OSError, RuntimeError, MemoryError
+    with command_line.ends_in_one_line('the same command resumes it', fixable):
+        part = options.pop('part') or ranks.index_and_count()
+        report = encode(share=part, **options)
+        print(f'{report}: {options["out"]}')
+        if not report.missing_parts:
+            out = options['out'].rstrip('/')
+            print(describe_next(out, report.counts, options['buckets']))
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,373 @@
+"""Finds images with their captions and numbers: in a folder, in tars, or in Parquet files.
+
+    parts = image_files.find_images('gs://bucket/photos')
+    with parts[0].open(scratch) as images:
+        for image in images:
+            image.caption, image.read()
+
+The listing of a source alone decides its parts: a run of images of a folder, one tar, or one
+Parquet file. In a folder of any depth, the data of an image are in a `.txt` or `.json` next to it,
+or in the closest `metadata.jsonl` or `metadata.csv` above it, as `datasets` of Hugging Face reads
+them. In a tar, members whose names are equal up to the first dot belong to one image. A Parquet
+file has a column `image` of `{bytes, path}` or of bytes.
+"""
+
+import abc
+import collections
+import concurrent.futures
+import contextlib
+import csv
+import functools
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from coyo11m_tfds import schema, storage
+from coyo11m_tfds.dataset.keyed_random import name_hash
+from coyo11m_tfds.pictures.pixels import BadImageError
+from coyo11m_tfds.source import tar_members
+from coyo11m_tfds.storage import json_digest
+from coyo11m_tfds.storage.scratch import Scratch
+from coyo11m_tfds.storage.stored_file import StoredFile
+
+# Where the key of an image comes from.
+KEY_OF_DATA = 'the key in its data'
+KEY_OF_NAME = 'the number that is its name'
+KEY_OF_HASH = 'a hash of its name'
+
+_SUFFIXES = '.jpg', '.jpeg', '.png', '.webp'
+_TABLES = 'metadata.jsonl', 'metadata.csv'
+_TABLE = 'table'  # in place of a suffix
+_IMAGE = 'image'  # column of a Parquet file
+_MAX_IMAGE = 64 << 20  # bytes
+_MAX_TEXT = 1 << 20  # bytes of a `.json` or `.txt`
+_READS_AT_ONCE = 8
+_ROWS_AT_ONCE = 32  # of a Parquet file
+_CAPTIONS = schema.DEFAULT_CAPTION_COLUMN, 'caption', 'captions', 'text', 'prompt', 'txt'
+# What an encoding says itself; the width in the data may be that of another version of the image.
+_MEASURED = {schema.KEY, 'width', 'height'}
+
+_Read = Callable[[], bytes]
+_Fields = dict[str, Any]
+
+
+class SourceImage(NamedTuple):
+    """An image that has not been read yet."""
+
+    name: str  # path within the source; of a Parquet file with the number of the row
+    size: int  # in bytes
+    key: int
+    key_rule: str  # one of the three above
+    caption: str  # '' without one
+    numbers: dict[str, int | float]  # with the same names in a whole part; NaN where it has none
+    read_bytes: _Read
+
+    def read(self) -> bytes:
+        """Reads the image; raises a BadImageError if it is too large, or its data are damaged."""
+        if self.size > _MAX_IMAGE:
+            raise BadImageError('too many bytes', f'{self.size:,}')
+        return self.read_bytes()
+
+
+class _Row(NamedTuple):
+    """An image with the fields of its data."""
+
+    name: str
+    size: int
+    fields: _Fields
+    read_bytes: _Read
+
+
+class ImagePart(abc.ABC):
+    """Images that are encoded together.
+
+    Attributes:
+        files: All files that decide about them, by their names within the source.
+    """
+
+    _is_numbered = False  # whether the names of the images are their keys
+
+    def __init__(self, files: Mapping[str, StoredFile], caption_column: str):
+        self.files, self._caption_column = files, caption_column
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files."""
+        return sum(file.size for file in self.files.values())
+
+    @property
+    def digest(self) -> str:
+        """Digest of names, sizes and, where the storage keeps them, checksums."""
+        # Not of times, which differ between copies of a source.
+        return json_digest.sha256([[n, x.size, x.checksum] for n, x in sorted(self.files.items())])
+
+    @contextlib.contextmanager
+    def open(self, scratch: Scratch) -> Iterator[Iterator[SourceImage]]:
+        """Yields the images in order, to be read within the `with` block.
+
+        Raises a ValueError if a tar or a Parquet file is damaged, or if no image has the caption
+        column that was chosen.
+        """
+        with self._open_rows(scratch) as groups:
+            yield itertools.chain.from_iterable(map(self._describe, groups))
+
+    @abc.abstractmethod
+    def _open_rows(
+        self, scratch: Scratch
+    ) -> contextlib.AbstractContextManager[Iterable[Sequence[_Row]]]: ...
+
+    def _describe(self, rows: Sequence[_Row]) -> Iterator[SourceImage]:
+        columns = (self._caption_column,) if self._caption_column else _CAPTIONS
+        if self._caption_column and not any(columns[0] in row.fields for row in rows):
+            names = {n for row in rows for n, x in row.fields.items() if isinstance(x, str)}
+            raise ValueError(
+                f'{rows[0].name}: neither it nor another image has {columns[0]!r}, expected one of '
+                f'their texts {sorted(names)}. Set caption_column.'
+            )
+        # The first sample of a tar of latents stands for all: what it lacks would be lost.
+        names = {n for row in rows for n, x in row.fields.items() if _is_number(x)} - _MEASURED
+        for row in rows:
+            texts = [x for x in map(row.fields.get, columns) if isinstance(x, str) and x.strip()]
+            numbers = {name: row.fields.get(name, math.nan) for name in sorted(names)}
+            key, rule = row.fields.get(schema.KEY), KEY_OF_DATA
+            if not schema.is_key(key):
+                key, rule = name_hash(row.name) >> 1, KEY_OF_HASH
+                if self._is_numbered:
+                    key, rule = _stem(row.name), KEY_OF_NAME
+            yield SourceImage(
+                name=row.name,
+                size=row.size,
+                key=int(str(key)),
+                key_rule=rule,
+                caption=texts[0] if texts else '',
+                numbers={name: x if _is_number(x) else math.nan for name, x in numbers.items()},
+                read_bytes=row.read_bytes,
+            )
+
+
+def find_images(
+    root: str | os.PathLike[str], caption_column: str = '', part_images: int = 4096
+) -> list[ImagePart]:
+    """Lists the images in a folder, local, on `gs://` or on `hf://`, and divides them into parts.
+
+    `caption_column` is the field or column of captions, '' the first of the usual names that an
+    image has. A part of a folder of images has at most `part_images`. Raises a ValueError if there
+    are no images.
+    """
+    try:
+        listing = storage.open_folder(root).pin().list(deep=True)
+    except FileNotFoundError:
+        listing = {}
+    files = {n: x for n, x in listing.items() if not any(map(_is_hidden, n.split('/')))}
+    images, tars, tables = (
+        [name for name in sorted(files) if name.lower().endswith(suffixes)]
+        for suffixes in (_SUFFIXES, '.tar', '.parquet')
+    )
+    if images:
+        folder = _ImageFolder(files, images)
+        runs = range(0, len(images), part_images)
+        return [_FolderPart(folder, images[x : x + part_images], caption_column) for x in runs]
+    if not tars + tables:
+        raise ValueError(
+            f'{root}: has no images, expected {", ".join(_SUFFIXES)}, or .tar (uncompressed) or '
+            '.parquet with such files in them.'
+        )
+    # img2dataset writes next to each tar a Parquet file without images.
+    kind = _TarPart if tars else _ParquetPart
+    return [kind({name: files[name]}, caption_column) for name in tars or tables]
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(('.', '__MACOSX'))
+
+
+def _is_number(value: object) -> bool:
+    is_integer = type(value) is int and -(2**63) <= value < 2**63
+    return is_integer or (type(value) is float and not math.isinf(value))
+
+
+def _stem(name: str) -> str:
+    return os.path.splitext(os.path.basename(name))[0]
+
+
+def _read_row(
+    name: str,
+    size: int,
+    read: _Read,
+    fields: _Fields,
+    texts: Mapping[str, _Read],
+    text_sizes: Mapping[str, int],
+) -> _Row:
+    """Adds to the fields of an image what its `.json` and `.txt` say, which come by suffix."""
+    try:
+        for suffix in texts.keys() & {'.json', '.txt'}:
+            if text_sizes[suffix] > _MAX_TEXT:
+                raise ValueError(f'{suffix} has {text_sizes[suffix]:,} bytes')
+        if '.json' in texts:
+            fields = fields | json.loads(texts['.json']())
+        if '.txt' in texts:
+            fields = fields | {'txt': texts['.txt']().decode()}
+    except (ValueError, TypeError, RecursionError) as error:
+        problem = BadImageError('damaged .json or .txt', str(error))
+
+        def read() -> bytes:
+            raise problem
+
+    return _Row(name, size, fields, read)
+
+
+# --- Folders of images --------------------------------------------------------------------------
+
+
+class _ImageFolder:
+    """All files of a folder of images."""
+
+    def __init__(self, files: Mapping[str, StoredFile], images: Sequence[str]):
+        self.files = files
+        stems = [_stem(name) for name in images]
+        self.is_numbered = all(map(schema.is_key, stems)) and len({*map(int, stems)}) == len(stems)
+        # The images of a folder follow each other, so that few tables are in use at once.
+        self.read_table = functools.lru_cache(maxsize=4)(self._read_table)
+
+    def data_files(self, image: str) -> dict[str, str]:
+        """Names of the `.json` and the `.txt` of an image, and of its table."""
+        stem, folder = os.path.splitext(image)[0], os.path.dirname(image)
+        names = {x: f'{stem}{x}' for x in ('.json', '.txt') if f'{stem}{x}' in self.files}
+        while True:
+            tables = (os.path.join(folder, x) for x in _TABLES)
+            if table := next((x for x in tables if x in self.files), ''):
+                return names | {_TABLE: table}
+            if not folder:
+                return names
+            folder = os.path.dirname(folder)
+
+    def _read_table(self, name: str) -> dict[str, _Fields]:
+        """Rows of a `metadata.jsonl` or `metadata.csv`, by the names of their images."""
+        rows, folder = {}, os.path.dirname(name)
+        try:
+            lines = self.files[name].read().decode('utf-8-sig').splitlines()
+            is_csv = name.endswith('.csv')
+            for fields in (
+                csv.DictReader(lines) if is_csv else map(json.loads, filter(str.strip, lines))
+            ):
+                path = os.path.normpath(os.path.join(folder, fields['file_name']))
+                rows[path] = {n: _parse_cell(x) for n, x in fields.items()} if is_csv else fields
+        except (ValueError, LookupError, TypeError, csv.Error) as error:
+            raise ValueError(
+                f'{self.files[name].path}: row {len(rows) + 1} cannot be read '
+                f"({type(error).__name__}: {error}); expected rows with a 'file_name'."
+            ) from None
+        return rows
+
+
+def _parse_cell(cell: Any) -> Any:
+    for number in (int, float):
+        with contextlib.suppress(ValueError, TypeError):
+            return number(cell)
+    return cell
+
+
+class _FolderPart(ImagePart):
+    """A run of images of a folder."""
+
+    def __init__(self, folder: _ImageFolder, images: Sequence[str], caption_column: str):
+        self._data = {name: folder.data_files(name) for name in images}
+        names = {*images, *itertools.chain.from_iterable(x.values() for x in self._data.values())}
+        super().__init__({name: folder.files[name] for name in names}, caption_column)
+        self._folder, self._is_numbered = folder, folder.is_numbered
+
+    @contextlib.contextmanager
+    def _open_rows(self, scratch: Scratch) -> Iterator[Iterable[Sequence[_Row]]]:
+        with concurrent.futures.ThreadPoolExecutor(_READS_AT_ONCE) as threads:
+            rows = list(threads.map(self._read_row, self._data))
+        yield [rows]
+
+    def _read_row(self, image: str) -> _Row:
+        names = dict(self._data[image])
+        table = names.pop(_TABLE, '')
+        fields = self._folder.read_table(table).get(image, {}) if table else {}
+        reads = {suffix: self.files[name].read for suffix, name in names.items()}
+        sizes = {suffix: self.files[name].size for suffix, name in names.items()}
+        file = self.files[image]
+        return _read_row(image, file.size, file.read, fields, reads, sizes)
+
+
+# --- Tars and Parquet files ---------------------------------------------------------------------
+
+
+class _TarPart(ImagePart):
+    """The images of a tar."""
+
+    @contextlib.contextmanager
+    def _open_rows(self, scratch: Scratch) -> Iterator[Iterable[Sequence[_Row]]]:
+        [(label, file)] = self.files.items()
+        with scratch.hold(file) as path, open(path, 'rb') as stream:
+
+            def read(start: int, size: int) -> bytes:
+                return os.pread(stream.fileno(), size, start)
+
+            samples = collections.defaultdict[str, dict[str, tuple[int, int]]](dict)
+            for name, start, size in tar_members.list_members(file.path, file.size, read):
+                folder, base = os.path.split(name)
+                stem, dot, suffix = base.partition('.')
+                if not _is_hidden(base):
+                    samples[os.path.join(folder, stem)][dot + suffix.lower()] = start, size
+            rows = [
+                self._make_row(f'{label}/{stem}', members, read)
+                for stem, members in samples.items()
+                if not members.keys().isdisjoint(_SUFFIXES)
+            ]
+            if not rows:
+                raise ValueError(f'{file.path}: has no images, expected {", ".join(_SUFFIXES)}.')
+            yield [rows]
+
+    def _make_row(
+        self, stem: str, members: Mapping[str, tuple[int, int]], read: tar_members.ReadRange
+    ) -> _Row:
+        suffix = next(x for x in _SUFFIXES if x in members)
+        reads = {x: functools.partial(read, *place) for x, place in members.items()}
+        sizes = {x: size for x, (_, size) in members.items()}
+        return _read_row(f'{stem}{suffix}', sizes[suffix], reads[suffix], {}, reads, sizes)
+
+
+class _ParquetPart(ImagePart):
+    """The images of a Parquet file."""
+
+    @contextlib.contextmanager
+    def _open_rows(self, scratch: Scratch) -> Iterator[Iterable[Sequence[_Row]]]:
+        [(label, file)] = self.files.items()
+        with scratch.hold(file) as path:
+            yield self._read_batches(path, label, file.path)
+
+    def _read_batches(self, path: str, label: str, name: str) -> Iterator[list[_Row]]:
+        # Here, because images in folders and tars are read where pyarrow is not installed.
+        import pyarrow.types as kinds
+
+        from coyo11m_tfds.source import keyed_parquet
+
+        is_number = {}
+        with keyed_parquet.naming_damage(name), keyed_parquet.open_parquet(path) as table:
+            for field in table.schema_arrow:
+                kind = field.type
+                if kinds.is_integer(kind) or kinds.is_floating(kind):
+                    is_number[field.name] = True
+                elif kinds.is_string(kind) or kinds.is_large_string(kind):
+                    is_number[field.name] = False
+            columns = [_IMAGE, *is_number]
+            if _IMAGE not in table.schema_arrow.names:
+                raise ValueError(f'{name}: has no column {_IMAGE!r}; it has {columns[1:]}.')
+            numbers = itertools.count()
+            for batch in table.iter_batches(_ROWS_AT_ONCE, columns=columns, use_threads=False):
+                rows = []
+                for fields in batch.to_pylist():
+                    image = fields.pop(_IMAGE)
+                    data = image.get('bytes') if isinstance(image, dict) else image
+                    # As a number in all rows, whether the first has it or not.
+                    fields |= {n: math.nan for n in is_number if is_number[n] and fields[n] is None}
+                    label_of_row = f'{label}/{next(numbers)}'
+                    read = functools.partial(bytes, data or b'')
+                    rows.append(_Row(label_of_row, len(data or b''), fields, read))
+                yield rows

@@ -1,0 +1,34 @@
+"""Encodes images in a process of its own, forked from one that has imported what it needs."""
+
+import multiprocessing
+import os
+import sys
+import types
+
+from absl import logging
+
+from coyo11m_tfds import encode_images
+
+
+def run(env: dict[str, str], log: str, images: str, vae: str, out: str, options: dict) -> None:
+    """Encodes; what the process says goes to the file `log`."""
+    for number in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.environ.update(env)
+    logging.set_verbosity(logging.WARNING)
+    encode_images.encode(images, vae, out, **options)
+
+
+def start(*arguments: object) -> multiprocessing.Process:
+    """Starts `run` in a process."""
+    main, sys.modules['__main__'] = sys.modules['__main__'], types.ModuleType('__main__')
+    try:  # which the process would import, and a test's is pytest
+        process = _FORKS.Process(target=run, args=arguments)
+        process.start()
+    finally:
+        sys.modules['__main__'] = main
+    return process
+
+
+_FORKS = multiprocessing.get_context('forkserver')
+_FORKS.set_forkserver_preload([__name__])

@@ -1,0 +1,109 @@
+"""Small images with captions and numbers, as folders, tars and Parquet files of others hold them.
+
+It imports little, because workers that decode import it.
+"""
+
+import csv
+import io
+import json
+import os
+import pathlib
+import tarfile
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from coyo11m_tfds.pictures import pixels
+
+SUFFIXES = {'jpg': 'JPEG', 'png': 'PNG', 'webp': 'WEBP'}
+END = b'this ends the worker'
+
+
+class MadeImage(NamedTuple):
+    name: str
+    data: bytes
+    fields: dict[str, Any]  # key, caption, score
+
+
+def make_images(
+    count: int, sizes: Sequence[tuple[int, int]] = ((20, 30), (40, 17))
+) -> list[MadeImage]:
+    """Different images of some sizes (W, H), in all formats; every fourth is turned by EXIF."""
+    random = np.random.default_rng(0)
+    images = []
+    for number in range(count):
+        width, height = sizes[number % len(sizes)]
+        coarse = random.integers(0, 256, (4, 4, 3), np.uint8)
+        image = Image.fromarray(coarse).resize((width, height))
+        exif = Image.Exif()
+        if number % 4 == 3:
+            exif[0x0112] = 6
+        suffix = list(SUFFIXES)[number % 3]
+        stream = io.BytesIO()
+        image.save(stream, SUFFIXES[suffix], exif=exif)
+        fields = {
+            'key': 1000 + number,
+            'caption': f'Image {number}: a circle.',
+            'score': number / 2,
+        }
+        images.append(MadeImage(f'img.{number:04}.{suffix}', stream.getvalue(), fields))
+    return images
+
+
+def write(folder: pathlib.Path, kind: str, images: Sequence[MadeImage]) -> pathlib.Path:
+    """Writes a source of images; only 'txt' has no numbers and keys."""
+    folder.mkdir(parents=True)
+    if kind == 'tar':
+        for half, name in ((images[::2], '00000.tar'), (images[1::2], '00001.tar')):
+            with tarfile.open(folder / name, 'w') as tar:
+                for image in half:
+                    number, suffix = image.name.split('.')[1:]
+                    fields = {**image.fields, 'key': f'{image.fields["key"]:09}'}
+                    caption = fields.pop('caption')
+                    for end, data in (
+                        (suffix, image.data),
+                        ('txt', caption.encode()),
+                        ('json', json.dumps(fields).encode()),
+                    ):
+                        member = tarfile.TarInfo(f'{number}.{end}')
+                        member.size = len(data)
+                        tar.addfile(member, io.BytesIO(data))
+        return folder
+    if kind == 'parquet':
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        rows = [
+            {**x.fields, 'image': {'bytes': x.data, 'path': x.name}, 'text': x.fields['caption']}
+            for x in images
+        ]
+        table = pa.Table.from_pylist(rows).drop_columns('caption')
+        pq.write_table(table, folder / 'train-00000-of-00001.parquet', row_group_size=5)
+        return folder
+    for number, image in enumerate(images):
+        path = folder / str(number % 2) / image.name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(image.data)
+        if kind == 'txt':
+            path.with_suffix('.txt').write_text(image.fields['caption'])
+        elif kind == 'json':
+            path.with_suffix('.json').write_text(json.dumps(image.fields))
+    names = [f'{number % 2}/{image.name}' for number, image in enumerate(images)]
+    rows = [{'file_name': n, **x.fields} for n, x in zip(names, images, strict=True)]
+    if kind == 'jsonl':
+        (folder / 'metadata.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    elif kind == 'csv':
+        with (folder / 'metadata.csv').open('w') as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    return folder
+
+
+def read_or_end(data: bytes, target: pixels.Target) -> pixels.Pixels:
+    """Reads an image as `pixels.read_pixels` does, but ends the process for one of them."""
+    if data == END:
+        os._exit(1)
+    return pixels.read_pixels(data, target)

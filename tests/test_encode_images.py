@@ -1,0 +1,285 @@
+"""Images become sources of latents, the same from every kind of source and after every stop."""
+
+import concurrent.futures
+import contextlib
+import io
+import json
+import pathlib
+import tarfile
+
+import numpy as np
+import pytest
+
+import input_pipeline
+from coyo11m_tfds import add_column, encode_images, schema, storage
+from coyo11m_tfds.pictures import pixels, vae_encoder
+from coyo11m_tfds.process import workers
+from coyo11m_tfds.source import source_folder
+from coyo11m_tfds.storage.disk import Disk
+from tests import built, made_images, small_vae
+from tests.made_images import MadeImage
+
+SIZE = 16
+IMAGES = made_images.make_images(22)
+
+
+@pytest.fixture(scope='module')
+def encoder(tmp_path_factory) -> vae_encoder.VaeEncoder:
+    folder = tmp_path_factory.mktemp('vaes') / 'small-vae'
+    folder.mkdir()
+    return vae_encoder.load_encoder(str(small_vae.make_kl_encoder(folder)))
+
+
+class Threads(concurrent.futures.ThreadPoolExecutor):
+    """In place of worker processes: they start at once."""
+
+    close = concurrent.futures.ThreadPoolExecutor.shutdown
+
+
+@pytest.fixture(autouse=True)
+def workers_are_threads(request, monkeypatch):
+    if 'processes' not in request.fixturenames:
+        monkeypatch.setattr(workers, 'open_pool', lambda n: contextlib.closing(Threads(n)))
+
+
+@pytest.fixture
+def processes():
+    """Has a test decode in processes."""
+
+
+@pytest.fixture(scope='module')
+def source(tmp_path_factory) -> pathlib.Path:
+    return made_images.write(tmp_path_factory.mktemp('source') / 'images', 'json', IMAGES)
+
+
+@pytest.fixture(scope='module')
+def expected(source, encoder, tmp_path_factory) -> dict[str, bytes]:
+    """The files that one undisturbed run makes in worker processes."""
+    out = tmp_path_factory.mktemp('expected') / 'out'
+    encode(source, encoder, out)
+    return files_of(str(out))
+
+
+def encode(images, encoder, out, **options) -> encode_images.EncodingReport:
+    return encode_images.encode(
+        images, encoder, out, **{'size': SIZE, 'part_images': 8, 'num_workers': 2} | options
+    )
+
+
+def rows_of(out: pathlib.Path) -> dict[str, tuple[dict, np.ndarray]]:
+    """The `.json` and the latents of each image, by its caption."""
+    rows = {}
+    for path in sorted(out.glob('*.tar')):
+        with tarfile.open(path) as tar:
+            data = {x.name: tar.extractfile(x).read() for x in tar.getmembers()}
+        for name in data:
+            if name.endswith('.json'):
+                fields = json.loads(data[name])
+                latents = np.load(io.BytesIO(data[name.replace('.json', '.npy')]))
+                rows[fields['caption']] = fields, latents
+    return rows
+
+
+def files_of(out: str) -> dict[str, bytes]:
+    """All files of an encoding."""
+    folder = storage.open_folder(out)
+    return {name: folder.read(name) for name in folder.sizes()}
+
+
+def expected_latents(encoder, image: MadeImage, **options) -> np.ndarray:
+    target = pixels.Target(((SIZE, SIZE),), **options)
+    mean, _ = encoder.encode(pixels.read_pixels(image.data, target).crops)
+    return mean.astype(np.float16)
+
+
+@pytest.mark.parametrize('kind', ['txt', 'json', 'jsonl', 'csv', 'tar', 'parquet'])
+def test_every_kind_of_source_gives_its_latents_captions_and_numbers(encoder, tmp_path, kind):
+    source = made_images.write(tmp_path / 'images', kind, IMAGES)
+    report = encode(source, encoder, tmp_path / 'out')
+    rows = rows_of(tmp_path / 'out')
+    assert len(rows) == len(IMAGES) == report.num_encoded == report.counts.shapes['16x16']
+    for number, image in enumerate(IMAGES):
+        fields, latents = rows[image.fields['caption']]
+        np.testing.assert_array_equal(latents, expected_latents(encoder, image)[0])
+        size = (20, 30) if number % 2 == 0 else (17, 40) if number % 4 == 3 else (40, 17)
+        assert (fields['width'], fields['height']) == size
+        if kind != 'txt':
+            assert (fields['key'], fields['score']) == (1000 + number, number / 2)
+    assert len({fields['key'] for fields, _ in rows.values()}) == len(IMAGES)
+    rule = 'a hash of its name' if kind == 'txt' else 'the key in its data'
+    assert report.counts.key_rules == {rule: len(IMAGES)}
+
+
+def test_parts_of_two_processes_are_those_of_one(source, expected, encoder, tmp_path):
+    out = tmp_path / 'out'
+    report = encode(source, encoder, out, share=(1, 2))
+    assert report.missing_parts == (0, 2) and '2 parts are missing, such as 0' in str(report)
+    with pytest.raises(ValueError, match=r'encoding\.json: not all images are encoded'):
+        source_folder.find_source(out)
+    report = encode(source, encoder, out, share=(0, 2))
+    assert report.num_encoded == 14 and report.counts.shapes.total() == 22
+    assert files_of(str(out)) == expected
+    report = encode(source, encoder, out)
+    assert report.num_encoded == 0 and report.counts.shapes.total() == 22
+    assert files_of(str(out)) == expected
+
+
+class Stop(Exception):
+    """Ends a run in the middle."""
+
+
+def test_stopped_at_any_moment_it_goes_on_to_the_same_files(
+    source, expected, encoder, tmp_path, monkeypatch
+):
+    """Before and after each file that it stores, and while it encodes."""
+    number = 0
+
+    def stop_at(method, moment):
+        def call(*arguments):
+            nonlocal number
+            if number == moment:
+                raise Stop
+            number += 1
+            return method(*arguments)
+
+        return call
+
+    for moment in range(100):
+        number, out = 0, tmp_path / str(moment)
+        with monkeypatch.context() as patch:
+            for owner, name in ((Disk, 'store'), (Disk, 'write'), (encoder, 'start')):
+                patch.setattr(owner, name, stop_at(getattr(owner, name), moment))
+            try:
+                encode(source, encoder, out)
+                break
+            except Stop:
+                pass
+        assert {n: x for n, x in files_of(str(out)).items() if n.endswith('.tar')}.items() <= (
+            expected.items()
+        )
+        encode(source, encoder, out)
+        assert files_of(str(out)) == expected
+    assert moment > 10
+
+
+def test_a_bucket_gets_the_same_files(source, expected, encoder, bucket):
+    bucket.upload_folder(source, 'gs://images/photos')
+    encode('gs://images/photos', encoder, 'gs://latents/out/', share=(0, 2))
+    encode('gs://images/photos/', encoder, 'gs://latents/out')
+    files = files_of('gs://latents/out')
+    tars = {name for name in expected if name.endswith('.tar')}
+    assert files.keys() == expected.keys() and len(tars) == 3
+    assert {name: files[name] for name in tars} == {name: expected[name] for name in tars}
+
+
+def test_another_encoding_is_refused_by_what_differs(source, encoder, tmp_path):
+    out = tmp_path / 'out'
+    encode(source, encoder, out, share=(0, 2))
+    before = files_of(str(out))
+    for options, message in (
+        ({'size': 8}, r"shapes is \['16x16'\], but \['8x8'\] is what"),
+        ({'crops': 3}, 'crops is 1, but 3'),
+        ({'moments': True}, 'moments is False, but True'),
+        ({'dtype': 'float32'}, "dtype is 'float16', but 'float32'"),
+        ({'part_images': 5}, "images is '44 files in 3 parts, .*', but '44 files in 5 parts"),
+    ):
+        with pytest.raises(ValueError, match=rf'out/encoding\.json: {message}'):
+            encode(source, encoder, out, **options)
+    copy = made_images.write(tmp_path / 'images', 'json', IMAGES)
+    (copy / '0' / IMAGES[0].name).write_bytes(b'')
+    with pytest.raises(ValueError, match=r"\.encoded/00000\.json: files is '"):
+        encode(copy, encoder, out)
+    (copy / '0' / 'new.jpg').write_bytes(b'')
+    with pytest.raises(ValueError, match=r"images is '44 files .* but '45 files in 3"):
+        encode(copy, encoder, out)
+    assert files_of(str(out)) == before
+
+
+def test_moments_and_crops_are_rows_of_their_own_shapes(source, encoder, tmp_path):
+    encode(source, encoder, tmp_path / 'moments', moments=True, dtype='float32')
+    encode(source, encoder, tmp_path / 'crops', crops=3)
+    moments, crops = rows_of(tmp_path / 'moments'), rows_of(tmp_path / 'crops')
+    for image in IMAGES:
+        caption, target = image.fields['caption'], pixels.Target(((SIZE, SIZE),))
+        mean, deviation = encoder.encode(pixels.read_pixels(image.data, target).crops)
+        np.testing.assert_array_equal(moments[caption][1], np.concatenate([mean[0], deviation[0]]))
+        np.testing.assert_array_equal(crops[caption][1], expected_latents(encoder, image, crops=3))
+    assert crops[caption][1].shape == (3, 4, 8, 8)
+
+
+def write_with_bad(folder: pathlib.Path, bad: dict[str, bytes]) -> pathlib.Path:
+    made_images.write(folder, 'json', IMAGES)
+    for name, data in bad.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+BAD = {'empty.jpg': b'', 'page.png': b'<!DOCTYPE html>', 'page2.jpg': b'<html>', 'x.webp': b'RIFF'}
+
+
+def test_bad_images_are_counted_and_named(encoder, tmp_path, monkeypatch):
+    source = write_with_bad(tmp_path / 'images', BAD)
+    (source / '0' / 'img.0000.json').write_text('{"caption": ')
+    monkeypatch.setattr('coyo11m_tfds.source.image_files._MAX_IMAGE', 4000)
+    (source / 'big.png').write_bytes(bytes(5000))
+    small = made_images.make_images(1, [(12, 30)])[0]
+    (source / 'small.jpg').write_bytes(small.data)
+    with pytest.raises(ValueError, match=r'6 of 28 images are bad, more than max_bad=0\.01: .*'):
+        encode(source, encoder, tmp_path / 'out')
+    report = encode(source, encoder, tmp_path / 'out', max_bad=0.3)
+    assert report.num_encoded == 0 and report.counts.shapes.total() == 21
+    assert report.counts.bad == {
+        'empty': 1,
+        'not an image': 3,
+        'damaged .json or .txt': 1,
+        'too many bytes': 1,
+    }
+    assert report.counts.small == {'too small': 1}
+    assert 'not an image (page.png, page2.jpg, x.webp)' in str(report)
+    assert '1 without a caption' not in str(report)
+
+
+def test_too_many_bad_images_end_a_long_run_early(encoder, tmp_path, monkeypatch):
+    monkeypatch.setattr(encode_images, '_MANY_IMAGES', 8)
+    source = write_with_bad(tmp_path / 'images', {f'0/{n}': data for n, data in BAD.items()})
+    with pytest.raises(ValueError, match='of 8 images are bad'):
+        encode(source, encoder, tmp_path / 'out')
+    assert len(list((tmp_path / 'out').glob('*.tar'))) == 1
+
+
+def test_an_image_that_ends_its_worker_is_dropped_and_no_other(
+    encoder, tmp_path, monkeypatch, processes
+):
+    source = write_with_bad(tmp_path / 'images', {'0/img.0005.png': made_images.END})
+    monkeypatch.setattr(pixels, 'read_pixels', made_images.read_or_end)
+    report = encode(source, encoder, tmp_path / 'out', max_bad=0.1)
+    assert report.counts.bad == {'ends its decoder': 1}
+    assert report.counts.shapes.total() == len(IMAGES)
+
+
+def test_a_build_takes_an_encoding_as_it_is(source, encoder, tmp_path):
+    out = tmp_path / 'out'
+    encode(source, encoder, out)
+    for latents in ('records', 'in_place'):
+        data_set = built.build(out, '', tmp_path / latents, latents=latents)
+        data = input_pipeline.open_data(data_set)
+        assert data.metadata['vae'] == 'small-vae'
+        built.build(out, '', tmp_path / latents, latents=latents)  # is the one that is there
+        columns = {name: name for name in ('score', 'width')}
+        for name in columns:
+            add_column.add(data_set, name, source=out, column=name)
+        names = (schema.KEY, schema.LATENTS, schema.CAPTION, *columns)
+        for batch in input_pipeline.eval_batches(data_set, batch_size=8, features=names):
+            for key, latent, caption, score, width in zip(
+                *(batch[name][batch['mask']] for name in names), strict=True
+            ):
+                image = IMAGES[int(key) - 1000]
+                assert caption.decode() == image.fields['caption'] and score == (key - 1000) / 2
+                np.testing.assert_array_equal(latent, expected_latents(encoder, image)[0])
+                assert width in (20, 40, 17)
+    path = out / '00001.tar'
+    data = bytearray(path.read_bytes())
+    data[3000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r'00001\.tar: has .* bytes with CRC-32C'):
+        built.build(out, '', tmp_path / 'damaged')
