@@ -168,7 +168,8 @@ def _find_moved(
 
 def _read_latents_from(stored: StoredDataset) -> schema.LatentsFrom:
     settings = stored.metadata.get(schema.META_SETTINGS) or {}
-    return schema.parse_latents_from(settings.get('latents_from', ''))
+    fields = (settings.get(x, '') for x in ('latents_from', 'key_column'))
+    return schema.parse_latents_from(*fields)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,8 @@
 The last command embeds the captions before the build, as coyo11m_tfds.embed_captions does, into
 OUT/text-NAME. NAME is the name of the config or, without a config, of the encoder. SOURCE is a
 folder of latents with captions or labels (docs/sources.md). SOURCE and OUT may be local or on
-gs://, SOURCE also on hf://. coyo11m_tfds/README.md describes the fields of --config.
+gs://, SOURCE also on hf://. coyo11m_tfds/README.md describes the fields of --config, of which
+--captions, --key_column and --caption_column are also flags.
 """
 
 import argparse
@@ -21,10 +22,12 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import absl.logging
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.convert.build_settings import CAPTION_FLAGS, add_caption_flags
 from coyo11m_tfds.process import command_line, machine
 from coyo11m_tfds.reading import process_settings
 
@@ -42,7 +45,9 @@ _USER_ERRORS = (ValueError, OSError, RuntimeError, ModuleNotFoundError)
 _BUGS = (NotImplementedError, RecursionError)
 
 # Options that TFDS' command does not have, or without a value.
-_NOT_PASSED_ON = 'encoder', 'overwrite'
+_NOT_PASSED_ON = 'encoder', 'overwrite', *CAPTION_FLAGS
+
+_OF_SOURCE = 'latents_from', *CAPTION_FLAGS  # fields of a config that embedding needs, too
 
 _OUTLOOK = 'what is finished is kept, the same command resumes the build'
 
@@ -54,6 +59,7 @@ def main() -> None:
     add('--manual_dir', help='folder of the source')
     add('--data_dir', help='folder of data sets (~/tensorflow_datasets)')
     add('--config', help='fields of the config, as JSON')
+    add_caption_flags(parser)
     add('--encoder', help='embed the captions first: hash, words, hf:NAME or jax:NAME')
     add('--overwrite', action='store_true', help='replace an existing data set')
     add('--max_examples_per_split', type=int, help='first records of each split to keep (all)')
@@ -71,6 +77,8 @@ def main() -> None:
     process_settings.quiet_tensorflow()
     prepare_tfds_command()
     command_line.show_log()
+    if fields := {x: value for x, value in vars(flags).items() if x in CAPTION_FLAGS}:
+        flags.config = json.dumps(json.loads(flags.config or '{}') | fields)
     if flags.encoder:
         with command_line.ends_in_one_line('the same command resumes it', _USER_ERRORS):
             flags.config = _embed_captions(flags)
@@ -92,15 +100,15 @@ def _embed_captions(flags: argparse.Namespace) -> str:
 
     config = {'name': re.sub('[^A-Za-z0-9_.-]+', '-', flags.encoder)}
     config |= json.loads(flags.config or '{}')
+    fields: dict[str, Any] = {x: config[x] for x in _OF_SOURCE if x in config}
     out = f'{flags.data_dir.rstrip("/")}/text-{config["name"]}'
     report = embed_captions.embed(
         flags.manual_dir,
         flags.encoder,
         out,
-        config.get('caption_column', schema.DEFAULT_CAPTION_COLUMN),
         drop_duplicates=config.get('bad_data') != 'stop',
         tokens_only=flags.encoder == schema.WORDS,
-        latents_from=config.get('latents_from', ''),
+        **fields,
     )
     print(f'{report}: {out}')
     return json.dumps(config | {'text_embeddings': out})
@@ -125,8 +133,10 @@ def prepare_tfds_command() -> None:
             f'--config.data.dir={info.data_dir}',
         ]
         if not has_text:
-            folders = [x for x in sys.argv if x.startswith(('--manual_dir=', '--data_dir='))]
-            again = shlex.join(['python', '-m', 'coyo11m_tfds.build', *folders, '--encoder=hash'])
+            flags = [x for x in sys.argv if x.startswith(('--manual_dir=', '--data_dir='))]
+            configs = (json.loads(x[9:]) for x in sys.argv if x.startswith('--config={'))
+            flags += [f'--{x}={y}' for x, y in next(configs, {}).items() if x in CAPTION_FLAGS]
+            again = shlex.join(['python', '-m', 'coyo11m_tfds.build', *flags, '--encoder=hash'])
             lines[1:1] = [f'To train on captions, first build again: {again}', 'Without captions:']
         return '\n'.join(lines)
 

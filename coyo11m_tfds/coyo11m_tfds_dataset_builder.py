@@ -259,7 +259,8 @@ class Builder(dataset_builder.FileReaderBuilder):
         self.builder_config.check_recorded(self.data_path, metadata, limit)
         # Only the first process of a job must reach the source.
         if source and not job.process_index():
-            check_source(self.data_path, metadata.get(schema.META_SOURCE), os.fspath(source))
+            recorded, captions = metadata.get(schema.META_SOURCE), self.builder_config.captions
+            check_source(self.data_path, recorded, os.fspath(source), captions)
         self._save_default_config()
 
     def _save_default_config(self) -> None:

@@ -27,7 +27,9 @@ from typing import Any
 
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.convert.build_settings import (
+    CAPTION_FLAGS,
     BuildSettings,
+    add_caption_flags,
     build_memory,
     check_build_memory,
     check_names,
@@ -35,7 +37,6 @@ from coyo11m_tfds.convert.build_settings import (
 from coyo11m_tfds.process import command_line, errors, machine
 from coyo11m_tfds.process.sizes import format_bytes
 from coyo11m_tfds.storage import scratch
-from coyo11m_tfds.storage.stored_file import StoredFile
 
 PASS, WARN, FAIL = 'pass', 'warn', 'fail'
 _TIMEOUT = 240.0  # seconds for JAX and for the encoder; a large model takes a minute to load
@@ -209,26 +210,31 @@ def plan_or_estimate(place: str, settings: BuildSettings) -> DryRun:
     """Plans the build of a source.
 
     If the captions can be read in seconds, the plan is exactly that of the build. Otherwise this
-    checks only heads and the Parquet file's footer, and estimates sizes from those of the files.
+    checks only heads and the schemas of Parquet files, and estimates sizes from those of the files.
     """
-    from coyo11m_tfds.convert.plan import make_plan, read_latents  # these need an extra
+    from coyo11m_tfds.convert.plan import make_plan, open_source  # these need an extra
     from coyo11m_tfds.source import source_folder
 
     source = source_folder.find_source(place)
-    files, captions = source.latent_files, source.captions_file
-    file_bytes, is_remote = sum(file.size for file in files), not files[0].local_path
-    sizes = sorted(file.size for file in source.by_name.values())
-    caption_bytes = captions.size if captions else 0
-    if captions:
-        _check_footer(captions, settings.caption_column)
-    kind, and_captions = os.path.splitext(files[0].path)[1], ' and captions' if captions else ''
-    dry_run = DryRun(
-        source=f'{len(files)} {kind} files{and_captions}, {format_bytes(sum(sizes))}',
-        scratch_bytes=caption_bytes + (sum(sizes[-_FETCHED_AT_ONCE:]) if is_remote else 0),
-    )
-    # A build reads the captions to the end, or whole files where captions lie with the latents.
-    read_bytes = caption_bytes if captions else file_bytes
+    files, is_remote = source.latent_files, not source.latent_files[0].local_path
+    # Of files from all over the source, and not only of the first.
+    heads = files[:: -(-len(files) // _HEADS)]
     with tempfile.TemporaryDirectory() as folder:
+        opened = open_source(source, settings, folder, heads)
+        source = opened.folder
+        file_bytes = sum(file.size for file in files)
+        sizes = sorted(file.size for file in source.by_name.values())
+        caption_bytes = sum(file.size for file in source.caption_files)
+        kind, and_captions = (
+            os.path.splitext(files[0].path)[1],
+            ' and captions' * bool(caption_bytes),
+        )
+        dry_run = DryRun(
+            source=f'{len(files)} {kind} files{and_captions}, {format_bytes(sum(sizes))}',
+            scratch_bytes=caption_bytes + (sum(sizes[-_FETCHED_AT_ONCE:]) if is_remote else 0),
+        )
+        # A build reads the captions to the end, or whole files where captions lie with the latents.
+        read_bytes = caption_bytes or file_bytes
         if read_bytes <= _EXACT_BYTES[is_remote] and (not is_remote or len(files) <= _HEADS):
             plan = make_plan(source, settings, scratch.Scratch(f'{folder}/source'), folder)
             return dataclasses.replace(
@@ -238,25 +244,10 @@ def plan_or_estimate(place: str, settings: BuildSettings) -> DryRun:
                 num_shards=len(plan.tasks),
                 dropped=plan.dropped.counts,
             )
-        # Of files from all over the source, and not only of the first.
-        heads = files[:: -(-len(files) // _HEADS)]
-        latents = read_latents(source, settings, folder, heads)
-        num_rows = latents.num_rows * file_bytes // sum(file.size for file in heads)
+        num_rows = opened.latents.num_rows * file_bytes // sum(file.size for file in heads)
         check_build_memory(num_rows, settings.num_workers)
         num_bytes = caption_bytes + (0 if settings.in_place else file_bytes)
         return dataclasses.replace(dry_run, num_records=num_rows, num_bytes=num_bytes)
-
-
-def _check_footer(captions: StoredFile, column: str) -> None:
-    """Raises a ValueError if the footer of a Parquet file lacks a column."""
-    from coyo11m_tfds.source import keyed_parquet
-
-    names = keyed_parquet.read_schema(captions).names
-    if column not in names:
-        raise ValueError(
-            f"{captions.path}: lacks the column '{column}'; its columns are {', '.join(names)}. "
-            'Set caption_column.'
-        )
 
 
 def check_devices(root: str = '/') -> Finding:
@@ -332,8 +323,8 @@ def run_python(program: str, seconds: float = _TIMEOUT) -> Any:
         raise ValueError(f'no answer, but: {process.stdout.strip()[-200:]}') from None
 
 
-def read_build_config(text: str) -> BuildSettings:
-    """Returns the settings of `tfds build --config=TEXT`."""
+def read_build_config(text: str, **flags: str) -> BuildSettings:
+    """Returns the settings of `coyo11m_tfds.build --config=TEXT` with flags for other fields."""
     try:
         fields = json.loads(text)
     except ValueError as error:
@@ -342,7 +333,7 @@ def read_build_config(text: str) -> BuildSettings:
         raise ValueError(f'--build_config={text}: expected a JSON object.')
     names = [field.name for field in dataclasses.fields(BuildSettings)]
     check_names(fields, ['name', 'description', *names], '--build_config')
-    return BuildSettings(**{name: fields[name] for name in names if name in fields})
+    return BuildSettings(**{name: fields[name] for name in names if name in fields} | flags)
 
 
 def main() -> None:
@@ -350,6 +341,7 @@ def main() -> None:
     parser = command_line.Parser('coyo11m_tfds.doctor', __doc__)
     add = parser.add_argument
     add('--source', default='', help='folder of the source, local, gs:// or hf://')
+    add_caption_flags(parser)
     add('--data_dir', default='', help='--data_dir of the build, local or gs://')
     add('--encoder', default='', help='text encoder: hash, hf:NAME or jax:NAME')
     add('--build_config', default='{}', help='--config of the build, as JSON')
@@ -357,7 +349,8 @@ def main() -> None:
     os.environ.update(_IMPATIENCE | os.environ)
     counts: collections.Counter[str] = collections.Counter()
     with command_line.ends_in_one_line('nothing was changed', status=2):
-        settings = read_build_config(flags.build_config)
+        fields = {x: value for x, value in vars(flags).items() if x in CAPTION_FLAGS}
+        settings = read_build_config(flags.build_config, **fields)
         for finding in run_checks(flags.source, flags.data_dir, flags.encoder, settings):
             print(finding, flush=True)
             counts[finding.status] += 1

@@ -18,7 +18,6 @@ Captions that are null, blank or longer than 65,536 bytes of UTF-8 get no row. S
 on gs:// or on hf://.
 """
 
-import contextlib
 import dataclasses
 import os
 import time
@@ -26,15 +25,16 @@ from typing import cast
 
 from absl import logging
 
-from coyo11m_tfds import schema, storage
+from coyo11m_tfds import schema
+from coyo11m_tfds.convert.build_settings import add_caption_flags
 from coyo11m_tfds.process import command_line
 from coyo11m_tfds.process import job as ranks
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.source import captions, sidecar, source_folder
-from coyo11m_tfds.source.keyed_parquet import KeyedFile
+from coyo11m_tfds.source import sidecar, source_folder
+from coyo11m_tfds.source.captions import CaptionFiles, check_unique_captions, join_texts
 from coyo11m_tfds.source.keyed_values import KeyedValues
+from coyo11m_tfds.storage import stored_file
 from coyo11m_tfds.storage.scratch import Scratch, check_out, scratch_folder
-from coyo11m_tfds.storage.stored_file import StoredFile
 from coyo11m_tfds.text import parts, text_encoders
 from coyo11m_tfds.text.encoder import Encoder, Tokenizer
 from coyo11m_tfds.text.text_encoders import DEFAULT_MAX_TOKENS
@@ -89,6 +89,8 @@ def embed(
     share: tuple[int, int] = (0, 1),
     part_captions: int = parts.PART_CAPTIONS,
     scratch_dir: str | os.PathLike[str] = '',
+    captions: str = '',
+    key_column: str = '',
     latents_from: str = '',
 ) -> EmbeddingReport:
     """Encodes the captions of a source, except those of existing parts, and writes the sidecar.
@@ -98,11 +100,12 @@ def embed(
     embeddings of a model are equal on equal devices.
 
     Args:
-        source_dir: Folder with `schema.CAPTIONS_FILE`, or with captions next to the latents; local,
-            on `gs://` or on `hf://`.
+        source_dir: Folder of the source, local, on `gs://` or on `hf://`; without latents if the
+            captions are in Parquet files.
         encoder: A specification for `text_encoders.make_encoder` or, with `tokens_only`, for
             `text_encoders.make_tokenizer`; or an encoder.
         out: A folder, local or on `gs://`.
+        caption_column, captions, key_column: As in the config of a build.
         drop_duplicates: Whether to take the first of several rows with one key; else they are an
             error.
         max_tokens: Length to which captions are cut, in tokens; not for `hash`.
@@ -117,10 +120,9 @@ def embed(
     out = os.fspath(out).rstrip('/')
     source = os.fspath(source_dir).rstrip('/')
     # Whatever can be refused at once is refused before captions are fetched.
-    file = _find_parquet(source)
-    if file and file.local_path:
-        # It has the column, or this is an error.
-        KeyedFile(file.path, caption_column).close()
+    files = source_folder.find_captions(source, captions).values()
+    tables = CaptionFiles.choose(files, key_column, caption_column)
+    latents = None if files else source_folder.find_source(source)
     ranks.check_share(share)
     check_out(out)
     if part_captions < 1:
@@ -133,10 +135,18 @@ def embed(
     else:
         model = text_encoders.make_encoder(encoder, max_tokens, batch_tokens)
     with scratch_folder(out, scratch_dir) as folder:
-        values, caption_column = _sort_captions(source, file, caption_column, latents_from, folder)
-        source = file.path if file else source
+        by_key, caption_column = os.path.join(folder, 'captions'), tables.caption_column
+        if latents:
+            options = schema.parse_latents_from(latents_from, key_column)
+            caption_column = _sort_captions_of_latents(
+                latents, caption_column, options, folder, by_key
+            )
+        else:
+            source = stored_file.common_path(tables.files)
+            tables.join(by_key, Scratch(os.path.join(folder, 'source')))
+        values = KeyedValues(by_key)
         if not drop_duplicates:
-            captions.check_unique_captions(values, source)
+            check_unique_captions(values, source)
         sidecar_parts = parts.SidecarParts(
             out, values, model, caption_column, part_captions, tokens_only
         )
@@ -179,41 +189,24 @@ def embed(
     )
 
 
-def _find_parquet(source: str) -> StoredFile | None:
-    """Returns the Parquet file of captions; None if captions lie next to the latents."""
-    try:
-        return storage.describe_file(f'{source}/{schema.CAPTIONS_FILE}')
-    except ValueError:
-        with contextlib.suppress(ValueError):
-            source_folder.find_source(source)
-            return None
-        # There is nothing at all.
-        raise
-
-
-def _sort_captions(
-    source: str, file: StoredFile | None, column: str, latents_from: str, folder: str
-) -> tuple[KeyedValues, str]:
-    """Sorts captions by key: of the Parquet file, or next to the latents; returns their column."""
-    by_key = os.path.join(folder, 'captions')
-    if file:
-        with Scratch(os.path.join(folder, 'source')).hold_showing(file) as path:
-            captions.join_texts(path, column, by_key, name=file.path)
-        return KeyedValues(by_key), column
+def _sort_captions_of_latents(
+    source: source_folder.SourceFolder,
+    column: str,
+    latents: schema.LatentsFrom,
+    folder: str,
+    by_key: str,
+) -> str:
+    """Sorts the captions next to the latents by key; returns their column."""
     from coyo11m_tfds.source import source_latents  # needs torch
 
     heads = os.path.join(folder, 'heads')
     os.mkdir(heads)
-    files = source_folder.find_source(source)
     options = source_latents.SourceOptions(
-        latents=schema.parse_latents_from(latents_from), captions=column, drop_bad=True
+        latents=latents, captions=column, no_captions=source.no_captions, drop_bad=True
     )
-    try:
-        texts = source_latents.SourceLatents.read(files.latent_files, heads, options).texts
-    except source_latents.NoCaptionsError as error:
-        raise ValueError(f'{files.no_captions}: {error}') from None
-    captions.join_texts(texts.captions, texts.caption_column, by_key, name=source)
-    return KeyedValues(by_key), texts.caption_column
+    texts = source_latents.SourceLatents.read(source.latent_files, heads, options).texts
+    join_texts({source.root: texts.captions}, texts.caption_column, by_key)
+    return texts.caption_column
 
 
 def main() -> None:
@@ -224,8 +217,7 @@ def main() -> None:
     add('--out', required=True, help='folder to fill, local or gs://')
     hint = 'hash (the default), hf:NAME or jax:NAME, where NAME is a folder or a name on the hub; '
     add('--encoder', default='hash', help=hint + 'with --tokens_only also words, but not hash')
-    column = schema.DEFAULT_CAPTION_COLUMN
-    add('--caption_column', default=column, help='column to encode (%(default)s)')
+    add_caption_flags(parser)
     add('--drop_duplicates', action='store_true', help='take the first row of a repeated key')
     add('--tokens_only', action='store_true', help='write token ids instead of embeddings')
     hint = 'length to which captions are cut, in tokens (%(default)s); not for hash'

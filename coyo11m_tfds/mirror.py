@@ -57,6 +57,7 @@ def mirror(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
     *,
+    captions: str = '',
     parallel: int = _PARALLEL,
     scratch_dir: str | os.PathLike[str] = '',
 ) -> MirrorSummary:
@@ -65,6 +66,8 @@ def mirror(
     Args:
         source: Local folder, `gs://bucket/folder` or `hf://datasets/owner/name[@revision]`.
         destination: Local folder or `gs://bucket/folder`.
+        captions: As in the config of a build; captions from elsewhere are copied into a folder of
+            the same name, or under the name of the file.
         parallel: Number of files that are copied at a time.
         scratch_dir: Local folder for temporary copies between the hub and a bucket; '' for a folder
             in the user's cache.
@@ -72,7 +75,7 @@ def mirror(
     target = storage.open_folder(destination, to_write=True)
     if parallel < 1:
         raise ValueError(f'parallel is {parallel}, expected at least 1.')
-    files = source_folder.find_source(source).by_name
+    files = source_folder.find_source(source).with_captions(captions).by_name
     num_bytes = sum(file.size for file in files.values())
     with locks.hold(target.folder, wait=False):
         copied = CopiedFiles(target)
@@ -132,6 +135,7 @@ def main() -> None:
     add = parser.add_argument
     add('source', help='local folder, gs://bucket/folder or hf://datasets/owner/name[@revision]')
     add('destination', help='local folder or gs://bucket/folder')
+    add('--captions', default='', help='captions to copy, as in the config of a build')
     add('--parallel', type=int, default=_PARALLEL, help='files to copy at a time (%(default)s)')
     text = "local folder for temporary files (by default in the user's cache)"
     add('--scratch', default='', dest='scratch_dir', metavar='SCRATCH', help=text)

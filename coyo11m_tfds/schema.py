@@ -29,27 +29,30 @@ MAX_CAPTION_BYTES = 65_536  # of UTF-8; what is longer was not written by a pers
 MAX_TEXT_DIM = 16_384  # numbers of a text embedding; the widest encoders have 8,192
 MAX_TOKENS = 4096  # ids of a caption, padding included
 DEFAULT_CAPTION_COLUMN = 'caption_llava'
+# The default stands for the first of these that a source has.
+CAPTION_COLUMNS = DEFAULT_CAPTION_COLUMN, 'caption', PT_CAPTIONS, 'text', 'prompt', 'txt'
 
 # The text of a row that is the number of its class, as one token; name of its encoder.
 LABELS = 'labels'
 
 
 class LatentsFrom(NamedTuple):
-    """Where latents are in files that do not tell: `latents_from` of a config."""
+    """Where latents and keys are in files that do not tell: two fields of a config."""
 
     name: str = ''  # of a tensor, a column or a member of an archive
     dtype: str = ''  # one of `LATENT_DTYPES`
     shape: tuple[int, ...] = ()  # (C, H, W) or (crops, C, H, W)
+    key_column: str = ''  # name of the keys, where a file has it; '' for that of its format
 
 
 ANY_LATENTS = LatentsFrom()
 
 
-def parse_latents_from(text: str) -> LatentsFrom:
+def parse_latents_from(text: str, key_column: str = '') -> LatentsFrom:
     """Parses '', 'NAME' or 'NAME:DTYPE:C,H,W'; raises a ValueError for another text."""
     name, *kind = text.split(':')
     if not kind:
-        return LatentsFrom(name)
+        return LatentsFrom(name, key_column=key_column)
     shape = tuple(int(n) if n.isdecimal() else 0 for n in kind[-1].split(','))
     full_shape = (1, *shape) if len(shape) == 3 else shape
     if len(kind) != 2 or not are_latents(kind[0], full_shape):
@@ -57,7 +60,7 @@ def parse_latents_from(text: str) -> LatentsFrom:
             f'latents_from is {text!r}, expected NAME or NAME:DTYPE:C,H,W, such as '
             "'latents_256:float16:4,32,32'."
         )
-    return LatentsFrom(name, kind[0], shape)
+    return LatentsFrom(name, kind[0], shape, key_column)
 
 
 # --- Records --------------------------------------------------------------------------------

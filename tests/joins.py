@@ -15,7 +15,7 @@ def of_captions(
 ) -> KeyedValues:
     """Joins the captions of a Parquet file, of some keys or of all."""
     keys = None if wanted is None else np.array(list(wanted), np.int64)
-    captions.join_texts(str(path), 'caption_llava', str(folder), keys, name)
+    captions.join_texts({name or str(path): str(path)}, 'caption_llava', str(folder), keys)
     return KeyedValues(str(folder))
 
 

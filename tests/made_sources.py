@@ -59,6 +59,29 @@ def write_source(
     return folder
 
 
+def rename_columns(source: pathlib.Path, key: str, caption: str, parts: int = 0) -> str:
+    """Gives keys and captions of a source other names; returns the name of the file of captions.
+
+    With `parts` the captions become so many files in a folder. The `.pt` files keep their order.
+    """
+    for path in sorted((source / schema.LATENTS_FOLDER).iterdir()):
+        content = torch.load(path, weights_only=True)
+        torch.save({key if x == schema.PT_KEYS else x: y for x, y in content.items()}, path)
+    table = pq.read_table(source / schema.CAPTIONS_FILE)
+    (source / schema.CAPTIONS_FILE).unlink()
+    table = table.select([schema.PARQUET_KEY, schema.DEFAULT_CAPTION_COLUMN])
+    table = table.rename_columns([key, caption])
+    if not parts:
+        pq.write_table(table, source / 'metadata.parquet')
+        return 'metadata.parquet'
+    (source / 'data').mkdir()
+    rows = -(-len(table) // parts)
+    for number in range(parts):
+        path = source / 'data' / f'train-{number:05}-of-{parts:05}.parquet'
+        pq.write_table(table.slice(number * rows, rows), path)
+    return 'data'
+
+
 def latents_file(folder: pathlib.Path, number: int) -> pathlib.Path:
     """Path of the n-th `.pt` file."""
     return folder / schema.LATENTS_FOLDER / f'{10 * number:06d}-{10 * number + 9:06d}.pt'
@@ -102,5 +125,5 @@ def captions_digest(source: pathlib.Path, column: str = schema.DEFAULT_CAPTION_C
     """What a sidecar that is made of these captions says of them."""
     path = str(source / schema.CAPTIONS_FILE)
     with tempfile.TemporaryDirectory() as folder:
-        captions.join_texts(path, column, f'{folder}/captions')
+        captions.join_texts({path: path}, column, f'{folder}/captions')
         return keyed_values.KeyedValues(f'{folder}/captions').facts['digest']

@@ -84,7 +84,7 @@ def test_a_damaged_pickle_of_a_file_without_checksums(source):
 @pytest.mark.parametrize(
     ('changes', 'message'),
     [
-        ({'keys': None}, "lacks 'keys'; it has ['latents']. Save it again with keys or captions."),
+        ({'keys': None}, "lacks 'keys'; it has ['latents']. Set key_column to their name, or"),
         (
             {'keys': None, 'captions': ['a'], 'latents': torch.zeros(10**12, 0, 4, 4).half()},
             'latents has shape (1000000000000, 0, 4, 4), expected (',

@@ -161,7 +161,7 @@ def test_command_line(command, tmp_path, out):
     flags = ['--source', tmp_path / 'source', '--out', out]
     for further, message in (
         (['--encoder', 'clip'], "error: unknown encoder 'clip'"),
-        (['--caption_column', 'alt'], "has no column 'alt'"),
+        (['--caption_column', 'alt'], "caption_column='alt': "),
         (['--encoder', 'hash', '--tokens_only'], "the encoder 'hash' has no token ids: use words"),
     ):
         status, _, errors = command(embed_captions, *flags, *further)

@@ -87,7 +87,7 @@ def test_to_a_local_folder(source, tmp_path):
         assert (summary.num_files, summary.num_copied) == (5, num_copied)
         assert summary.num_bytes == sum(len(data) for data in FILES.values())
         assert _read(tmp_path / 'to') == FILES
-    assert source_folder.find_source(tmp_path / 'to').captions_file.size == len(FILES[CAPTIONS])
+    assert source_folder.find_source(tmp_path / 'to').caption_files[0].size == len(FILES[CAPTIONS])
     assert not (tmp_path / 'to.lock').exists()
 
 

@@ -55,7 +55,8 @@ def test_keys_are_unique_and_some_lack_a_row_or_a_caption(sample):
 
 
 def test_damage_to_its_captions_would_be_noticed(sample, tmp_path):
-    captions.join_texts(sample / schema.CAPTIONS_FILE, 'caption', tmp_path / 'captions')
+    path = str(sample / schema.CAPTIONS_FILE)
+    captions.join_texts({path: path}, 'caption', str(tmp_path / 'captions'))
     assert keyed_values.KeyedValues(tmp_path / 'captions').facts['has_checksums']
 
 

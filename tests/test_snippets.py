@@ -14,7 +14,9 @@ import sys
 
 import pytest
 
-from tests import built, test_formats
+from coyo11m_tfds import schema
+from coyo11m_tfds.convert.build_settings import CAPTION_FLAGS
+from tests import built, made_sources, test_formats
 from tests.checkout import CHECKOUT
 from tests.test_readme import TEXTS, blocks
 
@@ -103,6 +105,11 @@ def typed(tmp_path_factory) -> pathlib.Path:
     embed_captions.embed(source, 'hash', folder / 'hash')
     for name in ('IMAGENET', 'MICRODIT', 'SANA'):
         test_formats.make_source(folder / name, test_formats.LIKE[name], count=600)
+    own = made_sources.write_source(folder / 'OWN', [range(300), range(300, 600)])
+    shutil.copy(own / schema.CAPTIONS_FILE, folder)
+    made_sources.rename_columns(own, 'image_id', 'blip')
+    shutil.move(folder / schema.CAPTIONS_FILE, own)
+    made_sources.rename_columns(own, 'image_id', 'text', parts=3)
     config = Coyo11mConfig(name='hash', text_embeddings=str(folder / 'hash'))
     for chosen in ('latents', config):
         builder = Builder(data_dir=folder / 'OUT', config=chosen)
@@ -114,10 +121,11 @@ def typed(tmp_path_factory) -> pathlib.Path:
 
 def test_the_sources_of_the_page_are_built_as_printed(typed, tmp_path):
     commands = [x for x in shell_commands('docs/sources.md') if 'coyo11m_tfds.build' in x]
-    assert len(commands) == len(test_formats.LIKE)
+    assert len(commands) == len(test_formats.LIKE) + 2
     for command in commands:
         flags = dict(flag[2:].split('=', 1) for flag in shlex.split(command)[3:])
-        built.build(typed / flags['manual_dir'], '', tmp_path, **json.loads(flags['config']))
+        fields = {x: flags[x] for x in CAPTION_FLAGS if x in flags} | json.loads(flags['config'])
+        built.build(typed / flags['manual_dir'], '', tmp_path, **fields)
 
 
 def test_the_python_of_all_pages_runs(typed):

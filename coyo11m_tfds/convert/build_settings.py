@@ -4,6 +4,7 @@ A data set records its settings and its source, so that a later build with other
 another source, is refused and not mistaken for the same.
 """
 
+import argparse
 import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ _WAYS_ON = (
 
 _LIMIT = 'max_examples_per_split'
 _LATENTS = 'latents'
+_KEY_COLUMN = 'key_column'
 # A finished data set does not depend on these.
 _NOT_COMPARED = ('max_bad_fraction', 'check_crc', 'package_version')
 
@@ -48,6 +50,20 @@ _RULES = {
 }
 
 
+# Fields that are also flags of programs.
+CAPTION_FLAGS = {
+    'captions': 'Parquet file of captions, or folder of such files, within the source or elsewhere',
+    _KEY_COLUMN: 'column of keys in these files, or name of the keys in the files of latents',
+    'caption_column': 'column of captions',
+}
+
+
+def add_caption_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds `CAPTION_FLAGS`, without defaults: what is not typed is not in the result."""
+    for name, text in CAPTION_FLAGS.items():
+        parser.add_argument(f'--{name}', default=argparse.SUPPRESS, help=text)
+
+
 def check_names(names: Iterable[str], fields: Sequence[str], where: str) -> None:
     """Raises a ValueError that begins with `where` if a name is none of the fields."""
     for name in names:
@@ -62,6 +78,8 @@ class BuildSettings:
     """The settings of a build; coyo11m_tfds/README.md describes the fields ("Building")."""
 
     source: str = ''
+    captions: str = ''
+    key_column: str = ''
     caption_column: str = schema.DEFAULT_CAPTION_COLUMN
     validation_fraction: float = 0.01
     shard_bytes: int = 128 * 1024 * 1024
@@ -99,7 +117,7 @@ class BuildSettings:
         """
         # Only in these data sets, so that the metadata, and with it the ID, of others stays.
         optional = {_LATENTS: self.latents} if self.in_place else {}
-        for name in ('latents_from', schema.META_VAE):
+        for name in ('latents_from', _KEY_COLUMN, schema.META_VAE):
             if value := getattr(self, name):
                 optional[name] = value
         return optional | {
@@ -123,7 +141,7 @@ class BuildSettings:
         if recorded is None:
             return
         text_embeddings = self._text_embeddings(recorded.get(schema.SETTINGS_TEXT))
-        defaults = {_LATENTS: IN_RECORDS, schema.META_VAE: ''}
+        defaults = {_LATENTS: IN_RECORDS, _KEY_COLUMN: '', schema.META_VAE: ''}
         differences = list(
             _setting_differences(
                 defaults | recorded, defaults | self.record(limit, text_embeddings)
@@ -182,16 +200,17 @@ def record_source(source: source_folder.SourceFolder) -> dict[str, Any]:
 
 
 def check_source(
-    folder: str | os.PathLike[str], recorded: Mapping[str, Any] | None, root: str
+    folder: str | os.PathLike[str], recorded: Mapping[str, Any] | None, root: str, captions: str
 ) -> None:
     """Raises a ValueError if a data set's source was another one than that in the folder `root`.
 
-    Accepts a data set that records none.
+    `captions` is that of the config. Accepts a data set that records none.
     """
     if not recorded:
         return
     try:
-        files = record_source(source_folder.find_source(root))['files']
+        source = source_folder.find_source(root).with_captions(captions)
+        files = record_source(source)['files']
         differences = list(_source_differences(recorded['files'], files))
     except ValueError as error:
         differences = [str(error).rstrip('.')]

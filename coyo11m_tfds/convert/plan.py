@@ -10,7 +10,6 @@ Each file belongs to one group of shards, and is fetched once.
 import dataclasses
 import hashlib
 import itertools
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,10 +25,10 @@ from coyo11m_tfds.convert.build_settings import (
 )
 from coyo11m_tfds.convert.tasks import JoinedInputs, ShardSegment, ShardTask
 from coyo11m_tfds.dataset.keyed_random import splitmix64
+from coyo11m_tfds.process.errors import Faults
 from coyo11m_tfds.report.statistics import DropCounts
 from coyo11m_tfds.source import (
     captions,
-    copied_files,
     formats,
     keyed_values,
     sidecar,
@@ -37,10 +36,10 @@ from coyo11m_tfds.source import (
 )
 from coyo11m_tfds.source.keyed_values import KeyedValues
 from coyo11m_tfds.source.sidecar import SidecarHeader
-from coyo11m_tfds.source.source_latents import NoCaptionsError, SourceLatents, SourceOptions
-from coyo11m_tfds.storage import file_state, json_digest, locks
+from coyo11m_tfds.source.source_latents import SourceLatents, SourceOptions
+from coyo11m_tfds.storage import json_digest, locks
 from coyo11m_tfds.storage.scratch import Scratch
-from coyo11m_tfds.storage.stored_file import StoredFile
+from coyo11m_tfds.storage.stored_file import StoredFile, common_path
 
 _NO_ROW = -2  # bytes of the caption of a key that the Parquet file lacks
 
@@ -49,10 +48,6 @@ _RECORD_OVERHEAD = 128  # bytes of a record besides latents, caption and text
 # A file counts for at least this share of its size: the files of one shard are on the disk at the
 # same time, however few of their rows are kept.
 _LEAST_SHARE_OF_FILE = 1 / 4
-
-# Opens the values that come from an origin, which is JSON. Unless an earlier build has stored them,
-# the function first writes them into the folder that it is called with.
-_Keep = Callable[[list[Any], Callable[[str], None]], KeyedValues]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +66,20 @@ class BuildPlan:
     vae: str  # name of the VAE, of the settings or of the source; '' if unknown
     build: str  # ID of the build, a digest of all inputs and settings; file names contain it
     contents: '_RowContents'  # inputs of the tasks, held open so that no other build removes them
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenedSource:
+    """The files of a source, and what their heads and schemas say."""
+
+    folder: source_folder.SourceFolder
+    captions: captions.CaptionFiles
+    sidecar_files: list[StoredFile]
+    latents: SourceLatents
+
+    @property
+    def caption_column(self) -> str:
+        return self.latents.texts.caption_column or self.captions.caption_column
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,12 +116,12 @@ def make_plan(
     next build of the same source.
     """
     check_build_memory(0, settings.num_workers)
-    sidecar_files = _find_texts(settings, source)
     # Of this build alone: another one of the same source must not remove what is read here.
     with locks.temporary_folder(cache_dir, 'heads-') as heads:
-        latents = read_latents(source, settings, heads)
+        opened = open_source(source, settings, heads)
+        source, latents = opened.folder, opened.latents
         check_build_memory(latents.num_rows, settings.num_workers)
-        contents = _join_contents(source, settings, latents, sidecar_files, scratch, cache_dir)
+        contents = _join_contents(opened, settings, scratch, cache_dir)
     if not settings.check_crc:
         logging.warning('check_crc is false: contents of .pt files are not compared with CRC-32s.')
     if not formats.has_checksums(latents.files[0]):
@@ -146,7 +155,7 @@ def make_plan(
         ),
         num_bytes=sum(task.num_bytes for task in tasks),
         latents=(latents.dtype, latents.shape),
-        caption_column=latents.texts.caption_column or settings.caption_column,
+        caption_column=opened.caption_column,
         text=contents.text,
         dropped=dropped,
         source=record_source(source),
@@ -158,56 +167,63 @@ def make_plan(
     )
 
 
-def read_latents(
+def open_source(
     source: source_folder.SourceFolder,
     settings: BuildSettings,
     folder: str,
     files: Sequence[StoredFile] | None = None,
-) -> SourceLatents:
-    """Reads and checks the heads of some or all files of a source."""
-    contents = SourceOptions(
-        latents=schema.parse_latents_from(settings.latents_from),
-        captions=None if source.captions_file else settings.caption_column,
-        labels=settings.text_embeddings == schema.LABELS,
-        drop_bad=settings.drop_bad,
-        check_crc=settings.check_crc,
-    )
-    try:
-        return SourceLatents.read(files or source.latent_files, folder, contents)
-    except NoCaptionsError as error:
-        raise ValueError(f'{source.no_captions}: {error}') from None
+) -> OpenedSource:
+    """Checks the schemas of captions, and the heads of some or all files of latents.
+
+    Raises a ValueError with all faults that can be known without each other. `folder` is for heads.
+    """
+    faults, sidecar_files = Faults(), list[StoredFile]()
+    with faults.collect():
+        sidecar_files = _find_texts(settings)
+    with faults.collect():
+        source = source.with_captions(settings.captions)
+        tables = captions.CaptionFiles.choose(
+            source.caption_files, settings.key_column, settings.caption_column
+        )
+        # Captions in files of latents may have another column than the settings name.
+        if tables.files and sidecar_files and sidecar_files[0].local_path:
+            header = SidecarHeader(**sidecar.describe_values(sidecar_files[0].path)['header'])
+            _check_sidecar(settings, header, tables.caption_column, source.captions_path, None)
+    with faults.collect():
+        options = SourceOptions(
+            latents=schema.parse_latents_from(settings.latents_from, settings.key_column),
+            captions=None if settings.captions or source.caption_files else settings.caption_column,
+            no_captions=source.no_captions,
+            labels=settings.text_embeddings == schema.LABELS,
+            drop_bad=settings.drop_bad,
+            check_crc=settings.check_crc,
+        )
+        latents = SourceLatents.read(files or source.latent_files, folder, options)
+    faults.check()
+    return OpenedSource(source, tables, sidecar_files, latents)
 
 
-def _find_texts(settings: BuildSettings, source: source_folder.SourceFolder) -> list[StoredFile]:
-    """Finds the files of a sidecar, and checks a local one before the source is read."""
+def _find_texts(settings: BuildSettings) -> list[StoredFile]:
+    """Finds the files of a sidecar."""
     place = settings.text_embeddings
     if place in ('', schema.LABELS, EMBEDDINGS_IN_PT):
         return []
     try:
-        files = sidecar.find_sidecar_files(place)
+        return sidecar.find_sidecar_files(place)
     except ValueError as error:
         raise ValueError(
             f'text_embeddings: {error} Expected a folder that coyo11m_tfds.embed_captions made, '
             "'pt', 'labels' or ''."
         ) from None
-    # Captions in files of latents may have another column than the settings name.
-    if files[0].local_path and source.captions_file:
-        header = SidecarHeader(**sidecar.describe_values(files[0].path)['header'])
-        _check_sidecar(settings, header, settings.caption_column, source.captions_path, None)
-    return files
 
 
 def _join_contents(
-    source: source_folder.SourceFolder,
-    settings: BuildSettings,
-    latents: SourceLatents,
-    sidecar_files: list[StoredFile],
-    scratch: Scratch,
-    cache_dir: str,
+    opened: OpenedSource, settings: BuildSettings, scratch: Scratch, cache_dir: str
 ) -> _RowContents:
     """Joins captions and texts to the rows of latents, or opens what an earlier build joined."""
     # Places follow the order of the shards: rows split by split. So the captions of a shard are
     # neighbours in the joined file, and a worker reads them in one piece.
+    source, latents = opened.folder, opened.latents
     held_out = unit_hash(latents.keys) < settings.validation_fraction
     rows = np.concatenate([np.flatnonzero(x & ~latents.duplicate) for x in (~held_out, held_out)])
     places = np.full(len(latents.keys), -1)
@@ -218,16 +234,19 @@ def _join_contents(
     def keep(origin: list[Any], join: Callable[[str], None]) -> KeyedValues:
         return keyed_values.open_or_make(cache_dir, [*origin, keys_digest], join)
 
-    column = latents.texts.caption_column or settings.caption_column
+    tables, column, sidecar_files = opened.captions, opened.caption_column, opened.sidecar_files
     # Captions and labels in the files of latents have no version but that of these files.
     origin = json_digest.sha256([*latents.versions, *(file.path for file in latents.files)])
-    if source.captions_file:
-        joined_captions = _join_caption_file(source.captions_file, settings, keys, scratch, keep)
+    if tables.files:
+        joined_captions = keep(
+            ['captions', *tables.origin], lambda folder: tables.join(folder, scratch, keys)
+        )
+        _check_captions(joined_captions, tables.files, settings)
     else:
         joined_captions = keep(
             ['captions of files', origin, column],
             lambda folder: captions.join_texts(
-                latents.texts.captions, column, folder, keys, source.captions_path
+                {source.captions_path: latents.texts.captions}, column, folder, keys
             ),
         )
     text, texts = None, None
@@ -258,30 +277,21 @@ def _join_contents(
     return _RowContents(places, joined_captions, texts, text)
 
 
-def _join_caption_file(
-    file: StoredFile, settings: BuildSettings, keys: np.ndarray, scratch: Scratch, keep: _Keep
-) -> KeyedValues:
-    def join(folder: str) -> None:
-        with scratch.hold_showing(file) as path:
-            # The whole file will be read anyway, so it is compared with the record of `mirror`.
-            if file.recorded:
-                copied_files.check_recorded_state(
-                    file_state.compute_state(path), file.recorded, file.path
-                )
-            captions.join_texts(path, settings.caption_column, folder, keys, file.path)
-
-    # Any commit of a hub may have the file.
-    path = re.sub('@[0-9a-f]{40}/', '/', file.path)
-    joined_captions = keep(['captions', path, file.version, settings.caption_column], join)
+def _check_captions(
+    joined_captions: KeyedValues, files: Sequence[StoredFile], settings: BuildSettings
+) -> None:
+    """Raises a ValueError for repeated keys that may not be dropped; warns of files without
+    checksums."""
+    place = common_path(files)
     if not settings.drop_bad:
-        captions.check_unique_captions(joined_captions, file.path)
-    if not (joined_captions.facts['has_checksums'] or file.recorded or file.checksum):
+        captions.check_unique_captions(joined_captions, place)
+    has_checksums = all(file.recorded or file.checksum for file in files)
+    if not (joined_captions.facts['has_checksums'] or has_checksums):
         logging.warning(
-            f'{file.path}: its pages have no checksums, so damage to it may go unnoticed. Write it '
+            f'{place}: its pages have no checksums, so damage to it may go unnoticed. Write it '
             'with write_page_checksum=True, or copy it with coyo11m_tfds.mirror while it is intact.'
         )
-    logging.info('The captions of %s are ready', file.path)
-    return joined_captions
+    logging.info('The captions of %s are ready', place)
 
 
 def _check_sidecar(
@@ -418,7 +428,7 @@ def _plan_tasks(
                 num_bytes=int(sizes[shard_rows].sum()) - in_place_nbytes * len(shard_rows),
                 in_place=settings.in_place,
                 channels=latents.shape[1],
-                latents_from=schema.parse_latents_from(settings.latents_from),
+                latents_from=schema.parse_latents_from(settings.latents_from, settings.key_column),
                 fingerprint=json_digest.sha256([common_digest, name, *digests]),
             )
             tasks.append(task)

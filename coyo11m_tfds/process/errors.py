@@ -1,9 +1,10 @@
 """Rules for fields, and errors in one line: with the field that is wrong, and with what to do."""
 
+import contextlib
 import errno
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 # What to do about errors of the operating system, which says only what is wrong.
@@ -31,6 +32,37 @@ class FieldError(ValueError):
 
     def __str__(self) -> str:
         return f'{self.field}={self.problem}'
+
+
+class Faults:
+    """Errors of independent checks, so that one message shows all of them."""
+
+    def __init__(self, faults: Iterable[ValueError] = ()):
+        self._errors = list(faults)
+
+    def add(self, error: ValueError) -> None:
+        """Keeps an error, or all of another message, for `check`."""
+        self._errors += error.errors if isinstance(error, _SeveralFaults) else [error]
+
+    @contextlib.contextmanager
+    def collect(self) -> Iterator[None]:
+        """Keeps a ValueError of the block for `check`."""
+        try:
+            yield
+        except ValueError as error:
+            self.add(error)
+
+    def check(self) -> None:
+        """Raises the only error, or a ValueError with the messages of all."""
+        if self._errors:
+            raise self._errors[0] if len(self._errors) == 1 else _SeveralFaults(self._errors)
+
+
+class _SeveralFaults(ValueError):
+    def __init__(self, faults: list[ValueError]):
+        texts = (f'({number}) {fault}' for number, fault in enumerate(faults, 1))
+        super().__init__(f'{len(faults)} faults: {" ".join(texts)}')
+        self.errors = faults
 
 
 class FieldRule(NamedTuple):

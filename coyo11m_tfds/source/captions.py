@@ -1,61 +1,148 @@
-"""Checks the captions of a Parquet file and sorts them into the order of requested keys.
+"""Checks the captions of Parquet files and sorts them into the order of requested keys.
 
-`join_texts` checks all rows of the file. The facts of the result are the number of `duplicates`
-(rows left out because an earlier row has their key), the first 10 of their keys, the `digest` of
-keys and captions, and `has_checksums`, which says whether the pages have checksums. The order of
-the rows, and keys without a caption, do not change the digest.
+`CaptionFiles.choose` reads only schemas. `join_texts` checks all rows of the files. The facts of
+its result are the number of `duplicates` (rows left out because an earlier row has their key), the
+first 10 of their keys, the `digest` of keys and captions, and `has_checksums`, which says whether
+the pages have checksums. The order of files and rows, and keys without a caption, do not change the
+digest.
 """
 
+import concurrent.futures
+import dataclasses
 import hashlib
 import itertools
+import re
 import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.process.errors import Faults, FieldError
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.source import keyed_values
+from coyo11m_tfds.source import copied_files, keyed_parquet, keyed_values
 from coyo11m_tfds.source.keyed_parquet import KeyedFile
 from coyo11m_tfds.source.keyed_values import KeyedValues, KeyedValuesWriter, KeyPlaces
+from coyo11m_tfds.storage import file_state
+from coyo11m_tfds.storage.scratch import Scratch
+from coyo11m_tfds.storage.stored_file import StoredFile, file_changed
 
 # The size of a caption of more than `schema.MAX_CAPTION_BYTES`, which is left out.
 TOO_LONG = -1
 
 _MAX_EXAMPLES = 10
 _DIGESTED_AT_ONCE = 1 << 20
+_FOOTERS_AT_ONCE = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class CaptionFiles:
+    """Parquet files with the captions of a source; none if captions lie next to the latents."""
+
+    files: tuple[StoredFile, ...]
+    key_column: str
+    caption_column: str
+
+    @classmethod
+    def choose(
+        cls, files: Iterable[StoredFile], key_column: str, caption_column: str
+    ) -> 'CaptionFiles':
+        """Chooses the columns that a config describes; all files must have them.
+
+        Raises a ValueError with all faults of the first file that has any.
+        """
+        files, faults = tuple(files), Faults()
+        is_default = caption_column == schema.DEFAULT_CAPTION_COLUMN
+        names = schema.CAPTION_COLUMNS if is_default else (caption_column,)
+        with concurrent.futures.ThreadPoolExecutor(_FOOTERS_AT_ONCE) as threads:
+            schemas = threads.map(keyed_parquet.read_schema, files)
+            for file, arrow in zip(files, schemas, strict=True):
+                with keyed_parquet.naming_damage(file.path):
+                    keys = keyed_parquet.find_key_column(arrow, key_column)
+                integers = [field.name for field in arrow if pa.types.is_integer(field.type)]
+                texts = [field.name for field in arrow if keyed_parquet.is_text(field.type)]
+                caption = next((x for x in names if x in texts), '')
+                for field, value, kind, column, columns in (
+                    ('key_column', key_column or schema.PARQUET_KEY, 'integers', keys, integers),
+                    ('caption_column', caption_column, 'texts', caption, texts),
+                ):
+                    if not column:
+                        problem = f'{file.path} has no such {kind}, but {columns}: set {field}.'
+                        faults.add(FieldError(field, value, problem))
+                faults.check()
+                # The next files must have the columns of the first.
+                key_column, names = keys, (caption,)
+        return cls(files, key_column, names[0])
+
+    @property
+    def origin(self) -> list[Any]:
+        """What decides the captions, as JSON."""
+        # Any commit of a hub may have the files.
+        paths = (re.sub('@[0-9a-f]{40}/', '/', file.path) for file in self.files)
+        versions = [*zip(paths, (file.version for file in self.files), strict=True)]
+        return [versions, self.key_column, self.caption_column]
+
+    def join(self, folder: str, scratch: Scratch, requested_keys: np.ndarray | None = None) -> None:
+        """Writes the captions into a new folder like `join_texts`."""
+        with scratch.hold_all_showing(self.files) as local_paths:
+            paths = {}
+            for file, path in zip(self.files, local_paths, strict=True):
+                # The whole file will be read anyway, so it is compared with the record of `mirror`.
+                if file.recorded:
+                    state = file_state.compute_state(path)
+                    copied_files.check_recorded_state(state, file.recorded, file.path)
+                paths[file.path] = path
+            join_texts(paths, self.caption_column, folder, requested_keys, self.key_column)
+        # They are opened twice, for keys and for captions.
+        for file in self.files:
+            if not file.is_unchanged():
+                raise file_changed(file, 'while it was read')
 
 
 def join_texts(
-    path: str, column: str, folder: str, requested_keys: np.ndarray | None = None, name: str = ''
+    paths: Mapping[str, str],
+    column: str,
+    folder: str,
+    requested_keys: np.ndarray | None = None,
+    key_column: str = schema.PARQUET_KEY,
 ) -> None:
     """Writes the captions of distinct keys into a new folder of `KeyedValues`.
 
-    The i-th of the `requested_keys`, int64 `(n,)`, gets place i; without them, each key of the file
-    is its own place. The size of a caption is 0 if it is null, empty or blank, and `TOO_LONG` if it
-    is left out. Raises a ValueError if the column holds no text, or a text is not UTF-8.
+    `paths` are the local paths of the files, by their names in messages. The i-th of the
+    `requested_keys`, int64 `(n,)`, gets place i; without them, each key of the files is its own
+    place. The size of a caption is 0 if it is null, empty or blank, and `TOO_LONG` if it is left
+    out. Raises a ValueError if the column holds no text, or a text is not UTF-8.
     """
-    with KeyedFile(path, column, name=name) as file:
-        if not file.is_text:
-            raise ValueError(
-                f"{file.name}: column '{column}' is {file.kind}, expected text. Set caption_column."
-            )
-        keys = file.keys()
-        first_rows, duplicate_keys = keyed_values.order_by_key(keys)
-        places, is_kept = KeyPlaces(requested_keys).find(keys)
-        # Without duplicates: of the rows with one key, only the first is its caption.
-        is_first = np.zeros(len(keys), bool)
-        is_first[first_rows] = True
-        writer = KeyedValuesWriter(folder)
-        sizes, checksums = _write_texts(file, keys, places, is_kept & is_first, writer)
-        facts = {
-            'has_checksums': file.has_checksums,
-            'duplicates': len(duplicate_keys),
-            'duplicate_keys': np.unique(duplicate_keys)[:_MAX_EXAMPLES].tolist(),
-            'digest': _digest(first_rows, keys, sizes, checksums),
-        }
-        writer.finish(facts)
+
+    def open_files() -> Iterator[KeyedFile]:
+        # One at a time: there may be more files than a process can have open.
+        for name, path in paths.items():
+            with KeyedFile(path, column, name=name, key_column=key_column) as file:
+                if not file.is_text:
+                    raise ValueError(
+                        f"{name}: column '{column}' is {file.kind}, expected text. Set "
+                        'caption_column.'
+                    )
+                yield file
+
+    keys, has_checksums = _read_keys(open_files())
+    first_rows, duplicate_keys = keyed_values.order_by_key(keys)
+    places, is_kept = KeyPlaces(requested_keys).find(keys)
+    # Without duplicates: of the rows with one key, only the first is its caption.
+    is_first = np.zeros(len(keys), bool)
+    is_first[first_rows] = True
+    writer = KeyedValuesWriter(folder)
+    sizes, checksums = _write_texts(open_files(), keys, places, is_kept & is_first, writer)
+    facts = {
+        'has_checksums': has_checksums,
+        'duplicates': len(duplicate_keys),
+        'duplicate_keys': np.unique(duplicate_keys)[:_MAX_EXAMPLES].tolist(),
+        'digest': _digest(first_rows, keys, sizes, checksums),
+    }
+    writer.finish(facts)
 
 
 def check_unique_captions(captions: KeyedValues, name: str) -> None:
@@ -66,8 +153,14 @@ def check_unique_captions(captions: KeyedValues, name: str) -> None:
     keyed_values.check_unique_keys(count, keys, name, remedy)
 
 
+def _read_keys(files: Iterable[KeyedFile]) -> tuple[np.ndarray, bool]:
+    """Returns the keys of all files, and whether all of them have checksums."""
+    keys, have_checksums = zip(*((file.keys(), file.has_checksums) for file in files), strict=True)
+    return np.concatenate(keys), all(have_checksums)
+
+
 def _write_texts(
-    file: KeyedFile,
+    files: Iterable[KeyedFile],
     keys: np.ndarray,
     places: np.ndarray,
     is_kept: np.ndarray,
@@ -75,15 +168,13 @@ def _write_texts(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Writes the texts of some rows; returns sizes, int32, and CRC-32s, uint32, of all rows."""
     sizes, checksums = np.empty(len(keys), np.int32), np.empty(len(keys), np.uint32)
-    start = 0
-    with Progress(f"Reading '{file.column}' of {file.name}", len(keys), 'rows') as progress:
-        for values in file.values():
+    batches, start = ((file.name, values) for file in files for values in file.values()), 0
+    with Progress('Reading captions', len(keys), 'rows') as progress:
+        for name, values in batches:
             batch = slice(start, start + len(values))
             # Once for each entry of a dictionary: there are few, and the texts may be long.
             texts, first_rows, index = _distinct_texts(values)
-            texts, text_sizes, text_checksums = _measure_texts(
-                texts, keys[batch][first_rows], file.name
-            )
+            texts, text_sizes, text_checksums = _measure_texts(texts, keys[batch][first_rows], name)
             sizes[batch], checksums[batch] = text_sizes[index], text_checksums[index]
             rows = np.flatnonzero(is_kept[batch])
             row_sizes = sizes[batch][rows]

@@ -40,7 +40,9 @@ _WITH_CHECKSUM = re.compile(rb'(?:\x15[\x80-\xff]*[\x00-\x7f]){4}', re.DOTALL)
 class KeyedFile:
     """An open Parquet file with a column of keys and one of values; a context manager."""
 
-    def __init__(self, path: str, *columns: str, name: str = ''):
+    def __init__(
+        self, path: str, *columns: str, name: str = '', key_column: str = schema.PARQUET_KEY
+    ):
         """Opens a file, called `name` in messages; its values are in the first existing column.
 
         Raises a ValueError if the file is not Parquet, is encrypted, lacks a column or has no rows.
@@ -50,8 +52,9 @@ class KeyedFile:
             self._file = open_parquet(path)
             arrow = self._file.schema_arrow
             self.column = next((c for c in columns if c in arrow.names), columns[-1])
-            self._columns = [self.column, schema.PARQUET_KEY]
-            self._range = None if schema.PARQUET_KEY in arrow.names else _range_index(arrow)
+            self._key_column, self._columns = key_column, [self.column, key_column]
+            indexes = {} if key_column in arrow.names else _pandas_indexes(arrow)
+            self._range = indexes.get(key_column)
             if self._range is not None:
                 self._columns.pop()
             self.num_rows = self._file.metadata.num_rows
@@ -82,8 +85,7 @@ class KeyedFile:
     @property
     def is_text(self) -> bool:
         """Whether the values have any of Arrow's text types."""
-        kind = self.kind.value_type if pa.types.is_dictionary(self.kind) else self.kind
-        return str(kind) in ('string', 'large_string', 'string_view')
+        return is_text(self.kind)
 
     @functools.cached_property
     def has_checksums(self) -> bool:
@@ -101,17 +103,17 @@ class KeyedFile:
         if self._range is not None:
             return np.arange(self._range.start, self._range.stop, self._range.step)
         with naming_damage(self.name):
-            keys = pa.chunked_array(list(self._read(schema.PARQUET_KEY, 1 << 20)))
+            keys = pa.chunked_array(list(self._read(self._key_column, 1 << 20)))
             if keys.null_count:
                 raise ValueError(
-                    f"{self.name}: column '{schema.PARQUET_KEY}' has nulls, expected a key in every"
-                    ' row.'
+                    f"{self.name}: column '{self._key_column}' has nulls, expected a key in every "
+                    'row.'
                 )
             try:
                 return keys.cast(pa.int64()).to_numpy()
             except pa.ArrowInvalid as error:
                 raise ValueError(
-                    f"{self.name}: column '{schema.PARQUET_KEY}' does not fit int64 ({error})."
+                    f"{self.name}: column '{self._key_column}' does not fit int64 ({error})."
                 ) from None
 
     def values(self, row_bytes: int = 0) -> Iterator[pa.Array]:
@@ -138,7 +140,7 @@ class KeyedFile:
                 has = f'{count} columns' if count else 'no column'
                 raise ValueError(
                     f"{self.name}: has {has} '{column}'; its columns are {', '.join(arrow.names)}. "
-                    'Name one of them; for captions, set caption_column.'
+                    'Name one of them.'
                 )
         if self.num_rows == 0:
             raise ValueError(f'{self.name}: has no rows.')
@@ -148,11 +150,34 @@ class KeyedFile:
                     f'{self.name}: has {self.num_rows:,} rows, but its metadata describes '
                     f'{len(self._range):,} keys. Write it again.'
                 )
-        elif not pa.types.is_integer(kind := arrow.field(schema.PARQUET_KEY).type):
+        elif not _can_be_keys(kind := arrow.field(self._key_column).type):
             raise ValueError(
-                f"{self.name}: column '{schema.PARQUET_KEY}' is {kind}, expected int64 or another "
-                'integer type. Write it again.'
+                f"{self.name}: column '{self._key_column}' is {kind}, expected integers, or texts "
+                'of their decimal digits.'
             )
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a column of this type, or its dictionary, has any of Arrow's text types."""
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return str(kind) in ('string', 'large_string', 'string_view')
+
+
+def _can_be_keys(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or (is_text(kind) and not pa.types.is_dictionary(kind))
+
+
+def find_key_column(arrow: pa.Schema, key_column: str) -> str:
+    """Returns the column of keys, '' without any: `key_column`, where '' stands for `key`.
+
+    If there is no `key`, '' stands for integers that pandas wrote as an index with a name.
+    """
+    name, indexes = key_column or schema.PARQUET_KEY, _pandas_indexes(arrow)
+    kinds = {field.name: field.type for field in arrow}
+    if _can_be_keys(kinds[name]) if name in kinds else name in indexes:
+        return name
+    integers = [x for x in indexes if x not in kinds or pa.types.is_integer(kinds[x])]
+    return '' if key_column else next(iter(integers), '')
 
 
 def read_schema(file: StoredFile) -> pa.Schema:
@@ -211,9 +236,12 @@ def open_parquet(path: str, **options: Any) -> pq.ParquetFile:
     return pq.ParquetFile(path, page_checksum_verification=True, **options)
 
 
-def _range_index(arrow: pa.Schema) -> range | None:
-    """The keys, if pandas wrote them as a description of a `RangeIndex` instead of a column."""
+def _pandas_indexes(arrow: pa.Schema) -> dict[str, range | None]:
+    """The named indexes of pandas: columns or, where it wrote a description, the keys."""
+    indexes: dict[str, range | None] = {}
     for index in (arrow.pandas_metadata or {}).get('index_columns', []):
-        if isinstance(index, dict) and index.get('name') == schema.PARQUET_KEY:
-            return range(index['start'], index['stop'], index['step'])
-    return None
+        if isinstance(index, str) and not index.startswith('__index_level_'):
+            indexes[index] = None
+        elif isinstance(index, dict) and isinstance(index.get('name'), str):
+            indexes[index['name']] = range(index['start'], index['stop'], index['step'])
+    return indexes

@@ -43,6 +43,7 @@ class LatentFile:
     has_checksums = False  # whether the format has checksums of latents
     path: str  # name of the file in errors
     keys: np.ndarray  # of the rows, int64 (N,)
+    key_column: str = ''  # name of the keys in the file; '' if they are computed
     dtype: str  # of the latents, one of `schema.LATENT_DTYPES`
     shape: tuple[int, ...]  # of a row, (crops, C, H, W)
     digest: str  # of the file's outline, see `columns.outline_digest`
@@ -62,7 +63,7 @@ class LatentFile:
         """Opens a local file; missing keys are computed from `label`, its path within its source.
 
         Raises a ValueError if the file is truncated or in another format; or if its latents are
-        missing, of several kinds, or of another kind than the config's `latents_from`.
+        missing, of several kinds, or of another kind than `latents_from` says.
         """
         self.path, self._local_path = name or os.fspath(path), os.fspath(path)
         self._latents_from, self._size = latents_from, os.path.getsize(path)
@@ -171,6 +172,11 @@ class LatentFile:
             raise ValueError(
                 f"{self.path}: lacks '{latents}'; it has {sorted(names)}. Set latents_from."
             )
+
+    def _find_keys(self, default: str, names: Collection[str]) -> None:
+        """Chooses the keys among the names of a file: those of `latents_from`, or the default."""
+        columns = self._latents_from.key_column, default
+        self.key_column = next((x for x in columns if x in names), '')
 
     def _find_labels(self, integers: Collection[str]) -> None:
         self.label_column = next((x for x in LABELS if x in integers), '')

@@ -65,12 +65,13 @@ class MdsFile(LatentFile):
         integer_columns = [x for x, encoding in self._encodings.items() if encoding in _INTEGERS]
         self._find_labels(integer_columns)
         self.numbers = tuple(x for x, encoding in self._encodings.items() if encoding in _NUMBERS)
-        if schema.KEY in integer_columns:
-            keys = self._read_numbers(schema.KEY)
+        self._find_keys(schema.KEY, integer_columns)
+        if self.key_column:
+            keys = self._read_numbers(self.key_column)
             # A column of unsigned numbers may hold more than a key.
             if (keys > np.iinfo(np.int64).max).any():
                 raise ValueError(
-                    f'{self.path}: {schema.KEY} of sample {keys.argmax()} is {keys.max()}, '
+                    f'{self.path}: {self.key_column} of sample {keys.argmax()} is {keys.max()}, '
                     'expected less than 2**63. Write the shards again with smaller keys.'
                 )
             self.keys = keys.astype(np.int64)

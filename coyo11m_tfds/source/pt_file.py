@@ -20,12 +20,14 @@ from isal import isal_zlib as zlib
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import pt_archive
+from coyo11m_tfds.process.errors import Faults
 from coyo11m_tfds.source import copied_files
 from coyo11m_tfds.source.latent_file import LatentFile, RowLayout, write_sparse_file
 from coyo11m_tfds.storage import file_state, retry
 from coyo11m_tfds.storage.stored_file import StoredFile
 
 _EMBEDDING_DTYPES = ('float16', 'bfloat16', 'float32')
+_KEYS = schema.PT_KEYS, 'key', 'ids', 'id', 'image_ids', 'image_id'
 
 # Stays in a core's cache between reading and summing up: 1 GB from the page cache takes 0.05 s.
 _BLOCK_BYTES = 256 << 10
@@ -46,7 +48,7 @@ class RowsDisagreeError(ValueError):
 
 
 class PtFile(LatentFile):
-    """A validated `.pt` file. Without `keys`, but with `captions`, keys are hashes of name and row.
+    """A validated `.pt` file. Without keys, but with `captions`, keys are hashes of name and row.
 
     The head of a remote file has the zip's directory and every member of at most 1 MB or 1% of the
     file: 1.1 MB in three requests for a file of 2.9 GB.
@@ -110,31 +112,37 @@ class PtFile(LatentFile):
         self._sizes = dict(zip(archive.starts, sizes, strict=True))
         # Tensors without data: their claims are checked before anything is allocated.
         self._content = _load_tensors(self._local_path, self.path, map_location='meta')
+        self._find_keys(schema.PT_KEYS, self._content)
         # Without captions in the file, only keys lead to them.
-        has_keys = schema.PT_KEYS in self._content or schema.PT_CAPTIONS not in self._content
-        if has_keys:
-            self._check_stored(schema.PT_KEYS, ('int64',))
-            keys = self._content[schema.PT_KEYS]
-            if keys.ndim != 1:
-                raise ValueError(
-                    f'{self.path}: {schema.PT_KEYS} has shape {tuple(keys.shape)}, expected (N,).'
-                )
-        self._check_stored(schema.PT_LATENTS, tuple(schema.LATENT_DTYPES))
-        if schema.PT_EMBEDDINGS in self._content:
-            self._check_stored(schema.PT_EMBEDDINGS, _EMBEDDING_DTYPES)
+        if not self.key_column and schema.PT_CAPTIONS not in self._content:
+            self.key_column = next((x for x in _KEYS if x in self._content), schema.PT_KEYS)
+        latents, faults = self._latents_from.name or schema.PT_LATENTS, Faults()
+        with faults.collect():
+            if self.key_column:
+                self._check_stored(self.key_column, ('int64', 'int32'))
+                if (shape := tuple(self._content[self.key_column].shape))[1:]:
+                    raise ValueError(
+                        f'{self.path}: {self.key_column} has shape {shape}, expected (N,).'
+                    )
+        with faults.collect():
+            self._check_stored(latents, tuple(schema.LATENT_DTYPES))
+        with faults.collect():
+            if schema.PT_EMBEDDINGS in self._content:
+                self._check_stored(schema.PT_EMBEDDINGS, _EMBEDDING_DTYPES)
+        faults.check()
         tensors = _load_tensors(self._local_path, self.path, map_location='cpu', mmap=True)
-        self._latents = tensors[schema.PT_LATENTS].detach()
-        if has_keys:
-            self.keys = tensors[schema.PT_KEYS].detach().numpy().copy()
+        self._latents = tensors[latents].detach()
+        if self.key_column:
+            self.keys = tensors[self.key_column].detach().numpy().astype(np.int64)
         else:  # a tensor without numbers may claim any number of rows
             self._make_keys(self._latents.shape[:1].numel() if self._latents.numel() else 0)
         crops = () if self._latents.ndim == 4 else ('crops',)
-        self._check_shape(schema.PT_LATENTS, (*crops, 'C', 'H', 'W'))
+        self._check_shape(latents, (*crops, 'C', 'H', 'W'))
         if not crops:
             self._latents = self._latents.unsqueeze(1)
         shape = tuple(self._latents.shape[1:])
-        self._set_kind(schema.PT_LATENTS, _dtype_name(self._latents), shape)
-        start = self._latents_start()
+        self._set_kind(latents, _dtype_name(self._latents), shape)
+        start = self._latents_start(self._content[latents])
         self.layout = None if start is None else RowLayout((start,), self.row_nbytes)
         if isinstance(self._content.get(schema.PT_CAPTIONS), list | tuple):
             self.texts = (schema.PT_CAPTIONS,)
@@ -158,11 +166,10 @@ class PtFile(LatentFile):
         else:
             super()._read(rows, raw)
 
-    def _latents_start(self) -> int | None:
+    def _latents_start(self, latents: torch.Tensor) -> int | None:
         """Returns the offset of the latents in the file; None if they are not contiguous."""
         if not len(self.keys) or not self._latents.is_contiguous():
             return None
-        latents = self._content[schema.PT_LATENTS]
         return _storage_start(latents) + int(latents.storage_offset()) * latents.element_size()
 
     def embeddings(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -177,8 +184,10 @@ class PtFile(LatentFile):
         tensor = self._content.get(name)
         if name not in self._content:
             names = sorted(map(str, self._content))
-            alternative = f' or {schema.PT_CAPTIONS}' if name == schema.PT_KEYS else ''
-            problem = f"lacks '{name}'; it has {names}. Save it again with {name}{alternative}."
+            remedy = 'Set latents_from to their name.'
+            if name == self.key_column:
+                remedy = 'Set key_column to their name, or save it again with keys or captions.'
+            problem = f"lacks '{name}'; it has {names}. {remedy}"
         elif not isinstance(tensor, torch.Tensor):
             problem = f'{name} is a {type(tensor).__name__}, expected a tensor.'
         elif tensor.layout != torch.strided or _dtype_name(tensor) not in dtypes:

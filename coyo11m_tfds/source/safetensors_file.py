@@ -16,7 +16,6 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.process.errors import damaged_file_error
 from coyo11m_tfds.source.latent_file import (
-    LABELS,
     LatentFile,
     RowLayout,
     write_sparse_file,
@@ -63,8 +62,12 @@ class SafetensorsFile(LatentFile):
             # Both ends are part of the digest of the outline.
             ends = min(columns.OUTLINE_ENDS, file.size)
             ranges = [(0, max(header, ends)), (file.size - ends, file.size)]
-            small_tensors = (x for n, x in tensors.items() if n in (*LABELS, schema.PT_KEYS))
-            ranges += [(tensor.begin, tensor.end) for tensor in small_tensors]
+            # Keys and labels, whatever their names: one number a row.
+            ranges += [
+                (tensor.begin, tensor.end)
+                for tensor in tensors.values()
+                if tensor.kind in _INTEGERS and math.prod(tensor.shape[1:]) == 1
+            ]
             contents = ((begin, read(begin, end - begin)) for begin, end in ranges)
             write_sparse_file(path, file.size, contents)
 
@@ -89,8 +92,9 @@ class SafetensorsFile(LatentFile):
         starts = tuple(self._tensors[view].begin for view in views)
         self.layout = RowLayout(starts, self.row_nbytes // len(views))
         self._find_labels(self._tensors)
-        if schema.PT_KEYS in self._tensors:
-            self.keys = self._integers(schema.PT_KEYS, count)
+        self._find_keys(schema.PT_KEYS, self._tensors)
+        if self.key_column:
+            self.keys = self._integers(self.key_column, count)
         else:
             self._make_keys(count)
 

@@ -27,7 +27,7 @@ from coyo11m_tfds.source import keyed_values
 from coyo11m_tfds.source.keyed_parquet import KeyedFile
 from coyo11m_tfds.source.keyed_values import KeyedValuesWriter, KeyPlaces
 from coyo11m_tfds.storage import file_state
-from coyo11m_tfds.storage.stored_file import StoredFile
+from coyo11m_tfds.storage.stored_file import StoredFile, common_path
 
 # Gives the path of a file, which may have to be downloaded for it.
 Hold = Callable[[StoredFile], contextlib.AbstractContextManager[str]]
@@ -247,7 +247,7 @@ def join_values(
                     _add_rows(writer, row_places[is_requested], values[is_requested])
                     progress.add(file.size * len(rows) // parquet.num_rows)
     keys = np.concatenate(all_keys)
-    name = files[0].path if len(files) == 1 else os.path.dirname(files[0].path)
+    name = common_path(files)
     if not len(keys):
         raise ValueError(f"{name}: column '{column}' is null in every row.")
     _, duplicate_keys = keyed_values.order_by_key(keys)

@@ -7,6 +7,7 @@ version; `@revision` after its name chooses another commit. Files that `mirror` 
 have the recorded size and, on gs://, the recorded checksum.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -17,10 +18,11 @@ from typing import Any
 from absl import logging
 
 from coyo11m_tfds import schema, storage
+from coyo11m_tfds.process.errors import FieldError
 from coyo11m_tfds.source import copied_files
 from coyo11m_tfds.storage import file_state
 from coyo11m_tfds.storage.base import Storage
-from coyo11m_tfds.storage.stored_file import StoredFile
+from coyo11m_tfds.storage.stored_file import StoredFile, common_path
 
 # Where a folder has several, the first: next to LightningDiT's latents lies latents_stats.pt.
 _SUFFIXES = '.safetensors', '.mds', '.tar', '.pt'
@@ -34,15 +36,61 @@ class SourceFolder:
 
     root: str  # the folder; with its commit on the hub
     latent_files: tuple[StoredFile, ...]  # all of one format, in the order of the data set
-    captions_file: StoredFile | None  # None if captions or labels lie next to the latents
-    by_name: Mapping[str, StoredFile]  # all files, by their paths relative to `root`
+    caption_files: tuple[StoredFile, ...]  # none if captions or labels lie next to the latents
+    # All files, by their paths relative to `root`; see `find_captions` for those elsewhere.
+    by_name: Mapping[str, StoredFile]
     no_captions: str  # message for the case that there are none next to the latents either
     encoding: Mapping[str, Any]  # what `encode_images` says of the latents; {} for other sources
 
     @property
     def captions_path(self) -> str:
-        """Path of the Parquet file, or of the first file that holds captions."""
-        return (self.captions_file or self.latent_files[0]).path
+        """Path of the Parquet file or of its folder, or of the first file that holds captions."""
+        return common_path(self.caption_files or self.latent_files[:1])
+
+    def with_captions(self, captions: str) -> 'SourceFolder':
+        """Returns the source with the captions that a config names; '' changes nothing."""
+        if not captions:
+            return self
+        files = find_captions(self.root, captions)
+        if storage.class_of(self.root).can_write:
+            # The records of `mirror` are about the files in its folder.
+            local = {n: f for n, f in files.items() if f.path == f'{self.root}/{n}'}
+            files |= _add_records(self.root, local)
+        others = {n: f for n, f in self.by_name.items() if f not in self.caption_files}
+        return dataclasses.replace(
+            self, caption_files=tuple(files.values()), by_name=others | files
+        )
+
+
+def find_captions(root: str | os.PathLike[str], captions: str = '') -> dict[str, StoredFile]:
+    """Finds the Parquet files with the captions of the source in the folder `root`, by name.
+
+    `captions` is a file or a folder of files, relative to `root`, absolute or a URL; without it,
+    the file is `schema.CAPTIONS_FILE`, and the result empty without this file. Names are relative
+    to `root` or, for files elsewhere, begin with the last part of `captions`. Raises a ValueError
+    if `captions` leads to no Parquet file.
+    """
+    root, place = os.fspath(root).rstrip('/'), captions or schema.CAPTIONS_FILE
+    if storage.local_path(place):
+        place = os.path.normpath(place)
+        place = place if os.path.isabs(place) else f'{root}/{place}'.removesuffix('/.')
+    inside = f'{place}/'.startswith(f'{root}/')
+    name = place[len(root) + 1 :] if inside else os.path.basename(place.rstrip('/'))
+    with contextlib.suppress(ValueError):
+        return {name: storage.describe_file(place)}
+    if not captions:
+        return {}
+    files = storage.list_folder(place, missing_ok=True)
+    tables = [x for x in sorted(files) if x.endswith('.parquet')]
+    if not tables:
+        tables = [x for x in sorted(storage.list_folder(root)) if x.endswith('.parquet')]
+        raise FieldError(
+            'captions',
+            captions,
+            f'{place} is neither a file nor a folder with Parquet files; those in '
+            f'{root} are {tables}: set captions.',
+        )
+    return {f'{name}/{x}'.lstrip('/'): files[x] for x in tables}
 
 
 def find_source(root: str | os.PathLike[str]) -> SourceFolder:
@@ -96,11 +144,11 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
     return SourceFolder(
         root=folder,
         latent_files=tuple(files[name] for name in names),
-        captions_file=files.get(schema.CAPTIONS_FILE),
+        caption_files=tuple(files[x] for x in (schema.CAPTIONS_FILE,) if x in files),
         by_name=files,
-        no_captions=f'{folder}/{schema.CAPTIONS_FILE} is missing; expected the Parquet file of '
-        'captions under this name (Parquet files in the folder: '
-        f'{", ".join(tables) or "none"}), or captions or labels next to the latents',
+        no_captions=f'{folder}/{schema.CAPTIONS_FILE} is missing; set captions to a Parquet file '
+        f'or a folder of them (Parquet files in the folder: {", ".join(tables) or "none"}), or '
+        'put captions or labels next to the latents',
         encoding=encoding,
     )
 

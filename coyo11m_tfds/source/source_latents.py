@@ -8,7 +8,6 @@ reader of a source's Parquet file.
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import os
 from collections.abc import Iterator, Sequence
 
@@ -19,6 +18,7 @@ import pyarrow.parquet as pq
 from absl import logging
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.process.errors import Faults, FieldError
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import formats, keyed_values, sidecar
 from coyo11m_tfds.source.latent_file import LABELS, LatentFile
@@ -27,7 +27,6 @@ from coyo11m_tfds.storage.stored_file import StoredFile
 
 # A head takes a few requests, and waiting for their answers is most of the time.
 _HEADS_AT_ONCE = 8
-_USUAL_CAPTIONS = 'caption', schema.PT_CAPTIONS, 'text', 'prompt', 'txt'
 _MAX_LABELS = 1 << 24
 
 
@@ -45,19 +44,13 @@ class FileHead:
     labels: tuple[str, np.ndarray] | None = None  # classes, int64 (n,), if they are requested
 
 
-class NoCaptionsError(ValueError):
-    """The source has no Parquet file, and a file lacks the requested captions.
-
-    By default, captions under other usual names, or labels, also serve.
-    """
-
-
 @dataclasses.dataclass(frozen=True)
 class SourceOptions:
     """The contents to read from the files of a source."""
 
     latents: schema.LatentsFrom = schema.ANY_LATENTS
-    captions: str | None = None  # column of captions; None if they come from a Parquet file
+    captions: str | None = None  # column of captions; None if they come from Parquet files
+    no_captions: str = ''  # beginning of the message for a file without these captions
     labels: bool = False  # whether to read labels in addition to such captions
     # Whether duplicate keys, and files whose tensors disagree, are no error.
     drop_bad: bool = False
@@ -139,12 +132,19 @@ def _read_texts(
     """The captions and the labels of a file, as of `FileHead`."""
     column = ''
     if options.captions is not None:
-        usual_columns = _USUAL_CAPTIONS if options.captions == schema.DEFAULT_CAPTION_COLUMN else ()
-        column = next((x for x in (options.captions, *usual_columns) if x in file.texts), '')
-        if not column and not (usual_columns and file.label_column):
-            raise NoCaptionsError(
-                f"{file.path}: has no captions '{options.captions}'; its texts are "
-                f'{list(file.texts)}. Set caption_column.'
+        is_default = options.captions == schema.DEFAULT_CAPTION_COLUMN
+        names = schema.CAPTION_COLUMNS if is_default else (options.captions,)
+        column = next((x for x in names if x in file.texts), '')
+        # By default, labels also serve.
+        if not column and not (is_default and file.label_column):
+            raise ValueError(
+                f"{options.no_captions}: {file.path}: has no captions '{options.captions}'; its "
+                f'texts are {list(file.texts)}. Set caption_column.'
+            )
+        key_column = options.latents.key_column
+        if key_column not in ('', file.key_column):
+            raise FieldError(
+                'key_column', key_column, f'{file.path} has no such integers; set key_column.'
             )
     if options.labels and not file.label_column:
         raise ValueError(f'{file.path}: has no labels; expected one of {", ".join(LABELS)}.')
@@ -280,19 +280,35 @@ class SourceLatents:
 
         `head_dir` is an existing, empty folder for the heads of remote files, some MB each, and for
         captions and labels. Raises a ValueError if a file is bad, the files disagree, all are
-        empty, or, unless `drop_bad`, a key is repeated; a `NoCaptionsError` if there are none.
+        empty, or, unless `drop_bad`, a key is repeated. The error shows the faults of the first
+        files together.
         """
-        heads, texts = [], TextTables(head_dir)
-        read_one = functools.partial(_read_head, head_dir=head_dir, options=options)
+        heads: list[FileHead] = []
+        texts = TextTables(head_dir)
+        faults: dict[str, ValueError] = {}  # by message without the name of the file
+
+        def read_one(file: StoredFile) -> FileHead | ValueError:
+            try:
+                return _read_head(file, head_dir, options)
+            except ValueError as error:
+                return error
+
         with (
             Progress('Checking the source', len(files), 'files') as progress,
             concurrent.futures.ThreadPoolExecutor(_HEADS_AT_ONCE) as threads,
         ):
             for file, head in zip(files, threads.map(read_one, files), strict=True):
-                texts.add(file.path, head)
-                # Without the texts, which are on the disk now.
-                heads.append(dataclasses.replace(head, captions=None, labels=None))
                 progress.add(1)
+                if isinstance(head, ValueError):
+                    faults.setdefault(str(head).replace(file.path, ''), head)
+                elif not faults:
+                    texts.add(file.path, head)
+                    # Without the texts, which are on the disk now.
+                    heads.append(dataclasses.replace(head, captions=None, labels=None))
+                # The first files have the faults of all, which would take long to read.
+                if faults and file in files[_HEADS_AT_ONCE - 1 :]:
+                    break
+        Faults(faults.values()).check()
         texts.close()
         # If no file is good, there is no kind of latents to go on with.
         bad = [head.disagreement for head in heads if head.disagreement]

@@ -65,7 +65,8 @@ class TarFile(LatentFile):
         classes = {x for x in self.numbers if type(fields[x]) is int}
         classes |= self._samples[first_sample].keys() & {_CLASS}
         self._find_labels(classes)
-        if schema.is_key(fields.get(schema.KEY)):
+        self._find_keys(schema.KEY, [x for x, value in fields.items() if schema.is_key(value)])
+        if self.key_column:
             keys = [self._key(x) for x in self._samples]
         else:
             keys = [name_hash(f'{self._label}/{x}') >> 1 for x in self._samples]
@@ -123,9 +124,10 @@ class TarFile(LatentFile):
         return int(text) if is_class else text
 
     def _key(self, sample: str) -> int:
-        key = self._json(sample).get(schema.KEY)
+        name = self.key_column
+        key = self._json(sample).get(name)
         if not schema.is_key(key):
-            raise ValueError(f'{self.path}: key of {sample!r} is {key!r}, expected a number.')
+            raise ValueError(f'{self.path}: {name} of {sample!r} is {key!r}, expected a number.')
         return int(str(key))
 
     def _json(self, sample: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from coyo11m_tfds import schema, storage
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.storage import locks
 from coyo11m_tfds.storage.file_state import OnBytes, StrPath, ignore_bytes
-from coyo11m_tfds.storage.stored_file import StoredFile
+from coyo11m_tfds.storage.stored_file import StoredFile, common_path
 
 # Of several files that are held together; small ones mostly wait for the storage.
 _DOWNLOADS_AT_ONCE = 8
@@ -105,14 +105,21 @@ class Scratch:
     @contextlib.contextmanager
     def hold_showing(self, file: StoredFile) -> Iterator[str]:
         """Like `hold`, but logs the progress of a download."""
-        if file.local_path:
-            yield file.local_path
-            return
-        # The progress ends before the file is used, the copy only afterwards.
+        with self.hold_all_showing([file]) as paths:
+            yield paths[0]
+
+    @contextlib.contextmanager
+    def hold_all_showing(self, files: Sequence[StoredFile]) -> Iterator[list[str]]:
+        """Like `hold_all`, but logs the progress of the downloads."""
+        num_bytes = sum(0 if file.local_path else file.size for file in files)
+        # The progress ends before the files are used, the copies only afterwards.
         with contextlib.ExitStack() as stack:
-            with Progress(f'Downloading {file.path}', file.size, 'B') as progress:
-                path = stack.enter_context(self.hold(file, on_bytes=progress.add))
-            yield path
+            if not num_bytes:
+                paths = stack.enter_context(self.hold_all(files))
+            else:
+                with Progress(f'Downloading {common_path(files)}', num_bytes, 'B') as progress:
+                    paths = stack.enter_context(self.hold_all(files, on_bytes=progress.add))
+            yield paths
 
 
 def _fetch_all(paths: Mapping[StoredFile, str], on_bytes: OnBytes) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import google_crc32c
@@ -26,6 +26,11 @@ class Scan(Protocol):
 
     def add(self, block: bytes) -> None:
         """Receives the next block."""
+
+
+def common_path(files: 'Sequence[StoredFile]') -> str:
+    """Returns the path of the only file, or that of the folder of several files."""
+    return files[0].path if len(files) == 1 else os.path.dirname(files[0].path)
 
 
 AnyScan = TypeVar('AnyScan', bound=Scan)

@@ -165,7 +165,8 @@ def not_utf8() -> pa.Array:
     [
         ({'key': [1], 'caption': ['a']}, "no column 'caption_llava'; its columns are key, caption"),
         ({'id': [1], 'caption_llava': ['a']}, "no column 'key'"),
-        ({'key': ['1'], 'caption_llava': ['a']}, "'key' is string, expected int64"),
+        ({'key': [1.0], 'caption_llava': ['a']}, "'key' is double, expected integers, or texts"),
+        ({'key': ['a'], 'caption_llava': ['a']}, "'key' does not fit int64 .*'a'"),
         ({'key': [1, None], 'caption_llava': ['a', 'b']}, "'key' has nulls"),
         ({'key': [1], 'caption_llava': [1.5]}, "'caption_llava' is double, expected text"),
         ({'key': pa.array([], pa.int64()), 'caption_llava': pa.array([], pa.string())}, 'no rows'),
@@ -229,7 +230,7 @@ def test_an_encrypted_file_is_refused_by_name(tmp_path, plain_footer, columns):
         writer.write_table(table)
     program = """
         try:
-            captions.join_texts(path, 'caption_llava', path + '.joined')
+            captions.join_texts({path: path}, 'caption_llava', path + '.joined')
         except ValueError as error:
             print(error)
     """
@@ -241,7 +242,7 @@ def test_messages_name_the_file_that_a_copy_stands_for(tmp_path):
     copy, file = tmp_path / 'copy.parquet', StoredFile('gs://b/x', 0, '1', None)
 
     def of_captions(folder: str) -> None:
-        captions.join_texts(str(copy), 'caption_llava', folder, name=file.path)
+        captions.join_texts({file.path: str(copy)}, 'caption_llava', folder)
 
     def of_embeddings(folder: str) -> None:
         sidecar.join_values(
@@ -274,7 +275,7 @@ def test_texts_that_are_large_only_in_memory_take_little_of_it(tmp_path, size, c
     pq.write_table(table, path, compression='zstd', store_schema=False)
     assert path.stat().st_size < 100_000
     program = """
-        captions.join_texts(path, 'caption_llava', path + '.joined')
+        captions.join_texts({path: path}, 'caption_llava', path + '.joined')
         print((keyed_values.KeyedValues(path + '.joined').sizes > 0).sum())
     """
     kept = 0 if size > captions.schema.MAX_CAPTION_BYTES else count
@@ -302,7 +303,9 @@ def test_a_row_group_of_more_than_2_gb_takes_little_memory(tmp_path):
     options = {'use_dictionary': False, 'compression': 'none'}
     pq.write_table(table, path, row_group_size=1_100_000, **options)
     assert pq.read_metadata(path).row_group(0).column(1).total_uncompressed_size > 2**31
-    run_with_little_memory("captions.join_texts(path, 'caption_llava', path + '.joined')", path)
+    run_with_little_memory(
+        "captions.join_texts({path: path}, 'caption_llava', path + '.joined')", path
+    )
     expected = [part[3].as_py().encode(), part[-1].as_py().encode()]
     assert KeyedValues(f'{path}.joined').read(np.array([3, 1_099_999])) == expected
 

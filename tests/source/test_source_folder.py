@@ -100,15 +100,15 @@ def test_the_files_of_a_source_in_order(place):
     source = source_folder.find_source(place.root)
     assert [file.name for file in source.latent_files] == LATENTS
     assert [file.size for file in source.latent_files] == [5, 11]
-    assert source.captions_file.name == schema.CAPTIONS_FILE
-    assert source.captions_file.size == 8
+    assert source.caption_files[0].name == schema.CAPTIONS_FILE
+    assert source.caption_files[0].size == 8
     for file in source.latent_files:
         assert file.path == f'{source.root}/{schema.LATENTS_FOLDER}/{file.name}'
-    assert source.captions_file.path == f'{source.root}/{schema.CAPTIONS_FILE}'
+    assert source.caption_files[0].path == f'{source.root}/{schema.CAPTIONS_FILE}'
     assert source_folder.find_source(f'{place.root}/') == source
     assert source_folder.find_source(source.root) == source
     for name, file in source.by_name.items():
-        label = '' if file == source.captions_file else name
+        label = '' if file in source.caption_files else name
         assert dataclasses.replace(storage.describe_file(file.path), label=label) == file
         assert bool(file.local_path) == bool(storage.local_path(place.root))
 
@@ -143,7 +143,7 @@ def test_captions_may_lie_elsewhere(place):
     kept = {'latents-3crop/000000-000009.pt', 'other.parquet'}
     place.put({name: data for name, data in CONTENTS.items() if name in kept})
     source = source_folder.find_source(place.root)
-    assert source.captions_file is None
+    assert source.caption_files == ()
     message = rf'{source.root}/coyo11m-meta.parquet is missing; .*in the folder: other\.parquet\)'
     assert re.match(message, source.no_captions)
 
@@ -229,7 +229,7 @@ def test_versions_change_with_the_content_alone(place):
     assert after.latent_files[0].version != before.latent_files[0].version
     if not storage.local_path(place.root):  # written again, but the same
         assert after.latent_files[1].version == before.latent_files[1].version
-        assert after.captions_file.version == before.captions_file.version
+        assert after.caption_files[0].version == before.caption_files[0].version
 
 
 def test_a_link_to_nothing_is_not_overlooked(tmp_path):
@@ -302,7 +302,10 @@ def mirrored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def test_a_copy_is_found_with_what_mirror_recorded(mirrored):
     source = source_folder.find_source(mirrored.root)
-    for file, content in ((source.latent_files[0], b'first'), (source.captions_file, b'captions')):
+    for file, content in (
+        (source.latent_files[0], b'first'),
+        (source.caption_files[0], b'captions'),
+    ):
         assert file.recorded == FileState(len(content), google_crc32c.value(content))
 
 
@@ -329,7 +332,7 @@ def test_a_damaged_record_counts_as_none(gcs, caplog):
     for name, data in CONTENTS.items():
         gcs.put('bucket', f'copy/{name}', data)
     gcs.put('bucket', 'copy/.mirror/coyo11m-meta.parquet.json', b'{"version": ')
-    assert source_folder.find_source('gs://bucket/copy').captions_file.recorded is None
+    assert source_folder.find_source('gs://bucket/copy').caption_files[0].recorded is None
     assert 'mirror did not copy' not in caplog.text
 
 
@@ -347,7 +350,7 @@ def test_all_files_are_of_the_commit_that_was_found(hub):
     source = source_folder.find_source(root)
     assert source.root == f'{root}@{first}'
     second = hub.commit(CONTENTS | {'coyo11m-meta.parquet': b'other captions'})
-    assert storage.describe_file(source.captions_file.path) == source.captions_file
+    assert storage.describe_file(source.caption_files[0].path) == source.caption_files[0]
     assert source_folder.find_source(root).root == f'{root}@{second}'
     assert source_folder.find_source(f'{root}@{first}') == source
     commit = hub.commit(CONTENTS, branch='refs/pr/1')
@@ -377,7 +380,7 @@ def test_what_goes_wrong_twice_is_mended(remote_place, kind):
     assert source_folder.find_source(remote_place.root) == expected
     remote_place.server.heal()
     remote_place.server.inject(Fault(kind, count=2, match='stat|list|info'))
-    assert storage.describe_file(expected.captions_file.path) == expected.captions_file
+    assert storage.describe_file(expected.caption_files[0].path) == expected.caption_files[0]
 
 
 def test_what_stays_wrong_is_one_error(remote_place):
@@ -402,7 +405,7 @@ def test_missing_access_is_told_at_once(remote_place):
 def test_a_gated_data_set_is_found_and_its_files_are_refused(hub):
     hub.commit(CONTENTS)
     hub.gated = True
-    file = source_folder.find_source('hf://datasets/owner/name').captions_file
+    file = source_folder.find_source('hf://datasets/owner/name').caption_files[0]
     with pytest.raises(PermissionError, match=r'accept the terms .*datasets/owner/name '):
         file.read_range(0, 4)
 
@@ -416,5 +419,5 @@ def test_a_token_is_sent_to_the_hub_alone(hub, monkeypatch, tmp_path):
     netrc.write_text('machine 127.0.0.1 login someone password else\n')
     netrc.chmod(0o600)
     monkeypatch.setenv('NETRC', str(netrc))
-    file = source_folder.find_source('hf://datasets/owner/name').captions_file
+    file = source_folder.find_source('hf://datasets/owner/name').caption_files[0]
     assert file.read_range(0, 8) == b'captions'
