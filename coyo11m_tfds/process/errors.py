@@ -38,7 +38,9 @@ class Faults:
     """Errors of independent checks, so that one message shows all of them."""
 
     def __init__(self, faults: Iterable[ValueError] = ()):
-        self._errors = list(faults)
+        self._errors: list[ValueError] = []
+        for fault in faults:
+            self.add(fault)
 
     def add(self, error: ValueError) -> None:
         """Keeps an error, or all of another message, for `check`."""
