@@ -301,7 +301,7 @@ class Reply:
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-def select_range(call: Call, data: bytes | memoryview, headers: Mapping[str, str]) -> Reply:
+def select_range(call: Call, data: bytes | memoryview, headers: Mapping[str, str] = {}) -> Reply:
     """A file or the range of it that is asked for: 200, 206 or 416."""
     size = len(data)
     if call.range is None or 'Range' not in call.headers:

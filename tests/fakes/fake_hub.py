@@ -52,21 +52,9 @@ class _File:
         return hashlib.sha256(self.data).hexdigest()
 
     @functools.cached_property
-    def blob(self) -> bytes | mmap.mmap:
-        """What git itself keeps: of an LFS file, a pointer."""
-        if not self.is_lfs:
-            return self.data
-        lines = 'version https://git-lfs.github.com/spec/v1\noid sha256:{}\nsize {}\n'
-        return lines.format(self.sha256, len(self.data)).encode()
-
-    @functools.cached_property
     def sha1(self) -> str:
-        """Git's name of the blob."""
-        return hashlib.sha1(b'blob %d\0' % len(self.blob) + bytes(self.blob)).hexdigest()
-
-    @property
-    def etag(self) -> str:
-        return f'"{self.sha256 if self.is_lfs else self.sha1}"'
+        """Git's name of the content."""
+        return hashlib.sha1(b'blob %d\0' % len(self.data) + bytes(self.data)).hexdigest()
 
 
 class _Refused(Refused):
@@ -117,16 +105,18 @@ class Hub(FakeServer):
         return _error(refusal.status, getattr(refusal, 'code', ''), str(refusal))
 
     def refuse(self, status: int, call: Call) -> Reply:
-        known = 'Authorization' in call.headers
+        return self.error_reply(self._refusal(status, call), call)
+
+    def _refusal(self, status: int, call: Call) -> _Refused:
         code, message = {
             401: ('', 'Invalid credentials in Authorization header')
-            if known
+            if 'Authorization' in call.headers
             else ('GatedRepo', f'Access to dataset {self.repo} is restricted.'),
             403: ('GatedRepo', f'You are not in the authorized list of dataset {self.repo}.'),
             429: ('', 'We had to rate limit you.'),
             503: ('', 'Service Unavailable'),
         }[status]
-        return _error(status, code, message)
+        return _Refused(status, code, message)
 
     # --- Answers -----------------------------------------------------------------------------
 
@@ -146,11 +136,8 @@ class Hub(FakeServer):
             for sibling, file in zip(siblings, files.values(), strict=True):
                 sibling |= {'blobId': file.sha1, 'size': len(file.data)}
                 if file.is_lfs:
-                    sibling['lfs'] = {
-                        'sha256': file.sha256,
-                        'size': len(file.data),
-                        'pointerSize': len(file.blob),
-                    }
+                    sizes = {'size': len(file.data), 'pointerSize': 134}
+                    sibling['lfs'] = {'sha256': file.sha256} | sizes
         return json_reply({'id': repo, 'sha': commit, 'siblings': siblings})
 
     def _on_harnesses(self, call: Call, _: str) -> Reply:
@@ -161,24 +148,19 @@ class Hub(FakeServer):
         self._admit(call)
         if path not in files:
             raise _Refused(404, 'EntryNotFound', 'Entry not found')
-        file = files[path]
         quoted = urllib.parse.quote(path)
-        headers = {'X-Repo-Commit': commit, 'Accept-Ranges': 'bytes', 'ETag': file.etag}
-        if not file.is_lfs:
+        if not files[path].is_lfs:
             where = f'/api/resolve-cache/datasets/{repo}/{commit}/{quoted}'
-            return Reply(307, headers={**headers, 'Location': where})
+            return Reply(307, headers={'Location': where})
         # Not `url`: under another name this is another host to the client.
         host = f'http://localhost:{self.address[1]}'
-        headers['X-Linked-Size'] = str(len(file.data))
-        headers['X-Linked-ETag'] = file.etag
-        headers['Location'] = f'{host}/storage/{commit}/{quoted}?signature={file.sha256[:8]}'
-        return Reply(302, headers=headers)
+        signature = files[path].sha256[:8]
+        where = f'{host}/storage/{commit}/{quoted}?signature={signature}'
+        return Reply(302, headers={'Location': where})
 
     def _on_small(self, call: Call, repo: str, commit: str, path: str) -> Reply:
         self._admit(call)
-        file = self._commits[commit][path]
-        headers = {'X-Repo-Commit': commit, 'Accept-Ranges': 'bytes', 'ETag': file.etag}
-        return select_range(call, file.data, headers)
+        return select_range(call, self._commits[commit][path].data)
 
     def _on_read(self, call: Call, commit: str, path: str) -> Reply:
         file = self._commits[commit][path]
@@ -186,16 +168,12 @@ class Hub(FakeServer):
             return _error(400, '', 'Only one auth mechanism allowed')
         if call.query.get('signature') != file.sha256[:8]:
             return _error(403, '', 'SignatureDoesNotMatch')
-        return select_range(call, file.data, {'Accept-Ranges': 'bytes', 'ETag': file.etag})
+        return select_range(call, file.data)
 
     def _admit(self, call: Call) -> None:
         sent = call.headers.get('Authorization')
-        if not self.gated or sent == f'Bearer {self.token}':
-            return
-        if sent is None:
-            raise _Refused(401, 'GatedRepo', f'Access to dataset {self.repo} is restricted.')
-        message = f'You are not in the authorized list of dataset {self.repo}.'
-        raise _Refused(403, 'GatedRepo', message)
+        if self.gated and sent != f'Bearer {self.token}':
+            raise self._refusal(403 if sent else 401, call)
 
 
 def _content(data: bytes | pathlib.Path) -> bytes | mmap.mmap:
