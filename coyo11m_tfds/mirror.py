@@ -130,7 +130,6 @@ def _copy_all(
 
 
 def main() -> None:
-    """Runs the command line; an error ends it with one message and status 1."""
     parser = command_line.Parser('coyo11m_tfds.mirror', __doc__)
     add = parser.add_argument
     add('source', help='local folder, gs://bucket/folder or hf://datasets/owner/name[@revision]')

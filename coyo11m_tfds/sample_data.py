@@ -255,7 +255,6 @@ def _write_caption(scene: Scene, rng: np.random.Generator, size: str, place: str
 
 
 def main() -> None:
-    """Runs the command line; bad input ends it with one message and exit status 1."""
     parser = command_line.Parser('coyo11m_tfds.sample_data', __doc__)
     add = parser.add_argument
     add('--out', required=True, help='new local folder to write')

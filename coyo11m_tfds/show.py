@@ -59,7 +59,6 @@ def show(data_dir: Data, vae: str, num_pictures: int = page.NUM_PREVIEWS) -> str
 
 
 def main() -> None:
-    """Runs the command line."""
     parser = command_line.Parser('coyo11m_tfds.show', __doc__)
     add = parser.add_argument
     add('data_dir', help=stored_dataset.FOLDER_HELP + '; also gs://')

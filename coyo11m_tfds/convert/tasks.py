@@ -46,7 +46,6 @@ class JoinedInputs:
     texts: str = ''  # folder of the `KeyedValues` of `sidecar.join_values`; '' without one
 
     def open(self) -> OpenInputs:
-        """Reads all inputs, some MB."""
         captions = _open_values(self.captions).read(self.places)
         text = _open_values(self.texts).read_array(self.places) if self.texts else None
         return OpenInputs(self.rows, self.keys, captions, text)
@@ -109,8 +108,6 @@ class ShardSegment:
 
 @dataclasses.dataclass(frozen=True)
 class ShardTask:
-    """The contents of one shard."""
-
     split: str
     index: int
     filename: str

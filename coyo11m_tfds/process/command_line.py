@@ -59,7 +59,6 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Ends the process with an error and an example."""
         self.exit(2, f'error: {message}; {example_of_use(self.prog, self.description)}\n')
 
 
@@ -78,7 +77,6 @@ class LogFormatter(logging.Formatter):
     """Formats the time of day and the message, with the level of a warning or worse."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the line of a record."""
         level = '' if record.levelno <= logging.INFO else f'{record.levelname}: '
         return f'{self.formatTime(record, "%H:%M:%S")} {level}{super().format(record)}'
 
@@ -144,7 +142,6 @@ def interrupt_once() -> None:
 
 
 def wants_traceback() -> bool:
-    """Returns whether the environment requests tracebacks."""
     return bool(os.environ.get(TRACEBACK_VARIABLE))
 
 

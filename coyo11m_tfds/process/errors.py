@@ -74,7 +74,6 @@ class FieldRule(NamedTuple):
     holds: Callable[[Any], bool]
 
     def check(self, field: str, value: Any) -> None:
-        """Raises a FieldError for a wrong value."""
         if not self.holds(value):
             raise FieldError(field, value, f'expected {self.expected}')
 

@@ -79,7 +79,6 @@ class MdsFile(LatentFile):
             self._make_keys(count)
 
     def column(self, name: str) -> pa.Array:
-        """See `LatentFile`."""
         if self._encodings[name] in _NUMBERS:
             return pa.array(self._read_numbers(name))
         return pa.array([self.decode(x, row) for row, x in enumerate(self._bytes_of(name))])

@@ -152,7 +152,6 @@ class PtFile(LatentFile):
             self.embedding_dim = self._embeddings.shape[1]
 
     def column(self, name: str) -> pa.Array:
-        """See `LatentFile`."""
         texts = self._content[name]
         if len(texts) != len(self.keys) or not all(isinstance(x, str | None) for x in texts):
             raise ValueError(
@@ -173,9 +172,7 @@ class PtFile(LatentFile):
         return _storage_start(latents) + int(latents.storage_offset()) * latents.element_size()
 
     def embeddings(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-        """See `LatentFile`."""
-        if self._embeddings is None:
-            return super().embeddings(rows)
+        assert self._embeddings is not None  # as `embedding_dim` tells
         selected = self._embeddings.detach()[torch.as_tensor(np.asarray(rows, np.int64))]
         return selected.to(torch.float32).numpy()
 

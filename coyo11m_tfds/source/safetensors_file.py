@@ -99,7 +99,6 @@ class SafetensorsFile(LatentFile):
             self._make_keys(count)
 
     def column(self, name: str) -> pa.Array:
-        """See `LatentFile`."""
         return pa.array(self._integers(name, len(self.keys)))
 
     def _integers(self, name: str, count: int) -> np.ndarray:

@@ -73,7 +73,6 @@ class TarFile(LatentFile):
         self.keys = np.array(keys, np.int64)
 
     def column(self, name: str) -> pa.Array:
-        """See `LatentFile`."""
         values = [self._value(sample, name) for sample in self._samples]
         kinds: tuple[type, ...] = (str,)
         if name in (self.label_column, *self.numbers):

@@ -226,7 +226,6 @@ def _split_url(url: str) -> tuple[str, str]:
 
 
 def _list_objects(folder: str, **options: Any) -> dict[str, storage.Blob]:
-    """Lists objects by name relative to the folder."""
     bucket, name = _split_url(folder)
     prefix = f'{name.rstrip("/")}/'.lstrip('/')
     with _plain_errors(folder):
@@ -363,7 +362,6 @@ def _call_storage(url: str, label: str, attempt: Callable[[dict[str, Any]], T]) 
 
 
 def _patience(label: str) -> dict[str, Any]:
-    """Arguments that give a request of the library the patience of `retry`."""
     seconds = retry.stall_seconds()
 
     def repeat(request: Callable[[], T]) -> Callable[[], T]:

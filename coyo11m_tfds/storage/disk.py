@@ -29,8 +29,6 @@ def local_version(state: os.stat_result) -> str:
 
 
 class Disk(Storage):
-    """A folder on a disk; see `Storage`."""
-
     def __init__(self, folder: StrPath):
         super().__init__(pathlib.PurePath(folder))
         self.folder = self.folder or '/'

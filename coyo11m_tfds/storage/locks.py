@@ -46,7 +46,6 @@ def lease_seconds() -> float:
 
 
 def describe_this_process() -> str:
-    """Returns the content of a lock of this process."""
     now = datetime.datetime.now(datetime.UTC)
     return f'process {os.getpid()} on {socket.gethostname()}, since {now:%Y-%m-%d %H:%M:%S} UTC'
 
@@ -87,7 +86,6 @@ class FileLock:
         self.release()
 
     def is_at_path(self) -> bool:
-        """Whether the locked file still has its path."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
         except FileNotFoundError:

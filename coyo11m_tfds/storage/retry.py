@@ -21,6 +21,7 @@ from absl import logging
 
 T = TypeVar('T')
 
+_ATTEMPTS = 8
 _MAX_DOUBLINGS = 5  # the longest delay is 32 times the first
 _MAX_SERVER_SECONDS = 300.0  # a server that requests a longer pause is tried again after this
 
@@ -69,12 +70,12 @@ class Corrupted(OSError):
     """The received bytes have a wrong checksum or length. A retry may succeed."""
 
 
-def call(operation: Callable[[], T], label: str, *, attempts: int = 8) -> T:
+def call(operation: Callable[[], T], label: str) -> T:
     """Returns `operation()`, repeated as long as it fails with a transient error.
 
     `label` describes the operation in messages and contains the URL of its file or folder.
     """
-    for attempt in range(1, attempts + 1):
+    for attempt in range(1, _ATTEMPTS + 1):
         try:
             return operation()
         except Exception as error:
@@ -83,20 +84,19 @@ def call(operation: Callable[[], T], label: str, *, attempts: int = 8) -> T:
                 if permission_error is None:
                     raise
                 raise permission_error from error
-            if attempt == attempts:
+            if attempt == _ATTEMPTS:
                 raise GivenUp(
-                    f'{label}: given up after {attempts} attempts; the last one failed with '
+                    f'{label}: given up after {_ATTEMPTS} attempts; the last one failed with '
                     f'{_text(error)}. Run the same command again later; builds and copies resume.'
                 ) from error
             delay = _delay(attempt, error)
-            outlook = f'trying again in {delay:.1f} s (attempt {attempt} of {attempts} failed).'
+            outlook = f'trying again in {delay:.1f} s (attempt {attempt} of {_ATTEMPTS} failed).'
             logging.warning('%s: %s; %s', label, _text(error), outlook)
         time.sleep(delay)
-    raise ValueError(f'attempts is {attempts}, expected at least 1.')
+    raise AssertionError  # the last attempt has returned or raised
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether another attempt may succeed."""
     if isinstance(error, Corrupted):
         return True
     if 'CERTIFICATE_VERIFY_FAILED' in str(error) or _is_named(error, _PERMANENT_NAMES):

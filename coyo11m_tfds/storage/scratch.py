@@ -79,7 +79,6 @@ class Scratch:
 
     @contextlib.contextmanager
     def hold(self, file: StoredFile, *, on_bytes: OnBytes = ignore_bytes) -> Iterator[str]:
-        """Returns the local path of a file; see `hold_all`."""
         with self.hold_all([file], on_bytes=on_bytes) as paths:
             yield paths[0]
 

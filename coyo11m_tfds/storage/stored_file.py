@@ -37,8 +37,6 @@ AnyScan = TypeVar('AnyScan', bound=Scan)
 
 
 class ChecksumScan:
-    """Keeps only the checksum."""
-
     crc32c = 0
 
     def add(self, block: bytes) -> None:
@@ -46,8 +44,6 @@ class ChecksumScan:
 
 
 class _ContentScan(ChecksumScan):
-    """Keeps the content of a small file."""
-
     def __init__(self):
         self.content = bytearray()
 
@@ -95,7 +91,6 @@ class StoredFile:
 
     @property
     def state(self) -> FileState:
-        """The size, and the CRC-32C that the storage keeps."""
         return FileState(self.size, -1 if self.crc32c is None else self.crc32c)
 
     def read_range(self, start: int, length: int) -> bytes:
