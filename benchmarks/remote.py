@@ -2,7 +2,7 @@
 
     python -m benchmarks.remote --dir /tmp/bench        # 400 MB, three repeats, two minutes
 
-The server of the tests answers through a proxy that adds TLS. A run reads batches with the default
+The server of the tests answers in TLS. A run reads batches with the default
 settings of training, except for a smaller window, and times the second half.
 """
 

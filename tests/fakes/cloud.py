@@ -56,8 +56,8 @@ _TENSORFLOW = {
 
 @contextlib.contextmanager
 def fake_gcs(root: pathlib.Path) -> Iterator[Gcs]:
-    """A storage server, to which TensorFlow is led as well; `root` is for its files."""
-    with Gcs(root) as server:
+    """A storage server, to which TensorFlow is led as well; `root` is its clients' home."""
+    with Gcs() as server:
         server.env = {
             **_PATIENCE,
             **_NOBODY,

@@ -1,24 +1,21 @@
 """A stand-in for Google Cloud Storage: for its own client, gcsfs, TensorFlow and TensorStore.
 
-    with Gcs(folder) as gcs:
+    with Gcs() as gcs:
         gcs.put('bucket', 'a/b.txt', b'hello')
         gcs.inject(Fault('503', count=2, match='read bucket/a/b.txt'))
         ...  # gcsfs with STORAGE_EMULATOR_HOST=gcs.url; `cloud` leads TensorFlow here too
         gcs.objects('bucket')  # {'a/b.txt': b'hello'}
 
 The JSON interface, as far as these clients use it. A bucket exists from its first mention on,
-unless its name begins with 'no-such-'. Objects above 4 MB are kept in unnamed files.
+unless its name begins with 'no-such-'.
 """
 
 import base64
 import dataclasses
 import functools
 import json
-import mmap
 import pathlib
 import re
-import shutil
-import tempfile
 import threading
 import time
 import urllib.parse
@@ -38,7 +35,6 @@ from tests.fakes.fake_http import (
     select_range,
 )
 
-_MEMORY_BYTES = 4 << 20
 _UPLOAD_UNIT = 256 << 10  # of an upload that breaks off, whole units are kept
 _PAGE = 1000
 
@@ -53,27 +49,22 @@ _ROUTES = [
     (f'/upload{_BUCKETS}/([^/]+)/o/?', {'POST': 'upload', 'PUT': 'upload'}),
     ('/(?!storage/|upload/|download/)([^/]+)/(.+)', {'GET': 'read'}),
 ]
-_PIECE = 1 << 20
 
 
 @dataclasses.dataclass
 class Object:
-    """One object; `data` is bytes or a memory-mapped file, `generation` microseconds since 1970."""
+    """One object; its `generation` is in microseconds since 1970."""
 
     bucket: str
     name: str
-    data: bytes | mmap.mmap
+    data: bytes
     generation: int
     content_type: str = 'application/octet-stream'
 
     @functools.cached_property
     def crc32c(self) -> str:
         """Base64 of the big-endian checksum."""
-        value = 0
-        with memoryview(self.data) as view:
-            for start in range(0, len(view), _PIECE):
-                value = google_crc32c.extend(value, bytes(view[start : start + _PIECE]))
-        return base64.b64encode(value.to_bytes(4, 'big')).decode()
+        return base64.b64encode(google_crc32c.value(self.data).to_bytes(4, 'big')).decode()
 
     @property
     def etag(self) -> str:
@@ -152,7 +143,7 @@ class Store:
         query: Mapping[str, str],
         bucket: str,
         name: str,
-        data: bytes | mmap.mmap,
+        data: bytes,
         content_type: str = 'application/octet-stream',
     ) -> Object:
         with self._lock:
@@ -237,30 +228,23 @@ class _Session:
     name: str
     query: dict[str, str]
     content_type: str
-    file: tempfile.SpooledTemporaryFile
-    received: int = 0
+    data: bytearray = dataclasses.field(default_factory=bytearray)
     done: Object | None = None
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
 
 class Gcs(FakeServer):
-    """The server. `root` is a folder for large objects; `env` leads a child process here."""
+    """The server; `env` leads a child process here."""
 
     routes = _ROUTES
 
-    def __init__(self, root: pathlib.Path):
+    def __init__(self):
         super().__init__()
         self.env: dict[str, str] = {'STORAGE_EMULATOR_HOST': self.url}
         self.tells_size_of_empty = True  # in the metadata of empty objects
         self.copied_at_once = 1 << 62  # bytes that a request copies at most; the next one continues
-        self._root = root
         self._store = Store()
         self._sessions: dict[str, _Session] = {}
-
-    def __exit__(self, *exc_info) -> None:
-        super().__exit__(*exc_info)
-        for session in self._sessions.values():
-            session.file.close()
 
     # --- For the tests -----------------------------------------------------------------------
 
@@ -285,10 +269,8 @@ class Gcs(FakeServer):
         """Stores all files below `folder` under 'gs://bucket/prefix'."""
         bucket, prefix = _split_url(url)
         for path in sorted(p for p in pathlib.Path(folder).rglob('*') if p.is_file()):
-            with path.open('rb') as source, self._spool() as file:
-                shutil.copyfileobj(source, file)
-                name = prefix + path.relative_to(folder).as_posix()
-                self._store.store({}, bucket, name, _content(file))
+            name = prefix + path.relative_to(folder).as_posix()
+            self._store.store({}, bucket, name, path.read_bytes())
 
     def download_folder(self, url: str, folder: str | pathlib.Path) -> None:
         """Writes all objects under 'gs://bucket/prefix' as files below `folder`."""
@@ -394,9 +376,6 @@ class Gcs(FakeServer):
 
     # --- Uploads -----------------------------------------------------------------------------
 
-    def _spool(self) -> tempfile.SpooledTemporaryFile:
-        return tempfile.SpooledTemporaryFile(_MEMORY_BYTES, dir=self._root)
-
     def _on_upload(self, call: Call, bucket: str) -> Reply:
         if 'upload_id' in call.query:
             return self._continue(call)
@@ -407,10 +386,8 @@ class Gcs(FakeServer):
             described, content_type, content = split_multipart(content_type, call.body.read())
             name = described.get('name', name)
             pieces = iter([content])
-        with self._spool() as file:
-            for piece in call.file_pieces(pieces):
-                file.write(piece)
-            made = self._store.store(call.query, bucket, name, _content(file), content_type)
+        data = b''.join(call.file_pieces(pieces))
+        made = self._store.store(call.query, bucket, name, data, content_type)
         return json_reply(self._resource(call, made))
 
     def _on_start(self, call: Call, bucket: str) -> Reply:
@@ -419,7 +396,7 @@ class Gcs(FakeServer):
         self._store.check(call.query, bucket, name)
         content_type = call.headers.get('X-Upload-Content-Type', 'application/octet-stream')
         number = uuid.uuid4().hex
-        self._sessions[number] = _Session(bucket, name, call.query, content_type, self._spool())
+        self._sessions[number] = _Session(bucket, name, call.query, content_type)
         quoted = urllib.parse.quote(name, safe='')
         where = f'/upload/storage/v1/b/{bucket}/o?uploadType=resumable&name={quoted}'
         return Reply(200, headers={'Location': f'{_base(call)}{where}&upload_id={number}'})
@@ -430,45 +407,32 @@ class Gcs(FakeServer):
             if session.done is not None:
                 return json_reply(self._resource(call, session.done))
             first = call.range[0] if call.range else 0
-            if first > session.received:
-                raise Refused(503, f'offset {first} exceeds the {session.received} bytes uploaded')
-            session.file.seek(first)
+            if first > len(session.data):
+                raise Refused(503, f'offset {first} exceeds the {len(session.data)} bytes uploaded')
+            del session.data[first:]
             try:
                 for piece in call.file_pieces(call.body.pieces()):
-                    session.file.write(piece)
+                    session.data += piece
             except BrokenOff:
-                whole = session.file.tell() // _UPLOAD_UNIT * _UPLOAD_UNIT
-                session.received = max(session.received, whole)
+                del session.data[len(session.data) // _UPLOAD_UNIT * _UPLOAD_UNIT :]
                 raise
-            session.received = max(session.received, session.file.tell())
             return self._session_state(call, session)
 
     def _session_state(self, call: Call, session: _Session) -> Reply:
         """The finished object, or how far the upload is; makes the object of the last byte."""
-        total = call.headers.get('Content-Range', f'/{session.received}').rpartition('/')[2]
-        if session.done is None and total != '*' and int(total) == session.received:
+        total = call.headers.get('Content-Range', f'/{len(session.data)}').rpartition('/')[2]
+        if session.done is None and total != '*' and int(total) == len(session.data):
             session.done = self._store.store(
                 session.query,
                 session.bucket,
                 session.name,
-                _content(session.file),
+                bytes(session.data),
                 session.content_type,
             )
-            session.file.close()
         if session.done is not None:
             return json_reply(self._resource(call, session.done))
-        kept = {'Range': f'bytes=0-{session.received - 1}'} if session.received else {}
+        kept = {'Range': f'bytes=0-{len(session.data) - 1}'} if session.data else {}
         return Reply(308, headers=kept)
-
-
-def _content(file: tempfile.SpooledTemporaryFile) -> bytes | mmap.mmap:
-    """All that was written; the map lives on when the file is closed."""
-    size = file.seek(0, 2)
-    if size <= _MEMORY_BYTES:
-        file.seek(0)
-        return file.read()
-    file.flush()
-    return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
 
 
 def _name_to_upload(call: Call) -> str:

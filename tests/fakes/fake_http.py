@@ -1,6 +1,6 @@
 """An HTTP/1.1 server on loopback that refuses, delays, loses and damages answers on demand.
 
-    with Gcs(folder) as server:
+    with Gcs() as server:
         server.inject(Fault('503', count=2, match=r'read bucket/x$'))  # the first two of them
         server.inject_share(['cut', 'reset'], share=0.05, seed=1)      # one in twenty data requests
 

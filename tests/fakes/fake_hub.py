@@ -14,7 +14,6 @@ ones are known by git's SHA-1.
 import dataclasses
 import functools
 import hashlib
-import mmap
 import pathlib
 import urllib.parse
 from collections.abc import Mapping
@@ -41,7 +40,7 @@ class _File:
     """One file of the repository."""
 
     path: str
-    data: bytes | mmap.mmap
+    data: bytes
 
     @property
     def is_lfs(self) -> bool:
@@ -54,7 +53,7 @@ class _File:
     @functools.cached_property
     def sha1(self) -> str:
         """Git's name of the content."""
-        return hashlib.sha1(b'blob %d\0' % len(self.data) + bytes(self.data)).hexdigest()
+        return hashlib.sha1(b'blob %d\0' % len(self.data) + self.data).hexdigest()
 
 
 class _Refused(Refused):
@@ -85,7 +84,10 @@ class Hub(FakeServer):
 
     def commit(self, files: Mapping[str, bytes | pathlib.Path], branch: str = 'main') -> str:
         """Makes `files` all that the branch holds; returns the commit's hash."""
-        made = {path: _File(path, _content(data)) for path, data in sorted(files.items())}
+        made = {
+            path: _File(path, data if isinstance(data, bytes) else data.read_bytes())
+            for path, data in sorted(files.items())
+        }
         names = [f'{len(self._commits)}', *(f'{file.path} {file.sha1}' for file in made.values())]
         commit = hashlib.sha1('\n'.join(names).encode()).hexdigest()
         self._commits[commit] = made
@@ -174,15 +176,6 @@ class Hub(FakeServer):
         sent = call.headers.get('Authorization')
         if self.gated and sent != f'Bearer {self.token}':
             raise self._refusal(403 if sent else 401, call)
-
-
-def _content(data: bytes | pathlib.Path) -> bytes | mmap.mmap:
-    if isinstance(data, bytes):
-        return data
-    with data.open('rb') as file:
-        if data.stat().st_size == 0:
-            return b''
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def _error(status: int, code: str, message: str) -> Reply:
