@@ -4,7 +4,6 @@ import json
 import pathlib
 import shutil
 
-import ml_dtypes
 import numpy as np
 import pandas as pd
 import pytest
@@ -57,20 +56,6 @@ def test_the_real_sample_is_converted_bit_for_bit(coco_sample, tmp_path, capfd):
                 assert examples[key]['caption'].decode() == captions[key]
             else:
                 assert not captions.get(key, '').strip()
-
-
-@pytest.mark.parametrize('dtype', schema.LATENT_DTYPES)
-def test_latents_keep_the_dtype_of_the_source(tmp_path, dtype):
-    source = made_sources.write_source(tmp_path / 'source', [range(20)], dtype)
-    builder = build(source, tmp_path / 'out', validation_fraction=0.2)
-
-    assert builder.info.features['latents'].np_dtype == np.dtype(getattr(ml_dtypes, dtype, dtype))
-    assert builder.info.metadata['latent_dtype'] == dtype
-    content = torch.load(made_sources.latents_file(source, 0), weights_only=True)
-    examples = read(builder, 'train') | read(builder, 'validation')
-    assert len(examples) == 20
-    for key, latents in zip(content['keys'].tolist(), content['latents'], strict=True):
-        assert examples[key]['latents'].tobytes() == latents.view(torch.uint8).numpy().tobytes()
 
 
 def test_everything_tfds_says_about_the_splits_is_true(mini_dataset):

@@ -1,6 +1,7 @@
 """Tests of the mirror: from everywhere to everywhere, faults of both sides, kills and resumes."""
 
 import dataclasses
+import itertools
 import os
 import pathlib
 import random
@@ -115,26 +116,18 @@ def test_between_buckets_nothing_comes_here(gcs, in_bucket):
 
 def test_long_names_in_other_letters(gcs, hub, tmp_path):
     """Of which each takes three bytes, and nine where it is quoted."""
-    long = ['潜' * 80 + digit + '.pt' for digit in '12']
-    files = {f'{LATENTS}/{name}': FILES[CAPTIONS][:1000] + name.encode() for name in long}
+    names = [f'{LATENTS}/{"潜" * 80}{digit}.pt' for digit in '12']
+    files = {name: FILES[CAPTIONS][:1000] + name.encode() for name in names}
     files[CAPTIONS] = FILES[CAPTIONS]
-    source = _write(tmp_path / 'source', files)
     hub.commit(files)
-    scratch = tmp_path / 'scratch'
-    for place in (str(source), 'hf://datasets/owner/name'):
-        name = place[:2].replace('/', 'd')
-        mirror.mirror(place, tmp_path / name)
-        assert _read(tmp_path / name) == files
-        mirror.mirror(place, f'gs://bucket/{name}', scratch_dir=scratch)
-        assert _in_bucket(gcs, f'{name}/') == files
-    for place in (tmp_path / 'hf', 'gs://bucket/hf'):
-        assert mirror.mirror('hf://datasets/owner/name', place).num_copied == 0
-        assert (
-            len([file for file in source_folder.find_source(place).latent_files if file.recorded])
-            == 2
-        )
-    mirror.mirror('gs://bucket/hf', tmp_path / 'back')
-    assert _read(tmp_path / 'back') == files
+    places = 'hf://datasets/owner/name', str(tmp_path / 'to'), 'gs://bucket/to', tmp_path / 'back'
+    for source, target in itertools.pairwise(places):
+        for num_copied in (3, 0):
+            summary = mirror.mirror(source, target, scratch_dir=tmp_path / 'scratch')
+            assert summary.num_copied == num_copied
+        assert all(file.recorded for file in source_folder.find_source(target).latent_files)
+    mirror.mirror(places[0], 'gs://bucket/hub', scratch_dir=tmp_path / 'scratch')
+    assert _read(tmp_path / 'back') == _in_bucket(gcs, 'hub/') == files
 
 
 @pytest.mark.parametrize('destination', ['local', 'bucket'])

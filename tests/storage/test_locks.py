@@ -219,26 +219,6 @@ def test_a_killed_holder_keeps_nobody_out(place, lease):
             assert lock.is_ours()
 
 
-def take_turns(place: str, count: int) -> None:
-    """Threads hold a place, one at a time."""
-    inside, most = [], []
-
-    def take(_: int) -> None:
-        with locks.hold(place):
-            inside.append(1)
-            most.append(len(inside))
-            time.sleep(0.02)
-            inside.pop()
-
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        list(pool.map(take, range(count)))
-    assert most == [1] * count
-
-
-def test_threads_take_turns(place):
-    take_turns(place, 6)
-
-
 def test_a_file_that_was_removed_by_hand(tmp_path):
     path = tmp_path / 'set.lock'
     with locks.hold(tmp_path / 'set') as first:
@@ -264,8 +244,18 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
 
 def test_a_lease_that_is_not_renewed_expires_for_one_of_those_who_wait(gcs, lease):
     gcs.put('bucket', 'set.lock', b'\xff')  # not even text
-    start = time.monotonic()
-    take_turns('gs://bucket/set', 3)
+    inside, most, start = [], [], time.monotonic()
+
+    def take(_: int) -> None:
+        with locks.hold('gs://bucket/set'):
+            inside.append(1)
+            most.append(len(inside))
+            time.sleep(0.02)
+            inside.pop()
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        list(pool.map(take, range(3)))
+    assert most == [1] * 3
     assert time.monotonic() - start >= lease
     assert gcs.objects('bucket') == {}
 
