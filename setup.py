@@ -98,7 +98,7 @@ setuptools.setup(
         'dataflow': [*CONVERT, 'apache-beam[gcp]>=2.72'],  # 50 more packages
         'dask': [*CONVERT, 'apache-beam[dask]>=2.72'],
         'text': ['pyarrow>=21', 'torch>=2.6', 'transformers>=5.18'],
-        # Gemma 3 in JAX, without torch and transformers.
+        # Qwen3 and Gemma 3 in JAX, without torch and transformers.
         'text-jax': [
             'huggingface_hub>=2.4',
             'pyarrow>=21',

@@ -2,7 +2,7 @@
 
     python -m coyo11m_tfds.build --manual_dir=SOURCE --data_dir=OUT
     python -m coyo11m_tfds.build --manual_dir=SOURCE --data_dir=OUT \\
-        --config='{"name": "gemma", "text_embeddings": "gemma"}'
+        --config='{"name": "qwen", "text_embeddings": "qwen"}'
     python -m coyo11m_tfds.build --manual_dir=SOURCE --data_dir=OUT \\
         --encoder=hash
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from coyo11m_tfds.convert import driver
 
 # How to give `tfds build` a config that is not predefined.
-CONFIG_EXAMPLE = """--config='{"name": "gemma", "text_embeddings": "gemma"}\'"""
+CONFIG_EXAMPLE = """--config='{"name": "qwen", "text_embeddings": "qwen"}\'"""
 
 # That of TFDS, into which the ID of the build is put.
 _TEMPLATE = '{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}'

@@ -2,7 +2,7 @@
 
     python -m coyo11m_tfds.doctor
     python -m coyo11m_tfds.doctor --source=hf://datasets/owner/name \\
-        --data_dir=gs://BUCKET/tfds --encoder=hf:google/gemma-3-270m
+        --data_dir=gs://BUCKET/tfds --encoder=jax:Qwen/Qwen3-0.6B
 
     pass  machine: 8 cores, 64.0 GB of memory
     fail  disk of data_dir: OUT has 20.0 GB free, expected 310.0 GB -> ...
@@ -281,8 +281,8 @@ def check_encoder_speed(spec: str, num_captions: int) -> Finding:
     if hours <= _SLOW_HOURS:
         return Finding('encoder', PASS, text)
     fix = (
-        'use a machine with a GPU (and a CUDA build of torch) or a TPU (jax: in place of hf: '
-        'runs Gemma 3 there), spread the work over more machines, or take a smaller encoder'
+        'use a machine with a GPU (and a CUDA build of torch) or a TPU (jax: in place of hf: runs '
+        'Qwen3 and Gemma 3 there), spread the work over more machines, or take a smaller encoder'
     )
     return Finding('encoder', WARN, text, fix)
 

@@ -1,9 +1,9 @@
 """Encodes captions into embeddings or token ids: a sidecar that the builder joins by key.
 
     python -m coyo11m_tfds.embed_captions --source SOURCE \\
-        --encoder hf:google/gemma-3-270m --out gs://BUCKET/gemma
+        --encoder jax:Qwen/Qwen3-0.6B --out gs://BUCKET/qwen
     tfds build coyo11m_tfds --manual_dir=SOURCE --data_dir=OUT \\
-        --config='{"name": "gemma", "text_embeddings": "gs://BUCKET/gemma"}'
+        --config='{"name": "qwen", "text_embeddings": "gs://BUCKET/qwen"}'
 
 OUT is a folder, local or on gs://, that receives parts `part-00000-of-00700.parquet`. A part has
 the columns `key` (int64, ascending, unique) and `embedding` (FixedSizeList<float16>[D]) or, with

@@ -33,9 +33,9 @@ PAGES = [
 # What is not here, and what takes its place.
 PLACES = {
     "'gs://BUCKET/": "'OUT/",
-    'hf:google/gemma-3-270m': 'hash',
-    ' --config.encoder=jax:/models/gemma-3-270m': '',
-    'jax:/models/gemma-3-270m': 'words',
+    'jax:Qwen/Qwen3-0.6B --out=other': 'hash --out=other',
+    ' --config.encoder=jax:Qwen/Qwen3-0.6B': '',
+    'jax:Qwen/Qwen3-0.6B': 'words',
     # As written, for an accelerator and a day.
     '--config=default': '--config=default --config.num_steps=2 --config.model.name=tiny/8'
     ' --config.eval_every=2 --config.preview.num_steps=2 --config.optimizer.warmup_steps=1',

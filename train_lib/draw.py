@@ -3,7 +3,7 @@
     python -m train_lib.draw --workdir=W --prompts='a red circle'
     python -m train_lib.draw --workdir=gs://BUCKET/W --prompts=captions.txt \\
         --out=grid.png --step=20000 --guidance=5 --num_steps=100 --seed=1 \\
-        --noaverage --encoder=hf:/models/gemma
+        --noaverage --encoder=jax:/models/Qwen3-0.6B
 
 `--prompts` is a text file with a caption in each line, or a caption.
 Everything else comes from the run's checkpoints, so the program needs neither

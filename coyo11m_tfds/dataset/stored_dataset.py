@@ -96,7 +96,7 @@ class DatasetStats:
     text_std: np.ndarray
     latents_shape: tuple[int, ...] = (1, *schema.LATENT_SHAPE)  # (crops, C, H, W), the most crops
     latent_dtype: str = 'float16'  # one of `schema.LATENT_DTYPES`
-    text_encoder: str = ''  # such as `hf:google/gemma-3-270m`; '' without text or if unknown
+    text_encoder: str = ''  # such as `jax:Qwen/Qwen3-0.6B`; '' without text or if unknown
     # Commit on the hub, `sha256:...` of files in a local folder, or a number; '' if unknown.
     text_revision: str = ''
     text_max_tokens: int = 0  # length limit of captions; 0 if there is none or it is unknown

@@ -1,14 +1,14 @@
 """Encoders and tokenizers of captions: hashed words, and models by name.
 
-    encoder = make_encoder('hash')                      # or 'hf:google/gemma-3-270m', 'hf:FOLDER'
+    encoder = make_encoder('hash')                      # or 'jax:Qwen/Qwen3-0.6B', 'hf:FOLDER'
     embeddings = encoder.encode(['a cat', 'two dogs'])  # float32 (2, encoder.dim)
 
     tokenizer = make_tokenizer('words', 16)             # or 'hf:FOLDER'; reads no weights
     pad(tokenizer.tokenize(['a cat']), 16)              # int32 (1, 16), padded with -1
 
 `hash` (for tokens `words`) needs no weights, and gives the same results on every machine; `hf:`
-runs a transformers model (`hf_encoder`), `jax:` a Gemma 3 in JAX (`jax_encoder`). Both modules
-are imported only when needed.
+runs a transformers model (`hf_encoder`), `jax:` Qwen3 or Gemma 3 in JAX (`jax_encoder`). Both
+modules are imported only when needed.
 """
 
 import functools
@@ -170,7 +170,7 @@ def make_tokenizer(spec: str, max_tokens: int = DEFAULT_MAX_TOKENS) -> Tokenizer
     if spec == HashEncoder.name:
         raise ValueError(
             f'the encoder {spec!r} has no token ids: use words, or a model such as '
-            'hf:google/gemma-3-270m.'
+            'jax:Qwen/Qwen3-0.6B.'
         )
     tokenizer, _, model = _model_classes(spec)
     return tokenizer(model, max_tokens)
@@ -189,9 +189,9 @@ def _model_classes(spec: str) -> tuple[Any, Any, str]:
     runner, _, model = spec.partition(':')
     if runner not in ('hf', 'jax') or not model:
         raise ValueError(
-            f'unknown encoder {spec!r}: expected hash, hf:HUB_NAME (as hf:google/gemma-3-270m) '
-            'or hf:FOLDER (with a transformers model); jax: in place of hf: runs '
-            'Gemma 3 without torch; words makes only tokens (--tokens_only)'
+            f'unknown encoder {spec!r}: expected hash, jax:HUB_NAME (as jax:Qwen/Qwen3-0.6B) or '
+            'jax:FOLDER (with Qwen3 or Gemma 3); hf: in place of jax: runs other models of '
+            'transformers; words makes only tokens (--tokens_only)'
         )
     # Before the imports: so a wrong name is refused at once.
     model_files.fetch_folder(model, 'text encoder', ['config.json'])

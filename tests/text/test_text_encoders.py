@@ -93,7 +93,7 @@ def test_no_two_words_of_the_demo_have_the_same_id():
 @pytest.mark.parametrize(
     ('make', 'message'),
     [
-        (lambda: text_encoders.make_encoder('clip'), "'clip'.*hash, hf:HUB_NAME.*hf:FOLDER"),
+        (lambda: text_encoders.make_encoder('clip'), "'clip'.*hash, jax:HUB_NAME.*jax:FOLDER"),
         (lambda: text_encoders.make_tokenizer('clip'), "unknown encoder 'clip'"),
         (lambda: text_encoders.make_encoder('words'), "'words'.*words makes only tokens"),
         (lambda: text_encoders.make_tokenizer('hash'), "'hash' has no token ids: use words"),
