@@ -344,7 +344,8 @@ def _parse_column(name: str, kind: str, **fields: Any) -> Column:
         are_offsets = all(type(n) is int and 0 <= n < 2**62 for n in (*file.starts, file.stride))
         pieces = len(file.starts)
         are_crops = pieces == len(files[0].starts) > 0 == shape[0] % pieces
-        if not (isinstance(file.path, str) and are_offsets and are_crops and file.stride < 2**30):
+        is_path = isinstance(file.path, str) and bool(os.path.dirname(file.path))
+        if not (is_path and are_offsets and are_crops and file.stride < 2**30):
             raise ValueError(
                 f'{file.path!r} has rows at {file.starts!r} with stride {file.stride!r}'
             )

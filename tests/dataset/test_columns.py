@@ -50,11 +50,12 @@ def test_a_place_in_a_file_that_is_not_there_is_named(path):
         read(path)
 
 
-def describe(path: pathlib.Path, name: str, **changes) -> None:
+def describe(path: pathlib.Path, name: str, /, **changes) -> None:
     """Writes fields of a column, or of its files, as somebody may who means harm: all is valid."""
     all_columns = columns.read_columns(path)
     column = all_columns[name]
-    file_changes = {field: changes.pop(field) for field in ('starts', 'stride') if field in changes}
+    of_files = changes.keys() & {'path', 'starts', 'stride'}
+    file_changes = {field: changes.pop(field) for field in of_files}
     if file_changes:
         files = tuple(dataclasses.replace(file, **file_changes) for file in column.files)
         column = dataclasses.replace(column, files=files)
@@ -67,6 +68,7 @@ IMPOSSIBLE = [
     *(('latents', {'starts': (0, x, 0)}, rf'has rows at .*{x!r}') for x in NO_OFFSETS),
     *(('latents', {'stride': x}, rf'has rows at .*{x!r}') for x in NO_OFFSETS),
     *(('latents', {'starts': x}, 'has rows at') for x in [(), (0, 0)]),  # of three crops
+    *(('latents', {'path': x}, 'has rows at') for x in ['', 'a.pt', 3]),
     *(('latents', {'shape': (3, 4, *x)}, 'impossible') for x in [(32,), (32, -32), (32, 32.0)]),
     ('latents', {'shape': (3, 4, 4096, 4096)}, 'impossible'),
     *(('latents', {'dtype': x}, 'impossible') for x in ['float64', ['float16']]),
