@@ -24,8 +24,10 @@ from coyo11m_tfds.reading.order import (
     OrderSettings,
     sample_crops,
     sample_drops,
+    sample_texts,
     train_blocks,
 )
+from tests import built
 from tests.reading import naive_order, small_dataset
 from tests.reading.batches import assert_same, wait_until_idle
 from tests.reading.damaged import damage
@@ -37,6 +39,7 @@ LENGTHS = {
     'bfloat': (64,) * 4,  # dtypes are told apart as shapes are
     'bfloat_too': (90, 33),
 }
+TEXTS = {'': 1, 'two': 2, 'three': 3}  # by the name of a text its second number
 WHERES = {
     None: lambda key, score: True,
     'score > 3': lambda key, score: score > 3,
@@ -73,6 +76,12 @@ def written(tmp_path_factory) -> dict[str, Written]:
         scores = (np.arange(sum(lengths)) * 7919 % 1009 % 10).astype(np.int8)
         for column, values in (('score', scores), ('source', np.full_like(scores, number))):
             small_dataset.add_column(path, column, {schema.TRAIN: values})
+        # The text of the records is (record, 1).
+        for column, second in TEXTS.items() - {('', 1)}:
+            text = np.stack([np.arange(len(scores)), np.full(len(scores), second)], axis=1)
+            fields = {'feature': schema.TEXT_EMBEDDING, 'mean': [0.0, 0.0], 'std': [1.0, 1.0]}
+            values = {schema.TRAIN: text.astype(np.float16)}
+            small_dataset.add_column(path, column, values, encoder={'encoder': None}, **fields)
         made[name] = Written(path, lengths, keys[schema.TRAIN], scores)
     return made
 
@@ -138,6 +147,9 @@ def draw_path(seed: int) -> Path:
     for source in mix:
         if draw.random() < 0.5:
             source['seed'] = draw.randrange(2**63)
+        source['text'] = {
+            text: draw.choice((1, 2, 0.3)) for text in draw.sample([*TEXTS], draw.randint(1, 3))
+        }
     return Path(mix, stages, settings, tuple(legs))
 
 
@@ -203,6 +215,10 @@ def compare(expected, batch, path: Path, written: dict[str, Written], numbers: l
     assert batch['caption'].tolist() == [f'record {n}'.encode() for n in number]
     for of, seed in enumerate(path.seeds):
         own, keys = source == of, batch['key'][source == of]
+        names, weights = zip(*path.mix[of]['text'].items(), strict=True)
+        texts = np.array([TEXTS[name] for name in names])
+        texts = texts[sample_texts(seed, epoch[own], keys, weights)]
+        np.testing.assert_array_equal(batch['text_embedding'][own, 1], texts)
         crops = sample_crops(seed, epoch[own], keys, schema.NUM_CROPS)
         np.testing.assert_array_equal(batch['latents'][own, 0, 0, 0].astype(int), crops)
         drops = sample_drops(seed, epoch[own], keys, 0.5)
@@ -240,16 +256,6 @@ def take(batches, count: int) -> list[dict[str, np.ndarray]]:
     return list(itertools.islice(batches, count))
 
 
-def test_a_source_alone_is_a_mixture_of_one(written):
-    path = written['unequal'].path
-    asked = dict(ORDER, features=ALL, caption_dropout=0.5)
-    expected = input_pipeline.train_batches(path, **asked)
-    alone = input_pipeline.train_batches([{'dir': path, 'weight': 0.3}], **asked)
-    assert alone.get_state() == expected.get_state()
-    assert alone.steps_per_epoch == expected.steps_per_epoch
-    assert_same(take(alone, 20), take(expected, 20))
-
-
 def test_sources_are_read_each_in_its_way(written, monkeypatch):
     """As with some of them local and some on gs://."""
     mix = [{'dir': written[name].path} for name in ('unequal', 'in_place')]
@@ -258,23 +264,6 @@ def test_sources_are_read_each_in_its_way(written, monkeypatch):
     monkeypatch.setattr(engines, 'MAX_FILES', 2)
     assert [input_pipeline.engine_of(x['dir']) for x in mix] == ['chunks', 'rows']
     assert_same(take(input_pipeline.train_batches(mix, **asked), 6), expected)
-
-
-def test_one_data_set_is_not_given_twice_under_several_paths(written, tmp_path):
-    """Their states would have one place for both."""
-    path = written['unequal'].path
-    link, copied = tmp_path / 'link', tmp_path / 'copied' / schema.VERSION
-    link.symlink_to(path)
-    shutil.copytree(path, copied)
-    for other in (f'{path.parent}/./{path.name}', link, copied):
-        mix = [{'dir': path, 'weight': 3, 'name': 'a'}, {'dir': other, 'name': 'b'}]
-        with pytest.raises(
-            ValueError, match=rf"mix has 'a' \({path}\) and 'b' \({other}\) with 500.*once"
-        ):
-            input_pipeline.train_plan(mix, batch_size=64, seed=3)
-        mix[1]['seed'] = 4
-        plan = input_pipeline.train_plan(mix, batch_size=64, seed=3)
-        assert len(plan.cursor.after(5).state()['samples']) == 2
 
 
 @pytest.mark.parametrize('lengths', [(250, 250), (250, 200, 50)])
@@ -341,18 +330,6 @@ def test_a_further_source_goes_on_beside_the_first(written):
         np.testing.assert_array_equal(batch['key'], keys.ravel())
 
 
-def test_an_evaluation_reads_what_the_condition_keeps(written):
-    data, where = written['unequal'], 'score > 3'
-    mix = [{'dir': data.path, 'where': where}]
-    asked = dict(batch_size=64, split='train', features=('key', 'score'))
-    for engine in ('rows', 'chunks', 'tf_data'):
-        batches = list(input_pipeline.eval_batches(mix, engine=engine, **asked))
-        keys = np.concatenate([batch['key'][batch['mask']] for batch in batches])
-        np.testing.assert_array_equal(keys, data.keys[data.scores > 3])
-    with pytest.raises(ValueError, match='give one of them'):
-        input_pipeline.eval_batches([*mix, {'dir': written['in_place'].path}], **asked)
-
-
 def test_a_mixture_with_a_condition_is_pickled(written):
     mix = [{'dir': written['unequal'].path, 'where': 'not score in (1, 2)', 'seed': 3}]
     opened = input_pipeline.open_mix(mix)
@@ -385,8 +362,10 @@ def test_a_record_whose_key_cannot_be_read_meets_no_condition(written, tmp_path,
     assert 0 < len(expected) < len(data.keys)
     plan = input_pipeline.train_plan(mix, batch_size=32, seed=0, chunk=32, lanes=4, **skip)
     assert plan.orders[0].num_records == len(expected)
-    for engine in ('rows', 'chunks'):
+    for engine in ('rows', 'chunks', 'tf_data'):
         asked = dict(batch_size=64, split='train', features=('key',), engine=engine, **skip)
+        with pytest.raises(ValueError, match='give one of them'):
+            input_pipeline.eval_batches([*mix, {'dir': written['in_place'].path}], **asked)
         batches = list(input_pipeline.eval_batches(mix, **asked))
         keys = np.concatenate([batch['key'][batch['mask']] for batch in batches])
         assert keys.tolist() == expected
@@ -607,9 +586,6 @@ def test_a_damaged_column_is_named(written, tmp_path):
     path = tmp_path / 'small' / schema.VERSION
     small_dataset.write(path, {schema.TRAIN: (100,)})
     small_dataset.add_column(path, 'score', {schema.TRAIN: np.arange(100)})
-    file = path / 'column_score-train.npy'
-    content = bytearray(file.read_bytes())
-    content[-30] ^= 1
-    file.write_bytes(content)
+    built.flip(path / 'column_score-train.npy', -30)
     with pytest.raises(input_pipeline.DamagedError, match=r'column_score-train\.npy: its values'):
         input_pipeline.train_batches([{'dir': path, 'where': 'score > 5'}], **ORDER)
