@@ -308,12 +308,11 @@ def test_a_column_is_replaced_and_removed(copy, mini_dataset, hash_sidecar, othe
 def test_a_column_is_verified_with_the_shards(copy, other_embeddings):
     add_column.add(copy, 'other', other_embeddings)
     path = copy / 'column_other-train-3f9a1c20.npy'
-    data = bytearray(path.read_bytes())
-    data[5000] ^= 1
-    path.write_bytes(data)
+    built.flip(path, 5000)
     assert verify.verify(copy, fast=True).faults == []
     [fault] = verify.verify(copy).faults
     assert 'column_other-train-3f9a1c20.npy: CRC-32C ' in fault and ', row 3 has CRC-32C ' in fault
+    data = path.read_bytes()
     path.write_bytes(data[:-2])
     for fast in (False, True):
         [fault] = verify.verify(copy, fast=fast).faults

@@ -227,8 +227,6 @@ def test_the_engine_that_reads_is_told(written, unindexed):
     told = {engine: input_pipeline.engine_of(written, engine) for engine in input_pipeline.ENGINES}
     assert told == {'auto': 'rows', 'rows': 'rows', 'chunks': 'chunks', 'tf_data': 'tf_data'}
     assert input_pipeline.engine_of(unindexed) == 'tf_data'
-    with pytest.raises(ValueError, match="engine='lines': expected one of"):
-        input_pipeline.engine_of(written, 'lines')
     with pytest.raises(ValueError, match='cannot be mixed or filtered without a chunk index'):
         input_pipeline.engine_of([{'dir': written}, {'dir': unindexed}])
 

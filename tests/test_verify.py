@@ -13,6 +13,7 @@ import input_pipeline
 from coyo11m_tfds import schema, verify
 from coyo11m_tfds.dataset import manifest
 from coyo11m_tfds.storage.file_state import compute_state
+from tests.built import flip
 from tests.fakes.cloud import Fault
 
 DATA = 'gs://bucket/d/1.0.0'
@@ -28,12 +29,6 @@ def copy(mini_dataset, tmp_path) -> pathlib.Path:
 
 def faults(data_dir: object, **options) -> list[str]:
     return verify.verify(data_dir, **options).faults
-
-
-def flip(path: pathlib.Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 def shard(number: int) -> str:
@@ -110,8 +105,11 @@ def test_what_tfds_converts_in_place_is_readable_and_no_fault(copy):
         input_pipeline.open_data(copy)
 
 
-@pytest.mark.parametrize('template', ['{}', '{0}', '{SPLIT:>99999999}', '{SPLIT.__class__}', '{X'])
-def test_a_template_of_file_names_is_no_program(older, template):
+TEMPLATES = ['{}', '{0}', '{SPLIT:>99999999}', '{SPLIT.__class__}', '{X', '{SPLIT}.{FILEFORMAT}']
+
+
+@pytest.mark.parametrize('template', TEMPLATES)
+def test_a_template_of_file_names_is_no_program_and_tells_shards_apart(older, template):
     info = json.loads((older / schema.INFO_FILE).read_text())
     info['splits'][0]['filepathTemplate'] = template
     (older / schema.INFO_FILE).write_text(json.dumps(info))
