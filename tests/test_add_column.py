@@ -16,8 +16,7 @@ from coyo11m_tfds import add_column, embed_captions, schema, verify
 from coyo11m_tfds.dataset import stored_dataset
 from coyo11m_tfds.storage import locks
 from tests import built, children, made_sources
-from tests.reading import planned
-from tests.reading.batches import assert_same, wait_until_idle
+from tests.reading.batches import assert_same, epoch_steps, wait_until_idle
 
 COLUMNS, CHECKSUMS = 'columns-3f9a1c20.json', 'checksums-3f9a1c20.json'
 ORDER = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
@@ -73,7 +72,7 @@ def test_a_second_text_column_is_read_and_nothing_else_changes(
     }
     assert not verify.verify(copy).faults
 
-    steps = planned.of_data(copy, **ORDER).steps
+    steps = epoch_steps(copy, **ORDER)
     arguments = {**ORDER, 'features': stored_dataset.FEATURES, 'caption_dropout': 0.5}
     in_records, in_column = (
         list(itertools.islice(input_pipeline.train_batches(copy, text=text, **arguments), steps))

@@ -17,8 +17,7 @@ from coyo11m_tfds.convert.data_folder import FinishedShards
 from coyo11m_tfds.dataset import stored_dataset
 from coyo11m_tfds.source.pt_file import PtFile
 from tests import built, children, made_sources
-from tests.reading import planned
-from tests.reading.batches import assert_same, joined
+from tests.reading.batches import assert_same, epoch_steps, joined
 
 ORDER = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
 
@@ -59,7 +58,7 @@ def read(path: object, count: int, **changes) -> list[dict]:
 
 
 def test_batches_are_those_of_the_converted_data_set(in_place, mini_dataset):
-    steps = planned.of_data(mini_dataset, **ORDER).steps + 5
+    steps = epoch_steps(mini_dataset, **ORDER) + 5
     expected = read(mini_dataset, steps, engine='chunks')
     assert_same(read(in_place, steps), expected)
     assert_same(read(in_place, steps - 7, start_step=7), expected[7:])
@@ -224,7 +223,7 @@ def test_bad_rows_of_the_source_are_left_out(small, movable, tmp_path):
     torch.save(content, latents_file(source))
     path = build(source, small.with_name('hash.parquet'), tmp_path / 'other')
     keys = PtFile(latents_file(source)).keys
-    steps = planned.of_data(path, **ORDER).steps
+    steps = epoch_steps(path, **ORDER)
     batches = read(path, steps, features=('key', 'latents'))
     assert keys[5] not in np.concatenate([batch['key'] for batch in batches])
     assert all(np.isfinite(batch['latents']).all() for batch in batches)

@@ -16,8 +16,7 @@ from tests import built
 from tests.built import files_of
 from tests.convert import build_kills, build_program
 from tests.fakes.cloud import Gcs, fake_gcs
-from tests.reading import planned
-from tests.reading.batches import assert_same, check_memory, joined, wait_until_idle
+from tests.reading.batches import assert_same, check_memory, epoch_steps, joined, wait_until_idle
 from tests.test_in_place import ORDER, read
 
 SOURCE, DATA = 'gs://source/coyo', 'gs://data/coyo11m_tfds/here/1.0.0'
@@ -50,7 +49,7 @@ def replace_object(storage: Gcs, change) -> str:
 
 
 def test_batches_are_those_of_the_converted_data_set(storage, described, mini_dataset):
-    steps = planned.of_data(mini_dataset, **ORDER).steps + 5
+    steps = epoch_steps(mini_dataset, **ORDER) + 5
     expected = read(mini_dataset, steps)
     for path in (DATA, described):
         assert input_pipeline.engine_of(path) == 'chunks'
@@ -62,7 +61,7 @@ def test_batches_are_those_of_the_converted_data_set(storage, described, mini_da
 
 
 def test_a_chunk_is_a_request_for_records_and_one_for_latents(storage, described):
-    lengths = planned.of_data(described, **ORDER).order.shard_lengths
+    lengths = input_pipeline.open_data(described).splits[schema.TRAIN].shard_lengths
     storage.clear()
     counter = input_pipeline.ReadCounter()
     batches = input_pipeline.train_batches(DATA, **ORDER, counter=counter)

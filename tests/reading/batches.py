@@ -32,6 +32,19 @@ def global_batches(data: object, processes: int, count: int, **arguments) -> lis
     )
 
 
+def planned_batch(order: input_pipeline.Order, batch_size: int, step: int) -> list[np.ndarray]:
+    """Epoch, shard and record of each sample of a global batch, int64 `(batch_size,)`."""
+    lanes = order.settings.lanes
+    each = batch_size // lanes
+    planned = order.samples(range(lanes), step * each, (step + 1) * each)
+    return [np.tile(planned.epoch, lanes), planned.shard.ravel(), planned.record.ravel()]
+
+
+def epoch_steps(data: object, **settings: int) -> int:
+    """Whole batches of an epoch."""
+    return int(input_pipeline.train_plan(data, **settings).steps_per_epoch)
+
+
 def check_memory(
     data: object, ram_budget_gb: float = 0.0, processes_on_host: int = 1, **arguments
 ) -> None:

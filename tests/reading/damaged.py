@@ -7,7 +7,7 @@ import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import chunk_index
 from tests import built
-from tests.reading import planned
+from tests.reading.batches import planned_batch
 
 LENGTHS = {schema.TRAIN: (70, 0, 97, 64, 131), schema.VALIDATION: (37, 12)}
 ORDER = dict(batch_size=16, seed=5, chunk=64, lanes=4, window=24)
@@ -46,10 +46,6 @@ def write_index(path: pathlib.Path, split: str = schema.TRAIN) -> None:
 
 def place_of(path: pathlib.Path, step: int, place: int) -> tuple[int, int]:
     """The shard and record that come at a place in a batch."""
-    _, shards, records = planned.of_data(path, **ORDER).batch(step)
+    plan = input_pipeline.train_plan(path, **ORDER)
+    _, shards, records = planned_batch(plan.orders[0], ORDER['batch_size'], step)
     return int(shards[place]), int(records[place])
-
-
-def steps_of_an_epoch(path: pathlib.Path) -> int:
-    """Whole batches; the next one begins another epoch."""
-    return planned.of_data(path, **ORDER).steps

@@ -4,6 +4,8 @@ keys = small_dataset.write(tmp_path / 'd' / '1.0.0', {'train': (70, 0, 33)})
 keys['train']   # int64 (103,), in the order of the shards
 """
 
+import dataclasses
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +15,7 @@ import tensorflow_datasets as tfds
 import torch
 from numpy.typing import DTypeLike
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset import chunk_index, columns, records
 from coyo11m_tfds.dataset.columns import AddedColumn, InPlaceColumn, InPlaceFile
 from coyo11m_tfds.dataset.keyed_random import splitmix64
@@ -96,6 +98,18 @@ def add_column(
     column = AddedColumn(name, dtype.name, shape, files, crc32c, **fields)
     columns.write_columns(path, {**columns.read_columns(path), name: column})
     return column
+
+
+def redirect(path: pathlib.Path, source: str) -> None:
+    """Has latents in place lie in the files of a folder, local or remote, as they are there now."""
+    described = columns.read_columns(path)
+    files = []
+    for file in described[schema.LATENTS].files:
+        moved = f'{source}/{os.path.basename(file.path)}'
+        version = '' if storage.local_path(moved) else storage.describe_file(moved).version
+        files.append(dataclasses.replace(file, path=moved, version=version))
+    latents = dataclasses.replace(described[schema.LATENTS], files=tuple(files))
+    columns.write_columns(path, described | {schema.LATENTS: latents})
 
 
 def write_metadata(

@@ -23,12 +23,12 @@ from coyo11m_tfds.reading import framing
 from tests import built, children
 from tests.checkout import CHECKOUT
 from tests.reading import small_dataset
+from tests.reading.batches import epoch_steps
 from tests.reading.damaged import (
     ORDER,
     damage,
     place_of,
     shard_path,
-    steps_of_an_epoch,
     write_index,
 )
 
@@ -52,7 +52,7 @@ def test_a_damaged_record_is_named(copy, engine, at):
     message = rf'{name}: record {number} cannot be read: its checksum'
     kinds = input_pipeline.DamagedError, tf.errors.InvalidArgumentError
     with pytest.raises(kinds, match=message):
-        read(copy, steps_of_an_epoch(copy), engine)
+        read(copy, epoch_steps(copy, **ORDER), engine)
 
 
 @ENGINES
@@ -61,7 +61,7 @@ def test_a_short_shard_is_named(copy, engine):
     file.write_bytes(file.read_bytes()[:-1])
     message = r'record (6[4-9]|[789]\d) cannot be read: the file is shorter than its chunk index'
     with pytest.raises(ValueError, match=message):
-        read(copy, 4 * steps_of_an_epoch(copy), engine)
+        read(copy, 4 * epoch_steps(copy, **ORDER), engine)
 
 
 @ENGINES
@@ -71,13 +71,13 @@ def test_a_file_that_cannot_be_read_is_an_error_under_either_policy(copy, engine
     file.unlink()
     asked = dict(engine=engine, on_bad_records=policy)
     with pytest.raises(FileNotFoundError) as error:
-        read(copy, steps_of_an_epoch(copy), **asked)
+        read(copy, epoch_steps(copy, **ORDER), **asked)
     assert str(error.value) == f'{file} is missing: restore it.'
     with pytest.raises(FileNotFoundError, match='is missing: restore it'):
         list(input_pipeline.eval_batches(copy, batch_size=8, split=schema.TRAIN, **asked))
     file.mkdir()
     with pytest.raises(OSError, match='cannot be read'):
-        read(copy, steps_of_an_epoch(copy), **asked)
+        read(copy, epoch_steps(copy, **ORDER), **asked)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason='root may read everything')
@@ -85,7 +85,7 @@ def test_a_file_that_cannot_be_read_is_an_error_under_either_policy(copy, engine
 def test_a_shard_that_may_not_be_read_is_an_error(copy, engine):
     shard_path(copy, 3).chmod(0)
     with pytest.raises(PermissionError, match='access was refused: let this user read the file'):
-        read(copy, steps_of_an_epoch(copy), engine, on_bad_records='skip')
+        read(copy, epoch_steps(copy, **ORDER), engine, on_bad_records='skip')
 
 
 def test_each_shard_is_reported_once(copy, caplog):
@@ -93,7 +93,7 @@ def test_each_shard_is_reported_once(copy, caplog):
         shard_path(copy, shard).write_bytes(b'')
     counter = input_pipeline.ReadCounter()
     asked = dict(on_bad_records='skip', max_bad_fraction=1, counter=counter)
-    batches = read(copy, 3 * steps_of_an_epoch(copy), 'chunks', **asked)
+    batches = read(copy, 3 * epoch_steps(copy, **ORDER), 'chunks', **asked)
     assert sum((~batch['mask']).sum() for batch in batches) > 200
     reports = [r for r in caplog.records if 'It is left out' in r.getMessage()]
     assert len(reports) == 2
@@ -102,7 +102,7 @@ def test_each_shard_is_reported_once(copy, caplog):
 
 def test_a_bad_record_counts_once_in_all_epochs_and_too_many_stop_it(copy):
     shard_path(copy, 0).write_bytes(b'')  # 70 records
-    asked = dict(count=4 * steps_of_an_epoch(copy), engine='chunks', on_bad_records='skip')
+    asked = dict(count=4 * epoch_steps(copy, **ORDER), engine='chunks', on_bad_records='skip')
     batches = read(copy, **asked, max_bad_fraction=70.5 / 362)
     assert sum((~batch['mask']).sum() for batch in batches) > 140
     message = '70 of 362 records are bad, more than max_bad_fraction=0.19.*coyo11m_tfds.verify'
@@ -112,7 +112,7 @@ def test_a_bad_record_counts_once_in_all_epochs_and_too_many_stop_it(copy):
 
 def test_a_few_bad_records_never_stop_it(copy):
     damage(copy, 4, 0, at=3)  # a damaged length costs a run of 32 records
-    read(copy, 3 * steps_of_an_epoch(copy), 'chunks', on_bad_records='skip', max_bad_fraction=0)
+    read(copy, 3 * epoch_steps(copy, **ORDER), 'chunks', on_bad_records='skip', max_bad_fraction=0)
 
 
 def test_one_counter_counts_what_is_read_of_several_data_sets(intact):
@@ -141,7 +141,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(copy, monkeypatch, change
     change(shard_path(copy, 4))
     message = rf'{shard_path(copy, 4)}:? (has changed while it was|is missing)'
     with pytest.raises(OSError, match=message):
-        list(itertools.islice(batches, steps_of_an_epoch(copy)))
+        list(itertools.islice(batches, epoch_steps(copy, **ORDER)))
 
 
 def test_each_file_is_looked_at_again_when_a_batch_touches_it(tmp_path, monkeypatch):
@@ -222,7 +222,7 @@ def test_a_record_of_another_layout_is_named(copy, name):
             writer.write(bytes(record))
     write_index(copy)
     with pytest.raises(ValueError, match=r'00004-of-00005: record 7 is not of this data set'):
-        read(copy, 2 * steps_of_an_epoch(copy), on_bad_records='skip')
+        read(copy, 2 * epoch_steps(copy, **ORDER), on_bad_records='skip')
 
 
 @ENGINES
@@ -239,7 +239,7 @@ def test_records_of_another_data_set_are_refused(copy, intact, engine, changed, 
             writer.write(bytes(record))
     assert file.stat().st_size == size
     with pytest.raises(input_pipeline.DamagedError, match='has other records than its chunk index'):
-        read(copy, steps_of_an_epoch(copy), engine, verify='never')
+        read(copy, epoch_steps(copy, **ORDER), engine, verify='never')
     asked = dict(batch_size=362, split=schema.TRAIN, engine=engine, verify='never')
     [batch] = input_pipeline.eval_batches(copy, on_bad_records='skip', max_bad_fraction=1, **asked)
     [expected] = input_pipeline.eval_batches(intact, **asked)

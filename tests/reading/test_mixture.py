@@ -228,7 +228,7 @@ def compare(expected, batch, path: Path, written: dict[str, Written], numbers: l
 @pytest.fixture
 def short_blocks(monkeypatch) -> None:
     """Few rows are planned at once: a path reads only some, and crosses more ends of blocks."""
-    monkeypatch.setattr(order, '_BLOCK_ROWS', 256)
+    monkeypatch.setattr(order, '_BLOCK_ROWS', 64)
 
 
 # tf.data reads latents of one dtype, and makes a graph for every process: one short path.
@@ -298,15 +298,15 @@ def test_batches_are_of_one_shape_and_strides_share_them(written):
 
 
 @pytest.mark.parametrize('engine', ['rows', 'tf_data'])
-def test_a_stage_begins_between_two_batches_of_a_stride(written, engine):
+def test_a_stage_begins_between_two_batches_of_a_stride(written, short_blocks, engine):
     mix = [{'dir': written[x].path, 'weight': w} for x, w in (('unequal', 1), ('in_place', 0))]
     stages = ({'from': 5, 'weights': (1, 3)}, {'from': 9, 'weights': (0, 1)})
-    asked = dict(ORDER, stages=stages, features=('source',), engine=engine)
-    whole = take(input_pipeline.train_batches(mix, **asked), 15)
-    assert [int(batch['source'].sum()) for batch in whole] == [0] * 5 + [24] * 4 + [32] * 6
-    for worker in range(3):
-        share = take(input_pipeline.train_batches(mix, **asked, start_step=worker, stride=3), 5)
-        assert_same(share, whole[worker::3])
+    asked = dict(ORDER, stages=stages, features=('key', 'source'), engine=engine)
+    whole = take(input_pipeline.train_batches(mix, **asked), 21)
+    assert [int(batch['source'].sum()) for batch in whole] == [0] * 5 + [24] * 4 + [32] * 12
+    for worker, stride in [*zip(range(3), [3] * 3, strict=True), (0, 7), (6, 7)]:
+        share = input_pipeline.train_batches(mix, **asked, start_step=worker, stride=stride)
+        assert_same(take(share, 21 // stride), whole[worker::stride])
 
 
 def test_a_further_source_goes_on_beside_the_first(written):

@@ -20,14 +20,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import input_pipeline
-from coyo11m_tfds import schema, storage
-from coyo11m_tfds.dataset import columns, stored_dataset
+from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import stored_dataset
 from coyo11m_tfds.reading.order import Order, OrderSettings, sample_crops, sample_drops
 from tests import built
 from tests.fakes.cloud import Gcs, fake_gcs
 from tests.reading import naive_order, small_dataset
-from tests.reading.batches import assert_same, global_batches, wait_until_idle
-from tests.reading.planned import Planned
+from tests.reading.batches import assert_same, global_batches, planned_batch, wait_until_idle
 
 SHARDS = {
     'unequal': (70, 97, 64, 131, 33, 64, 40, 1),
@@ -66,8 +65,17 @@ class Run:
         return OrderSettings(self.seed, self.chunk, self.lanes, self.window)
 
     @property
-    def plan(self) -> Planned:
-        return Planned(Order(SHARDS[self.shards], self.settings), self.batch_size)
+    def order(self) -> Order:
+        return Order(SHARDS[self.shards], self.settings)
+
+    @property
+    def steps(self) -> int:
+        """Whole batches of an epoch."""
+        return self.order.lane_length * self.lanes // self.batch_size
+
+    def planned(self, step: int) -> list[np.ndarray]:
+        """Epoch, shard and record of each sample of a batch after `start`."""
+        return planned_batch(self.order, self.batch_size, self.start + step)
 
     def expected(self) -> list[list[np.ndarray]]:
         """Batches from `start` on: of each the epochs and the numbers of its records."""
@@ -97,7 +105,7 @@ def runs(draw) -> Run:
         window=draw(st.integers(1, 400)),
         processes=draw(st.sampled_from([n for n in range(1, lanes + 1) if lanes % n == 0])),
     )
-    return dataclasses.replace(run, start=draw(st.integers(0, 2 * run.plan.steps + 1)))
+    return dataclasses.replace(run, start=draw(st.integers(0, 2 * run.steps + 1)))
 
 
 ODD_RUNS = [
@@ -130,15 +138,7 @@ def write(server: Gcs, folder: pathlib.Path, name: str) -> Written:
     for path in (in_place, uploaded):
         small_dataset.write(path, splits, source=path.parent / 'source')
     server.upload_folder(uploaded.parent / 'source', f'{url}/source')
-    column = columns.read_columns(uploaded)[schema.LATENTS]
-    files = []
-    for file in column.files:
-        path = f'{url}/source/{os.path.basename(file.path)}'
-        version = storage.describe_file(path).version
-        files.append(dataclasses.replace(file, path=path, version=version))
-    columns.write_columns(
-        uploaded, {schema.LATENTS: dataclasses.replace(column, files=tuple(files))}
-    )
+    small_dataset.redirect(uploaded, f'{url}/source')
     server.upload_folder(uploaded, f'{url}/{schema.VERSION}')
     paths = str(records), str(in_place), f'{url}/{schema.VERSION}'
     return Written(dict(zip(FORMS, paths, strict=True)), keys)
@@ -231,7 +231,7 @@ def test_evaluation_reads_every_record_once_over_all_processes(
 def test_a_start_reads_the_same_few_chunks_wherever_it_is(written):
     """Of twelve chunks; windows are as long as one, so each is in two of them."""
     run = Run('even', batch_size=8, window=32)
-    for start in (0, run.plan.steps - 1, run.plan.steps):
+    for start in (0, run.steps - 1, run.steps):
         counter = input_pipeline.ReadCounter()
         batches = input_pipeline.train_batches(
             written['even'].paths['records'],
@@ -344,7 +344,7 @@ def test_what_is_damaged_is_left_out_alike_and_nothing_else_changes(server, writ
     """Each place is one of a record in a batch that is read."""
     damages = {}
     for step, place, kind in places:
-        _, shard, record = (x[place % run.batch_size] for x in run.plan.batch(run.start + step))
+        _, shard, record = (x[place % run.batch_size] for x in run.planned(step))
         damages[int(shard)] = int(record), kind
     data, skip = written[run.shards], {'on_bad_records': 'skip', 'max_bad_fraction': 1}
     with all_damaged(server, data, damages):
@@ -353,9 +353,9 @@ def test_what_is_damaged_is_left_out_alike_and_nothing_else_changes(server, writ
             assert_same(run.batches(data.paths[form], engine=engine, **skip), expected)
     whole = run.batches(data.paths['in place'], engine='rows')
     lost = set()
-    for step, (batch, before) in enumerate(zip(expected, whole, strict=True), run.start):
+    for step, (batch, before) in enumerate(zip(expected, whole, strict=True)):
         mask = batch.pop('mask')
-        _, shards, numbers = run.plan.batch(step)
+        _, shards, numbers = run.planned(step)
         lost |= set(zip(shards[~mask].tolist(), numbers[~mask].tolist(), strict=True))
         for name, values in before.items():
             np.testing.assert_array_equal(batch[name][mask], values[mask])

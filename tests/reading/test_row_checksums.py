@@ -1,6 +1,5 @@
 """Each value has a checksum: one byte that has changed is found, wherever it lies."""
 
-import dataclasses
 import itertools
 import os
 import pathlib
@@ -10,11 +9,11 @@ import numpy as np
 import pytest
 
 import input_pipeline
-from coyo11m_tfds import schema, storage
+from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.dataset.columns import AddedColumn
 from tests import built
-from tests.fakes.fake_http import Fault
+from tests.fakes.cloud import Fault, Gcs
 from tests.reading import small_dataset
 from tests.reading.batches import assert_same
 
@@ -42,20 +41,8 @@ def whole(tmp_path_factory) -> pathlib.Path:
 def path(whole, tmp_path) -> pathlib.Path:
     """A copy of it that a test may damage."""
     folder = pathlib.Path(shutil.copytree(whole.parent, tmp_path / 'data'))
-    redirect(folder / schema.VERSION, str(folder / 'source'))
+    small_dataset.redirect(folder / schema.VERSION, str(folder / 'source'))
     return folder / schema.VERSION
-
-
-def redirect(path: pathlib.Path, source: str) -> None:
-    """Has the latents lie in the files of a folder, as they are there now."""
-    found = columns.read_columns(path)
-    files = []
-    for file in found[schema.LATENTS].files:
-        at = f'{source}/{os.path.basename(file.path)}'
-        version = '' if storage.local_path(at) else storage.describe_file(at).version
-        files.append(dataclasses.replace(file, path=at, version=version))
-    latents = dataclasses.replace(found[schema.LATENTS], files=tuple(files))
-    columns.write_columns(path, {**found, schema.LATENTS: latents})
 
 
 def place(path: pathlib.Path, kind: str) -> tuple[pathlib.Path, int, str]:
@@ -90,48 +77,38 @@ def read(path: object, **changes) -> list[dict]:
     return list(itertools.islice(input_pipeline.train_batches(path, **arguments), STEPS))
 
 
+def upload(server: Gcs, path: pathlib.Path) -> str:
+    """The data set as it is now, in a bucket."""
+    server.upload_folder(path.parent / 'source', 'gs://data/source')
+    small_dataset.redirect(path, 'gs://data/source')
+    server.upload_folder(path, f'gs://data/{schema.VERSION}')
+    return f'gs://data/{schema.VERSION}'
+
+
 @pytest.fixture(params=['rows', 'chunks', 'gs'])
 def reader(request, path):
     """Reads batches of the data set as it is now, from a disk or a bucket."""
     if request.param != 'gs':
         return lambda **changes: read(path, engine=request.param, **changes)
     server = request.getfixturevalue('bucket')
-
-    def from_bucket(**changes) -> list[dict]:
-        server.upload_folder(path.parent / 'source', 'gs://data/source')
-        redirect(path, 'gs://data/source')
-        server.upload_folder(path, f'gs://data/{schema.VERSION}')
-        return read(f'gs://data/{schema.VERSION}', **changes)
-
-    return from_bucket
+    return lambda **changes: read(upload(server, path), **changes)
 
 
 @pytest.mark.parametrize('kind', [SHARD, SOURCE, COLUMN])
-def test_a_flipped_byte_is_named_with_its_file_and_row(path, reader, kind):
+def test_a_flipped_byte_is_named_with_its_file_and_row_or_left_out(path, whole, reader, kind):
+    expected = read(whole)
+    [batch] = input_pipeline.eval_batches(whole, batch_size=COUNT, split=schema.TRAIN)
+    key = batch[schema.KEY][17]
     file, at, row = place(path, kind)
     flip(file, at)
     with pytest.raises(ValueError, match=f'{file.name}: {row} cannot be read: its checksum is'):
         reader()
-
-
-@pytest.mark.parametrize('kind', [SHARD, SOURCE, COLUMN])
-def test_what_is_damaged_is_left_out(path, whole, reader, kind):
-    expected = read(whole)
-    flip(*place(path, kind)[:2])
     found = reader(on_bad_records='skip')
-    key = small_dataset_key(whole, 17)
     for batch, wanted in zip(found, expected, strict=True):
         np.testing.assert_array_equal(batch['mask'], wanted[schema.KEY] != key)
         for name in FEATURES:
             np.testing.assert_array_equal(batch[name][batch['mask']], wanted[name][batch['mask']])
     assert sum((~batch['mask']).sum() for batch in found) >= 1
-
-
-def small_dataset_key(path: pathlib.Path, number: int) -> int:
-    batches = input_pipeline.eval_batches(
-        path, batch_size=COUNT, split=schema.TRAIN, features=(schema.KEY,)
-    )
-    return int(next(batches)[schema.KEY][number])
 
 
 def test_what_is_whole_is_read(whole, reader):
@@ -141,8 +118,7 @@ def test_what_is_whole_is_read(whole, reader):
 @pytest.mark.parametrize('verify, fails', [('once', False), ('never', False), ('always', True)])
 @pytest.mark.parametrize('kind', [SHARD, SOURCE, COLUMN])
 def test_once_is_the_first_time_that_a_row_is_read(path, kind, verify, fails):
-    arguments = {**ORDER, 'features': FEATURES, 'verify': verify}
-    batches = input_pipeline.train_batches(path, **arguments)
+    batches = input_pipeline.train_batches(path, **ORDER, features=FEATURES, verify=verify)
     for _ in range(COUNT // 8 + 4):  # what an epoch leaves out comes early in the next
         next(batches)
     flip(*place(path, kind)[:2])
@@ -154,11 +130,7 @@ def test_once_is_the_first_time_that_a_row_is_read(path, kind, verify, fails):
 
 
 def test_bytes_that_are_changed_on_their_way_are_read_again(path, whole, bucket):
-    bucket.upload_folder(path.parent / 'source', 'gs://data/source')
-    redirect(path, 'gs://data/source')
-    bucket.upload_folder(path, f'gs://data/{schema.VERSION}')
-    folder = f'gs://data/{schema.VERSION}'
-    batches = input_pipeline.train_batches(folder, **ORDER, features=FEATURES)
+    batches = input_pipeline.train_batches(upload(bucket, path), **ORDER, features=FEATURES)
     for name in (SHARD, SOURCE, COLUMN):
         bucket.inject(Fault('flip', count=2, match=name, action='read'))
     assert_same(list(itertools.islice(batches, STEPS)), read(whole))

@@ -15,7 +15,8 @@ import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.reading.order import sample_texts
 from tests import built
-from tests.reading import planned, small_dataset
+from tests.reading import small_dataset
+from tests.reading.batches import planned_batch
 
 LENGTHS = (70, 97, 64, 0, 131, 33)
 SPLITS = {schema.TRAIN: LENGTHS, schema.VALIDATION: (20,)}
@@ -65,12 +66,13 @@ def data(tmp_path_factory):
 )
 def test_tokens_are_padded_to_the_longest_text(data, engine, seed, start, weights):
     order, features = ORDER | {'seed': seed}, (schema.KEY, schema.LATENTS, schema.TOKENS)
-    plan = planned.of_data(data, **order)
+    plan = input_pipeline.train_plan(data, **order)
     batches = input_pipeline.train_batches(
         data, text=weights, engine=engine, features=features, start_step=start, **order
     )
     for step, batch in enumerate(itertools.islice(batches, 4), start):
-        record, epoch = batch[schema.LATENTS][:, 0, 0, 1].astype(int), plan.batch(step)[0]
+        record = batch[schema.LATENTS][:, 0, 0, 1].astype(int)
+        epoch, _, _ = planned_batch(plan.orders[0], ORDER['batch_size'], step)
         choice = sample_texts(seed, epoch, batch[schema.KEY], list(weights.values()))
         many = np.array([name == 'many' for name in weights])[choice]
         wanted = np.where(many[:, None], tokens(2, 5)(record), tokens(1, 5)(record))
