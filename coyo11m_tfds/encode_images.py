@@ -319,8 +319,10 @@ class _Encoding:
     def finish(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Marks the sources as complete, so that they can be built."""
         tars = [tar for record in records for tar in record['tars']]
-        for sub_folder in sorted({'', *map(os.path.dirname, tars)}):
+        sub_folders = sorted({'', *map(os.path.dirname, tars)})
+        for sub_folder in sub_folders:
             self._write_settings(sub_folder, is_complete=True)
+        for sub_folder in sub_folders:
             storage.open_folder(self._folder.path_of(sub_folder), to_write=True).sweep()
 
     def _origin(self, number: int) -> dict[str, str]:

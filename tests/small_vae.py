@@ -13,19 +13,20 @@ from coyo11m_tfds.pictures import vae_files
 _WIDTH = 8
 
 
-def make(folder: pathlib.Path, channels: int = 4) -> pathlib.Path:
+def make(folder: pathlib.Path, channels: int = 4, halvings: int = 1) -> pathlib.Path:
     """Writes an `AutoencoderTiny`, of latents with so many channels; returns the folder."""
-    shapes = {
+    square, inner = (_WIDTH, _WIDTH, 3, 3), range(1, halvings + 1)
+    without_bias = {f'encoder.layers.{i}' for i in inner}
+    without_bias |= {f'decoder.layers.{2 * i + 1}' for i in inner}
+    shapes = dict.fromkeys(sorted(without_bias), square) | {
         'decoder.layers.0': (_WIDTH, channels, 3, 3),
-        'decoder.layers.3': (_WIDTH, _WIDTH, 3, 3),
-        'decoder.layers.4': (3, _WIDTH, 3, 3),
+        f'decoder.layers.{2 * halvings + 2}': (3, _WIDTH, 3, 3),
         'encoder.layers.0': (_WIDTH, 3, 3, 3),
-        'encoder.layers.1': (_WIDTH, _WIDTH, 3, 3),
-        'encoder.layers.2': (channels, _WIDTH, 3, 3),
+        f'encoder.layers.{halvings + 1}': (channels, _WIDTH, 3, 3),
     }
-    without_bias = 'decoder.layers.3', 'encoder.layers.1'
-    blocks = {'num_decoder_blocks': [0, 0], 'num_encoder_blocks': [0, 0]}
-    return _write(folder, 'AutoencoderTiny', channels, blocks, shapes, without_bias)
+    blocks = [0] * (halvings + 1)
+    config = {'num_decoder_blocks': blocks, 'num_encoder_blocks': blocks}
+    return _write(folder, 'AutoencoderTiny', channels, config, shapes, without_bias)
 
 
 def make_kl_encoder(folder: pathlib.Path, channels: int = 4) -> pathlib.Path:

@@ -4,14 +4,18 @@
 """
 
 import contextlib
+import json
 import os
+import pathlib
 import random
 import time
 
 import pytest
 
-from coyo11m_tfds import storage
+from coyo11m_tfds import schema, storage
 from tests import children, encode_program, made_images, small_vae
+from tests.test_readme import blocks
+from tests.test_snippets import run
 
 SHARE = float(os.environ.get('COYO11M_DRILL_SHARE', '1'))
 SEED = os.environ.get('COYO11M_DRILL_SEED', '0')
@@ -78,3 +82,51 @@ def test_killed_at_random_moments(gcs, tmp_path, kind):
                 tars.items()
             )
         assert finish(out) == expected
+
+
+# Widths and heights that lead to the three buckets of 256 pixels, and to none.
+SIZES = [(300, 280), (420, 300), (300, 420), (261, 512), (200, 300), (900, 300)]
+
+
+@pytest.fixture
+def photos(tmp_path) -> pathlib.Path:
+    """2,000 images in folders, 40 of them bad."""
+    count = int(2000 * max(SHARE, 0.25))
+    images = made_images.make_images(count, SIZES)
+    bad = [b'', b'<!DOCTYPE html>', b'RIFF', images[0].data[:900], images[2].data[:700]]
+    for number in range(0, count, 50):
+        images[number] = images[number]._replace(data=bad[number // 50 % len(bad)])
+    return made_images.write(tmp_path / 'PHOTOS', 'json', images)
+
+
+def test_the_page_leads_from_images_to_pictures(photos, tmp_path):
+    vae = tmp_path / 'vae'
+    vae.mkdir()
+    small_vae.make(vae, halvings=3)
+
+    def here(command: str) -> str:
+        return command.replace('stabilityai/sdxl-vae', 'vae').replace(
+            '--images=PHOTOS', '--images=PHOTOS --max_bad=0.03'
+        )
+
+    text = '\n'.join(text for _, text in blocks('docs/images.md')).splitlines()
+    commands = [here(line) for line in text if line.startswith('python -m ')]
+    for command in commands[:3]:  # of one resolution: encode, build, add a column of numbers
+        run(['bash', '-c', command], tmp_path)
+    encode, draw = commands[3:]
+    said = run(['bash', '-c', encode], tmp_path)
+    count = len(list(photos.glob('*/*.json')))
+    assert f'{count // 50} bad: ' in said
+    build, train = said.splitlines()[-2:]
+    run(['bash', '-c', build], tmp_path)
+    fields = 'num_steps=30 batch_size=8 model.name=tiny/8 eval_every=30 preview_every=30'
+    flags = ' '.join(f'--config.{x}' for x in (*fields.split(), 'optimizer.warmup_steps=1'))
+    run(['bash', '-c', f'{train} {flags} --config.preview.vae=vae'], tmp_path)
+    run(['bash', '-c', f'{draw} --num_steps=2'], tmp_path)
+    folders = {path.name for path in (tmp_path / 'BUCKETS').iterdir() if path.is_dir()}
+    shapes = folders - {'.encoded'}
+    assert len(shapes) == 3
+    for shape in shapes:
+        folder = tmp_path / 'BUCKETS-data' / schema.NAME / shape / schema.VERSION
+        assert json.loads((folder / schema.METADATA_FILE).read_text())['vae'] == 'vae'
+    assert list((tmp_path / 'BUCKETS-run').rglob('*.png'))
