@@ -15,9 +15,7 @@ ID = '3f9a1c20'
 def build(
     source: pathlib.Path, sidecar: pathlib.Path | str, out: pathlib.Path, **fields: Any
 ) -> pathlib.Path:
-    """The folder of a data set with a tenth of the records in `validation`; `fields` of the config.
-
-    It has the text embeddings of `sidecar`, or none if that is ''.
+    """The folder of a data set with a tenth in `validation` and, unless '', with text of `sidecar`.
 
     Its shards have unequal lengths, none a multiple of 32, except by chance.
     """

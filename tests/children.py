@@ -1,9 +1,4 @@
-"""Child processes of tests, which may be killed without leaving anything behind.
-
-with children.python('print(sys.argv[1])', 'hello') as child:
-    child.stdout.readline()   # 'hello\\n'
-    child.kill()
-"""
+"""Child processes of tests, which may be killed without leaving anything behind."""
 
 import contextlib
 import os
@@ -19,10 +14,7 @@ from tests.checkout import CHECKOUT
 
 @contextlib.contextmanager
 def python(code: str, *arguments: object) -> Iterator[subprocess.Popen]:
-    """Runs `code`, with `sys` imported; what is not over at the end of the block is killed.
-
-    Its output is text in pipes; the environment is that of the test, with the stand-ins in it.
-    """
+    """Runs `code`, with `sys` imported; what is not over at the end of the block is killed."""
     command = [sys.executable, '-c', f'import sys\n{textwrap.dedent(code)}', *map(str, arguments)]
     child = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

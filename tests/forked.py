@@ -1,7 +1,4 @@
-"""Programs of the project, many in a row, for what a command line is answered with.
-
-[(0, lines), (1, ['error: ...'])] = forked.run([('coyo11m_tfds.verify', ['--help']), ...])
-"""
+"""Programs of the project, many in a row, for what a command line is answered with."""
 
 import json
 import os

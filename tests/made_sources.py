@@ -93,10 +93,7 @@ def write_sidecar(
     source: pathlib.Path | None = None,
     **metadata: str | None,
 ) -> pathlib.Path:
-    """Writes text embeddings as float16; `metadata` replaces entries of the schema's metadata.
-
-    With the folder of a `source` they count as made of its captions.
-    """
+    """Writes text embeddings as float16, as of the captions of `source`; None drops `metadata`."""
     dim = len(next(iter(embeddings.values())))
     flat = pa.array(np.concatenate(list(embeddings.values())).astype(np.float16))
     entries = {

@@ -1,11 +1,4 @@
-"""Small training runs: in this process, as a command, or on several hosts, and what they wrote.
-
-state = runs.train(data_dir, workdir, num_steps=10)
-process = runs.start(data_dir, workdir, num_steps=10)
-with runs.hosts(data_dir, workdir, processes=4, devices=1) as started:
-    assert runs.wait(started) == [0] * 4
-runs.losses(workdir)   # {('train/loss', 1): 1.93, ...}
-"""
+"""Small training runs: in this process, as a command, or on several hosts, and what they wrote."""
 
 import collections
 import contextlib
@@ -85,10 +78,7 @@ def train_config(
     accept: Sequence[str] = (),
     hooks: Sequence[loop.Hook] | None = None,
 ) -> state.TrainState:
-    """`train.train_and_evaluate` with the jitted functions of an earlier run that had equal ones.
-
-    To trace and compile them takes most of the time of a small run.
-    """
+    """`train.train_and_evaluate` with the jitted functions, slow to make, of an equal run."""
     setup = loop.set_up(config, workdir, accept)
     fields = config_rules.flatten_fields(config.to_dict())
     assert config.optimizer.schedule == 'constant'  # others depend on the number of steps
@@ -112,16 +102,12 @@ def start(data_dir: os.PathLike, workdir: os.PathLike, **changes) -> subprocess.
     )
 
 
+@dataclasses.dataclass
 class Host:
-    """One process of a run on several, as if on a machine of its own.
+    """One process of a run on several, as if on a machine of its own."""
 
-    Attributes:
-        process: the process.
-        output: file of what it prints. Not a pipe: a host that waits for a reader stops them all.
-    """
-
-    def __init__(self, process: subprocess.Popen, output: pathlib.Path):
-        self.process, self.output = process, output
+    process: subprocess.Popen
+    output: pathlib.Path  # not a pipe: a host that waits for a reader stops them all
 
 
 @contextlib.contextmanager
@@ -130,8 +116,7 @@ def hosts(
 ) -> Iterator[list[Host]]:
     """Starts a run on several processes of so many devices each; kills what is left of it at last.
 
-    They find each other over loopback, and note the keys of every step in `workdir` (see
-    `train_process.py`). One process is a run like any other.
+    They note the keys of every step in `workdir` (see `train_process.py`).
     """
     common = [*flags(data_dir, workdir, **changes), _ACCEPTED]
     if processes > 1:
@@ -235,10 +220,7 @@ def saved_steps(workdir: pathlib.Path) -> list[int]:
 
 
 def keys_of_steps(workdir: pathlib.Path, processes: int) -> dict[int, np.ndarray]:
-    """The keys of every global batch that so many processes trained on: `{step: int64 (b,)}`.
-
-    Checks that process p had the p-th part of each.
-    """
+    """The keys of every global batch, of which process p had the p-th part: `{step: (b,)}`."""
     by_process = [
         [json.loads(line) for line in path.read_text().splitlines()]
         for path in sorted(workdir.glob(f'keys_*_of_{processes}.jsonl'))

@@ -1,5 +1,4 @@
-"""Starts builds in processes of their own, kills them, and looks at what they leave: on a disk or
-in a bucket."""
+"""Starts builds in processes of their own, kills them, and looks at what they leave."""
 
 import atexit
 import json
@@ -23,11 +22,7 @@ def final_folder(out: pathlib.Path) -> pathlib.Path:
 
 
 class Build:
-    """A build in a process of its own, forked from one that has imported all it needs.
-
-    Attributes:
-        pid: ID of the process.
-    """
+    """A build in a process of its own, forked from one that has imported all it needs."""
 
     def __init__(self, env: dict[str, str], *arguments: str):
         self._folder = tempfile.mkdtemp()

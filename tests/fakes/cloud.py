@@ -1,15 +1,7 @@
-"""Stand-ins for Google Cloud Storage and the Hugging Face hub, ready for use in tests.
+"""Stand-ins for Google Cloud Storage and the Hugging Face hub, as fixtures.
 
-    from tests.fakes.cloud import gcs, hub  # noqa: F401
-
-    def test_source(gcs):
-        gcs.upload_folder(folder, 'gs://bucket/source')
-        gcs.inject(Fault('503', count=2))
-        source_folder.find_source('gs://bucket/source')                     # in this process
-        subprocess.run([sys.executable, ...], env={**os.environ, **gcs.env})   # TensorFlow as well
-
-The clients of gs:// and the hub reach the stand-ins from the test process. TensorFlow reads its
-environment once, so what uses gs:// through it runs in a child process with `env`.
+Their clients in this process reach them. TensorFlow reads its environment once, so what uses gs://
+through it runs in a child process with `gcs.env`.
 """
 
 import contextlib
@@ -133,10 +125,7 @@ def bucket(gcs, monkeypatch) -> Gcs:
 
 @pytest.fixture
 def hub(monkeypatch) -> Iterator[Hub]:
-    """A hub whose data set 'owner/name' is empty: `hub.commit(files)` fills it.
-
-    huggingface_hub in this process reaches it.
-    """
+    """A hub whose data set 'owner/name' is empty: `hub.commit(files)` fills it."""
     from huggingface_hub import constants, hf_api
     from huggingface_hub.utils import _http
 

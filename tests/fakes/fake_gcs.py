@@ -1,11 +1,5 @@
 """A stand-in for Google Cloud Storage: for its own client, gcsfs, TensorFlow and TensorStore.
 
-    with Gcs() as gcs:
-        gcs.put('bucket', 'a/b.txt', b'hello')
-        gcs.inject(Fault('503', count=2, match='read bucket/a/b.txt'))
-        ...  # gcsfs with STORAGE_EMULATOR_HOST=gcs.url; `cloud` leads TensorFlow here too
-        gcs.objects('bucket')  # {'a/b.txt': b'hello'}
-
 The JSON interface, as far as these clients use it. A bucket exists from its first mention on,
 unless its name begins with 'no-such-'.
 """
@@ -106,10 +100,7 @@ class Unchanged(Refused):
 
 
 class Store:
-    """Buckets and their objects; every method is one atomic step.
-
-    `query` holds the parameters of a request; those that are preconditions are kept to.
-    """
+    """Buckets and their objects; every method is one atomic step, and keeps to preconditions."""
 
     def __init__(self):
         self._lock = threading.RLock()

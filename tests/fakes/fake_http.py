@@ -1,12 +1,8 @@
 """An HTTP/1.1 server on loopback that refuses, delays, loses and damages answers on demand.
 
-    with Gcs() as server:
-        server.inject(Fault('503', count=2, match=r'read bucket/x$'))  # the first two of them
-        server.inject_share(['cut', 'reset'], share=0.05, seed=1)      # one in twenty data requests
-
-A thread for each connection; connections are kept alive. The server is also a proxy that stands for
-all hosts behind it, as TensorFlow has no setting for the address of the storage: libcurl inside it
-honours `https_proxy`, and trusts `CERTIFICATE` by `CURL_CA_BUNDLE`.
+It is also a proxy that stands for all hosts behind it, as TensorFlow has no setting for the address
+of the storage: libcurl inside it honours `https_proxy`, and trusts `CERTIFICATE` by
+`CURL_CA_BUNDLE`.
 """
 
 import contextlib
@@ -59,20 +55,14 @@ KINDS = {
 
 @dataclasses.dataclass
 class Request:
-    """One request as the log keeps it.
-
-    `path` is `bucket/object` (a listing: `bucket/prefix`) or `repo/file`, not percent-encoded.
-    `range` is what is asked for or uploaded: (0, 99) is 100 bytes, (100, None) all from byte 100.
-    `nbytes` counts the bytes of the answer's body, `received` those of the request's.
-    `began` and `ended` say when it came and when its answer was complete (`time.monotonic`).
-    """
+    """One request as the log keeps it."""
 
     method: str
     action: str
-    path: str
-    range: tuple[int, int | None] | None
-    nbytes: int = 0
-    received: int = 0
+    path: str  # `bucket/object`, `bucket/prefix` of a listing, or `repo/file`; not encoded
+    range: tuple[int, int | None] | None  # asked for or uploaded; (100, None) is all from byte 100
+    nbytes: int = 0  # of the answer's body
+    received: int = 0  # of the request's body
     status: int | None = None  # None: no status line was sent
     fault: str | None = None
     began: float = dataclasses.field(default_factory=time.monotonic)
@@ -84,15 +74,10 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What goes wrong with the first `count` requests that fit; None: with all of them.
+    """What goes wrong with the first `count` requests that fit, or with all of them for None.
 
-    Attributes:
-        kind: one of KINDS.
-        match: regular expression, searched in 'METHOD action path', as in 'GET read bucket/x.pt'.
-        action: of the request; None: any.
-        after_bytes: how much of the body passes before 'cut', 'stall' and 'reset', which byte
-            'flip' changes; None: half of it (of an upload's first piece), for 'reset' nothing.
-        seconds: how late 'slow' is (None: 0.1); how long 'stall' lasts at most (None: 10).
+    Of the body pass `after_bytes` before 'cut', 'stall' and 'reset', and 'flip' changes that byte;
+    None is half of it (of an upload's first piece), for 'reset' nothing.
     """
 
     kind: str
@@ -141,10 +126,10 @@ class Faults:
         everywhere: bool = False,
         seconds: float | None = None,
     ) -> None:
-        """Hits `share` of the data requests (`everywhere`: of all requests), each kind as often.
+        """Hits `share` of the data requests, or `everywhere` of all, each kind as often.
 
-        Whether a request is hit depends on `seed`, on what it asks for and on how often that was
-        asked before, not on the order in which threads happen to ask.
+        Whether a request is hit depends on `seed`, on what it asks for and how often, not on
+        threads.
         """
 
         def draw(request: Request, repetition: int) -> Fault | None:
@@ -328,10 +313,7 @@ def json_reply(content: object, status: int = 200, **headers: str) -> Reply:
 
 
 class FakeServer:
-    """Base of the stand-ins; a context manager that serves while it is open.
-
-    A request is answered by the method `_on_ACTION`, with the groups of its route's pattern.
-    """
+    """Base of the stand-ins: the method `_on_ACTION` answers, with the names in its route."""
 
     routes: Sequence[tuple[str, Mapping[str, str]]]  # pattern of the path, action by HTTP method
 

@@ -1,14 +1,8 @@
 """A stand-in for the HTTP interface of the Hugging Face hub, for one data set repository.
 
-    with Hub({'README.md': b'hello', 'latents-3crop/0.pt': pathlib.Path('0.pt')}) as hub:
-        hub.inject(Fault('cut', match='read .*0.pt'))
-        ...  # huggingface_hub in a process that was started with HF_ENDPOINT=hub.url
-        hub.commit({'README.md': b'changed'})
-
-What `coyo11m_tfds.storage` asks for: information about the repository, as huggingface_hub 2.4 does,
-and downloads. Large files, and those named like data, are "LFS" files as on the hub: known by their
-SHA-256, and a download is redirected to another host, which must not see the user's token. Small
-ones are known by git's SHA-1.
+Large files, and those named like data, are "LFS" files as on the hub: known by their SHA-256, and a
+download is redirected to another host, which must not see the user's token. Small ones are known by
+git's SHA-1.
 """
 
 import dataclasses
@@ -65,10 +59,7 @@ class _Refused(Refused):
 
 
 class Hub(FakeServer):
-    """The server of one data set, `repo`; `env` leads a child process here.
-
-    If it is `gated`, files are only for those who send `token`; all may see their names.
-    """
+    """The server of one data set, `repo`; a `gated` one gives files only to who sends `token`."""
 
     routes, repo, token = _ROUTES, 'owner/name', 'hf_token_for_tests'
 

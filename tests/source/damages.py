@@ -1,7 +1,4 @@
-"""What may happen to a file, for tests of what is then read.
-
-data = choose.choice([*damages(data, choose, others).values()])
-"""
+"""What may happen to a file, for tests of what is then read."""
 
 import random
 
