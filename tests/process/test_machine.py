@@ -1,7 +1,6 @@
 """Tests of the limits of containers, on made-up trees of control groups."""
 
 import os
-import pathlib
 
 import pytest
 
@@ -37,48 +36,33 @@ def test_accelerators_are_those_with_device_files(tmp_path, files, kinds):
     assert machine.accelerators(tmp_path) == kinds
 
 
-def tree(root: pathlib.Path, groups: str, **files: str) -> pathlib.Path:
-    """Makes `proc/self/cgroup`, and files below `sys/fs/cgroup`."""
-    in_sys = {f'sys/fs/cgroup/{path}': text for path, text in files.items()}
-    for path, text in {'proc/self/cgroup': groups, **in_sys}.items():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_text(text + '\n')
-    return root
+QUOTA = '{}00000 100000'.format
 
 
 @pytest.mark.parametrize(
-    ('quota', 'cpus'),
+    ('group', 'files', 'cpus', 'memory'),
     [
-        ('max 100000', 64),
-        ('400000 100000', 4),
-        ('150000 100000', 2),  # rounded up
+        ('/', {'cpu.max': 'max 100000'}, 64, PHYSICAL),
+        ('/', {'cpu.max': '400000 100000'}, 4, PHYSICAL),
+        ('/', {'cpu.max': '150000 100000'}, 2, PHYSICAL),  # rounded up
+        ('/', {'unified/cpu.max': QUOTA(4)}, 4, PHYSICAL),  # beside version 1
+        ('/pods/pod/main', {'pods/pod/cpu.max': QUOTA(3), 'pods/pod/memory.max': GB}, 3, GB),
+        # The path is that outside of the container, so that only the top is mounted.
+        ('/pods/pod/main', {'cpu.max': QUOTA(3), 'memory.max': GB}, 3, GB),
+        ('/../../outside', {'cpu.max': QUOTA(2)}, 2, PHYSICAL),
+        # The least counts, and that of another group does not.
+        ('/a/b', {'cpu.max': QUOTA(8), 'a/cpu.max': QUOTA(2), 'a/b/cpu.max': 'max 1'}, 2, PHYSICAL),
+        ('/a/b', {'memory.max': GB, 'a/memory.max': 2 * GB, 'a/b/memory.max': 'max'}, 64, GB),
+        ('/a', {'x/cpu.max': QUOTA(1), 'x/memory.max': 1000}, 64, PHYSICAL),
     ],
 )
-def test_cpu_quota(tmp_path, quota, cpus):
-    for mount in ('', 'unified/'):  # beside version 1
-        root = tree(tmp_path / mount, '4:memory:/x\n0::/', **{f'{mount}cpu.max': quota})
-        assert machine.usable_cpus(root) == cpus
-
-
-@pytest.mark.parametrize('limited', ['', 'kubepods/pod/'])
-def test_every_group_above_counts(tmp_path, limited):
-    """Also where the path is that outside of the container, so that only the top is mounted."""
-    files = {f'{limited}cpu.max': '300000 100000', f'{limited}memory.max': str(GB)}
-    root = tree(tmp_path, '0::/kubepods/pod/main', **files)
-    assert (machine.usable_cpus(root), machine.usable_memory(root)) == (3, GB)
-
-
-def test_the_least_of_the_limits_of_its_own_groups_counts(tmp_path):
-    files = {'a/cpu.max': '800000 100000', 'a/b/cpu.max': '200000 100000', 'a/b/c/cpu.max': 'max 1'}
-    memory = {'a/memory.max': str(GB), 'a/b/memory.max': str(2 * GB), 'a/b/c/memory.max': 'max'}
-    other = {'x/cpu.max': '100000 100000', 'x/memory.max': '1000'}
-    root = tree(tmp_path, '0::/a/b/c', **files, **memory, **other)
-    assert (machine.usable_cpus(root), machine.usable_memory(root)) == (2, GB)
-
-
-def test_a_path_that_leaves_the_mount(tmp_path):
-    root = tree(tmp_path, '0::/../../outside', **{'cpu.max': '200000 100000'})
-    assert machine.usable_cpus(root) == 2
+def test_the_limits_of_its_own_group_and_those_above_count(tmp_path, group, files, cpus, memory):
+    written = {f'sys/fs/cgroup/{name}': text for name, text in files.items()}
+    for name, text in {'proc/self/cgroup': f'4:memory:/x\n0::{group}', **written}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f'{text}\n')
+    assert machine.usable_cpus(tmp_path) == cpus
+    assert machine.usable_memory(tmp_path) == memory
 
 
 def test_a_system_without_control_groups(tmp_path, monkeypatch):
