@@ -11,14 +11,13 @@ import shutil
 from collections.abc import Callable
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import input_pipeline
 from coyo11m_tfds import mirror, schema, storage
 from coyo11m_tfds.source import formats
-from tests import built, joins, made_sources, test_formats
+from tests import built, made_sources, test_formats
 from tests.convert import build_kills, build_program
 from tests.source.damages import damages
 from tests.test_formats import FORMATS, Truth
@@ -138,27 +137,6 @@ def test_a_build_has_the_right_records_or_names_the_file(made, tmp_path, count):
         return sorted(read_records(final)) == expected
 
     drill(count, damage, build)
-
-
-@COUNTS
-def test_captions_whose_pages_have_checksums_are_right_or_refused(tmp_path, count):
-    """Nothing but the checksums in the file tells what it was."""
-    texts = {
-        7 * key: f'Caption {key}: ' + ' '.join(map(str, range(key % 40))) for key in range(900)
-    }
-    path = tmp_path / schema.CAPTIONS_FILE
-    keys = random.Random(0).sample(sorted(texts), len(texts))
-    columns = {'url': [f'http://x/{key}' for key in keys], 'key': keys}
-    table = pa.table(columns | {schema.DEFAULT_CAPTION_COLUMN: [texts[key] for key in keys]})
-    pq.write_table(table, path, row_group_size=250, write_page_checksum=True)
-
-    def read(path: pathlib.Path) -> bool:
-        shutil.rmtree(tmp_path / 'joined', ignore_errors=True)
-        values = joins.of_captions(path, tmp_path / 'joined')
-        captions = zip(values.places.tolist(), values.read(values.places), strict=True)
-        return {key: text.decode() for key, text in captions} == texts
-
-    assert drill(4 * count, damaging(path, path.read_bytes()), read) > 2 * count
 
 
 def damaging(path: pathlib.Path, whole: bytes) -> Callable[[random.Random], pathlib.Path]:
