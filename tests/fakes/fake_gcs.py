@@ -29,6 +29,7 @@ from tests.fakes.fake_http import (
     select_range,
 )
 
+_CONTENT_TYPE = 'application/octet-stream'
 _UPLOAD_UNIT = 256 << 10  # of an upload that breaks off, whole units are kept
 _PAGE = 1000
 
@@ -53,7 +54,7 @@ class Object:
     name: str
     data: bytes
     generation: int
-    content_type: str = 'application/octet-stream'
+    content_type: str = _CONTENT_TYPE
 
     @functools.cached_property
     def crc32c(self) -> str:
@@ -129,13 +130,13 @@ class Store:
         if unwanted == generation:
             raise Unchanged(412, 'The object has the generation that it must not have.')
 
-    def store(
+    def put(
         self,
-        query: Mapping[str, str],
         bucket: str,
         name: str,
         data: bytes,
-        content_type: str = 'application/octet-stream',
+        query: Mapping[str, str] = {},
+        content_type: str = _CONTENT_TYPE,
     ) -> Object:
         with self._lock:
             self.check(query, bucket, name)
@@ -144,7 +145,7 @@ class Store:
             self._bucket(bucket)[name] = made
         return made
 
-    def delete(self, query: Mapping[str, str], bucket: str, name: str) -> None:
+    def remove(self, bucket: str, name: str, query: Mapping[str, str] = {}) -> None:
         with self._lock:
             self.find(query, bucket, name)
             del self._bucket(bucket)[name]
@@ -155,7 +156,7 @@ class Store:
         with self._lock:
             self.check(query, bucket, name, 'ifSource')
             found = self._find(bucket, name, query.get('sourceGeneration'))
-            return self.store(query, to_bucket, to_name, found.data, found.content_type)
+            return self.put(to_bucket, to_name, found.data, query, found.content_type)
 
     def _bucket(self, bucket: str) -> dict[str, Object]:
         if bucket.startswith('no-such-'):
@@ -208,7 +209,7 @@ def split_multipart(content_type: str, body: bytes) -> tuple[dict[str, Any], str
     head, content = rest.split(2 * newline, 1)
     content = content[: content.rindex(newline + boundary + b'--')]
     kind = re.search(r'(?im)^content-type:\s*(\S+)', head.decode())
-    return described, kind[1] if kind else 'application/octet-stream', content
+    return described, kind[1] if kind else _CONTENT_TYPE, content
 
 
 @dataclasses.dataclass
@@ -235,6 +236,7 @@ class Gcs(FakeServer):
         self.tells_size_of_empty = True  # in the metadata of empty objects
         self.copied_at_once = 1 << 62  # bytes that a request copies at most; the next one continues
         self._store = Store()
+        self.put, self.remove = self._store.put, self._store.remove
         self._sessions: dict[str, _Session] = {}
 
     # --- For the tests -----------------------------------------------------------------------
@@ -242,26 +244,18 @@ class Gcs(FakeServer):
     def objects(self, bucket: str) -> dict[str, bytes]:
         """Content of all objects by name, sorted."""
         found = self._store.bucket(bucket)
-        return {name: bytes(item.data) for name, item in sorted(found.items())}
+        return {name: item.data for name, item in sorted(found.items())}
 
     def resource(self, bucket: str, name: str) -> dict[str, Any]:
         """Metadata of an object, as the JSON interface gives it; KeyError if there is none."""
         return self._store.bucket(bucket)[name].resource(self.url)
-
-    def put(self, bucket: str, name: str, data: bytes) -> None:
-        """Stores an object."""
-        self._store.store({}, bucket, name, data)
-
-    def remove(self, bucket: str, name: str) -> None:
-        """Deletes an object."""
-        self._store.delete({}, bucket, name)
 
     def upload_folder(self, folder: str | pathlib.Path, url: str) -> None:
         """Stores all files below `folder` under 'gs://bucket/prefix'."""
         bucket, prefix = _split_url(url)
         for path in sorted(p for p in pathlib.Path(folder).rglob('*') if p.is_file()):
             name = prefix + path.relative_to(folder).as_posix()
-            self._store.store({}, bucket, name, path.read_bytes())
+            self.put(bucket, name, path.read_bytes())
 
     def download_folder(self, url: str, folder: str | pathlib.Path) -> None:
         """Writes all objects under 'gs://bucket/prefix' as files below `folder`."""
@@ -349,7 +343,7 @@ class Gcs(FakeServer):
         return select_range(call, found.data, found.headers())
 
     def _on_delete(self, call: Call, bucket: str, name: str) -> Reply:
-        self._store.delete(call.query, bucket, name)
+        self.remove(bucket, name, call.query)
         return Reply(204)
 
     def _on_copy(self, call: Call, bucket: str, name: str, to_bucket: str, to_name: str) -> Reply:
@@ -371,21 +365,21 @@ class Gcs(FakeServer):
         if 'upload_id' in call.query:
             return self._continue(call)
         name = call.query.get('name')
-        content_type = call.headers.get('Content-Type', 'application/octet-stream')
+        content_type = call.headers.get('Content-Type', _CONTENT_TYPE)
         pieces = call.body.pieces()
         if call.query['uploadType'] == 'multipart':
             described, content_type, content = split_multipart(content_type, call.body.read())
             name = described.get('name', name)
             pieces = iter([content])
         data = b''.join(call.file_pieces(pieces))
-        made = self._store.store(call.query, bucket, name, data, content_type)
+        made = self.put(bucket, name, data, call.query, content_type)
         return json_reply(self._resource(call, made))
 
     def _on_start(self, call: Call, bucket: str) -> Reply:
         described = json.loads(call.body.read() or b'{}')
         name = described.get('name', call.query.get('name'))
         self._store.check(call.query, bucket, name)
-        content_type = call.headers.get('X-Upload-Content-Type', 'application/octet-stream')
+        content_type = call.headers.get('X-Upload-Content-Type', _CONTENT_TYPE)
         number = uuid.uuid4().hex
         self._sessions[number] = _Session(bucket, name, call.query, content_type)
         quoted = urllib.parse.quote(name, safe='')
@@ -413,11 +407,11 @@ class Gcs(FakeServer):
         """The finished object, or how far the upload is; makes the object of the last byte."""
         total = call.headers.get('Content-Range', f'/{len(session.data)}').rpartition('/')[2]
         if session.done is None and total != '*' and int(total) == len(session.data):
-            session.done = self._store.store(
-                session.query,
+            session.done = self.put(
                 session.bucket,
                 session.name,
                 bytes(session.data),
+                session.query,
                 session.content_type,
             )
         if session.done is not None:
