@@ -29,7 +29,7 @@ import shlex
 import tarfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Self
 
@@ -46,6 +46,7 @@ from coyo11m_tfds.source import image_files
 from coyo11m_tfds.source.copied_files import CopiedFiles
 from coyo11m_tfds.source.image_files import ImagePart, SourceImage
 from coyo11m_tfds.storage import file_state, json_digest
+from coyo11m_tfds.storage.base import Storage
 from coyo11m_tfds.storage.scratch import Scratch, check_out, scratch_folder
 from coyo11m_tfds.storage.stored_file import StoredFile
 
@@ -208,18 +209,27 @@ def encode(
     for name, value in (('size', size), ('max_pixels', max_pixels), ('part_images', part_images)):
         errors.at_least(1).check(name, value)
     shapes = pixels.bucket_shapes(size) if buckets else ((size, size),)
+    target = Target(shapes, crops, max_pixels)
     parts = image_files.find_images(images, caption_column, part_images)
     encoder = vae_encoder.load_encoder(vae) if isinstance(vae, str) else vae
     if size % encoder.factor:
         raise ValueError(f'size={size}: expected a multiple of {encoder.factor}, as {vae} needs.')
-    target = Target(shapes, crops, max_pixels)
-    row_encoder = _RowEncoder(encoder, target, moments, dtype)
-    encoding = _Encoding(out, parts, row_encoder, caption_column)
     start = time.perf_counter()
+    # What decides the bytes of the parts, but for the contents of their files.
+    settings = {
+        schema.META_VAE: encoder.name,
+        'vae_revision': encoder.revision,
+        'shapes': [f'{height}x{width}' for height, width in shapes],
+        'crops': crops,
+        'moments': moments,
+        'dtype': dtype,
+        'caption_column': caption_column,
+        'max_pixels': max_pixels,
+        'images': _describe_parts(parts),
+    }
+    encoding = _Encoding(out, settings, parts)
     encoding.begin()
-    records = encoding.finished()
-    counts = _sum_counts(records)
-    num_kept = counts.shapes.total()
+    num_kept = encoding.counts.shapes.total()
     numbers = range(len(parts))[share[0] :: share[1]]
     num_bytes = sum(parts[number].num_bytes for number in numbers)
     with (
@@ -228,113 +238,126 @@ def encode(
         Progress('Encoding images', num_bytes, 'B', {'parts': len(numbers)}) as progress,
     ):
         for number in numbers:
-            if number in records:
+            if number in encoding.records:
                 progress.skip(parts[number].num_bytes, parts=1)
                 continue
             # Before more hours are spent.
-            counts.check_bad(max_bad, _MANY_IMAGES)
-            tars, remaining = _PartTars(folder, row_encoder), parts[number].num_bytes
-            with tars, parts[number].open(Scratch(folder)) as source_images:
-                for image, decoded in decoders.decode_all(source_images):
-                    if isinstance(decoded, BadImageError):
-                        tars.counts.drop(image, decoded)
-                    else:
-                        tars.add(image, decoded)
-                    progress.add(image.size, images=1)
-                    remaining -= image.size
-                tars.finish()
-            encoding.store_part(number, tars.paths, tars.counts)
-            counts.add(vars(tars.counts))
-            progress.add(remaining, parts=1)
-    num_encoded = counts.shapes.total() - num_kept
-    # Listed again: meanwhile other processes have made parts.
-    records = encoding.finished()
-    counts = _sum_counts(records)
-    counts.check_bad(max_bad)
-    missing = tuple(number for number in range(len(parts)) if number not in records)
+            encoding.counts.check_bad(max_bad, _MANY_IMAGES)
+            tars = _PartTars(folder, encoder, target, moments, dtype)
+            _encode_part(parts[number], tars, Scratch(folder), decoders, progress)
+            encoding.store_part(number, tars)
+    num_encoded = encoding.counts.shapes.total() - num_kept
+    # Meanwhile other processes have made parts.
+    encoding.read_records()
+    encoding.counts.check_bad(max_bad)
+    missing = tuple(sorted({*range(len(parts))} - encoding.records.keys()))
     if not missing:
-        encoding.finish(records.values())
+        encoding.finish()
     seconds = time.perf_counter() - start
-    return EncodingReport(counts, num_encoded, missing, encoder.name, seconds)
+    return EncodingReport(encoding.counts, num_encoded, missing, encoder.name, seconds)
 
 
-def _sum_counts(records: Mapping[int, Mapping[str, Any]]) -> ImageCounts:
-    counts = ImageCounts()
-    for record in records.values():
-        counts.add(record['counts'])
-    return counts
+def _describe_parts(parts: Sequence[ImagePart]) -> str:
+    names = [sorted(part.files) for part in parts]
+    digest = json_digest.sha256(names)[:16]
+    return f'{sum(map(len, names))} files in {len(parts)} parts, digest {digest} of their names'
+
+
+def _encode_part(
+    part: ImagePart, tars: '_PartTars', scratch: Scratch, decoders: '_Decoders', progress: Progress
+) -> None:
+    remaining = part.num_bytes
+    with (
+        tars,
+        part.open(scratch) as images,
+        contextlib.closing(decoders.decode_all(images)) as results,
+    ):
+        for image, decoded in results:
+            if isinstance(decoded, BadImageError):
+                tars.counts.drop(image, decoded)
+            else:
+                tars.add(image, decoded)
+            progress.add(image.size, images=1)
+            remaining -= image.size
+        tars.finish()
+    progress.add(remaining, parts=1)
 
 
 class _Encoding:
-    """The folder of an encoding: its record, its parts and their records."""
+    """The folder of an encoding: its settings, its parts and their records.
 
-    def __init__(
-        self, out: str, parts: Sequence[ImagePart], encoder: '_RowEncoder', caption_column: str
-    ):
+    Attributes:
+        records: Those of finished parts, by number.
+        counts: Of the images of these parts.
+    """
+
+    def __init__(self, out: str, settings: Mapping[str, Any], parts: Sequence[ImagePart]):
         self._folder = storage.open_folder(out, to_write=True)
-        self._parts, self._encoder = parts, encoder
-        names = [sorted(part.files) for part in parts]
-        num_files = sum(map(len, names))
-        images = f'{num_files} files in {len(parts)} parts, digest {json_digest.sha256(names)[:16]}'
-        # What decides the bytes of the parts, but for the contents of their images.
-        self._settings = encoder.settings | {'caption_column': caption_column, 'images': images}
+        self._settings, self._parts = settings, parts
 
     def begin(self) -> None:
-        """Writes the record; raises a ValueError if the folder has that of another encoding."""
+        """Writes the settings and reads what is there; ValueError for another encoding."""
         if self._folder.read(schema.ENCODING_FILE) is None:
             self._write_settings('', is_complete=False)
-        record = self._read(schema.ENCODING_FILE)
-        del record[schema.ENCODING_COMPLETE]
-        self._check(schema.ENCODING_FILE, record, self._settings)
+        settings = self._read(schema.ENCODING_FILE)
+        settings.pop(schema.ENCODING_COMPLETE, None)
+        self._check(schema.ENCODING_FILE, settings, self._settings)
+        self.read_records()
 
-    def finished(self) -> dict[int, dict[str, Any]]:
-        """Returns the records of finished parts by number; ValueError for those of others."""
-        sizes, records = self._folder.sizes(), {}
+    def read_records(self) -> None:
+        """Reads the records of finished parts; ValueError for one of another encoding."""
+        self.records, self.counts = dict[int, dict[str, Any]](), ImageCounts()
+        sizes = self._folder.sizes()
         for name in sorted(self._folder.list(_PARTS)):
             path, number = f'{_PARTS}/{name}', int(name.partition('.')[0])
             record = self._read(path)
             self._check(path, record['origin'], self._origin(number))
             if all(sizes.get(tar) == size for tar, size in record['tars'].items()):
-                records[number] = record
-        return records
+                self._add_record(number, record)
 
-    def store_part(self, number: int, tars: Mapping[str, str], counts: ImageCounts) -> None:
-        """Stores the tars of a part, local files by shape, and then its record."""
-        origin, stored_sizes = self._origin(number), {}
-        for shape, path in tars.items():
+    def store_part(self, number: int, tars: '_PartTars') -> None:
+        """Stores the tars of a part, and then its record."""
+        origin, sizes = self._origin(number), {}
+        for shape, path in tars.paths.items():
             # With one shape, the folder itself is the source.
-            sub_folder = shape if self._encoder.has_buckets else ''
+            sub_folder = shape if len(self._settings['shapes']) > 1 else ''
+            name = f'{number:05}.tar'
             if self._folder.read(os.path.join(sub_folder, schema.ENCODING_FILE)) is None:
                 self._write_settings(sub_folder, is_complete=False)
-            state, name = file_state.compute_state(path), f'{number:05}.tar'
+            state = file_state.compute_state(path)
             self._folder.store(path, os.path.join(sub_folder, name), state.crc32c)
             # A build compares the tar with this record, as if `mirror` had copied it.
-            target = storage.open_folder(self._folder.path_of(sub_folder), to_write=True)
-            source = StoredFile(next(iter(self._parts[number].files)), 0, origin['files'], None)
-            CopiedFiles(target).save(name, source, state)
-            stored_sizes[os.path.join(sub_folder, name)] = state.size
-        record = {'origin': origin, 'tars': stored_sizes, 'counts': vars(counts)}
+            source = StoredFile(min(self._parts[number].files), 0, origin['files'], None)
+            CopiedFiles(self._open(sub_folder)).save(name, source, state)
+            sizes[os.path.join(sub_folder, name)] = state.size
+        record = {'origin': origin, 'tars': sizes, 'counts': vars(tars.counts)}
         self._folder.write(f'{_PARTS}/{number:05}.json', json.dumps(record, indent=1).encode())
+        self._add_record(number, record)
 
-    def finish(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Marks the sources as complete, so that they can be built."""
-        tars = [tar for record in records for tar in record['tars']]
+    def finish(self) -> None:
+        """Marks all sources as complete, so that they can be built."""
+        tars = [tar for record in self.records.values() for tar in record['tars']]
         sub_folders = sorted({'', *map(os.path.dirname, tars)})
         for sub_folder in sub_folders:
             self._write_settings(sub_folder, is_complete=True)
         for sub_folder in sub_folders:
-            storage.open_folder(self._folder.path_of(sub_folder), to_write=True).sweep()
+            self._open(sub_folder).sweep()
+
+    def _open(self, sub_folder: str) -> Storage:
+        return storage.open_folder(self._folder.path_of(sub_folder), to_write=True)
+
+    def _add_record(self, number: int, record: dict[str, Any]) -> None:
+        self.records[number] = record
+        self.counts.add(record['counts'])
 
     def _origin(self, number: int) -> dict[str, str]:
-        return {
-            'settings': json_digest.sha256(self._settings),
-            'files': self._parts[number].digest,
-        }
+        settings = json_digest.sha256(self._settings)
+        return {'settings': settings, 'files': self._parts[number].digest}
 
     def _write_settings(self, sub_folder: str, is_complete: bool) -> None:
-        record = {**self._settings, schema.ENCODING_COMPLETE: is_complete}
+        settings = {**self._settings, schema.ENCODING_COMPLETE: is_complete}
         name = os.path.join(sub_folder, schema.ENCODING_FILE)
-        self._folder.write(name, json.dumps(record, indent=1).encode())
+        self._folder.write(name, json.dumps(settings, indent=1).encode())
 
     def _read(self, name: str) -> dict[str, Any]:
         try:
@@ -348,69 +371,31 @@ class _Encoding:
         errors.check_same_entries(expected, record, path, 'is what this command makes')
 
 
-class _RowEncoder:
-    """Turns images into the latents of rows, which have one or several crops."""
-
-    def __init__(self, encoder: VaeEncoder, target: Target, moments: bool, dtype: str):
-        self._encoder, self._target, self._moments, self._dtype = encoder, target, moments, dtype
-        self.has_buckets = len(target.shapes) > 1
-        self.settings: dict[str, Any] = {
-            schema.META_VAE: encoder.name,
-            'vae_revision': encoder.revision,
-            'shapes': [f'{height}x{width}' for height, width in target.shapes],
-            'crops': target.crops,
-            'moments': moments,
-            'dtype': dtype,
-            'max_pixels': target.max_pixels,
-        }
-
-    def batch_size(self, height: int, width: int) -> int:
-        """Returns how many images fill whole batches of the encoder."""
-        batch_size = self._encoder.batch_size(height, width)
-        return batch_size // math.gcd(batch_size, self._target.crops)
-
-    def start(self, images: Sequence[Pixels]) -> Callable[[], np.ndarray]:
-        """Starts to encode images of one shape; the result is a function that returns the rows."""
-        wait = self._encoder.start(np.concatenate([image.crops for image in images]))
-
-        def finish() -> np.ndarray:
-            latents, deviation = wait()
-            if self._moments:
-                if deviation is None:
-                    raise ValueError(f'{self._encoder.name}: has no moments, leave out --moments.')
-                latents = np.concatenate([latents, deviation], axis=1)
-            # Numbers that are too large become infinite, and their image is left out.
-            with np.errstate(over='ignore'):
-                rows = latents.astype(self._dtype)
-            num_crops = self._target.crops
-            shape = (num_crops,) * (num_crops > 1) + rows.shape[1:]
-            return rows.reshape(len(images), *shape)
-
-        return finish
-
-
 class _PartTars:
     """Encodes the images of a part into tars, one for each shape; a context manager.
 
-    Batches have one shape, and never images of two parts: so the bytes of a part depend on nothing
-    but its own images.
+    Batches have one shape, and never images of two parts, so that the bytes of a part depend on
+    nothing but its own images.
+
+    Attributes:
+        counts: Of the images.
+        paths: Local files by shape, 'HEIGHTxWIDTH'.
     """
 
-    def __init__(self, folder: str, encoder: _RowEncoder):
-        self.counts = ImageCounts()
-        self.paths: dict[str, str] = {}  # of the tars, by shape
-        self._folder, self._encoder = folder, encoder
-        self._tars: dict[str, tarfile.TarFile] = {}
+    def __init__(self, folder: str, encoder: VaeEncoder, target: Target, moments: bool, dtype: str):
+        self.counts, self.paths = ImageCounts(), dict[str, str]()
+        self._folder, self._encoder, self._num_crops = folder, encoder, target.crops
+        self._moments, self._dtype = moments, dtype
+        self._tars, self._stack = dict[str, tarfile.TarFile](), contextlib.ExitStack()
         self._batches = collections.defaultdict[str, _Batch](list)
-        self._running = collections.deque[tuple[str, _Batch, Callable[[], np.ndarray]]]()
+        self._running = collections.deque[tuple[str, _Batch, Callable]]()
         self._num_images = 0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_) -> None:
-        for tar in self._tars.values():
-            tar.close()
+        self._stack.close()
 
     def add(self, image: SourceImage, decoded: Pixels) -> None:
         """Adds an image; now and then starts a batch and writes the one before."""
@@ -419,7 +404,9 @@ class _PartTars:
         # Unlike the names of images, these have no dots, folders or repetitions.
         self._batches[shape].append((f'{self._num_images:06}', image, decoded))
         self._num_images += 1
-        if len(self._batches[shape]) == self._encoder.batch_size(height, width):
+        batch_size = self._encoder.batch_size(height, width)
+        # The crops of so many images fill whole batches of the encoder.
+        if len(self._batches[shape]) == batch_size // math.gcd(batch_size, self._num_crops):
             self._start(shape)
 
     def finish(self) -> None:
@@ -431,29 +418,40 @@ class _PartTars:
 
     def _start(self, shape: str) -> None:
         batch = self._batches.pop(shape)
-        wait = self._encoder.start([decoded for *_, decoded in batch])
+        wait = self._encoder.start(np.concatenate([decoded.crops for *_, decoded in batch]))
         self._running.append((shape, batch, wait))
-        # The devices compute one batch while another is decoded.
+        # The devices compute one batch while the next is decoded.
         if len(self._running) > 1:
             self._write(*self._running.popleft())
 
-    def _write(self, shape: str, batch: _Batch, wait: Callable[[], np.ndarray]) -> None:
-        for (name, image, decoded), latents in zip(batch, wait(), strict=True):
+    def _write(self, shape: str, batch: _Batch, wait: Callable[[], Any]) -> None:
+        for (name, image, decoded), latents in zip(batch, self._rows(*wait()), strict=True):
             if not np.isfinite(latents).all():
                 self.counts.drop(image, BadImageError('not finite latents'))
                 continue
             if shape not in self._tars:
-                self.paths[shape] = os.path.join(self._folder, f'{shape}.tar')
-                self._tars[shape] = tarfile.open(self.paths[shape], 'w')  # noqa: SIM115, closed at the end
-            array, fields = io.BytesIO(), {**image.numbers, schema.KEY: image.key}
+                self.paths[shape] = path = os.path.join(self._folder, f'{shape}.tar')
+                self._tars[shape] = self._stack.enter_context(tarfile.TarFile(path, 'w'))
+            array = io.BytesIO()
             np.lib.format.write_array(array, latents)
-            fields |= {'width': decoded.width, 'height': decoded.height}
-            data = json.dumps({**fields, 'caption': image.caption, 'file': image.name})
-            for suffix, content in (('npy', array.getvalue()), ('json', data.encode())):
+            fields = {**image.numbers, schema.KEY: image.key, schema.CAPTION: image.caption}
+            fields |= {'width': decoded.width, 'height': decoded.height, 'file': image.name}
+            for suffix, data in (('npy', array.getvalue()), ('json', json.dumps(fields).encode())):
                 member = tarfile.TarInfo(f'{name}.{suffix}')
-                member.size = len(content)
-                self._tars[shape].addfile(member, io.BytesIO(content))
+                member.size = len(data)
+                self._tars[shape].addfile(member, io.BytesIO(data))
             self.counts.count(image, shape)
+
+    def _rows(self, latents: np.ndarray, deviation: np.ndarray | None) -> np.ndarray:
+        """Latents of images, `(n, C, H, W)` or, of several crops, `(n, crops, C, H, W)`."""
+        if self._moments:
+            if deviation is None:
+                raise ValueError(f'{self._encoder.name}: has no moments, leave out --moments.')
+            latents = np.concatenate([latents, deviation], axis=1)
+        # Numbers that are too large become infinite, and their images are left out.
+        with np.errstate(over='ignore'):
+            rows = latents.astype(self._dtype)
+        return rows if self._num_crops == 1 else rows.reshape(-1, self._num_crops, *rows.shape[1:])
 
 
 class _Decoders:
@@ -479,7 +477,7 @@ class _Decoders:
 
     def decode_all(
         self, images: Iterable[SourceImage]
-    ) -> Iterator[tuple[SourceImage, Pixels | BadImageError]]:
+    ) -> Generator[tuple[SourceImage, Pixels | BadImageError], None, None]:
         """Reads and decodes images; yields them in order, with their pixels or what is wrong."""
         return workers.map_ahead(self._decode, images, self._num_threads, self._ahead)
 

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TypeVar
 
 VARIABLE = 'COYO11M_NUM_PROC'
@@ -47,7 +47,7 @@ def open_pool(
 
 def map_ahead(
     function: Callable[[Item], Result], items: Iterable[Item], num_threads: int, ahead: int
-) -> Iterator[tuple[Item, Result]]:
+) -> Generator[tuple[Item, Result], None, None]:
     """Calls a function in threads; yields items and results in order.
 
     At most `ahead` items are in work or wait to be yielded.
