@@ -124,7 +124,7 @@ class MemoryRanges:
     def gather(self, addresses: np.ndarray, nbytes: int) -> np.ndarray:
         """Like `FencedMemory.gather`, for an address in the range of each row."""
         is_inside = (addresses >= self._begin) & (addresses + nbytes <= self._end)
-        # Zeros are no valid header and no valid record: the reader notices them.
+        # Zeros are no valid record: the reader notices them.
         safe_addresses = np.where(is_inside, addresses, self._memory.zeros)
         return self._memory._gather_unchecked(safe_addresses, nbytes)
 
