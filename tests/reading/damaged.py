@@ -1,12 +1,9 @@
 """A small data set that tests damage: its shape, and where to damage it."""
 
-import itertools
 import pathlib
 
 import input_pipeline
 from coyo11m_tfds import schema
-from coyo11m_tfds.dataset import chunk_index
-from tests import built
 from tests.reading.batches import planned_batch
 
 LENGTHS = {schema.TRAIN: (70, 0, 97, 64, 131), schema.VALIDATION: (37, 12)}
@@ -29,19 +26,6 @@ def damage(
         begin += 16 + int.from_bytes(data[begin : begin + 8], 'little')
     data[begin + at] ^= 1
     file.write_bytes(data)
-
-
-def write_index(path: pathlib.Path, split: str = schema.TRAIN) -> None:
-    """Writes the chunk index that fits the shards as they are."""
-    lengths, entries, sizes = [], [], []
-    for shard in range(len(LENGTHS[split])):
-        data = shard_path(path, shard, split).read_bytes()
-        starts = [0, *itertools.accumulate(16 + len(x) for x in built.split_records(data))]
-        checksums = b''.join(data[end - 4 : end] for end in starts[1:])
-        lengths.append(len(starts) - 1)
-        entries.append(chunk_index.make_entries(starts[:-1:32], checksums))
-        sizes.append(len(data))
-    chunk_index.write_chunk_index(path, split, lengths, entries, sizes)
 
 
 def place_of(path: pathlib.Path, step: int, place: int) -> tuple[int, int]:

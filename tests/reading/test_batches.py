@@ -1,6 +1,7 @@
 """What `train_batches`, `eval_batches` and `train_arrays` give: place, content, share, end."""
 
 import contextlib
+import functools
 import gc
 import inspect
 import itertools
@@ -142,6 +143,15 @@ def test_help_and_editors_see_the_arguments_by_name():
         (dict(stride=0), 'stride=0: expected at least 1'),
         (dict(chunk=48), 'chunk=48: expected a multiple of 32, .*; chunk=64 works'),
         (dict(engine='chunks', parallel_reads=0), 'parallel_reads=0: expected at least 1'),
+        (dict(process_count=3), 'batch_size=15 with lanes=3 works'),
+        (dict(process_count=2, process_index=2), r'process_index=2 is not in \[0, 2\)'),
+        (dict(lanes=3), 'lanes=2 works'),
+        *((dict(batch_size=x), f'={x}: cannot be shared with lanes=4') for x in (7, 0, -4)),
+        (dict(features=('key', 'tags')), "no feature 'tags'; there are"),
+        (dict(features=()), r"features=\(\) names no feature; features=\('key',\) works"),
+        (dict(split='test'), r"has no split 'test', only \['train', 'validation'\]"),
+        (dict(caption_dropout=1.5), 'caption_dropout=1.5'),
+        (dict(start_step=-1), 'start_step=-1: expected at least 0'),
         (dict(batch_size=16.0), 'batch_size=16.0: expected a whole number'),
         (dict(seed='5'), "seed='5': expected a whole number"),
         (dict(start_step=None), 'start_step=None: expected a whole number'),
@@ -162,10 +172,11 @@ def test_help_and_editors_see_the_arguments_by_name():
     ],
 )
 def test_a_wrong_argument_is_named(intact, changes, message):
-    for face in FACES[::2]:
-        share = {'sharding': one_device()} if face is input_pipeline.train_arrays else {}
+    faces = [functools.partial(input_pipeline.train_batches, engine=engine) for engine in ENGINES]
+    faces.append(functools.partial(input_pipeline.train_arrays, sharding=one_device()))
+    for face in (*faces, input_pipeline.train_dataset):
         with pytest.raises(ValueError, match=message) as refused:
-            face(**{'data': intact, **share, **ORDER, **changes})
+            face(**{'data': intact, **ORDER, **changes})
         assert '\n' not in str(refused.value)
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from coyo11m_tfds.dataset.keyed_random import Permutation
 from coyo11m_tfds.reading import order as order_lib
 from coyo11m_tfds.reading.order import Order, OrderSettings
+from tests.reading.batches import planned_batch
 
 LENGTHS = (130, 97, 64, 201, 33, 1)
 
@@ -36,21 +37,13 @@ def orders(draw) -> Order:
     return Order([*lengths, draw(st.integers(lanes, 400))], settings)
 
 
-def planned(order: Order, size: int, start: int) -> list[tuple[int, int, int]]:
-    """A global batch: epoch, shard and record of each sample."""
-    each = size // order.settings.lanes
-    found = order.samples(range(order.settings.lanes), start, start + each)
-    epoch = np.broadcast_to(found.epoch, found.shard.shape)
-    return list(zip(*(x.ravel().tolist() for x in (epoch, found.shard, found.record)), strict=True))
-
-
 @settings(max_examples=30)
 @given(orders(), st.integers(0, 3))
 def test_an_epoch_has_each_record_once_but_for_fewer_than_lanes(order, epoch):
     lanes, length = order.settings.lanes, order.lane_length
-    batch = planned(order, lanes * length, epoch * length)
-    assert {number for number, _, _ in batch} == {epoch}
-    records = [(shard, record) for _, shard, record in batch]
+    epochs, *places = planned_batch(order, lanes * length, epoch)
+    assert set(epochs) == {epoch}
+    records = list(zip(*(x.tolist() for x in places), strict=True))
     assert len(set(records)) == len(records) > order.shard_lengths.sum() - lanes
     assert all(0 <= record < order.shard_lengths[shard] for shard, record in records)
 
@@ -74,7 +67,8 @@ def test_each_record_is_left_out_of_as_many_epochs_as_chance_allows():
 def test_the_order_of_many_records_stays_what_it_was_in_earlier_versions():
     """Checkpoints name a place in this order; the goldens have that of few records."""
     order = make_order((2_000_003, 2_500_000), seed=1, lanes=16, window=1024)
-    found = np.concatenate([np.array(planned(order, 64, 16 * step)) for step in (0, 5, 11, 40)])
+    batches = [planned_batch(order, 64, step) for step in (0, 20, 44, 160)]
+    found = np.concatenate([np.stack(batch, axis=1) for batch in batches])
     assert hashlib.sha256(found.astype('<i8').tobytes()).hexdigest()[:16] == 'f992c08af0095783'
 
 
@@ -98,7 +92,7 @@ def test_what_an_error_advises_leads_to_settings_that_work(lengths, chunk, lanes
             changes |= found
     else:
         pytest.fail(f'{changes} are refused after all advice')
-    assert len(planned(order, 7 * order.settings.lanes, 5)) == 7 * order.settings.lanes
+    assert len(planned_batch(order, 7 * order.settings.lanes, 5)[0]) == 7 * order.settings.lanes
 
 
 def test_too_few_records_are_told_in_numbers():
