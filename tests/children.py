@@ -1,8 +1,10 @@
 """Child processes of tests, which may be killed without leaving anything behind."""
 
 import contextlib
+import itertools
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import textwrap
@@ -35,6 +37,34 @@ def program(name: str, *flags: object, **variables: str) -> subprocess.Completed
         capture_output=True,
         text=True,
     )
+
+
+# What makes a name lead to another file, or to none.
+_STEPS = 'replace', 'rename', 'remove', 'unlink', 'rmdir', 'mkdir'
+
+
+def killed_at(moment: int, run: Callable[[], object]) -> bool:
+    """Calls `run` in a fork, which is killed before its step of that number; whether it was."""
+    child = os.fork()
+    if not child:
+        os.fsync = int  # it takes long, and a kill loses nothing that was written
+        countdown = itertools.count(moment, -1)
+
+        def dying(function: Callable) -> Callable:
+            def step(*arguments, **options):
+                if next(countdown) == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*arguments, **options)
+
+            return step
+
+        for name in _STEPS:
+            setattr(os, name, dying(getattr(os, name)))
+        run()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status in (0, signal.SIGKILL)
+    return bool(status)
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 180) -> None:

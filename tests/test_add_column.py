@@ -236,41 +236,24 @@ def test_a_command_that_was_killed_is_given_again(tmp_path):
     add_column.add(folder, 'other', first)
     build = json.loads((folder / schema.METADATA_FILE).read_text())[schema.META_BUILD]
     program = """
-        import itertools, os, shutil, signal
+        import itertools, os, shutil
         from coyo11m_tfds import add_column, verify
         from coyo11m_tfds.dataset import columns
+        from tests import children
         built, copy, embeddings, build = sys.argv[1:]
-        os.fsync = int  # it takes long, and a kill loses nothing that was written
+        os.fsync = int  # it takes long
 
         def run():
             add_column.add(copy, 'other', embeddings, replace=True)
 
-        def kill_at(moment):
-            countdown = itertools.count(moment, -1)
-            def dying(function):
-                def call(*arguments, **options):
-                    if next(countdown) == 0:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    return function(*arguments, **options)
-                return call
-            os.replace, os.remove = map(dying, (os.replace, os.remove))
-
-        def found():
-            column = columns.read_columns(copy, build).get('other')
-            return str(column and column.mean[0])
-
         for moment in itertools.count():
             shutil.rmtree(copy, ignore_errors=True)
             shutil.copytree(built, copy)
-            child = os.fork()
-            if not child:
-                kill_at(moment)
-                run()
-                os._exit(0)
-            _, status = os.waitpid(child, 0)
+            is_killed = children.killed_at(moment, run)
             assert not verify.verify(copy).faults
-            print(found(), flush=True)
-            if not status:
+            column = columns.read_columns(copy, build).get('other')
+            print(column and column.mean[0], flush=True)
+            if not is_killed:
                 break
             run()
             assert not [name for name in os.listdir(copy) if name.startswith('.')]

@@ -4,8 +4,6 @@ import itertools
 import json
 import os
 import pathlib
-import subprocess
-import sys
 import tempfile
 
 import google_crc32c
@@ -17,7 +15,7 @@ from coyo11m_tfds.convert.data_folder import DataFolder, FinishedShards, sub_fol
 from coyo11m_tfds.dataset import manifest
 from coyo11m_tfds.storage import locks
 from coyo11m_tfds.storage.file_state import FileState
-from tests.checkout import CHECKOUT
+from tests import children
 from tests.fakes.cloud import Fault
 
 OLD, NEW, OTHER = '01d01d01', '2e32e32e', '07e307e3'  # IDs of builds
@@ -138,34 +136,18 @@ def test_no_byte_is_moved_twice(gcs):
 
 
 _KILLED = """
-import os, signal, sys
+import itertools, os
+from tests import children
 from tests.convert import test_data_folder as test
 
-final, count = sys.argv[1], 0
-
-def dying(function):
-    def step(*args, **kwargs):
-        global count
-        count += 1
-        if count == die_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*args, **kwargs)
-    return step
-
-os.fsync = lambda handle: None  # it takes long, and a kill loses nothing that was written
-for die_at in range(1, 400):
-    place = f'{final}-{die_at}/1.0.0'
+os.fsync = int  # it takes long
+for moment in itertools.count():
+    place = f'{sys.argv[1]}-{moment}/1.0.0'
     test.build_all(place, test.OLD)
-    child = os.fork()
-    if not child:
-        states = test.write(place, test.NEW)
-        for name in ('replace', 'rename', 'remove', 'unlink', 'rmdir', 'mkdir'):
-            setattr(os, name, dying(getattr(os, name)))
-        test.publish(place, test.NEW, states)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    print(place, status == 0, flush=True)
-    if status == 0:
+    states = test.write(place, test.NEW)
+    is_killed = children.killed_at(moment, lambda: test.publish(place, test.NEW, states))
+    print(place, flush=True)
+    if not is_killed:
         break
 """
 
@@ -188,10 +170,10 @@ def check_and_mend(final: str) -> str:
 
 
 def test_killed_before_any_step(tmp_path, monkeypatch):
-    command = [sys.executable, '-c', _KILLED, str(tmp_path / 'x')]
-    ended = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
-    places = [line.split()[0] for line in ended.stdout.splitlines()]
-    assert ended.stdout.endswith('True\n') and len(places) > 15, ended.stderr
+    with children.python(_KILLED, tmp_path / 'x') as child:
+        out, errors = child.communicate(timeout=120)
+    places = out.split()
+    assert child.returncode == 0 and len(places) > 15, errors
     monkeypatch.setattr(os, 'fsync', lambda handle: None)
     states = [check_and_mend(place) for place in places]
     assert [state for state, _ in itertools.groupby(states)] == [OLD, '', NEW]
