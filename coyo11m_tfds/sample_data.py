@@ -87,9 +87,8 @@ def held_out_prompts(count: int, seed: int = 0) -> list[tuple[str, Scene]]:
 def drawn_colours(picture: np.ndarray) -> tuple[str | None, str]:
     """Names the colours of the shape and of the background in a picture, uint8 `(H, W, 3)`.
 
-    Every pixel takes the nearest of `COLOURS`. The background is the commonest along the border,
-    the shape the commonest other one that covers a twentieth of the picture (every shape in the
-    data does).
+    The background is the commonest colour along the border, the shape the commonest other one that
+    covers a twentieth of the picture, as every shape in the data does.
     """
     palette = np.array(list(COLOURS.values()), np.float32)
     distance = np.linalg.norm(picture[:, :, None].astype(np.float32) - palette, axis=-1)
@@ -194,10 +193,7 @@ def _draw_scenes(scenes: list[Scene], geometry: np.ndarray, rng: np.random.Gener
 
 
 def pixel_coverage(shapes: list[str], geometry: np.ndarray) -> np.ndarray:
-    """Returns the share of every pixel inside one of `SHAPES`, float32 `(n, _HEIGHT, _WIDTH)`.
-
-    `geometry` has x and y of the centres and the radii, in pixels, float32 `(n, 3)`.
-    """
+    """Returns the shares of pixels, `(n, H, W)`, inside shapes of `(x, y, radius)` in pixels."""
     fine = _OVERSAMPLING
     rows = (np.arange(_HEIGHT * fine, dtype=np.float32) + 0.5) / fine
     columns = (np.arange(_WIDTH * fine, dtype=np.float32) + 0.5) / fine

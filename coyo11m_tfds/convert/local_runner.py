@@ -67,7 +67,7 @@ def write_with_processes(
 
 
 def choose_workers(num_workers: int, num_bytes: int, num_rows: int = 0) -> int:
-    """Returns the number of processes for shards of that size; see `write_with_processes`."""
+    """Returns the number of processes: as requested or, for 0, as cores, memory and work allow."""
     if count := workers.requested_workers(num_workers):
         return count
     useful_workers = 1 + num_bytes // _BYTES_WORTH_A_WORKER
@@ -76,9 +76,7 @@ def choose_workers(num_workers: int, num_bytes: int, num_rows: int = 0) -> int:
 
 @dataclasses.dataclass
 class _LocalRun:
-    """Threads around a pool: one a group in work, one a shard that is stored; the first error ends
-    all.
-    """
+    """Threads around a pool: one a group in work, one a shard to store; an error ends all."""
 
     pool: concurrent.futures.Executor
     finished: FinishedShards

@@ -1,21 +1,9 @@
 """Command lines of programs: help from the docstring, a readable log, and one line at the end.
 
-    def main() -> None:
-        parser = command_line.Parser('coyo11m_tfds.verify', __doc__)
-        parser.add_argument('data_dir', help='folder of a built data set')
-        flags = parser.parse_args()
-        command_line.show_log()
-        with command_line.ends_in_one_line('nothing was changed'):
-            verify(flags.data_dir)
-
 An error that a user can fix ends the process with `error: ...` and status 1, Ctrl-C with
 `Interrupted: ...` and status 130, SIGTERM with status 143. All three unwind the stack, so locks and
-scratch folders are released; a second Ctrl-C ends the process at once. If the system ends the
-process, for example because a mapped file was truncated, the place in the code is shown.
-`COYO11M_TRACEBACK=1` in the environment shows the traceback instead of one line.
-
-The programs of `train_lib` use absl's flags, as ml_collections requires; `train_lib.run` parses
-them, and takes advice, log and last line from here.
+scratch folders are released; a second Ctrl-C ends the process at once. `COYO11M_TRACEBACK=1` in the
+environment shows the traceback instead of one line.
 """
 
 import argparse

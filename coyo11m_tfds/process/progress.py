@@ -1,15 +1,9 @@
 """Shows the progress of long work: a bar on a terminal or in a notebook, lines in a log.
 
-    with Progress('Writing shards', total=10**9, unit='B', goals={'shards': 8}) as progress:
-        progress.skip(2 * 10**8, shards=2)                       # of an earlier run
-        progress.add(128 * 10**6, shards=1, records=5007, dropped=3)
-
     Writing shards: 33%, 3 of 8 shards, 25,000 records/s, 640 MB/s, 3 dropped, 0:00:01 left
 
-Elsewhere a line comes every ten seconds, even while nothing arrives. The last line, with the mean
-speed, is logged everywhere. Lines go to absl's log as INFO, and where that is not shown there is no
-bar either. `tfds build` shows them; in other programs use `show_progress`, or call
-`absl.logging.set_verbosity(absl.logging.INFO)` first.
+A line comes every ten seconds, even while nothing arrives. Lines go to absl's log as INFO, and
+where that is not shown there is no bar either.
 """
 
 import collections

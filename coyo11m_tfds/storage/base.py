@@ -92,9 +92,7 @@ class Storage(abc.ABC):
         *,
         deep: bool = False,
     ) -> dict[str, FileState]:
-        """Returns the states of files, of all or of `names`; reads local files, and counts their
-        bytes.
-        """
+        """Returns the states of all files, or of those of `names`; reads and counts local ones."""
 
         def state(file: StoredFile) -> FileState:
             return compute_state(file.path, on_bytes) if file.local_path else file.state

@@ -1,11 +1,5 @@
 """Locks and temporary folders that a killed process cannot leave behind.
 
-    with locks.hold('gs://bucket/data/coyo11m_tfds/latents/1.0.0'):
-        ...    # one writer at a time
-    locks.wait_for(path, lambda: os.path.exists(path))   # the other processes of a job
-    with locks.temporary_folder('/scratch', 'heads-') as folder:            # /scratch/heads-8f3a...
-        ...
-
 The lock of a folder is the file or object `FOLDER.lock`. It is advisory: it saves double work, and
 its loss does no harm. On a disk the system locks the file (`flock`) until the holder ends. In a
 bucket the holder replaces the object three times in `COYO11M_LEASE_SECONDS` (40); a process that

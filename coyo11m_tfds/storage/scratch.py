@@ -1,8 +1,4 @@
-"""A folder that holds remote files while they are needed.
-
-Each holder has a temporary folder, whose lock ends with the process. The next holder deletes what
-killed processes have left.
-"""
+"""Folders for remote files while they are needed; the next holder deletes those of killed ones."""
 
 import concurrent.futures
 import contextlib
