@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from coyo11m_tfds.source import captions, sidecar
 from coyo11m_tfds.source.keyed_values import KeyedValues
 from coyo11m_tfds.storage.stored_file import StoredFile
-from tests import joins, made_sources
+from tests import made_sources
 from tests.checkout import CHECKOUT
 
 KEYS = st.integers(-(2**63), 2**63 - 1)
@@ -33,7 +33,9 @@ CAPTIONS = st.none() | st.text(max_size=40) | st.sampled_from(['', ' ', '\n\t ',
 def join(path: pathlib.Path, wanted: Iterable[int] | None = None) -> KeyedValues:
     folder = path.parent / 'joined'
     shutil.rmtree(folder, ignore_errors=True)
-    return joins.of_captions(path, folder, wanted)
+    keys = None if wanted is None else np.array(list(wanted), np.int64)
+    captions.join_texts({str(path): str(path)}, 'caption_llava', str(folder), keys)
+    return KeyedValues(str(folder))
 
 
 def texts_of(path: pathlib.Path, *keys: int) -> list[bytes]:

@@ -1,7 +1,9 @@
 """Values of sidecars by key, in one file or in parts: what is found and what is refused."""
 
+import contextlib
 import pathlib
 import shutil
+from collections.abc import Iterable
 
 import numpy as np
 import pyarrow as pa
@@ -10,16 +12,23 @@ import pytest
 
 from coyo11m_tfds import embed_captions, schema
 from coyo11m_tfds.source import sidecar
-from tests import built, joins, made_sources
+from coyo11m_tfds.source.keyed_values import KeyedValues
+from tests import built, made_sources
 from tests.convert import plans
 
 EMBEDDINGS = {key: np.full(4, key, np.float16) for key in range(30)}
 
 
-def join(place: pathlib.Path, wanted=(1, 2), column: str = '') -> joins.KeyedValues:
+def join(place: pathlib.Path, wanted: Iterable[int] = (1, 2)) -> KeyedValues:
     folder = place.parent / f'{place.stem}-joined'
     shutil.rmtree(folder, ignore_errors=True)
-    return joins.of_values(place, folder, wanted, column)
+    sidecar.join_values(
+        sidecar.find_sidecar_files(place),
+        str(folder),
+        np.array(list(wanted), np.int64),
+        hold=lambda file: contextlib.nullcontext(file.path),
+    )
+    return KeyedValues(str(folder))
 
 
 def test_embeddings_are_found_by_key(tmp_path):
