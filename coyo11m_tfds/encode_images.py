@@ -128,7 +128,7 @@ class ImageCounts:
     def __str__(self) -> str:
         facts = [f'{self.shapes.total():,} images']
         facts += [f'{count:,} of {shape}' for shape, count in sorted(self.shapes.items())]
-        facts += [f'keys are {rule} ({n:,})' for rule, n in self.key_rules.most_common()]
+        facts += [f'{n:,} keys from {rule}' for rule, n in self.key_rules.most_common()]
         facts += [f'{self.num_without_caption:,} have no caption'] * bool(self.num_without_caption)
         lines = [', '.join(facts)]
         for counts, what in ((self.small, 'left out'), (self.bad, 'bad')):
@@ -532,7 +532,8 @@ def describe_next(out: str, counts: ImageCounts, has_buckets: bool) -> str:
         for seed, (shape, n) in enumerate(large.items())
     ]
     config = 'default' if machine.accelerators() else 'small'
-    flags = [f'--config={config}', f'--workdir={out}-run', f'--config.data.mix={tuple(mix)}']
+    sources = ', '.join(map(json.dumps, mix))  # as Python writes dicts, with double quotes
+    flags = [f'--config={config}', f'--workdir={out}-run', f'--config.data.mix=({sources},)']
     small = sorted(counts.shapes.keys() - large.keys())
     lines = [f'Too few images for a source of the mixture: {", ".join(small)}'] * bool(small)
     build += f' --manual_dir={shlex.quote(f"{out}/")}$shape'

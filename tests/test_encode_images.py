@@ -106,7 +106,7 @@ def test_every_kind_of_source_gives_its_latents_captions_and_numbers(encoder, tm
         if kind != 'txt':
             assert (fields['key'], fields['score']) == (1000 + number, number / 2)
     assert len({fields['key'] for fields, _ in rows.values()}) == len(IMAGES)
-    rule = 'a hash of its name' if kind == 'txt' else 'the key in its data'
+    rule = 'hashes of their names' if kind == 'txt' else 'their data'
     assert report.counts.key_rules == {rule: len(IMAGES)}
 
 
@@ -170,6 +170,17 @@ def test_a_bucket_gets_the_same_files(source, expected, encoder, bucket):
     tars = {name for name in expected if name.endswith('.tar')}
     assert files.keys() == expected.keys() and len(tars) == 3
     assert {name: files[name] for name in tars} == {name: expected[name] for name in tars}
+
+
+def test_images_on_the_hub_and_names_that_are_numbers(encoder, hub, tmp_path):
+    files = {f'photos/{n}/{n:03}.JPG': x.data for n, x in enumerate(IMAGES[:10]) if n % 3 == 0}
+    hub.commit(files | {'photos/.hidden.jpg': b'', 'photos/0/000.txt': b'One.', 'README.md': b''})
+    report = encode('hf://datasets/owner/name/photos', encoder, tmp_path / 'out')
+    assert report.counts.key_rules == {'the numbers that are their names': 4}
+    assert report.counts.num_without_caption == 3
+    fields, latents = rows_of(tmp_path / 'out')['One.']
+    assert (fields['key'], fields['file']) == (0, '0/000.JPG')
+    np.testing.assert_array_equal(latents, expected_latents(encoder, IMAGES[0])[0])
 
 
 def test_another_encoding_is_refused_by_what_differs(source, encoder, tmp_path):

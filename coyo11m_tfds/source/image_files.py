@@ -33,10 +33,10 @@ from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.stored_file import StoredFile
 
-# Where the key of an image comes from.
-KEY_OF_DATA = 'the key in its data'
-KEY_OF_NAME = 'the number that is its name'
-KEY_OF_HASH = 'a hash of its name'
+# Where the keys of images come from.
+KEY_OF_DATA = 'their data'
+KEY_OF_NAME = 'the numbers that are their names'
+KEY_OF_HASH = 'hashes of their names'
 
 _SUFFIXES = '.jpg', '.jpeg', '.png', '.webp'
 _TABLES = 'metadata.jsonl', 'metadata.csv'
