@@ -4,22 +4,15 @@ from typing import NamedTuple
 
 
 class Chip(NamedTuple):
-    """Published rates of one chip.
+    """Published rates of one chip."""
 
-    Attributes:
-        name: Name of the chip; for a TPU, as in a topology such as `v5e:4x4`.
-        flops: Floating-point operations a second of dense matrix products in bfloat16.
-        memory: Size of the memory in bytes, with a GB of 10^9 bytes.
-        link_rate: Bytes a second that a chip receives over all its links to other chips together.
-            An exchange along one axis of the mesh may use only half of the links or fewer.
-        clock: Cycles a second of a TPU; 0 if not public.
-    """
-
-    name: str
-    flops: float
-    memory: float
+    name: str  # for a TPU, as in a topology such as `v5e:4x4`
+    flops: float  # a second, of dense matrix products in bfloat16
+    memory: float  # bytes, with a GB of 10^9 bytes
+    # Bytes a second that a chip receives over all its links to other chips together. An exchange
+    # along one axis of the mesh may use only half of the links or fewer.
     link_rate: float
-    clock: float = 0
+    clock: float = 0  # cycles a second of a TPU; 0 if not public
 
 
 # Sources: the pages "TPU v4", "TPU v5e", "TPU v5p" and "TPU v6e" of Google Cloud's documentation,

@@ -19,8 +19,7 @@ def check_device_memory(
 ) -> None:
     """Raises a MemoryError, which says what would fit, if a step takes more than a device has left.
 
-    `step` is a function of `step.bind`, `free` the bytes that are free on a device; None for those
-    that it reports.
+    `free` are the bytes that are free on a device; None for those that it reports.
     """
     # JAX keeps what is compiled here for the calls of the step.
     sizes: Any = step.func.lower(*step.args, *arguments).compile().memory_analysis()

@@ -44,10 +44,7 @@ def standardize_text(text: jax.Array, stats: DatasetStats) -> jax.Array:
 
 
 def logit_normal_times(rng: jax.Array, count: int, mean: float, std: float) -> jax.Array:
-    """Draws times in (0, 1), float32 `(count,)`: the sigmoid of a normal variable.
-
-    A positive `mean` favours noisy times, which decide the coarse layout of a picture.
-    """
+    """Draws times in (0, 1), float32 `(count,)`; a positive `mean` favours noisy ones."""
     return jax.nn.sigmoid(mean + std * jax.random.normal(rng, (count,)))
 
 
@@ -57,11 +54,7 @@ def squared_errors(
     noise: jax.Array,
     t: jax.Array,
 ) -> jax.Array:
-    """Returns the mean squared error of the predicted velocity for each sample, `(b,)`.
-
-    `velocity` is the model, a function from `(z, t)` to a velocity in the shape of z; x are
-    standardized latents `(b, H, W, C)`, noise is standard normal, times t are `(b,)`.
-    """
+    """Returns the mean squared error of the predicted velocity for each sample, `(b,)`."""
     time = t[:, None, None, None]
     predicted = velocity((1 - time) * x + time * noise, t)
     return jnp.mean(jnp.square(predicted - (noise - x)), axis=(1, 2, 3))
@@ -70,11 +63,7 @@ def squared_errors(
 def noise_and_times_of_keys(
     keys: jax.Array, shape: tuple[int, ...], seed: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns standard normal noise `(b, *shape)` and uniform times `(b,)` in [0, 1), float32.
-
-    They are functions of the samples' keys (low and high words, uint32 `(b, 2)`) and the seed, so
-    an evaluation gives the same loss for any order of samples, batch size and number of hosts.
-    """
+    """Returns normal noise `(b, *shape)` and uniform times `(b,)` of keys, uint32 `(b, 2)`."""
 
     def draw(words: jax.Array) -> tuple[jax.Array, jax.Array]:
         # In two halves, because JAX has no 64-bit integers by default.
@@ -100,7 +89,7 @@ def sample(
     guidance_low: float = 0.0,
     guidance_high: float = 1.0,
 ) -> jax.Array:
-    """Integrates from noise (time 1) to data (time 0).
+    """Integrates from noise (time 1) to data (time 0), both float32 `(b, H, W, C)`.
 
     Guidance: Ho & Salimans, "Classifier-Free Diffusion Guidance" (2022); the velocity used is
     `without + guidance * (with - without)`, so 1 is no guidance. It may be kept to an interval of
@@ -110,18 +99,6 @@ def sample(
     Heun: Karras et al. (2022, arXiv:2206.00364), algorithm 1. An Euler step, then the mean of the
     velocities at both of its ends; the last step is Euler's, which leaves the error in proportion
     to the square of the step. It evaluates the model `2 * num_steps - 1` times.
-
-    Args:
-        velocity: The model, from `(z, t, text, drop_text)` to a velocity of the shape of z.
-        noise: Standard normal `(b, H, W, C)`.
-        text: As the model takes it, a pytree of arrays `(b, ...)`.
-        guidance: Strength; 1 follows the text as learned, more follows it more closely.
-        sampler: `euler` or `heun`.
-        time_shift: See `step_times`.
-        guidance_low, guidance_high: The lowest and the highest time at which guidance acts.
-
-    Returns:
-        Standardized latents float32 `(b, H, W, C)`.
     """
     count = noise.shape[0]
     # Both halves of guidance go through the model as one batch.
@@ -156,12 +133,10 @@ def sample(
 
 
 def step_times(num_steps: int, time_shift: float) -> np.ndarray:
-    """The times at which steps begin and end: float32 `(num_steps + 1,)`, from 1 down to 0.
-
-    Equal steps in t become `s * t / (1 + (s - 1) * t)` with s the shift, as in Esser et al.,
-    "Scaling Rectified Flow Transformers" (2024), equation 23: more than 1 spends more steps at
-    noisy times. In training, the log of the shift added to `flow.logit_mean` does the same.
-    """
+    """The times at which steps begin and end: float32 `(num_steps + 1,)`, from 1 down to 0."""
+    # The shift is that of Esser et al., "Scaling Rectified Flow Transformers" (2024), equation 23:
+    # more than 1 spends more steps at noisy times. In training, its log added to `flow.logit_mean`
+    # does the same.
     # In float64: each time is rounded once, as in an export.
     t = 1 - np.arange(num_steps + 1) / num_steps
     return (time_shift * t / (1 + (time_shift - 1) * t)).astype(np.float32)

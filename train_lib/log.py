@@ -1,15 +1,13 @@
 """The log of a run: an introduction, averages over windows of steps, and times.
 
-A report holds the metrics of the steps (`metrics.TrainMetrics`) as `train/...`, the rates and times
-of `StepClock.lap`, and the state of this host; docs/training.md explains each scalar. Rates and
-times leave out the first step, which includes the compilation.
-
-The host fetches the metrics of a window after it has dispatched the next step.
+docs/training.md explains each scalar. Rates and times leave out the first step, which includes the
+compilation. The host fetches the metrics of a window after it has dispatched the next step.
 """
 
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import datetime
 import itertools
 import math
@@ -57,69 +55,49 @@ def introduce(
     state, num_tokens = program.abstract_state, data.facts.text_max_tokens
     placement: Any = state.step.sharding  # a NamedSharding
     log_on_process_0(
-        'machine: %d x %s, processes: %d, cores of this host: %d, mesh data %d x fsdp %d',
-        jax.device_count(),
-        jax.devices()[0].device_kind,
-        jax.process_count(),
-        os.cpu_count(),
-        *placement.mesh.shape.values(),
+        f'machine: {jax.device_count()} x {jax.devices()[0].device_kind}, processes: '
+        f'{jax.process_count()}, cores of this host: {os.cpu_count()}, mesh '
+        + ' x '.join(f'{axis} {size}' for axis, size in placement.mesh.shape.items())
     )
     for line in data.description:
-        log_on_process_0('data: %s', line)
+        log_on_process_0(f'data: {line}')
     if (encoder := program.encoder) is not None:
+        flops = encoder.network.config.flops(num_tokens) / 1e9
         log_on_process_0(
-            'encoder: %s, %.4g million parameters, frozen, %.3g GFLOP a sample, %s',
-            encoder.name,
-            parameter_overview.count_parameters(encoder.params) / 1e6,
-            encoder.network.config.flops(num_tokens) / 1e9,
-            encoder.network.dtype,
+            f'encoder: {encoder.name}, {_count_millions(encoder.params)}, frozen, {flops:.3g} '
+            f'GFLOP a sample, {encoder.network.dtype}'
         )
     log_on_process_0(
-        'model: %s, %.4g million parameters, %.3g GFLOP to train on a sample, %s',
-        config.model.name,
-        parameter_overview.count_parameters(state.params) / 1e6,
-        program.flops(num_tokens) / 1e9,
-        config.model.dtype,
+        f'model: {config.model.name}, {_count_millions(state.params)}, '
+        f'{program.flops(num_tokens) / 1e9:.3g} GFLOP to train on a sample, {config.model.dtype}'
     )
-    log_on_process_0('steps %d to %d, into %s; compiling ...', start + 1, config.num_steps, workdir)
+    log_on_process_0(f'steps {start + 1} to {config.num_steps}, into {workdir}; compiling ...')
 
 
+def _count_millions(params: Any) -> str:
+    return f'{parameter_overview.count_parameters(params) / 1e6:.4g} million parameters'
+
+
+@dataclasses.dataclass
 class TrainLog:
-    """Merges the metrics of steps, and writes their averages every `log_every` steps.
+    """Merges the metrics of steps, and writes their averages every `log_every` steps."""
 
-    Attributes:
-        clock: Clock of the steps; its rates are part of a report.
-        window: Merged metrics of the steps since the last report. A checkpoint holds them, so that
-            a run that is interrupted within a window later writes the same report.
-    """
+    writer: 'metric_writers.MetricWriter'
+    config: ml_collections.ConfigDict
+    data: 'TrainingData'
+    empty: metrics.TrainMetrics  # of no step, on the devices of the steps' metrics
+    # Merged metrics of the steps since the last report. A checkpoint holds them, so that a run that
+    # is interrupted within a window later writes the same report.
+    window: metrics.TrainMetrics
+    start: int = 0
+    # Scalars of the passes over the data up to a step.
+    progress: Callable[[int], dict[str, float]] = lambda step: {}
+    flops: int = 0  # to train on one sample
+    # Advice for a resume from before a bad step.
+    advise_restart: Callable[[int], str] = lambda step: 'Start afresh'
 
-    def __init__(
-        self,
-        writer: 'metric_writers.MetricWriter',
-        config: ml_collections.ConfigDict,
-        *,
-        empty: metrics.TrainMetrics,
-        data: 'TrainingData',
-        start: int = 0,
-        progress: Callable[[int], dict[str, float]] = lambda step: {},
-        flops: int = 0,
-        advise_restart: Callable[[int], str] = lambda step: 'Start afresh',
-    ):
-        """Starts with an empty window; `empty` lies on the devices of the steps' metrics.
-
-        `progress` returns scalars of the passes over the data up to a step, `advise_restart` advice
-        for a resume from before a bad step; `flops` are those to train on one sample.
-        """
-        self.clock = StepClock(data)
-        self.window = empty
-        self._writer = writer
-        self._config = config
-        self._empty = empty
-        self._start = start
-        self._data = data
-        self._progress = progress
-        self._flops = flops
-        self._advise_restart = advise_restart
+    def __post_init__(self):
+        self.clock = StepClock(self.data)
         self._opened = time.monotonic()
         self._first_finished: float | None = None
         self._complete_window: tuple[int, metrics.TrainMetrics] | None = None
@@ -132,20 +110,17 @@ class TrainLog:
         self.clock.step_started(update)
         if self._first_finished is None:
             self._log_first_step(step, update)
-        if step % self._config.log_every == 0:
+        if step % self.config.log_every == 0:
             self._complete_window = step, self.window
-            self.window = self._empty
+            self.window = self.empty
 
     def settle(self, step: int) -> None:
-        """Waits for all steps up to `step`, writes a complete window, and flushes the writer.
-
-        Call it before a checkpoint.
-        """
+        """Before a checkpoint, waits for all steps, writes a complete window, and flushes."""
         # Steps before a checkpoint are not trained again, so their log must be safe; and a run that
         # is about to fail must not replace its checkpoints.
         self.write_complete()
         self._check_skipped(step, jax.device_get(self.window))
-        self._writer.flush()
+        self.writer.flush()
 
     def write_complete(self) -> None:
         """Waits for the steps of a complete window, and writes it."""
@@ -159,9 +134,9 @@ class TrainLog:
         del means['skipped_in_a_row']
         # Where no step counted there is no mean.
         scalars = {f'train/{name}': float(x) for name, x in means.items() if not math.isnan(x)}
-        scalars |= self.clock.lap(self._config.batch_size)
+        scalars |= self.clock.lap(self.config.batch_size)
         scalars |= self._current_scalars(step, scalars.get('train/samples_per_second'))
-        self._writer.write_scalars(step, scalars)
+        self.writer.write_scalars(step, scalars)
         log_on_process_0('%s', ', '.join(self._summarize(step, scalars)))
 
     def _check_skipped(self, step: int, window: metrics.TrainMetrics) -> None:
@@ -169,22 +144,22 @@ class TrainLog:
         total = int(window.skipped_steps.compute())
         limits = (in_a_row, 'max_skipped_in_a_row', ' in a row'), (total, 'max_skipped', '')
         for skipped, field, suffix in limits:
-            if skipped > self._config[field]:
+            if skipped > self.config[field]:
                 raise FloatingPointError(
                     f'{skipped} steps{suffix} up to step {step} had a loss or a gradient that was '
-                    f'not finite, more than {field}={self._config[field]}: training has diverged. '
-                    f'{self._advise_restart(step - in_a_row)}.'
+                    f'not finite, more than {field}={self.config[field]}: training has diverged. '
+                    f'{self.advise_restart(step - in_a_row)}.'
                 )
 
     def _current_scalars(self, step: int, rate: float | None) -> dict[str, float]:
         """Scalars of this moment, and those that follow from the samples a second."""
-        scalars = self._progress(step)
-        if rate and self._flops:
-            flops = self._flops * rate / jax.device_count()
+        scalars = self.progress(step)
+        if rate and self.flops:
+            flops = self.flops * rate / jax.device_count()
             scalars['device/tflops_per_chip'] = flops / 1e12
             if (chip := chips.CHIPS.get(jax.devices()[0].device_kind)) is not None:
                 scalars['device/model_flop_utilization'] = flops / chip.flops
-        counts = self._data.read_counts()
+        counts = self.data.read_counts()
         scalars['input/chunks_in_flight'] = counts.chunks_in_flight
         scalars['input/bad_records'] = counts.bad_records
         if _PROCESS_MEMORY.exists():
@@ -210,14 +185,14 @@ class TrainLog:
     def _summarize(self, step: int, scalars: Mapping[str, float]) -> Iterator[str]:
         """Describes a window of steps: loss 0.4123, step 350 of 900, 2.2 steps/s, ..."""
         yield f'loss {scalars["train/loss"]:.4f}' if 'train/loss' in scalars else 'no finite loss'
-        yield f'step {step} of {self._config.num_steps}'
+        yield f'step {step} of {self.config.num_steps}'
         if 'train/steps_per_second' in scalars:
             rate = scalars['train/steps_per_second']
             yield f'{rate:.{2 if rate < 10 else 0}f} steps/s'
             # Evaluations and the like included, as they will come again.
             seconds = time.monotonic() - (self._first_finished or self._opened)
-            steps_done = max(step - self._start - 1, 1)
-            remaining = round(seconds / steps_done * (self._config.num_steps - step))
+            steps_done = max(step - self.start - 1, 1)
+            remaining = round(seconds / steps_done * (self.config.num_steps - step))
             yield f'{datetime.timedelta(seconds=remaining)} left'
         if 'train/epoch' in scalars:
             yield f'epoch {scalars["train/epoch"]:.2f}'
@@ -236,21 +211,16 @@ _Moment = concurrent.futures.Future[float]  # `time.monotonic`, once it is known
 
 
 class StepClock:
-    """Measures the rates of steps and of reading, and how long the devices lacked data.
-
-    Only finished steps count. `first_batch` is the time (`time.monotonic`) at which the first
-    step's batch arrived.
-    """
+    """Measures the rates of finished steps and of reading, and how long the devices lacked data."""
 
     def __init__(self, data: 'TrainingData'):
-        """Starts the clock; `data` counts what training reads."""
         self._data = data
         # A thread waits for each step and records its end, so that the host can run up to `AHEAD`
         # steps ahead of the devices.
         self._watcher = concurrent.futures.ThreadPoolExecutor(1, 'step-clock')
         self._in_flight: collections.deque[_Moment] = collections.deque()
         self._last: _Moment | None = None
-        self.first_batch: float | None = None
+        self.first_batch: float | None = None  # when it arrived
         self._restart(self._watcher.submit(time.monotonic))
 
     @contextlib.contextmanager
@@ -266,10 +236,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Excludes a block, such as an evaluation, from the times of training and of waiting.
-
-        It first waits for the steps before. Reading for later steps continues and counts.
-        """
+        """Excludes a block, such as an evaluation, from the times; waits for the steps before."""
         if self._last is not None:
             self._last.result()
         try:
@@ -281,11 +248,7 @@ class StepClock:
             self._marks.append((end, False))
 
     def step_started(self, result: Any) -> None:
-        """Counts a step, whose arrays `result` are still being computed.
-
-        Waits for the step that started `AHEAD` steps before this one, and for the first step, which
-        does not count.
-        """
+        """Counts a step that is being computed; waits for the one `AHEAD` steps before it."""
         # The first step includes the compilation, which would spoil all rates.
         is_first = self._last is None
         self._last = step_end = self._watcher.submit(_wait_for_end, result)
@@ -299,10 +262,7 @@ class StepClock:
             self._in_flight.popleft().result()
 
     def lap(self, batch_size: int) -> dict[str, float]:
-        """Returns rates, times and shares since the last lap; empty if no step was counted.
-
-        Waits for all started steps. All processes must call it after the same step.
-        """
+        """Waits for all started steps; returns rates, times and shares since the last lap."""
         seconds = [
             end.result() - begin.result()
             for (begin, _), (end, ends_step) in itertools.pairwise(self._marks)
@@ -315,7 +275,7 @@ class StepClock:
         # a batch while they compute does not count.
         waits = (arrived - max(began, idle.result()) for began, idle, arrived in self._waits)
         wait_seconds = sum(max(0.0, wait) for wait in waits)
-        # The only exchange between hosts, once a lap.
+        # The only exchange between hosts, once a lap: all must call this after the same step.
         with jax.transfer_guard('allow'):
             shares = multihost_utils.process_allgather(np.float32(wait_seconds / total))
         scalars = {

@@ -58,14 +58,10 @@ class _Maximum(clu_metrics.Metric):
 
 @flax.struct.dataclass
 class TrainMetrics(clu_metrics.Collection):
-    """Metrics of training: `loss` of every sample, `grad_norm` (unclipped), `learning_rate`.
+    """Metrics of training; `grad_norm` is unclipped, counts of skipped steps are of the state."""
 
-    `counts` (bool, same length as `loss`) leaves out samples that could not be read and those of a
-    step that is not `finite`. `skipped_steps` and `skipped_in_a_row` come from the state after the
-    step; merging takes their maximum.
-    """
-
-    # Not by the name `mask`, which clu would apply to all metrics.
+    # Samples that could not be read, or of a step that is not `finite`, do not count. Not by the
+    # name `mask`, which clu would apply to all metrics.
     loss: _mean_of('loss', 'counts')
     grad_norm: _mean_of('grad_norm', 'finite')
     learning_rate: clu_metrics.LastValue.from_output('learning_rate')
@@ -85,11 +81,9 @@ def _time_bin(index: int) -> type[_Mean]:
 
 @flax.struct.dataclass
 class EvalMetrics(clu_metrics.Collection):
-    """Metrics of evaluation, from `loss`, `time` (in [0, 1]) and `mask` (bool), each `(b,)`.
+    """Metrics of evaluation, over the samples of the mask; a time bin without samples is NaN.
 
-    Samples outside of the mask do not count. A time bin without samples is NaN. `text_gain` is the
-    loss with the text of another sample minus the loss with the own text, over samples with
-    `has_other_text` (bool).
+    `text_gain` is the loss with the text of another sample minus that with the own text.
     """
 
     loss: clu_metrics.Average.from_output('loss')

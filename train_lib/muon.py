@@ -35,14 +35,8 @@ def muon(
 
     A kernel in a module `qkv` or `words` is three or two matrices side by side, each of which is
     orthogonalized for itself: its update is as large as that of any other matrix, and the values'
-    gradient does not decide the direction of the queries'.
-
-    Args:
-        learning_rate: Root mean square of an update's entries, divided by 0.2.
-        weight_decay: Is multiplied by the learning rate.
-        dtype: Dtype in which matrices are iterated and moved between devices; bfloat16 is Jordan's.
-        map_matrices: Calls a function of whole matrices on a stack; on several devices
-            `sharding.map_matrices`.
+    gradient does not decide the direction of the queries'. Matrices are iterated and moved between
+    devices in `dtype`; bfloat16 is Jordan's.
     """
 
     def direction(path: Any, momentum: jax.Array) -> jax.Array:
@@ -71,10 +65,7 @@ def muon(
 
 
 def orthogonalize(matrices: jax.Array) -> jax.Array:
-    """Returns matrices `(..., rows, columns)` with singular values near 1; zeros stay zeros.
-
-    The result and all products have the dtype of the argument.
-    """
+    """Returns matrices `(..., rows, columns)` with singular values near 1; zeros stay zeros."""
     # A wide matrix has the smaller product with its transpose.
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices

@@ -1,8 +1,4 @@
-"""Lays out the model's pictures with their captions, and writes them as PNG.
-
-Without a VAE, a linear map makes small pictures from latents, and the grid enlarges them; see
-`coyo11m_tfds.pictures.vae_decoder`.
-"""
+"""Lays out the model's pictures with their captions, and writes them as PNG."""
 
 import functools
 import importlib.util
@@ -39,10 +35,9 @@ _OTHER_FILES = (_CJK_FILE, 'DroidSansFallbackFull.ttf', 'wqy-zenhei.ttc')
 def make_grid(
     pictures: Sequence[np.ndarray], captions: Sequence[str], title: str = ''
 ) -> np.ndarray:
-    """Lays out a cell for each caption: its pictures side by side, the caption below them.
+    """Lays out a cell for each caption, uint8 `(height, width, 3)`, below a `title` of one line.
 
-    Each of `pictures`, uint8 `(n, H, W, 3)`, gives one picture to every cell. `title` is one line
-    above the grid. Returns uint8 `(height, width, 3)`.
+    Each of `pictures`, uint8 `(n, H, W, 3)`, gives one picture to every cell.
     """
     # Once for all captions, and before they are drawn: the boxes in a picture explain nothing.
     letters = sorted(set(''.join(captions)) - set(string.whitespace))

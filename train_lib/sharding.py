@@ -28,13 +28,7 @@ MIN_SHARDED_SIZE = 2**16
 
 
 def make_mesh(data: int = -1, fsdp: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Lays all devices out as `(data, fsdp)`.
-
-    Args:
-        data: Size of the data axis; -1 for all devices divided by `fsdp`.
-        fsdp: Number of devices over which parameters are split.
-        devices: All devices of all processes by default.
-    """
+    """Lays all devices out as `(data, fsdp)`; `data=-1` stands for all devices over `fsdp`."""
     devices = jax.devices() if devices is None else devices
     # In the order of processes, so process p holds the p-th share of a batch's rows on all
     # hardware, and the same batch gives the same global array on any number of hosts. This order
@@ -130,11 +124,9 @@ def by_shape(tree: Any, mesh: Mesh) -> Any:
 def map_matrices(
     mesh: Mesh, function: Callable[[jax.Array], jax.Array], stack: jax.Array
 ) -> jax.Array:
-    """Calls a function of whole matrices on a stack of them, with a few of them on each device.
+    """Calls a function of whole matrices `(n, rows, columns)` with a few of a stack on each device.
 
-    Args:
-        function: Maps `(n, rows, columns)` to the same shape and dtype, each matrix by itself.
-        stack: `(..., rows, columns)`, placed by `partition_spec`; so is the result.
+    The stack, `(..., rows, columns)`, is placed by `partition_spec`, and so is the result.
     """
     spec = partition_spec(stack.shape, mesh.shape[FSDP_AXIS])
     sharded_axis = len(spec) + 2 - stack.ndim if len(spec) else 0  # axis of `(n, rows, columns)`

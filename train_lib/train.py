@@ -156,14 +156,14 @@ def train(
             log = TrainLog(
                 writer,
                 config,
-                empty=empty,
+                setup.data,
+                empty,
+                window,
                 start=start,
-                data=setup.data,
                 progress=lambda step: setup.data.progress(beginning.position_at(step)),
                 flops=program.flops(setup.data.facts.text_max_tokens),
                 advise_restart=functools.partial(checkpoint.advise_restart, manager),
             )
-            log.window = window
             beginning.show_config(writer)
             run = Run(
                 **vars(setup),

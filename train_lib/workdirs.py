@@ -1,7 +1,6 @@
 """The folder of a run, local or `gs://`: its absolute path, its checks and its lock.
 
-Check the folder before TensorFlow writes logs, because it silently retries a bucket that does not
-exist. This module does not import TensorFlow.
+Check it before TensorFlow writes logs, which silently retries a bucket that does not exist.
 """
 
 import contextlib

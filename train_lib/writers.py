@@ -1,7 +1,6 @@
 """Writers of a run's scalars, pictures and texts: TensorBoard and, if chosen, Weights & Biases.
 
-To add a writer, add a `clu.metric_writers.MetricWriter` to the list in `make_writer`. Each writer
-writes in a thread of its own, in process 0.
+To add a writer, add a `clu.metric_writers.MetricWriter` to the list in `make_writer`.
 """
 
 import contextlib
@@ -35,10 +34,7 @@ def check_installed(config: ml_collections.ConfigDict) -> None:
 def make_writer(
     config: ml_collections.ConfigDict, workdir: epath.Path, verbose: bool = False
 ) -> metric_writers.MetricWriter:
-    """Opens the writers of a run; with `verbose`, one of them writes to the log.
-
-    Raises an OSError if wandb refuses the run.
-    """
+    """Opens the writers of a run; with `verbose`, one of them writes to the log."""
     # Scalars and pictures are equal on all processes, so only the first one writes them.
     if jax.process_index():
         return metric_writers.MultiWriter([])

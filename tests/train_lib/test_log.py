@@ -56,9 +56,8 @@ def _make_log(every, data=None):
     writer = _Notes()
     fields = {'log_every': every, 'max_skipped_in_a_row': 2, 'max_skipped': 4}
     config = ml_collections.ConfigDict(fields | {'batch_size': 1, 'num_steps': 9})
-    return TrainLog(
-        writer, config, empty=metrics.TrainMetrics.empty(), data=data or _Reading()
-    ), writer
+    empty = metrics.TrainMetrics.empty()
+    return TrainLog(writer, config, data or _Reading(), empty, empty), writer
 
 
 def _losses(scalars):
