@@ -53,10 +53,9 @@ def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
 def convert(
     *, writer: str, module: str, source_dir: str, out: str, limit: int = sys.maxsize, **options: Any
 ) -> Figures:
-    """Converts a source, or its first `limit` samples, into the empty folder `out`.
+    """Converts a source, or its first `limit` samples, which the builder and `cp` ignore.
 
-    `writer` is a function of this module; `module` is imported before the clock starts. The builder
-    and `cp` ignore `limit`.
+    `writer` is a function of this module; `module` is imported before the clock starts.
     """
     importlib.import_module(module)
     folder, num_samples = pathlib.Path(out), min(source.num_samples(source_dir), limit)

@@ -17,7 +17,7 @@ import pathlib
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,8 +41,7 @@ FLAGS = {
 Batch = Mapping[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class BatchStream:
+class BatchStream(NamedTuple):
     """An opened reader."""
 
     epoch: Callable[[], Iterable[Batch]]  # the rest of this epoch, then those of the next ones
@@ -226,10 +225,7 @@ def data_dir(folder: str) -> str:
 def ours(
     folder: str, state: str, engine: str, where: str | None = None, **options: Any
 ) -> BatchStream:
-    """Opens `input_pipeline.train_batches` or, with `engine='tf_data'`, `train_dataset`.
-
-    With `where`, it mixes all data sets in the folder; '' keeps all records.
-    """
+    """This pipeline; with `where`, a mixture of all data sets in the folder."""
     import input_pipeline
     from coyo11m_tfds.reading import process_settings
 

@@ -60,9 +60,8 @@ def main(
 ) -> int:
     """Runs the sides of the command line, prints the table, and returns the exit status.
 
-    `flags` has the default and the help of each flag of this benchmark. `prepare` returns a
-    function that runs a side. It gets all flags, a folder for data (removed at the end without
-    `--keep`), and an `ExitStack` that ends with the benchmark. It may replace `flags.sides`.
+    `flags` has the default and the help of each flag of this benchmark. `prepare` gets their
+    values, whose `sides` it may replace, a folder for data and an `ExitStack`.
     """
     options = _parse(doc, sides, flags, arguments)
     folder = options.dir.absolute() / 'coyo11m-benchmark'
@@ -117,11 +116,9 @@ def _take_turns(sides: Sides, repeats: int, run_side: RunSide) -> dict[str, list
 
 
 def run(side: Side, env: Mapping[str, str] | None = None, **settings: Any) -> Figures:
-    """Runs a side in a fresh process and returns its figures.
+    """Runs a side in a fresh process and returns its figures, and those of `_measure_process`.
 
-    Further figures are `peak`, the largest memory in bytes of all its processes together, and
-    `others`, the share of all cores' time that other programs used. A side that could not run has
-    the reason in `missing` or `failed` instead.
+    A side that could not run has the reason in `missing` or `failed`.
     """
     settings = {**side.settings, **settings}
     module = sys.modules[side.function.__module__].__spec__.name  # not __main__
@@ -154,7 +151,11 @@ def _run_in_this_process(module: str, function: str, settings: str, answer: str)
 
 
 def _measure_process(command: Sequence[str], env: Mapping[str, str], log: pathlib.Path) -> Figures:
-    """Runs a program to its end, with its output in `log`; returns `peak` and `others`."""
+    """Runs a program to its end, with its output in `log`.
+
+    Returns `peak`, the largest memory in bytes of all its processes together, and `others`, the
+    share of all cores' time that other programs used.
+    """
     start, busy, peak = time.monotonic(), _busy_seconds(), 0
     own_cpu = sum(os.times()[:4])  # with that of the program, once it has ended
     with (

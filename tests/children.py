@@ -28,6 +28,16 @@ def python(code: str, *arguments: object) -> Iterator[subprocess.Popen]:
             child.kill()
 
 
+def output(code: str, *arguments: object, devices: int = 1) -> str:
+    """What `code` prints, which must end well; JAX has so many devices there."""
+    flag = f' --xla_force_host_platform_device_count={devices}'
+    start = f"import os\nos.environ['XLA_FLAGS'] += {flag!r}\n" if devices > 1 else ''
+    with python(start + textwrap.dedent(code), *arguments) as child:
+        out, errors = child.communicate()
+    assert child.returncode == 0, errors
+    return out
+
+
 def program(name: str, *flags: object, **variables: str) -> subprocess.CompletedProcess:
     """Runs a program of the project to its end, with more in its environment."""
     return subprocess.run(

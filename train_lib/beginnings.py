@@ -31,23 +31,14 @@ class OtherRunError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Beginning:
-    """The start of a run: from its last checkpoint, or as a new run.
+    """The start of a run: from its last checkpoint, or as a new run."""
 
-    Attributes:
-        description: Description of the run at `step`, with its present settings.
-        step: Step of the last checkpoint; 0 without a checkpoint.
-        data: Data of the run.
-        has_new_config: Whether the last checkpoint holds another configuration.
-        source: Checkpoint with the first weights of a new run, or None.
-        misfits: Names of parameters that are not taken from there, because their shapes differ.
-    """
-
-    description: Description
-    step: int
+    description: Description  # of the run at `step`, with its present settings
+    step: int  # of the last checkpoint; 0 without one
     data: TrainingData
-    has_new_config: bool
-    source: SavedRun | None = None
-    misfits: Collection[str] = ()
+    has_new_config: bool  # whether the last checkpoint holds another configuration
+    source: SavedRun | None = None  # with the first weights of a new run
+    misfits: Collection[str] = ()  # parameters that are not taken from there: shapes differ
 
     def position_at(self, step: int) -> dict[str, Any]:
         """Returns the position in the data after a step."""
@@ -58,11 +49,7 @@ class Beginning:
         return dataclasses.replace(self.description, position=self.position_at(step))
 
     def state(self, program: Program) -> TrainState:
-        """Returns the state at step 0.
-
-        Weights are random or those of `source`; their average equals them, and the optimizer's
-        state is new.
-        """
+        """Returns the state at step 0: weights are random or those of `source`, all else is new."""
         state = program.init()
         if self.source is None:
             return state
@@ -91,11 +78,7 @@ def find_beginning(
     program: Program,
     accept_changes: Collection[str] = (),
 ) -> Beginning:
-    """Finds the start of a run, and checks that it fits.
-
-    Args:
-        accept_changes: Fields that may differ from the last checkpoint.
-    """
+    """Finds the start of a run, and checks that it fits."""
     encoder = program.encoder
     identity = {'encoder': {'name': encoder.name, 'revision': encoder.revision}} if encoder else {}
     description = Description(
@@ -203,11 +186,7 @@ def _check_heads(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
 def check_resumable(
     saved: Description, current: Description, accept_changes: Collection[str], checkpoint_path: str
 ) -> None:
-    """Compares the description in the checkpoint at `checkpoint_path` with that of this run.
-
-    Args:
-        accept_changes: Settings that may differ; their differences are logged.
-    """
+    """Compares the description in a checkpoint with that of this run; logs accepted changes."""
     if changes := describe_changes(saved.identity, current.identity):
         raise OtherRunError(
             f'{checkpoint_path} belongs to another run: {"; ".join(changes.values())}. '

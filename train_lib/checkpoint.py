@@ -1,7 +1,6 @@
 """Checkpoints of a run: the run saves and restores them, and other programs read them.
 
-A checkpoint has a record of its files with their sizes and CRC-32Cs, which are compared before
-anything is restored.
+A checkpoint has a record of its files, which is compared before anything is restored.
 """
 
 import asyncio
@@ -19,6 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
+from flax.traverse_util import flatten_dict
 
 from coyo11m_tfds import storage
 from train_lib import sharding, workdirs
@@ -61,10 +61,9 @@ class Description:
 def open_manager(
     workdir: epath.PathLike, keep: int, keep_every: int = 0
 ) -> Iterator[ocp.CheckpointManager]:
-    """Opens `workdir/checkpoints` for the run itself; other programs use `open_run`.
+    """Opens `workdir/checkpoints` for the run itself; its end waits for the thread that saves.
 
     It keeps the last `keep` checkpoints, and those of multiples of the step `keep_every` (0: none).
-    The end of the context waits for the thread that saves them.
     """
     policies = [ocp.checkpoint_managers.LatestN(keep)]
     if keep_every:
@@ -115,9 +114,8 @@ def save_step(
     *,
     interrupted: bool = False,
 ) -> None:
-    """Starts to save a checkpoint; does nothing if this step has one.
+    """Copies the arrays to the host and starts to save them; does nothing if this step is saved.
 
-    It copies the arrays to the host before it returns, so callers may donate them afterwards.
     `window` holds the metrics of an unfinished log window; `interrupted` says that some hooks that
     are due after this step have not been called.
     """
@@ -150,8 +148,7 @@ def restore_last(
 ) -> tuple[Any, Any, bool] | None:
     """Restores `(state, window, interrupted)` of the last checkpoint; None without one.
 
-    `state` and `window` are pytrees of arrays or `jax.ShapeDtypeStruct`, whose shardings may differ
-    from the saved ones.
+    `state` and `window` are pytrees with the shapes and the shardings to restore to.
     """
     step = manager.latest_step()
     if step is None:
@@ -231,10 +228,9 @@ def _list_steps(workdir: epath.PathLike) -> list[int]:
 
 
 class SavedRun:
-    """A complete checkpoint, for reading only."""
+    """A complete checkpoint, for reading only; damage is an OSError that names the file."""
 
     def __init__(self, workdir: epath.PathLike, step: int):
-        """Compares the checkpoint with its record; raises an `OSError` that names a wrong file."""
         self.folder, self.step = workdirs.absolute(workdir) / FOLDER / str(step), step
         _check_record(self.folder)
 
@@ -249,7 +245,10 @@ class SavedRun:
 
     def find_misfits(self, abstract_params: Any) -> dict[str, str]:
         """Returns the parameters whose shapes differ, by name: `'(2, 3) there and absent here'`."""
-        saved, current = _shapes_by_name(self._metadata), _shapes_by_name(abstract_params)
+        saved, current = (
+            {name: tuple(leaf.shape) for name, leaf in flatten_dict(tree, sep='/').items()}
+            for tree in (self._metadata, abstract_params)
+        )
         return {
             name: f'{saved.get(name, "absent")} there and {current.get(name, "absent")} here'
             for name in sorted(saved.keys() | current.keys())
@@ -259,8 +258,7 @@ class SavedRun:
     def restore_weights(self, abstract_params: Any, *, average: bool) -> Any:
         """Reads the weights of the last step, or their moving `average`.
 
-        `abstract_params` is a pytree of `jax.ShapeDtypeStruct` with the shapes in the checkpoint
-        and with shardings, of all weights or some; or a sharding for all.
+        `abstract_params` has the shapes and shardings of some weights, or is a sharding for all.
         """
         if isinstance(abstract_params, jax.sharding.Sharding):
             to_abstract = functools.partial(sharding.abstract_array, placement=abstract_params)
@@ -282,14 +280,6 @@ class SavedRun:
         """A pytree like that of the weights."""
         with _name_read_errors(self.folder):
             return ocp.PyTreeCheckpointHandler().metadata(self.folder / STATE)['params']
-
-
-def _shapes_by_name(tree: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes by names such as `block/mlp/kernel`."""
-    return {
-        '/'.join(key.key for key in path): tuple(leaf.shape)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
 
 
 # --- The record of a checkpoint's files ---------------------------------------------------------

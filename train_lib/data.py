@@ -21,6 +21,9 @@ from train_lib import config_rules, models, sharding
 
 Batches = Iterator[dict[str, jax.Array]]
 
+# Fields of the block `data` that all splits are read with.
+_SHARED_OPTIONS = 'on_bad_records', 'max_bad_fraction', 'engine', 'verify', 'text'
+
 # The loss of a split with fewer records depends on which records it happens to hold.
 _FEW_RECORDS = 32
 _NO_TEXT = (
@@ -38,21 +41,14 @@ class PreviewSamples(NamedTuple):
 
 
 class TrainingData:
-    """This process's share of a data set, as the configuration defines it.
+    """This process's share of the data sets of a run; opened by their metadata alone.
 
-    Attributes:
-        sources: The data sets of a mixture, or the only one.
-        plan: Orders and shares of the sources; with one lane if there is no chunk index.
-        facts: Facts about the data, in a mixture about all sources.
-        position: Position of step 0 in the data, in plain values: `step` and `samples` of each
-            source as in a state of `input_pipeline`, the number of `lanes`, and the identities of
-            the `data_sets`.
-        identity, settings: Plain values, see `checkpoint.Description`.
-        read_counts: Returns the `input_pipeline.ReadCounts` of this process's training.
+    `position` is that of step 0 in plain values: `step` and `samples` of each source as in a state
+    of `input_pipeline`, the number of `lanes`, and the identities of the `data_sets`. For
+    `identity` and `settings` see `checkpoint.Description`.
     """
 
     def __init__(self, config: ml_collections.ConfigDict, mesh: Mesh):
-        """Opens the data set; reads its metadata and no records."""
         config_rules.check_config(config)
         self._config, self._mesh = config, mesh
         self.sources = config_rules.open_sources(config)
@@ -71,17 +67,11 @@ class TrainingData:
             self.sources,
             batch_size=config.batch_size,
             seed=config.seed,
-            chunk=fields.chunk,
-            lanes=fields.lanes,
-            window=fields.window,
-            stages=fields.stages,
             features=(schema.KEY, schema.LATENTS, *self._text, *crop),
-            caption_dropout=fields.caption_dropout,
             counter=self._counter,
-            parallel_reads=fields.parallel_reads,
-            prefetch=fields.prefetch,
             **self._share,
-            **self._read_options(),
+            **self._options('chunk', 'lanes', 'window', 'stages', 'caption_dropout'),
+            **self._options('parallel_reads', 'prefetch', *_SHARED_OPTIONS),
         )
         if config.eval_every:
             self._check_split(schema.VALIDATION, 'eval_every', config.eval_every)
@@ -124,10 +114,8 @@ class TrainingData:
         return {**position, **cursor.after(step - cursor.position.step).state()}
 
     def check_reading(self) -> None:
-        """Checks that reading fits into this host's memory, and that evaluations have records.
-
-        Drawing and evaluation take little memory. All processes must call this together.
-        """
+        """Checks, in all processes together, memory for reading and records for evaluations."""
+        # Drawing and evaluation take little memory.
         for source in self.sources if self._config.eval_every else ():
             self._eval_on_host(source).close()
         with input_pipeline.planned_batches(self.plan) as batches:
@@ -165,18 +153,14 @@ class TrainingData:
         return scalars
 
     @property
-    def engine(self) -> str:
-        """The engine that reads training batches: 'rows', 'chunks' or 'tf_data'."""
-        return self.plan.engine
-
-    @property
     def description(self) -> list[str]:
         """Describes the data sets and how they are read, in lines."""
         orders, config = self.plan.orders, self._config.data
         if orders is None:
             return [f'{self.sources[0].stored.full_name}, read without a chunk index']
-        by_chunks = self.engine == input_pipeline.CHUNKS
-        unit = f'in chunks of {config.chunk} records' if by_chunks else f'by {self.engine}'
+        engine = self.plan.engine
+        by_chunks = engine == input_pipeline.CHUNKS
+        unit = f'in chunks of {config.chunk} records' if by_chunks else f'by {engine}'
         text = f', text {config.text}' if config.text else ''
         schedule = f'{self.plan.steps_per_epoch:,.1f} steps an epoch, read {unit}{text}'
         lines = [self._describe(*x) for x in zip(self.sources, orders, strict=True)]
@@ -206,12 +190,10 @@ class TrainingData:
             (source,),
             batch_size=config.batch_size,
             features=(schema.KEY, schema.LATENTS, *self._text),
-            chunk=config.data.chunk,
             # As many as training has.
             parallel_reads=config.data.parallel_reads * lanes_per_host,
-            prefetch=config.data.prefetch,
             **self._share,
-            **self._read_options(),
+            **self._options('chunk', 'prefetch', *_SHARED_OPTIONS),
         )
 
     @functools.cached_property
@@ -222,7 +204,7 @@ class TrainingData:
             batch_size=self._config.preview.count,
             split=self._config.preview.split,
             features=(schema.LATENTS, *self._text, schema.CAPTION),
-            **self._read_options(),
+            **self._options(*_SHARED_OPTIONS),
         )
         batch = next(batches)
         mask = batch[input_pipeline.MASK]
@@ -233,9 +215,7 @@ class TrainingData:
             text=jax.device_put(text[mask], sharding.replicated(self._mesh)),
         )
 
-    def _read_options(self) -> dict[str, Any]:
-        """The options that all splits share."""
-        names = 'on_bad_records', 'max_bad_fraction', 'engine', 'verify', 'text'
+    def _options(self, *names: str) -> dict[str, Any]:
         return {name: self._config.data[name] for name in names}
 
     def _to_device(self, batches: Iterator[input_pipeline.Batch]) -> Batches:

@@ -11,7 +11,6 @@ three.
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from absl import flags
@@ -33,21 +32,13 @@ _CUT_OFF = 0.3  # share of the radius that may lie beyond the left or right bord
 _STEP = 0.5  # pixels from one centre to the next
 
 
-class Scores(NamedTuple):
-    """Shares of a set of pictures, and the mean overlap with an outline of the caption's shape."""
+def score_pictures(
+    pictures: np.ndarray, scenes: Sequence[sample_data.Scene]
+) -> dict[str, np.ndarray]:
+    """Says of pictures, uint8 `(n, 32, 32, 3)`, what of their captions they show, as bool `(n,)`.
 
-    colours: float  # both colours are the caption's
-    shape: float  # the best outline is of the caption's shape, and overlaps enough
-    all_three: float
-    overlap: float  # from 0 to 1
-
-
-def score_pictures(pictures: np.ndarray, scenes: Sequence[sample_data.Scene]) -> Scores:
-    """Scores pictures, uint8 `(n, 32, 32, 3)`, by the scenes of their captions.
-
-    All outlines of all shapes, at the places and in the sizes that occur in the data, are compared
-    with the pixels of the shape's colour. The shape of a picture is that of the outline with the
-    largest overlap (intersection over union), which must be at least `LEAST_OVERLAP`.
+    The shape of a picture is that of the outline, of all at the places and in the sizes that occur
+    in the data, with the largest overlap (intersection over union) with the shape's colour.
     """
     pairs = [sample_data.drawn_colours(picture) for picture in pictures]
     overlaps = np.stack([_overlaps(*x) for x in zip(pictures, pairs, strict=True)])
@@ -56,8 +47,7 @@ def score_pictures(pictures: np.ndarray, scenes: Sequence[sample_data.Scene]) ->
         [pair == (x.colour, x.background) for pair, x in zip(pairs, scenes, strict=True)]
     )
     shape = (overlaps.argmax(1) == expected) & (overlaps.max(1) >= LEAST_OVERLAP)
-    overlap = overlaps[np.arange(len(overlaps)), expected]
-    return Scores(*(float(x.mean()) for x in (colours, shape, colours & shape, overlap)))
+    return {'colours': colours, 'shape': shape, 'all three': colours & shape}
 
 
 def _overlaps(picture: np.ndarray, colours: tuple[str | None, str]) -> list[float]:
@@ -99,19 +89,15 @@ def main() -> None:
     # The same captions for every run: their seed is fixed.
     captions, scenes = zip(*sample_data.held_out_prompts(NUM_PROMPTS), strict=True)
     folder = epath.Path(FLAGS.workdir) / previews.FOLDER
-    with run.errors_in_one_line():
-        workdirs.check_writable(folder)
-        artist = Artist(FLAGS.workdir)
-        pictures = artist.draw(captions, load_encoder(artist.facts))
-        path = folder / 'held_out.png'
-        previews.write_png(path, previews.make_grid([pictures], captions))
+    workdirs.check_writable(folder)
+    artist = Artist(FLAGS.workdir)
+    pictures = artist.draw(captions, load_encoder(artist.facts))
+    path = folder / 'held_out.png'
+    previews.write_png(path, previews.make_grid([pictures], captions))
 
-    scores = score_pictures(pictures, scenes)
     print(f'pictures: {path}')
-    for name in ('colours', 'shape', 'all_three'):
-        share = getattr(scores, name)
-        count = round(NUM_PROMPTS * share)
-        print(f'{name.replace("_", " ")} right: {share:.2f} ({count}/{NUM_PROMPTS})')
+    for name, is_right in score_pictures(pictures, scenes).items():
+        print(f'{name} right: {is_right.mean():.2f} ({is_right.sum()}/{NUM_PROMPTS})')
 
 
 if __name__ == '__main__':

@@ -66,11 +66,9 @@ _OF_FOLDER = 'sha256:'  # how the revision of a model in a local folder begins
 class Artist:
     """A checkpoint of a run, ready to draw on the devices of this process.
 
-    Attributes:
-        data_dir: Folder of its training data, local or `gs://`.
-        encoder: Folder or hub name of the encoder in the run's step; '' for a run without one.
-        paint: Turns raw latents `(n, C, H, W)` into pictures, uint8 `(n, height, width, 3)`.
-        settings: Plain values that decide the picture of a caption.
+    Its `settings` are plain values that decide the picture of a caption; its `encoder` is that in
+    the run's step, '' for a run without one; `paint` turns raw latents `(n, C, H, W)` into
+    pictures, uint8 `(n, height, width, 3)`.
     """
 
     def __init__(
@@ -84,15 +82,10 @@ class Artist:
         vae: str | None = None,
         **changes: float | str | None,
     ):
-        """Opens the checkpoint; the weights are read at their first use.
+        """Opens the checkpoint of `WORKDIR` or `WORKDIR@STEP`; reads the weights when needed.
 
-        Args:
-            place: `WORKDIR` of the run, for its last checkpoint, or `WORKDIR@STEP`.
-            average: Whether to draw with the moving average of the weights.
-            batch_size: Pictures to draw at a time, rounded up to a multiple of the devices.
-            encoder: Folder or hub name of the encoder in the run's step; '' for the run's own.
-            **changes: Fields that replace those of the run's `config.preview`, such as `guidance`;
-                as for `seed` (of the noise) and `vae`, None keeps the run's.
+        `encoder` is a folder or hub name. `changes` replace fields of the run's `config.preview`,
+        such as `guidance`; '' and None keep the run's values.
         """
         self._saved = checkpoint.open_run(place)
         self.step = self._saved.step
@@ -123,10 +116,8 @@ class Artist:
     ) -> np.ndarray:
         """Draws one picture for each caption, uint8 `(n, H, W, 3)`.
 
-        A picture is a function of the weights, the seed, the caption and its place in the list,
-        except for rounding, which depends on the number of pictures drawn at a time.
-
-        `first` is the place of the first caption, if they are a section of a longer list.
+        A picture is a function of the weights, the seed, the caption and its place in the list
+        (`first` is that of the first caption), except for rounding.
         """
         check_text_encoder(self.facts, encoder)
         texts = encode_captions(self.facts, encoder, list(captions))
@@ -173,8 +164,7 @@ class Artist:
 def load_encoder(facts: DatasetStats, spec: str = '') -> Encoder | Tokenizer:
     """Loads the encoder, or the tokenizer, that made the texts of a data set.
 
-    `spec` names it as for `text_encoders.make_encoder`; with '' the metadata of the data set do,
-    which do not hold a local folder.
+    `spec` names it; with '' the metadata of the data set do, which do not hold a local folder.
     """
     if not (facts.vocabulary or facts.text_dim):
         raise ValueError(
@@ -230,10 +220,7 @@ def encode_captions(
 
 
 def unknown_words(facts: DatasetStats, encoder: Tokenizer, captions: Sequence[str]) -> list[str]:
-    """Returns the words of captions that do not occur in the training data; [] if unknown.
-
-    It misses words whose ids, or buckets of the encoder `hash`, are those of other words.
-    """
+    """Returns words that do not occur in the training data; misses some with ids of others."""
     words = list(dict.fromkeys(w for caption in captions for w in split_words(caption)))
     if facts.text_encoder == HashEncoder.name:
         # A bucket without mean and deviation got no word of any caption.
@@ -271,25 +258,23 @@ def artist_of_flags() -> Artist:
 def main() -> None:
     """Reads captions and writes the grid."""
     # Before the imports, which take seconds: a wrong file of captions ends the program at once.
-    with run.errors_in_one_line():
-        captions, name = _read_prompts(FLAGS.prompts)
+    captions, name = _read_prompts(FLAGS.prompts)
     run.prepare()
-    with run.errors_in_one_line():
-        previews_of_run = workdirs.absolute(FLAGS.workdir) / previews.FOLDER
-        folder = epath.Path(FLAGS.out).parent if FLAGS.out else previews_of_run
-        # Before minutes of drawing whose pictures could not be written.
-        workdirs.check_writable(folder)
-        artist = artist_of_flags()
-        encoder = load_encoder(artist.facts, artist.encoder or FLAGS.encoder)
-        pictures = artist.draw(captions, encoder)
-        out = FLAGS.out or _free_path(folder / f'{name}_{artist.step:06}{_changes()}.png')
-        previews.write_png(out, previews.make_grid([pictures], captions))
-        singles = epath.Path(out).with_suffix('')
-        if FLAGS.singles:
-            for number, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
-                path = singles / f'{number:05}.png'
-                previews.write_png(path, picture)
-                path.with_suffix('.txt').write_text(f'{caption}\n')
+    previews_of_run = workdirs.absolute(FLAGS.workdir) / previews.FOLDER
+    folder = epath.Path(FLAGS.out).parent if FLAGS.out else previews_of_run
+    # Before minutes of drawing whose pictures could not be written.
+    workdirs.check_writable(folder)
+    artist = artist_of_flags()
+    encoder = load_encoder(artist.facts, artist.encoder or FLAGS.encoder)
+    pictures = artist.draw(captions, encoder)
+    out = FLAGS.out or _free_path(folder / f'{name}_{artist.step:06}{_changes()}.png')
+    previews.write_png(out, previews.make_grid([pictures], captions))
+    singles = epath.Path(out).with_suffix('')
+    if FLAGS.singles:
+        for number, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
+            path = singles / f'{number:05}.png'
+            previews.write_png(path, picture)
+            path.with_suffix('.txt').write_text(f'{caption}\n')
     print(f'pictures: {out}' + (f' and {singles}/' if FLAGS.singles else ''))
 
 

@@ -85,9 +85,7 @@ def evaluate_pictures(
 ) -> dict[str, Any]:
     """Draws the missing pictures of the first records, and returns the comparison of all.
 
-    It has `num_pictures`, the numbers of `compare_features`, and `settings` with everything that
-    decides them, and is also written to `WORKDIR/evaluation/step_STEP_ID.json` (ID: a digest of the
-    settings), next to the features.
+    It is also written to `WORKDIR/evaluation/step_STEP_ID.json` (ID: a digest of the settings).
     """
     settings = artist.settings | {
         'text_encoder': f'{text_encoder.name} {text_encoder.revision}',
@@ -174,8 +172,7 @@ def cmmd(x: np.ndarray, y: np.ndarray) -> float:
 
     The estimator is that of Jayasumana et al. (arXiv 2401.09603): the squared maximum mean
     discrepancy with a Gaussian kernel of width 10 on features of length 1. The mean includes the
-    pairs of an item with itself, so the result is at least 0, and about
-    `1000 * (1 - mean kernel) * (1 / n + 1 / m)` for two samples of one distribution.
+    pairs of an item with itself, so the result is at least 0.
     """
     x, y = _unit(x), _unit(y)
     return _CMMD_SCALE * (_mean_kernel(x, x) + _mean_kernel(y, y) - 2 * _mean_kernel(x, y))
@@ -202,7 +199,7 @@ def clip_score(images: np.ndarray, texts: np.ndarray) -> float:
     """Returns 100 times the mean cosine of pictures and their captions; negative ones count as 0.
 
     Hessel et al., "CLIPScore", 2021 (arXiv 2104.08718), equation 1, with today's usual factor of
-    100 instead of 2.5. `texts` are features of the text encoder that belongs to the image encoder.
+    100 instead of 2.5.
     """
     cosines = (_unit(images) * _unit(texts)).sum(axis=1)
     return float(100 * np.maximum(cosines, 0).mean())
@@ -228,20 +225,19 @@ def _mean_kernel(x: np.ndarray, y: np.ndarray) -> float:
 def main() -> None:
     """Evaluates a run and prints the result."""
     run.prepare()
-    with run.errors_in_one_line():
-        workdir = workdirs.absolute(FLAGS.workdir)
-        # Before hours of drawing whose features could not be written.
-        workdirs.check_writable(workdir / FOLDER)
-        artist = draw.artist_of_flags()
-        data = open_validation(FLAGS.data_dir or artist.data_dir, FLAGS.num_pictures)
-        text_encoder = draw.load_encoder(artist.facts, artist.encoder or FLAGS.encoder)
-        # It imports torch, which takes seconds: not before the flags and the run are checked.
-        from coyo11m_tfds.pictures.image_encoder import ImageEncoder
+    workdir = workdirs.absolute(FLAGS.workdir)
+    # Before hours of drawing whose features could not be written.
+    workdirs.check_writable(workdir / FOLDER)
+    artist = draw.artist_of_flags()
+    data = open_validation(FLAGS.data_dir or artist.data_dir, FLAGS.num_pictures)
+    text_encoder = draw.load_encoder(artist.facts, artist.encoder or FLAGS.encoder)
+    # It imports torch, which takes seconds: not before the flags and the run are checked.
+    from coyo11m_tfds.pictures.image_encoder import ImageEncoder
 
-        image_encoder = ImageEncoder(FLAGS.features)
-        result = evaluate_pictures(
-            artist, text_encoder, image_encoder, data, workdir, FLAGS.num_pictures
-        )
+    image_encoder = ImageEncoder(FLAGS.features)
+    result = evaluate_pictures(
+        artist, text_encoder, image_encoder, data, workdir, FLAGS.num_pictures
+    )
     numbers = {name: f'{x:.6g}' for name, x in result.items() if name != 'settings'}
     for name, value in (result['settings']['preview'] | numbers).items():
         print(f'{name}: {value}')

@@ -39,11 +39,7 @@ _REFERENCE = 'torch_reference.py'
 
 
 def export(place: epath.PathLike, out: epath.PathLike, *, average: bool = True) -> None:
-    """Writes the files of a checkpoint into a folder, which must be new or hold an export.
-
-    `place` is the `WORKDIR` of the run, for its last checkpoint, or `WORKDIR@STEP`; `average` says
-    whether to export the moving average of the weights.
-    """
+    """Writes the files of a checkpoint into a folder, which must be new or hold an export."""
     saved = checkpoint.open_run(place)
     config = ml_collections.ConfigDict(saved.description.config)
     facts = DatasetStats.from_json(saved.description.facts)
@@ -83,11 +79,7 @@ def export(place: epath.PathLike, out: epath.PathLike, *, average: bool = True) 
 def draw_example(
     model: DiT, params: Any, facts: DatasetStats, preview: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
-    """Returns noise, a random text, and the raw latents that the model draws from them.
-
-    `text` holds embeddings, token ids or, for a model with an encoder in its step, hidden states
-    and `present`.
-    """
+    """Returns noise, a random text, and the raw latents that the model draws from them."""
     random, count = np.random.default_rng(0), _NUM_EXAMPLES
     _, channels, height, width = facts.latents_shape
     noise = random.normal(size=(count, height, width, channels)).astype(np.float32)
@@ -137,9 +129,8 @@ def _prepare_export_folder(folder: epath.Path) -> epath.Path:
 def main() -> None:
     """Exports what the flags name."""
     run.prepare()
-    with run.errors_in_one_line():
-        place = FLAGS.workdir if FLAGS.step is None else f'{FLAGS.workdir}@{FLAGS.step}'
-        export(place, workdirs.absolute(FLAGS.out), average=FLAGS.average)
+    place = FLAGS.workdir if FLAGS.step is None else f'{FLAGS.workdir}@{FLAGS.step}'
+    export(place, workdirs.absolute(FLAGS.out), average=FLAGS.average)
     print(f'exported: {FLAGS.out}')
 
 

@@ -43,9 +43,11 @@ def standardize_text(text: jax.Array, stats: DatasetStats) -> jax.Array:
     return (text.astype(jnp.float32) - stats.text_mean) * scale
 
 
-def logit_normal_times(rng: jax.Array, count: int, mean: float, std: float) -> jax.Array:
-    """Draws times in (0, 1), float32 `(count,)`; a positive `mean` favours noisy ones."""
-    return jax.nn.sigmoid(mean + std * jax.random.normal(rng, (count,)))
+def logit_normal_times(
+    rng: jax.Array, count: int, logit_mean: float, logit_std: float
+) -> jax.Array:
+    """Draws times in (0, 1), float32 `(count,)`; a positive mean favours noisy ones."""
+    return jax.nn.sigmoid(logit_mean + logit_std * jax.random.normal(rng, (count,)))
 
 
 def squared_errors(

@@ -1,7 +1,7 @@
 """The hosts of a run: how they join, and how all end when one of them fails.
 
 If one process fails, the others end at once and name it; else they would wait for minutes in a
-computation that needs all processes, and then abort. This module does not import JAX by itself.
+computation that needs all processes, and then abort.
 """
 
 import contextlib
@@ -53,11 +53,9 @@ def join_hosts(
 
 @contextlib.contextmanager
 def share_failures() -> Iterator[None]:
-    """Ends this process when another one fails here, and the others when this one does.
-
-    All end by `os._exit(1)`: processes that wait for each other cannot unwind. Use a nested context
-    in a block whose end would wait so.
-    """
+    """Ends this process when another one fails here, and the others when this one does."""
+    # All end by `os._exit(1)`: processes that wait for each other cannot unwind. A block whose end
+    # would wait so needs a nested context.
     import jax
 
     if jax.process_count() == 1:

@@ -44,7 +44,8 @@ def main() -> None:
     """Prepares the process and trains."""
     signals.install(FLAGS.config.requeue_status)
     input_pipeline.prepare_process()
-    run.prepare()
+    with run.errors_in_one_line():
+        run.prepare()
     # Only now, because they take seconds and import TensorFlow, which reads those settings.
     from train_lib import train
 
@@ -66,4 +67,5 @@ def main() -> None:
 
 if __name__ == '__main__':
     signals.install()
-    run.start(main, required=['config', 'workdir'])
+    # Errors of the steps keep their traceback, except for those that `main` names.
+    run.start(main, required=['config', 'workdir'], fixable=())

@@ -164,14 +164,10 @@ def _enlarge(picture: np.ndarray) -> np.ndarray:
 
 def _join_pictures(pictures: Sequence[np.ndarray], axis: int) -> np.ndarray:
     """Puts pictures next to one another on white, with a margin between them."""
-    sizes = np.array([picture.shape[:2] for picture in pictures])
-    sizes[:-1, axis] += _MARGIN
-    shape = sizes.max(0)
-    shape[axis] = sizes[:, axis].sum()
-    canvas = np.full((*shape, 3), 255, np.uint8)
-    offset = np.zeros(2, int)
-    for picture, size in zip(pictures, sizes, strict=True):
-        (y, x), (height, width) = offset, picture.shape[:2]
-        canvas[y : y + height, x : x + width] = picture
-        offset[axis] += size[axis]
-    return canvas
+    size, padded = np.max([picture.shape[:2] for picture in pictures], axis=0), []
+    for number, picture in enumerate(pictures, 1):
+        pad = size - picture.shape[:2]
+        pad[axis] = _MARGIN if number < len(pictures) else 0
+        widths = [(0, pad[0]), (0, pad[1]), (0, 0)]
+        padded.append(np.pad(picture, widths, constant_values=255))
+    return np.concatenate(padded, axis)

@@ -1,9 +1,10 @@
 """Starts and ends the programs of this package: command line, log, one-line errors.
 
 `--config=demo` is `configs/demo.py` of a checkout, or `train_lib/configs/demo.py` of an installed
-package, in any working directory. This module imports neither JAX nor TensorFlow, because they read
-their environment when they are imported.
+package, in any working directory.
 """
+
+# Imports neither JAX nor TensorFlow, which read their environment when they are imported.
 
 import contextlib
 import difflib
@@ -41,16 +42,25 @@ _OWN_CODE = tuple(
 flags.DEFINE_bool('verbose', False, 'Show messages of libraries, and tracebacks of errors.')
 
 
-def start(main: Callable[[], None], required: Sequence[str]) -> None:
+def start(
+    main: Callable[[], None],
+    required: Sequence[str],
+    fixable: tuple[type[Exception], ...] = (ValueError, OSError),
+) -> None:
     """Parses the command line and calls `main`, which reads `flags.FLAGS`.
 
-    A wrong command line, or one without a required flag, ends the process with `error: ...` in one
-    line and status 1, Ctrl-C with `Interrupted: ...` and status 130.
+    A wrong command line, or one without a required flag, and `fixable` errors end the process with
+    `error: ...` in one line and status 1, Ctrl-C with `Interrupted: ...` and status 130.
     """
     flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS['verbose'])  # for --help
     parse = functools.partial(_parse_flags, required=required)
+
+    def call_main(argv: Sequence[str]) -> None:
+        with errors_in_one_line(fixable):
+            main()
+
     try:
-        app.run(lambda argv: main(), flags_parser=parse)
+        app.run(call_main, flags_parser=parse)
     except SystemExit as end:
         if not isinstance(end.code, str):
             raise
@@ -68,20 +78,18 @@ def start(main: Callable[[], None], required: Sequence[str]) -> None:
 
 
 def prepare(needs_data: bool = True) -> None:
-    """Keeps TensorFlow off the accelerator and the log readable; call it before other imports.
+    """Checks fields and data set, keeps TensorFlow off the accelerator and the log readable.
 
-    First, it ends the process if a field or the data set is wrong (or if there is no data set and
-    it `needs_data`), before the imports that take seconds.
+    Call it before imports that take seconds.
     """
     if 'config' in flags.FLAGS and flags.FLAGS.is_parsed():
         config = flags.FLAGS.config
-        with errors_in_one_line():
-            config_rules.check_config(config, needs_data=needs_data)
-            # A host that lacks the folder reports it to the others, once they are joined.
-            has_processes = 'process_count' in flags.FLAGS and flags.FLAGS.process_count
-            is_alone = not (config.distributed or has_processes)
-            if is_alone and (config.data.mix or config.data.dir):
-                config_rules.open_sources(config)
+        config_rules.check_config(config, needs_data=needs_data)
+        # A host that lacks the folder reports it to the others, once they are joined.
+        has_processes = 'process_count' in flags.FLAGS and flags.FLAGS.process_count
+        is_alone = not (config.distributed or has_processes)
+        if is_alone and (config.data.mix or config.data.dir):
+            config_rules.open_sources(config)
     if not _is_verbose():
         handler = logging.get_absl_handler()
         handler.addFilter(_is_worth_reading)
@@ -98,11 +106,7 @@ def prepare(needs_data: bool = True) -> None:
 def errors_in_one_line(
     fixable: tuple[type[Exception], ...] = (ValueError, OSError),
 ) -> Iterator[None]:
-    """Ends the process with `error: ...` and status 1 for errors that the user can fix.
-
-    With `--verbose` the traceback precedes the line. By default these errors are wrong fields and
-    unreadable files.
-    """
+    """Ends the process with `error: ...` and status 1 for wrong fields and unreadable files."""
     try:
         yield
     except fixable as error:
@@ -127,11 +131,7 @@ def _flag_name(field: str) -> str:
 
 
 def resolve(arguments: Sequence[str]) -> list[str]:
-    """Replaces the name of a configuration on a command line by the path of its file.
-
-    The path of an existing file stays unchanged; the file may import this package's configurations.
-    Raises a `SystemExit` if neither a file nor a configuration has the name.
-    """
+    """Replaces the name of a configuration on a command line by the path of its file."""
     if str(_CONFIGS.parent) not in sys.path:
         sys.path.append(str(_CONFIGS.parent))  # where `configs` is imported from
     resolved = list(arguments)

@@ -1,11 +1,10 @@
-"""Ends a run early on Ctrl-C or SIGTERM.
+"""Ends a run early on Ctrl-C or SIGTERM, after it has saved a checkpoint if it has new steps.
 
-After a signal a run saves a checkpoint if it has new steps, and ends. A preempted host gets SIGTERM
-and about 30 seconds; the other hosts may get no signal. All hosts must save the same step, because
-each writes a share of a checkpoint.
-
-This module is imported fast, because it does not import JAX.
+A preempted host gets SIGTERM and about 30 seconds; the other hosts may get no signal. All hosts
+must save the same step, because each writes a share of a checkpoint.
 """
+
+# Imported fast: it does not import JAX.
 
 import contextlib
 import os
@@ -33,7 +32,7 @@ class BrokenOff(BaseException):
 def install(status: int | None = None) -> None:
     """Makes signals end the process at once with one line, as long as nothing must be saved.
 
-    The exit status is `status` of the last call, or 128 plus the number of the signal for None.
+    The exit status is `status` of the last call; for None, 128 plus the number of the signal.
     """
     is_first_call = not _exit_status
     _exit_status.update({number: 128 + number if status is None else status for number in _SIGNALS})
@@ -51,11 +50,7 @@ def install(status: int | None = None) -> None:
 
 
 class StopRequest:
-    """Makes SIGTERM and Ctrl-C request a stop, within its context, instead of ending the process.
-
-    After `install`, a signal before the end of the first step, or a second signal at any time, ends
-    the process at once.
-    """
+    """Makes signals request a stop; one before the first step or a second one ends the process."""
 
     def __init__(self):
         import jax
@@ -92,10 +87,8 @@ class StopRequest:
 
     @contextlib.contextmanager
     def repeatable(self) -> Iterator[None]:
-        """Allows a stop request to interrupt a block, by a `BrokenOff` in the main thread.
-
-        With several processes the block completes: its computations need all of them.
-        """
+        """Allows a stop request to interrupt a block, by a `BrokenOff` in the main thread."""
+        # With several processes the block completes: its computations need all of them.
         self._repeatable = self._is_alone
         try:
             if self._is_stopping and self._is_alone:

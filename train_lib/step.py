@@ -1,15 +1,12 @@
 """Steps of training and evaluation, and drawing: pure functions of arrays, compiled for a mesh.
 
-A batch holds `latents` `(b, C, H, W)` raw, `key` uint32 `(b, 2)` and texts: `text_embedding`
-`(b, D)` or, for a model with a vocabulary, `tokens` int32 `(b, T)`, which a frozen encoder may turn
-into hidden states before the model sees them. Without texts the model sees embeddings of no
-numbers. A training batch also holds `drop_text` bool `(b,)` if texts may be dropped, and `crop`
-int32 `(b,)` if images have several. An evaluation batch holds `mask` bool `(b,)`, False for rows
-without a sample, and so does a training batch if unreadable records are skipped.
-
-The weights of a frozen text encoder, or None, are the first argument of the functions, outside of
-the state. This module imports neither TensorFlow nor torch: steps can be measured with JAX alone.
+A batch holds raw `latents` `(b, C, H, W)`, `key` uint32 `(b, 2)` and texts: `text_embedding`
+`(b, D)` or `tokens` int32 `(b, T)`, which a frozen encoder may turn into hidden states. Where they
+are needed, it holds `drop_text` bool `(b,)`, `crop` int32 `(b,)`, and `mask` bool `(b,)`, False for
+rows without a sample. Frozen weights, or None, are the first argument of the functions.
 """
+
+# Imports neither TensorFlow nor torch: steps can be measured with JAX alone.
 
 import dataclasses
 import functools
@@ -39,31 +36,27 @@ _TEXT_FEATURES = 'text_embedding', 'tokens'
 
 
 def make_train_step(
+    config: ml_collections.ConfigDict,
     model: nn.Module,
     tx: optax.GradientTransformation,
     schedule: optax.Schedule,
     stats: DatasetStats,
-    *,
-    ema_decay: float,
-    seed: int,
-    logit_mean: float,
-    logit_std: float,
-    accumulate: int = 1,
     encoder: StepEncoder | None = None,
 ) -> Callable[..., tuple[TrainState, TrainMetrics]]:
     """Returns a function from frozen weights, a state and a batch to the next state and metrics.
 
-    Noise and times depend only on `(seed, state.step)`, so a resumed run repeats them exactly. A
-    step whose loss or gradient is not finite, or whose batch has no samples, only counts itself;
-    the former also counts as skipped.
+    Noise and times depend only on seed and step, so a resumed run repeats them exactly. A step
+    whose loss or gradient is not finite, or whose batch has no samples, only counts itself; the
+    former also counts as skipped.
     """
     conditions = ('drop_text', 'crop') if getattr(model, 'crops', 1) > 1 else ('drop_text',)
 
     def train_step(frozen: Any, state: TrainState, batch: Batch) -> tuple[TrainState, TrainMetrics]:
-        noise_rng, time_rng = jax.random.split(jax.random.fold_in(jax.random.key(seed), state.step))
+        rng = jax.random.fold_in(jax.random.key(config.seed), state.step)
+        noise_rng, time_rng = jax.random.split(rng)
         x = flow.standardize_latents(batch['latents'], stats)
         noise = jax.random.normal(noise_rng, x.shape)
-        t = flow.logit_normal_times(time_rng, x.shape[0], logit_mean, logit_std)
+        t = flow.logit_normal_times(time_rng, x.shape[0], **config.flow)
         mask = batch.get('mask')
         inputs = {name: batch[name] for name in (*_TEXT_FEATURES, *conditions) if name in batch}
         rows = inputs, x, noise, t, _mean_weights(x.shape[0], mask)
@@ -76,7 +69,8 @@ def make_train_step(
             losses = flow.squared_errors(velocity, x, noise, t)
             return jnp.sum(jnp.where(weights > 0, weights * losses, 0)), losses
 
-        gradient = accumulate_gradient(jax.value_and_grad(mean_loss, has_aux=True), accumulate)
+        value_and_grad = jax.value_and_grad(mean_loss, has_aux=True)
+        gradient = accumulate_gradient(value_and_grad, config.accumulate)
         (loss, losses), grads = gradient(state.params, rows)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -92,7 +86,7 @@ def make_train_step(
         params = keep_if_effective(optax.apply_updates(state.params, updates), state.params)
         # As in TensorFlow's ExponentialMovingAverage with `num_updates`: an average over many steps
         # would hold the random first weights for as long.
-        decay = jnp.minimum(ema_decay, (1.0 + state.step) / (10.0 + state.step))
+        decay = jnp.minimum(config.ema_decay, (1.0 + state.step) / (10.0 + state.step))
         ema_params = optax.incremental_update(params, state.ema_params, 1 - decay)
         next_state = state.replace(
             params=params,
@@ -117,7 +111,10 @@ def make_train_step(
 
 
 def make_eval_step(
-    model: nn.Module, stats: DatasetStats, *, seed: int, encoder: StepEncoder | None = None
+    config: ml_collections.ConfigDict,
+    model: nn.Module,
+    stats: DatasetStats,
+    encoder: StepEncoder | None = None,
 ) -> Callable[..., EvalMetrics]:
     """Returns a function from frozen weights, weights and a batch to metrics of the batch.
 
@@ -127,7 +124,7 @@ def make_eval_step(
 
     def eval_step(frozen: Any, params: Any, batch: Batch) -> EvalMetrics:
         x = flow.standardize_latents(batch['latents'], stats)
-        noise, t = flow.noise_and_times_of_keys(batch['key'], x.shape[1:], seed)
+        noise, t = flow.noise_and_times_of_keys(batch['key'], x.shape[1:], config.seed)
 
         def losses(text: Any, drop_text: jax.Array | None) -> jax.Array:
             velocity = _velocity_at(model, params, text, drop_text)
@@ -162,8 +159,7 @@ def make_draw(
 ) -> Callable[..., jax.Array]:
     """Returns a function from `(frozen, params, texts, first)` to raw latents `(n, C, H, W)`.
 
-    Texts are raw text embeddings, `(n, D)`, or token ids, int32 `(n, T)`. The noise of a picture is
-    a function of `config.seed` and of its number, which is `first` for the first row.
+    The noise of a picture is a function of the seed and of its number, `first` for the first row.
     """
     _, channels, height, width = stats.latents_shape
     settings = sampling_settings(config.preview)
@@ -258,10 +254,7 @@ def accumulate_gradient(value_and_grad: ValueAndGrad, count: int) -> ValueAndGra
 def bind(
     function: Callable, encoder: StepEncoder | None, *in_shardings: Any, **options: Any
 ) -> functools.partial:
-    """Jits a function with the encoder's weights, on their devices, as its first argument.
-
-    `step.func.lower(*step.args, ...)` lowers the result, also if the encoder holds only shapes.
-    """
+    """Jits a function with the encoder's weights, on their devices, as its first argument."""
     # An argument and not a constant, or XLA would compile the weights into the program.
     frozen = encoder.params if encoder else None
     frozen_shardings = jax.tree.map(lambda leaf: leaf.sharding, frozen)
@@ -271,27 +264,17 @@ def bind(
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Jitted functions: batches are split over the mesh, states by `sharding.by_shape`.
+    """Jitted functions: batches are split over the mesh, states by `sharding.by_shape`."""
 
-    Attributes:
-        encoder: Frozen text encoder, whose weights the steps take; None without one.
-        abstract_state: Shapes, dtypes and shardings of a state.
-        init: Returns the state at step 0.
-        no_metrics: Returns training metrics of no step.
-        train_step: Maps `(state, batch)` to the next state and metrics; donates the state.
-        eval_step: Maps `(params, batch)` to metrics.
-        draw: Maps `(params, texts, first)` to raw latents `(n, C, H, W)`; see `make_draw`.
-        flops: Maps the number of tokens of a text to the FLOPs of the model's matrix products for
-            the training on one sample, without those of a frozen encoder.
-    """
-
-    encoder: StepEncoder | None
-    abstract_state: TrainState
-    init: Callable[[], TrainState]
-    no_metrics: Callable[[], TrainMetrics]
-    train_step: functools.partial[tuple[TrainState, TrainMetrics]]
-    eval_step: functools.partial[EvalMetrics]
-    draw: functools.partial[jax.Array]
+    encoder: StepEncoder | None  # frozen, for texts; the steps take its weights
+    abstract_state: TrainState  # shapes, dtypes and shardings
+    init: Callable[[], TrainState]  # at step 0
+    no_metrics: Callable[[], TrainMetrics]  # of no step
+    train_step: functools.partial[tuple[TrainState, TrainMetrics]]  # donates the state
+    eval_step: functools.partial[EvalMetrics]  # of `(params, batch)`
+    draw: functools.partial[jax.Array]  # of `(params, texts, first)`, see `make_draw`
+    # FLOPs of the model's matrix products for the training on one sample, by the number of tokens
+    # of its text, without those of a frozen encoder.
     flops: Callable[[int], int]
 
 
@@ -310,6 +293,8 @@ def make_program(
     encoder: StepEncoder | None = None,
 ) -> Program:
     """Builds model, optimizer and steps; each function is compiled at its first call."""
+    # Functions are traced at their first call, and later changes must not reach them.
+    config = ml_collections.FrozenConfigDict(config)
     product = config.accumulate * mesh.size
     if product < 1 or config.batch_size < 1 or config.batch_size % product:
         problem = (
@@ -334,18 +319,8 @@ def make_program(
     # Weights are initialized without pins: one sample does not fill the devices.
     init = state.make_init(model, tx, latent_shape=latent_shape, text=text)
     pinned_model = model.clone(pin=sharding.RowPinning(mesh))
-    train_step = make_train_step(
-        pinned_model,
-        tx,
-        schedule,
-        stats,
-        ema_decay=config.ema_decay,
-        seed=config.seed,
-        accumulate=config.accumulate,
-        encoder=encoder,
-        **config.flow,
-    )
-    eval_step = make_eval_step(pinned_model, stats, seed=config.seed, encoder=encoder)
+    train_step = make_train_step(config, pinned_model, tx, schedule, stats, encoder)
+    eval_step = make_eval_step(config, pinned_model, stats, encoder)
     draw = make_draw(config, pinned_model, stats, encoder)
 
     def init_from_seed() -> TrainState:

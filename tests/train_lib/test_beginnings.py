@@ -3,7 +3,6 @@
 import itertools
 import json
 import re
-import shutil
 
 import jax
 import numpy as np
@@ -90,23 +89,10 @@ def test_a_run_resumes_with_another_permutation(mini_dataset, keys, tmp_path, ca
     assert told in caplog.text
 
 
-@pytest.mark.slow
-def test_a_run_resumes_with_another_data_set_at_its_beginning(mini_dataset, keys, tmp_path, caplog):
-    caplog.set_level('INFO')
-    other = rewritten(mini_dataset, tmp_path / 'other', schema.META_SOURCE_FINGERPRINT)
-    workdir = tmp_path / 'run'
-    runs.train(mini_dataset, workdir, **SHORT, num_steps=3)
-    for num_steps in (5, 6):  # changed, then resumed
-        runs.train(other, workdir, ['num_steps', 'data.dir'], **SHORT, num_steps=num_steps)
-    expected = keys_of(mini_dataset, 0, 3) + keys_of(other, 0, 3)
-    jax.tree.map(np.testing.assert_array_equal, keys, expected)
-    assert caplog.text.count('the other data set is read from its beginning') == 1
-    place = checkpoint.find_last(workdir).description.position
-    assert samples_at(workdir) == 3 * 4 and len(json.dumps(place)) < 300
-
-
-def test_a_data_set_that_has_moved_is_the_same(mini_dataset, small_run):
-    config = small_config(mini_dataset, **SHORT, num_steps=4)
+def test_a_resumed_run_looks_at_no_other_weights_and_its_data_set_may_have_moved(
+    mini_dataset, small_run
+):
+    config = small_config(mini_dataset, **SHORT, num_steps=4, init_from='/gone')
     assert train.set_up(config, small_run[0]).beginning.step == 4
 
 
@@ -158,27 +144,6 @@ def test_a_run_begins_with_the_weights_of_another(mini_dataset, small_run, tmp_p
         assert not np.array_equal(
             earlier.params['patches']['kernel'], state.params['patches']['kernel']
         )
-
-
-@pytest.mark.slow
-def test_other_weights_are_looked_at_by_a_new_run_alone(mini_dataset, small_run, tmp_path, caplog):
-    gone = shutil.copytree(small_run[0], tmp_path / 'source')
-    # Of another seed, so that at first sight of the same samples it could not know them.
-    changes = SHORT | {
-        'init_from': str(gone),
-        'seed': 1,
-        'log_every': 1,
-        'optimizer.warmup_steps': 0,
-    }
-    random = changes | {'init_from': '', 'num_steps': 1}
-    runs.train(mini_dataset, tmp_path / 'random', **random)
-    for num_steps in (1, 2):
-        changes['num_steps'] = num_steps
-        state = runs.train(mini_dataset, tmp_path / 'run', ['num_steps'], **changes)
-        shutil.rmtree(gone, ignore_errors=True)
-    assert int(state.step) == 2
-    losses = [runs.losses(tmp_path / name)['train/loss', 1] for name in ('run', 'random')]
-    assert losses[0] < losses[1]
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import pytest
 from tests import children
 
 _PROGRAM = """
-import json, os
-os.environ['XLA_FLAGS'] += ' --xla_force_host_platform_device_count=8'
+import json
 import jax, jax.numpy as jnp, numpy as np
 from configs import default
 from train_lib import flow, models, sharding, step
@@ -78,10 +77,7 @@ KINDS = ['plain', *(pytest.param(kind, marks=pytest.mark.slow) for kind in ('muo
 @pytest.fixture(scope='module', params=KINDS)
 def steps(request):
     """What the child says of the step on a mesh of 8 x 1 and on one of 4 x 2."""
-    with children.python(_PROGRAM, request.param) as child:
-        out, error = child.communicate()
-    assert child.returncode == 0, error
-    return json.loads(out)
+    return json.loads(children.output(_PROGRAM, request.param, devices=8))
 
 
 def test_in_the_loop_over_layers_no_tokens_move_between_devices(steps):

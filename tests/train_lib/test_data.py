@@ -24,40 +24,31 @@ def rewritten(data_dir, folder, field):
     return folder
 
 
-def metadata_alone(data_dir, folder):
-    """A data set without records, which TFDS can make up."""
+def metadata_alone(data_dir, folder, validation=50):
+    """A data set that claims so many records for validation, of which TFDS can make up some."""
     folder.mkdir()
-    for name in ('dataset_info.json', 'features.json', 'metadata.json'):
+    for name in ('features.json', 'metadata.json'):
         shutil.copy(data_dir / name, folder)
+    info = json.loads((data_dir / 'dataset_info.json').read_text())
+    (split,) = (x for x in info['splits'] if x['name'] == schema.VALIDATION)
+    split['shardLengths'] = [str(validation)]
+    (folder / 'dataset_info.json').write_text(json.dumps(info))
     return folder
 
 
 def test_a_data_set_without_text_embeddings_is_refused(mini_dataset, tmp_path):
     bare = metadata_alone(mini_dataset, tmp_path / 'bare')
-    path = bare / 'features.json'
-    features = json.loads(path.read_text())
+    features = json.loads((bare / 'features.json').read_text())
     del features['featuresDict']['features'][schema.TEXT_EMBEDDING]
-    path.write_text(json.dumps(features))
+    (bare / 'features.json').write_text(json.dumps(features))
     with pytest.raises(ValueError, match=r"no feature 'text_embedding'; .* text=NAME chooses one"):
         train.set_up(small_config(bare), tmp_path / 'run')
 
 
-def test_a_validation_split_that_will_be_needed_is_missed_at_once(mini_dataset, tmp_path):
-    bare = metadata_alone(mini_dataset, tmp_path / 'bare')
-    path = bare / 'dataset_info.json'
-    info = json.loads(path.read_text())
-    info['splits'] = [split for split in info['splits'] if split['name'] != schema.VALIDATION]
-    path.write_text(json.dumps(info))
+def test_a_validation_split_of_too_few_records_is_refused_or_told(mini_dataset, tmp_path, caplog):
+    none, few = (metadata_alone(mini_dataset, tmp_path / f'{n}', validation=n) for n in (0, 3))
     with pytest.raises(ValueError, match=r"eval_every=10: .* none in 'validation': build it"):
-        train.set_up(small_config(bare), tmp_path / 'run')
-
-
-def test_an_evaluation_of_very_few_records_is_told(mini_dataset, tmp_path, caplog):
-    few = metadata_alone(mini_dataset, tmp_path / 'few')
-    info = json.loads((few / 'dataset_info.json').read_text())
-    (validation,) = (x for x in info['splits'] if x['name'] == schema.VALIDATION)
-    validation['shardLengths'] = ['3']
-    (few / 'dataset_info.json').write_text(json.dumps(info))
+        train.set_up(small_config(none), tmp_path / 'run')
     for path in (mini_dataset, few):
         shutil.copy(next(mini_dataset.glob('chunk_index-train*')), few)
         data.TrainingData(small_config(path, eval_every=10), sharding.make_mesh())

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 import pytest
-from clu import metric_writers
 
 from train_lib import metrics
 from train_lib.log import AHEAD, StepClock, TrainLog
@@ -28,67 +27,51 @@ def _update(loss, skipped=0, in_a_row=0):
     )
 
 
-class _Notes(metric_writers.MultiWriter):
-    """Keeps what is written."""
-
-    def __init__(self):
-        super().__init__([])
-        self.scalars = {}
-
-    def write_scalars(self, step, scalars):
-        self.scalars[step] = scalars
-
-
-class _Reading:
-    """What training has read, as far as the log asks for it."""
-
-    def __init__(self):
-        self.counts = types.SimpleNamespace(num_bytes=0, chunks_in_flight=0, bad_records=0)
-
-    def read_counts(self):
-        return self.counts
-
-    def batches_ready(self):
-        return 1
+def _reading():
+    """What training has read, as far as the log needs it."""
+    counts = types.SimpleNamespace(num_bytes=0, chunks_in_flight=0, bad_records=0)
+    return types.SimpleNamespace(counts=counts, read_counts=lambda: counts, batches_ready=lambda: 1)
 
 
 def _make_log(every, data=None):
-    writer = _Notes()
+    """A log, and the scalars that it writes, by step."""
+    scalars = {}
+    writer = types.SimpleNamespace(write_scalars=scalars.__setitem__, flush=lambda: None)
     fields = {'log_every': every, 'max_skipped_in_a_row': 2, 'max_skipped': 4}
     config = ml_collections.ConfigDict(fields | {'batch_size': 1, 'num_steps': 9})
     empty = metrics.TrainMetrics.empty()
-    return TrainLog(writer, config, data or _Reading(), empty, empty), writer
+    return TrainLog(writer, config, data or _reading(), empty, empty), scalars
 
 
 def _losses(scalars):
-    return {step: written['train/loss'] for step, written in scalars.items()}
+    return {step: x['train/loss'] for step, x in scalars.items()}
 
 
 def test_windows_end_at_multiples_and_are_averages():
-    log, writer = _make_log(every=3)
+    log, written = _make_log(every=3)
     log.settle(0)
     for step in range(1, 8):
         log.add(step, _update(step))
     # The window that ends at step 6 was fetched when step 7 had been started.
-    assert _losses(writer.scalars) == {3: 2.0, 6: 5.0}
-    assert ('host/memory_gb' in writer.scalars[6]) == ON_LINUX
+    assert _losses(written) == {3: 2.0, 6: 5.0}
+    assert ('host/memory_gb' in written[6]) == ON_LINUX
 
-    other, writer = _make_log(every=3)  # goes on where the first one left the window
+    other, written = _make_log(every=3)  # goes on where the first one left the window
     other.window = log.window
     for step in (8, 9):
         other.add(step, _update(step, skipped=step == 8))
     for _ in range(2):
         other.settle(9)
-        assert _losses(writer.scalars) == {9: 8.0}
-    assert writer.scalars[9]['train/skipped_steps'] == 1
+        assert _losses(written) == {9: 8.0}
+    assert written[9]['train/skipped_steps'] == 1
 
 
 def test_a_window_without_a_step_that_counts_has_no_mean():
-    log, writer = _make_log(every=1)
+    log, written = _make_log(every=1)
     log.add(1, _update(float('nan'), skipped=1, in_a_row=1))
     log.settle(1)
-    assert 'train/loss' not in writer.scalars[1]
-    assert writer.scalars[1]['train/skipped_steps'] == 1
+    assert 'train/loss' not in written[1]
+    assert written[1]['train/skipped_steps'] == 1
 
 
 @pytest.mark.parametrize('every', [2, 100])
@@ -100,12 +83,12 @@ def test_a_window_without_a_step_that_counts_has_no_mean():
     ],
 )
 def test_too_many_skipped_steps_end_the_run(every, skipped, in_a_row, message):
-    log, writer = _make_log(every)
+    log, written = _make_log(every)
     log.add(1, _update(1, skipped - 1, in_a_row - 1))
     log.add(2, _update(1, skipped, in_a_row))
     with pytest.raises(FloatingPointError, match=message):
         log.settle(2)  # before a checkpoint, also in an unfinished window
-    assert not writer.scalars
+    assert not written
 
 
 class _Step:
@@ -118,7 +101,7 @@ class _Step:
 
 
 def test_waiting_counts_while_the_device_is_idle_alone():
-    clock = StepClock(_Reading())
+    clock = StepClock(_reading())
     clock.step_started(jnp.zeros(()))  # not counted
     assert clock.lap(batch_size=10) == {}
     for _ in range(3):
@@ -136,27 +119,27 @@ def test_waiting_counts_while_the_device_is_idle_alone():
 
 
 def test_what_was_read_is_told_as_rate_moment_and_sum():
-    data = _Reading()
+    data = _reading()
     data.counts.num_bytes = 50_000_000
-    log, writer = _make_log(every=1, data=data)
+    log, written = _make_log(every=1, data=data)
     log.add(1, _update(1))
     data.counts.num_bytes += 25_000_000
     data.counts.chunks_in_flight, data.counts.bad_records = 5, 2
     # Before this step there was none that counts, but the moment can be told.
     log.add(2, _update(1))
-    assert 'input/read_mb_per_second' not in writer.scalars[1]
-    moment = [writer.scalars[1][f'input/{name}'] for name in ('chunks_in_flight', 'bad_records')]
+    assert 'input/read_mb_per_second' not in written[1]
+    moment = [written[1][f'input/{name}'] for name in ('chunks_in_flight', 'bad_records')]
     assert moment == [5, 2]
     with log.clock.aside():  # for the steps that follow
         data.counts.num_bytes += 6_000_000
     log.settle(2)
-    scalars = writer.scalars[2]  # the seconds of both rates are the same; a batch is one sample
+    scalars = written[2]  # the seconds of both rates are the same; a batch is one sample
     rate = scalars['input/read_mb_per_second'] / scalars['train/samples_per_second']
     assert rate == pytest.approx(31)
 
 
 def test_what_is_aside_slows_nothing_down():
-    clock = StepClock(_Reading())
+    clock = StepClock(_reading())
 
     def start_step():
         return jnp.zeros(())
@@ -181,7 +164,7 @@ def test_what_is_aside_slows_nothing_down():
 
 
 def test_steps_count_when_they_are_finished_and_few_are_started_ahead():
-    clock = StepClock(_Reading())
+    clock = StepClock(_reading())
     clock.step_started(jnp.zeros(()))
     steps = [_Step() for _ in range(AHEAD + 1)]
     for step in steps[:-1]:

@@ -42,28 +42,6 @@ def test_evaluation_metrics_are_means_over_real_samples(samples):
         np.testing.assert_allclose(computed[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@settings(max_examples=30, deadline=None)
-@given(_SAMPLES, st.integers(0, 8))
-def test_the_training_loss_is_a_mean_over_the_samples_that_count(samples, first):
-    loss, _, counts = (np.asarray(column) for column in zip(*samples, strict=True))
-    loss = loss.astype(np.float32)
-    merged = metrics.TrainMetrics.empty()
-    for rows in (slice(0, first), slice(first, 8)):
-        merged = merged.merge(
-            metrics.TrainMetrics.single_from_model_output(
-                loss=np.where(counts, loss, np.nan)[rows],
-                counts=counts[rows],
-                grad_norm=jnp.float32(1),
-                learning_rate=jnp.float32(0),
-                skipped_steps=jnp.int32(0),
-                skipped_in_a_row=jnp.int32(0),
-            )
-        )
-    expected = loss[counts].mean() if counts.any() else np.nan
-    np.testing.assert_allclose(merged.compute()['loss'], expected, rtol=1e-5, atol=1e-6)
-    assert merged.compute()['grad_norm'] == 1
-
-
 def test_an_empty_time_bin_of_fetched_metrics_is_nan_without_a_warning():
     one, counts = np.ones(1), np.ones(1, bool)
     update = metrics.EvalMetrics.single_from_model_output(

@@ -1,11 +1,9 @@
-"""Runs on a mixture: the same run however often it stops, and on any number of hosts."""
+"""Runs on a mixture: the same run however often it stops, with any batch."""
 
-import functools
 import itertools
 import json
 import pathlib
 import shutil
-import signal
 
 import numpy as np
 import pyarrow as pa
@@ -14,10 +12,9 @@ import pytest
 import torch
 
 import input_pipeline
-from coyo11m_tfds import add_column, embed_captions, schema
-from tests import built, runs, test_formats
+from coyo11m_tfds import add_column, schema
+from tests import built, runs
 from tests.runs import small_config
-from tests.train_lib import test_elastic
 from train_lib import beginnings, checkpoint, data, sharding
 
 STAGES = ({'from': 5, 'weights': (1, 1)},)
@@ -81,8 +78,9 @@ def test_the_log_tells_share_kept_and_share_of_the_batch(mix):
     assert (stage, 'steps an epoch' in read) == ('shares hash 0.5, here 0.5', True)
 
 
-def test_a_run_on_one_data_set_goes_on_with_a_further_one(mix, tmp_path):
+def test_a_run_on_one_data_set_goes_on_with_a_further_one(mix, tmp_path, caplog):
     """The first goes on at its next sample, the other one begins, where that is confirmed."""
+    caplog.set_level('INFO')
     (first, other), alone = mix, {'eval_every': 0, 'num_steps': 4}
     runs.train(other['dir'], tmp_path, **alone)
     changes = mixed((other, first), num_steps=6, eval_every=0) | {'data.caption_dropout': 0.1}
@@ -90,6 +88,7 @@ def test_a_run_on_one_data_set_goes_on_with_a_further_one(mix, tmp_path):
         runs.train('', tmp_path, ['num_steps'], **changes)
     accepted = ['num_steps', 'data.dir', 'data.mix', 'data.stages']
     runs.train('', tmp_path, accepted, **changes)
+    assert caplog.text.count('the other data set is read from its beginning') == 1
     place = checkpoint.find_last(tmp_path).description.position
     # 4 samples of a lane in each of 4 steps alone; then 1 + 3 in step 5, and 2 + 2 in step 6.
     assert list(place['samples'].values()) == [4 * 4 + 1 + 2, 3 + 2]
@@ -151,97 +150,3 @@ def test_latents_of_several_shapes_are_learned_in_turns(sample_source, hash_side
     assert shapes == [(32, 32), (16, 32), (32, 32)] * 2
     place = checkpoint.find_last(tmp_path / 'run').description.position
     assert list(place['samples'].values()) == [4 * 4, 2 * 4]
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_with_other_hosts_and_another_batch(mix, tmp_path):
-    """Killed at any moment as one host, resumed, then as two, then as four with twice the batch."""
-    # Of each of eight lanes four samples, so that every source has some.
-    killed, changes = tmp_path / 'killed', mixed(mix, batch_size=32)
-    endless = test_elastic.SETTINGS | changes | {'num_steps': 10_000}
-    with runs.hosts('', killed, processes=1, devices=4, **endless) as started:
-        runs.wait_until(lambda: max(runs.saved_steps(killed), default=0) >= 4, started[0].process)
-        started[0].process.send_signal(signal.SIGKILL)
-        runs.wait(started)
-    # What was logged and is lost is logged again, by as many hosts, as the same bit for bit.
-    lost = max(step for _, step in runs.read_scalars(killed))
-    ends = [{'num_steps': lost + more} for more in (1, 4, 8)]
-    ends[-1]['batch_size'] = 64
-
-    def finish(workdir, hosts):
-        keys = {}
-        for share, end in zip(hosts, ends, strict=True):
-            losses, of_part = test_elastic.run_to_the_end('', workdir, *share, **changes | end)
-            keys |= of_part
-        return losses, keys
-
-    losses, keys = finish(killed, ((1, 4), (2, 2), (4, 1)))
-    whole, whole_keys = finish(tmp_path / 'whole', ((1, 4),) * 3)
-    test_elastic.assert_same_keys(keys, {step: whole_keys[step] for step in keys})
-    assert {lost + 1, lost + 8} < keys.keys() and ('eval/loss/here', lost + 8) in losses
-    test_elastic.assert_same_losses(losses, whole, ends=[lost + 1, lost + 4])
-
-
-FOUR = {
-    'data.stages': ({'from': 22, 'weights': (1, 2, 3, 2)},),
-    'batch_size': 64,
-    'checkpoint_every': 20,
-    'eval_every': 10,
-}
-
-
-def four_sources(folder: pathlib.Path, sources: str, sidecars: pathlib.Path, **fields):
-    """The members of a mixture of all formats, each built of the folder in `sources`."""
-    found = []
-    for kind in test_formats.FORMATS:
-        text = sidecars / f'{kind}.parquet'
-        found.append(built.build(f'{sources}/{kind}', text, folder, name=kind, **fields))
-    return tuple({'dir': str(path)} for path in found)
-
-
-def killed_and_resumed(mix, workdir: pathlib.Path) -> tuple[int, dict[tuple[str, int], float]]:
-    """A run that is killed after a checkpoint and goes on as two processes with twice the batch.
-
-    Returns the step of the checkpoint, and the losses of what is left of the run.
-    """
-    changes = test_elastic.SETTINGS | mixed(mix) | FOUR
-    with runs.hosts('', workdir, processes=1, devices=4, num_steps=10_000, **changes) as started:
-        runs.wait_until(lambda: runs.saved_steps(workdir), started[0].process)
-        started[0].process.send_signal(signal.SIGKILL)
-        runs.wait(started)
-    step = max(runs.saved_steps(workdir))
-    changes |= {'num_steps': step + 4, 'batch_size': 128}
-    with runs.hosts('', workdir, processes=2, devices=2, **changes) as started:
-        assert runs.wait(started) == [0, 0], started[0].output.read_text()
-    values = runs.read_scalars(workdir)  # what the killed process logged of later steps is replaced
-    return step, {
-        key: x[-1] for key, x in values.items() if 'loss' in key[0] and key[1] <= step + 4
-    }
-
-
-@pytest.mark.slow
-def test_four_formats_in_place_are_learned_as_the_converted_ones(bucket, tmp_path):
-    """On a disk and in a bucket, killed and resumed: the losses of a run that nothing disturbed."""
-    sources, sidecars = tmp_path / 'sources', tmp_path / 'text'
-    for kind in test_formats.FORMATS:
-        test_formats.make_source(sources / kind, kind, 200)
-        embed_captions.embed(sources / kind, 'hash', sidecars / f'{kind}.parquet')
-    converted = four_sources(tmp_path / 'converted', sources, sidecars)
-
-    @functools.cache
-    def undisturbed(step: int) -> dict[tuple[str, int], float]:
-        workdir = tmp_path / f'undisturbed_{step}'
-        for hosts, end in (((1, 4), {}), ((2, 2), {'batch_size': 128})):
-            end = FOUR | {'num_steps': step + 4 if end else step} | end
-            found, _ = test_elastic.run_to_the_end('', workdir, *hosts, **mixed(converted, **end))
-        return found
-
-    bucket.upload_folder(sources, 'gs://sources')
-    four_sources(tmp_path / 'data', 'gs://sources', sidecars, latents='in_place')
-    bucket.upload_folder(tmp_path / 'data', 'gs://data')
-    in_place = four_sources(tmp_path / 'disk', sources, sidecars, latents='in_place')
-    of_bucket = [{'dir': x['dir'].replace(f'{tmp_path}/disk', 'gs://data')} for x in in_place]
-    for place, mix in {'disk': in_place, 'bucket': tuple(of_bucket)}.items():
-        step, losses = killed_and_resumed(mix, tmp_path / place)
-        assert {(f'eval/loss/{kind}', step + 4) for kind in test_formats.FORMATS} <= losses.keys()
-        assert losses == undisturbed(step)

@@ -237,7 +237,4 @@ main.main()
 
 def test_settings_for_reading_are_made_before_tensorflow_is_imported(tmp_path):
     flags = ['--config=configs/default.py', f'--workdir={tmp_path}']
-    with children.python(_START, *flags) as child:
-        out, error = child.communicate()
-    assert child.returncode == 0, error
-    assert out.split() == ['prepared']
+    assert children.output(_START, *flags).split() == ['prepared']

@@ -129,8 +129,7 @@ def test_least_bytes_of_matrices_that_single_devices_take_whole():
 
 
 _MAP = """
-import json, os
-os.environ['XLA_FLAGS'] += ' --xla_force_host_platform_device_count=8'
+import json
 import jax, numpy as np
 from train_lib import sharding
 from train_lib.tools import compile, hlo
@@ -177,9 +176,7 @@ TAKEN = {
 
 
 def test_devices_take_whole_matrices_and_all_get_what_one_device_would():
-    with children.python(_MAP, json.dumps([(*key,) for key in TAKEN])) as child:
-        out, error = child.communicate()
-    assert child.returncode == 0, error
+    out = children.output(_MAP, json.dumps([(*key,) for key in TAKEN]), devices=8)
     for key, found in zip(TAKEN, json.loads(out), strict=True):
         count, is_least = TAKEN[key]
         assert found['taken'] == [count, *key[0][-2:]], key

@@ -46,10 +46,6 @@ def make_model(
         num_crops: Number of crops of an image in the data set, for a field `crops` of 0.
         **fields: Fields of the model; 0 or '' keeps the value of the preset or, without one there,
             of the model.
-
-    Raises:
-        ValueError: An unknown name or kind; a field that the kind does not have, or a value of one
-            that it refuses; or `crops` that distinguish some of the crops, and not all.
     """
     model = DiT if kind == 'dit' else _import_model(kind)
     names = {field.name for field in dataclasses.fields(model)}

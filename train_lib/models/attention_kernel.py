@@ -43,18 +43,12 @@ def fits(num_tokens: int, head_dim: int, num_words: int = 0) -> bool:
 
 
 class Product(NamedTuple):
-    """Queries, keys and values of tokens, or keys and values of words.
+    """Queries, keys and values of tokens, or keys and values of words."""
 
-    Attributes:
-        values: Values of all heads side by side, `(b, n, 3 * width)` or `(b, t, 2 * width)`.
-        bias: Bias of the product, `(3 * width,)` or `(2 * width,)`. `values` include it as a
-            constant; its gradient flows through this field.
-        present: bool `(b, t)`, False for missing words; None for tokens.
-    """
-
-    values: jax.Array
+    values: jax.Array  # of all heads side by side, `(b, n, 3 * width)` or `(b, t, 2 * width)`
+    # `(3 * width,)` or `(2 * width,)`. `values` include it as a constant; its gradient flows here.
     bias: jax.Array
-    present: Any = None
+    present: Any = None  # bool `(b, t)`, False for missing words; None for tokens
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -67,19 +61,10 @@ def attend(
     num_heads: int,
     interpret: bool = False,
 ) -> jax.Array:
-    """Multi-head attention of tokens to each other and to words.
+    """Multi-head attention of tokens to each other and to words: `(b, n, width)`.
 
-    Args:
-        tokens: Queries, keys and values.
-        words: Further keys and values, or None.
-        query_scale: Scale of the norm of the queries, float32 `(128,)`.
-        key_scale: Scale of the norm of the keys, float32 `(128,)`.
-        rotations: See `rotate_pairs`, `(n, 256)`.
-        num_heads: Number of heads, `width / 128`.
-        interpret: Whether to compute slowly on any device, for tests.
-
-    Returns:
-        `(b, n, width)` in the dtype of the tokens' values.
+    Scales of the norms are float32 `(128,)`, `rotations` as for `rotate_pairs`, `(n, 256)`. With
+    `interpret` it computes slowly on any device, for tests.
     """
     return _forward(tokens, words, query_scale, key_scale, rotations, num_heads, interpret)[0]
 
@@ -228,11 +213,11 @@ def _add_gradient(product, head: int, gradient) -> None:
 def _attend_one_head(inputs, head: int, num_heads: int, key_axis: int):
     """Computes one head: normalized queries and keys, values, weights and their normalization.
 
-    Keys, values and weights come in lists: those of tokens, and those of words. `key_axis` is the
-    axis of the keys in scores and weights. Each product over the rows of its first factor costs a
-    transposition: the forward pass has one by queries and keys, the backward pass two, or one by
-    keys and queries.
+    Keys, values and weights come in lists: those of tokens, and those of words.
     """
+    # Each product over the rows of its first factor costs a transposition: the forward pass has one
+    # by queries and keys, the backward pass two, or one by keys and queries. So `key_axis` chooses
+    # the axis of the keys in scores and weights.
     qkv, query_scale, key_scale, rotations, *words_and_present = inputs
     raw_query, raw_key, value = (qkv[0, :, _columns(i * num_heads + head)] for i in range(3))
     raw_keys, values = [raw_key], [value]
@@ -285,11 +270,9 @@ def rotate_pairs(x: jax.Array, rotations: jax.Array) -> jax.Array:
 
 
 def _rotate_by_product(x: jax.Array, rotations: jax.Array, dtype: Any, sign: int = 1) -> jax.Array:
-    """Like `rotate_pairs`, or its inverse; a product swaps the halves, rounded to `dtype`.
-
-    The matrix unit has spare time. For L/2 on v5e the forward pass of a sample takes 8,134 bundles,
-    9,659 with the halves moved over lanes, 6,891 without rotations.
-    """
+    """Like `rotate_pairs`, or its inverse; a product swaps the halves, rounded to `dtype`."""
+    # The matrix unit has spare time. For L/2 on v5e the forward pass of a sample takes 8,134
+    # bundles, 9,659 with the halves moved over lanes, 6,891 without rotations.
     cosines, sines = rotations[:, :HEAD_DIM], rotations[:, HEAD_DIM:]
     # Made in the kernel: a constant of the program would be one more operand.
     row, column = (jax.lax.broadcasted_iota(jnp.int32, (HEAD_DIM, HEAD_DIM), i) for i in (0, 1))

@@ -128,11 +128,9 @@ class WordVectors(nn.Module):
 
     Token ids are looked up in a learned table. The order of words says which colour belongs to
     which thing, so the vector of a token is a function of its own entry and of those of its two
-    neighbours: a convolution of width 3, which needs no positions and has no length limit.
-
-    Hidden states get an RMS norm with a learned scale and a dense layer, as in Lumina-Next (Zhuo et
-    al., 2024), and need no statistics.
-
+    neighbours: a convolution of width 3, which needs no positions and has no length limit. Hidden
+    states get an RMS norm with a learned scale and a dense layer, as in Lumina-Next (Zhuo et al.,
+    2024), and need no statistics.
     """
 
     vocabulary: int  # all ids are below this number
@@ -143,16 +141,9 @@ class WordVectors(nn.Module):
     def __call__(
         self, text: jax.Array | Words, drop_text: jax.Array | None = None
     ) -> tuple[Words, jax.Array]:
-        """Returns the sequence of the words, and the mean of their vectors.
+        """Returns the words behind a vector for no text, and their mean `(b, width)`.
 
-        Args:
-            text: Ids int32 `(b, T)`, padded with -1, or states `(b, T, D)`; a text may have none.
-            drop_text: bool `(b,)`, True for texts to ignore; None to ignore none.
-
-        Returns:
-            `(words, pooled)`: `words` with `n = T + 1`, whose first vector stands for no text and
-            is always present; and the mean, `(b, width)`, also of ignored texts, zeros for an empty
-            text.
+        Ids are int32 `(b, T)`, padded with -1, states `(b, T, D)`; a text may have none.
         """
         dense = functools.partial(Dense, self.width, dtype=self.dtype)
         if isinstance(text, Words):
@@ -177,13 +168,9 @@ class WordVectors(nn.Module):
 
 
 def sincos_positions_2d(rows: int, columns: int, width: int) -> np.ndarray:
-    """Returns fixed sine-cosine position vectors, with half of the width for each axis.
+    """Returns sine-cosine vectors of positions, float32 `(rows * columns, width)`, in row-major.
 
-    Args:
-        width: A multiple of 4.
-
-    Returns:
-        float32 `(rows * columns, width)`, in row-major order of the positions.
+    Each axis has half of the width, a multiple of 4.
     """
     angles = _angles(rows, columns, _MAX_PERIOD, width // 4)
     vectors = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
@@ -191,14 +178,10 @@ def sincos_positions_2d(rows: int, columns: int, width: int) -> np.ndarray:
 
 
 def make_rotations(rows: int, columns: int, head_dim: int) -> np.ndarray:
-    """Returns the rotations of queries and keys by the positions of their tokens.
+    """Returns rotations of queries and keys by position, `(rows * columns, 2 * head_dim)`.
 
     Rotary position embedding (Su et al., "RoFormer", 2021), half of a head for each axis, with the
     period of Heo et al., "Rotary Position Embedding for Vision Transformer" (2024), section 3.2.
-
-    Returns:
-        float32 `(rows * columns, 2 * head_dim)` for `attention_kernel.rotate_pairs`, positions in
-        row-major order.
     """
     angles = np.concatenate(list(_angles(rows, columns, _ROTARY_PERIOD, head_dim // 4)), axis=-1)
     cosine, sine = np.cos(angles), np.sin(angles)
@@ -224,11 +207,7 @@ def _modulate(x: jax.Array, shift: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 class Conditioning(nn.Module):
-    """Embeds the time, the text and the crop, and adds the embeddings: `(b, width)` in `dtype`.
-
-    Takes times `(b,)`, texts `(b, D)` (D is 0 without a text), `drop_text` bool `(b,)`, and crops
-    int32 `(b,)`, counted from the middle one. None drops no text, and makes every crop the middle.
-    """
+    """Embeds the time, the text and the crop, and adds the embeddings: `(b, width)` in `dtype`."""
 
     width: int
     crops: int = 1
@@ -273,8 +252,7 @@ def _kernel_takes(num_tokens: int, num_words: int, head_dim: int) -> bool:
 class Attention(nn.Module):
     """Multi-head attention of tokens to each other and to words; queries and keys are normalized.
 
-    Maps tokens `(b, n, width)`, `make_rotations` of their positions and, if given, the words to
-    `(b, n, width)` in `dtype`.
+    Maps tokens `(b, n, width)` with `make_rotations` of their positions to `(b, n, width)`.
     """
 
     num_heads: int
@@ -357,11 +335,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block; at the start of training it is the identity (adaLN-Zero).
-
-    Maps tokens `(b, n, width)`, a condition `(b, width)`, `make_rotations` of the tokens' positions
-    and, if given, the words to tokens `(b, n, width)`.
-    """
+    """One transformer block; at the start of training it is the identity (adaLN-Zero)."""
 
     num_heads: int
     mlp_ratio: float = 4

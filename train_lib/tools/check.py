@@ -25,12 +25,7 @@ config_flags.DEFINE_config_file('config', None, run.CONFIG_HELP, lock_config=Tru
 
 
 def check_configuration(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
-    """Checks a configuration.
-
-    Returns:
-        The `devices` and `data` that the run would use, and, if there are any, as `unchecked` the
-        checks that this machine cannot make, and how to make them.
-    """
+    """Returns the `devices` and `data` of the run and, if any, the `unchecked` and how to check."""
     # After `run.prepare`: they import TensorFlow, which reads the settings that it makes.
     import jax
 
@@ -71,10 +66,8 @@ def check_configuration(config: ml_collections.ConfigDict) -> dict[str, str | di
 
 
 def main() -> None:
-    """Prints the result of `check_configuration` as one line of JSON."""
     run.prepare(needs_data=False)
-    with run.errors_in_one_line():
-        print(json.dumps(check_configuration(FLAGS.config)))
+    print(json.dumps(check_configuration(FLAGS.config)))
 
 
 if __name__ == '__main__':

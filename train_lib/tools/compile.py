@@ -84,11 +84,7 @@ Report = dict[str, Any]
 def analyze(
     config: ml_collections.ConfigDict, topology: str, *, num_tokens: int = 128, step: str = TRAIN
 ) -> Report:
-    """Compiles a step of a configuration for a slice and adds up its cost for one chip.
-
-    `num_tokens` is that of a text, with `model.text='sequence'` or an encoder. Returns `program`,
-    `verdict`, `fits`, `mfu`, `compile_seconds` and tables of numbers.
-    """
+    """Compiles a step of a configuration for a slice and adds up its cost for one chip."""
     config_rules.check_config(config, needs_data=False)
     # Before the topology, which loads libtpu: it reads its settings then, and only once.
     schedules = _dumped_schedules()
@@ -131,7 +127,11 @@ def analyze(
         report[MEMORY]['weights of the encoder'] = nbytes / 1e9
     report |= cost_tables(hlo.read_costs(compiled.as_text() or ''), chip, schedules)
     if step == TRAIN:
-        report[MOVED]['least for this mesh'] = _least_of_training(config, program, mesh) / 1e6
+        params, is_muon = program.abstract_state.params, config.optimizer.name == 'muon'
+        muon_mask = state.mask_muon_kernels(params) if is_muon else None
+        compute_bytes = jnp.dtype(config.model.dtype).itemsize
+        least = least_bytes(params, mesh, compute_bytes, config.accumulate, muon_mask)
+        report[MOVED]['least for this mesh'] = least / 1e6
     return report | judge_costs(report, chip)
 
 
@@ -142,17 +142,6 @@ def _chip(kind: str, topology: str) -> chips.Chip:
             'add it to train_lib/chips.py'
         )
     return chips.CHIPS[kind]
-
-
-def _least_of_training(config: ml_collections.ConfigDict, program: Program, mesh: Mesh) -> float:
-    params = program.abstract_state.params
-    return least_bytes(
-        params,
-        mesh,
-        compute_bytes=jnp.dtype(config.model.dtype).itemsize,
-        accumulate=config.accumulate,
-        muon_mask=state.mask_muon_kernels(params) if config.optimizer.name == 'muon' else None,
-    )
 
 
 def _describe_program(
@@ -170,20 +159,18 @@ def _describe_program(
 
 
 def least_bytes(
-    params, mesh: Mesh, *, compute_bytes: int = 2, accumulate: int = 1, muon_mask: Any = None
+    params, mesh: Mesh, compute_bytes: int = 2, accumulate: int = 1, muon_mask: Any = None
 ) -> float:
-    """Returns the bytes that a device receives in a training step if only weights move.
-
-    Devices gather a weight that is split over f devices once for the forward and once for the
-    backward pass, for each of `accumulate` pieces of the batch, in the dtype of the computation:
-    (f-1)/f of the weight each time. They reduce its gradient in float32 over the f devices: (f-1)/f
-    of it. The d groups then reduce each f-th of it: 2(d-1)/d of that, half to form the sum and half
-    to distribute it.
-
-    Where `muon_mask` is True (None: nowhere), `sharding.map_matrices` makes the update: each of the
-    n = df devices gathers its n-th of the matrices, of which it has an f-th, and its f-th of the
-    results, of which it computed an n-th.
-    """
+    """Returns the bytes that a device receives in a training step if only weights move."""
+    # Devices gather a weight that is split over f devices for the forward and for the backward
+    # pass, for each of `accumulate` pieces of the batch, in the dtype of the computation: (f-1)/f
+    # of the weight each time. They reduce its gradient in float32 over the f devices: (f-1)/f of
+    # it. The d groups then reduce each f-th of it: 2(d-1)/d of that, half to form the sum and half
+    # to distribute it.
+    #
+    # Where `muon_mask` is True, `sharding.map_matrices` makes the update: each of the n = df
+    # devices gathers its n-th of the matrices, of which it has an f-th, and its f-th of the
+    # results, of which it computed an n-th.
     fsdp = mesh.shape[sharding.FSDP_AXIS]
 
     def leaf_bytes(leaf, is_muon: bool) -> float:
@@ -276,10 +263,8 @@ def _dumped_schedules() -> pathlib.Path:
 
 
 def bundles(schedules: pathlib.Path, instruction: str) -> int:
-    """Returns an instruction's VLIW bundles in the last program compiled; 0 without a schedule.
-
-    Libtpu schedules only one of equal instructions, so `x.1` may stand for `x.2`.
-    """
+    """Returns an instruction's VLIW bundles in the last program compiled; 0 without a schedule."""
+    # Libtpu schedules only one of equal instructions, so `x.1` may stand for `x.2`.
     stem = re.escape(instruction.split('.')[0])
     pattern = re.compile(rf'(\d+)-({stem}(?:\.\d+)?)-\d+-schedule-analysis')
     files = [(match, path) for path in schedules.iterdir() if (match := pattern.match(path.name))]
@@ -386,8 +371,7 @@ def main() -> None:
     # Not the devices of this machine, which may be in use.
     jax.config.update('jax_platforms', 'cpu')
     print(f'compiling for {FLAGS.topology}: minutes for a large model ...', file=sys.stderr)
-    with run.errors_in_one_line((ValueError,)):
-        report = analyze(FLAGS.config, FLAGS.topology, num_tokens=FLAGS.num_tokens, step=FLAGS.step)
+    report = analyze(FLAGS.config, FLAGS.topology, num_tokens=FLAGS.num_tokens, step=FLAGS.step)
     print(json.dumps(report, indent=2) if FLAGS.json else format_report(report))
     if not FLAGS.json and report['fits']:
         print(f'Compiled in {report["compile_seconds"] / 60:.1f} minutes.')

@@ -40,10 +40,7 @@ _ADVICE = {
 
 
 def verdict(step: list[float], batch: list[float], engine: str) -> str:
-    """Says whether steps or batches limit a run; hedges if their times overlap.
-
-    `step` and `batch` are the seconds of a step and of a batch alone, in each lap.
-    """
+    """Says whether steps or batches limit a run, by their seconds in each lap."""
     if max(batch) < min(step):
         return 'The devices are the limit. A faster input gains nothing.'
     if min(batch) > max(step):
@@ -59,15 +56,9 @@ def verdict(step: list[float], batch: list[float], engine: str) -> str:
 def time_steps_and_batches(
     config: ml_collections.ConfigDict, hosts: int, step_ms: float | None, seconds: float
 ) -> tuple[list[float], list[float], str]:
-    """Times batches alone and steps alone.
+    """Times steps (unless `step_ms` says) and one host's share of batches, `seconds` for either.
 
-    Args:
-        hosts: Number of hosts that share the batch; this times the share of one host.
-        step_ms: Time of a step in milliseconds; None to time steps here.
-        seconds: Time for reading, and again for steps.
-
-    Returns:
-        Mean seconds of a step, and of a batch, in each of some laps; and the engine that reads.
+    Returns mean seconds of a step, and of a batch, in each of some laps; and the engine that reads.
     """
     # They import TensorFlow, which reads the settings that `run.prepare` makes.
     import jax
@@ -83,7 +74,7 @@ def time_steps_and_batches(
     batch = _warm_up(batches)
     batch_times = _time(lambda: jax.block_until_ready(next(batches)), seconds)
     if step_ms is not None:
-        return [step_ms / 1000], batch_times, training.engine
+        return [step_ms / 1000], batch_times, training.plan.engine
     program = for_data(config, mesh, training.facts)
     state = program.init()
 
@@ -95,7 +86,7 @@ def time_steps_and_batches(
     # The first step compiles, which a run does once.
     for _ in range(_WARM_STEPS):
         step()
-    return _time(step, seconds), batch_times, training.engine
+    return _time(step, seconds), batch_times, training.plan.engine
 
 
 def _share_of_one_host(config: ml_collections.ConfigDict, hosts: int) -> ml_collections.ConfigDict:
@@ -142,12 +133,9 @@ def _format_laps(laps: list[float]) -> str:
 def main() -> None:
     """Measures, and prints both times and the verdict."""
     config = FLAGS.config
-    with run.errors_in_one_line():
-        input_pipeline.prepare_process()
-        run.prepare()
-        step, batch, engine = time_steps_and_batches(
-            config, FLAGS.hosts, FLAGS.step_ms, FLAGS.seconds
-        )
+    input_pipeline.prepare_process()
+    run.prepare()
+    step, batch, engine = time_steps_and_batches(config, FLAGS.hosts, FLAGS.step_ms, FLAGS.seconds)
     print(f'- a step alone: {_format_laps(step)}')
     print(f'- a batch alone, by {engine}: {_format_laps(batch)}')
     print(f'- {verdict(step, batch, engine)}')

@@ -1,7 +1,5 @@
 """Reads the text of a compiled XLA program: estimated cycles, kernels, exchanges between devices.
 
-    costs = hlo.read_costs(compiled.as_text())
-
 All figures are those of one run on one device, with every iteration of a loop (`cost_analysis()`
 counts the body of a loop once). The grammar is that of XLA's `HloModule::ToString`.
 """
@@ -99,11 +97,7 @@ _Program = dict[str, dict[str, _Instruction]]  # by names of computations and of
 
 
 def read_costs(text: str) -> Costs:
-    """Adds up the costs in the text of `compiled.as_text()`.
-
-    It leaves out the conditions of loops and functions of two numbers, such as the sum of a
-    reduction.
-    """
+    """Adds up the costs in the text of `compiled.as_text()`, without conditions of loops."""
     # Empty braces stand for all devices, whose number is in the first line.
     if devices := re.search(r'num_partitions=(\d+)', text):
         text = text.replace('replica_groups={}', f'replica_groups=[1,{devices[1]}]<=[]')
@@ -205,11 +199,9 @@ def _bits(dtype: str) -> int:
 
 
 def members(attributes: str) -> int:
-    """Returns how many devices exchange data with each other.
-
-    XLA writes `{{0,1},{2,3}}`, `[2,2]<=[4]` (groups and members), `mesh['a'=2,'b'=2] {'b'}` (the
-    members differ along `b`) or pairs of source and target.
-    """
+    """Returns how many devices exchange data with each other."""
+    # XLA writes `{{0,1},{2,3}}`, `[2,2]<=[4]` (groups and members), `mesh['a'=2,'b'=2] {'b'}` (the
+    # members differ along `b`) or pairs of source and target.
     if pairs := re.search(r'source_target_pairs=\{(\{.*?\})\}', attributes):
         ends = re.findall(r'\{(\d+),(\d+)\}', pairs[1])
         return 2 if any(source != target for source, target in ends) else 1
