@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,9 +13,10 @@ import numpy as np
 import pytest
 
 from coyo11m_tfds import build as own_command
+from coyo11m_tfds import schema
 from coyo11m_tfds.process import machine
 from tests import children, made_sources
-from tests.built import build, files_of, files_of_any_source
+from tests.built import build, files_of_any_source
 from tests.checkout import CHECKOUT
 from tests.convert.build_kills import final_folder
 from tests.fakes.cloud import fake_hub
@@ -79,12 +81,6 @@ def built(source, tmp_path_factory) -> tuple:
     return out, ended.stdout, ended.stderr
 
 
-@pytest.fixture(scope='module')
-def plain(built) -> dict:
-    """The files of a local build."""
-    return files_of(final_folder(built[0]))
-
-
 def test_it_ends_with_where_the_report_and_the_data_set_are(built, source):
     out, said, _ = built
     assert 'total       60 records' in said
@@ -134,12 +130,15 @@ def test_a_bad_command_is_answered_with_one_line_that_shows_a_good_one(built):
 
 
 def test_the_own_command_says_only_what_matters_and_is_resumed_after_ctrl_c(
-    source, plain, tmp_path
+    source, built, tmp_path
 ):
-    """From any folder."""
+    """From any folder, and with the captions under another name."""
     out, folder = tmp_path / 'out', tmp_path / 'empty'
     folder.mkdir()
+    source = shutil.copytree(source, tmp_path / 'source')
+    (source / schema.CAPTIONS_FILE).rename(source / 'texts.parquet')
     flags = [f'--manual_dir={source}', f'--data_dir={out}', f'--config={json.dumps(CONFIG)}']
+    flags.append('--captions=texts.parquet')
     quiet = {'TF_CPP_MIN_LOG_LEVEL', 'TF_ENABLE_ONEDNN_OPTS'}
     env = {name: value for name, value in os.environ.items() if name not in quiet}
     env |= {'PYTHONPATH': str(CHECKOUT), 'COYO11M_NUM_PROC': '2'}
@@ -162,8 +161,8 @@ def test_the_own_command_says_only_what_matters_and_is_resumed_after_ctrl_c(
     assert last.startswith('Interrupted: what is finished is kept')
     children.wait_until(lambda: not any(map(children.is_running, workers)), 10)
     assert not (final / 'dataset_info.json').exists()
-    build(source, '', out, **CONFIG)
-    assert files_of(final) == plain
+    build(source, '', out, **CONFIG, captions='texts.parquet')
+    assert files_of_any_source(final) == files_of_any_source(final_folder(built[0]))
 
 
 def test_a_package_that_is_missing_is_named_with_what_brings_it(source, tmp_path):

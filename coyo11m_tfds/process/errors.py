@@ -4,7 +4,7 @@ import contextlib
 import errno
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 # What to do about errors of the operating system, which says only what is wrong.
@@ -37,10 +37,8 @@ class FieldError(ValueError):
 class Faults:
     """Errors of independent checks, so that one message shows all of them."""
 
-    def __init__(self, faults: Iterable[ValueError] = ()):
+    def __init__(self):
         self._errors: list[ValueError] = []
-        for fault in faults:
-            self.add(fault)
 
     def add(self, error: ValueError) -> None:
         """Keeps an error, or all of another message, for `check`."""

@@ -121,11 +121,9 @@ def join_texts(
         # One at a time: there may be more files than a process can have open.
         for name, path in paths.items():
             with KeyedFile(path, column, name=name, key_column=key_column) as file:
-                if not file.is_text:
-                    raise ValueError(
-                        f"{name}: column '{column}' is {file.kind}, expected text. Set "
-                        'caption_column.'
-                    )
+                if not keyed_parquet.is_text(file.kind):
+                    problem = f'is {file.kind}, expected text. Set caption_column.'
+                    raise ValueError(f"{name}: column '{column}' {problem}")
                 yield file
 
     keys, has_checksums = _read_keys(open_files())

@@ -68,9 +68,11 @@ class KeyedFile:
             self._row_bytes = max(1, *means)
             self._rows_at_once = _ROWS_AT_ONCE
             # Arrow makes no dictionaries of differences.
-            if self.is_text and any('DELTA' in e for chunk in chunks for e in chunk.encodings):
+            if is_text(self.kind) and any(
+                'DELTA' in e for chunk in chunks for e in chunk.encodings
+            ):
                 self._rows_at_once = _DIFFERENCES_AT_ONCE
-            elif self.is_text and self._row_bytes < _REPEATED_BYTES:
+            elif is_text(self.kind) and self._row_bytes < _REPEATED_BYTES:
                 self._file = open_parquet(path, read_dictionary=[self.column])
 
     def __enter__(self) -> Self:
@@ -81,11 +83,6 @@ class KeyedFile:
 
     def close(self) -> None:
         self._file.close()
-
-    @property
-    def is_text(self) -> bool:
-        """Whether the values have any of Arrow's text types."""
-        return is_text(self.kind)
 
     @functools.cached_property
     def has_checksums(self) -> bool:

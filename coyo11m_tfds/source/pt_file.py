@@ -117,19 +117,17 @@ class PtFile(LatentFile):
         if not self.key_column and schema.PT_CAPTIONS not in self._content:
             self.key_column = next((x for x in _KEYS if x in self._content), schema.PT_KEYS)
         latents, faults = self._latents_from.name or schema.PT_LATENTS, Faults()
-        with faults.collect():
-            if self.key_column:
-                self._check_stored(self.key_column, ('int64', 'int32'))
-                if (shape := tuple(self._content[self.key_column].shape))[1:]:
-                    raise ValueError(
-                        f'{self.path}: {self.key_column} has shape {shape}, expected (N,).'
-                    )
-        with faults.collect():
-            self._check_stored(latents, tuple(schema.LATENT_DTYPES))
-        with faults.collect():
-            if schema.PT_EMBEDDINGS in self._content:
-                self._check_stored(schema.PT_EMBEDDINGS, _EMBEDDING_DTYPES)
+        for name, dtypes in (
+            (self.key_column, ('int64', 'int32')),
+            (latents, tuple(schema.LATENT_DTYPES)),
+            (schema.PT_EMBEDDINGS * (schema.PT_EMBEDDINGS in self._content), _EMBEDDING_DTYPES),
+        ):
+            with faults.collect():
+                if name:
+                    self._check_stored(name, dtypes)
         faults.check()
+        if self.key_column and (shape := tuple(self._content[self.key_column].shape))[1:]:
+            raise ValueError(f'{self.path}: {self.key_column} has shape {shape}, expected (N,).')
         tensors = _load_tensors(self._local_path, self.path, map_location='cpu', mmap=True)
         self._latents = tensors[latents].detach()
         if self.key_column:

@@ -72,10 +72,10 @@ def find_captions(root: str | os.PathLike[str], captions: str = '') -> dict[str,
     """
     root, place = os.fspath(root).rstrip('/'), captions or schema.CAPTIONS_FILE
     if storage.local_path(place):
-        place = os.path.normpath(place)
-        place = place if os.path.isabs(place) else f'{root}/{place}'.removesuffix('/.')
-    inside = f'{place}/'.startswith(f'{root}/')
-    name = place[len(root) + 1 :] if inside else os.path.basename(place.rstrip('/'))
+        place = os.path.join(root, os.path.normpath(place)).removesuffix('/.')
+    name = place.removeprefix(f'{root}/') if place != root else ''
+    if name == place or name.startswith('../'):
+        name = os.path.basename(place.rstrip('/'))
     with contextlib.suppress(ValueError):
         return {name: storage.describe_file(place)}
     if not captions:
@@ -84,12 +84,8 @@ def find_captions(root: str | os.PathLike[str], captions: str = '') -> dict[str,
     tables = [x for x in sorted(files) if x.endswith('.parquet')]
     if not tables:
         tables = [x for x in sorted(storage.list_folder(root)) if x.endswith('.parquet')]
-        raise FieldError(
-            'captions',
-            captions,
-            f'{place} is neither a file nor a folder with Parquet files; those in '
-            f'{root} are {tables}: set captions.',
-        )
+        problem = f'{place} is neither a file nor a folder with Parquet files; those in {root} are'
+        raise FieldError('captions', captions, f'{problem} {tables}: set captions.')
     return {f'{name}/{x}'.lstrip('/'): files[x] for x in tables}
 
 

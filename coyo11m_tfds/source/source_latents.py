@@ -8,6 +8,7 @@ reader of a source's Parquet file.
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator, Sequence
 
@@ -18,7 +19,7 @@ import pyarrow.parquet as pq
 from absl import logging
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.process.errors import Faults, FieldError
+from coyo11m_tfds.process.errors import FieldError
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import formats, keyed_values, sidecar
 from coyo11m_tfds.source.latent_file import LABELS, LatentFile
@@ -280,35 +281,19 @@ class SourceLatents:
 
         `head_dir` is an existing, empty folder for the heads of remote files, some MB each, and for
         captions and labels. Raises a ValueError if a file is bad, the files disagree, all are
-        empty, or, unless `drop_bad`, a key is repeated. The error shows the faults of the first
-        files together.
+        empty, or, unless `drop_bad`, a key is repeated.
         """
-        heads: list[FileHead] = []
-        texts = TextTables(head_dir)
-        faults: dict[str, ValueError] = {}  # by message without the name of the file
-
-        def read_one(file: StoredFile) -> FileHead | ValueError:
-            try:
-                return _read_head(file, head_dir, options)
-            except ValueError as error:
-                return error
-
+        heads, texts = [], TextTables(head_dir)
+        read_one = functools.partial(_read_head, head_dir=head_dir, options=options)
         with (
             Progress('Checking the source', len(files), 'files') as progress,
             concurrent.futures.ThreadPoolExecutor(_HEADS_AT_ONCE) as threads,
         ):
             for file, head in zip(files, threads.map(read_one, files), strict=True):
+                texts.add(file.path, head)
+                # Without the texts, which are on the disk now.
+                heads.append(dataclasses.replace(head, captions=None, labels=None))
                 progress.add(1)
-                if isinstance(head, ValueError):
-                    faults.setdefault(str(head).replace(file.path, ''), head)
-                elif not faults:
-                    texts.add(file.path, head)
-                    # Without the texts, which are on the disk now.
-                    heads.append(dataclasses.replace(head, captions=None, labels=None))
-                # The first files have the faults of all, which would take long to read.
-                if faults and file in files[_HEADS_AT_ONCE - 1 :]:
-                    break
-        Faults(faults.values()).check()
         texts.close()
         # If no file is good, there is no kind of latents to go on with.
         bad = [head.disagreement for head in heads if head.disagreement]
