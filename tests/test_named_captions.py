@@ -291,8 +291,9 @@ def test_keys_have_the_name_in_the_config(tmp_path, request, suffix, storage):
         tensors = {'image_id': torch.from_numpy(keys.astype(np.int32)), 'keys': torch.zeros(40)}
         torch.save(tensors | {'latents': torch.from_numpy(latents)}, source / 'x.pt')
     elif suffix == 'safetensors':
-        tensors = {'image_id': keys, 'keys': keys[::-1].copy(), 'latents': latents}
-        save_file(tensors, source / 'x.safetensors')
+        # So that the keys lie neither at the beginning nor at the end.
+        others = {'a': np.zeros((40, 2000), np.int64), 'keys': keys[::-1].copy()}
+        save_file(others | {'image_id': keys, 'latents': latents}, source / 'x.safetensors')
     elif suffix == 'mds':
         columns = {'latents_256': 'bytes', 'image_id': 'int64', 'key': 'int64'}
         rows = zip(latents, keys, keys[::-1], strict=True)
