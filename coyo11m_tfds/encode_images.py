@@ -298,6 +298,11 @@ class _Encoding:
     def begin(self) -> None:
         """Writes the settings and reads what is there; ValueError for another encoding."""
         if self._folder.read(schema.ENCODING_FILE) is None:
+            # Somebody's tars of images may have the names of parts, which would replace them.
+            tars = [name for name in self._folder.sizes() if name.endswith('.tar')]
+            if tars:
+                path = self._folder.path_of(min(tars))
+                raise ValueError(f'{path}: is not of this command. Choose another folder for out.')
             self._write_settings('', is_complete=False)
         settings = self._read(schema.ENCODING_FILE)
         settings.pop(schema.ENCODING_COMPLETE, None)

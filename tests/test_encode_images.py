@@ -206,6 +206,14 @@ def test_another_encoding_is_refused_by_what_differs(source, encoder, tmp_path):
     assert files_of(str(out)) == before
 
 
+def test_tars_that_it_has_not_made_are_not_replaced(encoder, tmp_path):
+    images = made_images.write(tmp_path / 'images', 'tar', IMAGES)
+    before = files_of(str(images))
+    with pytest.raises(ValueError, match=r'images/\S+\.tar: is not of this command'):
+        encode(images, encoder, images)
+    assert files_of(str(images)) == before
+
+
 def test_moments_and_crops_are_rows_of_their_own_shapes(source, encoder, tmp_path):
     encode(source, encoder, tmp_path / 'moments', moments=True, dtype='float32')
     encode(source, encoder, tmp_path / 'crops', crops=3)
