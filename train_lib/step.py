@@ -294,7 +294,7 @@ def make_program(
 ) -> Program:
     """Builds model, optimizer and steps; each function is compiled at its first call."""
     # Functions are traced at their first call, and later changes must not reach them.
-    config = ml_collections.FrozenConfigDict(config)
+    config = config.copy_and_resolve_references()
     product = config.accumulate * mesh.size
     if product < 1 or config.batch_size < 1 or config.batch_size % product:
         problem = (
