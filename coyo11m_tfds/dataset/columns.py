@@ -75,7 +75,6 @@ def outline_digest(path: str | os.PathLike[str]) -> str:
 
 
 def changed_file_error(path: str, kind: str, current: str, recorded: str) -> ValueError:
-    """Returns the error for a file of latents that has changed since the build."""
     return ValueError(
         f'{path}: has changed since the data set was built, and latents lie in it: its {kind} '
         f'{current}, expected {recorded}. {_RESTORE}'
@@ -84,8 +83,6 @@ def changed_file_error(path: str, kind: str, current: str, recorded: str) -> Val
 
 @dataclasses.dataclass(frozen=True)
 class InPlaceColumn:
-    """A column of latents in the files of the source."""
-
     name: str
     dtype: str  # one of `schema.LATENT_DTYPES`
     shape: tuple[int, ...]  # of a row, `(crops, C, H, W)`
@@ -207,14 +204,12 @@ class ColumnScan:
     """Checks the file of an added column block by block: compares each row with its CRC-32C."""
 
     def __init__(self, start: int, dtype: np.dtype):
-        """Takes the offset of the first row, and `row_dtype`."""
         self.crc32c = 0
         self._dtype, self._header_left, self._rest = dtype, start, b''
         self._values_crc32c = self._num_rows = self._num_wrong = 0
         self._first_wrong = 0, 0, 0  # the arguments of `wrong_rows_message`
 
     def add(self, block: bytes) -> None:
-        """Checks the next block of the file."""
         self.crc32c = google_crc32c.extend(self.crc32c, block)
         header = min(self._header_left, len(block))
         self._header_left -= header
@@ -268,7 +263,6 @@ def row_checksums(rows: np.ndarray) -> np.ndarray:
 
 
 def column_file_name(column: str, split: str, build: str = '') -> str:
-    """Returns the name of the file with a column's values, or places, in one split."""
     return schema.of_build(f'column_{column}-{split}.npy', build)
 
 
@@ -297,7 +291,6 @@ def unused_column_files(
 def write_columns(
     folder: str | os.PathLike[str], columns: Mapping[str, Column], build: str = ''
 ) -> None:
-    """Writes the description of a build's columns into a local folder; replaces an old one."""
     kinds = {InPlaceColumn: IN_PLACE, AddedColumn: _ADDED}
     descriptions = {
         name: {'kind': kinds[type(column)], **dataclasses.asdict(column)}

@@ -131,7 +131,6 @@ class Archive:
         )
 
     def check(self, member: ArchiveMember, crc32: int) -> None:
-        """Raises a ValueError if `crc32` differs from the member's CRC-32."""
         if crc32 != member.crc32:
             raise ValueError(
                 f'{self.name}: {member.name!r} has CRC-32 {crc32:08x}, but {member.crc32:08x} is '

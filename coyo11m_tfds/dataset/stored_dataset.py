@@ -55,8 +55,6 @@ class StoredSplit:
 
 @dataclasses.dataclass(frozen=True)
 class IndexedSplit:
-    """A split with a chunk index."""
-
     index: chunk_index.ChunkIndex
     folder: str
     file_names: Sequence[str]
@@ -119,7 +117,6 @@ class DatasetStats:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> 'DatasetStats':
-        """The inverse of `to_json`."""
         names = 'latent_mean', 'latent_std', 'text_mean', 'text_std'
         arrays: dict[str, Any] = {name: np.asarray(fields[name], np.float32) for name in names}
         return cls(**{**fields, **arrays, 'latents_shape': tuple(fields['latents_shape'])})

@@ -76,8 +76,6 @@ def open_column(
 
 
 class ColumnReader:
-    """Finds the rows of one column of a split in its files."""
-
     def __init__(self, opened: OpenedColumn, fetched: FetchedFiles | None = None):
         """Adds its files to `fetched`, or maps them when `locate` needs them."""
         self._places, self._values_nbytes = opened.places, opened.piece_nbytes

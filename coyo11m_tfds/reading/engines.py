@@ -36,8 +36,6 @@ _Chunk = tuple[Range, ...]
 
 
 class OpenedSplit(NamedTuple):
-    """A split with a chunk index."""
-
     indexed: IndexedSplit
     is_mapped: bool  # whether its files are mapped and read by rows, or fetched by chunks
 
@@ -128,7 +126,6 @@ class SplitReader:
         return self._split.record_nbytes + sum(x.row_nbytes for x in self._columns.values())
 
     def spec(self, size: int) -> dict[str, ArraySpec]:
-        """Shape and dtype of each array in batches of `size` rows."""
         return self._features.spec(size)
 
     def read_blocks(self, blocks: Iterator[RecordBlock], in_flight: int) -> Iterator[LazyBatch]:
@@ -180,8 +177,6 @@ def _read_rows(
 
 
 class _ChunkedBlock(NamedTuple):
-    """A block of rows, and the chunks that hold them."""
-
     block: RecordBlock
     chunks: list[_Chunk]  # or pieces of chunks
     rows: np.ndarray  # numbers of all rows of the block, ordered by their chunks

@@ -59,7 +59,6 @@ def _read_split_keys(options: ReadOptions, num_records: int, size: int) -> Itera
 
 
 def read_split(options: ReadOptions, opened: OpenedSplit) -> Batches:
-    """Implements `input_pipeline.eval_batches`."""
     reader = EvalReader(options, opened)
     spec = reader.spec(options.local_batch_size)
     return resumable_eval(options, spec, reader.num_batches, reader.read)

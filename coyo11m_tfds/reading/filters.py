@@ -45,8 +45,6 @@ _Predicate = Callable[[Columns], np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """A condition that records meet or not."""
-
     text: str  # in a canonical spelling
     names: tuple[str, ...]  # of the columns that it compares, with `key` if it compares keys
     evaluate: _Predicate  # maps these columns to bool (n,), True for rows that meet the condition

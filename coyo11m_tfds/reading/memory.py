@@ -17,8 +17,6 @@ _FIXED = 200_000_000  # also plans, threads, and chunks that are being gathered
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryNeed:
-    """The quantities that decide how much memory one process needs to read."""
-
     lanes: int  # of this process
     window: int  # records
     in_flight: int  # records of a lane that are being read at once

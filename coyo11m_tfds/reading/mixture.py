@@ -20,8 +20,6 @@ _MAX_CYCLE = 1000
 
 
 class Position(NamedTuple):
-    """A position in a mixture."""
-
     step: int  # number of the next batch
     samples: tuple[int, ...]  # of each source, taken from every lane so far
 
@@ -37,11 +35,9 @@ class Stage:
     cycle: np.ndarray  # numbers of the shapes of consecutive steps, int64 (t,), repeated
 
     def shape(self, step: int) -> int:
-        """Returns the number of the shape of a step's batch."""
         return int(self.cycle[step % len(self.cycle)])
 
     def members(self, shape: int) -> list[int]:
-        """Returns the numbers of the sources in batches of a shape."""
         numbers = range(len(self.counts))
         return [i for i in numbers if self.counts[i] and self.shapes[i] == shape]
 
@@ -95,7 +91,6 @@ class BatchShares:
                 raise ValueError(f'source {name!r} has weight 0 in every stage: leave it out')
 
     def stage_at(self, step: int) -> Stage:
-        """Returns the stage of a step."""
         return self.stages[bisect.bisect(self.stages, step, key=lambda stage: stage.begin) - 1]
 
     def advance(self, position: Position, step: int) -> Position:

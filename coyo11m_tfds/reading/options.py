@@ -90,7 +90,6 @@ class ReadOptions:
 
     @functools.cached_property
     def sources(self) -> tuple[MixSource, ...]:
-        """The data sets, opened."""
         return open_mix(self.data)
 
     @property
@@ -105,17 +104,14 @@ class ReadOptions:
 
     @property
     def stored(self) -> StoredDataset:
-        """The only data set."""
         return self.source.stored
 
     def for_source(self, source: MixSource) -> Self:
-        """Returns the options of one of several sources."""
         text = self.text if source.text is None else source.text
         return dataclasses.replace(self, data=(source,), text=text)
 
     @property
     def process(self) -> tuple[int, int]:
-        """The number of this process, and the number of processes."""
         return self.process_index, self.process_count
 
     @property
@@ -125,7 +121,6 @@ class ReadOptions:
 
     @property
     def batches_ahead(self) -> int:
-        """Number of batches to keep ready."""
         return 2 if self.prefetch < 0 else max(1, self.prefetch)
 
     def check_shares(self, lanes: int | None = None) -> None:
@@ -174,12 +169,10 @@ class TrainOptions(ReadOptions):
 
     @property
     def order(self) -> OrderSettings:
-        """The settings of the order; raises a ValueError if one is out of its range."""
         return OrderSettings(self.seed, self.chunk, self.lanes, self.window)
 
     @property
     def own_lanes(self) -> range:
-        """The lanes of this process."""
         per_process = self.lanes // self.process_count
         first = self.process_index * per_process
         return range(first, first + per_process)

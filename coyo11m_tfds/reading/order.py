@@ -45,8 +45,6 @@ class OrderSettings:
 
 
 class Samples(NamedTuple):
-    """Consecutive samples of some lanes."""
-
     epoch: np.ndarray  # of the i-th sample of all lanes, int64 (n,)
     shard: np.ndarray  # int64 (lanes, n)
     record: np.ndarray  # int64 (lanes, n)

@@ -39,7 +39,6 @@ class LocatedRecords(NamedTuple):
     values: ValueAddresses  # also of columns, int64 `(n, pieces)`
 
     def rows(self, rows: slice) -> 'LocatedRecords':
-        """Returns some of the records."""
         regular, keys, captions_end, places = self.values
         places = {name: x[rows] for name, x in places.items()}
         values = ValueAddresses(regular[rows], keys[rows], captions_end[rows], places)
@@ -48,8 +47,6 @@ class LocatedRecords(NamedTuple):
 
 
 class RowReader:
-    """Reads rows of one split."""
-
     def __init__(
         self,
         split: IndexedSplit,

@@ -130,8 +130,6 @@ _GatherSteps = Callable[[float], Batch]
 
 
 class TrainReader:
-    """Reads the samples of some lanes of all sources."""
-
     def __init__(self, plan: ReadPlan):
         """Raises a ValueError for options that do not fit each other or the data sets."""
         self.plan, self._options = plan, plan.options

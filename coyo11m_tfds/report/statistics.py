@@ -60,8 +60,6 @@ def mean_and_std(moments: np.ndarray) -> tuple[list[float], list[float]]:
 
 
 class Preview(NamedTuple):
-    """A record to show in the report."""
-
     key: int
     caption: str  # only the beginning of a very long one
     png: str  # of the middle crop, in base64
@@ -152,7 +150,6 @@ class ShardStatistics:
 
     @classmethod
     def from_json(cls, content: dict) -> Self:
-        """The inverse of `to_json`."""
         statistics = cls()
         for name, empty in vars(statistics).items():
             value = content[name]
