@@ -260,16 +260,6 @@ def test_a_file_that_is_always_corrupted(bucket, in_bucket, tmp_path):
     assert (tmp_path / 'a').read_bytes() == b'content'
 
 
-@pytest.mark.parametrize('kind', ['401', '403'])
-@pytest.mark.parametrize('size', [7, 9_000_000])
-def test_a_file_that_is_refused(bucket, in_bucket, tmp_path, kind, size):
-    bucket.inject(Fault(kind, count=None))
-    with pytest.raises(PermissionError, match=r'gs://bucket/set/a: access was refused') as raised:
-        _store(in_bucket, tmp_path, 'a', bytes(size))
-    assert 'gcloud auth application-default login' in str(raised.value)
-    assert len(bucket.requests) == 1
-
-
 def test_markers_of_folders_and_objects_beside_are_left_alone(gcs):
     folder = storage.open_folder('gs://bucket/a/b/')
     assert folder.folder == 'gs://bucket/a/b'
