@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 
 import pytest
 
@@ -19,7 +18,7 @@ from coyo11m_tfds.storage import json_digest, locks
 from coyo11m_tfds.storage.file_state import ignore_bytes
 from coyo11m_tfds.storage.scratch import Scratch
 from tests import children
-from tests.fakes.cloud import Fault, Gcs
+from tests.fakes.cloud import Fault
 
 CAPTIONS = schema.CAPTIONS_FILE
 LATENTS = schema.LATENTS_FOLDER
@@ -35,31 +34,17 @@ def _make_files(size: int = 300_000) -> dict[str, bytes]:
 FILES = _make_files()
 
 
-def _write(folder: pathlib.Path, files: Mapping[str, bytes]) -> pathlib.Path:
-    for name, data in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data)
-    return folder
-
-
-def _read(folder: pathlib.Path) -> dict[str, bytes]:
+def _files_in(place: object) -> dict[str, bytes | None]:
     """All files except those of the mirror itself."""
-    paths = [path for path in folder.rglob('*') if path.is_file()]
-    names = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-    return {name: data for name, data in names.items() if not name.startswith('.')}
-
-
-def _in_bucket(gcs: Gcs, prefix: str = 'to/') -> dict[str, bytes]:
-    return {
-        name.removeprefix(prefix): data
-        for name, data in gcs.objects('bucket').items()
-        if name.startswith(prefix) and '/.mirror/' not in name
-    }
+    folder = storage.open_folder(place)
+    return {name: folder.read(name) for name in folder.sizes() if not name.startswith('.')}
 
 
 @pytest.fixture
 def local(tmp_path) -> str:
-    return str(_write(tmp_path / 'from', FILES))
+    for name, data in FILES.items():
+        storage.open_folder(tmp_path / 'from').write(name, data)
+    return str(tmp_path / 'from')
 
 
 @pytest.fixture
@@ -82,30 +67,18 @@ def source(request) -> str:
     return request.getfixturevalue(request.param)
 
 
-def test_to_a_local_folder(source, tmp_path):
-    for num_copied in (5, 0):
-        summary = mirror.mirror(source, tmp_path / 'to')
-        assert (summary.num_files, summary.num_copied) == (5, num_copied)
-        assert summary.num_bytes == sum(len(data) for data in FILES.values())
-        assert _read(tmp_path / 'to') == FILES
-    assert source_folder.find_source(tmp_path / 'to').caption_files[0].size == len(FILES[CAPTIONS])
-    assert not (tmp_path / 'to.lock').exists()
-
-
-def test_to_a_bucket(source, gcs, tmp_path):
+def test_all_files_arrive_once(source, place, gcs, tmp_path):
     for num_copied in (5, 0):
         gcs.clear()
-        summary = mirror.mirror(source, 'gs://bucket/to', scratch_dir=tmp_path / 'scratch')
-        assert summary.num_copied == num_copied
-        assert _in_bucket(gcs) == FILES
-    assert not any(request.action in ('upload', 'copy', 'start') for request in _of_data(gcs))
-    assert 'to.lock' not in gcs.objects('bucket')
-    assert _read(tmp_path / 'scratch') == {}
-
-
-def _of_data(gcs: Gcs) -> list:
-    """Requests about files, not about the lock."""
-    return [request for request in gcs.requests if not request.path.endswith(('.lock', 'bucket/'))]
+        summary = mirror.mirror(source, place, scratch_dir=tmp_path / 'scratch')
+        assert (summary.num_files, summary.num_copied) == (5, num_copied)
+        assert summary.num_bytes == sum(len(data) for data in FILES.values())
+        assert _files_in(place) == FILES
+    written = [r.path for r in gcs.requests if r.action in ('upload', 'copy', 'start')]
+    assert not [path for path in written if not path.endswith('.lock')]
+    assert source_folder.find_source(place).caption_files[0].size == len(FILES[CAPTIONS])
+    assert storage.open_folder(os.path.dirname(place)).read('set.lock') is None
+    assert _files_in(tmp_path / 'scratch') == {}
 
 
 def test_between_buckets_nothing_comes_here(gcs, in_bucket):
@@ -127,40 +100,27 @@ def test_long_names_in_other_letters(gcs, hub, tmp_path):
             assert summary.num_copied == num_copied
         assert all(file.recorded for file in source_folder.find_source(target).latent_files)
     mirror.mirror(places[0], 'gs://bucket/hub', scratch_dir=tmp_path / 'scratch')
-    assert _read(tmp_path / 'back') == _in_bucket(gcs, 'hub/') == files
+    assert _files_in(tmp_path / 'back') == _files_in('gs://bucket/hub') == files
 
 
-@pytest.mark.parametrize('destination', ['local', 'bucket'])
-def test_only_what_changed_is_copied_again(gcs, local, tmp_path, destination):
-    target = 'gs://bucket/to' if destination == 'bucket' else str(tmp_path / 'to')
-    mirror.mirror(local, target)
+def test_only_what_changed_is_copied_again(local, place):
+    mirror.mirror(local, place)
     first, second, third, fourth, _ = FILES
-    changed = dict(FILES)
     # The source has another version of one file and lacks one.
-    changed[first] = b'new'
     (pathlib.Path(local) / first).write_bytes(b'new')
     (pathlib.Path(local) / fourth).unlink()
     # At the destination one is gone, one has other bytes of the same length, one lost its record.
-    damaged = bytes([FILES[third][0] ^ 1]) + FILES[third][1:]
-    record = f'.mirror/{json_digest.sha256(CAPTIONS)[:32]}.json'
-    if destination == 'bucket':
-        gcs.remove('bucket', f'to/{second}')
-        gcs.put('bucket', f'to/{third}', damaged)
-        gcs.put('bucket', f'to/{record}', b'{"version": 1')
-    else:
-        (tmp_path / 'to' / second).unlink()
-        (tmp_path / 'to' / third).write_bytes(damaged)
-        (tmp_path / 'to' / record).write_bytes(b'{"version": 1')
-    assert mirror.mirror(local, target).num_copied == 4
-    assert (_in_bucket(gcs) if destination == 'bucket' else _read(tmp_path / 'to')) == changed
-    assert mirror.mirror(local, target).num_copied == 0
+    target = storage.open_folder(place, to_write=True)
+    target.remove([second])
+    target.write(third, bytes([FILES[third][0] ^ 1]) + FILES[third][1:])
+    target.write(f'.mirror/{json_digest.sha256(CAPTIONS)[:32]}.json', b'{"version": 1')
+    assert mirror.mirror(local, place).num_copied == 4
+    assert _files_in(place) == FILES | {first: b'new'}
+    assert mirror.mirror(local, place).num_copied == 0
 
 
-@pytest.mark.parametrize('destination', ['to', 'gs://bucket/to'])
-def test_a_file_that_grows_while_it_is_copied(gcs, local, tmp_path, destination):
-    target = storage.open_folder(
-        destination if '://' in destination else tmp_path / destination, to_write=True
-    )
+def test_a_file_that_grows_while_it_is_copied(local, place, tmp_path):
+    target = storage.open_folder(place, to_write=True)
     path = os.path.join(local, CAPTIONS)
     file = dataclasses.replace(storage.describe_file(path), size=5)
     with pytest.raises(OSError, match=r'parquet has 300,004 bytes now, but had 5 when'):
@@ -176,7 +136,9 @@ def test_mixed_faults(gcs, on_hub, hub, tmp_path, monkeypatch):
     mirror.mirror(on_hub, 'gs://bucket/to', scratch_dir=tmp_path / 'scratch')
     mirror.mirror('gs://bucket/to', tmp_path / 'back')
     mirror.mirror('gs://bucket/to', 'gs://bucket/again')
-    assert _in_bucket(gcs) == _in_bucket(gcs, 'again/') == _read(tmp_path / 'back') == FILES
+    gcs.heal()
+    for place in ('gs://bucket/to', 'gs://bucket/again', tmp_path / 'back'):
+        assert _files_in(place) == FILES
 
 
 def _start(*args: object, **environment: str) -> subprocess.Popen[str]:
@@ -213,10 +175,10 @@ def test_a_killed_mirror_leaves_nothing_half_made(gcs, tmp_path, number):
         assert '0 of 5 files' in errors and 'Traceback' not in errors
         assert ('Interrupted: what was copied stays' in errors) == (number == signal.SIGINT)
         assert not (tmp_path / 'to.lock').exists()
-    assert not set(files) & set(_read(tmp_path / 'to'))
+    assert not set(files) & set(_files_in(tmp_path / 'to'))
     gcs.heal()
     assert mirror.mirror('gs://bucket/from', tmp_path / 'to').num_copied == 5
-    assert _read(tmp_path / 'to') == files
+    assert _files_in(tmp_path / 'to') == files
     assert not (tmp_path / 'to' / '.staging').exists()
 
 
@@ -224,7 +186,7 @@ def test_the_command(command, gcs, on_hub, hub, tmp_path):
     scratch = tmp_path / 'scratch'
     arguments = on_hub, 'gs://bucket/to', f'--scratch={scratch}'
     status, said, errors = command(mirror, *arguments, '--parallel=2')
-    assert (status, _in_bucket(gcs)) == (0, FILES), errors
+    assert (status, _files_in('gs://bucket/to')) == (0, FILES), errors
     assert said == '5 files, 1.5 MB, are verified at gs://bucket/to; 5 of them were copied now.\n'
     hub.inject(Fault('401', count=None))
     status, _, errors = command(mirror, *arguments)
