@@ -1,5 +1,6 @@
 """Progress: what it shows in a log and on a terminal, and that it never breaks the work."""
 
+import concurrent.futures
 import fcntl
 import os
 import pty
@@ -8,7 +9,6 @@ import struct
 import subprocess
 import sys
 import termios
-import threading
 import time
 from collections.abc import Iterator
 
@@ -119,15 +119,11 @@ class SlowOne(int):
 
 
 def test_threads_may_share_one(log):
-    with progress.Progress('Copying', 400, 'B', {'files': 400}) as made:
-        threads = [
-            threading.Thread(target=lambda: [made.add(SlowOne(), files=1) for _ in range(50)])
-            for _ in range(8)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with (
+        progress.Progress('Copying', 400, 'B', {'files': 400}) as made,
+        concurrent.futures.ThreadPoolExecutor(8) as threads,
+    ):
+        list(threads.map(lambda _: made.add(SlowOne(), files=1), range(400)))
     assert '100%, 400 of 400 files' in log.messages[-1]
 
 
