@@ -21,7 +21,15 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.dataset.stored_dataset import Data, DatasetStats, StoredDataset, open_data
 from coyo11m_tfds.reading import engines, evaluation, training
-from coyo11m_tfds.reading.batches import CROP, DROP_TEXT, MASK, ArraySpec, Batch, Batches
+from coyo11m_tfds.reading.batches import (
+    CROP,
+    DROP_TEXT,
+    MASK,
+    NOISE_SEED,
+    ArraySpec,
+    Batch,
+    Batches,
+)
 from coyo11m_tfds.reading.files import ReadCounter, ReadCounts
 from coyo11m_tfds.reading.mixture import Cursor
 from coyo11m_tfds.reading.options import (
@@ -47,7 +55,16 @@ if TYPE_CHECKING:
     from coyo11m_tfds.reading.to_device import Arrays, key_words, process_share, to_device
 
 __all__ = ['eval_batches', 'eval_dataset', 'train_arrays', 'train_batches', 'train_dataset']
-__all__ += ['CROP', 'DROP_TEXT', 'MASK', 'ArraySpec', 'Batch', 'Batches', 'DamagedError']
+__all__ += [
+    'CROP',
+    'DROP_TEXT',
+    'MASK',
+    'NOISE_SEED',
+    'ArraySpec',
+    'Batch',
+    'Batches',
+    'DamagedError',
+]
 __all__ += ['AUTO', 'CHUNKS', 'ENGINES', 'ROWS', 'TF_DATA', 'ReadArguments', 'TrainArguments']
 __all__ += ['Cursor', 'ReadPlan', 'engine_of', 'planned_batches', 'train_plan']
 __all__ += ['Order', 'OrderSettings', 'ReadCounter', 'ReadCounts']
@@ -145,12 +162,13 @@ def train_batches(data: Data | Mix, **arguments: Unpack[TrainArguments]) -> Batc
         dict of new arrays with the chosen features: key=int64 `(b,)`, latents `(b, C, H, W)` in the
         dtype of the source, one of `schema.LATENT_DTYPES`, crop=int32 `(b,)` (which crop of the
         image the latents are, counted from the middle one: 0 is the middle one, or the first of
-        two), text_embedding=float16 `(b, D)`, tokens=int32 `(b, T)`, caption=bytes objects `(b,)`,
-        a column in its own dtype and shape; drop_text=bool `(b,)` with caption_dropout > 0 and
-        embeddings or tokens; mask=bool `(b,)` with on_bad_records='skip'. The iterator raises
-        `DamagedError` if a record cannot be read or too many are bad, and `OSError` if a file is
-        missing, forbidden or unreachable or, with 'rows', has changed since it was opened. With
-        'tf_data' it raises `tf.errors.OpError`.
+        two), noise_seed=uint32 `(b,)` (a hash of seed, epoch and key, to draw latents from recorded
+        moments, which have twice the channels), text_embedding=float16 `(b, D)`, tokens=int32
+        `(b, T)`, caption=bytes objects `(b,)`, a column in its own dtype and shape; drop_text=bool
+        `(b,)` with caption_dropout > 0 and embeddings or tokens; mask=bool `(b,)` with
+        on_bad_records='skip'. The iterator raises `DamagedError` if a record cannot be read or too
+        many are bad, and `OSError` if a file is missing, forbidden or unreachable or, with 'rows',
+        has changed since it was opened. With 'tf_data' it raises `tf.errors.OpError`.
 
     Raises:
         ValueError: Settings do not fit together (the message names some that do), a feature is not

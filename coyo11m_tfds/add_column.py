@@ -47,7 +47,12 @@ from coyo11m_tfds.storage.scratch import Scratch, choose_folder
 from coyo11m_tfds.storage.stored_file import StoredFile
 
 _NAME = re.compile(r'[a-z][a-z0-9_]*')
-_BATCH_NAMES = input_pipeline.CROP, input_pipeline.DROP_TEXT, input_pipeline.MASK
+_BATCH_NAMES = (
+    input_pipeline.CROP,
+    input_pipeline.DROP_TEXT,
+    input_pipeline.MASK,
+    input_pipeline.NOISE_SEED,
+)
 _RESERVED_NAMES = {*stored_dataset.READABLE, *_BATCH_NAMES, texts.RECORDS_TEXT}
 _ROWS_AT_ONCE = 4096
 _CHUNKS_AT_ONCE = 32  # requests to gs://

@@ -127,6 +127,11 @@ DROP_REASONS = {
     'dropped above)',
 }
 
+# Latents may be recorded as moments: half of the channels are the mean of the VAE's distribution,
+# the others its standard deviation or the logarithm of its variance.
+MOMENTS = DEVIATION, LOG_VARIANCE = 'deviation', 'log_variance'
+LOG_VARIANCE_LIMITS = -30.0, 20.0  # of diffusers' DiagonalGaussianDistribution
+
 # --- Metadata keys of `dataset_info` --------------------------------------------------------
 
 # Statistics are over the train split, all crops, in raw (unscaled) units.
@@ -134,6 +139,7 @@ META_LATENT_MEAN = 'latent_mean'  # floats, one a channel
 META_LATENT_STD = 'latent_std'  # floats, one a channel
 META_LATENT_DTYPE = 'latent_dtype'  # one of LATENT_DTYPES
 META_VAE = 'vae'  # name of the VAE, where the settings have one
+META_MOMENTS = 'moments'  # one of MOMENTS, where the channels are those of moments
 META_TEXT_MEAN = 'text_embedding_mean'  # D floats
 META_TEXT_STD = 'text_embedding_std'  # D floats
 META_TEXT_ENCODER = 'text_encoder'  # name, e.g. 'hash' or 'jax:Qwen/Qwen3-0.6B'

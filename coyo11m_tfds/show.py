@@ -38,7 +38,7 @@ def show(data_dir: Data, vae: str, num_pictures: int = page.NUM_PREVIEWS) -> str
         raise FileNotFoundError(f'{path} is missing: copy it from where the data set was built')
     # The slow part comes after everything that may be refused.
     maker = data.metadata.get(schema.META_VAE, '')
-    decode = vae_decoder.load_decoder(vae, data.latents[1][-3], maker)
+    decode = vae_decoder.load_decoder(vae, data.channels, maker)
     features = schema.KEY, schema.LATENTS, schema.CAPTION
     with contextlib.closing(
         input_pipeline.eval_batches(
@@ -48,7 +48,7 @@ def show(data_dir: Data, vae: str, num_pictures: int = page.NUM_PREVIEWS) -> str
         batch = next(batches)
     # The last batch of a small data set is padded with rows that are no records.
     keys, latents, captions = (batch[name][batch[input_pipeline.MASK]] for name in features)
-    samples = zip(keys, captions, decode(latents), strict=True)
+    samples = zip(keys, captions, decode(latents[:, : data.channels]), strict=True)
     previews = [statistics.make_preview(*sample) for sample in samples]
     try:
         return page.render_page(json.loads(report), previews, model_files.public_name(vae))

@@ -62,12 +62,13 @@ class TrainingData:
         vocabulary, width = self.facts.vocabulary, self.facts.text_dim
         has_text = vocabulary or width or fields.require_text
         self._text = [schema.TOKENS if vocabulary else schema.TEXT_EMBEDDING] if has_text else []
-        crop = [input_pipeline.CROP] * (self.facts.latents_shape[0] > 1)
+        choices = [input_pipeline.CROP] * (self.facts.latents_shape[0] > 1)
+        choices += [input_pipeline.NOISE_SEED] * bool(self.facts.moments)
         self.plan = input_pipeline.train_plan(
             self.sources,
             batch_size=config.batch_size,
             seed=config.seed,
-            features=(schema.KEY, schema.LATENTS, *self._text, *crop),
+            features=(schema.KEY, schema.LATENTS, *self._text, *choices),
             counter=self._counter,
             **self._share,
             **self._options('chunk', 'lanes', 'window', 'stages', 'caption_dropout'),
@@ -211,7 +212,7 @@ class TrainingData:
         text = batch[self._text[0]] if self._text else np.zeros((len(mask), 0), np.float16)
         return PreviewSamples(
             captions=[caption.decode() for caption in batch[schema.CAPTION][mask]],
-            latents=batch[schema.LATENTS][mask],
+            latents=batch[schema.LATENTS][mask][:, : self.facts.latents_shape[1]],
             text=jax.device_put(text[mask], sharding.replicated(self._mesh)),
         )
 

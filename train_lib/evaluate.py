@@ -147,7 +147,7 @@ def _read_records(data: StoredDataset, count: int) -> Iterator[tuple[int, np.nda
         for first in range(0, count, RECORDS_PER_FILE):
             batch, size = next(batches), min(RECORDS_PER_FILE, count - first)
             captions = [caption.decode() for caption in batch[schema.CAPTION][:size]]
-            yield first, batch[schema.LATENTS][:size], captions
+            yield first, batch[schema.LATENTS][:size, : data.channels], captions
 
 
 def _load_features(folder: Storage, name: str) -> Features | None:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 
 Velocity = Callable[[jax.Array, jax.Array, Any, jax.Array], jax.Array]
@@ -24,8 +25,24 @@ def no_stats(text_dim: int, **facts: Any) -> DatasetStats:
     return DatasetStats(*arrays, **facts)
 
 
+def draw_latents(moments: jax.Array, seeds: jax.Array, stats: DatasetStats) -> jax.Array:
+    """Draws raw latents, float32 `(b, C, H, W)`, from recorded moments `(b, 2C, H, W)`.
+
+    The noise of a sample is a function of its seed, uint32 `(b,)`.
+    """
+    means, deviations = jnp.split(moments.astype(jnp.float32), 2, axis=1)
+    if stats.moments == schema.LOG_VARIANCE:
+        deviations = jnp.exp(0.5 * jnp.clip(deviations, *schema.LOG_VARIANCE_LIMITS))
+    noise = jax.vmap(lambda seed: jax.random.normal(jax.random.key(seed), means.shape[1:]))(seeds)
+    return means + deviations * noise
+
+
 def standardize_latents(latents: jax.Array, stats: DatasetStats) -> jax.Array:
-    """Standardizes raw latents `(b, C, H, W)` of any float dtype: float32 `(b, H, W, C)`."""
+    """Standardizes raw latents `(b, C, H, W)` of any float dtype: float32 `(b, H, W, C)`.
+
+    Of moments, `(b, 2C, H, W)`, these are the means.
+    """
+    latents = latents[:, : stats.latents_shape[1]]
     latents = jnp.transpose(latents.astype(jnp.float32), (0, 2, 3, 1))
     return (latents - stats.latent_mean) / stats.latent_std
 

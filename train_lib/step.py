@@ -3,7 +3,8 @@
 A batch holds raw `latents` `(b, C, H, W)`, `key` uint32 `(b, 2)` and texts: `text_embedding`
 `(b, D)` or `tokens` int32 `(b, T)`, which a frozen encoder may turn into hidden states. Where they
 are needed, it holds `drop_text` bool `(b,)`, `crop` int32 `(b,)`, and `mask` bool `(b,)`, False for
-rows without a sample. Frozen weights, or None, are the first argument of the functions.
+rows without a sample. With recorded moments, latents are `(b, 2C, H, W)`, and a training batch
+holds `noise_seed` uint32 `(b,)`. Frozen weights, or None, are the first argument of the functions.
 """
 
 # Imports neither TensorFlow nor torch: steps can be measured with JAX alone.
@@ -54,7 +55,10 @@ def make_train_step(
     def train_step(frozen: Any, state: TrainState, batch: Batch) -> tuple[TrainState, TrainMetrics]:
         rng = jax.random.fold_in(jax.random.key(config.seed), state.step)
         noise_rng, time_rng = jax.random.split(rng)
-        x = flow.standardize_latents(batch['latents'], stats)
+        latents = batch['latents']
+        if stats.moments:
+            latents = flow.draw_latents(latents, batch['noise_seed'], stats)
+        x = flow.standardize_latents(latents, stats)
         noise = jax.random.normal(noise_rng, x.shape)
         t = flow.logit_normal_times(time_rng, x.shape[0], **config.flow)
         mask = batch.get('mask')

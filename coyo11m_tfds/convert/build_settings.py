@@ -44,6 +44,7 @@ _RULES = {
     'validation_fraction': FieldRule('one in [0, 1)', lambda x: 0 <= x < 1),
     'shard_bytes': at_least(1),
     'latents': one_of(*LATENT_STORAGE),
+    'moments': one_of('', *schema.MOMENTS),
     'bad_data': one_of('drop', 'stop'),
     'max_bad_fraction': FieldRule('one in [0, 1]', lambda x: 0 <= x <= 1),
     'num_workers': at_least(0),
@@ -86,6 +87,7 @@ class BuildSettings:
     text_embeddings: str = ''
     latents_from: str = ''
     vae: str = ''
+    moments: str = ''
     latents: str = IN_RECORDS
     bad_data: str = 'drop'
     max_bad_fraction: float = 0.01
@@ -117,7 +119,7 @@ class BuildSettings:
         """
         # Only in these data sets, so that the metadata, and with it the ID, of others stays.
         optional = {_LATENTS: self.latents} if self.in_place else {}
-        for name in ('latents_from', _KEY_COLUMN, schema.META_VAE):
+        for name in ('latents_from', _KEY_COLUMN, schema.META_VAE, schema.META_MOMENTS):
             if value := getattr(self, name):
                 optional[name] = value
         return optional | {
@@ -141,7 +143,8 @@ class BuildSettings:
         if recorded is None:
             return
         text_embeddings = self._text_embeddings(recorded.get(schema.SETTINGS_TEXT))
-        defaults = {_LATENTS: IN_RECORDS, _KEY_COLUMN: '', schema.META_VAE: ''}
+        optional = 'latents_from', _KEY_COLUMN, schema.META_VAE, schema.META_MOMENTS
+        defaults = {_LATENTS: IN_RECORDS, **dict.fromkeys(optional, '')}
         differences = list(
             _setting_differences(
                 defaults | recorded, defaults | self.record(limit, text_embeddings)

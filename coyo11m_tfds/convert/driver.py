@@ -272,6 +272,8 @@ def _make_metadata(plan: BuildPlan, train: ShardStatistics, dropped: DropCounts)
         }
     if plan.vae:
         metadata[schema.META_VAE] = plan.vae
+    if moments := plan.tasks[0].moments:
+        metadata[schema.META_MOMENTS] = moments
     return metadata | {schema.META_SETTINGS: plan.settings}
 
 

@@ -134,7 +134,8 @@ def make_plan(
     reasons = _drop_reasons(latents, caption_bytes, contents)
     dropped = _count_planned_drops(settings, source.captions_path, latents, contents, reasons)
     is_kept = ~np.logical_or.reduce(list(reasons.values()))
-    tasks = _plan_tasks(settings, latents, contents, is_kept, caption_bytes, limit)
+    moments = _find_moments(source, settings, latents)
+    tasks = _plan_tasks(settings, latents, moments, contents, is_kept, caption_bytes, limit)
     if not any(task.split == schema.TRAIN for task in tasks):
         raise ValueError(f'{source.root}: no record is left for the train split.')
     # Names and contents, but no folder: the same files elsewhere give the same data set.
@@ -147,7 +148,8 @@ def make_plan(
     recorded = settings.record(limit, header or settings.text_embeddings)
     vae = settings.vae or source.encoding.get(schema.META_VAE, '')
     digests = [fingerprint, recorded, *(task.fingerprint for task in tasks)]
-    build = json_digest.sha256(digests + [vae] * (vae != settings.vae))[:8]
+    of_source = [vae] * (vae != settings.vae) + [moments] * (moments != settings.moments)
+    build = json_digest.sha256(digests + of_source)[:8]
     return BuildPlan(
         tasks=tuple(
             dataclasses.replace(task, filename=schema.of_build(task.filename, build))
@@ -375,6 +377,7 @@ def unit_hash(keys: np.ndarray) -> np.ndarray:
 def _plan_tasks(
     settings: BuildSettings,
     latents: SourceLatents,
+    moments: str,
     contents: _RowContents,
     is_kept: np.ndarray,
     caption_bytes: np.ndarray,
@@ -427,12 +430,27 @@ def _plan_tasks(
                 check_crc=settings.check_crc,
                 num_bytes=int(sizes[shard_rows].sum()) - in_place_nbytes * len(shard_rows),
                 in_place=settings.in_place,
-                channels=latents.shape[1],
+                channels=latents.shape[1] // (2 if moments else 1),
+                moments=moments,
                 latents_from=schema.parse_latents_from(settings.latents_from, settings.key_column),
                 fingerprint=json_digest.sha256([common_digest, name, *digests]),
             )
             tasks.append(task)
     return tuple(sorted(tasks, key=lambda task: (task.group, task.split, task.index)))
+
+
+def _find_moments(
+    source: source_folder.SourceFolder, settings: BuildSettings, latents: SourceLatents
+) -> str:
+    """Returns one of `schema.MOMENTS`, or '' for latents that are no moments."""
+    encoded = schema.DEVIATION if source.encoding.get(schema.META_MOMENTS) else ''
+    moments, channels = settings.moments or latents.moments or encoded, latents.shape[1]
+    if moments and channels % 2:
+        raise ValueError(
+            f'{latents.files[0].path}: its latents have {channels} channels; expected an even '
+            f'number of moments={moments!r}, of which half are means.'
+        )
+    return moments
 
 
 def _file_bytes(

@@ -15,7 +15,12 @@ from coyo11m_tfds.convert.tasks import (
     make_column_file,
 )
 from coyo11m_tfds.dataset import chunk_index, columns, records
-from coyo11m_tfds.report.statistics import ChannelSums, ShardStatistics, sum_channels
+from coyo11m_tfds.report.statistics import (
+    ChannelSums,
+    ShardStatistics,
+    split_moments,
+    sum_channels,
+)
 from coyo11m_tfds.source import formats, latent_file
 from coyo11m_tfds.storage.file_state import naming
 from coyo11m_tfds.storage.stored_file import StoredFile
@@ -102,8 +107,9 @@ class _SourceReader:
     def _read_rows(self, file: latent_file.LatentFile, window: slice) -> Features:
         keys, rows = self._inputs.keys[window], self._inputs.rows[window]
         captions: Sequence[bytes] = self._inputs.captions[window]
-        raw, latents = file.latents(rows)
-        text, sums = self._read_text(file, window), sum_channels(latents)
+        raw, stored = file.latents(rows)
+        latents, deviations = split_moments(stored, self._task.moments)
+        text, sums = self._read_text(file, window), sum_channels(latents, deviations)
         # The statistics need the sums, which show infinity and NaN in a thousandth of the numbers.
         good = sums.are_finite
         if text is not None and self._text == schema.TEXT_EMBEDDING:

@@ -120,7 +120,8 @@ class ShardTask:
     num_bytes: int  # expected size of the shard, within 1%
     fingerprint: str  # hex digest of all that decides the shard's bytes
     in_place: bool = False
-    channels: int = 4
+    channels: int = 4  # of the latents, also where they are recorded as moments
+    moments: str = ''  # one of `schema.MOMENTS`; '' for latents
     latents_from: schema.LatentsFrom = schema.ANY_LATENTS
     writer: str = THIS_WRITER  # no other version of the package may write the shard
 

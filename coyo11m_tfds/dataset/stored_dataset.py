@@ -103,6 +103,7 @@ class DatasetStats:
     known_tokens: str = ''  # hex digits; a bit for each token id, set if it occurs; '' if unknown
     source_fingerprint: str | None = None  # hex digest of the source files
     vae: str = ''  # name of the VAE that made the latents; '' if unknown
+    moments: str = ''  # one of `schema.MOMENTS` that batches hold; '' for latents
 
     @property
     def text_dim(self) -> int:
@@ -151,7 +152,7 @@ class StoredDataset:
 
     @property
     def latents(self) -> tuple[str, tuple[int, ...]]:
-        """Dtype, one of `schema.LATENT_DTYPES`, and shape `(crops, C, H, W)` of the latents."""
+        """Dtype, one of `schema.LATENT_DTYPES`, and shape `(crops, C, H, W)` as recorded."""
         column = self.columns.get(schema.LATENTS)
         if isinstance(column, InPlaceColumn):
             return column.dtype, column.shape
@@ -162,6 +163,16 @@ class StoredDataset:
                 f'(crops, C, H, W) of {" or ".join(schema.LATENT_DTYPES)}'
             )
         return dtype, shape
+
+    @property
+    def moments(self) -> str:
+        """One of `schema.MOMENTS` that the records hold; '' for latents."""
+        return self.metadata.get(schema.META_MOMENTS, '')
+
+    @property
+    def channels(self) -> int:
+        """Number of channels of a latent; moments have twice as many, first those of the means."""
+        return self.latents[1][1] // (2 if self.moments else 1)
 
     @property
     def text_dim(self) -> int:
@@ -245,9 +256,9 @@ class StoredDataset:
         # A mocked data set has none.
         if schema.META_LATENT_MEAN not in metadata:
             logging.warning('%s has no latent statistics: taking mean 0, std 1', self.full_name)
-        dtype, shape = self.latents
-        latent_mean = metadata.get(schema.META_LATENT_MEAN, [0] * shape[1])
-        latent_std = metadata.get(schema.META_LATENT_STD, [1] * shape[1])
+        dtype, (crops, _, *size) = self.latents
+        latent_mean = metadata.get(schema.META_LATENT_MEAN, [0] * self.channels)
+        latent_std = metadata.get(schema.META_LATENT_STD, [1] * self.channels)
         mixture = self.choose_texts(text)
         first, (mean, std) = mixture.texts[0], mixture.mean_and_std()
         if mixture.feature != schema.TEXT_EMBEDDING:
@@ -257,7 +268,7 @@ class StoredDataset:
             latent_std=np.asarray(latent_std, np.float32),
             text_mean=mean.astype(np.float32),
             text_std=std.astype(np.float32),
-            latents_shape=shape,
+            latents_shape=(crops, self.channels, *size),
             latent_dtype=dtype,
             text_encoder=first.encoder or '',
             text_revision=first.revision or '',
@@ -268,6 +279,7 @@ class StoredDataset:
             known_tokens='' if text else metadata.get(schema.META_TEXT_KNOWN, ''),
             source_fingerprint=metadata.get(schema.META_SOURCE_FINGERPRINT),
             vae=metadata.get(schema.META_VAE, ''),
+            moments=self.moments,
         )
 
     def _text_size(self, name: str) -> int:

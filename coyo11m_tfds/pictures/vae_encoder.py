@@ -17,13 +17,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from coyo11m_tfds import schema
 from coyo11m_tfds.pictures import vae_files, vae_layers
 from coyo11m_tfds.storage import model_files
 
 # Limits of a batch on one device. SDXL's encoder takes 1 GB for so many pixels.
 _PICTURES, _PIXELS = 8, 8 * 256**2
 _SAMPLE_SIZE = 64  # pixels; every encoder in use halves them at most five times
-_LOG_VARIANCES = -30.0, 20.0  # limits of diffusers' DiagonalGaussianDistribution
 
 
 def load_encoder(model: str) -> 'VaeEncoder':
@@ -150,4 +150,4 @@ def _encode_kl(config: Mapping[str, Any], weights: Mapping[str, Any], x: jax.Arr
     if config.get('use_quant_conv', True):
         x = layers.conv('quant_conv', x)
     mean, log_variance = jnp.split(x, 2, axis=-1)
-    return mean, jnp.exp(0.5 * jnp.clip(log_variance, *_LOG_VARIANCES))
+    return mean, jnp.exp(0.5 * jnp.clip(log_variance, *schema.LOG_VARIANCE_LIMITS))

@@ -20,6 +20,8 @@ T = TypeVar('T')
 Batch = dict[str, np.ndarray]
 
 CROP = 'crop'  # int32 (b,); position among the crops of its image, 0 for the middle one
+# uint32 (b,); from (seed, epoch, key), for the noise that draws latents from recorded moments.
+NOISE_SEED = 'noise_seed'
 DROP_TEXT = 'drop_text'  # bool (b,); with caption_dropout > 0
 MASK = 'mask'  # bool (b,); False for rows of zeros that stand for no record
 

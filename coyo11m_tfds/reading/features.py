@@ -10,7 +10,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.dataset.stored_dataset import StoredDataset
 from coyo11m_tfds.reading import order
-from coyo11m_tfds.reading.batches import CROP, DROP_TEXT, MASK, ArraySpec
+from coyo11m_tfds.reading.batches import CROP, DROP_TEXT, MASK, NOISE_SEED, ArraySpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class BatchFeatures:
     def in_records(self) -> set[str]:
         """The features that records must hold, unless they are columns."""
         in_columns = {self.text.feature} if self.text and '' not in self.text.names else set()
-        return {schema.KEY, *self.features} - in_columns - {CROP}
+        return {schema.KEY, *self.features} - in_columns - {CROP, NOISE_SEED}
 
     @property
     def array_names(self) -> list[str]:
@@ -45,6 +45,7 @@ class BatchFeatures:
             schema.KEY: ArraySpec((), np.dtype(np.int64)),
             schema.CAPTION: ArraySpec((), np.dtype(object)),
             CROP: ArraySpec((), np.dtype(np.int32)),
+            NOISE_SEED: ArraySpec((), np.dtype(np.uint32)),
             DROP_TEXT: ArraySpec((), np.dtype(bool)),
             MASK: ArraySpec((), np.dtype(bool)),
         }

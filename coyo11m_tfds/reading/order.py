@@ -20,7 +20,7 @@ from coyo11m_tfds.reading import arguments
 from coyo11m_tfds.reading.filters import KeptRecords
 
 # The first number hashed after the seed, one for each purpose.
-CHUNKS, WINDOWS, CROP, DROP, TEXT, ROTATION = range(6)
+CHUNKS, WINDOWS, CROP, DROP, TEXT, ROTATION, NOISE = range(7)
 
 # Fewest rows to plan together, so that the cost of NumPy's calls is small for each.
 _BLOCK_ROWS = 8192
@@ -195,6 +195,11 @@ def sample_drops(
     """Returns True for keys whose caption is dropped; bool, same shape as `keys`."""
     hashes = derive(seed, DROP, epoch, keys) >> np.uint64(11)
     return hashes.astype(np.int64) < int(probability * 2**53)
+
+
+def sample_noise_seeds(seed: int, epoch: np.ndarray | int, keys: np.ndarray) -> np.ndarray:
+    """Returns a seed for the noise of each key; uint32, same shape as `keys`."""
+    return (derive(seed, NOISE, epoch, keys) >> np.uint64(32)).astype(np.uint32)
 
 
 def sample_texts(

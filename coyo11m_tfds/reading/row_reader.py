@@ -18,7 +18,7 @@ from coyo11m_tfds.dataset.records import RecordLayout, ValueAddresses, caption_h
 from coyo11m_tfds.dataset.stored_dataset import IndexedSplit
 from coyo11m_tfds.dataset.texts import TextMixture
 from coyo11m_tfds.reading import damage, framing, order
-from coyo11m_tfds.reading.batches import CROP, DROP_TEXT, MASK, ArraySpec
+from coyo11m_tfds.reading.batches import CROP, DROP_TEXT, MASK, NOISE_SEED, ArraySpec
 from coyo11m_tfds.reading.column_reader import ColumnReader
 from coyo11m_tfds.reading.features import BatchFeatures
 from coyo11m_tfds.reading.fenced_memory import LazyArray, LazyBatch
@@ -197,6 +197,8 @@ class RowReader:
             return good
         if name == DROP_TEXT:
             return features.choose_drops(located.epoch, keys)
+        if name == NOISE_SEED:
+            return order.sample_noise_seeds(features.seed, located.epoch, keys)
         if name == schema.CAPTION:
             return self._captions(located, good)
         if features.text and name == features.text.feature:

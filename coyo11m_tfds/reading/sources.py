@@ -147,6 +147,13 @@ def mix_stats(sources: Sequence[MixSource], text: texts.TextSpec) -> DatasetStat
 
 def check_latents(sources: Sequence[MixSource]) -> None:
     """Checks that all latents can come from one VAE, by its recorded name and by statistics."""
+    for source in sources[1:]:
+        if source.stored.moments != sources[0].stored.moments:
+            first, other = (x.stored.moments or 'none' for x in (sources[0], source))
+            raise ValueError(
+                f'{source.stored.folder}: its moments are {other!r}, those of '
+                f'{sources[0].stored.folder} {first!r}; build them with one setting of moments'
+            )
     with_vae = [x for x in sources if schema.META_VAE in x.stored.metadata]
     for source in with_vae[1:]:
         vae, first_vae = (x.stored.metadata[schema.META_VAE] for x in (source, with_vae[0]))

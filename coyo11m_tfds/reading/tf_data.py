@@ -16,8 +16,8 @@ from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import texts
-from coyo11m_tfds.reading import damage, evaluation, process_settings, training
-from coyo11m_tfds.reading.batches import CROP, DROP_TEXT, MASK, ArraySpec, Batches
+from coyo11m_tfds.reading import damage, evaluation, order, process_settings, training
+from coyo11m_tfds.reading.batches import CROP, DROP_TEXT, MASK, NOISE_SEED, ArraySpec, Batches
 from coyo11m_tfds.reading.engines import open_splits
 from coyo11m_tfds.reading.features import BatchFeatures
 from coyo11m_tfds.reading.mixture import Cursor
@@ -211,7 +211,9 @@ def _examples(options: ReadOptions, shuffle_seed: int | None = None) -> tf.data.
             f'{stored.folder}: text={options.text!r} or features={options.features!r} names a '
             'column, and without a chunk index it cannot be read'
         )
-    stored.check_features([x for x in (schema.KEY, *options.features) if x != CROP])
+    stored.check_features(
+        [x for x in (schema.KEY, *options.features) if x not in (CROP, NOISE_SEED)]
+    )
     logging.warning(
         f'{stored.folder} has no chunk index for split {options.split!r}: every process reads it '
         'whole. The order depends on the number of processes, and a start at a later step first '
@@ -230,14 +232,18 @@ def _choose_samples(
     has_crops = {schema.LATENTS, CROP} & set(features.features)
     num_crops = batch[schema.LATENTS].shape[1] if has_crops else 1
 
-    def choose(epoch: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return features.choose_crops(epoch, keys, num_crops), features.choose_drops(epoch, keys)
+    def choose(epoch: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, ...]:
+        return (
+            features.choose_crops(epoch, keys, num_crops),
+            features.choose_drops(epoch, keys),
+            order.sample_noise_seeds(features.seed, epoch, keys),
+        )
 
     # The hashes are NumPy's, so that the choices equal those of the other engines.
-    choices = tf.numpy_function(choose, [epoch, batch[schema.KEY]], [tf.int64, tf.bool])
-    crops, drops = (tf.ensure_shape(x, epoch.shape) for x in choices)
+    choices = tf.numpy_function(choose, [epoch, batch[schema.KEY]], [tf.int64, tf.bool, tf.uint32])
+    crops, drops, seeds = (tf.ensure_shape(x, epoch.shape) for x in choices)
     crop_positions = tf.cast(crops - schema.middle_crop(num_crops), tf.int32)
-    samples = batch | {CROP: crop_positions, DROP_TEXT: drops, MASK: mask}
+    samples = batch | {CROP: crop_positions, DROP_TEXT: drops, NOISE_SEED: seeds, MASK: mask}
     if schema.LATENTS in features.features:
         samples[schema.LATENTS] = tf.gather(batch[schema.LATENTS], crops, axis=1, batch_dims=1)
     return {name: samples[name] for name in features.array_names}

@@ -34,6 +34,7 @@ _ORIGIN_FIELDS = (
     schema.META_CAPTION_COLUMN,
     schema.META_LATENT_DTYPE,
     schema.META_VAE,
+    schema.META_MOMENTS,
     schema.META_TEXT_ENCODER,
     schema.META_TEXT_DIM,
     schema.META_TEXT_VOCABULARY,

@@ -48,6 +48,7 @@ class LatentFile:
     shape: tuple[int, ...]  # of a row, (crops, C, H, W)
     digest: str  # of the file's outline, see `columns.outline_digest`
     layout: RowLayout | None  # of the rows; None if `RowLayout` cannot describe them
+    moments = ''  # one of `schema.MOMENTS` if the layout says that the channels are moments
     embedding_dim: int | None = None  # width of the text embeddings
     texts: tuple[str, ...] = ()  # names of the columns of texts
     label_column: str = ''  # name of the column of class labels, one of `LABELS`

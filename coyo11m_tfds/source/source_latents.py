@@ -40,6 +40,7 @@ class FileHead:
     shape: tuple[int, ...]
     embedding_dim: int | None
     digest: str
+    moments: str = ''  # that of the `LatentFile`
     disagreement: RowsDisagreeError | None = None
     captions: tuple[str, pa.Array] | None = None  # with their column, if they are requested
     labels: tuple[str, np.ndarray] | None = None  # classes, int64 (n,), if they are requested
@@ -70,13 +71,14 @@ def _read_head(
                 shape=shard.shape,
                 embedding_dim=shard.embedding_dim,
                 digest=shard.digest,
+                moments=shard.moments,
                 captions=captions,
                 labels=labels,
             )
     except RowsDisagreeError as error:
         if not options.drop_bad:
             raise
-        return FileHead(np.empty(0, np.int64), '', (), None, error.digest, error)
+        return FileHead(np.empty(0, np.int64), '', (), None, error.digest, disagreement=error)
 
 
 def write_numbers(
@@ -262,6 +264,7 @@ class SourceLatents:
         self.disagreeing = np.concatenate([np.empty(0, np.int64), *(e.keys for _, e in bad)])
         good = [(file.path, head) for file, head in pairs if not head.disagreement]
         self.dtype, self.shape = good[0][1].dtype, good[0][1].shape
+        self.moments = good[0][1].moments
         for path, head in good:
             if (head.dtype, head.shape) != (self.dtype, self.shape):
                 raise ValueError(

@@ -30,14 +30,14 @@ def _batch(size=8, side=8, seed=0):
     }
 
 
-def _make_trainer(tx, schedule, accumulate=1):
+def make_trainer(tx, schedule, accumulate=1, stats=STATS):
     model = dit.DiT(width=16, depth=1, num_heads=2, patch_size=2, crops=3, dtype=jnp.float32)
     init = state.make_init(model, tx, latent_shape=(8, 8, 4), text=TEXT)
     first = jax.jit(init)(jax.random.key(0))
     config = default.get_config()
     config.update(ema_decay=0.9, accumulate=accumulate)
-    train_step = steps.make_train_step(config, model, tx, schedule, STATS)
-    eval_step = steps.make_eval_step(config, model, STATS)
+    train_step = steps.make_train_step(config, model, tx, schedule, stats)
+    eval_step = steps.make_eval_step(config, model, stats)
     steps_of_none = (functools.partial(jax.jit(x), None) for x in (train_step, eval_step))
     return *steps_of_none, first
 
@@ -48,7 +48,7 @@ def trainer():
     optimizer = default.get_config().optimizer
     optimizer.update(schedule='constant', learning_rate=1e-2, warmup_steps=1, b2=0.95)
     schedule, tx = state.make_optimizer(**optimizer, num_steps=100)
-    return _make_trainer(tx, schedule)
+    return make_trainer(tx, schedule)
 
 
 def test_training_lowers_the_loss_and_the_average_follows(trainer):
@@ -76,7 +76,7 @@ def test_a_step_repeats_exactly_and_its_noise_changes_with_the_step(trainer):
 
 def test_samples_are_weighed_by_the_mask():
     # Plain descent: what the weights move by is linear in the gradient.
-    train_step, _, first = _make_trainer(optax.sgd(1e-2), lambda step: 1e-2)
+    train_step, _, first = make_trainer(optax.sgd(1e-2), lambda step: 1e-2)
     batch = _batch()
     batch['latents'] *= np.arange(1, 9, dtype=np.float16)[:, None, None, None]
     mask = np.arange(8) < 3
@@ -184,7 +184,7 @@ def test_parts_give_the_step_of_the_whole_batch():
     batch |= {'drop_text': np.arange(12) % 3 == 0, 'crop': np.arange(12) % 3 - 1}
 
     def after(parts):
-        train_step, _, current = _make_trainer(optax.sgd(0.1), lambda step: 0.1, parts)
+        train_step, _, current = make_trainer(optax.sgd(0.1), lambda step: 0.1, parts)
         for _ in range(3):  # at the first weights most gradients are 0
             current, update = train_step(current, batch)
         return current, update.compute()
