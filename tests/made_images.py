@@ -43,11 +43,9 @@ def make_images(
         suffix = list(SUFFIXES)[number % 3]
         stream = io.BytesIO()
         image.save(stream, SUFFIXES[suffix], exif=exif)
-        fields = {
-            'key': 1000 + number,
-            'caption': f'Image {number}: a circle.',
-            'score': number / 2,
-        }
+        # Texts that readers of tables and lines may break.
+        caption = {1: '1984', 2: 'A line\u2028 and another.'}.get(number, f'Image {number}.')
+        fields = {'key': 1000 + number, 'caption': caption, 'score': number / 2}
         images.append(MadeImage(f'img.{number:04}.{suffix}', stream.getvalue(), fields))
     return images
 
@@ -93,7 +91,8 @@ def write(folder: pathlib.Path, kind: str, images: Sequence[MadeImage]) -> pathl
     names = [f'{number % 2}/{image.name}' for number, image in enumerate(images)]
     rows = [{'file_name': n, **x.fields} for n, x in zip(names, images, strict=True)]
     if kind == 'jsonl':
-        (folder / 'metadata.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        (folder / 'metadata.jsonl').write_text('\n'.join(lines))
     elif kind == 'csv':
         with (folder / 'metadata.csv').open('w') as file:
             writer = csv.DictWriter(file, list(rows[0]))

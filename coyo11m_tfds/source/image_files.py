@@ -18,6 +18,7 @@ import concurrent.futures
 import contextlib
 import csv
 import functools
+import io
 import itertools
 import json
 import math
@@ -44,6 +45,7 @@ _TABLE = 'table'  # in place of a suffix
 _IMAGE = 'image'  # column of a Parquet file
 _MAX_IMAGE = 64 << 20  # bytes
 _MAX_TEXT = 1 << 20  # bytes of a `.json` or `.txt`
+_MAX_FIELDS, _MAX_KEY = 256, 20  # in the data of an image; digits
 _READS_AT_ONCE = 8
 _ROWS_AT_ONCE = 32  # of a Parquet file
 _CAPTIONS = schema.DEFAULT_CAPTION_COLUMN, 'caption', 'captions', 'text', 'prompt', 'txt'
@@ -72,6 +74,13 @@ class SourceImage(NamedTuple):
         return self.read_bytes()
 
 
+class _Text(NamedTuple):
+    """A `.json` or a `.txt`."""
+
+    size: int
+    read: _Read
+
+
 class _Row(NamedTuple):
     """An image with the fields of its data."""
 
@@ -91,7 +100,7 @@ class ImagePart(abc.ABC):
     _is_numbered = False  # whether the names of the images are their keys
 
     def __init__(self, files: Mapping[str, StoredFile], caption_column: str):
-        self.files, self._caption_column = files, caption_column
+        self.files, self._columns = files, (caption_column,) if caption_column else _CAPTIONS
 
     @property
     def num_bytes(self) -> int:
@@ -120,32 +129,58 @@ class ImagePart(abc.ABC):
     ) -> contextlib.AbstractContextManager[Iterable[Sequence[_Row]]]: ...
 
     def _describe(self, rows: Sequence[_Row]) -> Iterator[SourceImage]:
-        columns = (self._caption_column,) if self._caption_column else _CAPTIONS
-        if self._caption_column and not any(columns[0] in row.fields for row in rows):
+        if len(self._columns) == 1 and not any(self._columns[0] in row.fields for row in rows):
             names = {n for row in rows for n, x in row.fields.items() if isinstance(x, str)}
             raise ValueError(
-                f'{rows[0].name}: neither it nor another image has {columns[0]!r}, expected one of '
-                f'their texts {sorted(names)}. Set caption_column.'
+                f'{rows[0].name}: neither it nor another image has {self._columns[0]!r}, expected '
+                f'one of their texts {sorted(names)}. Set caption_column.'
             )
         # The first sample of a tar of latents stands for all: what it lacks would be lost.
         names = {n for row in rows for n, x in row.fields.items() if _is_number(x)} - _MEASURED
         for row in rows:
-            texts = [x for x in map(row.fields.get, columns) if isinstance(x, str) and x.strip()]
-            numbers = {name: row.fields.get(name, math.nan) for name in sorted(names)}
             key, rule = row.fields.get(schema.KEY), KEY_OF_DATA
             if not schema.is_key(key):
                 key, rule = name_hash(row.name) >> 1, KEY_OF_HASH
                 if self._is_numbered:
                     key, rule = _stem(row.name), KEY_OF_NAME
+            texts = [x for x in map(row.fields.get, self._columns) if isinstance(x, str)]
+            numbers = {name: row.fields.get(name, math.nan) for name in sorted(names)}
             yield SourceImage(
                 name=row.name,
                 size=row.size,
                 key=int(str(key)),
                 key_rule=rule,
-                caption=texts[0] if texts else '',
+                caption=next(filter(str.strip, texts), ''),
                 numbers={name: x if _is_number(x) else math.nan for name, x in numbers.items()},
                 read_bytes=row.read_bytes,
             )
+
+    def _make_row(
+        self, name: str, size: int, read: _Read, fields: _Fields, texts: Mapping[str, _Text] = {}
+    ) -> _Row:
+        """Adds to the fields of an image what its `.json` and `.txt` say, which come by suffix."""
+        try:
+            for suffix in texts.keys() & {'.json', '.txt'}:
+                if (nbytes := texts[suffix].size) > _MAX_TEXT:
+                    raise ValueError(f'{suffix} has {nbytes:,} bytes')
+            if '.json' in texts:
+                fields = fields | json.loads(texts['.json'].read())
+            if '.txt' in texts:
+                fields = fields | {'txt': texts['.txt'].read().decode()}
+            if len(fields) > _MAX_FIELDS:
+                raise ValueError(f'{len(fields):,} fields')
+        except (ValueError, TypeError, RecursionError) as error:
+            problem, fields = BadImageError('damaged .json or .txt', str(error)), {}
+
+            def read() -> bytes:
+                raise problem
+
+        kept = {n: x for n, x in fields.items() if _is_number(x)}
+        for column in [n for n, x in fields.items() if isinstance(x, str)]:
+            text = fields[column]
+            # All rows of a part are in memory: of other texts than captions a key is enough.
+            kept[column] = _cut(text) if column in self._columns else text[:_MAX_KEY]
+        return _Row(name, size, kept, read)
 
 
 def find_images(
@@ -193,30 +228,10 @@ def _stem(name: str) -> str:
     return os.path.splitext(os.path.basename(name))[0]
 
 
-def _read_row(
-    name: str,
-    size: int,
-    read: _Read,
-    fields: _Fields,
-    texts: Mapping[str, _Read],
-    text_sizes: Mapping[str, int],
-) -> _Row:
-    """Adds to the fields of an image what its `.json` and `.txt` say, which come by suffix."""
-    try:
-        for suffix in texts.keys() & {'.json', '.txt'}:
-            if text_sizes[suffix] > _MAX_TEXT:
-                raise ValueError(f'{suffix} has {text_sizes[suffix]:,} bytes')
-        if '.json' in texts:
-            fields = fields | json.loads(texts['.json']())
-        if '.txt' in texts:
-            fields = fields | {'txt': texts['.txt']().decode()}
-    except (ValueError, TypeError, RecursionError) as error:
-        problem = BadImageError('damaged .json or .txt', str(error))
-
-        def read() -> bytes:
-            raise problem
-
-    return _Row(name, size, fields, read)
+def _cut(text: str) -> str:
+    """Makes a text one that a build accepts: UTF-8, and not too long to be a caption."""
+    data = text.encode('utf-8', 'replace')
+    return data.decode() if len(data) <= schema.MAX_CAPTION_BYTES else ''
 
 
 # --- Folders of images --------------------------------------------------------------------------
@@ -248,13 +263,13 @@ class _ImageFolder:
         """Rows of a `metadata.jsonl` or `metadata.csv`, by the names of their images."""
         rows, folder = {}, os.path.dirname(name)
         try:
-            lines = self.files[name].read().decode('utf-8-sig').splitlines()
+            text = self.files[name].read().decode('utf-8-sig')
+            # Not by `splitlines`: texts in JSON may hold other ends of lines.
+            json_rows = map(json.loads, filter(str.strip, text.split('\n')))
             is_csv = name.endswith('.csv')
-            for fields in (
-                csv.DictReader(lines) if is_csv else map(json.loads, filter(str.strip, lines))
-            ):
+            for fields in csv.DictReader(io.StringIO(text, newline='')) if is_csv else json_rows:
                 path = os.path.normpath(os.path.join(folder, fields['file_name']))
-                rows[path] = {n: _parse_cell(x) for n, x in fields.items()} if is_csv else fields
+                rows[path] = {n: _parse_cell(n, x) for n, x in fields.items()} if is_csv else fields
         except (ValueError, LookupError, TypeError, csv.Error) as error:
             raise ValueError(
                 f'{self.files[name].path}: row {len(rows) + 1} cannot be read '
@@ -263,8 +278,8 @@ class _ImageFolder:
         return rows
 
 
-def _parse_cell(cell: Any) -> Any:
-    for number in (int, float):
+def _parse_cell(name: str, cell: Any) -> Any:
+    for number in (int, float) * (name not in _CAPTIONS):
         with contextlib.suppress(ValueError, TypeError):
             return number(cell)
     return cell
@@ -281,18 +296,18 @@ class _FolderPart(ImagePart):
 
     @contextlib.contextmanager
     def _open_rows(self, scratch: Scratch) -> Iterator[Iterable[Sequence[_Row]]]:
-        with concurrent.futures.ThreadPoolExecutor(_READS_AT_ONCE) as threads:
-            rows = list(threads.map(self._read_row, self._data))
-        yield [rows]
+        names = {x[_TABLE] for x in self._data.values() if _TABLE in x}
+        tables = {name: self._folder.read_table(name) for name in sorted(names)}
 
-    def _read_row(self, image: str) -> _Row:
-        names = dict(self._data[image])
-        table = names.pop(_TABLE, '')
-        fields = self._folder.read_table(table).get(image, {}) if table else {}
-        reads = {suffix: self.files[name].read for suffix, name in names.items()}
-        sizes = {suffix: self.files[name].size for suffix, name in names.items()}
-        file = self.files[image]
-        return _read_row(image, file.size, file.read, fields, reads, sizes)
+        def read_row(image: str) -> _Row:
+            data, file = self._data[image], self.files[image]
+            fields = tables[data[_TABLE]].get(image, {}) if _TABLE in data else {}
+            texts = {x: _Text(self.files[n].size, self.files[n].read) for x, n in data.items()}
+            return self._make_row(image, file.size, file.read, fields, texts)
+
+        with concurrent.futures.ThreadPoolExecutor(_READS_AT_ONCE) as threads:
+            rows = list(threads.map(read_row, self._data))
+        yield [rows]
 
 
 # --- Tars and Parquet files ---------------------------------------------------------------------
@@ -309,28 +324,21 @@ class _TarPart(ImagePart):
             def read(start: int, size: int) -> bytes:
                 return os.pread(stream.fileno(), size, start)
 
-            samples = collections.defaultdict[str, dict[str, tuple[int, int]]](dict)
+            samples = collections.defaultdict[str, dict[str, _Text]](dict)
             for name, start, size in tar_members.list_members(file.path, file.size, read):
                 folder, base = os.path.split(name)
                 stem, dot, suffix = base.partition('.')
                 if not _is_hidden(base):
-                    samples[os.path.join(folder, stem)][dot + suffix.lower()] = start, size
+                    member = _Text(size, functools.partial(read, start, size))
+                    samples[os.path.join(folder, stem)][dot + suffix.lower()] = member
             rows = [
-                self._make_row(f'{label}/{stem}', members, read)
+                self._make_row(f'{label}/{stem}{suffix}', *members[suffix], {}, members)
                 for stem, members in samples.items()
-                if not members.keys().isdisjoint(_SUFFIXES)
+                for suffix in [x for x in _SUFFIXES if x in members][:1]
             ]
             if not rows:
                 raise ValueError(f'{file.path}: has no images, expected {", ".join(_SUFFIXES)}.')
             yield [rows]
-
-    def _make_row(
-        self, stem: str, members: Mapping[str, tuple[int, int]], read: tar_members.ReadRange
-    ) -> _Row:
-        suffix = next(x for x in _SUFFIXES if x in members)
-        reads = {x: functools.partial(read, *place) for x, place in members.items()}
-        sizes = {x: size for x, (_, size) in members.items()}
-        return _read_row(f'{stem}{suffix}', sizes[suffix], reads[suffix], {}, reads, sizes)
 
 
 class _ParquetPart(ImagePart):
@@ -348,26 +356,23 @@ class _ParquetPart(ImagePart):
 
         from coyo11m_tfds.source import keyed_parquet
 
-        is_number = {}
         with keyed_parquet.naming_damage(name), keyed_parquet.open_parquet(path) as table:
-            for field in table.schema_arrow:
-                kind = field.type
-                if kinds.is_integer(kind) or kinds.is_floating(kind):
-                    is_number[field.name] = True
-                elif kinds.is_string(kind) or kinds.is_large_string(kind):
-                    is_number[field.name] = False
-            columns = [_IMAGE, *is_number]
-            if _IMAGE not in table.schema_arrow.names:
-                raise ValueError(f'{name}: has no column {_IMAGE!r}; it has {columns[1:]}.')
-            numbers = itertools.count()
-            for batch in table.iter_batches(_ROWS_AT_ONCE, columns=columns, use_threads=False):
+            columns = {x.name: x.type for x in table.schema_arrow}
+            numbers = [n for n, x in columns.items() if kinds.is_integer(x) or kinds.is_floating(x)]
+            is_text = kinds.is_string, kinds.is_large_string
+            texts = [n for n, x in columns.items() if any(test(x) for test in is_text)]
+            if _IMAGE not in columns:
+                raise ValueError(f'{name}: has no column {_IMAGE!r}; it has {[*columns]}.')
+            chosen, row = [_IMAGE, *numbers, *texts], itertools.count()
+            for batch in table.iter_batches(_ROWS_AT_ONCE, columns=chosen, use_threads=False):
                 rows = []
                 for fields in batch.to_pylist():
                     image = fields.pop(_IMAGE)
                     data = image.get('bytes') if isinstance(image, dict) else image
-                    # As a number in all rows, whether the first has it or not.
-                    fields |= {n: math.nan for n in is_number if is_number[n] and fields[n] is None}
-                    label_of_row = f'{label}/{next(numbers)}'
-                    read = functools.partial(bytes, data or b'')
-                    rows.append(_Row(label_of_row, len(data or b''), fields, read))
+                    data = data if isinstance(data, bytes) else b''
+                    # As numbers in all rows, whether the first of a tar has them or not.
+                    fields |= {n: math.nan for n in numbers if fields[n] is None}
+                    fields |= {n: '' for n in texts if fields[n] is None}
+                    read = functools.partial(bytes, data)
+                    rows.append(self._make_row(f'{label}/{next(row)}', len(data), read, fields))
                 yield rows
