@@ -113,7 +113,7 @@ class SlowOne(int):
     def __new__(cls) -> 'SlowOne':
         return super().__new__(cls, 1)
 
-    def __radd__(self, other: int) -> int:
+    def __add__(self, other: int) -> int:
         time.sleep(1e-6)
         return other + 1
 
@@ -123,7 +123,7 @@ def test_threads_may_share_one(log):
         progress.Progress('Copying', 400, 'B', {'files': 400}) as made,
         concurrent.futures.ThreadPoolExecutor(8) as threads,
     ):
-        list(threads.map(lambda _: made.add(SlowOne(), files=1), range(400)))
+        list(threads.map(lambda _: made.add(1, files=SlowOne()), range(400)))
     assert '100%, 400 of 400 files' in log.messages[-1]
 
 
