@@ -129,10 +129,8 @@ class Bucket(RemoteStorage):
         return BucketLock(f'{self.folder}{"/" if is_bucket else ""}{locks.SUFFIX}')
 
 
-class BucketLock:
+class BucketLock(locks.Lock):
     """An object that its holder replaces again and again."""
-
-    holder = locks.UNKNOWN_HOLDER
 
     def __init__(self, url: str):
         self._url, self._seconds = url, locks.lease_seconds()

@@ -217,10 +217,8 @@ def _make_folders(folder: str) -> None:
     sync(parent)
 
 
-class DiskLock:
+class DiskLock(locks.Lock):
     """A locked file, which is removed in the end."""
-
-    holder = locks.UNKNOWN_HOLDER
 
     def __init__(self, path: str):
         self._path = path

@@ -26,7 +26,6 @@ from coyo11m_tfds.storage import retry
 from coyo11m_tfds.storage.file_state import StrPath
 
 SUFFIX = '.lock'  # after the path of the locked folder
-UNKNOWN_HOLDER = 'another process'
 
 # Numbers of the errors by which a file system says that it has no locks.
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
@@ -152,7 +151,8 @@ def _remove_folder(folder: str) -> None:
 class Lock(Protocol):
     """The lock of a folder; see `locks.hold`."""
 
-    holder: str  # describes the process that had the lock when `acquire` failed last
+    # The process that had the lock when `acquire` failed last.
+    holder: str = 'another process'
 
     def acquire(self) -> bool:
         """Tries to take the lock; returns whether it did."""
