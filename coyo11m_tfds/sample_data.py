@@ -87,8 +87,8 @@ def held_out_prompts(count: int, seed: int = 0) -> list[tuple[str, Scene]]:
 def drawn_colours(picture: np.ndarray) -> tuple[str | None, str]:
     """Names the colours of the shape and of the background in a picture, uint8 `(H, W, 3)`.
 
-    The background is the commonest colour along the border, the shape the commonest other one that
-    covers a twentieth of the picture, as every shape in the data does.
+    The background is the commonest colour along the border, the shape the commonest other one, if
+    it covers a twentieth of the picture, as every shape in the data does.
     """
     palette = np.array(list(COLOURS.values()), np.float32)
     distance = np.linalg.norm(picture[:, :, None].astype(np.float32) - palette, axis=-1)
@@ -156,7 +156,7 @@ def _cut_unequally(total: int, count: int) -> list[slice]:
 
 
 def _random_geometry(count: int, rng: np.random.Generator) -> np.ndarray:
-    """Returns x and y of centres and radii in pixels, float32 `(count, 3)`, for crops to show."""
+    """Returns x and y of centres and radii in pixels, float32 `(count, 3)`."""
     radius = rng.uniform(*RADII, count)
     # The stretch that all crops have in common, less most of the radius.
     low, high = _CROP_OFFSETS[-1] + 0.7 * radius, _WIDTH - _CROP_OFFSETS[-1] - 0.7 * radius

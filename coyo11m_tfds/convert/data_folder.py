@@ -54,7 +54,7 @@ class FinishedShards:
         return {x.removesuffix('.json') for top, x in names if top == sub_folder(self.build)}
 
     def load(self, tasks: Sequence[ShardTask]) -> list[ShardResult]:
-        """Returns the results of the finished tasks, of whose shards it reads the local ones."""
+        """Returns the results of the finished tasks; reads local shards for their checksums."""
         by_name = {f'{task.filename}.json': task for task in tasks}
         records = self.folder.read_all(sub_folder(self.build), by_name)
         recorded = {
@@ -141,7 +141,7 @@ class DataFolder:
         self.files.verify({name: files[name] for name in local})
 
     def remove_others(self, build: str, resumable_too: bool = True) -> None:
-        """Removes the files of other builds and own records; interrupted ones may be kept."""
+        """Removes the files of other builds; interrupted ones stay without `resumable_too`."""
         sizes = self.files.sizes()
         own_names = self._recorded_files(build, sizes)
         for other in sorted(_build_ids(sizes) - {build}):
@@ -186,8 +186,8 @@ class DataFolder:
 def tidy(final: str) -> None:
     """Removes the files of builds that were killed after they completed the data set in `final`.
 
-    It does so in the first process of a job; never waits for a running build; only warns where it
-    may not write.
+    Only the first process of a job does so. It never waits for a running build, and without write
+    access it only warns.
     """
     if job.process_index():
         return

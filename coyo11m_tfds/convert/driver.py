@@ -1,6 +1,8 @@
 """Runs one build from start to end. A build can resume; one runs at a time in a folder.
 
-On a fast disk, one core writes 30,000 records (740 MB) a second, with statistics and checksums.
+Any number of processes and interruptions gives the same files, because a shard is a function of its
+task. On a fast disk, one core writes 30,000 records (740 MB) a second, with statistics and
+checksums.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Writes one TFRecord shard: a pure function of its task, with little memory at any size."""
+"""Writes one TFRecord shard: a pure function of its task, in memory that no size changes."""
 
 from collections.abc import Iterator, Sequence
 from itertools import compress
@@ -87,7 +87,7 @@ class _SourceReader:
         self.read: list[str] = []  # digests of files
 
     def read_segment(self, segment: ShardSegment, latents_path: str) -> Iterator[Features]:
-        """Yields the features of the good records of one file; the next may overwrite the last."""
+        """Yields the good records of one file in windows, each of which may overwrite the last."""
         file = formats.open_file(segment.file, latents_path, self._task.latents_from)
         rows, keys = self._inputs.rows[segment.records], self._inputs.keys[segment.records]
         if file.digest != segment.digest or not np.array_equal(file.keys[rows], keys):

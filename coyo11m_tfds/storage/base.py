@@ -137,7 +137,10 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def staging(self, fallback: StrPath) -> str:
-        """Returns a local folder for files to `store`: on a disk a hidden one, or `fallback`."""
+        """Returns an existing local folder in which to write files for `store`.
+
+        On a disk it is a hidden sub-folder, so that `store` only renames; otherwise `fallback`.
+        """
 
     @abc.abstractmethod
     def store(self, local_file: StrPath, name: str, crc32c: int) -> None:

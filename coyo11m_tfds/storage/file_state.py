@@ -32,6 +32,7 @@ class FileState(NamedTuple):
 
 def compute_state(path: str | os.PathLike[str], on_bytes: OnBytes = ignore_bytes) -> FileState:
     """Reads a whole local file and returns its state; `on_bytes(n)` counts the bytes read."""
+    # One core computes it at 13 GB/s from the page cache, faster than disks.
     checksum, size = google_crc32c.Checksum(), 0
     with naming(path), open(path, 'rb', buffering=0) as file:
         for block in checksum.consume(file, _BLOCK):

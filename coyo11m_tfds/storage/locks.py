@@ -103,7 +103,7 @@ os.register_at_fork(after_in_child=_close_copies)
 
 @contextlib.contextmanager
 def temporary_folder(parent: StrPath, prefix: str) -> Iterator[str]:
-    """Makes a new folder for a `with` block; deletes those that killed processes left."""
+    """Makes a new folder for a `with` block; deletes those of `prefix` that killed ones left."""
     pattern = glob.escape(os.path.join(parent, prefix)) + '[0-9a-f]' * 32 + SUFFIX
     for lock in glob.glob(pattern):
         _remove_unless_held(lock)
