@@ -120,6 +120,8 @@ def test_without_chunk_index_state_and_stride_go_on_in_the_same_shuffle(unindexe
         assert batches.steps_per_epoch == COUNT / 16
         got = list(itertools.islice(batches, 2))
         state = batches.get_state()
+    assert state == plan_of(unindexed).cursor.after(5).state()
+    assert list(state['samples'].values()) == [5 * 16]
     with input_pipeline.train_batches(unindexed, **ORDER) as others:
         others.set_state(state)
         got.append(next(others))
@@ -191,14 +193,6 @@ def test_a_state_knows_the_shards_and_the_source(written, tmp_path):
             (copy / 'metadata.json').write_text(json.dumps({schema.META_SOURCE_FINGERPRINT: 'f'}))
         (copy / 'dataset_info.json').write_text(json.dumps(info))
         assert (digest_of(copy) == digest_of(written)) == (change == 'nothing')
-
-
-def test_without_chunk_index_a_plan_is_that_of_the_batches(unindexed):
-    asked = {**ORDER, 'batch_size': 5, 'lanes': 16}
-    plan = plan_of(unindexed, **asked)
-    with input_pipeline.train_batches(unindexed, **asked, start_step=3) as batches:
-        assert batches.get_state() == plan.cursor.after(3).state()
-        assert list(batches.get_state()['samples'].values()) == [15]
 
 
 def test_the_engine_that_reads_is_told(written, unindexed):

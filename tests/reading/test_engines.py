@@ -185,31 +185,28 @@ def test_memory_is_read_inside_of_open_regions_only(tmp_path):
         memory.gather(start, 5)
 
 
-def read_with_limit(path: pathlib.Path, soft: int, hard: int) -> tuple[str, str]:
-    """The output and the errors of a process with so many descriptors that reads a batch."""
+# Those of Python, 20 others, and perhaps some for the moments in which files are opened.
+@pytest.mark.parametrize(
+    'limit, words', [(40, '256'), (23, 'this process has reached its limit of 23 open files')]
+)
+def test_mapped_files_take_no_descriptors(tmp_path, limit, words):
+    path = tmp_path / schema.VERSION
+    small_dataset.write(path, {schema.TRAIN: (8,) * 64})
     program = """
         import numpy.ma, resource, input_pipeline
-        path, soft, hard = sys.argv[1], *map(int, sys.argv[2:])
+        path, limit = sys.argv[1], int(sys.argv[2])
         order = dict(batch_size=256, seed=0, lanes=4, chunk=32, window=8)
         batches = input_pipeline.train_batches(path, **order)
         held = [open(path + '/dataset_info.json') for _ in range(20)]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
         try:
             print(len(next(batches)['key']))
         except OSError as error:
             print(error)
     """
-    with children.python(program, path, soft, hard) as child:
-        return child.communicate()
-
-
-def test_mapped_files_take_no_descriptors(tmp_path):
-    path = tmp_path / schema.VERSION
-    small_dataset.write(path, {schema.TRAIN: (8,) * 64})
-    # Those of Python, 20 others, and some for the moments in which files are opened.
-    assert read_with_limit(path, 40, 40) == ('256\n', '')
-    output, errors = read_with_limit(path, 23, 23)
-    assert 'this process has reached its limit of 23 open files' in output and not errors
+    with children.python(program, path, limit) as child:
+        output, errors = child.communicate()
+    assert words in output and not errors
 
 
 @pytest.mark.parametrize('name', ['caption', 'latents', 'key'])
