@@ -44,10 +44,12 @@ class OrderSettings:
             raise FieldError('lanes', self.lanes, 'expected at least 1; lanes=16 works')
 
 
-class Samples(NamedTuple):
-    epoch: np.ndarray  # of the i-th sample of all lanes, int64 (n,)
-    shard: np.ndarray  # int64 (lanes, n)
-    record: np.ndarray  # int64 (lanes, n)
+class RecordBlock(NamedTuple):
+    """Records to read; all arrays are int64 `(lanes, samples)`, or `(steps, batch)`."""
+
+    epoch: np.ndarray
+    shard: np.ndarray
+    record: np.ndarray
 
 
 class Order:
@@ -100,13 +102,14 @@ class Order:
             raise ValueError(f'sample={sample}: expected at least 0')
         return divmod(sample, self.lane_length)
 
-    def samples(self, lanes: range, begin: int, end: int) -> Samples:
+    def samples(self, lanes: range, begin: int, end: int) -> RecordBlock:
         """Returns the samples `[begin, end)` of some lanes, over any number of epochs."""
         epoch_begins = range(begin - begin % self.lane_length, end, self.lane_length)[1:]
         spans = itertools.pairwise([begin, *epoch_begins, end])
         pieces = [self._samples_of_epoch(lanes, *span) for span in spans]
         shard, record = (np.concatenate(x, axis=1) for x in zip(*pieces, strict=True))
-        return Samples(np.arange(begin, end) // self.lane_length, shard, record)
+        epoch = np.broadcast_to(np.arange(begin, end) // self.lane_length, shard.shape)
+        return RecordBlock(epoch, shard, record)
 
     def end_of_windows(self, sample: int, count: int) -> int:
         """Returns the end of `count` windows of every lane; the first one holds `sample`."""
@@ -212,14 +215,6 @@ def sample_texts(
     return np.searchsorted(ends[:-1], hashes.astype(np.int64), side='right')
 
 
-class RecordBlock(NamedTuple):
-    """The records of one process's consecutive batches; all arrays are int64 `(steps, batch)`."""
-
-    epoch: np.ndarray
-    shard: np.ndarray
-    record: np.ndarray
-
-
 def train_blocks(
     order: Order, lanes: range, per_lane: int, start: int, stride: int = 1, block_rows: int = 0
 ) -> Iterator[RecordBlock]:
@@ -249,8 +244,7 @@ def _train_block(
         all_steps = x.reshape(len(lanes), -1, per_lane).transpose(1, 0, 2)
         return all_steps[:: steps.step].reshape(len(steps), -1)
 
-    epoch = np.broadcast_to(samples.epoch, samples.shard.shape)
-    return RecordBlock(by_step(epoch), by_step(samples.shard), by_step(samples.record))
+    return RecordBlock(*map(by_step, samples))
 
 
 def eval_blocks(

@@ -36,8 +36,7 @@ def planned_batch(order: input_pipeline.Order, batch_size: int, step: int) -> li
     """Epoch, shard and record of each sample of a global batch, int64 `(batch_size,)`."""
     lanes = order.settings.lanes
     each = batch_size // lanes
-    planned = order.samples(range(lanes), step * each, (step + 1) * each)
-    return [np.tile(planned.epoch, lanes), planned.shard.ravel(), planned.record.ravel()]
+    return [x.ravel() for x in order.samples(range(lanes), step * each, (step + 1) * each)]
 
 
 def epoch_steps(data: object, **settings: int) -> int:

@@ -1,9 +1,7 @@
 """The order of the samples written out as the contract says: slow, obvious, all in memory.
 
-batches = naive_order.batches((130, 97), OrderSettings(seed=3, lanes=4), sizes=[8, 8, 24], start=5)
-next(batches)   # [(epoch, shard, record), ...] of the first global batch
-
-`mixture` does so for several sources, filtered, weighted and of several shapes.
+batches = naive_order.mixture(sources, settings, weights, sizes=[8, 8, 24])
+next(batches)   # [(source, epoch, shard, record), ...] of the first global batch
 """
 
 import functools
@@ -18,26 +16,6 @@ from coyo11m_tfds.dataset.keyed_random import Permutation, derive, splitmix64
 from coyo11m_tfds.reading.order import CHUNKS, ROTATION, WINDOWS, OrderSettings
 
 Record = tuple[int, int]  # shard, number
-
-
-def batches(
-    lengths: Sequence[int], settings: OrderSettings, sizes: Iterable[int], start: int = 0
-) -> Iterator[list[tuple[int, int, int]]]:
-    """Global batches of these sizes, after `start` samples of every lane."""
-
-    @functools.cache
-    def lanes_of(epoch: int) -> list[list[Record]]:
-        return lanes(lengths, settings, epoch)
-
-    length = sum(lengths) // settings.lanes
-    for size in sizes:
-        stop = start + size // settings.lanes
-        yield [
-            (k // length, *lanes_of(k // length)[lane][k % length])
-            for lane in range(settings.lanes)
-            for k in range(start, stop)
-        ]
-        start = stop
 
 
 def lanes(lengths: Sequence[int], settings: OrderSettings, epoch: int) -> list[list[Record]]:
@@ -114,11 +92,12 @@ def mixture(
     weights: Callable[[int], Sequence[Fraction]],
     sizes: Iterable[int],
     shapes: Sequence[str] = (),
+    start: int = 0,
 ) -> Iterator[list[tuple[int, int, int, int]]]:
     """Global batches of these sizes: source, epoch, shard and record of each sample.
 
     `sources` are the kept records of the shards of each, `settings` the settings of each, which
-    differ in the seed; `weights` gives those of a step.
+    differ in the seed; `weights` gives those of a step, `start` the samples of lanes before.
     """
     num_lanes = settings[0].lanes
 
@@ -128,7 +107,7 @@ def mixture(
         ordered = lanes([len(x) for x in records], settings[source], epoch)
         return [[(shard, records[shard][number]) for shard, number in lane] for lane in ordered]
 
-    taken = [0] * len(sources)
+    taken = [start] * len(sources)
     for step, size in enumerate(sizes):
         each = size // num_lanes
         found = counts(weights(step), shapes or [''] * len(sources), each, step)

@@ -13,6 +13,7 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -81,9 +82,13 @@ class Run:
         """Batches from `start` on: of each the epochs and the numbers of its records."""
         first, sizes = np.cumsum([0, *SHARDS[self.shards]]), [self.batch_size] * COUNT
         start = self.start * self.batch_size // self.lanes
-        batches = naive_order.batches(SHARDS[self.shards], self.settings, sizes, start)
+        shards = [list(range(length)) for length in SHARDS[self.shards]]
+        weights = [Fraction(1)]
+        batches = naive_order.mixture(
+            [shards], [self.settings], lambda step: weights, sizes, start=start
+        )
         found = [np.array(batch).T for batch in batches]
-        return [[epoch, first[shard] + record] for epoch, shard, record in found]
+        return [[epoch, first[shard] + record] for _, epoch, shard, record in found]
 
     def batches(self, data, **arguments) -> list[dict[str, np.ndarray]]:
         """Batches from `start` on, put together from those of every process."""
