@@ -400,7 +400,8 @@ class _PartTars:
         return self
 
     def __exit__(self, *_) -> None:
-        self._stack.close()
+        with file_state.naming(self._folder):
+            self._stack.close()
 
     def add(self, image: SourceImage, decoded: Pixels) -> None:
         """Adds an image; now and then starts a batch and writes the one before."""
@@ -444,7 +445,8 @@ class _PartTars:
             for suffix, data in (('npy', array.getvalue()), ('json', json.dumps(fields).encode())):
                 member = tarfile.TarInfo(f'{name}.{suffix}')
                 member.size = len(data)
-                self._tars[shape].addfile(member, io.BytesIO(data))
+                with file_state.naming(self.paths[shape]):
+                    self._tars[shape].addfile(member, io.BytesIO(data))
             self.counts.count(image, shape)
 
     def _rows(self, latents: np.ndarray, deviation: np.ndarray | None) -> np.ndarray:

@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import pathlib
+import resource
 import tarfile
 
 import numpy as np
@@ -204,6 +205,20 @@ def test_another_encoding_is_refused_by_what_differs(source, encoder, tmp_path):
     with pytest.raises(ValueError, match=r"images is '44 files .* but '45 files in 3"):
         encode(copy, encoder, out)
     assert files_of(str(out)) == before
+
+
+def test_a_full_disk_is_named_and_the_same_command_goes_on(source, expected, encoder, tmp_path):
+    out = tmp_path / 'out'
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=rf'File too large: .*{out}/'):
+            encode(source, encoder, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(out.glob('*.tar'))
+    encode(source, encoder, out)
+    assert files_of(str(out)) == expected
 
 
 def test_tars_that_it_has_not_made_are_not_replaced(encoder, tmp_path):
