@@ -47,8 +47,6 @@ _BUGS = (NotImplementedError, RecursionError)
 # Options that TFDS' command does not have, or without a value.
 _NOT_PASSED_ON = 'encoder', 'overwrite', *CAPTION_FLAGS
 
-_OF_SOURCE = 'latents_from', *CAPTION_FLAGS  # fields of a config that embedding needs, too
-
 _OUTLOOK = 'what is finished is kept, the same command resumes the build'
 
 
@@ -100,7 +98,8 @@ def _embed_captions(flags: argparse.Namespace) -> str:
 
     config = {'name': re.sub('[^A-Za-z0-9_.-]+', '-', flags.encoder)}
     config |= json.loads(flags.config or '{}')
-    fields: dict[str, Any] = {x: config[x] for x in _OF_SOURCE if x in config}
+    names = 'latents_from', *CAPTION_FLAGS
+    fields: dict[str, Any] = {x: config[x] for x in names if x in config}
     out = f'{flags.data_dir.rstrip("/")}/text-{config["name"]}'
     report = embed_captions.embed(
         flags.manual_dir,

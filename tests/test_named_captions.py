@@ -105,6 +105,7 @@ def test_files_of_a_folder_are_joined_like_one(rows, cuts, text_keys):
         ({'key': ['003']}, '', 'key'),
         ({'id': [1]}, '', None),
         ({'id': [1.5]}, 'id', None),
+        ({'id': [b'1']}, 'id', None),
         ({'key': [3]}, 'id', None),
     ],
 )
@@ -125,6 +126,8 @@ def test_all_files_have_the_columns_of_the_first(tmp_path):
     with pytest.raises(ValueError) as error:
         CaptionFiles.choose(files, '', schema.DEFAULT_CAPTION_COLUMN)
     assert str(error.value).count('2.parquet has no such') == 2
+    with pytest.raises(ValueError, match=r"caption_column='key': .*but \['text', 'prompt'\]: set"):
+        CaptionFiles.choose(files, '', 'key')
     assert CaptionFiles.choose([*files][:1], '', 'prompt').caption_column == 'prompt'
 
 

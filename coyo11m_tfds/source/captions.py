@@ -65,13 +65,12 @@ class CaptionFiles:
                 integers = [field.name for field in arrow if pa.types.is_integer(field.type)]
                 texts = [field.name for field in arrow if keyed_parquet.is_text(field.type)]
                 caption = next((x for x in names if x in texts), '')
-                for field, value, kind, column, columns in (
-                    ('key_column', key_column or schema.PARQUET_KEY, 'integers', keys, integers),
-                    ('caption_column', caption_column, 'texts', caption, texts),
-                ):
-                    if not column:
-                        problem = f'{file.path} has no such {kind}, but {columns}: set {field}.'
-                        faults.add(FieldError(field, value, problem))
+                if not keys:
+                    problem = f'{file.path} has no such integers, but {integers}: set key_column.'
+                    faults.add(FieldError('key_column', key_column or schema.PARQUET_KEY, problem))
+                if not caption:
+                    problem = f'{file.path} has no such texts, but {texts}: set caption_column.'
+                    faults.add(FieldError('caption_column', caption_column, problem))
                 faults.check()
                 # The next files must have the columns of the first.
                 key_column, names = keys, (caption,)
@@ -114,16 +113,13 @@ def join_texts(
     `paths` are the local paths of the files, by their names in messages. The i-th of the
     `requested_keys`, int64 `(n,)`, gets place i; without them, each key of the files is its own
     place. The size of a caption is 0 if it is null, empty or blank, and `TOO_LONG` if it is left
-    out. Raises a ValueError if the column holds no text, or a text is not UTF-8.
+    out. The `column` is one of texts. Raises a ValueError if a text is not UTF-8.
     """
 
     def open_files() -> Iterator[KeyedFile]:
         # One at a time: there may be more files than a process can have open.
         for name, path in paths.items():
             with KeyedFile(path, column, name=name, key_column=key_column) as file:
-                if not keyed_parquet.is_text(file.kind):
-                    problem = f'is {file.kind}, expected text. Set caption_column.'
-                    raise ValueError(f"{name}: column '{column}' {problem}")
                 yield file
 
     keys, has_checksums = _read_keys(open_files())
