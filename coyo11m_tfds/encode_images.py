@@ -209,6 +209,8 @@ def encode(
     for name, value in (('size', size), ('max_pixels', max_pixels), ('part_images', part_images)):
         errors.at_least(1).check(name, value)
     shapes = pixels.bucket_shapes(size) if buckets else ((size, size),)
+    if buckets and len(shapes) == 1:
+        raise ValueError(f'size={size}: has only one bucket, expected e.g. 256, or no buckets.')
     target = Target(shapes, crops, max_pixels)
     parts = image_files.find_images(images, caption_column, part_images)
     encoder = vae_encoder.load_encoder(vae) if isinstance(vae, str) else vae
@@ -251,6 +253,8 @@ def encode(
     encoding.read_records()
     encoding.counts.check_bad(max_bad)
     missing = tuple(sorted({*range(len(parts))} - encoding.records.keys()))
+    if not encoding.counts.shapes and not missing:
+        raise ValueError(f'{images}: no image is left. {encoding.counts}')
     if not missing:
         encoding.finish()
     seconds = time.perf_counter() - start
@@ -523,7 +527,7 @@ def describe_next(out: str, counts: ImageCounts, has_buckets: bool) -> str:
     data = f'{out}-data'
     build = 'python -m coyo11m_tfds.build --encoder=hash ' + shlex.join([f'--data_dir={data}'])
     if counts.num_without_caption == counts.shapes.total():
-        return 'No image has a caption; a build needs captions, such as a file of them by key.'
+        return 'No image has a caption: a build needs them in a Parquet file (build --captions).'
     if not has_buckets:
         return f'{build} {shlex.join([f"--manual_dir={out}"])}'
     large = {shape: n for shape, n in sorted(counts.shapes.items()) if n >= _LEAST_ROWS}

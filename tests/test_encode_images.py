@@ -311,9 +311,34 @@ def test_a_build_takes_an_encoding_as_it_is(source, encoder, tmp_path):
                 assert caption.decode() == image.fields['caption'] and score == (key - 1000) / 2
                 np.testing.assert_array_equal(latent, expected_latents(encoder, image)[0])
                 assert width in (20, 40, 17)
+    encode(source, encoder, tmp_path / 'moments', moments=True)
+    data_set = built.build(tmp_path / 'moments', '', tmp_path / 'moments-data')
+    data = input_pipeline.open_data(data_set)
+    assert (data.metadata['moments'], data.stats().latents_shape) == ('deviation', (1, 4, 8, 8))
     path = out / '00001.tar'
     data = bytearray(path.read_bytes())
     data[3000] ^= 1
     path.write_bytes(data)
     with pytest.raises(ValueError, match=r'00001\.tar: has .* bytes with CRC-32C'):
         built.build(out, '', tmp_path / 'damaged')
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        ({'size': 15}, 'size=15: expected a multiple of 2, as '),
+        ({'size': 64, 'buckets': True}, 'size=64: has only one bucket, expected e.g. 256'),
+        ({'size': 64}, 'no image is left.*\n22 left out: 22 too small'),
+        ({'crops': 2}, 'crops=2: expected 1 or 3'),
+        ({'dtype': 'bfloat16'}, "dtype='bfloat16': expected 'float16' or 'float32'"),
+        ({'share': (2, 2)}, 'part 2/2: expected I/N'),
+        ({'caption_column': 'alt'}, r"has 'alt', expected one of their texts \['caption'\]"),
+    ],
+)
+def test_what_cannot_be_encoded_is_refused(source, encoder, tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        encode(source, encoder, tmp_path / 'out', **options)
+    with pytest.raises(
+        ValueError, match=r'has no images, expected \.jpg, \.jpeg, \.png, \.webp, or'
+    ):
+        encode(tmp_path / 'out', encoder, tmp_path / 'other')

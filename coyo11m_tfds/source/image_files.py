@@ -1,6 +1,6 @@
 """Finds images with their captions and numbers: in a folder, in tars, or in Parquet files.
 
-    parts = image_files.find_images('gs://bucket/photos')
+    parts = image_files.find_images('gs://bucket/photos', caption_column='', part_images=4096)
     with parts[0].open(scratch) as images:
         for image in images:
             image.caption, image.read()
@@ -184,7 +184,7 @@ class ImagePart(abc.ABC):
 
 
 def find_images(
-    root: str | os.PathLike[str], caption_column: str = '', part_images: int = 4096
+    root: str | os.PathLike[str], caption_column: str, part_images: int
 ) -> list[ImagePart]:
     """Lists the images in a folder, local, on `gs://` or on `hf://`, and divides them into parts.
 
