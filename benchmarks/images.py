@@ -31,9 +31,27 @@ COLUMNS = {
 }
 
 
+def make_images(folder: pathlib.Path, count: int) -> pathlib.Path:
+    """Makes JPEGs with structures of all sizes, and captions."""
+    images = folder / f'images-{count}'
+    images.mkdir(exist_ok=True)
+    for number in range(count):
+        random = np.random.default_rng(number)
+        picture = np.zeros((*_IMAGE_SIZE[::-1], 3))
+        # The amplitudes of photographs fall with the frequency.
+        for cells in (4, 16, 64, 256):
+            noise = random.integers(0, 256, (cells, cells, 3), np.uint8)
+            layer = Image.fromarray(noise).resize(_IMAGE_SIZE, Image.Resampling.BICUBIC)
+            picture += np.asarray(layer) / cells**0.5
+        picture *= 255 / picture.max()
+        Image.fromarray(picture.astype(np.uint8)).save(images / f'{number:06}.jpg', quality=90)
+        (images / f'{number:06}.txt').write_text(f'Image {number}')
+    return images
+
+
 def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
     """Makes the images, which each run encodes into an empty folder."""
-    images, out = _make_images(folder, flags.images), folder / 'out'
+    images, out = make_images(folder, flags.images), folder / 'out'
 
     def run_side(side: Side) -> Figures:
         shutil.rmtree(out, ignore_errors=True)
@@ -98,24 +116,6 @@ def _resize(image: Image.Image) -> np.ndarray:
     left, top = (width - SIZE) // 2, (height - SIZE) // 2
     reduced = image.resize((width, height), Image.Resampling.LANCZOS)
     return np.asarray(reduced.crop((left, top, left + SIZE, top + SIZE)))
-
-
-def _make_images(folder: pathlib.Path, count: int) -> pathlib.Path:
-    """Makes JPEGs with structures of all sizes, and captions."""
-    images = folder / f'images-{count}'
-    images.mkdir(exist_ok=True)
-    for number in range(count):
-        random = np.random.default_rng(number)
-        picture = np.zeros((*_IMAGE_SIZE[::-1], 3))
-        # The amplitudes of photographs fall with the frequency.
-        for cells in (4, 16, 64, 256):
-            noise = random.integers(0, 256, (cells, cells, 3), np.uint8)
-            layer = Image.fromarray(noise).resize(_IMAGE_SIZE, Image.Resampling.BICUBIC)
-            picture += np.asarray(layer) / cells**0.5
-        picture *= 255 / picture.max()
-        Image.fromarray(picture.astype(np.uint8)).save(images / f'{number:06}.jpg', quality=90)
-        (images / f'{number:06}.txt').write_text(f'Image {number}')
-    return images
 
 
 SIDES = {
