@@ -12,7 +12,7 @@ from coyo11m_tfds import storage
 from coyo11m_tfds.storage import remote
 from coyo11m_tfds.storage.stored_file import StoredFile
 from tests import children
-from tests.fakes.cloud import Fault, Gcs, Hub, through_proxy
+from tests.fakes.cloud import Fault, through_proxy
 from tests.fakes.fake_http import FakeServer
 
 SIZE = 3_000_003
@@ -37,29 +37,23 @@ class Cloud:
         self.server.inject(Fault(kind, action='read', **details))
 
 
-def in_bucket(server: Gcs) -> Cloud:
-    server.put('bucket', f'source/{NAME}', DATA)
-    return Cloud(server, storage.describe_file(f'gs://bucket/source/{NAME}'))
-
-
-def on_hub(server: Hub) -> Cloud:
-    server.commit({NAME: DATA})
-    return Cloud(server, storage.describe_file(f'hf://datasets/owner/name/{NAME}'))
-
-
-@pytest.fixture(params=['gs', 'hf'])
-def cloud(request, monkeypatch) -> Cloud:
-    """One file of SIZE bytes on each storage."""
-    server = request.getfixturevalue('gcs' if request.param == 'gs' else 'hub')
-    monkeypatch.setenv('COYO11M_RETRY_SECONDS', '0.002')
-    return in_bucket(server) if request.param == 'gs' else on_hub(server)
+@pytest.fixture
+def bucket(bucket) -> Cloud:
+    """One file of SIZE bytes in a bucket, for what does not depend on the storage."""
+    bucket.put('bucket', f'source/{NAME}', DATA)
+    return Cloud(bucket, storage.describe_file(f'gs://bucket/source/{NAME}'))
 
 
 @pytest.fixture
-def bucket(gcs, monkeypatch) -> Cloud:
-    """The same on gs:// alone, where what is tested does not depend on the storage."""
+def on_hub(hub, monkeypatch) -> Cloud:
     monkeypatch.setenv('COYO11M_RETRY_SECONDS', '0.002')
-    return in_bucket(gcs)
+    hub.commit({NAME: DATA})
+    return Cloud(hub, storage.describe_file(f'hf://datasets/owner/name/{NAME}'))
+
+
+@pytest.fixture(params=['bucket', 'on_hub'])
+def cloud(request) -> Cloud:
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture
