@@ -216,6 +216,8 @@ def encode(
     encoder = vae_encoder.load_encoder(vae) if isinstance(vae, str) else vae
     if size % encoder.factor:
         raise ValueError(f'size={size}: expected a multiple of {encoder.factor}, as {vae} needs.')
+    if moments and not encoder.has_moments:
+        raise ValueError(f'moments={moments}: {vae} has none, expected an AutoencoderKL.')
     start = time.perf_counter()
     # What decides the bytes of the parts, but for the contents of their files.
     settings = {
@@ -455,9 +457,7 @@ class _PartTars:
 
     def _rows(self, latents: np.ndarray, deviation: np.ndarray | None) -> np.ndarray:
         """Latents of images, `(n, C, H, W)` or, of several crops, `(n, crops, C, H, W)`."""
-        if self._moments:
-            if deviation is None:
-                raise ValueError(f'{self._encoder.name}: has no moments, leave out --moments.')
+        if self._moments and deviation is not None:
             latents = np.concatenate([latents, deviation], axis=1)
         # Numbers that are too large become infinite, and their images are left out.
         with np.errstate(over='ignore'):

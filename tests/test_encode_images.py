@@ -240,6 +240,12 @@ def test_moments_and_crops_are_rows_of_their_own_shapes(source, encoder, tmp_pat
         np.testing.assert_array_equal(crops[caption][1], expected_latents(encoder, image, crops=3))
     assert crops[caption][1].shape == (3, 4, 8, 8)
 
+    folder = tmp_path / 'tiny'
+    folder.mkdir()
+    with pytest.raises(ValueError, match=r'moments=True: .*tiny has none, expected an Autoencoder'):
+        encode(source, str(small_vae.make(folder)), tmp_path / 'none', moments=True)
+    assert not (tmp_path / 'none').exists()
+
 
 def write_with_bad(folder: pathlib.Path, bad: dict[str, bytes]) -> pathlib.Path:
     made_images.write(folder, 'json', IMAGES)

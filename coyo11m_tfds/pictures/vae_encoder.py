@@ -44,12 +44,13 @@ class VaeEncoder:
         revision: Commit on the hub, or `sha256:...` of the files in a folder.
         channels: Number of channels of the latents.
         factor: Number of pixels, in each direction, that one latent position stands for.
+        has_moments: Whether `encode` gives the standard deviation, too.
     """
 
     def __init__(self, model: str, vae: vae_files.StoredVae):
         """Takes the model as a person names it, and its files."""
         networks = {'AutoencoderKL': _encode_kl, 'AutoencoderTiny': _encode_tiny}
-        network, (mean, _) = vae.bind(networks, (1, _SAMPLE_SIZE, _SAMPLE_SIZE, 3))
+        network, (mean, deviation) = vae.bind(networks, (1, _SAMPLE_SIZE, _SAMPLE_SIZE, 3))
         if mean.shape[-1] != vae.channels:
             raise ValueError(
                 f'{vae.folder}: the encoder makes {mean.shape[-1]} channels, expected '
@@ -58,6 +59,7 @@ class VaeEncoder:
         self.name = model_files.public_name(model)
         self.revision = vae.commit or model_files.revision(str(vae.folder))
         self.channels, self.factor = vae.channels, _SAMPLE_SIZE // mean.shape[1]
+        self.has_moments = deviation is not None
         mesh = Mesh(np.array(jax.local_devices()), ('pictures',))
         self._rows = NamedSharding(mesh, P('pictures'))
         self._weights = jax.device_put(dict(vae.weights), NamedSharding(mesh, P()))
