@@ -19,7 +19,9 @@ import input_pipeline
 from coyo11m_tfds import add_column, doctor, embed_captions, mirror, schema, verify
 from coyo11m_tfds.convert.build_settings import BuildSettings
 from coyo11m_tfds.dataset.keyed_random import splitmix64
+from coyo11m_tfds.source import source_folder
 from coyo11m_tfds.source.tar_file import TarFile
+from coyo11m_tfds.storage.stored_file import FileChanged
 from coyo11m_tfds.text.text_encoders import HashEncoder
 from tests import built, children, made_sources
 from tests.fakes import latent_files
@@ -121,7 +123,8 @@ FORMATS = ('pt', 'safetensors', 'mds', 'tar')
 SHAPE = (4, 32, 32)
 # The shards, their indexes, and the places of latents.
 WRITTEN = 'coyo11m_tfds-', 'column'
-LIKE = {'IMAGENET': 'safetensors', 'MICRODIT': 'microdit', 'SANA': 'tar'}  # of docs/sources.md
+# Of docs/sources.md.
+LIKE = {'IMAGENET': 'safetensors', 'MICRODIT': 'microdit', 'SANA': 'tar', 'REPA/vae-sd': 'npy'}
 
 
 def make_source(folder: pathlib.Path, kind: str, count: int = COUNT) -> Truth:
@@ -163,6 +166,10 @@ def make_source(folder: pathlib.Path, kind: str, count: int = COUNT) -> Truth:
         latent_files.write_mds(folder, shards, columns)
         names = [f'shard.{number:05}.mds' for number in (0, 1)]
         keys = [hash_of(names[n], row) for n in (0, 1) for row in range(len(halves[n]))]
+    elif kind == 'npy':
+        values = np.abs(made_latents((1, 2 * SHAPE[0], *SHAPE[1:]), 'float32', count))
+        latent_files.write_moments(folder, values[:, 0], np.arange(count) % 7, count // 6)
+        captions = [str(number % 7) for number in range(count)]
     else:
         for number, half in enumerate(halves):
             samples = {}
@@ -489,3 +496,69 @@ def test_small_writers_write_what_the_libraries_do(tmp_path):
         (x.keys.tolist(), x.latents(range(5))[0].tobytes(), x.column('caption')) for x in files
     )
     assert own == theirs
+
+
+def test_folders_of_moments_are_packed_where_they_are_read(tmp_path, bucket):
+    folder = tmp_path / 'vae-sd'
+    truth = make_source(folder, 'npy')
+    data_set = built.build(folder, '', tmp_path / 'data')
+    assert_holds(data_set, truth, 'auto')
+    metadata = json.loads((data_set / schema.METADATA_FILE).read_text())
+    assert (metadata['moments'], metadata['text_vocabulary']) == ('deviation', 7)
+    assert len(metadata['latent_mean']) == SHAPE[0]
+    bucket.upload_folder(folder, 'gs://source/vae-sd')
+    assert_holds(built.build('gs://source/vae-sd', '', tmp_path / 'remote'), truth, 'auto')
+    for place in (folder, 'gs://source/vae-sd'):
+        with pytest.raises(
+            ValueError, match=r"vae-sd/00000: latents='in_place'.*Mirror the source"
+        ):
+            built.build(place, '', tmp_path / 'refused', latents='in_place')
+    mirror.mirror(folder, tmp_path / 'tars')
+    mirrored = built.build(tmp_path / 'tars', '', tmp_path / 'in_place', latents='in_place')
+    assert_holds(mirrored, truth, 'rows')
+    metadata = json.loads((mirrored / schema.METADATA_FILE).read_text())
+    assert metadata['moments'] == 'deviation'
+
+
+def test_moments_without_labels_have_captions_by_their_numbers(tmp_path):
+    folder = tmp_path / 'vae-sd'
+    make_source(folder, 'npy')
+    (folder / 'dataset.json').write_text('{"labels": null}')
+    with pytest.raises(ValueError, match=r'vae-sd/00000: has no captions'):
+        built.build(folder, '', tmp_path / 'data')
+    captions = {number: f'Image {number}.' for number in range(COUNT)}
+    made_sources.write_captions(folder, captions)
+    found = records_of(built.build(folder, '', tmp_path / 'data'), 'auto')
+    assert {key: caption for key, (_, caption) in found.items()} == {
+        key: caption.encode() for key, caption in captions.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ('content', 'problem'),
+    [
+        ('{"labels": [["00000/img-mean-std-00000777.npy", 1]]}', r'00000777\.npy: .*names it'),
+        ('{"labels": [["00000/img-mean-std-00000000.npy", "a"]]}', r"damaged.*labels have .*'a'"),
+        ('{"labels": 3}', r'dataset\.json: is damaged or no index of moments'),
+        ('[' * 100_000, r'dataset\.json: is damaged or no index of moments'),
+        ('{"labels": [["00000/img-mean-std-00000000.npy", 1]]}', r'00000: label are .* missing'),
+    ],
+)
+def test_a_bad_index_of_moments_is_named(tmp_path, content, problem):
+    folder = tmp_path / 'vae-sd'
+    make_source(folder, 'npy')
+    (folder / 'dataset.json').write_text(content)
+    with pytest.raises(ValueError, match=problem):
+        built.build(folder, '', tmp_path / 'data')
+
+
+def test_a_bad_file_of_moments_is_named_and_a_changed_folder_noticed(tmp_path):
+    folder = tmp_path / 'vae-sd'
+    make_source(folder, 'npy')
+    npy_folder = source_folder.find_source(folder).latent_files[0]
+    path = folder / '00000' / 'img-mean-std-00000003.npy'
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(FileChanged, match=r'vae-sd/00000 has changed since it was listed'):
+        npy_folder.fetch(str(tmp_path / 'tar'))
+    with pytest.raises(ValueError, match=r'vae-sd/00000: img-mean-std-00000003\.npy cannot be re'):
+        built.build(folder, '', tmp_path / 'data')

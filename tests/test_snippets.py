@@ -103,8 +103,8 @@ def typed(tmp_path_factory) -> pathlib.Path:
     source = str(folder / 'SOURCE')
     sample_data.make_sample(source, num_samples=1200)
     embed_captions.embed(source, 'hash', folder / 'hash')
-    for name in ('IMAGENET', 'MICRODIT', 'SANA'):
-        test_formats.make_source(folder / name, test_formats.LIKE[name], count=600)
+    for name, kind in test_formats.LIKE.items():
+        test_formats.make_source(folder / name, kind, count=600)
     own = made_sources.write_source(folder / 'OWN', [range(300), range(300, 600)])
     shutil.copy(own / schema.CAPTIONS_FILE, folder)
     made_sources.rename_columns(own, 'image_id', 'blip')

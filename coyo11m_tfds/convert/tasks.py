@@ -198,7 +198,7 @@ def check_within_reach(file: StoredFile, final: str) -> None:
     """
     is_local = storage.local_path(final)
     # The files of a bucket are known by their checksums, which every read compares.
-    if not (storage.class_of(file.path).keeps_checksums or (is_local and file.local_path)):
+    if not (file.crc32c is not None or (is_local and file.local_path)):
         place = 'local or on gs://' if is_local else 'on gs://, as the data set is'
         raise ValueError(
             f"{file.path}: latents='in_place' reads this file in training, so it must be {place}. "

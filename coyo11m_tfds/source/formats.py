@@ -18,6 +18,7 @@ _FORMATS: dict[str, type[LatentFile]] = {
     '.safetensors': SafetensorsFile,
     '.mds': MdsFile,
     '.tar': TarFile,
+    '': TarFile,  # of an `NpyFolder`
 }
 
 

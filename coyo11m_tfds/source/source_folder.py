@@ -19,7 +19,7 @@ from absl import logging
 
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.process.errors import FieldError
-from coyo11m_tfds.source import copied_files
+from coyo11m_tfds.source import copied_files, npy_folders
 from coyo11m_tfds.storage import file_state
 from coyo11m_tfds.storage.base import Storage
 from coyo11m_tfds.storage.stored_file import StoredFile, common_path
@@ -97,7 +97,8 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
     latents, lacks a file that its `index.json` names or images that are still to be encoded, or
     holds a file that differs from the record of `mirror`; and an OSError if it cannot be read.
     """
-    suffixes = (*_SUFFIXES, *_COMPRESSED, '.parquet', _INDEX, schema.ENCODING_FILE)
+    indexes = _INDEX, npy_folders.INDEX_OF_FOLDERS, schema.ENCODING_FILE
+    suffixes = (*_SUFFIXES, *_COMPRESSED, '.parquet', *indexes)
     try:
         # Pinned, so that all files of the hub are of one commit.
         source_storage = storage.open_folder(root).pin()
@@ -113,6 +114,11 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
         names = _names_in_index(source_storage, index, listing)
     else:
         names, index = _latent_names(listing), None
+    index_of_folders = listing.pop(npy_folders.INDEX_OF_FOLDERS, None)
+    if not names and index_of_folders:
+        folders = npy_folders.find_npy_folders(source_storage, index_of_folders)
+        listing |= {**folders, npy_folders.INDEX_OF_FOLDERS: index_of_folders}
+        names = list(folders)
     encoding = _read_encoding(listing.get(schema.ENCODING_FILE))
     if not names and encoding:
         raise ValueError(f'{folder}: its folders are sources, such as {encoding["shapes"][0]}.')
@@ -125,7 +131,8 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
         )
     # Keys of rows without keys are hashes of this label, so that they stay when the folder moves.
     files = {name: dataclasses.replace(listing[name], label=name) for name in names}
-    files |= {x: listing[x] for x in (schema.CAPTIONS_FILE, _INDEX) if x in listing}
+    others = schema.CAPTIONS_FILE, _INDEX, npy_folders.INDEX_OF_FOLDERS
+    files |= {x: listing[x] for x in others if x in listing}
     if not index:
         files.pop(_INDEX, None)
     # `mirror` may have written there.

@@ -16,6 +16,7 @@ from coyo11m_tfds.dataset import manifest
 from coyo11m_tfds.dataset.keyed_random import name_hash
 from coyo11m_tfds.source import tar_members
 from coyo11m_tfds.source.latent_file import LatentFile, RowLayout
+from coyo11m_tfds.source.npy_folders import MOMENTS_PREFIX
 
 # Where arrays in `.npy` files begin: so a place within 64 GB is a number of 32 bits.
 _ALIGNED = 16
@@ -56,6 +57,8 @@ class TarFile(LatentFile):
         if remainders.any() or numbers.max(initial=0) >= 2**32:
             raise ValueError(f'{self.path}: a {suffix} has its array at an unusual offset.')
         self.layout = RowLayout((0,), _ALIGNED, numbers)
+        if all(os.path.basename(x).startswith(MOMENTS_PREFIX) for x in self._samples):
+            self.moments = schema.DEVIATION
         # The first sample stands for all: what another one lacks is null in a column.
         first_sample = next(iter(self._samples))
         fields = self._json(first_sample)

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import itertools
 import os
 import platform
 import threading
@@ -132,7 +131,7 @@ def _fetch_all(paths: Mapping[StoredFile, str], on_bytes: OnBytes) -> None:
 
     with concurrent.futures.ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as threads:
         try:
-            list(threads.map(StoredFile.fetch, paths, paths.values(), itertools.repeat(count)))
+            list(threads.map(lambda file: file.fetch(paths[file], count), paths))
         except BaseException:
             stop.set()
             raise

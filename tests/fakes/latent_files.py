@@ -74,6 +74,18 @@ def write_tar(path: pathlib.Path, samples: Mapping[str, Mapping[str, Any]]) -> N
                 tar.addfile(info, io.BytesIO(data))
 
 
+def write_moments(
+    folder: pathlib.Path, moments: np.ndarray, labels: Sequence[int] | None, per_folder: int = 1000
+) -> None:
+    """As `dataset_tool.py encode` of EDM2: means and deviations, float32 `(n, 2C, H, W)`."""
+    names = [f'{n // per_folder:05}/img-mean-std-{n:08}.npy' for n in range(len(moments))]
+    for name, values in zip(names, moments, strict=True):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        np.save(folder / name, values)
+    entries = None if labels is None else list(zip(names, map(int, labels), strict=True))
+    (folder / 'dataset.json').write_text(json.dumps({'labels': entries}))
+
+
 def _encode(value: Any) -> bytes:
     if isinstance(value, np.ndarray):
         stream = io.BytesIO()

@@ -1,0 +1,123 @@
+"""Folders of `.npy` moments, as EDM2's `dataset_tool.py encode` writes them.
+
+    00000/img-mean-std-00000000.npy   # of image 0: float32 (2C, H, W), means and deviations
+    dataset.json                      # {"labels": [["00000/img-mean-std-00000000.npy", 7], ...]}
+
+There may be a million files, so a folder, of up to 1,000 of them, counts as one file of the source.
+To fetch it is to pack it into a tar that `TarFile` reads, with the number of each image as its key.
+"""
+
+import concurrent.futures
+import dataclasses
+import io
+import json
+import os
+import re
+import tarfile
+from collections.abc import Mapping
+
+from coyo11m_tfds import schema, storage
+from coyo11m_tfds.storage import json_digest
+from coyo11m_tfds.storage.base import Storage
+from coyo11m_tfds.storage.file_state import FileState, OnBytes, ignore_bytes
+from coyo11m_tfds.storage.stored_file import StoredFile, file_changed
+
+INDEX_OF_FOLDERS = 'dataset.json'
+MOMENTS_PREFIX = 'img-mean-std-'
+_NAME = re.compile(rf'{MOMENTS_PREFIX}(\d{{1,18}})\.npy')
+_READS_AT_ONCE = 16
+_MAX_CLASSES = 1 << 24
+
+
+@dataclasses.dataclass(frozen=True)
+class NpyFolder(StoredFile):
+    """A folder of `.npy` files; `size` is that of its tar."""
+
+    classes: tuple[int | None, ...] = ()  # of the files, in the order of their names
+
+    @property
+    def local_path(self) -> None:
+        """None: it is no file that can be opened where it is."""
+
+    def fetch(self, target: str, on_bytes: OnBytes = ignore_bytes) -> FileState:
+        """Writes the tar; see `StoredFile.fetch`."""
+        files = _npy_files(storage.list_folder(self.path))
+        if _describe_folder(self.path, files, self.classes).version != self.version:
+            raise file_changed(self, 'its files are others')
+        with (
+            concurrent.futures.ThreadPoolExecutor(_READS_AT_ONCE) as threads,
+            tarfile.open(target, 'w', format=tarfile.USTAR_FORMAT) as tar,
+        ):
+            contents = threads.map(StoredFile.read, files.values())
+            for name, label, content in zip(files, self.classes, contents, strict=True):
+                fields = json.dumps(_json_fields(name, label)).encode()
+                for member, data in ((name, content), (f'{name[:-4]}.json', fields)):
+                    info = tarfile.TarInfo(member)
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+        on_bytes(self.size)
+        return FileState(self.size, -1)
+
+
+def find_npy_folders(source: Storage, index: StoredFile) -> dict[str, StoredFile]:
+    """Returns the folders of a source by the names of their tars; {} if they hold no moments.
+
+    `index` is its `dataset.json`. Raises a ValueError if that is damaged, or names a missing file.
+    """
+    classes, folders = _parse_classes(index), dict[str, dict[str, StoredFile]]()
+    for path, file in source.list(deep=True).items():
+        folder, name = os.path.split(path)
+        if folder.isdigit():
+            folders.setdefault(folder, {})[name] = file
+    tars: dict[str, StoredFile] = {}
+    for folder in sorted(folders):
+        files = _npy_files(folders[folder])
+        labels = tuple(classes.pop(f'{folder}/{name}', None) for name in files)
+        if files:
+            path = f'{source.folder}/{folder}'
+            tars[f'{folder}.tar'] = _describe_folder(path, files, labels)
+    if tars and classes:
+        raise ValueError(
+            f'{source.folder}/{min(classes)}: {index.path} names it, and it is no file of '
+            f'{MOMENTS_PREFIX}NUMBER.npy. Copy the source again.'
+        )
+    return tars
+
+
+def _parse_classes(index: StoredFile) -> dict[str, int]:
+    """The class of each file; none if the images have none."""
+    try:
+        classes = dict(json.loads(index.read())['labels'] or ())
+        for name, label in classes.items():
+            if type(name) is not str or type(label) is not int or not 0 <= label < _MAX_CLASSES:
+                raise ValueError(f'its labels have {[name, label]!r}')
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f'{index.path}: is damaged or no index of moments ({error}); expected '
+            f'{{"labels": [["00000/{MOMENTS_PREFIX}00000000.npy", 7], ...]}}. Copy it again.'
+        ) from None
+    return classes
+
+
+def _npy_files(files: Mapping[str, StoredFile]) -> dict[str, StoredFile]:
+    """Those that hold moments, in the order of their names."""
+    return {name: files[name] for name in sorted(files) if _NAME.fullmatch(name)}
+
+
+def _json_fields(name: str, label: int | None) -> dict[str, int]:
+    number = _NAME.fullmatch(name)
+    assert number is not None
+    return {schema.KEY: int(number[1])} | ({} if label is None else {'label': label})
+
+
+def _describe_folder(
+    path: str, files: Mapping[str, StoredFile], classes: tuple[int | None, ...]
+) -> NpyFolder:
+    blocks = sum(-(-file.size // tarfile.BLOCKSIZE) for file in files.values())
+    # Each file has a header, and a header and a block of JSON beside it. Two blocks are the end.
+    size = (blocks + 3 * len(files) + 2) * tarfile.BLOCKSIZE
+    size += -size % tarfile.RECORDSIZE
+    listing = [[name, file.size, file.version] for name, file in files.items()]
+    checksums = [file.checksum for file in files.values()]
+    checksum = f'listing:{json_digest.sha256(listing)}' if all(checksums) else None
+    return NpyFolder(path, size, json_digest.sha256([listing, classes]), checksum, classes=classes)
