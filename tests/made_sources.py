@@ -59,14 +59,17 @@ def write_source(
     return folder
 
 
-def rename_columns(source: pathlib.Path, key: str, caption: str, parts: int = 0) -> str:
-    """Gives keys and captions of a source other names; returns the name of the file of captions.
+def rename_columns(
+    source: pathlib.Path, key: str, caption: str, parts: int = 0, latents: str = schema.PT_LATENTS
+) -> str:
+    """Gives keys, captions and latents other names; returns that of the file of captions.
 
-    With `parts` the captions become so many files in a folder. The `.pt` files keep their order.
+    With `parts` the captions become so many files in a folder.
     """
+    names = {schema.PT_KEYS: key, schema.PT_LATENTS: latents}
     for path in sorted((source / schema.LATENTS_FOLDER).iterdir()):
         content = torch.load(path, weights_only=True)
-        torch.save({key if x == schema.PT_KEYS else x: y for x, y in content.items()}, path)
+        torch.save({names.get(x, x): y for x, y in content.items()}, path)
     table = pq.read_table(source / schema.CAPTIONS_FILE)
     (source / schema.CAPTIONS_FILE).unlink()
     table = table.select([schema.PARQUET_KEY, schema.DEFAULT_CAPTION_COLUMN])

@@ -46,7 +46,7 @@ def shards_of(data_set: pathlib.Path) -> list[bytes]:
 @pytest.mark.parametrize('storage', ['disk', 'gs', 'hf'])
 def test_other_names_give_the_shards_of_the_usual_ones(source, tmp_path, request, storage, parts):
     expected = shards_of(built.build(source, '', tmp_path / 'usual'))
-    captions = made_sources.rename_columns(source, 'image_id', 'blip', parts)
+    captions = made_sources.rename_columns(source, 'image_id', 'blip', parts, 'z')
     root: str | pathlib.Path = source
     if storage == 'gs':
         request.getfixturevalue('gcs').upload_folder(source, root := 'gs://bucket/source')
@@ -57,7 +57,8 @@ def test_other_names_give_the_shards_of_the_usual_ones(source, tmp_path, request
     embed_captions.embed(root, 'hash', tmp_path / 'hash', captions=captions, **CONFIG)
     for sidecar in ('', tmp_path / 'hash'):
         out = tmp_path / f'other{bool(sidecar)}'
-        data_set = built.build(root, sidecar, out, captions=captions, **CONFIG)
+        fields = CONFIG | {'captions': captions, 'latents_from': 'z'}
+        data_set = built.build(root, sidecar, out, **fields)
         assert sidecar or shards_of(data_set) == expected
     metadata = json.loads((data_set / schema.METADATA_FILE).read_text())
     names = set(metadata[schema.META_SOURCE]['files'])

@@ -48,7 +48,6 @@ _MAX_TEXT = 1 << 20  # bytes of a `.json` or `.txt`
 _MAX_FIELDS, _MAX_KEY = 256, 20  # in the data of an image; digits
 _READS_AT_ONCE = 8
 _ROWS_AT_ONCE = 32  # of a Parquet file
-_CAPTIONS = schema.DEFAULT_CAPTION_COLUMN, 'caption', 'captions', 'text', 'prompt', 'txt'
 # What an encoding says itself; the width in the data may be that of another version of the image.
 _MEASURED = {schema.KEY, 'width', 'height'}
 
@@ -100,7 +99,10 @@ class ImagePart(abc.ABC):
     _is_numbered = False  # whether the names of the images are their keys
 
     def __init__(self, files: Mapping[str, StoredFile], caption_column: str):
-        self.files, self._columns = files, (caption_column,) if caption_column else _CAPTIONS
+        self.files, self._columns = (
+            files,
+            (caption_column,) if caption_column else schema.CAPTION_COLUMNS,
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -279,7 +281,7 @@ class _ImageFolder:
 
 
 def _parse_cell(name: str, cell: Any) -> Any:
-    for number in (int, float) * (name not in _CAPTIONS):
+    for number in (int, float) * (name not in schema.CAPTION_COLUMNS):
         with contextlib.suppress(ValueError, TypeError):
             return number(cell)
     return cell
