@@ -86,12 +86,12 @@ def wait_until(condition: Callable[[], object], seconds: float = 180) -> None:
 
 
 def of(pid: int) -> list[int]:
-    """IDs of the processes that a process has started and that run."""
-    with contextlib.suppress(FileNotFoundError):
-        return [
-            int(x) for x in pathlib.Path(f'/proc/{pid}/task/{pid}/children').read_text().split()
-        ]
-    return []
+    """IDs of the processes that the threads of a process have started and that run."""
+    pids = []
+    for path in pathlib.Path(f'/proc/{pid}/task').glob('*/children'):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            pids += [int(x) for x in path.read_text().split()]
+    return sorted(pids)
 
 
 def is_running(pid: int) -> bool:

@@ -5,6 +5,7 @@ hostile_images.damage(data, np.random.default_rng(0))   # one of six random dama
 """
 
 import io
+import math
 import re
 import struct
 import zlib
@@ -56,6 +57,18 @@ def make() -> dict[str, bytes]:
     files = _of_no_kind() | _of_jpeg() | _of_png() | _of_webp()
     assert len(files) == 60, len(files)
     return files
+
+
+def make_large(pixels: int) -> list[tuple[str, bytes]]:
+    """Images of almost so many pixels that take the most memory, by suffix."""
+    side, exif = math.isqrt(pixels), Image.Exif()
+    exif[0x112] = 6
+    image = photo(side, side)
+    return [
+        ('png', encode(image.convert('RGBA'), 'PNG', compress_level=1, exif=exif)),
+        ('webp', encode(image, 'WEBP', method=0, exif=exif)),
+        ('jpg', encode(image, 'JPEG', progressive=True, subsampling=0, exif=exif)),
+    ]
 
 
 def damage(data: bytes, random: np.random.Generator) -> bytes:
@@ -188,7 +201,7 @@ def _of_png() -> dict[str, bytes]:
             20_000, 20_000, chunk(b'IDAT', zlib.compress(bytes(5_000_000))), depth=1, colour=0
         ),
         'line.png': png(100_000_000, 1, pixels),
-        'column.png': png(1, 40_000_000, pixels),
+        'column.png': png(1, 33_000_000, pixels),
         'flat.png': png(0, 96, pixels),
         'negative.png': png(0xFFFFFFFF, 0xFFFFFFFF, pixels),
         'text-bomb.png': png(128, 96, chunk(b'zTXt', b'a\0\0' + bomb), pixels),

@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 
+from coyo11m_tfds.pictures import pixels
 from tests import children, hostile_images, made_images, small_vae
 from tests.checkout import CHECKOUT
 from tests.made_images import MadeImage
@@ -28,11 +29,12 @@ def make_image(number: int, data: bytes, suffix: str) -> MadeImage:
     )
 
 
-def run(images: pathlib.Path, vae: pathlib.Path, *flags: object) -> tuple[int, str, float]:
+def run(images: pathlib.Path, vae: pathlib.Path, *flags: str) -> tuple[int, str, float]:
     """Exit status, output, and the peak of the memory of all processes together, in MB."""
     out = images.with_name(f'{images.name}-out')
-    arguments = f'--images={images}', f'--vae={vae}', f'--out={out}', '--size=64', *flags
-    command = [sys.executable, '-m', 'coyo11m_tfds.encode_images', *map(str, arguments)]
+    places = f'--images={images}', f'--vae={vae}', f'--out={out}'
+    command = [sys.executable, '-m', 'coyo11m_tfds.encode_images', *places, *flags]
+    command += ['--size=64', '--num_workers=2']
     log, peak = out.with_suffix('.log'), 0
     with (
         log.open('w') as file,
@@ -52,8 +54,8 @@ def resident_kilobytes(pid: int) -> int:
         status = pathlib.Path(f'/proc/{pid}/status').read_text()
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    found = re.search('VmRSS:(.*)kB', status)
-    return int(found[1]) if found else 0
+    resident = re.search('VmRSS:(.*)kB', status)
+    return int(resident[1]) if resident else 0
 
 
 @pytest.fixture(scope='module')
@@ -75,6 +77,8 @@ def hostile() -> list[MadeImage]:
     files, random = hostile_images.undamaged(), np.random.default_rng(SEED)
     images = [(hostile_images.damage(files[k % 8], random), 'png') for k in range(NUM_DAMAGES)]
     images += [(data, name.rpartition('.')[2]) for name, data in hostile_images.make().items()]
+    limit = pixels.Target(()).max_pixels
+    images += [(data, suffix) for suffix, data in hostile_images.make_large(limit)]
     return [make_image(NUM_GOOD + k, *image) for k, image in enumerate(images)]
 
 
