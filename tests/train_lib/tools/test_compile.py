@@ -240,6 +240,21 @@ def test_a_pods_configuration_does_what_its_docstring_says(name, topology):
 
 
 @pytest.mark.slow
+def test_another_encoder_costs_what_the_table_says():
+    encoder = '--config.encoder=jax:Qwen/Qwen3-0.6B'
+    report = _compile_for_slice('--config=configs/tpu_v5e_16.py', '--topology=v5e:4x4', encoder)
+    table = (CHECKOUT / 'docs' / 'pods.md').read_text()
+    row = re.search(r'^\| \| sequence, by Qwen3-0\.6B \|(.*)', table, re.MULTILINE)[1]
+    documented = [float(cell.rstrip('% ')) for cell in row.split('|')[:7]]
+    time, total = report[compile.TIME], report[compile.MEMORY]['total']
+    kernels = sum(ms for name, ms in time.items() if name.startswith('kernel'))
+    with_waiting = float(re.search(r'([\d.]+)% with the exchanges', report['verdict'])[1])
+    waiting = report[compile.WAITS]['in all']
+    measured = time['in all'], 100 * report['mfu'], time['text encoder'], kernels, waiting
+    assert documented == pytest.approx([*measured, with_waiting, total], rel=0.03, abs=0.5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['default', 'gpu'])
 def test_the_batch_of_one_accelerator_leaves_a_third_of_16_gb(name):
     # A slice has four chips at least, of which each gets as many samples.
