@@ -118,7 +118,6 @@ def _rows(source_dir: pathlib.Path, limit: int) -> Iterator[dict[str, Any]]:
 
 
 def litdata(source_dir: pathlib.Path, out: pathlib.Path, limit: int) -> None:
-    """litdata `optimize`."""
     import litdata
 
     litdata.optimize(
@@ -132,7 +131,6 @@ def litdata(source_dir: pathlib.Path, out: pathlib.Path, limit: int) -> None:
 
 
 def datasets(source_dir: pathlib.Path, out: pathlib.Path, limit: int) -> None:
-    """HF datasets."""
     import datasets
 
     types = {schema.KEY: 'int64', schema.LATENTS: 'binary', schema.CAPTION: 'string'}
@@ -145,7 +143,6 @@ def datasets(source_dir: pathlib.Path, out: pathlib.Path, limit: int) -> None:
 
 
 def array_record(source_dir: pathlib.Path, out: pathlib.Path, limit: int) -> None:
-    """ArrayRecord, which Grain reads."""
     import msgpack
     from array_record.python.array_record_module import ArrayRecordWriter
 

@@ -42,8 +42,6 @@ Batch = Mapping[str, Any]
 
 
 class BatchStream(NamedTuple):
-    """An opened reader."""
-
     epoch: Callable[[], Iterable[Batch]]  # the rest of this epoch, then those of the next ones
     state: Callable[[int], str]  # after so many batches
 
@@ -204,7 +202,6 @@ def _open(
 
 
 def _digests(batches: Iterator[Batch]) -> list[str]:
-    """Digests of the next batches."""
     contents = (
         b''.join(np.asarray(batch[name]).tobytes() for name in (schema.KEY, schema.LATENTS))
         for batch in itertools.islice(batches, _COMPARED)
@@ -253,7 +250,6 @@ def ours(
 
 
 def litdata(folder: str, state: str) -> BatchStream:
-    """Opens litdata's `StreamingDataset` and `StreamingDataLoader`."""
     import litdata
 
     loader = litdata.StreamingDataLoader(
@@ -270,7 +266,6 @@ def litdata(folder: str, state: str) -> BatchStream:
 
 
 def grain(folder: str, state: str) -> BatchStream:
-    """Grain over ArrayRecord."""
     import grain
     from absl import flags
 
@@ -310,7 +305,6 @@ def datasets(folder: str, state: str) -> BatchStream:
 
 
 def torch(folder: str, state: str) -> BatchStream:
-    """A torch `DataLoader` over memory-mapped `.pt` files."""
     import torch
 
     paths = source.pt_files(folder)

@@ -19,7 +19,6 @@ FLAGS = {'gb': (0.4, 'size of the source'), 'steps': (180, 'batches of 256 in ea
 
 
 def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
-    """Builds data sets and starts the server for them."""
     from tests.fakes.cloud import fake_gcs, through_proxy
 
     server = stack.enter_context(fake_gcs(pathlib.Path(tempfile.mkdtemp(dir=folder))))

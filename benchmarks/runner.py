@@ -41,8 +41,6 @@ Sides = Mapping[str, 'Side']
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """One side of a comparison."""
-
     title: str
     function: Callable[..., Figures]  # of a module of `benchmarks`, called in a fresh process
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # besides the run's
@@ -181,7 +179,6 @@ class Meter:
         self._start = self._now()
 
     def seconds(self) -> float:
-        """Seconds since the creation."""
         return time.monotonic() - self._start['seconds']
 
     def read(self) -> Figures:
@@ -189,7 +186,6 @@ class Meter:
         return {name: now - self._start[name] for name, now in self._now().items()}
 
     def rate(self, samples: int) -> Figures:
-        """Returns `seconds`, `rate` and `cpu_per_sample` for a number of samples."""
         figures = self.read()
         rate, cpu = samples / figures['seconds'], figures['cpu'] / samples
         return {'seconds': figures['seconds'], 'rate': rate, 'cpu_per_sample': cpu}
@@ -286,7 +282,6 @@ def _print_table(
 
 
 def _failure(runs: Sequence[Figures]) -> str:
-    """Why a side has no figures; '' if it has."""
     last = runs[-1] if runs else {}
     return next((f'{verb}: {last[kind]}' for kind, verb in _REASONS.items() if kind in last), '')
 

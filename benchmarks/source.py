@@ -25,7 +25,6 @@ _CAPTION_BYTES = 200, 600
 
 
 def num_samples_of(gigabytes: float) -> int:
-    """Returns the number of samples with that many GB of latents."""
     return round(gigabytes * 1e9 / SAMPLE_BYTES)
 
 
@@ -49,12 +48,10 @@ def make(folder: pathlib.Path, num_samples: int, seed: int = 0) -> pathlib.Path:
 
 
 def num_samples(source_dir: str | os.PathLike[str]) -> int:
-    """Returns the number of samples of a source."""
     return int(pathlib.Path(source_dir).name.split('-')[1])
 
 
 def pt_files(source_dir: str | os.PathLike[str]) -> list[pathlib.Path]:
-    """Returns the files of latents."""
     return sorted(pathlib.Path(source_dir, schema.LATENTS_FOLDER).iterdir())
 
 

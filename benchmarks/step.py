@@ -42,7 +42,6 @@ COLUMNS = {
 
 
 def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
-    """Makes every side run with each model."""
     sides, flags.sides = flags.sides, {}
     for model, side in itertools.product(flags.models.split(','), sides.values()):
         title = f'{model}, {side.title}'

@@ -71,7 +71,6 @@ class Trainer:
         return loss.detach()
 
     def _loss(self, batch: Tensors, noise: Tensor, t: Tensor) -> Tensor:
-        """The mean squared error of the velocity."""
         stats, dtype = self._stats, self._dtype
         x = batch['latents'].float().permute(0, 2, 3, 1)
         x = (x - stats['latent_mean']) / stats['latent_std']

@@ -41,11 +41,9 @@ class Beginning:
     misfits: Collection[str] = ()  # parameters that are not taken from there: shapes differ
 
     def position_at(self, step: int) -> dict[str, Any]:
-        """Returns the position in the data after a step."""
         return self.data.position_at(self.description.position, step)
 
     def description_at(self, step: int) -> Description:
-        """Returns the description of the run for the checkpoint of a step."""
         return dataclasses.replace(self.description, position=self.position_at(step))
 
     def state(self, program: Program) -> TrainState:

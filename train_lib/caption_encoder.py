@@ -38,7 +38,6 @@ class StepEncoder:
 
     @property
     def dim(self) -> int:
-        """Width of a hidden state."""
         return self.network.config.width
 
     def encode(self, params: Any, tokens: jax.Array) -> Words:

@@ -236,7 +236,6 @@ class SavedRun:
 
     @functools.cached_property
     def description(self) -> Description:
-        """The description of the run in the checkpoint."""
         reader = ocp.Checkpointer(ocp.JsonCheckpointHandler())
         with _name_read_errors(self.folder), reader:
             run = reader.restore(self.folder / _RUN)
@@ -277,7 +276,6 @@ class SavedRun:
 
     @functools.cached_property
     def _metadata(self) -> Any:
-        """A pytree like that of the weights."""
         with _name_read_errors(self.folder):
             return ocp.PyTreeCheckpointHandler().metadata(self.folder / STATE)['params']
 

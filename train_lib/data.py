@@ -155,7 +155,6 @@ class TrainingData:
 
     @property
     def description(self) -> list[str]:
-        """Describes the data sets and how they are read, in lines."""
         orders, config = self.plan.orders, self._config.data
         if orders is None:
             return [f'{self.sources[0].stored.full_name}, read without a chunk index']

@@ -68,7 +68,6 @@ def _overlaps(picture: np.ndarray, colours: tuple[str | None, str]) -> list[floa
 
 @functools.cache
 def _possible_outlines(shape: str) -> np.ndarray:
-    """All outlines of a shape, float32 `(n, 1024)`."""
     low, high = sample_data.RADII
     outlines = []
     for radius in np.arange(low, high + 1):
@@ -84,7 +83,6 @@ def _possible_outlines(shape: str) -> np.ndarray:
 
 
 def main() -> None:
-    """Draws, measures and prints."""
     run.prepare()
     # The same captions for every run: their seed is fixed.
     captions, scenes = zip(*sample_data.held_out_prompts(NUM_PROMPTS), strict=True)

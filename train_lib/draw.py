@@ -235,7 +235,6 @@ def unknown_words(facts: DatasetStats, encoder: Tokenizer, captions: Sequence[st
 
 
 def check_text_encoder(facts: DatasetStats, encoder: Encoder | Tokenizer) -> None:
-    """Raises a ValueError if an encoder or tokenizer is not that of the data set."""
     # Nothing names the encoder of embeddings that came with the latents: their width must do.
     if facts.text_encoder == _IN_PT and cast(Encoder, encoder).dim == facts.text_dim:
         logging.warning(
@@ -249,14 +248,12 @@ def check_text_encoder(facts: DatasetStats, encoder: Encoder | Tokenizer) -> Non
 
 
 def artist_of_flags() -> Artist:
-    """Makes an artist from the flags of `define_flags`; raises the errors of `Artist`."""
     workdir = workdirs.absolute(FLAGS.workdir)
     fields: dict[str, Any] = {name: FLAGS[name].value for name in ('batch_size', *_CHANGES)}
     return Artist(workdir if FLAGS.step is None else f'{workdir}@{FLAGS.step}', **fields)
 
 
 def main() -> None:
-    """Reads captions and writes the grid."""
     # Before the imports, which take seconds: a wrong file of captions ends the program at once.
     captions, name = _read_prompts(FLAGS.prompts)
     run.prepare()
@@ -285,7 +282,6 @@ def _changes() -> str:
 
 
 def _free_path(path: epath.Path) -> epath.Path:
-    """Returns the path, with a number if the file already exists."""
     numbered_paths = (path.with_name(f'{path.stem}-{n}{path.suffix}') for n in itertools.count(2))
     return next(x for x in itertools.chain([path], numbered_paths) if not x.exists())
 
@@ -307,7 +303,6 @@ def _read_prompts(prompts: str) -> tuple[list[str], str]:
 
 
 def define_flags() -> None:
-    """Defines the flags of programs that draw."""
     flags.DEFINE_string('workdir', None, 'Folder of the training run, local or gs://.')
     flags.DEFINE_string('encoder', '', 'Text encoder; default: that of the data set.')
     flags.DEFINE_string('vae', None, "VAE decoder; default: that of the run's previews.")

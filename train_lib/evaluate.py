@@ -223,7 +223,6 @@ def _mean_kernel(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def main() -> None:
-    """Evaluates a run and prints the result."""
     run.prepare()
     workdir = workdirs.absolute(FLAGS.workdir)
     # Before hours of drawing whose features could not be written.

@@ -127,7 +127,6 @@ def _prepare_export_folder(folder: epath.Path) -> epath.Path:
 
 
 def main() -> None:
-    """Exports what the flags name."""
     run.prepare()
     place = FLAGS.workdir if FLAGS.step is None else f'{FLAGS.workdir}@{FLAGS.step}'
     export(place, workdirs.absolute(FLAGS.out), average=FLAGS.average)

@@ -41,7 +41,6 @@ def _all_or_none(values: dict[str, str | int | None]) -> bool:
 
 
 def main() -> None:
-    """Prepares the process and trains."""
     signals.install(FLAGS.config.requeue_status)
     input_pipeline.prepare_process()
     with run.errors_in_one_line():

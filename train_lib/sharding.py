@@ -68,11 +68,9 @@ class RowPinning:
 
     @property
     def on_tpus(self) -> bool:
-        """Whether `map` can call kernels for TPUs."""
         return self._mesh.devices.flat[0].platform == 'tpu'
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Pins `x`, `(b, ...)`, to the devices of its rows."""
         rows = NamedSharding(self._mesh, self._split_rows(x.shape[0]))
         return jax.lax.with_sharding_constraint(x, rows)
 
@@ -100,7 +98,6 @@ class RowPinning:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of an array that is whole on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 

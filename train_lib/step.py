@@ -197,7 +197,6 @@ def prepare_text(
 
 
 def bind_params(model: nn.Module, params: Any) -> Callable[..., jax.Array]:
-    """Returns the model as a function of its inputs."""
     apply: Callable[..., Any] = model.apply
     return functools.partial(apply, {'params': params})
 

@@ -91,19 +91,15 @@ class WandbWriter(metric_writers.MultiWriter):
         self._image, self._html = wandb.Image, wandb.Html
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """Sends scalars."""
         self._run.log({name: float(x) for name, x in scalars.items()}, step=step)
 
     def write_images(self, step: int, images: Mapping[str, Any]) -> None:
-        """Sends images `(n, H, W, C)`."""
         values = {name: [self._image(one) for one in np.asarray(x)] for name, x in images.items()}
         self._run.log(values, step=step)
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Sends texts without formatting."""
         values = {name: self._html(f'<pre>{html.escape(x)}</pre>') for name, x in texts.items()}
         self._run.log(values, step=step)
 
     def close(self) -> None:
-        """Ends the run and waits until all data are sent."""
         self._run.finish()

@@ -67,24 +67,22 @@ def test_a_value_out_of_its_range_is_told_with_what_is_expected():
             config_rules.check_config(config_with(**{field: value}))
 
 
-def test_an_interval_of_guidance_without_any_time_is_refused():
-    fields = {'preview.guidance_low': 0.7, 'preview.guidance_high': 0.3}
-    message = r'preview\.guidance_low=0\.7: expected less than preview\.guidance_high=0\.3'
+@pytest.mark.parametrize(
+    ('field', 'value', 'other', 'limit', 'problem'),
+    [
+        ('preview.guidance_low', 0.7, 'preview.guidance_high', 0.3, 'less than'),
+        ('keep_every', 25, 'checkpoint_every', 10, 'a multiple of'),
+        ('keep_every', 5, 'checkpoint_every', 10, 'a multiple of'),
+        ('keep_every', 10, 'checkpoint_every', 0, 'a multiple of'),
+    ],
+)
+def test_fields_that_do_not_fit_each_other_are_refused(field, value, other, limit, problem):
+    message = re.escape(f'{field}={value}: expected {problem} {other}={limit}')
     with pytest.raises(ValueError, match=message):
-        config_rules.check_config(config_with(**fields))
+        config_rules.check_config(config_with(**{field: value, other: limit}))
+    config_rules.check_config(config_with(keep_every=20, checkpoint_every=10))
 
 
 def test_what_may_change_is_what_steps_compute_with_and_which_records_they_see():
     expected = {name for name in FIELDS if CHANGEABLE.fullmatch(name)}
     assert {*config_rules.changeable_fields(config_with())} == expected
-
-
-@pytest.mark.parametrize(('keep_every', 'checkpoint_every'), [(25, 10), (5, 10), (10, 0)])
-def test_what_is_kept_for_ever_has_to_be_saved(keep_every, checkpoint_every):
-    changes = {'keep_every': keep_every, 'checkpoint_every': checkpoint_every}
-    expected = (
-        f'keep_every={keep_every}: expected a multiple of checkpoint_every={checkpoint_every}'
-    )
-    with pytest.raises(ValueError, match=expected):
-        config_rules.check_config(config_with(**changes))
-    config_rules.check_config(config_with(keep_every=20, checkpoint_every=10))

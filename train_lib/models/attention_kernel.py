@@ -248,7 +248,6 @@ def _columns(head: int) -> slice:
 
 
 def _product(a, b, axis_a: int, axis_b: int):
-    """Sums over these axes in float32."""
     axes = (((axis_a,), (axis_b,)), ((), ()))
     return jax.lax.dot_general(a, b, axes, preferred_element_type=jnp.float32)
 

@@ -502,7 +502,6 @@ class DiT(nn.Module):
         return round(2 * (self.depth * block + ends + condition))
 
     def _blocks(self):
-        """The stack of blocks as one scanned module."""
         policy = REMAT[self.remat]
         block = nn.remat(Block, prevent_cse=False, policy=policy) if policy else Block
 

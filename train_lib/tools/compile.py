@@ -357,7 +357,6 @@ def judge_costs(report: Report, chip: chips.Chip) -> Report:
 
 
 def format_report(report: Report) -> str:
-    """Formats the report as text."""
     lines = [report['program'], '']
     for title, rows in report.items():
         if isinstance(rows, dict):

@@ -131,7 +131,6 @@ def _format_laps(laps: list[float]) -> str:
 
 
 def main() -> None:
-    """Measures, and prints both times and the verdict."""
     config = FLAGS.config
     input_pipeline.prepare_process()
     run.prepare()

@@ -72,7 +72,6 @@ class _Instruction(NamedTuple):
     attributes: str
 
     def operand(self, index: int) -> str:
-        """Name of an operand."""
         return self.operands.split(', ')[index].lstrip('%')
 
     def attribute(self, pattern: str) -> str:

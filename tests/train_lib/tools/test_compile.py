@@ -270,16 +270,3 @@ def test_what_does_not_fit_is_refused_with_the_sum():
     done = _run('--config=configs/default.py', '--topology=v5e:2x2', *fields)
     assert done.returncode == 1
     assert re.search(r'Verdict: does not fit: .*\d+G.*15.75G', done.stdout), done.stdout
-
-
-@pytest.mark.slow
-def test_policies_of_rematerialization_trade_arithmetic_for_memory():
-    memory, mlp = {}, {}
-    for remat in ('none', 'dots', 'full'):
-        fields = f'--config.model.remat={remat}', '--config.model.depth=3'
-        report = _compile_for_slice('--config=configs/default.py', *fields, '--topology=v5e:2x2')
-        memory[remat] = report[compile.MEMORY]['temporaries']
-        mlp[remat] = report[compile.TIME]['MLP']
-    assert memory['none'] > memory['dots'] > memory['full']
-    # `none` computes least, but what the loop stacks for it takes longer than computing again.
-    assert mlp['dots'] < mlp['full']
