@@ -111,7 +111,7 @@ def measure_torch(
     inputs = (SIDE, SIDE, CHANNELS), (), (TEXT_DIM,)
     zeros = [np.zeros((1, *shape), np.float32) for shape in inputs]
     params = jax.jit(dit.init)(jax.random.key(0), *zeros, None)['params']
-    weights = {name: torch.from_numpy(x).to(device) for name, x in flatten_weights(params).items()}
+    weights = {name: torch.tensor(x, device=device) for name, x in flatten_weights(params).items()}
     stats = {name: torch.from_numpy(x).to(device) for name, x in _stats().items()}
     batch = {name: torch.from_numpy(x).to(device) for name, x in _batch(batch_size).items()}
     batch['latents'] = batch['latents'].bfloat16()

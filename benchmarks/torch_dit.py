@@ -25,11 +25,11 @@ _REMAT = {'none': None, 'full': functools.partial(checkpoint.checkpoint, use_ree
 class Trainer:
     """Trains a model like `train_lib.step`, but does not skip steps that are not finite.
 
-    `weights` have the names of an export (`dit.flatten_weights`), `sizes` are its fields `model`,
-    `stats` are `latent_mean`, `latent_std` `(4,)`, `text_mean`, `text_std` `(D,)` of the data.
-    Weights are float32; products, residuals and norms have the type `dtype`. With `remat='full'`
-    the backward pass computes each block again; with 'none' `torch.compile` decides what to keep.
-    `mode` is that of `torch.compile`, which is used only on GPUs.
+    Its float32 `weights`, which it changes, have the names of an export (`dit.flatten_weights`);
+    `sizes` are the export's fields `model`; `stats` are `latent_mean`, `latent_std` `(4,)`,
+    `text_mean`, `text_std` `(D,)` of the data. Products, residuals and norms have the type `dtype`.
+    With `remat='full'` the backward pass computes each block again; with 'none' `torch.compile`
+    decides what to keep; `mode` is that of `torch.compile`, which is used only on GPUs.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class Trainer:
         learning_rate: float = 2e-4, weight_decay: float = 0.01, b1: float = 0.9, b2: float = 0.99,
         clip_norm: float = 1.0, ema_decay: float = 0.9999,
     ):  # fmt: skip
-        self.weights = {name: x.clone().requires_grad_() for name, x in weights.items()}
         self.average = {name: x.clone() for name, x in weights.items()}
+        self.weights = {name: x.requires_grad_() for name, x in weights.items()}
         self._config, self._stats = {'model': sizes}, stats
         self._run_block, self._dtype = _REMAT[remat], dtype
         kernels = [x for name, x in self.weights.items() if name.endswith('.weight')]

@@ -73,8 +73,10 @@ def test_three_steps_lead_to_the_same_weights_and_average():
     options = {'ema_decay': config.ema_decay, 'dtype': torch.float32}
     for name in ('learning_rate', 'weight_decay', 'b1', 'b2', 'clip_norm'):
         options[name] = config.optimizer[name]
-    arguments = _in_torch(before), _SIZES, _in_torch(_stats())
-    trainers = [torch_dit.Trainer(*arguments, **options, remat=x) for x in ('none', 'full')]
+    trainers = [
+        torch_dit.Trainer(_in_torch(before), _SIZES, _in_torch(_stats()), **options, remat=remat)
+        for remat in ('none', 'full')
+    ]
     for number in range(3):
         state, metrics = program.train_step(state, _batch())
         losses = [t.step(_in_torch(_batch()), *_noise_and_times(number)).item() for t in trainers]
