@@ -524,15 +524,21 @@ class _Decoders:
 
 def describe_next(out: str, counts: ImageCounts, has_buckets: bool) -> str:
     """Returns the commands that build the data set or, of buckets, train on a mixture of them."""
-    data = f'{out}-data'
-    build = 'python -m coyo11m_tfds.build --encoder=hash ' + shlex.join([f'--data_dir={data}'])
     if counts.num_without_caption == counts.shapes.total():
         return 'No image has a caption: a build needs them in a Parquet file (build --captions).'
-    if not has_buckets:
-        return f'{build} {shlex.join([f"--manual_dir={out}"])}'
-    large = {shape: n for shape, n in sorted(counts.shapes.items()) if n >= _LEAST_ROWS}
+    large = {x: n for x, n in sorted(counts.shapes.items()) if n >= _LEAST_ROWS or not has_buckets}
     if not large:
         return f'Each bucket has less than {_LEAST_ROWS} images, too few to train on.'
+    data = f'{out}-data'
+    build = ['python', '-m', 'coyo11m_tfds.build', '--encoder=hash', f'--data_dir={data}']
+    # Else the validation split, of a hundredth, might be empty, and training needs one.
+    least = min(large.values())
+    config: dict[str, Any] = {}
+    if least < 1000:
+        config['validation_fraction'] = min(0.5, round(10 / least, 3))
+    if not has_buckets:
+        flags = [f'--config={json.dumps(config)}'] if config else []
+        return shlex.join([*build, f'--manual_dir={out}', *flags])
     # Different seeds, because buckets of equal numbers of images would come in lockstep.
     mix = [
         {
@@ -542,17 +548,17 @@ def describe_next(out: str, counts: ImageCounts, has_buckets: bool) -> str:
         }
         for seed, (shape, n) in enumerate(large.items())
     ]
-    config = 'default' if machine.accelerators() else 'small'
     sources = ', '.join(map(json.dumps, mix))  # as Python writes dicts, with double quotes
-    flags = [f'--config={config}', f'--workdir={out}-run', f'--config.data.mix=({sources},)']
-    small = sorted(counts.shapes.keys() - large.keys())
-    lines = [f'Too few images for a source of the mixture: {", ".join(small)}'] * bool(small)
-    build += f' --manual_dir={shlex.quote(f"{out}/")}$shape'
-    build += """ --config='{"name": "'$shape'", "latents": "in_place"}'"""
+    train = 'default' if machine.accelerators() else 'small'
+    flags = [f'--config={train}', f'--workdir={out}-run', f'--config.data.mix=({sources},)']
+    config |= {'name': '$shape', 'latents': 'in_place'}
+    flags_of_shape = shlex.join([f'--manual_dir={out}/$shape', f'--config={json.dumps(config)}'])
+    build_all = f'{shlex.join(build)} {flags_of_shape}'.replace('$shape', "'$shape'")
+    small = ', '.join(sorted(counts.shapes.keys() - large.keys()))
     return '\n'.join(
         [
-            *lines,
-            f'for shape in {" ".join(large)}; do {build}; done',
+            *([f'Too few images for the mixture: {small}'] if small else []),
+            f'for shape in {" ".join(large)}; do {build_all}; done',
             f'python -m train_lib.main {shlex.join(flags)}',
         ]
     )
