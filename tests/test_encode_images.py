@@ -1,11 +1,13 @@
 """Images become sources of latents, the same from every kind of source and after every stop."""
 
+import ast
 import concurrent.futures
 import contextlib
 import io
 import json
 import pathlib
 import resource
+import shlex
 import tarfile
 
 import numpy as np
@@ -120,9 +122,11 @@ def test_parts_of_two_processes_are_those_of_one(source, expected, encoder, tmp_
     report = encode(source, encoder, out, share=(0, 2))
     assert report.num_encoded == 14 and report.counts.shapes.total() == 22
     assert files_of(str(out)) == expected
-    report = encode(source, encoder, out)
-    assert report.num_encoded == 0 and report.counts.shapes.total() == 22
-    assert files_of(str(out)) == expected
+    (out / '00001.tar').unlink()
+    for num_encoded in (8, 0):
+        report = encode(source, encoder, out)
+        assert report.num_encoded == num_encoded and report.counts.shapes.total() == 22
+        assert files_of(str(out)) == expected
 
 
 class Stop(Exception):
@@ -348,3 +352,20 @@ def test_what_cannot_be_encoded_is_refused(source, encoder, tmp_path, options, m
         ValueError, match=r'has no images, expected \.jpg, \.jpeg, \.png, \.webp, or'
     ):
         encode(tmp_path / 'out', encoder, tmp_path / 'other')
+
+
+def test_the_commands_at_the_end_fit_the_numbers_of_images():
+    counts = encode_images.ImageCounts()
+    counts.shapes.update({'256x256': 250, '320x192': 750, '192x320': 90})
+    small, build, train = encode_images.describe_next('a b/out', counts, True).splitlines()
+    assert small == 'Too few images for the mixture: 192x320'
+    assert build.startswith('for shape in 256x256 320x192; do python -m coyo11m_tfds.build ')
+    assert '"validation_fraction": 0.04' in build
+    flags = dict(flag.split('=', 1) for flag in shlex.split(train) if '=' in flag)
+    mix = ast.literal_eval(flags['--config.data.mix'])
+    assert [(x['dir'], x['weight'], x['seed']) for x in mix] == [
+        ('a b/out-data/coyo11m_tfds/256x256/1.0.0', 25, 0),
+        ('a b/out-data/coyo11m_tfds/320x192/1.0.0', 75, 1),
+    ]
+    counts.num_without_caption = counts.shapes.total()
+    assert 'No image has a caption' in encode_images.describe_next('x', counts, True)
