@@ -4,13 +4,14 @@ From the offsets in the chunk index NumPy follows the lengths, in all runs at on
 the checksums behind the records, see `chunk_index.run_digests`, shows whether they are right.
 """
 
+import google_crc32c
 import numpy as np
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import records
 from coyo11m_tfds.reading.fenced_memory import FencedMemory, MemoryRanges
 
-_LENGTH_NBYTES = 8
+_HEADER = np.dtype([('length', 'V8'), ('crc', '<u4')])
 
 
 def locate_records(
@@ -26,7 +27,7 @@ def locate_records(
     # The runs are many, and each has few records: a step of NumPy for each number in a run.
     for number in range(int(count.max(initial=0))):
         is_valid &= (number < count) & (header_start + records.HEADER_NBYTES <= limit)
-        length = runs.gather(header_start, _LENGTH_NBYTES).view('<u8')
+        length = runs.gather(header_start, 8).view('<u8')
         # A damaged length may be any number.
         is_valid &= length <= records.MAX_RECORD_NBYTES
         record_start = header_start + records.HEADER_NBYTES
@@ -45,8 +46,7 @@ def stored_crcs(memory: FencedMemory, end: np.ndarray) -> np.ndarray:
 
 def match_crcs(memory: FencedMemory, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
     """Returns True where records and their lengths match the checksums behind them; bool `(n,)`."""
-    length_begin = begin - records.HEADER_NBYTES
-    good = np.ones(len(begin), bool)
-    for first, last in (begin, end), (length_begin, length_begin + _LENGTH_NBYTES):
-        good &= records.mask_crc32c(memory.crc32c(first, last)) == stored_crcs(memory, last)
-    return good
+    headers = memory.gather(begin - records.HEADER_NBYTES, records.HEADER_NBYTES).view(_HEADER)
+    lengths = map(google_crc32c.value, headers['length'].tolist())
+    good = records.mask_crc32c(np.fromiter(lengths, np.uint32, len(begin))) == headers['crc']
+    return good & (records.mask_crc32c(memory.crc32c(begin, end)) == stored_crcs(memory, end))
