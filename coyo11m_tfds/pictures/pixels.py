@@ -7,7 +7,6 @@ Files come from anywhere: whatever is wrong with one is a `BadImageError`, and n
 memory than `Target.max_pixels` allows.
 """
 
-import contextlib
 import functools
 import io
 import math
@@ -173,8 +172,12 @@ def _check_header(data: bytes, image: Image.Image, target: Target) -> None:
 
 
 def _turn(image: Image.Image) -> Image.Image:
-    with contextlib.suppress(Exception):  # of damaged EXIF, which leaves the image as it lies
+    try:
         ImageOps.exif_transpose(image, in_place=True)
+    except MemoryError:
+        raise
+    except Exception:  # damaged EXIF leaves the image as it lies
+        pass
     return image
 
 
