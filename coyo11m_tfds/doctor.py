@@ -212,7 +212,7 @@ def plan_or_estimate(place: str, settings: BuildSettings) -> DryRun:
     If the captions can be read in seconds, the plan is exactly that of the build. Otherwise this
     checks only heads and the schemas of Parquet files, and estimates sizes from those of the files.
     """
-    from coyo11m_tfds.convert.plan import make_plan, open_source  # these need an extra
+    from coyo11m_tfds.convert.plan import examine_source, make_plan  # these need an extra
     from coyo11m_tfds.source import source_folder
 
     source = source_folder.find_source(place)
@@ -220,8 +220,8 @@ def plan_or_estimate(place: str, settings: BuildSettings) -> DryRun:
     # Of files from all over the source, and not only of the first.
     heads = files[:: -(-len(files) // _HEADS)]
     with tempfile.TemporaryDirectory() as folder:
-        opened = open_source(source, settings, folder, heads)
-        source = opened.folder
+        source_contents = examine_source(source, settings, folder, heads)
+        source = source_contents.folder
         file_bytes = sum(file.size for file in files)
         sizes = sorted(file.size for file in source.by_name.values())
         caption_bytes = sum(file.size for file in source.caption_files)
@@ -244,7 +244,7 @@ def plan_or_estimate(place: str, settings: BuildSettings) -> DryRun:
                 num_shards=len(plan.tasks),
                 dropped=plan.dropped.counts,
             )
-        num_rows = opened.latents.num_rows * file_bytes // sum(file.size for file in heads)
+        num_rows = source_contents.latents.num_rows * file_bytes // sum(file.size for file in heads)
         check_build_memory(num_rows, settings.num_workers)
         num_bytes = caption_bytes + (0 if settings.in_place else file_bytes)
         return dataclasses.replace(dry_run, num_records=num_rows, num_bytes=num_bytes)

@@ -69,7 +69,7 @@ class BuildPlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class OpenedSource:
+class SourceContents:
     """The files of a source, and what their heads and schemas say."""
 
     folder: source_folder.SourceFolder
@@ -118,10 +118,10 @@ def make_plan(
     check_build_memory(0, settings.num_workers)
     # Of this build alone: another one of the same source must not remove what is read here.
     with locks.temporary_folder(cache_dir, 'heads-') as heads:
-        opened = open_source(source, settings, heads)
-        source, latents = opened.folder, opened.latents
+        source_contents = examine_source(source, settings, heads)
+        source, latents = source_contents.folder, source_contents.latents
         check_build_memory(latents.num_rows, settings.num_workers)
-        contents = _join_contents(opened, settings, scratch, cache_dir)
+        contents = _join_contents(source_contents, settings, scratch, cache_dir)
     if not settings.check_crc:
         logging.warning('check_crc is false: contents of .pt files are not compared with CRC-32s.')
     if not formats.has_checksums(latents.files[0]):
@@ -157,7 +157,7 @@ def make_plan(
         ),
         num_bytes=sum(task.num_bytes for task in tasks),
         latents=(latents.dtype, latents.shape),
-        caption_column=opened.caption_column,
+        caption_column=source_contents.caption_column,
         text=contents.text,
         dropped=dropped,
         source=record_source(source),
@@ -169,12 +169,12 @@ def make_plan(
     )
 
 
-def open_source(
+def examine_source(
     source: source_folder.SourceFolder,
     settings: BuildSettings,
     folder: str,
     files: Sequence[StoredFile] | None = None,
-) -> OpenedSource:
+) -> SourceContents:
     """Checks the schemas of captions, and the heads of some or all files of latents.
 
     Raises a ValueError with all faults that can be known without each other. `folder` is for heads.
@@ -202,7 +202,7 @@ def open_source(
         )
         latents = SourceLatents.read(files or source.latent_files, folder, options)
     faults.check()
-    return OpenedSource(source, tables, sidecar_files, latents)
+    return SourceContents(source, tables, sidecar_files, latents)
 
 
 def _find_texts(settings: BuildSettings) -> list[StoredFile]:
@@ -220,12 +220,12 @@ def _find_texts(settings: BuildSettings) -> list[StoredFile]:
 
 
 def _join_contents(
-    opened: OpenedSource, settings: BuildSettings, scratch: Scratch, cache_dir: str
+    source_contents: SourceContents, settings: BuildSettings, scratch: Scratch, cache_dir: str
 ) -> _RowContents:
     """Joins captions and texts to the rows of latents, or opens what an earlier build joined."""
     # Places follow the order of the shards: rows split by split. So the captions of a shard are
     # neighbours in the joined file, and a worker reads them in one piece.
-    source, latents = opened.folder, opened.latents
+    source, latents = source_contents.folder, source_contents.latents
     held_out = unit_hash(latents.keys) < settings.validation_fraction
     rows = np.concatenate([np.flatnonzero(x & ~latents.duplicate) for x in (~held_out, held_out)])
     places = np.full(len(latents.keys), -1)
@@ -236,7 +236,11 @@ def _join_contents(
     def keep(origin: list[Any], join: Callable[[str], None]) -> KeyedValues:
         return keyed_values.open_or_make(cache_dir, [*origin, keys_digest], join)
 
-    tables, column, sidecar_files = opened.captions, opened.caption_column, opened.sidecar_files
+    tables, column, sidecar_files = (
+        source_contents.captions,
+        source_contents.caption_column,
+        source_contents.sidecar_files,
+    )
     # Captions and labels in the files of latents have no version but that of these files.
     origin = json_digest.sha256([*latents.versions, *(file.path for file in latents.files)])
     if tables.files:

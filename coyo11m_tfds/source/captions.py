@@ -63,7 +63,7 @@ class CaptionFiles:
                 with keyed_parquet.naming_damage(file.path):
                     keys = keyed_parquet.find_key_column(arrow, key_column)
                 integers = [field.name for field in arrow if pa.types.is_integer(field.type)]
-                texts = [field.name for field in arrow if keyed_parquet.is_text(field.type)]
+                texts = [field.name for field in arrow if keyed_parquet.holds_text(field.type)]
                 caption = next((x for x in names if x in texts), '')
                 if not keys:
                     problem = f'{file.path} has no such integers, but {integers}: set key_column.'

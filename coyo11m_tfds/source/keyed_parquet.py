@@ -68,11 +68,11 @@ class KeyedFile:
             self._row_bytes = max(1, *means)
             self._rows_at_once = _ROWS_AT_ONCE
             # Arrow makes no dictionaries of differences.
-            if is_text(self.kind) and any(
+            if holds_text(self.kind) and any(
                 'DELTA' in e for chunk in chunks for e in chunk.encodings
             ):
                 self._rows_at_once = _DIFFERENCES_AT_ONCE
-            elif is_text(self.kind) and self._row_bytes < _REPEATED_BYTES:
+            elif holds_text(self.kind) and self._row_bytes < _REPEATED_BYTES:
                 self._file = open_parquet(path, read_dictionary=[self.column])
 
     def __enter__(self) -> Self:
@@ -154,14 +154,14 @@ class KeyedFile:
             )
 
 
-def is_text(kind: pa.DataType) -> bool:
+def holds_text(kind: pa.DataType) -> bool:
     """Whether a column of this type, or its dictionary, has any of Arrow's text types."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return str(kind) in ('string', 'large_string', 'string_view')
 
 
 def _can_be_keys(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or (is_text(kind) and not pa.types.is_dictionary(kind))
+    return pa.types.is_integer(kind) or (holds_text(kind) and not pa.types.is_dictionary(kind))
 
 
 def find_key_column(arrow: pa.Schema, key_column: str) -> str:
