@@ -25,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coyo11m_tfds.text import jax_encoder, language_model, model_encoder, text_encoders
+from tests.text import offline_hub
 
 CAPTIONS = [
     'a red circle',
@@ -446,6 +447,18 @@ np.save({str(tmp_path / 'embeddings.npy')!r}, encoder.encode({CAPTIONS!r}))
     subprocess.run([sys.executable, '-c', program], env=environment, check=True)
     expected = text_encoders.make_encoder(f'jax:{models / "text"}').encode(CAPTIONS)
     np.testing.assert_allclose(np.load(tmp_path / 'embeddings.npy'), expected, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_name_on_the_hub_is_a_model_in_the_cache(models, tmp_path):
+    commit = 'cd' * 20
+    offline_hub.put(models / 'qwen_causal', tmp_path, 'Qwen/Qwen3-0.6B', commit)
+    code = """
+        from coyo11m_tfds.text.text_encoders import make_encoder
+        encoder = make_encoder('jax:Qwen/Qwen3-0.6B')
+        print(encoder.name, encoder.revision, *encoder.encode(['a red circle']).shape)
+    """
+    assert offline_hub.run(code, tmp_path) == f'jax:Qwen/Qwen3-0.6B {commit} 1 64\n'
 
 
 @settings(deadline=None)
