@@ -131,8 +131,8 @@ class ImageCounts:
         facts += [f'{n:,} keys from {rule}' for rule, n in self.key_rules.most_common()]
         facts += [f'{self.num_without_caption:,} have no caption'] * bool(self.num_without_caption)
         lines = [', '.join(facts)]
-        for counts, what in ((self.small, 'left out'), (self.bad, 'bad')):
-            lines += [f'{counts.total():,} {what}: {self._list(counts)}'] * bool(counts)
+        for counts, kind in ((self.small, 'left out'), (self.bad, 'bad')):
+            lines += [f'{counts.total():,} {kind}: {self._list(counts)}'] * bool(counts)
         return '\n'.join(lines)
 
 
@@ -253,8 +253,8 @@ def encode(
     num_encoded = encoding.counts.shapes.total() - num_kept
     # Meanwhile other processes have made parts.
     encoding.read_records()
-    encoding.counts.check_bad(max_bad)
     missing = tuple(sorted({*range(len(parts))} - encoding.records.keys()))
+    encoding.counts.check_bad(max_bad, _MANY_IMAGES if missing else 0)
     if not encoding.counts.shapes and not missing:
         raise ValueError(f'{images}: no image is left. {encoding.counts}')
     if not missing:

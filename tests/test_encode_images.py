@@ -284,8 +284,10 @@ def test_bad_images_are_counted_and_named(encoder, tmp_path, monkeypatch):
 
 
 def test_too_many_bad_images_end_a_long_run_early(encoder, tmp_path, monkeypatch):
-    monkeypatch.setattr(encode_images, '_MANY_IMAGES', 8)
     source = write_with_bad(tmp_path / 'images', {f'0/{n}': data for n, data in BAD.items()})
+    # The images of one process of four are too few to tell.
+    assert encode(source, encoder, tmp_path / 'share', share=(0, 4)).counts.bad == {'empty': 1}
+    monkeypatch.setattr(encode_images, '_MANY_IMAGES', 8)
     with pytest.raises(ValueError, match='of 8 images are bad'):
         encode(source, encoder, tmp_path / 'out')
     assert len(list((tmp_path / 'out').glob('*.tar'))) == 1

@@ -120,7 +120,7 @@ class ImagePart(abc.ABC):
         """Yields the images in order, to be read within the `with` block.
 
         Raises a ValueError if a tar or a Parquet file is damaged, or if no image has the caption
-        column that was chosen.
+        column that the caller names.
         """
         with self._open_rows(scratch) as groups:
             yield itertools.chain.from_iterable(map(self._describe, groups))
@@ -177,12 +177,12 @@ class ImagePart(abc.ABC):
             def read() -> bytes:
                 raise problem
 
-        kept = {n: x for n, x in fields.items() if _is_number(x)}
+        values = {n: x for n, x in fields.items() if _is_number(x)}
         for column in [n for n, x in fields.items() if isinstance(x, str)]:
             text = fields[column]
             # All rows of a part are in memory: of other texts than captions a key is enough.
-            kept[column] = _cut(text) if column in self._columns else text[:_MAX_KEY]
-        return _Row(name, size, kept, read)
+            values[column] = _cut(text) if column in self._columns else text[:_MAX_KEY]
+        return _Row(name, size, values, read)
 
 
 def find_images(
@@ -365,8 +365,8 @@ class _ParquetPart(ImagePart):
             texts = [n for n, x in columns.items() if any(test(x) for test in is_text)]
             if _IMAGE not in columns:
                 raise ValueError(f'{name}: has no column {_IMAGE!r}; it has {[*columns]}.')
-            chosen, row = [_IMAGE, *numbers, *texts], itertools.count()
-            for batch in table.iter_batches(_ROWS_AT_ONCE, columns=chosen, use_threads=False):
+            names, row = [_IMAGE, *numbers, *texts], itertools.count()
+            for batch in table.iter_batches(_ROWS_AT_ONCE, columns=names, use_threads=False):
                 rows = []
                 for fields in batch.to_pylist():
                     image = fields.pop(_IMAGE)
