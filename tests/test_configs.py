@@ -92,7 +92,7 @@ def test_a_first_trial_needs_no_text_and_says_so(sample_source, tmp_path, caplog
     assert 'no text: the model learns to draw without captions' in caplog.text
     assert [*(tmp_path / 'W' / 'previews').iterdir()]
     with pytest.raises(ValueError, match='was trained without text and knows no captions'):
-        draw.load_encoder(draw.Artist(tmp_path / 'W').facts)
+        draw.load_caption_encoder(draw.Artist(tmp_path / 'W').facts)
     with pytest.raises(ValueError, match='was trained without text'):
         export.export(tmp_path / 'W', tmp_path / 'E')
 

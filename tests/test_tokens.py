@@ -68,7 +68,7 @@ def test_a_drawing_takes_its_captions_apart_itself(run, words):
         words.vocabulary,
         LENGTH,
     )
-    encoder = draw.load_encoder(artist.facts)
+    encoder = draw.load_caption_encoder(artist.facts)
     pictures = artist.draw(['a red circle', 'A RED CIRCLE!', 'a blue square'], encoder)
     assert pictures.shape == (3, 32, 32, 3)
     alone = artist.draw(['a blue square', 'a red circle', 'a blue square'], words)

@@ -92,7 +92,7 @@ def find_beginning(
         beginning = Beginning(description, 0, data, True)
         if not config.init_from:
             return beginning
-        source, misfits = _open_source(config.init_from, description, program)
+        source, misfits = _open_first_weights(config.init_from, description, program)
         return dataclasses.replace(beginning, source=source, misfits=misfits)
     saved = last.description
     check_resumable(saved, description, accept_changes, checkpoint_path=str(last.folder))
@@ -136,7 +136,7 @@ def _resume_position(saved: Mapping[str, Any], current: Mapping[str, Any]) -> di
     return {**current, 'step': saved['step'], 'samples': samples}
 
 
-def _open_source(
+def _open_first_weights(
     init_from: str, description: Description, program: Program
 ) -> tuple[SavedRun, Collection[str]]:
     """The checkpoint that `init_from` names, and the parameters that do not fit."""

@@ -18,7 +18,7 @@ from etils import epath
 
 from coyo11m_tfds import sample_data, schema
 from train_lib import previews, run, workdirs
-from train_lib.draw import Artist, load_encoder
+from train_lib.draw import Artist, load_caption_encoder
 
 FLAGS = flags.FLAGS
 
@@ -89,7 +89,7 @@ def main() -> None:
     folder = epath.Path(FLAGS.workdir) / previews.FOLDER
     workdirs.check_writable(folder)
     artist = Artist(FLAGS.workdir)
-    pictures = artist.draw(captions, load_encoder(artist.facts))
+    pictures = artist.draw(captions, load_caption_encoder(artist.facts))
     path = folder / 'held_out.png'
     previews.write_png(path, previews.make_grid([pictures], captions))
 

@@ -40,7 +40,7 @@ def check_device_memory(
 
 
 @contextlib.contextmanager
-def explain_errors(config: ml_collections.ConfigDict) -> Iterator[None]:
+def explain_out_of_memory(config: ml_collections.ConfigDict) -> Iterator[None]:
     """Raises a MemoryError, which says what would fit, if a device runs out of memory."""
     try:
         yield

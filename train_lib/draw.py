@@ -161,7 +161,7 @@ class Artist:
 # --- Captions ---------------------------------------------------------------------------------
 
 
-def load_encoder(facts: DatasetStats, spec: str = '') -> Encoder | Tokenizer:
+def load_caption_encoder(facts: DatasetStats, spec: str = '') -> Encoder | Tokenizer:
     """Loads the encoder, or the tokenizer, that made the texts of a data set.
 
     `spec` names it; with '' the metadata of the data set do, which do not hold a local folder.
@@ -262,7 +262,7 @@ def main() -> None:
     # Before minutes of drawing whose pictures could not be written.
     workdirs.check_writable(folder)
     artist = artist_of_flags()
-    encoder = load_encoder(artist.facts, artist.encoder or FLAGS.encoder)
+    encoder = load_caption_encoder(artist.facts, artist.encoder or FLAGS.encoder)
     pictures = artist.draw(captions, encoder)
     out = FLAGS.out or _free_path(folder / f'{name}_{artist.step:06}{_changes()}.png')
     previews.write_png(out, previews.make_grid([pictures], captions))

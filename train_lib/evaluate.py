@@ -229,7 +229,7 @@ def main() -> None:
     workdirs.check_writable(workdir / FOLDER)
     artist = draw.artist_of_flags()
     data = open_validation(FLAGS.data_dir or artist.data_dir, FLAGS.num_pictures)
-    text_encoder = draw.load_encoder(artist.facts, artist.encoder or FLAGS.encoder)
+    text_encoder = draw.load_caption_encoder(artist.facts, artist.encoder or FLAGS.encoder)
     # It imports torch, which takes seconds: not before the flags and the run are checked.
     from coyo11m_tfds.pictures.image_encoder import ImageEncoder
 

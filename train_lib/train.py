@@ -126,13 +126,13 @@ def train(
     with (
         signals.StopRequest() as stop,
         # The other processes wait for the first one in the manager, until it has failed.
-        contextlib.nullcontext() if jax.process_index() else workdirs.hold(setup.workdir),
+        contextlib.nullcontext() if jax.process_index() else workdirs.lock_workdir(setup.workdir),
         checkpoint.open_manager(
             setup.workdir, config.keep_checkpoints, config.keep_every
         ) as manager,
         # Inside of the manager, which would wait for the other processes.
         hosts.share_failures(),
-        device_memory.explain_errors(config),
+        device_memory.explain_out_of_memory(config),
     ):
         if (manager.latest_step() or 0) != beginning.step:
             raise OSError(

@@ -25,7 +25,7 @@ def check_writable(folder: epath.PathLike) -> None:
 
 
 @contextlib.contextmanager
-def hold(folder: epath.PathLike) -> Iterator[None]:
+def lock_workdir(folder: epath.PathLike) -> Iterator[None]:
     """Keeps other runs out of a folder; one process of a run calls this."""
     # A killed process releases the folder: on this machine at once, and on `gs://` after
     # `COYO11M_LEASE_SECONDS` (40) without a renewal.

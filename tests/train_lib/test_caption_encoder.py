@@ -70,7 +70,7 @@ def local(models):  # noqa: F811
 
 def test_classes_are_drawn_by_their_numbers():
     facts = facts_with('labels', '1', dim=0, vocabulary=10, text_max_tokens=1)
-    encoder = draw.load_encoder(facts)
+    encoder = draw.load_caption_encoder(facts)
     assert draw.encode_captions(facts, encoder, ['7', '0']).tolist() == [[7], [0]]
     with pytest.raises(ValueError, match="'10' has token 10, expected one of the 10 tokens"):
         draw.encode_captions(facts, encoder, ['3', '10'])
@@ -80,13 +80,13 @@ def test_classes_are_drawn_by_their_numbers():
 
 def test_a_local_model_has_to_be_given(local):
     with pytest.raises(ValueError, match=r'folder named text \(sha256:.*--encoder=hf:/path/to/te'):
-        draw.load_encoder(local)
+        draw.load_caption_encoder(local)
 
 
 def test_the_same_files_are_the_same_model_whatever_runs_them(local, models):  # noqa: F811
     captions = ['a b c', 'd']
-    theirs = draw.load_encoder(local, f'hf:{models}/text')
-    ours = draw.load_encoder(local, f'jax:{models}/text')
+    theirs = draw.load_caption_encoder(local, f'hf:{models}/text')
+    ours = draw.load_caption_encoder(local, f'jax:{models}/text')
     assert (theirs.name, ours.name) == ('hf:text', 'jax:text')
     assert theirs.max_tokens == ours.max_tokens == 20
     np.testing.assert_allclose(ours.encode(captions), theirs.encode(captions), atol=1e-4)
@@ -94,13 +94,13 @@ def test_the_same_files_are_the_same_model_whatever_runs_them(local, models):  #
 
 def test_embeddings_of_unknown_origin_need_an_encoder_of_their_size(caplog):
     with pytest.raises(ValueError, match='name it with --encoder'):
-        draw.load_encoder(facts_with('pt'))
-    assert draw.load_encoder(facts_with('pt'), 'hash').name == 'hash'
+        draw.load_caption_encoder(facts_with('pt'))
+    assert draw.load_caption_encoder(facts_with('pt'), 'hash').name == 'hash'
     assert 'does not say whether hash made' in caplog.text
     with pytest.raises(
         ValueError, match=r"'hash' of revision 1 encodes .*, but 'pt' made the texts"
     ):
-        draw.load_encoder(facts_with('pt', dim=7), 'hash')
+        draw.load_caption_encoder(facts_with('pt', dim=7), 'hash')
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_another_encoder_or_none_is_refused_on_resume(run, config_with):
 def test_a_drawing_encodes_its_captions_in_the_same_way(run, qwen_spec, tmp_path):
     artist = draw.Artist(run[0])
     assert artist.encoder == qwen_spec
-    tokenizer = draw.load_encoder(artist.facts, artist.encoder)
+    tokenizer = draw.load_caption_encoder(artist.facts, artist.encoder)
     pictures = artist.draw(CAPTIONS, tokenizer)
     assert pictures.shape == (4, 32, 32, 3)
     moved = shutil.copytree(qwen_spec.removeprefix('jax:'), tmp_path / 'qwen')

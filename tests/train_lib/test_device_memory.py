@@ -26,7 +26,7 @@ def test_an_allocation_that_fails_is_explained():
     message = r'^RESOURCE_EXHAUSTED: Out of memory allocating \d+ bytes\. Try .*accumulate=2'
     with (
         pytest.raises(MemoryError, match=message),
-        device_memory.explain_errors(small_config('D')),
+        device_memory.explain_out_of_memory(small_config('D')),
     ):
         jnp.zeros(too_much.shape, too_much.dtype).block_until_ready()
 
@@ -35,7 +35,7 @@ def test_other_errors_of_the_devices_stay_as_they_are():
     error = jax.errors.JaxRuntimeError('INTERNAL: another error')
     with (
         pytest.raises(jax.errors.JaxRuntimeError),
-        device_memory.explain_errors(small_config('')),
+        device_memory.explain_out_of_memory(small_config('')),
     ):
         raise error
 
@@ -62,7 +62,7 @@ def test_the_advice_follows_the_sizes_in_the_compilers_message(fields, flags):
     config.update_from_flattened_dict(fields)
     with (
         pytest.raises(MemoryError, match=f'^Used 36.63G of 15.75G. .*{flags}'),
-        device_memory.explain_errors(config),
+        device_memory.explain_out_of_memory(config),
     ):
         raise jax.errors.JaxRuntimeError(OF_V5E)
 
