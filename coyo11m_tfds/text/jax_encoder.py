@@ -279,7 +279,7 @@ class LanguageModelCheckpoint:
     def __init__(self, folder: Path) -> None:
         self.path = folder
         raw = json.loads((folder / 'config.json').read_text(encoding='utf-8'))
-        self.config = read_config(raw, str(folder / 'config.json'))
+        self.config = parse_model_config(raw, str(folder / 'config.json'))
         self.architecture = _ARCHITECTURES[raw['model_type']]
         index = folder / 'model.safetensors.index.json'
         paths = set(folder.glob('*.safetensors'))
@@ -322,8 +322,8 @@ class LanguageModelCheckpoint:
         return tokenizer, next((token for token in fillers if token is not None), _PADDING)
 
 
-def read_config(raw: Mapping[str, Any], name: str) -> language_model.LanguageModelConfig:
-    """Reads the content of config.json; for a multimodal model, the part for text.
+def parse_model_config(raw: Mapping[str, Any], name: str) -> language_model.LanguageModelConfig:
+    """Returns what config.json says; for a multimodal model, the part for text.
 
     Raises a ValueError, with the file's `name`, for models that would be computed wrongly.
     """

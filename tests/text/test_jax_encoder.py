@@ -276,7 +276,9 @@ def test_older_and_sparse_configurations_mean_what_they_mean_to_transformers():
     }
     theirs = transformers.Gemma3Config(**sparse).text_config
     kinds = tuple(kind == 'sliding_attention' for kind in theirs.layer_types)
-    assert jax_encoder.read_config(sparse, 'config.json') == language_model.LanguageModelConfig(
+    assert jax_encoder.parse_model_config(
+        sparse, 'config.json'
+    ) == language_model.LanguageModelConfig(
         vocab_size=theirs.vocab_size,
         width=2560,
         mlp_width=theirs.intermediate_size,
@@ -301,12 +303,12 @@ def test_older_and_sparse_configurations_mean_what_they_mean_to_transformers():
 
 def test_the_sizes_of_qwen_are_those_of_its_config_json():
     published = language_model.PUBLISHED['Qwen/Qwen3-0.6B']
-    assert jax_encoder.read_config(QWEN, 'config.json') == published
+    assert jax_encoder.parse_model_config(QWEN, 'config.json') == published
     params = jax.tree.leaves(language_model.abstract_params(published, jnp.bfloat16))
     assert sum(leaf.size for leaf in params) == 596_049_920
 
     fields = {'model_type': 'qwen3', 'rope_theta': 7.0}
-    sparse = jax_encoder.read_config(fields, 'config.json')
+    sparse = jax_encoder.parse_model_config(fields, 'config.json')
     theirs = transformers.Qwen3Config.from_dict(fields)
     for ours, name in jax_encoder._SIZES.items():
         assert getattr(sparse, ours) == getattr(theirs, name)
@@ -342,7 +344,7 @@ def test_the_sizes_of_qwen_are_those_of_its_config_json():
 def test_models_that_would_be_computed_wrongly_are_refused(kind, change, message):
     sizes = QWEN if kind == 'qwen3' else {}
     with pytest.raises(ValueError, match=rf'here\.json: .*{message}') as error:
-        jax_encoder.read_config({**sizes, 'model_type': kind, **change}, 'here.json')
+        jax_encoder.parse_model_config({**sizes, 'model_type': kind, **change}, 'here.json')
     assert '\n' not in str(error.value)
 
 
