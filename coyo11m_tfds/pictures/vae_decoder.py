@@ -72,7 +72,7 @@ def _scale_of_latents(model: str, config: Mapping[str, Any], maker: str) -> tupl
     if maker:
         try:
             is_maker = maker == model_files.public_name(model)
-            maker_config = config if is_maker else vae_files.read_config(maker)
+            maker_config = config if is_maker else vae_files.read_vae_config(maker)
             factor, shift = maker_config['scaling_factor'], maker_config.get('shift_factor')
             return float(factor), float(shift or 0)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

@@ -120,7 +120,7 @@ def read_vae(model: str, prefixes: tuple[str, ...]) -> StoredVae:
     return StoredVae(folder, commit, fields, kind, channels, weights)
 
 
-def read_config(model: str) -> Any:
+def read_vae_config(model: str) -> Any:
     """Returns the content of a VAE's config.json."""
     return json.loads((_fetch_vae(model)[0] / 'config.json').read_text(encoding='utf-8'))
 
