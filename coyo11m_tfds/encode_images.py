@@ -21,6 +21,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import math
@@ -204,14 +205,9 @@ def encode(
     ranks.check_share(share)
     check_out(out)
     errors.one_of(*_DTYPES).check('dtype', dtype)
-    errors.FieldRule('1 or 3', lambda x: x in (1, 3)).check('crops', crops)
     errors.FieldRule('from 0 to 1', lambda x: 0 <= x <= 1).check('max_bad', max_bad)
-    for name, value in (('size', size), ('max_pixels', max_pixels), ('part_images', part_images)):
-        errors.at_least(1).check(name, value)
-    shapes = pixels.bucket_shapes(size) if buckets else ((size, size),)
-    if buckets and len(shapes) == 1:
-        raise ValueError(f'size={size}: has only one bucket, expected e.g. 256, or no buckets.')
-    target = Target(shapes, crops, max_pixels)
+    errors.at_least(1).check('part_images', part_images)
+    target = _make_target(size, buckets, crops, max_pixels)
     parts = image_files.find_images(images, caption_column, part_images)
     encoder = vae_encoder.load_encoder(vae) if isinstance(vae, str) else vae
     if size % encoder.factor:
@@ -223,7 +219,7 @@ def encode(
     settings = {
         schema.META_VAE: encoder.name,
         'vae_revision': encoder.revision,
-        'shapes': [f'{height}x{width}' for height, width in shapes],
+        'shapes': [f'{height}x{width}' for height, width in target.shapes],
         'crops': crops,
         'moments': moments,
         'dtype': dtype,
@@ -234,22 +230,10 @@ def encode(
     encoding = _Encoding(out, settings, parts)
     encoding.begin()
     num_kept = encoding.counts.shapes.total()
-    numbers = range(len(parts))[share[0] :: share[1]]
-    num_bytes = sum(parts[number].num_bytes for number in numbers)
-    with (
-        scratch_folder(out, scratch_dir) as folder,
-        _Decoders(target, num_workers) as decoders,
-        Progress('Encoding images', num_bytes, 'B', {'parts': len(numbers)}) as progress,
-    ):
-        for number in numbers:
-            if number in encoding.records:
-                progress.skip(parts[number].num_bytes, parts=1)
-                continue
-            # Before more hours are spent.
-            encoding.counts.check_bad(max_bad, _MANY_IMAGES)
-            tars = _PartTars(folder, encoder, target, moments, dtype)
-            _encode_part(parts[number], tars, Scratch(folder), decoders, progress)
-            encoding.store_part(number, tars)
+    with scratch_folder(out, scratch_dir) as folder, _Decoders(target, num_workers) as decoders:
+        tars_of_part = functools.partial(_PartTars, folder, encoder, target, moments, dtype)
+        chosen_parts = {number: parts[number] for number in range(len(parts))[share[0] :: share[1]]}
+        _encode_parts(encoding, chosen_parts, tars_of_part, Scratch(folder), decoders, max_bad)
     num_encoded = encoding.counts.shapes.total() - num_kept
     # Meanwhile other processes have made parts.
     encoding.read_records()
@@ -263,10 +247,42 @@ def encode(
     return EncodingReport(encoding.counts, num_encoded, missing, encoder.name, seconds)
 
 
+def _make_target(size: int, buckets: bool, crops: int, max_pixels: int) -> Target:
+    errors.FieldRule('1 or 3', lambda x: x in (1, 3)).check('crops', crops)
+    errors.at_least(1).check('size', size)
+    errors.at_least(1).check('max_pixels', max_pixels)
+    shapes = pixels.bucket_shapes(size) if buckets else ((size, size),)
+    if buckets and len(shapes) == 1:
+        raise ValueError(f'size={size}: has only one bucket, expected e.g. 256, or no buckets.')
+    return Target(shapes, crops, max_pixels)
+
+
 def _describe_parts(parts: Sequence[ImagePart]) -> str:
     names = [sorted(part.files) for part in parts]
     digest = json_digest.sha256(names)[:16]
     return f'{sum(map(len, names))} files in {len(parts)} parts, digest {digest} of their names'
+
+
+def _encode_parts(
+    encoding: '_Encoding',
+    parts: Mapping[int, ImagePart],
+    make_tars: Callable[[], '_PartTars'],
+    scratch: Scratch,
+    decoders: '_Decoders',
+    max_bad: float,
+) -> None:
+    """Encodes the parts that are missing, in turn."""
+    num_bytes = sum(part.num_bytes for part in parts.values())
+    with Progress('Encoding images', num_bytes, 'B', {'parts': len(parts)}) as progress:
+        for number, part in parts.items():
+            if number in encoding.records:
+                progress.skip(part.num_bytes, parts=1)
+                continue
+            # Before more hours are spent.
+            encoding.counts.check_bad(max_bad, _MANY_IMAGES)
+            tars = make_tars()
+            _encode_part(part, tars, scratch, decoders, progress)
+            encoding.store_part(number, tars)
 
 
 def _encode_part(

@@ -114,7 +114,7 @@ def _describe_folder(
     path: str, files: Mapping[str, StoredFile], classes: tuple[int | None, ...]
 ) -> NpyFolder:
     blocks = sum(-(-file.size // tarfile.BLOCKSIZE) for file in files.values())
-    # Each file has a header, and a header and a block of JSON beside it. Two blocks are the end.
+    # Each file has a header, and a header and a block of JSON next to it. Two blocks are the end.
     size = (blocks + 3 * len(files) + 2) * tarfile.BLOCKSIZE
     size += -size % tarfile.RECORDSIZE
     listing = [[name, file.size, file.version] for name, file in files.items()]
