@@ -120,6 +120,18 @@ def test_the_column_of_keys(tmp_path, columns, key_column, chosen):
         CaptionFiles.choose(files, key_column, 'caption')
 
 
+@pytest.mark.parametrize('is_damaged', [True, False])
+def test_no_other_captions_take_the_place_of_some_that_cannot_be_read(tmp_path, is_damaged):
+    path, default = tmp_path / 'captions.parquet', schema.DEFAULT_CAPTION_COLUMN
+    first = ['good'] if is_damaged else [['no text']]
+    pq.write_table(pa.table({'key': [1], 'caption_llava': first, 'caption': ['bad']}), path)
+    if is_damaged:
+        path.write_bytes(path.read_bytes().replace(b'caption_llava', b'cappion_llava', 1))
+    message = 'cappion_llava.*caption_llava.*when it was written' if is_damaged else 'no such texts'
+    with pytest.raises(ValueError, match=rf'captions\.parquet.*{message}'):
+        CaptionFiles.choose(source_folder.find_captions(tmp_path, path.name).values(), '', default)
+
+
 def test_all_files_have_the_columns_of_the_first(tmp_path):
     pq.write_table(pa.table({'key': [1], 'text': ['a'], 'prompt': ['b']}), tmp_path / '1.parquet')
     pq.write_table(pa.table({'id': [1], 'caption': ['a']}), tmp_path / '2.parquet')

@@ -64,11 +64,11 @@ class CaptionFiles:
                     keys = keyed_parquet.find_key_column(arrow, key_column)
                 integers = [field.name for field in arrow if pa.types.is_integer(field.type)]
                 texts = [field.name for field in arrow if keyed_parquet.holds_text(field.type)]
-                caption = next((x for x in names if x in texts), '')
+                caption = next((x for x in names if x in arrow.names), '')
                 if not keys:
                     problem = f'{file.path} has no such integers, but {integers}: set key_column.'
                     faults.add(FieldError('key_column', key_column or schema.PARQUET_KEY, problem))
-                if not caption:
+                if caption not in texts:
                     problem = f'{file.path} has no such texts, but {texts}: set caption_column.'
                     faults.add(FieldError('caption_column', caption_column, problem))
                 faults.check()

@@ -53,7 +53,9 @@ class Build:
         finally:
             self._process.kill()
             self._process.join()
-        out, err = (pathlib.Path(self._folder, name).read_text() for name in ('out', 'err'))
+        # A process that was killed before its first line has neither.
+        files = (pathlib.Path(self._folder, name) for name in ('out', 'err'))
+        out, err = (file.read_text() if file.exists() else '' for file in files)
         shutil.rmtree(self._folder)
         return subprocess.CompletedProcess([], self._process.exitcode or 0, out, err)
 
