@@ -21,9 +21,6 @@ from train_lib import config_rules, models, sharding
 
 Batches = Iterator[dict[str, jax.Array]]
 
-# Fields of the block `data` that all splits are read with.
-_SHARED_OPTIONS = 'on_bad_records', 'max_bad_fraction', 'engine', 'verify', 'text'
-
 # The loss of a split with fewer records depends on which records it happens to hold.
 _FEW_RECORDS = 32
 _NO_TEXT = (
@@ -70,9 +67,15 @@ class TrainingData:
             seed=config.seed,
             features=(schema.KEY, schema.LATENTS, *self._text, *choices),
             counter=self._counter,
+            chunk=fields.chunk,
+            lanes=fields.lanes,
+            window=fields.window,
+            stages=fields.stages,
+            caption_dropout=fields.caption_dropout,
+            parallel_reads=fields.parallel_reads,
+            prefetch=fields.prefetch,
             **self._share,
-            **self._options('chunk', 'lanes', 'window', 'stages', 'caption_dropout'),
-            **self._options('parallel_reads', 'prefetch', *_SHARED_OPTIONS),
+            **self._shared_options,
         )
         if config.eval_every:
             self._check_split(schema.VALIDATION, 'eval_every', config.eval_every)
@@ -192,8 +195,10 @@ class TrainingData:
             features=(schema.KEY, schema.LATENTS, *self._text),
             # As many as training has.
             parallel_reads=config.data.parallel_reads * lanes_per_host,
+            chunk=self._config.data.chunk,
+            prefetch=self._config.data.prefetch,
             **self._share,
-            **self._options('chunk', 'prefetch', *_SHARED_OPTIONS),
+            **self._shared_options,
         )
 
     @functools.cached_property
@@ -204,7 +209,7 @@ class TrainingData:
             batch_size=self._config.preview.count,
             split=self._config.preview.split,
             features=(schema.LATENTS, *self._text, schema.CAPTION),
-            **self._options(*_SHARED_OPTIONS),
+            **self._shared_options,
         )
         batch = next(batches)
         mask = batch[input_pipeline.MASK]
@@ -215,7 +220,10 @@ class TrainingData:
             text=jax.device_put(text[mask], sharding.replicated(self._mesh)),
         )
 
-    def _options(self, *names: str) -> dict[str, Any]:
+    @property
+    def _shared_options(self) -> dict[str, Any]:
+        """The options that all splits are read with."""
+        names = 'on_bad_records', 'max_bad_fraction', 'engine', 'verify', 'text'
         return {name: self._config.data[name] for name in names}
 
     def _to_device(self, batches: Iterator[input_pipeline.Batch]) -> Batches:
