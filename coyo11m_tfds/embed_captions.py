@@ -57,22 +57,18 @@ class EmbeddingReport:
 
     def __str__(self) -> str:
         kept = f', {self.num_kept} were there already' if self.num_kept else ''
-        advice = missing = ''
+        advice = ''
         if 0 < self.longest < self.dim and not self.num_truncated:
             advice = (
                 f'; the longest has {self.longest} tokens, so that --max_tokens={self.longest} '
                 f'keeps all of them in {self.longest / self.dim:.0%} of the room'
             )
-        if self.missing_parts:
-            missing = (
-                f'; {len(self.missing_parts)} parts are missing, such as {self.missing_parts[0]}: '
-                'the other hosts make them, or the same command where they have ended'
-            )
         return (
             f'{self.num_captions} captions encoded by {self.encoder}, {self.dim} numbers each '
             f'({self.num_captions / self.seconds:.0f} captions/s){kept}; '
             f'{self.num_skipped} null, blank or too long ones and {self.num_duplicates} duplicates '
-            f'skipped, {self.num_truncated} truncated{advice}{missing}'
+            f'skipped, {self.num_truncated} truncated{advice}'
+            f'{ranks.describe_missing_parts(self.missing_parts)}'
         )
 
 
@@ -224,8 +220,7 @@ def main() -> None:
     add('--max_tokens', type=int, default=DEFAULT_MAX_TOKENS, help=hint)
     hint = 'most tokens in a forward pass, by default chosen for the device; fewer take less memory'
     add('--batch_tokens', type=int, help=hint)
-    hint = 'number of this process, from 0, and of all (by default from the launcher)'
-    add('--part', type=ranks.parse_share, metavar='I/N', help=hint)
+    ranks.add_share_flag(parser)
     hint = 'most captions of a part (%(default)s)'
     add('--part_captions', type=int, default=parts.PART_CAPTIONS, help=hint)
     add('--scratch_dir', default='', help='local folder for temporary files (in a local OUT)')

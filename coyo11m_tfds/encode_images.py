@@ -43,7 +43,7 @@ from coyo11m_tfds.pictures.vae_encoder import VaeEncoder
 from coyo11m_tfds.process import command_line, errors, machine, workers
 from coyo11m_tfds.process import job as ranks
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.source import image_files
+from coyo11m_tfds.source import image_files, tar_members
 from coyo11m_tfds.source.copied_files import CopiedFiles
 from coyo11m_tfds.source.image_files import ImagePart, SourceImage
 from coyo11m_tfds.storage import file_state, json_digest
@@ -148,15 +148,10 @@ class EncodingReport:
     seconds: float
 
     def __str__(self) -> str:
-        missing = ''
-        if self.missing_parts:
-            missing = (
-                f'; {len(self.missing_parts)} parts are missing, such as {self.missing_parts[0]}: '
-                'the other processes make them, or the same command where they have ended'
-            )
         return (
             f'{self.counts}\n{self.num_encoded:,} of them were encoded now by {self.vae} '
-            f'({self.num_encoded / self.seconds:.1f} images/s){missing}'
+            f'({self.num_encoded / self.seconds:.1f} images/s)'
+            f'{ranks.describe_missing_parts(self.missing_parts)}'
         )
 
 
@@ -326,7 +321,7 @@ class _Encoding:
                 path = self._folder.path_of(min(tars))
                 raise ValueError(f'{path}: is not of this command. Choose another folder for out.')
             self._write_settings('', is_complete=False)
-        settings = self._read(schema.ENCODING_FILE)
+        settings = self._parse(schema.ENCODING_FILE, self._folder.read(schema.ENCODING_FILE))
         settings.pop(schema.ENCODING_COMPLETE, None)
         self._check(schema.ENCODING_FILE, settings, self._settings)
         self.read_records()
@@ -335,9 +330,9 @@ class _Encoding:
         """Reads the records of finished parts; ValueError for one of another encoding."""
         self.records, self.counts = dict[int, dict[str, Any]](), ImageCounts()
         sizes = self._folder.sizes()
-        for name in sorted(self._folder.list(_PARTS)):
+        for name, data in sorted(self._folder.read_all(_PARTS).items()):
             path, number = f'{_PARTS}/{name}', int(name.partition('.')[0])
-            record = self._read(path)
+            record = self._parse(path, data)
             self._check(path, record['origin'], self._origin(number))
             if all(sizes.get(tar) == size for tar, size in record['tars'].items()):
                 self._add_record(number, record)
@@ -386,9 +381,9 @@ class _Encoding:
         name = os.path.join(sub_folder, schema.ENCODING_FILE)
         self._folder.write(name, json.dumps(settings, indent=1).encode())
 
-    def _read(self, name: str) -> dict[str, Any]:
+    def _parse(self, name: str, data: bytes | None) -> dict[str, Any]:
         try:
-            return json.loads(self._folder.read(name) or b'')
+            return json.loads(data or b'')
         except ValueError as error:
             path = self._folder.path_of(name)
             raise ValueError(f'{path}: is damaged ({error}). Remove it.') from None
@@ -465,10 +460,8 @@ class _PartTars:
             fields = {**image.numbers, schema.KEY: image.key, schema.CAPTION: image.caption}
             fields |= {'width': decoded.width, 'height': decoded.height, 'file': image.name}
             for suffix, data in (('npy', array.getvalue()), ('json', json.dumps(fields).encode())):
-                member = tarfile.TarInfo(f'{name}.{suffix}')
-                member.size = len(data)
                 with file_state.naming(self.paths[shape]):
-                    self._tars[shape].addfile(member, io.BytesIO(data))
+                    tar_members.add_member(self._tars[shape], f'{name}.{suffix}', data)
             self.counts.count(image, shape)
 
     def _rows(self, latents: np.ndarray, deviation: np.ndarray | None) -> np.ndarray:
@@ -597,8 +590,7 @@ def main() -> None:
     add('--max_bad', type=float, default=MAX_BAD, help=hint)
     default = Target._field_defaults['max_pixels']
     add('--max_pixels', type=int, default=default, help='most pixels of an image (%(default)s)')
-    hint = 'number of this process, from 0, and of all (by default from the launcher)'
-    add('--part', type=ranks.parse_share, metavar='I/N', help=hint)
+    ranks.add_share_flag(parser)
     hint = 'most images of a part, outside of tars and Parquet files (%(default)s)'
     add('--part_images', type=int, default=PART_IMAGES, help=hint)
     add('--num_workers', type=int, default=0, help='processes that decode (one on each core)')

@@ -1,7 +1,9 @@
 """The number of this process in its job, and the number of processes."""
 
+import argparse
 import os
 import sys
+from collections.abc import Sequence
 
 # Variables with the number of a process and the count of all, of torchrun and its kin, Slurm's
 # srun, Open MPI's mpirun; the first that is set counts.
@@ -47,8 +49,13 @@ def index_on_machine() -> int:
     return next((int(number) for number in numbers if number.isdecimal()), 0)
 
 
-def parse_share(text: str) -> tuple[int, int]:
-    """Parses the `I/N` of a flag: the number of this process, from 0, and of all."""
+def add_share_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds `--part=I/N` of programs whose processes share the parts of their output."""
+    hint = 'number of this process, from 0, and of all (by default from the launcher)'
+    parser.add_argument('--part', type=_parse_share, metavar='I/N', help=hint)
+
+
+def _parse_share(text: str) -> tuple[int, int]:
     index, count = text.split('/')
     return int(index), int(count)
 
@@ -57,3 +64,13 @@ def check_share(share: tuple[int, int]) -> None:
     """Raises a ValueError for a wrong `(number, count)`."""
     if not 0 <= share[0] < share[1]:
         raise ValueError(f'part {share[0]}/{share[1]}: expected I/N with I from 0 to N - 1.')
+
+
+def describe_missing_parts(parts: Sequence[object]) -> str:
+    """Returns the end of a report about parts that other processes have to make; '' for none."""
+    if not parts:
+        return ''
+    return (
+        f'; {len(parts)} parts are missing, such as {parts[0]}: the other processes make them, or '
+        'the same command where they have ended'
+    )

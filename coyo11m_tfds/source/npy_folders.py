@@ -9,7 +9,6 @@ To fetch it is to pack it into a tar that `TarFile` reads, with the number of ea
 
 import concurrent.futures
 import dataclasses
-import io
 import json
 import os
 import re
@@ -17,6 +16,7 @@ import tarfile
 from collections.abc import Mapping
 
 from coyo11m_tfds import schema, storage
+from coyo11m_tfds.source import tar_members
 from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.base import Storage
 from coyo11m_tfds.storage.file_state import FileState, OnBytes, ignore_bytes
@@ -52,9 +52,7 @@ class NpyFolder(StoredFile):
             for name, label, content in zip(files, self.classes, contents, strict=True):
                 fields = json.dumps(_json_fields(name, label)).encode()
                 for member, data in ((name, content), (f'{name[:-4]}.json', fields)):
-                    info = tarfile.TarInfo(member)
-                    info.size = len(data)
-                    tar.addfile(info, io.BytesIO(data))
+                    tar_members.add_member(tar, member, data)
         on_bytes(self.size)
         return FileState(self.size, -1)
 

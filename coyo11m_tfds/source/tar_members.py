@@ -1,5 +1,6 @@
 """The members of a tar, listed without a look at their contents; only headers have checksums."""
 
+import io
 import os
 import tarfile
 from collections.abc import Callable, Iterator
@@ -53,6 +54,13 @@ def list_members(path: str, size: int, read: ReadRange) -> Iterator[tuple[str, i
     padding = size - offset
     if not _BLOCK <= padding <= _MAX_TEXT or any(read(offset, padding)):
         raise _damaged(path, 'its end mark is not at its end')
+
+
+def add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    """Appends a file without a time or an owner, so that equal contents make equal tars."""
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    tar.addfile(member, io.BytesIO(data))
 
 
 def _parse_pax(path: str, start: int, data: bytes) -> dict[str, str]:
