@@ -225,10 +225,8 @@ def plan_or_estimate(place: str, settings: BuildSettings) -> DryRun:
         file_bytes = sum(file.size for file in files)
         sizes = sorted(file.size for file in source.by_name.values())
         caption_bytes = sum(file.size for file in source.caption_files)
-        kind, and_captions = (
-            os.path.splitext(files[0].path)[1],
-            ' and captions' * bool(caption_bytes),
-        )
+        kind = os.path.splitext(files[0].path)[1]
+        and_captions = ' and captions' * bool(caption_bytes)
         dry_run = DryRun(
             source=f'{len(files)} {kind} files{and_captions}, {format_bytes(sum(sizes))}',
             scratch_bytes=caption_bytes + (sum(sizes[-_FETCHED_AT_ONCE:]) if is_remote else 0),

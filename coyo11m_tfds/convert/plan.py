@@ -236,11 +236,8 @@ def _join_contents(
     def keep(origin: list[Any], join: Callable[[str], None]) -> KeyedValues:
         return keyed_values.open_or_make(cache_dir, [*origin, keys_digest], join)
 
-    tables, column, sidecar_files = (
-        source_contents.captions,
-        source_contents.caption_column,
-        source_contents.sidecar_files,
-    )
+    tables, sidecar_files = source_contents.captions, source_contents.sidecar_files
+    column = source_contents.caption_column
     # Captions and labels in the files of latents have no version but that of these files.
     origin = json_digest.sha256([*latents.versions, *(file.path for file in latents.files)])
     if tables.files:

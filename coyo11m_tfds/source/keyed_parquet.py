@@ -191,7 +191,7 @@ def read_schema(file: StoredFile) -> pa.Schema:
         if footer > len(tail):
             tail = read_tail(footer)
         metadata = pq.read_metadata(pa.BufferReader(tail))
-        _check_names(metadata)
+        _check_noted_names(metadata)
         return metadata.schema.to_arrow_schema()
 
 
@@ -234,11 +234,11 @@ def open_parquet(path: str, **options: Any) -> pq.ParquetFile:
     # file as has been read (4.8 GB of 5.2 GB, against 0.15 GB), and be no faster.
     options |= {'memory_map': False, 'pre_buffer': False, 'buffer_size': 1 << 20}
     file = pq.ParquetFile(path, page_checksum_verification=True, **options)
-    _check_names(file.metadata)
+    _check_noted_names(file.metadata)
     return file
 
 
-def _check_names(metadata: pq.FileMetaData) -> None:
+def _check_noted_names(metadata: pq.FileMetaData) -> None:
     """Raises a ValueError if the names of columns are not those that Arrow noted when it wrote."""
     # The end of a file has no checksum, and with a damaged name another column of captions would be
     # the first that exists.
