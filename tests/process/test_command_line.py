@@ -30,11 +30,11 @@ with command_line.ends_in_one_line('nothing is lost', status=3):
         os.kill(os.getpid(), signal.SIGBUS)
     if what == 'has a bug':
         raise KeyError('x')
-    if what == 'collects':
-        once = ['collects']
-        gc.callbacks.append(lambda *_: once and wait(once.pop()))
-        gc.collect()
     try:
+        if what == 'collects':
+            once = ['collects']
+            gc.callbacks.append(lambda *_: once and wait(once.pop()))
+            gc.collect()
         wait('works')
     finally:
         if what == 'clears up':
