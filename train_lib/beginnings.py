@@ -1,7 +1,4 @@
-"""The start of a run: its own last checkpoint, another run's weights, or a random state.
-
-`find_beginning` makes all checks before the run reads weights or writes anything.
-"""
+"""The start of a run: its own last checkpoint, another run's weights, or a random state."""
 
 import dataclasses
 import json
@@ -76,7 +73,7 @@ def find_beginning(
     program: Program,
     accept_changes: Collection[str] = (),
 ) -> Beginning:
-    """Finds the start of a run, and checks that it fits."""
+    """Finds the start of a run, and checks that it fits; reads no weights, and writes nothing."""
     encoder = program.encoder
     identity = {'encoder': {'name': encoder.name, 'revision': encoder.revision}} if encoder else {}
     description = Description(

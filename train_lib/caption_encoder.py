@@ -1,9 +1,6 @@
-"""Loads the frozen text encoder that the step applies to token ids.
+"""Loads the frozen text encoder that the step applies to token ids."""
 
-Another model of the same name would give other embeddings or ids, and so pictures that do not match
-their captions. So `check_same_encoder` compares the name and the revision (a commit, or a digest of
-the files) with those in the data set's metadata. This module imports neither TensorFlow nor torch.
-"""
+# Imports neither TensorFlow nor torch: steps can be measured with JAX alone.
 
 import dataclasses
 from typing import Any
@@ -114,6 +111,8 @@ def check_same_encoder(
     facts: DatasetStats, name: str, revision: str = '', vocabulary: int = 0
 ) -> None:
     """Raises a ValueError for another encoder; '' and 0 stand for what is not known."""
+    # Another model of the same name would give other embeddings or ids, and so pictures that do not
+    # match their captions: the revision is a commit, or a digest of the files.
     same_name = _model_name(name) == _model_name(facts.text_encoder)
     same_revision = '' in (revision, facts.text_revision) or revision == facts.text_revision
     if not (same_name and same_revision and vocabulary in (0, facts.vocabulary)):

@@ -1,7 +1,4 @@
-"""Checkpoints of a run: the run saves and restores them, and other programs read them.
-
-A checkpoint has a record of its files, which is compared before anything is restored.
-"""
+"""Checkpoints of a run: the run saves and restores them, and other programs read them."""
 
 import asyncio
 import contextlib
@@ -61,10 +58,7 @@ class Description:
 def open_manager(
     workdir: epath.PathLike, keep: int, keep_every: int = 0
 ) -> Iterator[ocp.CheckpointManager]:
-    """Opens `workdir/checkpoints` for the run itself; its end waits for the thread that saves.
-
-    It keeps the last `keep` checkpoints, and those of multiples of the step `keep_every` (0: none).
-    """
+    """Opens `workdir/checkpoints` to keep the last ones, and the multiples of `keep_every`."""
     policies = [ocp.checkpoint_managers.LatestN(keep)]
     if keep_every:
         policies.append(ocp.checkpoint_managers.EveryNSteps(keep_every))
@@ -109,16 +103,12 @@ def save_step(
     manager: ocp.CheckpointManager,
     step: int,
     state: Any,
-    window: Any,
+    window: Any,  # metrics of an unfinished log window
     description: Description,
     *,
-    interrupted: bool = False,
+    interrupted: bool = False,  # whether hooks that are due after this step were not called
 ) -> None:
-    """Copies the arrays to the host and starts to save them; does nothing if this step is saved.
-
-    `window` holds the metrics of an unfinished log window; `interrupted` says that some hooks that
-    are due after this step have not been called.
-    """
+    """Copies the arrays to the host and starts to save them; does nothing if this step is saved."""
     if manager.latest_step() == step:
         return
     items = {
@@ -146,10 +136,7 @@ def wait_until_saved(manager: ocp.CheckpointManager) -> None:
 def restore_last(
     manager: ocp.CheckpointManager, state: Any, window: Any
 ) -> tuple[Any, Any, bool] | None:
-    """Restores `(state, window, interrupted)` of the last checkpoint; None without one.
-
-    `state` and `window` are pytrees with the shapes and the shardings to restore to.
-    """
+    """Restores `(state, window, interrupted)` of the last checkpoint; None without one."""
     step = manager.latest_step()
     if step is None:
         return None
@@ -212,7 +199,10 @@ def open_run(place: epath.PathLike) -> 'SavedRun':
     workdir, at, step = os.fspath(place).rpartition('@')
     if not (at and step.isdecimal()):
         workdir, step = os.fspath(place), ''
-    workdirs.check_readable(workdir)
+    folder = storage.open_folder(workdir, to_write=True)
+    if not folder.exists():
+        raise FileNotFoundError(f'{workdir}: there is no such folder.')
+    folder.list()  # which may not be allowed
     steps = _list_steps(workdir)
     if not steps:
         raise ValueError(f'{workdir} holds no checkpoint: train first, or name another workdir.')

@@ -1,7 +1,6 @@
 """Rules for the fields of a configuration, and the fields that a resumed run compares.
 
-Other modules check whether the fields fit the data and the devices. Readers, the optimizer and the
-model check their own fields.
+Readers, the optimizer and the model check their own fields.
 """
 
 import math

@@ -35,11 +35,9 @@ _STEP = 0.5  # pixels from one centre to the next
 def score_pictures(
     pictures: np.ndarray, scenes: Sequence[sample_data.Scene]
 ) -> dict[str, np.ndarray]:
-    """Says of pictures, uint8 `(n, 32, 32, 3)`, what of their captions they show, as bool `(n,)`.
-
-    The shape of a picture is that of the outline, of all at the places and in the sizes that occur
-    in the data, with the largest overlap (intersection over union) with the shape's colour.
-    """
+    """Says what of their captions pictures, uint8 `(n, 32, 32, 3)`, show: bool `(n,)` by name."""
+    # A picture shows the shape whose outline, at some place and in some size that occur in the
+    # data, has the largest overlap with the shape's colour.
     pairs = [sample_data.drawn_colours(picture) for picture in pictures]
     overlaps = np.stack([_overlaps(*x) for x in zip(pictures, pairs, strict=True)])
     expected = np.array([sample_data.SHAPES.index(scene.shape) for scene in scenes])

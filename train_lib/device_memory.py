@@ -17,10 +17,7 @@ from train_lib import models
 def check_device_memory(
     config: ml_collections.ConfigDict, step: Any, *arguments: Any, free: int | None = None
 ) -> None:
-    """Raises a MemoryError, which says what would fit, if a step takes more than a device has left.
-
-    `free` are the bytes that are free on a device; None for those that it reports.
-    """
+    """Raises a MemoryError, which says what would fit, if a step takes more than a device has."""
     # JAX keeps what is compiled here for the calls of the step.
     sizes: Any = step.func.lower(*step.args, *arguments).compile().memory_analysis()
     nbytes = sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes

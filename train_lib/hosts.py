@@ -1,8 +1,4 @@
-"""The hosts of a run: how they join, and how all end when one of them fails.
-
-If one process fails, the others end at once and name it; else they would wait for minutes in a
-computation that needs all processes, and then abort.
-"""
+"""The hosts of a run: how they join, and how all end when one of them fails."""
 
 import contextlib
 import os
@@ -54,6 +50,7 @@ def join_hosts(
 @contextlib.contextmanager
 def share_failures() -> Iterator[None]:
     """Ends this process when another one fails here, and the others when this one does."""
+    # Else they would wait for minutes in a computation that needs all processes, and then abort.
     # All end by `os._exit(1)`: processes that wait for each other cannot unwind. A block whose end
     # would wait so needs a nested context.
     import jax

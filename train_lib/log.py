@@ -1,7 +1,6 @@
 """The log of a run: an introduction, averages over windows of steps, and times.
 
-docs/training.md explains each scalar. Rates and times leave out the first step, which includes the
-compilation. The host fetches the metrics of a window after it has dispatched the next step.
+docs/training.md explains each scalar.
 """
 
 import collections

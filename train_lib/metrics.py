@@ -9,7 +9,6 @@ from clu import metrics as clu_metrics
 # The evaluation loss is also computed for each quarter of time: bin i holds t in [i/4, (i+1)/4).
 NUM_TIME_BINS = 4
 
-
 # Jitted, because a collection is a dozen small arrays: one dispatch instead of one for each.
 merge = jax.jit(lambda merged, update: merged.merge(update))
 
@@ -81,14 +80,12 @@ def _time_bin(index: int) -> type[_Mean]:
 
 @flax.struct.dataclass
 class EvalMetrics(clu_metrics.Collection):
-    """Metrics of evaluation, over the samples of the mask; a time bin without samples is NaN.
-
-    `text_gain` is the loss with the text of another sample minus that with the own text.
-    """
+    """Metrics of evaluation, over the samples of the mask; a time bin without samples is NaN."""
 
     loss: clu_metrics.Average.from_output('loss')
     loss_t0: _time_bin(0)
     loss_t1: _time_bin(1)
     loss_t2: _time_bin(2)
     loss_t3: _time_bin(3)
+    # The loss with the text of another sample minus that with the own text.
     text_gain: _mean_of('text_gain', 'has_other_text')

@@ -1,8 +1,6 @@
 """The placement of arrays on devices: the mesh, and one rule that maps shapes to shardings.
 
-The mesh has two axes: a batch is split over both, large parameters only over `fsdp`. With `fsdp=1`
-this is plain data parallelism. The whole state (weights, their average, the optimizer's moments)
-follows the same rule, because moments have the shapes of their weights.
+The mesh has two axes: a batch is split over both, large arrays of the state only over `fsdp`.
 """
 
 import math

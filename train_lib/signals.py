@@ -30,10 +30,8 @@ class BrokenOff(BaseException):
 
 
 def install(status: int | None = None) -> None:
-    """Makes signals end the process at once with one line, as long as nothing must be saved.
-
-    The exit status is `status` of the last call; for None, 128 plus the number of the signal.
-    """
+    """Makes signals end the process with a line and `status`, as long as nothing must be saved."""
+    # Another call only changes the status.
     is_first_call = not _exit_status
     _exit_status.update({number: 128 + number if status is None else status for number in _SIGNALS})
     if not is_first_call:

@@ -1,5 +1,6 @@
 """The state of training, a plain pytree of arrays: how it begins, and the optimizer's updates."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,6 @@ import jax.numpy as jnp
 import optax
 
 from coyo11m_tfds.process.errors import FieldError
-from train_lib import muon
 
 _DECAY_SHARE = 0.3  # of a run, for the schedule `wsd`
 
@@ -32,11 +32,7 @@ class TrainState(flax.struct.PyTreeNode):
 def make_schedule(
     name: str, *, num_steps: int, learning_rate: float, warmup_steps: int
 ) -> optax.Schedule:
-    """Returns the learning rate as a function of the step: linear warm-up, then `name`.
-
-    `wsd` (warm-up, stable, decay) is constant, then linear to 0 over the last 30% of the run, as in
-    Hägele et al., arXiv:2405.18392.
-    """
+    """Returns the learning rate as a function of the step: linear warm-up, then `name`."""
     if not 0 <= warmup_steps < num_steps:
         problem = f'expected at least 0 and less than num_steps={num_steps}'
         raise FieldError('optimizer.warmup_steps', warmup_steps, problem)
@@ -45,7 +41,7 @@ def make_schedule(
         decay = optax.cosine_decay_schedule(learning_rate, num_steps - warmup_steps)
     elif name == 'constant':
         decay = optax.constant_schedule(learning_rate)
-    elif name == 'wsd':
+    elif name == 'wsd':  # warm-up, stable, decay: Hägele et al., arXiv:2405.18392
         decay_steps = round(_DECAY_SHARE * num_steps)
         stable_steps = max(num_steps - warmup_steps - decay_steps, 0)
         decay = optax.linear_schedule(learning_rate, 0.0, decay_steps, stable_steps)
@@ -68,12 +64,9 @@ def make_optimizer(
     clip_norm: float,
     **muon_options: Any,
 ) -> tuple[optax.Schedule, optax.GradientTransformation]:
-    """Returns AdamW, or Muon for the kernels of blocks, after clipping, and AdamW's learning rate.
-
-    AdamW: Loshchilov and Hutter, arXiv:1711.05101. Muon: `train_lib/muon.py`; AdamW trains all
-    other parameters, and the kernels of the modulation. Weight decay applies to kernels, and not to
-    biases, scales and the vector for no text.
-    """
+    """Returns AdamW, or `muon` for some kernels, after clipping; and AdamW's learning rate."""
+    # Loshchilov and Hutter, arXiv:1711.05101. Weight decay applies to kernels, and not to biases,
+    # scales and the vector for no text.
     adamw_rate, muon_rate = (
         make_schedule(schedule, num_steps=num_steps, learning_rate=x, warmup_steps=warmup_steps)
         for x in (learning_rate, muon_learning_rate)
@@ -84,7 +77,7 @@ def make_optimizer(
         return adamw_rate, optax.chain(clip, adamw)
     if name != 'muon':
         raise FieldError('optimizer.name', name, "expected 'adamw' or 'muon'")
-    orthogonal = muon.muon(muon_rate, weight_decay=weight_decay, **muon_options)
+    orthogonal = muon(muon_rate, weight_decay=weight_decay, **muon_options)
     by_kind = optax.partition({True: orthogonal, False: adamw}, mask_muon_kernels)
     return adamw_rate, optax.chain(clip, by_kind)
 
@@ -132,3 +125,75 @@ def make_init(
 def _mask_kernels(params: Any) -> Any:
     # By name and not by rank: the scanned blocks stack their biases to matrices.
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == 'kernel', params)
+
+
+# --- Muon ---------------------------------------------------------------------------------------
+
+# Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024): Nesterov momentum, in
+# float32, and five steps of a Newton-Schulz iteration with his coefficients, which bring singular
+# values to between 0.5 and 1.5. Updates are scaled to the root mean square of AdamW's, as in Liu et
+# al., arXiv:2502.16982.
+_MUON_MOMENTUM = 0.95
+_NUM_STEPS = 5
+_COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the first, third and fifth power
+_ADAMW_RMS = 0.2
+# Matrices side by side in a kernel, by the name of its module: queries, keys and values.
+_SIDE_BY_SIDE = {'qkv': 3, 'words': 2}
+
+MapMatrices = Callable[[Callable[[jax.Array], jax.Array], jax.Array], jax.Array]
+
+
+def muon(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    weight_decay: float,
+    dtype: jnp.dtype | str = jnp.float32,
+    map_matrices: MapMatrices = lambda function, stack: function(stack),
+) -> optax.GradientTransformation:
+    """Returns the optimizer of a pytree of kernels `(..., in, out)`, of which each is a stack.
+
+    Its steps go along momentum whose singular values are all brought near 1. A kernel in a module
+    `qkv` or `words` is three or two matrices side by side, each of which is orthogonalized for
+    itself: its update is as large as that of any other matrix, and the values' gradient does not
+    decide the direction of the queries'. Matrices are iterated and moved between devices in
+    `dtype`; bfloat16 is Jordan's.
+    """
+
+    def direction(path: Any, momentum: jax.Array) -> jax.Array:
+        count = _SIDE_BY_SIDE.get(path[-2].key, 1)
+        rows, columns = momentum.shape[-2], momentum.shape[-1] // count
+        if columns * count != momentum.shape[-1]:
+            raise ValueError(
+                f'{jax.tree_util.keystr(path)} is {momentum.shape}: in a module named '
+                f'{path[-2].key!r}, Muon expects {count} matrices side by side; rename the module'
+            )
+
+        def orthogonalize_each(kernels: jax.Array) -> jax.Array:
+            matrices = kernels.reshape(-1, rows, count, columns).swapaxes(1, 2)
+            return orthogonalize(matrices).swapaxes(1, 2).reshape(kernels.shape)
+
+        # Cast before the matrices move between devices: half of the bytes in bfloat16.
+        update = map_matrices(orthogonalize_each, momentum.astype(dtype)).astype(momentum.dtype)
+        return _ADAMW_RMS * math.sqrt(max(rows, columns)) * update
+
+    return optax.chain(
+        optax.trace(_MUON_MOMENTUM, nesterov=True),
+        optax.stateless(lambda momenta, _: jax.tree_util.tree_map_with_path(direction, momenta)),
+        optax.add_decayed_weights(weight_decay),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def orthogonalize(matrices: jax.Array) -> jax.Array:
+    """Returns matrices `(..., rows, columns)` with singular values near 1; zeros stay zeros."""
+    # A wide matrix has the smaller product with its transpose.
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices
+    # The iteration converges for singular values up to 1, which this norm bounds.
+    norms = jnp.linalg.norm(x.astype(jnp.float32), axis=(-2, -1), keepdims=True)
+    x = (x / jnp.maximum(norms, 1e-20)).astype(matrices.dtype)
+    first, third, fifth = _COEFFICIENTS
+    for _ in range(_NUM_STEPS):
+        square = x @ x.mT
+        x = first * x + (third * square + fifth * square @ square) @ x
+    return x.mT if is_tall else x

@@ -44,15 +44,11 @@ def make_train_step(
     stats: DatasetStats,
     encoder: StepEncoder | None = None,
 ) -> Callable[..., tuple[TrainState, TrainMetrics]]:
-    """Returns a function from frozen weights, a state and a batch to the next state and metrics.
-
-    Noise and times depend only on seed and step, so a resumed run repeats them exactly. A step
-    whose loss or gradient is not finite, or whose batch has no samples, only counts itself; the
-    former also counts as skipped.
-    """
+    """Returns a function from frozen weights, a state and a batch to the next state and metrics."""
     conditions = ('drop_text', 'crop') if getattr(model, 'crops', 1) > 1 else ('drop_text',)
 
     def train_step(frozen: Any, state: TrainState, batch: Batch) -> tuple[TrainState, TrainMetrics]:
+        # Functions of seed and step alone, so a resumed run repeats noise and times exactly.
         rng = jax.random.fold_in(jax.random.key(config.seed), state.step)
         noise_rng, time_rng = jax.random.split(rng)
         latents = batch['latents']
@@ -120,11 +116,7 @@ def make_eval_step(
     stats: DatasetStats,
     encoder: StepEncoder | None = None,
 ) -> Callable[..., EvalMetrics]:
-    """Returns a function from frozen weights, weights and a batch to metrics of the batch.
-
-    The loss of a split does not depend on its order, the batch size or the number of hosts; the
-    gain from texts does, because it uses the text of the previous sample in the batch.
-    """
+    """Returns a function from frozen weights, weights and a batch to metrics of the batch."""
 
     def eval_step(frozen: Any, params: Any, batch: Batch) -> EvalMetrics:
         x = flow.standardize_latents(batch['latents'], stats)
@@ -136,7 +128,8 @@ def make_eval_step(
 
         mask, raw = batch['mask'], _raw_text(batch, len(x))
         texts = prepare_text(stats, encoder, frozen, raw), batch.get('drop_text')
-        # Each sample also gets the text of the one before, which only real samples have.
+        # Each sample also gets the text of the one before, which only real samples have. So the
+        # gain from texts depends on the order of samples, while their loss does not.
         other_mask, others = jax.tree.map(lambda rows: jnp.roll(rows, 1, axis=0), (mask, texts))
         loss = losses(*texts)
         return EvalMetrics.single_from_model_output(
@@ -161,10 +154,7 @@ def make_draw(
     stats: DatasetStats,
     encoder: StepEncoder | None,
 ) -> Callable[..., jax.Array]:
-    """Returns a function from `(frozen, params, texts, first)` to raw latents `(n, C, H, W)`.
-
-    The noise of a picture is a function of the seed and of its number, `first` for the first row.
-    """
+    """Returns a function from `(frozen, params, texts, first)` to raw latents `(n, C, H, W)`."""
     _, channels, height, width = stats.latents_shape
     settings = sampling_settings(config.preview)
     # A model that has seen no texts has not learned to ignore one.
@@ -172,6 +162,7 @@ def make_draw(
         settings['guidance'] = 1.0
 
     def draw(frozen: Any, params: Any, texts: jax.Array, first: int | jax.Array) -> jax.Array:
+        # A function of the seed and the picture's number, which is `first` for the first row.
         def make_noise(number: jax.Array) -> jax.Array:
             rng = jax.random.fold_in(jax.random.key(config.seed), number)
             return jax.random.normal(rng, (height, width, channels))

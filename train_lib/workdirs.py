@@ -1,7 +1,4 @@
-"""The folder of a run, local or `gs://`: its absolute path, its checks and its lock.
-
-Check it before TensorFlow writes logs, which silently retries a bucket that does not exist.
-"""
+"""The folder of a run, local or `gs://`: its absolute path, its check and its lock."""
 
 import contextlib
 from collections.abc import Iterator
@@ -21,6 +18,7 @@ def absolute(folder: epath.PathLike) -> epath.Path:
 
 def check_writable(folder: epath.PathLike) -> None:
     """Checks that files can be made and removed in a folder, which need not exist yet."""
+    # Before TensorFlow writes logs, which silently retries a bucket that does not exist.
     storage.open_folder(folder, to_write=True).check_writable()
 
 
@@ -39,11 +37,3 @@ def lock_workdir(folder: epath.PathLike) -> Iterator[None]:
                 raise
             logging.warning('%s: its file system has no locks; let no other run use it.', folder)
         yield
-
-
-def check_readable(folder: epath.PathLike) -> None:
-    """Checks that a folder exists and can be listed; raises the errors of `check_writable`."""
-    opened = storage.open_folder(folder, to_write=True)
-    if not opened.exists():
-        raise FileNotFoundError(f'{folder}: there is no such folder.')
-    opened.list()  # which may not be allowed

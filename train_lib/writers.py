@@ -1,7 +1,4 @@
-"""Writers of a run's scalars, pictures and texts: TensorBoard and, if chosen, Weights & Biases.
-
-To add a writer, add a `clu.metric_writers.MetricWriter` to the list in `make_writer`.
-"""
+"""Writers of a run's scalars, pictures and texts: TensorBoard and, if chosen, Weights & Biases."""
 
 import contextlib
 import html

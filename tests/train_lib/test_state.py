@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests import runs
-from train_lib import beginnings, muon, state
+from train_lib import beginnings, state
 from train_lib.models import dit
 
 LAYERS, WIDTH = 2, 16
@@ -63,7 +63,7 @@ def test_muon_moves_each_matrix_by_a_nearly_orthogonal_one_and_leaves_the_rest_t
 
 def test_zeros_and_bfloat16_are_orthogonalized_without_nan():
     matrices = jax.random.normal(jax.random.key(0), (3, 8, 24), jnp.bfloat16).at[1].set(0)
-    result = muon.orthogonalize(matrices)
+    result = state.orthogonalize(matrices)
     assert result.dtype == jnp.bfloat16
     values = np.linalg.svd(result.astype(jnp.float32), compute_uv=False)
     assert np.all(values[1] == 0)
@@ -72,7 +72,7 @@ def test_zeros_and_bfloat16_are_orthogonalized_without_nan():
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_small_momenta_move_matrices_as_far_as_large_ones(dtype):
-    made = muon.muon(1.0, weight_decay=0, dtype=dtype)
+    made = state.muon(1.0, weight_decay=0, dtype=dtype)
     kernel = jax.random.normal(jax.random.key(0), (1, 16, 16))
     for gradient in (kernel, 1e-9 * kernel):
         tree = {'out': {'kernel': gradient}}

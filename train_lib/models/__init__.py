@@ -4,7 +4,7 @@ Another model is a `flax.linen.Module` in any importable module. Like `dit.DiT`,
 `dtype` and `pin` and the method `flops`, takes the same arguments, and declares the fields of a
 preset or of the block `model` that it needs. If it has a field `crops` above 1, its last argument
 is the crop. Muon trains the kernels in its module `blocks`; one named `qkv` or `words` holds
-three or two matrices (see `muon.muon`). docs/training.md has an example.
+three or two matrices (see `state.muon`). docs/training.md has an example.
 
 A name is a size and a patch size. Sizes S to XL are those of DiT (Peebles & Xie 2023, table 1);
 `tiny` is for the demo and the tests.

@@ -56,10 +56,7 @@ def verdict(step: list[float], batch: list[float], engine: str) -> str:
 def time_steps_and_batches(
     config: ml_collections.ConfigDict, hosts: int, step_ms: float | None, seconds: float
 ) -> tuple[list[float], list[float], str]:
-    """Times steps (unless `step_ms` says) and one host's share of batches, `seconds` for either.
-
-    Returns mean seconds of a step, and of a batch, in each of some laps; and the engine that reads.
-    """
+    """Returns mean seconds of steps and of one host's batches in some laps, and the engine."""
     # They import TensorFlow, which reads the settings that `run.prepare` makes.
     import jax
 

@@ -1,7 +1,6 @@
 """Reads the text of a compiled XLA program: estimated cycles, kernels, exchanges between devices.
 
-All figures are those of one run on one device, with every iteration of a loop (`cost_analysis()`
-counts the body of a loop once). The grammar is that of XLA's `HloModule::ToString`.
+Unlike those of `cost_analysis()`, its figures count every iteration of a loop.
 """
 
 import collections
