@@ -18,7 +18,7 @@ from etils import epath
 
 from coyo11m_tfds import sample_data, schema
 from train_lib import previews, run, workdirs
-from train_lib.draw import Artist, load_caption_encoder
+from train_lib.draw import Artist
 
 FLAGS = flags.FLAGS
 
@@ -86,8 +86,7 @@ def main() -> None:
     captions, scenes = zip(*sample_data.held_out_prompts(NUM_PROMPTS), strict=True)
     folder = epath.Path(FLAGS.workdir) / previews.FOLDER
     workdirs.check_writable(folder)
-    artist = Artist(FLAGS.workdir)
-    pictures = artist.draw(captions, load_caption_encoder(artist.facts))
+    pictures = Artist(FLAGS.workdir).draw(captions)
     path = folder / 'held_out.png'
     previews.write_png(path, previews.make_grid([pictures], captions))
 

@@ -11,6 +11,10 @@ the configuration nor the data set nor the machines of the run. It encodes
 captions with the encoder of the training data. Give `--encoder` if the data
 set does not record the place of this encoder, such as a local folder. Another
 encoder is refused.
+
+In Python, and so in a notebook:
+
+    pictures = draw.draw_pictures('W', ['a red circle'], guidance=5)
 """
 
 import functools
@@ -25,6 +29,7 @@ import ml_collections
 import numpy as np
 from absl import flags, logging
 from etils import epath
+from PIL import Image
 
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from coyo11m_tfds.pictures import vae_decoder
@@ -66,8 +71,8 @@ _OF_FOLDER = 'sha256:'  # how the revision of a model in a local folder begins
 class Artist:
     """A checkpoint of a run, ready to draw on the devices of this process.
 
-    Its `settings` are plain values that decide the picture of a caption; its `encoder` is that in
-    the run's step, '' for a run without one; `paint` turns raw latents `(n, C, H, W)` into
+    Its `settings` are plain values that decide the picture of a caption; its `encoder` names the
+    text encoder, '' stands for that of the data set; `paint` turns raw latents `(n, C, H, W)` into
     pictures, uint8 `(n, height, width, 3)`.
     """
 
@@ -98,9 +103,10 @@ class Artist:
         vae = config.preview.vae if vae is None else vae
         self.paint = vae_decoder.make_painter(vae, self.facts.latents_shape[1], self.facts.vae)
         self.data_dir = config.data.dir
-        self.encoder = config.encoder and (encoder or config.encoder)
+        self.encoder = encoder or config.encoder
+        self.batch_size = batch_size
         self._mesh = sharding.make_mesh(devices=jax.local_devices())
-        self._batch_size, self._average = batch_size, average
+        self._average = average
         self.settings = {
             'step': self.step,
             'average': average,
@@ -112,17 +118,21 @@ class Artist:
         self._draw_batch = self._compile(config)
 
     def draw(
-        self, captions: Sequence[str], encoder: Encoder | Tokenizer, first: int = 0
+        self,
+        captions: Sequence[str],
+        encoder: Encoder | Tokenizer | None = None,
+        first: int = 0,
     ) -> np.ndarray:
-        """Draws one picture for each caption, uint8 `(n, H, W, 3)`.
+        """Draws one picture for each caption, uint8 `(n, H, W, 3)`; None is `text_encoder`.
 
         A picture is a function of the weights, the seed, the caption and its place in the list
         (`first` is that of the first caption), except for rounding.
         """
+        encoder = self.text_encoder if encoder is None else encoder
         check_text_encoder(self.facts, encoder)
         texts = encode_captions(self.facts, encoder, list(captions))
         devices = self._mesh.size
-        size = -(-min(self._batch_size, len(texts)) // devices) * devices
+        size = -(-min(self.batch_size, len(texts)) // devices) * devices
         pictures = []
         for start in range(0, len(texts), size):
             batch = texts[start : start + size]
@@ -131,6 +141,11 @@ class Artist:
             latents = jax.device_get(self._draw_batch(padded, np.int32(first + start)))
             pictures.append(self.paint(latents[: len(batch)]))
         return np.concatenate(pictures)
+
+    @functools.cached_property
+    def text_encoder(self) -> Encoder | Tokenizer:
+        """The encoder, or the tokenizer, that made the texts of the training data."""
+        return load_caption_encoder(self.facts, self.encoder)
 
     @functools.cached_property
     def params(self):
@@ -143,7 +158,7 @@ class Artist:
         dtype = config.model.dtype
         try:
             encoder = caption_encoder.load_step_encoder(
-                self.encoder, self.facts, self._mesh, dtype=dtype
+                config.encoder and self.encoder, self.facts, self._mesh, dtype=dtype
             )
         except ValueError as error:
             raise ValueError(
@@ -156,6 +171,22 @@ class Artist:
         replicated, rows = sharding.replicated(self._mesh), sharding.batch(self._mesh)
         draw_rows = step.bind(draw, encoder, replicated, rows, replicated, out_shardings=rows)
         return lambda texts, first: draw_rows(self.params, texts, first)
+
+
+def draw_pictures(
+    place: epath.PathLike, captions: Sequence[str], **options: Any
+) -> list[Image.Image]:
+    """Draws one picture for each caption with the checkpoint of `WORKDIR` or `WORKDIR@STEP`.
+
+        pictures = draw_pictures('W', ['a red circle', 'a blue square'], guidance=3, seed=1)
+
+    Takes the options of `Artist`, which draws more captions later without loading it all again.
+
+    Raises:
+        ValueError: An option is out of its range, or the encoder is not that of the training data.
+        OSError: There is no checkpoint, or it cannot be read.
+    """
+    return [Image.fromarray(picture) for picture in Artist(place, **options).draw(captions)]
 
 
 # --- Captions ---------------------------------------------------------------------------------
@@ -262,8 +293,7 @@ def main() -> None:
     # Before minutes of drawing whose pictures could not be written.
     workdirs.check_writable(folder)
     artist = artist_of_flags()
-    encoder = load_caption_encoder(artist.facts, artist.encoder or FLAGS.encoder)
-    pictures = artist.draw(captions, encoder)
+    pictures = artist.draw(captions)
     out = FLAGS.out or _free_path(folder / f'{name}_{artist.step:06}{_changes()}.png')
     previews.write_png(out, previews.make_grid([pictures], captions))
     singles = epath.Path(out).with_suffix('')

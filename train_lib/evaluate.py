@@ -229,13 +229,12 @@ def main() -> None:
     workdirs.check_writable(workdir / FOLDER)
     artist = draw.artist_of_flags()
     data = open_validation(FLAGS.data_dir or artist.data_dir, FLAGS.num_pictures)
-    text_encoder = draw.load_caption_encoder(artist.facts, artist.encoder or FLAGS.encoder)
     # It imports torch, which takes seconds: not before the flags and the run are checked.
     from coyo11m_tfds.pictures.image_encoder import ImageEncoder
 
     image_encoder = ImageEncoder(FLAGS.features)
     result = evaluate_pictures(
-        artist, text_encoder, image_encoder, data, workdir, FLAGS.num_pictures
+        artist, artist.text_encoder, image_encoder, data, workdir, FLAGS.num_pictures
     )
     numbers = {name: f'{x:.6g}' for name, x in result.items() if name != 'settings'}
     for name, value in (result['settings']['preview'] | numbers).items():

@@ -26,12 +26,13 @@ def pictures(small_run, encoder):
     return draw.Artist(small_run[0]).draw(CAPTIONS, encoder)
 
 
-def test_every_caption_gets_a_picture_of_its_own(small_run, encoder, pictures):
+def test_every_caption_gets_a_picture_of_its_own(small_run, pictures):
     assert draw.Artist(small_run[0]).step == 4
     assert (pictures.shape, pictures.dtype) == ((3, 32, 32, 3), np.uint8)
     assert not np.array_equal(pictures[0], pictures[1])
     assert not np.array_equal(pictures[0], pictures[2])  # other noise
-    again = draw.Artist(small_run[0]).draw(['a red circle'] * 3, encoder)
+    again = draw.draw_pictures(small_run[0], ['a red circle'] * 3)
+    assert [(x.mode, x.size) for x in again] == [('RGB', (32, 32))] * 3
     np.testing.assert_array_equal(again[2], pictures[2])
 
 
