@@ -39,7 +39,10 @@ CONFIG_EXAMPLE = """--config='{"name": "qwen", "text_embeddings": "qwen"}\'"""
 _TEMPLATE = '{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}'
 
 # Fields on which the records do not depend, so that a derived name leaves them out.
-_NOT_IN_NAME = 'source', 'num_workers', 'scratch_dir', 'max_bad_fraction', 'check_crc'
+_NOT_IN_NAME = (
+    *('source', 'num_workers', 'scratch_dir', 'max_bad_fraction', 'check_crc'),
+    *schema.META_RIGHTS,
+)
 
 # It becomes the name of a folder.
 _NAME_RULE = FieldRule(
@@ -140,7 +143,8 @@ class Builder(dataset_builder.FileReaderBuilder):
                 'configs that ask for it, an embedding of the caption.'
             ),
             features=self._initial_features(),
-            citation=self.get_metadata().citation,
+            citation=self.builder_config.citation or self.get_metadata().citation,
+            license=self.builder_config.license or None,
             homepage='https://huggingface.co/datasets/KBlueLeaf/coyo11m-256px-ccrop-latent',
             metadata=tfds.core.MetadataDict(),
         )
@@ -324,6 +328,8 @@ class Builder(dataset_builder.FileReaderBuilder):
         self.info.metadata.clear()
         self.info.metadata.update(dataset.metadata)
         self.info.write_to_directory(dataset.folder)
+        # A copy of the license, which no reader opens; a later build would not replace it.
+        epath.Path(dataset.folder, 'LICENSE').unlink(missing_ok=True)
 
 
 def make_features(

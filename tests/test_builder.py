@@ -14,6 +14,7 @@ from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
+from coyo11m_tfds.dataset import stored_dataset
 from tests import children, made_sources
 from tests.built import files_of
 
@@ -181,6 +182,21 @@ def test_what_does_not_change_the_records_may_differ(tmp_path):
     del metadata['settings']  # an earlier version of this package
     (final / 'metadata.json').write_text(json.dumps(metadata))
     build(source, tmp_path / 'out', validation_fraction=0.5)
+
+
+def test_the_license_is_on_record_and_refuses_no_data_set(tmp_path, caplog):
+    source = made_sources.write_source(tmp_path / 'source', [range(20)])
+    rights = {'license': 'cc0-1.0', 'citation': '@misc{a}'}
+    final = pathlib.Path(build(source, tmp_path / 'out', **rights).data_dir)
+    before = files_of(final)
+    assert 'LICENSE' not in before
+    stats = stored_dataset.open_data(final).stats()
+    assert {'license': stats.license, 'citation': stats.citation} == rights
+    for fields, warnings in ({}, 0), ({'license': 'mit'}, 1):
+        info = build(source, tmp_path / 'out', **fields).info
+        assert (info.redistribution_info.license, info.citation) == ('cc0-1.0', '@misc{a}')
+        assert caplog.text.count("license stays 'cc0-1.0', not 'mit', until --over") == warnings
+    assert files_of(final) == before
 
 
 def test_a_data_set_of_another_source_is_refused(tmp_path):

@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
+from absl import logging
+
 import coyo11m_tfds
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset import columns
@@ -30,8 +32,9 @@ _WAYS_ON = (
 _LIMIT = 'max_examples_per_split'
 _LATENTS = 'latents'
 _KEY_COLUMN = 'key_column'
+_OPTIONAL = 'latents_from', _KEY_COLUMN, schema.META_VAE, schema.META_MOMENTS
 # A finished data set does not depend on these.
-_NOT_COMPARED = ('max_bad_fraction', 'check_crc', 'package_version')
+_NOT_COMPARED = ('max_bad_fraction', 'check_crc', 'package_version', *schema.META_RIGHTS)
 
 # Configs come from JSON that people type, so a value may also be of another type.
 _TYPES = {
@@ -88,6 +91,8 @@ class BuildSettings:
     latents_from: str = ''
     vae: str = ''
     moments: str = ''
+    license: str = ''
+    citation: str = ''
     latents: str = IN_RECORDS
     bad_data: str = 'drop'
     max_bad_fraction: float = 0.01
@@ -119,7 +124,7 @@ class BuildSettings:
         """
         # Only in these data sets, so that the metadata, and with it the ID, of others stays.
         optional = {_LATENTS: self.latents} if self.in_place else {}
-        for name in ('latents_from', _KEY_COLUMN, schema.META_VAE, schema.META_MOMENTS):
+        for name in (*_OPTIONAL, *schema.META_RIGHTS):
             if value := getattr(self, name):
                 optional[name] = value
         return optional | {
@@ -143,8 +148,7 @@ class BuildSettings:
         if recorded is None:
             return
         text_embeddings = self._text_embeddings(recorded.get(schema.SETTINGS_TEXT))
-        optional = 'latents_from', _KEY_COLUMN, schema.META_VAE, schema.META_MOMENTS
-        defaults = {_LATENTS: IN_RECORDS, **dict.fromkeys(optional, '')}
+        defaults = {_LATENTS: IN_RECORDS, **dict.fromkeys(_OPTIONAL, '')}
         differences = list(
             _setting_differences(
                 defaults | recorded, defaults | self.record(limit, text_embeddings)
@@ -155,6 +159,11 @@ class BuildSettings:
                 f'{os.fspath(folder)} was built with other settings: {"; ".join(differences)}. '
                 f'{_WAYS_ON}'
             )
+        for name in schema.META_RIGHTS:
+            old, new = recorded.get(name, ''), getattr(self, name)
+            if new not in ('', old):
+                folder_and_values = os.fspath(folder), name, old, new
+                logging.warning('%s: %s stays %r, not %r, until --overwrite.', *folder_and_values)
 
     def _text_embeddings(self, recorded: Any) -> str | Mapping[str, Any]:
         """Returns what a build would record now; `recorded` if the sidecar is remote or absent."""

@@ -276,7 +276,8 @@ def _make_metadata(plan: BuildPlan, train: ShardStatistics, dropped: DropCounts)
         metadata[schema.META_VAE] = plan.vae
     if moments := plan.tasks[0].moments:
         metadata[schema.META_MOMENTS] = moments
-    return metadata | {schema.META_SETTINGS: plan.settings}
+    rights = {name: plan.settings[name] for name in schema.META_RIGHTS if name in plan.settings}
+    return metadata | rights | {schema.META_SETTINGS: plan.settings}
 
 
 def _make_report(final: str, dataset: BuiltDataset) -> BuildReport:

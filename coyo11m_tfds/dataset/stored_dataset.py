@@ -104,6 +104,8 @@ class DatasetStats:
     source_fingerprint: str | None = None  # hex digest of the source files
     vae: str = ''  # name of the VAE that made the latents; '' if unknown
     moments: str = ''  # one of `schema.MOMENTS` that batches hold; '' for latents
+    license: str = ''  # of the data; '' if unknown
+    citation: str = ''  # BibTeX of the data; '' if unknown
 
     @property
     def text_dim(self) -> int:
@@ -280,6 +282,8 @@ class StoredDataset:
             source_fingerprint=metadata.get(schema.META_SOURCE_FINGERPRINT),
             vae=metadata.get(schema.META_VAE, ''),
             moments=self.moments,
+            license=metadata.get(schema.META_LICENSE, ''),
+            citation=metadata.get(schema.META_CITATION, ''),
         )
 
     def _text_size(self, name: str) -> int:

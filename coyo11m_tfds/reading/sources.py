@@ -134,6 +134,8 @@ def mix_stats(sources: Sequence[MixSource], text: texts.TextSpec) -> DatasetStat
         moments |= {n: x.astype(np.float32) for n, x in zip(names, mean_and_std, strict=True)}
     # 0 means no limit, which is more than any.
     limits = [x.text_max_tokens for x in stats]
+    has_license = any(x.license for x in stats)
+    licenses = dict.fromkeys(x.license or 'unknown' for x in stats if has_license)
     return dataclasses.replace(
         stats[0],
         **moments,
@@ -142,6 +144,8 @@ def mix_stats(sources: Sequence[MixSource], text: texts.TextSpec) -> DatasetStat
         num_tokens=mixtures[0].size if stats[0].num_tokens else 0,
         known_tokens='',
         vae=max(x.vae for x in stats),  # all names are equal, see `check_latents`
+        license=' and '.join(licenses),
+        citation='\n'.join(dict.fromkeys(x.citation for x in stats if x.citation)),
     )
 
 

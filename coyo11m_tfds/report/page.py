@@ -35,6 +35,8 @@ _ORIGIN_FIELDS = (
     schema.META_LATENT_DTYPE,
     schema.META_VAE,
     schema.META_MOMENTS,
+    schema.META_LICENSE,
+    schema.META_CITATION,
     schema.META_TEXT_ENCODER,
     schema.META_TEXT_DIM,
     schema.META_TEXT_VOCABULARY,

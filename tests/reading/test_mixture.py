@@ -495,6 +495,10 @@ def test_latents_and_texts_of_other_encoders_are_refused(tmp_path):
         input_pipeline.train_batches([of_one, first, of_another | {'same_vae': True}], **order)
     stats = input_pipeline.mix_stats(input_pipeline.open_mix([first, like_it | {'weight': 3}]), '')
     np.testing.assert_allclose(stats.latent_mean, [0.8] * 4, rtol=1e-6)
+    assert stats.license == ''
+    mit, cc0 = (make(name, 0.5, 5.0, 'hash', license=name) for name in ('mit', 'cc0-1.0'))
+    three = input_pipeline.mix_stats(input_pipeline.open_mix([mit, first, cc0]), '')
+    assert three.license == 'mit and unknown and cc0-1.0'
     variance = 0.25 * (25 + 0.09) + 0.75 * (36 + 0.01)
     np.testing.assert_allclose(stats.latent_std, [variance**0.5] * 4, rtol=1e-6)
 

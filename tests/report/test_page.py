@@ -135,6 +135,10 @@ def test_the_page_says_what_the_json_says():
     numbers += [f'{x:.3f}'.replace('-', '\u2212') for x in train['latents']['mean']]
     numbers += [f'{x:.3f}' for x in train['latents']['std']]
     assert {*numbers} <= {*texts_of(page, 'dd')}
+    rights = {schema.META_LICENSE: 'cc0-1.0', schema.META_CITATION: '@misc{a<b>}'}
+    page = parse(make_report(metadata=METADATA | rights))
+    assert 'cc0-1.0' in texts_of(page, 'dd')
+    assert texts_of(page, 'pre') == ['@misc{a<b>}']
 
 
 def assert_harmless(page: ET.Element) -> None:
