@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coyo11m_tfds import sample_data, schema
-from coyo11m_tfds.pictures import latent_rgb
+from coyo11m_tfds.pictures import latent_rgb, one_object
 from coyo11m_tfds.source import captions, keyed_values
 
 
@@ -70,13 +70,13 @@ def test_every_crop_shows_what_its_caption_says(sample):
                 continue
             colour, background = re.match(r'(\w+)_\w+, (\w+)_', table.tags_booru[key]).groups()
             for crop in crops:
-                assert sample_data.drawn_colours(crop) == (colour, background)
+                assert one_object.drawn_colours(crop) == (colour, background)
                 checked += 1
     assert checked > 1700
 
 
 def test_held_out_combinations_are_never_made(sample):
-    made, held_out = sample_data.split_scenes()
+    made, held_out = one_object.split_scenes()
     assert len(made) + len(held_out) == 168
     assert not set(made) & set(held_out)
     _, _, table = _load(sample)
@@ -88,7 +88,7 @@ def test_held_out_combinations_are_never_made(sample):
 def test_held_out_prompts_name_their_scene_and_repeat_for_a_seed():
     prompts = sample_data.held_out_prompts(64, seed=3)
     assert prompts == sample_data.held_out_prompts(64, seed=3) != sample_data.held_out_prompts(64)
-    _, held_out = sample_data.split_scenes()
+    _, held_out = one_object.split_scenes()
     assert {scene for _, scene in prompts} == set(held_out)
     for caption, scene in prompts:
         assert f'{scene.colour} {scene.shape}' in caption
@@ -116,6 +116,7 @@ def test_the_same_seed_gives_the_same_data_and_another_seed_other_data(sample, t
         ({'num_samples': 7, 'num_files': 2}, '7 samples in 2 files'),
         ({'num_files': 0}, 'in 0 files'),
         ({'seed': -1}, 'seed is -1, expected at least 0'),
+        ({'scene': 'three'}, "scene is 'three', expected one of"),
         ({'out_dir': 'gs://bucket/source'}, "'gs://bucket/source', expected a local folder"),
         ({'out_dir': ''}, "out_dir is '', expected a local folder"),
     ],
