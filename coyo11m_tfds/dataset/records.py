@@ -8,7 +8,7 @@ import functools
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, BinaryIO, NamedTuple, Protocol, Self
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import google_crc32c
 import numpy as np
@@ -145,13 +145,6 @@ class RecordScan:
         self.problem = f'record {self.num_records} {problem}'
 
 
-class AddressedBytes(Protocol):
-    """Protocol of the bytes of records by their addresses; see `reading.fenced_memory`."""
-
-    def gather(self, addresses: np.ndarray, nbytes: int) -> np.ndarray:
-        """Copies `nbytes` bytes from an address in each record; zeros if it is not inside."""
-
-
 class ValueAddresses(NamedTuple):
     """Addresses of the values of some records, int64 `(n,)`."""
 
@@ -191,14 +184,19 @@ class RecordLayout:
         self._key_heads = np.array([list(head) for head in key_heads], np.uint8)
         self._window = self._key_heads.shape[1] + _MAX_VARINT
 
-    def find(self, memory: AddressedBytes, begin: np.ndarray, end: np.ndarray) -> ValueAddresses:
-        """Finds the values of serialized records between addresses, `[begin, end)` for each."""
+    def find(
+        self, gather: Callable[[np.ndarray, int], np.ndarray], begin: np.ndarray, end: np.ndarray
+    ) -> ValueAddresses:
+        """Finds the values of serialized records between addresses, `[begin, end)` for each.
+
+        `gather(addresses, nbytes)` copies bytes from each address; zeros where there are none.
+        """
         regular = end - begin >= self._key_from_end + self._window
         for from_end, head in self._head_from_end.items():
-            heads = memory.gather(end - from_end, len(head)).view(np.uint8)
+            heads = gather(end - from_end, len(head)).view(np.uint8)
             regular &= (heads.reshape(-1, len(head)) == np.frombuffer(head, np.uint8)).all(axis=1)
         key_end = end - self._key_from_end
-        window = memory.gather(key_end - self._window, self._window).view(np.uint8)
+        window = gather(key_end - self._window, self._window).view(np.uint8)
         keys, length, is_key = self._decode_keys(window.reshape(-1, self._window))
         return ValueAddresses(
             regular & is_key,

@@ -68,10 +68,11 @@ class FencedMemory:
             rows[:, begin : begin + size] = piece.reshape(len(rows), size)
         return rows.view((np.void, nbytes))[:, 0]
 
-    def ranges(self, begin: np.ndarray, end: np.ndarray) -> 'MemoryRanges':
-        """Returns the bytes from each `begin` to its `end`, which are gathered without a search."""
-        self._check(begin, end)
-        return MemoryRanges(self, begin, end)
+    def gather_if_open(self, addresses: np.ndarray, nbytes: int) -> np.ndarray:
+        """Like `gather` for a few bytes, but with zeros for those outside of open regions."""
+        # Where damage leads, there may be no memory; zeros are no valid record.
+        is_outside = self._are_outside(addresses, addresses + nbytes)
+        return self._gather_unchecked(np.where(is_outside, self.zeros, addresses), nbytes)
 
     def views(self, begin: np.ndarray, end: np.ndarray) -> list[np.ndarray]:
         """Returns the bytes from each `begin` to its `end` as uint8, without a copy."""
@@ -94,12 +95,15 @@ class FencedMemory:
 
     def _check(self, begin: np.ndarray, end: np.ndarray) -> None:
         """Raises an IndexError for a range that is not in an open region."""
-        starts, ends = self._bounds or self._sort_regions()
-        outside = end > ends[np.searchsorted(starts, begin, side='right') - 1]
-        outside &= end > begin
+        outside = self._are_outside(begin, end)
         if outside.any():
             first, last = int(begin[outside][0]), int(end[outside][0])
             raise IndexError(f'bytes {first:#x} to {last:#x} of this process are in no open region')
+
+    def _are_outside(self, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+        starts, ends = self._bounds or self._sort_regions()
+        outside = end > ends[np.searchsorted(starts, begin, side='right') - 1]
+        return outside & (end > begin)
 
     def _sort_regions(self) -> tuple[np.ndarray, np.ndarray]:
         while True:
@@ -112,26 +116,6 @@ class FencedMemory:
             # Another thread may have opened or closed some meanwhile.
             if regions == self._regions:
                 return bounds
-
-
-class MemoryRanges:
-    """A range of bytes for each row, inside of open regions; a row beyond its range is zeros."""
-
-    # Only `FencedMemory` and this class may call it: the ranges must be open.
-    def __init__(self, memory: FencedMemory, begin: np.ndarray, end: np.ndarray):
-        self._memory, self._begin, self._end = memory, begin, end
-
-    def gather(self, addresses: np.ndarray, nbytes: int) -> np.ndarray:
-        """Like `FencedMemory.gather`, for an address in the range of each row."""
-        is_inside = (addresses >= self._begin) & (addresses + nbytes <= self._end)
-        # Zeros are no valid record: the reader notices them.
-        safe_addresses = np.where(is_inside, addresses, self._memory.zeros)
-        return self._memory._gather_unchecked(safe_addresses, nbytes)
-
-    def narrow(self, row: np.ndarray, begin: np.ndarray, end: np.ndarray) -> 'MemoryRanges':
-        """Returns ranges inside of those of some rows; a range that is not inside is empty."""
-        is_inside = (begin >= self._begin[row]) & (end <= self._end[row])
-        return MemoryRanges(self._memory, begin, np.where(is_inside, end, 0))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

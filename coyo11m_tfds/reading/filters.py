@@ -7,6 +7,7 @@ so `score == 0.1` finds 0.1 in float32.
 import ast
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -39,15 +40,12 @@ _MAX_LENGTH = 2000
 _BLOCK_ROWS = 1 << 18  # of a column, read at once; a multiple of 8
 
 Columns = Mapping[str, np.ndarray]
-# Maps columns by name to whether each row meets a condition, bool (n,).
-_Predicate = Callable[[Columns], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
     text: str  # in a canonical spelling
     names: tuple[str, ...]  # of the columns that it compares, with `key` if it compares keys
-    evaluate: _Predicate  # maps these columns to bool (n,), True for rows that meet the condition
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -56,15 +54,20 @@ class Condition:
             if len(text) > _MAX_LENGTH:
                 raise ValueError(f'it has more than {_MAX_LENGTH} characters')
             tree = ast.parse(text.strip(), mode='eval').body
-            names = (node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
-            return cls(ast.unparse(tree), tuple(dict.fromkeys(names)), _compile(tree))
+            names = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
+            condition = cls(ast.unparse(tree), tuple(dict.fromkeys(names)))
+            # Without rows it raises the same errors.
+            condition.evaluate(dict.fromkeys(names, np.empty(0)))
+            return condition
         except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
             reason = error.msg if isinstance(error, SyntaxError) else error
             raise ValueError(f'where={text[:100]!r}: {reason}; expected {SYNTAX}') from None
 
-    def __reduce__(self):
-        # The functions that `_compile` makes cannot be pickled.
-        return type(self).parse, (self.text,)
+    def evaluate(self, columns: Columns) -> np.ndarray:
+        """Returns which rows of its columns meet the condition, bool `(n,)`."""
+        # A number beyond the range of float16 becomes infinite, and compares as it should.
+        with np.errstate(over='ignore'):
+            return _evaluate(ast.parse(self.text, mode='eval').body, columns)
 
     def check_columns(self, stored: StoredDataset) -> None:
         """Raises a ValueError if a data set lacks a column of numbers that it compares."""
@@ -85,52 +88,42 @@ class Condition:
         return f'{self.text} [{", ".join(crcs)}]'
 
 
-def _compile(node: ast.expr) -> _Predicate:
-    """Returns a function that evaluates a condition; raises a ValueError for anything else."""
-    if isinstance(node, ast.BoolOp):
-        operation = operator.and_ if isinstance(node.op, ast.And) else operator.or_
-        return _combine(operation, [_compile(value) for value in node.values])
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        predicate = _compile(node.operand)
-        return lambda columns: ~predicate(columns)
-    if not isinstance(node, ast.Compare):
-        raise ValueError(f'{ast.unparse(node)!r} does not compare anything')
-    sides = [node.left, *node.comparators]
-    pairs = zip(sides, node.ops, sides[1:], strict=False)
-    return _combine(operator.and_, [_compile_comparison(*pair) for pair in pairs])
+def _evaluate(node: ast.expr, columns: Columns) -> np.ndarray:
+    """Evaluates a condition; raises a ValueError for anything else."""
+    match node:
+        case ast.BoolOp(operation, values):
+            combine = operator.and_ if isinstance(operation, ast.And) else operator.or_
+            return functools.reduce(combine, [_evaluate(value, columns) for value in values])
+        case ast.UnaryOp(ast.Not(), operand):
+            return ~_evaluate(operand, columns)
+        case ast.Compare(left, kinds, others):
+            sides = itertools.pairwise([left, *others])
+            pairs = zip(sides, kinds, strict=True)
+            results = [_compare(*side, kind, columns) for side, kind in pairs]
+            return functools.reduce(operator.and_, results)
+    raise ValueError(f'{ast.unparse(node)!r} does not compare anything')
 
 
-def _combine(operation: Callable, predicates: list[_Predicate]) -> _Predicate:
-    return lambda columns: functools.reduce(operation, (x(columns) for x in predicates))
-
-
-def _compile_comparison(left: ast.expr, kind: ast.cmpop, right: ast.expr) -> _Predicate:
-    text = ast.unparse(ast.Compare(left, [kind], [right]))
+def _compare(left: ast.expr, right: ast.expr, kind: ast.cmpop, columns: Columns) -> np.ndarray:
+    comparison = ast.Compare(left, [kind], [right])
     if isinstance(kind, ast.In | ast.NotIn):
         if not isinstance(right, ast.List | ast.Tuple | ast.Set) or not right.elts:
-            raise ValueError(f'{text!r} has no list of numbers')
-        equals = [_compile_comparison(left, ast.Eq(), x) for x in right.elts]
-        is_in = _combine(operator.or_, equals)
-        return is_in if isinstance(kind, ast.In) else lambda columns: ~is_in(columns)
+            raise ValueError(f'{ast.unparse(comparison)!r} has no list of numbers')
+        equals = [_compare(left, value, ast.Eq(), columns) for value in right.elts]
+        is_in = functools.reduce(operator.or_, equals)
+        return is_in if isinstance(kind, ast.In) else ~is_in
     if type(kind) not in _COMPARE:
-        raise ValueError(f'{text!r} does not compare numbers')
+        raise ValueError(f'{ast.unparse(comparison)!r} does not compare numbers')
     # It would hold for all records or for none, and is probably a mistake.
     if not any(isinstance(side, ast.Name) for side in (left, right)):
-        raise ValueError(f'{text!r} compares no column')
-    compare, first, second = _COMPARE[type(kind)], _value_getter(left), _value_getter(right)
-
-    def evaluate(columns: Columns) -> np.ndarray:
-        # A number beyond the range of float16 becomes infinite, and compares as it should.
-        with np.errstate(over='ignore'):
-            return compare(first(columns), second(columns))
-
-    return evaluate
+        raise ValueError(f'{ast.unparse(comparison)!r} compares no column')
+    return _COMPARE[type(kind)](_value(left, columns), _value(right, columns))
 
 
-def _value_getter(node: ast.expr) -> Callable[[Columns], Any]:
-    """Returns a function that looks up a column or returns a constant."""
+def _value(node: ast.expr, columns: Columns) -> Any:
+    """Looks up a column or returns a constant."""
     if isinstance(node, ast.Name):
-        return operator.itemgetter(node.id)
+        return columns[node.id]
     # Python parses a negative number as the negation of a positive one.
     sign = 1
     while isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
@@ -139,7 +132,7 @@ def _value_getter(node: ast.expr) -> Callable[[Columns], Any]:
     is_whole = type(value) is int and value < 2**63
     if not is_whole and not (type(value) is float and math.isfinite(value)):
         raise ValueError(f'{ast.unparse(node)!r} is neither a name nor a finite number of 64 bits')
-    return lambda columns: sign * value
+    return sign * value
 
 
 # By byte and n, the position of the byte's n-th set bit, from the lowest.

@@ -9,13 +9,13 @@ import numpy as np
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import records
-from coyo11m_tfds.reading.fenced_memory import FencedMemory, MemoryRanges
+from coyo11m_tfds.reading.fenced_memory import FencedMemory
 
 _HEADER = np.dtype([('length', 'V8'), ('crc', '<u4')])
 
 
 def locate_records(
-    runs: MemoryRanges, start: np.ndarray, count: np.ndarray, limit: np.ndarray
+    memory: FencedMemory, start: np.ndarray, count: np.ndarray, limit: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns where the serialized records of runs begin and end, int64 `(n, CHUNK_STRIDE)`.
 
@@ -27,7 +27,7 @@ def locate_records(
     # The runs are many, and each has few records: a step of NumPy for each number in a run.
     for number in range(int(count.max(initial=0))):
         is_valid &= (number < count) & (header_start + records.HEADER_NBYTES <= limit)
-        length = runs.gather(header_start, 8).view('<u8')
+        length = memory.gather_if_open(header_start, 8).view('<u8')
         # A damaged length may be any number.
         is_valid &= length <= records.MAX_RECORD_NBYTES
         record_start = header_start + records.HEADER_NBYTES

@@ -72,15 +72,13 @@ class RowReader:
         runs, run_index = np.unique(_run_keys(shard, record), return_inverse=True)
         shards, first, count, offset, nbytes = self._run_ranges(runs)
         start, limit = self._files.locate(shards, offset, nbytes)
-        run_bytes = self._memory.ranges(start, limit)
-        begins, ends = framing.locate_records(run_bytes, start, count, limit)
+        begins, ends = framing.locate_records(self._memory, start, count, limit)
         # Records of another build may have the same sizes: their checksums tell them apart, with
         # or without `verify`.
         crcs = framing.stored_crcs(self._memory, np.where(ends > 0, ends, self._memory.zeros))
         begins[run_digests(crcs) != self._split.index.digests(shards, first)] = 0
         begin, end = (x[run_index, record % _STRIDE] for x in (begins, ends))
-        record_bytes = run_bytes.narrow(run_index, begin, end)
-        in_records = self._layout.find(record_bytes, begin, end)
+        in_records = self._layout.find(self._memory.gather_if_open, begin, end)
         number = self._split.first_numbers[shard] + record
         in_columns = {name: x.locate(number) for name, x in self.columns.items()}
         values = in_records._replace(places=in_records.places | in_columns)
