@@ -167,17 +167,11 @@ def test_memory_is_read_inside_of_open_regions_only(tmp_path):
     start, end = files.locate(np.array([0, 0]), np.array([0, 5]), 5)
     memory = files.memory
     assert memory.gather(start, 5).tolist() == [b'some ', b'bytes']
-    ranges = memory.ranges(start, end)
-    assert ranges.gather(start + 1, 4).tolist() == [b'ome ', b'ytes']
-    # A row that is read beyond its own range is zeros.
-    assert memory.ranges(start, end).gather(start + np.array([1, 2]), 4).tolist() == [
-        b'ome ',
-        bytes(4),
-    ]
+    assert memory.gather_if_open(start + np.array([1, 2]), 4).tolist() == [b'ome ', bytes(4)]
     for begin, size in ((start, 6), (start - 1, 2), (np.array([0]), 1), (start + 10**9, 1)):
         with pytest.raises(IndexError, match='of this process are in no open region'):
             memory.gather(begin, size)
-    for read in (memory.views, memory.crc32c, memory.ranges):
+    for read in (memory.views, memory.crc32c):
         with pytest.raises(IndexError, match='are in no open region'):
             read(start, end + 1)
     del files
@@ -261,13 +255,12 @@ def test_keys_and_captions_of_every_length_are_found(tmp_path):
     files = files_lib.MappedFiles(lambda number: str(file), 1)
     files.open(np.array([0]))
     start = files.address[[0]]
-    run_bytes = files.memory.ranges(start, start + files.size)
-    begin, end = framing.locate_records(run_bytes, start, np.array([10]), start + files.size)
+    limit = start + files.size
+    begin, end = framing.locate_records(files.memory, start, np.array([10]), limit)
     begin, end = begin[0, :10], end[0, :10]
     assert end[-1] + 4 == start[0] + files.size[0]
-    record_bytes = files.memory.ranges(begin, end)
     layouts = [records.RecordLayout(3 * schema.LATENT_NBYTES, text_dim=n) for n in (5, 6)]
-    found, other = (layout.find(record_bytes, begin, end) for layout in layouts)
+    found, other = (layout.find(files.memory.gather_if_open, begin, end) for layout in layouts)
     assert found.regular.all() and not other.regular.any()
     assert found.keys.tolist() == keys
     for row, caption in enumerate(captions):
