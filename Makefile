@@ -1,7 +1,7 @@
 # Start with `make demo` or `make test`: both set up .venv.
 # Other targets: `make install` (.venv alone), `make slow` (the long tests), `make pods` (compiles for
-# TPU slices), `make lowest` (the tests with the lowest versions that setup.py allows), `make lint`,
-# `make clean`.
+# TPU slices), `make lowest` (the tests with the lowest versions that setup.py allows), `make wheel`
+# (a day with the wheel alone), `make lint`, `make clean`.
 
 ifndef PYTHON
 PYTHON := $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,\
@@ -24,7 +24,7 @@ export TF_ENABLE_ONEDNN_OPTS ?= 0
 # Python keeps the modules that it compiles: else each process would start 8 s later.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test slow pods lowest lint clean unusable
+.PHONY: install demo test slow pods lowest wheel lint clean unusable
 
 install: $(INSTALLED)
 
@@ -85,10 +85,14 @@ lowest: .lowest.txt
 		tests/text tests/test_builder.py tests/test_input_pipeline.py tests/reading/test_engines.py \
 		tests/train_lib/test_step.py tests/train_lib/test_train.py tests/train_lib/test_checkpoint.py
 
+# Builds dist/, and tries it in an environment and a folder of its own.
+wheel:
+	PYTHON='$(PYTHON)' tests/wheel_day.sh
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv .venv-lowest .lowest.txt $(DEMO) $(ENCODERS) build *.egg-info
+	rm -rf .venv .venv-lowest .lowest.txt $(DEMO) $(ENCODERS) build dist *.egg-info

@@ -55,6 +55,9 @@ setuptools.setup(
     long_description=pathlib.Path('README.md').read_text(encoding='utf-8'),
     long_description_content_type='text/markdown',
     license='Apache-2.0',
+    project_urls={
+        'Data set': 'https://huggingface.co/datasets/KBlueLeaf/coyo11m-256px-ccrop-latent',
+    },
     classifiers=[f'Programming Language :: Python :: 3.{minor}' for minor in (11, 12, 13)],
     python_requires='>=3.11',
     packages=[
