@@ -67,7 +67,7 @@ def encode_images(*, images: str, vae: str, out: str) -> Figures:
     from coyo11m_tfds import encode_images as program
     from coyo11m_tfds.pictures import vae_encoder
 
-    encoder = vae_encoder.load_encoder(vae)
+    encoder = vae_encoder.VaeEncoder(vae)
     encoder.encode(np.zeros((1, SIZE, SIZE, 3), np.uint8))  # compiles
     meter = Meter()
     report = program.encode(images, encoder, out, size=SIZE)
@@ -78,7 +78,7 @@ def pillow_and_encoder(*, images: str, vae: str, out: str) -> Figures:
     """Decodes, resizes, crops and encodes, and nothing else."""
     from coyo11m_tfds.pictures import vae_encoder
 
-    encoder = vae_encoder.load_encoder(vae)
+    encoder = vae_encoder.VaeEncoder(vae)
     encoder.encode(np.zeros((1, SIZE, SIZE, 3), np.uint8))
     meter, rows = Meter(), []
     for batch in _batches(images):

@@ -204,7 +204,7 @@ def encode(
     errors.at_least(1).check('part_images', part_images)
     target = _make_target(size, buckets, crops, max_pixels)
     parts = image_files.find_images(images, caption_column, part_images)
-    encoder = vae_encoder.load_encoder(vae) if isinstance(vae, str) else vae
+    encoder = vae_encoder.VaeEncoder(vae) if isinstance(vae, str) else vae
     if size % encoder.factor:
         raise ValueError(f'size={size}: expected a multiple of {encoder.factor}, as {vae} needs.')
     if moments and not encoder.has_moments:

@@ -30,7 +30,7 @@ IMAGES = made_images.make_images(22)
 def encoder(tmp_path_factory) -> vae_encoder.VaeEncoder:
     folder = tmp_path_factory.mktemp('vaes') / 'small-vae'
     folder.mkdir()
-    return vae_encoder.load_encoder(str(small_vae.make_kl_encoder(folder)))
+    return vae_encoder.VaeEncoder(str(small_vae.make_kl_encoder(folder)))
 
 
 class Threads(concurrent.futures.ThreadPoolExecutor):

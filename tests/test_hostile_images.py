@@ -121,7 +121,7 @@ from coyo11m_tfds.pictures import vae_encoder
 from tests import hostile_images
 
 source, name, vae, count, seed = pathlib.Path(sys.argv[1]), *sys.argv[2:]
-encoder = vae_encoder.load_encoder(vae)
+encoder = vae_encoder.VaeEncoder(vae)
 data, random = (source / name).read_bytes(), np.random.default_rng(int(seed))
 for number in range(int(count)):
     (source / name).write_bytes(hostile_images.damage(data, random))

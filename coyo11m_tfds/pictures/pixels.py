@@ -29,14 +29,12 @@ _MAX_RATIO = 2
 _LEAST_AREA = 0.9
 # The least share of an image that its crop may keep.
 _LEAST_CROP = 2 / 3
+# A frame of 8K video, which takes 0.35 GB of memory as a JPEG or PNG and 0.55 GB as a WebP.
+MAX_PIXELS = 2**25
 
 
 class BadImageError(ValueError):
-    """An image that cannot be used.
-
-    Attributes:
-        reason: Why, one of a few short phrases, for counts.
-    """
+    """An image that cannot be used for a `reason`, one of a few short phrases, for counts."""
 
     def __init__(self, reason: str, detail: str = ''):
         super().__init__(reason, detail)  # pickling needs the arguments of this method
@@ -51,31 +49,18 @@ class SmallImageError(BadImageError):
 
 
 class Target(NamedTuple):
-    """What images are made into.
+    """What images are made into."""
 
-    Attributes:
-        shapes: `(H, W)` in pixels; an image gets the shape whose aspect ratio is nearest.
-        crops: 1, the centre, or 3, the start, centre and end of the longer side.
-        max_pixels: Most pixels of an image. The default, a frame of 8K video, takes 0.35 GB of
-            memory as a JPEG or PNG and 0.55 GB as a WebP.
-    """
-
-    shapes: tuple[tuple[int, int], ...]
-    crops: int = 1
-    max_pixels: int = 2**25
+    shapes: tuple[tuple[int, int], ...]  # (H, W); an image gets that of the nearest aspect ratio
+    crops: int = 1  # the centre, or 3: the start, centre and end of the longer side
+    max_pixels: int = MAX_PIXELS
 
 
 class Pixels(NamedTuple):
-    """An image as the encoder takes it.
+    """An image as the encoder takes it."""
 
-    Attributes:
-        crops: uint8 `(crops, H, W, 3)`, sRGB.
-        width: Width of the original in pixels, once it is turned upright.
-        height: Its height.
-    """
-
-    crops: np.ndarray
-    width: int
+    crops: np.ndarray  # uint8 (crops, H, W, 3), sRGB
+    width: int  # of the original, once it is turned upright
     height: int
 
 
@@ -85,9 +70,6 @@ def bucket_shapes(size: int, step: int = 64) -> tuple[tuple[int, int], ...]:
     For 1024 they are those of SDXL (https://arxiv.org/abs/2307.01952, appendix I), whose areas are
     between 0.9 and 1 times the square, up to a ratio of 2 instead of 4: each shape is one more
     step to compile.
-
-    Raises:
-        ValueError: `size` is no multiple of `step`.
     """
     if size % step:
         raise ValueError(f'Buckets need a size that is a multiple of {step}, not {size}.')
@@ -108,19 +90,12 @@ def read_pixels(data: bytes, target: Target) -> Pixels:
     antialiasing until it just covers the shape, cropped, and converted to sRGB from the profile
     that it may bring; a profile that cannot be used is ignored, as browsers do.
 
-    The pixels are those of the image processor of diffusers with `resize_mode='crop'`.
-
-    Raises:
-        BadImageError: It is damaged, too large, or of a kind that is not taken.
-        SmallImageError: It would have to be enlarged, or more than a third of it would be cut off
-            to fit the nearest of several shapes.
-        MemoryError: The machine lacks the memory that `target.max_pixels` allows.
+    The pixels are those of the image processor of diffusers with `resize_mode='crop'`. Raises a
+    BadImageError for an image that is left out.
     """
     image = _decode(data, target)
     width, height = image.size
-    shape = min(
-        target.shapes, key=lambda shape: abs(math.log(width * shape[0] / (height * shape[1])))
-    )
+    shape = min(target.shapes, key=lambda x: abs(math.log(width * x[0] / (height * x[1]))))
     if height < shape[0] or width < shape[1]:
         raise SmallImageError('too small', f'{width}x{height}')
     size = _reduced_size(image, shape)

@@ -18,7 +18,8 @@ import numpy as np
 from absl import logging
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.pictures import latent_rgb, vae_files, vae_layers
+from coyo11m_tfds.pictures import latent_rgb, vae_parts
+from coyo11m_tfds.pictures.vae_parts import VaeLayers
 from coyo11m_tfds.storage import model_files
 
 # Factor and shift of raw latents, by the VAE: `(raw - shift) * factor` has a deviation near 1. From
@@ -35,25 +36,17 @@ _BATCH = 4  # pictures at a time: SDXL's decoder takes 0.3 GB for one of 256 pix
 def make_painter(
     vae: str, channels: int | None = None, maker: str = ''
 ) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns a function from raw latents `(n, C, H, W)` to uint8 `(n, height, width, 3)`.
-
-    The arguments are as for `load_decoder`; with `vae=''` it is the linear map of `latent_rgb`.
-    """
+    """Returns the decoder of `load_decoder` or, with `vae=''`, the linear map of `latent_rgb`."""
     return load_decoder(vae, channels, maker) if vae else latent_rgb.latents_to_rgb
 
 
 def load_decoder(model: str, channels: int | None = None, maker: str = '') -> 'VaeDecoder':
-    """Loads a decoder from a folder, or from the hub by name; ValueError if it does not fit.
+    """Loads a decoder from a folder or the hub, for latents of so many channels; None for any.
 
-    Args:
-        model: A folder with config.json and safetensors, a folder that contains such a folder
-            `vae`, or a name on the hub.
-        channels: Number of channels of the latents; None for any.
-        maker: VAE that made the latents, as the data set names it: a key of `SCALES`, or the folder
-            or hub name of the VAE; '' if unknown. An `AutoencoderTiny` needs its scaling
-            factor; if that is unknown, SDXL's is taken, with a warning.
+    An `AutoencoderTiny` needs the scaling factor of the VAE that made the latents. `maker` names
+    this VAE: a key of `SCALES`, a folder or a hub name; '' stands for SDXL's, with a warning.
     """
-    vae = vae_files.read_vae(model, ('decoder.', 'post_quant_conv.'))
+    vae = vae_parts.read_vae(model, ('decoder.', 'post_quant_conv.'))
     scale = _scale_of_latents(model, vae.config, maker) if vae.kind == 'AutoencoderTiny' else (1, 0)
     decoder = VaeDecoder(vae, *scale)
     if channels not in (None, decoder.channels):
@@ -72,7 +65,7 @@ def _scale_of_latents(model: str, config: Mapping[str, Any], maker: str) -> tupl
     if maker:
         try:
             is_maker = maker == model_files.public_name(model)
-            maker_config = config if is_maker else vae_files.read_vae_config(maker)
+            maker_config = config if is_maker else vae_parts.read_vae_config(maker)
             factor, shift = maker_config['scaling_factor'], maker_config.get('shift_factor')
             return float(factor), float(shift or 0)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -89,16 +82,14 @@ def _scale_of_latents(model: str, config: Mapping[str, Any], maker: str) -> tupl
 
 
 class VaeDecoder:
-    """Turns raw latents of `channels` channels into pictures, on one device.
+    """Turns raw latents into pictures, on one device."""
 
-    One latent position becomes `factor` pixels in each direction.
-    """
-
-    def __init__(self, vae: vae_files.StoredVae, factor: float, shift: float):
+    def __init__(self, vae: vae_parts.StoredVae, factor: float, shift: float):
         """Takes the files, and the scale of raw latents as `SCALES` has it."""
         networks = {'AutoencoderKL': _decode_kl, 'AutoencoderTiny': _decode_tiny}
         network, output = vae.bind(networks, (1, 8, 8, vae.channels))
-        self.channels, self.factor = vae.channels, output.shape[1] // 8
+        self.channels = vae.channels
+        self.factor = output.shape[1] // 8  # pixels of a latent position, in each direction
         self._weights = jax.device_put(dict(vae.weights))
         self._decode = jax.jit(lambda weights, x: network(weights, (x - shift) * factor))
 
@@ -121,42 +112,36 @@ class VaeDecoder:
 # --- Networks: latents and pictures are float32 `(n, H, W, C)`, results lie in [-1, 1] ------------
 
 
-def _decode_tiny(
-    config: Mapping[str, Any], weights: Mapping[str, Any], latents: jax.Array
-) -> jax.Array:
+def _decode_tiny(layers: VaeLayers, latents: jax.Array) -> jax.Array:
     """diffusers' `DecoderTiny`, which takes scaled latents; see `_scale_of_latents`."""
-    vae_layers.check_blocks(config, 'upsample_fn', 'nearest', activation='relu')
-    layers = vae_layers.VaeLayers(config, weights)
+    layers.check_blocks('upsample_fn', 'nearest', activation='relu')
     names = (f'decoder.layers.{number}' for number in itertools.count())
     # A soft clamp, which is part of diffusers' decoder.
     x = 3 * jnp.tanh(latents / 3)
     x = jax.nn.relu(layers.conv(next(names), x))
     next(names)  # the activation
-    stages = config['num_decoder_blocks']
+    stages = layers.config['num_decoder_blocks']
     for number, num_blocks in enumerate(stages):
         for _ in range(num_blocks):
             x = layers.tiny_block(next(names), x)
         if number < len(stages) - 1:
             next(names)  # the upsampling
-            x = _upsample(x, config.get('upsampling_scaling_factor', 2))
+            x = _upsample(x, layers.config.get('upsampling_scaling_factor', 2))
         x = layers.conv(next(names), x)
     return 2 * x - 1
 
 
-def _decode_kl(
-    config: Mapping[str, Any], weights: Mapping[str, Any], latents: jax.Array
-) -> jax.Array:
+def _decode_kl(layers: VaeLayers, latents: jax.Array) -> jax.Array:
     """diffusers' `Decoder` of `AutoencoderKL`, which takes raw latents."""
-    vae_layers.check_blocks(config, 'up_block_types', 'UpDecoderBlock2D', activation='silu')
-    layers = vae_layers.VaeLayers(config, weights)
+    layers.check_blocks('up_block_types', 'UpDecoderBlock2D', activation='silu')
     x = latents
-    if config.get('use_post_quant_conv', True):
+    if layers.config.get('use_post_quant_conv', True):
         x = layers.conv('post_quant_conv', x)
     x = layers.middle('decoder.mid_block', layers.conv('decoder.conv_in', x))
-    num_stages = len(config['up_block_types'])
+    num_stages = len(layers.config['up_block_types'])
     for stage in range(num_stages):
         block = f'decoder.up_blocks.{stage}'
-        for number in range(config['layers_per_block'] + 1):
+        for number in range(layers.config['layers_per_block'] + 1):
             x = layers.resnet(f'{block}.resnets.{number}', x)
         if stage < num_stages - 1:
             x = layers.conv(f'{block}.upsamplers.0.conv', _upsample(x, 2))

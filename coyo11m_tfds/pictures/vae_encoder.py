@@ -1,6 +1,6 @@
 """Encodes pictures into latents with the encoder of a VAE, in JAX, on all local devices.
 
-    encoder = vae_encoder.load_encoder('stabilityai/sdxl-vae')   # or a folder in diffusers' layout
+    encoder = vae_encoder.VaeEncoder('stabilityai/sdxl-vae')   # or a folder in diffusers' layout
     mean, deviation = encoder.encode(pictures)   # uint8 (n, 256, 256, 3) -> float32 (n, 4, 32, 32)
 
 It reads the encoders of diffusers' `AutoencoderKL` and `AutoencoderTiny`, as `vae_decoder` reads
@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.pictures import vae_files, vae_layers
+from coyo11m_tfds.pictures import vae_parts
+from coyo11m_tfds.pictures.vae_parts import VaeLayers
 from coyo11m_tfds.storage import model_files
 
 # Limits of a batch on one device. SDXL's encoder takes 1 GB for so many pixels.
@@ -26,29 +27,14 @@ _PICTURES, _PIXELS = 8, 8 * 256**2
 _SAMPLE_SIZE = 64  # pixels; every encoder in use halves them at most five times
 
 
-def load_encoder(model: str) -> 'VaeEncoder':
-    """Loads an encoder from a folder, or from the hub by name; ValueError if it does not fit.
-
-    `model` is a folder with config.json and safetensors, a folder that contains such a folder
-    `vae`, or a name on the hub.
-    """
-    return VaeEncoder(model, vae_files.read_vae(model, ('encoder.', 'quant_conv.')))
-
-
 class VaeEncoder:
     """Turns pictures into raw latents. The same pictures on the same kind of device give the same
     bytes, whatever the number of devices and of pictures in a call.
-
-    Attributes:
-        name: Name on the hub, or last component of the folder's path.
-        revision: Commit on the hub, or `sha256:...` of the files in a folder.
-        channels: Number of channels of the latents.
-        factor: Number of pixels, in each direction, that one latent position stands for.
-        has_moments: Whether `encode` gives the standard deviation, too.
     """
 
-    def __init__(self, model: str, vae: vae_files.StoredVae):
-        """Takes the model as a person names it, and its files."""
+    def __init__(self, model: str):
+        """Loads the encoder of a folder, or of a name on the hub."""
+        vae = vae_parts.read_vae(model, ('encoder.', 'quant_conv.'))
         networks = {'AutoencoderKL': _encode_kl, 'AutoencoderTiny': _encode_tiny}
         network, (mean, deviation) = vae.bind(networks, (1, _SAMPLE_SIZE, _SAMPLE_SIZE, 3))
         if mean.shape[-1] != vae.channels:
@@ -58,7 +44,9 @@ class VaeEncoder:
             )
         self.name = model_files.public_name(model)
         self.revision = vae.commit or model_files.revision(str(vae.folder))
-        self.channels, self.factor = vae.channels, _SAMPLE_SIZE // mean.shape[1]
+        self.channels = vae.channels
+        # Pixels of a latent position, in each direction.
+        self.factor = _SAMPLE_SIZE // mean.shape[1]
         self.has_moments = deviation is not None
         mesh = Mesh(np.array(jax.local_devices()), ('pictures',))
         self._rows = NamedSharding(mesh, P('pictures'))
@@ -79,20 +67,15 @@ class VaeEncoder:
         self._encode = jax.jit(mapped, compiler_options=options)
 
     def batch_size(self, height: int, width: int) -> int:
-        """Returns how many pictures of a size are computed at once, on all local devices.
-
-        `encode` takes as much time for fewer as for so many.
-        """
+        """Returns how many pictures of a size are computed at once, on all local devices."""
         a_device = min(_PICTURES, max(1, _PIXELS // (height * width)))
         return a_device * self._rows.mesh.size
 
     def encode(self, pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Encodes pictures, uint8 `(n, H, W, 3)`.
+        """Encodes pictures, uint8 `(n, H, W, 3)`, into mean and deviation, float32 `(n, C, h, w)`.
 
-        Returns:
-            Mean and standard deviation of the latents, raw and not scaled, float32
-            `(n, C, H / factor, W / factor)`. An `AutoencoderTiny` gives None for the deviation; its
-            latents are scaled already.
+        Those of an `AutoencoderKL` are raw. An `AutoencoderTiny` gives scaled latents, and None for
+        the deviation.
         """
         return self.start(pixels)()
 
@@ -121,13 +104,12 @@ class VaeEncoder:
 _Latents = tuple[jax.Array, jax.Array | None]
 
 
-def _encode_tiny(config: Mapping[str, Any], weights: Mapping[str, Any], x: jax.Array) -> _Latents:
+def _encode_tiny(layers: VaeLayers, x: jax.Array) -> _Latents:
     """diffusers' `EncoderTiny`, which takes pictures in [0, 1]."""
-    vae_layers.check_blocks(config, 'upsample_fn', 'nearest', activation='relu')
-    layers = vae_layers.VaeLayers(config, weights)
+    layers.check_blocks('upsample_fn', 'nearest', activation='relu')
     names = (f'encoder.layers.{number}' for number in itertools.count())
     x = layers.conv(next(names), (x + 1) / 2)
-    for stage, num_blocks in enumerate(config['num_encoder_blocks']):
+    for stage, num_blocks in enumerate(layers.config['num_encoder_blocks']):
         if stage > 0:
             x = layers.conv(next(names), x, stride=2, padding=[(1, 1), (1, 1)])
         for _ in range(num_blocks):
@@ -135,21 +117,20 @@ def _encode_tiny(config: Mapping[str, Any], weights: Mapping[str, Any], x: jax.A
     return layers.conv(next(names), x), None
 
 
-def _encode_kl(config: Mapping[str, Any], weights: Mapping[str, Any], x: jax.Array) -> _Latents:
+def _encode_kl(layers: VaeLayers, x: jax.Array) -> _Latents:
     """diffusers' `Encoder` of `AutoencoderKL`."""
-    vae_layers.check_blocks(config, 'down_block_types', 'DownEncoderBlock2D', activation='silu')
-    layers = vae_layers.VaeLayers(config, weights)
+    layers.check_blocks('down_block_types', 'DownEncoderBlock2D', activation='silu')
     x = layers.conv('encoder.conv_in', x)
-    num_stages = len(config['down_block_types'])
+    num_stages = len(layers.config['down_block_types'])
     for stage in range(num_stages):
         block = f'encoder.down_blocks.{stage}'
-        for number in range(config['layers_per_block']):
+        for number in range(layers.config['layers_per_block']):
             x = layers.resnet(f'{block}.resnets.{number}', x)
         if stage < num_stages - 1:
             # The padding of diffusers: nothing before, a zero behind.
             x = layers.conv(f'{block}.downsamplers.0.conv', x, 2, padding=[(0, 1), (0, 1)])
     x = layers.out('encoder', layers.middle('encoder.mid_block', x))
-    if config.get('use_quant_conv', True):
+    if layers.config.get('use_quant_conv', True):
         x = layers.conv('quant_conv', x)
     mean, log_variance = jnp.split(x, 2, axis=-1)
     return mean, jnp.exp(0.5 * jnp.clip(log_variance, *schema.LOG_VARIANCE_LIMITS))

@@ -10,7 +10,7 @@ import safetensors.numpy
 import torch
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.pictures import latent_rgb, vae_decoder, vae_files
+from coyo11m_tfds.pictures import latent_rgb, vae_decoder, vae_parts
 from tests import small_vae
 from tests.checkout import COCO_SAMPLE
 from tests.text import offline_hub
@@ -25,7 +25,7 @@ def taesdxl(tmp_path) -> pathlib.Path:
         pytest.skip(f'{TAESDXL} is absent')
     copy = tmp_path / 'taesdxl'
     copy.mkdir()
-    for name in ('config.json', vae_files.WEIGHTS_FILE):
+    for name in ('config.json', vae_parts.WEIGHTS_FILE):
         shutil.copyfile(TAESDXL / name, copy / name)  # without its mode: it may be read-only
     return copy
 
@@ -34,8 +34,8 @@ def save(folder: pathlib.Path, weights: dict[str, np.ndarray], **changes) -> str
     """Replaces weights and fields of the configuration."""
     path = folder / 'config.json'
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    (folder / vae_files.WEIGHTS_FILE).unlink()
-    safetensors.numpy.save_file(weights, folder / vae_files.WEIGHTS_FILE)
+    (folder / vae_parts.WEIGHTS_FILE).unlink()
+    safetensors.numpy.save_file(weights, folder / vae_parts.WEIGHTS_FILE)
     return str(folder)
 
 
@@ -53,7 +53,7 @@ def test_real_latents_become_the_picture_that_the_linear_map_guesses(taesdxl, co
 
 
 def test_what_does_not_fit_is_refused_by_name(taesdxl):
-    weights = safetensors.numpy.load_file(taesdxl / vae_files.WEIGHTS_FILE)
+    weights = safetensors.numpy.load_file(taesdxl / vae_parts.WEIGHTS_FILE)
     name = 'decoder.layers.0.weight'
     with pytest.raises(ValueError, match=r'does not fit config\.json: .*layers\.0\.weight is mis'):
         vae_decoder.load_decoder(save(taesdxl, {n: w for n, w in weights.items() if n != name}))
@@ -66,7 +66,7 @@ def test_what_does_not_fit_is_refused_by_name(taesdxl):
 
 
 def test_damaged_and_missing_files_are_named(taesdxl, tmp_path):
-    path = taesdxl / vae_files.WEIGHTS_FILE
+    path = taesdxl / vae_parts.WEIGHTS_FILE
     data = path.read_bytes()
     path.unlink()
     path.write_bytes(data[:1000])

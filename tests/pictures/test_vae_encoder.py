@@ -7,7 +7,7 @@ import pytest
 import safetensors.numpy
 import torch
 
-from coyo11m_tfds.pictures import vae_decoder, vae_encoder, vae_files
+from coyo11m_tfds.pictures import vae_decoder, vae_encoder, vae_parts
 from tests import children, small_vae
 from tests.checkout import COCO_SAMPLE
 
@@ -21,7 +21,7 @@ def random_pictures(number: int, height: int = 16, width: int = 32) -> np.ndarra
 
 def test_a_picture_has_the_same_latents_in_any_company(tmp_path):
     small_vae.make_kl_encoder(tmp_path)
-    encoder, pictures = vae_encoder.load_encoder(str(tmp_path)), random_pictures(19)
+    encoder, pictures = vae_encoder.VaeEncoder(str(tmp_path)), random_pictures(19)
     assert (encoder.channels, encoder.factor, encoder.name) == (4, 2, tmp_path.name)
     assert encoder.revision.startswith('sha256:')
     assert (
@@ -47,9 +47,9 @@ def test_several_devices_give_the_bytes_of_one(tmp_path):
         import hashlib, os
         os.environ['XLA_FLAGS'] += f' --xla_force_host_platform_device_count={sys.argv[2]}'
         import jax, numpy as np
-        from coyo11m_tfds.pictures.vae_encoder import load_encoder
+        from coyo11m_tfds.pictures.vae_encoder import VaeEncoder
         pictures = np.random.default_rng(0).integers(0, 256, (21, 16, 32, 3)).astype(np.uint8)
-        latents = np.stack(load_encoder(sys.argv[1]).encode(pictures))
+        latents = np.stack(VaeEncoder(sys.argv[1]).encode(pictures))
         print(hashlib.sha256(latents.tobytes()).hexdigest(), jax.local_device_count())
     """
     digests = {}
@@ -63,7 +63,7 @@ def test_several_devices_give_the_bytes_of_one(tmp_path):
 
 def test_what_does_not_fit_is_refused_by_name(tmp_path):
     small_vae.make_kl_encoder(tmp_path)
-    config, path = tmp_path / 'config.json', tmp_path / vae_files.WEIGHTS_FILE
+    config, path = tmp_path / 'config.json', tmp_path / vae_parts.WEIGHTS_FILE
     fields, weights = json.loads(config.read_text()), safetensors.numpy.load_file(path)
     conv = 'encoder.conv_in.weight'
     double = {
@@ -92,15 +92,15 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
         path.unlink()
         safetensors.numpy.save_file(all_weights, path)
         with pytest.raises(ValueError, match=message):
-            vae_encoder.load_encoder(str(tmp_path))
+            vae_encoder.VaeEncoder(str(tmp_path))
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"cannot read the VAE '.*': .*save_pretrained"):
-        vae_encoder.load_encoder(str(tmp_path))
+        vae_encoder.VaeEncoder(str(tmp_path))
 
 
 @pytest.mark.parametrize('shape', [(1, 16, 31), (2, 15, 16), (0, 16, 16)])
 def test_pictures_of_other_sizes_are_refused(tmp_path, shape):
-    encoder = vae_encoder.load_encoder(str(small_vae.make(tmp_path)))
+    encoder = vae_encoder.VaeEncoder(str(small_vae.make(tmp_path)))
     with pytest.raises(ValueError, match=r'encodes pictures of multiples of 2 pixels, got'):
         encoder.encode(np.zeros((*shape, 3), np.uint8))
 
@@ -112,7 +112,7 @@ def test_a_real_tiny_vae_gives_back_the_picture(tmp_path):
     picture = np.stack([rows * 2, columns, 1 - columns], axis=-1)
     picture[16:48, 32:64] = 0.9, 0.1, 0.2
     picture = (picture * 255).astype(np.uint8)
-    mean, deviation = vae_encoder.load_encoder(str(TAESDXL)).encode(picture[None])
+    mean, deviation = vae_encoder.VaeEncoder(str(TAESDXL)).encode(picture[None])
     assert deviation is None and mean.shape == (1, 4, 8, 16)
     # The data set names the VAE, so that the decoder does not scale the latents once more.
     decoder = vae_decoder.load_decoder(str(TAESDXL), 4, 'taesdxl')
@@ -130,7 +130,7 @@ def test_encoders_give_what_those_of_diffusers_give(tmp_path, kind, options):
     pictures = random_pictures(11, 64, 96)
     with torch.inference_mode():
         code = vae.encode(torch.tensor(pictures).movedim(-1, 1) / 127.5 - 1)
-    mean, deviation = vae_encoder.load_encoder(str(tmp_path)).encode(pictures)
+    mean, deviation = vae_encoder.VaeEncoder(str(tmp_path)).encode(pictures)
     if kind == 'AutoencoderTiny':
         assert deviation is None
         expected = code.latents.numpy()
