@@ -69,23 +69,16 @@ _LEAST_ROWS = 100  # of a bucket in a mixture, so that its train split fills all
 
 @dataclasses.dataclass
 class ImageCounts:
-    """Counts of the images of a part, or of several.
+    """Counts of the images of a part, or of several."""
 
-    Attributes:
-        shapes: Encoded images by the shape of their pixels, 'HEIGHTxWIDTH'.
-        key_rules: The same by where their keys come from.
-        num_without_caption: How many of them have no caption.
-        bad: Images that cannot be used, by reason.
-        small: Good images that are too small or too narrow, by reason.
-        names: First names of bad and small images, by reason.
-    """
-
+    # Of encoded images: 'HEIGHTxWIDTH' of their pixels, and where their keys come from.
     shapes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     key_rules: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     num_without_caption: int = 0
+    # Reasons of images that cannot be used, and of good ones that are too small or too narrow.
     bad: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     small: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    names: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    names: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # the first by reason
 
     def count(self, image: SourceImage, shape: str) -> None:
         """Counts an encoded image."""
@@ -97,7 +90,8 @@ class ImageCounts:
         """Counts an image that is left out."""
         counts = self.small if isinstance(error, SmallImageError) else self.bad
         counts[error.reason] += 1
-        self._add_names(error.reason, [image.name])
+        names = self.names.setdefault(error.reason, [])
+        names += [image.name] * (len(names) < _MAX_NAMES)
 
     def add(self, part: Mapping[str, Any]) -> None:
         """Adds the counts of a part, as `vars` gives them."""
@@ -105,10 +99,7 @@ class ImageCounts:
             getattr(self, name).update(part[name])
         self.num_without_caption += part['num_without_caption']
         for reason, names in part['names'].items():
-            self._add_names(reason, names)
-
-    def _add_names(self, reason: str, names: Sequence[str]) -> None:
-        self.names[reason] = [*self.names.get(reason, ()), *names][:_MAX_NAMES]
+            self.names[reason] = [*self.names.get(reason, ()), *names][:_MAX_NAMES]
 
     def check_bad(self, max_bad: float, least: int = 0) -> None:
         """Raises a ValueError if more than `max_bad` of all images, at least `least`, are bad."""
@@ -167,7 +158,7 @@ def encode(
     dtype: str = 'float16',
     caption_column: str = '',
     max_bad: float = MAX_BAD,
-    max_pixels: int = Target._field_defaults['max_pixels'],
+    max_pixels: int = pixels.MAX_PIXELS,
     share: tuple[int, int] = (0, 1),
     part_images: int = PART_IMAGES,
     num_workers: int = 0,
@@ -220,10 +211,8 @@ def encode(
         'dtype': dtype,
         'caption_column': caption_column,
         'max_pixels': max_pixels,
-        'images': _describe_parts(parts),
     }
     encoding = _Encoding(out, settings, parts)
-    encoding.begin()
     num_kept = encoding.counts.shapes.total()
     with scratch_folder(out, scratch_dir) as folder, _Decoders(target, num_workers) as decoders:
         tars_of_part = functools.partial(_PartTars, folder, encoder, target, moments, dtype)
@@ -252,12 +241,6 @@ def _make_target(size: int, buckets: bool, crops: int, max_pixels: int) -> Targe
     return Target(shapes, crops, max_pixels)
 
 
-def _describe_parts(parts: Sequence[ImagePart]) -> str:
-    names = [sorted(part.files) for part in parts]
-    digest = json_digest.sha256(names)[:16]
-    return f'{sum(map(len, names))} files in {len(parts)} parts, digest {digest} of their names'
-
-
 def _encode_parts(
     encoding: '_Encoding',
     parts: Mapping[int, ImagePart],
@@ -275,45 +258,34 @@ def _encode_parts(
                 continue
             # Before more hours are spent.
             encoding.counts.check_bad(max_bad, _MANY_IMAGES)
-            tars = make_tars()
-            _encode_part(part, tars, scratch, decoders, progress)
+            remaining = part.num_bytes
+            with (
+                make_tars() as tars,
+                part.open(scratch) as images,
+                contextlib.closing(decoders.decode_all(images)) as results,
+            ):
+                for image, decoded in results:
+                    tars.add(image, decoded)
+                    progress.add(image.size, images=1)
+                    remaining -= image.size
+                tars.finish()
+            progress.add(remaining, parts=1)
             encoding.store_part(number, tars)
 
 
-def _encode_part(
-    part: ImagePart, tars: '_PartTars', scratch: Scratch, decoders: '_Decoders', progress: Progress
-) -> None:
-    remaining = part.num_bytes
-    with (
-        tars,
-        part.open(scratch) as images,
-        contextlib.closing(decoders.decode_all(images)) as results,
-    ):
-        for image, decoded in results:
-            if isinstance(decoded, BadImageError):
-                tars.counts.drop(image, decoded)
-            else:
-                tars.add(image, decoded)
-            progress.add(image.size, images=1)
-            remaining -= image.size
-        tars.finish()
-    progress.add(remaining, parts=1)
-
-
 class _Encoding:
-    """The folder of an encoding: its settings, its parts and their records.
+    """The folder of an encoding: its settings, its parts and their records."""
 
-    Attributes:
-        records: Those of finished parts, by number.
-        counts: Of the images of these parts.
-    """
+    records: dict[int, dict[str, Any]]  # of finished parts, by number
+    counts: ImageCounts  # of the images of these parts
 
     def __init__(self, out: str, settings: Mapping[str, Any], parts: Sequence[ImagePart]):
-        self._folder = storage.open_folder(out, to_write=True)
-        self._settings, self._parts = settings, parts
-
-    def begin(self) -> None:
         """Writes the settings and reads what is there; ValueError for another encoding."""
+        self._folder, self._parts = storage.open_folder(out, to_write=True), parts
+        names = [sorted(part.files) for part in parts]
+        digest = f'digest {json_digest.sha256(names)[:16]} of their names'
+        count = f'{sum(map(len, names))} files in {len(parts)} parts'
+        self._settings = {**settings, 'images': f'{count}, {digest}'}
         if self._folder.read(schema.ENCODING_FILE) is None:
             # Somebody's tars of images may have the names of parts, which would replace them.
             tars = [name for name in self._folder.sizes() if name.endswith('.tar')]
@@ -321,14 +293,14 @@ class _Encoding:
                 path = self._folder.path_of(min(tars))
                 raise ValueError(f'{path}: is not of this command. Choose another folder for out.')
             self._write_settings('', is_complete=False)
-        settings = self._parse(schema.ENCODING_FILE, self._folder.read(schema.ENCODING_FILE))
-        settings.pop(schema.ENCODING_COMPLETE, None)
-        self._check(schema.ENCODING_FILE, settings, self._settings)
+        stored = self._parse(schema.ENCODING_FILE, self._folder.read(schema.ENCODING_FILE))
+        stored.pop(schema.ENCODING_COMPLETE, None)
+        self._check(schema.ENCODING_FILE, stored, self._settings)
         self.read_records()
 
     def read_records(self) -> None:
         """Reads the records of finished parts; ValueError for one of another encoding."""
-        self.records, self.counts = dict[int, dict[str, Any]](), ImageCounts()
+        self.records, self.counts = {}, ImageCounts()
         sizes = self._folder.sizes()
         for name, data in sorted(self._folder.read_all(_PARTS).items()):
             path, number = f'{_PARTS}/{name}', int(name.partition('.')[0])
@@ -398,14 +370,10 @@ class _PartTars:
 
     Batches have one shape, and never images of two parts, so that the bytes of a part depend on
     nothing but its own images.
-
-    Attributes:
-        counts: Of the images.
-        paths: Local files by shape, 'HEIGHTxWIDTH'.
     """
 
     def __init__(self, folder: str, encoder: VaeEncoder, target: Target, moments: bool, dtype: str):
-        self.counts, self.paths = ImageCounts(), dict[str, str]()
+        self.counts, self.paths = ImageCounts(), dict[str, str]()  # local files by shape
         self._folder, self._encoder, self._num_crops = folder, encoder, target.crops
         self._moments, self._dtype = moments, dtype
         self._tars, self._stack = dict[str, tarfile.TarFile](), contextlib.ExitStack()
@@ -420,8 +388,11 @@ class _PartTars:
         with file_state.naming(self._folder):
             self._stack.close()
 
-    def add(self, image: SourceImage, decoded: Pixels) -> None:
+    def add(self, image: SourceImage, decoded: Pixels | BadImageError) -> None:
         """Adds an image; now and then starts a batch and writes the one before."""
+        if isinstance(decoded, BadImageError):
+            self.counts.drop(image, decoded)
+            return
         height, width = decoded.crops.shape[1:3]
         shape = f'{height}x{width}'
         # Unlike the names of images, these have no dots, folders or repetitions.
@@ -588,8 +559,8 @@ def main() -> None:
     add('--caption_column', default='', help='field of the captions (the usual names)')
     hint = 'largest share of images that may be bad (%(default)s)'
     add('--max_bad', type=float, default=MAX_BAD, help=hint)
-    default = Target._field_defaults['max_pixels']
-    add('--max_pixels', type=int, default=default, help='most pixels of an image (%(default)s)')
+    hint = 'most pixels of an image (%(default)s)'
+    add('--max_pixels', type=int, default=pixels.MAX_PIXELS, help=hint)
     ranks.add_share_flag(parser)
     hint = 'most images of a part, outside of tars and Parquet files (%(default)s)'
     add('--part_images', type=int, default=PART_IMAGES, help=hint)

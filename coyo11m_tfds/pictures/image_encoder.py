@@ -21,13 +21,7 @@ _FILES = 'preprocessor_config.json (for a model of pictures and texts also a tok
 
 
 class ImageEncoder:
-    """A vision model of transformers, on the GPU if there is one; computes in float32.
-
-    Attributes:
-        name: Name on the hub, or last component of the folder's path.
-        revision: Commit on the hub, or `sha256:...` of the files in a folder.
-        has_texts: Whether the model encodes texts.
-    """
+    """A vision model of transformers, on the GPU if there is one; computes in float32."""
 
     def __init__(self, model: str):
         """Loads the weights of a folder, or of a name on the hub."""

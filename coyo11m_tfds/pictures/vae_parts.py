@@ -1,8 +1,8 @@
 """VAEs in diffusers' layout (config.json and safetensors), and the layers that both halves share.
 
-    vae = vae_parts.read_vae('madebyollin/taesdxl', ('decoder.',))   # or a folder
-    network, output = vae.bind({'AutoencoderTiny': decode}, (1, 8, 8, vae.channels))
-    pictures = network(vae.weights, latents)
+vae = vae_parts.read_vae('madebyollin/taesdxl', ('decoder.',))   # or a folder
+network, output = vae.bind({'AutoencoderTiny': decode}, (1, 8, 8, vae.channels))
+pictures = network(vae.weights, latents)
 """
 
 import dataclasses

@@ -1,11 +1,4 @@
-"""Checks the captions of Parquet files and sorts them into the order of requested keys.
-
-`CaptionFiles.choose` reads only schemas. `join_texts` checks all rows of the files. The facts of
-its result are the number of `duplicates` (rows left out because an earlier row has their key), the
-first 10 of their keys, the `digest` of keys and captions, and `has_checksums`, which says whether
-the pages have checksums. The order of files and rows, and keys without a caption, do not change the
-digest.
-"""
+"""Checks the captions of Parquet files and sorts them into the order of requested keys."""
 
 import concurrent.futures
 import dataclasses
@@ -50,10 +43,7 @@ class CaptionFiles:
     def choose(
         cls, files: Iterable[StoredFile], key_column: str, caption_column: str
     ) -> 'CaptionFiles':
-        """Chooses the columns that a config describes; all files must have them.
-
-        Raises a ValueError with all faults of the first file that has any.
-        """
+        """Chooses the columns that a config describes; reads only schemas."""
         files, faults = tuple(files), Faults()
         is_default = caption_column == schema.DEFAULT_CAPTION_COLUMN
         names = schema.CAPTION_COLUMNS if is_default else (caption_column,)
@@ -110,10 +100,9 @@ def join_texts(
 ) -> None:
     """Writes the captions of distinct keys into a new folder of `KeyedValues`.
 
-    `paths` are the local paths of the files, by their names in messages. The i-th of the
-    `requested_keys`, int64 `(n,)`, gets place i; without them, each key of the files is its own
-    place. The size of a caption is 0 if it is null, empty or blank, and `TOO_LONG` if it is left
-    out. The `column` is one of texts. Raises a ValueError if a text is not UTF-8.
+    `paths` are the local paths of the files, by their names in messages. Keys get the places of
+    `KeyPlaces`. The size of a caption is 0 if it is null, empty or blank, and `TOO_LONG` if it is
+    left out.
     """
 
     def open_files() -> Iterator[KeyedFile]:
@@ -131,6 +120,7 @@ def join_texts(
     writer = KeyedValuesWriter(folder)
     sizes, checksums = _write_texts(open_files(), keys, places, is_kept & is_first, writer)
     facts = {
+        # Of the pages of all files.
         'has_checksums': has_checksums,
         'duplicates': len(duplicate_keys),
         'duplicate_keys': np.unique(duplicate_keys)[:_MAX_EXAMPLES].tolist(),
@@ -193,8 +183,7 @@ def _digest(
 
 
 def _distinct_texts(values: pa.Array) -> tuple[pa.Array, np.ndarray, np.ndarray]:
-    """Returns the texts in `values`, those of a dictionary once; the first row of each, int64; and
-    the index of the text of each row, int32."""
+    """Returns the texts, those of a dictionary once, their first rows and the index of each row."""
     if not pa.types.is_dictionary(values.type):
         rows = np.arange(len(values), dtype=np.int32)
         return values, rows, rows
@@ -207,10 +196,7 @@ def _distinct_texts(values: pa.Array) -> tuple[pa.Array, np.ndarray, np.ndarray]
 def _measure_texts(
     texts: pa.Array, keys: np.ndarray, name: str
 ) -> tuple[pa.Array, np.ndarray, np.ndarray]:
-    """Returns texts as large binary, their sizes and their CRC-32s; those too long become null.
-
-    Raises a ValueError, which names the key, if one is not UTF-8.
-    """
+    """Returns texts as large binary, their sizes and their CRC-32s; those too long become null."""
     # Arrow cannot tell the lengths of these.
     if pa.types.is_string_view(texts.type):
         texts = texts.cast(pa.large_string())

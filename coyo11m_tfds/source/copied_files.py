@@ -1,8 +1,7 @@
-"""Records of the files of a source that have been copied to a destination.
+"""Records of copies of files, in `.mirror/` of the destination.
 
-`.mirror/` of the destination holds a record for every copy: the version of the original, and the
-size and CRC-32C of the copy. A file counts as copied if its record names the present version of the
-original and fits the present copy.
+A file counts as copied if its record names the present version of the original, and has the size
+and the CRC-32C of the present copy.
 """
 
 import concurrent.futures

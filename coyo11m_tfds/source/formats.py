@@ -1,7 +1,4 @@
-"""The formats of latents, by the end of a file's name.
-
-A new format is a subclass of `LatentFile` and a line here.
-"""
+"""The formats of latents, by the end of a file's name."""
 
 import os
 

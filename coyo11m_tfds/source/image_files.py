@@ -6,10 +6,7 @@
             image.caption, image.read()
 
 The listing of a source alone decides its parts: a run of images of a folder, one tar, or one
-Parquet file. In a folder of any depth, the data of an image are in a `.txt` or `.json` next to it,
-or in the closest `metadata.jsonl` or `metadata.csv` above it, as `datasets` of Hugging Face reads
-them. In a tar, members whose names are equal up to the first dot belong to one image. A Parquet
-file has a column `image` of `{bytes, path}` or of bytes.
+Parquet file. docs/images.md says where each of them has captions, numbers and keys.
 """
 
 import abc
@@ -52,6 +49,7 @@ _ROWS_AT_ONCE = 32  # of a Parquet file
 _MEASURED = {schema.KEY, 'width', 'height'}
 
 _Read = Callable[[], bytes]
+_Text = tuple[int, _Read]  # size and content of a `.json` or a `.txt`
 _Fields = dict[str, Any]
 
 
@@ -73,13 +71,6 @@ class SourceImage(NamedTuple):
         return self.read_bytes()
 
 
-class _Text(NamedTuple):
-    """A `.json` or a `.txt`."""
-
-    size: int
-    read: _Read
-
-
 class _Row(NamedTuple):
     """An image with the fields of its data."""
 
@@ -90,19 +81,14 @@ class _Row(NamedTuple):
 
 
 class ImagePart(abc.ABC):
-    """Images that are encoded together.
-
-    Attributes:
-        files: All files that decide about them, by their names within the source.
-    """
+    """Images that are encoded together."""
 
     _is_numbered = False  # whether the names of the images are their keys
 
     def __init__(self, files: Mapping[str, StoredFile], caption_column: str):
-        self.files, self._columns = (
-            files,
-            (caption_column,) if caption_column else schema.CAPTION_COLUMNS,
-        )
+        """Takes all files that decide about the images, by their names within the source."""
+        self.files = files
+        self._columns = (caption_column,) if caption_column else schema.CAPTION_COLUMNS
 
     @property
     def num_bytes(self) -> int:
@@ -117,11 +103,7 @@ class ImagePart(abc.ABC):
 
     @contextlib.contextmanager
     def open(self, scratch: Scratch) -> Iterator[Iterator[SourceImage]]:
-        """Yields the images in order, to be read within the `with` block.
-
-        Raises a ValueError if a tar or a Parquet file is damaged, or if no image has the caption
-        column that the caller names.
-        """
+        """Yields the images in order, to be read within the `with` block."""
         with self._open_rows(scratch) as groups:
             yield itertools.chain.from_iterable(map(self._describe, groups))
 
@@ -162,13 +144,12 @@ class ImagePart(abc.ABC):
     ) -> _Row:
         """Adds to the fields of an image what its `.json` and `.txt` say, which come by suffix."""
         try:
-            for suffix in texts.keys() & {'.json', '.txt'}:
-                if (nbytes := texts[suffix].size) > _MAX_TEXT:
+            for suffix in [x for x in ('.json', '.txt') if x in texts]:
+                nbytes, read_text = texts[suffix]
+                if nbytes > _MAX_TEXT:
                     raise ValueError(f'{suffix} has {nbytes:,} bytes')
-            if '.json' in texts:
-                fields = fields | json.loads(texts['.json'].read())
-            if '.txt' in texts:
-                fields = fields | {'txt': texts['.txt'].read().decode()}
+                raw = read_text()
+                fields = fields | (json.loads(raw) if suffix == '.json' else {'txt': raw.decode()})
             if len(fields) > _MAX_FIELDS:
                 raise ValueError(f'{len(fields):,} fields')
         except (ValueError, TypeError, RecursionError) as error:
@@ -188,11 +169,10 @@ class ImagePart(abc.ABC):
 def find_images(
     root: str | os.PathLike[str], caption_column: str, part_images: int
 ) -> list[ImagePart]:
-    """Lists the images in a folder, local, on `gs://` or on `hf://`, and divides them into parts.
+    """Lists the images in a folder, local or remote, and divides them into parts.
 
     `caption_column` is the field or column of captions, '' the first of the usual names that an
-    image has. A part of a folder of images has at most `part_images`. Raises a ValueError if there
-    are no images.
+    image has. A part of a folder of images has at most `part_images`.
     """
     try:
         listing = storage.open_folder(root).pin().list(deep=True)
@@ -304,7 +284,7 @@ class _FolderPart(ImagePart):
         def read_row(image: str) -> _Row:
             data, file = self._data[image], self.files[image]
             fields = tables[data[_TABLE]].get(image, {}) if _TABLE in data else {}
-            texts = {x: _Text(self.files[n].size, self.files[n].read) for x, n in data.items()}
+            texts = {x: (self.files[n].size, self.files[n].read) for x, n in data.items()}
             return self._make_row(image, file.size, file.read, fields, texts)
 
         with concurrent.futures.ThreadPoolExecutor(_READS_AT_ONCE) as threads:
@@ -331,8 +311,8 @@ class _TarPart(ImagePart):
                 folder, base = os.path.split(name)
                 stem, dot, suffix = base.partition('.')
                 if not _is_hidden(base):
-                    member = _Text(size, functools.partial(read, start, size))
-                    samples[os.path.join(folder, stem)][dot + suffix.lower()] = member
+                    members = samples[os.path.join(folder, stem)]
+                    members[dot + suffix.lower()] = size, functools.partial(read, start, size)
             rows = [
                 self._make_row(f'{label}/{stem}{suffix}', *members[suffix], {}, members)
                 for stem, members in samples.items()

@@ -1,7 +1,6 @@
 """Reads and checks one column of a Parquet file and the keys of its rows.
 
-Reading takes 150 MB of memory with all libraries, for a file and row groups of any size. Frequent
-texts are read as a dictionary. Checksums of pages are compared if the file has them.
+It takes 150 MB of memory with all libraries, whatever the size of the file and of row groups.
 """
 
 import base64
@@ -44,10 +43,7 @@ class KeyedFile:
     def __init__(
         self, path: str, *columns: str, name: str = '', key_column: str = schema.PARQUET_KEY
     ):
-        """Opens a file, called `name` in messages; its values are in the first existing column.
-
-        Raises a ValueError if the file is not Parquet, is encrypted, lacks a column or has no rows.
-        """
+        """Opens a file, called `name` in messages; its values are in the first existing column."""
         self.name, self._path = name or path, path
         with naming_damage(self.name):
             self._file = open_parquet(path)
@@ -97,7 +93,7 @@ class KeyedFile:
         return True
 
     def keys(self) -> np.ndarray:
-        """Reads all keys, int64 `(n,)`; raises a ValueError if one is null or too large."""
+        """Reads all keys, int64 `(n,)`."""
         if self._range is not None:
             return np.arange(self._range.start, self._range.stop, self._range.step)
         with naming_damage(self.name):

@@ -1,9 +1,8 @@
-"""Values by key: sorts values of other files into the order in which a program reads them.
+"""Values by key, sorted by the place, usually the number of a record, where a program needs them.
 
-A place is an integer, usually the number of a record. `KeyPlaces` finds the place of a key. Runs of
-values are sorted by place in memory, kept on the disk, and merged into one Parquet file of small
-row groups. On one core, 11 million captions of 200 to 600 bytes take 56 s and at most 1.2 GB,
-including reading and checking; 6 million of 2 KB take 65 s and 1.1 GB.
+Runs are sorted in memory, kept on the disk, and merged into one Parquet file of small row groups.
+On one core, 11 million captions of 200 to 600 bytes take 56 s and at most 1.2 GB with reading and
+checking; 6 million of 2 KB take 65 s and 1.1 GB.
 """
 
 import contextlib
@@ -87,10 +86,7 @@ class KeyedValuesWriter:
         self._runs: list[str] = []
 
     def add(self, places: np.ndarray, sizes: np.ndarray, values: pa.Array) -> None:
-        """Adds values, or a dictionary of them, at distinct places, int64 `(n,)`.
-
-        `sizes`, int32 `(n,)`, are in bytes, or a code of at most 0 for null.
-        """
+        """Adds values, or a dictionary of them; a size is in bytes, or a code <= 0 for null."""
         for rows in _pieces(places, sizes, values, self._piece_bytes):
             self._rows.append(rows)
             self._num_bytes += rows.nbytes
@@ -128,10 +124,9 @@ class KeyedValuesWriter:
 
 
 def open_or_make(cache_dir: str, origin: Any, make_folder: Callable[[str], None]) -> KeyedValues:
-    """Opens the values in `cache_dir`; makes them if they are incomplete or of another origin.
+    """Opens the values in `cache_dir` that `make_folder` makes of an `origin`, which is JSON.
 
-    `origin` is everything that decides the content, as JSON, and `make_folder` makes the folder of
-    a `KeyedValuesWriter`. `remove_unused` keeps the values as long as the result exists.
+    `remove_unused` keeps them as long as the result exists.
     """
     folder = os.path.join(cache_dir, f'joined-{json_digest.sha256([_FORMAT, origin])[:32]}')
     while not (values := _open_whole(folder)):

@@ -1,8 +1,4 @@
-"""One file of latents of any format: its check, its rows by number, and where the rows lie.
-
-Each format has a subclass, which opens a file without reading latents. Only the package `source`
-imports torch, for `.pt` files and to convert numbers here.
-"""
+"""One file of latents of any format: its check, its rows by number, and where the rows lie."""
 
 import functools
 import hashlib
@@ -61,11 +57,7 @@ class LatentFile:
         latents_from: schema.LatentsFrom = schema.ANY_LATENTS,
         label: str = '',
     ):
-        """Opens a local file; missing keys are computed from `label`, its path within its source.
-
-        Raises a ValueError if the file is truncated or in another format; or if its latents are
-        missing, of several kinds, or of another kind than `latents_from` says.
-        """
+        """Opens a local file; missing keys are hashes of `label`, its path within its source."""
         self.path, self._local_path = name or os.fspath(path), os.fspath(path)
         self._latents_from, self._size = latents_from, os.path.getsize(path)
         self._label = label or os.path.basename(path)
@@ -82,9 +74,7 @@ class LatentFile:
         """Returns a local file to open in place of a file; if possible, without the latents.
 
         For MDS and tar files, whose samples lie one after the other, it is the whole file. A local
-        file is checked, and its own path returned. Nobody else may use `folder`. Raises a
-        ValueError if the file is damaged, and an OSError if it is gone, has changed, cannot be read
-        or arrives damaged at every attempt.
+        file is checked, and its own path returned. Nobody else may use `folder`.
         """
         if file.local_path:
             cls._check_head(file, check_crc)
@@ -105,10 +95,9 @@ class LatentFile:
         recorded: file_state.FileState | None = None,
         on_bytes: Callable[[int], None] = file_state.ignore_bytes,
     ) -> None:
-        """Compares a local file, called `name` in errors, with all checksums that there are.
+        """Compares a local file with the state that `mirror` recorded, and with its own checksums.
 
-        These are the state that `mirror` has `recorded`, and the format's own unless `check_crc`
-        is False. `on_bytes` counts the bytes read. Raises a ValueError if one differs.
+        Those of the format are left out without `check_crc`. `on_bytes` counts the bytes read.
         """
         if recorded:
             state = file_state.compute_state(path, on_bytes)
@@ -134,8 +123,7 @@ class LatentFile:
         """Reads some rows.
 
         Returns the stored bytes, uint8 `(len(rows), row_nbytes)`, and the same numbers as float32
-        `(len(rows), *shape)`. The next call overwrites both arrays. Raises a ValueError if the file
-        has become shorter.
+        `(len(rows), *shape)`. The next call overwrites both arrays.
         """
         count = len(rows)
         # The system would clear and map new memory page by page, which takes longer than all else
@@ -150,14 +138,10 @@ class LatentFile:
         return _bytes_of(raw), values.numpy()
 
     def column(self, name: str) -> pa.Array:
-        """Reads the texts, class labels or numbers of all rows; null for a row without one.
-
-        Raises a ValueError if a text is not UTF-8, or the file is damaged.
-        """
+        """Reads the texts, class labels or numbers of all rows; null for a row without one."""
         raise NotImplementedError
 
     def decode(self, text: bytes, row: object) -> str:
-        """Decodes the text of a row; raises a ValueError if it is not UTF-8."""
         try:
             return text.decode()
         except UnicodeDecodeError as error:
@@ -211,10 +195,7 @@ class LatentFile:
         return rows if self.layout.numbers is None else self.layout.numbers[rows]
 
     def embeddings(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Reads the text embeddings of some rows as float32 `(len(rows), embedding_dim)`.
-
-        Raises a ValueError if the file has none.
-        """
+        """Reads the text embeddings of some rows as float32 `(len(rows), embedding_dim)`."""
         raise ValueError(f"{self.path}: lacks '{schema.PT_EMBEDDINGS}'.")
 
     def _read(self, rows: np.ndarray, raw: torch.Tensor) -> None:

@@ -58,10 +58,7 @@ class NpyFolder(StoredFile):
 
 
 def find_npy_folders(source: Storage, index: StoredFile) -> dict[str, StoredFile]:
-    """Returns the folders of a source by the names of their tars; {} if they hold no moments.
-
-    `index` is its `dataset.json`. Raises a ValueError if that is damaged, or names a missing file.
-    """
+    """Returns the folders of a source by the names of their tars; `index` is its `dataset.json`."""
     classes, folders = _parse_classes(index), dict[str, dict[str, StoredFile]]()
     for path, file in source.list(deep=True).items():
         folder, name = os.path.split(path)

@@ -1,8 +1,6 @@
 """One `.pt` file: its checksums, its keys, and its latents by row.
 
-Only tensors and plain containers are unpickled, so a hostile file cannot run code. torch maps a
-head, a local file with holes in place of the latents, like any other file. CRC-32s are compared
-here, because torch does not compare them when it maps a file.
+Only tensors and plain containers are unpickled, so a hostile file cannot run code.
 """
 
 import itertools
@@ -67,7 +65,7 @@ class PtFile(LatentFile):
         recorded: file_state.FileState | None = None,
         on_bytes: Callable[[int], None] = file_state.ignore_bytes,
     ) -> None:
-        """See `LatentFile`; compares all members with their CRC-32, in the same pass."""
+        """See `LatentFile`; torch compares no CRC-32s of files that it maps."""
         name = name or os.fspath(path)
         if not check_crc:
             super().check_contents(path, name, recorded=recorded, on_bytes=on_bytes)

@@ -1,9 +1,7 @@
 """Sorts embeddings, tokens and numbers of other files into the order of requested keys.
 
-A sidecar of `coyo11m_tfds.embed_captions` is a Parquet file with the columns `key` and
-`text_embedding` or `tokens` (lists of a fixed size), and with the fields of `SidecarHeader` in the
-metadata of its schema. A sidecar may also be a folder of such files, `part-00000-of-00007.parquet`,
-in which the column `text_embedding` is called `embedding`.
+A sidecar of `coyo11m_tfds.embed_captions` is a Parquet file, or a folder of them, with the column
+`key`, lists of a fixed size, and the fields of `SidecarHeader` in the metadata of its schema.
 """
 
 import contextlib
@@ -44,10 +42,7 @@ def part_name(number: int, count: int) -> str:
 
 
 def find_parts(folder: str) -> tuple[int, dict[int, StoredFile]]:
-    """Returns the number of parts in the complete sidecar, 0 without any, and the existing parts.
-
-    The folder, local or remote, may be missing.
-    """
+    """Returns the number of parts of the complete sidecar, or 0, and the existing parts."""
     sidecars: dict[int, dict[int, StoredFile]] = {}  # by count and number
     for name, file in storage.list_folder(folder, missing_ok=True).items():
         if match := _PART.fullmatch(name):
@@ -217,10 +212,8 @@ def join_values(
 ) -> None:
     """Writes the values of distinct keys, int64 `(n,)`, into a new folder of `KeyedValues`.
 
-    The i-th key gets place i. The facts are the `dtype` and the `shape` of a value, the `digest` of
-    all keys and values and, for embeddings and tokens, the fields of the `header`. `column` is one
-    of integers, floats, or lists of one size, where a row with a null has no value; '' stands for
-    embeddings or tokens of `embed_captions`, which have no nulls.
+    The i-th key gets place i. `column` is one of integers, floats, or lists of one size, where a
+    row with a null has no value; '' stands for what `embed_captions` writes, without nulls.
     """
     writer, places = KeyedValuesWriter(folder), KeyPlaces(requested_keys)
     digest, all_keys = hashlib.sha256(), []
@@ -268,7 +261,7 @@ def _add_rows(writer: KeyedValuesWriter, places: np.ndarray, values: np.ndarray)
 def _read_numbers(
     file: KeyedFile, keys: np.ndarray, facts: dict[str, Any]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields numbers of rows, int64 `(n,)`, and what they hold, `(n, width)`; without nulls."""
+    """Yields indices of rows, int64 `(n,)`, and what they hold, `(n, width)`; without nulls."""
     width, start = math.prod(facts['shape']), 0
     for values in file.values(row_bytes=_NUMBER_BYTES * width):
         has_value = values.is_valid().to_numpy(zero_copy_only=False, writable=True)
@@ -292,7 +285,6 @@ def _read_numbers(
 
 
 def _check_numbers(values: np.ndarray, keys: np.ndarray, header: SidecarHeader, name: str) -> None:
-    """Raises a ValueError for tokens out of the vocabulary, and for numbers that are not finite."""
     if header.vocabulary:
         bad = ((values < -1) | (values >= header.vocabulary)).any(axis=1)
     else:

@@ -1,10 +1,8 @@
 """Finds the files of a source: latents in a folder and, in most sources, captions in Parquet.
 
-`find_source` lists names, sizes and checksums, and reads only the index of MDS shards. All files of
-latents have one format (`source.formats`), and lie in `latents-3crop/` or, without this folder, in
-the folder itself. A source on the hub is pinned to its present commit, so that all files have one
-version; `@revision` after its name chooses another commit. Files that `mirror` copied must still
-have the recorded size and, on gs://, the recorded checksum.
+All files of latents have one format, and lie in `latents-3crop/` or, without this folder, in the
+folder itself. Files that `mirror` copied must still have the recorded size and, on gs://, the
+recorded checksum.
 """
 
 import contextlib
@@ -67,8 +65,7 @@ def find_captions(root: str | os.PathLike[str], captions: str = '') -> dict[str,
 
     `captions` is a file or a folder of files, relative to `root`, absolute or a URL; without it,
     the file is `schema.CAPTIONS_FILE`, and the result empty without this file. Names are relative
-    to `root` or, for files elsewhere, begin with the last part of `captions`. Raises a ValueError
-    if `captions` leads to no Parquet file.
+    to `root` or, for files elsewhere, begin with the last part of `captions`.
     """
     root, place = os.fspath(root).rstrip('/'), captions or schema.CAPTIONS_FILE
     if storage.local_path(place):
@@ -90,12 +87,10 @@ def find_captions(root: str | os.PathLike[str], captions: str = '') -> dict[str,
 
 
 def find_source(root: str | os.PathLike[str]) -> SourceFolder:
-    """Finds the files of a source and checks that all are there.
+    """Finds the files of a source and checks that all are there; reads only small indexes.
 
     The source is a local folder, `gs://bucket/folder`, or
-    `hf://datasets/owner/name[@revision][/folder]`. Raises a ValueError if it is missing or has no
-    latents, lacks a file that its `index.json` names or images that are still to be encoded, or
-    holds a file that differs from the record of `mirror`; and an OSError if it cannot be read.
+    `hf://datasets/owner/name[@revision][/folder]`.
     """
     indexes = _INDEX, npy_folders.INDEX_OF_FOLDERS, schema.ENCODING_FILE
     suffixes = (*_SUFFIXES, *_COMPRESSED, '.parquet', *indexes)

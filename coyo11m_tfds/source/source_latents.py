@@ -1,8 +1,7 @@
 """Keys, rows and dtype of all latent files of a source; everything except the latents.
 
-`read` checks every file before the build writes anything. It reads only the heads of remote files,
-a few at a time. It copies captions and labels next to the latents into Parquet files, for the
-reader of a source's Parquet file.
+Every file is checked before a build writes anything, of remote files only the head. Captions and
+labels next to the latents are copied into Parquet files.
 """
 
 import concurrent.futures
@@ -87,10 +86,7 @@ def write_numbers(
     folder: str | os.PathLike[str],
     latents: schema.LatentsFrom,
 ) -> str:
-    """Copies numbers next to the latents into a Parquet file with the first row of each key.
-
-    Returns its path in `folder`, which is like `head_dir` of `SourceLatents.read`.
-    """
+    """Copies numbers next to the latents into a Parquet file in `folder`, and returns its path."""
 
     def read_one(file: StoredFile) -> pa.Table:
         with _open_head(file, folder, SourceOptions(latents)) as shard:
@@ -227,17 +223,7 @@ class TextTables:
 
 
 class SourceLatents:
-    """The keys and properties of all files of latents.
-
-    Attributes:
-        keys: Keys of all rows in the files' order, int64.
-        starts: Index in `keys` of each file's first row and, last, the number of all rows, int64.
-        duplicate: Whether an earlier row has the same key, bool, shape of `keys`.
-        disagreeing: Keys of files that are left out because their tensors have unequal numbers of
-            rows, so that keys cannot be assigned to rows; int64.
-        versions: A version of each file, which changes with its content.
-        texts: Captions and labels of the files, valid as long as the folder of heads exists.
-    """
+    """The keys and properties of all files of latents."""
 
     def __init__(
         self,
@@ -246,7 +232,10 @@ class SourceLatents:
         check_crc: bool,
         texts: TextTables,
     ):
+        """Takes texts that are valid as long as the folder of heads exists."""
         self.files, self.texts = tuple(files), texts
+        # Of all rows in the files' order, int64, with the index of each file's first row and, last,
+        # the number of all rows.
         self.keys = np.concatenate([head.keys for head in heads])
         self.starts = np.cumsum([0, *(len(head.keys) for head in heads)])
         self.digests = tuple(head.digest for head in heads)
@@ -260,6 +249,7 @@ class SourceLatents:
         self.duplicate[keyed_values.order_by_key(self.keys)[0]] = False
         pairs = list(zip(files, heads, strict=True))
         bad = [(file.path, head.disagreement) for file, head in pairs if head.disagreement]
+        # They are left out, because keys cannot be assigned to rows.
         self.disagreeing_files = tuple(path for path, _ in bad)
         self.disagreeing = np.concatenate([np.empty(0, np.int64), *(e.keys for _, e in bad)])
         good = [(file.path, head) for file, head in pairs if not head.disagreement]
@@ -283,8 +273,7 @@ class SourceLatents:
         """Opens and checks every file.
 
         `head_dir` is an existing, empty folder for the heads of remote files, some MB each, and for
-        captions and labels. Raises a ValueError if a file is bad, the files disagree, all are
-        empty, or, unless `drop_bad`, a key is repeated.
+        captions and labels.
         """
         heads, texts = [], TextTables(head_dir)
         read_one = functools.partial(_read_head, head_dir=head_dir, options=options)

@@ -1,7 +1,4 @@
-"""One tar of `.npy` latents with `.json` or `.txt` next to them, in WebDataset's layout.
-
-Members whose names are equal up to the first dot form one sample. Only the headers have checksums.
-"""
+"""One tar of `.npy` latents with `.json` or `.txt` next to them, in WebDataset's layout."""
 
 import functools
 import json
@@ -40,6 +37,7 @@ class TarFile(LatentFile):
             self.path, self._size, self._read_bytes
         ):
             folder, base = os.path.split(member)
+            # Members whose names are equal up to the first dot form one sample.
             sample, _, suffix = base.partition('.')
             members = self._samples.setdefault(os.path.join(folder, sample), {})
             if suffix in members:

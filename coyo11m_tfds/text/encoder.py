@@ -31,10 +31,7 @@ class Encoder(Tokenizer, Protocol):
     pooling: str  # name of the rule that turns the states of tokens into one embedding
 
     def encode_tokens(self, tokens: Sequence[Sequence[Any]], on_batch: OnBatch = ...) -> np.ndarray:
-        """Returns float32 `(len(tokens), dim)`; the batches depend only on the tokens.
-
-        `on_batch` is called after each batch; its exceptions end the encoding.
-        """
+        """Returns float32 `(len(tokens), dim)`; calls `on_batch` after each batch."""
         ...
 
     def encode(self, captions: Sequence[str]) -> np.ndarray:

@@ -1,9 +1,6 @@
 """Embeds texts with a transformers model: its last hidden states, averaged over the tokens.
 
-Weights are read only from safetensors, and code in a model's repository is never run. Padding is
-always on the right. So every token has the same position as in a caption alone, also in models with
-absolute positions. Causal models do not attend to such padding; in other models, and in the mean, a
-mask leaves it out.
+Weights are read only from safetensors, and code in a model's repository is never run.
 """
 
 import functools
@@ -86,6 +83,8 @@ class HfEncoder(HfTokenizer, ModelEncoder):
     def _pool(self, tokens: Sequence[Sequence[int]]) -> torch.Tensor:
         """Runs the model on a batch; returns the means over real tokens, float32 `(n, dim)`."""
         lengths = torch.tensor([len(ids) for ids in tokens], device=self._device)
+        # On the right: so tokens have the positions of a caption alone, and causal models do not
+        # attend to the padding. In other models, and in the mean, a mask leaves it out.
         padded = torch.nn.utils.rnn.pad_sequence(
             [torch.tensor(ids) for ids in tokens], batch_first=True, padding_value=self._filler
         ).to(self._device)

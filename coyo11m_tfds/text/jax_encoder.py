@@ -1,9 +1,7 @@
 """Embeds texts with Gemma 3 or Qwen3 in JAX: the last hidden states, averaged over the tokens.
 
-It reads sizes, weights and tokenizer from transformers' files (the text model's, where a Gemma 3
-sees images too), and computes the embeddings of `hf_encoder` on TPU, GPU or CPU. It needs neither
-torch nor transformers, and reads no pickles. The local devices share the rows of a batch,
-and each has all weights. Batches have few shapes, and each shape is compiled once.
+It needs neither torch nor transformers, and reads no pickles. The local devices share the rows of a
+batch, and each has all weights.
 """
 
 import dataclasses
@@ -77,22 +75,16 @@ _LOCAL, _GLOBAL = 'sliding_attention', 'full_attention'
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """What tells the models of one `model_type` from those of another.
+    """What tells the models of one `model_type` from those of another."""
 
-    Attributes:
-        defaults: What transformers takes where a field is missing in config.json; one layer in
-            `sliding_window_pattern` is global.
-        fixed: Fields of config.json that select variations which `language_model` lacks, and the
-            values that no published model of the type deviates from.
-        layer: Weights of a layer by our names and those in the files, besides `_LAYER`.
-        norm_offset: What the model adds to the stored scales of its norms.
-        fields: Of `LanguageModelConfig`, where they are not in config.json.
-    """
-
+    # As of transformers for fields that config.json lacks; one layer in `sliding_window_pattern` is
+    # global.
     defaults: Mapping[str, Any]
+    # Values that no published model deviates from, of variations that `language_model` lacks.
     fixed: Mapping[str, Any]
-    layer: Mapping[str, str]
-    norm_offset: float = 0.0
+    layer: Mapping[str, str]  # weights besides `_LAYER`
+    norm_offset: float = 0.0  # added to the stored scales of norms
+    # Of `LanguageModelConfig`, where they are not in config.json.
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -158,11 +150,7 @@ class JaxTokenizer(ModelTokenizer):
 
 
 class JaxEncoder(JaxTokenizer, ModelEncoder):
-    """A language model on the local devices.
-
-    It computes in float32 on CPUs and in bfloat16 elsewhere; norms, softmax and averages are always
-    float32.
-    """
+    """A language model on the local devices; norms, softmax and averages are always float32."""
 
     def __init__(
         self,
@@ -171,10 +159,7 @@ class JaxEncoder(JaxTokenizer, ModelEncoder):
         batch_tokens: int | None = None,
         dtype: jnp.dtype | type | None = None,
     ) -> None:
-        """Loads tokenizer and weights; see `text_encoders.make_encoder`.
-
-        `dtype` is that of weights and computation; None for float32 on CPUs, bfloat16 elsewhere.
-        """
+        """Loads tokenizer and weights; computes in `dtype`, float32 on CPUs or bfloat16."""
         devices = jax.local_devices()
         on_cpu = devices[0].platform == 'cpu'
         dtype = dtype or (jnp.float32 if on_cpu else jnp.bfloat16)
@@ -224,10 +209,9 @@ def open_checkpoint(model: str) -> 'LanguageModelCheckpoint':
 
 
 def load_params(checkpoint: 'LanguageModelCheckpoint', dtype: jnp.dtype | type) -> dict[str, Any]:
-    """Reads the parameters of `LanguageModel(checkpoint.config)` as NumPy arrays, each once.
+    """Reads the parameters of `LanguageModel(checkpoint.config)` in `dtype`, norms in float32.
 
-    They are in `dtype`, except for the scales of norms in float32. Those of all layers are stacked
-    as `(depth, ...)`.
+    Those of all layers are stacked as `(depth, ...)`.
     """
     shapes = flax.traverse_util.flatten_dict(
         language_model.abstract_params(checkpoint.config, dtype), sep='.'
@@ -323,16 +307,14 @@ class LanguageModelCheckpoint:
 
 
 def parse_model_config(raw: Mapping[str, Any], name: str) -> language_model.LanguageModelConfig:
-    """Returns what config.json says; for a multimodal model, the part for text.
-
-    Raises a ValueError, with the file's `name`, for models that would be computed wrongly.
-    """
+    """Returns what config.json says; refuses models that would be computed wrongly."""
     architecture = _ARCHITECTURES.get(raw.get('model_type', ''))
     if architecture is None:
         raise ValueError(
             f'{name}: model_type is {raw.get("model_type")!r}, expected one of '
             f'{", ".join(_ARCHITECTURES)}; hf: runs other models.'
         )
+    # That of a multimodal model has a part for text.
     text = raw.get('text_config', raw)
     for key, value in architecture.fixed.items():
         if (text.get(key) or value) != value:

@@ -1,11 +1,8 @@
 """Gemma 3 and Qwen3 in Flax: tokens in, hidden states out; no language-model head.
 
 Architectures: Gemma Team, "Gemma 3 Technical Report" (2025); Qwen Team, "Qwen3 Technical Report"
-(2025). The results are those of transformers' `Gemma3TextModel` and `Qwen3Model`. Both consist of
-the same blocks; `LanguageModelConfig` has their differences. Padding is on the right. The attention
-is causal, so the states of real tokens do not depend on the padding, and only code that averages
-states or attends to them needs a mask. The layers are one scanned module, so that compile time does
-not grow with depth.
+(2025). Padding is on the right. The attention is causal, so the states of real tokens do not depend
+on the padding, and only code that averages states or attends to them needs a mask.
 """
 
 import dataclasses
@@ -268,6 +265,7 @@ class LanguageModel(nn.Module):
             (*_rotation(config.local_rope, length, config.head_dim), near),
             (*_rotation(config.global_rope, length, config.head_dim), causal),
         )
+        # One scanned module, so that compile time does not grow with depth.
         layers = nn.scan(
             LanguageModelLayer,
             variable_axes={'params': 0},

@@ -30,11 +30,10 @@ class ModelTokenizer(Tokenizer):
     def __init__(
         self, spec: str, max_tokens: int, backend: tokenizers.Tokenizer, filler: int
     ) -> None:
-        """Takes a `backend`, whose padding and truncation it changes.
+        """Takes a `backend`, whose padding and truncation it changes, and a token for padding.
 
         `spec` is `hf:` or `jax:`, and a folder or a name on the hub. Captions are cut to
-        `max_tokens`, special tokens included. `filler` is the token for empty captions, and for
-        padding, which is masked.
+        `max_tokens`, special tokens included.
         """
         special = backend.num_special_tokens_to_add(is_pair=False)
         if max_tokens <= special:
@@ -83,10 +82,7 @@ class ModelEncoder(Encoder):
     def _start(
         self, tokens: Sequence[Sequence[int]], shape: tuple[int, int]
     ) -> Callable[[], np.ndarray]:
-        """Starts a batch of this padded shape; returns a function that waits for the means.
-
-        These are float32 `(n, dim)`, where `n` may be larger than the number of rows.
-        """
+        """Starts a batch of this padded shape; returns a function that waits for `(n, dim)`."""
         raise NotImplementedError
 
     def encode_tokens(

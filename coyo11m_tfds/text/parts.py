@@ -1,12 +1,8 @@
 """The parts of a sidecar: a pure function of captions, encoder and number of parts.
 
-A part is a range of keys. Equal captions of a part are encoded once, and a part is tokenized while
-the model works on the previous part. The batches of a part depend only on its captions, so its
-bytes do not depend on the process or on other parts.
-
-A part appears in its folder only when it is complete, and its metadata hold everything that decides
-its contents. So parts need neither locks nor a clean-up: two processes that make the same part
-write the same bytes.
+A part is a range of keys. It appears in its folder only when it is complete, and its metadata hold
+everything that decides its contents. So parts need neither locks nor a clean-up: two processes that
+make the same part write the same bytes.
 """
 
 import concurrent.futures
@@ -49,10 +45,8 @@ class SidecarParts:
 
         `encoder` may be a tokenizer with `tokens_only`. A part has at most `part_captions`.
         """
-        self._out = out
-        self._captions = captions
-        self._encoder = encoder
-        self._tokens_only = tokens_only
+        self._out, self._captions = out, captions
+        self._encoder, self._tokens_only = encoder, tokens_only
         # Keys of all captions, int64 `(n,)`, ascending: here each key is its own place.
         self.keys = captions.places[captions.sizes > 0]
         self.count = -(-len(self.keys) // part_captions)
@@ -100,16 +94,12 @@ class SidecarParts:
             list(threads.map(check_one, finished))
 
     def make(self, numbers: Sequence[int], staging: str, on_batch: OnBatch) -> int:
-        """Makes and stores the parts of these numbers, from 0, in turn.
+        """Makes and stores parts; returns the largest number of token ids, 0 for embeddings.
 
-        `staging` is a local folder, in a local `out`, for the part that is being written. Returns
-        the largest number of token ids of a caption; 0 for embeddings.
+        `staging` is a local folder, in a local `out`, for the part that is being written.
         """
-        path, folder, longest = (
-            os.path.join(staging, 'part'),
-            storage.open_folder(self._out, to_write=True),
-            0,
-        )
+        folder = storage.open_folder(self._out, to_write=True)
+        path, longest = os.path.join(staging, 'part'), 0
         with concurrent.futures.ThreadPoolExecutor(1, 'tokenize') as thread:
             # The tokens of the next part are made while the model works on this one.
             next_tokens = thread.submit(self._tokenize, numbers[0]) if numbers else None

@@ -1,14 +1,10 @@
 """Encoders and tokenizers of captions: hashed words, and models by name.
 
-    encoder = make_encoder('hash')                      # or 'jax:Qwen/Qwen3-0.6B', 'hf:FOLDER'
-    embeddings = encoder.encode(['a cat', 'two dogs'])  # float32 (2, encoder.dim)
+encoder = make_encoder('hash')                      # or 'jax:Qwen/Qwen3-0.6B', 'hf:FOLDER'
+embeddings = encoder.encode(['a cat', 'two dogs'])  # float32 (2, encoder.dim)
 
-    tokenizer = make_tokenizer('words', 16)             # or 'hf:FOLDER'; reads no weights
-    pad(tokenizer.tokenize(['a cat']), 16)              # int32 (1, 16), padded with -1
-
-`hash` (for tokens `words`) needs no weights, and gives the same results on every machine; `hf:`
-runs a transformers model (`hf_encoder`), `jax:` Qwen3 or Gemma 3 in JAX (`jax_encoder`). Both
-modules are imported only when needed.
+tokenizer = make_tokenizer('words', 16)             # or 'hf:FOLDER'; reads no weights
+pad(tokenizer.tokenize(['a cat']), 16)              # int32 (1, 16), padded with -1
 """
 
 import functools
