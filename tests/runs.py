@@ -188,17 +188,23 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen) -> None
 # --- What runs wrote ---------------------------------------------------------------------------
 
 
-def read_scalars(workdir: pathlib.Path) -> dict[tuple[str, int], list[float]]:
-    """All values that were ever written: `{(tag, step): [values]}`."""
-    values = collections.defaultdict(list)
+def read_events(workdir: pathlib.Path) -> Iterator[tuple[str, int, np.ndarray]]:
+    """Yields tag, step and value of all that was ever written."""
     for path in sorted(workdir.glob('events.out.tfevents.*')):
         # A process that was killed may leave half a record at the end.
         records = tf.data.TFRecordDataset(str(path)).ignore_errors()
         for record in records.as_numpy_iterator():
             event = tf.compat.v1.Event.FromString(record)
             for value in event.summary.value:
-                if value.metadata.plugin_data.plugin_name == 'scalars' or value.tensor.dtype == 1:
-                    values[value.tag, event.step].append(tf.make_ndarray(value.tensor).item())
+                yield value.tag, event.step, tf.make_ndarray(value.tensor)
+
+
+def read_scalars(workdir: pathlib.Path) -> dict[tuple[str, int], list[float]]:
+    """All numbers that were ever written: `{(tag, step): [values]}`."""
+    values = collections.defaultdict(list)
+    for tag, number, value in read_events(workdir):
+        if value.dtype == np.float32:
+            values[tag, number].append(value.item())
     return values
 
 

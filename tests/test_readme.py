@@ -136,6 +136,14 @@ def test_packages_import_only_lower_floors():
     assert not upward
 
 
+def test_training_reads_through_the_face_alone():
+    of_training = [name for name in modules() if name.startswith('train_lib.')]
+    rooms = {name: {place_of(other) for other in imports(name)} for name in of_training}
+    assert not set().union(*rooms.values()) & {'reading', 'source', 'convert', 'report'}
+    of_data = {place for place in rooms['train_lib.data'] if not place.startswith('train_lib')}
+    assert of_data == {'', 'schema', 'process'}
+
+
 def modules() -> Iterator[str]:
     for top in ('coyo11m_tfds', 'train_lib', 'input_pipeline.py'):
         for path in [CHECKOUT / top] if top.endswith('.py') else (CHECKOUT / top).rglob('*.py'):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests import children
-from tests.runs import small_config
+from tests.runs import saved_steps, small_config
 from train_lib import beginnings, checkpoint, draw, train
 from train_lib.checkpoint import Description
 
@@ -25,27 +25,19 @@ def _window(value):
     return {'loss': jnp.float32(value)}
 
 
-def _open(folder, keep=2, **kept):
-    return checkpoint.open_manager(folder, keep=keep, **kept)
-
-
 def _save(manager, step, value=None, **options):
     value = step if value is None else value
     checkpoint.save_step(manager, step, _state(value), _window(value), Description({}), **options)
 
 
-def _kept(folder):
-    return sorted(int(path.name) for path in (folder / checkpoint.FOLDER).iterdir())
-
-
 def test_the_last_checkpoint_comes_back_bit_for_bit(tmp_path):
-    with _open(tmp_path) as manager:
+    with checkpoint.open_manager(tmp_path, keep=2) as manager:
         assert checkpoint.restore_last(manager, _state(0), _window(0)) is None
         for step in (1, 2, 3):
             _save(manager, step, step / 3, interrupted=step == 3)
         _save(manager, 3, 7)  # a step is saved once
-    assert _kept(tmp_path) == [2, 3]
-    with _open(tmp_path) as manager:
+    assert sorted(saved_steps(tmp_path)) == [2, 3]
+    with checkpoint.open_manager(tmp_path, keep=2) as manager:
         restored = checkpoint.restore_last(manager, _state(0), _window(0))
         jax.tree.map(np.testing.assert_array_equal, restored, (_state(3 / 3), _window(3 / 3), True))
         checkpoint.mark_complete(manager, 3)
@@ -57,12 +49,12 @@ def test_the_last_checkpoint_comes_back_bit_for_bit(tmp_path):
 def test_checkpoints_of_every_so_many_steps_are_kept_beside_the_last(tmp_path, keep_every, kept):
     # As two runs of one workdir.
     for steps in (range(1, 5), range(5, 7)):
-        with _open(tmp_path, keep_every=keep_every) as manager:
+        with checkpoint.open_manager(tmp_path, 2, keep_every) as manager:
             for step in steps:
                 _save(manager, step)
-    assert _kept(tmp_path) == kept
-    with _open(tmp_path, keep=1, keep_every=keep_every):  # makes room before it writes
-        assert _kept(tmp_path) == [step for step in kept if step != 5]
+    assert sorted(saved_steps(tmp_path)) == kept
+    with checkpoint.open_manager(tmp_path, 1, keep_every):  # makes room before it writes
+        assert sorted(saved_steps(tmp_path)) == [step for step in kept if step != 5]
 
 
 @pytest.fixture
@@ -78,12 +70,15 @@ def test_of_several_errors_the_first_is_told(full_disk, tmp_path):
     weights = jnp.asarray(np.random.default_rng(0).normal(size=(300, 300)))
     large = {'kernel': weights}, _window(0), Description({})
     # Two folders: Orbax may still be writing to the first when it has raised its error.
-    with pytest.raises(OSError, match='the log is full'), _open(tmp_path / 'log') as manager:
-        checkpoint.save_step(manager, 1, *large)
-        raise OSError('the log is full')
-    message = f'^{tmp_path}/disk/checkpoints: a checkpoint cannot be written: .*File too large'
-    with pytest.raises(OSError, match=message), _open(tmp_path / 'disk') as manager:
-        checkpoint.save_step(manager, 1, *large)
+    written = f'^{tmp_path}/disk/checkpoints: a checkpoint cannot be written: .*File too large'
+    for name, message in (('log', 'the log is full'), ('disk', written)):
+        with (
+            pytest.raises(OSError, match=message),
+            checkpoint.open_manager(tmp_path / name, keep=2) as manager,
+        ):
+            checkpoint.save_step(manager, 1, *large)
+            if name == 'log':
+                raise OSError('the log is full')
 
 
 _RESHARD = """
@@ -125,18 +120,6 @@ def flip_a_bit(data):
     return bytes(changed)
 
 
-def damaged(workdir, target, choose, damage):
-    """Copies a workdir and changes one file of its checkpoint; that file's path."""
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(workdir / checkpoint.FOLDER, target / checkpoint.FOLDER, copy_function=os.link)
-    files = [path for path in (target / checkpoint.FOLDER / str(STEP)).rglob('*') if path.is_file()]
-    path = choose(sorted(path for path in files if path.stat().st_size))
-    data = path.read_bytes()
-    path.unlink()  # not the original, which it is a link to
-    path.write_bytes(damage(data))
-    return path
-
-
 def resumed(run, workdir):
     """The state and the description that a run would go on with."""
     beginning = beginnings.find_beginning(run.config, workdir, run.data, run.program)
@@ -170,16 +153,18 @@ def test_each_file_is_compared_before_anything_is_restored(run, tmp_path, read):
     names -= {pathlib.Path(name) for name in checkpoint.NOT_RECORDED}
     assert len(names) > 15
     for name in sorted(names):
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(
+            workdir / checkpoint.FOLDER, copy / checkpoint.FOLDER, copy_function=os.link
+        )
         path = copy / checkpoint.FOLDER / str(STEP) / name
-        damaged(workdir, copy, lambda _, path=path: path, flip_a_bit)
+        data = path.read_bytes()
+        path.unlink()  # not the original, which it is a link to
+        path.write_bytes(flip_a_bit(data))
         expected = f'{path}: .* damaged: remove the folder {path.parents[len(name.parts) - 1]} to'
         with pytest.raises(OSError, match=expected) as error:
             read(run, copy)
         assert '\n' not in str(error.value)
-
-
-def test_a_file_that_is_missing_is_named(run, tmp_path):
-    path = damaged(pathlib.Path(run.workdir), tmp_path, lambda files: files[-1], bytes)
     path.unlink()
     with pytest.raises(OSError, match=f'{path}: this file .* missing'):
-        checkpoint.open_run(tmp_path)
+        read(run, copy)

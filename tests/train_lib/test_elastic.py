@@ -7,6 +7,7 @@ there are four devices in all, however many processes hold them.
 import re
 import signal
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -30,32 +31,6 @@ def run_to_the_end(data_dir, workdir, processes, devices, **changes):
     return runs.losses(workdir), runs.keys_of_steps(workdir, processes)
 
 
-def assert_same_losses(got, expected, ends=()):
-    """Of every step, and of every evaluation but those at the `ends` of parts of a run.
-
-    The last step of a part has one that is not due elsewhere.
-    """
-
-    def compared(losses):
-        return {
-            (tag, step): loss
-            for (tag, step), loss in losses.items()
-            if not (tag.startswith('eval') and step in ends)
-        }
-
-    got, expected = compared(got), compared(expected)
-    assert got.keys() == expected.keys()
-    for (tag, step), loss in got.items():
-        tolerance = EVAL_LOSS_TOLERANCE if tag.startswith('eval') else LOSS_TOLERANCE
-        np.testing.assert_allclose(loss, expected[tag, step], tolerance, err_msg=f'{tag} {step}')
-
-
-def assert_same_keys(got, expected):
-    assert got.keys() == expected.keys()
-    for step, keys in expected.items():
-        np.testing.assert_array_equal(got[step], keys, err_msg=f'step {step}')
-
-
 @pytest.mark.slow
 def test_a_run_that_moves_from_two_hosts_to_four_and_to_one(mini_dataset, tmp_path):
     """Weights are split over pairs of devices, on one host and then on two.
@@ -74,17 +49,22 @@ def test_a_run_that_moves_from_two_hosts_to_four_and_to_one(mini_dataset, tmp_pa
     assert codes == [75, 75], outputs
     stopped = {int(re.search(r'Stopped at step (\d+)', output)[1]) for output in outputs}
     assert stopped == {max(runs.saved_steps(together))}, 'hosts stopped at different steps'
-    keys, ends = runs.keys_of_steps(together, 2), []
+    keys = runs.keys_of_steps(together, 2)
     assert stopped == {max(keys)}
     for hosts in ((4, 1), (1, 4)):
-        end = changes | {'num_steps': max(keys) + 8}
-        found, later_keys = run_to_the_end(mini_dataset, together, *hosts, **end)
-        assert min(later_keys) == max(keys) + 1
+        moved = max(keys)
+        end = changes | {'num_steps': moved + 8}
+        losses, later_keys = run_to_the_end(mini_dataset, together, *hosts, **end)
+        assert min(later_keys) == moved + 1
         keys |= later_keys
-        ends.append(max(keys))
     alone, alone_keys = run_to_the_end(mini_dataset, tmp_path / 'alone', 1, 4, **end)
-    assert_same_keys(keys, alone_keys)
-    assert_same_losses(found, alone, ends[:-1])
+    jax.tree.map(np.testing.assert_array_equal, keys, alone_keys)
+    for tag, step in losses | alone:
+        # The last step of a part has an evaluation that is not due elsewhere.
+        if tag.startswith('train') or step != moved:
+            tolerance = EVAL_LOSS_TOLERANCE if tag.startswith('eval') else LOSS_TOLERANCE
+            pair = losses[tag, step], alone[tag, step]
+            np.testing.assert_allclose(*pair, tolerance, err_msg=f'{tag} {step}')
     for path in (tmp_path / 'alone' / 'previews').iterdir():
         grids = path, together / 'previews' / path.name
         one, other = (np.asarray(Image.open(grid), int) for grid in grids)

@@ -120,14 +120,6 @@ def test_least_bytes_of_a_step(data, fsdp, expected):
     assert compile.least_bytes(params, mesh) == pytest.approx(expected)
 
 
-def test_least_bytes_of_matrices_that_single_devices_take_whole():
-    params = {'kernel': np.zeros((2**10, 2**10), np.float32)}
-    mesh = types.SimpleNamespace(shape={'data': 2, 'fsdp': 4}, size=8)
-    more = compile.least_bytes(params, mesh, muon_mask={'kernel': True})
-    # An eighth of it, of which a quarter is here; a quarter of the results, an eighth made here.
-    assert more - compile.least_bytes(params, mesh) == (3 / 4 / 8 + 7 / 8 / 4) * 2 * 2**20
-
-
 _MAP = """
 import json
 import jax, numpy as np
