@@ -93,7 +93,7 @@ def test_a_run_from_its_first_line_to_ctrl_c(mini_dataset, tmp_path):
 
 
 WRONG_FLAGS = {
-    '--config=configs/none.py': '--config=configs/none.py: there is no such file; .*demo',
+    '--config=configs/none.py': '--config=configs/none.py: there .*: default, demo, gpu, small, tpu',
     '--config.modle.name=S': "--config.modle.name: .* 'modle'; did you mean 'model.name'",
     '--config.learning_rate=3': "'learning_rate'; did you mean 'optimizer.learning_rate'",
     '--config.patch_size=4': "'patch_size'; did you mean 'model.patch_size'",
@@ -211,13 +211,6 @@ def test_what_is_no_name_stays(elsewhere):
     (elsewhere / 'demo.py').touch()
     arguments = ['x', '--config=demo.py:big', '--config.data.dir=demo', '--workdir', 'demo']
     assert run.resolve(arguments) == arguments
-
-
-def test_an_unknown_name_is_answered_with_the_known_ones(elsewhere):
-    with pytest.raises(
-        SystemExit, match=r'^error: --config=dmeo: .*: default, demo, gpu, small, tpu'
-    ):
-        run.resolve(['x', '--config=dmeo'])
 
 
 _START = """
