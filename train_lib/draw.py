@@ -322,6 +322,11 @@ def _read_prompts(prompts: str) -> tuple[list[str], str]:
     if not is_file:
         return [prompts], re.sub(r'\W+', '-', prompts)[:50].strip('-') or 'prompt'
     path = epath.Path(prompts)
+    return read_captions(path), path.stem
+
+
+def read_captions(path: epath.Path) -> list[str]:
+    """Reads a caption from each line of a file; raises a ValueError if it has none."""
     try:
         text = path.read_bytes().decode('utf-8-sig')  # some editors begin with a byte order mark
     except UnicodeDecodeError as error:
@@ -329,7 +334,7 @@ def _read_prompts(prompts: str) -> tuple[list[str], str]:
     captions = [caption for line in text.splitlines() if (caption := line.strip())]
     if not captions:
         raise ValueError(f'{path} holds no caption; expected one a line.')
-    return captions, path.stem
+    return captions
 
 
 def define_flags() -> None:

@@ -1,19 +1,23 @@
-"""Measures the pictures that a trained model draws against those of its data.
+"""Measures the pictures that a trained model draws, or draws them for other judges.
 
     python -m train_lib.evaluate --workdir=W --features=/models/clip
     python -m train_lib.evaluate --workdir=gs://BUCKET/W \\
         --features=openai/clip-vit-base-patch32 --vae=stabilityai/sdxl-vae \\
         --num_pictures=10000 --guidance=3 --step=20000
+    python -m train_lib.evaluate --workdir=W --prompts=evaluation_metadata.jsonl
 
-The program draws the captions of the first records of the validation split as
-`train_lib.draw` does. It decodes the drawn latents and the records' own
-latents with the same VAE, so that the VAE's errors are in both. An image
-encoder of transformers computes features of all pictures. The program compares
-these features: CMMD, Fréchet distance and, if the encoder also encodes texts,
-CLIP score.
+With `--features`, the program draws the captions of the first records of the
+validation split as `train_lib.draw` does. It decodes the drawn latents and the
+records' own latents with the same VAE, so that the VAE's errors are in both. An
+image encoder of transformers computes features of all pictures. The program
+compares these features: CMMD, Fréchet distance and, if the encoder also encodes
+texts, CLIP score. It stores features in WORKDIR/evaluation as it computes them.
 
-It stores features in WORKDIR/evaluation as it computes them. After an
-interruption, or with more pictures, the same command continues.
+With `--prompts`, it draws the prompts of a text file, of GenEval or of
+DPG-Bench into a folder in WORKDIR/evaluation that their own judges read:
+`train_lib/prompt_sets.py` has the names.
+
+After an interruption, the same command continues, also with more features.
 """
 
 import contextlib
@@ -34,7 +38,7 @@ from coyo11m_tfds.dataset.stored_dataset import StoredDataset
 from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.base import Storage
 from coyo11m_tfds.text.encoder import Encoder, Tokenizer
-from train_lib import draw, run, workdirs
+from train_lib import draw, prompt_sets, run, workdirs
 
 if TYPE_CHECKING:
     from coyo11m_tfds.pictures.image_encoder import ImageEncoder
@@ -223,11 +227,20 @@ def _mean_kernel(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def main() -> None:
+    count, prompts = FLAGS.pictures_per_prompt, []
+    # Before the imports, which take seconds: wrong prompts end the program at once.
+    if FLAGS.prompts:
+        prompts = prompt_sets.read_prompts(FLAGS.prompts, count)
     run.prepare()
     workdir = workdirs.absolute(FLAGS.workdir)
     # Before hours of drawing whose features could not be written.
     workdirs.check_writable(workdir / FOLDER)
     artist = draw.artist_of_flags()
+    if prompts:
+        name = epath.Path(FLAGS.prompts).stem
+        folder = prompt_sets.draw_prompts(artist, prompts, count, workdir / FOLDER, name)
+        print(f'pictures: {folder}')
+        return
     data = open_validation(FLAGS.data_dir or artist.data_dir, FLAGS.num_pictures)
     # It imports torch, which takes seconds: not before the flags and the run are checked.
     from coyo11m_tfds.pictures.image_encoder import ImageEncoder
@@ -245,7 +258,11 @@ if __name__ == '__main__':
     draw.define_flags()
     flags.adopt_module_key_flags(draw)
     flags.DEFINE_string('features', None, 'Image encoder of transformers: a folder or hub name.')
+    help_of_prompts = 'Text file, .jsonl of GenEval, or folder of text files of DPG-Bench.'
+    flags.DEFINE_string('prompts', None, help_of_prompts)
+    flags.DEFINE_integer('pictures_per_prompt', 4, 'Pictures of each prompt.', lower_bound=1)
+    flags.mark_flags_as_mutual_exclusive(['features', 'prompts'], required=True)
     help_of_data = 'Data set to compare with; default: that of the run. A mixture has no default.'
     flags.DEFINE_string('data_dir', None, help_of_data)
     flags.DEFINE_integer('num_pictures', 10_000, 'Number of records to compare.', lower_bound=2)
-    run.start(main, required=['workdir', 'features'])
+    run.start(main, required=['workdir'])

@@ -32,6 +32,11 @@ _CJK_PACKAGE, _CJK_FILE = 'noto_cjk_sans_otc', 'NotoSansCJK-Regular.ttc'
 _OTHER_FILES = (_CJK_FILE, 'DroidSansFallbackFull.ttf', 'wqy-zenhei.ttc')
 
 
+def path_of_step(workdir: epath.Path, step: int) -> epath.Path:
+    """Returns the path of the grid that a run draws after a step."""
+    return workdir / FOLDER / f'step_{step:06}.png'
+
+
 def make_grid(
     pictures: Sequence[np.ndarray], captions: Sequence[str], title: str = ''
 ) -> np.ndarray:
@@ -57,11 +62,15 @@ def make_grid(
 
 def write_png(path: epath.PathLike, picture: np.ndarray) -> None:
     """Writes a picture, uint8 `(height, width, 3)`, to a local or `gs://` path."""
-    encoded = io.BytesIO()
-    Image.fromarray(picture).save(encoded, 'PNG')
     path = epath.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(encoded.getvalue())
+    path.write_bytes(encode_png(picture))
+
+
+def encode_png(picture: np.ndarray) -> bytes:
+    encoded = io.BytesIO()
+    Image.fromarray(picture).save(encoded, 'PNG')
+    return encoded.getvalue()
 
 
 def _make_cell(pictures: Sequence[np.ndarray], caption: str) -> np.ndarray:

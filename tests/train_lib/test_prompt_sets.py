@@ -1,0 +1,125 @@
+"""Pictures of prompts in the folders that judges read: each once, whatever interrupts."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests import children
+from train_lib import draw, prompt_sets
+
+PROMPTS = ['a red circle', 'a blue square', 'a green triangle']
+GENEVAL = [{'tag': 'colors', 'include': [{'class': 'cup', 'count': 1}], 'prompt': PROMPTS[0]}]
+
+
+@pytest.fixture
+def pictures_of(small_run, tmp_path):
+    """Draws prompts, four pictures at a time; the folder of the pictures."""
+
+    def draw_all(path, count: int, **options):
+        artist = draw.Artist(small_run[0], batch_size=4, **options)
+        prompts = prompt_sets.read_prompts(path, count)
+        place = tmp_path / 'evaluation'
+        folder = pathlib.Path(prompt_sets.draw_prompts(artist, prompts, count, place, path.stem))
+        return folder, {str(x.relative_to(folder)): x for x in folder.rglob('*') if x.is_file()}
+
+    return draw_all
+
+
+def test_lines_and_geneval_get_numbered_folders(pictures_of, small_run, tmp_path):
+    path = tmp_path / 'lines.txt'
+    path.write_text('\n'.join(PROMPTS))
+    folder, files = pictures_of(path, 2)
+    drawn = draw.draw_pictures(small_run[0], np.repeat(PROMPTS, 2).tolist(), batch_size=4)
+    for number, prompt in enumerate(PROMPTS):
+        metadata = files.pop(f'{number:05}/metadata.jsonl')
+        assert json.loads(metadata.read_text()) == {'prompt': prompt}
+        for picture in range(2):
+            file = files.pop(f'{number:05}/samples/{picture:05}.png')
+            with Image.open(file) as image:
+                np.testing.assert_array_equal(image, drawn[2 * number + picture])
+    assert not files
+    assert folder.name.startswith('lines_000004_')
+    path = path.with_suffix('.jsonl')
+    path.write_text('\n'.join(map(json.dumps, GENEVAL)))
+    _, files = pictures_of(path, 1)
+    assert files.keys() == {'00000/metadata.jsonl', '00000/samples/00000.png'}
+    assert json.loads(files['00000/metadata.jsonl'].read_text()) == GENEVAL[0]
+
+
+@pytest.mark.parametrize(('count', 'size'), [(2, (64, 32)), (3, (64, 64))])
+def test_a_folder_of_prompts_gets_a_grid_each(pictures_of, small_run, tmp_path, count, size):
+    source = tmp_path / 'prompts'
+    source.mkdir()
+    for name, prompt in zip(('a', '10', '9'), PROMPTS, strict=True):
+        (source / f'{name}.txt').write_text(prompt.replace(' ', '\n', 1))
+    (source / 'README.md').write_text('no prompt')
+    _, files = pictures_of(source, count)
+    assert files.keys() == {'10.png', '9.png', 'a.png'}
+    drawn = draw.draw_pictures(small_run[0], [PROMPTS[1]] * count, batch_size=4)
+    with Image.open(files['10.png']) as grid:
+        assert grid.size == size
+        for number, picture in enumerate(drawn):
+            y, x = (32 * part for part in divmod(number, 2))
+            np.testing.assert_array_equal(grid.crop((x, y, x + 32, y + 32)), picture)
+
+
+def test_only_what_is_missing_is_drawn_and_nothing_of_other_settings_is_kept(
+    pictures_of, tmp_path, monkeypatch
+):
+    path = tmp_path / 'lines.txt'
+    path.write_text('\n'.join(PROMPTS))
+    numbers, draw_batch = [], draw.Artist.draw
+
+    def stop_at_the_second(self, captions, encoder=None, first=0):
+        numbers.append(first)
+        if len(numbers) == 2:
+            raise KeyboardInterrupt
+        return draw_batch(self, captions, encoder, first)
+
+    monkeypatch.setattr(draw.Artist, 'draw', stop_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        pictures_of(path, 2)
+    folder, files = pictures_of(path, 2)
+    assert numbers == [0, 4, 4] and len(files) == 9
+    before = {name: (x.stat().st_mtime_ns, x.read_bytes()) for name, x in files.items()}
+    files['00001/samples/00001.png'].unlink()
+    again, files = pictures_of(path, 2)
+    assert again == folder and numbers == [0, 4, 4, 0]
+    after = {name: (x.stat().st_mtime_ns, x.read_bytes()) for name, x in files.items()}
+    assert {name for name in before if before[name] != after[name]} == {'00001/samples/00001.png'}
+    assert after['00001/samples/00001.png'][1] == before['00001/samples/00001.png'][1]
+    assert pictures_of(path, 2, average=False)[0] != folder
+
+
+@pytest.mark.parametrize(
+    ('name', 'content', 'count', 'message'),
+    [
+        ('x.jsonl', '{"tag": "colors"}', 4, r"x\.jsonl: '{\"tag\": \"colors\"}' is not JSON like"),
+        ('x.jsonl', 'a red circle', 4, r"'a red circle' is not JSON like"),
+        ('x.txt', ' \n', 4, r'x\.txt holds no caption'),
+        ('', '', 5, r'pictures_per_prompt=5: expected 1 to 4'),
+        ('', '', 4, r'holds no prompt'),
+    ],
+)
+def test_bad_prompts_are_refused(tmp_path, name, content, count, message):
+    if name:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        prompt_sets.read_prompts(tmp_path / name, count)
+
+
+@pytest.mark.slow
+def test_the_command_names_the_folder(small_run, tmp_path):
+    (tmp_path / 'x.txt').write_text('\n'.join(PROMPTS))
+    flags = f'--workdir={small_run[0]}', '--num_steps=1'
+    done = children.program('train_lib.evaluate', *flags, f'--prompts={tmp_path / "x.txt"}')
+    assert done.returncode == 0, done.stderr
+    folder = done.stdout.removeprefix('pictures: ').strip()
+    assert folder.startswith(f'{small_run[0]}/evaluation/x_000004_')
+    for extra in ([], ['--features=clip', '--prompts=x.txt']):
+        done = children.program('train_lib.evaluate', *flags, *extra)
+        assert done.returncode == 1
+        assert 'Exactly one of (features, prompts)' in done.stderr.splitlines()[-1]
