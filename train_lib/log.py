@@ -97,6 +97,7 @@ class TrainLog:
 
     def __post_init__(self):
         self.clock = StepClock(self.data)
+        self.summary = ''  # of the last window that was written
         self._opened = time.monotonic()
         self._first_finished: float | None = None
         self._complete_window: tuple[int, metrics.TrainMetrics] | None = None
@@ -136,7 +137,8 @@ class TrainLog:
         scalars |= self.clock.lap(self.config.batch_size)
         scalars |= self._current_scalars(step, scalars.get('train/samples_per_second'))
         self.writer.write_scalars(step, scalars)
-        log_on_process_0('%s', ', '.join(self._summarize(step, scalars)))
+        self.summary = ', '.join(self._summarize(step, scalars))
+        log_on_process_0('%s', self.summary)
 
     def _check_skipped(self, step: int, window: metrics.TrainMetrics) -> None:
         in_a_row = int(window.skipped_in_a_row.compute())

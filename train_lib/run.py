@@ -9,6 +9,7 @@ package, in any working directory.
 import contextlib
 import difflib
 import functools
+import importlib
 import itertools
 import logging as standard_logging
 import math
@@ -130,10 +131,20 @@ def _flag_name(field: str) -> str:
 # --- The command line ---------------------------------------------------------------------------
 
 
+def load_config(name: str) -> config_dict.ConfigDict:
+    """Returns the configuration that `--config=NAME` names, such as `load_config('small')`."""
+    _make_configs_importable()
+    return importlib.import_module(f'configs.{name}').get_config()
+
+
+def _make_configs_importable() -> None:
+    if str(_CONFIGS.parent) not in sys.path:
+        sys.path.append(str(_CONFIGS.parent))
+
+
 def resolve(arguments: Sequence[str]) -> list[str]:
     """Replaces the name of a configuration on a command line by the path of its file."""
-    if str(_CONFIGS.parent) not in sys.path:
-        sys.path.append(str(_CONFIGS.parent))  # where `configs` is imported from
+    _make_configs_importable()
     resolved = list(arguments)
     for number, argument in enumerate(arguments):
         flag, equals, value = argument.partition('=')
@@ -235,9 +246,7 @@ def _describe_missing(name: str) -> str:
 
 
 def _default_fields() -> list[str]:
-    from configs import default  # which `resolve` has made known
-
-    return list(config_rules.flatten_fields(default.get_config().to_dict()))
+    return list(config_rules.flatten_fields(load_config('default').to_dict()))
 
 
 # --- The log ------------------------------------------------------------------------------------

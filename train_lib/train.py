@@ -288,7 +288,7 @@ def _write_previews(run: Run, step: int, state: TrainState) -> str:
     samples = run.data.preview_samples
     latents = run.program.draw(state.ema_params, samples.text, 0)
     pictures = [run.preview_of_data, run.paint_together(jax.device_get(latents))]
-    path = run.workdir / previews.FOLDER / f'step_{step:06}.png'
+    path = previews.path_of_step(run.workdir, step)
     if jax.process_index() == 0:
         grid = previews.make_grid(pictures, samples.captions, title='left: data, right: model')
         run.writer.write_images(step, {'previews': grid[None]})
