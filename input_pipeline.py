@@ -17,7 +17,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.dataset.stored_dataset import Data, DatasetStats, StoredDataset, open_data
 from coyo11m_tfds.reading import engines, evaluation, training
@@ -66,7 +65,7 @@ __all__ += [
     'DamagedError',
 ]
 __all__ += ['AUTO', 'CHUNKS', 'ENGINES', 'ROWS', 'TF_DATA', 'ReadArguments', 'TrainArguments']
-__all__ += ['Cursor', 'ReadPlan', 'engine_of', 'planned_batches', 'train_plan']
+__all__ += ['Cursor', 'ReadPlan', 'planned_batches', 'train_plan']
 __all__ += ['Order', 'OrderSettings', 'ReadCounter', 'ReadCounts']
 __all__ += ['Data', 'DatasetStats', 'StoredDataset', 'open_data']
 __all__ += ['Mix', 'MixSource', 'mix_stats', 'open_mix', 'prepare_process', 'quiet_tensorflow']
@@ -312,12 +311,3 @@ def planned_batches(plan: ReadPlan, start: Mapping[str, Any] | None = None) -> B
 
         return tf_data.read_train_dataset(plan)
     return training.read_plan(plan)
-
-
-def engine_of(data: Data | Mix, engine: str = AUTO, split: str = schema.TRAIN) -> str:
-    """Returns the engine of `train_batches`: 'rows', 'chunks' or 'tf_data'; raises its errors.
-
-    For a mixture, returns 'chunks' if one of its sources is read by chunks.
-    """
-    options = ReadOptions(data=data, batch_size=1, split=split, engine=engine)
-    return engines.engine_name(options, engines.open_splits(options))

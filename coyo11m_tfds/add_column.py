@@ -24,6 +24,7 @@ folder; its files must be the same.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -103,7 +104,8 @@ def add(
         keys = np.concatenate([np.empty(0, np.int64), *_read_record_keys(edit.stored)])
         folder = os.path.join(edit.scratch, 'joined')
         downloads = Scratch(os.path.join(edit.scratch, 'source'))
-        sidecar.join_values(files, folder, keys, hold=downloads.hold_showing, column=column)
+        hold = functools.partial(downloads.hold, shows=True)
+        sidecar.join_values(files, folder, keys, hold=hold, column=column)
         values = KeyedValues(folder)
         if len(missing := np.delete(keys, values.places)):
             remedy = 'Add rows for their keys.'

@@ -52,7 +52,7 @@ def test_batches_are_those_of_the_converted_data_set(storage, described, mini_da
     steps = epoch_steps(mini_dataset, **ORDER) + 5
     expected = read(mini_dataset, steps)
     for path in (DATA, described):
-        assert input_pipeline.engine_of(path) == 'chunks'
+        assert input_pipeline.train_plan(path, **ORDER).engine == 'chunks'
         assert_same(read(path, steps), expected)
         assert_same(read(path, steps - 7, start_step=7), expected[7:])
     for count in (2, 4):

@@ -196,11 +196,11 @@ def test_a_state_knows_the_shards_and_the_source(written, tmp_path):
 
 
 def test_the_engine_that_reads_is_told(written, unindexed):
-    told = {engine: input_pipeline.engine_of(written, engine) for engine in input_pipeline.ENGINES}
+    told = {engine: plan_of(written, engine=engine).engine for engine in input_pipeline.ENGINES}
     assert told == {'auto': 'rows', 'rows': 'rows', 'chunks': 'chunks', 'tf_data': 'tf_data'}
-    assert input_pipeline.engine_of(unindexed) == 'tf_data'
+    assert plan_of(unindexed).engine == 'tf_data'
     with pytest.raises(ValueError, match='cannot be mixed or filtered without a chunk index'):
-        input_pipeline.engine_of([{'dir': written}, {'dir': unindexed}])
+        plan_of([{'dir': written}, {'dir': unindexed}])
 
 
 def test_an_index_of_other_shards_is_refused(written, tmp_path):
@@ -250,9 +250,8 @@ def test_what_is_opened_once_is_read_once(mini_dataset, gcs):
     order = dict(batch_size=16, seed=5, chunk=64, lanes=2, window=24)
     data = input_pipeline.open_data('gs://bucket/d/1.0.0')
     assert input_pipeline.open_data(data) is data
-    plan_of(data, **order)
+    assert plan_of(data, **order).engine == 'chunks'
     check_memory(data, **{n: x for n, x in order.items() if n != 'seed'})
-    assert input_pipeline.engine_of(data) == 'chunks'
     batch = next(input_pipeline.train_batches(data, **order))
     expected = next(input_pipeline.train_batches(mini_dataset, **order))
     np.testing.assert_array_equal(batch['latents'], expected['latents'])

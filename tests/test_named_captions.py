@@ -148,8 +148,8 @@ class ChangingScratch(Scratch):
     """Gives files that are written again before they are released."""
 
     @contextlib.contextmanager
-    def hold_all_showing(self, files):
-        with super().hold_all_showing(files) as paths:
+    def hold_all(self, files, **options):
+        with super().hold_all(files, **options) as paths:
             yield paths
             os.utime(files[0].path, (1, 1))
 

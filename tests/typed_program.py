@@ -31,7 +31,7 @@ def main(path: str, sharding: jax.sharding.Sharding) -> None:
     mix: input_pipeline.Mix = [{'dir': path, 'weight': 2, 'where': 'key > 0'}]
     sources = input_pipeline.open_mix(mix)
     plan = input_pipeline.train_plan(sources, batch_size=8, seed=0, lanes=4, stride=2)
-    print(plan.engine, plan.cursor.after(3).state(), input_pipeline.engine_of(path))
+    print(plan.engine, plan.cursor.after(3).state())
     print(input_pipeline.mix_stats(sources, '').latent_mean, plan.steps_per_epoch)
     input_pipeline.planned_batches(plan, start=plan.cursor.state()).close()
     stored = input_pipeline.open_data(path)

@@ -39,10 +39,7 @@ def write_with_beam(
     options: PipelineOptions | None,
     runner: Runner = None,
 ) -> Iterator[tuple[ShardTask, ShardResult]]:
-    """Writes shards and their records; yields the results when all shards are stored.
-
-    All workers must reach `finished` by its path; `scratch_dir` is a local folder of each.
-    """
+    """Writes shards and their records; yields the results when all shards are stored."""
     if not tasks:
         return
     final = finished.folder.folder

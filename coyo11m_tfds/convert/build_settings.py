@@ -117,11 +117,7 @@ class BuildSettings:
         return self.latents == IN_PLACE
 
     def record(self, limit: int | None, text_embeddings: str | Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the settings that decide the records, as JSON for the metadata.
-
-        `limit` is the `max_examples_per_split` of the build, and `text_embeddings` '', 'pt' or the
-        header of a sidecar, but no path.
-        """
+        """Returns the settings that decide the records, with no path, as JSON for the metadata."""
         # Only in these data sets, so that the metadata, and with it the ID, of others stays.
         optional = {_LATENTS: self.latents} if self.in_place else {}
         for name in (*_OPTIONAL, *schema.META_RIGHTS):
@@ -198,12 +194,8 @@ def _setting_differences(recorded: Mapping[str, Any], current: Mapping[str, Any]
 
 
 def record_source(source: source_folder.SourceFolder) -> dict[str, Any]:
-    """Returns the place of a source and, by name, size and digest of its files, as JSON.
-
-    The digest needs no reading of whole files: it is the checksum of the storage or, on a disk,
-    that of `columns.outline_digest`. The place is for people: the same files elsewhere are the same
-    source.
-    """
+    """Returns the place of a source and, by name, size and digest of its files, as JSON."""
+    # The place is for people: the same files elsewhere are the same source.
     files = {
         name: (file.size, columns.outline_digest(file.path) if file.local_path else file.checksum)
         for name, file in source.by_name.items()
@@ -214,10 +206,7 @@ def record_source(source: source_folder.SourceFolder) -> dict[str, Any]:
 def check_source(
     folder: str | os.PathLike[str], recorded: Mapping[str, Any] | None, root: str, captions: str
 ) -> None:
-    """Raises a ValueError if a data set's source was another one than that in the folder `root`.
-
-    `captions` is that of the config. Accepts a data set that records none.
-    """
+    """Raises a ValueError if a data set records another source than that in the folder `root`."""
     if not recorded:
         return
     try:
@@ -266,10 +255,8 @@ def fitting_workers(num_rows: int) -> int:
 
 
 def check_build_memory(num_rows: int, num_workers: int) -> None:
-    """Raises a ValueError if a build with so many processes, or 0 for any number, cannot fit.
-
-    A process that runs out of memory is killed without a message, after hours of work.
-    """
+    """Raises a ValueError if a build with so many processes, or 0 for any number, cannot fit."""
+    # A process that runs out of memory is killed without a message, after hours of work.
     count = workers.requested_workers(num_workers) or 1
     usable, need = machine.usable_memory(), build_memory(num_rows, count)
     if need > usable:

@@ -27,11 +27,7 @@ def sub_folder(build: str) -> str:
 
 
 class FinishedShards:
-    """The finished shards of a running build, and the records from which it can resume.
-
-    A shard is finished if its record names the planned source, rows, settings and version, and its
-    file has the recorded size and checksum.
-    """
+    """The finished shards of a running build, and the records from which it can resume."""
 
     def __init__(self, folder: Storage, build: str):
         """Does not touch the storage."""
@@ -120,11 +116,7 @@ class DataFolder:
     def publish(
         self, build: str, files: Mapping[str, FileState], local: Mapping[str, str], overwrite: bool
     ) -> None:
-        """Makes a build the data set; replaces one of another build only with `overwrite`.
-
-        `files` are the states of all files of the build, by name; those without its ID in their
-        names are still local, at the paths in `local`.
-        """
+        """Makes a build the data set, from all its `files`, of which some are still `local`."""
         existing = self.find_build()
         if existing not in (None, build) and not overwrite:
             raise FileExistsError(
@@ -184,11 +176,7 @@ class DataFolder:
 
 
 def tidy(final: str) -> None:
-    """Removes the files of builds that were killed after they completed the data set in `final`.
-
-    Only the first process of a job does so. It never waits for a running build, and without write
-    access it only warns.
-    """
+    """Removes the files of builds that were killed after they completed the data set in `final`."""
     if job.process_index():
         return
     folder = DataFolder(final)

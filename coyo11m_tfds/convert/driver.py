@@ -70,10 +70,8 @@ def build(
 ) -> bool:
     """Makes the data set in `final` complete; returns whether this process has built it.
 
-    If it exists, nothing is built; with `overwrite` it is replaced as soon as the new one is
-    complete. In a job the first process builds, and the others wait. `write_info` adds TFDS' own
-    files before the publication; `limit` is the largest number of records in each split. Apache
-    Beam writes if it has options or a runner.
+    `write_info` adds TFDS' own files before the publication. `limit` is the largest number of
+    records in each split. Apache Beam writes if it has options or a runner.
     """
     folder = DataFolder(final)
     # The processes of a job share the folder, so that one of them has to build.

@@ -45,10 +45,7 @@ def write_with_processes(
     local: str,
     num_workers: int = 0,
 ) -> Iterator[Outcome]:
-    """Writes shards and their records; yields each result when its shard is stored.
-
-    Tasks of one group must be consecutive. `local` is a folder for shards on their way to a bucket.
-    """
+    """Writes shards, group by group, and their records; yields each result when it is stored."""
     if not tasks:
         return
     num_bytes = sum(task.num_bytes for task in tasks)

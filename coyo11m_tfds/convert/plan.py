@@ -8,6 +8,7 @@ Each file belongs to one group of shards, and is fetched once.
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -110,11 +111,7 @@ def make_plan(
     cache_dir: str,
     limit: int | None = None,
 ) -> BuildPlan:
-    """Plans the shards of a data set, with the first `limit` records of each split.
-
-    The captions and embeddings that the tasks read stay in the existing folder `cache_dir` for the
-    next build of the same source.
-    """
+    """Plans the shards of a data set, with the first `limit` records of each split."""
     check_build_memory(0, settings.num_workers)
     # Of this build alone: another one of the same source must not remove what is read here.
     with locks.temporary_folder(cache_dir, 'heads-') as heads:
@@ -175,10 +172,7 @@ def examine_source(
     folder: str,
     files: Sequence[StoredFile] | None = None,
 ) -> SourceContents:
-    """Checks the schemas of captions, and the heads of some or all files of latents.
-
-    Raises a ValueError with all faults that can be known without each other. `folder` is for heads.
-    """
+    """Checks the schemas of captions and the heads of latents; raises one error for all faults."""
     faults, sidecar_files = Faults(), list[StoredFile]()
     with faults.collect():
         sidecar_files = _find_texts(settings)
@@ -258,7 +252,7 @@ def _join_contents(
         text = SidecarHeader(latents.common_embedding_dim(), EMBEDDINGS_IN_PT, '', 0, '', '')
     elif sidecar_files:
         # Parts may be hundreds, and the log would show each download.
-        hold = scratch.hold_showing if len(sidecar_files) == 1 else scratch.hold
+        hold = functools.partial(scratch.hold, shows=len(sidecar_files) == 1)
         texts = keep(
             ['sidecar', *([file.path, file.version] for file in sidecar_files)],
             lambda folder: sidecar.join_values(sidecar_files, folder, keys, hold=hold),
@@ -283,8 +277,7 @@ def _join_contents(
 def _check_captions(
     joined_captions: KeyedValues, files: Sequence[StoredFile], settings: BuildSettings
 ) -> None:
-    """Raises a ValueError for repeated keys that may not be dropped; warns of files without
-    checksums."""
+    """Raises a ValueError for repeated keys unless they are dropped; warns without checksums."""
     place = common_path(files)
     if not settings.drop_bad:
         captions.check_unique_captions(joined_captions, place)
@@ -467,11 +460,7 @@ def _file_bytes(
 
 
 def group_files(file_bytes: np.ndarray, shard_bytes: int) -> list[range]:
-    """Groups consecutive files: one large file alone, or several small files.
-
-    A file is large if its entry in `file_bytes`, int64 `(files,)`, exceeds `shard_bytes`. A group
-    of small files has half to twice `shard_bytes`, unless too few small files are neighbours.
-    """
+    """Groups consecutive files: one of more than `shard_bytes` alone, or several small files."""
     groups: list[range] = []
     for is_large, run in itertools.groupby(
         range(len(file_bytes)), lambda file: file_bytes[file] > shard_bytes
@@ -499,11 +488,8 @@ def _cut_shards(
     groups: list[range],
     shard_bytes: int,
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Cuts the rows of one split into shards; yields the number of the group, and the rows.
-
-    The rows of a group of several files are one shard; those of one file are the fewest shards of
-    at most about `shard_bytes`, nearly equal. Rows are numbered over all files.
-    """
+    """Cuts the rows of one split, numbered over all files; yields group and rows of each shard."""
+    # The rows of several files are one shard, those of one file the fewest that are not too large.
     # `rows` are some of all rows, ascending: where the rows of each file begin among them.
     borders = np.searchsorted(rows, file_starts)
     for number, files in enumerate(groups):

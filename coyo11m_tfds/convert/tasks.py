@@ -192,10 +192,7 @@ def make_column_file(file: StoredFile, latents: 'LatentFile') -> InPlaceFile:
 
 
 def check_within_reach(file: StoredFile, final: str) -> None:
-    """Raises a ValueError if readers of a data set in `final` could not read a file of its source.
-
-    The file must be on gs://, or local if the data set is local.
-    """
+    """Raises a ValueError if readers of a data set in `final` could not read a file of a source."""
     is_local = storage.local_path(final)
     # The files of a bucket are known by their checksums, which every read compares.
     if not (file.crc32c is not None or (is_local and file.local_path)):

@@ -45,10 +45,7 @@ class ChunkIndex:
     def byte_range(
         self, shard: np.ndarray | int, first: np.ndarray | int, count: np.ndarray | int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns offset and size in bytes of `count` records from `first` on; broadcasts.
-
-        `first` is a multiple of `schema.CHUNK_STRIDE`. So is `count`, unless the shard ends there.
-        """
+        """Returns offset and size in bytes of runs: `count` records from `first` on; broadcasts."""
         shard, first, count = np.broadcast_arrays(shard, first, count)
         # Behind a shard's last entry stands its size, so a range may end there too.
         begin_entry = self._first_entry[shard] + first // schema.CHUNK_STRIDE

@@ -311,12 +311,8 @@ class StoredDataset:
 def open_data(data: Data) -> StoredDataset:
     """Opens the data set in a folder, local or on gs://, or of a TFDS builder.
 
-    Returns a `StoredDataset` unchanged, so that callers can reuse its metadata.
-
-    Raises:
-        FileNotFoundError: There is no data set.
-        ValueError: A file is damaged (`DamagedError`).
-        OSError: A file cannot be read, or the data set is being replaced.
+    Returns a `StoredDataset` unchanged, so that callers can reuse its metadata. Raises a
+    `DamagedError` or an OSError, such as a FileNotFoundError where there is no data set.
     """
     if isinstance(data, StoredDataset):
         return data

@@ -48,10 +48,7 @@ def open_pool(
 def map_ahead(
     function: Callable[[Item], Result], items: Iterable[Item], num_threads: int, ahead: int
 ) -> Generator[tuple[Item, Result], None, None]:
-    """Calls a function in threads; yields items and results in order.
-
-    At most `ahead` items are in work or wait to be yielded.
-    """
+    """Calls a function in threads, for at most `ahead` items at once; yields both in order."""
     futures = collections.deque[tuple[Item, concurrent.futures.Future[Result]]]()
     with concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
         try:

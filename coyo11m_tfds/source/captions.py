@@ -76,7 +76,7 @@ class CaptionFiles:
 
     def join(self, folder: str, scratch: Scratch, requested_keys: np.ndarray | None = None) -> None:
         """Writes the captions into a new folder like `join_texts`."""
-        with scratch.hold_all_showing(self.files) as local_paths:
+        with scratch.hold_all(self.files, shows=True) as local_paths:
             paths = {}
             for file, path in zip(self.files, local_paths, strict=True):
                 # The whole file will be read anyway, so it is compared with the record of `mirror`.

@@ -22,12 +22,10 @@ THREADS = 10
 
 
 class Storage(abc.ABC):
-    """A folder on a disk, in a bucket or on the hub. Several threads may use it.
+    """A folder on a disk, in a bucket or on the hub, which several threads may use.
 
     Under a name there is always a complete file or none, and after `store` returns, the file
-    survives a loss of power. Methods raise an OSError if a file cannot be read or stored, such as
-    on a full disk, a PermissionError if credentials are missing or refused, and a ValueError for
-    what the storage cannot do.
+    survives a loss of power.
     """
 
     folder: str  # path or URL, without a slash at the end
@@ -137,10 +135,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def staging(self, fallback: StrPath) -> str:
-        """Returns an existing local folder in which to write files for `store`.
-
-        On a disk it is a hidden sub-folder, so that `store` only renames; otherwise `fallback`.
-        """
+        """Returns a local folder for files of `store`: on a disk inside of it, else `fallback`."""
 
     @abc.abstractmethod
     def store(self, local_file: StrPath, name: str, crc32c: int) -> None:
@@ -152,11 +147,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def copy(self, file: StoredFile, name: str, scratch: 'Scratch', on_bytes: OnBytes) -> FileState:
-        """Copies a file of any storage to `name`, compares both, and returns the state of the copy.
-
-        Between buckets the storage copies by itself; other remote files pass through the scratch
-        folder on their way to a bucket. `on_bytes` counts what is downloaded.
-        """
+        """Copies a file of any storage to `name`, compares both; returns the state of the copy."""
 
     @abc.abstractmethod
     def remove(self, names: Iterable[str]) -> None:

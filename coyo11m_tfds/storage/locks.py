@@ -49,11 +49,7 @@ _held: 'set[FileLock]' = set()
 
 
 class FileLock:
-    """An `flock` on a file, held until it is released; excludes threads and processes.
-
-    A forked child closes its copies of the parent's descriptors at once, so that a worker does not
-    keep the locks of a killed parent.
-    """
+    """An `flock` on a file, held until it is released; excludes threads and processes."""
 
     def __init__(self, path: StrPath, *, shared: bool = False, wait: bool = True):
         """Takes the lock, alone or `shared` with other shared holders; makes the file."""
@@ -94,6 +90,7 @@ class FileLock:
 
 
 def _close_copies() -> None:
+    # In a forked child, so that a worker does not keep the locks of a killed parent.
     while _held:
         os.close(_held.pop()._descriptor)
 
@@ -169,11 +166,7 @@ class Lock(Protocol):
 
 @contextlib.contextmanager
 def hold(folder: StrPath, *, wait: bool = True) -> Iterator[Lock]:
-    """Excludes all others that hold the same folder, on this machine or another.
-
-    Without `wait` it raises a TimeoutError for a holder that is alive; the lease of a killed one is
-    always waited for.
-    """
+    """Excludes others, here and elsewhere; without `wait`, a TimeoutError for a living holder."""
     opened = storage.open_folder(folder, to_write=True)
     lock, start = opened.lock(), time.monotonic()
     for _ in _poll(lambda: f'{opened.folder}: waiting for {lock.holder}, which is working there'):

@@ -71,10 +71,7 @@ class Corrupted(OSError):
 
 
 def call(operation: Callable[[], T], label: str) -> T:
-    """Returns `operation()`, repeated as long as it fails with a transient error.
-
-    `label` describes the operation in messages and contains the URL of its file or folder.
-    """
+    """Returns `operation()`, repeated after transient errors; `label` names it and its URL."""
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             return operation()

@@ -7,6 +7,7 @@ import platform
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.process.progress import Progress
@@ -73,15 +74,15 @@ class Scratch:
         self._folder = os.fspath(folder)
 
     @contextlib.contextmanager
-    def hold(self, file: StoredFile, *, on_bytes: OnBytes = ignore_bytes) -> Iterator[str]:
-        with self.hold_all([file], on_bytes=on_bytes) as paths:
+    def hold(self, file: StoredFile, **options: Any) -> Iterator[str]:
+        with self.hold_all([file], **options) as paths:
             yield paths[0]
 
     @contextlib.contextmanager
     def hold_all(
-        self, files: Sequence[StoredFile], *, on_bytes: OnBytes = ignore_bytes
+        self, files: Sequence[StoredFile], *, on_bytes: OnBytes = ignore_bytes, shows: bool = False
     ) -> Iterator[list[str]]:
-        """Returns the local paths of different files; valid within the `with` block."""
+        """Returns local paths, valid within the `with` block; `shows` the progress of downloads."""
         remote = [file for file in files if not file.local_path]
         if not remote:
             yield [file.path for file in files]
@@ -93,27 +94,13 @@ class Scratch:
                 file: os.path.join(folder, f'{number}{os.path.splitext(file.name)[1]}')
                 for number, file in enumerate(remote)
             }
-            _fetch_all(paths, on_bytes)
-            yield [paths.get(file, file.path) for file in files]
-
-    @contextlib.contextmanager
-    def hold_showing(self, file: StoredFile) -> Iterator[str]:
-        """Like `hold`, but logs the progress of a download."""
-        with self.hold_all_showing([file]) as paths:
-            yield paths[0]
-
-    @contextlib.contextmanager
-    def hold_all_showing(self, files: Sequence[StoredFile]) -> Iterator[list[str]]:
-        """Like `hold_all`, but logs the progress of the downloads."""
-        num_bytes = sum(0 if file.local_path else file.size for file in files)
-        # The progress ends before the files are used, the copies only afterwards.
-        with contextlib.ExitStack() as stack:
-            if not num_bytes:
-                paths = stack.enter_context(self.hold_all(files))
-            else:
+            if shows:
+                num_bytes = sum(file.size for file in remote)
                 with Progress(f'Downloading {common_path(files)}', num_bytes, 'B') as progress:
-                    paths = stack.enter_context(self.hold_all(files, on_bytes=progress.add))
-            yield paths
+                    _fetch_all(paths, progress.add)
+            else:
+                _fetch_all(paths, on_bytes)
+            yield [paths.get(file, file.path) for file in files]
 
 
 def _fetch_all(paths: Mapping[StoredFile, str], on_bytes: OnBytes) -> None:

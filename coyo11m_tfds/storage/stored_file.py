@@ -102,10 +102,9 @@ class StoredFile:
         return storage.class_of(self.path).read_range(self, start, length) if length else b''
 
     def fetch(self, target: str, on_bytes: OnBytes = ignore_bytes) -> FileState:
-        """Copies the file to a local path in a temporary folder; returns the state of the copy.
+        """Copies the file to a local path; the calls of `on_bytes` add up to `size`.
 
-        The calls of `on_bytes` add up to `size`: a negative number is of bytes that proved wrong.
-        The CRC-32C is -1 if the storage keeps none and another checksum was compared.
+        Returns the state of the copy: without a CRC-32C if another checksum was compared.
         """
         return storage.class_of(self.path).fetch(self, target, on_bytes)
 

@@ -262,7 +262,8 @@ def test_sources_are_read_each_in_its_way(written, monkeypatch):
     asked = dict(ORDER, features=ALL, caption_dropout=0.5)
     expected = take(input_pipeline.train_batches(mix, **asked), 6)
     monkeypatch.setattr(engines, 'MAX_FILES', 2)
-    assert [input_pipeline.engine_of(x['dir']) for x in mix] == ['chunks', 'rows']
+    plans = [input_pipeline.train_plan([source], **ORDER) for source in mix]
+    assert [plan.engine for plan in plans] == ['chunks', 'rows']
     assert_same(take(input_pipeline.train_batches(mix, **asked), 6), expected)
 
 
