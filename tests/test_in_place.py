@@ -57,6 +57,17 @@ def read(path: object, count: int, **changes) -> list[dict]:
     return list(itertools.islice(input_pipeline.train_batches(path, **arguments), count))
 
 
+def test_a_data_set_describes_itself(in_place, mini_dataset):
+    features = {'caption', 'key int64 ()', 'text_embedding float16 (640,)'}
+    for path in (in_place, mini_dataset):
+        first, splits, last, encoder = repr(input_pipeline.open_data(path)).splitlines()
+        assert first == f'StoredDataset coyo11m_tfds/{path.parts[-2]}/1.0.0 in {path}'
+        assert splits == '  splits: train (1,053 records), validation (120 records)'
+        described = set(re.split(r', (?!\d)', last.removeprefix('  features: ')))
+        assert described == features | {'latents float16 (3, 4, 32, 32)'}
+        assert encoder == '  text encoder: hash, VAE: not recorded'
+
+
 def test_batches_are_those_of_the_converted_data_set(in_place, mini_dataset):
     steps = epoch_steps(mini_dataset, **ORDER) + 5
     expected = read(mini_dataset, steps, engine='chunks')

@@ -141,6 +141,19 @@ class StoredDataset:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
+    def __repr__(self) -> str:
+        splits = (f'{name} ({x.num_records:,} records)' for name, x in self.splits.items())
+        tensors = {name: self._tensor(name) for name in self.features}
+        tensors |= {name: (x.dtype, x.shape, '') for name, x in self.columns.items()}
+        features = (f'{name} {x} {shape}' if x else name for name, (x, shape, _) in tensors.items())
+        encoder, vae = map(self.metadata.get, (schema.META_TEXT_ENCODER, schema.META_VAE))
+        return (
+            f'StoredDataset {self.full_name} in {self.folder}\n'
+            f'  splits: {", ".join(splits)}\n'
+            f'  features: {", ".join(features)}\n'
+            f'  text encoder: {encoder or "none"}, VAE: {vae or "not recorded"}'
+        )
+
     @property
     def can_map(self) -> bool:
         """Whether all its files, also of latents in place, can be memory-mapped."""

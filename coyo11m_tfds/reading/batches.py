@@ -175,6 +175,7 @@ class Batches(Resumable[Batch]):
         steps_per_epoch: Mean number of batches in an epoch; NaN if the size of the split is
             unknown.
         process_index, process_count: Number of this process, and of all processes.
+        origin: What is read, and how, for people.
     """
 
     def __init__(
@@ -185,12 +186,23 @@ class Batches(Resumable[Batch]):
         steps_per_epoch: float,
         process: tuple[int, int],
         ahead: int,
+        origin: str,
         memory_need: memory.MemoryNeed | None = None,
     ):
         super().__init__(read, cursor, ahead, 'batches')
         self._memory_need = memory_need
         self.spec, self.steps_per_epoch = spec, steps_per_epoch
         self.process_index, self.process_count = process
+        self.origin = origin
+
+    def __repr__(self) -> str:
+        features = (f'{name} {x.dtype} {x.shape}' for name, x in self.spec.items())
+        return (
+            f'Batches of {self.origin}\n'
+            f'  at step {self.step}, {self.steps_per_epoch:,.1f} steps an epoch, process '
+            f'{self.process_index} of {self.process_count}\n'
+            f'  {", ".join(features)}'
+        )
 
     def check_memory(self, ram_budget_gb: float = 0.0, processes_on_host: int = 1) -> None:
         """Raises a ValueError, which names settings that fit, if reading takes too much memory.

@@ -9,7 +9,7 @@ import numpy as np
 from coyo11m_tfds import schema
 from coyo11m_tfds.reading import damage
 from coyo11m_tfds.reading.batches import MASK, ArraySpec, Batch, Batches
-from coyo11m_tfds.reading.engines import OpenedSplit, SplitReader, open_splits
+from coyo11m_tfds.reading.engines import OpenedSplit, SplitReader, engine_name, open_splits
 from coyo11m_tfds.reading.fenced_memory import gather_batch
 from coyo11m_tfds.reading.filters import KeptRecords, find_kept
 from coyo11m_tfds.reading.mixture import BatchShares, Cursor, Position
@@ -61,7 +61,8 @@ def _read_split_keys(options: ReadOptions, num_records: int, size: int) -> Itera
 def read_split(options: ReadOptions, opened: OpenedSplit) -> Batches:
     reader = EvalReader(options, opened)
     spec = reader.spec(options.local_batch_size)
-    return resumable_eval(options, spec, reader.num_batches, reader.read)
+    engine = engine_name(options, [opened])
+    return resumable_eval(options, spec, reader.num_batches, reader.read, engine)
 
 
 def resumable_eval(
@@ -69,6 +70,7 @@ def resumable_eval(
     spec: Mapping[str, ArraySpec],
     num_batches: int,
     read: Callable[[int], Iterator[Batch]],
+    engine: str,
 ) -> Batches:
     """Returns all batches of an evaluation; `read(n)` yields those after the first n."""
     identity = [options.source.identity(options.split), options.batch_size, options.process_count]
@@ -82,6 +84,7 @@ def resumable_eval(
         num_batches,
         options.process,
         options.batches_ahead,
+        options.describe(engine),
     )
 
 

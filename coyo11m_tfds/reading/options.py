@@ -106,6 +106,11 @@ class ReadOptions:
     def stored(self) -> StoredDataset:
         return self.source.stored
 
+    def describe(self, engine: str) -> str:
+        """Describes for people what an engine reads."""
+        folders = ', '.join(x.stored.folder for x in self.sources)
+        return f'{folders}, split {self.split!r}, read by {engine!r}'
+
     def for_source(self, source: MixSource) -> Self:
         text = self.text if source.text is None else source.text
         return dataclasses.replace(self, data=(source,), text=text)

@@ -21,7 +21,7 @@ from coyo11m_tfds.reading.batches import CROP, DROP_TEXT, MASK, NOISE_SEED, Arra
 from coyo11m_tfds.reading.engines import open_splits
 from coyo11m_tfds.reading.features import BatchFeatures
 from coyo11m_tfds.reading.mixture import Cursor
-from coyo11m_tfds.reading.options import ReadOptions
+from coyo11m_tfds.reading.options import TF_DATA, ReadOptions
 
 TensorBatch = dict[str, tf.Tensor]
 
@@ -71,8 +71,15 @@ def read_train_dataset(plan: training.ReadPlan) -> Batches:
     def read(cursor: Cursor) -> Iterator[dict[str, np.ndarray]]:
         return itertools.islice(make_dataset(cursor).as_numpy_iterator(), 0, None, options.stride)
 
-    spec, ahead = _array_specs(make_dataset(plan.cursor)), options.batches_ahead
-    return Batches(read, plan.cursor, spec, plan.steps_per_epoch, options.process, ahead)
+    return Batches(
+        read,
+        plan.cursor,
+        _array_specs(make_dataset(plan.cursor)),
+        plan.steps_per_epoch,
+        options.process,
+        options.batches_ahead,
+        options.describe(plan.engine),
+    )
 
 
 def read_eval_dataset(options: ReadOptions) -> Batches:
@@ -83,6 +90,7 @@ def read_eval_dataset(options: ReadOptions) -> Batches:
         _array_specs(dataset),
         int(dataset.cardinality()),
         lambda start: dataset.skip(start).as_numpy_iterator(),
+        TF_DATA,
     )
 
 

@@ -120,6 +120,7 @@ def read_plan(plan: ReadPlan) -> Batches:
         plan.steps_per_epoch,
         options.process,
         options.batches_ahead,
+        options.describe(plan.engine),
         reader.memory_need,
     )
 

@@ -110,6 +110,11 @@ def test_the_specification_is_that_of_the_batches(intact, engine):
         expected = {name: (x.shape, x.dtype) for name, x in next(some).items()}
         assert dict(some.spec) == expected
     assert batches.spec['latents'].shape == (8, *schema.LATENT_SHAPE)
+    lines = repr(batches).splitlines()
+    assert lines[0] == f"Batches of {intact}, split 'train', read by {engine!r}"
+    assert lines[1] == '  at step 1, 22.5 steps an epoch, process 0 of 2'
+    assert 'latents float16 (8, 4, 32, 32), ' in lines[2]
+    assert repr(held_out).startswith(f"Batches of {intact}, split 'validation', read by {engine!r}")
 
 
 FACES = [
