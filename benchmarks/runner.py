@@ -114,10 +114,7 @@ def _take_turns(sides: Sides, repeats: int, run_side: RunSide) -> dict[str, list
 
 
 def run(side: Side, env: Mapping[str, str] | None = None, **settings: Any) -> Figures:
-    """Runs a side in a fresh process and returns its figures, and those of `_measure_process`.
-
-    A side that could not run has the reason in `missing` or `failed`.
-    """
+    """Runs a side in a fresh process; returns its figures, or in `missing` or `failed` why not."""
     settings = {**side.settings, **settings}
     module = sys.modules[side.function.__module__].__spec__.name  # not __main__
     environment = {**os.environ, **(env or {})}
@@ -149,11 +146,7 @@ def _run_in_this_process(module: str, function: str, settings: str, answer: str)
 
 
 def _measure_process(command: Sequence[str], env: Mapping[str, str], log: pathlib.Path) -> Figures:
-    """Runs a program to its end, with its output in `log`.
-
-    Returns `peak`, the largest memory in bytes of all its processes together, and `others`, the
-    share of all cores' time that other programs used.
-    """
+    """Runs a program to its end, with its output in `log`; returns its `peak` and the `others`."""
     start, busy, peak = time.monotonic(), _busy_seconds(), 0
     own_cpu = sum(os.times()[:4])  # with that of the program, once it has ended
     with (
@@ -168,6 +161,8 @@ def _measure_process(command: Sequence[str], env: Mapping[str, str], log: pathli
         finally:
             process.kill()  # after Ctrl-C, say; otherwise it has ended
     seconds, own_cpu = time.monotonic() - start, sum(os.times()[:4]) - own_cpu
+    # The largest memory of all its processes together, and the share of all cores' time that other
+    # programs used.
     others = max(_busy_seconds() - busy - own_cpu, 0) / seconds / os.cpu_count()
     return {'peak': peak, 'others': others}
 

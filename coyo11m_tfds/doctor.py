@@ -130,13 +130,10 @@ def check_machine() -> Finding:
 
 
 def check_disks(
-    places: Mapping[str, tuple[str, int]], usage: Callable[[str], Any] = shutil.disk_usage
+    places: Mapping[str, tuple[str, int]],  # folders, and the bytes that a build writes there
+    usage: Callable[[str], Any] = shutil.disk_usage,
 ) -> Iterator[Finding]:
-    """Checks that local folders, which need not exist yet, can be written to and have room.
-
-    `places` holds the folder, and the bytes that the build will write to it, by name; `usage`
-    returns `(total, used, free)` bytes of the disk of a folder.
-    """
+    """Checks that local folders, which need not exist yet, can be written to and have room."""
     device_bytes: collections.Counter[int] = collections.Counter()
     for name, (folder, num_bytes) in places.items():
         option = '--data_dir' if name == 'data_dir' else 'scratch_dir in the config of the build'
@@ -207,17 +204,13 @@ class DryRun:
 
 
 def plan_or_estimate(place: str, settings: BuildSettings) -> DryRun:
-    """Plans the build of a source.
-
-    If the captions can be read in seconds, the plan is exactly that of the build. Otherwise this
-    checks only heads and the schemas of Parquet files, and estimates sizes from those of the files.
-    """
+    """Plans the build of a source, or estimates it where its captions are not read in seconds."""
     from coyo11m_tfds.convert.plan import examine_source, make_plan  # these need an extra
     from coyo11m_tfds.source import source_folder
 
     source = source_folder.find_source(place)
     files, is_remote = source.latent_files, not source.latent_files[0].local_path
-    # Of files from all over the source, and not only of the first.
+    # Of files from all over the source. Heads and schemas alone are checked for an estimate.
     heads = files[:: -(-len(files) // _HEADS)]
     with tempfile.TemporaryDirectory() as folder:
         source_contents = examine_source(source, settings, folder, heads)

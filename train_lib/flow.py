@@ -26,10 +26,7 @@ def no_stats(text_dim: int, **facts: Any) -> DatasetStats:
 
 
 def draw_latents(moments: jax.Array, seeds: jax.Array, stats: DatasetStats) -> jax.Array:
-    """Draws raw latents, float32 `(b, C, H, W)`, from recorded moments `(b, 2C, H, W)`.
-
-    The noise of a sample is a function of its seed, uint32 `(b,)`.
-    """
+    """Draws raw latents, float32 `(b, C, H, W)`, from moments `(b, 2C, H, W)`, each by its seed."""
     means, deviations = jnp.split(moments.astype(jnp.float32), 2, axis=1)
     if stats.moments == schema.LOG_VARIANCE:
         deviations = jnp.exp(0.5 * jnp.clip(deviations, *schema.LOG_VARIANCE_LIMITS))
@@ -38,11 +35,8 @@ def draw_latents(moments: jax.Array, seeds: jax.Array, stats: DatasetStats) -> j
 
 
 def standardize_latents(latents: jax.Array, stats: DatasetStats) -> jax.Array:
-    """Standardizes raw latents `(b, C, H, W)` of any float dtype: float32 `(b, H, W, C)`.
-
-    Of moments, `(b, 2C, H, W)`, these are the means.
-    """
-    latents = latents[:, : stats.latents_shape[1]]
+    """Standardizes raw latents `(b, C, H, W)` of any float dtype: float32 `(b, H, W, C)`."""
+    latents = latents[:, : stats.latents_shape[1]]  # of moments, `(b, 2C, H, W)`, the means
     latents = jnp.transpose(latents.astype(jnp.float32), (0, 2, 3, 1))
     return (latents - stats.latent_mean) / stats.latent_std
 
@@ -91,9 +85,6 @@ def noise_and_times_of_keys(
         return jax.random.normal(noise_rng, shape), jax.random.uniform(time_rng)
 
     return jax.vmap(draw)(keys)
-
-
-# --- Drawing ------------------------------------------------------------------------------------
 
 
 def sample(

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
-import ml_collections
 import numpy as np
 from absl import logging
 from clu import parameter_overview
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from clu import metric_writers  # imports TensorFlow
 
     from train_lib.data import TrainingData
-    from train_lib.step import Program
+    from train_lib.train import Setup
 
 # Linux alone has it: sizes of this process in pages, of which the second is the resident one.
 _PROCESS_MEMORY = pathlib.Path('/proc/self/statm')
@@ -43,14 +42,9 @@ def log_on_process_0(text: str, *arguments) -> None:
         logging.info(text, *arguments)
 
 
-def introduce(
-    config: ml_collections.ConfigDict,
-    workdir: os.PathLike,
-    data: 'TrainingData',
-    program: 'Program',
-    start: int,
-) -> None:
-    """Logs the machine, data, model and length of a run that begins with the step `start`."""
+def introduce(setup: 'Setup') -> None:
+    """Logs the machine, data, model and length of a run."""
+    config, data, program = setup.config, setup.data, setup.program
     state, num_tokens = program.abstract_state, data.facts.text_max_tokens
     placement: Any = state.step.sharding  # a NamedSharding
     log_on_process_0(
@@ -70,7 +64,8 @@ def introduce(
         f'model: {config.model.name}, {_count_millions(state.params)}, '
         f'{program.flops(num_tokens) / 1e9:.3g} GFLOP to train on a sample, {config.model.dtype}'
     )
-    log_on_process_0(f'steps {start + 1} to {config.num_steps}, into {workdir}; compiling ...')
+    steps = f'{setup.beginning.step + 1} to {config.num_steps}'
+    log_on_process_0(f'steps {steps}, into {setup.workdir}; compiling ...')
 
 
 def _count_millions(params: Any) -> str:
@@ -81,22 +76,18 @@ def _count_millions(params: Any) -> str:
 class TrainLog:
     """Merges the metrics of steps, and writes their averages every `log_every` steps."""
 
+    setup: 'Setup'
     writer: 'metric_writers.MetricWriter'
-    config: ml_collections.ConfigDict
-    data: 'TrainingData'
     empty: metrics.TrainMetrics  # of no step, on the devices of the steps' metrics
     # Merged metrics of the steps since the last report. A checkpoint holds them, so that a run that
     # is interrupted within a window later writes the same report.
     window: metrics.TrainMetrics
-    start: int = 0
-    # Scalars of the passes over the data up to a step.
-    progress: Callable[[int], dict[str, float]] = lambda step: {}
-    flops: int = 0  # to train on one sample
-    # Advice for a resume from before a bad step.
-    advise_restart: Callable[[int], str] = lambda step: 'Start afresh'
+    advise_restart: Callable[[int], str]  # for a resume from before a bad step
 
     def __post_init__(self):
-        self.clock = StepClock(self.data)
+        self._config, self._data = self.setup.config, self.setup.data
+        self._flops = self.setup.program.flops(self._data.facts.text_max_tokens)  # of a sample
+        self.clock = StepClock(self._data)
         self.summary = ''  # of the last window that was written
         self._opened = time.monotonic()
         self._first_finished: float | None = None
@@ -110,7 +101,7 @@ class TrainLog:
         self.clock.step_started(update)
         if self._first_finished is None:
             self._log_first_step(step, update)
-        if step % self.config.log_every == 0:
+        if step % self._config.log_every == 0:
             self._complete_window = step, self.window
             self.window = self.empty
 
@@ -134,7 +125,7 @@ class TrainLog:
         del means['skipped_in_a_row']
         # Where no step counted there is no mean.
         scalars = {f'train/{name}': float(x) for name, x in means.items() if not math.isnan(x)}
-        scalars |= self.clock.lap(self.config.batch_size)
+        scalars |= self.clock.lap(self._config.batch_size)
         scalars |= self._current_scalars(step, scalars.get('train/samples_per_second'))
         self.writer.write_scalars(step, scalars)
         self.summary = ', '.join(self._summarize(step, scalars))
@@ -145,22 +136,22 @@ class TrainLog:
         total = int(window.skipped_steps.compute())
         limits = (in_a_row, 'max_skipped_in_a_row', ' in a row'), (total, 'max_skipped', '')
         for skipped, field, suffix in limits:
-            if skipped > self.config[field]:
+            if skipped > self._config[field]:
                 raise FloatingPointError(
                     f'{skipped} steps{suffix} up to step {step} had a loss or a gradient that was '
-                    f'not finite, more than {field}={self.config[field]}: training has diverged. '
+                    f'not finite, more than {field}={self._config[field]}: training has diverged. '
                     f'{self.advise_restart(step - in_a_row)}.'
                 )
 
     def _current_scalars(self, step: int, rate: float | None) -> dict[str, float]:
         """Scalars of this moment, and those that follow from the samples a second."""
-        scalars = self.progress(step)
-        if rate and self.flops:
-            flops = self.flops * rate / jax.device_count()
+        scalars = self._data.progress(self.setup.beginning.position_at(step))
+        if rate and self._flops:
+            flops = self._flops * rate / jax.device_count()
             scalars['device/tflops_per_chip'] = flops / 1e12
             if (chip := chips.CHIPS.get(jax.devices()[0].device_kind)) is not None:
                 scalars['device/model_flop_utilization'] = flops / chip.flops
-        counts = self.data.read_counts()
+        counts = self._data.read_counts()
         scalars['input/chunks_in_flight'] = counts.chunks_in_flight
         scalars['input/bad_records'] = counts.bad_records
         if _PROCESS_MEMORY.exists():
@@ -186,14 +177,14 @@ class TrainLog:
     def _summarize(self, step: int, scalars: Mapping[str, float]) -> Iterator[str]:
         """Describes a window of steps: loss 0.4123, step 350 of 900, 2.2 steps/s, ..."""
         yield f'loss {scalars["train/loss"]:.4f}' if 'train/loss' in scalars else 'no finite loss'
-        yield f'step {step} of {self.config.num_steps}'
+        yield f'step {step} of {self._config.num_steps}'
         if 'train/steps_per_second' in scalars:
             rate = scalars['train/steps_per_second']
             yield f'{rate:.{2 if rate < 10 else 0}f} steps/s'
             # Evaluations and the like included, as they will come again.
             seconds = time.monotonic() - (self._first_finished or self._opened)
-            steps_done = max(step - self.start - 1, 1)
-            remaining = round(seconds / steps_done * (self.config.num_steps - step))
+            steps_done = max(step - self.setup.beginning.step - 1, 1)
+            remaining = round(seconds / steps_done * (self._config.num_steps - step))
             yield f'{datetime.timedelta(seconds=remaining)} left'
         if 'train/epoch' in scalars:
             yield f'epoch {scalars["train/epoch"]:.2f}'

@@ -139,13 +139,13 @@ def train(
                 f'{setup.workdir}: another run has just trained there; start this one again.'
             )
         if beginning.step < config.num_steps:
-            introduce(config, setup.workdir, setup.data, program, beginning.step)
+            introduce(setup)
         empty = program.no_metrics()
         restored = checkpoint.restore_last(manager, program.abstract_state, empty)
         state, window, interrupted = restored or (beginning.state(program), empty, False)
-        start = int(state.step)
-        if start == config.num_steps and not interrupted:
-            log_on_process_0('Finished already: all %d steps are in %s.', start, setup.workdir)
+        if beginning.step == config.num_steps and not interrupted:
+            steps = f'all {config.num_steps} steps are in {setup.workdir}'
+            log_on_process_0('Finished already: %s.', steps)
             return state, True
         if verbose:
             parameter_overview.log_parameter_overview(state.params, include_stats='sharding')
@@ -153,22 +153,12 @@ def train(
             writers.name_writer_errors(setup.workdir),
             contextlib.closing(writers.make_writer(config, setup.workdir, verbose)) as writer,
         ):
-            log = TrainLog(
-                writer,
-                config,
-                setup.data,
-                empty,
-                window,
-                start=start,
-                progress=lambda step: setup.data.progress(beginning.position_at(step)),
-                flops=program.flops(setup.data.facts.text_max_tokens),
-                advise_restart=functools.partial(checkpoint.advise_restart, manager),
-            )
+            advise_restart = functools.partial(checkpoint.advise_restart, manager)
+            log = TrainLog(setup, writer, empty, window, advise_restart)
             beginning.show_config(writer)
             run = Run(
                 **vars(setup),
                 hooks=DEFAULT_HOOKS if hooks is None else hooks,
-                start=start,
                 writer=writer,
                 manager=manager,
                 log=log,
@@ -181,7 +171,6 @@ class Run(Setup):
     """The objects that the loop and its hooks work with."""
 
     hooks: 'Sequence[Hook]'
-    start: int  # the step at which this process started
     writer: metric_writers.MetricWriter
     manager: ocp.CheckpointManager
     log: TrainLog
@@ -220,7 +209,7 @@ def _train_steps(
     run: Run, state: TrainState, stop: signals.StopRequest, interrupted: bool
 ) -> tuple[TrainState, bool]:
     """The loop over steps; ends with a checkpoint. `interrupted`: see `checkpoint.save_step`."""
-    step = run.start
+    start = step = run.beginning.step
     # Whether all hooks due at this step have been called and no stop has been requested.
     is_complete = not interrupted or _call_hooks(run, step, state, stop)
     batches = run.data.train_batches(run.beginning.position_at(step))
@@ -235,7 +224,7 @@ def _train_steps(
         step += 1
         with run.log.clock.waiting_for_data():
             batch = next(batches)
-        if step == run.start + 1:
+        if step == start + 1:
             device_memory.check_device_memory(run.config, run.program.train_step, state, batch)
         # Whatever moves to or from the device here would do so at every step.
         with jax.transfer_guard('disallow'):
@@ -246,7 +235,7 @@ def _train_steps(
     is_saved = run.save(step, state, interrupted=not is_complete)
     # Before anything is torn down: after SIGTERM, only seconds may be left.
     checkpoint.wait_until_saved(run.manager)
-    if interrupted and is_complete and step == run.start:
+    if interrupted and is_complete and step == start:
         checkpoint.mark_complete(run.manager, step)
     if not is_saved:
         skipped = int(state.skipped_in_a_row)

@@ -30,7 +30,13 @@ def _update(loss, skipped=0, in_a_row=0):
 def _reading():
     """What training has read, as far as the log needs it."""
     counts = types.SimpleNamespace(num_bytes=0, chunks_in_flight=0, bad_records=0)
-    return types.SimpleNamespace(counts=counts, read_counts=lambda: counts, batches_ready=lambda: 1)
+    return types.SimpleNamespace(
+        counts=counts,
+        read_counts=lambda: counts,
+        batches_ready=lambda: 1,
+        progress=lambda position: {},
+        facts=types.SimpleNamespace(text_max_tokens=0),
+    )
 
 
 def _make_log(every, data=None):
@@ -39,8 +45,13 @@ def _make_log(every, data=None):
     writer = types.SimpleNamespace(write_scalars=scalars.__setitem__, flush=lambda: None)
     fields = {'log_every': every, 'max_skipped_in_a_row': 2, 'max_skipped': 4}
     config = ml_collections.ConfigDict(fields | {'batch_size': 1, 'num_steps': 9})
+    beginning = types.SimpleNamespace(step=0, position_at=lambda step: {})
+    program = types.SimpleNamespace(flops=lambda num_tokens: 0)
+    setup = types.SimpleNamespace(
+        config=config, data=data or _reading(), beginning=beginning, program=program
+    )
     empty = metrics.TrainMetrics.empty()
-    return TrainLog(writer, config, data or _reading(), empty, empty), scalars
+    return TrainLog(setup, writer, empty, empty, lambda step: 'Start afresh'), scalars
 
 
 def _losses(scalars):

@@ -5,14 +5,12 @@
     words = Product(keys_and_values, words_bias, present)                   # of a text
     mixed = attend(tokens, words, query_scale, key_scale, rotations, 8)
 
-A latent of 32x32 in patches of 2 has 256 tokens, so the chip's vector memory holds all tokens of a
-sample at once: scores stay there, and queries, keys and values need no transposition between the
-products before and after. The grid runs over the samples; a head takes 128 columns of the packed
-product. The kernel normalizes queries and keys (RMS norm) and rotations those of tokens by their
-positions. The backward pass computes the scores again, as in Dao et al., "FlashAttention" (2022);
-it needs no blocks, because all keys are in memory. It also sums the gradients of the products'
-biases: otherwise the compiler would read all gradients of queries, keys and values once more, a
-tenth of a step's time of L/2 by its estimate.
+The chip's vector memory holds all tokens of a sample at once: scores stay there, and queries, keys
+and values need no transposition between the products before and after. The grid runs over the
+samples; a head takes 128 columns of the packed product. The backward pass computes the scores
+again, as in Dao et al., "FlashAttention" (2022), without blocks, because all keys are in memory. It
+also sums the gradients of the products' biases: otherwise the compiler would read all gradients
+once more, a tenth of a step's time of L/2 by its estimate.
 """
 
 import functools
@@ -55,17 +53,13 @@ class Product(NamedTuple):
 def attend(
     tokens: Product,
     words: Product | None,
-    query_scale: jax.Array,
+    query_scale: jax.Array,  # of the norms, float32 `(128,)`
     key_scale: jax.Array,
-    rotations: jax.Array,
+    rotations: jax.Array,  # as for `rotate_pairs`, `(n, 256)`
     num_heads: int,
-    interpret: bool = False,
+    interpret: bool = False,  # computes slowly on any device, for tests
 ) -> jax.Array:
-    """Multi-head attention of tokens to each other and to words: `(b, n, width)`.
-
-    Scales of the norms are float32 `(128,)`, `rotations` as for `rotate_pairs`, `(n, 256)`. With
-    `interpret` it computes slowly on any device, for tests.
-    """
+    """Multi-head attention of tokens to each other and to words: `(b, n, width)`."""
     return _forward(tokens, words, query_scale, key_scale, rotations, num_heads, interpret)[0]
 
 
@@ -211,13 +205,11 @@ def _add_gradient(product, head: int, gradient) -> None:
 
 
 def _attend_one_head(inputs, head: int, num_heads: int, key_axis: int):
-    """Computes one head: normalized queries and keys, values, weights and their normalization.
-
-    Keys, values and weights come in lists: those of tokens, and those of words.
-    """
-    # Each product over the rows of its first factor costs a transposition: the forward pass has one
-    # by queries and keys, the backward pass two, or one by keys and queries. So `key_axis` chooses
-    # the axis of the keys in scores and weights.
+    """Computes one head: normalized queries and keys, values, weights and their normalization."""
+    # Keys, values and weights come in lists: those of tokens, and those of words. Each product over
+    # the rows of its first factor costs a transposition: the forward pass has one by queries and
+    # keys, the backward pass two, or one by keys and queries. So `key_axis` chooses the axis of the
+    # keys in scores and weights.
     qkv, query_scale, key_scale, rotations, *words_and_present = inputs
     raw_query, raw_key, value = (qkv[0, :, _columns(i * num_heads + head)] for i in range(3))
     raw_keys, values = [raw_key], [value]

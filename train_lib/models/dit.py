@@ -168,21 +168,16 @@ class WordVectors(nn.Module):
 
 
 def sincos_positions_2d(rows: int, columns: int, width: int) -> np.ndarray:
-    """Returns sine-cosine vectors of positions, float32 `(rows * columns, width)`, in row-major.
-
-    Each axis has half of the width, a multiple of 4.
-    """
+    """Returns sine-cosine vectors of positions, float32 `(rows * columns, width)`, row by row."""
     angles = _angles(rows, columns, _MAX_PERIOD, width // 4)
     vectors = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
     return np.concatenate(list(vectors), axis=-1).astype(np.float32)
 
 
 def make_rotations(rows: int, columns: int, head_dim: int) -> np.ndarray:
-    """Returns rotations of queries and keys by position, `(rows * columns, 2 * head_dim)`.
-
-    Rotary position embedding (Su et al., "RoFormer", 2021), half of a head for each axis, with the
-    period of Heo et al., "Rotary Position Embedding for Vision Transformer" (2024), section 3.2.
-    """
+    """Returns rotations of queries and keys by position, `(rows * columns, 2 * head_dim)`."""
+    # Rotary position embedding (Su et al., "RoFormer", 2021), half of a head for each axis, with
+    # the period of Heo et al. (2024), section 3.2.
     angles = np.concatenate(list(_angles(rows, columns, _ROTARY_PERIOD, head_dim // 4)), axis=-1)
     cosine, sine = np.cos(angles), np.sin(angles)
     return np.concatenate([cosine, cosine, -sine, sine], axis=-1).astype(np.float32)
@@ -250,10 +245,7 @@ def _kernel_takes(num_tokens: int, num_words: int, head_dim: int) -> bool:
 
 
 class Attention(nn.Module):
-    """Multi-head attention of tokens to each other and to words; queries and keys are normalized.
-
-    Maps tokens `(b, n, width)` with `make_rotations` of their positions to `(b, n, width)`.
-    """
+    """Multi-head attention of tokens `(b, n, width)` to each other and to words."""
 
     num_heads: int
     dtype: Dtype = jnp.bfloat16
