@@ -59,7 +59,7 @@ def live_hooks() -> tuple[train.Hook, ...]:
     is_window_complete = train.every(lambda config: config.log_every)
 
     def is_bar_due(run: train.Run, step: int) -> bool:
-        return step == run.start + 1 or is_window_complete(run, step)
+        return step == run.beginning.step + 1 or is_window_complete(run, step)
 
     return (
         train.Hook('bar', is_bar_due, show_bar),
