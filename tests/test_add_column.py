@@ -207,19 +207,6 @@ def test_mistakes_of_a_command_are_named(copy, other_embeddings, tmp_path):
         add_column.add(copy, 'y', parquet=path, column='x')
 
 
-@pytest.mark.parametrize(
-    ('flags', 'words'),
-    [
-        (['--text=x', '--column=y'], '--column: expected only with --parquet or --source'),
-        (['--source=x'], '--source: expected --column, or --name=latents'),
-        (['--parquet=x'], '--parquet: expected with --column'),
-    ],
-)
-def test_flags_that_do_not_go_together_are_refused(command, flags, words):
-    status, _, errors = command(add_column, '--data_dir=d', '--name=n', *flags)
-    assert status == 2 and words in errors
-
-
 def test_a_command_that_was_killed_is_given_again(tmp_path):
     """At each moment at which a file gets its name, or is removed.
 

@@ -12,7 +12,6 @@ import sys
 import numpy as np
 import pytest
 
-from coyo11m_tfds import build as own_command
 from coyo11m_tfds import schema
 from coyo11m_tfds.process import machine
 from tests import children, made_sources
@@ -101,12 +100,6 @@ def test_it_ends_with_where_the_report_and_the_data_set_are(built, source):
     builder, train = [line for line in said.splitlines() if line][-2:]  # with text
     assert builder.startswith('tfds.builder_from_directory(')
     assert train.startswith(f'python -m train_lib.main --config={config} --workdir=W ')
-
-
-def test_the_own_command_refuses_a_limit_that_keeps_nothing(command, tmp_path):
-    flags = f'--manual_dir={tmp_path}', f'--data_dir={tmp_path / "out"}'
-    status, _, errors = command(own_command, *flags, '--max_examples_per_split=0')
-    assert status == 2 and 'max_examples_per_split=0: expected at least 1' in errors
 
 
 @pytest.mark.slow

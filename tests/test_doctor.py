@@ -65,18 +65,6 @@ def test_what_fails_is_in_the_exit_status(command, tmp_path, monkeypatch):
     assert "unknown encoder 'clip'" in failed['encoder']
 
 
-@pytest.mark.parametrize(
-    ('argument', 'message'),
-    [
-        ('--build_config={"shard_bytes": 0}', 'shard_bytes=0: '),
-        ('--build_config=x', '--build_config=x: is not JSON'),
-    ],
-)
-def test_unusable_arguments_end_it_with_status_2(command, argument, message):
-    status, _, errors = command(doctor, argument)
-    assert (status, message in errors) == (2, True), errors
-
-
 def test_it_can_be_ended_while_a_check_hangs(tmp_path, monkeypatch):
     """And that check does not outlive it."""
     (tmp_path / 'jax.py').write_text(

@@ -27,6 +27,23 @@ VALUES = {'--config': 'demo'}
 # Also required, as one of several; named when the others are there.
 FURTHER = {'coyo11m_tfds.add_column': ['--text=x']}
 
+# Program, flags that no program can do anything with, and what it says of them.
+UNUSABLE = [
+    (f'coyo11m_tfds.{program}', flags.split(' '), words)
+    for program, flags, words in (
+        ('add_column', '--data_dir=d --name=n --text=x --column=y', '--column: expected only with'),
+        ('add_column', '--data_dir=d --name=n --source=x', '--source: expected --column, or --na'),
+        ('add_column', '--data_dir=d --name=n --parquet=x', '--parquet: expected with --column'),
+        ('build', '--manual_dir=x --max_examples_per_split=0', '_split=0: expected at least 1'),
+        ('doctor', '--build_config={"shard_bytes":0}', 'shard_bytes=0: '),
+        ('doctor', '--build_config=x', '--build_config=x: is not JSON'),
+        ('verify', 'no/such/folder', 'no/such/folder: there is no such folder'),
+        ('verify', '.', r'\.: there is no dataset_info.json'),
+        ('verify', '', "'': expected a local path or gs://"),
+        ('verify', 'hf://datasets/a/b', 'hf://datasets/a/b.*: expected a local path or gs://'),
+    )
+]
+
 
 @pytest.fixture(scope='module')
 def said() -> dict[tuple[str, str], tuple[int, list[str]]]:
@@ -43,14 +60,15 @@ def said() -> dict[tuple[str, str], tuple[int, list[str]]]:
             (program, [*enough, '--nope=1']),
             (program, [*enough, 'stray']),
         ]
+    commands += [(program, flags) for program, flags, _ in UNUSABLE]
     ended = forked.run(commands)
-    names = [(program, (arguments or [''])[-1]) for program, arguments in commands]
+    names = [(program, (arguments or ['nothing'])[-1]) for program, arguments in commands]
     return dict(zip(names, ended, strict=True))
 
 
 @pytest.mark.parametrize('program', [name for name, required in REQUIRED.items() if required])
 def test_what_is_missing_is_one_line_with_a_whole_command(program, said):
-    status, lines = said[program, '']
+    status, lines = said[program, 'nothing']
     assert status in (1, 2)
     assert len(lines) == 1, lines
     assert re.match('error: .*(missing|required): ', lines[0])
@@ -68,6 +86,13 @@ def test_what_is_wrong_is_one_line_that_names_it(program, wrong, said):
     assert len(lines) == 1, lines
     assert re.match(f'error: .*{wrong.strip("-").partition("=")[0]}', lines[0])
     assert '--help' in lines[0]
+
+
+@pytest.mark.parametrize(('program', 'flags', 'words'), UNUSABLE)
+def test_what_is_unusable_is_one_line_and_status_2(program, flags, words, said):
+    status, lines = said[program, flags[-1]]
+    assert (status, len(lines)) == (2, 1), lines
+    assert re.match(f'error: .*{words}', lines[0])
 
 
 @pytest.mark.parametrize('program', REQUIRED)

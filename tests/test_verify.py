@@ -190,18 +190,3 @@ def test_the_command_says_it_in_lines_and_in_its_exit_status(command, copy):
     assert last.startswith(f'{copy}: 2 faults in ')
     assert last.endswith(', all of them read.')
     assert advice.startswith('To fix this, copy')
-
-
-@pytest.mark.parametrize(
-    ('arguments', 'words'),
-    [
-        (['no/such/folder'], 'no/such/folder: there is no such folder'),
-        (['.'], r'.: there is no dataset_info.json'),
-        ([''], "'': expected a local path or gs://"),
-        (['hf://datasets/a/b'], 'hf://datasets/a/b.*: expected a local path or gs://'),
-    ],
-)
-def test_unusable_arguments_end_it_with_status_2(command, arguments, words):
-    status, _, errors = command(verify, *arguments)
-    assert status == 2
-    assert re.fullmatch(rf'error: .*{words}.*\n', errors)

@@ -64,16 +64,3 @@ def test_a_source_is_what_the_builder_expects_and_is_made_once(tmp_path):
     assert source.make(tmp_path, num_samples=7, seed=1).stat() == before
     other = source.make(tmp_path, num_samples=7, seed=2)
     assert [key for key, _, _ in source.samples(other, 7)] != keys
-
-
-@pytest.mark.slow
-def test_the_command_prints_a_table_and_leaves_nothing(tmp_path, capsys):
-    flags = convert.FLAGS, convert.prepare
-    arguments = [f'--dir={tmp_path}', '--gb=0.001', '--repeats=1', '--only=cp,in_place', '--cold']
-
-    assert runner.main('', convert.SIDES, convert.COLUMNS, *flags, arguments) == 0
-
-    *_, header, _, cp, in_place = capsys.readouterr().out.splitlines()
-    assert cp.startswith('| `cp` of the source | ') and len(cp.split('|')) == len(header.split('|'))
-    assert in_place.startswith('| latents in place, 1 process | ')
-    assert list(tmp_path.iterdir()) == []

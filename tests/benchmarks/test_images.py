@@ -1,4 +1,4 @@
-"""The benchmark of images: all sides make the same latents, and the command does its work."""
+"""The benchmark of images: all sides make the same latents."""
 
 import io
 import pathlib
@@ -7,7 +7,7 @@ import tarfile
 import numpy as np
 import pytest
 
-from benchmarks import images, runner
+from benchmarks import images
 from tests import small_vae
 
 pytestmark = pytest.mark.slow
@@ -37,15 +37,3 @@ def read_latents(out: pathlib.Path) -> np.ndarray:
     with tarfile.open(out / '00000.tar') as tar:
         members = [member for member in tar if member.name.endswith('.npy')]
         return np.stack([np.load(io.BytesIO(tar.extractfile(x).read())) for x in members])
-
-
-def test_the_command_prints_a_table_and_leaves_nothing(tmp_path, capsys):
-    vae, work = tmp_path / 'vae', tmp_path / 'work'
-    vae.mkdir()
-    small_vae.make(vae)
-    arguments = [f'--dir={work}', f'--vae={vae}', '--images=9', '--repeats=1']
-    flags = images.FLAGS, images.prepare, [*arguments, '--only=encode_images,parts']
-    assert runner.main('', images.SIDES, images.COLUMNS, *flags) == 0
-    *_, ours, parts = capsys.readouterr().out.splitlines()
-    assert ours.startswith('| `encode_images` | ') and parts.startswith('| Pillow and the encoder')
-    assert list(work.iterdir()) == []

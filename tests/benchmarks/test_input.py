@@ -3,7 +3,6 @@
 import pytest
 
 from benchmarks import input, runner
-from tests import children
 
 pytestmark = pytest.mark.slow
 
@@ -30,12 +29,3 @@ def test_the_command_measures_every_side(tmp_path, capsys, cold):
         assert row['same batches'] == ('' if cold else 'yes'), row['side']
         assert bool(row['words']) == cold
     assert list(tmp_path.iterdir()) == []
-
-
-def test_batches_are_read_from_distant_storage(tmp_path):
-    flags = f'--dir={tmp_path}/dir', '--repeats=1', '--gb=0.02', '--steps=4'
-    done = children.program('benchmarks.remote', *flags)
-    assert done.returncode == 0, done.stderr
-    for side in ('`train_batches`', '`train_batches`, 100 ms away'):
-        assert f'| {side} | ' in done.stdout
-    assert list((tmp_path / 'dir').iterdir()) == []

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import runner
 from benchmarks.runner import Side
+from tests import children, small_vae
 
 # Functions of a side that a fresh process finds: in this module.
 
@@ -63,6 +64,26 @@ def test_sides_run_in_fresh_processes_and_make_a_table(here, capfd):
     assert rows[1].startswith('| side b | 2 | 2 to 2 | 1.0 | 20.0 |  | ')
     assert err.split('\n')[:4] == ['1 of 2: a', '1 of 2: b', '2 of 2: b', '2 of 2: a']
     assert list(here.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('name', 'flags', 'titles'),
+    [
+        ('convert', '--gb=0.001 --only=cp,in_place --cold', ['`cp` of ', 'latents in place']),
+        ('images', '--vae=VAE --images=9 --only=encode_images,parts', ['`encode_i', 'Pillow and']),
+        ('remote', '--gb=0.02 --steps=4', ['`train_batches`', '`train_batches`, 100 ms away']),
+    ],
+)
+def test_a_command_prints_a_table_and_leaves_nothing(tmp_path, name, flags, titles):
+    (tmp_path / 'vae').mkdir()
+    flags = flags.replace('VAE', str(small_vae.make(tmp_path / 'vae'))).split()
+    ended = children.program(f'benchmarks.{name}', f'--dir={tmp_path}/work', '--repeats=1', *flags)
+    assert ended.returncode == 0, ended.stderr
+    header, _, *rows = [line for line in ended.stdout.splitlines() if line.startswith('|')]
+    for row, title in zip(rows, titles, strict=True):
+        assert row.startswith(f'| {title}') and row.count('|') == header.count('|')
+    assert list((tmp_path / 'work').iterdir()) == []
 
 
 def test_what_cannot_run_is_named_and_tried_once(here, capfd):

@@ -1,6 +1,5 @@
 """What was saved comes back, the last few are kept, and a damaged one is refused by name."""
 
-import os
 import pathlib
 import random
 import resource
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import children
+from tests import built, children
 from tests.runs import saved_steps, small_config
 from train_lib import beginnings, checkpoint, draw, train
 from train_lib.checkpoint import Description
@@ -113,36 +112,19 @@ def run(small_run, mini_dataset):
     return train.set_up(small_config(mini_dataset, **changes), small_run[0])
 
 
-def flip_a_bit(data):
-    bit = random.randrange(8 * len(data))
-    changed = bytearray(data)
-    changed[bit // 8] ^= 1 << bit % 8
-    return bytes(changed)
-
-
 def resumed(run, workdir):
-    """The state and the description that a run would go on with."""
-    beginning = beginnings.find_beginning(run.config, workdir, run.data, run.program)
-    with checkpoint.open_manager(workdir, keep=4) as manager:
-        restored = checkpoint.restore_last(
-            manager, run.program.abstract_state, run.program.no_metrics()
-        )
-    return restored, vars(beginning.description)
+    beginnings.find_beginning(run.config, workdir, run.data, run.program)
 
 
 def begun(run, workdir):
-    """The state that a run would begin with that is told to by `init_from`."""
+    """As by another run's `init_from`."""
     config = run.config.copy_and_resolve_references()
     config.init_from = str(workdir)
-    beginning = beginnings.find_beginning(config, workdir.parent / 'new', run.data, run.program)
-    return beginning.state(run.program)
+    beginnings.find_beginning(config, workdir.parent / 'new', run.data, run.program)
 
 
-def drawn(run, workdir):
-    """What pictures would be made of."""
-    del run
-    artist = draw.Artist(workdir)
-    return artist.params, artist.facts.to_json()
+def drawn(_, workdir):
+    draw.Artist(workdir)
 
 
 @pytest.mark.parametrize('read', [resumed, begun, drawn])
@@ -154,13 +136,9 @@ def test_each_file_is_compared_before_anything_is_restored(run, tmp_path, read):
     assert len(names) > 15
     for name in sorted(names):
         shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(
-            workdir / checkpoint.FOLDER, copy / checkpoint.FOLDER, copy_function=os.link
-        )
+        shutil.copytree(workdir / checkpoint.FOLDER, copy / checkpoint.FOLDER)
         path = copy / checkpoint.FOLDER / str(STEP) / name
-        data = path.read_bytes()
-        path.unlink()  # not the original, which it is a link to
-        path.write_bytes(flip_a_bit(data))
+        built.flip(path, random.randrange(path.stat().st_size))
         expected = f'{path}: .* damaged: remove the folder {path.parents[len(name.parts) - 1]} to'
         with pytest.raises(OSError, match=expected) as error:
             read(run, copy)

@@ -3,7 +3,6 @@
 wandb runs for real, in its offline mode; its file is read back.
 """
 
-import importlib.util
 import re
 import sys
 
@@ -65,12 +64,7 @@ def test_without_a_project_wandb_is_not_even_imported(tmp_path, monkeypatch):
 
 
 def test_where_wandb_is_missing_the_message_says_how_to_get_it(tmp_path, monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        'find_spec',
-        lambda name, *rest: None if name == 'wandb' else found(name, *rest),
-    )
+    monkeypatch.setitem(sys.modules, 'wandb', None)
     with pytest.raises(ValueError, match=re.escape("pip install -c constraints.txt -e '.[wandb]'")):
         train.set_up(config_with('tests'), tmp_path / 'run')
     assert not (tmp_path / 'run').exists()

@@ -2,10 +2,7 @@
 
 import importlib
 import json
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +10,7 @@ import pytest
 
 from configs import default
 from coyo11m_tfds.text import jax_encoder
+from tests import children
 from tests.checkout import CHECKOUT
 from tests.text.test_jax_encoder import models  # noqa: F401, a fixture
 from train_lib import chips
@@ -30,7 +28,7 @@ CHIP = chips.CHIPS['TPU v5 lite']
 
 # The command, where an import of these is an error.
 _ALONE = """
-import runpy, sys
+import runpy
 for name in ('tensorflow', 'tensorflow_datasets', 'torch'):
     sys.modules[name] = None
 runpy.run_module('train_lib.tools.compile', run_name='__main__', alter_sys=True)
@@ -38,21 +36,18 @@ runpy.run_module('train_lib.tools.compile', run_name='__main__', alter_sys=True)
 
 
 def _run(*arguments):
-    return subprocess.run(
-        [sys.executable, '-c', _ALONE, *arguments],
-        cwd=CHECKOUT,
-        env=os.environ | {'JAX_PLATFORMS': 'cpu'},
-        capture_output=True,
-        text=True,
-    )
+    """The exit status, output and errors of the command, which needs the compiler of TPUs."""
+    pytest.importorskip('libtpu')
+    with children.python(_ALONE, *arguments) as child:
+        output, errors = child.communicate()
+    return child.returncode, output, errors
 
 
 def _compile_for_slice(*arguments):
-    """The report of the command, which needs the compiler of TPUs."""
-    pytest.importorskip('libtpu')
-    done = _run(*arguments, '--json')
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    """The report of the command."""
+    status, output, errors = _run(*arguments, '--json')
+    assert status == 0, errors
+    return json.loads(output)
 
 
 @pytest.fixture
@@ -204,10 +199,9 @@ def test_a_setting_out_of_its_range_is_refused_as_by_a_run():
 
 
 def test_a_topology_that_there_is_not_is_refused():
-    pytest.importorskip('libtpu')
-    done = _run('--config=configs/default.py', '--topology=v5e:3x5')
-    assert done.returncode == 1
-    begin, error = done.stderr.splitlines()  # and nothing of libtpu
+    status, _, errors = _run('--config=default', '--topology=v5e:3x5')
+    assert status == 1
+    begin, error = errors.splitlines()  # and nothing of libtpu
     assert begin.startswith('compiling for v5e:3x5')
     assert error.startswith('error: --topology=v5e:3x5: expected a name such as v5e:4x4')
 
@@ -265,8 +259,7 @@ def test_the_batch_of_one_accelerator_leaves_a_third_of_16_gb(name):
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_the_sum():
-    pytest.importorskip('libtpu')
     fields = '--config.batch_size=4096', '--config.model.remat=none'
-    done = _run('--config=configs/default.py', '--topology=v5e:2x2', *fields)
-    assert done.returncode == 1
-    assert re.search(r'Verdict: does not fit: .*\d+G.*15.75G', done.stdout), done.stdout
+    status, output, _ = _run('--config=default', '--topology=v5e:2x2', *fields)
+    assert status == 1
+    assert re.search(r'Verdict: does not fit: .*\d+G.*15.75G', output), output
