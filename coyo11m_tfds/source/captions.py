@@ -111,7 +111,8 @@ def join_texts(
             with KeyedFile(path, column, name=name, key_column=key_column) as file:
                 yield file
 
-    keys, has_checksums = _read_keys(open_files())
+    heads = [(file.keys(), file.has_checksums) for file in open_files()]
+    keys = np.concatenate([file_keys for file_keys, _ in heads])
     first_rows, duplicate_keys = keyed_values.order_by_key(keys)
     places, is_kept = KeyPlaces(requested_keys).find(keys)
     # Without duplicates: of the rows with one key, only the first is its caption.
@@ -120,8 +121,7 @@ def join_texts(
     writer = KeyedValuesWriter(folder)
     sizes, checksums = _write_texts(open_files(), keys, places, is_kept & is_first, writer)
     facts = {
-        # Of the pages of all files.
-        'has_checksums': has_checksums,
+        'has_checksums': all(has_checksums for _, has_checksums in heads),
         'duplicates': len(duplicate_keys),
         'duplicate_keys': np.unique(duplicate_keys)[:_MAX_EXAMPLES].tolist(),
         'digest': _digest(first_rows, keys, sizes, checksums),
@@ -135,12 +135,6 @@ def check_unique_captions(captions: KeyedValues, name: str) -> None:
     remedy = f', or take the first of each key: {options}'
     count, keys = captions.facts['duplicates'], captions.facts['duplicate_keys']
     keyed_values.check_unique_keys(count, keys, name, remedy)
-
-
-def _read_keys(files: Iterable[KeyedFile]) -> tuple[np.ndarray, bool]:
-    """Returns the keys of all files, and whether all of them have checksums."""
-    keys, have_checksums = zip(*((file.keys(), file.has_checksums) for file in files), strict=True)
-    return np.concatenate(keys), all(have_checksums)
 
 
 def _write_texts(

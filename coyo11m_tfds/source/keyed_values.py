@@ -99,7 +99,7 @@ class KeyedValuesWriter:
             self._write_run()
         path = os.path.join(self._folder, _ROWS)
         options: dict[str, Any] = {'use_dictionary': False, 'write_statistics': ['place']}
-        with _naming_unwritable(path), pq.ParquetWriter(path, _SCHEMA, **options) as file:
+        with file_state.naming(path), pq.ParquetWriter(path, _SCHEMA, **options) as file:
             for rows in _row_groups(_merge_runs(self._runs), self._piece_bytes):
                 file.write_table(rows)
         for run in self._runs:
@@ -115,7 +115,7 @@ class KeyedValuesWriter:
         self._rows, self._num_bytes = [], 0
         options = pa.ipc.IpcWriteOptions(compression='lz4')
         with (
-            _naming_unwritable(run),
+            file_state.naming(run),
             pa.OSFile(run, 'wb') as file,
             pa.ipc.new_stream(file, _SCHEMA, options=options) as writer,
         ):
@@ -251,15 +251,6 @@ def _merge_runs(paths: Sequence[str]) -> Iterator[pa.Table]:
         ]
         runs = [run for run, rows in tails if rows is not None]
         pieces = [rows for _, rows in tails if rows is not None]
-
-
-@contextlib.contextmanager
-def _naming_unwritable(path: str) -> Iterator[None]:
-    """Names the file in errors of Arrow, which name none."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(f'{path}: cannot be written ({error}). Make room on the disk.') from error
 
 
 def _open_whole(folder: str) -> KeyedValues | None:

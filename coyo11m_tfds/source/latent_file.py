@@ -17,7 +17,7 @@ from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.dataset.keyed_random import name_hash, splitmix64
 from coyo11m_tfds.process.errors import damaged_file_error
 from coyo11m_tfds.source import copied_files
-from coyo11m_tfds.storage import file_state
+from coyo11m_tfds.storage import file_state, retry
 from coyo11m_tfds.storage.stored_file import StoredFile
 
 # Names of whole numbers that are classes, each below the number of classes.
@@ -243,6 +243,14 @@ class LatentFile:
 
 def _bytes_of(raw: torch.Tensor) -> np.ndarray:
     return raw.view(torch.uint8).flatten(1).numpy()
+
+
+def read_twice(file: StoredFile, begin: int, nbytes: int) -> bytes:
+    """Reads bytes that no checksum covers; raises an error to be retried if they differ."""
+    data, second_read = (file.read_range(begin, nbytes) for _ in range(2))
+    if data != second_read:
+        raise retry.Corrupted(f'{file.path}: {nbytes} bytes at {begin} differ when read twice')
+    return data
 
 
 def write_sparse_file(path: str, size: int, contents: Iterable[tuple[int, bytes]]) -> None:

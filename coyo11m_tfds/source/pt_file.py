@@ -20,7 +20,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import pt_archive
 from coyo11m_tfds.process.errors import Faults
 from coyo11m_tfds.source import copied_files
-from coyo11m_tfds.source.latent_file import LatentFile, RowLayout, write_sparse_file
+from coyo11m_tfds.source.latent_file import LatentFile, RowLayout, read_twice, write_sparse_file
 from coyo11m_tfds.storage import file_state, retry
 from coyo11m_tfds.storage.stored_file import StoredFile
 
@@ -306,10 +306,7 @@ def check_small_members(path: str | os.PathLike[str], name: str = '') -> None:
 def _write_head(file: StoredFile, path: str, check_crc: bool) -> None:
     """Writes the head of a remote file and compares its members with their CRC-32."""
     start = max(0, file.size - pt_archive.TAIL_BYTES)
-    # Twice, because the directory has no checksum.
-    tail, second_read = (file.read_range(start, file.size - start) for _ in range(2))
-    if tail != second_read:
-        raise retry.Corrupted(f'{file.path}: the last {len(tail)} bytes differ when read twice')
+    tail = read_twice(file, start, file.size - start)
     members = pt_archive.read_directory(tail, file.size, file.path)
     ranges = _head_ranges(file, members, start)
     contents = ((begin, file.read_range(begin, end - begin)) for begin, end in ranges)

@@ -4,6 +4,7 @@ A file holds the size of its header (8 bytes), the header (JSON), and the tensor
 (https://github.com/huggingface/safetensors#format). The format has no checksums.
 """
 
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -15,11 +16,7 @@ import pyarrow as pa
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.process.errors import damaged_file_error
-from coyo11m_tfds.source.latent_file import (
-    LatentFile,
-    RowLayout,
-    write_sparse_file,
-)
+from coyo11m_tfds.source.latent_file import LatentFile, RowLayout, read_twice, write_sparse_file
 from coyo11m_tfds.storage import retry
 from coyo11m_tfds.storage.stored_file import StoredFile
 
@@ -46,15 +43,7 @@ class SafetensorsFile(LatentFile):
     @classmethod
     def _make_head(cls, file: StoredFile, path: str, check_crc: bool) -> None:
         """Writes a sparse copy of a remote file with its header, keys and labels."""
-
-        def read(begin: int, nbytes: int) -> bytes:
-            # Twice, because the format has no checksums.
-            data, second_read = (file.read_range(begin, nbytes) for _ in range(2))
-            if data != second_read:
-                raise retry.Corrupted(
-                    f'{file.path}: {nbytes} bytes at {begin} differ when read twice'
-                )
-            return data
+        read = functools.partial(read_twice, file)
 
         def attempt() -> None:
             tensors = _parse_tensors(read, file.size, file.path)

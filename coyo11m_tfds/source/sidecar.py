@@ -105,7 +105,7 @@ class SidecarHeader:
 
     def to_metadata(self) -> dict[str, str]:
         """Returns the entries for the metadata of a file's schema."""
-        entries = _entries(are_tokens=bool(self.vocabulary))
+        entries = _ENTRIES_OF_TOKENS if self.vocabulary else _ENTRIES_OF_EMBEDDINGS
         return {entry: str(getattr(self, field)) for field, entry in entries.items()}
 
     @classmethod
@@ -113,7 +113,8 @@ class SidecarHeader:
         """Reads the metadata of a file; raises a ValueError unless they fit its column."""
         fields: dict[str, Any] = {}
         are_tokens = file.column == schema.TOKENS
-        for field, entry in _entries(are_tokens).items():
+        entries = _ENTRIES_OF_TOKENS if are_tokens else _ENTRIES_OF_EMBEDDINGS
+        for field, entry in entries.items():
             value = fields[field] = file.metadata.get(entry, '')
             is_number = field in ('max_tokens', 'vocabulary', 'dim')
             if not value or (is_number and not value.isdecimal()):
@@ -133,18 +134,16 @@ class SidecarHeader:
         return cls(**fields | {'dim': width})
 
 
-def _entries(are_tokens: bool) -> dict[str, str]:
-    """Fields of `SidecarHeader` and their entries in the metadata of a schema."""
-    entries = {
-        'encoder': schema.META_TEXT_ENCODER,
-        'revision': schema.META_TEXT_REVISION,
-        'max_tokens': schema.META_TEXT_MAX_TOKENS,
-        'caption_column': schema.META_CAPTION_COLUMN,
-        'captions_digest': schema.META_CAPTIONS_DIGEST,
-    }
-    if are_tokens:
-        return entries | {'vocabulary': schema.META_TEXT_VOCABULARY}
-    return entries | {'dim': schema.META_TEXT_DIM}
+# Fields of `SidecarHeader` and their entries in the metadata of a schema.
+_ENTRIES = {
+    'encoder': schema.META_TEXT_ENCODER,
+    'revision': schema.META_TEXT_REVISION,
+    'max_tokens': schema.META_TEXT_MAX_TOKENS,
+    'caption_column': schema.META_CAPTION_COLUMN,
+    'captions_digest': schema.META_CAPTIONS_DIGEST,
+}
+_ENTRIES_OF_TOKENS = _ENTRIES | {'vocabulary': schema.META_TEXT_VOCABULARY}
+_ENTRIES_OF_EMBEDDINGS = _ENTRIES | {'dim': schema.META_TEXT_DIM}
 
 
 def write_sidecar(

@@ -126,10 +126,8 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
         )
     # Keys of rows without keys are hashes of this label, so that they stay when the folder moves.
     files = {name: dataclasses.replace(listing[name], label=name) for name in names}
-    others = schema.CAPTIONS_FILE, _INDEX, npy_folders.INDEX_OF_FOLDERS
+    others = schema.CAPTIONS_FILE, _INDEX * bool(index), npy_folders.INDEX_OF_FOLDERS
     files |= {x: listing[x] for x in others if x in listing}
-    if not index:
-        files.pop(_INDEX, None)
     # `mirror` may have written there.
     if source_storage.can_write:
         files = _add_records(folder, files)
