@@ -65,6 +65,7 @@ def make_with_diffusers(folder: pathlib.Path, kind: str, **options) -> torch.nn.
 
 
 def _write(folder, kind, channels, config, shapes, without_bias=()) -> pathlib.Path:
+    folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(0)
     weights = {}
     for name, shape in shapes.items():

@@ -12,8 +12,9 @@ import time
 
 import pytest
 
-from coyo11m_tfds import schema, storage
+from coyo11m_tfds import schema
 from tests import children, encode_program, made_images, small_vae
+from tests.test_encode_images import files_of
 from tests.test_readme import blocks
 from tests.test_snippets import run
 
@@ -24,22 +25,12 @@ OPTIONS = {'size': 16, 'part_images': 16, 'num_workers': 2}
 pytestmark = pytest.mark.slow
 
 
-def files_of(out: str) -> dict[str, bytes]:
-    folder = storage.open_folder(out)
-    return {name: folder.read(name) for name in folder.sizes()}
-
-
 @pytest.mark.parametrize('kind', ['local', 'bucket'])
 def test_killed_at_random_moments(gcs, tmp_path, kind):
     """The process or one of its workers; two processes share the work."""
     choose = random.Random(f'{SEED}-{kind}')
-    images, vae = (
-        made_images.write(tmp_path / 'images', 'json', made_images.make_images(160)),
-        tmp_path / 'vae',
-    )
-    vae.mkdir()
-    small_vae.make(vae)
-    root = str(tmp_path)
+    images = made_images.write(tmp_path / 'images', 'json', made_images.make_images(160))
+    vae, root = small_vae.make(tmp_path / 'vae'), str(tmp_path)
     if kind == 'bucket':
         gcs.upload_folder(images, 'gs://images/photos')
         images, root = 'gs://images/photos', 'gs://latents'
@@ -100,9 +91,7 @@ def photos(tmp_path) -> pathlib.Path:
 
 
 def test_the_page_leads_from_images_to_pictures(photos, tmp_path):
-    vae = tmp_path / 'vae'
-    vae.mkdir()
-    small_vae.make(vae, halvings=3)
+    small_vae.make(tmp_path / 'vae', halvings=3)
 
     def here(command: str) -> str:
         return command.replace('stabilityai/sdxl-vae', 'vae').replace(

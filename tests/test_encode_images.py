@@ -15,7 +15,8 @@ import pytest
 
 import input_pipeline
 from coyo11m_tfds import add_column, encode_images, schema, storage
-from coyo11m_tfds.pictures import pixels, vae_encoder
+from coyo11m_tfds.pictures import pixels
+from coyo11m_tfds.pictures.vae_encoder import VaeEncoder
 from coyo11m_tfds.process import workers
 from coyo11m_tfds.source import source_folder
 from coyo11m_tfds.storage.disk import Disk
@@ -27,10 +28,9 @@ IMAGES = made_images.make_images(22)
 
 
 @pytest.fixture(scope='module')
-def encoder(tmp_path_factory) -> vae_encoder.VaeEncoder:
+def encoder(tmp_path_factory) -> VaeEncoder:
     folder = tmp_path_factory.mktemp('vaes') / 'small-vae'
-    folder.mkdir()
-    return vae_encoder.VaeEncoder(str(small_vae.make_kl_encoder(folder)))
+    return VaeEncoder(str(small_vae.make_kl_encoder(folder)))
 
 
 class Threads(concurrent.futures.ThreadPoolExecutor):
@@ -244,10 +244,9 @@ def test_moments_and_crops_are_rows_of_their_own_shapes(source, encoder, tmp_pat
         np.testing.assert_array_equal(crops[caption][1], expected_latents(encoder, image, crops=3))
     assert crops[caption][1].shape == (3, 4, 8, 8)
 
-    folder = tmp_path / 'tiny'
-    folder.mkdir()
+    tiny = str(small_vae.make(tmp_path / 'tiny'))
     with pytest.raises(ValueError, match=r'moments=True: .*tiny has none, expected an Autoencoder'):
-        encode(source, str(small_vae.make(folder)), tmp_path / 'none', moments=True)
+        encode(source, tiny, tmp_path / 'none', moments=True)
     assert not (tmp_path / 'none').exists()
 
 

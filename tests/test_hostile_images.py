@@ -3,6 +3,7 @@
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -10,7 +11,9 @@ import time
 import numpy as np
 import pytest
 
+from coyo11m_tfds import encode_images
 from coyo11m_tfds.pictures import pixels
+from coyo11m_tfds.pictures.vae_encoder import VaeEncoder
 from tests import children, hostile_images, made_images, small_vae
 from tests.checkout import CHECKOUT
 from tests.made_images import MadeImage
@@ -112,39 +115,21 @@ def test_hostile_images_are_counted_and_named(vae, good, hostile, undisturbed_pe
     assert status == 1 and 'more than max_bad=0.01' in output.splitlines()[-1]
 
 
-# Damages of one file through the function, because a start of the program takes 5 s.
-_ENCODE_DAMAGED = """
-import pathlib, shutil
-import numpy as np
-from coyo11m_tfds import encode_images
-from coyo11m_tfds.pictures import vae_encoder
-from tests import hostile_images
-
-source, name, vae, count, seed = pathlib.Path(sys.argv[1]), *sys.argv[2:]
-encoder = vae_encoder.VaeEncoder(vae)
-data, random = (source / name).read_bytes(), np.random.default_rng(int(seed))
-for number in range(int(count)):
-    (source / name).write_bytes(hostile_images.damage(data, random))
-    out = source.with_name('out')
-    try:
-        encode_images.encode(source, encoder, out, size=64, max_bad=1, num_workers=1)
-        print('encoded')
-    except (ValueError, OSError) as error:
-        print(f'{type(error).__name__}: {error}'.replace(chr(10), ' '))
-    shutil.rmtree(out, ignore_errors=True)
-"""
-
-
 @pytest.mark.parametrize(
     ('kind', 'name'), [('tar', '00000.tar'), ('parquet', 'train-00000-of-00001.parquet')]
 )
 def test_damaged_files_are_named(vae, good, tmp_path, kind, name):
+    """Through the function, because a start of the program takes 5 s."""
     source, count = made_images.write(tmp_path / 'images', kind, good[:10]), NUM_DAMAGES // 10
-    with children.python(_ENCODE_DAMAGED, source, name, vae, count, SEED) as child:
-        output, errors = child.communicate()
-    assert child.returncode == 0, errors
-    lines = output.splitlines()
-    assert len(lines) == count
-    refusals = [line for line in lines if line != 'encoded']
+    encoder, path, refusals = VaeEncoder(str(vae)), source / name, []
+    data, random = path.read_bytes(), np.random.default_rng(SEED)
+    for _ in range(count):
+        path.write_bytes(hostile_images.damage(data, random))
+        try:
+            options = {'size': 64, 'max_bad': 1, 'num_workers': 1}
+            encode_images.encode(source, encoder, tmp_path / 'out', **options)
+        except (ValueError, OSError) as error:
+            refusals.append(str(error))
+        shutil.rmtree(tmp_path / 'out', ignore_errors=True)
     assert len(refusals) > count / 5
-    assert [line for line in refusals if name not in line] == []
+    assert [message for message in refusals if name not in message] == []

@@ -6,7 +6,6 @@ import shutil
 
 import numpy as np
 import pytest
-import safetensors.numpy
 import torch
 
 from coyo11m_tfds import schema
@@ -30,15 +29,6 @@ def taesdxl(tmp_path) -> pathlib.Path:
     return copy
 
 
-def save(folder: pathlib.Path, weights: dict[str, np.ndarray], **changes) -> str:
-    """Replaces weights and fields of the configuration."""
-    path = folder / 'config.json'
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    (folder / vae_parts.WEIGHTS_FILE).unlink()
-    safetensors.numpy.save_file(weights, folder / vae_parts.WEIGHTS_FILE)
-    return str(folder)
-
-
 def test_real_latents_become_the_picture_that_the_linear_map_guesses(taesdxl, coco_sample):
     path = min((coco_sample / schema.LATENTS_FOLDER).iterdir())
     latents = torch.load(path, weights_only=True)[schema.PT_LATENTS][:3, 1].float().numpy()
@@ -50,42 +40,6 @@ def test_real_latents_become_the_picture_that_the_linear_map_guesses(taesdxl, co
     assert np.corrcoef(small.ravel(), guessed.ravel())[0, 1] > 0.9
     # A picture does not depend on those beside it.
     np.testing.assert_allclose(decoder.decode(latents[1:2])[0], decoder.decode(latents)[1], 1e-3)
-
-
-def test_what_does_not_fit_is_refused_by_name(taesdxl):
-    weights = safetensors.numpy.load_file(taesdxl / vae_parts.WEIGHTS_FILE)
-    name = 'decoder.layers.0.weight'
-    with pytest.raises(ValueError, match=r'does not fit config\.json: .*layers\.0\.weight is mis'):
-        vae_decoder.load_decoder(save(taesdxl, {n: w for n, w in weights.items() if n != name}))
-    with pytest.raises(ValueError, match=r'1 weights are unknown, such as decoder\.other'):
-        vae_decoder.load_decoder(save(taesdxl, weights | {'decoder.other': weights[name]}))
-    with pytest.raises(ValueError, match=r'safetensors: does not fit config\.json'):
-        vae_decoder.load_decoder(save(taesdxl, weights | {name: weights[name][:, 1:].copy()}))
-    with pytest.raises(ValueError, match=r"_class_name is 'VQModel', expected one of Autoencoder"):
-        vae_decoder.load_decoder(save(taesdxl, weights, _class_name='VQModel'))
-
-
-def test_damaged_and_missing_files_are_named(taesdxl, tmp_path):
-    path = taesdxl / vae_parts.WEIGHTS_FILE
-    data = path.read_bytes()
-    path.unlink()
-    path.write_bytes(data[:1000])
-    with pytest.raises(ValueError, match=r"cannot read the VAE '.*taesdxl': .*save_pretrained"):
-        vae_decoder.load_decoder(str(taesdxl))
-    path.write_bytes(data)
-    config = taesdxl / 'config.json'
-    fields = json.loads(config.read_text())
-    for content in [b'[]', b'null', b'{', b'\xff', fields | {'_class_name': []}]:
-        config.write_bytes(json.dumps(content).encode() if isinstance(content, dict) else content)
-        with pytest.raises(ValueError, match=r'taesdxl.*(_class_name is|save_pretrained)'):
-            vae_decoder.load_decoder(str(taesdxl))
-    del fields['latent_channels']
-    config.write_text(json.dumps(fields))
-    with pytest.raises(ValueError, match=r'taesdxl: latent_channels is None, expected a'):
-        vae_decoder.load_decoder(str(taesdxl))
-    (tmp_path / 'empty').mkdir()
-    with pytest.raises(ValueError, match=r"cannot read the VAE '.*empty': .*config\.json"):
-        vae_decoder.load_decoder(str(tmp_path / 'empty'))
 
 
 @pytest.mark.slow
@@ -108,7 +62,6 @@ def test_tiny_decoders_scale_latents_as_the_vae_that_made_them(tmp_path, caplog)
     caplog.set_level('WARNING')
     folders = [tmp_path / name for name in ('tiny', 'raw', 'maker')]
     for folder in folders:
-        folder.mkdir()
         small_vae.make(folder)
     tiny, raw, maker = map(str, folders)
     for folder, factor in ((raw, 0.18215), (maker, 0.18215), (tiny, 1.0)):

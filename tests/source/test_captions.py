@@ -79,24 +79,6 @@ def test_captions_are_found_as_in_a_dict(rows, others, row_group_size, all_keys)
             captions.check_unique_captions(found, 'x')
 
 
-def test_a_file_of_several_batches_is_joined_correctly(tmp_path):
-    keys = np.random.default_rng(0).permutation(40_000)
-    text = [f'caption {key} ' * (key % 8) for key in keys]
-    table = pa.table({'key': keys, 'caption_llava': text})
-    pq.write_table(table, tmp_path / 'x.parquet', row_group_size=9_000)
-    for wanted in ([39_999, 0, 20_000, 17], keys.tolist()):
-        expected = [f'caption {k} '.encode() * (k % 8) for k in wanted]
-        assert texts_of(tmp_path / 'x.parquet', *wanted) == expected
-
-
-@pytest.mark.parametrize('as_index', [True, False])
-@pytest.mark.parametrize('keys', [(5, 3, 8), range(9, 0, -3)], ids=['index', 'range'])
-def test_the_key_may_be_the_pandas_index(tmp_path, keys, as_index):
-    frame = pd.DataFrame({'caption_llava': ['a', 'b', 'c']}, index=pd.Index(keys, name='key'))
-    (frame if as_index else frame.reset_index()).to_parquet(tmp_path / 'x.parquet')
-    assert texts_of(tmp_path / 'x.parquet', *keys) == [b'a', b'b', b'c']
-
-
 def test_a_column_comes_before_an_index_of_its_name(tmp_path):
     frame = pd.DataFrame({'key': [30, 10], 'caption_llava': ['a', 'b']})
     frame.index = pd.RangeIndex(2, name='key')
@@ -162,6 +144,10 @@ def not_utf8() -> pa.Array:
     return pa.StringArray.from_buffers(len(raw), *raw.buffers()[1:], raw.buffers()[0])
 
 
+def repeated_column(name: str) -> pa.Table:
+    return pa.table([[1], ['a'], [2]], names=['key', 'caption_llava', name])
+
+
 @pytest.mark.parametrize(
     ('columns', 'message'),
     [
@@ -176,22 +162,15 @@ def not_utf8() -> pa.Array:
             {'key': [1, 2, 3, 4], 'caption_llava': not_utf8()},
             r'x\.parquet: the text of key 3 is not UTF-8',
         ),
+        *((repeated_column(x), f"has 2 columns '{x}'; its") for x in ('caption_llava', 'key')),
     ],
 )
 def test_a_bad_captions_file_is_refused_by_name(tmp_path, columns, message):
-    pq.write_table(pa.table(columns), tmp_path / 'x.parquet')
+    table = columns if isinstance(columns, pa.Table) else pa.table(columns)
+    pq.write_table(table, tmp_path / 'x.parquet')
     with pytest.raises(ValueError, match=message) as error:
         join(tmp_path / 'x.parquet')
     assert str(tmp_path / 'x.parquet') in str(error.value)
-
-
-def test_a_column_that_comes_twice_is_refused_by_name(tmp_path):
-    path = tmp_path / 'x.parquet'
-    for names in (['key', 'caption_llava', 'caption_llava'], ['key', 'caption_llava', 'key']):
-        columns = [pa.array([1]), pa.array(['a']), pa.array([2])]
-        pq.write_table(pa.Table.from_arrays(columns, names=names), path)
-        with pytest.raises(ValueError, match=rf"x\.parquet: has 2 columns '{names[2]}'; its"):
-            join(path)
 
 
 def test_keys_that_the_metadata_describes_wrongly_are_refused(tmp_path):

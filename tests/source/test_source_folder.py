@@ -239,13 +239,6 @@ def test_a_link_to_nothing_is_not_overlooked(tmp_path):
         source_folder.find_source(tmp_path)
 
 
-@pytest.mark.parametrize('path', ['s3://bucket/x', 'file:///data', 'https://example.org/x'])
-def test_places_that_are_not_known(path):
-    for look in (source_folder.find_source, storage.describe_file):
-        with pytest.raises(ValueError, match=rf'{path}: expected a local path, gs://'):
-            look(path)
-
-
 def test_importing_brings_no_library_of_a_storage():
     heavy = ('torch', 'tensorflow', 'gcsfs', 'huggingface_hub', 'fsspec', 'aiohttp', 'requests')
     code = f"""

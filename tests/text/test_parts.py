@@ -236,9 +236,23 @@ def kill_when_begun(source, out, options, random_: random.Random) -> None:
     process.wait(60)
 
 
-def drill(source, expected, out, kills: int, encoder='hash', tokens_only=False, **asked) -> None:
-    options = [f'--encoder={encoder}', *['--tokens_only'] * tokens_only]
-    options += [f'--{name}={value}' for name, value in asked.items()]
+@pytest.mark.parametrize(
+    ('encoder', 'tokens_only', 'kills'),
+    [
+        ('hash', False, 1),
+        *(
+            pytest.param(*x, 20, marks=pytest.mark.slow)
+            for x in (('hash', False), ('words', True), ('hf', True), ('hf', False))
+        ),
+    ],
+)
+def test_killed_and_started_again_it_makes_the_same_bytes(
+    source, model, tmp_path, encoder, tokens_only, kills
+):
+    encoder, out = f'hf:{model}' if encoder == 'hf' else encoder, tmp_path / 'parts'
+    embed(source, tmp_path / 'expected', encoder, tokens_only=tokens_only, max_tokens=8)
+    expected = files_of(tmp_path / 'expected')
+    options = [f'--encoder={encoder}', *['--tokens_only'] * tokens_only, '--max_tokens=8']
     random_ = random.Random(1)
     for _ in range(kills):
         kill_when_begun(source, out, options, random_)
@@ -247,20 +261,5 @@ def drill(source, expected, out, kills: int, encoder='hash', tokens_only=False, 
             assert path.read_bytes() == expected[path.name]  # as a whole or not at all
         for path in random_.sample(parts, 6 if len(parts) > 7 else 0):
             path.unlink()
-    embed(source, out, encoder, tokens_only=tokens_only, **asked)
+    embed(source, out, encoder, tokens_only=tokens_only, max_tokens=8)
     assert files_of(out) == expected
-
-
-def test_killed_and_started_again_it_makes_the_same_bytes(source, expected, tmp_path):
-    drill(source, expected, tmp_path / 'parts', kills=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ('encoder', 'tokens_only'), [('hash', False), ('words', True), ('hf', True), ('hf', False)]
-)
-def test_killed_20_times_it_makes_the_same_bytes(source, model, tmp_path, encoder, tokens_only):
-    spec = f'hf:{model}' if encoder == 'hf' else encoder
-    embed(source, tmp_path / 'expected', spec, tokens_only=tokens_only, max_tokens=8)
-    expected = files_of(tmp_path / 'expected')
-    drill(source, expected, tmp_path / 'parts', 20, spec, tokens_only, max_tokens=8)
