@@ -160,6 +160,8 @@ def check_credentials(name: str, url: str, writes: bool = False) -> Finding:
         return Finding(label, PASS, f'{url} is local and needs none')
     try:
         folder = storage.open_folder(url)
+        if limit := folder.find_limit():
+            return Finding(label, FAIL, limit)
         if writes:
             folder.check_writable()
         folder.pin().exists()

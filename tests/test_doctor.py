@@ -149,6 +149,15 @@ def test_a_bucket_that_lets_in_passes_and_keeps_nothing(gcs):
     assert (found.status, 'writing to' in found.text) == ('fail', True)
 
 
+def test_a_zonal_bucket_is_refused_where_it_can_be_told(gcs):
+    gcs.put('zonal', 'd/x', b'x')
+    gcs.location_types['zonal'] = 'zone'
+    found = doctor.check_credentials('source', 'gs://zonal/d')
+    assert (found.status, 'zonal (Rapid) bucket' in found.text) == ('fail', True)
+    gcs.inject(Fault('403', count=None, action='layout'))
+    assert doctor.check_credentials('source', 'gs://zonal/d').status == 'pass'
+
+
 def test_a_hub(hub):
     hub.commit({'a.txt': b'x'})
     assert doctor.check_credentials('source', 'hf://datasets/owner/name').status == 'pass'

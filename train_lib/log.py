@@ -217,10 +217,11 @@ class StepClock:
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Marks a block in which the host waits for a batch."""
+        """Marks a block in which the host waits for a batch, also in profiles."""
         began = time.monotonic()
         self._ready.append(self._data.batches_ready())
-        yield
+        with jax.profiler.TraceAnnotation('waiting for input'):
+            yield
         if self._last is not None:
             self._waits.append((began, self._last, time.monotonic()))
         elif self.first_batch is None:

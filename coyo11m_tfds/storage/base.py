@@ -39,6 +39,10 @@ class Storage(abc.ABC):
         """Returns the path or URL of a file; '' is the folder."""
         return f'{self.folder}/{name}'.rstrip('/')
 
+    def find_limit(self) -> str:
+        """Says why files of this storage cannot be read, if that is known; otherwise ''."""
+        return ''
+
     # --- Listing ---
 
     @abc.abstractmethod

@@ -59,6 +59,24 @@ class Bucket(RemoteStorage):
         super().__init__(folder)
         _split_url(os.fspath(folder))
 
+    def find_limit(self) -> str:
+        bucket, name = _split_url(self.folder)
+        path, prefix = f'/b/{bucket}/storageLayout', f'{name}/'.lstrip('/')
+
+        # Needs the right to list objects, which readers have; the bucket's properties need more.
+        def attempt(options: dict[str, Any]) -> dict[str, str]:
+            return _bucket_client()._get_resource(path, {'prefix': prefix}, **options)
+
+        # What is wrong with credentials or the name of the bucket shows at other requests, too.
+        with contextlib.suppress(OSError):
+            layout = _call_storage(self.folder, f'the layout of gs://{bucket}', attempt)
+            if layout.get('locationType') == 'zone':
+                return (
+                    f'gs://{bucket} is a zonal (Rapid) bucket, which needs gRPC, expected a bucket '
+                    'of a region; there, Rapid Cache needs no change'
+                )
+        return ''
+
     # --- Listing and reading ---
 
     def list(self, sub_folder: str = '', *, deep: bool = False) -> dict[str, StoredFile]:

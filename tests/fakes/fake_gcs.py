@@ -38,6 +38,7 @@ _PAGE = 1000
 _BUCKETS = '/storage/v1/b'
 _ROUTES = [
     (f'{_BUCKETS}/([^/]+)/?', {'GET': 'bucket'}),
+    (f'{_BUCKETS}/([^/]+)/storageLayout', {'GET': 'layout'}),
     (f'{_BUCKETS}/([^/]+)/o/?', {'GET': 'list'}),
     (f'{_BUCKETS}/([^/]+)/o/([^/]+)/rewriteTo/b/([^/]+)/o/([^/]+)', {'POST': 'copy'}),
     (f'(?:/download)?{_BUCKETS}/([^/]+)/o/([^/]+)', {'GET': 'stat', 'DELETE': 'delete'}),
@@ -233,6 +234,7 @@ class Gcs(FakeServer):
     def __init__(self):
         super().__init__()
         self.env: dict[str, str] = {'STORAGE_EMULATOR_HOST': self.url}
+        self.location_types: dict[str, str] = {}  # of buckets that are not in one region
         self.tells_size_of_empty = True  # in the metadata of empty objects
         self.copied_at_once = 1 << 62  # bytes that a request copies at most; the next one continues
         self._store = Store()
@@ -310,6 +312,10 @@ class Gcs(FakeServer):
     def _on_bucket(self, call: Call, bucket: str) -> Reply:
         self._store.bucket(bucket)
         return json_reply({'name': bucket})
+
+    def _on_layout(self, call: Call, bucket: str) -> Reply:
+        self._store.bucket(bucket)
+        return json_reply({'locationType': self.location_types.get(bucket, 'region')})
 
     def _on_list(self, call: Call, bucket: str) -> Reply:
         stored = self._store.bucket(bucket)

@@ -294,4 +294,5 @@ def test_logs_that_cannot_be_written_end_a_run_in_one_line(mini_dataset, tmp_pat
 def test_a_profile_of_some_steps(mini_dataset, tmp_path):
     changes = {'num_steps': 13, 'eval_every': 0, 'checkpoint_every': 0}
     runs.train(mini_dataset, tmp_path, **changes, profile_steps=2)
-    assert list(tmp_path.glob('plugins/profile/*/*.xplane.pb'))
+    [profile] = tmp_path.glob('plugins/profile/*/*.xplane.pb')
+    assert b'waiting for input' in profile.read_bytes()

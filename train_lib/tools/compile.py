@@ -12,7 +12,8 @@ the compiler's own estimate, by sections of the model, and the exchanges
 between chips that run while nothing else does. It includes a frozen text
 encoder without reading its weights. The exit status is 1 if the program does
 not fit into a chip. Examples of topologies: `v5e:4x4`, `v5e:16x16`, `v6e:4x4`,
-`v5p:2x2x4`, `v4:2x2x4`.
+`tpu7x:2x2x2`, `v5p:2x2x4`, `v4:2x2x4`. A `tpu7x` has two devices, which the
+report counts as chips.
 """
 
 import atexit
@@ -153,7 +154,7 @@ def _describe_program(
     kind = {TRAIN: '', EVALUATE: 'evaluation of ', DRAW: 'drawing of '}[step]
     remat = getattr(model, 'remat', 'none')
     return (
-        f'{config.model.name}, remat {remat}, {kind}{count} samples on {len(devices)} chips of '
+        f'{config.model.name}, remat {remat}, {kind}{count} samples on {len(devices)} devices of '
         f'{chip.name} ({hosts} hosts), mesh {axes}'
     )
 
