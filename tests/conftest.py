@@ -66,6 +66,12 @@ def mini_dataset(sample_source, hash_sidecar, tmp_path_factory) -> pathlib.Path:
     return built.with_known_id(folder)
 
 
+@pytest.fixture
+def copy(mini_dataset, tmp_path) -> pathlib.Path:
+    """A copy of `mini_dataset` that a test may change or damage."""
+    return shutil.copytree(mini_dataset, tmp_path / schema.NAME / 'hash' / schema.VERSION)
+
+
 @pytest.fixture(scope='session')
 def small_run(mini_dataset, tmp_path_factory) -> tuple[pathlib.Path, Any]:
     """The workdir of a run of 4 steps with checkpoints of 2 and 4, and its last state.

@@ -30,12 +30,6 @@ def other_embeddings(sample_source, tmp_path_factory) -> pathlib.Path:
     return path
 
 
-@pytest.fixture
-def copy(mini_dataset, tmp_path) -> pathlib.Path:
-    folder = tmp_path / 'coyo11m_tfds' / 'hash' / schema.VERSION
-    return pathlib.Path(shutil.copytree(mini_dataset, folder))
-
-
 def embeddings_of(path: pathlib.Path) -> dict[int, np.ndarray]:
     table = pq.read_table(path)
     values = np.array(table.column(1).to_pylist(), np.float16)

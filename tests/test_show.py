@@ -2,9 +2,7 @@
 
 import base64
 import io
-import pathlib
 import re
-import shutil
 
 import numpy as np
 import pytest
@@ -62,13 +60,12 @@ def test_a_vae_of_other_latents_is_refused(mini_dataset, tmp_path):
 
 
 @pytest.mark.parametrize('content', [b'{}', b'[]', b'{', b'{"splits": {"train": 3}}', None])
-def test_a_damaged_report_is_named_and_nothing_is_written(mini_dataset, tmp_path, command, content):
-    data = pathlib.Path(shutil.copytree(mini_dataset, tmp_path / '1.0.0'))
-    (data / REPORT).unlink()
+def test_a_damaged_report_is_named_and_nothing_is_written(copy, tmp_path, command, content):
+    (copy / REPORT).unlink()
     if content is not None:
-        (data / REPORT).write_bytes(content)
+        (copy / REPORT).write_bytes(content)
     vae, out = small_vae.make(tmp_path), tmp_path / 'page.html'
-    status, _, told = command(show, data, f'--vae={vae}', f'--out={out}')
+    status, _, told = command(show, copy, f'--vae={vae}', f'--out={out}')
     assert status == 1
     kind = 'is missing' if content is None else 'is not the report of a build'
     assert re.fullmatch(rf'error: .*{REPORT}:? {kind}.*\n', told), told

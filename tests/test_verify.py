@@ -21,12 +21,6 @@ INDEX = 'chunk_index-train-3f9a1c20.npy'
 CHECKSUMS = 'checksums-3f9a1c20.json'
 
 
-@pytest.fixture
-def copy(mini_dataset, tmp_path) -> pathlib.Path:
-    """A built data set that a test may damage."""
-    return pathlib.Path(shutil.copytree(mini_dataset, tmp_path / '1.0.0'))
-
-
 def faults(data_dir: object, **options) -> list[str]:
     return verify.verify(data_dir, **options).faults
 

@@ -80,25 +80,6 @@ def test_what_evaluations_read_is_not_counted_as_read_for_training(mini_dataset)
     batches.close()
 
 
-def test_the_step_is_told_the_crops_of_a_data_set_with_several(mini_dataset):
-    opened = data.TrainingData(small_config(mini_dataset), sharding.make_mesh())
-    assert opened.facts.latents_shape[0] == schema.NUM_CROPS
-    batches = opened.train_batches()
-    seen = {}
-    examples = tfds.builder_from_directory(mini_dataset).as_dataset(split='train')
-    rows = {int(x['key']): x['latents'] for x in tfds.as_numpy(examples)}
-    for _ in range(5):
-        batch = next(batches)
-        crops = np.asarray(batch['crop'])
-        expected = [
-            rows[key][crop + 1] for key, crop in zip(runs.own_keys(batch), crops, strict=True)
-        ]
-        np.testing.assert_array_equal(batch['latents'], expected)
-        seen |= dict.fromkeys(crops.tolist())
-    assert seen.keys() == {-1, 0, 1}
-    batches.close()
-
-
 def damaged(data_dir, folder):
     """A copy of a data set with a byte changed here and there in every train shard."""
     shutil.copytree(data_dir, folder)

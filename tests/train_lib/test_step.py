@@ -194,18 +194,6 @@ def test_parts_give_the_step_of_the_whole_batch():
     )
 
 
-def test_the_step_learns_of_each_crop_that_it_is_told(trainer):
-    train_step, _, current = trainer
-    for _ in range(3):  # at the first weights nothing depends on the condition
-        current, _ = train_step(current, _batch())
-    for crops, learned in (([0], []), ([1, 0], [0]), ([-1, 0, 1], [0, 1])):
-        state = current
-        for _ in range(2):
-            state, _ = train_step(state, _batch() | {'crop': np.resize(crops, 8)})
-        kernel = state.params['conditioning']['crops']['kernel']
-        assert np.flatnonzero(np.any(kernel, axis=1)).tolist() == learned
-
-
 @pytest.mark.parametrize(
     ('parts', 'devices'), [(0, 1), (-1, 1), (3, 1), (512, 1), (1, 3), (2, 256)]
 )
