@@ -59,7 +59,8 @@ test: $(INSTALLED)
 
 # Fetches real text encoders once (0.4 GB) and runs the long tests, such as random kills of builds.
 slow: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dask,text-jax,wandb]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
+		--editable '.[dask,text-jax,wandb]' ipykernel ipywidgets nbclient
 	$(BIN)/python -m pip install --quiet --no-deps diffusers==0.42.1
 	$(BIN)/python tests/text/fetch_encoders.py --out $(ENCODERS)
 	COYO11M_ENCODERS=$(ENCODERS) $(BIN)/python -m pytest -m slow

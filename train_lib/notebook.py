@@ -8,6 +8,7 @@ Interrupting the kernel saves a checkpoint and ends the cell. The same cell resu
 """
 
 import html
+import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,9 +24,7 @@ def join_pictures(
     pictures: Sequence[np.ndarray] | Sequence[Image.Image], captions: Sequence[str]
 ) -> Image.Image:
     """Returns one picture of all, uint8 `(n, H, W, 3)` or PIL's, with captions below them."""
-    return Image.fromarray(
-        previews.make_grid([np.stack(list(map(np.asarray, pictures)))], captions)
-    )
+    return Image.fromarray(previews.make_grid([np.stack([*map(np.asarray, pictures)])], captions))
 
 
 class _Output:
@@ -54,7 +53,7 @@ def live_hooks() -> tuple[train.Hook, ...]:
 
     def show_previews(run: train.Run, step: int, state: TrainState) -> None:
         path = previews.path_of_step(run.workdir, step)
-        picture.show(display.Image(path.read_bytes()))
+        picture.show(Image.open(io.BytesIO(path.read_bytes())))
 
     is_window_complete = train.every(lambda config: config.log_every)
 
