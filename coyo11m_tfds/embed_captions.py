@@ -36,8 +36,7 @@ from coyo11m_tfds.source.keyed_values import KeyedValues
 from coyo11m_tfds.storage import stored_file
 from coyo11m_tfds.storage.scratch import Scratch, check_out, scratch_folder
 from coyo11m_tfds.text import parts, text_encoders
-from coyo11m_tfds.text.encoder import Encoder, Tokenizer
-from coyo11m_tfds.text.text_encoders import DEFAULT_MAX_TOKENS
+from coyo11m_tfds.text.text_encoders import DEFAULT_MAX_TOKENS, Encoder, Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,7 @@ from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset.stored_dataset import StoredDataset
 from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.base import Storage
-from coyo11m_tfds.text.encoder import Encoder, Tokenizer
+from coyo11m_tfds.text.text_encoders import Encoder, Tokenizer
 from train_lib import draw, prompt_sets, run, workdirs
 
 if TYPE_CHECKING:

@@ -131,16 +131,6 @@ def write_part(folder, number: int, keys, source=None, **metadata: str) -> None:
     pq.write_table(renamed.replace_schema_metadata(table.schema.metadata), path)
 
 
-def test_parts_are_read_as_one_file_would_be(tmp_path):
-    write_parts(tmp_path / 'parts')
-    one = made_sources.write_sidecar(tmp_path / 'one.parquet', EMBEDDINGS)
-    found = [join(place, [25, 3, 17, 99]) for place in (tmp_path / 'parts', one)]
-    assert found[0].facts == found[1].facts
-    for joined in found:
-        assert joined.places.tolist() == [0, 1, 2]
-        np.testing.assert_array_equal(joined.read_array(joined.places)[:, 0], [25, 3, 17])
-
-
 @pytest.mark.parametrize(
     ('change', 'message'),
     [

@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
+from typing import NamedTuple
 
 import google_crc32c
 import pytest
@@ -31,63 +32,43 @@ CONTENTS = {
 LATENTS = ['000000-000009.pt', '000010-000019.pt']
 
 
-class Place:
+class Place(NamedTuple):
     """Where a source lies: `root`; `put` makes it hold these files, and nothing else."""
 
+    root: str
+    put: Callable[[dict[str, bytes]], object]
     server: FakeServer
 
-    def __init__(self, root: str, put: Callable[[dict[str, bytes]], object]):
-        self.root, self.put = root, put
 
+def make_place(request: pytest.FixtureRequest, kind: str) -> Place:
+    if kind == 'hf':
+        hub = request.getfixturevalue('hub')
 
-def on_disk(request) -> Place:
-    root = request.getfixturevalue('tmp_path') / 'source'
+        def commit(contents: dict[str, bytes]) -> None:
+            files = {f'deep/source/{name}': data for name, data in contents.items()}
+            hub.commit(files | {'README.md': b'beside', 'deep/source-and-more/x.pt': b''})
+
+        return Place('hf://datasets/owner/name/deep/source', commit, hub)
+    gcs = request.getfixturevalue('gcs')
+    gcs.put('bucket', 'deep/source-and-more/x.pt', b'beside')
+    root = str(request.getfixturevalue('tmp_path')) if kind == 'disk' else 'gs://bucket/deep'
+    folder = storage.open_folder(f'{root}/source', to_write=True)
 
     def put(contents: dict[str, bytes]) -> None:
         for name, data in contents.items():
-            path = root / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
+            folder.write(name, data)
 
-    return Place(str(root), put)
+    return Place(folder.folder, put, gcs)
 
 
-def in_bucket(request: pytest.FixtureRequest) -> Place:
-    server = request.getfixturevalue('gcs')
-
-    def put(contents: dict[str, bytes]) -> None:
-        server.put('bucket', 'source-and-more/x.pt', b'beside')
-        for name, data in contents.items():
-            server.put('bucket', f'deep/source/{name}', data)
-
-    place = Place('gs://bucket/deep/source', put)
-    place.server = server
-    return place
-
-
-def on_hub(request: pytest.FixtureRequest) -> Place:
-    server = request.getfixturevalue('hub')
-
-    def put(contents: dict[str, bytes]) -> None:
-        files = {f'deep/source/{name}': data for name, data in contents.items()}
-        server.commit(files | {'README.md': b'beside', 'deep/source-and-more/x.pt': b''})
-
-    place = Place('hf://datasets/owner/name/deep/source', put)
-    place.server = server
-    return place
-
-
-PLACES = {'disk': on_disk, 'gs': in_bucket, 'hf': on_hub}
-
-
-@pytest.fixture(params=PLACES)
+@pytest.fixture(params=['disk', 'gs', 'hf'])
 def place(request: pytest.FixtureRequest) -> Place:
-    return PLACES[request.param](request)
+    return make_place(request, request.param)
 
 
 @pytest.fixture(params=['gs', 'hf'])
 def remote_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
-    place = PLACES[request.param](request)
+    place = make_place(request, request.param)
     monkeypatch.setenv('COYO11M_RETRY_SECONDS', '0.002')
     monkeypatch.setenv('COYO11M_STALL_SECONDS', '0.3')
     place.put(CONTENTS)
@@ -285,7 +266,7 @@ def test_finding_reads_nothing_and_asks_seldom(remote_place):
 @pytest.fixture(params=['disk', 'gs'])
 def mirrored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Place:
     """A place that `mirror` has filled with `CONTENTS`."""
-    place, original = PLACES[request.param](request), tmp_path_factory.mktemp('original')
+    place, original = make_place(request, request.param), tmp_path_factory.mktemp('original')
     for name in ('latents-3crop/000000-000009.pt', 'coyo11m-meta.parquet'):
         (original / name).parent.mkdir(exist_ok=True)
         (original / name).write_bytes(CONTENTS[name])
