@@ -31,7 +31,8 @@ def encode(image: Image.Image, kind: str, **options: object) -> bytes:
 
 def chunk(name: bytes, content: bytes) -> bytes:
     """A chunk of a PNG file."""
-    return struct.pack('>I', len(content)) + name + content + struct.pack('>I', _crc(name, content))
+    crc = zlib.crc32(name + content)
+    return struct.pack('>I', len(content)) + name + content + struct.pack('>I', crc)
 
 
 def png(width: int, height: int, *chunks: bytes, depth: int = 8, colour: int = 2) -> bytes:
@@ -217,25 +218,13 @@ def _of_png() -> dict[str, bytes]:
 def _of_webp() -> dict[str, bytes]:
     image, frames = photo(), [photo(seed=seed) for seed in (6, 7)]
     lossy, lossless = encode(image, 'WEBP'), encode(image, 'WEBP', lossless=True)
-    vast = bytes(4) + b'\xfe\x3f\x00' * 2  # 16,383 pixels wide and high
+    vast = struct.pack('<4sI', b'VP8X', 10) + bytes(4) + b'\xfe\x3f\x00' * 2  # 16,383 pixels a side
+    content = b'WEBP' + vast + lossy[12:]
     return {
         'start.webp': lossy[:12],
         'half.webp': lossy[: len(lossy) // 2],
         'half-lossless.webp': lossless[: len(lossless) // 2],
         'length.webp': lossy[:4] + b'\xff\xff\xff\x7f' + lossy[8:],
-        'vast.webp': _riff(_riff_chunk(b'VP8X', vast), lossy[12:]),
+        'vast.webp': b'RIFF' + struct.pack('<I', len(content)) + content,
         'animated.webp': encode(image, 'WEBP', save_all=True, append_images=frames),
     }
-
-
-def _riff(*chunks: bytes) -> bytes:
-    content = b'WEBP' + b''.join(chunks)
-    return b'RIFF' + struct.pack('<I', len(content)) + content
-
-
-def _riff_chunk(name: bytes, content: bytes) -> bytes:
-    return name + struct.pack('<I', len(content)) + content
-
-
-def _crc(name: bytes, content: bytes) -> int:
-    return zlib.crc32(content, zlib.crc32(name))

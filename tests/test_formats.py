@@ -8,6 +8,7 @@ import logging
 import os
 import pathlib
 import shutil
+from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
@@ -63,6 +64,10 @@ def records_of(data_set: object, engine: str) -> dict[int, tuple[dict[int, np.nd
             seen, _ = found.setdefault(int(key), ({}, caption))
             assert seen.setdefault(int(crop), latents).tobytes() == latents.tobytes()
     return found
+
+
+def small_batches(data_set: object, *features: str) -> Iterator[dict]:
+    return input_pipeline.train_batches(data_set, batch_size=8, seed=0, lanes=2, features=features)
 
 
 def assert_holds(data_set: object, truth: Truth, engine: str) -> None:
@@ -238,11 +243,7 @@ def test_labels_become_tokens_beside_captions(tmp_path):
     ]
     latent_files.write_mds(tmp_path / 'source', [samples], columns)
     data_set = built.build(tmp_path / 'source', '', tmp_path / 'data', text_embeddings='labels')
-    features = (schema.TOKENS, schema.CAPTION)
-    batches = input_pipeline.train_batches(
-        data_set, batch_size=8, seed=0, lanes=2, features=features
-    )
-    for batch in itertools.islice(batches, 5):
+    for batch in itertools.islice(small_batches(data_set, schema.TOKENS, schema.CAPTION), 5):
         for tokens, caption in zip(batch['tokens'], batch['caption'], strict=True):
             assert tokens.tolist() == [int(caption.decode().strip('Number .')) % 5]
     samples[3]['label'] = np.int32(-1)
@@ -277,10 +278,7 @@ def test_labels_become_tokens(tmp_path, kind: str):
         samples = {f'{n:04}': {'npy': x, 'cls': f'{n % 7}'} for n, x in rows}
         latent_files.write_tar(tmp_path / 'source' / 'x.tar', samples)
     data_set = built.build(tmp_path / 'source', '', tmp_path / 'data')
-    features = (schema.TOKENS, schema.CAPTION)
-    batch = next(
-        input_pipeline.train_batches(data_set, batch_size=8, seed=0, lanes=2, features=features)
-    )
+    batch = next(small_batches(data_set, schema.TOKENS, schema.CAPTION))
     assert batch['tokens'].dtype == np.int32 and batch['tokens'].shape == (8, 1)
     assert [str(x).encode() for x in batch['tokens'][:, 0]] == batch['caption'].tolist()
     stats = input_pipeline.open_data(data_set).stats()
@@ -322,10 +320,7 @@ def test_captions_are_embedded_before_a_build(tmp_path):
     make_source(tmp_path / 'source', 'tar')
     embed_captions.embed(tmp_path / 'source', 'hash', tmp_path / 'hash')
     data_set = built.build(tmp_path / 'source', tmp_path / 'hash', tmp_path / 'data')
-    features = (schema.TEXT_EMBEDDING, schema.CAPTION)
-    batch = next(
-        input_pipeline.train_batches(data_set, batch_size=8, seed=0, lanes=2, features=features)
-    )
+    batch = next(small_batches(data_set, schema.TEXT_EMBEDDING, schema.CAPTION))
     expected = HashEncoder().encode([x.decode() for x in batch['caption']]).astype(np.float16)
     np.testing.assert_array_equal(batch['text_embedding'], expected)
 

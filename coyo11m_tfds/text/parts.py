@@ -6,7 +6,7 @@ make the same part write the same bytes.
 """
 
 import concurrent.futures
-import itertools
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from coyo11m_tfds import schema, storage
-from coyo11m_tfds.process import errors
+from coyo11m_tfds.process import errors, workers
 from coyo11m_tfds.source import keyed_parquet, sidecar
 from coyo11m_tfds.source.keyed_values import KeyedValues
 from coyo11m_tfds.storage import file_state
@@ -100,14 +100,10 @@ class SidecarParts:
         """
         folder = storage.open_folder(self._out, to_write=True)
         path, longest = os.path.join(staging, 'part'), 0
-        with concurrent.futures.ThreadPoolExecutor(1, 'tokenize') as thread:
-            # The tokens of the next part are made while the model works on this one.
-            next_tokens = thread.submit(self._tokenize, numbers[0]) if numbers else None
-            for number, next_number in itertools.zip_longest(numbers, numbers[1:]):
-                assert next_tokens
-                texts, tokens, rows = next_tokens.result()
-                if next_number is not None:
-                    next_tokens = thread.submit(self._tokenize, next_number)
+        # The tokens of the next part are made while the model works on this one.
+        tokenized = workers.map_ahead(self._tokenize, numbers, num_threads=1, ahead=2)
+        with contextlib.closing(tokenized):
+            for number, (texts, tokens, rows) in tokenized:
                 if self._tokens_only:
                     longest = max(longest, *map(len, tokens))
                     values = text_encoders.pad(tokens, self._encoder.max_tokens)

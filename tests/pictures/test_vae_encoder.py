@@ -120,9 +120,8 @@ def test_pictures_of_other_sizes_are_refused(tmp_path, shape):
         encoder.encode(np.zeros((*shape, 3), np.uint8))
 
 
-def test_a_real_tiny_vae_gives_back_the_picture(tmp_path):
-    if not TAESDXL.is_dir():
-        pytest.skip(f'{TAESDXL} is absent')
+@pytest.mark.skipif(not TAESDXL.is_dir(), reason=f'{TAESDXL} is absent')
+def test_a_real_tiny_vae_gives_back_the_picture():
     rows, columns = np.mgrid[:64, :128] / 128
     picture = np.stack([rows * 2, columns, 1 - columns], axis=-1)
     picture[16:48, 32:64] = 0.9, 0.1, 0.2
