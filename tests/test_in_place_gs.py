@@ -16,7 +16,7 @@ from tests import built
 from tests.built import files_of
 from tests.convert import build_kills, build_program
 from tests.fakes.cloud import Gcs, fake_gcs
-from tests.reading.batches import assert_same, check_memory, epoch_steps, joined, wait_until_idle
+from tests.reading.batches import assert_same, check_memory, wait_until_idle
 from tests.test_in_place import ORDER, read
 
 SOURCE, DATA = 'gs://source/coyo', 'gs://data/coyo11m_tfds/here/1.0.0'
@@ -46,18 +46,6 @@ def replace_object(storage: Gcs, change) -> str:
     name = sorted(name for name in storage.objects('source') if name.endswith('.pt'))[1]
     storage.put('source', name, change(storage.objects('source')[name]))
     return f'gs://source/{name}'
-
-
-def test_batches_are_those_of_the_converted_data_set(storage, described, mini_dataset):
-    steps = epoch_steps(mini_dataset, **ORDER) + 5
-    expected = read(mini_dataset, steps)
-    for path in (DATA, described):
-        assert input_pipeline.train_plan(path, **ORDER).engine == 'chunks'
-        assert_same(read(path, steps), expected)
-        assert_same(read(path, steps - 7, start_step=7), expected[7:])
-    for count in (2, 4):
-        parts = [read(DATA, steps, process_index=p, process_count=count) for p in range(count)]
-        assert_same(joined(parts), expected)
 
 
 def test_a_chunk_is_a_request_for_records_and_one_for_latents(storage, described):

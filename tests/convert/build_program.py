@@ -1,12 +1,8 @@
-"""Builds in a process of their own, for tests that kill it: seconds lighter than `tfds build`.
-
-python -m tests.convert.build_program SOURCE FINAL '{"num_workers": 2}' '{"shard_bytes": 30000}'
-"""
+"""Builds in a process of their own, for tests that kill it: seconds lighter than `tfds build`."""
 
 import json
 import os
 import pathlib
-import sys
 
 from absl import logging
 
@@ -37,20 +33,11 @@ def write_info(dataset: driver.BuiltDataset) -> None:
     (folder / schema.METADATA_FILE).write_text(json.dumps(metadata, sort_keys=True))
 
 
-def main(*arguments: str) -> None:
-    """Does one build."""
-    logging.set_verbosity(logging.INFO)
-    logging.use_absl_handler()
-    print(build(*arguments), flush=True)
-
-
 def run(folder: str, env: dict[str, str], *arguments: str) -> None:
-    """As `main`, in a forked process whose output goes to files in a folder."""
+    """Does one build in a forked process whose output goes to files in a folder."""
     for number, name in ((1, 'out'), (2, 'err')):
         os.dup2(os.open(f'{folder}/{name}', os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ.update(env)
-    main(*arguments)
-
-
-if __name__ == '__main__':
-    main(*sys.argv[1:])
+    logging.set_verbosity(logging.INFO)
+    logging.use_absl_handler()
+    print(build(*arguments), flush=True)

@@ -4,7 +4,6 @@ import pathlib
 
 import input_pipeline
 from coyo11m_tfds import schema
-from tests.reading.batches import planned_batch
 
 LENGTHS = {schema.TRAIN: (70, 0, 97, 64, 131), schema.VALIDATION: (37, 12)}
 ORDER = dict(batch_size=16, seed=5, chunk=64, lanes=4, window=24)
@@ -26,10 +25,3 @@ def damage(
         begin += 16 + int.from_bytes(data[begin : begin + 8], 'little')
     data[begin + at] ^= 1
     file.write_bytes(data)
-
-
-def place_of(path: pathlib.Path, step: int, place: int) -> tuple[int, int]:
-    """The shard and record that come at a place in a batch."""
-    plan = input_pipeline.train_plan(path, **ORDER)
-    _, shards, records = planned_batch(plan.orders[0], ORDER['batch_size'], step)
-    return int(shards[place]), int(records[place])

@@ -45,26 +45,6 @@ def one_device() -> jax.sharding.Sharding:
 
 
 @pytest.mark.parametrize('engine', ENGINES)
-def test_a_state_continues_where_it_was_taken(intact, engine):
-    asked = dict(ORDER, engine=engine, features=ALL)
-    expected = take(input_pipeline.train_batches(intact, **asked), 40)
-    batches = input_pipeline.train_batches(intact, **asked, start_step=3)
-    assert batches.step == 3
-    take(batches, 10)
-    state = json.loads(json.dumps(batches.get_state()))
-    assert len(json.dumps(state)) < 100
-    assert_same(take(batches, 7), expected[13:20])
-    batches.set_state(state)
-    assert batches.step == 13
-    assert_same(take(batches, 7), expected[13:20])
-    other = input_pipeline.train_batches(intact, **asked)
-    take(other, 2)
-    other.set_state(state)
-    assert_same(take(other, 20), expected[13:33])
-    assert list(other.get_state()['samples'].values()) == [33 * 4]
-
-
-@pytest.mark.parametrize('engine', ENGINES)
 def test_an_evaluation_continues_where_its_state_was_taken(intact, engine):
     asked = dict(batch_size=16, engine=engine, features=ALL)
     expected = take(input_pipeline.eval_batches(intact, **asked), 9)

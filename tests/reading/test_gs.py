@@ -91,14 +91,6 @@ def test_all_reads_that_the_settings_allow_wait_at_once(bucket):
     assert most_at_once(shard_reads(bucket)) >= 0.75 * ORDER['lanes'] * ORDER['parallel_reads']
 
 
-def test_faults_that_pass_change_nothing(local, bucket):
-    bucket.inject_share(['503', '429', 'cut', 'flip', 'reset', 'stall'], share=0.1, seed=3)
-    keys, counter = read(DATA)
-    assert any(r.fault for r in shard_reads(bucket))
-    np.testing.assert_array_equal(keys, read(local)[0])
-    assert counter.read().bad_records == 0
-
-
 def test_a_shard_that_is_gone_is_named(bucket):
     name = next(name for name in bucket.objects('bucket') if '00002-of' in name)
     bucket.remove('bucket', name)
