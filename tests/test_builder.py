@@ -142,6 +142,8 @@ def test_to_remove_the_folder_is_to_have_it_replaced(tmp_path):
 OTHER_SETTINGS = [
     ({'caption_column': 'caption'}, 10, "caption_column is 'caption_llava' there, 'caption' "),
     ({'shard_bytes': 1000}, 10, 'shard_bytes is 500000 there, 1000 is requested'),
+    ({'latents': 'in_place'}, 10, "latents is 'records' there, 'in_place' is requested"),
+    ({'vae': 'flux'}, 10, "vae is '' there, 'flux' is requested"),
     ({'text_embeddings': 'pt'}, 10, "text_embeddings is '' there, 'pt' is requested"),
     ({'text_embeddings': 'a.parquet'}, 10, "text_embeddings is '' there, 'a.parquet' is req"),
     ({}, None, 'max_examples_per_split is 10 there, None is requested'),

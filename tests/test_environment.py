@@ -10,26 +10,13 @@ VARIABLE = re.compile(r'RANK|[A-Z][A-Z0-9]*(_[A-Z0-9]+)+')
 
 # Constants of the code that look like variables.
 OTHERS = {
-    'CERTIFICATE_VERIFY_FAILED',
-    'DROP_TEXT',
-    'MADV_WILLNEED',
-    'NOISE_SEED',
-    'RESOURCE_EXHAUSTED',
-    'SC_CLK_TCK',
-    'SC_PAGE_SIZE',
-    'SC_PHYS_PAGES',
-    'SHARD_X_OF_Y',
-    'TF_DATA',
+    *('CERTIFICATE_VERIFY_FAILED', 'DROP_TEXT', 'MADV_WILLNEED', 'NOISE_SEED', 'TF_DATA'),
+    *('RESOURCE_EXHAUSTED', 'SC_CLK_TCK', 'SC_PAGE_SIZE', 'SC_PHYS_PAGES', 'SHARD_X_OF_Y'),
 }
 # Read by Python and libraries alone, and of use here.
 OF_LIBRARIES = {
-    'GOOGLE_APPLICATION_CREDENTIALS',
-    'HF_HOME',
-    'HF_TOKEN',
-    'JAX_PLATFORMS',
-    'MALLOC_MMAP_THRESHOLD_',
-    'MALLOC_TRIM_THRESHOLD_',
-    'XLA_FLAGS',
+    *('GOOGLE_APPLICATION_CREDENTIALS', 'HF_HOME', 'HF_TOKEN', 'JAX_PLATFORMS', 'XLA_FLAGS'),
+    *('MALLOC_MMAP_THRESHOLD_', 'MALLOC_TRIM_THRESHOLD_'),
 }
 
 

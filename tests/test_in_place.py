@@ -110,14 +110,6 @@ def test_it_is_read_and_verified_without_what_only_builds_need(in_place):
     assert output.startswith(f'(16, 4, 32, 32)\n{in_place}: no faults in ')
 
 
-def test_another_setting_is_another_data_set(in_place, sample_source, hash_sidecar, mini_dataset):
-    out = in_place.parents[2]
-    with pytest.raises(ValueError, match="latents is 'in_place' there, 'records' is requested"):
-        build(sample_source, hash_sidecar, out, latents='records')
-    with pytest.raises(ValueError, match="latents is 'records' there, 'in_place' is requested"):
-        build(sample_source, hash_sidecar, mini_dataset.parents[2])
-
-
 def latents_file(source: pathlib.Path) -> pathlib.Path:
     return source / schema.LATENTS_FOLDER / '000010-000019.pt'
 
