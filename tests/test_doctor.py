@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import signal
 
 import pytest
@@ -161,20 +160,15 @@ def test_a_hub(hub):
     assert (found.status, 'cannot be written to' in found.text) == ('fail', True)
 
 
-def built(folder: pathlib.Path) -> tuple[int, int, int]:
-    """Records, shards and bytes of a data set."""
-    splits = json.loads((folder / schema.INFO_FILE).read_bytes())['splits']
-    lengths = [int(length) for split in splits for length in split['shardLengths']]
-    return sum(lengths), len(lengths), sum(int(split['numBytes']) for split in splits)
-
-
 def test_a_dry_run_is_as_the_build(sample_source, hash_sidecar, mini_dataset, monkeypatch):
     settings = BuildSettings(
         validation_fraction=0.1, shard_bytes=2_500_000, text_embeddings=str(hash_sidecar)
     )
-    records, shards, num_bytes = built(mini_dataset)
+    splits = json.loads((mini_dataset / schema.INFO_FILE).read_bytes())['splits']
+    lengths = [int(length) for split in splits for length in split['shardLengths']]
+    records, num_bytes = sum(lengths), sum(int(split['numBytes']) for split in splits)
     found = doctor.plan_or_estimate(sample_source, settings)
-    assert (found.num_records, found.num_shards) == (records, shards)
+    assert (found.num_records, found.num_shards) == (records, len(lengths))
     assert found.num_bytes == pytest.approx(num_bytes, rel=0.01)
     line = found.finding(sample_source)
     assert (line.status, '1,173 records in 15 shards of 30.6 MB' in line.text) == ('pass', True)

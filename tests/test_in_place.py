@@ -44,12 +44,8 @@ def small(tmp_path_factory) -> pathlib.Path:
 @pytest.fixture
 def movable(small, tmp_path) -> tuple[pathlib.Path, pathlib.Path]:
     """A data set in place and its source, which a test may damage."""
-    return make_movable(small, small.with_name('hash.parquet'), tmp_path)
-
-
-def make_movable(source, sidecar, folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-    copy = pathlib.Path(shutil.copytree(source, folder / 'source'))
-    return build(copy, sidecar, folder / 'data'), copy
+    source = shutil.copytree(small, tmp_path / 'source')
+    return build(source, small.with_name('hash.parquet'), tmp_path / 'data'), source
 
 
 def read(path: object, count: int, **changes) -> list[dict]:

@@ -141,18 +141,6 @@ def test_mixed_faults(gcs, on_hub, hub, tmp_path, monkeypatch):
         assert _files_in(place) == FILES
 
 
-def _start(*args: object, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, '-m', 'coyo11m_tfds.mirror', *map(str, args)],
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell that starts the tests in the background has it ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-
-
 @pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_mirror_leaves_nothing_half_made(gcs, tmp_path, number):
     files = _make_files(2_000_000)
@@ -162,7 +150,15 @@ def test_a_killed_mirror_leaves_nothing_half_made(gcs, tmp_path, number):
     gcs.inject(
         Fault('stall', count=None, match='read bucket/from', after_bytes=1_000_000, seconds=1.5)
     )
-    with _start('gs://bucket/from', tmp_path / 'to', COYO11M_STALL_SECONDS='60') as child:
+    command = sys.executable, '-m', 'coyo11m_tfds.mirror', 'gs://bucket/from', tmp_path / 'to'
+    with subprocess.Popen(
+        command,
+        env=os.environ | {'COYO11M_STALL_SECONDS': '60'},
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell that starts the tests in the background has it ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as child:
         parts = tmp_path / 'to' / '.staging'
         children.wait_until(
             lambda: sum(path.stat().st_size for path in parts.glob('*/x')) > 3_000_000

@@ -37,18 +37,14 @@ def make(num_tokens: int, num_words: int, dtype):
 
 def by_xla(tokens, words, *scales):
     attention = Attention(HEADS, tokens.values.dtype)
-    # Biases are in the values already.
-    tokens, words = (
-        product
-        and product._replace(values=product.values + _nothing(product.bias, product.values.dtype))
-        for product in (tokens, words)
-    )
+
+    def with_gradient_of_bias(values, bias, present):
+        # Biases are in the values already: zeros with their gradient are added.
+        zeros = bias - jax.lax.stop_gradient(bias)
+        return Product(values + zeros.astype(values.dtype), bias, present)
+
+    tokens, words = (x and with_gradient_of_bias(*x) for x in (tokens, words))
     return attention.mix_by_xla(tokens, words, *scales, turns_of(tokens))
-
-
-def _nothing(bias, dtype):
-    """Zeros with the gradient of the bias."""
-    return (bias - jax.lax.stop_gradient(bias)).astype(dtype)
 
 
 def by_kernel(*operands):

@@ -80,21 +80,12 @@ def test_what_evaluations_read_is_not_counted_as_read_for_training(mini_dataset)
     batches.close()
 
 
-def damaged(data_dir, folder):
-    """A copy of a data set with a byte changed here and there in every train shard."""
-    shutil.copytree(data_dir, folder)
-    for path in folder.glob('*-train*.tfrecord*'):
+def test_records_that_cannot_be_read_stop_a_run_or_are_skipped_and_told(copy, tmp_path, caplog):
+    for path in copy.glob('*-train*.tfrecord*'):
         for place in range(20_000, path.stat().st_size, 500_000):
             built.flip(path, place)
-    return folder
-
-
-def test_records_that_cannot_be_read_stop_a_run_or_are_skipped_and_told(
-    mini_dataset, tmp_path, caplog
-):
-    bad = damaged(mini_dataset, tmp_path / 'bad')
     short = {'num_steps': 12, 'eval_every': 0, 'checkpoint_every': 0}
-    state = runs.train(bad, tmp_path / 'run', **short, **{'data.on_bad_records': 'skip'})
+    state = runs.train(copy, tmp_path / 'run', **short, **{'data.on_bad_records': 'skip'})
     assert int(state.step) == 12
     told = [
         value
@@ -108,7 +99,7 @@ def test_records_that_cannot_be_read_stop_a_run_or_are_skipped_and_told(
 
     message = r'^/[^\n]*train[^\n]*\.tfrecord[^\n]*: record \d+ cannot be read[^\n]*$'
     with pytest.raises(OSError, match=message):
-        runs.train(bad, tmp_path / 'stop', **short)
+        runs.train(copy, tmp_path / 'stop', **short)
 
 
 def test_previews_show_the_first_records_of_the_split_that_is_asked_for(mini_dataset):

@@ -43,14 +43,10 @@ def checkpoints(gcs):
     return steps
 
 
-def is_saving(gcs):
-    """Whether one checkpoint is complete and another is being written."""
-    return {*checkpoints(gcs).values()} == {True, False}
-
-
 def test_a_run_in_buckets_that_is_killed_goes_on_as_if_undisturbed(storage, undisturbed, tmp_path):
     process = runs.start(DATA, RUN, **SETTINGS)
-    runs.wait_until(lambda: is_saving(storage), process)
+    # One checkpoint is complete and another is being written.
+    runs.wait_until(lambda: {*checkpoints(storage).values()} == {True, False}, process)
     process.kill()
     process.communicate()
     resumed = runs.start(DATA, RUN, **SETTINGS)
