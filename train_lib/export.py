@@ -1,22 +1,26 @@
-"""Exports a trained model: its weights, and a PyTorch program that draws with
-them.
+"""Exports a trained model for diffusers, with a PyTorch program that draws.
 
     python -m train_lib.export --workdir=W --out=EXPORT
-    python EXPORT/reference.py EXPORT   # draws an example in PyTorch, compares
+    python EXPORT/transformer/reference.py EXPORT/transformer
 
-    model.safetensors    float32 weights, as blocks.0.attention.qkv.weight
-    config.json          sizes of the model, statistics and text encoder of its
-                         data, settings of the sampler
-    example.safetensors  noise, a text, and the raw latents drawn from them
-    reference.py         model and sampler in PyTorch (torch_reference.py)
+    README.md, previews.png  the model's card
+    model_index.json         what DiffusionPipeline.from_pretrained reads first
+    pipeline.py              texts and pictures (diffusers_pipeline.py)
+    transformer/
+      model.safetensors      float32 weights, as blocks.0.attention.qkv.weight
+      config.json            sizes of the model, statistics and text encoder of
+                             its data, settings of the sampler
+      example.safetensors    noise, a text, and the raw latents drawn from them
+      reference.py           model and sampler in PyTorch (torch_reference.py)
 
-`config.json` is written last, so a folder with this file is complete. After
-an interruption, the same command replaces the files of the folder.
+The second command draws the example in PyTorch and compares. `config.json` is
+written last, so an export with this file is complete. After an interruption,
+the same command replaces the files of the folder.
 """
 
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,19 +31,38 @@ import safetensors.numpy
 from absl import flags
 from etils import epath
 
+from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
-from train_lib import checkpoint, flow, models, run, sharding, step, workdirs
+from coyo11m_tfds.pictures import vae_decoder, vae_parts
+from train_lib import checkpoint, flow, model_card, models, run, sharding, step, workdirs
 from train_lib.models.dit import DiT, Words, flatten_weights
 
 FLAGS = flags.FLAGS
 
 _SIZES = 'width', 'depth', 'num_heads', 'patch_size', 'mlp_ratio', 'text'
 _NUM_EXAMPLES, _NUM_TOKENS = 2, 16
-_REFERENCE = 'torch_reference.py'
+_LAST_FILE = 'transformer/config.json'
+_PROGRAMS = {'torch_reference': 'transformer/reference.py', 'diffusers_pipeline': 'pipeline.py'}
+# Of diffusers: modules and classes.
+_MODEL_INDEX = {
+    '_class_name': ['pipeline', 'LatentFlowPipeline'],
+    'transformer': ['reference', 'Transformer'],
+}
 
 
-def export(place: epath.PathLike, out: epath.PathLike, *, average: bool = True) -> None:
-    """Writes the files of a checkpoint into a folder, which must be new or hold an export."""
+def export(
+    place: epath.PathLike,
+    out: epath.PathLike,
+    *,
+    average: bool = True,
+    vae: str | None = None,
+    datasets: Sequence[str] = (),
+) -> None:
+    """Writes the files of a checkpoint into a folder, which must be new or hold an export.
+
+    `vae`, a folder or hub name, decodes the pictures (None: that of the run's previews);
+    `datasets` are names on the hub for the card.
+    """
     saved = checkpoint.open_run(place)
     config = ml_collections.ConfigDict(saved.description.config)
     facts = DatasetStats.from_json(saved.description.facts)
@@ -53,27 +76,57 @@ def export(place: epath.PathLike, out: epath.PathLike, *, average: bool = True) 
         )
     if not (facts.vocabulary or facts.text_dim):
         raise ValueError(f'{place}: the model was trained without text, expected one with a text')
+    # Without fields that say nothing of how one picture is drawn.
+    preview = {name: x for name, x in config.preview.items() if name not in ('count', 'split')}
+    preview['vae'] = preview['vae'] if vae is None else vae
+    painting = _describe_painting(preview['vae'], facts)
     folder = _prepare_export_folder(epath.Path(out))
     # On one device, whatever the mesh of the run was: the example is small.
     placement = sharding.replicated(sharding.make_mesh(devices=jax.local_devices()[:1]))
     params = saved.restore_weights(placement, average=average)
-    # Without fields that say nothing of how one picture is drawn.
-    preview = {name: x for name, x in config.preview.items() if name not in ('count', 'split')}
     content = {
         'step': saved.step,
         'average': average,
         'model': {name: getattr(model, name) for name in _SIZES},
         'preview': preview,
         'data': facts.to_json(),
+        'text': _describe_encoder(facts, params),
+        'painting': painting,
     }
     weights = flatten_weights(jax.device_get(params))
     example = draw_example(model, params, facts, preview)
     for name, arrays in (('model', weights), ('example', example)):
-        (folder / f'{name}.safetensors').write_bytes(safetensors.numpy.save(arrays))
-    source = pathlib.Path(__file__).with_name(_REFERENCE)
-    (folder / 'reference.py').write_text(source.read_text(encoding='utf-8'))
-    # The last one: a folder with this file is complete.
-    (folder / 'config.json').write_text(json.dumps(content, indent=1) + '\n')
+        path = folder / 'transformer' / f'{name}.safetensors'
+        path.write_bytes(safetensors.numpy.save(arrays))
+    for module, name in _PROGRAMS.items():
+        source = pathlib.Path(__file__).with_name(f'{module}.py')
+        (folder / name).write_text(source.read_text(encoding='utf-8'))
+    (folder / 'model_index.json').write_text(json.dumps(_MODEL_INDEX, indent=1) + '\n')
+    num_weights = sum(array.size for array in weights.values())
+    model_card.write_card(
+        folder, saved, facts, average=average, num_weights=num_weights, datasets=datasets
+    )
+    # The last one: an export with this file is complete.
+    (folder / _LAST_FILE).write_text(json.dumps(content, indent=1) + '\n')
+
+
+def _describe_encoder(facts: DatasetStats, params: Any) -> dict[str, Any]:
+    """The model of transformers that takes texts, and whether it also encodes their tokens."""
+    name, revision = facts.text_encoder.partition(':')[2], facts.text_revision
+    # Of a folder, the data set knows the name alone.
+    if revision.startswith('sha256:'):
+        name = revision = ''
+    encoded = not facts.vocabulary or 'projection' in params['words']
+    return {'model': name, 'revision': revision, 'encoded': encoded}
+
+
+def _describe_painting(vae: str, facts: DatasetStats) -> dict[str, Any]:
+    """The linear map from raw latents to colours, and their scale for an `AutoencoderTiny`."""
+    scale = vae_decoder.SCALES.get(facts.vae, vae_decoder.SCALES['sdxl'])
+    if vae:
+        scale = vae_decoder.scale_of_latents(vae, vae_parts.read_vae_config(vae), facts.vae)
+    rgb = (schema.VAE_SCALING_FACTOR * schema.RGB_FACTORS).tolist()
+    return {'scale': scale, 'rgb': rgb, 'rgb_bias': schema.RGB_BIAS.tolist()}
 
 
 def draw_example(
@@ -112,24 +165,29 @@ def draw_example(
 
 
 def _prepare_export_folder(folder: epath.Path) -> epath.Path:
-    """The folder, without a former export's `config.json`."""
+    """The folder, without the last file of a former export."""
     workdirs.check_writable(folder)
     names = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    files = {'model.safetensors', 'example.safetensors', 'reference.py', 'config.json'}
+    files = {'README.md', model_card.PREVIEWS_FILE, 'model_index.json', 'pipeline.py'}
     # Unrelated files would look like parts of the export.
-    if other_files := sorted(names - files):
+    if other_files := sorted(names - files - {'transformer'}):
         raise ValueError(f'{folder} holds {other_files[0]}: expected a new folder, or an export.')
     # Until the new one is written, an interrupted export must not look like a complete one.
-    if 'config.json' in names:
-        (folder / 'config.json').unlink()
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _LAST_FILE).unlink(missing_ok=True)
+    (folder / 'transformer').mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def main() -> None:
     run.prepare()
     place = FLAGS.workdir if FLAGS.step is None else f'{FLAGS.workdir}@{FLAGS.step}'
-    export(place, workdirs.absolute(FLAGS.out), average=FLAGS.average)
+    export(
+        place,
+        workdirs.absolute(FLAGS.out),
+        average=FLAGS.average,
+        vae=FLAGS.vae,
+        datasets=FLAGS.datasets,
+    )
     print(f'exported: {FLAGS.out}')
 
 
@@ -138,4 +196,6 @@ if __name__ == '__main__':
     flags.DEFINE_string('out', None, 'Folder to write, local or gs://.')
     flags.DEFINE_integer('step', None, 'Step of the checkpoint; default: the last.', lower_bound=0)
     flags.DEFINE_bool('average', True, 'Export the moving average of the weights.')
+    flags.DEFINE_string('vae', None, "VAE decoder; default: that of the run's previews.")
+    flags.DEFINE_list('datasets', [], 'Names of the data on the hub, for the card.')
     run.start(main, required=['workdir', 'out'])

@@ -5,6 +5,9 @@
     weights, config = load('FOLDER')
     latents = draw(weights, config, noise, text)    # raw latents (n, C, H, W), for a VAE's decoder
 
+    model = Transformer.from_pretrained('FOLDER')   # the same as a module, for diffusers
+    latents = model.to('cuda')(noise, text, guidance=3.0)
+
 Noise is standard normal, `(n, H, W, C)`. A text has the form of the training data: embeddings
 `(n, D)`, token ids `(n, T)` padded with -1, or hidden states of an encoder, a pair of `(n, T, D)`
 and bool `(n, T)`, False for padding.
@@ -26,21 +29,43 @@ def load(folder):
     return load_file(Path(folder) / 'model.safetensors'), config
 
 
+class Transformer(torch.nn.Module):
+    """The weights as parameters on one device; a call draws, on the device of its arguments."""
+
+    device = property(lambda self: self.values[0].device)
+    dtype = property(lambda self: self.values[0].dtype)
+
+    def __init__(self, weights, config):
+        super().__init__()
+        self.config, self.names = config, list(weights)
+        self.values = torch.nn.ParameterList(weights.values())
+
+    @classmethod
+    def from_pretrained(cls, folder, dtype=None, torch_dtype=None):
+        return cls(*load(folder)).to(dtype or torch_dtype or torch.float32)
+
+    def forward(self, noise, text, **changes):
+        """Draws like `draw`; `changes` replace fields of `config['preview']`, as `num_steps`."""
+        config = self.config | {'preview': self.config['preview'] | changes}
+        return draw(dict(zip(self.names, self.values, strict=True)), config, noise, text)
+
+
 def draw(weights, config, noise, text):
     """Integrates the velocity from noise at time 1 to data at time 0, with guidance."""
     facts, preview = config['data'], config['preview']
     names = 'latent_mean', 'latent_std', 'text_mean', 'text_std'
-    count, stats = len(noise), {name: torch.tensor(facts[name]) for name in names}
+    count, device = len(noise), noise.device
+    stats = {name: torch.tensor(facts[name], device=device) for name in names}
     if not facts['vocabulary']:
         std = stats['text_std']
         text = torch.where(std > 1e-6, (text.float() - stats['text_mean']) / std, 0)
     # Both halves of guidance go through the model as one batch.
     texts = text if isinstance(text, tuple) else (text,)
     pairs = tuple(x.repeat(2, *[1] * (x.ndim - 1)) for x in texts)
-    drop = torch.arange(2 * count) >= count
+    drop = torch.arange(2 * count, device=device) >= count
 
     def guided(z, time):
-        pair, times = z.repeat(2, 1, 1, 1), time.repeat(2 * count)
+        pair, times = z.repeat(2, 1, 1, 1), time.to(device).repeat(2 * count)
         with_text, without = predict_velocity(weights, config, pair, times, pairs, drop).chunk(2)
         in_interval = preview['guidance_low'] <= time <= preview['guidance_high']
         return without + (preview['guidance'] if in_interval else 1) * (with_text - without)

@@ -47,7 +47,7 @@ def load_decoder(model: str, channels: int | None = None, maker: str = '') -> 'V
     this VAE: a key of `SCALES`, a folder or a hub name; '' stands for SDXL's, with a warning.
     """
     vae = vae_parts.read_vae(model, ('decoder.', 'post_quant_conv.'))
-    scale = _scale_of_latents(model, vae.config, maker) if vae.kind == 'AutoencoderTiny' else (1, 0)
+    scale = scale_of_latents(model, vae.config, maker) if vae.kind == 'AutoencoderTiny' else (1, 0)
     decoder = VaeDecoder(vae, *scale)
     if channels not in (None, decoder.channels):
         raise ValueError(
@@ -57,7 +57,7 @@ def load_decoder(model: str, channels: int | None = None, maker: str = '') -> 'V
     return decoder
 
 
-def _scale_of_latents(model: str, config: Mapping[str, Any], maker: str) -> tuple[float, float]:
+def scale_of_latents(model: str, config: Mapping[str, Any], maker: str) -> tuple[float, float]:
     """Returns factor and shift from raw latents to those that an `AutoencoderTiny` decodes."""
     reason = 'the data set does not name the VAE that made its latents'
     if maker in SCALES:
@@ -113,7 +113,7 @@ class VaeDecoder:
 
 
 def _decode_tiny(layers: VaeLayers, latents: jax.Array) -> jax.Array:
-    """diffusers' `DecoderTiny`, which takes scaled latents; see `_scale_of_latents`."""
+    """diffusers' `DecoderTiny`, which takes scaled latents; see `scale_of_latents`."""
     layers.check_blocks('upsample_fn', 'nearest', activation='relu')
     names = (f'decoder.layers.{number}' for number in itertools.count())
     # A soft clamp, which is part of diffusers' decoder.

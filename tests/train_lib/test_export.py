@@ -1,5 +1,6 @@
 """An exported model draws in PyTorch what it draws here."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ import torch
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from tests import children
 from tests.train_lib.test_models import randomized
-from train_lib import export, models, torch_reference
+from train_lib import checkpoint, export, model_card, models, torch_reference
 from train_lib.models.dit import Words, flatten_weights
 
 PREVIEW = {'guidance': 3.0, 'guidance_low': 0.1, 'guidance_high': 0.8}
@@ -68,27 +69,68 @@ def test_a_run_is_exported_and_its_page_runs_alone(small_run, tmp_path):
     assert ended.stdout == f'exported: {out}\n', ended.stderr
     folder = shutil.move(out, tmp_path / 'elsewhere')
     code = 'import sys; sys.modules["jax"] = sys.modules["train_lib"] = None; '
-    code += f'import runpy; sys.argv = ["", "{folder}"]; '
-    code += f'runpy.run_path("{folder}/reference.py", run_name="__main__")'
+    code += f'import runpy; sys.argv = ["", "{folder}/transformer"]; '
+    code += f'runpy.run_path("{folder}/transformer/reference.py", run_name="__main__")'
     output = subprocess.check_output([sys.executable, '-c', code], text=True)
     assert float(output.split()[-3]) < 1e-4
-    weights = safetensors.numpy.load_file(folder / 'model.safetensors')
+    weights = safetensors.numpy.load_file(folder / 'transformer' / 'model.safetensors')
     assert weights['conditioning.crops.weight'].any(axis=0).tolist() == [True, True]
 
 
 def test_an_interrupted_export_is_no_export_and_is_made_again(small_run, tmp_path, monkeypatch):
     workdir, out = small_run[0], tmp_path / 'out'
     export.export(workdir, out)
-    files = {path.name: path.read_bytes() for path in out.iterdir()}
+    files = {path: path.read_bytes() for path in out.rglob('*.*')}
+    last_file = out / 'transformer' / 'config.json'
     with monkeypatch.context() as context:
         context.setattr(export, 'draw_example', lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             export.export(f'{workdir}@2', out)
-    assert not (out / 'config.json').exists()
+    assert not last_file.exists()
     export.export(workdir, out)
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == files
+    assert {path: path.read_bytes() for path in out.rglob('*.*')} == files
     export.export(workdir, out, average=False)
-    assert (out / 'model.safetensors').read_bytes() != files['model.safetensors']
+    weights = last_file.with_name('model.safetensors')
+    assert weights.read_bytes() != files[weights]
+
+
+def test_the_card_tells_of_data_recipe_metrics_and_previews(small_run, tmp_path):
+    workdir, out = shutil.copytree(small_run[0], tmp_path / 'run'), tmp_path / 'circles'
+    out.mkdir()
+    (workdir / 'previews').mkdir()
+    (workdir / 'previews' / 'step_000004.png').write_bytes(b'PNG')
+    (workdir / 'evaluation').mkdir()
+    settings = dict.fromkeys(('image_encoder', 'data_set', 'vae', 'seed'), 'x')
+    for name, average in ('mean', True), ('last', False):
+        result = {'num_pictures': 5000, 'cmmd': 0.123, 'clip_score': 21.5}
+        result['settings'] = settings | {'average': average, 'preview': {'guidance': f'of {name}'}}
+        path = workdir / 'evaluation' / f'step_000004_{name}.json'
+        path.write_text(json.dumps(result))
+    saved = checkpoint.open_run(workdir)
+    facts = DatasetStats.from_json(saved.description.facts)
+
+    def card(**fields) -> str:
+        options = {'average': True, 'num_weights': 1234, 'datasets': ['me/circles']}
+        model_card.write_card(out, saved, dataclasses.replace(facts, **fields), **options)
+        return (out / 'README.md').read_text()
+
+    text = card(license='cc0-1.0', citation='@misc{a}')
+    head = ['library_name: "diffusers"', 'pipeline_tag: "text-to-image"', 'license: "cc0-1.0"']
+    head = ['---', *head, 'datasets: ["me/circles"]', '---', '', '# circles', '']
+    assert text.startswith('\n'.join(head))
+    for part in (
+        *('1,234 weights', 'average of the weights at step 4', '![Previews](previews.png)'),
+        *("from_pretrained('circles', trust", '```bibtex\n@misc{a}\n```', '| license | cc0-1.0 |'),
+        *('| texts | hash 1 |', '/hash/1.0.0 train ', '| batch_size | 8 |', '| cmmd | 0.123 |'),
+        *('| pictures | 5,000 |', '| guidance | of mean |'),
+    ):
+        assert part in text
+    assert 'of last' not in text and 'frechet' not in text
+    assert (out / 'previews.png').read_bytes() == b'PNG'
+    (workdir / 'previews' / 'step_000004.png').unlink()
+    text = card(license='My own: "free"\n')
+    assert 'license: "other"\nlicense_name: "My own: \\"free\\"\\n"\n' in text
+    assert 'Previews' not in text and not (out / 'previews.png').exists()
 
 
 def test_a_folder_of_something_else_is_left_alone(small_run, tmp_path):

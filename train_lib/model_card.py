@@ -1,0 +1,116 @@
+"""The card of an exported model: README.md, as the Hugging Face hub shows it."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from etils import epath
+
+from coyo11m_tfds.dataset.stored_dataset import DatasetStats
+from train_lib import checkpoint, config_rules, evaluate, previews
+
+PREVIEWS_FILE = 'previews.png'
+
+# Fields of the configuration that make a recipe; of no value where they are empty or 0.
+_RECIPE = (
+    *('model.name', 'model.text', 'encoder', 'init_from', 'num_steps', 'batch_size', 'ema_decay'),
+    *('optimizer.name', 'optimizer.learning_rate', 'optimizer.muon_learning_rate'),
+    *('optimizer.schedule', 'optimizer.warmup_steps', 'optimizer.weight_decay', 'seed'),
+    *('flow.logit_mean', 'flow.logit_std', 'data.caption_dropout', 'data.text'),
+    *('preview.guidance', 'preview.num_steps', 'preview.sampler', 'preview.time_shift'),
+)
+_METRICS = 'cmmd', 'frechet_distance', 'clip_score', 'clip_score_of_data'
+
+
+def write_card(
+    folder: epath.Path,
+    saved: checkpoint.SavedRun,
+    facts: DatasetStats,
+    *,
+    average: bool,
+    num_weights: int,
+    datasets: Sequence[str] = (),
+) -> None:
+    """Writes README.md and, if the run drew previews at this step, their picture.
+
+    `datasets` are names on the hub.
+    """
+    workdir = saved.folder.parents[1]
+    picture = workdir / previews.FOLDER / f'step_{saved.step:06}.png'
+    has_previews = picture.exists()
+    # Not those of an earlier export.
+    (folder / PREVIEWS_FILE).unlink(missing_ok=True)
+    if has_previews:
+        (folder / PREVIEWS_FILE).write_bytes(picture.read_bytes())
+    config = config_rules.flatten_fields(saved.description.config)
+    recipe = {name: config.get(name) for name in _RECIPE}
+    data = {
+        'data set': ', '.join(x[0] for x in saved.description.position['data_sets'].values()),
+        'license': facts.license,
+        'latents': f'{" x ".join(map(str, facts.latents_shape[1:]))} of {facts.vae or "a VAE"}',
+        'texts': f'{facts.text_encoder} {facts.text_revision}',
+    }
+    weights = 'the moving average of the weights' if average else 'the last weights'
+    sections = [
+        _front_matter(facts.license, datasets),
+        f'# {folder.name}',
+        f'A text-to-image model with {num_weights:,} weights: a rectified-flow transformer on '
+        f'latents, {weights} at step {saved.step:,}.',
+        f'![Previews]({PREVIEWS_FILE})\n\nAt step {saved.step:,}; left: data, right: model.'
+        if has_previews
+        else '',
+        _DRAWING.replace('FOLDER', folder.name),
+        '## Data\n\n' + _table(data),
+        f'```bibtex\n{facts.citation.strip()}\n```' if facts.citation else '',
+        '## Recipe\n\n' + _table(recipe),
+        *_evaluations(workdir, saved.step, average),
+    ]
+    text = '\n\n'.join(filter(None, sections)) + '\n'
+    (folder / 'README.md').write_text(text)
+
+
+_DRAWING = """## Drawing
+
+```python
+from diffusers import DiffusionPipeline
+
+pipe = DiffusionPipeline.from_pretrained('FOLDER', trust_remote_code=True)
+pipe('a caption').images[0]
+```
+
+`trust_remote_code` runs `pipeline.py` and `transformer/reference.py` of this repository.
+`python transformer/reference.py transformer` draws an example in PyTorch alone."""
+
+
+def _front_matter(license_name: str, datasets: Sequence[str]) -> str:
+    fields: dict[str, Any] = {'library_name': 'diffusers', 'pipeline_tag': 'text-to-image'}
+    # The hub refuses other names of licenses than its own, which look like this.
+    if re.fullmatch('[a-z0-9.-]+', license_name):
+        fields['license'] = license_name
+    elif license_name:
+        fields |= {'license': 'other', 'license_name': license_name}
+    if datasets:
+        fields['datasets'] = list(datasets)
+    # JSON is YAML.
+    lines = [f'{name}: {json.dumps(value)}' for name, value in fields.items()]
+    return '\n'.join(['---', *lines, '---'])
+
+
+def _evaluations(workdir: epath.Path, step: int, average: bool) -> Iterator[str]:
+    """A section for each result of `train_lib.evaluate` with these weights."""
+    for path in sorted((workdir / evaluate.FOLDER).glob(f'step_{step:06}_*.json')):
+        result = json.loads(path.read_text())
+        settings = result['settings']
+        if settings['average'] != average:
+            continue
+        metrics = {name: f'{result[name]:.6g}' for name in _METRICS if name in result}
+        names = 'image_encoder', 'data_set', 'vae', 'seed'
+        rest = {name: settings[name] for name in names} | settings['preview']
+        number = {'pictures': f'{result["num_pictures"]:,}'}
+        yield '## Evaluation\n\n' + _table(metrics | number | rest)
+
+
+def _table(rows: Mapping[str, Any]) -> str:
+    lines = [f'| {name} | {value} |' for name, value in rows.items() if value]
+    return '\n'.join(['| | |', '|---|---|', *lines])
