@@ -86,7 +86,7 @@ class LatentFlowPipeline(DiffusionPipeline):
         """Returns captions as the transformer takes them, see reference.py."""
         facts, device = self.transformer.config['data'], self._execution_device
         if facts['text_encoder'] == 'hash':
-            vectors = [_hash_features(_split_words(caption)) for caption in prompts]
+            vectors = [_hash_features(_find_words(caption)) for caption in prompts]
             return torch.tensor(vectors, device=device).half()
         rows = [torch.tensor(ids, dtype=torch.long) for ids in self._tokenize(prompts)]
         tokens = pad_sequence(rows, batch_first=True, padding_value=-1).to(device)
@@ -104,8 +104,8 @@ class LatentFlowPipeline(DiffusionPipeline):
         facts = self.transformer.config['data']
         max_tokens = facts['text_max_tokens'] or 512
         if facts['text_encoder'] == 'words':
-            texts = [_split_words(caption)[:max_tokens] for caption in prompts]
-            return [[_hash(word) % _WORD_IDS for word in words] for words in texts]
+            texts = [_find_words(caption)[:max_tokens] for caption in prompts]
+            return [[_hash_word(word) % _WORD_IDS for word in words] for words in texts]
         if facts['text_encoder'] == 'labels':
             return [[int(caption)] for caption in prompts]
         if not self.tokenizer:
@@ -137,10 +137,9 @@ class LatentFlowPipeline(DiffusionPipeline):
 
 def _load_text_encoder(model, revision, dtype):
     config = transformers.AutoConfig.from_pretrained(model, revision=revision)
-    kind = transformers.AutoModel
-    if config.is_encoder_decoder:
-        kind = transformers.AutoModelForTextEncoding
-    return kind.from_pretrained(model, revision=revision, dtype=dtype, use_safetensors=True)
+    name = 'AutoModelForTextEncoding' if config.is_encoder_decoder else 'AutoModel'
+    options = {'revision': revision, 'dtype': dtype, 'use_safetensors': True}
+    return getattr(transformers, name).from_pretrained(model, **options)
 
 
 def _load_vae(model, dtype):
@@ -155,11 +154,11 @@ def _load_vae(model, dtype):
 # --- Words and hashed features, as coyo11m_tfds.text.text_encoders makes them ---------------------
 
 
-def _split_words(caption):
+def _find_words(caption):
     return re.findall(r'\w+', unicodedata.normalize('NFKC', caption).lower())
 
 
-def _hash(word):
+def _hash_word(word):
     return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), 'little')
 
 
@@ -173,7 +172,7 @@ def _mix(x):
 
 def _hash_features(words, dim=640):
     """The embedding of a caption by the encoder `hash`."""
-    hashes, sums = [_hash(word) for word in words], [0.0] * dim
+    hashes, sums = [_hash_word(word) for word in words], [0.0] * dim
     pairs = itertools.pairwise(hashes)
     hashes += [_mix(a * 0x9E3779B97F4A7C15 + b & _64_BITS) for a, b in pairs]
     for feature in hashes:

@@ -90,7 +90,7 @@ def export(
         'model': {name: getattr(model, name) for name in _SIZES},
         'preview': preview,
         'data': facts.to_json(),
-        'text': _describe_encoder(facts, params),
+        'text': _name_text_model(facts, params),
         'painting': painting,
     }
     weights = flatten_weights(jax.device_get(params))
@@ -110,7 +110,7 @@ def export(
     (folder / _LAST_FILE).write_text(json.dumps(content, indent=1) + '\n')
 
 
-def _describe_encoder(facts: DatasetStats, params: Any) -> dict[str, Any]:
+def _name_text_model(facts: DatasetStats, params: Any) -> dict[str, Any]:
     """The model of transformers that takes texts, and whether it also encodes their tokens."""
     name, revision = facts.text_encoder.partition(':')[2], facts.text_revision
     # Of a folder, the data set knows the name alone.
