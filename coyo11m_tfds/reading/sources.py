@@ -126,6 +126,7 @@ def mix_stats(sources: Sequence[MixSource], text: texts.TextSpec) -> DatasetStat
     stats = [x.stored.stats(text if x.text is None else x.text) for x in sources]
     if len(stats) == 1:
         return stats[0]
+    check_latents(sources)
     mixtures = choose_texts(sources, text)
     moments: dict[str, Any] = {}
     for names in (('latent_mean', 'latent_std'), ('text_mean', 'text_std')):

@@ -465,13 +465,13 @@ def test_stages_that_make_no_sense_are_refused(stages, message):
 
 
 def test_latents_and_texts_of_other_encoders_are_refused(tmp_path):
-    def make(name: str, mean: float, std: float, encoder: str, **facts: str) -> dict:
+    def make(name: str, mean: float, std: float, encoder: str, channels=4, **facts: str) -> dict:
         path = tmp_path / name / schema.VERSION
         # Of other numbers of records, so that none run in lockstep.
         small_dataset.write(path, {schema.TRAIN: (100 + len(list(tmp_path.iterdir())),)})
         facts |= {
-            schema.META_LATENT_MEAN: [mean] * 4,
-            schema.META_LATENT_STD: [std] * 4,
+            schema.META_LATENT_MEAN: [mean] * channels,
+            schema.META_LATENT_STD: [std] * channels,
             schema.META_TEXT_ENCODER: encoder,
         }
         (path / schema.METADATA_FILE).write_text(json.dumps(facts))
@@ -487,6 +487,11 @@ def test_latents_and_texts_of_other_encoders_are_refused(tmp_path):
         with pytest.raises(ValueError, match=r"have mean .* say so with 'same_vae': True"):
             input_pipeline.train_batches([first, other], **order)
         input_pipeline.train_batches([first, other | {'same_vae': True}], **order)
+    of_16_channels = input_pipeline.open_mix([first, make('deep', 0.5, 5.0, 'hash', channels=16)])
+    with pytest.raises(
+        ValueError, match=r'deep.* in each channel, .*: expected latents of one VAE'
+    ):
+        input_pipeline.mix_stats(of_16_channels, '')  # as a trainer calls it first
     with pytest.raises(ValueError, match=r"of 'hf:other'.*, expected embeddings of 'hash'"):
         input_pipeline.train_batches([first, other_text], **order)
     input_pipeline.train_batches([first, other_text], **order, features=('key', 'latents'))
