@@ -8,7 +8,6 @@ import io
 import json
 import os
 import pathlib
-import tarfile
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -54,20 +53,16 @@ def write(folder: pathlib.Path, kind: str, images: Sequence[MadeImage]) -> pathl
     """Writes a source of images; only 'txt' has no numbers and keys."""
     folder.mkdir(parents=True)
     if kind == 'tar':
+        from tests.fakes import latent_files
+
         for half, name in ((images[::2], '00000.tar'), (images[1::2], '00001.tar')):
-            with tarfile.open(folder / name, 'w') as tar:
-                for image in half:
-                    number, suffix = image.name.split('.')[1:]
-                    fields = {**image.fields, 'key': f'{image.fields["key"]:09}'}
-                    caption = fields.pop('caption')
-                    for end, data in (
-                        (suffix, image.data),
-                        ('txt', caption.encode()),
-                        ('json', json.dumps(fields).encode()),
-                    ):
-                        member = tarfile.TarInfo(f'{number}.{end}')
-                        member.size = len(data)
-                        tar.addfile(member, io.BytesIO(data))
+            samples = {}
+            for image in half:
+                number, suffix = image.name.split('.')[1:]
+                fields = {**image.fields, 'key': f'{image.fields["key"]:09}'}
+                caption = fields.pop('caption')
+                samples[number] = {suffix: image.data, 'txt': caption, 'json': fields}
+            latent_files.write_tar(folder / name, samples)
         return folder
     if kind == 'parquet':
         import pyarrow as pa

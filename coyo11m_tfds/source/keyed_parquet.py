@@ -76,9 +76,6 @@ class KeyedFile:
         return self
 
     def __exit__(self, *_) -> None:
-        self.close()
-
-    def close(self) -> None:
         self._file.close()
 
     @functools.cached_property

@@ -138,8 +138,10 @@ class PtFile(LatentFile):
             self._latents = self._latents.unsqueeze(1)
         shape = tuple(self._latents.shape[1:])
         self._set_kind(latents, _dtype_name(self._latents), shape)
-        start = self._latents_start(self._content[latents])
-        self.layout = None if start is None else RowLayout((start,), self.row_nbytes)
+        stored = self._content[latents]
+        start = _storage_start(stored) + int(stored.storage_offset()) * stored.element_size()
+        is_plain = bool(len(self.keys)) and self._latents.is_contiguous()
+        self.layout = RowLayout((start,), self.row_nbytes) if is_plain else None
         if isinstance(self._content.get(schema.PT_CAPTIONS), list | tuple):
             self.texts = (schema.PT_CAPTIONS,)
         self._embeddings = tensors.get(schema.PT_EMBEDDINGS)
@@ -160,12 +162,6 @@ class PtFile(LatentFile):
             torch.index_select(self._latents, 0, torch.from_numpy(rows), out=raw)
         else:
             super()._read(rows, raw)
-
-    def _latents_start(self, latents: torch.Tensor) -> int | None:
-        """Returns the offset of the latents in the file; None if they are not contiguous."""
-        if not len(self.keys) or not self._latents.is_contiguous():
-            return None
-        return _storage_start(latents) + int(latents.storage_offset()) * latents.element_size()
 
     def embeddings(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
         assert self._embeddings is not None  # as `embedding_dim` tells

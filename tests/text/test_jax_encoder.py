@@ -265,30 +265,25 @@ def test_older_and_sparse_configurations_mean_what_they_mean_to_transformers():
         },
     }
     theirs = transformers.Gemma3Config(**sparse).text_config
+    config = jax_encoder.parse_model_config(sparse, 'config.json')
+    assert_sizes(config, theirs)
     kinds = tuple(kind == 'sliding_attention' for kind in theirs.layer_types)
-    assert jax_encoder.parse_model_config(
-        sparse, 'config.json'
-    ) == language_model.LanguageModelConfig(
-        vocab_size=theirs.vocab_size,
-        width=2560,
-        mlp_width=theirs.intermediate_size,
-        num_heads=theirs.num_attention_heads,
-        num_kv_heads=theirs.num_key_value_heads,
-        head_dim=theirs.head_dim,
-        is_local=kinds,
-        window=theirs.sliding_window,
-        local_rope=language_model.Rope(5.0),
-        global_rope=language_model.Rope(7.0, 8.0),
-        query_scalar=theirs.query_pre_attn_scalar,
-        norm_epsilon=theirs.rms_norm_eps,
-        max_positions=theirs.max_position_embeddings,
-        activation=nn.gelu,
-        scale_embeddings=True,
-        post_norms=True,
+    assert config.is_local == kinds == (True, False, True, False)
+    assert (config.window, config.query_scalar) == (
+        theirs.sliding_window,
+        theirs.query_pre_attn_scalar,
     )
-    assert kinds == (True, False, True, False)
+    ropes = language_model.Rope(7.0, 8.0), language_model.Rope(5.0)
+    assert (config.global_rope, config.local_rope) == ropes
+    assert (config.activation, config.scale_embeddings, config.post_norms) == (nn.gelu, True, True)
     full, sliding = (theirs.rope_parameters[f'{x}_attention'] for x in ('full', 'sliding'))
     assert (full['factor'], full['rope_theta'], sliding['rope_theta']) == (8.0, 7.0, 5.0)
+
+
+def assert_sizes(config: language_model.LanguageModelConfig, theirs) -> None:
+    for ours, name in jax_encoder._SIZES.items():
+        assert getattr(config, ours) == getattr(theirs, name)
+    assert (config.depth, config.norm_epsilon) == (theirs.num_hidden_layers, theirs.rms_norm_eps)
 
 
 def test_the_sizes_of_qwen_are_those_of_its_config_json():
@@ -300,10 +295,7 @@ def test_the_sizes_of_qwen_are_those_of_its_config_json():
     fields = {'model_type': 'qwen3', 'rope_theta': 7.0}
     sparse = jax_encoder.parse_model_config(fields, 'config.json')
     theirs = transformers.Qwen3Config.from_dict(fields)
-    for ours, name in jax_encoder._SIZES.items():
-        assert getattr(sparse, ours) == getattr(theirs, name)
-    assert sparse.depth == theirs.num_hidden_layers
-    assert sparse.norm_epsilon == theirs.rms_norm_eps
+    assert_sizes(sparse, theirs)
     assert sparse.global_rope == language_model.Rope(theirs.rope_parameters['rope_theta'])
 
 
