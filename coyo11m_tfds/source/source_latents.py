@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -41,8 +42,13 @@ class FileHead:
     digest: str
     moments: str = ''  # that of the `LatentFile`
     disagreement: RowsDisagreeError | None = None
-    captions: tuple[str, pa.Array] | None = None  # with their column, if they are requested
-    labels: tuple[str, np.ndarray] | None = None  # classes, int64 (n,), if they are requested
+
+
+class FileTexts(NamedTuple):
+    """The captions and labels of one file, with their columns, if they are requested."""
+
+    captions: tuple[str, pa.Array] | None = None
+    labels: tuple[str, np.ndarray] | None = None  # classes, int64 (n,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,24 +66,16 @@ class SourceOptions:
 
 def _read_head(
     file: StoredFile, head_dir: str | os.PathLike[str], options: SourceOptions
-) -> FileHead:
+) -> tuple[FileHead, FileTexts]:
     try:
-        with _open_head(file, head_dir, options) as shard:
-            captions, labels = _read_texts(shard, options)
-            return FileHead(
-                keys=shard.keys,
-                dtype=shard.dtype,
-                shape=shard.shape,
-                embedding_dim=shard.embedding_dim,
-                digest=shard.digest,
-                moments=shard.moments,
-                captions=captions,
-                labels=labels,
-            )
+        with _open_head(file, head_dir, options) as x:
+            head = FileHead(x.keys, x.dtype, x.shape, x.embedding_dim, x.digest, x.moments)
+            return head, _read_texts(x, options)
     except RowsDisagreeError as error:
         if not options.drop_bad:
             raise
-        return FileHead(np.empty(0, np.int64), '', (), None, error.digest, disagreement=error)
+        head = FileHead(np.empty(0, np.int64), '', (), None, error.digest, disagreement=error)
+        return head, FileTexts()
 
 
 def write_numbers(
@@ -125,10 +123,7 @@ def _open_head(
             os.remove(path)
 
 
-def _read_texts(
-    file: LatentFile, options: SourceOptions
-) -> tuple[tuple[str, pa.Array] | None, tuple[str, np.ndarray] | None]:
-    """The captions and the labels of a file, as of `FileHead`."""
+def _read_texts(file: LatentFile, options: SourceOptions) -> FileTexts:
     column = ''
     if options.captions is not None:
         is_default = options.captions == schema.DEFAULT_CAPTION_COLUMN
@@ -149,7 +144,7 @@ def _read_texts(
         raise ValueError(f'{file.path}: has no labels; expected one of {", ".join(LABELS)}.')
     captions = (column, file.column(column)) if column else None
     if not options.labels and (options.captions is None or column):
-        return captions, None
+        return FileTexts(captions)
     labels = file.column(file.label_column)
     bounds = pc.min_max(labels).as_py() if len(labels) else {'min': 0, 'max': 0}
     if labels.null_count or bounds['min'] < 0 or bounds['max'] >= _MAX_LABELS:
@@ -160,7 +155,7 @@ def _read_texts(
     # Without captions, the labels take their place as text.
     if options.captions is not None and not column:
         captions = file.label_column, labels.cast(pa.large_string())
-    return captions, (file.label_column, labels.cast(pa.int64()).to_numpy())
+    return FileTexts(captions, (file.label_column, labels.cast(pa.int64()).to_numpy()))
 
 
 class TextTables:
@@ -174,12 +169,10 @@ class TextTables:
         self._labels: list[tuple[np.ndarray, np.ndarray]] = []
         self._label_column = ''
 
-    def add(self, path: str, head: FileHead) -> None:
+    def add(self, path: str, keys: np.ndarray, file_texts: FileTexts) -> None:
         """Adds the rows of a file; raises a ValueError if its columns differ from those before."""
-        if head.disagreement:
-            return
-        if head.captions:
-            name, texts = head.captions
+        if file_texts.captions:
+            name, texts = file_texts.captions
             if self._writer is None:
                 self.caption_column = name
                 self.captions = os.path.join(self._folder, 'captions-of-files.parquet')
@@ -193,10 +186,10 @@ class TextTables:
                     'files before it. Give the column one name in all files, or set caption_column '
                     'to one that all of them have.'
                 )
-            self._writer.write_table(pa.table([head.keys, texts], schema=self._writer.schema))
-        if head.labels:
-            self._label_column = head.labels[0]
-            self._labels.append((head.keys, head.labels[1]))
+            self._writer.write_table(pa.table([keys, texts], schema=self._writer.schema))
+        if file_texts.labels:
+            self._label_column, labels = file_texts.labels
+            self._labels.append((keys, labels))
 
     def close(self) -> None:
         """Completes the files."""
@@ -281,10 +274,9 @@ class SourceLatents:
             Progress('Checking the source', len(files), 'files') as progress,
             concurrent.futures.ThreadPoolExecutor(_HEADS_AT_ONCE) as threads,
         ):
-            for file, head in zip(files, threads.map(read_one, files), strict=True):
-                texts.add(file.path, head)
-                # Without the texts, which are on the disk now.
-                heads.append(dataclasses.replace(head, captions=None, labels=None))
+            for file, (head, file_texts) in zip(files, threads.map(read_one, files), strict=True):
+                texts.add(file.path, head.keys, file_texts)
+                heads.append(head)
                 progress.add(1)
         texts.close()
         # If no file is good, there is no kind of latents to go on with.
