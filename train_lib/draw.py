@@ -181,10 +181,7 @@ def draw_pictures(
         pictures = draw_pictures('W', ['a red circle', 'a blue square'], guidance=3, seed=1)
 
     Takes the options of `Artist`, which draws more captions later without loading it all again.
-
-    Raises:
-        ValueError: An option is out of its range, or the encoder is not that of the training data.
-        OSError: There is no checkpoint, or it cannot be read.
+    Raises a ValueError for a wrong option or encoder, and an OSError without a checkpoint.
     """
     return [Image.fromarray(picture) for picture in Artist(place, **options).draw(captions)]
 

@@ -17,7 +17,8 @@ With `--prompts`, it draws the prompts of a text file, of GenEval or of
 DPG-Bench into a folder in WORKDIR/evaluation that their own judges read:
 `train_lib/prompt_sets.py` has the names.
 
-After an interruption, the same command continues, also with more features.
+After an interruption, or with a larger `--num_pictures`, the same command
+continues.
 """
 
 import contextlib

@@ -44,9 +44,8 @@ def read_prompts(path: epath.PathLike, count: int) -> list[Prompt]:
         return [Prompt(text, grid, {}) for text, grid in zip(texts, grids, strict=True)]
     prompts = []
     for number, line in enumerate(draw.read_captions(path)):
-        metadata = {'prompt': line}
         try:
-            metadata = json.loads(line) if path.suffix == '.jsonl' else metadata
+            metadata = json.loads(line) if path.suffix == '.jsonl' else {'prompt': line}
             text = metadata['prompt'].strip()
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             problem = f'{line[:80]!r} is not JSON like {{"prompt": "a red circle"}}'
@@ -84,9 +83,10 @@ def draw_prompts(
                 continue
             captions = [x.text for x in batch for _ in range(count)]
             pictures = artist.draw(captions, first=first * count)
-            for prompt, own in zip(batch, np.split(pictures, len(batch)), strict=True):
-                contents = [own[0]] if count == 1 else own if prompt.metadata else [_tile(own)]
-                files = {x: y.encode() for x, y in prompt.metadata.items()}
+            for prompt, images in zip(batch, np.split(pictures, len(batch)), strict=True):
+                # One file holds all of them, or each has its own.
+                contents = images if len(prompt.files) == count else [_tile(images)]
+                files = {file: text.encode() for file, text in prompt.metadata.items()}
                 files |= dict(zip(prompt.files, map(previews.encode_png, contents), strict=True))
                 for file in files.keys() - present:
                     folder.write(f'{name}/{file}', files[file])
@@ -96,10 +96,7 @@ def draw_prompts(
 
 def _tile(pictures: np.ndarray) -> np.ndarray:
     """Puts up to four pictures, uint8 `(n, H, W, 3)`, into a grid without margins."""
-    height, width = pictures.shape[1:3]
-    rows = -(-len(pictures) // _GRID_WIDTH)
-    grid = np.zeros((rows * height, _GRID_WIDTH * width, 3), np.uint8)
-    for number, picture in enumerate(pictures):
-        row, column = divmod(number, _GRID_WIDTH)
-        grid[row * height :, column * width :][:height, :width] = picture
-    return grid
+    num_missing = -len(pictures) % _GRID_WIDTH
+    cells = np.pad(pictures, [(0, num_missing), (0, 0), (0, 0), (0, 0)])
+    rows = np.split(cells, len(cells) // _GRID_WIDTH)
+    return np.vstack([np.hstack(list(row)) for row in rows])
