@@ -198,6 +198,21 @@ def test_a_setting_out_of_its_range_is_refused_as_by_a_run():
         compile.analyze(config, 'v5e:4x4')
 
 
+def test_every_topology_has_devices_of_a_kind_with_figures():
+    pytest.importorskip('libtpu')
+    code = """
+        from train_lib.tools import compile
+        for topology in sys.argv[1:]:
+            devices = compile.slice_devices(topology)
+            print(len(devices), *{device.device_kind for device in devices}, sep=',')
+    """
+    counts = {'v4:2x2x1': 4, 'v5e:2x2': 4, 'v5p:2x2x1': 4, 'v6e:2x2': 4, 'tpu7x:2x2x1': 8}
+    lines = children.output(code, *counts).splitlines()
+    for (topology, count), line in zip(counts.items(), lines, strict=True):
+        devices, kind = line.split(',')
+        assert (int(devices), chips.CHIPS[kind].name) == (count, topology.partition(':')[0])
+
+
 def test_a_topology_that_there_is_not_is_refused():
     status, _, errors = _run('--config=default', '--topology=v5e:3x5')
     assert status == 1
