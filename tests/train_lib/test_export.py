@@ -17,7 +17,7 @@ from tests.train_lib.test_models import randomized
 from train_lib import checkpoint, export, model_card, models, torch_reference
 from train_lib.models.dit import Words, flatten_weights
 
-PREVIEW = {'guidance': 3.0, 'guidance_low': 0.1, 'guidance_high': 0.8}
+PREVIEW = {'guidance': 3.0, 'guidance_low': 0.4, 'guidance_high': 0.8}
 PREVIEW |= {'num_steps': 6, 'time_shift': 2.0}
 SIDE, DIM = 8, 12
 

@@ -14,7 +14,7 @@ from coyo11m_tfds.text import text_encoders
 from tests import runs
 from tests.test_readme import blocks
 from train_lib import draw, models, train
-from train_lib.models import attention_kernel, dit
+from train_lib.models import dit
 from train_lib.models.dit import Words
 
 
@@ -158,56 +158,6 @@ def test_a_new_model_predicts_zero_in_float32(small):
     assert jax.eval_shape(narrow.apply, variables, *inputs).dtype == jnp.float32
     with pytest.raises(ValueError, match='latents of 7x7 cannot be cut into patches of 2x2'):
         model.apply(variables, *_inputs(side=7))
-
-
-def test_time_text_and_place_matter(small):
-    model, variables, (x, t, text) = small
-    out = model.apply(variables, x, t, text)
-    assert not np.allclose(out, model.apply(variables, x, t / 2, text), atol=1e-3)
-    assert not np.allclose(out, model.apply(variables, x, t, -text), atol=1e-3)
-    # Without position vectors a transformer would commute with a shift by whole patches.
-    shifted = jnp.roll(model.apply(variables, jnp.roll(x, 2, axis=1), t, text), -2, axis=1)
-    assert not np.allclose(out, shifted, atol=1e-3)
-
-
-def test_products_of_turned_vectors_depend_on_the_difference_of_positions_alone():
-    query, key = jax.random.normal(jax.random.key(3), (2, 16))
-    rotations = dit.make_rotations(5, 7, 16).reshape(5, 7, 32)
-
-    def product(a, b):
-        return np.dot(
-            *(attention_kernel.rotate_pairs(x, rotations[at]) for x, at in ((query, a), (key, b)))
-        )
-
-    assert product((1, 2), (3, 3)) == pytest.approx(product((2, 5), (4, 6)), abs=1e-5)
-    others = [product((1, 2), at) for at in ((3, 2), (2, 3), (1, 3), (3, 1))]
-    assert np.abs(others - product((1, 2), (3, 3))).min() > 1e-3
-
-
-def test_a_token_is_a_square_of_positions(small):
-    model, variables, (x, t, text) = small
-    # Without attention a token keeps to itself.
-    silent = jax.tree.map_with_path(
-        lambda path, leaf: 0 * leaf if 'attention' in str(path) else leaf, variables
-    )
-
-    def at_row_3_column_6(x):
-        return model.apply(silent, x, t, text)[0, 3, 6].sum()
-
-    touched = np.abs(jax.jit(jax.grad(at_row_3_column_6))(x)).sum(axis=(0, 3)) > 0
-    assert np.argwhere(touched).tolist() == [[2, 6], [2, 7], [3, 6], [3, 7]]
-
-
-def test_dropped_text_is_ignored_and_only_there(small):
-    model, variables, (x, t, text) = small
-    drop = jnp.array([True, False, True])
-    out = model.apply(variables, x, t, text, drop)
-    other = model.apply(variables, x, t, -text, drop)
-    np.testing.assert_array_equal(out[0], other[0])
-    np.testing.assert_array_equal(out[2], other[2])
-    assert not np.allclose(out[1], other[1], atol=1e-3)
-    nothing_dropped = model.apply(variables, x, t, text, jnp.zeros(3, bool))
-    np.testing.assert_array_equal(nothing_dropped, model.apply(variables, x, t, text, None))
 
 
 def test_how_blocks_are_compiled_changes_nothing(small):
