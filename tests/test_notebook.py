@@ -46,6 +46,9 @@ def test_it_runs_in_an_empty_folder(tmp_path, monkeypatch):
     for module in ('ipykernel', 'nbclient'):
         pytest.importorskip(module)
     monkeypatch.setenv('PYTHONPATH', str(CHECKOUT))
+    # As where nobody has set what keeps TensorFlow quiet.
+    for name in ('TF_CPP_MIN_LOG_LEVEL', 'TF_ENABLE_ONEDNN_OPTS'):
+        monkeypatch.delenv(name, raising=False)
     notebook = run_notebook(tmp_path)
     assert kinds(notebook) == kinds(json.loads(PATH.read_text('utf-8')))
     outputs = itertools.chain.from_iterable(read_outputs(notebook))

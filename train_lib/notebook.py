@@ -10,13 +10,21 @@ Interrupting the kernel saves a checkpoint and ends the cell. The same cell resu
 import html
 import io
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from IPython import display
 from PIL import Image
 
-from train_lib import previews, train
-from train_lib.state import TrainState
+import input_pipeline
+from train_lib import previews
+
+if TYPE_CHECKING:
+    from train_lib import train
+    from train_lib.state import TrainState
+
+# Before `train` imports TensorFlow, whose messages would be in the output of a cell.
+input_pipeline.quiet_tensorflow()
 
 
 def join_pictures(
@@ -26,17 +34,19 @@ def join_pictures(
     return Image.fromarray(previews.make_grid([np.stack([*map(np.asarray, pictures)])], captions))
 
 
-def live_hooks() -> tuple[train.Hook, ...]:
+def live_hooks() -> 'tuple[train.Hook, ...]':
     """Returns `train.DEFAULT_HOOKS` with those that show the run below this cell."""
+    from train_lib import train
+
     # Empty until the first report and the first previews, which then replace it.
     bar, picture = (display.display(display.HTML(''), display_id=True) for _ in range(2))
 
-    def show_bar(run: train.Run, step: int, state: TrainState) -> None:
+    def show_bar(run: 'train.Run', step: int, state: 'TrainState') -> None:
         progress = f'<progress max="{run.config.num_steps}" value="{step}"></progress>'
         page = f'<div>{progress} {html.escape(run.log.summary)}</div>'
         bar.update({'text/html': page, 'text/plain': run.log.summary}, raw=True)
 
-    def show_previews(run: train.Run, step: int, state: TrainState) -> None:
+    def show_previews(run: 'train.Run', step: int, state: 'TrainState') -> None:
         content = previews.path_of_step(run.workdir, step).read_bytes()
         picture.update(Image.open(io.BytesIO(content)))
 
