@@ -23,6 +23,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import itertools
 import json
 import math
 import os
@@ -30,7 +31,7 @@ import shlex
 import tarfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Self
 
@@ -63,6 +64,7 @@ _MANY_IMAGES = 4096
 # Reading waits for the storage, so there are more threads than workers.
 _MORE_READS = 4
 _IMAGES_AHEAD, _BYTES_AHEAD = 256, 256 << 20  # decoded while others are encoded
+_Result = tuple[SourceImage, Pixels | BadImageError]
 _Batch = list[tuple[str, SourceImage, Pixels]]  # with the names that images have in a tar
 _LEAST_ROWS = 100  # of a bucket in a mixture, so that its train split fills all lanes
 
@@ -258,18 +260,13 @@ def _encode_parts(
                 continue
             # Before more hours are spent.
             encoding.counts.check_bad(max_bad, _MANY_IMAGES)
-            remaining = part.num_bytes
             with (
                 make_tars() as tars,
                 part.open(scratch) as images,
                 contextlib.closing(decoders.decode_all(images)) as results,
             ):
-                for image, decoded in results:
-                    tars.add(image, decoded)
-                    progress.add(image.size, images=1)
-                    remaining -= image.size
-                tars.finish()
-            progress.add(remaining, parts=1)
+                tars.encode(results, progress)
+            progress.add(part.num_bytes - tars.num_bytes, parts=1)
             encoding.store_part(number, tars)
 
 
@@ -377,9 +374,7 @@ class _PartTars:
         self._folder, self._encoder, self._num_crops = folder, encoder, target.crops
         self._moments, self._dtype = moments, dtype
         self._tars, self._stack = dict[str, tarfile.TarFile](), contextlib.ExitStack()
-        self._batches = collections.defaultdict[str, _Batch](list)
-        self._running = collections.deque[tuple[str, _Batch, Callable]]()
-        self._num_images = 0
+        self.num_bytes = 0  # of the images
 
     def __enter__(self) -> Self:
         return self
@@ -388,35 +383,37 @@ class _PartTars:
         with file_state.naming(self._folder):
             self._stack.close()
 
-    def add(self, image: SourceImage, decoded: Pixels | BadImageError) -> None:
-        """Adds an image; now and then starts a batch and writes the one before."""
-        if isinstance(decoded, BadImageError):
-            self.counts.drop(image, decoded)
-            return
-        height, width = decoded.crops.shape[1:3]
-        shape = f'{height}x{width}'
+    def encode(self, results: Iterable[_Result], progress: Progress) -> None:
+        """Encodes and writes images."""
+        running = None
+        for shape, batch in self._make_batches(results, progress):
+            # The devices compute one batch while the next is decoded.
+            wait = self._encoder.start(np.concatenate([decoded.crops for *_, decoded in batch]))
+            if running:
+                self._write(*running)
+            running = shape, batch, wait
+        if running:
+            self._write(*running)
+
+    def _make_batches(
+        self, results: Iterable[_Result], progress: Progress
+    ) -> Iterator[tuple[str, _Batch]]:
+        batches = collections.defaultdict[str, _Batch](list)
         # Unlike the names of images, these have no dots, folders or repetitions.
-        self._batches[shape].append((f'{self._num_images:06}', image, decoded))
-        self._num_images += 1
-        batch_size = self._encoder.batch_size(height, width)
-        # The crops of so many images fill whole batches of the encoder.
-        if len(self._batches[shape]) == batch_size // math.gcd(batch_size, self._num_crops):
-            self._start(shape)
-
-    def finish(self) -> None:
-        """Encodes and writes what is left."""
-        for shape in list(self._batches):
-            self._start(shape)
-        while self._running:
-            self._write(*self._running.popleft())
-
-    def _start(self, shape: str) -> None:
-        batch = self._batches.pop(shape)
-        wait = self._encoder.start(np.concatenate([decoded.crops for *_, decoded in batch]))
-        self._running.append((shape, batch, wait))
-        # The devices compute one batch while the next is decoded.
-        if len(self._running) > 1:
-            self._write(*self._running.popleft())
+        names = (f'{number:06}' for number in itertools.count())
+        for image, decoded in results:
+            self.num_bytes += image.size
+            progress.add(image.size, images=1)
+            if isinstance(decoded, BadImageError):
+                self.counts.drop(image, decoded)
+                continue
+            height, width = decoded.crops.shape[1:3]
+            shape, batch_size = f'{height}x{width}', self._encoder.batch_size(height, width)
+            batches[shape].append((next(names), image, decoded))
+            # The crops of so many images fill whole batches of the encoder.
+            if len(batches[shape]) == batch_size // math.gcd(batch_size, self._num_crops):
+                yield shape, batches.pop(shape)
+        yield from batches.items()
 
     def _write(self, shape: str, batch: _Batch, wait: Callable[[], Any]) -> None:
         for (name, image, decoded), latents in zip(batch, self._rows(*wait()), strict=True):
@@ -466,9 +463,7 @@ class _Decoders:
     def __exit__(self, *error) -> bool | None:
         return self._stack.__exit__(*error)
 
-    def decode_all(
-        self, images: Iterable[SourceImage]
-    ) -> Generator[tuple[SourceImage, Pixels | BadImageError], None, None]:
+    def decode_all(self, images: Iterable[SourceImage]) -> Generator[_Result, None, None]:
         """Reads and decodes images; yields them in order, with their pixels or what is wrong."""
         return workers.map_ahead(self._decode, images, self._num_threads, self._ahead)
 

@@ -168,9 +168,9 @@ def write_sidecar(
         )
 
 
-def describe_values(path: str, column: str = '', name: str = '') -> dict[str, Any]:
-    """Returns those facts of `join_values` that one file holds; `name` is its name in messages."""
-    with KeyedFile(path, *([column] if column else _COLUMNS), name=name) as file:
+def describe_values(path: str, column: str = '') -> dict[str, Any]:
+    """Returns those facts of `join_values` that one file holds."""
+    with KeyedFile(path, *([column] if column else _COLUMNS)) as file:
         return _describe_column(file, column)
 
 
