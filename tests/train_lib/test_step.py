@@ -1,4 +1,4 @@
-"""One step learns, repeats exactly, weighs by masks, and changes nothing where it is not finite."""
+"""One step learns, weighs by masks, and changes nothing where it is not finite."""
 
 import functools
 
@@ -61,17 +61,6 @@ def test_training_lowers_the_loss_and_the_average_follows(trainer):
     assert current.step == 60
     gap = optax.tree.norm(optax.tree.sub(current.params, current.ema_params))
     assert 0 < gap < 0.1 * optax.tree.norm(current.params)
-
-
-def test_a_step_repeats_exactly_and_its_noise_changes_with_the_step(trainer):
-    train_step, _, first = trainer
-    again, metrics = train_step(first, _batch())
-    same, same_metrics = train_step(first, _batch())
-    jax.tree.map(np.testing.assert_array_equal, again, same)
-    assert metrics.compute()['loss'] == same_metrics.compute()['loss']
-    # A new model predicts zero whatever its weights: only noise and times can change the loss.
-    later = train_step(first.replace(step=first.step + 1), _batch())[1]
-    assert later.compute()['loss'] != metrics.compute()['loss']
 
 
 def test_samples_are_weighed_by_the_mask():
