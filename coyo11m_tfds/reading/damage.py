@@ -18,6 +18,8 @@ DEFAULT_MAX_FRACTION = 0.001
 # set.
 _ALWAYS_ALLOWED = 64
 
+_BITS = np.left_shift(1, np.arange(8)).astype(np.uint8)
+
 # What is wrong with a record.
 TOO_SHORT = 'the file is shorter than its chunk index says'
 DAMAGED_ROW = 'its checksum is wrong'
@@ -41,10 +43,10 @@ class Checks:
         good = is_whole.copy()
         if self._mode == NEVER:
             return good
-        bit = np.left_shift(1, number & 7).astype(np.uint8)
-        unchecked = good.copy()
+        bit = _BITS[number & 7]
+        unchecked = good
         if self._mode == ONCE:
-            unchecked &= (self._checked_bits[number >> 3] & bit) == 0
+            unchecked = good & (self._checked_bits[number >> 3] & bit == 0)
         indices = np.flatnonzero(unchecked)
         if len(indices):
             good[indices] = match(indices)

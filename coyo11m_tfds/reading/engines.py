@@ -6,6 +6,7 @@ chunks, a block of batches is filled while the loop uses the block before it.
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -87,7 +88,8 @@ class SplitReader:
         with_mask: bool,
         seed: int = 0,
         caption_dropout: float = 0.0,
-        middle_crop: bool = False,
+        crop: int | None = None,
+        all_crops: bool = False,
     ):
         self.options, stored = options, options.stored
         self._split, self.is_mapped = opened
@@ -108,7 +110,8 @@ class SplitReader:
             stored_specs(stored) | column_specs,
             seed=seed,
             caption_dropout=caption_dropout,
-            middle_crop=middle_crop,
+            crop=crop,
+            all_crops=all_crops,
             with_mask=with_mask,
             text=text if text.in_columns or text.size > text.texts[0].size else None,
         )
@@ -118,7 +121,7 @@ class SplitReader:
             options.on_bad_records, options.max_bad_fraction, num_records, options.counter
         )
         # One for all lanes: it remembers which records have been compared with their checksums.
-        self._mapped_reader = self._row_reader(None) if self.is_mapped else None
+        self.mapped_reader = self._row_reader(None) if self.is_mapped else None
 
     @property
     def raw_nbytes(self) -> int:
@@ -130,13 +133,22 @@ class SplitReader:
 
     def read_blocks(self, blocks: Iterator[RecordBlock], in_flight: int) -> Iterator[LazyBatch]:
         """Yields the batches of all blocks; fetches `in_flight` chunks at once."""
-        split, counter = self._split, self.options.counter
-        if self._mapped_reader:
-            return _read_rows(self._mapped_reader, blocks, counter)
-        max_in_flight = in_flight * (1 + len(self._columns))
-        files = FetchedFiles(split.file, split.file_sizes, max_in_flight, counter)
-        reader = self._row_reader(files)
-        return _ChunkReader(split, reader, files, self.options).read(blocks)
+        if self.mapped_reader:
+            return _read_rows(self.mapped_reader, blocks, self.options.counter)
+        return self._chunk_reader(in_flight).read(blocks)
+
+    def read_block(self, block: RecordBlock, pool: ThreadPoolExecutor) -> Batch:
+        """Reads a block of one chunk with the threads of a pool."""
+        ((_, values),) = self._chunk_reader(1, pool).read_blocks(iter([block]))
+        return values
+
+    def _chunk_reader(
+        self, in_flight: int, pool: ThreadPoolExecutor | None = None
+    ) -> '_ChunkReader':
+        split, max_in_flight = self._split, in_flight * (1 + len(self._columns))
+        counter = self.options.counter
+        files = FetchedFiles(split.file, split.file_sizes, max_in_flight, counter, pool)
+        return _ChunkReader(split, self._row_reader(files), files, self.options)
 
     def _row_reader(self, files: FetchedFiles | None) -> RowReader:
         return RowReader(
@@ -199,15 +211,13 @@ class _ChunkReader:
         self._piece = schema.CHUNK_STRIDE if options.source.where else options.chunk
 
     def read(self, blocks: Iterator[RecordBlock]) -> Iterator[Batch]:
-        for (steps, size), values in Ahead(self._read_blocks(blocks), 1, 'chunks'):
+        for (steps, size), values in Ahead(self.read_blocks(blocks), 1, 'chunks'):
             for step in range(steps):
                 rows = slice(step * size, (step + 1) * size)
                 # A batch that is kept must not keep its block.
                 yield {name: x[rows].copy() for name, x in values.items()}
 
-    def _read_blocks(
-        self, blocks: Iterator[RecordBlock]
-    ) -> Iterator[tuple[tuple[int, ...], Batch]]:
+    def read_blocks(self, blocks: Iterator[RecordBlock]) -> Iterator[tuple[tuple[int, ...], Batch]]:
         """Yields the shape of each block, and the values of all its rows."""
         try:
             chunked_blocks = itertools.chain(map(self._find_chunks, blocks), [None])

@@ -29,14 +29,14 @@ def kept_records(options: ReadOptions) -> KeptRecords | None:
     # A run plans, trains and evaluates with the same source: it reads the columns once.
     if options.split not in source.kept:
         lengths = split.index.shard_lengths
-        read_keys = functools.partial(_read_split_keys, options, int(lengths.sum()))
+        read_keys = functools.partial(read_split_keys, options, int(lengths.sum()))
         source.kept[options.split] = find_kept(
             source.where, source.stored, options.split, lengths, read_keys
         )
     return source.kept[options.split]
 
 
-def _read_split_keys(options: ReadOptions, num_records: int, size: int) -> Iterator[np.ndarray]:
+def read_split_keys(options: ReadOptions, num_records: int, size: int) -> Iterator[np.ndarray]:
     """Yields the keys of all records, `size` at a time; masked where a bad record is skipped."""
     key_options = ReadOptions(
         data=options.stored,
@@ -108,7 +108,7 @@ class EvalReader(SplitReader):
         # Consecutive records, so that each process reads few chunks of the others.
         self._own_records = range(num_records)[options.process_index * per_process :][:per_process]
         text = options.stored.choose_texts(options.text).first
-        super().__init__(options, opened, text, middle_crop=True, with_mask=True)
+        super().__init__(options, opened, text, crop=0, with_mask=True)
 
     def read(self, start: int = 0) -> Iterator[Batch]:
         """Returns the batches after the first `start`, with rows of zeros to fill the last ones."""

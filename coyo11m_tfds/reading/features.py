@@ -22,7 +22,8 @@ class BatchFeatures:
     stored: Mapping[str, ArraySpec]
     seed: int = 0  # of the choices for samples
     caption_dropout: float = 0.0  # share of samples that `drop_text` marks
-    middle_crop: bool = False  # of all samples, instead of one by (seed, epoch, key)
+    crop: int | None = None  # of all samples, 0 for the middle one; None: by (seed, epoch, key)
+    all_crops: bool = False  # of each sample, instead of one
     with_mask: bool = False
     text: texts.TextMixture | None = None  # None for the text in the record of each sample
 
@@ -49,8 +50,8 @@ class BatchFeatures:
             DROP_TEXT: ArraySpec((), np.dtype(bool)),
             MASK: ArraySpec((), np.dtype(bool)),
         }
-        # A sample shows one of the stored crops.
-        if schema.LATENTS in rows:
+        # A sample shows one of the stored crops, unless all are read.
+        if schema.LATENTS in rows and not self.all_crops:
             shape, dtype = rows[schema.LATENTS]
             rows[schema.LATENTS] = ArraySpec(shape[1:], dtype)
         # Tokens of several texts are padded to the longest.
@@ -60,9 +61,11 @@ class BatchFeatures:
         return {x: ArraySpec((size, *rows[x].shape), rows[x].dtype) for x in self.array_names}
 
     def choose_crops(self, epoch: np.ndarray, keys: np.ndarray, count: int) -> np.ndarray:
-        """Returns the number of the crop of each key in its epoch; int64 `(n,)`."""
-        if self.middle_crop:
-            return np.full(len(keys), schema.middle_crop(count))
+        """Returns the number of the crop of each key, int64 `(n,)`; `(1, count)` for all crops."""
+        if self.all_crops:
+            return np.arange(count)[None]
+        if self.crop is not None:
+            return np.full(len(keys), schema.middle_crop(count) + self.crop)
         return order.sample_crops(self.seed, epoch, keys, count)
 
     def choose_drops(self, epoch: np.ndarray, keys: np.ndarray) -> np.ndarray:

@@ -108,7 +108,10 @@ class MappedFiles:
         """Checks that open files are unchanged, each at most once a second."""
         now = time.monotonic()
         # A batch may use hundreds of files, too many to check for each batch.
-        due_numbers = np.unique(numbers[self._check_times[numbers] < now - _CHECK_SECONDS])
+        due_numbers = numbers[self._check_times[numbers] < now - _CHECK_SECONDS]
+        if not len(due_numbers):
+            return
+        due_numbers = np.unique(due_numbers)
         for number in due_numbers.tolist():
             path, opened_state = self.path_of(number), self._states[number]
             with _explain_errors(path):
@@ -176,15 +179,20 @@ class FetchedFiles:
         size: Sequence[int] | np.ndarray,
         max_in_flight: int,
         counter: ReadCounter | None = None,
+        pool: ThreadPoolExecutor | None = None,
     ):
-        """Takes the number of ranges that may be in flight or wait to be taken."""
+        """Takes the number of ranges that may be in flight or wait to be taken.
+
+        The threads of a `pool` keep their connections for the next object.
+        """
         self.memory = FencedMemory()
         # Corrected for a file that turns out to be shorter.
         self.size = np.array(size, np.int64)
         self._path_of = path_of
         self._added: dict[int, StoredFile] = {}
         self._max_in_flight, self._counter = max_in_flight, counter or ReadCounter()
-        self._pool = ThreadPoolExecutor(max_in_flight, 'fetch')
+        self._owns_pool = pool is None
+        self._pool = pool or ThreadPoolExecutor(max_in_flight, 'fetch')
         self._is_finalizing = sys.is_finalizing  # of one that outlives all modules
         self._queue: collections.deque[Range] = collections.deque()
         self._in_flight: dict[Range, Future[bytes]] = {}
@@ -233,7 +241,7 @@ class FetchedFiles:
         """Ends the threads after the requests that are under way."""
         self._queue.clear()
         # At the end of the program the interpreter has ended the threads.
-        if not self._is_finalizing():
+        if self._owns_pool and not self._is_finalizing():
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def locate(

@@ -225,7 +225,7 @@ class RowReader:
         good: np.ndarray,
         crops: np.ndarray | None = None,
     ) -> LazyArray:
-        """Values of a fixed size, from records or a column, with one crop; zeros for bad rows."""
+        """Values of a fixed size, from records or a column, of `crops`; zeros for bad rows."""
         shape, dtype = self._features.stored[name]
         pieces = located.values.places[name].reshape(len(good), -1)
         addresses = pieces[:, 0]
@@ -234,7 +234,9 @@ class RowReader:
             # A `.pt` file may keep each crop apart, as a piece of the row.
             piece, index_in_piece = np.divmod(crops, crops_per_piece)
             crop_nbytes = dtype.itemsize * math.prod(shape)
-            addresses = pieces[np.arange(len(good)), piece] + index_in_piece * crop_nbytes
+            rows = np.arange(len(good)).reshape(-1, *[1] * (crops.ndim - 1))
+            addresses = pieces[rows, piece] + index_in_piece * crop_nbytes
+            good = good.reshape(rows.shape)
         addresses = np.where(good, addresses, self._memory.zeros)
         return LazyArray(addresses, ArraySpec(shape, dtype), self._memory, [self])
 

@@ -162,7 +162,7 @@ def _shuffled_batches(plan: training.ReadPlan) -> tf.data.Dataset:
 
 def _padded_batches(options: ReadOptions) -> tf.data.Dataset:
     """This process's share of every record once, with zeros to fill the last batch."""
-    features = BatchFeatures(tuple(options.features), {}, middle_crop=True, with_mask=True)
+    features = BatchFeatures(tuple(options.features), {}, crop=0, with_mask=True)
     examples = _examples(options)
     num_examples = int(examples.cardinality())
     zeros = {name: tf.zeros(x.shape, x.dtype) for name, x in examples.element_spec.items()}

@@ -1,0 +1,250 @@
+"""Records by number and by key, for readers that bring an order of their own.
+
+Of mapped files, only the rows that are read are gathered. Of other files, a whole chunk is fetched
+and kept for a while, because its neighbours are often read next.
+"""
+
+import bisect
+import collections
+import dataclasses
+import functools
+import itertools
+import operator
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, SupportsIndex, overload
+
+import numpy as np
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.dataset.manifest import DamagedError
+from coyo11m_tfds.process.errors import FieldError
+from coyo11m_tfds.reading import damage
+from coyo11m_tfds.reading.batches import CROP, NOISE_SEED, Batch
+from coyo11m_tfds.reading.engines import SplitReader, open_splits
+from coyo11m_tfds.reading.evaluation import read_split_keys
+from coyo11m_tfds.reading.fenced_memory import gather_batch
+from coyo11m_tfds.reading.options import TF_DATA, ReadOptions
+from coyo11m_tfds.reading.order import RecordBlock
+from coyo11m_tfds.reading.row_reader import LocatedRecords, RowReader
+
+# Runs whose places are remembered, 4 KB each: those of 2 million records, 57 GB of latents.
+_LOCATED_RUNS = 1 << 16
+_KEPT_CHUNKS = 64  # of 32 records with 27 KB each, these take 55 MB
+_KEYS_AT_ONCE = 1 << 18
+
+
+class Records:
+    """The records of a split, by number and by key; see `input_pipeline.records`.
+
+    Attributes:
+        spec: Shape and dtype of each value of a record, by name.
+    """
+
+    def __init__(self, options: ReadOptions, crop: int | None = None):
+        self._options, self._crop = options.for_source(options.source), crop
+        stored, splits = options.stored, open_splits(options)
+        if splits is None or options.source.where or options.engine == TF_DATA:
+            raise ValueError(
+                f'{stored.folder}: only records of a whole data set with a chunk index have '
+                "numbers, with engine 'rows' or 'chunks': build it again, or leave out 'where'"
+            )
+        if others := {CROP, NOISE_SEED} & set(options.features):
+            raise ValueError(f'features has {min(others)!r}, which only samples in batches have')
+        crops = stored.latents[1][0]
+        middle = schema.middle_crop(crops)
+        if crop is not None and not 0 <= middle + crop < crops:
+            problem = f'expected {-middle} to {crops - 1 - middle}, or None for all crops'
+            raise FieldError('crop', crop, problem)
+        (self._opened,) = splits
+        index = self._opened.indexed.index
+        self._ends, self._length = np.cumsum(index.shard_lengths), int(index.shard_lengths.sum())
+        self._rows, self._process = self._open_rows(), os.getpid()
+        row_specs = self._rows.reader.spec(1).items()
+        self.spec = {name: spec._replace(shape=spec.shape[1:]) for name, spec in row_specs}
+
+    def __reduce__(self):
+        return type(self), (self._options, self._crop)
+
+    def __repr__(self) -> str:
+        values = ', '.join(f'{x} {dtype}{[*shape]}' for x, (shape, dtype) in self.spec.items())
+        place = f'{self._options.stored.folder}, {self._options.split!r}'
+        return f'Records({place}: {len(self):,} records of {values})'
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, number: SupportsIndex) -> dict[str, Any]: ...
+
+    @overload
+    def __getitem__(self, number: slice | Sequence[int] | np.ndarray) -> Batch: ...
+
+    def __getitem__(self, number: Any) -> dict[str, Any]:
+        if isinstance(number, slice):
+            return self._read_batch(np.arange(*number.indices(self._length)))
+        try:
+            index = operator.index(number)
+        except TypeError:
+            return self._read_batch(np.asarray(number))
+        if not -self._length <= index < self._length:
+            raise self._index_error(index)
+        index %= self._length
+        # On so few numbers Python is faster than NumPy.
+        shard = bisect.bisect_right(self._ends, index)
+        record = index - int(self._opened.indexed.first_numbers[shard])
+        return {name: x[0] for name, x in self._rows_here().read_one(shard, record).items()}
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """Returns the records of some numbers; torch calls it for a batch."""
+        batch = self._read_batch(np.asarray(numbers))
+        rows = zip(*batch.values(), strict=True)
+        return [dict(zip(batch, values, strict=True)) for values in rows]
+
+    _getitems = __getitems__  # called by versions of Grain that read several records at once
+
+    def find(self, key: int) -> int:
+        """Returns the number of the record with a key; KeyError if the split has none.
+
+        The first call reads all records of the split, and keeps 16 bytes for each.
+        """
+        keys, numbers = self._sorted_keys
+        place = bisect.bisect_left(keys, key)
+        if place == len(keys) or keys[place] != key:
+            raise KeyError(
+                f'{self._options.stored.folder}: no record of split {self._options.split!r} has '
+                f'key {key}; it may be in another split, or the build dropped it'
+            )
+        return int(numbers[place])
+
+    @functools.cached_property
+    def _sorted_keys(self) -> tuple[np.ndarray, np.ndarray]:
+        """The keys of all records that can be read, and their numbers."""
+        options = dataclasses.replace(self._options, on_bad_records=damage.SKIP)
+        keys = np.ma.concatenate([*read_split_keys(options, self._length, _KEYS_AT_ONCE)])
+        numbers = np.flatnonzero(~np.ma.getmaskarray(keys))
+        numbers = numbers[np.argsort(keys.data[numbers])]
+        return keys.data[numbers], numbers
+
+    def _read_batch(self, numbers: np.ndarray) -> Batch:
+        if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in 'iu'):
+            raise TypeError(f'records[{numbers}]: expected whole numbers, as one number or a list')
+        outside = (numbers < -self._length) | (numbers >= self._length)
+        if outside.any():
+            raise self._index_error(numbers[outside.argmax()])
+        # Of an empty list NumPy makes float64.
+        index = numbers.astype(np.int64) % self._length
+        shard = np.searchsorted(self._ends, index, side='right')
+        record = index - self._opened.indexed.first_numbers[shard]
+        return self._rows_here().read(shard, record)
+
+    def _index_error(self, number: int) -> IndexError:
+        place = f'{self._options.stored.folder}: split {self._options.split!r}'
+        return IndexError(f'{place} has {self._length:,} records, and none with number {number}')
+
+    def _rows_here(self) -> '_MappedRows | _FetchedRows':
+        # A fork has no threads, and perhaps locks that no thread will release.
+        if self._process != os.getpid():
+            self._rows, self._process = self._open_rows(), os.getpid()
+        return self._rows
+
+    def _open_rows(self) -> '_MappedRows | _FetchedRows':
+        options = self._options
+        reader = SplitReader(
+            options,
+            self._opened,
+            options.stored.choose_texts(options.text).first,
+            with_mask=False,
+            crop=self._crop,
+            all_crops=self._crop is None,
+        )
+        lengths = self._opened.indexed.index.shard_lengths
+        return (_MappedRows if reader.is_mapped else _FetchedRows)(reader, lengths)
+
+
+class _MappedRows:
+    """Reads records from mapped files."""
+
+    def __init__(self, reader: SplitReader, shard_lengths: np.ndarray):
+        assert reader.mapped_reader
+        self.reader, self._row_reader = reader, reader.mapped_reader
+        # A run is located in 0.7 ms; a record of it is then read in 0.05 ms.
+        locate = functools.partial(_locate_run, self._row_reader, shard_lengths)
+        self._locate_run = functools.lru_cache(_LOCATED_RUNS)(locate)
+
+    def read(self, shard: np.ndarray, record: np.ndarray) -> Batch:
+        return self._gather(self._row_reader.locate(np.zeros_like(shard), shard, record))
+
+    def read_one(self, shard: int, record: int) -> Batch:
+        run, place = divmod(record, schema.CHUNK_STRIDE)
+        return self._gather(self._locate_run(shard, run).rows(slice(place, place + 1)))
+
+    def _gather(self, located: LocatedRecords) -> Batch:
+        return gather_batch(self._row_reader.read(located, self._row_reader.check(located)))
+
+
+def _locate_run(
+    reader: RowReader, shard_lengths: np.ndarray, shard: int, run: int
+) -> LocatedRecords:
+    first = run * schema.CHUNK_STRIDE
+    record = np.arange(first, min(first + schema.CHUNK_STRIDE, shard_lengths[shard]))
+    return reader.locate(np.zeros_like(record), np.full_like(record, shard), record)
+
+
+class _FetchedRows:
+    """Fetches chunks, each once for all threads, and keeps those that were used last."""
+
+    def __init__(self, reader: SplitReader, shard_lengths: np.ndarray):
+        self.reader, self._shard_lengths = reader, shard_lengths
+        self._chunk = reader.options.chunk
+        self._in_flight = reader.options.parallel_reads
+        self._chunks: dict[int, Future[Batch]] = {}  # those that were used last are the last
+        self._lock = threading.Lock()
+        # A thread that reads a chunk waits for those that fetch its records and columns.
+        self._readers = ThreadPoolExecutor(self._in_flight, 'records')
+        self._fetchers = ThreadPoolExecutor(2 * self._in_flight, 'fetch')
+
+    def read(self, shard: np.ndarray, record: np.ndarray) -> Batch:
+        chunks, inverse = np.unique((shard << 32) + record // self._chunk, return_inverse=True)
+        requests = map(self._request, chunks.tolist())
+        ahead = collections.deque(itertools.islice(requests, self._in_flight))
+        values = {name: np.empty(*spec) for name, spec in self.reader.spec(len(shard)).items()}
+        for number in range(len(chunks)):
+            rows = np.flatnonzero(inverse == number)
+            for name, x in self._take_rows(ahead.popleft(), shard[rows], record[rows]).items():
+                values[name][rows] = x
+            ahead.extend(itertools.islice(requests, 1))
+        return values
+
+    def read_one(self, shard: int, record: int) -> Batch:
+        return self.read(np.array([shard]), np.array([record]))
+
+    def _request(self, chunk: int) -> Future[Batch]:
+        with self._lock:
+            future = self._chunks.pop(chunk, None)
+            # What failed is tried again: the reason may have passed.
+            if future is None or (future.done() and future.exception()):
+                future = self._readers.submit(self._fetch, chunk)
+            self._chunks[chunk] = future
+            if len(self._chunks) > _KEPT_CHUNKS:
+                del self._chunks[next(iter(self._chunks))]
+        return future
+
+    def _fetch(self, chunk: int) -> Batch:
+        shard, first = chunk >> 32, (chunk & 0xFFFFFFFF) * self._chunk
+        record = np.arange(first, min(first + self._chunk, self._shard_lengths[shard]))
+        return self._read_block(np.full_like(record, shard), record)
+
+    def _take_rows(self, chunk: Future[Batch], shard: np.ndarray, record: np.ndarray) -> Batch:
+        try:
+            values = chunk.result()
+        except DamagedError:
+            # Perhaps others of the chunk are damaged, and not these.
+            return self._read_block(shard, record)
+        return {name: x[record % self._chunk] for name, x in values.items()}
+
+    def _read_block(self, shard: np.ndarray, record: np.ndarray) -> Batch:
+        block = RecordBlock(*(x[None] for x in (np.zeros_like(shard), shard, record)))
+        return self.reader.read_block(block, self._fetchers)
