@@ -113,6 +113,7 @@ setuptools.setup(
             'accelerate>=1.0',  # with gguf, transformers unpacks an encoder for `make slow`
             'dill>=0.3.8',  # tfds.testing.DatasetBuilderTestCase imports it
             'gguf>=0.10',
+            'grain>=0.2.12',  # docs/reading.md reads with it
             'hypothesis>=6.100',
             'mypy>=2.4',
             'pytest>=8.0',

@@ -155,7 +155,8 @@ class ColumnReader:
                 self._files.will_need(*file_range)
 
     def check_unchanged(self, number: np.ndarray) -> None:
-        self._files.check_unchanged(self._offsets(number)[0])
+        files = np.zeros_like(number) if self._places is None else self._places[number, 0]
+        self._files.check_unchanged(self._first + files)
 
     def _offsets(self, number: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns file and row of some records, and the offsets of its pieces, `(n, pieces)`."""

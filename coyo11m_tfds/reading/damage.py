@@ -43,12 +43,11 @@ class Checks:
         good = is_whole.copy()
         if self._mode == NEVER:
             return good
-        bit = _BITS[number & 7]
-        unchecked = good
+        bit, unchecked = _BITS[number & 7], good
         if self._mode == ONCE:
             unchecked = good & (self._checked_bits[number >> 3] & bit == 0)
-        indices = np.flatnonzero(unchecked)
-        if len(indices):
+        if unchecked.any():
+            indices = np.flatnonzero(unchecked)
             good[indices] = match(indices)
             # A damaged record is compared again in every epoch: it may have been repaired.
             if self._mode == ONCE:
@@ -76,8 +75,8 @@ class BadRecords:
         message = f'{path}: {place or f"record {numbers[0]}"} cannot be read: {problem}.'
         if self._stops:
             raise DamagedError(
-                f'{message} Restore the file or build the data set again, or set on_bad_records='
-                f"'{SKIP}' to continue without such records."
+                f'{message} Restore the file or build the data set again. Batches leave such '
+                f"records out with on_bad_records='{SKIP}'."
             )
         self._records.update((shard, number) for number in numbers)
         if self._counter:

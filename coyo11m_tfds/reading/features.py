@@ -61,9 +61,7 @@ class BatchFeatures:
         return {x: ArraySpec((size, *rows[x].shape), rows[x].dtype) for x in self.array_names}
 
     def choose_crops(self, epoch: np.ndarray, keys: np.ndarray, count: int) -> np.ndarray:
-        """Returns the number of the crop of each key, int64 `(n,)`; `(1, count)` for all crops."""
-        if self.all_crops:
-            return np.arange(count)[None]
+        """Returns the number of the crop of each key in its epoch; int64 `(n,)`."""
         if self.crop is not None:
             return np.full(len(keys), schema.middle_crop(count) + self.crop)
         return order.sample_crops(self.seed, epoch, keys, count)

@@ -102,7 +102,7 @@ class FencedMemory:
 
     def _are_outside(self, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
         starts, ends = self._bounds or self._sort_regions()
-        outside = end > ends[np.searchsorted(starts, begin, side='right') - 1]
+        outside = end > ends[starts.searchsorted(begin, side='right') - 1]
         return outside & (end > begin)
 
     def _sort_regions(self) -> tuple[np.ndarray, np.ndarray]:

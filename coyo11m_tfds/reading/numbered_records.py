@@ -8,11 +8,10 @@ import bisect
 import collections
 import dataclasses
 import functools
-import itertools
 import operator
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, SupportsIndex, overload
 
@@ -76,6 +75,9 @@ class Records:
     def __len__(self) -> int:
         return self._length
 
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return map(self.__getitem__, range(self._length))
+
     @overload
     def __getitem__(self, number: SupportsIndex) -> dict[str, Any]: ...
 
@@ -129,12 +131,13 @@ class Records:
         return keys.data[numbers], numbers
 
     def _read_batch(self, numbers: np.ndarray) -> Batch:
-        if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in 'iu'):
+        if numbers.shape == (0,):
+            return {name: np.empty(*spec) for name, spec in self._rows.reader.spec(0).items()}
+        if numbers.ndim != 1 or numbers.dtype.kind not in 'iu':
             raise TypeError(f'records[{numbers}]: expected whole numbers, as one number or a list')
         outside = (numbers < -self._length) | (numbers >= self._length)
         if outside.any():
             raise self._index_error(numbers[outside.argmax()])
-        # Of an empty list NumPy makes float64.
         index = numbers.astype(np.int64) % self._length
         shard = np.searchsorted(self._ends, index, side='right')
         record = index - self._opened.indexed.first_numbers[shard]
@@ -198,24 +201,22 @@ class _FetchedRows:
 
     def __init__(self, reader: SplitReader, shard_lengths: np.ndarray):
         self.reader, self._shard_lengths = reader, shard_lengths
-        self._chunk = reader.options.chunk
-        self._in_flight = reader.options.parallel_reads
+        self._chunk, in_flight = reader.options.chunk, reader.options.parallel_reads
         self._chunks: dict[int, Future[Batch]] = {}  # those that were used last are the last
         self._lock = threading.Lock()
         # A thread that reads a chunk waits for those that fetch its records and columns.
-        self._readers = ThreadPoolExecutor(self._in_flight, 'records')
-        self._fetchers = ThreadPoolExecutor(2 * self._in_flight, 'fetch')
+        self._readers = ThreadPoolExecutor(in_flight, 'records')
+        self._fetchers = ThreadPoolExecutor(2 * in_flight, 'fetch')
 
     def read(self, shard: np.ndarray, record: np.ndarray) -> Batch:
         chunks, inverse = np.unique((shard << 32) + record // self._chunk, return_inverse=True)
-        requests = map(self._request, chunks.tolist())
-        ahead = collections.deque(itertools.islice(requests, self._in_flight))
+        # Each is freed after its rows are taken, unless it is kept.
+        futures = collections.deque(map(self._request, chunks.tolist()))
         values = {name: np.empty(*spec) for name, spec in self.reader.spec(len(shard)).items()}
         for number in range(len(chunks)):
             rows = np.flatnonzero(inverse == number)
-            for name, x in self._take_rows(ahead.popleft(), shard[rows], record[rows]).items():
+            for name, x in self._take_rows(futures.popleft(), shard[rows], record[rows]).items():
                 values[name][rows] = x
-            ahead.extend(itertools.islice(requests, 1))
         return values
 
     def read_one(self, shard: int, record: int) -> Batch:

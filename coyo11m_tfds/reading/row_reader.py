@@ -39,11 +39,10 @@ class LocatedRecords(NamedTuple):
     values: ValueAddresses  # also of columns, int64 `(n, pieces)`
 
     def rows(self, rows: slice) -> 'LocatedRecords':
-        regular, keys, captions_end, places = self.values
+        *arrays, (*values, places) = self
         places = {name: x[rows] for name, x in places.items()}
-        values = ValueAddresses(regular[rows], keys[rows], captions_end[rows], places)
-        arrays = {name: x[rows] for name, x in self._asdict().items() if name != 'values'}
-        return LocatedRecords(**arrays, values=values)
+        in_rows = ValueAddresses._make([*(x[rows] for x in values), places])
+        return LocatedRecords._make([*(x[rows] for x in arrays), in_rows])
 
 
 class RowReader:
@@ -123,7 +122,7 @@ class RowReader:
         # The key of a bad record is undefined, and so would be the choices that depend on it.
         keys = np.where(good, located.values.keys, 0)
         names, crops = self._features.array_names, None
-        if schema.LATENTS in names or CROP in names:
+        if not self._features.all_crops and (schema.LATENTS in names or CROP in names):
             count = self._features.stored[schema.LATENTS].shape[0]
             crops = self._features.choose_crops(located.epoch, keys, count)
         return {name: self._array(name, located, good, keys, crops) for name in names}
@@ -204,7 +203,7 @@ class RowReader:
         if name == CROP and crops is not None:
             middle = schema.middle_crop(features.stored[schema.LATENTS].shape[0])
             return np.where(good, crops - middle, 0).astype(np.int32)
-        return self._numbers(name, located, good, crops if name == schema.LATENTS else None)
+        return self._numbers(name, located, good, crops)
 
     def _texts(
         self, mixture: TextMixture, located: LocatedRecords, good: np.ndarray, keys: np.ndarray
@@ -225,19 +224,22 @@ class RowReader:
         good: np.ndarray,
         crops: np.ndarray | None = None,
     ) -> LazyArray:
-        """Values of a fixed size, from records or a column, of `crops`; zeros for bad rows."""
+        """Values of a fixed size, from records or a column; zeros for bad rows.
+
+        Of latents, one of the `crops` of each row, or all of them.
+        """
         shape, dtype = self._features.stored[name]
         pieces = located.values.places[name].reshape(len(good), -1)
         addresses = pieces[:, 0]
-        if crops is not None:
-            crops_per_piece, shape = shape[0] // pieces.shape[1], shape[1:]
+        if name == schema.LATENTS:
             # A `.pt` file may keep each crop apart, as a piece of the row.
-            piece, index_in_piece = np.divmod(crops, crops_per_piece)
-            crop_nbytes = dtype.itemsize * math.prod(shape)
-            rows = np.arange(len(good)).reshape(-1, *[1] * (crops.ndim - 1))
-            addresses = pieces[rows, piece] + index_in_piece * crop_nbytes
-            good = good.reshape(rows.shape)
-        addresses = np.where(good, addresses, self._memory.zeros)
+            count, shape = shape[0], shape[1:]
+            in_piece = np.arange(count // pieces.shape[1]) * dtype.itemsize * math.prod(shape)
+            addresses = (pieces[..., None] + in_piece).reshape(-1, count)
+            if crops is not None:
+                addresses = addresses[np.arange(len(good)), crops]
+        # Transposed, because a row may have several addresses.
+        addresses = np.where(good, addresses.T, self._memory.zeros).T
         return LazyArray(addresses, ArraySpec(shape, dtype), self._memory, [self])
 
     def _captions(self, located: LocatedRecords, good: np.ndarray) -> np.ndarray:
