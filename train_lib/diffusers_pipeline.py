@@ -3,18 +3,15 @@
     pipe = DiffusionPipeline.from_pretrained(FOLDER, trust_remote_code=True)
     pipe('a red circle').images[0].save('circle.png')
 
-`train_lib.export` writes this file as `pipeline.py`. It encodes captions as those of the training
-data were encoded: words and classes by itself, everything else by the transformers model that the
-data set names. `from_pretrained` takes `encoder=` and `vae=`, folders or hub names, in place of the
-recorded ones; diffusers runs no code of theirs.
+`train_lib.export` writes this file as `pipeline.py`. `from_pretrained` takes `encoder=` and `vae=`,
+folders or hub names, in place of the recorded ones.
 """
 
 import hashlib
-import itertools
 import re
-import struct
 import unicodedata
 
+import numpy as np
 import torch
 import transformers
 from diffusers import AutoencoderTiny, AutoModel, DiffusionPipeline, ImagePipelineOutput
@@ -23,11 +20,10 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch.nn.utils.rnn import pad_sequence
 
 _WORD_IDS = 4096
-_64_BITS = 2**64 - 1
 
 
 class LatentFlowPipeline(DiffusionPipeline):
-    """The exported model, its text encoder and its VAE, which are None where there is none."""
+    """The exported model; tokenizer, text encoder and VAE are None where there is none."""
 
     model_cpu_offload_seq = 'text_encoder->transformer->vae'
     _optional_components = ('tokenizer', 'text_encoder', 'vae')
@@ -36,17 +32,17 @@ class LatentFlowPipeline(DiffusionPipeline):
         super().__init__()
         text, dtype = transformer.config['text'], transformer.dtype
         if not tokenizer and (model := encoder or text['model']):
-            revision = None if encoder else text['revision']
-            tokenizer = transformers.AutoTokenizer.from_pretrained(model, revision=revision)
-            if text['encoded']:
-                text_encoder = text_encoder or _load_text_encoder(model, revision, dtype)
+            options = {'revision': None if encoder else text['revision']}
+            tokenizer = transformers.AutoTokenizer.from_pretrained(model, **options)
+            if text['encoded'] and not text_encoder:
+                options |= {'dtype': dtype, 'use_safetensors': True}
+                text_encoder = transformers.AutoModel.from_pretrained(model, **options)
         vae = transformer.config['preview']['vae'] if vae is None else vae
         if isinstance(vae, str):
             vae = _load_vae(vae, dtype) if vae else None
         self.register_modules(
             transformer=transformer, tokenizer=tokenizer, text_encoder=text_encoder, vae=vae
         )
-        self.image_processor = VaeImageProcessor()
 
     @torch.no_grad()
     def __call__(
@@ -80,20 +76,24 @@ class LatentFlowPipeline(DiffusionPipeline):
         if output_type != 'latent':
             images = self._paint(images)
         self.maybe_free_model_hooks()
-        return ImagePipelineOutput(self.image_processor.postprocess(images, output_type))
+        return ImagePipelineOutput(VaeImageProcessor().postprocess(images, output_type))
 
     def encode_prompt(self, prompts):
         """Returns captions as the transformer takes them, see reference.py."""
         facts, device = self.transformer.config['data'], self._execution_device
         if facts['text_encoder'] == 'hash':
-            vectors = [_hash_features(_find_words(caption)) for caption in prompts]
+            vectors = np.stack([_hash_features(caption) for caption in prompts])
             return torch.tensor(vectors, device=device).half()
         rows = [torch.tensor(ids, dtype=torch.long) for ids in self._tokenize(prompts)]
         tokens = pad_sequence(rows, batch_first=True, padding_value=-1).to(device)
         if not self.text_encoder:
             return tokens
+        # Of models like T5, the encoder.
+        encode = self.text_encoder
+        if encode.config.is_encoder_decoder:
+            encode = encode.get_encoder()
         present = tokens >= 0
-        states = self.text_encoder(tokens.clamp(min=0), present.long()).last_hidden_state
+        states = encode(tokens.clamp(min=0), attention_mask=present.long()).last_hidden_state
         if facts['vocabulary']:
             return states, present
         sums = states.float().masked_fill(~present[..., None], 0).sum(1)
@@ -102,16 +102,16 @@ class LatentFlowPipeline(DiffusionPipeline):
 
     def _tokenize(self, prompts):
         facts = self.transformer.config['data']
-        max_tokens = facts['text_max_tokens'] or 512
-        if facts['text_encoder'] == 'words':
-            texts = [_find_words(caption)[:max_tokens] for caption in prompts]
-            return [[_hash_word(word) % _WORD_IDS for word in words] for words in texts]
-        if facts['text_encoder'] == 'labels':
+        name, max_tokens = facts['text_encoder'], facts['text_max_tokens'] or 512
+        if name == 'words':
+            texts = [_hash_words(caption)[:max_tokens] for caption in prompts]
+            return [[number % _WORD_IDS for number in words] for words in texts]
+        if name == 'labels':
             return [[int(caption)] for caption in prompts]
         if not self.tokenizer:
             raise ValueError(
-                f'{facts["text_encoder"]!r} made the texts of the training data: give its folder '
-                'or hub name to from_pretrained(..., encoder=), or prompt_embeds in place of prompt'
+                f'{name!r} made the texts of the training data: give its folder or hub name to '
+                'from_pretrained(..., encoder=), or prompt_embeds in place of the prompt'
             )
         special = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0
         filler = next(token for token in special if token is not None)
@@ -135,13 +135,6 @@ class LatentFlowPipeline(DiffusionPipeline):
         return torch.einsum('nchw,cr->nrhw', latents, rgb) + bias[:, None, None]
 
 
-def _load_text_encoder(model, revision, dtype):
-    config = transformers.AutoConfig.from_pretrained(model, revision=revision)
-    name = 'AutoModelForTextEncoding' if config.is_encoder_decoder else 'AutoModel'
-    options = {'revision': revision, 'dtype': dtype, 'use_safetensors': True}
-    return getattr(transformers, name).from_pretrained(model, **options)
-
-
 def _load_vae(model, dtype):
     try:
         vae = AutoModel.from_pretrained(model, use_safetensors=True)
@@ -151,32 +144,20 @@ def _load_vae(model, dtype):
     return vae if vae.dtype == dtype else vae.to(dtype)
 
 
-# --- Words and hashed features, as coyo11m_tfds.text.text_encoders makes them ---------------------
+def _hash_words(caption):
+    """The hashes of a caption's words, as coyo11m_tfds.text.text_encoders makes them."""
+    words = re.findall(r'\w+', unicodedata.normalize('NFKC', caption).lower())
+    digests = [hashlib.blake2b(word.encode(), digest_size=8).digest() for word in words]
+    return [int.from_bytes(digest, 'little') for digest in digests]
 
 
-def _find_words(caption):
-    return re.findall(r'\w+', unicodedata.normalize('NFKC', caption).lower())
-
-
-def _hash_word(word):
-    return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), 'little')
-
-
-def _mix(x):
-    """Mixes 64 bits (splitmix64)."""
-    x = (x + 0x9E3779B97F4A7C15) & _64_BITS
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _64_BITS
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & _64_BITS
-    return x ^ x >> 31
-
-
-def _hash_features(words, dim=640):
-    """The embedding of a caption by the encoder `hash`."""
-    hashes, sums = [_hash_word(word) for word in words], [0.0] * dim
-    pairs = itertools.pairwise(hashes)
-    hashes += [_mix(a * 0x9E3779B97F4A7C15 + b & _64_BITS) for a, b in pairs]
-    for feature in hashes:
-        for bits in struct.unpack('<4H', feature.to_bytes(8, 'little')):
-            sums[(bits >> 1) * dim >> 15] += 1 - 2 * (bits & 1)
-    length = sum(x * x for x in sums) ** 0.5
-    return [x / max(length, 1) for x in sums]
+def _hash_features(caption, dim=640):
+    """The embedding of a caption by the encoder `hash`, from its words and their pairs."""
+    words = np.array(_hash_words(caption), np.uint64)
+    # splitmix64; its increment is also the multiplier of the first word of a pair.
+    z = (words[:-1] + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + words[1:]
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    bits = np.concatenate([words, z ^ (z >> np.uint64(31))]).view('<u2').astype(np.int64)
+    sums = np.bincount((bits >> 1) * dim >> 15, 1 - 2 * (bits & 1), dim)
+    return sums / max(np.linalg.norm(sums), 1)

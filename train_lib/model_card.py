@@ -12,7 +12,7 @@ from train_lib import checkpoint, config_rules, evaluate, previews
 
 PREVIEWS_FILE = 'previews.png'
 
-# Fields of the configuration that make a recipe; of no value where they are empty or 0.
+# Fields of the configuration; those that are empty or 0 are left out.
 _RECIPE = (
     *('model.name', 'model.text', 'encoder', 'init_from', 'num_steps', 'batch_size', 'ema_decay'),
     *('optimizer.name', 'optimizer.learning_rate', 'optimizer.muon_learning_rate'),
@@ -20,7 +20,18 @@ _RECIPE = (
     *('flow.logit_mean', 'flow.logit_std', 'data.caption_dropout', 'data.text'),
     *('preview.guidance', 'preview.num_steps', 'preview.sampler', 'preview.time_shift'),
 )
-_METRICS = 'cmmd', 'frechet_distance', 'clip_score', 'clip_score_of_data'
+_METRICS = 'cmmd', 'frechet_distance', 'clip_score', 'clip_score_of_data', 'num_pictures'
+_DRAWING = """## Drawing
+
+```python
+from diffusers import DiffusionPipeline
+
+pipe = DiffusionPipeline.from_pretrained('FOLDER', trust_remote_code=True)
+pipe('a caption').images[0]
+```
+
+`trust_remote_code` runs `pipeline.py` and `transformer/reference.py` of this repository.
+`python transformer/reference.py transformer` draws an example in PyTorch alone."""
 
 
 def write_card(
@@ -36,56 +47,38 @@ def write_card(
 
     `datasets` are names on the hub.
     """
-    workdir = saved.folder.parents[1]
+    workdir, name = saved.folder.parents[1], folder.name
+    weights = 'the moving average of the weights' if average else 'the last weights'
+    sections = [
+        _front_matter(facts.license, datasets),
+        f'# {name}',
+        f'A text-to-image model with {num_weights:,} weights: a rectified-flow transformer on '
+        f'latents, {weights} at step {saved.step:,}.',
+    ]
     picture = workdir / previews.FOLDER / f'step_{saved.step:06}.png'
-    has_previews = picture.exists()
     # Not those of an earlier export.
     (folder / PREVIEWS_FILE).unlink(missing_ok=True)
-    if has_previews:
+    if picture.exists():
         (folder / PREVIEWS_FILE).write_bytes(picture.read_bytes())
+        sections.append(f'![Previews]({PREVIEWS_FILE})\n\nLeft: data, right: model.')
     config = config_rules.flatten_fields(saved.description.config)
-    recipe = {name: config.get(name) for name in _RECIPE}
     data = {
         'data set': ', '.join(x[0] for x in saved.description.position['data_sets'].values()),
         'license': facts.license,
         'latents': f'{" x ".join(map(str, facts.latents_shape[1:]))} of {facts.vae or "a VAE"}',
         'texts': f'{facts.text_encoder} {facts.text_revision}',
     }
-    weights = 'the moving average of the weights' if average else 'the last weights'
-    sections = [
-        _front_matter(facts.license, datasets),
-        f'# {folder.name}',
-        f'A text-to-image model with {num_weights:,} weights: a rectified-flow transformer on '
-        f'latents, {weights} at step {saved.step:,}.',
-        f'![Previews]({PREVIEWS_FILE})\n\nAt step {saved.step:,}; left: data, right: model.'
-        if has_previews
-        else '',
-        _DRAWING.replace('FOLDER', folder.name),
-        '## Data\n\n' + _table(data),
-        f'```bibtex\n{facts.citation.strip()}\n```' if facts.citation else '',
-        '## Recipe\n\n' + _table(recipe),
-        *_evaluations(workdir, saved.step, average),
-    ]
-    text = '\n\n'.join(filter(None, sections)) + '\n'
-    (folder / 'README.md').write_text(text)
-
-
-_DRAWING = """## Drawing
-
-```python
-from diffusers import DiffusionPipeline
-
-pipe = DiffusionPipeline.from_pretrained('FOLDER', trust_remote_code=True)
-pipe('a caption').images[0]
-```
-
-`trust_remote_code` runs `pipeline.py` and `transformer/reference.py` of this repository.
-`python transformer/reference.py transformer` draws an example in PyTorch alone."""
+    sections += [_DRAWING.replace('FOLDER', name), f'## Data\n\n{_table(data)}']
+    if facts.citation:
+        sections.append(f'```bibtex\n{facts.citation.strip()}\n```')
+    recipe = {field: config.get(field) for field in _RECIPE}
+    sections += [f'## Recipe\n\n{_table(recipe)}', *_evaluations(workdir, saved.step, average)]
+    (folder / 'README.md').write_text('\n\n'.join(sections) + '\n')
 
 
 def _front_matter(license_name: str, datasets: Sequence[str]) -> str:
     fields: dict[str, Any] = {'library_name': 'diffusers', 'pipeline_tag': 'text-to-image'}
-    # The hub refuses other names of licenses than its own, which look like this.
+    # The hub knows licenses by names like this, and refuses others.
     if re.fullmatch('[a-z0-9.-]+', license_name):
         fields['license'] = license_name
     elif license_name:
@@ -102,13 +95,11 @@ def _evaluations(workdir: epath.Path, step: int, average: bool) -> Iterator[str]
     for path in sorted((workdir / evaluate.FOLDER).glob(f'step_{step:06}_*.json')):
         result = json.loads(path.read_text())
         settings = result['settings']
-        if settings['average'] != average:
-            continue
-        metrics = {name: f'{result[name]:.6g}' for name in _METRICS if name in result}
-        names = 'image_encoder', 'data_set', 'vae', 'seed'
-        rest = {name: settings[name] for name in names} | settings['preview']
-        number = {'pictures': f'{result["num_pictures"]:,}'}
-        yield '## Evaluation\n\n' + _table(metrics | number | rest)
+        if settings['average'] == average:
+            metrics = {name: f'{result[name]:,.6g}' for name in _METRICS if name in result}
+            names = 'image_encoder', 'data_set', 'vae', 'seed'
+            others = {name: settings[name] for name in names} | settings['preview']
+            yield f'## Evaluation\n\n{_table(metrics | others)}'
 
 
 def _table(rows: Mapping[str, Any]) -> str:

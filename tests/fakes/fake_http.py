@@ -502,4 +502,4 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, abort)
             os.close(self.connection.detach())
 
-    do_GET = do_POST = do_PUT = do_DELETE = _serve
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _serve

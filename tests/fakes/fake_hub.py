@@ -1,13 +1,15 @@
-"""A stand-in for the HTTP interface of the Hugging Face hub, for one data set repository.
+"""A stand-in for the HTTP interface of the Hugging Face hub, for one repository.
 
 Large files, and those named like data, are "LFS" files as on the hub: known by their SHA-256, and a
 download is redirected to another host, which must not see the user's token. Small ones are known by
 git's SHA-1.
 """
 
+import base64
 import dataclasses
 import functools
 import hashlib
+import json
 import pathlib
 import urllib.parse
 from collections.abc import Mapping
@@ -18,12 +20,16 @@ _LFS_BYTES = 1 << 20
 _LFS_NAMES = ('.pt', '.parquet', '.bin')
 
 # Paths, percent-encoded; a repository's name is two segments.
-_REPO = r'datasets/([^/]+/[^/]+)'
+_REPO = r'(?:datasets/|models/|)([^/]+/[^/]+)'
 _ROUTES = [
     (f'/api/{_REPO}(?:/revision/([^/]+))?', {'GET': 'info'}),
-    (f'/{_REPO}/resolve/([^/]+)/(.+)', {'GET': 'resolve'}),
+    (f'/api/{_REPO}/tree/([^/]+)', {'GET': 'tree'}),
+    (f'/{_REPO}/resolve/([^/]+)/(.+)', {'GET': 'resolve', 'HEAD': 'head'}),
     (f'/api/resolve-cache/{_REPO}/([^/]+)/(.+)', {'GET': 'small'}),
     ('/storage/([^/]+)/(.+)', {'GET': 'read'}),
+    ('/api/validate-yaml()', {'POST': 'check_card'}),
+    (f'/api/{_REPO}/preupload/main', {'POST': 'plan_upload'}),
+    (f'/api/{_REPO}/commit/main', {'POST': 'commit'}),
     # Once a process, for the User-Agent header.
     ('/api/agent-harnesses()', {'GET': 'harnesses'}),
 ]
@@ -133,8 +139,38 @@ class Hub(FakeServer):
                     sibling['lfs'] = {'sha256': file.sha256} | sizes
         return json_reply({'id': repo, 'sha': commit, 'siblings': siblings})
 
+    def _on_tree(self, call: Call, repo: str, revision: str) -> Reply:
+        files = self._files(repo, revision)[1].values()
+        kind = {'type': 'file'}
+        return json_reply(
+            [{**kind, 'path': x.path, 'size': len(x.data), 'oid': x.sha1} for x in files]
+        )
+
     def _on_harnesses(self, call: Call, _: str) -> Reply:
         return json_reply({'standardEnvVars': [], 'harnesses': {}})
+
+    def _on_check_card(self, call: Call, _: str) -> Reply:
+        assert json.loads(call.body.read())['content'].startswith('---\n')
+        return json_reply({'errors': [], 'warnings': []})
+
+    def _on_plan_upload(self, call: Call, repo: str) -> Reply:
+        files = json.loads(call.body.read())['files']
+        plan = {'uploadMode': 'regular', 'shouldIgnore': False}
+        return json_reply({'files': [{'path': file['path'], **plan} for file in files]})
+
+    def _on_commit(self, call: Call, repo: str) -> Reply:
+        lines = [json.loads(line)['value'] for line in call.body.read().splitlines()]
+        added = {x['path']: base64.b64decode(x['content']) for x in lines if 'path' in x}
+        commit = self.commit(added)
+        url = f'{self.url}/{repo}/commit/{commit}'
+        return json_reply({'success': True, 'commitOid': commit, 'commitUrl': url})
+
+    def _on_head(self, call: Call, repo: str, revision: str, path: str) -> Reply:
+        commit, files = self._files(repo, revision)
+        if path not in files:
+            return Reply(404, headers={'X-Error-Code': 'EntryNotFound'})
+        state = {'ETag': files[path].sha1, 'Content-Length': str(len(files[path].data))}
+        return Reply(200, headers={'X-Repo-Commit': commit, **state})
 
     def _on_resolve(self, call: Call, repo: str, revision: str, path: str) -> Reply:
         commit, files = self._files(repo, revision)

@@ -1,5 +1,7 @@
 """An exported model, drawn by diffusers itself, gives the pictures of `draw`."""
 
+import os
+import subprocess
 import sys
 
 import jax
@@ -9,6 +11,7 @@ import torch
 
 from coyo11m_tfds import embed_captions
 from tests import built, runs, small_vae
+from tests.fakes.cloud import fake_hub
 from tests.text.test_jax_encoder import models  # noqa: F401, a fixture
 from train_lib import draw, export
 
@@ -93,6 +96,33 @@ def test_a_vae_of_diffusers_paints(kind, small_run, tmp_path, from_pretrained):
         assert_same_pictures(from_pretrained(tmp_path / 'out'), artist, '', **options)
     linear = from_pretrained(tmp_path / 'out', vae='')
     assert_same_pictures(linear, draw.Artist(small_run[0], vae=''), '')
+
+
+UPLOAD = """
+import sys
+import huggingface_hub, numpy as np, torch
+from diffusers import DiffusionPipeline
+
+huggingface_hub.upload_folder(repo_id='owner/name', folder_path=sys.argv[1], token='hf_token')
+
+def draw(place):
+    pipe = DiffusionPipeline.from_pretrained(place, trust_remote_code=True)
+    return np.asarray(pipe('a cat', generator=torch.Generator().manual_seed(0)).images[0])
+
+print(np.array_equal(draw('owner/name'), draw(sys.argv[1])))
+"""
+
+
+@pytest.mark.slow
+def test_it_is_uploaded_and_loaded_by_its_name(small_run, tmp_path):
+    pytest.importorskip('diffusers')
+    export.export(small_run[0], tmp_path / 'out')
+    with fake_hub({}) as server:
+        command = [sys.executable, '-c', UPLOAD, str(tmp_path / 'out')]
+        env = os.environ | server.env
+        ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+        assert ended.stdout.splitlines()[-1:] == ['True'], ended.stderr
+        assert server.errors == []
 
 
 @pytest.mark.slow

@@ -59,6 +59,10 @@ def test_the_page_of_pytorch_draws_the_same_latents(tmp_path, kind, text, sample
     with torch.inference_mode():
         weights, config = torch_reference.load(tmp_path)
         drawn = torch_reference.draw(weights, config, torch.tensor(example['noise']), texts)
+    # Tensors of two devices in one operation are an error.
+    elsewhere = torch_reference.Transformer(weights, config).to('meta')
+    on_meta = tuple(x.to('meta') for x in texts) if kind == 'states' else texts.to('meta')
+    assert elsewhere(torch.tensor(example['noise']).to('meta'), on_meta).device.type == 'meta'
     assert example['latents'].std() > 0.1
     np.testing.assert_allclose(drawn.numpy(), example['latents'], atol=1e-4 * drawn.std().item())
 
@@ -122,7 +126,7 @@ def test_the_card_tells_of_data_recipe_metrics_and_previews(small_run, tmp_path)
         *('1,234 weights', 'average of the weights at step 4', '![Previews](previews.png)'),
         *("from_pretrained('circles', trust", '```bibtex\n@misc{a}\n```', '| license | cc0-1.0 |'),
         *('| texts | hash 1 |', '/hash/1.0.0 train ', '| batch_size | 8 |', '| cmmd | 0.123 |'),
-        *('| pictures | 5,000 |', '| guidance | of mean |'),
+        *('| num_pictures | 5,000 |', '| guidance | of mean |'),
     ):
         assert part in text
     assert 'of last' not in text and 'frechet' not in text
