@@ -160,4 +160,4 @@ def _hash_features(caption, dim=640):
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     bits = np.concatenate([words, z ^ (z >> np.uint64(31))]).view('<u2').astype(np.int64)
     sums = np.bincount((bits >> 1) * dim >> 15, 1 - 2 * (bits & 1), dim)
-    return sums / max(np.linalg.norm(sums), 1)
+    return sums / np.maximum(np.linalg.norm(sums), 1)

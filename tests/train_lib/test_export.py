@@ -60,7 +60,7 @@ def test_the_page_of_pytorch_draws_the_same_latents(tmp_path, kind, text, sample
         weights, config = torch_reference.load(tmp_path)
         drawn = torch_reference.draw(weights, config, torch.tensor(example['noise']), texts)
     # Tensors of two devices in one operation are an error.
-    elsewhere = torch_reference.Transformer(weights, config).to('meta')
+    elsewhere = torch_reference.Transformer.from_pretrained(tmp_path).to('meta')
     on_meta = tuple(x.to('meta') for x in texts) if kind == 'states' else texts.to('meta')
     assert elsewhere(torch.tensor(example['noise']).to('meta'), on_meta).device.type == 'meta'
     assert example['latents'].std() > 0.1
