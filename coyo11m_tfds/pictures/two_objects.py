@@ -119,7 +119,7 @@ def score_pictures(pictures: np.ndarray, scenes: Sequence[Scene]) -> dict[str, n
     size of an object are those of the outline that differs least from it.
     """
     rows = [_score_picture(picture, scene) for picture, scene in zip(pictures, scenes, strict=True)]
-    names = 'colours', 'shapes', 'sizes', 'relation'
+    names = 'colours', 'shape', 'size', 'relation'
     return {**dict(zip(names, np.array(rows).T, strict=True)), 'all': np.all(rows, axis=1)}
 
 

@@ -70,8 +70,8 @@ def _swap_colours(scene):
 @pytest.mark.parametrize(
     ('wrong', 'change'),
     [
-        ('shapes', lambda x: {'first': x.first._replace(shape=_another(x.first.shape, _SHAPES))}),
-        ('sizes', lambda x: {'second': x.second._replace(size=_another(x.second.size, _SIZES))}),
+        ('shape', lambda x: {'first': x.first._replace(shape=_another(x.first.shape, _SHAPES))}),
+        ('size', lambda x: {'second': x.second._replace(size=_another(x.second.size, _SIZES))}),
         ('relation', lambda x: {'relation': _another(x.relation, [*two_objects.RELATIONS])}),
         ('relation', lambda x: {'first': x.second, 'second': x.first}),
         ('relation', _swap_colours),
