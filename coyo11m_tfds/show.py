@@ -1,24 +1,31 @@
-"""Shows a data set: its report, as a page with pictures that a VAE decodes.
+"""Shows a data set: its report, as a page with pictures that a VAE decodes, or one record.
 
     python -m coyo11m_tfds.show gs://BUCKET/data/coyo11m_tfds/latents/1.0.0 \\
         --vae=madebyollin/taesdxl --out=page.html
+    python -m coyo11m_tfds.show OUT/coyo11m_tfds/latents/1.0.0 --key=123
 
 The pictures are of the first records of the train split. All else is as on the page
 `report-<ID>.html` of the build, whose pictures have one pixel for each latent position. The VAE is
 a folder or a name on the hub, with an AutoencoderTiny or AutoencoderKL of diffusers; it runs in
 JAX. The data set does not change.
+
+With `--key` the program prints the values of one record and writes a picture of its crops, with one
+pixel for each latent position or, with `--vae`, decoded. It reads all records to find the key.
 """
 
 import contextlib
+import io
 import json
 
+import numpy as np
 from etils import epath
+from PIL import Image
 
 import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import manifest, stored_dataset
 from coyo11m_tfds.dataset.stored_dataset import Data
-from coyo11m_tfds.pictures import vae_decoder
+from coyo11m_tfds.pictures import latent_rgb, vae_decoder
 from coyo11m_tfds.process import command_line
 from coyo11m_tfds.report import page, statistics
 from coyo11m_tfds.storage import model_files
@@ -58,16 +65,56 @@ def show(data_dir: Data, vae: str, num_pictures: int = page.NUM_PREVIEWS) -> str
         ) from error
 
 
+def show_record(data_dir: Data, key: int, vae: str = '') -> tuple[str, bytes]:
+    """Returns a line for each value of the record with a key, and a PNG of its crops in a row."""
+    data = input_pipeline.open_data(data_dir)
+    names = [x for x in stored_dataset.READABLE if x in data.features]
+    features = list(dict.fromkeys([*names, *data.columns]))
+    decode = latent_rgb.latents_to_rgb
+    if vae:
+        maker = data.metadata.get(schema.META_VAE, '')
+        decode = vae_decoder.load_decoder(vae, data.channels, maker)
+    # The smallest split first, because each is read for its keys.
+    for split in sorted(data.splits.values(), key=lambda x: x.num_records):
+        with contextlib.suppress(KeyError):
+            records = input_pipeline.records(data, split.name, features)
+            number = records.find(key)
+            break
+    else:
+        raise ValueError(f'{data.folder}: no record has key {key}; the build may have dropped it')
+    record = records[number]
+    lines = [f'record {number} of split {split.name}']
+    for name, value in record.items():
+        shown = value.decode(errors='replace') if isinstance(value, bytes) else value
+        if np.ndim(value):
+            least, largest = float(value.min()), float(value.max())
+            shown = f'{value.dtype} {value.shape}, {least:.4g} to {largest:.4g}'
+        lines.append(f'{name:<16}{shown}')
+    pictures, png = decode(record[schema.LATENTS][:, : data.channels]), io.BytesIO()
+    Image.fromarray(np.hstack(list(pictures))).save(png, 'PNG')
+    return '\n'.join(lines), png.getvalue()
+
+
 def main() -> None:
     parser = command_line.Parser('coyo11m_tfds.show', __doc__)
     add = parser.add_argument
     add('data_dir', help=stored_dataset.FOLDER_HELP + '; also gs://')
-    add('--vae', required=True, help='folder or hub name of the VAE')
-    add('--out', required=True, help='HTML file to write, local or gs://')
+    add('--vae', default='', help='folder or hub name of the VAE')
+    add('--out', default='', help='file to write, local or gs://: HTML, or PNG of a record')
+    add('--key', type=int, help='show the record with this key, in KEY.png by default')
     add('--num_pictures', type=int, default=page.NUM_PREVIEWS, help='records to show (24)')
     flags = parser.parse_args()
+    missing = [f'--{name}' for name in ('vae', 'out') if not getattr(flags, name)]
+    if flags.key is None and missing:
+        parser.error(f'the following arguments are required: {", ".join(missing)}')
     command_line.show_log()
     with command_line.ends_in_one_line('nothing was written'):
+        if flags.key is not None:
+            description, png = show_record(flags.data_dir, flags.key, flags.vae)
+            out = flags.out or f'{flags.key}.png'
+            epath.Path(out).write_bytes(png)
+            print(f'{description}\npicture         {out}')
+            return
         html = show(flags.data_dir, flags.vae, flags.num_pictures)
         epath.Path(flags.out).write_bytes(html.encode())
     print(f'page: {flags.out}')

@@ -11,6 +11,7 @@ from PIL import Image
 import input_pipeline
 from coyo11m_tfds import show
 from coyo11m_tfds.pictures import vae_decoder
+from coyo11m_tfds.pictures.latent_rgb import latents_to_rgb
 from tests import small_vae
 
 REPORT = 'report-3f9a1c20.json'
@@ -51,6 +52,33 @@ def test_data_and_page_may_lie_in_a_bucket(mini_dataset, tmp_path, gcs, command)
     status, *told = command(show, 'gs://bucket/d/1.0.0', f'--vae={vae}', f'--out={out}')
     assert (status, told) == (0, [f'page: {out}\n', ''])
     assert gcs.objects('bucket')['page.html'].decode() == show.show(mini_dataset, str(vae))
+
+
+@pytest.mark.parametrize('split', ['train', 'validation'])
+def test_one_record_is_printed_and_drawn(mini_dataset, tmp_path, command, monkeypatch, split):
+    monkeypatch.chdir(tmp_path)
+    features = 'key', 'latents', 'caption', 'text_embedding'
+    record = input_pipeline.records(mini_dataset, split, features)[7]
+    status, told, _ = command(show, mini_dataset, f'--key={record["key"]}')
+    assert status == 0
+    lines = told.splitlines()
+    assert lines[0] == f'record 7 of split {split}'
+    assert lines[-1] == f'picture         {record["key"]}.png'
+    values = dict(line.split(maxsplit=1) for line in lines[1:-1])
+    assert values['key'] == str(record['key'])
+    assert values['caption'] == record['caption'].decode()
+    text = record['text_embedding']
+    assert values['text_embedding'].startswith(f'float16 {text.shape}, {text.min():.4g} to ')
+    picture = np.asarray(Image.open(f'{record["key"]}.png'))
+    np.testing.assert_array_equal(picture, np.hstack(latents_to_rgb(record['latents'])))
+    vae = small_vae.make(tmp_path)
+    status, told, _ = command(
+        show, mini_dataset, f'--key={record["key"]}', f'--vae={vae}', '--out=x.png'
+    )
+    decoded = vae_decoder.load_decoder(str(vae))(record['latents'])
+    np.testing.assert_array_equal(np.asarray(Image.open('x.png')), np.hstack(decoded))
+    status, _, told = command(show, mini_dataset, '--key=5')
+    assert (status, 'no record has key 5' in told) == (1, True)
 
 
 def test_a_vae_of_other_latents_is_refused(mini_dataset, tmp_path):
