@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from tests import runs
 from tests.checkout import CHECKOUT
 from tests.run_notebook import PATH, run_notebook
 
@@ -62,6 +61,8 @@ def test_it_runs_in_an_empty_folder(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.filterwarnings('default')
 def test_an_interrupted_cell_saves_and_the_same_cell_resumes(mini_dataset, tmp_path, monkeypatch):
+    from tests import runs
+
     manager = pytest.importorskip('jupyter_client.manager')
     pytest.importorskip('ipykernel')
     monkeypatch.setenv('PYTHONPATH', str(CHECKOUT))
