@@ -249,6 +249,27 @@ def ours(
     return BatchStream(lambda: batches, state_after)
 
 
+def by_number(folder: str, state: str, alone: bool = False) -> BatchStream:
+    """Records of this pipeline in random order, with all crops: a batch at once, or one by one."""
+    records = _records(folder)
+    start = json.loads(state)['batches'] if state else 0
+
+    def read_one_by_one(numbers: np.ndarray) -> Batch:
+        singles = [records[number] for number in numbers.tolist()]
+        return {name: [record[name] for record in singles] for name in records.spec}
+
+    read = read_one_by_one if alone else records.__getitem__
+    batches = map(read, _row_numbers(len(records), start))
+    return BatchStream(lambda: batches, lambda count: json.dumps({'batches': start + count}))
+
+
+def _records(folder: str, **options: Any) -> Any:
+    import input_pipeline
+
+    features = schema.KEY, schema.LATENTS
+    return input_pipeline.records(data_dir(folder), features=features, **options)
+
+
 def litdata(folder: str, state: str) -> BatchStream:
     import litdata
 
@@ -265,19 +286,24 @@ def litdata(folder: str, state: str) -> BatchStream:
     return BatchStream(lambda: iter(loader), lambda _: json.dumps(loader.state_dict()))
 
 
-def grain(folder: str, state: str) -> BatchStream:
+def grain(folder: str, state: str, ours: str = '') -> BatchStream:
+    """Grain over ArrayRecord, or over the records of this pipeline, one by one or in batches."""
     import grain
     from absl import flags
 
     # Grain asks for its flags, which a program without absl's `app.run` leaves unread.
     flags.FLAGS.mark_as_parsed()
-    paths = sorted(map(str, pathlib.Path(folder).glob('*.array_record')))
-    records = grain.MapDataset.source(grain.sources.ArrayRecordDataSource(paths))
+    if ours:
+        records = _records(folder, crop=0)
+    else:
+        paths = sorted(map(str, pathlib.Path(folder).glob('*.array_record')))
+        records = grain.sources.ArrayRecordDataSource(paths)
+    by_batch = ours == 'batches'
+    samples = grain.MapDataset.range(len(records)) if by_batch else grain.MapDataset.source(records)
+    shuffled = samples.seed(SEED).shuffle().repeat()
+    grouped = shuffled.batch(BATCH_SIZE, batch_fn=None if ours else _unpack)
     batches = (
-        records.seed(SEED)
-        .shuffle()
-        .repeat()
-        .batch(BATCH_SIZE, batch_fn=_unpack)
+        (grouped.map(records.__getitem__) if by_batch else grouped)
         # An element is a batch here; a few keep two workers busy.
         .to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4))
         .mp_prefetch(grain.MultiprocessingOptions(_WORKERS, per_worker_buffer_size=2))
@@ -404,6 +430,16 @@ SIDES = {
     'chunks': _ours('by chunks', 'chunks'),
     'chunks_in_place': _ours('by chunks, latents in place', 'chunks', 'in_place'),
     'tf_data': _ours('`train_dataset`', 'tf_data'),
+    'records': _side('records by number, all crops', 'by_number', 'builder', 'input_pipeline'),
+    'records_alone': _side(
+        'the same, one by one', 'by_number', 'builder', 'input_pipeline', alone=True
+    ),
+    'grain_records': _side(
+        'Grain over these records', 'grain', 'builder', 'input_pipeline grain', ours='source'
+    ),
+    'grain_batches': _side(
+        'the same, in batches', 'grain', 'builder', 'input_pipeline grain', ours='batches'
+    ),
     'litdata': _side('litdata `StreamingDataset`', 'litdata', 'litdata', 'litdata'),
     'grain': _side('Grain over ArrayRecord', 'grain', 'array_record', 'grain'),
     'datasets': _side(
