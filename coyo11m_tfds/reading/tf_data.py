@@ -1,13 +1,13 @@
-"""Batches as a `tf.data.Dataset`: read as without TensorFlow, so the same bit for bit.
+"""Batches as a `tf.data.Dataset`: this host's lanes interleaved, batched and prefetched.
 
-TFDS reads data sets without a chunk index, such as mock data, with an ordinary shuffle.
+Each lane is read as without TensorFlow, so the batches are the same, bit for bit. TFDS reads data
+sets without a chunk index, such as mock data, with an ordinary shuffle.
 """
 
 import functools
 import itertools
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -26,6 +26,7 @@ from coyo11m_tfds.reading.options import TF_DATA, ReadOptions
 TensorBatch = dict[str, tf.Tensor]
 
 _SHUFFLE_BUFFER = 4096  # decoded records of 24.6 KB that an ordinary shuffle keeps
+_LANE_ROWS = 256  # fewest rows to gather together, so that the cost of NumPy's calls is small
 
 # Nothing here has branches on tensors, and to look for some takes a second.
 _no_autograph = tf.autograph.experimental.do_not_convert
@@ -38,16 +39,41 @@ def make_train_dataset(plan: training.ReadPlan) -> tf.data.Dataset:
     options = plan.options
     if plan.splits is None:
         return _prefetch(_shuffled_batches(plan), options)
-    latents = {x.stored.latents for x in plan.sources} if schema.LATENTS in options.features else ()
-    if len({dtype for dtype, _ in latents}) > 1:
+    reader, cursor = training.TrainReader(plan), plan.cursor._replace(stride=1)
+    per_lane = cursor.shares.per_lane
+    has_one_shape = len(set(cursor.shares.stages[0].shapes)) == 1
+    # All batch sizes read the same sequence, so a lane may take samples of several batches at once.
+    steps_per_item = -(-_LANE_ROWS // per_lane) if has_one_shape else 0
+    signature = _signature(reader.spec(per_lane), None, has_one_shape)
+    has_latents = schema.LATENTS in options.features
+    if has_latents and len({x.stored.latents[0] for x in plan.sources}) > 1:
         raise ValueError('a tf.data.Dataset has latents of one dtype: read with train_batches')
-    reader = training.TrainReader(plan)
-    spec: dict[str, Any] = reader.spec(options.local_batch_size)
-    # Each batch of a mixture has latents of one shape, but the next one may have another.
-    if len({shape[1:] for _, shape in latents}) > 1:
-        (size, *row), dtype = spec[schema.LATENTS]
-        spec[schema.LATENTS] = (size, *[None] * len(row)), dtype
-    return _read_dataset(reader, spec, options, plan.cursor._replace(stride=1))
+
+    # TensorFlow keeps generator functions for ever; they must not keep the reader.
+    proxy = weakref.proxy(reader)
+
+    def read_lane(lane: int) -> Iterator[dict[str, np.ndarray]]:
+        return proxy.read(range(lane, lane + 1), cursor, steps_per_item)
+
+    def lane_dataset(lane: tf.Tensor) -> tf.data.Dataset:
+        dataset = tf.data.Dataset.from_generator(
+            read_lane, args=(lane,), output_signature=signature
+        )
+        return dataset.rebatch(per_lane, drop_remainder=True) if has_one_shape else dataset
+
+    def join_lanes(batch: TensorBatch) -> TensorBatch:
+        if has_one_shape:
+            return {name: tf.reshape(x, [-1, *x.shape[2:]]) for name, x in batch.items()}
+        shapes = {name: tf.concat([[-1], tf.shape(x)[2:]], 0) for name, x in batch.items()}
+        return {name: tf.reshape(x, shapes[name]) for name, x in batch.items()}
+
+    lanes = options.own_lanes
+    # One generator a lane, so that the lanes are read in parallel threads.
+    samples = tf.data.Dataset.range(lanes.start, lanes.stop).interleave(
+        _no_autograph(lane_dataset), cycle_length=len(lanes), num_parallel_calls=len(lanes)
+    )
+    by_lane = samples.batch(len(lanes), drop_remainder=True)
+    return _prefetch(by_lane.map(_no_autograph(join_lanes)), options, reader)
 
 
 def make_eval_dataset(options: ReadOptions) -> tf.data.Dataset:
@@ -55,9 +81,13 @@ def make_eval_dataset(options: ReadOptions) -> tf.data.Dataset:
     splits = open_splits(options)
     if splits is None:
         return _prefetch(_padded_batches(options), options)
-    reader = evaluation.EvalReader(options, splits[0])
-    dataset = _read_dataset(reader, reader.spec(options.local_batch_size), options)
-    return dataset.apply(tf.data.experimental.assert_cardinality(reader.num_batches))
+    reader, size = evaluation.EvalReader(options, splits[0]), options.local_batch_size
+    proxy = weakref.proxy(reader)
+    dataset = tf.data.Dataset.from_generator(
+        lambda: proxy.read(), output_signature=_signature(reader.spec(size), size)
+    )
+    count = tf.data.experimental.assert_cardinality(reader.num_batches)
+    return _prefetch(dataset.apply(count), options, reader)
 
 
 def read_train_dataset(plan: training.ReadPlan) -> Batches:
@@ -94,39 +124,41 @@ def read_eval_dataset(options: ReadOptions) -> Batches:
     )
 
 
+def _signature(
+    spec: Mapping[str, ArraySpec], size: int | None, has_one_shape: bool = True
+) -> dict[str, tf.TensorSpec]:
+    """Specifications of a generator's batches; latents may have several shapes."""
+
+    def shape(name: str) -> list[int | None]:
+        row = spec[name].shape[1:]
+        is_known = has_one_shape or name != schema.LATENTS
+        return [size, *(row if is_known else [None] * len(row))]
+
+    return {
+        name: tf.TensorSpec(shape(name), tf.string if dtype.hasobject else dtype)
+        for name, (_, dtype) in spec.items()
+    }
+
+
 def _array_specs(dataset: tf.data.Dataset) -> dict[str, ArraySpec]:
     specs = dataset.element_spec.items()
     return {n: ArraySpec(tuple(x.shape), np.dtype(x.dtype.as_numpy_dtype)) for n, x in specs}
 
 
-def _read_dataset(
-    reader: training.TrainReader | evaluation.EvalReader,
-    spec: Mapping[str, Any],
-    options: ReadOptions,
-    *start: Cursor,
+def _prefetch(
+    dataset: tf.data.Dataset, options: ReadOptions, reader: object = None
 ) -> tf.data.Dataset:
-    """The batches that a reader, with an index of the chunks, reads from `start` on."""
-    # TensorFlow keeps the functions of generators for ever. So these keep no reader, with its
-    # mapped files: it lives as long as the data set.
-    proxy = weakref.proxy(reader)
-    signature = {
-        name: tf.TensorSpec(shape, tf.string if dtype.hasobject else dtype)
-        for name, (shape, dtype) in spec.items()
-    }
-    dataset = tf.data.Dataset.from_generator(lambda: proxy.read(*start), output_signature=signature)
-    dataset = _prefetch(dataset, options)
-    dataset._reader = reader
-    return dataset
-
-
-def _prefetch(dataset: tf.data.Dataset, options: ReadOptions) -> tf.data.Dataset:
     dataset_options = tf.data.Options()
     dataset_options.deterministic = True
     # The tuner of tf.data chooses numbers of parallel calls; `prefetch` does without. To drop an
     # iterator would wait for the tuner, up to 60 s, and no other Python thread runs meanwhile.
     dataset_options.autotune.enabled = False
     prefetch = tf.data.AUTOTUNE if options.prefetch < 0 else options.prefetch
-    return dataset.prefetch(prefetch).with_options(dataset_options)
+    dataset = dataset.prefetch(prefetch).with_options(dataset_options)
+    # TensorFlow keeps the functions of generators for ever. So these keep no reader, with its
+    # mapped files: it lives as long as the data set.
+    dataset._reader = reader
+    return dataset
 
 
 def _shuffled_batches(plan: training.ReadPlan) -> tf.data.Dataset:

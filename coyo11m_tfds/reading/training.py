@@ -4,8 +4,9 @@ Each source is read by rows or by chunks, in its own sequence; a batch joins the
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from absl import logging
@@ -15,7 +16,7 @@ from coyo11m_tfds.reading import damage, memory
 from coyo11m_tfds.reading.batches import ArraySpec, Batch, Batches
 from coyo11m_tfds.reading.engines import OpenedSplit, SplitReader, engine_name, open_splits
 from coyo11m_tfds.reading.evaluation import kept_records
-from coyo11m_tfds.reading.fenced_memory import LazyBatch, concatenate, gather_batch
+from coyo11m_tfds.reading.fenced_memory import LazyBatch, concatenate, gather_array, gather_batch
 from coyo11m_tfds.reading.mixture import BatchShares, Cursor, Position, Stage
 from coyo11m_tfds.reading.options import TrainOptions
 from coyo11m_tfds.reading.order import Order, train_blocks
@@ -114,7 +115,7 @@ def read_plan(plan: ReadPlan) -> Batches:
     """Reads the batches of a plan whose sources have chunk indexes."""
     reader, options = TrainReader(plan), plan.options
     return Batches(
-        reader.read,
+        functools.partial(reader.read, options.own_lanes),
         plan.cursor,
         reader.spec(options.local_batch_size),
         plan.steps_per_epoch,
@@ -123,6 +124,10 @@ def read_plan(plan: ReadPlan) -> Batches:
         options.describe(plan.engine),
         reader.memory_need,
     )
+
+
+# Gathers a batch of a mixture, or several, up to a number of steps.
+_GatherSteps = Callable[[float], Batch]
 
 
 class TrainReader:
@@ -177,57 +182,72 @@ class TrainReader:
         """Shape and dtype of each array in batches of `size` rows, of the first source's shape."""
         return self._readers[0].spec(size)
 
-    def read(self, cursor: Cursor) -> Iterator[Batch]:
-        """Yields this process's share of the batches from a cursor on, without end."""
+    def read(self, lanes: range, cursor: Cursor, steps_per_item: int = 0) -> Iterator[Batch]:
+        """Yields the share of some lanes in the batches from a cursor on, without end.
+
+        With `steps_per_item`, the samples of one lane for so many steps come as one batch.
+        """
         while True:
             stage = cursor.shares.stage_at(cursor.position.step)
-            yield from self._read_stage(cursor, stage)
+            yield from self._read_stage(lanes, cursor, stage, steps_per_item)
             cursor = cursor.after(int(-(-(stage.end - cursor.position.step) // cursor.stride)))
 
-    def _read_stage(self, cursor: Cursor, stage: Stage) -> Iterator[Batch]:
+    def _read_stage(
+        self, lanes: range, cursor: Cursor, stage: Stage, steps_per_item: int
+    ) -> Iterator[Batch]:
         shapes = sorted(set(stage.cycle.tolist()))
         # A stride over steps of several shapes is no stride over those of one shape.
         stride = cursor.stride if len(shapes) == 1 else 1
-        iterators = {shape: self._read_shape(cursor, stage, shape, stride) for shape in shapes}
+        iterators = {
+            shape: self._read_shape(lanes, cursor, stage, shape, stride, steps_per_item)
+            for shape in shapes
+        }
         first = step = cursor.position.step
         while step < stage.end:
-            batch = next(iterators[stage.shape(step)])
+            gather = next(iterators[stage.shape(step)])
             # Of several shapes, all batches are located, and those of the stride are gathered.
             if stride == cursor.stride or (step - first) % cursor.stride == 0:
-                yield gather_batch(batch)
-            step += stride
+                yield gather(stage.end - step)
+            step += stride * max(1, steps_per_item)
 
     def _read_shape(
-        self, cursor: Cursor, stage: Stage, shape: int, stride: int
-    ) -> Iterator[LazyBatch]:
+        self,
+        lanes: range,
+        cursor: Cursor,
+        stage: Stage,
+        shape: int,
+        stride: int,
+        steps_per_item: int,
+    ) -> Iterator[_GatherSteps]:
         """Yields the batches of a shape, not gathered yet."""
         members = stage.members(shape)
-        num_lanes = len(self._options.own_lanes)
         # Several steps of a source are located at once, so that the cost of NumPy's calls is as
         # small as in batches of one source.
-        steps = len(members) if stride == 1 else 1
-        iterators = [self._read_source(i, cursor, stage, stride, steps) for i in members]
-        if len(members) == 1:
-            yield from iterators[0]
-            return
+        steps = steps_per_item or (len(members) if stride == 1 else 1)
+        iterators = [self._read_source(i, lanes, cursor, stage, stride, steps) for i in members]
         for shares in zip(*iterators, strict=True):
+            if len(members) == steps == 1:
+                yield functools.partial(_gather_share, shares[0])
+                continue
             by_lane: list[LazyBatch] = [
-                {name: x.reshape(num_lanes, steps, -1, *x.shape[1:]) for name, x in share.items()}
+                {name: x.reshape(len(lanes), steps, -1, *x.shape[1:]) for name, x in share.items()}
                 for share in shares
             ]
-            for step in range(steps):
-                yield _join_shares(by_lane, step)
+            for first in range(0, steps, steps_per_item or 1):
+                yield functools.partial(_gather_steps, by_lane, first, steps_per_item or 1)
 
     def _read_source(
-        self, number: int, cursor: Cursor, stage: Stage, stride: int, steps: int
+        self, number: int, lanes: range, cursor: Cursor, stage: Stage, stride: int, steps: int
     ) -> Iterator[LazyBatch]:
         """Yields the share of a source in every `stride`-th batch, or in `steps` at once."""
-        options, reader, lanes = self._options, self._readers[number], self._options.own_lanes
+        options, reader = self._options, self._readers[number]
         # The sources of a batch share the reads that a lane may have in flight.
         count = stage.counts[number]
         in_flight = len(lanes) * -(-options.parallel_reads * count // cursor.shares.per_lane)
-        # Fetched blocks take memory.
-        block_rows = 0 if reader.is_mapped else in_flight * options.chunk
+        # Fetched blocks take memory. And readers of single lanes all plan a block before the
+        # first batch.
+        is_small = not reader.is_mapped or len(lanes) < len(options.own_lanes)
+        block_rows = in_flight * options.chunk if is_small else 0
         start = cursor.position.samples[number]
         blocks = train_blocks(self._orders[number], lanes, count * steps, start, stride, block_rows)
         return reader.read_blocks(blocks, in_flight)
@@ -246,11 +266,16 @@ class TrainReader:
                     )
 
 
-def _join_shares(shares: list[LazyBatch], step: int) -> LazyBatch:
-    """Joins one step of all sources; their arrays are `(lanes, steps, samples, ...)`."""
+def _gather_share(share: LazyBatch, max_steps: float) -> Batch:
+    return gather_batch(share)
+
+
+def _gather_steps(shares: list[LazyBatch], first: int, count: int, max_steps: float) -> Batch:
+    """Gathers some steps of all sources; their arrays are `(lanes, steps, samples, ...)`."""
+    steps = slice(first, first + int(min(count, max_steps)))
     batch = {}
     for name in shares[0]:
         # A batch is in the order of the lanes and, within a lane, of the sources.
-        values = concatenate([share[name][:, step] for share in shares], axis=1)
-        batch[name] = values.reshape(-1, *values.shape[2:])
+        values = concatenate([share[name][:, steps] for share in shares], axis=2)
+        batch[name] = gather_array(values.reshape(-1, *values.shape[3:]))
     return batch
