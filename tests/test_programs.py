@@ -15,17 +15,21 @@ REQUIRED = {
     'coyo11m_tfds.encode_images': ['--images', '--vae', '--out'],
     'coyo11m_tfds.mirror': ['source', 'destination'],
     'coyo11m_tfds.sample_data': ['--out'],
-    'coyo11m_tfds.show': ['data_dir', '--vae', '--out'],
+    'coyo11m_tfds.show': ['data_dir'],
     'coyo11m_tfds.verify': ['data_dir'],
     'train_lib.tools.compile': ['--config', '--topology'],
     'train_lib.demo': ['--workdir'],
     'train_lib.draw': ['--workdir', '--prompts'],
-    'train_lib.evaluate': ['--workdir', '--features'],
+    'train_lib.evaluate': ['--workdir'],
     'train_lib.main': ['--config', '--workdir'],
 }
 VALUES = {'--config': 'demo'}
 # Also required, as one of several; named when the others are there.
-FURTHER = {'coyo11m_tfds.add_column': ['--text=x']}
+FURTHER = {
+    'coyo11m_tfds.add_column': ['--text=x'],
+    'coyo11m_tfds.show': ['--vae=x', '--out=x'],
+    'train_lib.evaluate': ['--features=x'],
+}
 
 # Program, flags that no program can do anything with, and what it says of them.
 UNUSABLE = [

@@ -1,17 +1,19 @@
-"""Measures the pictures that a trained model draws, or draws them for other judges.
+"""Measures pictures that a trained model draws, or draws them for other judges.
 
     python -m train_lib.evaluate --workdir=W --features=/models/clip
     python -m train_lib.evaluate --workdir=gs://BUCKET/W \\
         --features=openai/clip-vit-base-patch32 --vae=stabilityai/sdxl-vae \\
         --num_pictures=10000 --guidance=3 --step=20000
-    python -m train_lib.evaluate --workdir=W --prompts=evaluation_metadata.jsonl
+    python -m train_lib.evaluate --workdir=W \\
+        --prompts=evaluation_metadata.jsonl
 
 With `--features`, the program draws the captions of the first records of the
-validation split as `train_lib.draw` does. It decodes the drawn latents and the
-records' own latents with the same VAE, so that the VAE's errors are in both. An
-image encoder of transformers computes features of all pictures. The program
-compares these features: CMMD, Fréchet distance and, if the encoder also encodes
-texts, CLIP score. It stores features in WORKDIR/evaluation as it computes them.
+validation split as `train_lib.draw` does. It decodes the drawn latents and
+those of the records with the same VAE, so that the VAE's errors are in both.
+An image encoder of transformers computes features of all pictures. The program
+compares these features: CMMD, Fréchet distance and, if the encoder also
+encodes texts, CLIP score. It stores features in WORKDIR/evaluation as it
+computes them.
 
 With `--prompts`, it draws the prompts of a text file, of GenEval or of
 DPG-Bench into a folder in WORKDIR/evaluation that their own judges read:
@@ -228,6 +230,8 @@ def _mean_kernel(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def main() -> None:
+    if bool(FLAGS.features) == bool(FLAGS.prompts):
+        raise ValueError('expected either --features, to measure pictures, or --prompts')
     count, prompts = FLAGS.pictures_per_prompt, []
     # Before the imports, which take seconds: wrong prompts end the program at once.
     if FLAGS.prompts:
@@ -259,10 +263,9 @@ if __name__ == '__main__':
     draw.define_flags()
     flags.adopt_module_key_flags(draw)
     flags.DEFINE_string('features', None, 'Image encoder of transformers: a folder or hub name.')
-    help_of_prompts = 'Text file, .jsonl of GenEval, or folder of text files of DPG-Bench.'
+    help_of_prompts = 'Text file, .jsonl of GenEval, or folder of DPG-Bench.'
     flags.DEFINE_string('prompts', None, help_of_prompts)
     flags.DEFINE_integer('pictures_per_prompt', 4, 'Pictures of each prompt.', lower_bound=1)
-    flags.mark_flags_as_mutual_exclusive(['features', 'prompts'], required=True)
     help_of_data = 'Data set to compare with; default: that of the run. A mixture has no default.'
     flags.DEFINE_string('data_dir', None, help_of_data)
     flags.DEFINE_integer('num_pictures', 10_000, 'Number of records to compare.', lower_bound=2)
