@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
+import numpy.ma  # else np.unique imports it, and a fork in that moment would wait for ever
 
 from coyo11m_tfds import storage
 from coyo11m_tfds.reading.fenced_memory import FencedMemory, Region

@@ -196,6 +196,7 @@ def test_a_chunk_is_one_request_for_all_its_records(path, gcs):
     assert opened[100]['score'] == 100
 
 
+@pytest.mark.slow
 def test_a_fork_reads_with_files_of_its_own(written):
     """Also if a thread was reading, and held locks, at that moment."""
     code = """
