@@ -11,11 +11,11 @@ that are complete are not repeated. Shares are of pictures that show what their 
 
 import collections
 import concurrent.futures
-import hashlib
 import json
 import os
 import pathlib
 import queue
+import shutil
 import subprocess
 import sys
 import threading
@@ -24,6 +24,7 @@ from typing import Any
 
 from benchmarks import runner
 from benchmarks.runner import Figures, Side
+from coyo11m_tfds.storage import json_digest
 
 _PREVIEW = 'preview.'  # fields of the sampler, which training does not depend on
 
@@ -47,7 +48,9 @@ COLUMNS = {
 def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
     """Makes the data set; then all runs are waiting for a core."""
     data = folder / f'{flags.scene}-{flags.num_samples}'
-    if not data.exists():
+    # The last that `_build` makes: what an interrupted one left is made again.
+    if not (data / 'data').exists():
+        shutil.rmtree(data, ignore_errors=True)
         _build(data, flags.scene, flags.num_samples)
     options = {name: getattr(flags, name) for name in ('scene', 'steps', 'num_prompts')}
     cores: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -58,8 +61,8 @@ def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
     def run(side: Side, seed: int) -> Figures:
         changes = side.settings['changes']
         training = {name: x for name, x in changes.items() if not name.startswith(_PREVIEW)}
-        workdir = data / f'{_digest(options | training)}-{seed}'
-        results = data / f'{_digest(options | changes)}-{seed}.json'
+        workdir = data / f'{json_digest.sha256(options | training)[:12]}-{seed}'
+        results = data / f'{json_digest.sha256(options | changes)[:12]}-{seed}.json'
         # Recipes that differ in the sampler alone draw with the weights of the first one.
         with locks[workdir.name]:
             if not results.exists():
@@ -81,11 +84,6 @@ def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
     }
     names = {side.title: name for name, side in flags.sides.items()}
     return lambda side: runs[names[side.title]].popleft().result()
-
-
-def _digest(settings: Mapping[str, Any]) -> str:
-    content = json.dumps(settings, sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
 def _build(folder: pathlib.Path, scene: str, num_samples: int) -> None:

@@ -55,7 +55,7 @@ def write_card(
         f'A text-to-image model with {num_weights:,} weights: a rectified-flow transformer on '
         f'latents, {weights} at step {saved.step:,}.',
     ]
-    picture = workdir / previews.FOLDER / f'step_{saved.step:06}.png'
+    picture = previews.path_of_step(workdir, saved.step)
     # Not those of an earlier export.
     (folder / PREVIEWS_FILE).unlink(missing_ok=True)
     if picture.exists():
