@@ -116,7 +116,7 @@ setuptools.setup(
             'grain>=0.2.12',  # docs/reading.md reads with it
             'hypothesis>=6.100',
             'mypy>=2.4',
-            'pytest>=8.0',
+            'pytest>=9.0',
             'pytest-xdist>=3.6.1',
             'ruff>=0.9',
         ],

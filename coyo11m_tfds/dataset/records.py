@@ -189,7 +189,8 @@ class RecordLayout:
     ) -> ValueAddresses:
         """Finds the values of serialized records between addresses, `[begin, end)` for each.
 
-        `gather(addresses, nbytes)` copies bytes from each address; zeros where there are none.
+        `gather(addresses, nbytes)` copies bytes from each address, with zeros before `begin`; it is
+        not called for bytes behind `end`.
         """
         regular = end - begin >= self._key_from_end + self._window
         for from_end, head in self._head_from_end.items():

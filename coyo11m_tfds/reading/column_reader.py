@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from coyo11m_tfds.dataset.columns import AddedColumn, Column
+from coyo11m_tfds.reading import raw_memory
 from coyo11m_tfds.reading.files import FetchedFiles, MappedFiles, Range
 from coyo11m_tfds.storage.stored_file import StoredFile
 
@@ -106,15 +107,14 @@ class ColumnReader:
 
     def match_checksums(self, number: np.ndarray, address: np.ndarray) -> np.ndarray:
         """Compares the rows at addresses of `locate` with their checksums; returns bool `(n,)`."""
-        memory = self._files.memory
         if self._places is None:
-            stored = memory.gather(address[:, 0] + self._values_nbytes, _CRC_NBYTES).view('<u4')
+            stored = raw_memory.gather(address[:, 0] + self._values_nbytes, _CRC_NBYTES).view('<u4')
         else:
             stored = self._places[number, 2]
         crcs = np.zeros(len(number), np.uint32)
         # Of all crops of a row, because another epoch uses another crop.
         for begin in address.T:
-            crcs = memory.crc32c(begin, begin + self._values_nbytes, crcs.tolist())
+            crcs = raw_memory.crc32c(begin, begin + self._values_nbytes, crcs.tolist())
         return crcs == stored
 
     def place(self, number: int) -> tuple[str, int]:

@@ -20,10 +20,10 @@ from coyo11m_tfds.reading import damage, process_settings
 from coyo11m_tfds.reading.batches import Ahead, ArraySpec, Batch
 from coyo11m_tfds.reading.column_reader import ColumnReader, open_column
 from coyo11m_tfds.reading.features import BatchFeatures, check_text_feature, stored_specs
-from coyo11m_tfds.reading.fenced_memory import LazyBatch, gather_batch
 from coyo11m_tfds.reading.files import MAX_FILES, FetchedFiles, Range, ReadCounter
 from coyo11m_tfds.reading.options import CHUNKS, ROWS, TF_DATA, ReadOptions
 from coyo11m_tfds.reading.order import RecordBlock
+from coyo11m_tfds.reading.raw_memory import LazyBatch, gather_batch
 from coyo11m_tfds.reading.row_reader import RowReader
 
 # How often a chunk with a damaged record is fetched: its bytes may have been changed on the way.

@@ -10,11 +10,11 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.reading import damage
 from coyo11m_tfds.reading.batches import MASK, ArraySpec, Batch, Batches
 from coyo11m_tfds.reading.engines import OpenedSplit, SplitReader, engine_name, open_splits
-from coyo11m_tfds.reading.fenced_memory import gather_batch
 from coyo11m_tfds.reading.filters import KeptRecords, find_kept
 from coyo11m_tfds.reading.mixture import BatchShares, Cursor, Position
 from coyo11m_tfds.reading.options import ReadOptions
 from coyo11m_tfds.reading.order import eval_blocks
+from coyo11m_tfds.reading.raw_memory import gather_batch
 from coyo11m_tfds.storage import json_digest
 
 # How keys are read that a condition compares.

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.ma  # else np.unique imports it, and a fork in that moment would wait for ever
 
 from coyo11m_tfds import storage
-from coyo11m_tfds.reading.fenced_memory import FencedMemory, Region
 from coyo11m_tfds.storage import disk, stored_file
 from coyo11m_tfds.storage.stored_file import StoredFile
 
@@ -34,8 +33,7 @@ _FILE_SHIFT = 43
 
 Range = tuple[int, int, int]  # number of the file, first byte, one past the last byte
 
-# One for all mapped files, so that rows of several data sets can be gathered together.
-_MAPPED_MEMORY = FencedMemory()
+_Region = tuple[int, int]  # address and number of bytes
 
 
 class ReadCounts(NamedTuple):
@@ -77,7 +75,6 @@ class MappedFiles:
                 f'{path_of(0)}: {num_files} files cannot be mapped at once, at most {MAX_FILES} '
                 "can; read them with engine='chunks'"
             )
-        self.memory = _MAPPED_MEMORY
         # 0 while a file is not open.
         self.address = np.zeros(num_files, np.int64)
         self.size = np.zeros(num_files, np.int64)
@@ -85,7 +82,7 @@ class MappedFiles:
         self._versions = versions
         self._states: dict[int, tuple[int, ...]] = {}
         self._check_times = np.zeros(num_files)  # of the last checks, in seconds
-        self._mapped: list[Region] = []
+        self._mapped: list[_Region] = []
         # Not at exit: another thread may still read.
         weakref.finalize(self, _unmap, self._mapped).atexit = False
         self._opening = threading.Lock()
@@ -100,10 +97,13 @@ class MappedFiles:
     def locate(
         self, number: np.ndarray, offset: np.ndarray, nbytes: np.ndarray | int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns where ranges in files begin and end in memory, at most at the ends of files."""
+        """Returns where ranges of files begin and end in memory, at most at the ends of files.
+
+        All memory between the two can be read as long as this object lives.
+        """
         self.open(np.unique(number))
-        start = self.address[number]
-        return start + offset, start + np.minimum(offset + nbytes, self.size[number])
+        address, size = self.address[number], self.size[number]
+        return address + np.minimum(offset, size), address + np.minimum(offset + nbytes, size)
 
     def check_unchanged(self, numbers: np.ndarray) -> None:
         """Checks that open files are unchanged, each at most once a second."""
@@ -136,7 +136,6 @@ class MappedFiles:
             if stat.st_size:
                 region = _map(file, stat.st_size), stat.st_size
                 self._mapped.append(region)
-                self.memory.open([region])
                 self.address[number], self.size[number] = region
         # The version of the mapped file, which may no longer be the one at the path.
         if self._versions and disk.local_version(stat) != self._versions[number]:
@@ -161,8 +160,7 @@ def _map(file: BinaryIO, size: int) -> int:
     return address
 
 
-def _unmap(regions: list[Region]) -> None:
-    _MAPPED_MEMORY.close(regions)
+def _unmap(regions: list[_Region]) -> None:
     for address, size in regions:
         _libc.munmap(address, size)
 
@@ -186,7 +184,6 @@ class FetchedFiles:
 
         The threads of a `pool` keep their connections for the next object.
         """
-        self.memory = FencedMemory()
         # Corrected for a file that turns out to be shorter.
         self.size = np.array(size, np.int64)
         self._path_of = path_of
@@ -221,22 +218,20 @@ class FetchedFiles:
         # Blocks that share a chunk take it twice.
         for key in ranges:
             if key not in self._data:
-                self._hold(key, self._in_flight.pop(key).result())
+                self._data[key] = self._in_flight.pop(key).result()
                 self._fill_flight()
         self._index()
 
     def fetch_again(self, ranges: Iterable[Range]) -> None:
         """Fetches ranges anew, because their bytes may have been changed on their way."""
         for key in ranges:
-            # Fetched before the old bytes are freed, so that both have addresses of their own.
-            data = self._fetch(key)
-            self.drop([key])
-            self._hold(key, data)
+            self._data[key] = self._fetch(key)
         self._index()
 
     def drop(self, ranges: Iterable[Range]) -> None:
         """Frees ranges; their addresses are invalid afterwards."""
-        self.memory.close([_region(self._data.pop(key)) for key in ranges])
+        for key in ranges:
+            del self._data[key]
 
     def close(self) -> None:
         """Ends the threads after the requests that are under way."""
@@ -248,10 +243,10 @@ class FetchedFiles:
     def locate(
         self, number: np.ndarray, offset: np.ndarray, nbytes: np.ndarray | int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Like `MappedFiles.locate`, for ranges within those that were taken."""
+        """Like `MappedFiles.locate`, for ranges within those that were taken, until `drop`."""
         index = np.searchsorted(self._keys, (number << _FILE_SHIFT) + offset, side='right') - 1
-        address = self._addresses[index] + offset
-        return address, np.minimum(address + nbytes, self._ends[index])
+        address, limit = self._addresses[index] + offset, self._ends[index]
+        return np.minimum(address, limit), np.minimum(address + nbytes, limit)
 
     def check_unchanged(self, numbers: np.ndarray) -> None:
         """Does nothing: fetched bytes cannot change."""
@@ -260,10 +255,6 @@ class FetchedFiles:
         while self._queue and len(self._in_flight) < self._max_in_flight:
             key = self._queue.popleft()
             self._in_flight[key] = self._pool.submit(self._fetch, key)
-
-    def _hold(self, key: Range, data: bytes) -> None:
-        self._data[key] = data
-        self.memory.open([_region(data)])
 
     def _index(self) -> None:
         keys = sorted(self._data)
@@ -307,7 +298,7 @@ class FetchedFiles:
         return file.read_range(min(begin, size), max(0, min(end, size) - begin))
 
 
-def _region(data: bytes) -> Region:
+def _region(data: bytes) -> _Region:
     # Empty bytes have no address. Their region is empty, so nobody reads from it.
     return np.frombuffer(data or b'\0', np.uint8).ctypes.data, len(data)
 

@@ -24,9 +24,9 @@ from coyo11m_tfds.reading import damage
 from coyo11m_tfds.reading.batches import CROP, NOISE_SEED, Batch
 from coyo11m_tfds.reading.engines import SplitReader, open_splits
 from coyo11m_tfds.reading.evaluation import read_split_keys
-from coyo11m_tfds.reading.fenced_memory import gather_batch
 from coyo11m_tfds.reading.options import TF_DATA, ReadOptions
 from coyo11m_tfds.reading.order import RecordBlock
+from coyo11m_tfds.reading.raw_memory import gather_batch
 from coyo11m_tfds.reading.row_reader import LocatedRecords, RowReader
 
 # Runs whose places are remembered, 4 KB each: those of 2 million records, 57 GB of latents.

@@ -17,12 +17,12 @@ from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.dataset.records import RecordLayout, ValueAddresses, caption_head
 from coyo11m_tfds.dataset.stored_dataset import IndexedSplit
 from coyo11m_tfds.dataset.texts import TextMixture
-from coyo11m_tfds.reading import damage, framing, order
+from coyo11m_tfds.reading import damage, framing, order, raw_memory
 from coyo11m_tfds.reading.batches import CROP, DROP_TEXT, MASK, NOISE_SEED, ArraySpec
 from coyo11m_tfds.reading.column_reader import ColumnReader
 from coyo11m_tfds.reading.features import BatchFeatures
-from coyo11m_tfds.reading.fenced_memory import LazyArray, LazyBatch
 from coyo11m_tfds.reading.files import FetchedFiles, MappedFiles, Range
+from coyo11m_tfds.reading.raw_memory import LazyArray, LazyBatch
 
 _STRIDE = schema.CHUNK_STRIDE
 
@@ -34,7 +34,7 @@ class LocatedRecords(NamedTuple):
     shard: np.ndarray
     record: np.ndarray  # number in the shard
     number: np.ndarray  # in the split
-    begin: np.ndarray  # addresses of the serialized records; 0 where the framing is damaged
+    begin: np.ndarray  # addresses of the serialized records; both 0 where the framing is damaged
     end: np.ndarray
     values: ValueAddresses  # also of columns, int64 `(n, pieces)`
 
@@ -60,7 +60,6 @@ class RowReader:
         lengths = split.index.shard_lengths
         self._split, self._features = split, features
         self._files = files or MappedFiles(split.file, len(lengths))
-        self._memory = self._files.memory
         self._layout, self.columns = layout, columns
         self._checks = damage.Checks(verify, int(lengths.sum()))
         self._bad_records = bad_records
@@ -71,13 +70,14 @@ class RowReader:
         runs, run_index = np.unique(_run_keys(shard, record), return_inverse=True)
         shards, first, count, offset, nbytes = self._run_ranges(runs)
         start, limit = self._files.locate(shards, offset, nbytes)
-        begins, ends = framing.locate_records(self._memory, start, count, limit)
+        begins, ends = framing.locate_records(start, count, limit)
         # Records of another build may have the same sizes: their checksums tell them apart, with
         # or without `verify`.
-        crcs = framing.stored_crcs(self._memory, np.where(ends > 0, ends, self._memory.zeros))
-        begins[run_digests(crcs) != self._split.index.digests(shards, first)] = 0
+        crcs = framing.stored_crcs(np.where(ends > 0, ends, raw_memory.ZEROS))
+        is_other = run_digests(crcs) != self._split.index.digests(shards, first)
+        begins[is_other] = ends[is_other] = 0
         begin, end = (x[run_index, record % _STRIDE] for x in (begins, ends))
-        in_records = self._layout.find(self._memory.gather_if_open, begin, end)
+        in_records = self._layout.find(functools.partial(_gather_from, begin), begin, end)
         number = self._split.first_numbers[shard] + record
         in_columns = {name: x.locate(number) for name, x in self.columns.items()}
         values = in_records._replace(places=in_records.places | in_columns)
@@ -128,7 +128,7 @@ class RowReader:
         return {name: self._array(name, located, good, keys, crops) for name in names}
 
     def _match_checksums(self, located: LocatedRecords, rows: np.ndarray) -> np.ndarray:
-        good = framing.match_crcs(self._memory, located.begin[rows], located.end[rows])
+        good = framing.match_crcs(located.begin[rows], located.end[rows])
         for name, column in self.columns.items():
             good &= column.match_checksums(located.number[rows], located.values.places[name][rows])
         return good
@@ -144,7 +144,7 @@ class RowReader:
         for row in np.flatnonzero(good & ~located.values.regular).tolist():
             begin, end = located.begin[row : row + 1], located.end[row : row + 1]
             # Damage may be the reason, whatever `verify` says.
-            good[row] = framing.match_crcs(self._memory, begin, end)[0]
+            good[row] = framing.match_crcs(begin, end)[0]
             if good[row]:
                 raise self._layout_error(located, row)
 
@@ -159,9 +159,7 @@ class RowReader:
         # An intact record is bad because of its row in a column.
         is_whole = located.begin[bad] > 0
         framed = bad[is_whole]
-        is_whole[is_whole] = framing.match_crcs(
-            self._memory, located.begin[framed], located.end[framed]
-        )
+        is_whole[is_whole] = framing.match_crcs(located.begin[framed], located.end[framed])
         self._report_bad_columns(located, bad[is_whole])
         bad = bad[~is_whole]
         for shard in np.unique(located.shard[bad]).tolist():
@@ -239,14 +237,14 @@ class RowReader:
             if crops is not None:
                 addresses = addresses[np.arange(len(good)), crops]
         # Transposed, because a row may have several addresses.
-        addresses = np.where(good, addresses.T, self._memory.zeros).T
-        return LazyArray(addresses, ArraySpec(shape, dtype), self._memory, [self])
+        addresses = np.where(good, addresses.T, raw_memory.ZEROS).T
+        return LazyArray(addresses, ArraySpec(shape, dtype), [self])
 
     def _captions(self, located: LocatedRecords, good: np.ndarray) -> np.ndarray:
         captions = np.full(len(good), b'', object)
         rows = np.flatnonzero(good)
         begin, nbytes = located.begin[rows], (located.end - located.begin)[rows]
-        views = self._memory.views(begin, located.values.captions_end[rows])
+        views = raw_memory.views(begin, located.values.captions_end[rows])
         for row, view, record_nbytes in zip(rows.tolist(), views, nbytes.tolist(), strict=True):
             before_key = view.tobytes()
             head = caption_head(len(before_key), record_nbytes)
@@ -259,3 +257,8 @@ class RowReader:
 def _run_keys(shard: np.ndarray, record: np.ndarray) -> np.ndarray:
     """Returns a number for the run of each record; adjacent runs have consecutive numbers."""
     return (shard << 32) + record // _STRIDE
+
+
+def _gather_from(begin: np.ndarray, addresses: np.ndarray, nbytes: int) -> np.ndarray:
+    """Gathers from addresses; zeros for those before `begin`, of a record that is too short."""
+    return raw_memory.gather(np.where(addresses < begin, raw_memory.ZEROS, addresses), nbytes)

@@ -16,10 +16,10 @@ from coyo11m_tfds.reading import damage, memory
 from coyo11m_tfds.reading.batches import ArraySpec, Batch, Batches
 from coyo11m_tfds.reading.engines import OpenedSplit, SplitReader, engine_name, open_splits
 from coyo11m_tfds.reading.evaluation import kept_records
-from coyo11m_tfds.reading.fenced_memory import LazyBatch, concatenate, gather_array, gather_batch
 from coyo11m_tfds.reading.mixture import BatchShares, Cursor, Position, Stage
 from coyo11m_tfds.reading.options import TrainOptions
 from coyo11m_tfds.reading.order import Order, train_blocks
+from coyo11m_tfds.reading.raw_memory import LazyBatch, concatenate, gather_array, gather_batch
 from coyo11m_tfds.reading.sources import MixSource, check_latents, choose_texts
 from coyo11m_tfds.storage import json_digest
 

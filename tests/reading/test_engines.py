@@ -19,7 +19,7 @@ import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import chunk_index, records, stored_dataset
 from coyo11m_tfds.reading import files as files_lib
-from coyo11m_tfds.reading import framing
+from coyo11m_tfds.reading import framing, raw_memory
 from tests import built, children
 from tests.checkout import CHECKOUT
 from tests.reading import small_dataset
@@ -142,22 +142,12 @@ def test_each_file_is_looked_at_again_when_a_batch_touches_it(tmp_path, monkeypa
         files.check_unchanged(np.array([3, 7]))
 
 
-def test_memory_is_read_inside_of_open_regions_only(tmp_path):
+def test_located_ranges_end_where_the_file_ends(tmp_path):
     (tmp_path / '0').write_bytes(b'some bytes')
     files = files_lib.MappedFiles(lambda number: str(tmp_path / '0'), 1)
-    start, end = files.locate(np.array([0, 0]), np.array([0, 5]), 5)
-    memory = files.memory
-    assert memory.gather(start, 5).tolist() == [b'some ', b'bytes']
-    assert memory.gather_if_open(start + np.array([1, 2]), 4).tolist() == [b'ome ', bytes(4)]
-    for begin, size in ((start, 6), (start - 1, 2), (np.array([0]), 1), (start + 10**9, 1)):
-        with pytest.raises(IndexError, match='of this process are in no open region'):
-            memory.gather(begin, size)
-    for read in (memory.views, memory.crc32c):
-        with pytest.raises(IndexError, match='are in no open region'):
-            read(start, end + 1)
-    del files
-    with pytest.raises(IndexError, match='are in no open region'):
-        memory.gather(start, 5)
+    begin, end = files.locate(np.zeros(4, int), np.array([0, 5, 8, 10**9]), 5)
+    found = [x.tobytes() for x in raw_memory.views(begin, end)]
+    assert found == [b'some ', b'bytes', b'es', b'']
 
 
 # Those of Python, 20 others, and perhaps some for the moments in which files are opened.
@@ -237,17 +227,17 @@ def test_keys_and_captions_of_every_length_are_found(tmp_path):
     files.open(np.array([0]))
     start = files.address[[0]]
     limit = start + files.size
-    begin, end = framing.locate_records(files.memory, start, np.array([10]), limit)
+    begin, end = framing.locate_records(start, np.array([10]), limit)
     begin, end = begin[0, :10], end[0, :10]
     assert end[-1] + 4 == start[0] + files.size[0]
     layouts = [records.RecordLayout(3 * schema.LATENT_NBYTES, text_dim=n) for n in (5, 6)]
-    found, other = (layout.find(files.memory.gather_if_open, begin, end) for layout in layouts)
+    found, other = (layout.find(raw_memory.gather, begin, end) for layout in layouts)
     assert found.regular.all() and not other.regular.any()
     assert found.keys.tolist() == keys
     for row, caption in enumerate(captions):
         before, whole = int(found.captions_end[row] - begin[row]), int(end[row] - begin[row])
         head = records.caption_head(before, whole)
-        record = files.memory.views(begin[[row]], end[[row]])[0].tobytes()
+        record = raw_memory.views(begin[[row]], end[[row]])[0].tobytes()
         assert record.startswith(head) and record[len(head) : before] == caption
 
 
