@@ -109,7 +109,11 @@ def _take_turns(sides: Sides, repeats: int, run_side: RunSide) -> dict[str, list
         for name in [*list(sides)[first:], *list(sides)[:first]]:
             if not _failure(runs[name]):
                 print(f'{repeat + 1} of {repeats}: {name}', file=sys.stderr, flush=True)
-                runs[name].append(run_side(sides[name]))
+                figures = run_side(sides[name])
+                # At once: a benchmark may be stopped before its table.
+                shown = [f'{x} {n:.5g}' for x, n in figures.items() if isinstance(n, float)]
+                print(f'  {", ".join(shown)}', file=sys.stderr, flush=True)
+                runs[name].append(figures)
     return runs
 
 
