@@ -20,6 +20,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.seed = 0  # seed of weights, noise, times and the order of the data
     config.batch_size = 256  # samples of one step, over all hosts
     config.accumulate = 1  # parts of a batch, computed one after the other to save memory
+    config.gradient_dtype = 'float32'  # or 'bfloat16': in which devices add up those of blocks
     config.num_steps = 400_000  # 9 to 13 epochs of 7.6 to 11.4 million samples
     config.ema_decay = 0.9999  # per step; evaluation and previews use the average
 

@@ -77,6 +77,9 @@ def check_config(config: ml_collections.ConfigDict, *, needs_data: bool = True) 
     if low >= high:
         problem = f'expected less than preview.guidance_high={high!r}'
         raise FieldError('preview.guidance_low', low, problem)
+    if config.gradient_dtype not in ('float32', config.model.dtype):
+        problem = f"expected 'float32' or model.dtype={config.model.dtype!r}"
+        raise FieldError('gradient_dtype', config.gradient_dtype, problem)
     every, kept = config.checkpoint_every, config.keep_every
     if kept and (not every or kept % every):
         problem = f'expected a multiple of checkpoint_every={every}'

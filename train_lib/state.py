@@ -96,6 +96,16 @@ def mask_muon_kernels(params: Any) -> Any:
     return by_muon
 
 
+def cast_block_kernels(params: Any, dtype: jnp.dtype | str) -> Any:
+    """Returns weights whose kernels of blocks, nearly all of a model, have the dtype."""
+
+    def cast(path: Any, x: jax.Array) -> jax.Array:
+        names = path[0].key, path[-1].key
+        return x.astype(dtype) if names == ('blocks', 'kernel') else x
+
+    return jax.tree_util.tree_map_with_path(cast, params)
+
+
 def make_init(
     model: nn.Module,
     tx: optax.GradientTransformation,

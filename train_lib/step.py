@@ -26,7 +26,7 @@ from coyo11m_tfds.process.errors import FieldError
 from train_lib import caption_encoder, flow, models, sharding, state
 from train_lib.caption_encoder import StepEncoder
 from train_lib.metrics import EvalMetrics, TrainMetrics
-from train_lib.state import TrainState
+from train_lib.state import TrainState, cast_block_kernels
 
 Batch = Mapping[str, jax.Array]
 
@@ -65,6 +65,9 @@ def make_train_step(
             inputs, x, noise, t, weights = rows
             # Encoded here and not before, so that hidden states of one slice exist at a time.
             text = prepare_text(stats, encoder, frozen, _raw_text(inputs, len(x)))
+            # A gradient has the dtype of its kernel while the devices add up their parts of it. The
+            # products cast kernels to the same dtype, so the velocity does not change.
+            params = cast_block_kernels(params, config.gradient_dtype)
             velocity = _velocity_at(model, params, text, *map(inputs.get, conditions))
             losses = flow.squared_errors(velocity, x, noise, t)
             return jnp.sum(jnp.where(weights > 0, weights * losses, 0)), losses

@@ -40,7 +40,7 @@ BAD = {
         (256, 'requeue_status'),
         (1.5, 'preview.guidance_high'),
         ('', 'data.dir'),
-        ('float16', 'model.dtype'),
+        ('float16', 'gradient_dtype model.dtype'),
         ('ddim', 'preview.sampler'),
     )
     for name in names.split()
@@ -74,10 +74,11 @@ def test_a_value_out_of_its_range_is_told_with_what_is_expected():
         ('keep_every', 25, 'checkpoint_every', 10, 'a multiple of'),
         ('keep_every', 5, 'checkpoint_every', 10, 'a multiple of'),
         ('keep_every', 10, 'checkpoint_every', 0, 'a multiple of'),
+        ('gradient_dtype', 'bfloat16', 'model.dtype', 'float32', "'float32' or"),
     ],
 )
 def test_fields_that_do_not_fit_each_other_are_refused(field, value, other, limit, problem):
-    message = re.escape(f'{field}={value}: expected {problem} {other}={limit}')
+    message = re.escape(f'{field}={value!r}: expected {problem} {other}={limit!r}')
     with pytest.raises(ValueError, match=message):
         config_rules.check_config(config_with(**{field: value, other: limit}))
     config_rules.check_config(config_with(keep_every=20, checkpoint_every=10))

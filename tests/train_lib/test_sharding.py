@@ -106,18 +106,19 @@ def test_stand_ins_are_as_the_chips_of_real_topologies():
 
 
 @pytest.mark.parametrize(
-    ('data', 'fsdp', 'expected'),
+    ('data', 'fsdp', 'expected', 'options'),
     [
-        (1, 1, 0),
-        (8, 1, 2 * 7 / 8 * 4 * (2**20 + 10)),  # an all-reduce of float32
-        (1, 4, 3 / 4 * (2 + 2 + 4) * 2**20 + 2 * 3 / 4 * 4 * 10),  # the bias stays whole
-        (2, 4, (3 / 4 * 8 + 2 / 2 * 4 / 4) * 2**20 + 2 * 7 / 8 * 4 * 10),
+        (1, 1, 0, {}),
+        (8, 1, 2 * 7 / 8 * 4 * (2**20 + 10), {}),  # an all-reduce of float32
+        (8, 1, 2 * 7 / 8 * 2 * (2**20 + 10), {'gradient_bytes': 2}),
+        (1, 4, 3 / 4 * (2 + 2 + 4) * 2**20 + 2 * 3 / 4 * 4 * 10, {}),  # the bias stays whole
+        (2, 4, (3 / 4 * 8 + 2 / 2 * 4 / 4) * 2**20 + 2 * 7 / 8 * 4 * 10, {}),
     ],
 )
-def test_least_bytes_of_a_step(data, fsdp, expected):
+def test_least_bytes_of_a_step(data, fsdp, expected, options):
     params = {'kernel': np.zeros((2**10, 2**10), np.float32), 'bias': np.zeros(10, np.float32)}
     mesh = types.SimpleNamespace(shape={'data': data, 'fsdp': fsdp}, size=data * fsdp)
-    assert compile.least_bytes(params, mesh) == pytest.approx(expected)
+    assert compile.least_bytes(params, mesh, **options) == pytest.approx(expected)
 
 
 _MAP = """

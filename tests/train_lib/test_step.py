@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import flatten_dict
 
 from configs import default
 from tests import children
@@ -30,12 +31,12 @@ def _batch(size=8, side=8, seed=0):
     }
 
 
-def make_trainer(tx, schedule, accumulate=1, stats=STATS):
-    model = dit.DiT(width=16, depth=1, num_heads=2, patch_size=2, crops=3, dtype=jnp.float32)
+def make_trainer(tx, schedule, accumulate=1, stats=STATS, dtype=jnp.float32, **fields):
+    model = dit.DiT(width=16, depth=1, num_heads=2, patch_size=2, crops=3, dtype=dtype)
     init = state.make_init(model, tx, latent_shape=(8, 8, 4), text=TEXT)
     first = jax.jit(init)(jax.random.key(0))
     config = default.get_config()
-    config.update(ema_decay=0.9, accumulate=accumulate)
+    config.update(ema_decay=0.9, accumulate=accumulate, **fields)
     train_step = steps.make_train_step(config, model, tx, schedule, stats)
     eval_step = steps.make_eval_step(config, model, stats)
     steps_of_none = (functools.partial(jax.jit(x), None) for x in (train_step, eval_step))
@@ -181,6 +182,29 @@ def test_parts_give_the_step_of_the_whole_batch():
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), after(1), after(3)
     )
+
+
+def test_kernels_of_blocks_have_gradients_of_the_dtype_in_which_devices_add_them_up():
+    def after_one_step(dtype):
+        # Plain momentum, which after one step is the gradient.
+        train_step, _, first = make_trainer(
+            optax.trace(0.5), lambda step: 0.1, dtype=jnp.bfloat16, gradient_dtype=dtype
+        )
+        # Other weights than the first, with which most gradients are 0.
+        params = jax.tree.map(
+            lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), first.params
+        )
+        after, update = train_step(first.replace(params=params), _batch())
+        return flatten_dict(after.opt_state.trace, sep='.'), update.compute()['loss']
+
+    (whole, loss), (rounded, same_loss) = map(after_one_step, ('float32', 'bfloat16'))
+    assert loss == same_loss
+    for name, gradient in rounded.items():
+        assert gradient.dtype == jnp.float32
+        np.testing.assert_allclose(gradient, whole[name], rtol=2**-8)
+        if name.startswith('blocks.') and name.endswith('.kernel'):
+            np.testing.assert_array_equal(gradient, gradient.astype(jnp.bfloat16))
+            assert np.any(gradient != whole[name])
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,9 @@ _TIME_SCALE = 1_000.0  # t in [0, 1] to the range the sinusoids are made for
 
 # `flax.linen.Dense` with kernel gradients in float32. Flax casts the kernel before the product, so
 # its gradient has the type of the product, and devices add up their parts of it in that type: in
-# bfloat16 each addition rounds to 8 bits. Here the product for the gradient returns float32, in
-# which the matrix units accumulate anyway, and the devices add up float32.
+# bfloat16 each addition rounds to 8 bits. Here the product for the gradient returns the type of the
+# kernel: float32, in which the matrix units accumulate anyway and the devices add up, unless the
+# step casts the kernel (`gradient_dtype` of a configuration).
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

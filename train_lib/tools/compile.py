@@ -130,8 +130,12 @@ def analyze(
     if step == TRAIN:
         params, is_muon = program.abstract_state.params, config.optimizer.name == 'muon'
         muon_mask = state.mask_muon_kernels(params) if is_muon else None
-        compute_bytes = jnp.dtype(config.model.dtype).itemsize
-        least = least_bytes(params, mesh, compute_bytes, config.accumulate, muon_mask)
+        compute_bytes, gradient_bytes = (
+            jnp.dtype(dtype).itemsize for dtype in (config.model.dtype, config.gradient_dtype)
+        )
+        least = least_bytes(
+            params, mesh, compute_bytes, config.accumulate, muon_mask, gradient_bytes
+        )
         report[MOVED]['least for this mesh'] = least / 1e6
     return report | judge_costs(report, chip)
 
@@ -160,14 +164,19 @@ def _describe_program(
 
 
 def least_bytes(
-    params, mesh: Mesh, compute_bytes: int = 2, accumulate: int = 1, muon_mask: Any = None
+    params,
+    mesh: Mesh,
+    compute_bytes: int = 2,
+    accumulate: int = 1,
+    muon_mask: Any = None,
+    gradient_bytes: int = 4,
 ) -> float:
     """Returns the bytes that a device receives in a training step if only weights move."""
     # Devices gather a weight that is split over f devices for the forward and for the backward
     # pass, for each of `accumulate` pieces of the batch, in the dtype of the computation: (f-1)/f
-    # of the weight each time. They reduce its gradient in float32 over the f devices: (f-1)/f of
-    # it. The d groups then reduce each f-th of it: 2(d-1)/d of that, half to form the sum and half
-    # to distribute it.
+    # of the weight each time. They reduce its gradient over the f devices: (f-1)/f of it, in the
+    # dtype of the gradients of blocks, which are nearly all. The d groups then reduce each f-th of
+    # it: 2(d-1)/d of that, half to form the sum and half to distribute it.
     #
     # Where `muon_mask` is True, `sharding.map_matrices` makes the update: each of the n = df
     # devices gathers its n-th of the matrices, of which it has an f-th, and its f-th of the
@@ -178,9 +187,11 @@ def least_bytes(
         # Weights that do not divide lie whole on every device.
         f = fsdp if sharding.partition_spec(leaf.shape, fsdp) != PartitionSpec() else 1
         d = mesh.size // f
-        group_bytes = (f - 1) / f * (2 * compute_bytes + 4) * accumulate
+        group_bytes = (f - 1) / f * (2 * compute_bytes + gradient_bytes) * accumulate
         update_bytes = is_muon * ((f - 1) / f / mesh.size + (1 - 1 / mesh.size) / f) * compute_bytes
-        return math.prod(leaf.shape) * (group_bytes + 2 * (d - 1) / d * 4 / f + update_bytes)
+        return math.prod(leaf.shape) * (
+            group_bytes + 2 * (d - 1) / d * gradient_bytes / f + update_bytes
+        )
 
     muon_mask = jax.tree.map(lambda _: False, params) if muon_mask is None else muon_mask
     return float(sum(jax.tree.leaves(jax.tree.map(leaf_bytes, params, muon_mask))))
