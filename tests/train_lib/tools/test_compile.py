@@ -107,6 +107,22 @@ def test_the_table_has_every_part_and_one_verdict():
     assert ' '.join(lines).count('erdict') == 1
 
 
+def test_a_table_compares_meshes_and_warns_of_small_products():
+    ring = {'all-gather of 4': 1000.0, 'collective-permute of 2, asynchronous': 2000.0}
+    reports = {
+        4: _report(),
+        8: _report(**{compile.MEMORY: {'total': 17.0}}),
+        16: _report(**{compile.MOVED: ring | {'in all': 3000.0}}),
+        1: {'fits': False, 'verdict': 'does not fit: 20G of 15.75G'},
+    }
+    _, *rows = (line.split(maxsplit=5) for line in compile.format_meshes(reports).splitlines())
+    assert rows[0] == ['4', '200', '50%', '40%', '8.0']
+    assert rows[1] == ['8', '200', '50%', '40%', '17.0', 'does not fit']
+    assert rows[2][:5] == ['16', *rows[0][1:]]
+    assert rows[2][5].startswith('warning: ') and '2,000 MB' in rows[2][5]
+    assert ' '.join(rows[3]) == '1 does not fit: 20G of 15.75G'
+
+
 def test_operations_belong_to_parts_of_the_model(tmp_path):
     layer = 'jit(train_step)/jvp(DiT)/while/body/closed_call/blocks.body/blocks'
     names = {
@@ -221,6 +237,18 @@ def test_a_topology_that_there_is_not_is_refused():
     assert error.startswith('error: --topology=v5e:3x5: expected a name such as v5e:4x4')
 
 
+def test_the_command_compares_meshes():
+    fields = '--config.model.name=tiny/16', '--config.model.depth=1', '--config.batch_size=8'
+    arguments = '--config=default', '--topology=v5e:2x2', '--fsdp=1,4', *fields
+    status, output, errors = _run(*arguments, '--json')
+    assert status == 0, errors
+    meshes = {fsdp: report['program'] for fsdp, report in json.loads(output).items()}
+    assert [meshes[fsdp].partition('mesh ')[2] for fsdp in ('1', '4')] == [
+        'data 4 x fsdp 1',
+        'data 1 x fsdp 4',
+    ]
+
+
 def _figures(text):
     """Numbers of a report by what stands before them, without the single exchanges."""
     rows = re.findall(r'^  (\D.*?)  +([-\d.,]+)$', text, re.MULTILINE)
@@ -267,7 +295,7 @@ def test_another_encoder_costs_what_the_table_says():
 @pytest.mark.parametrize('name', ['default', 'gpu'])
 def test_the_batch_of_one_accelerator_leaves_a_third_of_16_gb(name):
     # A slice has four chips at least, of which each gets as many samples.
-    fields = '--topology=v5e:2x2', '--config.batch_size=1024'
+    fields = '--topology=v5e:2x2', '--config.batch_size=1024', '--config.model.remat=full'
     report = _compile_for_slice(f'--config=configs/{name}.py', *fields)
     assert report[compile.MEMORY]['total'] <= 16 * 2 / 3
 
