@@ -108,9 +108,9 @@ def test_the_table_has_every_part_and_one_verdict():
 
 
 def test_a_table_compares_meshes_and_warns_of_small_products():
-    ring = {'all-gather of 4': 1000.0, 'collective-permute of 2, asynchronous': 2000.0}
+    ring = {'all-gather of 4': 2000.0, 'collective-permute of 2, asynchronous': 1000.0}
     reports = {
-        4: _report(),
+        4: _report(**{compile.MOVED: {'collective-permute of 2': 90.0, 'in all': 3000.0}}),
         8: _report(**{compile.MEMORY: {'total': 17.0}}),
         16: _report(**{compile.MOVED: ring | {'in all': 3000.0}}),
         1: {'fits': False, 'verdict': 'does not fit: 20G of 15.75G'},
@@ -119,7 +119,7 @@ def test_a_table_compares_meshes_and_warns_of_small_products():
     assert rows[0] == ['4', '200', '50%', '40%', '8.0']
     assert rows[1] == ['8', '200', '50%', '40%', '17.0', 'does not fit']
     assert rows[2][:5] == ['16', *rows[0][1:]]
-    assert rows[2][5].startswith('warning: ') and '2,000 MB' in rows[2][5]
+    assert rows[2][5].startswith('warning: ') and '1,000 MB' in rows[2][5]
     assert ' '.join(rows[3]) == '1 does not fit: 20G of 15.75G'
 
 
