@@ -167,6 +167,12 @@ def _recipe(title: str, **changes: Any) -> Side:
 
 SIDES = {
     'baseline': _recipe('the demo'),
+    'velocity': _recipe('velocity predicted', model__prediction='velocity'),
+    'shift_1': _recipe('no time shift', preview__time_shift=1.0),
+    'shift_2': _recipe("sampler's time shift of 2", preview__time_shift=2.0),
+    'shift_5': _recipe("sampler's time shift of 5", preview__time_shift=5.0),
+    'velocity_shift_1': _recipe('velocity, no time shift', model__prediction='velocity',
+                                preview__time_shift=1.0),
     'adamw': _recipe('AdamW instead of Muon', optimizer__name='adamw'),
     'decay_0': _recipe('no weight decay', optimizer__weight_decay=0.0),
     'b2_95': _recipe('b2 of 0.95', optimizer__b2=0.95),
@@ -177,7 +183,6 @@ SIDES = {
     'interval': _recipe('guidance between 0.2 and 0.8', preview__guidance_low=0.2,
                         preview__guidance_high=0.8),
     'heun': _recipe("Heun's method, 12 steps", preview__sampler='heun', preview__num_steps=12),
-    'shift_2': _recipe("sampler's time shift of 2", preview__time_shift=2.0),
 }  # fmt: skip
 
 if __name__ == '__main__':

@@ -23,7 +23,7 @@ from train_lib import chips
 
 SIDE, CHANNELS = 32, 4  # of a latent
 TEXT_DIM = 640
-_SIZES = 'width', 'depth', 'num_heads', 'patch_size', 'text'  # of a model
+_SIZES = 'width', 'depth', 'num_heads', 'patch_size', 'text', 'prediction'  # of a model
 FLAGS = {
     'models': ('S/2,B/2,L/2,XL/2', 'SIZE/PATCH of each'),
     'batch_size': (256, 'samples a step'),

@@ -58,6 +58,7 @@ def get_config() -> ml_collections.ConfigDict:
     model.dtype = 'bfloat16'  # or 'float32': dtype of the computation; weights are float32
     model.remat = ''  # recomputed in the backward pass: 'none', 'dots', 'full'; '': the preset's
     model.text = 'pooled'  # or 'sequence': attention sees the tokens too, if records hold tokens
+    model.prediction = 'velocity'  # or 'latents': the last layer computes clean latents
     model.crops = 0  # distinct crops of an image; 0: those of the data set; 1: none
     model.attention = 'xla'  # or a fused kernel: 'cudnn' on NVIDIA GPUs, 'pallas' on TPUs
     model.unroll = 0  # blocks in one turn of the compiled loop; 0: the preset's value

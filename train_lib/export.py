@@ -39,7 +39,7 @@ from train_lib.models.dit import DiT, Words, flatten_weights
 
 FLAGS = flags.FLAGS
 
-_SIZES = 'width', 'depth', 'num_heads', 'patch_size', 'mlp_ratio', 'text'
+_SIZES = 'width', 'depth', 'num_heads', 'patch_size', 'mlp_ratio', 'text', 'prediction'
 _NUM_EXAMPLES, _NUM_TOKENS = 2, 16
 _LAST_FILE = 'transformer/config.json'
 _PROGRAMS = {'torch_reference': 'transformer/reference.py', 'diffusers_pipeline': 'pipeline.py'}

@@ -111,7 +111,10 @@ def predict_velocity(weights, config, z, t, text, drop, run_block=None):
     shift, scale = _dense(weights, 'modulation', condition)[:, None].chunk(2, -1)
     x = _dense(weights, 'velocity', _modulated_norm(x, shift, scale))
     x = x.reshape(n, rows, columns, p, p, channels).transpose(2, 3)
-    return x.reshape(n, height, width, channels)
+    x = x.reshape(n, height, width, channels)
+    if model['prediction'] == 'latents':
+        x = (z - x) / t.clamp(min=0.05)[:, None, None, None]
+    return x
 
 
 def _embed_condition(weights, t, pooled, drop):

@@ -23,18 +23,18 @@ SIDE, DIM = 8, 12
 
 
 @pytest.mark.parametrize(
-    ('kind', 'text', 'sampler'),
+    ('kind', 'text', 'sampler', 'prediction'),
     [
-        ('embedding', 'pooled', 'euler'),
-        ('states', 'sequence', 'heun'),
-        pytest.param('tokens', 'pooled', 'heun', marks=pytest.mark.slow),
-        pytest.param('tokens', 'sequence', 'euler', marks=pytest.mark.slow),
+        ('embedding', 'pooled', 'euler', 'latents'),
+        ('states', 'sequence', 'heun', 'velocity'),
+        pytest.param('tokens', 'pooled', 'heun', 'velocity', marks=pytest.mark.slow),
+        pytest.param('tokens', 'sequence', 'euler', 'velocity', marks=pytest.mark.slow),
     ],
 )
-def test_the_page_of_pytorch_draws_the_same_latents(tmp_path, kind, text, sampler):
+def test_the_page_of_pytorch_draws_the_same_latents(tmp_path, kind, text, sampler, prediction):
     vocabulary = 0 if kind == 'embedding' else 30
     sizes = {'width': 64, 'depth': 2, 'unroll': 1, 'vocabulary': vocabulary, 'crops': 3}
-    model = models.make_model('tiny/2', text=text, dtype='float32', **sizes)
+    model = models.make_model('tiny/2', text=text, prediction=prediction, dtype='float32', **sizes)
     random = np.random.default_rng(1)
     stats = [random.uniform(0.5, 2, size).astype(np.float32) for size in (4, 4, DIM, DIM)]
     stats[3][:3] = 0  # features that never vary
@@ -49,8 +49,9 @@ def test_the_page_of_pytorch_draws_the_same_latents(tmp_path, kind, text, sample
     preview = PREVIEW | {'sampler': sampler}
     example = export.draw_example(model, params, facts, preview)
 
-    fields = {name: getattr(model, name) for name in ('width', 'depth', 'num_heads', 'patch_size')}
-    config = {'model': fields | {'text': text}, 'preview': preview, 'data': facts.to_json()}
+    names = 'width', 'depth', 'num_heads', 'patch_size', 'text', 'prediction'
+    fields = {name: getattr(model, name) for name in names}
+    config = {'model': fields, 'preview': preview, 'data': facts.to_json()}
     (tmp_path / 'config.json').write_text(json.dumps(config))
     safetensors.numpy.save_file(flatten_weights(params), tmp_path / 'model.safetensors')
     texts = torch.tensor(example['text'])

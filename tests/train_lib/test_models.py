@@ -83,6 +83,7 @@ def test_what_is_given_replaces_the_preset_and_0_leaves_it():
         ({'attention': 'flash'}, "model.attention='flash': expected one of xla, cudnn"),
         ({'text': 'both'}, "model.text='both': expected one of pooled, sequence"),
         ({'text': 'sequence'}, "model.text='sequence': the data set holds embeddings, expected"),
+        ({'prediction': 'noise'}, "model.prediction='noise': expected one of velocity, latents"),
         ({'width': 50}, 'model.width=50: expected a multiple of 24, 4 times model.num_heads=6'),
         ({'num_heads': 5}, 'model.width=384: expected a multiple of 20, 4 times model.num_heads=5'),
         ({'mlp_ratio': 1.001}, 'model.mlp_ratio=1.001: expected a whole number'),
@@ -158,6 +159,16 @@ def test_a_new_model_predicts_zero_in_float32(small):
     assert jax.eval_shape(narrow.apply, variables, *inputs).dtype == jnp.float32
     with pytest.raises(ValueError, match='latents of 7x7 cannot be cut into patches of 2x2'):
         model.apply(variables, *_inputs(side=7))
+
+
+@pytest.mark.parametrize(('time', 'divisor'), [(1.0, 1.0), (0.5, 0.5), (0.01, 0.05)])
+def test_the_velocity_from_predicted_latents_leads_back_to_them(small, time, divisor):
+    """But at small times, where it would grow without end, it leads only a part of the way."""
+    model, variables, (x, _, text) = small
+    times = jnp.full(len(x), time)
+    latents = model.apply(variables, x, times, text)
+    velocity = model.clone(prediction=dit.LATENTS).apply(variables, x, times, text)
+    np.testing.assert_allclose(x - divisor * velocity, latents, atol=1e-5)
 
 
 def test_how_blocks_are_compiled_changes_nothing(small):

@@ -54,6 +54,7 @@ REMAT = {
 }
 POOLED, SEQUENCE = 'pooled', 'sequence'
 TEXTS = POOLED, SEQUENCE  # what of a text conditions the blocks
+VELOCITY, LATENTS = PREDICTIONS = 'velocity', 'latents'  # what the last layer computes
 # cudnn: fused, on NVIDIA GPUs alone, in 16 bits. pallas: `attention_kernel` on a mesh of TPUs, for
 # tokens and heads that it takes; else as xla.
 ATTENTION = ('xla', 'cudnn', 'pallas')
@@ -62,6 +63,9 @@ _TIME_FEATURES = 256
 _MAX_PERIOD = 10_000.0  # of the sinusoids; as in DiT and Vaswani et al. (2017)
 _ROTARY_PERIOD = 100.0  # tokens; a picture has 16 in a row
 _TIME_SCALE = 1_000.0  # t in [0, 1] to the range the sinusoids are made for
+# Divisor of the velocity at lesser times, as in Li & He, "Back to Basics: Let Denoising Generative
+# Models Denoise" (2025), arXiv:2511.13720.
+_LEAST_TIME = 0.05
 
 
 # --- The dense layer ----------------------------------------------------------------------------
@@ -374,6 +378,8 @@ class DiT(nn.Module):
         remat: Values of a block that are kept for the backward pass, a key of `REMAT`.
         attention: Implementation of attention, one of `ATTENTION`.
         text: What of a text conditions the blocks, one of `TEXTS`.
+        prediction: What the last layer computes, one of `PREDICTIONS`. The clean latents x give the
+            velocity (z - x) / t at z and time t; the result is always the velocity.
         vocabulary: All token ids are below this number; 0 if texts are embeddings.
         crops: Number of crops of an image that the model distinguishes; 1 for no distinction.
         unroll: Blocks in one iteration of the compiled loop. With all 6 blocks of the tiny model in
@@ -392,6 +398,7 @@ class DiT(nn.Module):
     remat: str = 'none'
     attention: Literal['xla', 'cudnn', 'pallas'] = 'xla'
     text: str = POOLED
+    prediction: str = VELOCITY
     vocabulary: int = 0
     crops: int = 1
     unroll: int = 1
@@ -399,7 +406,13 @@ class DiT(nn.Module):
 
     def __post_init__(self):
         super().__post_init__()
-        for field, values in (('remat', REMAT), ('attention', ATTENTION), ('text', TEXTS)):
+        choices = {
+            'remat': REMAT,
+            'attention': ATTENTION,
+            'text': TEXTS,
+            'prediction': PREDICTIONS,
+        }
+        for field, values in choices.items():
             if (value := getattr(self, field)) not in values:
                 raise FieldError(f'model.{field}', value, f'expected one of {", ".join(values)}')
         if self.text == SEQUENCE and not self.vocabulary:
@@ -464,7 +477,10 @@ class DiT(nn.Module):
         tokens = _modulate(tokens, *jnp.split(modulation(condition), 2, axis=-1))
         # float32 from here on: the loss is a difference of numbers of like size.
         velocity = Dense(p * p * channels, dtype=jnp.float32, kernel_init=zeros, name='velocity')
-        return _from_patches(velocity(tokens.astype(jnp.float32)), rows, columns, p)
+        predicted = _from_patches(velocity(tokens.astype(jnp.float32)), rows, columns, p)
+        if self.prediction == VELOCITY:
+            return predicted
+        return (x - predicted) / jnp.maximum(t, _LEAST_TIME)[:, None, None, None]
 
     def flops(self, latent_shape: Sequence[int], text_dim: int, num_tokens: int = 0) -> int:
         """Returns the forward FLOPs of a sample's matrix products; training takes three times that.
