@@ -12,7 +12,7 @@ ELSEWHERE = re.compile(
     r'data\.(mix|stages|chunk|lanes|window|text|engine|verify|.*bad.*|parallel_reads)'
     r'|data\.(caption_dropout|require_text)'
     r'|batch_size|distributed|encoder|init_(average|from)|mesh\..*'
-    r'|model\.(kind|name|attention|remat|text)|optimizer\.(name|schedule|warmup_steps)'
+    r'|model\.(kind|name|attention|remat|text|prediction)|optimizer\.(name|schedule|warmup_steps)'
     r'|preview\.(split|vae)|wandb\.project'
 )
 CHANGEABLE = re.compile(
