@@ -12,10 +12,10 @@ nor TensorFlow nor torch. The report shows the memory of a chip, the traffic
 between chips next to the least that the mesh requires, the time of a step by
 the compiler's own estimate, by sections of the model, and the exchanges
 between chips that run while nothing else does. It includes a frozen text
-encoder without reading its weights. With `--fsdp`, a table compares meshes. The
-exit status is 1 if a program does not fit into a chip. Examples of topologies:
-`v5e:4x4`, `v5e:16x16`, `v6e:4x4`, `tpu7x:2x2x2`, `v5p:2x2x4`, `v4:2x2x4`. A
-`tpu7x` has two devices, which the report counts as chips.
+encoder without reading its weights. With `--fsdp`, a table compares meshes.
+The exit status is 1 if a program does not fit into a chip. Examples of
+topologies: `v5e:4x4`, `v5e:16x16`, `v6e:4x4`, `tpu7x:2x2x2`, `v5p:2x2x4`,
+`v4:2x2x4`. A `tpu7x` has two devices, which the report counts as chips.
 """
 
 import atexit
