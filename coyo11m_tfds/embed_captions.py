@@ -27,7 +27,7 @@ from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.convert.build_settings import add_caption_flags
-from coyo11m_tfds.process import command_line
+from coyo11m_tfds.process import command_line, errors
 from coyo11m_tfds.process import job as ranks
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import sidecar, source_folder
@@ -120,8 +120,7 @@ def embed(
     latents = None if files else source_folder.find_source(source)
     ranks.check_share(share)
     check_out(out)
-    if part_captions < 1:
-        raise ValueError(f'part_captions is {part_captions}, expected at least 1.')
+    errors.at_least(1).check('part_captions', part_captions)
     model: Tokenizer
     if not isinstance(encoder, str):
         model = encoder

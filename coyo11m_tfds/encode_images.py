@@ -193,7 +193,7 @@ def encode(
     ranks.check_share(share)
     check_out(out)
     errors.one_of(*_DTYPES).check('dtype', dtype)
-    errors.FieldRule('from 0 to 1', lambda x: 0 <= x <= 1).check('max_bad', max_bad)
+    errors.UNIT_INTERVAL.check('max_bad', max_bad)
     errors.at_least(1).check('part_images', part_images)
     target = _make_target(size, buckets, crops, max_pixels)
     parts = image_files.find_images(images, caption_column, part_images)

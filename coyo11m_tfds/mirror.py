@@ -24,7 +24,7 @@ import threading
 from collections.abc import Mapping
 
 from coyo11m_tfds import schema, storage
-from coyo11m_tfds.process import command_line
+from coyo11m_tfds.process import command_line, errors
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.process.sizes import format_bytes
 from coyo11m_tfds.source import source_folder
@@ -73,8 +73,7 @@ def mirror(
             in the user's cache.
     """
     target = storage.open_folder(destination, to_write=True)
-    if parallel < 1:
-        raise ValueError(f'parallel is {parallel}, expected at least 1.')
+    errors.at_least(1).check('parallel', parallel)
     files = source_folder.find_source(source).with_captions(captions).by_name
     num_bytes = sum(file.size for file in files.values())
     with locks.hold(target.folder, wait=False):

@@ -25,8 +25,8 @@ import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import manifest, stored_dataset
 from coyo11m_tfds.dataset.stored_dataset import Data
-from coyo11m_tfds.pictures import latent_rgb, vae_decoder
-from coyo11m_tfds.process import command_line
+from coyo11m_tfds.pictures import vae_decoder
+from coyo11m_tfds.process import command_line, errors
 from coyo11m_tfds.report import page, statistics
 from coyo11m_tfds.storage import model_files
 
@@ -36,8 +36,7 @@ def show(data_dir: Data, vae: str, num_pictures: int = page.NUM_PREVIEWS) -> str
 
     `vae` is the `model` of `vae_decoder.load_decoder`.
     """
-    if num_pictures < 1:
-        raise ValueError(f'num_pictures={num_pictures}: expected at least 1')
+    errors.at_least(1).check('num_pictures', num_pictures)
     data = input_pipeline.open_data(data_dir)
     path = f'{data.folder}/{schema.of_build(page.JSON_FILE, data.build)}'
     report = manifest.read_small_file(path)
@@ -70,10 +69,8 @@ def show_record(data_dir: Data, key: int, vae: str = '') -> tuple[str, bytes]:
     data = input_pipeline.open_data(data_dir)
     names = [x for x in stored_dataset.READABLE if x in data.features]
     features = list(dict.fromkeys([*names, *data.columns]))
-    decode = latent_rgb.latents_to_rgb
-    if vae:
-        maker = data.metadata.get(schema.META_VAE, '')
-        decode = vae_decoder.load_decoder(vae, data.channels, maker)
+    maker = data.metadata.get(schema.META_VAE, '')
+    decode = vae_decoder.make_painter(vae, data.channels, maker)
     # The smallest split first, because each is read for its keys.
     for split in sorted(data.splits.values(), key=lambda x: x.num_records):
         with contextlib.suppress(KeyError):

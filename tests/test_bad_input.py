@@ -180,7 +180,7 @@ def test_a_config_without_a_name_is_named_by_its_fields(fields, name):
         ({'validation_fraction': '0.1'}, "validation_fraction='0.1': expected a number"),
         ({'latents': 'elsewhere'}, "latents='elsewhere': expected 'records' or 'in_place'"),
         ({'bad_data': 'ignore'}, "bad_data='ignore': expected 'drop' or 'stop'"),
-        ({'max_bad_fraction': 1.5}, 'max_bad_fraction=1.5: expected one in'),
+        ({'max_bad_fraction': 1.5}, 'max_bad_fraction=1.5: expected from 0 to 1'),
         ({'shard_bytes': 0}, 'shard_bytes=0: expected at least 1'),
         ({'shard_bytes': 1e8}, 'shard_bytes=100000000.0: expected an integer'),
         ({'check_crc': 'no'}, "check_crc='no': expected true or false"),

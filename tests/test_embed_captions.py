@@ -137,7 +137,7 @@ def test_arguments_that_cannot_be_are_refused(source, tmp_path):
         embed_captions.embed(source, 'hash', 'hf://datasets/a/b')
     with pytest.raises(ValueError, match=r'part 2/2: expected I/N with I from 0 to N - 1'):
         embed_captions.embed(source, 'hash', tmp_path / 'x', share=(2, 2))
-    with pytest.raises(ValueError, match=r'part_captions is -5, expected at least 1'):
+    with pytest.raises(ValueError, match='part_captions=-5: expected at least 1'):
         embed_captions.embed(source, 'hash', tmp_path / 'x', part_captions=-5)
 
 

@@ -197,7 +197,7 @@ def test_empty_text_is_no_folder(local, tmp_path, monkeypatch):
         mirror.mirror('', tmp_path / 'to')
     with pytest.raises(ValueError, match='no folder given, expected one to write to'):
         storage.open_folder('', to_write=True)
-    with pytest.raises(ValueError, match='parallel is 0, expected at least 1'):
+    with pytest.raises(ValueError, match='parallel=0: expected at least 1'):
         mirror.mirror(local, tmp_path / 'to', parallel=0)
 
 

@@ -12,6 +12,7 @@ import ml_collections
 
 import input_pipeline
 from coyo11m_tfds.process.errors import (
+    UNIT_INTERVAL,
     FieldError,
     FieldRule,
     MissingFolderError,
@@ -40,7 +41,7 @@ _RULES = {
         (_above(0), 'optimizer.learning_rate optimizer.muon_learning_rate optimizer.clip_norm'),
         (_above(0), 'flow.logit_std preview.time_shift'),
         (_SHARE, 'ema_decay optimizer.b1 optimizer.b2 preview.guidance_low'),
-        (FieldRule('from 0 to 1', lambda x: 0 <= x <= 1), 'preview.guidance_high'),
+        (UNIT_INTERVAL, 'preview.guidance_high'),
         (FieldRule('a finite number', math.isfinite), 'flow.logit_mean preview.guidance'),
         (FieldRule('from 0 to 2**31 - 1', lambda x: 0 <= x < 2**31), 'seed'),
         (FieldRule('from 0 to 255, an exit status', lambda x: 0 <= x <= 255), 'requeue_status'),

@@ -17,7 +17,7 @@ from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.dataset.columns import IN_PLACE, IN_RECORDS, LATENT_STORAGE
 from coyo11m_tfds.process import machine, workers
-from coyo11m_tfds.process.errors import FieldRule, at_least, one_of
+from coyo11m_tfds.process.errors import UNIT_INTERVAL, FieldRule, at_least, one_of
 from coyo11m_tfds.process.sizes import format_bytes
 from coyo11m_tfds.source import source_folder
 
@@ -49,7 +49,7 @@ _RULES = {
     'latents': one_of(*LATENT_STORAGE),
     'moments': one_of('', *schema.MOMENTS),
     'bad_data': one_of('drop', 'stop'),
-    'max_bad_fraction': FieldRule('one in [0, 1]', lambda x: 0 <= x <= 1),
+    'max_bad_fraction': UNIT_INTERVAL,
     'num_workers': at_least(0),
 }
 

@@ -86,6 +86,9 @@ def one_of(*values: str) -> FieldRule:
     return FieldRule(' or '.join(map(repr, values)), lambda x: x in values)
 
 
+UNIT_INTERVAL = FieldRule('from 0 to 1', lambda x: 0 <= x <= 1)
+
+
 class MissingFolderError(FieldError, FileNotFoundError):
     """A folder that a field names does not exist."""
 

@@ -8,7 +8,7 @@ from typing import Any, Required, Self, TypedDict
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.dataset.stored_dataset import Data, StoredDataset
-from coyo11m_tfds.process.errors import FieldError
+from coyo11m_tfds.process.errors import UNIT_INTERVAL, FieldError, at_least, one_of
 from coyo11m_tfds.reading import arguments, damage
 from coyo11m_tfds.reading.batches import CROP
 from coyo11m_tfds.reading.files import ReadCounter
@@ -75,17 +75,11 @@ class ReadOptions:
         arguments.convert_fields(self)
         if not self.features:
             raise ValueError("features=() names no feature; features=('key',) works")
-        for name, choices in {
-            'engine': ENGINES,
-            'verify': damage.MODES,
-            'on_bad_records': (damage.STOP, damage.SKIP),
-        }.items():
-            if (value := getattr(self, name)) not in choices:
-                raise FieldError(name, value, f'expected one of {", ".join(map(repr, choices))}')
-        if not 0 <= self.max_bad_fraction <= 1:
-            raise FieldError('max_bad_fraction', self.max_bad_fraction, 'expected 0 to 1')
-        if self.parallel_reads < 1:
-            raise FieldError('parallel_reads', self.parallel_reads, 'expected at least 1')
+        one_of(*ENGINES).check('engine', self.engine)
+        one_of(*damage.MODES).check('verify', self.verify)
+        one_of(damage.STOP, damage.SKIP).check('on_bad_records', self.on_bad_records)
+        UNIT_INTERVAL.check('max_bad_fraction', self.max_bad_fraction)
+        at_least(1).check('parallel_reads', self.parallel_reads)
         check_chunk(self.chunk)
 
     @functools.cached_property
@@ -165,12 +159,9 @@ class TrainOptions(ReadOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        if not 0 <= self.caption_dropout <= 1:
-            raise FieldError('caption_dropout', self.caption_dropout, 'expected 0 to 1')
-        if self.stride < 1:
-            raise ValueError(f'stride={self.stride}: expected at least 1')
-        if self.start_step < 0:
-            raise ValueError(f'start_step={self.start_step}: expected at least 0')
+        UNIT_INTERVAL.check('caption_dropout', self.caption_dropout)
+        at_least(1).check('stride', self.stride)
+        at_least(0).check('start_step', self.start_step)
 
     @property
     def order(self) -> OrderSettings:
