@@ -81,8 +81,8 @@ def test_held_out_combinations_are_never_made(sample):
     assert not set(made) & set(held_out)
     _, _, table = _load(sample)
     shown = set(table.tags_booru)
-    for scene in held_out:
-        assert f'{scene.colour}_{scene.shape}, {scene.background}_background' not in shown
+    for [thing], background, _ in held_out:
+        assert f'{thing.colour}_{thing.shape}, {background}_background' not in shown
 
 
 def test_held_out_prompts_name_their_scene_and_repeat_for_a_seed():
@@ -90,9 +90,9 @@ def test_held_out_prompts_name_their_scene_and_repeat_for_a_seed():
     assert prompts == sample_data.held_out_prompts(64, seed=3) != sample_data.held_out_prompts(64)
     _, held_out = one_object.split_scenes()
     assert {scene for _, scene in prompts} == set(held_out)
-    for caption, scene in prompts:
-        assert f'{scene.colour} {scene.shape}' in caption
-        assert f'{scene.background} background' in caption
+    for caption, ([thing], background, _) in prompts:
+        assert f'{thing.colour} {thing.shape}' in caption
+        assert f'{background} background' in caption
 
 
 def test_the_same_seed_gives_the_same_data_and_another_seed_other_data(sample, tmp_path):

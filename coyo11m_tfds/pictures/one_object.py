@@ -1,6 +1,5 @@
 """The world of the demo: one coloured shape on a coloured background, somewhere, in some size."""
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
@@ -8,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from coyo11m_tfds.pictures import shapes
-from coyo11m_tfds.pictures.shapes import COLOURS, SHAPES
+from coyo11m_tfds.pictures.shapes import COLOURS, SHAPES, Scene, Thing
 
 WORDINGS = (
     'A {size} {colour} {shape} {place} of the picture, on a {background} background.',
@@ -26,23 +25,14 @@ _CUT_OFF = 0.3  # share of the radius that may lie beyond the left or right bord
 _STEP = 0.5  # pixels from one centre to the next
 
 
-@dataclasses.dataclass(frozen=True)
-class Scene:
-    """The scene of one picture."""
-
-    colour: str
-    shape: str
-    background: str
-
-    @property
-    def objects(self) -> list['Scene']:
-        return [self]
-
-
 def split_scenes() -> tuple[list[Scene], list[Scene]]:
     """Returns the combinations that are made and those that are held out, in a fixed order."""
-    combinations = itertools.starmap(Scene, itertools.product(COLOURS, SHAPES, COLOURS))
-    return shapes.hold_out([scene for scene in combinations if scene.colour != scene.background])
+    scenes = [
+        Scene((Thing('', colour, shape),), background)
+        for colour, shape, background in itertools.product(COLOURS, SHAPES, COLOURS)
+        if colour != background
+    ]
+    return shapes.hold_out(scenes)
 
 
 def random_geometry(scenes: Sequence[Scene], rng: np.random.Generator) -> np.ndarray:
@@ -63,7 +53,8 @@ def write_caption(scene: Scene, geometry: np.ndarray, rng: np.random.Generator) 
     size = 'large' if radius > middle_radius else 'small'
     place = PLACES[int(len(PLACES) * x / shapes.WIDTH)]
     wording = WORDINGS[rng.integers(len(WORDINGS))]
-    return wording.format(size=size, place=place, **dataclasses.asdict(scene))
+    thing = scene.objects[0]._replace(size=size)
+    return wording.format(**thing._asdict(), place=place, background=scene.background)
 
 
 def write_prompt(scene: Scene, rng: np.random.Generator) -> str:
@@ -82,10 +73,9 @@ def score_pictures(pictures: np.ndarray, scenes: Sequence[Scene]) -> dict[str, n
     """
     pairs = [drawn_colours(picture) for picture in pictures]
     overlaps = np.stack([_overlaps(*x) for x in zip(pictures, pairs, strict=True)])
-    expected = np.array([SHAPES.index(scene.shape) for scene in scenes])
-    colours = np.array(
-        [pair == (x.colour, x.background) for pair, x in zip(pairs, scenes, strict=True)]
-    )
+    expected = np.array([SHAPES.index(scene.objects[0].shape) for scene in scenes])
+    expected_pairs = [(scene.objects[0].colour, scene.background) for scene in scenes]
+    colours = np.array([x == y for x, y in zip(pairs, expected_pairs, strict=True)])
     shape = (overlaps.argmax(1) == expected) & (overlaps.max(1) >= LEAST_OVERLAP)
     return {'colours': colours, 'shape': shape, 'all three': colours & shape}
 

@@ -5,7 +5,7 @@ left, middle and right.
 """
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,28 +34,24 @@ _HELD_OUT_SHARE = 5  # one combination in so many
 _OVERSAMPLING = 4  # sub-pixels a side, for smooth edges
 _COLOUR_JITTER = 6  # grey levels
 
-S = TypeVar('S')
+
+class Thing(NamedTuple):
+    """An object."""
+
+    size: str  # '' for any
+    colour: str
+    shape: str
 
 
-class Thing(Protocol):
-    """What is drawn of an object."""
+class Scene(NamedTuple):
+    """What a picture shows."""
 
-    @property
-    def colour(self) -> str: ...
-    @property
-    def shape(self) -> str: ...
-
-
-class Scene(Protocol):
-    """What is drawn in a picture."""
-
-    @property
-    def objects(self) -> Sequence[Thing]: ...
-    @property
-    def background(self) -> str: ...
+    objects: tuple[Thing, ...]
+    background: str
+    relation: str = ''  # of the first object to the second
 
 
-def hold_out(scenes: Sequence[S]) -> tuple[list[S], list[S]]:
+def hold_out(scenes: Sequence[Scene]) -> tuple[list[Scene], list[Scene]]:
     """Returns the scenes that are made and those that are held out, in a fixed order."""
     order = np.random.Generator(np.random.Philox(key=11)).permutation(len(scenes))
     cut = len(scenes) // _HELD_OUT_SHARE

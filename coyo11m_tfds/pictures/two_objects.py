@@ -4,7 +4,6 @@ Each is small or large, and one is left of the other or above it: "A small red c
 large blue square." A caption may also begin with the other one.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from coyo11m_tfds.pictures import shapes
-from coyo11m_tfds.pictures.shapes import COLOURS, PALETTE, SHAPES
+from coyo11m_tfds.pictures.shapes import COLOURS, PALETTE, SHAPES, Scene, Thing
 
 BACKGROUND = 'white'
 RADII = {'small': (3.0, 3.6), 'large': (5.0, 5.5)}  # pixels
@@ -36,34 +35,16 @@ _NAMES = list(COLOURS)
 _WHITE = _NAMES.index(BACKGROUND)
 
 
-class Thing(NamedTuple):
-    """An object."""
-
-    size: str
-    colour: str
-    shape: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Scene:
-    """The scene of one picture; `relation` is that of the first object to the second."""
-
-    first: Thing
-    relation: str
-    second: Thing
-    background = BACKGROUND
-
-    @property
-    def objects(self) -> list[Thing]:
-        return [self.first, self.second]
-
-
 def split_scenes() -> tuple[list[Scene], list[Scene]]:
     """Returns the combinations that are made and those that are held out, in a fixed order."""
     colours = [colour for colour in COLOURS if colour != BACKGROUND]
     things = list(itertools.starmap(Thing, itertools.product(RADII, colours, SHAPES)))
-    scenes = itertools.starmap(Scene, itertools.product(things, RELATIONS, things))
-    return shapes.hold_out([x for x in scenes if x.first.colour != x.second.colour])
+    scenes = [
+        Scene((first, second), BACKGROUND, relation)
+        for first, relation, second in itertools.product(things, RELATIONS, things)
+        if first.colour != second.colour
+    ]
+    return shapes.hold_out(scenes)
 
 
 def random_geometry(scenes: Sequence[Scene], rng: np.random.Generator) -> np.ndarray:
