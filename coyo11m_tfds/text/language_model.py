@@ -6,6 +6,7 @@ on the padding, and only code that averages states or attends to them needs a ma
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -143,19 +144,6 @@ def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate(halves, axis=-1).astype(x.dtype)
 
 
-class RMSNorm(nn.Module):
-    """Root mean square norm (Zhang & Sennrich, 2019), in float32, times a learned scale."""
-
-    epsilon: float
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        scale = self.param('scale', nn.initializers.ones, (x.shape[-1],))
-        y = x.astype(jnp.float32)
-        y *= jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.epsilon)
-        return (y * scale.astype(jnp.float32)).astype(x.dtype)
-
-
 class GroupedQueryAttention(nn.Module):
     """Grouped-query attention with normalized and rotated queries and keys.
 
@@ -174,8 +162,9 @@ class GroupedQueryAttention(nn.Module):
             y = nn.Dense(count * config.head_dim, use_bias=False, dtype=self.dtype, name=name)(x)
             return y.reshape(*x.shape[:-1], count, config.head_dim)
 
-        query = RMSNorm(config.norm_epsilon, name='query_norm')(heads(config.num_heads, 'query'))
-        key = RMSNorm(config.norm_epsilon, name='key_norm')(heads(config.num_kv_heads, 'key'))
+        norm = functools.partial(nn.RMSNorm, config.norm_epsilon, self.dtype)
+        query = norm(name='query_norm')(heads(config.num_heads, 'query'))
+        key = norm(name='key_norm')(heads(config.num_kv_heads, 'key'))
         mixed = jax.nn.dot_product_attention(
             _rotate(query, cos, sin),
             _rotate(key, cos, sin),
@@ -224,7 +213,7 @@ class LanguageModelLayer(nn.Module):
         config = self.config
 
         def norm(name: str, y: jax.Array) -> jax.Array:
-            return RMSNorm(config.norm_epsilon, name=name)(y)
+            return nn.RMSNorm(config.norm_epsilon, self.dtype, name=name)(y)
 
         cos, sin, mask = jax.tree.map(lambda a, b: jnp.where(is_local, a, b), *kinds)
         attend = GroupedQueryAttention(config, self.dtype, name='attention')
@@ -274,4 +263,4 @@ class LanguageModel(nn.Module):
             length=config.depth,
         )(config, self.dtype, name='layers')
         x, _ = layers(x, jnp.array(config.is_local), kinds)
-        return RMSNorm(config.norm_epsilon, name='norm')(x)
+        return nn.RMSNorm(config.norm_epsilon, self.dtype, name='norm')(x)
