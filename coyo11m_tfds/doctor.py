@@ -188,13 +188,10 @@ class DryRun:
 
     def finding(self, place: str) -> Finding:
         """Describes the build of the source in a folder; warns if it drops many rows."""
-        about, shards = (
-            ('', f'{self.num_shards:,} shards of ') if self.num_shards else ('about ', '')
-        )
-        size = (
-            f'{about}{self.num_records:,} records in {shards}{about}{format_bytes(self.num_bytes)}'
-        )
-        text = f'{place}: {self.source}, become {size}'
+        about = '' if self.num_shards else 'about '
+        shards = f'{self.num_shards:,} shards of ' if self.num_shards else ''
+        size = f'{shards}{about}{format_bytes(self.num_bytes)}'
+        text = f'{place}: {self.source}, become {about}{self.num_records:,} records in {size}'
         if reasons := [f'{count:,} {reason}' for reason, count in self.dropped.items() if count]:
             text += f'; left out: {", ".join(reasons)}'
         num_dropped = sum(self.dropped.values())

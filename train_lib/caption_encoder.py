@@ -56,9 +56,8 @@ def load_step_encoder(
         )
         raise FieldError('encoder', spec, problem)
     tokenizer = _open_tokenizer(spec, facts.text_max_tokens, facts)
-    from coyo11m_tfds.text import (
-        jax_encoder,  # needs an extra, as `_open_tokenizer` has reported by now
-    )
+    # Needs an extra, as `_open_tokenizer` has reported by now.
+    from coyo11m_tfds.text import jax_encoder
 
     config = tokenizer.checkpoint.config
     encoder = _make_abstract(tokenizer.name, tokenizer.revision, config, dtype, mesh)

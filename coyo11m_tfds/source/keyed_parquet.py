@@ -206,11 +206,9 @@ def naming_damage(name: str) -> Iterator[None]:
         ) from error
 
 
-def check_not_encrypted(
-    file: pq.ParquetFile, columns: list[str], groups: int | None = None
-) -> None:
-    """Reads a row of the first `groups` row groups, or of all; raises an OSError if encrypted."""
-    for group in range(file.metadata.num_row_groups)[:groups]:
+def check_not_encrypted(file: pq.ParquetFile, columns: list[str]) -> None:
+    """Reads a row of each row group; raises an OSError if it is encrypted."""
+    for group in range(file.metadata.num_row_groups):
         next(file.iter_batches(1, row_groups=[group], columns=columns, use_threads=False), None)
 
 

@@ -90,7 +90,9 @@ class TarFile(LatentFile):
 
     def _find_latents(self) -> str:
         """Returns the suffix of the members that are latents."""
-        suffixes = sorted({x for members in self._samples.values() for x in members if _is_npy(x)})
+        suffixes = sorted(
+            {x for members in self._samples.values() for x in members if f'.{x}'.endswith('.npy')}
+        )
         if name := self._latents_from.name:
             suffixes = [x for x in suffixes if x in (name, f'{name}.npy')]
         if not self._samples:
@@ -150,10 +152,6 @@ class TarFile(LatentFile):
                 f'{_MAX_TEXT:,}.'
             )
         return self._read_bytes(start, size)
-
-
-def _is_npy(suffix: str) -> bool:
-    return suffix == 'npy' or suffix.endswith('.npy')
 
 
 @functools.lru_cache(maxsize=64)
