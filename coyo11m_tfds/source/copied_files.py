@@ -4,7 +4,6 @@ A file counts as copied if its record names the present version of the original,
 and the CRC-32C of the present copy.
 """
 
-import concurrent.futures
 import json
 import os
 from collections.abc import Mapping
@@ -19,7 +18,6 @@ from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.stored_file import StoredFile
 
 _RECORDS = '.mirror'
-_READS_AT_ONCE = 8
 
 
 class CopiedFiles:
@@ -74,12 +72,8 @@ class CopiedFiles:
 
 def recorded_states(folder: str) -> dict[str, FileState]:
     """Returns the recorded state of every copy in a source's folder, by name."""
-    files = storage.open_folder(folder).list_visible(_RECORDS, '.json')
-    records = [file for name, file in files.items() if os.path.dirname(name) == _RECORDS]
-    with concurrent.futures.ThreadPoolExecutor(_READS_AT_ONCE) as threads:
-        contents = threads.map(lambda file: file.read_range(0, file.size), records)
-        states = dict(map(_parse_copy_record, contents))
-    return {name: state for name, (version, state) in states.items() if version}
+    records = map(_parse_copy_record, storage.open_folder(folder).read_all(_RECORDS).values())
+    return {name: state for name, (version, state) in records if version}
 
 
 def check_recorded_state(state: FileState, recorded: FileState, path: str) -> None:

@@ -260,7 +260,7 @@ def test_more_files_than_a_page_of_the_listing_holds(gcs):
 def test_finding_reads_nothing_and_asks_seldom(remote_place):
     source_folder.find_source(remote_place.root)
     actions = [request.action for request in remote_place.server.requests]
-    assert [action for action in actions if action != 'harnesses'] in (['list'] * 4, ['info'])
+    assert [action for action in actions if action != 'harnesses'] in (['list'] * 3, ['info'])
 
 
 @pytest.fixture(params=['disk', 'gs'])
