@@ -442,33 +442,27 @@ class _PartTars:
         return rows if self._num_crops == 1 else rows.reshape(-1, self._num_crops, *rows.shape[1:])
 
 
-class _Decoders:
-    """Worker processes that decode images; a context manager.
+class _Decoders(contextlib.ExitStack):
+    """Worker processes that decode images, until the end of the context.
 
     An image that ends its worker, as damage may do to a decoder, is dropped like another bad one.
     """
 
     def __init__(self, target: Target, num_workers: int):
+        super().__init__()
         self._target = target
         self._num_workers = workers.requested_workers(num_workers) or machine.usable_cpus()
         self._num_threads = self._num_workers + _MORE_READS
         nbytes = 3 * target.crops * max(map(math.prod, target.shapes))
         self._ahead = max(self._num_threads, min(_IMAGES_AHEAD, _BYTES_AHEAD // nbytes))
-        self._stack, self._lock = contextlib.ExitStack(), threading.Lock()
-
-    def __enter__(self) -> Self:
-        self._processes = self._open_pool()
-        return self
-
-    def __exit__(self, *error) -> bool | None:
-        return self._stack.__exit__(*error)
+        self._processes, self._lock = self._open_pool(), threading.Lock()
 
     def decode_all(self, images: Iterable[SourceImage]) -> Generator[_Result, None, None]:
         """Reads and decodes images; yields them in order, with their pixels or what is wrong."""
         return workers.map_ahead(self._decode, images, self._num_threads, self._ahead)
 
     def _open_pool(self) -> concurrent.futures.ProcessPoolExecutor:
-        return self._stack.enter_context(workers.open_pool(self._num_workers))
+        return self.enter_context(workers.open_pool(self._num_workers))
 
     def _decode(self, image: SourceImage) -> Pixels | BadImageError:
         try:

@@ -101,10 +101,8 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def partition_spec(shape: Sequence[int], fsdp: int) -> PartitionSpec:
     """Splits the largest dimension that `fsdp` divides; of equal ones, the last."""
-    if fsdp == 1 or np.prod(shape, dtype=np.int64) < MIN_SHARDED_SIZE:
-        return PartitionSpec()
     divisible = [axis for axis, size in enumerate(shape) if size % fsdp == 0]
-    if not divisible:
+    if fsdp == 1 or not divisible or math.prod(shape) < MIN_SHARDED_SIZE:
         return PartitionSpec()
     axis = max(divisible, key=lambda axis: (shape[axis], axis))
     return PartitionSpec(*[None] * axis, FSDP_AXIS)

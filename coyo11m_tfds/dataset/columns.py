@@ -110,16 +110,10 @@ class InPlaceColumn:
         """Returns the file's number, the row and its CRC-32C for each record; uint32 `(n, 3)`."""
         path = os.path.join(folder, column_file_name(self.name, split, self.build))
         try:
-            places = _load_places(path, self.crc32c.get(split, ''))
+            return _load_places(path, num_records, self.crc32c.get(split, ''))
         except ValueError as error:
             message = f'{path}: is not a column ({error}). Build the data set again.'
             raise ValueError(message) from None
-        if len(places) != num_records:
-            raise ValueError(
-                f'{folder}: its column {self.name!r} has {len(places)} rows for split {split!r} of '
-                f'{num_records} records. Build the data set again.'
-            )
-        return places
 
 
 @dataclasses.dataclass(frozen=True)
@@ -368,15 +362,15 @@ def _is_crc32c(x: object) -> bool:
     return isinstance(x, str) and re.fullmatch('[0-9a-f]{8}', x) is not None
 
 
-def _load_places(path: str, crc32c: str) -> np.ndarray:
-    """Returns the array in a `.npy` file, uint32 `(n, 3)`, of this CRC-32C."""
+def _load_places(path: str, num_records: int, crc32c: str) -> np.ndarray:
+    """Returns the array in a `.npy` file, uint32 `(num_records, 3)`, of this CRC-32C."""
     file = storage.describe_file(path)
     # Processes on one machine share the pages of a mapped file.
     data: Any = np.memmap(path, np.uint8, 'r') if file.local_path else file.read()
     head = bytes(data[: manifest.NPY_HEADER_BYTES])
     dtype, shape, start = manifest.parse_npy_header(head, file.size)
-    if dtype != np.uint32 or shape[1:] != (3,):
-        raise ValueError(f'it holds {dtype} {shape}, expected uint32 (n, 3)')
+    if dtype != np.uint32 or shape != (num_records, 3):
+        raise ValueError(f'it holds {shape} of {dtype}, expected {(num_records, 3)} of uint32')
     places = np.frombuffer(data, dtype, offset=start).reshape(shape)
     if (computed := array_crc32c(places)) != crc32c:
         raise ValueError(f'its CRC-32C is {computed}, expected {crc32c}')

@@ -49,7 +49,6 @@ class Tokenizer(Protocol):
 
     def tokenize(self, captions: Sequence[str]) -> Sequence[Sequence[Any]]:
         """Returns the tokens of each caption; may run in another thread than `encode_tokens`."""
-        ...
 
 
 class Encoder(Tokenizer, Protocol):
@@ -61,7 +60,6 @@ class Encoder(Tokenizer, Protocol):
 
     def encode_tokens(self, tokens: Sequence[Sequence[Any]], on_batch: OnBatch = ...) -> np.ndarray:
         """Returns float32 `(len(tokens), dim)`; calls `on_batch` after each batch."""
-        ...
 
     def encode(self, captions: Sequence[str]) -> np.ndarray:
         """Returns float32 `(len(captions), dim)`."""

@@ -108,8 +108,8 @@ def test_places_of_other_records_are_refused(path):
     places = np.load(file)[:-1]
     np.save(file, places)
     describe(path, schema.LATENTS, crc32c={schema.TRAIN: columns.array_crc32c(places)})
-    message = "its column 'latents' has 103 rows for split 'train' of 104 records"
-    with pytest.raises(ValueError, match=f'{path}: {message}'):
+    message = r'is not a column \(it holds \(103, 3\) of uint32, expected \(104, 3\) of uint32'
+    with pytest.raises(ValueError, match=f'{file}: {message}'):
         read(path)
 
 
