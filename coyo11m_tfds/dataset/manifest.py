@@ -36,11 +36,8 @@ def damaged_file(path: str, reason: object) -> DamagedError:
 
 def read_small_file(path: str) -> bytes | None:
     """Reads a small file, local or on gs://; None if it is missing."""
-    try:
-        file = storage.describe_file(path)
-    except ValueError:
-        return None
-    return file.read()
+    folder, name = os.path.split(path)
+    return storage.open_folder(folder).read(name)
 
 
 def read_parsed(path: str, parse: Callable[[bytes], T]) -> T | None:

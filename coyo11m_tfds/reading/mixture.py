@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from coyo11m_tfds.process.errors import at_least
 from coyo11m_tfds.reading import arguments
 
 # Most steps of a cycle; finer weights of shapes are rounded.
@@ -183,8 +184,7 @@ def _parse_stage(stage: Any, count: int) -> tuple[int, list[Fraction]]:
             f"stages has {stage!r}: expected {{'from': STEP, 'weights': (A NUMBER A SOURCE)}}"
         )
     begin = arguments.convert("stages: 'from'", stage['from'], int)
-    if begin < 0:
-        raise ValueError(f"stages: 'from': {begin} is not a step: expected an int of at least 0")
+    at_least(0).check("stages: 'from'", begin)
     return begin, _fractions(stage['weights'], count, "stages: 'weights'")
 
 

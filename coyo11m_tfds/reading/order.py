@@ -15,7 +15,7 @@ import numpy as np
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.keyed_random import Permutation, derive, splitmix64
-from coyo11m_tfds.process.errors import FieldError
+from coyo11m_tfds.process.errors import FieldError, at_least
 from coyo11m_tfds.reading import arguments
 from coyo11m_tfds.reading.filters import KeptRecords
 
@@ -98,8 +98,7 @@ class Order:
 
     def locate(self, sample: int) -> tuple[int, int]:
         """Returns the epoch of every lane's sample `sample`, and its position in `[0, m)`."""
-        if sample < 0:
-            raise ValueError(f'sample={sample}: expected at least 0')
+        at_least(0).check('sample', sample)
         return divmod(sample, self.lane_length)
 
     def samples(self, lanes: range, begin: int, end: int) -> RecordBlock:

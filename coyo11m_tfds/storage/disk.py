@@ -81,8 +81,8 @@ class Disk(Storage):
 
     def read(self, name: str) -> bytes | None:
         # Opened once: another process may replace the file between a look at its size and a read.
-        path = self.path_of(name)
-        with contextlib.suppress(FileNotFoundError), naming(path), open(path, 'rb') as file:
+        path, missing = self.path_of(name), (FileNotFoundError, NotADirectoryError)
+        with contextlib.suppress(*missing), naming(path), open(path, 'rb') as file:
             return file.read()
         return None
 

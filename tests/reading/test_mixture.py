@@ -453,7 +453,7 @@ def test_a_mixture_that_makes_no_sense_is_refused(written, changes, message):
     'stages, message',
     [
         (({'from': 3, 'weights': (1,)},), 'for each of 2 sources'),
-        (({'from': -3, 'weights': (1, 1)},), "'from': -3 is not a step"),
+        (({'from': -3, 'weights': (1, 1)},), "'from'=-3: expected at least 0"),
         (({'weights': (1, 1)},), "expected {'from': STEP, 'weights'"),
         (({'from': 3, 'weights': (1, 1)},) * 2, "'from': 3 does not come after 3"),
         (({'from': 3, 'weights': (1, float('nan'))},), 'a number of at least 0'),
