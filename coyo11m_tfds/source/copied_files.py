@@ -5,7 +5,6 @@ and the CRC-32C of the present copy.
 """
 
 import json
-import os
 from collections.abc import Mapping
 
 from absl import logging
@@ -55,14 +54,10 @@ class CopiedFiles:
             for name, file in files.items()
             if name in records and records[name][0] == file.version
         }
-        states: dict[str, FileState] = {}
         # A bucket lists checksums; on a disk, all copies have to be read.
         num_bytes = 0 if self._target.keeps_checksums else sum(s.size for s in recorded.values())
         with Progress(f'Checking {folder}', num_bytes, 'B') as progress:
-            for sub_folder in sorted({os.path.dirname(name) for name in recorded}):
-                names = {os.path.basename(n) for n in recorded if os.path.dirname(n) == sub_folder}
-                in_folder = self._target.inventory(sub_folder, progress.add, names)
-                states |= {os.path.join(sub_folder, n): state for n, state in in_folder.items()}
+            states = self._target.inventory('', progress.add, recorded, deep=True)
         return {
             name: file
             for name, file in files.items()
