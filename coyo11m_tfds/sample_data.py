@@ -25,7 +25,7 @@ from coyo11m_tfds import schema, storage
 from coyo11m_tfds.pictures import latent_rgb, one_object, shapes, two_objects
 from coyo11m_tfds.process import command_line
 
-# Modules with the same functions.
+# Modules with the same functions and constants.
 WORLDS: dict[str, ModuleType] = {'one': one_object, 'two': two_objects}
 
 NO_ROW_EVERY = 97  # one key in so many has no row in the Parquet file
@@ -40,7 +40,8 @@ def held_out_prompts(count: int, seed: int = 0, scene: str = 'one') -> list[tupl
     _, held_out = world.split_scenes()
     rng = np.random.Generator(np.random.Philox(key=seed))
     scenes = [held_out[i % len(held_out)] for i in rng.permutation(max(count, len(held_out)))]
-    return [(world.write_prompt(scene, rng), scene) for scene in scenes[:count]]
+    geometry = world.PROMPT_GEOMETRY
+    return [(world.write_caption(scene, geometry, rng), scene) for scene in scenes[:count]]
 
 
 def make_sample(

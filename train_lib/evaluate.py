@@ -40,7 +40,6 @@ from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset.stored_dataset import StoredDataset
 from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.base import Storage
-from coyo11m_tfds.text.text_encoders import Encoder, Tokenizer
 from train_lib import draw, prompt_sets, run, workdirs
 
 if TYPE_CHECKING:
@@ -84,7 +83,6 @@ def open_validation(data_dir: str, num_pictures: int) -> StoredDataset:
 
 def evaluate_pictures(
     artist: draw.Artist,
-    text_encoder: Encoder | Tokenizer,
     image_encoder: 'ImageEncoder',
     data: StoredDataset,
     workdir: epath.PathLike,
@@ -95,7 +93,7 @@ def evaluate_pictures(
     It is also written to `WORKDIR/evaluation/step_STEP_ID.json` (ID: a digest of the settings).
     """
     settings = artist.settings | {
-        'text_encoder': f'{text_encoder.name} {text_encoder.revision}',
+        'text_encoder': f'{artist.text_encoder.name} {artist.text_encoder.revision}',
         'image_encoder': f'{image_encoder.name} {image_encoder.revision}',
         'data_set': data.identity(schema.VALIDATION),
     }
@@ -108,7 +106,7 @@ def evaluate_pictures(
         file = f'{name}/{first:07}-{end:07}.npz'
         features = _load_features(folder, file)
         if features is None:
-            drawn = artist.draw(captions, text_encoder, first)
+            drawn = artist.draw(captions, first=first)
             texts = np.zeros((len(captions), 0), np.float32)
             if image_encoder.has_texts:
                 texts = image_encoder.encode_texts(captions)
@@ -251,9 +249,7 @@ def main() -> None:
     from coyo11m_tfds.pictures.image_encoder import ImageEncoder
 
     image_encoder = ImageEncoder(FLAGS.features)
-    result = evaluate_pictures(
-        artist, artist.text_encoder, image_encoder, data, workdir, FLAGS.num_pictures
-    )
+    result = evaluate_pictures(artist, image_encoder, data, workdir, FLAGS.num_pictures)
     numbers = {name: f'{x:.6g}' for name, x in result.items() if name != 'settings'}
     for name, value in (result['settings']['preview'] | numbers).items():
         print(f'{name}: {value}')

@@ -13,15 +13,16 @@ from coyo11m_tfds import schema
 
 def latents_to_rgb(latents: np.ndarray) -> np.ndarray:
     """Turns raw latents `(..., C, H, W)` into uint8 `(..., H, W, 3)`, by a linear map."""
-    if latents.shape[-3] != len(schema.RGB_FACTORS):
-        return _principal_components(np.asarray(latents, np.float64))
-    scaled = np.asarray(latents, np.float32) * schema.VAE_SCALING_FACTOR
-    rgb = np.einsum('...chw,cr->...hwr', scaled, schema.RGB_FACTORS) + schema.RGB_BIAS
+    if latents.shape[-3] == len(schema.RGB_FACTORS):
+        scaled = np.asarray(latents, np.float32) * schema.VAE_SCALING_FACTOR
+        rgb = np.einsum('...chw,cr->...hwr', scaled, schema.RGB_FACTORS) + schema.RGB_BIAS
+    else:
+        rgb = _principal_components(np.asarray(latents, np.float64))
     return np.round((np.clip(rgb, -1, 1) + 1) * 127.5).astype(np.uint8)
 
 
 def _principal_components(latents: np.ndarray) -> np.ndarray:
-    """Shows the three directions of most variance, of all pictures, as red, green and blue."""
+    """The three directions of most variance, of all pictures, as red, green and blue around 0."""
     channels = np.moveaxis(latents, -3, -1)
     values = channels.reshape(-1, channels.shape[-1])
     centred = values - values.mean(axis=0)
@@ -35,8 +36,7 @@ def _principal_components(latents: np.ndarray) -> np.ndarray:
         sign = np.sign(vector[np.abs(vector).argmax()])
         # The colours span two deviations to each side of the mean.
         rgb[:, colour] = centred @ vector * sign / (2 * deviation)
-    pixels = np.round((np.clip(rgb, -1, 1) + 1) * 127.5).astype(np.uint8)
-    return pixels.reshape(*channels.shape[:-1], 3)
+    return rgb.reshape(*channels.shape[:-1], 3)
 
 
 def rgb_to_latents(rgb: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ WORDINGS = (
 )
 PLACES = ('at the left', 'in the middle', 'at the right')
 RADII = (8.0, 12.0)  # pixels
+PROMPT_GEOMETRY = np.array([[shapes.WIDTH / 2, 0, RADII[1]]])  # a large object in the middle
 
 # True pictures reach at least 0.87 with their own shape, and 0.81 with the next one on average.
 LEAST_OVERLAP = 0.8
@@ -55,11 +56,6 @@ def write_caption(scene: Scene, geometry: np.ndarray, rng: np.random.Generator) 
     wording = WORDINGS[rng.integers(len(WORDINGS))]
     thing = scene.objects[0]._replace(size=size)
     return wording.format(**thing._asdict(), place=place, background=scene.background)
-
-
-def write_prompt(scene: Scene, rng: np.random.Generator) -> str:
-    """Writes the caption of a large object in the middle."""
-    return write_caption(scene, np.array([[shapes.WIDTH / 2, 0, RADII[1]]]), rng)
 
 
 # --- What a picture shows ------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from coyo11m_tfds.pictures.shapes import COLOURS, PALETTE, SHAPES, Scene, Thing
 
 BACKGROUND = 'white'
 RADII = {'small': (3.0, 3.6), 'large': (5.0, 5.5)}  # pixels
+PROMPT_GEOMETRY = np.empty((0, 3))  # a caption says no more than the scene
 # From the first object to the second, along x and along y, and back.
 RELATIONS = {'left of': 'right of', 'above': 'below'}
 WORDINGS = (
@@ -74,11 +75,6 @@ def write_caption(scene: Scene, geometry: np.ndarray, rng: np.random.Generator) 
         things, relation = things[::-1], RELATIONS[relation]
     wording = WORDINGS[rng.integers(len(WORDINGS))]
     return wording.format(first=things[0], relation=relation, second=things[1])
-
-
-def write_prompt(scene: Scene, rng: np.random.Generator) -> str:
-    """Writes a caption, which says all that a picture is judged by."""
-    return write_caption(scene, np.empty(0), rng)
 
 
 # --- What a picture shows ------------------------------------------------------------------------
