@@ -145,12 +145,8 @@ class BuildSettings:
             return
         text_embeddings = self._text_embeddings(recorded.get(schema.SETTINGS_TEXT))
         defaults = {_LATENTS: IN_RECORDS, **dict.fromkeys(_OPTIONAL, '')}
-        differences = list(
-            _setting_differences(
-                defaults | recorded, defaults | self.record(limit, text_embeddings)
-            )
-        )
-        if differences:
+        current = defaults | self.record(limit, text_embeddings)
+        if differences := list(_setting_differences(defaults | recorded, current)):
             raise ValueError(
                 f'{os.fspath(folder)} was built with other settings: {"; ".join(differences)}. '
                 f'{_WAYS_ON}'

@@ -61,9 +61,8 @@ class FinishedShards:
         if not recorded:
             return []
         # Nothing is read from a bucket.
-        num_bytes = sum(
-            0 if self.folder.keeps_checksums else r.num_bytes for r in recorded.values()
-        )
+        all_bytes = sum(result.num_bytes for result in recorded.values())
+        num_bytes = 0 if self.folder.keeps_checksums else all_bytes
         with Progress('Checking finished shards', num_bytes, 'B') as progress:
             states = self.folder.inventory('', progress.add, recorded)
         # A shard may have been damaged or removed after its record was written.

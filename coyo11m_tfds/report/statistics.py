@@ -176,9 +176,8 @@ class ShardStatistics:
         """Adds up the statistics of several shards, at least one, in their order."""
         merged = cls()
         for name in vars(merged):
-            setattr(
-                merged, name, functools.reduce(operator.add, (getattr(x, name) for x in shards))
-            )
+            values = (getattr(shard, name) for shard in shards)
+            setattr(merged, name, functools.reduce(operator.add, values))
         merged.non_finite_keys = merged.non_finite_keys[:MAX_NON_FINITE_KEYS]
         return merged
 
