@@ -10,6 +10,7 @@ import errno
 import functools
 import glob
 import itertools
+import json
 import os
 import shutil
 import weakref
@@ -21,7 +22,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from absl import logging
 
-from coyo11m_tfds.dataset import manifest
 from coyo11m_tfds.storage import file_state, json_digest, locks
 
 # Of the files; another number has them made again.
@@ -106,7 +106,8 @@ class KeyedValuesWriter:
             os.remove(run)
         # Last, because a folder without a record counts as damaged.
         record = {'state': file_state.compute_state(path), 'facts': dict(facts)}
-        manifest.write_sealed(self._folder, _RECORD, 'values', record)
+        with open(os.path.join(self._folder, _RECORD), 'w', encoding='utf-8') as file:
+            json.dump(record | {'checksum': json_digest.sha256(record)}, file)
 
     def _write_run(self) -> None:
         run = os.path.join(self._folder, f'run-{len(self._runs)}')
@@ -274,5 +275,8 @@ def _open_whole(folder: str) -> KeyedValues | None:
 
 
 def _read_values_record(folder: str) -> dict[str, Any]:
-    parse = functools.partial(manifest.parse_sealed, kind='values')
-    return manifest.read_parsed(os.path.join(folder, _RECORD), parse) or {}
+    with open(os.path.join(folder, _RECORD), encoding='utf-8') as file:
+        record = json.load(file)
+    if record.pop('checksum') != json_digest.sha256(record):
+        raise ValueError(f'{_RECORD} is damaged')
+    return record
