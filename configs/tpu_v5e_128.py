@@ -4,8 +4,8 @@
         --config.data.dir=gs://BUCKET/coyo11m_tfds/tokens/1.0.0
 
 Start it on all hosts. `python -m train_lib.tools.compile --topology=v5e:8x16` says, without a TPU:
-fits: 57% of the memory, 0.93 times the least traffic, 175 ms a step by the compiler, an MFU of 73%,
-69% with the exchanges that wait. See docs/pods.md.
+fits: 57% of the memory, 0.93 times the least traffic, 182 ms a step by the compiler, an MFU of 70%,
+66% with the exchanges that wait. See docs/pods.md.
 """
 
 import ml_collections
@@ -19,7 +19,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.batch_size = 4096  # 32 a chip
     config.num_steps = 200_000
     config.data.lanes = 256  # 8 a host: 16 records of a batch each, as in the default
-    config.model.name = 'XL/2'  # 0.75 billion weights, 15 GB with average, moments and gradient
+    config.model.name = 'XL/2'  # 0.75 billion weights, 13 GB with average, momenta and gradient
     config.model.num_heads = 9  # of 128 numbers
     config.model.unroll = 28
     default.set_learning_rates(config, width=1152)

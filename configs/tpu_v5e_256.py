@@ -4,8 +4,8 @@
         --config.data.dir=gs://BUCKET/coyo11m_tfds/tokens/1.0.0
 
 Start it on all hosts. `python -m train_lib.tools.compile --topology=v5e:16x16` says, without a TPU:
-fits: 39% of the memory, 0.92 times the least traffic, 93 ms a step by the compiler, an MFU of 68%,
-62% with the exchanges that wait. See docs/pods.md. The fields are those of v5e-128: 16 samples a
+fits: 38% of the memory, 0.93 times the least traffic, 100 ms a step by the compiler, an MFU of 63%,
+58% with the exchanges that wait. See docs/pods.md. The fields are those of v5e-128: 16 samples a
 chip, 4 lanes a host.
 """
 

@@ -125,7 +125,7 @@ def test_state_and_gradient_leave_half_of_a_chip_to_activations(name):
 @pytest.mark.parametrize('name', [*PODS, 'gpu'])
 def test_learning_rates_are_those_of_the_width(name):
     config, same = _get(name), _get('default')
-    same.batch_size = config.batch_size
+    same.batch_size, same.optimizer.name = config.batch_size, config.optimizer.name
     default.set_learning_rates(same, models.make_model(**config.model, vocabulary=8).width)
     assert config.optimizer.to_dict() == same.optimizer.to_dict()
 

@@ -271,19 +271,22 @@ def test_a_pods_configuration_does_what_its_docstring_says(name, topology):
         for text in (documentation, report['verdict'])
     )
     assert documented == pytest.approx(measured, rel=0.02, abs=1)
-    section = (CHECKOUT / 'docs' / 'pods.md').read_text().split(f'`configs/{name}.py`')[1]
-    documented = _figures(section.split('```')[1])
-    assert documented == pytest.approx(_figures(compile.format_report(report)), rel=0.03, abs=0.1)
+    if name == 'tpu_v5e_16':  # whose whole report is on the page
+        page = (CHECKOUT / 'docs' / 'pods.md').read_text()
+        documented = _figures(page.split(f'`configs/{name}.py`')[1].split('```')[1])
+        measured = _figures(compile.format_report(report))
+        assert documented == pytest.approx(measured, rel=0.03, abs=0.1)
 
 
 @pytest.mark.slow
 def test_another_encoder_costs_what_the_table_says():
-    fields = '--config.mesh.fsdp=4', '--config.gradient_dtype=float32'
-    encoder = '--config.encoder=jax:Qwen/Qwen3-0.6B'
-    command = '--config=configs/tpu_v5e_16.py', '--topology=v5e:4x4', encoder, *fields
-    report = _compile_for_slice(*command)
+    report = _compile_for_slice(
+        *('--config=configs/tpu_v5e_16.py', '--topology=v5e:4x4', '--config.mesh.fsdp=4'),
+        *('--config.gradient_dtype=float32', '--config.optimizer.name=adamw'),
+        '--config.encoder=jax:Qwen/Qwen3-0.6B',
+    )
     table = (CHECKOUT / 'docs' / 'pods.md').read_text()
-    row = re.search(r'^\| \| sequence, by Qwen3-0\.6B, `fsdp` 4 \|(.*)', table, re.MULTILINE)[1]
+    row = re.search(r'^\| \| AdamW, words by Qwen3-0\.6B, `fsdp` 4 \|(.*)', table, re.MULTILINE)[1]
     documented = [float(cell.rstrip('% ')) for cell in row.split('|')[:7]]
     time, total = report[compile.TIME], report[compile.MEMORY]['total']
     kernels = sum(ms for name, ms in time.items() if name.startswith('kernel'))
