@@ -18,7 +18,7 @@ import numpy as np
 
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset import manifest, pt_archive
-from coyo11m_tfds.storage.stored_file import StoredFile
+from coyo11m_tfds.storage.stored_file import ChecksumScan, StoredFile
 
 IN_RECORDS, IN_PLACE = LATENT_STORAGE = ('records', 'in_place')  # the config's `latents`
 
@@ -194,17 +194,16 @@ class ColumnWriter:
         np.lib.format.write_array_header_1_0(self._file, header)
 
 
-class ColumnScan:
+class ColumnScan(ChecksumScan):
     """Checks the file of an added column block by block: compares each row with its CRC-32C."""
 
     def __init__(self, start: int, dtype: np.dtype):
-        self.crc32c = 0
         self._dtype, self._header_left, self._rest = dtype, start, b''
         self._values_crc32c = self._num_rows = self._num_wrong = 0
         self._first_wrong = 0, 0, 0  # the arguments of `wrong_rows_message`
 
     def add(self, block: bytes) -> None:
-        self.crc32c = google_crc32c.extend(self.crc32c, block)
+        super().add(block)
         header = min(self._header_left, len(block))
         self._header_left -= header
         data = self._rest + block[header:]

@@ -13,6 +13,7 @@ import google_crc32c
 import numpy as np
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.storage.stored_file import ChecksumScan
 
 _BYTES_LIST, _INT64_LIST = 1, 3
 
@@ -95,17 +96,16 @@ class RecordWriter:
         self._filled = 0
 
 
-class RecordScan:
+class RecordScan(ChecksumScan):
     """Checks the records of a file, which it takes block by block."""
 
     def __init__(self):
         self.num_records = 0  # before the first damaged one
-        self.crc32c = 0
         self.problem = ''  # of the first damaged record; '' if there is none
         self._rest = b''  # of a record that is not whole yet
 
     def add(self, block: bytes) -> None:
-        self.crc32c = google_crc32c.extend(self.crc32c, block)
+        super().add(block)
         # After a damaged length, nobody knows where the next record begins.
         if self.problem:
             return

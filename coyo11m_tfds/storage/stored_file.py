@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import google_crc32c
 
@@ -19,13 +19,14 @@ class FileChanged(OSError):
     """A file has changed since it was described."""
 
 
-class Scan(Protocol):
-    """Receives the content of a file, block by block; `crc32c` is that of all blocks so far."""
+class ChecksumScan:
+    """Receives the content of a file, block by block; a subclass does more with each block."""
 
-    crc32c: int
+    crc32c = 0  # of all blocks so far
 
     def add(self, block: bytes) -> None:
         """Receives the next block."""
+        self.crc32c = google_crc32c.extend(self.crc32c, block)
 
 
 def common_path(files: 'Sequence[StoredFile]') -> str:
@@ -33,14 +34,7 @@ def common_path(files: 'Sequence[StoredFile]') -> str:
     return files[0].path if len(files) == 1 else os.path.dirname(files[0].path)
 
 
-AnyScan = TypeVar('AnyScan', bound=Scan)
-
-
-class ChecksumScan:
-    crc32c = 0
-
-    def add(self, block: bytes) -> None:
-        self.crc32c = google_crc32c.extend(self.crc32c, block)
+AnyScan = TypeVar('AnyScan', bound=ChecksumScan)
 
 
 class _ContentScan(ChecksumScan):
