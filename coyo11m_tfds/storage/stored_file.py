@@ -129,10 +129,7 @@ class StoredFile:
     def check_size(self, state: FileState) -> None:
         """Compares the state of a copy with the size that the file had when it was listed."""
         if state.size != self.size:
-            raise OSError(
-                f'{self.path} has {state.size:,} bytes now, but had {self.size:,} when it was '
-                'listed. Run the same command again, when no other program writes to it.'
-            )
+            raise file_changed(self, f'it has {state.size:,} bytes, not {self.size:,}')
 
     def is_unchanged(self) -> bool:
         """Whether a local file has its version; other storages compare it in every read."""
