@@ -145,8 +145,7 @@ def _figures(seconds, loss, dit, batch_size, device, memory) -> Figures:
     # Forward once, and backward twice.
     flops = 3 * rate * dit.flops((SIDE, SIDE, CHANNELS), TEXT_DIM)
     figures = {'seconds': seconds, 'loss': loss, 'rate': rate, 'flops_per_second': flops}
-    mfu = chip and figures['flops_per_second'] / chip.flops
-    return figures | {'mfu': mfu, 'memory': memory, 'device': device}
+    return figures | {'mfu': chip and flops / chip.flops, 'memory': memory, 'device': device}
 
 
 def _stats() -> dict[str, np.ndarray]:

@@ -185,8 +185,7 @@ class _Verification:
                 if isinstance(column, columns.InPlaceColumn):
                     places.append(column.locate(self._folder, split.name, split.num_records))
                 else:
-                    where = column.locate(self._folder, split.name, split.num_records)
-                    file, start, dtype = where
+                    file, start, dtype = column.locate(self._folder, split.name, split.num_records)
                     scan = functools.partial(columns.ColumnScan, start, dtype)
                     self._column_scans[file.name] = scan
             except ValueError as error:

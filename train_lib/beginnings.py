@@ -86,11 +86,10 @@ def find_beginning(
     )
     last = checkpoint.find_last(workdir)
     if last is None:
-        beginning = Beginning(description, 0, data, True)
         if not config.init_from:
-            return beginning
+            return Beginning(description, 0, data, True)
         source, misfits = _open_first_weights(config.init_from, description, program)
-        return dataclasses.replace(beginning, source=source, misfits=misfits)
+        return Beginning(description, 0, data, True, source, misfits)
     saved = last.description
     check_resumable(saved, description, accept_changes, checkpoint_path=str(last.folder))
     if config.num_steps < last.step:

@@ -91,14 +91,12 @@ def write_checksums(
 def parse_checksums(data: bytes) -> dict[str, FileState]:
     """Returns the states of files by name, from `schema.CHECKSUMS_FILE`; ValueError if damaged."""
     try:
-        states = parse_sealed(data, 'files')
-        for state in states.values():
-            if not re.fullmatch('[0-9a-f]{8}', state['crc32c']):
-                raise ValueError(f'{state["crc32c"]!r} is not a CRC-32C of 8 hex digits')
-        return {
-            name: FileState(state['size'], int(state['crc32c'], 16))
-            for name, state in states.items()
-        }
+        states = {}
+        for name, fields in parse_sealed(data, 'files').items():
+            if not re.fullmatch('[0-9a-f]{8}', fields['crc32c']):
+                raise ValueError(f'{fields["crc32c"]!r} is not a CRC-32C of 8 hex digits')
+            states[name] = FileState(fields['size'], int(fields['crc32c'], 16))
+        return states
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f'it lacks {error}') from error
 

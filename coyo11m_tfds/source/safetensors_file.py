@@ -103,11 +103,10 @@ class SafetensorsFile(LatentFile):
 
 def _parse_tensors(read: Callable[[int, int], bytes], size: int, name: str) -> dict[str, _Tensor]:
     """The tensors by name, from what `read(begin, nbytes)` gives of the file."""
+    damaged = functools.partial(damaged_file_error, name, SafetensorsFile.kind)
     length = int.from_bytes(read(0, min(8, size)), 'little')
     if size < 8 or not 2 <= length <= min(_MAX_HEADER, size - 8):
-        raise damaged_file_error(
-            name, SafetensorsFile.kind, f'its header would have {length:,} of {size:,} bytes'
-        )
+        raise damaged(f'its header would have {length:,} of {size:,} bytes')
     start = 8 + length
     try:
         header = json.loads(read(8, length), object_pairs_hook=_unique)
@@ -120,9 +119,7 @@ def _parse_tensors(read: Callable[[int, int], bytes], size: int, name: str) -> d
                 raise ValueError(f'{tensor} of {shape} lies from {begin} to {end}')
             tensors[tensor] = _Tensor(str(fields['dtype']), shape, start + begin, start + end)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise damaged_file_error(
-            name, SafetensorsFile.kind, f'its header cannot be read ({error})'
-        ) from None
+        raise damaged(f'its header cannot be read ({error})') from None
     for tensor, (kind, shape, begin, end) in tensors.items():
         itemsize = schema.LATENT_DTYPES.get(_FLOATS.get(kind, ''))
         if kind in _INTEGERS:
@@ -131,8 +128,7 @@ def _parse_tensors(read: Callable[[int, int], bytes], size: int, name: str) -> d
         required = itemsize * math.prod(shape) if itemsize else end - begin
         if required != end - begin or end > size:
             actual = f'has bytes {begin:,} to {end:,} of {size:,}'
-            problem = f'{tensor} of {kind} {shape} takes {required:,} bytes, but {actual}'
-            raise damaged_file_error(name, SafetensorsFile.kind, problem)
+            raise damaged(f'{tensor} of {kind} {shape} takes {required:,} bytes, but {actual}')
     return tensors
 
 
