@@ -157,12 +157,11 @@ def _quantiles(caption_histogram: np.ndarray) -> dict[str, int] | None:
     """Returns quantiles of the captions' lengths in bytes; None without captions."""
     # A quantile is the least length that at least its share of the captions does not exceed, or
     # `stats.LONG_CAPTION` if that is less.
-    cumulative = np.cumsum(caption_histogram)
-    if not cumulative[-1]:
+    if not caption_histogram.any():
         return None
-    ranks = [-(-int(cumulative[-1]) * round(100 * share) // 100) for share in QUANTILES]
-    values = np.searchsorted(cumulative, ranks).tolist()
-    return {f'{share:g}': value for share, value in zip(QUANTILES, values, strict=True)}
+    lengths = np.arange(len(caption_histogram))
+    values = np.quantile(lengths, QUANTILES, weights=caption_histogram, method='inverted_cdf')
+    return {f'{share:g}': value for share, value in zip(QUANTILES, values.tolist(), strict=True)}
 
 
 def _sum_shards(shards: Sequence[tuple[int, int]]) -> dict[str, int]:
