@@ -194,9 +194,6 @@ class _ChunkedBlock(NamedTuple):
     rows: np.ndarray  # numbers of all rows of the block, ordered by their chunks
     chunk_numbers: np.ndarray  # in `chunks`, of the chunk that holds each of `rows`
 
-    def ranges(self) -> set[Range]:
-        return set(_ranges_of(self.chunks))
-
 
 class _ChunkReader:
     def __init__(
@@ -227,9 +224,9 @@ class _ChunkReader:
                 next_block = next(chunked_blocks)
                 shared: set[Range] = set()
                 if next_block:
-                    shared = current.ranges() & next_block.ranges()
-                    ranges = _ranges_of(next_block.chunks)
-                    self._files.request(x for x in ranges if x not in shared)
+                    next_ranges = list(_ranges_of(next_block.chunks))
+                    shared = set(_ranges_of(current.chunks)).intersection(next_ranges)
+                    self._files.request(x for x in next_ranges if x not in shared)
                 yield current.block.shard.shape, self._gather(current, shared)
                 current = next_block
         finally:

@@ -203,12 +203,9 @@ class PtFile(LatentFile):
             return
         raise ValueError(f'{self.path}: {problem}')
 
-    def _check_shape(self, name: str, row_shape: tuple) -> None:
+    def _check_shape(self, name: str, row_shape: tuple[str, ...]) -> None:
         shape = tuple(self._content[name].shape)
-        row_fits = len(shape) == 1 + len(row_shape) and all(
-            size == expected if isinstance(expected, int) else size > 0
-            for size, expected in zip(shape[1:], row_shape, strict=True)
-        )
+        row_fits = len(shape) == 1 + len(row_shape) and all(size > 0 for size in shape[1:])
         if row_fits and shape[0] == len(self.keys):
             return
         expected = ', '.join(map(str, (len(self.keys), *row_shape)))
