@@ -14,18 +14,16 @@ pixel for each latent position or, with `--vae`, decoded. It reads all records t
 """
 
 import contextlib
-import io
 import json
 
 import numpy as np
 from etils import epath
-from PIL import Image
 
 import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import manifest, stored_dataset
 from coyo11m_tfds.dataset.stored_dataset import Data
-from coyo11m_tfds.pictures import vae_decoder
+from coyo11m_tfds.pictures import pixels, vae_decoder
 from coyo11m_tfds.process import command_line, errors
 from coyo11m_tfds.report import page, statistics
 from coyo11m_tfds.storage import model_files
@@ -87,9 +85,8 @@ def show_record(data_dir: Data, key: int, vae: str = '') -> tuple[str, bytes]:
             least, largest = float(value.min()), float(value.max())
             shown = f'{value.dtype} {value.shape}, {least:.4g} to {largest:.4g}'
         lines.append(f'{name:<16}{shown}')
-    pictures, png = decode(record[schema.LATENTS][:, : data.channels]), io.BytesIO()
-    Image.fromarray(np.hstack(list(pictures))).save(png, 'PNG')
-    return '\n'.join(lines), png.getvalue()
+    pictures = decode(record[schema.LATENTS][:, : data.channels])
+    return '\n'.join(lines), pixels.encode_png(np.hstack(list(pictures)))
 
 
 def main() -> None:

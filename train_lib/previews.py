@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import io
 import itertools
 import math
 import pathlib
@@ -14,6 +13,8 @@ import numpy as np
 from absl import logging
 from etils import epath
 from PIL import Image, ImageDraw, ImageFont
+
+from coyo11m_tfds.pictures import pixels
 
 FOLDER = 'previews'  # of a run's workdir
 
@@ -64,13 +65,7 @@ def write_png(path: epath.PathLike, picture: np.ndarray) -> None:
     """Writes a picture, uint8 `(height, width, 3)`, to a local or `gs://` path."""
     path = epath.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(encode_png(picture))
-
-
-def encode_png(picture: np.ndarray) -> bytes:
-    encoded = io.BytesIO()
-    Image.fromarray(picture).save(encoded, 'PNG')
-    return encoded.getvalue()
+    path.write_bytes(pixels.encode_png(picture))
 
 
 def _make_cell(pictures: Sequence[np.ndarray], caption: str) -> np.ndarray:

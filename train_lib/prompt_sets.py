@@ -16,9 +16,10 @@ import numpy as np
 from etils import epath
 
 from coyo11m_tfds import storage
+from coyo11m_tfds.pictures import pixels
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.storage import json_digest
-from train_lib import draw, previews
+from train_lib import draw
 
 _GRID_WIDTH = 2  # the judge of DPG-Bench cuts a grid into two by two pictures
 
@@ -87,7 +88,7 @@ def draw_prompts(
                 # One file holds all of them, or each has its own.
                 contents = images if len(prompt.files) == count else [_tile(images)]
                 files = {file: text.encode() for file, text in prompt.metadata.items()}
-                files |= dict(zip(prompt.files, map(previews.encode_png, contents), strict=True))
+                files |= dict(zip(prompt.files, map(pixels.encode_png, contents), strict=True))
                 for file in files.keys() - present:
                     folder.write(f'{name}/{file}', files[file])
             progress.add(len(batch))

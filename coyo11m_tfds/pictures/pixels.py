@@ -1,4 +1,4 @@
-"""Reads image files into pixels of the shapes that an encoder takes.
+"""Reads image files into pixels of the shapes that an encoder takes, and writes PNG.
 
     target = pixels.Target(shapes=((256, 256),))
     pixels.read_pixels(data, target).crops   # uint8 (1, 256, 256, 3), sRGB
@@ -11,7 +11,7 @@ import functools
 import io
 import math
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import PIL
@@ -104,6 +104,13 @@ def read_pixels(data: bytes, target: Target) -> Pixels:
     # The profile of the few pixels that are left is converted faster than that of the original.
     image = _convert_to_srgb(image.resize(size, Image.Resampling.LANCZOS))
     return Pixels(_crop(np.asarray(image), shape, target.crops), width, height)
+
+
+def encode_png(pixels: np.ndarray, **options: Any) -> bytes:
+    """Encodes a picture, uint8 `(H, W, 3)`; `options` are those of Pillow."""
+    encoded = io.BytesIO()
+    Image.fromarray(pixels).save(encoded, 'PNG', **options)
+    return encoded.getvalue()
 
 
 def _decode(data: bytes, target: Target) -> Image.Image:

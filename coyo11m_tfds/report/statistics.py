@@ -2,17 +2,15 @@
 
 import base64
 import functools
-import io
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
-from PIL import Image
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.pictures import latent_rgb
+from coyo11m_tfds.pictures import latent_rgb, pixels
 
 # Bins are fine near 0, for VAEs whose latents are small; all begin at a multiple of 1/16.
 _LATENT_ZONES = (60, 1.0), (16, 0.25), (4, 0.0625)  # how far from 0, and the width of bins
@@ -201,9 +199,8 @@ def make_preview(key: int, caption: bytes, picture: np.ndarray) -> Preview:
     text = caption.decode(errors='replace')
     if len(text) > _PREVIEW_CAPTION_CHARACTERS:
         text = text[:_PREVIEW_CAPTION_CHARACTERS] + '…'
-    png = io.BytesIO()
-    Image.fromarray(picture).save(png, 'PNG', optimize=True)
-    return Preview(int(key), text, base64.b64encode(png.getvalue()).decode())
+    png = pixels.encode_png(picture, optimize=True)
+    return Preview(int(key), text, base64.b64encode(png).decode())
 
 
 def count_dropped_latents(dropped: Mapping[str, int]) -> int:
