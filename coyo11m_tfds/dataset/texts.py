@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Self, cast
+from typing import Any, Self, TypeGuard
 
 import numpy as np
 
@@ -88,7 +88,7 @@ def text_in_records(metadata: Mapping[str, Any], text_dim: int, num_tokens: int)
     )
 
 
-def _is_text(column: Column | None) -> bool:
+def _is_text(column: Column) -> TypeGuard[AddedColumn]:
     """Whether a column holds embeddings, or tokens whose vocabulary is known."""
     return isinstance(column, AddedColumn) and (
         column.feature == schema.TEXT_EMBEDDING
@@ -169,17 +169,16 @@ def resolve_texts(
 ) -> TextMixture:
     """Returns the texts of a specification; `in_records` is the text in the records."""
     weights = parse_text_weights(spec)
+    text_columns = {name: column for name, column in columns.items() if _is_text(column)}
     mixed_texts = []
     for name in weights:
-        column = columns.get(name)
-        if name and not _is_text(column):
+        if name and name not in text_columns:
             raise ValueError(
                 f'{folder}: text={spec!r}: {name!r} is not a column of text embeddings or of '
-                f'tokens with their vocabulary; there are '
-                f'{[x for x in columns if _is_text(columns[x])]}. python -m '
+                f'tokens with their vocabulary; there are {[*text_columns]}. python -m '
                 'coyo11m_tfds.add_column --text adds some.'
             )
-        mixed_texts.append(_text_in_column(cast(AddedColumn, column)) if name else in_records)
+        mixed_texts.append(_text_in_column(text_columns[name]) if name else in_records)
     first = mixed_texts[0]
     for other in mixed_texts[1:]:
         if other.kind != first.kind or not other.feature:
