@@ -44,10 +44,8 @@ def show(data_dir: Data, vae: str, num_pictures: int = page.NUM_PREVIEWS) -> str
     maker = data.metadata.get(schema.META_VAE, '')
     decode = vae_decoder.load_decoder(vae, data.channels, maker)
     features = schema.KEY, schema.LATENTS, schema.CAPTION
-    with contextlib.closing(
-        input_pipeline.eval_batches(
-            data, batch_size=num_pictures, features=features, split=schema.TRAIN, prefetch=1
-        )
+    with input_pipeline.eval_batches(
+        data, batch_size=num_pictures, features=features, split=schema.TRAIN, prefetch=1
     ) as batches:
         batch = next(batches)
     # The last batch of a small data set is padded with rows that are no records.

@@ -23,7 +23,6 @@ After an interruption, or with a larger `--num_pictures`, the same command
 continues.
 """
 
-import contextlib
 import io
 import json
 import zipfile
@@ -146,9 +145,10 @@ def compare_features(features: Features) -> dict[str, float]:
 def _read_records(data: StoredDataset, count: int) -> Iterator[tuple[int, np.ndarray, list[str]]]:
     """Yields number, latents and captions of the first validation records, a file's at a time."""
     features = schema.LATENTS, schema.CAPTION
-    batches = input_pipeline.eval_batches(data, batch_size=RECORDS_PER_FILE, features=features)
     # Closed before the end: `count` may be less than the split has, and threads read ahead.
-    with contextlib.closing(batches):
+    with input_pipeline.eval_batches(
+        data, batch_size=RECORDS_PER_FILE, features=features
+    ) as batches:
         for first in range(0, count, RECORDS_PER_FILE):
             batch, size = next(batches), min(RECORDS_PER_FILE, count - first)
             captions = [caption.decode() for caption in batch[schema.CAPTION][:size]]
