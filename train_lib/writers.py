@@ -49,12 +49,9 @@ def name_writer_errors(workdir: epath.Path) -> Iterator[None]:
     try:
         yield
     except (asynclib.AsyncError, tf.errors.OpError) as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        raise OSError(
-            f'{workdir}: logs cannot be written: {errors.summarize_error(cause)}'
-        ) from error
+        *_, cause = errors.causes(error)
+        problem = errors.summarize_error(cause)
+        raise OSError(f'{workdir}: logs cannot be written: {problem}') from error
 
 
 class WandbWriter(metric_writers.MultiWriter):

@@ -105,6 +105,13 @@ def describe_error(error: BaseException) -> str:
     return ' '.join(filter(None, map(str.strip, text.splitlines())))
 
 
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error, the error that it was raised from, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
 def summarize_error(error: BaseException) -> str:
     """Returns the type and the first line of an error, without TensorFlow's tracebacks."""
     lines = str(error).splitlines() or ['']

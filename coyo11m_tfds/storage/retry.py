@@ -14,10 +14,12 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 from absl import logging
+
+from coyo11m_tfds.process import errors
 
 T = TypeVar('T')
 
@@ -77,10 +79,9 @@ def call(operation: Callable[[], T], label: str) -> T:
             return operation()
         except Exception as error:
             if not is_transient(error):
-                permission_error = _refused(error, label)
-                if permission_error is None:
-                    raise
-                raise permission_error from error
+                if permission_error := _refused(error, label):
+                    raise permission_error from error
+                raise
             if attempt == _ATTEMPTS:
                 raise GivenUp(
                     f'{label}: given up after {_ATTEMPTS} attempts; the last one failed with '
@@ -101,7 +102,7 @@ def is_transient(error: BaseException) -> bool:
     if isinstance(error, GivenUp):
         return False
     # google.auth marks the error of a token server that is down.
-    if any(getattr(link, 'retryable', False) is True for link in _causes(error)):
+    if any(getattr(link, 'retryable', False) is True for link in errors.causes(error)):
         return True
     status = _status(error)
     if status is not None:
@@ -151,7 +152,7 @@ def _refused(error: Exception, label: str) -> PermissionError | None:
     # From the local disk, or made here before.
     if isinstance(error, PermissionError | GivenUp):
         return None
-    links = list(_causes(error))
+    links = list(errors.causes(error))
     is_refused = any(
         _status(link) in _REFUSED_STATUS or _is_named(link, _REFUSED_NAMES) for link in links
     )
@@ -172,12 +173,6 @@ def _refused(error: Exception, label: str) -> PermissionError | None:
     else:
         return None
     return PermissionError(f'{label}: access was refused ({_text(error)}). {fix}')
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
 
 
 def _status(error: BaseException) -> int | None:
