@@ -191,13 +191,11 @@ def _measure_texts(
     texts: pa.Array, keys: np.ndarray, name: str
 ) -> tuple[pa.Array, np.ndarray, np.ndarray]:
     """Returns texts as large binary, their sizes and their CRC-32s; those too long become null."""
-    # Arrow cannot tell the lengths of these.
-    if pa.types.is_string_view(texts.type):
-        texts = texts.cast(pa.large_string())
+    # Of one type, because Arrow cannot tell the lengths of string views.
+    texts = texts.cast(pa.large_string())
     sizes = pc.fill_null(pc.binary_length(texts), 0).to_numpy().astype(np.int32)
     too_long = sizes > schema.MAX_CAPTION_BYTES
     texts = pc.if_else(pa.array(too_long), pa.scalar(None, texts.type), texts)
-    texts = texts.cast(pa.large_string())
     raw = texts.cast(pa.large_binary())
     try:
         texts.validate(full=True)

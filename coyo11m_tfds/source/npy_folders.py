@@ -24,7 +24,7 @@ from coyo11m_tfds.storage.stored_file import StoredFile, file_changed
 
 INDEX_OF_FOLDERS = 'dataset.json'
 MOMENTS_PREFIX = 'img-mean-std-'
-_NAME = re.compile(rf'{MOMENTS_PREFIX}(\d{{1,18}})\.npy')
+_NAME = re.compile(rf'{MOMENTS_PREFIX}\d{{1,18}}\.npy')
 _READS_AT_ONCE = 16
 _MAX_CLASSES = 1 << 24
 
@@ -100,9 +100,8 @@ def _npy_files(files: Mapping[str, StoredFile]) -> dict[str, StoredFile]:
 
 
 def _json_fields(name: str, label: int | None) -> dict[str, int]:
-    number = _NAME.fullmatch(name)
-    assert number is not None
-    return {schema.KEY: int(number[1])} | ({} if label is None else {'label': label})
+    number = name.removeprefix(MOMENTS_PREFIX).removesuffix('.npy')
+    return {schema.KEY: int(number)} | ({} if label is None else {'label': label})
 
 
 def _describe_folder(
