@@ -85,11 +85,10 @@ def make_optimizer(
 def mask_muon_kernels(params: Any) -> Any:
     """Returns a pytree of bool: True for the kernels of blocks that do not modulate."""
 
-    def is_block_kernel(path: Any, _: Any) -> bool:
-        *modules, name = (key.key for key in path)
-        return modules[:1] == ['blocks'] and 'modulation' not in modules and name == 'kernel'
+    def is_for_muon(path: Any, _: Any) -> bool:
+        return _is_block_kernel(path) and all(key.key != 'modulation' for key in path)
 
-    by_muon = jax.tree_util.tree_map_with_path(is_block_kernel, params)
+    by_muon = jax.tree_util.tree_map_with_path(is_for_muon, params)
     if not any(jax.tree.leaves(by_muon)):
         problem = "the model has no kernels in a module named 'blocks': expected 'adamw'"
         raise FieldError('optimizer.name', 'muon', problem)
@@ -98,12 +97,13 @@ def mask_muon_kernels(params: Any) -> Any:
 
 def cast_block_kernels(params: Any, dtype: jnp.dtype | str) -> Any:
     """Returns weights whose kernels of blocks, nearly all of a model, have the dtype."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: x.astype(dtype) if _is_block_kernel(path) else x, params
+    )
 
-    def cast(path: Any, x: jax.Array) -> jax.Array:
-        names = path[0].key, path[-1].key
-        return x.astype(dtype) if names == ('blocks', 'kernel') else x
 
-    return jax.tree_util.tree_map_with_path(cast, params)
+def _is_block_kernel(path: Any) -> bool:
+    return (path[0].key, path[-1].key) == ('blocks', 'kernel')
 
 
 def make_init(
