@@ -49,7 +49,7 @@ def name_writer_errors(workdir: epath.Path) -> Iterator[None]:
     try:
         yield
     except (asynclib.AsyncError, tf.errors.OpError) as error:
-        *_, cause = errors.causes(error)
+        *_, cause = errors.follow_causes(error)
         problem = errors.summarize_error(cause)
         raise OSError(f'{workdir}: logs cannot be written: {problem}') from error
 

@@ -105,7 +105,7 @@ def describe_error(error: BaseException) -> str:
     return ' '.join(filter(None, map(str.strip, text.splitlines())))
 
 
-def causes(error: BaseException | None) -> Iterator[BaseException]:
+def follow_causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yields an error, the error that it was raised from, and so on."""
     while error is not None:
         yield error

@@ -102,7 +102,7 @@ def is_transient(error: BaseException) -> bool:
     if isinstance(error, GivenUp):
         return False
     # google.auth marks the error of a token server that is down.
-    if any(getattr(link, 'retryable', False) is True for link in errors.causes(error)):
+    if any(getattr(link, 'retryable', False) is True for link in errors.follow_causes(error)):
         return True
     status = _status(error)
     if status is not None:
@@ -152,7 +152,7 @@ def _refused(error: Exception, label: str) -> PermissionError | None:
     # From the local disk, or made here before.
     if isinstance(error, PermissionError | GivenUp):
         return None
-    links = list(errors.causes(error))
+    links = list(errors.follow_causes(error))
     is_refused = any(
         _status(link) in _REFUSED_STATUS or _is_named(link, _REFUSED_NAMES) for link in links
     )
