@@ -59,16 +59,20 @@ def draw(weights, config, noise, text):
     if not facts['vocabulary']:
         std = stats['text_std']
         text = torch.where(std > 1e-6, (text.float() - stats['text_mean']) / std, 0)
-    # Both halves of guidance go through the model as one batch.
     texts = text if isinstance(text, tuple) else (text,)
+    keep = torch.zeros(count, dtype=torch.bool, device=device)
+    # Both halves of guidance go through the model as one batch.
     pairs = tuple(x.repeat(2, *[1] * (x.ndim - 1)) for x in texts)
-    drop = torch.arange(2 * count, device=device) >= count
+    drop = torch.cat([keep, ~keep])
 
-    def guided(z, time):
+    def slope(z, time):
+        in_interval = preview['guidance_low'] <= time <= preview['guidance_high']
+        if preview['guidance'] == 1 or not in_interval:
+            times = time.to(device).repeat(count)
+            return predict_velocity(weights, config, z, times, texts, keep)
         pair, times = z.repeat(2, 1, 1, 1), time.to(device).repeat(2 * count)
         with_text, without = predict_velocity(weights, config, pair, times, pairs, drop).chunk(2)
-        in_interval = preview['guidance_low'] <= time <= preview['guidance_high']
-        return without + (preview['guidance'] if in_interval else 1) * (with_text - without)
+        return without + preview['guidance'] * (with_text - without)
 
     # In float64, as in the program that trained it: float32 would round twice.
     times = 1 - torch.arange(preview['num_steps'] + 1, dtype=torch.float64) / preview['num_steps']
@@ -76,11 +80,11 @@ def draw(weights, config, noise, text):
     times = (shift * times / (1 + (shift - 1) * times)).float()
     z = noise
     for time, next_time in itertools.pairwise(times):
-        slope = guided(z, time)
+        start = mean = slope(z, time)
         # The last step of Heun's method is Euler's.
         if preview['sampler'] == 'heun' and next_time > 0:
-            slope = (slope + guided(z + (next_time - time) * slope, next_time)) / 2
-        z = z + (next_time - time) * slope
+            mean = (start + slope(z + (next_time - time) * start, next_time)) / 2
+        z = z + (next_time - time) * mean
     return (z * stats['latent_std'] + stats['latent_mean']).permute(0, 3, 1, 2)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+from torch.utils import flop_counter
 
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from tests import children
@@ -63,7 +64,15 @@ def test_the_page_of_pytorch_draws_the_same_latents(tmp_path, kind, text, sample
     # Tensors of two devices in one operation are an error.
     elsewhere = torch_reference.Transformer.from_pretrained(tmp_path).to('meta')
     on_meta = tuple(x.to('meta') for x in texts) if kind == 'states' else texts.to('meta')
-    assert elsewhere(torch.tensor(example['noise']).to('meta'), on_meta).device.type == 'meta'
+    noise_on_meta = torch.tensor(example['noise']).to('meta')
+
+    def count_flops(**changes):
+        with flop_counter.FlopCounterMode(display=False) as counter:
+            assert elsewhere(noise_on_meta, on_meta, **changes).device.type == 'meta'
+        return counter.get_total_flops()
+
+    with_guidance = count_flops(guidance_low=0.0, guidance_high=1.0)
+    assert count_flops(guidance=1.0) == with_guidance / 2 < count_flops() < with_guidance
     assert example['latents'].std() > 0.1
     np.testing.assert_allclose(drawn.numpy(), example['latents'], atol=1e-4 * drawn.std().item())
 

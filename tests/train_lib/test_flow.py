@@ -63,3 +63,45 @@ def _error(**settings):
 def test_the_error_falls_with_the_order_of_the_sampler(sampler, order, time_shift):
     coarse, fine = (_error(num_steps=n, sampler=sampler, time_shift=time_shift) for n in (8, 32))
     assert np.log2(coarse / fine) / 2 == pytest.approx(order, abs=0.25)
+
+
+@pytest.mark.parametrize(
+    ('settings', 'guided'),
+    [
+        ({'guidance': 1.0}, 0),
+        ({'guidance': 1}, 0),
+        ({'guidance': 3.0}, 8),
+        ({'guidance': 0.0}, 8),
+        ({'guidance': 3.0, 'guidance_low': 0.4, 'guidance_high': 0.8}, 3),
+        ({'guidance': 3.0, 'guidance_low': 0.01}, 8),
+        ({'guidance': 3.0, 'guidance_low': 0.8, 'guidance_high': 0.85}, 0),
+        ({'guidance': 1.0, 'sampler': 'heun'}, 0),
+        ({'guidance': 3.0, 'sampler': 'heun'}, 15),
+        ({'guidance': 3.0, 'guidance_low': 0.4, 'guidance_high': 0.8, 'sampler': 'heun'}, 6),
+    ],
+)
+def test_only_guidance_computes_the_half_without_text(settings, guided):
+    drops = []
+
+    def velocity(z, t, text, drop_text):
+        jax.debug.callback(lambda rows: drops.append(rows.tolist()), drop_text)
+        by_text = jnp.where(drop_text, 0.0, text[:, 0])
+        return _decay(z, t, text, drop_text) + by_text[:, None, None, None]
+
+    noise, text = jnp.ones((2, 4, 4, 1)), jnp.ones((2, 5))
+    drawn = flow.sample(velocity, noise, text, num_steps=8, **settings)
+    jax.effects_barrier()
+    # Heun's method evaluates the model twice at each time but the first.
+    count = 15 if settings.get('sampler') == 'heun' else 8
+    assert drops.count([False, False, True, True]) == guided
+    assert drops.count([False, False]) == count - guided == len(drops) - guided
+
+    low, high = settings.get('guidance_low', 0.0), settings.get('guidance_high', 1.0)
+
+    def guided_velocity(z, t, text, drop_text):
+        scale = jnp.where((low <= t) & (t <= high), settings['guidance'], 1.0)
+        return _decay(z, t, text, drop_text) + scale[:, None, None, None]
+
+    same_steps = {'num_steps': 8, 'sampler': settings.get('sampler', 'euler')}
+    expected = flow.sample(guided_velocity, noise, text, guidance=1.0, **same_steps)
+    np.testing.assert_allclose(drawn, expected, rtol=1e-5)
