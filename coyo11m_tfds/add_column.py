@@ -333,7 +333,7 @@ def main() -> None:
     command_line.show_log()
     with command_line.ends_in_one_line('nothing was changed, the same command starts again'):
         message = _run(flags)
-    print(f'{flags.data_dir}: {message}')
+    command_line.print_lines(f'{flags.data_dir}: {message}')
 
 
 def _run(flags: argparse.Namespace) -> str:

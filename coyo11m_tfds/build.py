@@ -109,7 +109,7 @@ def _embed_captions(flags: argparse.Namespace) -> str:
         tokens_only=flags.encoder == schema.WORDS,
         **fields,
     )
-    print(f'{report}: {out}')
+    command_line.print_lines(f'{report}: {out}')
     return json.dumps(config | {'text_embeddings': out})
 
 

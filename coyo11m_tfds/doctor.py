@@ -290,7 +290,7 @@ def time_encoder(spec: str) -> None:
             start = time.perf_counter()
             encoder.encode(captions)
             seconds = time.perf_counter() - start
-    print(json.dumps([encoder.dim, len(captions) / seconds]))
+    command_line.print_lines(json.dumps([encoder.dim, len(captions) / seconds]))
 
 
 def run_python(program: str, seconds: float = _TIMEOUT) -> Any:
@@ -342,10 +342,10 @@ def main() -> None:
         fields = {x: value for x, value in vars(flags).items() if x in CAPTION_FLAGS}
         settings = read_build_config(flags.build_config, **fields)
         for finding in run_checks(flags.source, flags.data_dir, flags.encoder, settings):
-            print(finding, flush=True)
+            command_line.print_lines(finding)
             counts[finding.status] += 1
     failures = ', '.join(f'{counts[status]} {status}' for status in (FAIL, WARN) if counts[status])
-    print(f'{counts.total()} checks: {failures or "all pass"}')
+    command_line.print_lines(f'{counts.total()} checks: {failures or "all pass"}')
     sys.exit(bool(counts[FAIL]))
 
 

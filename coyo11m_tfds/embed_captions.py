@@ -228,7 +228,7 @@ def main() -> None:
     with command_line.ends_in_one_line('the same command resumes it'):
         part, source = options.pop('part'), options.pop('source')
         report = embed(source, share=part or ranks.index_and_count(), **options)
-        print(f'{report}: {options["out"]}')
+        command_line.print_lines(f'{report}: {options["out"]}')
 
 
 if __name__ == '__main__':

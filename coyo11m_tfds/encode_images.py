@@ -44,6 +44,7 @@ from coyo11m_tfds.pictures.vae_encoder import VaeEncoder
 from coyo11m_tfds.process import command_line, errors, machine, workers
 from coyo11m_tfds.process import job as ranks
 from coyo11m_tfds.process.progress import Progress
+from coyo11m_tfds.process.shown_text import escape_for_terminal
 from coyo11m_tfds.source import image_files, tar_members
 from coyo11m_tfds.source.copied_files import CopiedFiles
 from coyo11m_tfds.source.image_files import ImagePart, SourceImage
@@ -114,10 +115,12 @@ class ImageCounts:
             )
 
     def _list(self, counts: collections.Counter[str]) -> str:
-        return '; '.join(
-            f'{count:,} {reason} ({", ".join(self.names[reason])}{", ..." * (count > _MAX_NAMES)})'
-            for reason, count in counts.most_common()
-        )
+        facts = []
+        for reason, count in counts.most_common():
+            names = ', '.join(map(escape_for_terminal, self.names[reason]))
+            more = ', ...' if count > _MAX_NAMES else ''
+            facts.append(f'{count:,} {reason} ({names}{more})')
+        return '; '.join(facts)
 
     def __str__(self) -> str:
         facts = [f'{self.shapes.total():,} images']
@@ -561,10 +564,11 @@ def main() -> None:
     with command_line.ends_in_one_line('the same command resumes it', fixable):
         part = options.pop('part') or ranks.index_and_count()
         report = encode(share=part, **options)
-        print(f'{report}: {options["out"]}')
+        command_line.print_lines(*f'{report}: {options["out"]}'.split('\n'))
         if not report.missing_parts:
             out = options['out'].rstrip('/')
-            print(describe_next(out, report.counts, options['buckets']))
+            commands = describe_next(out, report.counts, options['buckets'])
+            command_line.print_lines(*commands.split('\n'))
 
 
 if __name__ == '__main__':

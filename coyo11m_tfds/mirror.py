@@ -140,7 +140,7 @@ def main() -> None:
     flags = parser.parse_args()
     command_line.show_log()
     with command_line.ends_in_one_line('what was copied stays, the same command copies the rest'):
-        print(mirror(**vars(flags)))
+        command_line.print_lines(mirror(**vars(flags)))
 
 
 if __name__ == '__main__':

@@ -153,7 +153,7 @@ def main() -> None:
     outlook = f'{args.out} is incomplete: remove it, then run the same command again'
     with command_line.ends_in_one_line(outlook):
         make_sample(args.out, args.num_samples, scene=args.scene)
-    print(f'{args.num_samples} samples: {args.out}')
+    command_line.print_lines(f'{args.num_samples} samples: {args.out}')
 
 
 if __name__ == '__main__':

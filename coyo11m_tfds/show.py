@@ -60,7 +60,7 @@ def show(data_dir: Data, vae: str, num_pictures: int = page.NUM_PREVIEWS) -> str
         ) from error
 
 
-def show_record(data_dir: Data, key: int, vae: str = '') -> tuple[str, bytes]:
+def show_record(data_dir: Data, key: int, vae: str = '') -> tuple[list[str], bytes]:
     """Returns a line for each value of the record with a key, and a PNG of its crops in a row."""
     data = input_pipeline.open_data(data_dir)
     names = [x for x in stored_dataset.READABLE if x in data.features]
@@ -84,7 +84,7 @@ def show_record(data_dir: Data, key: int, vae: str = '') -> tuple[str, bytes]:
             shown = f'{value.dtype} {value.shape}, {least:.4g} to {largest:.4g}'
         lines.append(f'{name:<16}{shown}')
     pictures = decode(record[schema.LATENTS][:, : data.channels])
-    return '\n'.join(lines), pixels.encode_png(np.hstack(list(pictures)))
+    return lines, pixels.encode_png(np.hstack(list(pictures)))
 
 
 def main() -> None:
@@ -102,14 +102,14 @@ def main() -> None:
     command_line.show_log()
     with command_line.ends_in_one_line('nothing was written'):
         if flags.key is not None:
-            description, png = show_record(flags.data_dir, flags.key, flags.vae)
+            lines, png = show_record(flags.data_dir, flags.key, flags.vae)
             out = flags.out or f'{flags.key}.png'
             epath.Path(out).write_bytes(png)
-            print(f'{description}\npicture         {out}')
+            command_line.print_lines(*lines, f'picture         {out}')
             return
         html = show(flags.data_dir, flags.vae, flags.num_pictures)
         epath.Path(flags.out).write_bytes(html.encode())
-    print(f'page: {flags.out}')
+    command_line.print_lines(f'page: {flags.out}')
 
 
 if __name__ == '__main__':

@@ -278,17 +278,18 @@ def main() -> None:
     with command_line.ends_in_one_line('nothing was changed', status=2):
         result = verify(flags.data_dir, fast=flags.fast)
     for name in result.unused_files:
-        print(f'{name}: was left by a killed add_column; the next one removes it.')
-    for fault in result.faults:
-        print(fault)
+        command_line.print_lines(
+            f'{name}: was left by a killed add_column; the next one removes it.'
+        )
+    command_line.print_lines(*result.faults)
     scope = 'shards not read: only their sizes compared.' if flags.fast else 'all of them read.'
-    print(
+    command_line.print_lines(
         f'{flags.data_dir}: {len(result.faults) or "no"} '
         f'fault{"" if len(result.faults) == 1 else "s"} in {result.num_files} files, '
         f'{result.num_bytes:,} bytes, {scope}'
     )
     if result.faults:
-        print('To fix this, copy those files again, or build with --overwrite.')
+        command_line.print_lines('To fix this, copy those files again, or build with --overwrite.')
     sys.exit(bool(result.faults))
 
 

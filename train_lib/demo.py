@@ -12,6 +12,7 @@ from absl import flags
 from etils import epath
 
 from coyo11m_tfds import sample_data
+from coyo11m_tfds.process import command_line
 from train_lib import previews, run, workdirs
 from train_lib.draw import Artist
 
@@ -30,9 +31,10 @@ def main() -> None:
     path = folder / 'held_out.png'
     previews.write_png(path, previews.make_grid([pictures], captions))
 
-    print(f'pictures: {path}')
+    command_line.print_lines(f'pictures: {path}')
     for name, is_right in sample_data.WORLDS[FLAGS.scene].score_pictures(pictures, scenes).items():
-        print(f'{name} right: {is_right.mean():.2f} ({is_right.sum()}/{len(scenes)})')
+        share = f'{is_right.mean():.2f} ({is_right.sum()}/{len(scenes)})'
+        command_line.print_lines(f'{name} right: {share}')
 
 
 if __name__ == '__main__':

@@ -33,6 +33,7 @@ from PIL import Image
 
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from coyo11m_tfds.pictures import vae_decoder
+from coyo11m_tfds.process import command_line
 from coyo11m_tfds.storage import json_digest, model_files
 from coyo11m_tfds.text import text_encoders
 from coyo11m_tfds.text.text_encoders import (
@@ -299,7 +300,8 @@ def main() -> None:
             path = singles / f'{number:05}.png'
             previews.write_png(path, picture)
             path.with_suffix('.txt').write_text(f'{caption}\n')
-    print(f'pictures: {out}' + (f' and {singles}/' if FLAGS.singles else ''))
+    places = f'{out} and {singles}/' if FLAGS.singles else out
+    command_line.print_lines(f'pictures: {places}')
 
 
 def _changes() -> str:

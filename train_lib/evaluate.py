@@ -37,6 +37,7 @@ from etils import epath
 import input_pipeline
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset.stored_dataset import StoredDataset
+from coyo11m_tfds.process import command_line
 from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.base import Storage
 from train_lib import draw, prompt_sets, run, workdirs
@@ -242,7 +243,7 @@ def main() -> None:
     if prompts:
         name = epath.Path(FLAGS.prompts).stem
         folder = prompt_sets.draw_prompts(artist, prompts, count, workdir / FOLDER, name)
-        print(f'pictures: {folder}')
+        command_line.print_lines(f'pictures: {folder}')
         return
     data = open_validation(FLAGS.data_dir or artist.data_dir, FLAGS.num_pictures)
     # It imports torch, which takes seconds: not before the flags and the run are checked.
@@ -252,7 +253,7 @@ def main() -> None:
     result = evaluate_pictures(artist, image_encoder, data, workdir, FLAGS.num_pictures)
     numbers = {name: f'{x:.6g}' for name, x in result.items() if name != 'settings'}
     for name, value in (result['settings']['preview'] | numbers).items():
-        print(f'{name}: {value}')
+        command_line.print_lines(f'{name}: {value}')
 
 
 if __name__ == '__main__':

@@ -34,6 +34,7 @@ from etils import epath
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from coyo11m_tfds.pictures import vae_decoder, vae_parts
+from coyo11m_tfds.process import command_line
 from train_lib import checkpoint, flow, model_card, models, run, sharding, step, workdirs
 from train_lib.models.dit import DiT, Words, flatten_weights
 
@@ -188,7 +189,7 @@ def main() -> None:
         vae=FLAGS.vae,
         datasets=FLAGS.datasets,
     )
-    print(f'exported: {FLAGS.out}')
+    command_line.print_lines(f'exported: {FLAGS.out}')
 
 
 if __name__ == '__main__':

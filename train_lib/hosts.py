@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from absl import logging
 
-from coyo11m_tfds.process import errors
+from coyo11m_tfds.process import command_line, errors
 
 _HEARTBEAT_SECONDS = 40  # a process that is silent for so long has died unnoticed
 _LOOK_SECONDS = 1.0
@@ -133,7 +133,7 @@ class _Hosts:
     def _end(self, failure: str) -> NoReturn:
         _end_lock.acquire()
         logging.flush()
-        print(f'error: {failure}', file=sys.stderr, flush=True)
+        command_line.print_lines(f'error: {failure}', file=sys.stderr)
         self._set(f'{_FAILURES}known_to_{self._index}')
         # The coordinator lives in process 0, and the others abort when it is gone. It waits for
         # those who answered a roll call; for all, if there was none.

@@ -52,7 +52,8 @@ def main() -> None:
         with run.errors_in_one_line():
             hosts.join_hosts(FLAGS.coordinator_address, FLAGS.process_count, FLAGS.process_index)
     if FLAGS.verbose:
-        logging.info('Configuration:\n%s', FLAGS.config)
+        for line in ['Configuration:', *str(FLAGS.config).splitlines()]:
+            logging.info('%s', line)
     with hosts.share_failures():
         with run.errors_in_one_line():
             setup = train.set_up(FLAGS.config, FLAGS.workdir, FLAGS.accept_changes)

@@ -35,11 +35,6 @@ CONFIG_HELP = (
 _HERE = pathlib.Path(__file__).parent
 _CONFIGS = next(path for path in (_HERE / 'configs', _HERE.parent / 'configs') if path.is_dir())
 
-# Not their parent folder, which may hold a virtual environment.
-_OWN_CODE = tuple(
-    str(_HERE.parent / name) for name in ('coyo11m_tfds', 'train_lib', 'input_pipeline.py')
-)
-
 flags.DEFINE_bool('verbose', False, 'Show messages of libraries, and tracebacks of errors.')
 
 
@@ -69,7 +64,7 @@ def start(
         # The error must be the last line, but threads of libraries may log until the process ends.
         with os.fdopen(os.dup(sys.stderr.fileno()), 'w') as stderr:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-            print(end.code, file=stderr)
+            command_line.print_lines(end.code, file=stderr)
         os._exit(1)
     except KeyboardInterrupt as error:
         if _is_verbose():
@@ -83,6 +78,7 @@ def prepare(needs_data: bool = True) -> None:
 
     Call it before imports that take seconds.
     """
+    _prepare_log()
     if 'config' in flags.FLAGS and flags.FLAGS.is_parsed():
         config = flags.FLAGS.config
         config_rules.check_config(config, needs_data=needs_data)
@@ -91,12 +87,6 @@ def prepare(needs_data: bool = True) -> None:
         is_alone = not (config.distributed or has_processes)
         if is_alone and (config.data.mix or config.data.dir):
             config_rules.open_sources(config)
-    if not _is_verbose():
-        handler = logging.get_absl_handler()
-        handler.addFilter(_is_worth_reading)
-        handler.setFormatter(_RunFormatter())
-        sys.unraisablehook = functools.partial(_report_unraisable, sys.unraisablehook)
-        input_pipeline.quiet_tensorflow()
     import tensorflow as tf
 
     # TensorFlow only reads records: the accelerator's memory is for JAX.
@@ -257,6 +247,17 @@ def _is_verbose() -> bool:
     return flags.FLAGS.is_parsed() and flags.FLAGS.verbose
 
 
+def _prepare_log() -> None:
+    handler = logging.get_absl_handler()
+    if _is_verbose():
+        handler.setFormatter(_VerboseFormatter())
+        return
+    handler.addFilter(_is_worth_reading)
+    handler.setFormatter(_RunFormatter())
+    sys.unraisablehook = functools.partial(_report_unraisable, sys.unraisablehook)
+    input_pipeline.quiet_tensorflow()
+
+
 def _report_unraisable(report: Callable[[Any], Any], error: Any) -> None:
     """Leaves out what a failed checkpoint causes for each of its arrays; reports all else."""
     if str(error.exc_value) != 'Event loop is closed':
@@ -267,11 +268,16 @@ class _RunFormatter(command_line.LogFormatter):
     """Leaves out the tracebacks of libraries, which log errors before they raise them."""
 
     def format(self, record: standard_logging.LogRecord) -> str:
-        if not record.pathname.startswith(_OWN_CODE):
+        if not record.pathname.startswith(command_line.OWN_CODE):
             record.exc_info = record.exc_text = None
         return super().format(record)
 
 
+class _VerboseFormatter(command_line.SafeFormatter, logging.PythonFormatter):
+    """Formats messages with the lines of code that log them."""
+
+
 def _is_worth_reading(record: standard_logging.LogRecord) -> bool:
     """True for our own messages and for the warnings of libraries."""
-    return record.levelno > standard_logging.INFO or record.pathname.startswith(_OWN_CODE)
+    is_own = record.pathname.startswith(command_line.OWN_CODE)
+    return is_own or record.levelno > standard_logging.INFO

@@ -26,7 +26,7 @@ from coyo11m_tfds.convert.plan import BuildPlan, make_plan
 from coyo11m_tfds.convert.tasks import ShardResult, ShardTask, check_within_reach
 from coyo11m_tfds.dataset import chunk_index, columns, manifest
 from coyo11m_tfds.dataset.columns import InPlaceColumn
-from coyo11m_tfds.process import job
+from coyo11m_tfds.process import command_line, job
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.report import statistics
 from coyo11m_tfds.report.page import BuildReport
@@ -116,7 +116,8 @@ def build(
         # Without the lock another build may be under way, and what it has written stays.
         if lock.is_ours():
             folder.remove_others(plan.build)
-    print(report.summary(final, seconds=time.monotonic() - start))
+    summary = report.summary(final, seconds=time.monotonic() - start)
+    command_line.print_lines(*summary.split('\n'))
     return True
 
 

@@ -12,6 +12,7 @@ import faulthandler
 import gc
 import logging
 import os
+import pathlib
 import re
 import shutil
 import signal
@@ -20,15 +21,22 @@ import textwrap
 import threading
 import types
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import absl.logging
 
 from coyo11m_tfds.process import errors
+from coyo11m_tfds.process.shown_text import escape_for_terminal
 
 TRACEBACK_VARIABLE = 'COYO11M_TRACEBACK'
 
 INTERRUPTED = 128 + signal.SIGINT  # the exit status that shells give to Ctrl-C
+
+# Not their parent folder, which may hold a virtual environment.
+OWN_CODE = tuple(
+    str(pathlib.Path(__file__).parents[2] / name)
+    for name in ('coyo11m_tfds', 'train_lib', 'input_pipeline.py')
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -47,7 +55,8 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f'error: {message}; {example_of_use(self.prog, self.description)}\n')
+        line = f'error: {message}; {example_of_use(self.prog, self.description)}'
+        self.exit(2, f'{escape_for_terminal(line)}\n')
 
 
 def example_of_use(program: str, doc: str | None) -> str:
@@ -61,7 +70,25 @@ def example_of_use(program: str, doc: str | None) -> str:
 # --- The log ------------------------------------------------------------------------------------
 
 
-class LogFormatter(logging.Formatter):
+class SafeFormatter(logging.Formatter):
+    """Formats messages without codes for terminals; those of this project in one line."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        text = super().formatMessage(record)
+        # A name that holds a line feed must not look like a message of its own.
+        if record.pathname.startswith(OWN_CODE):
+            return escape_for_terminal(text)
+        return _escape_lines(text)
+
+    def formatException(self, ei) -> str:
+        return _escape_lines(super().formatException(ei))
+
+
+def _escape_lines(text: str) -> str:
+    return '\n'.join(map(escape_for_terminal, text.split('\n')))
+
+
+class LogFormatter(SafeFormatter):
     """Formats the time of day and the message, with the level of a warning or worse."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -77,6 +104,19 @@ def show_log() -> None:
     # Its handler takes the place of this one where absl parses the flags.
     absl.logging.get_absl_handler().setFormatter(LogFormatter())
     absl.logging.set_verbosity(absl.logging.INFO)
+
+
+# --- The output ---------------------------------------------------------------------------------
+
+
+def print_lines(*lines: object, file: TextIO | None = None) -> None:
+    """Prints each argument as a line, to standard output by default; takes any characters."""
+    file = file or sys.stdout
+    encoding = file.encoding or 'utf-8'
+    for line in lines:
+        # Not every terminal has all characters, and `print` would fail.
+        shown = escape_for_terminal(line).encode(encoding, 'backslashreplace').decode(encoding)
+        print(shown, file=file, flush=True)
 
 
 # --- The end ------------------------------------------------------------------------------------
@@ -137,4 +177,4 @@ def print_error(error: BaseException, outlook: str) -> None:
     """Prints one line for an error or an interrupt; see `ends_in_one_line`."""
     is_interrupt = isinstance(error, KeyboardInterrupt)
     line = f'Interrupted: {outlook}.' if is_interrupt else f'error: {errors.describe_error(error)}'
-    print(line, file=sys.stderr, flush=True)
+    print_lines(line, file=sys.stderr)

@@ -20,6 +20,8 @@ import tqdm
 import tqdm.auto
 from absl import logging
 
+from coyo11m_tfds.process.shown_text import escape_for_terminal
+
 _SECONDS_BETWEEN_LINES = 10
 _SECONDS_BETWEEN_TICKS = 1.0
 # Speed is that of the last minute: long enough for shards that take many seconds each, short
@@ -62,7 +64,7 @@ class Progress:
 
         `goals` are final values of some of the counts.
         """
-        self._title = title
+        self._title = escape_for_terminal(title)
         self._total = total
         self._unit = unit
         self._goals = dict(goals or {})

@@ -3,6 +3,8 @@
 import re
 import signal
 
+import pytest
+
 from coyo11m_tfds.process import command_line
 from tests import children
 
@@ -43,9 +45,11 @@ with command_line.ends_in_one_line('nothing is lost', status=3):
 """
 
 
-def end(what: str, *phases: str, number: int = signal.SIGINT) -> tuple[int, str, str]:
+def end(
+    what: str, *phases: str, number: int = signal.SIGINT, program: str = PROGRAM
+) -> tuple[int, str, str]:
     """Sends a signal in each phase; returns the status, and what it then printed."""
-    with children.python(PROGRAM, what) as child:
+    with children.python(program, what) as child:
         for phase in phases:
             assert child.stdout.readline() == f'{phase}\n'
             child.send_signal(number)
@@ -71,6 +75,61 @@ def test_an_error_of_the_system_says_what_to_do():
     assert said.endswith(
         'No space left on device: free some space there or choose another folder.\n'
     )
+
+
+SHOWN = """
+import logging, sys
+from coyo11m_tfds.process import command_line
+from coyo11m_tfds.storage import retry
+
+name = 'a\\x1b]0;t\\x07\\nerror: b \\u202e\\udcff.jpg'
+command_line.show_log()
+attempts = iter((ConnectionError, None))
+
+def read():
+    if error := next(attempts):
+        raise error(name)
+
+retry.call(read, name)
+logger = logging.getLogger('library')
+logger.warning('%s\\nmore', '\\x1b[31m')
+try:
+    raise OSError(2, 'No such file', name)
+except OSError:
+    logger.exception('failed')
+command_line.print_lines(name, 'caf\\xe9')
+parser = command_line.Parser('x', 'Does x.')
+with command_line.ends_in_one_line(''):
+    if sys.argv[1] == 'parses':
+        parser.parse_args([name])
+    raise ValueError(f'{name}: is bad')
+"""
+ESCAPED_NAME = r'a\x1b]0;t\x07\nerror: b \u202e\udcff.jpg'
+
+
+@pytest.mark.parametrize('encoding', ['utf-8', 'ascii'])
+def test_names_control_no_terminal_and_no_character_is_too_much(encoding, monkeypatch):
+    monkeypatch.setenv('PYTHONIOENCODING', encoding)
+    monkeypatch.setenv('COYO11M_RETRY_SECONDS', '0.001')
+    status, out, said = end('parses', program=SHOWN)
+    assert status == 2
+    cafe = r'caf\xe9' if encoding == 'ascii' else 'caf\xe9'
+    assert out.splitlines() == [ESCAPED_NAME, cafe]
+    *lines, last = [re.sub(r'^\d\d:\d\d:\d\d ', '', line) for line in said.splitlines()]
+    assert lines[0].startswith(f'WARNING: {ESCAPED_NAME}: ConnectionError: a')
+    assert lines[0].endswith('failed).')
+    # Messages of libraries may have several lines.
+    assert lines[1:4] == [r'WARNING: \x1b[31m', 'more', 'ERROR: failed']
+    assert lines[-1].endswith(repr(ESCAPED_NAME).replace('\\\\', '\\'))
+    assert last.startswith(f'error: unrecognized arguments: {ESCAPED_NAME}; ')
+    assert not re.search('[^\n -~\xe9]', out + said)
+
+
+def test_the_last_line_of_an_error_is_one_line_without_codes(monkeypatch):
+    monkeypatch.setenv('COYO11M_RETRY_SECONDS', '0.001')
+    status, _, said = end('fails', program=SHOWN)
+    shown = ESCAPED_NAME.replace(r'\n', ' ')
+    assert (status, said.splitlines()[-1]) == (1, f'error: {shown}: is bad')
 
 
 def test_a_bug_and_who_asks_for_it_get_the_traceback(monkeypatch):

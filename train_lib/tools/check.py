@@ -17,6 +17,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
+from coyo11m_tfds.process import command_line
 from train_lib import run
 
 FLAGS = flags.FLAGS
@@ -67,7 +68,7 @@ def check_configuration(config: ml_collections.ConfigDict) -> dict[str, str | di
 
 def main() -> None:
     run.prepare(needs_data=False)
-    print(json.dumps(check_configuration(FLAGS.config)))
+    command_line.print_lines(json.dumps(check_configuration(FLAGS.config)))
 
 
 if __name__ == '__main__':

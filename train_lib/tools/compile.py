@@ -43,6 +43,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ml_collections import config_flags
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.process import command_line
 from train_lib import (
     caption_encoder,
     chips,
@@ -403,17 +404,21 @@ def main() -> None:
     """Prints the report; the exit status is 1 if a program does not fit."""
     # Not the devices of this machine, which may be in use.
     jax.config.update('jax_platforms', 'cpu')
-    print(f'compiling for {FLAGS.topology}: minutes for a large model ...', file=sys.stderr)
+    outlook = f'compiling for {FLAGS.topology}: minutes for a large model ...'
+    command_line.print_lines(outlook, file=sys.stderr)
     reports, options = {}, {'num_tokens': FLAGS.num_tokens, 'step': FLAGS.step}
     for fsdp in map(int, FLAGS.fsdp or [FLAGS.config.mesh.fsdp]):
         FLAGS.config.mesh.fsdp = fsdp
         reports[fsdp] = report = analyze(FLAGS.config, FLAGS.topology, **options)
     if FLAGS.fsdp:
-        print(json.dumps(reports, indent=2) if FLAGS.json else format_meshes(reports))
+        text = json.dumps(reports, indent=2) if FLAGS.json else format_meshes(reports)
+        command_line.print_lines(*text.splitlines())
         sys.exit(not all(report['fits'] for report in reports.values()))
-    print(json.dumps(report, indent=2) if FLAGS.json else format_report(report))
+    text = json.dumps(report, indent=2) if FLAGS.json else format_report(report)
+    command_line.print_lines(*text.splitlines())
     if not FLAGS.json and report['fits']:
-        print(f'Compiled in {report["compile_seconds"] / 60:.1f} minutes.')
+        minutes = report['compile_seconds'] / 60
+        command_line.print_lines(f'Compiled in {minutes:.1f} minutes.')
     sys.exit(not report['fits'])
 
 

@@ -22,6 +22,7 @@ from absl import flags
 from ml_collections import config_flags
 
 import input_pipeline
+from coyo11m_tfds.process import command_line
 from train_lib import run
 
 FLAGS = flags.FLAGS
@@ -132,9 +133,11 @@ def main() -> None:
     input_pipeline.prepare_process()
     run.prepare()
     step, batch, engine = time_steps_and_batches(config, FLAGS.hosts, FLAGS.step_ms, FLAGS.seconds)
-    print(f'- a step alone: {_format_laps(step)}')
-    print(f'- a batch alone, by {engine}: {_format_laps(batch)}')
-    print(f'- {verdict(step, batch, engine)}')
+    command_line.print_lines(
+        f'- a step alone: {_format_laps(step)}',
+        f'- a batch alone, by {engine}: {_format_laps(batch)}',
+        f'- {verdict(step, batch, engine)}',
+    )
 
 
 if __name__ == '__main__':
