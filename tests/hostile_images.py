@@ -1,6 +1,6 @@
 """Makes images that are damaged, huge, of other kinds, or made to harm who reads them.
 
-files = hostile_images.make()                       # name -> bytes, 60 of them
+files = hostile_images.make()                       # name -> bytes, 66 of them
 hostile_images.damage(data, np.random.default_rng(0))   # one of six random damages
 """
 
@@ -46,6 +46,12 @@ def segment(content: bytes, marker: int = 0xE1) -> bytes:
     return struct.pack('>BBH', 0xFF, marker, len(content) + 2) + content
 
 
+def exif_bomb() -> bytes:
+    """An EXIF of 0.5 MB, each of whose 500 tags holds nearly all of it."""
+    tags = [struct.pack('<HHII', 1000 + k, 7, 500_000, 8) for k in range(500)]
+    return b''.join([b'II*\0\x08\0\0\0', struct.pack('<H', len(tags)), *tags, bytes(500_000)])
+
+
 def scans(width: int, height: int, number: int) -> bytes:
     """A progressive JPEG with one of its scans so many times."""
     data = encode(Image.new('RGB', (width, height)), 'JPEG', progressive=True)
@@ -54,9 +60,9 @@ def scans(width: int, height: int, number: int) -> bytes:
 
 
 def make() -> dict[str, bytes]:
-    """Sixty files by name."""
+    """Files by name."""
     files = _of_no_kind() | _of_jpeg() | _of_png() | _of_webp()
-    assert len(files) == 60, len(files)
+    assert len(files) == 66, len(files)
     return files
 
 
@@ -157,6 +163,8 @@ def _of_jpeg() -> dict[str, bytes]:
         header = b'ICC_PROFILE\0' + bytes([number, count])
         return b'\xff\xd8' + segment(header + profile, 0xE2) + body
 
+    bomb = exif_bomb()
+    pieces = [b'Exif\0\0' + bomb[k : k + 65_000] for k in range(0, len(bomb), 65_000)]
     mpo = encode(image, 'MPO', save_all=True, append_images=[photo(seed=3)])
     offset = mpo.index(b'MPF\0')
     return {
@@ -169,6 +177,11 @@ def _of_jpeg() -> dict[str, bytes]:
         'flat.jpg': sized(0, 128),
         'print.jpg': encode(image.convert('CMYK'), 'JPEG'),
         'scans.jpg': scans(512, 512, 30_000),
+        'more-scans.jpg': scans(128, 96, 95),
+        'video.jpg': data + b'\xff\xda' * 1000,
+        'segments.jpg': b'\xff\xd8' + segment(b'', 0xE5) * 50_000 + body,
+        'end-first.jpg': b'\xff\xd8\xff\xd9' + segment(b'', 0xE5) * 50_000 + body,
+        'exif-bomb.jpg': b'\xff\xd8' + b''.join(map(segment, pieces)) + body,
         'exif-garbage.jpg': with_exif(np.random.default_rng(1).bytes(500)),
         'exif-loop.jpg': with_exif(b'II*\0\x08\0\0\0\0\0\x08\0\0\0'),
         'exif-99.jpg': with_exif(
@@ -208,6 +221,7 @@ def _of_png() -> dict[str, bytes]:
         'text-bomb.png': png(128, 96, chunk(b'zTXt', b'a\0\0' + bomb), pixels),
         'international-bomb.png': png(128, 96, chunk(b'iTXt', b'a\0\1\0\0\0' + bomb), pixels),
         'profile-bomb.png': png(128, 96, chunk(b'iCCP', b'a\0\0' + bomb), pixels),
+        'exif-bomb.png': encode(image, 'PNG', exif=exif_bomb()),
         'chunks.png': png(128, 96, *[chunk(b'tEXt', b'a\0b')] * 100_000, pixels),
         'grey16.png': encode(Image.fromarray(np.zeros((96, 128), np.uint16)), 'PNG'),
         'colour16.png': png(128, 96, chunk(b'IDAT', zlib.compress(bytes(769 * 96))), depth=16),

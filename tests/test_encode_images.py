@@ -188,6 +188,20 @@ def test_images_on_the_hub_and_names_that_are_numbers(encoder, hub, tmp_path):
     np.testing.assert_array_equal(latents, expected_latents(encoder, IMAGES[0])[0])
 
 
+def test_objects_may_have_any_slashes(encoder, bucket, tmp_path):
+    folder = storage.open_folder('gs://images')
+    names = ['photos//x.jpg', 'photos/a///y.jpg', '/z.jpg', '//photos/z.jpg']
+    for name, image in zip(names, IMAGES, strict=False):
+        folder.write(name, image.data)
+        folder.write(name.replace('.jpg', '.txt'), f'By {name}'.encode())
+    folder.write('/metadata.jsonl', b'{"file_name": "z.jpg", "n": 7}')
+    for url, files in (('gs://images/photos', ['/x.jpg', 'a///y.jpg']), ('gs://images/', names)):
+        encode(url, encoder, tmp_path / str(len(files)))
+        rows = rows_of(tmp_path / str(len(files)))
+        assert sorted(fields['file'] for fields, _ in rows.values()) == sorted(files)
+    assert rows['By /z.jpg'][0]['n'] == 7
+
+
 def test_another_encoding_is_refused_by_what_differs(source, encoder, tmp_path):
     out = tmp_path / 'out'
     encode(source, encoder, out, share=(0, 2))

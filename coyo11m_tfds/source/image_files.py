@@ -201,6 +201,15 @@ def _is_hidden(name: str) -> bool:
     return name.startswith(('.', '__MACOSX'))
 
 
+def _folders_above(name: str) -> Iterator[str]:
+    """Yields the folders that hold a file, the closest first, each with a slash at its end."""
+    # By slashes: the name of an object may begin with one, and have several at once.
+    end = len(name)
+    while end >= 0:
+        end = name.rfind('/', 0, end)
+        yield name[: end + 1]
+
+
 def _is_number(value: object) -> bool:
     is_integer = type(value) is int and -(2**63) <= value < 2**63
     return is_integer or (type(value) is float and not math.isinf(value))
@@ -231,15 +240,13 @@ class _ImageFolder:
 
     def data_files(self, image: str) -> dict[str, str]:
         """Names of the `.json` and the `.txt` of an image, and of its table."""
-        stem, folder = os.path.splitext(image)[0], os.path.dirname(image)
+        stem = os.path.splitext(image)[0]
         names = {x: f'{stem}{x}' for x in ('.json', '.txt') if f'{stem}{x}' in self.files}
-        while True:
-            tables = (os.path.join(folder, x) for x in _TABLES)
+        for folder in _folders_above(image):
+            tables = (f'{folder}{x}' for x in _TABLES)
             if table := next((x for x in tables if x in self.files), ''):
                 return names | {_TABLE: table}
-            if not folder:
-                return names
-            folder = os.path.dirname(folder)
+        return names
 
     def _read_table(self, name: str) -> dict[str, _Fields]:
         """Rows of a `metadata.jsonl` or `metadata.csv`, by the names of their images."""

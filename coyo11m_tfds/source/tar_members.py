@@ -12,6 +12,7 @@ ReadRange = Callable[[int, int], bytes]  # so many bytes from an offset on
 _BLOCK = tarfile.BLOCKSIZE
 # Of a header of pax, and of what may follow the last member.
 _MAX_TEXT = 1 << 20
+_MAX_DIGITS = 8  # of the length of a record of pax, with its space
 
 
 def list_members(path: str, size: int, read: ReadRange) -> Iterator[tuple[str, int, int]]:
@@ -61,15 +62,18 @@ def add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
 
 def _parse_pax(path: str, start: int, data: bytes) -> dict[str, str]:
     """Parses the needed records `LENGTH NAME=VALUE` about the next member."""
-    fields = {}
-    while data:
-        digits, _, record = data.partition(b' ')
-        if not digits.isdigit() or not len(digits) < int(digits) <= len(data):
+    fields, offset = dict[str, str](), 0
+    while offset < len(data):
+        # By places, because to cut off each record would copy all that follow it.
+        digits, _, _ = data[offset : offset + _MAX_DIGITS].partition(b' ')
+        end = offset + int(digits) if digits.isdigit() else 0
+        begin = offset + len(digits) + 1
+        if not begin < end <= len(data):
             raise _damaged(path, f'its header of pax at byte {start:,} cannot be read')
-        name, _, value = record[: int(digits) - len(digits) - 2].partition(b'=')
+        name, _, value = data[begin : end - 1].partition(b'=')
         if name in (b'path', b'size'):
             fields[name.decode()] = _decode_field(value)
-        data = data[int(digits) :]
+        offset = end
     return fields
 
 

@@ -1,0 +1,40 @@
+"""Tars are listed in time that grows with their size, whatever their headers hold."""
+
+import io
+import tarfile
+
+from coyo11m_tfds.source import tar_members
+
+
+class CountedBytes(bytes):
+    """Counts the bytes that are copied out of it, and out of these copies."""
+
+    num_copied = 0
+
+    def __getitem__(self, key):
+        part = super().__getitem__(key)
+        if not isinstance(key, slice):
+            return part
+        CountedBytes.num_copied += len(part)
+        return CountedBytes(part)
+
+    def partition(self, separator):
+        return tuple(map(CountedBytes, super().partition(separator)))
+
+
+def test_records_of_pax_are_not_copied_again_and_again():
+    records = b'6 a=b\n' * 10_000 + b'14 path=new/x\n'
+    header = tarfile.TarInfo('pax')
+    header.type, header.size = tarfile.XHDTYPE, len(records)
+    stream = io.BytesIO()
+    with tarfile.TarFile(fileobj=stream, mode='w') as tar:
+        tar.addfile(header, io.BytesIO(records))
+        tar_members.add_member(tar, 'old', b'content')
+    data = stream.getvalue()
+
+    def read(start: int, size: int) -> bytes:
+        return CountedBytes(data[start : start + size])
+
+    [(name, start, size)] = tar_members.list_members('x.tar', len(data), read)
+    assert (name, data[start : start + size]) == ('new/x', b'content')
+    assert CountedBytes.num_copied < 10 * len(data)
