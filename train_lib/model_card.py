@@ -8,6 +8,11 @@ from typing import Any
 from etils import epath
 
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
+from coyo11m_tfds.process.shown_text import (
+    escape_for_markdown,
+    quote_for_yaml,
+    quote_in_markdown,
+)
 from train_lib import checkpoint, config_rules, evaluate, previews
 
 PREVIEWS_FILE = 'previews.png'
@@ -26,7 +31,7 @@ _DRAWING = """## Drawing
 ```python
 from diffusers import DiffusionPipeline
 
-pipe = DiffusionPipeline.from_pretrained('FOLDER', trust_remote_code=True)
+pipe = DiffusionPipeline.from_pretrained(FOLDER, trust_remote_code=True)
 pipe('a caption').images[0]
 ```
 
@@ -51,7 +56,7 @@ def write_card(
     weights = 'the moving average of the weights' if average else 'the last weights'
     sections = [
         _front_matter(facts.license, datasets),
-        f'# {name}',
+        f'# {escape_for_markdown(name)}',
         f'A text-to-image model with {num_weights:,} weights: a rectified-flow transformer on '
         f'latents, {weights} at step {saved.step:,}.',
     ]
@@ -68,25 +73,24 @@ def write_card(
         'latents': f'{" x ".join(map(str, facts.latents_shape[1:]))} of {facts.vae or "a VAE"}',
         'texts': f'{facts.text_encoder} {facts.text_revision}',
     }
-    sections += [_DRAWING.replace('FOLDER', name), f'## Data\n\n{_table(data)}']
+    sections += [_DRAWING.replace('FOLDER', repr(name)), f'## Data\n\n{_table(data)}']
     if facts.citation:
-        sections.append(f'```bibtex\n{facts.citation.strip()}\n```')
+        sections.append(quote_in_markdown(facts.citation.strip(), 'bibtex'))
     recipe = {field: config.get(field) for field in _RECIPE}
     sections += [f'## Recipe\n\n{_table(recipe)}', *_evaluations(workdir, saved.step, average)]
     (folder / 'README.md').write_text('\n\n'.join(sections) + '\n')
 
 
 def _front_matter(license_name: str, datasets: Sequence[str]) -> str:
-    fields: dict[str, Any] = {'library_name': 'diffusers', 'pipeline_tag': 'text-to-image'}
+    fields = {'library_name': 'diffusers', 'pipeline_tag': 'text-to-image'}
     # The hub knows licenses by names like this, and refuses others.
     if re.fullmatch('[a-z0-9.-]+', license_name):
         fields['license'] = license_name
     elif license_name:
         fields |= {'license': 'other', 'license_name': license_name}
+    lines = [f'{name}: {quote_for_yaml(value)}' for name, value in fields.items()]
     if datasets:
-        fields['datasets'] = list(datasets)
-    # JSON is YAML.
-    lines = [f'{name}: {json.dumps(value)}' for name, value in fields.items()]
+        lines.append(f'datasets: [{", ".join(map(quote_for_yaml, datasets))}]')
     return '\n'.join(['---', *lines, '---'])
 
 
@@ -103,5 +107,9 @@ def _evaluations(workdir: epath.Path, step: int, average: bool) -> Iterator[str]
 
 
 def _table(rows: Mapping[str, Any]) -> str:
-    lines = [f'| {name} | {value} |' for name, value in rows.items() if value]
+    lines = [
+        f'| {escape_for_markdown(name)} | {escape_for_markdown(value)} |'
+        for name, value in rows.items()
+        if value
+    ]
     return '\n'.join(['| | |', '|---|---|', *lines])

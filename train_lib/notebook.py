@@ -7,7 +7,6 @@
 Interrupting the kernel saves a checkpoint and ends the cell. The same cell resumes the run.
 """
 
-import html
 import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from IPython import display
 from PIL import Image
 
 import input_pipeline
+from coyo11m_tfds.process.shown_text import escape_for_html
 from train_lib import previews
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def live_hooks() -> 'tuple[train.Hook, ...]':
 
     def show_bar(run: 'train.Run', step: int, state: 'TrainState') -> None:
         progress = f'<progress max="{run.config.num_steps}" value="{step}"></progress>'
-        page = f'<div>{progress} {html.escape(run.log.summary)}</div>'
+        page = f'<div>{progress} {escape_for_html(run.log.summary)}</div>'
         bar.update({'text/html': page, 'text/plain': run.log.summary}, raw=True)
 
     def show_previews(run: 'train.Run', step: int, state: 'TrainState') -> None:

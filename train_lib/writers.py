@@ -1,7 +1,6 @@
 """Writers of a run's scalars, pictures and texts: TensorBoard and, if chosen, Weights & Biases."""
 
 import contextlib
-import html
 import importlib.util
 import os
 import uuid
@@ -16,6 +15,7 @@ from clu import asynclib, metric_writers
 from etils import epath
 
 from coyo11m_tfds.process import errors
+from coyo11m_tfds.process.shown_text import escape_for_html
 from train_lib import config_rules
 
 _ID_FILE = 'wandb_id.txt'  # in the workdir
@@ -92,7 +92,7 @@ class WandbWriter(metric_writers.MultiWriter):
         self._run.log(values, step=step)
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        values = {name: self._html(f'<pre>{html.escape(x)}</pre>') for name, x in texts.items()}
+        values = {name: self._html(f'<pre>{escape_for_html(x)}</pre>') for name, x in texts.items()}
         self._run.log(values, step=step)
 
     def close(self) -> None:

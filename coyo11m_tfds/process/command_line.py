@@ -78,14 +78,11 @@ class SafeFormatter(logging.Formatter):
         # A name that holds a line feed must not look like a message of its own.
         if record.pathname.startswith(OWN_CODE):
             return escape_for_terminal(text)
-        return _escape_lines(text)
+        return '\n'.join(map(escape_for_terminal, text.split('\n')))
 
     def formatException(self, ei) -> str:
-        return _escape_lines(super().formatException(ei))
-
-
-def _escape_lines(text: str) -> str:
-    return '\n'.join(map(escape_for_terminal, text.split('\n')))
+        text = super().formatException(ei)
+        return '\n'.join(map(escape_for_terminal, text.split('\n')))
 
 
 class LogFormatter(SafeFormatter):

@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
+import markupsafe
 import numpy as np
 
 from coyo11m_tfds import schema, storage
+from coyo11m_tfds.process.shown_text import escape_for_html
 from coyo11m_tfds.process.sizes import format_bytes
 from coyo11m_tfds.report import statistics as stats
 from coyo11m_tfds.report.statistics import DropCounts, Preview, ShardStatistics
@@ -43,10 +45,18 @@ _ORIGIN_FIELDS = (
     schema.META_SOURCE_FINGERPRINT,
 )
 
+
+def _escape_text(value: Any) -> Any:
+    """Escapes the text of an expression; markup of the template stays."""
+    is_text = isinstance(value, str) and not isinstance(value, markupsafe.Markup)
+    return markupsafe.Markup(escape_for_html(value)) if is_text else value
+
+
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
     # Captions come from the open internet: they must never become elements of the page.
     autoescape=True,
+    finalize=_escape_text,
     # A field that a damaged report lacks is an error, not an empty place on the page.
     undefined=jinja2.StrictUndefined,
 )

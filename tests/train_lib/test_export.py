@@ -1,15 +1,19 @@
 """An exported model draws in PyTorch what it draws here."""
 
 import dataclasses
+import html
 import json
+import re
 import shutil
 import subprocess
 import sys
 
+import markdown_it
 import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+import yaml
 from torch.utils import flop_counter
 
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
@@ -142,9 +146,22 @@ def test_the_card_tells_of_data_recipe_metrics_and_previews(small_run, tmp_path)
     assert 'of last' not in text and 'frechet' not in text
     assert (out / 'previews.png').read_bytes() == b'PNG'
     (workdir / 'previews' / 'step_000004.png').unlink()
-    text = card(license='My own: "free"\n')
-    assert 'license: "other"\nlicense_name: "My own: \\"free\\"\\n"\n' in text
+    text = card(license='My own: "free"')
+    assert 'license: "other"\nlicense_name: "My own: \\"free\\""\n' in text
     assert 'Previews' not in text and not (out / 'previews.png').exists()
+    # What others wrote adds nothing to the page, whatever it looks like.
+    hostile = '<img src=x onerror=alert(1)>|`a`\n---\n![b](c)\x1b[31m 日本'
+    text = card(license=hostile, vae=hostile, text_encoder=hostile, citation=f'```\n{hostile}')
+    head, *rest = text.removeprefix('---\n').split('\n---\n', 1)
+    shown = hostile.replace('\n', r'\n').replace('\x1b', r'\x1b')
+    assert yaml.safe_load(head)['license_name'] == shown
+    page = markdown_it.MarkdownIt('commonmark').enable('table').render(rest[0])
+    tags = 'h1 h2 p pre code table thead tbody tr th td'
+    assert set(re.findall(r'<(\w+)', page)) == {*tags.split()}
+    assert page.count(html.escape(shown, quote=False)) == 3
+    lines = '\n'.join(['```', *shown.split(r'\n')])
+    assert html.escape(lines, quote=False) in page
+    assert '\x1b' not in text
 
 
 def test_a_folder_of_something_else_is_left_alone(small_run, tmp_path):
