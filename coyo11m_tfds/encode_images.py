@@ -64,7 +64,7 @@ _MAX_NAMES = 3  # of images that are left out for one reason
 _MANY_IMAGES = 4096
 # Reading waits for the storage, so there are more threads than workers.
 _MORE_READS = 4
-_IMAGES_AHEAD, _BYTES_AHEAD = 256, 256 << 20  # decoded while others are encoded
+_IMAGES_AHEAD, _BYTES_AHEAD = 256, 256 << 20  # read and decoded while others are encoded
 _Result = tuple[SourceImage, Pixels | BadImageError]
 _Batch = list[tuple[str, SourceImage, Pixels]]  # with the names that images have in a tar
 _LEAST_ROWS = 100  # of a bucket in a mixture, so that its train split fills all lanes
@@ -462,7 +462,9 @@ class _Decoders(contextlib.ExitStack):
 
     def decode_all(self, images: Iterable[SourceImage]) -> Generator[_Result, None, None]:
         """Reads and decodes images; yields them in order, with their pixels or what is wrong."""
-        return workers.map_ahead(self._decode, images, self._num_threads, self._ahead)
+        return workers.map_ahead(
+            self._decode, images, self._num_threads, self._ahead, lambda x: x.size, _BYTES_AHEAD
+        )
 
     def _open_pool(self) -> concurrent.futures.ProcessPoolExecutor:
         return self.enter_context(workers.open_pool(self._num_workers))

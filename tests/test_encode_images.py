@@ -9,6 +9,7 @@ import pathlib
 import resource
 import shlex
 import tarfile
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -294,6 +295,21 @@ def test_bad_images_are_counted_and_named(encoder, tmp_path, monkeypatch):
     assert report.counts.small == {'too small': 1}
     assert 'not an image (page.png, page2.jpg, x.webp)' in str(report)
     assert '1 without a caption' not in str(report)
+
+
+def test_few_of_many_large_images_are_in_memory(encoder, tmp_path, monkeypatch):
+    megabyte = 1 << 20
+    images = [x._replace(data=x.data + bytes(megabyte)) for x in made_images.make_images(66)]
+    source = made_images.write(tmp_path / 'images', 'parquet', images)
+    monkeypatch.setattr(encode_images, '_BYTES_AHEAD', 8 * megabyte)
+    tracemalloc.start()
+    try:
+        report = encode(source, encoder, tmp_path / 'out')
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert report.num_encoded == 66
+    assert peak < 32 * megabyte
 
 
 def test_too_many_bad_images_end_a_long_run_early(encoder, tmp_path, monkeypatch):

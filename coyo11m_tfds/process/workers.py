@@ -46,20 +46,32 @@ def open_pool(
 
 
 def map_ahead(
-    function: Callable[[Item], Result], items: Iterable[Item], num_threads: int, ahead: int
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    num_threads: int,
+    ahead: int,
+    bytes_ahead: Callable[[Item], int] = lambda item: 0,
+    max_bytes_ahead: int = 0,
 ) -> Generator[tuple[Item, Result], None, None]:
-    """Calls a function in threads, for at most `ahead` items at once; yields both in order."""
+    """Calls a function in threads and yields items and results in order.
+
+    At most `ahead` items are under way, and of those of which `bytes_ahead` tells a size together
+    at most `max_bytes_ahead`, or a single one.
+    """
     futures = collections.deque[tuple[Item, concurrent.futures.Future[Result]]]()
+    num_bytes = 0
     with concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
         try:
             for item in items:
+                num_bytes += bytes_ahead(item)
+                while futures and (len(futures) == ahead or num_bytes > max_bytes_ahead):
+                    first_item, future = futures.popleft()
+                    num_bytes -= bytes_ahead(first_item)
+                    yield first_item, future.result()
                 futures.append((item, threads.submit(function, item)))
-                if len(futures) == ahead:
-                    item, future = futures.popleft()
-                    yield item, future.result()
             while futures:
-                item, future = futures.popleft()
-                yield item, future.result()
+                first_item, future = futures.popleft()
+                yield first_item, future.result()
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
 

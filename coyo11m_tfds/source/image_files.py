@@ -44,7 +44,6 @@ _MAX_IMAGE = 64 << 20  # bytes
 _MAX_TEXT = 1 << 20  # bytes of a `.json` or `.txt`
 _MAX_FIELDS, _MAX_KEY = 256, 20  # in the data of an image; digits
 _READS_AT_ONCE = 8
-_ROWS_AT_ONCE = 32  # of a Parquet file
 # What an encoding says itself; the width in the data may be that of another version of the image.
 _MEASURED = {schema.KEY, 'width', 'height'}
 
@@ -65,7 +64,7 @@ class SourceImage(NamedTuple):
     read_bytes: _Read
 
     def read(self) -> bytes:
-        """Reads the image; raises a BadImageError if it is too large, or its data are damaged."""
+        """Reads the image, once; a BadImageError if it is too large, or its data are damaged."""
         if self.size > _MAX_IMAGE:
             raise BadImageError('too many bytes', f'{self.size:,}')
         return self.read_bytes()
@@ -353,15 +352,15 @@ class _ParquetPart(ImagePart):
             if _IMAGE not in columns:
                 raise ValueError(f'{name}: has no column {_IMAGE!r}; it has {[*columns]}.')
             names, row = [_IMAGE, *numbers, *texts], itertools.count()
-            for batch in table.iter_batches(_ROWS_AT_ONCE, columns=names, use_threads=False):
-                rows = []
-                for fields in batch.to_pylist():
-                    image = fields.pop(_IMAGE)
-                    data = image.get('bytes') if isinstance(image, dict) else image
-                    data = data if isinstance(data, bytes) else b''
-                    # As numbers in all rows, whether the first of a tar has them or not.
-                    fields |= {n: math.nan for n in numbers if fields[n] is None}
-                    fields |= {n: '' for n in texts if fields[n] is None}
-                    read = functools.partial(bytes, data)
-                    rows.append(self._make_row(f'{label}/{next(row)}', len(data), read, fields))
-                yield rows
+            # One at a time, in 0.2 ms, because few rows may be large.
+            for batch in table.iter_batches(1, columns=names, use_threads=False):
+                [fields] = batch.to_pylist()
+                image = fields.pop(_IMAGE)
+                data = image.get('bytes') if isinstance(image, dict) else image
+                data = data if isinstance(data, bytes) else b''
+                # As numbers in all rows, whether the first of a tar has them or not.
+                fields |= {n: math.nan for n in numbers if fields[n] is None}
+                fields |= {n: '' for n in texts if fields[n] is None}
+                # The row hands its bytes over, and does not keep them while it waits to be encoded.
+                read = [data].pop
+                yield [self._make_row(f'{label}/{next(row)}', len(data), read, fields)]
