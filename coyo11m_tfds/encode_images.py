@@ -31,11 +31,12 @@ import shlex
 import tarfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Self
 
 import numpy as np
+from absl import logging
 
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.pictures import pixels, vae_encoder
@@ -46,17 +47,17 @@ from coyo11m_tfds.process import job as ranks
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.process.shown_text import escape_for_terminal
 from coyo11m_tfds.source import image_files, tar_members
-from coyo11m_tfds.source.copied_files import CopiedFiles
+from coyo11m_tfds.source.encoding_file import EncodedState, Encoding
 from coyo11m_tfds.source.image_files import ImagePart, SourceImage
 from coyo11m_tfds.storage import file_state, json_digest
-from coyo11m_tfds.storage.base import Storage
+from coyo11m_tfds.storage.file_state import FileState
+from coyo11m_tfds.storage.receipts import Receipt, Receipts
 from coyo11m_tfds.storage.scratch import Scratch, check_out, scratch_folder
-from coyo11m_tfds.storage.stored_file import StoredFile
 
 PART_IMAGES = 4096  # 45 MB of latents of 256 pixels
 MAX_BAD = 0.01
 
-_PARTS = '.encoded'  # folder of the records of parts
+_PARTS = '.encoded'  # folder of the receipts of parts
 # NumPy's files have no name for bfloat16, and float16 rounds latents, which are small, less.
 _DTYPES = 'float16', 'float32'
 _MAX_NAMES = 3  # of images that are left out for one reason
@@ -217,16 +218,16 @@ def encode(
         'caption_column': caption_column,
         'max_pixels': max_pixels,
     }
-    encoding = _Encoding(out, settings, parts)
+    chosen_parts = {number: parts[number] for number in range(len(parts))[share[0] :: share[1]]}
+    encoding = _Encoding(out, settings, parts, chosen_parts)
     num_kept = encoding.counts.shapes.total()
     with scratch_folder(out, scratch_dir) as folder, _Decoders(target, num_workers) as decoders:
         tars_of_part = functools.partial(_PartTars, folder, encoder, target, moments, dtype)
-        chosen_parts = {number: parts[number] for number in range(len(parts))[share[0] :: share[1]]}
         _encode_parts(encoding, chosen_parts, tars_of_part, Scratch(folder), decoders, max_bad)
     num_encoded = encoding.counts.shapes.total() - num_kept
     # Meanwhile other processes have made parts.
-    encoding.read_records()
-    missing = tuple(sorted({*range(len(parts))} - encoding.records.keys()))
+    encoding.read_receipts()
+    missing = tuple(sorted({*range(len(parts))} - encoding.receipts.keys()))
     encoding.counts.check_bad(max_bad, _MANY_IMAGES if missing else 0)
     if not encoding.counts.shapes and not missing:
         raise ValueError(f'{images}: no image is left. {encoding.counts}')
@@ -258,7 +259,7 @@ def _encode_parts(
     num_bytes = sum(part.num_bytes for part in parts.values())
     with Progress('Encoding images', num_bytes, 'B', {'parts': len(parts)}) as progress:
         for number, part in parts.items():
-            if number in encoding.records:
+            if number in encoding.receipts:
                 progress.skip(part.num_bytes, parts=1)
                 continue
             # Before more hours are spent.
@@ -274,95 +275,130 @@ def _encode_parts(
 
 
 class _Encoding:
-    """The folder of an encoding: its settings, its parts and their records."""
+    """The folder of an encoding: its settings, its parts and their receipts."""
 
-    records: dict[int, dict[str, Any]]  # of finished parts, by number
+    receipts: dict[int, Receipt]  # of finished parts, by number
     counts: ImageCounts  # of the images of these parts
 
-    def __init__(self, out: str, settings: Mapping[str, Any], parts: Sequence[ImagePart]):
-        """Writes the settings and reads what is there; ValueError for another encoding."""
+    def __init__(
+        self,
+        out: str,
+        settings: Mapping[str, Any],
+        parts: Sequence[ImagePart],
+        own_parts: Collection[int],
+    ):
+        """Reads what is finished, and writes the settings; ValueError for another encoding."""
         self._folder, self._parts = storage.open_folder(out, to_write=True), parts
+        self._receipts = Receipts(self._folder, _PARTS, _parse_counts)
         names = [sorted(part.files) for part in parts]
         digest = f'digest {json_digest.sha256(names)[:16]} of their names'
         count = f'{sum(map(len, names))} files in {len(parts)} parts'
         self._settings = {**settings, 'images': f'{count}, {digest}'}
-        if self._folder.read(schema.ENCODING_FILE) is None:
-            # Somebody's tars of images may have the names of parts, which would replace them.
-            tars = [name for name in self._folder.sizes() if name.endswith('.tar')]
-            if tars:
-                path = self._folder.path_of(min(tars))
-                raise ValueError(f'{path}: is not of this command. Choose another folder for out.')
-            self._write_settings('', is_complete=False)
-        stored = self._parse(schema.ENCODING_FILE, self._folder.read(schema.ENCODING_FILE))
-        stored.pop(schema.ENCODING_COMPLETE, None)
-        self._check(schema.ENCODING_FILE, stored, self._settings)
-        self.read_records()
+        stored = self._read_settings()
+        if stored is not None:
+            path = self._folder.path_of(schema.ENCODING_FILE)
+            _check_same(self._settings, stored, path)
+        self.read_receipts(own_parts)
+        if stored is None:
+            self._write_encoding('')
 
-    def read_records(self) -> None:
-        """Reads the records of finished parts; ValueError for one of another encoding."""
-        self.records, self.counts = {}, ImageCounts()
-        sizes = self._folder.sizes()
-        for name, data in sorted(self._folder.read_all(_PARTS).items()):
-            path, number = f'{_PARTS}/{name}', int(name.partition('.')[0])
-            record = self._parse(path, data)
-            self._check(path, record['origin'], self._origin(number))
-            if all(sizes.get(tar) == size for tar, size in record['tars'].items()):
-                self._add_record(number, record)
+    def _read_settings(self) -> dict[str, Any] | None:
+        """Returns the stored settings; None if they cannot be read, in a folder for this command.
+
+        Then the receipts of finished parts say whether these are of the same settings.
+        """
+        data = self._folder.read(schema.ENCODING_FILE)
+        try:
+            if data is not None:
+                return dict(Encoding.parse(data).settings)
+        except ValueError as error:
+            path = self._folder.path_of(schema.ENCODING_FILE)
+            logging.warning('%s: is damaged and written again (%s).', path, error)
+        # Somebody's tars of images may have the names of parts, which would replace them.
+        names = self._folder.sizes()
+        tars = [name for name in names if name.endswith('.tar')]
+        if tars and not any(name.startswith(f'{_PARTS}/') for name in names):
+            path = self._folder.path_of(min(tars))
+            raise ValueError(f'{path}: is not of this command. Choose another folder for out.')
+        return None
+
+    def read_receipts(self, own_parts: Collection[int] = ()) -> None:
+        """Reads the receipts of finished parts; ValueError for one of another encoding.
+
+        The tars of `own_parts` must have their checksums, those of others at least their sizes.
+        """
+        numbers = {f'{number:05}': number for number in range(len(self._parts))}
+        receipts = self._receipts.read(numbers)
+        for name, receipt in receipts.items():
+            path = self._receipts.path_of(name)
+            _check_same(self._origin(numbers[name]), receipt.origin, path)
+        own_receipts = {name: x for name, x in receipts.items() if numbers[name] in own_parts}
+        intact = self._receipts.check_files(own_receipts, 'Checking finished parts')
+        listing = self._folder.list(deep=True)
+        self.receipts, self.counts = {}, ImageCounts()
+        for name, receipt in receipts.items():
+            is_listed = all(
+                tar in listing and listing[tar].state.agrees_with(state)
+                for tar, state in receipt.files.items()
+            )
+            if is_listed and (name in intact or name not in own_receipts):
+                self._add_receipt(numbers[name], receipt)
 
     def store_part(self, number: int, tars: '_PartTars') -> None:
-        """Stores the tars of a part, and then its record."""
-        origin, sizes = self._origin(number), {}
+        """Stores the tars of a part, and then its receipt."""
+        states = {}
         for shape, path in tars.paths.items():
             # With one shape, the folder itself is the source.
             sub_folder = shape if len(self._settings['shapes']) > 1 else ''
-            name = f'{number:05}.tar'
+            name = os.path.join(sub_folder, f'{number:05}.tar')
             if self._folder.read(os.path.join(sub_folder, schema.ENCODING_FILE)) is None:
-                self._write_settings(sub_folder, is_complete=False)
-            state = file_state.compute_state(path)
-            self._folder.store(path, os.path.join(sub_folder, name), state.crc32c)
-            # A build compares the tar with this record, as if `mirror` had copied it.
-            source = StoredFile(min(self._parts[number].files), 0, origin['files'], None)
-            CopiedFiles(self._open(sub_folder)).save(name, source, state)
-            sizes[os.path.join(sub_folder, name)] = state.size
-        record = {'origin': origin, 'tars': sizes, 'counts': vars(tars.counts)}
-        self._folder.write(f'{_PARTS}/{number:05}.json', json.dumps(record, indent=1).encode())
-        self._add_record(number, record)
+                self._write_encoding(sub_folder)
+            states[name] = EncodedState(*file_state.compute_state(path))
+            self._folder.store(path, name, states[name].crc32c)
+        origin = self._origin(number)
+        self._receipts.write(f'{number:05}', origin, states, vars(tars.counts))
+        self._add_receipt(number, Receipt(origin, states, tars.counts))
 
     def finish(self) -> None:
-        """Marks all sources as complete, so that they can be built."""
-        tars = [tar for record in self.records.values() for tar in record['tars']]
-        sub_folders = sorted({'', *map(os.path.dirname, tars)})
+        """Names all tars, by which the sources are complete and can be built."""
+        states = dict[str, FileState]()
+        for receipt in self.receipts.values():
+            states.update(receipt.files)
+        sub_folders = sorted({'', *map(os.path.dirname, states)})
         for sub_folder in sub_folders:
-            self._write_settings(sub_folder, is_complete=True)
+            prefix = f'{sub_folder}/' if sub_folder else ''
+            files = {
+                tar.removeprefix(prefix): EncodedState(*state)
+                for tar, state in states.items()
+                if tar.startswith(prefix)
+            }
+            self._write_encoding(sub_folder, files)
         for sub_folder in sub_folders:
-            self._open(sub_folder).sweep()
+            path = self._folder.path_of(sub_folder)
+            storage.open_folder(path, to_write=True).sweep()
 
-    def _open(self, sub_folder: str) -> Storage:
-        return storage.open_folder(self._folder.path_of(sub_folder), to_write=True)
+    def _add_receipt(self, number: int, receipt: Receipt) -> None:
+        self.receipts[number] = receipt
+        self.counts.add(vars(receipt.facts))
 
-    def _add_record(self, number: int, record: dict[str, Any]) -> None:
-        self.records[number] = record
-        self.counts.add(record['counts'])
+    def _origin(self, number: int) -> dict[str, Any]:
+        return {**self._settings, 'files': self._parts[number].digest}
 
-    def _origin(self, number: int) -> dict[str, str]:
-        settings = json_digest.sha256(self._settings)
-        return {'settings': settings, 'files': self._parts[number].digest}
-
-    def _write_settings(self, sub_folder: str, is_complete: bool) -> None:
-        settings = {**self._settings, schema.ENCODING_COMPLETE: is_complete}
+    def _write_encoding(
+        self, sub_folder: str, files: Mapping[str, EncodedState] | None = None
+    ) -> None:
         name = os.path.join(sub_folder, schema.ENCODING_FILE)
-        self._folder.write(name, json.dumps(settings, indent=1).encode())
+        self._folder.write(name, Encoding(self._settings, files).to_bytes())
 
-    def _parse(self, name: str, data: bytes | None) -> dict[str, Any]:
-        try:
-            return json.loads(data or b'')
-        except ValueError as error:
-            path = self._folder.path_of(name)
-            raise ValueError(f'{path}: is damaged ({error}). Remove it.') from None
 
-    def _check(self, name: str, record: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-        path = self._folder.path_of(name)
-        errors.check_same_entries(expected, record, path, 'is what this command makes')
+def _parse_counts(facts: Mapping[str, Any]) -> ImageCounts:
+    counts = ImageCounts()
+    counts.add(facts)
+    return counts
+
+
+def _check_same(expected: Mapping[str, Any], stored: Mapping[str, Any], path: str) -> None:
+    errors.check_same_entries(expected, stored, path, 'is what this command makes')
 
 
 class _PartTars:

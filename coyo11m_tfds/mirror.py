@@ -28,7 +28,7 @@ from coyo11m_tfds.process import command_line, errors
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.process.sizes import format_bytes
 from coyo11m_tfds.source import source_folder
-from coyo11m_tfds.source.copied_files import CopiedFiles
+from coyo11m_tfds.source.copied_files import CopiedFiles, check_recorded_state
 from coyo11m_tfds.storage import locks
 from coyo11m_tfds.storage.base import Storage
 from coyo11m_tfds.storage.scratch import Scratch, user_cache
@@ -112,8 +112,12 @@ def _copy_all(
             remaining -= min(num_bytes, remaining)
 
         count_bytes(0)
-        state = target.copy(files[name], name, scratch, count_bytes)
-        copied.save(name, files[name], state)
+        file = files[name]
+        state = target.copy(file, name, scratch, count_bytes)
+        if file.recorded and state != file.recorded:
+            target.remove([name])
+            check_recorded_state(state, file.recorded, file.path)
+        copied.save(name, file, state)
         progress.add(remaining, files=1)
 
     # The largest first: begun last, it would be copied alone at the end.

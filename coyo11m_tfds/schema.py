@@ -16,7 +16,6 @@ LATENTS_FOLDER = 'latents-3crop'
 CAPTIONS_FILE = 'coyo11m-meta.parquet'
 
 ENCODING_FILE = 'encoding.json'  # what `encode_images` says of the latents
-ENCODING_COMPLETE = 'complete'  # whether all images are encoded
 
 PT_KEYS = 'keys'  # int64 (N,)
 PT_LATENTS = 'latents'  # a dtype of LATENT_DTYPES, (N, crops, C, H, W) or (N, C, H, W)

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import input_pipeline
-from coyo11m_tfds import add_column, encode_images, schema, storage
+from coyo11m_tfds import add_column, doctor, encode_images, mirror, schema, storage
+from coyo11m_tfds.convert.build_settings import BuildSettings
 from coyo11m_tfds.pictures import pixels
 from coyo11m_tfds.pictures.vae_encoder import VaeEncoder
 from coyo11m_tfds.process import workers
@@ -23,6 +24,7 @@ from coyo11m_tfds.source import source_folder
 from coyo11m_tfds.storage.disk import Disk
 from tests import built, made_images, small_vae
 from tests.made_images import MadeImage
+from tests.source import damages
 
 SIZE = 16
 IMAGES = made_images.make_images(22)
@@ -128,6 +130,60 @@ def test_parts_of_two_processes_are_those_of_one(source, expected, encoder, tmp_
         report = encode(source, encoder, out)
         assert report.num_encoded == num_encoded and report.counts.shapes.total() == 22
         assert files_of(str(out)) == expected
+
+
+def write_files(out: pathlib.Path, files: dict[str, bytes]) -> pathlib.Path:
+    for name, data in files.items():
+        storage.open_folder(out, to_write=True).write(name, data)
+    return out
+
+
+@pytest.mark.parametrize('name', [schema.ENCODING_FILE, '.encoded/00001.json'])
+def test_a_record_that_cannot_be_read_is_made_again(source, expected, encoder, tmp_path, name):
+    out = write_files(tmp_path / 'out', expected)
+    num_encoded = 8 if name.startswith('.encoded') else 0
+    copy = expected['.encoded/00000.json']
+    for content in [*damages.record_damages(expected[name]), copy]:
+        (out / name).write_bytes(content)
+        assert encode(source, encoder, out).num_encoded == num_encoded
+        assert files_of(str(out)) == expected
+    (out / name).unlink()
+    (out / name).mkdir()
+    assert encode(source, encoder, out).num_encoded == num_encoded
+    assert files_of(str(out)) == expected
+
+
+def test_receipts_of_other_names_are_left_alone(source, expected, encoder, tmp_path):
+    others = {name: b'{}' for name in ('notes.json', '.DS_Store', '00000.json.bak', '1.json')}
+    others |= dict.fromkeys(['00003.json', '99999.json'], expected['.encoded/00000.json'])
+    others |= {b'\xff.json'.decode('utf-8', 'surrogateescape'): b''}
+    files = expected | {f'.encoded/{name}': data for name, data in others.items()}
+    out = write_files(tmp_path / 'out', files)
+    assert encode(source, encoder, out).num_encoded == 0
+    assert files_of(str(out)) == files
+
+
+def test_without_its_description_an_encoding_is_known_by_its_receipts(
+    source, expected, encoder, tmp_path
+):
+    out = write_files(tmp_path / 'out', expected | {schema.ENCODING_FILE: b'{}'})
+    with pytest.raises(ValueError, match=r'encoding\.json: is damaged .* of encode_images again'):
+        source_folder.find_source(out)
+    before = files_of(str(out))
+    for content in (b'{}', None):
+        if content is None:
+            (out / schema.ENCODING_FILE).unlink()
+        with pytest.raises(ValueError, match=r'\.encoded/00000\.json: crops is 1, but 3 is what'):
+            encode(source, encoder, out, crops=3)
+    assert files_of(str(out)) == {x: y for x, y in before.items() if x != schema.ENCODING_FILE}
+    assert encode(source, encoder, out).num_encoded == 0
+    assert files_of(str(out)) == expected
+    # Nothing tells whose tars these are.
+    for path in (out / '.encoded').iterdir():
+        path.unlink()
+    (out / schema.ENCODING_FILE).write_bytes(b'{}')
+    with pytest.raises(ValueError, match=r'00000\.tar: is not of this command'):
+        encode(source, encoder, out)
 
 
 class Stop(Exception):
@@ -356,12 +412,97 @@ def test_a_build_takes_an_encoding_as_it_is(source, encoder, tmp_path):
     data_set = built.build(tmp_path / 'moments', '', tmp_path / 'moments-data')
     data = input_pipeline.open_data(data_set)
     assert (data.metadata['moments'], data.stats().latents_shape) == ('deviation', (1, 4, 8, 8))
-    path = out / '00001.tar'
-    data = bytearray(path.read_bytes())
-    data[3000] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(ValueError, match=r'00001\.tar: has .* bytes with CRC-32C'):
-        built.build(out, '', tmp_path / 'damaged')
+
+
+def remove(path: pathlib.Path) -> None:
+    path.unlink()
+
+
+def change(path: pathlib.Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:3000] + bytes([data[3000] ^ 1]) + data[3001:])
+
+
+def lengthen(path: pathlib.Path) -> None:
+    path.write_bytes(path.read_bytes() + bytes(512))
+
+
+@pytest.mark.parametrize('latents', ['records', 'in_place'])
+@pytest.mark.parametrize(
+    ('damage', 'message'),
+    [
+        (remove, r'00001\.tar: is missing, but \S+/encoding\.json names it'),
+        (change, r'00001\.tar: has .* now, but when it was encoded it had'),
+        (lengthen, r'00001\.tar: has .* now, but when it was encoded it had'),
+    ],
+)
+def test_each_tar_of_an_encoding_is_needed_as_it_was_encoded(
+    source, expected, encoder, tmp_path, damage, message, latents
+):
+    out = write_files(tmp_path / 'out', expected)
+    damage(out / '00001.tar')
+    with pytest.raises(ValueError, match=message):
+        built.build(out, '', tmp_path / 'data', latents=latents)
+    with pytest.raises(ValueError, match=message):
+        mirror.mirror(out, tmp_path / 'mirror')
+    assert not (tmp_path / 'mirror' / '00001.tar').exists()
+    with pytest.raises(ValueError, match=message):
+        doctor.plan_or_estimate(str(out), BuildSettings())
+    assert encode(source, encoder, out).num_encoded == 8
+    assert files_of(str(out)) == expected
+
+
+def test_no_other_latents_lie_with_an_encoding(expected, tmp_path):
+    for name in ('00003.tar', 'more.pt', 'latents-3crop/000000-000009.pt', 'x.safetensors'):
+        out = write_files(tmp_path / name, expected | {name: expected['00000.tar']})
+        with pytest.raises(ValueError, match=rf'{name}: is not of the encoding, which '):
+            source_folder.find_source(out)
+
+
+def test_a_copy_of_an_encoding_is_as_complete(expected, tmp_path, caplog):
+    mirror.mirror(write_files(tmp_path / 'out', expected), tmp_path / 'copy')
+    copied = source_folder.find_source(tmp_path / 'copy')
+    assert [x.recorded is not None for x in copied.latent_files] == [True] * 3
+    (tmp_path / 'copy' / schema.CAPTIONS_FILE).write_bytes(b'')
+    remove(next((tmp_path / 'copy' / '.mirror').iterdir()))
+    assert source_folder.find_source(tmp_path / 'copy').latent_files == copied.latent_files
+    remove(tmp_path / 'copy' / '00002.tar')
+    with pytest.raises(ValueError, match=r'copy/00002\.tar: is missing, .* copy this file too'):
+        source_folder.find_source(tmp_path / 'copy')
+
+
+def test_each_bucket_names_its_own_tars(encoder, tmp_path):
+    sizes = [(384, 192), (384, 192), (256, 256), (256, 256)]
+    images = made_images.make_images(12, sizes)
+    source, out = made_images.write(tmp_path / 'images', 'json', images), tmp_path / 'out'
+    encode(source, encoder, out, size=256, buckets=True)
+    before = files_of(str(out))
+    shapes = sorted(path.parent.name for path in out.glob('*/00000.tar'))
+    assert len(shapes) == 2
+    with pytest.raises(ValueError, match=rf'out: its folders are sources, such as {shapes[0]}'):
+        source_folder.find_source(out)
+    for shape in shapes:
+        found = source_folder.find_source(out / shape)
+        assert [file.name for file in found.latent_files] == ['00000.tar', '00001.tar']
+        remove(out / shape / '00001.tar')
+        with pytest.raises(ValueError, match=rf'{shape}/00001\.tar: is missing, but'):
+            source_folder.find_source(out / shape)
+        (out / shape / schema.ENCODING_FILE).write_bytes(b'[]')
+    assert encode(source, encoder, out, size=256, buckets=True).num_encoded == 4
+    assert files_of(str(out)) == before
+
+
+def test_an_encoding_in_a_bucket_needs_all_its_tars(expected, bucket):
+    write_files('gs://latents/out', expected)
+    found = source_folder.find_source('gs://latents/out')
+    assert all(file.recorded == file.state for file in found.latent_files)
+    data = expected['00001.tar']
+    bucket.put('latents', 'out/00001.tar', data[:-1] + b'x')
+    with pytest.raises(ValueError, match=r'00001\.tar: has .* now, but when it was encoded'):
+        source_folder.find_source('gs://latents/out')
+    storage.open_folder('gs://latents/out', to_write=True).remove(['00001.tar'])
+    with pytest.raises(ValueError, match=r'out/00001\.tar: is missing, but gs://latents/out/enc'):
+        source_folder.find_source('gs://latents/out')
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from coyo11m_tfds.storage.file_state import ignore_bytes
 from coyo11m_tfds.storage.scratch import Scratch
 from tests import children
 from tests.fakes.cloud import Fault
+from tests.source import damages
 
 CAPTIONS = schema.CAPTIONS_FILE
 LATENTS = schema.LATENTS_FOLDER
@@ -117,6 +118,26 @@ def test_only_what_changed_is_copied_again(local, place):
     assert mirror.mirror(local, place).num_copied == 4
     assert _files_in(place) == FILES | {first: b'new'}
     assert mirror.mirror(local, place).num_copied == 0
+
+
+def test_a_receipt_that_cannot_be_read_has_its_file_copied_again(local, tmp_path):
+    target = tmp_path / 'to'
+    mirror.mirror(local, target)
+    receipts = sorted((target / '.mirror').iterdir())
+    intact = receipts[0].read_bytes()
+    for content in [*damages.record_damages(intact), receipts[1].read_bytes()]:
+        receipts[0].write_bytes(content)
+        assert len(source_folder.find_source(target).by_name) == 5
+        assert mirror.mirror(local, target).num_copied == 1
+        assert receipts[0].read_bytes() == intact
+    receipts[0].unlink()
+    receipts[0].mkdir()
+    # What others leave in folders, and a receipt under another name.
+    for name in ('.DS_Store', 'notes.json', b'\xff.json'.decode('utf-8', 'surrogateescape')):
+        (target / '.mirror' / name).write_bytes(b'{}')
+    (target / '.mirror' / f'{0:032}.json').write_bytes(intact)
+    assert [mirror.mirror(local, target).num_copied for _ in range(2)] == [1, 0]
+    assert _files_in(target) == FILES
 
 
 def test_a_file_that_grows_while_it_is_copied(local, place, tmp_path):

@@ -4,13 +4,11 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-import google_crc32c
 import jax
 import orbax.checkpoint as ocp
 from absl import logging
@@ -18,6 +16,7 @@ from etils import epath
 from flax.traverse_util import flatten_dict
 
 from coyo11m_tfds import storage
+from coyo11m_tfds.storage import json_digest
 from train_lib import sharding, workdirs
 
 FOLDER = 'checkpoints'  # in a workdir
@@ -275,15 +274,14 @@ class SavedRun:
 
 def _write_record(folder: epath.Path) -> None:
     files = {name: x for name, x in _read_states(folder).items() if name not in NOT_RECORDED}
-    (folder / RECORD).write_text(json.dumps({'files': files, 'crc32c': _digest_files(files)}))
+    (folder / RECORD).write_bytes(json_digest.seal({'files': files}))
 
 
 def _check_record(folder: epath.Path) -> None:
     """Compares this process's share of the files with the record."""
     try:
-        record = json.loads((folder / RECORD).read_bytes())
-        files = record['files'] if record['crc32c'] == _digest_files(record['files']) else None
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        files = json_digest.unseal((folder / RECORD).read_bytes())['files']
+    except (FileNotFoundError, IsADirectoryError, ValueError):
         files = None
     damaged = [RECORD]
     if files is not None:
@@ -296,10 +294,6 @@ def _check_record(folder: epath.Path) -> None:
             f'{folder / damaged[0]}: this file of a checkpoint is missing or damaged: remove the '
             f'folder {folder} to use the checkpoint before it.'
         )
-
-
-def _digest_files(files: dict[str, Any]) -> int:
-    return google_crc32c.value(json.dumps(files, sort_keys=True).encode())
 
 
 def _read_states(folder: epath.Path, names: Collection[str] | None = None) -> dict[str, Any]:

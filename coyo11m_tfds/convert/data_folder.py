@@ -11,11 +11,11 @@ from coyo11m_tfds import schema, storage
 from coyo11m_tfds.convert.tasks import THIS_WRITER, ShardResult, ShardTask
 from coyo11m_tfds.dataset import manifest
 from coyo11m_tfds.process import job
-from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.process.sizes import format_bytes
-from coyo11m_tfds.storage import json_digest, locks
+from coyo11m_tfds.storage import locks
 from coyo11m_tfds.storage.base import Storage
 from coyo11m_tfds.storage.file_state import FileState
+from coyo11m_tfds.storage.receipts import Receipt, Receipts
 
 _SETTINGS_FILE = 'settings.json'
 _SUB_FOLDER = 'building-'
@@ -27,72 +27,50 @@ def sub_folder(build: str) -> str:
 
 
 class FinishedShards:
-    """The finished shards of a running build, and the records from which it can resume."""
+    """The finished shards of a running build, and the receipts from which it can resume."""
 
     def __init__(self, folder: Storage, build: str):
         """Does not touch the storage."""
         self.folder, self.build = folder, build
+        self._receipts = Receipts(folder, sub_folder(build), ShardResult.from_json)
 
     def begin(self, settings: Mapping[str, Any]) -> None:
         """Marks the build as under way, so that its files can be attributed to it."""
-        self._put(_SETTINGS_FILE, settings)
+        name = f'{sub_folder(self.build)}/{_SETTINGS_FILE}'
+        self.folder.write(name, json.dumps(settings).encode())
 
     def save(self, task: ShardTask, local_file: str, result: ShardResult) -> None:
-        """Stores a shard from a local file, and then its record."""
+        """Stores a shard from a local file, and then its receipt."""
         self.folder.store(local_file, task.filename, result.crc32c)
-        record = {'fingerprint': task.fingerprint, 'result': result.to_json()}
-        record['digest'] = json_digest.sha256(record)
-        self._put(f'{task.filename}.json', record)
+        files = {task.filename: FileState(result.num_bytes, result.crc32c)}
+        self._receipts.write(task.filename, task.fingerprint, files, result.to_json())
 
     def recorded(self) -> set[str]:
-        """Returns the names of the shards that have a record; does not check the records."""
+        """Returns the names of the shards that have a receipt; does not check the receipts."""
         names = (os.path.split(name) for name in self.folder.sizes() if name.endswith('.json'))
         return {x.removesuffix('.json') for top, x in names if top == sub_folder(self.build)}
 
     def load(self, tasks: Sequence[ShardTask]) -> list[ShardResult]:
         """Returns the results of the finished tasks; reads local shards for their checksums."""
-        by_name = {f'{task.filename}.json': task for task in tasks}
-        records = self.folder.read_all(sub_folder(self.build), by_name)
-        recorded = {
-            by_name[name].filename: result
-            for name, data in records.items()
-            if (result := _parse_record(data, by_name[name]))
+        tasks_by_name = {task.filename: task for task in tasks}
+        receipts = {
+            name: receipt
+            for name, receipt in self._receipts.read(tasks_by_name).items()
+            if _is_of_task(receipt, tasks_by_name[name])
         }
-        if not recorded:
-            return []
-        # Nothing is read from a bucket.
-        all_bytes = sum(result.num_bytes for result in recorded.values())
-        num_bytes = 0 if self.folder.keeps_checksums else all_bytes
-        with Progress('Checking finished shards', num_bytes, 'B') as progress:
-            states = self.folder.inventory('', progress.add, recorded)
-        # A shard may have been damaged or removed after its record was written.
-        results = [
-            result
-            for name, result in recorded.items()
-            if states.get(name) == FileState(result.num_bytes, result.crc32c)
-        ]
-        logging.info('%d of %d shards are already finished', len(results), len(tasks))
-        return results
-
-    def _put(self, name: str, content: Mapping[str, Any]) -> None:
-        self.folder.write(f'{sub_folder(self.build)}/{name}', json.dumps(content).encode())
+        finished = self._receipts.check_files(receipts, 'Checking finished shards')
+        if receipts:
+            logging.info('%d of %d shards are already finished', len(finished), len(tasks))
+        return [receipt.facts for receipt in finished.values()]
 
 
-def _parse_record(data: bytes, task: ShardTask) -> ShardResult | None:
-    """The result in a record; None if it is damaged, of another task or of another writer."""
-    try:
-        record = json.loads(data)
-        if record.pop('digest') != json_digest.sha256(record):
-            raise ValueError('wrong digest')
-        result = ShardResult.from_json(record['result'])
-        is_same_task = record['fingerprint'] == task.fingerprint
-    except (AttributeError, KeyError, TypeError, ValueError):
-        logging.warning('%s: its record is damaged, so the shard is written again', task.filename)
-        return None
+def _is_of_task(receipt: Receipt, task: ShardTask) -> bool:
+    result: ShardResult = receipt.facts
+    is_same_task = receipt.origin == task.fingerprint
     # The fingerprint covers what was planned, the digests what the worker has really read.
     is_same_source = result.read == tuple(segment.digest for segment in task.segments)
     is_same_writer = result.writer == THIS_WRITER
-    return result if is_same_task and is_same_source and is_same_writer else None
+    return is_same_task and is_same_source and is_same_writer
 
 
 class DataFolder:

@@ -1,10 +1,8 @@
 """The small files of a data set, and the checksums of all its files, for `verify`."""
 
 import io
-import json
 import math
 import os
-import re
 import tokenize
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -81,22 +79,15 @@ def write_checksums(
     folder: str | os.PathLike[str], files: Mapping[str, FileState], build: str = ''
 ) -> None:
     # Sorted, so that equal files give equal bytes, in whatever order they were written.
-    states = {
-        name: {'size': state.size, 'crc32c': f'{state.crc32c:08x}'}
-        for name, state in sorted(files.items())
-    }
+    states = {name: state.to_json() for name, state in sorted(files.items())}
     write_sealed(folder, schema.of_build(schema.CHECKSUMS_FILE, build), 'files', states)
 
 
 def parse_checksums(data: bytes) -> dict[str, FileState]:
     """Returns the states of files by name, from `schema.CHECKSUMS_FILE`; ValueError if damaged."""
     try:
-        states = {}
-        for name, fields in parse_sealed(data, 'files').items():
-            if not re.fullmatch('[0-9a-f]{8}', fields['crc32c']):
-                raise ValueError(f'{fields["crc32c"]!r} is not a CRC-32C of 8 hex digits')
-            states[name] = FileState(fields['size'], int(fields['crc32c'], 16))
-        return states
+        states = parse_sealed(data, 'files')
+        return {name: FileState.from_json(state) for name, state in states.items()}
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f'it lacks {error}') from error
 
@@ -106,18 +97,15 @@ def write_sealed(folder: str | os.PathLike[str], name: str, kind: str, entries: 
     content = {'format': _FORMAT, kind: entries}
     path = os.path.join(folder, name)
     # Readers of a folder in use see the old file or the new one, never a part of it.
-    with open(f'{path}.part', 'w') as file:
-        json.dump(content | {'digest': json_digest.sha256(content)}, file, indent=1)
-        file.write('\n')
+    with open(f'{path}.part', 'wb') as file:
+        file.write(json_digest.seal(content) + b'\n')
     os.replace(f'{path}.part', path)
 
 
 def parse_sealed(data: bytes, kind: str) -> Any:
     """Returns the entries in a file of `write_sealed`; raises a ValueError if it is damaged."""
     try:
-        content = json.loads(data)
-        if content.pop('digest') != json_digest.sha256(content):
-            raise ValueError('its digest is wrong')
+        content = json_digest.unseal(data)
         if content['format'] != _FORMAT:
             raise ValueError(f'its format is {content["format"]!r}, expected {_FORMAT}')
         return content[kind]

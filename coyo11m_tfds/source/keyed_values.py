@@ -10,7 +10,6 @@ import errno
 import functools
 import glob
 import itertools
-import json
 import os
 import shutil
 import weakref
@@ -28,6 +27,8 @@ from coyo11m_tfds.storage import file_state, json_digest, locks
 _FORMAT = 3
 _SCHEMA = pa.schema([('place', pa.int64()), ('size', pa.int32()), ('value', pa.large_binary())])
 _ROWS, _RECORD = 'rows.parquet', 'record.json'
+# Raised for a folder in the place of a file, and for a file in that of a folder.
+_WRONG_KINDS = IsADirectoryError, NotADirectoryError
 # Sorted at a time, in about four times as much memory.
 _RUN_BYTES = 128 << 20
 # Of a run; one of each run is in memory while all are merged.
@@ -106,8 +107,8 @@ class KeyedValuesWriter:
             os.remove(run)
         # Last, because a folder without a record counts as damaged.
         record = {'state': file_state.compute_state(path), 'facts': dict(facts)}
-        with open(os.path.join(self._folder, _RECORD), 'w', encoding='utf-8') as file:
-            json.dump(record | {'checksum': json_digest.sha256(record)}, file)
+        with open(os.path.join(self._folder, _RECORD), 'wb') as file:
+            file.write(json_digest.seal(record))
 
     def _write_run(self) -> None:
         run = os.path.join(self._folder, f'run-{len(self._runs)}')
@@ -147,7 +148,7 @@ def remove_unused(cache_dir: str) -> None:
     """Removes the values of other builds from `cache_dir`, except those that a process has open."""
     for folder in glob.glob(os.path.join(glob.escape(cache_dir), f'joined-{"[0-9a-f]" * 32}')):
         with (
-            contextlib.suppress(BlockingIOError, FileNotFoundError),
+            contextlib.suppress(BlockingIOError, FileNotFoundError, *_WRONG_KINDS),
             locks.FileLock(os.path.join(folder, _RECORD), wait=False),
         ):
             shutil.rmtree(folder)
@@ -260,23 +261,29 @@ def _open_whole(folder: str) -> KeyedValues | None:
         lock = locks.FileLock(os.path.join(folder, _RECORD), shared=True)
     except FileNotFoundError:
         return None
+    except _WRONG_KINDS as error:
+        # Nobody can have locked it.
+        _remove_damaged(folder, error)
+        return None
     try:
         state = file_state.compute_state(os.path.join(folder, _ROWS))
         if list(state) != _read_values_record(folder)['state']:
             raise ValueError(f'{_ROWS} has {state}')
         values = KeyedValues(folder)
-    except (ValueError, LookupError, TypeError, AttributeError, FileNotFoundError) as error:
-        logging.warning('%s is damaged and made again (%s).', folder, error)
-        shutil.rmtree(folder)
+    except (ValueError, LookupError, TypeError, FileNotFoundError, *_WRONG_KINDS) as error:
+        _remove_damaged(folder, error)
         lock.release()
         return None
     weakref.finalize(values, lock.release)
     return values
 
 
+def _remove_damaged(folder: str, error: Exception) -> None:
+    logging.warning('%s is damaged and made again (%s).', folder, error)
+    remove = shutil.rmtree if os.path.isdir(folder) else os.remove
+    remove(folder)
+
+
 def _read_values_record(folder: str) -> dict[str, Any]:
-    with open(os.path.join(folder, _RECORD), encoding='utf-8') as file:
-        record = json.load(file)
-    if record.pop('checksum') != json_digest.sha256(record):
-        raise ValueError(f'{_RECORD} is damaged')
-    return record
+    with open(os.path.join(folder, _RECORD), 'rb') as file:
+        return json_digest.unseal(file.read())

@@ -1,8 +1,8 @@
 """Finds the files of a source: latents in a folder and, in most sources, captions in Parquet.
 
 All files of latents have one format, and lie in `latents-3crop/` or, without this folder, in the
-folder itself. Files that `mirror` copied must still have the recorded size and, on gs://, the
-recorded checksum.
+folder itself. Files that `mirror` copied or `encode_images` wrote must still have the recorded size
+and, on gs://, the recorded checksum.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import re
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,8 +19,10 @@ from absl import logging
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.process.errors import FieldError
 from coyo11m_tfds.source import copied_files, npy_folders
+from coyo11m_tfds.source.encoding_file import Encoding
 from coyo11m_tfds.storage import file_state
 from coyo11m_tfds.storage.base import Storage
+from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.stored_file import StoredFile, common_path
 
 # Where a folder has several, the first: next to LightningDiT's latents lies latents_stats.pt.
@@ -53,7 +56,7 @@ class SourceFolder:
         if storage.class_of(self.root).can_write:
             # The records of `mirror` are about the files in its folder.
             local = {n: f for n, f in files.items() if f.path == f'{self.root}/{n}'}
-            files |= _add_records(self.root, local)
+            files |= _add_states(local, copied_files.recorded_states(self.root))
         others = {n: f for n, f in self.by_name.items() if f not in self.caption_files}
         return dataclasses.replace(
             self, caption_files=tuple(files.values()), by_name=others | files
@@ -103,9 +106,13 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
             f'{root} is not a folder; expected the folder of the source data.'
         ) from None
     folder = source_storage.folder
+    encoding = _read_encoding(listing.get(schema.ENCODING_FILE))
+    encoded = encoding.files or {}
     index = listing.get(_INDEX)
     # An index is about the files next to it, but `latents-3crop/` comes first.
-    if index and not any(name.startswith(f'{schema.LATENTS_FOLDER}/') for name in listing):
+    if encoded:
+        names, index = _names_in_encoding(source_storage, encoded, listing), None
+    elif index and not any(name.startswith(f'{schema.LATENTS_FOLDER}/') for name in listing):
         names = _names_in_index(source_storage, index, listing)
     else:
         names, index = _latent_names(listing), None
@@ -114,9 +121,6 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
         folders = npy_folders.find_npy_folders(source_storage, index_of_folders)
         listing |= {**folders, npy_folders.INDEX_OF_FOLDERS: index_of_folders}
         names = list(folders)
-    encoding = _read_encoding(listing.get(schema.ENCODING_FILE))
-    if not names and encoding:
-        raise ValueError(f'{folder}: its folders are sources, such as {encoding["shapes"][0]}.')
     if not names:
         tars = [name for name in sorted(listing) if name.endswith(_COMPRESSED)]
         hint = f' {tars[0]} is compressed, and only plain tars are read.' if tars else ''
@@ -129,12 +133,12 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
     others = schema.CAPTIONS_FILE, _INDEX * bool(index), npy_folders.INDEX_OF_FOLDERS
     files |= {x: listing[x] for x in others if x in listing}
     # `mirror` may have written there.
-    if source_storage.can_write:
-        files = _add_records(folder, files)
+    mirrored = copied_files.recorded_states(folder) if source_storage.can_write else {}
+    files = _add_states(files, mirrored, encoded)
     if index and (recorded := files[_INDEX].recorded) and index.local_path:
         state = file_state.compute_state(index.path)
         copied_files.check_recorded_state(state, recorded, index.path)
-    # Not before: it has no record, and the program that wrote it is not `mirror`.
+    # Not before: it has no receipt, and the program that wrote it is not `mirror`.
     files |= {x: listing[x] for x in (schema.ENCODING_FILE,) if x in listing}
     tables = [name for name in sorted(listing) if '/' not in name and name.endswith('.parquet')]
     return SourceFolder(
@@ -145,25 +149,51 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
         no_captions=f'{folder}/{schema.CAPTIONS_FILE} is missing; set captions to a Parquet file '
         f'or a folder of them (Parquet files in the folder: {", ".join(tables) or "none"}), or '
         'put captions or labels next to the latents',
-        encoding=encoding,
+        encoding=encoding.settings,
     )
 
 
-def _read_encoding(file: StoredFile | None) -> dict[str, Any]:
-    """The record of `encode_images`, which must be complete; {} without one."""
+def _read_encoding(file: StoredFile | None) -> Encoding:
+    """Reads what `encode_images` says of the latents, which must be complete; empty without it."""
     if not file:
-        return {}
+        return Encoding({})
     try:
-        encoding = json.loads(file.read())
-        is_complete = encoding[schema.ENCODING_COMPLETE]
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f'{file.path}: is damaged ({error}). Copy it again.') from None
-    if not is_complete:
+        encoding = Encoding.parse(file.read())
+    except ValueError as error:
+        raise ValueError(
+            f'{file.path}: is damaged ({error}). If it was copied, copy it again; otherwise give '
+            'the command of encode_images again, which keeps what is encoded.'
+        ) from None
+    if encoding.files is None:
         raise ValueError(
             f'{file.path}: not all images are encoded. Give the command of encode_images again, '
             'and if several processes shared the work, in all of them.'
         )
     return encoding
+
+
+def _names_in_encoding(
+    folder: Storage, encoded: Mapping[str, FileState], listing: Mapping[str, StoredFile]
+) -> list[str]:
+    """Names of the tars of an encoding: all that it names, and there must be no others."""
+    sub_folders = sorted({os.path.dirname(name) for name in encoded} - {''})
+    if sub_folders:
+        raise ValueError(f'{folder.folder}: its folders are sources, such as {sub_folders[0]}.')
+    encoding_path = folder.path_of(schema.ENCODING_FILE)
+    missing = sorted(encoded.keys() - listing.keys())
+    if missing:
+        raise ValueError(
+            f'{folder.folder}/{missing[0]}: is missing, but {encoding_path} names it. If the '
+            'folder was copied, copy this file too; otherwise give the command of encode_images '
+            'again.'
+        )
+    others = [name for name in listing if name.endswith(_SUFFIXES) and name not in encoded]
+    if others:
+        raise ValueError(
+            f'{folder.path_of(min(others))}: is not of the encoding, which {encoding_path} '
+            'describes. Move it to another folder.'
+        )
+    return sorted(encoded)
 
 
 def _latent_names(listing: Mapping[str, StoredFile]) -> list[str]:
@@ -208,19 +238,24 @@ def _names_in_index(
     return list(sizes)
 
 
-def _add_records(folder: str, files: Mapping[str, StoredFile]) -> dict[str, StoredFile]:
-    """Adds to files what `mirror` recorded, if it filled this folder; refuses those that differ."""
-    records = copied_files.recorded_states(folder)
+def _add_states(
+    files: Mapping[str, StoredFile],
+    mirrored: Mapping[str, FileState],
+    encoded: Mapping[str, FileState] = types.MappingProxyType({}),
+) -> dict[str, StoredFile]:
+    """Adds to files their states as copied or, which is earlier, as encoded, all by name.
+
+    Raises a ValueError for a file that has another state.
+    """
+    states = {**mirrored, **encoded}
     for name, file in files.items():
-        if record := records.get(name):
+        if recorded := states.get(name):
             # A listing of a local disk has no checksums: only sizes are compared here.
-            crc32c = record.crc32c if file.crc32c is None else file.crc32c
-            state = file_state.FileState(file.size, crc32c)
-            copied_files.check_recorded_state(state, record, file.path)
-    unrecorded = [file.path for name, file in files.items() if records and name not in records]
+            copied_files.check_recorded_state(file.state, recorded, file.path)
+    unrecorded = [file.path for name, file in files.items() if mirrored and name not in states]
     if unrecorded:
         suffix = f' and {len(unrecorded) - 1} more' if unrecorded[1:] else ''
         logging.warning(
             f'{unrecorded[0]}: mirror did not copy this file{suffix}, unlike others in the source.'
         )
-    return {n: dataclasses.replace(file, recorded=records.get(n)) for n, file in files.items()}
+    return {n: dataclasses.replace(file, recorded=states.get(n)) for n, file in files.items()}

@@ -80,7 +80,7 @@ class Storage(abc.ABC):
         files = self.list(deep=True)
         for name, expected in sorted(states.items()):
             state = files[name].state if name in files else None
-            if state not in (expected, FileState(expected.size, -1)):
+            if not (state and state.agrees_with(expected)):
                 raise OSError(
                     f'{self.folder}/{name}: {f"has {state}" if state else "is missing"}, expected '
                     f'{expected}; another process has changed it. Run the same command again.'

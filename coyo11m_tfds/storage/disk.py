@@ -81,7 +81,8 @@ class Disk(Storage):
 
     def read(self, name: str) -> bytes | None:
         # Opened once: another process may replace the file between a look at its size and a read.
-        path, missing = self.path_of(name), (FileNotFoundError, NotADirectoryError)
+        path = self.path_of(name)
+        missing = FileNotFoundError, NotADirectoryError, IsADirectoryError
         with contextlib.suppress(*missing), naming(path), open(path, 'rb') as file:
             return file.read()
         return None
@@ -202,6 +203,9 @@ def _move_synced(path: str, target: str) -> None:
     """Renames a file, and waits until content and new name are on the disk."""
     # The content first: after a loss of power the new name must not lead to an empty file.
     sync(path)
+    # A folder makes way only if it is empty, and stops what would replace it otherwise.
+    if os.path.isdir(target):
+        os.rmdir(target)
     os.replace(path, target)
     sync(os.path.dirname(target))
 

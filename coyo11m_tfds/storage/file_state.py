@@ -3,8 +3,9 @@
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import google_crc32c
 
@@ -28,6 +29,22 @@ class FileState(NamedTuple):
     def __str__(self) -> str:
         checksum = f' with CRC-32C {self.crc32c:08x}' if self.crc32c >= 0 else ''
         return f'{self.size:,} bytes{checksum}'
+
+    def agrees_with(self, other: 'FileState') -> bool:
+        """Whether both may be of one file; a checksum that one of them lacks is not compared."""
+        is_unknown = self.crc32c < 0 or other.crc32c < 0
+        return self.size == other.size and (is_unknown or self.crc32c == other.crc32c)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns a known state as JSON values."""
+        return {'size': self.size, 'crc32c': f'{self.crc32c:08x}'}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> 'FileState':
+        """The inverse of `to_json`; raises a KeyError, TypeError or ValueError for other values."""
+        if not re.fullmatch('[0-9a-f]{8}', fields['crc32c']):
+            raise ValueError(f'{fields["crc32c"]!r} is not a CRC-32C of 8 hex digits')
+        return cls(fields['size'], int(fields['crc32c'], 16))
 
 
 def compute_state(path: str | os.PathLike[str], on_bytes: OnBytes = ignore_bytes) -> FileState:

@@ -1,9 +1,31 @@
-"""A digest of plain Python values that is equal on every machine."""
+"""Digests of plain Python values that are equal on every machine, and JSON that carries its own."""
 
 import hashlib
 import json
+from collections.abc import Mapping
+from typing import Any
+
+_DIGEST = 'digest'  # the entry of the digest of all others
 
 
 def sha256(value: object) -> str:
     """Returns the hex SHA-256 of the value as JSON; the order of a dict does not matter."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def seal(content: Mapping[str, Any]) -> bytes:
+    """Returns entries and their digest as a JSON file; `content` has no entry named `digest`."""
+    return json.dumps({**content, _DIGEST: sha256(content)}, indent=1).encode()
+
+
+def unseal(data: bytes) -> dict[str, Any]:
+    """Returns the entries in a result of `seal`; raises a ValueError for anything else."""
+    try:
+        content = json.loads(data)
+    except RecursionError as error:
+        raise ValueError('it is nested too deeply') from error
+    if not isinstance(content, dict):
+        raise ValueError(f'it holds a {type(content).__name__}, expected an object')
+    if content.pop(_DIGEST, None) != sha256(content):
+        raise ValueError('its digest is wrong')
+    return content

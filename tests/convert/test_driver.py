@@ -1,6 +1,7 @@
 """Builds from beginning to end: alone, disturbed, killed, and several at a time."""
 
 import pathlib
+import shutil
 import signal
 
 import pytest
@@ -47,6 +48,15 @@ def test_a_killed_build_goes_on_where_it_was_with_any_number_of_processes(
     children.wait_until(lambda: not any(children.is_running(pid) for pid in pids), 10)  # no orphans
     done = finished_shards(final)
     assert not is_complete(final)
+    # Three shards lose their receipts: one is damaged, one is of another shard, one is a folder.
+    receipts = sorted(final.glob('building-*/*.tfrecord*.json'))
+    receipts[0].write_text('[]')
+    shutil.copy(receipts[1], receipts[2])
+    receipts[3].unlink()
+    receipts[3].mkdir()
+    for name in ('.DS_Store', 'notes.json', b'\xff.json'.decode('utf-8', 'surrogateescape')):
+        (receipts[0].parent / name).write_text('{}')
+    done -= 3
     ended = run(source, final)
     assert 'Checking finished shards: 100%' in ended.stderr
     assert f'{done} of {NUM_SHARDS} shards are already finished' in ended.stderr

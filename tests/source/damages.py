@@ -30,3 +30,11 @@ def damages(data: bytes, choose: random.Random, others: bytes) -> dict[str, byte
         'swapped blocks': put(second, data[first : first + moved], swapped),
         'another file': others,
     }
+
+
+def record_damages(data: bytes) -> list[bytes]:
+    """What a small JSON file may have become, by chance or by hand."""
+    places = [1, len(data) // 3, len(data) // 2, len(data) - 2]
+    flipped = [data[:x] + bytes([data[x] ^ 1]) + data[x + 1 :] for x in places]
+    others = b'', b'{}', b'[]', b'null', b'7', b'"x"', b'NaN', b'\xff\xfe{', b'[' * 100_000
+    return [*others, data[: len(data) // 2], data[:-1], data.replace(b'1', b'2'), *flipped]

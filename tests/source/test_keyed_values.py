@@ -17,6 +17,7 @@ import pyarrow as pa
 import pytest
 
 from coyo11m_tfds.source import keyed_values
+from tests.source import damages
 
 VALUES = {7: b'seven', 3: b'three', 20_000: b'many', -5: None}
 
@@ -127,9 +128,10 @@ def test_what_nobody_has_open_is_swept(maker):
     [
         ('rows.parquet', pathlib.Path.unlink),
         ('record.json', pathlib.Path.unlink),
-        ('record.json', lambda path: os.truncate(path, path.stat().st_size - 1)),
-        ('record.json', lambda path: path.write_text('[1]')),
         ('record.json', lambda path: path.write_text(path.read_text().replace('"12"', '"13"'))),
+        ('rows.parquet', lambda path: replace_by_folder(path)),
+        ('record.json', lambda path: replace_by_folder(path)),
+        ('', lambda path: replace_by_file(path)),
     ],
 )
 def test_damage_to_it_is_noticed_and_it_is_made_again(maker, name, damage):
@@ -137,6 +139,32 @@ def test_damage_to_it_is_noticed_and_it_is_made_again(maker, name, damage):
     for _ in range(2):
         assert answers(maker.kept()) == VALUES
     assert maker.times == 2
+
+
+def replace_by_folder(path: pathlib.Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def replace_by_file(folder: pathlib.Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_bytes(b'')
+
+
+def test_a_record_that_cannot_be_read_has_the_values_made_again(maker):
+    path = pathlib.Path(maker.kept().folder, 'record.json')
+    contents = damages.record_damages(path.read_bytes())
+    for content in contents:
+        path.write_bytes(content)
+        assert answers(maker.kept()) == VALUES
+    assert maker.times == 1 + len(contents)
+
+
+@pytest.mark.parametrize('replace', [replace_by_folder, lambda path: replace_by_file(path.parent)])
+def test_what_is_of_the_wrong_kind_stops_no_sweep(maker, replace):
+    replace(pathlib.Path(maker.kept().folder, 'record.json'))
+    keyed_values.remove_unused(str(maker.cache))
+    assert answers(maker.kept()) == VALUES
 
 
 def test_every_flipped_bit_is_noticed(maker):

@@ -1,0 +1,43 @@
+"""`encoding.json`: what `encode_images` says of the latents next to it.
+
+It names every tar of a complete encoding, so that none can be missing or replaced.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from coyo11m_tfds.storage import json_digest
+from coyo11m_tfds.storage.file_state import FileState
+
+_SETTINGS, _FILES = 'settings', 'files'
+
+
+class EncodedState(FileState):
+    """The state of a tar when `encode_images` had written it."""
+
+
+class Encoding(NamedTuple):
+    """Latents that `encode_images` makes or has made."""
+
+    settings: Mapping[str, Any]  # what decides the latents, such as the VAE; plain values
+    # All tars of a complete encoding, by their names within the folder; of shapes in sub-folders.
+    files: Mapping[str, EncodedState] | None = None
+
+    def to_bytes(self) -> bytes:
+        """Returns the content of the file."""
+        files = None
+        if self.files is not None:
+            files = {name: state.to_json() for name, state in sorted(self.files.items())}
+        return json_digest.seal({_SETTINGS: dict(self.settings), _FILES: files})
+
+    @classmethod
+    def parse(cls, data: bytes) -> 'Encoding':
+        """The inverse of `to_bytes`; raises a ValueError if the content is damaged."""
+        try:
+            content = json_digest.unseal(data)
+            settings, files = dict(content[_SETTINGS]), content[_FILES]
+            if files is not None:
+                files = {name: EncodedState.from_json(state) for name, state in files.items()}
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f'it lacks {error}') from None
+        return cls(settings, files)
