@@ -145,7 +145,7 @@ def prepare_tfds_command() -> None:
     # The command prints it at the end of a build.
     tfds.core.DatasetInfo.__repr__ = how_to_open
     sys.excepthook = functools.partial(_print_user_error, sys.excepthook, CONFIG_EXAMPLE)
-    command_line.interrupt_once()
+    command_line.unwind_on_signals()
 
 
 def _print_user_error(

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import shutil
+import signal
 import sys
 import tempfile
 import types
@@ -27,6 +28,10 @@ os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.1')
 os.environ.setdefault(
     'JAX_COMPILATION_CACHE_MAX_SIZE', '1000000000'
 )  # so that JAX locks the folder
+
+# In the background of a shell tests may ignore Ctrl-C, and so would the programs that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long one example takes depends on what else runs on the machine.
 hypothesis.settings.register_profile('no_deadline', deadline=None)

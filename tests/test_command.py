@@ -122,8 +122,11 @@ def test_a_bad_command_is_answered_with_one_line_that_shows_a_good_one(built):
         assert 'text_embeddings' in error or 'latents-3crop/*.pt' in error
 
 
-def test_the_own_command_says_only_what_matters_and_is_resumed_after_ctrl_c(
-    source, built, tmp_path
+@pytest.mark.parametrize(
+    'number', [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
+)
+def test_the_own_command_says_only_what_matters_and_is_resumed_after_a_signal(
+    source, built, tmp_path, number
 ):
     """From any folder, and with the captions under another name."""
     out, folder = tmp_path / 'out', tmp_path / 'empty'
@@ -145,13 +148,17 @@ def test_the_own_command_says_only_what_matters_and_is_resumed_after_ctrl_c(
         lambda: list(final.glob('building-*/settings.json')) and children.of(command.pid)
     )
     workers = children.of(command.pid)
-    os.killpg(command.pid, signal.SIGINT)
+    os.killpg(command.pid, number)
     _, errors = command.communicate(timeout=300)
-    assert command.returncode == -signal.SIGINT, errors
-    *lines, last = errors.splitlines()
+    lines = errors.splitlines()
+    if number == signal.SIGINT:
+        assert lines.pop().startswith('Interrupted: what is finished is kept')
+        assert command.returncode == -signal.SIGINT, errors
+    else:
+        assert command.returncode == 128 + number, errors
     style = r'\d\d:\d\d:\d\d (WARNING: )?\S'
     assert lines and all(re.match(style, line) for line in lines), errors
-    assert last.startswith('Interrupted: what is finished is kept')
+    assert not list(final.glob('.staging/*'))
     children.wait_until(lambda: not any(map(children.is_running, workers)), 10)
     assert not (final / 'dataset_info.json').exists()
     build(source, '', out, **CONFIG, captions='texts.parquet')

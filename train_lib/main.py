@@ -7,8 +7,9 @@ by themselves. On other hosts add `--coordinator_address=HOST:PORT
 --process_count=P --process_index=I`, with another I on each host. `--verbose`
 shows the configuration, the parameters and the messages of libraries.
 
-The exit status is 0 if the run is complete, `config.requeue_status` if Ctrl-C
-or SIGTERM ended it earlier, and 1 for an error.
+The exit status is 0 if the run is complete, `config.requeue_status` if Ctrl-C,
+SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or SIGXCPU ended it earlier, and 1 for an
+error.
 """
 
 # Intentionally kept short; the training loop is in `train.py`.

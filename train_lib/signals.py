@@ -1,7 +1,8 @@
-"""Ends a run early on Ctrl-C or SIGTERM, after it has saved a checkpoint if it has new steps.
+"""Ends a run early on a signal, such as Ctrl-C, after it has saved a checkpoint of new steps.
 
 A preempted host gets SIGTERM and about 30 seconds; the other hosts may get no signal. All hosts
-must save the same step, because each writes a share of a checkpoint.
+must save the same step, because each writes a share of a checkpoint. Signals that the process was
+started to ignore, as by `nohup`, stay ignored.
 """
 
 # Imported fast: it does not import JAX.
@@ -16,7 +17,10 @@ import time
 from collections.abc import Iterator
 from typing import NoReturn
 
-_SIGNALS = signal.SIGINT, signal.SIGTERM
+from coyo11m_tfds.process import stop_signals
+
+# The others warn, perhaps again and again, and may come before one of these.
+_URGENT = signal.SIGINT, signal.SIGTERM
 
 # A scheduler may send a signal to a process, to its parent that hands it on, and to their group.
 _SECONDS_OF_ONE_REQUEST = 1
@@ -33,7 +37,8 @@ def install(status: int | None = None) -> None:
     """Makes signals end the process with a line and `status`, as long as nothing must be saved."""
     # Another call only changes the status.
     is_first_call = not _exit_status
-    _exit_status.update({number: 128 + number if status is None else status for number in _SIGNALS})
+    for number in stop_signals.STOP_SIGNALS:
+        _exit_status[number] = 128 + number if status is None else status
     if not is_first_call:
         return
     # Python runs signal handlers in its main thread, which may be in the compiler for minutes. So a
@@ -42,13 +47,16 @@ def install(status: int | None = None) -> None:
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
     signal.set_wakeup_fd(sender.detach(), warn_on_full_buffer=False)
-    for number in _SIGNALS:
-        signal.signal(number, lambda *_: None)  # the thread acts
+    for number in stop_signals.find_heeded():
+        signal.signal(number, _leave_to_thread)
     threading.Thread(target=_watch, args=(receiver,), name='signals', daemon=True).start()
 
 
 class StopRequest:
-    """Makes signals request a stop; one before the first step or a second one ends the process."""
+    """Makes signals request a stop; one before the first step or a second one ends the process.
+
+    A program's own handlers stay, except those of Ctrl-C and SIGTERM.
+    """
 
     def __init__(self):
         import jax
@@ -62,15 +70,16 @@ class StopRequest:
         self._reached_sync_point = multihost_utils.reached_preemption_sync_point
         self._is_stopping = self._repeatable = False
         self._previous = {}
-        # For the thread of `install`: whether a step has been taken, and the time of the first
-        # signal.
-        self.can_save, self.first_signal = False, None
+        # For the thread of `install`: whether a step has been taken, whether a signal has come, and
+        # the time of the first urgent one.
+        self.can_save = self.is_noted = False
+        self.first_urgent: float | None = None
 
     def __enter__(self) -> 'StopRequest':
         _requests.append(self)
-        # JAX keeps its own handler of SIGTERM where there are several processes.
-        for number in _SIGNALS if self._is_alone else (signal.SIGINT,):
-            self._previous[number] = signal.signal(number, self._receive)
+        for number in stop_signals.find_heeded():
+            if self._takes(number):
+                self._previous[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *exception):
@@ -95,8 +104,15 @@ class StopRequest:
         finally:
             self._repeatable = False
 
+    def _takes(self, number: signal.Signals) -> bool:
+        if number == signal.SIGTERM:
+            # JAX keeps its own handler where there are several processes.
+            return self._is_alone
+        is_free = signal.getsignal(number) in (signal.SIG_DFL, _leave_to_thread)
+        return is_free or number == signal.SIGINT
+
     def _receive(self, number: int, _) -> None:
-        # JAX's preemption service knows SIGTERM alone, so a Ctrl-C becomes one.
+        # JAX's preemption service knows SIGTERM alone, so another signal becomes one.
         if not self._is_alone:
             os.kill(os.getpid(), signal.SIGTERM)
             return
@@ -105,20 +121,29 @@ class StopRequest:
             raise BrokenOff
 
 
+def _leave_to_thread(number: int, _) -> None:
+    """Handles a signal by nothing: the thread of `install` acts."""
+
+
 def _watch(receiver: socket.socket) -> None:
     while True:
         number = receiver.recv(1)[0]
-        if number not in _SIGNALS:
+        if number not in _exit_status:
             continue
         request = _requests[0] if _requests else None
-        name = 'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'
+        name = 'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name
         if request is None or not request.can_save:
             _leave(number, f'{name}: left at once, there was nothing to save.')
-        if request.first_signal is None:
-            request.first_signal = time.monotonic()
+        now = time.monotonic()
+        if number not in _URGENT:
+            if not request.is_noted:
+                _write_line(f'{name}: saving, then leaving.')
+        elif request.first_urgent is None:
+            request.first_urgent = now
             _write_line(f'{name}: saving, then leaving. Once more leaves at once.')
-        elif time.monotonic() - request.first_signal > _SECONDS_OF_ONE_REQUEST:
+        elif now - request.first_urgent > _SECONDS_OF_ONE_REQUEST:
             _leave(number, f'{name} again: left at once; the last checkpoint is what is kept.')
+        request.is_noted = True
 
 
 def _write_line(text: str) -> None:

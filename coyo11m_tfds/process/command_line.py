@@ -1,9 +1,9 @@
 """Command lines of programs: help from the docstring, a readable log, and one line at the end.
 
 An error that a user can fix ends the process with `error: ...` and status 1, Ctrl-C with
-`Interrupted: ...` and status 130, SIGTERM with status 143. All three unwind the stack, so locks and
-scratch folders are released; a second Ctrl-C ends the process at once. `COYO11M_TRACEBACK=1` in the
-environment shows the traceback instead of one line.
+`Interrupted: ...` and status 130, SIGTERM, SIGHUP and the other `STOP_SIGNALS` with 128 and their
+number. All unwind the stack, so locks and scratch folders are released; a second Ctrl-C ends the
+process at once. `COYO11M_TRACEBACK=1` in the environment shows the traceback instead of one line.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from typing import NoReturn, TextIO
 
 import absl.logging
 
-from coyo11m_tfds.process import errors
+from coyo11m_tfds.process import errors, stop_signals
 from coyo11m_tfds.process.shown_text import escape_for_terminal
 
 TRACEBACK_VARIABLE = 'COYO11M_TRACEBACK'
@@ -130,9 +130,8 @@ def ends_in_one_line(
     Errors that a user can fix, of the types `fixable`, end it with `status`; others show their
     traceback. `outlook` ends the line after an interrupt, such as how to continue.
     """
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    interrupt_once()
+    previous = {number: signal.getsignal(number) for number in stop_signals.find_heeded()}
+    unwind_on_signals()
     if not faulthandler.is_enabled():
         faulthandler.enable()
     kinds: tuple[type[BaseException], ...] = (KeyboardInterrupt, ModuleNotFoundError, *fixable)
@@ -148,22 +147,37 @@ def ends_in_one_line(
             signal.signal(number, handler)
 
 
-def interrupt_once() -> None:
-    """Makes the first Ctrl-C raise KeyboardInterrupt, unless it is ignored; the second kills."""
+def unwind_on_signals() -> None:
+    """Makes the first of the stop signals unwind the stack, unless it is ignored.
 
-    def interrupt(number: int, frame: types.FrameType | None) -> None:
-        # Exceptions in callbacks of the garbage collector, such as that of JAX, are ignored.
-        callbacks = {getattr(callback, '__code__', None) for callback in gc.callbacks}
-        while frame and frame.f_code not in callbacks:
-            frame = frame.f_back
-        if frame:
-            threading.Timer(0.01, os.kill, [os.getpid(), number]).start()
-            return
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        raise KeyboardInterrupt
+    Ctrl-C raises KeyboardInterrupt, and a second one kills; the others raise SystemExit.
+    """
+    for number in stop_signals.find_heeded():
+        if number != signal.SIGINT:
+            signal.signal(number, _exit_once)
+        # Unless a notebook, say, has its own handler.
+        elif signal.getsignal(number) is signal.default_int_handler:
+            signal.signal(number, _interrupt_once)
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupt)
+
+def _exit_once(number: int, frame: types.FrameType | None) -> NoReturn:
+    """Handles a signal but Ctrl-C; ignores further ones, which would stop the clearing up."""
+    for other in stop_signals.find_heeded():
+        if other != signal.SIGINT:
+            signal.signal(other, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+def _interrupt_once(number: int, frame: types.FrameType | None) -> None:
+    # Exceptions in callbacks of the garbage collector, such as that of JAX, are ignored.
+    callbacks = {getattr(callback, '__code__', None) for callback in gc.callbacks}
+    while frame and frame.f_code not in callbacks:
+        frame = frame.f_back
+    if frame:
+        threading.Timer(0.01, os.kill, [os.getpid(), number]).start()
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    raise KeyboardInterrupt
 
 
 def wants_traceback() -> bool:

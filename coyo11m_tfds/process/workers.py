@@ -13,6 +13,8 @@ import types
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TypeVar
 
+from coyo11m_tfds.process import stop_signals
+
 VARIABLE = 'COYO11M_NUM_PROC'
 
 Item = TypeVar('Item')
@@ -102,14 +104,18 @@ class _CleanProcess(multiprocessing.context.SpawnProcess):
         main, path = sys.modules['__main__'], sys.path
         sys.modules['__main__'] = types.ModuleType('__main__')
         sys.path = path if root in path else [*path, root]
-        # Ctrl-C is for the parent, which ends its workers: a worker would die of it in the middle
-        # of an import, with a traceback.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # A terminal and a scheduler send a signal to all processes, but it is for the parent, which
+        # ends its workers: a worker would leave its work undone, or print a traceback.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals.STOP_SIGNALS)
         try:
             super().start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             sys.modules['__main__'], sys.path = main, path
+
+    def terminate(self) -> None:
+        # A pool whose other workers have died ends the rest of them so. They block SIGTERM.
+        self.kill()
 
 
 class _CleanContext(multiprocessing.context.SpawnContext):

@@ -145,8 +145,15 @@ def test_an_interrupt_is_one_line_after_clearing_up():
     assert end('works', 'works') == (130, 'cleared up\n', 'Interrupted: nothing is lost.\n')
 
 
-def test_a_polite_kill_clears_up():
-    assert end('works', 'works', number=signal.SIGTERM) == (143, 'cleared up\n', '')
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_a_polite_kill_clears_up(number):
+    assert end('works', 'works', number=number) == (128 + number, 'cleared up\n', '')
+
+
+def test_a_closed_terminal_whose_shell_says_so_too_lets_it_clear_up():
+    brief = PROGRAM.replace("short = ['collects']", "short = ['clears up']")
+    ended = end('clears up', 'works', 'clears up', number=signal.SIGHUP, program=brief)
+    assert ended == (129, 'cleared up\n', '')
 
 
 def test_a_second_interrupt_does_not_wait():
@@ -161,8 +168,12 @@ def test_an_interrupt_is_not_lost_where_exceptions_are_ignored():
 
 def test_a_program_in_the_background_is_not_interrupted():
     ignoring = PROGRAM.replace('signal.default_int_handler', 'signal.SIG_IGN')
+    ignoring = ignoring.replace(
+        'what = sys', 'signal.signal(signal.SIGHUP, signal.SIG_IGN); what = sys'
+    )
     with children.python(ignoring.replace("['collects']", "['works']"), 'works') as child:
         child.stdout.readline()
         child.send_signal(signal.SIGINT)
+        child.send_signal(signal.SIGHUP)
         out, err = child.communicate(timeout=30)
     assert (child.returncode, out, err) == (0, 'cleared up\n', '')

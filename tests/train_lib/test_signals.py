@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from coyo11m_tfds.process import stop_signals
 from tests import children, runs
 from train_lib import signals
 
@@ -21,16 +22,61 @@ SECONDS = 45  # that leaving may take here; a stalled hook alone would take long
 ENDLESS = {'num_steps': 10_000, 'eval_every': 0, 'checkpoint_every': 0}
 
 
-def test_sigterm_is_noted_and_survived_and_forgotten_by_the_next_run():
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize('number', stop_signals.STOP_SIGNALS)
+def test_a_signal_is_noted_and_survived_and_forgotten_by_the_next_run(number):
+    before = signal.getsignal(number)
     with signals.StopRequest() as stop:
         assert not stop.reached(1)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         assert stop.reached(2)
         assert stop.reached(3)
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
     with signals.StopRequest() as stop:
         assert not stop.reached(1)
+
+
+@pytest.mark.parametrize('handler', ['ignored', 'of the program'])
+def test_a_signal_that_is_ignored_or_is_the_programs_own_does_not_stop_a_run(handler):
+    """As of a job in the background, of `nohup`, or of a library that requeues its job."""
+    received = []
+    own = signal.SIG_IGN if handler == 'ignored' else lambda number, _: received.append(number)
+    numbers = {*stop_signals.STOP_SIGNALS}
+    if handler == 'of the program':
+        numbers -= {signal.SIGINT, signal.SIGTERM}
+    before = {number: signal.signal(number, own) for number in numbers}
+    try:
+        with signals.StopRequest() as stop:
+            for number in numbers:
+                os.kill(os.getpid(), number)
+            assert not stop.reached(1)
+    finally:
+        for number in numbers:
+            signal.signal(number, before[number])
+    assert {*received} == (set() if handler == 'ignored' else numbers)
+
+
+_LEAVING = """
+    import signal, time
+    from train_lib import signals
+
+    for name in sys.argv[1:]:
+        signal.signal(signal.Signals[name], signal.SIG_IGN)
+    signals.install(75)
+    print('installed', flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize('number', [signal.SIGHUP, signal.SIGUSR1])
+def test_before_the_first_step_a_signal_ends_the_process_unless_it_is_ignored(number):
+    ignored = signal.SIGINT, signal.SIGHUP if number == signal.SIGUSR1 else signal.SIGTERM
+    with children.python(_LEAVING, *(each.name for each in ignored)) as child:
+        child.stdout.readline()
+        for each in (*ignored, number):
+            child.send_signal(each)
+        _, errors = child.communicate(timeout=SECONDS)
+    expected = f'{number.name}: left at once, there was nothing to save.\n'
+    assert (child.returncode, errors) == (REQUEUE, expected)
 
 
 _WORKER = """
