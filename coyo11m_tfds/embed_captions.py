@@ -14,7 +14,7 @@ encoder or of other captions. Several processes, on one machine or on many, shar
 of `torchrun`, `srun` or `mpirun`, or with `--part 0/4` to `--part 3/4`; those of a machine take its
 GPUs in turn. If one ends early, the same command makes the missing parts.
 
-Captions that are null, blank or longer than 65,536 bytes of UTF-8 get no row. SOURCE may be local,
+Captions that are null, blank, no UTF-8 or longer than 65,536 bytes get no row. SOURCE may be local,
 on gs:// or on hf://.
 """
 
@@ -45,7 +45,7 @@ class EmbeddingReport:
 
     num_captions: int  # that this run encoded
     num_kept: int  # captions in parts that existed before
-    num_skipped: int  # rows without a caption (null, blank or too long)
+    num_skipped: int  # rows without a caption (null, blank, too long or no UTF-8)
     num_duplicates: int  # rows left out because an earlier row has their key
     num_truncated: int  # captions that this run cut to the length limit
     longest: int  # most token ids of a caption of this run; 0 for embeddings
@@ -65,8 +65,8 @@ class EmbeddingReport:
         return (
             f'{self.num_captions} captions encoded by {self.encoder}, {self.dim} numbers each '
             f'({self.num_captions / self.seconds:.0f} captions/s){kept}; '
-            f'{self.num_skipped} null, blank or too long ones and {self.num_duplicates} duplicates '
-            f'skipped, {self.num_truncated} truncated{advice}'
+            f'{self.num_skipped} null, blank, too long or unreadable ones and '
+            f'{self.num_duplicates} duplicates skipped, {self.num_truncated} truncated{advice}'
             f'{ranks.describe_missing_parts(self.missing_parts)}'
         )
 
@@ -146,8 +146,8 @@ def embed(
         )
         if not sidecar_parts.count:
             raise ValueError(
-                f'{source}: all {len(values.places)} captions are null, blank or too long; nothing '
-                'to encode.'
+                f'{source}: all {len(values.places)} captions are null, blank, too long or '
+                'unreadable; nothing to encode.'
             )
         start = time.perf_counter()
         # All parts of the folder have to be of one making, also those of other processes.
@@ -199,7 +199,7 @@ def _sort_captions_of_latents(
         latents=latents, captions=column, no_captions=source.no_captions, drop_bad=True
     )
     texts = source_latents.SourceLatents.read(source.latent_files, heads, options).texts
-    join_texts({source.root: texts.captions}, texts.caption_column, by_key)
+    join_texts({source.root: texts.captions}, texts.COLUMN, by_key)
     return texts.caption_column
 
 

@@ -113,6 +113,7 @@ DUPLICATE_KEY = 'repeated_key'
 ROWS_DISAGREE = 'rows_disagree'
 NON_FINITE = 'non_finite'
 CAPTION_TOO_LONG = 'caption_too_long'
+CAPTION_UNREADABLE = 'caption_unreadable'
 DUPLICATE_CAPTION = 'repeated_caption'  # the only reason that counts no rows of latents
 DROP_REASONS = {
     NO_ROW: 'the key has no row in the Parquet file',
@@ -122,6 +123,7 @@ DROP_REASONS = {
     ROWS_DISAGREE: 'its file has unequal numbers of keys and latents',
     NON_FINITE: 'NaN or infinity in latents or text embedding',
     CAPTION_TOO_LONG: f'the caption has more than {MAX_CAPTION_BYTES:,} bytes',
+    CAPTION_UNREADABLE: 'the caption, or the .json that holds it, cannot be read',
     DUPLICATE_CAPTION: 'a second caption of a key (a row of the Parquet file, not counted as '
     'dropped above)',
 }

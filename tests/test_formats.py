@@ -486,7 +486,7 @@ def test_small_writers_write_what_the_libraries_do(tmp_path):
             writer.write({'__key__': name, **parts})
     files = [TarFile(tmp_path / name, label='x') for name in ('own.tar', 'wds.tar')]
     own, theirs = (
-        (x.keys.tolist(), x.latents(range(5))[0].tobytes(), x.column('caption')) for x in files
+        (x.keys.tolist(), x.latents(range(5))[0].tobytes(), x.text_column('caption')) for x in files
     )
     assert own == theirs
 

@@ -123,7 +123,7 @@ def test_the_column_of_keys(tmp_path, columns, key_column, chosen):
 @pytest.mark.parametrize('is_damaged', [True, False])
 def test_no_other_captions_take_the_place_of_some_that_cannot_be_read(tmp_path, is_damaged):
     path, default = tmp_path / 'captions.parquet', schema.DEFAULT_CAPTION_COLUMN
-    first = ['good'] if is_damaged else [['no text']]
+    first = ['good'] if is_damaged else [{'no': 'text'}]
     pq.write_table(pa.table({'key': [1], 'caption_llava': first, 'caption': ['bad']}), path)
     if is_damaged:
         path.write_bytes(path.read_bytes().replace(b'caption_llava', b'cappion_llava', 1))

@@ -37,7 +37,7 @@ from coyo11m_tfds.source import (
 )
 from coyo11m_tfds.source.keyed_values import KeyedValues
 from coyo11m_tfds.source.sidecar import SidecarHeader
-from coyo11m_tfds.source.source_latents import SourceLatents, SourceOptions
+from coyo11m_tfds.source.source_latents import SourceLatents, SourceOptions, TextTables
 from coyo11m_tfds.storage import json_digest, locks
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.stored_file import StoredFile, common_path
@@ -243,7 +243,7 @@ def _join_contents(
         joined_captions = keep(
             ['captions of files', origin, column],
             lambda folder: captions.join_texts(
-                {source.captions_path: latents.texts.captions}, column, folder, keys
+                {source.captions_path: latents.texts.captions}, TextTables.COLUMN, folder, keys
             ),
         )
     text, texts = None, None
@@ -322,6 +322,7 @@ def _drop_reasons(
         schema.NO_ROW: ~latents.duplicate & (caption_bytes == _NO_ROW),
         schema.NO_CAPTION: caption_bytes == 0,
         schema.CAPTION_TOO_LONG: caption_bytes == captions.TOO_LONG,
+        schema.CAPTION_UNREADABLE: caption_bytes == captions.UNREADABLE,
     }
     if contents.texts:
         no_text = contents.sizes_by_row(contents.texts) == _NO_ROW
@@ -353,14 +354,25 @@ def _count_planned_drops(
         facts = contents.captions.facts
         examples = np.array(facts['duplicate_keys'], np.int64)
         dropped.add(schema.DUPLICATE_CAPTION, facts['duplicates'], examples)
-    if dropped.counts[schema.CAPTION_TOO_LONG] and not settings.drop_bad:
-        raise ValueError(
-            f'{captions_path}: the caption of key {dropped.examples[schema.CAPTION_TOO_LONG][0]} '
-            f'has more than {schema.MAX_CAPTION_BYTES:,} bytes. Cut it, or set bad_data to "drop".'
-        )
+    if not settings.drop_bad:
+        _check_captions_are_good(dropped, captions_path)
     dropped.check_bad(captions_path)
     dropped.check_all(captions_path)
     return dropped
+
+
+def _check_captions_are_good(dropped: DropCounts, captions_path: str) -> None:
+    """Raises a ValueError that names the first caption that is too long or cannot be read."""
+    problems = {
+        schema.CAPTION_TOO_LONG: f'has more than {schema.MAX_CAPTION_BYTES:,} bytes',
+        schema.CAPTION_UNREADABLE: 'is no UTF-8',
+    }
+    for reason, problem in problems.items():
+        if dropped.counts[reason]:
+            raise ValueError(
+                f'{captions_path}: the caption of key {dropped.examples[reason][0]} {problem}. '
+                'Repair it, or set bad_data to "drop".'
+            )
 
 
 def unit_hash(keys: np.ndarray) -> np.ndarray:

@@ -27,6 +27,7 @@ BAD_REASONS = (
     schema.ROWS_DISAGREE,
     schema.NON_FINITE,
     schema.CAPTION_TOO_LONG,
+    schema.CAPTION_UNREADABLE,
     schema.DUPLICATE_CAPTION,
 )
 # If more of the source is dropped, its captions or embeddings probably belong to other latents.

@@ -16,15 +16,16 @@ import pyarrow.compute as pc
 from coyo11m_tfds import schema
 from coyo11m_tfds.process.errors import Faults, FieldError
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.source import copied_files, keyed_parquet, keyed_values
+from coyo11m_tfds.source import arrow_texts, copied_files, keyed_parquet, keyed_values
 from coyo11m_tfds.source.keyed_parquet import KeyedFile
 from coyo11m_tfds.source.keyed_values import KeyedValues, KeyedValuesWriter, KeyPlaces
 from coyo11m_tfds.storage import file_state
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.stored_file import StoredFile, file_changed
 
-# The size of a caption of more than `schema.MAX_CAPTION_BYTES`, which is left out.
+# The sizes of captions that are left out: of more than `schema.MAX_CAPTION_BYTES`, and no UTF-8.
 TOO_LONG = -1
+UNREADABLE = -3
 
 _MAX_EXAMPLES = 10
 _DIGESTED_AT_ONCE = 1 << 20
@@ -48,12 +49,15 @@ class CaptionFiles:
         is_default = caption_column == schema.DEFAULT_CAPTION_COLUMN
         names = schema.CAPTION_COLUMNS if is_default else (caption_column,)
         with concurrent.futures.ThreadPoolExecutor(_FOOTERS_AT_ONCE) as threads:
-            schemas = threads.map(keyed_parquet.read_schema, files)
-            for file, arrow in zip(files, schemas, strict=True):
+            schemas = threads.map(keyed_parquet.read_schema_and_count, files)
+            for file, (arrow, num_rows) in zip(files, schemas, strict=True):
+                # Without rows, a column may have any type, or be missing.
+                if not num_rows:
+                    continue
                 with keyed_parquet.naming_damage(file.path):
                     keys = keyed_parquet.find_key_column(arrow, key_column)
                 integers = [field.name for field in arrow if pa.types.is_integer(field.type)]
-                texts = [field.name for field in arrow if keyed_parquet.holds_text(field.type)]
+                texts = [field.name for field in arrow if arrow_texts.holds_text(field.type)]
                 caption = next((x for x in names if x in arrow.names), '')
                 if not keys:
                     problem = f'{file.path} has no such integers, but {integers}: set key_column.'
@@ -64,7 +68,7 @@ class CaptionFiles:
                 faults.check()
                 # The next files must have the columns of the first.
                 key_column, names = keys, (caption,)
-        return cls(files, key_column, names[0])
+        return cls(files, key_column or schema.PARQUET_KEY, names[0])
 
     @property
     def origin(self) -> list[Any]:
@@ -101,8 +105,8 @@ def join_texts(
     """Writes the captions of distinct keys into a new folder of `KeyedValues`.
 
     `paths` are the local paths of the files, by their names in messages. Keys get the places of
-    `KeyPlaces`. The size of a caption is 0 if it is null, empty or blank, and `TOO_LONG` if it is
-    left out.
+    `KeyPlaces`. The size of a caption is 0 if it is null, empty or blank, and `TOO_LONG` or
+    `UNREADABLE` if it is left out.
     """
 
     def open_files() -> Iterator[KeyedFile]:
@@ -113,6 +117,9 @@ def join_texts(
 
     heads = [(file.keys(), file.has_checksums) for file in open_files()]
     keys = np.concatenate([file_keys for file_keys, _ in heads])
+    if not len(keys):
+        others = ', nor has any other file of captions' if len(paths) > 1 else ''
+        raise ValueError(f'{next(iter(paths))}: has no rows{others}.')
     first_rows, duplicate_keys = keyed_values.order_by_key(keys)
     places, is_kept = KeyPlaces(requested_keys).find(keys)
     # Without duplicates: of the rows with one key, only the first is its caption.
@@ -146,13 +153,14 @@ def _write_texts(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Writes the texts of some rows; returns sizes, int32, and CRC-32s, uint32, of all rows."""
     sizes, checksums = np.empty(len(keys), np.int32), np.empty(len(keys), np.uint32)
-    batches, start = ((file.name, values) for file in files for values in file.values()), 0
+    batches = itertools.chain.from_iterable(file.values() for file in files)
+    start = 0
     with Progress('Reading captions', len(keys), 'rows') as progress:
-        for name, values in batches:
+        for values in batches:
             batch = slice(start, start + len(values))
             # Once for each entry of a dictionary: there are few, and the texts may be long.
-            texts, first_rows, index = _distinct_texts(values)
-            texts, text_sizes, text_checksums = _measure_texts(texts, keys[batch][first_rows], name)
+            texts, index = _distinct_texts(values)
+            texts, text_sizes, text_checksums = _measure_texts(texts)
             sizes[batch], checksums[batch] = text_sizes[index], text_checksums[index]
             rows = np.flatnonzero(is_kept[batch])
             row_sizes = sizes[batch][rows]
@@ -176,40 +184,31 @@ def _digest(
     return digest.hexdigest()
 
 
-def _distinct_texts(values: pa.Array) -> tuple[pa.Array, np.ndarray, np.ndarray]:
-    """Returns the texts, those of a dictionary once, their first rows and the index of each row."""
+def _distinct_texts(values: pa.Array) -> tuple[pa.Array, np.ndarray]:
+    """Returns the texts, those of a dictionary once, as large binary, and the index of each row."""
     if not pa.types.is_dictionary(values.type):
-        rows = np.arange(len(values), dtype=np.int32)
-        return values, rows, rows
+        return arrow_texts.read_texts(values), np.arange(len(values), dtype=np.int32)
     indices = pc.fill_null(values.indices, -1).to_numpy()
-    entries, first_rows, index = np.unique(indices, return_index=True, return_inverse=True)
+    entries, index = np.unique(indices, return_inverse=True)
     texts = values.dictionary.take(pa.array(entries, mask=entries < 0))
-    return texts, first_rows, index.astype(np.int32, copy=False)
+    return arrow_texts.read_texts(texts), index.astype(np.int32, copy=False)
 
 
-def _measure_texts(
-    texts: pa.Array, keys: np.ndarray, name: str
-) -> tuple[pa.Array, np.ndarray, np.ndarray]:
-    """Returns texts as large binary, their sizes and their CRC-32s; those too long become null."""
-    # Of one type, because Arrow cannot tell the lengths of string views.
-    texts = texts.cast(pa.large_string())
-    sizes = pc.fill_null(pc.binary_length(texts), 0).to_numpy().astype(np.int32)
+def _measure_texts(texts: pa.Array) -> tuple[pa.Array, np.ndarray, np.ndarray]:
+    """Returns texts, large binary, sizes and CRC-32s; those that are left out become b''."""
+    # As empty texts, because the bytes of a null may still be there.
+    texts = pc.fill_null(texts, b'')
+    sizes = pc.binary_length(texts).to_numpy().astype(np.int32)
     too_long = sizes > schema.MAX_CAPTION_BYTES
-    texts = pc.if_else(pa.array(too_long), pa.scalar(None, texts.type), texts)
-    raw = texts.cast(pa.large_binary())
-    try:
-        texts.validate(full=True)
-    except pa.ArrowInvalid as error:
-        rows = zip(keys.tolist(), raw.to_pylist(), strict=True)
-        bad_key = next((k for k, x in rows if x and x.decode(errors='ignore').encode() != x), None)
-        raise ValueError(
-            f'{name}: the text of key {bad_key} is not UTF-8 ({error}). Remove or repair the row.'
-        ) from None
-    is_caption = pc.fill_null(pc.invert(pc.utf8_is_space(texts)), False)
+    texts = pc.if_else(pa.array(too_long), pa.scalar(b'', texts.type), texts)
+    unreadable = arrow_texts.find_unreadable(texts)
+    texts = pc.if_else(pa.array(unreadable), pa.scalar(b'', texts.type), texts)
+    is_caption = pc.invert(pc.utf8_is_space(texts.view(pa.large_string())))
     # Of slices of Arrow's buffer, so that no text is copied into an object of Python.
     _, offsets, data = texts.buffers()
     bounds = np.frombuffer(offsets, np.int64, len(texts) + 1, texts.offset * 8).tolist()
     view = memoryview(data or b'')
     checksums = [zlib.crc32(view[start:end]) for start, end in itertools.pairwise(bounds)]
     sizes = np.where(is_caption.to_numpy(zero_copy_only=False), sizes, 0)
-    return raw, np.where(too_long, TOO_LONG, sizes), np.array(checksums, np.uint32)
+    sizes = np.where(too_long, TOO_LONG, sizes)
+    return texts, np.where(unreadable, UNREADABLE, sizes), np.array(checksums, np.uint32)

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.source import arrow_texts
 from coyo11m_tfds.storage.stored_file import StoredFile
 
 # The most bytes to read at once.
@@ -48,28 +49,33 @@ class KeyedFile:
         with naming_damage(self.name):
             self._file = open_parquet(path)
             arrow = self._file.schema_arrow
+            self.num_rows = self._file.metadata.num_rows
             self.column = next((c for c in columns if c in arrow.names), columns[-1])
             self._key_column, self._columns = key_column, [self.column, key_column]
             indexes = {} if key_column in arrow.names else _pandas_indexes(arrow)
             self._range = indexes.get(key_column)
             if self._range is not None:
                 self._columns.pop()
-            self.num_rows = self._file.metadata.num_rows
-            self._check(arrow)
-            self.kind = arrow.field(self.column).type  # of the values
             self.metadata = {k.decode(): v.decode() for k, v in (arrow.metadata or {}).items()}
+            # Without rows, a column may have any type, or be missing.
+            if self.num_rows:
+                self._check(arrow)
+            self.kind = pa.null()  # of the values
+            if self.column in arrow.names:
+                self.kind = arrow.types[arrow.names.index(self.column)]
+            if not self.num_rows:
+                return
             # Before the metadata of columns, whose reading would abort the process.
             check_not_encrypted(self._file, self._columns)
             chunks = column_chunks(self._file.metadata, self.column)
-            means = [c.total_uncompressed_size // max(1, c.num_values) for c in chunks]
-            self._row_bytes = max(1, *means)
+            self._row_bytes = max(1, *_mean_row_bytes(self._file.metadata, chunks))
             self._rows_at_once = _ROWS_AT_ONCE
             # Arrow makes no dictionaries of differences.
-            if holds_text(self.kind) and any(
+            if arrow_texts.holds_text(self.kind) and any(
                 'DELTA' in e for chunk in chunks for e in chunk.encodings
             ):
                 self._rows_at_once = _DIFFERENCES_AT_ONCE
-            elif holds_text(self.kind) and self._row_bytes < _REPEATED_BYTES:
+            elif arrow_texts.is_flat(self.kind) and self._row_bytes < _REPEATED_BYTES:
                 self._file = open_parquet(path, read_dictionary=[self.column])
 
     def __enter__(self) -> Self:
@@ -80,7 +86,9 @@ class KeyedFile:
 
     @functools.cached_property
     def has_checksums(self) -> bool:
-        """Whether the first pages of both columns have a checksum."""
+        """Whether the first pages of both columns, if there are any, have a checksum."""
+        if not self.num_rows:
+            return True
         with naming_damage(self.name), open(self._path, 'rb') as file:
             for column in self._columns:
                 chunk = column_chunks(self._file.metadata, column)[0]
@@ -91,6 +99,8 @@ class KeyedFile:
 
     def keys(self) -> np.ndarray:
         """Reads all keys, int64 `(n,)`."""
+        if not self.num_rows:
+            return np.empty(0, np.int64)
         if self._range is not None:
             return np.arange(self._range.start, self._range.stop, self._range.step)
         with naming_damage(self.name):
@@ -112,6 +122,8 @@ class KeyedFile:
 
         `row_bytes` is the size of a value in memory, if all have the same size.
         """
+        if not self.num_rows:
+            return
         max_rows = _BYTES_AT_ONCE // max(row_bytes, self._row_bytes)
         with naming_damage(self.name):
             yield from self._read(self.column, max(1, min(self._rows_at_once, max_rows)))
@@ -133,8 +145,6 @@ class KeyedFile:
                     f"{self.name}: has {has} '{column}'; its columns are {', '.join(arrow.names)}. "
                     'Name one of them.'
                 )
-        if self.num_rows == 0:
-            raise ValueError(f'{self.name}: has no rows.')
         if self._range is not None:
             if len(self._range) != self.num_rows:
                 raise ValueError(
@@ -148,14 +158,8 @@ class KeyedFile:
             )
 
 
-def holds_text(kind: pa.DataType) -> bool:
-    """Whether a column of this type, or its dictionary, has any of Arrow's text types."""
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return str(kind) in ('string', 'large_string', 'string_view')
-
-
 def _can_be_keys(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or (holds_text(kind) and not pa.types.is_dictionary(kind))
+    return pa.types.is_integer(kind) or arrow_texts.is_text(kind)
 
 
 def find_key_column(arrow: pa.Schema, key_column: str) -> str:
@@ -173,6 +177,11 @@ def find_key_column(arrow: pa.Schema, key_column: str) -> str:
 
 def read_schema(file: StoredFile) -> pa.Schema:
     """Reads the schema at the end of a file, local or remote."""
+    return read_schema_and_count(file)[0]
+
+
+def read_schema_and_count(file: StoredFile) -> tuple[pa.Schema, int]:
+    """Reads the schema and the number of rows at the end of a file, local or remote."""
 
     def read_tail(length: int) -> bytes:
         length = min(length, file.size)
@@ -185,7 +194,7 @@ def read_schema(file: StoredFile) -> pa.Schema:
             tail = read_tail(footer)
         metadata = pq.read_metadata(pa.BufferReader(tail))
         _check_noted_names(metadata)
-        return metadata.schema.to_arrow_schema()
+        return metadata.schema.to_arrow_schema(), metadata.num_rows
 
 
 @contextlib.contextmanager
@@ -201,6 +210,11 @@ def naming_damage(name: str) -> Iterator[None]:
         cause = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
         if 'crypt' in cause:
             raise ValueError(f'{name}: is encrypted. Write it without encryption.') from error
+        if isinstance(error, NotImplementedError):
+            raise ValueError(
+                f'{name}: has columns that this version of Arrow does not read ({cause}). Write '
+                'them as other types.'
+            ) from error
         raise ValueError(
             f'{name}: is damaged or not a Parquet file ({cause}). Copy or download it again.'
         ) from error
@@ -210,6 +224,15 @@ def check_not_encrypted(file: pq.ParquetFile, columns: list[str]) -> None:
     """Reads a row of each row group; raises an OSError if it is encrypted."""
     for group in range(file.metadata.num_row_groups):
         next(file.iter_batches(1, row_groups=[group], columns=columns, use_threads=False), None)
+
+
+def _mean_row_bytes(
+    metadata: pq.FileMetaData, chunks: list[pq.ColumnChunkMetaData]
+) -> Iterator[int]:
+    """Yields the mean size of a row in each row group, of which a column has these chunks."""
+    # A chunk counts the values in lists, of which a row may have many.
+    for number, chunk in enumerate(chunks):
+        yield chunk.total_uncompressed_size // max(1, metadata.row_group(number).num_rows)
 
 
 def column_chunks(metadata: pq.FileMetaData, column: str) -> list[pq.ColumnChunkMetaData]:

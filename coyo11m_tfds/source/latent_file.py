@@ -32,13 +32,22 @@ class RowLayout(NamedTuple):
     numbers: np.ndarray | None = None  # of each row, int64 (N,); None if row i has number i
 
 
+class ColumnNames(NamedTuple):
+    """Names of what lies next to the latents of a file, one value a row."""
+
+    texts: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
+    labels: str = ''  # whole numbers of classes, one of `LABELS`
+    empty: tuple[str, ...] = ()  # without a value in any row
+
+
 class LatentFile:
     """A validated local file; the `_open` of each format sets the attributes."""
 
     kind: str  # name of the format in errors
     has_checksums = False  # whether the format has checksums of latents
     path: str  # name of the file in errors
-    keys: np.ndarray  # of the rows, int64 (N,)
+    keys: np.ndarray  # of the rows, int64 (N,); without rows, dtype and shape say nothing
     key_column: str = ''  # name of the keys in the file; '' if they are computed
     dtype: str  # of the latents, one of `schema.LATENT_DTYPES`
     shape: tuple[int, ...]  # of a row, (crops, C, H, W)
@@ -46,9 +55,6 @@ class LatentFile:
     layout: RowLayout | None  # of the rows; None if `RowLayout` cannot describe them
     moments = ''  # one of `schema.MOMENTS` if the layout says that the channels are moments
     embedding_dim: int | None = None  # width of the text embeddings
-    texts: tuple[str, ...] = ()  # names of the columns of texts
-    label_column: str = ''  # name of the column of class labels, one of `LABELS`
-    numbers: tuple[str, ...] = ()  # names of the columns of numbers
 
     def __init__(
         self,
@@ -126,6 +132,8 @@ class LatentFile:
         `(len(rows), *shape)`. The next call overwrites both arrays.
         """
         count = len(rows)
+        if not count:
+            return np.empty((0, 0), np.uint8), np.empty((0, *self.shape), np.float32)
         # The system would clear and map new memory page by page, which takes longer than all else
         # that is done to a record.
         if self._raw is None or self._values is None or count > len(self._raw):
@@ -137,17 +145,17 @@ class LatentFile:
         values.copy_(raw)
         return _bytes_of(raw), values.numpy()
 
-    def column(self, name: str) -> pa.Array:
-        """Reads the texts, class labels or numbers of all rows; null for a row without one."""
+    def column_names(self) -> ColumnNames:
+        """Returns the names of texts, numbers and labels; this may read the whole file."""
+        return ColumnNames()
+
+    def text_column(self, name: str) -> pa.Array:
+        """Reads texts, large binary `(N,)` that need not be UTF-8; null for a row without one."""
         raise NotImplementedError
 
-    def decode(self, text: bytes, row: object) -> str:
-        try:
-            return text.decode()
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f'{self.path}: the text of row {row} is not UTF-8 ({error}).'
-            ) from None
+    def number_column(self, name: str) -> pa.Array:
+        """Reads labels or other numbers, `(N,)`; null for a row without one."""
+        raise NotImplementedError
 
     def _damaged(self, problem: str) -> ValueError:
         return damaged_file_error(self.path, self.kind, problem)
@@ -163,8 +171,10 @@ class LatentFile:
         columns = self._latents_from.key_column, default
         self.key_column = next((x for x in columns if x in names), '')
 
-    def _find_labels(self, integers: Collection[str]) -> None:
-        self.label_column = next((x for x in LABELS if x in integers), '')
+    def _set_empty(self) -> None:
+        """Describes a file without rows, whose latents may seem to be of any kind."""
+        self.keys = np.empty(0, np.int64)
+        self.dtype, self.shape, self.layout = '', (), None
 
     def _make_keys(self, count: int) -> None:
         """Makes keys for rows without keys, by hashing the file's name and the row."""
@@ -239,6 +249,11 @@ class LatentFile:
         file = os.open(self._local_path, os.O_RDONLY)
         weakref.finalize(self, os.close, file)
         return file
+
+
+def find_labels(integers: Collection[str]) -> str:
+    """Returns which columns of whole numbers are labels; '' without any."""
+    return next((x for x in LABELS if x in integers), '')
 
 
 def _bytes_of(raw: torch.Tensor) -> np.ndarray:

@@ -7,6 +7,7 @@ columns (JSON), and the samples: sizes (uint32) of columns without a fixed one, 
 
 import json
 import re
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pyarrow as pa
 from absl import logging
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.source.latent_file import LatentFile, RowLayout
+from coyo11m_tfds.source.latent_file import ColumnNames, LatentFile, RowLayout, find_labels
 
 _MAX_DESCRIPTION = 1 << 20
 _WIDTHS = {f'{sign}int{bits}': bits // 8 for sign in ('', 'u') for bits in (8, 16, 32, 64)}
@@ -49,6 +50,9 @@ class MdsFile(LatentFile):
         if not rises or offsets[-1] != size:
             raise self._damaged('the offsets of its samples do not fit its size')
         self._encodings, fixed = self._describe(self._read_bytes(start, header_end - start))
+        if not count:
+            self._set_empty()
+            return
         self._sizes, self._begins = self._lay_out(offsets[:-1], lengths, fixed)
         latents = self._latents_from.name or self._only_latents()
         self._check_has(latents, self._encodings)
@@ -61,11 +65,7 @@ class MdsFile(LatentFile):
                 f'{self.row_nbytes:,} of {self.dtype} {self.shape}. Set latents_from.'
             )
         self.layout = RowLayout((0,), 1, self._begins[latents])
-        self.texts = tuple(x for x, encoding in self._encodings.items() if encoding == 'str')
-        integer_columns = [x for x, encoding in self._encodings.items() if encoding in _INTEGERS]
-        self._find_labels(integer_columns)
-        self.numbers = tuple(x for x, encoding in self._encodings.items() if encoding in _NUMBERS)
-        self._find_keys(schema.KEY, integer_columns)
+        self._find_keys(schema.KEY, self._names_of(_INTEGERS))
         if self.key_column:
             keys = self._read_numbers(self.key_column)
             # A column of unsigned numbers may hold more than a key.
@@ -78,10 +78,21 @@ class MdsFile(LatentFile):
         else:
             self._make_keys(count)
 
-    def column(self, name: str) -> pa.Array:
-        if self._encodings[name] in _NUMBERS:
-            return pa.array(self._read_numbers(name))
-        return pa.array([self.decode(x, row) for row, x in enumerate(self._bytes_of(name))])
+    def column_names(self) -> ColumnNames:
+        return ColumnNames(
+            texts=self._names_of(['str']),
+            numbers=self._names_of(_NUMBERS),
+            labels=find_labels(self._names_of(_INTEGERS)),
+        )
+
+    def text_column(self, name: str) -> pa.Array:
+        return pa.array(self._bytes_of(name), pa.large_binary())
+
+    def number_column(self, name: str) -> pa.Array:
+        return pa.array(self._read_numbers(name))
+
+    def _names_of(self, encodings: Collection[str]) -> tuple[str, ...]:
+        return tuple(x for x, encoding in self._encodings.items() if encoding in encodings)
 
     def _read_numbers(self, name: str) -> np.ndarray:
         return np.frombuffer(b''.join(self._bytes_of(name)), _NUMBERS[self._encodings[name]])

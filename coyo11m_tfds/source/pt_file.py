@@ -9,6 +9,7 @@ import pickle
 import re
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import google_crc32c
 import numpy as np
@@ -19,12 +20,19 @@ from isal import isal_zlib as zlib
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import pt_archive
 from coyo11m_tfds.process.errors import Faults
-from coyo11m_tfds.source import copied_files
-from coyo11m_tfds.source.latent_file import LatentFile, RowLayout, read_twice, write_sparse_file
+from coyo11m_tfds.source import copied_files, foreign_text
+from coyo11m_tfds.source.latent_file import (
+    ColumnNames,
+    LatentFile,
+    RowLayout,
+    read_twice,
+    write_sparse_file,
+)
 from coyo11m_tfds.storage import file_state, retry
 from coyo11m_tfds.storage.stored_file import StoredFile
 
 _EMBEDDING_DTYPES = ('float16', 'bfloat16', 'float32')
+_TEXTS = str, bytes, list, tuple
 _KEYS = schema.PT_KEYS, 'key', 'ids', 'id', 'image_ids', 'image_id'
 
 # Stays in a core's cache between reading and summing up: 1 GB from the page cache takes 0.05 s.
@@ -46,7 +54,7 @@ class RowsDisagreeError(ValueError):
 
 
 class PtFile(LatentFile):
-    """A validated `.pt` file. Without keys, but with `captions`, keys are hashes of name and row.
+    """A validated `.pt` file. Without keys, but with captions, keys are hashes of name and row.
 
     The head of a remote file has the zip's directory and every member of at most 1 MB or 1% of the
     file: 1.1 MB in three requests for a file of 2.9 GB.
@@ -113,8 +121,13 @@ class PtFile(LatentFile):
         self._find_keys(schema.PT_KEYS, self._content)
         # Without captions in the file, only keys lead to them.
         if not self.key_column and schema.PT_CAPTIONS not in self._content:
-            self.key_column = next((x for x in _KEYS if x in self._content), schema.PT_KEYS)
+            default = '' if self.column_names().texts else schema.PT_KEYS
+            self.key_column = next((x for x in _KEYS if x in self._content), default)
         latents, faults = self._latents_from.name or schema.PT_LATENTS, Faults()
+        names = [latents, self.key_column] if self.key_column else [latents]
+        if all(_has_no_rows(self._content.get(name)) for name in names):
+            self._set_empty()
+            return
         for name, dtypes in (
             (self.key_column, ('int64', 'int32')),
             (latents, tuple(schema.LATENT_DTYPES)),
@@ -142,20 +155,37 @@ class PtFile(LatentFile):
         start = _storage_start(stored) + int(stored.storage_offset()) * stored.element_size()
         is_plain = bool(len(self.keys)) and self._latents.is_contiguous()
         self.layout = RowLayout((start,), self.row_nbytes) if is_plain else None
-        if isinstance(self._content.get(schema.PT_CAPTIONS), list | tuple):
-            self.texts = (schema.PT_CAPTIONS,)
         self._embeddings = tensors.get(schema.PT_EMBEDDINGS)
         if self._embeddings is not None:
             self._check_shape(schema.PT_EMBEDDINGS, ('D',))
             self.embedding_dim = self._embeddings.shape[1]
 
-    def column(self, name: str) -> pa.Array:
-        texts = self._content[name]
-        if len(texts) != len(self.keys) or not all(isinstance(x, str | None) for x in texts):
+    def column_names(self) -> ColumnNames:
+        lists: dict[str, list[Any]] = {}
+        for name, values in self._content.items():
+            if isinstance(name, str) and isinstance(values, list | tuple):
+                lists[name] = [value for value in values if value is not None]
+        texts = [x for x, values in lists.items() if values and isinstance(values[0], _TEXTS)]
+        empty = [x for x, values in lists.items() if not values]
+        return ColumnNames(texts=tuple(texts), empty=tuple(empty))
+
+    def text_column(self, name: str) -> pa.Array:
+        values = self._content[name]
+        if len(values) != len(self.keys):
             raise ValueError(
-                f'{self.path}: {name} has {len(texts)} entries, expected {len(self.keys)} strings.'
+                f'{self.path}: {name} has {len(values)} entries, expected {len(self.keys)}, one '
+                'for each row.'
             )
-        return pa.array(texts, pa.large_string())
+        texts = []
+        for row, value in enumerate(values):
+            text = foreign_text.find_text(value)
+            if text is None and value is not None and not isinstance(value, _TEXTS):
+                raise ValueError(
+                    f'{self.path}: {name} of row {row} is a {type(value).__name__}, expected a '
+                    'text, bytes of UTF-8 or a list of texts.'
+                )
+            texts.append(None if text is None else foreign_text.encode(text))
+        return pa.array(texts, pa.large_binary())
 
     def _read(self, rows: np.ndarray, raw: torch.Tensor) -> None:
         if self.layout is None:
@@ -218,6 +248,13 @@ class PtFile(LatentFile):
         raise ValueError(message)
 
 
+def _has_no_rows(value: object) -> bool:
+    """Whether a value is a tensor or a list of no rows."""
+    if isinstance(value, torch.Tensor):
+        return value.ndim > 0 and value.shape[0] == 0
+    return isinstance(value, list | tuple) and not value
+
+
 def _check_byte_order(archive: pt_archive.Archive, path: str) -> None:
     """Raises a ValueError for numbers of another byte order: torch crashes over such a file."""
     for member, start in zip(archive.members, archive.starts, strict=True):
@@ -234,7 +271,7 @@ def _check_byte_order(archive: pt_archive.Archive, path: str) -> None:
             )
 
 
-def _load_tensors(path: str, name: str, **options) -> dict[str, torch.Tensor]:
+def _load_tensors(path: str, name: str, **options) -> dict[str, Any]:
     try:
         # With `weights_only`, as any other pickle could run code.
         content = torch.load(path, weights_only=True, **options)

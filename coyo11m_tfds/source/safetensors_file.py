@@ -16,7 +16,14 @@ import pyarrow as pa
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.process.errors import damaged_file_error
-from coyo11m_tfds.source.latent_file import LatentFile, RowLayout, read_twice, write_sparse_file
+from coyo11m_tfds.source.latent_file import (
+    ColumnNames,
+    LatentFile,
+    RowLayout,
+    find_labels,
+    read_twice,
+    write_sparse_file,
+)
 from coyo11m_tfds.storage import retry
 from coyo11m_tfds.storage.stored_file import StoredFile
 
@@ -68,8 +75,11 @@ class SafetensorsFile(LatentFile):
         views = [x for x in (name, name + _FLIP) if x in self._tensors]
         self._check_has(name, self._tensors)
         latents = self._tensors[name]
-        views = views if len(latents.shape) == 4 else views[:1]
         count, *shape = latents.shape or (0,)
+        if latents.shape and not count:
+            self._set_empty()
+            return
+        views = views if len(latents.shape) == 4 else views[:1]
         row_shape = (len(views), *shape) if len(shape) == 3 else tuple(shape)
         self._set_kind(name, _FLOATS.get(latents.kind, latents.kind), row_shape)
         for view in views:
@@ -80,14 +90,16 @@ class SafetensorsFile(LatentFile):
                 )
         starts = tuple(self._tensors[view].begin for view in views)
         self.layout = RowLayout(starts, self.row_nbytes // len(views))
-        self._find_labels(self._tensors)
         self._find_keys(schema.PT_KEYS, self._tensors)
         if self.key_column:
             self.keys = self._integers(self.key_column, count)
         else:
             self._make_keys(count)
 
-    def column(self, name: str) -> pa.Array:
+    def column_names(self) -> ColumnNames:
+        return ColumnNames(labels=find_labels(self._tensors))
+
+    def number_column(self, name: str) -> pa.Array:
         return pa.array(self._integers(name, len(self.keys)))
 
     def _integers(self, name: str, count: int) -> np.ndarray:

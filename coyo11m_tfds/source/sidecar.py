@@ -169,9 +169,14 @@ def write_sidecar(
 
 
 def describe_values(path: str, column: str = '') -> dict[str, Any]:
-    """Returns those facts of `join_values` that one file holds."""
+    """Returns those facts of `join_values` that one file holds; {} of one without values."""
     with KeyedFile(path, *([column] if column else _COLUMNS)) as file:
-        return _describe_column(file, column)
+        return {} if _has_no_values(file, column) else _describe_column(file, column)
+
+
+def _has_no_values(file: KeyedFile, column: str) -> bool:
+    """Whether a file has no rows, or only nulls in a column that somebody chose."""
+    return not file.num_rows or (bool(column) and pa.types.is_null(file.kind))
 
 
 def _describe_column(file: KeyedFile, column: str) -> dict[str, Any]:
@@ -217,20 +222,25 @@ def join_values(
     writer, places = KeyedValuesWriter(folder), KeyPlaces(requested_keys)
     digest, all_keys = hashlib.sha256(), []
     facts: dict[str, Any] = {}
-    common: Mapping[str, Any] = {}  # what all files have to have
+    common: Mapping[str, Any] = {}  # what all files have to have, as the first of them
+    first_path = ''
     with Progress('Reading values', sum(file.size for file in files), 'B') as progress:
         for file in files:
             with (
                 hold(file) as path,
                 KeyedFile(path, *([column] if column else _COLUMNS), name=file.path) as parquet,
             ):
+                if _has_no_values(parquet, column):
+                    progress.add(file.size)
+                    continue
                 facts = _describe_column(parquet, column)
                 entries = facts
                 if not column:
                     # The files of a sidecar differ only in the number of the part.
                     entries = {x: y for x, y in parquet.metadata.items() if x != schema.META_PART}
-                common = common or entries
-                errors.check_same_entries(common, entries, file.path, f'in {files[0].path}')
+                if not common:
+                    common, first_path = entries, file.path
+                errors.check_same_entries(common, entries, file.path, f'in {first_path}')
                 keys = parquet.keys()
                 for rows, values in _read_numbers(parquet, keys, facts):
                     digest.update(values)
@@ -238,10 +248,11 @@ def join_values(
                     row_places, is_requested = places.find(keys[rows])
                     _add_rows(writer, row_places[is_requested], values[is_requested])
                     progress.add(file.size * len(rows) // parquet.num_rows)
-    keys = np.concatenate(all_keys)
+    keys = np.concatenate([np.empty(0, np.int64), *all_keys])
     name = common_path(files)
     if not len(keys):
-        raise ValueError(f"{name}: column '{column}' is null in every row.")
+        problem = f"column '{column}' is null in every row" if column else 'has no rows'
+        raise ValueError(f'{name}: {problem}.')
     _, duplicate_keys = keyed_values.order_by_key(keys)
     keyed_values.check_unique_keys(len(duplicate_keys), duplicate_keys, name)
     # The keys after all values, so that the digest does not depend on the batches.

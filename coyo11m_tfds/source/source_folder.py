@@ -218,12 +218,14 @@ def _names_in_index(
         ]
         folders = sorted({os.path.dirname(name) for name in sizes} - {''})
         is_plain = all(re.fullmatch(r'[^./][^/]*', x) for x in folders)
-        if not sizes or len(sizes) < len(shards) or not is_plain:
+        if len(sizes) < len(shards) or not is_plain:
             raise ValueError(f'it has shards {list(sizes)[:3]}')
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f'{index.path}: is damaged or not an index of MDS shards ({error}). Copy it again.'
         ) from None
+    if not sizes:
+        raise ValueError(f'{index.path}: has no shards.')
     for sub_folder in folders:
         listing |= folder.list_visible(sub_folder, _SUFFIXES)
     for name, size in sizes.items():

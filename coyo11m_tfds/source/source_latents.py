@@ -22,7 +22,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.process.errors import FieldError
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import formats, keyed_values, sidecar
-from coyo11m_tfds.source.latent_file import LABELS, LatentFile
+from coyo11m_tfds.source.latent_file import LABELS, ColumnNames, LatentFile
 from coyo11m_tfds.source.pt_file import RowsDisagreeError
 from coyo11m_tfds.storage.stored_file import StoredFile
 
@@ -88,11 +88,14 @@ def write_numbers(
 
     def read_one(file: StoredFile) -> pa.Table:
         with _open_head(file, folder, SourceOptions(latents)) as shard:
-            if column not in shard.numbers:
+            names, keys = shard.column_names(), pa.array(shard.keys)
+            if not len(keys) or column in names.empty:
+                return pa.table({schema.PARQUET_KEY: keys, column: pa.nulls(len(keys))})
+            if column not in names.numbers:
                 raise ValueError(
-                    f"{file.path}: has no numbers '{column}'; it has {list(shard.numbers)}."
+                    f"{file.path}: has no numbers '{column}'; it has {list(names.numbers)}."
                 )
-            return pa.table({schema.PARQUET_KEY: shard.keys, column: shard.column(column)})
+            return pa.table({schema.PARQUET_KEY: keys, column: shard.number_column(column)})
 
     with concurrent.futures.ThreadPoolExecutor(_HEADS_AT_ONCE) as threads:
         tables = list(threads.map(read_one, files))
@@ -124,48 +127,68 @@ def _open_head(
 
 
 def _read_texts(file: LatentFile, options: SourceOptions) -> FileTexts:
-    column = ''
+    # Neither texts nor labels can be missing where there are no rows.
+    if not len(file.keys):
+        return FileTexts()
+    names, column = file.column_names(), ''
     if options.captions is not None:
-        is_default = options.captions == schema.DEFAULT_CAPTION_COLUMN
-        names = schema.CAPTION_COLUMNS if is_default else (options.captions,)
-        column = next((x for x in names if x in file.texts), '')
-        # By default, labels also serve.
-        if not column and not (is_default and file.label_column):
-            raise ValueError(
-                f"{options.no_captions}: {file.path}: has no captions '{options.captions}'; its "
-                f'texts are {list(file.texts)}. Set caption_column.'
-            )
+        column = _find_captions(file.path, names, options)
         key_column = options.latents.key_column
         if key_column not in ('', file.key_column):
             raise FieldError(
                 'key_column', key_column, f'{file.path} has no such integers; set key_column.'
             )
-    if options.labels and not file.label_column:
+    if options.labels and not names.labels:
         raise ValueError(f'{file.path}: has no labels; expected one of {", ".join(LABELS)}.')
-    captions = (column, file.column(column)) if column else None
+    captions = None
+    if column in names.empty:
+        captions = column, pa.nulls(len(file.keys), pa.large_binary())
+    elif column:
+        captions = column, file.text_column(column)
     if not options.labels and (options.captions is None or column):
         return FileTexts(captions)
-    labels = file.column(file.label_column)
-    bounds = pc.min_max(labels).as_py() if len(labels) else {'min': 0, 'max': 0}
+    labels = file.number_column(names.labels)
+    bounds = pc.min_max(labels).as_py()
     if labels.null_count or bounds['min'] < 0 or bounds['max'] >= _MAX_LABELS:
         raise ValueError(
-            f'{file.path}: {file.label_column} are from {bounds["min"]} to {bounds["max"]}, '
+            f'{file.path}: {names.labels} are from {bounds["min"]} to {bounds["max"]}, '
             f'{labels.null_count} missing; expected 0 to {_MAX_LABELS - 1}.'
         )
     # Without captions, the labels take their place as text.
     if options.captions is not None and not column:
-        captions = file.label_column, labels.cast(pa.large_string())
-    return FileTexts(captions, (file.label_column, labels.cast(pa.int64()).to_numpy()))
+        captions = names.labels, labels.cast(pa.string()).cast(pa.large_binary())
+    return FileTexts(captions, (names.labels, labels.cast(pa.int64()).to_numpy()))
+
+
+def _find_captions(path: str, names: ColumnNames, options: SourceOptions) -> str:
+    """Returns the column of captions; '' if labels take their place."""
+    is_default = options.captions == schema.DEFAULT_CAPTION_COLUMN
+    usual_names = schema.CAPTION_COLUMNS if is_default else (options.captions,)
+    # A column without any text stands for one that has texts in other files.
+    for columns in (names.texts, names.empty):
+        if column := next((x for x in usual_names if x in columns), ''):
+            return column
+    # By default, labels also serve.
+    if is_default and names.labels:
+        return ''
+    raise ValueError(
+        f"{options.no_captions}: {path}: has no captions '{options.captions}'; its texts are "
+        f'{list(names.texts)}. Set caption_column.'
+    )
 
 
 class TextTables:
     """Writes the captions and labels of files, in turn, into Parquet files with keys."""
 
+    COLUMN = schema.CAPTION  # of the captions, whatever their name in the files
+
     def __init__(self, folder: str | os.PathLike[str]):
-        self.captions = self.caption_column = ''  # path of the captions and their column, if any
+        self.captions = ''  # path of the captions, if any
+        self.caption_column = ''  # their name in the files
         self.labels = ''  # path of the labels, a sidecar of tokens, if any
         self._folder = os.fspath(folder)
         self._writer: pq.ParquetWriter | None = None
+        self._has_text = False  # whether a file before had any
         self._labels: list[tuple[np.ndarray, np.ndarray]] = []
         self._label_column = ''
 
@@ -174,18 +197,21 @@ class TextTables:
         if file_texts.captions:
             name, texts = file_texts.captions
             if self._writer is None:
-                self.caption_column = name
                 self.captions = os.path.join(self._folder, 'captions-of-files.parquet')
-                fields = [(schema.PARQUET_KEY, pa.int64()), (name, pa.large_string())]
+                fields = [(schema.PARQUET_KEY, pa.int64()), (self.COLUMN, pa.large_binary())]
                 self._writer = pq.ParquetWriter(
                     self.captions, pa.schema(fields), write_page_checksum=True
                 )
-            if name != self.caption_column:
+            has_text = texts.null_count < len(texts)
+            if has_text and self._has_text and name != self.caption_column:
                 raise ValueError(
                     f"{path}: has captions '{name}', expected '{self.caption_column}' as in the "
                     'files before it. Give the column one name in all files, or set caption_column '
                     'to one that all of them have.'
                 )
+            if has_text or not self.caption_column:
+                self.caption_column = name
+            self._has_text |= has_text
             self._writer.write_table(pa.table([keys, texts], schema=self._writer.schema))
         if file_texts.labels:
             self._label_column, labels = file_texts.labels
@@ -245,16 +271,21 @@ class SourceLatents:
         # They are left out, because keys cannot be assigned to rows.
         self.disagreeing_files = tuple(path for path, _ in bad)
         self.disagreeing = np.concatenate([np.empty(0, np.int64), *(e.keys for _, e in bad)])
-        good = [(file.path, head) for file, head in pairs if not head.disagreement]
-        self.dtype, self.shape = good[0][1].dtype, good[0][1].shape
-        self.moments = good[0][1].moments
+        good = [
+            (file.path, head) for file, head in pairs if not head.disagreement and len(head.keys)
+        ]
+        if not good:
+            others = ', nor has any other file of this source' if files[1:] else ''
+            raise ValueError(f'{files[0].path}: has no rows{others}.')
+        first = good[0][1]
+        self.dtype, self.shape, self.moments = first.dtype, first.shape, first.moments
         for path, head in good:
             if (head.dtype, head.shape) != (self.dtype, self.shape):
                 raise ValueError(
                     f'{path}: latents are {head.dtype} {head.shape}, but those of {good[0][0]} are '
                     f'{self.dtype} {self.shape}; expected one kind. Make a source of each kind.'
                 )
-        self._embedding_dims = [(path, head.embedding_dim) for path, head in good if len(head.keys)]
+        self._embedding_dims = [(path, head.embedding_dim) for path, head in good]
 
     @classmethod
     def read(
@@ -281,15 +312,11 @@ class SourceLatents:
         texts.close()
         # If no file is good, there is no kind of latents to go on with.
         bad = [head.disagreement for head in heads if head.disagreement]
-        if len(bad) == len(heads):
+        if bad and not any(len(head.keys) for head in heads):
             raise bad[0]
         for error in bad:
             logging.warning('left out: %s', error)
         latents = cls(files, heads, options.check_crc, texts)
-        if not len(latents.keys):
-            raise ValueError(
-                f'{files[0].path}: has no rows, nor has any other file of this source.'
-            )
         if not options.drop_bad:
             latents._check_unique()
         return latents

@@ -1,0 +1,83 @@
+"""Texts in columns of Arrow: which columns hold some, and which of these are UTF-8."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+# Some writers of Parquet do not mark texts, which Arrow then takes for bytes.
+_TEXTS = 'string', 'large_string', 'string_view'
+_BYTES = 'binary', 'large_binary', 'binary_view'
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a type is one of Arrow's text types."""
+    return str(kind) in _TEXTS
+
+
+def is_flat(kind: pa.DataType) -> bool:
+    """Whether a type is one of texts or bytes, neither in a dictionary nor in lists."""
+    return str(kind) in _TEXTS + _BYTES
+
+
+def holds_text(kind: pa.DataType) -> bool:
+    """Whether `read_texts` takes a type: of texts, of bytes, of nulls, or of lists of these."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return holds_text(kind.storage_type)
+    if pa.types.is_dictionary(kind) or _is_list(kind):
+        return holds_text(kind.value_type)
+    return is_flat(kind) or pa.types.is_null(kind)
+
+
+def read_texts(values: pa.Array) -> pa.Array:
+    """Returns texts as large binary, which need not be UTF-8; of lists the first that is not ''."""
+    if isinstance(values, pa.ExtensionArray):
+        return read_texts(values.storage)
+    if pa.types.is_dictionary(values.type):
+        return read_texts(values.dictionary).take(values.indices)
+    if _is_list(values.type):
+        return _read_first_texts(values)
+    if pa.types.is_null(values.type):
+        return pa.nulls(len(values), pa.large_binary())
+    return values.cast(pa.large_binary())
+
+
+def find_unreadable(texts: pa.Array) -> np.ndarray:
+    """Returns which texts, large binary, are no UTF-8: bool `(n,)`."""
+    unreadable = np.zeros(len(texts), bool)
+    try:
+        texts.view(pa.large_string()).validate(full=True)
+    except pa.ArrowInvalid:
+        for row, text in enumerate(texts.to_pylist()):
+            unreadable[row] = text is not None and not _is_utf8(text)
+    return unreadable
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    tests = (
+        pa.types.is_list,
+        pa.types.is_large_list,
+        pa.types.is_fixed_size_list,
+        pa.types.is_list_view,
+        pa.types.is_large_list_view,
+    )
+    return any(test(kind) for test in tests)
+
+
+def _read_first_texts(lists: pa.Array) -> pa.Array:
+    """Returns the first text of each list that is not empty."""
+    texts = read_texts(pc.list_flatten(lists))
+    rows_of_texts = pc.list_parent_indices(lists).to_numpy()
+    lengths = pc.fill_null(pc.binary_length(texts), 0).to_numpy()
+    candidates = np.flatnonzero(lengths)
+    rows, firsts = np.unique(rows_of_texts[candidates], return_index=True)
+    index = np.full(len(lists), -1)
+    index[rows] = candidates[firsts]
+    return texts.take(pa.array(index, mask=index < 0))
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

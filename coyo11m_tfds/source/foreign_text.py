@@ -1,0 +1,60 @@
+"""Texts that others wrote, in files, in JSON and in pickles.
+
+A text that is no UTF-8 stays apart from all others until rows are counted: bad bytes become lone
+surrogates, and `encode` turns these into bytes that are no UTF-8 either.
+"""
+
+import codecs
+import json
+import math
+from typing import Any
+
+# In place of a text of which nothing can be read.
+UNREADABLE = b'\xff'
+
+_UTF16_MARKS = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
+
+
+def decode(data: bytes) -> str:
+    """Decodes UTF-8 or, after its mark, UTF-16, and leaves the mark out."""
+    encoding = 'utf-16' if data.startswith(_UTF16_MARKS) else 'utf-8-sig'
+    # What UTF-16 cannot decode, it cannot escape either.
+    return data.decode(encoding, 'surrogatepass' if encoding == 'utf-16' else 'surrogateescape')
+
+
+def decode_caption(data: bytes) -> str:
+    """Returns the caption in a `.txt`: without a mark, and without line ends around it."""
+    lines = decode(data).replace('\r\n', '\n').replace('\r', '\n')
+    return lines.strip('\n')
+
+
+def parse_json(data: bytes) -> Any:
+    """Parses JSON of any encoding; raises a ValueError or RecursionError if it is none."""
+    return json.loads(decode(data))
+
+
+def encode(text: str) -> bytes:
+    """Encodes a text; one that cannot be read becomes bytes that are no UTF-8."""
+    return text.encode('utf-8', 'surrogatepass')
+
+
+def is_readable(text: str) -> bool:
+    """Whether a text can be encoded as UTF-8."""
+    return not any('\ud800' <= character <= '\udfff' for character in text)
+
+
+def find_text(value: Any) -> str | None:
+    """Returns the text that a value is, or the first in a list that is not empty; None without one.
+
+    Numbers and truth values are the texts that JSON has for them.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bytes):
+        return decode(value)
+    if isinstance(value, list | tuple):
+        texts = map(find_text, value)
+        return next(filter(None, texts), None)
+    if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+        return json.dumps(value)
+    return None
