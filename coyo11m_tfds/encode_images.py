@@ -425,27 +425,37 @@ class _PartTars:
     def encode(self, results: Iterable[_Result], progress: Progress) -> None:
         """Encodes and writes images."""
         running = None
-        for shape, batch in self._make_batches(results, progress):
+        for shape, batch in self._make_batches(self._drop_bad(results, progress)):
             # The devices compute one batch while the next is decoded.
             wait = self._encoder.start(np.concatenate([decoded.crops for *_, decoded in batch]))
             if running:
-                self._write(*running)
+                self._write(*running, progress)
             running = shape, batch, wait
         if running:
-            self._write(*running)
+            self._write(*running, progress)
+
+    def _drop_bad(
+        self, results: Iterable[_Result], progress: Progress
+    ) -> Iterator[tuple[SourceImage, Pixels]]:
+        for image, decoded in results:
+            if isinstance(decoded, BadImageError):
+                self.counts.drop(image, decoded)
+                self._count_done(image, progress)
+            else:
+                yield image, decoded
+
+    def _count_done(self, image: SourceImage, progress: Progress) -> None:
+        # Not before: what is only decoded has most of its work ahead.
+        self.num_bytes += image.size
+        progress.add(image.size, images=1)
 
     def _make_batches(
-        self, results: Iterable[_Result], progress: Progress
+        self, decoded_images: Iterable[tuple[SourceImage, Pixels]]
     ) -> Iterator[tuple[str, _Batch]]:
         batches = collections.defaultdict[str, _Batch](list)
         # Unlike the names of images, these have no dots, folders or repetitions.
         names = (f'{number:06}' for number in itertools.count())
-        for image, decoded in results:
-            self.num_bytes += image.size
-            progress.add(image.size, images=1)
-            if isinstance(decoded, BadImageError):
-                self.counts.drop(image, decoded)
-                continue
+        for image, decoded in decoded_images:
             height, width = decoded.crops.shape[1:3]
             shape, batch_size = f'{height}x{width}', self._encoder.batch_size(height, width)
             batches[shape].append((next(names), image, decoded))
@@ -454,8 +464,11 @@ class _PartTars:
                 yield shape, batches.pop(shape)
         yield from batches.items()
 
-    def _write(self, shape: str, batch: _Batch, wait: Callable[[], Any]) -> None:
+    def _write(
+        self, shape: str, batch: _Batch, wait: Callable[[], Any], progress: Progress
+    ) -> None:
         for (name, image, decoded), latents in zip(batch, self._rows(*wait()), strict=True):
+            self._count_done(image, progress)
             if not np.isfinite(latents).all():
                 self.counts.drop(image, BadImageError('not finite latents'))
                 continue

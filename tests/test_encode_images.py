@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import pathlib
+import re
 import resource
 import shlex
 import tarfile
@@ -13,13 +14,14 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from absl import logging
 
 import input_pipeline
 from coyo11m_tfds import add_column, doctor, encode_images, mirror, schema, storage
 from coyo11m_tfds.convert.build_settings import BuildSettings
 from coyo11m_tfds.pictures import pixels
 from coyo11m_tfds.pictures.vae_encoder import VaeEncoder
-from coyo11m_tfds.process import workers
+from coyo11m_tfds.process import progress, workers
 from coyo11m_tfds.source import source_folder
 from coyo11m_tfds.storage.disk import Disk
 from tests import built, made_images, small_vae
@@ -184,6 +186,28 @@ def test_without_its_description_an_encoding_is_known_by_its_receipts(
     (out / schema.ENCODING_FILE).write_bytes(b'{}')
     with pytest.raises(ValueError, match=r'00000\.tar: is not of this command'):
         encode(source, encoder, out)
+
+
+def test_an_image_is_done_when_it_is_written(source, encoder, tmp_path, monkeypatch, caplog):
+    start = encoder.start
+
+    def start_and_tell(images: np.ndarray):
+        wait = start(images)
+
+        def tell_and_wait():
+            logging.info('It waits for a batch.')
+            return wait()
+
+        return tell_and_wait
+
+    monkeypatch.setattr(encoder, 'start', start_and_tell)
+    monkeypatch.setattr(progress, '_SECONDS_BETWEEN_LINES', 0)
+    with caplog.at_level('INFO', logger='absl'):
+        encode(source, encoder, tmp_path / 'out', part_images=22)
+    *earlier, last = ''.join(f'{line}\n' for line in caplog.messages).split('It waits for a batch.')
+    shares = [int(share) for share in re.findall(r'Encoding images: (\d+)%', ''.join(earlier))]
+    assert len(earlier) == 3 and 0 < max(shares) < 80
+    assert re.search(r'Encoding images: 100%, 1 of 1 parts, [\d.]+ images/s', last)
 
 
 class Stop(Exception):

@@ -2,14 +2,15 @@
 
     Writing shards: 33%, 3 of 8 shards, 25,000 records/s, 640 MB/s, 3 dropped, 0:00:01 left
 
-A line comes every ten seconds, even while nothing arrives. Lines go to absl's log as INFO, and
-where that is not shown there is no bar either.
+A line comes every ten seconds, even while nothing arrives. A terminal that has no room for a bar
+gets lines, too. Lines go to absl's log as INFO, and where that is not shown there is no bar either.
 """
 
 import collections
 import contextlib
 import datetime
 import logging as standard_logging
+import os
 import sys
 import threading
 import time
@@ -32,6 +33,7 @@ _RATED = 'records', 'tokens', 'images'  # the counts that are shown as speeds
 _BYTES = 'B'
 _AMOUNT = ''  # the work in its unit, among the counts
 
+_LEAST_COLUMNS = 20
 # As wide as the terminal: what does not fit is cut off, so that no line wraps.
 _BAR_FORMAT = '{desc}: {percentage:.0f}%{postfix} |{bar}|'
 
@@ -166,7 +168,7 @@ class Progress:
             facts.append(f'{amount:,} of {self._total:,} {self._unit}')
         facts += [f'{counts[name]:,} of {goal:,} {name}' for name, goal in self._goals.items()]
         rates = [name for name in _RATED if name in counts]
-        facts += [f'{self._speed(name, now, since):,.0f} {name}/s' for name in rates]
+        facts += [f'{_format_speed(self._speed(name, now, since))} {name}/s' for name in rates]
         speed = self._speed(_AMOUNT, now, since)
         if self._unit != _BYTES:
             facts.append(f'{_format_speed(speed)} {self._unit}/s')
@@ -185,7 +187,17 @@ class Progress:
 def _is_watched() -> bool:
     """Whether the log is shown on a terminal or in a notebook."""
     is_notebook = tqdm.autonotebook.tqdm is not tqdm.tqdm
-    return logging.vlog_is_on(0) and (is_notebook or sys.stderr.isatty())
+    return logging.vlog_is_on(0) and (is_notebook or _has_room_for_a_bar())
+
+
+def _has_room_for_a_bar() -> bool:
+    """Whether errors go to a terminal that is wide enough; some do not know their width."""
+    if not sys.stderr.isatty():
+        return False
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns >= _LEAST_COLUMNS
+    except OSError:
+        return False
 
 
 def _format_speed(speed: float) -> str:

@@ -52,6 +52,18 @@ def test_a_line_tells_goals_speeds_counts_and_the_time_left(log):
         ]
 
 
+def test_slow_work_has_a_speed(log):
+    clock = Clock()
+    with progress.Progress('Encoding', 100, 'B', clock=clock) as made:
+        for _ in range(2):
+            clock.now += 10
+            made.add(20, images=3)
+    assert log.messages[:2] == [
+        'Encoding: 20%, 0.30 images/s, 0.00 MB/s, 0:00:40 left',
+        'Encoding: 40%, 0.30 images/s, 0.00 MB/s, 0:00:30 left',
+    ]
+
+
 def test_it_says_so_when_the_work_was_broken_off(log):
     clock = Clock()
     with (
@@ -147,6 +159,7 @@ from coyo11m_tfds.process import command_line, progress
 
 command_line.show_log()
 progress._SECONDS_BETWEEN_TICKS = 0.05
+progress._SECONDS_BETWEEN_LINES = 0.2
 with progress.Progress('Writing shards', 10**9, 'B', {'shards': 8}) as made:
     made.skip(25 * 10**7, shards=2)
     time.sleep(0.3)
@@ -156,8 +169,7 @@ with progress.Progress('Writing shards', 10**9, 'B', {'shards': 8}) as made:
 """
 
 
-@pytest.mark.parametrize('columns', [40, 120])
-def test_on_a_terminal_it_is_a_bar_that_no_line_of_the_log_breaks_and_that_never_wraps(columns):
+def show_on_a_terminal(columns: int) -> list[str]:
     reader, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack('HHHH', 24, columns, 0, 0))
     program = [sys.executable, '-c', _ON_A_TERMINAL]
@@ -166,7 +178,12 @@ def test_on_a_terminal_it_is_a_bar_that_no_line_of_the_log_breaks_and_that_never
     os.close(terminal)
     shown = os.read(reader, 1 << 16).decode()
     os.close(reader)
-    lines = [line for line in re.split('[\r\n]+', re.sub(r'\x1b\[\w', '', shown)) if line.strip()]
+    return [line for line in re.split('[\r\n]+', re.sub(r'\x1b\[\w', '', shown)) if line.strip()]
+
+
+@pytest.mark.parametrize('columns', [40, 120])
+def test_on_a_terminal_it_is_a_bar_that_no_line_of_the_log_breaks_and_that_never_wraps(columns):
+    lines = show_on_a_terminal(columns)
     bars = [line for line in lines if line.startswith('Writing shards: ')]
     assert bars[-1].startswith('Writing shards: 50%, 4 of 8 shards, ')
     assert all(len(line) <= columns for line in bars)
@@ -174,3 +191,12 @@ def test_on_a_terminal_it_is_a_bar_that_no_line_of_the_log_breaks_and_that_never
     logged = [line[9:] for line in lines if re.match(r'\d\d:\d\d:\d\d ', line)]
     assert logged[0] == 'a line of the log'
     assert re.match('Writing shards: 100%, 4 of 8 shards, .* 3 dropped, in 0:00:0', logged[1])
+
+
+@pytest.mark.parametrize('columns', [0, 10])
+def test_a_terminal_without_room_for_a_bar_gets_lines(columns):
+    lines = show_on_a_terminal(columns)
+    assert not [line for line in lines if line.startswith('Writing shards: ')]
+    logged = [line[9:] for line in lines if re.match(r'\d\d:\d\d:\d\d ', line)]
+    assert any(line.startswith('Writing shards: 50%, 4 of 8 shards, ') for line in logged)
+    assert logged[-1].startswith('Writing shards: 100%, ')
