@@ -15,7 +15,11 @@ import of the package suffices, so this works in any folder:
 
 import sys
 
+from coyo11m_tfds.process import programs
+
 __version__ = '0.1.0'
+
+programs.announce_on_terminal()
 
 if hasattr(sys.modules['__main__'], 'launch_cli'):  # the program is `tfds`
     from coyo11m_tfds import build

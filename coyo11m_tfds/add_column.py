@@ -1,4 +1,4 @@
-"""Adds a column to a built data set, in files next to its shards; the shards do not change.
+"""Adds a column to a built data set, in files next to its shards.
 
     python -m coyo11m_tfds.embed_captions --source=SOURCE --encoder=hf:NAME \\
         --out=other

@@ -1,4 +1,4 @@
-"""Builds the data set like `tfds build coyo11m_tfds`, in any working directory.
+"""Builds a data set, as `tfds build coyo11m_tfds` does, in any folder.
 
     python -m coyo11m_tfds.build --manual_dir=SOURCE --data_dir=OUT
     python -m coyo11m_tfds.build --manual_dir=SOURCE --data_dir=OUT \\
@@ -28,7 +28,7 @@ import absl.logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.convert.build_settings import CAPTION_FLAGS, add_caption_flags
-from coyo11m_tfds.process import command_line, machine
+from coyo11m_tfds.process import command_line, machine, programs
 from coyo11m_tfds.reading import process_settings
 
 # Packages of the extra `convert` that TFDS' command and a build import.
@@ -72,6 +72,7 @@ def main() -> None:
         for name in _PACKAGES:
             if not importlib.util.find_spec(name):
                 raise ModuleNotFoundError(name=name)
+    programs.announce_start()
     process_settings.quiet_tensorflow()
     prepare_tfds_command()
     command_line.show_log()

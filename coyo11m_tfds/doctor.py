@@ -1,4 +1,4 @@
-"""Examines the machine, the credentials, the source and the encoder before a long build.
+"""Checks machine, credentials, source and encoder before a build.
 
     python -m coyo11m_tfds.doctor
     python -m coyo11m_tfds.doctor --source=hf://datasets/owner/name \\

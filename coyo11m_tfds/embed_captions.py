@@ -1,4 +1,4 @@
-"""Encodes captions into embeddings or token ids: a sidecar that the builder joins by key.
+"""Encodes captions into embeddings or token ids, for a build.
 
     python -m coyo11m_tfds.embed_captions --source SOURCE \\
         --encoder jax:Qwen/Qwen3-0.6B --out gs://BUCKET/qwen

@@ -1,4 +1,4 @@
-"""Copies a source to another place: in parallel, verified and resumable.
+"""Copies a source to another place: parallel, verified, resumable.
 
     python -m coyo11m_tfds.mirror \\
         hf://datasets/KBlueLeaf/coyo11m-256px-ccrop-latent gs://BUCKET/coyo11m

@@ -1,4 +1,4 @@
-"""Makes a small source of simple pictures, in exactly the layout of the real source.
+"""Makes a small source of simple pictures, laid out as the real one.
 
     python -m coyo11m_tfds.sample_data --out DIR
     python -m coyo11m_tfds.sample_data --out DIR --scene two

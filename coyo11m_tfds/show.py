@@ -1,4 +1,4 @@
-"""Shows a data set: its report, as a page with pictures that a VAE decodes, or one record.
+"""Shows a data set as a page with pictures, or one of its records.
 
     python -m coyo11m_tfds.show gs://BUCKET/data/coyo11m_tfds/latents/1.0.0 \\
         --vae=madebyollin/taesdxl --out=page.html

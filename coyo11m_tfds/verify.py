@@ -1,4 +1,4 @@
-"""Checks a data set: compares every file and every record with its checksum.
+"""Checks a data set: compares all files and records with checksums.
 
     python -m coyo11m_tfds.verify gs://BUCKET/data/coyo11m_tfds/latents/1.0.0
 

@@ -1,10 +1,16 @@
 """Every program: its `--help` is complete, and a wrong command line is answered in one line."""
 
+import os
+import pty
 import re
+import subprocess
+import sys
 
 import pytest
 
-from tests import forked
+import coyo11m_tfds
+from tests import children, forked
+from tests.checkout import CHECKOUT
 
 # With the flags that each requires.
 REQUIRED = {
@@ -17,10 +23,13 @@ REQUIRED = {
     'coyo11m_tfds.sample_data': ['--out'],
     'coyo11m_tfds.show': ['data_dir'],
     'coyo11m_tfds.verify': ['data_dir'],
+    'train_lib.tools.check': ['--config'],
     'train_lib.tools.compile': ['--config', '--topology'],
+    'train_lib.tools.diagnose': ['--config'],
     'train_lib.demo': ['--workdir'],
     'train_lib.draw': ['--workdir', '--prompts'],
     'train_lib.evaluate': ['--workdir'],
+    'train_lib.export': ['--workdir', '--out'],
     'train_lib.main': ['--config', '--workdir'],
 }
 VALUES = {'--config': 'demo'}
@@ -65,6 +74,7 @@ def said() -> dict[tuple[str, str], tuple[int, list[str]]]:
             (program, [*enough, 'stray']),
         ]
     commands += [(program, flags) for program, flags, _ in UNUSABLE]
+    commands += [(program, ['--version']) for program in REQUIRED]
     ended = forked.run(commands)
     names = [(program, (arguments or ['nothing'])[-1]) for program, arguments in commands]
     return dict(zip(names, ended, strict=True))
@@ -100,6 +110,11 @@ def test_what_is_unusable_is_one_line_and_status_2(program, flags, words, said):
 
 
 @pytest.mark.parametrize('program', REQUIRED)
+def test_version_needs_no_other_flag(program, said):
+    assert said[program, '--version'] == (0, [f'coyo11m_tfds {coyo11m_tfds.__version__}'])
+
+
+@pytest.mark.parametrize('program', REQUIRED)
 def test_help_shows_a_command_and_all_flags(program, said):
     status, lines = said[program, '--help']
     assert status == 0
@@ -115,3 +130,49 @@ def test_help_shows_a_command_and_all_flags(program, said):
 def test_help_fits_a_terminal_of_80_columns(program, said):
     _, lines = said[program, '--help']
     assert [line for line in lines if len(line) > 79] == []
+
+
+def test_a_package_lists_its_programs():
+    lines = []
+    for package in ('coyo11m_tfds', 'train_lib'):
+        ended = children.program(package)
+        assert (ended.returncode, ended.stderr) == (0, '')
+        lines += ended.stdout.splitlines()
+    purposes = dict(re.findall(r'^(\S+\.\S+) {2,}(\S.*)$', '\n'.join(lines), re.MULTILINE))
+    assert sorted(purposes) == sorted(REQUIRED)
+    assert max(map(len, lines)) < 98
+    assert all(re.fullmatch(r'[A-Z][a-z]+s .*[^.]', purpose) for purpose in purposes.values())
+
+
+# In the place of a library that takes seconds to import.
+_SLOW = "import sys; sys.exit('imports a library')"
+BEFORE_IMPORTS = {
+    'train_lib.tools.check': ['--config=small'],
+    'coyo11m_tfds.build': ['--manual_dir=x'],
+}
+
+
+@pytest.mark.parametrize('program', BEFORE_IMPORTS)
+def test_a_program_says_that_it_starts_before_it_imports_what_takes_seconds(program, tmp_path):
+    for name in ('tensorflow', 'tensorflow_datasets'):
+        (tmp_path / f'{name}.py').write_text(_SLOW)
+    path = os.pathsep.join([str(tmp_path), os.environ.get('PYTHONPATH', '')])
+    ended = children.program(program, *BEFORE_IMPORTS[program], PYTHONPATH=path)
+    first, *rest = ended.stderr.splitlines()
+    assert re.fullmatch(rf'\d\d:\d\d:\d\d {program} starts \.\.\.', first)
+    assert rest == ['imports a library'], ended.stderr
+
+
+def test_on_a_terminal_it_says_so_before_any_import(tmp_path):
+    """Also a program that needs JAX to define its flags."""
+    (tmp_path / 'jax.py').write_text(_SLOW)
+    path = os.pathsep.join([str(tmp_path), os.environ.get('PYTHONPATH', '')])
+    reader, terminal = pty.openpty()
+    command = sys.executable, '-m', 'train_lib.draw', '--workdir=x', '--prompts=y'
+    subprocess.run(command, cwd=CHECKOUT, stderr=terminal, env=os.environ | {'PYTHONPATH': path})
+    os.close(terminal)
+    shown = os.read(reader, 1 << 16).decode()
+    os.close(reader)
+    first, *rest = shown.splitlines()
+    assert re.fullmatch(r'\d\d:\d\d:\d\d train_lib\.draw starts \.\.\.', first)
+    assert rest == ['imports a library']

@@ -60,6 +60,13 @@ def test_links_lead_somewhere(path):
                 ]
 
 
+def test_the_index_of_docs_has_every_page():
+    text = (CHECKOUT / 'docs/README.md').read_text('utf-8')
+    pages = {x.name for x in (CHECKOUT / 'docs').iterdir() if x.suffix in ('.md', '.ipynb')}
+    assert pages - {'README.md'} <= {*re.findall(r'\]\(([\w.]+)\)', text)}
+    assert 'docs/README.md' in (CHECKOUT / 'README.md').read_text('utf-8')
+
+
 @pytest.mark.parametrize('path', TEXTS, ids=str)
 def test_modules_and_fields_of_commands_exist(path):
     config = importlib.import_module('configs.default').get_config()
@@ -163,6 +170,6 @@ def place_of(module: str) -> str:
     path = CHECKOUT / first / part
     if first == 'train_lib':
         return f'{first}.{part}' if part and path.is_dir() else first
-    if first == 'coyo11m_tfds' and part not in ('', '__init__'):
+    if first == 'coyo11m_tfds' and part not in ('', '__init__', '__main__'):
         return part if path.is_dir() or path.with_suffix('.py').exists() else ''
     return first if first == 'input_pipeline' else ''

@@ -3,3 +3,7 @@
 import time
 
 STARTED = time.monotonic()  # about when the program did: nothing of the package comes earlier
+
+from coyo11m_tfds.process import programs  # noqa: E402
+
+programs.announce_on_terminal()

@@ -1,4 +1,4 @@
-"""Draws captions that are new to the demo's model, and measures the pictures.
+"""Draws captions that are new to the demo's model, and judges them.
 
     python -m train_lib.demo --workdir=demo/run
 

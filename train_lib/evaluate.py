@@ -1,4 +1,4 @@
-"""Measures pictures that a trained model draws, or draws them for other judges.
+"""Measures a model's pictures, or draws pictures for other judges.
 
     python -m train_lib.evaluate --workdir=W --features=/models/clip
     python -m train_lib.evaluate --workdir=gs://BUCKET/W \\

@@ -1,4 +1,4 @@
-"""Exports a trained model for diffusers, with a PyTorch program that draws.
+"""Exports a trained model for diffusers, and for PyTorch alone.
 
     python -m train_lib.export --workdir=W --out=EXPORT
     python EXPORT/transformer/reference.py EXPORT/transformer

@@ -24,7 +24,7 @@ from absl import app, flags, logging
 from ml_collections import config_dict
 
 import input_pipeline
-from coyo11m_tfds.process import command_line, errors
+from coyo11m_tfds.process import command_line, errors, programs
 from train_lib import config_rules
 
 CONFIG_HELP = (
@@ -36,6 +36,7 @@ _HERE = pathlib.Path(__file__).parent
 _CONFIGS = next(path for path in (_HERE / 'configs', _HERE.parent / 'configs') if path.is_dir())
 
 flags.DEFINE_bool('verbose', False, 'Show messages of libraries, and tracebacks of errors.')
+flags.DEFINE_bool('version', False, 'Show the version of this package.')
 
 
 def start(
@@ -48,7 +49,8 @@ def start(
     A wrong command line, or one without a required flag, and `fixable` errors end the process with
     `error: ...` in one line and status 1, Ctrl-C with `Interrupted: ...` and status 130.
     """
-    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS['verbose'])  # for --help
+    for name in ('verbose', 'version'):
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])  # for --help
     parse = functools.partial(_parse_flags, required=required)
 
     def call_main(argv: Sequence[str]) -> None:
@@ -87,6 +89,7 @@ def prepare(needs_data: bool = True) -> None:
         is_alone = not (config.distributed or has_processes)
         if is_alone and (config.data.mix or config.data.dir):
             config_rules.open_sources(config)
+    programs.announce_start()
     import tensorflow as tf
 
     # TensorFlow only reads records: the accelerator's memory is for JAX.
@@ -166,6 +169,9 @@ def _parse_flags(argv: Sequence[str], required: Sequence[str]) -> list[str]:
     with errors_in_one_line():
         try:
             _, *extra_arguments = flags.FLAGS(argv)
+            if flags.FLAGS.version:
+                command_line.print_lines(command_line.VERSION)
+                sys.exit()
             if extra_arguments:
                 raise flags.Error(f'unexpected arguments: {" ".join(extra_arguments)}')
             if 'config' in flags.FLAGS and flags.FLAGS['config'].present:

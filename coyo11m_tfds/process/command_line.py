@@ -25,8 +25,11 @@ from typing import NoReturn, TextIO
 
 import absl.logging
 
-from coyo11m_tfds.process import errors, stop_signals
+import coyo11m_tfds
+from coyo11m_tfds.process import errors, programs, stop_signals
 from coyo11m_tfds.process.shown_text import escape_for_terminal
+
+VERSION = f'coyo11m_tfds {coyo11m_tfds.__version__}'
 
 TRACEBACK_VARIABLE = 'COYO11M_TRACEBACK'
 
@@ -53,10 +56,17 @@ class Parser(argparse.ArgumentParser):
             description='\n\n'.join(x if x.startswith(' ') else wrap.fill(x) for x in paragraphs),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        self.add_argument('--version', action='version', version=VERSION)
 
     def error(self, message: str) -> NoReturn:
         line = f'error: {message}; {example_of_use(self.prog, self.description)}'
         self.exit(2, f'{escape_for_terminal(line)}\n')
+
+
+def list_programs(package: str, doc: str | None) -> None:
+    """Runs `python -m` of a package with this docstring, which lists the package's programs."""
+    Parser(package, doc or '').parse_args()
+    print_lines(*programs.describe_programs(package), '', 'python -m NAME --help shows more.')
 
 
 def example_of_use(program: str, doc: str | None) -> str:

@@ -50,6 +50,7 @@ def test_a_run_from_its_first_line_to_ctrl_c(mini_dataset, tmp_path):
     assert lines.count('Ctrl-C: saving, then leaving. Once more leaves at once.') == 1
     assert f'Stopped at step {max(runs.saved_steps(tmp_path))}. To resume: ' in lines[-1]
     texts = [re.sub(r'^\d\d:\d\d:\d\d ', '', line) for line in lines]
+    assert texts.pop(0) == 'train_lib.main starts ...'
     first = next(i for i, text in enumerate(texts) if text.startswith('loss'))
     assert [text.split(':')[0] for text in texts[:first]] == [
         'machine',

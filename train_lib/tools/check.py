@@ -1,13 +1,13 @@
-"""Checks a configuration against this machine and its data set, without training.
+"""Checks a run before it starts: settings, data, memory and model.
 
     python -m train_lib.tools.check --config=demo \\
         --config.data.dir=OUT/coyo11m_tfds/hash/1.0.0
     {"devices": "1 x cpu", "data": "OUT/..., text embeddings of hash", ...}
 
-Like a run before its first step, the program checks the settings, the mesh,
-the data set, the memory for reading, the model and the optimizer. It compiles
-nothing. After an error it ends with one line and exit status 1. If the
-configuration is for several hosts (`distributed`), the program makes the
+A dry run: like a run before its first step, the program checks the settings,
+the mesh, the data set, the memory for reading, the model and the optimizer. It
+compiles nothing. After an error it ends with one line and exit status 1. If
+the configuration is for several hosts (`distributed`), the program makes the
 checks that one host can make, with a mesh of this host's devices.
 """
 
@@ -21,8 +21,6 @@ from coyo11m_tfds.process import command_line
 from train_lib import run
 
 FLAGS = flags.FLAGS
-
-config_flags.DEFINE_config_file('config', None, run.CONFIG_HELP, lock_config=True)
 
 
 def check_configuration(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
@@ -72,4 +70,5 @@ def main() -> None:
 
 
 if __name__ == '__main__':
+    config_flags.DEFINE_config_file('config', None, run.CONFIG_HELP, lock_config=True)
     run.start(main, required=['config'])

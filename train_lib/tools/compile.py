@@ -1,4 +1,4 @@
-"""Compiles a step for a TPU slice and reports its memory, traffic and time there.
+"""Compiles a step for a TPU slice, and reports memory and traffic.
 
     pip install -e '.[tpu]'
     python -m train_lib.tools.compile --config=tpu_v5e_16 --topology=v5e:4x4
