@@ -39,8 +39,14 @@ import numpy as np
 from absl import logging
 
 from coyo11m_tfds import schema, storage
-from coyo11m_tfds.pictures import pixels, vae_encoder
-from coyo11m_tfds.pictures.pixels import BadImageError, Pixels, SmallImageError, Target
+from coyo11m_tfds.pictures import image_kinds, pixels, vae_encoder
+from coyo11m_tfds.pictures.pixels import (
+    BadImageError,
+    OtherImageError,
+    Pixels,
+    SmallImageError,
+    Target,
+)
 from coyo11m_tfds.pictures.vae_encoder import VaeEncoder
 from coyo11m_tfds.process import command_line, errors, machine, workers
 from coyo11m_tfds.process import job as ranks
@@ -82,6 +88,8 @@ class ImageCounts:
     # Reasons of images that cannot be used, and of good ones that are too small or too narrow.
     bad: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     small: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    # Reasons of images that are not taken, such as their formats; archives are among them.
+    other: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     names: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # the first by reason
 
     def count(self, image: SourceImage, shape: str) -> None:
@@ -90,16 +98,21 @@ class ImageCounts:
         self.key_rules[image.key_rule] += 1
         self.num_without_caption += not image.caption
 
-    def drop(self, image: SourceImage, error: BadImageError) -> None:
+    def drop(self, name: str, error: BadImageError) -> None:
         """Counts an image that is left out."""
-        counts = self.small if isinstance(error, SmallImageError) else self.bad
+        counts = self.bad
+        if isinstance(error, SmallImageError):
+            counts = self.small
+        elif isinstance(error, OtherImageError):
+            counts = self.other
         counts[error.reason] += 1
         names = self.names.setdefault(error.reason, [])
-        names += [image.name] * (len(names) < _MAX_NAMES)
+        if len(names) < _MAX_NAMES:
+            names.append(name)
 
     def add(self, part: Mapping[str, Any]) -> None:
         """Adds the counts of a part, as `vars` gives them."""
-        for name in ('shapes', 'key_rules', 'bad', 'small'):
+        for name in ('shapes', 'key_rules', 'bad', 'small', 'other'):
             getattr(self, name).update(part[name])
         self.num_without_caption += part['num_without_caption']
         for reason, names in part['names'].items():
@@ -129,8 +142,16 @@ class ImageCounts:
         facts += [f'{n:,} keys from {rule}' for rule, n in self.key_rules.most_common()]
         facts += [f'{self.num_without_caption:,} have no caption'] * bool(self.num_without_caption)
         lines = [', '.join(facts)]
-        for counts, kind in ((self.small, 'left out'), (self.bad, 'bad')):
-            lines += [f'{counts.total():,} {kind}: {self._list(counts)}'] * bool(counts)
+        dropped = {'left out': self.small, 'bad': self.bad, 'not taken': self.other}
+        for kind, counts in dropped.items():
+            if counts:
+                lines.append(f'{counts.total():,} {kind}: {self._list(counts)}')
+        if self.other:
+            lines.append(f'What is not taken: {image_kinds.ADVICE}.')
+        totals = {'encoded': self.shapes} | dropped
+        num_found = sum(counts.total() for counts in totals.values())
+        sums = ' + '.join(f'{counts.total():,} {kind}' for kind, counts in totals.items())
+        lines.append(f'{num_found:,} found = {sums}')
         return '\n'.join(lines)
 
 
@@ -200,7 +221,7 @@ def encode(
     errors.UNIT_INTERVAL.check('max_bad', max_bad)
     errors.at_least(1).check('part_images', part_images)
     target = _make_target(size, buckets, crops, max_pixels)
-    parts = image_files.find_images(images, caption_column, part_images)
+    parts, left = image_files.find_images(images, caption_column, part_images)
     encoder = vae_encoder.VaeEncoder(vae) if isinstance(vae, str) else vae
     if size % encoder.factor:
         raise ValueError(f'size={size}: expected a multiple of {encoder.factor}, as {vae} needs.')
@@ -229,6 +250,8 @@ def encode(
     encoding.read_receipts()
     missing = tuple(sorted({*range(len(parts))} - encoding.receipts.keys()))
     encoding.counts.check_bad(max_bad, _MANY_IMAGES if missing else 0)
+    for name, reason in sorted(left.items()):
+        encoding.counts.drop(name, OtherImageError(reason))
     if not encoding.counts.shapes and not missing:
         raise ValueError(f'{images}: no image is left. {encoding.counts}')
     if not missing:
@@ -439,7 +462,7 @@ class _PartTars:
     ) -> Iterator[tuple[SourceImage, Pixels]]:
         for image, decoded in results:
             if isinstance(decoded, BadImageError):
-                self.counts.drop(image, decoded)
+                self.counts.drop(image.name, decoded)
                 self._count_done(image, progress)
             else:
                 yield image, decoded
@@ -470,7 +493,7 @@ class _PartTars:
         for (name, image, decoded), latents in zip(batch, self._rows(*wait()), strict=True):
             self._count_done(image, progress)
             if not np.isfinite(latents).all():
-                self.counts.drop(image, BadImageError('not finite latents'))
+                self.counts.drop(image.name, BadImageError('not finite latents'))
                 continue
             if shape not in self._tars:
                 self.paths[shape] = path = os.path.join(self._folder, f'{shape}.tar')

@@ -375,6 +375,15 @@ def test_bad_images_are_counted_and_named(encoder, tmp_path, monkeypatch):
     assert report.counts.small == {'too small': 1}
     assert 'not an image (page.png, page2.jpg, x.webp)' in str(report)
     assert '1 without a caption' not in str(report)
+    assert (
+        str(report).splitlines()[-2] == '28 found = 21 encoded + 1 left out + 6 bad + 0 not taken'
+    )
+    (source / 'x.heic').write_bytes(b'')
+    report = encode(source, encoder, tmp_path / 'out', max_bad=0.3)
+    assert '1 not taken: 1 HEIC (x.heic)' in str(report)
+    assert (
+        str(report).splitlines()[-2] == '29 found = 21 encoded + 1 left out + 6 bad + 1 not taken'
+    )
 
 
 def test_few_of_many_large_images_are_in_memory(encoder, tmp_path, monkeypatch):

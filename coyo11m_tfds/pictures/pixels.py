@@ -18,9 +18,12 @@ import numpy as np
 import PIL
 from PIL import Image, ImageCms, ImageOps
 
+from coyo11m_tfds.pictures import image_kinds
+
 # The formats that photographs are kept in. Each further decoder of Pillow's forty is one more that
 # files of strangers could attack.
 _FORMATS = ('JPEG', 'PNG', 'WEBP')
+_KINDS = ('JPEG', 'PNG', 'WebP')  # their names in `image_kinds`
 # A progressive JPEG has ten scans, which each go over all pixels: 20 ms for 33 million of them.
 _MAX_SCANS = 100
 # Pillow parses segments of a JPEG, the bytes between them and chunks of a PNG in Python, in some
@@ -57,6 +60,10 @@ class BadImageError(ValueError):
 
 class SmallImageError(BadImageError):
     """A good image, but `too small` (it would have to be enlarged) or `too narrow`."""
+
+
+class OtherImageError(BadImageError):
+    """An image that is not taken, because of its format or its place."""
 
 
 class Target(NamedTuple):
@@ -139,6 +146,9 @@ def _decode(data: bytes, target: Target) -> Image.Image:
     except (BadImageError, MemoryError):
         raise
     except PIL.UnidentifiedImageError as error:
+        kind = image_kinds.find_kind(data[: image_kinds.HEAD_BYTES])
+        if kind and kind not in _KINDS:
+            raise BadImageError(f'{kind} under another name') from error
         message = f'no header of a JPEG, PNG or WebP that can be read; it begins with {data[:12]!r}'
         raise BadImageError('not an image', message) from error
     except Image.DecompressionBombError as error:

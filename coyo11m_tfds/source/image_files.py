@@ -1,12 +1,13 @@
 """Finds images with their captions and numbers: in a folder, in tars, or in Parquet files.
 
-    parts = image_files.find_images('gs://bucket/photos', caption_column='', part_images=4096)
+    parts, left = image_files.find_images('gs://bucket/photos', '', part_images=4096)
     with parts[0].open(scratch) as images:
         for image in images:
             image.caption, image.read()
 
 The listing of a source alone decides its parts: a run of images of a folder, one tar, or one
-Parquet file. docs/images.md says where each of them has captions, numbers and keys.
+Parquet file. docs/images.md says where each of them has captions, numbers and keys. Whatever looks
+like an image and is not taken has a reason: in `left`, or as an image whose `read` raises it.
 """
 
 import abc
@@ -25,7 +26,8 @@ from typing import Any, NamedTuple
 
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset.keyed_random import name_hash
-from coyo11m_tfds.pictures.pixels import BadImageError
+from coyo11m_tfds.pictures import image_kinds
+from coyo11m_tfds.pictures.pixels import BadImageError, OtherImageError
 from coyo11m_tfds.source import tar_members
 from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.scratch import Scratch
@@ -36,14 +38,15 @@ KEY_OF_DATA = 'their data'
 KEY_OF_NAME = 'the numbers that are their names'
 KEY_OF_HASH = 'hashes of their names'
 
-_SUFFIXES = '.jpg', '.jpeg', '.png', '.webp'
 _TABLES = 'metadata.jsonl', 'metadata.csv'
+_TEXTS = '.json', '.txt'
 _TABLE = 'table'  # in place of a suffix
 _IMAGE = 'image'  # column of a Parquet file
 _MAX_IMAGE = 64 << 20  # bytes
 _MAX_TEXT = 1 << 20  # bytes of a `.json` or `.txt`
 _MAX_FIELDS, _MAX_KEY = 256, 20  # in the data of an image; digits
 _READS_AT_ONCE = 8
+_MAX_HEADS = 100  # of remote files with one suffix
 # What an encoding says itself; the width in the data may be that of another version of the image.
 _MEASURED = {schema.KEY, 'width', 'height'}
 
@@ -79,6 +82,13 @@ class _Row(NamedTuple):
     read_bytes: _Read
 
 
+class FoundImages(NamedTuple):
+    """The images of a folder."""
+
+    parts: list['ImagePart']
+    left: dict[str, str]  # names of files that look like images and are in no part, and why
+
+
 class ImagePart(abc.ABC):
     """Images that are encoded together."""
 
@@ -112,8 +122,9 @@ class ImagePart(abc.ABC):
     ) -> contextlib.AbstractContextManager[Iterable[Sequence[_Row]]]: ...
 
     def _describe(self, rows: Sequence[_Row]) -> Iterator[SourceImage]:
-        if len(self._columns) == 1 and not any(self._columns[0] in row.fields for row in rows):
-            names = {n for row in rows for n, x in row.fields.items() if isinstance(x, str)}
+        names = {n for row in rows for n, x in row.fields.items() if isinstance(x, str)}
+        # Images without any text, such as one of the page about a data set, may lie beside others.
+        if len(self._columns) == 1 and names and self._columns[0] not in names:
             raise ValueError(
                 f'{rows[0].name}: neither it nor another image has {self._columns[0]!r}, expected '
                 f'one of their texts {sorted(names)}. Set caption_column.'
@@ -125,7 +136,7 @@ class ImagePart(abc.ABC):
             if not schema.is_key(key):
                 key, rule = name_hash(row.name) >> 1, KEY_OF_HASH
                 if self._is_numbered:
-                    key, rule = _stem(row.name), KEY_OF_NAME
+                    key, rule = os.path.basename(_get_stem(row.name)), KEY_OF_NAME
             texts = [x for x in map(row.fields.get, self._columns) if isinstance(x, str)]
             numbers = {name: row.fields.get(name, math.nan) for name in sorted(names)}
             yield SourceImage(
@@ -139,11 +150,20 @@ class ImagePart(abc.ABC):
             )
 
     def _make_row(
-        self, name: str, size: int, read: _Read, fields: _Fields, texts: Mapping[str, _Text] = {}
+        self,
+        name: str,
+        size: int,
+        read: _Read,
+        fields: _Fields,
+        texts: Mapping[str, _Text] = {},
+        has_own_key: bool = True,
     ) -> _Row:
-        """Adds to the fields of an image what its `.json` and `.txt` say, which come by suffix."""
+        """Adds to the fields of an image what its `.json` and `.txt` say, which come by suffix.
+
+        Without `has_own_key` the `.json` is that of other images, too.
+        """
         try:
-            for suffix in [x for x in ('.json', '.txt') if x in texts]:
+            for suffix in [x for x in _TEXTS if x in texts]:
                 nbytes, read_text = texts[suffix]
                 if nbytes > _MAX_TEXT:
                     raise ValueError(f'{suffix} has {nbytes:,} bytes')
@@ -162,42 +182,121 @@ class ImagePart(abc.ABC):
             text = fields[column]
             # All rows of a part are in memory: of other texts than captions a key is enough.
             values[column] = _cut(text) if column in self._columns else text[:_MAX_KEY]
+        if not has_own_key:
+            values.pop(schema.KEY, None)
         return _Row(name, size, values, read)
 
 
-def find_images(
-    root: str | os.PathLike[str], caption_column: str, part_images: int
-) -> list[ImagePart]:
+def find_images(root: str | os.PathLike[str], caption_column: str, part_images: int) -> FoundImages:
     """Lists the images in a folder, local or remote, and divides them into parts.
 
     `caption_column` is the field or column of captions, '' the first of the usual names that an
-    image has. A part of a folder of images has at most `part_images`.
+    image has. A part of images that are files has at most `part_images`.
     """
+    folder = storage.open_folder(root)
     try:
-        listing = storage.open_folder(root).pin().list(deep=True)
+        listing = folder.pin().list(deep=True)
     except FileNotFoundError:
         listing = {}
-    files = {n: x for n, x in listing.items() if not any(map(_is_hidden, n.split('/')))}
-    images, tars, tables = (
-        [name for name in sorted(files) if name.lower().endswith(suffixes)]
-        for suffixes in (_SUFFIXES, '.tar', '.parquet')
-    )
+    files = {name: file for name, file in listing.items() if not _is_hidden(name)}
+    left = _find_left(files, listing.keys() - files.keys(), folder.list_broken())
+    images = [name for name in sorted(files) if image_kinds.judge_name(name) == '']
+    tars = [name for name in _names_with('.tar', files) if not _is_encoded(name, files)]
+    tables = _names_with('.parquet', files)
+    if images or tars or len(tables) > 1:
+        # Next to images, Parquet files without images hold captions.
+        with_images = _with_images({name: files[name] for name in tables})
+        if images or tars or with_images:
+            tables = with_images
+    parts = list[ImagePart]()
     if images:
-        folder = _ImageFolder(files, images)
-        runs = range(0, len(images), part_images)
-        return [_FolderPart(folder, images[x : x + part_images], caption_column) for x in runs]
-    if not tars + tables:
+        all_images = _ImageFolder(files, images)
+        for start in range(0, len(images), part_images):
+            run = images[start : start + part_images]
+            parts.append(_FolderPart(all_images, run, caption_column))
+    parts += [_TarPart({name: files[name]}, caption_column) for name in tars]
+    parts += [_ParquetPart({name: files[name]}, caption_column) for name in tables]
+    if not parts:
         raise ValueError(
-            f'{root}: has no images, expected {", ".join(_SUFFIXES)}, or .tar (uncompressed) or '
-            '.parquet with such files in them.'
+            f'{root}: has no images, expected {", ".join(image_kinds.USUAL_SUFFIXES)}, or .tar '
+            f'(uncompressed) or .parquet with such files in them.{_describe_left(left)}'
         )
-    # img2dataset writes next to each tar a Parquet file without images.
-    kind = _TarPart if tars else _ParquetPart
-    return [kind({name: files[name]}, caption_column) for name in tars or tables]
+    return FoundImages(parts, left)
+
+
+def _find_left(
+    files: Mapping[str, StoredFile], hidden_names: Iterable[str], broken_names: Iterable[str]
+) -> dict[str, str]:
+    """Returns the files that look like images and are not taken, with the reason."""
+    left = dict[str, str]()
+    for name in hidden_names:
+        if image_kinds.judge_name(name) is not None:
+            left[name] = 'hidden'
+    for name in broken_names:
+        if image_kinds.judge_name(name) is not None or image_kinds.may_be_image(name):
+            left[name] = 'link to no file'
+    unknown = collections.defaultdict[str, list[str]](list)
+    for name in files:
+        if reason := image_kinds.judge_name(name):
+            left[name] = reason
+        elif image_kinds.may_be_image(name):
+            unknown[image_kinds.get_suffix(name)].append(name)
+
+    def judge(name: str) -> str | None:
+        size = min(image_kinds.HEAD_BYTES, files[name].size)
+        return image_kinds.judge_head(files[name].read_range(0, size))
+
+    with concurrent.futures.ThreadPoolExecutor(_READS_AT_ONCE) as threads:
+        for names in unknown.values():
+            # A request for each of a million files would take an hour.
+            first_names = [x for x in names if files[x].local_path] or sorted(names)[:_MAX_HEADS]
+            reasons = dict(zip(first_names, threads.map(judge, first_names), strict=True))
+            if len(first_names) < len(names) and any(reasons.values()):
+                reasons = dict(zip(names, threads.map(judge, names), strict=True))
+            left |= {name: reason for name, reason in reasons.items() if reason}
+    return left
+
+
+def _describe_left(left: Mapping[str, str]) -> str:
+    if not left:
+        return ''
+    name, reason = min(left.items())
+    return f' {len(left):,} files are not taken, such as {name} ({reason}): {image_kinds.ADVICE}.'
+
+
+def _names_with(suffix: str, files: Mapping[str, StoredFile]) -> list[str]:
+    return [name for name in sorted(files) if name.lower().endswith(suffix)]
+
+
+def _is_encoded(tar: str, files: Mapping[str, StoredFile]) -> bool:
+    """Whether a tar holds latents that `encode_images` has written."""
+    return next(_folders_above(tar)) + schema.ENCODING_FILE in files
+
+
+def _with_images(tables: Mapping[str, StoredFile]) -> list[str]:
+    """Names of the Parquet files that have a column `image`."""
+    if not tables:
+        return []
+    # Here, because images in folders and tars are read where pyarrow is not installed.
+    from coyo11m_tfds.source import keyed_parquet
+
+    with concurrent.futures.ThreadPoolExecutor(_READS_AT_ONCE) as threads:
+        schemas = threads.map(keyed_parquet.read_schema, tables.values())
+        columns = dict(zip(tables, schemas, strict=True))
+    for name, arrow in columns.items():
+        others = [x.name for x in arrow if keyed_parquet.holds_images(x)]
+        if others and _IMAGE not in arrow.names:
+            raise ValueError(
+                f'{tables[name].path}: has images in its columns {others}, expected {_IMAGE!r}. '
+                'Rename one of them, or move the file elsewhere.'
+            )
+    return [name for name, arrow in columns.items() if _IMAGE in arrow.names]
 
 
 def _is_hidden(name: str) -> bool:
-    return name.startswith(('.', '__MACOSX'))
+    """Whether a file, or a folder that it is in, is one that tools make for themselves."""
+    segments = [x for x in name.split('/') if x not in ('.', '..')]
+    return any(x.startswith(('.', '__MACOSX')) for x in segments)
 
 
 def _folders_above(name: str) -> Iterator[str]:
@@ -209,13 +308,22 @@ def _folders_above(name: str) -> Iterator[str]:
         yield name[: end + 1]
 
 
+def _left_row(name: str, reason: str) -> _Row:
+    """Makes the row of an image that is not taken."""
+
+    def refuse() -> bytes:
+        raise OtherImageError(reason)
+
+    return _Row(name, 0, {}, refuse)
+
+
 def _is_number(value: object) -> bool:
     is_integer = type(value) is int and -(2**63) <= value < 2**63
     return is_integer or (type(value) is float and not math.isinf(value))
 
 
-def _stem(name: str) -> str:
-    return os.path.splitext(os.path.basename(name))[0]
+def _get_stem(name: str) -> str:
+    return name.removesuffix(image_kinds.get_suffix(name))
 
 
 def _cut(text: str) -> str:
@@ -232,15 +340,16 @@ class _ImageFolder:
 
     def __init__(self, files: Mapping[str, StoredFile], images: Sequence[str]):
         self.files = files
-        stems = [_stem(name) for name in images]
+        self.num_of_stem = collections.Counter(map(_get_stem, images))
+        stems = [os.path.basename(_get_stem(name)) for name in images]
         self.is_numbered = all(map(schema.is_key, stems)) and len({*map(int, stems)}) == len(stems)
         # The images of a folder follow each other, so that few tables are in use at once.
         self.read_table = functools.lru_cache(maxsize=4)(self._read_table)
 
     def data_files(self, image: str) -> dict[str, str]:
         """Names of the `.json` and the `.txt` of an image, and of its table."""
-        stem = os.path.splitext(image)[0]
-        names = {x: f'{stem}{x}' for x in ('.json', '.txt') if f'{stem}{x}' in self.files}
+        stem = _get_stem(image)
+        names = {x: f'{stem}{x}' for x in _TEXTS if f'{stem}{x}' in self.files}
         for folder in _folders_above(image):
             tables = (f'{folder}{x}' for x in _TABLES)
             if table := next((x for x in tables if x in self.files), ''):
@@ -291,7 +400,8 @@ class _FolderPart(ImagePart):
             data, file = self._data[image], self.files[image]
             fields = tables[data[_TABLE]].get(image, {}) if _TABLE in data else {}
             texts = {x: (self.files[n].size, self.files[n].read) for x, n in data.items()}
-            return self._make_row(image, file.size, file.read, fields, texts)
+            has_own_key = self._folder.num_of_stem[_get_stem(image)] == 1
+            return self._make_row(image, file.size, file.read, fields, texts, has_own_key)
 
         with concurrent.futures.ThreadPoolExecutor(_READS_AT_ONCE) as threads:
             rows = list(threads.map(read_row, self._data))
@@ -312,21 +422,92 @@ class _TarPart(ImagePart):
             def read(start: int, size: int) -> bytes:
                 return os.pread(stream.fileno(), size, start)
 
-            samples = collections.defaultdict[str, dict[str, _Text]](dict)
+            members, replaced_names = dict[str, tuple[int, int]](), list[str]()
             for name, start, size in tar_members.list_members(file.path, file.size, read):
-                folder, base = os.path.split(name)
-                stem, dot, suffix = base.partition('.')
-                if not _is_hidden(base):
-                    members = samples[os.path.join(folder, stem)]
-                    members[dot + suffix.lower()] = size, functools.partial(read, start, size)
+                if name in members:
+                    replaced_names.append(name)
+                members[name] = start, size
+            reasons = _judge_members(members, read)
+            taken_names = [name for name, reason in reasons.items() if not reason]
+            data = _SampleData(members, taken_names)
             rows = [
-                self._make_row(f'{label}/{stem}{suffix}', *members[suffix], {}, members)
-                for stem, members in samples.items()
-                for suffix in [x for x in _SUFFIXES if x in members][:1]
+                self._make_tar_row(f'{label}/{name}', name, members, data, read)
+                for name in taken_names
             ]
-            if not rows:
-                raise ValueError(f'{file.path}: has no images, expected {", ".join(_SUFFIXES)}.')
-            yield [rows]
+            for name, reason in reasons.items():
+                if reason:
+                    rows.append(_left_row(f'{label}/{name}', reason))
+            for name in replaced_names:
+                if name in reasons:
+                    rows.append(_left_row(f'{label}/{name}', 'replaced by a later of its name'))
+            yield [rows or [_left_row(label, 'tar without images')]]
+
+    def _make_tar_row(
+        self,
+        path: str,
+        name: str,
+        members: Mapping[str, tuple[int, int]],
+        data: '_SampleData',
+        read: tar_members.ReadRange,
+    ) -> _Row:
+        texts = dict[str, _Text]()
+        for suffix, text in data.find(name).items():
+            start, size = members[text]
+            texts[suffix] = size, functools.partial(read, start, size)
+        start, size = members[name]
+        read_image = functools.partial(read, start, size)
+        return self._make_row(path, size, read_image, {}, texts, data.has_own_key(name))
+
+
+def _judge_members(
+    members: Mapping[str, tuple[int, int]], read: tar_members.ReadRange
+) -> dict[str, str]:
+    """Returns the members of a tar that look like images, with '' or why they are not taken."""
+    reasons = dict[str, str]()
+    for name, (start, size) in members.items():
+        reason = image_kinds.judge_name(name)
+        if reason is None and image_kinds.may_be_image(name):
+            reason = image_kinds.judge_head(read(start, min(image_kinds.HEAD_BYTES, size)))
+        if reason is not None:
+            reasons[name] = 'hidden' if _is_hidden(name) else reason
+    return reasons
+
+
+class _SampleData:
+    """Which `.json` and `.txt` the images of a tar have.
+
+    `photo.v2.jpg` has `photo.v2.json` or else `photo.json`, as a sample of WebDataset.
+    """
+
+    def __init__(self, names: Iterable[str], images: Sequence[str]):
+        self._texts = dict[tuple[str, str], str]()  # by stem and suffix
+        for name in names:
+            suffix = image_kinds.get_suffix(name)
+            if suffix.lower() in _TEXTS and not _is_hidden(name):
+                self._texts[name.removesuffix(suffix), suffix.lower()] = name
+        self._num_images = collections.Counter(map(_get_stem, images))
+        self._num_in_sample = collections.Counter(map(_get_sample, images))
+
+    def find(self, image: str) -> dict[str, str]:
+        """Returns the names of the members with the data of an image, by suffix."""
+        names = dict[str, str]()
+        for suffix in _TEXTS:
+            for stem in (_get_sample(image), _get_stem(image)):
+                if (stem, suffix) in self._texts:
+                    names[suffix] = self._texts[stem, suffix]
+        return names
+
+    def has_own_key(self, image: str) -> bool:
+        """Whether the key in the `.json` is that of this image alone."""
+        if (_get_stem(image), '.json') in self._texts:
+            return self._num_images[_get_stem(image)] == 1
+        return self._num_in_sample[_get_sample(image)] == 1
+
+
+def _get_sample(name: str) -> str:
+    """Returns a name up to the first dot of its last segment."""
+    folder, slash, base = name.rpartition('/')
+    return folder + slash + base.partition('.')[0]
 
 
 class _ParquetPart(ImagePart):
@@ -352,6 +533,8 @@ class _ParquetPart(ImagePart):
             if _IMAGE not in columns:
                 raise ValueError(f'{name}: has no column {_IMAGE!r}; it has {[*columns]}.')
             names, row = [_IMAGE, *numbers, *texts], itertools.count()
+            if not table.metadata.num_rows:
+                yield [_left_row(label, 'Parquet file without rows')]
             # One at a time, in 0.2 ms, because few rows may be large.
             for batch in table.iter_batches(1, columns=names, use_threads=False):
                 [fields] = batch.to_pylist()

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.pictures import image_kinds
 from coyo11m_tfds.source import arrow_texts
 from coyo11m_tfds.storage.stored_file import StoredFile
 
@@ -156,6 +157,18 @@ class KeyedFile:
                 f"{self.name}: column '{self._key_column}' is {kind}, expected integers, or texts "
                 'of their decimal digits.'
             )
+
+
+def holds_images(field: pa.Field) -> bool:
+    """Whether a column has images: structs with `bytes`, or bytes under the name of a format."""
+    kind = field.type
+    if pa.types.is_struct(kind):
+        return any(x.name == 'bytes' and _is_bytes(x.type) for x in kind)
+    return _is_bytes(kind) and f'.{field.name.lower()}' in image_kinds.TAKEN_SUFFIXES
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
 def _can_be_keys(kind: pa.DataType) -> bool:

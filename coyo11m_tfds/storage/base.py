@@ -49,6 +49,10 @@ class Storage(abc.ABC):
     def list(self, sub_folder: str = '', *, deep: bool = False) -> dict[str, StoredFile]:
         """Lists the files in a sub-folder, or all below it, by relative name; {} without any."""
 
+    def list_broken(self) -> tuple[str, ...]:
+        """Lists names below the folder that lead to no file, such as links to what is gone."""
+        return ()
+
     @abc.abstractmethod
     def exists(self) -> bool:
         """Returns whether the folder exists."""

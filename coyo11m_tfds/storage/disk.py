@@ -1,5 +1,6 @@
 """Folders on a disk: files are staged in a hidden sub-folder, flushed to the disk and renamed."""
 
+import collections
 import contextlib
 import errno
 import fcntl
@@ -45,14 +46,15 @@ class Disk(Storage):
 
     def list(self, sub_folder: str = '', *, deep: bool = False) -> dict[str, StoredFile]:
         files, top = {}, self.path_of(sub_folder)
-        for parent, _, names in os.walk(top, onerror=_raise_unless_missing):
-            for path in (os.path.join(parent, name) for name in names):
-                # It may be a link to nothing, or have been removed by now.
-                with contextlib.suppress(FileNotFoundError):
-                    files[os.path.relpath(path, top)] = self.describe(path)
-            if not deep:
-                break
+        for name in _walk(top) if deep else _names_in(top):
+            # It may be a link to nothing, or have been removed by now.
+            with contextlib.suppress(FileNotFoundError):
+                files[name] = self.describe(os.path.join(top, name))
         return files
+
+    def list_broken(self) -> tuple[str, ...]:
+        paths = {name: os.path.join(self.folder, name) for name in _walk(self.folder)}
+        return tuple(name for name, path in paths.items() if not os.path.isfile(path))
 
     def list_visible(self, sub_folder: str, suffixes: Suffixes) -> dict[str, StoredFile]:
         names = os.listdir(self.folder)
@@ -192,6 +194,31 @@ class Disk(Storage):
         """Yields a new path, in a folder that a sweep by another process leaves alone."""
         with locks.temporary_folder(self.staging(''), 'put-') as folder:
             yield os.path.join(folder, 'x')
+
+
+def _names_in(folder: str) -> list[str]:
+    for _, _, names in os.walk(folder, onerror=_raise_unless_missing):
+        return names
+    return []
+
+
+def _walk(top: str) -> Iterator[str]:
+    """Yields the names of all files below a folder, also those of linked folders."""
+    # Each folder once: first without links, so that files keep the names that they have without
+    # them, then what links lead to and is new. A link to a folder above `top` would lead around.
+    folders = collections.deque([top])
+    seen = set(map(str, pathlib.PurePath(os.path.realpath(top)).parents))
+    while folders:
+        for parent, below, names in os.walk(folders.popleft(), onerror=_raise_unless_missing):
+            real_parent = os.path.realpath(parent)
+            if real_parent in seen:
+                below.clear()
+                continue
+            seen.add(real_parent)
+            paths = (os.path.join(parent, name) for name in sorted(below))
+            folders.extend(filter(os.path.islink, paths))
+            for name in names:
+                yield os.path.relpath(os.path.join(parent, name), top)
 
 
 def _raise_unless_missing(error: OSError) -> None:

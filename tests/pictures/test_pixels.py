@@ -19,11 +19,23 @@ BUCKETS = pixels.Target(shapes=((48, 80), (64, 64), (80, 48)), crops=3)
 REASONS = {
     'empty': ['empty.jpg'],
     'not an image': [
-        *('gif.jpg', 'animated.gif.png', 'tiff.jpg', 'bmp.png', 'ico.png', 'ppm.jpg', 'pdf.jpg'),
-        *('jpeg2000.jpg', 'eps.jpg', 'byte.jpg', 'page.jpg', 'error.jpg', 'drawing.jpg'),
+        *(
+            'ico.png',
+            'ppm.jpg',
+            'pdf.jpg',
+            'eps.jpg',
+            'byte.jpg',
+            'page.jpg',
+            'error.jpg',
+            'drawing.jpg',
+        ),
         *('text.png', 'zeros.jpg', 'random.webp', 'archive.jpg', 'start.jpg', 'flat.jpg'),
         *('start.png', 'checksum.png', 'flat.png', 'start.webp'),
     ],
+    'GIF under another name': ['gif.jpg', 'animated.gif.png'],
+    'TIFF under another name': ['tiff.jpg'],
+    'BMP under another name': ['bmp.png'],
+    'JPEG 2000 under another name': ['jpeg2000.jpg'],
     'damaged or cut off': [
         *('header.jpg', 'half.jpg', 'no-end.jpg', 'half.png', 'no-pixels.png', 'few-pixels.png'),
         *('text-bomb.png', 'international-bomb.png', 'profile-bomb.png', 'half.webp'),

@@ -1,0 +1,193 @@
+"""Every file, member and row that looks like an image is taken, or has a reason why not."""
+
+import io
+import json
+import os
+import pathlib
+import tarfile
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from coyo11m_tfds.pictures.pixels import OtherImageError
+from coyo11m_tfds.source import image_files, tar_members
+from coyo11m_tfds.storage.scratch import Scratch
+from tests import hostile_images
+
+JPEG, PNG, GIF = (hostile_images.encode(hostile_images.photo(), x) for x in ('JPEG', 'PNG', 'GIF'))
+
+
+def look(root: object, scratch: object) -> tuple[list[image_files.SourceImage], dict[str, str]]:
+    """Returns the images that are taken, and the reasons of the others."""
+    parts, left = image_files.find_images(root, '', 4096)
+    taken, reasons = [], dict(left)
+    for part in parts:
+        with part.open(Scratch(scratch)) as images:
+            for image in images:
+                try:
+                    image.read()
+                except OtherImageError as error:
+                    reasons[image.name] = error.reason
+                else:
+                    taken.append(image)
+    assert len({image.key for image in taken}) == len(taken)
+    return taken, reasons
+
+
+def names_and_reasons(root: object, scratch: object) -> tuple[set[str], dict[str, str]]:
+    taken, reasons = look(root, scratch)
+    return {image.name for image in taken}, reasons
+
+
+def write(folder: pathlib.Path, files: dict[str, bytes]) -> pathlib.Path:
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def write_tar(path: pathlib.Path, members: list[tuple[str, bytes]]) -> None:
+    with tarfile.TarFile(path, 'w') as tar:
+        for name, data in members:
+            tar_members.add_member(tar, name, data)
+
+
+def write_parquet(path: pathlib.Path, **columns: list) -> None:
+    pq.write_table(pa.table(columns), path)
+
+
+def tar_bytes(*names: str) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.TarFile(fileobj=stream, mode='w') as tar:
+        for name in names:
+            tar_members.add_member(tar, name, JPEG)
+    return stream.getvalue()
+
+
+TAKEN = {
+    *('a.jpg', 'B.JPG', 'c.jfif', 'd.jpe', 'e.Jpeg', 'f.png', 'g.webp', 'photo.v2.jpg'),
+    *('below/x.jpg/a.png', 'c d/ü.jpg', 'empty.jpg'),
+}
+LEFT = {
+    **{f'x.{x}': x.upper() for x in ('avif', 'heic', 'heif', 'gif', 'tif', 'tiff', 'bmp', 'jxl')},
+    **{f'{x}/y.{x}': x.upper() for x in ('jp2', 'psd', 'ico', 'svg', 'dng', 'cr2', 'nef')},
+    'Z.HEIC': 'HEIC',
+    '._a.jpg': 'hidden',
+    '__MACOSX/._a.jpg': 'hidden',
+    '.thumbnails/a.png': 'hidden',
+    'a.zip': 'archive',
+    'a.7z': 'archive',
+    'a.tar.gz': 'archive',
+    'below/a.tgz': 'archive',
+    'a.tar.zst': 'archive',
+    'b.jpg.gz': 'compressed',
+    'no_suffix': 'JPEG by its bytes, not by its name',
+    'photo.jpg?w=300': 'PNG by its bytes, not by its name',
+    'photo.v2': 'GIF by its bytes, not by its name',
+}
+HEADS = {'no_suffix': JPEG, 'photo.jpg?w=300': PNG, 'photo.v2': GIF, 'empty.jpg': b''}
+FILES = {name: HEADS.get(name, JPEG) for name in (*TAKEN, *LEFT)} | {
+    'LICENSE': b'All rights are mine, and these are more than 16 bytes.',
+    'short': b'x',
+    'nothing': b'',
+    'notes.txt': b'',
+    'captions.json.gz': b'',
+}
+
+
+def test_every_file_of_a_folder_is_taken_or_has_a_reason(tmp_path):
+    folder = write(tmp_path / 'photos', FILES)
+    assert names_and_reasons(folder, tmp_path) == (TAKEN, LEFT)
+
+
+def test_every_object_is_taken_or_has_a_reason(bucket, tmp_path):
+    bucket.upload_folder(write(tmp_path / 'photos', FILES), 'gs://images/photos')
+    assert names_and_reasons('gs://images/photos', tmp_path) == (TAKEN, LEFT)
+
+
+def test_every_member_of_a_tar_is_taken_or_has_a_reason(tmp_path):
+    """With names that only a tar can have."""
+    members = [*FILES.items(), ('./dot.jpg', JPEG), ('twice.jpg', JPEG), ('twice.jpg', PNG)]
+    members += [('twice.txt', b'Old.'), ('twice.txt', b'New.'), ('in.tar', b'')]
+    (tmp_path / 'photos').mkdir()
+    write_tar(tmp_path / 'photos' / 'a.tar', members)
+    taken, reasons = look(tmp_path / 'photos', tmp_path)
+    names = TAKEN | {'./dot.jpg', 'twice.jpg'}
+    assert {image.name for image in taken} == {f'a.tar/{name}' for name in names}
+    assert reasons.pop('a.tar/twice.jpg') == 'replaced by a later of its name'
+    assert reasons == {f'a.tar/{name}': reason for name, reason in LEFT.items()}
+    [twice] = [image for image in taken if image.name == 'a.tar/twice.jpg']
+    assert (twice.caption, twice.size) == ('New.', len(PNG))
+
+
+@pytest.mark.parametrize('kind', ['folder', 'tar'])
+def test_images_that_share_their_data_have_keys_of_their_own(tmp_path, kind):
+    data = {'c': 7, 'photo': 8, 'one.v2': 9, 'one': 10}
+    files = {f'{x}.json': json.dumps({'key': key, 'caption': x}) for x, key in data.items()}
+    members = {name: text.encode() for name, text in files.items()}
+    images = ['c.jpg', 'c.JPG', 'photo.png', 'photo.small.jpg', 'one.v2.jpg']
+    members |= dict.fromkeys(images, JPEG)
+    (tmp_path / 'photos').mkdir()
+    if kind == 'tar':
+        write_tar(tmp_path / 'photos' / 'a.tar', list(members.items()))
+    else:
+        write(tmp_path / 'photos', members)
+    taken, _ = look(tmp_path / 'photos', tmp_path)
+    captions = {image.name.removeprefix('a.tar/'): image.caption for image in taken}
+    keys = {
+        image.caption: image.key for image in taken if image.key_rule == image_files.KEY_OF_DATA
+    }
+    assert keys == {'photo': 8, 'one.v2': 9}
+    # Only in tars do names end at the first dot.
+    small = 'photo' if kind == 'tar' else ''
+    assert captions == dict(zip(images, ['c', 'c', 'photo', small, 'one.v2'], strict=True))
+
+
+def test_images_of_all_kinds_in_one_folder_are_taken(tmp_path):
+    folder = write(tmp_path / 'photos', {'assets/teaser.png': PNG, 'latents/encoding.json': b'{}'})
+    write_tar(folder / '0.tar', [('a.jpg', JPEG)])
+    write_tar(folder / 'latents' / '0.tar', [('a.npy', b'')])
+    write_tar(folder / 'empty.tar', [('a.txt', b'')])
+    write_parquet(folder / '0.parquet', key=[1], caption=['Of a tar.'])
+    write_parquet(folder / 'x.parquet', image=[{'bytes': JPEG, 'path': 'x'}])
+    write_parquet(folder / 'y.parquet', image=pa.array([], pa.binary()))
+    taken, left = {'assets/teaser.png', '0.tar/a.jpg', 'x.parquet/0'}, {}
+    left['empty.tar'], left['y.parquet'] = 'tar without images', 'Parquet file without rows'
+    assert names_and_reasons(folder, tmp_path) == (taken, left)
+    write_parquet(folder / 'z.parquet', jpg=[JPEG], key=[1])
+    with pytest.raises(ValueError, match=r"z\.parquet: has images in its columns \['jpg'\]"):
+        look(folder, tmp_path)
+
+
+def test_linked_folders_and_files(tmp_path):
+    """Each once, under the name that it has without links, if it has one."""
+    elsewhere = write(tmp_path / 'elsewhere', {'b.jpg': JPEG, 'deep/c.jpg': JPEG})
+    folder = write(tmp_path / 'photos', {'real/a.jpg': JPEG, 'z/z.jpg': JPEG})
+    for name, target in {
+        'album': elsewhere,
+        'again': elsewhere,
+        'a_link_of_real': folder / 'real',
+        'real/up': '..',
+        'real/out': '../..',
+        'z/self': '.',
+        'file.jpg': elsewhere / 'b.jpg',
+        'gone.jpg': 'nowhere.jpg',
+        'gone': 'nowhere',
+        'gone.txt': 'nowhere',
+    }.items():
+        (folder / name).symlink_to(target)
+    (elsewhere / 'back').symlink_to(folder)
+    os.mkfifo(folder / 'pipe.jpg')
+    expected = {'again/b.jpg', 'again/deep/c.jpg', 'real/a.jpg', 'z/z.jpg', 'file.jpg'}
+    left = dict.fromkeys(['gone.jpg', 'gone', 'pipe.jpg'], 'link to no file')
+    assert names_and_reasons(folder, tmp_path) == (expected, left)
+
+
+def test_what_has_only_other_images_is_named(tmp_path):
+    folder = write(tmp_path / 'photos', {'a.heic': b'', 'b.zip': b''})
+    with pytest.raises(
+        ValueError, match=r'photos: has no images, expected \.jpg, .* 2 files are'
+    ) as e:
+        image_files.find_images(folder, '', 1)
+    assert 'such as a.heic (HEIC): ImageMagick converts' in str(e.value)
