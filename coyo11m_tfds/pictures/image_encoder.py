@@ -28,6 +28,7 @@ class ImageEncoder:
         self._device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
         with model_files.loading(model, 'image encoder', _FILES):
             source: dict[str, Any] = {'trust_remote_code': False}
+            model_files.check_floats(model)
             self._model, report = transformers.AutoModel.from_pretrained(
                 model, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **source
             )

@@ -46,7 +46,7 @@ def load_decoder(model: str, channels: int | None = None, maker: str = '') -> 'V
     An `AutoencoderTiny` needs the scaling factor of the VAE that made the latents. `maker` names
     this VAE: a key of `SCALES`, a folder or a hub name; '' stands for SDXL's, with a warning.
     """
-    vae = vae_parts.read_vae(model, ('decoder.', 'post_quant_conv.'))
+    vae = vae_parts.open_vae(model, ('decoder.', 'post_quant_conv.'))
     scale = scale_of_latents(model, vae.config, maker) if vae.kind == 'AutoencoderTiny' else (1, 0)
     decoder = VaeDecoder(vae, *scale)
     if channels not in (None, decoder.channels):
@@ -67,8 +67,8 @@ def scale_of_latents(model: str, config: Mapping[str, Any], maker: str) -> tuple
             is_maker = maker == model_files.public_name(model)
             maker_config = config if is_maker else vae_parts.read_vae_config(maker)
             factor, shift = maker_config['scaling_factor'], maker_config.get('shift_factor')
-            return float(factor), float(shift or 0)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            return factor, shift or 0.0
+        except (ValueError, LookupError) as error:
             reason = (
                 f'the scaling factor of {maker!r}, which made the latents, is unknown ({error})'
             )
@@ -90,7 +90,7 @@ class VaeDecoder:
         network, output = vae.bind(networks, (1, 8, 8, vae.channels))
         self.channels = vae.channels
         self.factor = output.shape[1] // 8  # pixels of a latent position, in each direction
-        self._weights = jax.device_put(dict(vae.weights))
+        self._weights = jax.device_put(vae.read_weights())
         self._decode = jax.jit(lambda weights, x: network(weights, (x - shift) * factor))
 
     def __call__(self, latents: np.ndarray) -> np.ndarray:
@@ -114,38 +114,40 @@ class VaeDecoder:
 
 def _decode_tiny(layers: VaeLayers, latents: jax.Array) -> jax.Array:
     """diffusers' `DecoderTiny`, which takes scaled latents; see `scale_of_latents`."""
-    layers.check_blocks('upsample_fn', 'nearest', activation='relu')
     names = (f'decoder.layers.{number}' for number in itertools.count())
+    stages = layers.config['num_decoder_blocks']
+    widths = layers.widths('decoder_block_out_channels', len(stages))
     # A soft clamp, which is part of diffusers' decoder.
     x = 3 * jnp.tanh(latents / 3)
-    x = jax.nn.relu(layers.conv(next(names), x))
+    x = jax.nn.relu(layers.conv(next(names), x, widths[0]))
     next(names)  # the activation
-    stages = layers.config['num_decoder_blocks']
     for number, num_blocks in enumerate(stages):
         for _ in range(num_blocks):
             x = layers.tiny_block(next(names), x)
         if number < len(stages) - 1:
             next(names)  # the upsampling
-            x = _upsample(x, layers.config.get('upsampling_scaling_factor', 2))
-        x = layers.conv(next(names), x)
-    return 2 * x - 1
+            x = _upsample(x, layers.config['upsampling_scaling_factor'])
+            x = layers.conv(next(names), x, widths[number], has_bias=False)
+    return 2 * layers.conv(next(names), x, width=3) - 1
 
 
 def _decode_kl(layers: VaeLayers, latents: jax.Array) -> jax.Array:
     """diffusers' `Decoder` of `AutoencoderKL`, which takes raw latents."""
-    layers.check_blocks('up_block_types', 'UpDecoderBlock2D', activation='silu')
-    x = latents
-    if layers.config.get('use_post_quant_conv', True):
-        x = layers.conv('post_quant_conv', x)
-    x = layers.middle('decoder.mid_block', layers.conv('decoder.conv_in', x))
     num_stages = len(layers.config['up_block_types'])
-    for stage in range(num_stages):
+    # From the latents to the picture, so the widest comes first.
+    widths = layers.widths('block_out_channels', num_stages)[::-1]
+    x = latents
+    if layers.config['use_post_quant_conv']:
+        x = layers.conv('post_quant_conv', x, x.shape[-1], size=1)
+    x = layers.middle('decoder.mid_block', layers.conv('decoder.conv_in', x, widths[0]))
+    for stage, width in enumerate(widths):
         block = f'decoder.up_blocks.{stage}'
         for number in range(layers.config['layers_per_block'] + 1):
-            x = layers.resnet(f'{block}.resnets.{number}', x)
+            x = layers.resnet(f'{block}.resnets.{number}', x, width)
         if stage < num_stages - 1:
-            x = layers.conv(f'{block}.upsamplers.0.conv', _upsample(x, 2))
-    return layers.out('decoder', x)
+            name = f'{block}.upsamplers.0.conv'
+            x = layers.conv(name, _upsample(x, 2), x.shape[-1])
+    return layers.out('decoder', x, width=3)
 
 
 def _upsample(x: jax.Array, factor: int) -> jax.Array:

@@ -24,7 +24,7 @@ from coyo11m_tfds.storage import model_files
 
 # Limits of a batch on one device. SDXL's encoder takes 1 GB for so many pixels.
 _PICTURES, _PIXELS = 8, 8 * 256**2
-_SAMPLE_SIZE = 64  # pixels; every encoder in use halves them at most five times
+_SAMPLE_SIZE = 2 ** (vae_parts.MAX_STAGES - 1)  # pixels, which all stages can halve
 
 
 class VaeEncoder:
@@ -34,14 +34,9 @@ class VaeEncoder:
 
     def __init__(self, model: str):
         """Loads the encoder of a folder, or of a name on the hub."""
-        vae = vae_parts.read_vae(model, ('encoder.', 'quant_conv.'))
+        vae = vae_parts.open_vae(model, ('encoder.', 'quant_conv.'))
         networks = {'AutoencoderKL': _encode_kl, 'AutoencoderTiny': _encode_tiny}
         network, (mean, deviation) = vae.bind(networks, (1, _SAMPLE_SIZE, _SAMPLE_SIZE, 3))
-        if mean.shape[-1] != vae.channels:
-            raise ValueError(
-                f'{vae.folder}: the encoder makes {mean.shape[-1]} channels, expected '
-                f'{vae.channels}, the latent_channels of config.json'
-            )
         self.name = model_files.public_name(model)
         self.revision = vae.commit or model_files.revision(str(vae.folder))
         self.channels = vae.channels
@@ -50,7 +45,7 @@ class VaeEncoder:
         self.has_moments = deviation is not None
         mesh = Mesh(np.array(jax.local_devices()), ('pictures',))
         self._rows = NamedSharding(mesh, P('pictures'))
-        self._weights = jax.device_put(dict(vae.weights), NamedSharding(mesh, P()))
+        self._weights = jax.device_put(vae.read_weights(), NamedSharding(mesh, P()))
 
         def encode(weights: Mapping[str, Any], pixels: jax.Array) -> Any:
             # Else accelerators round the operands of float32 products to fewer bits.
@@ -106,31 +101,36 @@ _Latents = tuple[jax.Array, jax.Array | None]
 
 def _encode_tiny(layers: VaeLayers, x: jax.Array) -> _Latents:
     """diffusers' `EncoderTiny`, which takes pictures in [0, 1]."""
-    layers.check_blocks('upsample_fn', 'nearest', activation='relu')
     names = (f'encoder.layers.{number}' for number in itertools.count())
-    x = layers.conv(next(names), (x + 1) / 2)
-    for stage, num_blocks in enumerate(layers.config['num_encoder_blocks']):
+    stages = layers.config['num_encoder_blocks']
+    widths = layers.widths('encoder_block_out_channels', len(stages))
+    x = layers.conv(next(names), (x + 1) / 2, widths[0])
+    for stage, (num_blocks, width) in enumerate(zip(stages, widths, strict=True)):
         if stage > 0:
-            x = layers.conv(next(names), x, stride=2, padding=[(1, 1), (1, 1)])
+            padding = [(1, 1), (1, 1)]
+            x = layers.conv(next(names), x, width, stride=2, padding=padding, has_bias=False)
         for _ in range(num_blocks):
             x = layers.tiny_block(next(names), x)
-    return layers.conv(next(names), x), None
+    return layers.conv(next(names), x, layers.config['latent_channels']), None
 
 
 def _encode_kl(layers: VaeLayers, x: jax.Array) -> _Latents:
     """diffusers' `Encoder` of `AutoencoderKL`."""
-    layers.check_blocks('down_block_types', 'DownEncoderBlock2D', activation='silu')
-    x = layers.conv('encoder.conv_in', x)
     num_stages = len(layers.config['down_block_types'])
-    for stage in range(num_stages):
+    widths = layers.widths('block_out_channels', num_stages)
+    x = layers.conv('encoder.conv_in', x, widths[0])
+    for stage, width in enumerate(widths):
         block = f'encoder.down_blocks.{stage}'
         for number in range(layers.config['layers_per_block']):
-            x = layers.resnet(f'{block}.resnets.{number}', x)
+            x = layers.resnet(f'{block}.resnets.{number}', x, width)
         if stage < num_stages - 1:
             # The padding of diffusers: nothing before, a zero behind.
-            x = layers.conv(f'{block}.downsamplers.0.conv', x, 2, padding=[(0, 1), (0, 1)])
-    x = layers.out('encoder', layers.middle('encoder.mid_block', x))
-    if layers.config.get('use_quant_conv', True):
-        x = layers.conv('quant_conv', x)
+            padding = [(0, 1), (0, 1)]
+            name = f'{block}.downsamplers.0.conv'
+            x = layers.conv(name, x, x.shape[-1], stride=2, padding=padding)
+    num_moments = 2 * layers.config['latent_channels']
+    x = layers.out('encoder', layers.middle('encoder.mid_block', x), num_moments)
+    if layers.config['use_quant_conv']:
+        x = layers.conv('quant_conv', x, num_moments, size=1)
     mean, log_variance = jnp.split(x, 2, axis=-1)
     return mean, jnp.exp(0.5 * jnp.clip(log_variance, *schema.LOG_VARIANCE_LIMITS))

@@ -2,15 +2,63 @@
 
 import contextlib
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from safetensors import SafetensorError
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from coyo11m_tfds.process.errors import FieldRule
+from coyo11m_tfds.storage import model_fields
+
+# Types of weights that are read; integers and narrower floats are those of quantized models.
+_FLOATS = 'F64', 'F32', 'F16', 'BF16'
 
 # Endings of the names of weights, configuration and tokenizer in a model's folder.
 _SUFFIXES = {'.safetensors', '.json', '.txt', '.model'}
 
-_LOADING_ERRORS = OSError, ValueError, TypeError, AttributeError, ImportError, SafetensorError
+# Numbers of modules that a network is made of: each takes time and memory before any weight is
+# looked for. Sizes need no bound, because transformers compares shapes before it allocates.
+_COUNT = re.compile(r'(\w+_)?(layers|blocks|experts|stages)|n_layer|depths?')
+_MAX_COUNT = 1024
+_COUNT_RULE = FieldRule(
+    f'no number above {_MAX_COUNT}', lambda count: not _exceeds(count, _MAX_COUNT)
+)
+_QUANTIZATION_RULE = {
+    'quantization_config': FieldRule('no quantized weights', lambda value: value is None)
+}
+
+
+class WeightFile:
+    """An open safetensors file of a model, whose weights are described before they are read."""
+
+    def __init__(self, path: Path):
+        """Opens the file; raises a ValueError that names it."""
+        self.path = path
+        try:
+            self._file = safe_open(path, 'numpy')
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f'{path}: cannot be read: {error}') from error
+        self.names = frozenset(self._file.keys())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a weight; raises a ValueError unless it is of floating point."""
+        weight = self._file.get_slice(name)
+        if (dtype := weight.get_dtype()) not in _FLOATS:
+            raise ValueError(
+                f'{self.path}: {name!r} is {dtype}, expected one of {", ".join(_FLOATS)}: '
+                'quantized weights are not read'
+            )
+        return tuple(weight.get_shape())
+
+    def read(self, name: str) -> np.ndarray:
+        """Reads a weight whose `shape` was accepted."""
+        try:
+            return self._file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f'{self.path}: cannot read {name!r}: {error}') from error
 
 
 def public_name(model: str) -> str:
@@ -46,20 +94,68 @@ def fetch_folder(model: str, kind: str, files: Sequence[str]) -> Path:
 
 
 @contextlib.contextmanager
+def naming_errors(source: str, advice: str = '') -> Iterator[None]:
+    """Turns whatever a library raises about foreign files into a ValueError of one line."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    # Of all, because a panic of a library in Rust is no `Exception`.
+    except BaseException as error:
+        raise ValueError(f'{source}: {model_fields.shorten(error)}{advice}') from error
+
+
+@contextlib.contextmanager
 def loading(model: str, kind: str, files: str) -> Iterator[None]:
     """Turns errors of transformers into a ValueError that names the expected `files`."""
     # Before transformers looks at the folder: it would read pickled weights, too.
-    if local := local_folder(model, kind):
+    local = local_folder(model, kind)
+    if local:
         check_weights(local, kind)
-    try:
-        yield
-    except _LOADING_ERRORS as error:
-        raise ValueError(
-            f'cannot load the {kind} {model!r}: {error}\n'
-            f'Expected a folder with config.json, *.safetensors and {files}, or a name on the '
-            'Hugging Face hub (which needs the network unless the model is in the cache; pickled '
-            'weights and code in the repository are not accepted).'
-        ) from error
+    check_network((local or fetch_folder(model, kind, ['config.json'])) / 'config.json')
+    advice = (
+        f' Expected a folder with config.json, *.safetensors and {files}, or a name on the Hugging '
+        'Face hub (which needs the network unless the model is in the cache; pickled weights and '
+        'code in the repository are not accepted).'
+    )
+    with naming_errors(f'cannot load the {kind} {model!r}', advice):
+        try:
+            yield
+        except Exception:
+            # An error of JSON does not name its file.
+            for path in sorted(local.glob('*.json')) if local else ():
+                model_fields.read_json(path)
+            raise
+
+
+def check_network(path: Path) -> None:
+    """Raises a ValueError for a config.json of quantized weights, or of too many modules.
+
+    transformers checks the types of all fields.
+    """
+    objects = [model_fields.read_object(path)]
+    while objects:
+        fields = objects.pop()
+        objects += [value for value in fields.values() if isinstance(value, dict)]
+        counts = {field: _COUNT_RULE for field in fields if _COUNT.fullmatch(field)}
+        model_fields.check(fields, counts | _QUANTIZATION_RULE, path)
+
+
+def _exceeds(count: Any, most: int) -> bool:
+    """Returns whether a number, or one of a list, is above `most`."""
+    if isinstance(count, list):
+        return any(_exceeds(number, most) for number in count)
+    return isinstance(count, int | float) and not count <= most
+
+
+def check_floats(model: str) -> None:
+    """Raises a ValueError for a model's folder with weights that are not of floating point."""
+    for path in sorted(Path(model).glob('*.safetensors')):
+        file = WeightFile(path)
+        # Buffers may hold integers, such as the numbers of positions.
+        for name in sorted(file.names):
+            if name.endswith(('weight', 'bias')):
+                file.shape(name)
 
 
 def check_weights(folder: Path, kind: str = 'text encoder') -> None:

@@ -4,6 +4,7 @@ Weights are read only from safetensors, and code in a model's repository is neve
 """
 
 import functools
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 import transformers
 
 from coyo11m_tfds.process import job
-from coyo11m_tfds.storage import model_files
+from coyo11m_tfds.storage import model_fields, model_files
+from coyo11m_tfds.text import model_encoder
 from coyo11m_tfds.text.model_encoder import ModelEncoder, ModelTokenizer
 
 # Tokens in a forward pass, padding counted in: so memory stays the same however long the captions
@@ -29,6 +31,9 @@ class HfTokenizer(ModelTokenizer):
 
     def __init__(self, model: str, max_tokens: int, config: Any = None) -> None:
         """Loads the tokenizer; `config` is that of the model, if it has been read."""
+        path = pathlib.Path(model, 'tokenizer.json')
+        if path.is_file():
+            model_encoder.check_tokenizer(path)
         with _loading(model):
             tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model, **_SAFE)
             config = config or transformers.AutoConfig.from_pretrained(model, **_SAFE)
@@ -67,10 +72,12 @@ class HfEncoder(HfTokenizer, ModelEncoder):
         self._batch_tokens = batch_tokens or BATCH_TOKENS[self._device.type]
         try:
             self.dim = self._pool([[self._filler]]).shape[1]
-        except (AttributeError, TypeError, ValueError) as error:
+        # A network of other sizes than its weights, or for other inputs, raises anything.
+        except Exception as error:
             raise ValueError(
                 f'{self.name}: {type(self._model).__name__} makes no hidden states from text '
-                f'alone ({error}); expected an encoder or a causal language model'
+                f'alone ({model_fields.shorten(error)}); expected an encoder or a causal language '
+                'model'
             ) from error
 
     def _start(
@@ -102,6 +109,7 @@ def _load_model(model: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
         # Like T5, of which only the encoder is needed.
         if config.is_encoder_decoder:
             kind = transformers.AutoModelForTextEncoding
+        model_files.check_floats(model)
         network, report = kind.from_pretrained(
             model, dtype=dtype, use_safetensors=True, output_loading_info=True, **_SAFE
         )

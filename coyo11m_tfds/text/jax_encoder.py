@@ -6,7 +6,6 @@ batch, and each has all weights.
 
 import dataclasses
 import functools
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,10 +19,11 @@ import numpy as np
 import tokenizers
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from safetensors import SafetensorError, safe_open
 
-from coyo11m_tfds.storage import model_files
-from coyo11m_tfds.text import language_model
+from coyo11m_tfds.process.errors import FieldRule, one_of
+from coyo11m_tfds.storage import model_fields, model_files
+from coyo11m_tfds.storage.model_fields import list_of, number, whole
+from coyo11m_tfds.text import language_model, model_encoder
 from coyo11m_tfds.text.model_encoder import ModelEncoder, ModelTokenizer
 
 # Tokens in a forward pass of one device, padding counted in: so memory stays the same however long
@@ -55,9 +55,6 @@ _REST = {'embedding': 'embed_tokens', 'norm.scale': 'norm'}
 # Weights in the files that the text model without its language-model head has no use for.
 _OTHER_PARTS = re.compile(r'(.*\.)?(lm_head|vision_tower|multi_modal_projector)\.')
 
-# What files of other programs, or of other contents, end in.
-_MALFORMED = OSError, SafetensorError, json.JSONDecodeError, AttributeError, KeyError, TypeError
-
 _HUB_FILES = ['config.json', '*.safetensors', '*.safetensors.index.json', 'tokenizer*.json']
 
 # Names of sizes in config.json.
@@ -71,6 +68,43 @@ _SIZES = {
     'max_positions': 'max_position_embeddings',
 }
 _LOCAL, _GLOBAL = 'sliding_attention', 'full_attention'
+_MAX_LAYERS = 1024
+_MAX_POSITIONS = 2**31 - 1
+
+# Bounds of the fields of config.json, beyond those of any published model.
+_FREQUENCY_BASE = number(1, 1e12)
+RULES = {
+    'vocab_size': whole(1, 1 << 22),
+    'hidden_size': whole(1, 1 << 16),
+    'intermediate_size': whole(1, 1 << 20),
+    'num_hidden_layers': whole(1, _MAX_LAYERS),
+    'num_attention_heads': whole(1, 1024),
+    'num_key_value_heads': whole(1, 1024),
+    # Positions turn pairs of numbers.
+    'head_dim': whole(2, 4096, multiple_of=2),
+    'max_position_embeddings': whole(1, _MAX_POSITIONS),
+    'sliding_window': whole(1, _MAX_POSITIONS),
+    'sliding_window_pattern': whole(1, _MAX_LAYERS),
+    'layer_types': list_of(one_of(_GLOBAL, _LOCAL), _MAX_LAYERS),
+    'query_pre_attn_scalar': number(1e-3, 1e6),
+    'rms_norm_eps': number(1e-12, 1),
+    'rope_theta': _FREQUENCY_BASE,
+    'rope_local_base_freq': _FREQUENCY_BASE,
+    'rope_parameters': model_fields.OBJECT,
+    'rope_scaling': model_fields.OBJECT,
+}
+_ROPE_TYPE = one_of('default', 'linear')
+_ROPE_RULES = {
+    'rope_type': _ROPE_TYPE,
+    'type': _ROPE_TYPE,
+    'rope_theta': _FREQUENCY_BASE,
+    'factor': number(1e-3, 1e6),
+}
+# A special token of tokenizer_config.json is a text or its description.
+_TOKEN = FieldRule(
+    'null, a text, or an object with a text as content',
+    lambda token: token is None or isinstance(_content(token), str),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +170,7 @@ _QWEN3 = Architecture(
     fixed={'hidden_act': 'silu', 'attention_bias': False, 'use_sliding_window': False},
     layer={'mlp_norm.scale': 'post_attention_layernorm'},
 )
-_ARCHITECTURES = {'gemma3': _GEMMA3, 'gemma3_text': _GEMMA3, 'qwen3': _QWEN3}
+ARCHITECTURES = {'gemma3': _GEMMA3, 'gemma3_text': _GEMMA3, 'qwen3': _QWEN3}
 
 
 class JaxTokenizer(ModelTokenizer):
@@ -202,10 +236,7 @@ def open_checkpoint(model: str) -> 'LanguageModelCheckpoint':
     """Opens a folder, or a model of the hub, which it downloads if the cache lacks it."""
     folder = model_files.fetch_folder(model, 'text encoder', _HUB_FILES)
     model_files.check_weights(folder)
-    try:
-        return LanguageModelCheckpoint(folder)
-    except _MALFORMED as error:
-        raise ValueError(f'cannot read the text encoder {model!r}: {error}') from error
+    return LanguageModelCheckpoint(folder)
 
 
 def load_params(checkpoint: 'LanguageModelCheckpoint', dtype: jnp.dtype | type) -> dict[str, Any]:
@@ -216,28 +247,26 @@ def load_params(checkpoint: 'LanguageModelCheckpoint', dtype: jnp.dtype | type) 
     shapes = flax.traverse_util.flatten_dict(
         language_model.abstract_params(checkpoint.config, dtype), sep='.'
     )
-    params = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
-    targets = _targets(params, checkpoint.architecture)
-    missing, unexpected = targets.keys() - checkpoint.names, checkpoint.names - targets.keys()
+    # Of one number each: the shapes are compared before the weights get memory.
+    outlines = {
+        name: np.broadcast_to(np.empty((), leaf.dtype), leaf.shape) for name, leaf in shapes.items()
+    }
+    expected = _targets(outlines, checkpoint.architecture)
+    missing, unexpected = expected.keys() - checkpoint.names, checkpoint.names - expected.keys()
     if missing or unexpected:
         raise ValueError(
             f'{checkpoint.path}: the weights do not fit the configuration: {len(missing)} are '
             f'missing {sorted(missing)[:3]}, {len(unexpected)} unexpected '
             f'{sorted(unexpected)[:3]}. Download or save the model again.'
         )
-    for name, target in targets.items():
-        try:
-            values = checkpoint.read(name)
-        except (SafetensorError, ValueError) as error:
+    for name, outline in expected.items():
+        if (shape := checkpoint.shape(name)) != outline.shape:
             raise ValueError(
-                f'{checkpoint.path}: cannot read {name}: {error}. Download or save the model again.'
-            ) from error
-        if values.shape != target.shape or not jnp.issubdtype(values.dtype, jnp.floating):
-            raise ValueError(
-                f'{checkpoint.path}: {name} is {values.dtype} {values.shape}, expected floating '
-                f'point {target.shape}.'
+                f'{checkpoint.path}: {name} has the shape {shape}, expected {outline.shape}.'
             )
-        target[...] = values
+    params = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
+    for name, target in _targets(params, checkpoint.architecture).items():
+        target[...] = checkpoint.read(name)
     for name, array in params.items():
         if name.endswith('.scale'):
             array += checkpoint.architecture.norm_offset
@@ -262,29 +291,29 @@ class LanguageModelCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
-        raw = json.loads((folder / 'config.json').read_text(encoding='utf-8'))
-        self.config = parse_model_config(raw, str(folder / 'config.json'))
-        self.architecture = _ARCHITECTURES[raw['model_type']]
-        index = folder / 'model.safetensors.index.json'
-        paths = set(folder.glob('*.safetensors'))
-        if index.is_file():
-            shards = json.loads(index.read_text(encoding='utf-8'))['weight_map'].values()
-            paths = {folder / shard for shard in shards}
-        self._files: dict[str, safe_open] = {}
-        for path in sorted(paths):
-            file = safe_open(path, 'numpy')
-            for name in file.keys():  # noqa: SIM118, it is not a mapping
+        config_path = folder / 'config.json'
+        raw = model_fields.read_object(config_path)
+        self.config = parse_model_config(raw, str(config_path))
+        self.architecture = ARCHITECTURES[raw['model_type']]
+        self._files: dict[str, model_files.WeightFile] = {}
+        for path in _find_weight_files(folder):
+            file = model_files.WeightFile(path)
+            for name in file.names:
                 if name in self._files:
-                    raise ValueError(f'{path}: {name} comes in another file of the folder too.')
+                    raise ValueError(f'{path}: {name!r} comes in another file of the folder too.')
                 self._files[name] = file
         text = {name for name in self._files if not _OTHER_PARTS.match(name)}
         self._prefix = next((n for n in text if n.endswith('embed_tokens.weight')), '')
         self._prefix = self._prefix.removesuffix('embed_tokens.weight')
         self.names = frozenset(name.removeprefix(self._prefix) for name in text)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a weight with a name in `names`, which has to be of floats."""
+        return self._files[self._prefix + name].shape(self._prefix + name)
+
     def read(self, name: str) -> np.ndarray:
-        """Reads the weight with a name in `names`."""
-        return self._files[self._prefix + name].get_tensor(self._prefix + name)
+        """Reads a weight whose `shape` was accepted."""
+        return self._files[self._prefix + name].read(self._prefix + name)
 
     def tokenizer(self) -> tuple[tokenizers.Tokenizer, int]:
         """Returns the tokenizer and its token for padding, both as `hf_encoder` has them."""
@@ -294,36 +323,55 @@ class LanguageModelCheckpoint:
                 f'{path} is missing; expected the fast tokenizer in the folder of the weights. '
                 '`transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)` writes it.'
             )
-        try:
+        model_encoder.check_tokenizer(path)
+        with model_files.naming_errors(f'{path} is not a tokenizer'):
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        # The package raises nothing narrower.
-        except Exception as error:
-            raise ValueError(f'{path} is not a tokenizer: {error}') from error
         tokenizer.no_padding()
-        options = json.loads(settings.read_text(encoding='utf-8')) if settings.is_file() else {}
+        options = model_fields.read_object(settings) if settings.is_file() else {}
+        model_fields.check(options, {'pad_token': _TOKEN, 'eos_token': _TOKEN}, settings)
         names = [_content(options.get(f'{use}_token')) for use in ('pad', 'eos')]
         fillers = [tokenizer.token_to_id(name) for name in names if name]
         return tokenizer, next((token for token in fillers if token is not None), _PADDING)
 
 
+def _find_weight_files(folder: Path) -> list[Path]:
+    """Returns the files of weights in a folder: those of its index or, without one, all."""
+    paths = {path.name: path for path in folder.glob('*.safetensors')}
+    index = folder / 'model.safetensors.index.json'
+    if index.is_file():
+        # Names of the folder's own files, so that none leads out of it.
+        in_folder = FieldRule(
+            'an object with a *.safetensors of this folder for each weight',
+            lambda x: (
+                isinstance(x, dict) and all(isinstance(y, str) and y in paths for y in x.values())
+            ),
+        )
+        content = model_fields.read_object(index)
+        model_fields.check({'weight_map': None, **content}, {'weight_map': in_folder}, index)
+        paths = {name: paths[name] for name in content['weight_map'].values()}
+    return sorted(paths.values())
+
+
 def parse_model_config(raw: Mapping[str, Any], name: str) -> language_model.LanguageModelConfig:
     """Returns what config.json says; refuses models that would be computed wrongly."""
-    architecture = _ARCHITECTURES.get(raw.get('model_type', ''))
+    model_type = raw.get('model_type')
+    architecture = ARCHITECTURES.get(model_type) if isinstance(model_type, str) else None
     if architecture is None:
         raise ValueError(
-            f'{name}: model_type is {raw.get("model_type")!r}, expected one of '
-            f'{", ".join(_ARCHITECTURES)}; hf: runs other models.'
+            f'{name}: model_type is {model_fields.show(model_type)}, expected one of '
+            f'{", ".join(ARCHITECTURES)}; hf: runs other models.'
         )
     # That of a multimodal model has a part for text.
-    text = raw.get('text_config', raw)
-    for key, value in architecture.fixed.items():
-        if (text.get(key) or value) != value:
-            raise ValueError(f'{name}: {key} is {text[key]!r}, expected {value!r}.')
-    text = {**architecture.defaults, **{k: x for k, x in text.items() if x is not None}}
-    _check_sizes(text, name)
+    model_fields.check(raw, {'text_config': model_fields.OBJECT}, name)
+    text = {**architecture.defaults, **_without_nulls(raw.get('text_config', raw))}
+    fixed = {field: model_fields.exactly(value) for field, value in architecture.fixed.items()}
+    model_fields.check(text, RULES | fixed, name)
+    # Queries share keys in equal groups.
+    heads_rule = whole(1, 1024, multiple_of=text['num_key_value_heads'])
+    model_fields.check(text, {'num_attention_heads': heads_rule}, name)
     return language_model.LanguageModelConfig(
         **{ours: text[theirs] for ours, theirs in _SIZES.items()},
-        is_local=_read_layer_kinds(text, name),
+        is_local=_find_local_layers(text, name),
         query_scalar=text.get('query_pre_attn_scalar', text['head_dim']),
         norm_epsilon=text['rms_norm_eps'],
         global_rope=_read_rope(text, _GLOBAL, 'rope_theta', name),
@@ -333,18 +381,8 @@ def parse_model_config(raw: Mapping[str, Any], name: str) -> language_model.Lang
     )
 
 
-def _check_sizes(text: Mapping[str, Any], name: str) -> None:
-    for key in (*_SIZES.values(), 'num_hidden_layers'):
-        if not isinstance(text[key], int) or text[key] < 1:
-            raise ValueError(f'{name}: {key} is {text[key]!r}, expected a positive whole number.')
-    # Queries share keys in equal groups, and positions turn pairs of numbers.
-    for key, divisor in (('num_attention_heads', text['num_key_value_heads']), ('head_dim', 2)):
-        if text[key] % divisor:
-            raise ValueError(f'{name}: {key} is {text[key]}, expected a multiple of {divisor}.')
-
-
-def _read_layer_kinds(text: Mapping[str, Any], name: str) -> tuple[bool, ...]:
-    """Whether each layer is local."""
+def _find_local_layers(text: Mapping[str, Any], name: str) -> tuple[bool, ...]:
+    """Returns for each layer whether its attention is local."""
     depth, period = text['num_hidden_layers'], text['sliding_window_pattern']
     kinds = text.get('layer_types')
     if kinds is None:
@@ -352,8 +390,8 @@ def _read_layer_kinds(text: Mapping[str, Any], name: str) -> tuple[bool, ...]:
     allowed = [_GLOBAL, _LOCAL] if 'sliding_window' in text else [_GLOBAL]
     if len(kinds) != depth or not set(kinds) <= set(allowed):
         raise ValueError(
-            f'{name}: layer_types is {kinds}, expected {" or ".join(allowed)} for each of {depth} '
-            'layers.'
+            f'{name}: layer_types is {model_fields.show(kinds)}, expected {" or ".join(allowed)} '
+            f'for each of {depth} layers.'
         )
     return tuple(kind == _LOCAL for kind in kinds)
 
@@ -361,16 +399,22 @@ def _read_layer_kinds(text: Mapping[str, Any], name: str) -> tuple[bool, ...]:
 def _read_rope(text: Mapping[str, Any], kind: str, base: str, name: str) -> language_model.Rope:
     """Reads `rope_parameters` of a kind of layer, or what files older than transformers 5 have."""
     stored = text.get('rope_parameters', {})
-    settings = dict(stored.get(kind, stored))
+    model_fields.check(stored, {kind: model_fields.OBJECT}, f'{name}: rope_parameters')
+    settings = _without_nulls(stored.get(kind, stored))
     if kind == _GLOBAL:
-        settings |= text.get('rope_scaling', {})
-    scaling = settings.get('rope_type', settings.get('type', 'default'))
-    if scaling not in ('default', 'linear'):
-        raise ValueError(f'{name}: rope_type is {scaling!r}, expected default or linear.')
-    factor = settings['factor'] if scaling == 'linear' else 1.0
+        settings |= _without_nulls(text.get('rope_scaling', {}))
+    model_fields.check(settings, _ROPE_RULES, name)
+    factor = 1.0
+    if settings.get('rope_type', settings.get('type')) == 'linear':
+        model_fields.check({'factor': None, **settings}, _ROPE_RULES, name)
+        factor = settings['factor']
     return language_model.Rope(settings.get('rope_theta', text.get(base, 10_000.0)), factor)
 
 
-def _content(token: Any) -> str:
-    """A special token of tokenizer_config.json, which is a string or its description."""
-    return token['content'] if isinstance(token, dict) else token
+def _without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {field: value for field, value in fields.items() if value is not None}
+
+
+def _content(token: Any) -> Any:
+    """Returns the text of a special token, for which `_TOKEN` holds."""
+    return token.get('content') if isinstance(token, dict) else token

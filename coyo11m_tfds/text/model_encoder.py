@@ -6,12 +6,13 @@ The tokenizer is that of the package `tokenizers`, without its wrapper in transf
 
 import concurrent.futures
 import itertools
+import pathlib
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import tokenizers
 
-from coyo11m_tfds.storage import model_files
+from coyo11m_tfds.storage import model_fields, model_files
 from coyo11m_tfds.text.text_encoders import Encoder, OnBatch, Tokenizer, ignore_batch
 
 # What the package returns of a caption of 137 tokens takes 12 KB. MiniLM's tokenizer takes 170 us
@@ -22,6 +23,18 @@ _CAPTIONS_AT_ONCE = 1024
 # Of widths of batches: more of them mean less padding, and more programs to compile.
 _WIDTHS_AN_OCTAVE = 16
 _SHORTEST = 16  # no batch is narrower
+_MAX_VOCABULARY = 1 << 22
+
+
+def check_tokenizer(path: pathlib.Path) -> None:
+    """Raises a ValueError for a tokenizer.json that cannot be read, or would end the process.
+
+    The package aborts at pairs that do not fit a prefix, which no published model has.
+    """
+    model = model_fields.read_object(path).get('model')
+    if isinstance(model, dict) and 'merges' in model:
+        no_text = model_fields.optional(model_fields.exactly(''))
+        model_fields.check(model, {'continuing_subword_prefix': no_text}, path)
 
 
 class ModelTokenizer(Tokenizer):
@@ -35,16 +48,23 @@ class ModelTokenizer(Tokenizer):
         `spec` is `hf:` or `jax:`, and a folder or a name on the hub. Captions are cut to
         `max_tokens`, special tokens included.
         """
-        special = backend.num_special_tokens_to_add(is_pair=False)
+        runner, _, model = spec.partition(':')
+        self.name = f'{runner}:{model_files.public_name(model)}'
+        with model_files.naming_errors(f'{self.name}: its tokenizer fails'):
+            special = backend.num_special_tokens_to_add(is_pair=False)
+            ids = backend.get_vocab(with_added_tokens=True).values()
         if max_tokens <= special:
             raise ValueError(
                 f'max_tokens is {max_tokens}, expected more than the {special} special tokens of '
                 'each caption'
             )
-        runner, _, model = spec.partition(':')
-        self.name = f'{runner}:{model_files.public_name(model)}'
         self.revision = model_files.revision(model)
-        self.vocabulary = backend.get_vocab_size(with_added_tokens=True)
+        self.vocabulary = max(ids, default=-1) + 1
+        if self.vocabulary > _MAX_VOCABULARY:
+            raise ValueError(
+                f'{self.name}: its tokenizer has the token id {self.vocabulary - 1}, expected less '
+                f'than {_MAX_VOCABULARY}'
+            )
         self.max_tokens, self.truncated = max_tokens, 0
         self._backend, self._filler = backend, filler
 
@@ -63,9 +83,18 @@ class ModelTokenizer(Tokenizer):
 
     def _tokenize_block(self, captions: list[str]) -> tuple[list[list[int]], int]:
         """Returns the ids of each caption, and how many captions were cut."""
-        encodings = self._backend.encode_batch_fast(captions)
+        with model_files.naming_errors(f'{self.name}: its tokenizer fails'):
+            encodings = self._backend.encode_batch_fast(captions)
         num_truncated = sum(bool(encoding.overflowing) for encoding in encodings)
-        return [encoding.ids for encoding in encodings], num_truncated
+        ids = [encoding.ids for encoding in encodings]
+        # Special tokens need not be in the vocabulary.
+        largest = max((max(row) for row in ids if row), default=0)
+        if largest >= self.vocabulary:
+            raise ValueError(
+                f'{self.name}: its tokenizer gives the token id {largest}, expected less than '
+                f'{self.vocabulary}, as its vocabulary has'
+            )
+        return ids, num_truncated
 
 
 class ModelEncoder(Encoder):

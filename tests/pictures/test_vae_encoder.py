@@ -9,7 +9,7 @@ import torch
 
 from coyo11m_tfds.pictures import vae_decoder, vae_parts
 from coyo11m_tfds.pictures.vae_encoder import VaeEncoder
-from tests import children, small_vae
+from tests import children, hostile_models, small_vae
 from tests.checkout import COCO_SAMPLE
 
 TAESDXL = COCO_SAMPLE.parent / 'taesdxl'
@@ -68,20 +68,28 @@ CONV = 'encoder.conv_in.weight'
         (
             {},
             lambda w: w.update({'encoder.x': w[CONV]}),
-            '1 weights are unknown, such as enc',
+            '1 weights are unknown, such as .encoder',
         ),
         ({}, lambda w: w.update({CONV: w[CONV][:, 1:].copy()}), FITS_NOT),
         (
             {},
             lambda w: w.update({n: np.repeat(w[n], 2, axis=0) for n in w if 'quant_conv' in n}),
-            'makes 8 channels, expected 4',
+            r'quant_conv\.weight has the shape \(16, 8, 1, 1\), expected \(8, 8, 1, 1\)',
         ),
-        ({'_class_name': 'VQModel'}, None, "_class_name is 'VQModel', expected one of Autoencoder"),
-        ({'_class_name': []}, None, r'_class_name is \[\], expected one of Autoencoder'),
-        ({'down_block_types': ['DownBlock2D']}, None, 'expected only DownEncoderBlock2D and silu'),
-        ({'act_fn': 'relu'}, None, "act_fn is 'relu', expected only DownEncoderBlock2D and silu"),
-        ({'latent_channels': 'four'}, None, "latent_channels is 'four', expected a number"),
-        ({'latent_channels': None}, None, 'latent_channels is None, expected a number'),
+        ({}, lambda w: w.pop('encoder.conv_in.bias'), r'encoder\.conv_in\.bias is missing'),
+        ({}, lambda w: w.update({CONV: w[CONV][..., :1].copy()}), r'shape \(8, 3, 3, 1\), expect'),
+        ({'block_out_channels': [8, 16]}, None, r'expected \(16, 8, 3, 3\)'),
+        ({'block_out_channels': [8]}, None, r'block_out_channels is \[8\], expected one number'),
+        (
+            {'norm_num_groups': 3},
+            None,
+            'norm_num_groups is 3, expected a divisor of the 8 channels',
+        ),
+        ({'layers_per_block': 10**9}, None, 'layers_per_block is 1000000000, expected .* 1 to 64'),
+        ({'_class_name': 'VQModel'}, None, "_class_name is 'VQModel', expected 'AutoencoderKL' or"),
+        ({'down_block_types': ['DownBlock2D']}, None, "expected a list .* 'DownEncoderBlock2D'"),
+        ({'act_fn': 'relu'}, None, "act_fn is 'relu', expected 'silu'"),
+        ({'latent_channels': 'four'}, None, "latent_channels is 'four', expected a whole number"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(tmp_path, fields, change, message):
@@ -97,11 +105,42 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, fields, change, message)
         VaeEncoder(str(tmp_path))
 
 
+@pytest.mark.parametrize('kind', ['AutoencoderKL', 'AutoencoderTiny'])
+def test_no_value_of_a_field_ends_in_anything_but_one_line(tmp_path, kind):
+    load = VaeEncoder
+    if kind == 'AutoencoderKL':
+        small_vae.make_kl_encoder(tmp_path)
+    else:
+        load = vae_decoder.load_decoder
+        small_vae.make(tmp_path)
+    path = tmp_path / 'config.json'
+    content = json.loads(path.read_text())
+    assert load(str(tmp_path)).channels == 4
+    refusals = []
+    for fields in hostile_models.damage_fields(
+        content, [*vae_parts.KINDS[kind].rules, '_class_name']
+    ):
+        path.write_text(json.dumps(fields))
+        refusals.append(hostile_models.refusal(lambda: load(str(tmp_path)), str(tmp_path)))
+    # Fields of the other half may be anything within their bounds.
+    assert sum(map(bool, refusals)) > 0.9 * len(refusals)
+
+
+@pytest.mark.parametrize('dtype', hostile_models.QUANTIZED)
+def test_only_weights_of_floating_point_are_read(tmp_path, dtype):
+    small_vae.make_kl_encoder(tmp_path)
+    hostile_models.quantize(tmp_path / vae_parts.WEIGHTS_FILE, CONV, dtype)
+    with pytest.raises(ValueError, match=rf"'{CONV}' is {dtype}, expected one of F64, F32, F16, B"):
+        VaeEncoder(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ('name', 'content'),
     [
         (vae_parts.WEIGHTS_FILE, b'\x08'),
         *(('config.json', content) for content in (None, b'[]', b'null', b'{', b'\xff')),
+        ('config.json', hostile_models.NESTED),
+        ('config.json', b'{"latent_channels": %s}' % (b'9' * 5000)),
     ],
 )
 def test_damaged_and_missing_files_are_named(tmp_path, name, content):

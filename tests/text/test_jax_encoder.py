@@ -4,6 +4,7 @@ The fast tests make tiny random models with everything in them that differs from
 The slow one uses the real weights: see `tests/text/fetch_encoders.py`.
 """
 
+import functools
 import json
 import os
 import pathlib
@@ -23,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coyo11m_tfds.text import jax_encoder, language_model, model_encoder, text_encoders
-from tests import children
+from tests import children, hostile_models
 from tests.text import offline_hub
 
 CAPTIONS = [
@@ -313,10 +314,25 @@ def test_the_sizes_of_qwen_are_those_of_its_config_json():
         ('qwen3', {'attention_bias': True}, 'attention_bias is True, expected False'),
         ('qwen3', {'hidden_act': 'gelu'}, "hidden_act is 'gelu', expected 'silu'"),
         ('qwen3', {'layer_types': ['sliding_attention'] * 28}, 'expected full_attention for each'),
-        ('qwen3', {'num_attention_heads': 15}, 'num_attention_heads is 15, expected a multiple of'),
-        ('qwen3', {'head_dim': 127}, 'head_dim is 127, expected a multiple of 2'),
-        ('qwen3', {'hidden_size': '1024'}, "hidden_size is '1024', expected a positive whole"),
-        ('qwen3', {'num_hidden_layers': 0}, 'num_hidden_layers is 0, expected a positive whole'),
+        (
+            'qwen3',
+            {'num_attention_heads': 15},
+            'num_attention_heads is 15, expected .* multiple of 8',
+        ),
+        ('qwen3', {'head_dim': 127}, 'head_dim is 127, expected .* a multiple of 2'),
+        ('qwen3', {'hidden_size': '1024'}, "hidden_size is '1024', expected a whole number"),
+        (
+            'qwen3',
+            {'num_hidden_layers': 0},
+            'num_hidden_layers is 0, expected a whole .* 1 to 1024',
+        ),
+        (
+            'qwen3',
+            {'vocab_size': 10**9},
+            'vocab_size is 1000000000, expected a whole number from 1',
+        ),
+        ('gemma3', {'text_config': None}, 'text_config is None, expected an object'),
+        ('qwen3', {'rope_scaling': {'type': 'linear'}}, 'factor is None, expected a number from'),
     ],
 )
 def test_models_that_would_be_computed_wrongly_are_refused(kind, change, message):
@@ -324,6 +340,20 @@ def test_models_that_would_be_computed_wrongly_are_refused(kind, change, message
     with pytest.raises(ValueError, match=rf'here\.json: .*{message}') as error:
         jax_encoder.parse_model_config({**sizes, 'model_type': kind, **change}, 'here.json')
     assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('kind', ['gemma3_text', 'qwen3'])
+def test_no_value_of_a_field_ends_in_anything_but_one_line(kind):
+    architecture = jax_encoder.ARCHITECTURES[kind]
+    content = {**architecture.defaults, 'model_type': kind}
+    fields = [*jax_encoder.RULES, *architecture.fixed, 'model_type', 'text_config']
+    parse = functools.partial(jax_encoder.parse_model_config, name='x.json')
+    refusals = [
+        hostile_models.refusal(functools.partial(parse, damaged), 'x.json')
+        for damaged in hostile_models.damage_fields(content, fields)
+    ]
+    # Null is as good as missing.
+    assert sum(map(bool, refusals)) > 0.85 * len(refusals)
 
 
 def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -469,9 +499,9 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(text):
         ),
         (
             {name: np.ascontiguousarray(kernel[1:])},
-            r'1\.mlp\.up_proj.* \(95, 64\), expected .* \(96, 64\)',
+            r'1\.mlp\.up_proj.* \(95, 64\), expected \(96, 64\)',
         ),
-        ({name: kernel.astype(np.int8)}, r'1\.mlp\.up_proj.* is int8 .* expected floating point'),
+        ({name: kernel.astype(np.int8)}, r'1\.mlp\.up_proj.* is I8, expected one of F64, F32, F16'),
     ):
         safetensors.numpy.save_file(weights | wrong, path)
         with pytest.raises(ValueError, match=message):
@@ -482,10 +512,27 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(text):
     ('name', 'damage', 'message'),
     [
         ('copy', lambda data: data, r'model\.safetensors: .* comes in another file'),
-        ('model', lambda data: data[: len(data) // 2], 'cannot read the text encoder .*text'),
+        ('model', lambda data: data[: len(data) // 2], r'text.model\.safetensors: cannot be read'),
         ('model', lambda data: None, r'expected \*\.safetensors in the folder, which has'),
         ('tokenizer.json', lambda data: None, r'tokenizer\.json is missing'),
         ('tokenizer.json', lambda data: b'{}', r'tokenizer\.json is not a tokenizer'),
+        ('tokenizer.json', lambda data: hostile_models.NESTED, r'tokenizer\.json: .* too deeply'),
+        (
+            'tokenizer_config.json',
+            lambda data: b'[]',
+            r'tokenizer_config\.json: has \[\], expected',
+        ),
+        (
+            'tokenizer_config.json',
+            lambda data: b'{"eos_token": 5}',
+            r'tokenizer_config\.json: eos_token is 5, expected null, a text, or',
+        ),
+        ('config.json', lambda data: hostile_models.NESTED, r'config\.json: .* nested too deeply'),
+        (
+            'model.safetensors.index.json',
+            lambda data: b'{"weight_map": {"norm.weight": "../text/model.safetensors"}}',
+            r'index\.json: weight_map is .*, expected an object with a \*\.safetens',
+        ),
     ],
 )
 def test_damaged_and_missing_files_are_named(text, name, damage, message):
@@ -496,6 +543,45 @@ def test_damaged_and_missing_files_are_named(text, name, damage, message):
         path.write_bytes(data)
     with pytest.raises(ValueError, match=message):
         text_encoders.make_encoder(f'jax:{text}')
+
+
+def test_sizes_that_the_weights_do_not_have_take_no_memory(text):
+    path = text / 'config.json'
+    sizes = {'vocab_size': 1 << 22, 'hidden_size': 1 << 16, 'num_hidden_layers': 1000}
+    fields = json.loads(path.read_text()) | sizes | {'layer_types': None}
+    path.write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r'the weights do not fit the configuration: .* missing'):
+        text_encoders.make_encoder(f'jax:{text}')
+    path.write_text(json.dumps(fields | {'num_hidden_layers': TEXT['num_hidden_layers']}))
+    with pytest.raises(ValueError, match=r'embed_tokens.* expected \(4194304, 65536\)'):
+        text_encoders.make_encoder(f'jax:{text}')
+
+
+@pytest.mark.parametrize(
+    ('part', 'change', 'message'),
+    [
+        # These are panics of the package, and the last one would end the process.
+        ('post_processor', {'special_tokens': {}}, 'text: its tokenizer fails: no entry found'),
+        (
+            'model',
+            {'continuing_subword_prefix': '<unk>'},
+            r'_prefix is .<unk>., expected null or .',
+        ),
+        (
+            'model',
+            {'vocab': {'a': 2**32 - 1}, 'merges': []},
+            'has the token id 4294967295, expecte',
+        ),
+    ],
+)
+def test_tokenizers_that_fail_are_named(text, part, change, message):
+    path = text / 'tokenizer.json'
+    content = json.loads(path.read_text())
+    content[part] |= change
+    path.write_text(json.dumps(content))
+    for runner in ('jax', 'hf'):
+        with pytest.raises(ValueError, match=message):
+            text_encoders.make_tokenizer(f'{runner}:{text}').tokenize(['a red circle'])
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from coyo11m_tfds import sample_data, text
 from coyo11m_tfds.text import text_encoders
+from tests import hostile_models
 from tests.text import offline_hub
 
 SHORT = 'a red circle'
@@ -337,6 +338,55 @@ def test_missing_and_damaged_weights_are_refused(bert):
     (bert / 'model.safetensors').write_bytes(data[: len(data) // 2])
     with pytest.raises(ValueError, match=r'cannot load the text encoder .*bert'):
         text_encoders.make_encoder(f'hf:{bert}')
+
+
+@pytest.mark.parametrize(
+    ('name', 'content', 'message'),
+    [
+        (
+            'config.json',
+            {'num_hidden_layers': 10**9},
+            r'config\.json: num_hidden_layers is 10000000',
+        ),
+        (
+            'config.json',
+            {'x': {'n_experts': 1e9}},
+            r'config\.json: n_experts is 1000000000\.0, expec',
+        ),
+        (
+            'config.json',
+            {'quantization_config': {}},
+            r'config\.json: quantization_config is \{\}, e',
+        ),
+        ('config.json', {'hidden_size': 0}, "cannot load the text encoder '.*bert': "),
+        ('config.json', {'hidden_size': 10**9}, "cannot load the text encoder '.*bert': "),
+        ('config.json', {'hidden_act': 'x'}, "cannot load the text encoder '.*bert': "),
+        ('config.json', {'vocab_size': '64'}, "the text encoder '.*bert': .*vocab_size"),
+        ('config.json', hostile_models.NESTED, r'config\.json: .* nested too deeply'),
+        ('tokenizer_config.json', hostile_models.NESTED, r'tokenizer_config\.json: .* too deeply'),
+        ('tokenizer.json', hostile_models.NESTED, r'tokenizer\.json: .* nested too deeply'),
+        (
+            'model.safetensors',
+            'I8',
+            r"safetensors: 'bert\.encoder.* is I8, expected one of F64, F32",
+        ),
+        (
+            'model.safetensors',
+            'F8_E4M3',
+            r"safetensors: 'bert\.enc.* is F8_E4M3, expected one of F",
+        ),
+    ],
+)
+def test_hostile_files_end_in_one_line(bert, name, content, message):
+    path = bert / name
+    if isinstance(content, dict):
+        path.write_text(json.dumps(json.loads(path.read_text()) | content))
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        hostile_models.quantize(path, 'bert.encoder.layer.1.output.dense.weight', content)
+    refusal = hostile_models.refusal(lambda: text_encoders.make_encoder(f'hf:{bert}'), 'bert')
+    assert re.search(message, refusal)
 
 
 CAPTIONS = [
