@@ -100,6 +100,15 @@ def expected_latents(encoder, image: MadeImage, **options) -> np.ndarray:
     return mean.astype(np.float16)
 
 
+def check_latents(actual: np.ndarray, expected: np.ndarray) -> None:
+    """Compares latents of an image in a batch with those of the image alone.
+
+    On some processors, the place of an image in its batch changes the last bits.
+    """
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    np.testing.assert_allclose(actual, expected, rtol=2**-10, atol=1e-5)
+
+
 @pytest.mark.parametrize('kind', ['txt', 'json', 'jsonl', 'csv', 'tar', 'parquet'])
 def test_every_kind_of_source_gives_its_latents_captions_and_numbers(encoder, tmp_path, kind):
     source = made_images.write(tmp_path / 'images', kind, IMAGES)
@@ -108,7 +117,7 @@ def test_every_kind_of_source_gives_its_latents_captions_and_numbers(encoder, tm
     assert len(rows) == len(IMAGES) == report.num_encoded == report.counts.shapes['16x16']
     for number, image in enumerate(IMAGES):
         fields, latents = rows[image.fields['caption']]
-        np.testing.assert_array_equal(latents, expected_latents(encoder, image)[0])
+        check_latents(latents, expected_latents(encoder, image)[0])
         size = (20, 30) if number % 2 == 0 else (17, 40) if number % 4 == 3 else (40, 17)
         assert (fields['width'], fields['height']) == size
         if kind != 'txt':
@@ -266,7 +275,7 @@ def test_images_on_the_hub_and_names_that_are_numbers(encoder, hub, tmp_path):
     assert report.counts.num_without_caption == 3
     fields, latents = rows_of(tmp_path / 'out')['One.']
     assert (fields['key'], fields['file']) == (0, '0/000.JPG')
-    np.testing.assert_array_equal(latents, expected_latents(encoder, IMAGES[0])[0])
+    check_latents(latents, expected_latents(encoder, IMAGES[0])[0])
 
 
 def test_objects_may_have_any_slashes(encoder, bucket, tmp_path):
@@ -335,8 +344,8 @@ def test_moments_and_crops_are_rows_of_their_own_shapes(source, encoder, tmp_pat
     for image in IMAGES:
         caption, target = image.fields['caption'], pixels.Target(((SIZE, SIZE),))
         mean, deviation = encoder.encode(pixels.read_pixels(image.data, target).crops)
-        np.testing.assert_array_equal(moments[caption][1], np.concatenate([mean[0], deviation[0]]))
-        np.testing.assert_array_equal(crops[caption][1], expected_latents(encoder, image, crops=3))
+        check_latents(moments[caption][1], np.concatenate([mean[0], deviation[0]]))
+        check_latents(crops[caption][1], expected_latents(encoder, image, crops=3))
     assert crops[caption][1].shape == (3, 4, 8, 8)
 
     tiny = str(small_vae.make(tmp_path / 'tiny'))
@@ -439,7 +448,7 @@ def test_a_build_takes_an_encoding_as_it_is(source, encoder, tmp_path):
             ):
                 image = IMAGES[int(key) - 1000]
                 assert caption.decode() == image.fields['caption'] and score == (key - 1000) / 2
-                np.testing.assert_array_equal(latent, expected_latents(encoder, image)[0])
+                check_latents(latent, expected_latents(encoder, image)[0])
                 assert width in (20, 40, 17)
     encode(source, encoder, tmp_path / 'moments', moments=True)
     data_set = built.build(tmp_path / 'moments', '', tmp_path / 'moments-data')
