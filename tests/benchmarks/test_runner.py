@@ -8,24 +8,7 @@ import pytest
 from benchmarks import runner
 from benchmarks.runner import Side
 from tests import children, small_vae
-
-# Functions of a side that a fresh process finds: in this module.
-
-
-def answer(**settings):
-    return settings | {'rate': 2.0, 'cpu_per_sample': 1e-6}
-
-
-def fail():
-    raise ValueError('no\nand more')
-
-
-def lack():
-    raise ModuleNotFoundError('no peer here')
-
-
-def die():
-    os._exit(3)
+from tests.benchmarks.sides import answer, die, fail, lack
 
 
 @pytest.fixture
@@ -50,7 +33,10 @@ def main(folder: pathlib.Path, sides: dict[str, Side], *arguments: str) -> int:
 
 
 def test_sides_run_in_fresh_processes_and_make_a_table(here, capfd):
-    sides = {'a': Side('side a', answer, {'x': 1}), 'b': Side('side b', answer, {'x': 2})}
+    sides = {
+        'a': Side('side a', answer, {'x': 1}),
+        'b': Side('side b', answer, {'x': 2}),
+    }
 
     assert main(here, sides, '--repeats=2') == 0
 

@@ -102,7 +102,7 @@ def randomize(model: torch.nn.Module) -> None:
             torch.nn.init.uniform_(weight, -0.5, 0.5)
 
 
-def make_model(**options) -> transformers.Gemma3TextModel:
+def make_model(**options) -> 'transformers.Gemma3TextModel':
     """A tiny random text model of transformers."""
     torch.manual_seed(0)
     config = transformers.Gemma3TextConfig(vocab_size=len(VOCABULARY), **TEXT, **options)
@@ -111,7 +111,7 @@ def make_model(**options) -> transformers.Gemma3TextModel:
     return model
 
 
-def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
+def make_tokenizer() -> 'transformers.PreTrainedTokenizerFast':
     """Gemma's kind: byte-pair encoding with spaces as tokens; every text gets a start."""
     ids = {token: i for i, token in enumerate(VOCABULARY)}
     merges = [
@@ -132,7 +132,7 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
 
 
-def make_qwen_tokenizer() -> transformers.PreTrainedTokenizerBase:
+def make_qwen_tokenizer() -> 'transformers.PreTrainedTokenizerBase':
     """Qwen's kind: byte-pair encoding of bytes; no text gets a start or an end."""
     words = [f'Ġ{word}' for word in ' '.join(CAPTIONS[:2]).split() if word.isascii()]
     words += [word[:stop] for word in words for stop in range(2, len(word))]
@@ -143,7 +143,7 @@ def make_qwen_tokenizer() -> transformers.PreTrainedTokenizerBase:
     return transformers.Qwen2Tokenizer(ids, merges, **special)
 
 
-def make_qwen(kind: type, **options) -> transformers.PreTrainedModel:
+def make_qwen(kind: type, **options) -> 'transformers.PreTrainedModel':
     """A tiny random Qwen3; heads are wider than the model."""
     sizes = {name: size for name, size in TEXT.items() if name != 'sliding_window'}
     sizes |= {'num_hidden_layers': 3, 'vocab_size': 512, 'rms_norm_eps': 1e-3, 'rope_theta': 50.0}
