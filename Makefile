@@ -1,5 +1,5 @@
-# Start with `make demo` or `make test`: both set up .venv.
-# Other targets: `make install` (.venv alone), `make slow` (the long tests), `make pods` (compiles for
+# Start with `make demo` or `make test`: both set up .venv. `make TORCH_INDEX=` takes torch from the
+# package index, too. Other targets: `make install` (.venv alone), `make slow` (the long tests), `make pods` (compiles for
 # TPU slices), `make lowest` (the tests with the lowest versions that setup.py allows), `make wheel`
 # (a day with the wheel alone), `make lint`, `make clean`.
 
@@ -14,6 +14,9 @@ CONSTRAINTS ?= constraints.txt
 # A .venv of another Python, and one whose installation failed, has no such file.
 INSTALLED := $(VENV)/installed-$(VERSION)
 ENCODERS ?= .encoders
+# PyTorch's builds for CPUs: that of PyPI brings several GB of CUDA libraries, which nothing here
+# uses.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 DEMO := demo
 TOKENS := $(DEMO)/source/words
@@ -24,7 +27,7 @@ export TF_ENABLE_ONEDNN_OPTS ?= 0
 # Python keeps the modules that it compiles: else each process would start 8 s later.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test slow pods lowest wheel lint clean unusable
+.PHONY: install torch demo test slow pods lowest wheel lint clean unusable
 
 install: $(INSTALLED)
 
@@ -33,10 +36,22 @@ $(INSTALLED): setup.py $(CONSTRAINTS) $(if $(shell $(BIN)/python --version 2>/de
 		'$(or $(VERSION),of no known version), expected 3.11 to 3.13: make PYTHON=python3.12' >&2; \
 		exit 1;; esac
 	@test -e $@ && $(BIN)/python --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@$(MAKE) --no-print-directory torch
 # Python compiles the few modules that are used: to compile all of them takes 45 s.
 	$(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) \
 		--editable '.[convert,text,test]'
 	touch $@
+
+# Asks first, because pip would try an index that is out of reach for minutes. Dependencies come with
+# all else from the package index.
+torch:
+	@if test -z '$(TORCH_INDEX)'; then exit 0; fi; \
+	$(BIN)/python -c \
+		'from urllib.request import urlopen; urlopen("$(TORCH_INDEX)/torch/", timeout=9)' \
+		2>/dev/null && \
+	$(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) \
+		--no-deps --index-url '$(TORCH_INDEX)' torch || \
+	echo 'torch comes from the package index: $(TORCH_INDEX) is out of reach'
 
 # The whole way once, with the same commands as for real data. Huge pages for a step's 200 MB of
 # memory, and no fusions by YNNPACK: each takes a tenth from a step (benchmarks/README.md).

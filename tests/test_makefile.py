@@ -14,10 +14,11 @@ from tests.checkout import CHECKOUT
 # A Python that says which version it is, and whose environments are copies of itself.
 PYTHON = """#!/bin/sh
 case "$*" in
+*urlopen*) exit {unreachable} ;;
 -c*) echo {version} ;;
 --version) ;;
 '-m venv --clear .venv') rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
-*'pip install'*) exit {status} ;;
+*'pip install'*) echo "$*" >> pip.log; exit {status} ;;
 *) exit 9 ;;
 esac
 """
@@ -30,12 +31,14 @@ def folder(tmp_path) -> pathlib.Path:
     return tmp_path
 
 
-def make(folder: pathlib.Path, target: str, version: str, status: int = 0):
+def make(
+    folder: pathlib.Path, target: str, version: str, *options: str, status=0, unreachable=0
+) -> subprocess.CompletedProcess:
     python = folder / f'python-{version}'
-    python.write_text(PYTHON.format(version=version, status=status))
+    python.write_text(PYTHON.format(version=version, status=status, unreachable=unreachable))
     python.chmod(0o755)
     env = {name: x for name, x in os.environ.items() if not name.startswith('MAKE')}
-    command = ['make', f'PYTHON={python}', target]
+    command = ['make', f'PYTHON={python}', *options, target]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
 
 
@@ -65,6 +68,30 @@ def test_an_unusable_environment_is_made_anew_and_a_good_one_is_kept(folder):
     (folder / '.venv' / 'bin' / 'python').unlink()  # as a link to a Python that is removed
     assert make(folder, 'install', '3.13').returncode == 0
     assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ('options', 'unreachable', 'index'),
+    [
+        ([], 0, 'https://download.pytorch.org/whl/cpu'),
+        (['TORCH_INDEX=https://mirror/cpu'], 0, 'https://mirror/cpu'),
+        ([], 1, ''),
+        (['TORCH_INDEX='], 0, ''),
+    ],
+)
+def test_torch_comes_from_an_index_of_builds_for_cpus_that_can_be_reached(
+    folder, options, unreachable, index
+):
+    ended = make(folder, 'install', '3.11', *options, unreachable=unreachable)
+    assert ended.returncode == 0, ended.stderr
+    *first, last = (folder / 'pip.log').read_text().splitlines()
+    assert last.endswith('--editable .[convert,text,test]') and '--index-url' not in last
+    assert len(first) == bool(index)
+    if index:
+        assert first[0].endswith(
+            f'--constraint constraints.txt --no-deps --index-url {index} torch'
+        )
+    assert ('from the package index' in ended.stdout) == bool(unreachable)
 
 
 def test_every_requirement_of_a_build_and_the_tests_has_a_lower_bound_that_is_tested(folder):

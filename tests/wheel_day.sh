@@ -16,6 +16,7 @@ rm -rf "$checkout/dist"
 tools/bin/python -m build --outdir "$checkout/dist" "$checkout" > build.log || { cat build.log; exit 1; }
 
 "${PYTHON:-python3}" -m venv user
+make --directory "$checkout" torch VENV="$PWD/user"
 user/bin/python -m pip install --quiet --no-compile --constraint "$checkout/constraints.txt" \
     "$(echo "$checkout"/dist/*.whl)[convert]"
 user/bin/python -m pip check
