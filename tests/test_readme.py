@@ -60,6 +60,12 @@ def test_links_lead_somewhere(path):
                 ]
 
 
+@pytest.mark.parametrize('path', TEXTS, ids=str)
+def test_code_is_narrow_enough_to_be_shown_whole(path):
+    lines = [line for _, text in blocks(path) for line in text.splitlines()]
+    assert [line for line in lines if len(line) > 98] == []
+
+
 def test_the_index_of_docs_has_every_page():
     text = (CHECKOUT / 'docs/README.md').read_text('utf-8')
     pages = {x.name for x in (CHECKOUT / 'docs').iterdir() if x.suffix in ('.md', '.ipynb')}

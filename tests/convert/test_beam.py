@@ -45,6 +45,13 @@ def own_environment(home: pathlib.Path) -> dict[str, str]:
     return kept | {'HOME': str(home), 'PATH': path, 'TMPDIR': str(home / 'tmp')}
 
 
+def arguments_of_tfds(command: str) -> list[str]:
+    """What a shell gives to `tfds` in a block of commands."""
+    printed = f'tfds() {{ printf "%s\\n" "$@"; }}\n{command}'
+    ended = subprocess.run(['bash', '-ec', printed], capture_output=True, text=True, check=True)
+    return ended.stdout.splitlines()
+
+
 @contextlib.contextmanager
 def service(command: str | list[str], port: int, log: pathlib.Path, **options) -> Iterator[None]:
     """Runs a server in a process group of its own until the block ends."""
@@ -85,6 +92,8 @@ def test_the_steps_are_documented():
     assert 'pip install' in install and '--service_port=50000' in start_workers
     for part in ('gs://BUCKET/coyo11m', 'gs://BUCKET/tfds', '8099', '50000', '\\\n'):
         assert part in command
+    kind, *_, options = arguments_of_tfds(command)
+    assert kind == 'build' and options.endswith('=EXTERNAL,environment_config=localhost:50000')
 
 
 def not_of_the_project(folder: str, names: list[str]) -> set[str]:
@@ -131,7 +140,7 @@ def test_the_documented_steps_end_in_the_same_bytes(home, tmp_path):
     ):
         gcs.upload_folder(source, 'gs://in/coyo')
         submitter = os.environ | gcs.env | {'XDG_CACHE_HOME': str(tmp_path / 'cache')}
-        said = build(command.split()[1:], submitter)
+        said = build(arguments_of_tfds(command), submitter)
         gcs.download_folder('gs://out/data', tmp_path / 'copy')
     assert 'Starting the pipeline with' in said
     assert 'Starting worker with command' in logs[0].read_text()

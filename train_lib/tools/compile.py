@@ -30,6 +30,7 @@ import re
 import shutil
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -378,7 +379,8 @@ def format_report(report: Report) -> str:
         if isinstance(rows, dict):
             width = max(54, *map(len, rows))
             lines += [title, *(f'  {x:{width}}{value:10,.2f}' for x, value in rows.items()), '']
-    return '\n'.join([*lines, f'Verdict: {report["verdict"]}.'])
+    verdict = textwrap.fill(f'Verdict: {report["verdict"]}.', 96, subsequent_indent=' ' * 9)
+    return '\n'.join([*lines, verdict])
 
 
 def format_meshes(reports: Mapping[int, Report]) -> str:

@@ -310,4 +310,4 @@ def test_what_does_not_fit_is_refused_with_the_sum():
     fields = '--config.batch_size=4096', '--config.model.remat=none'
     status, output, _ = _run('--config=default', '--topology=v5e:2x2', *fields)
     assert status == 1
-    assert re.search(r'Verdict: does not fit: .*\d+G.*15.75G', output), output
+    assert re.search(r'Verdict: does not fit: .*\d+G.*15.75G', output, re.DOTALL), output
