@@ -3,11 +3,13 @@
     python -m coyo11m_tfds.encode_images --images=PHOTOS \\
         --vae=stabilityai/sdxl-vae --out=SOURCE
     python -m coyo11m_tfds.build --manual_dir=SOURCE --data_dir=OUT \\
-        --encoder=hash
+        --encoder=hash --config='{"validation_fraction": 0.04}'
 
 PHOTOS is a folder, local, on gs:// or on hf://, of images with captions next to them, of tars, or
 of Parquet files (docs/images.md). SOURCE, local or on gs://, receives tars of latents. With
---buckets, images keep their aspect ratio, and each folder SOURCE/HEIGHTxWIDTH is a source.
+--buckets, images keep their aspect ratio, and each folder SOURCE/HEIGHTxWIDTH is a source. The
+first command ends with the second for your folders, with a fraction that leaves at least about ten
+images for validation.
 
 The same command resumes an interrupted run: it keeps finished parts, and refuses those of another
 VAE, of other options or of other images. Several processes, on one machine or on many, share the
@@ -39,6 +41,7 @@ import numpy as np
 from absl import logging
 
 from coyo11m_tfds import schema, storage
+from coyo11m_tfds.convert.build_settings import BuildSettings, choose_validation_fraction
 from coyo11m_tfds.pictures import image_kinds, pixels, vae_encoder
 from coyo11m_tfds.pictures.pixels import (
     BadImageError,
@@ -577,11 +580,10 @@ def describe_next(out: str, counts: ImageCounts, has_buckets: bool) -> str:
         return f'Each bucket has less than {_LEAST_ROWS} images, too few to train on.'
     data = f'{out}-data'
     build = ['python', '-m', 'coyo11m_tfds.build', '--encoder=hash', f'--data_dir={data}']
-    # Else the validation split, of a hundredth, might be empty, and training needs one.
-    least = min(large.values())
     config: dict[str, Any] = {}
-    if least < 1000:
-        config['validation_fraction'] = min(0.5, round(10 / least, 3))
+    fraction = choose_validation_fraction(min(large.values()))
+    if fraction > BuildSettings.validation_fraction:
+        config['validation_fraction'] = fraction
     if not has_buckets:
         flags = [f'--config={json.dumps(config)}'] if config else []
         return shlex.join([*build, f'--manual_dir={out}', *flags])

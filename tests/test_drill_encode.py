@@ -98,8 +98,8 @@ def test_the_page_leads_from_images_to_pictures(photos, tmp_path):
             '--images=PHOTOS', '--images=PHOTOS --max_bad=0.03'
         )
 
-    text = '\n'.join(text for _, text in blocks('docs/images.md')).splitlines()
-    commands = [here(line) for line in text if line.startswith('python -m ')]
+    text = '\n'.join(text for _, text in blocks('docs/images.md')).replace('\\\n', '')
+    commands = [here(line) for line in text.splitlines() if line.startswith('python -m ')]
     for command in commands[:3]:  # of one resolution: encode, build, add a column of numbers
         run(['bash', '-c', command], tmp_path)
     encode, draw = commands[3:]

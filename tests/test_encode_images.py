@@ -18,13 +18,14 @@ from absl import logging
 
 import input_pipeline
 from coyo11m_tfds import add_column, doctor, encode_images, mirror, schema, storage
-from coyo11m_tfds.convert.build_settings import BuildSettings
+from coyo11m_tfds.convert.build_settings import BuildSettings, choose_validation_fraction
 from coyo11m_tfds.pictures import pixels
 from coyo11m_tfds.pictures.vae_encoder import VaeEncoder
 from coyo11m_tfds.process import progress, workers
 from coyo11m_tfds.source import source_folder
 from coyo11m_tfds.storage.disk import Disk
 from tests import built, made_images, small_vae
+from tests.checkout import CHECKOUT
 from tests.made_images import MadeImage
 from tests.source import damages
 
@@ -430,7 +431,7 @@ def test_an_image_that_ends_its_worker_is_dropped_and_no_other(
     assert report.counts.shapes.total() == len(IMAGES)
 
 
-def test_a_build_takes_an_encoding_as_it_is(source, encoder, tmp_path):
+def test_a_build_takes_an_encoding_as_it_is(source, encoder, tmp_path, caplog):
     out = tmp_path / 'out'
     encode(source, encoder, out)
     for latents in ('records', 'in_place'):
@@ -438,6 +439,7 @@ def test_a_build_takes_an_encoding_as_it_is(source, encoder, tmp_path):
         data = input_pipeline.open_data(data_set)
         assert data.metadata['vae'] == 'small-vae'
         built.build(out, '', tmp_path / latents, latents=latents)  # is the one that is there
+        assert ' of 22 records are for validation, too few ' in caplog.text
         columns = {name: name for name in ('score', 'width')}
         for name in columns:
             add_column.add(data_set, name, source=out, column=name)
@@ -547,6 +549,17 @@ def test_an_encoding_in_a_bucket_needs_all_its_tars(expected, bucket):
         source_folder.find_source('gs://latents/out')
 
 
+@pytest.mark.parametrize('kind', ['json', 'tar', 'parquet', 'index.json'])
+def test_a_build_of_images_tells_how_they_are_encoded(tmp_path, kind):
+    images = made_images.write(tmp_path / "strange's images", kind, IMAGES[:4])
+    if kind == 'index.json':
+        (images / kind).write_text('{}')
+    message = f'coyo11m_tfds.encode_images --images={shlex.quote(str(images))} --vae=VAE --out='
+    for latents in ('records', 'in_place'):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            built.build(images, '', tmp_path / 'data', latents=latents)
+
+
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
@@ -581,5 +594,10 @@ def test_the_commands_at_the_end_fit_the_numbers_of_images():
         ('a b/out-data/coyo11m_tfds/256x256/1.0.0', 25, 0),
         ('a b/out-data/coyo11m_tfds/320x192/1.0.0', 75, 1),
     ]
+    fractions = [choose_validation_fraction(n) for n in (5, 320, 1000, 10**6)]
+    assert fractions == [0.5, 0.031, 0.01, 0.01]
+    page = (CHECKOUT / 'docs' / 'images.md').read_text()
+    [fraction] = re.findall(r'"validation_fraction": ([\d.]+)', page)
+    assert float(fraction) >= choose_validation_fraction(320)
     counts.num_without_caption = counts.shapes.total()
     assert 'No image has a caption' in encode_images.describe_next('x', counts, True)

@@ -29,6 +29,9 @@ _WAYS_ON = (
     'download_mode=tfds.GenerateMode.REUSE_CACHE_IF_EXISTS).'
 )
 
+_LEAST_VALIDATION = 10  # records
+_USUAL_FRACTION = 0.01
+
 _LIMIT = 'max_examples_per_split'
 _LATENTS = 'latents'
 _KEY_COLUMN = 'key_column'
@@ -77,6 +80,12 @@ def check_names(names: Iterable[str], fields: Sequence[str], where: str) -> None
             )
 
 
+def choose_validation_fraction(num_records: int) -> float:
+    """Returns a hundredth, or of few records the fraction that leaves about ten for validation."""
+    # Of less than that a loss says little, and none might be left.
+    return max(_USUAL_FRACTION, min(0.5, round(_LEAST_VALIDATION / max(1, num_records), 3)))
+
+
 @dataclasses.dataclass(eq=False, kw_only=True)
 class BuildSettings:
     """The settings of a build; coyo11m_tfds/README.md describes the fields ("Building")."""
@@ -85,7 +94,7 @@ class BuildSettings:
     captions: str = ''
     key_column: str = ''
     caption_column: str = schema.DEFAULT_CAPTION_COLUMN
-    validation_fraction: float = 0.01
+    validation_fraction: float = _USUAL_FRACTION
     shard_bytes: int = 128 * 1024 * 1024
     text_embeddings: str = ''
     latents_from: str = ''

@@ -7,6 +7,7 @@ takes about 80 s of CPU (without reading the heads), and 1.5 GB of memory beside
 Each file belongs to one group of shards, and is fetched once.
 """
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -22,6 +23,7 @@ from coyo11m_tfds.convert.build_settings import (
     EMBEDDINGS_IN_PT,
     BuildSettings,
     check_build_memory,
+    choose_validation_fraction,
     record_source,
 )
 from coyo11m_tfds.convert.tasks import JoinedInputs, ShardSegment, ShardTask
@@ -135,6 +137,8 @@ def make_plan(
     tasks = _plan_tasks(settings, latents, moments, contents, is_kept, caption_bytes, limit)
     if not any(task.split == schema.TRAIN for task in tasks):
         raise ValueError(f'{source.root}: no record is left for the train split.')
+    if limit is None:
+        _warn_of_few_validation_records(settings, tasks)
     # Names and contents, but no folder: the same files elsewhere give the same data set.
     versions = zip(latents.files, latents.versions, strict=True)
     fingerprint = json_digest.sha256(
@@ -443,6 +447,21 @@ def _plan_tasks(
             )
             tasks.append(task)
     return tuple(sorted(tasks, key=lambda task: (task.group, task.split, task.index)))
+
+
+def _warn_of_few_validation_records(settings: BuildSettings, tasks: Sequence[ShardTask]) -> None:
+    num_records = collections.Counter[str]()
+    for task in tasks:
+        num_records[task.split] += task.segments[-1].records.stop
+    usual_fraction = choose_validation_fraction(num_records.total())
+    if 0 < settings.validation_fraction < usual_fraction:
+        logging.warning(
+            '%d of %d records are for validation, too few to judge a model by. Set '
+            'validation_fraction, e.g. to %s.',
+            num_records[schema.VALIDATION],
+            num_records.total(),
+            usual_fraction,
+        )
 
 
 def _find_moments(

@@ -3,13 +3,21 @@
 It names every tar of a complete encoding, so that none can be missing or replaced.
 """
 
+import shlex
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from coyo11m_tfds import schema
 from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.file_state import FileState
 
 _SETTINGS, _FILES = 'settings', 'files'
+
+
+def how_to_encode(folder: str) -> str:
+    """Returns advice for a folder without latents, which may be one of images."""
+    command = f'python -m {schema.NAME}.encode_images --images={shlex.quote(folder)}'
+    return f'If it holds images, encode them first: {command} --vae=VAE --out=SOURCE'
 
 
 class EncodedState(FileState):

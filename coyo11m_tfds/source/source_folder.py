@@ -19,7 +19,7 @@ from absl import logging
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.process.errors import FieldError
 from coyo11m_tfds.source import copied_files, npy_folders
-from coyo11m_tfds.source.encoding_file import Encoding
+from coyo11m_tfds.source.encoding_file import Encoding, how_to_encode
 from coyo11m_tfds.storage import file_state
 from coyo11m_tfds.storage.base import Storage
 from coyo11m_tfds.storage.file_state import FileState
@@ -126,7 +126,7 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
         hint = f' {tars[0]} is compressed, and only plain tars are read.' if tars else ''
         raise ValueError(
             f'No {", ".join(_SUFFIXES)} files in {folder}/{schema.LATENTS_FOLDER} or {folder}; '
-            f'expected files of latents like 000000-000009.pt there.{hint}'
+            f'expected files of latents like 000000-000009.pt there.{hint} {how_to_encode(folder)}.'
         )
     # Keys of rows without keys are hashes of this label, so that they stay when the folder moves.
     files = {name: dataclasses.replace(listing[name], label=name) for name in names}
@@ -222,7 +222,8 @@ def _names_in_index(
             raise ValueError(f'it has shards {list(sizes)[:3]}')
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f'{index.path}: is damaged or not an index of MDS shards ({error}). Copy it again.'
+            f'{index.path}: is damaged or not an index of MDS shards ({error}). Copy it again. '
+            f'{how_to_encode(folder.folder)}.'
         ) from None
     if not sizes:
         raise ValueError(f'{index.path}: has no shards.')

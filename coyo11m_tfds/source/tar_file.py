@@ -14,6 +14,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import manifest
 from coyo11m_tfds.dataset.keyed_random import name_hash
 from coyo11m_tfds.source import foreign_text, tar_members
+from coyo11m_tfds.source.encoding_file import how_to_encode
 from coyo11m_tfds.source.latent_file import ColumnNames, LatentFile, RowLayout, find_labels
 from coyo11m_tfds.source.npy_folders import MOMENTS_PREFIX
 
@@ -120,6 +121,12 @@ class TarFile(LatentFile):
         )
         if name := self._latents_from.name:
             suffixes = [x for x in suffixes if x in (name, f'{name}.npy')]
+        if not suffixes and not self._latents_from.name:
+            others = sorted({x for members in self._samples.values() for x in members})
+            raise ValueError(
+                f'{self.path}: its samples have no .npy files, only {others[:10]}, expected '
+                f'latents. {how_to_encode(os.path.dirname(self.path))}.'
+            )
         if len(suffixes) != 1:
             raise ValueError(
                 f'{self.path}: its samples have .npy files {suffixes}, expected one. Choose it by '
