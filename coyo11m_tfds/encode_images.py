@@ -69,7 +69,8 @@ MAX_BAD = 0.01
 _PARTS = '.encoded'  # folder of the receipts of parts
 # NumPy's files have no name for bfloat16, and float16 rounds latents, which are small, less.
 _DTYPES = 'float16', 'float32'
-_MAX_NAMES = 3  # of images that are left out for one reason
+_MAX_NAMES = 3  # of images that are left out for one reason, or have no caption
+_NO_CAPTION = 'have no caption'
 # Of fewer images, a few bad ones do not stop a run before its end.
 _MANY_IMAGES = 4096
 # Reading waits for the storage, so there are more threads than workers.
@@ -99,7 +100,9 @@ class ImageCounts:
         """Counts an encoded image."""
         self.shapes[shape] += 1
         self.key_rules[image.key_rule] += 1
-        self.num_without_caption += not image.caption
+        if not image.caption:
+            self.num_without_caption += 1
+            self._keep_name(_NO_CAPTION, image.name)
 
     def drop(self, name: str, error: BadImageError) -> None:
         """Counts an image that is left out."""
@@ -109,7 +112,10 @@ class ImageCounts:
         elif isinstance(error, OtherImageError):
             counts = self.other
         counts[error.reason] += 1
-        names = self.names.setdefault(error.reason, [])
+        self._keep_name(error.reason, name)
+
+    def _keep_name(self, reason: str, name: str) -> None:
+        names = self.names.setdefault(reason, [])
         if len(names) < _MAX_NAMES:
             names.append(name)
 
@@ -143,7 +149,8 @@ class ImageCounts:
         facts = [f'{self.shapes.total():,} images']
         facts += [f'{count:,} of {shape}' for shape, count in sorted(self.shapes.items())]
         facts += [f'{n:,} keys from {rule}' for rule, n in self.key_rules.most_common()]
-        facts += [f'{self.num_without_caption:,} have no caption'] * bool(self.num_without_caption)
+        if self.num_without_caption:
+            facts.append(self._list(collections.Counter({_NO_CAPTION: self.num_without_caption})))
         lines = [', '.join(facts)]
         dropped = {'left out': self.small, 'bad': self.bad, 'not taken': self.other}
         for kind, counts in dropped.items():

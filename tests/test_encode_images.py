@@ -379,7 +379,7 @@ def test_bad_images_are_counted_and_named(encoder, tmp_path, monkeypatch):
     assert report.counts.bad == {
         'empty': 1,
         'not an image': 3,
-        'damaged .json or .txt': 1,
+        'damaged .json': 1,
         'too many bytes': 1,
     }
     assert report.counts.small == {'too small': 1}

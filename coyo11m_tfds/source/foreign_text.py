@@ -15,11 +15,19 @@ UNREADABLE = b'\xff'
 _UTF16_MARKS = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
 
 
+def decode_utf8(data: bytes) -> str:
+    """Decodes UTF-8."""
+    return data.decode('utf-8', 'surrogateescape')
+
+
 def decode(data: bytes) -> str:
-    """Decodes UTF-8 or, after its mark, UTF-16, and leaves the mark out."""
-    encoding = 'utf-16' if data.startswith(_UTF16_MARKS) else 'utf-8-sig'
-    # What UTF-16 cannot decode, it cannot escape either.
-    return data.decode(encoding, 'surrogatepass' if encoding == 'utf-16' else 'surrogateescape')
+    """Decodes a file: UTF-8 or, after its mark, UTF-16; without the mark."""
+    if data.startswith(_UTF16_MARKS):
+        try:
+            return data.decode('utf-16')
+        except UnicodeDecodeError:
+            return decode_utf8(data)
+    return decode_utf8(data.removeprefix(codecs.BOM_UTF8))
 
 
 def decode_caption(data: bytes) -> str:
@@ -51,7 +59,7 @@ def find_text(value: Any) -> str | None:
     if isinstance(value, str):
         return value
     if isinstance(value, bytes):
-        return decode(value)
+        return decode_utf8(value)
     if isinstance(value, list | tuple):
         texts = map(find_text, value)
         return next(filter(None, texts), None)

@@ -14,11 +14,8 @@ import abc
 import collections
 import concurrent.futures
 import contextlib
-import csv
 import functools
-import io
 import itertools
-import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +25,8 @@ from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset.keyed_random import name_hash
 from coyo11m_tfds.pictures import image_kinds
 from coyo11m_tfds.pictures.pixels import BadImageError, OtherImageError
-from coyo11m_tfds.source import tar_members
+from coyo11m_tfds.source import foreign_text, image_tables, tar_members
+from coyo11m_tfds.source.image_tables import ImageTables
 from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.stored_file import StoredFile
@@ -38,13 +36,12 @@ KEY_OF_DATA = 'their data'
 KEY_OF_NAME = 'the numbers that are their names'
 KEY_OF_HASH = 'hashes of their names'
 
-_TABLES = 'metadata.jsonl', 'metadata.csv'
 _TEXTS = '.json', '.txt'
 _TABLE = 'table'  # in place of a suffix
-_IMAGE = 'image'  # column of a Parquet file
 _MAX_IMAGE = 64 << 20  # bytes
 _MAX_TEXT = 1 << 20  # bytes of a `.json` or `.txt`
 _MAX_FIELDS, _MAX_KEY = 256, 20  # in the data of an image; digits
+_TOO_LONG = 'too long caption'
 _READS_AT_ONCE = 8
 _MAX_HEADS = 100  # of remote files with one suffix
 # What an encoding says itself; the width in the data may be that of another version of the image.
@@ -138,15 +135,17 @@ class ImagePart(abc.ABC):
                 if self._is_numbered:
                     key, rule = os.path.basename(_get_stem(row.name)), KEY_OF_NAME
             texts = [x for x in map(row.fields.get, self._columns) if isinstance(x, str)]
+            caption = next(filter(str.strip, texts), '')
+            problem = _find_problem(caption)
             numbers = {name: row.fields.get(name, math.nan) for name in sorted(names)}
             yield SourceImage(
                 name=row.name,
                 size=row.size,
                 key=int(str(key)),
                 key_rule=rule,
-                caption=next(filter(str.strip, texts), ''),
+                caption='' if problem else caption,
                 numbers={name: x if _is_number(x) else math.nan for name, x in numbers.items()},
-                read_bytes=row.read_bytes,
+                read_bytes=_raising(problem) if problem else row.read_bytes,
             )
 
     def _make_row(
@@ -163,25 +162,19 @@ class ImagePart(abc.ABC):
         Without `has_own_key` the `.json` is that of other images, too.
         """
         try:
-            for suffix in [x for x in _TEXTS if x in texts]:
-                nbytes, read_text = texts[suffix]
-                if nbytes > _MAX_TEXT:
-                    raise ValueError(f'{suffix} has {nbytes:,} bytes')
-                raw = read_text()
-                fields = fields | (json.loads(raw) if suffix == '.json' else {'txt': raw.decode()})
+            fields = fields | _read_fields(texts)
             if len(fields) > _MAX_FIELDS:
-                raise ValueError(f'{len(fields):,} fields')
-        except (ValueError, TypeError, RecursionError) as error:
-            problem, fields = BadImageError('damaged .json or .txt', str(error)), {}
-
-            def read() -> bytes:
-                raise problem
-
+                raise BadImageError('too many fields', f'{len(fields):,}')
+        except BadImageError as error:
+            read, fields = _raising(error), {}
         values = {n: x for n, x in fields.items() if _is_number(x)}
-        for column in [n for n, x in fields.items() if isinstance(x, str)]:
-            text = fields[column]
+        for column, value in fields.items():
             # All rows of a part are in memory: of other texts than captions a key is enough.
-            values[column] = _cut(text) if column in self._columns else text[:_MAX_KEY]
+            text, max_length = value, _MAX_KEY
+            if column in self._columns:
+                text, max_length = foreign_text.find_text(value), schema.MAX_CAPTION_BYTES + 1
+            if isinstance(text, str):
+                values[column] = text[:max_length]
         if not has_own_key:
             values.pop(schema.KEY, None)
         return _Row(name, size, values, read)
@@ -210,7 +203,8 @@ def find_images(root: str | os.PathLike[str], caption_column: str, part_images: 
             tables = with_images
     parts = list[ImagePart]()
     if images:
-        all_images = _ImageFolder(files, images)
+        caption_columns = (caption_column,) if caption_column else schema.CAPTION_COLUMNS
+        all_images = _ImageFolder(files, images, caption_columns)
         for start in range(0, len(images), part_images):
             run = images[start : start + part_images]
             parts.append(_FolderPart(all_images, run, caption_column))
@@ -278,19 +272,20 @@ def _with_images(tables: Mapping[str, StoredFile]) -> list[str]:
     if not tables:
         return []
     # Here, because images in folders and tars are read where pyarrow is not installed.
-    from coyo11m_tfds.source import keyed_parquet
+    from coyo11m_tfds.source import image_parquet, keyed_parquet
 
+    name_of_images = image_parquet.IMAGE
     with concurrent.futures.ThreadPoolExecutor(_READS_AT_ONCE) as threads:
         schemas = threads.map(keyed_parquet.read_schema, tables.values())
         columns = dict(zip(tables, schemas, strict=True))
     for name, arrow in columns.items():
         others = [x.name for x in arrow if keyed_parquet.holds_images(x)]
-        if others and _IMAGE not in arrow.names:
+        if others and name_of_images not in arrow.names:
             raise ValueError(
-                f'{tables[name].path}: has images in its columns {others}, expected {_IMAGE!r}. '
-                'Rename one of them, or move the file elsewhere.'
+                f'{tables[name].path}: has images in its columns {others}, expected '
+                f'{name_of_images!r}. Rename one of them, or move the file elsewhere.'
             )
-    return [name for name, arrow in columns.items() if _IMAGE in arrow.names]
+    return [name for name, arrow in columns.items() if name_of_images in arrow.names]
 
 
 def _is_hidden(name: str) -> bool:
@@ -310,11 +305,7 @@ def _folders_above(name: str) -> Iterator[str]:
 
 def _left_row(name: str, reason: str) -> _Row:
     """Makes the row of an image that is not taken."""
-
-    def refuse() -> bytes:
-        raise OtherImageError(reason)
-
-    return _Row(name, 0, {}, refuse)
+    return _Row(name, 0, {}, _raising(OtherImageError(reason)))
 
 
 def _is_number(value: object) -> bool:
@@ -326,10 +317,42 @@ def _get_stem(name: str) -> str:
     return name.removesuffix(image_kinds.get_suffix(name))
 
 
-def _cut(text: str) -> str:
-    """Makes a text one that a build accepts: UTF-8, and not too long to be a caption."""
-    data = text.encode('utf-8', 'replace')
-    return data.decode() if len(data) <= schema.MAX_CAPTION_BYTES else ''
+def _read_fields(texts: Mapping[str, _Text]) -> _Fields:
+    """Returns what the `.json` and the `.txt` of an image say; a BadImageError if they cannot."""
+    fields: _Fields = {}
+    if '.json' in texts:
+        nbytes, read = texts['.json']
+        if nbytes > _MAX_TEXT:
+            raise BadImageError('too large .json', f'{nbytes:,} bytes')
+        try:
+            value = foreign_text.parse_json(read())
+        except (ValueError, RecursionError) as error:
+            raise BadImageError('damaged .json', str(error)) from None
+        if not isinstance(value, dict):
+            raise BadImageError('.json without names of fields', f'a {type(value).__name__}')
+        fields |= value
+    if '.txt' in texts:
+        nbytes, read = texts['.txt']
+        if nbytes > _MAX_TEXT:
+            raise BadImageError(_TOO_LONG, f'{nbytes:,} bytes')
+        fields['txt'] = foreign_text.decode_caption(read())
+    return fields
+
+
+def _find_problem(caption: str) -> BadImageError | None:
+    """Returns why a build would not take a caption."""
+    if not foreign_text.is_readable(caption):
+        return BadImageError('caption that is no UTF-8', repr(caption[:100]))
+    if len(caption.encode()) > schema.MAX_CAPTION_BYTES:
+        return BadImageError(_TOO_LONG)
+    return None
+
+
+def _raising(error: BadImageError) -> _Read:
+    def read() -> bytes:
+        raise error
+
+    return read
 
 
 # --- Folders of images --------------------------------------------------------------------------
@@ -338,48 +361,31 @@ def _cut(text: str) -> str:
 class _ImageFolder:
     """All files of a folder of images."""
 
-    def __init__(self, files: Mapping[str, StoredFile], images: Sequence[str]):
+    def __init__(
+        self,
+        files: Mapping[str, StoredFile],
+        images: Sequence[str],
+        caption_columns: Sequence[str],
+    ):
         self.files = files
+        tables = {image: self._find_table(image) for image in images}
+        self.tables = ImageTables(files, tables, caption_columns)
         self.num_of_stem = collections.Counter(map(_get_stem, images))
         stems = [os.path.basename(_get_stem(name)) for name in images]
         self.is_numbered = all(map(schema.is_key, stems)) and len({*map(int, stems)}) == len(stems)
-        # The images of a folder follow each other, so that few tables are in use at once.
-        self.read_table = functools.lru_cache(maxsize=4)(self._read_table)
 
     def data_files(self, image: str) -> dict[str, str]:
         """Names of the `.json` and the `.txt` of an image, and of its table."""
         stem = _get_stem(image)
         names = {x: f'{stem}{x}' for x in _TEXTS if f'{stem}{x}' in self.files}
-        for folder in _folders_above(image):
-            tables = (f'{folder}{x}' for x in _TABLES)
-            if table := next((x for x in tables if x in self.files), ''):
-                return names | {_TABLE: table}
+        if table := self._find_table(image):
+            names[_TABLE] = table
         return names
 
-    def _read_table(self, name: str) -> dict[str, _Fields]:
-        """Rows of a `metadata.jsonl` or `metadata.csv`, by the names of their images."""
-        rows, folder = {}, os.path.dirname(name)
-        try:
-            text = self.files[name].read().decode('utf-8-sig')
-            # Not by `splitlines`: texts in JSON may hold other ends of lines.
-            json_rows = map(json.loads, filter(str.strip, text.split('\n')))
-            is_csv = name.endswith('.csv')
-            for fields in csv.DictReader(io.StringIO(text, newline='')) if is_csv else json_rows:
-                path = os.path.normpath(os.path.join(folder, fields['file_name']))
-                rows[path] = {n: _parse_cell(n, x) for n, x in fields.items()} if is_csv else fields
-        except (ValueError, LookupError, TypeError, csv.Error) as error:
-            raise ValueError(
-                f'{self.files[name].path}: row {len(rows) + 1} cannot be read '
-                f"({type(error).__name__}: {error}); expected rows with a 'file_name'."
-            ) from None
-        return rows
-
-
-def _parse_cell(name: str, cell: Any) -> Any:
-    for number in (int, float) * (name not in schema.CAPTION_COLUMNS):
-        with contextlib.suppress(ValueError, TypeError):
-            return number(cell)
-    return cell
+    def _find_table(self, image: str) -> str:
+        """Returns the closest table above an image; '' without one."""
+        tables = (f'{folder}{x}' for folder in _folders_above(image) for x in image_tables.NAMES)
+        return next((x for x in tables if x in self.files), '')
 
 
 class _FolderPart(ImagePart):
@@ -394,7 +400,7 @@ class _FolderPart(ImagePart):
     @contextlib.contextmanager
     def _open_rows(self, scratch: Scratch) -> Iterator[Iterable[Sequence[_Row]]]:
         names = {x[_TABLE] for x in self._data.values() if _TABLE in x}
-        tables = {name: self._folder.read_table(name) for name in sorted(names)}
+        tables = {name: self._folder.tables.read(name) for name in sorted(names)}
 
         def read_row(image: str) -> _Row:
             data, file = self._data[image], self.files[image]
@@ -517,33 +523,17 @@ class _ParquetPart(ImagePart):
     def _open_rows(self, scratch: Scratch) -> Iterator[Iterable[Sequence[_Row]]]:
         [(label, file)] = self.files.items()
         with scratch.hold(file) as path:
-            yield self._read_batches(path, label, file.path)
+            yield self._read_rows(path, label, file.path)
 
-    def _read_batches(self, path: str, label: str, name: str) -> Iterator[list[_Row]]:
+    def _read_rows(self, path: str, label: str, name: str) -> Iterator[list[_Row]]:
         # Here, because images in folders and tars are read where pyarrow is not installed.
-        import pyarrow.types as kinds
+        from coyo11m_tfds.source import image_parquet
 
-        from coyo11m_tfds.source import keyed_parquet
-
-        with keyed_parquet.naming_damage(name), keyed_parquet.open_parquet(path) as table:
-            columns = {x.name: x.type for x in table.schema_arrow}
-            numbers = [n for n, x in columns.items() if kinds.is_integer(x) or kinds.is_floating(x)]
-            is_text = kinds.is_string, kinds.is_large_string
-            texts = [n for n, x in columns.items() if any(test(x) for test in is_text)]
-            if _IMAGE not in columns:
-                raise ValueError(f'{name}: has no column {_IMAGE!r}; it has {[*columns]}.')
-            names, row = [_IMAGE, *numbers, *texts], itertools.count()
-            if not table.metadata.num_rows:
-                yield [_left_row(label, 'Parquet file without rows')]
-            # One at a time, in 0.2 ms, because few rows may be large.
-            for batch in table.iter_batches(1, columns=names, use_threads=False):
-                [fields] = batch.to_pylist()
-                image = fields.pop(_IMAGE)
-                data = image.get('bytes') if isinstance(image, dict) else image
-                data = data if isinstance(data, bytes) else b''
-                # As numbers in all rows, whether the first of a tar has them or not.
-                fields |= {n: math.nan for n in numbers if fields[n] is None}
-                fields |= {n: '' for n in texts if fields[n] is None}
-                # The row hands its bytes over, and does not keep them while it waits to be encoded.
-                read = [data].pop
-                yield [self._make_row(f'{label}/{next(row)}', len(data), read, fields)]
+        has_rows = False
+        for number, image in enumerate(image_parquet.read_images(path, name, self._columns)):
+            # The row hands its bytes over, and does not keep them while it waits to be encoded.
+            read = _raising(image.error) if image.error else [image.data].pop
+            yield [self._make_row(f'{label}/{number}', len(image.data), read, image.fields)]
+            has_rows = True
+        if not has_rows:
+            yield [_left_row(label, 'Parquet file without rows')]

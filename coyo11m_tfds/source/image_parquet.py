@@ -1,0 +1,135 @@
+"""Images in Parquet files, in the forms that others give them, with texts and numbers beside."""
+
+import base64
+import binascii
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from coyo11m_tfds.pictures.pixels import BadImageError
+from coyo11m_tfds.source import arrow_texts, foreign_text, keyed_parquet
+
+IMAGE = 'image'  # name of the column
+
+# How files of images begin in base64.
+_BASE64_HEADS = '/9j/', 'iVBORw0KGgo', 'UklGR'
+_DATA_URL = re.compile(r'data:[\w/+.-]*;base64,')
+_URL = re.compile(r'[a-zA-Z][\w+.-]*://')
+
+
+class ParquetImage(NamedTuple):
+    """An image of a row."""
+
+    data: bytes
+    error: BadImageError | None  # if the row has something else in place of an image
+    fields: dict[str, Any]  # texts and numbers, '' and NaN where they are null
+
+
+def read_images(path: str, name: str, caption_columns: Sequence[str]) -> Iterator[ParquetImage]:
+    """Yields the images of a local file, which is called `name` in messages, with their fields.
+
+    Raises a ValueError for a file without a column of images, or of which a column that should hold
+    captions holds something else than texts.
+    """
+    with keyed_parquet.naming_damage(name), keyed_parquet.open_parquet(path) as table:
+        if not table.metadata.num_rows:
+            return
+        texts, numbers = _find_columns(table.schema_arrow, name, caption_columns)
+        columns = [IMAGE, *numbers, *texts]
+        # One at a time, in 0.2 ms, because few rows may be large.
+        for batch in table.iter_batches(1, columns=columns, use_threads=False):
+            fields: dict[str, Any] = {}
+            for column in numbers:
+                number = batch.column(column)[0].as_py()
+                # As numbers in all rows, whether the first of a tar has them or not.
+                fields[column] = math.nan if number is None else number
+            for column in texts:
+                text = arrow_texts.read_texts(batch.column(column))[0].as_py()
+                fields[column] = foreign_text.decode_utf8(text or b'')
+            try:
+                yield ParquetImage(_read_image(batch.column(IMAGE)[0]), None, fields)
+            except BadImageError as error:
+                yield ParquetImage(b'', error, fields)
+
+
+def _find_columns(
+    arrow: pa.Schema, name: str, caption_columns: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Returns the names of the columns of texts and of numbers."""
+    kinds = dict(zip(arrow.names, arrow.types, strict=True))
+    if IMAGE not in kinds:
+        raise ValueError(f'{name}: has no column {IMAGE!r}; it has {arrow.names}.')
+    if len(kinds) < len(arrow.names):
+        raise ValueError(f'{name}: its columns are {arrow.names}, expected different names.')
+    if not _can_be_images(kinds[IMAGE]):
+        raise ValueError(
+            f'{name}: column {IMAGE!r} is {kinds[IMAGE]}, expected the bytes of files of images, '
+            "or structs with such 'bytes'. Write them so."
+        )
+    texts, numbers = [], []
+    for column, kind in kinds.items():
+        if column == IMAGE:
+            continue
+        if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+            numbers.append(column)
+        elif column in caption_columns or _is_short_text(kind):
+            texts.append(column)
+    captions = [column for column in caption_columns if column in kinds]
+    if captions and not any(arrow_texts.holds_text(kinds[column]) for column in captions):
+        raise ValueError(
+            f'{name}: column {captions[0]!r} is {kinds[captions[0]]}, expected texts. Set '
+            'caption_column.'
+        )
+    return [x for x in texts if arrow_texts.holds_text(kinds[x])], numbers
+
+
+def _is_short_text(kind: pa.DataType) -> bool:
+    """Whether a column is of texts, and not of bytes, which may be those of another image."""
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return arrow_texts.is_text(kind)
+
+
+def _can_be_images(kind: pa.DataType) -> bool:
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    if pa.types.is_struct(kind):
+        return any(field.name in ('bytes', 'path') for field in kind)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return kind.value_type == pa.uint8()
+    return arrow_texts.is_flat(kind) or pa.types.is_dictionary(kind) or pa.types.is_null(kind)
+
+
+def _read_image(value: pa.Scalar) -> bytes:
+    """Returns the bytes of an image, b'' without one; a BadImageError for something else."""
+    if isinstance(value, pa.ExtensionScalar) and value.is_valid:
+        value = value.value
+    if isinstance(value, pa.ListScalar | pa.LargeListScalar) and value.is_valid:
+        return value.values.to_numpy(zero_copy_only=False).tobytes()
+    image = value.as_py()
+    if isinstance(image, dict):
+        image = image.get('bytes') or image.get('path')
+    if isinstance(image, bytes) and not image.startswith(tuple(x.encode() for x in _BASE64_HEADS)):
+        return image
+    if isinstance(image, bytes):
+        image = image.decode('latin-1')
+    return _read_image_of_text(image) if isinstance(image, str) else b''
+
+
+def _read_image_of_text(text: str) -> bytes:
+    """Returns the bytes that a text is in base64."""
+    encoded = _DATA_URL.sub('', text.strip(), count=1)
+    if encoded.startswith(_BASE64_HEADS) or encoded != text.strip():
+        try:
+            # Also as URLs have it, in lines and without the padding.
+            encoded = ''.join(encoded.split()).translate(str.maketrans('-_', '+/')).rstrip('=')
+            return base64.b64decode(encoded + '=' * (-len(encoded) % 4), validate=True)
+        except binascii.Error:
+            raise BadImageError('damaged base64') from None
+    # Nothing is downloaded at the wish of a file.
+    if _URL.match(text):
+        raise BadImageError('URL in place of an image', text[:100])
+    raise BadImageError('path or other text in place of an image', text[:100])

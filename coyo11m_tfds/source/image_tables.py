@@ -1,0 +1,209 @@
+"""Tables of a folder of images, `metadata.jsonl` or `metadata.csv`: a row of fields for an image.
+
+A row names its image by a path relative to the table, in the column `file_name`. If no image has
+exactly this path, it is the only one whose path differs in slashes, in case, in the form of its
+letters in Unicode, or in quotes of URLs.
+"""
+
+import collections
+import csv
+import functools
+import io
+import json
+import os
+import unicodedata
+import urllib.parse
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from absl import logging
+
+from coyo11m_tfds.source import foreign_text
+from coyo11m_tfds.storage.stored_file import StoredFile
+
+NAMES = 'metadata.jsonl', 'metadata.csv'
+
+_FILE_NAME = 'file_name'
+_MAX_CELL = 64 << 20  # characters
+_MAX_NAMES = 3  # of rows and images, in messages
+
+Fields = dict[str, Any]
+
+
+class ImageTables:
+    """The tables of a folder."""
+
+    def __init__(
+        self,
+        files: Mapping[str, StoredFile],
+        images: Mapping[str, str],
+        caption_columns: Sequence[str],
+    ):
+        """Takes the files of the folder by their names, and for each image the name of its table.
+
+        In `caption_columns`, cells of CSV are never numbers.
+        """
+        self._files, self._images, self._caption_columns = files, images, caption_columns
+        # The images of a folder follow each other, so that few tables are in use at once.
+        self.read = functools.lru_cache(maxsize=4)(self._read)
+        self._told_tables = set[str]()
+
+    def _read(self, name: str) -> dict[str, Fields]:
+        """Returns the rows of a table by the names of their images.
+
+        Raises a ValueError that names the row if the table is damaged, or if all rows name
+        something else than images.
+        """
+        path = self._files[name].path
+        text = foreign_text.decode(self._files[name].read())
+        if name.endswith('.csv'):
+            table = _parse_csv(text, path, self._caption_columns)
+        else:
+            table = _parse_json_lines(text, path)
+        rows, others = dict[str, Fields](), list[_Row]()
+        num_repeated = 0
+        for row in table:
+            image = os.path.normpath(os.path.join(os.path.dirname(name), row.file_name))
+            if image not in self._images:
+                others.append(row)
+            elif image in rows:
+                num_repeated += 1
+            else:
+                rows[image] = row.fields
+        # After those with exactly the path of an image, which they must not replace.
+        unknown = []
+        for row in others:
+            image = self._find_similar(os.path.dirname(name), row.file_name)
+            if not image:
+                unknown.append(f'{row.place} ({row.file_name})')
+            elif image in rows:
+                num_repeated += 1
+            else:
+                rows[image] = row.fields
+        self._tell(name, rows, unknown, num_repeated)
+        return rows
+
+    def _find_similar(self, folder: str, file_name: str) -> str:
+        """Returns the only image of a similar path, or ''."""
+        images = self._images_by_normal_name.get(_normalize(f'{folder}/{file_name}'), [])
+        return images[0] if len(images) == 1 else ''
+
+    @functools.cached_property
+    def _images_by_normal_name(self) -> Mapping[str, Sequence[str]]:
+        images = collections.defaultdict[str, list[str]](list)
+        for image in self._images:
+            images[_normalize(image)].append(image)
+        return images
+
+    def _tell(
+        self, name: str, rows: Mapping[str, Fields], others: Sequence[str], num_repeated: int
+    ) -> None:
+        """Logs once, by name, rows without an image and images without a row."""
+        path = self._files[name].path
+        without_row = [x for x, table in self._images.items() if table == name and x not in rows]
+        if others and not rows:
+            raise ValueError(
+                f'{path}: none of its {len(others):,} rows names an image, such as '
+                f'{_list_names(others)}; there are images such as {_list_names(without_row)}. '
+                f'Write their paths, relative to the table, as its {_FILE_NAME!r}, or remove it.'
+            )
+        if name in self._told_tables:
+            return
+        self._told_tables.add(name)
+        facts = []
+        if others:
+            facts.append(f'{len(others):,} rows name no image: {_list_names(others)}')
+        if without_row:
+            facts.append(f'{len(without_row):,} images have no row: {_list_names(without_row)}')
+        if num_repeated:
+            facts.append(f'{num_repeated:,} rows repeat an image, of which the first row counts')
+        if facts:
+            logging.warning('%s: %s.', path, '; '.join(facts))
+
+
+class _Row(NamedTuple):
+    place: str  # in messages
+    file_name: str
+    fields: Fields
+
+
+def _parse_csv(text: str, path: str, caption_columns: Sequence[str]) -> Iterator[_Row]:
+    csv.field_size_limit(_MAX_CELL)
+    # Strict, because a quote in a wrong place may swallow the rows that follow it.
+    reader = csv.reader(io.StringIO(text, newline=''), strict=True)
+    number, columns = 0, list[str]()
+    try:
+        for cells in filter(None, reader):
+            if not columns:
+                columns = _check_header(cells, path)
+                continue
+            number += 1
+            if len(cells) != len(columns):
+                raise ValueError(
+                    f'{path}: row {number} (line {reader.line_num}) has {len(cells)} cells, '
+                    f'expected {len(columns)} as in its header. Put texts with commas or line '
+                    'ends between double quotes.'
+                )
+            fields: Fields = {}
+            for name, cell in zip(columns, cells, strict=True):
+                fields[name] = cell if name in caption_columns else _parse_cell(cell)
+            yield _Row(f'row {number}', cells[columns.index(_FILE_NAME)], fields)
+    except csv.Error as error:
+        raise ValueError(
+            f'{path}: row {number + 1} (up to line {reader.line_num}) is no row of CSV ({error}). '
+            'Put texts with commas, quotes or line ends between double quotes, and write each '
+            'quote in them twice.'
+        ) from None
+
+
+def _check_header(columns: list[str], path: str) -> list[str]:
+    if _FILE_NAME not in columns or len({*columns}) < len(columns):
+        raise ValueError(
+            f'{path}: its header is {columns}, expected different names, separated by commas, '
+            f'with {_FILE_NAME!r} among them.'
+        )
+    return columns
+
+
+def _parse_json_lines(text: str, path: str) -> Iterator[_Row]:
+    # Not by `splitlines`: texts in JSON may hold other ends of lines.
+    for number, line in enumerate(text.split('\n'), 1):
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f'{path}: line {number} is no JSON ({error}).') from None
+        file_name = fields.get(_FILE_NAME) if isinstance(fields, dict) else None
+        if not isinstance(file_name, str):
+            raise ValueError(
+                f'{path}: line {number} is {line[:100]}, expected an object with a text '
+                f'{_FILE_NAME!r}.'
+            )
+        yield _Row(f'line {number}', file_name, fields)
+
+
+def _normalize(name: str) -> str:
+    """Returns a path that is equal for names that differ only in how systems write them."""
+    name = urllib.parse.unquote(name.replace('\\', '/'))
+    segments = [segment.strip() for segment in name.split('/')]
+    path = os.path.normpath('/'.join(filter(None, segments)))
+    return unicodedata.normalize('NFC', path.casefold())
+
+
+def _parse_cell(cell: str) -> int | float | str:
+    """Returns the number that a cell is, or its text."""
+    # Python reads digits with underscores, which others use in names.
+    if '_' in cell:
+        return cell
+    for number in (int, float):
+        try:
+            return number(cell)
+        except ValueError:
+            pass
+    return cell
+
+
+def _list_names(names: Iterable[str]) -> str:
+    first_names = [*names][: _MAX_NAMES + 1]
+    return ', '.join(first_names[:_MAX_NAMES]) + ', ...' * (len(first_names) > _MAX_NAMES)

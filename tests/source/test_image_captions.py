@@ -1,0 +1,446 @@
+"""Captions of images: found beside them in every form that others give them, or told to be lost."""
+
+import base64
+import csv
+import json
+import pathlib
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from coyo11m_tfds.pictures.pixels import BadImageError
+from coyo11m_tfds.source import image_files
+from coyo11m_tfds.storage.scratch import Scratch
+from tests import made_images
+from tests.fakes import latent_files
+
+IMAGE = made_images.make_images(1)[0].data
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> pathlib.Path:
+    path = tmp_path / 'images'
+    path.mkdir()
+    return path
+
+
+class Found(NamedTuple):
+    image: image_files.SourceImage
+    data: bytes
+    reason: str  # of a bad image
+
+
+def find(folder: pathlib.Path, caption_column: str = '') -> list[Found]:
+    """All images of a folder, in order."""
+    found = []
+    for part in image_files.find_images(folder, caption_column, 4).parts:
+        with part.open(Scratch(folder.parent / 'scratch')) as images:
+            for image in images:
+                try:
+                    found.append(Found(image, image.read(), ''))
+                except BadImageError as error:
+                    found.append(Found(image, b'', error.reason))
+    return found
+
+
+def captions_of(folder: pathlib.Path, caption_column: str = '') -> dict[str, str]:
+    """The captions of good images, by name."""
+    return {x.image.name: x.image.caption for x in find(folder, caption_column) if x.data}
+
+
+def bad_of(folder: pathlib.Path) -> dict[str, str]:
+    """The reasons of bad images, by name."""
+    return {x.image.name: x.reason for x in find(folder) if x.reason}
+
+
+def write_images(folder: pathlib.Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        (folder / name).write_bytes(IMAGE)
+
+
+def write_table(folder: pathlib.Path, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    if kind == 'jsonl':
+        lines = [json.dumps(row) for row in rows]
+        (folder / 'metadata.jsonl').write_text('\n'.join(lines))
+        return
+    with (folder / 'metadata.csv').open('w') as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_parquet(folder: pathlib.Path, **columns: Any) -> None:
+    count = len(next(iter(columns.values())))
+    pq.write_table(pa.table({'image': [IMAGE] * count} | columns), folder / 'x.parquet')
+
+
+@pytest.mark.parametrize(
+    ('rows', 'message'),
+    [
+        ('1.jpg,a dog, running\n2.jpg,b\n', r'row 1 \(line 2\) has 3 cells, expected 2 as in its'),
+        ('1.jpg,a\n2.jpg\n', r'row 2 \(line 3\) has 1 cells, expected 2'),
+        ('1.jpg,"a big dog\n2.jpg,b\n', r'row 1 \(up to line 3\) is no row of CSV'),
+        ('1.jpg,"a big dog\n2.jpg,"b"\n', r'row 1 \(up to line 3\) is no row of CSV'),
+        ('1.jpg,"a" dog\n2.jpg,b\n', r'row 1 \(up to line 2\) is no row of CSV'),
+        ('1.jpg, "a, dog"\n', r'row 1 \(line 2\) has 3 cells'),
+        ('1.jpg,a\n\0\0\0', r'row 2 \(line 3\) has 1 cells'),
+    ],
+)
+def test_a_row_of_csv_of_which_a_text_would_be_cut_or_swallowed_is_refused(folder, rows, message):
+    write_images(folder, '1.jpg', '2.jpg')
+    (folder / 'metadata.csv').write_text(f'file_name,text\n{rows}')
+    with pytest.raises(ValueError, match=rf'images/metadata\.csv: {message}'):
+        find(folder)
+
+
+@pytest.mark.parametrize(
+    'header', ['file_name\ttext', 'file_name;text', 'name,text', 'file_name,text,text']
+)
+def test_a_header_of_csv_that_names_no_files_is_refused(folder, header):
+    write_images(folder, '1.jpg')
+    (folder / 'metadata.csv').write_text(f'{header}\n1.jpg,a\n')
+    with pytest.raises(ValueError, match=r'metadata\.csv: its header is \[.*, expected different'):
+        find(folder)
+
+
+def test_texts_of_csv_may_be_long_and_hold_anything(folder):
+    texts = ['a' * 140_000, 'b, "c"\r\nd', '\0', 'a 12" pipe', '', ' e ']
+    names = [f'{n}.jpg' for n in range(len(texts))]
+    write_images(folder, *names)
+    rows = [
+        {'file_name': n, 'text': x, 'more': 'm' * 200_000}
+        for n, x in zip(names, texts, strict=True)
+    ]
+    write_table(folder, 'csv', rows)
+    assert captions_of(folder) == dict(zip(names[1:], texts[1:], strict=True))
+    assert bad_of(folder) == {'0.jpg': 'too long caption'}
+
+
+WORDS = ['1984', 'nan', 'null', 'true', '1e5', '-inf', '007', '1_000', 'None']
+
+
+@pytest.mark.parametrize('column', ['text', 'title'])
+@pytest.mark.parametrize('kind', ['csv', 'jsonl', 'json', 'txt', 'tar', 'parquet'])
+def test_a_caption_that_reads_as_a_number_stays_a_text(folder, kind, column):
+    caption_column = '' if column == 'text' else column
+    names = [f'{n}.jpg' for n in range(len(WORDS))]
+    if kind == 'parquet':
+        write_parquet(folder, **{column: WORDS})
+    elif kind == 'tar':
+        parts = [{'jpg': IMAGE, 'json': {column: word}} for word in WORDS]
+        latent_files.write_tar(folder / 'x.tar', {f'{n}': x for n, x in enumerate(parts)})
+    else:
+        write_images(folder, *names)
+        rows = [{'file_name': n, column: x} for n, x in zip(names, WORDS, strict=True)]
+        if kind in ('csv', 'jsonl'):
+            write_table(folder, kind, rows)
+        for name, word in zip(names, WORDS, strict=True):
+            text = word if kind == 'txt' else json.dumps({column: word})
+            if kind in ('txt', 'json'):
+                (folder / name).with_suffix(f'.{kind}').write_text(text)
+        if kind == 'txt':
+            caption_column = caption_column and 'txt'
+    assert list(captions_of(folder, caption_column).values()) == WORDS
+
+
+def test_other_cells_of_csv_are_numbers(folder):
+    write_images(folder, 'a.jpg')
+    (folder / 'metadata.csv').write_text('file_name,text,key,score,id\na.jpg,x,7,0.5,1_000\n')
+    [(image, _, _)] = find(folder)
+    assert (image.key, image.numbers, image.caption) == (7, {'score': 0.5}, 'x')
+
+
+@pytest.mark.parametrize(
+    ('value', 'caption'),
+    [
+        (1984, '1984'),
+        (True, 'true'),
+        (2.5, '2.5'),
+        (None, ''),
+        (['', 'a', 'b'], 'a'),
+        ([], ''),
+        ({'en': 'a'}, ''),
+    ],
+)
+@pytest.mark.parametrize('kind', ['json', 'jsonl'])
+def test_values_of_json_in_place_of_a_caption(folder, kind, value, caption):
+    write_images(folder, 'a.jpg', 'b.jpg')
+    rows = [{'file_name': 'a.jpg', 'alt': value}, {'file_name': 'b.jpg', 'alt': 'b'}]
+    if kind == 'jsonl':
+        write_table(folder, kind, rows)
+    for row in rows:
+        if kind == 'json':
+            (folder / row['file_name']).with_suffix('.json').write_text(json.dumps(row))
+    assert captions_of(folder, 'alt') == {'a.jpg': caption, 'b.jpg': 'b'}
+
+
+@pytest.mark.parametrize(
+    'kind',
+    [
+        pa.string(),
+        pa.large_string(),
+        pa.string_view(),
+        pa.binary(),
+        pa.large_binary(),
+        pa.binary_view(),
+        pa.dictionary(pa.int8(), pa.string()),
+        pa.dictionary(pa.int32(), pa.binary()),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize('column', ['text', 'title'])
+def test_texts_of_parquet_may_have_any_of_arrows_types(folder, kind, column):
+    texts = pa.array(['b', None, '', 'ä'], pa.string()).cast(kind)
+    lists = pa.array([['', 'b'], None, [], ['ä', 'c']], pa.list_(pa.string()))
+    caption_column = '' if column == 'text' else column
+    expected = ['b', '', '', 'ä']
+    for values in (texts, lists, lists.cast(pa.large_list(pa.binary()))):
+        write_parquet(folder, **{column: values})
+        assert list(captions_of(folder, caption_column).values()) == expected
+
+
+def test_a_column_that_is_no_text_is_refused_as_captions(folder):
+    for values in ([1, 2], [{'en': 'a'}, {'en': 'b'}]):
+        write_parquet(folder, title=values)
+        assert list(captions_of(folder).values()) == ['', '']
+        with pytest.raises(ValueError, match=r"x\.parquet: column 'title' is .*, expected texts"):
+            find(folder, 'title')
+
+
+CP1252 = 'Das Café.'.encode('cp1252')
+
+
+@pytest.mark.parametrize('kind', ['txt', 'json', 'csv', 'jsonl', 'tar', 'parquet'])
+def test_a_text_that_cannot_be_read_is_a_bad_image(folder, kind):
+    write_images(folder, *(['a.jpg', 'b.jpg'] if kind not in ('tar', 'parquet') else []))
+    first = 'a.jpg'
+    if kind == 'txt':
+        (folder / 'a.txt').write_bytes(CP1252)
+        (folder / 'b.txt').write_text('b')
+    elif kind == 'json':
+        (folder / 'a.json').write_text('{"text": "\\ud800"}')
+        (folder / 'b.json').write_text('{"text": "b"}')
+    elif kind == 'csv':
+        lines = [b'file_name,text', b'a.jpg,' + CP1252, b'b.jpg,b']
+        (folder / 'metadata.csv').write_bytes(b'\n'.join(lines))
+    elif kind == 'jsonl':
+        lines = [b'{"file_name": "a.jpg", "text": "' + CP1252 + b'"}']
+        lines.append(b'{"file_name": "b.jpg", "text": "b"}')
+        (folder / 'metadata.jsonl').write_bytes(b'\n'.join(lines))
+    elif kind == 'tar':
+        samples = {'a': {'jpg': IMAGE, 'txt': CP1252}, 'b': {'jpg': IMAGE, 'txt': 'b'}}
+        latent_files.write_tar(folder / 'x.tar', samples)
+        first = 'x.tar/a.jpg'
+    else:
+        raw = pa.array([CP1252, b'b'], pa.binary())
+        text = pa.StringArray.from_buffers(2, *raw.buffers()[1:])
+        write_parquet(folder, text=text)
+        first = 'x.parquet/0'
+    assert bad_of(folder) == {first: 'caption that is no UTF-8'}
+    assert list(captions_of(folder).values()) == ['b']
+
+
+@pytest.mark.parametrize(
+    ('text', 'reason'),
+    [
+        ('["a", "b"]', '.json without names of fields'),
+        ('3', '.json without names of fields'),
+        ('{"caption": "a', 'damaged .json'),
+        (json.dumps({f'{n}': n for n in range(300)}), 'too many fields'),
+        (json.dumps({'caption': 'a' * 70_000}), 'too long caption'),
+        (' ' * (2 << 20), 'too large .json'),
+    ],
+)
+def test_a_json_that_is_not_taken_is_told_as_it_is(folder, text, reason):
+    write_images(folder, 'a.jpg')
+    (folder / 'a.json').write_text(text)
+    assert bad_of(folder) == {'a.jpg': reason}
+
+
+@pytest.mark.parametrize(
+    ('data', 'caption'),
+    [
+        (b'\xef\xbb\xbfA cat.\r\n', 'A cat.'),
+        (b'\nA cat.\n\n', 'A cat.'),
+        (b'A cat\r\nand a dog.', 'A cat\nand a dog.'),
+        ('\ufeffA cat: ä.\r\n'.encode('utf-16-le'), 'A cat: ä.'),
+        ('\ufeffA cat.'.encode('utf-16-be'), 'A cat.'),
+        ('A cat\u2028\x0c and a dog. '.encode(), 'A cat\u2028\x0c and a dog. '),
+    ],
+)
+def test_a_text_file_loses_its_mark_and_its_line_ends(folder, data, caption):
+    write_images(folder, 'a.jpg')
+    (folder / 'a.txt').write_bytes(data)
+    assert captions_of(folder) == {'a.jpg': caption}
+
+
+@pytest.mark.parametrize('mark', ['', '\ufeff'])
+@pytest.mark.parametrize('kind', ['csv', 'jsonl'])
+@pytest.mark.parametrize(
+    ('image', 'name'),
+    [
+        ('cats/1.jpg', 'cats\\1.jpg'),
+        ('cats/1.jpg', './cats//1.jpg'),
+        ('cats/1.jpg', '/cats/1.jpg'),
+        ('cats/1.jpg', 'Cats/1.JPG'),
+        ('1.JPG', '1.jpg'),
+        (unicodedata.normalize('NFD', 'café.jpg'), unicodedata.normalize('NFC', 'café.jpg')),
+        (
+            unicodedata.normalize('NFC', 'Ångström.jpg'),
+            unicodedata.normalize('NFD', 'Ångström.jpg'),
+        ),
+        ('a b.jpg', 'a%20b.jpg'),
+        ('a%20b.jpg', 'a b.jpg'),
+        ('a.jpg', ' a.jpg '),
+    ],
+)
+def test_names_in_tables_are_those_of_images_however_they_are_written(
+    folder, kind, image, name, mark
+):
+    write_images(folder, image, 'other.jpg')
+    write_table(folder, kind, [{'file_name': name, 'text': 'x'}])
+    path = folder / f'metadata.{kind}'
+    path.write_text(mark + path.read_text())
+    assert captions_of(folder) == {image: 'x', 'other.jpg': ''}
+
+
+def test_similar_names_lead_to_no_other_image(folder):
+    write_images(folder, 'a.jpg', 'A.jpg', 'b.jpg', 'B.jpg', 'c.jpg')
+    rows = {
+        'A.JPG': '?',
+        'a.jpg': 'a',
+        'A.jpg': 'A',
+        'B.jpg': 'B',
+        'C.jpg': 'similar',
+        'c.jpg': 'c',
+    }
+    write_table(folder, 'jsonl', [{'file_name': n, 'text': x} for n, x in rows.items()])
+    expected = {'A.jpg': 'A', 'B.jpg': 'B', 'a.jpg': 'a', 'b.jpg': '', 'c.jpg': 'c'}
+    assert captions_of(folder) == expected
+
+
+@pytest.mark.parametrize('kind', ['csv', 'jsonl'])
+def test_rows_and_images_without_a_partner_are_named_once(folder, kind, caplog):
+    images = [f'{n}.jpg' for n in range(12)]
+    write_images(folder, *images)
+    names = ['none.jpg', *images[:8], '3.jpg', '../outside.jpg']
+    write_table(folder, kind, [{'file_name': x, 'text': x} for x in names])
+    assert captions_of(folder)['3.jpg'] == '3.jpg'
+    [message] = [record.getMessage() for record in caplog.records]
+    first, last = ('line 1', 'line 11') if kind == 'jsonl' else ('row 1', 'row 11')
+    assert message == (
+        f'{folder}/metadata.{kind}: 2 rows name no image: {first} (none.jpg), {last} '
+        '(../outside.jpg); 4 images have no row: 10.jpg, 11.jpg, 8.jpg, ...; 1 rows repeat an '
+        'image, of which the first row counts.'
+    )
+
+
+@pytest.mark.parametrize('kind', ['csv', 'jsonl'])
+def test_a_table_that_names_no_image_at_all_is_refused(folder, kind):
+    write_images(folder, 'cats/1.jpg', 'cats/2.jpg')
+    write_table(folder, kind, [{'file_name': 'dogs/1.jpg', 'text': 'x'}])
+    message = r'none of its 1 rows names an image, such as \w+ 1 \(dogs/1\.jpg\); .* cats/1\.jpg, '
+    with pytest.raises(ValueError, match=message):
+        find(folder)
+
+
+@pytest.mark.parametrize('text', ['', '\n', 'file_name,text\n'])
+@pytest.mark.parametrize('kind', ['csv', 'jsonl'])
+def test_a_table_without_rows_is_a_count(folder, kind, text):
+    if kind == 'jsonl' and text.strip():
+        return
+    write_images(folder, 'a.jpg')
+    (folder / f'metadata.{kind}').write_text(text)
+    assert captions_of(folder) == {'a.jpg': ''}
+
+
+@pytest.mark.parametrize('line', ['[1]', '{"name": "a"}', '{"file_name": 1}', '{"a', 'null'])
+def test_a_line_of_json_that_names_no_file_is_refused(folder, line):
+    write_images(folder, 'a.jpg')
+    (folder / 'metadata.jsonl').write_text('{"file_name": "a.jpg"}\n\n' + line)
+    with pytest.raises(ValueError, match=r'metadata\.jsonl: line 3 is '):
+        find(folder)
+
+
+def encoded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+JPEG, PNG, WEBP = (image.data for image in made_images.make_images(3))
+
+
+@pytest.mark.parametrize(
+    ('images', 'kind'),
+    [
+        ([JPEG, PNG, WEBP], pa.large_binary()),
+        ([JPEG, PNG, WEBP], pa.binary_view()),
+        ([encoded(JPEG), encoded(PNG).rstrip('='), encoded(WEBP) + '\n'], pa.string()),
+        ([encoded(x).encode() for x in (JPEG, PNG, WEBP)], pa.binary()),
+        (
+            [
+                f'data:image/jpeg;base64,{encoded(JPEG)}',
+                base64.urlsafe_b64encode(PNG).decode(),
+                base64.encodebytes(WEBP).decode(),
+            ],
+            pa.large_string(),
+        ),
+        ([list(x) for x in (JPEG, PNG, WEBP)], pa.list_(pa.uint8())),
+        (
+            [{'bytes': encoded(JPEG), 'path': 'a'}, {'bytes': PNG, 'path': None}, {'bytes': WEBP}],
+            pa.struct([('bytes', pa.binary()), ('path', pa.string())]),
+        ),
+    ],
+    ids=[0, 1, 2, 3, 4, 5, 6],
+)
+def test_images_of_parquet_may_be_bytes_in_many_forms(folder, images, kind):
+    if pa.types.is_struct(kind):
+        images[0]['bytes'] = images[0]['bytes'].encode()
+    pq.write_table(pa.table({'image': pa.array(images, kind)}), folder / 'x.parquet')
+    assert [x.data for x in find(folder)] == [JPEG, PNG, WEBP]
+
+
+@pytest.mark.parametrize(
+    ('image', 'reason'),
+    [
+        ('https://example.com/a.jpg', 'URL in place of an image'),
+        ('gs://bucket/a.jpg', 'URL in place of an image'),
+        ('photos/a.jpg', 'path or other text in place of an image'),
+        ({'bytes': None, 'path': 'a.jpg'}, 'path or other text in place of an image'),
+        ('/9j/4AAQ!', 'damaged base64'),
+    ],
+)
+def test_what_is_no_image_of_parquet_is_told_as_it_is(folder, image, reason):
+    kind = pa.string()
+    if isinstance(image, dict):
+        kind = pa.struct([('bytes', pa.binary()), ('path', pa.string())])
+    pq.write_table(pa.table({'image': pa.array([image, None], kind)}), folder / 'x.parquet')
+    assert bad_of(folder) == {'x.parquet/0': reason}
+
+
+@pytest.mark.parametrize('images', [[1], [[[0.5]]], [{'url': 'a'}], [[b'a', b'b']]])
+def test_a_column_of_no_images_is_refused(folder, images):
+    pq.write_table(pa.table({'image': images}), folder / 'x.parquet')
+    with pytest.raises(ValueError, match=r"x\.parquet: column 'image' is .*, expected the bytes"):
+        find(folder)
+
+
+def test_a_parquet_file_without_rows_is_a_count(folder):
+    write_parquet(folder, text=['a'])
+    pq.write_table(pa.table({'image': pa.nulls(0)}), folder / '0.parquet')
+    pq.write_table(pa.table({'image': pa.nulls(2), 'text': pa.nulls(2)}), folder / 'y.parquet')
+    assert captions_of(folder)['x.parquet/0'] == 'a'
+
+
+def test_numbers_keep_their_names_in_all_rows(folder):
+    values = pa.array([0.5, None], pa.float16())
+    write_parquet(folder, score=values, key=['0000012', '13'], width=[1, 2])
+    first, second = (x.image for x in find(folder))
+    assert (first.key, second.key) == (12, 13)
+    assert first.numbers == {'score': 0.5}
+    assert list(second.numbers) == ['score'] and np.isnan(second.numbers['score'])
