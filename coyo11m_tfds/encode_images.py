@@ -63,7 +63,12 @@ from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.receipts import Receipt, Receipts
 from coyo11m_tfds.storage.scratch import Scratch, check_out, scratch_folder
 
-PART_IMAGES = 4096  # 45 MB of latents of 256 pixels
+# Of images in files. A stop loses the part that it is at, and each part is a tar. So a part has a
+# 256th of all images, whatever the speed. But it has as many as two slow cores encode with SDXL's
+# VAE in 10 to 20 seconds (32 of 256 pixels), or decode in about as long, and no more than a tar.
+_SHARES_OF_IMAGES = 256
+_LEAST_PIXELS, _LEAST_BYTES = 32 * 256**2, 256 << 20
+_MOST_IMAGES = 4096  # 45 MB of latents of 256 pixels
 MAX_BAD = 0.01
 
 _PARTS = '.encoded'  # folder of the receipts of parts
@@ -197,7 +202,7 @@ def encode(
     max_bad: float = MAX_BAD,
     max_pixels: int = pixels.MAX_PIXELS,
     share: tuple[int, int] = (0, 1),
-    part_images: int = PART_IMAGES,
+    part_images: int = 0,
     num_workers: int = 0,
     scratch_dir: str | os.PathLike[str] = '',
 ) -> EncodingReport:
@@ -219,7 +224,8 @@ def encode(
         max_bad: Largest share of images that may be bad.
         max_pixels: Most pixels of an image.
         share: `(i, n)` to make only the parts i, i + n, i + 2n, ...
-        part_images: Most images in a part, if they are not in tars or Parquet files.
+        part_images: Most images in a part, if they are not in tars or Parquet files; 0 for a number
+            that depends on the images and the size, see `divide_images`.
         num_workers: Processes that decode images; 0 for one on each core.
         scratch_dir: Local folder for temporary files; '': a folder in `out` or, if that is remote,
             in the user's cache.
@@ -229,9 +235,13 @@ def encode(
     check_out(out)
     errors.one_of(*_DTYPES).check('dtype', dtype)
     errors.UNIT_INTERVAL.check('max_bad', max_bad)
-    errors.at_least(1).check('part_images', part_images)
+    errors.at_least(0).check('part_images', part_images)
     target = _make_target(size, buckets, crops, max_pixels)
-    parts, left = image_files.find_images(images, caption_column, part_images)
+    # Those of a bucket have about as many pixels.
+    divide = functools.partial(
+        divide_images, num_pixels=crops * size**2, num_shapes=len(target.shapes), most=part_images
+    )
+    parts, left = image_files.find_images(images, caption_column, divide)
     encoder = vae_encoder.VaeEncoder(vae) if isinstance(vae, str) else vae
     if size % encoder.factor:
         raise ValueError(f'size={size}: expected a multiple of {encoder.factor}, as {vae} needs.')
@@ -268,6 +278,33 @@ def encode(
         encoding.finish()
     seconds = time.perf_counter() - start
     return EncodingReport(encoding.counts, num_encoded, missing, encoder.name, seconds)
+
+
+def divide_images(
+    sizes: Sequence[int], num_pixels: int, num_shapes: int = 1, most: int = 0
+) -> Iterator[slice]:
+    """Divides images, in order, into parts of limited work; yields the places of each part.
+
+    The parts depend on nothing else, because the bytes of an encoding do.
+
+    Args:
+        sizes: Of the images, in bytes.
+        num_pixels: That are encoded of an image.
+        num_shapes: That images may get. Each has batches of its own, which small parts do not fill.
+        most: Images in a part; 0 for a number by the work.
+    """
+    if not most:
+        least = max(1, num_shapes * _LEAST_PIXELS // num_pixels)
+        most = min(_MOST_IMAGES, max(least, len(sizes) // _SHARES_OF_IMAGES))
+    most_bytes = max(_LEAST_BYTES, sum(sizes) // _SHARES_OF_IMAGES)
+    begin, num_bytes = 0, 0
+    for place, size in enumerate(sizes):
+        is_full = place - begin == most or num_bytes + size > most_bytes
+        if place > begin and is_full:
+            yield slice(begin, place)
+            begin, num_bytes = place, 0
+        num_bytes += size
+    yield slice(begin, len(sizes))
 
 
 def _make_target(size: int, buckets: bool, crops: int, max_pixels: int) -> Target:
@@ -637,8 +674,8 @@ def main() -> None:
     hint = 'most pixels of an image (%(default)s)'
     add('--max_pixels', type=int, default=pixels.MAX_PIXELS, help=hint)
     ranks.add_share_flag(parser)
-    hint = 'most images of a part, outside of tars and Parquet files (%(default)s)'
-    add('--part_images', type=int, default=PART_IMAGES, help=hint)
+    hint = 'most images of a part, outside of tars and Parquet files (by their number and size)'
+    add('--part_images', type=int, default=0, help=hint)
     add('--num_workers', type=int, default=0, help='processes that decode (one on each core)')
     add('--scratch_dir', default='', help='local folder for temporary files (in a local OUT)')
     options = vars(parser.parse_args())

@@ -220,6 +220,29 @@ def test_an_image_is_done_when_it_is_written(source, encoder, tmp_path, monkeypa
     assert re.search(r'Encoding images: 100%, 1 of 1 parts, [\d.]+ images/s', last)
 
 
+@pytest.mark.parametrize(
+    ('sizes', 'options', 'expected'),
+    [
+        ([30_000] * 3250, {}, [32] * 101 + [18]),
+        ([30_000] * 3250, {'num_shapes': 3}, [96] * 33 + [82]),
+        ([30_000] * 100, {'num_pixels': 3 * 1024**2}, [1] * 100),
+        ([30_000] * 100, {'num_pixels': 512**2}, [8] * 12 + [4]),
+        ([30_000] * 100_000, {}, [390] * 256 + [160]),
+        ([3_000] * 2_000_000, {}, [4096] * 488 + [1152]),
+        ([30_000] * 100, {'most': 60}, [60, 40]),
+        ([100 << 20] * 5, {}, [2, 2, 1]),
+        ([300 << 20, 300 << 20, 1], {}, [1, 1, 1]),
+        ([10 << 20] * 10_000, {}, [39] * 256 + [16]),
+        ([7], {}, [1]),
+    ],
+)
+def test_parts_have_limited_work(sizes, options, expected):
+    parts = list(encode_images.divide_images(sizes, **{'num_pixels': 256**2} | options))
+    assert [part.stop - part.start for part in parts] == expected
+    assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
+    assert (parts[0].start, parts[-1].stop) == (0, len(sizes))
+
+
 class Stop(Exception):
     """Ends a run in the middle."""
 
@@ -575,10 +598,23 @@ def test_a_build_of_images_tells_how_they_are_encoded(tmp_path, kind):
 def test_what_cannot_be_encoded_is_refused(source, encoder, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         encode(source, encoder, tmp_path / 'out', **options)
-    with pytest.raises(
-        ValueError, match=r'has no images, expected \.jpg, \.jpeg, \.png, \.webp, or'
+
+
+def test_a_folder_without_images_is_told_from_none(encoder, tmp_path, bucket, hub):
+    (tmp_path / 'empty').mkdir()
+    (tmp_path / 'file.jpg').write_bytes(IMAGES[0].data)
+    with pytest.raises(ValueError, match=r'/empty: has no images, expected \.jpg, \.jpeg, \.png, '):
+        encode(tmp_path / 'empty', encoder, tmp_path / 'out')
+    hub.commit({'x.jpg': b''})
+    for missing in (
+        tmp_path / 'nope',
+        tmp_path / 'file.jpg',
+        'gs://images/nope',
+        'hf://datasets/owner/name/nope',
     ):
-        encode(tmp_path / 'out', encoder, tmp_path / 'other')
+        with pytest.raises(ValueError, match=f'{missing}: there is no such folder, expected one o'):
+            encode(missing, encoder, tmp_path / 'out')
+    assert not (tmp_path / 'out').exists()
 
 
 def test_the_commands_at_the_end_fit_the_numbers_of_images():

@@ -1,6 +1,6 @@
 """Finds images with their captions and numbers: in a folder, in tars, or in Parquet files.
 
-    parts, left = image_files.find_images('gs://bucket/photos', '', part_images=4096)
+    parts, left = image_files.find_images('gs://bucket/photos', '', divide)
     with parts[0].open(scratch) as images:
         for image in images:
             image.caption, image.read()
@@ -180,17 +180,23 @@ class ImagePart(abc.ABC):
         return _Row(name, size, values, read)
 
 
-def find_images(root: str | os.PathLike[str], caption_column: str, part_images: int) -> FoundImages:
+def find_images(
+    root: str | os.PathLike[str],
+    caption_column: str,
+    divide: Callable[[Sequence[int]], Iterable[slice]],
+) -> FoundImages:
     """Lists the images in a folder, local or remote, and divides them into parts.
 
     `caption_column` is the field or column of captions, '' the first of the usual names that an
-    image has. A part of images that are files has at most `part_images`.
+    image has. `divide` makes parts of images that are files, of their sizes in bytes.
     """
     folder = storage.open_folder(root)
     try:
         listing = folder.pin().list(deep=True)
     except FileNotFoundError:
         listing = {}
+    if not listing and not folder.exists():
+        raise ValueError(f'{root}: there is no such folder, expected one of images.')
     files = {name: file for name, file in listing.items() if not _is_hidden(name)}
     left = _find_left(files, listing.keys() - files.keys(), folder.list_broken())
     images = [name for name in sorted(files) if image_kinds.judge_name(name) == '']
@@ -205,9 +211,8 @@ def find_images(root: str | os.PathLike[str], caption_column: str, part_images: 
     if images:
         caption_columns = (caption_column,) if caption_column else schema.CAPTION_COLUMNS
         all_images = _ImageFolder(files, images, caption_columns)
-        for start in range(0, len(images), part_images):
-            run = images[start : start + part_images]
-            parts.append(_FolderPart(all_images, run, caption_column))
+        for run in divide([files[name].size for name in images]):
+            parts.append(_FolderPart(all_images, images[run], caption_column))
     parts += [_TarPart({name: files[name]}, caption_column) for name in tars]
     parts += [_ParquetPart({name: files[name]}, caption_column) for name in tables]
     if not parts:
