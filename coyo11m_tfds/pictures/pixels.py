@@ -18,7 +18,7 @@ import numpy as np
 import PIL
 from PIL import Image, ImageCms, ImageOps
 
-from coyo11m_tfds.pictures import image_kinds
+from coyo11m_tfds.pictures import image_kinds, png_chunks
 
 # The formats that photographs are kept in. Each further decoder of Pillow's forty is one more that
 # files of strangers could attack.
@@ -32,7 +32,6 @@ _MAX_SEGMENTS, _MAX_GAPS, _MAX_CHUNKS = 10_000, 1 << 20, 1 << 17
 # Each of the tags may hold all of the EXIF once more. A segment of a JPEG has less.
 _MAX_EXIF = 1 << 16
 _PNG_DEPTH = 24  # offset of the bits a channel in a PNG file
-_PNG_CHUNKS = 8  # offset of the first
 # A marker is none of the bytes of pixels: 0xff is stuffed there, or restarts them.
 _MARKER = re.compile(rb'\xff[^\x00\xd0-\xd7\xff]')
 _START_OF_SCAN, _END_OF_IMAGE, _APP1 = 0xDA, 0xD9, 0xE1
@@ -137,9 +136,14 @@ def _decode(data: bytes, target: Target) -> Image.Image:
         raise BadImageError('empty')
     try:
         _check_structure(data)
+        profile = b''
+        if data.startswith(png_chunks.SIGNATURE):
+            data, profile = png_chunks.keep_pixels(data)
         # Pillow warns of what it repairs, such as damaged EXIF.
         with warnings.catch_warnings(action='ignore'):
             image = Image.open(io.BytesIO(data), formats=_FORMATS)
+            if profile:
+                image.info['icc_profile'] = profile
             _check_header(data, image, target)
             image.load()
             return _flatten(_turn(image))
@@ -176,8 +180,8 @@ def _check_structure(data: bytes) -> None:
     """Refuses a file whose parts alone would take much time or memory, however small they are."""
     if data.startswith(b'\xff\xd8'):
         _check_segments(data)
-    if data.startswith(b'\x89PNG'):
-        offset = _PNG_CHUNKS
+    if data.startswith(png_chunks.SIGNATURE):
+        offset = len(png_chunks.SIGNATURE)
         for _ in range(_MAX_CHUNKS):
             offset += 12 + int.from_bytes(data[offset : offset + 4])
             if offset >= len(data):
