@@ -9,13 +9,15 @@ import io
 import os
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from coyo11m_tfds.storage import json_digest
 
 # The directory of a .pt with keys, latents and embeddings takes half a KB. In a damaged file,
 # `zipfile` looks for the end of the archive in so many bytes.
 TAIL_BYTES = (64 << 10) + 22
+# That of a .pt with 200,000 tensors.
+_MAX_DIRECTORY = 16 << 20
 
 _LOCAL_HEADER = struct.Struct('<4s5H3I2H')
 _LOCAL_MAGIC = b'PK\x03\x04'
@@ -44,21 +46,31 @@ class ArchiveMember:
         return self.name.encode('utf-8' if self.flags & _UTF8 else 'cp437')
 
 
+# Reads so many bytes at the end of a file.
+ReadTail = Callable[[int], bytes]
+
+
 class _Tail(io.BytesIO):
     """The end of a file, with positions as in the whole file, which `zipfile` compares."""
 
-    def __init__(self, tail: bytes, file_size: int):
-        super().__init__(tail)
-        self._begin = file_size - len(tail)
+    def __init__(self, read_tail: ReadTail, file_size: int):
+        self._read_tail, self._file_size = read_tail, file_size
+        self._begin = max(0, file_size - TAIL_BYTES)
+        super().__init__(read_tail(file_size - self._begin))
 
     def tell(self) -> int:
         return self._begin + super().tell()
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        # An offset before the tail becomes negative, which is a ValueError.
-        if whence == os.SEEK_SET:
-            offset -= self._begin
-        return self._begin + super().seek(offset, whence)
+        if whence != os.SEEK_SET:
+            return self._begin + super().seek(offset, whence)
+        if 0 <= offset < self._begin:
+            nbytes = self._file_size - offset
+            if nbytes > _MAX_DIRECTORY:
+                raise ValueError(f'its directory would take {nbytes:,} bytes')
+            self._begin = offset
+            super().__init__(self._read_tail(nbytes))
+        return self._begin + super().seek(offset - self._begin, whence)
 
 
 def max_small_bytes(file_size: int) -> int:
@@ -67,11 +79,17 @@ def max_small_bytes(file_size: int) -> int:
     return max(1 << 20, file_size // 100)
 
 
-def read_directory(tail: bytes, file_size: int, name: str) -> tuple[ArchiveMember, ...]:
-    """Reads the directory in the last `TAIL_BYTES` of a file of torch, called `name` in errors."""
+def read_directory(read_tail: ReadTail, file_size: int, name: str) -> tuple[ArchiveMember, ...]:
+    """Reads the directory at the end of a file of torch, called `name` in errors.
+
+    Most are in the last `TAIL_BYTES`; for a longer one `read_tail` is called again, for more bytes.
+    """
+    end_of_file = _Tail(read_tail, file_size)
     try:
-        with zipfile.ZipFile(_Tail(tail, file_size)) as archive:
+        with zipfile.ZipFile(end_of_file) as archive:
             infos, directory = archive.infolist(), archive.start_dir
+    except OSError:  # of `read_tail`
+        raise
     except Exception as error:  # of many types, depending on which byte is damaged
         raise ValueError(
             f'{name}: is truncated or not a .pt file ({file_size:,} bytes, {error}): expected a '
@@ -156,8 +174,7 @@ def open_archive(path: str | os.PathLike[str], name: str = '') -> Archive:
 def read_archive(file: int, name: str) -> Archive:
     """Does what `open_archive` does, for the descriptor of an open file."""
     size = os.fstat(file).st_size
-    tail_bytes = min(TAIL_BYTES, size)
-    members = read_directory(os.pread(file, tail_bytes, size - tail_bytes), size, name)
+    members = read_directory(lambda n: os.pread(file, n, size - n), size, name)
     return Archive(name, size, members, tuple(_find_start(file, m, name) for m in members))
 
 

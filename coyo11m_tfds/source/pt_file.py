@@ -335,9 +335,15 @@ def check_small_members(path: str | os.PathLike[str], name: str = '') -> None:
 
 def _write_head(file: StoredFile, path: str, check_crc: bool) -> None:
     """Writes the head of a remote file and compares its members with their CRC-32."""
-    start = max(0, file.size - pt_archive.TAIL_BYTES)
-    tail = read_twice(file, start, file.size - start)
-    members = pt_archive.read_directory(tail, file.size, file.path)
+    tail = b''
+
+    def read_tail(nbytes: int) -> bytes:
+        nonlocal tail
+        tail = read_twice(file, file.size - nbytes, nbytes)
+        return tail
+
+    members = pt_archive.read_directory(read_tail, file.size, file.path)
+    start = file.size - len(tail)
     ranges = _head_ranges(file, members, start)
     contents = ((begin, file.read_range(begin, end - begin)) for begin, end in ranges)
     write_sparse_file(path, file.size, itertools.chain(contents, [(start, tail)]))

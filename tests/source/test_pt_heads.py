@@ -97,6 +97,29 @@ def test_files_of_a_few_rows(bucket, folder, tmp_path, rows, width):
     assert received(bucket) < 1_200_000
 
 
+def test_a_file_of_thousands_of_tensors(bucket, folder, tmp_path):
+    """Its directory does not fit where that of other files ends."""
+    more = {f'more {number:05}': torch.full((number % 7,), number) for number in range(3000)}
+    made_sources.write_pt(tmp_path / NAME, range(20), replace=more)
+    PtFile.check_contents(tmp_path / NAME)
+    data = (tmp_path / NAME).read_bytes()
+    assert zipfile.ZipFile(tmp_path / NAME).start_dir < len(data) - 3 * pt_archive.TAIL_BYTES
+    file = upload(bucket, data)
+    assert_alike(PtFile.fetch_head(file, folder), tmp_path / NAME)
+    # The first two requests read where other directories end.
+    bucket.inject(Fault('slow', count=2, action='read', seconds=0))
+    bucket.inject(Fault('flip', action='read', after_bytes=99))
+    assert_alike(PtFile.fetch_head(file, folder), tmp_path / NAME)
+
+
+def test_a_directory_that_would_be_most_of_a_file_is_refused(tmp_path, monkeypatch):
+    more = {f'{number}': torch.zeros(1) for number in range(2000)}
+    made_sources.write_pt(tmp_path / NAME, range(20), replace=more)
+    monkeypatch.setattr(pt_archive, '_MAX_DIRECTORY', 1 << 17)
+    with pytest.raises(ValueError, match=r'not a \.pt file .*its directory would take \d+,\d+ b'):
+        PtFile(tmp_path / NAME)
+
+
 def write_large_pt(path: pathlib.Path, rows: int) -> np.ndarray:
     """Writes a `.pt` with a hole for latents, but with its keys; returns these.
 
