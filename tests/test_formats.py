@@ -329,7 +329,9 @@ def test_a_killed_build_of_each_format_goes_on(tmp_path, latents: str):
     fields = {'shard_bytes': 100_000, 'latents': latents}
     program = """
         import itertools, json, os, pathlib, signal
-        from coyo11m_tfds import coyo11m_tfds_dataset_builder  # once, before the forks
+        # Once, before the forks.
+        import pandas, torch
+        from coyo11m_tfds import coyo11m_tfds_dataset_builder
         from coyo11m_tfds.convert.data_folder import FinishedShards
         from tests import built
 

@@ -61,7 +61,8 @@ class Build:
 
 
 _FORKS = multiprocessing.get_context('forkserver')
-_FORKS.set_forkserver_preload([build_program.__name__])
+# Arrow imports pandas when it first converts an array.
+_FORKS.set_forkserver_preload([build_program.__name__, 'pandas'])
 
 
 def start(
