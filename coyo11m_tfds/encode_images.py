@@ -70,6 +70,7 @@ _SHARES_OF_IMAGES = 256
 _LEAST_PIXELS, _LEAST_BYTES = 32 * 256**2, 256 << 20
 _MOST_IMAGES = 4096  # 45 MB of latents of 256 pixels
 MAX_BAD = 0.01
+KEYS_OF_DATA, KEYS_OF_PATHS = 'data', 'path'
 
 _PARTS = '.encoded'  # folder of the receipts of parts
 # NumPy's files have no name for bfloat16, and float16 rounds latents, which are small, less.
@@ -199,6 +200,7 @@ def encode(
     moments: bool = False,
     dtype: str = 'float16',
     caption_column: str = '',
+    keys: str = KEYS_OF_DATA,
     max_bad: float = MAX_BAD,
     max_pixels: int = pixels.MAX_PIXELS,
     share: tuple[int, int] = (0, 1),
@@ -221,6 +223,8 @@ def encode(
             instead of the mean.
         dtype: Of the latents, 'float16' or 'float32'.
         caption_column: Field or column of the captions; '' for the usual names.
+        keys: 'data' takes the keys in the data of images or the numbers that are their names, where
+            there are such; 'path' takes hashes of their paths.
         max_bad: Largest share of images that may be bad.
         max_pixels: Most pixels of an image.
         share: `(i, n)` to make only the parts i, i + n, i + 2n, ...
@@ -234,6 +238,7 @@ def encode(
     ranks.check_share(share)
     check_out(out)
     errors.one_of(*_DTYPES).check('dtype', dtype)
+    errors.one_of(KEYS_OF_DATA, KEYS_OF_PATHS).check('keys', keys)
     errors.UNIT_INTERVAL.check('max_bad', max_bad)
     errors.at_least(0).check('part_images', part_images)
     target = _make_target(size, buckets, crops, max_pixels)
@@ -241,7 +246,10 @@ def encode(
     divide = functools.partial(
         divide_images, num_pixels=crops * size**2, num_shapes=len(target.shapes), most=part_images
     )
-    parts, left = image_files.find_images(images, caption_column, divide)
+    parts, left = image_files.find_images(
+        images, caption_column, divide, has_keys_of_paths=keys == KEYS_OF_PATHS
+    )
+    image_files.check_keys(parts)
     encoder = vae_encoder.VaeEncoder(vae) if isinstance(vae, str) else vae
     if size % encoder.factor:
         raise ValueError(f'size={size}: expected a multiple of {encoder.factor}, as {vae} needs.')
@@ -257,6 +265,7 @@ def encode(
         'moments': moments,
         'dtype': dtype,
         'caption_column': caption_column,
+        'keys': keys,
         'max_pixels': max_pixels,
     }
     chosen_parts = {number: parts[number] for number in range(len(parts))[share[0] :: share[1]]}
@@ -669,6 +678,8 @@ def main() -> None:
     add('--moments', action='store_true', help='write mean and deviation, from which steps draw')
     add('--dtype', default='float16', help='of the latents: float16 or float32 (%(default)s)')
     add('--caption_column', default='', help='field of the captions (the usual names)')
+    hint = 'data, or path for keys that are hashes of paths (%(default)s)'
+    add('--keys', default=KEYS_OF_DATA, help=hint)
     hint = 'largest share of images that may be bad (%(default)s)'
     add('--max_bad', type=float, default=MAX_BAD, help=hint)
     hint = 'most pixels of an image (%(default)s)'

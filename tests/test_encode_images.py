@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import io
 import json
+import os
 import pathlib
 import re
 import resource
@@ -316,6 +317,32 @@ def test_objects_may_have_any_slashes(encoder, bucket, tmp_path):
     assert rows['By /z.jpg'][0]['n'] == 7
 
 
+def test_two_runs_with_the_same_keys_need_keys_of_paths(encoder, tmp_path):
+    for run in ('1', '2'):
+        made_images.write(tmp_path / 'runs' / run, 'tar', IMAGES[:6])
+    out = tmp_path / 'out'
+    with pytest.raises(ValueError, match=r'1/00000\.tar/0000\.jpg and 2/.* the same key, 1000'):
+        encode(tmp_path / 'runs', encoder, out)
+    assert not out.exists()
+    report = encode(tmp_path / 'runs', encoder, out, keys='path')
+    assert report.counts.key_rules == {'hashes of their names': 12}
+    keys = set()
+    for path in out.glob('*.tar'):
+        with tarfile.open(path) as tar:
+            members = [x for x in tar.getmembers() if x.name.endswith('.json')]
+            keys |= {json.load(tar.extractfile(x))['key'] for x in members}
+    assert len(keys) == 12
+
+
+def test_names_that_are_no_utf8_can_be_reported(encoder, tmp_path):
+    images = {b'good\xff.jpg': IMAGES[0].data, b'bad\xfe.jpg': b'x', b'\xe9.heic': b''}
+    source = write_with_bad(tmp_path / 'images', {os.fsdecode(n): x for n, x in images.items()})
+    for _ in range(2):
+        report = encode(source, encoder, tmp_path / 'out', max_bad=0.1)
+        assert r'1 not an image (bad\udcfe.jpg)' in str(report).encode().decode()
+        assert report.counts.shapes.total() == 1 + len(IMAGES)
+
+
 def test_another_encoding_is_refused_by_what_differs(source, encoder, tmp_path):
     out = tmp_path / 'out'
     encode(source, encoder, out, share=(0, 2))
@@ -325,6 +352,7 @@ def test_another_encoding_is_refused_by_what_differs(source, encoder, tmp_path):
         ({'crops': 3}, 'crops is 1, but 3'),
         ({'moments': True}, 'moments is False, but True'),
         ({'dtype': 'float32'}, "dtype is 'float16', but 'float32'"),
+        ({'keys': 'path'}, "keys is 'data', but 'path'"),
         ({'part_images': 5}, "images is '44 files in 3 parts, .*', but '44 files in 5 parts"),
     ):
         with pytest.raises(ValueError, match=rf'out/encoding\.json: {message}'):
@@ -592,6 +620,7 @@ def test_a_build_of_images_tells_how_they_are_encoded(tmp_path, kind):
         ({'crops': 2}, 'crops=2: expected 1 or 3'),
         ({'dtype': 'bfloat16'}, "dtype='bfloat16': expected 'float16' or 'float32'"),
         ({'share': (2, 2)}, 'part 2/2: expected I/N'),
+        ({'keys': 'name'}, "keys='name': expected 'data' or 'path'"),
         ({'caption_column': 'alt'}, r"has 'alt', expected one of their texts \['caption'\]"),
     ],
 )

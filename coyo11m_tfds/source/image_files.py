@@ -29,7 +29,7 @@ from coyo11m_tfds.source import foreign_text, image_tables, tar_members
 from coyo11m_tfds.source.image_tables import ImageTables
 from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.scratch import Scratch
-from coyo11m_tfds.storage.stored_file import StoredFile
+from coyo11m_tfds.storage.stored_file import RangeReader, StoredFile
 
 # Where the keys of images come from.
 KEY_OF_DATA = 'their data'
@@ -44,6 +44,11 @@ _MAX_FIELDS, _MAX_KEY = 256, 20  # in the data of an image; digits
 _TOO_LONG = 'too long caption'
 _READS_AT_ONCE = 8
 _MAX_HEADS = 100  # of remote files with one suffix
+# Keys that are compared before anything is encoded: of so many images of each part, or so many of
+# all, in 0.1 ms each.
+_LEAST_KEYS, _MANY_KEYS = 100, 100_000
+_TAR_HEAD = 1 << 20  # bytes of a remote tar that are read for its first keys
+_MEMBERS_OF_SAMPLE = 4
 # What an encoding says itself; the width in the data may be that of another version of the image.
 _MEASURED = {schema.KEY, 'width', 'height'}
 
@@ -91,9 +96,11 @@ class ImagePart(abc.ABC):
 
     _is_numbered = False  # whether the names of the images are their keys
 
-    def __init__(self, files: Mapping[str, StoredFile], caption_column: str):
+    def __init__(
+        self, files: Mapping[str, StoredFile], caption_column: str, has_keys_of_paths: bool
+    ):
         """Takes all files that decide about the images, by their names within the source."""
-        self.files = files
+        self.files, self._has_keys_of_paths = files, has_keys_of_paths
         self._columns = (caption_column,) if caption_column else schema.CAPTION_COLUMNS
 
     @property
@@ -113,6 +120,21 @@ class ImagePart(abc.ABC):
         with self._open_rows(scratch) as groups:
             yield itertools.chain.from_iterable(map(self._describe, groups))
 
+    def read_first_keys(self, count: int) -> list[tuple[int, str]]:
+        """Returns keys that are no hashes, with the names of their images.
+
+        These are some of the first `count` images, without more than a look at a remote file.
+        """
+        keys = list[tuple[int, str]]()
+        for row in self._read_first_rows(count):
+            key, rule = self._find_key(row)
+            if rule != KEY_OF_HASH:
+                keys.append((key, row.name))
+        return keys
+
+    @abc.abstractmethod
+    def _read_first_rows(self, count: int) -> Sequence[_Row]: ...
+
     @abc.abstractmethod
     def _open_rows(
         self, scratch: Scratch
@@ -129,11 +151,7 @@ class ImagePart(abc.ABC):
         # The first sample of a tar of latents stands for all: what it lacks would be lost.
         names = {n for row in rows for n, x in row.fields.items() if _is_number(x)} - _MEASURED
         for row in rows:
-            key, rule = row.fields.get(schema.KEY), KEY_OF_DATA
-            if not schema.is_key(key):
-                key, rule = name_hash(row.name) >> 1, KEY_OF_HASH
-                if self._is_numbered:
-                    key, rule = os.path.basename(_get_stem(row.name)), KEY_OF_NAME
+            key, rule = self._find_key(row)
             texts = [x for x in map(row.fields.get, self._columns) if isinstance(x, str)]
             caption = next(filter(str.strip, texts), '')
             problem = _find_problem(caption)
@@ -141,12 +159,22 @@ class ImagePart(abc.ABC):
             yield SourceImage(
                 name=row.name,
                 size=row.size,
-                key=int(str(key)),
+                key=key,
                 key_rule=rule,
                 caption='' if problem else caption,
                 numbers={name: x if _is_number(x) else math.nan for name, x in numbers.items()},
                 read_bytes=_raising(problem) if problem else row.read_bytes,
             )
+
+    def _find_key(self, row: _Row) -> tuple[int, str]:
+        """Returns the key of an image, and where it is from."""
+        if not self._has_keys_of_paths:
+            key = row.fields.get(schema.KEY)
+            if schema.is_key(key):
+                return int(str(key)), KEY_OF_DATA
+            if self._is_numbered:
+                return int(os.path.basename(_get_stem(row.name))), KEY_OF_NAME
+        return name_hash(row.name) >> 1, KEY_OF_HASH
 
     def _make_row(
         self,
@@ -184,11 +212,14 @@ def find_images(
     root: str | os.PathLike[str],
     caption_column: str,
     divide: Callable[[Sequence[int]], Iterable[slice]],
+    *,
+    has_keys_of_paths: bool = False,
 ) -> FoundImages:
     """Lists the images in a folder, local or remote, and divides them into parts.
 
     `caption_column` is the field or column of captions, '' the first of the usual names that an
-    image has. `divide` makes parts of images that are files, of their sizes in bytes.
+    image has. `divide` makes parts of images that are files, of their sizes in bytes. With
+    `has_keys_of_paths`, all keys are hashes of paths.
     """
     folder = storage.open_folder(root)
     try:
@@ -207,20 +238,38 @@ def find_images(
         with_images = _with_images({name: files[name] for name in tables})
         if images or tars or with_images:
             tables = with_images
-    parts = list[ImagePart]()
+    parts, options = list[ImagePart](), (caption_column, has_keys_of_paths)
     if images:
         caption_columns = (caption_column,) if caption_column else schema.CAPTION_COLUMNS
         all_images = _ImageFolder(files, images, caption_columns)
         for run in divide([files[name].size for name in images]):
-            parts.append(_FolderPart(all_images, images[run], caption_column))
-    parts += [_TarPart({name: files[name]}, caption_column) for name in tars]
-    parts += [_ParquetPart({name: files[name]}, caption_column) for name in tables]
+            parts.append(_FolderPart(all_images, images[run], *options))
+    parts += [_TarPart({name: files[name]}, *options) for name in tars]
+    parts += [_ParquetPart({name: files[name]}, *options) for name in tables]
     if not parts:
         raise ValueError(
             f'{root}: has no images, expected {", ".join(image_kinds.USUAL_SUFFIXES)}, or .tar '
             f'(uncompressed) or .parquet with such files in them.{_describe_left(left)}'
         )
     return FoundImages(parts, left)
+
+
+def check_keys(parts: Sequence[ImagePart]) -> None:
+    """Raises a ValueError if two of the first images of all parts have the same key.
+
+    So two runs of img2dataset are found before hours go into both.
+    """
+    names, count = dict[int, str](), max(_LEAST_KEYS, _MANY_KEYS // len(parts))
+    with concurrent.futures.ThreadPoolExecutor(_READS_AT_ONCE) as threads:
+        for keys in threads.map(lambda part: part.read_first_keys(count), parts):
+            for key, name in keys:
+                other_name = names.setdefault(key, name)
+                if other_name != name:
+                    raise ValueError(
+                        f'{other_name} and {name} have the same key, {key}, as images of two runs '
+                        'of img2dataset have. Take the keys of their paths (--keys=path), or '
+                        'encode the runs one by one.'
+                    )
 
 
 def _find_left(
@@ -378,6 +427,10 @@ class _ImageFolder:
         self.num_of_stem = collections.Counter(map(_get_stem, images))
         stems = [os.path.basename(_get_stem(name)) for name in images]
         self.is_numbered = all(map(schema.is_key, stems)) and len({*map(int, stems)}) == len(stems)
+        # Their keys may repeat, too.
+        counts = collections.Counter(stems)
+        repeated = [(stem, x) for stem, x in zip(stems, images, strict=True) if counts[stem] > 1]
+        self.of_repeated_names = {name for _, name in sorted(repeated)[: 2 * _LEAST_KEYS]}
 
     def data_files(self, image: str) -> dict[str, str]:
         """Names of the `.json` and the `.txt` of an image, and of its table."""
@@ -396,15 +449,30 @@ class _ImageFolder:
 class _FolderPart(ImagePart):
     """A run of images of a folder."""
 
-    def __init__(self, folder: _ImageFolder, images: Sequence[str], caption_column: str):
+    def __init__(
+        self,
+        folder: _ImageFolder,
+        images: Sequence[str],
+        caption_column: str,
+        has_keys_of_paths: bool,
+    ):
         self._data = {name: folder.data_files(name) for name in images}
         names = {*images, *itertools.chain.from_iterable(x.values() for x in self._data.values())}
-        super().__init__({name: folder.files[name] for name in names}, caption_column)
+        files = {name: folder.files[name] for name in names}
+        super().__init__(files, caption_column, has_keys_of_paths)
         self._folder, self._is_numbered = folder, folder.is_numbered
 
     @contextlib.contextmanager
     def _open_rows(self, scratch: Scratch) -> Iterator[Iterable[Sequence[_Row]]]:
-        names = {x[_TABLE] for x in self._data.values() if _TABLE in x}
+        yield [self._read_rows(list(self._data))]
+
+    def _read_first_rows(self, count: int) -> Sequence[_Row]:
+        images = list(self._data)
+        of_repeated_names = [x for x in images[count:] if x in self._folder.of_repeated_names]
+        return self._read_rows(images[:count] + of_repeated_names)
+
+    def _read_rows(self, images: Sequence[str]) -> list[_Row]:
+        names = {x[_TABLE] for x in map(self._data.__getitem__, images) if _TABLE in x}
         tables = {name: self._folder.tables.read(name) for name in sorted(names)}
 
         def read_row(image: str) -> _Row:
@@ -415,11 +483,26 @@ class _FolderPart(ImagePart):
             return self._make_row(image, file.size, file.read, fields, texts, has_own_key)
 
         with concurrent.futures.ThreadPoolExecutor(_READS_AT_ONCE) as threads:
-            rows = list(threads.map(read_row, self._data))
-        yield [rows]
+            return list(threads.map(read_row, images))
 
 
 # --- Tars and Parquet files ---------------------------------------------------------------------
+
+
+class _EndOfHeadError(Exception):
+    """What is to be read does not lie in the head of a file."""
+
+
+def _read_head(file: StoredFile) -> tar_members.ReadRange:
+    """Reads the beginning of a file; returns a function that reads from it."""
+    head = file.read_range(0, min(file.size, _TAR_HEAD))
+
+    def read(start: int, size: int) -> bytes:
+        if start + size > len(head):
+            raise _EndOfHeadError
+        return head[start : start + size]
+
+    return read
 
 
 class _TarPart(ImagePart):
@@ -433,25 +516,45 @@ class _TarPart(ImagePart):
             def read(start: int, size: int) -> bytes:
                 return os.pread(stream.fileno(), size, start)
 
-            members, replaced_names = dict[str, tuple[int, int]](), list[str]()
+            members = list(tar_members.list_members(file.path, file.size, read))
+            yield [self._make_rows(members, read) or [_left_row(label, 'tar without images')]]
+
+    def _read_first_rows(self, count: int) -> Sequence[_Row]:
+        [file] = self.files.values()
+        # Of a remote file one request, instead of one for each header.
+        read = file.read_range if file.local_path else _read_head(file)
+        members = list[tuple[str, int, int]]()
+        with contextlib.suppress(_EndOfHeadError):
             for name, start, size in tar_members.list_members(file.path, file.size, read):
-                if name in members:
-                    replaced_names.append(name)
-                members[name] = start, size
-            reasons = _judge_members(members, read)
-            taken_names = [name for name, reason in reasons.items() if not reason]
-            data = _SampleData(members, taken_names)
-            rows = [
-                self._make_tar_row(f'{label}/{name}', name, members, data, read)
-                for name in taken_names
-            ]
-            for name, reason in reasons.items():
-                if reason:
-                    rows.append(_left_row(f'{label}/{name}', reason))
-            for name in replaced_names:
-                if name in reasons:
-                    rows.append(_left_row(f'{label}/{name}', 'replaced by a later of its name'))
-            yield [rows or [_left_row(label, 'tar without images')]]
+                # It raises the error if the contents are not in the head.
+                read(start + size, 0)
+                members.append((name, start, size))
+                if len(members) == count * _MEMBERS_OF_SAMPLE:
+                    break
+        return self._make_rows(members, read)
+
+    def _make_rows(
+        self, all_members: Iterable[tuple[str, int, int]], read: tar_members.ReadRange
+    ) -> list[_Row]:
+        [label] = self.files
+        members, replaced_names = dict[str, tuple[int, int]](), list[str]()
+        for name, start, size in all_members:
+            if name in members:
+                replaced_names.append(name)
+            members[name] = start, size
+        reasons = _judge_members(members, read)
+        taken_names = [name for name, reason in reasons.items() if not reason]
+        data = _SampleData(members, taken_names)
+        rows = [
+            self._make_tar_row(f'{label}/{name}', name, members, data, read) for name in taken_names
+        ]
+        for name, reason in reasons.items():
+            if reason:
+                rows.append(_left_row(f'{label}/{name}', reason))
+        for name in replaced_names:
+            if name in reasons:
+                rows.append(_left_row(f'{label}/{name}', 'replaced by a later of its name'))
+        return rows
 
     def _make_tar_row(
         self,
@@ -529,6 +632,20 @@ class _ParquetPart(ImagePart):
         [(label, file)] = self.files.items()
         with scratch.hold(file) as path:
             yield self._read_rows(path, label, file.path)
+
+    def _read_first_rows(self, count: int) -> Sequence[_Row]:
+        from coyo11m_tfds.source import keyed_parquet
+
+        [(label, file)] = self.files.items()
+        opened = file.local_path or RangeReader(file)
+        with keyed_parquet.naming_damage(file.path), keyed_parquet.open_parquet(opened) as table:
+            rows = list[_Row]()
+            if schema.KEY in table.schema_arrow.names:
+                for batch in table.iter_batches(count, columns=[schema.KEY], use_threads=False):
+                    for number, key in enumerate(batch.column(0).to_pylist()):
+                        rows.append(_Row(f'{label}/{number}', 0, {schema.KEY: key}, bytes))
+                    break
+            return rows
 
     def _read_rows(self, path: str, label: str, name: str) -> Iterator[list[_Row]]:
         # Here, because images in folders and tars are read where pyarrow is not installed.

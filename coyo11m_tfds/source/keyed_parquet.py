@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from coyo11m_tfds import schema
 from coyo11m_tfds.pictures import image_kinds
 from coyo11m_tfds.source import arrow_texts
-from coyo11m_tfds.storage.stored_file import StoredFile
+from coyo11m_tfds.storage.stored_file import RangeReader, StoredFile
 
 # The most bytes to read at once.
 _ROWS_AT_ONCE = 16384
@@ -255,7 +255,7 @@ def column_chunks(metadata: pq.FileMetaData, column: str) -> list[pq.ColumnChunk
     return [metadata.row_group(g).column(index) for g in range(metadata.num_row_groups)]
 
 
-def open_parquet(path: str, **options: Any) -> pq.ParquetFile:
+def open_parquet(path: str | RangeReader, **options: Any) -> pq.ParquetFile:
     """Opens a file to be read in little memory, with its checksums."""
     # Neither mapped nor fetched in whole column chunks: both would fill memory with as much of the
     # file as has been read (4.8 GB of 5.2 GB, against 0.15 GB), and be no faster.

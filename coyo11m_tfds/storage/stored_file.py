@@ -1,9 +1,10 @@
 """A file of a storage: what its listing knows about the file, and ways to read the content."""
 
 import dataclasses
+import io
 import os
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import google_crc32c
 
@@ -134,3 +135,31 @@ class StoredFile:
     def is_unchanged(self) -> bool:
         """Whether a local file has its version; other storages compare it in every read."""
         return not self.local_path or storage.describe_file(self.path).version == self.version
+
+
+class RangeReader(io.RawIOBase):
+    """A stored file in the form of Python's files, which each `read` requests."""
+
+    def __init__(self, file: StoredFile):
+        super().__init__()
+        self._file, self._position = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        starts = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.size}
+        self._position = starts[whence] + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        length = max(0, min(len(buffer), self._file.size - self._position))
+        buffer[:length] = self._file.read_range(self._position, length)
+        self._position += length
+        return length

@@ -37,8 +37,12 @@ class Found(NamedTuple):
 
 def find(folder: pathlib.Path, caption_column: str = '') -> list[Found]:
     """All images of a folder, in order."""
+
+    def divide(sizes: Sequence[int]) -> list[slice]:
+        return [slice(k, k + 4) for k in range(0, len(sizes), 4)]
+
     found = []
-    for part in image_files.find_images(folder, caption_column, 4).parts:
+    for part in image_files.find_images(folder, caption_column, divide).parts:
         with part.open(Scratch(folder.parent / 'scratch')) as images:
             for image in images:
                 try:

@@ -18,9 +18,13 @@ from tests import hostile_images
 JPEG, PNG, GIF = (hostile_images.encode(hostile_images.photo(), x) for x in ('JPEG', 'PNG', 'GIF'))
 
 
+def find(root: object, **options: bool) -> image_files.FoundImages:
+    return image_files.find_images(root, '', lambda sizes: [slice(len(sizes))], **options)
+
+
 def look(root: object, scratch: object) -> tuple[list[image_files.SourceImage], dict[str, str]]:
     """Returns the images that are taken, and the reasons of the others."""
-    parts, left = image_files.find_images(root, '', 4096)
+    parts, left = find(root)
     taken, reasons = [], dict(left)
     for part in parts:
         with part.open(Scratch(scratch)) as images:
@@ -186,8 +190,49 @@ def test_linked_folders_and_files(tmp_path):
 
 def test_what_has_only_other_images_is_named(tmp_path):
     folder = write(tmp_path / 'photos', {'a.heic': b'', 'b.zip': b''})
-    with pytest.raises(
-        ValueError, match=r'photos: has no images, expected \.jpg, .* 2 files are'
-    ) as e:
-        image_files.find_images(folder, '', 1)
-    assert 'such as a.heic (HEIC): ImageMagick converts' in str(e.value)
+    with pytest.raises(ValueError, match=r'has no images, expected \.jpg.* 2 .*a\.heic \(HEIC'):
+        find(folder)
+
+
+SAMPLES = {'000000000': 7, '000000001': 8, '000000005': 9}
+
+
+def write_run(folder: pathlib.Path, kind: str, keys: dict[str, int], image: bytes = JPEG) -> None:
+    """Writes what one run of img2dataset makes, whose keys begin at the same numbers."""
+    folder.mkdir(parents=True)
+    data = {stem: json.dumps({'key': f'{key:09}'}).encode() for stem, key in keys.items()}
+    files = {f'{stem}.json': text for stem, text in data.items()}
+    files |= {f'{stem}.jpg': image for stem in data}
+    if kind == 'files':
+        write(folder / '00000', files)
+    elif kind == 'tars':
+        write_tar(folder / '00000.tar', sorted(files.items()))
+    else:
+        texts = [f'{key:09}' for key in keys.values()]
+        write_parquet(folder / '00000.parquet', key=texts, image=[image] * len(keys))
+
+
+@pytest.mark.parametrize('kind', ['files', 'tars', 'tables'])
+@pytest.mark.parametrize('place', ['disk', 'bucket'])
+def test_keys_that_repeat_are_found_at_once(request, tmp_path, monkeypatch, kind, place):
+    monkeypatch.setattr(image_files, '_MANY_KEYS', 0)
+    monkeypatch.setattr(image_files, '_LEAST_KEYS', 2)
+    monkeypatch.setattr(image_files, '_TAR_HEAD', 30_000)
+    write_run(tmp_path / 'runs' / '1', kind, SAMPLES)
+    # Images that are not read.
+    large = JPEG + bytes(20_000)
+    write_run(tmp_path / 'runs' / '2', kind, {'000000002': 11, '000000001': 8}, large)
+    root = str(tmp_path / 'runs')
+    if place == 'bucket':
+        request.getfixturevalue('bucket').upload_folder(root, 'gs://images/runs')
+        root = 'gs://images/runs'
+    parts, _ = find(root)
+    with pytest.raises(ValueError, match=r'^1/0.* and 2/0.* have the same key, 8, .*--keys=path'):
+        image_files.check_keys(parts)
+    parts, _ = find(root, has_keys_of_paths=True)
+    image_files.check_keys(parts)
+    for part in parts:
+        with part.open(Scratch(tmp_path)) as images:
+            assert {image.key_rule for image in images} == {image_files.KEY_OF_HASH}
+    parts, _ = find(f'{root}/1')
+    image_files.check_keys(parts)
