@@ -101,6 +101,9 @@ class ImageCounts:
     # Reasons of images that are not taken, such as their formats; archives are among them.
     other: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     names: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # the first by reason
+    # Of those that are too small: the largest `size`, in decimal, that would take the image; '0' if
+    # no size with buckets does.
+    smaller_sizes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def count(self, image: SourceImage, shape: str) -> None:
         """Counts an encoded image."""
@@ -127,7 +130,7 @@ class ImageCounts:
 
     def add(self, part: Mapping[str, Any]) -> None:
         """Adds the counts of a part, as `vars` gives them."""
-        for name in ('shapes', 'key_rules', 'bad', 'small', 'other'):
+        for name in ('shapes', 'key_rules', 'bad', 'small', 'other', 'smaller_sizes'):
             getattr(self, name).update(part[name])
         self.num_without_caption += part['num_without_caption']
         for reason, names in part['names'].items():
@@ -151,6 +154,23 @@ class ImageCounts:
             facts.append(f'{count:,} {reason} ({names}{more})')
         return '; '.join(facts)
 
+    def _advise_on_small(self) -> list[str]:
+        """Says by which options images that are left out would be taken."""
+        lines = []
+        sizes = sorted(self.smaller_sizes.keys() - {'0'}, key=int, reverse=True)
+        if sizes:
+            taken = list(itertools.accumulate(self.smaller_sizes[size] for size in sizes))
+            # One tiny image must not make the only advice a tiny size.
+            half = next(n for n, count in enumerate(taken) if 2 * count >= taken[-1])
+            places = sorted({half, len(sizes) - 1})
+            ways = ' and '.join(f'--size={sizes[n]} would take {taken[n]:,}' for n in places)
+            lines.append(f'Of those that are too small, {ways}.')
+        if count := self.smaller_sizes['0']:
+            lines.append(f'{count:,} are too small for any buckets, but not without --buckets.')
+        if self.small[pixels.TOO_NARROW]:
+            lines.append('Without --buckets, those that are too narrow would be cropped.')
+        return lines
+
     def __str__(self) -> str:
         facts = [f'{self.shapes.total():,} images']
         facts += [f'{count:,} of {shape}' for shape, count in sorted(self.shapes.items())]
@@ -162,6 +182,7 @@ class ImageCounts:
         for kind, counts in dropped.items():
             if counts:
                 lines.append(f'{counts.total():,} {kind}: {self._list(counts)}')
+        lines += self._advise_on_small()
         if self.other:
             lines.append(f'What is not taken: {image_kinds.ADVICE}.')
         totals = {'encoded': self.shapes} | dropped
@@ -489,7 +510,8 @@ class _PartTars:
 
     def __init__(self, folder: str, encoder: VaeEncoder, target: Target, moments: bool, dtype: str):
         self.counts, self.paths = ImageCounts(), dict[str, str]()  # local files by shape
-        self._folder, self._encoder, self._num_crops = folder, encoder, target.crops
+        self._folder, self._encoder, self._target = folder, encoder, target
+        self._num_crops = target.crops
         self._moments, self._dtype = moments, dtype
         self._tars, self._stack = dict[str, tarfile.TarFile](), contextlib.ExitStack()
         self.num_bytes = 0  # of the images
@@ -519,9 +541,16 @@ class _PartTars:
         for image, decoded in results:
             if isinstance(decoded, BadImageError):
                 self.counts.drop(image.name, decoded)
+                self._count_smaller_size(decoded)
                 self._count_done(image, progress)
             else:
                 yield image, decoded
+
+    def _count_smaller_size(self, error: BadImageError) -> None:
+        if isinstance(error, SmallImageError) and error.reason == pixels.TOO_SMALL:
+            size = pixels.find_smaller_size(*error.size, self._target, self._encoder.factor)
+            if size or len(self._target.shapes) > 1:
+                self.counts.smaller_sizes[str(size)] += 1
 
     def _count_done(self, image: SourceImage, progress: Progress) -> None:
         # Not before: what is only decoded has most of its work ahead.

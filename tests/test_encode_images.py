@@ -462,6 +462,40 @@ def test_few_of_many_large_images_are_in_memory(encoder, tmp_path, monkeypatch):
     assert peak < 32 * megabyte
 
 
+def test_it_says_which_options_take_images_that_are_left_out(encoder, tmp_path):
+    sizes = [(40, 17), (14, 30), (30, 15), (7, 9), (1, 90)]
+    images = [*made_images.make_images(4, [(14, 30)]), *made_images.make_images(5, sizes)]
+    images = [x._replace(name=f'{n}-{x.name}') for n, x in enumerate(images)]
+    report = encode(made_images.write(tmp_path / 'images', 'json', images), encoder, tmp_path / 'o')
+    assert '8 left out: 8 too small (' in str(report)
+    advice = 'Of those that are too small, --size=14 would take 6 and --size=6 would take 7.'
+    assert advice in str(report).splitlines()
+    # Also if another run has counted them.
+    report = encode(tmp_path / 'images', encoder, tmp_path / 'o')
+    assert advice in str(report).splitlines()
+
+
+@pytest.mark.parametrize(
+    ('size', 'images', 'lines'),
+    [
+        (512, [(400, 600)] * 2, ['Of those that are too small, --size=448 would take 2.']),
+        (
+            256,
+            [(200, 300), (900, 200)],
+            [
+                '1 are too small for any buckets, but not without --buckets.',
+                'Without --buckets, those that are too narrow would be cropped.',
+            ],
+        ),
+    ],
+)
+def test_it_says_which_buckets_take_images(encoder, tmp_path, size, images, lines):
+    source = made_images.write(tmp_path / 'images', 'json', made_images.make_images(2, images))
+    with pytest.raises(ValueError, match='no image is left') as error:
+        encode(source, encoder, tmp_path / 'out', size=size, buckets=True)
+    assert [x for x in str(error.value).splitlines() if x in lines] == lines
+
+
 def test_too_many_bad_images_end_a_long_run_early(encoder, tmp_path, monkeypatch):
     source = write_with_bad(tmp_path / 'images', {f'0/{n}': data for n, data in BAD.items()})
     # The images of one process of four are too few to tell.

@@ -12,6 +12,7 @@ import io
 import math
 import re
 import warnings
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,10 +41,13 @@ _WITHOUT_LENGTH = {0x01, 0xC8, 0xD8, _END_OF_IMAGE, *range(0xF0, 0xFE)}
 # Of the shapes of buckets: the largest ratio of their sides and the least share of the area.
 _MAX_RATIO = 2
 _LEAST_AREA = 0.9
+_BUCKET_STEP = 64  # of their sides
 # The least share of an image that its crop may keep.
 _LEAST_CROP = 2 / 3
 # A frame of 8K video, which takes 0.35 GB of memory as a JPEG or PNG and 0.55 GB as a WebP.
 MAX_PIXELS = 2**25
+
+TOO_SMALL, TOO_NARROW = 'too small', 'too narrow'  # reasons of a SmallImageError
 
 
 class BadImageError(ValueError):
@@ -59,6 +63,10 @@ class BadImageError(ValueError):
 
 class SmallImageError(BadImageError):
     """A good image, but `too small` (it would have to be enlarged) or `too narrow`."""
+
+    def __init__(self, reason: str, detail: str = '', size: tuple[int, int] = (0, 0)):
+        super().__init__(reason, detail)
+        self.size = size  # (W, H)
 
 
 class OtherImageError(BadImageError):
@@ -81,7 +89,8 @@ class Pixels(NamedTuple):
     height: int
 
 
-def bucket_shapes(size: int, step: int = 64) -> tuple[tuple[int, int], ...]:
+@functools.cache
+def bucket_shapes(size: int, step: int = _BUCKET_STEP) -> tuple[tuple[int, int], ...]:
     """Returns the shapes `(H, W)` of nearly the area `size * size`, with sides of whole steps.
 
     For 1024 they are those of SDXL (https://arxiv.org/abs/2307.01952, appendix I), whose areas are
@@ -112,15 +121,33 @@ def read_pixels(data: bytes, target: Target) -> Pixels:
     """
     image = _decode(data, target)
     width, height = image.size
-    shape = min(target.shapes, key=lambda x: abs(math.log(width * x[0] / (height * x[1]))))
-    if height < shape[0] or width < shape[1]:
-        raise SmallImageError('too small', f'{width}x{height}')
-    size = _reduced_size(image, shape)
-    if len(target.shapes) > 1 and math.prod(shape) < _LEAST_CROP * math.prod(size):
-        raise SmallImageError('too narrow', f'{width}x{height}')
+    shape, size = _choose_shape(width, height, target.shapes)
     # The profile of the few pixels that are left is converted faster than that of the original.
     image = _convert_to_srgb(image.resize(size, Image.Resampling.LANCZOS))
     return Pixels(_crop(np.asarray(image), shape, target.crops), width, height)
+
+
+def find_smaller_size(width: int, height: int, target: Target, step: int) -> int:
+    """Returns the largest size that would take an image which is too small for the target, or 0.
+
+    It is a multiple of `step` or, if the target has buckets, of the step of these.
+    """
+    if len(target.shapes) == 1:
+        return min(width, height) // step * step
+    size = max(map(min, target.shapes))
+    for smaller_size in range(size - _BUCKET_STEP, 0, -_BUCKET_STEP):
+        shapes = bucket_shapes(smaller_size)
+        if len(shapes) > 1 and _fits(width, height, shapes):
+            return smaller_size
+    return 0
+
+
+def _fits(width: int, height: int, shapes: Sequence[tuple[int, int]]) -> bool:
+    try:
+        _choose_shape(width, height, shapes)
+    except SmallImageError:
+        return False
+    return True
 
 
 def encode_png(pixels: np.ndarray, **options: Any) -> bytes:
@@ -166,7 +193,7 @@ def _check_header(data: bytes, image: Image.Image, target: Target) -> None:
     if math.prod(image.size) > target.max_pixels:
         raise BadImageError('more than max_pixels', f'{image.width}x{image.height}')
     if min(image.size) < min(map(min, target.shapes)):
-        raise SmallImageError('too small', f'{image.width}x{image.height}')
+        raise _describe_small(TOO_SMALL, *image.size)
     # The further frames of an MPO, a JPEG of a telephone, are previews and views for the other eye.
     if image.format != 'MPO' and getattr(image, 'is_animated', False):
         raise BadImageError('animation')
@@ -239,12 +266,28 @@ def _flatten(image: Image.Image) -> Image.Image:
     return image if image.mode in ('L', 'RGB') else image.convert('RGB')
 
 
-def _reduced_size(image: Image.Image, shape: tuple[int, int]) -> tuple[int, int]:
+def _describe_small(reason: str, width: int, height: int) -> SmallImageError:
+    return SmallImageError(reason, f'{width}x{height}', (width, height))
+
+
+def _choose_shape(
+    width: int, height: int, shapes: Sequence[tuple[int, int]]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The shape (H, W) of the nearest aspect ratio, and the size (W, H) that just covers it."""
+    shape = min(shapes, key=lambda x: abs(math.log(width * x[0] / (height * x[1]))))
+    if height < shape[0] or width < shape[1]:
+        raise _describe_small(TOO_SMALL, width, height)
+    size = _reduced_size(width, height, shape)
+    if len(shapes) > 1 and math.prod(shape) < _LEAST_CROP * math.prod(size):
+        raise _describe_small(TOO_NARROW, width, height)
+    return shape, size
+
+
+def _reduced_size(width: int, height: int, shape: tuple[int, int]) -> tuple[int, int]:
     """The least (W, H) of an image's aspect ratio that covers a shape, rounded as in diffusers."""
-    height, width = shape
-    if image.width * height > width * image.height:
-        return image.width * height // image.height, height
-    return width, image.height * width // image.width
+    if width * shape[0] > shape[1] * height:
+        return width * shape[0] // height, shape[0]
+    return shape[1], height * shape[1] // width
 
 
 def _convert_to_srgb(image: Image.Image) -> Image.Image:
