@@ -281,6 +281,7 @@ def encode(
     settings = {
         schema.META_VAE: encoder.name,
         'vae_revision': encoder.revision,
+        schema.META_LATENT_SCALE: list(encoder.scale),
         'shapes': [f'{height}x{width}' for height, width in target.shapes],
         'crops': crops,
         'moments': moments,

@@ -140,6 +140,7 @@ META_LATENT_MEAN = 'latent_mean'  # floats, one a channel
 META_LATENT_STD = 'latent_std'  # floats, one a channel
 META_LATENT_DTYPE = 'latent_dtype'  # one of LATENT_DTYPES
 META_VAE = 'vae'  # name of the VAE, where the settings have one
+META_LATENT_SCALE = 'latent_scale'  # factor and shift of the VAE, where they are known
 META_MOMENTS = 'moments'  # one of MOMENTS, where the channels are those of moments
 META_LICENSE = 'license'  # of the data, where the config has one
 META_CITATION = 'citation'  # BibTeX, where the config has one

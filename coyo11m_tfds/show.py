@@ -66,7 +66,8 @@ def show_record(data_dir: Data, key: int, vae: str = '') -> tuple[list[str], byt
     names = [x for x in stored_dataset.READABLE if x in data.features]
     features = list(dict.fromkeys([*names, *data.columns]))
     maker = data.metadata.get(schema.META_VAE, '')
-    decode = vae_decoder.make_painter(vae, data.channels, maker)
+    scale = data.metadata.get(schema.META_LATENT_SCALE)
+    decode = vae_decoder.make_painter(vae, data.channels, maker, scale)
     # The smallest split first, because each is read for its keys.
     for split in sorted(data.splits.values(), key=lambda x: x.num_records):
         with contextlib.suppress(KeyError):

@@ -18,12 +18,14 @@ import pytest
 from absl import logging
 
 import input_pipeline
-from coyo11m_tfds import add_column, doctor, encode_images, mirror, schema, storage
+from coyo11m_tfds import add_column, doctor, encode_images, mirror, schema, show, storage
 from coyo11m_tfds.convert.build_settings import BuildSettings, choose_validation_fraction
-from coyo11m_tfds.pictures import pixels
+from coyo11m_tfds.pictures import latent_rgb, pixels
 from coyo11m_tfds.pictures.vae_encoder import VaeEncoder
 from coyo11m_tfds.process import progress, workers
+from coyo11m_tfds.report import statistics
 from coyo11m_tfds.source import source_folder
+from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.disk import Disk
 from tests import built, made_images, small_vae
 from tests.checkout import CHECKOUT
@@ -523,6 +525,7 @@ def test_a_build_takes_an_encoding_as_it_is(source, encoder, tmp_path, caplog):
         data_set = built.build(out, '', tmp_path / latents, latents=latents)
         data = input_pipeline.open_data(data_set)
         assert data.metadata['vae'] == 'small-vae'
+        assert data.metadata['latent_scale'] == [0.18215, 0.0]
         built.build(out, '', tmp_path / latents, latents=latents)  # is the one that is there
         assert ' of 22 records are for validation, too few ' in caplog.text
         columns = {name: name for name in ('score', 'width')}
@@ -541,6 +544,31 @@ def test_a_build_takes_an_encoding_as_it_is(source, encoder, tmp_path, caplog):
     data_set = built.build(tmp_path / 'moments', '', tmp_path / 'moments-data')
     data = input_pipeline.open_data(data_set)
     assert (data.metadata['moments'], data.stats().latents_shape) == ('deviation', (1, 4, 8, 8))
+
+
+def test_the_report_takes_the_scale_of_the_vae_into_account(source, tmp_path):
+    vae = small_vae.make(tmp_path / 'tiny')
+    config = vae / 'config.json'
+    scale = {'scaling_factor': 3.0, 'shift_factor': 0.25}
+    config.write_text(json.dumps(json.loads(config.read_text()) | scale))
+    encode(source, str(vae), tmp_path / 'out')
+    data_set = built.build(tmp_path / 'out', '', tmp_path / 'data')
+    assert input_pipeline.open_data(data_set).metadata['latent_scale'] == [3.0, 0.25]
+    [page] = pathlib.Path(data_set).glob('report-*.html')
+    html = page.read_text()
+    assert 'It is given the latents minus 0.25 times 3, which is the scale of tiny.' in html
+    record = input_pipeline.records(data_set, features=('key', 'latents'))[0]
+    expected = latent_rgb.latents_to_rgb(record['latents'][0], (3.0, 0.25))
+    assert statistics.make_preview(0, b'', expected).png in html
+    _, png = show.show_record(data_set, int(record['key']))
+    assert png == pixels.encode_png(expected)
+
+    encoding = tmp_path / 'out' / 'encoding.json'
+    content = json_digest.unseal(encoding.read_bytes())
+    content['settings']['latent_scale'] = [0, 'x']
+    encoding.write_bytes(json_digest.seal(content))
+    with pytest.raises(ValueError, match=r'encoding\.json: latent_scale is \[0, .x.\], expected'):
+        built.build(tmp_path / 'out', '', tmp_path / 'other')
 
 
 def remove(path: pathlib.Path) -> None:

@@ -33,7 +33,7 @@ from etils import epath
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
-from coyo11m_tfds.pictures import vae_decoder, vae_parts
+from coyo11m_tfds.pictures import latent_rgb, vae_decoder, vae_parts
 from coyo11m_tfds.process import command_line
 from train_lib import checkpoint, flow, model_card, models, run, sharding, step, workdirs
 from train_lib.models.dit import DiT, Words, flatten_weights
@@ -123,11 +123,13 @@ def _name_text_model(facts: DatasetStats, params: Any) -> dict[str, Any]:
 
 def _describe_painting(vae: str, facts: DatasetStats) -> dict[str, Any]:
     """The linear map from raw latents to colours, and their scale for an `AutoencoderTiny`."""
-    scale = vae_decoder.SCALES.get(facts.vae, vae_decoder.SCALES['sdxl'])
+    factor, shift = latent_rgb.find_scale(facts.vae) or latent_rgb.SCALES['sdxl']
+    rgb = factor * schema.RGB_FACTORS
+    scale = factor, shift
     if vae:
         scale = vae_decoder.scale_of_latents(vae, vae_parts.read_vae_config(vae), facts.vae)
-    rgb = (schema.VAE_SCALING_FACTOR * schema.RGB_FACTORS).tolist()
-    return {'scale': scale, 'rgb': rgb, 'rgb_bias': schema.RGB_BIAS.tolist()}
+    bias = schema.RGB_BIAS - shift * rgb.sum(axis=0)
+    return {'scale': scale, 'rgb': rgb.tolist(), 'rgb_bias': bias.tolist()}
 
 
 def draw_example(

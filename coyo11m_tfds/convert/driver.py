@@ -273,6 +273,8 @@ def _make_metadata(plan: BuildPlan, train: ShardStatistics, dropped: DropCounts)
         }
     if plan.vae:
         metadata[schema.META_VAE] = plan.vae
+    if scale := plan.tasks[0].latent_scale:
+        metadata[schema.META_LATENT_SCALE] = list(scale)
     if moments := plan.tasks[0].moments:
         metadata[schema.META_MOMENTS] = moments
     rights = {name: plan.settings[name] for name in schema.META_RIGHTS if name in plan.settings}

@@ -28,6 +28,7 @@ from coyo11m_tfds.convert.build_settings import (
 )
 from coyo11m_tfds.convert.tasks import JoinedInputs, ShardSegment, ShardTask
 from coyo11m_tfds.dataset.keyed_random import splitmix64
+from coyo11m_tfds.pictures import latent_rgb
 from coyo11m_tfds.process.errors import Faults
 from coyo11m_tfds.report.statistics import DropCounts
 from coyo11m_tfds.source import (
@@ -40,10 +41,15 @@ from coyo11m_tfds.source import (
 from coyo11m_tfds.source.keyed_values import KeyedValues
 from coyo11m_tfds.source.sidecar import SidecarHeader
 from coyo11m_tfds.source.source_latents import SourceLatents, SourceOptions, TextTables
-from coyo11m_tfds.storage import json_digest, locks
+from coyo11m_tfds.storage import json_digest, locks, model_fields
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.stored_file import StoredFile, common_path
 
+_ENCODING_RULES = {
+    schema.META_LATENT_SCALE: model_fields.pair_of(
+        model_fields.number(1e-6, 1e6), model_fields.number(-1e6, 1e6)
+    )
+}
 _NO_ROW = -2  # bytes of the caption of a key that the Parquet file lacks
 
 _RECORD_OVERHEAD = 128  # bytes of a record besides latents, caption and text
@@ -134,7 +140,10 @@ def make_plan(
     dropped = _count_planned_drops(settings, source.captions_path, latents, contents, reasons)
     is_kept = ~np.logical_or.reduce(list(reasons.values()))
     moments = _find_moments(source, settings, latents)
-    tasks = _plan_tasks(settings, latents, moments, contents, is_kept, caption_bytes, limit)
+    vae = settings.vae or source.encoding.get(schema.META_VAE, '')
+    model_fields.check(source.encoding, _ENCODING_RULES, f'{source.root}/{schema.ENCODING_FILE}')
+    scale = latent_rgb.find_scale(vae, source.encoding.get(schema.META_LATENT_SCALE))
+    tasks = _plan_tasks(settings, latents, moments, scale, contents, is_kept, caption_bytes, limit)
     if not any(task.split == schema.TRAIN for task in tasks):
         raise ValueError(f'{source.root}: no record is left for the train split.')
     if limit is None:
@@ -147,7 +156,6 @@ def make_plan(
     # A sidecar is known by its header: its path may change.
     header = contents.text.to_json() if contents.text and contents.texts else None
     recorded = settings.record(limit, header or settings.text_embeddings)
-    vae = settings.vae or source.encoding.get(schema.META_VAE, '')
     digests = [fingerprint, recorded, *(task.fingerprint for task in tasks)]
     of_source = [vae] * (vae != settings.vae) + [moments] * (moments != settings.moments)
     build = json_digest.sha256(digests + of_source)[:8]
@@ -388,6 +396,7 @@ def _plan_tasks(
     settings: BuildSettings,
     latents: SourceLatents,
     moments: str,
+    latent_scale: latent_rgb.Scale | None,
     contents: _RowContents,
     is_kept: np.ndarray,
     caption_bytes: np.ndarray,
@@ -442,6 +451,7 @@ def _plan_tasks(
                 in_place=settings.in_place,
                 channels=latents.shape[1] // (2 if moments else 1),
                 moments=moments,
+                latent_scale=latent_scale,
                 latents_from=schema.parse_latents_from(settings.latents_from, settings.key_column),
                 fingerprint=json_digest.sha256([common_digest, name, *digests]),
             )

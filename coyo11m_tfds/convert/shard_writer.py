@@ -122,7 +122,7 @@ class _SourceReader:
             keys, rows, raw, latents = keys[good], rows[good], raw[good], latents[good]
             captions, text = list(compress(captions, good)), None if text is None else text[good]
             sums = ChannelSums(*(x[good] for x in sums))
-        self.statistics.add(keys, captions, latents, sums, text)
+        self.statistics.add(keys, captions, latents, sums, text, self._task.latent_scale)
         features: Features = {schema.KEY: keys, schema.CAPTION: captions}
         if self._task.in_place:
             places = np.stack([file.row_numbers(rows), columns.row_checksums(raw)], axis=1)

@@ -14,6 +14,7 @@ import numpy as np
 import coyo11m_tfds
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset.columns import InPlaceFile
+from coyo11m_tfds.pictures import latent_rgb
 from coyo11m_tfds.report.statistics import ShardStatistics
 from coyo11m_tfds.source import sidecar
 from coyo11m_tfds.source.keyed_values import KeyedValues
@@ -122,6 +123,7 @@ class ShardTask:
     in_place: bool = False
     channels: int = 4  # of the latents, also where they are recorded as moments
     moments: str = ''  # one of `schema.MOMENTS`; '' for latents
+    latent_scale: latent_rgb.Scale | None = None  # of previews; see `latent_rgb.find_scale`
     latents_from: schema.LatentsFrom = schema.ANY_LATENTS
     writer: str = THIS_WRITER  # no other version of the package may write the shard
 

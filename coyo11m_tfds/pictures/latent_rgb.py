@@ -1,20 +1,50 @@
 """Turns latents into pictures without a VAE, and pictures into latents.
 
 The map is linear with one pixel for each latent position, so a 256-pixel image gives a 32-pixel
-picture, in which a person can recognize the motif. Latents of four channels count as those of a VAE
-of the SDXL family (`schema.RGB_FACTORS`). Pictures of other latents show their first three
-principal components.
+picture, in which a person can recognize the motif. Latents of four channels are brought to the
+scale of the VAE that made them, and then count as those of a VAE of the SDXL family
+(`schema.RGB_FACTORS`). Pictures of other latents show their first three principal components.
 """
+
+import re
+from collections.abc import Sequence
 
 import numpy as np
 
 from coyo11m_tfds import schema
 
+Scale = tuple[float, float]  # factor and shift
 
-def latents_to_rgb(latents: np.ndarray) -> np.ndarray:
-    """Turns raw latents `(..., C, H, W)` into uint8 `(..., H, W, 3)`, by a linear map."""
+# Of raw latents, by the VAE: `(raw - shift) * factor` has a deviation near 1. From config.json of
+# stable-diffusion-v1-5, sdxl-vae, stable-diffusion-3-medium and FLUX.1-dev.
+SCALES: dict[str, Scale] = {
+    'sd1': (0.18215, 0.0),
+    'sdxl': (schema.VAE_SCALING_FACTOR, 0.0),
+    'sd3': (1.5305, 0.0609),
+    'flux': (0.3611, 0.1159),
+}
+# Every `AutoencoderTiny` that is published (taesd, taesdxl, taesd3, taef1) makes scaled latents.
+_TINY_NAME = re.compile(r'(.*/)?tae(sd|f)[^/]*', re.IGNORECASE)
+
+
+def find_scale(vae: str, recorded: Sequence[float] | None = None) -> Scale | None:
+    """Returns the scale of a VAE that was recorded, or that of its name; None for other names."""
+    if recorded:
+        factor, shift = recorded
+        return factor, shift
+    if _TINY_NAME.fullmatch(vae):
+        return 1.0, 0.0
+    return SCALES.get(vae)
+
+
+def latents_to_rgb(latents: np.ndarray, scale: Scale | None = None) -> np.ndarray:
+    """Turns raw latents `(..., C, H, W)` into uint8 `(..., H, W, 3)`, by a linear map.
+
+    `scale` is that of the VAE that made them, as in `SCALES`; None stands for SDXL's.
+    """
     if latents.shape[-3] == len(schema.RGB_FACTORS):
-        scaled = np.asarray(latents, np.float32) * schema.VAE_SCALING_FACTOR
+        factor, shift = scale or SCALES['sdxl']
+        scaled = (np.asarray(latents, np.float32) - shift) * factor
         rgb = np.einsum('...chw,cr->...hwr', scaled, schema.RGB_FACTORS) + schema.RGB_BIAS
     else:
         rgb = _principal_components(np.asarray(latents, np.float64))

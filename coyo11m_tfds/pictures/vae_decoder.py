@@ -9,7 +9,7 @@ from config.json and safetensors. It needs neither torch nor diffusers, and read
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,34 +17,35 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from coyo11m_tfds import schema
 from coyo11m_tfds.pictures import latent_rgb, vae_parts
 from coyo11m_tfds.pictures.vae_parts import VaeLayers
 from coyo11m_tfds.storage import model_files
 
-# Factor and shift of raw latents, by the VAE: `(raw - shift) * factor` has a deviation near 1. From
-# config.json of stable-diffusion-v1-5, sdxl-vae, stable-diffusion-3-medium and FLUX.1-dev.
-SCALES = {
-    'sd1': (0.18215, 0.0),
-    'sdxl': (schema.VAE_SCALING_FACTOR, 0.0),
-    'sd3': (1.5305, 0.0609),
-    'flux': (0.3611, 0.1159),
-}
 _BATCH = 4  # pictures at a time: SDXL's decoder takes 0.3 GB for one of 256 pixels
 
 
 def make_painter(
-    vae: str, channels: int | None = None, maker: str = ''
+    vae: str,
+    channels: int | None = None,
+    maker: str = '',
+    recorded_scale: Sequence[float] | None = None,
 ) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns the decoder of `load_decoder` or, with `vae=''`, the linear map of `latent_rgb`."""
-    return load_decoder(vae, channels, maker) if vae else latent_rgb.latents_to_rgb
+    """Returns the decoder of `load_decoder` or, with `vae=''`, the linear map of `latent_rgb`.
+
+    The map takes the scale that the data set has, or else that of the name of the maker.
+    """
+    if vae:
+        return load_decoder(vae, channels, maker)
+    scale = latent_rgb.find_scale(maker, recorded_scale)
+    return lambda latents: latent_rgb.latents_to_rgb(latents, scale)
 
 
 def load_decoder(model: str, channels: int | None = None, maker: str = '') -> 'VaeDecoder':
     """Loads a decoder from a folder or the hub, for latents of so many channels; None for any.
 
     An `AutoencoderTiny` needs the scaling factor of the VAE that made the latents. `maker` names
-    this VAE: a key of `SCALES`, a folder or a hub name; '' stands for SDXL's, with a warning.
+    this VAE: a key of `latent_rgb.SCALES`, a folder or a hub name; '' stands for SDXL's, with a
+    warning.
     """
     vae = vae_parts.open_vae(model, ('decoder.', 'post_quant_conv.'))
     scale = scale_of_latents(model, vae.config, maker) if vae.kind == 'AutoencoderTiny' else (1, 0)
@@ -60,8 +61,8 @@ def load_decoder(model: str, channels: int | None = None, maker: str = '') -> 'V
 def scale_of_latents(model: str, config: Mapping[str, Any], maker: str) -> tuple[float, float]:
     """Returns factor and shift from raw latents to those that an `AutoencoderTiny` decodes."""
     reason = 'the data set does not name the VAE that made its latents'
-    if maker in SCALES:
-        return SCALES[maker]
+    if maker in latent_rgb.SCALES:
+        return latent_rgb.SCALES[maker]
     if maker:
         try:
             is_maker = maker == model_files.public_name(model)
@@ -78,14 +79,14 @@ def scale_of_latents(model: str, config: Mapping[str, Any], maker: str) -> tuple
     logging.warning(
         '%s: %s. They are scaled as those of SDXL; others get wrong colours.', model, reason
     )
-    return SCALES['sdxl']
+    return latent_rgb.SCALES['sdxl']
 
 
 class VaeDecoder:
     """Turns raw latents into pictures, on one device."""
 
     def __init__(self, vae: vae_parts.StoredVae, factor: float, shift: float):
-        """Takes the files, and the scale of raw latents as `SCALES` has it."""
+        """Takes the files, and the scale of raw latents as `latent_rgb.SCALES` has it."""
         networks = {'AutoencoderKL': _decode_kl, 'AutoencoderTiny': _decode_tiny}
         network, output = vae.bind(networks, (1, 8, 8, vae.channels))
         self.channels = vae.channels

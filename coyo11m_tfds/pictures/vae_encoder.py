@@ -42,6 +42,8 @@ class VaeEncoder:
         self.channels = vae.channels
         # Pixels of a latent position, in each direction.
         self.factor = _SAMPLE_SIZE // mean.shape[1]
+        # Factor and shift, as in `latent_rgb.SCALES`.
+        self.scale = vae.config['scaling_factor'], vae.config['shift_factor'] or 0.0
         self.has_moments = deviation is not None
         mesh = Mesh(np.array(jax.local_devices()), ('pictures',))
         self._rows = NamedSharding(mesh, P('pictures'))

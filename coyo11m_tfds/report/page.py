@@ -36,6 +36,7 @@ _ORIGIN_FIELDS = (
     schema.META_CAPTION_COLUMN,
     schema.META_LATENT_DTYPE,
     schema.META_VAE,
+    schema.META_LATENT_SCALE,
     schema.META_MOMENTS,
     schema.META_LICENSE,
     schema.META_CITATION,
@@ -158,9 +159,38 @@ def render_page(content: Mapping[str, Any], previews: Sequence[Preview], vae: st
         in_place=schema.IN_PLACE_DOC,
         previews=previews,
         vae=vae,
+        colours='' if vae else _describe_colours(content),
         captions=_caption_lengths(train['caption_bytes']),
         latents=_latent_values(train['latents']),
     )
+
+
+def _describe_colours(content: Mapping[str, Any]) -> str:
+    """Returns what the map of `latent_rgb` does to the latents of this data set."""
+    channels = len(content['splits'][schema.TRAIN]['latents']['counts'])
+    if channels != len(schema.RGB_FACTORS):
+        count = min(channels, 3)
+        components = 'principal component' if count == 1 else f'{count} principal components'
+        return (
+            f'Each picture shows the first {components} of its own {channels}-channel '
+            'latents as colours, one pixel for each position: shapes are those of the image, '
+            'colours are not.'
+        )
+    text = (
+        'A linear map, fitted to the VAE of SDXL, turns latents into colours, one pixel for each '
+    )
+    text += 'position; those of other families of VAEs get wrong colours. '
+    name = content.get(schema.META_VAE, '')
+    if scale := content.get(schema.META_LATENT_SCALE):
+        factor, shift = scale
+        if (factor, shift) == (1, 0):
+            return f'{text}The latents are scaled already, as those of {name} are.'
+        minus = f' minus {shift:g}' if shift else ''
+        return (
+            f'{text}It is given the latents{minus} times {factor:g}, which is the scale of {name}.'
+        )
+    reason = f'the scale of {name} is not known' if name else 'no VAE is named'
+    return f'{text}It takes them for raw latents of SDXL, because {reason}.'
 
 
 def _quantiles(caption_histogram: np.ndarray) -> dict[str, int] | None:

@@ -125,6 +125,7 @@ class ShardStatistics:
         sums: ChannelSums,
         # Embeddings, float16 (n, text_dim), or ids, int32 (n, T), padded with a negative number.
         text: np.ndarray | None = None,
+        latent_scale: latent_rgb.Scale | None = None,  # of previews
     ) -> None:
         """Adds finite samples in the order of the shard; `sums` are those of `sum_channels`."""
         # In blocks of 256 and shards of 5,000, on one of 2 cores, a record takes 2.5 us, and 3.6 us
@@ -139,7 +140,8 @@ class ShardStatistics:
             self.known_tokens[text[text >= 0]] = True
         # All of a shard's previews come from its first samples, whatever the size of blocks is.
         for row in range(min(MAX_PREVIEWS - len(self.previews), len(keys))):
-            picture = latent_rgb.latents_to_rgb(latents[row, schema.middle_crop(crops)])
+            middle = latents[row, schema.middle_crop(crops)]
+            picture = latent_rgb.latents_to_rgb(middle, latent_scale)
             self.previews.append(make_preview(keys[row], captions[row], picture))
         num_left = max(_HISTOGRAM_RECORDS - self.num_records, 0)
         self.latent_histogram += _latent_histogram(latents[:num_left])

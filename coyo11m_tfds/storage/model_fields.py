@@ -45,6 +45,14 @@ def exactly(value: Any) -> FieldRule:
     return FieldRule(repr(value), lambda x: type(x) is type(value) and x == value)
 
 
+def pair_of(first: FieldRule, second: FieldRule) -> FieldRule:
+    """Returns the rule for a list of two values that fulfil a rule each."""
+    return FieldRule(
+        f'a list of {first.expected} and {second.expected}',
+        lambda x: isinstance(x, list) and len(x) == 2 and first.holds(x[0]) and second.holds(x[1]),
+    )
+
+
 def list_of(rule: FieldRule, most: int) -> FieldRule:
     """Returns the rule for a list of 1 to `most` values that fulfil a rule."""
     return FieldRule(

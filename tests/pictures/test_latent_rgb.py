@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis.extra import numpy as hnp
 
-from coyo11m_tfds.pictures import latent_rgb
+from coyo11m_tfds.pictures import latent_rgb, vae_decoder
 
 
 @hypothesis.given(hnp.arrays(np.uint8, (2, 3, 5, 3)))
@@ -22,6 +22,17 @@ def test_the_picture_survives_two_byte_floats(dtype, grey_levels):
     picture = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
     back = latent_rgb.latents_to_rgb(latent_rgb.rgb_to_latents(picture).astype(dtype))
     assert np.abs(back.astype(int) - picture).max() <= grey_levels
+
+
+def test_scaled_latents_give_the_picture_of_raw_ones():
+    raw = np.random.default_rng(0).normal(0, 5, (4, 8, 8)).astype(np.float32)
+    expected = latent_rgb.latents_to_rgb(raw).astype(int)
+    for vae, factor, shift in (('madebyollin/taesdxl', 1, 0), ('flux', 0.3611, 0.1159)):
+        latents = raw * 0.13025 / factor + shift
+        picture = vae_decoder.make_painter('', 4, vae)(latents)
+        assert np.abs(picture - expected).max() <= 1
+    assert latent_rgb.find_scale('stabilityai/sdxl-vae') is None
+    assert latent_rgb.find_scale('taesd', [2.0, 0.5]) == (2.0, 0.5)
 
 
 def test_colours_that_no_screen_can_show_are_clipped():

@@ -246,6 +246,40 @@ def test_histograms_have_bars_enough_at_any_scale(scale, lengths, shape):
     assert np.sum(counts, axis=1).tolist() == [64 * 64 * (shape[-1] // 8) ** 2] * shape[1]
 
 
+@pytest.mark.parametrize(
+    ('channels', 'metadata', 'sentence'),
+    [
+        (4, {}, 'It takes them for raw latents of SDXL, because no VAE is named.'),
+        (4, {'vae': 'a<b'}, 'of SDXL, because the scale of a<b is not known.'),
+        (
+            4,
+            {'vae': 'x/taesd', 'latent_scale': [1.0, 0.0]},
+            'scaled already, as those of x/taesd',
+        ),
+        (
+            4,
+            {'vae': 'kl', 'latent_scale': [0.2, 0.0]},
+            'times 0.2, which is the scale of kl',
+        ),
+        (1, {}, 'first principal component of its own 1-channel latents as colours'),
+        (2, {}, 'first 2 principal components of its own 2-channel latents as colours'),
+        (
+            16,
+            {'vae': 'flux', 'latent_scale': [0.3611, 0.1159]},
+            '3 principal components of its own',
+        ),
+    ],
+)
+def test_what_the_pictures_show_is_said(channels, metadata, sentence):
+    statistics = make_statistics(9, shape=(1, channels, 8, 8))
+    report = make_report(
+        statistics={'train': statistics}, shards={'train': [(9, 1)]}, metadata=METADATA | metadata
+    )
+    text = visible(parse(report))
+    assert sentence in text
+    assert ('A linear map' in text) == (channels == 4)
+
+
 @pytest.mark.parametrize('available', [0, 1, 23, 24, 25, 100])
 def test_at_most_24_previews_are_chosen_evenly_spaced(available):
     chosen = [p.key + 2**62 for p in make_report(captions=['x'] * available).previews]
