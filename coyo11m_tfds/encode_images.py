@@ -271,6 +271,9 @@ def encode(
         images, caption_column, divide, has_keys_of_paths=keys == KEYS_OF_PATHS
     )
     image_files.check_keys(parts)
+    if left:
+        # Before hours of work, after which the report counts them by reason.
+        logging.warning('%s:%s', images, image_files.describe_left(left))
     encoder = vae_encoder.VaeEncoder(vae) if isinstance(vae, str) else vae
     if size % encoder.factor:
         raise ValueError(f'size={size}: expected a multiple of {encoder.factor}, as {vae} needs.')

@@ -47,6 +47,7 @@ _MAX_HEADS = 100  # of remote files with one suffix
 # Keys that are compared before anything is encoded: of so many images of each part, or so many of
 # all, in 0.1 ms each.
 _LEAST_KEYS, _MANY_KEYS = 100, 100_000
+_REMOTE_KEYS = 4  # of a part whose images have a `.json` each, which is a request
 _TAR_HEAD = 1 << 20  # bytes of a remote tar that are read for its first keys
 _MEMBERS_OF_SAMPLE = 4
 # What an encoding says itself; the width in the data may be that of another version of the image.
@@ -249,7 +250,7 @@ def find_images(
     if not parts:
         raise ValueError(
             f'{root}: has no images, expected {", ".join(image_kinds.USUAL_SUFFIXES)}, or .tar '
-            f'(uncompressed) or .parquet with such files in them.{_describe_left(left)}'
+            f'(uncompressed) or .parquet with such files in them.{describe_left(left)}'
         )
     return FoundImages(parts, left)
 
@@ -305,11 +306,12 @@ def _find_left(
     return left
 
 
-def _describe_left(left: Mapping[str, str]) -> str:
+def describe_left(left: Mapping[str, str]) -> str:
+    """Says how many files are not taken, with an example and what to do; '' without any."""
     if not left:
         return ''
     name, reason = min(left.items())
-    return f' {len(left):,} files are not taken, such as {name} ({reason}): {image_kinds.ADVICE}.'
+    return f' Not taken: {len(left):,} files such as {name} ({reason}). {image_kinds.ADVICE}.'
 
 
 def _names_with(suffix: str, files: Mapping[str, StoredFile]) -> list[str]:
@@ -468,6 +470,8 @@ class _FolderPart(ImagePart):
 
     def _read_first_rows(self, count: int) -> Sequence[_Row]:
         images = list(self._data)
+        if not self.files[images[0]].local_path:
+            count = min(count, _REMOTE_KEYS)
         of_repeated_names = [x for x in images[count:] if x in self._folder.of_repeated_names]
         return self._read_rows(images[:count] + of_repeated_names)
 

@@ -61,7 +61,7 @@ class Bucket(RemoteStorage):
 
     def find_limit(self) -> str:
         bucket, name = _split_url(self.folder)
-        path, prefix = f'/b/{bucket}/storageLayout', f'{name}/'.lstrip('/')
+        path, prefix = f'/b/{bucket}/storageLayout', f'{name}/' if name else ''
 
         # Needs the right to list objects, which readers have; the bucket's properties need more.
         def attempt(options: dict[str, Any]) -> dict[str, str]:
@@ -243,7 +243,8 @@ def _split_url(url: str) -> tuple[str, str]:
 
 def _list_objects(folder: str, **options: Any) -> dict[str, storage.Blob]:
     bucket, name = _split_url(folder)
-    prefix = f'{name.rstrip("/")}/'.lstrip('/')
+    # Names may begin with slashes.
+    prefix = f'{name.rstrip("/")}/' if name else ''
     with _plain_errors(folder):
         options |= _patience(f'listing {folder}')
         blobs = _bucket_client().list_blobs(bucket, prefix=prefix, **options)
