@@ -25,8 +25,9 @@ from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset.keyed_random import name_hash
 from coyo11m_tfds.pictures import image_kinds
 from coyo11m_tfds.pictures.pixels import BadImageError, OtherImageError
-from coyo11m_tfds.source import foreign_text, image_tables, tar_members
+from coyo11m_tfds.source import foreign_text, image_tables, image_texts, tar_members
 from coyo11m_tfds.source.image_tables import ImageTables
+from coyo11m_tfds.source.image_texts import TextFiles
 from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.stored_file import RangeReader, StoredFile
@@ -36,7 +37,6 @@ KEY_OF_DATA = 'their data'
 KEY_OF_NAME = 'the numbers that are their names'
 KEY_OF_HASH = 'hashes of their names'
 
-_TEXTS = '.json', '.txt'
 _TABLE = 'table'  # in place of a suffix
 _MAX_IMAGE = 64 << 20  # bytes
 _MAX_TEXT = 1 << 20  # bytes of a `.json` or `.txt`
@@ -424,8 +424,20 @@ class _ImageFolder:
         caption_columns: Sequence[str],
     ):
         self.files = files
-        tables = {image: self._find_table(image) for image in images}
+        self._table_names = dict[tuple[str, str], str]()  # by folder, and name in small letters
+        for name in files:
+            folder = next(_folders_above(name))
+            base = name.removeprefix(folder).lower()
+            if base in image_tables.NAMES:
+                self._table_names.setdefault((folder, base), name)
+        self._texts = TextFiles(files, {*map(_get_stem, images)})
+        # For each image the names of its `.json`, its `.txt` and its table, by these suffixes.
+        self.data_files = {image: self._find_data_files(image) for image in images}
+        tables = {image: names.get(_TABLE, '') for image, names in self.data_files.items()}
         self.tables = ImageTables(files, tables, caption_columns)
+        used_names = itertools.chain.from_iterable(x.values() for x in self.data_files.values())
+        images_without = [image for image, names in self.data_files.items() if not names]
+        self._texts.tell_unused({*used_names}, images_without)
         self.num_of_stem = collections.Counter(map(_get_stem, images))
         stems = [os.path.basename(_get_stem(name)) for name in images]
         self.is_numbered = all(map(schema.is_key, stems)) and len({*map(int, stems)}) == len(stems)
@@ -434,18 +446,19 @@ class _ImageFolder:
         repeated = [(stem, x) for stem, x in zip(stems, images, strict=True) if counts[stem] > 1]
         self.of_repeated_names = {name for _, name in sorted(repeated)[: 2 * _LEAST_KEYS]}
 
-    def data_files(self, image: str) -> dict[str, str]:
-        """Names of the `.json` and the `.txt` of an image, and of its table."""
-        stem = _get_stem(image)
-        names = {x: f'{stem}{x}' for x in _TEXTS if f'{stem}{x}' in self.files}
+    def _find_data_files(self, image: str) -> dict[str, str]:
+        names = self._texts.find(_get_stem(image))
         if table := self._find_table(image):
             names[_TABLE] = table
         return names
 
     def _find_table(self, image: str) -> str:
         """Returns the closest table above an image; '' without one."""
-        tables = (f'{folder}{x}' for folder in _folders_above(image) for x in image_tables.NAMES)
-        return next((x for x in tables if x in self.files), '')
+        for folder in _folders_above(image):
+            for name in image_tables.NAMES:
+                if (folder, name) in self._table_names:
+                    return self._table_names[folder, name]
+        return ''
 
 
 class _FolderPart(ImagePart):
@@ -458,7 +471,7 @@ class _FolderPart(ImagePart):
         caption_column: str,
         has_keys_of_paths: bool,
     ):
-        self._data = {name: folder.data_files(name) for name in images}
+        self._data = {name: folder.data_files[name] for name in images}
         names = {*images, *itertools.chain.from_iterable(x.values() for x in self._data.values())}
         files = {name: folder.files[name] for name in names}
         super().__init__(files, caption_column, has_keys_of_paths)
@@ -601,7 +614,7 @@ class _SampleData:
         self._texts = dict[tuple[str, str], str]()  # by stem and suffix
         for name in names:
             suffix = image_kinds.get_suffix(name)
-            if suffix.lower() in _TEXTS and not _is_hidden(name):
+            if suffix.lower() in image_texts.SUFFIXES and not _is_hidden(name):
                 self._texts[name.removesuffix(suffix), suffix.lower()] = name
         self._num_images = collections.Counter(map(_get_stem, images))
         self._num_in_sample = collections.Counter(map(_get_sample, images))
@@ -609,7 +622,7 @@ class _SampleData:
     def find(self, image: str) -> dict[str, str]:
         """Returns the names of the members with the data of an image, by suffix."""
         names = dict[str, str]()
-        for suffix in _TEXTS:
+        for suffix in image_texts.SUFFIXES:
             for stem in (_get_sample(image), _get_stem(image)):
                 if (stem, suffix) in self._texts:
                     names[suffix] = self._texts[stem, suffix]

@@ -11,21 +11,19 @@ import functools
 import io
 import json
 import os
-import unicodedata
-import urllib.parse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from absl import logging
 
 from coyo11m_tfds.source import foreign_text
+from coyo11m_tfds.source.similar_names import list_names, normalize_path
 from coyo11m_tfds.storage.stored_file import StoredFile
 
 NAMES = 'metadata.jsonl', 'metadata.csv'
 
 _FILE_NAME = 'file_name'
 _MAX_CELL = 64 << 20  # characters
-_MAX_NAMES = 3  # of rows and images, in messages
 
 Fields = dict[str, Any]
 
@@ -56,7 +54,7 @@ class ImageTables:
         """
         path = self._files[name].path
         text = foreign_text.decode(self._files[name].read())
-        if name.endswith('.csv'):
+        if name.lower().endswith('.csv'):
             table = _parse_csv(text, path, self._caption_columns)
         else:
             table = _parse_json_lines(text, path)
@@ -85,14 +83,14 @@ class ImageTables:
 
     def _find_similar(self, folder: str, file_name: str) -> str:
         """Returns the only image of a similar path, or ''."""
-        images = self._images_by_normal_name.get(_normalize(f'{folder}/{file_name}'), [])
+        images = self._images_by_normal_name.get(normalize_path(f'{folder}/{file_name}'), [])
         return images[0] if len(images) == 1 else ''
 
     @functools.cached_property
     def _images_by_normal_name(self) -> Mapping[str, Sequence[str]]:
         images = collections.defaultdict[str, list[str]](list)
         for image in self._images:
-            images[_normalize(image)].append(image)
+            images[normalize_path(image)].append(image)
         return images
 
     def _tell(
@@ -104,7 +102,7 @@ class ImageTables:
         if others and not rows:
             raise ValueError(
                 f'{path}: none of its {len(others):,} rows names an image, such as '
-                f'{_list_names(others)}; there are images such as {_list_names(without_row)}. '
+                f'{list_names(others)}; there are images such as {list_names(without_row)}. '
                 f'Write their paths, relative to the table, as its {_FILE_NAME!r}, or remove it.'
             )
         if name in self._told_tables:
@@ -112,9 +110,9 @@ class ImageTables:
         self._told_tables.add(name)
         facts = []
         if others:
-            facts.append(f'{len(others):,} rows name no image: {_list_names(others)}')
+            facts.append(f'{len(others):,} rows name no image: {list_names(others)}')
         if without_row:
-            facts.append(f'{len(without_row):,} images have no row: {_list_names(without_row)}')
+            facts.append(f'{len(without_row):,} images have no row: {list_names(without_row)}')
         if num_repeated:
             facts.append(f'{num_repeated:,} rows repeat an image, of which the first row counts')
         if facts:
@@ -183,14 +181,6 @@ def _parse_json_lines(text: str, path: str) -> Iterator[_Row]:
         yield _Row(f'line {number}', file_name, fields)
 
 
-def _normalize(name: str) -> str:
-    """Returns a path that is equal for names that differ only in how systems write them."""
-    name = urllib.parse.unquote(name.replace('\\', '/'))
-    segments = [segment.strip() for segment in name.split('/')]
-    path = os.path.normpath('/'.join(filter(None, segments)))
-    return unicodedata.normalize('NFC', path.casefold())
-
-
 def _parse_cell(cell: str) -> int | float | str:
     """Returns the number that a cell is, or its text."""
     # Python reads digits with underscores, which others use in names.
@@ -202,8 +192,3 @@ def _parse_cell(cell: str) -> int | float | str:
         except ValueError:
             pass
     return cell
-
-
-def _list_names(names: Iterable[str]) -> str:
-    first_names = [*names][: _MAX_NAMES + 1]
-    return ', '.join(first_names[:_MAX_NAMES]) + ', ...' * (len(first_names) > _MAX_NAMES)

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.pictures import image_kinds
-from coyo11m_tfds.source import arrow_texts
+from coyo11m_tfds.source import arrow_texts, foreign_text
 from coyo11m_tfds.storage.stored_file import RangeReader, StoredFile
 
 # The most bytes to read at once.
@@ -57,7 +57,9 @@ class KeyedFile:
             self._range = indexes.get(key_column)
             if self._range is not None:
                 self._columns.pop()
-            self.metadata = {k.decode(): v.decode() for k, v in (arrow.metadata or {}).items()}
+            self.metadata = dict[str, str]()
+            for entry, value in (arrow.metadata or {}).items():
+                self.metadata[foreign_text.decode_utf8(entry)] = foreign_text.decode_utf8(value)
             # Without rows, a column may have any type, or be missing.
             if self.num_rows:
                 self._check(arrow)
@@ -225,8 +227,8 @@ def naming_damage(name: str) -> Iterator[None]:
             raise ValueError(f'{name}: is encrypted. Write it without encryption.') from error
         if isinstance(error, NotImplementedError):
             raise ValueError(
-                f'{name}: has columns that this version of Arrow does not read ({cause}). Write '
-                'them as other types.'
+                f'{name}: has something that this version of Arrow does not read ({cause}). '
+                'Write it again with other types, encodings or compression.'
             ) from error
         raise ValueError(
             f'{name}: is damaged or not a Parquet file ({cause}). Copy or download it again.'

@@ -112,6 +112,12 @@ def test_text_may_have_any_of_arrows_types_and_encodings(tmp_path):
         assert texts_of(path, 2_999, 0) == [b'the same 2998', b'']
 
 
+def test_metadata_may_hold_any_bytes(tmp_path):
+    table = pa.table({'key': [1], 'caption_llava': ['a']}).replace_schema_metadata({'x': b'\xff'})
+    pq.write_table(table, tmp_path / 'x.parquet')
+    assert texts_of(tmp_path / 'x.parquet', 1) == [b'a']
+
+
 def test_it_is_known_whether_pages_have_checksums(tmp_path):
     for number in range(8):
         has_checksums, version = bool(number & 1), ('1.0', '2.0')[number >> 1 & 1]

@@ -314,6 +314,52 @@ def test_names_in_tables_are_those_of_images_however_they_are_written(
     assert captions_of(folder) == {image: 'x', 'other.jpg': ''}
 
 
+@pytest.mark.parametrize(
+    ('image', 'text'),
+    [
+        ('IMG_1.JPG', 'IMG_1.TXT'),
+        ('IMG_1.JPG', 'img_1.Json'),
+        (unicodedata.normalize('NFD', 'é.jpg'), unicodedata.normalize('NFC', 'é.txt')),
+        ('a b.jpg', 'a%20b.txt'),
+    ],
+)
+def test_files_of_texts_have_the_names_of_images_however_they_are_written(folder, image, text):
+    write_images(folder, image, 'other.jpg')
+    content = 'x' if text.lower().endswith('.txt') else '{"text": "x"}'
+    (folder / text).write_text(content)
+    assert captions_of(folder) == {image: 'x', 'other.jpg': ''}
+
+
+def test_files_of_texts_with_similar_names_lead_to_no_other_image(folder):
+    write_images(folder, 'a.jpg', 'A.png', 'b.jpg', 'B.jpg')
+    (folder / 'A.txt').write_text('A')
+    (folder / 'b.TXT').write_text('b')
+    assert captions_of(folder) == {'A.png': 'A', 'B.jpg': '', 'a.jpg': '', 'b.jpg': 'b'}
+
+
+def test_the_name_of_a_table_may_have_large_letters(folder):
+    write_images(folder, 'a.jpg')
+    (folder / 'Metadata.CSV').write_text('file_name,text\na.jpg,x\n')
+    assert captions_of(folder) == {'a.jpg': 'x'}
+
+
+def test_files_that_may_be_those_of_images_without_captions_are_named(folder, caplog):
+    write_images(folder, 'a.jpg', 'b.jpg')
+    for name in ('a.txt', 'c.txt', 'captions.csv', 'README.md'):
+        (folder / name).write_text('x')
+    assert captions_of(folder) == {'a.jpg': 'x', 'b.jpg': ''}
+    [message] = [record.getMessage() for record in caplog.records]
+    assert message == (
+        '1 images have neither a .json or .txt nor a table: b.jpg. 2 files are not used: '
+        f'{folder}/c.txt, {folder}/captions.csv. Captions are in files with the name of their '
+        'image, metadata.jsonl or metadata.csv.'
+    )
+    (folder / 'b.txt').write_text('x')
+    caplog.clear()
+    find(folder)
+    assert not caplog.records
+
+
 def test_similar_names_lead_to_no_other_image(folder):
     write_images(folder, 'a.jpg', 'A.jpg', 'b.jpg', 'B.jpg', 'c.jpg')
     rows = {

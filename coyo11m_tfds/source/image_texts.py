@@ -1,0 +1,60 @@
+"""The files next to images that hold their texts: a `.json` or `.txt` of the same name."""
+
+import collections
+from collections.abc import Collection, Mapping, Sequence
+
+from absl import logging
+
+from coyo11m_tfds.source.similar_names import list_names, normalize_path
+from coyo11m_tfds.storage.stored_file import StoredFile
+
+SUFFIXES = '.json', '.txt'
+_OTHERS = '.csv', '.tsv', '.jsonl', '.parquet'  # in which others have captions
+
+
+class TextFiles:
+    """The `.json` and the `.txt` of a folder of images.
+
+    One whose name is that of no image is that of the only image with a similar name.
+    """
+
+    def __init__(self, files: Mapping[str, StoredFile], stems: Collection[str]):
+        """Takes all files by name, and the names of images without their suffixes."""
+        self._files, self._names = files, dict[tuple[str, str], str]()
+        self._similar_names = collections.defaultdict[tuple[str, str], list[str]](list)
+        for name in files:
+            stem, dot, suffix = name.rpartition('.')
+            kind = f'{dot}{suffix}'.lower()
+            if kind in SUFFIXES and stem in stems:
+                self._names.setdefault((stem, kind), name)
+            elif kind in SUFFIXES:
+                self._similar_names[normalize_path(stem), kind].append(name)
+
+    def find(self, stem: str) -> dict[str, str]:
+        """Returns the names of the files of an image, by their suffixes in small letters."""
+        names = dict[str, str]()
+        for kind in SUFFIXES:
+            if (stem, kind) in self._names:
+                names[kind] = self._names[stem, kind]
+            elif self._similar_names:
+                similar_names = self._similar_names.get((normalize_path(stem), kind), [])
+                if len(similar_names) == 1:
+                    names[kind] = similar_names[0]
+        return names
+
+    def tell_unused(self, used_names: Collection[str], images_without: Sequence[str]) -> None:
+        """Logs the files that may be those of images without any, by name."""
+        unused_paths = []
+        for name in sorted(self._files.keys() - used_names):
+            if name.lower().endswith(SUFFIXES + _OTHERS):
+                unused_paths.append(self._files[name].path)
+        if unused_paths and images_without:
+            logging.warning(
+                '%s images have neither a .json or .txt nor a table: %s. %s files are not used: '
+                '%s. Captions are in files with the name of their image, metadata.jsonl or '
+                'metadata.csv.',
+                f'{len(images_without):,}',
+                list_names(images_without),
+                f'{len(unused_paths):,}',
+                list_names(unused_paths),
+            )
