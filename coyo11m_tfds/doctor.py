@@ -35,7 +35,7 @@ from coyo11m_tfds.convert.build_settings import (
     check_names,
 )
 from coyo11m_tfds.process import command_line, errors, machine
-from coyo11m_tfds.process.sizes import format_bytes
+from coyo11m_tfds.process.sizes import format_bytes, format_count
 from coyo11m_tfds.storage import scratch
 
 PASS, WARN, FAIL = 'pass', 'warn', 'fail'
@@ -121,7 +121,7 @@ def run_checks(
 def check_machine() -> Finding:
     """Checks cores and memory, within the limits of a container."""
     memory, cores = machine.usable_memory(), machine.usable_cpus()
-    text = f'{cores} cores, {format_bytes(memory)} of memory'
+    text = f'{format_count(cores, "core")}, {format_bytes(memory)} of memory'
     if memory >= _AMPLE_MEMORY and cores > 1:
         return Finding('machine', PASS, text)
     text += f', expected 2 cores and {format_bytes(_AMPLE_MEMORY)} for a large source'
@@ -189,9 +189,10 @@ class DryRun:
     def finding(self, place: str) -> Finding:
         """Describes the build of the source in a folder; warns if it drops many rows."""
         about = '' if self.num_shards else 'about '
-        shards = f'{self.num_shards:,} shards of ' if self.num_shards else ''
+        shards = f'{format_count(self.num_shards, "shard")} of ' if self.num_shards else ''
         size = f'{shards}{about}{format_bytes(self.num_bytes)}'
-        text = f'{place}: {self.source}, become {about}{self.num_records:,} records in {size}'
+        records = format_count(self.num_records, 'record')
+        text = f'{place}: {self.source}, become {about}{records} in {size}'
         if reasons := [f'{count:,} {reason}' for reason, count in self.dropped.items() if count]:
             text += f'; left out: {", ".join(reasons)}'
         num_dropped = sum(self.dropped.values())
@@ -220,7 +221,8 @@ def plan_or_estimate(place: str, settings: BuildSettings) -> DryRun:
         kind = os.path.splitext(files[0].path)[1]
         and_captions = ' and captions' * bool(caption_bytes)
         dry_run = DryRun(
-            source=f'{len(files)} {kind} files{and_captions}, {format_bytes(sum(sizes))}',
+            source=f'{format_count(len(files), f"{kind} file")}{and_captions}, '
+            f'{format_bytes(sum(sizes))}',
             scratch_bytes=caption_bytes + (sum(sizes[-_FETCHED_AT_ONCE:]) if is_remote else 0),
         )
         # A build reads the captions to the end, or whole files where captions lie with the latents.
@@ -266,7 +268,7 @@ def check_encoder_speed(spec: str, num_captions: int) -> Finding:
     hours = num_captions / rate / 3600
     text = (
         f'{spec} loads, embeddings of {dim} numbers, {rate:,.1f} captions/s here: {hours:,.1f} '
-        f'hours for {num_captions:,} captions'
+        f'hours for {format_count(num_captions, "caption")}'
     )
     if hours <= _SLOW_HOURS:
         return Finding('encoder', PASS, text)
@@ -345,7 +347,7 @@ def main() -> None:
             command_line.print_lines(finding)
             counts[finding.status] += 1
     failures = ', '.join(f'{counts[status]} {status}' for status in (FAIL, WARN) if counts[status])
-    command_line.print_lines(f'{counts.total()} checks: {failures or "all pass"}')
+    command_line.print_lines(f'{format_count(counts.total(), "check")}: {failures or "all pass"}')
     sys.exit(bool(counts[FAIL]))
 
 

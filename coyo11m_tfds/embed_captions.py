@@ -30,6 +30,7 @@ from coyo11m_tfds.convert.build_settings import add_caption_flags
 from coyo11m_tfds.process import command_line, errors
 from coyo11m_tfds.process import job as ranks
 from coyo11m_tfds.process.progress import Progress
+from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.source import sidecar, source_folder
 from coyo11m_tfds.source.captions import CaptionFiles, check_unique_captions, join_texts
 from coyo11m_tfds.source.keyed_values import KeyedValues
@@ -59,14 +60,17 @@ class EmbeddingReport:
         advice = ''
         if 0 < self.longest < self.dim and not self.num_truncated:
             advice = (
-                f'; the longest has {self.longest} tokens, so that --max_tokens={self.longest} '
-                f'keeps all of them in {self.longest / self.dim:.0%} of the room'
+                f'; the longest has {format_count(self.longest, "token")}, so that '
+                f'--max_tokens={self.longest} keeps all of them in '
+                f'{self.longest / self.dim:.0%} of the room'
             )
         return (
-            f'{self.num_captions} captions encoded by {self.encoder}, {self.dim} numbers each '
+            f'{format_count(self.num_captions, "caption")} encoded by {self.encoder}, '
+            f'{format_count(self.dim, "number")} each '
             f'({self.num_captions / self.seconds:.0f} captions/s){kept}; '
             f'{self.num_skipped} null, blank, too long or unreadable ones and '
-            f'{self.num_duplicates} duplicates skipped, {self.num_truncated} truncated{advice}'
+            f'{format_count(self.num_duplicates, "duplicate")} skipped, '
+            f'{self.num_truncated} truncated{advice}'
             f'{ranks.describe_missing_parts(self.missing_parts)}'
         )
 

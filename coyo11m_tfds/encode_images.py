@@ -55,6 +55,7 @@ from coyo11m_tfds.process import command_line, errors, machine, workers
 from coyo11m_tfds.process import job as ranks
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.process.shown_text import escape_for_terminal
+from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.source import image_files, tar_members
 from coyo11m_tfds.source.encoding_file import EncodedState, Encoding
 from coyo11m_tfds.source.image_files import ImagePart, SourceImage
@@ -172,9 +173,10 @@ class ImageCounts:
         return lines
 
     def __str__(self) -> str:
-        facts = [f'{self.shapes.total():,} images']
+        facts = [format_count(self.shapes.total(), 'image')]
         facts += [f'{count:,} of {shape}' for shape, count in sorted(self.shapes.items())]
-        facts += [f'{n:,} keys from {rule}' for rule, n in self.key_rules.most_common()]
+        for rule, count in self.key_rules.most_common():
+            facts.append(f'{format_count(count, "key")} from {rule}')
         if self.num_without_caption:
             facts.append(self._list(collections.Counter({_NO_CAPTION: self.num_without_caption})))
         lines = [', '.join(facts)]
@@ -396,7 +398,8 @@ class _Encoding:
         self._receipts = Receipts(self._folder, _PARTS, _parse_counts)
         names = [sorted(part.files) for part in parts]
         digest = f'digest {json_digest.sha256(names)[:16]} of their names'
-        count = f'{sum(map(len, names))} files in {len(parts)} parts'
+        num_files = sum(map(len, names))
+        count = f'{format_count(num_files, "file")} in {format_count(len(parts), "part")}'
         self._settings = {**settings, 'images': f'{count}, {digest}'}
         stored = self._read_settings()
         if stored is not None:

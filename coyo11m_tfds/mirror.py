@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.process import command_line, errors
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.process.sizes import format_bytes
+from coyo11m_tfds.process.sizes import format_bytes, format_count
 from coyo11m_tfds.source import source_folder
 from coyo11m_tfds.source.copied_files import CopiedFiles, check_recorded_state
 from coyo11m_tfds.storage import locks
@@ -47,9 +47,11 @@ class MirrorSummary:
     destination: str
 
     def __str__(self) -> str:
+        are = 'is' if self.num_files == 1 else 'are'
+        were = 'was' if self.num_copied == 1 else 'were'
         return (
-            f'{self.num_files} files, {format_bytes(self.num_bytes)}, are verified at '
-            f'{self.destination}; {self.num_copied} of them were copied now.'
+            f'{format_count(self.num_files, "file")}, {format_bytes(self.num_bytes)}, {are} '
+            f'verified at {self.destination}; {self.num_copied} of them {were} copied now.'
         )
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.pictures import latent_rgb, one_object, shapes, two_objects
 from coyo11m_tfds.process import command_line
+from coyo11m_tfds.process.sizes import format_count
 
 # Modules with the same functions and constants.
 WORLDS: dict[str, ModuleType] = {'one': one_object, 'two': two_objects}
@@ -63,7 +64,7 @@ def make_sample(
     folder = pathlib.Path(out_dir) / schema.LATENTS_FOLDER
     is_local = bool(storage.local_path(out_dir))
     is_new = not folder.exists() or not any(folder.iterdir())
-    count = f'{num_samples} samples in {num_files} files'
+    count = f'{format_count(num_samples, "sample")} in {format_count(num_files, "file")}'
     for is_valid, problem, expected in (
         (is_local, f'out_dir is {os.fspath(out_dir)!r}', 'a local folder (`mirror` copies it)'),
         (seed >= 0, f'seed is {seed}', 'at least 0'),
@@ -153,7 +154,8 @@ def main() -> None:
     outlook = f'{args.out} is incomplete: remove it, then run the same command again'
     with command_line.ends_in_one_line(outlook):
         make_sample(args.out, args.num_samples, scene=args.scene)
-    command_line.print_lines(f'{args.num_samples} samples: {args.out}')
+    samples = format_count(args.num_samples, 'sample')
+    command_line.print_lines(f'{samples}: {args.out}')
 
 
 if __name__ == '__main__':

@@ -34,6 +34,7 @@ from coyo11m_tfds.dataset.chunk_index import ChunkIndex, index_file_name
 from coyo11m_tfds.dataset.stored_dataset import StoredSplit
 from coyo11m_tfds.process import command_line
 from coyo11m_tfds.process.progress import Progress
+from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.storage import stored_file
 from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.stored_file import StoredFile
@@ -282,11 +283,11 @@ def main() -> None:
             f'{name}: was left by a killed add_column; the next one removes it.'
         )
     command_line.print_lines(*result.faults)
+    faults = format_count(len(result.faults), 'fault') if result.faults else 'no faults'
     scope = 'shards not read: only their sizes compared.' if flags.fast else 'all of them read.'
     command_line.print_lines(
-        f'{flags.data_dir}: {len(result.faults) or "no"} '
-        f'fault{"" if len(result.faults) == 1 else "s"} in {result.num_files} files, '
-        f'{result.num_bytes:,} bytes, {scope}'
+        f'{flags.data_dir}: {faults} in {format_count(result.num_files, "file")}, '
+        f'{format_count(result.num_bytes, "byte")}, {scope}'
     )
     if result.faults:
         command_line.print_lines('To fix this, copy those files again, or build with --overwrite.')

@@ -176,7 +176,7 @@ def test_other_columns_are_refused_and_leave_nothing(copy, tmp_path):
 
 def test_mistakes_of_a_command_are_named(copy, other_embeddings, tmp_path):
     path = write_column(tmp_path / 'x.parquet', 'x', np.array([4, 5, 4]), pa.array([1, 2, 3]))
-    with pytest.raises(ValueError, match=r'1 rows repeat the key of another, e\.g\. key 4'):
+    with pytest.raises(ValueError, match=r'1 row repeats the key of another, e\.g\. key 4'):
         add_column.add(copy, 'y', parquet=path, column='x')
     with pytest.raises(ValueError, match="has no column 'z'; its columns are key, x"):
         add_column.add(copy, 'y', parquet=path, column='z')

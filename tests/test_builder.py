@@ -310,7 +310,7 @@ def test_a_limit_of_examples_is_that_of_each_split(tmp_path, fraction, expected)
 def test_a_build_in_a_program_shows_its_progress(tmp_path, caplog):
     source = made_sources.write_source(tmp_path / 'source', [range(20)])
     build(source, tmp_path / 'out')
-    assert 'Writing shards: 100%, 1 of 1 shards' in caplog.text
+    assert 'Writing shards: 100%, 1 of 1 shard' in caplog.text
     caplog.clear()
     level = logging.get_absl_logger().level
     logging.set_verbosity(logging.ERROR)

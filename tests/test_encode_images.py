@@ -220,7 +220,7 @@ def test_an_image_is_done_when_it_is_written(source, encoder, tmp_path, monkeypa
     *earlier, last = ''.join(f'{line}\n' for line in caplog.messages).split('It waits for a batch.')
     shares = [int(share) for share in re.findall(r'Encoding images: (\d+)%', ''.join(earlier))]
     assert len(earlier) == 3 and 0 < max(shares) < 80
-    assert re.search(r'Encoding images: 100%, 1 of 1 parts, [\d.]+ images/s', last)
+    assert re.search(r'Encoding images: 100%, 1 of 1 part, [\d.]+ images/s', last)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.process import errors
-from coyo11m_tfds.process.sizes import format_bytes
+from coyo11m_tfds.process.sizes import format_bytes, format_count
 from train_lib import config_rules, models, sharding
 
 Batches = Iterator[dict[str, jax.Array]]
@@ -176,7 +176,7 @@ class TrainingData:
     def _describe(self, source: input_pipeline.MixSource, order: input_pipeline.Order) -> str:
         split = source.stored.splits[schema.TRAIN]
         name = f'{source.name}: ' if len(self.sources) > 1 else ''
-        line = f'{name}{source.stored.folder}, {split.num_records:,} records'
+        line = f'{name}{source.stored.folder}, {format_count(split.num_records, "record")}'
         if source.where:
             share = order.num_records / split.num_records
             line += f', of which {order.num_records:,} ({share:.1%}) have {source.where.text}'
@@ -241,8 +241,8 @@ class TrainingData:
             if splits and 0 < num_records < _FEW_RECORDS and split == schema.VALIDATION:
                 logging.warning(
                     f'{field}={value!r}: split {split!r} of {source.stored.folder} has only '
-                    f'{num_records} records, so its loss says little: build it with a larger '
-                    'validation_fraction'
+                    f'{format_count(num_records, "record")}, so its loss says little: build it '
+                    'with a larger validation_fraction'
                 )
             if splits and not num_records:
                 filled = [name for name, info in splits.items() if info.num_records]

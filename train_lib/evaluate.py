@@ -38,6 +38,7 @@ import input_pipeline
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset.stored_dataset import StoredDataset
 from coyo11m_tfds.process import command_line
+from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.base import Storage
 from train_lib import draw, prompt_sets, run, workdirs
@@ -115,7 +116,8 @@ def evaluate_pictures(
             content = io.BytesIO()
             np.savez(content, **features._asdict())
             folder.write(file, content.getvalue())
-            logging.info('%s of %s pictures are drawn.', f'{end:,}', f'{num_pictures:,}')
+            pictures = format_count(num_pictures, 'picture is', 'pictures are')
+            logging.info('%s of %s drawn.', f'{end:,}', pictures)
         batches.append(features)
     features = Features(*map(np.concatenate, zip(*batches, strict=True)))
     result = {'num_pictures': num_pictures, **compare_features(features), 'settings': settings}

@@ -24,6 +24,7 @@ from clu import parameter_overview
 from jax.experimental import multihost_utils
 
 import train_lib
+from coyo11m_tfds.process.sizes import format_count
 from train_lib import chips, metrics
 
 if TYPE_CHECKING:
@@ -138,8 +139,9 @@ class TrainLog:
         for skipped, field, suffix in limits:
             if skipped > self._config[field]:
                 raise FloatingPointError(
-                    f'{skipped} steps{suffix} up to step {step} had a loss or a gradient that was '
-                    f'not finite, more than {field}={self._config[field]}: training has diverged. '
+                    f'{format_count(skipped, "step")}{suffix} up to step {step} had a loss or a '
+                    f'gradient that was not finite, more than {field}={self._config[field]}: '
+                    'training has diverged. '
                     f'{self.advise_restart(step - in_a_row)}.'
                 )
 

@@ -15,6 +15,7 @@ from etils import epath
 from PIL import Image, ImageDraw, ImageFont
 
 from coyo11m_tfds.pictures import pixels
+from coyo11m_tfds.process.sizes import format_count
 
 FOLDER = 'previews'  # of a run's workdir
 
@@ -137,9 +138,9 @@ def _font_index(letter: str) -> int | None:
 def _warn_of_missing(letters: str) -> None:
     if letters:
         logging.warning(
-            'No font here has %d letters of the captions in the previews, such as %r; the extra '
+            'No font here has %s of the captions in the previews, such as %r; the extra '
             "`fonts` brings Chinese, Japanese and Korean (pip install -e '.[fonts]').",
-            *(len(letters), letters[:10]),
+            *(format_count(len(letters), 'letter'), letters[:10]),
         )
 
 

@@ -25,6 +25,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from coyo11m_tfds.pictures import vae_decoder
+from coyo11m_tfds.process.sizes import format_count
 from train_lib import (
     beginnings,
     checkpoint,
@@ -245,7 +246,8 @@ def _train_steps(
             raise FloatingPointError(f'{problem} {advice}.')
         logging.warning(problem)
     if bad_records := run.data.read_counts().bad_records:
-        logging.warning('%d records could not be read and were left out here.', bad_records)
+        records = format_count(bad_records, 'record')
+        logging.warning('left out here, because it could not be read: %s', records)
     return state, is_complete
 
 
@@ -269,7 +271,13 @@ def _evaluate_splits(run: Run, step: int, state: TrainState) -> str:
         scalars |= {f'eval/loss/{name}': float(x) for name, x in losses.items()}
     run.writer.write_scalars(step, {n: x for n, x in scalars.items() if not math.isnan(x)})
     loss = scalars['eval/loss']
-    return 'no finite loss' if math.isnan(loss) else f'loss {loss:.4f}'
+    if math.isnan(loss):
+        return 'no finite loss'
+    # Steps prefer some times, and errors of the velocity grow towards the data: the quarters tell
+    # why this loss may be many times that of the steps.
+    quarters = (scalars[f'eval/loss_t{number}'] for number in range(metrics.NUM_TIME_BINS))
+    shown = ', '.join('none' if math.isnan(x) else f'{x:.4g}' for x in quarters)
+    return f'loss {loss:.4f} at uniform times; quarters of time, from data to noise: {shown}'
 
 
 def _write_previews(run: Run, step: int, state: TrainState) -> str:
@@ -282,7 +290,7 @@ def _write_previews(run: Run, step: int, state: TrainState) -> str:
         grid = previews.make_grid(pictures, samples.captions, title='left: data, right: model')
         run.writer.write_images(step, {'previews': grid[None]})
         previews.write_png(path, grid)
-    return f'{len(samples.captions)} pictures in {path}'
+    return f'{format_count(len(samples.captions), "picture")} in {path}'
 
 
 def _save_checkpoint(run: Run, step: int, state: TrainState) -> str:

@@ -23,6 +23,7 @@ from coyo11m_tfds.convert import local_runner
 from coyo11m_tfds.convert.data_folder import FinishedShards, sub_folder
 from coyo11m_tfds.convert.tasks import JoinedInputs, PackedInputs, ShardResult, ShardTask
 from coyo11m_tfds.process.progress import Progress
+from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.storage.scratch import Scratch, user_cache
 
 _UPLOADS_AT_ONCE = 8
@@ -44,7 +45,8 @@ def write_with_beam(
         return
     final = finished.folder.folder
     packed = _pack_inputs(tasks, finished)
-    logging.info('Starting the pipeline with %d shards to write', len(packed))
+    shards = format_count(len(packed), 'shard')
+    logging.info('Starting the pipeline with %s to write', shards)
     groups = [list(group) for _, group in itertools.groupby(packed, lambda task: task.group)]
     runner, options = _spread_by_dask(runner, options or PipelineOptions([]), len(groups))
     with (
@@ -65,9 +67,10 @@ def write_with_beam(
         yield missing.pop((result.split, result.index)), result
     if missing:
         names = ', '.join(task.filename for task in list(missing.values())[:3])
+        shards = format_count(len(missing), 'shard is', 'shards are')
         raise RuntimeError(
-            f'{final}: the pipeline ended, but {len(missing)} shards are missing or damaged '
-            f'(e.g. {names}). Start the same build again: it writes what is missing.'
+            f'{final}: the pipeline ended, but {shards} missing or damaged (e.g. {names}). Start '
+            'the same build again: it writes what is missing.'
         )
 
 

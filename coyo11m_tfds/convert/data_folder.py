@@ -11,7 +11,7 @@ from coyo11m_tfds import schema, storage
 from coyo11m_tfds.convert.tasks import THIS_WRITER, ShardResult, ShardTask
 from coyo11m_tfds.dataset import manifest
 from coyo11m_tfds.process import job
-from coyo11m_tfds.process.sizes import format_bytes
+from coyo11m_tfds.process.sizes import format_bytes, format_count
 from coyo11m_tfds.storage import locks
 from coyo11m_tfds.storage.base import Storage
 from coyo11m_tfds.storage.file_state import FileState
@@ -60,7 +60,8 @@ class FinishedShards:
         }
         finished = self._receipts.check_files(receipts, 'Checking finished shards')
         if receipts:
-            logging.info('%d of %d shards are already finished', len(finished), len(tasks))
+            shards = format_count(len(tasks), 'shard is', 'shards are')
+            logging.info('%d of %s already finished', len(finished), shards)
         return [receipt.facts for receipt in finished.values()]
 
 
@@ -125,7 +126,7 @@ class DataFolder:
                     'the files.'
                 )
                 continue
-            action = f'removing {len(names)} files of build {other}, {size}'
+            action = f'removing {format_count(len(names), "file")} of build {other}, {size}'
             logging.info('%s: %s', self.files.folder, action)
             self._remove(other, names, sizes)
         self._remove(build, _files_of(build, sizes) - own_names, sizes)

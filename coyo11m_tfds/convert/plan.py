@@ -30,6 +30,7 @@ from coyo11m_tfds.convert.tasks import JoinedInputs, ShardSegment, ShardTask
 from coyo11m_tfds.dataset.keyed_random import splitmix64
 from coyo11m_tfds.pictures import latent_rgb
 from coyo11m_tfds.process.errors import Faults
+from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.report.statistics import DropCounts
 from coyo11m_tfds.source import (
     captions,
@@ -134,7 +135,8 @@ def make_plan(
             f'{latents.files[0].path}: this format has no checksums of latents, so damage to it '
             'goes unnoticed. Copy the source with coyo11m_tfds.mirror while it is intact.'
         )
-    logging.info('%d rows in %d files', latents.num_rows, len(latents.files))
+    rows, files = format_count(latents.num_rows, 'row'), format_count(len(latents.files), 'file')
+    logging.info('%s in %s', rows, files)
     caption_bytes = contents.sizes_by_row(contents.captions)
     reasons = _drop_reasons(latents, caption_bytes, contents)
     dropped = _count_planned_drops(settings, source.captions_path, latents, contents, reasons)

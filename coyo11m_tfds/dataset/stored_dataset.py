@@ -21,6 +21,7 @@ from coyo11m_tfds.dataset import chunk_index, columns, manifest, texts
 from coyo11m_tfds.dataset.columns import Column, InPlaceColumn
 from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.dataset.records import RecordLayout
+from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.storage import json_digest
 
 if TYPE_CHECKING:
@@ -142,7 +143,8 @@ class StoredDataset:
     )
 
     def __repr__(self) -> str:
-        splits = (f'{name} ({x.num_records:,} records)' for name, x in self.splits.items())
+        counts = {name: format_count(x.num_records, 'record') for name, x in self.splits.items()}
+        splits = (f'{name} ({records})' for name, records in counts.items())
         tensors = {name: self._tensor(name) for name in self.features}
         tensors |= {name: (x.dtype, x.shape, '') for name, x in self.columns.items()}
         features = (f'{name} {x} {shape}' if x else name for name, (x, shape, _) in tensors.items())

@@ -5,6 +5,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from coyo11m_tfds.process.sizes import format_count
+
 # Variables with the number of a process and the count of all, of torchrun and its kin, Slurm's
 # srun, Open MPI's mpirun; the first that is set counts.
 _LAUNCHERS = {
@@ -70,7 +72,8 @@ def describe_missing_parts(parts: Sequence[object]) -> str:
     """Returns the end of a report about parts that other processes have to make; '' for none."""
     if not parts:
         return ''
+    missing = format_count(len(parts), 'part is', 'parts are')
     return (
-        f'; {len(parts)} parts are missing, such as {parts[0]}: the other processes make them, or '
-        'the same command where they have ended'
+        f'; {missing} missing, such as {parts[0]}: the other processes make them, or the same '
+        'command where they have ended'
     )

@@ -22,6 +22,7 @@ import tqdm.auto
 from absl import logging
 
 from coyo11m_tfds.process.shown_text import escape_for_terminal
+from coyo11m_tfds.process.sizes import format_count
 
 _SECONDS_BETWEEN_LINES = 10
 _SECONDS_BETWEEN_TICKS = 1.0
@@ -165,8 +166,8 @@ class Progress:
         counts, amount = self._counts, self._counts[_AMOUNT]
         facts = [f'{min(amount / self._total, 1):.0%}'] if self._total else []
         if self._unit != _BYTES:
-            facts.append(f'{amount:,} of {self._total:,} {self._unit}')
-        facts += [f'{counts[name]:,} of {goal:,} {name}' for name, goal in self._goals.items()]
+            facts.append(_format_share(amount, self._total, self._unit))
+        facts += [_format_share(counts[name], goal, name) for name, goal in self._goals.items()]
         rates = [name for name in _RATED if name in counts]
         facts += [f'{_format_speed(self._speed(name, now, since))} {name}/s' for name in rates]
         speed = self._speed(_AMOUNT, now, since)
@@ -198,6 +199,10 @@ def _has_room_for_a_bar() -> bool:
         return os.get_terminal_size(sys.stderr.fileno()).columns >= _LEAST_COLUMNS
     except OSError:
         return False
+
+
+def _format_share(count: int, total: int, unit: str) -> str:
+    return f'{count:,} of {format_count(total, unit.removesuffix("s"))}'
 
 
 def _format_speed(speed: float) -> str:

@@ -1,4 +1,4 @@
-"""Numbers of bytes as people read them."""
+"""Numbers of bytes and of things as people read them."""
 
 _UNITS = 'bytes', 'kB', 'MB', 'GB', 'TB'
 
@@ -9,3 +9,11 @@ def format_bytes(num_bytes: float) -> str:
     while round(num_bytes) >= 1000 and power < len(_UNITS) - 1:
         num_bytes, power = num_bytes / 1000, power + 1
     return f'{num_bytes:,.{min(power, 1)}f} {_UNITS[power]}'
+
+
+def format_count(number: int, noun: str, plural: str = '') -> str:
+    """Formats a number of things, as '1 file' or '11,000 files'.
+
+    `plural` is for nouns that take more than an s, and for nouns with a verb: 'files are'.
+    """
+    return f'{number:,} {noun if number == 1 else plural or noun + "s"}'

@@ -20,6 +20,7 @@ import numpy as np
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.process.errors import FieldError
+from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.reading import damage
 from coyo11m_tfds.reading.batches import CROP, NOISE_SEED, Batch
 from coyo11m_tfds.reading.engines import SplitReader, open_splits
@@ -70,7 +71,7 @@ class Records:
     def __repr__(self) -> str:
         values = ', '.join(f'{x} {dtype}{[*shape]}' for x, (shape, dtype) in self.spec.items())
         place = f'{self._options.stored.folder}, {self._options.split!r}'
-        return f'Records({place}: {len(self):,} records of {values})'
+        return f'Records({place}: {format_count(len(self), "record")} of {values})'
 
     def __len__(self) -> int:
         return self._length
@@ -145,7 +146,9 @@ class Records:
 
     def _index_error(self, number: int) -> IndexError:
         place = f'{self._options.stored.folder}: split {self._options.split!r}'
-        return IndexError(f'{place} has {self._length:,} records, and none with number {number}')
+        return IndexError(
+            f'{place} has {format_count(self._length, "record")}, and none with number {number}'
+        )
 
     def _rows_here(self) -> '_MappedRows | _FetchedRows':
         # A fork has no threads, and perhaps locks that no thread will release.

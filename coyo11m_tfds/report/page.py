@@ -4,6 +4,7 @@ The same build gives the same bytes of both files. The page needs no script and 
 """
 
 import json
+import math
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ import numpy as np
 
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.process.shown_text import escape_for_html
-from coyo11m_tfds.process.sizes import format_bytes
+from coyo11m_tfds.process.sizes import format_bytes, format_count
 from coyo11m_tfds.report import statistics as stats
 from coyo11m_tfds.report.statistics import DropCounts, Preview, ShardStatistics
 
@@ -66,6 +67,7 @@ _TEMPLATES.filters |= {
     'minus': lambda number: number.replace('-', '\u2212'),
     'number': lambda number: f'{number:,g}'.replace('-', '\u2212'),
     'thousands': '{:,}'.format,
+    'count': format_count,
 }
 _PAGE = _TEMPLATES.get_template('page.html')
 
@@ -115,22 +117,20 @@ class BuildReport:
         """Returns some lines about written and dropped rows, with examples of bad rows."""
         lines = ['']
         for name, split in [*self.content['splits'].items(), ('total', self.content)]:
-            plural = '' if split['shards'] == 1 else 's'
-            lines.append(
-                f'{name:10}  {split["records"]:,} records in {split["shards"]:,} shard{plural}, '
-                f'{format_bytes(split["bytes"])}'
-            )
+            records = format_count(split['records'], 'record')
+            shards = format_count(split['shards'], 'shard')
+            lines.append(f'{name:10}  {records} in {shards}, {format_bytes(split["bytes"])}')
         counts = {reason: count for reason, count in self._dropped.counts.items() if count}
         # Rows of the captions file: the sum of dropped rows of latents leaves them out.
         num_repeated = counts.pop(schema.DUPLICATE_CAPTION, 0)
         reasons = ', '.join(f'{reason}: {count:,}' for reason, count in counts.items())
         lines.append(
-            f'dropped     {self._dropped.num_latents:,} rows' + (f' ({reasons})' if reasons else '')
+            f'dropped     {format_count(self._dropped.num_latents, "row")}'
+            + (f' ({reasons})' if reasons else '')
         )
         if num_repeated:
-            lines.append(
-                f'captions    {num_repeated:,} rows repeat a key, the first of each is used'
-            )
+            rows = format_count(num_repeated, 'row repeats', 'rows repeat')
+            lines.append(f'captions    {rows} a key, the first of each is used')
         for reason in stats.BAD_REASONS:
             if keys := self._dropped.examples.get(reason):
                 examples = ', '.join(map(str, keys[:_SUMMARY_EXAMPLES]))
@@ -236,7 +236,9 @@ def _caption_lengths(captions: Mapping[str, Any]) -> dict[str, Any] | None:
     if lengths is None:
         return None
     last = int(np.searchsorted(np.cumsum(counts), (1 - _TAIL) * counts.sum()))
-    num_bins = min(last + 1, len(edges) - 1)  # the last bin has no end
+    # The last bin has no end, and each tick is the beginning of a bin: a whole number of bytes.
+    num_gaps = _TICKS - 1
+    num_bins = min(math.ceil((last + 1) / num_gaps) * num_gaps, len(edges) - 1)
     marks = [lengths[share] for share in ('0.05', '0.5', '0.95')]
     return {
         'quantiles': {

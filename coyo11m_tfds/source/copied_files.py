@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from absl import logging
 
 from coyo11m_tfds import storage
+from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.source.encoding_file import EncodedState
 from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.base import Storage
@@ -39,8 +40,8 @@ class CopiedFiles:
         orphans = [n for n in receipts if not n.endswith(('.parquet', '.json')) and n not in files]
         if orphans:
             logging.warning(
-                f'{folder} has copies of {len(orphans)} files that the source no longer has, such '
-                f'as {min(orphans)}. Delete them, or builds will use them.'
+                f'{folder} has copies of {format_count(len(orphans), "file")} that the source no '
+                f'longer has, such as {min(orphans)}. Delete them, or builds will use them.'
             )
         of_this_version = {
             name: receipts[name]

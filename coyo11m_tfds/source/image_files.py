@@ -25,6 +25,7 @@ from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset.keyed_random import name_hash
 from coyo11m_tfds.pictures import image_kinds
 from coyo11m_tfds.pictures.pixels import BadImageError, OtherImageError
+from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.source import foreign_text, image_tables, image_texts, tar_members
 from coyo11m_tfds.source.image_tables import ImageTables
 from coyo11m_tfds.source.image_texts import TextFiles
@@ -311,7 +312,8 @@ def describe_left(left: Mapping[str, str]) -> str:
     if not left:
         return ''
     name, reason = min(left.items())
-    return f' Not taken: {len(left):,} files such as {name} ({reason}). {image_kinds.ADVICE}.'
+    files = format_count(len(left), 'file')
+    return f' Not taken: {files} such as {name} ({reason}). {image_kinds.ADVICE}.'
 
 
 def _names_with(suffix: str, files: Mapping[str, StoredFile]) -> list[str]:

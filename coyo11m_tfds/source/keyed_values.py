@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from absl import logging
 
+from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.storage import file_state, json_digest, locks
 
 # Of the files; another number has them made again.
@@ -168,9 +169,10 @@ def check_unique_keys(
 ) -> None:
     """Raises a ValueError if `count` > 0 rows repeat one of `keys`; `remedy` is one more."""
     if count:
+        rows = format_count(count, 'row repeats', 'rows repeat')
         raise ValueError(
-            f'{name}: {count} rows repeat the key of another, e.g. key {keys[0]}; expected one row '
-            f'a key. Remove the duplicates{remedy}.'
+            f'{name}: {rows} the key of another, e.g. key {keys[0]}; expected one row a key. '
+            f'Remove the duplicates{remedy}.'
         )
 
 

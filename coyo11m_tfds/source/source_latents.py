@@ -21,6 +21,7 @@ from absl import logging
 from coyo11m_tfds import schema
 from coyo11m_tfds.process.errors import FieldError
 from coyo11m_tfds.process.progress import Progress
+from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.source import formats, keyed_values, sidecar
 from coyo11m_tfds.source.latent_file import LABELS, ColumnNames, LatentFile
 from coyo11m_tfds.source.pt_file import RowsDisagreeError
@@ -357,10 +358,11 @@ class SourceLatents:
                 f'{self.files[file].path}: row {row - self.starts[file]}'
                 for row, file in zip(rows, self._file_of(rows), strict=True)
             )
+            repeating_rows = format_count(duplicates.size, 'row repeats', 'rows repeat')
             raise ValueError(
                 f'{second} has key {key}, and so has {first}; expected every key once '
-                f'({duplicates.size} rows repeat a key). Remove the duplicate rows or files, or '
-                'set bad_data to "drop".'
+                f'({repeating_rows} a key). Remove the duplicate rows or files, or set bad_data to '
+                '"drop".'
             )
 
     def _file_of(self, rows: np.ndarray) -> np.ndarray:

@@ -184,7 +184,7 @@ def test_a_caption_row_whose_key_came_before_is_not_used(tmp_path):
     inputs = [task.inputs.open() for task in made.tasks]
     texts = {k: t for i in inputs for k, t in zip(i.keys, i.captions, strict=True)}
     assert texts[5] == b'Caption of 5.'
-    with pytest.raises(ValueError, match='repeat the key of another'):
+    with pytest.raises(ValueError, match='1 row repeats the key of another'):
         make_plan(source, tmp_path / 'stop', bad_data='stop')
 
 

@@ -239,6 +239,8 @@ def test_histograms_have_bars_enough_at_any_scale(scale, lengths, shape):
     page = parse(report)
     assert '0.13025' not in visible(page)  # the factor of one VAE
     bars = [bar for bar in page.iter('rect') if bar.get('width') == '0.9']
+    ticks, *_ = (x for x in page.iter('div') if x.get('class') == 'ticks')
+    assert all(tick.text.replace(',', '').isdecimal() for tick in ticks)
     assert len(bars) >= 20 * shape[1] + min(lengths[1] - lengths[0], 20)
     captions = report.content['splits']['train']['caption_bytes']['counts']
     assert np.count_nonzero(captions) >= min(lengths[1] - lengths[0], 20)

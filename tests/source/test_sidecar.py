@@ -79,7 +79,7 @@ def test_a_bad_sidecar_is_refused_by_name(tmp_path, rows, metadata, message):
     [
         ({'text_embedding': pa.array([[1.0, 2.0]] * 2)}, 'expected a fixed-size list of float16'),
         ({'text_embedding': pa.array([[1.0]] * 2, pa.list_(pa.float32(), 1))}, 'list of float16'),
-        ({'key': pa.array([5, 5])}, 'repeat the key of another, e.g. key 5'),
+        ({'key': pa.array([5, 5])}, '1 row repeats the key of another, e.g. key 5'),
         # Arrow cannot even read nulls in lists of a fixed size.
         (
             {'text_embedding': pa.array([None, [0, 0]], pa.list_(pa.float16(), 2))},
@@ -141,7 +141,7 @@ def write_part(folder, number: int, keys, source=None, **metadata: str) -> None:
             lambda f: part(f, 1).rename(f / sidecar.part_name(1, 4)),
             r'00000-of-00003\.parquet and .*00001-of-00004\.parquet: parts of 3 and of 4',
         ),
-        (lambda f: write_part(f, 1, [3]), r'parts: 1 rows repeat .* e\.g\. key 3;'),
+        (lambda f: write_part(f, 1, [3]), r'parts: 1 row repeats .* e\.g\. key 3;'),
         (lambda f: part(f, 2).write_bytes(b'PAR?'), r'part-00002-of-00003\.parquet: is damaged'),
         (
             lambda f: write_part(f, 2, range(20, 30), text_encoder_revision='x'),

@@ -76,7 +76,8 @@ def test_a_run_from_its_first_line_to_ctrl_c(mini_dataset, tmp_path):
         r'checkpoint at step 2: .* \(\S+ s\)',
         r'loss \S+, step 4 of 9000, .*',
         r'evaluation at step 4 \.\.\.',
-        r'evaluation at step 4: loss \S+ \(\S+ s\)',
+        r'evaluation at step 4: loss [\d.]+ at uniform times; quarters of time, from data to '
+        r'noise: [\d.]+, [\d.]+, [\d.]+, [\d.]+ \(\S+ s\)',
         r'preview at step 4: 3 pictures in .*step_000004\.png \(\S+ s\)',
         r'checkpoint at step 4: .* \(\S+ s\)',
     ]

@@ -45,6 +45,7 @@ from ml_collections import config_flags
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.process import command_line
+from coyo11m_tfds.process.sizes import format_count
 from train_lib import (
     caption_encoder,
     chips,
@@ -162,8 +163,9 @@ def _describe_program(
     kind = {TRAIN: '', EVALUATE: 'evaluation of ', DRAW: 'drawing of '}[step]
     remat = getattr(model, 'remat', 'none')
     return (
-        f'{config.model.name}, remat {remat}, {kind}{count} samples on {len(devices)} devices of '
-        f'{chip.name} ({hosts} hosts), mesh {axes}'
+        f'{config.model.name}, remat {remat}, {kind}{format_count(count, "sample")} on '
+        f'{format_count(len(devices), "device")} of {chip.name} ({format_count(hosts, "host")}), '
+        f'mesh {axes}'
     )
 
 
