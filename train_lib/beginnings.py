@@ -79,8 +79,7 @@ def find_beginning(
     description = Description(
         identity=data.identity | identity,
         settings=data.settings,
-        # As JSON returns it, because the checkpoint's is compared with it.
-        config=json.loads(json.dumps(config.to_dict())),
+        config=config_rules.with_absolute_places(config),
         facts=data.facts.to_json(),
         position=data.position,
     )

@@ -91,8 +91,9 @@ def _make_recorded_path(folder: epath.Path) -> type:
     class RecordedPath(base):
         async def finalize(self) -> None:
             # Orbax also calls this for each item inside of a checkpoint.
-            if self.get_final().parent == folder:
-                await asyncio.to_thread(_write_record, self.get())
+            final = self.get_final()
+            if final.parent == folder:
+                await asyncio.to_thread(_write_record, self.get(), int(final.name))
             await super().finalize()
 
     return RecordedPath
@@ -193,22 +194,34 @@ def find_last(workdir: epath.PathLike) -> 'SavedRun | None':
     return SavedRun(workdir, steps[-1]) if steps else None
 
 
-def open_run(place: epath.PathLike) -> 'SavedRun':
-    """Opens the last checkpoint of `WORKDIR`, local or `gs://`, or that of `WORKDIR@STEP`."""
-    workdir, at, step = os.fspath(place).rpartition('@')
-    if not (at and step.isdecimal()):
-        workdir, step = os.fspath(place), ''
+def open_run(place: epath.PathLike, step: int | None = None) -> 'SavedRun':
+    """Opens the checkpoint of a step of a run, local or `gs://`; without a step the last one.
+
+    `place` is `WORKDIR` or, without `step`, also `WORKDIR@STEP`, if there is no folder of this
+    name. Raises an OSError or a ValueError if there is no such checkpoint, or it is damaged.
+    """
+    workdir = os.fspath(place)
     folder = storage.open_folder(workdir, to_write=True)
+    if not folder.exists() and step is None:
+        workdir, step = _split_place(workdir)
+        folder = storage.open_folder(workdir, to_write=True)
     if not folder.exists():
         raise FileNotFoundError(f'{workdir}: there is no such folder.')
     folder.list()  # which may not be allowed
     steps = _list_steps(workdir)
     if not steps:
         raise ValueError(f'{workdir} holds no checkpoint: train first, or name another workdir.')
-    if step and int(step) not in steps:
+    step = steps[-1] if step is None else step
+    if step not in steps:
         step_list = ', '.join(map(str, steps))
         raise ValueError(f'{workdir} holds no checkpoint of step {step}; there are {step_list}.')
-    return SavedRun(workdir, int(step or steps[-1]))
+    return SavedRun(workdir, step)
+
+
+def _split_place(place: str) -> tuple[str, int | None]:
+    """The workdir and the step of `WORKDIR@STEP`; None for another form."""
+    workdir, _, step = place.rpartition('@')
+    return (workdir, int(step)) if workdir and step.isdecimal() else (place, None)
 
 
 def _list_steps(workdir: epath.PathLike) -> list[int]:
@@ -221,7 +234,7 @@ class SavedRun:
 
     def __init__(self, workdir: epath.PathLike, step: int):
         self.folder, self.step = workdirs.absolute(workdir) / FOLDER / str(step), step
-        _check_record(self.folder)
+        _check_record(self.folder, step)
 
     @functools.cached_property
     def description(self) -> Description:
@@ -272,19 +285,25 @@ class SavedRun:
 # --- The record of a checkpoint's files ---------------------------------------------------------
 
 
-def _write_record(folder: epath.Path) -> None:
+def _write_record(folder: epath.Path, step: int) -> None:
     files = {name: x for name, x in _read_states(folder).items() if name not in NOT_RECORDED}
-    (folder / RECORD).write_bytes(json_digest.seal({'files': files}))
+    (folder / RECORD).write_bytes(json_digest.seal({'step': step, 'files': files}))
 
 
-def _check_record(folder: epath.Path) -> None:
-    """Compares this process's share of the files with the record."""
+def _check_record(folder: epath.Path, step: int) -> None:
+    """Compares the step, and this process's share of the files, with the record."""
     try:
-        files = json_digest.unseal((folder / RECORD).read_bytes())['files']
-    except (FileNotFoundError, IsADirectoryError, ValueError):
+        record = json_digest.unseal((folder / RECORD).read_bytes())
+        own_step, files = record['step'], record['files']
+    except (FileNotFoundError, IsADirectoryError, ValueError, KeyError):
         files = None
     damaged = [RECORD]
     if files is not None:
+        if own_step != step:
+            raise OSError(
+                f'{folder} is a checkpoint of step {own_step} in a folder named {step}: '
+                f'rename it to {own_step}, or remove it.'
+            )
         # No process of a run can take a step without the others, so each reads only a share.
         share = sorted(files)[jax.process_index() :: jax.process_count()]
         states = _read_states(folder, share)

@@ -3,7 +3,9 @@
 Readers, the optimizer and the model check their own fields.
 """
 
+import json
 import math
+import os
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import ml_collections
 
 import input_pipeline
+from coyo11m_tfds import storage
 from coyo11m_tfds.process.errors import (
     UNIT_INTERVAL,
     FieldError,
@@ -95,6 +98,26 @@ def open_sources(config: ml_collections.ConfigDict) -> tuple[input_pipeline.MixS
         return input_pipeline.open_mix(data)
     except FileNotFoundError as error:
         raise MissingFolderError(field, data, str(error).removeprefix(f'{data}: ')) from error
+
+
+def with_absolute_places(config: ml_collections.ConfigDict) -> dict[str, Any]:
+    """Returns all fields as JSON holds them; places in them are valid in every folder."""
+    fields = json.loads(json.dumps(config.to_dict()))
+    data, preview = fields['data'], fields['preview']
+    for source in [data, *data['mix']]:
+        source['dir'] = _make_absolute(source['dir'])
+    # `init_from` may end in @STEP, and names on the hub are no places.
+    fields['init_from'] = _make_absolute(fields['init_from'])
+    runner, colon, model = fields['encoder'].partition(':')
+    if os.path.isdir(model):
+        fields['encoder'] = f'{runner}{colon}{_make_absolute(model)}'
+    if os.path.isdir(preview['vae']):
+        preview['vae'] = _make_absolute(preview['vae'])
+    return fields
+
+
+def _make_absolute(place: str) -> str:
+    return storage.make_absolute(place) if place else ''
 
 
 def changeable_fields(config: ml_collections.ConfigDict) -> dict[str, Any]:

@@ -3,14 +3,18 @@
     pipe = DiffusionPipeline.from_pretrained(FOLDER, trust_remote_code=True)
     pipe('a red circle').images[0].save('circle.png')
 
-`train_lib.export` writes this file as `pipeline.py`. `from_pretrained` takes `encoder=` and `vae=`,
-folders or hub names, in place of the recorded ones.
+`train_lib.export` names this file by the digest of its content: diffusers runs programs of one name
+in one module. `from_pretrained` takes `encoder=` and `vae=`, folders or hub names, in place of the
+recorded ones.
 """
 
 import hashlib
 import re
+import shutil
 import unicodedata
+from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import torch
 import transformers
@@ -20,6 +24,8 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch.nn.utils.rnn import pad_sequence
 
 _WORD_IDS = 4096
+_SETTINGS = {'num_inference_steps': 'num_steps', 'guidance_scale': 'guidance'}
+_OUTPUT_TYPES = 'pil', 'np', 'pt', 'latent'
 
 
 class LatentFlowPipeline(DiffusionPipeline):
@@ -37,6 +43,8 @@ class LatentFlowPipeline(DiffusionPipeline):
             if text['encoded'] and not text_encoder:
                 options |= {'dtype': dtype, 'use_safetensors': True}
                 text_encoder = transformers.AutoModel.from_pretrained(model, **options)
+        # A VAE that was in a local folder is known by its name alone.
+        self._missing_vae = transformer.config['painting']['local_vae'] if vae is None else ''
         vae = transformer.config['preview']['vae'] if vae is None else vae
         if isinstance(vae, str):
             vae = _load_vae(vae, dtype) if vae else None
@@ -63,23 +71,45 @@ class LatentFlowPipeline(DiffusionPipeline):
         a text in the form of the training data (reference.py). `output_type` is 'pil', 'np', 'pt'
         or, for raw latents, 'latent'.
         """
+        given = {'num_inference_steps': num_inference_steps, 'guidance_scale': guidance_scale}
+        given = {name: value for name, value in given.items() if value is not None}
+        self._check_settings(given)
+        if output_type not in _OUTPUT_TYPES:
+            raise ValueError(f'output_type={output_type!r}: expected one of {_OUTPUT_TYPES}')
         facts, device = self.transformer.config['data'], self._execution_device
-        prompts = [prompt] if isinstance(prompt, str) else prompt
-        text = self.encode_prompt(prompts) if prompt_embeds is None else prompt_embeds
+        if (prompt is None) == (prompt_embeds is None):
+            raise ValueError('expected either prompt or prompt_embeds')
+        text = self.encode_prompt(prompt) if prompt_embeds is None else prompt_embeds
         shape = len(text[0] if isinstance(text, tuple) else text), *facts['latents_shape'][1:]
+        if not shape[0]:
+            raise ValueError('prompt_embeds holds no text: expected at least one')
         if latents is None:
+            _check_generator(generator, shape[0])
             latents = randn_tensor(shape, generator, device, torch.float32)
+        elif tuple(latents.shape) != shape:
+            raise ValueError(f'latents of shape {tuple(latents.shape)}: expected {shape}')
         noise = latents.to(device, torch.float32).permute(0, 2, 3, 1)
-        changes = {'num_steps': num_inference_steps, 'guidance': guidance_scale}
-        changes = {name: value for name, value in changes.items() if value is not None}
+        changes = {_SETTINGS[name]: value for name, value in given.items()}
         images = self.transformer(noise, text, **changes)
         if output_type != 'latent':
             images = self._paint(images)
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(VaeImageProcessor().postprocess(images, output_type))
 
-    def encode_prompt(self, prompts):
-        """Returns captions as the transformer takes them, see reference.py."""
+    def _check_settings(self, given):
+        for name, value in given.items():
+            if fault := self.transformer.find_fault(_SETTINGS[name], value):
+                raise ValueError(f'{name}={value!r}: expected {fault}')
+
+    def encode_prompt(self, prompt):
+        """Returns captions, a string or a list, as the transformer takes them: its file says how.
+
+        Raises a ValueError for anything else than captions.
+        """
+        prompts = [prompt] if isinstance(prompt, str) else prompt
+        is_list = isinstance(prompts, (list, tuple)) and len(prompts) > 0
+        if not (is_list and all(isinstance(caption, str) for caption in prompts)):
+            raise ValueError(f'prompt={prompt!r}: expected a caption or a list of captions')
         facts, device = self.transformer.config['data'], self._execution_device
         if facts['text_encoder'] == 'hash':
             vectors = np.stack([_hash_features(caption) for caption in prompts])
@@ -99,6 +129,51 @@ class LatentFlowPipeline(DiffusionPipeline):
         sums = states.float().masked_fill(~present[..., None], 0).sum(1)
         # In float16, as the data set stores them.
         return (sums / present.sum(1, keepdim=True)).half()
+
+    def save_pretrained(self, save_directory, safe_serialization=True, push_to_hub=False, **hub):
+        """Copies the export that this pipeline was loaded from; `hub` goes to `push_to_hub`.
+
+        What `from_pretrained` got besides the folder, as `encoder`, is not copied: give it again.
+        Raises a ValueError if the weights or settings have changed since they were loaded.
+        """
+        if not safe_serialization:
+            raise ValueError('safe_serialization=False: expected True, a copy of the safetensors')
+        folder, target = self._find_export(), Path(save_directory)
+        if target.resolve() != folder.resolve():
+            _copy_export(folder, target)
+        if push_to_hub:
+            self.push_to_hub(hub.pop('repo_id', target.name), **hub)
+        elif hub:
+            raise ValueError(f'{", ".join(hub)}: expected none of these: the copy is as the export')
+
+    def push_to_hub(self, repo_id, commit_message=None, private=None, token=None, create_pr=False):
+        """Uploads the export that this pipeline was loaded from, as `save_pretrained` copies it."""
+        folder = self._find_export()
+        options = {'token': token, 'repo_id': repo_id}
+        options['repo_id'] = huggingface_hub.create_repo(
+            **options, private=private, exist_ok=True
+        ).repo_id
+        return huggingface_hub.upload_folder(
+            **options,
+            folder_path=folder,
+            commit_message=commit_message or f'Upload {type(self).__name__}',
+            create_pr=create_pr,
+        )
+
+    def _find_export(self):
+        """The folder that the transformer was loaded from, which must not have changed."""
+        folder = self.transformer.folder and self.transformer.folder.parent
+        if not folder or not (folder / 'transformer' / 'config.json').exists():
+            raise ValueError(
+                f'{folder}: the export that the pipeline was loaded from is not there any more; '
+                'load it again from where it is now'
+            )
+        if not self.transformer.is_as_loaded():
+            raise ValueError(
+                f'{folder} does not hold the weights and settings of this pipeline, which have '
+                'changed since it was loaded: only an unchanged export can be saved again'
+            )
+        return folder
 
     def _tokenize(self, prompts):
         facts = self.transformer.config['data']
@@ -121,6 +196,12 @@ class LatentFlowPipeline(DiffusionPipeline):
     def _paint(self, latents):
         """Pictures `(n, 3, height, width)` in [-1, 1] of raw latents."""
         config = self.transformer.config['painting']
+        if self._missing_vae:
+            raise ValueError(
+                f'the VAE {self._missing_vae!r} was in a local folder: give its folder or hub name '
+                "to from_pretrained(..., vae=), '' for small pictures without a VAE, or "
+                "output_type='latent'"
+            )
         if isinstance(self.vae, AutoencoderTiny):
             factor, shift = config['scale']
             latents = (latents - shift) * factor
@@ -142,6 +223,27 @@ def _load_vae(model, dtype):
     except OSError:
         vae = AutoModel.from_pretrained(model, subfolder='vae', use_safetensors=True)
     return vae if vae.dtype == dtype else vae.to(dtype)
+
+
+def _check_generator(generator, count):
+    generators = generator if isinstance(generator, (list, tuple)) else [generator]
+    if generator is not None and not all(isinstance(x, torch.Generator) for x in generators):
+        problem = 'expected torch.Generator().manual_seed(SEED), or a list of one for each caption'
+        raise ValueError(f'generator={generator!r}: {problem}')
+    if generators is generator and len(generators) != count:
+        raise ValueError(f'{len(generators)} generators: expected {count}, one for each caption')
+
+
+def _copy_export(folder, target):
+    """Copies files, the one last without which an export is not complete."""
+    last = Path('transformer') / 'config.json'
+    (target / last).unlink(missing_ok=True)
+    (target / 'transformer').mkdir(parents=True, exist_ok=True)
+    paths = [*folder.iterdir(), *(folder / 'transformer').iterdir()]
+    names = [path.relative_to(folder) for path in paths if path.is_file()]
+    names.remove(last)
+    for name in [*names, last]:
+        shutil.copyfile(folder / name, target / name)
 
 
 def _hash_words(caption):

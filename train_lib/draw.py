@@ -21,7 +21,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -34,6 +34,7 @@ from PIL import Image
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from coyo11m_tfds.pictures import vae_decoder
 from coyo11m_tfds.process import command_line
+from coyo11m_tfds.process.errors import FieldError, at_least
 from coyo11m_tfds.storage import json_digest, model_files
 from coyo11m_tfds.text import text_encoders
 from coyo11m_tfds.text.text_encoders import (
@@ -51,9 +52,9 @@ from train_lib import (
     previews,
     run,
     sharding,
-    step,
     workdirs,
 )
+from train_lib.step import bind, make_draw, sampling_settings
 
 FLAGS = flags.FLAGS
 
@@ -81,6 +82,7 @@ class Artist:
         self,
         place: epath.PathLike,
         *,
+        step: int | None = None,
         average: bool = True,
         seed: int | None = None,
         batch_size: int = BATCH_SIZE,
@@ -88,17 +90,18 @@ class Artist:
         vae: str | None = None,
         **changes: float | str | None,
     ):
-        """Opens the checkpoint of `WORKDIR` or `WORKDIR@STEP`; reads the weights when needed.
+        """Opens a checkpoint, see `checkpoint.open_run`; reads the weights when needed.
 
         `encoder` is a folder or hub name. `changes` replace fields of the run's `config.preview`,
         such as `guidance`; '' and None keep the run's values.
         """
-        self._saved = checkpoint.open_run(place)
+        self._saved = checkpoint.open_run(place, step)
         self.step = self._saved.step
         self.facts = DatasetStats.from_json(self._saved.description.facts)
         config = ml_collections.ConfigDict(self._saved.description.config)
-        config.preview.update({name: x for name, x in changes.items() if x is not None})
-        config.seed = config.seed if seed is None else seed
+        changes = {f'preview.{name}': value for name, value in changes.items()}
+        _change_fields(config, changes | {'seed': seed})
+        at_least(1).check('batch_size', batch_size)
         # The run's own values were checked when it began: this checks the changes.
         config_rules.check_config(config, needs_data=False)
         vae = config.preview.vae if vae is None else vae
@@ -113,7 +116,7 @@ class Artist:
             'average': average,
             'seed': config.seed,
             'config': json_digest.sha256(self._saved.description.config),
-            'preview': step.sampling_settings(config.preview),
+            'preview': sampling_settings(config.preview),
             'vae': vae and f'{model_files.public_name(vae)} {model_files.revision(vae)}',
         }
         self._draw_batch = self._compile(config)
@@ -127,11 +130,13 @@ class Artist:
         """Draws one picture for each caption, uint8 `(n, H, W, 3)`; None is `text_encoder`.
 
         A picture is a function of the weights, the seed, the caption and its place in the list
-        (`first` is that of the first caption), except for rounding.
+        (`first` is that of the first caption), except for rounding. Raises a ValueError for
+        anything else than captions.
         """
+        captions = _list_captions(captions)
         encoder = self.text_encoder if encoder is None else encoder
         check_text_encoder(self.facts, encoder)
-        texts = encode_captions(self.facts, encoder, list(captions))
+        texts = encode_captions(self.facts, encoder, captions)
         devices = self._mesh.size
         size = -(-min(self.batch_size, len(texts)) // devices) * devices
         pictures = []
@@ -168,10 +173,28 @@ class Artist:
         model = models.make_model(**config.model, vocabulary=self.facts.vocabulary)
         # Weights whole on every device, pictures shared out: no exchange within a step.
         model = model.clone(pin=sharding.RowPinning(self._mesh))
-        draw = step.make_draw(config, model, self.facts, encoder)
+        draw = make_draw(config, model, self.facts, encoder)
         replicated, rows = sharding.replicated(self._mesh), sharding.batch(self._mesh)
-        draw_rows = step.bind(draw, encoder, replicated, rows, replicated, out_shardings=rows)
+        draw_rows = bind(draw, encoder, replicated, rows, replicated, out_shardings=rows)
         return lambda texts, first: draw_rows(self.params, texts, first)
+
+
+def _change_fields(config: ml_collections.ConfigDict, changes: Mapping[str, Any]) -> None:
+    """Changes fields of a configuration, as `preview.guidance`; None stands for the run's value."""
+    values = config_rules.flatten_fields(config.to_dict())
+    for name, value in changes.items():
+        if value is None:
+            continue
+        if name not in values:
+            raise FieldError(name, value, 'there is no such field')
+        # A bool would be taken for a number.
+        problem = f'expected a value of the kind of {values[name]!r}'
+        if isinstance(value, bool):
+            raise FieldError(name, value, problem)
+        try:
+            config.update_from_flattened_dict({name: value})
+        except TypeError as error:
+            raise FieldError(name, value, problem) from error
 
 
 def draw_pictures(
@@ -223,6 +246,15 @@ def load_caption_encoder(facts: DatasetStats, spec: str = '') -> Encoder | Token
     encoder = make(spec, max_tokens)
     check_text_encoder(facts, encoder)
     return encoder
+
+
+def _list_captions(captions: Iterable[str]) -> list[str]:
+    # A single text would be drawn letter by letter.
+    is_several = isinstance(captions, Iterable) and not isinstance(captions, (str, bytes))
+    texts = list(captions) if is_several else []
+    if not (texts and all(isinstance(text, str) for text in texts)):
+        raise ValueError(f'captions={captions!r}: expected a list of at least one text')
+    return texts
 
 
 def encode_captions(
@@ -278,8 +310,9 @@ def check_text_encoder(facts: DatasetStats, encoder: Encoder | Tokenizer) -> Non
 
 def artist_of_flags() -> Artist:
     workdir = workdirs.absolute(FLAGS.workdir)
-    fields: dict[str, Any] = {name: FLAGS[name].value for name in ('batch_size', *_CHANGES)}
-    return Artist(workdir if FLAGS.step is None else f'{workdir}@{FLAGS.step}', **fields)
+    names = 'step', 'batch_size', *_CHANGES
+    options: dict[str, Any] = {name: FLAGS[name].value for name in names}
+    return Artist(workdir, **options)
 
 
 def main() -> None:
@@ -292,7 +325,7 @@ def main() -> None:
     workdirs.check_writable(folder)
     artist = artist_of_flags()
     pictures = artist.draw(captions)
-    out = FLAGS.out or _free_path(folder / f'{name}_{artist.step:06}{_changes()}.png')
+    out = FLAGS.out or _free_path(folder, f'{name}_{artist.step:06}{_changes()}')
     previews.write_png(out, previews.make_grid([pictures], captions))
     singles = epath.Path(out).with_suffix('')
     if FLAGS.singles:
@@ -310,9 +343,14 @@ def _changes() -> str:
     return ''.join(f'_{name}={os.path.basename(str(x))}' for name, x in values.items())
 
 
-def _free_path(path: epath.Path) -> epath.Path:
-    numbered_paths = (path.with_name(f'{path.stem}-{n}{path.suffix}') for n in itertools.count(2))
-    return next(x for x in itertools.chain([path], numbered_paths) if not x.exists())
+def _free_path(folder: epath.Path, stem: str) -> epath.Path:
+    """The path of a new picture: `STEM.png`, `STEM-2.png` and so on."""
+    for number in itertools.count(1):
+        path = folder / (f'{stem}.png' if number == 1 else f'{stem}-{number}.png')
+        # Nor one that a run will draw: prompts may be called `step`, too.
+        if not path.exists() and not previews.is_of_run(path):
+            return path
+    raise AssertionError  # `count` has no end
 
 
 def _read_prompts(prompts: str) -> tuple[list[str], str]:

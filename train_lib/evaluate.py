@@ -37,7 +37,7 @@ from etils import epath
 import input_pipeline
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset.stored_dataset import StoredDataset
-from coyo11m_tfds.process import command_line
+from coyo11m_tfds.process import command_line, errors
 from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.base import Storage
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 FLAGS = flags.FLAGS
 
 FOLDER = 'evaluation'  # of a run's workdir
+NAMED_SETTINGS = 'image_encoder', 'data_set', 'vae', 'seed'  # of a result, beside the preview's
 RECORDS_PER_FILE = 256  # records whose features are in one file
 
 # Jayasumana et al., "Rethinking FID: Towards a Better Evaluation Metric for Image Generation",
@@ -71,7 +72,11 @@ def open_validation(data_dir: str, num_pictures: int) -> StoredDataset:
     """Opens a data set whose validation split must have at least `num_pictures` records."""
     if not data_dir:
         raise ValueError('the run trained on a mixture: choose the data set by --data_dir')
-    data = input_pipeline.open_data(data_dir)
+    try:
+        data = input_pipeline.open_data(data_dir)
+    except FileNotFoundError as error:
+        advice = 'if the data set has moved, name its place by --data_dir'
+        raise FileNotFoundError(f'{errors.describe_error(error)} {advice}') from error
     split = data.splits.get(schema.VALIDATION)
     num_records = split.num_records if split else 0
     if not 2 <= num_pictures <= num_records:
@@ -123,6 +128,31 @@ def evaluate_pictures(
     result = {'num_pictures': num_pictures, **compare_features(features), 'settings': settings}
     folder.write(f'{name}.json', json.dumps(result, indent=2).encode())
     return result
+
+
+def read_results(workdir: epath.Path, step: int) -> list[dict[str, Any]]:
+    """Returns the results of `evaluate_pictures` at a step; files of another form are left out."""
+    results = []
+    for path in sorted((workdir / FOLDER).glob(f'step_{step:06}_*.json')):
+        try:
+            result = json.loads(path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            result = None
+        if _is_result(result):
+            results.append(result)
+        else:
+            logging.warning('%s is no result of train_lib.evaluate and is left out.', path)
+    return results
+
+
+def _is_result(content: Any) -> bool:
+    """Whether a file's JSON has the form of what `evaluate_pictures` writes."""
+    settings = content.get('settings') if isinstance(content, dict) else None
+    if not isinstance(settings, dict) or not isinstance(settings.get('preview'), dict):
+        return False
+    numbers = [value for name, value in content.items() if name != 'settings']
+    are_numbers = all(type(value) in (int, float) for value in numbers)
+    return are_numbers and settings.keys() >= {'average', *NAMED_SETTINGS}
 
 
 def compare_features(features: Features) -> dict[str, float]:

@@ -1,23 +1,26 @@
 """Exports a trained model for diffusers, and for PyTorch alone.
 
     python -m train_lib.export --workdir=W --out=EXPORT
-    python EXPORT/transformer/reference.py EXPORT/transformer
+    python EXPORT/transformer/reference_*.py EXPORT/transformer
 
     README.md, previews.png  the model's card
     model_index.json         what DiffusionPipeline.from_pretrained reads first
-    pipeline.py              texts and pictures (diffusers_pipeline.py)
+    pipeline_DIGEST.py       texts and pictures (diffusers_pipeline.py)
     transformer/
       model.safetensors      float32 weights, as blocks.0.attention.qkv.weight
       config.json            sizes of the model, statistics and text encoder of
                              its data, settings of the sampler
       example.safetensors    noise, a text, and the raw latents drawn from them
-      reference.py           model and sampler in PyTorch (torch_reference.py)
+      reference_DIGEST.py    model and sampler in PyTorch (torch_reference.py)
 
 The second command draws the example in PyTorch and compares. `config.json` is
-written last, so an export with this file is complete. After an interruption,
-the same command replaces the files of the folder.
+written last, so an export with this file is complete. A former export stays
+complete until all that replaces it has been made. After an interruption, the
+same command replaces the files of the folder.
 """
 
+import fnmatch
+import hashlib
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -35,36 +38,35 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from coyo11m_tfds.pictures import latent_rgb, vae_decoder, vae_parts
 from coyo11m_tfds.process import command_line
-from train_lib import checkpoint, flow, model_card, models, run, sharding, step, workdirs
+from coyo11m_tfds.storage import model_files
+from train_lib import checkpoint, flow, model_card, models, run, sharding, workdirs
 from train_lib.models.dit import DiT, Words, flatten_weights
+from train_lib.step import bind_params, sampling_settings
 
 FLAGS = flags.FLAGS
 
 _SIZES = 'width', 'depth', 'num_heads', 'patch_size', 'mlp_ratio', 'text', 'prediction'
 _NUM_EXAMPLES, _NUM_TOKENS = 2, 16
-_LAST_FILE = 'transformer/config.json'
-_PROGRAMS = {'torch_reference': 'transformer/reference.py', 'diffusers_pipeline': 'pipeline.py'}
-# Of diffusers: modules and classes.
-_MODEL_INDEX = {
-    '_class_name': ['pipeline', 'LatentFlowPipeline'],
-    'transformer': ['reference', 'Transformer'],
-}
+_INDEX_FILE, _LAST_FILE = 'model_index.json', 'transformer/config.json'
+_PROGRAM_PATTERNS = 'pipeline_*.py', 'transformer/reference_*.py'
 
 
 def export(
     place: epath.PathLike,
     out: epath.PathLike,
     *,
+    step: int | None = None,
     average: bool = True,
     vae: str | None = None,
     datasets: Sequence[str] = (),
 ) -> None:
     """Writes the files of a checkpoint into a folder, which must be new or hold an export.
 
+    `place` and `step` are those of `checkpoint.open_run`.
     `vae`, a folder or hub name, decodes the pictures (None: that of the run's previews);
     `datasets` are names on the hub for the card.
     """
-    saved = checkpoint.open_run(place)
+    saved = checkpoint.open_run(place, step)
     config = ml_collections.ConfigDict(saved.description.config)
     facts = DatasetStats.from_json(saved.description.facts)
     # The example is drawn in float32: a comparison with it shows mistakes, not roundings.
@@ -79,9 +81,12 @@ def export(
         raise ValueError(f'{place}: the model was trained without text, expected one with a text')
     # Without fields that say nothing of how one picture is drawn.
     preview = {name: x for name, x in config.preview.items() if name not in ('count', 'split')}
-    preview['vae'] = preview['vae'] if vae is None else vae
-    painting = _describe_painting(preview['vae'], facts)
-    folder = _prepare_export_folder(epath.Path(out))
+    vae = preview['vae'] if vae is None else vae
+    painting = _describe_painting(vae, facts)
+    # A folder of this machine says nothing to others.
+    preview['vae'] = '' if painting['local_vae'] else vae
+    folder = epath.Path(out)
+    _check_export_folder(folder)
     # On one device, whatever the mesh of the run was: the example is small.
     placement = sharding.replicated(sharding.make_mesh(devices=jax.local_devices()[:1]))
     params = saved.restore_weights(placement, average=average)
@@ -96,19 +101,53 @@ def export(
     }
     weights = flatten_weights(jax.device_get(params))
     example = draw_example(model, params, facts, preview)
-    for name, arrays in (('model', weights), ('example', example)):
-        path = folder / 'transformer' / f'{name}.safetensors'
-        path.write_bytes(safetensors.numpy.save(arrays))
-    for module, name in _PROGRAMS.items():
-        source = pathlib.Path(__file__).with_name(f'{module}.py')
-        (folder / name).write_text(source.read_text(encoding='utf-8'))
-    (folder / 'model_index.json').write_text(json.dumps(_MODEL_INDEX, indent=1) + '\n')
     num_weights = sum(array.size for array in weights.values())
-    model_card.write_card(
-        folder, saved, facts, average=average, num_weights=num_weights, datasets=datasets
+    programs = _make_programs()
+    _replace_export(
+        folder,
+        model_card.make_card(
+            saved,
+            facts,
+            name=folder.name,
+            vae=vae and model_files.public_name(vae),
+            average=average,
+            num_weights=num_weights,
+            datasets=datasets,
+        )
+        | programs
+        | {
+            'transformer/model.safetensors': safetensors.numpy.save(weights),
+            'transformer/example.safetensors': safetensors.numpy.save(example),
+            _INDEX_FILE: _to_json(_make_index(programs)),
+            _LAST_FILE: _to_json(content),
+        },
     )
-    # The last one: an export with this file is complete.
-    (folder / _LAST_FILE).write_text(json.dumps(content, indent=1) + '\n')
+
+
+def _make_programs() -> dict[str, bytes]:
+    """The two programs, by names with digests of their contents."""
+    # In a process, diffusers runs a program in the module of the last one of the same name, which
+    # would replace the functions of a pipeline that has been loaded before.
+    programs = {}
+    for name, module in ('pipeline', 'diffusers_pipeline'), ('reference', 'torch_reference'):
+        source = pathlib.Path(__file__).with_name(f'{module}.py').read_bytes()
+        digest = hashlib.sha256(source).hexdigest()[:8]
+        folder = 'transformer/' if name == 'reference' else ''
+        programs[f'{folder}{name}_{digest}.py'] = source
+    return programs
+
+
+def _make_index(programs: Mapping[str, bytes]) -> dict[str, Any]:
+    """What diffusers reads first: modules and classes."""
+    pipeline, reference = (pathlib.PurePath(path).stem for path in programs)
+    return {
+        '_class_name': [pipeline, 'LatentFlowPipeline'],
+        'transformer': [reference, 'Transformer'],
+    }
+
+
+def _to_json(content: Mapping[str, Any]) -> bytes:
+    return f'{json.dumps(content, indent=1)}\n'.encode()
 
 
 def _name_text_model(facts: DatasetStats, params: Any) -> dict[str, Any]:
@@ -122,14 +161,20 @@ def _name_text_model(facts: DatasetStats, params: Any) -> dict[str, Any]:
 
 
 def _describe_painting(vae: str, facts: DatasetStats) -> dict[str, Any]:
-    """The linear map from raw latents to colours, and their scale for an `AutoencoderTiny`."""
+    """How raw latents become pictures, and the name of a VAE in a local folder.
+
+    The linear map to colours, and the scale for an `AutoencoderTiny`.
+    """
     factor, shift = latent_rgb.find_scale(facts.vae) or latent_rgb.SCALES['sdxl']
     rgb = factor * schema.RGB_FACTORS
-    scale = factor, shift
+    bias = schema.RGB_BIAS - shift * rgb.sum(axis=0)
+    scale, local_vae = (factor, shift), ''
     if vae:
         scale = vae_decoder.scale_of_latents(vae, vae_parts.read_vae_config(vae), facts.vae)
-    bias = schema.RGB_BIAS - shift * rgb.sum(axis=0)
-    return {'scale': scale, 'rgb': rgb.tolist(), 'rgb_bias': bias.tolist()}
+        if model_files.local_folder(vae, 'VAE'):
+            local_vae = model_files.public_name(vae)
+    colours = {'rgb': rgb.tolist(), 'rgb_bias': bias.tolist()}
+    return {'scale': scale, **colours, 'local_vae': local_vae}
 
 
 def draw_example(
@@ -154,8 +199,8 @@ def draw_example(
         ids = random.integers(facts.vocabulary, size=(count, _NUM_TOKENS))
         text = np.where(present, ids, -1).astype(np.int32)
         example = {'text': text}
-    settings = step.sampling_settings(preview)
-    velocity = step.bind_params(model, params)
+    settings = sampling_settings(preview)
+    velocity = bind_params(model, params)
 
     @jax.jit
     def sample(noise: jax.Array, text: Any) -> jax.Array:
@@ -167,26 +212,38 @@ def draw_example(
     return {'noise': noise, **example, 'latents': np.asarray(latents)}
 
 
-def _prepare_export_folder(folder: epath.Path) -> epath.Path:
-    """The folder, without the last file of a former export."""
+def _check_export_folder(folder: epath.Path) -> None:
+    """Raises a ValueError for a folder with other files than those of an export."""
     workdirs.check_writable(folder)
     names = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    files = {'README.md', model_card.PREVIEWS_FILE, 'model_index.json', 'pipeline.py'}
+    own_names = {*model_card.FILES, _INDEX_FILE, 'transformer'}
+    own_names |= set(fnmatch.filter(names, _PROGRAM_PATTERNS[0]))
     # Unrelated files would look like parts of the export.
-    if other_files := sorted(names - files - {'transformer'}):
+    if other_files := sorted(names - own_names):
         raise ValueError(f'{folder} holds {other_files[0]}: expected a new folder, or an export.')
-    # Until the new one is written, an interrupted export must not look like a complete one.
+
+
+def _replace_export(folder: epath.Path, files: Mapping[str, bytes]) -> None:
+    """Writes all files of an export, of which the last completes it, in place of a former one."""
+    # An interrupted export must not look like a complete one.
     (folder / _LAST_FILE).unlink(missing_ok=True)
     (folder / 'transformer').mkdir(parents=True, exist_ok=True)
-    return folder
+    # Of the former export, which may have had other programs or a picture.
+    patterns = model_card.PREVIEWS_FILE, *_PROGRAM_PATTERNS
+    for path in [path for pattern in patterns for path in folder.glob(pattern)]:
+        if path.relative_to(folder).as_posix() not in files:
+            path.unlink()
+    for name in files.keys() - {_LAST_FILE}:
+        (folder / name).write_bytes(files[name])
+    (folder / _LAST_FILE).write_bytes(files[_LAST_FILE])
 
 
 def main() -> None:
     run.prepare()
-    place = FLAGS.workdir if FLAGS.step is None else f'{FLAGS.workdir}@{FLAGS.step}'
     export(
-        place,
+        FLAGS.workdir,
         workdirs.absolute(FLAGS.out),
+        step=FLAGS.step,
         average=FLAGS.average,
         vae=FLAGS.vae,
         datasets=FLAGS.datasets,

@@ -13,13 +13,14 @@ from coyo11m_tfds.process.shown_text import (
     quote_for_yaml,
     quote_in_markdown,
 )
+from coyo11m_tfds.storage import model_files
 from train_lib import checkpoint, config_rules, evaluate, previews
 
-PREVIEWS_FILE = 'previews.png'
+CARD_FILE, PREVIEWS_FILE = FILES = 'README.md', 'previews.png'
 
 # Fields of the configuration; those that are empty or 0 are left out.
 _RECIPE = (
-    *('model.name', 'model.text', 'encoder', 'init_from', 'num_steps', 'batch_size', 'ema_decay'),
+    *('model.name', 'model.text', 'num_steps', 'batch_size', 'ema_decay'),
     *('optimizer.name', 'optimizer.learning_rate', 'optimizer.muon_learning_rate'),
     *('optimizer.schedule', 'optimizer.warmup_steps', 'optimizer.weight_decay', 'seed'),
     *('flow.logit_mean', 'flow.logit_std', 'data.caption_dropout', 'data.text'),
@@ -35,24 +36,26 @@ pipe = DiffusionPipeline.from_pretrained(FOLDER, trust_remote_code=True)
 pipe('a caption').images[0]
 ```
 
-`trust_remote_code` runs `pipeline.py` and `transformer/reference.py` of this repository.
-`python transformer/reference.py transformer` draws an example in PyTorch alone."""
+`trust_remote_code` runs `pipeline_*.py` and `transformer/reference_*.py` of this repository.
+`python transformer/reference_*.py transformer` draws an example in PyTorch alone."""
+_NO_LICENSE = 'not recorded: find out what the data allow, and name it above'
 
 
-def write_card(
-    folder: epath.Path,
+def make_card(
     saved: checkpoint.SavedRun,
     facts: DatasetStats,
     *,
+    name: str,
     average: bool,
     num_weights: int,
+    vae: str = '',
     datasets: Sequence[str] = (),
-) -> None:
-    """Writes README.md and, if the run drew previews at this step, their picture.
+) -> dict[str, bytes]:
+    """Returns the files of the card of a model: README.md and, if the run drew any, previews.
 
-    `datasets` are names on the hub.
+    `vae` names the decoder of its pictures; `datasets` are names on the hub.
     """
-    workdir, name = saved.folder.parents[1], folder.name
+    workdir, files = saved.folder.parents[1], {}
     weights = 'the moving average of the weights' if average else 'the last weights'
     sections = [
         _front_matter(facts.license, datasets),
@@ -60,25 +63,30 @@ def write_card(
         f'A text-to-image model with {num_weights:,} weights: a rectified-flow transformer on '
         f'latents, {weights} at step {saved.step:,}.',
     ]
-    picture = previews.path_of_step(workdir, saved.step)
-    # Not those of an earlier export.
-    (folder / PREVIEWS_FILE).unlink(missing_ok=True)
-    if picture.exists():
-        (folder / PREVIEWS_FILE).write_bytes(picture.read_bytes())
-        sections.append(f'![Previews]({PREVIEWS_FILE})\n\nLeft: data, right: model.')
+    if nearest := previews.find_nearest(workdir, saved.step):
+        step, files[PREVIEWS_FILE] = nearest
+        legend = f'Left: data, right: model at step {step:,}.'
+        sections.append(f'![Previews]({PREVIEWS_FILE})\n\n{legend}')
     config = config_rules.flatten_fields(saved.description.config)
     data = {
         'data set': ', '.join(x[0] for x in saved.description.position['data_sets'].values()),
-        'license': facts.license,
+        'license': facts.license or _NO_LICENSE,
         'latents': f'{" x ".join(map(str, facts.latents_shape[1:]))} of {facts.vae or "a VAE"}',
         'texts': f'{facts.text_encoder} {facts.text_revision}',
     }
+    if vae:
+        data['pictures'] = f'decoded by {vae}'
     sections += [_DRAWING.replace('FOLDER', repr(name)), f'## Data\n\n{_table(data)}']
     if facts.citation:
         sections.append(quote_in_markdown(facts.citation.strip(), 'bibtex'))
     recipe = {field: config.get(field) for field in _RECIPE}
+    # By their names: folders of this machine say nothing to others.
+    runner, colon, model = config['encoder'].partition(':')
+    recipe['encoder'] = f'{runner}{colon}{model_files.public_name(model)}'
+    recipe['init_from'] = epath.Path(config['init_from']).name
     sections += [f'## Recipe\n\n{_table(recipe)}', *_evaluations(workdir, saved.step, average)]
-    (folder / 'README.md').write_text('\n\n'.join(sections) + '\n')
+    files[CARD_FILE] = ('\n\n'.join(sections) + '\n').encode()
+    return files
 
 
 def _front_matter(license_name: str, datasets: Sequence[str]) -> str:
@@ -96,13 +104,12 @@ def _front_matter(license_name: str, datasets: Sequence[str]) -> str:
 
 def _evaluations(workdir: epath.Path, step: int, average: bool) -> Iterator[str]:
     """A section for each result of `train_lib.evaluate` with these weights."""
-    for path in sorted((workdir / evaluate.FOLDER).glob(f'step_{step:06}_*.json')):
-        result = json.loads(path.read_text())
+    for result in evaluate.read_results(workdir, step):
         settings = result['settings']
         if settings['average'] == average:
             metrics = {name: f'{result[name]:,.6g}' for name in _METRICS if name in result}
-            names = 'image_encoder', 'data_set', 'vae', 'seed'
-            others = {name: settings[name] for name in names} | settings['preview']
+            others = {name: settings[name] for name in evaluate.NAMED_SETTINGS}
+            others |= settings['preview']
             yield f'## Evaluation\n\n{_table(metrics | others)}'
 
 

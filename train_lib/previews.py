@@ -19,6 +19,9 @@ from coyo11m_tfds.process.sizes import format_count
 
 FOLDER = 'previews'  # of a run's workdir
 
+_NAME = re.compile(r'step_(\d{6,})\.png')
+_PNG = b'\x89PNG\r\n\x1a\n'  # the first bytes of every file of this kind
+
 _SCALE, _LARGE = 4, 64  # pictures of fewer pixels across are enlarged: 32 become 128
 _MARGIN = 8  # pixels between and around the pictures
 _FONT_SIZE = 12
@@ -37,6 +40,26 @@ _OTHER_FILES = (_CJK_FILE, 'DroidSansFallbackFull.ttf', 'wqy-zenhei.ttc')
 def path_of_step(workdir: epath.Path, step: int) -> epath.Path:
     """Returns the path of the grid that a run draws after a step."""
     return workdir / FOLDER / f'step_{step:06}.png'
+
+
+def is_of_run(path: epath.Path) -> bool:
+    """Returns whether a path has the form of `path_of_step`; other pictures may lie there, too."""
+    return bool(_NAME.fullmatch(path.name))
+
+
+def find_nearest(workdir: epath.Path, step: int) -> tuple[int, bytes] | None:
+    """Returns the step and the PNG of the grid that a run drew nearest to a step, if it drew any.
+
+    Of two that are equally near it is the earlier one.
+    """
+    folder = workdir / FOLDER
+    paths = folder.iterdir() if folder.exists() else ()
+    steps = [int(match[1]) for path in paths if (match := _NAME.fullmatch(path.name))]
+    for nearest in sorted(steps, key=lambda other: (abs(other - step), other)):
+        path = path_of_step(workdir, nearest)
+        if path.is_file() and (content := path.read_bytes()).startswith(_PNG):
+            return nearest, content
+    return None
 
 
 def make_grid(

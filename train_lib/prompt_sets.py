@@ -61,15 +61,16 @@ def draw_prompts(
 ) -> str:
     """Draws the missing ones of `count` pictures a prompt; returns their folder.
 
-    The folder is `PLACE/NAME_STEP_ID` (ID: a digest of prompts and settings, which are next to it
-    as JSON). Picture k of prompt n has the noise of the number `n * count + k`.
+    The folder is `PLACE/prompts_NAME_STEP_ID` (ID: a digest of prompts and settings, which are next
+    to it as JSON). Picture k of prompt n has the noise of the number `n * count + k`.
     """
     settings = artist.settings | {
         'text_encoder': f'{artist.text_encoder.name} {artist.text_encoder.revision}',
         'prompts': json_digest.sha256(prompts),
         'pictures_per_prompt': count,
     }
-    name = f'{name}_{artist.step:06}_{json_digest.sha256(settings)[:8]}'
+    # Whatever a file of prompts is called, its pictures are not taken for results of `evaluate`.
+    name = f'prompts_{name}_{artist.step:06}_{json_digest.sha256(settings)[:8]}'
     folder = storage.open_folder(place, to_write=True)
     folder.write(f'{name}.json', json.dumps(settings, indent=2).encode())
     # Under a name there is a complete file or none.

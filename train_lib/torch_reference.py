@@ -1,12 +1,15 @@
 """Draws with an exported model in PyTorch, without any other file of this project.
 
-    python reference.py FOLDER      # draws the example of the export again and compares
+    python FILE FOLDER              # draws the example of the export again and compares
 
     weights, config = load('FOLDER')
     latents = draw(weights, config, noise, text)    # raw latents (n, C, H, W), for a VAE's decoder
 
     model = Transformer.from_pretrained('FOLDER')   # the same as a module, for diffusers
     latents = model.to('cuda')(noise, text, guidance=3.0)
+
+`train_lib.export` names this file by the digest of its content: diffusers runs programs of one name
+in one module.
 
 Noise is standard normal, `(n, H, W, C)`. A text has the form of the training data: embeddings
 `(n, D)`, token ids `(n, T)` padded with -1, or hidden states of an encoder, a pair of `(n, T, D)`
@@ -15,12 +18,16 @@ and bool `(n, T)`, False for padding.
 
 import itertools
 import json
+import math
+import numbers
 import sys
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+
+_SETTINGS = 'num_steps', 'guidance', 'guidance_low', 'guidance_high', 'sampler', 'time_shift'
 
 
 def load(folder):
@@ -35,24 +42,66 @@ class Transformer(torch.nn.Module):
     device = property(lambda self: self.values[0].device)
     dtype = property(lambda self: self.values[0].dtype)
 
-    def __init__(self, weights, config):
+    def __init__(self, weights, config, folder=None):
         super().__init__()
-        self.config, self.names = config, list(weights)
+        self.config, self.names, self.folder = config, list(weights), folder
         self.values = torch.nn.ParameterList(weights.values())
 
     @classmethod
     def from_pretrained(cls, folder, dtype=None, torch_dtype=None):
-        return cls(*load(folder)).to(dtype or torch_dtype or torch.float32)
+        return cls(*load(folder), Path(folder)).to(dtype or torch_dtype or torch.float32)
 
     def forward(self, noise, text, **changes):
         """Draws like `draw`; `changes` replace fields of `config['preview']`, as `num_steps`."""
+        if unknown := sorted(changes.keys() - set(_SETTINGS)):
+            raise ValueError(f'{unknown[0]}: expected one of {", ".join(_SETTINGS)}')
         config = self.config | {'preview': self.config['preview'] | changes}
         return draw(dict(zip(self.names, self.values, strict=True)), config, noise, text)
 
+    def is_as_loaded(self):
+        """Returns whether the files of `folder` still hold the weights and the configuration."""
+        weights, config = load(self.folder)
+        if config != self.config or list(weights) != self.names:
+            return False
+        # Offloaded weights are on the device 'meta', where nothing can have changed them.
+        values = {name: x for name, x in zip(self.names, self.values, strict=True) if not x.is_meta}
+        return all(torch.equal(x.cpu(), weights[name].to(x.dtype)) for name, x in values.items())
+
+    @staticmethod
+    def find_fault(name, value):
+        """Returns what a setting of the sampler must be, if a value is not; otherwise ''."""
+        if name == 'sampler':
+            return '' if value in ('euler', 'heun') else "'euler' or 'heun'"
+        # A bool is a number, too, but not one that somebody meant.
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if name == 'num_steps':
+            is_count = is_number and isinstance(value, numbers.Integral) and int(value) >= 1
+            return '' if is_count else 'a whole number of at least 1'
+        if not (is_number and math.isfinite(value)):
+            return 'a finite number'
+        if name == 'time_shift' and value <= 0:
+            return 'more than 0'
+        if name in ('guidance_low', 'guidance_high') and not 0 <= value <= 1:
+            return 'from 0 to 1'
+        return ''
+
+
+def _check_settings(preview):
+    for name in _SETTINGS:
+        if fault := Transformer.find_fault(name, preview[name]):
+            raise ValueError(f'{name}={preview[name]!r}: expected {fault}')
+    low, high = preview['guidance_low'], preview['guidance_high']
+    if low >= high:
+        raise ValueError(f'guidance_low={low}: expected less than guidance_high={high}')
+
 
 def draw(weights, config, noise, text):
-    """Integrates the velocity from noise at time 1 to data at time 0, with guidance."""
+    """Integrates the velocity from noise at time 1 to data at time 0, with guidance.
+
+    Raises a ValueError for settings of `config['preview']` that no training run has.
+    """
     facts, preview = config['data'], config['preview']
+    _check_settings(preview)
     names = 'latent_mean', 'latent_std', 'text_mean', 'text_std'
     count, device = len(noise), noise.device
     stats = {name: torch.tensor(facts[name], device=device) for name in names}

@@ -63,7 +63,11 @@ class WeightFile:
 
 def public_name(model: str) -> str:
     """Returns the name on the hub, or that of a folder, for metadata without local paths."""
-    return Path(model).resolve().name if Path(model).exists() else model
+    folder = Path(model)
+    if folder.exists():
+        return folder.resolve().name
+    # Nor the path of a folder on another machine.
+    return folder.name if folder.is_absolute() or model.count('/') > 1 else model
 
 
 def local_folder(model: str, kind: str = 'text encoder') -> Path | None:
