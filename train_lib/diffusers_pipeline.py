@@ -68,8 +68,9 @@ class LatentFlowPipeline(DiffusionPipeline):
 
         The number of steps and the guidance are those of the training run's previews unless given.
         `latents` is standard normal noise, `(n, C, H, W)`. `prompt_embeds` replaces the prompt by
-        a text in the form of the training data (reference.py). `output_type` is 'pil', 'np', 'pt'
-        or, for raw latents, 'latent'.
+        a text in the form of the training data, as the other program takes it. `output_type` is
+        'pil', 'np', 'pt' or, for raw latents, 'latent'. Raises a ValueError for arguments with
+        which no run would draw.
         """
         given = {'num_inference_steps': num_inference_steps, 'guidance_scale': guidance_scale}
         given = {name: value for name, value in given.items() if value is not None}
@@ -77,8 +78,6 @@ class LatentFlowPipeline(DiffusionPipeline):
         if output_type not in _OUTPUT_TYPES:
             raise ValueError(f'output_type={output_type!r}: expected one of {_OUTPUT_TYPES}')
         facts, device = self.transformer.config['data'], self._execution_device
-        if (prompt is None) == (prompt_embeds is None):
-            raise ValueError('expected either prompt or prompt_embeds')
         text = self.encode_prompt(prompt) if prompt_embeds is None else prompt_embeds
         shape = len(text[0] if isinstance(text, tuple) else text), *facts['latents_shape'][1:]
         if not shape[0]:
@@ -138,13 +137,13 @@ class LatentFlowPipeline(DiffusionPipeline):
         """
         if not safe_serialization:
             raise ValueError('safe_serialization=False: expected True, a copy of the safetensors')
+        if hub and not push_to_hub:
+            raise ValueError(f'{", ".join(hub)}: expected none of these: the copy is as the export')
         folder, target = self._find_export(), Path(save_directory)
         if target.resolve() != folder.resolve():
             _copy_export(folder, target)
         if push_to_hub:
             self.push_to_hub(hub.pop('repo_id', target.name), **hub)
-        elif hub:
-            raise ValueError(f'{", ".join(hub)}: expected none of these: the copy is as the export')
 
     def push_to_hub(self, repo_id, commit_message=None, private=None, token=None, create_pr=False):
         """Uploads the export that this pipeline was loaded from, as `save_pretrained` copies it."""

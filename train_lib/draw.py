@@ -368,7 +368,8 @@ def read_captions(path: epath.Path) -> list[str]:
         text = path.read_bytes().decode('utf-8-sig')  # some editors begin with a byte order mark
     except UnicodeDecodeError as error:
         raise ValueError(f'{path}: byte {error.start} is not UTF-8; save it as UTF-8.') from error
-    captions = [caption for line in text.splitlines() if (caption := line.strip())]
+    # Not by `splitlines`: texts may hold other ends of lines, as U+2028.
+    captions = [caption for line in text.split('\n') if (caption := line.strip())]
     if not captions:
         raise ValueError(f'{path} holds no caption; expected one a line.')
     return captions

@@ -1,6 +1,5 @@
 """The card of an exported model: README.md, as the Hugging Face hub shows it."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

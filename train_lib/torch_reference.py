@@ -49,7 +49,8 @@ class Transformer(torch.nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder, dtype=None, torch_dtype=None):
-        return cls(*load(folder), Path(folder)).to(dtype or torch_dtype or torch.float32)
+        weights, config = load(folder)
+        return cls(weights, config, Path(folder)).to(dtype or torch_dtype or torch.float32)
 
     def forward(self, noise, text, **changes):
         """Draws like `draw`; `changes` replace fields of `config['preview']`, as `num_steps`."""

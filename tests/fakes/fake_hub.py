@@ -27,6 +27,7 @@ _ROUTES = [
     (f'/{_REPO}/resolve/([^/]+)/(.+)', {'GET': 'resolve', 'HEAD': 'head'}),
     (f'/api/resolve-cache/{_REPO}/([^/]+)/(.+)', {'GET': 'small'}),
     ('/storage/([^/]+)/(.+)', {'GET': 'read'}),
+    ('/api/repos/create()', {'POST': 'create'}),
     ('/api/validate-yaml()', {'POST': 'check_card'}),
     (f'/api/{_REPO}/preupload/main', {'POST': 'plan_upload'}),
     (f'/api/{_REPO}/commit/main', {'POST': 'commit'}),
@@ -148,6 +149,9 @@ class Hub(FakeServer):
 
     def _on_harnesses(self, call: Call, _: str) -> Reply:
         return json_reply({'standardEnvVars': [], 'harnesses': {}})
+
+    def _on_create(self, call: Call, _: str) -> Reply:
+        return json_reply({'url': f'{self.url}/{self.repo}'})
 
     def _on_check_card(self, call: Call, _: str) -> Reply:
         assert json.loads(call.body.read())['content'].startswith('---\n')

@@ -146,3 +146,32 @@ def test_each_file_is_compared_before_anything_is_restored(run, tmp_path, read):
     path.unlink()
     with pytest.raises(OSError, match=f'{path}: this file .* missing'):
         read(run, copy)
+
+
+@pytest.mark.parametrize('read', [resumed, begun, drawn])
+def test_a_step_under_another_number_is_refused_with_its_own(run, tmp_path, read):
+    steps = shutil.copytree(pathlib.Path(run.workdir), tmp_path / 'copy') / checkpoint.FOLDER
+    shutil.copytree(steps / str(STEP), steps / '7')
+    expected = f'^(init_from=.*: )?{steps}/7 is a checkpoint of step 4 in a folder named 7: rename'
+    with pytest.raises(OSError, match=expected):
+        read(run, steps.parent)
+    if read is drawn:
+        assert draw.Artist(steps.parent, step=STEP).step == STEP
+
+
+def test_a_folder_comes_before_a_step_of_a_run(run, tmp_path):
+    """`lr@2` is the run of this name, and step 2 of `lr` only where there is none."""
+    lr = shutil.copytree(run.workdir, tmp_path / 'lr')
+    other = tmp_path / 'lr@2'
+
+    def folder_of(place, **step) -> str:
+        return str(checkpoint.open_run(place, **step).folder.relative_to(tmp_path))
+
+    assert folder_of(other) == folder_of(lr, step=2) == 'lr/checkpoints/2'
+    shutil.copytree(lr, other)
+    assert folder_of(other) == 'lr@2/checkpoints/4'
+    assert folder_of(f'{other}@2') == folder_of(other, step=2) == 'lr@2/checkpoints/2'
+    assert folder_of(lr, step=2) == 'lr/checkpoints/2'
+    assert draw.Artist(lr, step=2).step == 2 and draw.Artist(other).step == 4
+    with pytest.raises(FileNotFoundError, match=f'^{lr}@9: there is no such folder'):
+        checkpoint.open_run(f'{lr}@9', step=2)

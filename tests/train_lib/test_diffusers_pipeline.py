@@ -1,6 +1,7 @@
 """An exported model, drawn by diffusers itself, gives the pictures of `draw`."""
 
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -89,13 +90,16 @@ def test_a_vae_of_diffusers_paints(kind, small_run, tmp_path, from_pretrained):
     vae = tmp_path / 'repository' / 'vae'
     small_vae.make_with_diffusers(vae, kind)
     export.export(small_run[0], tmp_path / 'out', vae=str(vae.parent))
+    pipe = from_pretrained(tmp_path / 'out', vae=str(vae.parent))
     for options in {}, {'num_steps': 3, 'guidance': 1.5}:
         artist = draw.Artist(small_run[0], vae=str(vae), **options)
         names = {'num_steps': 'num_inference_steps', 'guidance': 'guidance_scale'}
         options = {names[name]: value for name, value in options.items()}
-        assert_same_pictures(from_pretrained(tmp_path / 'out'), artist, '', **options)
+        assert_same_pictures(pipe, artist, '', **options)
     linear = from_pretrained(tmp_path / 'out', vae='')
     assert_same_pictures(linear, draw.Artist(small_run[0], vae=''), '')
+    with pytest.raises(ValueError, match=r"^the VAE 'repository' was in a local folder: give"):
+        from_pretrained(tmp_path / 'out')('a cat')
 
 
 UPLOAD = """
@@ -103,25 +107,33 @@ import sys
 import huggingface_hub, numpy as np, torch
 from diffusers import DiffusionPipeline
 
-huggingface_hub.upload_folder(repo_id='owner/name', folder_path=sys.argv[1], token='hf_token')
+def load(place):
+    return DiffusionPipeline.from_pretrained(place, trust_remote_code=True)
 
-def draw(place):
-    pipe = DiffusionPipeline.from_pretrained(place, trust_remote_code=True)
+def draw(pipe):
     return np.asarray(pipe('a cat', generator=torch.Generator().manual_seed(0)).images[0])
 
-print(np.array_equal(draw('owner/name'), draw(sys.argv[1])))
+if sys.argv[2] == 'folder':
+    huggingface_hub.upload_folder(repo_id='owner/name', folder_path=sys.argv[1], token='hf_token')
+else:
+    load(sys.argv[1]).push_to_hub('owner/name', token='hf_token')
+pipe = load('owner/name')
+pipe.save_pretrained(sys.argv[1] + '-saved')
+pictures = map(draw, [pipe, load(sys.argv[1]), load(sys.argv[1] + '-saved')])
+print(len({picture.tobytes() for picture in pictures}))
 """
 
 
 @pytest.mark.slow
-def test_it_is_uploaded_and_loaded_by_its_name(small_run, tmp_path):
+@pytest.mark.parametrize('what', ['folder', 'pipeline'])
+def test_it_is_uploaded_and_loaded_by_its_name(small_run, tmp_path, what):
     pytest.importorskip('diffusers')
     export.export(small_run[0], tmp_path / 'out')
     with fake_hub({}) as server:
-        command = [sys.executable, '-c', UPLOAD, str(tmp_path / 'out')]
+        command = [sys.executable, '-c', UPLOAD, str(tmp_path / 'out'), what]
         env = os.environ | server.env
         ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-        assert ended.stdout.splitlines()[-1:] == ['True'], ended.stderr
+        assert ended.stdout.splitlines()[-1:] == ['1'], ended.stderr
         assert server.errors == []
 
 
@@ -142,3 +154,99 @@ def test_arguments_are_those_of_other_pipelines(small_run, tmp_path, from_pretra
     np.testing.assert_array_equal(draw_seed(0), draw_seed(0, prompt_embeds=embeds))
     latents = pipe(['a', 'b'], num_inference_steps=1, output_type='latent').images
     assert latents.shape == (2, 4, 32, 32)
+
+
+def contents(folder: pathlib.Path) -> dict[str, bytes]:
+    return {str(x.relative_to(folder)): x.read_bytes() for x in folder.rglob('*') if x.is_file()}
+
+
+@pytest.mark.slow
+def test_an_export_that_is_saved_again_is_a_copy(small_run, tmp_path, from_pretrained):
+    export.export(small_run[0], tmp_path / 'out')
+    pipe = from_pretrained(tmp_path / 'out', dtype=torch.bfloat16)
+    # Into a new folder, over an export, over itself, and within itself.
+    for name in ('new/copy', 'new/copy', 'out', 'out/copy'):
+        expected = contents(tmp_path / 'out')
+        pipe.save_pretrained(tmp_path / name)
+        assert contents(tmp_path / name) == expected
+    for options in {'safe_serialization': False}, {'variant': 'fp16'}, {'max_shard_size': '1GB'}:
+        with pytest.raises(ValueError, match=f'^{next(iter(options))}'):
+            pipe.save_pretrained(tmp_path / 'none', **options)
+    with torch.no_grad():
+        pipe.transformer.values[0] += 1
+    for save in (pipe.save_pretrained, pipe.push_to_hub):
+        with pytest.raises(ValueError, match=f'^{tmp_path}/out does not hold the weights'):
+            save(str(tmp_path / 'none'))
+    pipe = from_pretrained(tmp_path / 'out')
+    pipe.transformer.config['preview']['guidance'] = 7.0
+    with pytest.raises(ValueError, match=f'^{tmp_path}/out does not hold the weights and settings'):
+        pipe.save_pretrained(tmp_path / 'none')
+    (tmp_path / 'out').rename(tmp_path / 'moved')
+    with pytest.raises(ValueError, match=f'^{tmp_path}/out: the export that .* not there any more'):
+        pipe.save_pretrained(tmp_path / 'none')
+    assert not (tmp_path / 'none').exists()
+
+
+@pytest.mark.slow
+def test_exports_of_two_versions_keep_their_code(small_run, tmp_path, from_pretrained, monkeypatch):
+    place = pathlib.Path(export.__file__).parent
+    for name in ('one', 'two'):
+        (tmp_path / name).mkdir()
+        for module in ('torch_reference', 'diffusers_pipeline'):
+            # Of equal length, as a changed number is.
+            text = (place / f'{module}.py').read_text() + f'\nVERSION = {name!r}\n'
+            text = text.replace(
+                '    return (z * stats',
+                '    z = z.sign() if VERSION == "two" else z\n    return (z * stats',
+            )
+            text = text.replace(
+                'changes = {_SETTINGS', 'print(VERSION)\n        changes = {_SETTINGS'
+            )
+            (tmp_path / name / f'{module}.py').write_text(text)
+        monkeypatch.setattr(export, '__file__', str(tmp_path / name / 'export.py'))
+        export.export(small_run[0], tmp_path / name / 'out')
+
+    def draw_with(pipe) -> np.ndarray:
+        return pipe(
+            'a cat', generator=torch.Generator().manual_seed(0), output_type='latent'
+        ).images
+
+    one = from_pretrained(tmp_path / 'one' / 'out')
+    before = draw_with(one)
+    two = from_pretrained(tmp_path / 'two' / 'out')
+    assert not torch.equal(draw_with(two), before)
+    torch.testing.assert_close(draw_with(one), before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('options', 'problem'),
+    [
+        *[
+            ({'num_inference_steps': x}, 'a whole number of at least 1')
+            for x in (0, 4.5, True, '9')
+        ],
+        *[({'guidance_scale': x}, 'a finite number') for x in (np.nan, -np.inf, '3', True)],
+        *[
+            ({'prompt': x}, 'a caption or a list of')
+            for x in (None, [], [None], ['a', 3], 5, b'a', ())
+        ],
+        *[({'generator': x}, r'torch\.Generator') for x in (0, [0], 'cpu')],
+        ({'generator': [torch.Generator()] * 2}, '1, one for each caption'),
+        ({'latents': torch.zeros(2, 4, 32, 32)}, r'\(1, 4, 32, 32\)'),
+        ({'output_type': 'pill'}, "one of .*'latent'"),
+        ({'prompt': None, 'prompt_embeds': torch.zeros(0, 640)}, 'at least one'),
+    ],
+)
+def test_what_no_run_would_draw_is_refused(loaded, options, problem):
+    with pytest.raises(ValueError, match=f'expected {problem}') as refusal:
+        loaded(**{'prompt': 'a cat'} | options)
+    assert '\n' not in str(refusal.value)
+
+
+@pytest.fixture(scope='module')
+def loaded(small_run, tmp_path_factory):
+    diffusers = pytest.importorskip('diffusers')
+    folder = tmp_path_factory.mktemp('export')
+    export.export(small_run[0], folder)
+    return diffusers.DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)

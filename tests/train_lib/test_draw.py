@@ -92,6 +92,22 @@ def test_options_and_an_earlier_checkpoint_change_the_picture(small_run, encoder
     np.testing.assert_array_equal(same.draw(CAPTIONS, encoder), pictures)
     with pytest.raises(ValueError, match=r'preview\.num_steps=0: expected at least 1'):
         draw.Artist(small_run[0], num_steps=0)
+    for options in (
+        {'num_steps': 4.5},
+        {'num_steps': True},
+        {'num_steps': '20'},
+        {'guidance': float('nan')},
+        {'guidanc': 1.0},
+        {'seed': 1.5},
+        {'seed': -1},
+        {'batch_size': 0},
+    ):
+        [(name, value)] = options.items()
+        with pytest.raises(ValueError, match=f'{name}={value!r}: (expected|there is no such)'):
+            draw.Artist(small_run[0], **options)
+    for captions in (None, [], 'a red circle', [None], ['a', 3], 5):
+        with pytest.raises(ValueError, match=f'^captions={re.escape(repr(captions))}: expected a'):
+            same.draw(captions, encoder)
     earlier = draw.Artist(f'{small_run[0]}@2')
     assert earlier.step == 2
     assert not np.array_equal(earlier.draw(CAPTIONS, encoder), pictures)
@@ -115,7 +131,10 @@ def test_a_prompt_makes_a_picture_named_by_what_it_changes_and_replaces_none(sma
     for options in ([], [], ['--seed=1', '--noaverage', '--sampler=heun']):
         done = children.program('train_lib.draw', *flags, *options)
         assert done.returncode == 0, done.stderr
-    names = 'a-red-circle_000004', 'a-red-circle_000004-2'
+    # Not by the name of a preview of the run itself.
+    done = children.program('train_lib.draw', flags[0], '--prompts=step')
+    assert done.returncode == 0, done.stderr
+    names = 'a-red-circle_000004', 'a-red-circle_000004-2', 'step_000004-2'
     names += ('a-red-circle_000004_average=False_seed=1_sampler=heun',)
     assert {path.name for path in (workdir / 'previews').iterdir()} == {f'{x}.png' for x in names}
     done = children.program('train_lib.draw', *flags, '--time_shift=0')

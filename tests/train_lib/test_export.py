@@ -3,6 +3,8 @@
 import dataclasses
 import html
 import json
+import math
+import os
 import re
 import shutil
 import subprocess
@@ -17,9 +19,9 @@ import yaml
 from torch.utils import flop_counter
 
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
-from tests import children
+from tests import children, runs, small_vae
 from tests.train_lib.test_models import randomized
-from train_lib import checkpoint, export, model_card, models, torch_reference
+from train_lib import checkpoint, draw, export, model_card, models, previews, torch_reference
 from train_lib.models.dit import Words, flatten_weights
 
 PREVIEW = {'guidance': 3.0, 'guidance_low': 0.4, 'guidance_high': 0.8}
@@ -88,7 +90,8 @@ def test_a_run_is_exported_and_its_page_runs_alone(small_run, tmp_path):
     folder = shutil.move(out, tmp_path / 'elsewhere')
     code = 'import sys; sys.modules["jax"] = sys.modules["train_lib"] = None; '
     code += f'import runpy; sys.argv = ["", "{folder}/transformer"]; '
-    code += f'runpy.run_path("{folder}/transformer/reference.py", run_name="__main__")'
+    [program] = (folder / 'transformer').glob('reference_*.py')
+    code += f'runpy.run_path("{program}", run_name="__main__")'
     output = subprocess.check_output([sys.executable, '-c', code], text=True)
     assert float(output.split()[-3]) < 1e-4
     weights = safetensors.numpy.load_file(folder / 'transformer' / 'model.safetensors')
@@ -100,11 +103,20 @@ def test_an_interrupted_export_is_no_export_and_is_made_again(small_run, tmp_pat
     export.export(workdir, out)
     files = {path: path.read_bytes() for path in out.rglob('*.*')}
     last_file = out / 'transformer' / 'config.json'
+
+    # The old one stays until all of the new one has been made.
     with monkeypatch.context() as context:
         context.setattr(export, 'draw_example', lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             export.export(f'{workdir}@2', out)
+    assert {path: path.read_bytes() for path in out.rglob('*.*')} == files
+    (out / 'README.md').unlink()
+    (out / 'README.md').mkdir()
+    with pytest.raises(IsADirectoryError):
+        export.export(f'{workdir}@2', out)
     assert not last_file.exists()
+    (out / 'README.md').rmdir()
+    (out / 'pipeline_00000000.py').write_text('of another version')
     export.export(workdir, out)
     assert {path: path.read_bytes() for path in out.rglob('*.*')} == files
     export.export(workdir, out, average=False)
@@ -113,24 +125,34 @@ def test_an_interrupted_export_is_no_export_and_is_made_again(small_run, tmp_pat
 
 
 def test_the_card_tells_of_data_recipe_metrics_and_previews(small_run, tmp_path):
-    workdir, out = shutil.copytree(small_run[0], tmp_path / 'run'), tmp_path / 'circles'
-    out.mkdir()
+    workdir = shutil.copytree(small_run[0], tmp_path / 'run')
     (workdir / 'previews').mkdir()
-    (workdir / 'previews' / 'step_000004.png').write_bytes(b'PNG')
-    (workdir / 'evaluation').mkdir()
+    pictures = {step: b'\x89PNG\r\n\x1a\n of %d' % step for step in (1, 3, 9)}
+    for step, content in pictures.items():
+        previews.path_of_step(workdir, step).write_bytes(content)
+    # Pictures and files of other forms, as of other programs.
+    previews.path_of_step(workdir, 4).write_bytes(b'')
+    (workdir / 'previews' / 'step_000004_seed=1.png').write_bytes(pictures[9])
+    (workdir / 'evaluation' / 'step_000004_x.json').mkdir(parents=True)
     settings = dict.fromkeys(('image_encoder', 'data_set', 'vae', 'seed'), 'x')
     for name, average in ('mean', True), ('last', False):
         result = {'num_pictures': 5000, 'cmmd': 0.123, 'clip_score': 21.5}
         result['settings'] = settings | {'average': average, 'preview': {'guidance': f'of {name}'}}
         path = workdir / 'evaluation' / f'step_000004_{name}.json'
         path.write_text(json.dumps(result))
+    others = ['{}', '[]', '{"settings": {}}', '{"cmmd": "1", "settings": {"preview": {}}}', '\xff']
+    for number, content in enumerate([*others, '[' * 100_000]):
+        path.with_name(f'step_000004_{number}.json').write_bytes(content.encode('latin-1'))
     saved = checkpoint.open_run(workdir)
     facts = DatasetStats.from_json(saved.description.facts)
 
-    def card(**fields) -> str:
+    def make_card(**fields) -> dict[str, bytes]:
         options = {'average': True, 'num_weights': 1234, 'datasets': ['me/circles']}
-        model_card.write_card(out, saved, dataclasses.replace(facts, **fields), **options)
-        return (out / 'README.md').read_text()
+        changed = dataclasses.replace(facts, **fields)
+        return model_card.make_card(saved, changed, name='circles', vae='my-vae', **options)
+
+    def card(**fields) -> str:
+        return make_card(**fields)['README.md'].decode()
 
     text = card(license='cc0-1.0', citation='@misc{a}')
     head = ['library_name: "diffusers"', 'pipeline_tag: "text-to-image"', 'license: "cc0-1.0"']
@@ -140,15 +162,17 @@ def test_the_card_tells_of_data_recipe_metrics_and_previews(small_run, tmp_path)
         *('1,234 weights', 'average of the weights at step 4', '![Previews](previews.png)'),
         *("from_pretrained('circles', trust", '```bibtex\n@misc{a}\n```', '| license | cc0-1.0 |'),
         *('| texts | hash 1 |', '/hash/1.0.0 train ', '| batch_size | 8 |', '| cmmd | 0.123 |'),
-        *('| num_pictures | 5,000 |', '| guidance | of mean |'),
+        *('| num_pictures | 5,000 |', '| guidance | of mean |', '| pictures | decoded by my-vae |'),
+        'model at step 3.',
     ):
         assert part in text
     assert 'of last' not in text and 'frechet' not in text
-    assert (out / 'previews.png').read_bytes() == b'PNG'
-    (workdir / 'previews' / 'step_000004.png').unlink()
+    assert make_card()['previews.png'] == pictures[3]
+    assert '| license | not recorded: ' in card(license='')
+    shutil.rmtree(workdir / 'previews')
     text = card(license='My own: "free"')
     assert 'license: "other"\nlicense_name: "My own: \\"free\\""\n' in text
-    assert 'Previews' not in text and not (out / 'previews.png').exists()
+    assert 'Previews' not in text and [*make_card()] == ['README.md']
     # What others wrote adds nothing to the page, whatever it looks like.
     hostile = '<img src=x onerror=alert(1)>|`a`\n---\n![b](c)\x1b[31m 日本'
     text = card(license=hostile, vae=hostile, text_encoder=hostile, citation=f'```\n{hostile}')
@@ -162,6 +186,45 @@ def test_the_card_tells_of_data_recipe_metrics_and_previews(small_run, tmp_path)
     lines = '\n'.join(['```', *shown.split(r'\n')])
     assert html.escape(lines, quote=False) in page
     assert '\x1b' not in text
+
+
+def test_an_export_tells_no_place_of_this_machine(mini_dataset, tmp_path, monkeypatch):
+    small_vae.make(tmp_path / 'my-vae')
+    monkeypatch.chdir(tmp_path)
+    changes = {'num_steps': 2, 'eval_every': 0, 'checkpoint_every': 0, 'preview.vae': 'my-vae'}
+    runs.train(os.path.relpath(mini_dataset), tmp_path / 'first', **changes)
+    runs.train(mini_dataset, tmp_path / 'second', init_from='first@2', **changes)
+    monkeypatch.chdir('/')
+    export.export(tmp_path / 'second', tmp_path / 'out')
+    config = json.loads((tmp_path / 'out' / 'transformer' / 'config.json').read_text())
+    assert (config['preview']['vae'], config['painting']['local_vae']) == ('', 'my-vae')
+    card = (tmp_path / 'out' / 'README.md').read_text()
+    assert '| pictures | decoded by my-vae |' in card and '| init_from | first@2 |' in card
+    for path in (tmp_path / 'out').rglob('*.*'):
+        assert str(tmp_path).encode() not in path.read_bytes()
+    assert draw.Artist(tmp_path / 'second').data_dir == str(mini_dataset)
+    assert draw.Artist(tmp_path / 'first').data_dir == str(mini_dataset)
+
+
+@pytest.mark.parametrize(
+    ('name', 'value', 'expected'),
+    [
+        *[('num_steps', value, 'a whole number of at least 1') for value in (0, 4.5, True, '20')],
+        *[('guidance', value, 'a finite number') for value in (math.nan, math.inf, '3', False)],
+        *[('guidance_low', value, 'from 0 to 1') for value in (-0.1, 2)],
+        ('guidance_low', 0.9, 'less than guidance_high=0.8'),
+        ('time_shift', 0, 'more than 0'),
+        ('sampler', 'heum', "'euler' or 'heun'"),
+    ],
+)
+def test_the_page_of_pytorch_refuses_settings_that_no_run_has(name, value, expected):
+    preview = PREVIEW | {'sampler': 'euler', name: value}
+    config = {'data': {}, 'preview': preview}
+    with pytest.raises(ValueError, match=f'^{name}={re.escape(repr(value))}: expected {expected}$'):
+        torch_reference.draw({}, config, None, None)
+    transformer = torch_reference.Transformer({}, config)
+    with pytest.raises(ValueError, match=r'^guidence: expected one of num_steps'):
+        transformer(None, None, guidence=2.0)
 
 
 def test_a_folder_of_something_else_is_left_alone(small_run, tmp_path):

@@ -41,7 +41,7 @@ def test_lines_and_geneval_get_numbered_folders(pictures_of, small_run, tmp_path
             with Image.open(file) as image:
                 np.testing.assert_array_equal(image, drawn[2 * number + picture])
     assert not files
-    assert folder.name.startswith('lines_000004_')
+    assert folder.name.startswith('prompts_lines_000004_')
     path = path.with_suffix('.jsonl')
     path.write_text('\n'.join(map(json.dumps, GENEVAL)))
     _, files = pictures_of(path, 1)
@@ -94,6 +94,17 @@ def test_only_what_is_missing_is_drawn_and_nothing_of_other_settings_is_kept(
     assert pictures_of(path, 2, average=False)[0] != folder
 
 
+# Ends of lines by Unicode, and of other systems: only a line feed ends a prompt.
+@pytest.mark.parametrize('letter', [*'\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e\r'])
+def test_a_line_ends_at_a_line_feed_alone(tmp_path, letter):
+    prompts = [f'a red{letter}circle', 'a blue square']
+    (tmp_path / 'x.txt').write_bytes('\r\n'.join(prompts).encode())
+    assert [x.text for x in prompt_sets.read_prompts(tmp_path / 'x.txt', 1)] == prompts
+    lines = [json.dumps({'prompt': text}, ensure_ascii=False) for text in prompts]
+    (tmp_path / 'x.jsonl').write_bytes('\n'.join(lines).encode())
+    assert [x.text for x in prompt_sets.read_prompts(tmp_path / 'x.jsonl', 1)] == prompts
+
+
 @pytest.mark.parametrize(
     ('name', 'content', 'count', 'message'),
     [
@@ -113,13 +124,13 @@ def test_bad_prompts_are_refused(tmp_path, name, content, count, message):
 
 @pytest.mark.slow
 def test_the_command_names_the_folder(small_run, tmp_path):
-    (tmp_path / 'x.txt').write_text('\n'.join(PROMPTS))
+    (tmp_path / 'step.txt').write_text('\n'.join(PROMPTS))
     flags = f'--workdir={small_run[0]}', '--num_steps=1'
-    done = children.program('train_lib.evaluate', *flags, f'--prompts={tmp_path / "x.txt"}')
+    done = children.program('train_lib.evaluate', *flags, f'--prompts={tmp_path / "step.txt"}')
     assert done.returncode == 0, done.stderr
     folder = done.stdout.removeprefix('pictures: ').strip()
-    assert folder.startswith(f'{small_run[0]}/evaluation/x_000004_')
+    assert folder.startswith(f'{small_run[0]}/evaluation/prompts_step_000004_')
     for extra in ([], ['--features=clip', '--prompts=x.txt']):
         done = children.program('train_lib.evaluate', *flags, *extra)
         assert done.returncode == 1
-        assert 'Exactly one of (features, prompts)' in done.stderr.splitlines()[-1]
+        assert 'expected either --features' in done.stderr.splitlines()[-1]

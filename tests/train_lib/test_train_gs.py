@@ -67,7 +67,7 @@ def check_drawing(storage, folder):
     captions = ['a red circle', 'a blue square on a green background']
     # As some editors begin a file.
     (folder / 'captions.txt').write_text('\n\n'.join(captions), 'utf-8-sig')
-    flags = f'--workdir={RUN}', f'--prompts={folder}/captions.txt', '--singles'
+    flags = f'--workdir={RUN}', '--step=8', f'--prompts={folder}/captions.txt', '--singles'
     devices = f'--xla_force_host_platform_device_count=3 {os.environ["XLA_FLAGS"]}'
     done = children.program('train_lib.draw', *flags, XLA_FLAGS=devices)
     assert done.returncode == 0, done.stderr
