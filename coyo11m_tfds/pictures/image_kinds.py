@@ -11,11 +11,13 @@ ADVICE = (
 )
 
 _OTHER_SUFFIXES = {
-    *('.apng', '.avif', '.avifs', '.bmp', '.bpg', '.cur', '.dds', '.dib', '.emf', '.eps', '.exr'),
-    *('.flif', '.gif', '.hdr', '.heic', '.heif', '.hif', '.icns', '.ico', '.j2c', '.j2k', '.jng'),
-    *('.jp2', '.jpc', '.jpf', '.jpm', '.jps', '.jpx', '.jxl', '.jxr', '.mng', '.pam', '.pbm'),
-    *('.pcx', '.pfm', '.pgm', '.pnm', '.ppm', '.psb', '.psd', '.qoi', '.ras', '.rgb', '.sgi'),
-    *('.svg', '.svgz', '.tga', '.tif', '.tiff', '.wbmp', '.wdp', '.wmf', '.xbm', '.xcf', '.xpm'),
+    *('.apng', '.avif', '.avifs', '.blp', '.bmp', '.bpg', '.bw', '.cur', '.dcx', '.dds', '.dib'),
+    *('.djvu', '.emf', '.eps', '.exr', '.fit', '.fits', '.flc', '.fli', '.flif', '.fpx', '.ftc'),
+    *('.ftu', '.gbr', '.gif', '.hdr', '.heic', '.heif', '.hif', '.icns', '.ico', '.iff', '.im'),
+    *('.j2c', '.j2k', '.jng', '.jp2', '.jpc', '.jpf', '.jpm', '.jps', '.jpx', '.jxl', '.jxr'),
+    *('.lbm', '.mic', '.mng', '.msp', '.pam', '.pbm', '.pcd', '.pcx', '.pfm', '.pgm', '.pnm'),
+    *('.ppm', '.psb', '.psd', '.pxr', '.qoi', '.ras', '.rgb', '.sgi', '.svg', '.svgz', '.tga'),
+    *('.tif', '.tiff', '.wbmp', '.wdp', '.wmf', '.xbm', '.xcf', '.xpm'),
     # What cameras call raw.
     *('.3fr', '.arw', '.cr2', '.cr3', '.crw', '.dcr', '.dng', '.erf', '.gpr', '.iiq', '.kdc'),
     *('.mef', '.mos', '.mrw', '.nef', '.nrw', '.orf', '.pef', '.raf', '.raw', '.rw2', '.rwl'),

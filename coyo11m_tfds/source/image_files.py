@@ -15,6 +15,7 @@ import collections
 import concurrent.futures
 import contextlib
 import functools
+import io
 import itertools
 import math
 import os
@@ -47,7 +48,7 @@ _READS_AT_ONCE = 8
 _MAX_HEADS = 100  # of remote files with one suffix
 # Keys that are compared before anything is encoded: of so many images of each part, or so many of
 # all, in 0.1 ms each.
-_LEAST_KEYS, _MANY_KEYS = 100, 100_000
+_LEAST_KEYS, _MANY_KEYS = 100, 20_000
 _REMOTE_KEYS = 4  # of a part whose images have a `.json` each, which is a request
 _TAR_HEAD = 1 << 20  # bytes of a remote tar that are read for its first keys
 _MEMBERS_OF_SAMPLE = 4
@@ -508,6 +509,10 @@ class _FolderPart(ImagePart):
 # --- Tars and Parquet files ---------------------------------------------------------------------
 
 
+def _read_from(stream: io.BufferedReader, start: int, size: int) -> bytes:
+    return os.pread(stream.fileno(), size, start)
+
+
 class _EndOfHeadError(Exception):
     """What is to be read does not lie in the head of a file."""
 
@@ -531,17 +536,20 @@ class _TarPart(ImagePart):
     def _open_rows(self, scratch: Scratch) -> Iterator[Iterable[Sequence[_Row]]]:
         [(label, file)] = self.files.items()
         with scratch.hold(file) as path, open(path, 'rb') as stream:
-
-            def read(start: int, size: int) -> bytes:
-                return os.pread(stream.fileno(), size, start)
-
+            read = functools.partial(_read_from, stream)
             members = list(tar_members.list_members(file.path, file.size, read))
             yield [self._make_rows(members, read) or [_left_row(label, 'tar without images')]]
 
     def _read_first_rows(self, count: int) -> Sequence[_Row]:
         [file] = self.files.values()
-        # Of a remote file one request, instead of one for each header.
-        read = file.read_range if file.local_path else _read_head(file)
+        if not file.local_path:
+            return self._read_rows(_read_head(file), count)
+        with open(file.local_path, 'rb') as stream:
+            return self._read_rows(functools.partial(_read_from, stream), count)
+
+    def _read_rows(self, read: tar_members.ReadRange, count: int) -> list[_Row]:
+        """Makes the rows of the first images, as far as they can be read."""
+        [file] = self.files.values()
         members = list[tuple[str, int, int]]()
         with contextlib.suppress(_EndOfHeadError):
             for name, start, size in tar_members.list_members(file.path, file.size, read):

@@ -217,8 +217,9 @@ def _walk(top: str) -> Iterator[str]:
             seen.add(real_parent)
             paths = (os.path.join(parent, name) for name in sorted(below))
             folders.extend(filter(os.path.islink, paths))
+            below_top = os.path.relpath(parent, top)
             for name in names:
-                yield os.path.relpath(os.path.join(parent, name), top)
+                yield name if below_top == os.curdir else os.path.join(below_top, name)
 
 
 def _raise_unless_missing(error: OSError) -> None:
