@@ -231,10 +231,12 @@ def _move_synced(path: str, target: str) -> None:
     """Renames a file, and waits until content and new name are on the disk."""
     # The content first: after a loss of power the new name must not lead to an empty file.
     sync(path)
-    # A folder makes way only if it is empty, and stops what would replace it otherwise.
-    if os.path.isdir(target):
+    try:
+        os.replace(path, target)
+    except IsADirectoryError:
+        # It makes way only if it is empty: nobody knows what else is for.
         os.rmdir(target)
-    os.replace(path, target)
+        os.replace(path, target)
     sync(os.path.dirname(target))
 
 
