@@ -580,8 +580,12 @@ def remove(path: pathlib.Path) -> None:
 
 
 def change(path: pathlib.Path) -> None:
-    data = path.read_bytes()
-    path.write_bytes(data[:3000] + bytes([data[3000] ^ 1]) + data[3001:])
+    path.write_bytes(flip(path.read_bytes()))
+
+
+def flip(data: bytes) -> bytes:
+    """Changes a bit of the first latents."""
+    return data[:800] + bytes([data[800] ^ 1]) + data[801:]
 
 
 def lengthen(path: pathlib.Path) -> None:
@@ -653,12 +657,23 @@ def test_each_bucket_names_its_own_tars(encoder, tmp_path):
     assert files_of(str(out)) == before
 
 
+def test_an_encoding_on_the_hub_needs_all_its_tars(expected, hub, tmp_path):
+    hub.commit(expected)
+    found = source_folder.find_source('hf://datasets/owner/name')
+    assert [file.recorded is not None for file in found.latent_files] == [True] * 3
+    hub.commit(expected | {'00001.tar': flip(expected['00001.tar'])})
+    with pytest.raises(ValueError, match=r'00001\.tar: has .* now, but when it was encoded'):
+        built.build('hf://datasets/owner/name', '', tmp_path / 'data')
+    hub.commit({name: data for name, data in expected.items() if name != '00001.tar'})
+    with pytest.raises(ValueError, match=r'/00001\.tar: is missing, but hf://'):
+        source_folder.find_source('hf://datasets/owner/name')
+
+
 def test_an_encoding_in_a_bucket_needs_all_its_tars(expected, bucket):
     write_files('gs://latents/out', expected)
     found = source_folder.find_source('gs://latents/out')
     assert all(file.recorded == file.state for file in found.latent_files)
-    data = expected['00001.tar']
-    bucket.put('latents', 'out/00001.tar', data[:-1] + b'x')
+    bucket.put('latents', 'out/00001.tar', flip(expected['00001.tar']))
     with pytest.raises(ValueError, match=r'00001\.tar: has .* now, but when it was encoded'):
         source_folder.find_source('gs://latents/out')
     storage.open_folder('gs://latents/out', to_write=True).remove(['00001.tar'])

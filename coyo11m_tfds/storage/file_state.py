@@ -44,6 +44,8 @@ class FileState(NamedTuple):
         """The inverse of `to_json`; raises a KeyError, TypeError or ValueError for other values."""
         if not re.fullmatch('[0-9a-f]{8}', fields['crc32c']):
             raise ValueError(f'{fields["crc32c"]!r} is not a CRC-32C of 8 hex digits')
+        if type(fields['size']) is not int or fields['size'] < 0:
+            raise ValueError(f'{fields["size"]!r} is not a number of bytes')
         return cls(fields['size'], int(fields['crc32c'], 16))
 
 
