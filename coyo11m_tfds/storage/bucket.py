@@ -28,8 +28,8 @@ from google.cloud.storage.exceptions import DataCorruption
 from coyo11m_tfds.storage import locks, retry
 from coyo11m_tfds.storage.base import THREADS
 from coyo11m_tfds.storage.file_state import FileState, OnBytes, StrPath, compute_state
-from coyo11m_tfds.storage.remote import RemoteStorage, json_message
-from coyo11m_tfds.storage.stored_file import StoredFile
+from coyo11m_tfds.storage.remote import USER_PROJECT, RemoteStorage, json_message
+from coyo11m_tfds.storage.stored_file import StoredFile, encoded_error
 
 if TYPE_CHECKING:
     from coyo11m_tfds.storage.scratch import Scratch
@@ -38,8 +38,14 @@ T = TypeVar('T')
 
 _CONTENT_TYPE = 'application/octet-stream'
 _CHUNK = 32 << 20  # bytes in a request of `_upload_object`: the most that may have to be sent again
+_LISTED_FIELDS = 'items(name,size,crc32c,generation,contentEncoding),nextPageToken'
 # What says where the storage is, and whose credentials to use.
-_ENVIRONMENT = ('STORAGE_EMULATOR_HOST', 'API_ENDPOINT_OVERRIDE', 'GOOGLE_APPLICATION_CREDENTIALS')
+_ENVIRONMENT = (
+    'STORAGE_EMULATOR_HOST',
+    'API_ENDPOINT_OVERRIDE',
+    'GOOGLE_APPLICATION_CREDENTIALS',
+    USER_PROJECT,
+)
 
 
 class _Conflict(OSError):
@@ -65,7 +71,8 @@ class Bucket(RemoteStorage):
 
         # Needs the right to list objects, which readers have; the bucket's properties need more.
         def attempt(options: dict[str, Any]) -> dict[str, str]:
-            return _bucket_client()._get_resource(path, {'prefix': prefix}, **options)
+            query = {'prefix': prefix} | _billing()
+            return _bucket_client()._get_resource(path, query, **options)
 
         # What is wrong with credentials or the name of the bucket shows at other requests, too.
         with contextlib.suppress(OSError):
@@ -80,7 +87,7 @@ class Bucket(RemoteStorage):
     # --- Listing and reading ---
 
     def list(self, sub_folder: str = '', *, deep: bool = False) -> dict[str, StoredFile]:
-        url, fields = self.path_of(sub_folder), 'items(name,size,crc32c,generation),nextPageToken'
+        url, fields = self.path_of(sub_folder), _LISTED_FIELDS
         blobs = _list_objects(url, delimiter=None if deep else '/', fields=fields)
         # Some tools, TensorFlow among them, make markers so that an empty folder is listed.
         names = [name for name in blobs if name and name[-1] != '/']
@@ -101,9 +108,9 @@ class Bucket(RemoteStorage):
     @classmethod
     def _request(cls, path: str) -> tuple[str, dict[str, str]]:
         bucket, name = (urllib.parse.quote(part, safe='') for part in _split_url(path))
-        address = (
-            f'{_bucket_client().api_endpoint}/download/storage/v1/b/{bucket}/o/{name}?alt=media'
-        )
+        query = urllib.parse.urlencode({'alt': 'media'} | _billing())
+        endpoint = _bucket_client().api_endpoint
+        address = f'{endpoint}/download/storage/v1/b/{bucket}/o/{name}?{query}'
         headers: dict[str, str] = {}
         _bucket_client()._credentials.before_request(_request_token, 'GET', '', headers)
         return address, headers
@@ -247,7 +254,7 @@ def _list_objects(folder: str, **options: Any) -> dict[str, storage.Blob]:
     prefix = f'{name.rstrip("/")}/' if name else ''
     with _plain_errors(folder):
         options |= _patience(f'listing {folder}')
-        blobs = _bucket_client().list_blobs(bucket, prefix=prefix, **options)
+        blobs = _bucket_client().list_blobs(_bucket(bucket), prefix=prefix, **options)
         return {blob.name.removeprefix(prefix): blob for blob in blobs}
 
 
@@ -267,9 +274,13 @@ def _read_object(url: str) -> bytes | None:
     """Reads a small object in one request; None if it does not exist."""
 
     def attempt(options: dict[str, Any]) -> bytes:
+        blob = _blob(url)
         try:
-            return _blob(url).download_as_bytes(checksum='crc32c', **options)
+            # The client unpacks gzip.
+            return blob.download_as_bytes(checksum='crc32c', **options)
         except DataCorruption as error:
+            if blob.content_encoding:
+                raise encoded_error(url, blob.content_encoding) from error
             raise retry.Corrupted(f'{url}: {error}') from error
 
     with contextlib.suppress(_Missing):
@@ -350,9 +361,19 @@ def _request_token(*args: Any, **options: Any) -> Any:
     return google.auth.transport.requests.Request()(*args, **options)
 
 
+def _billing() -> dict[str, str]:
+    """Returns the parameter of a request that names the project to bill, if there is one."""
+    project = os.environ.get(USER_PROJECT)
+    return {'userProject': project} if project else {}
+
+
+def _bucket(name: str) -> storage.Bucket:
+    return _bucket_client().bucket(name, _billing().get('userProject'))
+
+
 def _blob(url: str) -> storage.Blob:
     bucket, name = _split_url(url)
-    return _bucket_client().bucket(bucket).blob(name)
+    return _bucket(bucket).blob(name)
 
 
 def _describe_blob(url: str, blob: storage.Blob) -> StoredFile:
@@ -360,7 +381,11 @@ def _describe_blob(url: str, blob: storage.Blob) -> StoredFile:
     # key has no checksum. Some servers omit the size 0.
     checksum = f'crc32c:{base64.b64decode(blob.crc32c).hex()}' if blob.crc32c else None
     size = blob.size or 0
-    return StoredFile(url, size, checksum or f'{size}-{blob.generation}', checksum)
+    version = checksum or f'{size}-{blob.generation}'
+    encoding = blob.content_encoding or ''
+    if encoding == 'identity':
+        encoding = ''
+    return StoredFile(url, size, version, checksum, encoding=encoding)
 
 
 def _check_stored(url: str, blob: storage.Blob, sent_state: FileState) -> storage.Blob:

@@ -26,13 +26,16 @@ import urllib3
 from coyo11m_tfds.storage import retry
 from coyo11m_tfds.storage.base import Storage
 from coyo11m_tfds.storage.file_state import FileState, OnBytes, naming
-from coyo11m_tfds.storage.stored_file import StoredFile, file_changed
+from coyo11m_tfds.storage.stored_file import StoredFile, encoded_error, file_changed
 
 _BLOCK = 1 << 18  # bytes received at a time
 
 # Attempts that together receive this much do not count as failures: the transfer of a file of GBs
 # may break off more often than a request is retried.
 _PROGRESS = 16 << 20
+
+# google-auth's name of the variable for the project that requests are billed to.
+USER_PROJECT = 'GOOGLE_CLOUD_QUOTA_PROJECT'
 
 _threads = threading.local()
 
@@ -103,6 +106,8 @@ class RemoteStorage(Storage):
     @contextlib.contextmanager
     def _get(cls, file: StoredFile, start: int, stop: int) -> Iterator[urllib3.BaseHTTPResponse]:
         """Requests bytes `start` to `stop`; the body of the response is just these."""
+        if file.encoding:
+            raise encoded_error(file.path, file.encoding)
         url, headers = cls._request(file.path)
         headers |= {'Accept-Encoding': 'identity', 'Range': f'bytes={start}-{stop - 1}'}
         # Redirections, of the hub, are followed, without the credentials to another host.
@@ -135,13 +140,21 @@ class Refused(OSError):
 def json_message(body: str) -> str:
     """Returns the message in the JSON of an error of gs://; `body` if there is none."""
     match = re.search(r'"message": *"([^"]*)"', body)
-    return match[1] if match else body
+    message = match[1] if match else body
+    if 'requester pays' in message.lower():
+        message += f' Set {USER_PROJECT} to the project of yours that pays for its requests.'
+    return message
 
 
 def _check_response(
     file: StoredFile, start: int, stop: int, response: urllib3.BaseHTTPResponse
 ) -> None:
     """Compares the range, the size and the checksum of the whole file with what is expected."""
+    # gs:// unpacks gzip on its way, and then has no ranges; the other header is that of proxies.
+    for header in ('X-Goog-Stored-Content-Encoding', 'Content-Encoding'):
+        encoding = response.headers.get(header, 'identity')
+        if encoding != 'identity':
+            raise encoded_error(file.path, encoding)
     content_range = response.headers.get('Content-Range', '')
     total = re.fullmatch(r'bytes \d+-\d+/(\d+)', content_range)
     if total and int(total[1]) != file.size:

@@ -55,6 +55,18 @@ def file_changed(file: 'StoredFile', how: str) -> FileChanged:
     )
 
 
+def encoded_error(path: str, encoding: str) -> OSError:
+    """Makes the error for a file that its storage keeps or sends in a compressed form."""
+    advice = 'A proxy between here and the hub does this: go around it with no_proxy.'
+    if path.startswith('gs://'):
+        advice = (
+            'Its ranges cannot be read. Store it as it is: download it, unpack it and upload it '
+            'again, without --gzip-local or --gzip-in-flight; or, if its bytes were not compressed '
+            f'at all, `gcloud storage objects update --clear-content-encoding {path}`.'
+        )
+    return OSError(f'{path}: has Content-Encoding: {encoding}, expected none. {advice}')
+
+
 @dataclasses.dataclass(frozen=True)
 class StoredFile:
     """One file, as it was when it was listed."""
@@ -67,6 +79,7 @@ class StoredFile:
     # `git-sha1:<hex>`; None if the storage knows none.
     checksum: str | None
     recorded: FileState | None = None  # of the record of `mirror`, if there is one
+    encoding: str = ''  # Content-Encoding of an object whose bytes are not those of the file
     label: str = ''  # path within a source, for formats that compute keys from it
 
     @property

@@ -7,6 +7,7 @@ unless its name begins with 'no-such-'.
 import base64
 import dataclasses
 import functools
+import gzip
 import json
 import pathlib
 import re
@@ -56,6 +57,7 @@ class Object:
     data: bytes
     generation: int
     content_type: str = _CONTENT_TYPE
+    encoding: str = ''  # 'gzip' is unpacked on its way to clients that do not accept it
 
     @functools.cached_property
     def crc32c(self) -> str:
@@ -78,6 +80,7 @@ class Object:
             'generation': str(self.generation),
             'metageneration': '1',
             'contentType': self.content_type,
+            **({'contentEncoding': self.encoding} if self.encoding else {}),
             'size': str(len(self.data)),
             'crc32c': self.crc32c,
             'etag': self.etag,
@@ -94,6 +97,7 @@ class Object:
             'X-Goog-Generation': str(self.generation),
             'X-Goog-Hash': f'crc32c={self.crc32c}',
             'X-Goog-Stored-Content-Length': str(len(self.data)),
+            'X-Goog-Stored-Content-Encoding': self.encoding or 'identity',
         }
 
 
@@ -138,11 +142,12 @@ class Store:
         data: bytes,
         query: Mapping[str, str] = {},
         content_type: str = _CONTENT_TYPE,
+        encoding: str = '',
     ) -> Object:
         with self._lock:
             self.check(query, bucket, name)
             self._last_generation = max(self._last_generation + 1, time.time_ns() // 1000)
-            made = Object(bucket, name, data, self._last_generation, content_type)
+            made = Object(bucket, name, data, self._last_generation, content_type, encoding)
             self._bucket(bucket)[name] = made
         return made
 
@@ -234,6 +239,7 @@ class Gcs(FakeServer):
     def __init__(self):
         super().__init__()
         self.env: dict[str, str] = {'STORAGE_EMULATOR_HOST': self.url}
+        self.requester_pays: set[str] = set()  # buckets that are read only for a project to bill
         self.location_types: dict[str, str] = {}  # of buckets that are not in one region
         self.tells_size_of_empty = True  # in the metadata of empty objects
         self.copied_at_once = 1 << 62  # bytes that a request copies at most; the next one continues
@@ -291,6 +297,13 @@ class Gcs(FakeServer):
             action = 'start' if call.query['uploadType'] == 'resumable' else 'upload'
         return action, names
 
+    def answer(self, call: Call) -> Reply:
+        _, names = self.route(call)
+        project = call.query.get('userProject') or call.headers.get('X-Goog-User-Project')
+        if names[0] in self.requester_pays and not project:
+            return _error(400, 'Bucket is a requester pays bucket but no user project provided.')
+        return super().answer(call)
+
     def error_reply(self, refusal: Refused, call: Call) -> Reply:
         if isinstance(refusal, Unchanged) and call.method == 'GET':
             return Reply(304)
@@ -346,7 +359,13 @@ class Gcs(FakeServer):
 
     def _on_read(self, call: Call, bucket: str, name: str) -> Reply:
         found = self._store.find(call.query, bucket, name)
-        return select_range(call, found.data, found.headers())
+        if found.encoding == 'gzip' and 'gzip' not in call.headers.get('Accept-Encoding', ''):
+            # Without ranges, whatever was requested.
+            return Reply(200, gzip.decompress(found.data), found.headers())
+        headers = found.headers()
+        if found.encoding:
+            headers['Content-Encoding'] = found.encoding
+        return select_range(call, found.data, headers)
 
     def _on_delete(self, call: Call, bucket: str, name: str) -> Reply:
         self.remove(bucket, name, call.query)

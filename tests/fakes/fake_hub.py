@@ -73,6 +73,7 @@ class Hub(FakeServer):
     def __init__(self, repo_files: Mapping[str, bytes | pathlib.Path]):
         super().__init__()
         self.gated = False
+        self.content_encoding = ''  # that of a proxy on the way to the files
         self.env: dict[str, str] = {'HF_ENDPOINT': self.url}
         self._commits: dict[str, dict[str, _File]] = {}
         self._branches: dict[str, str] = {}
@@ -201,7 +202,8 @@ class Hub(FakeServer):
             return _error(400, '', 'Only one auth mechanism allowed')
         if call.query.get('signature') != file.sha256[:8]:
             return _error(403, '', 'SignatureDoesNotMatch')
-        return select_range(call, file.data)
+        encoding = self.content_encoding
+        return select_range(call, file.data, {'Content-Encoding': encoding} if encoding else {})
 
     def _admit(self, call: Call) -> None:
         sent = call.headers.get('Authorization')

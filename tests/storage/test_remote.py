@@ -1,5 +1,7 @@
 """Downloads arrive whole, whatever the network does, or say why they do not and go on later."""
 
+import dataclasses
+import gzip
 import os
 import pathlib
 import random
@@ -196,6 +198,53 @@ def test_a_file_that_is_gone(bucket, target):
     with pytest.raises(FileNotFoundError, match=rf'{bucket.file.path} is gone'):
         fetch(bucket.file, target)
     assert len(bucket.reads()) == 1
+
+
+@pytest.mark.parametrize('encoding', ['gzip', 'deflate', 'br'])
+def test_objects_that_are_stored_compressed_are_named_at_once(bucket, target, encoding):
+    data = gzip.compress(DATA[:100_000], mtime=0)
+    bucket.server.put('bucket', 'packed/x.pt', data, encoding=encoding)
+    described = storage.describe_file('gs://bucket/packed/x.pt')
+    listed = storage.open_folder('gs://bucket/packed').list()['x.pt']
+    # Of a file of which only its size is known, the first response says it.
+    unlisted = dataclasses.replace(described, encoding='')
+    message = rf'packed/x\.pt: has Content-Encoding: {encoding}, expected none\. .* --clear-content'
+    for file, num_reads in ((described, 0), (listed, 0), (unlisted, 1)):
+        for read in (lambda file: file.read_range(0, 9), lambda file: fetch(file, target)):
+            bucket.server.clear()
+            with pytest.raises(OSError, match=message):
+                read(file)
+            assert len(bucket.reads()) == num_reads
+
+
+def test_what_a_proxy_compresses_is_named_at_once(on_hub, target):
+    on_hub.server.content_encoding = 'gzip'
+    with pytest.raises(OSError, match=r'\.pt: has Content-Encoding: gzip, .* A proxy between here'):
+        fetch(on_hub.file, target)
+    assert len(on_hub.reads()) == 1
+
+
+def test_a_bucket_of_which_the_requester_pays_needs_a_project(bucket, target, monkeypatch):
+    bucket.server.requester_pays.add('bucket')
+    folder = storage.open_folder('gs://bucket/source', to_write=True)
+    message = r'requester pays .* Set GOOGLE_CLOUD_QUOTA_PROJECT to the project'
+    for request in (
+        lambda: folder.list(deep=True),
+        lambda: folder.read('small.json'),
+        lambda: folder.write('small.json', b'{}'),
+        lambda: bucket.file.read_range(0, 9),
+        lambda: fetch(bucket.file, target),
+    ):
+        with pytest.raises(OSError, match=message):
+            request()
+    monkeypatch.setenv('GOOGLE_CLOUD_QUOTA_PROJECT', 'my-project')
+    folder.write('small.json', b'{}')
+    assert folder.read('small.json') == b'{}' and NAME in folder.list(deep=True)
+    assert not folder.find_limit()
+    assert bucket.file.read_range(0, 9) == DATA[:9]
+    fetch(bucket.file, target)
+    assert_fetched(target)
+    folder.remove(['small.json'])
 
 
 @pytest.mark.parametrize(
