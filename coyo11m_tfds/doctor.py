@@ -13,8 +13,10 @@ nothing. It writes only temporary files and, into a bucket, one file of one byte
 """
 
 import collections
+import contextlib
 import dataclasses
 import json
+import logging
 import os
 import pathlib
 import shutil
@@ -315,6 +317,25 @@ def run_python(program: str, seconds: float = _TIMEOUT) -> Any:
         raise ValueError(f'no answer, but: {process.stdout.strip()[-200:]}') from None
 
 
+class _WarningPrinter(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        text = ' '.join(record.getMessage().split())
+        command_line.print_lines(Finding('warning', WARN, text), file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _showing_warnings() -> Iterator[None]:
+    """Shows what this project and libraries warn of as lines like those of the findings."""
+    printer, logger = _WarningPrinter(logging.WARNING), logging.getLogger()
+    logger.addHandler(printer)
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        logger.removeHandler(printer)
+
+
 def read_build_config(text: str, **flags: str) -> BuildSettings:
     """Returns the settings of `coyo11m_tfds.build --config=TEXT` with flags for other fields."""
     try:
@@ -343,9 +364,10 @@ def main() -> None:
     with command_line.ends_in_one_line('nothing was changed', status=2):
         fields = {x: value for x, value in vars(flags).items() if x in CAPTION_FLAGS}
         settings = read_build_config(flags.build_config, **fields)
-        for finding in run_checks(flags.source, flags.data_dir, flags.encoder, settings):
-            command_line.print_lines(finding)
-            counts[finding.status] += 1
+        with _showing_warnings():
+            for finding in run_checks(flags.source, flags.data_dir, flags.encoder, settings):
+                command_line.print_lines(finding)
+                counts[finding.status] += 1
     failures = ', '.join(f'{counts[status]} {status}' for status in (FAIL, WARN) if counts[status])
     command_line.print_lines(f'{format_count(counts.total(), "check")}: {failures or "all pass"}')
     sys.exit(bool(counts[FAIL]))

@@ -4,7 +4,7 @@
         --vae=madebyollin/taesdxl --out=page.html
     python -m coyo11m_tfds.show OUT/coyo11m_tfds/latents/1.0.0 --key=123
 
-The pictures are of the first records of the train split. All else is as on the page
+The pictures are of records from all over the train split. All else is as on the page
 `report-<ID>.html` of the build, whose pictures have one pixel for each latent position. The VAE is
 a folder or a name on the hub, with an AutoencoderTiny or AutoencoderKL of diffusers; it runs in
 JAX. The data set does not change.
@@ -44,12 +44,10 @@ def show(data_dir: Data, vae: str, num_pictures: int = page.NUM_PREVIEWS) -> str
     maker = data.metadata.get(schema.META_VAE, '')
     decode = vae_decoder.load_decoder(vae, data.channels, maker)
     features = schema.KEY, schema.LATENTS, schema.CAPTION
-    with input_pipeline.eval_batches(
-        data, batch_size=num_pictures, features=features, split=schema.TRAIN, prefetch=1
-    ) as batches:
-        batch = next(batches)
-    # The last batch of a small data set is padded with rows that are no records.
-    keys, latents, captions = (batch[name][batch[input_pipeline.MASK]] for name in features)
+    records = input_pipeline.records(data, schema.TRAIN, features, crop=0)
+    count = min(num_pictures, len(records))
+    batch = records[[number * len(records) // count for number in range(count)]]
+    keys, latents, captions = (batch[name] for name in features)
     samples = zip(keys, captions, decode(latents[:, : data.channels]), strict=True)
     previews = [statistics.make_preview(*sample) for sample in samples]
     try:

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 
+import pyarrow.parquet as pq
 import pytest
 
 from coyo11m_tfds import doctor, schema
@@ -41,6 +42,18 @@ def test_a_whole_way_is_examined(command, sample_source, tmp_path):
     assert '1,173 records in 15 shards' in said
     assert last.startswith('8 checks: ')
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_warning_is_a_line_like_the_others(command, tmp_path):
+    source = made_sources.write_source(tmp_path / 's', [range(40)])
+    captions = source / schema.CAPTIONS_FILE
+    pq.write_table(pq.read_table(captions), captions)  # without checksums of pages
+    status, said, errors = command(doctor, f'--source={source}')
+    assert status == 0, said + errors
+    [line] = errors.splitlines()
+    assert re.match(
+        rf'warn  warning: {re.escape(str(captions))}: its pages have no checksums', line
+    )
 
 
 def test_what_fails_is_in_the_exit_status(command, tmp_path, monkeypatch):
