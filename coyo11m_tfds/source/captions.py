@@ -63,7 +63,11 @@ class CaptionFiles:
                     problem = f'{file.path} has no such integers, but {integers}: set key_column.'
                     faults.add(FieldError('key_column', key_column or schema.PARQUET_KEY, problem))
                 if caption not in texts:
-                    problem = f'{file.path} has no such texts, but {texts}: set caption_column.'
+                    kinds = dict(zip(arrow.names, arrow.types, strict=True))
+                    kind = f' ({caption} is {kinds[caption]})' if caption else ''
+                    problem = (
+                        f'{file.path} has no such texts{kind}, but {texts}: set caption_column.'
+                    )
                     faults.add(FieldError('caption_column', caption_column, problem))
                 faults.check()
                 # The next files must have the columns of the first.

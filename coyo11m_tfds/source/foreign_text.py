@@ -12,6 +12,7 @@ from typing import Any
 # In place of a text of which nothing can be read.
 UNREADABLE = b'\xff'
 
+_MAX_DEPTH = 4
 _UTF16_MARKS = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
 
 
@@ -51,17 +52,18 @@ def is_readable(text: str) -> bool:
     return not any('\ud800' <= character <= '\udfff' for character in text)
 
 
-def find_text(value: Any) -> str | None:
+def find_text(value: Any, *, depth: int = _MAX_DEPTH) -> str | None:
     """Returns the text that a value is, or the first in a list that is not empty; None without one.
 
-    Numbers and truth values are the texts that JSON has for them.
+    Numbers and truth values are the texts that JSON has for them. Lists may lie in lists, `depth`
+    of them.
     """
     if isinstance(value, str):
         return value
     if isinstance(value, bytes):
         return decode_utf8(value)
-    if isinstance(value, list | tuple):
-        texts = map(find_text, value)
+    if isinstance(value, list | tuple) and depth:
+        texts = (find_text(entry, depth=depth - 1) for entry in value)
         return next(filter(None, texts), None)
     if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return json.dumps(value)

@@ -4,8 +4,9 @@ import functools
 import hashlib
 import itertools
 import os
+import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +40,7 @@ class ColumnNames(NamedTuple):
     numbers: tuple[str, ...] = ()
     labels: str = ''  # whole numbers of classes, one of `LABELS`
     empty: tuple[str, ...] = ()  # without a value in any row
+    others: Mapping[str, str] = types.MappingProxyType({})  # with what they hold, in words
 
 
 class LatentFile:

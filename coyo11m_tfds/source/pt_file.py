@@ -161,13 +161,17 @@ class PtFile(LatentFile):
             self.embedding_dim = self._embeddings.shape[1]
 
     def column_names(self) -> ColumnNames:
-        lists: dict[str, list[Any]] = {}
+        texts, empty, others = [], [], dict[str, str]()
         for name, values in self._content.items():
-            if isinstance(name, str) and isinstance(values, list | tuple):
-                lists[name] = [value for value in values if value is not None]
-        texts = [x for x, values in lists.items() if values and isinstance(values[0], _TEXTS)]
-        empty = [x for x, values in lists.items() if not values]
-        return ColumnNames(texts=tuple(texts), empty=tuple(empty))
+            if not isinstance(values, list | tuple):
+                others[name] = f'a {type(values).__name__}'
+            elif any(isinstance(value, _TEXTS) for value in values):
+                texts.append(name)
+            elif all(value is None for value in values):
+                empty.append(name)
+            else:
+                others[name] = f'a {type(values).__name__} without texts'
+        return ColumnNames(texts=tuple(texts), empty=tuple(empty), others=others)
 
     def text_column(self, name: str) -> pa.Array:
         values = self._content[name]

@@ -172,6 +172,12 @@ def _find_captions(path: str, names: ColumnNames, options: SourceOptions) -> str
     # By default, labels also serve.
     if is_default and names.labels:
         return ''
+    others = {**dict.fromkeys(names.numbers, 'numbers'), **names.others}
+    if column := next((x for x in usual_names if x in others), ''):
+        raise ValueError(
+            f'{path}: {column} holds {others[column]}, expected texts, one for each row; its texts '
+            f'are {list(names.texts)}. Set caption_column.'
+        )
     raise ValueError(
         f"{options.no_captions}: {path}: has no captions '{options.captions}'; its texts are "
         f'{list(names.texts)}. Set caption_column.'

@@ -24,6 +24,7 @@ _ALIGNED = 16
 _MAX_TEXT = 1 << 20
 _CLASS = 'cls'  # WebDataset's suffix for the number of a class
 _TEXT, _JSON = 'txt', 'json'
+_USUAL_SUFFIXES = _TEXT, _JSON, _CLASS, 'npy'
 
 # In place of the fields of a `.json` that cannot be read.
 _DAMAGED: Mapping[str, Any] = types.MappingProxyType({})
@@ -47,6 +48,8 @@ class TarFile(LatentFile):
             folder, base = os.path.split(member)
             # Members whose names are equal up to the first dot form one sample.
             sample, _, suffix = base.partition('.')
+            if suffix.lower() in _USUAL_SUFFIXES:
+                suffix = suffix.lower()
             members = self._samples.setdefault(os.path.join(folder, sample), {})
             if suffix in members:
                 raise ValueError(f'{self.path}: has {member!r} twice. Remove one of them.')

@@ -149,12 +149,29 @@ def test_texts_of_a_pt_file_may_have_any_name_and_be_bytes_or_lists(
     assert captions_of(tmp_path / 'source', tmp_path / 'plan', **fields) == [b'a', b'b']
 
 
+def test_lists_within_lists_end(tmp_path):
+    endless: list[Any] = []
+    endless.append(endless)
+    deep = 'a'
+    for _ in range(200):
+        deep = [deep]
+    texts = [[['a']], endless, deep, 'b']
+    source = write_source(tmp_path / 'source', 'pt', texts)
+    assert captions_of(source, tmp_path / 'plan', validation_fraction=0) == [b'a', b'b']
+    rows = [f'{{"caption": {x}}}' for x in ('"a"', '[' * 500 + '"b"' + ']' * 500, '["c"]')]
+    source = write_source(tmp_path / 'tar', 'json', rows)
+    assert captions_of(source, tmp_path / 'other', validation_fraction=0) == [b'a', b'c']
+
+
 @pytest.mark.parametrize(
     ('captions', 'message'),
     [
         (['a'], r'captions has 1 entries, expected 2, one for each row'),
         (['a', {'en': 'b'}], r'captions of row 1 is a dict, expected a text, bytes of UTF-8 or'),
-        ([1, 2], r"has no captions 'caption_llava'; its texts are \['alt'\]"),
+        ([1, 2], r"captions holds a list without texts, expected .*; its texts are \['alt'\]"),
+        (torch.arange(2), r'captions holds a Tensor, expected texts, one for each row'),
+        ({0: 'a', 1: 'b'}, r'captions holds a dict, expected texts'),
+        ('ab', r'captions holds a str, expected texts'),
     ],
 )
 def test_what_is_no_text_of_a_pt_file_is_told_as_it_is(tmp_path, captions, message):
