@@ -192,7 +192,8 @@ def _distinct_texts(values: pa.Array) -> tuple[pa.Array, np.ndarray]:
     """Returns the texts, those of a dictionary once, as large binary, and the index of each row."""
     if not pa.types.is_dictionary(values.type):
         return arrow_texts.read_texts(values), np.arange(len(values), dtype=np.int32)
-    indices = pc.fill_null(values.indices, -1).to_numpy()
+    # Polars writes unsigned ones.
+    indices = pc.fill_null(values.indices.cast(pa.int64()), -1).to_numpy()
     entries, index = np.unique(indices, return_inverse=True)
     texts = values.dictionary.take(pa.array(entries, mask=entries < 0))
     return arrow_texts.read_texts(texts), index.astype(np.int32, copy=False)

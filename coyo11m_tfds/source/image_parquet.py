@@ -100,7 +100,11 @@ def _can_be_images(kind: pa.DataType) -> bool:
         return any(field.name in ('bytes', 'path') for field in kind)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return kind.value_type == pa.uint8()
-    return arrow_texts.is_flat(kind) or pa.types.is_dictionary(kind) or pa.types.is_null(kind)
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return (
+        arrow_texts.is_flat(kind) or pa.types.is_fixed_size_binary(kind) or pa.types.is_null(kind)
+    )
 
 
 def _read_image(value: pa.Scalar) -> bytes:
@@ -114,9 +118,13 @@ def _read_image(value: pa.Scalar) -> bytes:
         image = image.get('bytes') or image.get('path')
     if isinstance(image, bytes) and not image.startswith(tuple(x.encode() for x in _BASE64_HEADS)):
         return image
+    if image is None:
+        return b''
     if isinstance(image, bytes):
         image = image.decode('latin-1')
-    return _read_image_of_text(image) if isinstance(image, str) else b''
+    if not isinstance(image, str):
+        raise BadImageError('no bytes of an image', f'but a {type(image).__name__}')
+    return _read_image_of_text(image)
 
 
 def _read_image_of_text(text: str) -> bytes:
