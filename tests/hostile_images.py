@@ -1,6 +1,6 @@
 """Makes images that are damaged, huge, of other kinds, or made to harm who reads them.
 
-files = hostile_images.make()                       # name -> bytes, 66 of them
+files = hostile_images.make()                       # name -> bytes, 67 of them
 hostile_images.damage(data, np.random.default_rng(0))   # one of six random damages
 """
 
@@ -62,7 +62,7 @@ def scans(width: int, height: int, number: int) -> bytes:
 def make() -> dict[str, bytes]:
     """Files by name."""
     files = _of_no_kind() | _of_jpeg() | _of_png() | _of_webp()
-    assert len(files) == 66, len(files)
+    assert len(files) == 67, len(files)
     return files
 
 
@@ -119,6 +119,17 @@ def undamaged() -> list[bytes]:
 def srgb_profile() -> bytes:
     """An ICC profile of sRGB."""
     return ImageCms.ImageCmsProfile(ImageCms.createProfile('sRGB')).tobytes()
+
+
+def many_stages(number: int) -> bytes:
+    """An ICC profile that adds 0.001 to the red of all colours so many times."""
+    stage = struct.pack('>4sIHH', b'matf', 0, 3, 3)
+    stage += struct.pack('>12f', 1, 0, 0, 0, 1, 0, 0, 0, 1, 0.001, 0, 0)
+    places = struct.pack('>II', 16 + 8 * number, len(stage)) * number
+    stages = struct.pack('>4sIHHI', b'mpet', 0, 3, 3, number) + places + stage
+    header = bytearray(srgb_profile()[:128])
+    header[:4] = struct.pack('>I', 144 + len(stages))
+    return bytes(header) + struct.pack('>I4sII', 1, b'D2B0', 144, len(stages)) + stages
 
 
 def _of_no_kind() -> dict[str, bytes]:
@@ -222,6 +233,7 @@ def _of_png() -> dict[str, bytes]:
         'international-bomb.png': png(128, 96, chunk(b'iTXt', b'a\0\1\0\0\0' + bomb), pixels),
         'profile-bomb.png': png(128, 96, chunk(b'iCCP', b'a\0\0' + bomb), pixels),
         'exif-bomb.png': encode(image, 'PNG', exif=exif_bomb()),
+        'profile-stages.png': encode(image, 'PNG', icc_profile=many_stages(20_000)),
         'chunks.png': png(128, 96, *[chunk(b'tEXt', b'a\0b')] * 100_000, pixels),
         'grey16.png': encode(Image.fromarray(np.zeros((96, 128), np.uint16)), 'PNG'),
         'colour16.png': png(128, 96, chunk(b'IDAT', zlib.compress(bytes(769 * 96))), depth=16),

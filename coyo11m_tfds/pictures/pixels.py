@@ -30,6 +30,7 @@ _MAX_SCANS = 100
 # Pillow parses segments of a JPEG, the bytes between them and chunks of a PNG in Python, in some
 # microseconds each. The largest files have 1,100 segments and 8,200 chunks.
 _MAX_SEGMENTS, _MAX_GAPS, _MAX_CHUNKS = 10_000, 1 << 20, 1 << 17
+_MAX_TAGS, _MAX_STAGES = 100, 16  # of a profile; the library of profiles reads no more tags
 # Each of the tags may hold all of the EXIF once more. A segment of a JPEG has less.
 _MAX_EXIF = 1 << 16
 _PNG_DEPTH = 24  # offset of the bits a channel in a PNG file
@@ -297,13 +298,25 @@ def _convert_to_srgb(image: Image.Image) -> Image.Image:
 
 @functools.lru_cache(maxsize=4)  # a camera writes the same profile into all its images
 def _srgb_transform(profile: bytes | None, mode: str) -> ImageCms.ImageCmsTransform | None:
-    if not profile:
+    if not profile or _has_many_stages(profile):
         return None
     try:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         return ImageCms.buildTransform(source, ImageCms.createProfile('sRGB'), mode, 'RGB')
     except (ImageCms.PyCMSError, OSError):
         return None
+
+
+def _has_many_stages(profile: bytes) -> bool:
+    """Whether colours would pass so many stages that it takes minutes, or all memory."""
+    # Lists of stages (ICC.1:2022, 10.16), each of which may be the same bytes; others are of few.
+    num_tags = min(_MAX_TAGS, int.from_bytes(profile[128:132]))
+    for entry in range(132, 132 + 12 * num_tags, 12):
+        start = int.from_bytes(profile[entry + 4 : entry + 8])
+        num_stages = int.from_bytes(profile[start + 12 : start + 16])
+        if profile[start : start + 4] == b'mpet' and num_stages > _MAX_STAGES:
+            return True
+    return False
 
 
 def _crop(pixels: np.ndarray, shape: tuple[int, int], crops: int) -> np.ndarray:

@@ -205,6 +205,13 @@ def test_profiles_of_no_use_are_ignored(mode, capfd):
     assert capfd.readouterr() == ('', '')
 
 
+@pytest.mark.parametrize(('number', 'is_used'), [(10, True), (17, False)])
+def test_profiles_of_many_stages_are_ignored(number, is_used):
+    image = hostile_images.photo(64, 64)
+    crop = read(image, icc_profile=hostile_images.many_stages(number)).crops[0]
+    assert (crop != np.asarray(image)).any() == is_used
+
+
 # --- Buckets -------------------------------------------------------------------------------------
 
 
