@@ -45,7 +45,10 @@ def list_members(path: str, size: int, read: ReadRange) -> Iterator[tuple[str, i
             yield name, start, nbytes
             pax_fields = {}
         elif kind not in (tarfile.XGLTYPE, tarfile.DIRTYPE):
-            raise ValueError(f'{path}: {name!r} is a link or device, expected only files.')
+            raise ValueError(
+                f'{path}: {name!r} is a link, a device or a sparse file, expected whole files. '
+                'Write the tar again, e.g. by tar --dereference --hard-dereference.'
+            )
         offset = start + -(-nbytes // _BLOCK) * _BLOCK
     # Else a tar that was cut off between two members would only have fewer samples.
     padding = size - offset

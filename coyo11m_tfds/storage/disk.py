@@ -215,7 +215,8 @@ def _walk(top: str) -> Iterator[str]:
                 below.clear()
                 continue
             seen.add(real_parent)
-            paths = (os.path.join(parent, name) for name in sorted(below))
+            below.sort()
+            paths = (os.path.join(parent, name) for name in below)
             folders.extend(filter(os.path.islink, paths))
             below_top = os.path.relpath(parent, top)
             for name in names:

@@ -125,6 +125,17 @@ def test_every_member_of_a_tar_is_taken_or_has_a_reason(tmp_path):
     assert (twice.caption, twice.size) == ('New.', len(PNG))
 
 
+@pytest.mark.parametrize('kind', [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.GNUTYPE_SPARSE])
+def test_links_in_a_tar_are_refused_by_name(tmp_path, kind):
+    member = tarfile.TarInfo('again.jpg')
+    member.type, member.linkname = kind, 'a.jpg'
+    with tarfile.TarFile(tmp_path / 'a.tar', 'w') as tar:
+        tar_members.add_member(tar, 'a.jpg', JPEG)
+        tar.addfile(member)
+    with pytest.raises(ValueError, match=r"a\.tar: 'again\.jpg' is a link, .*--hard-dereference"):
+        look(tmp_path, tmp_path)
+
+
 @pytest.mark.parametrize('kind', ['folder', 'tar'])
 def test_images_that_share_their_data_have_keys_of_their_own(tmp_path, kind):
     data = {'c': 7, 'photo': 8, 'one.v2': 9, 'one': 10}
