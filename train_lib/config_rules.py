@@ -58,6 +58,9 @@ _RULES = {
 # Changeable fields whose values a run replaces by what the folders hold.
 DATA_SET, MIX = 'data.dir', 'data.mix'
 
+# The settings of a run also have what of JAX's environment changes roundings, below this name.
+ENVIRONMENT = 'environment'
+
 # Fields that decide what a step computes and which records it sees. The text encoder, the model
 # and the optimizer are in the identity of a run (`data.TrainingData`) and cannot be changed.
 _CHANGEABLE = re.compile(
@@ -129,6 +132,7 @@ def changeable_fields(config: ml_collections.ConfigDict) -> dict[str, Any]:
 def check_accepted_changes(names: Collection[str], config: ml_collections.ConfigDict) -> None:
     """Raises a ValueError for names that `changeable_fields` does not have."""
     changeable = changeable_fields(config)
+    names = [name for name in names if not name.startswith(f'{ENVIRONMENT}.')]
     unknown = [name for name in names if name not in changeable]
     if unknown:
         expected = f'expected some of {", ".join(sorted(changeable))}'

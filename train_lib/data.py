@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 import input_pipeline
 from coyo11m_tfds import schema
-from coyo11m_tfds.process import errors
+from coyo11m_tfds.process import errors, jax_environment
 from coyo11m_tfds.process.sizes import format_bytes, format_count
 from train_lib import config_rules, models, sharding
 
@@ -102,7 +102,9 @@ class TrainingData:
                 for digest, identity in zip(digests, identities, strict=True)
             },
         }
+        environment = {config_rules.ENVIRONMENT: jax_environment.describe()}
         self.settings = config_rules.changeable_fields(config)
+        self.settings |= config_rules.flatten_fields(environment)
         # A data set that has moved is the same: folders are replaced by what they hold.
         if config.data.mix:
             self.settings[config_rules.MIX] = [

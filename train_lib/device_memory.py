@@ -10,10 +10,13 @@ import jax
 import ml_collections
 
 from coyo11m_tfds.process import machine
+from coyo11m_tfds.process.jax_environment import promote_as_usual
 from coyo11m_tfds.process.sizes import format_bytes
 from train_lib import models
 
 
+# As the step is called: else JAX would compile it again.
+@promote_as_usual
 def check_device_memory(
     config: ml_collections.ConfigDict, step: Any, *arguments: Any, free: int | None = None
 ) -> None:

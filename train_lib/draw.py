@@ -33,7 +33,7 @@ from PIL import Image
 
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from coyo11m_tfds.pictures import vae_decoder
-from coyo11m_tfds.process import command_line
+from coyo11m_tfds.process import command_line, jax_environment
 from coyo11m_tfds.process.errors import FieldError, at_least
 from coyo11m_tfds.storage import json_digest, model_files
 from coyo11m_tfds.text import text_encoders
@@ -95,6 +95,7 @@ class Artist:
         `encoder` is a folder or hub name. `changes` replace fields of the run's `config.preview`,
         such as `guidance`; '' and None keep the run's values.
         """
+        jax_environment.check()
         self._saved = checkpoint.open_run(place, step)
         self.step = self._saved.step
         self.facts = DatasetStats.from_json(self._saved.description.facts)
@@ -119,6 +120,9 @@ class Artist:
             'preview': sampling_settings(config.preview),
             'vae': vae and f'{model_files.public_name(vae)} {model_files.revision(vae)}',
         }
+        # Only where there is something to say: the settings name what `evaluate` stores.
+        if environment := jax_environment.describe():
+            self.settings['environment'] = environment
         self._draw_batch = self._compile(config)
 
     def draw(

@@ -37,7 +37,7 @@ from etils import epath
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from coyo11m_tfds.pictures import latent_rgb, vae_decoder, vae_parts
-from coyo11m_tfds.process import command_line
+from coyo11m_tfds.process import command_line, jax_environment
 from coyo11m_tfds.storage import model_files
 from train_lib import checkpoint, flow, model_card, models, run, sharding, workdirs
 from train_lib.models.dit import DiT, Words, flatten_weights
@@ -66,6 +66,7 @@ def export(
     `vae`, a folder or hub name, decodes the pictures (None: that of the run's previews);
     `datasets` are names on the hub for the card.
     """
+    jax_environment.check()
     saved = checkpoint.open_run(place, step)
     config = ml_collections.ConfigDict(saved.description.config)
     facts = DatasetStats.from_json(saved.description.facts)
@@ -177,6 +178,7 @@ def _describe_painting(vae: str, facts: DatasetStats) -> dict[str, Any]:
     return {'scale': scale, **colours, 'local_vae': local_vae}
 
 
+@jax_environment.promote_as_usual
 def draw_example(
     model: DiT, params: Any, facts: DatasetStats, preview: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:

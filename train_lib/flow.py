@@ -25,13 +25,23 @@ def no_stats(text_dim: int, **facts: Any) -> DatasetStats:
     return DatasetStats(*arrays, **facts)
 
 
+def make_key(seed: int | jax.Array) -> jax.Array:
+    """Returns the random key of a seed from 0 to 2**32 - 1, whatever JAX's configuration is."""
+    # As `jax.random.key`, whose implementation and offset of seeds the environment can change.
+    words = jnp.stack([jnp.zeros((), jnp.uint32), jnp.asarray(seed, jnp.uint32)])
+    return jax.random.wrap_key_data(words, impl='threefry2x32')
+
+
 def draw_latents(moments: jax.Array, seeds: jax.Array, stats: DatasetStats) -> jax.Array:
     """Draws raw latents, float32 `(b, C, H, W)`, from moments `(b, 2C, H, W)`, each by its seed."""
     means, deviations = jnp.split(moments.astype(jnp.float32), 2, axis=1)
     if stats.moments == schema.LOG_VARIANCE:
         deviations = jnp.exp(0.5 * jnp.clip(deviations, *schema.LOG_VARIANCE_LIMITS))
-    noise = jax.vmap(lambda seed: jax.random.normal(jax.random.key(seed), means.shape[1:]))(seeds)
-    return means + deviations * noise
+
+    def make_noise(seed: jax.Array) -> jax.Array:
+        return jax.random.normal(make_key(seed), means.shape[1:], jnp.float32)
+
+    return means + deviations * jax.vmap(make_noise)(seeds)
 
 
 def standardize_latents(latents: jax.Array, stats: DatasetStats) -> jax.Array:
@@ -58,7 +68,7 @@ def logit_normal_times(
     rng: jax.Array, count: int, logit_mean: float, logit_std: float
 ) -> jax.Array:
     """Draws times in (0, 1), float32 `(count,)`; a positive mean favours noisy ones."""
-    return jax.nn.sigmoid(logit_mean + logit_std * jax.random.normal(rng, (count,)))
+    return jax.nn.sigmoid(logit_mean + logit_std * jax.random.normal(rng, (count,), jnp.float32))
 
 
 def squared_errors(
@@ -80,9 +90,10 @@ def noise_and_times_of_keys(
 
     def draw(words: jax.Array) -> tuple[jax.Array, jax.Array]:
         # In two halves, because JAX has no 64-bit integers by default.
-        rng = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), words[0]), words[1])
+        rng = jax.random.fold_in(jax.random.fold_in(make_key(seed), words[0]), words[1])
         noise_rng, time_rng = jax.random.split(rng)
-        return jax.random.normal(noise_rng, shape), jax.random.uniform(time_rng)
+        noise = jax.random.normal(noise_rng, shape, jnp.float32)
+        return noise, jax.random.uniform(time_rng, dtype=jnp.float32)
 
     return jax.vmap(draw)(keys)
 

@@ -21,6 +21,7 @@ from absl import flags, logging
 from ml_collections import config_flags
 
 import input_pipeline
+from coyo11m_tfds.process import jax_environment
 from train_lib import hosts, run, signals
 
 FLAGS = flags.FLAGS
@@ -46,12 +47,13 @@ def main() -> None:
     input_pipeline.prepare_process()
     with run.errors_in_one_line():
         run.prepare()
-    # Only now, because they take seconds and import TensorFlow, which reads those settings.
-    from train_lib import train
+        # Only now, because they take seconds and import TensorFlow, which reads those settings.
+        from train_lib import train
 
-    if FLAGS.config.distributed or FLAGS.coordinator_address:
-        with run.errors_in_one_line():
+    with run.errors_in_one_line():
+        if FLAGS.config.distributed or FLAGS.coordinator_address:
             hosts.join_hosts(FLAGS.coordinator_address, FLAGS.process_count, FLAGS.process_index)
+        jax_environment.check()
     if FLAGS.verbose:
         for line in ['Configuration:', *str(FLAGS.config).splitlines()]:
             logging.info('%s', line)

@@ -1,16 +1,27 @@
 """Metrics as clu collections: built in the step, merged over steps, computed for the log."""
 
+from typing import TypeVar
+
 import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 from clu import metrics as clu_metrics
 
+from coyo11m_tfds.process.jax_environment import promote_as_usual
+
 # The evaluation loss is also computed for each quarter of time: bin i holds t in [i/4, (i+1)/4).
 NUM_TIME_BINS = 4
 
+Metrics = TypeVar('Metrics', bound=clu_metrics.Collection)
+
+
 # Jitted, because a collection is a dozen small arrays: one dispatch instead of one for each.
-merge = jax.jit(lambda merged, update: merged.merge(update))
+@jax.jit
+@promote_as_usual
+def merge(merged: Metrics, update: Metrics) -> Metrics:
+    """Returns the metrics of all samples of both."""
+    return merged.merge(update)
 
 
 @flax.struct.dataclass

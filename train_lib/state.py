@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from coyo11m_tfds.process.errors import FieldError
+from coyo11m_tfds.process.jax_environment import promote_as_usual
 
 _DECAY_SHARE = 0.3  # of a run, for the schedule `wsd`
 
@@ -115,6 +116,7 @@ def make_init(
 ) -> Callable[[jax.Array], TrainState]:
     """Returns a function, to be jitted with shardings, from a random key to the state at step 0."""
 
+    @promote_as_usual
     def init(rng: jax.Array) -> TrainState:
         x = jnp.zeros((1, *latent_shape), jnp.float32)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), text)

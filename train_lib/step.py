@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from coyo11m_tfds.process.errors import FieldError
+from coyo11m_tfds.process.jax_environment import promote_as_usual
 from train_lib import caption_encoder, flow, models, sharding, state
 from train_lib.caption_encoder import StepEncoder
 from train_lib.metrics import EvalMetrics, TrainMetrics
@@ -47,15 +48,16 @@ def make_train_step(
     """Returns a function from frozen weights, a state and a batch to the next state and metrics."""
     conditions = ('drop_text', 'crop') if getattr(model, 'crops', 1) > 1 else ('drop_text',)
 
+    @promote_as_usual
     def train_step(frozen: Any, state: TrainState, batch: Batch) -> tuple[TrainState, TrainMetrics]:
         # Functions of seed and step alone, so a resumed run repeats noise and times exactly.
-        rng = jax.random.fold_in(jax.random.key(config.seed), state.step)
+        rng = jax.random.fold_in(flow.make_key(config.seed), state.step)
         noise_rng, time_rng = jax.random.split(rng)
         latents = batch['latents']
         if stats.moments:
             latents = flow.draw_latents(latents, batch['noise_seed'], stats)
         x = flow.standardize_latents(latents, stats)
-        noise = jax.random.normal(noise_rng, x.shape)
+        noise = jax.random.normal(noise_rng, x.shape, jnp.float32)
         t = flow.logit_normal_times(time_rng, x.shape[0], **config.flow)
         mask = batch.get('mask')
         inputs = {name: batch[name] for name in (*_TEXT_FEATURES, *conditions) if name in batch}
@@ -121,6 +123,7 @@ def make_eval_step(
 ) -> Callable[..., EvalMetrics]:
     """Returns a function from frozen weights, weights and a batch to metrics of the batch."""
 
+    @promote_as_usual
     def eval_step(frozen: Any, params: Any, batch: Batch) -> EvalMetrics:
         x = flow.standardize_latents(batch['latents'], stats)
         noise, t = flow.noise_and_times_of_keys(batch['key'], x.shape[1:], config.seed)
@@ -164,15 +167,16 @@ def make_draw(
     if not (stats.text_dim or stats.vocabulary):
         settings['guidance'] = 1.0
 
+    @promote_as_usual
     def draw(frozen: Any, params: Any, texts: jax.Array, first: int | jax.Array) -> jax.Array:
         # A function of the seed and the picture's number, which is `first` for the first row.
         def make_noise(number: jax.Array) -> jax.Array:
-            rng = jax.random.fold_in(jax.random.key(config.seed), number)
-            return jax.random.normal(rng, (height, width, channels))
+            rng = jax.random.fold_in(flow.make_key(config.seed), number)
+            return jax.random.normal(rng, (height, width, channels), jnp.float32)
 
         latents = flow.sample(
             bind_params(model, params),
-            jax.vmap(make_noise)(first + jnp.arange(len(texts))),
+            jax.vmap(make_noise)(first + jnp.arange(len(texts), dtype=jnp.int32)),
             prepare_text(stats, encoder, frozen, texts),
             **settings,
         )
@@ -181,6 +185,7 @@ def make_draw(
     return draw
 
 
+@promote_as_usual
 def prepare_text(
     stats: DatasetStats, encoder: StepEncoder | None, frozen: Any, texts: jax.Array
 ) -> Any:
@@ -248,6 +253,11 @@ def accumulate_gradient(value_and_grad: ValueAndGrad, count: int) -> ValueAndGra
 # --- Compiled for a mesh ------------------------------------------------------------------------
 
 
+class _Bound(functools.partial):
+    # Also JAX's rules of compilation, of bfloat16 in attention, mix dtypes.
+    __call__ = promote_as_usual(functools.partial.__call__)
+
+
 def bind(
     function: Callable, encoder: StepEncoder | None, *in_shardings: Any, **options: Any
 ) -> functools.partial:
@@ -256,7 +266,7 @@ def bind(
     frozen = encoder.params if encoder else None
     frozen_shardings = jax.tree.map(lambda leaf: leaf.sharding, frozen)
     jitted = jax.jit(function, in_shardings=(frozen_shardings, *in_shardings), **options)
-    return functools.partial(jitted, frozen)
+    return _Bound(jitted, frozen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,7 +331,7 @@ def make_program(
     draw = make_draw(config, pinned_model, stats, encoder)
 
     def init_from_seed() -> TrainState:
-        return init(jax.random.key(config.seed))
+        return init(flow.make_key(config.seed))
 
     abstract = jax.eval_shape(init_from_seed)
     states, batches = sharding.by_shape(abstract, mesh), sharding.batch(mesh)

@@ -25,6 +25,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from coyo11m_tfds.pictures import vae_decoder
+from coyo11m_tfds.process import jax_environment
 from coyo11m_tfds.process.sizes import format_count
 from train_lib import (
     beginnings,
@@ -88,6 +89,7 @@ def set_up(
         beginnings.OtherRunError: The last checkpoint in `workdir` belongs to another run.
         OSError: The data set does not exist, or `workdir` cannot be written to.
     """
+    jax_environment.check()
     workdirs.check_writable(workdir)
     config_rules.check_accepted_changes(accept_changes, config)
     writers.check_installed(config)

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from coyo11m_tfds import schema
 from coyo11m_tfds.pictures import vae_parts
 from coyo11m_tfds.pictures.vae_parts import VaeLayers
+from coyo11m_tfds.process import jax_environment
 from coyo11m_tfds.storage import model_files
 
 # Limits of a batch on one device. SDXL's encoder takes 1 GB for so many pixels.
@@ -45,6 +46,7 @@ class VaeEncoder:
         # Factor and shift, as in `latent_rgb.SCALES`.
         self.scale = vae.config['scaling_factor'], vae.config['shift_factor'] or 0.0
         self.has_moments = deviation is not None
+        jax_environment.check()
         mesh = Mesh(np.array(jax.local_devices()), ('pictures',))
         self._rows = NamedSharding(mesh, P('pictures'))
         self._weights = jax.device_put(vae.read_weights(), NamedSharding(mesh, P()))

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coyo11m_tfds.process.errors import FieldRule, one_of
+from coyo11m_tfds.process.jax_environment import promote_as_usual
 from coyo11m_tfds.storage import model_fields, model_files
 from coyo11m_tfds.storage.model_fields import list_of, optional, whole
 
@@ -133,6 +134,7 @@ class StoredVae:
         """
         network, used_names = networks[self.kind], set[str]()
 
+        @promote_as_usual
         def apply(weights: Mapping[str, Any], x: jax.Array) -> Any:
             layers = VaeLayers(self.config, weights)
             output = network(layers, x)

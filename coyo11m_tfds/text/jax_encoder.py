@@ -20,6 +20,7 @@ import tokenizers
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from coyo11m_tfds.process import jax_environment
 from coyo11m_tfds.process.errors import FieldRule, one_of
 from coyo11m_tfds.storage import model_fields, model_files
 from coyo11m_tfds.storage.model_fields import list_of, number, whole
@@ -194,6 +195,7 @@ class JaxEncoder(JaxTokenizer, ModelEncoder):
         dtype: jnp.dtype | type | None = None,
     ) -> None:
         """Loads tokenizer and weights; computes in `dtype`, float32 on CPUs or bfloat16."""
+        jax_environment.check()
         devices = jax.local_devices()
         on_cpu = devices[0].platform == 'cpu'
         dtype = dtype or (jnp.float32 if on_cpu else jnp.bfloat16)
@@ -222,6 +224,7 @@ class JaxEncoder(JaxTokenizer, ModelEncoder):
         return lambda: np.asarray(means)
 
 
+@jax_environment.promote_as_usual
 def _pool_states(
     network: language_model.LanguageModel, params, tokens: jax.Array, lengths: jax.Array
 ) -> jax.Array:

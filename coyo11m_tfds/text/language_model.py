@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from coyo11m_tfds.process.jax_environment import promote_as_usual
+
 Dtype = jnp.dtype | type
 
 
@@ -104,6 +106,7 @@ PUBLISHED = {
 }
 
 
+@promote_as_usual
 def abstract_params(config: LanguageModelConfig, dtype: Dtype) -> dict[str, Any]:
     """Shapes and dtypes of the weights of `LanguageModel(config)`, as `jax.ShapeDtypeStruct`.
 

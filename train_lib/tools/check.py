@@ -29,9 +29,11 @@ def check_configuration(config: ml_collections.ConfigDict) -> dict[str, str | di
     import jax
 
     from coyo11m_tfds.pictures import vae_decoder
+    from coyo11m_tfds.process import jax_environment
     from train_lib import config_rules, flow, sharding, step, writers
     from train_lib.data import TrainingData
 
+    jax_environment.check()
     writers.check_installed(config)
     unchecked = {}
     if config.distributed:
