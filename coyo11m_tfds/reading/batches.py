@@ -86,6 +86,9 @@ class Ahead(Iterator[T]):
 
     def close(self) -> None:
         """Ends the iteration, and the threads that read, after the read that is under way."""
+        # At the end of the program the threads have ended, and modules may be gone.
+        if self._is_finalizing():
+            return
         self._is_closed = True
         self._ready = collections.deque([(None, StopIteration())])
         # The thread drops the iterator, because only the thread knows when it is not running.

@@ -98,6 +98,32 @@ def test_a_loop_ends_at_damage_and_tensorflow_says_nothing_of_the_machine(folder
     check('loop', folder)
 
 
+LEFT_OPEN = """
+import jax
+import input_pipeline
+
+mesh = jax.make_mesh((1,), ('data',), devices=jax.devices()[:1])
+sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
+
+settings = dict(batch_size=32, seed=5, chunk=32, lanes=4, window=64, features=['key'])
+
+def arrays(engine):
+    yield from input_pipeline.train_arrays(sys.argv[1], sharding, engine=engine, **settings)
+
+# In a global variable, in a module that outlives it, and in both an iterator within another.
+left = arrays('rows')
+jax.left = [arrays('chunks'), input_pipeline.train_batches(sys.argv[1], **settings)]
+for iterator in (left, *jax.left):
+    next(iterator)
+"""
+
+
+def test_iterators_that_are_left_open_say_nothing(folder):
+    with children.python(LEFT_OPEN, folder / 'whole' / '1.0.0') as child:
+        output = child.communicate(timeout=PATIENCE)
+    assert (child.returncode, output) == (0, ('', ''))
+
+
 def test_what_the_environment_says_of_the_log_stays(monkeypatch):
     monkeypatch.setenv('TF_CPP_MIN_LOG_LEVEL', '0')
     process_settings.quiet_tensorflow()
