@@ -5,10 +5,13 @@ import functools
 import importlib
 import importlib.util
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 from packaging.utils import canonicalize_name
+from PIL import Image
 
 from tests import children
 from tests.checkout import CHECKOUT
@@ -71,6 +74,15 @@ def test_the_index_of_docs_has_every_page():
     pages = {x.name for x in (CHECKOUT / 'docs').iterdir() if x.suffix in ('.md', '.ipynb')}
     assert pages - {'README.md'} <= {*re.findall(r'\]\(([\w.]+)\)', text)}
     assert 'docs/README.md' in (CHECKOUT / 'README.md').read_text('utf-8')
+
+
+@pytest.mark.parametrize('name', ['order', 'workers'])
+def test_a_picture_of_the_pages_is_drawn_by_its_command(name, tmp_path):
+    path = tmp_path / 'picture.png'
+    program = CHECKOUT / 'docs/pictures.py'
+    subprocess.run([sys.executable, program, name, path], cwd=CHECKOUT, check=True)
+    with Image.open(path) as drawn, Image.open(CHECKOUT / f'docs/{name}.png') as shown:
+        assert drawn.size == shown.size
 
 
 @pytest.mark.parametrize('path', TEXTS, ids=str)
