@@ -160,6 +160,10 @@ BAD = [
     ([[1], [2, 3], [4]], r"column 'x' is list<.*>, expected integers, floats, or lists"),
     (np.zeros((3, 5000)), r'is fixed_size_list<.*>\[5000\], .* at most 32,768 bytes a row'),
     (pa.nulls(3, pa.float32()), r"x.parquet: column 'x' is null in every row"),
+    (
+        pa.array([[1, 2], None, [3, 4]], pa.list_(pa.float32(), 2)),
+        r'x.parquet: has nulls among lists of a fixed size, which Arrow does not read',
+    ),
     (np.zeros((3, 2), np.float32), r'x.parquet: has no value for 1,173 of 1,173 records of'),
 ]
 

@@ -225,6 +225,12 @@ def naming_damage(name: str) -> Iterator[None]:
         cause = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
         if 'crypt' in cause:
             raise ValueError(f'{name}: is encrypted. Write it without encryption.') from error
+        # So Arrow reads a null in place of a list of a fixed size.
+        if 'Expected all lists to be of size' in cause:
+            raise ValueError(
+                f'{name}: has nulls among lists of a fixed size, which Arrow does not read. Write '
+                'only rows with a list.'
+            ) from error
         if isinstance(error, NotImplementedError):
             raise ValueError(
                 f'{name}: has something that this version of Arrow does not read ({cause}). '

@@ -223,13 +223,14 @@ def join_values(
     digest, all_keys = hashlib.sha256(), []
     facts: dict[str, Any] = {}
     common: Mapping[str, Any] = {}  # what all files have to have, as the first of them
-    first_path = ''
+    first_path, num_rows = '', 0
     with Progress('Reading values', sum(file.size for file in files), 'B') as progress:
         for file in files:
             with (
                 hold(file) as path,
                 KeyedFile(path, *([column] if column else _COLUMNS), name=file.path) as parquet,
             ):
+                num_rows += parquet.num_rows
                 if _has_no_values(parquet, column):
                     progress.add(file.size)
                     continue
@@ -251,7 +252,7 @@ def join_values(
     keys = np.concatenate([np.empty(0, np.int64), *all_keys])
     name = common_path(files)
     if not len(keys):
-        problem = f"column '{column}' is null in every row" if column else 'has no rows'
+        problem = f"column '{column}' is null in every row" if num_rows else 'has no rows'
         raise ValueError(f'{name}: {problem}.')
     _, duplicate_keys = keyed_values.order_by_key(keys)
     keyed_values.check_unique_keys(len(duplicate_keys), duplicate_keys, name)

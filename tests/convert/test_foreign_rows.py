@@ -306,3 +306,8 @@ def test_parts_of_a_column_without_rows_or_values_are_counts(tmp_path):
     sidecar.join_values(files, str(tmp_path / 'x'), keys, hold=scratch.hold, column='size')
     values = KeyedValues(str(tmp_path / 'x'))
     assert values.read_array(values.places).tolist() == [4, 3]
+    with pytest.raises(ValueError, match=r'part-00000-of-00001\.parquet: has no rows'):
+        (tmp_path / 'empty').mkdir()
+        pq.write_table(pa.table(parts[0]), tmp_path / 'empty' / sidecar.part_name(0, 1))
+        files = sidecar.find_sidecar_files(tmp_path / 'empty')
+        sidecar.join_values(files, str(tmp_path / 'y'), keys, hold=scratch.hold, column='size')
