@@ -7,6 +7,7 @@ letters in Unicode, or in quotes of URLs.
 
 import collections
 import csv
+import dataclasses
 import functools
 import io
 import json
@@ -58,28 +59,26 @@ class ImageTables:
             table = _parse_csv(text, path, self._caption_columns)
         else:
             table = _parse_json_lines(text, path)
-        rows, others = dict[str, Fields](), list[_Row]()
-        num_repeated = 0
+        matches = self._match(os.path.dirname(name), table)
+        self._check(name, matches)
+        return matches.rows
+
+    def _match(self, folder: str, table: Iterator['_Row']) -> '_Matches':
+        """Finds the image of each row."""
+        matches, others = _Matches(), list[_Row]()
         for row in table:
-            image = os.path.normpath(os.path.join(os.path.dirname(name), row.file_name))
-            if image not in self._images:
+            image = os.path.normpath(os.path.join(folder, row.file_name))
+            if image in self._images:
+                matches.add(image, row)
+            else:
                 others.append(row)
-            elif image in rows:
-                num_repeated += 1
-            else:
-                rows[image] = row.fields
         # After those with exactly the path of an image, which they must not replace.
-        unknown = []
         for row in others:
-            image = self._find_similar(os.path.dirname(name), row.file_name)
-            if not image:
-                unknown.append(f'{row.place} ({row.file_name})')
-            elif image in rows:
-                num_repeated += 1
+            if image := self._find_similar(folder, row.file_name):
+                matches.add(image, row)
             else:
-                rows[image] = row.fields
-        self._tell(name, rows, unknown, num_repeated)
-        return rows
+                matches.unknown.append(str(row))
+        return matches
 
     def _find_similar(self, folder: str, file_name: str) -> str:
         """Returns the only image of a similar path, or ''."""
@@ -93,36 +92,57 @@ class ImageTables:
             images[normalize_path(image)].append(image)
         return images
 
-    def _tell(
-        self, name: str, rows: Mapping[str, Fields], others: Sequence[str], num_repeated: int
-    ) -> None:
-        """Logs once, by name, rows without an image and images without a row."""
+    def _check(self, name: str, matches: '_Matches') -> None:
+        """Raises a ValueError if no row has an image; logs, once, what has no partner, by name."""
         path = self._files[name].path
-        without_row = [x for x, table in self._images.items() if table == name and x not in rows]
-        if others and not rows:
+        without_row = [
+            image
+            for image, table in self._images.items()
+            if table == name and image not in matches.rows
+        ]
+        if matches.unknown and not matches.rows:
             raise ValueError(
-                f'{path}: none of its {len(others):,} rows names an image, such as '
-                f'{list_names(others)}; there are images such as {list_names(without_row)}. '
-                f'Write their paths, relative to the table, as its {_FILE_NAME!r}, or remove it.'
+                f'{path}: none of its {len(matches.unknown):,} rows names an image, such as '
+                f'{list_names(matches.unknown)}; there are images such as '
+                f'{list_names(without_row)}. Write their paths, relative to the table, as its '
+                f'{_FILE_NAME!r}, or remove it.'
             )
-        if name in self._told_tables:
-            return
-        self._told_tables.add(name)
         facts = []
-        if others:
-            facts.append(f'{len(others):,} rows name no image: {list_names(others)}')
-        if without_row:
-            facts.append(f'{len(without_row):,} images have no row: {list_names(without_row)}')
-        if num_repeated:
-            facts.append(f'{num_repeated:,} rows repeat an image, of which the first row counts')
-        if facts:
+        for problem, names in (
+            ('rows name no image', matches.unknown),
+            ('images have no row', without_row),
+            ('rows repeat an image, of which the first row counts', matches.repeated),
+        ):
+            if names:
+                facts.append(f'{len(names):,} {problem}: {list_names(names)}')
+        if facts and name not in self._told_tables:
             logging.warning('%s: %s.', path, '; '.join(facts))
+        self._told_tables.add(name)
 
 
 class _Row(NamedTuple):
     place: str  # in messages
     file_name: str
     fields: Fields
+
+    def __str__(self) -> str:
+        return f'{self.place} ({self.file_name})'
+
+
+@dataclasses.dataclass
+class _Matches:
+    """The rows of a table by their images, and those without an image of their own."""
+
+    rows: dict[str, Fields] = dataclasses.field(default_factory=dict)
+    repeated: list[str] = dataclasses.field(default_factory=list)
+    unknown: list[str] = dataclasses.field(default_factory=list)
+
+    def add(self, image: str, row: _Row) -> None:
+        """Adds a row; of several for an image the first counts."""
+        if image in self.rows:
+            self.repeated.append(str(row))
+        else:
+            self.rows[image] = row.fields
 
 
 def _parse_csv(text: str, path: str, caption_columns: Sequence[str]) -> Iterator[_Row]:

@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from coyo11m_tfds import embed_captions, schema
+from coyo11m_tfds import doctor, embed_captions, schema
+from coyo11m_tfds.convert.build_settings import BuildSettings
 from coyo11m_tfds.source import sidecar
 from coyo11m_tfds.source.keyed_values import KeyedValues
 from coyo11m_tfds.storage.scratch import Scratch
@@ -259,6 +260,7 @@ def test_a_file_without_rows_or_values_is_a_count(tmp_path, name):
     EMPTY[name](source)
     assert captions_of(source, tmp_path / 'after', **fields) == expected
     assert embed_captions.embed(source, 'hash', tmp_path / 'x', **fields).num_captions == COUNT
+    assert doctor.plan_or_estimate(str(source), BuildSettings(**fields)).num_records == COUNT
 
 
 def test_an_empty_shard_of_mds_is_a_count(tmp_path):

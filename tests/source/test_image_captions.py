@@ -384,11 +384,11 @@ def test_rows_and_images_without_a_partner_are_named_once(folder, kind, caplog):
     write_table(folder, kind, [{'file_name': x, 'text': x} for x in names])
     assert captions_of(folder)['3.jpg'] == '3.jpg'
     [message] = [record.getMessage() for record in caplog.records]
-    first, last = ('line 1', 'line 11') if kind == 'jsonl' else ('row 1', 'row 11')
+    place = 'line' if kind == 'jsonl' else 'row'
     assert message == (
-        f'{folder}/metadata.{kind}: 2 rows name no image: {first} (none.jpg), {last} '
+        f'{folder}/metadata.{kind}: 2 rows name no image: {place} 1 (none.jpg), {place} 11 '
         '(../outside.jpg); 4 images have no row: 10.jpg, 11.jpg, 8.jpg, ...; 1 rows repeat an '
-        'image, of which the first row counts.'
+        f'image, of which the first row counts: {place} 10 (3.jpg).'
     )
 
 
