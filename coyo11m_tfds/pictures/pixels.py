@@ -10,7 +10,6 @@ memory than `Target.max_pixels` allows.
 import functools
 import io
 import math
-import re
 import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ import numpy as np
 import PIL
 from PIL import Image, ImageCms, ImageOps
 
-from coyo11m_tfds.pictures import image_kinds, png_chunks
+from coyo11m_tfds.pictures import image_kinds, jpeg_segments, png_chunks
 
 # The formats that photographs are kept in. Each further decoder of Pillow's forty is one more that
 # files of strangers could attack.
@@ -29,15 +28,11 @@ _KINDS = ('JPEG', 'PNG', 'WebP')  # their names in `image_kinds`
 _MAX_SCANS = 100
 # Pillow parses segments of a JPEG, the bytes between them and chunks of a PNG in Python, in some
 # microseconds each. The largest files have 1,100 segments and 8,200 chunks.
-_MAX_SEGMENTS, _MAX_GAPS, _MAX_CHUNKS = 10_000, 1 << 20, 1 << 17
+_MAX_SEGMENTS, _MAX_SKIPPED, _MAX_CHUNKS = 10_000, 1 << 20, 1 << 17
 _MAX_TAGS, _MAX_STAGES = 100, 16  # of a profile; the library of profiles reads no more tags
 # Each of the tags may hold all of the EXIF once more. A segment of a JPEG has less.
 _MAX_EXIF = 1 << 16
 _PNG_DEPTH = 24  # offset of the bits a channel in a PNG file
-# A marker is none of the bytes of pixels: 0xff is stuffed there, or restarts them.
-_MARKER = re.compile(rb'\xff[^\x00\xd0-\xd7\xff]')
-_START_OF_SCAN, _END_OF_IMAGE, _APP1 = 0xDA, 0xD9, 0xE1
-_WITHOUT_LENGTH = {0x01, 0xC8, 0xD8, _END_OF_IMAGE, *range(0xF0, 0xFE)}
 
 # Of the shapes of buckets: the largest ratio of their sides and the least share of the area.
 _MAX_RATIO = 2
@@ -163,9 +158,11 @@ def _decode(data: bytes, target: Target) -> Image.Image:
     if not data:
         raise BadImageError('empty')
     try:
-        _check_structure(data)
         profile = b''
+        if data.startswith(jpeg_segments.SIGNATURE):
+            data = _check_segments(data)
         if data.startswith(png_chunks.SIGNATURE):
+            _check_chunks(data)
             data, profile = png_chunks.keep_pixels(data)
         # Pillow warns of what it repairs, such as damaged EXIF.
         with warnings.catch_warnings(action='ignore'):
@@ -204,42 +201,37 @@ def _check_header(data: bytes, image: Image.Image, target: Target) -> None:
         raise BadImageError('16 bits')
 
 
-def _check_structure(data: bytes) -> None:
-    """Refuses a file whose parts alone would take much time or memory, however small they are."""
-    if data.startswith(b'\xff\xd8'):
-        _check_segments(data)
-    if data.startswith(png_chunks.SIGNATURE):
-        offset = len(png_chunks.SIGNATURE)
-        for _ in range(_MAX_CHUNKS):
-            offset += 12 + int.from_bytes(data[offset : offset + 4])
-            if offset >= len(data):
-                return
-        raise BadImageError('too many parts', f'more than {_MAX_CHUNKS:,} chunks')
-
-
-def _check_segments(data: bytes) -> None:
-    # What lies behind the end of the image, such as a video, has markers by chance.
-    offset, num_scans, num_exif, num_between = 2, 0, 0, 0
-    for _ in range(_MAX_SEGMENTS):
-        marker = _MARKER.search(data, offset)
-        kind = data[marker.end() - 1] if marker else _END_OF_IMAGE
-        if not marker or (num_scans and kind == _END_OF_IMAGE):
+def _check_chunks(data: bytes) -> None:
+    """Refuses a PNG of so many chunks that they take long, however small they are."""
+    offset = len(png_chunks.SIGNATURE)
+    for _ in range(_MAX_CHUNKS):
+        offset += 12 + int.from_bytes(data[offset : offset + 4])
+        if offset >= len(data):
             return
-        if not num_scans:
-            num_between += marker.start() - offset
-        offset = start = marker.end()
-        if kind not in _WITHOUT_LENGTH:
-            offset += max(2, int.from_bytes(data[start : start + 2]))
-        if kind == _APP1 and data[start + 2 : start + 6] == b'Exif':
-            num_exif += offset - start
-        num_scans += kind == _START_OF_SCAN
+    raise BadImageError('too many parts', f'more than {_MAX_CHUNKS:,} chunks')
+
+
+def _check_segments(data: bytes) -> bytes:
+    """Returns a JPEG with its first EXIF alone; refuses one of so many segments that take long."""
+    kept_parts, kept_end = list[bytes](), 0
+    num_scans = num_exif = num_skipped = 0
+    for number, segment in enumerate(jpeg_segments.list_segments(data)):
+        num_skipped += segment.num_skipped
+        if segment.kind == jpeg_segments.START_OF_SCAN:
+            num_scans += 1
+        if jpeg_segments.is_exif(data, segment):
+            num_exif += 1
+            # Pillow would join them.
+            if num_exif > 1:
+                kept_parts.append(data[kept_end : segment.start])
+                kept_end = segment.end
         if num_scans > _MAX_SCANS:
             raise BadImageError('too many scans')
-        if num_exif > _MAX_EXIF:
-            raise BadImageError('too many parts', f'more than {_MAX_EXIF:,} bytes of EXIF')
-        if num_between > _MAX_GAPS:
+        if number > _MAX_SEGMENTS:
+            raise BadImageError('too many parts', f'more than {_MAX_SEGMENTS:,} segments')
+        if num_skipped > _MAX_SKIPPED:
             raise BadImageError('damaged or cut off', 'long gaps between its segments')
-    raise BadImageError('too many parts', f'more than {_MAX_SEGMENTS:,} segments')
+    return b''.join([*kept_parts, data[kept_end:]])
 
 
 def _turn(image: Image.Image) -> Image.Image:

@@ -32,21 +32,22 @@ def keep_pixels(data: bytes) -> tuple[bytes, bytes]:
 
     Of a damaged file, the damage stays.
     """
-    view, profile = memoryview(data), b''
+    view, profiles = memoryview(data), list[bytes]()
     kept_parts, keywords = [view[: len(SIGNATURE)]], set[bytes]()
     for kind, start, end in _list_chunks(data):
         content = data[start + 8 : end - 4] if kind in (_PROFILE, *_TEXTS) else b''
         is_kept = not kind[:1].islower() or kind in _OF_PIXELS
-        if kind == _PROFILE:
+        # Of many, each of which may be large, the first.
+        if kind == _PROFILE and not profiles:
             # Behind the name of the profile, and a byte for the method of compression.
-            profile = _inflate(content.partition(b'\0')[2][1:], _MAX_PROFILE) or b''
+            profiles.append(_inflate(content.partition(b'\0')[2][1:], _MAX_PROFILE) or b'')
         elif kind in _TEXTS:
             keyword = content.partition(b'\0')[0]
             is_kept = keyword in _KEYWORDS and keyword not in keywords and _is_short(kind, content)
             keywords.add(keyword)
         if is_kept:
             kept_parts.append(view[start:end])
-    return b''.join(kept_parts), profile
+    return b''.join(kept_parts), b''.join(profiles)
 
 
 def _list_chunks(data: bytes) -> Iterator[_Chunk]:
