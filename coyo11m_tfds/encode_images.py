@@ -77,7 +77,7 @@ _PARTS = '.encoded'  # folder of the receipts of parts
 # NumPy's files have no name for bfloat16, and float16 rounds latents, which are small, less.
 _DTYPES = 'float16', 'float32'
 _MAX_NAMES = 3  # of images that are left out for one reason, or have no caption
-_NO_CAPTION = 'have no caption'
+_NO_CAPTION = 'without a caption'
 # Of fewer images, a few bad ones do not stop a run before its end.
 _MANY_IMAGES = 4096
 # Reading waits for the storage, so there are more threads than workers.

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from absl import logging
 
+from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.source import foreign_text
 from coyo11m_tfds.source.similar_names import list_names, normalize_path
 from coyo11m_tfds.storage.stored_file import StoredFile
@@ -102,19 +103,19 @@ class ImageTables:
         ]
         if matches.unknown and not matches.rows:
             raise ValueError(
-                f'{path}: none of its {len(matches.unknown):,} rows names an image, such as '
-                f'{list_names(matches.unknown)}; there are images such as '
-                f'{list_names(without_row)}. Write their paths, relative to the table, as its '
-                f'{_FILE_NAME!r}, or remove it.'
+                f'{path}: no row names an image, but {list_names(matches.unknown)}; there are '
+                f'images such as {list_names(without_row)}. Write their paths, relative to the '
+                f'table, as its {_FILE_NAME!r}, or remove it.'
             )
         facts = []
-        for problem, names in (
-            ('rows name no image', matches.unknown),
-            ('images have no row', without_row),
-            ('rows repeat an image, of which the first row counts', matches.repeated),
+        first = 'of which the first row counts'
+        for one, several, names in (
+            ('row names no image', 'rows name no image', matches.unknown),
+            ('image has no row', 'images have no row', without_row),
+            (f'row repeats an image, {first}', f'rows repeat an image, {first}', matches.repeated),
         ):
             if names:
-                facts.append(f'{len(names):,} {problem}: {list_names(names)}')
+                facts.append(f'{format_count(len(names), one, several)}: {list_names(names)}')
         if facts and name not in self._told_tables:
             logging.warning('%s: %s.', path, '; '.join(facts))
         self._told_tables.add(name)
@@ -158,7 +159,8 @@ def _parse_csv(text: str, path: str, caption_columns: Sequence[str]) -> Iterator
             number += 1
             if len(cells) != len(columns):
                 raise ValueError(
-                    f'{path}: row {number} (line {reader.line_num}) has {len(cells)} cells, '
+                    f'{path}: row {number} (line {reader.line_num}) has '
+                    f'{format_count(len(cells), "cell")}, '
                     f'expected {len(columns)} as in its header. Put texts with commas or line '
                     'ends between double quotes.'
                 )

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from absl import logging
 
+from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.source.similar_names import list_names, normalize_path
 from coyo11m_tfds.storage.stored_file import StoredFile
 
@@ -49,12 +50,10 @@ class TextFiles:
             if name.lower().endswith(SUFFIXES + _OTHERS):
                 unused_paths.append(self._files[name].path)
         if unused_paths and images_without:
+            images = format_count(len(images_without), 'image has', 'images have')
+            unused_files = format_count(len(unused_paths), 'file is', 'files are')
             logging.warning(
-                '%s images have neither a .json or .txt nor a table: %s. %s files are not used: '
-                '%s. Captions are in files with the name of their image, metadata.jsonl or '
-                'metadata.csv.',
-                f'{len(images_without):,}',
-                list_names(images_without),
-                f'{len(unused_paths):,}',
-                list_names(unused_paths),
+                f'{images} neither a .json or .txt nor a table: {list_names(images_without)}. '
+                f'{unused_files} not used: {list_names(unused_paths)}. Captions are in files with '
+                'the name of their image, metadata.jsonl or metadata.csv.'
             )

@@ -20,6 +20,7 @@ from isal import isal_zlib as zlib
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import pt_archive
 from coyo11m_tfds.process.errors import Faults
+from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.source import copied_files, foreign_text
 from coyo11m_tfds.source.latent_file import (
     ColumnNames,
@@ -177,8 +178,8 @@ class PtFile(LatentFile):
         values = self._content[name]
         if len(values) != len(self.keys):
             raise ValueError(
-                f'{self.path}: {name} has {len(values)} entries, expected {len(self.keys)}, one '
-                'for each row.'
+                f'{self.path}: {name} has {format_count(len(values), "entry", "entries")}, '
+                f'expected {len(self.keys):,}, one for each row.'
             )
         texts = []
         for row, value in enumerate(values):

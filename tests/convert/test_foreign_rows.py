@@ -167,7 +167,7 @@ def test_lists_within_lists_end(tmp_path):
 @pytest.mark.parametrize(
     ('captions', 'message'),
     [
-        (['a'], r'captions has 1 entries, expected 2, one for each row'),
+        (['a'], r'captions has 1 entry, expected 2, one for each row'),
         (['a', {'en': 'b'}], r'captions of row 1 is a dict, expected a text, bytes of UTF-8 or'),
         ([1, 2], r"captions holds a list without texts, expected .*; its texts are \['alt'\]"),
         (torch.arange(2), r'captions holds a Tensor, expected texts, one for each row'),

@@ -88,12 +88,12 @@ def write_parquet(folder: pathlib.Path, **columns: Any) -> None:
     ('rows', 'message'),
     [
         ('1.jpg,a dog, running\n2.jpg,b\n', r'row 1 \(line 2\) has 3 cells, expected 2 as in its'),
-        ('1.jpg,a\n2.jpg\n', r'row 2 \(line 3\) has 1 cells, expected 2'),
+        ('1.jpg,a\n2.jpg\n', r'row 2 \(line 3\) has 1 cell, expected 2'),
         ('1.jpg,"a big dog\n2.jpg,b\n', r'row 1 \(up to line 3\) is no row of CSV'),
         ('1.jpg,"a big dog\n2.jpg,"b"\n', r'row 1 \(up to line 3\) is no row of CSV'),
         ('1.jpg,"a" dog\n2.jpg,b\n', r'row 1 \(up to line 2\) is no row of CSV'),
         ('1.jpg, "a, dog"\n', r'row 1 \(line 2\) has 3 cells'),
-        ('1.jpg,a\n\0\0\0', r'row 2 \(line 3\) has 1 cells'),
+        ('1.jpg,a\n\0\0\0', r'row 2 \(line 3\) has 1 cell'),
     ],
 )
 def test_a_row_of_csv_of_which_a_text_would_be_cut_or_swallowed_is_refused(folder, rows, message):
@@ -351,7 +351,7 @@ def test_files_that_may_be_those_of_images_without_captions_are_named(folder, ca
     assert captions_of(folder) == {'a.jpg': 'x', 'b.jpg': ''}
     [message] = [record.getMessage() for record in caplog.records]
     assert message == (
-        '1 images have neither a .json or .txt nor a table: b.jpg. 2 files are not used: '
+        '1 image has neither a .json or .txt nor a table: b.jpg. 2 files are not used: '
         f'{folder}/c.txt, {folder}/captions.csv. Captions are in files with the name of their '
         'image, metadata.jsonl or metadata.csv.'
     )
@@ -387,7 +387,7 @@ def test_rows_and_images_without_a_partner_are_named_once(folder, kind, caplog):
     place = 'line' if kind == 'jsonl' else 'row'
     assert message == (
         f'{folder}/metadata.{kind}: 2 rows name no image: {place} 1 (none.jpg), {place} 11 '
-        '(../outside.jpg); 4 images have no row: 10.jpg, 11.jpg, 8.jpg, ...; 1 rows repeat an '
+        '(../outside.jpg); 4 images have no row: 10.jpg, 11.jpg, 8.jpg, ...; 1 row repeats an '
         f'image, of which the first row counts: {place} 10 (3.jpg).'
     )
 
@@ -396,7 +396,7 @@ def test_rows_and_images_without_a_partner_are_named_once(folder, kind, caplog):
 def test_a_table_that_names_no_image_at_all_is_refused(folder, kind):
     write_images(folder, 'cats/1.jpg', 'cats/2.jpg')
     write_table(folder, kind, [{'file_name': 'dogs/1.jpg', 'text': 'x'}])
-    message = r'none of its 1 rows names an image, such as \w+ 1 \(dogs/1\.jpg\); .* cats/1\.jpg, '
+    message = r'no row names an image, but \w+ 1 \(dogs/1\.jpg\); .* cats/1\.jpg, '
     with pytest.raises(ValueError, match=message):
         find(folder)
 
