@@ -471,7 +471,9 @@ def test_few_of_many_large_images_are_in_memory(encoder, tmp_path, monkeypatch):
 def test_it_says_which_options_take_images_that_are_left_out(encoder, tmp_path):
     sizes = [(40, 17), (14, 30), (30, 15), (7, 9), (1, 90)]
     images = [*made_images.make_images(4, [(14, 30)]), *made_images.make_images(5, sizes)]
-    images = [x._replace(name=f'{n}-{x.name}') for n, x in enumerate(images)]
+    images = [
+        x._replace(name=f'{n}-{x.name}', fields=x.fields | {'key': n}) for n, x in enumerate(images)
+    ]
     report = encode(made_images.write(tmp_path / 'images', 'json', images), encoder, tmp_path / 'o')
     assert '8 left out: 8 too small (' in str(report)
     advice = 'Of those that are too small, --size=14 would take 6 and --size=6 would take 7.'
