@@ -125,7 +125,8 @@ def train_batches(data: Data | Mix, **arguments: Unpack[TrainArguments]) -> Batc
         stages: Stages of a mixture: dicts with the first step of the stage, `from`, and the
             `weights` of the sources from this step on, which may be 0.
         features: Some of `key`, `latents`, `crop`, `text_embedding`, `tokens`, `caption`, or names
-            of columns of `python -m coyo11m_tfds.add_column`.
+            of columns of `python -m coyo11m_tfds.add_column`. By default `key`, `latents`, `crop`
+            and the text that the data set has, `text_embedding` or `tokens`.
         chunk: Records read together, a multiple of `schema.CHUNK_STRIDE`.
         lanes: Number of streams; every batch takes an equal share of each. A multiple of
             process_count.

@@ -10,7 +10,8 @@ import input_pipeline
 from coyo11m_tfds import add_column, embed_captions, schema
 from coyo11m_tfds.text import text_encoders
 from coyo11m_tfds.text.text_encoders import Tokenizer
-from tests import built, runs
+from tests import built, children, runs
+from tests.checkout import CHECKOUT
 from tests.runs import small_config
 from train_lib import data, draw, sharding
 
@@ -128,3 +129,57 @@ def test_tokens_of_several_lengths_come_in_one_shape(sample_source, tmp_path):
     held_out = np.asarray(evaluated[schema.TOKENS])
     assert (held_out[:, :3] >= 0).all() and (held_out[:, 5:] == schema.TOKEN_PADDING).all()
     assert opened.preview_samples.text.shape == (3, 12)
+
+
+@pytest.fixture(scope='module')
+def without_text(sample_source, tmp_path_factory) -> pathlib.Path:
+    return built.build(sample_source, '', tmp_path_factory.mktemp('plain'), name='plain')
+
+
+def test_the_default_of_features_has_the_text_of_the_data_set(dataset, without_text):
+    settings = {'batch_size': 16, 'seed': 0, 'lanes': 8}
+    names = ['key', 'latents', 'crop']
+    for folder, expected in ((dataset, [*names, 'tokens']), (without_text, names)):
+        assert [*input_pipeline.train_batches(folder, **settings).spec] == expected
+        batch = next(input_pipeline.eval_batches(folder, batch_size=16))
+        assert batch.keys() == {*expected, 'mask'}
+        engine = input_pipeline.train_batches(folder, **settings, engine='tf_data')
+        assert next(engine).keys() == {*expected}
+    mix = [{'dir': dataset}, {'dir': without_text, 'seed': 1}]
+    assert [*input_pipeline.train_batches(mix, **settings).spec] == names
+
+
+def test_the_torch_class_of_the_docs_reads_data_sets_of_all_texts(dataset, without_text):
+    text = (CHECKOUT / 'docs' / 'pytorch.md').read_text()
+    example = text.partition('```python\n')[2].partition('```')[0]
+    program = """
+        exec(sys.argv[1])
+        from accelerate.data_loader import prepare_data_loader
+        def load(folder, **share):
+            data = Batches(folder, batch_size=16, seed=0, **share)
+            return torch.utils.data.DataLoader(data, batch_size=None)
+        for folder in sys.argv[2:]:
+            batch = next(iter(load(folder)))
+            print({name: tuple(values.shape[1:]) for name, values in batch.items()})
+        for dispatch in (False, True):
+            for share in ({}, {'process_index': 0, 'process_count': 2}):
+                loader = prepare_data_loader(
+                    load(folder, **share), torch.device('cpu'), 2, 0,
+                    put_on_device=dispatch, dispatch_batches=dispatch,
+                )
+                try:
+                    loader.set_epoch(0)
+                    print('taken')
+                except ValueError as error:
+                    print(error)
+    """
+    with children.python(program, example, dataset, without_text) as child:
+        output, errors = child.communicate(timeout=300)
+    assert child.returncode == 0, errors
+    shapes = "'key': (), 'latents': (4, 32, 32), 'crop': ()"
+    refusal = 'leave this loader out of accelerator.prepare, which would split the batches again'
+    assert output.splitlines() == [
+        f"{{{shapes}, 'tokens': ({LENGTH},)}}",
+        f'{{{shapes}}}',
+        *(['taken', refusal] * 2),
+    ]

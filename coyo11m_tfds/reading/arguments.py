@@ -19,6 +19,12 @@ _KINDS: dict[Any, tuple[str, Any, Any, Callable[[Any], Any]]] = {
     str: ('a string', str, (), str),
     texts.TextSpec: ('a string, or a dict of weights', str | Mapping, (), lambda spec: spec),
     Sequence[str]: ("a sequence of names, such as ('key',)", Iterable, str | Mapping, tuple),
+    Sequence[str] | None: (
+        "a sequence of names, such as ('key',), or None",
+        Iterable | None,
+        str | Mapping,
+        lambda names: None if names is None else tuple(names),
+    ),
     Sequence[Mapping[str, Any]]: ('a sequence of dicts', Iterable, str | Mapping, tuple),
 }
 

@@ -93,7 +93,7 @@ class SplitReader:
     ):
         self.options, stored = options, options.stored
         self._split, self.is_mapped = opened
-        features = tuple(options.features)
+        features = options.feature_names
         check_text_feature(stored.folder, text, features)
         num_records = int(self._split.index.shard_lengths.sum())
         columns = stored.find_columns(features, text)

@@ -51,7 +51,7 @@ class Records:
                 f'{stored.folder}: only records of a whole data set with a chunk index have '
                 "numbers, with engine 'rows' or 'chunks': build it again, or leave out 'where'"
             )
-        if others := {CROP, NOISE_SEED} & set(options.features):
+        if others := {CROP, NOISE_SEED} & set(options.feature_names):
             raise ValueError(f'features has {min(others)!r}, which only samples in batches have')
         crops = stored.latents[1][0]
         middle = schema.middle_crop(crops)

@@ -13,7 +13,7 @@ from coyo11m_tfds.reading import arguments, damage
 from coyo11m_tfds.reading.batches import CROP
 from coyo11m_tfds.reading.files import ReadCounter
 from coyo11m_tfds.reading.order import OrderSettings, check_chunk
-from coyo11m_tfds.reading.sources import Mix, MixSource, open_mix
+from coyo11m_tfds.reading.sources import Mix, MixSource, choose_texts, open_mix
 
 AUTO, ROWS, CHUNKS, TF_DATA = ENGINES = ('auto', 'rows', 'chunks', 'tf_data')
 
@@ -22,7 +22,7 @@ class ReadArguments(TypedDict, total=False):
     """The arguments of `input_pipeline.eval_batches`, which become `ReadOptions`."""
 
     batch_size: Required[int]
-    features: Sequence[str]
+    features: Sequence[str] | None
     split: str
     chunk: int
     parallel_reads: int
@@ -56,7 +56,7 @@ class ReadOptions:
 
     data: Data | Mix
     batch_size: int
-    features: Sequence[str] = (schema.KEY, schema.LATENTS, CROP, schema.TEXT_EMBEDDING)
+    features: Sequence[str] | None = None
     split: str = schema.VALIDATION
     chunk: int = 64
     parallel_reads: int = 16
@@ -73,7 +73,7 @@ class ReadOptions:
     def __post_init__(self):
         # Before the checks, which compare numbers.
         arguments.convert_fields(self)
-        if not self.features:
+        if self.features is not None and not self.features:
             raise ValueError("features=() names no feature; features=('key',) works")
         one_of(*ENGINES).check('engine', self.engine)
         one_of(*damage.MODES).check('verify', self.verify)
@@ -100,6 +100,16 @@ class ReadOptions:
     def stored(self) -> StoredDataset:
         return self.source.stored
 
+    @functools.cached_property
+    def feature_names(self) -> tuple[str, ...]:
+        """The features to read; by default with the text that all sources have, if any."""
+        if self.features is not None:
+            return tuple(self.features)
+        names = schema.KEY, schema.LATENTS, CROP
+        kinds = {mixture.feature for mixture in choose_texts(self.sources, self.text, names)}
+        text = kinds.pop() if len(kinds) == 1 else ''
+        return (*names, text) if text else names
+
     def describe(self, engine: str) -> str:
         """Describes for people what an engine reads."""
         folders = ', '.join(x.stored.folder for x in self.sources)
@@ -107,7 +117,7 @@ class ReadOptions:
 
     def for_source(self, source: MixSource) -> Self:
         text = self.text if source.text is None else source.text
-        return dataclasses.replace(self, data=(source,), text=text)
+        return dataclasses.replace(self, data=(source,), text=text, features=self.feature_names)
 
     @property
     def process(self) -> tuple[int, int]:

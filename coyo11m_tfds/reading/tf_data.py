@@ -45,7 +45,7 @@ def make_train_dataset(plan: training.ReadPlan) -> tf.data.Dataset:
     # All batch sizes read the same sequence, so a lane may take samples of several batches at once.
     steps_per_item = -(-_LANE_ROWS // per_lane) if has_one_shape else 0
     signature = _signature(reader.spec(per_lane), None, has_one_shape)
-    has_latents = schema.LATENTS in options.features
+    has_latents = schema.LATENTS in options.feature_names
     if has_latents and len({x.stored.latents[0] for x in plan.sources}) > 1:
         raise ValueError('a tf.data.Dataset has latents of one dtype: read with train_batches')
 
@@ -167,7 +167,7 @@ def _shuffled_batches(plan: training.ReadPlan) -> tf.data.Dataset:
     options = plan.options.for_source(source)
     seed = options.seed % 2**63  # TensorFlow's seeds are int64
     features = BatchFeatures(
-        tuple(options.features),
+        options.feature_names,
         {},
         seed=options.seed,
         caption_dropout=options.caption_dropout,
@@ -194,7 +194,7 @@ def _shuffled_batches(plan: training.ReadPlan) -> tf.data.Dataset:
 
 def _padded_batches(options: ReadOptions) -> tf.data.Dataset:
     """This process's share of every record once, with zeros to fill the last batch."""
-    features = BatchFeatures(tuple(options.features), {}, crop=0, with_mask=True)
+    features = BatchFeatures(options.feature_names, {}, crop=0, with_mask=True)
     examples = _examples(options)
     num_examples = int(examples.cardinality())
     zeros = {name: tf.zeros(x.shape, x.dtype) for name, x in examples.element_spec.items()}
@@ -214,13 +214,13 @@ def _padded_batches(options: ReadOptions) -> tf.data.Dataset:
 def _examples(options: ReadOptions, shuffle_seed: int | None = None) -> tf.data.Dataset:
     """All records as TFDS reads them; raises a ValueError if a column is requested."""
     stored = options.stored
-    if any(texts.parse_text_weights(options.text)) or stored.find_columns(options.features):
+    if any(texts.parse_text_weights(options.text)) or stored.find_columns(options.feature_names):
         raise ValueError(
-            f'{stored.folder}: text={options.text!r} or features={options.features!r} names a '
+            f'{stored.folder}: text={options.text!r} or features={options.feature_names!r} names a '
             'column, and without a chunk index it cannot be read'
         )
     stored.check_features(
-        [x for x in (schema.KEY, *options.features) if x not in (CROP, NOISE_SEED)]
+        [x for x in (schema.KEY, *options.feature_names) if x not in (CROP, NOISE_SEED)]
     )
     logging.warning(
         f'{stored.folder} has no chunk index for split {options.split!r}: every process reads it '

@@ -137,7 +137,7 @@ class TrainReader:
         assert plan.splits is not None and plan.orders is not None, 'there is a chunk index'
         self._orders = plan.orders
         # Padded to the longest text of all sources, so that their rows fit into one batch.
-        mixtures = choose_texts(plan.sources, plan.options.text, plan.options.features)
+        mixtures = choose_texts(plan.sources, plan.options.text, plan.options.feature_names)
         self._readers = []
         for source, split, text in zip(plan.sources, plan.splits, mixtures, strict=True):
             options = plan.options.for_source(source)

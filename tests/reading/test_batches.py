@@ -141,7 +141,7 @@ def test_help_and_editors_see_the_arguments_by_name():
         (dict(seed='5'), "seed='5': expected a whole number"),
         (dict(start_step=None), 'start_step=None: expected a whole number'),
         (dict(features='latents'), "features='latents': expected a sequence of names, such as"),
-        (dict(features=None), 'features=None: expected a sequence of names'),
+        (dict(features=5), 'features=5: expected a sequence of names'),
         (
             dict(data={'dir': 'd'}),
             r"data=.'dir': 'd'.: expected the folder of a data set, or for a",
