@@ -49,7 +49,11 @@ def encode(text: str) -> bytes:
 
 def is_readable(text: str) -> bool:
     """Whether a text can be encoded as UTF-8."""
-    return not any('\ud800' <= character <= '\udfff' for character in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def find_text(value: Any, *, depth: int = _MAX_DEPTH) -> str | None:

@@ -157,10 +157,13 @@ def test_a_file_without_records_is_opened_or_named(made, tmp_path, count):
 
     def read(path: pathlib.Path) -> bool:
         file = formats.open_file(storage.describe_file(path), str(path))
-        for name in {*file.texts, *file.numbers, file.label_column} - {''}:
-            assert len(file.column(name)) == len(file.keys)
+        names = file.column_names()
+        for name in names.texts:
+            assert len(file.text_column(name)) == len(file.keys)
+        for name in {*names.numbers, names.labels} - {''}:
+            assert len(file.number_column(name)) == len(file.keys)
         raw, _ = file.latents(range(len(file.keys)))
-        return raw.shape == (len(file.keys), file.row_nbytes)
+        return not len(file.keys) or raw.shape == (len(file.keys), file.row_nbytes)
 
     assert drill(4 * count, damaging(tmp_path / original.name, original.read_bytes()), read)
 
