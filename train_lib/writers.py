@@ -20,6 +20,10 @@ from train_lib import config_rules
 
 _ID_FILE = 'wandb_id.txt'  # in the workdir
 
+# Names under which TensorBoard shows the losses again: it sorts groups by name, capitals first, and
+# that of the devices would come before those of training and evaluation.
+_FIRST_NAMES = {'train/loss': 'Loss/train', 'eval/loss': 'Loss/evaluation'}
+
 
 def check_installed(config: ml_collections.ConfigDict) -> None:
     """Raises a FieldError if the configuration names a writer that is not installed."""
@@ -35,7 +39,7 @@ def make_writer(
     # Scalars and pictures are equal on all processes, so only the first one writes them.
     if jax.process_index():
         return metric_writers.MultiWriter([])
-    writers = [metric_writers.SummaryWriter(os.fspath(workdir))]
+    writers: list[metric_writers.MetricWriter] = [TensorBoardWriter(workdir)]
     if config.wandb.project:
         writers.append(WandbWriter(config, workdir))
     if verbose:
@@ -52,6 +56,20 @@ def name_writer_errors(workdir: epath.Path) -> Iterator[None]:
         *_, cause = errors.follow_causes(error)
         problem = errors.summarize_error(cause)
         raise OSError(f'{workdir}: logs cannot be written: {problem}') from error
+
+
+class TensorBoardWriter(metric_writers.MultiWriter):
+    """Writes for TensorBoard, and the losses once more where it shows them first."""
+
+    def __init__(self, workdir: epath.Path):
+        super().__init__([metric_writers.SummaryWriter(os.fspath(workdir))])
+
+    def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
+        written = dict(scalars)
+        for name, first_name in _FIRST_NAMES.items():
+            if name in scalars:
+                written[first_name] = scalars[name]
+        super().write_scalars(step, written)
 
 
 class WandbWriter(metric_writers.MultiWriter):

@@ -59,6 +59,10 @@ def test_a_small_run_does_everything_once_and_nothing_when_started_again(
     assert steps['train/loss'] == {2, 4}
     assert steps['train/largest_weight'] == {2, 4, 5}
     assert steps['eval/loss'] == {4, 5}
+    # TensorBoard sorts by names.
+    assert sorted(steps)[:2] == ['Loss/evaluation', 'Loss/train']
+    assert scalars['Loss/train', 4] == scalars['train/loss', 4]
+    assert scalars['Loss/evaluation', 5] == scalars['eval/loss', 5]
     for kind, names in {
         'train': 'grad_norm learning_rate samples_per_second steps_per_second',
         'device': 'step_seconds_median step_seconds_p95',
