@@ -177,7 +177,7 @@ def test_shards_in_the_order_of_their_index(place):
         (index_of({'shard.00001.mds': 1}, 'zstd'), r'00001\.mds: is compressed; write the shards'),
         (index_of({'../shard.00000.mds': 1}), r'index\.json: is damaged or not an index'),
         (index_of({'0/1/shard.00000.mds': 1}), r'index\.json: is damaged or not an index'),
-        (index_of({}), r'index\.json: is damaged or not an index'),
+        (index_of({}), r'index\.json: has no shards'),
         (b'{"shards": [3]}', r'index\.json: is damaged or not an index'),
         (b'{"shards":' + b'[' * 100_000, r'index\.json: is damaged or not an index'),
     ],
