@@ -107,7 +107,7 @@ def _embed_captions(flags: argparse.Namespace) -> str:
         flags.encoder,
         out,
         drop_duplicates=config.get('bad_data') != 'stop',
-        tokens_only=flags.encoder == schema.WORDS,
+        tokens_only=flags.encoder.partition(':')[0] == schema.WORDS,
         **fields,
     )
     command_line.print_lines(f'{report}: {out}')

@@ -21,6 +21,7 @@ on gs:// or on hf://.
 import dataclasses
 import os
 import time
+from collections.abc import Iterator
 from typing import cast
 
 from absl import logging
@@ -37,7 +38,14 @@ from coyo11m_tfds.source.keyed_values import KeyedValues
 from coyo11m_tfds.storage import stored_file
 from coyo11m_tfds.storage.scratch import Scratch, check_out, scratch_folder
 from coyo11m_tfds.text import parts, text_encoders
-from coyo11m_tfds.text.text_encoders import DEFAULT_MAX_TOKENS, Encoder, Tokenizer
+from coyo11m_tfds.text.text_encoders import (
+    DEFAULT_MAX_TOKENS,
+    Encoder,
+    Tokenizer,
+    WordsTokenizer,
+)
+
+_CAPTIONS_AT_ONCE = 32768
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +137,8 @@ def embed(
     if not isinstance(encoder, str):
         model = encoder
     elif tokens_only:
-        model = text_encoders.make_tokenizer(encoder, max_tokens)
+        spec, words = _find_words(encoder)
+        model = text_encoders.make_tokenizer(spec, max_tokens, words)
     else:
         model = text_encoders.make_encoder(encoder, max_tokens, batch_tokens)
     with scratch_folder(out, scratch_dir) as folder:
@@ -145,6 +154,10 @@ def embed(
         values = KeyedValues(by_key)
         if not drop_duplicates:
             check_unique_captions(values, source)
+        if isinstance(model, WordsTokenizer) and not model.words:
+            # Every process counts the words of all captions, so all number them alike.
+            words = text_encoders.list_words(_read_captions(values))
+            model = WordsTokenizer(max_tokens, words)
         sidecar_parts = parts.SidecarParts(
             out, values, model, caption_column, part_captions, tokens_only
         )
@@ -187,6 +200,27 @@ def embed(
     )
 
 
+def _find_words(encoder: str) -> tuple[str, str]:
+    """The encoder, and for `words:SIDECAR` the list of words of that sidecar."""
+    spec, colon, place = encoder.partition(':')
+    if spec != schema.WORDS or not colon:
+        return encoder, ''
+    first, *_ = sidecar.find_sidecar_files(place)
+    with scratch_folder(os.getcwd(), '') as folder, Scratch(folder).hold(first) as path:
+        words = sidecar.describe_values(path)['header'].get('words', '')
+    if not words:
+        raise ValueError(f'{place}: holds no list of words, expected a sidecar of --encoder=words')
+    return spec, words
+
+
+def _read_captions(values: KeyedValues) -> Iterator[str]:
+    """Yields all captions in the order of their keys."""
+    places = values.places[values.sizes > 0]
+    for start in range(0, len(places), _CAPTIONS_AT_ONCE):
+        for text in values.read(places[start : start + _CAPTIONS_AT_ONCE]):
+            yield text.decode()
+
+
 def _sort_captions_of_latents(
     source: source_folder.SourceFolder,
     column: str,
@@ -214,7 +248,10 @@ def main() -> None:
     add('--source', required=True, help='folder of the source, local, gs:// or hf://')
     add('--out', required=True, help='folder to fill, local or gs://')
     hint = 'hash (the default), hf:NAME or jax:NAME, where NAME is a folder or a name on the hub; '
-    add('--encoder', default='hash', help=hint + 'with --tokens_only also words, but not hash')
+    hint += (
+        'with --tokens_only not hash, but also words, or words:SIDECAR with the words of another'
+    )
+    add('--encoder', default='hash', help=hint)
     add_caption_flags(parser)
     add('--drop_duplicates', action='store_true', help='take the first row of a repeated key')
     add('--tokens_only', action='store_true', help='write token ids instead of embeddings')

@@ -70,7 +70,7 @@ CAPTION = 'caption'  # UTF-8
 TEXT_EMBEDDING = 'text_embedding'  # raw bytes of float16 (D,)
 TOKENS = 'tokens'  # raw bytes of int32 (T,), padded ids; in place of the former
 TOKEN_PADDING = -1
-WORDS = 'words'  # the tokenizer whose ids are hashes of words
+WORDS = 'words'  # the tokenizer whose ids are numbers of words in a list
 TEXT_DTYPES = {TEXT_EMBEDDING: 'float16', TOKENS: 'int32'}  # what a record may hold of a text
 
 LATENT_DTYPES = {'float16': 2, 'bfloat16': 2, 'float32': 4}  # with the bytes of a number
@@ -152,7 +152,7 @@ META_TEXT_REVISION = 'text_encoder_revision'  # commit, digest of its files or n
 META_TEXT_MAX_TOKENS = 'text_max_tokens'  # captions were cut to so many; 0 for no limit
 META_TEXT_DIM = 'text_embedding_dim'  # D
 META_TEXT_VOCABULARY = 'text_vocabulary'  # ids of tokens are less than this
-META_TEXT_KNOWN = 'text_known_tokens'  # of `words`: hex digits, a bit for each id that occurs
+META_TEXT_WORDS = 'text_words'  # of `words`: the list of the words with ids, see `word_list`
 META_TEXT_POOLING = 'text_pooling'  # how an embedding is made of those of the tokens
 META_TEXT_DTYPE = 'text_dtype'  # of the encoder's weights and computation
 META_CAPTION_COLUMN = 'caption_column'

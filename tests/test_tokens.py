@@ -9,18 +9,12 @@ import pytest
 import input_pipeline
 from coyo11m_tfds import add_column, embed_captions, schema
 from coyo11m_tfds.text import text_encoders
-from coyo11m_tfds.text.text_encoders import Tokenizer
 from tests import built, children, runs
 from tests.checkout import CHECKOUT
 from tests.runs import small_config
 from train_lib import data, draw, sharding
 
 LENGTH = 12
-
-
-@pytest.fixture(scope='module')
-def words() -> Tokenizer:
-    return text_encoders.make_tokenizer('words', LENGTH)
 
 
 @pytest.fixture(scope='module')
@@ -53,35 +47,36 @@ def test_a_run_learns_what_words_mean(run):
     _, state = run
     assert state.skipped == 0
     table = state.params['words']['table']
-    assert table.shape == (4096, 32)
+    assert table.shape == (34, 32)  # 33 words of the captions, and one for all others
     (moment,) = (
         leaf
         for path, leaf in jax.tree.leaves_with_path(state.opt_state)
         if '.mu' in (found := jax.tree_util.keystr(path)) and "'table'" in found
     )
-    assert 10 < np.any(moment, axis=1).sum() <= 33  # words of the captions
+    assert 10 < np.any(moment, axis=1).sum() <= 33
 
 
-def test_a_drawing_takes_its_captions_apart_itself(run, words):
+def test_a_drawing_takes_its_captions_apart_itself(run):
     artist = draw.Artist(run[0])
     assert (artist.facts.text_encoder, artist.facts.vocabulary, artist.facts.text_max_tokens) == (
         'words',
-        words.vocabulary,
+        34,
         LENGTH,
     )
     encoder = draw.load_caption_encoder(artist.facts)
     pictures = artist.draw(['a red circle', 'A RED CIRCLE!', 'a blue square'], encoder)
     assert pictures.shape == (3, 32, 32, 3)
-    alone = artist.draw(['a blue square', 'a red circle', 'a blue square'], words)
+    alone = artist.draw(['a blue square', 'a red circle', 'a blue square'])
     np.testing.assert_array_equal(alone[2], pictures[2])
     assert not np.array_equal(alone[0], pictures[0])
     with pytest.raises(ValueError, match=r"'hash' of revision 1 encodes .*, but 'words"):
         artist.draw(['a red circle'], text_encoders.make_encoder('hash'))
 
 
-def test_words_that_no_caption_of_the_data_has_are_named(dataset, words, caplog):
+def test_words_that_no_caption_of_the_data_has_are_named(dataset, caplog):
     facts = data.TrainingData(small_config(dataset), sharding.make_mesh()).facts
-    assert type(facts).from_json(facts.to_json()).known_tokens == facts.known_tokens
+    assert type(facts).from_json(facts.to_json()).text_words == facts.text_words
+    words = draw.load_caption_encoder(facts)
     captions = ['A red circle.', 'a red Zebra on a blue Sofa, a zebra']
     assert draw.unknown_words(facts, words, captions) == ['zebra', 'sofa']
     draw.encode_captions(facts, words, captions)
@@ -94,7 +89,8 @@ def test_words_that_no_caption_of_the_data_has_are_named(dataset, words, caplog)
 def test_another_vocabulary_is_another_identity(dataset, mini_dataset):
     mesh = sharding.make_mesh()
     ours = data.TrainingData(small_config(dataset), mesh).identity
-    assert ours['text_encoder'] == {'name': 'words', 'revision': '1', 'vocabulary': 4096}
+    revision = draw.load_caption_encoder(input_pipeline.open_data(dataset).stats()).revision
+    assert ours['text_encoder'] == {'name': 'words', 'revision': revision, 'vocabulary': 34}
     theirs = data.TrainingData(small_config(mini_dataset), mesh).identity
     assert theirs['text_encoder'] == {'name': 'hash', 'revision': '1', 'width': 640}
     assert ours['model']['text'] == 'pooled'
@@ -104,17 +100,21 @@ def test_another_vocabulary_is_another_identity(dataset, mini_dataset):
 
 def test_tokens_of_several_lengths_come_in_one_shape(sample_source, tmp_path):
     """Padded alike in training, evaluation and previews."""
-    sidecars = {}
-    for name, column, length in [
-        ('long', schema.DEFAULT_CAPTION_COLUMN, 12),
-        ('short', 'caption_llava_short', 5),
+    sidecars = {name: tmp_path / f'{name}.parquet' for name in ('long', 'short', 'alone')}
+    short = 'caption_llava_short'
+    for name, encoder, column, length in [
+        ('long', 'words', schema.DEFAULT_CAPTION_COLUMN, 12),
+        ('short', f'words:{sidecars["long"]}', short, 5),
+        ('alone', 'words', short, 5),
     ]:
-        sidecars[name] = tmp_path / f'{name}.parquet'
         embed_captions.embed(
-            sample_source, 'words', sidecars[name], column, tokens_only=True, max_tokens=length
+            sample_source, encoder, sidecars[name], column, tokens_only=True, max_tokens=length
         )
     path = built.build(sample_source, sidecars['long'], tmp_path / 'data', name='words')
     add_column.add(path, 'short', text=sidecars['short'])
+    add_column.add(path, 'alone', text=sidecars['alone'])
+    with pytest.raises(ValueError, match="'records' has tokens of 'words', .*, expected tokens of"):
+        input_pipeline.open_data(path).stats('alone:1,records:1')
     stats = input_pipeline.open_data(path).stats('short:1,records:1')
     assert (stats.num_tokens, stats.text_max_tokens, stats.text_dim) == (12, 12, 0)
     config = small_config(path, **{'data.text': 'short:1,records:1', 'model.text': 'sequence'})

@@ -20,10 +20,11 @@ import torch
 import transformers
 from diffusers import AutoencoderTiny, AutoModel, DiffusionPipeline, ImagePipelineOutput
 from diffusers.image_processor import VaeImageProcessor
+from diffusers.utils import logging
 from diffusers.utils.torch_utils import randn_tensor
 from torch.nn.utils.rnn import pad_sequence
 
-_WORD_IDS = 4096
+_log = logging.get_logger(__name__)
 _SETTINGS = {'num_inference_steps': 'num_steps', 'guidance_scale': 'guidance'}
 _OUTPUT_TYPES = 'pil', 'np', 'pt', 'latent'
 
@@ -178,8 +179,7 @@ class LatentFlowPipeline(DiffusionPipeline):
         facts = self.transformer.config['data']
         name, max_tokens = facts['text_encoder'], facts['text_max_tokens'] or 512
         if name == 'words':
-            texts = [_hash_words(caption)[:max_tokens] for caption in prompts]
-            return [[number % _WORD_IDS for number in words] for words in texts]
+            return self._number_words(prompts, max_tokens)
         if name == 'labels':
             return [[int(caption)] for caption in prompts]
         if not self.tokenizer:
@@ -191,6 +191,15 @@ class LatentFlowPipeline(DiffusionPipeline):
         filler = next(token for token in special if token is not None)
         rows = self.tokenizer(prompts, truncation=True, max_length=max_tokens)['input_ids']
         return [ids or [filler] for ids in rows]
+
+    def _number_words(self, prompts, max_tokens):
+        """The number of each word in the list of the training data; 0 if the list lacks it."""
+        entries = self.transformer.config['data']['text_words'].split()
+        numbers = {entry.rpartition(':')[0]: number for number, entry in enumerate(entries, 1)}
+        texts = [_split_words(caption) for caption in prompts]
+        if unknown := sorted({word for words in texts for word in words} - numbers.keys()):
+            _log.warning('No caption of the training data has %s.', ', '.join(map(repr, unknown)))
+        return [[numbers.get(word, 0) for word in words[:max_tokens]] for words in texts]
 
     def _paint(self, latents):
         """Pictures `(n, 3, height, width)` in [-1, 1] of raw latents."""
@@ -245,10 +254,14 @@ def _copy_export(folder, target):
         shutil.copyfile(folder / name, target / name)
 
 
+def _split_words(caption):
+    """The words of a caption, as coyo11m_tfds.text.text_encoders splits it."""
+    return re.findall(r'\w+', unicodedata.normalize('NFKC', caption).lower())
+
+
 def _hash_words(caption):
-    """The hashes of a caption's words, as coyo11m_tfds.text.text_encoders makes them."""
-    words = re.findall(r'\w+', unicodedata.normalize('NFKC', caption).lower())
-    digests = [hashlib.blake2b(word.encode(), digest_size=8).digest() for word in words]
+    words = [word.encode() for word in _split_words(caption)]
+    digests = [hashlib.blake2b(word, digest_size=8).digest() for word in words]
     return [int.from_bytes(digest, 'little') for digest in digests]
 
 

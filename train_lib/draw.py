@@ -31,6 +31,7 @@ from absl import flags, logging
 from etils import epath
 from PIL import Image
 
+from coyo11m_tfds.dataset import word_list
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from coyo11m_tfds.pictures import vae_decoder
 from coyo11m_tfds.process import command_line, jax_environment
@@ -246,8 +247,11 @@ def load_caption_encoder(facts: DatasetStats, spec: str = '') -> Encoder | Token
     if colon and expected != _IN_PT:
         caption_encoder.check_same_encoder(facts, f'{runner}:{model_files.public_name(model)}')
     max_tokens = facts.text_max_tokens or DEFAULT_MAX_TOKENS
-    make = text_encoders.make_tokenizer if facts.vocabulary else text_encoders.make_encoder
-    encoder = make(spec, max_tokens)
+    encoder: Encoder | Tokenizer
+    if facts.vocabulary:
+        encoder = text_encoders.make_tokenizer(spec, max_tokens, facts.text_words)
+    else:
+        encoder = text_encoders.make_encoder(spec, max_tokens)
     check_text_encoder(facts, encoder)
     return encoder
 
@@ -291,9 +295,9 @@ def unknown_words(facts: DatasetStats, encoder: Tokenizer, captions: Sequence[st
         # A bucket without mean and deviation got no word of any caption.
         is_empty = (facts.text_mean == 0) & (facts.text_std == 0)
         is_unknown = np.any(cast(Encoder, encoder).encode(words)[:, is_empty], axis=1).tolist()
-    elif facts.known_tokens:
-        is_known = np.unpackbits(np.frombuffer(bytes.fromhex(facts.known_tokens), np.uint8))
-        is_unknown = [not is_known[token] for [token] in encoder.tokenize(words)]
+    elif facts.text_words:
+        known_words = set(word_list.parse(facts.text_words))
+        is_unknown = [word not in known_words for word in words]
     else:
         return []
     return [word for word, unknown in zip(words, is_unknown, strict=True) if unknown]

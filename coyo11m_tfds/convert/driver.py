@@ -261,8 +261,8 @@ def _make_metadata(plan: BuildPlan, train: ShardStatistics, dropped: DropCounts)
     if plan.text and plan.text.vocabulary:
         metadata[schema.META_TEXT_ENCODER] = plan.text.encoder
         metadata[schema.META_TEXT_VOCABULARY] = plan.text.vocabulary
-        if len(train.known_tokens):
-            metadata[schema.META_TEXT_KNOWN] = np.packbits(train.known_tokens).tobytes().hex()
+        if plan.text.words:
+            metadata[schema.META_TEXT_WORDS] = plan.text.words
     elif plan.text:
         mean, std = statistics.mean_and_std(train.text_moments)
         metadata |= {

@@ -156,7 +156,10 @@ def make_plan(
         [*(f'{file.name} {version}' for file, version in versions), *contents.digests]
     )
     # A sidecar is known by its header: its path may change.
-    header = contents.text.to_json() if contents.text and contents.texts else None
+    header = None
+    if contents.text and contents.texts:
+        # The revision names the list of words, which is not repeated here.
+        header = dataclasses.replace(contents.text, words='').to_json()
     recorded = settings.record(limit, header or settings.text_embeddings)
     digests = [fingerprint, recorded, *(task.fingerprint for task in tasks)]
     of_source = [vae] * (vae != settings.vae) + [moments] * (moments != settings.moments)

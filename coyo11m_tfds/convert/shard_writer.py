@@ -79,8 +79,6 @@ class _SourceReader:
         self._text = text.feature if text else ''
         self.statistics = ShardStatistics(
             text.dim if text and self._text == schema.TEXT_EMBEDDING else 0,
-            # To warn of words in prompts that no caption has. Parts of words occur in all.
-            text.vocabulary if text and text.encoder == schema.WORDS else 0,
             task.channels,
         )
         self.sources: list[tuple[columns.InPlaceFile, list[np.ndarray]]] = []

@@ -101,7 +101,7 @@ class DatasetStats:
     text_max_tokens: int = 0  # length limit of captions; 0 if there is none or it is unknown
     num_tokens: int = 0  # of a text, with padding; 0 for embeddings
     vocabulary: int = 0  # all token ids are below this number; 0 for embeddings
-    known_tokens: str = ''  # hex digits; a bit for each token id, set if it occurs; '' if unknown
+    text_words: str = ''  # that the encoder `words` numbers, see `word_list`
     source_fingerprint: str | None = None  # hex digest of the source files
     vae: str = ''  # name of the VAE that made the latents; '' if unknown
     moments: str = ''  # one of `schema.MOMENTS` that batches hold; '' for latents
@@ -292,8 +292,7 @@ class StoredDataset:
             text_max_tokens=mixture.max_tokens,
             num_tokens=mixture.size if mixture.feature == schema.TOKENS else 0,
             vocabulary=first.vocabulary,
-            # Texts of added columns may hold others.
-            known_tokens='' if text else metadata.get(schema.META_TEXT_KNOWN, ''),
+            text_words=first.words,
             source_fingerprint=metadata.get(schema.META_SOURCE_FINGERPRINT),
             vae=metadata.get(schema.META_VAE, ''),
             moments=self.moments,

@@ -51,6 +51,7 @@ class Text:
     revision: str | None  # of the encoder; None if unknown
     max_tokens: int  # length limit of captions; 0 if there is none or it is unknown
     vocabulary: int  # all token ids are below this number; 0 for embeddings
+    words: str  # of the encoder `words`, see `word_list`
     mean: np.ndarray  # of embeddings over the train split, float64 (size,); for tokens (0,)
     std: np.ndarray
 
@@ -83,6 +84,7 @@ def text_in_records(metadata: Mapping[str, Any], text_dim: int, num_tokens: int)
         revision=sidecar.get('revision'),
         max_tokens=sidecar.get('max_tokens', 0),
         vocabulary=metadata.get(schema.META_TEXT_VOCABULARY, 0),
+        words=metadata.get(schema.META_TEXT_WORDS, ''),
         mean=np.asarray(metadata.get(schema.META_TEXT_MEAN, [0] * text_dim), np.float64),
         std=np.asarray(metadata.get(schema.META_TEXT_STD, [1] * text_dim), np.float64),
     )
@@ -106,6 +108,7 @@ def _text_in_column(column: AddedColumn) -> Text:
         revision=encoder.get('revision'),
         max_tokens=encoder.get('max_tokens', 0),
         vocabulary=encoder.get('vocabulary', 0),
+        words=encoder.get('words', ''),
         mean=np.asarray(column.mean, np.float64),
         std=np.asarray(column.std, np.float64),
     )

@@ -143,7 +143,6 @@ def mix_stats(sources: Sequence[MixSource], text: texts.TextSpec) -> DatasetStat
         latents_shape=(max(x.latents_shape[0] for x in stats), *stats[0].latents_shape[1:]),
         text_max_tokens=max(limits) if all(limits) else 0,
         num_tokens=mixtures[0].size if stats[0].num_tokens else 0,
-        known_tokens='',
         vae=max(x.vae for x in stats),  # all names are equal, see `check_latents`
         license=' and '.join(licenses),
         citation='\n'.join(dict.fromkeys(x.citation for x in stats if x.citation)),

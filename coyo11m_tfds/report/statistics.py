@@ -103,7 +103,7 @@ class ShardStatistics:
     The same blocks of samples in the same order give exactly the same ones, also through JSON.
     """
 
-    def __init__(self, text_dim: int = 0, vocabulary: int = 0, channels: int = 4):
+    def __init__(self, text_dim: int = 0, channels: int = 4):
         self.num_records = 0
         self.latent_moments = np.zeros((3, channels))  # `moments` of the channels
         self.text_moments = np.zeros((3, text_dim))  # `moments` of the dimensions
@@ -113,7 +113,6 @@ class ShardStatistics:
         # Captions by their length in bytes, up to `LONG_CAPTION`.
         self.caption_histogram = np.zeros(LONG_CAPTION + 1, np.int64)
         self.previews: list[Preview] = []  # the first samples of each shard, at most 6
-        self.known_tokens = np.zeros(vocabulary, bool)  # whether each id occurs
         self.non_finite = 0  # samples that were left out
         self.non_finite_keys: list[int] = []  # of the first 10 of these
 
@@ -136,8 +135,6 @@ class ShardStatistics:
         self.latent_moments[2] += sums.squares.sum(axis=(0, 1), dtype=np.float64)
         if text is not None and self.text_moments.size:
             self.text_moments += moments(text)
-        elif text is not None and len(self.known_tokens):
-            self.known_tokens[text[text >= 0]] = True
         # All of a shard's previews come from its first samples, whatever the size of blocks is.
         for row in range(min(MAX_PREVIEWS - len(self.previews), len(keys))):
             middle = latents[row, schema.middle_crop(crops)]

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from coyo11m_tfds import schema, storage
-from coyo11m_tfds.dataset import columns
+from coyo11m_tfds.dataset import columns, word_list
 from coyo11m_tfds.process import errors
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import keyed_values
@@ -90,6 +90,7 @@ class SidecarHeader:
     caption_column: str
     captions_digest: str  # see `captions`
     vocabulary: int = 0  # all token ids are below this number; 0 for embeddings
+    words: str = ''  # of the encoder `words`, see `word_list`
 
     @property
     def feature(self) -> str:
@@ -97,16 +98,20 @@ class SidecarHeader:
         return schema.TOKENS if self.vocabulary else schema.TEXT_EMBEDDING
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields, with `vocabulary` only for tokens."""
+        """Returns the fields, with `vocabulary` only for tokens, `words` only where there are."""
         fields = dataclasses.asdict(self)
-        if not self.vocabulary:
-            del fields['vocabulary']
+        for name in ('vocabulary', 'words'):
+            if not fields[name]:
+                del fields[name]
         return fields
 
     def to_metadata(self) -> dict[str, str]:
         """Returns the entries for the metadata of a file's schema."""
         entries = _ENTRIES_OF_TOKENS if self.vocabulary else _ENTRIES_OF_EMBEDDINGS
-        return {entry: str(getattr(self, field)) for field, entry in entries.items()}
+        metadata = {entry: str(getattr(self, field)) for field, entry in entries.items()}
+        if self.words:
+            metadata[schema.META_TEXT_WORDS] = self.words
+        return metadata
 
     @classmethod
     def of_file(cls, file: KeyedFile) -> 'SidecarHeader':
@@ -131,7 +136,13 @@ class SidecarHeader:
                 f'{file.name}: its rows have {width} numbers, but its metadata says {recorded}. '
                 'Make it again.'
             )
-        return cls(**fields | {'dim': width})
+        words = file.metadata.get(schema.META_TEXT_WORDS, '')
+        if words and fields['revision'] != word_list.digest(words):
+            raise ValueError(
+                f'{file.name}: its list of words {words[:40]!r} is not the one that '
+                f'{schema.META_TEXT_REVISION} {fields["revision"]!r} names. Make it again.'
+            )
+        return cls(**fields | {'dim': width, 'words': words})
 
 
 # Fields of `SidecarHeader` and their entries in the metadata of a schema.

@@ -20,7 +20,7 @@ from coyo11m_tfds.source.keyed_values import KeyedValues
 from coyo11m_tfds.storage import file_state
 from coyo11m_tfds.storage.stored_file import StoredFile
 from coyo11m_tfds.text import text_encoders
-from coyo11m_tfds.text.text_encoders import Encoder, OnBatch, Tokenizer
+from coyo11m_tfds.text.text_encoders import Encoder, OnBatch, Tokenizer, WordsTokenizer
 
 # Enough for batches of like length on several devices, few enough to lose little when a part is
 # interrupted: an hour of Gemma-3-270M on a core. 42 MB of 640 numbers each.
@@ -58,6 +58,7 @@ class SidecarParts:
             caption_column=caption_column,
             captions_digest=captions.facts['digest'],
             vocabulary=encoder.vocabulary if tokens_only else 0,
+            words=encoder.words if isinstance(encoder, WordsTokenizer) else '',
         )
         self._metadata = header.to_metadata()
         if not tokens_only:

@@ -3,7 +3,8 @@
 encoder = make_encoder('hash')                      # or 'jax:Qwen/Qwen3-0.6B', 'hf:FOLDER'
 embeddings = encoder.encode(['a cat', 'two dogs'])  # float32 (2, encoder.dim)
 
-tokenizer = make_tokenizer('words', 16)             # or 'hf:FOLDER'; reads no weights
+words = list_words(['a cat', 'a dog'])              # 'a:2 cat:1 dog:1'
+tokenizer = make_tokenizer('words', 16, words)      # or 'hf:FOLDER'; reads no weights
 pad(tokenizer.tokenize(['a cat']), 16)              # int32 (1, 16), padded with -1
 """
 
@@ -11,13 +12,14 @@ import functools
 import hashlib
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from absl import logging
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import word_list
 from coyo11m_tfds.dataset.keyed_random import splitmix64
 from coyo11m_tfds.storage import model_files
 
@@ -135,27 +137,32 @@ class HashEncoder(Encoder):
         return (sums / np.maximum(lengths, 1)).astype(np.float32)
 
 
-class WordsTokenizer(Tokenizer):
-    """Each word becomes a token, its hash; so there is no vocabulary to store.
+def list_words(captions: Iterable[str]) -> str:
+    """Returns the list of the words of captions for `make_tokenizer`, see `word_list`."""
+    return word_list.count_words(map(split_words, captions))
 
-    Case, punctuation and the width of letters do not matter. The 33 words of the demo's captions
-    have different ids; of 1,000 words, one in five shares its id with another word.
+
+class WordsTokenizer(Tokenizer):
+    """Each word becomes a token, its number in a list; all words that the list lacks become 0.
+
+    Case, punctuation and the width of letters do not matter. The list is that of the captions of a
+    sidecar, whose metadata hold it.
     """
 
     name = schema.WORDS
-    # To be raised with every change of the ids.
-    revision = '1'
-    vocabulary = 4096
 
-    def __init__(self, max_tokens: int):
-        self.max_tokens = max_tokens
+    def __init__(self, max_tokens: int, words: str):
+        self.words, self.max_tokens = words, max_tokens
         self.truncated = 0
+        self.revision = word_list.digest(words)
+        self._ids = {word: number for number, word in enumerate(word_list.parse(words), 1)}
+        self.vocabulary = len(self._ids) + 1
 
     def tokenize(self, captions: Sequence[str]) -> list[list[int]]:
         """See `Tokenizer`."""
         texts = [split_words(caption) for caption in captions]
         self.truncated += sum(len(words) > self.max_tokens for words in texts)
-        return [[_hash(w) % self.vocabulary for w in words[: self.max_tokens]] for words in texts]
+        return [[self._ids.get(w, 0) for w in words[: self.max_tokens]] for words in texts]
 
 
 class LabelsTokenizer(Tokenizer):
@@ -190,12 +197,15 @@ def make_encoder(
     return encoder(model, max_tokens, batch_tokens)
 
 
-def make_tokenizer(spec: str, max_tokens: int = DEFAULT_MAX_TOKENS) -> Tokenizer:
-    """Makes a tokenizer: `words`, `labels`, or that of a model (without reading its weights)."""
+def make_tokenizer(spec: str, max_tokens: int = DEFAULT_MAX_TOKENS, words: str = '') -> Tokenizer:
+    """Makes a tokenizer: `words`, `labels`, or that of a model (without reading its weights).
+
+    `words` is the list that `words` numbers, see `list_words`.
+    """
     if max_tokens > schema.MAX_TOKENS or (spec == WordsTokenizer.name and max_tokens < 1):
         raise ValueError(f'max_tokens={max_tokens}: expected 1 to {schema.MAX_TOKENS:,}')
     if spec == WordsTokenizer.name:
-        return WordsTokenizer(max_tokens)
+        return WordsTokenizer(max_tokens, words)
     if spec == LabelsTokenizer.name:
         return LabelsTokenizer()
     if spec == HashEncoder.name:

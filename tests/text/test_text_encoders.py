@@ -24,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coyo11m_tfds import sample_data, text
+from coyo11m_tfds.dataset import word_list
 from coyo11m_tfds.text import text_encoders
 from tests import hostile_models
 from tests.text import offline_hub
@@ -67,18 +68,22 @@ def test_hash_of_a_caption_has_length_one_whatever_its_company_and_unicode_form(
 
 
 def test_a_word_has_the_same_id_wherever_it_stands_and_however_it_is_written():
-    tokenizer = text_encoders.make_tokenizer('words', 5)
     captions = ['A red circle.', 'circle, RED', '', ' . ']
+    words = text_encoders.list_words(captions)
+    assert words == 'circle:2 red:2 a:1'
+    tokenizer = text_encoders.make_tokenizer('words', 5, words)
+    assert (tokenizer.vocabulary, tokenizer.revision) == (4, '2-DIGEST')
     tokens = text_encoders.pad(tokenizer.tokenize(captions), 5)
     assert (tokens.dtype, tokens.shape) == (np.int32, (4, 5))
     # Of any machine, process and version: the ids are in data sets, and weights are learned by id.
-    np.testing.assert_array_equal(tokens[0], [2112, 2317, 957, -1, -1])
+    np.testing.assert_array_equal(tokens[0], [3, 2, 1, -1, -1])
     np.testing.assert_array_equal(tokens[1], [tokens[0, 2], tokens[0, 1], -1, -1, -1])
     assert (tokens[2:] == -1).all()
     assert tokenizer.truncated == 0
-    shorter = text_encoders.make_tokenizer('words', 2)
+    assert tokenizer.tokenize(['a zebra']) == [[3, 0]]
+    shorter = text_encoders.make_tokenizer('words', 2, 'one:3 two:3')
     tokens = shorter.tokenize(['one two three', 'one two', 'one two three four'])
-    assert tokens == [tokens[1]] * 3
+    assert tokens == [[1, 2]] * 3
     assert shorter.truncated == 2
 
 
@@ -86,8 +91,28 @@ def test_a_word_has_the_same_id_wherever_it_stands_and_however_it_is_written():
 def test_no_two_words_of_made_up_captions_have_the_same_id(scene):
     prompts = sample_data.held_out_prompts(500, scene=scene)
     words = {word for caption, _ in prompts for word in text_encoders.split_words(caption)}
-    tokens = text_encoders.make_tokenizer('words', 1).tokenize(sorted(words))
+    listed = text_encoders.list_words(caption for caption, _ in prompts)
+    tokens = text_encoders.make_tokenizer('words', 1, listed).tokenize(sorted(words))
     assert len(np.unique(tokens)) == len(words) > 20
+
+
+def test_a_list_has_the_most_frequent_words_and_all_others_share_an_id(monkeypatch):
+    monkeypatch.setattr(word_list, 'MAX_WORDS', 3)
+    captions = ['b b b c', 'a a c', 'd', 'e' * 65 + ' ' + 'e' * 65]
+    words = text_encoders.list_words(captions)
+    assert words == 'b:3 a:2 c:2'
+    # The same with rare words forgotten in between.
+    monkeypatch.setattr(word_list, '_MOST_COUNTED', 6)
+    assert text_encoders.list_words([*captions, 'f g h']) == words
+    assert text_encoders.make_tokenizer('words', 4, words).tokenize(['a b c d']) == [[2, 1, 3, 0]]
+
+
+@pytest.mark.parametrize(
+    'words', ['a', 'a:0', 'a:1  b:1', 'a:1 a:1', 'a b:1', 'a:-1', ':1', 'a:1\n']
+)
+def test_what_is_no_list_of_words_is_refused(words):
+    with pytest.raises(ValueError, match='the list of words .*expected at most 8,191 different'):
+        text_encoders.make_tokenizer('words', 4, words)
 
 
 @pytest.mark.parametrize(

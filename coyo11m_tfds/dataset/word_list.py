@@ -1,0 +1,51 @@
+"""The words of captions, by which the encoder `words` numbers them: 'a:1200 red:412 circle:98'.
+
+A list is one text: the most frequent words of all captions with their counts, the most frequent
+first, words of one count in the order of their letters. Word n has the id n, counted from 1. All
+other words have the id 0: they are too rare, or longer than `_MAX_LETTERS`.
+"""
+
+import collections
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+
+# Few enough for the metadata of a sidecar's parts, of a data set and of checkpoints: 0.1 MB.
+MAX_WORDS = 8191
+
+_MAX_LETTERS = 64  # of a word in the list
+_MOST_COUNTED = 1 << 21  # words that are counted at a time: 0.3 GB
+_ENTRY = re.compile(rf'\w{{1,{_MAX_LETTERS}}}:[1-9][0-9]{{0,17}}')
+
+
+def count_words(captions: Iterable[Sequence[str]]) -> str:
+    """Returns the list of the words of captions, which are lists of words."""
+    counts: collections.Counter[str] = collections.Counter()
+    for words in captions:
+        counts.update(word for word in words if len(word) <= _MAX_LETTERS)
+        # Of captions of millions of different words, the rarest are forgotten in between.
+        if len(counts) > _MOST_COUNTED:
+            counts = collections.Counter(dict(_most_frequent(counts, _MOST_COUNTED // 2)))
+    return ' '.join(f'{word}:{count}' for word, count in _most_frequent(counts, MAX_WORDS))
+
+
+def parse(word_list: str) -> list[str]:
+    """Returns the words of a list in its order; raises a ValueError if it is none."""
+    entries = word_list.split(' ') if word_list else []
+    words = [entry.rpartition(':')[0] for entry in entries]
+    bad_entries = [entry for entry in entries if not _ENTRY.fullmatch(entry)]
+    if bad_entries or len(words) > MAX_WORDS or len(set(words)) < len(words):
+        raise ValueError(
+            f'the list of words {word_list[:40]!r}: expected at most {MAX_WORDS:,} different words '
+            "with their counts, as 'a:1200 red:412'"
+        )
+    return words
+
+
+def digest(word_list: str) -> str:
+    """Returns what names the ids of a list: equal lists number words alike."""
+    return f'2-{hashlib.sha256(word_list.encode()).hexdigest()[:16]}'
+
+
+def _most_frequent(counts: collections.Counter[str], limit: int) -> list[tuple[str, int]]:
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:limit]
