@@ -209,6 +209,31 @@ def test_tokens_are_reported_with_the_length_that_would_do(tmp_path):
     assert '--max_tokens' not in str(embed_captions.embed(source, 'hash', tmp_path / 'h'))
 
 
+def test_words_are_numbered_alike_in_all_parts_whoever_makes_them(tmp_path):
+    source = make_source(tmp_path / 'source', {n: f'a cat number{n}' for n in range(10)})
+    options = {'tokens_only': True, 'max_tokens': 3, 'part_captions': 4}
+    embed_captions.embed(source, 'words', tmp_path / 'alone', **options)
+    for share in (1, 0):
+        embed_captions.embed(source, 'words', tmp_path / 'shared', share=(share, 2), **options)
+    assert files_of(tmp_path / 'shared') == files_of(tmp_path / 'alone')
+    paths = sorted((tmp_path / 'alone').iterdir())
+    [words] = {pq.read_schema(path).metadata[b'text_words'].decode() for path in paths}
+    assert words.startswith('a:10 cat:10 number0:1 number1:1 ') and len(words.split()) == 12
+    # Another caption column, or another source, by the numbers of this one.
+    other = make_source(tmp_path / 'other', {1: 'two cat a'})
+    embed_captions.embed(other, f'words:{tmp_path}/alone', tmp_path / 'others', **options)
+    table = pq.read_table(tmp_path / 'others' / sidecar.part_name(0, 1))
+    assert table.column('tokens').to_pylist() == [[0, 2, 1]]
+    embed_captions.embed(other, 'hash', tmp_path / 'hash')
+    with pytest.raises(ValueError, match=f'^{tmp_path}/hash: holds no list of words'):
+        embed_captions.embed(other, f'words:{tmp_path}/hash', tmp_path / 'none', **options)
+    # Nor is a list taken that is not the one of the ids.
+    metadata = pq.read_schema(paths[0]).metadata | {b'text_words': b'cat:10 a:10'}
+    pq.write_table(pq.read_table(paths[0]).replace_schema_metadata(metadata), paths[0])
+    with pytest.raises(ValueError, match=f"^{paths[0]}: its list of words 'cat:10 a:10' is not"):
+        embed_captions.embed(other, f'words:{tmp_path}/alone', tmp_path / 'none', **options)
+
+
 @pytest.mark.parametrize('encoder', ['words', 'hf:/no/such/folder'])
 def test_a_wrong_encoder_is_noticed_before_captions_are_read(tmp_path, encoder):
     source = make_source(tmp_path / 'source', {})

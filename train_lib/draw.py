@@ -270,8 +270,11 @@ def encode_captions(
 ) -> np.ndarray:
     """Encodes captions: embeddings float16 `(n, D)`, or token ids int32 `(n, T)`."""
     if unknown := unknown_words(facts, encoder, captions):
+        # The list of words that have numbers lacks rare ones if it is full.
+        is_full = facts.text_words.count(' ') + 1 == word_list.MAX_WORDS
         logging.warning(
-            'No caption of the training data has %s: the model does not know what %s.',
+            '%s caption of the training data has %s: the model does not know what %s.',
+            'Hardly a' if is_full else 'No',
             ', '.join(map(repr, unknown)),
             'it means' if len(unknown) == 1 else 'they mean',
         )
@@ -289,7 +292,7 @@ def encode_captions(
 
 
 def unknown_words(facts: DatasetStats, encoder: Tokenizer, captions: Sequence[str]) -> list[str]:
-    """Returns words that do not occur in the training data; misses some with ids of others."""
+    """Returns words that training captions lack; with `hash` misses some that share buckets."""
     words = list(dict.fromkeys(w for caption in captions for w in split_words(caption)))
     if facts.text_encoder == HashEncoder.name:
         # A bucket without mean and deviation got no word of any caption.
