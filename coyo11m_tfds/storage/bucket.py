@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import google.auth.transport.requests
 import google_crc32c
+import requests
 from absl import logging
 from google.api_core import exceptions
 from google.cloud import storage
@@ -276,12 +277,18 @@ def _read_object(url: str) -> bytes | None:
     def attempt(options: dict[str, Any]) -> bytes:
         blob = _blob(url)
         try:
-            # The client unpacks gzip.
-            return blob.download_as_bytes(checksum='crc32c', **options)
+            data = blob.download_as_bytes(checksum='crc32c', **options)
         except DataCorruption as error:
             if blob.content_encoding:
                 raise encoded_error(url, blob.content_encoding) from error
             raise retry.Corrupted(f'{url}: {error}') from error
+        except requests.exceptions.ContentDecodingError as error:
+            named = re.search(r'content-encoding: (\S+),', str(error))
+            raise encoded_error(url, named[1] if named else 'unknown') from error
+        # The client has unpacked gzip.
+        if blob.content_encoding not in (None, '', 'identity', 'gzip'):
+            raise encoded_error(url, blob.content_encoding)
+        return data
 
     with contextlib.suppress(_Missing):
         return _call_storage(url, f'reading {url}', attempt)

@@ -61,7 +61,11 @@ _REFUSED_NAMES = {
     'google': {'DefaultCredentialsError', 'RefreshError'},
     'huggingface_hub': {'LocalTokenNotFoundError'},
 }
-_PERMANENT_NAMES = {'huggingface_hub': {'OfflineModeIsEnabled'}}
+_PERMANENT_NAMES = {
+    'huggingface_hub': {'OfflineModeIsEnabled'},
+    # Of an object that is not what its Content-Encoding says.
+    'requests': {'ContentDecodingError'},
+}
 
 
 class GivenUp(OSError):
