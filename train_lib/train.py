@@ -249,7 +249,8 @@ def _train_steps(
         logging.warning(problem)
     if bad_records := run.data.read_counts().bad_records:
         records = format_count(bad_records, 'record')
-        logging.warning('left out here, because it could not be read: %s', records)
+        were = 'was' if bad_records == 1 else 'were'
+        logging.warning('%s could not be read and %s left out here.', records, were)
     return state, is_complete
 
 
