@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, NoReturn, Self, TypeVar
 
 import numpy as np
 
@@ -95,6 +95,13 @@ class Ahead(Iterator[T]):
         with contextlib.suppress(RuntimeError):  # the thread has ended
             self._executor.submit(setattr, self, '_items', iter(()))
         self._end_thread()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f'{type(self).__name__}: an iterator that reads ahead cannot be pickled or copied, '
+            'because its threads stay in this process: make one in each process, from the result '
+            'of get_state if it should continue there, see docs/pytorch.md'
+        )
 
     def __enter__(self) -> Self:
         return self

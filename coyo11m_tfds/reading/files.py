@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.ma  # else np.unique imports it, and a fork in that moment would wait for ever
@@ -51,6 +51,12 @@ class ReadCounter:
     def __init__(self) -> None:
         self._counts = ReadCounts()
         self._lock = threading.Lock()  # chunks are read by several threads
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            'a ReadCounter cannot be pickled or copied, because threads of this process add to it: '
+            'make one in each process, and send what `read` returns'
+        )
 
     def read(self) -> ReadCounts:
         """Returns the sums so far."""

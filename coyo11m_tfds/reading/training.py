@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from absl import logging
 
@@ -35,6 +35,12 @@ class ReadPlan(NamedTuple):
     orders: tuple[Order, ...] | None  # None without a chunk index
     cursor: Cursor  # of the first batch
     steps_per_epoch: float  # samples of all sources divided by the batch size; NaN if unknown
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            'a ReadPlan cannot be pickled or copied, because it caches orders of this process: '
+            'make it in each process, by train_plan with the same arguments'
+        )
 
     @property
     def sources(self) -> tuple[MixSource, ...]:

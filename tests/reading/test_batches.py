@@ -1,12 +1,14 @@
 """What `train_batches`, `eval_batches` and `train_arrays` give: place, content, share, end."""
 
 import contextlib
+import copy as copying
 import functools
 import gc
 import inspect
 import itertools
 import json
 import pathlib
+import pickle
 import re
 import signal
 import threading
@@ -39,6 +41,22 @@ def take(batches, count: int) -> list[dict]:
 def one_device() -> jax.sharding.Sharding:
     mesh = jax.make_mesh((1,), ('data',), devices=jax.devices()[:1])
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
+
+
+def test_what_reads_in_this_process_says_why_it_cannot_be_sent_to_another(intact):
+    """As to the workers of torch's DataLoader that are spawned."""
+    asked = dict(batch_size=16, features=[schema.KEY])
+    unpicklable = [
+        input_pipeline.eval_batches(intact, **asked),
+        input_pipeline.train_batches(intact, **ORDER | asked),
+        input_pipeline.to_device(iter([]), one_device()),
+        input_pipeline.train_plan(intact, **ORDER | asked),
+        input_pipeline.ReadCounter(),
+    ]
+    for thing in unpicklable:
+        for copy in (pickle.dumps, copying.copy):
+            with pytest.raises(TypeError, match=r'pickled or copied, .* in each process'):
+                copy(thing)
 
 
 # --- Where they are ----------------------------------------------------------------------------
