@@ -72,6 +72,11 @@ _CHANGEABLE = re.compile(
 def check_config(config: ml_collections.ConfigDict, *, needs_data: bool = True) -> None:
     """Raises a FieldError if a field has a wrong value; `data.dir` may be empty if not needed."""
     fields = flatten_fields(config.to_dict())
+    if missing := [name for name in _RULES if name not in fields]:
+        raise ValueError(
+            f'the configuration lacks the field {missing[0]!r}: set the fields of a block one by '
+            'one, so that the others keep their defaults'
+        )
     for name, rule in _RULES.items():
         is_needed = name != DATA_SET or (needs_data and not fields[MIX])
         if is_needed:

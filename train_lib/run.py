@@ -155,6 +155,13 @@ def _find_config(name: str) -> str:
     if pathlib.Path(path).is_file():
         return name
     files = {file.stem: file for file in sorted(_CONFIGS.glob('*.py'))}
+    file = next((x for x in _longer_paths(name) if pathlib.Path(x).is_file()), '')
+    if file:
+        sys.exit(
+            f'error: --config={name}: what follows the first colon goes to get_config of the file '
+            f'{path}; for the file {file}, expected a path without a colon, as after `cd` to its '
+            'folder.'
+        )
     stem = path.removeprefix('configs/').removesuffix('.py')
     if stem not in files:
         sys.exit(
@@ -164,10 +171,16 @@ def _find_config(name: str) -> str:
     return name.replace(path, str(files[stem]), 1)
 
 
+def _longer_paths(name: str) -> Iterator[str]:
+    """Yields what precedes each colon but the first, and all."""
+    return itertools.islice(itertools.accumulate(name.split(':'), '{}:{}'.format), 1, None)
+
+
 def _parse_flags(argv: Sequence[str], required: Sequence[str]) -> list[str]:
     argv = resolve(argv)
     with errors_in_one_line():
         try:
+            _check_blocks(argv)
             _, *extra_arguments = flags.FLAGS(argv)
             if flags.FLAGS.version:
                 command_line.print_lines(command_line.VERSION)
@@ -177,11 +190,31 @@ def _parse_flags(argv: Sequence[str], required: Sequence[str]) -> list[str]:
             if 'config' in flags.FLAGS and flags.FLAGS['config'].present:
                 _ = flags.FLAGS.config.seed  # the first use loads the file
             _check_flags(required)
-        except (flags.Error, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (flags.Error, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise ValueError(_explain_config_error(argv, error) or _explain(error)) from error
+        except Exception as error:
+            # Any error of the file of a configuration is one of the user.
+            if problem := _explain_config_error(argv, error):
+                raise ValueError(problem) from error
+            raise
         except SystemExit:
             sys.exit()  # absl shows the help, and ends with 1
     return argv[:1]
+
+
+def _check_blocks(argv: Sequence[str]) -> None:
+    """Raises an error for a flag that would replace all fields of a block, such as `optimizer`."""
+    fields = _default_fields()
+    for name in _override_values(argv):
+        block = [field for field in fields if field.startswith(f'{name.removeprefix("config.")}.')]
+        if name.startswith('config.') and block:
+            raise flags.Error(
+                f'--{name}: expected a flag for each field to change, such as --config.{block[0]}'
+            )
+
+
+def _override_values(argv: Sequence[str]) -> dict[str, str]:
+    return dict(x.lstrip('-').partition('=')[::2] for x in argv if x.startswith('-'))
 
 
 def _check_flags(required: Sequence[str]) -> None:
@@ -203,7 +236,7 @@ def _explain(error: Exception) -> str:
 
 def _explain_config_error(argv: Sequence[str], error: BaseException) -> str:
     """Names the `--config` flag, or the line of the file, and what is wrong; '' for other flags."""
-    overrides = dict(x.lstrip('-').partition('=')[::2] for x in argv if x.startswith('-'))
+    overrides = _override_values(argv)
     path = overrides.get('config', '')
     # Absl and ml_collections raise errors of their own while they handle the error of the file.
     cause: BaseException | None = error
@@ -219,7 +252,7 @@ def _explain_config_error(argv: Sequence[str], error: BaseException) -> str:
                 problem = f'{type(cause).__name__}: {cause}'
             return f'--config={path}, line {lines[-1]}: {problem}'
         cause = cause.__cause__ or cause.__context__
-    if isinstance(error, (KeyError, AttributeError)):
+    if isinstance(error, (LookupError, AttributeError, TypeError)):
         names = [x.removeprefix('config.') for x in overrides if x.startswith('config.')]
         for name in names:
             if name not in _default_fields():

@@ -92,6 +92,11 @@ WRONG_FLAGS = {
     '--config.patch_size=4': "'patch_size'; did you mean 'model.patch_size'",
     '--config.model.zzz=S': "--config.model.zzz: there is no field 'zzz'$",
     '--config.batch_size=many': "--config.batch_size=many: .* 'many'",
+    '--config.optimizer={"name": "adamw"}': '--config.optimizer: .* such as --config.optimizer.b1',
+    '--config.optimizer=adamw': '--config.optimizer: expected a flag for each field to change',
+    '--config.mesh=(1,2)': '--config.mesh: expected a flag for each .* such as --config.mesh.data',
+    '--config.optimizer.name.x=3': "--config.optimizer.name.x: there is no field 'x'",
+    '--config.data.mix[0]=3': '--config.data.mix\\[0\\]: there is no field',
     '--config.data.dir=/none': "--config.data.dir='/none': there is no such folder; build the",
     '--config.data.dir=configs': "--config.data.dir='configs': expected the folder of a built data",
     '--workdir=': 'missing: --workdir; expected e.g.',  # of a variable that is not set
@@ -100,6 +105,7 @@ WRONG_LINES = {
     "config.modle.name = 'S/4'": "there is no field 'modle'; did you mean 'model'",
     "config.batch_size = '3'": 'TypeError: .*batch_size',
     "config.data.dir = {}['data']": "KeyError: 'data'$",
+    'assert False, "no"': 'AssertionError: no$',
 }
 
 
@@ -113,6 +119,16 @@ def test_a_mistake_is_told_in_one_line(tmp_path):
         path.write_text(f'{head}    {line}\n    return config\n')
         commands.append([f'--config={path}', f'--workdir={tmp_path}/run'])
         expected.append(rf'error: --config={path}, line 5: {message}')
+    partial, colon = tmp_path / 'partial.py', tmp_path / 'a:b' / 'mine.py'
+    partial.write_text(f'{head}    config.optimizer = {{"name": "adamw"}}\n    return config\n')
+    colon.parent.mkdir()
+    colon.write_text(f'{head}    return config\n')
+    for path, message in (
+        (partial, "the configuration lacks the field 'optimizer"),
+        (colon, f'--config={colon}: what follows the first colon .* a path without a colon'),
+    ):
+        commands.append([f'--config={path}', f'--workdir={tmp_path}/run'])
+        expected.append(f'error: {message}')
     path = tmp_path / 'nothing.py'
     path.write_text('def get_config():\n    pass\n')
     commands.append([f'--config={path}', f'--workdir={tmp_path}/run'])
