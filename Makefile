@@ -1,7 +1,7 @@
 # Start with `make demo` or `make test`: both set up .venv. `make TORCH_INDEX=` takes torch from the
-# package index, too. Other targets: `make install` (.venv alone), `make slow` (the long tests), `make pods` (compiles for
-# TPU slices), `make lowest` (the tests with the lowest versions that setup.py allows), `make wheel`
-# (a day with the wheel alone), `make lint`, `make clean`.
+# package index, too. Other targets: `make install` (.venv alone), `make slow` (the long tests),
+# `make pods` (compiles for TPU slices), `make lowest` (the tests with the lowest versions that
+# setup.py allows), `make wheel` (a day with the wheel alone), `make lint`, `make clean`.
 
 ifndef PYTHON
 PYTHON := $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,\
