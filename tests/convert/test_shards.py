@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import os
 import pathlib
 import subprocess
@@ -103,22 +102,21 @@ def test_what_is_finished_is_not_written_again(tmp_path):
     data = data_folder(tmp_path / 'work')
     undisturbed = files_of(data)
     names = sorted(undisturbed)
-    lost, cut, flipped, recordless, damaged, of_another_version = names[:6]
+    lost, cut, flipped, without_receipt, damaged, of_another_version = names[:6]
     (data / lost).unlink()
     (data / cut).write_bytes(undisturbed[cut][:-1])
     middle = len(undisturbed[flipped]) // 2
     content = bytearray(undisturbed[flipped])
     content[middle] ^= 1
     (data / flipped).write_bytes(content)
-    records = data / f'building-{made.build}'
-    (records / f'{recordless}.json').unlink()
-    record = records / f'{damaged}.json'
-    record.write_text(record.read_text().replace('"num_records": ', '"num_records": 1'))
-    path = records / f'{of_another_version}.json'
-    record = json.loads(path.read_text())
-    del record['digest']
-    record['result']['writer'] = 'coyo11m_tfds 0.0.1, records of format 1'
-    path.write_text(json.dumps(record | {'digest': json_digest.sha256(record)}))
+    receipts = data / f'building-{made.build}'
+    (receipts / f'{without_receipt}.json').unlink()
+    path = receipts / f'{damaged}.json'
+    path.write_text(path.read_text().replace('"num_records": ', '"num_records": 1'))
+    path = receipts / f'{of_another_version}.json'
+    receipt = json_digest.unseal(path.read_bytes())
+    receipt['facts']['writer'] = 'coyo11m_tfds 0.0.1, records of format 1'
+    path.write_bytes(json_digest.seal(receipt))
     before = {name: (data / name).stat() for name in names[6:]}
     second = write(made, tmp_path / 'work')
     assert files_of(data) == undisturbed
