@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 
 from coyo11m_tfds import embed_captions, sample_data, schema
-from coyo11m_tfds.process import command_line
+from coyo11m_tfds.process import command_line, stop_signals
 from tests import built
 from tests.checkout import COCO_SAMPLE
 from tests.fakes.cloud import bucket, gcs, hub, place  # noqa: F401, fixtures
@@ -29,9 +29,13 @@ os.environ.setdefault(
     'JAX_COMPILATION_CACHE_MAX_SIZE', '1000000000'
 )  # so that JAX locks the folder
 
-# In the background of a shell tests may ignore Ctrl-C, and so would the programs that they start.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell that runs the tests in the background has them ignore Ctrl-C, `nohup` a closed terminal,
+# and so would the programs that they start.
+for ignored in {*stop_signals.STOP_SIGNALS} - {*stop_signals.find_heeded()}:
+    if ignored == signal.SIGINT:
+        signal.signal(ignored, signal.default_int_handler)
+    else:
+        signal.signal(ignored, signal.SIG_DFL)
 
 # How long one example takes depends on what else runs on the machine.
 hypothesis.settings.register_profile('no_deadline', deadline=None)
