@@ -102,6 +102,10 @@ def test_a_damaged_pickle_of_a_file_without_checksums(source):
         ({'embeddings': torch.zeros(5, 8)}, 'embeddings has shape (5, 8), expected (6, D)'),
         ({'latents': LATENTS.bfloat16()}, 'latents are bfloat16 (3, 4, 32, 32), but those of'),
         ({'latents': torch._neg_view(LATENTS)}, 'latents has its negative bit set'),
+        ({'keys': [*range(10, 16)]}, 'keys is a list, expected a tensor. Save it again as one'),
+        ({'latents': LATENTS.double()}, 'latents is float64, expected a dense tensor of'),
+        ({'latents': LATENTS.to_sparse()}, 'latents is sparse_coo float16, expected a dense'),
+        ({'latents': torch.nested.as_nested_tensor(LATENTS)}, 'holds a tensor of a kind that'),
     ],
 )
 def test_tensors_that_are_missing_or_of_another_kind(source, changes, message):
@@ -118,10 +122,13 @@ def test_numbers_of_the_other_byte_order(source, monkeypatch):
     assert_refused(source, path, "has its numbers in byte order 'big', expected 'little'")
 
 
-def test_a_file_that_holds_something_else_than_a_dict(source):
+@pytest.mark.parametrize(
+    ('content', 'kind'), [(LATENTS, 'a Tensor'), (5, 'an int'), (None, 'None'), ([1], 'a list')]
+)
+def test_a_file_that_holds_something_else_than_a_dict(source, content, kind):
     path = made_sources.latents_file(source, 1)
-    torch.save(LATENTS, path)
-    assert_refused(source, path, 'holds a Tensor, expected a dict')
+    torch.save(content, path)
+    assert_refused(source, path, f'holds {kind}, expected a dict')
 
 
 def test_a_pickle_that_would_run_code_does_not(source, tmp_path):

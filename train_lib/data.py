@@ -243,8 +243,8 @@ class TrainingData:
             if splits and 0 < num_records < _FEW_RECORDS and split == schema.VALIDATION:
                 logging.warning(
                     f'{field}={value!r}: split {split!r} of {source.stored.folder} has only '
-                    f'{format_count(num_records, "record")}, so its loss says little: build it '
-                    'with a larger validation_fraction'
+                    f'{format_count(num_records, "record")}, too few to judge a model by: build '
+                    'it with a larger validation_fraction'
                 )
             if splits and not num_records:
                 filled = [name for name, info in splits.items() if info.num_records]

@@ -34,6 +34,15 @@ class FieldError(ValueError):
         return f'{self.field}={self.problem}'
 
 
+def describe_type(value: Any) -> str:
+    """Describes the type of a value, as 'a list', 'an int' or 'None'."""
+    if value is None:
+        return 'None'
+    name = type(value).__name__
+    article = 'an' if name[0].lower() in 'aeiou' else 'a'
+    return f'{article} {name}'
+
+
 class Faults:
     """Errors of independent checks, so that one message shows all of them."""
 

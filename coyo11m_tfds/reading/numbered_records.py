@@ -91,7 +91,7 @@ class Records:
         try:
             index = operator.index(number)
         except TypeError:
-            return self._read_batch(np.asarray(number))
+            return self._read_batch(_as_numbers(number))
         if not -self._length <= index < self._length:
             raise self._index_error(index)
         index %= self._length
@@ -102,7 +102,7 @@ class Records:
 
     def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """Returns the records of some numbers; torch calls it for a batch."""
-        batch = self._read_batch(np.asarray(numbers))
+        batch = self._read_batch(_as_numbers(numbers))
         rows = zip(*batch.values(), strict=True)
         return [dict(zip(batch, values, strict=True)) for values in rows]
 
@@ -113,6 +113,10 @@ class Records:
 
         The first call reads all records of the split, and keeps 16 bytes for each.
         """
+        try:
+            key = operator.index(key)
+        except TypeError:
+            raise TypeError(f'key={key!r}: expected a whole number') from None
         keys, numbers = self._sorted_keys
         place = bisect.bisect_left(keys, key)
         if place == len(keys) or keys[place] != key:
@@ -134,8 +138,6 @@ class Records:
     def _read_batch(self, numbers: np.ndarray) -> Batch:
         if numbers.shape == (0,):
             return {name: np.empty(*spec) for name, spec in self._rows.reader.spec(0).items()}
-        if numbers.ndim != 1 or numbers.dtype.kind not in 'iu':
-            raise TypeError(f'records[{numbers}]: expected whole numbers, as one number or a list')
         outside = (numbers < -self._length) | (numbers >= self._length)
         if outside.any():
             raise self._index_error(numbers[outside.argmax()])
@@ -189,6 +191,16 @@ class _MappedRows:
 
     def _gather(self, located: LocatedRecords) -> Batch:
         return gather_batch(self._row_reader.read(located, self._row_reader.check(located)))
+
+
+def _as_numbers(numbers: Any) -> np.ndarray:
+    """Returns a list of numbers as an array `(n,)`; TypeError for anything else."""
+    values = np.asarray(numbers)
+    if values.shape == (0,) or (values.ndim == 1 and values.dtype.kind in 'iu'):
+        return values
+    # An array may have as many values as the data set has records.
+    described = f'{values.dtype}, shape {values.shape}' if values.ndim else repr(numbers)
+    raise TypeError(f'records[{described}]: expected whole numbers, as one number or a list')
 
 
 def _locate_run(

@@ -9,6 +9,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.dataset.stored_dataset import Data, StoredDataset
 from coyo11m_tfds.process.errors import UNIT_INTERVAL, FieldError, at_least, one_of
+from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.reading import arguments, damage
 from coyo11m_tfds.reading.batches import CROP
 from coyo11m_tfds.reading.files import ReadCounter
@@ -148,7 +149,8 @@ class ReadOptions:
             divisors = [n for n in range(count, fitting_size + 1, count) if fitting_size % n == 0]
             nearest = min(divisors, key=lambda n: abs(n - lanes))
             problem, advice = f'{problem} with lanes={lanes}', f'{advice} with lanes={nearest}'
-        problem = f'{problem} by {count} processes equally; {advice} works'
+        processes = format_count(count, 'process', 'processes')
+        problem = f'{problem} by {processes} equally; {advice} works'
         raise FieldError('batch_size', batch_size, problem)
 
 

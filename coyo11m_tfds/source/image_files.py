@@ -26,6 +26,7 @@ from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset.keyed_random import name_hash
 from coyo11m_tfds.pictures import image_kinds
 from coyo11m_tfds.pictures.pixels import BadImageError, OtherImageError
+from coyo11m_tfds.process.errors import describe_type
 from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.source import foreign_text, image_tables, image_texts, tar_members
 from coyo11m_tfds.source.image_tables import ImageTables
@@ -388,7 +389,7 @@ def _read_fields(texts: Mapping[str, _Text]) -> _Fields:
         except (ValueError, RecursionError) as error:
             raise BadImageError('damaged .json', str(error)) from None
         if not isinstance(value, dict):
-            raise BadImageError('.json without names of fields', f'a {type(value).__name__}')
+            raise BadImageError('.json without names of fields', describe_type(value))
         fields |= value
     if '.txt' in texts:
         nbytes, read = texts['.txt']

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from coyo11m_tfds.pictures.pixels import BadImageError
+from coyo11m_tfds.process.errors import describe_type
 from coyo11m_tfds.source import arrow_texts, foreign_text, keyed_parquet
 
 IMAGE = 'image'  # name of the column
@@ -123,7 +124,7 @@ def _read_image(value: pa.Scalar) -> bytes:
     if isinstance(image, bytes):
         image = image.decode('latin-1')
     if not isinstance(image, str):
-        raise BadImageError('no bytes of an image', f'but a {type(image).__name__}')
+        raise BadImageError('no bytes of an image', f'but {describe_type(image)}')
     return _read_image_of_text(image)
 
 

@@ -19,7 +19,7 @@ from isal import isal_zlib as zlib
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import pt_archive
-from coyo11m_tfds.process.errors import Faults
+from coyo11m_tfds.process.errors import Faults, describe_type
 from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.source import copied_files, foreign_text
 from coyo11m_tfds.source.latent_file import (
@@ -165,13 +165,13 @@ class PtFile(LatentFile):
         texts, empty, others = [], [], dict[str, str]()
         for name, values in self._content.items():
             if not isinstance(values, list | tuple):
-                others[name] = f'a {type(values).__name__}'
+                others[name] = describe_type(values)
             elif any(isinstance(value, _TEXTS) for value in values):
                 texts.append(name)
             elif all(value is None for value in values):
                 empty.append(name)
             else:
-                others[name] = f'a {type(values).__name__} without texts'
+                others[name] = f'{describe_type(values)} without texts'
         return ColumnNames(texts=tuple(texts), empty=tuple(empty), others=others)
 
     def text_column(self, name: str) -> pa.Array:
@@ -186,7 +186,7 @@ class PtFile(LatentFile):
             text = foreign_text.find_text(value)
             if text is None and value is not None and not isinstance(value, _TEXTS):
                 raise ValueError(
-                    f'{self.path}: {name} of row {row} is a {type(value).__name__}, expected a '
+                    f'{self.path}: {name} of row {row} is {describe_type(value)}, expected a '
                     'text, bytes of UTF-8 or a list of texts.'
                 )
             texts.append(None if text is None else foreign_text.encode(text))
@@ -213,11 +213,11 @@ class PtFile(LatentFile):
                 remedy = 'Set key_column to their name, or save it again with keys or captions.'
             problem = f"lacks '{name}'; it has {names}. {remedy}"
         elif not isinstance(tensor, torch.Tensor):
-            problem = f'{name} is a {type(tensor).__name__}, expected a tensor.'
+            problem = f'{name} is {describe_type(tensor)}, expected a tensor. Save it again as one.'
         elif tensor.layout != torch.strided or _dtype_name(tensor) not in dtypes:
             problem = (
-                f'{name} is {tensor.layout} {tensor.dtype}, expected a dense tensor of '
-                f'{" or ".join(dtypes)}.'
+                f'{name} is {_describe_kind(tensor)}, expected a dense tensor of '
+                f'{" or ".join(dtypes)}. Save it again as such.'
             )
         # Its bytes are those of the negated numbers.
         elif tensor.is_neg():
@@ -291,6 +291,12 @@ def _load_tensors(path: str, name: str, **options) -> dict[str, Any]:
         raise ValueError(
             f'{name}: its path is not UTF-8, and torch opens no such file. Rename it or its folder.'
         ) from None
+    # Such as quantized or nested tensors, which torch makes only together with their numbers.
+    except NotImplementedError:
+        raise ValueError(
+            f'{name}: holds a tensor of a kind that torch loads only as a whole, such as quantized '
+            'or nested. Save it again as a plain dict of dense tensors.'
+        ) from None
     # Of many types, according to where in the file torch stumbles.
     except Exception as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
@@ -300,7 +306,7 @@ def _load_tensors(path: str, name: str, **options) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict):
         raise ValueError(
-            f'{name}: holds a {type(content).__name__}, expected a dict with '
+            f'{name}: holds {describe_type(content)}, expected a dict with '
             f"'{schema.PT_KEYS}' and '{schema.PT_LATENTS}'."
         )
     return content
@@ -323,6 +329,14 @@ def _elements_spanned(tensor: torch.Tensor) -> int | None:
             return None
         span += stride * (size - 1)
     return span
+
+
+def _describe_kind(tensor: torch.Tensor) -> str:
+    """Describes the dtype of a tensor and, unless it is dense, its layout: 'sparse_coo float16'."""
+    dtype = _dtype_name(tensor)
+    if tensor.layout == torch.strided:
+        return dtype
+    return f'{str(tensor.layout).removeprefix("torch.")} {dtype}'
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

@@ -5,6 +5,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from coyo11m_tfds.process.errors import describe_type
+
 _DIGEST = 'digest'  # the entry of the digest of all others
 
 
@@ -25,7 +27,7 @@ def unseal(data: bytes) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError('it is nested too deeply') from error
     if not isinstance(content, dict):
-        raise ValueError(f'it holds a {type(content).__name__}, expected an object')
+        raise ValueError(f'it holds {describe_type(content)}, expected an object')
     if content.pop(_DIGEST, None) != sha256(content):
         raise ValueError('its digest is wrong')
     return content

@@ -146,6 +146,7 @@ def test_help_and_editors_see_the_arguments_by_name():
         (dict(stride=0), 'stride=0: expected at least 1'),
         (dict(chunk=48), 'chunk=48: expected a multiple of 32, .*; chunk=64 works'),
         (dict(engine='chunks', parallel_reads=0), 'parallel_reads=0: expected at least 1'),
+        (dict(lanes=3), 'lanes=3 by 1 process equally; '),
         (dict(process_count=3), 'batch_size=15 with lanes=3 works'),
         (dict(process_count=2, process_index=2), r'process_index=2 is not in \[0, 2\)'),
         (dict(lanes=3), 'lanes=2 works'),

@@ -3,6 +3,7 @@
 import gc
 import pathlib
 import pickle
+import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -131,9 +132,18 @@ def test_what_is_not_there_is_an_error_and_not_another_record(path):
         for chosen in (number, [0, number]):
             with pytest.raises(IndexError, match=f'362 records, and none with number {number}'):
                 opened[chosen]
-    for chosen in ('key', 1.5, [[1, 2]], [1.5], np.ones(COUNT, bool)):
-        with pytest.raises(TypeError, match='expected whole numbers'):
+    for chosen, kind in (
+        ('key', "'key'"),
+        (1.5, '1.5'),
+        ([[1, 2]], 'int64, shape (1, 2)'),
+        ([1.5], 'float64, shape (1,)'),
+        (np.ones(COUNT, bool), f'bool, shape ({COUNT},)'),
+    ):
+        with pytest.raises(TypeError, match=re.escape(f'records[{kind}]: expected whole numbers')):
             opened[chosen]
+    for key in ('12', 1.5, None):
+        with pytest.raises(TypeError, match=f'key={key!r}: expected a whole number'):
+            opened.find(key)
     for key in (12345, 2**64):
         with pytest.raises(KeyError, match=f"no record of split 'train' has key {key}"):
             opened.find(key)
