@@ -26,7 +26,7 @@ from typing import Any
 
 import absl.logging
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.convert.build_settings import CAPTION_FLAGS, add_caption_flags
 from coyo11m_tfds.process import command_line, machine, programs
 from coyo11m_tfds.reading import process_settings
@@ -72,6 +72,7 @@ def main() -> None:
         for name in _PACKAGES:
             if not importlib.util.find_spec(name):
                 raise ModuleNotFoundError(name=name)
+        _check_places(flags.manual_dir, flags.data_dir)
     programs.announce_start()
     process_settings.quiet_tensorflow()
     prepare_tfds_command()
@@ -91,6 +92,14 @@ def main() -> None:
     command = 'tfds', 'build', '--logtostderr', schema.NAME, f'--imports={schema.NAME}'
     sys.argv = [*command, *options, *overwrite]
     tfds.launch_cli()
+
+
+def _check_places(source: str | None, out: str | None) -> None:
+    """Refuses folders of which TFDS would show a traceback, or that it would change."""
+    if source:
+        storage.open_folder(source)
+    if out:
+        storage.open_folder(out, to_write=True).exists()
 
 
 def _embed_captions(flags: argparse.Namespace) -> str:
@@ -128,9 +137,9 @@ def prepare_tfds_command() -> None:
         has_text = not schema.TEXT_DTYPES.keys().isdisjoint(info.features)
         name = 'default' if has_text and machine.accelerators() else 'small'
         lines = [
-            f"tfds.builder_from_directory('{info.data_dir}')",
+            f'tfds.builder_from_directory({str(info.data_dir)!r})',
             f'python -m train_lib.main --config={name} --workdir=W '
-            f'--config.data.dir={info.data_dir}',
+            + shlex.quote(f'--config.data.dir={info.data_dir}'),
         ]
         if not has_text:
             flags = [x for x in sys.argv if x.startswith(('--manual_dir=', '--data_dir='))]

@@ -12,6 +12,7 @@ import sys
 import numpy as np
 import pytest
 
+import coyo11m_tfds.build
 from coyo11m_tfds import schema
 from coyo11m_tfds.process import machine
 from tests import children, made_sources
@@ -64,7 +65,7 @@ def built(source, tmp_path_factory) -> tuple:
 
     All run in one process, because TensorFlow takes seconds to start.
     """
-    out, manual_dir = tmp_path_factory.mktemp('plain'), f'--manual_dir={source}'
+    out, manual_dir = tmp_path_factory.mktemp('plain one'), f'--manual_dir={source}'
     commands = [[manual_dir, *flags] if flags else [] for flags in BAD.values()]
     commands = [[f'--data_dir={tmp_path_factory.mktemp("bad")}', *flags] for flags in commands]
     config = f'--config={json.dumps(CONFIG)}'
@@ -87,13 +88,14 @@ def test_it_ends_with_where_the_report_and_the_data_set_are(built, source):
     lines = [line for line in said.partition('train  ')[2].splitlines() if line]
     page = next(final_folder(out).glob('report-*.html'))
     report = lines.index(f'report      {page}')
-    again = f'python -m coyo11m_tfds.build --data_dir={out} --manual_dir={source} --encoder=hash'
-    train = 'python -m train_lib.main --config=small --workdir=W --config.data.dir='
+    flags = f"'--data_dir={out}' --manual_dir={source} --encoder=hash"
+    again = f'python -m coyo11m_tfds.build {flags}'
+    train = 'python -m train_lib.main --config=small --workdir=W'
     assert lines[report + 1 : report + 5] == [
         f"tfds.builder_from_directory('{final_folder(out)}')",
         f'To train on captions, first build again: {again}',
         'Without captions:',
-        f'{train}{final_folder(out)}',
+        f"{train} '--config.data.dir={final_folder(out)}'",
     ]
     assert 'DatasetInfo' not in said
     config = 'default' if machine.accelerators() else 'small'
@@ -163,6 +165,25 @@ def test_the_own_command_says_only_what_matters_and_is_resumed_after_a_signal(
     assert not (final / 'dataset_info.json').exists()
     build(source, '', out, **CONFIG, captions='texts.parquet')
     assert files_of_any_source(final) == files_of_any_source(final_folder(built[0]))
+
+
+@pytest.mark.parametrize(
+    ('source', 'out', 'message'),
+    [
+        ('GS://bucket/source', '', 'GS://bucket/source: expected a local path, gs://bucket/'),
+        ('gs:/bucket/source', '', 'gs:/bucket/source: expected two slashes'),
+        ('', 's3://bucket/out', 's3://bucket/out: expected a local path, gs://bucket/'),
+        ('', 'hf://datasets/owner/name', 'hf://datasets/owner/name: expected a local path or gs'),
+        ('', 'gs://', 'gs://: expected a local path or gs://bucket/folder.'),
+        ('', 'gs://no-such-bucket/out', 'gs://no-such-bucket: there is no such bucket.'),
+    ],
+)
+def test_folders_that_cannot_be_are_refused_in_one_line(source, out, message, gcs, command):
+    place = [f'--manual_dir={source}'] if source else []
+    place += [f'--data_dir={out}'] if out else []
+    status, said, error = command(coyo11m_tfds.build, *place)
+    assert (status, said) == (1, '')
+    assert error.startswith(f'error: {message}') and error.count('\n') == 1
 
 
 def test_a_package_that_is_missing_is_named_with_what_brings_it(source, tmp_path):

@@ -233,7 +233,8 @@ class SavedRun:
     """A complete checkpoint, for reading only; damage is an OSError that names the file."""
 
     def __init__(self, workdir: epath.PathLike, step: int):
-        self.folder, self.step = workdirs.absolute(workdir) / FOLDER / str(step), step
+        self.workdir, self.step = workdirs.absolute(workdir), step
+        self.folder = self.workdir / FOLDER / str(step)
         _check_record(self.folder, step)
 
     @functools.cached_property

@@ -31,6 +31,7 @@ from absl import flags, logging
 from etils import epath
 from PIL import Image
 
+from coyo11m_tfds import storage
 from coyo11m_tfds.dataset import word_list
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from coyo11m_tfds.pictures import vae_decoder
@@ -74,9 +75,9 @@ _OF_FOLDER = 'sha256:'  # how the revision of a model in a local folder begins
 class Artist:
     """A checkpoint of a run, ready to draw on the devices of this process.
 
-    Its `settings` are plain values that decide the picture of a caption; its `encoder` names the
-    text encoder, '' stands for that of the data set; `paint` turns raw latents `(n, C, H, W)` into
-    pictures, uint8 `(n, height, width, 3)`.
+    Its `workdir` is the run's, without a step. Its `settings` are plain values that decide the
+    picture of a caption; its `encoder` names the text encoder, '' stands for that of the data set;
+    `paint` turns raw latents `(n, C, H, W)` into pictures, uint8 `(n, height, width, 3)`.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Artist:
         """
         jax_environment.check()
         self._saved = checkpoint.open_run(place, step)
-        self.step = self._saved.step
+        self.workdir, self.step = self._saved.workdir, self._saved.step
         self.facts = DatasetStats.from_json(self._saved.description.facts)
         config = ml_collections.ConfigDict(self._saved.description.config)
         changes = {f'preview.{name}': value for name, value in changes.items()}
@@ -330,11 +331,10 @@ def main() -> None:
     # Before the imports, which take seconds: a wrong file of captions ends the program at once.
     captions, name = _read_prompts(FLAGS.prompts)
     run.prepare()
-    previews_of_run = workdirs.absolute(FLAGS.workdir) / previews.FOLDER
-    folder = epath.Path(FLAGS.out).parent if FLAGS.out else previews_of_run
+    artist = artist_of_flags()
+    folder = epath.Path(FLAGS.out).parent if FLAGS.out else artist.workdir / previews.FOLDER
     # Before minutes of drawing whose pictures could not be written.
     workdirs.check_writable(folder)
-    artist = artist_of_flags()
     pictures = artist.draw(captions)
     out = FLAGS.out or _free_path(folder, f'{name}_{artist.step:06}{_changes()}')
     previews.write_png(out, previews.make_grid([pictures], captions))
@@ -376,7 +376,8 @@ def _read_prompts(prompts: str) -> tuple[list[str], str]:
 def read_captions(path: epath.Path) -> list[str]:
     """Reads a caption from each line of a file; raises a ValueError if it has none."""
     try:
-        text = path.read_bytes().decode('utf-8-sig')  # some editors begin with a byte order mark
+        # Some editors begin with a byte order mark.
+        text = storage.describe_file(path).read().decode('utf-8-sig')
     except UnicodeDecodeError as error:
         raise ValueError(f'{path}: byte {error.start} is not UTF-8; save it as UTF-8.') from error
     # Not by `splitlines`: texts may hold other ends of lines, as U+2028.

@@ -268,10 +268,10 @@ def main() -> None:
     if FLAGS.prompts:
         prompts = prompt_sets.read_prompts(FLAGS.prompts, count)
     run.prepare()
-    workdir = workdirs.absolute(FLAGS.workdir)
+    artist = draw.artist_of_flags()
+    workdir = artist.workdir
     # Before hours of drawing whose features could not be written.
     workdirs.check_writable(workdir / FOLDER)
-    artist = draw.artist_of_flags()
     if prompts:
         name = epath.Path(FLAGS.prompts).stem
         folder = prompt_sets.draw_prompts(artist, prompts, count, workdir / FOLDER, name)

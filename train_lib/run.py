@@ -165,8 +165,8 @@ def _find_config(name: str) -> str:
     stem = path.removeprefix('configs/').removesuffix('.py')
     if stem not in files:
         sys.exit(
-            f'error: --config={name}: there is no such file; expected one, or the name of a '
-            f'configuration of this package: {", ".join(files)}.'
+            f'error: --config={name}: there is no such file on this machine; expected one, '
+            f'or the name of a configuration of this package: {", ".join(files)}.'
         )
     return name.replace(path, str(files[stem]), 1)
 

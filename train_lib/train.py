@@ -90,6 +90,7 @@ def set_up(
         OSError: The data set does not exist, or `workdir` cannot be written to.
     """
     jax_environment.check()
+    workdirs.check_takes_checkpoints(workdir)
     workdirs.check_writable(workdir)
     config_rules.check_accepted_changes(accept_changes, config)
     writers.check_installed(config)

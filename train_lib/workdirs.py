@@ -16,6 +16,21 @@ def absolute(folder: epath.PathLike) -> epath.Path:
     return epath.Path(storage.make_absolute(epath.Path(folder)))
 
 
+def check_takes_checkpoints(folder: epath.PathLike) -> None:
+    """Refuses a folder whose name Orbax takes for another one's or for a pattern."""
+    place = str(absolute(folder))
+    # Arrays would stay where they are not looked for, or those of other folders would be read.
+    wrong = set('*?[\\').intersection(place)
+    if storage.local_path(place) is None:
+        # It cuts a URL off at a #, and TensorStore goes up at each part that is two dots.
+        wrong |= {'#'}.intersection(place) | {'..'}.intersection(place.split('/'))
+    if wrong:
+        raise ValueError(
+            f'{place}: its checkpoints could not be read; expected a folder without '
+            f'{" and ".join(sorted(wrong))} in its path.'
+        )
+
+
 def check_writable(folder: epath.PathLike) -> None:
     """Checks that files can be made and removed in a folder, which need not exist yet."""
     # Before TensorFlow writes logs, which silently retries a bucket that does not exist.

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 def class_of(path: str | os.PathLike[str]) -> 'type[Storage]':
     """Chooses the class of the storage of a path or URL, here and nowhere else."""
     text = os.fspath(path)
+    # What `pathlib` makes of a URL; the text ./gs: names a local folder.
+    if text.startswith(('gs:/', 'hf:/')) and '://' not in text:
+        raise ValueError(f'{text}: expected two slashes, as in {text.replace(":/", "://", 1)}.')
     # Each is imported only where it is needed: the clients take 0.2 s and more.
     if local_path(text) is not None:
         from coyo11m_tfds.storage.disk import Disk

@@ -116,6 +116,13 @@ def test_verify_names_the_file_that_differs(folder):
         folder.verify(states)
 
 
+@pytest.mark.parametrize('url', ['gs:/bucket/x', 'hf:/datasets/a/b'])
+def test_a_url_that_was_made_a_path_is_told_from_a_local_folder(url):
+    with pytest.raises(ValueError, match=f'^{url}: expected two slashes, as in ...//'):
+        storage.open_folder(url)
+    storage.open_folder(f'./{url}')
+
+
 @pytest.mark.parametrize('url', ['gs://', 's3://bucket/x', 'hf://datasets/a/b', 'gs:///x'])
 def test_other_places(url):
     with pytest.raises(ValueError, match=f'{url}: expected a local path(,| or) gs://bucket'):

@@ -131,11 +131,12 @@ def test_a_prompt_makes_a_picture_named_by_what_it_changes_and_replaces_none(sma
     for options in ([], [], ['--seed=1', '--noaverage', '--sampler=heun']):
         done = children.program('train_lib.draw', *flags, *options)
         assert done.returncode == 0, done.stderr
-    # Not by the name of a preview of the run itself.
-    done = children.program('train_lib.draw', flags[0], '--prompts=step')
+    # Not by the name of a preview of the run itself, and in the run's folder where a step follows.
+    done = children.program('train_lib.draw', f'{flags[0]}@4', '--prompts=step')
     assert done.returncode == 0, done.stderr
     names = 'a-red-circle_000004', 'a-red-circle_000004-2', 'step_000004-2'
     names += ('a-red-circle_000004_average=False_seed=1_sampler=heun',)
+    assert [path.name for path in tmp_path.iterdir()] == ['run']
     assert {path.name for path in (workdir / 'previews').iterdir()} == {f'{x}.png' for x in names}
     done = children.program('train_lib.draw', *flags, '--time_shift=0')
     assert done.stderr.splitlines()[-1] == 'error: --time_shift=0.0: expected more than 0'

@@ -1,7 +1,9 @@
 """Pictures of prompts in the folders that judges read: each once, whatever interrupts."""
 
+import gzip
 import json
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -122,10 +124,21 @@ def test_bad_prompts_are_refused(tmp_path, name, content, count, message):
         prompt_sets.read_prompts(tmp_path / name, count)
 
 
+def test_prompts_of_a_bucket_that_cannot_be_read_are_named_with_a_cure(gcs):
+    gcs.put('bucket', 'packed.txt', gzip.compress(b'a red circle'), encoding='gzip')
+    for name, message in {
+        'bucket/packed.txt': 'gs://bucket/packed.txt: has Content-Encoding: gzip, expected none.',
+        'bucket/missing.txt': 'gs://bucket/missing.txt is missing or a folder; expected a file.',
+        'no-such-bucket/x.txt': 'gs://no-such-bucket: there is no such bucket.',
+    }.items():
+        with pytest.raises((OSError, ValueError), match=f'^{re.escape(message)}'):
+            prompt_sets.read_prompts(f'gs://{name}', 1)
+
+
 @pytest.mark.slow
 def test_the_command_names_the_folder(small_run, tmp_path):
     (tmp_path / 'step.txt').write_text('\n'.join(PROMPTS))
-    flags = f'--workdir={small_run[0]}', '--num_steps=1'
+    flags = f'--workdir={small_run[0]}@4', '--num_steps=1'
     done = children.program('train_lib.evaluate', *flags, f'--prompts={tmp_path / "step.txt"}')
     assert done.returncode == 0, done.stderr
     folder = done.stdout.removeprefix('pictures: ').strip()

@@ -86,7 +86,7 @@ def test_a_run_from_its_first_line_to_ctrl_c(mini_dataset, tmp_path):
 
 
 WRONG_FLAGS = {
-    '--config=none': '--config=none: there is no such file; .*: default, demo, gpu, small, tpu',
+    '--config=none': '--config=none: there is no such file on this machine; .*: default, demo, ',
     '--config.modle.name=S': "--config.modle.name: .* 'modle'; did you mean 'model.name'",
     '--config.learning_rate=3': "'learning_rate'; did you mean 'optimizer.learning_rate'",
     '--config.patch_size=4': "'patch_size'; did you mean 'model.patch_size'",

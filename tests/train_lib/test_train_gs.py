@@ -113,6 +113,20 @@ def test_a_workdir_that_cannot_be_is_refused(gcs, tmp_path):
             checkpoint.open_run(folder)
 
 
+@pytest.mark.parametrize('name', ['lr#1', 'lr?', 'a/../b', 'lr[1]'])
+def test_a_workdir_whose_arrays_would_get_elsewhere_is_refused(storage, name):
+    with pytest.raises(ValueError, match=re.escape(f'gs://runs/{name}: its checkpoints could ')):
+        runs.train(DATA, f'gs://runs/{name}', **SETTINGS)
+    assert storage.objects('runs') == {}
+
+
+@pytest.mark.parametrize('name', ['lr[1]', 'lr*', 'lr?', 'lr\\1'])
+def test_a_workdir_whose_name_is_a_pattern_is_refused_on_a_disk_too(mini_dataset, tmp_path, name):
+    with pytest.raises(ValueError, match=re.escape(f'{name}: its checkpoints could not be read')):
+        runs.train(mini_dataset, tmp_path / name, **SETTINGS)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_url_is_absolute_and_a_path_becomes_so(tmp_path, monkeypatch):
     assert str(workdirs.absolute('gs://bucket/a/')).rstrip('/') == 'gs://bucket/a'
     monkeypatch.chdir(tmp_path)
