@@ -404,6 +404,8 @@ class _Encoding:
         stored = self._read_settings()
         if stored is not None:
             path = self._folder.path_of(schema.ENCODING_FILE)
+            # The options first, because they decide about the number of parts.
+            _check_same(settings, {k: x for k, x in stored.items() if k != 'images'}, path)
             _check_same(self._settings, stored, path)
         self.read_receipts(own_parts)
         if stored is None:
@@ -663,7 +665,11 @@ class _Decoders(contextlib.ExitStack):
 def describe_next(out: str, counts: ImageCounts, has_buckets: bool) -> str:
     """Returns the commands that build the data set or, of buckets, train on a mixture of them."""
     if counts.num_without_caption == counts.shapes.total():
-        return 'No image has a caption: a build needs them in a Parquet file (build --captions).'
+        return (
+            'No image has a caption. If their data have captions by another name, encode them into '
+            'another folder with --caption_column; otherwise a build needs a Parquet file of '
+            'captions by key (build --captions).'
+        )
     large = {x: n for x, n in sorted(counts.shapes.items()) if n >= _LEAST_ROWS or not has_buckets}
     if not large:
         return f'Each bucket has less than {_LEAST_ROWS} images, too few to train on.'

@@ -370,6 +370,8 @@ def test_another_encoding_is_refused_by_what_differs(source, encoder, tmp_path):
     (copy / '0' / 'new.jpg').write_bytes(b'')
     with pytest.raises(ValueError, match=r"images is '44 files .* but '45 files in 3"):
         encode(copy, encoder, out)
+    with pytest.raises(ValueError, match=r"out/encoding\.json: keys is 'data', but 'path'"):
+        encode(copy, encoder, out, keys='path')
     assert files_of(str(out)) == before
 
 
@@ -748,4 +750,6 @@ def test_the_commands_at_the_end_fit_the_numbers_of_images():
     [fraction] = re.findall(r'"validation_fraction": ([\d.]+)', page)
     assert float(fraction) >= choose_validation_fraction(320)
     counts.num_without_caption = counts.shapes.total()
-    assert 'No image has a caption' in encode_images.describe_next('x', counts, True)
+    told = encode_images.describe_next('x', counts, True)
+    assert 'No image has a caption. ' in told
+    assert ' --caption_column' in told

@@ -429,16 +429,20 @@ class _ImageFolder:
     ):
         self.files = files
         self._table_names = dict[tuple[str, str], str]()  # by folder, and name in small letters
-        for name in files:
+        all_tables = set[str]()
+        # In this order, because of names that differ in case one in small letters counts.
+        for name in sorted(files, reverse=True):
             folder = next(_folders_above(name))
             base = name.removeprefix(folder).lower()
             if base in image_tables.NAMES:
+                all_tables.add(name)
                 self._table_names.setdefault((folder, base), name)
         self._texts = TextFiles(files, {*map(_get_stem, images)})
         # For each image the names of its `.json`, its `.txt` and its table, by these suffixes.
         self.data_files = {image: self._find_data_files(image) for image in images}
         tables = {image: names.get(_TABLE, '') for image, names in self.data_files.items()}
         self.tables = ImageTables(files, tables, caption_columns)
+        image_tables.tell_unread([files[x].path for x in sorted(all_tables - {*tables.values()})])
         used_names = itertools.chain.from_iterable(x.values() for x in self.data_files.values())
         images_without = [image for image, names in self.data_files.items() if not names]
         self._texts.tell_unused({*used_names}, images_without)

@@ -60,26 +60,36 @@ class ImageTables:
             table = _parse_csv(text, path, self._caption_columns)
         else:
             table = _parse_json_lines(text, path)
-        matches = self._match(os.path.dirname(name), table)
+        matches = self._match(name, table)
         self._check(name, matches)
         return matches.rows
 
-    def _match(self, folder: str, table: Iterator['_Row']) -> '_Matches':
+    def _match(self, name: str, table: Iterator['_Row']) -> '_Matches':
         """Finds the image of each row."""
+        folder = os.path.dirname(name)
         matches, others = _Matches(), list[_Row]()
         for row in table:
+            if not row.is_readable():
+                matches.unreadable.append(str(row))
             image = os.path.normpath(os.path.join(folder, row.file_name))
             if image in self._images:
-                matches.add(image, row)
+                self._add(name, image, row, matches)
             else:
                 others.append(row)
         # After those with exactly the path of an image, which they must not replace.
         for row in others:
             if image := self._find_similar(folder, row.file_name):
-                matches.add(image, row)
+                self._add(name, image, row, matches)
             else:
                 matches.unknown.append(str(row))
         return matches
+
+    def _add(self, name: str, image: str, row: '_Row', matches: '_Matches') -> None:
+        """Adds a row of the table `name`, which counts if this is the table of the image."""
+        if self._images[image] == name:
+            matches.add(image, row)
+        else:
+            matches.elsewhere.append(str(row))
 
     def _find_similar(self, folder: str, file_name: str) -> str:
         """Returns the only image of a similar path, or ''."""
@@ -109,16 +119,30 @@ class ImageTables:
             )
         facts = []
         first = 'of which the first row counts'
+        utf8 = 'not in UTF-8, in which the table has to be saved'
+        closer = 'an image with a closer table'
         for one, several, names in (
             ('row names no image', 'rows name no image', matches.unknown),
             ('image has no row', 'images have no row', without_row),
             (f'row repeats an image, {first}', f'rows repeat an image, {first}', matches.repeated),
+            (f'row names {closer}', f'rows name {closer}', matches.elsewhere),
+            (f'row is {utf8}', f'rows are {utf8}', matches.unreadable),
         ):
             if names:
                 facts.append(f'{format_count(len(names), one, several)}: {list_names(names)}')
         if facts and name not in self._told_tables:
             logging.warning('%s: %s.', path, '; '.join(facts))
         self._told_tables.add(name)
+
+
+def tell_unread(paths: Sequence[str]) -> None:
+    """Logs the tables that are those of no image."""
+    if paths:
+        tables = format_count(len(paths), 'table is', 'tables are')
+        logging.warning(
+            f'{tables} not read: {list_names(paths)}. An image has the closest table in its '
+            f'folder or above, {" before ".join(NAMES)}.'
+        )
 
 
 class _Row(NamedTuple):
@@ -129,6 +153,11 @@ class _Row(NamedTuple):
     def __str__(self) -> str:
         return f'{self.place} ({self.file_name})'
 
+    def is_readable(self) -> bool:
+        """Whether all texts of the row are UTF-8."""
+        texts = [value for value in self.fields.values() if isinstance(value, str)]
+        return all(map(foreign_text.is_readable, texts))
+
 
 @dataclasses.dataclass
 class _Matches:
@@ -137,6 +166,8 @@ class _Matches:
     rows: dict[str, Fields] = dataclasses.field(default_factory=dict)
     repeated: list[str] = dataclasses.field(default_factory=list)
     unknown: list[str] = dataclasses.field(default_factory=list)
+    elsewhere: list[str] = dataclasses.field(default_factory=list)  # of images of other tables
+    unreadable: list[str] = dataclasses.field(default_factory=list)
 
     def add(self, image: str, row: _Row) -> None:
         """Adds a row; of several for an image the first counts."""

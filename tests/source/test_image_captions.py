@@ -392,6 +392,72 @@ def test_rows_and_images_without_a_partner_are_named_once(folder, kind, caplog):
     )
 
 
+@pytest.mark.parametrize(
+    ('tables', 'unread'),
+    [
+        (('dogs/metadata.csv', 'dogs/metadata.jsonl'), ['dogs/metadata.csv']),
+        (('metadata.csv', 'Metadata.csv', 'METADATA.CSV'), ['METADATA.CSV', 'Metadata.csv']),
+        (('cats/metadata.csv', 'metadata.csv', 'dogs/metadata.jsonl'), ['metadata.csv']),
+        (('metadata.csv', 'birds/metadata.csv'), ['birds/metadata.csv']),
+        (('metadata.csv',), []),
+    ],
+)
+def test_tables_that_are_not_read_are_named(folder, caplog, tables, unread):
+    images = ['cats/1.jpg', 'dogs/1.jpg']
+    write_images(folder, *images)
+    for table in tables:
+        path = folder / table
+        path.parent.mkdir(exist_ok=True)
+        rows = [f'{name},{table}' for name in images]
+        if path.parent != folder:
+            rows = [f'1.jpg,{table}']
+        if table.endswith('.jsonl'):
+            path.write_text(json.dumps({'file_name': '1.jpg', 'text': table}))
+        else:
+            path.write_text('\n'.join(['file_name,text', *rows]))
+    captions = captions_of(folder)
+    assert sorted({*tables} - {*captions.values()}) == unread
+    messages = [x.getMessage() for x in caplog.records if 'not read' in x.getMessage()]
+    if not unread:
+        assert not messages
+        return
+    paths = ', '.join(f'{folder}/{name}' for name in unread)
+    tables_are = '1 table is' if len(unread) == 1 else f'{len(unread)} tables are'
+    assert messages == [
+        f'{tables_are} not read: {paths}. An image has the closest table in its folder or above, '
+        'metadata.jsonl before metadata.csv.'
+    ]
+
+
+@pytest.mark.parametrize('kind', ['csv', 'jsonl'])
+def test_rows_of_images_with_a_closer_table_are_named(folder, kind, caplog):
+    write_images(folder, '1.jpg', 'cats/2.jpg')
+    write_table(folder, kind, [{'file_name': x, 'text': 'far'} for x in ('1.jpg', 'CATS/2.jpg')])
+    write_table(folder / 'cats', kind, [{'file_name': '2.jpg', 'text': ''}])
+    assert captions_of(folder) == {'1.jpg': 'far', 'cats/2.jpg': ''}
+    [message] = [record.getMessage() for record in caplog.records]
+    place = 'line' if kind == 'jsonl' else 'row'
+    assert message == (
+        f'{folder}/metadata.{kind}: 1 row names an image with a closer table: {place} 2 '
+        '(CATS/2.jpg).'
+    )
+
+
+@pytest.mark.parametrize('kind', ['csv', 'jsonl'])
+def test_rows_in_another_encoding_are_named_with_their_table(folder, kind, caplog):
+    write_images(folder, '1.jpg', '2.jpg', '3.jpg')
+    write_table(folder, kind, [{'file_name': f'{n}.jpg', 'text': f'Caf{n}'} for n in (1, 2, 3)])
+    path = folder / f'metadata.{kind}'
+    path.write_bytes(path.read_bytes().replace(b'Caf1', CP1252).replace(b'Caf3', CP1252))
+    assert {*bad_of(folder)} == {'1.jpg', '3.jpg'}
+    [message] = [record.getMessage() for record in caplog.records]
+    place = 'line' if kind == 'jsonl' else 'row'
+    assert message == (
+        f'{path}: 2 rows are not in UTF-8, in which the table has to be saved: {place} 1 (1.jpg), '
+        f'{place} 3 (3.jpg).'
+    )
+
+
 @pytest.mark.parametrize('kind', ['csv', 'jsonl'])
 def test_a_table_that_names_no_image_at_all_is_refused(folder, kind):
     write_images(folder, 'cats/1.jpg', 'cats/2.jpg')
