@@ -30,7 +30,8 @@ def list_members(path: str, size: int, read: ReadRange) -> Iterator[tuple[str, i
             nbytes = int.from_bytes(header[125:136]) if is_binary else int(octal or '0', 8)
             nbytes = int(pax_fields.get('size', nbytes))
             if not 0 <= nbytes <= size - start:
-                raise ValueError(f'its member has {nbytes:,} bytes, of which {size - start:,} follow')
+                rest = size - start
+                raise ValueError(f'its member has {nbytes:,} bytes, of which {rest:,} follow')
         except ValueError as error:
             problem = f'its header at byte {offset:,} cannot be read ({error})'
             raise _damaged(path, problem) from None
