@@ -7,7 +7,7 @@ import signal
 import sys
 import tempfile
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import hypothesis
@@ -54,6 +54,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Moves the folders whose tests need no data set to the front: their results come at once."""
     items.sort(key=lambda item: item.path.parent.name not in ('dataset', 'process'))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Escapes what a test has logged: pytest-xdist sends UTF-8, and some names are none."""
+    report = yield
+    report.sections = [
+        (title, text.encode(errors='backslashreplace').decode()) for title, text in report.sections
+    ]
+    return report
 
 
 @pytest.fixture(scope='session')
