@@ -161,13 +161,19 @@ def prepare_tfds_command() -> None:
 def _print_user_error(
     show: Callable, example: str, kind: type, error: BaseException, traceback
 ) -> None:
-    user_errors = KeyboardInterrupt, *_USER_ERRORS
+    import tensorflow as tf
+
+    # What TensorFlow says of a bucket is no OSError.
+    user_errors = KeyboardInterrupt, tf.errors.OpError, *_USER_ERRORS
     is_message = isinstance(error, user_errors) and not isinstance(error, _BUGS)
     if command_line.wants_traceback() or not is_message:
         show(kind, error, traceback)
         return
     if isinstance(error, json.JSONDecodeError) and any(error.doc in word for word in sys.argv):
         error = ValueError(f'{error.doc} is not JSON: {error}. Expected {example}')
+    if isinstance(error, tf.errors.OpError) and 'requester pays' in str(error):
+        header = 'GCS_ADDITIONAL_REQUEST_HEADER=X-Goog-User-Project:PROJECT'
+        error = OSError(f'{error} Set {header}, with the project of yours that pays.')
     command_line.print_error(error, _OUTLOOK)
 
 

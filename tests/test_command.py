@@ -186,6 +186,19 @@ def test_folders_that_cannot_be_are_refused_in_one_line(source, out, message, gc
     assert error.startswith(f'error: {message}') and error.count('\n') == 1
 
 
+@pytest.mark.slow
+def test_a_bucket_that_tensorflow_may_not_read_is_told_of_in_one_line(source, gcs):
+    gcs.requester_pays.add('bucket')
+    flags = f'--manual_dir={source}', '--data_dir=gs://bucket/out'
+    done = children.program(
+        'coyo11m_tfds.build', *flags, **gcs.env, GOOGLE_CLOUD_QUOTA_PROJECT='payer'
+    )
+    assert done.returncode == 1 and 'Traceback' not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith('error: ') and 'gs://bucket/out/coyo11m_tfds/latents' in last
+    assert 'Set GCS_ADDITIONAL_REQUEST_HEADER=' in last
+
+
 def test_a_package_that_is_missing_is_named_with_what_brings_it(source, tmp_path):
     missing = 'apache_beam'
     program = """
