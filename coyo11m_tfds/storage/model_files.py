@@ -62,9 +62,12 @@ class WeightFile:
 
 
 def public_name(model: str) -> str:
-    """Returns the name on the hub, or that of a folder, for metadata without local paths."""
+    """Returns the name on the hub, or that of a folder, for metadata without local paths.
+
+    Without a model it is '', and not the name of the current folder.
+    """
     folder = Path(model)
-    if folder.exists():
+    if model and folder.exists():
         return folder.resolve().name
     # Nor the path of a folder on another machine.
     return folder.name if folder.is_absolute() or model.count('/') > 1 else model
