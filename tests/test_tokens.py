@@ -177,7 +177,7 @@ def test_the_torch_class_of_the_docs_reads_data_sets_of_all_texts(dataset, witho
         output, errors = child.communicate(timeout=300)
     assert child.returncode == 0, errors
     shapes = "'key': (), 'latents': (4, 32, 32), 'crop': ()"
-    refusal = 'leave this loader out of accelerator.prepare, which would split the batches again'
+    refusal = 'leave this loader out of accelerator.prepare, which would split batches again'
     assert output.splitlines() == [
         f"{{{shapes}, 'tokens': ({LENGTH},)}}",
         f'{{{shapes}}}',
