@@ -87,11 +87,16 @@ class Coyo11mConfig(BuildSettings, tfds.core.BuilderConfig):
         super().__post_init__()
 
     def _name_of_fields(self) -> str:
-        values = {field: getattr(self, field.name) for field in dataclasses.fields(BuildSettings)}
+        changed = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(BuildSettings)
+            if getattr(self, field.name) != field.default
+        }
+        named = {name: value for name, value in changed.items() if name not in _NOT_IN_NAME}
+        # TFDS refuses another config of the name of the default one.
         words = [
-            f'{field.name}-{os.path.basename(str(value).rstrip("/"))}'
-            for field, value in values.items()
-            if value != field.default and field.name not in _NOT_IN_NAME
+            f'{name}-{os.path.basename(str(value).rstrip("/"))}'
+            for name, value in (named or changed).items()
         ]
         return re.sub('[^A-Za-z0-9_.-]+', '-', '-'.join(words)) or 'latents'
 

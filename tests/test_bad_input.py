@@ -170,6 +170,7 @@ def test_embeddings_that_are_missing_or_of_unequal_width(source):
         ({}, 'latents'),
         ({'caption_column': 'caption', 'num_workers': 2}, 'caption_column-caption'),
         ({'text_embeddings': '/a/b c/', 'shard_bytes': 9}, 'shard_bytes-9-text_embeddings-b-c'),
+        ({'max_bad_fraction': 0.3}, 'max_bad_fraction-0.3'),
         ({'text_embeddings': '/a/x', 'name': 'y'}, 'y'),
     ],
 )
