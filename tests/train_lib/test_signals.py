@@ -135,7 +135,9 @@ def test_ctrl_c_while_it_imports(mini_dataset, tmp_path):
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == REQUEUE
-    assert output.strip() == 'Ctrl-C: left at once, there was nothing to save.'
+    first, last = output.splitlines()
+    assert first.endswith('train_lib.main starts ...')
+    assert last == 'Ctrl-C: left at once, there was nothing to save.'
     assert not (tmp_path / 'run').exists()
 
 
