@@ -25,7 +25,9 @@ from tensorflow_datasets.core import dataset_builder
 from coyo11m_tfds import schema
 from coyo11m_tfds.convert import data_folder
 from coyo11m_tfds.convert.build_settings import BuildSettings, check_names, check_source
+from coyo11m_tfds.dataset import stored_dataset
 from coyo11m_tfds.dataset.columns import IN_PLACE
+from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.process import job, progress
 from coyo11m_tfds.process.errors import FieldRule
 
@@ -156,11 +158,23 @@ class Builder(dataset_builder.FileReaderBuilder):
 
     def _initial_features(self) -> tfds.features.FeaturesDict:
         """Returns the features of the data set on disk or, before the build, the usual ones."""
-        if (self.data_path / schema.FEATURES_FILE).exists():
+        if (self.data_path / schema.INFO_FILE).exists():
+            self._check_small_files()
             return tfds.features.FeatureConnector.from_config(self.data_path)
         with_text = self.builder_config.text_embeddings
         dim = schema.DEFAULT_TEXT_DIM if with_text else None
         return make_features('float16', schema.LATENTS_SHAPE, dim, self.builder_config.latents)
+
+    def _check_small_files(self) -> None:
+        """Raises an error that names the file if one of the data set on disk cannot be read."""
+        folder = os.fspath(self.data_path)
+        try:
+            stored_dataset.check_small_files(folder)
+        except (DamagedError, FileNotFoundError) as error:
+            # Also with --overwrite, of which TFDS has not told its builder yet.
+            raise ValueError(
+                f'{error} Before you build it again, remove {folder}/{schema.INFO_FILE}.'
+            ) from error
 
     def download_and_prepare(
         self,

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import shutil
 
 import numpy as np
@@ -137,6 +138,30 @@ def test_to_remove_the_folder_is_to_have_it_replaced(tmp_path):
     (builder.data_path / 'sub').mkdir()
     (builder.data_path / 'sub').rmtree()  # of others nothing is changed
     assert not (builder.data_path / 'sub').exists()
+
+
+@pytest.mark.parametrize(
+    ('name', 'content', 'problem'),
+    [
+        ('dataset_info.json', b'{"name": ', 'is damaged (Expecting value'),
+        ('dataset_info.json', b'{}', "is damaged (it lacks 'splits')"),
+        ('features.json', b'{"name": ', 'is damaged (Expecting value'),
+        ('features.json', b'{}', 'is damaged (it names no features)'),
+        ('features.json', None, 'is missing'),
+        ('metadata.json', b'\x1f\x8b', "is damaged ('utf-8' codec can't decode"),
+    ],
+)
+def test_a_small_file_that_cannot_be_read_is_named_before_a_build(copy, name, content, problem):
+    (copy / name).unlink()
+    if content is not None:
+        (copy / name).write_bytes(content)
+    config = Coyo11mConfig(name='hash')
+    with pytest.raises(ValueError, match=f'^{re.escape(f"{copy}/{name}: {problem}")}') as refused:
+        Builder(data_dir=copy.parents[2], config=config)
+    assert str(refused.value).endswith(f'remove {copy}/dataset_info.json.')
+    # As it says, the name is then free for a build.
+    (copy / 'dataset_info.json').unlink(missing_ok=True)
+    assert not Builder(data_dir=copy.parents[2], config=config).is_prepared()
 
 
 OTHER_SETTINGS = [

@@ -358,8 +358,7 @@ def _open_data_folder(folder: str, info: bytes, builder: Any) -> StoredDataset:
         raise manifest.damaged_file(f'{folder}/{schema.INFO_FILE}', error) from error
     features = files.read(schema.FEATURES_FILE, _parse_features)
     if features is None:
-        path = f'{folder}/{schema.FEATURES_FILE}'
-        raise FileNotFoundError(f'{path}: is missing; restore it or build the data set again.')
+        raise _missing_file(f'{folder}/{schema.FEATURES_FILE}')
     metadata = files.read(schema.METADATA_FILE, _parse_object) or {}
     # These two have the same names in every build: `--overwrite` replaces one after the other.
     if metadata.get(schema.META_BUILD, build) != build:
@@ -369,6 +368,26 @@ def _open_data_folder(folder: str, info: bytes, builder: Any) -> StoredDataset:
         )
     all_columns = columns.read_columns(folder, build)
     return StoredDataset(folder, full_name, splits, features, metadata, all_columns, builder, files)
+
+
+def check_small_files(folder: str) -> None:
+    """Checks the files from which TFDS opens a data set, because its own errors do not name them.
+
+    Raises a `DamagedError` or an OSError for one that cannot be read. Does not compare checksums.
+    """
+    for name, parse in (
+        (schema.INFO_FILE, parse_splits),
+        (schema.FEATURES_FILE, _parse_features),
+        (schema.METADATA_FILE, _parse_object),
+    ):
+        content = manifest.read_parsed(f'{folder}/{name}', parse)
+        # A data set of another program may have no metadata.
+        if content is None and name != schema.METADATA_FILE:
+            raise _missing_file(f'{folder}/{name}')
+
+
+def _missing_file(path: str) -> FileNotFoundError:
+    return FileNotFoundError(f'{path}: is missing. Restore it or build the data set again.')
 
 
 def _parse_features(data: bytes) -> dict:

@@ -285,8 +285,8 @@ def _read_object(url: str) -> bytes | None:
         except requests.exceptions.ContentDecodingError as error:
             named = re.search(r'content-encoding: (\S+),', str(error))
             raise encoded_error(url, named[1] if named else 'unknown') from error
-        # The client has unpacked gzip.
-        if blob.content_encoding not in (None, '', 'identity', 'gzip'):
+        # The client has unpacked gzip; but TensorFlow and TFDS would read what is stored.
+        if blob.content_encoding not in (None, '', 'identity'):
             raise encoded_error(url, blob.content_encoding)
         return data
 
