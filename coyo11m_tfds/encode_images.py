@@ -58,6 +58,7 @@ from coyo11m_tfds.process.shown_text import escape_for_terminal
 from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.source import image_files, tar_members
 from coyo11m_tfds.source.encoding_file import EncodedState, Encoding
+from coyo11m_tfds.source.file_names import MAX_NAMES, list_names
 from coyo11m_tfds.source.image_files import ImagePart, SourceImage
 from coyo11m_tfds.storage import file_state, json_digest
 from coyo11m_tfds.storage.file_state import FileState
@@ -76,7 +77,6 @@ KEYS_OF_DATA, KEYS_OF_PATHS = 'data', 'path'
 _PARTS = '.encoded'  # folder of the receipts of parts
 # NumPy's files have no name for bfloat16, and float16 rounds latents, which are small, less.
 _DTYPES = 'float16', 'float32'
-_MAX_NAMES = 3  # of images that are left out for one reason, or have no caption
 _NO_CAPTION = 'without a caption'
 # Of fewer images, a few bad ones do not stop a run before its end.
 _MANY_IMAGES = 4096
@@ -126,7 +126,7 @@ class ImageCounts:
 
     def _keep_name(self, reason: str, name: str) -> None:
         names = self.names.setdefault(reason, [])
-        if len(names) < _MAX_NAMES:
+        if len(names) < MAX_NAMES:
             names.append(name)
 
     def add(self, part: Mapping[str, Any]) -> None:
@@ -135,7 +135,7 @@ class ImageCounts:
             getattr(self, name).update(part[name])
         self.num_without_caption += part['num_without_caption']
         for reason, names in part['names'].items():
-            self.names[reason] = [*self.names.get(reason, ()), *names][:_MAX_NAMES]
+            self.names[reason] = [*self.names.get(reason, ()), *names][:MAX_NAMES]
 
     def check_bad(self, max_bad: float, least: int = 0) -> None:
         """Raises a ValueError if more than `max_bad` of all images, at least `least`, are bad."""
@@ -150,9 +150,8 @@ class ImageCounts:
     def _list(self, counts: collections.Counter[str]) -> str:
         facts = []
         for reason, count in counts.most_common():
-            names = ', '.join(map(escape_for_terminal, self.names[reason]))
-            more = ', ...' if count > _MAX_NAMES else ''
-            facts.append(f'{count:,} {reason} ({names}{more})')
+            names = list_names(list(map(escape_for_terminal, self.names[reason])), count)
+            facts.append(f'{count:,} {reason} ({names})')
         return '; '.join(facts)
 
     def _advise_on_small(self) -> list[str]:

@@ -29,6 +29,7 @@ from coyo11m_tfds.pictures.pixels import BadImageError, OtherImageError
 from coyo11m_tfds.process.errors import describe_type
 from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.source import foreign_text, image_tables, image_texts, tar_members
+from coyo11m_tfds.source.file_names import is_hidden
 from coyo11m_tfds.source.image_tables import ImageTables
 from coyo11m_tfds.source.image_texts import TextFiles
 from coyo11m_tfds.storage import json_digest
@@ -227,13 +228,13 @@ def find_images(
     """
     folder = storage.open_folder(root)
     try:
-        listing = folder.pin().list(deep=True)
+        listing, broken_names = folder.pin().list_all()
     except FileNotFoundError:
-        listing = {}
+        listing, broken_names = {}, ()
     if not listing and not folder.exists():
         raise ValueError(f'{root}: there is no such folder, expected one of images.')
-    files = {name: file for name, file in listing.items() if not _is_hidden(name)}
-    left = _find_left(files, listing.keys() - files.keys(), folder.list_broken())
+    files = {name: file for name, file in listing.items() if not is_hidden(name)}
+    left = _find_left(files, listing.keys() - files.keys(), broken_names)
     images = [name for name in sorted(files) if image_kinds.judge_name(name) == '']
     tars = [name for name in _names_with('.tar', files) if not _is_encoded(name, files)]
     tables = _names_with('.parquet', files)
@@ -346,12 +347,6 @@ def _with_images(tables: Mapping[str, StoredFile]) -> list[str]:
                 f'{name_of_images!r}. Rename one of them, or move the file elsewhere.'
             )
     return [name for name, arrow in columns.items() if name_of_images in arrow.names]
-
-
-def _is_hidden(name: str) -> bool:
-    """Whether a file, or a folder that it is in, is one that tools make for themselves."""
-    segments = [x for x in name.split('/') if x not in ('.', '..')]
-    return any(x.startswith(('.', '__MACOSX')) for x in segments)
 
 
 def _folders_above(name: str) -> Iterator[str]:
@@ -615,7 +610,7 @@ def _judge_members(
         if reason is None and image_kinds.may_be_image(name):
             reason = image_kinds.judge_head(read(start, min(image_kinds.HEAD_BYTES, size)))
         if reason is not None:
-            reasons[name] = 'hidden' if _is_hidden(name) else reason
+            reasons[name] = 'hidden' if is_hidden(name) else reason
     return reasons
 
 
@@ -629,7 +624,7 @@ class _SampleData:
         self._texts = dict[tuple[str, str], str]()  # by stem and suffix
         for name in names:
             suffix = image_kinds.get_suffix(name)
-            if suffix.lower() in image_texts.SUFFIXES and not _is_hidden(name):
+            if suffix.lower() in image_texts.SUFFIXES and not is_hidden(name):
                 self._texts[name.removesuffix(suffix), suffix.lower()] = name
         self._num_images = collections.Counter(map(_get_stem, images))
         self._num_in_sample = collections.Counter(map(_get_sample, images))

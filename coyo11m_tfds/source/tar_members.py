@@ -57,12 +57,6 @@ def list_members(path: str, size: int, read: ReadRange) -> Iterator[tuple[str, i
         raise _damaged(path, 'its end mark is not at its end')
 
 
-def is_hidden(name: str) -> bool:
-    """Whether a member is one of those that macOS adds to the archives that it makes."""
-    folder, base = os.path.split(name)
-    return base.startswith('.') or '__MACOSX' in folder.split('/')
-
-
 def add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     """Appends a file without a time or an owner, so that equal contents make equal tars."""
     member = tarfile.TarInfo(name)

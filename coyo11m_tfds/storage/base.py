@@ -49,9 +49,9 @@ class Storage(abc.ABC):
     def list(self, sub_folder: str = '', *, deep: bool = False) -> dict[str, StoredFile]:
         """Lists the files in a sub-folder, or all below it, by relative name; {} without any."""
 
-    def list_broken(self) -> tuple[str, ...]:
-        """Lists names below the folder that lead to no file, such as links to what is gone."""
-        return ()
+    def list_all(self) -> tuple[dict[str, StoredFile], tuple[str, ...]]:
+        """Lists the files below the folder, and names that lead to none, such as links."""
+        return self.list(deep=True), ()
 
     @abc.abstractmethod
     def exists(self) -> bool:

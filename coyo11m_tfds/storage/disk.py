@@ -45,16 +45,24 @@ class Disk(Storage):
     # --- Listing and reading ---
 
     def list(self, sub_folder: str = '', *, deep: bool = False) -> dict[str, StoredFile]:
-        files, top = {}, self.path_of(sub_folder)
-        for name in _walk(top) if deep else _names_in(top):
-            # It may be a link to nothing, or have been removed by now.
-            with contextlib.suppress(FileNotFoundError):
-                files[name] = self.describe(os.path.join(top, name))
-        return files
+        top = self.path_of(sub_folder)
+        return self._describe_all(top, _walk(top) if deep else _names_in(top))[0]
 
-    def list_broken(self) -> tuple[str, ...]:
-        paths = {name: os.path.join(self.folder, name) for name in _walk(self.folder)}
-        return tuple(name for name, path in paths.items() if not os.path.isfile(path))
+    def list_all(self) -> tuple[dict[str, StoredFile], tuple[str, ...]]:
+        return self._describe_all(self.folder, _walk(self.folder))
+
+    def _describe_all(
+        self, top: str, names: Iterable[str]
+    ) -> tuple[dict[str, StoredFile], tuple[str, ...]]:
+        """Describes files by their names within `top`; returns also the names of no files."""
+        files, broken_names = dict[str, StoredFile](), list[str]()
+        for name in names:
+            try:
+                files[name] = self.describe(os.path.join(top, name))
+            except FileNotFoundError:
+                # It is a link to nothing, or has been removed by now.
+                broken_names.append(name)
+        return files, tuple(broken_names)
 
     def list_visible(self, sub_folder: str, suffixes: Suffixes) -> dict[str, StoredFile]:
         names = os.listdir(self.folder)

@@ -187,7 +187,7 @@ def test_hidden_members_of_a_tar_are_none_of_its_samples(tmp_path):
     """As macOS adds them."""
     source = write_source(tmp_path / 'source', 'txt', ['a', 'b'])
     with tarfile.open(source / 'a.tar', 'a') as tar:
-        for name in ('._000.npy', 'x/._001.npy', '.DS_Store', '__MACOSX/000.npy'):
+        for name in ('._000.npy', 'x/._001.npy', '.DS_Store', '__MACOSX/000.npy', '.x/000.npy'):
             member = tarfile.TarInfo(name)
             member.size = 3
             tar.addfile(member, io.BytesIO(b'\0\5\x16'))

@@ -1,0 +1,28 @@
+"""Names of files: which are hidden, which are written in two ways, and a few in a message."""
+
+import os
+import unicodedata
+import urllib.parse
+from collections.abc import Sequence
+
+MAX_NAMES = 3  # in a message
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file, or a folder that it is in, is one that tools make for themselves."""
+    segments = [x for x in name.split('/') if x not in ('.', '..')]
+    # The folder is one that macOS adds to the archives that it makes.
+    return any(x.startswith('.') or x == '__MACOSX' for x in segments)
+
+
+def normalize_path(path: str) -> str:
+    """Returns the same for paths that differ in slashes, case, forms of Unicode or URLs' quotes."""
+    segments = urllib.parse.unquote(path.replace('\\', '/')).split('/')
+    joined = os.path.normpath('/'.join(filter(None, map(str.strip, segments))))
+    return unicodedata.normalize('NFC', joined.casefold())
+
+
+def list_names(names: Sequence[str], count: int = 0) -> str:
+    """Returns the first of the names, for a message; there are `count`, if `names` are a part."""
+    dots = ', ...' if max(count, len(names)) > MAX_NAMES else ''
+    return ', '.join(names[:MAX_NAMES]) + dots
