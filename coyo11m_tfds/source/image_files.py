@@ -256,6 +256,8 @@ def find_images(
             f'{root}: has no images, expected {", ".join(image_kinds.USUAL_SUFFIXES)}, or .tar '
             f'(uncompressed) or .parquet with such files in them.{describe_left(left)}'
         )
+    used_names = itertools.chain.from_iterable(part.files for part in parts)
+    image_tables.tell_unread(files, {*used_names})
     return FoundImages(parts, left)
 
 
@@ -286,8 +288,8 @@ def _find_left(
         if image_kinds.judge_name(name) is not None:
             left[name] = 'hidden'
     for name in broken_names:
-        if image_kinds.judge_name(name) is not None or image_kinds.may_be_image(name):
-            left[name] = 'link to no file'
+        # It may have been an image, or the captions of many.
+        left[name] = 'link to no file'
     unknown = collections.defaultdict[str, list[str]](list)
     for name in files:
         if reason := image_kinds.judge_name(name):
@@ -424,20 +426,17 @@ class _ImageFolder:
     ):
         self.files = files
         self._table_names = dict[tuple[str, str], str]()  # by folder, and name in small letters
-        all_tables = set[str]()
         # In this order, because of names that differ in case one in small letters counts.
         for name in sorted(files, reverse=True):
             folder = next(_folders_above(name))
             base = name.removeprefix(folder).lower()
             if base in image_tables.NAMES:
-                all_tables.add(name)
                 self._table_names.setdefault((folder, base), name)
         self._texts = TextFiles(files, {*map(_get_stem, images)})
         # For each image the names of its `.json`, its `.txt` and its table, by these suffixes.
         self.data_files = {image: self._find_data_files(image) for image in images}
         tables = {image: names.get(_TABLE, '') for image, names in self.data_files.items()}
         self.tables = ImageTables(files, tables, caption_columns)
-        image_tables.tell_unread([files[x].path for x in sorted(all_tables - {*tables.values()})])
         used_names = itertools.chain.from_iterable(x.values() for x in self.data_files.values())
         images_without = [image for image, names in self.data_files.items() if not names]
         self._texts.tell_unused({*used_names}, images_without)

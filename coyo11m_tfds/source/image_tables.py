@@ -12,7 +12,7 @@ import functools
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from absl import logging
@@ -24,6 +24,8 @@ from coyo11m_tfds.storage.stored_file import StoredFile
 
 NAMES = 'metadata.jsonl', 'metadata.csv'
 
+# Also of tables that are not read.
+_SUFFIXES = '.jsonl', '.csv', '.tsv', '.parquet'
 _FILE_NAME = 'file_name'
 _MAX_CELL = 64 << 20  # characters
 
@@ -135,14 +137,19 @@ class ImageTables:
         self._told_tables.add(name)
 
 
-def tell_unread(paths: Sequence[str]) -> None:
-    """Logs the tables that are those of no image."""
-    if paths:
-        tables = format_count(len(paths), 'table is', 'tables are')
-        logging.warning(
-            f'{tables} not read: {list_names(paths)}. An image has the closest table in its '
-            f'folder or above, {" before ".join(NAMES)}.'
-        )
+def tell_unread(files: Mapping[str, StoredFile], used_names: Collection[str]) -> None:
+    """Logs, by name, the tables among all files of a source that are not used."""
+    names = [x for x in sorted(files) if x.lower().endswith(_SUFFIXES) and x not in used_names]
+    if not names:
+        return
+    tables = format_count(len(names), 'table is', 'tables are')
+    advice = (
+        'An image that is a file has the closest table in its folder or above, '
+        f'{" before ".join(NAMES)}.'
+    )
+    if any(name.lower().endswith('.parquet') for name in names):
+        advice += ' A build takes captions by key from a Parquet file (build --captions).'
+    logging.warning(f'{tables} not read: {list_names([files[x].path for x in names])}. {advice}')
 
 
 class _Row(NamedTuple):

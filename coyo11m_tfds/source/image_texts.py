@@ -10,7 +10,6 @@ from coyo11m_tfds.source.file_names import list_names, normalize_path
 from coyo11m_tfds.storage.stored_file import StoredFile
 
 SUFFIXES = '.json', '.txt'
-_OTHERS = '.csv', '.tsv', '.jsonl', '.parquet'  # in which others have captions
 
 
 class TextFiles:
@@ -47,7 +46,7 @@ class TextFiles:
         """Logs the files that may be those of images without any, by name."""
         unused_paths = []
         for name in sorted(self._files.keys() - used_names):
-            if name.lower().endswith(SUFFIXES + _OTHERS):
+            if name.lower().endswith(SUFFIXES):
                 unused_paths.append(self._files[name].path)
         if unused_paths and images_without:
             images = format_count(len(images_without), 'image has', 'images have')

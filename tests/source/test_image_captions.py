@@ -346,14 +346,14 @@ def test_the_name_of_a_table_may_have_large_letters(folder):
 
 def test_files_that_may_be_those_of_images_without_captions_are_named(folder, caplog):
     write_images(folder, 'a.jpg', 'b.jpg')
-    for name in ('a.txt', 'c.txt', 'captions.csv', 'README.md'):
+    for name in ('a.txt', 'c.txt', 'README.md'):
         (folder / name).write_text('x')
     assert captions_of(folder) == {'a.jpg': 'x', 'b.jpg': ''}
     [message] = [record.getMessage() for record in caplog.records]
     assert message == (
-        '1 image has neither a .json or .txt nor a table: b.jpg. 2 files are not used: '
-        f'{folder}/c.txt, {folder}/captions.csv. Captions are in files with the name of their '
-        'image, metadata.jsonl or metadata.csv.'
+        '1 image has neither a .json or .txt nor a table: b.jpg. 1 file is not used: '
+        f'{folder}/c.txt. Captions are in files with the name of their image, metadata.jsonl or '
+        'metadata.csv.'
     )
     (folder / 'b.txt').write_text('x')
     caplog.clear()
@@ -395,6 +395,7 @@ def test_rows_and_images_without_a_partner_are_named_once(folder, kind, caplog):
 @pytest.mark.parametrize(
     ('tables', 'unread'),
     [
+        (('metadata.csv', 'captions.csv', 'x.TSV'), ['captions.csv', 'x.TSV']),
         (('dogs/metadata.csv', 'dogs/metadata.jsonl'), ['dogs/metadata.csv']),
         (('metadata.csv', 'Metadata.csv', 'METADATA.CSV'), ['METADATA.CSV', 'Metadata.csv']),
         (('cats/metadata.csv', 'metadata.csv', 'dogs/metadata.jsonl'), ['metadata.csv']),
@@ -424,9 +425,25 @@ def test_tables_that_are_not_read_are_named(folder, caplog, tables, unread):
     paths = ', '.join(f'{folder}/{name}' for name in unread)
     tables_are = '1 table is' if len(unread) == 1 else f'{len(unread)} tables are'
     assert messages == [
-        f'{tables_are} not read: {paths}. An image has the closest table in its folder or above, '
-        'metadata.jsonl before metadata.csv.'
+        f'{tables_are} not read: {paths}. An image that is a file has the closest table in its '
+        'folder or above, metadata.jsonl before metadata.csv.'
     ]
+
+
+@pytest.mark.parametrize('kind', ['files', 'tars', 'tables'])
+def test_a_parquet_file_of_captions_beside_images_is_named(folder, caplog, kind):
+    write_images(folder, 'a.jpg')
+    if kind == 'tars':
+        latent_files.write_tar(folder / 'a.tar', {'a': {'jpg': IMAGE}})
+    if kind == 'tables':
+        write_parquet(folder, text=['x'])
+    if kind != 'files':
+        (folder / 'a.jpg').unlink()
+    pq.write_table(pa.table({'key': [1], 'caption': ['x']}), folder / 'captions.parquet')
+    assert len(find(folder)) == 1
+    [message] = [record.getMessage() for record in caplog.records]
+    assert message.startswith(f'1 table is not read: {folder}/captions.parquet. ')
+    assert message.endswith('A build takes captions by key from a Parquet file (build --captions).')
 
 
 @pytest.mark.parametrize('kind', ['csv', 'jsonl'])
