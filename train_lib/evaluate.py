@@ -75,8 +75,8 @@ def open_validation(data_dir: str, num_pictures: int) -> StoredDataset:
     try:
         data = input_pipeline.open_data(data_dir)
     except FileNotFoundError as error:
-        advice = 'if the data set has moved, name its place by --data_dir'
-        raise FileNotFoundError(f'{errors.describe_error(error)} {advice}') from error
+        advice = 'if it has moved, name its place by --data_dir'
+        raise FileNotFoundError(f'{errors.describe_error(error)}; {advice}') from error
     split = data.splits.get(schema.VALIDATION)
     num_records = split.num_records if split else 0
     if not 2 <= num_pictures <= num_records:

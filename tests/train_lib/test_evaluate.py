@@ -96,6 +96,8 @@ def test_a_bad_choice_of_data_is_refused(measure):
         measure(10_000)
     with pytest.raises(ValueError, match='mixture: choose the data set by --data_dir'):
         evaluate.open_validation('', 12)
+    with pytest.raises(FileNotFoundError, match=r'^/none: there .*; if it has moved, .*_dir$'):
+        evaluate.open_validation('/none', 12)
 
 
 @pytest.mark.slow
