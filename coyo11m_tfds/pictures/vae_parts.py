@@ -17,6 +17,7 @@ import numpy as np
 
 from coyo11m_tfds.process.errors import FieldRule, one_of
 from coyo11m_tfds.process.jax_environment import promote_as_usual
+from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.storage import model_fields, model_files
 from coyo11m_tfds.storage.model_fields import list_of, optional, whole
 
@@ -150,9 +151,8 @@ class StoredVae:
             reason = str(error).partition('\n')[0]
             raise ValueError(f'{misfit}: {reason}') from error
         if unused_names := sorted(self.shapes.keys() - used_names):
-            raise ValueError(
-                f'{misfit}: {len(unused_names)} weights are unknown, such as {unused_names[0]!r}'
-            )
+            weights = format_count(len(unused_names), 'weight is', 'weights are')
+            raise ValueError(f'{misfit}: {weights} unknown, such as {unused_names[0]!r}')
         return apply, output
 
     def read_weights(self) -> dict[str, np.ndarray]:

@@ -68,7 +68,7 @@ CONV = 'encoder.conv_in.weight'
         (
             {},
             lambda w: w.update({'encoder.x': w[CONV]}),
-            '1 weights are unknown, such as .encoder',
+            '1 weight is unknown, such as .encoder',
         ),
         ({}, lambda w: w.update({CONV: w[CONV][:, 1:].copy()}), FITS_NOT),
         (
