@@ -328,7 +328,8 @@ def test_two_runs_with_the_same_keys_need_keys_of_paths(encoder, tmp_path):
         made_images.write(tmp_path / 'runs' / run, 'tar', IMAGES[:6])
     out = tmp_path / 'out'
     with pytest.raises(ValueError, match=r'1/00000\.tar/0000\.jpg and 2/.* the same key, 1000'):
-        encode(tmp_path / 'runs', encoder, out)
+        # Before a VAE is loaded, which takes its time.
+        encode(tmp_path / 'runs', '/no/vae', out)
     assert not out.exists()
     report = encode(tmp_path / 'runs', encoder, out, keys='path')
     assert report.counts.key_rules == {'hashes of their names': 12}
@@ -424,7 +425,7 @@ def write_with_bad(folder: pathlib.Path, bad: dict[str, bytes]) -> pathlib.Path:
 BAD = {'empty.jpg': b'', 'page.png': b'<!DOCTYPE html>', 'page2.jpg': b'<html>', 'x.webp': b'RIFF'}
 
 
-def test_bad_images_are_counted_and_named(encoder, tmp_path, monkeypatch):
+def test_bad_images_are_counted_and_named(encoder, tmp_path, monkeypatch, caplog):
     source = write_with_bad(tmp_path / 'images', BAD)
     (source / '0' / 'img.0000.json').write_text('{"caption": ')
     monkeypatch.setattr('coyo11m_tfds.source.image_files._MAX_IMAGE', 4000)
@@ -449,7 +450,10 @@ def test_bad_images_are_counted_and_named(encoder, tmp_path, monkeypatch):
     )
     (source / 'x.heic').write_bytes(b'')
     report = encode(source, encoder, tmp_path / 'out', max_bad=0.3)
+    # Before the work, too.
+    assert 'Not taken: 1 file such as x.heic (HEIC). ImageMagick converts ' in caplog.text
     assert '1 not taken: 1 HEIC (x.heic)' in str(report)
+    assert '\nWhat is not taken: ImageMagick converts ' in str(report)
     assert (
         str(report).splitlines()[-2] == '29 found = 21 encoded + 1 left out + 6 bad + 1 not taken'
     )

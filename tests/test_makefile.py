@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 
@@ -92,6 +93,12 @@ def test_torch_comes_from_an_index_of_builds_for_cpus_that_can_be_reached(
             f'--constraint constraints.txt --no-deps --index-url {index} torch'
         )
     assert ('from the package index' in ended.stdout) == bool(unreachable)
+
+
+def test_the_readme_takes_torch_from_the_same_index():
+    [index] = re.findall(r'^TORCH_INDEX \?= (\S+)$', (CHECKOUT / 'Makefile').read_text(), re.M)
+    command = f'pip install -c constraints.txt --no-deps --index-url {index} torch\n'
+    assert command in (CHECKOUT / 'README.md').read_text('utf-8')
 
 
 def test_every_requirement_of_a_build_and_the_tests_has_a_lower_bound_that_is_tested(folder):

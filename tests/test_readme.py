@@ -13,6 +13,7 @@ import pytest
 from packaging.utils import canonicalize_name
 from PIL import Image
 
+from coyo11m_tfds.process import programs
 from tests import children
 from tests.checkout import CHECKOUT
 
@@ -74,6 +75,16 @@ def test_the_index_of_docs_has_every_page():
     pages = {x.name for x in (CHECKOUT / 'docs').iterdir() if x.suffix in ('.md', '.ipynb')}
     assert pages - {'README.md'} <= {*re.findall(r'\]\(([\w.]+)\)', text)}
     assert 'docs/README.md' in (CHECKOUT / 'README.md').read_text('utf-8')
+
+
+def test_pages_name_every_program_and_show_every_picture():
+    pages = {path for path in TEXTS if path.parent.name == 'docs' or path.name == 'README.md'}
+    text = ''.join((CHECKOUT / path).read_text('utf-8') for path in sorted(pages))
+    lines = [x for name in ('coyo11m_tfds', 'train_lib') for x in programs.describe_programs(name)]
+    names = {line.split()[0] for line in lines} - {'train_lib.demo'}  # `make demo` runs it
+    assert {name for name in names if f'python -m {name}' not in text} == set()
+    pictures = {path.name for path in (CHECKOUT / 'docs').glob('*.png')}
+    assert pictures == {*re.findall(r'[("](?:docs/)?(\w+\.png)[)"]', text)}
 
 
 @pytest.mark.parametrize('name', ['order', 'workers'])

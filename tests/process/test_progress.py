@@ -76,6 +76,12 @@ def test_it_says_so_when_the_work_was_broken_off(log):
     assert log.messages == ['Copying: 10%, 2.0 MB/s, ended after 0:00:05']
 
 
+def test_the_name_of_a_folder_in_a_title_controls_no_terminal(log):
+    with progress.Progress('Copying to a\x1b[2Jb', 1, 'B'):
+        pass
+    assert log.messages[0].startswith(r'Copying to a\x1b[2Jb: ')
+
+
 def test_the_speed_is_that_of_the_last_minute(log):
     clock = Clock()
     with progress.Progress('Copying', 10**10, 'B', clock=clock) as made:

@@ -201,7 +201,8 @@ def test_linked_folders_and_files(tmp_path):
 
 def test_what_has_only_other_images_is_named(tmp_path):
     folder = write(tmp_path / 'photos', {'a.heic': b'', 'b.zip': b''})
-    with pytest.raises(ValueError, match=r'has no images, expected \.jpg.* 2 .*a\.heic \(HEIC'):
+    message = r'has no images, expected \.jpg.* 2 .*a\.heic \(HEIC\)\. ImageMagick '
+    with pytest.raises(ValueError, match=message):
         find(folder)
 
 

@@ -87,3 +87,24 @@ def test_fields_that_do_not_fit_each_other_are_refused(field, value, other, limi
 def test_what_may_change_is_what_steps_compute_with_and_which_records_they_see():
     expected = {name for name in FIELDS if CHANGEABLE.fullmatch(name)}
     assert {*config_rules.changeable_fields(config_with())} == expected
+
+
+def test_places_of_a_run_are_those_of_the_folder_in_which_it_began(tmp_path, monkeypatch):
+    (tmp_path / 'model').mkdir()
+    monkeypatch.chdir(tmp_path)
+    config = default.get_config()
+    config.data.mix = ({'dir': 'data'}, {'dir': 'gs://bucket/data'})
+    config.init_from, config.encoder, config.preview.vae = 'run@2', 'jax:model', 'model'
+    fields = config_rules.with_absolute_places(config)
+    assert [source['dir'] for source in fields['data']['mix']] == [
+        f'{tmp_path}/data',
+        'gs://bucket/data',
+    ]
+    assert (fields['init_from'], fields['encoder'], fields['preview']['vae']) == (
+        f'{tmp_path}/run@2',
+        f'jax:{tmp_path}/model',
+        f'{tmp_path}/model',
+    )
+    config.encoder, config.preview.vae = 'jax:owner/name', 'owner/vae'
+    fields = config_rules.with_absolute_places(config)
+    assert (fields['encoder'], fields['preview']['vae']) == ('jax:owner/name', 'owner/vae')

@@ -146,10 +146,10 @@ def test_the_card_tells_of_data_recipe_metrics_and_previews(small_run, tmp_path)
     saved = checkpoint.open_run(workdir)
     facts = DatasetStats.from_json(saved.description.facts)
 
-    def make_card(**fields) -> dict[str, bytes]:
-        options = {'average': True, 'num_weights': 1234, 'datasets': ['me/circles']}
+    def make_card(name='circles', vae_of_pictures='my-vae', data='me/circles', **fields):
+        options = {'average': True, 'num_weights': 1234, 'datasets': [data]}
         changed = dataclasses.replace(facts, **fields)
-        return model_card.make_card(saved, changed, name='circles', vae='my-vae', **options)
+        return model_card.make_card(saved, changed, name=name, vae=vae_of_pictures, **options)
 
     def card(**fields) -> str:
         return make_card(**fields)['README.md'].decode()
@@ -176,14 +176,17 @@ def test_the_card_tells_of_data_recipe_metrics_and_previews(small_run, tmp_path)
     assert 'Previews' not in text and [*make_card()] == ['README.md']
     # What others wrote adds nothing to the page, whatever it looks like.
     hostile = '<img src=x onerror=alert(1)>|`a`\n---\n![b](c)\x1b[31m 日本'
-    text = card(license=hostile, vae=hostile, text_encoder=hostile, citation=f'```\n{hostile}')
+    names = dict.fromkeys(('name', 'vae_of_pictures', 'data'), hostile)
+    names |= {'license': hostile, 'vae': hostile, 'text_encoder': hostile}
+    text = card(**names, citation=f'```\n{hostile}')
     head, *rest = text.removeprefix('---\n').split('\n---\n', 1)
     shown = hostile.replace('\n', r'\n').replace('\x1b', r'\x1b')
-    assert yaml.safe_load(head)['license_name'] == shown
+    front_matter = yaml.safe_load(head)
+    assert (front_matter['license_name'], front_matter['datasets']) == (shown, [shown])
     page = markdown_it.MarkdownIt('commonmark').enable('table').render(rest[0])
     tags = 'h1 h2 p pre code table thead tbody tr th td'
     assert set(re.findall(r'<(\w+)', page)) == {*tags.split()}
-    assert page.count(html.escape(shown, quote=False)) == 3
+    assert page.count(html.escape(shown, quote=False)) == 6
     lines = '\n'.join(['```', *shown.split(r'\n')])
     assert html.escape(lines, quote=False) in page
     assert '\x1b' not in text
