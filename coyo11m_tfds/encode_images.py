@@ -101,6 +101,8 @@ class ImageCounts:
     small: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     # Reasons of images that are not taken, such as their formats; archives are among them.
     other: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    # Reasons of texts in tars that belong to no image.
+    texts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     names: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # the first by reason
     # Of those that are too small: the largest `size`, in decimal, that would take the image; '0' if
     # no size with buckets does.
@@ -124,6 +126,12 @@ class ImageCounts:
         counts[error.reason] += 1
         self._keep_name(error.reason, name)
 
+    def leave_texts(self, reasons: Mapping[str, str]) -> None:
+        """Counts texts that are not used, of which the reasons are given by their names."""
+        for name, reason in reasons.items():
+            self.texts[reason] += 1
+            self._keep_name(reason, name)
+
     def _keep_name(self, reason: str, name: str) -> None:
         names = self.names.setdefault(reason, [])
         if len(names) < MAX_NAMES:
@@ -131,7 +139,7 @@ class ImageCounts:
 
     def add(self, part: Mapping[str, Any]) -> None:
         """Adds the counts of a part, as `vars` gives them."""
-        for name in ('shapes', 'key_rules', 'bad', 'small', 'other', 'smaller_sizes'):
+        for name in ('shapes', 'key_rules', 'bad', 'small', 'other', 'texts', 'smaller_sizes'):
             getattr(self, name).update(part[name])
         self.num_without_caption += part['num_without_caption']
         for reason, names in part['names'].items():
@@ -186,6 +194,9 @@ class ImageCounts:
         lines += self._advise_on_small()
         if self.other:
             lines.append(f'What is not taken: {image_kinds.ADVICE}.')
+        if self.texts:
+            texts = format_count(self.texts.total(), 'text')
+            lines.append(f'{texts} not used: {self._list(self.texts)}')
         totals = {'encoded': self.shapes} | dropped
         num_found = sum(counts.total() for counts in totals.values())
         sums = ' + '.join(f'{counts.total():,} {kind}' for kind, counts in totals.items())
@@ -375,6 +386,7 @@ def _encode_parts(
                 contextlib.closing(decoders.decode_all(images)) as results,
             ):
                 tars.encode(results, progress)
+            tars.counts.leave_texts(part.unused_texts)
             progress.add(part.num_bytes - tars.num_bytes, parts=1)
             encoding.store_part(number, tars)
 

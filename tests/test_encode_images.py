@@ -24,7 +24,7 @@ from coyo11m_tfds.pictures import latent_rgb, pixels
 from coyo11m_tfds.pictures.vae_encoder import VaeEncoder
 from coyo11m_tfds.process import progress, workers
 from coyo11m_tfds.report import statistics
-from coyo11m_tfds.source import source_folder
+from coyo11m_tfds.source import source_folder, tar_members
 from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.disk import Disk
 from tests import built, made_images, small_vae
@@ -457,6 +457,22 @@ def test_bad_images_are_counted_and_named(encoder, tmp_path, monkeypatch, caplog
     assert (
         str(report).splitlines()[-2] == '29 found = 21 encoded + 1 left out + 6 bad + 1 not taken'
     )
+
+
+def test_texts_of_no_image_are_counted_and_named(encoder, tmp_path):
+    source = made_images.write(tmp_path / 'images', 'tar', IMAGES[:3])
+    with tarfile.open(source / '00001.tar', 'a') as tar:
+        for name in ('gone.txt', '0001.cls', '0002.cls', '0003.cls', '0004.cls'):
+            tar_members.add_member(tar, name, b'x')
+    for _ in range(2):
+        report = encode(source, encoder, tmp_path / 'out')
+        texts, sums, _ = str(report).splitlines()[-3:]
+        assert texts == (
+            '5 texts not used: 4 .cls, expected .txt or .json (00001.tar/0001.cls, '
+            "00001.tar/0002.cls, 00001.tar/0003.cls, ...); 1 .txt of no image's name "
+            '(00001.tar/gone.txt)'
+        )
+        assert sums == '3 found = 3 encoded + 0 left out + 0 bad + 0 not taken'
 
 
 def test_few_of_many_large_images_are_in_memory(encoder, tmp_path, monkeypatch):

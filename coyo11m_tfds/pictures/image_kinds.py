@@ -27,9 +27,10 @@ _ARCHIVE = re.compile(r'\.(zip|7z|rar|cbz|cbr|tgz|tbz2?|txz|tzst|tar\.(gz|bz2|xz
 _COMPRESSED = re.compile(r'\.(gz|bz2|xz|zst|lz4|br)$')
 # Of files that nobody takes for images, although their first bytes are not looked at.
 _NO_IMAGES = {
-    *('.arrow', '.avi', '.cls', '.csv', '.db', '.htm', '.html', '.ini', '.json', '.jsonl', '.lock'),
-    *('.log', '.md', '.mkv', '.mov', '.mp3', '.mp4', '.npy', '.npz', '.parquet', '.pdf', '.pt'),
-    *('.py', '.safetensors', '.tar', '.tfrecord', '.tsv', '.txt', '.wav', '.xml', '.yaml', '.yml'),
+    *('.arrow', '.avi', '.caption', '.captions', '.cls', '.csv', '.db', '.htm', '.html', '.ini'),
+    *('.jsn', '.json', '.jsonl', '.lock', '.log', '.md', '.mkv', '.mov', '.mp3', '.mp4', '.npy'),
+    *('.npz', '.parquet', '.pdf', '.pt', '.py', '.safetensors', '.tar', '.text', '.tfrecord'),
+    *('.transcript', '.tsv', '.txt', '.wav', '.xml', '.yaml', '.yml'),
 }
 
 HEAD_BYTES = 16

@@ -106,6 +106,8 @@ class ImagePart(abc.ABC):
     ):
         """Takes all files that decide about the images, by their names within the source."""
         self.files, self._has_keys_of_paths = files, has_keys_of_paths
+        # Texts within its files that belong to no image, and why; known when the images are.
+        self.unused_texts = dict[str, str]()
         self._columns = (caption_column,) if caption_column else schema.CAPTION_COLUMNS
 
     @property
@@ -580,6 +582,8 @@ class _TarPart(ImagePart):
         for name in replaced_names:
             if name in reasons:
                 rows.append(_left_row(f'{label}/{name}', 'replaced by a later of its name'))
+        unused_texts = data.find_unused(reasons)
+        self.unused_texts = {f'{label}/{name}': x for name, x in unused_texts.items()}
         return rows
 
     def _make_tar_row(
@@ -621,10 +625,15 @@ class _SampleData:
 
     def __init__(self, names: Iterable[str], images: Sequence[str]):
         self._texts = dict[tuple[str, str], str]()  # by stem and suffix
+        self._others = dict[str, str]()  # suffixes of texts that are not read, by name
         for name in names:
             suffix = image_kinds.get_suffix(name)
-            if suffix.lower() in image_texts.SUFFIXES and not is_hidden(name):
+            if is_hidden(name):
+                continue
+            if suffix.lower() in image_texts.SUFFIXES:
                 self._texts[name.removesuffix(suffix), suffix.lower()] = name
+            elif suffix.lower() in image_texts.OTHER_SUFFIXES:
+                self._others[name] = suffix.lower()
         self._num_images = collections.Counter(map(_get_stem, images))
         self._num_in_sample = collections.Counter(map(_get_sample, images))
 
@@ -636,6 +645,15 @@ class _SampleData:
                 if (stem, suffix) in self._texts:
                     names[suffix] = self._texts[stem, suffix]
         return names
+
+    def find_unused(self, images: Iterable[str]) -> dict[str, str]:
+        """Returns the names of texts that none of all images has, with the reason."""
+        reasons = {x: f'{suffix}, expected .txt or .json' for x, suffix in self._others.items()}
+        used_names = {name for image in images for name in self.find(image).values()}
+        for (_, suffix), name in self._texts.items():
+            if name not in used_names:
+                reasons[name] = f"{suffix} of no image's name"
+        return reasons
 
     def has_own_key(self, image: str) -> bool:
         """Whether the key in the `.json` is that of this image alone."""

@@ -10,6 +10,8 @@ from coyo11m_tfds.source.file_names import list_names, normalize_path
 from coyo11m_tfds.storage.stored_file import StoredFile
 
 SUFFIXES = '.json', '.txt'
+# In which others have texts or classes of images.
+OTHER_SUFFIXES = '.caption', '.captions', '.cls', '.jsn', '.text', '.transcript'
 
 
 class TextFiles:
@@ -46,7 +48,7 @@ class TextFiles:
         """Logs the files that may be those of images without any, by name."""
         unused_paths = []
         for name in sorted(self._files.keys() - used_names):
-            if name.lower().endswith(SUFFIXES):
+            if name.lower().endswith(SUFFIXES + OTHER_SUFFIXES):
                 unused_paths.append(self._files[name].path)
         if unused_paths and images_without:
             images = format_count(len(images_without), 'image has', 'images have')

@@ -125,6 +125,25 @@ def test_every_member_of_a_tar_is_taken_or_has_a_reason(tmp_path):
     assert (twice.caption, twice.size) == ('New.', len(PNG))
 
 
+def test_texts_of_a_tar_that_no_image_has_are_named(tmp_path):
+    """Images have those up to their first dot, as a sample of WebDataset."""
+    used = ['a.jpg', 'a.txt', 'b.image.jpg', 'b.txt', 'c.heic', 'c.json', 'd.v2.png', 'd.v2.json']
+    unused = {
+        'e.txt': ".txt of no image's name",
+        'a.caption.txt': ".txt of no image's name",
+        'sub/a.JSON': ".json of no image's name",
+        'a.cls': '.cls, expected .txt or .json',
+        'b.text': '.text, expected .txt or .json',
+    }
+    members = [(name, JPEG) for name in (*used, *unused, '._a.txt', 'a.npy')]
+    (tmp_path / 'photos').mkdir()
+    write_tar(tmp_path / 'photos' / 'x.tar', members)
+    [part] = find(tmp_path / 'photos').parts
+    with part.open(Scratch(tmp_path)) as images:
+        assert len(list(images)) == 4
+    assert part.unused_texts == {f'x.tar/{name}': reason for name, reason in unused.items()}
+
+
 @pytest.mark.parametrize('kind', [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.GNUTYPE_SPARSE])
 def test_links_in_a_tar_are_refused_by_name(tmp_path, kind):
     member = tarfile.TarInfo('again.jpg')
