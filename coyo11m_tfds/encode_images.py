@@ -78,6 +78,10 @@ _PARTS = '.encoded'  # folder of the receipts of parts
 # NumPy's files have no name for bfloat16, and float16 rounds latents, which are small, less.
 _DTYPES = 'float16', 'float32'
 _NO_CAPTION = 'without a caption'
+# Of the members of a tar: their suffixes, and the field with the name of the image.
+_ARRAY, _FIELDS, _FILE = '.npy', '.json', 'file'
+# Of the origin of a part: digests of its images, and of what may change without the latents.
+_FILES, _TEXTS = 'files', 'texts'
 # Of fewer images, a few bad ones do not stop a run before its end.
 _MANY_IMAGES = 4096
 # Reading waits for the storage, so there are more threads than workers.
@@ -307,11 +311,10 @@ def encode(
     }
     chosen_parts = {number: parts[number] for number in range(len(parts))[share[0] :: share[1]]}
     encoding = _Encoding(out, settings, parts, chosen_parts)
-    num_kept = encoding.counts.shapes.total()
     with scratch_folder(out, scratch_dir) as folder, _Decoders(target, num_workers) as decoders:
         tars_of_part = functools.partial(_PartTars, folder, encoder, target, moments, dtype)
         _encode_parts(encoding, chosen_parts, tars_of_part, Scratch(folder), decoders, max_bad)
-    num_encoded = encoding.counts.shapes.total() - num_kept
+    num_encoded = encoding.counts.shapes.total() - encoding.num_kept
     # Meanwhile other processes have made parts.
     encoding.read_receipts()
     missing = tuple(sorted({*range(len(parts))} - encoding.receipts.keys()))
@@ -366,7 +369,7 @@ def _make_target(size: int, buckets: bool, crops: int, max_pixels: int) -> Targe
 def _encode_parts(
     encoding: '_Encoding',
     parts: Mapping[int, ImagePart],
-    make_tars: Callable[[], '_PartTars'],
+    make_tars: Callable[[Mapping[str, np.ndarray]], '_PartTars'],
     scratch: Scratch,
     decoders: '_Decoders',
     max_bad: float,
@@ -380,8 +383,9 @@ def _encode_parts(
                 continue
             # Before more hours are spent.
             encoding.counts.check_bad(max_bad, _MANY_IMAGES)
+            kept_latents = encoding.read_latents(number, scratch)
             with (
-                make_tars() as tars,
+                make_tars(kept_latents) as tars,
                 part.open(scratch) as images,
                 contextlib.closing(decoders.decode_all(images)) as results,
             ):
@@ -389,13 +393,16 @@ def _encode_parts(
             tars.counts.leave_texts(part.unused_texts)
             progress.add(part.num_bytes - tars.num_bytes, parts=1)
             encoding.store_part(number, tars)
+            encoding.num_kept += tars.num_kept
 
 
 class _Encoding:
     """The folder of an encoding: its settings, its parts and their receipts."""
 
     receipts: dict[int, Receipt]  # of finished parts, by number
-    counts: ImageCounts  # of the images of these parts
+    outdated: dict[int, Receipt]  # the same of those whose images have got other texts since
+    counts: ImageCounts  # of the images of finished parts
+    num_kept: int  # of images whose latents are of an earlier run
 
     def __init__(
         self,
@@ -419,6 +426,7 @@ class _Encoding:
             _check_same(settings, {k: x for k, x in stored.items() if k != 'images'}, path)
             _check_same(self._settings, stored, path)
         self.read_receipts(own_parts)
+        self.num_kept = self.counts.shapes.total()
         if stored is None:
             self._write_encoding('')
 
@@ -450,19 +458,36 @@ class _Encoding:
         numbers = {f'{number:05}': number for number in range(len(self._parts))}
         receipts = self._receipts.read(numbers)
         for name, receipt in receipts.items():
-            path = self._receipts.path_of(name)
-            _check_same(self._origin(numbers[name]), receipt.origin, path)
+            self._check_origin(numbers[name], receipt, self._receipts.path_of(name))
         own_receipts = {name: x for name, x in receipts.items() if numbers[name] in own_parts}
         intact = self._receipts.check_files(own_receipts, 'Checking finished parts')
         listing = self._folder.list(deep=True)
-        self.receipts, self.counts = {}, ImageCounts()
+        self.receipts, self.outdated, self.counts = {}, {}, ImageCounts()
         for name, receipt in receipts.items():
+            number = numbers[name]
             is_listed = all(
                 tar in listing and listing[tar].state.agrees_with(state)
                 for tar, state in receipt.files.items()
             )
-            if is_listed and (name in intact or name not in own_receipts):
-                self._add_receipt(numbers[name], receipt)
+            if not is_listed or (name in own_receipts and name not in intact):
+                continue
+            if receipt.origin.get(_TEXTS) == self._parts[number].texts_digest:
+                self._add_receipt(number, receipt)
+            else:
+                self.outdated[number] = receipt
+        if own_outdated := self.outdated.keys() & {*own_parts}:
+            finished_parts = format_count(len(own_outdated), 'finished part')
+            logging.info(f'The texts of {finished_parts} have changed, of which latents are kept.')
+
+    def read_latents(self, number: int, scratch: Scratch) -> dict[str, np.ndarray]:
+        """Reads the latents that a part has from before its texts changed, by names of images."""
+        latents = dict[str, np.ndarray]()
+        if number in self.outdated:
+            for name in self.outdated[number].files:
+                file = storage.describe_file(self._folder.path_of(name))
+                with scratch.hold(file) as path:
+                    latents |= _read_latents(path)
+        return latents
 
     def store_part(self, number: int, tars: '_PartTars') -> None:
         """Stores the tars of a part, and then its receipt."""
@@ -475,7 +500,10 @@ class _Encoding:
                 self._write_encoding(sub_folder)
             states[name] = EncodedState(*file_state.compute_state(path))
             self._folder.store(path, name, states[name].crc32c)
-        origin = self._origin(number)
+        if number in self.outdated:
+            self._folder.remove(self.outdated[number].files.keys() - states.keys())
+        part = self._parts[number]
+        origin = {**self._settings, _FILES: part.digest, _TEXTS: part.texts_digest}
         self._receipts.write(f'{number:05}', origin, states, vars(tars.counts))
         self._add_receipt(number, Receipt(origin, states, tars.counts))
 
@@ -501,14 +529,39 @@ class _Encoding:
         self.receipts[number] = receipt
         self.counts.add(vars(receipt.facts))
 
-    def _origin(self, number: int) -> dict[str, Any]:
-        return {**self._settings, 'files': self._parts[number].digest}
+    def _check_origin(self, number: int, receipt: Receipt, path: str) -> None:
+        """Raises a ValueError for a part of another encoding, or of other files."""
+        decisive = {x: value for x, value in receipt.origin.items() if x not in (_FILES, _TEXTS)}
+        _check_same(self._settings, decisive, path)
+        if receipt.origin.get(_FILES) != self._parts[number].digest:
+            raise ValueError(
+                f'{path}: the files of part {number}, such as {min(self._parts[number].files)}, '
+                'have changed since they were encoded. Remove this receipt to encode them again, '
+                'or choose another folder.'
+            )
 
     def _write_encoding(
         self, sub_folder: str, files: Mapping[str, EncodedState] | None = None
     ) -> None:
         name = os.path.join(sub_folder, schema.ENCODING_FILE)
         self._folder.write(name, Encoding(self._settings, files).to_bytes())
+
+
+def _read_latents(path: str) -> dict[str, np.ndarray]:
+    """Reads the latents in a local tar of `_PartTars`, by the names of their images."""
+    latents = dict[str, np.ndarray]()
+    with open(path, 'rb') as stream:
+
+        def read(start: int, size: int) -> bytes:
+            return os.pread(stream.fileno(), size, start)
+
+        members = tar_members.list_members(path, os.path.getsize(path), read)
+        contents = {name: read(start, size) for name, start, size in members}
+    for name, content in contents.items():
+        if name.endswith(_FIELDS):
+            array = io.BytesIO(contents[name.removesuffix(_FIELDS) + _ARRAY])
+            latents[json.loads(content)[_FILE]] = np.load(array)
+    return latents
 
 
 def _parse_counts(facts: Mapping[str, Any]) -> ImageCounts:
@@ -528,8 +581,18 @@ class _PartTars:
     nothing but its own images.
     """
 
-    def __init__(self, folder: str, encoder: VaeEncoder, target: Target, moments: bool, dtype: str):
+    def __init__(
+        self,
+        folder: str,
+        encoder: VaeEncoder,
+        target: Target,
+        moments: bool,
+        dtype: str,
+        kept_latents: Mapping[str, np.ndarray],
+    ):
+        """Takes besides the settings the latents of images, by name, that are not made again."""
         self.counts, self.paths = ImageCounts(), dict[str, str]()  # local files by shape
+        self._kept_latents, self.num_kept = kept_latents, 0
         self._folder, self._encoder, self._target = folder, encoder, target
         self._num_crops = target.crops
         self._moments, self._dtype = moments, dtype
@@ -548,12 +611,21 @@ class _PartTars:
         running = None
         for shape, batch in self._make_batches(self._drop_bad(results, progress)):
             # The devices compute one batch while the next is decoded.
-            wait = self._encoder.start(np.concatenate([decoded.crops for *_, decoded in batch]))
+            wait = self._start(batch)
             if running:
                 self._write(*running, progress)
             running = shape, batch, wait
         if running:
             self._write(*running, progress)
+
+    def _start(self, batch: _Batch) -> Callable[[], Iterable[np.ndarray]]:
+        """Starts to encode a batch; returns a function that waits for the latents of its images."""
+        names = [image.name for _, image, _ in batch]
+        if self._kept_latents.keys() >= {*names}:
+            self.num_kept += len(names)
+            return lambda: [self._kept_latents[name] for name in names]
+        wait = self._encoder.start(np.concatenate([decoded.crops for *_, decoded in batch]))
+        return lambda: self._rows(*wait())
 
     def _drop_bad(
         self, results: Iterable[_Result], progress: Progress
@@ -593,9 +665,13 @@ class _PartTars:
         yield from batches.items()
 
     def _write(
-        self, shape: str, batch: _Batch, wait: Callable[[], Any], progress: Progress
+        self,
+        shape: str,
+        batch: _Batch,
+        wait: Callable[[], Iterable[np.ndarray]],
+        progress: Progress,
     ) -> None:
-        for (name, image, decoded), latents in zip(batch, self._rows(*wait()), strict=True):
+        for (name, image, decoded), latents in zip(batch, wait(), strict=True):
             self._count_done(image, progress)
             if not np.isfinite(latents).all():
                 self.counts.drop(image.name, BadImageError('not finite latents'))
@@ -606,10 +682,11 @@ class _PartTars:
             array = io.BytesIO()
             np.lib.format.write_array(array, latents)
             fields = {**image.numbers, schema.KEY: image.key, schema.CAPTION: image.caption}
-            fields |= {'width': decoded.width, 'height': decoded.height, 'file': image.name}
-            for suffix, data in (('npy', array.getvalue()), ('json', json.dumps(fields).encode())):
+            fields |= {'width': decoded.width, 'height': decoded.height, _FILE: image.name}
+            members = {_ARRAY: array.getvalue(), _FIELDS: json.dumps(fields).encode()}
+            for suffix, data in members.items():
                 with file_state.naming(self.paths[shape]):
-                    tar_members.add_member(self._tars[shape], f'{name}.{suffix}', data)
+                    tar_members.add_member(self._tars[shape], f'{name}{suffix}', data)
             self.counts.count(image, shape)
 
     def _rows(self, latents: np.ndarray, deviation: np.ndarray | None) -> np.ndarray:

@@ -360,20 +360,60 @@ def test_another_encoding_is_refused_by_what_differs(source, encoder, tmp_path):
         ({'moments': True}, 'moments is False, but True'),
         ({'dtype': 'float32'}, "dtype is 'float16', but 'float32'"),
         ({'keys': 'path'}, "keys is 'data', but 'path'"),
-        ({'part_images': 5}, "images is '44 files in 3 parts, .*', but '44 files in 5 parts"),
+        ({'part_images': 5}, "images is '22 files in 3 parts, .*', but '22 files in 5 parts"),
     ):
         with pytest.raises(ValueError, match=rf'out/encoding\.json: {message}'):
             encode(source, encoder, out, **options)
     copy = made_images.write(tmp_path / 'images', 'json', IMAGES)
     (copy / '0' / IMAGES[0].name).write_bytes(b'')
-    with pytest.raises(ValueError, match=r"\.encoded/00000\.json: files is '"):
+    with pytest.raises(
+        ValueError, match=r'00000\.json: .* part 0, such as 0/img\.0000\.jpg, have changed'
+    ):
         encode(copy, encoder, out)
     (copy / '0' / 'new.jpg').write_bytes(b'')
-    with pytest.raises(ValueError, match=r"images is '44 files .* but '45 files in 3"):
+    with pytest.raises(ValueError, match=r"images is '22 files .* but '23 files in 3"):
         encode(copy, encoder, out)
     with pytest.raises(ValueError, match=r"out/encoding\.json: keys is 'data', but 'path'"):
         encode(copy, encoder, out, keys='path')
     assert files_of(str(out)) == before
+
+
+@pytest.mark.parametrize('kind', ['txt', 'csv'])
+def test_new_captions_of_finished_parts_need_no_encoder(encoder, tmp_path, monkeypatch, kind):
+    images, out = list(IMAGES[:9]), tmp_path / 'out'
+    encode(made_images.write(tmp_path / 'images', kind, images), encoder, out, part_images=3)
+    before = files_of(str(out))
+    caption = images[4].fields['caption']
+    for number, new in enumerate(('X' * len(caption.encode()), 'Another caption.')):
+        images[4] = images[4]._replace(fields={**images[4].fields, 'caption': new})
+        source = made_images.write(tmp_path / f'images{number}', kind, images)
+        encode(source, encoder, tmp_path / f'expected{number}', part_images=3)
+        with monkeypatch.context() as patch:
+            patch.setattr(encoder, 'start', None)
+            for _ in range(2):
+                report = encode(source, encoder, out, part_images=3)
+                assert report.num_encoded == 0 and report.counts.shapes.total() == 9
+                assert files_of(str(out)) == files_of(str(tmp_path / f'expected{number}'))
+        tars = [x for x, data in before.items() if files_of(str(out))[x] != data]
+        assert sum(name.endswith('.tar') for name in tars) == 1
+
+
+def test_a_caption_may_be_added_and_another_make_its_image_bad(encoder, tmp_path, monkeypatch):
+    source, out = made_images.write(tmp_path / 'images', 'txt', IMAGES[:3]), tmp_path / 'out'
+    first, second, _ = sorted(source.rglob('*.txt'))
+    caption = first.read_text()
+    first.unlink()
+    options = {'part_images': 1, 'max_bad': 0.5}
+    assert encode(source, encoder, out, **options).counts.num_without_caption == 1
+    first.write_text(caption)
+    second.write_bytes(bytes(2 << 20))
+    with monkeypatch.context() as patch:
+        patch.setattr(encoder, 'start', None)
+        counts = encode(source, encoder, out, **options).counts
+    assert (counts.num_without_caption, counts.bad) == (0, {'too long caption': 1})
+    # The tar of the part without an image is gone.
+    assert len(rows_of(out)) == len(list(out.glob('*.tar'))) == 2
+    source_folder.find_source(out)
 
 
 def test_a_full_disk_is_named_and_the_same_command_goes_on(source, expected, encoder, tmp_path):

@@ -19,8 +19,11 @@ import io
 import itertools
 import math
 import os
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import google_crc32c
 
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset.keyed_random import name_hash
@@ -101,10 +104,13 @@ class ImagePart(abc.ABC):
 
     _is_numbered = False  # whether the names of the images are their keys
 
+    text_files: Mapping[str, StoredFile] = types.MappingProxyType({})  # next to the images
+    texts_digest = ''  # digest of what these say of the images
+
     def __init__(
         self, files: Mapping[str, StoredFile], caption_column: str, has_keys_of_paths: bool
     ):
-        """Takes all files that decide about the images, by their names within the source."""
+        """Takes the files that hold the images, by their names within the source."""
         self.files, self._has_keys_of_paths = files, has_keys_of_paths
         # Texts within its files that belong to no image, and why; known when the images are.
         self.unused_texts = dict[str, str]()
@@ -117,7 +123,7 @@ class ImagePart(abc.ABC):
 
     @property
     def digest(self) -> str:
-        """Digest of names, sizes and, where the storage keeps them, checksums."""
+        """Digest of names, sizes and, where the storage keeps them, checksums of `files`."""
         # Not of times, which differ between copies of a source.
         return json_digest.sha256([[n, x.size, x.checksum] for n, x in sorted(self.files.items())])
 
@@ -258,7 +264,7 @@ def find_images(
             f'{root}: has no images, expected {", ".join(image_kinds.USUAL_SUFFIXES)}, or .tar '
             f'(uncompressed) or .parquet with such files in them.{describe_left(left)}'
         )
-    used_names = itertools.chain.from_iterable(part.files for part in parts)
+    used_names = itertools.chain.from_iterable([*part.files, *part.text_files] for part in parts)
     image_tables.tell_unread(files, {*used_names})
     return FoundImages(parts, left)
 
@@ -476,10 +482,22 @@ class _FolderPart(ImagePart):
         has_keys_of_paths: bool,
     ):
         self._data = {name: folder.data_files[name] for name in images}
-        names = {*images, *itertools.chain.from_iterable(x.values() for x in self._data.values())}
-        files = {name: folder.files[name] for name in names}
+        files = {name: folder.files[name] for name in images}
         super().__init__(files, caption_column, has_keys_of_paths)
+        names = {*itertools.chain.from_iterable(x.values() for x in self._data.values())}
+        self.text_files = {name: folder.files[name] for name in sorted(names)}
         self._folder, self._is_numbered = folder, folder.is_numbered
+
+    @functools.cached_property
+    def texts_digest(self) -> str:  # type: ignore[override]  # of other parts it is known at once
+        """Digest of what the files next to the images say of them; reads local files."""
+        tables = self._read_tables(self._data)
+        files = [x for name, x in self.text_files.items() if name not in tables]
+        with concurrent.futures.ThreadPoolExecutor(_READS_AT_ONCE) as threads:
+            contents = list(threads.map(_identify_content, files))
+        # Of a table only the rows of these images.
+        rows = {name: self._get_row(name, tables) for name in self._data}
+        return json_digest.sha256([self._data, contents, rows])
 
     @contextlib.contextmanager
     def _open_rows(self, scratch: Scratch) -> Iterator[Iterable[Sequence[_Row]]]:
@@ -493,18 +511,33 @@ class _FolderPart(ImagePart):
         return self._read_rows(images[:count] + of_repeated_names)
 
     def _read_rows(self, images: Sequence[str]) -> list[_Row]:
-        names = {x[_TABLE] for x in map(self._data.__getitem__, images) if _TABLE in x}
-        tables = {name: self._folder.tables.read(name) for name in sorted(names)}
+        tables = self._read_tables(images)
 
         def read_row(image: str) -> _Row:
-            data, file = self._data[image], self.files[image]
-            fields = tables[data[_TABLE]].get(image, {}) if _TABLE in data else {}
-            texts = {x: (self.files[n].size, self.files[n].read) for x, n in data.items()}
+            file, fields, texts = self.files[image], self._get_row(image, tables), {}
+            for suffix, name in self._data[image].items():
+                text = self.text_files[name]
+                texts[suffix] = text.size, text.read
             has_own_key = self._folder.num_of_stem[_get_stem(image)] == 1
             return self._make_row(image, file.size, file.read, fields, texts, has_own_key)
 
         with concurrent.futures.ThreadPoolExecutor(_READS_AT_ONCE) as threads:
             return list(threads.map(read_row, images))
+
+    def _read_tables(self, images: Iterable[str]) -> Mapping[str, Mapping[str, _Fields]]:
+        """Reads the tables of images; returns their rows by the names of tables and images."""
+        names = {x[_TABLE] for x in map(self._data.__getitem__, images) if _TABLE in x}
+        return {name: self._folder.tables.read(name) for name in sorted(names)}
+
+    def _get_row(self, image: str, tables: Mapping[str, Mapping[str, _Fields]]) -> _Fields:
+        """Returns the row of an image in its table; {} without one."""
+        table = self._data[image].get(_TABLE)
+        return tables[table].get(image, {}) if table else {}
+
+
+def _identify_content(file: StoredFile) -> str:
+    """Returns a checksum of a small file, that of its storage if there is one."""
+    return file.checksum or f'{google_crc32c.value(file.read()):08x}'
 
 
 # --- Tars and Parquet files ---------------------------------------------------------------------
