@@ -98,7 +98,9 @@ def _check_places(source: str | None, out: str | None) -> None:
     """Refuses folders of which TFDS would show a traceback, or that it would change."""
     if source:
         storage.open_folder(source)
+        storage.check_single_slashes(source)
     if out:
+        storage.check_single_slashes(out)
         storage.open_folder(out, to_write=True).exists()
 
 

@@ -22,7 +22,7 @@ from absl import logging
 from etils import epath
 from tensorflow_datasets.core import dataset_builder
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.convert import data_folder
 from coyo11m_tfds.convert.build_settings import BuildSettings, check_names, check_source
 from coyo11m_tfds.dataset import stored_dataset
@@ -164,6 +164,10 @@ class Builder(dataset_builder.FileReaderBuilder):
         with_text = self.builder_config.text_embeddings
         dim = schema.DEFAULT_TEXT_DIM if with_text else None
         return make_features('float16', schema.LATENTS_SHAPE, dim, self.builder_config.latents)
+
+    def _build_data_dir(self, given_data_dir: str | None) -> tuple[str, str]:
+        storage.check_single_slashes(given_data_dir or '')
+        return super()._build_data_dir(given_data_dir)
 
     def _check_small_files(self) -> None:
         """Raises an error that names the file if one of the data set on disk cannot be read."""

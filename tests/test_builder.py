@@ -164,6 +164,11 @@ def test_a_small_file_that_cannot_be_read_is_named_before_a_build(copy, name, co
     assert not Builder(data_dir=copy.parents[2], config=config).is_prepared()
 
 
+def test_a_folder_that_tfds_would_rename_is_refused():
+    with pytest.raises(ValueError, match=r'^gs://b//x: has several .* one\. Name gs://b/x, or '):
+        Builder(data_dir='gs://b//x')
+
+
 OTHER_SETTINGS = [
     ({'caption_column': 'caption'}, 10, "caption_column is 'caption_llava' there, 'caption' "),
     ({'shard_bytes': 1000}, 10, 'shard_bytes is 500000 there, 1000 is requested'),

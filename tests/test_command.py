@@ -172,6 +172,8 @@ def test_the_own_command_says_only_what_matters_and_is_resumed_after_a_signal(
     [
         ('GS://bucket/source', '', 'GS://bucket/source: expected a local path, gs://bucket/'),
         ('gs:/bucket/source', '', 'gs:/bucket/source: expected two slashes'),
+        ('gs://b//source/', '', 'gs://b//source/: has several slashes in a row, which TFDS takes'),
+        ('', 'gs://b/a///x', 'gs://b/a///x: has several slashes in a row, which TFDS takes for '),
         ('', 's3://bucket/out', 's3://bucket/out: expected a local path, gs://bucket/'),
         ('', 'hf://datasets/owner/name', 'hf://datasets/owner/name: expected a local path or gs'),
         ('', 'gs://', 'gs://: expected a local path or gs://bucket/folder.'),

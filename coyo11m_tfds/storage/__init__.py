@@ -9,6 +9,7 @@ No module here depends on the contents of files.
 """
 
 import os
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -49,6 +50,17 @@ def open_folder(folder: str | os.PathLike[str], *, to_write: bool = False) -> 'S
     if to_write and not storage.can_write:
         raise ValueError(f'{folder}: expected a local path or gs://bucket/folder.')
     return storage(folder)
+
+
+def check_single_slashes(path: str | os.PathLike[str]) -> None:
+    """Raises a ValueError for a URL with several slashes in a row, of which TFDS makes one."""
+    scheme, separator, name = os.fspath(path).partition('://')
+    if separator and '//' in name.rstrip('/'):
+        other = f'{scheme}{separator}{re.sub("/+", "/", name)}'
+        raise ValueError(
+            f'{path}: has several slashes in a row, which TFDS takes for one. Name {other}, or '
+            'move the files to a folder whose name has none.'
+        )
 
 
 def describe_file(path: str | os.PathLike[str]) -> 'StoredFile':
