@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import signal
+import warnings
 
 import pyarrow.parquet as pq
 import pytest
@@ -44,15 +46,22 @@ def test_a_whole_way_is_examined(command, sample_source, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_warning_is_a_line_like_the_others(command, tmp_path):
+@pytest.mark.filterwarnings('default:old driver')
+def test_a_warning_is_a_line_like_the_others(command, tmp_path, monkeypatch):
+    def usable_cpus() -> int:
+        warnings.warn('old driver', stacklevel=1)
+        return 2
+
+    monkeypatch.setattr(machine, 'usable_cpus', usable_cpus)
     source = made_sources.write_source(tmp_path / 's', [range(40)])
     captions = source / schema.CAPTIONS_FILE
     pq.write_table(pq.read_table(captions), captions)  # without checksums of pages
     status, said, errors = command(doctor, f'--source={source}')
     assert status == 0, said + errors
-    lines = errors.splitlines()
-    assert lines[0].startswith(f'warn  warning: {captions}: its pages have no checksums')
-    assert all(line.startswith('warn  warning: ') for line in lines)
+    first, second, *others = errors.splitlines()
+    assert re.match('warn  warning: .*UserWarning: old driver', first)
+    assert second.startswith(f'warn  warning: {captions}: its pages have no checksums')
+    assert all(line.startswith('warn  warning: ') for line in others)
 
 
 def test_what_fails_is_in_the_exit_status(command, tmp_path, monkeypatch):
