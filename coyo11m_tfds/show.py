@@ -42,7 +42,8 @@ def show(data_dir: Data, vae: str, num_pictures: int = page.NUM_PREVIEWS) -> str
         raise FileNotFoundError(f'{path} is missing: copy it from where the data set was built')
     # The slow part comes after everything that may be refused.
     maker = data.metadata.get(schema.META_VAE, '')
-    decode = vae_decoder.load_decoder(vae, data.channels, maker)
+    scale = data.metadata.get(schema.META_LATENT_SCALE)
+    decode = vae_decoder.load_decoder(vae, data.channels, maker, scale)
     features = schema.KEY, schema.LATENTS, schema.CAPTION
     records = input_pipeline.records(data, schema.TRAIN, features, crop=0)
     count = min(num_pictures, len(records))

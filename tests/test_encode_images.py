@@ -622,6 +622,8 @@ def test_the_report_takes_the_scale_of_the_vae_into_account(source, tmp_path):
     encode(source, str(vae), tmp_path / 'out')
     data_set = built.build(tmp_path / 'out', '', tmp_path / 'data')
     assert input_pipeline.open_data(data_set).metadata['latent_scale'] == [3.0, 0.25]
+    mix = input_pipeline.open_mix([{'dir': data_set}, {'dir': data_set, 'seed': 1}])
+    assert input_pipeline.mix_stats(mix, '').latent_scale == [3.0, 0.25]
     [page] = pathlib.Path(data_set).glob('report-*.html')
     html = page.read_text()
     assert 'It is given the latents minus 0.25 times 3, which is the scale of tiny.' in html

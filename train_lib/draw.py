@@ -108,7 +108,9 @@ class Artist:
         # The run's own values were checked when it began: this checks the changes.
         config_rules.check_config(config, needs_data=False)
         vae = config.preview.vae if vae is None else vae
-        self.paint = vae_decoder.make_painter(vae, self.facts.latents_shape[1], self.facts.vae)
+        self.paint = vae_decoder.make_painter(
+            vae, self.facts.latents_shape[1], self.facts.vae, self.facts.latent_scale
+        )
         self.data_dir = config.data.dir
         self.encoder = encoder or config.encoder
         self.batch_size = batch_size

@@ -166,12 +166,14 @@ def _describe_painting(vae: str, facts: DatasetStats) -> dict[str, Any]:
 
     The linear map to colours, and the scale for an `AutoencoderTiny`.
     """
-    factor, shift = latent_rgb.find_scale(facts.vae) or latent_rgb.SCALES['sdxl']
+    scale = latent_rgb.find_scale(facts.vae, facts.latent_scale) or latent_rgb.SCALES['sdxl']
+    factor, shift = scale
     rgb = factor * schema.RGB_FACTORS
     bias = schema.RGB_BIAS - shift * rgb.sum(axis=0)
-    scale, local_vae = (factor, shift), ''
+    local_vae = ''
     if vae:
-        scale = vae_decoder.scale_of_latents(vae, vae_parts.read_vae_config(vae), facts.vae)
+        config = vae_parts.read_vae_config(vae)
+        scale = vae_decoder.scale_of_latents(vae, config, facts.vae, facts.latent_scale)
         if model_files.local_folder(vae, 'VAE'):
             local_vae = model_files.public_name(vae)
     colours = {'rgb': rgb.tolist(), 'rgb_bias': bias.tolist()}

@@ -98,7 +98,8 @@ def set_up(
     data = TrainingData(config, mesh)
     data.check_reading()
     vae = config.preview.vae if config.preview_every else ''
-    paint = vae_decoder.make_painter(vae, data.facts.latents_shape[1], data.facts.vae)
+    facts = data.facts
+    paint = vae_decoder.make_painter(vae, facts.latents_shape[1], facts.vae, facts.latent_scale)
     if config.preview_every:
         # Read now and kept, so that errors are reported now and not hours later.
         _ = data.preview_samples

@@ -104,6 +104,7 @@ class DatasetStats:
     text_words: str = ''  # that the encoder `words` numbers, see `word_list`
     source_fingerprint: str | None = None  # hex digest of the source files
     vae: str = ''  # name of the VAE that made the latents; '' if unknown
+    latent_scale: Sequence[float] | None = None  # factor and shift of this VAE; None if unknown
     moments: str = ''  # one of `schema.MOMENTS` that batches hold; '' for latents
     license: str = ''  # of the data; '' if unknown
     citation: str = ''  # BibTeX of the data; '' if unknown
@@ -295,6 +296,7 @@ class StoredDataset:
             text_words=first.words,
             source_fingerprint=metadata.get(schema.META_SOURCE_FINGERPRINT),
             vae=metadata.get(schema.META_VAE, ''),
+            latent_scale=metadata.get(schema.META_LATENT_SCALE),
             moments=self.moments,
             license=metadata.get(schema.META_LICENSE, ''),
             citation=metadata.get(schema.META_CITATION, ''),

@@ -32,23 +32,30 @@ def make_painter(
 ) -> Callable[[np.ndarray], np.ndarray]:
     """Returns the decoder of `load_decoder` or, with `vae=''`, the linear map of `latent_rgb`.
 
-    The map takes the scale that the data set has, or else that of the name of the maker.
+    `recorded_scale` is the one that the data set has.
     """
     if vae:
-        return load_decoder(vae, channels, maker)
+        return load_decoder(vae, channels, maker, recorded_scale)
     scale = latent_rgb.find_scale(maker, recorded_scale)
     return lambda latents: latent_rgb.latents_to_rgb(latents, scale)
 
 
-def load_decoder(model: str, channels: int | None = None, maker: str = '') -> 'VaeDecoder':
+def load_decoder(
+    model: str,
+    channels: int | None = None,
+    maker: str = '',
+    recorded_scale: Sequence[float] | None = None,
+) -> 'VaeDecoder':
     """Loads a decoder from a folder or the hub, for latents of so many channels; None for any.
 
-    An `AutoencoderTiny` needs the scaling factor of the VAE that made the latents. `maker` names
-    this VAE: a key of `latent_rgb.SCALES`, a folder or a hub name; '' stands for SDXL's, with a
-    warning.
+    An `AutoencoderTiny` needs the scale of the VAE that made the latents: `recorded_scale`, factor
+    and shift, or that of `maker`, which names this VAE: a key of `latent_rgb.SCALES`, a folder or a
+    hub name; '' stands for SDXL's, with a warning.
     """
     vae = vae_parts.open_vae(model, ('decoder.', 'post_quant_conv.'))
-    scale = scale_of_latents(model, vae.config, maker) if vae.kind == 'AutoencoderTiny' else (1, 0)
+    scale = 1.0, 0.0
+    if vae.kind == 'AutoencoderTiny':
+        scale = scale_of_latents(model, vae.config, maker, recorded_scale)
     decoder = VaeDecoder(vae, *scale)
     if channels not in (None, decoder.channels):
         raise ValueError(
@@ -58,11 +65,16 @@ def load_decoder(model: str, channels: int | None = None, maker: str = '') -> 'V
     return decoder
 
 
-def scale_of_latents(model: str, config: Mapping[str, Any], maker: str) -> tuple[float, float]:
+def scale_of_latents(
+    model: str,
+    config: Mapping[str, Any],
+    maker: str,
+    recorded_scale: Sequence[float] | None = None,
+) -> latent_rgb.Scale:
     """Returns factor and shift from raw latents to those that an `AutoencoderTiny` decodes."""
     reason = 'the data set does not name the VAE that made its latents'
-    if maker in latent_rgb.SCALES:
-        return latent_rgb.SCALES[maker]
+    if scale := latent_rgb.find_scale(maker, recorded_scale):
+        return scale
     if maker:
         try:
             is_maker = maker == model_files.public_name(model)

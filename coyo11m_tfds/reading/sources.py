@@ -135,6 +135,7 @@ def mix_stats(sources: Sequence[MixSource], text: texts.TextSpec) -> DatasetStat
         moments |= {n: x.astype(np.float32) for n, x in zip(names, mean_and_std, strict=True)}
     # 0 means no limit, which is more than any.
     limits = [x.text_max_tokens for x in stats]
+    named = max(stats, key=lambda x: x.vae)  # all names are equal, see `check_latents`
     has_license = any(x.license for x in stats)
     licenses = dict.fromkeys(x.license or 'unknown' for x in stats if has_license)
     return dataclasses.replace(
@@ -143,7 +144,8 @@ def mix_stats(sources: Sequence[MixSource], text: texts.TextSpec) -> DatasetStat
         latents_shape=(max(x.latents_shape[0] for x in stats), *stats[0].latents_shape[1:]),
         text_max_tokens=max(limits) if all(limits) else 0,
         num_tokens=mixtures[0].size if stats[0].num_tokens else 0,
-        vae=max(x.vae for x in stats),  # all names are equal, see `check_latents`
+        vae=named.vae,
+        latent_scale=named.latent_scale,
         license=' and '.join(licenses),
         citation='\n'.join(dict.fromkeys(x.citation for x in stats if x.citation)),
     )

@@ -69,6 +69,9 @@ def test_tiny_decoders_scale_latents_as_the_vae_that_made_them(tmp_path, caplog)
         (raw, 'flux', 0.3611, 0.1159),
     ):
         np.testing.assert_allclose(decoded(*arguments), expected, atol=1e-5)
+    # That of a folder which is not here is recorded.
+    recorded = vae_decoder.load_decoder(tiny, 4, 'maker', [0.3611, 0.1159])
+    np.testing.assert_allclose(recorded.decode(scaled / 0.3611 + 0.1159), expected, atol=1e-5)
     # Latents of the VAE itself are scaled already; a folder is recorded by its name alone.
     for vae in (tiny, 'tiny'):
         np.testing.assert_allclose(decoded(tiny, vae, 1), expected, atol=1e-5)

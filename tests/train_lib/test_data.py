@@ -8,6 +8,7 @@ import pytest
 import tensorflow_datasets as tfds
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.pictures import latent_rgb
 from tests import built, runs
 from tests.runs import losses, read_scalars, small_config
 from train_lib import data, sharding, train
@@ -43,6 +44,15 @@ def test_a_data_set_without_text_embeddings_is_refused(mini_dataset, tmp_path):
     (bare / 'features.json').write_text(json.dumps(features))
     with pytest.raises(ValueError, match=r"no feature 'text_embedding'; .* text=NAME chooses one"):
         train.set_up(small_config(bare), tmp_path / 'run')
+
+
+def test_previews_take_the_recorded_scale_of_the_vae(copy, tmp_path):
+    path, scale = copy / 'metadata.json', [3.0, 0.25]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {schema.META_LATENT_SCALE: scale}))
+    next(copy.glob('checksums-*')).unlink()
+    paint = train.set_up(small_config(copy), tmp_path / 'run').paint
+    latents = np.random.default_rng(0).normal(size=(2, 4, 8, 8))
+    np.testing.assert_array_equal(paint(latents), latent_rgb.latents_to_rgb(latents, scale))
 
 
 def test_a_validation_split_of_too_few_records_is_refused_or_told(mini_dataset, tmp_path, caplog):

@@ -19,6 +19,7 @@ import yaml
 from torch.utils import flop_counter
 
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
+from coyo11m_tfds.pictures import latent_rgb
 from tests import children, runs, small_vae
 from tests.train_lib.test_models import randomized
 from train_lib import checkpoint, draw, export, model_card, models, previews, torch_reference
@@ -199,9 +200,21 @@ def test_an_export_tells_no_place_of_this_machine(mini_dataset, tmp_path, monkey
     runs.train(os.path.relpath(mini_dataset), tmp_path / 'first', **changes)
     runs.train(mini_dataset, tmp_path / 'second', init_from='first@2', **changes)
     monkeypatch.chdir('/')
+    scale = [3.0, 0.25]
+    read = DatasetStats.from_json
+    monkeypatch.setattr(DatasetStats, 'from_json', lambda x: read({**x, 'latent_scale': scale}))
     export.export(tmp_path / 'second', tmp_path / 'out')
     config = json.loads((tmp_path / 'out' / 'transformer' / 'config.json').read_text())
-    assert (config['preview']['vae'], config['painting']['local_vae']) == ('', 'my-vae')
+    painting = config['painting']
+    assert (config['preview']['vae'], painting['local_vae']) == ('', 'my-vae')
+    # The pictures of an export, and of a drawing, take the recorded scale.
+    latents = np.random.default_rng(0).normal(size=(2, 4, 8, 8))
+    expected = latent_rgb.latents_to_rgb(latents, scale)
+    colours = np.einsum('nchw,cr->nhwr', latents, painting['rgb']) + painting['rgb_bias']
+    levels = (np.clip(colours, -1, 1) + 1) * 127.5
+    assert painting['scale'] == scale and np.abs(levels - expected).max() < 0.51
+    drawn = draw.Artist(tmp_path / 'second', vae='').paint(latents)
+    np.testing.assert_array_equal(drawn, expected)
     card = (tmp_path / 'out' / 'README.md').read_text()
     assert '| pictures | decoded by my-vae |' in card and '| init_from | first@2 |' in card
     for path in (tmp_path / 'out').rglob('*.*'):

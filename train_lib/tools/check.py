@@ -47,7 +47,9 @@ def check_configuration(config: ml_collections.ConfigDict) -> dict[str, str | di
         data = TrainingData(config, mesh)
         data.check_reading()
         facts = data.facts
-        vae_decoder.make_painter(config.preview.vae, facts.latents_shape[1], facts.vae)
+        vae_decoder.make_painter(
+            config.preview.vae, facts.latents_shape[1], facts.vae, facts.latent_scale
+        )
         step.for_data(config, mesh, facts)
         text = f'{"tokens" if facts.vocabulary else "text embeddings"} of {facts.text_encoder}'
         folders = ' and '.join(x.stored.folder for x in data.sources)
