@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import multiprocessing
 import os
 import pathlib
 import signal
@@ -9,7 +10,9 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 
 from tests.checkout import CHECKOUT
 
@@ -47,6 +50,23 @@ def program(name: str, *flags: object, **variables: str) -> subprocess.Completed
         capture_output=True,
         text=True,
     )
+
+
+_FORKS = multiprocessing.get_context('forkserver')
+# Of all tests: a process of pytest has one server, which imports them once. Arrow imports pandas
+# when it first converts an array.
+_FORKS.set_forkserver_preload(['tests.convert.build_program', 'tests.encode_program', 'pandas'])
+
+
+def fork(function: Callable[..., object], *arguments: object) -> BaseProcess:
+    """Calls `function` in a process that is forked from one that has imported what it needs."""
+    main, sys.modules['__main__'] = sys.modules['__main__'], types.ModuleType('__main__')
+    try:  # which the process would import, and a test's is pytest
+        process = _FORKS.Process(target=function, args=arguments)
+        process.start()
+    finally:
+        sys.modules['__main__'] = main
+    return process
 
 
 # What makes a name lead to another file, or to none.

@@ -1,9 +1,6 @@
 """Encodes images in a process of its own, forked from one that has imported what it needs."""
 
-import multiprocessing
 import os
-import sys
-import types
 
 from absl import logging
 
@@ -17,18 +14,3 @@ def run(env: dict[str, str], log: str, images: str, vae: str, out: str, options:
     os.environ.update(env)
     logging.set_verbosity(logging.WARNING)
     encode_images.encode(images, vae, out, **options)
-
-
-def start(*arguments: object) -> multiprocessing.Process:
-    """Starts `run` in a process."""
-    main, sys.modules['__main__'] = sys.modules['__main__'], types.ModuleType('__main__')
-    try:  # which the process would import, and a test's is pytest
-        process = _FORKS.Process(target=run, args=arguments)
-        process.start()
-    finally:
-        sys.modules['__main__'] = main
-    return process
-
-
-_FORKS = multiprocessing.get_context('forkserver')
-_FORKS.set_forkserver_preload([__name__])

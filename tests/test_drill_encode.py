@@ -39,7 +39,7 @@ def test_killed_at_random_moments(gcs, tmp_path, kind):
     def start(out: str, share: tuple[int, int]):
         options = OPTIONS | {'share': share, 'scratch_dir': str(tmp_path / 'scratch')}
         arguments = gcs.env, str(tmp_path / 'log'), str(images), str(vae), out, options
-        return encode_program.start(*arguments)
+        return children.fork(encode_program.run, *arguments)
 
     def finish(out: str) -> dict[str, bytes]:
         process = start(out, (0, 1))

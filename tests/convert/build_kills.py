@@ -2,16 +2,14 @@
 
 import atexit
 import json
-import multiprocessing
 import os
 import pathlib
 import shutil
 import subprocess
-import sys
 import tempfile
-import types
 
 from coyo11m_tfds import schema, storage
+from tests import children
 from tests.convert import build_program
 
 SETTINGS = {'shard_bytes': 400_000, 'validation_fraction': 0.2}
@@ -26,15 +24,8 @@ class Build:
 
     def __init__(self, env: dict[str, str], *arguments: str):
         self._folder = tempfile.mkdtemp()
-        main, sys.modules['__main__'] = sys.modules['__main__'], types.ModuleType('__main__')
-        try:  # which the process would import, and a test's is pytest
-            self._process = _FORKS.Process(
-                target=build_program.run, args=(self._folder, env, *arguments)
-            )
-            self._process.start()
-            atexit.register(self._process.kill)  # so that a failed test waits for nobody
-        finally:
-            sys.modules['__main__'] = main
+        self._process = children.fork(build_program.run, self._folder, env, *arguments)
+        atexit.register(self._process.kill)  # so that a failed test waits for nobody
         self.pid: int = self._process.pid or 0
 
     def poll(self) -> int | None:
@@ -58,11 +49,6 @@ class Build:
         out, err = (file.read_text() if file.exists() else '' for file in files)
         shutil.rmtree(self._folder)
         return subprocess.CompletedProcess([], self._process.exitcode or 0, out, err)
-
-
-_FORKS = multiprocessing.get_context('forkserver')
-# Arrow imports pandas when it first converts an array.
-_FORKS.set_forkserver_preload([build_program.__name__, 'pandas'])
 
 
 def start(
