@@ -79,7 +79,14 @@ class LatentFlowPipeline(DiffusionPipeline):
         if output_type not in _OUTPUT_TYPES:
             raise ValueError(f'output_type={output_type!r}: expected one of {_OUTPUT_TYPES}')
         facts, device = self.transformer.config['data'], self._execution_device
-        text = self.encode_prompt(prompt) if prompt_embeds is None else prompt_embeds
+        if prompt_embeds is None:
+            text = self.encode_prompt(prompt)
+        elif fault := self.transformer.find_text_fault(prompt_embeds):
+            raise ValueError(f'prompt_embeds: expected {fault}')
+        elif isinstance(prompt_embeds, tuple):
+            text = tuple(x.to(device) for x in prompt_embeds)
+        else:
+            text = prompt_embeds.to(device)
         shape = len(text[0] if isinstance(text, tuple) else text), *facts['latents_shape'][1:]
         if not shape[0]:
             raise ValueError('prompt_embeds holds no text: expected at least one')

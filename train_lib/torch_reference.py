@@ -68,6 +68,10 @@ class Transformer(torch.nn.Module):
         values = {name: x for name, x in zip(self.names, self.values, strict=True) if not x.is_meta}
         return all(torch.equal(x.cpu(), weights[name].to(x.dtype)) for name, x in values.items())
 
+    def find_text_fault(self, text):
+        """Returns what a text must be, and what it is instead; '' for one that `forward` takes."""
+        return _find_text_fault(dict(zip(self.names, self.values, strict=True)), self.config, text)
+
     @staticmethod
     def find_fault(name, value):
         """Returns what a setting of the sampler must be, if a value is not; otherwise ''."""
@@ -96,13 +100,61 @@ def _check_settings(preview):
         raise ValueError(f'guidance_low={low}: expected less than guidance_high={high}')
 
 
+def _find_text_fault(weights, config, text):
+    tensors = text if isinstance(text, tuple) else (text,)
+    if not all(isinstance(x, torch.Tensor) for x in tensors):
+        return f'a tensor or, of hidden states, a pair of tensors, not {type(text).__name__}'
+    vocabulary, width = config['data']['vocabulary'], len(config['data']['text_mean'])
+    is_matrix = len(tensors) == 1 and tensors[0].ndim == 2
+    if not vocabulary:
+        expected = f'embeddings, float (n, {width})'
+        is_right = is_matrix and text.is_floating_point() and text.shape[1] == width
+    elif 'words.projection.weight' in weights:
+        width = weights['words.projection.weight'].shape[1]
+        expected = f'hidden states, a pair of float (n, T, {width}) and bool (n, T)'
+        is_right = len(tensors) == 2 and text[0].is_floating_point() and text[0].ndim == 3
+        is_right = is_right and text[0].shape[2] == width
+        is_right = is_right and text[1].dtype == torch.bool and text[1].shape == text[0].shape[:2]
+    else:
+        expected = f'token ids, integers (n, T) from -1 to {vocabulary - 1}'
+        is_right = is_matrix and text.dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
+        # Of a tensor on the device 'meta', only the shape is known.
+        if is_right and text.numel() and not text.is_meta:
+            least, most = text.min().item(), text.max().item()
+            if least < -1 or most >= vocabulary:
+                return f'{expected}, not from {least} to {most}'
+    return '' if is_right else f'{expected}, not {" and ".join(map(_describe_tensor, tensors))}'
+
+
+def _describe_tensor(tensor):
+    return f'{str(tensor.dtype).removeprefix("torch.")} {tuple(tensor.shape)}'
+
+
+def _check_arrays(weights, config, noise, text):
+    channels, patch = len(config['data']['latent_mean']), config['model']['patch_size']
+    shape = tuple(noise.shape)
+    is_right = len(shape) == 4 and shape[3] == channels and noise.is_floating_point()
+    if not is_right or shape[1] % patch or shape[2] % patch:
+        raise ValueError(
+            f'noise: expected float (n, H, W, {channels}), with H and W that {patch} divides, not '
+            f'{_describe_tensor(noise)}'
+        )
+    if fault := _find_text_fault(weights, config, text):
+        raise ValueError(f'text: expected {fault}')
+    num_texts = len(text[0] if isinstance(text, tuple) else text)
+    if num_texts != shape[0]:
+        raise ValueError(f'text: expected {shape[0]}, one for each noise, not {num_texts}')
+
+
 def draw(weights, config, noise, text):
     """Integrates the velocity from noise at time 1 to data at time 0, with guidance.
 
-    Raises a ValueError for settings of `config['preview']` that no training run has.
+    Raises a ValueError for settings of `config['preview']` that no training run has, and for
+    noise and texts of another form.
     """
     facts, preview = config['data'], config['preview']
     _check_settings(preview)
+    _check_arrays(weights, config, noise, text)
     names = 'latent_mean', 'latent_std', 'text_mean', 'text_std'
     count, device = len(noise), noise.device
     stats = {name: torch.tensor(facts[name], device=device) for name in names}

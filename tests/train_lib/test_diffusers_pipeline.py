@@ -236,6 +236,8 @@ def test_exports_of_two_versions_keep_their_code(small_run, tmp_path, from_pretr
         ({'latents': torch.zeros(2, 4, 32, 32)}, r'\(1, 4, 32, 32\)'),
         ({'output_type': 'pill'}, "one of .*'latent'"),
         ({'prompt': None, 'prompt_embeds': torch.zeros(0, 640)}, 'at least one'),
+        ({'prompt': None, 'prompt_embeds': torch.zeros(1, 64)}, r'embeddings, float \(n, 640\)'),
+        ({'prompt': None, 'prompt_embeds': np.zeros((1, 640))}, 'a tensor or'),
     ],
 )
 def test_what_no_run_would_draw_is_refused(loaded, options, problem):

@@ -68,6 +68,7 @@ def test_the_page_of_pytorch_draws_the_same_latents(tmp_path, kind, text, sample
     with torch.inference_mode():
         weights, config = torch_reference.load(tmp_path)
         drawn = torch_reference.draw(weights, config, torch.tensor(example['noise']), texts)
+    check_other_texts_are_refused(weights, config, torch.tensor(example['noise']), texts)
     # Tensors of two devices in one operation are an error.
     elsewhere = torch_reference.Transformer.from_pretrained(tmp_path).to('meta')
     on_meta = tuple(x.to('meta') for x in texts) if kind == 'states' else texts.to('meta')
@@ -82,6 +83,42 @@ def test_the_page_of_pytorch_draws_the_same_latents(tmp_path, kind, text, sample
     assert count_flops(guidance=1.0) == with_guidance / 2 < count_flops() < with_guidance
     assert example['latents'].std() > 0.1
     np.testing.assert_allclose(drawn.numpy(), example['latents'], atol=1e-4 * drawn.std().item())
+
+
+def check_other_texts_are_refused(weights, config, noise, texts) -> None:
+    if isinstance(texts, tuple):
+        expected = rf'hidden states, a pair of float \(n, T, {DIM}\) and bool \(n, T\)'
+        states, present = texts
+        others = states, (states[..., :-1], present), (states, present.float()), (states, present.T)
+        others += (states[0], present), (states.int(), present), (states, present, present)
+    elif texts.is_floating_point():
+        expected = rf'embeddings, float \(n, {DIM}\)'
+        others = texts[:, :-1], texts[0], texts[None], texts.int(), (texts, texts)
+    else:
+        expected = r'token ids, integers \(n, T\) from -1 to 29'
+        others = texts[0], texts[None], texts.float(), texts > 3
+        for other in texts + 30, texts - 30:
+            given = f'from {other.min()} to {other.max()}'
+            with pytest.raises(ValueError, match=f'^text: expected {expected}, not {given}$'):
+                torch_reference.draw(weights, config, noise, other)
+    for other in others:
+        kinds = ' and '.join(
+            f'{str(x.dtype).removeprefix("torch.")} {tuple(x.shape)}'
+            for x in (other if isinstance(other, tuple) else (other,))
+        )
+        with pytest.raises(
+            ValueError, match=f'^text: expected {expected}, not {re.escape(kinds)}$'
+        ):
+            torch_reference.draw(weights, config, noise, other)
+    with pytest.raises(ValueError, match=r'^text: expected a tensor or, .* not list$'):
+        torch_reference.draw(weights, config, noise, [texts])
+    with pytest.raises(ValueError, match=r'^text: expected 1, one for each noise, not [2-9]$'):
+        torch_reference.draw(weights, config, noise[:1], texts)
+    for other in noise[0], noise[..., :3], noise[:, :-1], noise.int():
+        with pytest.raises(
+            ValueError, match=r'^noise: expected float \(n, H, W, 4\), with H and W'
+        ):
+            torch_reference.draw(weights, config, other, texts)
 
 
 def test_a_run_is_exported_and_its_page_runs_alone(small_run, tmp_path):
