@@ -206,6 +206,8 @@ def test_the_card_tells_of_data_recipe_metrics_and_previews(small_run, tmp_path)
         assert part in text
     assert 'of last' not in text and 'frechet' not in text
     assert '| encoder |' not in text
+    saved.description.config['encoder'] = 'jax:/none/models/mine'
+    assert '| encoder | jax:mine |' in card()
     assert make_card()['previews.png'] == pictures[3]
     assert '| license | not recorded: ' in card(license='')
     shutil.rmtree(workdir / 'previews')
