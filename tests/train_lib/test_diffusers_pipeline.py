@@ -154,6 +154,9 @@ def test_arguments_are_those_of_other_pipelines(small_run, tmp_path, from_pretra
     np.testing.assert_array_equal(draw_seed(0), draw_seed(0, prompt_embeds=embeds))
     latents = pipe(['a', 'b'], num_inference_steps=1, output_type='latent').images
     assert latents.shape == (2, 4, 32, 32)
+    # By their own names, not by those of the transformer.
+    with pytest.raises(ValueError, match=r'^num_inference_steps=0: expected'):
+        pipe('a', num_inference_steps=0)
 
 
 def contents(folder: pathlib.Path) -> dict[str, bytes]:
