@@ -64,7 +64,9 @@ class EmbeddingReport:
     seconds: float  # for encoding and writing, without sorting captions
 
     def __str__(self) -> str:
-        kept = f', {self.num_kept} were there already' if self.num_kept else ''
+        kept = ''
+        if self.num_kept:
+            kept = f', {format_count(self.num_kept, "was", "were")} there already'
         advice = ''
         if 0 < self.longest < self.dim and not self.num_truncated:
             advice = (
@@ -76,7 +78,7 @@ class EmbeddingReport:
             f'{format_count(self.num_captions, "caption")} encoded by {self.encoder}, '
             f'{format_count(self.dim, "number")} each '
             f'({self.num_captions / self.seconds:.0f} captions/s){kept}; '
-            f'{self.num_skipped} null, blank, too long or unreadable ones and '
+            f'{format_count(self.num_skipped, "null, blank, too long or unreadable one")} and '
             f'{format_count(self.num_duplicates, "duplicate")} skipped, '
             f'{self.num_truncated} truncated{advice}'
             f'{ranks.describe_missing_parts(self.missing_parts)}'
@@ -163,7 +165,7 @@ def embed(
         )
         if not sidecar_parts.count:
             raise ValueError(
-                f'{source}: all {len(values.places)} captions are null, blank, too long or '
+                f'{source}: all captions ({len(values.places)}) are null, blank, too long or '
                 'unreadable; nothing to encode.'
             )
         start = time.perf_counter()

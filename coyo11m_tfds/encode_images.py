@@ -153,8 +153,10 @@ class ImageCounts:
         """Raises a ValueError if more than `max_bad` of all images, at least `least`, are bad."""
         total = self.shapes.total() + self.bad.total() + self.small.total()
         if self.bad.total() > max_bad * max(total, least):
+            are = 'is' if self.bad.total() == 1 else 'are'
             raise ValueError(
-                f'{self.bad.total():,} of {total:,} images are bad, more than max_bad={max_bad}: '
+                f'{self.bad.total():,} of {format_count(total, "image")} {are} bad, more than '
+                f'max_bad={max_bad}: '
                 f'{self._list(self.bad)}. What is encoded is kept; raise max_bad to go on, or '
                 'repair the images and choose another folder.'
             )
@@ -162,9 +164,12 @@ class ImageCounts:
     def _list(self, counts: collections.Counter[str]) -> str:
         facts = []
         for reason, count in counts.most_common():
-            names = list_names(list(map(escape_for_terminal, self.names[reason])), count)
-            facts.append(f'{count:,} {reason} ({names})')
+            # Reasons are words of any form, which a number cannot stand before.
+            facts.append(f'{count:,} x {reason} ({self._list_names(reason, count)})')
         return '; '.join(facts)
+
+    def _list_names(self, reason: str, count: int) -> str:
+        return list_names(list(map(escape_for_terminal, self.names[reason])), count)
 
     def _advise_on_small(self) -> list[str]:
         """Says by which options images that are left out would be taken."""
@@ -178,7 +183,8 @@ class ImageCounts:
             ways = ' and '.join(f'--size={sizes[n]} would take {taken[n]:,}' for n in places)
             lines.append(f'Of those that are too small, {ways}.')
         if count := self.smaller_sizes['0']:
-            lines.append(f'{count:,} are too small for any buckets, but not without --buckets.')
+            too_small = format_count(count, 'is too small', 'are too small')
+            lines.append(f'{too_small} for any buckets, but not without --buckets.')
         if self.small[pixels.TOO_NARROW]:
             lines.append('Without --buckets, those that are too narrow would be cropped.')
         return lines
@@ -189,7 +195,8 @@ class ImageCounts:
         for rule, count in self.key_rules.most_common():
             facts.append(f'{format_count(count, "key")} from {rule}')
         if self.num_without_caption:
-            facts.append(self._list(collections.Counter({_NO_CAPTION: self.num_without_caption})))
+            count = self.num_without_caption
+            facts.append(f'{count:,} {_NO_CAPTION} ({self._list_names(_NO_CAPTION, count)})')
         lines = [', '.join(facts)]
         dropped = {'left out': self.small, 'bad': self.bad, 'not taken': self.other}
         for kind, counts in dropped.items():
@@ -220,7 +227,8 @@ class EncodingReport:
 
     def __str__(self) -> str:
         return (
-            f'{self.counts}\n{self.num_encoded:,} of them were encoded now by {self.vae} '
+            f'{self.counts}\n{format_count(self.num_encoded, "of them was", "of them were")} '
+            f'encoded now by {self.vae} '
             f'({self.num_encoded / self.seconds:.1f} images/s)'
             f'{ranks.describe_missing_parts(self.missing_parts)}'
         )

@@ -346,7 +346,7 @@ def test_names_that_are_no_utf8_can_be_reported(encoder, tmp_path):
     source = write_with_bad(tmp_path / 'images', {os.fsdecode(n): x for n, x in images.items()})
     for _ in range(2):
         report = encode(source, encoder, tmp_path / 'out', max_bad=0.1)
-        assert r'1 not an image (bad\udcfe.jpg)' in str(report).encode().decode()
+        assert r'1 x not an image (bad\udcfe.jpg)' in str(report).encode().decode()
         assert report.counts.shapes.total() == 1 + len(IMAGES)
 
 
@@ -492,11 +492,23 @@ def test_bad_images_are_counted_and_named(encoder, tmp_path, monkeypatch, caplog
     report = encode(source, encoder, tmp_path / 'out', max_bad=0.3)
     # Before the work, too.
     assert 'Not taken: 1 file such as x.heic (HEIC). ImageMagick converts ' in caplog.text
-    assert '1 not taken: 1 HEIC (x.heic)' in str(report)
+    assert '1 not taken: 1 x HEIC (x.heic)' in str(report)
     assert '\nWhat is not taken: ImageMagick converts ' in str(report)
     assert (
         str(report).splitlines()[-2] == '29 found = 21 encoded + 1 left out + 6 bad + 1 not taken'
     )
+
+
+def test_one_of_a_kind_is_told_as_one(encoder, tmp_path):
+    source = made_images.write(tmp_path / 'images', 'txt', IMAGES[:1])
+    (source / 'page.png').write_bytes(b'<html>')
+    (source / 'gone.jpg').symlink_to('nowhere')
+    with pytest.raises(ValueError, match=r'^1 of 2 images is bad, more than max_bad=0: 1 x not an'):
+        encode(source, encoder, tmp_path / 'out', max_bad=0)
+    (tmp_path / 'out' / '00000.tar').unlink()
+    report = str(encode(source, encoder, tmp_path / 'out', max_bad=1))
+    assert '1 not taken: 1 x link to no file (gone.jpg)' in report
+    assert '\n1 of them was encoded now by ' in report
 
 
 def test_texts_of_no_image_are_counted_and_named(encoder, tmp_path):
@@ -508,8 +520,8 @@ def test_texts_of_no_image_are_counted_and_named(encoder, tmp_path):
         report = encode(source, encoder, tmp_path / 'out')
         texts, sums, _ = str(report).splitlines()[-3:]
         assert texts == (
-            '5 texts not used: 4 .cls, expected .txt or .json (00001.tar/0001.cls, '
-            "00001.tar/0002.cls, 00001.tar/0003.cls, ...); 1 .txt of no image's name "
+            '5 texts not used: 4 x .cls, expected .txt or .json (00001.tar/0001.cls, '
+            "00001.tar/0002.cls, 00001.tar/0003.cls, ...); 1 x .txt of no image's name "
             '(00001.tar/gone.txt)'
         )
         assert sums == '3 found = 3 encoded + 0 left out + 0 bad + 0 not taken'
@@ -537,7 +549,7 @@ def test_it_says_which_options_take_images_that_are_left_out(encoder, tmp_path):
         x._replace(name=f'{n}-{x.name}', fields=x.fields | {'key': n}) for n, x in enumerate(images)
     ]
     report = encode(made_images.write(tmp_path / 'images', 'json', images), encoder, tmp_path / 'o')
-    assert '8 left out: 8 too small (' in str(report)
+    assert '8 left out: 8 x too small (' in str(report)
     advice = 'Of those that are too small, --size=14 would take 6 and --size=6 would take 7.'
     assert advice in str(report).splitlines()
     # Also if another run has counted them.
@@ -553,7 +565,7 @@ def test_it_says_which_options_take_images_that_are_left_out(encoder, tmp_path):
             256,
             [(200, 300), (900, 200)],
             [
-                '1 are too small for any buckets, but not without --buckets.',
+                '1 is too small for any buckets, but not without --buckets.',
                 'Without --buckets, those that are too narrow would be cropped.',
             ],
         ),
@@ -571,7 +583,7 @@ def test_too_many_bad_images_end_a_long_run_early(encoder, tmp_path, monkeypatch
     # The images of one process of four are too few to tell.
     assert encode(source, encoder, tmp_path / 'share', share=(0, 4)).counts.bad == {'empty': 1}
     monkeypatch.setattr(encode_images, '_MANY_IMAGES', 8)
-    with pytest.raises(ValueError, match='of 8 images are bad'):
+    with pytest.raises(ValueError, match='of 8 images'):
         encode(source, encoder, tmp_path / 'out')
     assert len(list((tmp_path / 'out').glob('*.tar'))) == 1
 
@@ -763,7 +775,7 @@ def test_a_build_of_images_tells_how_they_are_encoded(tmp_path, kind):
     [
         ({'size': 15}, 'size=15: expected a multiple of 2, as '),
         ({'size': 64, 'buckets': True}, 'size=64: has only one bucket, expected e.g. 256'),
-        ({'size': 64}, 'no image is left.*\n22 left out: 22 too small'),
+        ({'size': 64}, 'no image is left.*\n22 left out: 22 x too small'),
         ({'crops': 2}, 'crops=2: expected 1 or 3'),
         ({'dtype': 'bfloat16'}, "dtype='bfloat16': expected 'float16' or 'float32'"),
         ({'share': (2, 2)}, 'part 2/2: expected I/N'),

@@ -18,7 +18,7 @@ from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.dataset.columns import IN_PLACE, IN_RECORDS, LATENT_STORAGE
 from coyo11m_tfds.process import machine, workers
 from coyo11m_tfds.process.errors import UNIT_INTERVAL, FieldRule, at_least, one_of
-from coyo11m_tfds.process.sizes import format_bytes
+from coyo11m_tfds.process.sizes import format_bytes, format_count
 from coyo11m_tfds.source import source_folder
 
 EMBEDDINGS_IN_PT = 'pt'  # the `text_embeddings` for `embeddings` inside the `.pt` files
@@ -268,6 +268,7 @@ def check_build_memory(num_rows: int, num_workers: int) -> None:
         limit = fitting_workers(num_rows) if build_memory(num_rows, 1) <= usable else 0
         remedy = f'Set num_workers to {limit}, or' if limit else 'Use a machine with more, or'
         raise ValueError(
-            f'the build of {num_rows:,} rows with num_workers={count} takes {format_bytes(need)} '
-            f'of memory, but this process can use {format_bytes(usable)}. {remedy} raise its limit.'
+            f'the build of {format_count(num_rows, "row")} with num_workers={count} takes '
+            f'{format_bytes(need)} of memory, but this process can use '
+            f'{format_bytes(usable)}. {remedy} raise its limit.'
         )

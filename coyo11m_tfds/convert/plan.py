@@ -371,6 +371,7 @@ def _count_planned_drops(
         facts = contents.captions.facts
         examples = np.array(facts['duplicate_keys'], np.int64)
         dropped.add(schema.DUPLICATE_CAPTION, facts['duplicates'], examples)
+        dropped.check_bad_captions(captions_path, facts['num_rows'])
     if not settings.drop_bad:
         _check_captions_are_good(dropped, captions_path)
     dropped.check_bad(captions_path)

@@ -18,6 +18,7 @@ import numpy as np
 
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset import manifest, pt_archive
+from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.storage.stored_file import ChecksumScan, StoredFile
 
 IN_RECORDS, IN_PLACE = LATENT_STORAGE = ('records', 'in_place')  # the config's `latents`
@@ -233,7 +234,9 @@ class ColumnScan(ChecksumScan):
 
 def wrong_rows_message(row: int, computed: int, expected: int, count: int) -> str:
     """Returns the message about the first of `count` rows with a wrong CRC-32C."""
-    suffix = f'; {count - 1} more rows differ too' if count > 1 else ''
+    suffix = ''
+    if count > 1:
+        suffix = f'; {format_count(count - 1, "more row differs", "more rows differ")} too'
     return f'row {row} has CRC-32C {computed:08x}, expected {expected:08x}{suffix}'
 
 

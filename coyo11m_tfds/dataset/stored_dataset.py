@@ -255,8 +255,9 @@ class StoredDataset:
             return None
         if list(split.shard_lengths) != index.shard_lengths.tolist():
             raise DamagedError(
-                f'{self.folder}: {schema.INFO_FILE} has {len(split.shard_lengths)} shards of '
-                f'{split.num_records} records for split {name!r}, its chunk index '
+                f'{self.folder}: {schema.INFO_FILE} has '
+                f'{format_count(len(split.shard_lengths), "shard")} of '
+                f'{format_count(split.num_records, "record")} for split {name!r}, its chunk index '
                 f'{len(index.shard_lengths)} of {index.shard_lengths.sum()}; build it again'
             )
         return IndexedSplit(index, self.folder, split.file_names)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import transformers
 
+from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.storage import model_files
 
 _BATCH = 32  # pictures, or captions, in a forward pass
@@ -37,7 +38,8 @@ class ImageEncoder:
             if self.has_texts:
                 self._tokenizer = transformers.AutoTokenizer.from_pretrained(model, **source)
             if missing := sorted(report['missing_keys']):
-                raise ValueError(f'the weights lack {len(missing)} tensors, such as {missing[0]}.')
+                tensors = format_count(len(missing), 'tensor')
+                raise ValueError(f'the weights lack {tensors}, such as {missing[0]}.')
             self._model.eval().to(self._device)
             # One picture shows whether the model and the processor fit together.
             self._encode([np.zeros((32, 32, 3), np.uint8)])

@@ -16,6 +16,7 @@ import numpy as np
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.keyed_random import Permutation, derive, splitmix64
 from coyo11m_tfds.process.errors import FieldError, at_least
+from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.reading import arguments
 from coyo11m_tfds.reading.filters import KeptRecords
 
@@ -79,13 +80,15 @@ class Order:
         self.num_records = int(self.shard_lengths.sum())
         self.lane_length = self.num_records // settings.lanes
         if not self.num_records:
-            raise ValueError(f'there are no records in {len(self.shard_lengths)} shards')
+            raise ValueError(
+                f'there are no records in {format_count(len(self.shard_lengths), "shard")}'
+            )
         if not self.lane_length:
             lanes = settings.lanes
             fitting_lanes = max(n for n in range(1, self.num_records + 1) if lanes % n == 0)
             raise ValueError(
-                f'{self.num_records} records are fewer than lanes={lanes}; lanes={fitting_lanes} '
-                'works'
+                f'{format_count(self.num_records, "record is", "records are")} fewer than '
+                f'lanes={lanes}; lanes={fitting_lanes} works'
             )
         self.window = min(settings.window, self.lane_length)
         self._chunk_ends = np.cumsum(-(-self.shard_lengths // settings.chunk))

@@ -11,6 +11,7 @@ import numpy as np
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.pictures import latent_rgb, pixels
+from coyo11m_tfds.process.sizes import format_count
 
 # Bins are fine near 0, for VAEs whose latents are small; all begin at a multiple of 1/16.
 _LATENT_ZONES = (60, 1.0), (16, 0.25), (4, 0.0625)  # how far from 0, and the width of bins
@@ -233,25 +234,36 @@ class DropCounts:
             examples += [int(key) for key in keys][: self.MAX_EXAMPLES - len(examples)]
 
     def check_bad(self, file: str) -> None:
-        """Raises a ValueError if more rows are bad than allowed."""
-        num_bad = sum(self.counts[reason] for reason in BAD_REASONS)
-        if num_bad > self._max_bad_fraction * self.num_rows:
+        """Raises a ValueError if more rows of latents are bad than allowed."""
+        reasons = [reason for reason in BAD_REASONS if reason != schema.DUPLICATE_CAPTION]
+        rows = format_count(self.num_rows, 'row of the source', 'rows of the source')
+        self._check_share(reasons, self.num_rows, rows, file)
+
+    def check_bad_captions(self, file: str, num_rows: int) -> None:
+        """Raises a ValueError if more of `num_rows` rows of captions are bad than allowed."""
+        rows = format_count(num_rows, 'row of captions', 'rows of captions')
+        self._check_share([schema.DUPLICATE_CAPTION], num_rows, rows, file)
+
+    def _check_share(self, reasons: Sequence[str], num_rows: int, rows: str, file: str) -> None:
+        num_bad = sum(self.counts[reason] for reason in reasons)
+        if num_bad > self._max_bad_fraction * num_rows:
             # The file of the most frequent reason is the one to look into.
-            commonest = max(BAD_REASONS, key=self.counts.__getitem__)
+            commonest = max(reasons, key=self.counts.__getitem__)
+            are = 'is' if num_bad == 1 else 'are'
             raise ValueError(
-                f'{self._files[commonest] or file}: {num_bad:,} of {self.num_rows:,} rows of the '
-                f'source are bad ({self._reasons(BAD_REASONS)}; e.g. key '
-                f'{self.examples[commonest][0]}), more than {self._max_bad_fraction:.2%}. Fix the '
-                'source, or raise max_bad_fraction in the config.'
+                f'{self._files[commonest] or file}: {num_bad:,} of {rows} {are} bad '
+                f'({self._reasons(reasons)}; e.g. key {self.examples[commonest][0]}), more than '
+                f'{self._max_bad_fraction:.2%}. Fix the source, or raise max_bad_fraction in the '
+                'config.'
             )
 
     def check_all(self, captions: str) -> None:
         """Raises a ValueError, which names `captions`, if more than half of the rows are lost."""
         if self.num_latents > MAX_DROPPED_FRACTION * self.num_rows:
             raise ValueError(
-                f'{captions}: {self.num_latents:,} of {self.num_rows:,} rows would be dropped '
-                f'({self._reasons(self.counts)}), more than {MAX_DROPPED_FRACTION:.0%}. Do the '
-                'captions (and text embeddings) belong to these latents?'
+                f'{captions}: {self.num_latents:,} of {format_count(self.num_rows, "row")} would '
+                f'be dropped ({self._reasons(self.counts)}), more than {MAX_DROPPED_FRACTION:.0%}. '
+                'Do the captions (and text embeddings) belong to these latents?'
             )
 
     def _reasons(self, reasons: Iterable[str]) -> str:

@@ -133,6 +133,7 @@ def join_texts(
     sizes, checksums = _write_texts(open_files(), keys, places, is_kept & is_first, writer)
     facts = {
         'has_checksums': all(has_checksums for _, has_checksums in heads),
+        'num_rows': len(keys),
         'duplicates': len(duplicate_keys),
         'duplicate_keys': np.unique(duplicate_keys)[:_MAX_EXAMPLES].tolist(),
         'digest': _digest(first_rows, keys, sizes, checksums),

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.pictures import image_kinds
+from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.source import arrow_texts, foreign_text
 from coyo11m_tfds.storage.stored_file import RangeReader, StoredFile
 
@@ -137,7 +138,7 @@ class KeyedFile:
             yield batch.column(0)
             count += len(batch)
         if count != self.num_rows:
-            raise ValueError(f'it has {count:,} of {self.num_rows:,} rows')
+            raise ValueError(f'it has {count:,} of {format_count(self.num_rows, "row")}')
 
     def _check(self, arrow: pa.Schema) -> None:
         for column in self._columns:
@@ -151,8 +152,8 @@ class KeyedFile:
         if self._range is not None:
             if len(self._range) != self.num_rows:
                 raise ValueError(
-                    f'{self.name}: has {self.num_rows:,} rows, but its metadata describes '
-                    f'{len(self._range):,} keys. Write it again.'
+                    f'{self.name}: has {format_count(self.num_rows, "row")}, but its metadata '
+                    f'describes {format_count(len(self._range), "key")}. Write it again.'
                 )
         elif not _can_be_keys(kind := arrow.field(self._key_column).type):
             raise ValueError(

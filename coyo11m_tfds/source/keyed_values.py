@@ -25,7 +25,7 @@ from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.storage import file_state, json_digest, locks
 
 # Of the files; another number has them made again.
-_FORMAT = 3
+_FORMAT = 4
 _SCHEMA = pa.schema([('place', pa.int64()), ('size', pa.int32()), ('value', pa.large_binary())])
 _ROWS, _RECORD = 'rows.parquet', 'record.json'
 # Raised for a folder in the place of a file, and for a file in that of a folder.

@@ -15,6 +15,7 @@ import pyarrow as pa
 from absl import logging
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.source.latent_file import ColumnNames, LatentFile, RowLayout, find_labels
 
 _MAX_DESCRIPTION = 1 << 20
@@ -42,7 +43,9 @@ class MdsFile(LatentFile):
         # After the count, the offsets of all samples, and that of the end.
         start = 4 * (count + 2)
         if size < 4 or start > size:
-            raise self._damaged(f'it would have {count:,} samples in {size:,} bytes')
+            raise self._damaged(
+                f'it would have {format_count(count, "sample")} in {format_count(size, "byte")}'
+            )
         offsets = np.frombuffer(self._read_bytes(4, 4 * (count + 1)), '<u4').astype(np.int64)
         header_end = int(offsets[0])
         lengths = np.diff(offsets)

@@ -246,7 +246,7 @@ class PtFile(LatentFile):
         expected = ', '.join(map(str, (len(self.keys), *row_shape)))
         message = (
             f'{self.path}: {name} has shape {shape}, expected ({expected}) '
-            f'to go with its {len(self.keys)} keys.'
+            f'to go with its {format_count(len(self.keys), "key")}.'
         )
         if row_fits:
             raise RowsDisagreeError(message, self.keys, self.digest)

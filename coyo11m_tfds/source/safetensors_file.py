@@ -107,7 +107,7 @@ class SafetensorsFile(LatentFile):
         if kind not in _INTEGERS or shape not in ((count,), (count, 1)):
             raise ValueError(
                 f'{self.path}: {name} is {kind} {shape}, expected {" or ".join(_INTEGERS)} '
-                f'({count},) to go with its {count} latents.'
+                f'({count},) to go with its latents.'
             )
         values = np.frombuffer(self._read_bytes(begin, end - begin), _INTEGERS[kind])
         return values.astype(np.int64)

@@ -21,6 +21,7 @@ from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset import columns, word_list
 from coyo11m_tfds.process import errors
 from coyo11m_tfds.process.progress import Progress
+from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.source import keyed_values
 from coyo11m_tfds.source.keyed_parquet import KeyedFile
 from coyo11m_tfds.source.keyed_values import KeyedValuesWriter, KeyPlaces
@@ -72,9 +73,11 @@ def find_sidecar_files(place: str | os.PathLike[str]) -> list[StoredFile]:
         raise ValueError(f'{folder}: holds no part-NNNNN-of-MMMMM.parquet of embeddings.')
     missing = [part_name(number, count) for number in range(count) if number not in parts]
     if missing:
+        are = 'is' if len(missing) == 1 else 'are'
         raise ValueError(
-            f'{folder}/{missing[0]} is missing ({len(missing)} of {count} parts are). Run the same '
-            'command of coyo11m_tfds.embed_captions again: it makes what is missing.'
+            f'{folder}/{missing[0]} is missing ({len(missing)} of {format_count(count, "part")} '
+            f'{are}). Run the same command of coyo11m_tfds.embed_captions again: it makes what '
+            'is missing.'
         )
     return list(parts.values())
 

@@ -18,6 +18,7 @@ from absl import logging
 
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.process.errors import FieldError
+from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.source import copied_files, npy_folders
 from coyo11m_tfds.source.encoding_file import Encoding, how_to_encode
 from coyo11m_tfds.storage import file_state
@@ -236,7 +237,7 @@ def _names_in_index(
                 f'{path}: is compressed; write the shards again with compression=None.'
             )
         if not file or file.size != size:
-            has = f'has {file.size:,} bytes' if file else 'is missing'
+            has = f'has {format_count(file.size, "byte")}' if file else 'is missing'
             raise ValueError(f'{path}: {has}, but {index.path} says {size} bytes. Copy it again.')
     return list(sizes)
 

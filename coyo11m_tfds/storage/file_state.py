@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import google_crc32c
 
+from coyo11m_tfds.process.sizes import format_count
+
 StrPath = str | os.PathLike[str]
 OnBytes = Callable[[int], None]
 
@@ -28,7 +30,7 @@ class FileState(NamedTuple):
 
     def __str__(self) -> str:
         checksum = f' with CRC-32C {self.crc32c:08x}' if self.crc32c >= 0 else ''
-        return f'{self.size:,} bytes{checksum}'
+        return f'{format_count(self.size, "byte")}{checksum}'
 
     def agrees_with(self, other: 'FileState') -> bool:
         """Whether both may be of one file; a checksum that one of them lacks is not compared."""

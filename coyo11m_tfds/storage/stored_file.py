@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import google_crc32c
 
 from coyo11m_tfds import storage
+from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.storage import retry
 from coyo11m_tfds.storage.file_state import FileState, OnBytes, ignore_bytes
 
@@ -143,7 +144,9 @@ class StoredFile:
     def check_size(self, state: FileState) -> None:
         """Compares the state of a copy with the size that the file had when it was listed."""
         if state.size != self.size:
-            raise file_changed(self, f'it has {state.size:,} bytes, not {self.size:,}')
+            raise file_changed(
+                self, f'it has {format_count(state.size, "byte")}, not {self.size:,}'
+            )
 
     def is_unchanged(self) -> bool:
         """Whether a local file has its version; other storages compare it in every read."""

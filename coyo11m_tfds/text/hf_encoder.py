@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from coyo11m_tfds.process import job
+from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.storage import model_fields, model_files
 from coyo11m_tfds.text import model_encoder
 from coyo11m_tfds.text.model_encoder import ModelEncoder, ModelTokenizer
@@ -117,9 +118,9 @@ def _load_model(model: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
     missing = sorted(name for name in report['missing_keys'] if not name.startswith('pooler.'))
     if missing:
         raise ValueError(
-            f'text encoder {model!r}: the weights lack {len(missing)} tensors that the model '
-            f'needs, such as {missing[0]}; without them it would be initialized at random. '
-            'Download or save the whole model again.'
+            f'text encoder {model!r}: the weights lack {format_count(len(missing), "tensor")} '
+            f'that the model needs, such as {missing[0]}; without it the model would be '
+            'initialized at random. Download or save the whole model again.'
         )
     # Whole captions go through at once, so keys and values need not be kept for a next token.
     network.config.use_cache = False

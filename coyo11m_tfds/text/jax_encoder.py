@@ -258,8 +258,8 @@ def load_params(checkpoint: 'LanguageModelCheckpoint', dtype: jnp.dtype | type) 
     missing, unexpected = expected.keys() - checkpoint.names, checkpoint.names - expected.keys()
     if missing or unexpected:
         raise ValueError(
-            f'{checkpoint.path}: the weights do not fit the configuration: {len(missing)} are '
-            f'missing {sorted(missing)[:3]}, {len(unexpected)} unexpected '
+            f'{checkpoint.path}: the weights do not fit the configuration, with {len(missing)} '
+            f'missing {sorted(missing)[:3]} and {len(unexpected)} unexpected '
             f'{sorted(unexpected)[:3]}. Download or save the model again.'
         )
     for name, outline in expected.items():

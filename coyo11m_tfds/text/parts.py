@@ -15,6 +15,7 @@ import numpy as np
 
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.process import errors, workers
+from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.source import keyed_parquet, sidecar
 from coyo11m_tfds.source.keyed_values import KeyedValues
 from coyo11m_tfds.storage import file_state
@@ -75,9 +76,9 @@ class SidecarParts:
         count, files = sidecar.find_parts(self._out)
         if files and count != self.count:
             raise ValueError(
-                f'{next(iter(files.values())).path}: is one of {count} parts, but these '
-                f'captions make {self.count} parts here. Remove it, choose another folder, or give '
-                'part_captions as it was.'
+                f'{next(iter(files.values())).path}: is one of {format_count(count, "part")}, but '
+                f'these captions make {format_count(self.count, "part")} here. Remove it, '
+                'choose another folder, or give part_captions as it was.'
             )
         return files
 

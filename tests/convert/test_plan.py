@@ -188,6 +188,21 @@ def test_a_caption_row_whose_key_came_before_is_not_used(tmp_path):
         make_plan(source, tmp_path / 'stop', bad_data='stop')
 
 
+def test_rows_of_captions_that_repeat_keys_are_a_share_of_these(tmp_path):
+    source = made_sources.write_source(tmp_path / 'source', [range(2)])
+
+    def make_plan_with(name: str, count: int) -> plan.BuildPlan:
+        keys = [*range(100), *range(10, 10 + count)]
+        captions = [f'Caption {number}.' for number in range(len(keys))]
+        table = pa.table({'key': keys, 'caption_llava': captions})
+        pq.write_table(table, source / schema.CAPTIONS_FILE)
+        return make_plan(source, tmp_path / name)
+
+    assert counts(make_plan_with('few', 1)) == {'repeated_caption': 1}
+    with pytest.raises(ValueError, match=r'meta\.parquet: 70 of 170 rows of captions are bad \(re'):
+        make_plan_with('many', 70)
+
+
 def test_a_misspelt_sidecar_is_noticed_before_the_source_is_read(tmp_path):
     source = made_sources.write_source(tmp_path / 'source', [range(20)])
     made_sources.latents_file(source, 0).write_bytes(b'damaged')

@@ -191,7 +191,7 @@ def test_keys_that_the_metadata_describes_wrongly_are_refused(tmp_path):
     table = pq.read_table(path)
     metadata = {k: v.replace(b'"stop": 2', b'"stop": 1') for k, v in table.schema.metadata.items()}
     pq.write_table(table.replace_schema_metadata(metadata), path)
-    message = r'x\.parquet: has 2 rows, but its metadata describes 1 keys'
+    message = r'x\.parquet: has 2 rows, but its metadata describes 1 key\.'
     with pytest.raises(ValueError, match=message):
         join(path)
 

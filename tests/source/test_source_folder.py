@@ -173,7 +173,7 @@ def test_shards_in_the_order_of_their_index(place):
     ('index', 'message'),
     [
         (index_of({'shard.00000.mds': 1, 'shard.00001.mds': 1}), '00001.mds: is missing, but '),
-        (index_of({'shard.00000.mds': 9}), '00000.mds: has 1 bytes, but .*index.json says 9 bytes'),
+        (index_of({'shard.00000.mds': 9}), '00000.mds: has 1 byte, but .*index.json says 9 bytes'),
         (index_of({'shard.00001.mds': 1}, 'zstd'), r'00001\.mds: is compressed; write the shards'),
         (index_of({'../shard.00000.mds': 1}), r'index\.json: is damaged or not an index'),
         (index_of({'0/1/shard.00000.mds': 1}), r'index\.json: is damaged or not an index'),

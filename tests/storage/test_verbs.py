@@ -111,7 +111,7 @@ def test_verify_names_the_file_that_differs(folder):
         folder.verify(states | {'c': states['a']})
     folder.write('sub/b', b'1')
     with pytest.raises(
-        OSError, match=r'sub/b: has 1 bytes( with CRC-32C 90f599e3)?, expected 2 bytes with'
+        OSError, match=r'sub/b: has 1 byte( with CRC-32C 90f599e3)?, expected 2 bytes with'
     ):
         folder.verify(states)
 
