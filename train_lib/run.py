@@ -15,6 +15,7 @@ import logging as standard_logging
 import math
 import os
 import pathlib
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,13 @@ CONFIG_HELP = (
     'Configuration of the run: a file, or a name in configs/, such as demo; '
     '--config.FIELD=VALUE changes a field.'
 )
+
+# By how absl's errors about a value begin.
+_EXPECTED_TYPES = {
+    'invalid literal for int': 'a whole number',
+    'could not convert string to float': 'a number',
+    r"\('Non-boolean argument": 'True or False',
+}
 
 _HERE = pathlib.Path(__file__).parent
 _CONFIGS = next(path for path in (_HERE / 'configs', _HERE.parent / 'configs') if path.is_dir())
@@ -191,7 +199,8 @@ def _parse_flags(argv: Sequence[str], required: Sequence[str]) -> list[str]:
                 _ = flags.FLAGS.config.seed  # the first use loads the file
             _check_flags(required)
         except (flags.Error, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-            raise ValueError(_explain_config_error(argv, error) or _explain(error)) from error
+            problem = _explain_config_error(argv, error) or _explain_wrong_type(error)
+            raise ValueError(problem or _explain(error)) from error
         except Exception as error:
             # Any error of the file of a configuration is one of the user.
             if problem := _explain_config_error(argv, error):
@@ -232,6 +241,15 @@ def _explain(error: Exception) -> str:
     program = sys.modules['__main__']
     name = program.__spec__.name if program.__spec__ else ''
     return f'{error}; {command_line.example_of_use(f"python -m {name}", program.__doc__)}'
+
+
+def _explain_wrong_type(error: Exception) -> str:
+    """Names the flag, its value and what it expects; '' for errors that are not of a type."""
+    for words, expected in _EXPECTED_TYPES.items():
+        match = re.fullmatch(f'flag (--[\\w.]+)=(.*): {words}.*', str(error), re.DOTALL)
+        if match:
+            return f'{match[1]}={match[2]!r}: expected {expected}'
+    return ''
 
 
 def _explain_config_error(argv: Sequence[str], error: BaseException) -> str:
