@@ -318,19 +318,22 @@ def run_python(program: str, seconds: float = _TIMEOUT) -> Any:
 
 
 class _WarningPrinter(logging.Handler):
+    num_warnings = 0
+
     def emit(self, record: logging.LogRecord) -> None:
+        self.num_warnings += 1
         text = ' '.join(record.getMessage().split())
         command_line.print_lines(Finding('warning', WARN, text), file=sys.stderr)
 
 
 @contextlib.contextmanager
-def _showing_warnings() -> Iterator[None]:
+def _showing_warnings() -> Iterator[_WarningPrinter]:
     """Shows what this project and libraries warn of as lines like those of the findings."""
     printer, logger = _WarningPrinter(logging.WARNING), logging.getLogger()
     logger.addHandler(printer)
     logging.captureWarnings(True)
     try:
-        yield
+        yield printer
     finally:
         logging.captureWarnings(False)
         logger.removeHandler(printer)
@@ -364,12 +367,14 @@ def main() -> None:
     with command_line.ends_in_one_line('nothing was changed', status=2):
         fields = {x: value for x, value in vars(flags).items() if x in CAPTION_FLAGS}
         settings = read_build_config(flags.build_config, **fields)
-        with _showing_warnings():
+        with _showing_warnings() as printer:
             for finding in run_checks(flags.source, flags.data_dir, flags.encoder, settings):
                 command_line.print_lines(finding)
                 counts[finding.status] += 1
-    failures = ', '.join(f'{counts[status]} {status}' for status in (FAIL, WARN) if counts[status])
-    command_line.print_lines(f'{format_count(counts.total(), "check")}: {failures or "all pass"}')
+    summary = f'{counts[FAIL]} fail' if counts[FAIL] else 'all pass'
+    if num_warnings := counts[WARN] + printer.num_warnings:
+        summary += f', {format_count(num_warnings, "warning")}'
+    command_line.print_lines(f'{format_count(counts.total(), "check")}: {summary}')
     sys.exit(bool(counts[FAIL]))
 
 

@@ -42,7 +42,7 @@ def test_a_whole_way_is_examined(command, sample_source, tmp_path):
         *('source', 'disk of data_dir', 'disk of scratch', 'encoder'),
     ]
     assert '1,173 records in 15 shards' in said
-    assert last.startswith('8 checks: ')
+    assert last.startswith('8 checks: all pass')
     assert list(tmp_path.iterdir()) == []
 
 
@@ -62,6 +62,8 @@ def test_a_warning_is_a_line_like_the_others(command, tmp_path, monkeypatch):
     assert re.match('warn  warning: .*UserWarning: old driver', first)
     assert second.startswith(f'warn  warning: {captions}: its pages have no checksums')
     assert all(line.startswith('warn  warning: ') for line in others)
+    num_warnings = len(others) + 2 + said.count('\nwarn  ') + said.startswith('warn  ')
+    assert said.endswith(f' checks: all pass, {num_warnings} warnings\n')
 
 
 def test_what_fails_is_in_the_exit_status(command, tmp_path, monkeypatch):
@@ -73,6 +75,7 @@ def test_what_fails_is_in_the_exit_status(command, tmp_path, monkeypatch):
     lines = [line.partition('  ')[2] for line in said.splitlines() if line.startswith('fail')]
     failed = dict(line.split(': ', 1) for line in lines)
     assert failed.keys() == {'accelerators', 'source', 'encoder'}
+    assert ' checks: 3 fail' in said.splitlines()[-1]
     assert 'nonesuch' in failed['accelerators']
     assert 'JAX_PLATFORMS=cpu' in failed['accelerators']
     assert '.pt' in failed['source']
