@@ -429,7 +429,7 @@ def _plain_errors(url: str) -> Iterator[None]:
     except exceptions.PreconditionFailed as error:
         raise _Conflict(f'{url}: another process has changed it.') from error
     except exceptions.GoogleAPICallError as error:
-        message = json_message(error.message)
+        message = retry.strip_request(json_message(error.message))
         if error.code == 404 and 'bucket does not exist' in message:
             in_request = re.search(r'/b/([^/?]+)', getattr(error.response, 'url', None) or '')
             bucket = f'gs://{in_request[1] if in_request else _split_url(url)[0]}'

@@ -62,7 +62,8 @@ class RemoteStorage(Storage):
                 raise retry.Corrupted(f'received {len(content)} bytes, expected {length}')
             return content
 
-        return retry.call(attempt, f'reading {file.path}')
+        with _naming_refusals(file):
+            return retry.call(attempt, f'reading {file.path}')
 
     @classmethod
     def fetch(cls, file: StoredFile, target: str, on_bytes: OnBytes) -> FileState:
@@ -99,7 +100,8 @@ class RemoteStorage(Storage):
                     f'expected {file.checksum} of {file.size} bytes'
                 )
 
-        retry.call(attempt, label)
+        with _naming_refusals(file):
+            retry.call(attempt, label)
         return file.state
 
     @classmethod
@@ -137,10 +139,17 @@ class Refused(OSError):
         super().__init__(f'{response.status} {response.reason}: {" ".join(message.split())}')
 
 
+@contextlib.contextmanager
+def _naming_refusals(file: StoredFile) -> Iterator[None]:
+    try:
+        yield
+    except Refused as error:
+        raise OSError(f'{file.path}: {error}') from error
+
+
 def json_message(body: str) -> str:
     """Returns the message in the JSON of an error of gs://; `body` if there is none."""
-    match = re.search(r'"message": *"([^"]*)"', body)
-    message = match[1] if match else body
+    message = retry.find_message(body) or body
     if 'requester pays' in message.lower():
         message += f' Set {USER_PROJECT} to the project of yours that pays for its requests.'
     return message

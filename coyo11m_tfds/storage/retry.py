@@ -176,7 +176,17 @@ def _refused(error: Exception, label: str) -> PermissionError | None:
         )
     else:
         return None
-    return PermissionError(f'{label}: access was refused ({_text(error)}). {fix}')
+    says = ''
+    if 'gs://' in label:
+        response = getattr(error, 'response', None)
+        says = find_message(getattr(response, 'text', ''))
+    return PermissionError(f'{label}: access was refused ({says or _text(error)}). {fix}')
+
+
+def find_message(body: str) -> str:
+    """Returns the message in the JSON of an error of gs://; '' if there is none."""
+    match = re.search(r'"message": *"([^"]*)"', body)
+    return ' '.join(match[1].split()) if match else ''
 
 
 def _status(error: BaseException) -> int | None:
@@ -198,4 +208,9 @@ def _is_named(error: BaseException, names: dict[str, set[str]]) -> bool:
 
 def _text(error: BaseException) -> str:
     first_line = next((line for line in str(error).splitlines() if line.strip()), '')
-    return f'{type(error).__name__}: {first_line.strip()[:300]}'
+    return f'{type(error).__name__}: {strip_request(first_line.strip())[:300]}'
+
+
+def strip_request(message: str) -> str:
+    """Removes the address of a request, with its parameters, from the message of a client."""
+    return re.sub(r'\b(GET|PUT|POST|PATCH|DELETE) https?://\S+: ', '', message)

@@ -237,8 +237,9 @@ def test_a_bucket_of_which_the_requester_pays_needs_a_project(bucket, target, mo
         lambda: bucket.file.read_range(0, 9),
         lambda: fetch(bucket.file, target),
     ):
-        with pytest.raises(OSError, match=message):
+        with pytest.raises(OSError, match=f'^gs://bucket/source.*{message}') as refused:
             request()
+        assert 'http' not in str(refused.value)
     monkeypatch.setenv('GOOGLE_CLOUD_QUOTA_PROJECT', 'my-project')
     folder.write('small.json', b'{}')
     assert folder.read('small.json') == b'{}' and NAME in folder.list(deep=True)
@@ -247,6 +248,24 @@ def test_a_bucket_of_which_the_requester_pays_needs_a_project(bucket, target, mo
     fetch(bucket.file, target)
     assert_fetched(target)
     folder.remove(['small.json'])
+
+
+def test_a_refusal_names_the_object_and_no_request(bucket, target):
+    bucket.server.inject(Fault('403', count=None))
+    folder = storage.open_folder('gs://bucket/source', to_write=True)
+    for request in (
+        lambda: folder.list(deep=True),
+        lambda: folder.read('small.json'),
+        lambda: folder.write('small.json', b'{}'),
+        lambda: folder.remove(['small.json']),
+        lambda: storage.describe_file('gs://bucket/source/small.json'),
+        lambda: bucket.file.read_range(0, 9),
+        lambda: fetch(bucket.file, target),
+    ):
+        with pytest.raises(PermissionError, match=r' gs://bucket/source.*: access was ') as refused:
+            request()
+        assert 'someone@example.com does not have storage.objects.get access' in str(refused.value)
+        assert 'http' not in str(refused.value) and 'status code' not in str(refused.value)
 
 
 @pytest.mark.parametrize(
