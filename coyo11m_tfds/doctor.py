@@ -161,6 +161,7 @@ def check_credentials(name: str, url: str, writes: bool = False) -> Finding:
     if storage.local_path(url):
         return Finding(label, PASS, f'{url} is local and needs none')
     try:
+        storage.check_single_slashes(url)
         folder = storage.open_folder(url)
         if limit := folder.find_limit():
             return Finding(label, FAIL, limit)

@@ -17,10 +17,9 @@ import contextlib
 import json
 
 import numpy as np
-from etils import epath
 
 import input_pipeline
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset import manifest, stored_dataset
 from coyo11m_tfds.dataset.stored_dataset import Data
 from coyo11m_tfds.pictures import pixels, vae_decoder
@@ -101,14 +100,16 @@ def main() -> None:
         parser.error(f'the following arguments are required: {", ".join(missing)}')
     command_line.show_log()
     with command_line.ends_in_one_line('nothing was written'):
+        out = flags.out or f'{flags.key}.png'
+        # Before minutes of work whose result could not be written.
+        storage.check_writable_file(out)
         if flags.key is not None:
             lines, png = show_record(flags.data_dir, flags.key, flags.vae)
-            out = flags.out or f'{flags.key}.png'
-            epath.Path(out).write_bytes(png)
+            storage.write_file(out, png)
             command_line.print_lines(*lines, f'picture         {out}')
             return
         html = show(flags.data_dir, flags.vae, flags.num_pictures)
-        epath.Path(flags.out).write_bytes(html.encode())
+        storage.write_file(out, html.encode())
     command_line.print_lines(f'page: {flags.out}')
 
 

@@ -166,6 +166,12 @@ def test_a_bucket_that_lets_in_passes_and_keeps_nothing(gcs):
     assert (found.status, 'writing to' in found.text) == ('fail', True)
 
 
+def test_a_folder_that_a_build_refuses_fails(gcs):
+    for url in ('gs://bucket//d', 's3://bucket/d'):
+        assert doctor.check_credentials('data_dir', url, writes=True).status == 'fail'
+    assert gcs.objects('bucket') == {}
+
+
 def test_a_zonal_bucket_is_refused_where_it_can_be_told(gcs):
     gcs.put('zonal', 'd/x', b'x')
     gcs.location_types['zonal'] = 'zone'

@@ -13,6 +13,7 @@ from coyo11m_tfds import show
 from coyo11m_tfds.pictures import vae_decoder
 from coyo11m_tfds.pictures.latent_rgb import latents_to_rgb
 from tests import small_vae
+from tests.fakes.cloud import Fault
 
 REPORT = 'report-3f9a1c20.json'
 
@@ -50,6 +51,22 @@ def test_data_and_page_may_lie_in_a_bucket(mini_dataset, tmp_path, gcs, command)
     status, *told = command(show, 'gs://bucket/d/1.0.0', f'--vae={vae}', f'--out={out}')
     assert (status, told) == (0, [f'page: {out}\n', ''])
     assert gcs.objects('bucket')['page.html'].decode() == show.show(mini_dataset, str(vae))
+
+
+def test_a_place_that_cannot_be_written_is_told_before_the_work(
+    mini_dataset, tmp_path, bucket, command
+):
+    bucket.inject(Fault('403', count=None, match='upload bucket'))
+    for out, problem in {
+        'gs://bucket/x/page.html': 'writing to gs://bucket/x/.*: access was refused',
+        'gs://no-such-bucket/x.html': 'gs://no-such-bucket: there is no such bucket',
+        'hf://datasets/owner/name/x.html': 'hf://datasets/owner/name: expected a local path or gs',
+        tmp_path: f'{tmp_path}: is a folder; expected the path of a file',
+        'gs://bucket/x/': 'gs://bucket/x/: is a folder; expected',
+    }.items():
+        status, told, error = command(show, mini_dataset, '--vae=/nonesuch', f'--out={out}')
+        assert (status, told, error.count('\n')) == (1, '', 1)
+        assert re.match(f'error: {problem}', error)
 
 
 @pytest.mark.parametrize('split', ['train', 'validation'])

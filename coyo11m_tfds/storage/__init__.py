@@ -71,6 +71,26 @@ def describe_file(path: str | os.PathLike[str]) -> 'StoredFile':
         raise ValueError(f'{path} is missing or a folder; expected a file.') from None
 
 
+def write_file(path: str | os.PathLike[str], data: bytes) -> None:
+    """Writes a small file, of which no reader needs to see the whole, at a path or URL."""
+    folder, name = os.path.split(os.fspath(path))
+    if local_path(path) is None:
+        open_folder(folder, to_write=True).write(name, data)
+        return
+    os.makedirs(folder or os.curdir, exist_ok=True)
+    # Not beside it first: it may be a device, such as /dev/stdout.
+    with open(path, 'wb') as file:
+        file.write(data)
+
+
+def check_writable_file(path: str | os.PathLike[str]) -> None:
+    """Checks that `write_file` can write at a path; raises a ValueError or an OSError."""
+    folder, name = os.path.split(make_absolute(path))
+    if not name or os.path.isdir(path):
+        raise ValueError(f'{path}: is a folder; expected the path of a file.')
+    open_folder(folder, to_write=True).check_writable()
+
+
 def list_folder(
     folder: str | os.PathLike[str], missing_ok: bool = False
 ) -> 'dict[str, StoredFile]':
