@@ -25,6 +25,7 @@ from coyo11m_tfds import schema, storage
 from coyo11m_tfds.pictures import latent_rgb, one_object, shapes, two_objects
 from coyo11m_tfds.process import command_line
 from coyo11m_tfds.process.sizes import format_count
+from coyo11m_tfds.storage import file_state
 
 # Modules with the same functions and constants.
 WORLDS: dict[str, ModuleType] = {'one': one_object, 'two': two_objects}
@@ -98,7 +99,9 @@ def make_sample(
     columns = _caption_columns(order, keys[order], captions, [scenes[i] for i in order])
     # As pandas writes it: the key is the index column.
     table = pd.DataFrame(columns, index=pd.Index(keys[order], name=schema.PARQUET_KEY))
-    table.to_parquet(pathlib.Path(out_dir) / schema.CAPTIONS_FILE, write_page_checksum=True)
+    path = pathlib.Path(out_dir) / schema.CAPTIONS_FILE
+    with file_state.naming(path):
+        table.to_parquet(path, write_page_checksum=True)
 
 
 def _cut_unequally(total: int, count: int) -> list[slice]:

@@ -69,6 +69,14 @@ def test_a_place_that_cannot_be_written_is_told_before_the_work(
         assert re.match(f'error: {problem}', error)
 
 
+def test_a_full_disk_is_told_with_the_file(mini_dataset, tmp_path, command):
+    (tmp_path / 'x.png').symlink_to('/dev/full')
+    key = input_pipeline.records(mini_dataset, 'validation', ('key',))[0]['key']
+    status, _, error = command(show, mini_dataset, f'--key={key}', f'--out={tmp_path}/x.png')
+    assert (status, error.partition(':')[0]) == (1, 'error')
+    assert error.startswith(f'error: {tmp_path}/x.png: No space left on device: free some space')
+
+
 @pytest.mark.parametrize('split', ['train', 'validation'])
 def test_one_record_is_printed_and_drawn(mini_dataset, tmp_path, command, monkeypatch, split):
     monkeypatch.chdir(tmp_path)

@@ -37,7 +37,7 @@ from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from coyo11m_tfds.pictures import vae_decoder
 from coyo11m_tfds.process import command_line, jax_environment
 from coyo11m_tfds.process.errors import FieldError, at_least
-from coyo11m_tfds.storage import json_digest, model_files
+from coyo11m_tfds.storage import file_state, json_digest, model_files
 from coyo11m_tfds.text import text_encoders
 from coyo11m_tfds.text.text_encoders import (
     DEFAULT_MAX_TOKENS,
@@ -345,7 +345,9 @@ def main() -> None:
         for number, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
             path = singles / f'{number:05}.png'
             previews.write_png(path, picture)
-            path.with_suffix('.txt').write_text(f'{caption}\n')
+            path = path.with_suffix('.txt')
+            with file_state.naming(path):
+                path.write_text(f'{caption}\n')
     places = f'{out} and {singles}/' if FLAGS.singles else out
     command_line.print_lines(f'pictures: {places}')
 

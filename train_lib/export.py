@@ -38,7 +38,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from coyo11m_tfds.pictures import latent_rgb, vae_decoder, vae_parts
 from coyo11m_tfds.process import command_line, jax_environment
-from coyo11m_tfds.storage import model_files
+from coyo11m_tfds.storage import file_state, model_files
 from train_lib import checkpoint, flow, model_card, models, run, sharding, workdirs
 from train_lib.models.dit import DiT, Words, flatten_weights
 from train_lib.step import bind_params, sampling_settings
@@ -237,9 +237,9 @@ def _replace_export(folder: epath.Path, files: Mapping[str, bytes]) -> None:
     for path in [path for pattern in patterns for path in folder.glob(pattern)]:
         if path.relative_to(folder).as_posix() not in files:
             path.unlink()
-    for name in files.keys() - {_LAST_FILE}:
-        (folder / name).write_bytes(files[name])
-    (folder / _LAST_FILE).write_bytes(files[_LAST_FILE])
+    for name in [*files.keys() - {_LAST_FILE}, _LAST_FILE]:
+        with file_state.naming(folder / name):
+            (folder / name).write_bytes(files[name])
 
 
 def main() -> None:

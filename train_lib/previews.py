@@ -16,6 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from coyo11m_tfds.pictures import pixels
 from coyo11m_tfds.process.sizes import format_count
+from coyo11m_tfds.storage import file_state
 
 FOLDER = 'previews'  # of a run's workdir
 
@@ -89,7 +90,8 @@ def write_png(path: epath.PathLike, picture: np.ndarray) -> None:
     """Writes a picture, uint8 `(height, width, 3)`, to a local or `gs://` path."""
     path = epath.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(pixels.encode_png(picture))
+    with file_state.naming(path):
+        path.write_bytes(pixels.encode_png(picture))
 
 
 def _make_cell(pictures: Sequence[np.ndarray], caption: str) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpy as np
 
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.storage import json_digest
-from coyo11m_tfds.storage.file_state import FileState
+from coyo11m_tfds.storage.file_state import FileState, naming
 
 T = TypeVar('T')
 
@@ -97,7 +97,7 @@ def write_sealed(folder: str | os.PathLike[str], name: str, kind: str, entries: 
     content = {'format': _FORMAT, kind: entries}
     path = os.path.join(folder, name)
     # Readers of a folder in use see the old file or the new one, never a part of it.
-    with open(f'{path}.part', 'wb') as file:
+    with naming(path), open(f'{path}.part', 'wb') as file:
         file.write(json_digest.seal(content) + b'\n')
     os.replace(f'{path}.part', path)
 

@@ -19,6 +19,7 @@ from coyo11m_tfds.process.shown_text import escape_for_html
 from coyo11m_tfds.process.sizes import format_bytes, format_count
 from coyo11m_tfds.report import statistics as stats
 from coyo11m_tfds.report.statistics import DropCounts, Preview, ShardStatistics
+from coyo11m_tfds.storage import file_state
 
 JSON_FILE = 'report.json'
 PAGE_FILE = 'report.html'
@@ -111,7 +112,8 @@ class BuildReport:
         text = json.dumps(self.content, indent=2, ensure_ascii=False, allow_nan=False) + '\n'
         for name, content in (JSON_FILE, text), (PAGE_FILE, self.page()):
             path = pathlib.Path(folder, self._file_name(name))
-            path.write_text(content, encoding='utf-8', newline='\n')
+            with file_state.naming(path):
+                path.write_text(content, encoding='utf-8', newline='\n')
 
     def summary(self, folder: str, seconds: float) -> str:
         """Returns some lines about written and dropped rows, with examples of bad rows."""

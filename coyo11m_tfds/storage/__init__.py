@@ -78,8 +78,10 @@ def write_file(path: str | os.PathLike[str], data: bytes) -> None:
         open_folder(folder, to_write=True).write(name, data)
         return
     os.makedirs(folder or os.curdir, exist_ok=True)
+    from coyo11m_tfds.storage import file_state
+
     # Not beside it first: it may be a device, such as /dev/stdout.
-    with open(path, 'wb') as file:
+    with file_state.naming(path), open(path, 'wb') as file:
         file.write(data)
 
 

@@ -25,6 +25,13 @@ def test_every_picture_is_in_the_grid_at_four_times_its_size(count, columns):
         assert (grid == colour).all(axis=-1).sum() == 32 * 32
 
 
+def test_a_picture_for_which_there_is_no_room_is_named(tmp_path):
+    (tmp_path / 'x.png').symlink_to('/dev/full')
+    with pytest.raises(OSError, match='No space left') as error:
+        previews.write_png(tmp_path / 'x.png', _flat([(1, 2, 3)])[0])
+    assert error.value.filename == str(tmp_path / 'x.png')
+
+
 @pytest.mark.parametrize('caption', ['', 'x' * 2000, 'word ' * 400, 'two\nlines', '猫'])
 def test_any_caption_fits(caption):
     grid = previews.make_grid([_flat([(1, 2, 3)])], [caption])
