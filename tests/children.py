@@ -17,10 +17,21 @@ from multiprocessing.process import BaseProcess
 from tests.checkout import CHECKOUT
 
 
+def interpreter(forked: bool = False) -> list[str]:
+    """What stands for `python` in a command; `forked`, it has imported the large libraries before.
+
+    A fork starts in a tenth of the time. What depends on when they are imported, or on what they
+    read then, such as variables, needs a process of its own.
+    """
+    client = CHECKOUT / 'tests' / 'fork_client.py'
+    return [sys.executable, '-IS', str(client), os.environ['FORKS']] if forked else [sys.executable]
+
+
 @contextlib.contextmanager
-def python(code: str, *arguments: object) -> Iterator[subprocess.Popen]:
+def python(code: str, *arguments: object, forked: bool = False) -> Iterator[subprocess.Popen]:
     """Runs `code`, with `sys` imported; what is not over at the end of the block is killed."""
-    command = [sys.executable, '-c', f'import sys\n{textwrap.dedent(code)}', *map(str, arguments)]
+    code = f'import sys\n{textwrap.dedent(code)}'
+    command = [*interpreter(forked), '-c', code, *map(str, arguments)]
     child = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -31,20 +42,22 @@ def python(code: str, *arguments: object) -> Iterator[subprocess.Popen]:
             child.kill()
 
 
-def output(code: str, *arguments: object, devices: int = 1) -> str:
+def output(code: str, *arguments: object, devices: int = 1, forked: bool = False) -> str:
     """What `code` prints, which must end well; JAX has so many devices there."""
     flag = f' --xla_force_host_platform_device_count={devices}'
     start = f"import os\nos.environ['XLA_FLAGS'] += {flag!r}\n" if devices > 1 else ''
-    with python(start + textwrap.dedent(code), *arguments) as child:
+    with python(start + textwrap.dedent(code), *arguments, forked=forked) as child:
         out, errors = child.communicate()
     assert child.returncode == 0, errors
     return out
 
 
-def program(name: str, *flags: object, **variables: str) -> subprocess.CompletedProcess:
+def program(
+    name: str, *flags: object, forked: bool = False, **variables: str
+) -> subprocess.CompletedProcess:
     """Runs a program of the project to its end, with more in its environment."""
     return subprocess.run(
-        [sys.executable, '-m', name, *map(str, flags)],
+        [*interpreter(forked), '-m', name, *map(str, flags)],
         cwd=CHECKOUT,
         env=os.environ | variables,
         capture_output=True,

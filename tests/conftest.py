@@ -1,5 +1,6 @@
 """Data that several test files share, made once a session from made-up pictures."""
 
+import contextlib
 import os
 import pathlib
 import shutil
@@ -15,14 +16,15 @@ import pytest
 
 from coyo11m_tfds import embed_captions, sample_data, schema
 from coyo11m_tfds.process import command_line, stop_signals
-from tests import built
+from tests import built, fork_server
 from tests.checkout import COCO_SAMPLE
 from tests.fakes.cloud import bucket, gcs, hub, place  # noqa: F401, fixtures
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 # Tests compile more than they compute: with these flags in a quarter of the time.
 os.environ.setdefault(
-    'XLA_FLAGS', '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false'
+    'XLA_FLAGS',
+    '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false',
 )
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.1')
 os.environ.setdefault(
@@ -43,12 +45,17 @@ hypothesis.settings.load_profile('no_deadline')
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Has all tests of a session, and the programs that they start, share what JAX compiles."""
-    if 'JAX_COMPILATION_CACHE_DIR' in os.environ:  # as where the first of several processes made it
-        return
-    folder = tempfile.TemporaryDirectory(prefix='compiled-')
-    config.add_cleanup(folder.cleanup)
-    os.environ.update(JAX_COMPILATION_CACHE_DIR=folder.name)
+    """Has all tests of a session, and their programs, share what JAX compiles and one server.
+
+    The first of several processes has made both.
+    """
+    session = contextlib.ExitStack()
+    config.add_cleanup(session.close)
+    if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
+        folder = session.enter_context(tempfile.TemporaryDirectory(prefix='compiled-'))
+        os.environ.update(JAX_COMPILATION_CACHE_DIR=folder)
+    if 'FORKS' not in os.environ:
+        os.environ.update(FORKS=session.enter_context(fork_server.start()))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,7 +9,6 @@ import pathlib
 import re
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -20,6 +19,7 @@ import tensorflow as tf
 
 from configs import default
 from coyo11m_tfds import schema
+from tests import children
 from tests.checkout import CHECKOUT
 from train_lib import checkpoint, config_rules, state, step
 from train_lib import train as loop
@@ -91,10 +91,13 @@ def train_config(
 # --- Runs as processes -------------------------------------------------------------------------
 
 
-def start(data_dir: os.PathLike, workdir: os.PathLike, **changes) -> subprocess.Popen:
+def start(
+    data_dir: os.PathLike, workdir: os.PathLike, forked: bool = False, **changes
+) -> subprocess.Popen:
     """Starts a run as a process of its own; its output is text in a pipe."""
+    python = children.interpreter(forked)
     return subprocess.Popen(
-        [*_command('train_lib.main'), *flags(data_dir, workdir, **changes), _ACCEPTED],
+        [*python, '-m', 'train_lib.main', *flags(data_dir, workdir, **changes), _ACCEPTED],
         cwd=CHECKOUT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -112,7 +115,13 @@ class Host:
 
 @contextlib.contextmanager
 def hosts(
-    data_dir: os.PathLike, workdir: pathlib.Path, *, processes: int, devices: int, **changes
+    data_dir: os.PathLike,
+    workdir: pathlib.Path,
+    *,
+    processes: int,
+    devices: int,
+    forked: bool = False,
+    **changes,
 ) -> Iterator[list[Host]]:
     """Starts a run on several processes of so many devices each; kills what is left of it at last.
 
@@ -121,6 +130,7 @@ def hosts(
     common = [*flags(data_dir, workdir, **changes), _ACCEPTED]
     if processes > 1:
         common += [f'--coordinator_address=127.0.0.1:{free_port()}', f'--process_count={processes}']
+    command = [*children.interpreter(forked), '-m', 'tests.train_lib.train_process', str(workdir)]
     xla_flags = f'{os.environ["XLA_FLAGS"]} --xla_force_host_platform_device_count={devices}'
     workdir.mkdir(parents=True, exist_ok=True)
     started = []
@@ -130,7 +140,7 @@ def hosts(
             output = workdir / f'host_{index}_of_{processes}.log'
             with output.open('w') as file:
                 process = subprocess.Popen(
-                    [*_command('tests.train_lib.train_process'), str(workdir), *common, *own],
+                    [*command, *common, *own],
                     cwd=CHECKOUT,
                     env=os.environ | {'XLA_FLAGS': xla_flags},
                     stdout=file,
@@ -146,10 +156,6 @@ def hosts(
 
 # So that a run can be resumed for some more steps, also with other batches.
 _ACCEPTED = '--accept_changes=num_steps,batch_size'
-
-
-def _command(module: str) -> list[str]:
-    return [sys.executable, '-m', module]
 
 
 def flags(data_dir: os.PathLike, workdir: os.PathLike, **changes) -> list[str]:

@@ -245,7 +245,8 @@ def test_a_command_that_was_killed_is_given_again(tmp_path):
             checked = verify.verify(copy)
             assert not checked.faults and not checked.unused_files
     """
-    with children.python(program, folder, tmp_path / '1.0.0', other, build) as child:
+    arguments = folder, tmp_path / '1.0.0', other, build
+    with children.python(program, *arguments, forked=True) as child:
         output, errors = child.communicate(timeout=300)
     assert child.returncode == 0, errors
     assert len(output.split()) > 5

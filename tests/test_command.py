@@ -75,7 +75,7 @@ def built(source, tmp_path_factory) -> tuple:
     sidecar = made_sources.write_sidecar(out.with_name('a.parquet'), embeddings, source)
     config = f'--config={json.dumps(CONFIG | {"text_embeddings": str(sidecar)})}'
     commands.append([f'--data_dir={tmp_path_factory.mktemp("text")}', manual_dir, config])
-    command = [sys.executable, '-c', SEVERAL, json.dumps(commands)]
+    command = [*children.interpreter(forked=True), '-c', SEVERAL, json.dumps(commands)]
     ended = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0 and 'Traceback' not in ended.stderr, ended.stderr
     return out, ended.stdout, ended.stderr

@@ -329,8 +329,6 @@ def test_a_killed_build_of_each_format_goes_on(tmp_path, latents: str):
     fields = {'shard_bytes': 100_000, 'latents': latents}
     program = """
         import itertools, json, os, pathlib, signal
-        # Once, before the forks.
-        import pandas, torch
         from coyo11m_tfds import coyo11m_tfds_dataset_builder
         from coyo11m_tfds.convert.data_folder import FinishedShards
         from tests import built
@@ -349,7 +347,7 @@ def test_a_killed_build_of_each_format_goes_on(tmp_path, latents: str):
                 os._exit(0)
             assert os.WTERMSIG(os.wait()[1]) == signal.SIGKILL
     """
-    with children.python(program, tmp_path, json.dumps(fields), *FORMATS) as child:
+    with children.python(program, tmp_path, json.dumps(fields), *FORMATS, forked=True) as child:
         _, errors = child.communicate()
     assert child.returncode == 0, errors
     for kind, truth in truths.items():

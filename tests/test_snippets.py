@@ -16,7 +16,7 @@ import pytest
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.convert.build_settings import CAPTION_FLAGS
-from tests import built, made_sources, test_formats
+from tests import built, children, made_sources, test_formats
 from tests.checkout import CHECKOUT
 from tests.test_readme import TEXTS, blocks
 
@@ -130,7 +130,7 @@ def test_the_sources_of_the_page_are_built_as_printed(typed, tmp_path):
 
 def test_the_python_of_all_pages_runs(typed):
     pages = [(page, python_blocks(page)) for page in PAGES]
-    said = run([sys.executable, '-c', RUN, json.dumps(pages)], typed)
+    said = run([*children.interpreter(forked=True), '-c', RUN, json.dumps(pages)], typed)
     for page, texts in pages:
         assert f'{page} {len(texts)}\n' in said
     assert {str(path) for path in TEXTS if python_blocks(path)} <= set(PAGES)

@@ -173,7 +173,7 @@ def test_the_torch_class_of_the_docs_reads_data_sets_of_all_texts(dataset, witho
                 except ValueError as error:
                     print(error)
     """
-    with children.python(program, example, dataset, without_text) as child:
+    with children.python(program, example, dataset, without_text, forked=True) as child:
         output, errors = child.communicate(timeout=300)
     assert child.returncode == 0, errors
     shapes = "'key': (), 'latents': (4, 32, 32), 'crop': ()"

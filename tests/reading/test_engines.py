@@ -319,7 +319,7 @@ def test_torch_reads_what_jax_gets_with_any_number_of_workers(intact):
             ]
         print(json.dumps(found))
     """
-    with children.python(program, intact, example, json.dumps(ORDER)) as child:
+    with children.python(program, intact, example, json.dumps(ORDER), forked=True) as child:
         output, errors = child.communicate(timeout=300)
     assert child.returncode == 0, errors
     batches = read(intact, 102, 'chunks', features=('key', 'latents'), caption_dropout=0)[2:]

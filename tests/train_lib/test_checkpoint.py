@@ -99,7 +99,7 @@ _RESHARD = """
 
 
 def test_a_checkpoint_can_be_restored_to_other_shardings(tmp_path):
-    assert children.output(_RESHARD, tmp_path, devices=4) == '(256, 64)\n'
+    assert children.output(_RESHARD, tmp_path, devices=4, forked=True) == '(256, 64)\n'
 
 
 STEP = 4

@@ -77,7 +77,7 @@ KINDS = ['plain', *(pytest.param(kind, marks=pytest.mark.slow) for kind in ('muo
 @pytest.fixture(scope='module', params=KINDS)
 def steps(request):
     """What the child says of the step on a mesh of 8 x 1 and on one of 4 x 2."""
-    return json.loads(children.output(_PROGRAM, request.param, devices=8))
+    return json.loads(children.output(_PROGRAM, request.param, devices=8, forked=True))
 
 
 def test_in_the_loop_over_layers_no_tokens_move_between_devices(steps):

@@ -81,7 +81,8 @@ runpy.run_module('train_lib.main', run_name='__main__', alter_sys=True)
 
 
 def test_a_run_without_enough_memory_ends_in_one_line(mini_dataset, tmp_path):
-    with children.python(FULL, *runs.flags(mini_dataset, tmp_path / 'W')) as process:
+    flags = runs.flags(mini_dataset, tmp_path / 'W')
+    with children.python(FULL, *flags, forked=True) as process:
         _, errors = process.communicate()
     assert process.returncode == 1
     assert 'Traceback' not in errors and 'loss' not in errors

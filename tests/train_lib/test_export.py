@@ -124,7 +124,8 @@ def check_other_texts_are_refused(weights, config, noise, texts) -> None:
 
 def test_a_run_is_exported_and_its_page_runs_alone(small_run, tmp_path):
     out = tmp_path / 'exported'
-    ended = children.program('train_lib.export', f'--workdir={small_run[0]}', f'--out={out}')
+    flags = f'--workdir={small_run[0]}', f'--out={out}'
+    ended = children.program('train_lib.export', *flags, forked=True)
     assert ended.stdout == f'exported: {out}\n', ended.stderr
     folder = shutil.move(out, tmp_path / 'elsewhere')
     code = 'import sys; sys.modules["jax"] = sys.modules["train_lib"] = None; '

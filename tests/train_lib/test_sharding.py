@@ -169,7 +169,7 @@ TAKEN = {
 
 
 def test_devices_take_whole_matrices_and_all_get_what_one_device_would():
-    out = children.output(_MAP, json.dumps([(*key,) for key in TAKEN]), devices=8)
+    out = children.output(_MAP, json.dumps([(*key,) for key in TAKEN]), devices=8, forked=True)
     for key, found in zip(TAKEN, json.loads(out), strict=True):
         count, is_least = TAKEN[key]
         assert found['taken'] == [count, *key[0][-2:]], key

@@ -180,7 +180,7 @@ TWO = {'processes': 2, 'devices': 1}
 @pytest.mark.parametrize('failing', [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_all_hosts_end_when_one_cannot_read(mini_dataset, tmp_path, monkeypatch, failing):
     monkeypatch.setenv('FAILING', f'{failing}:5')
-    with runs.hosts(mini_dataset, tmp_path, **TWO, **FAILING) as started:
+    with runs.hosts(mini_dataset, tmp_path, forked=True, **TWO, **FAILING) as started:
         codes = runs.wait(started)
         outputs = [host.output.read_text() for host in started]
     assert codes == [1, 1], outputs

@@ -44,12 +44,12 @@ def checkpoints(gcs):
 
 
 def test_a_run_in_buckets_that_is_killed_goes_on_as_if_undisturbed(storage, undisturbed, tmp_path):
-    process = runs.start(DATA, RUN, **SETTINGS)
+    process = runs.start(DATA, RUN, forked=True, **SETTINGS)
     # One checkpoint is complete and another is being written.
     runs.wait_until(lambda: {*checkpoints(storage).values()} == {True, False}, process)
     process.kill()
     process.communicate()
-    resumed = runs.start(DATA, RUN, **SETTINGS)
+    resumed = runs.start(DATA, RUN, forked=True, **SETTINGS)
     output, _ = resumed.communicate(timeout=300)
     assert resumed.returncode == 0, output
     storage.download_folder(RUN, tmp_path)
@@ -69,7 +69,7 @@ def check_drawing(storage, folder):
     (folder / 'captions.txt').write_text('\n\n'.join(captions), 'utf-8-sig')
     flags = f'--workdir={RUN}', '--step=8', f'--prompts={folder}/captions.txt', '--singles'
     devices = f'--xla_force_host_platform_device_count=3 {os.environ["XLA_FLAGS"]}'
-    done = children.program('train_lib.draw', *flags, XLA_FLAGS=devices)
+    done = children.program('train_lib.draw', *flags, forked=True, XLA_FLAGS=devices)
     assert done.returncode == 0, done.stderr
     path = f'{RUN}/previews/captions_000008'
     assert f'pictures: {path}.png and {path}/\n' in done.stdout
