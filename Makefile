@@ -53,7 +53,8 @@ torch:
 		--no-deps --index-url '$(TORCH_INDEX)' torch || \
 	echo 'torch comes from the package index: $(TORCH_INDEX) is out of reach'
 
-# The whole way once, with the same commands as for real data. Huge pages for a step's 200 MB of
+# The whole way once, with the same commands as for real data. CHANGES are flags of the training,
+# such as `make demo CHANGES=--config.seed=1`. Huge pages for a step's 200 MB of
 # memory, and no fusions by YNNPACK: each takes a tenth from a step (benchmarks/README.md).
 demo: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 demo: export XLA_FLAGS ?= --xla_cpu_experimental_ynn_fusion_type=
@@ -64,7 +65,7 @@ demo: $(INSTALLED)
 		--tokens_only --max_tokens 16 --out $(TOKENS)
 	$(BIN)/python -m coyo11m_tfds.build --manual_dir=$(DEMO)/source --data_dir=$(DEMO)/data \
 		--config='{"name": "words", "text_embeddings": "$(TOKENS)", "shard_bytes": 16777216}'
-	$(BIN)/python -m train_lib.main --config=configs/demo.py --workdir=$(DEMO)/run
+	$(BIN)/python -m train_lib.main --config=configs/demo.py --workdir=$(DEMO)/run $(CHANGES)
 	@$(BIN)/python -m train_lib.demo --workdir=$(DEMO)/run
 
 # Three processes, on two cores, take one file each, in the order of names: many tests wait for

@@ -67,7 +67,10 @@ setuptools.setup(
     package_dir={'train_lib.configs': 'configs'},
     py_modules=['input_pipeline'],
     package_data={
-        'coyo11m_tfds': ['README.md', 'CITATIONS.bib', 'TAGS.txt', 'report/page.html', 'py.typed'],
+        'coyo11m_tfds': [
+            *('README.md', 'CITATIONS.bib', 'TAGS.txt', 'py.typed'),
+            *('report/page.html', 'pictures/noto_emoji/*'),
+        ],
         'train_lib': ['fonts/*', 'py.typed'],
     },
     install_requires=[

@@ -1,12 +1,12 @@
 """Compares recipes of training by what the demo's model draws.
 
     python -m benchmarks.recipes --dir /tmp/recipes --keep              # 3 seeds of each, hours
-    python -m benchmarks.recipes --dir /tmp/recipes --keep --scene one --only baseline,adamw
+    python -m benchmarks.recipes --dir /tmp/recipes --keep --only demo,adamw
 
-Each run trains as long as the demo, on a core of its own, and draws captions of combinations that
-the data leave out. The first command trains on pictures of two objects, which leave more to learn
-than those of the demo. With `--keep` the same command continues after an interruption, and runs
-that are complete are not repeated. Shares are of pictures that show what their captions say.
+Each run trains on the emoji of `sample_data`, as `make demo` does, on a core of its own, and draws
+captions of the skin tones that training has not seen. The steps of a recipe are chosen so that it
+takes about the CPU time of the demo; the table has both. With `--keep` the same command continues
+after an interruption, and runs that are complete are not repeated.
 """
 
 import collections
@@ -22,22 +22,29 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from benchmarks import runner
 from benchmarks.runner import Figures, Side
 from coyo11m_tfds.storage import json_digest
 
+STEPS = 2_100
+
+_SHARE = 'share'  # of the demo's steps, not a field
 _PREVIEW = 'preview.'  # fields of the sampler, which training does not depend on
 
 FLAGS = {
-    'scene': ('two', 'scenes of `sample_data`'),
-    'num_samples': (16_384, 'samples of the data set'),
-    'steps': (2_100, 'steps of training'),
+    'steps': (STEPS, 'steps of the demo'),
     'num_prompts': (192, 'captions to draw'),
 }
 COLUMNS = {
-    'all right': runner.column('all', '.1%'),
-    'all seeds': runner.all_runs('all', '.1%'),
-    **{name: runner.column(name, '.1%') for name in ('colours', 'shape', 'size', 'relation')},
+    'exact': runner.column('exact', '.1%'),
+    'all seeds': runner.all_runs('exact', '.1%'),
+    'first five': runner.column('first five', '.1%'),
+    'concept': runner.column('concept', '.1%'),
+    'tones': runner.column('tones', '.1%'),
+    'distance': runner.column('distance', '.1f'),
+    'steps': runner.column('steps', '.0f'),
     'loss': runner.column('loss', '.4f'),
     'losses': runner.all_runs('loss', '.4f'),
     'text gain': runner.column('text_gain', '.4f'),
@@ -47,12 +54,12 @@ COLUMNS = {
 
 def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
     """Makes the data set; then all runs are waiting for a core."""
-    data = folder / f'{flags.scene}-{flags.num_samples}'
+    data = folder / 'emoji'
     # The last that `_build` makes: what an interrupted one left is made again.
     if not (data / 'data').exists():
         shutil.rmtree(data, ignore_errors=True)
-        _build(data, flags.scene, flags.num_samples)
-    options = {name: getattr(flags, name) for name in ('scene', 'steps', 'num_prompts')}
+        _build(data)
+    options = {name: getattr(flags, name) for name in ('steps', 'num_prompts')}
     cores: queue.SimpleQueue[int] = queue.SimpleQueue()
     for core in os.sched_getaffinity(0):
         cores.put(core)
@@ -70,7 +77,7 @@ def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
                 paths = {'data_dir': data / 'data', 'workdir': workdir}
                 figures = runner.run(side, **options, **paths, seed=seed, core=core)
                 cores.put(core)
-                if 'all' in figures:
+                if 'exact' in figures:
                     results.write_text(json.dumps(figures))
                 return figures
             return json.loads(results.read_text())
@@ -86,16 +93,16 @@ def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
     return lambda side: runs[names[side.title]].popleft().result()
 
 
-def _build(folder: pathlib.Path, scene: str, num_samples: int) -> None:
-    """Makes a data set of made-up pictures and token ids, as `make demo` does."""
+def _build(folder: pathlib.Path) -> None:
+    """Makes a data set of emoji and token ids, as `make demo` does."""
     source, tokens = folder / 'source', folder / 'source' / 'words'
     config = {'name': 'words', 'text_embeddings': str(tokens), 'shard_bytes': 2**24}
     for program, *arguments in (
-        ('sample_data', f'--out={source}', f'--scene={scene}', f'--num_samples={num_samples}'),
+        ('sample_data', f'--out={source}'),
         (
             'embed_captions',
             *(f'--source={source}', f'--out={tokens}'),
-            *('--encoder=words', '--tokens_only', '--max_tokens=24'),
+            *('--encoder=words', '--tokens_only', '--max_tokens=16'),
         ),
         (
             'build',
@@ -109,7 +116,6 @@ def _build(folder: pathlib.Path, scene: str, num_samples: int) -> None:
 def train(
     *,
     changes: Mapping[str, Any],
-    scene: str,
     steps: int,
     num_prompts: int,
     data_dir: str,
@@ -120,29 +126,34 @@ def train(
     """Trains the demo's model with changed fields, and draws held-out captions."""
     os.sched_setaffinity(0, {core})
     from configs import demo
-    from coyo11m_tfds import sample_data
-    from train_lib import draw
+    from coyo11m_tfds.pictures import emoji
+    from train_lib import demo as judging
+    from train_lib import draw, judge
     from train_lib import train as training
 
     is_new = not pathlib.Path(workdir).exists()
     meter, config = runner.Meter(), demo.get_config()
-    config.data.dir, config.seed, config.num_steps = data_dir, seed, steps
-    config.optimizer.warmup_steps = steps // 12
-    config.eval_every = steps
+    config.data.dir, config.seed = data_dir, seed
+    config.num_steps = round(steps * changes.get(_SHARE, 1))
+    config.optimizer.warmup_steps = config.num_steps // 12
+    config.eval_every = config.num_steps
     config.preview_every = 0
     sampler = {name: x for name, x in changes.items() if name.startswith(_PREVIEW)}
-    config.update_from_flattened_dict({n: x for n, x in changes.items() if n not in sampler})
+    others = {name: x for name, x in changes.items() if name not in (*sampler, _SHARE)}
+    config.update_from_flattened_dict(others)
     training.train_and_evaluate(config, workdir)
     # Of a run that was continued it would say too little.
     cpu = meter.read()['cpu'] if is_new else None
-    captions, scenes = zip(*sample_data.held_out_prompts(num_prompts, scene=scene), strict=True)
+
+    own = np.array(emoji.find_part(emoji.HELD_OUT_TONE)[:num_prompts])
+    captions = [emoji.read_emoji()[number].caption for number in own]
     settings = {name.removeprefix(_PREVIEW): x for name, x in sampler.items()}
     pictures = draw.Artist(workdir, **settings).draw(captions)
-    scores = sample_data.WORLDS[scene].score_pictures(pictures, scenes)
-    shares = {name: float(x.mean()) for name, x in scores.items()}
-    # The last one is that of all together.
-    shares['all'] = shares.popitem()[1]
-    return shares | _last_evaluation(workdir) | {'cpu': cpu}
+    verdicts = judging.make_judge().compare(judge.mean_areas(pictures), own)
+    scores = judging.list_columns(verdicts, own)
+    means = {name: float(values.mean()) for name, values in scores.items()}
+    steps_and_cpu = {'steps': config.num_steps, 'cpu': cpu}
+    return means | _last_evaluation(workdir) | steps_and_cpu
 
 
 def _last_evaluation(workdir: str) -> Figures:
@@ -160,29 +171,37 @@ def _last_evaluation(workdir: str) -> Figures:
 
 
 def _recipe(title: str, **changes: Any) -> Side:
-    """A side; `__` in a name stands for a dot."""
+    """A side; `__` in a name stands for a dot, `share` is that of the demo's steps."""
     fields = {name.replace('__', '.'): x for name, x in changes.items()}
     return Side(title, train, {'changes': fields})
 
 
 SIDES = {
-    'baseline': _recipe('the demo'),
+    'demo': _recipe('the demo'),
     'velocity': _recipe('velocity predicted', model__prediction='velocity'),
+    'mean_0': _recipe("mean of the times' logits 0", flow__logit_mean=0.0),
     'mean_1': _recipe("mean of the times' logits 1", flow__logit_mean=1.0),
+    'mean_15': _recipe("mean of the times' logits 1.5", flow__logit_mean=1.5),
     'mean_2': _recipe("mean of the times' logits 2", flow__logit_mean=2.0),
-    'adamw': _recipe('AdamW instead of Muon', optimizer__name='adamw'),
-    'decay_0': _recipe('no weight decay', optimizer__weight_decay=0.0),
-    'b2_95': _recipe('b2 of 0.95', optimizer__b2=0.95),
-    'warm_up': _recipe('warm-up of 525 steps', optimizer__warmup_steps=525),
+    'mean_3': _recipe("mean of the times' logits 3", flow__logit_mean=3.0),
+    'adamw': _recipe('AdamW instead of Muon', optimizer__name='adamw', share=1.28),
+    'patch_2': _recipe('patches of 2', model__patch_size=2, share=0.25),
+    'width_128': _recipe('width 128, 4 blocks', model__width=128, model__num_heads=4,
+                         model__depth=4, share=0.8),
+    'width_192': _recipe('width 192, 3 blocks', model__width=192, model__depth=3, share=0.6),
+    'batch_16': _recipe('batches of 16', batch_size=16, share=1.6),
+    'batch_64': _recipe('batches of 64', batch_size=64, share=0.52),
+    'dropout_10': _recipe('captions dropped in 10%', data__caption_dropout=0.1),
     'average_995': _recipe('average over 200 steps', ema_decay=0.995),
-    'average_998': _recipe('average over 500 steps', ema_decay=0.998),
-    'shift_1': _recipe('no time shift', preview__time_shift=1.0),
-    'shift_2': _recipe("sampler's time shift of 2", preview__time_shift=2.0),
-    'shift_5': _recipe("sampler's time shift of 5", preview__time_shift=5.0),
+    'guidance_1': _recipe('no guidance', preview__guidance=1.0),
     'guidance_2': _recipe('guidance of 2', preview__guidance=2.0),
     'guidance_5': _recipe('guidance of 5', preview__guidance=5.0),
-    'interval': _recipe('guidance between 0.2 and 0.9', preview__guidance_low=0.2,
-                        preview__guidance_high=0.9),
+    'low_0': _recipe('guidance at all times', preview__guidance_low=0.0),
+    'low_6': _recipe('guidance above the time 0.6', preview__guidance_low=0.6),
+    'shift_1': _recipe('no time shift', preview__time_shift=1.0),
+    'shift_3': _recipe("sampler's time shift of 3", preview__time_shift=3.0),
+    'shift_10': _recipe("sampler's time shift of 10", preview__time_shift=10.0),
+    'shift_50': _recipe("sampler's time shift of 50", preview__time_shift=50.0),
     'heun': _recipe("Heun's method, 12 steps", preview__sampler='heun', preview__num_steps=12),
 }  # fmt: skip
 

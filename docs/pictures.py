@@ -1,6 +1,6 @@
 """Draws the pictures of these pages.
 
-python docs/pictures.py curve TRY docs/curve.png      # of the run in the folder TRY
+python docs/pictures.py curve demo/run docs/curve.png      # of the run in this folder
 python docs/pictures.py order docs/order.png
 python docs/pictures.py workers docs/workers.png
 """
@@ -61,13 +61,13 @@ def draw_curve(workdir: str, path: str = f'{_FOLDER}/curve.png') -> None:
     }
     canvas, left, top, width, height = Canvas(680, 330), 56, 16, 330, 268
     last = max(step for name in curves for step in scalars[name])
-    least, largest = -1.2, 0.6  # powers of ten
+    least, largest = -0.8, 1.75  # powers of ten
 
     def place(step: int, value: float) -> tuple[float, float]:
         share = (np.log10(value) - least) / (largest - least)
         return left + width * step / last, top + height * (1 - share)
 
-    for value in (0.1, 0.2, 0.5, 1, 2):
+    for value in (0.2, 0.5, 1, 2, 5, 10, 20, 50):
         _, y = place(0, value)
         canvas.line([(left, y), (left + width, y)], _LINE)
         canvas.text(left - 8, y, f'{value:g}', _FAINT, anchor='rm')

@@ -18,6 +18,7 @@ REQUIRED = {
     'coyo11m_tfds.build': [],
     'coyo11m_tfds.doctor': [],
     'coyo11m_tfds.embed_captions': ['--source', '--out'],
+    'coyo11m_tfds.emoji_photos': ['--out'],
     'coyo11m_tfds.encode_images': ['--images', '--vae', '--out'],
     'coyo11m_tfds.mirror': ['source', 'destination'],
     'coyo11m_tfds.sample_data': ['--out'],

@@ -1,6 +1,4 @@
-"""The made-up data set: the layout of the real one, and pictures that show what they say."""
-
-import re
+"""The sample: the layout of the real source, and pictures that show what their captions say."""
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -8,7 +6,7 @@ import pytest
 import torch
 
 from coyo11m_tfds import sample_data, schema
-from coyo11m_tfds.pictures import latent_rgb, one_object
+from coyo11m_tfds.pictures import emoji, latent_rgb
 from coyo11m_tfds.source import captions, keyed_values
 
 
@@ -17,6 +15,12 @@ def _load(folder):
     parts = [torch.load(file, weights_only=True) for file in files]
     table = pq.read_table(folder / schema.CAPTIONS_FILE).to_pandas()
     return [file.name for file in files], parts, table
+
+
+def _texts_of(table):
+    """The captions by key, without those that are empty."""
+    captions = table[schema.DEFAULT_CAPTION_COLUMN].dropna()
+    return captions[captions.str.strip() != ''].to_dict()
 
 
 @pytest.fixture(scope='module')
@@ -51,7 +55,7 @@ def test_keys_are_unique_and_some_lack_a_row_or_a_caption(sample):
     captions = table[schema.DEFAULT_CAPTION_COLUMN]
     assert captions.isna().any()
     assert (captions.str.strip() == '').any()
-    assert captions.str.contains(' ').mean() > 0.95
+    assert captions.str.contains(' ').mean() > 0.8
 
 
 def test_damage_to_its_captions_would_be_noticed(sample, tmp_path):
@@ -60,39 +64,43 @@ def test_damage_to_its_captions_would_be_noticed(sample, tmp_path):
     assert keyed_values.KeyedValues(tmp_path / 'captions').facts['has_checksums']
 
 
-def test_every_crop_shows_what_its_caption_says(sample):
+def test_every_crop_shows_the_emoji_of_its_caption(sample):
     _, parts, table = _load(sample)
+    texts = _texts_of(table)
+    true = {one.caption: n for n, one in enumerate(emoji.read_emoji())}
     checked = 0
     for part in parts:
-        pictures = latent_rgb.latents_to_rgb(part[schema.PT_LATENTS].float().numpy())
+        pictures = latent_rgb.latents_to_rgb(part[schema.PT_LATENTS].float().numpy()).astype(int)
         for key, crops in zip(part[schema.PT_KEYS].numpy(), pictures, strict=True):
-            if key not in table.index:
+            if key not in texts:
                 continue
-            colour, background = re.match(r'(\w+)_\w+, (\w+)_', table.tags_booru[key]).groups()
-            for crop in crops:
-                assert one_object.drawn_colours(crop) == (colour, background)
-                checked += 1
-    assert checked > 1700
+            left, middle, right = crops
+            expected = emoji.read_pictures()[true[texts[key]]].astype(int)
+            # float16 rounds the latents.
+            assert np.abs(middle - expected).max() <= 2
+            assert np.abs(left[:, 1:] - expected[:, :-1]).max() <= 2
+            assert np.abs(right[:, :-1] - expected[:, 1:]).max() <= 2
+            checked += 1
+    assert checked > 570
 
 
-def test_held_out_combinations_are_never_made(sample):
-    made, held_out = one_object.split_scenes()
-    assert len(made) + len(held_out) == 168
-    assert not set(made) & set(held_out)
+def test_what_is_held_out_is_never_shown(sample):
     _, _, table = _load(sample)
-    shown = set(table.tags_booru)
-    for [thing], background, _ in held_out:
-        assert f'{thing.colour}_{thing.shape}, {background}_background' not in shown
+    training = {one.caption for one in emoji.read_emoji() if one.part == emoji.TRAINING}
+    assert set(_texts_of(table).values()) <= training
 
 
-def test_held_out_prompts_name_their_scene_and_repeat_for_a_seed():
-    prompts = sample_data.held_out_prompts(64, seed=3)
-    assert prompts == sample_data.held_out_prompts(64, seed=3) != sample_data.held_out_prompts(64)
-    _, held_out = one_object.split_scenes()
-    assert {scene for _, scene in prompts} == set(held_out)
-    for caption, ([thing], background, _) in prompts:
-        assert f'{thing.colour} {thing.shape}' in caption
-        assert f'{background} background' in caption
+def test_each_emoji_is_shown_before_one_comes_again(tmp_path):
+    training = len(emoji.find_part(emoji.TRAINING))
+    assert sample_data.make_sample(tmp_path / 'all') == training
+    _, parts, _ = _load(tmp_path / 'all')
+    latents = np.concatenate([part[schema.PT_LATENTS].numpy() for part in parts])
+    different = {emoji.read_pictures()[n].tobytes() for n in emoji.find_part(emoji.TRAINING)}
+    assert len({x.tobytes() for x in latents[:, 1]}) == len(different)
+    sample_data.make_sample(tmp_path / 'more', num_samples=training + 5)
+    _, parts, table = _load(tmp_path / 'more')
+    assert table.caption.value_counts().max() == 2
+    assert (table.caption.value_counts() == 2).sum() <= 5
 
 
 def test_the_same_seed_gives_the_same_data_and_another_seed_other_data(sample, tmp_path):
@@ -116,7 +124,6 @@ def test_the_same_seed_gives_the_same_data_and_another_seed_other_data(sample, t
         ({'num_samples': 7, 'num_files': 2}, '7 samples in 2 files'),
         ({'num_files': 0}, 'in 0 files'),
         ({'seed': -1}, 'seed is -1, expected at least 0'),
-        ({'scene': 'three'}, "scene is 'three', expected one of"),
         ({'out_dir': 'gs://bucket/source'}, "'gs://bucket/source', expected a local folder"),
         ({'out_dir': ''}, "out_dir is '', expected a local folder"),
     ],

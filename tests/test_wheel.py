@@ -59,10 +59,18 @@ for file in (coyo11m_tfds.__file__, input_pipeline.__file__, train_lib.__file__)
 folder = pathlib.Path(train_lib.__file__).parent
 print(sorted(path.name for path in folder.glob('fonts/*')))
 print(sorted(path.name for path in folder.glob('configs/de*')))
+from coyo11m_tfds.pictures import emoji
+print(len(emoji.read_pictures()) == len(emoji.read_emoji()) > 0)
+print(sorted(path.name for path in emoji.FOLDER.iterdir()))
 """
     said = run(installed, '-c', program, cwd=tmp_path).splitlines()
     assert said[:3] == ['True'] * 3
-    assert said[3:5] == ["['DejaVuSans.ttf', 'LICENSE']", "['default.py', 'demo.py']"]
+    assert said[3:] == [
+        "['DejaVuSans.ttf', 'LICENSE']",
+        "['default.py', 'demo.py']",
+        'True',
+        "['LICENSE', 'emoji.tsv', 'emoji.webp']",
+    ]
 
 
 def test_type_checkers_know_its_types(installed, tmp_path):

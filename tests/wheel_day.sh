@@ -29,6 +29,6 @@ $python -m coyo11m_tfds.sample_data --out=SOURCE
 $python -m coyo11m_tfds.build --manual_dir=SOURCE --data_dir=OUT --encoder=hash
 $python -m train_lib.main --config=small --workdir=W --config.data.dir=OUT/coyo11m_tfds/hash/1.0.0 \
     --config.num_steps=20 --config.optimizer.warmup_steps=5
-$python -m train_lib.draw --workdir=W --prompts='a red circle on a blue background' --out=red.png
-test -s red.png
+$python -m train_lib.draw --workdir=W --prompts='woman astronaut: dark skin tone' --out=drawn.png
+test -s drawn.png
 ls "$checkout"/dist/*

@@ -1,44 +1,82 @@
-"""Draws captions that are new to the demo's model, and judges them.
+"""Draws captions that are new to its model, beside the true pictures.
 
     python -m train_lib.demo --workdir=demo/run
+    python -m train_lib.demo --workdir=demo/run --part=gender
 
-The captions are combinations of colour, shape and background that
-`coyo11m_tfds.sample_data` leaves out of the data. The program prints the path
-of the pictures and the shares of those that show what their captions say: the
-colours of shape and background, the shape, and all three.
+The captions are those of emoji that `coyo11m_tfds.sample_data` leaves out: one
+skin tone of everything that has five (`tone`), a fifth of the couples of two
+tones (`pair`), and some occupations as a woman or as a man (`gender`). The
+program prints the path of a grid, in which each drawn picture is beside the
+artist's own, and a table:
+
+- `exact`: of all emoji, that of the caption is nearest to the drawn picture
+  (by the means of 32 x 32 areas)
+- `first five`: that of the caption is among the five nearest
+- `concept`, `tones`, `gender`: the nearest has those of the caption
+- `distance` from that of the caption (root mean square, 0 to 255)
+
+`ceiling` has what comes back if the true pictures become latents and pictures
+again, `floor` the most similar emoji that training has shown.
 """
 
+import numpy as np
 from absl import flags
 from etils import epath
 
-from coyo11m_tfds import sample_data
+from coyo11m_tfds.pictures import emoji
 from coyo11m_tfds.process import command_line
-from train_lib import previews, run, workdirs
+from train_lib import judge, previews, run, true_pictures, workdirs
 from train_lib.draw import Artist
+from train_lib.judge import Verdicts
 
 FLAGS = flags.FLAGS
+
+ASPECTS = 'concept', 'tones', 'gender'
+
+
+def list_columns(verdicts: Verdicts, own: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns the columns of `judge.write_table`, for emoji with the numbers `own`, int `(n,)`."""
+    every = emoji.read_emoji()
+    columns = judge.list_columns(verdicts)
+    distance = columns.pop('distance')
+    for aspect in ASPECTS:
+        is_right = []
+        for number, nearest in zip(own, verdicts.nearest, strict=True):
+            is_right.append(getattr(every[number], aspect) == getattr(every[nearest], aspect))
+        columns[aspect] = np.array(is_right)
+    return columns | {'distance': distance}
+
+
+def make_judge() -> judge.Judge:
+    """Returns the judge whose true pictures are all emoji, in their order."""
+    is_known = np.array([one.part == emoji.TRAINING for one in emoji.read_emoji()])
+    return judge.Judge(judge.mean_areas(emoji.read_pictures()), is_known)
 
 
 def main() -> None:
     run.prepare()
-    # The same captions for every run: their seed is fixed.
-    captions, scenes = zip(
-        *sample_data.held_out_prompts(FLAGS.num_prompts, scene=FLAGS.scene), strict=True
-    )
     folder = epath.Path(FLAGS.workdir) / previews.FOLDER
     workdirs.check_writable(folder)
-    pictures = Artist(FLAGS.workdir).draw(captions)
-    path = folder / 'held_out.png'
-    previews.write_png(path, previews.make_grid([pictures], captions))
+    # The same captions for every run: their order is that of a hash.
+    own = np.array(emoji.find_part(FLAGS.part)[: FLAGS.num_prompts])
+    captions = [emoji.read_emoji()[number].caption for number in own]
+    artist = Artist(FLAGS.workdir)
+    pictures, truth = artist.draw(captions), emoji.read_pictures()[own]
+    path = folder / f'held_out_{FLAGS.part}.png'
+    previews.write_png(path, previews.make_grid([pictures, truth], captions))
 
-    command_line.print_lines(f'pictures: {path}')
-    for name, is_right in sample_data.WORLDS[FLAGS.scene].score_pictures(pictures, scenes).items():
-        share = f'{is_right.mean():.2f} ({is_right.sum()}/{len(scenes)})'
-        command_line.print_lines(f'{name} right: {share}')
+    jury = make_judge()
+    table = {'drawn': list_columns(jury.compare(judge.mean_areas(pictures), own), own)}
+    if round_trip := true_pictures.make_round_trip(artist):
+        returned = judge.mean_areas(round_trip(truth))
+        table['ceiling'] = list_columns(jury.compare(returned, own), own)
+    if floor := jury.find_floor(own):
+        table['floor'] = list_columns(floor, own)
+    command_line.print_lines(f'pictures: {path}', *judge.write_table(table))
 
 
 if __name__ == '__main__':
     flags.DEFINE_string('workdir', None, 'Folder of the training run.')
-    flags.DEFINE_enum('scene', 'one', list(sample_data.WORLDS), 'That of the sample data.')
+    flags.DEFINE_enum('part', emoji.HELD_OUT_TONE, list(emoji.HELD_OUT), 'What is held out.')
     flags.DEFINE_integer('num_prompts', 64, 'Captions to draw.', lower_bound=1)
     run.start(main, required=['workdir'])

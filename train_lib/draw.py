@@ -77,6 +77,7 @@ class Artist:
 
     Its `workdir` is the run's, without a step. Its `settings` are plain values that decide the
     picture of a caption; its `encoder` names the text encoder, '' stands for that of the data set;
+    `vae` is the decoder, '' the linear map; `facts` are those of the training data;
     `paint` turns raw latents `(n, C, H, W)` into pictures, uint8 `(n, height, width, 3)`.
     """
 
@@ -107,9 +108,9 @@ class Artist:
         at_least(1).check('batch_size', batch_size)
         # The run's own values were checked when it began: this checks the changes.
         config_rules.check_config(config, needs_data=False)
-        vae = config.preview.vae if vae is None else vae
+        self.vae: str = config.preview.vae if vae is None else vae
         self.paint = vae_decoder.make_painter(
-            vae, self.facts.latents_shape[1], self.facts.vae, self.facts.latent_scale
+            self.vae, self.facts.latents_shape[1], self.facts.vae, self.facts.latent_scale
         )
         self.data_dir = config.data.dir
         self.encoder = encoder or config.encoder
@@ -122,7 +123,7 @@ class Artist:
             'seed': config.seed,
             'config': json_digest.sha256(self._saved.description.config),
             'preview': sampling_settings(config.preview),
-            'vae': vae and f'{model_files.public_name(vae)} {model_files.revision(vae)}',
+            'vae': _describe_vae(self.vae),
         }
         # Only where there is something to say: the settings name what `evaluate` stores.
         if environment := jax_environment.describe():
@@ -157,6 +158,13 @@ class Artist:
         return np.concatenate(pictures)
 
     @functools.cached_property
+    def picture_shape(self) -> tuple[int, int]:
+        """Height and width of a picture in pixels."""
+        _, *shape = self.facts.latents_shape
+        _, height, width, _ = self.paint(np.zeros((1, *shape), np.float32)).shape
+        return height, width
+
+    @functools.cached_property
     def text_encoder(self) -> Encoder | Tokenizer:
         """The encoder, or the tokenizer, that made the texts of the training data."""
         return load_caption_encoder(self.facts, self.encoder)
@@ -185,6 +193,12 @@ class Artist:
         replicated, rows = sharding.replicated(self._mesh), sharding.batch(self._mesh)
         draw_rows = bind(draw, encoder, replicated, rows, replicated, out_shardings=rows)
         return lambda texts, first: draw_rows(self.params, texts, first)
+
+
+def _describe_vae(vae: str) -> str:
+    if not vae:
+        return ''
+    return f'{model_files.public_name(vae)} {model_files.revision(vae)}'
 
 
 def _change_fields(config: ml_collections.ConfigDict, changes: Mapping[str, Any]) -> None:

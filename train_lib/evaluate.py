@@ -4,6 +4,7 @@
     python -m train_lib.evaluate --workdir=gs://BUCKET/W \\
         --features=openai/clip-vit-base-patch32 --vae=stabilityai/sdxl-vae \\
         --num_pictures=10000 --guidance=3 --step=20000
+    python -m train_lib.evaluate --workdir=W --truth=PICTURES
     python -m train_lib.evaluate --workdir=W \\
         --prompts=evaluation_metadata.jsonl
 
@@ -14,6 +15,14 @@ An image encoder of transformers computes features of all pictures. The program
 compares these features: CMMD, Fréchet distance and, if the encoder also
 encodes texts, CLIP score. It stores features in WORKDIR/evaluation as it
 computes them.
+
+With `--truth`, it draws the captions of a folder of pictures that the model
+has not seen, and compares each drawn picture with all of the folder by the
+means of 32 x 32 areas. Is the nearest its own (`exact`), is its own among the
+five nearest, and how far apart are the two (`distance`, root mean square, 0 to
+255)? Pictures of `--known`, a folder that the model was trained on, may be
+nearest, too. The row `ceiling` has what comes back if the true pictures become
+latents and pictures again, `floor` the most similar of the known pictures.
 
 With `--prompts`, it draws the prompts of a text file, of GenEval or of
 DPG-Bench into a folder in WORKDIR/evaluation that their own judges read:
@@ -41,7 +50,7 @@ from coyo11m_tfds.process import command_line, errors
 from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.base import Storage
-from train_lib import draw, prompt_sets, run, workdirs
+from train_lib import draw, judge, prompt_sets, run, true_pictures, workdirs
 
 if TYPE_CHECKING:
     from coyo11m_tfds.pictures.image_encoder import ImageEncoder
@@ -261,8 +270,10 @@ def _mean_kernel(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def main() -> None:
-    if bool(FLAGS.features) == bool(FLAGS.prompts):
-        raise ValueError('expected either --features, to measure pictures, or --prompts')
+    if [FLAGS.features, FLAGS.truth, FLAGS.prompts].count(None) != 2:
+        raise ValueError('expected one of --features, --truth and --prompts')
+    if FLAGS.known and not FLAGS.truth:
+        raise ValueError('--known needs --truth, whose pictures are compared with those')
     count, prompts = FLAGS.pictures_per_prompt, []
     # Before the imports, which take seconds: wrong prompts end the program at once.
     if FLAGS.prompts:
@@ -276,6 +287,11 @@ def main() -> None:
         name = epath.Path(FLAGS.prompts).stem
         folder = prompt_sets.draw_prompts(artist, prompts, count, workdir / FOLDER, name)
         command_line.print_lines(f'pictures: {folder}')
+        return
+    if FLAGS.truth:
+        place, most = workdir / FOLDER, FLAGS.num_pictures
+        compared = true_pictures.compare(artist, place, FLAGS.truth, FLAGS.known, most)
+        command_line.print_lines(f'pictures: {compared.grid}', *judge.write_table(compared.table))
         return
     data = open_validation(FLAGS.data_dir or artist.data_dir, FLAGS.num_pictures)
     # It imports torch, which takes seconds: not before the flags and the run are checked.
@@ -294,8 +310,14 @@ if __name__ == '__main__':
     flags.DEFINE_string('features', None, 'Image encoder of transformers: a folder or hub name.')
     help_of_prompts = 'Text file, .jsonl of GenEval, or folder of DPG-Bench.'
     flags.DEFINE_string('prompts', None, help_of_prompts)
+    help_of_truth = 'Folder of true pictures with captions, as encode_images takes them.'
+    flags.DEFINE_string('truth', None, help_of_truth)
+    help_of_known = 'Folder of pictures that the model was trained on; they need no captions.'
+    flags.DEFINE_string('known', None, help_of_known)
     flags.DEFINE_integer('pictures_per_prompt', 4, 'Pictures of each prompt.', lower_bound=1)
     help_of_data = 'Data set to compare with; default: that of the run. A mixture has no default.'
     flags.DEFINE_string('data_dir', None, help_of_data)
-    flags.DEFINE_integer('num_pictures', 10_000, 'Number of records to compare.', lower_bound=2)
+    flags.DEFINE_integer(
+        'num_pictures', 10_000, 'Number of records, or of true pictures, to compare.', lower_bound=2
+    )
     run.start(main, required=['workdir'])

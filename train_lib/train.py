@@ -45,6 +45,8 @@ from train_lib.log import TrainLog, introduce, log_on_process_0
 from train_lib.state import TrainState
 from train_lib.step import Program, for_data
 
+# Of a velocity of 0: the mean squares of latents and of noise, which are 1 each.
+_LOSS_OF_NOTHING = 2
 _PROFILE_AFTER = 10  # steps of this process: by then everything has been compiled
 
 
@@ -280,9 +282,12 @@ def _evaluate_splits(run: Run, step: int, state: TrainState) -> str:
         return 'no finite loss'
     # Steps prefer some times, and errors of the velocity grow towards the data: the quarters tell
     # why this loss may be many times that of the steps.
-    quarters = (scalars[f'eval/loss_t{number}'] for number in range(metrics.NUM_TIME_BINS))
+    quarters = [scalars[f'eval/loss_t{number}'] for number in range(metrics.NUM_TIME_BINS)]
     shown = ', '.join('none' if math.isnan(x) else f'{x:.4g}' for x in quarters)
-    return f'loss {loss:.4f} at uniform times; quarters of time, from data to noise: {shown}'
+    text = f'loss {loss:.4f} at uniform times; quarters of time, from data to noise: {shown}'
+    if quarters[0] > _LOSS_OF_NOTHING:
+        text += f' (a velocity of 0 has {_LOSS_OF_NOTHING}: times next to the data are not learned)'
+    return text
 
 
 def _write_previews(run: Run, step: int, state: TrainState) -> str:

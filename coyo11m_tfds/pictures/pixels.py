@@ -153,6 +153,11 @@ def encode_png(pixels: np.ndarray, **options: Any) -> bytes:
     return encoded.getvalue()
 
 
+def read_png(data: bytes) -> np.ndarray:
+    """Decodes what `encode_png` made: uint8 `(H, W, 3)`."""
+    return np.asarray(Image.open(io.BytesIO(data), formats=('PNG',)).convert('RGB'))
+
+
 def _decode(data: bytes, target: Target) -> Image.Image:
     """Returns an upright image of the mode `L` or `RGB`."""
     if not data:

@@ -495,7 +495,7 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(text):
     for wrong, message in (
         (
             {'layers.0.self_attn.q_proj.bias': bias},
-            r'text: .* 1 are missing.*1\.mlp\.up.*1 unexpected.*bias',
+            r'text: .* 1 missing.*1\.mlp\.up.*1 unexpected.*bias',
         ),
         (
             {name: np.ascontiguousarray(kernel[1:])},
@@ -550,7 +550,9 @@ def test_sizes_that_the_weights_do_not_have_take_no_memory(text):
     sizes = {'vocab_size': 1 << 22, 'hidden_size': 1 << 16, 'num_hidden_layers': 1000}
     fields = json.loads(path.read_text()) | sizes | {'layer_types': None}
     path.write_text(json.dumps(fields))
-    with pytest.raises(ValueError, match=r'the weights do not fit the configuration: .* missing'):
+    with pytest.raises(
+        ValueError, match=r'the weights do not fit the configuration, with \d+ missing'
+    ):
         text_encoders.make_encoder(f'jax:{text}')
     path.write_text(json.dumps(fields | {'num_hidden_layers': TEXT['num_hidden_layers']}))
     with pytest.raises(ValueError, match=r'embed_tokens.* expected \(4194304, 65536\)'):

@@ -1,19 +1,23 @@
 """Measuring what a run draws: stored features, resumed; distances against their definitions."""
 
+import io
 import itertools
 import json
+import pathlib
 
 import numpy as np
 import pytest
 import scipy.linalg
+from PIL import Image
 
 import input_pipeline
 from coyo11m_tfds import schema
+from coyo11m_tfds.pictures import emoji
 from coyo11m_tfds.pictures.image_encoder import ImageEncoder
 from coyo11m_tfds.text import text_encoders
 from tests import children
 from tests.fakes import image_models
-from train_lib import draw, evaluate
+from train_lib import draw, evaluate, true_pictures
 
 
 @pytest.fixture(scope='module')
@@ -98,6 +102,62 @@ def test_a_bad_choice_of_data_is_refused(measure):
         evaluate.open_validation('', 12)
     with pytest.raises(FileNotFoundError, match=r'^/none: there .*; if it has moved, .*_dir$'):
         evaluate.open_validation('/none', 12)
+
+
+def _write_pictures(folder, numbers, suffix='.png'):
+    """Writes emoji with their captions, as docs/images.md describes."""
+    folder.mkdir()
+    for place, number in enumerate(numbers):
+        picture = Image.fromarray(emoji.read_pictures()[number])
+        picture.save(folder / f'{place:03}{suffix}')
+        (folder / f'{place:03}.txt').write_text(emoji.read_emoji()[number].caption)
+    return folder
+
+
+@pytest.fixture
+def true_folders(tmp_path):
+    """A folder of 5 pictures that are drawn for, and one of 7 others."""
+    truth = _write_pictures(tmp_path / 'truth', emoji.find_part(emoji.HELD_OUT_TONE)[:5])
+    return truth, _write_pictures(tmp_path / 'known', emoji.find_part(emoji.TRAINING)[:7])
+
+
+def test_true_pictures_judge_what_is_drawn(small_run, true_folders, tmp_path, monkeypatch):
+    truth, known = true_folders
+    artist = draw.Artist(small_run[0], batch_size=2, num_steps=1)
+    result = true_pictures.compare(artist, tmp_path, str(truth), str(known), 10)
+    assert list(result.table) == ['drawn', 'ceiling', 'floor']
+    assert result.table['ceiling']['exact'].tolist() == [True] * 5
+    assert result.table['ceiling']['distance'].max() < 2
+    assert not result.table['floor']['exact'].any()
+    # By a judge of one picture each.
+    captions = [(truth / f'{number:03}.txt').read_text() for number in range(5)]
+    drawn = artist.draw(captions)
+    areas = np.stack([np.asarray(Image.open(x)) for x in sorted(truth.glob('*.png'))])
+    distances = np.sqrt(np.square(drawn.astype(float) - areas).mean((1, 2, 3)))
+    np.testing.assert_allclose(result.table['drawn']['distance'], distances, rtol=1e-3)
+    [stored] = tmp_path.glob('truth_truth_000004_*.json')
+    means = json.loads(stored.read_text())['means']
+    assert means['drawn']['distance'] == pytest.approx(distances.mean(), rel=1e-3)
+    assert Image.open(io.BytesIO(pathlib.Path(result.grid).read_bytes())).width > 2 * 32
+    # What is drawn is not drawn again.
+    monkeypatch.setattr(artist, 'draw', lambda *_, **__: pytest.fail('drawn again'))
+    again = true_pictures.compare(artist, tmp_path, str(truth), None, 10)
+    assert list(again.table) == ['drawn', 'ceiling']
+    # Nor is it a result of `--features`.
+    tmp_path.rename(tmp_path.parent / 'evaluation')
+    assert evaluate.read_results(tmp_path.parent, 4) == []
+
+
+def test_pictures_that_cannot_be_judged_are_named(small_run, true_folders, tmp_path):
+    truth, _ = true_folders
+    artist = draw.Artist(small_run[0], num_steps=1)
+    (truth / '003.txt').write_text(' ')
+    with pytest.raises(ValueError, match=r'003\.png has no caption, expected one'):
+        true_pictures.compare(artist, tmp_path, str(truth), None, 10)
+    Image.new('RGB', (16, 40)).save(truth / '003.png')
+    with pytest.raises(ValueError, match=r'003\.png: too small: .* at least 32 x 32 pix'):
+        true_pictures.compare(artist, tmp_path, str(truth), None, 10)
+    assert not list(tmp_path.glob('*.json'))
 
 
 @pytest.mark.slow

@@ -37,6 +37,8 @@ def command(*arguments, **variables):
 
 def test_a_run_from_its_first_line_to_ctrl_c(mini_dataset, tmp_path):
     changes = {'num_steps': 9_000, 'log_every': 2, 'eval_every': 4, 'preview_every': 4}
+    # Of predicted latents, few steps leave the velocity wrong by many times its size.
+    changes |= {'model.prediction': 'latents'}
     flags, lines = runs.flags(mini_dataset, tmp_path, **changes, checkpoint_every=2), []
     # Libtpu, if it is installed, complains of a machine without TPUs.
     variables = {'JAX_PLATFORMS': 'cpu'} if importlib.util.find_spec('libtpu') else {}
@@ -77,7 +79,8 @@ def test_a_run_from_its_first_line_to_ctrl_c(mini_dataset, tmp_path):
         r'loss \S+, step 4 of 9000, .*',
         r'evaluation at step 4 \.\.\.',
         r'evaluation at step 4: loss [\d.]+ at uniform times; quarters of time, from data to '
-        r'noise: [\d.]+, [\d.]+, [\d.]+, [\d.]+ \(\S+ s\)',
+        r'noise: [\d.]+, [\d.]+, [\d.]+, [\d.]+ \(a velocity of 0 has 2: times next to the data '
+        r'are not learned\) \(\S+ s\)',
         r'preview at step 4: 3 pictures in .*step_000004\.png \(\S+ s\)',
         r'checkpoint at step 4: .* \(\S+ s\)',
     ]

@@ -1,0 +1,73 @@
+"""Reads the images of a folder with their captions, as `encode_images` finds and crops them.
+
+for batch in read_images('PHOTOS', (256, 256), batch_size=64):
+    batch.captions, batch.pictures
+"""
+
+import contextlib
+import itertools
+import os
+from collections.abc import Generator, Iterator
+from typing import NamedTuple
+
+import numpy as np
+from absl import logging
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.pictures import pixels
+from coyo11m_tfds.source import image_files
+from coyo11m_tfds.source.image_files import SourceImage
+from coyo11m_tfds.storage.scratch import Scratch, user_cache
+
+
+class Images(NamedTuple):
+    """Some images of a folder."""
+
+    names: list[str]  # paths within the folder
+    captions: list[str]  # '' where there is none
+    pictures: np.ndarray  # uint8 `(n, H, W, 3)`
+
+
+def read_images(
+    folder: str | os.PathLike[str],
+    shape: tuple[int, int],
+    batch_size: int,
+    most: int | None = None,
+) -> Iterator[Images]:
+    """Yields at most `most` images, reduced to the shape `(H, W)` and cropped at their centres.
+
+    Their order is that of their names. What looks like an image and is not taken is logged. Raises
+    a ValueError for a folder without images, and for an image that is bad or too small.
+    """
+    target = pixels.Target((shape,))
+    with contextlib.closing(_find_images(folder)) as found:
+        chosen = itertools.islice(found, most)
+        while batch := list(itertools.islice(chosen, batch_size)):
+            yield Images(
+                names=[image.name for image in batch],
+                captions=[image.caption for image in batch],
+                pictures=np.stack([_read_picture(folder, image, target) for image in batch]),
+            )
+
+
+def _find_images(folder: str | os.PathLike[str]) -> Generator[SourceImage]:
+    """Yields the images of a folder, to be read while the generator is open."""
+    parts, left = image_files.find_images(folder, '', lambda sizes: [slice(None)])
+    if left:
+        logging.warning('%s:%s', folder, image_files.describe_left(left))
+    scratch = Scratch(user_cache(schema.NAME, 'images'))
+    for part in parts:
+        with part.open(scratch) as images:
+            yield from images
+
+
+def _read_picture(
+    folder: str | os.PathLike[str], image: SourceImage, target: pixels.Target
+) -> np.ndarray:
+    try:
+        [picture] = pixels.read_pixels(image.read(), target).crops
+    except pixels.BadImageError as error:
+        [(height, width)] = target.shapes
+        wanted = f'expected an image of at least {width} x {height} pixels'
+        raise ValueError(f'{folder}/{image.name}: {error}; {wanted}') from error
+    return picture

@@ -1,0 +1,132 @@
+"""Judges drawn pictures by true ones: is the true picture nearest to a drawn one its own?
+
+    judge = Judge(mean_areas(true_pictures), is_known)
+    verdicts = judge.compare(mean_areas(drawn), own)       # own[i]: the number of that for drawn[i]
+    verdicts.exact.mean()
+
+Pictures are compared by the means of their 32 x 32 areas. This suits captions that leave little
+open: a picture that is shifted, or has another background, counts as another one.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+AREAS = 32  # along each side
+_FIRST = 5
+_ROWS_AT_ONCE = 512  # of a matrix of distances
+
+
+class Verdicts(NamedTuple):
+    """What true pictures say of drawn ones, `(n,)` each."""
+
+    nearest: np.ndarray  # int64: the number of the nearest true picture
+    exact: np.ndarray  # bool: it is the drawn picture's own, or equal to that
+    first_five: np.ndarray  # bool: its own is among the five different ones that are nearest
+    distance: np.ndarray  # float64: root mean square of the difference from its own, 0 to 255
+
+
+class Judge:
+    """Compares pictures with true ones.
+
+    `areas` are those of the true pictures, float32 `(N, 3072)`. `is_known`, bool `(N,)`, says which
+    of them the model has seen; of these is the floor.
+    """
+
+    def __init__(self, areas: np.ndarray, is_known: np.ndarray):
+        self._areas = areas
+        self._known = np.flatnonzero(is_known)
+        # Equal pictures are one, the first of them.
+        _, first, inverse = np.unique(areas, axis=0, return_index=True, return_inverse=True)
+        self._first_equal = first[inverse.reshape(-1)]
+
+    def compare(self, areas: np.ndarray, own: np.ndarray) -> Verdicts:
+        """Compares pictures, float32 `(n, 3072)`, whose own true ones have the numbers `own`."""
+        blocks = [self._compare_block(areas[rows], own[rows]) for rows in _split(len(own))]
+        return Verdicts(*map(np.concatenate, zip(*blocks, strict=True)))
+
+    def _compare_block(self, areas: np.ndarray, own: np.ndarray) -> Verdicts:
+        squares = _mean_squares(areas, self._areas)
+        nearest = squares.argmin(axis=1)
+        own_squares = squares[np.arange(len(own)), own]
+        nearer = [
+            len(np.unique(self._first_equal[row < own_square]))
+            for row, own_square in zip(squares, own_squares, strict=True)
+        ]
+        return Verdicts(
+            nearest=nearest,
+            exact=self._first_equal[nearest] == self._first_equal[own],
+            first_five=np.array(nearer) < _FIRST,
+            distance=np.sqrt(own_squares),
+        )
+
+    def find_floor(self, own: np.ndarray) -> Verdicts | None:
+        """Returns the verdicts of who draws, of what the model has seen, the nearest to the truth.
+
+        None if it has seen none of the true pictures.
+        """
+        if not len(self._known):
+            return None
+        known_areas = self._areas[self._known]
+        nearest = [
+            _mean_squares(self._areas[own[rows]], known_areas).argmin(axis=1)
+            for rows in _split(len(own))
+        ]
+        return self.compare(known_areas[np.concatenate(nearest)], own)
+
+
+def mean_areas(pictures: np.ndarray) -> np.ndarray:
+    """Returns the means of 32 x 32 areas of uint8 pictures `(n, H, W, 3)`, float32 `(n, 3072)`.
+
+    Raises a ValueError for sides that are no multiples of 32 pixels.
+    """
+    count, height, width, channels = pictures.shape
+    if height % AREAS or width % AREAS:
+        problem = f'pictures of {height} x {width} pixels cannot be compared'
+        raise ValueError(f'{problem}, expected multiples of {AREAS}')
+    cells = pictures.reshape(count, AREAS, height // AREAS, AREAS, width // AREAS, channels)
+    return cells.mean(axis=(2, 4), dtype=np.float32).reshape(count, -1)
+
+
+def list_columns(verdicts: Verdicts) -> dict[str, np.ndarray]:
+    """Returns the columns of a row of `write_table`."""
+    return {
+        'exact': verdicts.exact,
+        'first five': verdicts.first_five,
+        'distance': verdicts.distance,
+    }
+
+
+def write_table(rows: Mapping[str, Mapping[str, np.ndarray]]) -> list[str]:
+    """Returns a line of names and a line of means for each row; bools are shares in percent."""
+    columns = list(next(iter(rows.values())))
+    table: list[Sequence[str]] = [['', *columns]]
+    for name, values in rows.items():
+        table.append([name, *map(_write_mean, values.values())])
+    widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
+    lines = []
+    for name, *cells in table:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        lines.append('  '.join([name.ljust(widths[0]), *padded]))
+    return lines
+
+
+def _write_mean(values: np.ndarray) -> str:
+    if values.dtype == bool:
+        return f'{100 * values.mean():.1f}%'
+    return f'{values.mean():.1f}'
+
+
+def _split(count: int) -> list[slice]:
+    """Returns slices of `range(count)`, so that few rows of distances are in memory at a time."""
+    return [slice(start, start + _ROWS_AT_ONCE) for start in range(0, count, _ROWS_AT_ONCE)]
+
+
+def _mean_squares(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Returns mean squared differences of all pairs of rows, float64 `(len(x), len(y))`."""
+    # In float64, because these are small differences of large sums.
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    sums = np.square(x).sum(axis=1)[:, None] + np.square(y).sum(axis=1) - 2 * x @ y.T
+    # Rounding can make that of two equal rows negative.
+    return np.maximum(sums, 0) / x.shape[1]

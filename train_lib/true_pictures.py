@@ -1,0 +1,143 @@
+"""Compares what a model draws for the captions of a folder with the pictures of the folder."""
+
+import json
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from absl import logging
+from etils import epath
+
+from coyo11m_tfds import captioned_images, schema
+from coyo11m_tfds.pictures import latent_rgb, pixels
+from coyo11m_tfds.storage import model_files
+from train_lib import draw, judge, previews, prompt_sets
+
+RoundTrip = Callable[[np.ndarray], np.ndarray]  # of pictures, uint8 `(n, H, W, 3)`
+
+_SHOWN = 64  # whole pictures that are kept
+_BATCH = 64  # pictures that are read at a time
+
+
+class Comparison(NamedTuple):
+    """What `compare` found."""
+
+    table: dict[str, dict[str, np.ndarray]]  # see `judge.write_table`
+    grid: str  # path of a PNG, each drawn picture beside its true one
+
+
+class TruePictures(NamedTuple):
+    """The pictures of a folder, in the order of their names."""
+
+    names: list[str]
+    captions: list[str]
+    areas: np.ndarray  # float32 `(n, 3072)`, see `judge.mean_areas`
+    returned: np.ndarray | None  # float32 `(n, 3072)`, of what comes back from latents
+    shown: np.ndarray  # uint8 `(at most 64, H, W, 3)`, the first ones
+
+
+def read_pictures(
+    folder: str | os.PathLike[str],
+    shape: tuple[int, int],
+    most: int | None = None,
+    round_trip: RoundTrip | None = None,
+) -> TruePictures:
+    """Reads at most `most` pictures in the shape `(H, W)`, by `captioned_images.read_images`."""
+    names, captions = list[str](), list[str]()
+    areas, returned, shown = [], [], []
+    for batch in captioned_images.read_images(folder, shape, _BATCH, most):
+        if len(names) < _SHOWN:
+            shown.append(batch.pictures)
+        names += batch.names
+        captions += batch.captions
+        areas.append(judge.mean_areas(batch.pictures))
+        if round_trip:
+            returned.append(judge.mean_areas(round_trip(batch.pictures)))
+    return TruePictures(
+        names=names,
+        captions=captions,
+        areas=np.concatenate(areas),
+        returned=np.concatenate(returned) if round_trip else None,
+        shown=np.concatenate(shown)[:_SHOWN],
+    )
+
+
+def make_round_trip(artist: draw.Artist) -> RoundTrip | None:
+    """Returns what turns pictures into latents and back, as the artist turns latents into pictures.
+
+    None if it cannot be done: with a decoder that has no encoder, or did not make the latents.
+    """
+    if not artist.vae:
+        # Of a data set without a VAE, such as the sample, the linear map made the latents, too.
+        if artist.facts.vae or artist.facts.latents_shape[1] != len(schema.RGB_FACTORS):
+            return None
+        return lambda pictures: artist.paint(latent_rgb.rgb_to_latents(pictures))
+    if artist.facts.vae != model_files.public_name(artist.vae):
+        return None
+    # Here: JAX compiles it only for those who need it.
+    from coyo11m_tfds.pictures.vae_encoder import VaeEncoder
+
+    try:
+        encoder = VaeEncoder(artist.vae)
+    except (ValueError, LookupError) as error:
+        logging.warning('What the VAE gives back is not compared: %s', error)
+        return None
+    return lambda pictures: artist.paint(encoder.encode(pictures)[0])
+
+
+def compare(
+    artist: draw.Artist, place: epath.Path, truth: str, known: str | None, most: int
+) -> Comparison:
+    """Draws the captions of the first `most` pictures of the folder `truth`, and compares both.
+
+    `known` is a folder of pictures that the model has seen. The drawn pictures, the grid and the
+    means, `truth_NAME_STEP_ID.json`, are stored in `place`. What is there is not drawn again.
+    Raises a ValueError for a picture without a caption.
+    """
+    own = read_pictures(truth, artist.picture_shape, most, make_round_trip(artist))
+    if '' in own.captions:
+        name = own.names[own.captions.index('')]
+        raise ValueError(f'{truth}/{name} has no caption, expected one for each picture')
+    areas = own.areas
+    if known:
+        areas = np.concatenate([areas, read_pictures(known, artist.picture_shape).areas])
+    numbers = np.arange(len(own.captions))
+    jury = judge.Judge(areas, is_known=np.arange(len(areas)) >= len(numbers))
+
+    prompts = []
+    for number, caption in enumerate(own.captions):
+        prompts.append(prompt_sets.Prompt(caption, [f'{number:05}.png'], {}))
+    name = epath.Path(truth).name
+    folder = epath.Path(prompt_sets.draw_prompts(artist, prompts, 1, place, name))
+    drawn_areas, first_drawn = _read_drawn(folder, prompts, len(own.shown))
+
+    table = {'drawn': judge.list_columns(jury.compare(drawn_areas, numbers))}
+    if own.returned is not None:
+        table['ceiling'] = judge.list_columns(jury.compare(own.returned, numbers))
+    floor = jury.find_floor(numbers)
+    if floor is not None:
+        table['floor'] = judge.list_columns(floor)
+    # Named as the folder of the drawn pictures, whose digest is of all settings.
+    stem = place / folder.name.replace('prompts_', 'truth_', 1)
+    grid = previews.make_grid([first_drawn, own.shown], own.captions[: len(own.shown)])
+    previews.write_png(f'{stem}.png', grid)
+    means = {}
+    for row, columns in table.items():
+        means[row] = {column: float(values.mean()) for column, values in columns.items()}
+    result = {'num_pictures': len(numbers), 'means': means, 'settings': artist.settings}
+    epath.Path(f'{stem}.json').write_text(json.dumps(result, indent=2))
+    return Comparison(table, f'{stem}.png')
+
+
+def _read_drawn(
+    folder: epath.Path, prompts: list[prompt_sets.Prompt], num_shown: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the areas of all drawn pictures, and the first pictures."""
+    areas, shown = list[np.ndarray](), list[np.ndarray]()
+    for prompt in prompts:
+        picture = pixels.read_png((folder / prompt.files[0]).read_bytes())
+        areas.append(judge.mean_areas(picture[None]))
+        if len(shown) < num_shown:
+            shown.append(picture)
+    return np.concatenate(areas), np.stack(shown)
