@@ -11,7 +11,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from coyo11m_tfds.process import stop_signals
 
@@ -36,7 +36,7 @@ def open_pool(
     num_workers: int, init: Callable[[], None] | None = None
 ) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
     """Yields a pool of processes, each of which calls `init` before any work."""
-    with concurrent.futures.ProcessPoolExecutor(num_workers, CONTEXT, _begin, (init,)) as processes:
+    with _Pool(num_workers, CONTEXT, _begin, (init,)) as processes:
         try:
             yield processes
         except concurrent.futures.process.BrokenProcessPool:
@@ -45,6 +45,24 @@ def open_pool(
                 'kept: run the same command again, perhaps with fewer processes (num_workers, or '
                 f'{VARIABLE} in the environment).'
             ) from None
+
+
+class _Pool(concurrent.futures.ProcessPoolExecutor):
+    """A pool that sees each of its workers die.
+
+    Python's own wakes the thread that watches the workers before it starts a further one for new
+    work. If the thread is faster, it does not watch that worker until something else happens, and a
+    worker that dies at once leaves its caller waiting for as long as the others work.
+    """
+
+    def submit(self, *args: Any, **kwargs: Any) -> concurrent.futures.Future:
+        future = super().submit(*args, **kwargs)
+        # It has no public name, but the same one in Python 3.11 to 3.13.
+        with self._shutdown_lock:
+            wakeup = self._executor_manager_thread_wakeup
+            if wakeup is not None:
+                wakeup.wakeup()
+        return future
 
 
 def map_ahead(
