@@ -529,17 +529,17 @@ def test_texts_of_no_image_are_counted_and_named(encoder, tmp_path):
 
 def test_few_of_many_large_images_are_in_memory(encoder, tmp_path, monkeypatch):
     megabyte = 1 << 20
-    images = [x._replace(data=x.data + bytes(megabyte)) for x in made_images.make_images(66)]
+    images = [x._replace(data=x.data + bytes(megabyte)) for x in made_images.make_images(24)]
     source = made_images.write(tmp_path / 'images', 'parquet', images)
-    monkeypatch.setattr(encode_images, '_BYTES_AHEAD', 8 * megabyte)
+    monkeypatch.setattr(encode_images, '_BYTES_AHEAD', 4 * megabyte)
     tracemalloc.start()
     try:
         report = encode(source, encoder, tmp_path / 'out')
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert report.num_encoded == 66
-    assert peak < 32 * megabyte
+    assert report.num_encoded == 24
+    assert peak < 12 * megabyte
 
 
 def test_it_says_which_options_take_images_that_are_left_out(encoder, tmp_path):

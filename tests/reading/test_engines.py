@@ -311,19 +311,19 @@ def test_torch_reads_what_jax_gets_with_any_number_of_workers(intact):
         settings = json.loads(sys.argv[3])
         data = Batches(sys.argv[1], start_step=2, features=('key', 'latents'), **settings)
         found = {}
-        for num_workers in (0, 2, 3):
+        for num_workers in (0, 3):
             loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=num_workers)
             found[num_workers] = [
                 [batch['key'].tolist(), hashlib.sha256(batch['latents'].numpy()).hexdigest()]
-                for batch in itertools.islice(loader, 100)
+                for batch in itertools.islice(loader, 50)
             ]
         print(json.dumps(found))
     """
     with children.python(program, intact, example, json.dumps(ORDER), forked=True) as child:
         output, errors = child.communicate(timeout=300)
     assert child.returncode == 0, errors
-    batches = read(intact, 102, 'chunks', features=('key', 'latents'), caption_dropout=0)[2:]
+    batches = read(intact, 52, 'chunks', features=('key', 'latents'), caption_dropout=0)[2:]
     expected = [
         [batch['key'].tolist(), hashlib.sha256(batch['latents']).hexdigest()] for batch in batches
     ]
-    assert json.loads(output) == {'0': expected, '2': expected, '3': expected}
+    assert json.loads(output) == {'0': expected, '3': expected}
