@@ -128,8 +128,9 @@ def train(
     from configs import demo
     from coyo11m_tfds.pictures import emoji
     from train_lib import demo as judging
-    from train_lib import draw, judge
+    from train_lib import draw
     from train_lib import train as training
+    from train_lib.results import judge
 
     is_new = not pathlib.Path(workdir).exists()
     meter, config = runner.Meter(), demo.get_config()

@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks import runner
 from benchmarks.runner import Figures, Side
-from train_lib import chips
+from train_lib.lifecycle import chips
 
 SIDE, CHANNELS = 32, 4  # of a latent
 TEXT_DIM = 640
@@ -61,7 +61,7 @@ def measure_jax(
 
     from configs import default
     from coyo11m_tfds.dataset.stored_dataset import DatasetStats
-    from train_lib import models, sharding, step
+    from train_lib.learning import models, sharding, step
 
     jax.config.update('jax_compilation_cache_dir', cache)
     config = default.get_config()
@@ -100,8 +100,8 @@ def measure_torch(
     import jax
 
     from benchmarks import torch_dit
-    from train_lib import models
-    from train_lib.models.dit import flatten_weights
+    from train_lib.learning import models
+    from train_lib.learning.dit import flatten_weights
 
     # Products of float32, in the last layer: TensorFloat-32, as is the default of JAX on GPUs.
     torch.set_float32_matmul_precision('high')

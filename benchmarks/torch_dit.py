@@ -1,4 +1,4 @@
-"""The training step of `train_lib` in PyTorch, on the model of `train_lib.torch_reference`.
+"""The training step of `train_lib` in PyTorch, on the model of `train_lib.results.torch_reference`.
 
 It uses the fast idioms of PyTorch: scaled dot product attention, `torch.compile`, fused AdamW,
 updates of lists of tensors. Equal weights and noise give the outputs, gradients and new weights of
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 from torch.utils import checkpoint
 
-from train_lib import torch_reference
+from train_lib.results import torch_reference
 
 Tensors = Mapping[str, Tensor]
 
@@ -23,7 +23,7 @@ _REMAT = {'none': None, 'full': functools.partial(checkpoint.checkpoint, use_ree
 
 
 class Trainer:
-    """Trains a model like `train_lib.step`, but does not skip steps that are not finite.
+    """Trains a model like `train_lib.learning.step`, but does not skip steps that are not finite.
 
     Its float32 `weights`, which it changes, have the names of an export (`dit.flatten_weights`);
     `sizes` are the export's fields `model`; `stats` are `latent_mean`, `latent_std` `(4,)`,

@@ -21,8 +21,9 @@ from configs import default
 from coyo11m_tfds import schema
 from tests import children
 from tests.checkout import CHECKOUT
-from train_lib import checkpoint, config_rules, state, step
 from train_lib import train as loop
+from train_lib.learning import state, step
+from train_lib.lifecycle import checkpoint, config_rules
 
 # What makes a run small; as flags for a process, as fields in this one.
 SMALL = {

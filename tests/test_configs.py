@@ -14,7 +14,9 @@ from configs import default
 from coyo11m_tfds import schema
 from tests import built
 from tests.checkout import CHECKOUT
-from train_lib import caption_encoder, draw, export, flow, models, sharding, step, train
+from train_lib import draw, export, train
+from train_lib.learning import flow, models, sharding, step, step_encoder
+from train_lib.results import caption_encoder
 
 NAMES = sorted(path.stem for path in (CHECKOUT / 'configs').glob('*.py'))
 
@@ -71,7 +73,7 @@ def _state(config):
     """Shapes of the state, on one device."""
     config.mesh.fsdp = 1
     mesh = sharding.make_mesh(**config.mesh)
-    encoder = caption_encoder.abstract_step_encoder(config.encoder, mesh, dtype=config.model.dtype)
+    encoder = step_encoder.abstract_step_encoder(config.encoder, mesh, dtype=config.model.dtype)
     vocabulary = encoder.network.config.vocab_size if encoder else 0
     if config.model.text == 'sequence' and not encoder:
         vocabulary = 4096
@@ -93,7 +95,7 @@ def test_a_first_trial_needs_no_text_and_says_so(sample_source, tmp_path, caplog
     assert 'no text: the model learns to draw without captions' in caplog.text
     assert [*(tmp_path / 'W' / 'previews').iterdir()]
     with pytest.raises(ValueError, match='was trained without text and knows no captions'):
-        draw.load_caption_encoder(draw.Artist(tmp_path / 'W').facts)
+        caption_encoder.load(draw.Artist(tmp_path / 'W').facts)
     with pytest.raises(ValueError, match='was trained without text'):
         export.export(tmp_path / 'W', tmp_path / 'E')
 

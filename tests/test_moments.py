@@ -13,7 +13,8 @@ import input_pipeline
 from coyo11m_tfds import schema, show
 from tests import built, runs, small_vae
 from tests.train_lib import test_flow, test_step
-from train_lib import data, draw, flow, sharding
+from train_lib import data, draw
+from train_lib.learning import flow, sharding
 
 COUNT, CHANNELS = 200, 4
 FEATURES = schema.KEY, schema.LATENTS, input_pipeline.NOISE_SEED

@@ -159,7 +159,7 @@ def test_flags_of_commands_are_those_of_the_programs(path):
 def test_packages_import_only_lower_floors():
     """As the table of docs/design.md has them; the configurations and `__init__` stand aside."""
     floors = {}
-    for row in re.findall(r'^\| (\d) \|(.*)$', (CHECKOUT / 'docs/design.md').read_text(), re.M):
+    for row in re.findall(r'^\| (\d+) \|(.*)$', (CHECKOUT / 'docs/design.md').read_text(), re.M):
         floors |= dict.fromkeys(re.findall(r'`([\w.]+)`', row[1]), int(row[0]))
     places = {name: place_of(name) for name in modules()}
     assert set(places.values()) - {''} == floors.keys()

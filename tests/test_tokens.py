@@ -12,7 +12,9 @@ from coyo11m_tfds.text import text_encoders
 from tests import built, children, runs
 from tests.checkout import CHECKOUT
 from tests.runs import small_config
-from train_lib import data, draw, sharding
+from train_lib import data, draw
+from train_lib.learning import sharding
+from train_lib.results import caption_encoder
 
 LENGTH = 12
 
@@ -63,7 +65,7 @@ def test_a_drawing_takes_its_captions_apart_itself(run):
         818,
         LENGTH,
     )
-    encoder = draw.load_caption_encoder(artist.facts)
+    encoder = caption_encoder.load(artist.facts)
     pictures = artist.draw(['a red circle', 'A RED CIRCLE!', 'a blue square'], encoder)
     assert pictures.shape == (3, 32, 32, 3)
     alone = artist.draw(['a blue square', 'a red circle', 'a blue square'])
@@ -76,20 +78,20 @@ def test_a_drawing_takes_its_captions_apart_itself(run):
 def test_words_that_no_caption_of_the_data_has_are_named(dataset, caplog):
     facts = data.TrainingData(small_config(dataset), sharding.make_mesh()).facts
     assert type(facts).from_json(facts.to_json()).text_words == facts.text_words
-    words = draw.load_caption_encoder(facts)
+    words = caption_encoder.load(facts)
     captions = ['Red circle.', 'a red Okapi on a blue Sofa, an okapi']
-    assert draw.unknown_words(facts, words, captions) == ['okapi', 'sofa', 'an']
-    draw.encode_captions(facts, words, captions)
+    assert caption_encoder.find_unknown_words(facts, words, captions) == ['okapi', 'sofa', 'an']
+    caption_encoder.encode(facts, words, captions)
     assert "has 'okapi', 'sofa', 'an': the model does not know what they mean" in caplog.text
     caplog.clear()
-    draw.encode_captions(facts, words, captions[:1])
+    caption_encoder.encode(facts, words, captions[:1])
     assert not caplog.text
 
 
 def test_another_vocabulary_is_another_identity(dataset, mini_dataset):
     mesh = sharding.make_mesh()
     ours = data.TrainingData(small_config(dataset), mesh).identity
-    revision = draw.load_caption_encoder(input_pipeline.open_data(dataset).stats()).revision
+    revision = caption_encoder.load(input_pipeline.open_data(dataset).stats()).revision
     assert ours['text_encoder'] == {'name': 'words', 'revision': revision, 'vocabulary': 818}
     theirs = data.TrainingData(small_config(mini_dataset), mesh).identity
     assert theirs['text_encoder'] == {'name': 'hash', 'revision': '1', 'width': 640}

@@ -17,7 +17,8 @@ import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.process import errors, jax_environment
 from coyo11m_tfds.process.sizes import format_bytes, format_count
-from train_lib import config_rules, models, sharding
+from train_lib.learning import models, sharding
+from train_lib.lifecycle import config_rules
 
 Batches = Iterator[dict[str, jax.Array]]
 

@@ -25,9 +25,11 @@ from etils import epath
 
 from coyo11m_tfds.pictures import emoji
 from coyo11m_tfds.process import command_line
-from train_lib import judge, previews, run, true_pictures, workdirs
+from train_lib import run
 from train_lib.draw import Artist
-from train_lib.judge import Verdicts
+from train_lib.lifecycle import workdirs
+from train_lib.results import judge, previews, true_pictures
+from train_lib.results.judge import Verdicts
 
 FLAGS = flags.FLAGS
 

@@ -39,9 +39,12 @@ from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from coyo11m_tfds.pictures import latent_rgb, vae_decoder, vae_parts
 from coyo11m_tfds.process import command_line, jax_environment
 from coyo11m_tfds.storage import file_state, model_files
-from train_lib import checkpoint, flow, model_card, models, run, sharding, workdirs
-from train_lib.models.dit import DiT, Words, flatten_weights
-from train_lib.step import bind_params, sampling_settings
+from train_lib import results, run
+from train_lib.learning import flow, models, sharding
+from train_lib.learning.dit import DiT, Words, flatten_weights
+from train_lib.learning.step import bind_params, sampling_settings
+from train_lib.lifecycle import checkpoint, workdirs
+from train_lib.results import model_card
 
 FLAGS = flags.FLAGS
 
@@ -131,7 +134,7 @@ def _make_programs() -> dict[str, bytes]:
     # would replace the functions of a pipeline that has been loaded before.
     programs = {}
     for name, module in ('pipeline', 'diffusers_pipeline'), ('reference', 'torch_reference'):
-        source = pathlib.Path(__file__).with_name(f'{module}.py').read_bytes()
+        source = pathlib.Path(results.__file__).with_name(f'{module}.py').read_bytes()
         digest = hashlib.sha256(source).hexdigest()[:8]
         folder = 'transformer/' if name == 'reference' else ''
         programs[f'{folder}{name}_{digest}.py'] = source

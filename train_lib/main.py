@@ -22,7 +22,8 @@ from ml_collections import config_flags
 
 import input_pipeline
 from coyo11m_tfds.process import jax_environment
-from train_lib import hosts, run, signals
+from train_lib import run
+from train_lib.lifecycle import hosts, signals
 
 FLAGS = flags.FLAGS
 

@@ -17,11 +17,11 @@ from PIL import Image
 
 import input_pipeline
 from coyo11m_tfds.process.shown_text import escape_for_html
-from train_lib import previews
+from train_lib.results import previews
 
 if TYPE_CHECKING:
     from train_lib import train
-    from train_lib.state import TrainState
+    from train_lib.learning.state import TrainState
 
 # Before `train` imports TensorFlow, whose messages would be in the output of a cell.
 input_pipeline.quiet_tensorflow()

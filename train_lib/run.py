@@ -26,7 +26,7 @@ from ml_collections import config_dict
 
 import input_pipeline
 from coyo11m_tfds.process import command_line, errors, programs
-from train_lib import config_rules
+from train_lib.lifecycle import config_rules
 
 CONFIG_HELP = (
     'Configuration of the run: a file, or a name in configs/, such as demo; '

@@ -13,7 +13,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import ml_collections
@@ -27,23 +27,23 @@ from jax.experimental import multihost_utils
 from coyo11m_tfds.pictures import vae_decoder
 from coyo11m_tfds.process import jax_environment
 from coyo11m_tfds.process.sizes import format_count
-from train_lib import (
+from train_lib.data import TrainingData
+from train_lib.learning import metrics, sharding
+from train_lib.learning.state import TrainState
+from train_lib.learning.step import Program, for_data
+from train_lib.lifecycle import (
     beginnings,
     checkpoint,
     config_rules,
     device_memory,
     hosts,
-    metrics,
-    previews,
-    sharding,
     signals,
     workdirs,
     writers,
 )
-from train_lib.data import TrainingData
-from train_lib.log import TrainLog, introduce, log_on_process_0
-from train_lib.state import TrainState
-from train_lib.step import Program, for_data
+from train_lib.lifecycle.checkpoint import Description
+from train_lib.lifecycle.log import StepClock, TrainLog, introduce, log_on_process_0
+from train_lib.results import previews
 
 # Of a velocity of 0: the mean squares of latents and of noise, which are 1 each.
 _LOSS_OF_NOTHING = 2
@@ -71,6 +71,10 @@ class Setup:
     program: Program
     beginning: beginnings.Beginning
     paint: Callable[[np.ndarray], np.ndarray]  # raw latents to pictures
+
+    def position_at(self, step: int) -> dict[str, Any]:
+        """Returns the position in the data after a step, see `data.TrainingData`."""
+        return self.data.position_at(self.beginning.description.position, step)
 
 
 def set_up(
@@ -106,8 +110,26 @@ def set_up(
         # Read now and kept, so that errors are reported now and not hours later.
         _ = data.preview_samples
     program = for_data(config, mesh, data.facts)
-    beginning = beginnings.find_beginning(config, workdir, data, program, accept_changes)
+    description = describe_run(config, data, program)
+    beginning = beginnings.find_beginning(config, workdir, description, program, accept_changes)
     return Setup(config, workdirs.absolute(workdir), data, program, beginning, paint)
+
+
+def describe_run(
+    config: ml_collections.ConfigDict, data: TrainingData, program: Program
+) -> Description:
+    """Returns the description of a run at step 0, which a resumed run compares with its own."""
+    identity = data.identity
+    if program.encoder is not None:
+        encoder = {'name': program.encoder.name, 'revision': program.encoder.revision}
+        identity = identity | {'encoder': encoder}
+    return Description(
+        identity=identity,
+        settings=data.settings,
+        config=config_rules.with_absolute_places(config),
+        facts=data.facts.to_json(),
+        position=data.position,
+    )
 
 
 def train(
@@ -146,7 +168,14 @@ def train(
                 f'{setup.workdir}: another run has just trained there; start this one again.'
             )
         if beginning.step < config.num_steps:
-            introduce(setup)
+            introduce(
+                config,
+                program,
+                data_lines=setup.data.description,
+                num_tokens=setup.data.facts.text_max_tokens,
+                first_step=beginning.step + 1,
+                workdir=setup.workdir,
+            )
         empty = program.no_metrics()
         restored = checkpoint.restore_last(manager, program.abstract_state, empty)
         state, window, interrupted = restored or (beginning.state(program), empty, False)
@@ -160,8 +189,7 @@ def train(
             writers.name_writer_errors(setup.workdir),
             contextlib.closing(writers.make_writer(config, setup.workdir, verbose)) as writer,
         ):
-            advise_restart = functools.partial(checkpoint.advise_restart, manager)
-            log = TrainLog(setup, writer, empty, window, advise_restart)
+            log = _make_log(setup, writer, empty, window, manager)
             beginning.show_config(writer)
             run = Run(
                 **vars(setup),
@@ -171,6 +199,28 @@ def train(
                 log=log,
             )
             return _train_steps(run, state, stop, interrupted)
+
+
+def _make_log(
+    setup: Setup,
+    writer: metric_writers.MetricWriter,
+    empty: metrics.TrainMetrics,
+    window: metrics.TrainMetrics,
+    manager: ocp.CheckpointManager,
+) -> TrainLog:
+    """Returns the log of a run, whose unfinished window is `window`."""
+    data = setup.data
+    return TrainLog(
+        config=setup.config,
+        writer=writer,
+        clock=StepClock(data.batches_ready, data.read_counts),
+        steps_before=setup.beginning.step,
+        flops=setup.program.flops(data.facts.text_max_tokens),
+        describe_progress=lambda step: data.progress(setup.position_at(step)),
+        empty=empty,
+        window=window,
+        advise_restart=functools.partial(checkpoint.advise_restart, manager),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +240,9 @@ class Run(Setup):
         self.log.settle(step)
         if int(state.skipped_in_a_row):
             return False
-        description = self.beginning.description_at(step)
+        description = dataclasses.replace(
+            self.beginning.description, position=self.position_at(step)
+        )
         checkpoint.save_step(
             self.manager, step, state, self.log.window, description, interrupted=interrupted
         )
@@ -219,7 +271,7 @@ def _train_steps(
     start = step = run.beginning.step
     # Whether all hooks due at this step have been called and no stop has been requested.
     is_complete = not interrupted or _call_hooks(run, step, state, stop)
-    batches = run.data.train_batches(run.beginning.position_at(step))
+    batches = run.data.train_batches(run.position_at(step))
     profile = periodic_actions.Profile(
         logdir=run.workdir,
         num_profile_steps=run.config.profile_steps,

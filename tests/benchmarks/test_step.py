@@ -9,9 +9,9 @@ from benchmarks import torch_dit
 from configs import default
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from tests import children
-from train_lib import flow, sharding
-from train_lib.models.dit import flatten_weights
-from train_lib.step import make_program
+from train_lib.learning import flow, sharding
+from train_lib.learning.dit import flatten_weights
+from train_lib.learning.step import make_program
 
 _SIZES = {'width': 32, 'depth': 2, 'num_heads': 4, 'patch_size': 2, 'text': 'pooled'}
 _LATENT_SHAPE, _TEXT_DIM = (8, 8, 4), 16
@@ -45,7 +45,7 @@ def _in_torch(arrays):
 
 
 def _noise_and_times(number):
-    """Those of step `number` of `train_lib.step`."""
+    """Those of step `number` of `train_lib.learning.step`."""
     rngs = jax.random.split(jax.random.fold_in(jax.random.key(0), number))
     arrays = (
         jax.random.normal(rngs[0], (4, *_LATENT_SHAPE)),

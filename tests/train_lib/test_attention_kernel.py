@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train_lib import sharding
-from train_lib.models import attention_kernel
-from train_lib.models.attention_kernel import Product
-from train_lib.models.dit import Attention, DiT, OneDevice, make_rotations
+from train_lib.learning import attention_kernel, sharding
+from train_lib.learning.attention_kernel import Product
+from train_lib.learning.dit import Attention, DiT, OneDevice, make_rotations
 
 HEADS, WIDTH = 2, 256
 

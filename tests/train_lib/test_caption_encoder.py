@@ -21,19 +21,12 @@ from tests import built, runs
 from tests.runs import saved_steps, small_config
 from tests.text.test_jax_encoder import models, our_states  # noqa: F401, one is a fixture
 from tests.train_lib.test_models import randomized
-from train_lib import (
-    beginnings,
-    caption_encoder,
-    checkpoint,
-    draw,
-    flow,
-    sharding,
-    step,
-    train,
-)
-from train_lib import models as networks
-from train_lib.models import dit
-from train_lib.models.dit import Words
+from train_lib import draw, train
+from train_lib.learning import dit, flow, sharding, step, step_encoder
+from train_lib.learning import models as networks
+from train_lib.learning.dit import Words
+from train_lib.lifecycle import beginnings, checkpoint
+from train_lib.results import caption_encoder
 
 LENGTH = 10
 CAPTIONS = ['a red circle', 'a small blue square at the left', 'a', 'a red square']
@@ -70,23 +63,23 @@ def local(models):  # noqa: F811
 
 def test_classes_are_drawn_by_their_numbers():
     facts = facts_with('labels', '1', dim=0, vocabulary=10, text_max_tokens=1)
-    encoder = draw.load_caption_encoder(facts)
-    assert draw.encode_captions(facts, encoder, ['7', '0']).tolist() == [[7], [0]]
+    encoder = caption_encoder.load(facts)
+    assert caption_encoder.encode(facts, encoder, ['7', '0']).tolist() == [[7], [0]]
     with pytest.raises(ValueError, match="'10' has token 10, expected one of the 10 tokens"):
-        draw.encode_captions(facts, encoder, ['3', '10'])
+        caption_encoder.encode(facts, encoder, ['3', '10'])
     with pytest.raises(ValueError, match="'a cat': expected the number of a class"):
-        draw.encode_captions(facts, encoder, ['a cat'])
+        caption_encoder.encode(facts, encoder, ['a cat'])
 
 
 def test_a_local_model_has_to_be_given(local):
     with pytest.raises(ValueError, match=r'folder named text \(sha256:.*--encoder=hf:/path/to/te'):
-        draw.load_caption_encoder(local)
+        caption_encoder.load(local)
 
 
 def test_the_same_files_are_the_same_model_whatever_runs_them(local, models):  # noqa: F811
     captions = ['a b c', 'd']
-    theirs = draw.load_caption_encoder(local, f'hf:{models}/text')
-    ours = draw.load_caption_encoder(local, f'jax:{models}/text')
+    theirs = caption_encoder.load(local, f'hf:{models}/text')
+    ours = caption_encoder.load(local, f'jax:{models}/text')
     assert (theirs.name, ours.name) == ('hf:text', 'jax:text')
     assert theirs.max_tokens == ours.max_tokens == 20
     np.testing.assert_allclose(ours.encode(captions), theirs.encode(captions), atol=1e-4)
@@ -94,13 +87,13 @@ def test_the_same_files_are_the_same_model_whatever_runs_them(local, models):  #
 
 def test_embeddings_of_unknown_origin_need_an_encoder_of_their_size(caplog):
     with pytest.raises(ValueError, match='name it with --encoder'):
-        draw.load_caption_encoder(facts_with('pt'))
-    assert draw.load_caption_encoder(facts_with('pt'), 'hash').name == 'hash'
+        caption_encoder.load(facts_with('pt'))
+    assert caption_encoder.load(facts_with('pt'), 'hash').name == 'hash'
     assert 'does not say whether hash made' in caplog.text
     with pytest.raises(
         ValueError, match=r"'hash' of revision 1 encodes .*, but 'pt' made the texts"
     ):
-        draw.load_caption_encoder(facts_with('pt', dim=7), 'hash')
+        caption_encoder.load(facts_with('pt', dim=7), 'hash')
 
 
 @pytest.mark.parametrize(
@@ -121,7 +114,7 @@ def test_the_loss_is_that_of_hidden_states_computed_outside(models, name, text):
     config.update_from_flattened_dict({f'model.{name}': x for name, x in fields.items()})
     config.batch_size, config.encoder, config.optimizer.warmup_steps = 4, spec, 0
     facts, mesh = facts_of(spec), sharding.make_mesh()
-    encoder = caption_encoder.load_step_encoder(spec, facts, mesh, dtype='float32')
+    encoder = step_encoder.load_step_encoder(spec, facts, mesh, dtype='float32')
     made = step.make_program(config, mesh, facts, encoder)
 
     states = our_states(models / name, np.maximum(tokens, 0).tolist()).copy()
@@ -164,15 +157,15 @@ def test_the_encoder_has_to_be_the_one_of_the_token_ids(models, spec, tmp_path):
 
     def refusal(spec, facts):
         with pytest.raises(ValueError) as error:
-            caption_encoder.load_step_encoder(spec, facts, mesh, dtype='float32')
+            step_encoder.load_step_encoder(spec, facts, mesh, dtype='float32')
         assert '\n' not in str(error.value)
         return str(error.value)
 
     facts = facts_of(spec)
-    assert caption_encoder.load_step_encoder('', facts, mesh, dtype='float32') is None
-    assert caption_encoder.load_step_encoder(spec, facts, mesh, dtype='bfloat16').name == 'jax:text'
+    assert step_encoder.load_step_encoder('', facts, mesh, dtype='float32') is None
+    assert step_encoder.load_step_encoder(spec, facts, mesh, dtype='bfloat16').name == 'jax:text'
     by_hf = facts_of(spec.replace('jax:', 'hf:'))
-    assert caption_encoder.load_step_encoder(spec, by_hf, mesh, dtype='bfloat16').name == 'jax:text'
+    assert step_encoder.load_step_encoder(spec, by_hf, mesh, dtype='bfloat16').name == 'jax:text'
 
     words = facts_of('words', vocabulary=4096)
     assert 'with 4096 ids made the texts' in refusal(spec, words)
@@ -193,8 +186,8 @@ def test_weights_are_bfloat16_but_for_a_model_that_computes_in_float32(models, s
     mesh, facts = sharding.make_mesh(), facts_of(spec)
     checkpoint = jax_encoder.open_checkpoint(str(models / 'text'))
     for dtype, expected in (('float32', 'float32'), ('bfloat16', 'bfloat16')):
-        loaded = caption_encoder.load_step_encoder(spec, facts, mesh, dtype=dtype)
-        shapes = caption_encoder.abstract_step_encoder(spec, mesh, dtype=dtype)
+        loaded = step_encoder.load_step_encoder(spec, facts, mesh, dtype=dtype)
+        shapes = step_encoder.abstract_step_encoder(spec, mesh, dtype=dtype)
         assert loaded.network.dtype == expected
         assert loaded.params['embedding'].dtype == expected
         assert loaded.params['norm']['scale'].dtype == np.float32
@@ -258,7 +251,7 @@ def test_another_encoder_or_none_is_refused_on_resume(run, config_with):
 def test_a_drawing_encodes_its_captions_in_the_same_way(run, qwen_spec, tmp_path):
     artist = draw.Artist(run[0])
     assert artist.encoder == qwen_spec
-    tokenizer = draw.load_caption_encoder(artist.facts, artist.encoder)
+    tokenizer = caption_encoder.load(artist.facts, artist.encoder)
     pictures = artist.draw(CAPTIONS, tokenizer)
     assert pictures.shape == (4, 32, 32, 3)
     moved = shutil.copytree(qwen_spec.removeprefix('jax:'), tmp_path / 'qwen')

@@ -12,8 +12,9 @@ import pytest
 
 from tests import built, children
 from tests.runs import saved_steps, small_config
-from train_lib import beginnings, checkpoint, draw, train
-from train_lib.checkpoint import Description
+from train_lib import draw, train
+from train_lib.lifecycle import beginnings, checkpoint
+from train_lib.lifecycle.checkpoint import Description
 
 
 def _state(value):
@@ -82,7 +83,8 @@ def test_of_several_errors_the_first_is_told(full_disk, tmp_path):
 
 _RESHARD = """
     import jax, jax.numpy as jnp
-    from train_lib import checkpoint, sharding
+    from train_lib.lifecycle import checkpoint
+    from train_lib.learning import sharding
 
     def placed(tree, fsdp):
         return jax.device_put(tree, sharding.by_shape(tree, sharding.make_mesh(-1, fsdp)))
@@ -113,14 +115,16 @@ def run(small_run, mini_dataset):
 
 
 def resumed(run, workdir):
-    beginnings.find_beginning(run.config, workdir, run.data, run.program)
+    description = train.describe_run(run.config, run.data, run.program)
+    beginnings.find_beginning(run.config, workdir, description, run.program)
 
 
 def begun(run, workdir):
     """As by another run's `init_from`."""
     config = run.config.copy_and_resolve_references()
     config.init_from = str(workdir)
-    beginnings.find_beginning(config, workdir.parent / 'new', run.data, run.program)
+    description = train.describe_run(config, run.data, run.program)
+    beginnings.find_beginning(config, workdir.parent / 'new', description, run.program)
 
 
 def drawn(_, workdir):

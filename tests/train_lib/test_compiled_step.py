@@ -15,7 +15,7 @@ _PROGRAM = """
 import json
 import jax, jax.numpy as jnp, numpy as np
 from configs import default
-from train_lib import flow, models, sharding, step
+from train_lib.learning import flow, models, sharding, step
 from train_lib.tools import hlo
 
 models.SIZES['test'] = {'width': 128, 'depth': 3, 'num_heads': 4}

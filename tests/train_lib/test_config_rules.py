@@ -5,7 +5,7 @@ import re
 import pytest
 
 from configs import default
-from train_lib import config_rules
+from train_lib.lifecycle import config_rules
 
 # Fields that others check: the data set, its order, the model, the optimizer and the devices do.
 ELSEWHERE = re.compile(

@@ -11,7 +11,8 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.pictures import latent_rgb
 from tests import built, runs
 from tests.runs import losses, read_scalars, small_config
-from train_lib import data, sharding, train
+from train_lib import data, train
+from train_lib.learning import sharding
 
 
 def rewritten(data_dir, folder, field):

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from coyo11m_tfds.pictures import emoji
-from train_lib import demo, judge
+from train_lib import demo
+from train_lib.results import judge
 
 
 @pytest.fixture(scope='module')

@@ -7,7 +7,8 @@ import pytest
 from configs import default
 from tests import children, runs
 from tests.runs import small_config
-from train_lib import device_memory, step
+from train_lib.learning import step
+from train_lib.lifecycle import device_memory
 
 
 def test_a_step_that_cannot_fit_is_refused_before_it_runs():
@@ -70,7 +71,7 @@ def test_the_advice_follows_the_sizes_in_the_compilers_message(fields, flags):
 # A run whose devices have no memory left for a step.
 FULL = """
 import runpy, jax
-from train_lib import device_memory
+from train_lib.lifecycle import device_memory
 
 def check(*arguments):
     raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory.\\n  and 25 lines')

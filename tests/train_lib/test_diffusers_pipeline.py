@@ -15,6 +15,7 @@ from tests import built, runs, small_vae
 from tests.fakes.cloud import fake_hub
 from tests.text.test_jax_encoder import models  # noqa: F401, a fixture
 from train_lib import draw, export
+from train_lib.results import caption_encoder
 
 CAPTIONS = ['a red circle', 'A small, blue SQUARE on the left', '', 'quokka']
 # How texts are made, by `words`, `hash` or a small Gemma.
@@ -55,7 +56,7 @@ def noise_of(artist: draw.Artist, count: int) -> torch.Tensor:
 
 
 def assert_same_pictures(pipe, artist: draw.Artist, encoder: str, **options) -> None:
-    expected = artist.draw(CAPTIONS, draw.load_caption_encoder(artist.facts, encoder)).astype(int)
+    expected = artist.draw(CAPTIONS, caption_encoder.load(artist.facts, encoder)).astype(int)
     drawn = pipe(CAPTIONS, latents=noise_of(artist, len(CAPTIONS)), **options).images
     assert expected.std() > 5
     assert len({picture.tobytes() for picture in expected}) == len(CAPTIONS)

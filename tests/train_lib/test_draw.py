@@ -13,6 +13,7 @@ from PIL import Image
 from coyo11m_tfds.text import text_encoders
 from tests import children, runs, small_vae
 from train_lib import draw
+from train_lib.results import caption_encoder
 
 CAPTIONS = ['a red circle', 'a blue square', 'a red circle']
 
@@ -121,10 +122,10 @@ def test_the_hash_encoder_warns_of_words_that_the_training_data_lack(small_run, 
     are_shown = np.any(encoder.encode(CAPTIONS), axis=0)
     mean, std = (np.where(are_shown, x, 0) for x in (facts.text_mean, facts.text_std))
     facts = dataclasses.replace(facts, text_mean=mean, text_std=std)
-    draw.encode_captions(facts, encoder, CAPTIONS)
+    caption_encoder.encode(facts, encoder, CAPTIONS)
     assert not caplog.messages
     texts = [f'a {word} circle' for word in ('zebra', 'quokka', 'axolotl', 'okapi', 'tapir')]
-    draw.encode_captions(facts, encoder, texts)
+    caption_encoder.encode(facts, encoder, texts)
     [message] = caplog.messages
     assert 'No caption of the training data has ' in message and "'circle'" not in message
 

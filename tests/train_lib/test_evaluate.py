@@ -17,7 +17,8 @@ from coyo11m_tfds.pictures.image_encoder import ImageEncoder
 from coyo11m_tfds.text import text_encoders
 from tests import children
 from tests.fakes import image_models
-from train_lib import draw, evaluate, true_pictures
+from train_lib import draw
+from train_lib.results import evaluation, true_pictures
 
 
 @pytest.fixture(scope='module')
@@ -28,13 +29,13 @@ def clip(tmp_path_factory):
 @pytest.fixture
 def measure(small_run, mini_dataset, clip, tmp_path, monkeypatch):
     """Evaluates the run; features are stored in `tmp_path`, those of five records in a file."""
-    monkeypatch.setattr(evaluate, 'RECORDS_PER_FILE', 5)
+    monkeypatch.setattr(evaluation, 'RECORDS_PER_FILE', 5)
     image_encoder = ImageEncoder(clip)
 
     def run(count: int, **options) -> dict:
         artist = draw.Artist(small_run[0], batch_size=5, **options)
-        data = evaluate.open_validation(str(mini_dataset), count)
-        return evaluate.evaluate_pictures(artist, image_encoder, data, tmp_path, count)
+        data = evaluation.open_validation(str(mini_dataset), count)
+        return evaluation.evaluate_pictures(artist, image_encoder, data, tmp_path, count)
 
     return run
 
@@ -43,7 +44,7 @@ def test_the_result_is_that_of_all_pictures_at_once(
     measure, small_run, mini_dataset, clip, tmp_path
 ):
     result = measure(12)
-    [written] = (tmp_path / evaluate.FOLDER).glob('*.json')
+    [written] = (tmp_path / evaluation.FOLDER).glob('*.json')
     assert json.loads(written.read_text()) == result
     assert result['settings']['text_encoder'] == 'hash 1'
     assert result['num_pictures'] == 12 and result['settings']['step'] == 4
@@ -56,11 +57,11 @@ def test_the_result_is_that_of_all_pictures_at_once(
     drawn = image_encoder.encode(artist.draw(captions, text_encoders.make_encoder('hash')))
     data = image_encoder.encode(artist.paint(batch[schema.LATENTS]))
     # Pictures differ by rounding, which depends on how many are drawn at a time.
-    assert result['cmmd'] == pytest.approx(evaluate.cmmd(drawn, data), rel=0.02)
-    expected = evaluate.frechet(drawn, data)
+    assert result['cmmd'] == pytest.approx(evaluation.cmmd(drawn, data), rel=0.02)
+    expected = evaluation.frechet(drawn, data)
     assert result['frechet_distance'] == pytest.approx(expected, rel=0.02)
     texts = image_encoder.encode_texts(captions)
-    assert result['clip_score'] == pytest.approx(evaluate.clip_score(drawn, texts), 0.02)
+    assert result['clip_score'] == pytest.approx(evaluation.clip_score(drawn, texts), 0.02)
 
 
 def test_a_stopped_evaluation_goes_on(measure, tmp_path, monkeypatch):
@@ -75,7 +76,7 @@ def test_a_stopped_evaluation_goes_on(measure, tmp_path, monkeypatch):
     monkeypatch.setattr(draw.Artist, 'draw', noting)
     with pytest.raises(KeyboardInterrupt):
         measure(12)
-    assert made == [0, 5, 10] and not list((tmp_path / evaluate.FOLDER).glob('*.json'))
+    assert made == [0, 5, 10] and not list((tmp_path / evaluation.FOLDER).glob('*.json'))
     resumed = measure(12)
     assert made == [0, 5, 10, 10]
     # More pictures: only the last file, of two records, does not fit.
@@ -99,9 +100,9 @@ def test_a_bad_choice_of_data_is_refused(measure):
     with pytest.raises(ValueError, match=r'num_pictures=10000: expected 2 to \d+, .*validation'):
         measure(10_000)
     with pytest.raises(ValueError, match='mixture: choose the data set by --data_dir'):
-        evaluate.open_validation('', 12)
+        evaluation.open_validation('', 12)
     with pytest.raises(FileNotFoundError, match=r'^/none: there .*; if it has moved, .*_dir$'):
-        evaluate.open_validation('/none', 12)
+        evaluation.open_validation('/none', 12)
 
 
 def _write_pictures(folder, numbers, suffix='.png'):
@@ -145,7 +146,7 @@ def test_true_pictures_judge_what_is_drawn(small_run, true_folders, tmp_path, mo
     assert list(again.table) == ['drawn', 'ceiling']
     # Nor is it a result of `--features`.
     tmp_path.rename(tmp_path.parent / 'evaluation')
-    assert evaluate.read_results(tmp_path.parent, 4) == []
+    assert evaluation.read_results(tmp_path.parent, 4) == []
 
 
 def test_pictures_that_cannot_be_judged_are_named(small_run, true_folders, tmp_path):
@@ -200,20 +201,20 @@ def naive_frechet(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def test_cmmd_is_its_definition(monkeypatch):
-    monkeypatch.setattr(evaluate, '_ROWS_AT_ONCE', 7)  # fewer than there are
+    monkeypatch.setattr(evaluation, '_ROWS_AT_ONCE', 7)  # fewer than there are
     x, y = features(30, 6, 0), features(20, 6, 1, shift=0.5)
-    assert evaluate.cmmd(x, y) == pytest.approx(naive_cmmd(x, y), rel=1e-6)
-    assert evaluate.cmmd(x, x) == pytest.approx(0, abs=1e-9)
+    assert evaluation.cmmd(x, y) == pytest.approx(naive_cmmd(x, y), rel=1e-6)
+    assert evaluation.cmmd(x, x) == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.parametrize('count', [200, 5])  # of 5, covariances of 8 numbers are singular
 def test_frechet_is_its_definition(count):
     x, y = features(count, 8, 0), features(2 * count, 8, 1, shift=0.5)
-    assert evaluate.frechet(x, y) == pytest.approx(naive_frechet(x, y), rel=1e-4)
-    assert evaluate.frechet(x, x) == pytest.approx(0, abs=1e-6)
+    assert evaluation.frechet(x, y) == pytest.approx(naive_frechet(x, y), rel=1e-4)
+    assert evaluation.frechet(x, x) == pytest.approx(0, abs=1e-6)
 
 
 def test_a_score_counts_directions_and_no_negative_ones():
     images = np.array([[2.0, 0.0], [0.0, 3.0], [1.0, 1.0]])
     texts = np.array([[1.0, 0.0], [0.0, -1.0], [0.0, 5.0]])
-    assert evaluate.clip_score(images, texts) == pytest.approx(100 * (1 + 0.5**0.5) / 3)
+    assert evaluation.clip_score(images, texts) == pytest.approx(100 * (1 + 0.5**0.5) / 3)

@@ -23,8 +23,11 @@ from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from coyo11m_tfds.pictures import latent_rgb
 from tests import children, runs, small_vae
 from tests.train_lib.test_models import randomized
-from train_lib import checkpoint, draw, export, model_card, models, previews, torch_reference
-from train_lib.models.dit import Words, flatten_weights
+from train_lib import draw, export
+from train_lib.learning import models
+from train_lib.learning.dit import Words, flatten_weights
+from train_lib.lifecycle import checkpoint
+from train_lib.results import model_card, previews, torch_reference
 
 PREVIEW = {'guidance': 3.0, 'guidance_low': 0.4, 'guidance_high': 0.8}
 PREVIEW |= {'num_steps': 6, 'time_shift': 2.0}

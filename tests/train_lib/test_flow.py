@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
-from train_lib import flow
+from train_lib.learning import flow
 
 STATS = DatasetStats(
     latent_mean=np.array([1.0, -2.0, 3.0, 0.5], np.float32),

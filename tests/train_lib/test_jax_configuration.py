@@ -14,7 +14,9 @@ from coyo11m_tfds.pictures import vae_decoder
 from coyo11m_tfds.pictures.vae_encoder import VaeEncoder
 from tests import children, runs, small_vae
 from tests.runs import small_config
-from train_lib import beginnings, data, draw, export, metrics, sharding, step, train
+from train_lib import data, draw, export, train
+from train_lib.learning import metrics, sharding, step
+from train_lib.lifecycle import beginnings
 
 STATS = DatasetStats(
     latent_mean=np.ones(4, np.float32),

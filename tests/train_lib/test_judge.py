@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from train_lib import judge
+from train_lib.results import judge
 
 COUNT = 12
 

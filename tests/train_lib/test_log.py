@@ -10,8 +10,8 @@ import ml_collections
 import numpy as np
 import pytest
 
-from train_lib import metrics
-from train_lib.log import AHEAD, StepClock, TrainLog
+from train_lib.learning import metrics
+from train_lib.lifecycle.log import AHEAD, StepClock, TrainLog
 
 ON_LINUX = sys.platform == 'linux'
 
@@ -34,9 +34,11 @@ def _reading():
         counts=counts,
         read_counts=lambda: counts,
         batches_ready=lambda: 1,
-        progress=lambda position: {},
-        facts=types.SimpleNamespace(text_max_tokens=0),
     )
+
+
+def _make_clock(data):
+    return StepClock(data.batches_ready, data.read_counts)
 
 
 def _make_log(every, data=None):
@@ -45,13 +47,19 @@ def _make_log(every, data=None):
     writer = types.SimpleNamespace(write_scalars=scalars.__setitem__, flush=lambda: None)
     fields = {'log_every': every, 'max_skipped_in_a_row': 2, 'max_skipped': 4}
     config = ml_collections.ConfigDict(fields | {'batch_size': 1, 'num_steps': 9})
-    beginning = types.SimpleNamespace(step=0, position_at=lambda step: {})
-    program = types.SimpleNamespace(flops=lambda num_tokens: 0)
-    setup = types.SimpleNamespace(
-        config=config, data=data or _reading(), beginning=beginning, program=program
-    )
     empty = metrics.TrainMetrics.empty()
-    return TrainLog(setup, writer, empty, empty, lambda step: 'Start afresh'), scalars
+    log = TrainLog(
+        config=config,
+        writer=writer,
+        clock=_make_clock(data or _reading()),
+        steps_before=0,
+        flops=0,
+        describe_progress=lambda step: {},
+        empty=empty,
+        window=empty,
+        advise_restart=lambda step: 'Start afresh',
+    )
+    return log, scalars
 
 
 def _losses(scalars):
@@ -112,7 +120,7 @@ class _Step:
 
 
 def test_waiting_counts_while_the_device_is_idle_alone():
-    clock = StepClock(_reading())
+    clock = _make_clock(_reading())
     clock.step_started(jnp.zeros(()))  # not counted
     assert clock.lap(batch_size=10) == {}
     for _ in range(3):
@@ -150,7 +158,7 @@ def test_what_was_read_is_told_as_rate_moment_and_sum():
 
 
 def test_what_is_aside_slows_nothing_down():
-    clock = StepClock(_reading())
+    clock = _make_clock(_reading())
 
     def start_step():
         return jnp.zeros(())
@@ -175,7 +183,7 @@ def test_what_is_aside_slows_nothing_down():
 
 
 def test_steps_count_when_they_are_finished_and_few_are_started_ahead():
-    clock = StepClock(_reading())
+    clock = _make_clock(_reading())
     clock.step_started(jnp.zeros(()))
     steps = [_Step() for _ in range(AHEAD + 1)]
     for step in steps[:-1]:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from train_lib import metrics
+from train_lib.learning import metrics
 
 _SAMPLES = st.lists(
     st.tuples(st.floats(0, 4, width=32), st.floats(0, 1, width=32), st.booleans()),

@@ -15,7 +15,9 @@ import input_pipeline
 from coyo11m_tfds import add_column, schema
 from tests import built, runs
 from tests.runs import small_config
-from train_lib import beginnings, checkpoint, data, sharding
+from train_lib import data
+from train_lib.learning import sharding
+from train_lib.lifecycle import beginnings, checkpoint
 
 STAGES = ({'from': 5, 'weights': (1, 1)},)
 

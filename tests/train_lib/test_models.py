@@ -13,9 +13,9 @@ import pytest
 from coyo11m_tfds.text import text_encoders
 from tests import runs
 from tests.test_readme import blocks
-from train_lib import draw, models, train
-from train_lib.models import dit
-from train_lib.models.dit import Words
+from train_lib import draw, train
+from train_lib.learning import dit, models
+from train_lib.learning.dit import Words
 
 
 def _inputs(batch=3, side=8, text_dim=16):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train_lib import previews
+from train_lib.results import previews
 
 
 def _flat(colours):

@@ -10,7 +10,8 @@ import pytest
 from PIL import Image
 
 from tests import children
-from train_lib import draw, prompt_sets
+from train_lib import draw
+from train_lib.results import prompt_sets
 
 PROMPTS = ['a red circle', 'a blue square', 'a green triangle']
 GENEVAL = [{'tag': 'colors', 'include': [{'class': 'cup', 'count': 1}], 'prompt': PROMPTS[0]}]

@@ -14,7 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 
 from tests import children, runs
-from train_lib import sharding
+from train_lib.learning import sharding
 from train_lib.tools import compile
 
 
@@ -124,7 +124,7 @@ def test_least_bytes_of_a_step(data, fsdp, expected, options):
 _MAP = """
 import json
 import jax, numpy as np
-from train_lib import sharding
+from train_lib.learning import sharding
 from train_lib.tools import compile, hlo
 
 sharding.MIN_SHARDED_SIZE = 64
@@ -181,7 +181,7 @@ _COUNT = """
 import os, socket
 os.environ['JAX_PLATFORMS'] = 'cpu'
 import jax
-from train_lib import sharding
+from train_lib.learning import sharding
 
 port, index, name = sys.argv[1:]
 jax.distributed.initialize(f'127.0.0.1:{port}', 3, int(index))

@@ -14,7 +14,7 @@ import pytest
 
 from coyo11m_tfds.process import stop_signals
 from tests import children, runs
-from train_lib import signals
+from train_lib.lifecycle import signals
 
 REQUEUE = 75  # of configs/default.py
 SECONDS = 45  # that leaving may take here; a stalled hook alone would take longer
@@ -57,7 +57,7 @@ def test_a_signal_that_is_ignored_or_is_the_programs_own_does_not_stop_a_run(han
 
 _LEAVING = """
     import signal, time
-    from train_lib import signals
+    from train_lib.lifecycle import signals
 
     for name in sys.argv[1:]:
         signal.signal(signal.Signals[name], signal.SIG_IGN)
@@ -82,7 +82,7 @@ def test_before_the_first_step_a_signal_ends_the_process_unless_it_is_ignored(nu
 _WORKER = """
     import os, signal, time
     import jax
-    from train_lib import signals
+    from train_lib.lifecycle import signals
 
     index, port = int(sys.argv[1]), sys.argv[2]
     jax.config.update('jax_cpu_collectives_implementation', 'gloo')

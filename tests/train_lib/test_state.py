@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests import runs
-from train_lib import beginnings, state
-from train_lib.models import dit
+from train_lib.learning import dit, state
+from train_lib.lifecycle import beginnings
 
 LAYERS, WIDTH = 2, 16
 

@@ -12,9 +12,8 @@ from flax.traverse_util import flatten_dict
 from configs import default
 from tests import children
 from tests.train_lib.test_flow import STATS
-from train_lib import sharding, state
-from train_lib import step as steps
-from train_lib.models import dit
+from train_lib.learning import dit, sharding, state
+from train_lib.learning import step as steps
 
 TEXT = jax.ShapeDtypeStruct((1, 16), jnp.float32)
 
@@ -224,7 +223,7 @@ for name in ('tensorflow', 'tensorflow_datasets', 'torch'):
     sys.modules[name] = None  # an import of it is an error
 import jax, numpy as np
 from configs import default
-from train_lib import flow, sharding, step
+from train_lib.learning import flow, sharding, step
 config = default.get_config()
 config.model.update(name='tiny/4', width=16, depth=1, unroll=1, dtype='float32')
 facts = flow.no_stats(text_dim=5, latents_shape=(1, 4, 8, 8))

@@ -22,7 +22,8 @@ from coyo11m_tfds import schema
 from tests import runs
 from tests.runs import SMALL, losses, read_scalars, saved_steps, small_config, wait_until
 from tests.train_lib.test_data import rewritten
-from train_lib import beginnings, checkpoint, chips, data, train
+from train_lib import data, train
+from train_lib.lifecycle import beginnings, checkpoint, chips
 
 
 @pytest.fixture(scope='module')

@@ -14,7 +14,9 @@ from PIL import Image
 from coyo11m_tfds.text import text_encoders
 from tests import children, runs
 from tests.fakes.cloud import Fault
-from train_lib import checkpoint, draw, previews, workdirs
+from train_lib import draw
+from train_lib.lifecycle import checkpoint, workdirs
+from train_lib.results import previews
 
 DATA, RUN = 'gs://data/1.0.0', 'gs://runs/a'
 SETTINGS = {'num_steps': 8, 'eval_every': 5, 'preview_every': 4, 'checkpoint_every': 2}

@@ -11,7 +11,8 @@ import pytest
 from etils import epath
 
 from tests import runs
-from train_lib import train, writers
+from train_lib import train
+from train_lib.lifecycle import writers
 
 pytest.importorskip('wandb')
 

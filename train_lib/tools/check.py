@@ -30,8 +30,9 @@ def check_configuration(config: ml_collections.ConfigDict) -> dict[str, str | di
 
     from coyo11m_tfds.pictures import vae_decoder
     from coyo11m_tfds.process import jax_environment
-    from train_lib import config_rules, flow, sharding, step, writers
     from train_lib.data import TrainingData
+    from train_lib.learning import flow, sharding, step
+    from train_lib.lifecycle import config_rules, writers
 
     jax_environment.check()
     writers.check_installed(config)

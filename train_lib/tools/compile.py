@@ -46,19 +46,11 @@ from ml_collections import config_flags
 from coyo11m_tfds import schema
 from coyo11m_tfds.process import command_line
 from coyo11m_tfds.process.sizes import format_count
-from train_lib import (
-    caption_encoder,
-    chips,
-    config_rules,
-    device_memory,
-    flow,
-    models,
-    run,
-    sharding,
-    state,
-)
-from train_lib.models.dit import POOLED
-from train_lib.step import Program, make_program
+from train_lib import run
+from train_lib.learning import flow, models, sharding, state, step_encoder
+from train_lib.learning.dit import POOLED
+from train_lib.learning.step import Program, make_program
+from train_lib.lifecycle import chips, config_rules, device_memory
 from train_lib.tools import hlo
 
 FLAGS = flags.FLAGS
@@ -97,7 +89,7 @@ def analyze(
     devices = slice_devices(topology)
     chip = _chip(devices[0].device_kind, topology)
     mesh = sharding.make_mesh(**config.mesh, devices=devices)
-    encoder = caption_encoder.abstract_step_encoder(config.encoder, mesh, dtype=config.model.dtype)
+    encoder = step_encoder.abstract_step_encoder(config.encoder, mesh, dtype=config.model.dtype)
     # Without an encoder in the step, texts are as in a data set of embeddings or of token ids.
     text_dim, vocabulary = 0, VOCABULARY
     if encoder is not None:
@@ -149,7 +141,7 @@ def _chip(kind: str, topology: str) -> chips.Chip:
     if kind not in chips.CHIPS:
         raise ValueError(
             f'{topology} has devices of kind {kind!r}, expected one of {", ".join(chips.CHIPS)}; '
-            'add it to train_lib/chips.py'
+            'add it to train_lib/lifecycle/chips.py'
         )
     return chips.CHIPS[kind]
 

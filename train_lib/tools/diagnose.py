@@ -61,8 +61,9 @@ def time_steps_and_batches(
     # They import TensorFlow, which reads the settings that `run.prepare` makes.
     import jax
 
-    from train_lib import data, sharding
-    from train_lib.step import for_data
+    from train_lib import data
+    from train_lib.learning import sharding
+    from train_lib.learning.step import for_data
 
     config = _share_of_one_host(config, hosts)
     # A pod's mesh is for its devices; `fsdp` holds for this host, whose devices it splits first.

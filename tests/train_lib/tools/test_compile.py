@@ -13,8 +13,8 @@ from coyo11m_tfds.text import jax_encoder
 from tests import children
 from tests.checkout import CHECKOUT
 from tests.text.test_jax_encoder import models  # noqa: F401, a fixture
-from train_lib import chips
-from train_lib import models as networks
+from train_lib.learning import models as networks
+from train_lib.lifecycle import chips
 from train_lib.tools import compile, hlo
 
 # As their docstrings say.

@@ -150,7 +150,7 @@ _EXCHANGES = """
 import json
 import jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from train_lib import sharding
+from train_lib.learning import sharding
 from train_lib.tools import hlo
 
 mesh = sharding.make_mesh(4, 2)

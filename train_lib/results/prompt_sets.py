@@ -19,7 +19,7 @@ from coyo11m_tfds import storage
 from coyo11m_tfds.pictures import pixels
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.storage import json_digest
-from train_lib import draw
+from train_lib.results.artist import Artist
 
 _GRID_WIDTH = 2  # the judge of DPG-Bench cuts a grid into two by two pictures
 
@@ -40,11 +40,11 @@ def read_prompts(path: epath.PathLike, count: int) -> list[Prompt]:
         if not (names := sorted(x for x in storage.list_folder(path) if x.endswith('.txt'))):
             raise ValueError(f'{path} holds no prompt; expected one in each NAME.txt.')
         # A prompt may be wrapped.
-        texts = [' '.join(draw.read_captions(path / name)) for name in names]
+        texts = [' '.join(read_captions(path / name)) for name in names]
         grids = [[f'{name.removesuffix(".txt")}.png'] for name in names]
         return [Prompt(text, grid, {}) for text, grid in zip(texts, grids, strict=True)]
     prompts = []
-    for number, line in enumerate(draw.read_captions(path)):
+    for number, line in enumerate(read_captions(path)):
         try:
             metadata = json.loads(line) if path.suffix == '.jsonl' else {'prompt': line}
             text = metadata['prompt'].strip()
@@ -57,7 +57,7 @@ def read_prompts(path: epath.PathLike, count: int) -> list[Prompt]:
 
 
 def draw_prompts(
-    artist: draw.Artist, prompts: list[Prompt], count: int, place: epath.PathLike, name: str
+    artist: Artist, prompts: list[Prompt], count: int, place: epath.PathLike, name: str
 ) -> str:
     """Draws the missing ones of `count` pictures a prompt; returns their folder.
 
@@ -102,3 +102,17 @@ def _tile(pictures: np.ndarray) -> np.ndarray:
     cells = np.pad(pictures, [(0, num_missing), (0, 0), (0, 0), (0, 0)])
     rows = np.split(cells, len(cells) // _GRID_WIDTH)
     return np.vstack([np.hstack(list(row)) for row in rows])
+
+
+def read_captions(path: epath.Path) -> list[str]:
+    """Reads a caption from each line of a file; raises a ValueError if it has none."""
+    try:
+        # Some editors begin with a byte order mark.
+        text = storage.describe_file(path).read().decode('utf-8-sig')
+    except UnicodeDecodeError as error:
+        raise ValueError(f'{path}: byte {error.start} is not UTF-8; save it as UTF-8.') from error
+    # Not by `splitlines`: texts may hold other ends of lines, as U+2028.
+    captions = [caption for line in text.split('\n') if (caption := line.strip())]
+    if not captions:
+        raise ValueError(f'{path} holds no caption; expected one a line.')
+    return captions

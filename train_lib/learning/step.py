@@ -24,10 +24,10 @@ from jax.sharding import Mesh
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from coyo11m_tfds.process.errors import FieldError
 from coyo11m_tfds.process.jax_environment import promote_as_usual
-from train_lib import caption_encoder, flow, models, sharding, state
-from train_lib.caption_encoder import StepEncoder
-from train_lib.metrics import EvalMetrics, TrainMetrics
-from train_lib.state import TrainState, cast_block_kernels
+from train_lib.learning import flow, models, sharding, state, step_encoder
+from train_lib.learning.metrics import EvalMetrics, TrainMetrics
+from train_lib.learning.state import TrainState, cast_block_kernels
+from train_lib.learning.step_encoder import StepEncoder
 
 Batch = Mapping[str, jax.Array]
 
@@ -287,9 +287,7 @@ class Program:
 
 def for_data(config: ml_collections.ConfigDict, mesh: Mesh, stats: DatasetStats) -> Program:
     """Makes the program for a data set, with the text encoder of the configuration."""
-    encoder = caption_encoder.load_step_encoder(
-        config.encoder, stats, mesh, dtype=config.model.dtype
-    )
+    encoder = step_encoder.load_step_encoder(config.encoder, stats, mesh, dtype=config.model.dtype)
     return make_program(config, mesh, stats, encoder)
 
 

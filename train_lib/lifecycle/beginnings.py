@@ -15,11 +15,11 @@ from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from coyo11m_tfds.process import errors
-from train_lib import checkpoint, config_rules, models
-from train_lib.checkpoint import Description, SavedRun
-from train_lib.data import TrainingData
-from train_lib.state import TrainState
-from train_lib.step import Program
+from train_lib.learning import models
+from train_lib.learning.state import TrainState
+from train_lib.learning.step import Program
+from train_lib.lifecycle import checkpoint, config_rules
+from train_lib.lifecycle.checkpoint import Description, SavedRun
 
 
 class OtherRunError(ValueError):
@@ -32,16 +32,9 @@ class Beginning:
 
     description: Description  # of the run at `step`, with its present settings
     step: int  # of the last checkpoint; 0 without one
-    data: TrainingData
     has_new_config: bool  # whether the last checkpoint holds another configuration
     source: SavedRun | None = None  # with the first weights of a new run
     misfits: Collection[str] = ()  # parameters that are not taken from there: shapes differ
-
-    def position_at(self, step: int) -> dict[str, Any]:
-        return self.data.position_at(self.description.position, step)
-
-    def description_at(self, step: int) -> Description:
-        return dataclasses.replace(self.description, position=self.position_at(step))
 
     def state(self, program: Program) -> TrainState:
         """Returns the state at step 0: weights are random or those of `source`, all else is new."""
@@ -69,26 +62,30 @@ class Beginning:
 def find_beginning(
     config: ml_collections.ConfigDict,
     workdir: epath.PathLike,
-    data: TrainingData,
+    description: Description,
     program: Program,
     accept_changes: Collection[str] = (),
 ) -> Beginning:
-    """Finds the start of a run, and checks that it fits; reads no weights, and writes nothing."""
-    encoder = program.encoder
-    identity = {'encoder': {'name': encoder.name, 'revision': encoder.revision}} if encoder else {}
-    description = Description(
-        identity=data.identity | identity,
-        settings=data.settings,
-        config=config_rules.with_absolute_places(config),
-        facts=data.facts.to_json(),
-        position=data.position,
-    )
+    """Finds the start of a run, and checks that it fits; reads no weights, and writes nothing.
+
+    Args:
+        config: Configuration of the run.
+        workdir: Its folder.
+        description: Its description at step 0.
+        program: Its compiled functions.
+        accept_changes: Fields that may differ from those in the last checkpoint.
+
+    Raises:
+        OtherRunError: The last checkpoint belongs to another run, or has other settings.
+        ValueError: The weights of a checkpoint do not fit the model.
+        OSError: A checkpoint cannot be read.
+    """
     last = checkpoint.find_last(workdir)
     if last is None:
         if not config.init_from:
-            return Beginning(description, 0, data, True)
+            return Beginning(description, 0, True)
         source, misfits = _open_first_weights(config.init_from, description, program)
-        return Beginning(description, 0, data, True, source, misfits)
+        return Beginning(description, 0, True, source, misfits)
     saved = last.description
     check_resumable(saved, description, accept_changes, checkpoint_path=str(last.folder))
     if config.num_steps < last.step:
@@ -104,7 +101,7 @@ def find_beginning(
     position = _resume_position(saved.position, description.position)
     has_new_config = saved.config != description.config
     description = dataclasses.replace(description, position=position)
-    return Beginning(description, last.step, data, has_new_config)
+    return Beginning(description, last.step, has_new_config)
 
 
 def _resume_position(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:

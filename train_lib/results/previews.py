@@ -172,7 +172,7 @@ def _warn_of_missing(letters: str) -> None:
 @functools.cache
 def _fonts(size: int) -> list[ImageFont.FreeTypeFont]:
     """DejaVu Sans, and a font with further letters if one is installed."""
-    dejavu = pathlib.Path(__file__).with_name('fonts') / 'DejaVuSans.ttf'
+    dejavu = pathlib.Path(__file__).parents[1] / 'fonts' / 'DejaVuSans.ttf'
     fonts = [ImageFont.truetype(dejavu, size)]
     package = importlib.util.find_spec(_CJK_PACKAGE)
     origin = package.origin if package else None

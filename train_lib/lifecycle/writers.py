@@ -16,7 +16,7 @@ from etils import epath
 
 from coyo11m_tfds.process import errors
 from coyo11m_tfds.process.shown_text import escape_for_html
-from train_lib import config_rules
+from train_lib.lifecycle import config_rules
 
 _ID_FILE = 'wandb_id.txt'  # in the workdir
 

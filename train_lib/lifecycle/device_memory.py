@@ -12,7 +12,7 @@ import ml_collections
 from coyo11m_tfds.process import machine
 from coyo11m_tfds.process.jax_environment import promote_as_usual
 from coyo11m_tfds.process.sizes import format_bytes
-from train_lib import models
+from train_lib.learning import models
 
 
 # As the step is called: else JAX would compile it again.

@@ -14,10 +14,11 @@ import os
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import ml_collections
 import numpy as np
 from absl import logging
 from clu import parameter_overview
@@ -25,13 +26,14 @@ from jax.experimental import multihost_utils
 
 import train_lib
 from coyo11m_tfds.process.sizes import format_count
-from train_lib import chips, metrics
+from input_pipeline import ReadCounts
+from train_lib.learning import metrics
+from train_lib.learning.step import Program
+from train_lib.lifecycle import chips
 
 if TYPE_CHECKING:
     from clu import metric_writers  # imports TensorFlow
-
-    from train_lib.data import TrainingData
-    from train_lib.train import Setup
+    from etils import epath
 
 # Linux alone has it: sizes of this process in pages, of which the second is the resident one.
 _PROCESS_MEMORY = pathlib.Path('/proc/self/statm')
@@ -43,17 +45,32 @@ def log_on_process_0(text: str, *arguments) -> None:
         logging.info(text, *arguments)
 
 
-def introduce(setup: 'Setup') -> None:
-    """Logs the machine, data, model and length of a run."""
-    config, data, program = setup.config, setup.data, setup.program
-    state, num_tokens = program.abstract_state, data.facts.text_max_tokens
-    placement: Any = state.step.sharding  # a NamedSharding
+def introduce(
+    config: ml_collections.ConfigDict,
+    program: Program,
+    *,
+    data_lines: Sequence[str],
+    num_tokens: int,
+    first_step: int,
+    workdir: 'epath.Path',
+) -> None:
+    """Logs the machine, data, model and length of a run.
+
+    Args:
+        config: Configuration of the run.
+        program: Its compiled functions, with the model and the encoder of texts.
+        data_lines: Description of the data.
+        num_tokens: Tokens of the longest text; 0 for embeddings.
+        first_step: Number of the step that comes first.
+        workdir: Folder of the run.
+    """
+    placement: Any = program.abstract_state.step.sharding  # a NamedSharding
     log_on_process_0(
         f'machine: {jax.device_count()} x {jax.devices()[0].device_kind}, processes: '
         f'{jax.process_count()}, cores of this host: {os.cpu_count()}, mesh '
         + ' x '.join(f'{axis} {size}' for axis, size in placement.mesh.shape.items())
     )
-    for line in data.description:
+    for line in data_lines:
         log_on_process_0(f'data: {line}')
     if (encoder := program.encoder) is not None:
         flops = encoder.network.config.flops(num_tokens) / 1e9
@@ -62,11 +79,11 @@ def introduce(setup: 'Setup') -> None:
             f'GFLOP a sample, {encoder.network.dtype}'
         )
     log_on_process_0(
-        f'model: {config.model.name}, {_count_millions(state.params)}, '
+        f'model: {config.model.name}, {_count_millions(program.abstract_state.params)}, '
         f'{program.flops(num_tokens) / 1e9:.3g} GFLOP to train on a sample, {config.model.dtype}'
     )
-    steps = f'{setup.beginning.step + 1} to {config.num_steps}'
-    log_on_process_0(f'steps {steps}, into {setup.workdir}; compiling ...')
+    steps = f'{first_step} to {config.num_steps}'
+    log_on_process_0(f'steps {steps}, into {workdir}; compiling ...')
 
 
 def _count_millions(params: Any) -> str:
@@ -77,8 +94,12 @@ def _count_millions(params: Any) -> str:
 class TrainLog:
     """Merges the metrics of steps, and writes their averages every `log_every` steps."""
 
-    setup: 'Setup'
+    config: ml_collections.ConfigDict
     writer: 'metric_writers.MetricWriter'
+    clock: 'StepClock'
+    steps_before: int  # of the run, which were trained before this process began
+    flops: float  # to train on a sample; 0 if unknown
+    describe_progress: Callable[[int], dict[str, float]]  # scalars about the data up to a step
     empty: metrics.TrainMetrics  # of no step, on the devices of the steps' metrics
     # Merged metrics of the steps since the last report. A checkpoint holds them, so that a run that
     # is interrupted within a window later writes the same report.
@@ -86,9 +107,6 @@ class TrainLog:
     advise_restart: Callable[[int], str]  # for a resume from before a bad step
 
     def __post_init__(self):
-        self._config, self._data = self.setup.config, self.setup.data
-        self._flops = self.setup.program.flops(self._data.facts.text_max_tokens)  # of a sample
-        self.clock = StepClock(self._data)
         self.summary = ''  # of the last window that was written
         self._opened = time.monotonic()
         self._first_finished: float | None = None
@@ -102,7 +120,7 @@ class TrainLog:
         self.clock.step_started(update)
         if self._first_finished is None:
             self._log_first_step(step, update)
-        if step % self._config.log_every == 0:
+        if step % self.config.log_every == 0:
             self._complete_window = step, self.window
             self.window = self.empty
 
@@ -126,7 +144,7 @@ class TrainLog:
         del means['skipped_in_a_row']
         # Where no step counted there is no mean.
         scalars = {f'train/{name}': float(x) for name, x in means.items() if not math.isnan(x)}
-        scalars |= self.clock.lap(self._config.batch_size)
+        scalars |= self.clock.lap(self.config.batch_size)
         scalars |= self._current_scalars(step, scalars.get('train/samples_per_second'))
         self.writer.write_scalars(step, scalars)
         self.summary = ', '.join(self._summarize(step, scalars))
@@ -137,23 +155,23 @@ class TrainLog:
         total = int(window.skipped_steps.compute())
         limits = (in_a_row, 'max_skipped_in_a_row', ' in a row'), (total, 'max_skipped', '')
         for skipped, field, suffix in limits:
-            if skipped > self._config[field]:
+            if skipped > self.config[field]:
                 raise FloatingPointError(
                     f'{format_count(skipped, "step")}{suffix} up to step {step} had a loss or a '
-                    f'gradient that was not finite, more than {field}={self._config[field]}: '
+                    f'gradient that was not finite, more than {field}={self.config[field]}: '
                     'training has diverged. '
                     f'{self.advise_restart(step - in_a_row)}.'
                 )
 
     def _current_scalars(self, step: int, rate: float | None) -> dict[str, float]:
         """Scalars of this moment, and those that follow from the samples a second."""
-        scalars = self._data.progress(self.setup.beginning.position_at(step))
-        if rate and self._flops:
-            flops = self._flops * rate / jax.device_count()
+        scalars = self.describe_progress(step)
+        if rate and self.flops:
+            flops = self.flops * rate / jax.device_count()
             scalars['device/tflops_per_chip'] = flops / 1e12
             if (chip := chips.CHIPS.get(jax.devices()[0].device_kind)) is not None:
                 scalars['device/model_flop_utilization'] = flops / chip.flops
-        counts = self._data.read_counts()
+        counts = self.clock.read_counts()
         scalars['input/chunks_in_flight'] = counts.chunks_in_flight
         scalars['input/bad_records'] = counts.bad_records
         if _PROCESS_MEMORY.exists():
@@ -179,14 +197,14 @@ class TrainLog:
     def _summarize(self, step: int, scalars: Mapping[str, float]) -> Iterator[str]:
         """Describes a window of steps: loss 0.4123, step 350 of 900, 2.2 steps/s, ..."""
         yield f'loss {scalars["train/loss"]:.4f}' if 'train/loss' in scalars else 'no finite loss'
-        yield f'step {step} of {self._config.num_steps}'
+        yield f'step {step} of {self.config.num_steps}'
         if 'train/steps_per_second' in scalars:
             rate = scalars['train/steps_per_second']
             yield f'{rate:.{2 if rate < 10 else 0}f} steps/s'
             # Evaluations and the like included, as they will come again.
             seconds = time.monotonic() - (self._first_finished or self._opened)
-            steps_done = max(step - self.setup.beginning.step - 1, 1)
-            remaining = round(seconds / steps_done * (self._config.num_steps - step))
+            steps_done = max(step - self.steps_before - 1, 1)
+            remaining = round(seconds / steps_done * (self.config.num_steps - step))
             yield f'{datetime.timedelta(seconds=remaining)} left'
         if 'train/epoch' in scalars:
             yield f'epoch {scalars["train/epoch"]:.2f}'
@@ -207,8 +225,15 @@ _Moment = concurrent.futures.Future[float]  # `time.monotonic`, once it is known
 class StepClock:
     """Measures the rates of finished steps and of reading, and how long the devices lacked data."""
 
-    def __init__(self, data: 'TrainingData'):
-        self._data = data
+    def __init__(self, batches_ready: Callable[[], int], read_counts: Callable[[], ReadCounts]):
+        """Starts to measure.
+
+        Args:
+            batches_ready: Returns how many batches have arrived for the steps to come.
+            read_counts: Returns what training has read since the process began.
+        """
+        self._batches_ready = batches_ready
+        self.read_counts = read_counts
         # A thread waits for each step and records its end, so that the host can run up to `AHEAD`
         # steps ahead of the devices.
         self._watcher = concurrent.futures.ThreadPoolExecutor(1, 'step-clock')
@@ -221,7 +246,7 @@ class StepClock:
     def waiting_for_data(self) -> Iterator[None]:
         """Marks a block in which the host waits for a batch, also in profiles."""
         began = time.monotonic()
-        self._ready.append(self._data.batches_ready())
+        self._ready.append(self._batches_ready())
         with jax.profiler.TraceAnnotation('waiting for input'):
             yield
         if self._last is not None:
@@ -283,7 +308,7 @@ class StepClock:
         }
         if self._ready:
             scalars['input/batches_ready'] = statistics.fmean(self._ready)
-        num_bytes = self._data.read_counts().num_bytes - self._num_bytes
+        num_bytes = self.read_counts().num_bytes - self._num_bytes
         scalars['input/read_mb_per_second'] = num_bytes / 1e6 / total
         # The next lap begins at the end of the last step, or of what was aside since.
         self._restart(self._marks[-1][0])
@@ -294,7 +319,7 @@ class StepClock:
         self._marks: list[tuple[_Moment, bool]] = [(moment, False)]
         self._waits: list[tuple[float, _Moment, float]] = []
         self._ready: list[int] = []
-        self._num_bytes = self._data.read_counts().num_bytes
+        self._num_bytes = self.read_counts().num_bytes
 
 
 def _wait_for_end(result: Any) -> float:

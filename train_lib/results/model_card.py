@@ -13,7 +13,8 @@ from coyo11m_tfds.process.shown_text import (
     quote_in_markdown,
 )
 from coyo11m_tfds.storage import model_files
-from train_lib import checkpoint, config_rules, evaluate, previews
+from train_lib.lifecycle import checkpoint, config_rules
+from train_lib.results import evaluation, previews
 
 CARD_FILE, PREVIEWS_FILE = FILES = 'README.md', 'previews.png'
 
@@ -103,11 +104,11 @@ def _front_matter(license_name: str, datasets: Sequence[str]) -> str:
 
 def _evaluations(workdir: epath.Path, step: int, average: bool) -> Iterator[str]:
     """A section for each result of `train_lib.evaluate` with these weights."""
-    for result in evaluate.read_results(workdir, step):
+    for result in evaluation.read_results(workdir, step):
         settings = result['settings']
         if settings['average'] == average:
             metrics = {name: f'{result[name]:,.6g}' for name in _METRICS if name in result}
-            others = {name: settings[name] for name in evaluate.NAMED_SETTINGS}
+            others = {name: settings[name] for name in evaluation.NAMED_SETTINGS}
             others |= settings['preview']
             yield f'## Evaluation\n\n{_table(metrics | others)}'
 

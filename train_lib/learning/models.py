@@ -18,7 +18,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from coyo11m_tfds.process.errors import FieldError
-from train_lib.models.dit import DiT
+from train_lib.learning.dit import DiT
 
 # 'full' saves memory: without it, a batch of 256 with S/2 takes 64 GB (compiled for a CPU).
 SIZES: dict[str, dict[str, Any]] = {
@@ -85,7 +85,7 @@ def _import_model(kind: str) -> Any:
     if missing := [attribute for attribute in required if attribute not in attributes]:
         problem = (
             f'lacks {", ".join(missing)}: expected a flax.linen.Module with what '
-            'train_lib.models.dit.DiT has of these'
+            'train_lib.learning.dit.DiT has of these'
         )
         raise FieldError('model.kind', kind, problem)
     return model

@@ -23,8 +23,8 @@ from flax.traverse_util import flatten_dict
 from jax.ad_checkpoint import checkpoint_name
 
 from coyo11m_tfds.process.errors import FieldError
-from train_lib.models import attention_kernel
-from train_lib.models.attention_kernel import Product
+from train_lib.learning import attention_kernel
+from train_lib.learning.attention_kernel import Product
 
 Dtype = jnp.dtype | type
 

@@ -17,7 +17,8 @@ from flax.traverse_util import flatten_dict
 
 from coyo11m_tfds import storage
 from coyo11m_tfds.storage import json_digest
-from train_lib import sharding, workdirs
+from train_lib.learning import sharding
+from train_lib.lifecycle import workdirs
 
 FOLDER = 'checkpoints'  # in a workdir
 RECORD = 'checksums.json'  # in a checkpoint

@@ -12,7 +12,8 @@ from etils import epath
 from coyo11m_tfds import captioned_images, schema
 from coyo11m_tfds.pictures import latent_rgb, pixels
 from coyo11m_tfds.storage import model_files
-from train_lib import draw, judge, previews, prompt_sets
+from train_lib.results import judge, previews, prompt_sets
+from train_lib.results.artist import Artist
 
 RoundTrip = Callable[[np.ndarray], np.ndarray]  # of pictures, uint8 `(n, H, W, 3)`
 
@@ -63,7 +64,7 @@ def read_pictures(
     )
 
 
-def make_round_trip(artist: draw.Artist) -> RoundTrip | None:
+def make_round_trip(artist: Artist) -> RoundTrip | None:
     """Returns what turns pictures into latents and back, as the artist turns latents into pictures.
 
     None if it cannot be done: with a decoder that has no encoder, or did not make the latents.
@@ -87,7 +88,7 @@ def make_round_trip(artist: draw.Artist) -> RoundTrip | None:
 
 
 def compare(
-    artist: draw.Artist, place: epath.Path, truth: str, known: str | None, most: int
+    artist: Artist, place: epath.Path, truth: str, known: str | None, most: int
 ) -> Comparison:
     """Draws the captions of the first `most` pictures of the folder `truth`, and compares both.
 

@@ -1,0 +1,1 @@
+"""What learns: the model, its step, its state and their placement on devices."""

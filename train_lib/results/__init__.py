@@ -1,0 +1,1 @@
+"""What a run gives: pictures, their evaluation, and the files of an export."""

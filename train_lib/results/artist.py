@@ -1,0 +1,179 @@
+"""A checkpoint of a run that draws captions."""
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+from etils import epath
+
+from coyo11m_tfds.dataset.stored_dataset import DatasetStats
+from coyo11m_tfds.pictures import vae_decoder
+from coyo11m_tfds.process import jax_environment
+from coyo11m_tfds.process.errors import FieldError, at_least
+from coyo11m_tfds.storage import json_digest, model_files
+from coyo11m_tfds.text.text_encoders import Encoder, Tokenizer
+from train_lib.learning import models, sharding, step_encoder
+from train_lib.learning.step import bind, make_draw, sampling_settings
+from train_lib.lifecycle import checkpoint, config_rules
+from train_lib.results import caption_encoder
+
+BATCH_SIZE = 64  # pictures that are drawn at a time
+
+
+class Artist:
+    """A checkpoint of a run, ready to draw on the devices of this process.
+
+    Its `workdir` is the run's, without a step. Its `settings` are plain values that decide the
+    picture of a caption; its `encoder` names the text encoder, '' stands for that of the data set;
+    `vae` is the decoder, '' the linear map; `facts` are those of the training data;
+    `paint` turns raw latents `(n, C, H, W)` into pictures, uint8 `(n, height, width, 3)`.
+    """
+
+    def __init__(
+        self,
+        place: epath.PathLike,
+        *,
+        step: int | None = None,
+        average: bool = True,
+        seed: int | None = None,
+        batch_size: int = BATCH_SIZE,
+        encoder: str = '',
+        vae: str | None = None,
+        **changes: float | str | None,
+    ):
+        """Opens a checkpoint, see `checkpoint.open_run`; reads the weights when needed.
+
+        `encoder` is a folder or hub name. `changes` replace fields of the run's `config.preview`,
+        such as `guidance`; '' and None keep the run's values.
+        """
+        jax_environment.check()
+        self._saved = checkpoint.open_run(place, step)
+        self.workdir, self.step = self._saved.workdir, self._saved.step
+        self.facts = DatasetStats.from_json(self._saved.description.facts)
+        config = ml_collections.ConfigDict(self._saved.description.config)
+        changes = {f'preview.{name}': value for name, value in changes.items()}
+        _change_fields(config, changes | {'seed': seed})
+        at_least(1).check('batch_size', batch_size)
+        # The run's own values were checked when it began: this checks the changes.
+        config_rules.check_config(config, needs_data=False)
+        self.vae: str = config.preview.vae if vae is None else vae
+        self.paint = vae_decoder.make_painter(
+            self.vae, self.facts.latents_shape[1], self.facts.vae, self.facts.latent_scale
+        )
+        self.data_dir = config.data.dir
+        self.encoder = encoder or config.encoder
+        self.batch_size = batch_size
+        self._mesh = sharding.make_mesh(devices=jax.local_devices())
+        self._average = average
+        self.settings = {
+            'step': self.step,
+            'average': average,
+            'seed': config.seed,
+            'config': json_digest.sha256(self._saved.description.config),
+            'preview': sampling_settings(config.preview),
+            'vae': _describe_vae(self.vae),
+        }
+        # Only where there is something to say: the settings name what `evaluate` stores.
+        if environment := jax_environment.describe():
+            self.settings['environment'] = environment
+        self._draw_batch = self._compile(config)
+
+    def draw(
+        self,
+        captions: Sequence[str],
+        encoder: Encoder | Tokenizer | None = None,
+        first: int = 0,
+    ) -> np.ndarray:
+        """Draws one picture for each caption, uint8 `(n, H, W, 3)`; None is `text_encoder`.
+
+        A picture is a function of the weights, the seed, the caption and its place in the list
+        (`first` is that of the first caption), except for rounding. Raises a ValueError for
+        anything else than captions.
+        """
+        captions = _list_captions(captions)
+        encoder = self.text_encoder if encoder is None else encoder
+        caption_encoder.check(self.facts, encoder)
+        texts = caption_encoder.encode(self.facts, encoder, captions)
+        devices = self._mesh.size
+        size = -(-min(self.batch_size, len(texts)) // devices) * devices
+        pictures = []
+        for start in range(0, len(texts), size):
+            batch = texts[start : start + size]
+            # The last batch is padded, or it would be compiled for a size of its own.
+            padded = np.pad(batch, [(0, size - len(batch)), (0, 0)])
+            latents = jax.device_get(self._draw_batch(padded, np.int32(first + start)))
+            pictures.append(self.paint(latents[: len(batch)]))
+        return np.concatenate(pictures)
+
+    @functools.cached_property
+    def picture_shape(self) -> tuple[int, int]:
+        """Height and width of a picture in pixels."""
+        _, *shape = self.facts.latents_shape
+        _, height, width, _ = self.paint(np.zeros((1, *shape), np.float32)).shape
+        return height, width
+
+    @functools.cached_property
+    def text_encoder(self) -> Encoder | Tokenizer:
+        """The encoder, or the tokenizer, that made the texts of the training data."""
+        return caption_encoder.load(self.facts, self.encoder)
+
+    @functools.cached_property
+    def params(self):
+        """The weights, whole on every device."""
+        replicated = sharding.replicated(self._mesh)
+        return self._saved.restore_weights(replicated, average=self._average)
+
+    def _compile(self, config: ml_collections.ConfigDict):
+        """The jitted function; pictures are shared out over the devices, each has all weights."""
+        dtype = config.model.dtype
+        try:
+            encoder = step_encoder.load_step_encoder(
+                config.encoder and self.encoder, self.facts, self._mesh, dtype=dtype
+            )
+        except ValueError as error:
+            raise ValueError(
+                f'{error}; with --encoder, name the one that the model was trained with'
+            ) from error
+        model = models.make_model(**config.model, vocabulary=self.facts.vocabulary)
+        # Weights whole on every device, pictures shared out: no exchange within a step.
+        model = model.clone(pin=sharding.RowPinning(self._mesh))
+        draw = make_draw(config, model, self.facts, encoder)
+        replicated, rows = sharding.replicated(self._mesh), sharding.batch(self._mesh)
+        draw_rows = bind(draw, encoder, replicated, rows, replicated, out_shardings=rows)
+        return lambda texts, first: draw_rows(self.params, texts, first)
+
+
+def _describe_vae(vae: str) -> str:
+    if not vae:
+        return ''
+    return f'{model_files.public_name(vae)} {model_files.revision(vae)}'
+
+
+def _change_fields(config: ml_collections.ConfigDict, changes: Mapping[str, Any]) -> None:
+    """Changes fields of a configuration, as `preview.guidance`; None stands for the run's value."""
+    values = config_rules.flatten_fields(config.to_dict())
+    for name, value in changes.items():
+        if value is None:
+            continue
+        if name not in values:
+            raise FieldError(name, value, 'there is no such field')
+        # A bool would be taken for a number.
+        problem = f'expected a value of the kind of {values[name]!r}'
+        if isinstance(value, bool):
+            raise FieldError(name, value, problem)
+        try:
+            config.update_from_flattened_dict({name: value})
+        except TypeError as error:
+            raise FieldError(name, value, problem) from error
+
+
+def _list_captions(captions: Iterable[str]) -> list[str]:
+    # A single text would be drawn letter by letter.
+    is_several = isinstance(captions, Iterable) and not isinstance(captions, (str, bytes))
+    texts = list(captions) if is_several else []
+    if not (texts and all(isinstance(text, str) for text in texts)):
+        raise ValueError(f'captions={captions!r}: expected a list of at least one text')
+    return texts

@@ -1,0 +1,115 @@
+"""The encoder or tokenizer of captions, as it made the texts that a model has learned."""
+
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+from absl import logging
+
+from coyo11m_tfds.dataset import word_list
+from coyo11m_tfds.dataset.stored_dataset import DatasetStats
+from coyo11m_tfds.storage import model_files
+from coyo11m_tfds.text import text_encoders
+from coyo11m_tfds.text.text_encoders import (
+    DEFAULT_MAX_TOKENS,
+    Encoder,
+    HashEncoder,
+    Tokenizer,
+    split_words,
+)
+from train_lib.learning import step_encoder
+from train_lib.results import previews
+
+_IN_PT = 'pt'  # embeddings that came with the latents, from an encoder that nothing names
+_OF_FOLDER = 'sha256:'  # how the revision of a model in a local folder begins
+
+
+def load(facts: DatasetStats, spec: str = '') -> Encoder | Tokenizer:
+    """Loads the encoder, or the tokenizer, that made the texts of a data set.
+
+    `spec` names it; with '' the metadata of the data set do, which do not hold a local folder.
+    """
+    if not (facts.vocabulary or facts.text_dim):
+        raise ValueError(
+            'the model was trained without text and knows no captions; its pictures are in the '
+            f'folder {previews.FOLDER} of the run.'
+        )
+    expected = facts.text_encoder
+    if not spec and expected == _IN_PT:
+        raise ValueError(
+            'the text embeddings came with the latents, and the data set does not name the encoder '
+            'that made them: name it with --encoder.'
+        )
+    if not spec and facts.text_revision.startswith(_OF_FOLDER):
+        runner, _, folder = expected.partition(':')
+        raise ValueError(
+            f'the model was trained on text embeddings of {expected}, whose files are in a folder '
+            f'named {folder} ({facts.text_revision}): give it with '
+            f'--encoder={runner}:/path/to/{folder}.'
+        )
+    spec = spec or expected
+    runner, colon, model = spec.partition(':')
+    # By its name, before loading it takes minutes.
+    if colon and expected != _IN_PT:
+        step_encoder.check_same_encoder(facts, f'{runner}:{model_files.public_name(model)}')
+    max_tokens = facts.text_max_tokens or DEFAULT_MAX_TOKENS
+    encoder: Encoder | Tokenizer
+    if facts.vocabulary:
+        encoder = text_encoders.make_tokenizer(spec, max_tokens, facts.text_words)
+    else:
+        encoder = text_encoders.make_encoder(spec, max_tokens)
+    check(facts, encoder)
+    return encoder
+
+
+def encode(
+    facts: DatasetStats, encoder: Encoder | Tokenizer, captions: Sequence[str]
+) -> np.ndarray:
+    """Encodes captions: embeddings float16 `(n, D)`, or token ids int32 `(n, T)`."""
+    if unknown := find_unknown_words(facts, encoder, captions):
+        # The list of words that have numbers lacks rare ones if it is full.
+        is_full = facts.text_words.count(' ') + 1 == word_list.MAX_WORDS
+        logging.warning(
+            '%s caption of the training data has %s: the model does not know what %s.',
+            'Hardly a' if is_full else 'No',
+            ', '.join(map(repr, unknown)),
+            'it means' if len(unknown) == 1 else 'they mean',
+        )
+    # Float16, as the data set stores them: the model has seen no others.
+    if not facts.vocabulary:
+        return cast(Encoder, encoder).encode(captions).astype(np.float16)
+    ids = text_encoders.pad(encoder.tokenize(captions), encoder.max_tokens)
+    if ids.max(initial=0) >= facts.vocabulary:
+        index = ids.max(axis=1).argmax()
+        raise ValueError(
+            f'{captions[index]!r} has token {ids[index].max()}, expected one of the '
+            f'{facts.vocabulary} tokens of the training data, numbered from 0.'
+        )
+    return ids
+
+
+def find_unknown_words(
+    facts: DatasetStats, encoder: Tokenizer, captions: Sequence[str]
+) -> list[str]:
+    """Returns words that training captions lack; with `hash` misses some that share buckets."""
+    words = list(dict.fromkeys(w for caption in captions for w in split_words(caption)))
+    if facts.text_encoder == HashEncoder.name:
+        # A bucket without mean and deviation got no word of any caption.
+        is_empty = (facts.text_mean == 0) & (facts.text_std == 0)
+        is_unknown = np.any(cast(Encoder, encoder).encode(words)[:, is_empty], axis=1).tolist()
+    elif facts.text_words:
+        known_words = set(word_list.parse(facts.text_words))
+        is_unknown = [word not in known_words for word in words]
+    else:
+        return []
+    return [word for word, unknown in zip(words, is_unknown, strict=True) if unknown]
+
+
+def check(facts: DatasetStats, encoder: Encoder | Tokenizer) -> None:
+    # Nothing names the encoder of embeddings that came with the latents: their width must do.
+    if facts.text_encoder == _IN_PT and cast(Encoder, encoder).dim == facts.text_dim:
+        logging.warning(
+            'The data set does not say whether %s made its text embeddings.', encoder.name
+        )
+        return
+    step_encoder.check_same_encoder(facts, encoder.name, encoder.revision)

@@ -1,0 +1,232 @@
+"""Compares drawn pictures with those of the data by features of an image encoder."""
+
+import io
+import json
+import zipfile
+import zlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from absl import logging
+from etils import epath
+
+import input_pipeline
+from coyo11m_tfds import schema, storage
+from coyo11m_tfds.dataset.stored_dataset import StoredDataset
+from coyo11m_tfds.process import errors
+from coyo11m_tfds.process.sizes import format_count
+from coyo11m_tfds.storage import json_digest
+from coyo11m_tfds.storage.base import Storage
+from train_lib.results.artist import Artist
+
+if TYPE_CHECKING:
+    from coyo11m_tfds.pictures.image_encoder import ImageEncoder
+
+FOLDER = 'evaluation'  # of a run's workdir
+NAMED_SETTINGS = 'image_encoder', 'data_set', 'vae', 'seed'  # of a result, beside the preview's
+RECORDS_PER_FILE = 256  # records whose features are in one file
+
+# Jayasumana et al., "Rethinking FID: Towards a Better Evaluation Metric for Image Generation",
+# 2024 (arXiv 2401.09603), section 4.2: for CLIP features of length 1.
+_KERNEL_WIDTH = 10.0
+_CMMD_SCALE = 1000.0
+
+_ROWS_AT_ONCE = 1024  # of a matrix of distances
+
+
+class Features(NamedTuple):
+    """Features of records, float32 `(n, D)` each."""
+
+    data: np.ndarray  # of the records' own pictures
+    drawn: np.ndarray  # of the pictures that the model drew for their captions
+    texts: np.ndarray  # of their captions; `(n, 0)` if the encoder only encodes pictures
+
+
+def open_validation(data_dir: str, num_pictures: int) -> StoredDataset:
+    """Opens a data set whose validation split must have at least `num_pictures` records."""
+    if not data_dir:
+        raise ValueError('the run trained on a mixture: choose the data set by --data_dir')
+    try:
+        data = input_pipeline.open_data(data_dir)
+    except FileNotFoundError as error:
+        advice = 'if it has moved, name its place by --data_dir'
+        raise FileNotFoundError(f'{errors.describe_error(error)}; {advice}') from error
+    split = data.splits.get(schema.VALIDATION)
+    num_records = split.num_records if split else 0
+    if not 2 <= num_pictures <= num_records:
+        raise ValueError(
+            f'num_pictures={num_pictures}: expected 2 to {num_records}, the number of records that '
+            f'{data_dir} has in its {schema.VALIDATION} split'
+        )
+    return data
+
+
+def evaluate_pictures(
+    artist: Artist,
+    image_encoder: 'ImageEncoder',
+    data: StoredDataset,
+    workdir: epath.PathLike,
+    num_pictures: int,
+) -> dict[str, Any]:
+    """Draws the missing pictures of the first records, and returns the comparison of all.
+
+    It is also written to `WORKDIR/evaluation/step_STEP_ID.json` (ID: a digest of the settings).
+    """
+    settings = artist.settings | {
+        'text_encoder': f'{artist.text_encoder.name} {artist.text_encoder.revision}',
+        'image_encoder': f'{image_encoder.name} {image_encoder.revision}',
+        'data_set': data.identity(schema.VALIDATION),
+    }
+    name = f'step_{artist.step:06}_{json_digest.sha256(settings)[:8]}'
+    folder = storage.open_folder(epath.Path(workdir) / FOLDER, to_write=True)
+    batches = []
+    for first, latents, captions in _read_records(data, num_pictures):
+        end = first + len(captions)
+        # The settings are in the name: other settings never read these features.
+        file = f'{name}/{first:07}-{end:07}.npz'
+        features = _load_features(folder, file)
+        if features is None:
+            drawn = artist.draw(captions, first=first)
+            texts = np.zeros((len(captions), 0), np.float32)
+            if image_encoder.has_texts:
+                texts = image_encoder.encode_texts(captions)
+            data_features = image_encoder.encode(artist.paint(latents))
+            features = Features(data_features, image_encoder.encode(drawn), texts)
+            content = io.BytesIO()
+            np.savez(content, **features._asdict())
+            folder.write(file, content.getvalue())
+            pictures = format_count(num_pictures, 'picture is', 'pictures are')
+            logging.info('%s of %s drawn.', f'{end:,}', pictures)
+        batches.append(features)
+    features = Features(*map(np.concatenate, zip(*batches, strict=True)))
+    result = {'num_pictures': num_pictures, **compare_features(features), 'settings': settings}
+    folder.write(f'{name}.json', json.dumps(result, indent=2).encode())
+    return result
+
+
+def read_results(workdir: epath.Path, step: int) -> list[dict[str, Any]]:
+    """Returns the results of `evaluate_pictures` at a step; files of another form are left out."""
+    results = []
+    for path in sorted((workdir / FOLDER).glob(f'step_{step:06}_*.json')):
+        try:
+            result = json.loads(path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            result = None
+        if _is_result(result):
+            results.append(result)
+        else:
+            logging.warning('%s is no result of train_lib.evaluate and is left out.', path)
+    return results
+
+
+def _is_result(content: Any) -> bool:
+    """Whether a file's JSON has the form of what `evaluate_pictures` writes."""
+    settings = content.get('settings') if isinstance(content, dict) else None
+    if not isinstance(settings, dict) or not isinstance(settings.get('preview'), dict):
+        return False
+    numbers = [value for name, value in content.items() if name != 'settings']
+    are_numbers = all(type(value) in (int, float) for value in numbers)
+    return are_numbers and settings.keys() >= {'average', *NAMED_SETTINGS}
+
+
+def compare_features(features: Features) -> dict[str, float]:
+    """Returns the distances of drawn pictures to the data; with texts also their scores."""
+    num_pictures, num_features = features.data.shape
+    # Covariances of so few pictures are singular.
+    if num_pictures <= num_features:
+        logging.warning(
+            'The Fréchet distance of %d pictures with %d features is far too large: compare many '
+            'more pictures than there are features.',
+            *(num_pictures, num_features),
+        )
+    distances = {
+        'cmmd': cmmd(features.drawn, features.data),
+        'frechet_distance': frechet(features.drawn, features.data),
+    }
+    if features.texts.shape[1]:
+        distances['clip_score'] = clip_score(features.drawn, features.texts)
+        distances['clip_score_of_data'] = clip_score(features.data, features.texts)
+    return distances
+
+
+def _read_records(data: StoredDataset, count: int) -> Iterator[tuple[int, np.ndarray, list[str]]]:
+    """Yields number, latents and captions of the first validation records, a file's at a time."""
+    features = schema.LATENTS, schema.CAPTION
+    # Closed before the end: `count` may be less than the split has, and threads read ahead.
+    with input_pipeline.eval_batches(
+        data, batch_size=RECORDS_PER_FILE, features=features
+    ) as batches:
+        for first in range(0, count, RECORDS_PER_FILE):
+            batch, size = next(batches), min(RECORDS_PER_FILE, count - first)
+            captions = [caption.decode() for caption in batch[schema.CAPTION][:size]]
+            yield first, batch[schema.LATENTS][:size, : data.channels], captions
+
+
+def _load_features(folder: Storage, name: str) -> Features | None:
+    """The features in a file; None if there is none, or it is damaged."""
+    content = folder.read(name)
+    if content is None:
+        return None
+    # The files only save time, so damage is no reason to end hours of drawing.
+    try:
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+            return Features(**arrays)
+    except (ValueError, TypeError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
+        logging.warning('%s is damaged (%s): its pictures are drawn again.', name, error)
+        return None
+
+
+# --- Distances and scores of features of one encoder, float `(n, D)`, computed in float64 ---------
+
+
+def cmmd(x: np.ndarray, y: np.ndarray) -> float:
+    """Returns the CLIP maximum mean discrepancy, times 1,000.
+
+    The estimator is that of Jayasumana et al. (arXiv 2401.09603): the squared maximum mean
+    discrepancy with a Gaussian kernel of width 10 on features of length 1. The mean includes the
+    pairs of an item with itself, so the result is at least 0.
+    """
+    x, y = _unit(x), _unit(y)
+    return _CMMD_SCALE * (_mean_kernel(x, x) + _mean_kernel(y, y) - 2 * _mean_kernel(x, y))
+
+
+def frechet(x: np.ndarray, y: np.ndarray) -> float:
+    """Returns the Fréchet distance of normal distributions fitted to the features.
+
+    With the features of Inception it is the FID of Heusel et al., "GANs Trained by a Two Time-Scale
+    Update Rule", 2017 (arXiv 1706.08500): |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)). It grows as
+    the number of pictures falls, most of all below many times D, and needs two of each.
+    """
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    cov_x, cov_y = (np.atleast_2d(np.cov(z, rowvar=False)) for z in (x, y))
+    # The eigenvalues of C1 C2 are those of the symmetric C1^(1/2) C2 C1^(1/2).
+    values, vectors = np.linalg.eigh(cov_x)
+    root = (vectors * np.sqrt(np.maximum(values, 0))) @ vectors.T
+    root_trace = np.sqrt(np.maximum(np.linalg.eigvalsh(root @ cov_y @ root), 0)).sum()
+    mean_distance = np.square(x.mean(axis=0) - y.mean(axis=0)).sum()
+    return float(max(0.0, mean_distance + np.trace(cov_x) + np.trace(cov_y) - 2 * root_trace))
+
+
+def clip_score(images: np.ndarray, texts: np.ndarray) -> float:
+    """Returns 100 times the mean cosine of pictures and their captions; negative ones count as 0.
+
+    Hessel et al., "CLIPScore", 2021 (arXiv 2104.08718), equation 1, with today's usual factor of
+    100 instead of 2.5.
+    """
+    cosines = (_unit(images) * _unit(texts)).sum(axis=1)
+    return float(100 * np.maximum(cosines, 0).mean())
+
+
+def _unit(x: np.ndarray) -> np.ndarray:
+    x = np.asarray(x, np.float64)
+    return x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), np.finfo(np.float64).tiny)
+
+
+def _mean_kernel(x: np.ndarray, y: np.ndarray) -> float:
+    """The mean of exp(-|a - b|^2 / (2 width^2)) over all pairs of rows of length 1."""
+    sums = [
+        np.exp((x[first : first + _ROWS_AT_ONCE] @ y.T - 1) / _KERNEL_WIDTH**2).sum()
+        for first in range(0, len(x), _ROWS_AT_ONCE)
+    ]
+    return float(sum(sums)) / (len(x) * len(y))
