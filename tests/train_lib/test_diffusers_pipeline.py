@@ -14,7 +14,7 @@ from coyo11m_tfds import embed_captions
 from tests import built, runs, small_vae
 from tests.fakes.cloud import fake_hub
 from tests.text.test_jax_encoder import models  # noqa: F401, a fixture
-from train_lib import draw, export
+from train_lib import draw, export, results
 from train_lib.results import caption_encoder
 
 CAPTIONS = ['a red circle', 'A small, blue SQUARE on the left', '', 'quokka']
@@ -193,7 +193,7 @@ def test_an_export_that_is_saved_again_is_a_copy(small_run, tmp_path, from_pretr
 
 @pytest.mark.slow
 def test_exports_of_two_versions_keep_their_code(small_run, tmp_path, from_pretrained, monkeypatch):
-    place = pathlib.Path(export.__file__).parent
+    place = pathlib.Path(results.__file__).parent
     for name in ('one', 'two'):
         (tmp_path / name).mkdir()
         for module in ('torch_reference', 'diffusers_pipeline'):
@@ -207,7 +207,7 @@ def test_exports_of_two_versions_keep_their_code(small_run, tmp_path, from_pretr
                 'changes = {_SETTINGS', 'print(VERSION)\n        changes = {_SETTINGS'
             )
             (tmp_path / name / f'{module}.py').write_text(text)
-        monkeypatch.setattr(export, '__file__', str(tmp_path / name / 'export.py'))
+        monkeypatch.setattr(results, '__file__', str(tmp_path / name / '__init__.py'))
         export.export(small_run[0], tmp_path / name / 'out')
 
     def draw_with(pipe) -> np.ndarray:
