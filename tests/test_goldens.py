@@ -110,7 +110,7 @@ def train(data_set: pathlib.Path, workdir: pathlib.Path) -> list[float]:
 
     short = {'num_steps': 20, 'eval_every': 0, 'checkpoint_every': 0}
     # The model tiny/16, at the rate of the default configuration.
-    model = {'model.width': 0, 'model.depth': 0, 'model.unroll': 0, 'optimizer.learning_rate': 2e-4}
+    model = {'model.width': 0, 'model.depth': 0, 'optimizer.learning_rate': 2e-4}
     config = runs.small_config(data_set, **short, **model)
     train_.train_and_evaluate(config, workdir)
     found = runs.losses(workdir)
