@@ -57,7 +57,9 @@ def get_config() -> ml_collections.ConfigDict:
     model.mlp_ratio = 0.0  # hidden width of a block's MLP over the width; 0: 4
     model.dtype = 'bfloat16'  # or 'float32': dtype of the computation; weights are float32
     model.remat = ''  # recomputed in the backward pass: 'none', 'dots', 'full'; '': the preset's
-    model.text = 'pooled'  # or 'sequence': attention sees the tokens too, if records hold tokens
+    # 'pooled': the mean of a text's words; 'sequence': attention sees each of its tokens, too;
+    # '': 'sequence' if records hold tokens.
+    model.text = ''
     model.prediction = 'velocity'  # or 'latents': the last layer computes clean latents
     model.crops = 0  # distinct crops of an image; 0: those of the data set; 1: none
     model.attention = 'xla'  # or a fused kernel: 'cudnn' on NVIDIA GPUs, 'pallas' on TPUs

@@ -17,7 +17,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.data.dir = 'demo/data/coyo11m_tfds/words/1.0.0'
     config.data.require_text = True
     config.num_steps = 2_100
-    config.model.text = 'sequence'  # the words of a caption, and not only their mean
     config.optimizer.warmup_steps = 175
     config.log_every = 100
     config.eval_every = 700

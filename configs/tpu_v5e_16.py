@@ -22,7 +22,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.data.lanes = 64  # 16 a host: 16 records of a batch each, as in the default
     config.model.name = 'L/2'
     config.model.num_heads = 8  # of 128 numbers, a tile of the chip's memory
-    config.model.text = 'sequence'  # attention sees the words of a caption, too
     config.encoder = 'jax:google/gemma-3-270m'  # or jax:FOLDER; frozen, it encodes the tokens
     config.model.attention = 'pallas'  # one kernel: scores never leave the chip
     config.model.remat = 'dots'  # products, and what attention mixes

@@ -95,9 +95,9 @@ def test_another_vocabulary_is_another_identity(dataset, mini_dataset):
     assert ours['text_encoder'] == {'name': 'words', 'revision': revision, 'vocabulary': 818}
     theirs = data.TrainingData(small_config(mini_dataset), mesh).identity
     assert theirs['text_encoder'] == {'name': 'hash', 'revision': '1', 'width': 640}
-    assert ours['model']['text'] == 'pooled'
-    sequence = data.TrainingData(small_config(dataset, **{'model.text': 'sequence'}), mesh).identity
-    assert sequence['model']['text'] == 'sequence'
+    assert ours['model']['text'] == ''
+    pooled = data.TrainingData(small_config(dataset, **{'model.text': 'pooled'}), mesh).identity
+    assert pooled['model']['text'] == 'pooled'
 
 
 def test_tokens_of_several_lengths_come_in_one_shape(sample_source, tmp_path):

@@ -75,6 +75,12 @@ def test_what_is_given_replaces_the_preset_and_0_leaves_it():
     )
 
 
+def test_attention_sees_tokens_where_records_hold_them():
+    assert models.make_model('S/2', vocabulary=30, text='').text == 'sequence'
+    assert models.make_model('S/2', vocabulary=30, text='pooled').text == 'pooled'
+    assert models.make_model('S/2', text='').text == 'pooled'
+
+
 @pytest.mark.parametrize(
     ('fields', 'message'),
     [

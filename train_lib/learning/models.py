@@ -18,7 +18,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from coyo11m_tfds.process.errors import FieldError
-from train_lib.learning.dit import DiT
+from train_lib.learning.dit import POOLED, SEQUENCE, DiT
 
 # 'full' saves memory: without it, a batch of 256 with S/2 takes 64 GB (compiled for a CPU).
 SIZES: dict[str, dict[str, Any]] = {
@@ -45,7 +45,7 @@ def make_model(
     Args:
         num_crops: Number of crops of an image in the data set, for a field `crops` of 0.
         **fields: Fields of the model; 0 or '' keeps the value of the preset or, without one there,
-            of the model.
+            of the model. A `text` of '' is 'sequence' if there is a `vocabulary`, else 'pooled'.
     """
     model = DiT if kind == 'dit' else _import_model(kind)
     names = {field.name for field in dataclasses.fields(model)}
@@ -61,7 +61,8 @@ def make_model(
             f'the data set has {num_crops} crops of an image, expected 0, 1 or at least as many'
         )
         raise FieldError('model.crops', values['crops'], problem)
-    values = {'crops': num_crops} | _preset(name) | values
+    text = SEQUENCE if fields.get('vocabulary') else POOLED
+    values = {'crops': num_crops, 'text': text} | _preset(name) | values
     values = {field: value for field, value in values.items() if field in names}
     return model(**values, dtype=jnp.dtype(dtype))
 

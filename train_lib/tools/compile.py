@@ -48,7 +48,7 @@ from coyo11m_tfds.process import command_line
 from coyo11m_tfds.process.sizes import format_count
 from train_lib import run
 from train_lib.learning import flow, models, sharding, state, step_encoder
-from train_lib.learning.dit import POOLED
+from train_lib.learning.dit import SEQUENCE
 from train_lib.learning.step import Program, make_program
 from train_lib.lifecycle import chips, config_rules, device_memory
 from train_lib.tools import hlo
@@ -94,7 +94,7 @@ def analyze(
     text_dim, vocabulary = 0, VOCABULARY
     if encoder is not None:
         text_dim, vocabulary = encoder.dim, encoder.network.config.vocab_size
-    elif config.model.text == POOLED:
+    elif config.model.text != SEQUENCE:
         text_dim, vocabulary, num_tokens = TEXT_DIM, 0, 0
     stats = flow.no_stats(text_dim, vocabulary=vocabulary)
     program = make_program(config, mesh, stats, encoder)
