@@ -68,8 +68,8 @@ demo: $(INSTALLED)
 	$(BIN)/python -m train_lib.main --config=configs/demo.py --workdir=$(DEMO)/run $(CHANGES)
 	@$(BIN)/python -m train_lib.demo --workdir=$(DEMO)/run
 
-# Three processes, on two cores, take one file each, in the order of names: many tests wait for
-# their own processes and servers, and the files with the fewest tests take longest. After the crash
+# Three processes, on two cores, take one file each, in the order of tests/conftest.py: many tests
+# wait for their own processes and servers, and the files with the fewest tests take longest. After the crash
 # of one, pytest-xdist 3.8 would start another and wait for ever.
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder \

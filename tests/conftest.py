@@ -18,7 +18,7 @@ import pytest
 from coyo11m_tfds import embed_captions, sample_data, schema
 from coyo11m_tfds.process import command_line, stop_signals
 from tests import built, fork_server
-from tests.checkout import COCO_SAMPLE
+from tests.checkout import CHECKOUT, COCO_SAMPLE
 from tests.fakes.cloud import bucket, gcs, hub, place  # noqa: F401, fixtures
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
@@ -72,8 +72,19 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Moves the folders whose tests need no data set to the front: their results come at once."""
-    items.sort(key=lambda item: item.path.parent.name not in ('dataset', 'process'))
+    """Moves two kinds of tests to the front: those that need no data set, and those that train.
+
+    The results of the first come at once. The second take longest: if they came last, one process
+    would train while the others had nothing to do.
+    """
+    items.sort(key=_find_turn)
+
+
+def _find_turn(item: pytest.Item) -> int:
+    folders = item.path.relative_to(CHECKOUT).parts
+    if 'dataset' in folders or 'process' in folders:
+        return 0
+    return 1 if 'train_lib' in folders else 2
 
 
 @pytest.hookimpl(wrapper=True)
