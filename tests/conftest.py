@@ -22,6 +22,10 @@ from tests.checkout import CHECKOUT, COCO_SAMPLE
 from tests.fakes.cloud import bucket, gcs, hub, place  # noqa: F401, fixtures
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+# As in the Makefile. A program that is forked has what the server of forks began with, so nothing
+# may set them later, as `input_pipeline` would.
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')
 # Tests compile more than they compute: with these flags in a fifth of the time.
 os.environ.setdefault(
     'XLA_FLAGS',
