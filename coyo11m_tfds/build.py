@@ -113,14 +113,12 @@ def _embed_captions(flags: argparse.Namespace) -> str:
     names = 'latents_from', *CAPTION_FLAGS
     fields: dict[str, Any] = {x: config[x] for x in names if x in config}
     out = f'{flags.data_dir.rstrip("/")}/text-{config["name"]}'
-    report = embed_captions.embed(
-        flags.manual_dir,
-        flags.encoder,
-        out,
+    settings = embed_captions.EmbedSettings(
         drop_duplicates=config.get('bad_data') != 'stop',
         tokens_only=flags.encoder.partition(':')[0] == schema.WORDS,
         **fields,
     )
+    report = embed_captions.embed(flags.manual_dir, flags.encoder, out, settings)
     command_line.print_lines(f'{report}: {out}')
     return json.dumps(config | {'text_embeddings': out})
 

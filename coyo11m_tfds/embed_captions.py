@@ -22,7 +22,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Iterator
-from typing import cast
+from typing import NamedTuple
 
 from absl import logging
 
@@ -38,14 +38,44 @@ from coyo11m_tfds.source.keyed_values import KeyedValues
 from coyo11m_tfds.storage import stored_file
 from coyo11m_tfds.storage.scratch import Scratch, check_out, scratch_folder
 from coyo11m_tfds.text import parts, text_encoders
-from coyo11m_tfds.text.text_encoders import (
-    DEFAULT_MAX_TOKENS,
-    Encoder,
-    Tokenizer,
-    WordsTokenizer,
-)
+from coyo11m_tfds.text.parts import SidecarParts
+from coyo11m_tfds.text.protocols import Encoder, Tokenizer
+from coyo11m_tfds.text.text_encoders import DEFAULT_MAX_TOKENS, WordsTokenizer
 
 _CAPTIONS_AT_ONCE = 32768
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EmbedSettings:
+    """Which captions are encoded, and how; a ValueError for a part without captions.
+
+    Attributes:
+        caption_column, captions, key_column: As in the config of a build.
+        latents_from: As in the config of a build, for captions next to the latents of a source that
+            needs it there.
+        drop_duplicates: Whether to take the first of several rows with one key; else they are an
+            error.
+        tokens_only: Whether to write token ids instead of embeddings.
+        max_tokens: Length to which captions are cut, in tokens; not for `hash`.
+        batch_tokens: See `text_encoders.make_encoder`.
+        part_captions: Largest number of captions in a part. Another number needs another folder.
+        scratch_dir: Local folder for the captions; '': a folder in the output or, if that is
+            remote, in the user's cache.
+    """
+
+    caption_column: str = schema.DEFAULT_CAPTION_COLUMN
+    captions: str = ''
+    key_column: str = ''
+    latents_from: str = ''
+    drop_duplicates: bool = False
+    tokens_only: bool = False
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    batch_tokens: int | None = None
+    part_captions: int = parts.PART_CAPTIONS
+    scratch_dir: str | os.PathLike[str] = ''
+
+    def __post_init__(self):
+        errors.at_least(1).check('part_captions', self.part_captions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,18 +98,19 @@ class EmbeddingReport:
         if self.num_kept:
             kept = f', {format_count(self.num_kept, "was", "were")} there already'
         advice = ''
+        # Token ids are padded to one length, which takes room.
         if 0 < self.longest < self.dim and not self.num_truncated:
             advice = (
                 f'; the longest has {format_count(self.longest, "token")}, so that '
                 f'--max_tokens={self.longest} keeps all of them in '
                 f'{self.longest / self.dim:.0%} of the room'
             )
+        skipped = format_count(self.num_skipped, 'null, blank, too long or unreadable one')
         return (
             f'{format_count(self.num_captions, "caption")} encoded by {self.encoder}, '
             f'{format_count(self.dim, "number")} each '
             f'({self.num_captions / self.seconds:.0f} captions/s){kept}; '
-            f'{format_count(self.num_skipped, "null, blank, too long or unreadable one")} and '
-            f'{format_count(self.num_duplicates, "duplicate")} skipped, '
+            f'{skipped} and {format_count(self.num_duplicates, "duplicate")} skipped, '
             f'{self.num_truncated} truncated{advice}'
             f'{ranks.describe_missing_parts(self.missing_parts)}'
         )
@@ -89,18 +120,9 @@ def embed(
     source_dir: str | os.PathLike[str],
     encoder: str | Encoder,
     out: str | os.PathLike[str],
-    caption_column: str = schema.DEFAULT_CAPTION_COLUMN,
+    settings: EmbedSettings | None = None,
     *,
-    drop_duplicates: bool = False,
-    tokens_only: bool = False,
-    max_tokens: int = DEFAULT_MAX_TOKENS,
-    batch_tokens: int | None = None,
     share: tuple[int, int] = (0, 1),
-    part_captions: int = parts.PART_CAPTIONS,
-    scratch_dir: str | os.PathLike[str] = '',
-    captions: str = '',
-    key_column: str = '',
-    latents_from: str = '',
 ) -> EmbeddingReport:
     """Encodes the captions of a source, except those of existing parts, and writes the sidecar.
 
@@ -111,99 +133,123 @@ def embed(
     Args:
         source_dir: Folder of the source, local, on `gs://` or on `hf://`; without latents if the
             captions are in Parquet files.
-        encoder: A specification for `text_encoders.make_encoder` or, with `tokens_only`, for
+        encoder: A specification for `text_encoders.make_encoder` or, for token ids, for
             `text_encoders.make_tokenizer`; or an encoder.
         out: A folder, local or on `gs://`.
-        caption_column, captions, key_column: As in the config of a build.
-        drop_duplicates: Whether to take the first of several rows with one key; else they are an
-            error.
-        max_tokens: Length to which captions are cut, in tokens; not for `hash`.
-        batch_tokens: See `text_encoders.make_encoder`.
+        settings: By default those of `EmbedSettings`.
         share: `(i, n)` to make only the parts i, i + n, i + 2n, ...
-        part_captions: Largest number of captions in a part. Another number needs another folder.
-        scratch_dir: Local folder for the captions; '': a folder in `out` or, if that is remote, in
-            the user's cache.
-        latents_from: As in the config of a build, for captions next to the latents of a source that
-            needs it there.
+
+    Raises:
+        ValueError: A wrong argument, repeated keys, no caption to encode, or parts in `out` of
+            another encoding or of other captions.
+        OSError: A folder cannot be read or written.
     """
+    settings = settings or EmbedSettings()
     out = os.fspath(out).rstrip('/')
-    source = os.fspath(source_dir).rstrip('/')
     # Whatever can be refused at once is refused before captions are fetched.
-    files = source_folder.find_captions(source, captions).values()
-    tables = CaptionFiles.choose(files, key_column, caption_column)
-    latents = None if files else source_folder.find_source(source)
+    source = _SourceCaptions(os.fspath(source_dir).rstrip('/'), settings)
     ranks.check_share(share)
     check_out(out)
-    errors.at_least(1).check('part_captions', part_captions)
-    model: Tokenizer
-    if not isinstance(encoder, str):
-        model = encoder
-    elif tokens_only:
-        spec, words = _find_words(encoder)
-        model = text_encoders.make_tokenizer(spec, max_tokens, words)
-    else:
-        model = text_encoders.make_encoder(encoder, max_tokens, batch_tokens)
-    with scratch_folder(out, scratch_dir) as folder:
-        by_key, caption_column = os.path.join(folder, 'captions'), tables.caption_column
-        if latents:
-            options = schema.parse_latents_from(latents_from, key_column)
-            caption_column = _sort_captions_of_latents(
-                latents, caption_column, options, folder, by_key
-            )
-        else:
-            source = stored_file.common_path(tables.files)
-            tables.join(by_key, Scratch(os.path.join(folder, 'source')))
-        values = KeyedValues(by_key)
-        if not drop_duplicates:
-            check_unique_captions(values, source)
+    model = _make_model(encoder, settings)
+    with scratch_folder(out, settings.scratch_dir) as folder:
+        captions = source.sort_by_key(folder)
+        if not settings.drop_duplicates:
+            check_unique_captions(captions, source.place)
         if isinstance(model, WordsTokenizer) and not model.words:
             # Every process counts the words of all captions, so all number them alike.
-            words = text_encoders.list_words(_read_captions(values))
-            model = WordsTokenizer(max_tokens, words)
-        sidecar_parts = parts.SidecarParts(
-            out, values, model, caption_column, part_captions, tokens_only
+            words = text_encoders.list_words(_read_captions(captions))
+            model = WordsTokenizer(settings.max_tokens, words)
+        sidecar_parts = SidecarParts(
+            out,
+            captions,
+            model,
+            source.caption_column,
+            settings.part_captions,
+            settings.tokens_only,
         )
         if not sidecar_parts.count:
             raise ValueError(
-                f'{source}: all captions ({len(values.places)}) are null, blank, too long or '
-                'unreadable; nothing to encode.'
+                f'{source.place}: all captions ({len(captions.places)}) are null, blank, too long '
+                'or unreadable; nothing to encode.'
             )
         start = time.perf_counter()
-        # All parts of the folder have to be of one making, also those of other processes.
-        finished = sidecar_parts.finished()
-        sidecar_parts.check(finished)
-        numbers = range(sidecar_parts.count)[share[0] :: share[1]]
-        missing = [number for number in numbers if number not in finished]
-        num_captions, num_all = (
-            sum(len(sidecar_parts.keys_of(number)) for number in x) for x in (missing, numbers)
-        )
-        logging.info('parts to make: %d', len(missing))
-        with Progress('Embedding', num_all, 'captions') as progress:
-            if num_all > num_captions:
-                progress.skip(num_all - num_captions)
-            longest = sidecar_parts.make(
-                missing,
-                folder,
-                on_batch=lambda count, num_tokens: progress.add(count, tokens=num_tokens),
-            )
+        made = _make_parts(sidecar_parts, share, folder)
         # Listed again: meanwhile other processes have made parts.
         missing = sorted({*range(sidecar_parts.count)} - sidecar_parts.finished().keys())
     return EmbeddingReport(
-        num_captions=num_captions,
-        num_kept=num_all - num_captions,
-        num_skipped=len(values.places) - len(sidecar_parts.keys),
-        num_duplicates=values.facts['duplicates'],
+        num_captions=made.num_captions,
+        num_kept=made.num_kept,
+        num_skipped=len(captions.places) - len(sidecar_parts.keys),
+        num_duplicates=captions.facts['duplicates'],
         num_truncated=model.truncated,
-        longest=longest,
+        longest=made.longest,
         missing_parts=tuple(sidecar.part_name(number, sidecar_parts.count) for number in missing),
         encoder=model.name,
-        dim=model.max_tokens if tokens_only else cast(Encoder, model).dim,
+        dim=sidecar_parts.dim,
         seconds=time.perf_counter() - start,
     )
 
 
+class _SourceCaptions:
+    """The captions of a source, in Parquet files or next to its latents."""
+
+    place: str  # for messages: the folder of the source, or of the files
+    caption_column: str
+
+    def __init__(self, source_dir: str, settings: EmbedSettings):
+        """Finds the captions and reads schemas; ValueError for a source without such captions."""
+        files = source_folder.find_captions(source_dir, settings.captions).values()
+        self._files = CaptionFiles.choose(files, settings.key_column, settings.caption_column)
+        self.caption_column = self._files.caption_column
+        self._latents: source_folder.SourceFolder | None = None
+        if files:
+            self.place = stored_file.common_path(self._files.files)
+        else:
+            self.place = source_dir
+            self._latents = source_folder.find_source(source_dir)
+            self._latents_from = schema.parse_latents_from(
+                settings.latents_from, settings.key_column
+            )
+
+    def sort_by_key(self, folder: str) -> KeyedValues:
+        """Sorts the captions by key, in sub-folders of a local folder."""
+        by_key = os.path.join(folder, 'captions')
+        if self._latents:
+            self._sort_texts_of_latents(self._latents, folder, by_key)
+        else:
+            self._files.join(by_key, Scratch(os.path.join(folder, 'source')))
+        return KeyedValues(by_key)
+
+    def _sort_texts_of_latents(
+        self, source: source_folder.SourceFolder, folder: str, by_key: str
+    ) -> None:
+        from coyo11m_tfds.source import source_latents  # needs torch
+
+        heads = os.path.join(folder, 'heads')
+        os.mkdir(heads)
+        options = source_latents.SourceOptions(
+            latents=self._latents_from,
+            captions=self.caption_column,
+            no_captions=source.no_captions,
+            drop_bad=True,
+        )
+        texts = source_latents.SourceLatents.read(source.latent_files, heads, options).texts
+        join_texts({source.root: texts.captions}, texts.COLUMN, by_key)
+        self.caption_column = texts.caption_column
+
+
+def _make_model(encoder: str | Encoder, settings: EmbedSettings) -> Tokenizer:
+    """Returns the encoder or, for token ids, the tokenizer that a specification names."""
+    if not isinstance(encoder, str):
+        return encoder
+    if not settings.tokens_only:
+        return text_encoders.make_encoder(encoder, settings.max_tokens, settings.batch_tokens)
+    spec, words = _find_words(encoder)
+    return text_encoders.make_tokenizer(spec, settings.max_tokens, words)
+
+
 def _find_words(encoder: str) -> tuple[str, str]:
-    """The encoder, and for `words:SIDECAR` the list of words of that sidecar."""
+    """Returns the encoder, and for `words:SIDECAR` the list of words of that sidecar."""
     spec, colon, place = encoder.partition(':')
     if spec != schema.WORDS or not colon:
         return encoder, ''
@@ -215,32 +261,45 @@ def _find_words(encoder: str) -> tuple[str, str]:
     return spec, words
 
 
-def _read_captions(values: KeyedValues) -> Iterator[str]:
+def _read_captions(captions: KeyedValues) -> Iterator[str]:
     """Yields all captions in the order of their keys."""
-    places = values.places[values.sizes > 0]
-    for start in range(0, len(places), _CAPTIONS_AT_ONCE):
-        for text in values.read(places[start : start + _CAPTIONS_AT_ONCE]):
+    keys = captions.places[captions.sizes > 0]
+    for start in range(0, len(keys), _CAPTIONS_AT_ONCE):
+        for text in captions.read(keys[start : start + _CAPTIONS_AT_ONCE]):
             yield text.decode()
 
 
-def _sort_captions_of_latents(
-    source: source_folder.SourceFolder,
-    column: str,
-    latents: schema.LatentsFrom,
-    folder: str,
-    by_key: str,
-) -> str:
-    """Sorts the captions next to the latents by key; returns their column."""
-    from coyo11m_tfds.source import source_latents  # needs torch
+class _MadeParts(NamedTuple):
+    num_captions: int  # in parts that were made
+    num_kept: int  # in parts that existed before
+    longest: int  # most token ids of a caption; 0 for embeddings
 
-    heads = os.path.join(folder, 'heads')
-    os.mkdir(heads)
-    options = source_latents.SourceOptions(
-        latents=latents, captions=column, no_captions=source.no_captions, drop_bad=True
-    )
-    texts = source_latents.SourceLatents.read(source.latent_files, heads, options).texts
-    join_texts({source.root: texts.captions}, texts.COLUMN, by_key)
-    return texts.caption_column
+
+def _make_parts(sidecar_parts: SidecarParts, share: tuple[int, int], staging: str) -> _MadeParts:
+    """Makes the parts of a share that are missing; `staging` is a local folder."""
+    # All parts of the folder have to be of one making, also those of other processes.
+    finished = sidecar_parts.finished()
+    sidecar_parts.check(finished)
+    missing = []
+    num_captions = 0
+    num_kept = 0
+    for number in range(sidecar_parts.count)[share[0] :: share[1]]:
+        num_captions_of_part = len(sidecar_parts.keys_of(number))
+        if number in finished:
+            num_kept += num_captions_of_part
+        else:
+            missing.append(number)
+            num_captions += num_captions_of_part
+    logging.info('parts to make: %d', len(missing))
+    with Progress('Embedding', num_captions + num_kept, 'captions') as progress:
+        if num_kept:
+            progress.skip(num_kept)
+
+        def count_batch(num_captions: int, num_tokens: int) -> None:
+            progress.add(num_captions, tokens=num_tokens)
+
+        longest = sidecar_parts.make(missing, staging, count_batch)
+    return _MadeParts(num_captions, num_kept, longest)
 
 
 def main() -> None:
@@ -249,8 +308,8 @@ def main() -> None:
     add = parser.add_argument
     add('--source', required=True, help='folder of the source, local, gs:// or hf://')
     add('--out', required=True, help='folder to fill, local or gs://')
-    hint = 'hash (the default), hf:NAME or jax:NAME, where NAME is a folder or a name on the hub; '
-    hint += (
+    hint = (
+        'hash (the default), hf:NAME or jax:NAME, where NAME is a folder or a name on the hub; '
         'with --tokens_only not hash, but also words, or words:SIDECAR with the words of another'
     )
     add('--encoder', default='hash', help=hint)
@@ -269,9 +328,10 @@ def main() -> None:
     options = vars(parser.parse_args())
     command_line.show_log()
     with command_line.ends_in_one_line('the same command resumes it'):
-        part, source = options.pop('part'), options.pop('source')
-        report = embed(source, share=part or ranks.index_and_count(), **options)
-        command_line.print_lines(f'{report}: {options["out"]}')
+        share = options.pop('part') or ranks.index_and_count()
+        source, encoder, out = (options.pop(name) for name in ('source', 'encoder', 'out'))
+        report = embed(source, encoder, out, EmbedSettings(**options), share=share)
+        command_line.print_lines(f'{report}: {out}')
 
 
 if __name__ == '__main__':

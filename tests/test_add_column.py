@@ -26,7 +26,8 @@ ORDER = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
 def other_embeddings(sample_source, tmp_path_factory) -> pathlib.Path:
     """Of another column of captions."""
     path = tmp_path_factory.mktemp('other') / 'other.parquet'
-    embed_captions.embed(sample_source, 'hash', path, 'caption')
+    settings = embed_captions.EmbedSettings(caption_column='caption')
+    embed_captions.embed(sample_source, 'hash', path, settings)
     return path
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from coyo11m_tfds import embed_captions, schema
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
+from coyo11m_tfds.embed_captions import EmbedSettings
 from coyo11m_tfds.source import sidecar
 from coyo11m_tfds.text import text_encoders
 from tests import made_sources
@@ -76,7 +77,7 @@ def test_same_bytes_whatever_the_order_and_batches(tmp_path, monkeypatch):
 
 def test_of_duplicate_keys_the_first_row_wins_if_asked(tmp_path, out):
     pq.write_table(pa.table(REPEATED), tmp_path / schema.CAPTIONS_FILE)
-    report = embed_captions.embed(tmp_path, 'hash', out, drop_duplicates=True)
+    report = embed_captions.embed(tmp_path, 'hash', out, EmbedSettings(drop_duplicates=True))
     keys, found = read_sidecar(out)
     assert keys.tolist() == [4, 9]
     expected = text_encoders.HashEncoder().encode(['a', 'b'])
@@ -138,7 +139,7 @@ def test_arguments_that_cannot_be_are_refused(source, tmp_path):
     with pytest.raises(ValueError, match=r'part 2/2: expected I/N with I from 0 to N - 1'):
         embed_captions.embed(source, 'hash', tmp_path / 'x', share=(2, 2))
     with pytest.raises(ValueError, match='part_captions=-5: expected at least 1'):
-        embed_captions.embed(source, 'hash', tmp_path / 'x', part_captions=-5)
+        EmbedSettings(part_captions=-5)
 
 
 class HugeEncoder(text_encoders.HashEncoder):
@@ -198,12 +199,14 @@ def test_nothing_stays_when_it_is_stopped(source, out, number):
 
 def test_tokens_are_reported_with_the_length_that_would_do(tmp_path):
     source = make_source(tmp_path / 'source', {1: 'a cat', 2: 'two dogs in a red boat', 3: 'a'})
-    report = embed_captions.embed(source, 'words', tmp_path / 'parts', tokens_only=True)
+    settings = EmbedSettings(tokens_only=True)
+    report = embed_captions.embed(source, 'words', tmp_path / 'parts', settings)
     assert (report.longest, report.dim) == (6, 512)
     assert 'the longest has 6 tokens, so that --max_tokens=6 keeps all of' in str(report)
     for limit in (6, 5):
         out = tmp_path / f'{limit}'
-        report = embed_captions.embed(source, 'words', out, tokens_only=True, max_tokens=limit)
+        settings = EmbedSettings(tokens_only=True, max_tokens=limit)
+        report = embed_captions.embed(source, 'words', out, settings)
         assert '--max_tokens' not in str(report)
     assert '1 truncated' in str(report)
     assert '--max_tokens' not in str(embed_captions.embed(source, 'hash', tmp_path / 'h'))
@@ -211,27 +214,27 @@ def test_tokens_are_reported_with_the_length_that_would_do(tmp_path):
 
 def test_words_are_numbered_alike_in_all_parts_whoever_makes_them(tmp_path):
     source = make_source(tmp_path / 'source', {n: f'a cat number{n}' for n in range(10)})
-    options = {'tokens_only': True, 'max_tokens': 3, 'part_captions': 4}
-    embed_captions.embed(source, 'words', tmp_path / 'alone', **options)
+    settings = EmbedSettings(tokens_only=True, max_tokens=3, part_captions=4)
+    embed_captions.embed(source, 'words', tmp_path / 'alone', settings)
     for share in (1, 0):
-        embed_captions.embed(source, 'words', tmp_path / 'shared', share=(share, 2), **options)
+        embed_captions.embed(source, 'words', tmp_path / 'shared', settings, share=(share, 2))
     assert files_of(tmp_path / 'shared') == files_of(tmp_path / 'alone')
     paths = sorted((tmp_path / 'alone').iterdir())
     [words] = {pq.read_schema(path).metadata[b'text_words'].decode() for path in paths}
     assert words.startswith('a:10 cat:10 number0:1 number1:1 ') and len(words.split()) == 12
     # Another caption column, or another source, by the numbers of this one.
     other = make_source(tmp_path / 'other', {1: 'two cat a'})
-    embed_captions.embed(other, f'words:{tmp_path}/alone', tmp_path / 'others', **options)
+    embed_captions.embed(other, f'words:{tmp_path}/alone', tmp_path / 'others', settings)
     table = pq.read_table(tmp_path / 'others' / sidecar.part_name(0, 1))
     assert table.column('tokens').to_pylist() == [[0, 2, 1]]
     embed_captions.embed(other, 'hash', tmp_path / 'hash')
     with pytest.raises(ValueError, match=f'^{tmp_path}/hash: holds no list of words'):
-        embed_captions.embed(other, f'words:{tmp_path}/hash', tmp_path / 'none', **options)
+        embed_captions.embed(other, f'words:{tmp_path}/hash', tmp_path / 'none', settings)
     # Nor is a list taken that is not the one of the ids.
     metadata = pq.read_schema(paths[0]).metadata | {b'text_words': b'cat:10 a:10'}
     pq.write_table(pq.read_table(paths[0]).replace_schema_metadata(metadata), paths[0])
     with pytest.raises(ValueError, match=f"^{paths[0]}: its list of words 'cat:10 a:10' is not"):
-        embed_captions.embed(other, f'words:{tmp_path}/alone', tmp_path / 'none', **options)
+        embed_captions.embed(other, f'words:{tmp_path}/alone', tmp_path / 'none', settings)
 
 
 @pytest.mark.parametrize('encoder', ['words', 'hf:/no/such/folder'])

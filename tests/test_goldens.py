@@ -55,8 +55,10 @@ def build(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     source = make_source(folder / 'source')
     sidecars = {name: folder / f'{name}.parquet' for name in ('hash', 'words', 'short', 'number')}
     embed_captions.embed(source, 'hash', sidecars['hash'])
-    embed_captions.embed(source, 'hash', sidecars['short'], 'caption')
-    embed_captions.embed(source, 'words', sidecars['words'], tokens_only=True, max_tokens=12)
+    of_short = embed_captions.EmbedSettings(caption_column='caption')
+    embed_captions.embed(source, 'hash', sidecars['short'], of_short)
+    of_words = embed_captions.EmbedSettings(tokens_only=True, max_tokens=12)
+    embed_captions.embed(source, 'words', sidecars['words'], of_words)
     keys = np.arange(sum(ROWS))
     pq.write_table(pa.table({'key': keys, 'score': keys.astype(np.float32)}), sidecars['number'])
 

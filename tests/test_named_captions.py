@@ -54,7 +54,8 @@ def test_other_names_give_the_shards_of_the_usual_ones(source, tmp_path, request
         files = {str(p.relative_to(source)): p for p in source.rglob('*') if p.is_file()}
         request.getfixturevalue('hub').commit(files)
         root = 'hf://datasets/owner/name'
-    embed_captions.embed(root, 'hash', tmp_path / 'hash', captions=captions, **CONFIG)
+    settings = embed_captions.EmbedSettings(captions=captions, **CONFIG)
+    embed_captions.embed(root, 'hash', tmp_path / 'hash', settings)
     for sidecar in ('', tmp_path / 'hash'):
         out = tmp_path / f'other{bool(sidecar)}'
         fields = CONFIG | {'captions': captions, 'latents_from': 'z'}

@@ -22,7 +22,8 @@ LENGTH = 12
 @pytest.fixture(scope='module')
 def sidecar(sample_source, tmp_path_factory) -> pathlib.Path:
     path = tmp_path_factory.mktemp('sidecar') / 'words.parquet'
-    embed_captions.embed(sample_source, 'words', path, tokens_only=True, max_tokens=LENGTH)
+    settings = embed_captions.EmbedSettings(tokens_only=True, max_tokens=LENGTH)
+    embed_captions.embed(sample_source, 'words', path, settings)
     return path
 
 
@@ -109,9 +110,10 @@ def test_tokens_of_several_lengths_come_in_one_shape(sample_source, tmp_path):
         ('short', f'words:{sidecars["long"]}', short, 5),
         ('alone', 'words', short, 5),
     ]:
-        embed_captions.embed(
-            sample_source, encoder, sidecars[name], column, tokens_only=True, max_tokens=length
+        settings = embed_captions.EmbedSettings(
+            caption_column=column, tokens_only=True, max_tokens=length
         )
+        embed_captions.embed(sample_source, encoder, sidecars[name], settings)
     path = built.build(sample_source, sidecars['long'], tmp_path / 'data', name='words')
     add_column.add(path, 'short', text=sidecars['short'])
     add_column.add(path, 'alone', text=sidecars['alone'])

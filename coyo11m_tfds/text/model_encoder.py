@@ -13,7 +13,7 @@ import numpy as np
 import tokenizers
 
 from coyo11m_tfds.storage import model_fields, model_files
-from coyo11m_tfds.text.text_encoders import Encoder, OnBatch, Tokenizer, ignore_batch
+from coyo11m_tfds.text.protocols import Encoder, OnBatch, Tokenizer, ignore_batch
 
 # What the package returns of a caption of 137 tokens takes 12 KB. MiniLM's tokenizer takes 170 us
 # of CPU for one with 128 to 1,024 captions at a time, and 210 us with 30,000, whose memory is new

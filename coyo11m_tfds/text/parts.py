@@ -9,7 +9,7 @@ import concurrent.futures
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -19,9 +19,11 @@ from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.source import keyed_parquet, sidecar
 from coyo11m_tfds.source.keyed_values import KeyedValues
 from coyo11m_tfds.storage import file_state
+from coyo11m_tfds.storage.base import Storage
 from coyo11m_tfds.storage.stored_file import StoredFile
 from coyo11m_tfds.text import text_encoders
-from coyo11m_tfds.text.text_encoders import Encoder, OnBatch, Tokenizer, WordsTokenizer
+from coyo11m_tfds.text.protocols import Encoder, OnBatch, Tokenizer
+from coyo11m_tfds.text.text_encoders import WordsTokenizer
 
 # Enough for batches of like length on several devices, few enough to lose little when a part is
 # interrupted: an hour of Gemma-3-270M on a core. 42 MB of 640 numbers each.
@@ -30,8 +32,16 @@ PART_CAPTIONS = 32768
 _CHECKED_AT_ONCE = 16
 
 
+class _TokenizedPart(NamedTuple):
+    """The captions of a part, of which equal ones are encoded once."""
+
+    texts: list[str]  # distinct captions
+    tokens: Sequence[Sequence[Any]]  # of each text
+    text_numbers: np.ndarray  # the text of each caption, int64 `(n,)`
+
+
 class SidecarParts:
-    """The parts of a folder."""
+    """The parts of a folder, of which this process makes some."""
 
     def __init__(
         self,
@@ -46,13 +56,17 @@ class SidecarParts:
 
         `encoder` may be a tokenizer with `tokens_only`. A part has at most `part_captions`.
         """
-        self._out, self._captions = out, captions
-        self._encoder, self._tokens_only = encoder, tokens_only
+        self._out = out
+        self._captions = captions
+        self._encoder = encoder
+        self._tokens_only = tokens_only
         # Keys of all captions, int64 `(n,)`, ascending: here each key is its own place.
         self.keys = captions.places[captions.sizes > 0]
         self.count = -(-len(self.keys) // part_captions)
+        # Width of an embedding, or number of token ids of a caption.
+        self.dim = encoder.max_tokens if tokens_only else cast(Encoder, encoder).dim
         header = sidecar.SidecarHeader(
-            dim=encoder.max_tokens if tokens_only else cast(Encoder, encoder).dim,
+            dim=self.dim,
             encoder=encoder.name,
             revision=encoder.revision,
             max_tokens=encoder.max_tokens,
@@ -68,11 +82,12 @@ class SidecarParts:
 
     def keys_of(self, number: int) -> np.ndarray:
         """Returns the keys of a part, int64 `(n,)`, ascending."""
-        bounds = [len(self.keys) * n // self.count for n in (number, number + 1)]
-        return self.keys[slice(*bounds)]
+        start = len(self.keys) * number // self.count
+        end = len(self.keys) * (number + 1) // self.count
+        return self.keys[start:end]
 
     def finished(self) -> dict[int, StoredFile]:
-        """Returns the parts in the folder by number."""
+        """Returns the parts in the folder by number; ValueError for another number of parts."""
         count, files = sidecar.find_parts(self._out)
         if files and count != self.count:
             raise ValueError(
@@ -83,7 +98,7 @@ class SidecarParts:
         return files
 
     def check(self, finished: Mapping[int, StoredFile]) -> None:
-        """Checks that this run would make the same finished parts."""
+        """Raises a ValueError for a finished part that this run would make otherwise."""
 
         def check_one(number: int) -> None:
             file = finished[number]
@@ -98,52 +113,61 @@ class SidecarParts:
     def make(self, numbers: Sequence[int], staging: str, on_batch: OnBatch) -> int:
         """Makes and stores parts; returns the largest number of token ids, 0 for embeddings.
 
-        `staging` is a local folder, in a local `out`, for the part that is being written.
+        `staging` is a local folder, in a local `out`, for the part that is being written. Raises a
+        ValueError for embeddings that float16 cannot hold, and an OSError for a full disk.
         """
         folder = storage.open_folder(self._out, to_write=True)
-        path, longest = os.path.join(staging, 'part'), 0
+        longest = 0
         # The tokens of the next part are made while the model works on this one.
-        tokenized = workers.map_ahead(self._tokenize, numbers, num_threads=1, ahead=2)
-        with contextlib.closing(tokenized):
-            for number, (texts, tokens, rows) in tokenized:
+        tokenized_parts = workers.map_ahead(self._tokenize, numbers, num_threads=1, ahead=2)
+        with contextlib.closing(tokenized_parts):
+            for number, part in tokenized_parts:
                 if self._tokens_only:
-                    longest = max(longest, *map(len, tokens))
-                    values = text_encoders.pad(tokens, self._encoder.max_tokens)
-                    on_batch(len(values), sum(map(len, tokens)))
+                    lengths = [len(ids) for ids in part.tokens]
+                    longest = max(longest, *lengths)
+                    values = text_encoders.pad(part.tokens, self._encoder.max_tokens)
+                    on_batch(len(values), sum(lengths))
                 else:
-                    values = self._encode(texts, tokens, on_batch)
+                    values = self._encode(part, on_batch)
                 # Captions that repeat another count as encoded, too.
-                on_batch(len(rows) - len(values), 0)
-                column = schema.TOKENS if self._tokens_only else schema.PART_EMBEDDING
-                keys, metadata = self.keys_of(number), self._metadata_of(number)
-                sidecar.write_sidecar(path, keys, values[rows], column, metadata)
-                name = sidecar.part_name(number, self.count)
-                folder.store(path, name, file_state.compute_state(path).crc32c)
+                on_batch(len(part.text_numbers) - len(values), 0)
+                self._store(number, values[part.text_numbers], folder, staging)
         return longest
 
-    def _tokenize(self, number: int) -> tuple[list[str], Sequence[Sequence[Any]], np.ndarray]:
-        """Distinct texts of a part, their tokens, and the index of the text of each caption."""
-        index_of_text: dict[bytes, int] = {}
-        captions = self._captions.read(self.keys_of(number))
-        index = [index_of_text.setdefault(text, len(index_of_text)) for text in captions]
-        texts = [text.decode() for text in index_of_text]
-        return texts, self._encoder.tokenize(texts), np.array(index, np.int64)
+    def _tokenize(self, number: int) -> _TokenizedPart:
+        number_of_text: dict[bytes, int] = {}
+        text_numbers = []
+        for caption in self._captions.read(self.keys_of(number)):
+            text_number = number_of_text.setdefault(caption, len(number_of_text))
+            text_numbers.append(text_number)
+        texts = [text.decode() for text in number_of_text]
+        tokens = self._encoder.tokenize(texts)
+        return _TokenizedPart(texts, tokens, np.array(text_numbers, np.int64))
 
-    def _encode(
-        self, texts: list[str], tokens: Sequence[Sequence[Any]], on_batch: OnBatch
-    ) -> np.ndarray:
+    def _encode(self, part: _TokenizedPart, on_batch: OnBatch) -> np.ndarray:
+        """Returns the embeddings of a part's texts, float16 `(texts, dim)`."""
         # Numbers that are too large become infinite, which is refused below.
         with np.errstate(over='ignore'):
-            embeddings = cast(Encoder, self._encoder).encode_tokens(tokens, on_batch)
+            embeddings = cast(Encoder, self._encoder).encode_tokens(part.tokens, on_batch)
             values = embeddings.astype(np.float16)
-        bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
-        if len(bad):
+        bad_texts = np.flatnonzero(~np.isfinite(values).all(axis=1))
+        if len(bad_texts):
+            text = part.texts[bad_texts[0]]
             raise ValueError(
-                f'{self._encoder.name}: the embedding of the caption {texts[bad[0]][:100]!r} '
+                f'{self._encoder.name}: the embedding of the caption {text[:100]!r} '
                 'exceeds the range of float16; use another encoder or leave the caption out.'
             )
         return values
 
+    def _store(self, number: int, values: np.ndarray, folder: Storage, staging: str) -> None:
+        """Stores a part with the values of its captions, in the order of their keys."""
+        path = os.path.join(staging, 'part')
+        column = schema.TOKENS if self._tokens_only else schema.PART_EMBEDDING
+        keys = self.keys_of(number)
+        sidecar.write_sidecar(path, keys, values, column, self._metadata_of(number))
+        name = sidecar.part_name(number, self.count)
+        folder.store(path, name, file_state.compute_state(path).crc32c)
+
     def _metadata_of(self, number: int) -> dict[str, str]:
-        """Everything that decides the contents of a part."""
+        """Returns everything that decides the contents of a part."""
         return {**self._metadata, schema.META_PART: f'{number} of {self.count}'}

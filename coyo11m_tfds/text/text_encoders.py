@@ -12,8 +12,8 @@ import functools
 import hashlib
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from absl import logging
@@ -22,6 +22,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import word_list
 from coyo11m_tfds.dataset.keyed_random import splitmix64
 from coyo11m_tfds.storage import model_files
+from coyo11m_tfds.text.protocols import Encoder, OnBatch, Tokenizer, ignore_batch
 
 DEFAULT_MAX_TOKENS = 512
 
@@ -34,42 +35,6 @@ _PAIR_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _BUCKETS_A_FEATURE = 4
 # Few enough for their arrays to stay in a cache.
 _ROWS_AT_ONCE = 1024
-
-
-# Takes the number of captions and the number of tokens of a forward pass.
-OnBatch = Callable[[int, int], None]
-
-
-class Tokenizer(Protocol):
-    """Turns captions into tokens."""
-
-    name: str  # in the metadata of a data set, without paths of this machine
-    revision: str  # changes if a caption may get other tokens or another embedding
-    max_tokens: int  # length to which captions are cut; 0 for no limit
-    vocabulary: int  # all ids are below this number; 0 if tokens are not ids
-    truncated: int  # number of captions cut so far
-
-    def tokenize(self, captions: Sequence[str]) -> Sequence[Sequence[Any]]:
-        """Returns the tokens of each caption; may run in another thread than `encode_tokens`."""
-
-
-class Encoder(Tokenizer, Protocol):
-    """Turns captions into embeddings. Each embedding depends only on its own caption."""
-
-    dim: int  # width of an embedding
-    dtype: str  # of the weights and of the computation
-    pooling: str  # name of the rule that turns the states of tokens into one embedding
-
-    def encode_tokens(self, tokens: Sequence[Sequence[Any]], on_batch: OnBatch = ...) -> np.ndarray:
-        """Returns float32 `(len(tokens), dim)`; calls `on_batch` after each batch."""
-
-    def encode(self, captions: Sequence[str]) -> np.ndarray:
-        """Returns float32 `(len(captions), dim)`."""
-        return self.encode_tokens(self.tokenize(captions))
-
-
-def ignore_batch(captions: int, tokens: int) -> None:
-    """The `on_batch` of a caller that shows no progress."""
 
 
 def split_words(caption: str) -> list[str]:

@@ -259,7 +259,9 @@ def test_a_file_without_rows_or_values_is_a_count(tmp_path, name):
     expected = captions_of(source, tmp_path / 'before', **fields)
     EMPTY[name](source)
     assert captions_of(source, tmp_path / 'after', **fields) == expected
-    assert embed_captions.embed(source, 'hash', tmp_path / 'x', **fields).num_captions == COUNT
+    settings = embed_captions.EmbedSettings(**fields)
+    report = embed_captions.embed(source, 'hash', tmp_path / 'x', settings)
+    assert report.num_captions == COUNT
     assert doctor.plan_or_estimate(str(source), BuildSettings(**fields)).num_records == COUNT
 
 

@@ -57,8 +57,9 @@ def model(tmp_path_factory):
     return folder
 
 
-def embed(source, out, encoder='hash', **options) -> embed_captions.EmbeddingReport:
-    return embed_captions.embed(source, encoder, out, **{'part_captions': PART_CAPTIONS} | options)
+def embed(source, out, encoder='hash', share=(0, 1), **fields) -> embed_captions.EmbeddingReport:
+    settings = embed_captions.EmbedSettings(**{'part_captions': PART_CAPTIONS} | fields)
+    return embed_captions.embed(source, encoder, out, settings, share=share)
 
 
 def read(folder: pathlib.Path, column: str) -> tuple[np.ndarray, np.ndarray]:

@@ -203,7 +203,8 @@ def test_weights_are_bfloat16_but_for_a_model_that_computes_in_float32(models, s
 @pytest.fixture(scope='module')
 def dataset(sample_source, qwen_spec, tmp_path_factory):
     sidecar = tmp_path_factory.mktemp('sidecar') / 'tokens.parquet'
-    embed_captions.embed(sample_source, qwen_spec, sidecar, tokens_only=True, max_tokens=LENGTH)
+    settings = embed_captions.EmbedSettings(tokens_only=True, max_tokens=LENGTH)
+    embed_captions.embed(sample_source, qwen_spec, sidecar, settings)
     out = tmp_path_factory.mktemp('data')
     return built.build(sample_source, sidecar, out, name='tokens', shard_bytes=5_000_000)
 

@@ -67,7 +67,8 @@ def assert_same_pictures(pipe, artist: draw.Artist, encoder: str, **options) -> 
 @pytest.mark.parametrize('kind', SIDECARS)
 def test_diffusers_draws_what_draw_draws(kind, models, sample_source, tmp_path, from_pretrained):  # noqa: F811
     spec = SIDECARS[kind]['encoder'].format(models)
-    embed_captions.embed(sample_source, **SIDECARS[kind] | {'encoder': spec, 'out': tmp_path / 's'})
+    settings = embed_captions.EmbedSettings(tokens_only=SIDECARS[kind].get('tokens_only', False))
+    embed_captions.embed(sample_source, spec, tmp_path / 's', settings)
     data = built.build(sample_source, tmp_path / 's', tmp_path / 'data')
     changes = {'num_steps': 3, 'eval_every': 0, 'model.text': 'sequence', 'preview.guidance': 3.0}
     if kind in ('hash', 'pooled'):
