@@ -65,12 +65,13 @@ def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
 def encode_images(*, images: str, vae: str, out: str) -> Figures:
     """Runs the function of the program, with the start of its processes."""
     from coyo11m_tfds import encode_images as program
+    from coyo11m_tfds.encoding.settings import EncodingSettings
     from coyo11m_tfds.pictures import vae_encoder
 
     encoder = vae_encoder.VaeEncoder(vae)
     encoder.encode(np.zeros((1, SIZE, SIZE, 3), np.uint8))  # compiles
     meter = Meter()
-    report = program.encode(images, encoder, out, size=SIZE)
+    report = program.encode(images, encoder, out, EncodingSettings(size=SIZE))
     return meter.rate(report.num_encoded)
 
 

@@ -37,8 +37,8 @@ def test_killed_at_random_moments(gcs, tmp_path, kind):
         gcs.latency = 0.002
 
     def start(out: str, share: tuple[int, int]):
-        options = OPTIONS | {'share': share, 'scratch_dir': str(tmp_path / 'scratch')}
-        arguments = gcs.env, str(tmp_path / 'log'), str(images), str(vae), out, options
+        fields = OPTIONS | {'scratch_dir': str(tmp_path / 'scratch')}
+        arguments = gcs.env, str(tmp_path / 'log'), str(images), str(vae), out, share, fields
         return children.fork(encode_program.run, *arguments)
 
     def finish(out: str) -> dict[str, bytes]:

@@ -20,6 +20,9 @@ from absl import logging
 import input_pipeline
 from coyo11m_tfds import add_column, doctor, encode_images, mirror, schema, show, storage
 from coyo11m_tfds.convert.build_settings import BuildSettings, choose_validation_fraction
+from coyo11m_tfds.encoding import decoders, parts
+from coyo11m_tfds.encoding.image_counts import ImageCounts
+from coyo11m_tfds.encoding.settings import EncodingSettings
 from coyo11m_tfds.pictures import latent_rgb, pixels
 from coyo11m_tfds.pictures.vae_encoder import VaeEncoder
 from coyo11m_tfds.process import progress, workers
@@ -72,10 +75,9 @@ def expected(source, encoder, tmp_path_factory) -> dict[str, bytes]:
     return files_of(str(out))
 
 
-def encode(images, encoder, out, **options) -> encode_images.EncodingReport:
-    return encode_images.encode(
-        images, encoder, out, **{'size': SIZE, 'part_images': 8, 'num_workers': 2} | options
-    )
+def encode(images, encoder, out, share=(0, 1), **fields) -> encode_images.EncodingReport:
+    fields = {'size': SIZE, 'part_images': 8, 'num_workers': 2} | fields
+    return encode_images.encode(images, encoder, out, EncodingSettings(**fields), share=share)
 
 
 def rows_of(out: pathlib.Path) -> dict[str, tuple[dict, np.ndarray]]:
@@ -240,10 +242,10 @@ def test_an_image_is_done_when_it_is_written(source, encoder, tmp_path, monkeypa
     ],
 )
 def test_parts_have_limited_work(sizes, options, expected):
-    parts = list(encode_images.divide_images(sizes, **{'num_pixels': 256**2} | options))
-    assert [part.stop - part.start for part in parts] == expected
-    assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
-    assert (parts[0].start, parts[-1].stop) == (0, len(sizes))
+    slices = list(parts.divide_images(sizes, **{'num_pixels': 256**2} | options))
+    assert [part.stop - part.start for part in slices] == expected
+    assert [part.start for part in slices[1:]] == [part.stop for part in slices[:-1]]
+    assert (slices[0].start, slices[-1].stop) == (0, len(sizes))
 
 
 class Stop(Exception):
@@ -531,7 +533,7 @@ def test_few_of_many_large_images_are_in_memory(encoder, tmp_path, monkeypatch):
     megabyte = 1 << 20
     images = [x._replace(data=x.data + bytes(megabyte)) for x in made_images.make_images(24)]
     source = made_images.write(tmp_path / 'images', 'parquet', images)
-    monkeypatch.setattr(encode_images, '_BYTES_AHEAD', 4 * megabyte)
+    monkeypatch.setattr(decoders, '_BYTES_AHEAD', 4 * megabyte)
     tracemalloc.start()
     try:
         report = encode(source, encoder, tmp_path / 'out')
@@ -806,7 +808,7 @@ def test_a_folder_without_images_is_told_from_none(encoder, tmp_path, bucket, hu
 
 
 def test_the_commands_at_the_end_fit_the_numbers_of_images():
-    counts = encode_images.ImageCounts()
+    counts = ImageCounts()
     counts.shapes.update({'256x256': 250, '320x192': 750, '192x320': 90})
     small, build, train = encode_images.describe_next('a b/out', counts, True).splitlines()
     assert small == 'Too few images for the mixture: 192x320'

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from coyo11m_tfds import encode_images
+from coyo11m_tfds.encoding.settings import EncodingSettings
 from coyo11m_tfds.pictures import pixels
 from coyo11m_tfds.pictures.vae_encoder import VaeEncoder
 from tests import children, hostile_images, made_images, small_vae
@@ -126,8 +127,8 @@ def test_damaged_files_are_named(vae, good, tmp_path, kind, name):
     for _ in range(count):
         path.write_bytes(hostile_images.damage(data, random))
         try:
-            options = {'size': 64, 'max_bad': 1, 'num_workers': 1}
-            encode_images.encode(source, encoder, tmp_path / 'out', **options)
+            settings = EncodingSettings(size=64, max_bad=1, num_workers=1)
+            encode_images.encode(source, encoder, tmp_path / 'out', settings)
         except (ValueError, OSError) as error:
             refusals.append(str(error))
         shutil.rmtree(tmp_path / 'out', ignore_errors=True)

@@ -1,0 +1,195 @@
+"""The folder of an encoding: its settings, its finished parts with their receipts, and its tars."""
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from absl import logging
+
+from coyo11m_tfds import schema, storage
+from coyo11m_tfds.encoding import parts
+from coyo11m_tfds.encoding.image_counts import ImageCounts
+from coyo11m_tfds.encoding.parts import PartTars
+from coyo11m_tfds.process import errors
+from coyo11m_tfds.process.sizes import format_count
+from coyo11m_tfds.source.encoding_file import EncodedState, Encoding
+from coyo11m_tfds.source.image_files import ImagePart
+from coyo11m_tfds.storage import file_state, json_digest
+from coyo11m_tfds.storage.file_state import FileState
+from coyo11m_tfds.storage.receipts import Receipt, Receipts
+from coyo11m_tfds.storage.scratch import Scratch
+
+_RECEIPTS = '.encoded'  # sub-folder
+# Of the origin of a part: digests of its images, and of what may change without the latents.
+_FILES = 'files'
+_TEXTS = 'texts'
+_IMAGES = 'images'  # the setting that tells which images an encoding is of
+
+
+class EncodingFolder:
+    """The folder of an encoding, which several processes may fill at a time."""
+
+    receipts: dict[int, Receipt]  # of finished parts, by number
+    outdated: dict[int, Receipt]  # the same of those whose images have got other texts since
+    counts: ImageCounts  # of the images of finished parts
+
+    def __init__(
+        self,
+        out: str,
+        settings: Mapping[str, Any],
+        image_parts: Sequence[ImagePart],
+        own_parts: Collection[int],
+    ):
+        """Reads what is finished, and writes the settings; ValueError for another encoding.
+
+        `own_parts` are the numbers of those of `image_parts` that this process makes.
+        """
+        self._folder = storage.open_folder(out, to_write=True)
+        self._parts = image_parts
+        self._receipts = Receipts(self._folder, _RECEIPTS, ImageCounts.parse)
+        self._settings = {**settings, _IMAGES: _describe_images(image_parts)}
+        stored = self._read_settings()
+        if stored is not None:
+            path = self._folder.path_of(schema.ENCODING_FILE)
+            # The options first, because they decide about the number of parts.
+            options = {name: value for name, value in stored.items() if name != _IMAGES}
+            _check_same(settings, options, path)
+            _check_same(self._settings, stored, path)
+        self.read_receipts(own_parts)
+        if stored is None:
+            self._write_encoding('')
+
+    def _read_settings(self) -> dict[str, Any] | None:
+        """Returns the stored settings; None if they cannot be read, in a folder for this command.
+
+        Then the receipts of finished parts say whether these are of the same settings.
+        """
+        data = self._folder.read(schema.ENCODING_FILE)
+        try:
+            if data is not None:
+                return dict(Encoding.parse(data).settings)
+        except ValueError as error:
+            path = self._folder.path_of(schema.ENCODING_FILE)
+            logging.warning('%s: is damaged and written again (%s).', path, error)
+        # Somebody's tars of images may have the names of parts, which would replace them.
+        names = self._folder.sizes()
+        tars = [name for name in names if name.endswith('.tar')]
+        if tars and not any(name.startswith(f'{_RECEIPTS}/') for name in names):
+            path = self._folder.path_of(min(tars))
+            raise ValueError(f'{path}: is not of this command. Choose another folder for out.')
+        return None
+
+    def read_receipts(self, own_parts: Collection[int] = ()) -> None:
+        """Reads the receipts of finished parts; ValueError for one of another encoding.
+
+        The tars of `own_parts` must have their checksums, those of others at least their sizes.
+        """
+        numbers = {f'{number:05}': number for number in range(len(self._parts))}
+        receipts = self._receipts.read(numbers)
+        for name, receipt in receipts.items():
+            self._check_origin(numbers[name], receipt, self._receipts.path_of(name))
+        own_receipts = {name: x for name, x in receipts.items() if numbers[name] in own_parts}
+        intact = self._receipts.check_files(own_receipts, 'Checking finished parts')
+        listing = self._folder.list(deep=True)
+        self.receipts = {}
+        self.outdated = {}
+        self.counts = ImageCounts()
+        for name, receipt in receipts.items():
+            number = numbers[name]
+            is_listed = all(
+                tar in listing and listing[tar].state.agrees_with(state)
+                for tar, state in receipt.files.items()
+            )
+            if not is_listed or (name in own_receipts and name not in intact):
+                continue
+            if receipt.origin.get(_TEXTS) == self._parts[number].texts_digest:
+                self._add_receipt(number, receipt)
+            else:
+                self.outdated[number] = receipt
+        if own_outdated := self.outdated.keys() & {*own_parts}:
+            finished_parts = format_count(len(own_outdated), 'finished part')
+            logging.info(f'The texts of {finished_parts} have changed, of which latents are kept.')
+
+    def _check_origin(self, number: int, receipt: Receipt, path: str) -> None:
+        """Raises a ValueError for a part of another encoding, or of other files."""
+        part = self._parts[number]
+        settings = dict(receipt.origin)
+        files_digest = settings.pop(_FILES, None)
+        settings.pop(_TEXTS, None)
+        _check_same(self._settings, settings, path)
+        if files_digest != part.digest:
+            raise ValueError(
+                f'{path}: the files of part {number}, such as {min(part.files)}, '
+                'have changed since they were encoded. Remove this receipt to encode them again, '
+                'or choose another folder.'
+            )
+
+    def _add_receipt(self, number: int, receipt: Receipt) -> None:
+        self.receipts[number] = receipt
+        self.counts.add(vars(receipt.facts))
+
+    def read_latents(self, number: int, scratch: Scratch) -> dict[str, np.ndarray]:
+        """Returns the latents that a part has from before its texts changed, by names of images."""
+        latents = dict[str, np.ndarray]()
+        if number in self.outdated:
+            for name in self.outdated[number].files:
+                file = storage.describe_file(self._folder.path_of(name))
+                with scratch.hold(file) as path:
+                    latents |= parts.read_latents(path)
+        return latents
+
+    def store_part(self, number: int, tars: PartTars) -> None:
+        """Stores the tars of a part, and then its receipt."""
+        states = {}
+        for shape, path in tars.paths.items():
+            # With one shape, the folder itself is the source.
+            sub_folder = shape if len(self._settings['shapes']) > 1 else ''
+            name = os.path.join(sub_folder, f'{number:05}.tar')
+            if self._folder.read(os.path.join(sub_folder, schema.ENCODING_FILE)) is None:
+                self._write_encoding(sub_folder)
+            states[name] = EncodedState(*file_state.compute_state(path))
+            self._folder.store(path, name, states[name].crc32c)
+        # With other texts, all images of a shape may have become bad.
+        if number in self.outdated:
+            self._folder.remove(self.outdated[number].files.keys() - states.keys())
+        part = self._parts[number]
+        origin = {**self._settings, _FILES: part.digest, _TEXTS: part.texts_digest}
+        self._receipts.write(f'{number:05}', origin, states, vars(tars.counts))
+        self._add_receipt(number, Receipt(origin, states, tars.counts))
+
+    def finish(self) -> None:
+        """Names all tars, by which the sources are complete and can be built."""
+        states = dict[str, FileState]()
+        for receipt in self.receipts.values():
+            states.update(receipt.files)
+        sub_folders = sorted({'', *map(os.path.dirname, states)})
+        for sub_folder in sub_folders:
+            prefix = f'{sub_folder}/' if sub_folder else ''
+            files = {
+                tar.removeprefix(prefix): EncodedState(*state)
+                for tar, state in states.items()
+                if tar.startswith(prefix)
+            }
+            self._write_encoding(sub_folder, files)
+        for sub_folder in sub_folders:
+            path = self._folder.path_of(sub_folder)
+            storage.open_folder(path, to_write=True).sweep()
+
+    def _write_encoding(
+        self, sub_folder: str, files: Mapping[str, EncodedState] | None = None
+    ) -> None:
+        name = os.path.join(sub_folder, schema.ENCODING_FILE)
+        self._folder.write(name, Encoding(self._settings, files).to_bytes())
+
+
+def _describe_images(image_parts: Sequence[ImagePart]) -> str:
+    """Returns how many files there are, and a digest of their names and their division."""
+    names = [sorted(part.files) for part in image_parts]
+    num_files = sum(len(names_of_part) for names_of_part in names)
+    count = f'{format_count(num_files, "file")} in {format_count(len(names), "part")}'
+    return f'{count}, digest {json_digest.sha256(names)[:16]} of their names'
+
+
+def _check_same(expected: Mapping[str, Any], stored: Mapping[str, Any], path: str) -> None:
+    errors.check_same_entries(expected, stored, path, 'is what this command makes')
