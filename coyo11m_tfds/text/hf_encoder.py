@@ -46,8 +46,10 @@ class HfTokenizer(ModelTokenizer):
         positions = getattr(config, 'max_position_embeddings', None) or max_tokens
         length = min(max_tokens, tokenizer.model_max_length, positions)
         # Many causal models have no token for padding.
-        tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-        filler = next(token for token in tokens if token is not None)
+        filler = 0
+        for token in (tokenizer.eos_token_id, tokenizer.pad_token_id):
+            if token is not None:
+                filler = token
         super().__init__(f'hf:{model}', length, tokenizer.backend_tokenizer, filler)
 
 
@@ -64,8 +66,9 @@ class HfEncoder(HfTokenizer, ModelEncoder):
         if num_gpus := torch.cuda.device_count():
             self._device = torch.device('cuda', job.index_on_machine() % num_gpus)
         # Not float16: activations of models trained in bfloat16 (Gemma's) overflow in it.
-        bfloat16 = self._device.type == 'cuda' and torch.cuda.is_bf16_supported()
-        dtype = torch.bfloat16 if bfloat16 else torch.float32
+        dtype = torch.float32
+        if self._device.type == 'cuda' and torch.cuda.is_bf16_supported():
+            dtype = torch.bfloat16
         self.dtype = str(dtype).removeprefix('torch.')
         self._model = _load_model(model, dtype)
         super().__init__(model, max_tokens, self._model.config)
@@ -90,15 +93,16 @@ class HfEncoder(HfTokenizer, ModelEncoder):
     @torch.inference_mode()
     def _pool(self, tokens: Sequence[Sequence[int]]) -> torch.Tensor:
         """Runs the model on a batch; returns the means over real tokens, float32 `(n, dim)`."""
-        lengths = torch.tensor([len(ids) for ids in tokens], device=self._device)
+        rows = [torch.tensor(ids) for ids in tokens]
+        lengths = torch.tensor([len(row) for row in rows], device=self._device)
         # On the right: so tokens have the positions of a caption alone, and causal models do not
         # attend to the padding. In other models, and in the mean, a mask leaves it out.
         padded = torch.nn.utils.rnn.pad_sequence(
-            [torch.tensor(ids) for ids in tokens], batch_first=True, padding_value=self._filler
+            rows, batch_first=True, padding_value=self._filler
         ).to(self._device)
-        real = torch.arange(padded.shape[1], device=self._device) < lengths[:, None]
-        states = self._model(input_ids=padded, attention_mask=real.long()).last_hidden_state
-        states = states.float().masked_fill(~real[..., None], 0)
+        is_real = torch.arange(padded.shape[1], device=self._device) < lengths[:, None]
+        output = self._model(input_ids=padded, attention_mask=is_real.long())
+        states = output.last_hidden_state.float().masked_fill(~is_real[..., None], 0)
         return states.sum(dim=1) / lengths[:, None]
 
 

@@ -52,6 +52,7 @@ _LAYER = {
     'mlp.down.kernel': 'mlp.down_proj',
 }
 _REST = {'embedding': 'embed_tokens', 'norm.scale': 'norm'}
+_EMBEDDING = 'embed_tokens.weight'
 
 # Weights in the files that the text model without its language-model head has no use for.
 _OTHER_PARTS = re.compile(r'(.*\.)?(lm_head|vision_tower|multi_modal_projector)\.')
@@ -197,9 +198,12 @@ class JaxEncoder(JaxTokenizer, ModelEncoder):
         """Loads tokenizer and weights; computes in `dtype`, float32 on CPUs or bfloat16."""
         jax_environment.check()
         devices = jax.local_devices()
-        on_cpu = devices[0].platform == 'cpu'
-        dtype = dtype or (jnp.float32 if on_cpu else jnp.bfloat16)
-        batch_tokens = batch_tokens or (CPU_BATCH_TOKENS if on_cpu else BATCH_TOKENS)
+        if devices[0].platform == 'cpu':
+            dtype = dtype or jnp.float32
+            batch_tokens = batch_tokens or CPU_BATCH_TOKENS
+        else:
+            dtype = dtype or jnp.bfloat16
+            batch_tokens = batch_tokens or BATCH_TOKENS
         super().__init__(model, max_tokens)
         config = self.checkpoint.config
         self.dim = config.width
@@ -217,9 +221,12 @@ class JaxEncoder(JaxTokenizer, ModelEncoder):
     def _start(
         self, tokens: Sequence[Sequence[int]], shape: tuple[int, int]
     ) -> Callable[[], np.ndarray]:
-        padded, lengths = np.full(shape, _PADDING, np.int32), np.zeros(shape[0], np.int32)
-        for i, ids in enumerate(tokens):
-            padded[i, : len(ids)], lengths[i] = ids, len(ids)
+        padded = np.full(shape, _PADDING, np.int32)
+        # Rows beyond the last text have the length 0.
+        lengths = np.zeros(shape[0], np.int32)
+        for row, ids in enumerate(tokens):
+            padded[row, : len(ids)] = ids
+            lengths[row] = len(ids)
         means = self._pool(self._params, *jax.device_put((padded, lengths), self._rows))
         return lambda: np.asarray(means)
 
@@ -228,6 +235,7 @@ class JaxEncoder(JaxTokenizer, ModelEncoder):
 def _pool_states(
     network: language_model.LanguageModel, params, tokens: jax.Array, lengths: jax.Array
 ) -> jax.Array:
+    """Returns the means of the states of each row's tokens, float32 `(b, width)`."""
     # Else accelerators round the operands of float32 products to fewer bits.
     precision = 'highest' if network.dtype == jnp.float32 else None
     with jax.default_matmul_precision(precision):
@@ -236,7 +244,10 @@ def _pool_states(
 
 
 def open_checkpoint(model: str) -> 'LanguageModelCheckpoint':
-    """Opens a folder, or a model of the hub, which it downloads if the cache lacks it."""
+    """Opens a folder, or a model of the hub, which it downloads if the cache lacks it.
+
+    Raises a ValueError for a folder without weights in safetensors, and for another model.
+    """
     folder = model_files.fetch_folder(model, 'text encoder', _HUB_FILES)
     model_files.check_weights(folder)
     return LanguageModelCheckpoint(folder)
@@ -245,28 +256,14 @@ def open_checkpoint(model: str) -> 'LanguageModelCheckpoint':
 def load_params(checkpoint: 'LanguageModelCheckpoint', dtype: jnp.dtype | type) -> dict[str, Any]:
     """Reads the parameters of `LanguageModel(checkpoint.config)` in `dtype`, norms in float32.
 
-    Those of all layers are stacked as `(depth, ...)`.
+    Those of all layers are stacked as `(depth, ...)`. Raises a ValueError for weights that do not
+    fit the configuration.
     """
     shapes = flax.traverse_util.flatten_dict(
         language_model.abstract_params(checkpoint.config, dtype), sep='.'
     )
-    # Of one number each: the shapes are compared before the weights get memory.
-    outlines = {
-        name: np.broadcast_to(np.empty((), leaf.dtype), leaf.shape) for name, leaf in shapes.items()
-    }
-    expected = _targets(outlines, checkpoint.architecture)
-    missing, unexpected = expected.keys() - checkpoint.names, checkpoint.names - expected.keys()
-    if missing or unexpected:
-        raise ValueError(
-            f'{checkpoint.path}: the weights do not fit the configuration, with {len(missing)} '
-            f'missing {sorted(missing)[:3]} and {len(unexpected)} unexpected '
-            f'{sorted(unexpected)[:3]}. Download or save the model again.'
-        )
-    for name, outline in expected.items():
-        if (shape := checkpoint.shape(name)) != outline.shape:
-            raise ValueError(
-                f'{checkpoint.path}: {name} has the shape {shape}, expected {outline.shape}.'
-            )
+    # The shapes are compared before the weights get memory.
+    _check_weights(checkpoint, shapes)
     params = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
     for name, target in _targets(params, checkpoint.architecture).items():
         target[...] = checkpoint.read(name)
@@ -276,23 +273,54 @@ def load_params(checkpoint: 'LanguageModelCheckpoint', dtype: jnp.dtype | type) 
     return flax.traverse_util.unflatten_dict(params, sep='.')
 
 
+def _check_weights(
+    checkpoint: 'LanguageModelCheckpoint', shapes: Mapping[str, jax.ShapeDtypeStruct]
+) -> None:
+    """Raises a ValueError unless the files have exactly the weights of these parameters."""
+    # Arrays of one number each, which have the shapes but not the memory.
+    outlines = {
+        name: np.broadcast_to(np.empty((), leaf.dtype), leaf.shape) for name, leaf in shapes.items()
+    }
+    expected = _targets(outlines, checkpoint.architecture)
+    missing = expected.keys() - checkpoint.names
+    unexpected = checkpoint.names - expected.keys()
+    if missing or unexpected:
+        raise ValueError(
+            f'{checkpoint.path}: the weights do not fit the configuration, with {len(missing)} '
+            f'missing {sorted(missing)[:3]} and {len(unexpected)} unexpected '
+            f'{sorted(unexpected)[:3]}. Download or save the model again.'
+        )
+    for name, outline in expected.items():
+        shape = checkpoint.shape(name)
+        if shape != outline.shape:
+            raise ValueError(
+                f'{checkpoint.path}: {name} has the shape {shape}, expected {outline.shape}.'
+            )
+
+
 def _targets(params: Mapping[str, np.ndarray], architecture: Architecture) -> dict[str, np.ndarray]:
     """Returns the array of each weight by its name in the files, with the axes in their order."""
-    targets = {f'{stored_name}.weight': params[name] for name, stored_name in _REST.items()}
-    for name, stored_name in {**_LAYER, **architecture.layer}.items():
-        for i, layer in enumerate(params[f'layers.{name}']):
+    targets = {}
+    for name, stored_name in _REST.items():
+        targets[f'{stored_name}.weight'] = params[name]
+    names_of_layer = {**_LAYER, **architecture.layer}
+    for name, stored_name in names_of_layer.items():
+        for layer, array in enumerate(params[f'layers.{name}']):
             # A kernel is (in, out) here and (out, in) there.
-            targets[f'layers.{i}.{stored_name}.weight'] = layer.T
+            targets[f'layers.{layer}.{stored_name}.weight'] = array.T
     return targets
 
 
 class LanguageModelCheckpoint:
-    """A folder `path` in the form of transformers' `save_pretrained`, with the sizes `config`.
+    """A folder in the form of transformers' `save_pretrained`."""
 
-    `names` are those of the text model's weights, without their common prefix.
-    """
+    path: Path
+    config: language_model.LanguageModelConfig
+    architecture: Architecture
+    names: frozenset[str]  # of the text model's weights, without their common prefix
 
     def __init__(self, folder: Path) -> None:
+        """Reads config.json and the headers of the weights; ValueError for another model."""
         self.path = folder
         config_path = folder / 'config.json'
         raw = model_fields.read_object(config_path)
@@ -305,22 +333,28 @@ class LanguageModelCheckpoint:
                 if name in self._files:
                     raise ValueError(f'{path}: {name!r} comes in another file of the folder too.')
                 self._files[name] = file
-        text = {name for name in self._files if not _OTHER_PARTS.match(name)}
-        self._prefix = next((n for n in text if n.endswith('embed_tokens.weight')), '')
-        self._prefix = self._prefix.removesuffix('embed_tokens.weight')
-        self.names = frozenset(name.removeprefix(self._prefix) for name in text)
+        text_names = {name for name in self._files if not _OTHER_PARTS.match(name)}
+        # Such as `model.` or, of a multimodal model, `language_model.model.`.
+        self._prefix = ''
+        for name in sorted(text_names):
+            if name.endswith(_EMBEDDING):
+                self._prefix = name.removesuffix(_EMBEDDING)
+        self.names = frozenset(name.removeprefix(self._prefix) for name in text_names)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a weight with a name in `names`, which has to be of floats."""
         return self._files[self._prefix + name].shape(self._prefix + name)
 
     def read(self, name: str) -> np.ndarray:
-        """Reads a weight whose `shape` was accepted."""
+        """Returns a weight whose `shape` was accepted, in the dtype of the file."""
         return self._files[self._prefix + name].read(self._prefix + name)
 
     def tokenizer(self) -> tuple[tokenizers.Tokenizer, int]:
-        """Returns the tokenizer and its token for padding, both as `hf_encoder` has them."""
-        path, settings = self.path / 'tokenizer.json', self.path / 'tokenizer_config.json'
+        """Returns the tokenizer and its token for padding, both as `hf_encoder` has them.
+
+        Raises a ValueError without a tokenizer.json, and for one that cannot be used.
+        """
+        path = self.path / 'tokenizer.json'
         if not path.is_file():
             raise ValueError(
                 f'{path} is missing; expected the fast tokenizer in the folder of the weights. '
@@ -330,11 +364,20 @@ class LanguageModelCheckpoint:
         with model_files.naming_errors(f'{path} is not a tokenizer'):
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
         tokenizer.no_padding()
-        options = model_fields.read_object(settings) if settings.is_file() else {}
-        model_fields.check(options, {'pad_token': _TOKEN, 'eos_token': _TOKEN}, settings)
-        names = [_content(options.get(f'{use}_token')) for use in ('pad', 'eos')]
-        fillers = [tokenizer.token_to_id(name) for name in names if name]
-        return tokenizer, next((token for token in fillers if token is not None), _PADDING)
+        return tokenizer, self._find_filler(tokenizer)
+
+    def _find_filler(self, tokenizer: tokenizers.Tokenizer) -> int:
+        """Returns the token for padding or, of a model without it, the one that ends a text."""
+        path = self.path / 'tokenizer_config.json'
+        options = model_fields.read_object(path) if path.is_file() else {}
+        model_fields.check(options, {'pad_token': _TOKEN, 'eos_token': _TOKEN}, path)
+        for use in ('pad_token', 'eos_token'):
+            name = _content(options.get(use))
+            # A name that the tokenizer lacks has no number.
+            token = tokenizer.token_to_id(name) if name else None
+            if token is not None:
+                return token
+        return _PADDING
 
 
 def _find_weight_files(folder: Path) -> list[Path]:
@@ -342,12 +385,15 @@ def _find_weight_files(folder: Path) -> list[Path]:
     paths = {path.name: path for path in folder.glob('*.safetensors')}
     index = folder / 'model.safetensors.index.json'
     if index.is_file():
-        # Names of the folder's own files, so that none leads out of it.
+
+        def holds(weight_map: Any) -> bool:
+            if not isinstance(weight_map, dict):
+                return False
+            # Names of the folder's own files, so that none leads out of it.
+            return all(isinstance(name, str) and name in paths for name in weight_map.values())
+
         in_folder = FieldRule(
-            'an object with a *.safetensors of this folder for each weight',
-            lambda x: (
-                isinstance(x, dict) and all(isinstance(y, str) and y in paths for y in x.values())
-            ),
+            'an object with a *.safetensors of this folder for each weight', holds
         )
         content = model_fields.read_object(index)
         model_fields.check({'weight_map': None, **content}, {'weight_map': in_folder}, index)
@@ -356,7 +402,10 @@ def _find_weight_files(folder: Path) -> list[Path]:
 
 
 def parse_model_config(raw: Mapping[str, Any], name: str) -> language_model.LanguageModelConfig:
-    """Returns what config.json says; refuses models that would be computed wrongly."""
+    """Returns what config.json says; `name` is its path, for errors.
+
+    Raises a ValueError for values out of range, and for models that would be computed wrongly.
+    """
     model_type = raw.get('model_type')
     architecture = ARCHITECTURES.get(model_type) if isinstance(model_type, str) else None
     if architecture is None:
@@ -386,11 +435,15 @@ def parse_model_config(raw: Mapping[str, Any], name: str) -> language_model.Lang
 
 def _find_local_layers(text: Mapping[str, Any], name: str) -> tuple[bool, ...]:
     """Returns for each layer whether its attention is local."""
-    depth, period = text['num_hidden_layers'], text['sliding_window_pattern']
+    depth = text['num_hidden_layers']
     kinds = text.get('layer_types')
     if kinds is None:
-        kinds = [_LOCAL if (layer + 1) % period else _GLOBAL for layer in range(depth)]
-    allowed = [_GLOBAL, _LOCAL] if 'sliding_window' in text else [_GLOBAL]
+        # Older files say instead how many layers come from one global one to the next.
+        period = text['sliding_window_pattern']
+        kinds = [_LOCAL if number % period else _GLOBAL for number in range(1, depth + 1)]
+    allowed = [_GLOBAL]
+    if 'sliding_window' in text:
+        allowed.append(_LOCAL)
     if len(kinds) != depth or not set(kinds) <= set(allowed):
         raise ValueError(
             f'{name}: layer_types is {model_fields.show(kinds)}, expected {" or ".join(allowed)} '
@@ -408,10 +461,13 @@ def _read_rope(text: Mapping[str, Any], kind: str, base: str, name: str) -> lang
         settings |= _without_nulls(text.get('rope_scaling', {}))
     model_fields.check(settings, _ROPE_RULES, name)
     factor = 1.0
-    if settings.get('rope_type', settings.get('type')) == 'linear':
+    rope_type = settings.get('rope_type', settings.get('type'))
+    if rope_type == 'linear':
+        # It must have the factor.
         model_fields.check({'factor': None, **settings}, _ROPE_RULES, name)
         factor = settings['factor']
-    return language_model.Rope(settings.get('rope_theta', text.get(base, 10_000.0)), factor)
+    frequency_base = settings.get('rope_theta', text.get(base, 10_000.0))
+    return language_model.Rope(frequency_base, factor)
 
 
 def _without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,9 +69,13 @@ class LanguageModelConfig:
 
     def flops(self, num_tokens: int) -> int:
         """Returns the forward FLOPs of a text's matrix products, with padding and masked scores."""
+        # Queries and outputs have as many heads, keys and values have fewer.
         heads = self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        # A gated feed-forward layer has three matrices.
         weights = self.width * (heads + 3 * self.mlp_width)
+        # Products with keys and with values.
         scores = 2 * num_tokens * self.num_heads * self.head_dim
+        # A product and a sum for each token and number.
         return 2 * num_tokens * self.depth * (weights + scores)
 
 
@@ -108,18 +112,20 @@ PUBLISHED = {
 
 @promote_as_usual
 def abstract_params(config: LanguageModelConfig, dtype: Dtype) -> dict[str, Any]:
-    """Shapes and dtypes of the weights of `LanguageModel(config)`, as `jax.ShapeDtypeStruct`.
+    """Returns the weights of `LanguageModel(config)` as `jax.ShapeDtypeStruct`.
 
     Scales of norms are float32, the rest is of `dtype`.
     """
     init = LanguageModel(config).init
-    shapes = jax.eval_shape(init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))['params']
+    one_token = jnp.zeros((1, 1), jnp.int32)
+    params = jax.eval_shape(init, jax.random.key(0), one_token)['params']
 
-    def stored(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        kind = np.float32 if path[-1].key == 'scale' else dtype
-        return jax.ShapeDtypeStruct(leaf.shape, kind)
+    def with_dtype(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        if path[-1].key == 'scale':
+            return jax.ShapeDtypeStruct(leaf.shape, np.float32)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
-    return jax.tree_util.tree_map_with_path(stored, shapes)
+    return jax.tree_util.tree_map_with_path(with_dtype, params)
 
 
 def mean_states(states: jax.Array, lengths: jax.Array) -> jax.Array:
@@ -128,15 +134,16 @@ def mean_states(states: jax.Array, lengths: jax.Array) -> jax.Array:
     Returns:
         float32 `(b, width)`; zeros if a length is 0.
     """
-    real = jnp.arange(states.shape[1]) < lengths[:, None]
-    total = jnp.sum(states.astype(jnp.float32), axis=1, where=real[..., None])
+    is_real = jnp.arange(states.shape[1]) < lengths[:, None]
+    total = jnp.sum(states.astype(jnp.float32), axis=1, where=is_real[..., None])
     return total / jnp.maximum(lengths, 1)[:, None]
 
 
 def _rotation(rope: Rope, tokens: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
     """Cosine and sine of every position and frequency, each float32 `(tokens, 1, head_dim / 2)`."""
     frequencies = rope.base ** -(np.arange(0, head_dim, 2) / head_dim)
-    angles = np.arange(tokens)[:, None, None] / rope.factor * frequencies
+    positions = np.arange(tokens)[:, None, None] / rope.factor
+    angles = positions * frequencies
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
@@ -162,7 +169,8 @@ class GroupedQueryAttention(nn.Module):
         config = self.config
 
         def heads(count: int, name: str) -> jax.Array:
-            y = nn.Dense(count * config.head_dim, use_bias=False, dtype=self.dtype, name=name)(x)
+            width = count * config.head_dim
+            y = nn.Dense(width, use_bias=False, dtype=self.dtype, name=name)(x)
             return y.reshape(*x.shape[:-1], count, config.head_dim)
 
         norm = functools.partial(nn.RMSNorm, config.norm_epsilon, self.dtype)
@@ -221,10 +229,14 @@ class LanguageModelLayer(nn.Module):
         cos, sin, mask = jax.tree.map(lambda a, b: jnp.where(is_local, a, b), *kinds)
         attend = GroupedQueryAttention(config, self.dtype, name='attention')
         y = attend(norm('attention_norm', x), cos, sin, mask)
-        x = x + (norm('post_attention_norm', y) if config.post_norms else y)
+        if config.post_norms:
+            y = norm('post_attention_norm', y)
+        x = x + y
         mlp = GatedMLP(config.mlp_width, config.activation, self.dtype, name='mlp')
         y = mlp(norm('mlp_norm', x))
-        return x + (norm('post_mlp_norm', y) if config.post_norms else y), None
+        if config.post_norms:
+            y = norm('post_mlp_norm', y)
+        return x + y, None
 
 
 class LanguageModel(nn.Module):
@@ -241,7 +253,8 @@ class LanguageModel(nn.Module):
             tokens: Token ids, int32 `(b, T)`, each text at the start of its row. The ids after a
                 text are arbitrary, and so are their states.
         """
-        config, length = self.config, tokens.shape[1]
+        config = self.config
+        length = tokens.shape[1]
         shape = config.vocab_size, config.width
         table = self.param('embedding', nn.initializers.normal(1 / np.sqrt(config.width)), shape)
         x = table[tokens].astype(self.dtype)

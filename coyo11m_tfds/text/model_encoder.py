@@ -5,7 +5,6 @@ The tokenizer is that of the package `tokenizers`, without its wrapper in transf
 """
 
 import concurrent.futures
-import itertools
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 
@@ -65,21 +64,31 @@ class ModelTokenizer(Tokenizer):
                 f'{self.name}: its tokenizer has the token id {self.vocabulary - 1}, expected less '
                 f'than {_MAX_VOCABULARY}'
             )
-        self.max_tokens, self.truncated = max_tokens, 0
-        self._backend, self._filler = backend, filler
+        self.max_tokens = max_tokens
+        self.truncated = 0
+        self._backend = backend
+        self._filler = filler
 
     def tokenize(self, captions: Sequence[str]) -> list[list[int]]:
-        """Returns the tokens of every caption, at least one and at most `max_tokens`."""
+        """Returns the tokens of every caption, at least one and at most `max_tokens`.
+
+        Raises a ValueError if the tokenizer fails, or gives an id beyond its vocabulary.
+        """
         # An earlier user of the tokenizer may have set them differently.
         self._backend.no_padding()
         self._backend.enable_truncation(self.max_tokens)
-        starts = range(0, len(captions), _CAPTIONS_AT_ONCE)
-        blocks = [list(captions[start : start + _CAPTIONS_AT_ONCE]) for start in starts]
+        blocks = []
+        for start in range(0, len(captions), _CAPTIONS_AT_ONCE):
+            blocks.append(list(captions[start : start + _CAPTIONS_AT_ONCE]))
         # Of two threads one collects ids, on one core, while the other has all cores for its block.
         with concurrent.futures.ThreadPoolExecutor(2, 'tokenize') as threads:
-            encoded = list(threads.map(self._tokenize_block, blocks))
-        self.truncated += sum(num_truncated for _, num_truncated in encoded)
-        return [ids or [self._filler] for block_ids, _ in encoded for ids in block_ids]
+            tokenized_blocks = list(threads.map(self._tokenize_block, blocks))
+        tokens = []
+        for block_ids, num_truncated in tokenized_blocks:
+            self.truncated += num_truncated
+            # The mean of no states is not a number.
+            tokens += [ids or [self._filler] for ids in block_ids]
+        return tokens
 
     def _tokenize_block(self, captions: list[str]) -> tuple[list[list[int]], int]:
         """Returns the ids of each caption, and how many captions were cut."""
@@ -120,16 +129,21 @@ class ModelEncoder(Encoder):
         """See `Encoder`."""
         lengths = np.array([len(ids) for ids in tokens], np.int64)
         embeddings = np.empty((len(tokens), self.dim), np.float32)
-        batches = plan_batches(lengths, self._batch_tokens, self._num_devices)
-        running = ((rows, self._start([tokens[i] for i in rows], shape)) for rows, shape in batches)
-        # Each batch is started before the wait for the previous one, so that no device is idle.
-        previous = None
-        for batch in itertools.chain(running, [None]):
-            if previous:
-                rows, means = previous
-                embeddings[rows] = means()[: len(rows)]
-                on_batch(len(rows), int(lengths[rows].sum()))
-            previous = batch
+
+        def finish(rows: np.ndarray, wait: Callable[[], np.ndarray]) -> None:
+            # Behind its rows, a batch may have some of padding.
+            embeddings[rows] = wait()[: len(rows)]
+            on_batch(len(rows), int(lengths[rows].sum()))
+
+        running = None
+        for rows, shape in plan_batches(lengths, self._batch_tokens, self._num_devices):
+            # Before the wait for the previous batch, so that no device is idle.
+            wait = self._start([tokens[row] for row in rows], shape)
+            if running:
+                finish(*running)
+            running = rows, wait
+        if running:
+            finish(*running)
         return embeddings
 
 

@@ -10,6 +10,7 @@ pad(tokenizer.tokenize(['a cat']), 16)              # int32 (1, 16), padded with
 
 import functools
 import hashlib
+import itertools
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -76,21 +77,28 @@ class HashEncoder(Encoder):
         """Returns float32 `(len(tokens), 640)`; see `Encoder`."""
         embeddings = np.empty((len(tokens), self.dim), np.float32)
         for start in range(0, len(tokens), _ROWS_AT_ONCE):
-            words = tokens[start : start + _ROWS_AT_ONCE]
-            rows = np.repeat(np.arange(len(words)), [len(w) for w in words])
-            hashes = np.fromiter((_hash(w) for ws in words for w in ws), np.uint64, len(rows))
-            neighbours = rows[1:] == rows[:-1]
-            pairs = splitmix64(hashes[:-1] * _PAIR_MULTIPLIER + hashes[1:])[neighbours]
-            embeddings[start : start + len(words)] = self._project(
+            captions = tokens[start : start + _ROWS_AT_ONCE]
+            # Of each word, the number of its caption and a hash.
+            rows = np.repeat(np.arange(len(captions)), [len(words) for words in captions])
+            all_words = itertools.chain.from_iterable(captions)
+            hashes = np.fromiter(map(_hash, all_words), np.uint64, len(rows))
+            # Words that follow each other in one caption are a feature, too.
+            are_neighbours = rows[1:] == rows[:-1]
+            pairs = splitmix64(hashes[:-1] * _PAIR_MULTIPLIER + hashes[1:])[are_neighbours]
+            embeddings[start : start + len(captions)] = self._project(
                 np.concatenate([hashes, pairs]),
-                np.concatenate([rows, rows[1:][neighbours]]),
-                len(words),
+                np.concatenate([rows, rows[1:][are_neighbours]]),
+                len(captions),
             )
-            on_batch(len(words), len(rows))
+            on_batch(len(captions), len(rows))
         return embeddings
 
     def _project(self, features: np.ndarray, rows: np.ndarray, num_rows: int) -> np.ndarray:
-        """Adds every feature (uint64) to its buckets in its row, and scales rows to length 1."""
+        """Returns the sums of features, float32 `(num_rows, dim)`, scaled to length 1.
+
+        `features` are hashes, uint64 `(n,)`, and `rows` their captions, int64 `(n,)`.
+        """
+        # Of 16 bits of a hash, one is the sign, and 15 choose the bucket.
         bits = features.astype('<u8').view('<u2').reshape(-1, _BUCKETS_A_FEATURE)
         buckets = (bits >> 1).astype(np.int64) * self.dim >> 15
         signs = 1.0 - 2.0 * (bits & 1)
@@ -117,7 +125,9 @@ class WordsTokenizer(Tokenizer):
     name = schema.WORDS
 
     def __init__(self, max_tokens: int, words: str):
-        self.words, self.max_tokens = words, max_tokens
+        """Takes a list of words as `list_words` makes it."""
+        self.words = words
+        self.max_tokens = max_tokens
         self.truncated = 0
         self.revision = word_list.digest(words)
         self._ids = {word: number for number, word in enumerate(word_list.parse(words), 1)}
@@ -125,9 +135,13 @@ class WordsTokenizer(Tokenizer):
 
     def tokenize(self, captions: Sequence[str]) -> list[list[int]]:
         """See `Tokenizer`."""
-        texts = [split_words(caption) for caption in captions]
-        self.truncated += sum(len(words) > self.max_tokens for words in texts)
-        return [[self._ids.get(w, 0) for w in words[: self.max_tokens]] for words in texts]
+        tokens = []
+        for caption in captions:
+            words = split_words(caption)
+            if len(words) > self.max_tokens:
+                self.truncated += 1
+            tokens.append([self._ids.get(word, 0) for word in words[: self.max_tokens]])
+        return tokens
 
 
 class LabelsTokenizer(Tokenizer):
@@ -153,7 +167,8 @@ def make_encoder(
     """Makes the encoder `hash`, `hf:HUB_NAME`, `hf:FOLDER`, `jax:HUB_NAME` or `jax:FOLDER`.
 
     Captions are cut to `max_tokens`. `batch_tokens` limits the tokens in a device's forward pass,
-    with padding; None stands for the device's default. Neither is for `hash`.
+    with padding; None stands for the device's default. Neither is for `hash`. Raises a ValueError
+    for an unknown encoder, and for a model that is not there or cannot be used.
     """
     if spec == HashEncoder.name:
         return HashEncoder()
@@ -165,7 +180,8 @@ def make_encoder(
 def make_tokenizer(spec: str, max_tokens: int = DEFAULT_MAX_TOKENS, words: str = '') -> Tokenizer:
     """Makes a tokenizer: `words`, `labels`, or that of a model (without reading its weights).
 
-    `words` is the list that `words` numbers, see `list_words`.
+    `words` is the list that `words` numbers, see `list_words`. Raises a ValueError as
+    `make_encoder` does, and for a `max_tokens` out of range.
     """
     if max_tokens > schema.MAX_TOKENS or (spec == WordsTokenizer.name and max_tokens < 1):
         raise ValueError(f'max_tokens={max_tokens}: expected 1 to {schema.MAX_TOKENS:,}')
@@ -183,7 +199,7 @@ def make_tokenizer(spec: str, max_tokens: int = DEFAULT_MAX_TOKENS, words: str =
 
 
 def pad(tokens: Sequence[Sequence[int]], width: int) -> np.ndarray:
-    """Pads rows of ids with `schema.TOKEN_PADDING`: int32 `(len(tokens), width)`."""
+    """Returns rows of ids, padded with `schema.TOKEN_PADDING`: int32 `(len(tokens), width)`."""
     padded = np.full((len(tokens), width), schema.TOKEN_PADDING, np.int32)
     for row, ids in zip(padded, tokens, strict=True):
         row[: len(ids)] = ids
@@ -191,7 +207,7 @@ def pad(tokens: Sequence[Sequence[int]], width: int) -> np.ndarray:
 
 
 def _model_classes(spec: str) -> tuple[Any, Any, str]:
-    """The classes of tokenizer and encoder for a model that exists, and the model's name."""
+    """Returns the classes of tokenizer and encoder for a model that exists, and its name."""
     runner, _, model = spec.partition(':')
     if runner not in ('hf', 'jax') or not model:
         raise ValueError(
