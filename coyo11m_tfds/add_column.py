@@ -85,39 +85,44 @@ def add(
         scratch_dir: Local folder for temporary files, with room for twice the size of the values;
             '' for `.coyo11m_tfds` in the `--data_dir` of the build or, for a data set on gs://,
             this user's cache.
+
+    Raises:
+        ValueError: A wrong argument, values that cannot be read, or a record without a value.
+        OSError: A folder cannot be read or written, or another process changes the data set.
     """
-    origins = [os.fspath(x) for x in (text, parquet, source) if x]
+    origins = [os.fspath(place) for place in (text, parquet, source) if place]
     if len(origins) != 1 or bool(text) == bool(column):
         raise ValueError('expected either text, or parquet or source with column.')
+    [origin] = origins
     with _editing(data_dir, scratch_dir) as edit:
         _check_name(edit.stored, name, replace)
-        values_place = origins[0]
         if source:
-            latent_files = source_folder.find_source(source).latent_files
             values_place = source_latents.write_numbers(
-                latent_files, column, edit.scratch, _read_latents_from(edit.stored)
+                source_folder.find_source(source).latent_files,
+                column,
+                edit.scratch,
+                _read_latents_from(edit.stored),
             )
+        else:
+            values_place = origin
         files = sidecar.find_sidecar_files(values_place)
         # A wrong file is refused before all shards are read for their keys.
         if files[0].local_path:
             sidecar.describe_values(files[0].path, column)
         keys = np.concatenate([np.empty(0, np.int64), *_read_record_keys(edit.stored)])
-        folder = os.path.join(edit.scratch, 'joined')
-        downloads = Scratch(os.path.join(edit.scratch, 'source'))
-        hold = functools.partial(downloads.hold, shows=True)
-        sidecar.join_values(files, folder, keys, hold=hold, column=column)
-        values = KeyedValues(folder)
-        if len(missing := np.delete(keys, values.places)):
+        values = _join_values(edit, files, column, keys)
+        missing = np.delete(keys, values.places)
+        if len(missing):
             remedy = 'Add rows for their keys.'
             if text:
                 remedy = 'Embed a column without blank captions, or build with text_embeddings.'
             raise ValueError(
-                f'{origins[0]}: has no value for {len(missing):,} of {len(keys):,} records of '
+                f'{origin}: has no value for {len(missing):,} of {len(keys):,} records of '
                 f'{edit.stored.folder}, such as key {missing[0]}, and every record needs a value. '
                 f'{remedy}'
             )
         new_column = _write_values(edit, name, values)
-        kept_columns = {n: x for n, x in edit.stored.columns.items() if n != name}
+        kept_columns = _columns_without(name, edit.stored)
         # The new files have the names of the old ones: no reader may take one for the other.
         if name in edit.stored.columns:
             edit.commit(kept_columns)
@@ -125,19 +130,44 @@ def add(
         return new_column
 
 
+def _join_values(
+    edit: '_Edit', files: Sequence[StoredFile], column: str, keys: np.ndarray
+) -> KeyedValues:
+    """Returns the values of all records that have one, by their numbers."""
+    folder = os.path.join(edit.scratch, 'joined')
+    downloads = Scratch(os.path.join(edit.scratch, 'source'))
+    hold = functools.partial(downloads.hold, shows=True)
+    sidecar.join_values(files, folder, keys, hold=hold, column=column)
+    return KeyedValues(folder)
+
+
+def _columns_without(name: str, stored: StoredDataset) -> dict[str, Column]:
+    return {other: column for other, column in stored.columns.items() if other != name}
+
+
 def remove_column(data_dir: str | os.PathLike[str], name: str) -> None:
-    """Removes an added column; runs that read it end with an error."""
+    """Removes an added column; runs that read it end with an error.
+
+    Raises a ValueError if no such column was added.
+    """
     with _editing(data_dir) as edit:
-        added = {n for n, x in edit.stored.columns.items() if isinstance(x, AddedColumn)}
-        if name not in added:
+        added_names = []
+        for other, column in edit.stored.columns.items():
+            if isinstance(column, AddedColumn):
+                added_names.append(other)
+        if name not in added_names:
             raise ValueError(
-                f'{edit.stored.folder}: no column {name!r} was added; there are {sorted(added)}.'
+                f'{edit.stored.folder}: no column {name!r} was added; there are '
+                f'{sorted(added_names)}.'
             )
-        edit.commit({n: x for n, x in edit.stored.columns.items() if n != name})
+        edit.commit(_columns_without(name, edit.stored))
 
 
 def move_latents(data_dir: str | os.PathLike[str], source: str | os.PathLike[str]) -> None:
-    """Records the present folder, `source`, of a data set's latents in place."""
+    """Records the present folder, `source`, of a data set's latents in place.
+
+    Raises a ValueError for latents in records, and for a folder without the same files.
+    """
     with _editing(data_dir) as edit:
         latents = edit.stored.columns.get(schema.LATENTS)
         if not isinstance(latents, InPlaceColumn):
@@ -154,10 +184,13 @@ def _find_moved(
     source: str | os.PathLike[str],
     edit: '_Edit',
 ) -> InPlaceFile:
-    # Shards of several sub-folders have the same names.
-    matches = [
-        file for file in latent_files if f'/{former.path}'.endswith(f'/{file.label or file.name}')
-    ]
+    """Returns the file of latents that `former` has become; ValueError without the same one."""
+    matches = []
+    for file in latent_files:
+        # Shards of several sub-folders have the same names, and labels with these.
+        name = file.label or file.name
+        if f'/{former.path}'.endswith(f'/{name}'):
+            matches.append(file)
     if not matches:
         name = os.path.basename(former.path)
         raise ValueError(f'{source}: {name} is missing, but holds latents. Copy it there.')
@@ -175,8 +208,9 @@ def _find_moved(
 
 def _read_latents_from(stored: StoredDataset) -> schema.LatentsFrom:
     settings = stored.metadata.get(schema.META_SETTINGS) or {}
-    fields = (settings.get(x, '') for x in ('latents_from', 'key_column'))
-    return schema.parse_latents_from(*fields)
+    return schema.parse_latents_from(
+        settings.get('latents_from', ''), settings.get('key_column', '')
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,19 +225,25 @@ class _Edit:
 
     def commit(self, new_columns: Mapping[str, Column], files: Sequence[str] = ()) -> None:
         """Stores files, then the description of the columns; removes files without a use."""
-        build, folder = self.stored.build, self.destination.folder
+        build = self.stored.build
+        folder = self.destination.folder
+        columns_file = schema.of_build(schema.COLUMNS_FILE, build)
         columns.write_columns(self.staging, new_columns, build)
-        names = [*files, schema.of_build(schema.COLUMNS_FILE, build)]
+        names = [*files]
         listing = storage.list_folder(folder)
         unused_files = listing.keys() & columns.unused_column_files(listing, new_columns, build)
-        # Checksums are stored before the description: a column that this does not name does not
-        # exist, so after a kill in between the same command can be repeated.
-        if checksums := listing.get(schema.of_build(schema.CHECKSUMS_FILE, build)):
-            before = manifest.parse_checksums(checksums.read())
-            states = {x: state for x, state in before.items() if x not in unused_files}
-            states |= {x: file_state.compute_state(os.path.join(self.staging, x)) for x in names}
+        checksums = listing.get(schema.of_build(schema.CHECKSUMS_FILE, build))
+        if checksums:
+            states = manifest.parse_checksums(checksums.read())
+            for name in unused_files & states.keys():
+                del states[name]
+            for name in (*files, columns_file):
+                states[name] = file_state.compute_state(os.path.join(self.staging, name))
             manifest.write_checksums(self.staging, states, build)
-            names.insert(-1, checksums.name)
+            names.append(checksums.name)
+        # Last: a column that the description does not name does not exist, so after a kill in
+        # between the same command can be repeated.
+        names.append(columns_file)
         if not self.lock.is_ours():
             raise OSError(f'{folder}: another process is writing. Run the same command again.')
         for name in names:
@@ -248,12 +288,20 @@ def _check_name(stored: StoredDataset, name: str, replace: bool) -> None:
 
 
 def _write_values(edit: _Edit, name: str, values: KeyedValues) -> AddedColumn:
-    """Writes the files of a column into the staging folder; a value's place is its record."""
+    """Writes the files of a column into the staging folder, one for each split.
+
+    The places of `values` are the numbers of the records, split by split.
+    """
     encoder = values.facts.get('header', {})
-    dtype, shape = np.dtype(values.facts['dtype']), tuple(values.facts['shape'])
     feature = sidecar.SidecarHeader(**encoder).feature if encoder else ''
-    sums = np.zeros((3, shape[0])) if feature == schema.TEXT_EMBEDDING else None
-    files, crc32c, begin = {}, {}, 0
+    dtype = np.dtype(values.facts['dtype'])
+    shape = tuple(values.facts['shape'])
+    moments = None
+    if feature == schema.TEXT_EMBEDDING:
+        moments = np.zeros((3, shape[0]))
+    files = {}
+    crc32c = {}
+    begin = 0
     for split in edit.stored.splits.values():
         files[split.name] = columns.column_file_name(name, split.name, edit.stored.build)
         path = os.path.join(edit.staging, files[split.name])
@@ -269,13 +317,26 @@ def _write_values(edit: _Edit, name: str, values: KeyedValues) -> AddedColumn:
                 rows = values.read_array(records)
                 writer.write(rows)
                 # Statistics are those of what a model is trained on.
-                if sums is not None and split.name == schema.TRAIN:
-                    sums += statistics.moments(rows)
+                if moments is not None and split.name == schema.TRAIN:
+                    moments += statistics.moments(rows)
                 progress.add(len(records))
             crc32c[split.name] = writer.finish()
         begin = end
-    mean, std = statistics.mean_and_std(sums) if sums is not None else ((), ())
-    return AddedColumn(name, dtype.name, shape, files, crc32c, feature, mean, std, encoder)
+    mean: Sequence[float] = ()
+    std: Sequence[float] = ()
+    if moments is not None:
+        mean, std = statistics.mean_and_std(moments)
+    return AddedColumn(
+        name=name,
+        dtype=dtype.name,
+        shape=shape,
+        files=files,
+        crc32c=crc32c,
+        feature=feature,
+        mean=mean,
+        std=std,
+        encoder=encoder,
+    )
 
 
 def _read_record_keys(stored: StoredDataset) -> Iterator[np.ndarray]:

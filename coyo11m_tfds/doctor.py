@@ -38,6 +38,8 @@ from coyo11m_tfds.convert.build_settings import (
 )
 from coyo11m_tfds.process import command_line, errors, machine
 from coyo11m_tfds.process.sizes import format_bytes, format_count
+from coyo11m_tfds.source import source_folder
+from coyo11m_tfds.source.source_folder import SourceFolder
 from coyo11m_tfds.storage import scratch
 
 PASS, WARN, FAIL = 'pass', 'warn', 'fail'
@@ -95,10 +97,10 @@ class Finding:
 def run_checks(
     source: str, data_dir: str, encoder: str, settings: BuildSettings
 ) -> Iterator[Finding]:
-    """Runs all checks; '' for an argument leaves out its checks."""
+    """Yields the findings of all checks; '' for an argument leaves out its checks."""
     yield check_machine()
     yield check_devices()
-    dry_run, room = DryRun(), {}
+    dry_run = DryRun()
     if source:
         yield check_credentials('source', source)
     if data_dir:
@@ -110,49 +112,60 @@ def run_checks(
         except (ValueError, OSError, ModuleNotFoundError) as error:
             yield Finding('source', FAIL, errors.describe_error(error))
     # After the dry run, which tells how much a build writes.
+    places = {}
     if data_dir and storage.local_path(data_dir):
-        room['data_dir'] = data_dir, dry_run.num_bytes
+        places['data_dir'] = data_dir, dry_run.num_bytes
     if source:
         folder = scratch.choose_folder(schema.NAME, data_dir, settings.scratch_dir)
-        room['scratch'] = folder, dry_run.scratch_bytes
-    yield from check_disks(room)
+        places['scratch'] = folder, dry_run.scratch_bytes
+    yield from check_disks(places)
     if encoder:
         yield check_encoder_speed(encoder, dry_run.num_records or _USUAL_CAPTIONS)
 
 
 def check_machine() -> Finding:
     """Checks cores and memory, within the limits of a container."""
-    memory, cores = machine.usable_memory(), machine.usable_cpus()
+    memory = machine.usable_memory()
+    cores = machine.usable_cpus()
     text = f'{format_count(cores, "core")}, {format_bytes(memory)} of memory'
     if memory >= _AMPLE_MEMORY and cores > 1:
         return Finding('machine', PASS, text)
     text += f', expected 2 cores and {format_bytes(_AMPLE_MEMORY)} for a large source'
     fix = 'raise the limits, e.g. docker run --cpus=4 --memory=16g'
-    return Finding('machine', FAIL if memory < _LEAST_MEMORY else WARN, text, fix)
+    # A small source can be built with less.
+    status = FAIL if memory < _LEAST_MEMORY else WARN
+    return Finding('machine', status, text, fix)
 
 
 def check_disks(
-    places: Mapping[str, tuple[str, int]],  # folders, and the bytes that a build writes there
-    usage: Callable[[str], Any] = shutil.disk_usage,
+    places: Mapping[str, tuple[str, int]], usage: Callable[[str], Any] = shutil.disk_usage
 ) -> Iterator[Finding]:
-    """Checks that local folders, which need not exist yet, can be written to and have room."""
+    """Checks that local folders, which need not exist yet, can be written to and have room.
+
+    `places` are, by name, folders and the bytes that a build writes there.
+    """
     device_bytes: collections.Counter[int] = collections.Counter()
     for name, (folder, num_bytes) in places.items():
+        title = f'disk of {name}'
         option = '--data_dir' if name == 'data_dir' else 'scratch_dir in the config of the build'
         path = pathlib.Path(folder).expanduser().absolute()
         parent = next(place for place in (path, *path.parents) if place.exists())
         # Folders on one disk share its room.
         device = parent.stat().st_dev
         device_bytes[device] += num_bytes
-        required, free = max(device_bytes[device], _LEAST_ROOM), usage(str(parent))[2]
-        text, fix = f'{folder} has {format_bytes(free)} free', ''
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             text = f'{folder}: {parent} is a file, or this user cannot write to it'
-            fix = f'choose another {option}'
-        elif free < required:
+            yield Finding(title, FAIL, text, f'choose another {option}')
+            continue
+        _, _, free = usage(str(parent))
+        text = f'{folder} has {format_bytes(free)} free'
+        required = max(device_bytes[device], _LEAST_ROOM)
+        if free < required:
             text += f', expected {format_bytes(required)} for what will be on this disk'
             fix = f'free some space, or choose another {option}'
-        yield Finding(f'disk of {name}', FAIL if fix else PASS, text, fix)
+            yield Finding(title, FAIL, text, fix)
+        else:
+            yield Finding(title, PASS, text)
 
 
 def check_credentials(name: str, url: str, writes: bool = False) -> Finding:
@@ -171,9 +184,10 @@ def check_credentials(name: str, url: str, writes: bool = False) -> Finding:
     except FileNotFoundError:
         text = f'{url}: the hub has no such data set, or does not show it to this user.'
         return Finding(label, FAIL, text, _LOG_IN['hf://'])
+    except PermissionError as error:
+        return Finding(label, FAIL, errors.describe_error(error), _LOG_IN.get(url[:5], ''))
     except (OSError, ValueError) as error:
-        fix = _LOG_IN.get(url[:5], '') if isinstance(error, PermissionError) else ''
-        return Finding(label, FAIL, errors.describe_error(error), fix)
+        return Finding(label, FAIL, errors.describe_error(error))
     rights = 'can be listed, written to and deleted from' if writes else 'can be listed'
     return Finding(label, PASS, f'{url} {rights}')
 
@@ -191,12 +205,15 @@ class DryRun:
 
     def finding(self, place: str) -> Finding:
         """Describes the build of the source in a folder; warns if it drops many rows."""
-        about = '' if self.num_shards else 'about '
-        shards = f'{format_count(self.num_shards, "shard")} of ' if self.num_shards else ''
-        size = f'{shards}{about}{format_bytes(self.num_bytes)}'
         records = format_count(self.num_records, 'record')
-        text = f'{place}: {self.source}, become {about}{records} in {size}'
-        if reasons := [f'{count:,} {reason}' for reason, count in self.dropped.items() if count]:
+        size = format_bytes(self.num_bytes)
+        if self.num_shards:
+            build = f'{records} in {format_count(self.num_shards, "shard")} of {size}'
+        else:
+            build = f'about {records} in about {size}'
+        text = f'{place}: {self.source}, become {build}'
+        reasons = [f'{count:,} {reason}' for reason, count in self.dropped.items() if count]
+        if reasons:
             text += f'; left out: {", ".join(reasons)}'
         num_dropped = sum(self.dropped.values())
         share = num_dropped / max(1, self.num_records + num_dropped)
@@ -207,30 +224,30 @@ class DryRun:
 
 
 def plan_or_estimate(place: str, settings: BuildSettings) -> DryRun:
-    """Plans the build of a source, or estimates it where its captions are not read in seconds."""
-    from coyo11m_tfds.convert.plan import examine_source, make_plan  # these need an extra
-    from coyo11m_tfds.source import source_folder
+    """Plans the build of a source, or estimates it where its captions are not read in seconds.
+
+    Raises a ValueError or an OSError for a source that cannot be built.
+    """
+    from coyo11m_tfds.convert.plan import examine_source, make_plan  # needs an extra
 
     source = source_folder.find_source(place)
-    files, is_remote = source.latent_files, not source.latent_files[0].local_path
+    files = source.latent_files
     # Of files from all over the source. Heads and schemas alone are checked for an estimate.
     heads = files[:: -(-len(files) // _HEADS)]
     with tempfile.TemporaryDirectory() as folder:
         source_contents = examine_source(source, settings, folder, heads)
         source = source_contents.folder
         file_bytes = sum(file.size for file in files)
-        sizes = sorted(file.size for file in source.by_name.values())
         caption_bytes = sum(file.size for file in source.caption_files)
-        kind = os.path.splitext(files[0].path)[1]
-        and_captions = ' and captions' * bool(caption_bytes)
         dry_run = DryRun(
-            source=f'{format_count(len(files), f"{kind} file")}{and_captions}, '
-            f'{format_bytes(sum(sizes))}',
-            scratch_bytes=caption_bytes + (sum(sizes[-_FETCHED_AT_ONCE:]) if is_remote else 0),
+            source=_describe_source(source), scratch_bytes=_estimate_scratch_bytes(source)
         )
         # A build reads the captions to the end, or whole files where captions lie with the latents.
-        read_bytes = caption_bytes or file_bytes
-        if read_bytes <= _EXACT_BYTES[is_remote] and (not is_remote or len(files) <= _HEADS):
+        is_remote = not files[0].local_path
+        is_read_soon = (caption_bytes or file_bytes) <= _EXACT_BYTES[is_remote]
+        # A plan also needs the head of every file, each of which takes a request.
+        has_few_heads = not is_remote or len(files) <= _HEADS
+        if is_read_soon and has_few_heads:
             plan = make_plan(source, settings, scratch.Scratch(f'{folder}/source'), folder)
             return dataclasses.replace(
                 dry_run,
@@ -239,10 +256,33 @@ def plan_or_estimate(place: str, settings: BuildSettings) -> DryRun:
                 num_shards=len(plan.tasks),
                 dropped=plan.dropped.counts,
             )
+        # The other files have as many rows a byte as those whose heads were read.
         num_rows = source_contents.latents.num_rows * file_bytes // sum(file.size for file in heads)
         check_build_memory(num_rows, settings.num_workers)
-        num_bytes = caption_bytes + (0 if settings.in_place else file_bytes)
+        num_bytes = caption_bytes
+        if not settings.in_place:
+            num_bytes += file_bytes
         return dataclasses.replace(dry_run, num_records=num_rows, num_bytes=num_bytes)
+
+
+def _describe_source(source: SourceFolder) -> str:
+    """Returns '8 .pt files and captions, 20.1 GB'."""
+    files = source.latent_files
+    kind = os.path.splitext(files[0].path)[1]
+    text = format_count(len(files), f'{kind} file')
+    if any(file.size for file in source.caption_files):
+        text += ' and captions'
+    num_bytes = sum(file.size for file in source.by_name.values())
+    return f'{text}, {format_bytes(num_bytes)}'
+
+
+def _estimate_scratch_bytes(source: SourceFolder) -> int:
+    """Returns how much a build holds at a time of captions and of remote files."""
+    num_bytes = sum(file.size for file in source.caption_files)
+    if not source.latent_files[0].local_path:
+        sizes = sorted(file.size for file in source.by_name.values())
+        num_bytes += sum(sizes[-_FETCHED_AT_ONCE:])
+    return num_bytes
 
 
 def check_devices(root: str = '/') -> Finding:
@@ -253,7 +293,8 @@ def check_devices(root: str = '/') -> Finding:
         fix = 'end what else uses the devices, or set JAX_PLATFORMS=cpu to do without them'
         return Finding('accelerators', FAIL, str(error), fix)
     counts = collections.Counter(kind for _, kind in devices)
-    text = f'jax {version}: ' + ', '.join(f'{n} x {kind}' for kind, n in counts.items())
+    shown = ', '.join(f'{count} x {kind}' for kind, count in counts.items())
+    text = f'jax {version}: {shown}'
     platforms = {platform.replace('cuda', 'gpu') for platform, _ in devices}
     for kind in sorted(machine.accelerators(root) - platforms):
         text += f', although there is a {kind.upper()} in this machine'
@@ -289,8 +330,10 @@ def time_encoder(spec: str) -> None:
     with command_line.ends_in_one_line('nothing was changed', (ValueError, OSError, ImportError)):
         encoder = text_encoders.make_encoder(spec)
         encoder.encode(_CAPTIONS)  # the first call compiles, and makes threads
-        captions, seconds = _CAPTIONS, 0.0
-        while seconds < 1 and len(captions) < _MOST_CAPTIONS:  # a GPU is only fast at many
+        captions = _CAPTIONS
+        seconds = 0.0
+        # More of them until they take a second, because a GPU is only fast at many.
+        while seconds < 1 and len(captions) < _MOST_CAPTIONS:
             captions = captions * 4
             start = time.perf_counter()
             encoder.encode(captions)
@@ -299,19 +342,28 @@ def time_encoder(spec: str) -> None:
 
 
 def run_python(program: str, seconds: float = _TIMEOUT) -> Any:
-    """Runs code in its own process; returns the last line of its output, parsed as JSON."""
-    # Because the code may claim devices, hang or crash.
-    command, env = [sys.executable, '-c', program], os.environ | _QUIETLY
-    pipes: dict[str, Any] = {'stdin': subprocess.DEVNULL, 'capture_output': True, 'text': True}
+    """Runs code in its own process; returns the last line of its output, parsed as JSON.
+
+    Raises a ValueError with the last line of its errors if it fails, and a TimeoutError.
+    """
+    # In its own, because the code may claim devices, hang or crash.
     try:
-        process = subprocess.run(command, env=env, timeout=seconds, check=False, **pipes)
+        process = subprocess.run(
+            [sys.executable, '-c', program],
+            env=os.environ | _QUIETLY,
+            timeout=seconds,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
     except subprocess.TimeoutExpired:
         raise TimeoutError(f'no answer within {seconds:g} s') from None
     if process.returncode == -9:
         raise ValueError('the process was killed, most likely because it ran out of memory')
     if process.returncode:
-        errors = process.stderr.strip() or f'exit status {process.returncode} without a message'
-        raise ValueError(errors.splitlines()[-1].removeprefix('error: '))
+        output = process.stderr.strip() or f'exit status {process.returncode} without a message'
+        raise ValueError(output.splitlines()[-1].removeprefix('error: '))
     try:
         return json.loads(process.stdout.splitlines()[-1])
     except (ValueError, IndexError):
@@ -319,6 +371,8 @@ def run_python(program: str, seconds: float = _TIMEOUT) -> Any:
 
 
 class _WarningPrinter(logging.Handler):
+    """Prints warnings of a log as findings, and counts them."""
+
     num_warnings = 0
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -330,7 +384,8 @@ class _WarningPrinter(logging.Handler):
 @contextlib.contextmanager
 def _showing_warnings() -> Iterator[_WarningPrinter]:
     """Shows what this project and libraries warn of as lines like those of the findings."""
-    printer, logger = _WarningPrinter(logging.WARNING), logging.getLogger()
+    printer = _WarningPrinter(logging.WARNING)
+    logger = logging.getLogger()
     logger.addHandler(printer)
     logging.captureWarnings(True)
     try:
@@ -341,7 +396,10 @@ def _showing_warnings() -> Iterator[_WarningPrinter]:
 
 
 def read_build_config(text: str, **flags: str) -> BuildSettings:
-    """Returns the settings of `coyo11m_tfds.build --config=TEXT` with flags for other fields."""
+    """Returns the settings of `coyo11m_tfds.build --config=TEXT` with flags for other fields.
+
+    Raises a ValueError for a text that is no JSON object of such fields.
+    """
     try:
         fields = json.loads(text)
     except ValueError as error:

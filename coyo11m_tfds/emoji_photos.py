@@ -75,7 +75,8 @@ def draw_emoji(characters: Sequence[str], font: str, size: int) -> dict[str, np.
 def write_photos(out_dir: str | pathlib.Path, size: int, font: str = FONT) -> dict[str, int]:
     """Writes PNG files and tables of captions; returns the number of pictures of each folder.
 
-    `out_dir` is a new local folder. Raises an OSError for a disk that is full or not writable.
+    `out_dir` is a new local folder. Raises a ValueError for another folder and as `draw_emoji`
+    does, and an OSError for a disk that is full or not writable.
     """
     out_dir = pathlib.Path(out_dir)
     if out_dir.exists() and any(out_dir.iterdir()):
@@ -86,9 +87,11 @@ def write_photos(out_dir: str | pathlib.Path, size: int, font: str = FONT) -> di
     for folder in tables:
         (out_dir / folder).mkdir(parents=True, exist_ok=True)
     for one in every:
+        # The font lacks it.
         if one.characters not in pictures:
             continue
-        name = '-'.join(f'{ord(character):x}' for character in one.characters) + '.png'
+        code_points = [f'{ord(character):x}' for character in one.characters]
+        name = f'{"-".join(code_points)}.png'
         folder = TRAINING_FOLDER if one.part == emoji.TRAINING else HELD_OUT_FOLDER
         (out_dir / folder / name).write_bytes(pixels.encode_png(pictures[one.characters]))
         tables[folder].append(json.dumps({'file_name': name, 'caption': one.caption}))
@@ -99,6 +102,7 @@ def write_photos(out_dir: str | pathlib.Path, size: int, font: str = FONT) -> di
 
 
 def main() -> None:
+    """Runs the command line; bad input ends it with one message and exit status 1."""
     parser = command_line.Parser('coyo11m_tfds.emoji_photos', __doc__)
     add = parser.add_argument
     add('--out', required=True, help='new local folder to write')

@@ -73,6 +73,10 @@ def mirror(
         parallel: Number of files that are copied at a time.
         scratch_dir: Local folder for temporary copies between the hub and a bucket; '' for a folder
             in the user's cache.
+
+    Raises:
+        ValueError: A wrong argument, no such source, or a file that differs from its checksum.
+        OSError: A storage is out of reach, full, or in use by another process.
     """
     target = storage.open_folder(destination, to_write=True)
     errors.at_least(1).check('parallel', parallel)
@@ -103,7 +107,8 @@ def _copy_all(
     stop = threading.Event()
 
     def copy(name: str) -> None:
-        remaining = files[name].size
+        file = files[name]
+        remaining = file.size
 
         def count_bytes(num_bytes: int) -> None:
             nonlocal remaining
@@ -114,8 +119,8 @@ def _copy_all(
             remaining -= min(num_bytes, remaining)
 
         count_bytes(0)
-        file = files[name]
         state = target.copy(file, name, scratch, count_bytes)
+        # The source is a copy itself, and its file has changed since.
         if file.recorded and state != file.recorded:
             target.remove([name])
             check_recorded_state(state, file.recorded, file.path)
@@ -135,6 +140,7 @@ def _copy_all(
 
 
 def main() -> None:
+    """Runs the command line; bad input ends it with one message and exit status 1."""
     parser = command_line.Parser('coyo11m_tfds.mirror', __doc__)
     add = parser.add_argument
     add('source', help='local folder, gs://bucket/folder or hf://datasets/owner/name[@revision]')

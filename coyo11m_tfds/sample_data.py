@@ -54,19 +54,8 @@ def make_sample(
     training = emoji.find_part(emoji.TRAINING)
     if num_samples is None:
         num_samples = len(training)
+    _check_arguments(out_dir, num_samples, num_files, dtype, seed)
     folder = pathlib.Path(out_dir) / schema.LATENTS_FOLDER
-    is_local = bool(storage.local_path(out_dir))
-    is_new = not folder.exists() or not any(folder.iterdir())
-    count = f'{format_count(num_samples, "sample")} in {format_count(num_files, "file")}'
-    for is_valid, problem, expected in (
-        (is_local, f'out_dir is {os.fspath(out_dir)!r}', 'a local folder (`mirror` copies it)'),
-        (seed >= 0, f'seed is {seed}', 'at least 0'),
-        (dtype in schema.LATENT_DTYPES, f'dtype is {dtype!r}', f'one of {schema.LATENT_DTYPES}'),
-        (0 < 4 * num_files <= num_samples, count, 'at least 4 samples a file'),
-        (is_new, f'{folder} is not empty', 'a new folder: remove it, or write somewhere else'),
-    ):
-        if not is_valid:
-            raise ValueError(f'{problem}, expected {expected}.')
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.Generator(np.random.Philox(key=seed))
     keys = np.sort(rng.choice(np.int64(1) << 62, num_samples, replace=False))
@@ -74,16 +63,18 @@ def make_sample(
     for file_number, rows in enumerate(_cut_unequally(num_samples, num_files)):
         name = f'{10 * file_number:06d}-{10 * file_number + 9:06d}.pt'
         latents = _make_latents(emoji.read_pictures()[numbers[rows]])
-        tensors = {schema.PT_KEYS: torch.from_numpy(keys[rows])}
-        tensors[schema.PT_LATENTS] = torch.from_numpy(latents).to(getattr(torch, dtype))
+        tensors = {
+            schema.PT_KEYS: torch.from_numpy(keys[rows]),
+            schema.PT_LATENTS: torch.from_numpy(latents).to(getattr(torch, dtype)),
+        }
         try:
             torch.save(tensors, folder / name)
         except RuntimeError as error:
             # torch raises it for a full disk.
             raise OSError(f'{folder / name}: cannot be written. Is the disk full?') from error
     # Rows in another order than the latents, of which a few are missing.
-    order = [i for i in rng.permutation(num_samples) if i % NO_ROW_EVERY != 1]
-    shown = [emoji.read_emoji()[numbers[i]] for i in order]
+    order = [row for row in rng.permutation(num_samples) if row % NO_ROW_EVERY != 1]
+    shown = [emoji.read_emoji()[numbers[row]] for row in order]
     columns = _make_columns(order, keys[order], shown)
     # As pandas writes it: the key is the index column.
     table = pd.DataFrame(columns, index=pd.Index(keys[order], name=schema.PARQUET_KEY))
@@ -91,6 +82,28 @@ def make_sample(
     with file_state.naming(path):
         table.to_parquet(path, write_page_checksum=True)
     return num_samples
+
+
+def _check_arguments(
+    out_dir: str | os.PathLike, num_samples: int, num_files: int, dtype: str, seed: int
+) -> None:
+    folder = pathlib.Path(out_dir) / schema.LATENTS_FOLDER
+    if not storage.local_path(out_dir):
+        raise ValueError(
+            f'out_dir is {os.fspath(out_dir)!r}, expected a local folder (`mirror` copies it).'
+        )
+    if seed < 0:
+        raise ValueError(f'seed is {seed}, expected at least 0.')
+    if dtype not in schema.LATENT_DTYPES:
+        raise ValueError(f'dtype is {dtype!r}, expected one of {schema.LATENT_DTYPES}.')
+    if not 0 < 4 * num_files <= num_samples:
+        samples = format_count(num_samples, 'sample')
+        files = format_count(num_files, 'file')
+        raise ValueError(f'{samples} in {files}, expected at least 4 samples a file.')
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(
+            f'{folder} is not empty, expected a new folder: remove it, or write somewhere else.'
+        )
 
 
 def _choose_pictures(training: list[int], count: int, rng: np.random.Generator) -> np.ndarray:
@@ -104,7 +117,12 @@ def _cut_unequally(total: int, count: int) -> list[slice]:
     """Cuts `range(total)` into slices whose lengths are in proportion 3, 4, 5, ..."""
     weights = np.arange(3, 3 + count)
     ends = np.cumsum(weights) * total // weights.sum()
-    return [slice(int(a), int(b)) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+    slices = []
+    start = 0
+    for end in ends.tolist():
+        slices.append(slice(start, end))
+        start = end
+    return slices
 
 
 def _make_latents(pictures: np.ndarray) -> np.ndarray:
@@ -119,10 +137,11 @@ def _make_latents(pictures: np.ndarray) -> np.ndarray:
 def _make_columns(
     rows: list[int], keys: np.ndarray, shown: Sequence[Emoji]
 ) -> dict[str, list[str | None]]:
-    """Returns the columns of the model case, with a few captions that are empty or null."""
+    """Returns columns as the real source has them, with a few captions empty or null."""
     captions: list[str | None] = [one.caption for one in shown]
     for number, row in enumerate(rows):
         if row % EMPTY_CAPTION_EVERY == 2:
+            # Half of them null, half of them blank.
             captions[number] = None if row % 2 else '  '
     return {
         'url': [f'https://pictures.invalid/{key}.png' for key in keys],
@@ -145,6 +164,7 @@ def _write_tags(one: Emoji) -> str:
 
 
 def main() -> None:
+    """Runs the command line; bad input ends it with one message and exit status 1."""
     parser = command_line.Parser('coyo11m_tfds.sample_data', __doc__)
     add = parser.add_argument
     add('--out', required=True, help='new local folder to write')

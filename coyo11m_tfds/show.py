@@ -15,6 +15,7 @@ pixel for each latent position or, with `--vae`, decoded. It reads all records t
 
 import contextlib
 import json
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +32,8 @@ from coyo11m_tfds.storage import model_files
 def show(data_dir: Data, vae: str, num_pictures: int = page.NUM_PREVIEWS) -> str:
     """Returns the HTML page of a data set, local or on gs://, with at most `num_pictures` records.
 
-    `vae` is the `model` of `vae_decoder.load_decoder`.
+    `vae` is the `model` of `vae_decoder.load_decoder`. Raises a ValueError for a wrong argument or
+    a damaged report, and an OSError for files that are missing or cannot be read.
     """
     errors.at_least(1).check('num_pictures', num_pictures)
     data = input_pipeline.open_data(data_dir)
@@ -46,10 +48,15 @@ def show(data_dir: Data, vae: str, num_pictures: int = page.NUM_PREVIEWS) -> str
     features = schema.KEY, schema.LATENTS, schema.CAPTION
     records = input_pipeline.records(data, schema.TRAIN, features, crop=0)
     count = min(num_pictures, len(records))
+    # Evenly spaced over the split.
     batch = records[[number * len(records) // count for number in range(count)]]
-    keys, latents, captions = (batch[name] for name in features)
-    samples = zip(keys, captions, decode(latents[:, : data.channels]), strict=True)
-    previews = [statistics.make_preview(*sample) for sample in samples]
+    # Behind the channels of the means may lie those of the deviations.
+    pictures = decode(batch[schema.LATENTS][:, : data.channels])
+    previews = []
+    for key, caption, picture in zip(
+        batch[schema.KEY], batch[schema.CAPTION], pictures, strict=True
+    ):
+        previews.append(statistics.make_preview(key, caption, picture))
     try:
         return page.render_page(json.loads(report), previews, model_files.public_name(vae))
     except page.DAMAGE_ERRORS as error:
@@ -59,10 +66,16 @@ def show(data_dir: Data, vae: str, num_pictures: int = page.NUM_PREVIEWS) -> str
 
 
 def show_record(data_dir: Data, key: int, vae: str = '') -> tuple[list[str], bytes]:
-    """Returns a line for each value of the record with a key, and a PNG of its crops in a row."""
+    """Returns a line for each value of the record with a key, and a PNG of its crops in a row.
+
+    Raises a ValueError if no record has the key.
+    """
     data = input_pipeline.open_data(data_dir)
-    names = [x for x in stored_dataset.READABLE if x in data.features]
-    features = list(dict.fromkeys([*names, *data.columns]))
+    features = [name for name in stored_dataset.READABLE if name in data.features]
+    for name in data.columns:
+        # A column may take the place of a feature.
+        if name not in features:
+            features.append(name)
     maker = data.metadata.get(schema.META_VAE, '')
     scale = data.metadata.get(schema.META_LATENT_SCALE)
     decode = vae_decoder.make_painter(vae, data.channels, maker, scale)
@@ -77,16 +90,24 @@ def show_record(data_dir: Data, key: int, vae: str = '') -> tuple[list[str], byt
     record = records[number]
     lines = [f'record {number} of split {split.name}']
     for name, value in record.items():
-        shown = value.decode(errors='replace') if isinstance(value, bytes) else value
-        if np.ndim(value):
-            least, largest = float(value.min()), float(value.max())
-            shown = f'{value.dtype} {value.shape}, {least:.4g} to {largest:.4g}'
-        lines.append(f'{name:<16}{shown}')
+        lines.append(f'{name:<16}{_describe_value(value)}')
     pictures = decode(record[schema.LATENTS][:, : data.channels])
     return lines, pixels.encode_png(np.hstack(list(pictures)))
 
 
+def _describe_value(value: Any) -> str:
+    """Returns a text or a number as it is, and of an array its dtype, shape and range."""
+    if isinstance(value, bytes):
+        return value.decode(errors='replace')
+    if np.ndim(value) == 0:
+        return str(value)
+    least = float(value.min())
+    largest = float(value.max())
+    return f'{value.dtype} {value.shape}, {least:.4g} to {largest:.4g}'
+
+
 def main() -> None:
+    """Runs the command line; bad input ends it with one message and exit status 1."""
     parser = command_line.Parser('coyo11m_tfds.show', __doc__)
     add = parser.add_argument
     add('data_dir', help=stored_dataset.FOLDER_HELP + '; also gs://')

@@ -94,8 +94,13 @@ def _identify_build(folder: str, files: Mapping[str, StoredFile]) -> str:
 
 
 class _Verification:
+    """Reads the files of one data set, and collects its faults."""
+
     def __init__(self, folder: str, files: Mapping[str, StoredFile], build: str, fast: bool):
-        self._folder, self._files, self._build, self._fast = folder, files, build, fast
+        self._folder = folder
+        self._files = files
+        self._build = build
+        self._fast = fast
         self._checksums_file = schema.of_build(schema.CHECKSUMS_FILE, build)
         self._columns_file = schema.of_build(schema.COLUMNS_FILE, build)
         self.faults: list[str] = []
@@ -103,14 +108,20 @@ class _Verification:
         self._recorded: dict[str, FileState] = {}  # files as the build recorded them
 
     def run(self) -> VerifyResult:
+        """Checks small files, then names, then what is large."""
         self._recorded = self._parse(self._checksums_file, manifest.parse_checksums) or {}
         # It has a digest of its own, and `add_column` replaces it after the record of checksums.
         self._recorded.pop(self._columns_file, None)
         all_columns = self._parse(self._columns_file, columns.parse_columns) or {}
         splits = self._parse(schema.INFO_FILE, stored_dataset.parse_splits) or []
-        converted = {name for split in splits for name in split.converted}
+        converted = set[str]()
+        index_files = set[str]()
+        shards = set[str]()
+        for split in splits:
+            converted.update(split.converted)
+            index_files.add(index_file_name(split.name, split.build))
+            shards.update(split.file_names)
         self._files = {name: x for name, x in self._files.items() if name not in converted}
-        index_files = {index_file_name(split.name, split.build) for split in splits}
         parsed_names = {self._checksums_file, self._columns_file, schema.INFO_FILE} | index_files
         for name in self._files.keys() - parsed_names:
             if not _is_large(name):
@@ -119,7 +130,7 @@ class _Verification:
         for name in sorted(index_files):
             self._parse(name, ChunkIndex.parse)
         places = self._locate_columns(all_columns, splits)
-        self._check_shards({name for split in splits for name in split.file_names})
+        self._check_shards(shards)
         latents = all_columns.get(schema.LATENTS)
         if isinstance(latents, columns.InPlaceColumn):
             self._check_sources(latents, places)
@@ -136,9 +147,10 @@ class _Verification:
             return None
         try:
             data = self._files[name].read()
+            built = data
             # Only this file may change after the build: TFDS may add formats to it.
-            is_info = name == schema.INFO_FILE
-            built = stored_dataset.strip_alternative_formats(data) if is_info else data
+            if name == schema.INFO_FILE:
+                built = stored_dataset.strip_alternative_formats(data)
             fault = self._compare(name, len(built), google_crc32c.value(built))
             if not fault:
                 return parse(data)
@@ -168,18 +180,24 @@ class _Verification:
         """Compares the names of the files with the expected ones."""
         expected = {schema.INFO_FILE, schema.FEATURES_FILE, self._checksums_file, *self._recorded}
         for split in splits:
-            expected |= {index_file_name(split.name, split.build), *split.file_names}
-        self.faults += [f'{name}: is missing' for name in sorted(expected - self._files.keys())]
+            expected.add(index_file_name(split.name, split.build))
+            expected.update(split.file_names)
+        for name in sorted(expected - self._files.keys()):
+            self.faults.append(f'{name}: is missing')
         # Without a record, as in a data set of another program, any file may belong to it.
+        if not self._recorded:
+            return
         columns_files = {self._columns_file, *filter(columns.is_column_file_name, self._files)}
-        unexpected_names = self._files.keys() - expected - columns_files if self._recorded else ()
-        for name in sorted(unexpected_names):
+        for name in sorted(self._files.keys() - expected - columns_files):
             self.faults.append(f'{name}: is unexpected, a file of {self._files[name].size} bytes')
 
     def _locate_columns(
         self, all_columns: Mapping[str, columns.Column], splits: list[StoredSplit]
     ) -> np.ndarray:
-        """Prepares the scans of added columns; returns the places of latents, uint32 `(n, 3)`."""
+        """Prepares the scans of added columns; returns the places of latents in place.
+
+        A place has file, row and CRC-32C: uint32 `(n, 3)`.
+        """
         places = [np.empty((0, 3), np.uint32)]
         for column, split in itertools.product(all_columns.values(), splits):
             try:
@@ -200,22 +218,26 @@ class _Verification:
         """Compares the files that latents lie in with the description; reads unless `fast`."""
         # By file, and in each file by row, so that the reads go forward.
         places = places[np.lexsort((places[:, 1], places[:, 0]))]
-        ends = np.searchsorted(places[:, 0], np.arange(len(latents.files) + 1))
-        runs = itertools.starmap(slice, itertools.pairwise(ends))
-        for file, listed_file, run in zip(latents.files, latents.find_files(), runs, strict=True):
+        starts = np.searchsorted(places[:, 0], np.arange(len(latents.files) + 1))
+        listed_files = latents.find_files()
+        for number, (file, listed_file) in enumerate(zip(latents.files, listed_files, strict=True)):
             try:
                 current_file = file.check(listed_file)
-                if not self._fast and not current_file.local_path:
+                if self._fast:
+                    continue
+                if current_file.local_path:
+                    rows = places[starts[number] : starts[number + 1], 1:]
+                    _check_rows(file, latents.row_nbytes, rows)
+                else:
                     # The storage's checksum of the whole object is the version of the file.
                     current_file.scan(stored_file.ChecksumScan)
-                elif not self._fast:
-                    _check_rows(file, latents.row_nbytes, places[run, 1:])
             except (OSError, ValueError) as error:
                 if listed_file and not listed_file.local_path and isinstance(error, OSError):
                     raise
                 self.faults.append(str(error))
 
     def _check_shards(self, shards: set[str]) -> None:
+        """Reads shards and columns, several at a time, or with `fast` compares their sizes."""
         expected = {*shards, *self._recorded, *self._column_scans}
         names = [name for name in sorted(self._files.keys() & expected) if _is_large(name)]
         num_bytes = 0 if self._fast else sum(self._files[name].size for name in names)
@@ -246,20 +268,25 @@ class _Verification:
         fault = self._compare(name, file.size, scan.crc32c)
         if is_shard:
             scan.end()
-        return ', '.join(filter(None, [fault, getattr(scan, 'problem', '')]))
+        problem = getattr(scan, 'problem', '')
+        return ', '.join(filter(None, [fault, problem]))
 
 
 def _check_rows(file: columns.InPlaceFile, row_nbytes: int, rows: np.ndarray) -> None:
     """Reads rows of a local file, `(n, 2)` with their CRC-32Cs; ValueError for wrong ones."""
-    wrong, piece_nbytes = [], row_nbytes // len(file.starts)
+    wrong_rows = []
+    piece_nbytes = row_nbytes // len(file.starts)
     with open(file.path, 'rb') as opened:
         for row, expected in rows.tolist():
-            offsets = [start + row * file.stride for start in file.starts]
-            pieces = [os.pread(opened.fileno(), piece_nbytes, offset) for offset in offsets]
-            if (computed := google_crc32c.value(b''.join(pieces))) != expected:
-                wrong.append((row, computed, expected))
-    if wrong:
-        raise ValueError(f'{file.path}: {columns.wrong_rows_message(*wrong[0], len(wrong))}')
+            data = b''
+            for start in file.starts:
+                data += os.pread(opened.fileno(), piece_nbytes, start + row * file.stride)
+            computed = google_crc32c.value(data)
+            if computed != expected:
+                wrong_rows.append((row, computed, expected))
+    if wrong_rows:
+        message = columns.wrong_rows_message(*wrong_rows[0], len(wrong_rows))
+        raise ValueError(f'{file.path}: {message}')
 
 
 def _is_large(name: str) -> bool:
