@@ -40,9 +40,9 @@ def read_images(
     a ValueError for a folder without images, and for an image that is bad or too small.
     """
     target = pixels.Target((shape,))
-    with contextlib.closing(_find_images(folder)) as found:
-        chosen = itertools.islice(found, most)
-        while batch := list(itertools.islice(chosen, batch_size)):
+    with contextlib.closing(_find_images(folder)) as all_images:
+        images = itertools.islice(all_images, most)
+        while batch := list(itertools.islice(images, batch_size)):
             yield Images(
                 names=[image.name for image in batch],
                 captions=[image.caption for image in batch],
@@ -68,6 +68,8 @@ def _read_picture(
         [picture] = pixels.read_pixels(image.read(), target).crops
     except pixels.BadImageError as error:
         [(height, width)] = target.shapes
-        wanted = f'expected an image of at least {width} x {height} pixels'
-        raise ValueError(f'{folder}/{image.name}: {error}; {wanted}') from error
+        raise ValueError(
+            f'{folder}/{image.name}: {error}; expected an image of at least {width} x {height} '
+            'pixels'
+        ) from error
     return picture

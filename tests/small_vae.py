@@ -8,7 +8,7 @@ import pytest
 import safetensors.numpy
 import torch
 
-from coyo11m_tfds.pictures import vae_parts
+from coyo11m_tfds.pictures import vae_files
 
 _WIDTH = 8
 
@@ -73,7 +73,7 @@ def _write(folder, kind, channels, config, shapes, without_bias=()) -> pathlib.P
         if name not in without_bias:
             weights[f'{name}.bias'] = 0.1 * random.normal(size=shape[:1])
     weights = {name: weight.astype(np.float32) for name, weight in weights.items()}
-    safetensors.numpy.save_file(weights, folder / vae_parts.WEIGHTS_FILE)
+    safetensors.numpy.save_file(weights, folder / vae_files.WEIGHTS_FILE)
     config = {'_class_name': kind, 'latent_channels': channels, **config}
     (folder / 'config.json').write_text(json.dumps(config))
     return folder

@@ -36,7 +36,7 @@ from etils import epath
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
-from coyo11m_tfds.pictures import latent_rgb, vae_decoder, vae_parts
+from coyo11m_tfds.pictures import latent_rgb, vae_decoder, vae_files
 from coyo11m_tfds.process import command_line, jax_environment
 from coyo11m_tfds.storage import file_state, model_files
 from train_lib import results, run
@@ -175,7 +175,7 @@ def _describe_painting(vae: str, facts: DatasetStats) -> dict[str, Any]:
     bias = schema.RGB_BIAS - shift * rgb.sum(axis=0)
     local_vae = ''
     if vae:
-        config = vae_parts.read_vae_config(vae)
+        config = vae_files.read_vae_config(vae)
         scale = vae_decoder.scale_of_latents(vae, config, facts.vae, facts.latent_scale)
         if model_files.local_folder(vae, 'VAE'):
             local_vae = model_files.public_name(vae)

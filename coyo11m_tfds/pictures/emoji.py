@@ -63,7 +63,7 @@ class Emoji(NamedTuple):
 
 
 def describe_emoji(names: Sequence[tuple[str, str]]) -> list[Emoji]:
-    """Takes characters and captions of all emoji; says of each what it shows, and its part."""
+    """Returns what each emoji shows, and its part, of the characters and captions of all."""
     concepts = {_split_caption(caption)[0] for _, caption in names}
     genders = collections.defaultdict(set)
     for concept in concepts:
@@ -94,16 +94,19 @@ def _split_caption(caption: str) -> tuple[str, tuple[str, ...]]:
 def _split_concept(concept: str) -> tuple[str, str]:
     """Returns activity and gender of a concept that is one person, or several of one gender."""
     words = concept.split(' ')
-    found = [word for word in words if word in _GENDERS]
+    people = [word for word in words if word in _GENDERS]
     # 'kiss woman man' and 'family man boy' have no single gender, 'man' is no activity.
-    if len(found) != 1 or len(words) == 1 or words[0] == 'family':
+    if len(people) != 1 or len(words) == 1 or words[0] == 'family':
         return concept, ''
-    words.remove(found[0])
-    return ' '.join(words), _GENDERS[found[0]]
+    words.remove(people[0])
+    return ' '.join(words), _GENDERS[people[0]]
 
 
 def _is_held_out_gender(activity: str, gender: str, genders: set[str]) -> bool:
-    if not {'woman', 'man'} <= genders or _fraction(f'gender of {activity}') >= _GENDER_SHARE:
+    # Training must show the activity by the other gender.
+    if not {'woman', 'man'} <= genders:
+        return False
+    if _fraction(f'gender of {activity}') >= _GENDER_SHARE:
         return False
     held_out = 'woman' if _fraction(f'which gender of {activity}') < 1 / 2 else 'man'
     return gender == held_out
@@ -142,7 +145,8 @@ def read_emoji() -> list[Emoji]:
 @functools.cache
 def read_pictures() -> np.ndarray:
     """Returns the pictures of all emoji, over white, uint8 `(n, 32, 32, 3)`; do not write to it."""
-    atlas = np.asarray(Image.open(io.BytesIO((FOLDER / ATLAS_FILE).read_bytes())).convert('RGB'))
+    data = (FOLDER / ATLAS_FILE).read_bytes()
+    atlas = np.asarray(Image.open(io.BytesIO(data)).convert('RGB'))
     rows = atlas.reshape(-1, SIDE, ATLAS_COLUMNS, SIDE, 3).swapaxes(1, 2)
     pictures = rows.reshape(-1, SIDE, SIDE, 3)[: len(read_emoji())]
     pictures.flags.writeable = False
@@ -154,7 +158,8 @@ def find_part(part: str) -> list[int]:
 
     What training shows under another name, too, tells nothing and is left out of other parts.
     """
-    emoji, pictures = read_emoji(), read_pictures()
+    emoji = read_emoji()
+    pictures = read_pictures()
     trained = set()
     if part != TRAINING:
         trained = {pictures[number].tobytes() for number in find_part(TRAINING)}

@@ -25,7 +25,10 @@ class ImageEncoder:
     """A vision model of transformers, on the GPU if there is one; computes in float32."""
 
     def __init__(self, model: str):
-        """Loads the weights of a folder, or of a name on the hub."""
+        """Loads the weights of a folder, or of a name on the hub.
+
+        Raises a ValueError for a model that is not there, or makes no features of pictures.
+        """
         self._device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
         with model_files.loading(model, 'image encoder', _FILES):
             source: dict[str, Any] = {'trust_remote_code': False}
@@ -37,19 +40,22 @@ class ImageEncoder:
             self.has_texts = hasattr(self._model, 'get_text_features')
             if self.has_texts:
                 self._tokenizer = transformers.AutoTokenizer.from_pretrained(model, **source)
-            if missing := sorted(report['missing_keys']):
+            missing = sorted(report['missing_keys'])
+            if missing:
                 tensors = format_count(len(missing), 'tensor')
                 raise ValueError(f'the weights lack {tensors}, such as {missing[0]}.')
             self._model.eval().to(self._device)
             # One picture shows whether the model and the processor fit together.
             self._encode([np.zeros((32, 32, 3), np.uint8)])
-        self.name, self.revision = model_files.public_name(model), model_files.revision(model)
+        self.name = model_files.public_name(model)
+        self.revision = model_files.revision(model)
 
     def encode(self, pictures: np.ndarray) -> np.ndarray:
         """Returns the features of pictures, uint8 `(n, H, W, 3)`; float32 `(n, D)`."""
-        return np.concatenate(
-            [self._encode(list(pictures[i : i + _BATCH])) for i in range(0, len(pictures), _BATCH)]
-        )
+        features = []
+        for first in range(0, len(pictures), _BATCH):
+            features.append(self._encode(list(pictures[first : first + _BATCH])))
+        return np.concatenate(features)
 
     @torch.inference_mode()
     def encode_texts(self, captions: Sequence[str]) -> np.ndarray:
@@ -76,9 +82,12 @@ class ImageEncoder:
 
 
 def _pooled(output: Any) -> np.ndarray:
+    """Returns the features in the output of a model, float32 `(n, D)`."""
     # Models with texts (CLIP, SigLIP) give a projection into the space of texts, others (DINOv2,
     # ViT, ResNet) a pooled output or, without one, the last hidden states.
     if not isinstance(output, torch.Tensor):
         pooled = getattr(output, 'pooler_output', None)
-        output = output.last_hidden_state.mean(dim=1) if pooled is None else pooled
+        if pooled is None:
+            pooled = output.last_hidden_state.mean(dim=1)
+        output = pooled
     return output.flatten(1).float().cpu().numpy()

@@ -55,12 +55,16 @@ def judge_name(name: str) -> str | None:
     lower = name.lower()
     if _ARCHIVE.search(lower):
         return 'archive'
-    if compressed := _COMPRESSED.search(lower):
-        return None if judge_name(lower[: compressed.start()]) is None else 'compressed'
+    compressed = _COMPRESSED.search(lower)
+    if compressed:
+        is_image = judge_name(lower[: compressed.start()]) is not None
+        return 'compressed' if is_image else None
     suffix = get_suffix(lower)
     if suffix in TAKEN_SUFFIXES:
         return ''
-    return suffix[1:].upper() if suffix in _OTHER_SUFFIXES else None
+    if suffix in _OTHER_SUFFIXES:
+        return suffix[1:].upper()
+    return None
 
 
 def may_be_image(name: str) -> bool:
@@ -76,7 +80,10 @@ def judge_head(head: bytes) -> str | None:
 
 def find_kind(head: bytes) -> str:
     """Returns the format of an image by its first bytes; '' for other files."""
-    return next((kind for kind, pattern in _KINDS.items() if pattern.match(head)), '')
+    for kind, pattern in _KINDS.items():
+        if pattern.match(head):
+            return kind
+    return ''
 
 
 def get_suffix(name: str) -> str:

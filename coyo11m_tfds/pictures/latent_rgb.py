@@ -38,7 +38,7 @@ def find_scale(vae: str, recorded: Sequence[float] | None = None) -> Scale | Non
 
 
 def latents_to_rgb(latents: np.ndarray, scale: Scale | None = None) -> np.ndarray:
-    """Turns raw latents `(..., C, H, W)` into uint8 `(..., H, W, 3)`, by a linear map.
+    """Returns raw latents `(..., C, H, W)` as pictures, uint8 `(..., H, W, 3)`, by a linear map.
 
     `scale` is that of the VAE that made them, as in `SCALES`; None stands for SDXL's.
     """
@@ -56,12 +56,15 @@ def _principal_components(latents: np.ndarray) -> np.ndarray:
     channels = np.moveaxis(latents, -3, -1)
     values = channels.reshape(-1, channels.shape[-1])
     centred = values - values.mean(axis=0)
+    # In ascending order of the variances.
     variances, vectors = np.linalg.eigh(centred.T @ centred / max(1, len(values)))
-    first = range(len(variances) - 1, -1, -1)[:3]
+    first = len(variances) - 1
     rgb = np.zeros((len(values), 3))
-    # With fewer channels than colours, the first component is shown again: one channel is grey.
-    for colour, number in enumerate([*first, *[first[0]] * (3 - len(first))]):
-        vector, deviation = vectors[:, number], np.sqrt(max(variances[number], 1e-12))
+    for colour in range(3):
+        # With fewer channels than colours, the first component is shown again: one channel is grey.
+        number = first - colour if colour <= first else first
+        vector = vectors[:, number]
+        deviation = np.sqrt(max(variances[number], 1e-12))
         # The largest weight is made positive, because the sign of an eigenvector is arbitrary.
         sign = np.sign(vector[np.abs(vector).argmax()])
         # The colours span two deviations to each side of the mean.

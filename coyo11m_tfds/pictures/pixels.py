@@ -9,6 +9,7 @@ memory than `Target.max_pixels` allows.
 
 import functools
 import io
+import itertools
 import math
 import warnings
 from collections.abc import Sequence
@@ -28,8 +29,12 @@ _KINDS = ('JPEG', 'PNG', 'WebP')  # their names in `image_kinds`
 _MAX_SCANS = 100
 # Pillow parses segments of a JPEG, the bytes between them and chunks of a PNG in Python, in some
 # microseconds each. The largest files have 1,100 segments and 8,200 chunks.
-_MAX_SEGMENTS, _MAX_SKIPPED, _MAX_CHUNKS = 10_000, 1 << 20, 1 << 17
-_MAX_TAGS, _MAX_STAGES = 100, 16  # of a profile; the library of profiles reads no more tags
+_MAX_SEGMENTS = 10_000
+_MAX_SKIPPED = 1 << 20
+_MAX_CHUNKS = 1 << 17
+# Of a profile; the library of profiles reads no more tags.
+_MAX_TAGS = 100
+_MAX_STAGES = 16
 # Each of the tags may hold all of the EXIF once more. A segment of a JPEG has less.
 _MAX_EXIF = 1 << 16
 _PNG_DEPTH = 24  # offset of the bits a channel in a PNG file
@@ -43,7 +48,9 @@ _LEAST_CROP = 2 / 3
 # A frame of 8K video, which takes 0.35 GB of memory as a JPEG or PNG and 0.55 GB as a WebP.
 MAX_PIXELS = 2**25
 
-TOO_SMALL, TOO_NARROW = 'too small', 'too narrow'  # reasons of a SmallImageError
+# Reasons of a SmallImageError.
+TOO_SMALL = 'too small'
+TOO_NARROW = 'too narrow'
 
 
 class BadImageError(ValueError):
@@ -54,7 +61,9 @@ class BadImageError(ValueError):
         self.reason = reason
 
     def __str__(self):
-        return ' '.join(': '.join(filter(None, self.args)).split())
+        text = ': '.join(filter(None, self.args))
+        # In one line, whatever a library says of an image.
+        return ' '.join(text.split())
 
 
 class SmallImageError(BadImageError):
@@ -91,18 +100,18 @@ def bucket_shapes(size: int, step: int = _BUCKET_STEP) -> tuple[tuple[int, int],
 
     For 1024 they are those of SDXL (https://arxiv.org/abs/2307.01952, appendix I), whose areas are
     between 0.9 and 1 times the square, up to a ratio of 2 instead of 4: each shape is one more
-    step to compile.
+    step to compile. Raises a ValueError for a size that is no multiple of the step.
     """
     if size % step:
         raise ValueError(f'Buckets need a size that is a multiple of {step}, not {size}.')
     sides = range(step, _MAX_RATIO * size + 1, step)
-    return tuple(
-        (height, width)
-        for height in sides
-        for width in sides
-        if _LEAST_AREA * size**2 < height * width <= size**2
-        and max(height, width) <= _MAX_RATIO * min(height, width)
-    )
+    shapes = []
+    for height, width in itertools.product(sides, sides):
+        has_area = _LEAST_AREA * size**2 < height * width <= size**2
+        has_ratio = max(height, width) <= _MAX_RATIO * min(height, width)
+        if has_area and has_ratio:
+            shapes.append((height, width))
+    return tuple(shapes)
 
 
 def read_pixels(data: bytes, target: Target) -> Pixels:
@@ -130,6 +139,7 @@ def find_smaller_size(width: int, height: int, target: Target, step: int) -> int
     """
     if len(target.shapes) == 1:
         return min(width, height) // step * step
+    # That of the target, whose square is one of its shapes.
     size = max(map(min, target.shapes))
     for smaller_size in range(size - _BUCKET_STEP, 0, -_BUCKET_STEP):
         shapes = bucket_shapes(smaller_size)
@@ -159,11 +169,12 @@ def read_png(data: bytes) -> np.ndarray:
 
 
 def _decode(data: bytes, target: Target) -> Image.Image:
-    """Returns an upright image of the mode `L` or `RGB`."""
+    """Returns an upright image of the mode `L` or `RGB`; BadImageError for one that is not good."""
     if not data:
         raise BadImageError('empty')
     try:
         profile = b''
+        # Before Pillow parses what would take it long.
         if data.startswith(jpeg_segments.SIGNATURE):
             data = _check_segments(data)
         if data.startswith(png_chunks.SIGNATURE):
@@ -180,15 +191,19 @@ def _decode(data: bytes, target: Target) -> Image.Image:
     except (BadImageError, MemoryError):
         raise
     except PIL.UnidentifiedImageError as error:
-        kind = image_kinds.find_kind(data[: image_kinds.HEAD_BYTES])
-        if kind and kind not in _KINDS:
-            raise BadImageError(f'{kind} under another name') from error
-        message = f'no header of a JPEG, PNG or WebP that can be read; it begins with {data[:12]!r}'
-        raise BadImageError('not an image', message) from error
+        raise _describe_unidentified(data) from error
     except Image.DecompressionBombError as error:
         raise BadImageError('more than max_pixels', str(error)) from error
     except Exception as error:  # damage lets Pillow raise whatever its parsers stumble over
         raise BadImageError('damaged or cut off', str(error)) from error
+
+
+def _describe_unidentified(data: bytes) -> BadImageError:
+    kind = image_kinds.find_kind(data[: image_kinds.HEAD_BYTES])
+    if kind and kind not in _KINDS:
+        return BadImageError(f'{kind} under another name')
+    message = f'no header of a JPEG, PNG or WebP that can be read; it begins with {data[:12]!r}'
+    return BadImageError('not an image', message)
 
 
 def _check_header(data: bytes, image: Image.Image, target: Target) -> None:
@@ -210,6 +225,7 @@ def _check_chunks(data: bytes) -> None:
     """Refuses a PNG of so many chunks that they take long, however small they are."""
     offset = len(png_chunks.SIGNATURE)
     for _ in range(_MAX_CHUNKS):
+        # Length, kind and checksum have four bytes each.
         offset += 12 + int.from_bytes(data[offset : offset + 4])
         if offset >= len(data):
             return
@@ -218,15 +234,18 @@ def _check_chunks(data: bytes) -> None:
 
 def _check_segments(data: bytes) -> bytes:
     """Returns a JPEG with its first EXIF alone; refuses one of so many segments that take long."""
-    kept_parts, kept_end = list[bytes](), 0
-    num_scans = num_exif = num_skipped = 0
+    kept_parts = list[bytes]()
+    kept_end = 0
+    num_scans = 0
+    num_exif = 0
+    num_skipped = 0
     for number, segment in enumerate(jpeg_segments.list_segments(data)):
         num_skipped += segment.num_skipped
         if segment.kind == jpeg_segments.START_OF_SCAN:
             num_scans += 1
         if jpeg_segments.is_exif(data, segment):
             num_exif += 1
-            # Pillow would join them.
+            # Pillow would join several.
             if num_exif > 1:
                 kept_parts.append(data[kept_end : segment.start])
                 kept_end = segment.end
@@ -240,6 +259,7 @@ def _check_segments(data: bytes) -> bytes:
 
 
 def _turn(image: Image.Image) -> Image.Image:
+    """Turns an image upright by its EXIF."""
     # The orientation is among the first tags.
     for name in ('exif', 'Raw profile type exif'):
         if name in image.info:
@@ -259,9 +279,12 @@ def _flatten(image: Image.Image) -> Image.Image:
         layer = image if image.mode == 'RGBA' else image.convert('RGBA')
         white = Image.new('RGB', image.size, 'white')
         white.paste(layer, mask=layer)
+        # Among it is the profile of the colours.
         white.info = image.info
         return white
-    return image if image.mode in ('L', 'RGB') else image.convert('RGB')
+    if image.mode in ('L', 'RGB'):
+        return image
+    return image.convert('RGB')
 
 
 def _describe_small(reason: str, width: int, height: int) -> SmallImageError:
@@ -271,8 +294,16 @@ def _describe_small(reason: str, width: int, height: int) -> SmallImageError:
 def _choose_shape(
     width: int, height: int, shapes: Sequence[tuple[int, int]]
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The shape (H, W) of the nearest aspect ratio, and the size (W, H) that just covers it."""
-    shape = min(shapes, key=lambda x: abs(math.log(width * x[0] / (height * x[1]))))
+    """Returns the shape (H, W) of the nearest aspect ratio, and the size (W, H) that covers it.
+
+    Raises a SmallImageError if the image would have to be enlarged or would lose too much.
+    """
+
+    def distance(shape: tuple[int, int]) -> float:
+        # Of ratios, so that twice as wide is as far as half as wide.
+        return abs(math.log(width * shape[0] / (height * shape[1])))
+
+    shape = min(shapes, key=distance)
     if height < shape[0] or width < shape[1]:
         raise _describe_small(TOO_SMALL, width, height)
     size = _reduced_size(width, height, shape)
@@ -282,7 +313,10 @@ def _choose_shape(
 
 
 def _reduced_size(width: int, height: int, shape: tuple[int, int]) -> tuple[int, int]:
-    """The least (W, H) of an image's aspect ratio that covers a shape, rounded as in diffusers."""
+    """Returns the least (W, H) of an image's aspect ratio that covers a shape (H, W).
+
+    It is rounded as in diffusers.
+    """
     if width * shape[0] > shape[1] * height:
         return width * shape[0] // height, shape[0]
     return shape[1], height * shape[1] // width
@@ -295,6 +329,7 @@ def _convert_to_srgb(image: Image.Image) -> Image.Image:
 
 @functools.lru_cache(maxsize=4)  # a camera writes the same profile into all its images
 def _srgb_transform(profile: bytes | None, mode: str) -> ImageCms.ImageCmsTransform | None:
+    """Returns the transform of a profile's colours; None for a profile that cannot be used."""
     if not profile or _has_many_stages(profile):
         return None
     try:
@@ -307,6 +342,7 @@ def _srgb_transform(profile: bytes | None, mode: str) -> ImageCms.ImageCmsTransf
 def _has_many_stages(profile: bytes) -> bool:
     """Whether colours would pass so many stages that it takes minutes, or all memory."""
     # Lists of stages (ICC.1:2022, 10.16), each of which may be the same bytes; others are of few.
+    # The table of tags (7.3) has 12 bytes each: name, offset and size.
     num_tags = min(_MAX_TAGS, int.from_bytes(profile[128:132]))
     for entry in range(132, 132 + 12 * num_tags, 12):
         start = int.from_bytes(profile[entry + 4 : entry + 8])
@@ -317,10 +353,14 @@ def _has_many_stages(profile: bytes) -> bool:
 
 
 def _crop(pixels: np.ndarray, shape: tuple[int, int], crops: int) -> np.ndarray:
-    """Cuts crops from pixels (H, W, 3), which have the shape's height or its width."""
+    """Returns crops, `(crops, height, width, 3)`; the pixels have the shape's height or width."""
     height, width = shape
-    rows, columns = pixels.shape[0] - height, pixels.shape[1] - width
-    corners = [(0, 0), (rows // 2, columns // 2), (rows, columns)]
-    if crops == 1:
-        corners = corners[1:2]
-    return np.stack([pixels[y : y + height, x : x + width] for y, x in corners])
+    # Of the last crop; one of the two is 0.
+    last_row = pixels.shape[0] - height
+    last_column = pixels.shape[1] - width
+    corners = [(last_row // 2, last_column // 2)]
+    if crops == 3:
+        corners = [(0, 0), *corners, (last_row, last_column)]
+    return np.stack(
+        [pixels[row : row + height, column : column + width] for row, column in corners]
+    )

@@ -32,27 +32,43 @@ def keep_pixels(data: bytes) -> tuple[bytes, bytes]:
 
     Of a damaged file, the damage stays.
     """
-    view, profiles = memoryview(data), list[bytes]()
-    kept_parts, keywords = [view[: len(SIGNATURE)]], set[bytes]()
+    view = memoryview(data)
+    kept_parts = [view[: len(SIGNATURE)]]
+    profile = None
+    keywords = set[bytes]()
     for kind, start, end in _list_chunks(data):
-        content = data[start + 8 : end - 4] if kind in (_PROFILE, *_TEXTS) else b''
+        # The name of a kind that the pixels depend on begins with a capital letter.
         is_kept = not kind[:1].islower() or kind in _OF_PIXELS
         # Of many, each of which may be large, the first.
-        if kind == _PROFILE and not profiles:
-            # Behind the name of the profile, and a byte for the method of compression.
-            profiles.append(_inflate(content.partition(b'\0')[2][1:], _MAX_PROFILE) or b'')
+        if kind == _PROFILE and profile is None:
+            profile = _read_profile(_content(data, start, end))
         elif kind in _TEXTS:
-            keyword = content.partition(b'\0')[0]
-            is_kept = keyword in _KEYWORDS and keyword not in keywords and _is_short(kind, content)
+            content = _content(data, start, end)
+            keyword, _, _ = content.partition(b'\0')
+            is_new = keyword in _KEYWORDS and keyword not in keywords
+            is_kept = is_new and _is_short(kind, content)
             keywords.add(keyword)
         if is_kept:
             kept_parts.append(view[start:end])
-    return b''.join(kept_parts), b''.join(profiles)
+    return b''.join(kept_parts), profile or b''
+
+
+def _content(data: bytes, start: int, end: int) -> bytes:
+    """Returns a chunk without its length and kind, and without its checksum."""
+    return data[start + 8 : end - 4]
+
+
+def _read_profile(content: bytes) -> bytes:
+    """Returns an ICC profile; b'' for one that is damaged or too large."""
+    # Behind the name of the profile, and a byte for the method of compression.
+    _, _, compressed = content.partition(b'\0')
+    return _inflate(compressed[1:], _MAX_PROFILE) or b''
 
 
 def _list_chunks(data: bytes) -> Iterator[_Chunk]:
     """Yields the chunks up to the end of the image; the last may be cut off."""
-    start, kind = len(SIGNATURE), b''
+    start = len(SIGNATURE)
+    kind = b''
     while start < len(data) and kind != _END:
         kind = data[start + 4 : start + 8]
         end = start + 12 + int.from_bytes(data[start : start + 4])

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from coyo11m_tfds.pictures import latent_rgb, vae_parts
-from coyo11m_tfds.pictures.vae_parts import VaeLayers
+from coyo11m_tfds.pictures import latent_rgb, vae_files
+from coyo11m_tfds.pictures.vae_layers import VaeLayers
 from coyo11m_tfds.storage import model_files
 
 _BATCH = 4  # pictures at a time: SDXL's decoder takes 0.3 GB for one of 256 pixels
@@ -32,7 +32,8 @@ def make_painter(
 ) -> Callable[[np.ndarray], np.ndarray]:
     """Returns the decoder of `load_decoder` or, with `vae=''`, the linear map of `latent_rgb`.
 
-    `recorded_scale` is the one that the data set has.
+    It makes of raw latents `(n, C, H, W)` pictures, uint8 `(n, height, width, 3)`. `recorded_scale`
+    is the one that the data set has.
     """
     if vae:
         return load_decoder(vae, channels, maker, recorded_scale)
@@ -50,9 +51,10 @@ def load_decoder(
 
     An `AutoencoderTiny` needs the scale of the VAE that made the latents: `recorded_scale`, factor
     and shift, or that of `maker`, which names this VAE: a key of `latent_rgb.SCALES`, a folder or a
-    hub name; '' stands for SDXL's, with a warning.
+    hub name; '' stands for SDXL's, with a warning. Raises a ValueError for a VAE that cannot be
+    read, or decodes latents of another number of channels.
     """
-    vae = vae_parts.open_vae(model, ('decoder.', 'post_quant_conv.'))
+    vae = vae_files.open_vae(model, ('decoder.', 'post_quant_conv.'))
     scale = 1.0, 0.0
     if vae.kind == 'AutoencoderTiny':
         scale = scale_of_latents(model, vae.config, maker, recorded_scale)
@@ -77,16 +79,18 @@ def scale_of_latents(
         return scale
     if maker:
         try:
-            is_maker = maker == model_files.public_name(model)
-            maker_config = config if is_maker else vae_parts.read_vae_config(maker)
-            factor, shift = maker_config['scaling_factor'], maker_config.get('shift_factor')
-            return factor, shift or 0.0
+            if maker == model_files.public_name(model):
+                maker_config = config
+            else:
+                maker_config = vae_files.read_vae_config(maker)
+            return maker_config['scaling_factor'], maker_config.get('shift_factor') or 0.0
         except (ValueError, LookupError) as error:
             reason = (
                 f'the scaling factor of {maker!r}, which made the latents, is unknown ({error})'
             )
     # TAESD's config.json has 1 for every VAE: its latents are scaled already.
-    if (factor := config.get('scaling_factor', 1)) != 1:
+    factor = config.get('scaling_factor', 1)
+    if factor != 1:
         return factor, config.get('shift_factor') or 0.0
     logging.warning(
         '%s: %s. They are scaled as those of SDXL; others get wrong colours.', model, reason
@@ -97,7 +101,7 @@ def scale_of_latents(
 class VaeDecoder:
     """Turns raw latents into pictures, on one device."""
 
-    def __init__(self, vae: vae_parts.StoredVae, factor: float, shift: float):
+    def __init__(self, vae: vae_files.StoredVae, factor: float, shift: float):
         """Takes the files, and the scale of raw latents as `latent_rgb.SCALES` has it."""
         networks = {'AutoencoderKL': _decode_kl, 'AutoencoderTiny': _decode_tiny}
         network, output = vae.bind(networks, (1, 8, 8, vae.channels))
@@ -108,13 +112,15 @@ class VaeDecoder:
 
     def __call__(self, latents: np.ndarray) -> np.ndarray:
         """Decodes raw latents `(n, C, H, W)` to uint8 `(n, factor * H, factor * W, 3)`."""
-        return np.round((np.clip(self.decode(latents), -1, 1) + 1) * 127.5).astype(np.uint8)
+        pictures = np.clip(self.decode(latents), -1, 1)
+        return np.round((pictures + 1) * 127.5).astype(np.uint8)
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
         """Decodes raw latents to float32 `(n, factor * H, factor * W, 3)`; black is -1, white 1."""
         pictures = []
         for first in range(0, len(latents), _BATCH):
-            batch = np.moveaxis(np.asarray(latents[first : first + _BATCH], np.float32), 1, -1)
+            batch = np.asarray(latents[first : first + _BATCH], np.float32)
+            batch = np.moveaxis(batch, 1, -1)
             # One size of batches is one compilation.
             padded = np.pad(batch, [(0, _BATCH - len(batch)), (0, 0), (0, 0), (0, 0)])
             decoded = self._decode(self._weights, jax.device_put(padded))
@@ -152,14 +158,15 @@ def _decode_kl(layers: VaeLayers, latents: jax.Array) -> jax.Array:
     x = latents
     if layers.config['use_post_quant_conv']:
         x = layers.conv('post_quant_conv', x, x.shape[-1], size=1)
-    x = layers.middle('decoder.mid_block', layers.conv('decoder.conv_in', x, widths[0]))
+    x = layers.conv('decoder.conv_in', x, widths[0])
+    x = layers.middle('decoder.mid_block', x)
     for stage, width in enumerate(widths):
         block = f'decoder.up_blocks.{stage}'
         for number in range(layers.config['layers_per_block'] + 1):
             x = layers.resnet(f'{block}.resnets.{number}', x, width)
         if stage < num_stages - 1:
-            name = f'{block}.upsamplers.0.conv'
-            x = layers.conv(name, _upsample(x, 2), x.shape[-1])
+            x = _upsample(x, 2)
+            x = layers.conv(f'{block}.upsamplers.0.conv', x, x.shape[-1])
     return layers.out('decoder', x, width=3)
 
 

@@ -18,14 +18,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.pictures import vae_parts
-from coyo11m_tfds.pictures.vae_parts import VaeLayers
+from coyo11m_tfds.pictures import vae_files
+from coyo11m_tfds.pictures.vae_layers import VaeLayers
 from coyo11m_tfds.process import jax_environment
 from coyo11m_tfds.storage import model_files
 
 # Limits of a batch on one device. SDXL's encoder takes 1 GB for so many pixels.
-_PICTURES, _PIXELS = 8, 8 * 256**2
-_SAMPLE_SIZE = 2 ** (vae_parts.MAX_STAGES - 1)  # pixels, which all stages can halve
+_PICTURES = 8
+_PIXELS = 8 * 256**2
+_SAMPLE_SIZE = 2 ** (vae_files.MAX_STAGES - 1)  # pixels, which all stages can halve
 
 
 class VaeEncoder:
@@ -34,8 +35,11 @@ class VaeEncoder:
     """
 
     def __init__(self, model: str):
-        """Loads the encoder of a folder, or of a name on the hub."""
-        vae = vae_parts.open_vae(model, ('encoder.', 'quant_conv.'))
+        """Loads the encoder of a folder, or of a name on the hub.
+
+        Raises a ValueError for a VAE that cannot be read or encodes in another way.
+        """
+        vae = vae_files.open_vae(model, ('encoder.', 'quant_conv.'))
         networks = {'AutoencoderKL': _encode_kl, 'AutoencoderTiny': _encode_tiny}
         network, (mean, deviation) = vae.bind(networks, (1, _SAMPLE_SIZE, _SAMPLE_SIZE, 3))
         self.name = model_files.public_name(model)
@@ -60,21 +64,23 @@ class VaeEncoder:
         # Each device runs the same program, however many devices there are.
         rows = self._rows.spec
         mapped = jax.shard_map(encode, mesh=mesh, in_specs=(P(), rows), out_specs=rows)
-        on_gpu = mesh.devices.flat[0].platform == 'gpu'
-        # Else XLA chooses between algorithms by how fast they are at the moment.
-        options = {'xla_gpu_deterministic_ops': True} if on_gpu else None
-        self._encode = jax.jit(mapped, compiler_options=options)
+        options = {}
+        if mesh.devices.flat[0].platform == 'gpu':
+            # Else XLA chooses between algorithms by how fast they are at the moment.
+            options['xla_gpu_deterministic_ops'] = True
+        self._encode = jax.jit(mapped, compiler_options=options or None)
 
     def batch_size(self, height: int, width: int) -> int:
         """Returns how many pictures of a size are computed at once, on all local devices."""
-        a_device = min(_PICTURES, max(1, _PIXELS // (height * width)))
-        return a_device * self._rows.mesh.size
+        of_device = max(1, _PIXELS // (height * width))
+        return min(_PICTURES, of_device) * self._rows.mesh.size
 
     def encode(self, pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Encodes pictures, uint8 `(n, H, W, 3)`, into mean and deviation, float32 `(n, C, h, w)`.
 
         Those of an `AutoencoderKL` are raw. An `AutoencoderTiny` gives scaled latents, and None for
-        the deviation.
+        the deviation. Raises a ValueError for no pictures, and for sides that are no multiples of
+        `factor`.
         """
         return self.start(pixels)()
 
@@ -133,7 +139,8 @@ def _encode_kl(layers: VaeLayers, x: jax.Array) -> _Latents:
             name = f'{block}.downsamplers.0.conv'
             x = layers.conv(name, x, x.shape[-1], stride=2, padding=padding)
     num_moments = 2 * layers.config['latent_channels']
-    x = layers.out('encoder', layers.middle('encoder.mid_block', x), num_moments)
+    x = layers.middle('encoder.mid_block', x)
+    x = layers.out('encoder', x, num_moments)
     if layers.config['use_quant_conv']:
         x = layers.conv('quant_conv', x, num_moments, size=1)
     mean, log_variance = jnp.split(x, 2, axis=-1)

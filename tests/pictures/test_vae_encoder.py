@@ -7,7 +7,7 @@ import pytest
 import safetensors.numpy
 import torch
 
-from coyo11m_tfds.pictures import vae_decoder, vae_parts
+from coyo11m_tfds.pictures import vae_decoder, vae_files
 from coyo11m_tfds.pictures.vae_encoder import VaeEncoder
 from tests import children, hostile_models, small_vae
 from tests.checkout import COCO_SAMPLE
@@ -94,7 +94,7 @@ CONV = 'encoder.conv_in.weight'
 )
 def test_what_does_not_fit_is_refused_by_name(tmp_path, fields, change, message):
     small_vae.make_kl_encoder(tmp_path)
-    config, path = tmp_path / 'config.json', tmp_path / vae_parts.WEIGHTS_FILE
+    config, path = tmp_path / 'config.json', tmp_path / vae_files.WEIGHTS_FILE
     config.write_text(json.dumps(json.loads(config.read_text()) | fields))
     if change:
         weights = safetensors.numpy.load_file(path)
@@ -118,7 +118,7 @@ def test_no_value_of_a_field_ends_in_anything_but_one_line(tmp_path, kind):
     assert load(str(tmp_path)).channels == 4
     refusals = []
     for fields in hostile_models.damage_fields(
-        content, [*vae_parts.KINDS[kind].rules, '_class_name']
+        content, [*vae_files.KINDS[kind].rules, '_class_name']
     ):
         path.write_text(json.dumps(fields))
         refusals.append(hostile_models.refusal(lambda: load(str(tmp_path)), str(tmp_path)))
@@ -129,7 +129,7 @@ def test_no_value_of_a_field_ends_in_anything_but_one_line(tmp_path, kind):
 @pytest.mark.parametrize('dtype', hostile_models.QUANTIZED)
 def test_only_weights_of_floating_point_are_read(tmp_path, dtype):
     small_vae.make_kl_encoder(tmp_path)
-    hostile_models.quantize(tmp_path / vae_parts.WEIGHTS_FILE, CONV, dtype)
+    hostile_models.quantize(tmp_path / vae_files.WEIGHTS_FILE, CONV, dtype)
     with pytest.raises(ValueError, match=rf"'{CONV}' is {dtype}, expected one of F64, F32, F16, B"):
         VaeEncoder(str(tmp_path))
 
@@ -137,7 +137,7 @@ def test_only_weights_of_floating_point_are_read(tmp_path, dtype):
 @pytest.mark.parametrize(
     ('name', 'content'),
     [
-        (vae_parts.WEIGHTS_FILE, b'\x08'),
+        (vae_files.WEIGHTS_FILE, b'\x08'),
         *(('config.json', content) for content in (None, b'[]', b'null', b'{', b'\xff')),
         ('config.json', hostile_models.NESTED),
         ('config.json', b'{"latent_channels": %s}' % (b'9' * 5000)),
