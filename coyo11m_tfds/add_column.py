@@ -43,7 +43,7 @@ from coyo11m_tfds.report import statistics
 from coyo11m_tfds.source import formats, sidecar, source_folder, source_latents
 from coyo11m_tfds.source.keyed_values import KeyedValues
 from coyo11m_tfds.storage import file_state, locks
-from coyo11m_tfds.storage.base import Storage
+from coyo11m_tfds.storage.base import WritableFolder
 from coyo11m_tfds.storage.scratch import Scratch, choose_folder
 from coyo11m_tfds.storage.stored_file import StoredFile
 
@@ -218,7 +218,7 @@ class _Edit:
     """A data set whose columns this process changes, under its lock."""
 
     stored: StoredDataset
-    destination: Storage
+    destination: WritableFolder
     staging: str  # local folder for files that `commit` puts into the destination
     scratch: str  # local folder for other files, empty at first
     lock: locks.Lock
@@ -262,7 +262,7 @@ def _editing(data_dir: str | os.PathLike[str], scratch_dir: str = '') -> Iterato
         stored = stored_dataset.open_data(folder)
         parent = choose_folder(schema.NAME, f'{folder}/../../..', os.fspath(scratch_dir))
         os.makedirs(parent, exist_ok=True)
-        destination = storage.open_folder(folder, to_write=True)
+        destination = storage.open_writable_folder(folder)
         with locks.temporary_folder(parent, 'column-') as scratch:
             # A killed command may have left files: temporary ones, and those of no column.
             destination.sweep()

@@ -101,7 +101,7 @@ def _check_places(source: str | None, out: str | None) -> None:
         storage.check_single_slashes(source)
     if out:
         storage.check_single_slashes(out)
-        storage.open_folder(out, to_write=True).exists()
+        storage.open_writable_folder(out).exists()
 
 
 def _embed_captions(flags: argparse.Namespace) -> str:

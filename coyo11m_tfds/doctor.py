@@ -41,6 +41,7 @@ from coyo11m_tfds.process.sizes import format_bytes, format_count
 from coyo11m_tfds.source import source_folder
 from coyo11m_tfds.source.source_folder import SourceFolder
 from coyo11m_tfds.storage import scratch
+from coyo11m_tfds.storage.base import WritableFolder
 
 PASS, WARN, FAIL = 'pass', 'warn', 'fail'
 _TIMEOUT = 240.0  # seconds for JAX and for the encoder; a large model takes a minute to load
@@ -179,6 +180,9 @@ def check_credentials(name: str, url: str, writes: bool = False) -> Finding:
         if limit := folder.find_limit():
             return Finding(label, FAIL, limit)
         if writes:
+            if not isinstance(folder, WritableFolder):
+                text = f'{url}: cannot be written to; expected a local folder or gs://.'
+                return Finding(label, FAIL, text)
             folder.check_writable()
         folder.pin().exists()
     except FileNotFoundError:

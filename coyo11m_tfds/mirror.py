@@ -30,7 +30,7 @@ from coyo11m_tfds.process.sizes import format_bytes, format_count
 from coyo11m_tfds.source import source_folder
 from coyo11m_tfds.source.copied_files import CopiedFiles, check_recorded_state
 from coyo11m_tfds.storage import locks
-from coyo11m_tfds.storage.base import Storage
+from coyo11m_tfds.storage.base import WritableFolder
 from coyo11m_tfds.storage.scratch import Scratch, user_cache
 from coyo11m_tfds.storage.stored_file import StoredFile
 
@@ -78,7 +78,7 @@ def mirror(
         ValueError: A wrong argument, no such source, or a file that differs from its checksum.
         OSError: A storage is out of reach, full, or in use by another process.
     """
-    target = storage.open_folder(destination, to_write=True)
+    target = storage.open_writable_folder(destination)
     errors.at_least(1).check('parallel', parallel)
     files = source_folder.find_source(source).with_captions(captions).by_name
     num_bytes = sum(file.size for file in files.values())
@@ -98,7 +98,7 @@ def mirror(
 
 def _copy_all(
     files: Mapping[str, StoredFile],
-    target: Storage,
+    target: WritableFolder,
     copied: CopiedFiles,
     scratch: Scratch,
     progress: Progress,

@@ -36,6 +36,7 @@ from coyo11m_tfds.process import command_line
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.storage import stored_file
+from coyo11m_tfds.storage.base import WritableFolder
 from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.stored_file import StoredFile
 
@@ -67,7 +68,7 @@ def verify(data_dir: str | os.PathLike[str], *, fast: bool = False) -> VerifyRes
         OSError: The storage is out of reach.
     """
     folder = os.fspath(data_dir).rstrip('/')
-    if not folder or not storage.class_of(folder).can_write:
+    if not folder or not issubclass(storage.class_of(folder), WritableFolder):
         raise ValueError(f'{folder!r}: expected a local path or gs://bucket/folder of a data set.')
     listing = storage.list_folder(folder)
     build = _identify_build(folder, listing)

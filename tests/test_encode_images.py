@@ -151,7 +151,7 @@ def test_parts_of_two_processes_are_those_of_one(source, expected, encoder, tmp_
 
 def write_files(out: pathlib.Path, files: dict[str, bytes]) -> pathlib.Path:
     for name, data in files.items():
-        storage.open_folder(out, to_write=True).write(name, data)
+        storage.open_writable_folder(out).write(name, data)
     return out
 
 
@@ -756,7 +756,7 @@ def test_an_encoding_in_a_bucket_needs_all_its_tars(expected, bucket):
     bucket.put('latents', 'out/00001.tar', flip(expected['00001.tar']))
     with pytest.raises(ValueError, match=r'00001\.tar: has .* now, but when it was encoded'):
         source_folder.find_source('gs://latents/out')
-    storage.open_folder('gs://latents/out', to_write=True).remove(['00001.tar'])
+    storage.open_writable_folder('gs://latents/out').remove(['00001.tar'])
     with pytest.raises(ValueError, match=r'out/00001\.tar: is missing, but gs://latents/out/enc'):
         source_folder.find_source('gs://latents/out')
 

@@ -44,7 +44,7 @@ def _files_in(place: object) -> dict[str, bytes | None]:
 @pytest.fixture
 def local(tmp_path) -> str:
     for name, data in FILES.items():
-        storage.open_folder(tmp_path / 'from').write(name, data)
+        storage.open_writable_folder(tmp_path / 'from').write(name, data)
     return str(tmp_path / 'from')
 
 
@@ -111,7 +111,7 @@ def test_only_what_changed_is_copied_again(local, place):
     (pathlib.Path(local) / first).write_bytes(b'new')
     (pathlib.Path(local) / fourth).unlink()
     # At the destination one is gone, one has other bytes of the same length, one lost its record.
-    target = storage.open_folder(place, to_write=True)
+    target = storage.open_writable_folder(place)
     target.remove([second])
     target.write(third, bytes([FILES[third][0] ^ 1]) + FILES[third][1:])
     target.write(f'.mirror/{json_digest.sha256(CAPTIONS)[:32]}.json', b'{"version": 1')
@@ -141,7 +141,7 @@ def test_a_receipt_that_cannot_be_read_has_its_file_copied_again(local, tmp_path
 
 
 def test_a_file_that_grows_while_it_is_copied(local, place, tmp_path):
-    target = storage.open_folder(place, to_write=True)
+    target = storage.open_writable_folder(place)
     path = os.path.join(local, CAPTIONS)
     file = dataclasses.replace(storage.describe_file(path), size=5)
     with pytest.raises(OSError, match=r'listed \(it has 300,004 bytes, not 5\)'):
@@ -217,7 +217,7 @@ def test_empty_text_is_no_folder(local, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match='no folder given, expected one to read'):
         mirror.mirror('', tmp_path / 'to')
     with pytest.raises(ValueError, match='no folder given, expected one to write to'):
-        storage.open_folder('', to_write=True)
+        storage.open_writable_folder('')
     with pytest.raises(ValueError, match='parallel=0: expected at least 1'):
         mirror.mirror(local, tmp_path / 'to', parallel=0)
 

@@ -131,7 +131,7 @@ def _pack_inputs(tasks: Sequence[ShardTask], finished: FinishedShards) -> list[S
 
 def _write_group(tasks: Sequence[ShardTask], folder: str, build: str, scratch_dir: str) -> None:
     """Runs on a worker, in as many processes as the runner starts there."""
-    finished = FinishedShards(storage.open_folder(folder, to_write=True), build)
+    finished = FinishedShards(storage.open_writable_folder(folder), build)
     # Of the user of this machine, which may be another one than that of the planner.
     cache = os.path.expanduser(scratch_dir) or user_cache(schema.NAME)
     scratch = Scratch(os.path.join(cache, 'source'))

@@ -13,7 +13,7 @@ from coyo11m_tfds.dataset import manifest
 from coyo11m_tfds.process import job
 from coyo11m_tfds.process.sizes import format_bytes, format_count
 from coyo11m_tfds.storage import locks
-from coyo11m_tfds.storage.base import Storage
+from coyo11m_tfds.storage.base import WritableFolder
 from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.receipts import Receipt, Receipts
 
@@ -29,7 +29,7 @@ def sub_folder(build: str) -> str:
 class FinishedShards:
     """The finished shards of a running build, and the receipts from which it can resume."""
 
-    def __init__(self, folder: Storage, build: str):
+    def __init__(self, folder: WritableFolder, build: str):
         """Does not touch the storage."""
         self.folder, self.build = folder, build
         self._receipts = Receipts(folder, sub_folder(build), ShardResult.from_json)
@@ -79,7 +79,7 @@ class DataFolder:
 
     def __init__(self, final: str):
         """Takes the path or `gs://` URL of the folder; does not touch the storage."""
-        self.files = storage.open_folder(final, to_write=True)
+        self.files = storage.open_writable_folder(final)
 
     def find_build(self) -> str | None:
         """Returns the ID of the data set; '' if its files have none, None without a data set."""

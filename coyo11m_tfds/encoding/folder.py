@@ -45,7 +45,7 @@ class EncodingFolder:
 
         `own_parts` are the numbers of those of `image_parts` that this process makes.
         """
-        self._folder = storage.open_folder(out, to_write=True)
+        self._folder = storage.open_writable_folder(out)
         self._parts = image_parts
         self._receipts = Receipts(self._folder, _RECEIPTS, ImageCounts.parse)
         self._settings = {**settings, _IMAGES: _describe_images(image_parts)}
@@ -174,7 +174,7 @@ class EncodingFolder:
             self._write_encoding(sub_folder, files)
         for sub_folder in sub_folders:
             path = self._folder.path_of(sub_folder)
-            storage.open_folder(path, to_write=True).sweep()
+            storage.open_writable_folder(path).sweep()
 
     def _write_encoding(
         self, sub_folder: str, files: Mapping[str, EncodedState] | None = None

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 
 from absl import logging
 
-from coyo11m_tfds import storage
 from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.source.encoding_file import EncodedState
 from coyo11m_tfds.storage import json_digest
-from coyo11m_tfds.storage.base import Storage
+from coyo11m_tfds.storage.base import ReadableFolder, WritableFolder
 from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.receipts import Receipt, Receipts
 from coyo11m_tfds.storage.stored_file import StoredFile
@@ -23,7 +22,7 @@ _RECEIPTS = '.mirror'
 class CopiedFiles:
     """The copies in a destination and their receipts."""
 
-    def __init__(self, target: Storage):
+    def __init__(self, target: WritableFolder):
         self._target, self._receipts = target, Receipts(target, _RECEIPTS)
 
     def save(self, name: str, file: StoredFile, state: FileState) -> None:
@@ -52,9 +51,12 @@ class CopiedFiles:
         return {name: file for name, file in files.items() if name not in copied}
 
 
-def recorded_states(folder: str) -> dict[str, FileState]:
-    """Returns the recorded state of every copy in a source's folder, by name."""
-    receipts = _by_file(Receipts(storage.open_folder(folder), _RECEIPTS))
+def recorded_states(folder: ReadableFolder) -> dict[str, FileState]:
+    """Returns the recorded state of every copy in a source's folder, by name; {} on the hub."""
+    # Where nothing can be written to, `mirror` has not been.
+    if not isinstance(folder, WritableFolder):
+        return {}
+    receipts = _by_file(Receipts(folder, _RECEIPTS))
     return {name: receipt.files[name] for name, receipt in receipts.items()}
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.source import tar_members
 from coyo11m_tfds.storage import json_digest
-from coyo11m_tfds.storage.base import Storage
+from coyo11m_tfds.storage.base import ReadableFolder
 from coyo11m_tfds.storage.file_state import FileState, OnBytes, ignore_bytes
 from coyo11m_tfds.storage.stored_file import StoredFile, file_changed
 
@@ -57,7 +57,7 @@ class NpyFolder(StoredFile):
         return FileState(self.size, -1)
 
 
-def find_npy_folders(source: Storage, index: StoredFile) -> dict[str, StoredFile]:
+def find_npy_folders(source: ReadableFolder, index: StoredFile) -> dict[str, StoredFile]:
     """Returns the folders of a source by the names of their tars; `index` is its `dataset.json`."""
     classes, folders = _parse_classes(index), dict[str, dict[str, StoredFile]]()
     for path, file in source.list(deep=True).items():

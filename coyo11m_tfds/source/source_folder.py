@@ -22,7 +22,7 @@ from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.source import copied_files, npy_folders
 from coyo11m_tfds.source.encoding_file import Encoding, how_to_encode
 from coyo11m_tfds.storage import file_state
-from coyo11m_tfds.storage.base import Storage
+from coyo11m_tfds.storage.base import ReadableFolder
 from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.stored_file import StoredFile, common_path
 
@@ -54,10 +54,10 @@ class SourceFolder:
         if not captions:
             return self
         files = find_captions(self.root, captions)
-        if storage.class_of(self.root).can_write:
-            # The records of `mirror` are about the files in its folder.
-            local = {n: f for n, f in files.items() if f.path == f'{self.root}/{n}'}
-            files |= _add_states(local, copied_files.recorded_states(self.root))
+        # The records of `mirror` are about the files in its folder.
+        local = {n: f for n, f in files.items() if f.path == f'{self.root}/{n}'}
+        mirrored = copied_files.recorded_states(storage.open_folder(self.root))
+        files |= _add_states(local, mirrored)
         others = {n: f for n, f in self.by_name.items() if f not in self.caption_files}
         return dataclasses.replace(
             self, caption_files=tuple(files.values()), by_name=others | files
@@ -134,7 +134,7 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
     others = schema.CAPTIONS_FILE, _INDEX * bool(index), npy_folders.INDEX_OF_FOLDERS
     files |= {x: listing[x] for x in others if x in listing}
     # `mirror` may have written there.
-    mirrored = copied_files.recorded_states(folder) if source_storage.can_write else {}
+    mirrored = copied_files.recorded_states(source_storage)
     files = _add_states(files, mirrored, encoded)
     if index and (recorded := files[_INDEX].recorded) and index.local_path:
         state = file_state.compute_state(index.path)
@@ -174,7 +174,7 @@ def _read_encoding(file: StoredFile | None) -> Encoding:
 
 
 def _names_in_encoding(
-    folder: Storage, encoded: Mapping[str, FileState], listing: Mapping[str, StoredFile]
+    folder: ReadableFolder, encoded: Mapping[str, FileState], listing: Mapping[str, StoredFile]
 ) -> list[str]:
     """Names of the tars of an encoding: all that it names, and there must be no others."""
     sub_folders = sorted({os.path.dirname(name) for name in encoded} - {''})
@@ -208,7 +208,7 @@ def _latent_names(listing: Mapping[str, StoredFile]) -> list[str]:
 
 
 def _names_in_index(
-    folder: Storage, index: StoredFile, listing: dict[str, StoredFile]
+    folder: ReadableFolder, index: StoredFile, listing: dict[str, StoredFile]
 ) -> list[str]:
     """Names of the shards of MDS in an `index.json`; adds those of sub-folders to the listing."""
     try:

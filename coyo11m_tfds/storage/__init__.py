@@ -1,8 +1,9 @@
 """Files on a disk, in a bucket (`gs://`) and on the hub (`hf://`), with one set of verbs.
 
-    folder = storage.open_folder('gs://bucket/source')    # a `Bucket`; other paths: `Disk` or `Hub`
-    files = folder.list()                                 # {'x.pt': StoredFile(path, size, ...)}
+    folder = storage.open_folder('hf://datasets/owner/name')   # a `Hub`, which is only read
+    files = folder.list()                                      # {'x.pt': StoredFile(...)}
     head = files['x.pt'].read_range(0, 100)
+    storage.open_writable_folder('gs://bucket/set').write('x', head)    # a `Bucket`, or a `Disk`
     file = storage.describe_file('/data/y.pt')
 
 No module here depends on the contents of files.
@@ -13,11 +14,11 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from coyo11m_tfds.storage.base import Storage
+    from coyo11m_tfds.storage.base import ReadableFolder, WritableFolder
     from coyo11m_tfds.storage.stored_file import StoredFile
 
 
-def class_of(path: str | os.PathLike[str]) -> 'type[Storage]':
+def class_of(path: str | os.PathLike[str]) -> 'type[ReadableFolder]':
     """Chooses the class of the storage of a path or URL, here and nowhere else."""
     text = os.fspath(path)
     # What `pathlib` makes of a URL; the text ./gs: names a local folder.
@@ -41,15 +42,24 @@ def class_of(path: str | os.PathLike[str]) -> 'type[Storage]':
     )
 
 
-def open_folder(folder: str | os.PathLike[str], *, to_write: bool = False) -> 'Storage':
-    """Returns a folder, which need not exist; `to_write` refuses a storage that is only read."""
+def open_folder(folder: str | os.PathLike[str]) -> 'ReadableFolder':
+    """Returns a folder to read, which need not exist; ValueError for a place of no storage."""
     # An empty text, as of a variable of the shell that is not set, is not the current folder.
     if not os.fspath(folder):
-        raise ValueError(f'no folder given, expected one to {"write to" if to_write else "read"}.')
-    storage = class_of(folder)
-    if to_write and not storage.can_write:
+        raise ValueError('no folder given, expected one to read.')
+    return class_of(folder)(folder)
+
+
+def open_writable_folder(folder: str | os.PathLike[str]) -> 'WritableFolder':
+    """Returns a folder to read and write, which need not exist; ValueError for one of the hub."""
+    if not os.fspath(folder):
+        raise ValueError('no folder given, expected one to write to.')
+    from coyo11m_tfds.storage.base import WritableFolder
+
+    kind = class_of(folder)
+    if not issubclass(kind, WritableFolder):
         raise ValueError(f'{folder}: expected a local path or gs://bucket/folder.')
-    return storage(folder)
+    return kind(folder)
 
 
 def check_single_slashes(path: str | os.PathLike[str]) -> None:
@@ -75,7 +85,7 @@ def write_file(path: str | os.PathLike[str], data: bytes) -> None:
     """Writes a small file, of which no reader needs to see the whole, at a path or URL."""
     folder, name = os.path.split(os.fspath(path))
     if local_path(path) is None:
-        open_folder(folder, to_write=True).write(name, data)
+        open_writable_folder(folder).write(name, data)
         return
     os.makedirs(folder or os.curdir, exist_ok=True)
     from coyo11m_tfds.storage import file_state
@@ -90,7 +100,7 @@ def check_writable_file(path: str | os.PathLike[str]) -> None:
     folder, name = os.path.split(make_absolute(path))
     if not name or os.path.isdir(path):
         raise ValueError(f'{path}: is a folder; expected the path of a file.')
-    open_folder(folder, to_write=True).check_writable()
+    open_writable_folder(folder).check_writable()
 
 
 def list_folder(

@@ -1,4 +1,7 @@
-"""The verbs that all storages have, on a folder: names are relative to it."""
+"""Folders of a storage that can be read, and those that can also be written to, with their verbs.
+
+Names of files are relative to their folder.
+"""
 
 import abc
 import contextlib
@@ -21,15 +24,13 @@ Suffixes = str | tuple[str, ...]
 THREADS = 10
 
 
-class Storage(abc.ABC):
+class ReadableFolder(abc.ABC):
     """A folder on a disk, in a bucket or on the hub, which several threads may use.
 
-    Under a name there is always a complete file or none, and after `store` returns, the file
-    survives a loss of power.
+    Under a name there is always a complete file or none.
     """
 
     folder: str  # path or URL, without a slash at the end
-    can_write: ClassVar[bool] = True
     keeps_checksums: ClassVar[bool] = False  # whether a listing has the CRC-32C of every file
 
     def __init__(self, folder: StrPath):
@@ -62,7 +63,7 @@ class Storage(abc.ABC):
     def describe(cls, path: str) -> StoredFile:
         """Describes the file at a whole path; raises a FileNotFoundError if it is missing."""
 
-    def pin(self) -> 'Storage':
+    def pin(self) -> 'ReadableFolder':
         """Returns the folder in its present version, where a storage keeps several."""
         return self
 
@@ -131,7 +132,9 @@ class Storage(abc.ABC):
     def fetch(cls, file: StoredFile, target: str, on_bytes: OnBytes) -> FileState:
         """See `StoredFile.fetch`."""
 
-    # --- Writing ---
+
+class WritableFolder(ReadableFolder):
+    """A folder on a disk or in a bucket; after `store` returns, a file survives a loss of power."""
 
     @abc.abstractmethod
     def check_writable(self) -> None:

@@ -27,9 +27,9 @@ from google.cloud import storage
 from google.cloud.storage.exceptions import DataCorruption
 
 from coyo11m_tfds.storage import locks, retry
-from coyo11m_tfds.storage.base import THREADS
+from coyo11m_tfds.storage.base import THREADS, WritableFolder
 from coyo11m_tfds.storage.file_state import FileState, OnBytes, StrPath, compute_state
-from coyo11m_tfds.storage.remote import USER_PROJECT, RemoteStorage, json_message
+from coyo11m_tfds.storage.remote import USER_PROJECT, RemoteFolder, json_message
 from coyo11m_tfds.storage.stored_file import StoredFile, encoded_error
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ class _Missing(OSError):
     """The object does not exist."""
 
 
-class Bucket(RemoteStorage):
-    """A folder in a bucket, or all of it, `gs://bucket[/folder]`; see `Storage`."""
+class Bucket(RemoteFolder, WritableFolder):
+    """A folder in a bucket, or all of it, `gs://bucket[/folder]`."""
 
     keeps_checksums = True
 

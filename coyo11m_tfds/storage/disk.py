@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from coyo11m_tfds.process.sizes import format_bytes
 from coyo11m_tfds.storage import file_state, locks
-from coyo11m_tfds.storage.base import Storage, Suffixes, is_visible
+from coyo11m_tfds.storage.base import Suffixes, WritableFolder, is_visible
 from coyo11m_tfds.storage.file_state import FileState, OnBytes, StrPath, naming, sync
 from coyo11m_tfds.storage.stored_file import StoredFile, file_changed
 
@@ -29,7 +29,9 @@ def local_version(state: os.stat_result) -> str:
     return f'{state.st_size}-{state.st_mtime_ns}'
 
 
-class Disk(Storage):
+class Disk(WritableFolder):
+    """A folder on a disk of this machine."""
+
     def __init__(self, folder: StrPath):
         super().__init__(pathlib.PurePath(folder))
         self.folder = self.folder or '/'

@@ -9,14 +9,12 @@ from huggingface_hub import errors, utils
 
 from coyo11m_tfds.storage import retry
 from coyo11m_tfds.storage.file_state import StrPath
-from coyo11m_tfds.storage.remote import RemoteStorage
+from coyo11m_tfds.storage.remote import RemoteFolder
 from coyo11m_tfds.storage.stored_file import StoredFile
 
 
-class Hub(RemoteStorage):
+class Hub(RemoteFolder):
     """A folder of a data set, or all of it, `hf://datasets/owner/name[@revision][/folder]`."""
-
-    can_write = False
 
     def __init__(self, folder: StrPath, files: Mapping[str, StoredFile] = {}):
         super().__init__(folder)
@@ -59,12 +57,6 @@ class Hub(RemoteStorage):
         kind: dict[str, Any] = {'repo_type': 'dataset', 'revision': uri.revision}
         url = huggingface_hub.hf_hub_url(uri.id, uri.path_in_repo, endpoint=_endpoint(), **kind)
         return url, utils.build_hf_headers(library_name='coyo11m_tfds')
-
-    def _refuse(self, *args: Any, **options: Any) -> Any:
-        del args, options
-        raise ValueError(f'{self.folder}: cannot be written to; expected a local folder or gs://.')
-
-    check_writable = check_space = staging = store = write = copy = remove = sweep = lock = _refuse
 
 
 def _parse_url(url: str) -> utils.HfUri:

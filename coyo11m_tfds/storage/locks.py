@@ -167,7 +167,7 @@ class Lock(Protocol):
 @contextlib.contextmanager
 def hold(folder: StrPath, *, wait: bool = True) -> Iterator[Lock]:
     """Excludes others, here and elsewhere; without `wait`, a TimeoutError for a living holder."""
-    opened = storage.open_folder(folder, to_write=True)
+    opened = storage.open_writable_folder(folder)
     lock, start = opened.lock(), time.monotonic()
     for _ in _poll(lambda: f'{opened.folder}: waiting for {lock.holder}, which is working there'):
         if lock.acquire():
@@ -185,7 +185,7 @@ def hold(folder: StrPath, *, wait: bool = True) -> Iterator[Lock]:
 
 def wait_for(path: StrPath, exists: Callable[[], bool]) -> None:
     """Waits until the first process of a job has made the folder or file that it holds."""
-    opened = storage.open_folder(path, to_write=True)
+    opened = storage.open_writable_folder(path)
     lock, last_sign = opened.lock(), time.monotonic()
     # The first process of a job that was started again may first wait for the lease of the one that
     # was killed.

@@ -12,7 +12,7 @@ from absl import logging
 
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.storage import json_digest
-from coyo11m_tfds.storage.base import Storage
+from coyo11m_tfds.storage.base import WritableFolder
 from coyo11m_tfds.storage.file_state import FileState
 
 _SUFFIX = '.json'
@@ -30,7 +30,10 @@ class Receipts:
     """The receipts of files in a folder, in a sub-folder of it."""
 
     def __init__(
-        self, folder: Storage, sub_folder: str, parse_facts: Callable[[Any], Any] = lambda x: x
+        self,
+        folder: WritableFolder,
+        sub_folder: str,
+        parse_facts: Callable[[Any], Any] = lambda x: x,
     ):
         """Does not touch the storage.
 

@@ -24,7 +24,7 @@ import google_crc32c
 import urllib3
 
 from coyo11m_tfds.storage import retry
-from coyo11m_tfds.storage.base import Storage
+from coyo11m_tfds.storage.base import ReadableFolder
 from coyo11m_tfds.storage.file_state import FileState, OnBytes, naming
 from coyo11m_tfds.storage.stored_file import StoredFile, encoded_error, file_changed
 
@@ -45,8 +45,8 @@ _PROXIES = ('https_proxy', 'http_proxy', 'all_proxy', 'no_proxy')
 _ENVIRONMENT = (*_CERTIFICATES, *_PROXIES, *map(str.upper, _PROXIES))
 
 
-class RemoteStorage(Storage):
-    """A storage whose files are read over HTTP; see `Storage`."""
+class RemoteFolder(ReadableFolder):
+    """A folder whose files are read over HTTP."""
 
     @classmethod
     @abc.abstractmethod

@@ -44,7 +44,7 @@ def check_out(out: str) -> None:
     """Raises a ValueError for a file, or for a URL that cannot be written to."""
     if os.path.isfile(out):
         raise ValueError(f'{out} is a file; expected a folder.')
-    storage.open_folder(out, to_write=True)
+    storage.open_writable_folder(out)
 
 
 @contextlib.contextmanager

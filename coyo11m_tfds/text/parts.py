@@ -19,7 +19,7 @@ from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.source import keyed_parquet, sidecar
 from coyo11m_tfds.source.keyed_values import KeyedValues
 from coyo11m_tfds.storage import file_state
-from coyo11m_tfds.storage.base import Storage
+from coyo11m_tfds.storage.base import WritableFolder
 from coyo11m_tfds.storage.stored_file import StoredFile
 from coyo11m_tfds.text import text_encoders
 from coyo11m_tfds.text.protocols import Encoder, OnBatch, Tokenizer
@@ -116,7 +116,7 @@ class SidecarParts:
         `staging` is a local folder, in a local `out`, for the part that is being written. Raises a
         ValueError for embeddings that float16 cannot hold, and an OSError for a full disk.
         """
-        folder = storage.open_folder(self._out, to_write=True)
+        folder = storage.open_writable_folder(self._out)
         longest = 0
         # The tokens of the next part are made while the model works on this one.
         tokenized_parts = workers.map_ahead(self._tokenize, numbers, num_threads=1, ahead=2)
@@ -159,7 +159,7 @@ class SidecarParts:
             )
         return values
 
-    def _store(self, number: int, values: np.ndarray, folder: Storage, staging: str) -> None:
+    def _store(self, number: int, values: np.ndarray, folder: WritableFolder, staging: str) -> None:
         """Stores a part with the values of its captions, in the order of their keys."""
         path = os.path.join(staging, 'part')
         column = schema.TOKENS if self._tokens_only else schema.PART_EMBEDDING

@@ -85,9 +85,9 @@ class Place:
 
     def __init__(self, source: object, out: str, scratch: pathlib.Path, env: dict[str, str]):
         self._source = source
-        self._folder = storage.open_folder(f'{out}/coyo11m_tfds/x', to_write=True)
+        self._folder = storage.open_writable_folder(f'{out}/coyo11m_tfds/x')
         self._env = env | {'COYO11M_LEASE_SECONDS': '4'}
-        self._final = storage.open_folder(f'{self._folder.folder}/1.0.0', to_write=True)
+        self._final = storage.open_writable_folder(f'{self._folder.folder}/1.0.0')
         self._scratch = scratch
 
     def start(self, job: tuple[int, int] | None = None, **options) -> Build:

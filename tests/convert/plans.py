@@ -34,7 +34,7 @@ def write(made: plan.BuildPlan, work: pathlib.Path, num_workers: int = 1) -> lis
     engine = functools.partial(
         local_runner.write_with_processes, scratch=scratch, local='', num_workers=num_workers
     )
-    finished = FinishedShards(storage.open_folder(data_folder(work), to_write=True), made.build)
+    finished = FinishedShards(storage.open_writable_folder(data_folder(work)), made.build)
     return driver.write_shards(made, finished, engine)
 
 

@@ -41,7 +41,7 @@ def expected(build: str, count: int = 3) -> dict[str, bytes]:
 
 def write(final: str, build: str, count: int = 3) -> dict[str, FileState]:
     """What a build does until it is complete; returns the states of its files."""
-    files = storage.open_folder(final, to_write=True)
+    files = storage.open_writable_folder(final)
     FinishedShards(files, build).begin({})
     content = shards_of(build, count)
     for name, data in content.items():
@@ -83,7 +83,7 @@ def final(place) -> str:
 
 
 def test_a_build_takes_the_place_of_another_of_which_only_its_files_go(final):
-    files = storage.open_folder(final, to_write=True)
+    files = storage.open_writable_folder(final)
     build_all(final, OLD, 4)
     files.write('mine.txt', b'of the user')
     files.write(f'column_x-train-{OLD}.npy', b'of the user, too: no record names it')
@@ -98,14 +98,14 @@ def test_what_a_killed_build_of_another_plan_left_goes_with_the_next_that_is_com
     build_all(final, OLD)
     write(final, OTHER)
     build_all(final, NEW)
-    assert set(storage.open_folder(final, to_write=True).sizes()) == names_of(NEW)
+    assert set(storage.open_writable_folder(final).sizes()) == names_of(NEW)
 
 
 def test_a_shard_that_is_not_what_was_written_is_no_success(final):
     build_all(final, OLD)
     states = write(final, NEW)
     shard = min(shards_of(NEW))
-    storage.open_folder(final, to_write=True).write(shard, b'other')
+    storage.open_writable_folder(final).write(shard, b'other')
     with pytest.raises(OSError, match=f'{shard}: has 5 bytes'):
         publish(final, NEW, states)
     assert DataFolder(final).find_build() == OLD
@@ -122,7 +122,7 @@ def test_another_build_that_was_completed_meanwhile_is_replaced_only_if_that_is_
         publish(final, NEW, states, overwrite=False)
     assert DataFolder(final).find_build() == OTHER
     publish(final, NEW, states)
-    assert set(storage.open_folder(final, to_write=True).sizes()) == names_of(NEW)
+    assert set(storage.open_writable_folder(final).sizes()) == names_of(NEW)
 
 
 def test_no_byte_is_moved_twice(gcs):
@@ -154,7 +154,7 @@ for moment in itertools.count():
 
 def check_and_mend(final: str) -> str:
     """After a kill: what is there is whole, and the next build ends with the new one alone."""
-    files, folder = storage.open_folder(final, to_write=True), DataFolder(final)
+    files, folder = storage.open_writable_folder(final), DataFolder(final)
     found = folder.find_build()
     content = files.read_all('')
     if found:
@@ -193,21 +193,21 @@ def test_nothing_but_a_look_where_nothing_is_left(final, monkeypatch):
 def leave_records(final: str) -> set[str]:
     """What a kill right after the last step but one leaves."""
     build_all(final, NEW)
-    FinishedShards(storage.open_folder(final, to_write=True), NEW).begin({})
-    return set(storage.open_folder(final, to_write=True).sizes())
+    FinishedShards(storage.open_writable_folder(final), NEW).begin({})
+    return set(storage.open_writable_folder(final).sizes())
 
 
 def test_what_only_its_build_needed_is_removed(final):
     leave_records(final)
     data_folder.tidy(final)
-    assert set(storage.open_folder(final, to_write=True).sizes()) == names_of(NEW)
+    assert set(storage.open_writable_folder(final).sizes()) == names_of(NEW)
 
 
 def test_what_a_living_process_does_is_left_alone(final, caplog):
     left = leave_records(final)
     with caplog.at_level('INFO', logger='absl'), locks.hold(final):
         data_folder.tidy(final)
-    assert set(storage.open_folder(final, to_write=True).sizes()) == left
+    assert set(storage.open_writable_folder(final).sizes()) == left
     assert 'is working there' in caplog.text
 
 
@@ -215,7 +215,7 @@ def test_only_the_first_process_of_a_job_cleans_up(final, monkeypatch):
     left = leave_records(final)
     monkeypatch.setenv('RANK', '1')
     data_folder.tidy(final)
-    assert set(storage.open_folder(final, to_write=True).sizes()) == left
+    assert set(storage.open_writable_folder(final).sizes()) == left
 
 
 def test_who_may_only_read_is_warned(gcs, caplog):

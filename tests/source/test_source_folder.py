@@ -52,7 +52,7 @@ def make_place(request: pytest.FixtureRequest, kind: str) -> Place:
     gcs = request.getfixturevalue('gcs')
     gcs.put('bucket', 'deep/source-and-more/x.pt', b'beside')
     root = str(request.getfixturevalue('tmp_path')) if kind == 'disk' else 'gs://bucket/deep'
-    folder = storage.open_folder(f'{root}/source', to_write=True)
+    folder = storage.open_writable_folder(f'{root}/source')
 
     def put(contents: dict[str, bytes]) -> None:
         for name, data in contents.items():

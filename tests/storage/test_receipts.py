@@ -14,7 +14,7 @@ ORIGIN, FACTS = {'settings': [1, 'x\ud800']}, {'count': 12}
 
 @pytest.fixture
 def receipts(place) -> Receipts:
-    return Receipts(storage.open_folder(place, to_write=True), 'receipts', dict)
+    return Receipts(storage.open_writable_folder(place), 'receipts', dict)
 
 
 def finish(receipts: Receipts, name: str) -> Receipt:
@@ -49,7 +49,7 @@ def test_facts_that_cannot_be_used_are_damage(receipts):
 
 
 def test_a_folder_is_no_receipt_and_makes_way_only_if_it_is_empty(tmp_path):
-    receipts = Receipts(storage.open_folder(tmp_path, to_write=True), 'receipts')
+    receipts = Receipts(storage.open_writable_folder(tmp_path), 'receipts')
     path = pathlib.Path(receipts.path_of('a'))
     (path / 'x').mkdir(parents=True)
     assert receipts.read() == receipts.read(['a']) == {}
@@ -61,7 +61,7 @@ def test_a_folder_is_no_receipt_and_makes_way_only_if_it_is_empty(tmp_path):
 
 
 def test_files_must_be_in_place_and_unchanged(place):
-    receipts = Receipts(storage.open_folder(place, to_write=True), 'receipts')
+    receipts = Receipts(storage.open_writable_folder(place), 'receipts')
     for name in ('a', 'b', 'c'):
         receipts.folder.write(name, name.encode())
         states = receipts.folder.inventory()

@@ -228,7 +228,7 @@ def test_what_a_proxy_compresses_is_named_at_once(on_hub, target):
 
 def test_a_bucket_of_which_the_requester_pays_needs_a_project(bucket, target, monkeypatch):
     bucket.server.requester_pays.add('bucket')
-    folder = storage.open_folder('gs://bucket/source', to_write=True)
+    folder = storage.open_writable_folder('gs://bucket/source')
     message = r'requester pays .* Set GOOGLE_CLOUD_QUOTA_PROJECT to the project'
     for request in (
         lambda: folder.list(deep=True),
@@ -252,7 +252,7 @@ def test_a_bucket_of_which_the_requester_pays_needs_a_project(bucket, target, mo
 
 def test_a_refusal_names_the_object_and_no_request(bucket, target):
     bucket.server.inject(Fault('403', count=None))
-    folder = storage.open_folder('gs://bucket/source', to_write=True)
+    folder = storage.open_writable_folder('gs://bucket/source')
     for request in (
         lambda: folder.list(deep=True),
         lambda: folder.read('small.json'),

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from coyo11m_tfds import storage
 from coyo11m_tfds.storage import bucket as bucket_module
 from coyo11m_tfds.storage import locks
-from coyo11m_tfds.storage.base import Storage
+from coyo11m_tfds.storage.base import WritableFolder
 from coyo11m_tfds.storage.file_state import FileState, ignore_bytes
 from coyo11m_tfds.storage.scratch import Scratch
 from tests import children
@@ -33,7 +33,7 @@ def _state(data: bytes) -> FileState:
     return FileState(len(data), google_crc32c.value(data))
 
 
-def _store(folder: Storage, fallback: pathlib.Path, name: str, data: bytes) -> None:
+def _store(folder: WritableFolder, fallback: pathlib.Path, name: str, data: bytes) -> None:
     path = pathlib.Path(folder.staging(fallback)) / name.replace('/', '-')
     path.write_bytes(data)
     folder.store(path, name, google_crc32c.value(data))
@@ -44,19 +44,19 @@ def _store(folder: Storage, fallback: pathlib.Path, name: str, data: bytes) -> N
 
 
 @pytest.fixture
-def folder(place) -> Storage:
+def folder(place) -> WritableFolder:
     """A folder that does not exist yet."""
-    return storage.open_folder(f'{place}/')
+    return storage.open_writable_folder(f'{place}/')
 
 
 @pytest.fixture
-def disk(tmp_path) -> Storage:
-    return storage.open_folder(tmp_path)
+def disk(tmp_path) -> WritableFolder:
+    return storage.open_writable_folder(tmp_path)
 
 
 @pytest.fixture
-def in_bucket(bucket) -> Storage:
-    return storage.open_folder('gs://bucket/set/')
+def in_bucket(bucket) -> WritableFolder:
+    return storage.open_writable_folder('gs://bucket/set/')
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -126,7 +126,7 @@ def test_a_url_that_was_made_a_path_is_told_from_a_local_folder(url):
 @pytest.mark.parametrize('url', ['gs://', 's3://bucket/x', 'hf://datasets/a/b', 'gs:///x'])
 def test_other_places(url):
     with pytest.raises(ValueError, match=f'{url}: expected a local path(,| or) gs://bucket'):
-        storage.open_folder(url, to_write=True)
+        storage.open_writable_folder(url)
 
 
 # --- On a disk --------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ from coyo11m_tfds import storage
 # A write beyond this size fails as on a full disk, with OSError instead of a signal.
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-folder = storage.open_folder(sys.argv[1])
+folder = storage.open_writable_folder(sys.argv[1])
 folder.write('small', bytes(4096))
 try:
     folder.write('large', bytes(1_000_000))
@@ -174,7 +174,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, disk):
 @pytest.mark.parametrize('name', ['{abs}/x', '../x', 'a/../../x', 'a//x', './x', 'a\\x', 'a\0x'])
 def test_names_that_lead_elsewhere(tmp_path, name):
     name = name.format(abs=tmp_path)
-    folder = storage.open_folder(tmp_path / 'out')
+    folder = storage.open_writable_folder(tmp_path / 'out')
     staged = pathlib.Path(folder.staging('/nowhere')) / 'x'
     staged.write_bytes(b'1')
     for put in (
@@ -220,7 +220,7 @@ def test_what_is_there_survives_a_loss_of_power(tmp_path, monkeypatch):
     monkeypatch.setattr(os, 'fsync', note_sync)
     monkeypatch.setattr(os, 'replace', note_move)
     out = f'{tmp_path}/out'
-    folder = storage.open_folder(out)
+    folder = storage.open_writable_folder(out)
     _store(folder, tmp_path, 'work/x', b'1')
     assert ('sync', out) in steps  # knows the name of its new sub-folder
     assert steps[-3:] == [
@@ -268,7 +268,7 @@ def test_a_file_that_is_always_corrupted(bucket, in_bucket, tmp_path):
 
 
 def test_markers_of_folders_and_objects_beside_are_left_alone(gcs):
-    folder = storage.open_folder('gs://bucket/a/b/')
+    folder = storage.open_writable_folder('gs://bucket/a/b/')
     assert folder.folder == 'gs://bucket/a/b'
     others = {'a/b/': b'', 'a/b/sub/': b'', 'a/bc': b'of another'}
     for name, data in others.items():
@@ -301,7 +301,7 @@ def test_what_others_replace_or_delete_while_it_is_read(gcs, monkeypatch, then):
 
 
 def test_no_bucket(gcs, tmp_path):
-    folder = storage.open_folder('gs://no-such-bucket/a')
+    folder = storage.open_writable_folder('gs://no-such-bucket/a')
     line = r'^gs://no-such-bucket: there is no such bucket\. Make it with `gcloud storage .*name\.$'
     for act in (
         folder.inventory,
@@ -319,7 +319,7 @@ def test_no_bucket(gcs, tmp_path):
 
 def test_empty_objects_of_which_no_size_is_told(gcs):
     gcs.tells_size_of_empty = False
-    folder = storage.open_folder('gs://bucket/a')
+    folder = storage.open_writable_folder('gs://bucket/a')
     folder.write('x', b'')
     assert folder.inventory() == {'x': _state(b'')}
     assert folder.read_all('') == {'x': b''}
@@ -338,7 +338,7 @@ def test_credentials_without_a_project(gcs, tmp_path, monkeypatch):
     for name in ('GOOGLE_CLOUD_PROJECT', 'GCLOUD_PROJECT', 'STORAGE_EMULATOR_HOST'):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv('API_ENDPOINT_OVERRIDE', gcs.url)
-    _store(storage.open_folder('gs://bucket/set'), tmp_path, 'a', b'content')
+    _store(storage.open_writable_folder('gs://bucket/set'), tmp_path, 'a', b'content')
     assert gcs.objects('bucket') == {'set/a': b'content'}
 
 

@@ -202,10 +202,10 @@ def open_run(place: epath.PathLike, step: int | None = None) -> 'SavedRun':
     name. Raises an OSError or a ValueError if there is no such checkpoint, or it is damaged.
     """
     workdir = os.fspath(place)
-    folder = storage.open_folder(workdir, to_write=True)
+    folder = storage.open_writable_folder(workdir)
     if not folder.exists() and step is None:
         workdir, step = _split_place(workdir)
-        folder = storage.open_folder(workdir, to_write=True)
+        folder = storage.open_writable_folder(workdir)
     if not folder.exists():
         raise FileNotFoundError(f'{workdir}: there is no such folder.')
     folder.list()  # which may not be allowed

@@ -34,7 +34,7 @@ def check_takes_checkpoints(folder: epath.PathLike) -> None:
 def check_writable(folder: epath.PathLike) -> None:
     """Checks that files can be made and removed in a folder, which need not exist yet."""
     # Before TensorFlow writes logs, which silently retries a bucket that does not exist.
-    storage.open_folder(folder, to_write=True).check_writable()
+    storage.open_writable_folder(folder).check_writable()
 
 
 @contextlib.contextmanager

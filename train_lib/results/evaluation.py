@@ -17,7 +17,7 @@ from coyo11m_tfds.dataset.stored_dataset import StoredDataset
 from coyo11m_tfds.process import errors
 from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.storage import json_digest
-from coyo11m_tfds.storage.base import Storage
+from coyo11m_tfds.storage.base import ReadableFolder
 from train_lib.results.artist import Artist
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def evaluate_pictures(
         'data_set': data.identity(schema.VALIDATION),
     }
     name = f'step_{artist.step:06}_{json_digest.sha256(settings)[:8]}'
-    folder = storage.open_folder(epath.Path(workdir) / FOLDER, to_write=True)
+    folder = storage.open_writable_folder(epath.Path(workdir) / FOLDER)
     batches = []
     for first, latents, captions in _read_records(data, num_pictures):
         end = first + len(captions)
@@ -163,7 +163,7 @@ def _read_records(data: StoredDataset, count: int) -> Iterator[tuple[int, np.nda
             yield first, batch[schema.LATENTS][:size, : data.channels], captions
 
 
-def _load_features(folder: Storage, name: str) -> Features | None:
+def _load_features(folder: ReadableFolder, name: str) -> Features | None:
     """The features in a file; None if there is none, or it is damaged."""
     content = folder.read(name)
     if content is None:

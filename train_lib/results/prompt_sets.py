@@ -71,7 +71,7 @@ def draw_prompts(
     }
     # Whatever a file of prompts is called, its pictures are not taken for results of `evaluate`.
     name = f'prompts_{name}_{artist.step:06}_{json_digest.sha256(settings)[:8]}'
-    folder = storage.open_folder(place, to_write=True)
+    folder = storage.open_writable_folder(place)
     folder.write(f'{name}.json', json.dumps(settings, indent=2).encode())
     # Under a name there is a complete file or none.
     present = folder.list(name, deep=True).keys()
