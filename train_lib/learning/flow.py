@@ -20,9 +20,19 @@ Velocity = Callable[[jax.Array, jax.Array, Any, jax.Array], jax.Array]
 
 
 def no_stats(text_dim: int, **facts: Any) -> DatasetStats:
-    """Returns statistics of 4 channels, mean 0 and deviation 1, for programs without a data set."""
-    arrays: Any = (np.full(size, x, np.float32) for size in (4, text_dim) for x in (0, 1))
-    return DatasetStats(*arrays, **facts)
+    """Returns statistics of 4 channels, mean 0 and deviation 1, for programs without a data set.
+
+    Args:
+        text_dim: Width of the text embeddings; 0 for none.
+        **facts: Other fields of `DatasetStats`.
+    """
+    return DatasetStats(
+        latent_mean=np.zeros(4, np.float32),
+        latent_std=np.ones(4, np.float32),
+        text_mean=np.zeros(text_dim, np.float32),
+        text_std=np.ones(text_dim, np.float32),
+        **facts,
+    )
 
 
 def make_key(seed: int | jax.Array) -> jax.Array:
@@ -33,7 +43,13 @@ def make_key(seed: int | jax.Array) -> jax.Array:
 
 
 def draw_latents(moments: jax.Array, seeds: jax.Array, stats: DatasetStats) -> jax.Array:
-    """Draws raw latents, float32 `(b, C, H, W)`, from moments `(b, 2C, H, W)`, each by its seed."""
+    """Draws raw latents, float32 `(b, C, H, W)`, each by a seed of its own.
+
+    Args:
+        moments: Means, then deviations or log variances of the channels, `(b, 2C, H, W)`.
+        seeds: Seeds of the noise, uint32 `(b,)`.
+        stats: Statistics of the data set; its `moments` says which of the two they are.
+    """
     means, deviations = jnp.split(moments.astype(jnp.float32), 2, axis=1)
     if stats.moments == schema.LOG_VARIANCE:
         deviations = jnp.exp(0.5 * jnp.clip(deviations, *schema.LOG_VARIANCE_LIMITS))
@@ -46,7 +62,8 @@ def draw_latents(moments: jax.Array, seeds: jax.Array, stats: DatasetStats) -> j
 
 def standardize_latents(latents: jax.Array, stats: DatasetStats) -> jax.Array:
     """Standardizes raw latents `(b, C, H, W)` of any float dtype: float32 `(b, H, W, C)`."""
-    latents = latents[:, : stats.latents_shape[1]]  # of moments, `(b, 2C, H, W)`, the means
+    # Of moments, `(b, 2C, H, W)`, these channels are the means.
+    latents = latents[:, : stats.latents_shape[1]]
     latents = jnp.transpose(latents.astype(jnp.float32), (0, 2, 3, 1))
     return (latents - stats.latent_mean) / stats.latent_std
 
@@ -67,8 +84,12 @@ def standardize_text(text: jax.Array, stats: DatasetStats) -> jax.Array:
 def logit_normal_times(
     rng: jax.Array, count: int, logit_mean: float, logit_std: float
 ) -> jax.Array:
-    """Draws times in (0, 1), float32 `(count,)`; a positive mean favours noisy ones."""
-    return jax.nn.sigmoid(logit_mean + logit_std * jax.random.normal(rng, (count,), jnp.float32))
+    """Draws times in (0, 1), float32 `(count,)`, whose logits are normally distributed.
+
+    A positive mean favours noisy times.
+    """
+    normal = jax.random.normal(rng, (count,), jnp.float32)
+    return jax.nn.sigmoid(logit_mean + logit_std * normal)
 
 
 def squared_errors(
@@ -77,7 +98,14 @@ def squared_errors(
     noise: jax.Array,
     t: jax.Array,
 ) -> jax.Array:
-    """Returns the mean squared error of the predicted velocity for each sample, `(b,)`."""
+    """Returns the mean squared error of the predicted velocity for each sample, float32 `(b,)`.
+
+    Args:
+        velocity: Function of positions `(b, H, W, C)` and times `(b,)`, such as a bound model.
+        x: Standardized latents, float32 `(b, H, W, C)`.
+        noise: Normal noise of the same shape.
+        t: Times, `(b,)`.
+    """
     time = t[:, None, None, None]
     predicted = velocity((1 - time) * x + time * noise, t)
     return jnp.mean(jnp.square(predicted - (noise - x)), axis=(1, 2, 3))
@@ -86,16 +114,22 @@ def squared_errors(
 def noise_and_times_of_keys(
     keys: jax.Array, shape: tuple[int, ...], seed: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns normal noise `(b, *shape)` and uniform times `(b,)` of keys, uint32 `(b, 2)`."""
+    """Returns normal noise, float32 `(b, *shape)`, and uniform times `(b,)`.
 
-    def draw(words: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # In two halves, because JAX has no 64-bit integers by default.
-        rng = jax.random.fold_in(jax.random.fold_in(make_key(seed), words[0]), words[1])
+    Both are functions of the seed and of the keys of records, uint32 `(b, 2)`, so an evaluation
+    gives every record the same noise and time at every step.
+    """
+
+    def draw_one(words: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # A key comes in two halves, because JAX has no 64-bit integers by default.
+        rng = jax.random.fold_in(make_key(seed), words[0])
+        rng = jax.random.fold_in(rng, words[1])
         noise_rng, time_rng = jax.random.split(rng)
         noise = jax.random.normal(noise_rng, shape, jnp.float32)
-        return noise, jax.random.uniform(time_rng, dtype=jnp.float32)
+        time = jax.random.uniform(time_rng, dtype=jnp.float32)
+        return noise, time
 
-    return jax.vmap(draw)(keys)
+    return jax.vmap(draw_one)(keys)
 
 
 def sample(
@@ -111,6 +145,17 @@ def sample(
     guidance_high: float = 1.0,
 ) -> jax.Array:
     """Integrates from noise (time 1) to data (time 0), both float32 `(b, H, W, C)`.
+
+    Args:
+        velocity: Function of positions, times `(b,)`, texts and `drop_text`, bool `(b,)`.
+        noise: Where the paths begin.
+        text: Texts as the model takes them, a pytree of arrays with one row for each sample.
+        guidance: Strength of classifier-free guidance; 1 is none.
+        num_steps: Number of steps.
+        sampler: 'euler' or 'heun'.
+        time_shift: See `step_times`.
+        guidance_low: Lowest time with guidance.
+        guidance_high: Highest time with guidance.
 
     Guidance: Ho & Salimans, "Classifier-Free Diffusion Guidance" (2022); the velocity used is
     `without + guidance * (with - without)`, so 1 is no guidance. It may be kept to an interval of
@@ -128,19 +173,24 @@ def sample(
     drop_text = jnp.arange(2 * count) >= count
 
     def with_guidance(z: jax.Array, time: jax.Array) -> jax.Array:
+        """Returns the guided velocity."""
         both = velocity(jnp.concatenate([z, z]), jnp.full((2 * count,), time), texts, drop_text)
         with_text, without = jnp.split(both, 2)
         return without + guidance * (with_text - without)
 
     def as_learned(z: jax.Array, time: jax.Array) -> jax.Array:
+        """Returns the velocity of the model with its text."""
         return velocity(z, jnp.full((count,), time), text, jnp.zeros((count,), bool))
 
     def is_inside(time: Any) -> Any:
+        """Returns whether guidance applies at a time, or at each of several."""
         return (guidance_low <= time) & (time <= guidance_high)
 
-    are_inside = is_inside(times[:-1])  # no step begins at the last one
+    # No step begins at the last time.
+    are_inside = is_inside(times[:-1])
 
     def slope(z: jax.Array, time: jax.Array) -> jax.Array:
+        """Returns the velocity, guided at the times of the interval."""
         if guidance == 1 or not np.any(are_inside):
             return as_learned(z, time)
         # Only where it is needed, because a branch compiles the model twice.
@@ -149,10 +199,12 @@ def sample(
         return jax.lax.cond(is_inside(time), with_guidance, as_learned, z, time)
 
     def euler_step(z: jax.Array, times: jax.Array) -> tuple[jax.Array, None]:
+        """Takes a step between two times along the velocity at its beginning."""
         time, next_time = times
         return z + (next_time - time) * slope(z, time), None
 
     def heun_step(z: jax.Array, times: jax.Array) -> tuple[jax.Array, None]:
+        """Takes a step between two times along the mean of the velocities at both."""
         time, next_time = times
         start = slope(z, time)
         end = slope(z + (next_time - time) * start, next_time)
@@ -168,10 +220,12 @@ def sample(
 
 
 def step_times(num_steps: int, time_shift: float) -> np.ndarray:
-    """The times at which steps begin and end: float32 `(num_steps + 1,)`, from 1 down to 0."""
-    # The shift is that of Esser et al., "Scaling Rectified Flow Transformers" (2024), equation 23:
-    # more than 1 spends more steps at noisy times. In training, its log added to `flow.logit_mean`
-    # does the same.
+    """Returns the times at which steps begin and end, float32 `(num_steps + 1,)`, from 1 down to 0.
+
+    The shift is that of Esser et al., "Scaling Rectified Flow Transformers" (2024), equation 23:
+    more than 1 spends more steps at noisy times. In training, its log added to `flow.logit_mean`
+    does the same.
+    """
     # In float64: each time is rounded once, as in an export.
     t = 1 - np.arange(num_steps + 1) / num_steps
     return (time_shift * t / (1 + (time_shift - 1) * t)).astype(np.float32)

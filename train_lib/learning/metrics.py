@@ -20,7 +20,7 @@ Metrics = TypeVar('Metrics', bound=clu_metrics.Collection)
 @jax.jit
 @promote_as_usual
 def merge(merged: Metrics, update: Metrics) -> Metrics:
-    """Returns the metrics of all samples of both."""
+    """Returns the metrics of all samples of both; the two are of one class."""
     return merged.merge(update)
 
 
@@ -29,17 +29,23 @@ class _Mean(clu_metrics.Average):
     """Mean of the values that count; NaN if there are none."""
 
     def compute(self) -> np.ndarray:
+        """Returns the mean, a scalar."""
         # NumPy, because JAX would send what was fetched to the device again.
-        total, count = np.asarray(self.total), np.asarray(self.count)
+        total = np.asarray(self.total)
+        count = np.asarray(self.count)
         return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
 
 
 def _mean_of(name: str, counts: str) -> type[_Mean]:
-    """Mean of an output over the rows that another one, bool and as long, lets count (or all)."""
+    """Returns the class of the mean of the output `name` over the rows that count.
+
+    The output `counts`, bool and as long, says which rows these are; without it, all do.
+    """
 
     def select(**outputs: jax.Array) -> dict[str, jax.Array | None]:
         mask = outputs.get(counts)
-        mask = None if mask is None else jnp.atleast_1d(mask)
+        if mask is not None:
+            mask = jnp.atleast_1d(mask)
         return {'values': jnp.atleast_1d(outputs[name]), 'mask': mask}
 
     return _Mean.from_fun(select)
@@ -53,16 +59,20 @@ class _Maximum(clu_metrics.Metric):
 
     @classmethod
     def empty(cls) -> clu_metrics.Metric:
+        """Returns the metric of no step."""
         return cls(value=jnp.zeros((), jnp.int32))
 
     @classmethod
     def from_model_output(cls, value: jax.Array, **_) -> clu_metrics.Metric:
+        """Returns the metric of one step."""
         return cls(value=value)
 
     def merge(self, other: clu_metrics.Metric) -> clu_metrics.Metric:
+        """Returns the metric of the steps of both."""
         return type(self)(value=jnp.maximum(self.value, other.value))
 
     def compute(self) -> jax.Array:
+        """Returns the largest value, int32 `()`."""
         return self.value
 
 
@@ -80,7 +90,7 @@ class TrainMetrics(clu_metrics.Collection):
 
 
 def _time_bin(index: int) -> type[_Mean]:
-    """Mean loss of the samples whose time falls into one bin; the last bin includes t = 1."""
+    """Returns the class of the mean loss of samples in a bin of time; the last includes t = 1."""
 
     def select(*, loss: jax.Array, time: jax.Array, mask: jax.Array, **_) -> dict[str, jax.Array]:
         bins = jnp.clip(jnp.floor(time * NUM_TIME_BINS), 0, NUM_TIME_BINS - 1)

@@ -43,9 +43,15 @@ def make_model(
     """Makes a model from the block `model` of a configuration.
 
     Args:
+        name: Size and patch size, such as 'S/2'.
+        kind: 'dit', or 'MODULE:CLASS' of a model that can be imported.
+        dtype: Dtype of the computation.
         num_crops: Number of crops of an image in the data set, for a field `crops` of 0.
         **fields: Fields of the model; 0 or '' keeps the value of the preset or, without one there,
             of the model. A `text` of '' is 'sequence' if there is a `vocabulary`, else 'pooled'.
+
+    Raises:
+        FieldError: There is no such model, or it does not take the value of a field.
     """
     model = DiT if kind == 'dit' else _import_model(kind)
     names = {field.name for field in dataclasses.fields(model)}
@@ -62,6 +68,7 @@ def make_model(
         )
         raise FieldError('model.crops', values['crops'], problem)
     text = SEQUENCE if fields.get('vocabulary') else POOLED
+    # Later ones replace earlier ones.
     values = {'crops': num_crops, 'text': text} | _preset(name) | values
     values = {field: value for field, value in values.items() if field in names}
     return model(**values, dtype=jnp.dtype(dtype))
@@ -75,6 +82,7 @@ def identity_fields(**fields: Any) -> dict[str, Any]:
 
 
 def _import_model(kind: str) -> Any:
+    """Imports the class of a model; raises a FieldError for a class that lacks what models have."""
     module, _, name = kind.partition(':')
     try:
         model = getattr(importlib.import_module(module), name)
@@ -83,7 +91,8 @@ def _import_model(kind: str) -> Any:
         raise FieldError('model.kind', kind, problem) from error
     attributes = {*dir(model), *getattr(model, '__dataclass_fields__', ())}
     required = '__call__', 'dtype', 'flops', 'pin'
-    if missing := [attribute for attribute in required if attribute not in attributes]:
+    missing = [attribute for attribute in required if attribute not in attributes]
+    if missing:
         problem = (
             f'lacks {", ".join(missing)}: expected a flax.linen.Module with what '
             'train_lib.learning.dit.DiT has of these'
@@ -93,6 +102,7 @@ def _import_model(kind: str) -> Any:
 
 
 def _preset(name: str) -> dict[str, Any]:
+    """Returns the fields of a model that its name stands for."""
     size, _, patch = name.partition('/')
     if size not in SIZES or not patch.isdigit() or int(patch) < 1:
         problem = f'expected SIZE/PATCH such as "S/2" with SIZE one of {", ".join(SIZES)}.'

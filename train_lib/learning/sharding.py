@@ -26,8 +26,18 @@ MIN_SHARDED_SIZE = 2**16
 
 
 def make_mesh(data: int = -1, fsdp: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Lays all devices out as `(data, fsdp)`; `data=-1` stands for all devices over `fsdp`."""
-    devices = jax.devices() if devices is None else devices
+    """Lays devices out as a mesh with the axes `data` and `fsdp`.
+
+    Args:
+        data: Number of groups of devices; -1 stands for the number of devices divided by `fsdp`.
+        fsdp: Number of devices in a group, which splits large arrays of the state.
+        devices: Devices to lay out; all of the run by default.
+
+    Raises:
+        FieldError: The product of the two is not the number of devices.
+    """
+    if devices is None:
+        devices = jax.devices()
     # In the order of processes, so process p holds the p-th share of a batch's rows on all
     # hardware, and the same batch gives the same global array on any number of hosts. This order
     # also puts the members of an `fsdp` group on one host if they fit, otherwise on neighbouring
@@ -66,14 +76,22 @@ class RowPinning:
 
     @property
     def on_tpus(self) -> bool:
+        """Whether `map` can call kernels for TPUs."""
         return self._mesh.devices.flat[0].platform == 'tpu'
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Keeps `(b, ...)` on the devices of its rows."""
         rows = NamedSharding(self._mesh, self._split_rows(x.shape[0]))
         return jax.lax.with_sharding_constraint(x, rows)
 
     def map(self, function: Callable, rows: Any, shared: Any) -> Any:
-        """Calls `function(rows, shared)` on each device with its rows; returns all rows."""
+        """Calls `function(rows, shared)` on each device with its rows; returns all rows.
+
+        Args:
+            function: Takes and returns pytrees of arrays.
+            rows: Arrays `(b, ...)`, of which each device gets its own rows.
+            shared: Arrays that every device gets whole.
+        """
         # Kernels need this, because the partitioner cannot split them.
         split = self._split_rows(jax.tree.leaves(rows)[0].shape[0])
         mapped = jax.shard_map(
@@ -89,29 +107,41 @@ class RowPinning:
         # If the number of devices does not divide the rows (a few pictures on a large pod), each
         # group of `fsdp` devices computes all rows; if `fsdp` does not divide them either, each
         # device does.
-        for axes in ((DATA_AXIS, FSDP_AXIS), (FSDP_AXIS,)):
-            if count % math.prod(self._mesh.shape[axis] for axis in axes) == 0:
-                return PartitionSpec(axes)
+        fsdp = self._mesh.shape[FSDP_AXIS]
+        if count % self._mesh.size == 0:
+            return PartitionSpec((DATA_AXIS, FSDP_AXIS))
+        if count % fsdp == 0:
+            return PartitionSpec((FSDP_AXIS,))
         return PartitionSpec()
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of arrays that are whole on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def partition_spec(shape: Sequence[int], fsdp: int) -> PartitionSpec:
-    """Splits the largest dimension that `fsdp` divides; of equal ones, the last."""
+    """Returns the placement of an array of the state on groups of `fsdp` devices.
+
+    The largest dimension that `fsdp` divides is split, of equal ones the last. Arrays of fewer
+    than `MIN_SHARDED_SIZE` elements stay whole.
+    """
     divisible = [axis for axis, size in enumerate(shape) if size % fsdp == 0]
     if fsdp == 1 or not divisible or math.prod(shape) < MIN_SHARDED_SIZE:
         return PartitionSpec()
-    axis = max(divisible, key=lambda axis: (shape[axis], axis))
-    return PartitionSpec(*[None] * axis, FSDP_AXIS)
+    split_axis = max(divisible, key=lambda axis: (shape[axis], axis))
+    whole_axes = [None] * split_axis
+    return PartitionSpec(*whole_axes, FSDP_AXIS)
 
 
 def by_shape(tree: Any, mesh: Mesh) -> Any:
     """Maps a pytree of arrays or `jax.ShapeDtypeStruct` to a pytree of `NamedSharding`."""
     fsdp = mesh.shape[FSDP_AXIS]
-    return jax.tree.map(lambda leaf: NamedSharding(mesh, partition_spec(leaf.shape, fsdp)), tree)
+
+    def place(leaf: Any) -> NamedSharding:
+        return NamedSharding(mesh, partition_spec(leaf.shape, fsdp))
+
+    return jax.tree.map(place, tree)
 
 
 def map_matrices(
@@ -121,20 +151,26 @@ def map_matrices(
 
     The stack, `(..., rows, columns)`, is placed by `partition_spec`, and so is the result.
     """
-    spec = partition_spec(stack.shape, mesh.shape[FSDP_AXIS])
-    sharded_axis = len(spec) + 2 - stack.ndim if len(spec) else 0  # axis of `(n, rows, columns)`
+    data, fsdp = mesh.shape[DATA_AXIS], mesh.shape[FSDP_AXIS]
+    spec = partition_spec(stack.shape, fsdp)
+    # The axis of `(n, rows, columns)` that is split; matrices are whole if it is none of the last
+    # two.
+    sharded_axis = len(spec) + 2 - stack.ndim
+    are_whole = len(spec) == 0 or sharded_axis <= 0
 
     def exchange(matrices: jax.Array, split_axis: int, concat_axis: int) -> jax.Array:
-        if sharded_axis <= 0:  # they are whole
+        """Exchanges slices of matrices between the devices of a group."""
+        if are_whole:
             return matrices
         return jax.lax.all_to_all(matrices, FSDP_AXIS, split_axis, concat_axis, tiled=True)
 
     def on_device(shard: jax.Array) -> jax.Array:
+        """Computes this device's share of the matrices; returns its slice of all results."""
         # The groups of `fsdp` devices share the matrices. If fewer groups leave no device with more
         # matrices, the others repeat their work.
         matrices = shard.reshape(-1, *shard.shape[-2:])
-        count, data = len(matrices), mesh.shape[DATA_AXIS]
-        members = mesh.shape[FSDP_AXIS] if sharded_axis > 0 else 1
+        count = len(matrices)
+        members = 1 if are_whole else fsdp
         groups = _choose_num_groups(count, data, members)
         per_group = -(-count // groups)
         first = jax.lax.axis_index(DATA_AXIS) % groups * per_group
@@ -143,8 +179,9 @@ def map_matrices(
         # The devices of a group share its matrices: they exchange the slices that `partition_spec`
         # gave them for whole matrices, and the results for slices of these. If the counts do not
         # divide, some devices compute zeros.
-        whole = exchange(_pad_stack(matrices, members), 0, sharded_axis)
-        results = exchange(function(whole), sharded_axis, 0)[:per_group]
+        whole = exchange(_pad_stack(matrices, members), split_axis=0, concat_axis=sharded_axis)
+        results = exchange(function(whole), split_axis=sharded_axis, concat_axis=0)
+        results = results[:per_group]
         # Then the groups gather the results from each other.
         group_indices = np.arange(data).reshape(-1, groups).tolist()
         results = jax.lax.all_gather(
@@ -157,14 +194,20 @@ def map_matrices(
 
 
 def _choose_num_groups(count: int, data: int, members: int) -> int:
-    """The smallest divisor of `data` with which a device has as few matrices as possible."""
+    """Returns the least divisor of `data` with which a device has as few matrices as possible."""
     divisors = [groups for groups in range(1, data + 1) if data % groups == 0]
-    return min(divisors, key=lambda groups: math.ceil(math.ceil(count / groups) / members))
+
+    def count_on_device(groups: int) -> int:
+        per_group = math.ceil(count / groups)
+        return math.ceil(per_group / members)
+
+    return min(divisors, key=count_on_device)
 
 
 def _pad_stack(matrices: jax.Array, divisor: int) -> jax.Array:
     """Appends zeros so that `divisor` divides the number of matrices."""
-    return jnp.pad(matrices, [(0, -len(matrices) % divisor), (0, 0), (0, 0)])
+    num_missing = -len(matrices) % divisor
+    return jnp.pad(matrices, [(0, num_missing), (0, 0), (0, 0)])
 
 
 def abstract_array(

@@ -1,5 +1,6 @@
 """The state of training, a plain pytree of arrays: how it begins, and the optimizer's updates."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,7 +34,18 @@ class TrainState(flax.struct.PyTreeNode):
 def make_schedule(
     name: str, *, num_steps: int, learning_rate: float, warmup_steps: int
 ) -> optax.Schedule:
-    """Returns the learning rate as a function of the step: linear warm-up, then `name`."""
+    """Returns the learning rate as a function of the step: linear warm-up, then `name`.
+
+    Args:
+        name: 'cosine' falls to 0 at the last step, 'constant' stays, and 'wsd' stays and then falls
+            to 0 on a line, during the last three tenths of the run.
+        num_steps: Steps of the run.
+        learning_rate: Rate after the warm-up.
+        warmup_steps: Steps of the warm-up, which begins at 0.
+
+    Raises:
+        FieldError: There is no such schedule, or the warm-up is longer than the run.
+    """
     if not 0 <= warmup_steps < num_steps:
         problem = f'expected at least 0 and less than num_steps={num_steps}'
         raise FieldError('optimizer.warmup_steps', warmup_steps, problem)
@@ -65,13 +77,32 @@ def make_optimizer(
     clip_norm: float,
     **muon_options: Any,
 ) -> tuple[optax.Schedule, optax.GradientTransformation]:
-    """Returns AdamW, or `muon` for some kernels, after clipping; and AdamW's learning rate."""
-    # Loshchilov and Hutter, arXiv:1711.05101. Weight decay applies to kernels, and not to biases,
-    # scales and the vector for no text.
-    adamw_rate, muon_rate = (
-        make_schedule(schedule, num_steps=num_steps, learning_rate=x, warmup_steps=warmup_steps)
-        for x in (learning_rate, muon_learning_rate)
+    """Returns the learning rate of AdamW, and the optimizer of a run.
+
+    This is AdamW (Loshchilov and Hutter, arXiv:1711.05101), or `muon` for the kernels of blocks and
+    AdamW for all else; both take gradients that are clipped together.
+
+    Args:
+        name: 'adamw' or 'muon'.
+        schedule: Name of the schedule, see `make_schedule`.
+        num_steps: Steps of the run.
+        warmup_steps: Steps of the warm-up.
+        learning_rate: Rate of AdamW after the warm-up.
+        muon_learning_rate: Rate of Muon after the warm-up.
+        weight_decay: Decay of kernels; biases, scales and the vector for no text have none.
+        b1: Decay of AdamW's mean of gradients.
+        b2: Decay of AdamW's mean of squared gradients.
+        clip_norm: Largest norm of all gradients together.
+        **muon_options: Further arguments of `muon`.
+
+    Raises:
+        FieldError: There is no such optimizer or schedule, or the warm-up is longer than the run.
+    """
+    make_rate = functools.partial(
+        make_schedule, schedule, num_steps=num_steps, warmup_steps=warmup_steps
     )
+    adamw_rate = make_rate(learning_rate=learning_rate)
+    muon_rate = make_rate(learning_rate=muon_learning_rate)
     clip = optax.clip_by_global_norm(clip_norm)
     adamw = optax.adamw(adamw_rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=_mask_kernels)
     if name == 'adamw':
@@ -84,7 +115,10 @@ def make_optimizer(
 
 
 def mask_muon_kernels(params: Any) -> Any:
-    """Returns a pytree of bool: True for the kernels of blocks that do not modulate."""
+    """Returns a pytree of bool: True for the kernels of blocks that do not modulate.
+
+    Raises a FieldError for a model that has none.
+    """
 
     def is_for_muon(path: Any, _: Any) -> bool:
         return _is_block_kernel(path) and all(key.key != 'modulation' for key in path)
@@ -98,9 +132,11 @@ def mask_muon_kernels(params: Any) -> Any:
 
 def cast_block_kernels(params: Any, dtype: jnp.dtype | str) -> Any:
     """Returns weights whose kernels of blocks, nearly all of a model, have the dtype."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: x.astype(dtype) if _is_block_kernel(path) else x, params
-    )
+
+    def cast(path: Any, x: jax.Array) -> jax.Array:
+        return x.astype(dtype) if _is_block_kernel(path) else x
+
+    return jax.tree_util.tree_map_with_path(cast, params)
 
 
 def _is_block_kernel(path: Any) -> bool:
@@ -114,13 +150,21 @@ def make_init(
     latent_shape: Sequence[int],
     text: Any,
 ) -> Callable[[jax.Array], TrainState]:
-    """Returns a function, to be jitted with shardings, from a random key to the state at step 0."""
+    """Returns a function, to be jitted with shardings, from a random key to the state at step 0.
+
+    Args:
+        model: Model of the run.
+        tx: Its optimizer.
+        latent_shape: Shape of one sample, `(H, W, C)`.
+        text: Shapes and dtypes of the text of one sample as the model takes it, a pytree.
+    """
 
     @promote_as_usual
     def init(rng: jax.Array) -> TrainState:
         x = jnp.zeros((1, *latent_shape), jnp.float32)
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), text)
-        params = model.init(rng, x, jnp.zeros((1,), jnp.float32), zeros, None)['params']
+        t = jnp.zeros((1,), jnp.float32)
+        no_text = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), text)
+        params = model.init(rng, x, t, no_text, None)['params']
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
@@ -167,13 +211,21 @@ def muon(
     Its steps go along momentum whose singular values are all brought near 1. A kernel in a module
     `qkv` or `words` is three or two matrices side by side, each of which is orthogonalized for
     itself: its update is as large as that of any other matrix, and the values' gradient does not
-    decide the direction of the queries'. Matrices are iterated and moved between devices in
-    `dtype`; bfloat16 is Jordan's.
+    decide the direction of the queries'.
+
+    Args:
+        learning_rate: Learning rate, or a schedule.
+        weight_decay: Decay of the kernels, times the learning rate.
+        dtype: Dtype in which matrices are iterated and moved between devices; bfloat16 is Jordan's.
+        map_matrices: Calls a function of `(n, rows, columns)` with the matrices of a stack, such as
+            `sharding.map_matrices` of a mesh.
     """
 
     def direction(path: Any, momentum: jax.Array) -> jax.Array:
+        """Returns the update of one stack of kernels before the learning rate."""
         count = _SIDE_BY_SIDE.get(path[-2].key, 1)
-        rows, columns = momentum.shape[-2], momentum.shape[-1] // count
+        rows = momentum.shape[-2]
+        columns = momentum.shape[-1] // count
         if columns * count != momentum.shape[-1]:
             raise ValueError(
                 f'{jax.tree_util.keystr(path)} is {momentum.shape}: in a module named '
@@ -185,8 +237,8 @@ def muon(
             return orthogonalize(matrices).swapaxes(1, 2).reshape(kernels.shape)
 
         # Cast before the matrices move between devices: half of the bytes in bfloat16.
-        update = map_matrices(orthogonalize_each, momentum.astype(dtype)).astype(momentum.dtype)
-        return _ADAMW_RMS * math.sqrt(max(rows, columns)) * update
+        update = map_matrices(orthogonalize_each, momentum.astype(dtype))
+        return _ADAMW_RMS * math.sqrt(max(rows, columns)) * update.astype(momentum.dtype)
 
     return optax.chain(
         optax.trace(_MUON_MOMENTUM, nesterov=True),
@@ -197,9 +249,13 @@ def muon(
 
 
 def orthogonalize(matrices: jax.Array) -> jax.Array:
-    """Returns matrices `(..., rows, columns)` with singular values near 1; zeros stay zeros."""
+    """Returns matrices `(..., rows, columns)` with singular values near 1; zeros stay zeros.
+
+    By the Newton-Schulz iteration of Jordan (2024), in the dtype of the matrices.
+    """
     # A wide matrix has the smaller product with its transpose.
-    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    rows, columns = matrices.shape[-2:]
+    is_tall = rows > columns
     x = matrices.mT if is_tall else matrices
     # The iteration converges for singular values up to 1, which this norm bounds.
     norms = jnp.linalg.norm(x.astype(jnp.float32), axis=(-2, -1), keepdims=True)

@@ -45,11 +45,23 @@ def make_train_step(
     stats: DatasetStats,
     encoder: StepEncoder | None = None,
 ) -> Callable[..., tuple[TrainState, TrainMetrics]]:
-    """Returns a function from frozen weights, a state and a batch to the next state and metrics."""
-    conditions = ('drop_text', 'crop') if getattr(model, 'crops', 1) > 1 else ('drop_text',)
+    """Returns a function from frozen weights, a state and a batch to the next state and metrics.
+
+    Args:
+        config: Configuration of the run.
+        model: Model whose weights the state holds.
+        tx: Its optimizer.
+        schedule: Learning rate by step, for the metrics.
+        stats: Statistics of the training data.
+        encoder: Frozen encoder of token ids; None if the model takes texts as the batch has them.
+    """
+    conditions = ['drop_text']
+    if getattr(model, 'crops', 1) > 1:
+        conditions.append('crop')
 
     @promote_as_usual
     def train_step(frozen: Any, state: TrainState, batch: Batch) -> tuple[TrainState, TrainMetrics]:
+        """Trains on one batch; a step whose loss or gradient is not finite changes no weight."""
         # Functions of seed and step alone, so a resumed run repeats noise and times exactly.
         rng = jax.random.fold_in(flow.make_key(config.seed), state.step)
         noise_rng, time_rng = jax.random.split(rng)
@@ -60,19 +72,25 @@ def make_train_step(
         noise = jax.random.normal(noise_rng, x.shape, jnp.float32)
         t = flow.logit_normal_times(time_rng, x.shape[0], **config.flow)
         mask = batch.get('mask')
-        inputs = {name: batch[name] for name in (*_TEXT_FEATURES, *conditions) if name in batch}
+        names = [*_TEXT_FEATURES, *conditions]
+        inputs = {name: batch[name] for name in names if name in batch}
         rows = inputs, x, noise, t, _mean_weights(x.shape[0], mask)
 
         def mean_loss(params: Any, rows: Any) -> tuple[jax.Array, jax.Array]:
+            """Returns the weighted sum of the losses of some rows, and each loss, `(n,)`."""
             inputs, x, noise, t, weights = rows
             # Encoded here and not before, so that hidden states of one slice exist at a time.
             text = prepare_text(stats, encoder, frozen, _raw_text(inputs, len(x)))
             # A gradient has the dtype of its kernel while the devices add up their parts of it. The
             # products cast kernels to the same dtype, so the velocity does not change.
             params = cast_block_kernels(params, config.gradient_dtype)
-            velocity = _velocity_at(model, params, text, *map(inputs.get, conditions))
+            values = [inputs.get(name) for name in conditions]
+            velocity = _velocity_at(model, params, text, *values)
             losses = flow.squared_errors(velocity, x, noise, t)
-            return jnp.sum(jnp.where(weights > 0, weights * losses, 0)), losses
+            # Rows without a sample may have losses that are not finite: a product with 0 would not
+            # leave them out.
+            weighted = jnp.where(weights > 0, weights * losses, 0)
+            return jnp.sum(weighted), losses
 
         value_and_grad = jax.value_and_grad(mean_loss, has_aux=True)
         gradient = accumulate_gradient(value_and_grad, config.accumulate)
@@ -82,28 +100,12 @@ def make_train_step(
         # A batch without a sample has gradients of zero, which would still decay the weights and
         # move them by the optimizer's momentum.
         has_effect = finite if mask is None else finite & jnp.any(mask)
-
-        def keep_if_effective(new: Any, old: Any) -> Any:
-            return jax.tree.map(lambda new, old: jnp.where(has_effect, new, old), new, old)
-
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        # Chosen before they are averaged: else XLA goes through all weights once more to choose.
-        params = keep_if_effective(optax.apply_updates(state.params, updates), state.params)
-        # As in TensorFlow's ExponentialMovingAverage with `num_updates`: an average over many steps
-        # would hold the random first weights for as long.
-        decay = jnp.minimum(config.ema_decay, (1.0 + state.step) / (10.0 + state.step))
-        ema_params = optax.incremental_update(params, state.ema_params, 1 - decay)
-        next_state = state.replace(
-            params=params,
-            ema_params=keep_if_effective(ema_params, state.ema_params),
-            opt_state=keep_if_effective(opt_state, state.opt_state),
-            step=state.step + 1,
-            skipped=state.skipped + ~finite,
-            skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
-        )
+        next_state = _update_state(state, grads, tx, config.ema_decay, finite, has_effect)
+        # Losses of rows with a sample count, if the step does.
+        counts = jnp.full(losses.shape, finite) if mask is None else finite & mask
         metrics = TrainMetrics.single_from_model_output(
             loss=losses,
-            counts=jnp.full(losses.shape, finite) if mask is None else finite & mask,
+            counts=counts,
             grad_norm=grad_norm,
             finite=finite,
             learning_rate=jnp.asarray(schedule(state.step), jnp.float32),
@@ -115,32 +117,68 @@ def make_train_step(
     return train_step
 
 
+def _update_state(
+    state: TrainState,
+    grads: Any,
+    tx: optax.GradientTransformation,
+    ema_decay: float,
+    finite: jax.Array,
+    has_effect: jax.Array,
+) -> TrainState:
+    """Returns the state after a step; weights, average and optimizer change if it `has_effect`."""
+
+    def keep_if_effective(new: Any, old: Any) -> Any:
+        return jax.tree.map(lambda new, old: jnp.where(has_effect, new, old), new, old)
+
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    # Chosen before they are averaged: else XLA goes through all weights once more to choose.
+    params = keep_if_effective(optax.apply_updates(state.params, updates), state.params)
+    # As in TensorFlow's ExponentialMovingAverage with `num_updates`: an average over many steps
+    # would hold the random first weights for as long.
+    decay = jnp.minimum(ema_decay, (1.0 + state.step) / (10.0 + state.step))
+    ema_params = optax.incremental_update(params, state.ema_params, 1 - decay)
+    return state.replace(
+        params=params,
+        ema_params=keep_if_effective(ema_params, state.ema_params),
+        opt_state=keep_if_effective(opt_state, state.opt_state),
+        step=state.step + 1,
+        skipped=state.skipped + ~finite,
+        skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
+    )
+
+
 def make_eval_step(
     config: ml_collections.ConfigDict,
     model: nn.Module,
     stats: DatasetStats,
     encoder: StepEncoder | None = None,
 ) -> Callable[..., EvalMetrics]:
-    """Returns a function from frozen weights, weights and a batch to metrics of the batch."""
+    """Returns a function from frozen weights, weights and a batch to metrics of the batch.
+
+    The arguments are those of `make_train_step`.
+    """
 
     @promote_as_usual
     def eval_step(frozen: Any, params: Any, batch: Batch) -> EvalMetrics:
+        """Measures losses at noise and times that are functions of the records' keys."""
         x = flow.standardize_latents(batch['latents'], stats)
         noise, t = flow.noise_and_times_of_keys(batch['key'], x.shape[1:], config.seed)
 
-        def losses(text: Any, drop_text: jax.Array | None) -> jax.Array:
+        def measure(text: Any, drop_text: jax.Array | None) -> jax.Array:
+            """Returns the loss of each sample with some texts, `(b,)`."""
             velocity = _velocity_at(model, params, text, drop_text)
             return flow.squared_errors(velocity, x, noise, t)
 
-        mask, raw = batch['mask'], _raw_text(batch, len(x))
+        mask = batch['mask']
+        raw = _raw_text(batch, len(x))
         texts = prepare_text(stats, encoder, frozen, raw), batch.get('drop_text')
         # Each sample also gets the text of the one before, which only real samples have. So the
         # gain from texts depends on the order of samples, while their loss does not.
         other_mask, others = jax.tree.map(lambda rows: jnp.roll(rows, 1, axis=0), (mask, texts))
-        loss = losses(*texts)
+        loss = measure(*texts)
         return EvalMetrics.single_from_model_output(
             loss=loss,
-            text_gain=losses(*others) - loss,
+            text_gain=measure(*others) - loss,
             has_other_text=mask & other_mask,
             time=t,
             mask=mask,
@@ -160,7 +198,12 @@ def make_draw(
     stats: DatasetStats,
     encoder: StepEncoder | None,
 ) -> Callable[..., jax.Array]:
-    """Returns a function from `(frozen, params, texts, first)` to raw latents `(n, C, H, W)`."""
+    """Returns a function from `(frozen, params, texts, first)` to raw latents `(n, C, H, W)`.
+
+    The texts are raw: embeddings `(n, D)`, or ids, int32 `(n, T)`. The noise of a row is a function
+    of the seed and of its number, which is `first` for the first row. The arguments are those of
+    `make_train_step`.
+    """
     _, channels, height, width = stats.latents_shape
     settings = sampling_settings(config.preview)
     # A model that has seen no texts has not learned to ignore one.
@@ -169,14 +212,16 @@ def make_draw(
 
     @promote_as_usual
     def draw(frozen: Any, params: Any, texts: jax.Array, first: int | jax.Array) -> jax.Array:
-        # A function of the seed and the picture's number, which is `first` for the first row.
+        """Draws one picture for each text."""
+
         def make_noise(number: jax.Array) -> jax.Array:
             rng = jax.random.fold_in(flow.make_key(config.seed), number)
             return jax.random.normal(rng, (height, width, channels), jnp.float32)
 
+        numbers = first + jnp.arange(len(texts), dtype=jnp.int32)
         latents = flow.sample(
             bind_params(model, params),
-            jax.vmap(make_noise)(first + jnp.arange(len(texts), dtype=jnp.int32)),
+            jax.vmap(make_noise)(numbers),
             prepare_text(stats, encoder, frozen, texts),
             **settings,
         )
@@ -196,26 +241,32 @@ def prepare_text(
 
 
 def bind_params(model: nn.Module, params: Any) -> Callable[..., jax.Array]:
+    """Returns the model with these weights, as a function of its inputs."""
     apply: Callable[..., Any] = model.apply
     return functools.partial(apply, {'params': params})
 
 
 def _raw_text(batch: Batch, count: int) -> jax.Array:
-    """The texts of `count` samples; embeddings of no numbers where there is none."""
-    texts = [batch[name] for name in _TEXT_FEATURES if name in batch]
-    return texts[0] if texts else jnp.zeros((count, 0), jnp.float16)
+    """Returns the texts of `count` samples; embeddings of no numbers where there is none."""
+    for name in _TEXT_FEATURES:
+        if name in batch:
+            return batch[name]
+    return jnp.zeros((count, 0), jnp.float16)
 
 
 def _velocity_at(
     model: nn.Module, params: Any, *conditions: Any
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The model as a function of position and time, for some texts, drops and perhaps crops."""
+    """Returns the model as a function of position and time.
+
+    The conditions are texts, drops and perhaps crops.
+    """
     apply = bind_params(model, params)
     return lambda z, t: apply(z, t, *conditions)
 
 
 def _mean_weights(count: int, mask: jax.Array | None) -> jax.Array:
-    """The weights of `count` samples in a mean over those that the mask keeps."""
+    """Returns the weights of samples in a mean over those that the mask keeps, `(count,)`."""
     if mask is None:
         return jnp.full(count, 1 / count, jnp.float32)
     return mask.astype(jnp.float32) / jnp.maximum(jnp.sum(mask), 1)
@@ -227,27 +278,38 @@ ValueAndGrad = Callable[[Any, Any], tuple[tuple[jax.Array, jax.Array], Any]]
 def accumulate_gradient(value_and_grad: ValueAndGrad, count: int) -> ValueAndGrad:
     """Returns the same function, computed over `count` slices of the rows in turn to save memory.
 
-    The value is a float32 sum over the rows with an array `(b, ...)` of one entry a row.
+    Args:
+        value_and_grad: Function of weights and rows, a pytree of arrays `(b, ...)`. It returns a
+            value, which is a float32 sum over the rows, with an array `(b, ...)` of one entry a
+            row, and the gradient.
+        count: Number of slices; a divisor of `b`.
     """
     if count == 1:
         return value_and_grad
 
-    def accumulated(params: Any, rows: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    def split(x: jax.Array) -> jax.Array:
+        """Cuts rows `(b, ...)` into `(count, b / count, ...)`."""
         # Slice i takes every `count`-th row, starting with row i. So each device computes its own
         # rows in every slice, and no row moves.
-        slices = jax.tree.map(
-            lambda x: jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1), rows
-        )
+        return jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1)
+
+    def join(slices: jax.Array) -> jax.Array:
+        """Inverts `split`."""
+        return jnp.swapaxes(slices, 0, 1).reshape(-1, *slices.shape[2:])
+
+    def accumulate(params: Any, rows: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
+        """Computes as `value_and_grad` does, but for the order of additions."""
 
         def add_slice(total: Any, rows: Any) -> tuple[Any, jax.Array]:
             (value, entries), grads = value_and_grad(params, rows)
             return jax.tree.map(jnp.add, total, (value, grads)), entries
 
+        slices = jax.tree.map(split, rows)
         zeros = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params)
         (value, grads), entries = jax.lax.scan(add_slice, zeros, slices)
-        return (value, jnp.swapaxes(entries, 0, 1).reshape(-1, *entries.shape[2:])), grads
+        return (value, join(entries)), grads
 
-    return accumulated
+    return accumulate
 
 
 # --- Compiled for a mesh ------------------------------------------------------------------------
@@ -261,7 +323,14 @@ class _Bound(functools.partial):
 def bind(
     function: Callable, encoder: StepEncoder | None, *in_shardings: Any, **options: Any
 ) -> functools.partial:
-    """Jits a function with the encoder's weights, on their devices, as its first argument."""
+    """Jits a function with the encoder's weights, on their devices, as its first argument.
+
+    Args:
+        function: Function of frozen weights, or None, and further arguments.
+        encoder: Frozen encoder; None without one.
+        *in_shardings: Shardings of the further arguments.
+        **options: Further options of `jax.jit`.
+    """
     # An argument and not a constant, or XLA would compile the weights into the program.
     frozen = encoder.params if encoder else None
     frozen_shardings = jax.tree.map(lambda leaf: leaf.sharding, frozen)
@@ -286,7 +355,10 @@ class Program:
 
 
 def for_data(config: ml_collections.ConfigDict, mesh: Mesh, stats: DatasetStats) -> Program:
-    """Makes the program for a data set, with the text encoder of the configuration."""
+    """Makes the program for a data set, with the text encoder of the configuration.
+
+    Raises a FieldError as `make_program`, or for an encoder that did not make the texts.
+    """
     encoder = step_encoder.load_step_encoder(config.encoder, stats, mesh, dtype=config.model.dtype)
     return make_program(config, mesh, stats, encoder)
 
@@ -297,16 +369,20 @@ def make_program(
     stats: DatasetStats,
     encoder: StepEncoder | None = None,
 ) -> Program:
-    """Builds model, optimizer and steps; each function is compiled at its first call."""
+    """Builds model, optimizer and steps; each function is compiled at its first call.
+
+    Args:
+        config: Configuration of the run.
+        mesh: Devices, see `sharding.make_mesh`.
+        stats: Statistics of the training data.
+        encoder: Frozen encoder of token ids; None without one.
+
+    Raises:
+        FieldError: A field is out of its range, or the devices cannot share the batch equally.
+    """
     # Functions are traced at their first call, and later changes must not reach them.
     config = config.copy_and_resolve_references()
-    product = config.accumulate * mesh.size
-    if product < 1 or config.batch_size < 1 or config.batch_size % product:
-        problem = (
-            f'cannot be split over {mesh.size} devices with accumulate={config.accumulate}: '
-            f'expected a multiple of their product {product}'
-        )
-        raise FieldError('batch_size', config.batch_size, problem)
+    _check_batch_size(config, mesh)
     num_crops, channels, height, width = stats.latents_shape
     latent_shape = height, width, channels
     model = models.make_model(**config.model, vocabulary=stats.vocabulary, num_crops=num_crops)
@@ -316,12 +392,8 @@ def make_program(
         dtype=config.model.dtype,
         map_matrices=functools.partial(sharding.map_matrices, mesh),
     )
-    raw = jax.ShapeDtypeStruct((1, stats.text_dim), jnp.float32)
-    if stats.vocabulary:
-        raw = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    frozen = encoder.params if encoder else None
-    text = jax.eval_shape(functools.partial(prepare_text, stats, encoder), frozen, raw)
     # Weights are initialized without pins: one sample does not fill the devices.
+    text = _abstract_text(stats, encoder)
     init = state.make_init(model, tx, latent_shape=latent_shape, text=text)
     pinned_model = model.clone(pin=sharding.RowPinning(mesh))
     train_step = make_train_step(config, pinned_model, tx, schedule, stats, encoder)
@@ -329,13 +401,16 @@ def make_program(
     draw = make_draw(config, pinned_model, stats, encoder)
 
     def init_from_seed() -> TrainState:
+        """Returns the state at step 0."""
         return init(flow.make_key(config.seed))
 
     abstract = jax.eval_shape(init_from_seed)
-    states, batches = sharding.by_shape(abstract, mesh), sharding.batch(mesh)
+    states = sharding.by_shape(abstract, mesh)
+    batches = sharding.batch(mesh)
     whole = sharding.replicated(mesh)
 
     def flops(num_tokens: int) -> int:
+        """Returns the FLOPs to train on a sample with a text of so many tokens."""
         text_dim = encoder.dim if encoder else stats.text_dim
         # The backward pass takes two products for each one of the forward pass.
         return 3 * model.flops(latent_shape, text_dim, num_tokens)
@@ -352,3 +427,23 @@ def make_program(
         draw=bind(draw, encoder, states.params, whole, whole, out_shardings=whole),
         flops=flops,
     )
+
+
+def _check_batch_size(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
+    """Raises a FieldError unless all devices get equal shares of each slice of a batch."""
+    product = config.accumulate * mesh.size
+    if product < 1 or config.batch_size < 1 or config.batch_size % product:
+        problem = (
+            f'cannot be split over {mesh.size} devices with accumulate={config.accumulate}: '
+            f'expected a multiple of their product {product}'
+        )
+        raise FieldError('batch_size', config.batch_size, problem)
+
+
+def _abstract_text(stats: DatasetStats, encoder: StepEncoder | None) -> Any:
+    """Returns shapes and dtypes of the text of one sample, as the model takes it."""
+    raw = jax.ShapeDtypeStruct((1, stats.text_dim), jnp.float32)
+    if stats.vocabulary:
+        raw = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    frozen = encoder.params if encoder else None
+    return jax.eval_shape(functools.partial(prepare_text, stats, encoder), frozen, raw)

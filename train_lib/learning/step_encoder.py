@@ -35,10 +35,16 @@ class StepEncoder:
 
     @property
     def dim(self) -> int:
+        """Width of the hidden states."""
         return self.network.config.width
 
     def encode(self, params: Any, tokens: jax.Array) -> Words:
-        """Returns the last hidden states of token ids, int32 `(b, T)`, padded with -1."""
+        """Returns the last hidden states, `(b, T, dim)`, of token ids.
+
+        Args:
+            params: Weights, such as `self.params`: an argument, so that a step can take them.
+            tokens: Token ids, int32 `(b, T)`, padded with -1.
+        """
         states: Any = self.network.apply({'params': params}, jnp.maximum(tokens, 0))
         return Words(states, tokens >= 0)
 
@@ -46,7 +52,18 @@ class StepEncoder:
 def load_step_encoder(
     spec: str, facts: DatasetStats, mesh: Mesh, *, dtype: str
 ) -> StepEncoder | None:
-    """Loads the encoder of `spec`, `jax:FOLDER` or `jax:HUB_NAME`; returns None for ''."""
+    """Loads a frozen encoder with its weights onto the devices of a mesh.
+
+    Args:
+        spec: `jax:FOLDER` or `jax:HUB_NAME`; '' for no encoder, which gives None.
+        facts: Those of the data set, whose token ids the encoder must have made.
+        mesh: Devices, each of which gets all weights.
+        dtype: Dtype of the computation.
+
+    Raises:
+        FieldError: The data set holds no token ids, another encoder made them, or `spec` names no
+            encoder.
+    """
     if not spec:
         return None
     if not facts.vocabulary:
@@ -62,14 +79,11 @@ def load_step_encoder(
     config = tokenizer.checkpoint.config
     encoder = _make_abstract(tokenizer.name, tokenizer.revision, config, dtype, mesh)
     params = jax_encoder.load_params(tokenizer.checkpoint, encoder.network.dtype)
-    device_params = jax.tree.map(
-        lambda leaf, values: jax.make_array_from_callback(
-            leaf.shape, leaf.sharding, lambda index: values[index]
-        ),
-        encoder.params,
-        params,
-    )
-    return dataclasses.replace(encoder, params=device_params)
+
+    def place(leaf: jax.ShapeDtypeStruct, values: Any) -> jax.Array:
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: values[index])
+
+    return dataclasses.replace(encoder, params=jax.tree.map(place, encoder.params, params))
 
 
 def abstract_step_encoder(spec: str, mesh: Mesh, *, dtype: str) -> StepEncoder | None:
@@ -77,12 +91,16 @@ def abstract_step_encoder(spec: str, mesh: Mesh, *, dtype: str) -> StepEncoder |
     if not spec:
         return None
     config = language_model.PUBLISHED.get(spec.removeprefix('jax:'))
-    config = config or _open_tokenizer(spec, schema.MAX_TOKENS).checkpoint.config
+    if config is None:
+        config = _open_tokenizer(spec, schema.MAX_TOKENS).checkpoint.config
     return _make_abstract(spec, '', config, dtype, mesh)
 
 
 def _open_tokenizer(spec: str, max_tokens: int, facts: DatasetStats | None = None) -> Any:
-    """The `JaxTokenizer` of `spec`, which knows the model's files; that of `facts`, if given."""
+    """Opens the `JaxTokenizer` of an encoder, which knows the model's files.
+
+    With `facts` it must be the one that made the texts of this data set.
+    """
     if not spec.startswith('jax:'):
         raise FieldError('encoder', spec, "expected jax:FOLDER, jax:HUB_NAME or ''")
     try:
@@ -97,24 +115,35 @@ def _open_tokenizer(spec: str, max_tokens: int, facts: DatasetStats | None = Non
 def _make_abstract(
     name: str, revision: str, config: language_model.LanguageModelConfig, dtype: str, mesh: Mesh
 ) -> StepEncoder:
-    computed = jnp.dtype(dtype)
+    """Returns an encoder with shapes instead of weights."""
+    compute_dtype = jnp.dtype(dtype)
     whole = sharding.replicated(mesh)
     params = jax.tree.map(
         lambda leaf: sharding.abstract_array(leaf, whole),
-        language_model.abstract_params(config, computed),
+        language_model.abstract_params(config, compute_dtype),
     )
-    return StepEncoder(name, revision, language_model.LanguageModel(config, computed), params)
+    network = language_model.LanguageModel(config, compute_dtype)
+    return StepEncoder(name, revision, network, params)
 
 
 def check_same_encoder(
     facts: DatasetStats, name: str, revision: str = '', vocabulary: int = 0
 ) -> None:
-    """Raises a ValueError for another encoder; '' and 0 stand for what is not known."""
+    """Raises a ValueError for an encoder that did not make the texts of a data set.
+
+    Args:
+        facts: Those of the data set.
+        name: Name of the encoder, such as `hf:a/b`.
+        revision: Its revision; '' if it is not known.
+        vocabulary: Its number of token ids; 0 if it is not known.
+    """
     # Another model of the same name would give other embeddings or ids, and so pictures that do not
     # match their captions: the revision is a commit, or a digest of the files.
-    same_name = _model_name(name) == _model_name(facts.text_encoder)
-    same_revision = '' in (revision, facts.text_revision) or revision == facts.text_revision
-    if not (same_name and same_revision and vocabulary in (0, facts.vocabulary)):
+    has_same_name = _model_name(name) == _model_name(facts.text_encoder)
+    knows_revisions = bool(revision and facts.text_revision)
+    has_same_revision = not knows_revisions or revision == facts.text_revision
+    has_same_vocabulary = vocabulary in (0, facts.vocabulary)
+    if not (has_same_name and has_same_revision and has_same_vocabulary):
         expected = _describe_encoder(facts.text_encoder, facts.text_revision, facts.vocabulary)
         raise ValueError(
             f'{_describe_encoder(name, revision, vocabulary)} encodes the captions, but {expected} '
@@ -123,11 +152,15 @@ def check_same_encoder(
 
 
 def _describe_encoder(name: str, revision: str, vocabulary: int) -> str:
-    version = f' of revision {revision}' if revision else ''
-    return f'{name!r}{version}' + (f' with {vocabulary} ids' if vocabulary else '')
+    description = repr(name)
+    if revision:
+        description += f' of revision {revision}'
+    if vocabulary:
+        description += f' with {vocabulary} ids'
+    return description
 
 
 def _model_name(name: str) -> str:
-    """The name of an encoder without what runs it: `hf:a/b` and `jax:a/b` are the same model."""
+    """Returns the name without what runs the model: `hf:a/b` and `jax:a/b` are the same."""
     runner, _, model = name.partition(':')
     return model if runner in _RUNNERS else name
