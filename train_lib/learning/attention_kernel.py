@@ -35,9 +35,8 @@ _ABSENT = -1e30  # score of a word that is not there
 
 def fits(num_tokens: int, head_dim: int, num_words: int = 0) -> bool:
     """Whether the kernel supports heads and tokens of these sizes."""
-    return (
-        head_dim == HEAD_DIM and num_tokens % _ROWS == 0 and num_tokens + num_words <= _MAX_TOKENS
-    )
+    has_whole_tiles = head_dim == HEAD_DIM and num_tokens % _ROWS == 0
+    return has_whole_tiles and num_tokens + num_words <= _MAX_TOKENS
 
 
 class Product(NamedTuple):
@@ -59,8 +58,12 @@ def attend(
     num_heads: int,
     interpret: bool = False,  # computes slowly on any device, for tests
 ) -> jax.Array:
-    """Multi-head attention of tokens to each other and to words: `(b, n, width)`."""
-    return _forward(tokens, words, query_scale, key_scale, rotations, num_heads, interpret)[0]
+    """Returns what the heads mix, side by side: `(b, n, width)` in the dtype of the tokens.
+
+    Tokens attend to each other and to the words that are present.
+    """
+    mixed, _ = _forward(tokens, words, query_scale, key_scale, rotations, num_heads, interpret)
+    return mixed
 
 
 def _forward(tokens, words, query_scale, key_scale, rotations, num_heads, interpret):
@@ -77,6 +80,7 @@ def _forward(tokens, words, query_scale, key_scale, rotations, num_heads, interp
 
 
 def _backward(num_heads, interpret, saved, gradient):
+    """Returns the gradients of the arguments of `attend`; rotations have none."""
     products = [product for product in saved[:2] if product is not None]
     # One row for all samples: the kernel adds up the gradients of scales and biases in it.
     outputs = [jax.ShapeDtypeStruct((1, 2, HEAD_DIM), jnp.float32)]
@@ -93,25 +97,27 @@ def _backward(num_heads, interpret, saved, gradient):
         num_heads=num_heads,
         interpret=interpret,
     )
-    grads = [
-        Product(grad_values, grad_bias[0, 0].astype(product.bias.dtype))
-        for product, grad_values, grad_bias in zip(
-            products, gradients[::2], gradients[1::2], strict=True
-        )
-    ]
-    grad_tokens, grad_words = [*grads, None][:2]
-    return grad_tokens, grad_words, *grad_scales[0], None
+    grad_products = []
+    of_values, of_biases = gradients[::2], gradients[1::2]
+    for product, grad_values, grad_bias in zip(products, of_values, of_biases, strict=True):
+        grad_bias = grad_bias[0, 0].astype(product.bias.dtype)
+        grad_products.append(Product(grad_values, grad_bias))
+    grad_tokens = grad_products[0]
+    grad_words = grad_products[1] if len(products) > 1 else None
+    grad_query_scale, grad_key_scale = grad_scales[0]
+    return grad_tokens, grad_words, grad_query_scale, grad_key_scale, None
 
 
 attend.defvjp(_forward, _backward)
 
 
 def _operands(tokens, words, query_scale, key_scale, rotations, *, axis: int) -> list[jax.Array]:
-    """What a kernel reads; `present` gets this further axis, the one of the queries."""
-    shared = [tokens.values, query_scale[None, None], key_scale[None, None], rotations[None]]
-    if words is None:
-        return shared
-    return [*shared, words.values, jnp.expand_dims(words.present.astype(jnp.float32), axis)]
+    """Returns what a kernel reads; `present` gets a further `axis`, the one of the queries."""
+    operands = [tokens.values, query_scale[None, None], key_scale[None, None], rotations[None]]
+    if words is not None:
+        present = jnp.expand_dims(words.present.astype(jnp.float32), axis)
+        operands += [words.values, present]
+    return operands
 
 
 def _call_kernel(
@@ -120,6 +126,7 @@ def _call_kernel(
     """Runs a kernel for one sample after the other; arrays of one row are the same for all."""
 
     def block(array) -> pl.BlockSpec:
+        """Returns which part of an array the kernel sees for a sample."""
         # The same index for every sample: it is transferred once, and sums stay in place.
         shared = len(array.shape) == 3 and array.shape[0] == 1 != batch
         return pl.BlockSpec((1, *array.shape[1:]), lambda b: (0 if shared else b, 0, 0))
@@ -138,38 +145,42 @@ def _call_kernel(
 
 
 def _forward_kernel(*refs, num_heads: int, num_inputs: int) -> None:
-    inputs, (out,) = refs[:num_inputs], refs[num_inputs:]
+    """Mixes the values of one sample."""
+    inputs = refs[:num_inputs]
+    (out,) = refs[num_inputs:]
     for head in range(num_heads):
-        _, _, values, weights, total, _, _ = _attend_one_head(inputs, head, num_heads, key_axis=1)
-        mixed = sum(
-            _product(w.astype(v.dtype), v, 1, 0) for w, v in zip(weights, values, strict=True)
-        )
+        attended = _attend_one_head(inputs, head, num_heads, key_axis=1)
+        pairs = zip(attended.weights, attended.values, strict=True)
+        mixed = sum(_product(weight.astype(value.dtype), value, 1, 0) for weight, value in pairs)
         # Normalized behind the product: it has fewer numbers than the weights.
-        out[0, :, _columns(head)] = (mixed * total).astype(out.dtype)
+        out[0, :, _columns(head)] = (mixed * attended.factor).astype(out.dtype)
 
 
 def _backward_kernel(*refs, num_heads: int, num_inputs: int) -> None:
+    """Computes the gradients of one sample's products, and adds those of scales and biases."""
     gradient_ref, *inputs = refs[:num_inputs]
     grad_scales, *targets = refs[num_inputs:]
-    products = list(zip(targets[::2], targets[1::2], strict=True))
-    _zero_before_first_sample(grad_scales, *targets[1::2])
-    query_scale, key_scale = inputs[1][0, 0] * _FACTOR, inputs[2][0, 0]
+    grad_biases = targets[1::2]
+    products = list(zip(targets[::2], grad_biases, strict=True))
+    _zero_before_first_sample(grad_scales, *grad_biases)
+    query_scale = inputs[1][0, 0] * _FACTOR
+    key_scale = inputs[2][0, 0]
     rotations = inputs[3][0]
     grad_query_scale = grad_key_scale = jnp.zeros(HEAD_DIM, jnp.float32)
     for head in range(num_heads):
-        query, keys, values, weights, total, raw_query, raw_keys = _attend_one_head(
-            inputs, head, num_heads, key_axis=0
-        )
+        attended = _attend_one_head(inputs, head, num_heads, key_axis=0)
+        query = attended.query
         gradient = gradient_ref[0, :, _columns(head)]
-        weights = [weight * total for weight in weights]
-        slopes = [_product(value, gradient, 1, 1) for value in values]
+        weights = [weight * attended.factor for weight in attended.weights]
+        slopes = [_product(value, gradient, 1, 1) for value in attended.values]
         # The gradient of a softmax, whose mean is over the keys of tokens and words together.
         pairs = list(zip(weights, slopes, strict=True))
         mean = sum(jnp.sum(w * d, 0, keepdims=True) for w, d in pairs)
         grad_scores = [(w * (d - mean)).astype(query.dtype) for w, d in pairs]
-        grad_query = sum(_product(x, key, 0, 0) for x, key in zip(grad_scores, keys, strict=True))
+        score_pairs = zip(grad_scores, attended.keys, strict=True)
+        grad_query = sum(_product(x, key, 0, 0) for x, key in score_pairs)
         grad_query = _rotate_by_product(grad_query, rotations, query.dtype, -1)
-        grad_query, grad_scale = _norm_backward(raw_query, query_scale, grad_query)
+        grad_query, grad_scale = _norm_backward(attended.raw_query, query_scale, grad_query)
         _add_gradient(products[0], head, grad_query)
         grad_query_scale += grad_scale
         for i, product in enumerate(products):
@@ -177,7 +188,7 @@ def _backward_kernel(*refs, num_heads: int, num_inputs: int) -> None:
             grad_keys = _product(grad_scores[i], query, 1, 0)
             if is_of_tokens:
                 grad_keys = _rotate_by_product(grad_keys, rotations, query.dtype, -1)
-            grad_keys, grad_scale = _norm_backward(raw_keys[i], key_scale, grad_keys)
+            grad_keys, grad_scale = _norm_backward(attended.raw_keys[i], key_scale, grad_keys)
             grad_key_scale += grad_scale
             # The keys of tokens lie behind their queries; words have no queries.
             first = head + (num_heads if is_of_tokens else 0)
@@ -204,15 +215,27 @@ def _add_gradient(product, head: int, gradient) -> None:
     grad_bias[0, 0, _columns(head)] += jnp.sum(gradient, 0)
 
 
-def _attend_one_head(inputs, head: int, num_heads: int, key_axis: int):
-    """Computes one head: normalized queries and keys, values, weights and their normalization."""
-    # Keys, values and weights come in lists: those of tokens, and those of words. Each product over
-    # the rows of its first factor costs a transposition: the forward pass has one by queries and
-    # keys, the backward pass two, or one by keys and queries. So `key_axis` chooses the axis of the
-    # keys in scores and weights.
+class _AttendedHead(NamedTuple):
+    """The values of one head of a sample; lists hold those of tokens, then those of words."""
+
+    query: Any  # normalized and rotated
+    keys: list[Any]
+    values: list[Any]
+    weights: list[Any]  # of the softmax, before its normalization
+    factor: Any  # normalizes them
+    raw_query: Any
+    raw_keys: list[Any]
+
+
+def _attend_one_head(inputs, head: int, num_heads: int, key_axis: int) -> _AttendedHead:
+    """Computes the weights of one head, with everything that they follow from."""
+    # Each product over the rows of its first factor costs a transposition: the forward pass has one
+    # by queries and keys, the backward pass two, or one by keys and queries. So `key_axis` chooses
+    # the axis of the keys in scores and weights.
     qkv, query_scale, key_scale, rotations, *words_and_present = inputs
-    raw_query, raw_key, value = (qkv[0, :, _columns(i * num_heads + head)] for i in range(3))
-    raw_keys, values = [raw_key], [value]
+    raw_query = qkv[0, :, _columns(head)]
+    raw_keys = [qkv[0, :, _columns(num_heads + head)]]
+    values = [qkv[0, :, _columns(2 * num_heads + head)]]
     if words_and_present:
         words, present = words_and_present
         raw_keys.append(words[0, :, _columns(head)])
@@ -225,27 +248,32 @@ def _attend_one_head(inputs, head: int, num_heads: int, key_axis: int):
     # Words have no positions.
     keys[0] = _rotate_by_product(keys[0], rotations[0], dtype)
     keys = [key.astype(dtype) for key in keys]
-    scores = [_product(*((query, key) if key_axis else (key, query)), 1, 1) for key in keys]
+    if key_axis:
+        scores = [_product(query, key, 1, 1) for key in keys]
+    else:
+        scores = [_product(key, query, 1, 1) for key in keys]
     if words_and_present:
         scores[1] = jnp.where(present[0] > 0, scores[1], _ABSENT)
     # The greatest of both lists, or exp would overflow.
     greatest = functools.reduce(jnp.maximum, [jnp.max(x, key_axis, keepdims=True) for x in scores])
     weights = [jnp.exp(score - greatest) for score in scores]
-    total = 1 / sum(jnp.sum(weight, key_axis, keepdims=True) for weight in weights)
-    return query, keys, values, weights, total, raw_query, raw_keys
+    factor = 1 / sum(jnp.sum(weight, key_axis, keepdims=True) for weight in weights)
+    return _AttendedHead(query, keys, values, weights, factor, raw_query, raw_keys)
 
 
 def _columns(head: int) -> slice:
+    """Returns the columns of a head in a packed product."""
     return slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
 
 
 def _product(a, b, axis_a: int, axis_b: int):
+    """Multiplies matrices over one axis of each; sums are float32."""
     axes = (((axis_a,), (axis_b,)), ((), ()))
     return jax.lax.dot_general(a, b, axes, preferred_element_type=jnp.float32)
 
 
 def normalize(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """RMS norm over the last axis, as `flax.linen.RMSNorm`, in float32."""
+    """Returns the RMS norm over the last axis, as `flax.linen.RMSNorm`, in float32."""
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + _EPSILON)
     return wide * (inverse * scale)
@@ -266,15 +294,17 @@ def _rotate_by_product(x: jax.Array, rotations: jax.Array, dtype: Any, sign: int
     # bundles, 9,659 with the halves moved over lanes, 6,891 without rotations.
     cosines, sines = rotations[:, :HEAD_DIM], rotations[:, HEAD_DIM:]
     # Made in the kernel: a constant of the program would be one more operand.
-    row, column = (jax.lax.broadcasted_iota(jnp.int32, (HEAD_DIM, HEAD_DIM), i) for i in (0, 1))
+    row = jax.lax.broadcasted_iota(jnp.int32, (HEAD_DIM, HEAD_DIM), 0)
+    column = jax.lax.broadcasted_iota(jnp.int32, (HEAD_DIM, HEAD_DIM), 1)
     swap = (jnp.abs(row - column) == HEAD_DIM // 2).astype(dtype)
     return x * cosines + sign * _product(x.astype(dtype), swap, 1, 0) * sines
 
 
 def _norm_backward(x, scale, gradient):
-    """Gradients of `x` and, summed over the rows, of `scale`."""
+    """Returns the gradients of `normalize`: of `x` and, summed over the rows, of `scale`."""
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + _EPSILON)
-    unit, scaled = wide * inverse, gradient * scale
+    unit = wide * inverse
+    scaled = gradient * scale
     grad_x = inverse * (scaled - unit * jnp.mean(unit * scaled, -1, keepdims=True))
     return grad_x, jnp.sum(gradient * unit, 0)

@@ -88,12 +88,16 @@ def _dot_forward(x, kernel, dimension_numbers, precision):
 
 def _dot_backward(dimension_numbers, precision, saved, gradient):
     x, kernel = saved
-    last, first = (((gradient.ndim - 1,), (1,)), ((), ())), (((0,), (0,)), ((), ()))
-    grad_x = jax.lax.dot_general(gradient, kernel.astype(x.dtype), last, precision=precision)
+    over_outputs = ((gradient.ndim - 1,), (1,)), ((), ())
+    grad_x = jax.lax.dot_general(
+        gradient, kernel.astype(x.dtype), over_outputs, precision=precision
+    )
     # As matrices: over two axes, XLA on CPUs would copy both factors, an eighth of a step's time.
-    rows, gradients = (a.reshape(-1, a.shape[-1]) for a in (x, gradient))
+    rows = x.reshape(-1, x.shape[-1])
+    row_gradients = gradient.reshape(-1, gradient.shape[-1])
+    over_rows = ((0,), (0,)), ((), ())
     grad_kernel = jax.lax.dot_general(
-        rows, gradients, first, precision=precision, preferred_element_type=kernel.dtype
+        rows, row_gradients, over_rows, precision=precision, preferred_element_type=kernel.dtype
     )
     return grad_x, grad_kernel
 
@@ -146,52 +150,74 @@ class WordVectors(nn.Module):
     def __call__(
         self, text: jax.Array | Words, drop_text: jax.Array | None = None
     ) -> tuple[Words, jax.Array]:
-        """Returns the words behind a vector for no text, and their mean `(b, width)`.
+        """Returns the words behind a vector for no text, and their mean, `(b, width)`.
 
-        Ids are int32 `(b, T)`, padded with -1, states `(b, T, D)`; a text may have none.
+        Args:
+            text: Token ids, int32 `(b, T)`, padded with -1, or hidden states `(b, T, D)`; a text
+                may have none.
+            drop_text: bool `(b,)`, True for texts to ignore; None to ignore none. The mean includes
+                their words, too.
         """
-        dense = functools.partial(Dense, self.width, dtype=self.dtype)
         if isinstance(text, Words):
-            normalized = nn.RMSNorm(dtype=self.dtype, name='norm')(text.vectors)
-            vectors, real = dense(name='projection')(normalized), text.present
+            vectors = self._project_states(text.vectors)
+            is_word = text.present
         else:
-            table = self.param('table', nn.initializers.normal(1.0), (self.vocabulary, self.width))
-            real = text >= 0
-            entries = jnp.where(real[..., None], jnp.asarray(table)[text], 0).astype(self.dtype)
-            padded = jnp.pad(entries, [(0, 0), (1, 1), (0, 0)])
-            triples = jnp.concatenate([padded[:, :-2], entries, padded[:, 2:]], -1)
-            vectors = nn.silu(dense(name='neighbours')(triples))
+            is_word = text >= 0
+            vectors = self._look_up(text, is_word)
         nothing = self.param('nothing', nn.initializers.normal(1.0), (self.width,))
 
-        count = jnp.maximum(jnp.sum(real, 1, keepdims=True), 1)
-        pooled = jnp.sum(jnp.where(real[..., None], vectors, 0), 1) / count.astype(self.dtype)
-        present = real if drop_text is None else real & ~drop_text[:, None]
+        count = jnp.maximum(jnp.sum(is_word, 1, keepdims=True), 1)
+        pooled = jnp.sum(jnp.where(is_word[..., None], vectors, 0), 1) / count.astype(self.dtype)
+        present = is_word
+        if drop_text is not None:
+            present = is_word & ~drop_text[:, None]
         # Attention divides by the sum over what is present: a dropped text leaves this vector.
         first = jnp.broadcast_to(nothing.astype(self.dtype), (len(vectors), 1, self.width))
         present = jnp.pad(present, [(0, 0), (1, 0)], constant_values=True)
         return Words(jnp.concatenate([first, vectors], 1), present), pooled
 
+    def _project_states(self, states: jax.Array) -> jax.Array:
+        """Returns the vectors of hidden states `(b, T, D)`."""
+        normalized = nn.RMSNorm(dtype=self.dtype, name='norm')(states)
+        return Dense(self.width, dtype=self.dtype, name='projection')(normalized)
+
+    def _look_up(self, ids: jax.Array, is_word: jax.Array) -> jax.Array:
+        """Returns the vectors of token ids `(b, T)`, from their entries and their neighbours'."""
+        table = self.param('table', nn.initializers.normal(1.0), (self.vocabulary, self.width))
+        entries = jnp.where(is_word[..., None], jnp.asarray(table)[ids], 0).astype(self.dtype)
+        # Beyond the ends of a text lie zeros, as beyond its last word.
+        padded = jnp.pad(entries, [(0, 0), (1, 1), (0, 0)])
+        triples = jnp.concatenate([padded[:, :-2], entries, padded[:, 2:]], -1)
+        return nn.silu(Dense(self.width, dtype=self.dtype, name='neighbours')(triples))
+
 
 def sincos_positions_2d(rows: int, columns: int, width: int) -> np.ndarray:
-    """Returns sine-cosine vectors of positions, float32 `(rows * columns, width)`, row by row."""
+    """Returns sine-cosine vectors of positions, float32 `(rows * columns, width)`, row by row.
+
+    Half of the numbers are of the row, half of the column, as in DiT.
+    """
     angles = _angles(rows, columns, _MAX_PERIOD, width // 4)
     vectors = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
     return np.concatenate(list(vectors), axis=-1).astype(np.float32)
 
 
 def make_rotations(rows: int, columns: int, head_dim: int) -> np.ndarray:
-    """Returns rotations of queries and keys by position, `(rows * columns, 2 * head_dim)`."""
-    # Rotary position embedding (Su et al., "RoFormer", 2021), half of a head for each axis, with
-    # the period of Heo et al. (2024), section 3.2.
-    angles = np.concatenate(list(_angles(rows, columns, _ROTARY_PERIOD, head_dim // 4)), axis=-1)
+    """Returns rotations of queries and keys by position, float32 `(rows * columns, 2 * head_dim)`.
+
+    Rotary position embedding (Su et al., "RoFormer", 2021), half of a head for each axis, with the
+    period of Heo et al. (2024), section 3.2, as `attention_kernel.rotate_pairs` takes them.
+    """
+    of_rows, of_columns = _angles(rows, columns, _ROTARY_PERIOD, head_dim // 4)
+    angles = np.concatenate([of_rows, of_columns], axis=-1)
     cosine, sine = np.cos(angles), np.sin(angles)
     return np.concatenate([cosine, cosine, -sine, sine], axis=-1).astype(np.float32)
 
 
 def _angles(rows: int, columns: int, period: float, count: int) -> np.ndarray:
-    """The angles of each axis, position and frequency, `(2, rows * columns, count)`."""
-    grid = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing='ij'))
-    return grid.reshape(2, -1, 1) * period ** -(np.arange(count) / count)
+    """Returns the angles of each axis, position and frequency, `(2, rows * columns, count)`."""
+    places = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing='ij'))
+    frequencies = period ** -(np.arange(count) / count)
+    return places.reshape(2, -1, 1) * frequencies
 
 
 def time_features(t: jax.Array) -> jax.Array:
@@ -217,6 +243,8 @@ class Conditioning(nn.Module):
     def __call__(
         self, t: jax.Array, text: jax.Array, drop_text: jax.Array | None, crop: jax.Array | None
     ) -> jax.Array:
+        """Returns the sum of the embeddings; the arguments are those of `DiT`, text `(b, D)`."""
+
         def dense(name: str, **options: Any) -> nn.Module:
             return Dense(self.width, dtype=self.dtype, name=name, **options)
 
@@ -230,7 +258,8 @@ class Conditioning(nn.Module):
             condition += dense('text_2')(nn.silu(words))
         if self.crops == 1:
             return condition
-        # Nothing is added for the middle crop, so drawing needs to know of none.
+        # Nothing is added for the middle crop, so drawing needs to know of none. Places before the
+        # middle are negative.
         index = jnp.zeros(t.shape, jnp.int32) if crop is None else crop % self.crops
         one_hot = jax.nn.one_hot(index - 1, self.crops - 1, dtype=self.dtype)
         embed = dense('crops', use_bias=False, kernel_init=nn.initializers.zeros)
@@ -239,12 +268,15 @@ class Conditioning(nn.Module):
 
 @functools.cache  # warns once, however often a model is traced
 def _kernel_takes(num_tokens: int, num_words: int, head_dim: int) -> bool:
+    """Whether the kernel computes attention of these sizes; warns if it does not."""
     if attention_kernel.fits(num_tokens, head_dim, num_words):
         return True
     logging.warning(
         'model.attention=pallas: XLA computes the attention of %d tokens and %d words with heads '
         'of %d, because the kernel does not take these.',
-        *(num_tokens, num_words, head_dim),
+        num_tokens,
+        num_words,
+        head_dim,
     )
     return False
 
@@ -259,25 +291,33 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, rotations: jax.Array, words: Words | None = None) -> jax.Array:
-        width = x.shape[-1]
-        head_dim = width // self.num_heads
-        num_words = words.present.shape[1] if words is not None else 0
-        by_kernel = self.implementation == 'pallas' and self.pin.on_tpus
-        by_kernel = by_kernel and _kernel_takes(x.shape[1], num_words, head_dim)
+        """Returns what the tokens `x` gather from each other and from words, `(b, n, width)`.
 
-        def product(inputs: jax.Array, count: int, name: str, *present: jax.Array) -> Product:
-            # The kernel sums the gradient of the bias: the layer must not do it again.
-            dense = _DenseWithConstantBias if by_kernel else Dense
+        `rotations` are those of `make_rotations`.
+        """
+        _, num_tokens, width = x.shape
+        head_dim = width // self.num_heads
+        num_words = 0 if words is None else words.present.shape[1]
+        by_kernel = self.implementation == 'pallas' and self.pin.on_tpus
+        by_kernel = by_kernel and _kernel_takes(num_tokens, num_words, head_dim)
+        # The kernel sums the gradient of the bias: the layer must not do it again.
+        dense = _DenseWithConstantBias if by_kernel else Dense
+
+        def multiply(inputs: jax.Array, count: int, name: str) -> Product:
+            """Returns `count` matrices of `width` columns side by side."""
             layer = dense(count * width, dtype=self.dtype, name=name)
             values = checkpoint_name(self.pin(layer(inputs)), _KEPT)
-            return Product(values, layer.variables['params']['bias'], *present)
+            return Product(values, layer.variables['params']['bias'])
 
-        tokens = product(x, 3, 'qkv')
-        context = product(words.vectors, 2, 'words', words.present) if words is not None else None
+        tokens = multiply(x, 3, 'qkv')
+        context = None
+        if words is not None:
+            context = multiply(words.vectors, 2, 'words')._replace(present=words.present)
         ones = nn.initializers.ones
         query_scale = self.param('query_norm', ones, (head_dim,))
         key_scale = self.param('key_norm', ones, (head_dim,))
         mix = self._mix_by_kernel if by_kernel else self.mix_by_xla
+        # What attention mixes is kept for the backward pass; scores are not.
         mixed = self.pin(mix(tokens, context, query_scale, key_scale, rotations))
         out = Dense(width, dtype=self.dtype, name='out')(checkpoint_name(mixed, _KEPT))
         return checkpoint_name(self.pin(out), _KEPT)
@@ -285,15 +325,21 @@ class Attention(nn.Module):
     def _mix_by_kernel(
         self, tokens: Product, words: Product | None, *scales_and_rotations: jax.Array
     ) -> jax.Array:
-        def attend(rows, shared):
-            (values, word_values, present), (bias, word_bias, *others) = rows, shared
-            words = None if word_values is None else Product(word_values, word_bias, present)
+        """Computes as `mix_by_xla` does, by the kernel for TPUs."""
+
+        def attend(rows: Any, shared: Any) -> jax.Array:
+            values, word_values, present = rows
+            bias, word_bias, *others = shared
+            words = None
+            if word_values is not None:
+                words = Product(word_values, word_bias, present)
             return attention_kernel.attend(Product(values, bias), words, *others, self.num_heads)
 
-        # A device calls the kernel with its rows alone: XLA cannot split a call of one.
-        word_values, word_bias, present = words or (None, None, None)
+        word_values, word_bias, present = (None, None, None) if words is None else words
         rows = tokens.values, word_values, present
-        return self.pin.map(attend, rows, (tokens.bias, word_bias, *scales_and_rotations))
+        shared = tokens.bias, word_bias, *scales_and_rotations
+        # A device calls the kernel with its rows alone: XLA cannot split a call of one.
+        return self.pin.map(attend, rows, shared)
 
     def mix_by_xla(
         self,
@@ -303,32 +349,44 @@ class Attention(nn.Module):
         key_scale: jax.Array,
         rotations: jax.Array,
     ) -> jax.Array:
-        query, key, value = self._heads(tokens.values, 3)
-        query, key = (
-            attention_kernel.rotate_pairs(attention_kernel.normalize(x, scale), rotations[:, None])
-            for x, scale in ((query, query_scale), (key, key_scale))
-        )
+        """Returns the values that the heads mix, side by side: `(b, n, width)`.
+
+        Args:
+            tokens: Queries, keys and values of the tokens.
+            words: Keys and values of words; None without a text.
+            query_scale: Scale of the norm of the queries, float32 `(width / num_heads,)`.
+            key_scale: Scale of the norm of the keys, of the same shape.
+            rotations: As `make_rotations` returns them.
+        """
+        query, key, value = self._split_heads(tokens.values, 3)
+        query = attention_kernel.normalize(query, query_scale)
+        query = attention_kernel.rotate_pairs(query, rotations[:, None])
+        key = attention_kernel.normalize(key, key_scale)
+        key = attention_kernel.rotate_pairs(key, rotations[:, None])
         mask = None
         if words is not None:
-            word_keys, word_values = self._heads(words.values, 2)
+            word_keys, word_values = self._split_heads(words.values, 2)
             # Not rotated: the vectors of words hold their order already.
             word_keys = attention_kernel.normalize(word_keys, key_scale)
             key = jnp.concatenate([key, word_keys], 1)
             value = jnp.concatenate([value, word_values], 1)
-            mask = jnp.pad(words.present, [(0, 0), (query.shape[1], 0)], constant_values=True)
+            num_tokens = query.shape[1]
+            mask = jnp.pad(words.present, [(0, 0), (num_tokens, 0)], constant_values=True)
             mask = mask[:, None, None]
         mixed = jax.nn.dot_product_attention(
             query.astype(value.dtype),
             key.astype(value.dtype),
             value,
             mask=mask,
+            # 'pallas' comes here where the kernel does not run.
             implementation='cudnn' if self.implementation == 'cudnn' else 'xla',
         )
         return mixed.reshape(*mixed.shape[:2], -1)
 
-    def _heads(self, x: jax.Array, count: int) -> list[jax.Array]:
+    def _split_heads(self, x: jax.Array, count: int) -> list[jax.Array]:
         """Cuts a product into queries, keys and values: each `(b, n, heads, width / heads)`."""
-        return jnp.split(x.reshape(*x.shape[:2], count * self.num_heads, -1), count, axis=2)
+        heads = x.reshape(*x.shape[:2], count * self.num_heads, -1)
+        return jnp.split(heads, count, axis=2)
 
 
 class Block(nn.Module):
@@ -344,7 +402,9 @@ class Block(nn.Module):
     def __call__(
         self, x: jax.Array, condition: jax.Array, rotations: jax.Array, words: Words | None = None
     ) -> jax.Array:
-        x, condition = self.pin(x), self.pin(condition)
+        """Returns the tokens `x`, `(b, n, width)`, as the condition, `(b, width)`, changes them."""
+        x = self.pin(x)
+        condition = self.pin(condition)
         width = x.shape[-1]
         zeros = nn.initializers.zeros
         dense = Dense(6 * width, dtype=self.dtype, kernel_init=zeros, name='modulation')
@@ -352,8 +412,13 @@ class Block(nn.Module):
         shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = jnp.split(modulation, 6, axis=-1)
 
         h = nn.LayerNorm(use_bias=False, use_scale=False, dtype=self.dtype)(x)
-        fields = self.num_heads, self.dtype, self.attention, self.pin
-        attention = Attention(*fields, name='attention')
+        attention = Attention(
+            num_heads=self.num_heads,
+            dtype=self.dtype,
+            implementation=self.attention,
+            pin=self.pin,
+            name='attention',
+        )
         h = attention(_modulate(h, shift_1, scale_1), rotations, words)
         x = x + gate_1[:, None] * h
 
@@ -413,7 +478,8 @@ class DiT(nn.Module):
             'prediction': PREDICTIONS,
         }
         for field, values in choices.items():
-            if (value := getattr(self, field)) not in values:
+            value = getattr(self, field)
+            if value not in values:
                 raise FieldError(f'model.{field}', value, f'expected one of {", ".join(values)}')
         if self.text == SEQUENCE and not self.vocabulary:
             problem = (
@@ -462,25 +528,34 @@ class DiT(nn.Module):
         embedding: Any = text
         if self.vocabulary:
             vectors = WordVectors(self.vocabulary, self.width, self.dtype, name='words')
-            words, embedding = vectors(text, drop_text)
-            words = jax.tree.map(self.pin, words) if self.text == SEQUENCE else None
+            all_words, embedding = vectors(text, drop_text)
+            if self.text == SEQUENCE:
+                words = jax.tree.map(self.pin, all_words)
         conditioning = Conditioning(self.width, self.crops, self.dtype, name='conditioning')
         condition = nn.silu(conditioning(t, embedding, drop_text, crop))
         tokens = Dense(self.width, dtype=self.dtype, name='patches')(_to_patches(x, p))
         tokens += sincos_positions_2d(rows, columns, self.width).astype(self.dtype)
         rotations = jnp.asarray(make_rotations(rows, columns, self.width // self.num_heads))
-        tokens = self._blocks()(self.pin(tokens), self.pin(condition), rotations, words)
+        apply_blocks = self._make_blocks()
+        tokens = apply_blocks(self.pin(tokens), self.pin(condition), rotations, words)
 
-        zeros = nn.initializers.zeros
-        modulation = Dense(2 * self.width, dtype=self.dtype, kernel_init=zeros, name='modulation')
-        tokens = nn.LayerNorm(use_bias=False, use_scale=False, dtype=self.dtype)(tokens)
-        tokens = _modulate(tokens, *jnp.split(modulation(condition), 2, axis=-1))
-        # float32 from here on: the loss is a difference of numbers of like size.
-        velocity = Dense(p * p * channels, dtype=jnp.float32, kernel_init=zeros, name='velocity')
-        predicted = _from_patches(velocity(tokens.astype(jnp.float32)), rows, columns, p)
+        patches = self._predict_patches(tokens, condition, channels)
+        predicted = _from_patches(patches, rows, columns, p)
         if self.prediction == VELOCITY:
             return predicted
         return (x - predicted) / jnp.maximum(t, _LEAST_TIME)[:, None, None, None]
+
+    def _predict_patches(self, tokens: jax.Array, condition: jax.Array, channels: int) -> jax.Array:
+        """Returns the last layer's patches, float32 `(b, n, patch_size**2 * channels)`."""
+        zeros = nn.initializers.zeros
+        modulation = Dense(2 * self.width, dtype=self.dtype, kernel_init=zeros, name='modulation')
+        tokens = nn.LayerNorm(use_bias=False, use_scale=False, dtype=self.dtype)(tokens)
+        shift, scale = jnp.split(modulation(condition), 2, axis=-1)
+        tokens = _modulate(tokens, shift, scale)
+        # float32 from here on: the loss is a difference of numbers of like size.
+        size = self.patch_size**2 * channels
+        velocity = Dense(size, dtype=jnp.float32, kernel_init=zeros, name='velocity')
+        return velocity(tokens.astype(jnp.float32))
 
     def flops(self, latent_shape: Sequence[int], text_dim: int, num_tokens: int = 0) -> int:
         """Returns the forward FLOPs of a sample's matrix products; training takes three times that.
@@ -498,61 +573,91 @@ class DiT(nn.Module):
         height, columns, channels = latent_shape
         w, p = self.width, self.patch_size
         tokens = height * columns // p**2
-        products = 4 + 2 * self.mlp_ratio  # qkv and out, mlp_1 and mlp_2
-        block = tokens * (products * w**2 + 2 * tokens * w) + 6 * w**2  # and modulation
+        # Of a block: qkv and out, mlp_1 and mlp_2; then the scores, what they mix, and modulation.
+        products = 4 + 2 * self.mlp_ratio
+        block = tokens * (products * w**2 + 2 * tokens * w) + 6 * w**2
+        # Of the layers before and behind the blocks: patches and velocity, and modulation.
         ends = tokens * 2 * p**2 * channels * w + 2 * w**2
         if self.vocabulary:
+            # A word's vector is of a state, or of three entries of the table.
             ends += num_tokens * (text_dim or 3 * w) * w
             text_dim = w
-        if self.text == SEQUENCE:  # and no text
+        if self.text == SEQUENCE:
+            # Keys and values of the words and of the vector for no text, their scores and mixing.
             block += (num_tokens + 1) * (2 * w**2 + 2 * tokens * w)
-        inputs = _TIME_FEATURES + w + (text_dim + w if text_dim else 0) + self.crops - 1
-        condition = inputs * w
+        # Of the condition: two layers for the time, two for a text, one for the crops.
+        condition = (_TIME_FEATURES + w + self.crops - 1) * w
+        if text_dim:
+            condition += (text_dim + w) * w
         return round(2 * (self.depth * block + ends + condition))
 
-    def _blocks(self):
+    def _make_blocks(self) -> Callable[..., jax.Array]:
+        """Returns all blocks as one function of the arguments of `Block`."""
         policy = REMAT[self.remat]
-        block = nn.remat(Block, prevent_cse=False, policy=policy) if policy else Block
+        block_class: Any = Block
+        if policy is not None:
+            block_class = nn.remat(Block, prevent_cse=False, policy=policy)
+        block = block_class(
+            num_heads=self.num_heads,
+            mlp_ratio=self.mlp_ratio,
+            dtype=self.dtype,
+            attention=self.attention,
+            pin=self.pin,
+            name='blocks',
+        )
 
-        def body(module: nn.Module, tokens: jax.Array, *context: Any):
+        def apply_block(module: nn.Module, tokens: jax.Array, *context: Any):
+            """Returns the tokens after one block, and nothing that the scan would stack."""
             return module(tokens, *context), None
 
-        blocks = nn.scan(
-            body,
+        scanned = nn.scan(
+            apply_block,
             variable_axes={'params': 0},
             split_rngs={'params': True},
             in_axes=nn.broadcast,
             length=self.depth,
             unroll=self.unroll,
         )
-        fields = self.num_heads, self.mlp_ratio, self.dtype, self.attention, self.pin
-        stack = block(*fields, name='blocks')
-        return lambda tokens, *context: blocks(stack, tokens, *context)[0]
+
+        def apply_blocks(tokens: jax.Array, *context: Any) -> jax.Array:
+            tokens, _ = scanned(block, tokens, *context)
+            return tokens
+
+        return apply_blocks
 
 
 def _to_patches(x: jax.Array, p: int) -> jax.Array:
+    """Cuts `(b, H, W, C)` into squares of p by p positions: `(b, H * W / p**2, p**2 * C)`."""
     batch, height, width, channels = x.shape
     x = x.reshape(batch, height // p, p, width // p, p, channels)
     return x.transpose(0, 1, 3, 2, 4, 5).reshape(batch, -1, p * p * channels)
 
 
 def _from_patches(patches: jax.Array, rows: int, columns: int, p: int) -> jax.Array:
+    """Inverts `_to_patches` for pictures of `rows` by `columns` squares."""
     batch = patches.shape[0]
     x = patches.reshape(batch, rows, columns, p, p, -1).transpose(0, 1, 3, 2, 4, 5)
     return x.reshape(batch, rows * p, columns * p, -1)
 
 
 def flatten_weights(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Returns weights by PyTorch's names, block by block; kernels become `weight` `(out, in)`."""
-    weights = {}
+    """Returns weights by PyTorch's names, float32, block by block.
+
+    A kernel becomes `weight`, `(out, in)`.
+    """
+    arrays = {}
     for name, x in flatten_dict(params, sep='.').items():
-        arrays = {name: x}
+        if not name.startswith('blocks.'):
+            arrays[name] = x
+            continue
         # The blocks are one scanned module, whose weights are stacked.
-        if name.startswith('blocks.'):
-            suffix = name.removeprefix('blocks.')
-            arrays = {f'blocks.{number}.{suffix}': layer for number, layer in enumerate(x)}
-        for key, array in arrays.items():
-            if key.endswith('.kernel'):
-                key, array = key.removesuffix('kernel') + 'weight', array.T
-            weights[key] = np.ascontiguousarray(array, np.float32)
+        suffix = name.removeprefix('blocks.')
+        for number, layer in enumerate(x):
+            arrays[f'blocks.{number}.{suffix}'] = layer
+    weights = {}
+    for name, array in arrays.items():
+        if name.endswith('.kernel'):
+            name = f'{name.removesuffix("kernel")}weight'
+            array = array.T
+        weights[name] = np.ascontiguousarray(array, np.float32)
     return weights
