@@ -37,14 +37,17 @@ class Beginning:
     misfits: Collection[str] = ()  # parameters that are not taken from there: shapes differ
 
     def state(self, program: Program) -> TrainState:
-        """Returns the state at step 0: weights are random or those of `source`, all else is new."""
+        """Returns the state at step 0: weights are random or those of `source`, all else is new.
+
+        Raises an OSError if the weights cannot be read.
+        """
         state = program.init()
         if self.source is None:
             return state
-        average = self.description.config['init_average']
         shapes = flatten_dict(program.abstract_state.params, sep='/')
-        shapes = {name: x for name, x in shapes.items() if name not in self.misfits}
-        restored = self.source.restore_weights(unflatten_dict(shapes, sep='/'), average=average)
+        fitting = {name: x for name, x in shapes.items() if name not in self.misfits}
+        average = self.description.config['init_average']
+        restored = self.source.restore_weights(unflatten_dict(fitting, sep='/'), average=average)
         initial = flatten_dict(state.params, sep='/')
         params = unflatten_dict(initial | flatten_dict(restored, sep='/'), sep='/')
         # A copy: a donated state must not hold one buffer twice.
@@ -81,18 +84,31 @@ def find_beginning(
         OSError: A checkpoint cannot be read.
     """
     last = checkpoint.find_last(workdir)
-    if last is None:
-        if not config.init_from:
-            return Beginning(description, 0, True)
+    if last is not None:
+        return _resume(last, config.num_steps, description, program, accept_changes)
+    source = None
+    misfits: Collection[str] = ()
+    if config.init_from:
         source, misfits = _open_first_weights(config.init_from, description, program)
-        return Beginning(description, 0, True, source, misfits)
+    return Beginning(description, 0, has_new_config=True, source=source, misfits=misfits)
+
+
+def _resume(
+    last: SavedRun,
+    num_steps: int,
+    description: Description,
+    program: Program,
+    accept_changes: Collection[str],
+) -> Beginning:
+    """Returns the start of a run from its last checkpoint; `description` is that at step 0."""
     saved = last.description
     check_resumable(saved, description, accept_changes, checkpoint_path=str(last.folder))
-    if config.num_steps < last.step:
+    if num_steps < last.step:
         steps = f'{last.folder} has been trained for {last.step} steps'
         problem = f'{steps}, expected at least {last.step}'
-        raise errors.FieldError('num_steps', config.num_steps, problem)
-    if misfits := last.find_misfits(program.abstract_state.params):
+        raise errors.FieldError('num_steps', num_steps, problem)
+    misfits = last.find_misfits(program.abstract_state.params)
+    if misfits:
         name, shapes = next(iter(misfits.items()))
         raise ValueError(
             f'{last.folder}: parameter {name} has shape {shapes}: expected the same model, trained '
@@ -105,7 +121,10 @@ def find_beginning(
 
 
 def _resume_position(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-    """The position from which a resumed run reads each source; logs sources in a new order."""
+    """Returns the position from which a resumed run reads each source.
+
+    It logs the sources that are read in another order from here on.
+    """
     samples_by_data_set = {
         tuple(data_set): saved['samples'][digest] for digest, data_set in saved['data_sets'].items()
     }
@@ -116,14 +135,17 @@ def _resume_position(saved: Mapping[str, Any], current: Mapping[str, Any]) -> di
             samples[digest] = saved['samples'][digest]
             continue
         data_set = current['data_sets'][digest]
-        if (samples_before := samples_by_data_set.get(tuple(data_set))) is not None:
+        samples_before = samples_by_data_set.get(tuple(data_set))
+        if samples_before is not None:
+            # The same data set in another order: about as many of its samples count as read.
             samples[digest] = -(-samples_before * saved['lanes'] // current['lanes'])
             effect = 'in the rest of this epoch, some records come twice and others not at all'
         else:
             effect = 'the other data set is read from its beginning'
-        name, first = ' where '.join(data_set), samples[digest]
+        name = ' where '.join(data_set)
         logging.info(
-            f'{name} is read in another order from sample {first} of each lane on: {effect}.'
+            f'{name} is read in another order from sample {samples[digest]} of each lane on: '
+            f'{effect}.'
         )
     return {**current, 'step': saved['step'], 'samples': samples}
 
@@ -131,7 +153,10 @@ def _resume_position(saved: Mapping[str, Any], current: Mapping[str, Any]) -> di
 def _open_first_weights(
     init_from: str, description: Description, program: Program
 ) -> tuple[SavedRun, Collection[str]]:
-    """The checkpoint that `init_from` names, and the parameters that do not fit."""
+    """Returns the checkpoint that `init_from` names, and the parameters that do not fit.
+
+    Raises a FieldError or an OSError if there is none, or no weight of it is of use.
+    """
     try:
         source = checkpoint.open_run(init_from)
         misfits = source.find_misfits(program.abstract_state.params)
@@ -155,6 +180,7 @@ def _open_first_weights(
 def _check_kernels(misfits: Mapping[str, str], program: Program) -> None:
     """Raises a ValueError if no kernel fits (of those in `blocks`, if there are any)."""
     params = flatten_dict(program.abstract_state.params, sep='/')
+    # A model of another kind may have other names.
     kernels = [name for name in params if name.endswith('/kernel')] or list(params)
     kernels = [name for name in kernels if name.startswith('blocks/')] or kernels
     if misfits.keys() >= set(kernels):
@@ -168,7 +194,8 @@ def _check_heads(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Raises a ValueError if the number of attention heads differs, which no shape reveals."""
     if saved['kind'] != current['kind']:
         return
-    before, now = (getattr(models.make_model(**x), 'num_heads', 0) for x in (saved, current))
+    before = getattr(models.make_model(**saved), 'num_heads', 0)
+    now = getattr(models.make_model(**current), 'num_heads', 0)
     if before != now:
         raise ValueError(f'its model.num_heads is {before}, expected {now} as in this run')
 
@@ -176,14 +203,19 @@ def _check_heads(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
 def check_resumable(
     saved: Description, current: Description, accept_changes: Collection[str], checkpoint_path: str
 ) -> None:
-    """Compares the description in a checkpoint with that of this run; logs accepted changes."""
-    if changes := describe_changes(saved.identity, current.identity):
+    """Compares the description in a checkpoint with that of this run; logs accepted changes.
+
+    Raises an OtherRunError if the identities differ, or settings that are not accepted.
+    """
+    changes = describe_changes(saved.identity, current.identity)
+    if changes:
         raise OtherRunError(
             f'{checkpoint_path} belongs to another run: {"; ".join(changes.values())}. '
             'To resume that run, restore these; to start a new one, use another --workdir.'
         )
     changes = describe_changes(saved.settings, current.settings)
-    if unconfirmed := changes.keys() - set(accept_changes):
+    unconfirmed = changes.keys() - set(accept_changes)
+    if unconfirmed:
         raise OtherRunError(
             f'{checkpoint_path} was trained with other settings: '
             f'{"; ".join(changes[name] for name in sorted(unconfirmed))}. To confirm this, add '
@@ -194,16 +226,20 @@ def check_resumable(
 
 
 def describe_changes(saved: Mapping, current: Mapping) -> dict[str, str]:
-    """Returns the fields that differ, with their saved and current values."""
-    # By way of JSON, which turns tuples into lists, and so on.
-    old, new = (
-        config_rules.flatten_fields(json.loads(json.dumps(fields))) for fields in (saved, current)
-    )
+    """Returns the fields that differ: a text with the saved and the current value, by name."""
+    old_texts = _show_values(saved)
+    new_texts = _show_values(current)
     changes = {}
-    for name in sorted(old.keys() | new.keys()):
-        old_value, new_value = (
-            repr(fields[name]) if name in fields else 'absent' for fields in (old, new)
-        )
-        if old_value != new_value:
-            changes[name] = f'{name} was {old_value} and is now {new_value}'
+    for name in sorted(old_texts.keys() | new_texts.keys()):
+        old = old_texts.get(name, 'absent')
+        new = new_texts.get(name, 'absent')
+        if old != new:
+            changes[name] = f'{name} was {old} and is now {new}'
     return changes
+
+
+def _show_values(fields: Mapping) -> dict[str, str]:
+    """Returns nested fields by names such as `data.lanes`, their values as Python shows them."""
+    # By way of JSON, which turns tuples into lists, and so on.
+    flat = config_rules.flatten_fields(json.loads(json.dumps(fields)))
+    return {name: repr(value) for name, value in flat.items()}

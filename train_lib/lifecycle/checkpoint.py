@@ -58,7 +58,13 @@ class Description:
 def open_manager(
     workdir: epath.PathLike, keep: int, keep_every: int = 0
 ) -> Iterator[ocp.CheckpointManager]:
-    """Opens `workdir/checkpoints` to keep the last ones, and the multiples of `keep_every`."""
+    """Opens `workdir/checkpoints`, closes it at the end, and waits for a checkpoint to be written.
+
+    Args:
+        workdir: Folder of the run.
+        keep: Number of the last checkpoints to keep.
+        keep_every: Checkpoints of the multiples of so many steps are kept, too; 0 for none.
+    """
     policies = [ocp.checkpoint_managers.LatestN(keep)]
     if keep_every:
         policies.append(ocp.checkpoint_managers.EveryNSteps(keep_every))
@@ -72,7 +78,8 @@ def open_manager(
     manager = ocp.CheckpointManager(folder, options=options, item_names=(STATE, _WINDOW, _RUN))
     # Orbax removes none before it has written another one, for which there may be no room.
     for step in sorted(manager.all_steps())[:-keep]:
-        if not keep_every or step % keep_every:
+        is_kept = keep_every > 0 and step % keep_every == 0
+        if not is_kept:
             manager.delete(step)
     try:
         yield manager
@@ -86,11 +93,14 @@ def open_manager(
 
 
 def _make_recorded_path(folder: epath.Path) -> type:
-    """Orbax's class of temporary paths, which also records the files before they are complete."""
+    """Returns Orbax's class of temporary paths, made to record files before they are complete."""
     base: Any = ocp.path.atomicity_defaults.get_default_temporary_path_class(folder)
 
     class RecordedPath(base):
+        """A temporary path, whose files are recorded when it gets its name."""
+
         async def finalize(self) -> None:
+            """Records the files and gives the path its name."""
             # Orbax also calls this for each item inside of a checkpoint.
             final = self.get_final()
             if final.parent == folder:
@@ -104,12 +114,24 @@ def save_step(
     manager: ocp.CheckpointManager,
     step: int,
     state: Any,
-    window: Any,  # metrics of an unfinished log window
+    window: Any,
     description: Description,
     *,
-    interrupted: bool = False,  # whether hooks that are due after this step were not called
+    interrupted: bool = False,
 ) -> None:
-    """Copies the arrays to the host and starts to save them; does nothing if this step is saved."""
+    """Copies the arrays to the host and starts to save them; does nothing if this step is saved.
+
+    Args:
+        manager: See `open_manager`.
+        step: Number of steps of the run.
+        state: State after them.
+        window: Metrics of an unfinished log window.
+        description: Description of the run at this step.
+        interrupted: Whether hooks that are due after this step were not called.
+
+    Raises:
+        OSError: This checkpoint, or the one before, cannot be written.
+    """
     if manager.latest_step() == step:
         return
     items = {
@@ -129,7 +151,7 @@ def mark_complete(manager: ocp.CheckpointManager, step: int) -> None:
 
 
 def wait_until_saved(manager: ocp.CheckpointManager) -> None:
-    """Waits until the last checkpoint is complete; raises the errors of `save_step`."""
+    """Waits until the last checkpoint is complete; raises an OSError if it cannot be written."""
     with _name_write_errors(manager):
         manager.wait_until_finished()
 
@@ -137,7 +159,16 @@ def wait_until_saved(manager: ocp.CheckpointManager) -> None:
 def restore_last(
     manager: ocp.CheckpointManager, state: Any, window: Any
 ) -> tuple[Any, Any, bool] | None:
-    """Restores `(state, window, interrupted)` of the last checkpoint; None without one."""
+    """Restores `(state, window, interrupted)` of the last checkpoint; None without one.
+
+    Args:
+        manager: See `open_manager`.
+        state: Shapes, dtypes and shardings of the state.
+        window: Arrays with those of the log window.
+
+    Raises:
+        OSError: The checkpoint cannot be read.
+    """
     step = manager.latest_step()
     if step is None:
         return None
@@ -150,7 +181,8 @@ def restore_last(
         restored = manager.restore(step, args=ocp.args.Composite(**items))
     logging.info('Restored step %d from %s.', step, manager.directory)
     is_completed = (manager.directory / str(step) / _COMPLETED).exists()
-    return restored[STATE], restored[_WINDOW], restored[_RUN][_INTERRUPTED] and not is_completed
+    interrupted = restored[_RUN][_INTERRUPTED] and not is_completed
+    return restored[STATE], restored[_WINDOW], interrupted
 
 
 def advise_restart(manager: ocp.CheckpointManager, step: int) -> str:
@@ -167,16 +199,19 @@ def advise_restart(manager: ocp.CheckpointManager, step: int) -> str:
 
 
 def _name_read_errors(folder: epath.Path) -> contextlib.AbstractContextManager[None]:
+    """Turns errors of reading a checkpoint into an OSError of one line."""
     advice = '; if it is damaged, remove this folder to use the checkpoint before it.'
     return _shorten_errors(f'{folder}: the checkpoint cannot be read', advice)
 
 
 def _name_write_errors(manager: ocp.CheckpointManager) -> contextlib.AbstractContextManager[None]:
+    """Turns errors of writing a checkpoint into an OSError of one line."""
     return _shorten_errors(f'{manager.directory}: a checkpoint cannot be written')
 
 
 @contextlib.contextmanager
 def _shorten_errors(problem: str, advice: str = '') -> Iterator[None]:
+    """Turns any error into an OSError with the problem, the error's first line and the advice."""
     try:
         yield
     except Exception as error:
@@ -196,10 +231,16 @@ def find_last(workdir: epath.PathLike) -> 'SavedRun | None':
 
 
 def open_run(place: epath.PathLike, step: int | None = None) -> 'SavedRun':
-    """Opens the checkpoint of a step of a run, local or `gs://`; without a step the last one.
+    """Opens the checkpoint of a step of a run, local or `gs://`.
 
-    `place` is `WORKDIR` or, without `step`, also `WORKDIR@STEP`, if there is no folder of this
-    name. Raises an OSError or a ValueError if there is no such checkpoint, or it is damaged.
+    Args:
+        place: `WORKDIR` or, without `step`, also `WORKDIR@STEP`, if there is no folder of this
+            name.
+        step: Step of the checkpoint; None for the last one.
+
+    Raises:
+        ValueError: The run has no such checkpoint.
+        OSError: There is no such folder, it may not be read, or the checkpoint is damaged.
     """
     workdir = os.fspath(place)
     folder = storage.open_writable_folder(workdir)
@@ -208,11 +249,13 @@ def open_run(place: epath.PathLike, step: int | None = None) -> 'SavedRun':
         folder = storage.open_writable_folder(workdir)
     if not folder.exists():
         raise FileNotFoundError(f'{workdir}: there is no such folder.')
-    folder.list()  # which may not be allowed
+    # Reports now what may not be allowed: Orbax would find no steps.
+    folder.list()
     steps = _list_steps(workdir)
     if not steps:
         raise ValueError(f'{workdir} holds no checkpoint: train first, or name another workdir.')
-    step = steps[-1] if step is None else step
+    if step is None:
+        step = steps[-1]
     if step not in steps:
         step_list = ', '.join(map(str, steps))
         raise ValueError(f'{workdir} holds no checkpoint of step {step}; there are {step_list}.')
@@ -220,26 +263,38 @@ def open_run(place: epath.PathLike, step: int | None = None) -> 'SavedRun':
 
 
 def _split_place(place: str) -> tuple[str, int | None]:
-    """The workdir and the step of `WORKDIR@STEP`; None for another form."""
+    """Returns the workdir and the step of `WORKDIR@STEP`; the step is None for another form."""
     workdir, _, step = place.rpartition('@')
-    return (workdir, int(step)) if workdir and step.isdecimal() else (place, None)
+    if workdir and step.isdecimal():
+        return workdir, int(step)
+    return place, None
 
 
 def _list_steps(workdir: epath.PathLike) -> list[int]:
+    """Returns the steps of the complete checkpoints of a run, in ascending order."""
     folder = workdirs.absolute(workdir) / FOLDER
     return sorted(ocp.utils.checkpoint_steps(folder)) if folder.exists() else []
 
 
 class SavedRun:
-    """A complete checkpoint, for reading only; damage is an OSError that names the file."""
+    """A complete checkpoint, for reading only; damage is an OSError that names the file.
+
+    Attributes:
+        workdir: Absolute path of the run's folder.
+        step: Number of steps of the run.
+        folder: Folder of the checkpoint.
+    """
 
     def __init__(self, workdir: epath.PathLike, step: int):
-        self.workdir, self.step = workdirs.absolute(workdir), step
+        """Opens a checkpoint that exists, and compares its files with their record."""
+        self.workdir = workdirs.absolute(workdir)
+        self.step = step
         self.folder = self.workdir / FOLDER / str(step)
         _check_record(self.folder, step)
 
     @functools.cached_property
     def description(self) -> Description:
+        """The description of the run at this step."""
         reader = ocp.Checkpointer(ocp.JsonCheckpointHandler())
         with _name_read_errors(self.folder), reader:
             run = reader.restore(self.folder / _RUN)
@@ -247,21 +302,30 @@ class SavedRun:
         return Description(**{name: run[name] for name in names})
 
     def find_misfits(self, abstract_params: Any) -> dict[str, str]:
-        """Returns the parameters whose shapes differ, by name: `'(2, 3) there and absent here'`."""
-        saved, current = (
-            {name: tuple(leaf.shape) for name, leaf in flatten_dict(tree, sep='/').items()}
-            for tree in (self._metadata, abstract_params)
-        )
-        return {
-            name: f'{saved.get(name, "absent")} there and {current.get(name, "absent")} here'
-            for name in sorted(saved.keys() | current.keys())
-            if saved.get(name) != current.get(name)
-        }
+        """Returns the parameters whose shapes differ, by name: `'(2, 3) there and absent here'`.
+
+        `abstract_params` has the shapes of this run's weights.
+        """
+        saved_shapes = _list_shapes(self._metadata)
+        own_shapes = _list_shapes(abstract_params)
+        misfits = {}
+        for name in sorted(saved_shapes.keys() | own_shapes.keys()):
+            saved = saved_shapes.get(name, 'absent')
+            own = own_shapes.get(name, 'absent')
+            if saved != own:
+                misfits[name] = f'{saved} there and {own} here'
+        return misfits
 
     def restore_weights(self, abstract_params: Any, *, average: bool) -> Any:
-        """Reads the weights of the last step, or their moving `average`.
+        """Returns the weights of the last step, or their moving average.
 
-        `abstract_params` has the shapes and shardings of some weights, or is a sharding for all.
+        Args:
+            abstract_params: Shapes and shardings of the weights to read, or one sharding for all
+                weights.
+            average: Whether to read the moving average.
+
+        Raises:
+            OSError: The checkpoint cannot be read.
         """
         if isinstance(abstract_params, jax.sharding.Sharding):
             to_abstract = functools.partial(sharding.abstract_array, placement=abstract_params)
@@ -280,44 +344,60 @@ class SavedRun:
 
     @functools.cached_property
     def _metadata(self) -> Any:
+        """Shapes and dtypes of the weights."""
         with _name_read_errors(self.folder):
             return ocp.PyTreeCheckpointHandler().metadata(self.folder / STATE)['params']
+
+
+def _list_shapes(params: Any) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of weights by their names, such as `blocks/mlp_1/kernel`."""
+    return {name: tuple(leaf.shape) for name, leaf in flatten_dict(params, sep='/').items()}
 
 
 # --- The record of a checkpoint's files ---------------------------------------------------------
 
 
 def _write_record(folder: epath.Path, step: int) -> None:
-    files = {name: x for name, x in _read_states(folder).items() if name not in NOT_RECORDED}
+    """Records size and CRC-32C of the files of a checkpoint, in its folder."""
+    files = _read_states(folder)
+    for name in NOT_RECORDED:
+        files.pop(name, None)
     (folder / RECORD).write_bytes(json_digest.seal({'step': step, 'files': files}))
 
 
 def _check_record(folder: epath.Path, step: int) -> None:
-    """Compares the step, and this process's share of the files, with the record."""
+    """Compares the step, and this process's share of the files, with the record.
+
+    Raises an OSError if they differ.
+    """
     try:
         record = json_digest.unseal((folder / RECORD).read_bytes())
-        own_step, files = record['step'], record['files']
-    except (FileNotFoundError, IsADirectoryError, ValueError, KeyError):
-        files = None
-    damaged = [RECORD]
-    if files is not None:
-        if own_step != step:
-            raise OSError(
-                f'{folder} is a checkpoint of step {own_step} in a folder named {step}: '
-                f'rename it to {own_step}, or remove it.'
-            )
-        # No process of a run can take a step without the others, so each reads only a share.
-        share = sorted(files)[jax.process_index() :: jax.process_count()]
-        states = _read_states(folder, share)
-        damaged = [name for name in share if states.get(name) != files[name]]
-    if damaged:
+        recorded_step = record['step']
+        files = record['files']
+    except (FileNotFoundError, IsADirectoryError, ValueError, KeyError) as error:
+        raise _damage_error(folder, RECORD) from error
+    if recorded_step != step:
         raise OSError(
-            f'{folder / damaged[0]}: this file of a checkpoint is missing or damaged: remove the '
-            f'folder {folder} to use the checkpoint before it.'
+            f'{folder} is a checkpoint of step {recorded_step} in a folder named {step}: '
+            f'rename it to {recorded_step}, or remove it.'
         )
+    # No process of a run can take a step without the others, so each reads only a share.
+    share = sorted(files)[jax.process_index() :: jax.process_count()]
+    states = _read_states(folder, share)
+    for name in share:
+        if states.get(name) != files[name]:
+            raise _damage_error(folder, name)
+
+
+def _damage_error(folder: epath.Path, name: str) -> OSError:
+    """Returns the error of a file of a checkpoint that is not what was written."""
+    return OSError(
+        f'{folder / name}: this file of a checkpoint is missing or damaged: remove the '
+        f'folder {folder} to use the checkpoint before it.'
+    )
 
 
 def _read_states(folder: epath.Path, names: Collection[str] | None = None) -> dict[str, Any]:
-    """Size and CRC-32C of files below a folder, by name; of all without `names`."""
+    """Returns size and CRC-32C of files below a folder, by name; of all without `names`."""
     states = storage.open_folder(folder).inventory(names=names, deep=True)
     return {name: list(state) for name, state in states.items()}

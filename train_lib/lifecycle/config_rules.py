@@ -29,30 +29,55 @@ def _above(bound: float) -> FieldRule:
 
 
 _SHARE = FieldRule('at least 0 and less than 1', lambda x: 0 <= x < 1)
-_DATA_FOLDER = 'the folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0'
+_FINITE = FieldRule('a finite number', math.isfinite)
+_SEED = FieldRule('from 0 to 2**31 - 1', lambda x: 0 <= x < 2**31)
+_EXIT_STATUS = FieldRule('from 0 to 255, an exit status', lambda x: 0 <= x <= 255)
+_DATA_FOLDER = FieldRule('the folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0', bool)
 
+# In the order in which they are checked.
 _RULES = {
-    name: rule
-    for rule, names in (
-        (at_least(1), 'accumulate num_steps log_every keep_checkpoints data.device_prefetch'),
-        (at_least(1), 'preview.count preview.num_steps'),
-        (at_least(0), 'max_skipped_in_a_row max_skipped data.ram_budget_gb'),
-        (at_least(0), 'model.width model.depth model.num_heads model.crops model.unroll'),
-        (at_least(0), 'model.patch_size model.mlp_ratio optimizer.weight_decay profile_steps'),
-        (at_least(0), 'eval_every preview_every checkpoint_every keep_every'),
-        (at_least(-1), 'data.prefetch'),  # -1: the engine chooses
-        (_above(0), 'optimizer.learning_rate optimizer.muon_learning_rate optimizer.clip_norm'),
-        (_above(0), 'flow.logit_std preview.time_shift'),
-        (_SHARE, 'ema_decay optimizer.b1 optimizer.b2 preview.guidance_low'),
-        (UNIT_INTERVAL, 'preview.guidance_high'),
-        (FieldRule('a finite number', math.isfinite), 'flow.logit_mean preview.guidance'),
-        (FieldRule('from 0 to 2**31 - 1', lambda x: 0 <= x < 2**31), 'seed'),
-        (FieldRule('from 0 to 255, an exit status', lambda x: 0 <= x <= 255), 'requeue_status'),
-        (FieldRule(_DATA_FOLDER, bool), 'data.dir'),
-        (one_of('bfloat16', 'float32'), 'model.dtype'),
-        (one_of('euler', 'heun'), 'preview.sampler'),
-    )
-    for name in names.split()
+    'accumulate': at_least(1),
+    'num_steps': at_least(1),
+    'log_every': at_least(1),
+    'keep_checkpoints': at_least(1),
+    'data.device_prefetch': at_least(1),
+    'preview.count': at_least(1),
+    'preview.num_steps': at_least(1),
+    'max_skipped_in_a_row': at_least(0),
+    'max_skipped': at_least(0),
+    'data.ram_budget_gb': at_least(0),
+    'model.width': at_least(0),
+    'model.depth': at_least(0),
+    'model.num_heads': at_least(0),
+    'model.crops': at_least(0),
+    'model.unroll': at_least(0),
+    'model.patch_size': at_least(0),
+    'model.mlp_ratio': at_least(0),
+    'optimizer.weight_decay': at_least(0),
+    'profile_steps': at_least(0),
+    'eval_every': at_least(0),
+    'preview_every': at_least(0),
+    'checkpoint_every': at_least(0),
+    'keep_every': at_least(0),
+    # -1: the engine chooses.
+    'data.prefetch': at_least(-1),
+    'optimizer.learning_rate': _above(0),
+    'optimizer.muon_learning_rate': _above(0),
+    'optimizer.clip_norm': _above(0),
+    'flow.logit_std': _above(0),
+    'preview.time_shift': _above(0),
+    'ema_decay': _SHARE,
+    'optimizer.b1': _SHARE,
+    'optimizer.b2': _SHARE,
+    'preview.guidance_low': _SHARE,
+    'preview.guidance_high': UNIT_INTERVAL,
+    'flow.logit_mean': _FINITE,
+    'preview.guidance': _FINITE,
+    'seed': _SEED,
+    'requeue_status': _EXIT_STATUS,
+    'data.dir': _DATA_FOLDER,
+    'model.dtype': one_of('bfloat16', 'float32'),
+    'preview.sampler': one_of('euler', 'heun'),
 }
 
 # Changeable fields whose values a run replaces by what the folders hold.
@@ -70,17 +95,29 @@ _CHANGEABLE = re.compile(
 
 
 def check_config(config: ml_collections.ConfigDict, *, needs_data: bool = True) -> None:
-    """Raises a FieldError if a field has a wrong value; `data.dir` may be empty if not needed."""
+    """Raises a FieldError if a field has a wrong value, and a ValueError if there is no such field.
+
+    Args:
+        config: Configuration of a run.
+        needs_data: Whether it must name a data set; programs that draw need none.
+    """
     fields = flatten_fields(config.to_dict())
-    if missing := [name for name in _RULES if name not in fields]:
+    missing = [name for name in _RULES if name not in fields]
+    if missing:
         raise ValueError(
             f'the configuration lacks the field {missing[0]!r}: set the fields of a block one by '
             'one, so that the others keep their defaults'
         )
     for name, rule in _RULES.items():
-        is_needed = name != DATA_SET or (needs_data and not fields[MIX])
-        if is_needed:
-            rule.check(name, fields[name])
+        if name == DATA_SET and (fields[MIX] or not needs_data):
+            continue
+        rule.check(name, fields[name])
+    _check_combinations(config)
+
+
+def _check_combinations(config: ml_collections.ConfigDict) -> None:
+    """Raises a FieldError for values that do not go together."""
+    fields = flatten_fields(config.to_dict())
     if fields[MIX] and fields[DATA_SET]:
         raise FieldError(DATA_SET, fields[DATA_SET], 'expected none with data.mix')
     if fields['data.stages'] and not fields[MIX]:
@@ -92,14 +129,19 @@ def check_config(config: ml_collections.ConfigDict, *, needs_data: bool = True) 
     if config.gradient_dtype not in ('float32', config.model.dtype):
         problem = f"expected 'float32' or model.dtype={config.model.dtype!r}"
         raise FieldError('gradient_dtype', config.gradient_dtype, problem)
-    every, kept = config.checkpoint_every, config.keep_every
-    if kept and (not every or kept % every):
+    every = config.checkpoint_every
+    keeps_some = config.keep_every > 0
+    if keeps_some and (not every or config.keep_every % every):
         problem = f'expected a multiple of checkpoint_every={every}'
-        raise FieldError('keep_every', kept, problem)
+        raise FieldError('keep_every', config.keep_every, problem)
 
 
 def open_sources(config: ml_collections.ConfigDict) -> tuple[input_pipeline.MixSource, ...]:
-    """Opens the data sets of `data.mix` or `data.dir`; reads their metadata and no records."""
+    """Opens the data sets of `data.mix` or `data.dir`; reads their metadata and no records.
+
+    Raises a MissingFolderError if there is no such data set, and an OSError or a ValueError if one
+    cannot be read or does not fit the others.
+    """
     field = MIX if config.data.mix else DATA_SET
     data = config.data.mix or config.data.dir
     try:
@@ -111,20 +153,23 @@ def open_sources(config: ml_collections.ConfigDict) -> tuple[input_pipeline.MixS
 def with_absolute_places(config: ml_collections.ConfigDict) -> dict[str, Any]:
     """Returns all fields as JSON holds them; places in them are valid in every folder."""
     fields = json.loads(json.dumps(config.to_dict()))
-    data, preview = fields['data'], fields['preview']
-    for source in [data, *data['mix']]:
+    data = fields['data']
+    data['dir'] = _make_absolute(data['dir'])
+    for source in data['mix']:
         source['dir'] = _make_absolute(source['dir'])
     # `init_from` may end in @STEP, and names on the hub are no places.
     fields['init_from'] = _make_absolute(fields['init_from'])
     runner, colon, model = fields['encoder'].partition(':')
     if os.path.isdir(model):
         fields['encoder'] = f'{runner}{colon}{_make_absolute(model)}'
+    preview = fields['preview']
     if os.path.isdir(preview['vae']):
         preview['vae'] = _make_absolute(preview['vae'])
     return fields
 
 
 def _make_absolute(place: str) -> str:
+    """Returns the absolute path of a folder or URL; '' stays what it is."""
     return storage.make_absolute(place) if place else ''
 
 

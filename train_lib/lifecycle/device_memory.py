@@ -18,25 +18,37 @@ from train_lib.learning import models
 # As the step is called: else JAX would compile it again.
 @promote_as_usual
 def check_device_memory(
-    config: ml_collections.ConfigDict, step: Any, *arguments: Any, free: int | None = None
+    config: ml_collections.ConfigDict, step: Any, *arguments: Any, free: float | None = None
 ) -> None:
-    """Raises a MemoryError, which says what would fit, if a step takes more than a device has."""
+    """Raises a MemoryError, which says what would fit, if a step takes more than a device has.
+
+    Args:
+        config: Configuration of the run.
+        step: A bound function of `step.Program`.
+        *arguments: Those of its call.
+        free: Bytes that are free on a device; by default they are measured.
+    """
     # JAX keeps what is compiled here for the calls of the step.
     sizes: Any = step.func.lower(*step.args, *arguments).compile().memory_analysis()
     nbytes = sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     if free is None:
-        device, *other_devices = jax.local_devices()
-        stats = device.memory_stats() or {}
-        free = stats.get('bytes_limit', float('inf')) - stats.get('bytes_in_use', 0)
-        # On a CPU the kernel grants more memory than there is, and later kills the process.
-        if device.platform == 'cpu':
-            resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            free = (machine.usable_memory() - resident) // (1 + len(other_devices))
+        free = _measure_free_memory()
     if nbytes > free:
         raise MemoryError(
             f'a step takes {format_bytes(nbytes)} of memory, and {format_bytes(max(0, free))} are '
             f'free. {advise_flags(config, nbytes / max(1, free))}'
         )
+
+
+def _measure_free_memory() -> float:
+    """Returns the bytes that are free on each device of this process."""
+    device, *other_devices = jax.local_devices()
+    # On a CPU the kernel grants more memory than there is, and later kills the process.
+    if device.platform == 'cpu':
+        resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return (machine.usable_memory() - resident) // (1 + len(other_devices))
+    stats = device.memory_stats() or {}
+    return stats.get('bytes_limit', float('inf')) - stats.get('bytes_in_use', 0)
 
 
 @contextlib.contextmanager
@@ -50,25 +62,35 @@ def explain_out_of_memory(config: ml_collections.ConfigDict) -> Iterator[None]:
         text = find_memory_sentence(error)
         # XLA's message has the memory that the program uses, and that of a device.
         sizes = re.findall(r'([\d.]+)G\b', text)
-        share = float(sizes[0]) / float(sizes[1]) if len(sizes) == 2 else 2.0
+        share = 2.0
+        if len(sizes) == 2:
+            used, available = map(float, sizes)
+            share = used / available
         raise MemoryError(f'{text.rstrip(".")}. {advise_flags(config, share)}') from error
 
 
 def find_memory_sentence(error: Exception) -> str:
     """Returns the sentence about memory in XLA's message, without the allocations."""
-    sums = r'Used [\d.]+\w? of [\d.]+\w?|the total memory required .* \([\d.]+\w?\)'
-    sentence = re.search(sums, str(error))
+    pattern = r'Used [\d.]+\w? of [\d.]+\w?|the total memory required .* \([\d.]+\w?\)'
+    sentence = re.search(pattern, str(error))
     return sentence[0] if sentence else str(error).splitlines()[0]
 
 
 def advise_flags(config: ml_collections.ConfigDict, share: float) -> str:
-    """Returns flags that save memory; `share` is the memory needed over that of a device."""
-    rows = config.batch_size // jax.device_count()
-    divisors = (n for n in range(1, rows + 1) if rows % n == 0 and n >= config.accumulate * share)
-    flags = [f'--config.accumulate={n}' for n in list(divisors)[:1]]
+    """Returns a sentence of flags that save memory, those first that cost the least time.
+
+    `share` is the memory that a step needs, divided by that of a device.
+    """
+    advice = []
+    if jax.default_backend() == 'cpu' and not config.model.name.startswith('tiny'):
+        advice.append('--config=small (there is no accelerator)')
     model = models.make_model(**config.model, vocabulary=1)
     if getattr(model, 'remat', 'full') != 'full':
-        flags.insert(0, '--config.model.remat=full')
-    if jax.default_backend() == 'cpu' and not config.model.name.startswith('tiny'):
-        flags.insert(0, '--config=small (there is no accelerator)')
-    return f'Try {", ".join([*flags, "or a smaller --config.batch_size or model"])}.'
+        advice.append('--config.model.remat=full')
+    rows = config.batch_size // jax.device_count()
+    for count in range(1, rows + 1):
+        if rows % count == 0 and count >= config.accumulate * share:
+            advice.append(f'--config.accumulate={count}')
+            break
+    advice.append('or a smaller --config.batch_size or model')
+    return f'Try {", ".join(advice)}.'

@@ -32,7 +32,16 @@ _end_lock = threading.Lock()  # never released: one thread ends the process
 def join_hosts(
     coordinator: str | None = None, count: int | None = None, index: int | None = None
 ) -> None:
-    """Waits for the other processes of the run; without arguments JAX finds them by itself."""
+    """Waits for the other processes of the run; without arguments JAX finds them by itself.
+
+    Args:
+        coordinator: HOST:PORT of process 0.
+        count: Number of processes.
+        index: Number of this process.
+
+    Raises:
+        ValueError: No arguments are given, and JAX finds no other processes.
+    """
     import jax
 
     try:
@@ -83,7 +92,8 @@ class _Hosts:
         from orbax.checkpoint import multihost
 
         self._client: Any = multihost.get_jax_distributed_client()
-        self._index, self._count = jax.process_index(), jax.process_count()
+        self._index = jax.process_index()
+        self._count = jax.process_count()
         self._name = f'process {self._index} on {socket.gethostname()}'
         self._computing_failed = jax.errors.JaxRuntimeError
         self._set(f'{_NAMES}{self._index}', self._name)
@@ -104,9 +114,11 @@ class _Hosts:
         summary = str(error) if is_message else errors.summarize_error(error)
         failure = f'{self._name} has failed: {summary.removeprefix("error: ")}'
         # If a shared computation fails, maybe another process was killed, which leaves no error.
-        if self._is_of_a_computation(error) and (silent_names := self._call_roll()):
-            reason = 'it was killed, maybe for lack of memory, or is cut off.'
-            failure = f'{silent_names} does not answer: {reason}'
+        if self._is_of_a_computation(error):
+            silent_names = self._call_roll()
+            if silent_names:
+                reason = 'it was killed, maybe for lack of memory, or is cut off.'
+                failure = f'{silent_names} does not answer: {reason}'
         try:
             self._client.key_value_set(_FIRST_FAILURE, failure)
         except self._computing_failed:
@@ -118,19 +130,25 @@ class _Hosts:
         self._end(failure)
 
     def _is_of_a_computation(self, error: BaseException | None) -> bool:
+        """Whether an error is one of JAX's computations, or a consequence of one."""
         while error is not None and not isinstance(error, self._computing_failed):
             error = error.__cause__ or error.__context__
         return error is not None
 
     def _call_roll(self) -> str:
-        """The names of the processes that do not answer; '' if all do."""
+        """Returns the names of the processes that do not answer; '' if all do."""
         self._set(f'{_ROLL_CALL}now')
-        alive = self._wait_for(_ALIVE, self._count, _ANSWER_SECONDS)
+        answers = self._wait_for(_ALIVE, self._count, _ANSWER_SECONDS)
         names = dict(self._client.key_value_dir_get(_NAMES))
-        silent = [index for index in range(self._count) if f'{_ALIVE}{index}' not in alive]
-        return ' and '.join(names.get(f'{_NAMES}{index}', f'process {index}') for index in silent)
+        silent = []
+        for index in range(self._count):
+            if f'{_ALIVE}{index}' not in answers:
+                # A process that died early has left no name.
+                silent.append(names.get(f'{_NAMES}{index}', f'process {index}'))
+        return ' and '.join(silent)
 
     def _end(self, failure: str) -> NoReturn:
+        """Ends this process with a line; process 0 first waits for the others to learn of it."""
         _end_lock.acquire()
         logging.flush()
         command_line.print_lines(f'error: {failure}', file=sys.stderr)
@@ -138,18 +156,20 @@ class _Hosts:
         # The coordinator lives in process 0, and the others abort when it is gone. It waits for
         # those who answered a roll call; for all, if there was none.
         if self._index == 0:
-            alive = len(self._client.key_value_dir_get(_ALIVE)) or self._count
-            self._wait_for(_FAILURES, alive + 1, _LAST_SECONDS)
+            num_alive = len(self._client.key_value_dir_get(_ALIVE)) or self._count
+            # Each of them adds an entry to that of the failure itself.
+            self._wait_for(_FAILURES, num_alive + 1, _LAST_SECONDS)
         os._exit(1)
 
     def _wait_for(self, folder: str, count: int, seconds: float) -> dict[str, str]:
-        """The entries of a folder as soon as there are `count`, or after some seconds."""
+        """Returns the entries of a folder as soon as there are `count`, or after some seconds."""
         deadline = time.monotonic() + seconds
-        while len(entries := dict(self._client.key_value_dir_get(folder))) < count:
-            if time.monotonic() > deadline:
-                break
+        while True:
+            entries = dict(self._client.key_value_dir_get(folder))
+            if len(entries) >= count or time.monotonic() > deadline:
+                return entries
             time.sleep(0.1)
-        return entries
 
     def _set(self, key: str, value: str = '') -> None:
+        """Sets an entry in the store of the coordinator."""
         self._client.key_value_set(key, value, allow_overwrite=True)

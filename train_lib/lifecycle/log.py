@@ -72,7 +72,8 @@ def introduce(
     )
     for line in data_lines:
         log_on_process_0(f'data: {line}')
-    if (encoder := program.encoder) is not None:
+    encoder = program.encoder
+    if encoder is not None:
         flops = encoder.network.config.flops(num_tokens) / 1e9
         log_on_process_0(
             f'encoder: {encoder.name}, {_count_millions(encoder.params)}, frozen, {flops:.3g} '
@@ -87,12 +88,17 @@ def introduce(
 
 
 def _count_millions(params: Any) -> str:
+    """Returns the number of parameters: 32.8 million parameters."""
     return f'{parameter_overview.count_parameters(params) / 1e6:.4g} million parameters'
 
 
 @dataclasses.dataclass
 class TrainLog:
-    """Merges the metrics of steps, and writes their averages every `log_every` steps."""
+    """Merges the metrics of steps, and writes their averages every `log_every` steps.
+
+    Attributes:
+        summary: Description of the last window that was written, for people.
+    """
 
     config: ml_collections.ConfigDict
     writer: 'metric_writers.MetricWriter'
@@ -136,14 +142,18 @@ class TrainLog:
         """Waits for the steps of a complete window, and writes it."""
         if self._complete_window is None:
             return
-        (step, window), self._complete_window = self._complete_window, None
+        step, window = self._complete_window
+        self._complete_window = None
         window = jax.device_get(window)
         self._check_skipped(step, window)
         means = window.compute()
-        # It is for `_check_skipped` alone, which has seen it.
+        # This one is for `_check_skipped` alone.
         del means['skipped_in_a_row']
-        # Where no step counted there is no mean.
-        scalars = {f'train/{name}': float(x) for name, x in means.items() if not math.isnan(x)}
+        scalars = {}
+        for name, mean in means.items():
+            # Where no step counted there is no mean.
+            if not math.isnan(mean):
+                scalars[f'train/{name}'] = float(mean)
         scalars |= self.clock.lap(self.config.batch_size)
         scalars |= self._current_scalars(step, scalars.get('train/samples_per_second'))
         self.writer.write_scalars(step, scalars)
@@ -151,31 +161,37 @@ class TrainLog:
         log_on_process_0('%s', self.summary)
 
     def _check_skipped(self, step: int, window: metrics.TrainMetrics) -> None:
+        """Raises a FloatingPointError if more steps were skipped than the configuration allows."""
         in_a_row = int(window.skipped_in_a_row.compute())
         total = int(window.skipped_steps.compute())
-        limits = (in_a_row, 'max_skipped_in_a_row', ' in a row'), (total, 'max_skipped', '')
-        for skipped, field, suffix in limits:
-            if skipped > self.config[field]:
-                raise FloatingPointError(
-                    f'{format_count(skipped, "step")}{suffix} up to step {step} had a loss or a '
-                    f'gradient that was not finite, more than {field}={self.config[field]}: '
-                    'training has diverged. '
-                    f'{self.advise_restart(step - in_a_row)}.'
-                )
+        if in_a_row > self.config.max_skipped_in_a_row:
+            count = f'{format_count(in_a_row, "step")} in a row'
+            limit = f'max_skipped_in_a_row={self.config.max_skipped_in_a_row}'
+        elif total > self.config.max_skipped:
+            count = format_count(total, 'step')
+            limit = f'max_skipped={self.config.max_skipped}'
+        else:
+            return
+        raise FloatingPointError(
+            f'{count} up to step {step} had a loss or a gradient that was not finite, more than '
+            f'{limit}: training has diverged. {self.advise_restart(step - in_a_row)}.'
+        )
 
     def _current_scalars(self, step: int, rate: float | None) -> dict[str, float]:
-        """Scalars of this moment, and those that follow from the samples a second."""
+        """Returns scalars of this moment, and those that follow from the samples a second."""
         scalars = self.describe_progress(step)
         if rate and self.flops:
             flops = self.flops * rate / jax.device_count()
             scalars['device/tflops_per_chip'] = flops / 1e12
-            if (chip := chips.CHIPS.get(jax.devices()[0].device_kind)) is not None:
+            chip = chips.CHIPS.get(jax.devices()[0].device_kind)
+            if chip is not None:
                 scalars['device/model_flop_utilization'] = flops / chip.flops
         counts = self.clock.read_counts()
         scalars['input/chunks_in_flight'] = counts.chunks_in_flight
         scalars['input/bad_records'] = counts.bad_records
         if _PROCESS_MEMORY.exists():
-            pages = int(_PROCESS_MEMORY.read_text('ascii').split()[1])
+            _, resident_pages, *_ = _PROCESS_MEMORY.read_text('ascii').split()
+            pages = int(resident_pages)
             scalars['host/memory_gb'] = pages * os.sysconf('SC_PAGE_SIZE') / 1e9
         return scalars
 
@@ -195,12 +211,12 @@ class TrainLog:
         )
 
     def _summarize(self, step: int, scalars: Mapping[str, float]) -> Iterator[str]:
-        """Describes a window of steps: loss 0.4123, step 350 of 900, 2.2 steps/s, ..."""
+        """Yields what describes a window: loss 0.4123, step 350 of 900, 2.2 steps/s, ..."""
         yield f'loss {scalars["train/loss"]:.4f}' if 'train/loss' in scalars else 'no finite loss'
         yield f'step {step} of {self.config.num_steps}'
         if 'train/steps_per_second' in scalars:
             rate = scalars['train/steps_per_second']
-            yield f'{rate:.{2 if rate < 10 else 0}f} steps/s'
+            yield f'{rate:.2f} steps/s' if rate < 10 else f'{rate:.0f} steps/s'
             # Evaluations and the like included, as they will come again.
             seconds = time.monotonic() - (self._first_finished or self._opened)
             steps_done = max(step - self.steps_before - 1, 1)
@@ -282,19 +298,15 @@ class StepClock:
             self._in_flight.popleft().result()
 
     def lap(self, batch_size: int) -> dict[str, float]:
-        """Waits for all started steps; returns rates, times and shares since the last lap."""
-        seconds = [
-            end.result() - begin.result()
-            for (begin, _), (end, ends_step) in itertools.pairwise(self._marks)
-            if ends_step
-        ]
+        """Waits for all started steps; returns rates, times and shares since the last lap.
+
+        All processes must call this together. Without a finished step it returns nothing.
+        """
+        seconds = self._measure_steps()
         if not seconds:
             return {}
         total = sum(seconds)
-        # The devices lack data from the end of a step until the host has the next batch; a wait for
-        # a batch while they compute does not count.
-        waits = (arrived - max(began, idle.result()) for began, idle, arrived in self._waits)
-        wait_seconds = sum(max(0.0, wait) for wait in waits)
+        wait_seconds = self._measure_waits()
         # The only exchange between hosts, once a lap: all must call this after the same step.
         with jax.transfer_guard('allow'):
             shares = multihost_utils.process_allgather(np.float32(wait_seconds / total))
@@ -314,14 +326,36 @@ class StepClock:
         self._restart(self._marks[-1][0])
         return scalars
 
+    def _measure_steps(self) -> list[float]:
+        """Waits for all started steps; returns the seconds of each one since the last lap."""
+        seconds = []
+        for (begin, _), (end, ends_step) in itertools.pairwise(self._marks):
+            if ends_step:
+                seconds.append(end.result() - begin.result())
+        return seconds
+
+    def _measure_waits(self) -> float:
+        """Returns the seconds in which the devices lacked data since the last lap."""
+        total = 0.0
+        for began, last_step, arrived in self._waits:
+            # The devices lack data from the end of a step until the host has the next batch; a wait
+            # for a batch while they compute does not count.
+            idle_since = max(began, last_step.result())
+            total += max(0.0, arrived - idle_since)
+        return total
+
     def _restart(self, moment: _Moment) -> None:
+        """Begins a lap at a moment."""
         # Moments, and whether a step ends there.
         self._marks: list[tuple[_Moment, bool]] = [(moment, False)]
+        # Of each wait for a batch: its begin, the end of the last step before it, and its end.
         self._waits: list[tuple[float, _Moment, float]] = []
+        # How many batches were ready at each of them.
         self._ready: list[int] = []
         self._num_bytes = self.read_counts().num_bytes
 
 
 def _wait_for_end(result: Any) -> float:
+    """Returns the moment at which a result of the devices is complete."""
     jax.block_until_ready(result)
     return time.monotonic()

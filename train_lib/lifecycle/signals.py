@@ -34,7 +34,10 @@ class BrokenOff(BaseException):
 
 
 def install(status: int | None = None) -> None:
-    """Makes signals end the process with a line and `status`, as long as nothing must be saved."""
+    """Makes signals end the process with a line, as long as nothing must be saved.
+
+    The exit status is `status`; without one, 128 and the number of the signal, as of a shell.
+    """
     # Another call only changes the status.
     is_first_call = not _exit_status
     for number in stop_signals.STOP_SIGNALS:
@@ -68,11 +71,14 @@ class StopRequest:
         # (two processes, one machine).
         self._is_alone = jax.process_count() == 1
         self._reached_sync_point = multihost_utils.reached_preemption_sync_point
-        self._is_stopping = self._repeatable = False
+        self._is_stopping = False
+        self._repeatable = False
+        # The handlers before, by signal.
         self._previous = {}
         # For the thread of `install`: whether a step has been taken, whether a signal has come, and
         # the time of the first urgent one.
-        self.can_save = self.is_noted = False
+        self.can_save = False
+        self.is_noted = False
         self.first_urgent: float | None = None
 
     def __enter__(self) -> 'StopRequest':
@@ -105,6 +111,7 @@ class StopRequest:
             self._repeatable = False
 
     def _takes(self, number: signal.Signals) -> bool:
+        """Whether this signal requests a stop, rather than what it does already."""
         if number == signal.SIGTERM:
             # JAX keeps its own handler where there are several processes.
             return self._is_alone
@@ -112,11 +119,13 @@ class StopRequest:
         return is_free or number == signal.SIGINT
 
     def _receive(self, number: int, _) -> None:
+        """Notes a request, as the handler of signals in the main thread."""
         # JAX's preemption service knows SIGTERM alone, so another signal becomes one.
         if not self._is_alone:
             os.kill(os.getpid(), signal.SIGTERM)
             return
-        is_first, self._is_stopping = not self._is_stopping, True
+        is_first = not self._is_stopping
+        self._is_stopping = True
         if is_first and self._repeatable:
             raise BrokenOff
 
@@ -126,6 +135,7 @@ def _leave_to_thread(number: int, _) -> None:
 
 
 def _watch(receiver: socket.socket) -> None:
+    """Acts on each signal, whose number the interpreter writes to a socket."""
     while True:
         number = receiver.recv(1)[0]
         if number not in _exit_status:
@@ -147,6 +157,7 @@ def _watch(receiver: socket.socket) -> None:
 
 
 def _write_line(text: str) -> None:
+    """Writes a line to standard error, from any thread."""
     # Not by `print`: the main thread may hold the lock of the stream, and never release it.
     with contextlib.suppress(OSError):
         start = '\n' if sys.stderr.isatty() else ''  # below a ^C
@@ -154,5 +165,6 @@ def _write_line(text: str) -> None:
 
 
 def _leave(number: int, text: str) -> NoReturn:
+    """Ends the process at once with a line and the status of a signal."""
     _write_line(text)
     os._exit(_exit_status[number])

@@ -17,13 +17,16 @@ def absolute(folder: epath.PathLike) -> epath.Path:
 
 
 def check_takes_checkpoints(folder: epath.PathLike) -> None:
-    """Refuses a folder whose name Orbax takes for another one's or for a pattern."""
+    """Raises a ValueError for a folder that Orbax takes for another one, or for a pattern."""
     place = str(absolute(folder))
     # Arrays would stay where they are not looked for, or those of other folders would be read.
-    wrong = set('*?[\\').intersection(place)
+    wrong = [character for character in '*?[\\' if character in place]
     if storage.local_path(place) is None:
         # It cuts a URL off at a #, and TensorStore goes up at each part that is two dots.
-        wrong |= {'#'}.intersection(place) | {'..'}.intersection(place.split('/'))
+        if '#' in place:
+            wrong.append('#')
+        if '..' in place.split('/'):
+            wrong.append('..')
     if wrong:
         raise ValueError(
             f'{place}: its checkpoints could not be read; expected a folder without '
@@ -32,14 +35,20 @@ def check_takes_checkpoints(folder: epath.PathLike) -> None:
 
 
 def check_writable(folder: epath.PathLike) -> None:
-    """Checks that files can be made and removed in a folder, which need not exist yet."""
+    """Raises an OSError unless files can be made and removed in a folder.
+
+    The folder need not exist yet.
+    """
     # Before TensorFlow writes logs, which silently retries a bucket that does not exist.
     storage.open_writable_folder(folder).check_writable()
 
 
 @contextlib.contextmanager
 def lock_workdir(folder: epath.PathLike) -> Iterator[None]:
-    """Keeps other runs out of a folder; one process of a run calls this."""
+    """Keeps other runs out of a folder; one process of a run calls this.
+
+    Raises a TimeoutError, which names the holder, if another run trains there.
+    """
     # A killed process releases the folder: on this machine at once, and on `gs://` after
     # `COYO11M_LEASE_SECONDS` (40) without a renewal.
     with contextlib.ExitStack() as stack:

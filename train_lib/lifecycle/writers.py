@@ -35,7 +35,10 @@ def check_installed(config: ml_collections.ConfigDict) -> None:
 def make_writer(
     config: ml_collections.ConfigDict, workdir: epath.Path, verbose: bool = False
 ) -> metric_writers.MetricWriter:
-    """Opens the writers of a run; with `verbose`, one of them writes to the log."""
+    """Opens the writers of a run; with `verbose`, one of them writes to the log.
+
+    Raises an OSError if Weights & Biases refuses the run.
+    """
     # Scalars and pictures are equal on all processes, so only the first one writes them.
     if jax.process_index():
         return metric_writers.MultiWriter([])
@@ -65,6 +68,7 @@ class TensorBoardWriter(metric_writers.MultiWriter):
         super().__init__([metric_writers.SummaryWriter(os.fspath(workdir))])
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
+        """Writes scalars of a step, by name."""
         written = dict(scalars)
         for name, first_name in _FIRST_NAMES.items():
             if name in scalars:
@@ -100,18 +104,25 @@ class WandbWriter(metric_writers.MultiWriter):
                 f'wandb.project={config.wandb.project!r}: {error} WANDB_MODE=offline keeps the run '
                 'here, and `wandb sync` sends it later.'
             ) from error
-        self._image, self._html = wandb.Image, wandb.Html
+        self._image = wandb.Image
+        self._html = wandb.Html
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
+        """Sends scalars of a step, by name."""
         self._run.log({name: float(x) for name, x in scalars.items()}, step=step)
 
     def write_images(self, step: int, images: Mapping[str, Any]) -> None:
-        values = {name: [self._image(one) for one in np.asarray(x)] for name, x in images.items()}
+        """Sends pictures of a step, uint8 `(n, H, W, 3)` by name."""
+        values = {}
+        for name, pictures in images.items():
+            values[name] = [self._image(picture) for picture in np.asarray(pictures)]
         self._run.log(values, step=step)
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Sends texts of a step, by name."""
         values = {name: self._html(f'<pre>{escape_for_html(x)}</pre>') for name, x in texts.items()}
         self._run.log(values, step=step)
 
     def close(self) -> None:
+        """Sends what is left."""
         self._run.finish()
