@@ -4,6 +4,7 @@ A position says which batch comes next, after any interruptions and for any form
 """
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -41,33 +42,55 @@ class PreviewSamples(NamedTuple):
 class TrainingData:
     """This process's share of the data sets of a run; opened by their metadata alone.
 
-    `position` is that of step 0 in plain values: `step` and `samples` of each source as in a state
-    of `input_pipeline`, the number of `lanes`, and the identities of the `data_sets`. For
-    `identity` and `settings` see `checkpoint.Description`.
+    Attributes:
+        sources: The data sets, with weights and conditions.
+        facts: Their statistics together.
+        plan: The order of the training batches.
+        read_counts: Returns what training has read since the process began, without evaluations.
+        position: Position at step 0 in plain values: `step` and `samples` of each source as in a
+            state of `input_pipeline`, the number of `lanes`, and the identities of the `data_sets`.
+        identity: What a resumed run cannot change, see `checkpoint.Description`.
+        settings: What it can change on purpose.
     """
 
     def __init__(self, config: ml_collections.ConfigDict, mesh: Mesh):
+        """Opens the data sets of a configuration for the devices of a mesh.
+
+        Raises:
+            ValueError: A field has a wrong value, or the data sets do not fit it or each other.
+            OSError: A data set does not exist, or its metadata cannot be read.
+        """
         config_rules.check_config(config)
-        self._config, self._mesh = config, mesh
+        self._config = config
+        self._mesh = mesh
         self.sources = config_rules.open_sources(config)
         fields = config.data
         index, count = input_pipeline.process_share(sharding.batch(mesh))
         self._share: dict[str, Any] = {'process_index': index, 'process_count': count}
-        self._counter = input_pipeline.ReadCounter()  # of training, without evaluations
-        self.read_counts = self._counter.read
-        self._num_arrived = self._num_used = 0
+        counter = input_pipeline.ReadCounter()
+        self.read_counts = counter.read
+        self._num_arrived = 0
+        self._num_used = 0
         self.facts = input_pipeline.mix_stats(self.sources, fields.text)
-        vocabulary, width = self.facts.vocabulary, self.facts.text_dim
-        has_text = vocabulary or width or fields.require_text
-        self._text = [schema.TOKENS if vocabulary else schema.TEXT_EMBEDDING] if has_text else []
-        choices = [input_pipeline.CROP] * (self.facts.latents_shape[0] > 1)
-        choices += [input_pipeline.NOISE_SEED] * bool(self.facts.moments)
+        # The feature with the texts, if there is one. Where a text is required and there is none,
+        # opening the embeddings says so.
+        self._text: list[str] = []
+        if self.facts.vocabulary:
+            self._text = [schema.TOKENS]
+        elif self.facts.text_dim or fields.require_text:
+            self._text = [schema.TEXT_EMBEDDING]
+        features = [schema.KEY, schema.LATENTS, *self._text]
+        num_crops = self.facts.latents_shape[0]
+        if num_crops > 1:
+            features.append(input_pipeline.CROP)
+        if self.facts.moments:
+            features.append(input_pipeline.NOISE_SEED)
         self.plan = input_pipeline.train_plan(
             self.sources,
             batch_size=config.batch_size,
             seed=config.seed,
-            features=(schema.KEY, schema.LATENTS, *self._text, *choices),
-            counter=self._counter,
+            features=features,
+            counter=counter,
             chunk=fields.chunk,
             lanes=fields.lanes,
             window=fields.window,
@@ -86,23 +109,27 @@ class TrainingData:
 
     def _identify(self, config: ml_collections.ConfigDict) -> None:
         """Sets what a checkpoint keeps of the data, as a resumed run compares it."""
-        vocabulary, width = self.facts.vocabulary, self.facts.text_dim
-        size = {'vocabulary': vocabulary} if vocabulary else {'width': width}
-        encoder = {'name': self.facts.text_encoder, 'revision': self.facts.text_revision}
+        encoder: dict[str, Any] = {
+            'name': self.facts.text_encoder,
+            'revision': self.facts.text_revision,
+        }
+        if self.facts.vocabulary:
+            encoder['vocabulary'] = self.facts.vocabulary
+        else:
+            encoder['width'] = self.facts.text_dim
         self.identity = {
-            'text_encoder': encoder | size,
+            'text_encoder': encoder,
             'model': models.identity_fields(**config.model),
             'optimizer': {'name': config.optimizer.name},
         }
         identities = [source.identity(schema.TRAIN) for source in self.sources]
-        digests = self.plan.cursor.digests
-        self.position = self.plan.cursor.state() | {
-            'lanes': config.data.lanes if self.plan.orders else 1,
-            'data_sets': {
-                digest: list(identity.values())
-                for digest, identity in zip(digests, identities, strict=True)
-            },
-        }
+        cursor = self.plan.cursor
+        data_sets = {}
+        for digest, identity in zip(cursor.digests, identities, strict=True):
+            data_sets[digest] = list(identity.values())
+        # A data set without an order has no lanes.
+        num_lanes = config.data.lanes if self.plan.orders else 1
+        self.position = cursor.state() | {'lanes': num_lanes, 'data_sets': data_sets}
         environment = {config_rules.ENVIRONMENT: jax_environment.describe()}
         self.settings = config_rules.changeable_fields(config)
         self.settings |= config_rules.flatten_fields(environment)
@@ -121,19 +148,25 @@ class TrainingData:
         return {**position, **cursor.after(step - cursor.position.step).state()}
 
     def check_reading(self) -> None:
-        """Checks, in all processes together, memory for reading and records for evaluations."""
-        # Drawing and evaluation take little memory.
-        for source in self.sources if self._config.eval_every else ():
-            self._eval_on_host(source).close()
+        """Checks memory for reading, and records for evaluations; all processes call this together.
+
+        Raises a MemoryError or a ValueError, or an OSError if a data set cannot be read.
+        """
+        if self._config.eval_every:
+            # Opened and closed again: reading for evaluations takes little memory.
+            for source in self.sources:
+                self._eval_on_host(source).close()
         with input_pipeline.planned_batches(self.plan) as batches:
             budget_gb = self._config.data.ram_budget_gb
             batches.check_memory(budget_gb, sharding.processes_on_host())
 
     def train_batches(self, position: Mapping[str, Any] | None = None) -> Batches:
         """Returns batches from a position on, without end; None for the beginning."""
-        self._num_arrived = self._num_used = 0
+        self._num_arrived = 0
+        self._num_used = 0
 
         def count_arrived() -> Iterator[input_pipeline.Batch]:
+            """Yields the batches of this host, counted."""
             for batch in input_pipeline.planned_batches(self.plan, position):
                 self._num_arrived += 1
                 yield batch
@@ -147,12 +180,16 @@ class TrainingData:
         return self._num_arrived - self._num_used
 
     def progress(self, position: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the passes over the data up to a position, in a mixture also of each source."""
+        """Returns scalars for the log: the passes over the data up to a position.
+
+        Of a mixture also the passes over each source and the number of its samples.
+        """
         orders = self.plan.orders
         if orders is None:
             return {}
         samples = self.plan.cursor.at(position).position.samples
-        scalars = {'train/epoch': sum(samples) / sum(x.lane_length for x in orders)}
+        epoch_length = sum(order.lane_length for order in orders)
+        scalars = {'train/epoch': sum(samples) / epoch_length}
         if len(orders) > 1:
             for source, order, lane_samples in zip(self.sources, orders, samples, strict=True):
                 scalars[f'data/{source.name}/epoch'] = lane_samples / order.lane_length
@@ -161,25 +198,36 @@ class TrainingData:
 
     @property
     def description(self) -> list[str]:
-        orders, config = self.plan.orders, self._config.data
+        """Lines for people: the sources, their shares, and how they are read."""
+        orders = self.plan.orders
         if orders is None:
             return [f'{self.sources[0].stored.full_name}, read without a chunk index']
+        fields = self._config.data
         engine = self.plan.engine
-        by_chunks = engine == input_pipeline.CHUNKS
-        unit = f'in chunks of {config.chunk} records' if by_chunks else f'by {engine}'
-        text = f', text {config.text}' if config.text else ''
-        schedule = f'{self.plan.steps_per_epoch:,.1f} steps an epoch, read {unit}{text}'
-        lines = [self._describe(*x) for x in zip(self.sources, orders, strict=True)]
+        schedule = f'{self.plan.steps_per_epoch:,.1f} steps an epoch, read '
+        if engine == input_pipeline.CHUNKS:
+            schedule += f'in chunks of {fields.chunk} records'
+        else:
+            schedule += f'by {engine}'
+        if fields.text:
+            schedule += f', text {fields.text}'
+        lines = []
+        for source, order in zip(self.sources, orders, strict=True):
+            lines.append(self._describe(source, order))
         if len(lines) > 1:
             lines += [*self.plan.cursor.shares.summary, schedule]
         else:
             lines = [f'{lines[0]}, {schedule}']
-        return lines if self._text else [*lines, _NO_TEXT]
+        if not self._text:
+            lines.append(_NO_TEXT)
+        return lines
 
     def _describe(self, source: input_pipeline.MixSource, order: input_pipeline.Order) -> str:
+        """Returns a line about a source: its place, its records and its size."""
         split = source.stored.splits[schema.TRAIN]
-        name = f'{source.name}: ' if len(self.sources) > 1 else ''
-        line = f'{name}{source.stored.folder}, {format_count(split.num_records, "record")}'
+        line = f'{source.stored.folder}, {format_count(split.num_records, "record")}'
+        if len(self.sources) > 1:
+            line = f'{source.name}: {line}'
         if source.where:
             share = order.num_records / split.num_records
             line += f', of which {order.num_records:,} ({share:.1%}) have {source.where.text}'
@@ -190,16 +238,17 @@ class TrainingData:
         return self._to_device(self._eval_on_host(source))
 
     def _eval_on_host(self, source: input_pipeline.MixSource) -> input_pipeline.Batches:
+        """Returns this process's share of a source's validation split."""
         config = self._config
-        lanes_per_host = -(-config.data.lanes // jax.process_count())
+        lanes_per_host = math.ceil(config.data.lanes / jax.process_count())
         return input_pipeline.eval_batches(
             (source,),
             batch_size=config.batch_size,
             features=(schema.KEY, schema.LATENTS, *self._text),
             # As many as training has.
             parallel_reads=config.data.parallel_reads * lanes_per_host,
-            chunk=self._config.data.chunk,
-            prefetch=self._config.data.prefetch,
+            chunk=config.data.chunk,
+            prefetch=config.data.prefetch,
             **self._share,
             **self._shared_options,
         )
@@ -215,11 +264,16 @@ class TrainingData:
             **self._shared_options,
         )
         batch = next(batches)
+        # A split may have fewer records than pictures are to be drawn.
         mask = batch[input_pipeline.MASK]
-        text = batch[self._text[0]] if self._text else np.zeros((len(mask), 0), np.float16)
+        text = np.zeros((len(mask), 0), np.float16)
+        if self._text:
+            text = batch[self._text[0]]
+        # Of moments, these channels are the means.
+        num_channels = self.facts.latents_shape[1]
         return PreviewSamples(
             captions=[caption.decode() for caption in batch[schema.CAPTION][mask]],
-            latents=batch[schema.LATENTS][mask][:, : self.facts.latents_shape[1]],
+            latents=batch[schema.LATENTS][mask][:, :num_channels],
             text=jax.device_put(text[mask], sharding.replicated(self._mesh)),
         )
 
@@ -230,6 +284,7 @@ class TrainingData:
         return {name: self._config.data[name] for name in names}
 
     def _to_device(self, batches: Iterator[input_pipeline.Batch]) -> Batches:
+        """Returns batches of this host as global arrays, sent ahead of their use."""
         ahead = self._config.data.device_prefetch
         host_batches = _raise_read_errors(batches)
         return input_pipeline.to_device(host_batches, sharding.batch(self._mesh), ahead=ahead)
@@ -257,7 +312,7 @@ class TrainingData:
 
 
 def _raise_read_errors(batches: Iterator[input_pipeline.Batch]) -> Iterator[input_pipeline.Batch]:
-    """The same batches; errors of reading as an `OSError`, without TensorFlow's traces."""
+    """Yields the same batches; errors of reading as an `OSError`, without TensorFlow's traces."""
     try:
         yield from batches
     except Exception as error:

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,7 @@ from clu import metric_writers, parameter_overview, periodic_actions
 from etils import epath
 from jax.experimental import multihost_utils
 
+import input_pipeline
 from coyo11m_tfds.pictures import vae_decoder
 from coyo11m_tfds.process import jax_environment
 from coyo11m_tfds.process.sizes import format_count
@@ -56,21 +57,30 @@ def train_and_evaluate(
     accept_changes: Collection[str] = (),
     hooks: 'Sequence[Hook] | None' = None,
 ) -> TrainState:
-    """Returns the last state of `train(set_up(...))`."""
+    """Returns the last state of `train(set_up(...))`; see these for arguments and errors."""
     state, _ = train(set_up(config, workdir, accept_changes), hooks)
     return state
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A run with checked settings, before anything is compiled or written."""
+    """A run with checked settings, before anything is compiled or written.
+
+    Attributes:
+        config: Configuration.
+        workdir: Absolute path of the run's folder.
+        data: The data sets.
+        program: Functions that are compiled when they are called.
+        beginning: Where the run starts.
+        paint: Turns raw latents `(n, C, H, W)` into pictures, uint8 `(n, height, width, 3)`.
+    """
 
     config: ml_collections.ConfigDict
     workdir: epath.Path
     data: TrainingData
     program: Program
     beginning: beginnings.Beginning
-    paint: Callable[[np.ndarray], np.ndarray]  # raw latents to pictures
+    paint: Callable[[np.ndarray], np.ndarray]
 
     def position_at(self, step: int) -> dict[str, Any]:
         """Returns the position in the data after a step, see `data.TrainingData`."""
@@ -103,8 +113,9 @@ def set_up(
     mesh = sharding.make_mesh(**config.mesh)
     data = TrainingData(config, mesh)
     data.check_reading()
-    vae = config.preview.vae if config.preview_every else ''
     facts = data.facts
+    # The decoder is loaded only if pictures are drawn.
+    vae = config.preview.vae if config.preview_every else ''
     paint = vae_decoder.make_painter(vae, facts.latents_shape[1], facts.vae, facts.latent_scale)
     if config.preview_every:
         # Read now and kept, so that errors are reported now and not hours later.
@@ -151,11 +162,14 @@ def train(
         OSError: A record, a file of the data set or a checkpoint cannot be read; a checkpoint, a
             log or a picture cannot be written; or another run holds the workdir.
     """
-    config, program, beginning = setup.config, setup.program, setup.beginning
+    config = setup.config
+    program = setup.program
+    beginning = setup.beginning
+    # The other processes wait for the first one in the manager, until it has failed.
+    holds_lock = jax.process_index() == 0
     with (
         signals.StopRequest() as stop,
-        # The other processes wait for the first one in the manager, until it has failed.
-        contextlib.nullcontext() if jax.process_index() else workdirs.lock_workdir(setup.workdir),
+        workdirs.lock_workdir(setup.workdir) if holds_lock else contextlib.nullcontext(),
         checkpoint.open_manager(
             setup.workdir, config.keep_checkpoints, config.keep_every
         ) as manager,
@@ -168,17 +182,15 @@ def train(
                 f'{setup.workdir}: another run has just trained there; start this one again.'
             )
         if beginning.step < config.num_steps:
-            introduce(
-                config,
-                program,
-                data_lines=setup.data.description,
-                num_tokens=setup.data.facts.text_max_tokens,
-                first_step=beginning.step + 1,
-                workdir=setup.workdir,
-            )
+            _introduce(setup)
         empty = program.no_metrics()
         restored = checkpoint.restore_last(manager, program.abstract_state, empty)
-        state, window, interrupted = restored or (beginning.state(program), empty, False)
+        if restored is not None:
+            state, window, interrupted = restored
+        else:
+            state = beginning.state(program)
+            window = empty
+            interrupted = False
         if beginning.step == config.num_steps and not interrupted:
             steps = f'all {config.num_steps} steps are in {setup.workdir}'
             log_on_process_0('Finished already: %s.', steps)
@@ -199,6 +211,18 @@ def train(
                 log=log,
             )
             return _train_steps(run, state, stop, interrupted)
+
+
+def _introduce(setup: Setup) -> None:
+    """Logs the machine, data, model and length of a run."""
+    introduce(
+        setup.config,
+        setup.program,
+        data_lines=setup.data.description,
+        num_tokens=setup.data.facts.text_max_tokens,
+        first_step=setup.beginning.step + 1,
+        workdir=setup.workdir,
+    )
 
 
 def _make_log(
@@ -235,7 +259,17 @@ class Run(Setup):
     def save(self, step: int, state: TrainState, interrupted: bool = False) -> bool:
         """Starts a checkpoint of a step, after the log up to this step is safe.
 
-        Returns False without one after a skipped step, because the weights may be broken.
+        Args:
+            step: Number of steps.
+            state: State after them.
+            interrupted: Whether hooks that are due after this step were not called.
+
+        Returns:
+            Whether it has been started; not after a skipped step, when the weights may be broken.
+
+        Raises:
+            FloatingPointError: More steps were skipped than the configuration allows.
+            OSError: The checkpoint, or the one before, cannot be written.
         """
         self.log.settle(step)
         if int(state.skipped_in_a_row):
@@ -252,11 +286,19 @@ class Run(Setup):
         """Returns the pictures of latents that all processes have; each paints its share.
 
         Shares are equal: where there are too few latents, some are painted more than once.
+
+        Args:
+            latents: Raw latents `(n, C, H, W)`.
+
+        Returns:
+            Pictures, uint8 `(n, height, width, 3)`.
         """
-        share = -(-len(latents) // jax.process_count())
+        count = len(latents)
+        share = math.ceil(count / jax.process_count())
         rows = share * jax.process_index() + np.arange(share)
-        pictures = self.paint(latents[rows % len(latents)])
-        return multihost_utils.process_allgather(pictures, tiled=True)[: len(latents)]
+        own_pictures = self.paint(latents[rows % count])
+        pictures = multihost_utils.process_allgather(own_pictures, tiled=True)
+        return pictures[:count]
 
     @functools.cached_property
     def preview_of_data(self) -> np.ndarray:
@@ -267,8 +309,13 @@ class Run(Setup):
 def _train_steps(
     run: Run, state: TrainState, stop: signals.StopRequest, interrupted: bool
 ) -> tuple[TrainState, bool]:
-    """The loop over steps; ends with a checkpoint. `interrupted`: see `checkpoint.save_step`."""
-    start = step = run.beginning.step
+    """Trains from the run's first step on; ends with a checkpoint.
+
+    `interrupted` says whether hooks of the step before were not called. Returns the last state, and
+    whether the run is complete.
+    """
+    start = run.beginning.step
+    step = start
     # Whether all hooks due at this step have been called and no stop has been requested.
     is_complete = not interrupted or _call_hooks(run, step, state, stop)
     batches = run.data.train_batches(run.position_at(step))
@@ -295,19 +342,28 @@ def _train_steps(
     # Before anything is torn down: after SIGTERM, only seconds may be left.
     checkpoint.wait_until_saved(run.manager)
     if interrupted and is_complete and step == start:
+        # That checkpoint exists, and says that its hooks were not called.
         checkpoint.mark_complete(run.manager, step)
     if not is_saved:
-        skipped = int(state.skipped_in_a_row)
-        problem = f'Step {step} is not saved: the last {skipped} steps were not finite.'
-        if is_complete:
-            advice = checkpoint.advise_restart(run.manager, step - skipped)
-            raise FloatingPointError(f'{problem} {advice}.')
-        logging.warning(problem)
-    if bad_records := run.data.read_counts().bad_records:
+        _report_unsaved(run, step, int(state.skipped_in_a_row), is_complete)
+    bad_records = run.data.read_counts().bad_records
+    if bad_records:
         records = format_count(bad_records, 'record')
         were = 'was' if bad_records == 1 else 'were'
         logging.warning('%s could not be read and %s left out here.', records, were)
     return state, is_complete
+
+
+def _report_unsaved(run: Run, step: int, num_skipped: int, is_complete: bool) -> None:
+    """Warns that the last step is not saved; raises a FloatingPointError if the run is complete.
+
+    Where a signal ended the run, it goes on from the checkpoint before.
+    """
+    problem = f'Step {step} is not saved: the last {num_skipped} steps were not finite.'
+    if is_complete:
+        advice = checkpoint.advise_restart(run.manager, step - num_skipped)
+        raise FloatingPointError(f'{problem} {advice}.')
+    logging.warning(problem)
 
 
 # --- Work besides steps -------------------------------------------------------------------------
@@ -318,17 +374,34 @@ def _evaluate_splits(run: Run, step: int, state: TrainState) -> str:
     log_on_process_0('evaluation at step %d ...', step)
     by_source: dict[str, metrics.EvalMetrics] = {}
     for source in run.data.sources:
-        updates = (
-            run.program.eval_step(state.ema_params, batch)
-            for batch in run.data.eval_batches(source)
-        )
-        by_source[source.name] = functools.reduce(metrics.merge, updates)
-    means = jax.device_get(functools.reduce(metrics.merge, by_source.values())).compute()
-    scalars = {f'eval/{name}': float(x) for name, x in means.items()}
+        by_source[source.name] = _evaluate_source(run, source, state)
+    together = functools.reduce(metrics.merge, by_source.values())
+    scalars = {f'eval/{name}': x for name, x in _compute(together).items()}
     if len(by_source) > 1:
-        losses = {name: jax.device_get(x).compute()['loss'] for name, x in by_source.items()}
-        scalars |= {f'eval/loss/{name}': float(x) for name, x in losses.items()}
-    run.writer.write_scalars(step, {n: x for n, x in scalars.items() if not math.isnan(x)})
+        for name, of_source in by_source.items():
+            scalars[f'eval/loss/{name}'] = _compute(of_source)['loss']
+    written = {name: x for name, x in scalars.items() if not math.isnan(x)}
+    run.writer.write_scalars(step, written)
+    return _describe_evaluation(scalars)
+
+
+def _evaluate_source(
+    run: Run, source: input_pipeline.MixSource, state: TrainState
+) -> metrics.EvalMetrics:
+    """Returns the metrics of all validation records of a source."""
+    updates = (
+        run.program.eval_step(state.ema_params, batch) for batch in run.data.eval_batches(source)
+    )
+    return functools.reduce(metrics.merge, updates)
+
+
+def _compute(evaluated: metrics.EvalMetrics) -> dict[str, float]:
+    """Returns the means of metrics, by name; NaN where nothing counts."""
+    return {name: float(x) for name, x in jax.device_get(evaluated).compute().items()}
+
+
+def _describe_evaluation(scalars: Mapping[str, float]) -> str:
+    """Returns the loss of an evaluation, and those of the quarters of time, for the log."""
     loss = scalars['eval/loss']
     if math.isnan(loss):
         return 'no finite loss'
@@ -345,17 +418,18 @@ def _evaluate_splits(run: Run, step: int, state: TrainState) -> str:
 def _write_previews(run: Run, step: int, state: TrainState) -> str:
     """Writes a grid of pictures as PNG and to TensorBoard."""
     samples = run.data.preview_samples
-    latents = run.program.draw(state.ema_params, samples.text, 0)
-    pictures = [run.preview_of_data, run.paint_together(jax.device_get(latents))]
+    latents = jax.device_get(run.program.draw(state.ema_params, samples.text, 0))
+    columns = [run.preview_of_data, run.paint_together(latents)]
     path = previews.path_of_step(run.workdir, step)
     if jax.process_index() == 0:
-        grid = previews.make_grid(pictures, samples.captions, title='left: data, right: model')
+        grid = previews.make_grid(columns, samples.captions, title='left: data, right: model')
         run.writer.write_images(step, {'previews': grid[None]})
         previews.write_png(path, grid)
     return f'{format_count(len(samples.captions), "picture")} in {path}'
 
 
 def _save_checkpoint(run: Run, step: int, state: TrainState) -> str:
+    """Starts a checkpoint."""
     if not run.save(step, state):
         return 'put off, as the last step was skipped'
     return 'copied, and written in the background'
@@ -389,8 +463,11 @@ def every(steps: Callable[[ml_collections.ConfigDict], int]) -> Callable[[Run, i
     """Returns an `is_due` for every `steps(config)` steps, and for the last; 0 means never."""
 
     def is_due(run: Run, step: int) -> bool:
+        """Whether a hook is due after a step."""
         count = steps(run.config)
-        return count > 0 and (step % count == 0 or step == run.config.num_steps)
+        if count <= 0:
+            return False
+        return step % count == 0 or step == run.config.num_steps
 
     return is_due
 
@@ -409,17 +486,15 @@ DEFAULT_HOOKS = (
 
 
 def _call_hooks(run: Run, step: int, state: TrainState, stop: signals.StopRequest) -> bool:
-    """Calls the hooks that are due after a step; False where a stop request broke one off."""
+    """Calls the hooks that are due after a step; returns False if a stop request broke one off."""
     due_hooks = [hook for hook in run.hooks if hook.is_due(run, step)]
     if due_hooks:
         # A complete window need not wait for hooks, which may take long.
         run.log.write_complete()
     for hook in due_hooks:
+        may_interrupt = stop.repeatable() if hook.repeatable else contextlib.nullcontext()
         try:
-            with (
-                run.log.clock.aside(),
-                stop.repeatable() if hook.repeatable else contextlib.nullcontext(),
-            ):
+            with run.log.clock.aside(), may_interrupt:
                 begin = time.monotonic()
                 outcome = hook.call(run, step, state)
         except signals.BrokenOff:

@@ -65,10 +65,10 @@ def introduce(
         workdir: Folder of the run.
     """
     placement: Any = program.abstract_state.step.sharding  # a NamedSharding
+    mesh = ' x '.join(f'{axis} {size}' for axis, size in placement.mesh.shape.items())
     log_on_process_0(
         f'machine: {jax.device_count()} x {jax.devices()[0].device_kind}, processes: '
-        f'{jax.process_count()}, cores of this host: {os.cpu_count()}, mesh '
-        + ' x '.join(f'{axis} {size}' for axis, size in placement.mesh.shape.items())
+        f'{jax.process_count()}, cores of this host: {os.cpu_count()}, mesh {mesh}'
     )
     for line in data_lines:
         log_on_process_0(f'data: {line}')
