@@ -1,6 +1,7 @@
 """A checkpoint of a run that draws captions."""
 
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,10 +27,16 @@ BATCH_SIZE = 64  # pictures that are drawn at a time
 class Artist:
     """A checkpoint of a run, ready to draw on the devices of this process.
 
-    Its `workdir` is the run's, without a step. Its `settings` are plain values that decide the
-    picture of a caption; its `encoder` names the text encoder, '' stands for that of the data set;
-    `vae` is the decoder, '' the linear map; `facts` are those of the training data;
-    `paint` turns raw latents `(n, C, H, W)` into pictures, uint8 `(n, height, width, 3)`.
+    Attributes:
+        workdir: Folder of the run, without a step.
+        step: Step of the checkpoint.
+        settings: Plain values that decide the picture of a caption.
+        encoder: Name of the text encoder; '' stands for that of the data set.
+        vae: Name of the decoder; '' stands for the linear map.
+        facts: Those of the training data.
+        data_dir: Folder of the training data; '' for a mixture.
+        paint: Turns raw latents `(n, C, H, W)` into pictures, uint8 `(n, height, width, 3)`.
+        batch_size: Number of pictures that are drawn at a time.
     """
 
     def __init__(
@@ -44,14 +51,28 @@ class Artist:
         vae: str | None = None,
         **changes: float | str | None,
     ):
-        """Opens a checkpoint, see `checkpoint.open_run`; reads the weights when needed.
+        """Opens a checkpoint; reads the weights when they are needed.
 
-        `encoder` is a folder or hub name. `changes` replace fields of the run's `config.preview`,
-        such as `guidance`; '' and None keep the run's values.
+        Args:
+            place: Folder of the run, as for `checkpoint.open_run`.
+            step: Step of the checkpoint; None for the last.
+            average: Whether to draw with the moving average of the weights.
+            seed: Seed of the noise; None for the run's.
+            batch_size: Number of pictures to draw at a time.
+            encoder: Folder or hub name of the text encoder; '' for the run's.
+            vae: Folder or hub name of the decoder, '' for the linear map; None for that of the
+                run's previews.
+            **changes: Fields of the run's `config.preview`, such as `guidance`; None keeps the
+                run's value.
+
+        Raises:
+            ValueError: The run has no such checkpoint, or a value is not one that it could have.
+            OSError: The checkpoint or the decoder cannot be read.
         """
         jax_environment.check()
         self._saved = checkpoint.open_run(place, step)
-        self.workdir, self.step = self._saved.workdir, self._saved.step
+        self.workdir = self._saved.workdir
+        self.step = self._saved.step
         self.facts = DatasetStats.from_json(self._saved.description.facts)
         config = ml_collections.ConfigDict(self._saved.description.config)
         changes = {f'preview.{name}': value for name, value in changes.items()}
@@ -77,7 +98,8 @@ class Artist:
             'vae': _describe_vae(self.vae),
         }
         # Only where there is something to say: the settings name what `evaluate` stores.
-        if environment := jax_environment.describe():
+        environment = jax_environment.describe()
+        if environment:
             self.settings['environment'] = environment
         self._draw_batch = self._compile(config)
 
@@ -87,18 +109,27 @@ class Artist:
         encoder: Encoder | Tokenizer | None = None,
         first: int = 0,
     ) -> np.ndarray:
-        """Draws one picture for each caption, uint8 `(n, H, W, 3)`; None is `text_encoder`.
+        """Draws one picture for each caption, uint8 `(n, H, W, 3)`.
 
-        A picture is a function of the weights, the seed, the caption and its place in the list
-        (`first` is that of the first caption), except for rounding. Raises a ValueError for
-        anything else than captions.
+        A picture is a function of the weights, the seed, the caption and its number, except for
+        rounding.
+
+        Args:
+            captions: Captions.
+            encoder: Encoder or tokenizer to encode them; `text_encoder` by default.
+            first: Number of the first caption; the others follow.
+
+        Raises:
+            ValueError: These are no captions, or the encoder did not make the training texts.
         """
         captions = _list_captions(captions)
-        encoder = self.text_encoder if encoder is None else encoder
+        if encoder is None:
+            encoder = self.text_encoder
         caption_encoder.check(self.facts, encoder)
         texts = caption_encoder.encode(self.facts, encoder, captions)
-        devices = self._mesh.size
-        size = -(-min(self.batch_size, len(texts)) // devices) * devices
+        # Each device draws as many.
+        num_devices = self._mesh.size
+        size = math.ceil(min(self.batch_size, len(texts)) / num_devices) * num_devices
         pictures = []
         for start in range(0, len(texts), size):
             batch = texts[start : start + size]
@@ -127,11 +158,12 @@ class Artist:
         return self._saved.restore_weights(replicated, average=self._average)
 
     def _compile(self, config: ml_collections.ConfigDict):
-        """The jitted function; pictures are shared out over the devices, each has all weights."""
-        dtype = config.model.dtype
+        """Returns the jitted function of texts and the number of the first one."""
+        # A run without an encoder in its step has none here, either.
+        spec = self.encoder if config.encoder else ''
         try:
             encoder = step_encoder.load_step_encoder(
-                config.encoder and self.encoder, self.facts, self._mesh, dtype=dtype
+                spec, self.facts, self._mesh, dtype=config.model.dtype
             )
         except ValueError as error:
             raise ValueError(
@@ -141,12 +173,14 @@ class Artist:
         # Weights whole on every device, pictures shared out: no exchange within a step.
         model = model.clone(pin=sharding.RowPinning(self._mesh))
         draw = make_draw(config, model, self.facts, encoder)
-        replicated, rows = sharding.replicated(self._mesh), sharding.batch(self._mesh)
+        replicated = sharding.replicated(self._mesh)
+        rows = sharding.batch(self._mesh)
         draw_rows = bind(draw, encoder, replicated, rows, replicated, out_shardings=rows)
         return lambda texts, first: draw_rows(self.params, texts, first)
 
 
 def _describe_vae(vae: str) -> str:
+    """Returns name and revision of a decoder; '' for the linear map."""
     if not vae:
         return ''
     return f'{model_files.public_name(vae)} {model_files.revision(vae)}'
@@ -171,9 +205,12 @@ def _change_fields(config: ml_collections.ConfigDict, changes: Mapping[str, Any]
 
 
 def _list_captions(captions: Iterable[str]) -> list[str]:
+    """Returns captions as a list; raises a ValueError for anything else, and for none."""
+    texts = []
     # A single text would be drawn letter by letter.
-    is_several = isinstance(captions, Iterable) and not isinstance(captions, (str, bytes))
-    texts = list(captions) if is_several else []
-    if not (texts and all(isinstance(text, str) for text in texts)):
+    if isinstance(captions, Iterable) and not isinstance(captions, (str, bytes)):
+        texts = list(captions)
+    are_texts = all(isinstance(text, str) for text in texts)
+    if not texts or not are_texts:
         raise ValueError(f'captions={captions!r}: expected a list of at least one text')
     return texts

@@ -27,7 +27,14 @@ _OF_FOLDER = 'sha256:'  # how the revision of a model in a local folder begins
 def load(facts: DatasetStats, spec: str = '') -> Encoder | Tokenizer:
     """Loads the encoder, or the tokenizer, that made the texts of a data set.
 
-    `spec` names it; with '' the metadata of the data set do, which do not hold a local folder.
+    Args:
+        facts: Those of the data set.
+        spec: Name of the encoder, such as `hf:FOLDER`; with '' the metadata of the data set name
+            it, which do not hold a local folder.
+
+    Raises:
+        ValueError: The data set has no texts, does not name the place of their encoder, or another
+            one made them.
     """
     if not (facts.vocabulary or facts.text_dim):
         raise ValueError(
@@ -65,8 +72,21 @@ def load(facts: DatasetStats, spec: str = '') -> Encoder | Tokenizer:
 def encode(
     facts: DatasetStats, encoder: Encoder | Tokenizer, captions: Sequence[str]
 ) -> np.ndarray:
-    """Encodes captions: embeddings float16 `(n, D)`, or token ids int32 `(n, T)`."""
-    if unknown := find_unknown_words(facts, encoder, captions):
+    """Encodes captions as the data set stores them; warns of words that the model has not seen.
+
+    Args:
+        facts: Those of the training data.
+        encoder: Result of `load`.
+        captions: Captions.
+
+    Returns:
+        Embeddings, float16 `(n, D)`, or token ids, int32 `(n, T)`, padded with -1.
+
+    Raises:
+        ValueError: A caption has a token that the training data cannot have.
+    """
+    unknown = find_unknown_words(facts, encoder, captions)
+    if unknown:
         # The list of words that have numbers lacks rare ones if it is full.
         is_full = facts.text_words.count(' ') + 1 == word_list.MAX_WORDS
         logging.warning(
@@ -91,21 +111,33 @@ def encode(
 def find_unknown_words(
     facts: DatasetStats, encoder: Tokenizer, captions: Sequence[str]
 ) -> list[str]:
-    """Returns words that training captions lack; with `hash` misses some that share buckets."""
-    words = list(dict.fromkeys(w for caption in captions for w in split_words(caption)))
+    """Returns the words of captions that no training caption has, in the order of the captions.
+
+    With `hash` it misses words that share their bucket with another. Without a list of words it
+    knows of none.
+    """
+    # A dict keeps the order, and each word once.
+    distinct: dict[str, None] = {}
+    for caption in captions:
+        distinct.update(dict.fromkeys(split_words(caption)))
+    words = list(distinct)
     if facts.text_encoder == HashEncoder.name:
         # A bucket without mean and deviation got no word of any caption.
         is_empty = (facts.text_mean == 0) & (facts.text_std == 0)
-        is_unknown = np.any(cast(Encoder, encoder).encode(words)[:, is_empty], axis=1).tolist()
-    elif facts.text_words:
+        vectors = cast(Encoder, encoder).encode(words)
+        falls_into_empty = np.any(vectors[:, is_empty], axis=1)
+        return [words[number] for number in np.flatnonzero(falls_into_empty)]
+    if facts.text_words:
         known_words = set(word_list.parse(facts.text_words))
-        is_unknown = [word not in known_words for word in words]
-    else:
-        return []
-    return [word for word, unknown in zip(words, is_unknown, strict=True) if unknown]
+        return [word for word in words if word not in known_words]
+    return []
 
 
 def check(facts: DatasetStats, encoder: Encoder | Tokenizer) -> None:
+    """Raises a ValueError for an encoder that did not make the texts of a data set.
+
+    It only warns where the data set does not tell.
+    """
     # Nothing names the encoder of embeddings that came with the latents: their width must do.
     if facts.text_encoder == _IN_PT and cast(Encoder, encoder).dim == facts.text_dim:
         logging.warning(

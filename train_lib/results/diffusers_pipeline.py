@@ -38,15 +38,18 @@ class LatentFlowPipeline(DiffusionPipeline):
     def __init__(self, transformer, tokenizer=None, text_encoder=None, vae=None, encoder=''):
         super().__init__()
         text, dtype = transformer.config['text'], transformer.dtype
-        if not tokenizer and (model := encoder or text['model']):
+        model = encoder or text['model']
+        if model and not tokenizer:
             options = {'revision': None if encoder else text['revision']}
             tokenizer = transformers.AutoTokenizer.from_pretrained(model, **options)
             if text['encoded'] and not text_encoder:
                 options |= {'dtype': dtype, 'use_safetensors': True}
                 text_encoder = transformers.AutoModel.from_pretrained(model, **options)
-        # A VAE that was in a local folder is known by its name alone.
-        self._missing_vae = transformer.config['painting']['local_vae'] if vae is None else ''
-        vae = transformer.config['preview']['vae'] if vae is None else vae
+        self._missing_vae = ''
+        if vae is None:
+            vae = transformer.config['preview']['vae']
+            # A VAE that was in a local folder is known by its name alone.
+            self._missing_vae = transformer.config['painting']['local_vae']
         if isinstance(vae, str):
             vae = _load_vae(vae, dtype) if vae else None
         self.register_modules(
@@ -73,40 +76,48 @@ class LatentFlowPipeline(DiffusionPipeline):
         'pil', 'np', 'pt' or, for raw latents, 'latent'. Raises a ValueError for arguments with
         which no run would draw.
         """
-        given = {'num_inference_steps': num_inference_steps, 'guidance_scale': guidance_scale}
-        given = {name: value for name, value in given.items() if value is not None}
-        self._check_settings(given)
+        settings = {'num_inference_steps': num_inference_steps, 'guidance_scale': guidance_scale}
+        settings = {name: value for name, value in settings.items() if value is not None}
+        self._check_settings(settings)
         if output_type not in _OUTPUT_TYPES:
             raise ValueError(f'output_type={output_type!r}: expected one of {_OUTPUT_TYPES}')
-        facts, device = self.transformer.config['data'], self._execution_device
+        device = self._execution_device
         if prompt_embeds is None:
             text = self.encode_prompt(prompt)
-        elif fault := self.transformer.find_text_fault(prompt_embeds):
-            raise ValueError(f'prompt_embeds: expected {fault}')
-        elif isinstance(prompt_embeds, tuple):
-            text = tuple(x.to(device) for x in prompt_embeds)
         else:
-            text = prompt_embeds.to(device)
-        shape = len(text[0] if isinstance(text, tuple) else text), *facts['latents_shape'][1:]
-        if not shape[0]:
+            text = self._place_text(prompt_embeds)
+        count = len(text[0] if isinstance(text, tuple) else text)
+        if not count:
             raise ValueError('prompt_embeds holds no text: expected at least one')
+        shape = count, *self.transformer.config['data']['latents_shape'][1:]
         if latents is None:
-            _check_generator(generator, shape[0])
+            _check_generator(generator, count)
             latents = randn_tensor(shape, generator, device, torch.float32)
         elif tuple(latents.shape) != shape:
             raise ValueError(f'latents of shape {tuple(latents.shape)}: expected {shape}')
         noise = latents.to(device, torch.float32).permute(0, 2, 3, 1)
-        changes = {_SETTINGS[name]: value for name, value in given.items()}
+        changes = {_SETTINGS[name]: value for name, value in settings.items()}
         images = self.transformer(noise, text, **changes)
         if output_type != 'latent':
             images = self._paint(images)
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(VaeImageProcessor().postprocess(images, output_type))
 
-    def _check_settings(self, given):
-        for name, value in given.items():
-            if fault := self.transformer.find_fault(_SETTINGS[name], value):
+    def _check_settings(self, settings):
+        """Raises a ValueError for values with which no run would draw."""
+        for name, value in settings.items():
+            fault = self.transformer.find_fault(_SETTINGS[name], value)
+            if fault:
                 raise ValueError(f'{name}={value!r}: expected {fault}')
+
+    def _place_text(self, text):
+        """Returns a text on the model's device; raises a ValueError for one of another form."""
+        fault = self.transformer.find_text_fault(text)
+        if fault:
+            raise ValueError(f'prompt_embeds: expected {fault}')
+        if isinstance(text, tuple):
+            return tuple(x.to(self._execution_device) for x in text)
+        return text.to(self._execution_device)
 
     def encode_prompt(self, prompt):
         """Returns captions, a string or a list, as the transformer takes them: its file says how.
@@ -117,7 +128,8 @@ class LatentFlowPipeline(DiffusionPipeline):
         is_list = isinstance(prompts, (list, tuple)) and len(prompts) > 0
         if not (is_list and all(isinstance(caption, str) for caption in prompts)):
             raise ValueError(f'prompt={prompt!r}: expected a caption or a list of captions')
-        facts, device = self.transformer.config['data'], self._execution_device
+        facts = self.transformer.config['data']
+        device = self._execution_device
         if facts['text_encoder'] == 'hash':
             vectors = np.stack([_hash_features(caption) for caption in prompts])
             return torch.tensor(vectors, device=device).half()
@@ -147,7 +159,8 @@ class LatentFlowPipeline(DiffusionPipeline):
             raise ValueError('safe_serialization=False: expected True, a copy of the safetensors')
         if hub and not push_to_hub:
             raise ValueError(f'{", ".join(hub)}: expected none of these: the copy is as the export')
-        folder, target = self._find_export(), Path(save_directory)
+        folder = self._find_export()
+        target = Path(save_directory)
         if target.resolve() != folder.resolve():
             _copy_export(folder, target)
         if push_to_hub:
@@ -156,19 +169,23 @@ class LatentFlowPipeline(DiffusionPipeline):
     def push_to_hub(self, repo_id, commit_message=None, private=None, token=None, create_pr=False):
         """Uploads the export that this pipeline was loaded from, as `save_pretrained` copies it."""
         folder = self._find_export()
-        options = {'token': token, 'repo_id': repo_id}
-        options['repo_id'] = huggingface_hub.create_repo(
-            **options, private=private, exist_ok=True
-        ).repo_id
+        repository = huggingface_hub.create_repo(
+            repo_id, token=token, private=private, exist_ok=True
+        )
         return huggingface_hub.upload_folder(
-            **options,
+            # With the name of its owner, which the hub adds.
+            repo_id=repository.repo_id,
+            token=token,
             folder_path=folder,
             commit_message=commit_message or f'Upload {type(self).__name__}',
             create_pr=create_pr,
         )
 
     def _find_export(self):
-        """The folder that the transformer was loaded from, which must not have changed."""
+        """Returns the folder that the transformer was loaded from.
+
+        Raises a ValueError if it has changed.
+        """
         folder = self.transformer.folder and self.transformer.folder.parent
         if not folder or not (folder / 'transformer' / 'config.json').exists():
             raise ValueError(
@@ -183,8 +200,10 @@ class LatentFlowPipeline(DiffusionPipeline):
         return folder
 
     def _tokenize(self, prompts):
+        """Returns the token ids of each caption, a list of lists."""
         facts = self.transformer.config['data']
-        name, max_tokens = facts['text_encoder'], facts['text_max_tokens'] or 512
+        name = facts['text_encoder']
+        max_tokens = facts['text_max_tokens'] or 512
         if name == 'words':
             return self._number_words(prompts, max_tokens)
         if name == 'labels':
@@ -194,22 +213,29 @@ class LatentFlowPipeline(DiffusionPipeline):
                 f'{name!r} made the texts of the training data: give its folder or hub name to '
                 'from_pretrained(..., encoder=), or prompt_embeds in place of the prompt'
             )
-        special = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0
-        filler = next(token for token in special if token is not None)
+        # A caption without tokens gets one: attention needs a word in every row.
+        candidates = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0
+        filler = next(token for token in candidates if token is not None)
         rows = self.tokenizer(prompts, truncation=True, max_length=max_tokens)['input_ids']
         return [ids or [filler] for ids in rows]
 
     def _number_words(self, prompts, max_tokens):
-        """The number of each word in the list of the training data; 0 if the list lacks it."""
+        """Returns the numbers of words in the list of the training data; 0 if it lacks a word."""
         entries = self.transformer.config['data']['text_words'].split()
         numbers = {entry.rpartition(':')[0]: number for number, entry in enumerate(entries, 1)}
-        texts = [_split_words(caption) for caption in prompts]
-        if unknown := sorted({word for words in texts for word in words} - numbers.keys()):
-            _log.warning('No caption of the training data has %s.', ', '.join(map(repr, unknown)))
-        return [[numbers.get(word, 0) for word in words[:max_tokens]] for words in texts]
+        rows = []
+        unknown: set[str] = set()
+        for caption in prompts:
+            words = _split_words(caption)
+            unknown.update(word for word in words if word not in numbers)
+            rows.append([numbers.get(word, 0) for word in words[:max_tokens]])
+        if unknown:
+            shown = ', '.join(map(repr, sorted(unknown)))
+            _log.warning('No caption of the training data has %s.', shown)
+        return rows
 
     def _paint(self, latents):
-        """Pictures `(n, 3, height, width)` in [-1, 1] of raw latents."""
+        """Returns pictures `(n, 3, height, width)` in [-1, 1] of raw latents."""
         config = self.transformer.config['painting']
         if self._missing_vae:
             raise ValueError(
@@ -227,30 +253,36 @@ class LatentFlowPipeline(DiffusionPipeline):
                 f'latents of {latents.shape[1]} channels need a VAE: give its folder or hub name '
                 "to from_pretrained(..., vae=), or output_type='latent'"
             )
-        rgb, bias = (torch.tensor(config[name]).to(latents) for name in ('rgb', 'rgb_bias'))
+        rgb = torch.tensor(config['rgb']).to(latents)
+        bias = torch.tensor(config['rgb_bias']).to(latents)
         return torch.einsum('nchw,cr->nrhw', latents, rgb) + bias[:, None, None]
 
 
 def _load_vae(model, dtype):
+    """Loads the VAE of a folder or hub name."""
     try:
         vae = AutoModel.from_pretrained(model, use_safetensors=True)
-    # A repository of a whole pipeline has it in a folder of its own.
     except OSError:
+        # A repository of a whole pipeline has it in a folder of its own.
         vae = AutoModel.from_pretrained(model, subfolder='vae', use_safetensors=True)
     return vae if vae.dtype == dtype else vae.to(dtype)
 
 
 def _check_generator(generator, count):
-    generators = generator if isinstance(generator, (list, tuple)) else [generator]
-    if generator is not None and not all(isinstance(x, torch.Generator) for x in generators):
+    """Raises a ValueError for anything else than a generator, or one for each caption."""
+    if generator is None:
+        return
+    is_list = isinstance(generator, (list, tuple))
+    generators = generator if is_list else [generator]
+    if not all(isinstance(x, torch.Generator) for x in generators):
         problem = 'expected torch.Generator().manual_seed(SEED), or a list of one for each caption'
         raise ValueError(f'generator={generator!r}: {problem}')
-    if generators is generator and len(generators) != count:
+    if is_list and len(generators) != count:
         raise ValueError(f'{len(generators)} generators: expected {count}, one for each caption')
 
 
 def _copy_export(folder, target):
-    """Copies files, the one last without which an export is not complete."""
+    """Copies an export; last the file without which an export is not complete."""
     last = Path('transformer') / 'config.json'
     (target / last).unlink(missing_ok=True)
     (target / 'transformer').mkdir(parents=True, exist_ok=True)
@@ -262,23 +294,28 @@ def _copy_export(folder, target):
 
 
 def _split_words(caption):
-    """The words of a caption, as coyo11m_tfds.text.text_encoders splits it."""
+    """Returns the words of a caption, as coyo11m_tfds.text.text_encoders splits it."""
     return re.findall(r'\w+', unicodedata.normalize('NFKC', caption).lower())
 
 
 def _hash_words(caption):
+    """Returns a hash of 64 bits of each word of a caption."""
     words = [word.encode() for word in _split_words(caption)]
     digests = [hashlib.blake2b(word, digest_size=8).digest() for word in words]
     return [int.from_bytes(digest, 'little') for digest in digests]
 
 
 def _hash_features(caption, dim=640):
-    """The embedding of a caption by the encoder `hash`, from its words and their pairs."""
+    """Returns the embedding of a caption by the encoder `hash`, from its words and their pairs."""
     words = np.array(_hash_words(caption), np.uint64)
     # splitmix64; its increment is also the multiplier of the first word of a pair.
     z = (words[:-1] + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + words[1:]
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    bits = np.concatenate([words, z ^ (z >> np.uint64(31))]).view('<u2').astype(np.int64)
-    sums = np.bincount((bits >> 1) * dim >> 15, 1 - 2 * (bits & 1), dim)
+    pairs = z ^ (z >> np.uint64(31))
+    # Each hash adds four signs, of 16 bits each: 15 choose the bucket, and one is the sign.
+    parts = np.concatenate([words, pairs]).view('<u2').astype(np.int64)
+    buckets = (parts >> 1) * dim >> 15
+    signs = 1 - 2 * (parts & 1)
+    sums = np.bincount(buckets, signs, dim)
     return sums / np.maximum(np.linalg.norm(sums), 1)

@@ -44,7 +44,10 @@ class Features(NamedTuple):
 
 
 def open_validation(data_dir: str, num_pictures: int) -> StoredDataset:
-    """Opens a data set whose validation split must have at least `num_pictures` records."""
+    """Opens a data set whose validation split has at least `num_pictures` records.
+
+    Raises a ValueError if it has fewer, or `data_dir` is '', and an OSError if there is none.
+    """
     if not data_dir:
         raise ValueError('the run trained on a mixture: choose the data set by --data_dir')
     try:
@@ -71,7 +74,18 @@ def evaluate_pictures(
 ) -> dict[str, Any]:
     """Draws the missing pictures of the first records, and returns the comparison of all.
 
-    It is also written to `WORKDIR/evaluation/step_STEP_ID.json` (ID: a digest of the settings).
+    It is also written to `WORKDIR/evaluation/step_STEP_ID.json` (ID: a digest of the settings),
+    and the features next to it, so that an interrupted evaluation continues.
+
+    Args:
+        artist: Draws the pictures.
+        image_encoder: Computes features of pictures and perhaps of captions.
+        data: Data set, see `open_validation`.
+        workdir: Folder of the run.
+        num_pictures: Number of records of its validation split.
+
+    Returns:
+        `num_pictures`, what `compare_features` returns, and the `settings`.
     """
     settings = artist.settings | {
         'text_encoder': f'{artist.text_encoder.name} {artist.text_encoder.revision}',
@@ -87,22 +101,41 @@ def evaluate_pictures(
         file = f'{name}/{first:07}-{end:07}.npz'
         features = _load_features(folder, file)
         if features is None:
-            drawn = artist.draw(captions, first=first)
-            texts = np.zeros((len(captions), 0), np.float32)
-            if image_encoder.has_texts:
-                texts = image_encoder.encode_texts(captions)
-            data_features = image_encoder.encode(artist.paint(latents))
-            features = Features(data_features, image_encoder.encode(drawn), texts)
+            features = _compute_features(artist, image_encoder, first, latents, captions)
             content = io.BytesIO()
             np.savez(content, **features._asdict())
             folder.write(file, content.getvalue())
             pictures = format_count(num_pictures, 'picture is', 'pictures are')
             logging.info('%s of %s drawn.', f'{end:,}', pictures)
         batches.append(features)
-    features = Features(*map(np.concatenate, zip(*batches, strict=True)))
+    features = Features(
+        data=np.concatenate([batch.data for batch in batches]),
+        drawn=np.concatenate([batch.drawn for batch in batches]),
+        texts=np.concatenate([batch.texts for batch in batches]),
+    )
     result = {'num_pictures': num_pictures, **compare_features(features), 'settings': settings}
     folder.write(f'{name}.json', json.dumps(result, indent=2).encode())
     return result
+
+
+def _compute_features(
+    artist: Artist,
+    image_encoder: 'ImageEncoder',
+    first: int,
+    latents: np.ndarray,
+    captions: list[str],
+) -> Features:
+    """Draws the captions of some records, of which the first has the number `first`."""
+    drawn = artist.draw(captions, first=first)
+    texts = np.zeros((len(captions), 0), np.float32)
+    if image_encoder.has_texts:
+        texts = image_encoder.encode_texts(captions)
+    return Features(
+        # Decoded as the drawn ones are, so that the errors of the decoder are in both.
+        data=image_encoder.encode(artist.paint(latents)),
+        drawn=image_encoder.encode(drawn),
+        texts=texts,
+    )
 
 
 def read_results(workdir: epath.Path, step: int) -> list[dict[str, Any]]:
@@ -122,12 +155,16 @@ def read_results(workdir: epath.Path, step: int) -> list[dict[str, Any]]:
 
 def _is_result(content: Any) -> bool:
     """Whether a file's JSON has the form of what `evaluate_pictures` writes."""
-    settings = content.get('settings') if isinstance(content, dict) else None
+    if not isinstance(content, dict):
+        return False
+    settings = content.get('settings')
     if not isinstance(settings, dict) or not isinstance(settings.get('preview'), dict):
         return False
-    numbers = [value for name, value in content.items() if name != 'settings']
-    are_numbers = all(type(value) in (int, float) for value in numbers)
-    return are_numbers and settings.keys() >= {'average', *NAMED_SETTINGS}
+    for name, value in content.items():
+        # By its type: a bool is an int, too.
+        if name != 'settings' and type(value) not in (int, float):
+            return False
+    return settings.keys() >= {'average', *NAMED_SETTINGS}
 
 
 def compare_features(features: Features) -> dict[str, float]:
@@ -138,7 +175,8 @@ def compare_features(features: Features) -> dict[str, float]:
         logging.warning(
             'The Fréchet distance of %d pictures with %d features is far too large: compare many '
             'more pictures than there are features.',
-            *(num_pictures, num_features),
+            num_pictures,
+            num_features,
         )
     distances = {
         'cmmd': cmmd(features.drawn, features.data),
@@ -158,13 +196,16 @@ def _read_records(data: StoredDataset, count: int) -> Iterator[tuple[int, np.nda
         data, batch_size=RECORDS_PER_FILE, features=features
     ) as batches:
         for first in range(0, count, RECORDS_PER_FILE):
-            batch, size = next(batches), min(RECORDS_PER_FILE, count - first)
+            batch = next(batches)
+            size = min(RECORDS_PER_FILE, count - first)
             captions = [caption.decode() for caption in batch[schema.CAPTION][:size]]
-            yield first, batch[schema.LATENTS][:size, : data.channels], captions
+            # Of moments, these channels are the means.
+            latents = batch[schema.LATENTS][:size, : data.channels]
+            yield first, latents, captions
 
 
 def _load_features(folder: ReadableFolder, name: str) -> Features | None:
-    """The features in a file; None if there is none, or it is damaged."""
+    """Returns the features in a file; None if there is none, or it is damaged."""
     content = folder.read(name)
     if content is None:
         return None
@@ -198,12 +239,16 @@ def frechet(x: np.ndarray, y: np.ndarray) -> float:
     Update Rule", 2017 (arXiv 1706.08500): |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)). It grows as
     the number of pictures falls, most of all below many times D, and needs two of each.
     """
-    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-    cov_x, cov_y = (np.atleast_2d(np.cov(z, rowvar=False)) for z in (x, y))
+    x = np.asarray(x, np.float64)
+    y = np.asarray(y, np.float64)
+    cov_x = np.atleast_2d(np.cov(x, rowvar=False))
+    cov_y = np.atleast_2d(np.cov(y, rowvar=False))
     # The eigenvalues of C1 C2 are those of the symmetric C1^(1/2) C2 C1^(1/2).
     values, vectors = np.linalg.eigh(cov_x)
     root = (vectors * np.sqrt(np.maximum(values, 0))) @ vectors.T
-    root_trace = np.sqrt(np.maximum(np.linalg.eigvalsh(root @ cov_y @ root), 0)).sum()
+    product_values = np.linalg.eigvalsh(root @ cov_y @ root)
+    # Rounding can make those near 0 negative.
+    root_trace = np.sqrt(np.maximum(product_values, 0)).sum()
     mean_distance = np.square(x.mean(axis=0) - y.mean(axis=0)).sum()
     return float(max(0.0, mean_distance + np.trace(cov_x) + np.trace(cov_y) - 2 * root_trace))
 
@@ -219,14 +264,17 @@ def clip_score(images: np.ndarray, texts: np.ndarray) -> float:
 
 
 def _unit(x: np.ndarray) -> np.ndarray:
+    """Returns rows of length 1, float64; rows of zeros stay zeros."""
     x = np.asarray(x, np.float64)
-    return x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), np.finfo(np.float64).tiny)
+    lengths = np.linalg.norm(x, axis=1, keepdims=True)
+    return x / np.maximum(lengths, np.finfo(np.float64).tiny)
 
 
 def _mean_kernel(x: np.ndarray, y: np.ndarray) -> float:
-    """The mean of exp(-|a - b|^2 / (2 width^2)) over all pairs of rows of length 1."""
-    sums = [
-        np.exp((x[first : first + _ROWS_AT_ONCE] @ y.T - 1) / _KERNEL_WIDTH**2).sum()
-        for first in range(0, len(x), _ROWS_AT_ONCE)
-    ]
-    return float(sum(sums)) / (len(x) * len(y))
+    """Returns the mean of exp(-|a - b|^2 / (2 width^2)) over all pairs of rows of length 1."""
+    total = 0.0
+    for first in range(0, len(x), _ROWS_AT_ONCE):
+        rows = x[first : first + _ROWS_AT_ONCE]
+        # Of rows of length 1, |a - b|^2 is 2 (1 - a b).
+        total += float(np.exp((rows @ y.T - 1) / _KERNEL_WIDTH**2).sum())
+    return total / (len(x) * len(y))

@@ -28,13 +28,15 @@ class Verdicts(NamedTuple):
 
 
 class Judge:
-    """Compares pictures with true ones.
-
-    `areas` are those of the true pictures, float32 `(N, 3072)`. `is_known`, bool `(N,)`, says which
-    of them the model has seen; of these is the floor.
-    """
+    """Compares pictures with true ones, which are numbered."""
 
     def __init__(self, areas: np.ndarray, is_known: np.ndarray):
+        """Takes the true pictures.
+
+        Args:
+            areas: Their `mean_areas`, float32 `(N, 3072)`.
+            is_known: bool `(N,)`, says which of them the model has seen; of these is the floor.
+        """
         self._areas = areas
         self._known = np.flatnonzero(is_known)
         # Equal pictures are one, the first of them.
@@ -42,18 +44,25 @@ class Judge:
         self._first_equal = first[inverse.reshape(-1)]
 
     def compare(self, areas: np.ndarray, own: np.ndarray) -> Verdicts:
-        """Compares pictures, float32 `(n, 3072)`, whose own true ones have the numbers `own`."""
+        """Compares drawn pictures with the true ones.
+
+        Args:
+            areas: `mean_areas` of the drawn pictures, float32 `(n, 3072)`.
+            own: Numbers of the true pictures that they should be, int `(n,)`.
+        """
         blocks = [self._compare_block(areas[rows], own[rows]) for rows in _split(len(own))]
-        return Verdicts(*map(np.concatenate, zip(*blocks, strict=True)))
+        columns = zip(*blocks, strict=True)
+        return Verdicts(*map(np.concatenate, columns))
 
     def _compare_block(self, areas: np.ndarray, own: np.ndarray) -> Verdicts:
+        """Compares a few pictures."""
         squares = _mean_squares(areas, self._areas)
         nearest = squares.argmin(axis=1)
         own_squares = squares[np.arange(len(own)), own]
-        nearer = [
-            len(np.unique(self._first_equal[row < own_square]))
-            for row, own_square in zip(squares, own_squares, strict=True)
-        ]
+        # How many different true pictures are nearer than the own one.
+        nearer = []
+        for row, own_square in zip(squares, own_squares, strict=True):
+            nearer.append(len(np.unique(self._first_equal[row < own_square])))
         return Verdicts(
             nearest=nearest,
             exact=self._first_equal[nearest] == self._first_equal[own],
@@ -69,10 +78,10 @@ class Judge:
         if not len(self._known):
             return None
         known_areas = self._areas[self._known]
-        nearest = [
-            _mean_squares(self._areas[own[rows]], known_areas).argmin(axis=1)
-            for rows in _split(len(own))
-        ]
+        nearest = []
+        for rows in _split(len(own)):
+            squares = _mean_squares(self._areas[own[rows]], known_areas)
+            nearest.append(squares.argmin(axis=1))
         return self.compare(known_areas[np.concatenate(nearest)], own)
 
 
@@ -90,7 +99,7 @@ def mean_areas(pictures: np.ndarray) -> np.ndarray:
 
 
 def list_columns(verdicts: Verdicts) -> dict[str, np.ndarray]:
-    """Returns the columns of a row of `write_table`."""
+    """Returns the columns of a row of `write_table`, `(n,)` each."""
     return {
         'exact': verdicts.exact,
         'first five': verdicts.first_five,
@@ -99,20 +108,26 @@ def list_columns(verdicts: Verdicts) -> dict[str, np.ndarray]:
 
 
 def write_table(rows: Mapping[str, Mapping[str, np.ndarray]]) -> list[str]:
-    """Returns a line of names and a line of means for each row; bools are shares in percent."""
-    columns = list(next(iter(rows.values())))
-    table: list[Sequence[str]] = [['', *columns]]
-    for name, values in rows.items():
-        table.append([name, *map(_write_mean, values.values())])
-    widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
+    """Returns a line of names and a line of means for each row; bools are shares in percent.
+
+    All rows have the same columns. Names are on the left, numbers on the right of their columns.
+    """
+    first_row = next(iter(rows.values()))
+    table: list[Sequence[str]] = [['', *first_row]]
+    for name, columns in rows.items():
+        table.append([name, *map(_write_mean, columns.values())])
+    name_width, *widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
     lines = []
     for name, *cells in table:
-        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        lines.append('  '.join([name.ljust(widths[0]), *padded]))
+        parts = [name.ljust(name_width)]
+        for cell, width in zip(cells, widths, strict=True):
+            parts.append(cell.rjust(width))
+        lines.append('  '.join(parts))
     return lines
 
 
 def _write_mean(values: np.ndarray) -> str:
+    """Returns a mean with one decimal; that of bools in percent."""
     if values.dtype == bool:
         return f'{100 * values.mean():.1f}%'
     return f'{values.mean():.1f}'
@@ -126,7 +141,9 @@ def _split(count: int) -> list[slice]:
 def _mean_squares(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Returns mean squared differences of all pairs of rows, float64 `(len(x), len(y))`."""
     # In float64, because these are small differences of large sums.
-    x, y = x.astype(np.float64), y.astype(np.float64)
+    x = x.astype(np.float64)
+    y = y.astype(np.float64)
+    # |a - b|^2 = |a|^2 + |b|^2 - 2 a b, which needs no array of all differences.
     sums = np.square(x).sum(axis=1)[:, None] + np.square(y).sum(axis=1) - 2 * x @ y.T
     # Rounding can make that of two equal rows negative.
     return np.maximum(sums, 0) / x.shape[1]

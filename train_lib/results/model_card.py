@@ -16,7 +16,9 @@ from coyo11m_tfds.storage import model_files
 from train_lib.lifecycle import checkpoint, config_rules
 from train_lib.results import evaluation, previews
 
-CARD_FILE, PREVIEWS_FILE = FILES = 'README.md', 'previews.png'
+CARD_FILE = 'README.md'
+PREVIEWS_FILE = 'previews.png'
+FILES = CARD_FILE, PREVIEWS_FILE
 
 # Fields of the configuration; those that are empty or 0 are left out.
 _RECIPE = (
@@ -53,9 +55,17 @@ def make_card(
 ) -> dict[str, bytes]:
     """Returns the files of the card of a model: README.md and, if the run drew any, previews.
 
-    `vae` names the decoder of its pictures; `datasets` are names on the hub.
+    Args:
+        saved: Checkpoint of the weights.
+        facts: Those of the training data.
+        name: Name of the model.
+        average: Whether the weights are the moving average.
+        num_weights: Number of the weights.
+        vae: Name of the decoder of its pictures; '' for none.
+        datasets: Names of the training data on the hub.
     """
-    workdir, files = saved.folder.parents[1], {}
+    workdir = saved.folder.parents[1]
+    files = {}
     weights = 'the moving average of the weights' if average else 'the last weights'
     sections = [
         _front_matter(facts.license, datasets),
@@ -63,33 +73,49 @@ def make_card(
         f'A text-to-image model with {num_weights:,} weights: a rectified-flow transformer on '
         f'latents, {weights} at step {saved.step:,}.',
     ]
-    if nearest := previews.find_nearest(workdir, saved.step):
+    nearest = previews.find_nearest(workdir, saved.step)
+    if nearest:
         step, files[PREVIEWS_FILE] = nearest
         legend = f'Left: data, right: model at step {step:,}.'
         sections.append(f'![Previews]({PREVIEWS_FILE})\n\n{legend}')
-    config = config_rules.flatten_fields(saved.description.config)
-    data = {
-        'data set': ', '.join(x[0] for x in saved.description.position['data_sets'].values()),
-        'license': facts.license or _NO_LICENSE,
-        'latents': f'{" x ".join(map(str, facts.latents_shape[1:]))} of {facts.vae or "a VAE"}',
-        'texts': f'{facts.text_encoder} {facts.text_revision}',
-    }
-    if vae:
-        data['pictures'] = f'decoded by {vae}'
-    sections += [_DRAWING.replace('FOLDER', repr(name)), f'## Data\n\n{_table(data)}']
+    sections.append(_DRAWING.replace('FOLDER', repr(name)))
+    sections.append(f'## Data\n\n{_table(_describe_data(saved, facts, vae))}')
     if facts.citation:
         sections.append(quote_in_markdown(facts.citation.strip(), 'bibtex'))
-    recipe = {field: config.get(field) for field in _RECIPE}
-    # By their names: folders of this machine say nothing to others.
-    runner, colon, model = config['encoder'].partition(':')
-    recipe['encoder'] = f'{runner}{colon}{model_files.public_name(model)}'
-    recipe['init_from'] = epath.Path(config['init_from']).name
-    sections += [f'## Recipe\n\n{_table(recipe)}', *_evaluations(workdir, saved.step, average)]
+    sections.append(f'## Recipe\n\n{_table(_list_recipe(saved))}')
+    sections += _evaluations(workdir, saved.step, average)
     files[CARD_FILE] = ('\n\n'.join(sections) + '\n').encode()
     return files
 
 
+def _describe_data(saved: checkpoint.SavedRun, facts: DatasetStats, vae: str) -> dict[str, str]:
+    """Returns the rows of the table about the training data."""
+    names = [name for name, *_ in saved.description.position['data_sets'].values()]
+    shape = ' x '.join(map(str, facts.latents_shape[1:]))
+    rows = {
+        'data set': ', '.join(names),
+        'license': facts.license or _NO_LICENSE,
+        'latents': f'{shape} of {facts.vae or "a VAE"}',
+        'texts': f'{facts.text_encoder} {facts.text_revision}',
+    }
+    if vae:
+        rows['pictures'] = f'decoded by {vae}'
+    return rows
+
+
+def _list_recipe(saved: checkpoint.SavedRun) -> dict[str, Any]:
+    """Returns the rows of the table about the training."""
+    config = config_rules.flatten_fields(saved.description.config)
+    rows = {field: config.get(field) for field in _RECIPE}
+    # By their names: folders of this machine say nothing to others.
+    runner, colon, model = config['encoder'].partition(':')
+    rows['encoder'] = f'{runner}{colon}{model_files.public_name(model)}'
+    rows['init_from'] = epath.Path(config['init_from']).name
+    return rows
+
+
 def _front_matter(license_name: str, datasets: Sequence[str]) -> str:
+    """Returns what the hub reads of a card."""
     fields = {'library_name': 'diffusers', 'pipeline_tag': 'text-to-image'}
     # The hub knows licenses by names like this, and refuses others.
     if re.fullmatch('[a-z0-9.-]+', license_name):
@@ -103,20 +129,21 @@ def _front_matter(license_name: str, datasets: Sequence[str]) -> str:
 
 
 def _evaluations(workdir: epath.Path, step: int, average: bool) -> Iterator[str]:
-    """A section for each result of `train_lib.evaluate` with these weights."""
+    """Yields a section for each result of `train_lib.evaluate` with these weights."""
     for result in evaluation.read_results(workdir, step):
         settings = result['settings']
-        if settings['average'] == average:
-            metrics = {name: f'{result[name]:,.6g}' for name in _METRICS if name in result}
-            others = {name: settings[name] for name in evaluation.NAMED_SETTINGS}
-            others |= settings['preview']
-            yield f'## Evaluation\n\n{_table(metrics | others)}'
+        if settings['average'] != average:
+            continue
+        rows = {name: f'{result[name]:,.6g}' for name in _METRICS if name in result}
+        for name in evaluation.NAMED_SETTINGS:
+            rows[name] = settings[name]
+        yield f'## Evaluation\n\n{_table(rows | settings["preview"])}'
 
 
 def _table(rows: Mapping[str, Any]) -> str:
-    lines = [
-        f'| {escape_for_markdown(name)} | {escape_for_markdown(value)} |'
-        for name, value in rows.items()
-        if value
-    ]
-    return '\n'.join(['| | |', '|---|---|', *lines])
+    """Returns a table of names and values; those that are empty or 0 are left out."""
+    lines = ['| | |', '|---|---|']
+    for name, value in rows.items():
+        if value:
+            lines.append(f'| {escape_for_markdown(name)} | {escape_for_markdown(value)} |')
+    return '\n'.join(lines)

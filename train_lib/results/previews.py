@@ -54,11 +54,18 @@ def find_nearest(workdir: epath.Path, step: int) -> tuple[int, bytes] | None:
     Of two that are equally near it is the earlier one.
     """
     folder = workdir / FOLDER
-    paths = folder.iterdir() if folder.exists() else ()
-    steps = [int(match[1]) for path in paths if (match := _NAME.fullmatch(path.name))]
+    if not folder.exists():
+        return None
+    steps = []
+    for path in folder.iterdir():
+        match = _NAME.fullmatch(path.name)
+        if match:
+            steps.append(int(match[1]))
     for nearest in sorted(steps, key=lambda other: (abs(other - step), other)):
         path = path_of_step(workdir, nearest)
-        if path.is_file() and (content := path.read_bytes()).startswith(_PNG):
+        content = path.read_bytes() if path.is_file() else b''
+        # A run that was killed may have left a file that is none.
+        if content.startswith(_PNG):
             return nearest, content
     return None
 
@@ -66,16 +73,29 @@ def find_nearest(workdir: epath.Path, step: int) -> tuple[int, bytes] | None:
 def make_grid(
     pictures: Sequence[np.ndarray], captions: Sequence[str], title: str = ''
 ) -> np.ndarray:
-    """Lays out a cell for each caption, uint8 `(height, width, 3)`, below a `title` of one line.
+    """Lays out a cell for each caption, in about as many columns as rows.
 
-    Each of `pictures`, uint8 `(n, H, W, 3)`, gives one picture to every cell.
+    Args:
+        pictures: Pictures, uint8 `(n, H, W, 3)` each; every one of these arrays gives one picture
+            to each cell.
+        captions: Captions, which stand below the pictures.
+        title: A line above all cells; '' for none.
+
+    Returns:
+        One picture, uint8 `(height, width, 3)`.
     """
     # Once for all captions, and before they are drawn: the boxes in a picture explain nothing.
     letters = sorted(set(''.join(captions)) - set(string.whitespace))
-    _warn_of_missing(''.join(letter for letter in letters if _font_index(letter) is None))
-    cells = [_make_cell(cell, caption) for *cell, caption in zip(*pictures, captions, strict=True)]
-    across = math.ceil(math.sqrt(len(cells)))
-    rows = [_join_pictures(cells[i : i + across], axis=1) for i in range(0, len(cells), across)]
+    missing = [letter for letter in letters if _find_font(letter) is None]
+    if missing:
+        _warn_of_missing(''.join(missing))
+    cells = []
+    for *cell_pictures, caption in zip(*pictures, captions, strict=True):
+        cells.append(_make_cell(cell_pictures, caption))
+    num_columns = math.ceil(math.sqrt(len(cells)))
+    rows = []
+    for first in range(0, len(cells), num_columns):
+        rows.append(_join_pictures(cells[first : first + num_columns], axis=1))
     if title:
         width = max(row.shape[1] for row in rows)
         size = max(_FONT_SIZE, round(width * _TITLE_SHARE))
@@ -95,19 +115,24 @@ def write_png(path: epath.PathLike, picture: np.ndarray) -> None:
 
 
 def _make_cell(pictures: Sequence[np.ndarray], caption: str) -> np.ndarray:
+    """Returns pictures in a row, with their caption below."""
     row = _join_pictures([_enlarge(picture) for picture in pictures], axis=1)
     width = row.shape[1]
-    return np.concatenate([row, _write_lines(_wrap(caption, width), width, 'black')])
+    text = _write_lines(_wrap(caption, width), width, 'black')
+    return np.concatenate([row, text])
 
 
 def _write_lines(
     lines: Sequence[str], width: int, colour: str, size: int = _FONT_SIZE
 ) -> np.ndarray:
-    height = round(1.25 * size)
-    image = Image.new('RGB', (width, height * len(lines) + _MARGIN // 2), 'white')
+    """Returns a picture of lines of text on white; `size` is that of the font in pixels."""
+    line_height = round(1.25 * size)
+    height = line_height * len(lines) + _MARGIN // 2
+    image = Image.new('RGB', (width, height), 'white')
     draw = ImageDraw.Draw(image)
     for number, line in enumerate(lines):
-        x, baseline = 0.0, _MARGIN // 2 + number * height + size
+        x = 0.0
+        baseline = _MARGIN // 2 + number * line_height + size
         for font, letters in _split_by_font(line, size):
             draw.text((x, baseline), letters, colour, font, anchor='ls')
             x += font.getlength(letters)
@@ -129,63 +154,73 @@ def _wrap(caption: str, width: int) -> list[str]:
             lines[-1] += letter
     lines = list(filter(None, lines))
     if len(lines) > _MAX_LINES:
-        last = lines[_MAX_LINES - 1]
+        lines = lines[:_MAX_LINES]
+        last = lines.pop()
         while _text_width(f'{last} ...') > width:
             last = last[:-1]
-        lines[_MAX_LINES - 1 :] = [f'{last} ...']
+        lines.append(f'{last} ...')
     return lines or ['(no caption)']
 
 
 def _text_width(text: str) -> float:
+    """Returns the pixels that a line of a caption takes."""
     return sum(font.getlength(letters) for font, letters in _split_by_font(text, _FONT_SIZE))
 
 
 def _split_by_font(text: str, size: int) -> Iterator[tuple[ImageFont.FreeTypeFont, str]]:
     """Yields stretches of a text, each with the first font that has its letters."""
-    for index, letters in itertools.groupby(text, _font_index):
-        yield _fonts(size)[index or 0], ''.join(letters)
+    for number, letters in itertools.groupby(text, _find_font):
+        # What no font has is a box of the first one.
+        yield _load_fonts(size)[number or 0], ''.join(letters)
 
 
 @functools.cache
-def _font_index(letter: str) -> int | None:
-    """The number of the first font that has a letter; None if none has."""
+def _find_font(letter: str) -> int | None:
+    """Returns the number of the first font that has a letter; None if none has."""
+    for number, font in enumerate(_load_fonts(_FONT_SIZE)):
+        # A font draws a letter that it lacks like a code point without a letter.
+        if _draw_letter(font, letter) != _draw_letter(font, '\uffff'):
+            return number
+    return None
 
-    def bitmap(font: ImageFont.FreeTypeFont, text: str) -> tuple[tuple[int, int], bytes]:
-        mask = font.getmask(text)
-        return mask.size, bytes(mask)
 
-    # A font draws a letter that it lacks like a code point without a letter.
-    fonts = enumerate(_fonts(_FONT_SIZE))
-    return next((i for i, font in fonts if bitmap(font, letter) != bitmap(font, '\uffff')), None)
+def _draw_letter(font: ImageFont.FreeTypeFont, letter: str) -> tuple[tuple[int, int], bytes]:
+    """Returns the size and the pixels of a letter."""
+    mask = font.getmask(letter)
+    return mask.size, bytes(mask)
 
 
 @functools.cache  # the same captions are drawn again and again
 def _warn_of_missing(letters: str) -> None:
-    if letters:
-        logging.warning(
-            'No font here has %s of the captions in the previews, such as %r; the extra '
-            "`fonts` brings Chinese, Japanese and Korean (pip install -e '.[fonts]').",
-            *(format_count(len(letters), 'letter'), letters[:10]),
-        )
+    """Warns of letters that no font has."""
+    logging.warning(
+        'No font here has %s of the captions in the previews, such as %r; the extra '
+        "`fonts` brings Chinese, Japanese and Korean (pip install -e '.[fonts]').",
+        format_count(len(letters), 'letter'),
+        letters[:10],
+    )
 
 
 @functools.cache
-def _fonts(size: int) -> list[ImageFont.FreeTypeFont]:
-    """DejaVu Sans, and a font with further letters if one is installed."""
+def _load_fonts(size: int) -> list[ImageFont.FreeTypeFont]:
+    """Returns DejaVu Sans, and a font with further letters if one is installed."""
     dejavu = pathlib.Path(__file__).parents[1] / 'fonts' / 'DejaVuSans.ttf'
     fonts = [ImageFont.truetype(dejavu, size)]
+    files = list(_OTHER_FILES)
     package = importlib.util.find_spec(_CJK_PACKAGE)
-    origin = package.origin if package else None
-    package_files = [str(pathlib.Path(origin).with_name(_CJK_FILE))] if origin else []
-    for file in (*package_files, *_OTHER_FILES):
+    if package and package.origin:
+        files.insert(0, str(pathlib.Path(package.origin).with_name(_CJK_FILE)))
+    for file in files:
         try:
-            return [*fonts, ImageFont.truetype(file, size)]
+            fonts.append(ImageFont.truetype(file, size))
+            break
         except OSError:  # not installed
             continue
     return fonts
 
 
 def _enlarge(picture: np.ndarray) -> np.ndarray:
+    """Returns a picture, enlarged if it is small."""
     image = Image.fromarray(picture)
     scale = _SCALE if image.width < _LARGE else 1
     size = image.width * scale, image.height * scale
@@ -193,10 +228,14 @@ def _enlarge(picture: np.ndarray) -> np.ndarray:
 
 
 def _join_pictures(pictures: Sequence[np.ndarray], axis: int) -> np.ndarray:
-    """Puts pictures next to one another on white, with a margin between them."""
-    size, padded = np.max([picture.shape[:2] for picture in pictures], axis=0), []
+    """Puts pictures next to one another on white, with a margin between them.
+
+    Below each other along the axis 0, side by side along the axis 1.
+    """
+    largest = np.max([picture.shape[:2] for picture in pictures], axis=0)
+    padded = []
     for number, picture in enumerate(pictures, 1):
-        pad = size - picture.shape[:2]
+        pad = largest - picture.shape[:2]
         pad[axis] = _MARGIN if number < len(pictures) else 0
         widths = [(0, pad[0]), (0, pad[1]), (0, 0)]
         padded.append(np.pad(picture, widths, constant_values=255))

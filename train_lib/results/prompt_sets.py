@@ -25,24 +25,27 @@ _GRID_WIDTH = 2  # the judge of DPG-Bench cuts a grid into two by two pictures
 
 
 class Prompt(NamedTuple):
+    """A text to draw, and the files that a judge expects of it."""
+
     text: str
     files: list[str]  # names, of one for each picture, or of one for the grid of all
     metadata: dict[str, str]  # content of a file for the judge, by name
 
 
 def read_prompts(path: epath.PathLike, count: int) -> list[Prompt]:
-    """Reads prompts for `count` pictures each; raises a ValueError or an OSError for bad files."""
+    """Reads the prompts of a text file, of a file of GenEval, or of a folder of DPG-Bench.
+
+    Args:
+        path: File or folder, local or `gs://`.
+        count: Number of pictures of each prompt.
+
+    Raises:
+        ValueError: There is no prompt, a line is none, or a grid does not hold so many pictures.
+        OSError: A file cannot be read.
+    """
     path = epath.Path(path)
     if storage.open_folder(path).exists():
-        if not 1 <= count <= _GRID_WIDTH**2:
-            problem = f'expected 1 to {_GRID_WIDTH**2}, for the grids of {path}'
-            raise ValueError(f'pictures_per_prompt={count}: {problem}')
-        if not (names := sorted(x for x in storage.list_folder(path) if x.endswith('.txt'))):
-            raise ValueError(f'{path} holds no prompt; expected one in each NAME.txt.')
-        # A prompt may be wrapped.
-        texts = [' '.join(read_captions(path / name)) for name in names]
-        grids = [[f'{name.removesuffix(".txt")}.png'] for name in names]
-        return [Prompt(text, grid, {}) for text, grid in zip(texts, grids, strict=True)]
+        return _read_folder(path, count)
     prompts = []
     for number, line in enumerate(read_captions(path)):
         try:
@@ -56,6 +59,23 @@ def read_prompts(path: epath.PathLike, count: int) -> list[Prompt]:
     return prompts
 
 
+def _read_folder(path: epath.Path, count: int) -> list[Prompt]:
+    """Reads a prompt from each text file of a folder; its pictures will be one grid."""
+    if not 1 <= count <= _GRID_WIDTH**2:
+        problem = f'expected 1 to {_GRID_WIDTH**2}, for the grids of {path}'
+        raise ValueError(f'pictures_per_prompt={count}: {problem}')
+    names = sorted(name for name in storage.list_folder(path) if name.endswith('.txt'))
+    if not names:
+        raise ValueError(f'{path} holds no prompt; expected one in each NAME.txt.')
+    prompts = []
+    for name in names:
+        # A prompt may be wrapped.
+        text = ' '.join(read_captions(path / name))
+        grid = f'{name.removesuffix(".txt")}.png'
+        prompts.append(Prompt(text, [grid], metadata={}))
+    return prompts
+
+
 def draw_prompts(
     artist: Artist, prompts: list[Prompt], count: int, place: epath.PathLike, name: str
 ) -> str:
@@ -63,6 +83,13 @@ def draw_prompts(
 
     The folder is `PLACE/prompts_NAME_STEP_ID` (ID: a digest of prompts and settings, which are next
     to it as JSON). Picture k of prompt n has the noise of the number `n * count + k`.
+
+    Args:
+        artist: Draws the pictures.
+        prompts: Prompts, as of `read_prompts`.
+        count: Number of pictures of each prompt.
+        place: Folder for results, local or `gs://`.
+        name: Name of the set of prompts.
     """
     settings = artist.settings | {
         'text_encoder': f'{artist.text_encoder.name} {artist.text_encoder.revision}',
@@ -80,20 +107,30 @@ def draw_prompts(
     with Progress('Drawing', len(prompts), 'prompts') as progress:
         for first in range(0, len(prompts), size):
             batch = prompts[first : first + size]
-            if all(present >= {*x.files, *x.metadata} for x in batch):
+            if all(present >= {*prompt.files, *prompt.metadata} for prompt in batch):
                 progress.skip(len(batch))
                 continue
-            captions = [x.text for x in batch for _ in range(count)]
-            pictures = artist.draw(captions, first=first * count)
-            for prompt, images in zip(batch, np.split(pictures, len(batch)), strict=True):
-                # One file holds all of them, or each has its own.
-                contents = images if len(prompt.files) == count else [_tile(images)]
-                files = {file: text.encode() for file, text in prompt.metadata.items()}
-                files |= dict(zip(prompt.files, map(pixels.encode_png, contents), strict=True))
+            captions = []
+            for prompt in batch:
+                captions += [prompt.text] * count
+            drawn = np.split(artist.draw(captions, first=first * count), len(batch))
+            for prompt, pictures in zip(batch, drawn, strict=True):
+                files = _make_files(prompt, pictures)
                 for file in files.keys() - present:
                     folder.write(f'{name}/{file}', files[file])
             progress.add(len(batch))
     return folder.path_of(name)
+
+
+def _make_files(prompt: Prompt, pictures: np.ndarray) -> dict[str, bytes]:
+    """Returns the contents of a prompt's files, by name."""
+    files = {name: text.encode() for name, text in prompt.metadata.items()}
+    # Each picture has a file of its own, or one file holds all of them.
+    has_own_files = len(prompt.files) == len(pictures)
+    images = pictures if has_own_files else [_tile(pictures)]
+    for name, image in zip(prompt.files, images, strict=True):
+        files[name] = pixels.encode_png(image)
+    return files
 
 
 def _tile(pictures: np.ndarray) -> np.ndarray:
@@ -112,7 +149,8 @@ def read_captions(path: epath.Path) -> list[str]:
     except UnicodeDecodeError as error:
         raise ValueError(f'{path}: byte {error.start} is not UTF-8; save it as UTF-8.') from error
     # Not by `splitlines`: texts may hold other ends of lines, as U+2028.
-    captions = [caption for line in text.split('\n') if (caption := line.strip())]
+    lines = [line.strip() for line in text.split('\n')]
+    captions = [line for line in lines if line]
     if not captions:
         raise ValueError(f'{path} holds no caption; expected one a line.')
     return captions

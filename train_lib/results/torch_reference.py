@@ -44,33 +44,48 @@ class Transformer(torch.nn.Module):
 
     def __init__(self, weights, config, folder=None):
         super().__init__()
-        self.config, self.names, self.folder = config, list(weights), folder
+        self.config = config
+        self.names = list(weights)
+        self.folder = folder
         self.values = torch.nn.ParameterList(weights.values())
 
     @classmethod
     def from_pretrained(cls, folder, dtype=None, torch_dtype=None):
+        """Loads the model of an exported folder; diffusers calls this."""
         weights, config = load(folder)
         return cls(weights, config, Path(folder)).to(dtype or torch_dtype or torch.float32)
 
     def forward(self, noise, text, **changes):
-        """Draws like `draw`; `changes` replace fields of `config['preview']`, as `num_steps`."""
-        if unknown := sorted(changes.keys() - set(_SETTINGS)):
-            raise ValueError(f'{unknown[0]}: expected one of {", ".join(_SETTINGS)}')
+        """Draws like `draw`; `changes` replace fields of `config['preview']`, as `num_steps`.
+
+        Raises a ValueError as `draw`, and for other names of fields.
+        """
+        for name in sorted(changes):
+            if name not in _SETTINGS:
+                raise ValueError(f'{name}: expected one of {", ".join(_SETTINGS)}')
         config = self.config | {'preview': self.config['preview'] | changes}
-        return draw(dict(zip(self.names, self.values, strict=True)), config, noise, text)
+        return draw(self._weights(), config, noise, text)
+
+    def _weights(self):
+        """Returns the weights by name."""
+        return dict(zip(self.names, self.values, strict=True))
 
     def is_as_loaded(self):
         """Returns whether the files of `folder` still hold the weights and the configuration."""
         weights, config = load(self.folder)
         if config != self.config or list(weights) != self.names:
             return False
-        # Offloaded weights are on the device 'meta', where nothing can have changed them.
-        values = {name: x for name, x in zip(self.names, self.values, strict=True) if not x.is_meta}
-        return all(torch.equal(x.cpu(), weights[name].to(x.dtype)) for name, x in values.items())
+        for name, value in self._weights().items():
+            # Offloaded weights are on the device 'meta', where nothing can have changed them.
+            if value.is_meta:
+                continue
+            if not torch.equal(value.cpu(), weights[name].to(value.dtype)):
+                return False
+        return True
 
     def find_text_fault(self, text):
         """Returns what a text must be, and what it is instead; '' for one that `forward` takes."""
-        return _find_text_fault(dict(zip(self.names, self.values, strict=True)), self.config, text)
+        return _find_text_fault(self._weights(), self.config, text)
 
     @staticmethod
     def find_fault(name, value):
@@ -92,8 +107,10 @@ class Transformer(torch.nn.Module):
 
 
 def _check_settings(preview):
+    """Raises a ValueError for settings of the sampler that no training run has."""
     for name in _SETTINGS:
-        if fault := Transformer.find_fault(name, preview[name]):
+        fault = Transformer.find_fault(name, preview[name])
+        if fault:
             raise ValueError(f'{name}={preview[name]!r}: expected {fault}')
     low, high = preview['guidance_low'], preview['guidance_high']
     if low >= high:
@@ -101,37 +118,66 @@ def _check_settings(preview):
 
 
 def _find_text_fault(weights, config, text):
+    """Returns what a text must be, and what it is instead; '' for one that the model takes."""
     tensors = text if isinstance(text, tuple) else (text,)
     if not all(isinstance(x, torch.Tensor) for x in tensors):
         return f'a tensor or, of hidden states, a pair of tensors, not {type(text).__name__}'
-    vocabulary, width = config['data']['vocabulary'], len(config['data']['text_mean'])
-    is_matrix = len(tensors) == 1 and tensors[0].ndim == 2
+    vocabulary = config['data']['vocabulary']
     if not vocabulary:
+        width = len(config['data']['text_mean'])
         expected = f'embeddings, float (n, {width})'
-        is_right = is_matrix and text.is_floating_point() and text.shape[1] == width
+        is_right = _are_embeddings(tensors, width)
     elif 'words.projection.weight' in weights:
         width = weights['words.projection.weight'].shape[1]
         expected = f'hidden states, a pair of float (n, T, {width}) and bool (n, T)'
-        is_right = len(tensors) == 2 and text[0].is_floating_point() and text[0].ndim == 3
-        is_right = is_right and text[0].shape[2] == width
-        is_right = is_right and text[1].dtype == torch.bool and text[1].shape == text[0].shape[:2]
+        is_right = _are_states(tensors, width)
     else:
         expected = f'token ids, integers (n, T) from -1 to {vocabulary - 1}'
-        is_right = is_matrix and text.dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
+        is_right = _are_ids(tensors)
+        ids = tensors[0]
         # Of a tensor on the device 'meta', only the shape is known.
-        if is_right and text.numel() and not text.is_meta:
-            least, most = text.min().item(), text.max().item()
+        if is_right and ids.numel() and not ids.is_meta:
+            least, most = ids.min().item(), ids.max().item()
             if least < -1 or most >= vocabulary:
                 return f'{expected}, not from {least} to {most}'
-    return '' if is_right else f'{expected}, not {" and ".join(map(_describe_tensor, tensors))}'
+    if is_right:
+        return ''
+    return f'{expected}, not {" and ".join(map(_describe_tensor, tensors))}'
+
+
+def _are_embeddings(tensors, width):
+    """Whether these are embeddings `(n, width)`."""
+    if len(tensors) != 1 or tensors[0].ndim != 2:
+        return False
+    return tensors[0].is_floating_point() and tensors[0].shape[1] == width
+
+
+def _are_states(tensors, width):
+    """Whether these are hidden states `(n, T, width)` and a mask `(n, T)`."""
+    if len(tensors) != 2:
+        return False
+    states, present = tensors
+    if not states.is_floating_point() or states.ndim != 3 or states.shape[2] != width:
+        return False
+    return present.dtype == torch.bool and present.shape == states.shape[:2]
+
+
+def _are_ids(tensors):
+    """Whether these are token ids `(n, T)`."""
+    if len(tensors) != 1 or tensors[0].ndim != 2:
+        return False
+    return tensors[0].dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 def _describe_tensor(tensor):
+    """Returns dtype and shape: float32 (2, 640)."""
     return f'{str(tensor.dtype).removeprefix("torch.")} {tuple(tensor.shape)}'
 
 
 def _check_arrays(weights, config, noise, text):
-    channels, patch = len(config['data']['latent_mean']), config['model']['patch_size']
+    """Raises a ValueError for noise and texts of another form than the model takes."""
+    channels = len(config['data']['latent_mean'])
+    patch = config['model']['patch_size']
     shape = tuple(noise.shape)
     is_right = len(shape) == 4 and shape[3] == channels and noise.is_floating_point()
     if not is_right or shape[1] % patch or shape[2] % patch:
@@ -139,7 +185,8 @@ def _check_arrays(weights, config, noise, text):
             f'noise: expected float (n, H, W, {channels}), with H and W that {patch} divides, not '
             f'{_describe_tensor(noise)}'
         )
-    if fault := _find_text_fault(weights, config, text):
+    fault = _find_text_fault(weights, config, text)
+    if fault:
         raise ValueError(f'text: expected {fault}')
     num_texts = len(text[0] if isinstance(text, tuple) else text)
     if num_texts != shape[0]:
@@ -147,16 +194,26 @@ def _check_arrays(weights, config, noise, text):
 
 
 def draw(weights, config, noise, text):
-    """Integrates the velocity from noise at time 1 to data at time 0, with guidance.
+    """Returns raw latents `(n, C, H, W)`, float32, on the device of the noise.
 
-    Raises a ValueError for settings of `config['preview']` that no training run has, and for
-    noise and texts of another form.
+    It integrates the velocity from noise at time 1 to data at time 0, with guidance.
+
+    Args:
+        weights: Weights by name, as `load` returns them.
+        config: Configuration of the export; `config['preview']` has the settings of the sampler.
+        noise: Standard normal noise, `(n, H, W, C)`.
+        text: One text for each noise, see above.
+
+    Raises:
+        ValueError: The settings are some that no training run has, or noise and texts have another
+            form.
     """
     facts, preview = config['data'], config['preview']
     _check_settings(preview)
     _check_arrays(weights, config, noise, text)
     names = 'latent_mean', 'latent_std', 'text_mean', 'text_std'
-    count, device = len(noise), noise.device
+    count = len(noise)
+    device = noise.device
     stats = {name: torch.tensor(facts[name], device=device) for name in names}
     if not facts['vocabulary']:
         std = stats['text_std']
@@ -164,24 +221,23 @@ def draw(weights, config, noise, text):
     texts = text if isinstance(text, tuple) else (text,)
     keep = torch.zeros(count, dtype=torch.bool, device=device)
     # Both halves of guidance go through the model as one batch.
-    pairs = tuple(x.repeat(2, *[1] * (x.ndim - 1)) for x in texts)
+    paired_texts = tuple(torch.cat([x, x]) for x in texts)
     drop = torch.cat([keep, ~keep])
 
     def slope(z, time):
+        """Returns the velocity at a time, guided if the time is in the interval."""
         in_interval = preview['guidance_low'] <= time <= preview['guidance_high']
         if preview['guidance'] == 1 or not in_interval:
             times = time.to(device).repeat(count)
             return predict_velocity(weights, config, z, times, texts, keep)
-        pair, times = z.repeat(2, 1, 1, 1), time.to(device).repeat(2 * count)
-        with_text, without = predict_velocity(weights, config, pair, times, pairs, drop).chunk(2)
+        times = time.to(device).repeat(2 * count)
+        pair = torch.cat([z, z])
+        both = predict_velocity(weights, config, pair, times, paired_texts, drop)
+        with_text, without = both.chunk(2)
         return without + preview['guidance'] * (with_text - without)
 
-    # In float64, as in the program that trained it: float32 would round twice.
-    times = 1 - torch.arange(preview['num_steps'] + 1, dtype=torch.float64) / preview['num_steps']
-    shift = preview['time_shift']
-    times = (shift * times / (1 + (shift - 1) * times)).float()
     z = noise
-    for time, next_time in itertools.pairwise(times):
+    for time, next_time in itertools.pairwise(_step_times(preview)):
         start = mean = slope(z, time)
         # The last step of Heun's method is Euler's.
         if preview['sampler'] == 'heun' and next_time > 0:
@@ -190,15 +246,33 @@ def draw(weights, config, noise, text):
     return (z * stats['latent_std'] + stats['latent_mean']).permute(0, 3, 1, 2)
 
 
-def predict_velocity(weights, config, z, t, text, drop, run_block=None):
-    """Applies the transformer to z `(n, H, W, C)`, times `(n,)` and texts that are not dropped.
+def _step_times(preview):
+    """Returns the times at which steps begin and end, from 1 down to 0."""
+    # In float64, as in the program that trained it: float32 would round twice.
+    t = 1 - torch.arange(preview['num_steps'] + 1, dtype=torch.float64) / preview['num_steps']
+    shift = preview['time_shift']
+    return (shift * t / (1 + (shift - 1) * t)).float()
 
-    `run_block(block, *arguments)` returns what the block returns, for a program that trains.
+
+def predict_velocity(weights, config, z, t, text, drop, run_block=None):
+    """Returns the velocity, `(n, H, W, C)`.
+
+    Args:
+        weights: Weights by name.
+        config: Configuration of the export.
+        z: Positions, `(n, H, W, C)`.
+        t: Times, `(n,)`.
+        text: Tuple of the tensors of a text, see above.
+        drop: bool `(n,)`, True for texts to ignore.
+        run_block: For a program that trains: `run_block(block, *arguments)` returns what
+            `block(*arguments)` returns.
     """
-    model, (n, height, width, channels) = config['model'], z.shape
+    model = config['model']
+    n, height, width, channels = z.shape
     p = model['patch_size']
     rows, columns = height // p, width // p
-    words, pooled = None, text[0]
+    words = None
+    pooled = text[0]
     if 'words.nothing' in weights:
         words, pooled = _word_vectors(weights, text, drop)
     # The words of a model with pooled texts are there for their mean alone.
@@ -213,7 +287,7 @@ def predict_velocity(weights, config, z, t, text, drop, run_block=None):
     rotations = [values.to(x.device) for values in rotations]
     for block in range(model['depth']):
         arguments = weights, f'blocks.{block}', model['num_heads'], x, condition, rotations, words
-        x = run_block(_block, *arguments) if run_block else _block(*arguments)
+        x = run_block(_apply_block, *arguments) if run_block else _apply_block(*arguments)
     shift, scale = _dense(weights, 'modulation', condition)[:, None].chunk(2, -1)
     x = _dense(weights, 'velocity', _modulated_norm(x, shift, scale))
     x = x.reshape(n, rows, columns, p, p, channels).transpose(2, 3)
@@ -224,26 +298,29 @@ def predict_velocity(weights, config, z, t, text, drop, run_block=None):
 
 
 def _embed_condition(weights, t, pooled, drop):
-    """The time and the mean of a text as one vector."""
+    """Returns the time and the mean of a text as one vector, `(n, width)`."""
     frequencies = 1000 * 1e4 ** -(torch.arange(128, dtype=torch.float64) / 128)
     angles = t[:, None] * frequencies.to(t)
-    time = torch.cat([angles.cos(), angles.sin()], 1)
-    time = _dense(weights, 'conditioning.time_1', time)
+    features = torch.cat([angles.cos(), angles.sin()], 1)
+    time = _dense(weights, 'conditioning.time_1', features)
     text = _dense(weights, 'conditioning.text_1', pooled)
     text = torch.where(drop[:, None], weights['conditioning.no_text'], text)
     time = _dense(weights, 'conditioning.time_2', F.silu(time))
-    return F.silu(time + _dense(weights, 'conditioning.text_2', F.silu(text)))
+    text = _dense(weights, 'conditioning.text_2', F.silu(text))
+    return F.silu(time + text)
 
 
-def _block(weights, name, num_heads, x, condition, rotations, words):
+def _apply_block(weights, name, num_heads, x, condition, rotations, words):
+    """Returns the tokens `x`, `(n, rows * columns, width)`, after the block of this name."""
     modulation = _dense(weights, f'{name}.modulation', condition)[:, None]
     shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = modulation.chunk(6, -1)
 
-    def heads(y, layer, count):
+    def split_heads(y, layer, count):
+        """Returns `count` products of a layer, `(n, heads, tokens, width / heads)` each."""
         y = _dense(weights, f'{name}.attention.{layer}', y)
         return y.unflatten(-1, (count, num_heads, -1)).permute(2, 0, 3, 1, 4)
 
-    query, key, value = heads(_modulated_norm(x, shift_1, scale_1), 'qkv', 3)
+    query, key, value = split_heads(_modulated_norm(x, shift_1, scale_1), 'qkv', 3)
     query_scale = weights[f'{name}.attention.query_norm']
     key_scale = weights[f'{name}.attention.key_norm']
     query = _rotate_halves(_rms_norm(query, query_scale), rotations)
@@ -252,7 +329,7 @@ def _block(weights, name, num_heads, x, condition, rotations, words):
     mask = None
     if words is not None:
         vectors, present = words
-        word_keys, word_values = heads(vectors, 'words', 2)
+        word_keys, word_values = split_heads(vectors, 'words', 2)
         key = torch.cat([key, _rms_norm(word_keys, key_scale)], 2)
         value = torch.cat([value, word_values], 2)
         mask = F.pad(present, (x.shape[1], 0), value=True)[:, None, None]
@@ -263,66 +340,76 @@ def _block(weights, name, num_heads, x, condition, rotations, words):
 
 
 def _word_vectors(weights, text, drop):
-    """The sequence of a text's vectors behind one for no text, and their mean."""
+    """Returns the sequence of a text's vectors behind one for no text, and their mean."""
     # Hidden states come with a mask; token ids are padded with -1.
     if len(text) == 2:
-        states, real = text
+        states, is_word = text
         normalized = _rms_norm(states, weights['words.norm.scale'])
         vectors = _dense(weights, 'words.projection', normalized)
     else:
-        real = text[0] >= 0
-        entries = torch.where(real[..., None], weights['words.table'][text[0]], 0)
+        (ids,) = text
+        is_word = ids >= 0
+        entries = torch.where(is_word[..., None], weights['words.table'][ids], 0)
         padded = F.pad(entries, (0, 0, 1, 1))
         triples = torch.cat([padded[:, :-2], entries, padded[:, 2:]], -1)
         vectors = F.silu(_dense(weights, 'words.neighbours', triples))
     # Also of dropped texts: another vector stands in for them later.
-    vectors_or_0 = torch.where(real[..., None], vectors, 0)
-    pooled = vectors_or_0.sum(1) / real.sum(1, keepdim=True).clamp(min=1)
+    vectors_or_0 = torch.where(is_word[..., None], vectors, 0)
+    pooled = vectors_or_0.sum(1) / is_word.sum(1, keepdim=True).clamp(min=1)
     nothing = weights['words.nothing'].expand(len(vectors), 1, -1)
-    present = F.pad(real & ~drop[:, None], (1, 0), value=True)
+    present = F.pad(is_word & ~drop[:, None], (1, 0), value=True)
     return (torch.cat([nothing, vectors], 1), present), pooled
 
 
 def _dense(weights, name, x):
+    """Applies the dense layer of this name."""
     weight = weights[f'{name}.weight']
     return F.linear(x.to(weight.dtype), weight, weights[f'{name}.bias'])
 
 
 def _modulated_norm(x, shift, scale):
+    """Returns the layer norm of `x`, scaled and shifted."""
     return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
 
 
 def _rms_norm(x, scale):
+    """Returns the RMS norm over the last axis."""
     return F.rms_norm(x, x.shape[-1:], scale, 1e-6)
 
 
 def _axial_angles(rows, columns, period, count):
-    """The angles of each axis, position and frequency."""
+    """Returns the angles of rows and of columns, float64 `(rows * columns, count)` each."""
     frequencies = period ** -(torch.arange(count, dtype=torch.float64) / count)
-    grid = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing='ij')
-    return [axis.flatten()[:, None] * frequencies for axis in grid]
+    places = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing='ij')
+    return [axis.flatten()[:, None] * frequencies for axis in places]
 
 
 def _positions(rows, columns, width):
-    angles = _axial_angles(rows, columns, 1e4, width // 4)
-    return torch.cat([f(angle) for angle in angles for f in (torch.sin, torch.cos)], -1).float()
+    """Returns sine-cosine vectors of positions, float32 `(rows * columns, width)`."""
+    of_rows, of_columns = _axial_angles(rows, columns, 1e4, width // 4)
+    vectors = [of_rows.sin(), of_rows.cos(), of_columns.sin(), of_columns.cos()]
+    return torch.cat(vectors, -1).float()
 
 
 def _cosines_and_sines(rows, columns, head_dim):
+    """Returns the rotations of queries and keys, float32 `(rows * columns, head_dim / 2)` each."""
     angles = torch.cat(_axial_angles(rows, columns, 100, head_dim // 4), 1).float()
     return angles.cos(), angles.sin()
 
 
 def _rotate_halves(x, rotations):
-    (cosine, sine), (a, b) = rotations, x.float().chunk(2, -1)
+    """Turns each pair of entries, one of each half of the last axis, by its angle."""
+    cosine, sine = rotations
+    a, b = x.float().chunk(2, -1)
     return torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1).to(x.dtype)
 
 
 if __name__ == '__main__':
     weights, config = load(sys.argv[1])
     example = load_file(Path(sys.argv[1]) / 'example.safetensors')
-    states = 'present' in example  # of a text encoder
-    text = (example['text'], example['present'].bool()) if states else example['text']
+    texts = example['text']
+    # Hidden states of a text encoder come with a mask.
+    text = (texts, example['present'].bool()) if 'present' in example else texts
     with torch.inference_mode():
         latents = draw(weights, config, example['noise'], text)
     difference = (latents - example['latents']).abs().max() / example['latents'].std()

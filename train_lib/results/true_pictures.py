@@ -44,9 +44,19 @@ def read_pictures(
     most: int | None = None,
     round_trip: RoundTrip | None = None,
 ) -> TruePictures:
-    """Reads at most `most` pictures in the shape `(H, W)`, by `captioned_images.read_images`."""
-    names, captions = list[str](), list[str]()
-    areas, returned, shown = [], [], []
+    """Reads the pictures of a folder by `captioned_images.read_images`.
+
+    Args:
+        folder: Folder of pictures, perhaps with captions.
+        shape: Height and width of the pictures; others are cropped and resized to it.
+        most: Number of pictures to read; None for all.
+        round_trip: Turns pictures into latents and back; see `make_round_trip`.
+    """
+    names: list[str] = []
+    captions: list[str] = []
+    areas = []
+    returned = []
+    shown = []
     for batch in captioned_images.read_images(folder, shape, _BATCH, most):
         if len(names) < _SHOWN:
             shown.append(batch.pictures)
@@ -92,9 +102,19 @@ def compare(
 ) -> Comparison:
     """Draws the captions of the first `most` pictures of the folder `truth`, and compares both.
 
-    `known` is a folder of pictures that the model has seen. The drawn pictures, the grid and the
-    means, `truth_NAME_STEP_ID.json`, are stored in `place`. What is there is not drawn again.
-    Raises a ValueError for a picture without a caption.
+    The drawn pictures, the grid and the means, `truth_NAME_STEP_ID.json`, are stored in `place`.
+    What is there is not drawn again.
+
+    Args:
+        artist: Draws the pictures.
+        place: Folder for results.
+        truth: Folder of true pictures with captions.
+        known: Folder of pictures that the model has seen; None for none.
+        most: Number of pictures.
+
+    Raises:
+        ValueError: A picture has no caption, or a folder no pictures.
+        OSError: A picture cannot be read, or a result cannot be written.
     """
     own = read_pictures(truth, artist.picture_shape, most, make_round_trip(artist))
     if '' in own.captions:
@@ -103,8 +123,10 @@ def compare(
     areas = own.areas
     if known:
         areas = np.concatenate([areas, read_pictures(known, artist.picture_shape).areas])
+    # The known pictures come behind the true ones.
     numbers = np.arange(len(own.captions))
-    jury = judge.Judge(areas, is_known=np.arange(len(areas)) >= len(numbers))
+    is_known = np.arange(len(areas)) >= len(numbers)
+    jury = judge.Judge(areas, is_known)
 
     prompts = []
     for number, caption in enumerate(own.captions):
@@ -123,7 +145,7 @@ def compare(
     stem = place / folder.name.replace('prompts_', 'truth_', 1)
     grid = previews.make_grid([first_drawn, own.shown], own.captions[: len(own.shown)])
     previews.write_png(f'{stem}.png', grid)
-    means = {}
+    means: dict[str, dict[str, float]] = {}
     for row, columns in table.items():
         means[row] = {column: float(values.mean()) for column, values in columns.items()}
     result = {'num_pictures': len(numbers), 'means': means, 'settings': artist.settings}
@@ -135,7 +157,8 @@ def _read_drawn(
     folder: epath.Path, prompts: list[prompt_sets.Prompt], num_shown: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the areas of all drawn pictures, and the first pictures."""
-    areas, shown = list[np.ndarray](), list[np.ndarray]()
+    areas = []
+    shown: list[np.ndarray] = []
     for prompt in prompts:
         picture = pixels.read_png((folder / prompt.files[0]).read_bytes())
         areas.append(judge.mean_areas(picture[None]))
