@@ -56,6 +56,7 @@ def make_judge() -> judge.Judge:
 
 
 def main() -> None:
+    """Draws captions that are held out, and prints how the pictures compare with the true ones."""
     run.prepare()
     folder = epath.Path(FLAGS.workdir) / previews.FOLDER
     workdirs.check_writable(folder)
@@ -63,16 +64,19 @@ def main() -> None:
     own = np.array(emoji.find_part(FLAGS.part)[: FLAGS.num_prompts])
     captions = [emoji.read_emoji()[number].caption for number in own]
     artist = Artist(FLAGS.workdir)
-    pictures, truth = artist.draw(captions), emoji.read_pictures()[own]
+    pictures = artist.draw(captions)
+    truth = emoji.read_pictures()[own]
     path = folder / f'held_out_{FLAGS.part}.png'
     previews.write_png(path, previews.make_grid([pictures, truth], captions))
 
     jury = make_judge()
     table = {'drawn': list_columns(jury.compare(judge.mean_areas(pictures), own), own)}
-    if round_trip := true_pictures.make_round_trip(artist):
+    round_trip = true_pictures.make_round_trip(artist)
+    if round_trip is not None:
         returned = judge.mean_areas(round_trip(truth))
         table['ceiling'] = list_columns(jury.compare(returned, own), own)
-    if floor := jury.find_floor(own):
+    floor = jury.find_floor(own)
+    if floor is not None:
         table['floor'] = list_columns(floor, own)
     command_line.print_lines(f'pictures: {path}', *judge.write_table(table))
 

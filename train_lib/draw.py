@@ -17,12 +17,12 @@ In Python, and so in a notebook:
     pictures = draw.draw_pictures('W', ['a red circle'], guidance=5)
 """
 
-import itertools
 import os
 import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from absl import flags
 from etils import epath
 from PIL import Image
@@ -38,8 +38,16 @@ FLAGS = flags.FLAGS
 
 # Arguments of `Artist` that flags of the same names replace.
 _CHANGES = (
-    *('average', 'seed', 'encoder', 'vae', 'guidance', 'guidance_low', 'guidance_high'),
-    *('num_steps', 'sampler', 'time_shift'),
+    'average',
+    'seed',
+    'encoder',
+    'vae',
+    'guidance',
+    'guidance_low',
+    'guidance_high',
+    'num_steps',
+    'sampler',
+    'time_shift',
 )
 
 
@@ -53,10 +61,12 @@ def draw_pictures(
     Takes the options of `Artist`, which draws more captions later without loading it all again.
     Raises a ValueError for a wrong option or encoder, and an OSError without a checkpoint.
     """
-    return [Image.fromarray(picture) for picture in Artist(place, **options).draw(captions)]
+    pictures = Artist(place, **options).draw(captions)
+    return [Image.fromarray(picture) for picture in pictures]
 
 
 def artist_of_flags() -> Artist:
+    """Returns the artist of the flags that `define_flags` has defined."""
     workdir = workdirs.absolute(FLAGS.workdir)
     names = 'step', 'batch_size', *_CHANGES
     options: dict[str, Any] = {name: FLAGS[name].value for name in names}
@@ -64,6 +74,7 @@ def artist_of_flags() -> Artist:
 
 
 def main() -> None:
+    """Draws the captions of `--prompts` into one picture and, with `--singles`, into several."""
     # Before the imports, which take seconds: a wrong file of captions ends the program at once.
     captions, name = _read_prompts(FLAGS.prompts)
     run.prepare()
@@ -72,46 +83,61 @@ def main() -> None:
     # Before minutes of drawing whose pictures could not be written.
     workdirs.check_writable(folder)
     pictures = artist.draw(captions)
-    out = FLAGS.out or _free_path(folder, f'{name}_{artist.step:06}{_changes()}')
+    out = FLAGS.out
+    if not out:
+        out = _find_free_path(folder, f'{name}_{artist.step:06}{_name_changes()}')
     previews.write_png(out, previews.make_grid([pictures], captions))
-    singles = epath.Path(out).with_suffix('')
+    places = str(out)
     if FLAGS.singles:
-        for number, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
-            path = singles / f'{number:05}.png'
-            previews.write_png(path, picture)
-            path = path.with_suffix('.txt')
-            with file_state.naming(path):
-                path.write_text(f'{caption}\n')
-    places = f'{out} and {singles}/' if FLAGS.singles else out
+        singles = epath.Path(out).with_suffix('')
+        _write_singles(singles, pictures, captions)
+        places = f'{out} and {singles}/'
     command_line.print_lines(f'pictures: {places}')
 
 
-def _changes() -> str:
-    """What the flags change of the run's settings, for the name of a file: `_seed=1_vae=sdxl`."""
-    values = {name: FLAGS[name].value for name in _CHANGES if FLAGS[name].present}
-    return ''.join(f'_{name}={os.path.basename(str(x))}' for name, x in values.items())
+def _write_singles(folder: epath.Path, pictures: np.ndarray, captions: Sequence[str]) -> None:
+    """Writes each picture and its caption: `00000.png`, `00000.txt` and so on."""
+    for number, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
+        previews.write_png(folder / f'{number:05}.png', picture)
+        path = folder / f'{number:05}.txt'
+        with file_state.naming(path):
+            path.write_text(f'{caption}\n')
 
 
-def _free_path(folder: epath.Path, stem: str) -> epath.Path:
-    """The path of a new picture: `STEM.png`, `STEM-2.png` and so on."""
-    for number in itertools.count(1):
-        path = folder / (f'{stem}.png' if number == 1 else f'{stem}-{number}.png')
-        # Nor one that a run will draw: prompts may be called `step`, too.
-        if not path.exists() and not previews.is_of_run(path):
-            return path
-    raise AssertionError  # `count` has no end
+def _name_changes() -> str:
+    """Returns the changes by flags for the name of a file, such as `_seed=1_vae=sdxl`."""
+    parts = []
+    for name in _CHANGES:
+        if FLAGS[name].present:
+            # Of a folder, its name.
+            value = os.path.basename(str(FLAGS[name].value))
+            parts.append(f'_{name}={value}')
+    return ''.join(parts)
+
+
+def _find_free_path(folder: epath.Path, stem: str) -> epath.Path:
+    """Returns the path of a new picture: `STEM.png`, `STEM-2.png` and so on."""
+    path = folder / f'{stem}.png'
+    number = 1
+    # Nor one that a run will draw: prompts may be called `step`, too.
+    while path.exists() or previews.is_of_run(path):
+        number += 1
+        path = folder / f'{stem}-{number}.png'
+    return path
 
 
 def _read_prompts(prompts: str) -> tuple[list[str], str]:
     """Returns the captions of a file or a single one, and a name for their pictures."""
     is_file = prompts.startswith('gs://') or prompts.endswith('.txt') or os.path.exists(prompts)
-    if not is_file:
-        return [prompts], re.sub(r'\W+', '-', prompts)[:50].strip('-') or 'prompt'
-    path = epath.Path(prompts)
-    return prompt_sets.read_captions(path), path.stem
+    if is_file:
+        path = epath.Path(prompts)
+        return prompt_sets.read_captions(path), path.stem
+    name = re.sub(r'\W+', '-', prompts)[:50].strip('-')
+    return [prompts], name or 'prompt'
 
 
 def define_flags() -> None:
+    """Defines the flags of all programs that draw."""
     flags.DEFINE_string('workdir', None, 'Folder of the training run, local or gs://.')
     flags.DEFINE_string('encoder', '', 'Text encoder; default: that of the data set.')
     flags.DEFINE_string('vae', None, "VAE decoder; default: that of the run's previews.")

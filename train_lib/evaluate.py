@@ -45,11 +45,13 @@ FLAGS = flags.FLAGS
 
 
 def main() -> None:
+    """Evaluates in the way that one of the flags chooses."""
     if [FLAGS.features, FLAGS.truth, FLAGS.prompts].count(None) != 2:
         raise ValueError('expected one of --features, --truth and --prompts')
     if FLAGS.known and not FLAGS.truth:
         raise ValueError('--known needs --truth, whose pictures are compared with those')
-    count, prompts = FLAGS.pictures_per_prompt, []
+    count = FLAGS.pictures_per_prompt
+    prompts = []
     # Before the imports, which take seconds: wrong prompts end the program at once.
     if FLAGS.prompts:
         prompts = prompt_sets.read_prompts(FLAGS.prompts, count)
@@ -64,8 +66,13 @@ def main() -> None:
         command_line.print_lines(f'pictures: {folder}')
         return
     if FLAGS.truth:
-        place, most = workdir / FOLDER, FLAGS.num_pictures
-        compared = true_pictures.compare(artist, place, FLAGS.truth, FLAGS.known, most)
+        compared = true_pictures.compare(
+            artist,
+            workdir / FOLDER,
+            truth=FLAGS.truth,
+            known=FLAGS.known,
+            most=FLAGS.num_pictures,
+        )
         command_line.print_lines(f'pictures: {compared.grid}', *judge.write_table(compared.table))
         return
     data = evaluation.open_validation(FLAGS.data_dir or artist.data_dir, FLAGS.num_pictures)

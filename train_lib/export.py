@@ -48,10 +48,14 @@ from train_lib.results import model_card
 
 FLAGS = flags.FLAGS
 
+# Fields of the model that the programs of an export need.
 _SIZES = 'width', 'depth', 'num_heads', 'patch_size', 'mlp_ratio', 'text', 'prediction'
-_NUM_EXAMPLES, _NUM_TOKENS = 2, 16
-_INDEX_FILE, _LAST_FILE = 'model_index.json', 'transformer/config.json'
-_PROGRAM_PATTERNS = 'pipeline_*.py', 'transformer/reference_*.py'
+_NUM_EXAMPLES = 2
+_NUM_TOKENS = 16  # of an example
+_INDEX_FILE = 'model_index.json'
+_LAST_FILE = 'transformer/config.json'  # without which an export is not complete
+_PIPELINE_PATTERN = 'pipeline_*.py'
+_REFERENCE_PATTERN = 'transformer/reference_*.py'
 
 
 def export(
@@ -65,24 +69,24 @@ def export(
 ) -> None:
     """Writes the files of a checkpoint into a folder, which must be new or hold an export.
 
-    `place` and `step` are those of `checkpoint.open_run`.
-    `vae`, a folder or hub name, decodes the pictures (None: that of the run's previews);
-    `datasets` are names on the hub for the card.
+    Args:
+        place: Folder of the run, as for `checkpoint.open_run`.
+        out: Folder to write, local or `gs://`.
+        step: Step of the checkpoint; None for the last.
+        average: Whether to export the moving average of the weights.
+        vae: Folder or hub name of the decoder of pictures; None for that of the run's previews.
+        datasets: Names of the training data on the hub, for the card.
+
+    Raises:
+        ValueError: The run has no such checkpoint, its model is of another kind or has learned no
+            texts, or the folder holds other files.
+        OSError: A file cannot be read or written.
     """
     jax_environment.check()
     saved = checkpoint.open_run(place, step)
     config = ml_collections.ConfigDict(saved.description.config)
     facts = DatasetStats.from_json(saved.description.facts)
-    # The example is drawn in float32: a comparison with it shows mistakes, not roundings.
-    with config.unlocked():
-        config.model.dtype = 'float32'
-    model = models.make_model(**config.model, vocabulary=facts.vocabulary)
-    if not isinstance(model, DiT):
-        raise ValueError(
-            f'{place}: model.kind={config.model.kind!r} cannot be exported, expected dit'
-        )
-    if not (facts.vocabulary or facts.text_dim):
-        raise ValueError(f'{place}: the model was trained without text, expected one with a text')
+    model = _make_model(place, config, facts)
     # Without fields that say nothing of how one picture is drawn.
     preview = {name: x for name, x in config.preview.items() if name not in ('count', 'split')}
     vae = preview['vae'] if vae is None else vae
@@ -105,69 +109,84 @@ def export(
     }
     weights = flatten_weights(jax.device_get(params))
     example = draw_example(model, params, facts, preview)
-    num_weights = sum(array.size for array in weights.values())
-    programs = _make_programs()
-    _replace_export(
-        folder,
-        model_card.make_card(
-            saved,
-            facts,
-            name=folder.name,
-            vae=vae and model_files.public_name(vae),
-            average=average,
-            num_weights=num_weights,
-            datasets=datasets,
-        )
-        | programs
-        | {
-            'transformer/model.safetensors': safetensors.numpy.save(weights),
-            'transformer/example.safetensors': safetensors.numpy.save(example),
-            _INDEX_FILE: _to_json(_make_index(programs)),
-            _LAST_FILE: _to_json(content),
-        },
+    files = model_card.make_card(
+        saved,
+        facts,
+        name=folder.name,
+        vae=model_files.public_name(vae) if vae else '',
+        average=average,
+        num_weights=sum(array.size for array in weights.values()),
+        datasets=datasets,
     )
+    files |= _make_programs()
+    files['transformer/model.safetensors'] = safetensors.numpy.save(weights)
+    files['transformer/example.safetensors'] = safetensors.numpy.save(example)
+    files[_LAST_FILE] = _to_json(content)
+    _replace_export(folder, files)
+
+
+def _make_model(
+    place: epath.PathLike, config: ml_collections.ConfigDict, facts: DatasetStats
+) -> DiT:
+    """Returns the model of a run, in float32; raises a ValueError if it cannot be exported."""
+    # The example is drawn in float32: a comparison with it shows mistakes, not roundings.
+    with config.unlocked():
+        config.model.dtype = 'float32'
+    model = models.make_model(**config.model, vocabulary=facts.vocabulary)
+    if not isinstance(model, DiT):
+        raise ValueError(
+            f'{place}: model.kind={config.model.kind!r} cannot be exported, expected dit'
+        )
+    if not (facts.vocabulary or facts.text_dim):
+        raise ValueError(f'{place}: the model was trained without text, expected one with a text')
+    return model
 
 
 def _make_programs() -> dict[str, bytes]:
-    """The two programs, by names with digests of their contents."""
-    # In a process, diffusers runs a program in the module of the last one of the same name, which
-    # would replace the functions of a pipeline that has been loaded before.
-    programs = {}
-    for name, module in ('pipeline', 'diffusers_pipeline'), ('reference', 'torch_reference'):
-        source = pathlib.Path(results.__file__).with_name(f'{module}.py').read_bytes()
-        digest = hashlib.sha256(source).hexdigest()[:8]
-        folder = 'transformer/' if name == 'reference' else ''
-        programs[f'{folder}{name}_{digest}.py'] = source
-    return programs
-
-
-def _make_index(programs: Mapping[str, bytes]) -> dict[str, Any]:
-    """What diffusers reads first: modules and classes."""
-    pipeline, reference = (pathlib.PurePath(path).stem for path in programs)
-    return {
+    """Returns the two programs, and the index of their classes, which diffusers reads first."""
+    pipeline, pipeline_source = _name_program('pipeline', 'diffusers_pipeline')
+    reference, reference_source = _name_program('reference', 'torch_reference')
+    index = {
         '_class_name': [pipeline, 'LatentFlowPipeline'],
         'transformer': [reference, 'Transformer'],
     }
+    return {
+        f'{pipeline}.py': pipeline_source,
+        f'transformer/{reference}.py': reference_source,
+        _INDEX_FILE: _to_json(index),
+    }
+
+
+def _name_program(name: str, module: str) -> tuple[str, bytes]:
+    """Returns the name of a program with a digest of its content, and the content."""
+    # In a process, diffusers runs a program in the module of the last one of the same name, which
+    # would replace the functions of a pipeline that has been loaded before.
+    source = pathlib.Path(results.__file__).with_name(f'{module}.py').read_bytes()
+    digest = hashlib.sha256(source).hexdigest()[:8]
+    return f'{name}_{digest}', source
 
 
 def _to_json(content: Mapping[str, Any]) -> bytes:
+    """Returns a JSON file."""
     return f'{json.dumps(content, indent=1)}\n'.encode()
 
 
 def _name_text_model(facts: DatasetStats, params: Any) -> dict[str, Any]:
-    """The model of transformers that takes texts, and whether it also encodes their tokens."""
-    name, revision = facts.text_encoder.partition(':')[2], facts.text_revision
+    """Returns the model of transformers that takes texts, and whether it also encodes tokens."""
+    _, _, name = facts.text_encoder.partition(':')
+    revision = facts.text_revision
     # Of a folder, the data set knows the name alone.
     if revision.startswith('sha256:'):
-        name = revision = ''
+        name = ''
+        revision = ''
     encoded = not facts.vocabulary or 'projection' in params['words']
     return {'model': name, 'revision': revision, 'encoded': encoded}
 
 
 def _describe_painting(vae: str, facts: DatasetStats) -> dict[str, Any]:
-    """How raw latents become pictures, and the name of a VAE in a local folder.
+    """Returns how raw latents become pictures, and the name of a VAE in a local folder.
 
-    The linear map to colours, and the scale for an `AutoencoderTiny`.
+    This is the linear map to colours, and the scale for an `AutoencoderTiny`.
     """
     scale = latent_rgb.find_scale(facts.vae, facts.latent_scale) or latent_rgb.SCALES['sdxl']
     factor, shift = scale
@@ -179,38 +198,41 @@ def _describe_painting(vae: str, facts: DatasetStats) -> dict[str, Any]:
         scale = vae_decoder.scale_of_latents(vae, config, facts.vae, facts.latent_scale)
         if model_files.local_folder(vae, 'VAE'):
             local_vae = model_files.public_name(vae)
-    colours = {'rgb': rgb.tolist(), 'rgb_bias': bias.tolist()}
-    return {'scale': scale, **colours, 'local_vae': local_vae}
+    return {
+        'scale': scale,
+        'rgb': rgb.tolist(),
+        'rgb_bias': bias.tolist(),
+        'local_vae': local_vae,
+    }
 
 
 @jax_environment.promote_as_usual
 def draw_example(
     model: DiT, params: Any, facts: DatasetStats, preview: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
-    """Returns noise, a random text, and the raw latents that the model draws from them."""
-    random, count = np.random.default_rng(0), _NUM_EXAMPLES
+    """Returns noise, a random text, and the raw latents that the model draws from them.
+
+    Args:
+        model: Model in float32.
+        params: Its weights.
+        facts: Those of the training data.
+        preview: Settings of the sampler.
+
+    Returns:
+        `noise`, float32 `(n, H, W, C)`, `text` and perhaps `present`, as `torch_reference` takes
+        them, and `latents`, float32 `(n, C, H, W)`.
+    """
+    random = np.random.default_rng(0)
+    count = _NUM_EXAMPLES
     _, channels, height, width = facts.latents_shape
     noise = random.normal(size=(count, height, width, channels)).astype(np.float32)
-    present = np.arange(_NUM_TOKENS) < random.integers(1, _NUM_TOKENS, (count, 1))
-    text: Any
-    if not facts.vocabulary:
-        normal = random.normal(size=(count, facts.text_dim))
-        raw = (normal * facts.text_std + facts.text_mean).astype(np.float16)
-        example, text = {'text': raw}, flow.standardize_text(jnp.asarray(raw), facts)
-    elif 'projection' in params['words']:
-        width = params['words']['projection']['kernel'].shape[0]
-        states = random.normal(size=(count, _NUM_TOKENS, width)).astype(np.float32)
-        example = {'text': states, 'present': present.astype(np.uint8)}
-        text = Words(jnp.asarray(states), jnp.asarray(present))
-    else:
-        ids = random.integers(facts.vocabulary, size=(count, _NUM_TOKENS))
-        text = np.where(present, ids, -1).astype(np.int32)
-        example = {'text': text}
+    example, text = _make_text(random, params, facts)
     settings = sampling_settings(preview)
     velocity = bind_params(model, params)
 
     @jax.jit
     def sample(noise: jax.Array, text: Any) -> jax.Array:
+        """Returns standardized latents."""
         return flow.sample(velocity, noise, text, **settings)
 
     # GPUs and TPUs would multiply float32 in fewer bits.
@@ -219,33 +241,56 @@ def draw_example(
     return {'noise': noise, **example, 'latents': np.asarray(latents)}
 
 
+def _make_text(
+    random: np.random.Generator, params: Any, facts: DatasetStats
+) -> tuple[dict[str, np.ndarray], Any]:
+    """Returns random texts as an export holds them, and as the model takes them."""
+    count = _NUM_EXAMPLES
+    # Of a text with tokens, a random number is there, and at least one.
+    present = np.arange(_NUM_TOKENS) < random.integers(1, _NUM_TOKENS, (count, 1))
+    if not facts.vocabulary:
+        normal = random.normal(size=(count, facts.text_dim))
+        raw = (normal * facts.text_std + facts.text_mean).astype(np.float16)
+        return {'text': raw}, flow.standardize_text(jnp.asarray(raw), facts)
+    if 'projection' in params['words']:
+        width = params['words']['projection']['kernel'].shape[0]
+        states = random.normal(size=(count, _NUM_TOKENS, width)).astype(np.float32)
+        words = Words(jnp.asarray(states), jnp.asarray(present))
+        return {'text': states, 'present': present.astype(np.uint8)}, words
+    ids = random.integers(facts.vocabulary, size=(count, _NUM_TOKENS))
+    ids = np.where(present, ids, -1).astype(np.int32)
+    return {'text': ids}, ids
+
+
 def _check_export_folder(folder: epath.Path) -> None:
     """Raises a ValueError for a folder with other files than those of an export."""
     workdirs.check_writable(folder)
-    names = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    if not folder.exists():
+        return
     own_names = {*model_card.FILES, _INDEX_FILE, 'transformer'}
-    own_names |= set(fnmatch.filter(names, _PROGRAM_PATTERNS[0]))
-    # Unrelated files would look like parts of the export.
-    if other_files := sorted(names - own_names):
-        raise ValueError(f'{folder} holds {other_files[0]}: expected a new folder, or an export.')
+    for name in sorted(path.name for path in folder.iterdir()):
+        # Unrelated files would look like parts of the export.
+        if name not in own_names and not fnmatch.fnmatch(name, _PIPELINE_PATTERN):
+            raise ValueError(f'{folder} holds {name}: expected a new folder, or an export.')
 
 
 def _replace_export(folder: epath.Path, files: Mapping[str, bytes]) -> None:
-    """Writes all files of an export, of which the last completes it, in place of a former one."""
+    """Writes all files of an export in place of a former one; `_LAST_FILE` completes it."""
     # An interrupted export must not look like a complete one.
     (folder / _LAST_FILE).unlink(missing_ok=True)
     (folder / 'transformer').mkdir(parents=True, exist_ok=True)
     # Of the former export, which may have had other programs or a picture.
-    patterns = model_card.PREVIEWS_FILE, *_PROGRAM_PATTERNS
-    for path in [path for pattern in patterns for path in folder.glob(pattern)]:
-        if path.relative_to(folder).as_posix() not in files:
-            path.unlink()
-    for name in [*files.keys() - {_LAST_FILE}, _LAST_FILE]:
+    for pattern in model_card.PREVIEWS_FILE, _PIPELINE_PATTERN, _REFERENCE_PATTERN:
+        for path in list(folder.glob(pattern)):
+            if path.relative_to(folder).as_posix() not in files:
+                path.unlink()
+    for name in sorted(files, key=lambda name: name == _LAST_FILE):
         with file_state.naming(folder / name):
             (folder / name).write_bytes(files[name])
 
 
 def main() -> None:
+    """Exports the checkpoint of the flags."""
     run.prepare()
     export(
         FLAGS.workdir,

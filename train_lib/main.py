@@ -44,6 +44,7 @@ def _all_or_none(values: dict[str, str | int | None]) -> bool:
 
 
 def main() -> None:
+    """Trains up to the last step, or until a signal comes."""
     signals.install(FLAGS.config.requeue_status)
     input_pipeline.prepare_process()
     with run.errors_in_one_line():

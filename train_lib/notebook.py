@@ -31,7 +31,8 @@ def join_pictures(
     pictures: Sequence[np.ndarray] | Sequence[Image.Image], captions: Sequence[str]
 ) -> Image.Image:
     """Returns one picture of all, uint8 `(n, H, W, 3)` or PIL's, with captions below them."""
-    return Image.fromarray(previews.make_grid([np.stack([*map(np.asarray, pictures)])], captions))
+    arrays = np.stack([np.asarray(picture) for picture in pictures])
+    return Image.fromarray(previews.make_grid([arrays], captions))
 
 
 def live_hooks() -> 'tuple[train.Hook, ...]':
@@ -39,14 +40,17 @@ def live_hooks() -> 'tuple[train.Hook, ...]':
     from train_lib import train
 
     # Empty until the first report and the first previews, which then replace it.
-    bar, picture = (display.display(display.HTML(''), display_id=True) for _ in range(2))
+    bar = display.display(display.HTML(''), display_id=True)
+    picture = display.display(display.HTML(''), display_id=True)
 
     def show_bar(run: 'train.Run', step: int, state: 'TrainState') -> None:
+        """Shows how far the run is, with the last line of its log."""
         progress = f'<progress max="{run.config.num_steps}" value="{step}"></progress>'
         page = f'<div>{progress} {escape_for_html(run.log.summary)}</div>'
         bar.update({'text/html': page, 'text/plain': run.log.summary}, raw=True)
 
     def show_previews(run: 'train.Run', step: int, state: 'TrainState') -> None:
+        """Shows the pictures that the run has just drawn."""
         content = previews.path_of_step(run.workdir, step).read_bytes()
         picture.update(Image.open(io.BytesIO(content)))
 
