@@ -11,6 +11,7 @@ the configuration is for several hosts (`distributed`), the program makes the
 checks that one host can make, with a mesh of this host's devices.
 """
 
+import collections
 import json
 
 import ml_collections
@@ -24,7 +25,10 @@ FLAGS = flags.FLAGS
 
 
 def check_configuration(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
-    """Returns the `devices` and `data` of the run and, if any, the `unchecked` and how to check."""
+    """Returns the `devices` and `data` of the run and, if any, the `unchecked` and how to check.
+
+    Raises a ValueError, an OSError or a MemoryError, as the run would before its first step.
+    """
     # After `run.prepare`: they import TensorFlow, which reads the settings that it makes.
     import jax
 
@@ -41,8 +45,10 @@ def check_configuration(config: ml_collections.ConfigDict) -> dict[str, str | di
         unchecked['the mesh of all hosts'] = (
             'python -m train_lib.tools.compile with this --config and the --topology of the pod'
         )
-    # The mesh of a pod needs the devices of all its hosts.
-    mesh = sharding.make_mesh(**({} if config.distributed else config.mesh))
+        # The mesh of a pod needs the devices of all its hosts.
+        mesh = sharding.make_mesh()
+    else:
+        mesh = sharding.make_mesh(**config.mesh)
     data_summary = ''
     if config.data.dir or config.data.mix:
         data = TrainingData(config, mesh)
@@ -52,9 +58,14 @@ def check_configuration(config: ml_collections.ConfigDict) -> dict[str, str | di
             config.preview.vae, facts.latents_shape[1], facts.vae, facts.latent_scale
         )
         step.for_data(config, mesh, facts)
-        text = f'{"tokens" if facts.vocabulary else "text embeddings"} of {facts.text_encoder}'
-        folders = ' and '.join(x.stored.folder for x in data.sources)
-        data_summary = f'{folders}, {text if facts.vocabulary or facts.text_dim else "no text"}'
+        if facts.vocabulary:
+            text = f'tokens of {facts.text_encoder}'
+        elif facts.text_dim:
+            text = f'text embeddings of {facts.text_encoder}'
+        else:
+            text = 'no text'
+        folders = ' and '.join(source.stored.folder for source in data.sources)
+        data_summary = f'{folders}, {text}'
     else:
         data_checks = 'the data set, its encoder and the memory for reading it'
         unchecked[data_checks] = 'name a built data set: --config.data.dir'
@@ -63,13 +74,16 @@ def check_configuration(config: ml_collections.ConfigDict) -> dict[str, str | di
         # The model and the optimizer need nothing of the data except the form of its texts.
         vocabulary = int(config.model.text == 'sequence')
         step.make_program(config, mesh, flow.no_stats(text_dim=1, vocabulary=vocabulary))
-    kinds = [device.device_kind for device in jax.local_devices()]
-    devices = ', '.join(f'{kinds.count(kind)} x {kind}' for kind in dict.fromkeys(kinds))
-    result = {'devices': devices, 'data': data_summary}
-    return result | ({'unchecked': unchecked} if unchecked else {})
+    counts = collections.Counter(device.device_kind for device in jax.local_devices())
+    devices = ', '.join(f'{count} x {kind}' for kind, count in counts.items())
+    result: dict[str, str | dict[str, str]] = {'devices': devices, 'data': data_summary}
+    if unchecked:
+        result['unchecked'] = unchecked
+    return result
 
 
 def main() -> None:
+    """Prints the result of the checks as JSON."""
     run.prepare(needs_data=False)
     command_line.print_lines(json.dumps(check_configuration(FLAGS.config)))
 

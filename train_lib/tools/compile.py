@@ -55,11 +55,17 @@ from train_lib.tools import hlo
 
 FLAGS = flags.FLAGS
 
-TEXT_DIM, VOCABULARY = 640, 4096  # of texts without an encoder in the step
+# Of texts without an encoder in the step.
+TEXT_DIM = 640
+VOCABULARY = 4096
+
 TRAIN, EVALUATE, DRAW = STEPS = 'train', 'evaluate', 'draw'
 
-MEMORY, MOVED = 'memory of a chip, GB', 'received from other chips, MB a step'
-TIME, WAITS = "the compiler's estimate, ms a step", 'exchanges that wait, ms a step at least'
+# Keys of a report: the titles of its tables, and what the verdict names.
+MEMORY = 'memory of a chip, GB'
+MOVED = 'received from other chips, MB a step'
+TIME = "the compiler's estimate, ms a step"
+WAITS = 'exchanges that wait, ms a step at least'
 ARITHMETIC = 'arithmetic of a chip, TFLOP a step'
 LEFT_OUT = 'left out of the estimate'
 _LISTED = 0.05  # ms; shorter exchanges are added up
@@ -82,24 +88,43 @@ Report = dict[str, Any]
 def analyze(
     config: ml_collections.ConfigDict, topology: str, *, num_tokens: int = 128, step: str = TRAIN
 ) -> Report:
-    """Compiles a step of a configuration for a slice and adds up its cost for one chip."""
+    """Compiles a step of a configuration for a slice and adds up its cost for one chip.
+
+    Args:
+        config: Configuration of a run, whose data set is not needed.
+        topology: Name of the slice, such as `v5e:4x4`.
+        num_tokens: Tokens of a text, if the model takes some.
+        step: One of `STEPS`.
+
+    Returns:
+        A report: a description of the program, tables by their titles, whether it `fits`, and a
+        `verdict`.
+
+    Raises:
+        ValueError: A field has a wrong value, or there is no such slice.
+    """
     config_rules.check_config(config, needs_data=False)
     # Before the topology, which loads libtpu: it reads its settings then, and only once.
     schedules = _dumped_schedules()
     devices = slice_devices(topology)
-    chip = _chip(devices[0].device_kind, topology)
+    chip = _find_chip(devices[0].device_kind, topology)
     mesh = sharding.make_mesh(**config.mesh, devices=devices)
     encoder = step_encoder.abstract_step_encoder(config.encoder, mesh, dtype=config.model.dtype)
     # Without an encoder in the step, texts are as in a data set of embeddings or of token ids.
-    text_dim, vocabulary = 0, VOCABULARY
     if encoder is not None:
-        text_dim, vocabulary = encoder.dim, encoder.network.config.vocab_size
+        text_dim = encoder.dim
+        vocabulary = encoder.network.config.vocab_size
     elif config.model.text != SEQUENCE:
-        text_dim, vocabulary, num_tokens = TEXT_DIM, 0, 0
+        text_dim = TEXT_DIM
+        vocabulary = 0
+        num_tokens = 0
+    else:
+        text_dim = 0
+        vocabulary = VOCABULARY
     stats = flow.no_stats(text_dim, vocabulary=vocabulary)
     program = make_program(config, mesh, stats, encoder)
-    count, passes = _work(config, step)
-    flops = {'model': passes * program.flops(num_tokens) / 3}  # of training, which has three
+    count = _count_samples(config, step)
+    flops = {'model': _count_flops(config, program, step, num_tokens)}
     if encoder is not None:
         flops['text encoder'] = encoder.network.config.flops(num_tokens)
     model = models.make_model(**config.model, vocabulary=vocabulary)
@@ -119,25 +144,30 @@ def analyze(
             'verdict': f'does not fit: {device_memory.find_memory_sentence(error)}',
         }
     report['compile_seconds'] = time.monotonic() - start
-    report[MEMORY] = _memory(compiled) | {'the chip has': chip.memory / 1e9}
+    report[MEMORY] = _measure_memory(compiled) | {'the chip has': chip.memory / 1e9}
     if encoder is not None:
         nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(encoder.params))
         report[MEMORY]['weights of the encoder'] = nbytes / 1e9
     report |= cost_tables(hlo.read_costs(compiled.as_text() or ''), chip, schedules)
     if step == TRAIN:
-        params, is_muon = program.abstract_state.params, config.optimizer.name == 'muon'
-        muon_mask = state.mask_muon_kernels(params) if is_muon else None
-        compute_bytes, gradient_bytes = (
-            jnp.dtype(dtype).itemsize for dtype in (config.model.dtype, config.gradient_dtype)
-        )
+        params = program.abstract_state.params
+        muon_mask = None
+        if config.optimizer.name == 'muon':
+            muon_mask = state.mask_muon_kernels(params)
         least = least_bytes(
-            params, mesh, compute_bytes, config.accumulate, muon_mask, gradient_bytes
+            params,
+            mesh,
+            compute_bytes=jnp.dtype(config.model.dtype).itemsize,
+            accumulate=config.accumulate,
+            muon_mask=muon_mask,
+            gradient_bytes=jnp.dtype(config.gradient_dtype).itemsize,
         )
         report[MOVED]['least for this mesh'] = least / 1e6
     return report | judge_costs(report, chip)
 
 
-def _chip(kind: str, topology: str) -> chips.Chip:
+def _find_chip(kind: str, topology: str) -> chips.Chip:
+    """Returns the figures of a kind of devices; raises a ValueError for one without figures."""
     if kind not in chips.CHIPS:
         raise ValueError(
             f'{topology} has devices of kind {kind!r}, expected one of {", ".join(chips.CHIPS)}; '
@@ -149,6 +179,7 @@ def _chip(kind: str, topology: str) -> chips.Chip:
 def _describe_program(
     config: ml_collections.ConfigDict, model: Any, step: str, count: int, mesh: Mesh, chip: Any
 ) -> str:
+    """Returns a line about model, samples and devices."""
     devices = mesh.devices.ravel()
     hosts = len({device.process_index for device in devices})
     axes = ' x '.join(f'{axis} {size}' for axis, size in mesh.shape.items())
@@ -169,7 +200,16 @@ def least_bytes(
     muon_mask: Any = None,
     gradient_bytes: int = 4,
 ) -> float:
-    """Returns the bytes that a device receives in a training step if only weights move."""
+    """Returns the bytes that a device receives in a training step if only weights move.
+
+    Args:
+        params: Weights, or their shapes.
+        mesh: Devices.
+        compute_bytes: Bytes of a number in the dtype of the computation.
+        accumulate: Pieces of a batch, each of which needs all weights.
+        muon_mask: Pytree of bool, True for the weights that Muon updates; None for none.
+        gradient_bytes: Bytes of a number in the dtype of the gradients.
+    """
     # Devices gather a weight that is split over f devices for the forward and for the backward
     # pass, for each of `accumulate` pieces of the batch, in the dtype of the computation: (f-1)/f
     # of the weight each time. They reduce its gradient over the f devices: (f-1)/f of it, in the
@@ -181,62 +221,96 @@ def least_bytes(
     # results, of which it computed an n-th.
     fsdp = mesh.shape[sharding.FSDP_AXIS]
 
-    def leaf_bytes(leaf, is_muon: bool) -> float:
+    n = mesh.size
+
+    def count_bytes(leaf, is_muon: bool) -> float:
+        """Returns the bytes for one array of weights."""
         # Weights that do not divide lie whole on every device.
-        f = fsdp if sharding.partition_spec(leaf.shape, fsdp) != PartitionSpec() else 1
-        d = mesh.size // f
-        group_bytes = (f - 1) / f * (2 * compute_bytes + gradient_bytes) * accumulate
-        update_bytes = is_muon * ((f - 1) / f / mesh.size + (1 - 1 / mesh.size) / f) * compute_bytes
-        return math.prod(leaf.shape) * (
-            group_bytes + 2 * (d - 1) / d * gradient_bytes / f + update_bytes
-        )
+        is_split = sharding.partition_spec(leaf.shape, fsdp) != PartitionSpec()
+        f = fsdp if is_split else 1
+        d = n // f
+        within_groups = (f - 1) / f * (2 * compute_bytes + gradient_bytes) * accumulate
+        between_groups = 2 * (d - 1) / d * gradient_bytes / f
+        update = 0.0
+        if is_muon:
+            update = ((f - 1) / f / n + (1 - 1 / n) / f) * compute_bytes
+        return math.prod(leaf.shape) * (within_groups + between_groups + update)
 
-    muon_mask = jax.tree.map(lambda _: False, params) if muon_mask is None else muon_mask
-    return float(sum(jax.tree.leaves(jax.tree.map(leaf_bytes, params, muon_mask))))
+    if muon_mask is None:
+        muon_mask = jax.tree.map(lambda _: False, params)
+    sizes = jax.tree.map(count_bytes, params, muon_mask)
+    return float(sum(jax.tree.leaves(sizes)))
 
 
-def _work(config: ml_collections.ConfigDict, step: str) -> tuple[int, int]:
-    """Samples of a step, and how often the model's products are computed for each."""
-    if step == DRAW:
-        evaluations = config.preview.num_steps
-        if config.preview.sampler == 'heun':
-            evaluations = 2 * evaluations - 1
-        return config.preview.count, 2 * evaluations  # with and without the text
-    return config.batch_size, 3 if step == TRAIN else 2  # evaluated with two texts
+def _count_samples(config: ml_collections.ConfigDict, step: str) -> int:
+    """Returns the number of samples of a step."""
+    return config.preview.count if step == DRAW else config.batch_size
+
+
+def _count_flops(
+    config: ml_collections.ConfigDict, program: Program, step: str, num_tokens: int
+) -> float:
+    """Returns the FLOPs of the model for one sample."""
+    training = program.flops(num_tokens)
+    if step == TRAIN:
+        return training
+    # Training computes three products for each one of an evaluation of the model.
+    evaluation = training / 3
+    if step == EVALUATE:
+        # With the own text and with another one.
+        return 2 * evaluation
+    num_evaluations = config.preview.num_steps
+    if config.preview.sampler == 'heun':
+        num_evaluations = 2 * num_evaluations - 1
+    # With and without the text.
+    return 2 * num_evaluations * evaluation
 
 
 def _lower(
     program: Program, step: str, count: int, text_dim: int, num_tokens: int, mesh: Mesh
 ) -> jax.stages.Lowered:
+    """Lowers a step for `count` samples, with shapes in the place of data."""
     # As `make_program` places them: previews are whole on every device.
     placement = sharding.replicated(mesh) if step == DRAW else sharding.batch(mesh)
 
     def rows(dtype, *shape: int) -> jax.ShapeDtypeStruct:
+        """Returns a feature of a batch, `(count, *shape)`."""
         return jax.ShapeDtypeStruct((count, *shape), dtype, sharding=placement)
 
     # As batches of training and evaluation have them, without a data set.
-    texts = {'text_embedding': rows(jnp.float16, text_dim)}
     if num_tokens:
-        texts = {'tokens': rows(jnp.int32, num_tokens)}
+        text_name, text = 'tokens', rows(jnp.int32, num_tokens)
+    else:
+        text_name, text = 'text_embedding', rows(jnp.float16, text_dim)
     state = program.abstract_state
-    batch = texts | {
+    batch = {
+        text_name: text,
         'latents': rows(jnp.bfloat16, *schema.LATENT_SHAPE),
         'key': rows(jnp.uint32, 2),
-        'drop_text' if step == TRAIN else 'mask': rows(jnp.bool_),
     }
-    first = jax.ShapeDtypeStruct((), jnp.int32)
-    steps: dict[str, tuple[Any, tuple]] = {
-        TRAIN: (program.train_step, (state, batch)),
-        EVALUATE: (program.eval_step, (state.params, batch)),
-        DRAW: (program.draw, (state.params, *texts.values(), first)),
-    }
-    function, arguments = steps[step]
+    function: Any
+    arguments: tuple
+    if step == TRAIN:
+        batch['drop_text'] = rows(jnp.bool_)
+        function = program.train_step
+        arguments = state, batch
+    elif step == EVALUATE:
+        batch['mask'] = rows(jnp.bool_)
+        function = program.eval_step
+        arguments = state.params, batch
+    else:
+        first = jax.ShapeDtypeStruct((), jnp.int32)
+        function = program.draw
+        arguments = state.params, text, first
     # A partial, whose argument is the weights of the encoder.
     return function.func.lower(*function.args, *arguments)
 
 
 def slice_devices(topology: str) -> Sequence[jax.Device]:
-    """Returns the chips of a slice, which this machine need not have; see `analyze`."""
+    """Returns the chips of a slice, which this machine need not have.
+
+    Raises a ValueError if there is no such slice, or libtpu is not installed.
+    """
     if importlib.util.find_spec('libtpu') is None:
         raise ValueError("libtpu is not installed: pip install -c constraints.txt -e '.[tpu]'")
     # Nothing is run, so libtpu need neither query a cloud machine's metadata nor lock its chips.
@@ -245,8 +319,10 @@ def slice_devices(topology: str) -> Sequence[jax.Device]:
     # Without these it warns about the machine; the topology does not depend on them.
     os.environ.setdefault('TPU_ACCELERATOR_TYPE', 'v5litepod-4')
     os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
-    # One device a chip, as JAX has it on a real v4.
-    options = {'chip_config_name': 'megacore'} if topology.startswith('v4:') else {}
+    options = {}
+    if topology.startswith('v4:'):
+        # One device a chip, as JAX has it on a real v4.
+        options = {'chip_config_name': 'megacore'}
     try:
         description = topologies.get_topology_desc(
             platform='tpu', topology_name=topology, **options
@@ -261,7 +337,7 @@ def slice_devices(topology: str) -> Sequence[jax.Device]:
 
 @functools.cache
 def _dumped_schedules() -> pathlib.Path:
-    """The folder where libtpu writes how many bundles each operation is scheduled in."""
+    """Returns the folder where libtpu writes how many bundles each operation is scheduled in."""
     folder = tempfile.mkdtemp(prefix='schedules')
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     dump = (
@@ -277,16 +353,21 @@ def bundles(schedules: pathlib.Path, instruction: str) -> int:
     # Libtpu schedules only one of equal instructions, so `x.1` may stand for `x.2`.
     stem = re.escape(instruction.split('.')[0])
     pattern = re.compile(rf'(\d+)-({stem}(?:\.\d+)?)-\d+-schedule-analysis')
-    files = [(match, path) for path in schedules.iterdir() if (match := pattern.match(path.name))]
-    if not files:
+    candidates = []
+    for path in schedules.iterdir():
+        match = pattern.match(path.name)
+        if match:
+            # Names begin with the time: the last is of the program that was compiled last.
+            candidates.append((match[2] == instruction, int(match[1]), path))
+    if not candidates:
         return 0
-    # Their names begin with the time: the last is of the program that was compiled last.
-    _, path = max(files, key=lambda file: (file[0][2] == instruction, int(file[0][1])))
+    *_, path = max(candidates)
     total = re.search(r'total scheduled bundles:\s*(\d+)', path.read_text())
     return int(total[1]) if total else 0
 
 
-def _memory(compiled: jax.stages.Compiled) -> dict[str, float]:
+def _measure_memory(compiled: jax.stages.Compiled) -> dict[str, float]:
+    """Returns the memory of a device that a program takes, in GB."""
     stats: Any = compiled.memory_analysis()
     sizes = {
         'arguments': stats.argument_size_in_bytes,
@@ -300,81 +381,137 @@ def _memory(compiled: jax.stages.Compiled) -> dict[str, float]:
 
 
 def cost_tables(costs: hlo.Costs, chip: chips.Chip, schedules: pathlib.Path) -> Report:
-    """Returns a program's traffic and time; kernels take a cycle for each bundle and sample."""
-    traffic, waits = _exchanges(costs.collectives, chip)
-    milliseconds = 1e3 / chip.clock if chip.clock else 0
+    """Returns a program's traffic and time.
+
+    Args:
+        costs: Those of the program.
+        chip: Chip that it is compiled for; without a clock there are no times.
+        schedules: Folder with the schedules of kernels, which take a cycle for each bundle and
+            sample.
+    """
+    milliseconds = 1e3 / chip.clock if chip.clock else 0  # of a cycle
     times = dict.fromkeys(_SECTIONS, 0.0)
     for name, cycles in costs.cycles.items():
-        section = next(x for x, pattern in _SECTIONS.items() if re.search(pattern, name))
-        times[section] += cycles * milliseconds
-    left_out = ['most iterations of a loop'] if any(0 in loops for loops in costs.loops) else []
+        times[_find_section(name)] += cycles * milliseconds
+    left_out = []
+    if any(0 in loops for loops in costs.loops):
+        left_out.append('most iterations of a loop')
     # The compiler estimates no kernels: their schedules say how long a sample takes.
     for kernel, calls in costs.kernels.items():
         count = bundles(schedules, kernel.name)
         section = f'kernel {kernel.name.split(".")[0]}'
-        times[section] = times.get(section, 0) + count * kernel.rows * calls * milliseconds
-        left_out += [] if count else [f'{section}, which has no schedule']
-    in_all = {'in all': sum(times.values())}
-    times = {name: x for name, x in times.items() if x} | in_all
-    return {LEFT_OUT: left_out, MOVED: traffic, TIME: times, WAITS: waits}
+        cycles = count * kernel.rows * calls
+        times[section] = times.get(section, 0) + cycles * milliseconds
+        if not count:
+            left_out.append(f'{section}, which has no schedule')
+    total = sum(times.values())
+    times = {name: x for name, x in times.items() if x}
+    times['in all'] = total
+    return {
+        LEFT_OUT: left_out,
+        MOVED: _add_up_traffic(costs.collectives),
+        TIME: times,
+        WAITS: _add_up_waits(costs.collectives, chip),
+    }
 
 
-def _exchanges(
-    collectives: Sequence[hlo.Collective], chip: chips.Chip
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Megabytes of each kind of exchange, and milliseconds of each that runs alone."""
-    megabytes, times, wait_ms = (collections.defaultdict[str, float](float) for _ in range(3))
+def _find_section(operation: str) -> str:
+    """Returns the section of a step that an operation belongs to."""
+    for section, pattern in _SECTIONS.items():
+        if re.search(pattern, operation):
+            return section
+    raise AssertionError  # the last pattern matches every name
+
+
+def _add_up_traffic(collectives: Sequence[hlo.Collective]) -> dict[str, float]:
+    """Returns the megabytes of each kind of exchange."""
+    megabytes = collections.defaultdict[str, float](float)
     for exchange in collectives:
         kind = f'{exchange.kind} of {exchange.members}'
-        megabytes[kind + ', asynchronous' * exchange.is_async] += exchange.nbytes / 1e6
+        if exchange.is_async:
+            kind += ', asynchronous'
+        megabytes[kind] += exchange.nbytes / 1e6
+    traffic = dict(sorted(megabytes.items()))
+    traffic['in all'] = sum(megabytes.values())
+    return traffic
+
+
+def _add_up_waits(collectives: Sequence[hlo.Collective], chip: chips.Chip) -> dict[str, float]:
+    """Returns the milliseconds of each exchange that runs alone, the longest first."""
+    times = collections.Counter[str]()
+    wait_ms = collections.defaultdict[str, float](float)
+    for exchange in collectives:
         # Asynchronous ones run while the chip computes, and cost no time of their own if they end
         # before their results are needed.
-        if not exchange.is_async:
-            name = f'{kind}, {_largest(exchange)}'
-            times[name] += exchange.times
-            wait_ms[name] += exchange.nbytes / chip.link_rate * 1e3
-    longest = sorted(wait_ms.items(), key=lambda item: -item[1])
-    listed = {f'{times[name]:.0f} x {name}': x for name, x in longest if x >= _LISTED}
+        if exchange.is_async:
+            continue
+        name = f'{exchange.kind} of {exchange.members}, {_describe_largest(exchange)}'
+        times[name] += exchange.times
+        wait_ms[name] += exchange.nbytes / chip.link_rate * 1e3
+    waits = {}
+    for name, milliseconds in sorted(wait_ms.items(), key=lambda item: -item[1]):
+        if milliseconds >= _LISTED:
+            waits[f'{times[name]} x {name}'] = milliseconds
     total = sum(wait_ms.values())
-    traffic = dict(sorted(megabytes.items())) | {'in all': sum(megabytes.values())}
-    return traffic, listed | {'shorter ones': total - sum(listed.values()), 'in all': total}
+    waits['shorter ones'] = total - sum(waits.values())
+    waits['in all'] = total
+    return waits
 
 
-def _largest(exchange: hlo.Collective) -> str:
-    """The largest array of an exchange, as XLA writes it, and how many more there are."""
+def _describe_largest(exchange: hlo.Collective) -> str:
+    """Returns the largest array of an exchange, as XLA writes it, and how many more there are."""
     dtype, shape = max(exchange.arrays, key=lambda array: math.prod(array[1]))
-    count = len(exchange.arrays)
-    return f'{dtype}[{",".join(map(str, shape))}]' + f' and {count - 1} more' * (count > 1)
+    description = f'{dtype}[{",".join(map(str, shape))}]'
+    num_others = len(exchange.arrays) - 1
+    if num_others:
+        description += f' and {num_others} more'
+    return description
 
 
 def judge_costs(report: Report, chip: chips.Chip) -> Report:
     """Returns whether the program fits, its model FLOP utilization, and a sentence about both."""
     share = report[MEMORY]['total'] * 1e9 / chip.memory
-    traffic, estimate, wait = report[MOVED], report[TIME]['in all'], report[WAITS]['in all']
+    fits = share <= 1
     # Of the model alone: neither rematerialization nor a frozen encoder counts as useful.
     ideal = report[ARITHMETIC]['model'] * 1e12 / chip.flops * 1e3
-    mfu, with_waits = (ideal / (estimate + x) if estimate else 0.0 for x in (0, wait))
-    clauses = [f'{"fits" if share <= 1 else "does not fit"}: {share:.0%} of the memory']
-    if least_traffic := traffic.get('least for this mesh'):
+    estimate = report[TIME]['in all']
+    mfu = 0.0
+    mfu_with_waits = 0.0
+    if estimate:
+        mfu = ideal / estimate
+        mfu_with_waits = ideal / (estimate + report[WAITS]['in all'])
+    clauses = [f'{"fits" if fits else "does not fit"}: {share:.0%} of the memory']
+    traffic = report[MOVED]
+    least_traffic = traffic.get('least for this mesh')
+    if least_traffic:
         clauses.append(f'{traffic["in all"] / least_traffic:.2f} times the least traffic')
     if estimate:
         clauses.append(f'{estimate:.0f} ms a step by the compiler, an MFU of {mfu:.0%}')
-        clauses.append(f'{with_waits:.0%} with the exchanges that wait')
+        clauses.append(f'{mfu_with_waits:.0%} with the exchanges that wait')
     else:
         clauses.append(f'no estimate of the time on {chip.name}')
-    clauses += [f'without {x}' for x in report.get(LEFT_OUT, ())]
-    judgement = {'fits': share <= 1, 'verdict': ', '.join(clauses)}
-    return {'mfu': mfu, 'mfu_with_waits': with_waits} | judgement
+    clauses += [f'without {name}' for name in report.get(LEFT_OUT, ())]
+    return {
+        'mfu': mfu,
+        'mfu_with_waits': mfu_with_waits,
+        'fits': fits,
+        'verdict': ', '.join(clauses),
+    }
 
 
 def format_report(report: Report) -> str:
+    """Returns the tables of a report and its verdict, for people."""
     lines = [report['program'], '']
     for title, rows in report.items():
-        if isinstance(rows, dict):
-            width = max(54, *map(len, rows))
-            lines += [title, *(f'  {x:{width}}{value:10,.2f}' for x, value in rows.items()), '']
-    verdict = textwrap.fill(f'Verdict: {report["verdict"]}.', 96, subsequent_indent=' ' * 9)
-    return '\n'.join([*lines, verdict])
+        if not isinstance(rows, dict):
+            continue
+        width = max(54, *map(len, rows))
+        lines.append(title)
+        lines += [f'  {name:{width}}{value:10,.2f}' for name, value in rows.items()]
+        lines.append('')
+    verdict = f'Verdict: {report["verdict"]}.'
+    lines.append(textwrap.fill(verdict, 96, subsequent_indent=' ' * 9))
+    return '\n'.join(lines)
 
 
 def format_meshes(reports: Mapping[int, Report]) -> str:
@@ -384,15 +521,18 @@ def format_meshes(reports: Mapping[int, Report]) -> str:
         if TIME not in report:
             lines.append(f'{fsdp:6}  {report["verdict"]}')
             continue
-        traffic, estimate = report[MOVED], report[TIME]['in all']
-        mfus = f'{report["mfu"]:6.0%}{report["mfu_with_waits"]:30.0%}'
-        row = f'{fsdp:6}{estimate:11,.0f}{mfus}{report[MEMORY]["total"]:12.1f}'
+        row = f'{fsdp:6}{report[TIME]["in all"]:11,.0f}'
+        row += f'{report["mfu"]:6.0%}{report["mfu_with_waits"]:30.0%}'
+        row += f'{report[MEMORY]["total"]:12.1f}'
+        traffic = report[MOVED]
         # XLA may cut products into pieces that pass around a ring, each too small for the matrix
         # units. L/2 on v5e-16 with fsdp 16 has a third of its traffic so, other meshes below 1%.
         permuted = sum(x for kind, x in traffic.items() if kind.startswith('collective-permute'))
         if permuted > traffic['in all'] / 10:
             row += f'  warning: products in small pieces, {permuted:,.0f} MB pass between chips'
-        lines.append(row if report['fits'] else f'{row}  does not fit')
+        if not report['fits']:
+            row += '  does not fit'
+        lines.append(row)
     return '\n'.join(lines)
 
 
@@ -402,10 +542,11 @@ def main() -> None:
     jax.config.update('jax_platforms', 'cpu')
     outlook = f'compiling for {FLAGS.topology}: minutes for a large model ...'
     command_line.print_lines(outlook, file=sys.stderr)
-    reports, options = {}, {'num_tokens': FLAGS.num_tokens, 'step': FLAGS.step}
+    reports = {}
     for fsdp in map(int, FLAGS.fsdp or [FLAGS.config.mesh.fsdp]):
         FLAGS.config.mesh.fsdp = fsdp
-        reports[fsdp] = report = analyze(FLAGS.config, FLAGS.topology, **options)
+        report = analyze(FLAGS.config, FLAGS.topology, num_tokens=FLAGS.num_tokens, step=FLAGS.step)
+        reports[fsdp] = report
     if FLAGS.fsdp:
         text = json.dumps(reports, indent=2) if FLAGS.json else format_meshes(reports)
         command_line.print_lines(*text.splitlines())

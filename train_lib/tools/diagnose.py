@@ -29,7 +29,8 @@ FLAGS = flags.FLAGS
 
 _LAPS = 5  # whose times show how much runs vary here
 # The input is steady when its buffers are full and late imports are done.
-_WARM_BATCHES, _WARM_SECONDS = 8, 1.0
+_WARM_BATCHES = 8
+_WARM_SECONDS = 1.0
 _WARM_STEPS = 2
 
 _ADVICE = {
@@ -41,7 +42,13 @@ _ADVICE = {
 
 
 def verdict(step: list[float], batch: list[float], engine: str) -> str:
-    """Says whether steps or batches limit a run, by their seconds in each lap."""
+    """Returns sentences that say whether steps or batches limit a run.
+
+    Args:
+        step: Mean seconds of a step in each lap.
+        batch: Mean seconds of a batch in each lap.
+        engine: Engine that has read the batches.
+    """
     if max(batch) < min(step):
         return 'The devices are the limit. A faster input gains nothing.'
     if min(batch) > max(step):
@@ -57,7 +64,14 @@ def verdict(step: list[float], batch: list[float], engine: str) -> str:
 def time_steps_and_batches(
     config: ml_collections.ConfigDict, hosts: int, step_ms: float | None, seconds: float
 ) -> tuple[list[float], list[float], str]:
-    """Returns mean seconds of steps and of one host's batches in some laps, and the engine."""
+    """Returns mean seconds of steps and of one host's batches in some laps, and the engine.
+
+    Args:
+        config: Configuration of the run.
+        hosts: Number of hosts that share a batch.
+        step_ms: Milliseconds of a step; None to measure them.
+        seconds: Time for reading, and then for steps.
+    """
     # They import TensorFlow, which reads the settings that `run.prepare` makes.
     import jax
 
@@ -67,7 +81,10 @@ def time_steps_and_batches(
 
     config = _share_of_one_host(config, hosts)
     # A pod's mesh is for its devices; `fsdp` holds for this host, whose devices it splits first.
-    mesh = sharding.make_mesh(**config.mesh if hosts == 1 else {'fsdp': config.mesh.fsdp})
+    if hosts == 1:
+        mesh = sharding.make_mesh(**config.mesh)
+    else:
+        mesh = sharding.make_mesh(fsdp=config.mesh.fsdp)
     training = data.TrainingData(config, mesh)
     batches = training.train_batches()
     batch = _warm_up(batches)
@@ -78,6 +95,7 @@ def time_steps_and_batches(
     state = program.init()
 
     def step() -> None:
+        """Takes one step and waits for it."""
         nonlocal state
         state, update = program.train_step(state, batch)
         jax.block_until_ready(update)
@@ -89,6 +107,7 @@ def time_steps_and_batches(
 
 
 def _share_of_one_host(config: ml_collections.ConfigDict, hosts: int) -> ml_collections.ConfigDict:
+    """Returns the configuration of one of some hosts, as if it were alone."""
     if config.batch_size % hosts or config.data.lanes % hosts:
         raise ValueError(
             f'--hosts={hosts} does not divide --config.batch_size={config.batch_size} and '
@@ -113,23 +132,33 @@ def _warm_up(batches: Iterator[Any]) -> Any:
 
 
 def _time(call: Callable[[], Any], seconds: float) -> list[float]:
-    """Mean seconds of a call in each lap; all laps together take `seconds`, or one call each."""
+    """Returns the mean seconds of a call in each lap.
+
+    All laps together take `seconds`, or one call each.
+    """
     laps = []
     for _ in range(_LAPS):
-        start, count = time.monotonic(), 0
-        while (elapsed := time.monotonic() - start) < seconds / _LAPS or not count:
+        start = time.monotonic()
+        elapsed = 0.0
+        count = 0
+        while elapsed < seconds / _LAPS or not count:
             call()
             count += 1
+            elapsed = time.monotonic() - start
         laps.append(elapsed / count)
     return laps
 
 
 def _format_laps(laps: list[float]) -> str:
-    median, low, high = (1000 * f(laps) for f in (statistics.median, min, max))
+    """Returns median, least and most of some seconds, in milliseconds."""
+    median = 1000 * statistics.median(laps)
+    low = 1000 * min(laps)
+    high = 1000 * max(laps)
     return f'{median:,.1f} ms ({low:,.1f} to {high:,.1f})'
 
 
 def main() -> None:
+    """Prints the times of steps and batches, and which is the limit."""
     config = FLAGS.config
     input_pipeline.prepare_process()
     run.prepare()

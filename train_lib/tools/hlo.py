@@ -71,6 +71,7 @@ class _Instruction(NamedTuple):
     attributes: str
 
     def operand(self, index: int) -> str:
+        """Returns the name of an operand."""
         return self.operands.split(', ')[index].lstrip('%')
 
     def attribute(self, pattern: str) -> str:
@@ -79,32 +80,40 @@ class _Instruction(NamedTuple):
         return match[1] if match else ''
 
     def arrays(self) -> list[Array]:
-        """Dtype and shape of each array of the result."""
-        return [
-            (dtype, tuple(map(int, filter(None, sizes.split(',')))))
-            for dtype, sizes in _ARRAY.findall(self.result)
-        ]
+        """Returns dtype and shape of each array of the result."""
+        arrays = []
+        for dtype, sizes in _ARRAY.findall(self.result):
+            shape = tuple(int(size) for size in sizes.split(',') if size)
+            arrays.append((dtype, shape))
+        return arrays
 
     def called(self) -> Iterator[str]:
-        """Names of the computations that this instruction calls."""
+        """Yields the names of the computations that this instruction calls."""
         for match in _CALLED.finditer(self.attributes):
-            yield from (name.lstrip('%') for name in (match[1] or match[2]).split(', '))
+            for name in (match[1] or match[2]).split(', '):
+                yield name.lstrip('%')
 
 
 _Program = dict[str, dict[str, _Instruction]]  # by names of computations and of instructions
 
 
 def read_costs(text: str) -> Costs:
-    """Adds up the costs in the text of `compiled.as_text()`, without conditions of loops."""
+    """Adds up the costs in the text of `compiled.as_text()`, without conditions of loops.
+
+    Raises a ValueError for other texts.
+    """
     # Empty braces stand for all devices, whose number is in the first line.
-    if devices := re.search(r'num_partitions=(\d+)', text):
+    devices = re.search(r'num_partitions=(\d+)', text)
+    if devices:
         text = text.replace('replica_groups={}', f'replica_groups=[1,{devices[1]}]<=[]')
     program = _parse_program(text)
     costs = Costs(collections.Counter(), [], collections.Counter(), set())
     seen_places = set[tuple[str, ...]]()
+    # Computations to add up: the name, the loops around it, and the computation that has the fusion
+    # around it, '' without one.
     stack: list[tuple[str, Loops, str]] = [(_ENTRY, (), '')]
     while stack:
-        name, loops, fused_in = stack.pop()  # the computation that has the fusion around this one
+        name, loops, fused_in = stack.pop()
         costs.loops.add(loops)
         for instruction in program[name].values():
             # An asynchronous exchange stands in each of the fusions that it spans.
@@ -117,7 +126,8 @@ def read_costs(text: str) -> Costs:
             # Only these run another computation as a part of the program.
             if instruction.opcode not in _CALLERS:
                 continue
-            called_loops, called_in = loops, fused_in
+            called_loops = loops
+            called_in = fused_in
             if instruction.opcode == 'while':
                 called_loops = (*loops, _trip_count(program, name, instruction))
             elif instruction.opcode == 'fusion':
@@ -127,9 +137,11 @@ def read_costs(text: str) -> Costs:
 
 
 def _add_estimate(costs: Costs, instruction: _Instruction, loops: Loops, is_fused: bool) -> None:
+    """Adds the compiler's estimate of an instruction, or the calls of a kernel."""
     times = _times(loops)
     if _KERNEL in instruction.attributes:
-        rows = max((shape[0] for _, shape in instruction.arrays() if shape), default=1)
+        sizes = [shape[0] for _, shape in instruction.arrays() if shape]
+        rows = max(sizes, default=1)
         costs.kernels[Kernel(instruction.name, rows)] += times
     # The estimate of a fusion holds those of the instructions in it.
     if not is_fused:
@@ -138,51 +150,70 @@ def _add_estimate(costs: Costs, instruction: _Instruction, loops: Loops, is_fuse
 
 
 def _times(loops: Loops) -> int:
+    """Returns how often a computation runs that is in these loops."""
     return math.prod(length or 1 for length in loops)
 
 
 def _parse_program(text: str) -> _Program:
+    """Returns the instructions of each computation; raises a ValueError for other texts."""
     program: _Program = {}
     for line in text.splitlines():
-        if header := _COMPUTATION.match(line):
-            lines = program[_ENTRY if header[1] else header[2]] = {}
-        elif match := _INSTRUCTION.match(re.sub(r'/\*.*?\*/', '', line)):
-            lines[match[1]] = _Instruction(*match.groups())
+        header = _COMPUTATION.match(line)
+        if header:
+            instructions: dict[str, _Instruction] = {}
+            program[_ENTRY if header[1] else header[2]] = instructions
+            continue
+        match = _INSTRUCTION.match(re.sub(r'/\*.*?\*/', '', line))
+        if match:
+            instructions[match[1]] = _Instruction(*match.groups())
     if _ENTRY not in program:
         raise ValueError('the text is not a compiled XLA program: it has no ENTRY computation')
     return program
 
 
 def _trip_count(program: _Program, computation: str, loop: _Instruction) -> int:
-    """How often the body of a `while` runs, if it counts up by one to a constant; otherwise 0."""
-    if count := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
+    """Returns how often a `while` runs, if it counts up by one to a constant; otherwise 0."""
+    count = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
+    if count:
         return int(count)
     # Where XLA does not say, the condition compares a counter with the constant.
     condition = program[loop.attribute(r'condition=%?([\w.\-]+)')]
-    tests = [i for i in condition.values() if i.opcode == 'compare']
+    tests = [test for test in condition.values() if test.opcode == 'compare']
     if len(tests) != 1 or 'direction=LT' not in tests[0].attributes:
         return 0
-    counter, limit = (condition[tests[0].operand(index)] for index in (0, 1))
-    instructions = program[computation]
-    start = instructions[loop.operand(0)]
-    if (counter.opcode, limit.opcode, start.opcode) != ('get-tuple-element', 'constant', 'tuple'):
+    counter = condition[tests[0].operand(0)]
+    limit = condition[tests[0].operand(1)]
+    if counter.opcode != 'get-tuple-element' or limit.opcode != 'constant':
         return 0
-    start = instructions[start.operand(int(counter.attribute(r'index=(\d+)')))]
+    # The counter is an element of the tuple that the loop begins with.
+    instructions = program[computation]
+    first_values = instructions[loop.operand(0)]
+    if first_values.opcode != 'tuple':
+        return 0
+    start = instructions[first_values.operand(int(counter.attribute(r'index=(\d+)')))]
     while start.opcode in ('copy', 'bitcast'):
         start = instructions[start.operand(0)]
-    return int(limit.operands) - int(start.operands) if start.opcode == 'constant' else 0
+    if start.opcode != 'constant':
+        return 0
+    return int(limit.operands) - int(start.operands)
 
 
 def _collective(instruction: _Instruction, computation: str, loops: Loops) -> Iterator[Collective]:
-    """The exchange between devices that an instruction is, if it is one."""
+    """Yields the exchange between devices that an instruction is, if it is one."""
     kind = instruction.opcode.removesuffix('-start')
-    if kind not in _RECEIVED or (count := members(instruction.attributes)) == 1:
+    if kind not in _RECEIVED:
         return
-    arrays, is_start = instruction.arrays(), kind != instruction.opcode
+    count = members(instruction.attributes)
+    if count == 1:
+        return
+    arrays = instruction.arrays()
+    is_start = kind != instruction.opcode
     # The result of a start is (operand, result, flags).
     if is_start:
         arrays = arrays[1:2] or arrays
-    result_nbytes = float(sum(math.prod(shape) * _bits(dtype) / 8 for dtype, shape in arrays))
+    result_nbytes = 0.0
+    for dtype, shape in arrays:
+        result_nbytes += math.prod(shape) * _bits(dtype) / 8
     if kind == 'reduce-scatter':
         result_nbytes *= count
     elif computation.startswith('all-reduce-scatter'):  # a fusion that keeps a slice, on a TPU
@@ -193,22 +224,32 @@ def _collective(instruction: _Instruction, computation: str, loops: Loops) -> It
 
 
 def _bits(dtype: str) -> int:
+    """Returns the bits of a number, such as 16 of `bf16`."""
     return 8 if dtype == 'pred' else int(dtype.lstrip(string.ascii_lowercase) or 0)
 
 
 def members(attributes: str) -> int:
-    """Returns how many devices exchange data with each other."""
+    """Returns how many devices exchange data with each other, by an instruction's attributes.
+
+    Raises a ValueError for attributes that do not say so.
+    """
     # XLA writes `{{0,1},{2,3}}`, `[2,2]<=[4]` (groups and members), `mesh['a'=2,'b'=2] {'b'}` (the
     # members differ along `b`) or pairs of source and target.
-    if pairs := re.search(r'source_target_pairs=\{(\{.*?\})\}', attributes):
+    pairs = re.search(r'source_target_pairs=\{(\{.*?\})\}', attributes)
+    if pairs:
         ends = re.findall(r'\{(\d+),(\d+)\}', pairs[1])
         return 2 if any(source != target for source, target in ends) else 1
-    if groups := re.search(r'replica_groups=\{\{([\d,]+)\}', attributes):
-        return groups[1].count(',') + 1
-    if rows := re.search(r'replica_groups=\[[\d,]*?(\d+)\]<=\[', attributes):
-        return int(rows[1])
-    axes = r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\([^ ]*\))? \{('\w+'(?:,'\w+')*)\}"
-    if axes_match := re.search(axes, attributes):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", axes_match[1]))
-        return math.prod(int(sizes[name]) for name in re.findall(r'\w+', axes_match[2]))
+    group = re.search(r'replica_groups=\{\{([\d,]+)\}', attributes)
+    if group:
+        return group[1].count(',') + 1
+    group_size = re.search(r'replica_groups=\[[\d,]*?(\d+)\]<=\[', attributes)
+    if group_size:
+        return int(group_size[1])
+    axes = re.search(
+        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\([^ ]*\))? \{('\w+'(?:,'\w+')*)\}",
+        attributes,
+    )
+    if axes:
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", axes[1]))
+        return math.prod(int(sizes[name]) for name in re.findall(r'\w+', axes[2]))
     raise ValueError(f'cannot tell how many devices exchange data: {attributes[:200]!r}')
