@@ -57,7 +57,9 @@ def main() -> None:
             hosts.join_hosts(FLAGS.coordinator_address, FLAGS.process_count, FLAGS.process_index)
         jax_environment.check()
     if FLAGS.verbose:
-        for line in ['Configuration:', *str(FLAGS.config).splitlines()]:
+        # A message for each line: one of several lines would be written in one.
+        logging.info('Configuration:')
+        for line in str(FLAGS.config).splitlines():
             logging.info('%s', line)
     with hosts.share_failures():
         with run.errors_in_one_line():

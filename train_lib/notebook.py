@@ -54,8 +54,9 @@ def live_hooks() -> 'tuple[train.Hook, ...]':
         content = previews.path_of_step(run.workdir, step).read_bytes()
         picture.update(Image.open(io.BytesIO(content)))
 
-    return (
-        train.Hook('bar', train.every(lambda config: config.log_every), show_bar),
-        *train.DEFAULT_HOOKS,
-        train.Hook('picture', train.every(lambda config: config.preview_every), show_previews),
+    bar_hook = train.Hook('bar', train.every(lambda config: config.log_every), show_bar)
+    # Behind the hook that draws the previews.
+    picture_hook = train.Hook(
+        'picture', train.every(lambda config: config.preview_every), show_previews
     )
+    return bar_hook, *train.DEFAULT_HOOKS, picture_hook

@@ -10,7 +10,6 @@ import contextlib
 import difflib
 import functools
 import importlib
-import itertools
 import logging as standard_logging
 import math
 import os
@@ -18,6 +17,7 @@ import pathlib
 import re
 import sys
 import traceback
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -40,8 +40,11 @@ _EXPECTED_TYPES = {
     r"\('Non-boolean argument": 'True or False',
 }
 
+# Those of an installed package lie inside of it, those of a checkout next to it.
 _HERE = pathlib.Path(__file__).parent
-_CONFIGS = next(path for path in (_HERE / 'configs', _HERE.parent / 'configs') if path.is_dir())
+_CONFIGS = _HERE / 'configs'
+if not _CONFIGS.is_dir():
+    _CONFIGS = _HERE.parent / 'configs'
 
 flags.DEFINE_bool('verbose', False, 'Show messages of libraries, and tracebacks of errors.')
 flags.DEFINE_bool('version', False, 'Show the version of this package.')
@@ -56,12 +59,19 @@ def start(
 
     A wrong command line, or one without a required flag, and `fixable` errors end the process with
     `error: ...` in one line and status 1, Ctrl-C with `Interrupted: ...` and status 130.
+
+    Args:
+        main: The program.
+        required: Names of flags that must have a value.
+        fixable: Errors that a user can fix; others keep their traceback.
     """
+    # So that --help shows them, too.
     for name in ('verbose', 'version'):
-        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])  # for --help
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
     parse = functools.partial(_parse_flags, required=required)
 
     def call_main(argv: Sequence[str]) -> None:
+        """Calls `main`, as absl calls a program."""
         with errors_in_one_line(fixable):
             main()
 
@@ -87,6 +97,13 @@ def prepare(needs_data: bool = True) -> None:
     """Checks fields and data set, keeps TensorFlow off the accelerator and the log readable.
 
     Call it before imports that take seconds.
+
+    Args:
+        needs_data: Whether the configuration, if the program has one, must name a data set.
+
+    Raises:
+        ValueError: A field has a wrong value, or the data sets do not fit each other.
+        OSError: A data set does not exist, or its metadata cannot be read.
     """
     _prepare_log()
     if 'config' in flags.FLAGS and flags.FLAGS.is_parsed():
@@ -97,6 +114,7 @@ def prepare(needs_data: bool = True) -> None:
         is_alone = not (config.distributed or has_processes)
         if is_alone and (config.data.mix or config.data.dir):
             config_rules.open_sources(config)
+    # Before the import, which takes seconds.
     programs.announce_start()
     import tensorflow as tf
 
@@ -121,24 +139,35 @@ def errors_in_one_line(
 
 
 def _flag_name(field: str) -> str:
-    """The flag that sets a field: `--config.data.lanes` for `lanes`, as readers call it."""
-    if 'config' not in flags.FLAGS:  # programs that draw have flags of a run's `preview`
+    """Returns the flag that sets a field: `--config.data.lanes` for `lanes`, as readers call it.
+
+    A field without a flag stays what it is.
+    """
+    if 'config' not in flags.FLAGS:
+        # Programs that draw have flags of a run's `preview`.
         field = field.removeprefix('preview.')
         return f'--{field}' if field in flags.FLAGS else field
-    names = (x for x in (field, f'data.{field}') if x in _default_fields())
-    return f'--config.{name}' if (name := next(names, None)) else field
+    fields = _default_fields()
+    for name in (field, f'data.{field}'):
+        if name in fields:
+            return f'--config.{name}'
+    return field
 
 
 # --- The command line ---------------------------------------------------------------------------
 
 
 def load_config(name: str) -> config_dict.ConfigDict:
-    """Returns the configuration that `--config=NAME` names, such as `load_config('small')`."""
+    """Returns the configuration that `--config=NAME` names, such as `load_config('small')`.
+
+    Raises a ModuleNotFoundError for another name.
+    """
     _make_configs_importable()
     return importlib.import_module(f'configs.{name}').get_config()
 
 
 def _make_configs_importable() -> None:
+    """Lets `configs.NAME` be imported, also by the files of users' configurations."""
     if str(_CONFIGS.parent) not in sys.path:
         sys.path.append(str(_CONFIGS.parent))
 
@@ -159,17 +188,19 @@ def resolve(arguments: Sequence[str]) -> list[str]:
 
 
 def _find_config(name: str) -> str:
-    path = name.partition(':')[0]  # the file gets the rest
+    """Returns the path of the file of a configuration; ends the process if there is none."""
+    # The file gets what follows the colon.
+    path, _, _ = name.partition(':')
     if pathlib.Path(path).is_file():
         return name
+    for longer_path in _longer_paths(name):
+        if pathlib.Path(longer_path).is_file():
+            sys.exit(
+                f'error: --config={name}: what follows the first colon goes to get_config of the '
+                f'file {path}; for the file {longer_path}, expected a path without a colon, as '
+                'after `cd` to its folder.'
+            )
     files = {file.stem: file for file in sorted(_CONFIGS.glob('*.py'))}
-    file = next((x for x in _longer_paths(name) if pathlib.Path(x).is_file()), '')
-    if file:
-        sys.exit(
-            f'error: --config={name}: what follows the first colon goes to get_config of the file '
-            f'{path}; for the file {file}, expected a path without a colon, as after `cd` to its '
-            'folder.'
-        )
     stem = path.removeprefix('configs/').removesuffix('.py')
     if stem not in files:
         sys.exit(
@@ -181,10 +212,14 @@ def _find_config(name: str) -> str:
 
 def _longer_paths(name: str) -> Iterator[str]:
     """Yields what precedes each colon but the first, and all."""
-    return itertools.islice(itertools.accumulate(name.split(':'), '{}:{}'.format), 1, None)
+    path, *parts = name.split(':')
+    for part in parts:
+        path = f'{path}:{part}'
+        yield path
 
 
 def _parse_flags(argv: Sequence[str], required: Sequence[str]) -> list[str]:
+    """Parses a command line, as absl calls it; ends the process with a line for a wrong one."""
     argv = resolve(argv)
     with errors_in_one_line():
         try:
@@ -196,18 +231,21 @@ def _parse_flags(argv: Sequence[str], required: Sequence[str]) -> list[str]:
             if extra_arguments:
                 raise flags.Error(f'unexpected arguments: {" ".join(extra_arguments)}')
             if 'config' in flags.FLAGS and flags.FLAGS['config'].present:
-                _ = flags.FLAGS.config.seed  # the first use loads the file
+                # The first use loads the file.
+                _ = flags.FLAGS.config.seed
             _check_flags(required)
         except (flags.Error, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             problem = _explain_config_error(argv, error) or _explain_wrong_type(error)
             raise ValueError(problem or _explain(error)) from error
         except Exception as error:
             # Any error of the file of a configuration is one of the user.
-            if problem := _explain_config_error(argv, error):
+            problem = _explain_config_error(argv, error)
+            if problem:
                 raise ValueError(problem) from error
             raise
         except SystemExit:
-            sys.exit()  # absl shows the help, and ends with 1
+            # After absl has shown the help, for which its status is 1.
+            sys.exit()
     return argv[:1]
 
 
@@ -215,18 +253,28 @@ def _check_blocks(argv: Sequence[str]) -> None:
     """Raises an error for a flag that would replace all fields of a block, such as `optimizer`."""
     fields = _default_fields()
     for name in _override_values(argv):
-        block = [field for field in fields if field.startswith(f'{name.removeprefix("config.")}.')]
-        if name.startswith('config.') and block:
+        if not name.startswith('config.'):
+            continue
+        prefix = f'{name.removeprefix("config.")}.'
+        block = [field for field in fields if field.startswith(prefix)]
+        if block:
             raise flags.Error(
                 f'--{name}: expected a flag for each field to change, such as --config.{block[0]}'
             )
 
 
 def _override_values(argv: Sequence[str]) -> dict[str, str]:
-    return dict(x.lstrip('-').partition('=')[::2] for x in argv if x.startswith('-'))
+    """Returns the flags of a command line with their texts, '' for one without a value."""
+    values = {}
+    for argument in argv:
+        if argument.startswith('-'):
+            name, _, value = argument.lstrip('-').partition('=')
+            values[name] = value
+    return values
 
 
 def _check_flags(required: Sequence[str]) -> None:
+    """Raises an error if a required flag is missing, or a number is not finite."""
     missing = [f'--{name}' for name in required if flags.FLAGS[name].value in (None, '')]
     if missing:
         raise flags.Error(f'missing: {", ".join(missing)}')
@@ -237,14 +285,14 @@ def _check_flags(required: Sequence[str]) -> None:
 
 
 def _explain(error: Exception) -> str:
-    """The message of an error in the flags, with a command that works."""
+    """Returns the message of an error in the flags, with a command that works."""
     program = sys.modules['__main__']
     name = program.__spec__.name if program.__spec__ else ''
     return f'{error}; {command_line.example_of_use(f"python -m {name}", program.__doc__)}'
 
 
 def _explain_wrong_type(error: Exception) -> str:
-    """Names the flag, its value and what it expects; '' for errors that are not of a type."""
+    """Returns the flag, its value and what it expects; '' for errors that are not of a type."""
     for words, expected in _EXPECTED_TYPES.items():
         match = re.fullmatch(f'flag (--[\\w.]+)=(.*): {words}.*', str(error), re.DOTALL)
         if match:
@@ -253,46 +301,71 @@ def _explain_wrong_type(error: Exception) -> str:
 
 
 def _explain_config_error(argv: Sequence[str], error: BaseException) -> str:
-    """Names the `--config` flag, or the line of the file, and what is wrong; '' for other flags."""
+    """Returns the `--config` flag, or the line of the file, and what is wrong.
+
+    For other flags it returns ''.
+    """
     overrides = _override_values(argv)
     path = overrides.get('config', '')
+    file, _, _ = path.partition(':')
     # Absl and ml_collections raise errors of their own while they handle the error of the file.
     cause: BaseException | None = error
     while cause is not None:
         frames = list(traceback.walk_tb(cause.__traceback__))
-        lines = [line for x, line in frames if x.f_code.co_filename == path.partition(':')[0]]
+        lines = [line for frame, line in frames if frame.f_code.co_filename == file]
         if lines:
-            code, variables = frames[-1][0].f_code, frames[-1][0].f_locals
-            is_of_a_field = isinstance(cause, (KeyError, AttributeError))
-            if is_of_a_field and code.co_filename == config_dict.config_dict.__file__:
-                problem = _describe_missing(variables.get('attribute') or variables['key'])
-            else:
-                problem = f'{type(cause).__name__}: {cause}'
-            return f'--config={path}, line {lines[-1]}: {problem}'
+            last_frame, _ = frames[-1]
+            return f'--config={path}, line {lines[-1]}: {_describe_file_error(cause, last_frame)}'
         cause = cause.__cause__ or cause.__context__
     if isinstance(error, (LookupError, AttributeError, TypeError)):
-        names = [x.removeprefix('config.') for x in overrides if x.startswith('config.')]
-        for name in names:
-            if name not in _default_fields():
+        fields = _default_fields()
+        for flag in overrides:
+            name = flag.removeprefix('config.')
+            if flag != name and name not in fields:
                 return f'--config.{name}: {_describe_missing(name)}'
         return f'--config={path}: {type(error).__name__}: {error}'
-    return f'--config={path}: {error}' if isinstance(error, OSError) else ''
+    if isinstance(error, OSError):
+        return f'--config={path}: {error}'
+    return ''
+
+
+def _describe_file_error(error: BaseException, last_frame: types.FrameType) -> str:
+    """Returns what is wrong in the file of a configuration; the error was raised in this frame."""
+    is_of_a_dict = last_frame.f_code.co_filename == config_dict.config_dict.__file__
+    if is_of_a_dict and isinstance(error, (KeyError, AttributeError)):
+        variables = last_frame.f_locals
+        return _describe_missing(variables.get('attribute') or variables['key'])
+    return f'{type(error).__name__}: {error}'
 
 
 def _describe_missing(name: str) -> str:
     """Describes a field that no configuration has, with the most similar one that there is."""
-    fields = {x for field in _default_fields() for x in (field, field.rpartition('.')[0])}
-    steps = list(itertools.accumulate(name.split('.'), '{}.{}'.format))
-    missing = next(x for x in steps if x not in fields).rpartition('.')[2]
+    # Blocks are fields, too.
+    fields = set()
+    for field in _default_fields():
+        block, _, _ = field.rpartition('.')
+        fields |= {field, block}
+    # The first part that is missing: of `data.a.b`, perhaps `a`. A file names the last part alone,
+    # which another block may have.
+    _, _, ending = name.rpartition('.')
+    missing = ending
+    place = ''
+    for part in name.split('.'):
+        place = f'{place}.{part}' if place else part
+        if place not in fields:
+            missing = part
+            break
+    # The most similar last part counts, and among equal ones the most similar place.
     endings = {field: field.rpartition('.')[2] for field in sorted(fields)}
-    closest = difflib.get_close_matches(name.rpartition('.')[2], endings.values(), n=1)
-    matches = [field for field in endings if endings[field] in closest]
-    matches = difflib.get_close_matches(name, matches, n=1, cutoff=0)
+    closest = difflib.get_close_matches(ending, endings.values(), n=1)
+    candidates = [field for field in endings if endings[field] in closest]
+    matches = difflib.get_close_matches(name, candidates, n=1, cutoff=0)
     advice = f'; did you mean {matches[0]!r}?' if matches else ''
     return f'there is no field {missing!r}{advice}'
 
 
 def _default_fields() -> list[str]:
+    """Returns the names of all fields, such as `data.lanes`."""
     return list(config_rules.flatten_fields(load_config('default').to_dict()))
 
 
@@ -300,11 +373,13 @@ def _default_fields() -> list[str]:
 
 
 def _is_verbose() -> bool:
+    """Whether the user wants messages of libraries and tracebacks."""
     # Programs that do not parse flags call `prepare`, too.
     return flags.FLAGS.is_parsed() and flags.FLAGS.verbose
 
 
 def _prepare_log() -> None:
+    """Keeps the log to what is worth reading, unless the user wants everything."""
     handler = logging.get_absl_handler()
     if _is_verbose():
         handler.setFormatter(_VerboseFormatter())
@@ -325,6 +400,7 @@ class _RunFormatter(command_line.LogFormatter):
     """Leaves out the tracebacks of libraries, which log errors before they raise them."""
 
     def format(self, record: standard_logging.LogRecord) -> str:
+        """Returns the lines of a message."""
         if not record.pathname.startswith(command_line.OWN_CODE):
             record.exc_info = record.exc_text = None
         return super().format(record)
@@ -335,6 +411,6 @@ class _VerboseFormatter(command_line.SafeFormatter, logging.PythonFormatter):
 
 
 def _is_worth_reading(record: standard_logging.LogRecord) -> bool:
-    """True for our own messages and for the warnings of libraries."""
+    """Whether a message is our own, or a warning of a library."""
     is_own = record.pathname.startswith(command_line.OWN_CODE)
     return is_own or record.levelno > standard_logging.INFO

@@ -319,13 +319,7 @@ def _train_steps(
     # Whether all hooks due at this step have been called and no stop has been requested.
     is_complete = not interrupted or _call_hooks(run, step, state, stop)
     batches = run.data.train_batches(run.position_at(step))
-    profile = periodic_actions.Profile(
-        logdir=run.workdir,
-        num_profile_steps=run.config.profile_steps,
-        profile_duration_ms=1,
-        first_profile=step + _PROFILE_AFTER if run.config.profile_steps else -1,
-        every_secs=None,
-    )
+    profile = _make_profiler(run, step)
     while is_complete and step < run.config.num_steps:
         step += 1
         with run.log.clock.waiting_for_data():
@@ -352,6 +346,21 @@ def _train_steps(
         were = 'was' if bad_records == 1 else 'were'
         logging.warning('%s could not be read and %s left out here.', records, were)
     return state, is_complete
+
+
+def _make_profiler(run: Run, step: int) -> periodic_actions.Profile:
+    """Returns what writes a profile of a few steps, if the run wants one."""
+    # A negative number is never reached.
+    first_step = -1
+    if run.config.profile_steps:
+        first_step = step + _PROFILE_AFTER
+    return periodic_actions.Profile(
+        logdir=run.workdir,
+        num_profile_steps=run.config.profile_steps,
+        profile_duration_ms=1,
+        first_profile=first_step,
+        every_secs=None,
+    )
 
 
 def _report_unsaved(run: Run, step: int, num_skipped: int, is_complete: bool) -> None:

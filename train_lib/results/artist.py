@@ -142,7 +142,8 @@ class Artist:
     @functools.cached_property
     def picture_shape(self) -> tuple[int, int]:
         """Height and width of a picture in pixels."""
-        _, *shape = self.facts.latents_shape
+        # The decoder tells it.
+        shape = self.facts.latents_shape[1:]
         _, height, width, _ = self.paint(np.zeros((1, *shape), np.float32)).shape
         return height, width
 

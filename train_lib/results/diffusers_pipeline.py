@@ -286,11 +286,12 @@ def _copy_export(folder, target):
     last = Path('transformer') / 'config.json'
     (target / last).unlink(missing_ok=True)
     (target / 'transformer').mkdir(parents=True, exist_ok=True)
-    paths = [*folder.iterdir(), *(folder / 'transformer').iterdir()]
-    names = [path.relative_to(folder) for path in paths if path.is_file()]
-    names.remove(last)
-    for name in [*names, last]:
-        shutil.copyfile(folder / name, target / name)
+    for place in folder, folder / 'transformer':
+        for path in place.iterdir():
+            name = path.relative_to(folder)
+            if path.is_file() and name != last:
+                shutil.copyfile(path, target / name)
+    shutil.copyfile(folder / last, target / last)
 
 
 def _split_words(caption):

@@ -22,11 +22,26 @@ FILES = CARD_FILE, PREVIEWS_FILE
 
 # Fields of the configuration; those that are empty or 0 are left out.
 _RECIPE = (
-    *('model.name', 'model.text', 'num_steps', 'batch_size', 'ema_decay'),
-    *('optimizer.name', 'optimizer.learning_rate', 'optimizer.muon_learning_rate'),
-    *('optimizer.schedule', 'optimizer.warmup_steps', 'optimizer.weight_decay', 'seed'),
-    *('flow.logit_mean', 'flow.logit_std', 'data.caption_dropout', 'data.text'),
-    *('preview.guidance', 'preview.num_steps', 'preview.sampler', 'preview.time_shift'),
+    'model.name',
+    'model.text',
+    'num_steps',
+    'batch_size',
+    'ema_decay',
+    'optimizer.name',
+    'optimizer.learning_rate',
+    'optimizer.muon_learning_rate',
+    'optimizer.schedule',
+    'optimizer.warmup_steps',
+    'optimizer.weight_decay',
+    'seed',
+    'flow.logit_mean',
+    'flow.logit_std',
+    'data.caption_dropout',
+    'data.text',
+    'preview.guidance',
+    'preview.num_steps',
+    'preview.sampler',
+    'preview.time_shift',
 )
 _METRICS = 'cmmd', 'frechet_distance', 'clip_score', 'clip_score_of_data', 'num_pictures'
 _DRAWING = """## Drawing

@@ -23,7 +23,9 @@ FOLDER = 'previews'  # of a run's workdir
 _NAME = re.compile(r'step_(\d{6,})\.png')
 _PNG = b'\x89PNG\r\n\x1a\n'  # the first bytes of every file of this kind
 
-_SCALE, _LARGE = 4, 64  # pictures of fewer pixels across are enlarged: 32 become 128
+# Pictures of fewer pixels across than `_LARGE` are enlarged: 32 become 128.
+_LARGE = 64
+_SCALE = 4
 _MARGIN = 8  # pixels between and around the pictures
 _FONT_SIZE = 12
 _MAX_LINES = 7  # of a caption; a longer one is cut short
@@ -34,7 +36,8 @@ _TITLE_SHARE = 1 / 28
 
 # What DejaVu lacks, above all Chinese, Japanese and Korean, is taken from the first of these that
 # is installed: as the package of the extra `fonts`, or with the fonts of the system.
-_CJK_PACKAGE, _CJK_FILE = 'noto_cjk_sans_otc', 'NotoSansCJK-Regular.ttc'
+_CJK_PACKAGE = 'noto_cjk_sans_otc'
+_CJK_FILE = 'NotoSansCJK-Regular.ttc'
 _OTHER_FILES = (_CJK_FILE, 'DroidSansFallbackFull.ttf', 'wqy-zenhei.ttc')
 
 

@@ -48,8 +48,10 @@ def read_prompts(path: epath.PathLike, count: int) -> list[Prompt]:
         return _read_folder(path, count)
     prompts = []
     for number, line in enumerate(read_captions(path)):
+        metadata = {'prompt': line}
         try:
-            metadata = json.loads(line) if path.suffix == '.jsonl' else {'prompt': line}
+            if path.suffix == '.jsonl':
+                metadata = json.loads(line)
             text = metadata['prompt'].strip()
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             problem = f'{line[:80]!r} is not JSON like {{"prompt": "a red circle"}}'
