@@ -69,6 +69,7 @@ class TrainingData:
         self._share: dict[str, Any] = {'process_index': index, 'process_count': count}
         counter = input_pipeline.ReadCounter()
         self.read_counts = counter.read
+        # Training batches that went to the devices, and those of them that steps have taken.
         self._num_arrived = 0
         self._num_used = 0
         self.facts = input_pipeline.mix_stats(self.sources, fields.text)
@@ -101,6 +102,7 @@ class TrainingData:
             **self._share,
             **self._shared_options,
         )
+        # Now, and not after the first hours.
         if config.eval_every:
             self._check_split(schema.VALIDATION, 'eval_every', config.eval_every)
         if config.preview_every:

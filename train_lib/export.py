@@ -94,6 +94,7 @@ def export(
     # A folder of this machine says nothing to others.
     preview['vae'] = '' if painting['local_vae'] else vae
     folder = epath.Path(out)
+    # Before the weights are read, which takes minutes for a large model.
     _check_export_folder(folder)
     # On one device, whatever the mesh of the run was: the example is small.
     placement = sharding.replicated(sharding.make_mesh(devices=jax.local_devices()[:1]))
@@ -179,6 +180,7 @@ def _name_text_model(facts: DatasetStats, params: Any) -> dict[str, Any]:
     if revision.startswith('sha256:'):
         name = ''
         revision = ''
+    # A model with a table of its own takes token ids, another one what an encoder makes of them.
     encoded = not facts.vocabulary or 'projection' in params['words']
     return {'model': name, 'revision': revision, 'encoded': encoded}
 
@@ -190,6 +192,7 @@ def _describe_painting(vae: str, facts: DatasetStats) -> dict[str, Any]:
     """
     scale = latent_rgb.find_scale(facts.vae, facts.latent_scale) or latent_rgb.SCALES['sdxl']
     factor, shift = scale
+    # The linear map is one of scaled latents, and an export has raw ones.
     rgb = factor * schema.RGB_FACTORS
     bias = schema.RGB_BIAS - shift * rgb.sum(axis=0)
     local_vae = ''

@@ -105,6 +105,7 @@ def set_up(
         beginnings.OtherRunError: The last checkpoint in `workdir` belongs to another run.
         OSError: The data set does not exist, or `workdir` cannot be written to.
     """
+    # First what fails at once: opening the data and the decoder takes seconds.
     jax_environment.check()
     workdirs.check_takes_checkpoints(workdir)
     workdirs.check_writable(workdir)
@@ -177,6 +178,7 @@ def train(
         hosts.share_failures(),
         device_memory.explain_out_of_memory(config),
     ):
+        # Nothing kept other runs out while this one was checked.
         if (manager.latest_step() or 0) != beginning.step:
             raise OSError(
                 f'{setup.workdir}: another run has just trained there; start this one again.'
@@ -316,7 +318,8 @@ def _train_steps(
     """
     start = run.beginning.step
     step = start
-    # Whether all hooks due at this step have been called and no stop has been requested.
+    # Whether all hooks due at this step have been called and no stop has been requested. Those that
+    # an interrupted run has left out come first.
     is_complete = not interrupted or _call_hooks(run, step, state, stop)
     batches = run.data.train_batches(run.position_at(step))
     profile = _make_profiler(run, step)
@@ -325,6 +328,7 @@ def _train_steps(
         with run.log.clock.waiting_for_data():
             batch = next(batches)
         if step == start + 1:
+            # Only now is there a batch, whose shapes the compiler needs.
             device_memory.check_device_memory(run.config, run.program.train_step, state, batch)
         # Whatever moves to or from the device here would do so at every step.
         with jax.transfer_guard('disallow'):
@@ -384,6 +388,7 @@ def _evaluate_splits(run: Run, step: int, state: TrainState) -> str:
     by_source: dict[str, metrics.EvalMetrics] = {}
     for source in run.data.sources:
         by_source[source.name] = _evaluate_source(run, source, state)
+    # Over the records of all sources, not the mean of their means.
     together = functools.reduce(metrics.merge, by_source.values())
     scalars = {f'eval/{name}': x for name, x in _compute(together).items()}
     if len(by_source) > 1:
@@ -430,6 +435,7 @@ def _write_previews(run: Run, step: int, state: TrainState) -> str:
     latents = jax.device_get(run.program.draw(state.ema_params, samples.text, 0))
     columns = [run.preview_of_data, run.paint_together(latents)]
     path = previews.path_of_step(run.workdir, step)
+    # All processes have the same pictures, and one of them writes.
     if jax.process_index() == 0:
         grid = previews.make_grid(columns, samples.captions, title='left: data, right: model')
         run.writer.write_images(step, {'previews': grid[None]})

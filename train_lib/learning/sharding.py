@@ -104,6 +104,7 @@ class RowPinning:
         return mapped(rows, shared)
 
     def _split_rows(self, count: int) -> PartitionSpec:
+        """Returns how `count` rows are split over the devices."""
         # If the number of devices does not divide the rows (a few pictures on a large pod), each
         # group of `fsdp` devices computes all rows; if `fsdp` does not divide them either, each
         # device does.
@@ -172,7 +173,7 @@ def map_matrices(
         count = len(matrices)
         members = 1 if are_whole else fsdp
         groups = _choose_num_groups(count, data, members)
-        per_group = -(-count // groups)
+        per_group = math.ceil(count / groups)
         first = jax.lax.axis_index(DATA_AXIS) % groups * per_group
         matrices = _pad_stack(matrices, groups * per_group)
         matrices = jax.lax.dynamic_slice_in_dim(matrices, first, per_group)

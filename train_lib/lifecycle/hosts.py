@@ -91,10 +91,12 @@ class _Hosts:
         import jax
         from orbax.checkpoint import multihost
 
+        # That of the coordinator's store of keys and values, for which JAX has no public name.
         self._client: Any = multihost.get_jax_distributed_client()
         self._index = jax.process_index()
         self._count = jax.process_count()
         self._name = f'process {self._index} on {socket.gethostname()}'
+        # Its name here, because this module is imported before JAX.
         self._computing_failed = jax.errors.JaxRuntimeError
         self._set(f'{_NAMES}{self._index}', self._name)
 

@@ -47,6 +47,7 @@ def make_writer(
         writers.append(WandbWriter(config, workdir))
     if verbose:
         writers.append(metric_writers.LoggingWriter())
+    # In threads of their own, or each write to a bucket would delay a step.
     return metric_writers.AsyncMultiWriter(writers)
 
 

@@ -102,6 +102,7 @@ def evaluate_pictures(
         features = _load_features(folder, file)
         if features is None:
             features = _compute_features(artist, image_encoder, first, latents, captions)
+            # Now, so that an interruption costs the drawing of one file's records at most.
             content = io.BytesIO()
             np.savez(content, **features._asdict())
             folder.write(file, content.getvalue())

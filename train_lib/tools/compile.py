@@ -132,6 +132,7 @@ def analyze(
         'program': _describe_program(config, model, step, count, mesh, chip),
         ARITHMETIC: {name: x * count / len(devices) / 1e12 for name, x in flops.items()},
     }
+    # With shapes alone: no weight and no batch is made.
     start = time.monotonic()
     # A program that does not fit is also a result: the compiler says by how much.
     try:

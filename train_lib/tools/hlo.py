@@ -22,9 +22,13 @@ _RECEIVED = {
 _KERNEL = 'custom_call_target="tpu_custom_call"'  # a Pallas kernel on a TPU
 _CALLERS = 'while', 'fusion', 'call', 'conditional', 'async-start'
 _ENTRY = 'ENTRY'  # name of the computation where the program starts
+# Of `bf16[16,256]{1,0}`, or `f8e4m3fn[16]`, the dtype and the sizes.
 _ARRAY = re.compile(r'\b([a-z]+\d*)(?:e\d+m\d+\w*)?\[([\d,]*)\]')
+# `ENTRY %main.42 (x: f32[4]) -> f32[4] {`, `%body (...) -> ... {`.
 _COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$')
+# `  ROOT %add.1 = f32[4]{0} add(%x, %y), metadata={...}`: the fields of `_Instruction`.
 _INSTRUCTION = re.compile(r'^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^)]*)\)(.*)$')
+# `calls=%fused`, `branch_computations={%a, %b}`.
 _CALLED = re.compile(r'\b(?:calls|to_apply|body|branch_computations)=(?:\{([^}]*)\}|(%?[\w.\-]+))')
 
 Array = tuple[str, tuple[int, ...]]
