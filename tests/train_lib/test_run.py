@@ -112,7 +112,7 @@ WRONG_FLAGS = {
 WRONG_LINES = {
     "config.modle.name = 'S/4'": "there is no field 'modle'; did you mean 'model'",
     "config.batch_size = '3'": 'TypeError: .*batch_size',
-    'config.optimizer.batch_size = 3': "'batch_size'; did you mean 'batch_size'",
+    'config.optimizer.batch_size = 3': "there is no field 'batch_size'; did you mean 'batch_size'",
     "config.data.dir = {}['data']": "KeyError: 'data'$",
     'assert False, "no"': 'AssertionError: no$',
 }
