@@ -48,17 +48,22 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, program: str, doc: str):
         """Takes the name of the module that is run, and its docstring with an indented command."""
         width = min(shutil.get_terminal_size().columns, 100) - 1
-        wrap = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
-        paragraphs = doc.strip().split('\n\n')
+        wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+        paragraphs = []
+        for paragraph in doc.strip().split('\n\n'):
+            # Commands keep their lines.
+            is_command = paragraph.startswith(' ')
+            paragraphs.append(paragraph if is_command else wrapper.fill(paragraph))
         super().__init__(
             prog=f'python -m {program}',
             usage='%(prog)s [--FLAG=VALUE ...]',  # the description shows whole commands
-            description='\n\n'.join(x if x.startswith(' ') else wrap.fill(x) for x in paragraphs),
+            description='\n\n'.join(paragraphs),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         self.add_argument('--version', action='version', version=VERSION)
 
     def error(self, message: str) -> NoReturn:
+        """Ends the program with the message, and a command that would be right."""
         line = f'error: {message}; {example_of_use(self.prog, self.description)}'
         self.exit(2, f'{escape_for_terminal(line)}\n')
 
@@ -71,10 +76,12 @@ def list_programs(package: str, doc: str | None) -> None:
 
 def example_of_use(program: str, doc: str | None) -> str:
     """Returns advice: the first command in `doc` that begins with `program`."""
+    # With the lines that go on after a backslash.
     command = re.search(rf'^ {{4}}({re.escape(program)} (?:.*\\\n)*.*)', doc or '', re.MULTILINE)
     if not command:
         return 'see --help'
-    return f'expected e.g. `{" ".join(command[1].replace(chr(92), " ").split())}`, see --help'
+    words = command[1].replace('\\', ' ').split()
+    return f'expected e.g. `{" ".join(words)}`, see --help'
 
 
 # --- The log ------------------------------------------------------------------------------------
@@ -84,23 +91,32 @@ class SafeFormatter(logging.Formatter):
     """Formats messages without codes for terminals; those of this project in one line."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
+        """Returns the message of a record, escaped."""
         text = super().formatMessage(record)
         # A name that holds a line feed must not look like a message of its own.
         if record.pathname.startswith(OWN_CODE):
             return escape_for_terminal(text)
-        return '\n'.join(map(escape_for_terminal, text.split('\n')))
+        return _escape_lines(text)
 
     def formatException(self, ei) -> str:
-        text = super().formatException(ei)
-        return '\n'.join(map(escape_for_terminal, text.split('\n')))
+        """Returns a traceback, whose lines are escaped."""
+        return _escape_lines(super().formatException(ei))
+
+
+def _escape_lines(text: str) -> str:
+    return '\n'.join(map(escape_for_terminal, text.split('\n')))
 
 
 class LogFormatter(SafeFormatter):
     """Formats the time of day and the message, with the level of a warning or worse."""
 
     def format(self, record: logging.LogRecord) -> str:
-        level = '' if record.levelno <= logging.INFO else f'{record.levelname}: '
-        return f'{self.formatTime(record, "%H:%M:%S")} {level}{super().format(record)}'
+        """Returns the lines of a record."""
+        time = self.formatTime(record, '%H:%M:%S')
+        level = ''
+        if record.levelno > logging.INFO:
+            level = f'{record.levelname}: '
+        return f'{time} {level}{super().format(record)}'
 
 
 def show_log() -> None:
@@ -179,11 +195,13 @@ def _exit_once(number: int, frame: types.FrameType | None) -> NoReturn:
 
 
 def _interrupt_once(number: int, frame: types.FrameType | None) -> None:
+    """Handles Ctrl-C: raises KeyboardInterrupt, and leaves the next one to the system."""
     # Exceptions in callbacks of the garbage collector, such as that of JAX, are ignored.
     callbacks = {getattr(callback, '__code__', None) for callback in gc.callbacks}
     while frame and frame.f_code not in callbacks:
         frame = frame.f_back
     if frame:
+        # The signal came within one: once more, when it has ended.
         threading.Timer(0.01, os.kill, [os.getpid(), number]).start()
         return
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -191,11 +209,14 @@ def _interrupt_once(number: int, frame: types.FrameType | None) -> None:
 
 
 def wants_traceback() -> bool:
+    """Whether the environment asks for tracebacks in place of one line."""
     return bool(os.environ.get(TRACEBACK_VARIABLE))
 
 
 def print_error(error: BaseException, outlook: str) -> None:
     """Prints one line for an error or an interrupt; see `ends_in_one_line`."""
-    is_interrupt = isinstance(error, KeyboardInterrupt)
-    line = f'Interrupted: {outlook}.' if is_interrupt else f'error: {errors.describe_error(error)}'
+    if isinstance(error, KeyboardInterrupt):
+        line = f'Interrupted: {outlook}.'
+    else:
+        line = f'error: {errors.describe_error(error)}'
     print_lines(line, file=sys.stderr)

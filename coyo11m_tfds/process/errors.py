@@ -26,6 +26,7 @@ class FieldError(ValueError):
     """A wrong value of a field, such as `model.dtype`; programs print the field as a flag."""
 
     def __init__(self, field: str, value: Any, problem: str):
+        # Pickling needs the arguments of this method.
         super().__init__(field, value, problem)
         self.field = field
         self.problem = f'{value!r}: {problem}'
@@ -51,7 +52,10 @@ class Faults:
 
     def add(self, error: ValueError) -> None:
         """Keeps an error, or all of another message, for `check`."""
-        self._errors += error.errors if isinstance(error, _SeveralFaults) else [error]
+        if isinstance(error, _SeveralFaults):
+            self._errors += error.errors
+        else:
+            self._errors.append(error)
 
     @contextlib.contextmanager
     def collect(self) -> Iterator[None]:
@@ -63,8 +67,10 @@ class Faults:
 
     def check(self) -> None:
         """Raises the only error, or a ValueError with the messages of all."""
+        if len(self._errors) == 1:
+            raise self._errors[0]
         if self._errors:
-            raise self._errors[0] if len(self._errors) == 1 else _SeveralFaults(self._errors)
+            raise _SeveralFaults(self._errors)
 
 
 class _SeveralFaults(ValueError):
@@ -81,6 +87,7 @@ class FieldRule(NamedTuple):
     holds: Callable[[Any], bool]
 
     def check(self, field: str, value: Any) -> None:
+        """Raises a FieldError, with what was expected, if the rule does not hold."""
         if not self.holds(value):
             raise FieldError(field, value, f'expected {self.expected}')
 
@@ -108,10 +115,13 @@ def describe_error(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and 'pip install' not in text:
         text = f"{error.name} is not installed: pip install -c constraints.txt -e '.[convert,text]'"
     elif isinstance(error, OSError) and error.errno is not None:
-        path = f'{error.filename}: ' if error.filename is not None else ''
-        remedy = f': {_REMEDIES[error.errno]}.' if error.errno in _REMEDIES else ''
-        text = f'{path}{error.strerror}{remedy}'
-    return ' '.join(filter(None, map(str.strip, text.splitlines())))
+        text = str(error.strerror)
+        if error.filename is not None:
+            text = f'{error.filename}: {text}'
+        if error.errno in _REMEDIES:
+            text += f': {_REMEDIES[error.errno]}.'
+    lines = [line.strip() for line in text.splitlines()]
+    return ' '.join(filter(None, lines))
 
 
 def follow_causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -124,10 +134,14 @@ def follow_causes(error: BaseException | None) -> Iterator[BaseException]:
 def summarize_error(error: BaseException) -> str:
     """Returns the type and the first line of an error, without TensorFlow's tracebacks."""
     lines = str(error).splitlines() or ['']
-    # With the module of the error, unless it is one of Python's own.
-    matches = (re.match(r'(?:\w+\.)*(\w+Error: .*)', line) for line in lines[1:])
-    messages = [match[1] for match in matches if match]
-    return messages[-1] if messages else f'{type(error).__name__}: {lines[0]}'
+    message = f'{type(error).__name__}: {lines[0]}'
+    # TensorFlow's has a traceback, which ends with the error that it is about.
+    for line in lines[1:]:
+        # With the module of the error, unless it is one of Python's own.
+        match = re.match(r'(?:\w+\.)*(\w+Error: .*)', line)
+        if match:
+            message = match[1]
+    return message
 
 
 def damaged_file_error(name: str, kind: str, problem: str) -> ValueError:

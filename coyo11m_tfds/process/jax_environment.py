@@ -57,11 +57,13 @@ def check() -> None:
     # JAX asserts that there is a GPU before it looks for CUDA.
     except (RuntimeError, AssertionError) as error:
         platforms = getattr(jax.config, 'jax_platforms', None) or ''
-        reason = str(error).partition(' (set JAX_PLATFORMS')[0]
+        reason, _, _ = str(error).partition(' (set JAX_PLATFORMS')
+        if reason:
+            reason = f' ({reason})'
         raise ValueError(
-            f'JAX_PLATFORMS={platforms}: JAX finds no such devices'
-            f'{f" ({reason})" if reason else ""}; expected a platform of this machine, such as '
-            'cpu, or an installation of JAX for the platform (the extras gpu and tpu)'
+            f'JAX_PLATFORMS={platforms}: JAX finds no such devices{reason}; expected a platform of '
+            'this machine, such as cpu, or an installation of JAX for the platform (the extras gpu '
+            'and tpu)'
         ) from error
 
 

@@ -19,7 +19,10 @@ _ON_MACHINE = 'LOCAL_RANK', 'SLURM_LOCALID', 'OMPI_COMM_WORLD_LOCAL_RANK'
 
 
 def process_index() -> int:
-    """Returns the number of this process in its job, 0 without a job; does not start JAX."""
+    """Returns the number of this process in its job, 0 without a job; does not start JAX.
+
+    Raises a ValueError for a launcher's variable that is not a number.
+    """
     for rank in filter(os.environ.get, _LAUNCHERS):
         if not os.environ[rank].isdecimal():
             raise ValueError(
@@ -27,11 +30,16 @@ def process_index() -> int:
             )
         return int(os.environ[rank])
     jax = sys.modules.get('jax')
-    return jax.process_index() if jax and jax.distributed.is_initialized() else 0
+    if jax and jax.distributed.is_initialized():
+        return jax.process_index()
+    return 0
 
 
 def index_and_count() -> tuple[int, int]:
-    """Returns the number of this process and the number of processes, `(0, 1)` without a job."""
+    """Returns the number of this process and the number of processes, `(0, 1)` without a job.
+
+    Raises a ValueError for launchers' variables that contradict each other.
+    """
     index = process_index()
     for rank in filter(os.environ.get, _LAUNCHERS):
         count = os.environ.get(_LAUNCHERS[rank], '')
@@ -42,13 +50,18 @@ def index_and_count() -> tuple[int, int]:
             )
         return index, int(count)
     jax = sys.modules.get('jax')
-    return index, jax.process_count() if jax and jax.distributed.is_initialized() else 1
+    if jax and jax.distributed.is_initialized():
+        return index, jax.process_count()
+    return index, 1
 
 
 def index_on_machine() -> int:
-    """Returns the number of this process among those of its job on this machine."""
-    numbers = [os.environ.get(name, '') for name in _ON_MACHINE]
-    return next((int(number) for number in numbers if number.isdecimal()), 0)
+    """Returns the number of this process among those of its job on this machine, 0 if unknown."""
+    for name in _ON_MACHINE:
+        number = os.environ.get(name, '')
+        if number.isdecimal():
+            return int(number)
+    return 0
 
 
 def add_share_flag(parser: argparse.ArgumentParser) -> None:
@@ -58,14 +71,16 @@ def add_share_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def _parse_share(text: str) -> tuple[int, int]:
+    """Returns `(1, 4)` of '1/4'; argparse tells of its ValueError."""
     index, count = text.split('/')
     return int(index), int(count)
 
 
 def check_share(share: tuple[int, int]) -> None:
     """Raises a ValueError for a wrong `(number, count)`."""
-    if not 0 <= share[0] < share[1]:
-        raise ValueError(f'part {share[0]}/{share[1]}: expected I/N with I from 0 to N - 1.')
+    index, count = share
+    if not 0 <= index < count:
+        raise ValueError(f'part {index}/{count}: expected I/N with I from 0 to N - 1.')
 
 
 def describe_missing_parts(parts: Sequence[object]) -> str:

@@ -6,7 +6,7 @@ import os
 import pathlib
 
 # Device files of a GPU, and of TPUs up to v4 and from v5e on.
-_DEVICES = ('gpu', 'nvidia[0-9]*'), ('tpu', 'accel[0-9]*'), ('tpu', 'vfio/[0-9]*')
+_DEVICES = (('gpu', 'nvidia[0-9]*'), ('tpu', 'accel[0-9]*'), ('tpu', 'vfio/[0-9]*'))
 
 
 def usable_cpus(root: str | os.PathLike[str] = '/') -> int:
@@ -24,31 +24,47 @@ def usable_cpus(root: str | os.PathLike[str] = '/') -> int:
 def usable_memory(root: str | os.PathLike[str] = '/') -> int:
     """Returns the memory in bytes that this process and the others of its group can use."""
     physical = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-    return min([physical, *itertools.chain.from_iterable(_limits(root, 'memory.max'))])
+    limits = itertools.chain.from_iterable(_limits(root, 'memory.max'))
+    return min([physical, *limits])
 
 
 def accelerators(root: str | os.PathLike[str] = '/') -> set[str]:
     """Returns which of 'gpu' and 'tpu' this machine has, by its device files."""
     # JAX, which takes seconds to start, may lack the package for them.
     dev = pathlib.Path(root, 'dev')
-    return {kind for kind, files in _DEVICES for _ in dev.glob(files)}
+    kinds = set()
+    for kind, pattern in _DEVICES:
+        if any(dev.glob(pattern)):
+            kinds.add(kind)
+    return kinds
 
 
 def _limits(root: str | os.PathLike[str], name: str) -> list[list[int]]:
-    """The numbers in a file of the process's control group, and of each mounted one above it."""
+    """Returns the numbers in a file of the process's control group and of those above it."""
     limits = []
+    for folder in _control_groups(root):
+        try:
+            limits.append([int(word) for word in (folder / name).read_text().split()])
+        # A group without this limit has no such file, or a word in it.
+        except (OSError, ValueError):
+            continue
+    return limits
+
+
+def _control_groups(root: str | os.PathLike[str]) -> set[pathlib.Path]:
+    """Returns the folders where the process's control group, and those above it, may be mounted."""
     try:
         lines = pathlib.Path(root, 'proc/self/cgroup').read_text().splitlines()
     except OSError:  # not Linux
-        lines = []
-    for path in (line.removeprefix('0::/') for line in lines if line.startswith('0::/')):
-        # Version 2 may be mounted next to version 1.
-        for top in (pathlib.Path(root, 'sys/fs/cgroup', mount) for mount in ('', 'unified')):
+        return set()
+    folders = set()
+    for line in lines:
+        # Of version 2, which may be mounted next to version 1.
+        if not line.startswith('0::/'):
+            continue
+        below = pathlib.PurePosixPath(line.removeprefix('0::/'))
+        for mount in ('', 'unified'):
+            top = pathlib.Path(root, 'sys/fs/cgroup', mount)
             # In a container the path may be that on the host, of which only the top is mounted.
-            below = pathlib.PurePosixPath(path)
-            for folder in {top, top / below, *(top / parent for parent in below.parents)}:
-                try:
-                    limits.append([int(word) for word in (folder / name).read_text().split()])
-                except (OSError, ValueError):
-                    continue
-    return limits
+            folders |= {top, top / below, *(top / parent for parent in below.parents)}
+    return folders

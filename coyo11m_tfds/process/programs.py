@@ -35,10 +35,13 @@ def announce_start() -> None:
 def _running_program() -> str:
     """Returns the module of this project that `python -m` runs; '' for other programs."""
     words = sys.orig_argv
-    name = words[words.index('-m') + 1] if '-m' in words[:-1] else ''
-    # A package alone only lists its programs.
+    if '-m' not in words[:-1]:
+        return ''
+    name = words[words.index('-m') + 1]
     package, dot, _ = name.partition('.')
-    return name if package in _PACKAGES and dot else ''
+    # A package alone only lists its programs.
+    is_program = package in _PACKAGES and dot
+    return name if is_program else ''
 
 
 def describe_programs(package: str) -> list[str]:
@@ -53,6 +56,7 @@ def describe_programs(package: str) -> list[str]:
         doc = ast.get_docstring(ast.parse(path.read_text(encoding='utf-8'))) or ''
         # Other modules show no command of their own.
         if f'\n    python -m {name}' in doc:
-            purposes[name] = doc.splitlines()[0].partition('. ')[0].removesuffix('.')
+            first_sentence, _, _ = doc.splitlines()[0].partition('. ')
+            purposes[name] = first_sentence.removesuffix('.')
     width = max(map(len, purposes))
     return [f'{name:{width}}  {purpose}' for name, purpose in purposes.items()]

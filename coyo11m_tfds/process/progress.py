@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import tqdm
 import tqdm.auto
@@ -30,7 +30,7 @@ _SECONDS_BETWEEN_TICKS = 1.0
 # enough to show that a network has become slow.
 _WINDOW_SECONDS = 60
 
-_RATED = 'records', 'tokens', 'images'  # the counts that are shown as speeds
+_RATED = ('records', 'tokens', 'images')  # the counts that are shown as speeds
 _BYTES = 'B'
 _AMOUNT = ''  # the work in its unit, among the counts
 
@@ -50,6 +50,13 @@ def show_progress() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+class _Mark(NamedTuple):
+    """A moment, and the work that was done until then."""
+
+    time: float  # in seconds, by the clock
+    work: collections.Counter[str]
 
 
 class Progress:
@@ -75,9 +82,9 @@ class Progress:
         self._lock = threading.Lock()
         self._counts = collections.Counter(dict.fromkeys(self._goals, 0))
         self._work: collections.Counter[str] = collections.Counter()  # without an earlier run's
-        self._start = self._last_line = clock()
-        # Moments of the last minute, with the work until then.
-        self._marks = collections.deque([(self._start, self._work.copy())])
+        self._start = _Mark(clock(), self._work.copy())
+        self._last_line = self._start.time
+        self._marks = collections.deque([self._start])  # of the last minute
         self._bar: Any = None
         self._over = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name='progress', daemon=True)
@@ -105,12 +112,15 @@ class Progress:
             for handler in standard_logging.getLogger().handlers:
                 handler.removeFilter(self._clear_bar)
             self._bar.close()
-        preposition = 'in' if error_type is None else 'ended after'
-        if error_type is None and self._unit == _BYTES:
-            self._counts[_AMOUNT] = self._total  # which may have been an estimate
         now = self._clock()
-        end = f'{preposition} {_format_duration(now - self._start)}'
-        facts = self._summarize(now, (self._start, collections.Counter()), end)
+        duration = _format_duration(now - self._start.time)
+        if error_type is not None:
+            end = f'ended after {duration}'
+        else:
+            end = f'in {duration}'
+            if self._unit == _BYTES:
+                self._counts[_AMOUNT] = self._total  # which may have been an estimate
+        facts = self._summarize(now, self._start, end)
         logging.info('%s: %s', self._title, ', '.join(facts))
 
     def add(self, amount: int, **counts: int) -> None:
@@ -134,24 +144,33 @@ class Progress:
     def _show(self, is_tick: bool = False) -> None:
         """Updates the bar with each tick, or logs a line if the last one is old enough."""
         now = self._clock()
-        if now - self._marks[-1][0] >= _SECONDS_BETWEEN_TICKS:
-            self._marks.append((now, self._work.copy()))
-        while len(self._marks) > 1 and now - self._marks[1][0] >= _WINDOW_SECONDS:
-            self._marks.popleft()
+        self._move_window(now)
         if self._bar is None and now - self._last_line < _SECONDS_BETWEEN_LINES:
             return
+        # A bar moves at its own pace, however often work is counted.
         if self._bar is not None and not is_tick:
             return
         self._last_line = now
-        speed = self._speed(_AMOUNT, now, self._marks[0])
-        remaining = max(self._total - self._counts[_AMOUNT], 0)
-        end = f'{_format_duration(remaining / speed)} left' if speed > 0 else ''
-        facts = self._summarize(now, self._marks[0], end)
+        since = self._marks[0]
+        speed = self._speed(_AMOUNT, now, since)
+        end = ''
+        if speed > 0:
+            remaining = max(self._total - self._counts[_AMOUNT], 0)
+            end = f'{_format_duration(remaining / speed)} left'
+        facts = self._summarize(now, since, end)
         if self._bar is None:
             logging.info('%s: %s', self._title, ', '.join(facts))
         else:
             self._bar.n = min(self._counts[_AMOUNT], self._total)
+            # The bar has a percentage of its own.
             self._bar.set_postfix_str(', '.join(facts[1:]))
+
+    def _move_window(self, now: float) -> None:
+        """Keeps marks of the last minute, a second apart, and one from before it."""
+        if now - self._marks[-1].time >= _SECONDS_BETWEEN_TICKS:
+            self._marks.append(_Mark(now, self._work.copy()))
+        while len(self._marks) > 1 and now - self._marks[1].time >= _WINDOW_SECONDS:
+            self._marks.popleft()
 
     def _clear_bar(self, record: standard_logging.LogRecord) -> bool:
         """A filter of a log's handler, called before a line is written; the bar comes again."""
@@ -159,30 +178,38 @@ class Progress:
         self._bar.clear()
         return True
 
-    def _summarize(
-        self, now: float, since: tuple[float, collections.Counter[str]], end: str
-    ) -> list[str]:
-        """Percentage, goals, speeds since that moment, and other counts."""
-        counts, amount = self._counts, self._counts[_AMOUNT]
-        facts = [f'{min(amount / self._total, 1):.0%}'] if self._total else []
+    def _summarize(self, now: float, since: _Mark, end: str) -> list[str]:
+        """Returns the percentage, goals, speeds since that moment, other counts, and the end."""
+        amount = self._counts[_AMOUNT]
+        facts = []
+        if self._total:
+            facts.append(f'{min(amount / self._total, 1):.0%}')
         if self._unit != _BYTES:
             facts.append(_format_share(amount, self._total, self._unit))
-        facts += [_format_share(counts[name], goal, name) for name, goal in self._goals.items()]
-        rates = [name for name in _RATED if name in counts]
-        facts += [f'{_format_speed(self._speed(name, now, since))} {name}/s' for name in rates]
+        for name, goal in self._goals.items():
+            facts.append(_format_share(self._counts[name], goal, name))
+        for name in _RATED:
+            if name in self._counts:
+                facts.append(f'{_format_speed(self._speed(name, now, since))} {name}/s')
         speed = self._speed(_AMOUNT, now, since)
         if self._unit != _BYTES:
             facts.append(f'{_format_speed(speed)} {self._unit}/s')
         elif self._total:
             facts.append(f'{_format_speed(speed / 1e6)} MB/s')
         shown_names = {*self._goals, *_RATED, _AMOUNT}
-        facts += [f'{count:,} {name}' for name, count in counts.items() if name not in shown_names]
-        return [*facts, end] if end else facts
+        for name, count in self._counts.items():
+            if name not in shown_names:
+                facts.append(f'{count:,} {name}')
+        if end:
+            facts.append(end)
+        return facts
 
-    def _speed(self, name: str, now: float, since: tuple[float, collections.Counter[str]]) -> float:
-        """A count per second; 0 as long as no time has passed."""
-        seconds = now - since[0]
-        return (self._work[name] - since[1][name]) / seconds if seconds > 0 else 0.0
+    def _speed(self, name: str, now: float, since: _Mark) -> float:
+        """Returns a count per second; 0 as long as no time has passed."""
+        seconds = now - since.time
+        if seconds <= 0:
+            return 0.0
+        return (self._work[name] - since.work[name]) / seconds
 
 
 def _is_watched() -> bool:
@@ -206,7 +233,12 @@ def _format_share(count: int, total: int, unit: str) -> str:
 
 
 def _format_speed(speed: float) -> str:
-    decimals = 0 if speed >= 10 or speed == 0 else 1 if speed >= 1 else 2
+    # Two digits at least, of a speed that is not 0.
+    decimals = 2
+    if speed >= 10 or speed == 0:
+        decimals = 0
+    elif speed >= 1:
+        decimals = 1
     return f'{speed:,.{decimals}f}'
 
 

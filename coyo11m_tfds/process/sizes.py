@@ -7,8 +7,10 @@ def format_bytes(num_bytes: float) -> str:
     """Formats a number of bytes in its largest unit, as '8.7 MB'; 1 kB is 1,000 bytes."""
     power = 0
     while round(num_bytes) >= 1000 and power < len(_UNITS) - 1:
-        num_bytes, power = num_bytes / 1000, power + 1
-    return f'{num_bytes:,.{min(power, 1)}f} {_UNITS[power]}'
+        num_bytes /= 1000
+        power += 1
+    decimals = 0 if power == 0 else 1
+    return f'{num_bytes:,.{decimals}f} {_UNITS[power]}'
 
 
 def format_count(number: int, noun: str, plural: str = '') -> str:
@@ -16,4 +18,6 @@ def format_count(number: int, noun: str, plural: str = '') -> str:
 
     `plural` is for nouns that take more than an s, and for nouns with a verb: 'files are'.
     """
-    return f'{number:,} {noun if number == 1 else plural or noun + "s"}'
+    if number != 1:
+        noun = plural or f'{noun}s'
+    return f'{number:,} {noun}'

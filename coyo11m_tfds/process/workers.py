@@ -35,7 +35,10 @@ def requested_workers(num_workers: int) -> int:
 def open_pool(
     num_workers: int, init: Callable[[], None] | None = None
 ) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
-    """Yields a pool of processes, each of which calls `init` before any work."""
+    """Yields a pool of processes, each of which calls `init` before any work.
+
+    Raises a RuntimeError with advice if a worker dies.
+    """
     with _Pool(num_workers, CONTEXT, _begin, (init,)) as processes:
         try:
             yield processes
@@ -56,6 +59,7 @@ class _Pool(concurrent.futures.ProcessPoolExecutor):
     """
 
     def submit(self, *args: Any, **kwargs: Any) -> concurrent.futures.Future:
+        """See `concurrent.futures.Executor`."""
         future = super().submit(*args, **kwargs)
         # It has no public name, but the same one in Python 3.11 to 3.13.
         with self._shutdown_lock:
@@ -97,6 +101,7 @@ def map_ahead(
 
 
 def _begin(init: Callable[[], None] | None) -> None:
+    """Begins a worker process."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if init:
         init()
@@ -114,14 +119,17 @@ class _CleanProcess(multiprocessing.context.SpawnProcess):
     """A spawned process that can import this package, and imports nothing else."""
 
     def start(self) -> None:
+        """Starts the process."""
         # A forked one may hang, because TensorFlow runs threads. A spawned one imports the main
         # module of the program: that of `tfds` takes 4 s and 700 MB, that of a script may start the
         # work again. The workers need only the folder of the package, which `tfds build` finds in a
         # checkout itself.
-        root = str(pathlib.Path(__file__).parents[2])
-        main, path = sys.modules['__main__'], sys.path
+        main = sys.modules['__main__']
         sys.modules['__main__'] = types.ModuleType('__main__')
-        sys.path = path if root in path else [*path, root]
+        path = sys.path
+        root = str(pathlib.Path(__file__).parents[2])
+        if root not in path:
+            sys.path = [*path, root]
         # A terminal and a scheduler send a signal to all processes, but it is for the parent, which
         # ends its workers: a worker would leave its work undone, or print a traceback.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals.STOP_SIGNALS)
@@ -129,9 +137,11 @@ class _CleanProcess(multiprocessing.context.SpawnProcess):
             super().start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            sys.modules['__main__'], sys.path = main, path
+            sys.modules['__main__'] = main
+            sys.path = path
 
     def terminate(self) -> None:
+        """Kills the process."""
         # A pool whose other workers have died ends the rest of them so. They block SIGTERM.
         self.kill()
 

@@ -74,7 +74,10 @@ _PAGE = _TEMPLATES.get_template('page.html')
 
 
 class BuildReport:
-    """The report of a build: `content` is that of `report.json`, `previews` are records to show."""
+    """The report of a build."""
+
+    content: dict[str, Any]  # of `report.json`
+    previews: list[Preview]  # of records to show
 
     def __init__(
         self,
@@ -85,32 +88,42 @@ class BuildReport:
         metadata: Mapping[str, Any],  # of `dataset_info`, with the keys `schema.META_*`
         in_place: bool = False,  # whether the latents stay in the source
     ):
-        # Evenly spaced over the previews of all shards.
-        candidates = [preview for split in statistics.values() for preview in split.previews]
-        count = min(NUM_PREVIEWS, len(candidates))
-        self.previews = [candidates[i * len(candidates) // count] for i in range(count)]
+        """Computes the content from what the shards and the dropped rows have been counted as."""
         self._dropped = dropped
+        self.previews = _choose_previews(statistics)
+        all_shards: list[tuple[int, int]] = []
+        splits = {}
+        for split, split_shards in shards.items():
+            all_shards += split_shards
+            splits[split] = _sum_shards(split_shards) | _histograms(statistics[split])
+        dropped_rows = {}
+        for reason, count in dropped.counts.items():
+            examples = dropped.examples.get(reason, [])
+            dropped_rows[reason] = {'rows': count, 'example_keys': examples}
+
+        # The order of the entries is that of the lines in the file.
         self.content = {
             'name': name,
-            **_sum_shards([shard for split_shards in shards.values() for shard in split_shards]),
+            **_sum_shards(all_shards),
             'source_rows': dropped.num_rows,
-            'splits': {
-                split: _sum_shards(split_shards) | _histograms(statistics[split])
-                for split, split_shards in shards.items()
-            },
-            'dropped': {
-                reason: {'rows': count, 'example_keys': dropped.examples.get(reason, [])}
-                for reason, count in dropped.counts.items()
-            },
-            **{field: metadata[field] for field in _ORIGIN_FIELDS if field in metadata},
-            **({'latents': 'in_place'} if in_place else {}),
-            'previews': [{'key': x.key, 'caption': x.caption} for x in self.previews],
+            'splits': splits,
+            'dropped': dropped_rows,
         }
+        for field in _ORIGIN_FIELDS:
+            if field in metadata:
+                self.content[field] = metadata[field]
+        if in_place:
+            self.content['latents'] = 'in_place'
+        self.content['previews'] = [{'key': x.key, 'caption': x.caption} for x in self.previews]
 
     def write(self, folder: str | os.PathLike[str]) -> None:
-        """Writes `report-ID.json` and `report-ID.html` into an existing local folder."""
-        text = json.dumps(self.content, indent=2, ensure_ascii=False, allow_nan=False) + '\n'
-        for name, content in (JSON_FILE, text), (PAGE_FILE, self.page()):
+        """Writes `report-ID.json` and `report-ID.html` into an existing local folder.
+
+        Raises an OSError that names the file for a full disk.
+        """
+        text = json.dumps(self.content, indent=2, ensure_ascii=False, allow_nan=False)
+        contents = {JSON_FILE: f'{text}\n', PAGE_FILE: self.page()}
+        for name, content in contents.items():
             path = pathlib.Path(folder, self._file_name(name))
             with file_state.naming(path):
                 path.write_text(content, encoding='utf-8', newline='\n')
@@ -118,32 +131,41 @@ class BuildReport:
     def summary(self, folder: str, seconds: float) -> str:
         """Returns some lines about written and dropped rows, with examples of bad rows."""
         lines = ['']
-        for name, split in [*self.content['splits'].items(), ('total', self.content)]:
-            records = format_count(split['records'], 'record')
-            shards = format_count(split['shards'], 'shard')
-            lines.append(f'{name:10}  {records} in {shards}, {format_bytes(split["bytes"])}')
-        counts = {reason: count for reason, count in self._dropped.counts.items() if count}
-        # Rows of the captions file: the sum of dropped rows of latents leaves them out.
-        num_repeated = counts.pop(schema.DUPLICATE_CAPTION, 0)
-        reasons = ', '.join(f'{reason}: {count:,}' for reason, count in counts.items())
-        lines.append(
-            f'dropped     {format_count(self._dropped.num_latents, "row")}'
-            + (f' ({reasons})' if reasons else '')
-        )
-        if num_repeated:
-            rows = format_count(num_repeated, 'row repeats', 'rows repeat')
-            lines.append(f'captions    {rows} a key, the first of each is used')
-        for reason in stats.BAD_REASONS:
-            if keys := self._dropped.examples.get(reason):
-                examples = ', '.join(map(str, keys[:_SUMMARY_EXAMPLES]))
-                lines.append(f'            {reason}, e.g. key {examples}')
+        sums = {**self.content['splits'], 'total': self.content}
+        for name, sums_of_split in sums.items():
+            records = format_count(sums_of_split['records'], 'record')
+            shards = format_count(sums_of_split['shards'], 'shard')
+            size = format_bytes(sums_of_split['bytes'])
+            lines.append(f'{name:10}  {records} in {shards}, {size}')
+        lines += self._describe_dropped()
         if 'latents' in self.content:
             lines.append(f'latents     {schema.IN_PLACE_DOC}')
         lines.append(f'time        {seconds:,.1f} s')
         folder = storage.make_absolute(folder)
-        return '\n'.join([*lines, f'report      {folder}/{self._file_name(PAGE_FILE)}'])
+        lines.append(f'report      {folder}/{self._file_name(PAGE_FILE)}')
+        return '\n'.join(lines)
+
+    def _describe_dropped(self) -> list[str]:
+        counts = {reason: count for reason, count in self._dropped.counts.items() if count}
+        # Rows of the captions file: the sum of dropped rows of latents leaves them out.
+        num_repeated = counts.pop(schema.DUPLICATE_CAPTION, 0)
+        dropped = f'dropped     {format_count(self._dropped.num_latents, "row")}'
+        reasons = ', '.join(f'{reason}: {count:,}' for reason, count in counts.items())
+        if reasons:
+            dropped += f' ({reasons})'
+        lines = [dropped]
+        if num_repeated:
+            rows = format_count(num_repeated, 'row repeats', 'rows repeat')
+            lines.append(f'captions    {rows} a key, the first of each is used')
+        for reason in stats.BAD_REASONS:
+            keys = self._dropped.examples.get(reason)
+            if keys:
+                examples = ', '.join(map(str, keys[:_SUMMARY_EXAMPLES]))
+                lines.append(f'            {reason}, e.g. key {examples}')
+        return lines
 
     def page(self) -> str:
+        """Returns the HTML page."""
         return render_page(self.content, self.previews)
 
     def _file_name(self, name: str) -> str:
@@ -151,7 +173,10 @@ class BuildReport:
 
 
 def render_page(content: Mapping[str, Any], previews: Sequence[Preview], vae: str = '') -> str:
-    """Returns the page of the content of `report.json`; '' for `vae` is the map of `latent_rgb`."""
+    """Returns the page of the content of `report.json`; '' for `vae` is the map of `latent_rgb`.
+
+    Raises one of `DAMAGE_ERRORS` for content that is not that of a report.
+    """
     train = content['splits'][schema.TRAIN]
     counts = {reason: entry['rows'] for reason, entry in content['dropped'].items()}
     return _PAGE.render(
@@ -167,6 +192,15 @@ def render_page(content: Mapping[str, Any], previews: Sequence[Preview], vae: st
     )
 
 
+def _choose_previews(statistics: Mapping[str, ShardStatistics]) -> list[Preview]:
+    """Returns some previews, evenly spaced over those of all shards."""
+    candidates = []
+    for split in statistics.values():
+        candidates += split.previews
+    count = min(NUM_PREVIEWS, len(candidates))
+    return [candidates[number * len(candidates) // count] for number in range(count)]
+
+
 def _describe_colours(content: Mapping[str, Any]) -> str:
     """Returns what the map of `latent_rgb` does to the latents of this data set."""
     channels = len(content['splits'][schema.TRAIN]['latents']['counts'])
@@ -180,19 +214,18 @@ def _describe_colours(content: Mapping[str, Any]) -> str:
         )
     text = (
         'A linear map, fitted to the VAE of SDXL, turns latents into colours, one pixel for each '
+        'position; those of other families of VAEs get wrong colours. '
     )
-    text += 'position; those of other families of VAEs get wrong colours. '
     name = content.get(schema.META_VAE, '')
-    if scale := content.get(schema.META_LATENT_SCALE):
-        factor, shift = scale
-        if (factor, shift) == (1, 0):
-            return f'{text}The latents are scaled already, as those of {name} are.'
-        minus = f' minus {shift:g}' if shift else ''
-        return (
-            f'{text}It is given the latents{minus} times {factor:g}, which is the scale of {name}.'
-        )
-    reason = f'the scale of {name} is not known' if name else 'no VAE is named'
-    return f'{text}It takes them for raw latents of SDXL, because {reason}.'
+    scale = content.get(schema.META_LATENT_SCALE)
+    if not scale:
+        reason = f'the scale of {name} is not known' if name else 'no VAE is named'
+        return f'{text}It takes them for raw latents of SDXL, because {reason}.'
+    factor, shift = scale
+    if (factor, shift) == (1, 0):
+        return f'{text}The latents are scaled already, as those of {name} are.'
+    minus = f' minus {shift:g}' if shift else ''
+    return f'{text}It is given the latents{minus} times {factor:g}, which is the scale of {name}.'
 
 
 def _quantiles(caption_histogram: np.ndarray) -> dict[str, int] | None:
@@ -207,16 +240,24 @@ def _quantiles(caption_histogram: np.ndarray) -> dict[str, int] | None:
 
 
 def _sum_shards(shards: Sequence[tuple[int, int]]) -> dict[str, int]:
-    num_records, num_bytes = (sum(shard[i] for shard in shards) for i in (0, 1))
+    num_records = 0
+    num_bytes = 0
+    for shard_records, shard_bytes in shards:
+        num_records += shard_records
+        num_bytes += shard_bytes
     return {'records': num_records, 'shards': len(shards), 'bytes': num_bytes}
 
 
 def _histograms(split: ShardStatistics) -> dict[str, Any]:
+    """Returns the lengths of captions and the values of latents, as plain values."""
     lengths = split.caption_histogram
-    mean, std = stats.mean_and_std(split.latent_moments) if split.num_records else (None, None)
+    mean = std = None
+    if split.num_records:
+        mean, std = stats.mean_and_std(split.latent_moments)
     # Bins are narrow where all captions are short, so that their drawing has bars enough.
     longest = int(np.searchsorted(np.cumsum(lengths), (1 - _TAIL) * lengths.sum()))
-    edges = np.arange(0, len(lengths), min(16, 1 << max(0, longest.bit_length() - 7)))
+    width = min(16, 1 << max(0, longest.bit_length() - 7))
+    edges = np.arange(0, len(lengths), width)
     return {
         'caption_bytes': {
             'quantiles': _quantiles(lengths),
@@ -234,21 +275,23 @@ def _histograms(split: ShardStatistics) -> dict[str, Any]:
 
 def _caption_lengths(captions: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the quantiles and the chart of captions' lengths; None without captions."""
-    lengths, edges, counts = captions['quantiles'], captions['edges'], np.array(captions['counts'])
+    lengths = captions['quantiles']
+    edges = captions['edges']
+    counts = np.array(captions['counts'])
     if lengths is None:
         return None
+    quantiles = {}
+    for share, length in lengths.items():
+        name = 'median' if share == '0.5' else f'{float(share):.0%}'
+        # Longer ones are counted together.
+        quantiles[name] = f'{length:,}' if length < edges[-1] else f'{edges[-1]:,}+'
     last = int(np.searchsorted(np.cumsum(counts), (1 - _TAIL) * counts.sum()))
     # The last bin has no end, and each tick is the beginning of a bin: a whole number of bytes.
     num_gaps = _TICKS - 1
     num_bins = min(math.ceil((last + 1) / num_gaps) * num_gaps, len(edges) - 1)
     marks = [lengths[share] for share in ('0.05', '0.5', '0.95')]
     return {
-        'quantiles': {
-            'median' if share == '0.5' else f'{float(share):.0%}': (
-                f'{length:,}' if length < edges[-1] else f'{edges[-1]:,}+'
-            )
-            for share, length in lengths.items()
-        },
+        'quantiles': quantiles,
         'chart': _chart(counts[:num_bins], 0, edges[1], marks, 'captions'),
         'end': edges[num_bins],
         'num_beyond': int(counts[num_bins:].sum()),
@@ -259,27 +302,25 @@ def _latent_values(latents: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns mean, deviation and chart of each channel; None without records."""
     if latents['mean'] is None:
         return None
-    counts, edges = np.array(latents['counts']), np.array(latents['edges'])
-    # One axis for all channels, without the tails; its ends are multiples of what ticks divide.
-    cumulative, num_gaps = np.cumsum(counts.sum(axis=0)), _TICKS - 1
+    counts = np.array(latents['counts'])  # (channels, bins)
+    edges = np.array(latents['edges'])
+    # One axis for all channels, without the tails.
+    cumulative = np.cumsum(counts.sum(axis=0))
     bins = np.searchsorted(cumulative, np.multiply((_TAIL, 1 - _TAIL), cumulative[-1]))
     low, high = np.clip(bins, 1, len(edges) - 1)  # bin n lies between the edges n - 1 and n
+    # Bars as wide as the widest of these bins, and ends that are multiples of what ticks divide.
     step = np.diff(edges[low - 1 : high + 1]).max()
-    start, end = np.floor(edges[low - 1] / step / num_gaps), np.ceil(edges[high] / step / num_gaps)
+    num_gaps = _TICKS - 1
+    start = np.floor(edges[low - 1] / step / num_gaps)
+    end = np.ceil(edges[high] / step / num_gaps)
     bars = step * num_gaps * start + step * np.arange(num_gaps * (end - start))
     on_axis = counts[:, 1 : 1 + np.searchsorted(edges, bars[-1] + step)]
     bar_counts = np.add.reduceat(on_axis, np.searchsorted(edges, bars), axis=1)
-    return {
-        'outside': 1 - bar_counts.sum() / counts.sum(),
-        'channels': [
-            {
-                'mean': mean,
-                'std': std,
-                'chart': _chart(channel, bars[0], step, (mean - std, mean, mean + std), 'values'),
-            }
-            for channel, mean, std in zip(bar_counts, latents['mean'], latents['std'], strict=True)
-        ],
-    }
+    channels = []
+    for channel, mean, std in zip(bar_counts, latents['mean'], latents['std'], strict=True):
+        chart = _chart(channel, bars[0], step, (mean - std, mean, mean + std), 'values')
+        channels.append({'mean': mean, 'std': std, 'chart': chart})
+    return {'outside': 1 - bar_counts.sum() / counts.sum(), 'channels': channels}
 
 
 def _chart(
@@ -287,16 +328,16 @@ def _chart(
 ) -> dict[str, Any]:
     """Returns what the page draws: bars, a line at `marks[1]`, a band from `[0]` to `[2]`."""
     # Along the axis, the unit is a bin of width `step`; heights are percentages of the highest bar.
-    bars = [
-        {
+    bars = []
+    for number in np.flatnonzero(counts).tolist():
+        bar = {
             'bin': number,
             'height': 100 * counts[number] / counts.max(),
             'start': start + number * step,
             'end': start + (number + 1) * step,
             'count': counts[number],
         }
-        for number in np.flatnonzero(counts).tolist()
-    ]
+        bars.append(bar)
     return {
         'unit': unit,
         'num_bins': len(counts),
