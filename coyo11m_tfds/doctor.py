@@ -232,7 +232,9 @@ def plan_or_estimate(place: str, settings: BuildSettings) -> DryRun:
 
     Raises a ValueError or an OSError for a source that cannot be built.
     """
-    from coyo11m_tfds.convert.plan import examine_source, make_plan  # needs an extra
+    # Each needs an extra.
+    from coyo11m_tfds.convert.plan import make_plan
+    from coyo11m_tfds.convert.source_contents import examine_source
 
     source = source_folder.find_source(place)
     files = source.latent_files

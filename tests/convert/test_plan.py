@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.convert import plan
+from coyo11m_tfds.convert import joined_contents, plan, shard_cuts
 from coyo11m_tfds.source import pt_file
 from tests import made_sources
 from tests.convert.plans import make_plan, planned_keys, write
@@ -35,14 +35,16 @@ def test_the_hash_is_splitmix64():
     states = [(1234567 + i * gamma) % 2**64 for i in range(3)]
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     keys = np.array(states, np.uint64).astype(np.int64)
-    np.testing.assert_array_equal(plan.unit_hash(keys), [(n >> 11) / 2**53 for n in expected])
+    np.testing.assert_array_equal(
+        joined_contents.unit_hash(keys), [(n >> 11) / 2**53 for n in expected]
+    )
 
 
 def test_every_kept_key_is_planned_once_in_source_order(tmp_path):
     files = [range(100, 140), range(40, 0, -1)]
     made = make_plan(made_sources.write_source(tmp_path, files), tmp_path / 'out')
     splits = planned_keys(made)
-    is_validation = plan.unit_hash(np.arange(200)) < 0.2
+    is_validation = joined_contents.unit_hash(np.arange(200)) < 0.2
     for split, wanted in ((schema.TRAIN, False), (schema.VALIDATION, True)):
         keys = joined(splits[split])
         assert keys == [key for file in files for key in file if is_validation[key] == wanted]
@@ -77,7 +79,7 @@ def test_shards_are_nearly_equal_and_not_too_large(tmp_path, shard_bytes):
     st.integers(1, 1000),
 )
 def test_small_files_are_grouped_and_large_ones_are_alone(sizes, shard_bytes):
-    groups = plan.group_files(sizes, shard_bytes)
+    groups = shard_cuts.group_files(sizes, shard_bytes)
     assert joined([list(group) for group in groups]) == list(range(len(sizes)))
     for files in groups:
         small = sizes[files] <= shard_bytes
