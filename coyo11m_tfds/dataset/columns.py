@@ -27,7 +27,7 @@ MAX_ROW_NBYTES = 2 * schema.MAX_TEXT_DIM  # of an added column: `reading.raw_mem
 OUTLINE_ENDS = 64 << 10  # bytes at each end of a file
 
 _RESTORE = 'Restore it, or build the data set again.'
-_ADDED = 'beside'  # the kind of an added column, as descriptions name it
+_ADDED = 'added'  # the kind of an `AddedColumn`, as descriptions name it
 _DTYPES = {np.dtype(code).name for code in np.typecodes['AllInteger'] + 'efd'}
 
 
