@@ -13,15 +13,13 @@ import of the package suffices, so this works in any folder:
     tfds build coyo11m_tfds -i coyo11m_tfds --manual_dir=SOURCE --data_dir=OUT
 """
 
-import sys
-
 from coyo11m_tfds.process import programs
 
 __version__ = '0.1.0'
 
 programs.announce_on_terminal()
 
-if hasattr(sys.modules['__main__'], 'launch_cli'):  # the program is `tfds`
+if programs.runs_tfds():
     from coyo11m_tfds import build
 
     build.prepare_tfds_command()

@@ -8,12 +8,14 @@
 `tfds.builder_from_directory` reads a built data set without this module and without torch.
 """
 
+import contextlib
 import dataclasses
 import multiprocessing
 import os
 import re
+import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -24,11 +26,16 @@ from tensorflow_datasets.core import dataset_builder
 
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.convert import data_folder
-from coyo11m_tfds.convert.build_settings import BuildSettings, check_names, check_source
+from coyo11m_tfds.convert.build_settings import (
+    CAPTION_FLAGS,
+    BuildSettings,
+    check_names,
+    check_source,
+)
 from coyo11m_tfds.dataset import stored_dataset
 from coyo11m_tfds.dataset.columns import IN_PLACE
 from coyo11m_tfds.dataset.manifest import DamagedError
-from coyo11m_tfds.process import job, progress
+from coyo11m_tfds.process import job, machine, programs, progress, tfds_command
 from coyo11m_tfds.process.errors import FieldRule
 
 if TYPE_CHECKING:
@@ -119,6 +126,17 @@ class _DataPath(type(epath.Path())):  # type: ignore[misc]  # of this system's p
             super().rmtree(missing_ok)
 
 
+class _DatasetInfo(tfds.core.DatasetInfo):
+    """The info of a data set; what TFDS' command prints at the end is how to open the data set."""
+
+    def __init__(self, builder: 'Builder', **fields):
+        super().__init__(builder=builder, **fields)
+        self._own_builder = builder
+
+    def __repr__(self) -> str:
+        return self._own_builder.how_to_open() if programs.runs_build() else super().__repr__()
+
+
 class Builder(dataset_builder.FileReaderBuilder):
     """Builds the data set from files of latents, and captions or labels (docs/sources.md)."""
 
@@ -135,6 +153,13 @@ class Builder(dataset_builder.FileReaderBuilder):
         Coyo11mConfig(name='latents', description='Latents and captions.')
     ]
 
+    # The folder that a build or its caller has named last; '' before.
+    _source = ''
+
+    def __init__(self, *args, **options):
+        with _ends_commands_in_one_line():
+            super().__init__(*args, **options)
+
     @property
     def data_path(self) -> epath.Path:
         """Folder of the data set. Its removal makes the next build replace the data set."""
@@ -143,7 +168,7 @@ class Builder(dataset_builder.FileReaderBuilder):
         return path
 
     def _info(self) -> tfds.core.DatasetInfo:
-        return tfds.core.DatasetInfo(
+        return _DatasetInfo(
             builder=self,
             description=(
                 'Raw latents of a VAE, one or several crops of each image, with a caption and, in '
@@ -201,6 +226,17 @@ class Builder(dataset_builder.FileReaderBuilder):
             RuntimeError: A worker died, or the first process of the job failed.
         """
         config = download_config or tfds.download.DownloadConfig()
+        with _ends_commands_in_one_line():
+            self._load_or_build(download_dir, config, file_format, options)
+
+    def _load_or_build(
+        self,
+        download_dir: epath.PathLike | None,
+        config: tfds.download.DownloadConfig,
+        file_format: str | tfds.core.FileFormat | None,
+        options: dict[str, Any],
+    ) -> None:
+        """Loads the data set if it exists and need not be replaced; builds it otherwise."""
         mode = config.download_mode
         overwrite = mode.overwrite_dataset or os.fspath(self.data_path) in _to_be_replaced
         is_built = (self.data_path / schema.INFO_FILE).exists() and not overwrite
@@ -212,14 +248,39 @@ class Builder(dataset_builder.FileReaderBuilder):
         is_update = mode == tfds.GenerateMode.UPDATE_DATASET_INFO
         if not (is_built or is_mocked or is_update):
             self._check_options(config, file_format, options)
-            self._build(self._find_source(download_dir, config), config, overwrite)
+            self._source = self._find_source(download_dir, config)
+            self._build(self._source, config, overwrite)
             return
         if not (is_mocked or is_update):
-            source = self.builder_config.source or config.manual_dir
-            self._load_existing(config.max_examples_per_split, source)
+            self._source = str(self.builder_config.source or config.manual_dir or '')
+            self._load_existing(config.max_examples_per_split, self._source)
         super().download_and_prepare(
             download_dir=download_dir, download_config=config, file_format=file_format, **options
         )
+
+    def how_to_open(self) -> str:
+        """Returns lines of Python and of the shell that read the data set and train on it."""
+        has_text = not schema.TEXT_DTYPES.keys().isdisjoint(self.info.features)
+        config = 'default' if has_text and machine.accelerators() else 'small'
+        lines = [f'tfds.builder_from_directory({os.fspath(self.data_path)!r})']
+        if not has_text:
+            lines.append(f'To train on captions, first build again: {self._build_with_text()}')
+            lines.append('Without captions:')
+        data = shlex.quote(f'--config.data.dir={os.fspath(self.data_path)}')
+        lines.append(f'python -m train_lib.main --config={config} --workdir=W {data}')
+        return '\n'.join(lines)
+
+    def _build_with_text(self) -> str:
+        """Returns the command that builds from the same source with embeddings of captions."""
+        words = ['python', '-m', 'coyo11m_tfds.build']
+        if self._source:
+            words.append(f'--manual_dir={self._source}')
+        words.append(f'--data_dir={os.fspath(self.data_path.parents[2])}')
+        for field in dataclasses.fields(BuildSettings):
+            value = getattr(self.builder_config, field.name)
+            if field.name in CAPTION_FLAGS and value != field.default:
+                words.append(f'--{field.name}={value}')
+        return shlex.join([*words, '--encoder=hash'])
 
     def _download_and_prepare(self, dl_manager, download_config=None) -> None:
         raise NotImplementedError  # abstract in TFDS; `download_and_prepare` does not call it
@@ -277,7 +338,7 @@ class Builder(dataset_builder.FileReaderBuilder):
         else:
             self._load_existing(limit, source)
 
-    def _load_existing(self, limit: int | None, source: epath.PathLike | None) -> None:
+    def _load_existing(self, limit: int | None, source: str) -> None:
         """Loads the data set on disk; raises ValueError if it has other settings or sources."""
         self.info._features = self._initial_features()
         self.info.read_from_directory(self.data_path)
@@ -287,7 +348,7 @@ class Builder(dataset_builder.FileReaderBuilder):
         # Only the first process of a job must reach the source.
         if source and not job.process_index():
             recorded, captions = metadata.get(schema.META_SOURCE), self.builder_config.captions
-            check_source(self.data_path, recorded, os.fspath(source), captions)
+            check_source(self.data_path, recorded, source, captions)
         self._save_default_config()
 
     def _save_default_config(self) -> None:
@@ -353,6 +414,15 @@ class Builder(dataset_builder.FileReaderBuilder):
         self.info.write_to_directory(dataset.folder)
         # A copy of the license, which no reader opens; a later build would not replace it.
         epath.Path(dataset.folder, 'LICENSE').unlink(missing_ok=True)
+
+
+def _ends_commands_in_one_line() -> contextlib.AbstractContextManager[None]:
+    """Returns the context of what a command runs; programs of others get the error itself."""
+    # A pool waits without end for a worker that ends itself.
+    is_in_pool = multiprocessing.current_process().daemon
+    if programs.runs_build() and not is_in_pool:
+        return tfds_command.ends_in_one_line()
+    return contextlib.nullcontext()
 
 
 def make_features(

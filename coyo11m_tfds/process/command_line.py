@@ -35,6 +35,9 @@ TRACEBACK_VARIABLE = 'COYO11M_TRACEBACK'
 
 INTERRUPTED = 128 + signal.SIGINT  # the exit status that shells give to Ctrl-C
 
+# Subclasses of RuntimeError, which some programs take for fixable; these mean nothing to users.
+_BUGS = NotImplementedError, RecursionError
+
 # Not their parent folder, which may hold a virtual environment.
 OWN_CODE = tuple(
     str(pathlib.Path(__file__).parents[2] / name)
@@ -164,7 +167,7 @@ def ends_in_one_line(
     try:
         yield
     except kinds as error:
-        if wants_traceback():
+        if wants_traceback() or isinstance(error, _BUGS):
             raise
         print_error(error, outlook)
         sys.exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else status)

@@ -44,6 +44,16 @@ def _running_program() -> str:
     return name if is_program else ''
 
 
+def runs_tfds() -> bool:
+    """Returns whether the program is TFDS' own command, `tfds`."""
+    return hasattr(sys.modules['__main__'], 'launch_cli')
+
+
+def runs_build() -> bool:
+    """Returns whether the program only builds: `tfds`, or `python -m coyo11m_tfds.build`."""
+    return runs_tfds() or _running_program() == 'coyo11m_tfds.build'
+
+
 def describe_programs(package: str) -> list[str]:
     """Returns a line for each program of a package of this project: its name and purpose."""
     import ast
