@@ -23,7 +23,7 @@ from coyo11m_tfds.storage.stored_file import ChecksumScan, StoredFile
 
 IN_RECORDS, IN_PLACE = LATENT_STORAGE = ('records', 'in_place')  # the config's `latents`
 
-MAX_ROW_NBYTES = 2 * schema.MAX_TEXT_DIM  # of an added column: `reading.raw_memory` gathers no more
+MAX_ROW_NBYTES = 2 * schema.MAX_TEXT_DIM  # of an added column: as much as a text embedding
 OUTLINE_ENDS = 64 << 10  # bytes at each end of a file
 
 _RESTORE = 'Restore it, or build the data set again.'

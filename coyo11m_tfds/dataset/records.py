@@ -139,8 +139,8 @@ class RecordScan(ChecksumScan):
         self.problem = f'record {self.num_records} {problem}'
 
 
-class ValueAddresses(NamedTuple):
-    """Addresses of the values of some records, int64 `(n,)`."""
+class ValuePlaces(NamedTuple):
+    """Places in memory of the values of some records, int64 `(n,)`."""
 
     regular: np.ndarray  # bool; if a record has another layout, its other fields are undefined
     keys: np.ndarray  # themselves
@@ -180,11 +180,11 @@ class RecordLayout:
 
     def find(
         self, gather: Callable[[np.ndarray, int], np.ndarray], begin: np.ndarray, end: np.ndarray
-    ) -> ValueAddresses:
-        """Finds the values of serialized records between addresses, `[begin, end)` for each.
+    ) -> ValuePlaces:
+        """Finds the values of serialized records between places, `[begin, end)` for each.
 
-        `gather(addresses, nbytes)` copies bytes from each address, with zeros before `begin`; it is
-        not called for bytes behind `end`.
+        `gather(places, nbytes)` copies bytes from each place, with zeros before `begin`; it is not
+        called for bytes behind `end`.
         """
         regular = end - begin >= self._key_from_end + self._window
         for from_end, head in self._head_from_end.items():
@@ -193,7 +193,7 @@ class RecordLayout:
         key_end = end - self._key_from_end
         window = gather(key_end - self._window, self._window).view(np.uint8)
         keys, length, is_key = self._decode_keys(window.reshape(-1, self._window))
-        return ValueAddresses(
+        return ValuePlaces(
             regular & is_key,
             keys,
             key_end - length - self._key_heads.shape[1],

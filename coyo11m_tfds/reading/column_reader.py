@@ -9,8 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from coyo11m_tfds.dataset.columns import AddedColumn, Column
-from coyo11m_tfds.reading import raw_memory
-from coyo11m_tfds.reading.files import FetchedFiles, MappedFiles, Range
+from coyo11m_tfds.reading.files import HeldFiles, Range
 from coyo11m_tfds.storage.stored_file import StoredFile
 
 # Two rows with at most this gap in bytes are fetched together: another request would take longer.
@@ -77,44 +76,46 @@ def open_column(
 
 
 class ColumnReader:
-    def __init__(self, opened: OpenedColumn, fetched: FetchedFiles | None = None):
-        """Adds its files to `fetched`, or maps them when `locate` needs them."""
-        self._places, self._values_nbytes = opened.places, opened.piece_nbytes
+    """Locates the rows of a column in memory, and compares them with their checksums."""
+
+    def __init__(self, opened: OpenedColumn, files: HeldFiles):
+        """Adds the files of the column to others in memory."""
+        self._places = opened.places
+        self._values_nbytes = opened.piece_nbytes
         self._nbytes = opened.piece_nbytes + (_CRC_NBYTES if opened.places is None else 0)
-        self._starts, self._strides = opened.starts, opened.strides
-        self._files: MappedFiles | FetchedFiles
-        if fetched:
-            self._files, self._first = fetched, fetched.add(opened.files)
-        else:
-            paths = [file.path for file in opened.files]
-            versions = [file.version for file in opened.files]
-            self._files, self._first = MappedFiles(paths.__getitem__, len(paths), versions), 0
+        self._starts = opened.starts
+        self._strides = opened.strides
+        self._files = files
+        self._first = files.add(opened.files)
 
     def locate(self, number: np.ndarray) -> np.ndarray:
-        """Returns the addresses of the pieces of some records' values, int64 `(n, pieces)`."""
+        """Returns the places of the pieces of some records' values, int64 `(n, pieces)`.
+
+        Raises a ValueError for a row that its file does not have.
+        """
         file, row, begin = self._offsets(number)
         # All pieces of a row are in one file.
         piece_files = np.repeat(file, begin.shape[1])
-        address, limit = self._files.locate(piece_files, begin.ravel(), self._nbytes)
-        is_missing = limit - address < self._nbytes
+        places, limit = self._files.locate(piece_files, begin.ravel(), self._nbytes)
+        is_missing = limit - places < self._nbytes
         if is_missing.any():
             index = int(is_missing.argmax()) // begin.shape[1]
             raise ValueError(
                 f'{self._files.path_of(int(file[index]))}: has no row {row[index]}, which the data '
                 'set needs. Build the data set again.'
             )
-        return address.reshape(begin.shape)
+        return places.reshape(begin.shape)
 
-    def match_checksums(self, number: np.ndarray, address: np.ndarray) -> np.ndarray:
-        """Compares the rows at addresses of `locate` with their checksums; returns bool `(n,)`."""
+    def match_checksums(self, number: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Compares the rows at places of `locate` with their checksums; returns bool `(n,)`."""
         if self._places is None:
-            stored = raw_memory.gather(address[:, 0] + self._values_nbytes, _CRC_NBYTES).view('<u4')
+            stored = self._files.gather(places[:, 0] + self._values_nbytes, _CRC_NBYTES).view('<u4')
         else:
             stored = self._places[number, 2]
         crcs = np.zeros(len(number), np.uint32)
         # Of all crops of a row, because another epoch uses another crop.
-        for begin in address.T:
-            crcs = raw_memory.crc32c(begin, begin + self._values_nbytes, crcs.tolist())
+        for begin in places.T:
+            crcs = self._files.crc32c(begin, begin + self._values_nbytes, crcs.tolist())
         return crcs == stored
 
     def place(self, number: int) -> tuple[str, int]:
@@ -140,21 +141,8 @@ class ColumnReader:
                 ranges[number].append(tuple(file_range))
         return ranges
 
-    def will_need(self, first: np.ndarray, last: np.ndarray) -> None:
-        """Asks the system to read ahead runs of rows, given by their first and last records."""
-        if not isinstance(self._files, MappedFiles):
-            return
-        file, _, begins = self._offsets(first)
-        last_file, _, ends = self._offsets(last)
-        self._files.open(np.unique(file))
-        # The rows of a run may be in another order in the source, or in two of its files.
-        is_range = ((file == last_file)[:, None] & (begins <= ends)).T
-        for begin, end, rows in zip(begins.T, ends.T + self._nbytes, is_range, strict=True):
-            ranges = zip(file[rows].tolist(), begin[rows].tolist(), end[rows].tolist(), strict=True)
-            for file_range in ranges:
-                self._files.will_need(*file_range)
-
     def check_unchanged(self, number: np.ndarray) -> None:
+        """Raises an OSError if a file with the rows of some records has changed."""
         files = np.zeros_like(number) if self._places is None else self._places[number, 0]
         self._files.check_unchanged(self._first + files)
 

@@ -1,6 +1,6 @@
-"""Compares records with their checksums, and stops at damaged records or leaves them out."""
+"""What is wrong with records: codes, when they are compared, and whether damage stops a run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from absl import logging
@@ -20,10 +20,14 @@ _ALWAYS_ALLOWED = 64
 
 _BITS = np.left_shift(1, np.arange(8)).astype(np.uint8)
 
-# What is wrong with a record.
-TOO_SHORT = 'the file is shorter than its chunk index says'
-DAMAGED_ROW = 'its checksum is wrong'
-DAMAGED = 'its checksum is wrong, or its file has other records than its chunk index says'
+# What is wrong with a record. A damaged row of column n has the code `DAMAGED_ROW + n`.
+CODE_DTYPE = np.uint16
+GOOD, TOO_SHORT, DAMAGED, OTHER_LAYOUT, DAMAGED_ROW = range(5)
+PROBLEMS = {
+    TOO_SHORT: 'the file is shorter than its chunk index says',
+    DAMAGED: 'its checksum is wrong, or its file has other records than its chunk index says',
+    DAMAGED_ROW: 'its checksum is wrong',
+}
 
 
 class Checks:
@@ -33,27 +37,22 @@ class Checks:
         self._mode = mode
         self._checked_bits = np.zeros(-(-num_records // 8) if mode == ONCE else 0, np.uint8)
 
-    def check(
-        self, is_whole: np.ndarray, number: np.ndarray, match: Callable[[np.ndarray], np.ndarray]
-    ) -> np.ndarray:
-        """Returns whether records are whole and, if compared, undamaged; bool `(n,)`.
+    def find_due(self, number: np.ndarray, codes: np.ndarray) -> np.ndarray:
+        """Returns the indices of the good records that have to be compared, int64 `(k,)`.
 
-        `number` is that of each in its split; `match` compares those at some indices.
+        `number` is the number of each record in its split, int64 `(n,)`.
         """
-        good = is_whole.copy()
+        is_due = codes == GOOD
         if self._mode == NEVER:
-            return good
-        bit, unchecked = _BITS[number & 7], good
+            is_due[:] = False
         if self._mode == ONCE:
-            unchecked = good & (self._checked_bits[number >> 3] & bit == 0)
-        if unchecked.any():
-            indices = np.flatnonzero(unchecked)
-            good[indices] = match(indices)
-            # A damaged record is compared again in every epoch: it may have been repaired.
-            if self._mode == ONCE:
-                passed = indices[good[indices]]
-                np.bitwise_or.at(self._checked_bits, number[passed] >> 3, bit[passed])
-        return good
+            is_due &= self._checked_bits[number >> 3] & _BITS[number & 7] == 0
+        return np.flatnonzero(is_due)
+
+    def remember(self, number: np.ndarray) -> None:
+        """Remembers records that were compared and are good; others may be repaired."""
+        if self._mode == ONCE:
+            np.bitwise_or.at(self._checked_bits, number >> 3, _BITS[number & 7])
 
 
 class BadRecords:
@@ -62,16 +61,20 @@ class BadRecords:
     def __init__(
         self, policy: str, max_fraction: float, num_records: int, counter: ReadCounter | None
     ):
-        self._stops, self._max_fraction = policy == STOP, max_fraction
-        self._num_records, self._counter = num_records, counter
+        self._stops = policy == STOP
+        self._max_fraction = max_fraction
+        self._num_records = num_records
+        self._counter = counter
         self._records: set[tuple[int, int]] = set()  # (shard, record)
         self._reported_paths: set[str] = set()
 
     def add(
         self, path: str, shard: int, numbers: Sequence[int], problem: str, place: str = ''
     ) -> None:
-        """Counts bad records of a shard; warns once for each file, or raises a `DamagedError`."""
-        # `place` names the first one if it lies in another file than the shard.
+        """Counts bad records of a shard; warns once for each file, or raises a `DamagedError`.
+
+        `place` names the first one if it lies in another file than the shard.
+        """
         message = f'{path}: {place or f"record {numbers[0]}"} cannot be read: {problem}.'
         if self._stops:
             raise DamagedError(

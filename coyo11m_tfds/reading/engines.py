@@ -4,7 +4,9 @@ By rows, each batch is gathered when it is needed, and the system reads later ro
 chunks, a block of batches is filled while the loop uses the block before it.
 """
 
+import contextlib
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -18,22 +20,45 @@ from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.dataset.stored_dataset import IndexedSplit, StoredDataset
 from coyo11m_tfds.reading import damage, process_settings
 from coyo11m_tfds.reading.batches import Ahead, ArraySpec, Batch
-from coyo11m_tfds.reading.column_reader import ColumnReader, open_column
+from coyo11m_tfds.reading.column_reader import open_column
 from coyo11m_tfds.reading.features import BatchFeatures, check_text_feature, stored_specs
-from coyo11m_tfds.reading.files import MAX_FILES, FetchedFiles, Range, ReadCounter
+from coyo11m_tfds.reading.files import MAX_FILES, FetchedFiles, HeldFiles, MappedFiles, Range
 from coyo11m_tfds.reading.options import CHUNKS, ROWS, TF_DATA, ReadOptions
 from coyo11m_tfds.reading.order import RecordBlock
-from coyo11m_tfds.reading.raw_memory import LazyBatch, gather_batch
-from coyo11m_tfds.reading.row_reader import RowReader
-
-# How often a chunk with a damaged record is fetched: its bytes may have been changed on the way.
-_ATTEMPTS = 3
+from coyo11m_tfds.reading.row_reader import Chunk, LocatedRecords, RowReader
 
 # Fewest records of chunks to gather together, so that the cost of NumPy's calls is small.
-_GROUP_RECORDS = 1024
+_PART_RECORDS = 1024
 
-# The ranges of files that hold the values of its records; the first one has the records.
-_Chunk = tuple[Range, ...]
+
+class _Part(NamedTuple):
+    """Records of a block that are located together, while their bytes are in memory."""
+
+    records: RecordBlock  # arrays `(n,)`
+    rows: np.ndarray  # of the records in the block
+    chunks: list[Chunk]  # that hold the records, and no others
+    chunk_numbers: np.ndarray  # in `chunks`, of the chunk of each record
+    reads_size: int  # records that are gathered together
+
+
+class _Plan(NamedTuple):
+    """How a block is read."""
+
+    shape: tuple[int, ...]  # batches, and records of each
+    chunks: list[Chunk]
+    parts: list[_Part]
+
+    @property
+    def ranges(self) -> list[Range]:
+        return _ranges_of(self.chunks)
+
+    @property
+    def num_reads(self) -> int:
+        return sum(-(-len(x.rows) // x.reads_size) for x in self.parts)
+
+
+# The shape of a block, the numbers of some of its rows, and their values.
+_PartRead = tuple[tuple[int, ...], np.ndarray, Batch]
 
 
 class OpenedSplit(NamedTuple):
@@ -121,7 +146,10 @@ class SplitReader:
             options.on_bad_records, options.max_bad_fraction, num_records, options.counter
         )
         # One for all lanes: it remembers which records have been compared with their checksums.
-        self.mapped_reader = self._row_reader(None) if self.is_mapped else None
+        self.mapped_reader = None
+        if self.is_mapped:
+            files = MappedFiles(self._split.file, self._split.file_sizes)
+            self.mapped_reader = self._row_reader(files, options.verify)
 
     @property
     def raw_nbytes(self) -> int:
@@ -129,170 +157,156 @@ class SplitReader:
         return self._split.record_nbytes + sum(x.row_nbytes for x in self._columns.values())
 
     def spec(self, size: int) -> dict[str, ArraySpec]:
+        """Returns shape and dtype of each array in a batch of `size` rows."""
         return self._features.spec(size)
 
-    def read_blocks(self, blocks: Iterator[RecordBlock], in_flight: int) -> Iterator[LazyBatch]:
+    def read_blocks(self, blocks: Iterator[RecordBlock], in_flight: int) -> Iterator[Batch]:
         """Yields the batches of all blocks; fetches `in_flight` chunks at once."""
         if self.mapped_reader:
-            return _read_rows(self.mapped_reader, blocks, self.options.counter)
-        return self._chunk_reader(in_flight).read(blocks)
+            return self._read_mapped(self.mapped_reader, blocks)
+        return self._read_fetched(self._fetching_reader(in_flight), blocks)
 
     def read_block(self, block: RecordBlock, pool: ThreadPoolExecutor) -> Batch:
         """Reads a block of one chunk with the threads of a pool."""
-        ((_, values),) = self._chunk_reader(1, pool).read_blocks(iter([block]))
+        reader = self._fetching_reader(1, pool)
+        ((_, values),) = _fill_blocks(self._read_parts(reader, iter([block])))
         return values
 
-    def _chunk_reader(
-        self, in_flight: int, pool: ThreadPoolExecutor | None = None
-    ) -> '_ChunkReader':
-        split, max_in_flight = self._split, in_flight * (1 + len(self._columns))
-        counter = self.options.counter
-        files = FetchedFiles(split.file, split.file_sizes, max_in_flight, counter, pool)
-        return _ChunkReader(split, self._row_reader(files), files, self.options)
-
-    def _row_reader(self, files: FetchedFiles | None) -> RowReader:
+    def _row_reader(self, files: HeldFiles, verify: str) -> RowReader:
         return RowReader(
             self._split,
             self._features,
             self.options.stored.record_layout,
-            verify=damage.ALWAYS if files else self.options.verify,
+            verify=verify,
             bad_records=self._bad_records,
-            columns={name: ColumnReader(opened, files) for name, opened in self._columns.items()},
+            columns=self._columns,
             files=files,
         )
 
+    def _fetching_reader(self, in_flight: int, pool: ThreadPoolExecutor | None = None) -> RowReader:
+        split = self._split
+        max_in_flight = in_flight * (1 + len(self._columns))
+        counter = self.options.counter
+        files = FetchedFiles(split.file, split.file_sizes, max_in_flight, counter, pool)
+        return self._row_reader(files, damage.ALWAYS)
 
-def _read_rows(
-    reader: RowReader, blocks: Iterator[RecordBlock], counter: ReadCounter | None
-) -> Iterator[LazyBatch]:
-    # The first block has no block before it that could announce its rows.
-    block = next(blocks, None)
-    if block is not None:
-        for file_range in reader.ranges_ahead(block.shard.ravel(), block.record.ravel()):
-            reader.will_need(file_range)
-    while block is not None:
-        steps, size = block.shard.shape
-        located = reader.locate(*(x.ravel() for x in block))
-        block = next(blocks, None)
-        ranges = []
-        if block is not None:
-            ranges = reader.ranges_ahead(block.shard.ravel(), block.record.ravel())
-        for step in range(steps):
-            # A few at each step: the disk reads them while this block is used.
-            for file_range in ranges[step::steps]:
-                reader.will_need(file_range)
-            rows = located.rows(slice(step * size, (step + 1) * size))
-            batch = reader.read(rows, reader.check(rows))
+    def _read_mapped(self, reader: RowReader, blocks: Iterator[RecordBlock]) -> Iterator[Batch]:
+        counter = self.options.counter
+        for _, _, batch in self._read_parts(reader, blocks):
             if counter:
                 counter.add(num_bytes=sum(x.nbytes for x in batch.values()))
             yield batch
 
-
-class _ChunkedBlock(NamedTuple):
-    block: RecordBlock
-    chunks: list[_Chunk]  # or pieces of chunks
-    rows: np.ndarray  # numbers of all rows of the block, ordered by their chunks
-    chunk_numbers: np.ndarray  # in `chunks`, of the chunk that holds each of `rows`
-
-
-class _ChunkReader:
-    def __init__(
-        self, split: IndexedSplit, reader: RowReader, files: FetchedFiles, options: ReadOptions
-    ):
-        self._split = split
-        self._reader = reader
-        self._files = files
-        self._chunk = options.chunk
-        # Records of the smallest piece that is fetched. Without a condition chunks come whole, so
-        # that blocks with pieces of a chunk share it.
-        self._piece = schema.CHUNK_STRIDE if options.source.where else options.chunk
-
-    def read(self, blocks: Iterator[RecordBlock]) -> Iterator[Batch]:
-        for (steps, size), values in Ahead(self.read_blocks(blocks), 1, 'chunks'):
+    def _read_fetched(self, reader: RowReader, blocks: Iterator[RecordBlock]) -> Iterator[Batch]:
+        filled_blocks = _fill_blocks(self._read_parts(reader, blocks))
+        for (steps, size), values in Ahead(filled_blocks, 1, 'chunks'):
             for step in range(steps):
                 rows = slice(step * size, (step + 1) * size)
                 # A batch that is kept must not keep its block.
                 yield {name: x[rows].copy() for name, x in values.items()}
 
-    def read_blocks(self, blocks: Iterator[RecordBlock]) -> Iterator[tuple[tuple[int, ...], Batch]]:
-        """Yields the shape of each block, and the values of all its rows."""
-        try:
-            chunked_blocks = itertools.chain(map(self._find_chunks, blocks), [None])
-            current = next(chunked_blocks)
-            self._files.request(_ranges_of(current.chunks if current else []))
-            while current:
-                next_block = next(chunked_blocks)
-                shared: set[Range] = set()
-                if next_block:
-                    next_ranges = list(_ranges_of(next_block.chunks))
-                    shared = set(_ranges_of(current.chunks)).intersection(next_ranges)
-                    self._files.request(x for x in next_ranges if x not in shared)
-                yield current.block.shard.shape, self._gather(current, shared)
-                current = next_block
-        finally:
-            self._files.close()
+    def _read_parts(self, reader: RowReader, blocks: Iterator[RecordBlock]) -> Iterator[_PartRead]:
+        """Yields the values of blocks as they are gathered: of mapped files, batch by batch."""
+        with contextlib.closing(reader.files):
+            plans = itertools.chain((self._plan(reader, block) for block in blocks), [None])
+            plan = next(plans)
+            # The first block has no block before it that could request its ranges.
+            if plan:
+                reader.files.request(plan.ranges)
+            while plan:
+                next_plan = next(plans)
+                yield from _read_planned(reader, plan, next_plan)
+                plan = next_plan
 
-    def _find_chunks(self, block: RecordBlock) -> _ChunkedBlock:
-        shard, record = block.shard.ravel(), block.record.ravel()
-        pieces, inverse = np.unique((shard << 32) + record // self._piece, return_inverse=True)
-        shard, first = pieces >> 32, (pieces & 0xFFFFFFFF) * self._piece
-        # Pieces of one chunk that touch are fetched together.
-        is_adjacent = (np.diff(pieces, prepend=-2) == 1) & (
-            np.diff(first // self._chunk, prepend=-1) == 0
+    def _plan(self, reader: RowReader, block: RecordBlock) -> _Plan:
+        """Plans how a block is read, before its bytes are in memory."""
+        chunk = self.options.chunk
+        # Without a condition chunks are fetched whole, so that blocks with pieces of one share it.
+        has_pieces = self.is_mapped or self.options.source.where
+        records = RecordBlock(*(x.ravel() for x in block))
+        chunks, chunk_numbers = reader.find_chunks(
+            records.shard, records.record, chunk, schema.CHUNK_STRIDE if has_pieces else chunk
         )
-        begins = np.flatnonzero(~is_adjacent)
-        end = first[np.append(begins[1:], len(pieces)) - 1] + self._piece
-        chunk_numbers = (np.cumsum(~is_adjacent) - 1)[inverse]
-        # Rows are gathered chunk by chunk, and each chunk is freed after its last row.
-        rows = np.argsort(chunk_numbers, kind='stable')
-        chunks = self._chunk_ranges(shard[begins], first[begins], end)
-        return _ChunkedBlock(block, chunks, rows, chunk_numbers[rows])
-
-    def _chunk_ranges(self, shard: np.ndarray, first: np.ndarray, end: np.ndarray) -> list[_Chunk]:
-        count = np.minimum(self._split.index.shard_lengths[shard], end) - first
-        begin, nbytes = self._split.index.byte_range(shard, first, count)
-        shard_ranges = zip(shard.tolist(), begin.tolist(), (begin + nbytes).tolist(), strict=True)
-        number = self._split.first_numbers[shard] + first
-        column_ranges = [column.ranges(number, count) for column in self._reader.columns.values()]
-        return [
-            (shard_range, *itertools.chain(*ranges))
-            for shard_range, *ranges in zip(shard_ranges, *column_ranges, strict=True)
-        ]
-
-    def _gather(self, chunked: _ChunkedBlock, shared: set[Range]) -> Batch:
-        """Gathers the values of a block; frees all its ranges except those in `shared`."""
-        values: Batch = {}
-        group_chunks = -(-_GROUP_RECORDS // self._chunk)
-        for first in range(0, len(chunked.chunks), group_chunks):
-            numbers = first, first + group_chunks
-            group = slice(*np.searchsorted(chunked.chunk_numbers, numbers))
-            ranges = list(_ranges_of(chunked.chunks[slice(*numbers)]))
-            self._files.take(ranges)
-            for name, x in self._gather_group(chunked, group).items():
-                if name not in values:
-                    values[name] = np.empty((len(chunked.rows), *x.shape[1:]), x.dtype)
-                values[name][chunked.rows[group]] = x
-            self._files.drop(x for x in ranges if x not in shared)
-        return values
-
-    def _gather_group(self, chunked: _ChunkedBlock, group: slice) -> Batch:
-        """Gathers the values of some rows; those of damaged records come from the last attempt."""
-        block = RecordBlock(*(x.ravel()[chunked.rows[group]] for x in chunked.block))
-        located = self._reader.locate(*block)
-        good = self._reader.check(located)
-        for _ in range(_ATTEMPTS - 1):
-            if good.all():
-                break
-            numbers = set(chunked.chunk_numbers[group][~good].tolist())
-            damaged = [chunked.chunks[number] for number in numbers]
-            self._files.fetch_again(_ranges_of(damaged))
-            located = self._reader.locate(*block)
-            good = self._reader.check(located)
-            if good.all():
-                path = self._files.path_of(damaged[0][0][0])
-                logging.warning('%s: a read failed and succeeded when tried again.', path)
-        return gather_batch(self._reader.read(located, good))
+        shape = block.shard.shape
+        if self.is_mapped:
+            rows = np.arange(len(records.shard))
+            part = _Part(records, rows, chunks, chunk_numbers, reads_size=shape[1])
+            return _Plan(shape, chunks, [part])
+        # A chunk is freed after the last of its rows, so rows are read chunk by chunk.
+        all_rows = np.argsort(chunk_numbers, kind='stable')
+        part_chunks = -(-_PART_RECORDS // chunk)
+        parts = []
+        for first in range(0, len(chunks), part_chunks):
+            limits = np.searchsorted(chunk_numbers[all_rows], (first, first + part_chunks))
+            rows = all_rows[slice(*limits)]
+            part = _Part(
+                RecordBlock(*(x[rows] for x in records)),
+                rows,
+                chunks[first : first + part_chunks],
+                chunk_numbers[rows] - first,
+                reads_size=len(rows),
+            )
+            parts.append(part)
+        return _Plan(shape, chunks, parts)
 
 
-def _ranges_of(chunks: Iterable[_Chunk]) -> Iterator[Range]:
-    return itertools.chain.from_iterable(chunks)
+def _read_planned(reader: RowReader, plan: _Plan, next_plan: _Plan | None) -> Iterator[_PartRead]:
+    """Yields the values of a block as they are gathered, and requests the next block."""
+    files = reader.files
+    next_ranges = next_plan.ranges if next_plan else []
+    # Those of both blocks are kept.
+    shared = set(plan.ranges).intersection(next_ranges)
+    new_ranges = [x for x in next_ranges if x not in shared]
+    # A few at each read: they come while this block is used.
+    per_read = -(-len(new_ranges) // plan.num_reads)
+    for part in plan.parts:
+        ranges = _ranges_of(part.chunks)
+        files.take(ranges)
+        located = reader.locate(*part.records)
+        for first in range(0, len(part.rows), part.reads_size):
+            files.request(new_ranges[:per_read])
+            del new_ranges[:per_read]
+            rows = slice(first, first + part.reads_size)
+            yield plan.shape, part.rows[rows], _read_rows(reader, part, located, rows)
+        files.drop(x for x in ranges if x not in shared)
+
+
+def _read_rows(reader: RowReader, part: _Part, located: LocatedRecords, rows: slice) -> Batch:
+    """Reads some rows of a part; those of damaged records come from the last attempt."""
+    files = reader.files
+    records = located.rows(rows)
+    codes = reader.check(records)
+    for _ in range(files.attempts - 1):
+        is_bad = codes != damage.GOOD
+        if not is_bad.any():
+            break
+        numbers = set(part.chunk_numbers[rows][is_bad].tolist())
+        ranges = _ranges_of([part.chunks[number] for number in numbers])
+        files.take_again(ranges)
+        records = reader.locate(*part.records).rows(rows)
+        codes = reader.check(records)
+        if (codes == damage.GOOD).all():
+            path = files.path_of(ranges[0][0])
+            logging.warning('%s: a read failed and succeeded when tried again.', path)
+    return reader.read(records, codes)
+
+
+def _fill_blocks(parts: Iterator[_PartRead]) -> Iterator[tuple[tuple[int, ...], Batch]]:
+    """Yields the shape of each block, and the values of all its rows."""
+    block: Batch = {}
+    num_missing = 0
+    for shape, rows, values in parts:
+        if not block:
+            num_missing = math.prod(shape)
+            for name, x in values.items():
+                block[name] = np.empty((num_missing, *x.shape[1:]), x.dtype)
+        for name, x in values.items():
+            block[name][rows] = x
+        num_missing -= len(rows)
+        if not num_missing:
+            yield shape, block
+            block = {}
+
+
+def _ranges_of(chunks: Iterable[Chunk]) -> list[Range]:
+    return list(itertools.chain.from_iterable(chunks))

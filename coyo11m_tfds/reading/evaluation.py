@@ -14,7 +14,6 @@ from coyo11m_tfds.reading.filters import KeptRecords, find_kept
 from coyo11m_tfds.reading.mixture import BatchShares, Cursor, Position
 from coyo11m_tfds.reading.options import ReadOptions
 from coyo11m_tfds.reading.order import eval_blocks
-from coyo11m_tfds.reading.raw_memory import gather_batch
 from coyo11m_tfds.storage import json_digest
 
 # How keys are read that a condition compares.
@@ -121,7 +120,7 @@ class EvalReader(SplitReader):
             self.read_blocks(blocks, self.options.parallel_reads), itertools.repeat(no_rows)
         )
         for batch in itertools.islice(batches, self.num_batches - start):
-            yield {name: _pad_rows(x, size) for name, x in gather_batch(batch).items()}
+            yield {name: _pad_rows(x, size) for name, x in batch.items()}
 
 
 def _pad_rows(x: np.ndarray, size: int) -> np.ndarray:

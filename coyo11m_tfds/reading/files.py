@@ -1,20 +1,22 @@
-"""Numbered files in memory, mapped or fetched, whose bytes are gathered by their addresses."""
+"""Files in memory, mapped or fetched, and copies of rows of their bytes."""
 
+import abc
 import collections
 import contextlib
 import ctypes
 import errno
+import itertools
 import mmap
 import os
 import resource
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import BinaryIO, NamedTuple, NoReturn
 
+import google_crc32c
 import numpy as np
 import numpy.ma  # else np.unique imports it, and a fork in that moment would wait for ever
 
@@ -28,12 +30,19 @@ _CHECK_SECONDS = 1.0
 # A process may have 65,530 mappings (vm.max_map_count), and other libraries need some.
 MAX_FILES = 60_000
 
-# A file and an offset in it make one number: 8 TB and 500,000 files.
+# A file and an offset in it make one number: 8 TB and 1,000,000 files.
 _FILE_SHIFT = 43
 
-Range = tuple[int, int, int]  # number of the file, first byte, one past the last byte
+# Of a row, in bytes; times the bytes of all files, it has to be less than 2**63.
+_GATHERED_AT_ONCE = 1 << 15
 
-_Region = tuple[int, int]  # address and number of bytes
+# A whole page, and more than the fields have that are read before a record is known to be whole.
+_NUM_ZEROS = mmap.PAGESIZE
+_ZEROS = np.zeros(_NUM_ZEROS, np.uint8)
+
+_MAP_FIXED = 0x10  # of Linux and macOS: map at this address, instead of what is mapped there
+
+Range = tuple[int, int, int]  # number of the file, first byte, one past the last byte
 
 
 class ReadCounts(NamedTuple):
@@ -69,47 +78,145 @@ class ReadCounter:
             self._counts = self._counts._replace(**sums)
 
 
-class MappedFiles:
-    """Numbered files, each mapped from its first use to the end of this object."""
+class HeldFiles(abc.ABC):
+    """Numbered files whose bytes are in memory: the shards of a split, and files of its columns.
 
-    def __init__(
-        self, path_of: Callable[[int], str], num_files: int, versions: Sequence[str] | None = None
-    ):
-        """Takes the versions that the files must have, as in `StoredFile`."""
-        if num_files > MAX_FILES:
-            raise ValueError(
-                f'{path_of(0)}: {num_files} files cannot be mapped at once, at most {MAX_FILES} '
-                "can; read them with engine='chunks'"
-            )
-        # 0 while a file is not open.
-        self.address = np.zeros(num_files, np.int64)
-        self.size = np.zeros(num_files, np.int64)
-        self.path_of = path_of
-        self._versions = versions
-        self._states: dict[int, tuple[int, ...]] = {}
-        self._check_times = np.zeros(num_files)  # of the last checks, in seconds
-        self._mapped: list[_Region] = []
-        # Not at exit: another thread may still read.
-        weakref.finalize(self, _unmap, self._mapped).atexit = False
+    A byte in memory has a *place*, a number. `locate` returns the places of ranges of files, and no
+    method reads anything but bytes of these files and zeros, whatever places it gets. From place 0
+    on there are `_NUM_ZEROS` zeros, for records that are not there.
+
+    Attributes:
+        size: Bytes of each file, int64 `(num_files,)`, corrected when a file is opened.
+        attempts: How often bytes are read that turn out to be damaged.
+    """
+
+    attempts = 1
+
+    def __init__(self, path_of: Callable[[int], str], size: Sequence[int] | np.ndarray):
+        self.size = np.array(size, np.int64)
+        self._path_of = path_of
+        self._added: dict[int, StoredFile] = {}
+
+    def add(self, files: Sequence[StoredFile]) -> int:
+        """Adds files that must not change; they are numbered from the result on."""
+        first = len(self.size)
+        self._added |= dict(enumerate(files, first))
+        self.size = np.append(self.size, [file.size for file in files]).astype(np.int64)
+        return first
+
+    def path_of(self, number: int) -> str:
+        """Returns the path of a file."""
+        file = self._added.get(number)
+        return file.path if file else self._path_of(number)
+
+    @abc.abstractmethod
+    def locate(
+        self, number: np.ndarray, offset: np.ndarray, nbytes: np.ndarray | int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the places where ranges of files begin and end, at most at the ends of files."""
+
+    @abc.abstractmethod
+    def gather(self, places: np.ndarray, nbytes: int) -> np.ndarray:
+        """Copies `nbytes` bytes from each place; returns void `(n,)` with items of this size."""
+
+    @abc.abstractmethod
+    def views(self, begin: np.ndarray, end: np.ndarray) -> list[np.ndarray]:
+        """Returns the bytes from each `begin` to its `end` as uint8, without a copy."""
+
+    def crc32c(
+        self, begin: np.ndarray, end: np.ndarray, before: Iterable[int] = itertools.repeat(0)
+    ) -> np.ndarray:
+        """Returns the CRC-32C of the bytes from each `begin` to its `end`, after others; uint32."""
+        crcs = map(google_crc32c.extend, before, self.views(begin, end))
+        return np.fromiter(crcs, np.uint32, len(begin))
+
+    @abc.abstractmethod
+    def request(self, ranges: Sequence[Range]) -> None:
+        """Begins to read ranges, after those that were requested before; does not wait."""
+
+    @abc.abstractmethod
+    def take(self, ranges: Iterable[Range]) -> None:
+        """Waits for requested ranges, in the order of the requests; then `locate` knows them."""
+
+    @abc.abstractmethod
+    def take_again(self, ranges: Iterable[Range]) -> None:
+        """Reads ranges anew, because their bytes may have been changed on their way."""
+
+    @abc.abstractmethod
+    def drop(self, ranges: Iterable[Range]) -> None:
+        """Frees ranges that were taken; nothing may read from their places afterwards."""
+
+    @abc.abstractmethod
+    def check_unchanged(self, numbers: np.ndarray) -> None:
+        """Raises an OSError if a file has changed since its bytes came into memory."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends the reads that are under way."""
+
+
+class MappedFiles(HeldFiles):
+    """Files that are mapped, each from its first use on, into one range of memory.
+
+    One array covers the range and nothing else. So NumPy refuses what lies outside, and the range
+    lives as long as any array of its bytes.
+    """
+
+    def __init__(self, path_of: Callable[[int], str], size: Sequence[int] | np.ndarray):
+        super().__init__(path_of, size)
+        self._check_count()
         self._opening = threading.Lock()
+        self._states: dict[int, tuple[int, ...]] = {}  # of the open files
+        self._reserve()
 
-    def open(self, numbers: np.ndarray) -> None:
-        for number in numbers.tolist():
-            if number not in self._states:
-                with self._opening:
-                    if number not in self._states:
-                        self._open(number)
+    def add(self, files: Sequence[StoredFile]) -> int:
+        """Adds files that must not change, before any file is used."""
+        first = super().add(files)
+        self._check_count()
+        self._reserve()
+        return first
 
     def locate(
         self, number: np.ndarray, offset: np.ndarray, nbytes: np.ndarray | int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns where ranges of files begin and end in memory, at most at the ends of files.
+        """Returns the places where ranges of files begin and end, at most at the ends of files."""
+        self._open(number)
+        start = self._starts[number]
+        size = self.size[number]
+        return start + np.minimum(offset, size), start + np.minimum(offset + nbytes, size)
 
-        All memory between the two can be read as long as this object lives.
-        """
-        self.open(np.unique(number))
-        address, size = self.address[number], self.size[number]
-        return address + np.minimum(offset, size), address + np.minimum(offset + nbytes, size)
+    def gather(self, places: np.ndarray, nbytes: int) -> np.ndarray:
+        """Copies `nbytes` bytes from each place; returns void `(n,)` with items of this size."""
+        return gather_rows(self._bytes, places, nbytes)
+
+    def views(self, begin: np.ndarray, end: np.ndarray) -> list[np.ndarray]:
+        """Returns the bytes from each `begin` to its `end` as uint8, without a copy."""
+        places = zip(begin.tolist(), end.tolist(), strict=True)
+        return [self._bytes[first:last] for first, last in places]
+
+    def request(self, ranges: Sequence[Range]) -> None:
+        """Asks the system to read ranges ahead, without waiting for it."""
+        self._open(np.array([number for number, _, _ in ranges], np.int64))
+        for number, begin, end in ranges:
+            page = begin // mmap.PAGESIZE * mmap.PAGESIZE
+            nbytes = min(end, int(self.size[number])) - page
+            if nbytes > 0:
+                # A system that reads nothing ahead does no harm.
+                with contextlib.suppress(OSError):
+                    start = int(self._starts[number]) + page
+                    self._range.madvise(mmap.MADV_WILLNEED, start, nbytes)
+
+    def take(self, ranges: Iterable[Range]) -> None:
+        """Does nothing: the system reads what is used."""
+
+    def take_again(self, ranges: Iterable[Range]) -> None:
+        """Does nothing: the bytes in memory are those of the file."""
+
+    def drop(self, ranges: Iterable[Range]) -> None:
+        """Does nothing: the system frees what it needs."""
+
+    def close(self) -> None:
+        """Does nothing: other threads may read from the same files."""
 
     def check_unchanged(self, numbers: np.ndarray) -> None:
         """Checks that open files are unchanged, each at most once a second."""
@@ -120,63 +227,112 @@ class MappedFiles:
             return
         due_numbers = np.unique(due_numbers)
         for number in due_numbers.tolist():
-            path, opened_state = self.path_of(number), self._states[number]
+            path = self.path_of(number)
+            opened_state = self._states[number]
             with _explain_errors(path):
                 state = _stat_state(os.stat(path))
             if state != opened_state:
                 raise _changed_error(path, opened_state[0], state[0])
         self._check_times[due_numbers] = now
 
-    def will_need(self, number: int, begin: int, end: int) -> None:
-        """Asks the system to read ahead a range of an open file, without waiting for it."""
-        page = begin // mmap.PAGESIZE * mmap.PAGESIZE
-        nbytes = min(end, int(self.size[number])) - page
-        if nbytes > 0:
-            _libc.madvise(int(self.address[number]) + page, nbytes, mmap.MADV_WILLNEED)
+    def _check_count(self) -> None:
+        if len(self.size) > MAX_FILES:
+            raise ValueError(
+                f'{self.path_of(0)}: {len(self.size)} files cannot be mapped at once, at most '
+                f"{MAX_FILES} can; read them with engine='chunks'"
+            )
 
-    def _open(self, number: int) -> None:
+    def _reserve(self) -> None:
+        """Reserves a range for all files; it reads as zeros where no file is mapped yet."""
+        self._starts, nbytes = _lay_out(self.size)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._range = mmap.mmap(-1, nbytes, flags, mmap.PROT_READ)
+        self._bytes = np.frombuffer(self._range, np.uint8)
+        self._is_open = np.zeros(len(self.size), bool)
+        self._check_times = np.zeros(len(self.size))  # of the last checks, in seconds
+
+    def _open(self, numbers: np.ndarray) -> None:
+        is_open = self._is_open[numbers]
+        if is_open.all():
+            return
+        for number in np.unique(numbers[~is_open]).tolist():
+            with self._opening:
+                # Another thread may have opened it meanwhile.
+                if not self._is_open[number]:
+                    self._map(number)
+
+    def _map(self, number: int) -> None:
         path = self.path_of(number)
+        added = self._added.get(number)
         with _explain_errors(path), open(path, 'rb') as file:
             stat = os.fstat(file.fileno())
+            # Of a file that has grown, the index names no more bytes than there is room for.
+            size = min(stat.st_size, int(self.size[number]))
             # The system maps no empty files, and nobody reads from them.
-            if stat.st_size:
-                region = _map(file, stat.st_size), stat.st_size
-                self._mapped.append(region)
-                self.address[number], self.size[number] = region
+            if size:
+                _map_at(self._bytes, int(self._starts[number]), file, size)
         # The version of the mapped file, which may no longer be the one at the path.
-        if self._versions and disk.local_version(stat) != self._versions[number]:
-            size = int(self._versions[number].partition('-')[0])
-            raise _changed_error(path, size, stat.st_size)
-        self._states[number], self._check_times[number] = _stat_state(stat), time.monotonic()
+        if added and disk.local_version(stat) != added.version:
+            raise _changed_error(path, added.size, stat.st_size)
+        self.size[number] = size
+        self._states[number] = _stat_state(stat)
+        self._check_times[number] = time.monotonic()
+        self._is_open[number] = True
 
 
-# Python's own mappings keep a descriptor until Python 3.13, which can do without.
+def gather_rows(data: np.ndarray, places: np.ndarray, nbytes: int) -> np.ndarray:
+    """Copies rows that begin anywhere in an array of bytes; an IndexError for rows outside of it.
+
+    Returns void `(n,)`, with items of `nbytes` bytes.
+    """
+    # NumPy refuses arrays whose items could reach beyond 2**63 bytes.
+    if nbytes <= _GATHERED_AT_ONCE:
+        return _items(data, nbytes)[places]
+    rows = np.empty((len(places), nbytes), np.uint8)
+    for begin in range(0, nbytes, _GATHERED_AT_ONCE):
+        size = min(_GATHERED_AT_ONCE, nbytes - begin)
+        piece = _items(data, size)[places + begin]
+        rows[:, begin : begin + size] = piece.view(np.uint8).reshape(len(rows), size)
+    return rows.view((np.void, nbytes))[:, 0]
+
+
+def _items(data: np.ndarray, nbytes: int) -> np.ndarray:
+    """Returns an item of `nbytes` bytes at every byte: they overlap, and share the memory."""
+    num_items = max(0, len(data) - nbytes + 1)
+    return np.ndarray(num_items, np.dtype((np.void, nbytes)), data, strides=(1,))
+
+
+def _lay_out(size: np.ndarray) -> tuple[np.ndarray, int]:
+    """Returns where each file begins in the range that holds all, and the bytes of the range."""
+    room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    # No file lies at the beginning, so that zeros are there.
+    ends = _NUM_ZEROS + np.cumsum(room)
+    return ends - room, _NUM_ZEROS + int(room.sum())
+
+
+# Python's own mappings keep a descriptor until Python 3.13, and have an address of their own.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def _map(file: BinaryIO, size: int) -> int:
-    address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
-    if address == ctypes.c_void_p(-1).value:
+def _map_at(data: np.ndarray, start: int, file: BinaryIO, size: int) -> None:
+    """Maps a file over bytes of a mapped array, from a page on; both are unmapped together."""
+    address = data[start : start + size].ctypes.data
+    flags = mmap.MAP_SHARED | _MAP_FIXED
+    if _libc.mmap(address, size, mmap.PROT_READ, flags, file.fileno(), 0) != address:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    return address
-
-
-def _unmap(regions: list[_Region]) -> None:
-    for address, size in regions:
-        _libc.munmap(address, size)
 
 
 def _stat_state(stat: os.stat_result) -> tuple[int, ...]:
     return stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_dev
 
 
-class FetchedFiles:
-    """Ranges of numbered files, each fetched with one request and held until it is dropped."""
+class FetchedFiles(HeldFiles):
+    """Ranges of files, each fetched with one request and held until it is dropped."""
+
+    attempts = 3
 
     def __init__(
         self,
@@ -190,11 +346,9 @@ class FetchedFiles:
 
         The threads of a `pool` keep their connections for the next object.
         """
-        # Corrected for a file that turns out to be shorter.
-        self.size = np.array(size, np.int64)
-        self._path_of = path_of
-        self._added: dict[int, StoredFile] = {}
-        self._max_in_flight, self._counter = max_in_flight, counter or ReadCounter()
+        super().__init__(path_of, size)
+        self._max_in_flight = max_in_flight
+        self._counter = counter or ReadCounter()
         self._owns_pool = pool is None
         self._pool = pool or ThreadPoolExecutor(max_in_flight, 'fetch')
         self._is_finalizing = sys.is_finalizing  # of one that outlives all modules
@@ -203,24 +357,40 @@ class FetchedFiles:
         self._data: dict[Range, bytes] = {}
         self._index()
 
-    def add(self, files: Sequence[StoredFile]) -> int:
-        """Adds files that must not change; they are numbered from the result on."""
-        first = len(self.size)
-        self._added |= dict(enumerate(files, first))
-        self.size = np.append(self.size, [file.size for file in files]).astype(np.int64)
-        return first
+    def locate(
+        self, number: np.ndarray, offset: np.ndarray, nbytes: np.ndarray | int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the places where ranges begin and end, of ranges that lie in taken ones."""
+        place = _place(number, offset)
+        limit = self._ends[self._find(place)]
+        return np.minimum(place, limit), np.minimum(place + nbytes, limit)
 
-    def path_of(self, number: int) -> str:
-        file = self._added.get(number)
-        return file.path if file else self._path_of(number)
+    def gather(self, places: np.ndarray, nbytes: int) -> np.ndarray:
+        """Copies `nbytes` bytes from each place; returns void `(n,)` with items of this size."""
+        index = self._find(places)
+        in_range = places - self._begins[index]
+        rows = np.empty(len(places), np.dtype((np.void, nbytes)))
+        # The rows are many, and lie in few ranges.
+        for number in np.unique(index).tolist():
+            chosen = np.flatnonzero(index == number)
+            rows[chosen] = gather_rows(self._held[number], in_range[chosen], nbytes)
+        return rows
 
-    def request(self, ranges: Iterable[Range]) -> None:
+    def views(self, begin: np.ndarray, end: np.ndarray) -> list[np.ndarray]:
+        """Returns the bytes from each `begin` to its `end` as uint8, without a copy."""
+        index = self._find(begin)
+        first = begin - self._begins[index]
+        last = end - self._begins[index]
+        places = zip(index.tolist(), first.tolist(), last.tolist(), strict=True)
+        return [self._held[number][start:stop] for number, start, stop in places]
+
+    def request(self, ranges: Sequence[Range]) -> None:
         """Queues ranges to be fetched, after those that were queued before."""
         self._queue.extend(ranges)
         self._fill_flight()
 
     def take(self, ranges: Iterable[Range]) -> None:
-        """Waits for requested ranges; afterwards, `locate` knows their addresses."""
+        """Waits for requested ranges, in the order of the requests; then `locate` knows them."""
         # Blocks that share a chunk take it twice.
         for key in ranges:
             if key not in self._data:
@@ -228,16 +398,20 @@ class FetchedFiles:
                 self._fill_flight()
         self._index()
 
-    def fetch_again(self, ranges: Iterable[Range]) -> None:
+    def take_again(self, ranges: Iterable[Range]) -> None:
         """Fetches ranges anew, because their bytes may have been changed on their way."""
         for key in ranges:
             self._data[key] = self._fetch(key)
         self._index()
 
     def drop(self, ranges: Iterable[Range]) -> None:
-        """Frees ranges; their addresses are invalid afterwards."""
+        """Frees ranges that were taken; nothing may read from their places afterwards."""
         for key in ranges:
             del self._data[key]
+        self._index()
+
+    def check_unchanged(self, numbers: np.ndarray) -> None:
+        """Does nothing: fetched bytes cannot change."""
 
     def close(self) -> None:
         """Ends the threads after the requests that are under way."""
@@ -246,29 +420,22 @@ class FetchedFiles:
         if self._owns_pool and not self._is_finalizing():
             self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def locate(
-        self, number: np.ndarray, offset: np.ndarray, nbytes: np.ndarray | int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Like `MappedFiles.locate`, for ranges within those that were taken, until `drop`."""
-        index = np.searchsorted(self._keys, (number << _FILE_SHIFT) + offset, side='right') - 1
-        address, limit = self._addresses[index] + offset, self._ends[index]
-        return np.minimum(address, limit), np.minimum(address + nbytes, limit)
+    def _find(self, place: np.ndarray) -> np.ndarray:
+        """Returns which of the held ranges each place lies in, or behind."""
+        return np.searchsorted(self._begins, place, side='right') - 1
 
-    def check_unchanged(self, numbers: np.ndarray) -> None:
-        """Does nothing: fetched bytes cannot change."""
+    def _index(self) -> None:
+        keys = sorted(self._data)
+        number, begin = np.array(keys, np.int64).reshape(-1, 3)[:, :2].T
+        self._held = [_ZEROS]
+        self._held += [np.frombuffer(self._data[key], np.uint8) for key in keys]
+        self._begins = np.append(0, _place(number, begin))
+        self._ends = self._begins + [len(data) for data in self._held]
 
     def _fill_flight(self) -> None:
         while self._queue and len(self._in_flight) < self._max_in_flight:
             key = self._queue.popleft()
             self._in_flight[key] = self._pool.submit(self._fetch, key)
-
-    def _index(self) -> None:
-        keys = sorted(self._data)
-        number, begin = np.array(keys, np.int64).reshape(-1, 3)[:, :2].T
-        self._keys = (number << _FILE_SHIFT) + begin
-        regions = [_region(self._data[key]) for key in keys]
-        start, nbytes = np.array(regions, np.int64).reshape(-1, 2).T
-        self._addresses, self._ends = start - begin, start + nbytes
 
     def _fetch(self, key: Range) -> bytes:
         number, begin, end = key
@@ -304,9 +471,9 @@ class FetchedFiles:
         return file.read_range(min(begin, size), max(0, min(end, size) - begin))
 
 
-def _region(data: bytes) -> _Region:
-    # Empty bytes have no address. Their region is empty, so nobody reads from it.
-    return np.frombuffer(data or b'\0', np.uint8).ctypes.data, len(data)
+def _place(number: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    """Returns the place of a byte of a file, behind the zeros, which have those of no file."""
+    return (number + 1 << _FILE_SHIFT) + offset
 
 
 @contextlib.contextmanager

@@ -27,7 +27,6 @@ from coyo11m_tfds.reading.engines import SplitReader, open_splits
 from coyo11m_tfds.reading.evaluation import read_split_keys
 from coyo11m_tfds.reading.options import TF_DATA, ReadOptions
 from coyo11m_tfds.reading.order import RecordBlock
-from coyo11m_tfds.reading.raw_memory import gather_batch
 from coyo11m_tfds.reading.row_reader import LocatedRecords, RowReader
 
 # Runs whose places are remembered, 4 KB each: those of 2 million records, 57 GB of latents.
@@ -190,7 +189,7 @@ class _MappedRows:
         return self._gather(self._locate_run(shard, run).rows(slice(place, place + 1)))
 
     def _gather(self, located: LocatedRecords) -> Batch:
-        return gather_batch(self._row_reader.read(located, self._row_reader.check(located)))
+        return self._row_reader.read(located, self._row_reader.check(located))
 
 
 def _as_numbers(numbers: Any) -> np.ndarray:

@@ -218,35 +218,51 @@ def sample_texts(
 
 
 def train_blocks(
-    order: Order, lanes: range, per_lane: int, start: int, stride: int = 1, block_rows: int = 0
+    order: Order,
+    lanes: range,
+    per_lane: int,
+    start: int,
+    numbers: Iterator[int],
+    block_rows: int = 0,
 ) -> Iterator[RecordBlock]:
-    """Yields the records of some lanes in every `stride`-th batch after sample `start`.
+    """Yields the records of some lanes in some of the batches after sample `start`.
 
-    A block has the fewest windows that hold `block_rows` rows; with 0, as many as cost little.
+    Args:
+        per_lane: Samples of a lane in each batch.
+        numbers: The numbers of these batches, ascending; batch 0 begins with sample `start`.
+        block_rows: A block has the fewest windows that hold so many rows; with 0, as many as cost
+            little.
     """
     windows = max(1, -(-(block_rows or _BLOCK_ROWS) // (order.window * len(lanes))))
-    skip = 0  # batches before the next one of the stride
+    number = next(numbers)
+    first = 0  # number of the first batch of a block
     while True:
         # A block ends where windows end, because the records of a window lie in the same chunks.
-        count = max(1, -(-(order.end_of_windows(start, windows) - start) // per_lane))
-        if skip < count:
-            yield _train_block(order, lanes, start, per_lane, range(skip, count, stride))
-        skip = (skip - count) % stride
-        start += count * per_lane
+        sample = start + first * per_lane
+        count = -(-(order.end_of_windows(sample, windows) - sample) // per_lane)
+        end = first + max(1, count)
+        in_block = []
+        while number < end:
+            in_block.append(number)
+            number = next(numbers)
+        if in_block:
+            yield _train_block(order, lanes, start, per_lane, np.array(in_block))
+        first = end
 
 
 def _train_block(
-    order: Order, lanes: range, start: int, per_lane: int, steps: range
+    order: Order, lanes: range, start: int, per_lane: int, numbers: np.ndarray
 ) -> RecordBlock:
-    begin, end = (start + step * per_lane for step in (steps.start, steps.stop))
-    samples = order.samples(lanes, begin, end)
+    first = int(numbers[0])
+    end = int(numbers[-1]) + 1
+    samples = order.samples(lanes, start + first * per_lane, start + end * per_lane)
 
-    def by_step(x: np.ndarray) -> np.ndarray:
-        # From `(lanes, all steps * per_lane)` to `(steps, lanes * per_lane)`.
-        all_steps = x.reshape(len(lanes), -1, per_lane).transpose(1, 0, 2)
-        return all_steps[:: steps.step].reshape(len(steps), -1)
+    def by_batch(x: np.ndarray) -> np.ndarray:
+        # From `(lanes, all batches * per_lane)` to `(batches, lanes * per_lane)`.
+        all_batches = x.reshape(len(lanes), -1, per_lane).transpose(1, 0, 2)
+        return all_batches[numbers - first].reshape(len(numbers), -1)
 
-    return RecordBlock(*map(by_step, samples))
+    return RecordBlock(*map(by_batch, samples))
 
 
 def eval_blocks(

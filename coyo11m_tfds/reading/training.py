@@ -5,10 +5,12 @@ Each source is read by rows or by chunks, in its own sequence; a batch joins the
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
+import numpy as np
 from absl import logging
 
 from coyo11m_tfds import schema
@@ -19,7 +21,6 @@ from coyo11m_tfds.reading.evaluation import kept_records
 from coyo11m_tfds.reading.mixture import BatchShares, Cursor, Position, Stage
 from coyo11m_tfds.reading.options import TrainOptions
 from coyo11m_tfds.reading.order import Order, train_blocks
-from coyo11m_tfds.reading.raw_memory import LazyBatch, concatenate, gather_array, gather_batch
 from coyo11m_tfds.reading.sources import MixSource, check_latents, choose_texts
 from coyo11m_tfds.storage import json_digest
 
@@ -132,10 +133,6 @@ def read_plan(plan: ReadPlan) -> Batches:
     )
 
 
-# Gathers a batch of a mixture, or several, up to a number of steps.
-_GatherSteps = Callable[[float], Batch]
-
-
 class TrainReader:
     def __init__(self, plan: ReadPlan):
         """Raises a ValueError for options that do not fit each other or the data sets."""
@@ -201,61 +198,63 @@ class TrainReader:
     def _read_stage(
         self, lanes: range, cursor: Cursor, stage: Stage, steps_per_item: int
     ) -> Iterator[Batch]:
-        shapes = sorted(set(stage.cycle.tolist()))
-        # A stride over steps of several shapes is no stride over those of one shape.
-        stride = cursor.stride if len(shapes) == 1 else 1
-        iterators = {
-            shape: self._read_shape(lanes, cursor, stage, shape, stride, steps_per_item)
-            for shape in shapes
-        }
-        first = step = cursor.position.step
+        # A shape's batches are read when the first of them comes.
+        iterators: dict[int, Iterator[Batch]] = {}
+        step = cursor.position.step
         while step < stage.end:
-            gather = next(iterators[stage.shape(step)])
-            # Of several shapes, all batches are located, and those of the stride are gathered.
-            if stride == cursor.stride or (step - first) % cursor.stride == 0:
-                yield gather(stage.end - step)
-            step += stride * max(1, steps_per_item)
+            shape = stage.shape(step)
+            if shape not in iterators:
+                iterators[shape] = self._read_shape(lanes, cursor, stage, shape, steps_per_item)
+            batch = next(iterators[shape])
+            # The last item of a lane may have more steps than the stage.
+            if step + steps_per_item > stage.end:
+                size = int(stage.end - step) * cursor.shares.per_lane
+                batch = {name: x[:size] for name, x in batch.items()}
+            yield batch
+            step += cursor.stride * max(1, steps_per_item)
 
     def _read_shape(
-        self,
-        lanes: range,
-        cursor: Cursor,
-        stage: Stage,
-        shape: int,
-        stride: int,
-        steps_per_item: int,
-    ) -> Iterator[_GatherSteps]:
-        """Yields the batches of a shape, not gathered yet."""
+        self, lanes: range, cursor: Cursor, stage: Stage, shape: int, steps_per_item: int
+    ) -> Iterator[Batch]:
+        """Yields the batches of a shape."""
         members = stage.members(shape)
-        # Several steps of a source are located at once, so that the cost of NumPy's calls is as
-        # small as in batches of one source.
-        steps = steps_per_item or (len(members) if stride == 1 else 1)
-        iterators = [self._read_source(i, lanes, cursor, stage, stride, steps) for i in members]
-        for shares in zip(*iterators, strict=True):
+        steps = steps_per_item or 1
+        # Several steps of a source are read at once, so that the cost of NumPy's calls is as small
+        # as in batches of one source.
+        if not steps_per_item and cursor.stride == 1:
+            steps = len(members)
+        shares_of_all = [self._read_source(i, lanes, cursor, stage, steps) for i in members]
+        for shares in zip(*shares_of_all, strict=True):
             if len(members) == steps == 1:
-                yield functools.partial(_gather_share, shares[0])
+                yield shares[0]
                 continue
-            by_lane: list[LazyBatch] = [
+            by_lane = [
                 {name: x.reshape(len(lanes), steps, -1, *x.shape[1:]) for name, x in share.items()}
                 for share in shares
             ]
             for first in range(0, steps, steps_per_item or 1):
-                yield functools.partial(_gather_steps, by_lane, first, steps_per_item or 1)
+                yield _join_shares(by_lane, slice(first, first + (steps_per_item or 1)))
 
     def _read_source(
-        self, number: int, lanes: range, cursor: Cursor, stage: Stage, stride: int, steps: int
-    ) -> Iterator[LazyBatch]:
-        """Yields the share of a source in every `stride`-th batch, or in `steps` at once."""
-        options, reader = self._options, self._readers[number]
+        self, number: int, lanes: range, cursor: Cursor, stage: Stage, steps: int
+    ) -> Iterator[Batch]:
+        """Yields the share of a source in the batches of the stride, or in `steps` at once."""
+        options = self._options
+        reader = self._readers[number]
         # The sources of a batch share the reads that a lane may have in flight.
         count = stage.counts[number]
         in_flight = len(lanes) * -(-options.parallel_reads * count // cursor.shares.per_lane)
         # Fetched blocks take memory. And readers of single lanes all plan a block before the
         # first batch.
         is_small = not reader.is_mapped or len(lanes) < len(options.own_lanes)
-        block_rows = in_flight * options.chunk if is_small else 0
-        start = cursor.position.samples[number]
-        blocks = train_blocks(self._orders[number], lanes, count * steps, start, stride, block_rows)
+        blocks = train_blocks(
+            self._orders[number],
+            lanes,
+            count * steps,
+            cursor.position.samples[number],
+            _batches_of_shape(stage, stage.shapes[number], cursor.position.step, cursor.stride),
+            block_rows=in_flight * options.chunk if is_small else 0,
+        )
         return reader.read_blocks(blocks, in_flight)
 
     def _check_specs(self) -> None:
@@ -272,16 +271,27 @@ class TrainReader:
                     )
 
 
-def _gather_share(share: LazyBatch, max_steps: float) -> Batch:
-    return gather_batch(share)
+def _batches_of_shape(stage: Stage, shape: int, first: int, stride: int) -> Iterator[int]:
+    """Yields the numbers of the batches of a shape that come at every `stride`-th step.
+
+    Batches are numbered among those of the shape, from step `first` on.
+    """
+    # All steps may be read at once, and several together.
+    if stride == 1:
+        yield from itertools.count()
+    number = 0
+    for step in itertools.count(first):
+        if stage.shape(step) == shape:
+            if (step - first) % stride == 0:
+                yield number
+            number += 1
 
 
-def _gather_steps(shares: list[LazyBatch], first: int, count: int, max_steps: float) -> Batch:
-    """Gathers some steps of all sources; their arrays are `(lanes, steps, samples, ...)`."""
-    steps = slice(first, first + int(min(count, max_steps)))
+def _join_shares(shares: list[Batch], steps: slice) -> Batch:
+    """Joins some steps of all sources; their arrays are `(lanes, steps, samples, ...)`."""
     batch = {}
     for name in shares[0]:
         # A batch is in the order of the lanes and, within a lane, of the sources.
-        values = concatenate([share[name][:, steps] for share in shares], axis=2)
-        batch[name] = gather_array(values.reshape(-1, *values.shape[3:]))
+        values = np.concatenate([share[name][:, steps] for share in shares], axis=2)
+        batch[name] = values.reshape(-1, *values.shape[3:])
     return batch

@@ -19,7 +19,7 @@ import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import chunk_index, records, stored_dataset
 from coyo11m_tfds.reading import files as files_lib
-from coyo11m_tfds.reading import framing, raw_memory
+from coyo11m_tfds.reading import framing
 from tests import built, children
 from tests.checkout import CHECKOUT
 from tests.reading import small_dataset
@@ -131,8 +131,8 @@ def test_each_file_is_looked_at_again_when_a_batch_touches_it(tmp_path, monkeypa
     paths = [tmp_path / str(number) for number in range(40)]
     for path in paths:
         path.write_bytes(b'some bytes')
-    files = files_lib.MappedFiles(lambda number: str(paths[number]), 40)
-    files.open(np.arange(40))
+    files = files_lib.MappedFiles(lambda number: str(paths[number]), [10] * 40)
+    files.locate(np.arange(40), np.zeros(40, int), 1)
     clock = time.monotonic()
     monkeypatch.setattr(files_lib.time, 'monotonic', lambda: clock + 61)
     files.check_unchanged(np.array([3, 4, 5]))
@@ -144,9 +144,9 @@ def test_each_file_is_looked_at_again_when_a_batch_touches_it(tmp_path, monkeypa
 
 def test_located_ranges_end_where_the_file_ends(tmp_path):
     (tmp_path / '0').write_bytes(b'some bytes')
-    files = files_lib.MappedFiles(lambda number: str(tmp_path / '0'), 1)
+    files = files_lib.MappedFiles(lambda number: str(tmp_path / '0'), [10])
     begin, end = files.locate(np.zeros(4, int), np.array([0, 5, 8, 10**9]), 5)
-    found = [x.tobytes() for x in raw_memory.views(begin, end)]
+    found = [x.tobytes() for x in files.views(begin, end)]
     assert found == [b'some ', b'bytes', b'es', b'']
 
 
@@ -223,21 +223,19 @@ def test_keys_and_captions_of_every_length_are_found(tmp_path):
     }
     with open(file, 'wb') as opened, records.RecordWriter(opened) as writer:
         writer.write(columns)
-    files = files_lib.MappedFiles(lambda number: str(file), 1)
-    files.open(np.array([0]))
-    start = files.address[[0]]
-    limit = start + files.size
-    begin, end = framing.locate_records(start, np.array([10]), limit)
+    files = files_lib.MappedFiles(lambda number: str(file), [file.stat().st_size])
+    start, limit = files.locate(np.array([0]), np.array([0]), 10**9)
+    begin, end = framing.locate_records(files, start, np.array([10]), limit)
     begin, end = begin[0, :10], end[0, :10]
     assert end[-1] + 4 == start[0] + files.size[0]
     layouts = [records.RecordLayout(3 * schema.LATENT_NBYTES, text_dim=n) for n in (5, 6)]
-    found, other = (layout.find(raw_memory.gather, begin, end) for layout in layouts)
+    found, other = (layout.find(files.gather, begin, end) for layout in layouts)
     assert found.regular.all() and not other.regular.any()
     assert found.keys.tolist() == keys
     for row, caption in enumerate(captions):
         before, whole = int(found.captions_end[row] - begin[row]), int(end[row] - begin[row])
         head = records.caption_head(before, whole)
-        record = raw_memory.views(begin[[row]], end[[row]])[0].tobytes()
+        record = files.views(begin[[row]], end[[row]])[0].tobytes()
         assert record.startswith(head) and record[len(head) : before] == caption
 
 

@@ -1,12 +1,17 @@
 """Nothing outside of files is read, whatever the files hold.
 
-A child process maps each file right before or right behind memory that nobody may read, so that one
+A child process has each file right before or right behind memory that nobody may read, so that one
 byte too many ends the child.
 """
 
+import gc
+import pathlib
+
+import numpy as np
 import pytest
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.reading.files import MappedFiles
 from tests import children
 from tests.reading import small_dataset
 
@@ -14,28 +19,34 @@ LENGTHS = (70, 33)
 
 GUARDS = """
     import ctypes, mmap
+    import numpy as np
     from coyo11m_tfds.reading import files
 
     protect = files._libc.mprotect
     protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
     guard = 1 << 20  # more bytes than a record has
+    page = mmap.PAGESIZE
 
-    def guarded_map(file, size):
-        room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        whole = files._libc.mmap(None, room + 2 * guard, 3, 0x22, -1, 0)
-        first = whole + guard
-        address = first if at == 'begin' else first + room - size
-        ctypes.memmove(address, file.read(), size)
-        for unreadable in (whole, first + room):
-            assert protect(unreadable, guard, 0) == 0
-        return address
+    def lay_out(size):
+        room = -(-size // page) * page
+        starts = guard * np.arange(1, 1 + len(size)) + page + np.cumsum(room) - room
+        nbytes = page + int(room.sum()) + guard * (1 + len(size))
+        return starts + (room - size if at == 'end' else 0), nbytes
 
-    files._map = guarded_map
+    def copy_at(data, start, file, size):
+        first = start // page * page
+        end = -(-(start + size) // page) * page
+        address = data[first:end].ctypes.data
+        assert protect(address, end - first, 3) == 0
+        ctypes.memmove(address + start - first, file.read(), size)
+        for unreadable in (first - guard, end):
+            assert protect(data[unreadable:].ctypes.data, guard, 0) == 0
+
+    files._lay_out, files._map_at = lay_out, copy_at
 """
 
 READ = """
-    import numpy as np
     import input_pipeline
     from tests.reading.damaged import shard_path
 
@@ -100,3 +111,36 @@ def test_records_that_are_shorter_than_the_layout_are_refused(tmp_path, at):
         print(error)
     """
     assert 'record 0 is not of this data set' in children.output(GUARDS + program, path, at)
+
+
+def test_places_outside_of_all_files_are_refused_and_others_read_as_zeros(tmp_path):
+    paths = [tmp_path / str(number) for number in range(3)]
+    for path in paths:
+        path.write_bytes(b'some bytes')
+    files = MappedFiles(lambda number: str(paths[number]), [10] * 3)
+    begin, _ = files.locate(np.array([0, 2]), np.array([0, 0]), 10)
+    between = int(begin.sum()) // 2  # in the file that is not open
+    places = np.array([0, begin[0], between, begin[1]])
+    found = files.gather(places, 10).tolist()
+    assert found == [bytes(10), b'some bytes', bytes(10), b'some bytes']
+    for nbytes in (10, 100_000):
+        with pytest.raises(IndexError):
+            files.gather(np.array([2**40]), nbytes)
+
+
+@pytest.mark.skipif(not pathlib.Path('/proc/self/maps').exists(), reason='needs Linux')
+def test_files_are_unmapped_when_nobody_has_their_bytes(tmp_path):
+    path = tmp_path / 'mapped'
+    path.write_bytes(b'some bytes')
+
+    def is_mapped() -> bool:
+        return str(path) in pathlib.Path('/proc/self/maps').read_text()
+
+    files = MappedFiles(lambda number: str(path), [10])
+    view = files.views(*files.locate(np.array([0]), np.array([0]), 10))[0]
+    del files
+    gc.collect()
+    assert is_mapped() and view.tobytes() == b'some bytes'
+    del view
+    gc.collect()
+    assert not is_mapped()
