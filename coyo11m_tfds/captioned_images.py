@@ -14,9 +14,9 @@ import numpy as np
 from absl import logging
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.images import image_files
+from coyo11m_tfds.images.source_image import SourceImage
 from coyo11m_tfds.pictures import pixels
-from coyo11m_tfds.source import image_files
-from coyo11m_tfds.source.image_files import SourceImage
 from coyo11m_tfds.storage.scratch import Scratch, user_cache
 
 

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, features
 
+from coyo11m_tfds.images import image_tables
 from coyo11m_tfds.pictures import emoji, pixels
 from coyo11m_tfds.process import command_line, errors
 from coyo11m_tfds.process.sizes import format_count
-from coyo11m_tfds.source import image_tables
 
 FONT = '/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf'
 TRAINING_FOLDER, HELD_OUT_FOLDER = 'train', 'held_out'

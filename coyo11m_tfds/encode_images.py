@@ -39,14 +39,15 @@ from coyo11m_tfds.encoding.folder import EncodingFolder
 from coyo11m_tfds.encoding.image_counts import ImageCounts
 from coyo11m_tfds.encoding.parts import PartTars
 from coyo11m_tfds.encoding.settings import EncodingSettings
+from coyo11m_tfds.images import image_files
+from coyo11m_tfds.images.image_files import FoundImages
+from coyo11m_tfds.images.source_image import ImagePart
 from coyo11m_tfds.pictures.pixels import OtherImageError
 from coyo11m_tfds.pictures.vae_encoder import VaeEncoder
 from coyo11m_tfds.process import command_line, machine
 from coyo11m_tfds.process import job as ranks
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.process.sizes import format_count
-from coyo11m_tfds.source import image_files
-from coyo11m_tfds.source.image_files import FoundImages, ImagePart
 from coyo11m_tfds.storage.scratch import Scratch, check_out, scratch_folder
 
 # Of fewer images, a few bad ones do not stop a run before its end.

@@ -470,7 +470,7 @@ BAD = {'empty.jpg': b'', 'page.png': b'<!DOCTYPE html>', 'page2.jpg': b'<html>',
 def test_bad_images_are_counted_and_named(encoder, tmp_path, monkeypatch, caplog):
     source = write_with_bad(tmp_path / 'images', BAD)
     (source / '0' / 'img.0000.json').write_text('{"caption": ')
-    monkeypatch.setattr('coyo11m_tfds.source.image_files._MAX_IMAGE', 4000)
+    monkeypatch.setattr('coyo11m_tfds.images.source_image._MAX_IMAGE', 4000)
     (source / 'big.png').write_bytes(bytes(5000))
     small = made_images.make_images(1, [(12, 30)])[0]
     (source / 'small.jpg').write_bytes(small.data)

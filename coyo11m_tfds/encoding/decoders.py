@@ -7,10 +7,10 @@ import threading
 from collections.abc import Generator, Iterable
 from concurrent.futures.process import BrokenProcessPool
 
+from coyo11m_tfds.images.source_image import SourceImage
 from coyo11m_tfds.pictures import pixels
 from coyo11m_tfds.pictures.pixels import BadImageError, Pixels, Target
 from coyo11m_tfds.process import machine, workers
-from coyo11m_tfds.source.image_files import SourceImage
 
 DecodedImage = tuple[SourceImage, Pixels | BadImageError]
 

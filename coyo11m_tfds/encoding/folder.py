@@ -11,10 +11,10 @@ from coyo11m_tfds import schema, storage
 from coyo11m_tfds.encoding import parts
 from coyo11m_tfds.encoding.image_counts import ImageCounts
 from coyo11m_tfds.encoding.parts import PartTars
+from coyo11m_tfds.images.source_image import ImagePart
 from coyo11m_tfds.process import errors
 from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.source.encoding_file import EncodedState, Encoding
-from coyo11m_tfds.source.image_files import ImagePart
 from coyo11m_tfds.storage import file_state, json_digest
 from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.receipts import Receipt, Receipts

@@ -1,17 +1,29 @@
-"""Images in Parquet files, in the forms that others give them, with texts and numbers beside."""
+"""A Parquet file of images, in the forms that others give them, with texts and numbers."""
 
 import base64
 import binascii
+import concurrent.futures
+import contextlib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from coyo11m_tfds import schema
+from coyo11m_tfds.images.source_image import (
+    READS_AT_ONCE,
+    ImagePart,
+    ImageRow,
+    make_left_row,
+    raising,
+)
 from coyo11m_tfds.pictures.pixels import BadImageError
 from coyo11m_tfds.process.errors import describe_type
 from coyo11m_tfds.source import arrow_texts, foreign_text, keyed_parquet
+from coyo11m_tfds.storage.scratch import Scratch
+from coyo11m_tfds.storage.stored_file import RangeReader, StoredFile
 
 IMAGE = 'image'  # name of the column
 
@@ -19,6 +31,60 @@ IMAGE = 'image'  # name of the column
 _BASE64_HEADS = '/9j/', 'iVBORw0KGgo', 'UklGR'
 _DATA_URL = re.compile(r'data:[\w/+.-]*;base64,')
 _URL = re.compile(r'[a-zA-Z][\w+.-]*://')
+
+
+def find_tables_of_images(tables: Mapping[str, StoredFile]) -> list[str]:
+    """Returns the names of the Parquet files that have a column `image`.
+
+    Raises a ValueError for a file that has images in columns of other names alone.
+    """
+    with concurrent.futures.ThreadPoolExecutor(READS_AT_ONCE) as threads:
+        schemas = list(threads.map(keyed_parquet.read_schema, tables.values()))
+    names = []
+    for name, arrow in zip(tables, schemas, strict=True):
+        if IMAGE in arrow.names:
+            names.append(name)
+            continue
+        others = [field.name for field in arrow if keyed_parquet.holds_images(field)]
+        if others:
+            raise ValueError(
+                f'{tables[name].path}: has images in its columns {others}, expected '
+                f'{IMAGE!r}. Rename one of them, or move the file elsewhere.'
+            )
+    return names
+
+
+class ParquetPart(ImagePart):
+    """The images of a Parquet file."""
+
+    @contextlib.contextmanager
+    def _open_rows(self, scratch: Scratch) -> Iterator[Iterable[Sequence[ImageRow]]]:
+        [(label, file)] = self.files.items()
+        with scratch.hold(file) as path:
+            yield self._read_rows(path, label, file.path)
+
+    def _read_first_rows(self, count: int) -> Sequence[ImageRow]:
+        [(label, file)] = self.files.items()
+        opened = file.local_path or RangeReader(file)
+        with keyed_parquet.naming_damage(file.path), keyed_parquet.open_parquet(opened) as table:
+            if schema.KEY not in table.schema_arrow.names:
+                return []
+            rows = list[ImageRow]()
+            for batch in table.iter_batches(count, columns=[schema.KEY], use_threads=False):
+                for number, key in enumerate(batch.column(0).to_pylist()):
+                    rows.append(ImageRow(f'{label}/{number}', 0, {schema.KEY: key}, bytes))
+                break
+            return rows
+
+    def _read_rows(self, path: str, label: str, name: str) -> Iterator[list[ImageRow]]:
+        has_rows = False
+        for number, image in enumerate(read_images(path, name, self._columns)):
+            # The row hands its bytes over, and does not keep them while it waits to be encoded.
+            read = raising(image.error) if image.error else [image.data].pop
+            yield [self._make_row(f'{label}/{number}', len(image.data), read, image.fields)]
+            has_rows = True
+        if not has_rows:
+            yield [make_left_row(label, 'Parquet file without rows')]
 
 
 class ParquetImage(NamedTuple):

@@ -10,8 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from coyo11m_tfds.images import image_files, source_image
 from coyo11m_tfds.pictures.pixels import OtherImageError
-from coyo11m_tfds.source import image_files, tar_members
+from coyo11m_tfds.source import tar_members
 from coyo11m_tfds.storage.scratch import Scratch
 from tests import hostile_images
 
@@ -22,7 +23,7 @@ def find(root: object, **options: bool) -> image_files.FoundImages:
     return image_files.find_images(root, '', lambda sizes: [slice(len(sizes))], **options)
 
 
-def look(root: object, scratch: object) -> tuple[list[image_files.SourceImage], dict[str, str]]:
+def look(root: object, scratch: object) -> tuple[list[source_image.SourceImage], dict[str, str]]:
     """Returns the images that are taken, and the reasons of the others."""
     parts, left = find(root)
     taken, reasons = [], dict(left)
@@ -170,7 +171,7 @@ def test_images_that_share_their_data_have_keys_of_their_own(tmp_path, kind):
     taken, _ = look(tmp_path / 'photos', tmp_path)
     captions = {image.name.removeprefix('a.tar/'): image.caption for image in taken}
     keys = {
-        image.caption: image.key for image in taken if image.key_rule == image_files.KEY_OF_DATA
+        image.caption: image.key for image in taken if image.key_rule == source_image.KEY_OF_DATA
     }
     assert keys == {'photo': 8, 'one.v2': 9}
     # Only in tars do names end at the first dot.
@@ -248,7 +249,7 @@ def write_run(folder: pathlib.Path, kind: str, keys: dict[str, int], image: byte
 def test_keys_that_repeat_are_found_at_once(request, tmp_path, monkeypatch, kind, place):
     monkeypatch.setattr(image_files, '_MANY_KEYS', 0)
     monkeypatch.setattr(image_files, '_LEAST_KEYS', 2)
-    monkeypatch.setattr(image_files, '_TAR_HEAD', 30_000)
+    monkeypatch.setattr('coyo11m_tfds.images.image_tar._HEAD', 30_000)
     write_run(tmp_path / 'runs' / '1', kind, SAMPLES)
     # Images that are not read.
     large = JPEG + bytes(20_000)
@@ -264,6 +265,6 @@ def test_keys_that_repeat_are_found_at_once(request, tmp_path, monkeypatch, kind
     image_files.check_keys(parts)
     for part in parts:
         with part.open(Scratch(tmp_path)) as images:
-            assert {image.key_rule for image in images} == {image_files.KEY_OF_HASH}
+            assert {image.key_rule for image in images} == {source_image.KEY_OF_HASH}
     parts, _ = find(f'{root}/1')
     image_files.check_keys(parts)

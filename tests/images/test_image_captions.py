@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from coyo11m_tfds.images import image_files, source_image
 from coyo11m_tfds.pictures.pixels import BadImageError
-from coyo11m_tfds.source import image_files
 from coyo11m_tfds.storage.scratch import Scratch
 from tests import made_images
 from tests.fakes import latent_files
@@ -30,7 +30,7 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 class Found(NamedTuple):
-    image: image_files.SourceImage
+    image: source_image.SourceImage
     data: bytes
     reason: str  # of a bad image
 

@@ -1,0 +1,1 @@
+"""Images before they are encoded: in a folder, in tars or in Parquet files, with their texts."""

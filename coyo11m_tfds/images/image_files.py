@@ -1,0 +1,173 @@
+"""Finds images with their captions and numbers: in a folder, in tars, or in Parquet files.
+
+    parts, left = image_files.find_images('gs://bucket/photos', '', divide)
+    with parts[0].open(scratch) as images:
+        for image in images:
+            image.caption, image.read()
+
+The listing of a source alone decides its parts: a run of images of a folder, one tar, or one
+Parquet file. docs/images.md says where each of them has captions, numbers and keys. Whatever looks
+like an image and is not taken has a reason: in `left`, or as an image whose `read` raises it.
+"""
+
+import collections
+import concurrent.futures
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from coyo11m_tfds import schema, storage
+from coyo11m_tfds.images import image_tables
+from coyo11m_tfds.images.image_folder import FolderPart, ImageFolder
+from coyo11m_tfds.images.image_tar import TarPart
+from coyo11m_tfds.images.source_image import READS_AT_ONCE, ImagePart, folders_above
+from coyo11m_tfds.pictures import image_kinds
+from coyo11m_tfds.process.sizes import format_count
+from coyo11m_tfds.source.file_names import is_hidden
+from coyo11m_tfds.storage.stored_file import StoredFile
+
+_MAX_HEADS = 100  # of remote files with one suffix
+# Keys that are compared before anything is encoded: of so many images of each part, or so many of
+# all, in 0.1 ms each.
+_LEAST_KEYS, _MANY_KEYS = 100, 20_000
+
+
+class FoundImages(NamedTuple):
+    """The images of a folder."""
+
+    parts: list[ImagePart]
+    left: dict[str, str]  # names of files that look like images and are in no part, and why
+
+
+def find_images(
+    root: str | os.PathLike[str],
+    caption_column: str,
+    divide: Callable[[Sequence[int]], Iterable[slice]],
+    *,
+    has_keys_of_paths: bool = False,
+) -> FoundImages:
+    """Lists the images in a folder, local or remote, and divides them into parts.
+
+    `caption_column` is the field or column of captions, '' the first of the usual names that an
+    image has. `divide` makes parts of images that are files, of their sizes in bytes. With
+    `has_keys_of_paths`, all keys are hashes of paths.
+    """
+    folder = storage.open_folder(root)
+    try:
+        listing, broken_names = folder.pin().list_all()
+    except FileNotFoundError:
+        listing, broken_names = {}, ()
+    if not listing and not folder.exists():
+        raise ValueError(f'{root}: there is no such folder, expected one of images.')
+    files = {name: file for name, file in listing.items() if not is_hidden(name)}
+    left = _find_left(files, listing.keys() - files.keys(), broken_names)
+    images = [name for name in sorted(files) if image_kinds.judge_name(name) == '']
+    tars = [name for name in _names_with('.tar', files) if not _is_encoded(name, files)]
+    tables = _find_tables(files, has_other_images=bool(images or tars))
+    parts = list[ImagePart]()
+    if images:
+        image_folder = ImageFolder(files, images, caption_column)
+        for run in divide([files[name].size for name in images]):
+            parts.append(FolderPart(image_folder, images[run], caption_column, has_keys_of_paths))
+    for name in tars:
+        parts.append(TarPart({name: files[name]}, caption_column, has_keys_of_paths))
+    if tables:
+        # Here, because images in folders and tars are read where pyarrow is not installed.
+        from coyo11m_tfds.images.image_parquet import ParquetPart
+
+        for name in tables:
+            parts.append(ParquetPart({name: files[name]}, caption_column, has_keys_of_paths))
+    if not parts:
+        raise ValueError(
+            f'{root}: has no images, expected {", ".join(image_kinds.USUAL_SUFFIXES)}, or .tar '
+            f'(uncompressed) or .parquet with such files in them.{describe_left(left)}'
+        )
+    used_names = set[str]()
+    for part in parts:
+        used_names.update(part.files, part.text_files)
+    image_tables.tell_unread(files, used_names)
+    return FoundImages(parts, left)
+
+
+def _find_tables(files: Mapping[str, StoredFile], has_other_images: bool) -> list[str]:
+    """Returns the names of the Parquet files that are parts."""
+    tables = _names_with('.parquet', files)
+    is_alone = len(tables) == 1 and not has_other_images
+    if not tables or is_alone:
+        # One alone is meant to have images, and an error says so if it has none.
+        return tables
+    from coyo11m_tfds.images import image_parquet
+
+    # Next to images, Parquet files without images hold captions.
+    with_images = image_parquet.find_tables_of_images({name: files[name] for name in tables})
+    return with_images if with_images or has_other_images else tables
+
+
+def check_keys(parts: Sequence[ImagePart]) -> None:
+    """Raises a ValueError if two of the first images of all parts have the same key.
+
+    So two runs of img2dataset are found before hours go into both.
+    """
+    names = dict[int, str]()
+    count = max(_LEAST_KEYS, _MANY_KEYS // len(parts))
+    with concurrent.futures.ThreadPoolExecutor(READS_AT_ONCE) as threads:
+        for keys in threads.map(lambda part: part.read_first_keys(count), parts):
+            for key, name in keys:
+                other_name = names.setdefault(key, name)
+                if other_name != name:
+                    raise ValueError(
+                        f'{other_name} and {name} have the same key, {key}, as images of two runs '
+                        'of img2dataset have. Take the keys of their paths (--keys=path), or '
+                        'encode the runs one by one.'
+                    )
+
+
+def _find_left(
+    files: Mapping[str, StoredFile], hidden_names: Iterable[str], broken_names: Iterable[str]
+) -> dict[str, str]:
+    """Returns the files that look like images and are not taken, with the reason."""
+    left = dict[str, str]()
+    for name in hidden_names:
+        if image_kinds.judge_name(name) is not None:
+            left[name] = 'hidden'
+    for name in broken_names:
+        # It may have been an image, or the captions of many.
+        left[name] = 'link to no file'
+    unknown = collections.defaultdict[str, list[str]](list)
+    for name in files:
+        if reason := image_kinds.judge_name(name):
+            left[name] = reason
+        elif image_kinds.may_be_image(name):
+            unknown[image_kinds.get_suffix(name)].append(name)
+
+    def judge(name: str) -> str | None:
+        size = min(image_kinds.HEAD_BYTES, files[name].size)
+        return image_kinds.judge_head(files[name].read_range(0, size))
+
+    with concurrent.futures.ThreadPoolExecutor(READS_AT_ONCE) as threads:
+        for names in unknown.values():
+            # A request for each of a million files would take an hour.
+            first_names = [x for x in names if files[x].local_path] or sorted(names)[:_MAX_HEADS]
+            reasons = dict(zip(first_names, threads.map(judge, first_names), strict=True))
+            if len(first_names) < len(names) and any(reasons.values()):
+                reasons = dict(zip(names, threads.map(judge, names), strict=True))
+            left |= {name: reason for name, reason in reasons.items() if reason}
+    return left
+
+
+def describe_left(left: Mapping[str, str]) -> str:
+    """Says how many files are not taken, with an example and what to do; '' without any."""
+    if not left:
+        return ''
+    name, reason = min(left.items())
+    files = format_count(len(left), 'file')
+    return f' Not taken: {files} such as {name} ({reason}). {image_kinds.ADVICE}.'
+
+
+def _names_with(suffix: str, files: Mapping[str, StoredFile]) -> list[str]:
+    return [name for name in sorted(files) if name.lower().endswith(suffix)]
+
+
+def _is_encoded(tar: str, files: Mapping[str, StoredFile]) -> bool:
+    """Whether a tar holds latents that `encode_images` has written."""
+    return next(folders_above(tar)) + schema.ENCODING_FILE in files
