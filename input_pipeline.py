@@ -13,14 +13,15 @@ which can replace a data set. Two engines give the same batches, bit for bit, an
 TensorFlow nor JAX. Features keep the dtype and the layout of the source. The model scales them.
 """
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.dataset.stored_dataset import Data, DatasetStats, StoredDataset, open_data
 from coyo11m_tfds.dataset.texts import TextSpec
+from coyo11m_tfds.process.takes import takes
 from coyo11m_tfds.reading import damage, engines, evaluation, training
 from coyo11m_tfds.reading.batches import (
     CROP,
@@ -40,9 +41,8 @@ from coyo11m_tfds.reading.options import (
     ENGINES,
     ROWS,
     TF_DATA,
-    ReadArguments,
+    ArrayOptions,
     ReadOptions,
-    TrainArguments,
     TrainOptions,
 )
 from coyo11m_tfds.reading.order import Order, OrderSettings
@@ -67,14 +67,13 @@ __all__ += [
     'Batches',
     'DamagedError',
 ]
-__all__ += ['AUTO', 'CHUNKS', 'ENGINES', 'ROWS', 'TF_DATA', 'ReadArguments', 'TrainArguments']
+__all__ += ['AUTO', 'CHUNKS', 'ENGINES', 'ROWS', 'TF_DATA']
+__all__ += ['ArrayOptions', 'ReadOptions', 'TrainOptions']
 __all__ += ['Cursor', 'ReadPlan', 'planned_batches', 'train_plan']
 __all__ += ['Order', 'OrderSettings', 'ReadCounter', 'ReadCounts', 'Records', 'records']
 __all__ += ['Data', 'DatasetStats', 'StoredDataset', 'open_data']
 __all__ += ['Mix', 'MixSource', 'mix_stats', 'open_mix', 'prepare_process', 'quiet_tensorflow']
 __all__ += ['Arrays', 'key_words', 'process_share', 'to_device']
-
-F = TypeVar('F', bound=Callable[..., object])
 
 
 def __dir__() -> list[str]:
@@ -90,23 +89,8 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 
-def _with_fields_of(options: type[ReadOptions]) -> Callable[[F], F]:
-    """Shows the arguments by name, with their defaults, in help() and notebooks."""
-
-    def set_signature(function: F) -> F:
-        signature = inspect.signature(function)
-        parameters = [x for x in signature.parameters.values() if x.kind != x.VAR_KEYWORD]
-        fields = inspect.signature(options).parameters.values()
-        parameters += [x for x in fields if x.name not in signature.parameters]
-        signature = signature.replace(parameters=parameters)
-        function.__signature__ = signature  # type: ignore[attr-defined]
-        return function
-
-    return set_signature
-
-
-@_with_fields_of(TrainOptions)
-def train_batches(data: Data | Mix, **arguments: Unpack[TrainArguments]) -> Batches:
+@takes(TrainOptions)
+def train_batches(options: TrainOptions) -> Batches:
     """Reads this process's share of the training batches, from `start_step` on, without end.
 
         batches = input_pipeline.train_batches(path, batch_size=256, seed=0, start_step=1000)
@@ -179,11 +163,11 @@ def train_batches(data: Data | Mix, **arguments: Unpack[TrainArguments]) -> Batc
             or sources have texts or latents of different encoders.
         OSError: There is no data set, or its metadata cannot be read.
     """
-    return planned_batches(train_plan(data, **arguments))
+    return planned_batches(training.plan_training(options))
 
 
-@_with_fields_of(ReadOptions)
-def eval_batches(data: Data | Mix, **arguments: Unpack[ReadArguments]) -> Batches:
+@takes(ReadOptions)
+def eval_batches(options: ReadOptions) -> Batches:
     """Reads this process's share of all records of a split, once, in the order of the shards.
 
     A mixture must have only one source; its condition chooses the records.
@@ -205,7 +189,6 @@ def eval_batches(data: Data | Mix, **arguments: Unpack[ReadArguments]) -> Batche
     Raises:
         ValueError, OSError: As `train_batches`; or the split is empty.
     """
-    options = ReadOptions(data=data, **arguments)
     splits = engines.open_splits(options)
     if splits is None or options.engine == TF_DATA:
         from coyo11m_tfds.reading import tf_data
@@ -284,8 +267,8 @@ def records(
     return Records(options, crop)
 
 
-@_with_fields_of(TrainOptions)
-def train_dataset(data: Data | Mix, **arguments: Unpack[TrainArguments]) -> 'tf.data.Dataset':
+@takes(TrainOptions)
+def train_dataset(options: TrainOptions) -> 'tf.data.Dataset':
     """Returns the batches of `train_batches` as a `tf.data.Dataset`, with lanes interleaved.
 
     Takes the arguments of `train_batches`, of which `stride` must be 1. With a negative `prefetch`
@@ -298,7 +281,6 @@ def train_dataset(data: Data | Mix, **arguments: Unpack[TrainArguments]) -> 'tf.
     Raises:
         ValueError, OSError: As `train_batches`.
     """
-    options = TrainOptions(data=data, **arguments)
     if options.stride != 1:
         raise ValueError(
             f'stride={options.stride}: expected 1; only train_batches can leave out batches'
@@ -308,31 +290,26 @@ def train_dataset(data: Data | Mix, **arguments: Unpack[TrainArguments]) -> 'tf.
     return tf_data.make_train_dataset(training.plan_training(options))
 
 
-@_with_fields_of(ReadOptions)
-def eval_dataset(data: Data | Mix, **arguments: Unpack[ReadArguments]) -> 'tf.data.Dataset':
+@takes(ReadOptions)
+def eval_dataset(options: ReadOptions) -> 'tf.data.Dataset':
     """Returns the batches of `eval_batches` as a `tf.data.Dataset` with a known `cardinality()`.
 
     Takes the arguments of `eval_batches`. Batches, captions and errors are as in `train_dataset`.
     """
     from coyo11m_tfds.reading import tf_data
 
-    return tf_data.make_eval_dataset(ReadOptions(data=data, **arguments))
+    return tf_data.make_eval_dataset(options)
 
 
-@_with_fields_of(TrainOptions)
-def train_arrays(
-    data: Data | Mix,
-    sharding: 'jax.sharding.Sharding',
-    *,
-    ahead: int = 2,
-    **arguments: Unpack[TrainArguments],
-) -> 'Arrays':
+@takes(ArrayOptions)
+def train_arrays(options: ArrayOptions) -> 'Arrays':
     """Returns the batches of `train_batches` as global `jax.Array`s with a sharding.
 
     Args:
         sharding: Sharding of the leading axis of every feature, which decides this process's share
             of each batch.
         ahead: Number of batches that are sent to the devices before they are needed.
+        process_index, process_count: -1 for those of the sharding.
         data and all others: As for `train_batches`.
 
     Returns:
@@ -345,14 +322,17 @@ def train_arrays(
     from coyo11m_tfds.reading import to_device
 
     # A caller's own values stay; `to_device` raises an error if they do not fit.
-    index, count = to_device.process_share(sharding)
-    arguments.setdefault('process_index', index)
-    arguments.setdefault('process_count', count)
-    return to_device.to_device(train_batches(data, **arguments), sharding, ahead)
+    index, count = to_device.process_share(options.sharding)
+    if options.process_index < 0:
+        options = dataclasses.replace(options, process_index=index)
+    if options.process_count < 0:
+        options = dataclasses.replace(options, process_count=count)
+    batches = planned_batches(training.plan_training(options))
+    return to_device.to_device(batches, options.sharding, options.ahead)
 
 
-@_with_fields_of(TrainOptions)
-def train_plan(data: Data | Mix, **arguments: Unpack[TrainArguments]) -> ReadPlan:
+@takes(TrainOptions)
+def train_plan(options: TrainOptions) -> ReadPlan:
     """Returns the plan of `train_batches`: the sources, their orders, and the first position.
 
         plan = train_plan(mix, batch_size=256, seed=0)
@@ -363,7 +343,7 @@ def train_plan(data: Data | Mix, **arguments: Unpack[TrainArguments]) -> ReadPla
     Takes the arguments of `train_batches`, and raises its errors, except those of features and
     texts.
     """
-    return training.plan_training(TrainOptions(data=data, **arguments))
+    return training.plan_training(options)
 
 
 def planned_batches(plan: ReadPlan, start: Mapping[str, Any] | None = None) -> Batches:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Required, Self, TypedDict
+from typing import TYPE_CHECKING, Any, Self
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import texts
@@ -16,46 +16,21 @@ from coyo11m_tfds.reading.files import ReadCounter
 from coyo11m_tfds.reading.order import OrderSettings, check_chunk
 from coyo11m_tfds.reading.sources import Mix, MixSource, choose_texts, open_mix
 
+if TYPE_CHECKING:
+    import jax
+
 AUTO, ROWS, CHUNKS, TF_DATA = ENGINES = ('auto', 'rows', 'chunks', 'tf_data')
 
 
-class ReadArguments(TypedDict, total=False):
-    """The arguments of `input_pipeline.eval_batches`, which become `ReadOptions`."""
-
-    batch_size: Required[int]
-    features: Sequence[str] | None
-    split: str
-    chunk: int
-    parallel_reads: int
-    process_index: int
-    process_count: int
-    on_bad_records: str
-    max_bad_fraction: float
-    counter: ReadCounter | None
-    prefetch: int
-    engine: str
-    verify: str
-    text: texts.TextSpec
-
-
-class TrainArguments(ReadArguments, total=False):
-    """The arguments of `input_pipeline.train_batches`, which become `TrainOptions`."""
-
-    seed: Required[int]
-    lanes: int
-    window: int
-    caption_dropout: float
-    start_step: int
-    start: Mapping[str, Any] | None
-    stages: Sequence[Mapping[str, Any]]
-    stride: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class ReadOptions:
-    """How to read a split once; `input_pipeline.train_batches` describes the fields."""
+    """How to read a split once; `input_pipeline.train_batches` describes the fields.
+
+    Its fields are the arguments of `input_pipeline.eval_batches`.
+    """
 
     data: Data | Mix
+    _: dataclasses.KW_ONLY
     batch_size: int
     features: Sequence[str] | None = None
     split: str = schema.VALIDATION
@@ -156,7 +131,10 @@ class ReadOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainOptions(ReadOptions):
-    """How to read a split for training, in the planned order."""
+    """How to read a split for training, in the planned order.
+
+    Its fields are the arguments of `input_pipeline.train_batches`.
+    """
 
     split: str = schema.TRAIN
     parallel_reads: int = 4
@@ -189,3 +167,17 @@ class TrainOptions(ReadOptions):
         """Returns the options of one of several sources, with its own seed if it has one."""
         options = super().for_source(source)
         return options if source.seed is None else dataclasses.replace(options, seed=source.seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayOptions(TrainOptions):
+    """How to read batches for training onto devices.
+
+    Its fields are the arguments of `input_pipeline.train_arrays`.
+    """
+
+    sharding: 'jax.sharding.Sharding'
+    _: dataclasses.KW_ONLY
+    ahead: int = 2
+    process_index: int = -1
+    process_count: int = -1
