@@ -65,6 +65,7 @@ class TrainingData:
         self._mesh = mesh
         self.sources = config_rules.open_sources(config)
         fields = config.data
+        # By the sharding: a process reads the rows that its devices need.
         index, count = input_pipeline.process_share(sharding.batch(mesh))
         self._share: dict[str, Any] = {'process_index': index, 'process_count': count}
         counter = input_pipeline.ReadCounter()
@@ -173,6 +174,7 @@ class TrainingData:
                 self._num_arrived += 1
                 yield batch
 
+        # The step asks for the next batch when it has taken this one.
         for batch in self._to_device(count_arrived()):
             self._num_used += 1
             yield batch
@@ -298,7 +300,8 @@ class TrainingData:
             # Mock data name no splits and have all of them; 'train[:50%]' is a slice of 'train'.
             stored_split = splits.get(split.partition('[')[0])
             num_records = stored_split.num_records if stored_split else 0
-            if splits and 0 < num_records < _FEW_RECORDS and split == schema.VALIDATION:
+            is_known_to_be_small = splits and 0 < num_records < _FEW_RECORDS
+            if is_known_to_be_small and split == schema.VALIDATION:
                 logging.warning(
                     f'{field}={value!r}: split {split!r} of {source.stored.folder} has only '
                     f'{format_count(num_records, "record")}, too few to judge a model by: build '

@@ -40,6 +40,7 @@ def list_columns(verdicts: Verdicts, own: np.ndarray) -> dict[str, np.ndarray]:
     """Returns the columns of `judge.write_table`, for emoji with the numbers `own`, int `(n,)`."""
     every = emoji.read_emoji()
     columns = judge.list_columns(verdicts)
+    # It comes last, behind the aspects.
     distance = columns.pop('distance')
     for aspect in ASPECTS:
         is_right = []
@@ -69,6 +70,7 @@ def main() -> None:
     path = folder / f'held_out_{FLAGS.part}.png'
     previews.write_png(path, previews.make_grid([pictures, truth], captions))
 
+    # `ceiling` and `floor` say what the numbers of the drawn pictures can be.
     jury = make_judge()
     table = {'drawn': list_columns(jury.compare(judge.mean_areas(pictures), own), own)}
     round_trip = true_pictures.make_round_trip(artist)

@@ -84,6 +84,7 @@ def main() -> None:
     workdirs.check_writable(folder)
     pictures = artist.draw(captions)
     out = FLAGS.out
+    # A name of its own, so that no picture is replaced.
     if not out:
         out = _find_free_path(folder, f'{name}_{artist.step:06}{_name_changes()}')
     previews.write_png(out, previews.make_grid([pictures], captions))

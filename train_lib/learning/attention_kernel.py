@@ -67,6 +67,7 @@ def attend(
 
 
 def _forward(tokens, words, query_scale, key_scale, rotations, num_heads, interpret):
+    """Returns what `attend` returns, and what the backward pass needs: the arguments."""
     batch, count, width = tokens.values.shape
     (mixed,) = _call_kernel(
         _forward_kernel,

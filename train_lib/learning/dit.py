@@ -79,6 +79,7 @@ _LEAST_TIME = 0.05
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _dot(x: jax.Array, kernel: jax.Array, dimension_numbers, precision=None) -> jax.Array:
+    """Multiplies `(..., in)` by a kernel `(in, out)`, as `flax.linen.Dense` calls it."""
     return jax.lax.dot_general(x, kernel.astype(x.dtype), dimension_numbers, precision=precision)
 
 
@@ -87,6 +88,7 @@ def _dot_forward(x, kernel, dimension_numbers, precision):
 
 
 def _dot_backward(dimension_numbers, precision, saved, gradient):
+    """Returns the gradients of `x`, in its dtype, and of the kernel, in that of the kernel."""
     x, kernel = saved
     over_outputs = ((gradient.ndim - 1,), (1,)), ((), ())
     grad_x = jax.lax.dot_general(
@@ -166,6 +168,7 @@ class WordVectors(nn.Module):
             vectors = self._look_up(text, is_word)
         nothing = self.param('nothing', nn.initializers.normal(1.0), (self.width,))
 
+        # At least 1: a text without words has a mean of zeros.
         count = jnp.maximum(jnp.sum(is_word, 1, keepdims=True), 1)
         pooled = jnp.sum(jnp.where(is_word[..., None], vectors, 0), 1) / count.astype(self.dtype)
         present = is_word
@@ -229,6 +232,7 @@ def time_features(t: jax.Array) -> jax.Array:
 
 
 def _modulate(x: jax.Array, shift: jax.Array, scale: jax.Array) -> jax.Array:
+    """Scales and shifts tokens `(b, n, width)` by vectors `(b, width)`."""
     return x * (1 + scale[:, None]) + shift[:, None]
 
 
@@ -407,6 +411,7 @@ class Block(nn.Module):
         condition = self.pin(condition)
         width = x.shape[-1]
         zeros = nn.initializers.zeros
+        # Gates of zero at the start: the block adds nothing then.
         dense = Dense(6 * width, dtype=self.dtype, kernel_init=zeros, name='modulation')
         modulation = checkpoint_name(dense(condition), _KEPT)
         shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = jnp.split(modulation, 6, axis=-1)

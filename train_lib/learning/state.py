@@ -140,6 +140,7 @@ def cast_block_kernels(params: Any, dtype: jnp.dtype | str) -> Any:
 
 
 def _is_block_kernel(path: Any) -> bool:
+    """Whether a path in the tree of weights is that of a kernel of the blocks."""
     return (path[0].key, path[-1].key) == ('blocks', 'kernel')
 
 
@@ -179,6 +180,7 @@ def make_init(
 
 
 def _mask_kernels(params: Any) -> Any:
+    """Returns a pytree of bool: True for kernels, which decay."""
     # By name and not by rank: the scanned blocks stack their biases to matrices.
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == 'kernel', params)
 

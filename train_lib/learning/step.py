@@ -67,6 +67,7 @@ def make_train_step(
         noise_rng, time_rng = jax.random.split(rng)
         latents = batch['latents']
         if stats.moments:
+            # Anew in each epoch: the data set holds what the VAE gives to draw from.
             latents = flow.draw_latents(latents, batch['noise_seed'], stats)
         x = flow.standardize_latents(latents, stats)
         noise = jax.random.normal(noise_rng, x.shape, jnp.float32)
@@ -316,6 +317,8 @@ def accumulate_gradient(value_and_grad: ValueAndGrad, count: int) -> ValueAndGra
 
 
 class _Bound(functools.partial):
+    """A jitted function with its first argument."""
+
     # Also JAX's rules of compilation, of bfloat16 in attention, mix dtypes.
     __call__ = promote_as_usual(functools.partial.__call__)
 
@@ -404,6 +407,7 @@ def make_program(
         """Returns the state at step 0."""
         return init(flow.make_key(config.seed))
 
+    # Shapes alone: the weights are made on the devices where they stay.
     abstract = jax.eval_shape(init_from_seed)
     states = sharding.by_shape(abstract, mesh)
     batches = sharding.batch(mesh)

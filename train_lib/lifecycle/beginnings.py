@@ -107,6 +107,7 @@ def _resume(
         steps = f'{last.folder} has been trained for {last.step} steps'
         problem = f'{steps}, expected at least {last.step}'
         raise errors.FieldError('num_steps', num_steps, problem)
+    # The identity is equal, but the data decide some shapes, such as those for texts and crops.
     misfits = last.find_misfits(program.abstract_state.params)
     if misfits:
         name, shapes = next(iter(misfits.items()))
@@ -157,6 +158,7 @@ def _open_first_weights(
 
     Raises a FieldError or an OSError if there is none, or no weight of it is of use.
     """
+    # Errors name the field, because they are about the folder of another run.
     try:
         source = checkpoint.open_run(init_from)
         misfits = source.find_misfits(program.abstract_state.params)
@@ -167,6 +169,7 @@ def _open_first_weights(
         raise errors.FieldError('init_from', init_from, errors.describe_error(error)) from error
     except OSError as error:
         raise type(error)(f'init_from={init_from}: {errors.describe_error(error)}') from error
+    # Weights that fit are of use whatever else differs, so this is only a warning.
     for text in describe_changes(identity, description.identity).values():
         logging.warning('The weights of %s were trained with other settings: %s.', init_from, text)
     for name, shapes in misfits.items():

@@ -68,6 +68,7 @@ def open_manager(
     policies = [ocp.checkpoint_managers.LatestN(keep)]
     if keep_every:
         policies.append(ocp.checkpoint_managers.EveryNSteps(keep_every))
+    # Orbax takes no relative paths.
     folder = workdirs.absolute(workdir) / FOLDER
     options = ocp.CheckpointManagerOptions(
         preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(policies),
@@ -192,6 +193,7 @@ def advise_restart(manager: ocp.CheckpointManager, step: int) -> str:
     earlier_steps = [number for number in saved_steps if number < step]
     if not earlier_steps:
         return f'Start afresh in another --workdir: {changes}'
+    # Later ones hold weights that had already diverged.
     folders = [f'{manager.directory}/{number}' for number in saved_steps if number >= step]
     action = f'Remove {" and ".join(folders)} and resume' if folders else 'Resume'
     flag = '--accept_changes=optimizer.learning_rate,optimizer.warmup_steps'
@@ -331,6 +333,7 @@ class SavedRun:
             to_abstract = functools.partial(sharding.abstract_array, placement=abstract_params)
             abstract_params = jax.tree.map(to_abstract, self._metadata)
         item = {_WEIGHTS[average]: abstract_params}
+        # Of the state, only these weights: the optimizer's are twice as large.
         args = ocp.args.PyTreeRestore(
             item=item,
             restore_args=ocp.checkpoint_utils.construct_restore_args(item),

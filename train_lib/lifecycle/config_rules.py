@@ -102,6 +102,7 @@ def check_config(config: ml_collections.ConfigDict, *, needs_data: bool = True) 
         needs_data: Whether it must name a data set; programs that draw need none.
     """
     fields = flatten_fields(config.to_dict())
+    # A file may have replaced a whole block by one with fewer fields.
     missing = [name for name in _RULES if name not in fields]
     if missing:
         raise ValueError(
@@ -182,6 +183,7 @@ def changeable_fields(config: ml_collections.ConfigDict) -> dict[str, Any]:
 def check_accepted_changes(names: Collection[str], config: ml_collections.ConfigDict) -> None:
     """Raises a ValueError for names that `changeable_fields` does not have."""
     changeable = changeable_fields(config)
+    # Which settings of an environment differ is known only by the checkpoint.
     names = [name for name in names if not name.startswith(f'{ENVIRONMENT}.')]
     unknown = [name for name in names if name not in changeable]
     if unknown:

@@ -52,6 +52,7 @@ class LatentFlowPipeline(DiffusionPipeline):
             self._missing_vae = transformer.config['painting']['local_vae']
         if isinstance(vae, str):
             vae = _load_vae(vae, dtype) if vae else None
+        # What is registered diffusers moves between devices, and offloads.
         self.register_modules(
             transformer=transformer, tokenizer=tokenizer, text_encoder=text_encoder, vae=vae
         )
@@ -95,6 +96,7 @@ class LatentFlowPipeline(DiffusionPipeline):
             latents = randn_tensor(shape, generator, device, torch.float32)
         elif tuple(latents.shape) != shape:
             raise ValueError(f'latents of shape {tuple(latents.shape)}: expected {shape}')
+        # The transformer has channels last.
         noise = latents.to(device, torch.float32).permute(0, 2, 3, 1)
         changes = {_SETTINGS[name]: value for name, value in settings.items()}
         images = self.transformer(noise, text, **changes)
@@ -145,6 +147,7 @@ class LatentFlowPipeline(DiffusionPipeline):
         states = encode(tokens.clamp(min=0), attention_mask=present.long()).last_hidden_state
         if facts['vocabulary']:
             return states, present
+        # The training data have one embedding for each text, the mean of its tokens' states.
         sums = states.float().masked_fill(~present[..., None], 0).sum(1)
         # In float16, as the data set stores them.
         return (sums / present.sum(1, keepdim=True)).half()

@@ -88,6 +88,7 @@ def make_card(
         f'A text-to-image model with {num_weights:,} weights: a rectified-flow transformer on '
         f'latents, {weights} at step {saved.step:,}.',
     ]
+    # A run may draw previews at other steps than it saves checkpoints.
     nearest = previews.find_nearest(workdir, saved.step)
     if nearest:
         step, files[PREVIEWS_FILE] = nearest
@@ -147,6 +148,7 @@ def _evaluations(workdir: epath.Path, step: int, average: bool) -> Iterator[str]
     """Yields a section for each result of `train_lib.evaluate` with these weights."""
     for result in evaluation.read_results(workdir, step):
         settings = result['settings']
+        # Those of the other weights say nothing of this model.
         if settings['average'] != average:
             continue
         rows = {name: f'{result[name]:,.6g}' for name in _METRICS if name in result}

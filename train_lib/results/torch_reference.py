@@ -45,8 +45,9 @@ class Transformer(torch.nn.Module):
     def __init__(self, weights, config, folder=None):
         super().__init__()
         self.config = config
-        self.names = list(weights)
         self.folder = folder
+        # A list beside the names, because names of parameters may hold no dots.
+        self.names = list(weights)
         self.values = torch.nn.ParameterList(weights.values())
 
     @classmethod
@@ -216,6 +217,7 @@ def draw(weights, config, noise, text):
     device = noise.device
     stats = {name: torch.tensor(facts[name], device=device) for name in names}
     if not facts['vocabulary']:
+        # As in training: a feature that never varies becomes 0 instead of a division by zero.
         std = stats['text_std']
         text = torch.where(std > 1e-6, (text.float() - stats['text_mean']) / std, 0)
     texts = text if isinstance(text, tuple) else (text,)
@@ -280,12 +282,14 @@ def predict_velocity(weights, config, z, t, text, drop, run_block=None):
         words = None
     condition = _embed_condition(weights, t, pooled, drop)
 
+    # A token is a square of p by p positions.
     x = z.reshape(n, rows, p, columns, p, channels).transpose(2, 3)
     x = _dense(weights, 'patches', x.reshape(n, -1, p * p * channels))
     x = x + _positions(rows, columns, model['width']).to(x)
     rotations = _cosines_and_sines(rows, columns, model['width'] // model['num_heads'])
     rotations = [values.to(x.device) for values in rotations]
     for block in range(model['depth']):
+        # A program that trains may compute a block again in the backward pass.
         arguments = weights, f'blocks.{block}', model['num_heads'], x, condition, rotations, words
         x = run_block(_apply_block, *arguments) if run_block else _apply_block(*arguments)
     shift, scale = _dense(weights, 'modulation', condition)[:, None].chunk(2, -1)
@@ -293,6 +297,7 @@ def predict_velocity(weights, config, z, t, text, drop, run_block=None):
     x = x.reshape(n, rows, columns, p, p, channels).transpose(2, 3)
     x = x.reshape(n, height, width, channels)
     if model['prediction'] == 'latents':
+        # The last layer has computed clean latents; the divisor is bounded as in training.
         x = (z - x) / t.clamp(min=0.05)[:, None, None, None]
     return x
 
@@ -304,6 +309,7 @@ def _embed_condition(weights, t, pooled, drop):
     features = torch.cat([angles.cos(), angles.sin()], 1)
     time = _dense(weights, 'conditioning.time_1', features)
     text = _dense(weights, 'conditioning.text_1', pooled)
+    # Another vector stands in for a dropped text.
     text = torch.where(drop[:, None], weights['conditioning.no_text'], text)
     time = _dense(weights, 'conditioning.time_2', F.silu(time))
     text = _dense(weights, 'conditioning.text_2', F.silu(text))
@@ -333,7 +339,9 @@ def _apply_block(weights, name, num_heads, x, condition, rotations, words):
         key = torch.cat([key, _rms_norm(word_keys, key_scale)], 2)
         value = torch.cat([value, word_values], 2)
         mask = F.pad(present, (x.shape[1], 0), value=True)[:, None, None]
-    mixed = F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2).flatten(2)
+    mixed = F.scaled_dot_product_attention(query, key, value, mask)
+    # The heads side by side again.
+    mixed = mixed.transpose(1, 2).flatten(2)
     x = x + gate_1 * _dense(weights, f'{name}.attention.out', mixed)
     hidden = _dense(weights, f'{name}.mlp_1', _modulated_norm(x, shift_2, scale_2))
     return x + gate_2 * _dense(weights, f'{name}.mlp_2', F.gelu(hidden, approximate='tanh'))

@@ -58,6 +58,7 @@ def read_pictures(
     returned = []
     shown = []
     for batch in captioned_images.read_images(folder, shape, _BATCH, most):
+        # Of all others, the means of areas suffice: a folder may have many pictures.
         if len(names) < _SHOWN:
             shown.append(batch.pictures)
         names += batch.names
@@ -128,6 +129,7 @@ def compare(
     is_known = np.arange(len(areas)) >= len(numbers)
     jury = judge.Judge(areas, is_known)
 
+    # Drawn like a set of prompts, so that an interrupted comparison continues.
     prompts = []
     for number, caption in enumerate(own.captions):
         prompts.append(prompt_sets.Prompt(caption, [f'{number:05}.png'], {}))
@@ -135,6 +137,7 @@ def compare(
     folder = epath.Path(prompt_sets.draw_prompts(artist, prompts, 1, place, name))
     drawn_areas, first_drawn = _read_drawn(folder, prompts, len(own.shown))
 
+    # `ceiling` is what the VAE loses, `floor` what a model gets that only repeats what it knows.
     table = {'drawn': judge.list_columns(jury.compare(drawn_areas, numbers))}
     if own.returned is not None:
         table['ceiling'] = judge.list_columns(jury.compare(own.returned, numbers))
