@@ -150,7 +150,8 @@ def test_a_run_begins_with_the_weights_of_another(mini_dataset, small_run, tmp_p
             0,
             {'vocabulary': 7},
             {'patches/kernel', 'velocity/kernel', 'velocity/bias', 'conditioning/text_1/kernel'}
-            | {f'words/{x}' for x in ('table', 'nothing', 'neighbours/kernel', 'neighbours/bias')},
+            | {f'words/{x}' for x in ('table', 'nothing', 'neighbours/kernel', 'neighbours/bias')}
+            | {f'blocks/attention/words/{x}' for x in ('kernel', 'bias')},
         ),
     ],
     ids=['resolution', 'texts and crops', 'patches and tokens'],
