@@ -38,6 +38,7 @@ class BuildWithStubs(build_py):
     """
 
     def run(self):
+        """Builds the packages, and the stubs next to them."""
         super().run()
         stubs = pathlib.Path(self.build_lib, 'input_pipeline-stubs')
         stubs.mkdir(exist_ok=True)

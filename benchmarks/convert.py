@@ -35,7 +35,8 @@ COLUMNS = {
 
 def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
     """Makes the source, which each run converts after it has deleted the output before it."""
-    source_dir, out = source.make(folder, source.num_samples_of(flags.gb)), folder / 'out'
+    source_dir = source.make(folder, source.num_samples_of(flags.gb))
+    out = folder / 'out'
 
     def run_side(side: Side) -> Figures:
         shutil.rmtree(out, ignore_errors=True)
@@ -58,7 +59,8 @@ def convert(
     `writer` is a function of this module; `module` is imported before the clock starts.
     """
     importlib.import_module(module)
-    folder, num_samples = pathlib.Path(out), min(source.num_samples(source_dir), limit)
+    folder = pathlib.Path(out)
+    num_samples = min(source.num_samples(source_dir), limit)
     meter = runner.Meter()
     globals()[writer](pathlib.Path(source_dir), folder, num_samples, **options)
     written = 0
@@ -69,7 +71,8 @@ def convert(
         written += os.fstat(descriptor).st_size
         os.close(descriptor)
     figures = meter.rate(num_samples)
-    if written < num_samples * source.SAMPLE_BYTES and 'latents' not in options:
+    is_in_place = 'latents' in options
+    if written < num_samples * source.SAMPLE_BYTES and not is_in_place:
         raise RuntimeError(f'{writer} has written {written:,} bytes for {num_samples:,} samples')
     return figures
 
@@ -99,9 +102,10 @@ def four_builds(source_dir: pathlib.Path, out: pathlib.Path, _: int, **options: 
     for path in source.pt_files(source_dir):
         # Not in `out`, which may get another name after the build.
         one_file = source_dir.with_name(f'{source_dir.name}-{path.stem}')
+        latents_folder = one_file / schema.LATENTS_FOLDER
         if not one_file.exists():
-            (one_file / schema.LATENTS_FOLDER).mkdir(parents=True)
-            (one_file / schema.LATENTS_FOLDER / path.name).symlink_to(path)
+            latents_folder.mkdir(parents=True)
+            (latents_folder / path.name).symlink_to(path)
             (one_file / schema.CAPTIONS_FILE).symlink_to(source_dir / schema.CAPTIONS_FILE)
         data_dir = builder(one_file, out / path.stem, **options).data_dir
         add_column.add(data_dir, 'score', parquet=out / 'scores', column='score')
@@ -118,6 +122,7 @@ def _rows(source_dir: pathlib.Path, limit: int) -> Iterator[dict[str, Any]]:
 
 
 def litdata(source_dir: pathlib.Path, out: pathlib.Path, limit: int) -> None:
+    """litdata's own format, in chunks of the size of a shard."""
     import litdata
 
     litdata.optimize(
@@ -131,22 +136,29 @@ def litdata(source_dir: pathlib.Path, out: pathlib.Path, limit: int) -> None:
 
 
 def datasets(source_dir: pathlib.Path, out: pathlib.Path, limit: int) -> None:
+    """Arrow files of HF datasets."""
     import datasets
 
-    types = {schema.KEY: 'int64', schema.LATENTS: 'binary', schema.CAPTION: 'string'}
+    features = {
+        schema.KEY: datasets.Value('int64'),
+        schema.LATENTS: datasets.Value('binary'),
+        schema.CAPTION: datasets.Value('string'),
+    }
     datasets.Dataset.from_generator(
         lambda: _rows(source_dir, limit),
-        features=datasets.Features({name: datasets.Value(dtype) for name, dtype in types.items()}),
+        features=datasets.Features(features),
         cache_dir=str(out),
         fingerprint='benchmark',  # it would otherwise be made of all captions
     )
 
 
 def array_record(source_dir: pathlib.Path, out: pathlib.Path, limit: int) -> None:
+    """ArrayRecord files of MessagePack, of the size of a shard, which can be read at random."""
     import msgpack
     from array_record.python.array_record_module import ArrayRecordWriter
 
-    rows, per_file = _rows(source_dir, limit), SHARD_BYTES // source.SAMPLE_BYTES
+    rows = _rows(source_dir, limit)
+    per_file = SHARD_BYTES // source.SAMPLE_BYTES
     for number in range(-(-limit // per_file)):
         path = out / f'{number:06d}.array_record'
         writer = ArrayRecordWriter(str(path), 'group_size:1,uncompressed')

@@ -18,7 +18,8 @@ from PIL import Image
 from benchmarks import runner
 from benchmarks.runner import Figures, Meter, Side
 
-SIZE, BATCH = 256, 8
+SIZE = 256
+BATCH = 8
 _IMAGE_SIZE = 800, 600  # (W, H)
 FLAGS = {
     'vae': ('madebyollin/taesdxl', 'folder or hub name of an AutoencoderTiny'),
@@ -32,7 +33,7 @@ COLUMNS = {
 
 
 def make_images(folder: pathlib.Path, count: int) -> pathlib.Path:
-    """Makes JPEGs with structures of all sizes, and captions."""
+    """Makes JPEGs with structures of all sizes, and captions; returns their folder."""
     images = folder / f'images-{count}'
     images.mkdir(exist_ok=True)
     for number in range(count):
@@ -51,7 +52,8 @@ def make_images(folder: pathlib.Path, count: int) -> pathlib.Path:
 
 def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
     """Makes the images, which each run encodes into an empty folder."""
-    images, out = make_images(folder, flags.images), folder / 'out'
+    images = make_images(folder, flags.images)
+    out = folder / 'out'
 
     def run_side(side: Side) -> Figures:
         shutil.rmtree(out, ignore_errors=True)
@@ -81,9 +83,11 @@ def pillow_and_encoder(*, images: str, vae: str, out: str) -> Figures:
 
     encoder = vae_encoder.VaeEncoder(vae)
     encoder.encode(np.zeros((1, SIZE, SIZE, 3), np.uint8))
-    meter, rows = Meter(), []
+    meter = Meter()
+    rows = []
     for batch in _batches(images):
-        rows += list(encoder.encode(np.stack([_resize(image) for image in batch]))[0])
+        latents, _ = encoder.encode(np.stack([_resize(image) for image in batch]))
+        rows += list(latents)
     np.save(pathlib.Path(out, 'latents.npy'), np.stack(rows).astype(np.float16))
     return meter.rate(len(rows))
 
@@ -96,11 +100,12 @@ def diffusers_loop(*, images: str, vae: str, out: str) -> Figures:
 
     encoder = diffusers.AutoencoderTiny.from_pretrained(vae).eval()
     processor = VaeImageProcessor()
-    meter, rows = Meter(), []
+    meter = Meter()
+    rows = []
     with torch.inference_mode():
         for batch in _batches(images):
-            options = {'height': SIZE, 'width': SIZE, 'resize_mode': 'crop'}
-            rows += list(encoder.encode(processor.preprocess(batch, **options)).latents.numpy())
+            pixels = processor.preprocess(batch, height=SIZE, width=SIZE, resize_mode='crop')
+            rows += list(encoder.encode(pixels).latents.numpy())
     np.save(pathlib.Path(out, 'latents.npy'), np.stack(rows).astype(np.float16))
     return meter.rate(len(rows))
 
@@ -112,9 +117,12 @@ def _batches(images: str) -> Iterator[list[Image.Image]]:
 
 
 def _resize(image: Image.Image) -> np.ndarray:
+    """Returns the centre of an image, uint8 `(SIZE, SIZE, 3)`, reduced to just this height."""
     scale = SIZE / min(image.size)
-    width, height = (round(side * scale) for side in image.size)
-    left, top = (width - SIZE) // 2, (height - SIZE) // 2
+    width = round(image.width * scale)
+    height = round(image.height * scale)
+    left = (width - SIZE) // 2
+    top = (height - SIZE) // 2
     reduced = image.resize((width, height), Image.Resampling.LANCZOS)
     return np.asarray(reduced.crop((left, top, left + SIZE, top + SIZE)))
 

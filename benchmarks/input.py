@@ -29,8 +29,11 @@ BATCH_SIZE = 256
 SEED = 0
 _WORKERS = 2
 # A reader is steady when its buffers are full and what it has imported late is there.
-_WARM_SECONDS, _WARM_BATCHES = 1.0, 8
-_SAVED_AT, _COMPARED = 100, 8  # batches before a resume, and after it
+_WARM_SECONDS = 1.0
+_WARM_BATCHES = 8
+# Batches before a resume, and after it.
+_SAVED_AT = 100
+_COMPARED = 8
 _SHARE_OF_DISK = 0.8  # of its free room, for the formats that copy the source
 FLAGS = {
     'gb': (1.5, 'size of the source'),
@@ -42,13 +45,18 @@ Batch = Mapping[str, Any]
 
 
 class BatchStream(NamedTuple):
+    """What a reader gives."""
+
     epoch: Callable[[], Iterable[Batch]]  # the rest of this epoch, then those of the next ones
     state: Callable[[int], str]  # after so many batches
 
 
 def _same_batches(runs: list[Figures]) -> str:
+    """A column: whether the batches after a resume were those that would have come."""
     same = [run['same'] for run in runs if 'same' in run]
-    return ('yes' if all(same) else 'no') if same else ''
+    if not same:
+        return ''
+    return 'yes' if all(same) else 'no'
 
 
 COLUMNS = {
@@ -71,15 +79,19 @@ def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
 
 def _limit_copies(sides: dict[str, Side], source_dir: pathlib.Path) -> dict[str, Side]:
     """Has peers that copy the source copy as much of it as the disk has room for."""
+    num_samples = source.num_samples(source_dir)
     copies = {side.settings['format'] for side in sides.values()} & set(_COPIES)
-    num_samples, limited = source.num_samples(source_dir), {}
-    room = _SHARE_OF_DISK * shutil.disk_usage(source_dir).free / (len(copies) or 1)
-    limit = min(num_samples, int(room / source.SAMPLE_BYTES))
+    limit = num_samples
+    if copies:
+        room = _SHARE_OF_DISK * shutil.disk_usage(source_dir).free / len(copies)
+        limit = min(limit, int(room / source.SAMPLE_BYTES))
+    limited = {}
     for name, side in sides.items():
-        size, title = num_samples, side.title
-        if side.settings['format'] in copies and limit < num_samples:
-            size, title = limit, f'{title}, {limit * source.SAMPLE_BYTES / 1e9:.0f} GB of it'
-        settings = {**side.settings, 'num_samples': size}
+        title = side.title
+        settings = {**side.settings, 'num_samples': num_samples}
+        if settings['format'] in copies and limit < num_samples:
+            title += f', {limit * source.SAMPLE_BYTES / 1e9:.0f} GB of it'
+            settings['num_samples'] = limit
         limited[name] = dataclasses.replace(side, title=title, settings=settings)
     return limited
 
@@ -91,37 +103,49 @@ def _run_side(side: Side, source_dir: pathlib.Path, seconds: float, cold: bool) 
         return data
 
     def run(function: Callable[..., Figures], **settings: Any) -> Figures:
+        folders = {data}
         # A data set in place is read from the source, too.
-        runner.prepare_cache({data, source_dir} if 'in_place' in data.name else {data}, cold)
+        if 'in_place' in data.name:
+            folders.add(source_dir)
+        runner.prepare_cache(folders, cold)
         return runner.run(dataclasses.replace(side, function=function), data=data, **settings)
 
     figures = run(read, seconds=seconds, cold=cold)
     if cold or side.before or 'rate' not in figures:
         return figures
     saved = run(save)
-    resumed = run(resume, state=saved['state']) if 'state' in saved else saved
+    if 'state' not in saved:
+        return saved
+    resumed = run(resume, state=saved['state'])
     if 'resume' not in resumed:
         return resumed
-    same = resumed['batches'] == saved['batches']
-    return figures | {'resume': resumed['resume'], 'same': same, 'state': len(saved['state'])}
+    return figures | {
+        'resume': resumed['resume'],
+        'same': resumed['batches'] == saved['batches'],
+        'state': len(saved['state']),
+    }
 
 
 def _find_or_make_data(side: Side, source_dir: pathlib.Path) -> pathlib.Path | Figures:
-    """The folder that a side reads, made when it is needed; or why it could not be made."""
-    name, limit = side.settings['format'], side.settings['num_samples']
+    """Returns the folder that a side reads, made when it is needed; or why it could not be made."""
+    name = side.settings['format']
     if not name:
         return source_dir
-    folder = source_dir.with_name(f'{name}-{limit}{side.before and "-before"}')
-    if not folder.exists():
-        unfinished = folder.with_suffix('.unfinished')
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-        writer = dataclasses.replace(_WRITERS[name], before=side.before)
-        figures = runner.run(writer, source_dir=source_dir, out=unfinished, limit=limit)
-        if 'rate' not in figures:
-            return figures
-        print(f'{writer.title}: made {folder.name} in {figures["seconds"]:.0f} s\n', flush=True)
-        unfinished.rename(folder)
+    limit = side.settings['num_samples']
+    folder = source_dir.with_name(f'{name}-{limit}')
+    if side.before:
+        folder = source_dir.with_name(f'{folder.name}-before')
+    if folder.exists():
+        return folder
+    unfinished = folder.with_suffix('.unfinished')
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    writer = dataclasses.replace(_WRITERS[name], before=side.before)
+    figures = runner.run(writer, source_dir=source_dir, out=unfinished, limit=limit)
+    if 'rate' not in figures:
+        return figures
+    print(f'{writer.title}: made {folder.name} in {figures["seconds"]:.0f} s\n', flush=True)
+    unfinished.rename(folder)
     return folder
 
 
@@ -138,14 +162,20 @@ def read(*, seconds: float, cold: bool, num_samples: int, **settings: Any) -> Fi
         totals = _read_steady(stream, seconds, meter)
     if not totals['batches']:
         raise RuntimeError('an epoch has no full batch; take more samples')
-    rate, cores, disk_rate = (totals[x] / totals['seconds'] for x in ('batches', 'cpu', 'disk'))
-    rates = {'rate': BATCH_SIZE * rate, 'cores': cores, 'disk_rate': disk_rate}
-    return rates | {'cpu_per_sample': cores / rates['rate'], 'first': totals['first']}
+    num_samples_read = BATCH_SIZE * totals['batches']
+    return {
+        'rate': num_samples_read / totals['seconds'],
+        'cores': totals['cpu'] / totals['seconds'],
+        'disk_rate': totals['disk'] / totals['seconds'],
+        'cpu_per_sample': totals['cpu'] / num_samples_read,
+        'first': totals['first'],
+    }
 
 
 def _read_steady(stream: BatchStream, seconds: float, meter: runner.Meter) -> Figures:
     """Reads for `seconds`, without the warm-up and the gaps between epochs."""
-    totals, first = dict.fromkeys(('batches', 'seconds', 'cpu', 'disk'), 0), 0.0
+    totals = dict.fromkeys(('batches', 'seconds', 'cpu', 'disk'), 0)
+    first = 0.0
     warm_batches = _WARM_BATCHES
     while totals['seconds'] < seconds:
         batches = iter(stream.epoch())
@@ -163,10 +193,16 @@ def _read_steady(stream: BatchStream, seconds: float, meter: runner.Meter) -> Fi
 
 
 def _read_timed(batches: Iterable[Batch], seconds: float, meter: runner.Meter) -> Figures:
-    """Reads until `meter` has counted `seconds`; its figures, `batches`, time to the `first`."""
-    count, first, last = 0, 0.0, 0.0
+    """Reads until `meter` has counted `seconds`.
+
+    Returns its figures, the number of `batches`, and the seconds to the `first` of them.
+    """
+    count = 0
+    first = 0.0
+    last = 0.0
     for _ in batches:
-        count, last = count + 1, meter.seconds()
+        count += 1
+        last = meter.seconds()
         first = first or last
         if last >= seconds:
             break
@@ -202,11 +238,14 @@ def _open(
 
 
 def _digests(batches: Iterator[Batch]) -> list[str]:
-    contents = (
-        b''.join(np.asarray(batch[name]).tobytes() for name in (schema.KEY, schema.LATENTS))
-        for batch in itertools.islice(batches, _COMPARED)
-    )
-    return [hashlib.sha256(content).hexdigest() for content in contents]
+    """Returns digests of keys and latents of the next batches."""
+    digests = []
+    for batch in itertools.islice(batches, _COMPARED):
+        digest = hashlib.sha256()
+        for name in (schema.KEY, schema.LATENTS):
+            digest.update(np.asarray(batch[name]).tobytes())
+        digests.append(digest.hexdigest())
+    return digests
 
 
 # --- Readers: key and latents of every sample, one crop where Python code handles samples ---------
@@ -228,10 +267,14 @@ def ours(
 
     data: Any = data_dir(folder)
     if where is not None:
-        condition = {'where': where} if where else {}
         infos = sorted(pathlib.Path(folder).rglob(schema.INFO_FILE))
-        # Sources with equally many records would come in lockstep with one seed.
-        mix = [{'dir': x.parent, 'seed': SEED + i, **condition} for i, x in enumerate(infos)]
+        mix = []
+        for number, info in enumerate(infos):
+            # Sources with equally many records would come in lockstep with one seed.
+            part = {'dir': info.parent, 'seed': SEED + number}
+            if where:
+                part['where'] = where
+            mix.append(part)
         data = input_pipeline.open_mix(mix)
     process_settings.keep_freed_memory()  # as every program of this project begins
     options |= {'batch_size': BATCH_SIZE, 'seed': SEED, 'features': (schema.KEY, schema.LATENTS)}
@@ -271,6 +314,7 @@ def _records(folder: str, **options: Any) -> Any:
 
 
 def litdata(folder: str, state: str) -> BatchStream:
+    """litdata's loader of its own format."""
     import litdata
 
     loader = litdata.StreamingDataLoader(
@@ -298,17 +342,19 @@ def grain(folder: str, state: str, ours: str = '') -> BatchStream:
     else:
         paths = sorted(map(str, pathlib.Path(folder).glob('*.array_record')))
         records = grain.sources.ArrayRecordDataSource(paths)
+    samples = grain.MapDataset.source(records)
+    # For batches, Grain shuffles the numbers of records, which are then read at once.
     by_batch = ours == 'batches'
-    samples = grain.MapDataset.range(len(records)) if by_batch else grain.MapDataset.source(records)
+    if by_batch:
+        samples = grain.MapDataset.range(len(records))
     shuffled = samples.seed(SEED).shuffle().repeat()
-    grouped = shuffled.batch(BATCH_SIZE, batch_fn=None if ours else _unpack)
-    batches = (
-        (grouped.map(records.__getitem__) if by_batch else grouped)
-        # An element is a batch here; a few keep two workers busy.
-        .to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4))
-        .mp_prefetch(grain.MultiprocessingOptions(_WORKERS, per_worker_buffer_size=2))
-    )
-    iterator = iter(batches)
+    batches = shuffled.batch(BATCH_SIZE, batch_fn=None if ours else _unpack)
+    if by_batch:
+        batches = batches.map(records.__getitem__)
+    # An element is a batch here; a few keep two workers busy.
+    reading = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
+    working = grain.MultiprocessingOptions(_WORKERS, per_worker_buffer_size=2)
+    iterator = iter(batches.to_iter_dataset(reading).mp_prefetch(working))
     if state:
         iterator.set_state(json.loads(state))
     return BatchStream(lambda: iterator, lambda _: json.dumps(iterator.get_state()))
@@ -331,6 +377,7 @@ def datasets(folder: str, state: str) -> BatchStream:
 
 
 def torch(folder: str, state: str) -> BatchStream:
+    """A torch loader that reads whole batches from mapped `.pt` files, in the source itself."""
     import torch
 
     paths = source.pt_files(folder)
@@ -340,7 +387,8 @@ def torch(folder: str, state: str) -> BatchStream:
 
     def read_rows(rows: np.ndarray) -> Batch:
         rows = np.sort(rows)  # the rows of a file together; the batch is the same set
-        keys, latents = all_keys[rows], []
+        keys = all_keys[rows]
+        latents = []
         file_numbers = np.searchsorted(starts, rows, side='right') - 1
         for number in np.unique(file_numbers):
             in_file = file_numbers == number
@@ -355,27 +403,34 @@ def torch(folder: str, state: str) -> BatchStream:
 def _random_access(
     read_rows: Callable[[np.ndarray], Batch], num_samples: int, state: str
 ) -> BatchStream:
-    """A `DataLoader` of whole batches, by the numbers of their rows; its place is a number."""
+    """Returns a `DataLoader` of whole batches, which are read by the numbers of their rows.
+
+    Its state is the number of the next batch.
+    """
     from torch.utils.data import DataLoader
 
     start = json.loads(state)['batches'] if state else 0
     # Without a batch size, an index of the sampler is a whole batch's: workers read its rows.
     loader = DataLoader(
-        np.arange(num_samples), None, sampler=_row_numbers(num_samples, start),
-        num_workers=_WORKERS, collate_fn=read_rows,
-    )  # fmt: skip
+        np.arange(num_samples),
+        batch_size=None,
+        sampler=_row_numbers(num_samples, start),
+        num_workers=_WORKERS,
+        collate_fn=read_rows,
+    )
     batches = iter(loader)
     return BatchStream(lambda: batches, lambda count: json.dumps({'batches': start + count}))
 
 
 def _row_numbers(num_samples: int, start: int) -> Iterator[np.ndarray]:
-    """Numbers of the samples of each batch, epoch after epoch, from batch `start` on."""
+    """Yields the numbers of the samples of each batch, epoch after epoch, from `start` on."""
     per_epoch = num_samples // BATCH_SIZE
     epoch, first = divmod(start, per_epoch)
     while True:
         order = np.random.default_rng((SEED, epoch)).permutation(num_samples)
         yield from order[: per_epoch * BATCH_SIZE].reshape(-1, BATCH_SIZE)[first:]
-        epoch, first = epoch + 1, 0
+        epoch += 1
+        first = 0
 
 
 def _collate(samples: Sequence[dict]) -> Batch:
@@ -392,15 +447,17 @@ def _unpack(records: Sequence[bytes]) -> Batch:
 
 
 def _batch(keys: Iterable[int], latents: Iterable[bytes | memoryview]) -> Batch:
-    """A batch of one crop of each sample, cut out before it is copied."""
-    starts = [key % schema.NUM_CROPS * schema.LATENT_NBYTES for key in keys]
-    crops = [x[at : at + schema.LATENT_NBYTES] for x, at in zip(latents, starts, strict=True)]
+    """Returns a batch of one crop of each sample, cut out before it is copied."""
+    crops = []
+    for key, data in zip(keys, latents, strict=True):
+        start = key % schema.NUM_CROPS * schema.LATENT_NBYTES
+        crops.append(data[start : start + schema.LATENT_NBYTES])
     array = np.frombuffer(b''.join(crops), np.float16).reshape(-1, *schema.LATENT_SHAPE)
     return {schema.KEY: np.array(keys, np.int64), schema.LATENTS: array}
 
 
 def _in_torch(batch: Batch) -> Batch:
-    """Tensors, which go from a worker to the program in shared memory."""
+    """Returns a batch of tensors, which go from a worker to the program in shared memory."""
     import torch
 
     return {name: torch.tensor(array) for name, array in batch.items()}
@@ -412,8 +469,10 @@ def _side(title: str, reader: str, format: str, module: str, **options: Any) -> 
 
 
 def _ours(title: str, engine: str, format: str = 'builder', **options: Any) -> Side:
+    module = 'input_pipeline'
     # TensorFlow is imported when it is first needed.
-    module = 'input_pipeline' + ' tensorflow_datasets' * (engine == 'tf_data')
+    if engine == 'tf_data':
+        module += ' tensorflow_datasets'
     return _side(title, 'ours', format, module, engine=engine, **options)
 
 

@@ -72,44 +72,41 @@ def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
         results = data / f'{json_digest.sha256(options | changes)[:12]}-{seed}.json'
         # Recipes that differ in the sampler alone draw with the weights of the first one.
         with locks[workdir.name]:
-            if not results.exists():
-                core = cores.get()
-                paths = {'data_dir': data / 'data', 'workdir': workdir}
-                figures = runner.run(side, **options, **paths, seed=seed, core=core)
-                cores.put(core)
-                if 'exact' in figures:
-                    results.write_text(json.dumps(figures))
-                return figures
-            return json.loads(results.read_text())
+            if results.exists():
+                return json.loads(results.read_text())
+            core = cores.get()
+            paths = {'data_dir': data / 'data', 'workdir': workdir}
+            figures = runner.run(side, **options, **paths, seed=seed, core=core)
+            cores.put(core)
+            # A run that has failed is repeated by the next command.
+            if 'exact' in figures:
+                results.write_text(json.dumps(figures))
+            return figures
 
     pool = concurrent.futures.ThreadPoolExecutor(cores.qsize())
     # Not after Ctrl-C: a run that has not begun is for another time.
     stack.callback(pool.shutdown, cancel_futures=True)
-    runs = {
-        name: collections.deque(pool.submit(run, side, seed) for seed in range(flags.repeats))
-        for name, side in flags.sides.items()
-    }
-    names = {side.title: name for name, side in flags.sides.items()}
-    return lambda side: runs[names[side.title]].popleft().result()
+    runs = collections.defaultdict(collections.deque)
+    for side in flags.sides.values():
+        for seed in range(flags.repeats):
+            runs[side.title].append(pool.submit(run, side, seed))
+    return lambda side: runs[side.title].popleft().result()
 
 
 def _build(folder: pathlib.Path) -> None:
     """Makes a data set of emoji and token ids, as `make demo` does."""
-    source, tokens = folder / 'source', folder / 'source' / 'words'
+    source = folder / 'source'
+    tokens = source / 'words'
     config = {'name': 'words', 'text_embeddings': str(tokens), 'shard_bytes': 2**24}
-    for program, *arguments in (
-        ('sample_data', f'--out={source}'),
-        (
-            'embed_captions',
-            *(f'--source={source}', f'--out={tokens}'),
-            *('--encoder=words', '--tokens_only', '--max_tokens=16'),
-        ),
-        (
-            'build',
-            *(f'--manual_dir={source}', f'--data_dir={folder}', f'--config={json.dumps(config)}'),
-        ),
-    ):
+
+    def run(program: str, *arguments: str) -> None:
         subprocess.run([sys.executable, '-m', f'coyo11m_tfds.{program}', *arguments], check=True)
+
+    run('sample_data', f'--out={source}')
+    of_tokens = '--encoder=words', '--tokens_only', '--max_tokens=16'
+    run('embed_captions', f'--source={source}', f'--out={tokens}', *of_tokens)
+    of_build = f'--manual_dir={source}', f'--data_dir={folder}'
+    run('build', *of_build, f'--config={json.dumps(config)}')
     (folder / 'coyo11m_tfds' / 'words' / '1.0.0').rename(folder / 'data')
 
 
@@ -133,23 +130,27 @@ def train(
     from train_lib.results import judge
 
     is_new = not pathlib.Path(workdir).exists()
-    meter, config = runner.Meter(), demo.get_config()
-    config.data.dir, config.seed = data_dir, seed
+    meter = runner.Meter()
+    config = demo.get_config()
+    config.data.dir = data_dir
+    config.seed = seed
     config.num_steps = round(steps * changes.get(_SHARE, 1))
     config.optimizer.warmup_steps = config.num_steps // 12
     config.eval_every = config.num_steps
     config.preview_every = 0
-    sampler = {name: x for name, x in changes.items() if name.startswith(_PREVIEW)}
-    others = {name: x for name, x in changes.items() if name not in (*sampler, _SHARE)}
-    config.update_from_flattened_dict(others)
+    sampler = {}
+    for name, value in changes.items():
+        if name.startswith(_PREVIEW):
+            sampler[name.removeprefix(_PREVIEW)] = value
+        elif name != _SHARE:
+            config.update_from_flattened_dict({name: value})
     training.train_and_evaluate(config, workdir)
     # Of a run that was continued it would say too little.
     cpu = meter.read()['cpu'] if is_new else None
 
     own = np.array(emoji.find_part(emoji.HELD_OUT_TONE)[:num_prompts])
     captions = [emoji.read_emoji()[number].caption for number in own]
-    settings = {name.removeprefix(_PREVIEW): x for name, x in sampler.items()}
-    pictures = draw.Artist(workdir, **settings).draw(captions)
+    pictures = draw.Artist(workdir, **sampler).draw(captions)
     verdicts = judging.make_judge().compare(judge.mean_areas(pictures), own)
     scores = judging.list_columns(verdicts, own)
     means = {name: float(values.mean()) for name, values in scores.items()}
@@ -158,21 +159,22 @@ def train(
 
 
 def _last_evaluation(workdir: str) -> Figures:
-    """The last loss and gain by texts that TensorBoard got."""
+    """Returns the last loss and gain by texts that TensorBoard got."""
     from tensorboard.backend.event_processing import event_accumulator
     from tensorboard.util import tensor_util
 
     events = event_accumulator.EventAccumulator(workdir, {event_accumulator.TENSORS: 0}).Reload()
-    # A handful of records has no other texts to gain by.
-    return {
-        name: float(tensor_util.make_ndarray(events.Tensors(f'eval/{name}')[-1].tensor_proto))
-        for name in ('loss', 'text_gain')
-        if f'eval/{name}' in events.Tags()['tensors']
-    }
+    figures = {}
+    for name in ('loss', 'text_gain'):
+        # A handful of records has no other texts to gain by.
+        if f'eval/{name}' in events.Tags()['tensors']:
+            last = events.Tensors(f'eval/{name}')[-1]
+            figures[name] = float(tensor_util.make_ndarray(last.tensor_proto))
+    return figures
 
 
 def _recipe(title: str, **changes: Any) -> Side:
-    """A side; `__` in a name stands for a dot, `share` is that of the demo's steps."""
+    """Returns a side; `__` in a name stands for a dot, `share` is that of the demo's steps."""
     fields = {name.replace('__', '.'): x for name, x in changes.items()}
     return Side(title, train, {'changes': fields})
 

@@ -19,12 +19,15 @@ FLAGS = {'gb': (0.4, 'size of the source'), 'steps': (180, 'batches of 256 in ea
 
 
 def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
+    """Starts the server, and builds a data set on it by each checkout that is measured."""
     from tests.fakes.cloud import fake_gcs, through_proxy
 
     server = stack.enter_context(fake_gcs(pathlib.Path(tempfile.mkdtemp(dir=folder))))
-    source_dir, urls = source.make(folder, source.num_samples_of(flags.gb)), {}
+    source_dir = source.make(folder, source.num_samples_of(flags.gb))
+    urls = {}
     for before in {side.before for side in flags.sides.values()}:
-        out, urls[before] = tempfile.mkdtemp(dir=folder), f'gs://bucket/{len(urls)}/1.0.0'
+        out = tempfile.mkdtemp(dir=folder)
+        urls[before] = f'gs://bucket/{len(urls)}/1.0.0'
         writer = dataclasses.replace(convert.SIDES['builder'], before=before)
         runner.run(writer, source_dir=source_dir, out=out)
         server.upload_folder(input.data_dir(out), urls[before])

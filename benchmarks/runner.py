@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
+import itertools
 import json
 import os
 import pathlib
@@ -41,6 +42,8 @@ Sides = Mapping[str, 'Side']
 
 @dataclasses.dataclass(frozen=True)
 class Side:
+    """One of the things that a benchmark compares."""
+
     title: str
     function: Callable[..., Figures]  # of a module of `benchmarks`, called in a fresh process
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # besides the run's
@@ -73,7 +76,13 @@ def main(
     return _print_table(options.sides, columns, runs)
 
 
-def _parse(doc, sides, flags, arguments) -> argparse.Namespace:
+def _parse(
+    doc: str,
+    sides: Sides,
+    flags: Mapping[str, tuple[Any, str]],
+    arguments: Sequence[str] | None,
+) -> argparse.Namespace:
+    """Returns the values of all flags, and the chosen `sides`."""
     parser = argparse.ArgumentParser(description=doc.partition('\n')[0])
     add = parser.add_argument
     add('--dir', type=pathlib.Path, required=True, help='folder to work in')
@@ -83,17 +92,21 @@ def _parse(doc, sides, flags, arguments) -> argparse.Namespace:
     add('--only', type=lambda text: text.split(','), default=[*sides], help=help_of_only)
     add('--before', default='', metavar='DIR', help='also measure the packages in DIR')
     for name, (default, description) in flags.items():
-        kind = {'action': 'store_true'} if default is False else {'type': type(default)}
+        kind: dict[str, Any] = {'type': type(default)}
+        if default is False:
+            kind = {'action': 'store_true'}
         add(f'--{name}', default=default, help=f'{description} (%(default)s)', **kind)
     options = parser.parse_args(arguments)
     options.sides = {}
     for name in options.only:
         if name not in sides:
             parser.error(f'--only: {name!r} is none of {", ".join(sides)}.')
-        side = options.sides[name] = sides[name]
+        side = sides[name]
+        options.sides[name] = side
         if options.before and side.ours:
-            title, before = f'{side.title}, before', os.path.abspath(options.before)
-            options.sides[f'{name}-before'] = dataclasses.replace(side, title=title, before=before)
+            options.sides[f'{name}-before'] = dataclasses.replace(
+                side, title=f'{side.title}, before', before=os.path.abspath(options.before)
+            )
     return options
 
 
@@ -106,15 +119,24 @@ def _take_turns(sides: Sides, repeats: int, run_side: RunSide) -> dict[str, list
     for repeat in range(repeats):
         # Each repeat begins with another side: a machine that grows warm or busy is unfair to all.
         first = repeat * len(sides) // repeats
-        for name in [*list(sides)[first:], *list(sides)[:first]]:
-            if not _failure(runs[name]):
-                print(f'{repeat + 1} of {repeats}: {name}', file=sys.stderr, flush=True)
-                figures = run_side(sides[name])
-                # At once: a benchmark may be stopped before its table.
-                shown = [f'{x} {n:.5g}' for x, n in figures.items() if isinstance(n, float)]
-                print(f'  {", ".join(shown)}', file=sys.stderr, flush=True)
-                runs[name].append(figures)
+        names = list(sides)
+        for name in names[first:] + names[:first]:
+            if _failure(runs[name]):
+                continue
+            print(f'{repeat + 1} of {repeats}: {name}', file=sys.stderr, flush=True)
+            figures = run_side(sides[name])
+            # At once: a benchmark may be stopped before its table.
+            _print_figures(figures)
+            runs[name].append(figures)
     return runs
+
+
+def _print_figures(figures: Figures) -> None:
+    shown = []
+    for name, figure in figures.items():
+        if isinstance(figure, float):
+            shown.append(f'{name} {figure:.5g}')
+    print(f'  {", ".join(shown)}', file=sys.stderr, flush=True)
 
 
 def run(side: Side, env: Mapping[str, str] | None = None, **settings: Any) -> Figures:
@@ -126,19 +148,23 @@ def run(side: Side, env: Mapping[str, str] | None = None, **settings: Any) -> Fi
         checkout = pathlib.Path(__file__).parents[1]
         environment |= {'PYTHONPATH': f'{side.before}:{checkout}', 'PYTHONSAFEPATH': '1'}
     with tempfile.TemporaryDirectory() as folder:
-        answer, log = pathlib.Path(folder, 'answer'), pathlib.Path(folder, 'log')
-        arguments = module, side.function.__name__, json.dumps(settings, default=str), str(answer)
-        command = [sys.executable, '-m', 'benchmarks.runner', *arguments]
+        answer = pathlib.Path(folder, 'answer')
+        log = pathlib.Path(folder, 'log')
+        command = [sys.executable, '-m', 'benchmarks.runner']
+        command += [module, side.function.__name__]
+        command += [json.dumps(settings, default=str), str(answer)]
         measured = _measure_process(command, environment, log)
         # Without an answer it was killed, by the system for its memory, say.
-        content = answer.read_text() if answer.exists() else '{"failed": "its process died"}'
-        figures = json.loads(content)
+        figures = {'failed': 'its process died'}
+        if answer.exists():
+            figures = json.loads(answer.read_text())
         if 'failed' in figures:
             print(log.read_text(errors='replace')[-4000:], file=sys.stderr)
     return figures | measured
 
 
 def _run_in_this_process(module: str, function: str, settings: str, answer: str) -> None:
+    """Calls a function with settings, as JSON; writes its figures to the file `answer`."""
     try:
         figures = getattr(importlib.import_module(module), function)(**json.loads(settings))
     except ModuleNotFoundError as error:
@@ -150,25 +176,31 @@ def _run_in_this_process(module: str, function: str, settings: str, answer: str)
 
 
 def _measure_process(command: Sequence[str], env: Mapping[str, str], log: pathlib.Path) -> Figures:
-    """Runs a program to its end, with its output in `log`; returns its `peak` and the `others`."""
-    start, busy, peak = time.monotonic(), _busy_seconds(), 0
-    own_cpu = sum(os.times()[:4])  # with that of the program, once it has ended
+    """Runs a program to its end, with its output in `log`.
+
+    Returns its `peak`, the largest memory in bytes of all its processes together, and `others`, the
+    share of all cores' time that other programs used.
+    """
+    start = time.monotonic()
+    busy_before = _busy_seconds()
+    own_cpu_before = sum(os.times()[:4])  # with that of the program, once it has ended
+    peak = 0
     with (
         open(log, 'wb') as file,
         subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT) as process,
     ):
         try:
             while process.poll() is None:
-                peak = max(peak, sum(map(_own_memory, _with_children(process.pid))))
+                memory = sum(map(_own_memory, _with_children(process.pid)))
+                peak = max(peak, memory)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_POLL_SECONDS)
         finally:
             process.kill()  # after Ctrl-C, say; otherwise it has ended
-    seconds, own_cpu = time.monotonic() - start, sum(os.times()[:4]) - own_cpu
-    # The largest memory of all its processes together, and the share of all cores' time that other
-    # programs used.
-    others = max(_busy_seconds() - busy - own_cpu, 0) / seconds / os.cpu_count()
-    return {'peak': peak, 'others': others}
+    seconds = time.monotonic() - start
+    own_cpu = sum(os.times()[:4]) - own_cpu_before
+    cpu_of_others = max(_busy_seconds() - busy_before - own_cpu, 0)
+    return {'peak': peak, 'others': cpu_of_others / seconds / os.cpu_count()}
 
 
 class Meter:
@@ -178,6 +210,7 @@ class Meter:
         self._start = self._now()
 
     def seconds(self) -> float:
+        """Returns the seconds since the creation."""
         return time.monotonic() - self._start['seconds']
 
     def read(self) -> Figures:
@@ -185,9 +218,13 @@ class Meter:
         return {name: now - self._start[name] for name, now in self._now().items()}
 
     def rate(self, samples: int) -> Figures:
+        """Returns `seconds`, the `rate` of samples a second, and CPU seconds a sample."""
         figures = self.read()
-        rate, cpu = samples / figures['seconds'], figures['cpu'] / samples
-        return {'seconds': figures['seconds'], 'rate': rate, 'cpu_per_sample': cpu}
+        return {
+            'seconds': figures['seconds'],
+            'rate': samples / figures['seconds'],
+            'cpu_per_sample': figures['cpu'] / samples,
+        }
 
     def _now(self) -> Figures:
         cpu = disk = 0.0
@@ -199,37 +236,44 @@ class Meter:
 
 
 def _with_children(pid: int) -> list[psutil.Process]:
-    """A process and its descendants; none if it has ended."""
+    """Returns a process and its descendants; none if it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return [process := psutil.Process(pid), *process.children(recursive=True)]
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
     return []
 
 
 def _busy_seconds() -> float:
-    """CPU time of everything on this machine."""
+    """Returns the CPU time of everything on this machine."""
     times = psutil.cpu_times()
     return times.user + times.nice + times.system + times.irq + times.softirq
 
 
 def _own_memory(process: psutil.Process) -> int:
-    """Bytes of a process, which may have ended, without pages of mapped files."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        lines = pathlib.Path(f'/proc/{process.pid}/smaps_rollup').read_text().splitlines()[1:]
-        fields = dict(line.split(':', 1) for line in lines)
-        whole, mapped = (1024 * int(fields[name].split()[0]) for name in ('Pss', 'Pss_File'))
-        return whole - mapped
-    return 0
+    """Returns the bytes of a process, which may have ended, without pages of mapped files."""
+    try:
+        text = pathlib.Path(f'/proc/{process.pid}/smaps_rollup').read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    kilobytes = {}
+    # Below a line with the range of addresses: 'Pss:   1234 kB'.
+    for line in text.splitlines()[1:]:
+        name, value = line.split(':', 1)
+        kilobytes[name] = int(value.split()[0])
+    return 1024 * (kilobytes['Pss'] - kilobytes['Pss_File'])
 
 
 def prepare_cache(folders: Iterable[pathlib.Path], cold: bool) -> None:
     """Puts files into the page cache or, if `cold`, drops them from it."""
-    for path in (path for folder in folders for path in folder.rglob('*') if path.is_file()):
+    paths = itertools.chain.from_iterable(folder.rglob('*') for folder in folders)
+    for path in filter(pathlib.Path.is_file, paths):
         with open(path, 'rb', buffering=0) as file:
             if cold:
                 os.fsync(file.fileno())  # only what is on the disk can be dropped
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            while not cold and file.read(1 << 20):
-                pass
+            else:
+                while file.read(1 << 20):
+                    pass
 
 
 # --- The table -----------------------------------------------------------------------------------
@@ -238,7 +282,7 @@ def prepare_cache(folders: Iterable[pathlib.Path], cold: bool) -> None:
 def column(
     name: str, spec: str = ',.0f', scale: float = 1, reduce: Callable = statistics.median
 ) -> Column:
-    """Makes a column: the median (or another function) of a figure in all runs, times `scale`."""
+    """Returns a column: the median (or another function) of a figure in all runs, times `scale`."""
 
     def cell(runs: list[Figures]) -> str:
         values = [scale * run[name] for run in runs if run.get(name) is not None]
@@ -248,8 +292,9 @@ def column(
 
 
 def all_runs(name: str, spec: str = ',.0f', scale: float = 1) -> Column:
-    """Makes a column: the smallest and the largest of a figure, times `scale`."""
-    least, largest = (column(name, spec, scale, reduce) for reduce in (min, max))
+    """Returns a column: the smallest and the largest of a figure, times `scale`."""
+    least = column(name, spec, scale, min)
+    largest = column(name, spec, scale, max)
     return lambda runs: f'{least(runs)} to {largest(runs)}'
 
 
@@ -269,33 +314,45 @@ def _print_table(
 ) -> int:
     """Prints the table, and below it the sides without figures; returns the exit status."""
     columns = {**columns, **_OF_PROCESSES}
-    failures = {name: failure for name in sides if (failure := _failure(runs[name]))}
-    measured = [name for name in sides if runs[name] and name not in failures]
-    rows = [[sides[n].title, *(cell(runs[n]) for cell in columns.values())] for n in measured]
-    ruler = ['---', *['---:'] * len(columns)]
-    for row in (['side', *columns], ruler, *rows):
+    table = [['side', *columns], ['---'] + ['---:'] * len(columns)]
+    failures = {}
+    has_failed = False
+    for name, side in sides.items():
+        failure = _failure(runs[name])
+        if failure:
+            failures[side.title] = failure
+        elif runs[name]:
+            table.append([side.title, *(cell(runs[name]) for cell in columns.values())])
+        # What is not installed is only left out.
+        has_failed = has_failed or any('failed' in figures for figures in runs[name])
+    for row in table:
         print(f'| {" | ".join(row)} |')
-    for name, failure in failures.items():
-        print(f'\n{sides[name].title}, {failure}')
-    return int(not measured or any('failed' in x for figures in runs.values() for x in figures))
+    for title, failure in failures.items():
+        print(f'\n{title}, {failure}')
+    has_rows = len(table) > 2
+    return int(has_failed or not has_rows)
 
 
 def _failure(runs: Sequence[Figures]) -> str:
-    last = runs[-1] if runs else {}
-    return next((f'{verb}: {last[kind]}' for kind, verb in _REASONS.items() if kind in last), '')
+    """Returns why the last run of a side has no figures; '' if it has."""
+    if runs:
+        for kind, verb in _REASONS.items():
+            if kind in runs[-1]:
+                return f'{verb}: {runs[-1][kind]}'
+    return ''
 
 
 def _describe_machine() -> str:
-    """A line about the machine and the versions of the compared packages."""
+    """Returns a line about the machine and the versions of the compared packages."""
     info = pathlib.Path('/proc/cpuinfo').read_text()
     cpu = re.search(r'^model name\s*: (.*)', info, re.MULTILINE)
     model = cpu[1] if cpu else platform.machine()
     memory = psutil.virtual_memory().total / 2**30
     installed = {x.name: x.version for x in importlib.metadata.distributions()}
-    packages = ', '.join(f'{name} {installed[name]}' for name in _PACKAGES if name in installed)
+    packages = [f'{name} {installed[name]}' for name in _PACKAGES if name in installed]
     return (
         f'{len(os.sched_getaffinity(0))} cores ({model}), {memory:.0f} GiB of memory, '
-        f'Python {platform.python_version()}; {packages}.\n'
+        f'Python {platform.python_version()}; {", ".join(packages)}.\n'
     )
 
 

@@ -5,6 +5,7 @@ words. Every key has a caption, and the rows of the Parquet file are in another 
 latents. The same arguments give the same numbers.
 """
 
+import math
 import os
 import pathlib
 import shutil
@@ -18,13 +19,15 @@ import pyarrow.parquet as pq
 from coyo11m_tfds import schema
 
 SAMPLE_BYTES = schema.NUM_CROPS * schema.LATENT_NBYTES
-_MIN_FILES, _MAX_FILE_BYTES = 4, 3 * 10**9
+_MIN_FILES = 4
+_MAX_FILE_BYTES = 3 * 10**9
 _ROWS_AT_ONCE = 1024
 _ROW_GROUP = 2**20  # pandas' default
 _CAPTION_BYTES = 200, 600
 
 
 def num_samples_of(gigabytes: float) -> int:
+    """Returns the number of samples of a source of some size."""
     return round(gigabytes * 1e9 / SAMPLE_BYTES)
 
 
@@ -48,10 +51,12 @@ def make(folder: pathlib.Path, num_samples: int, seed: int = 0) -> pathlib.Path:
 
 
 def num_samples(source_dir: str | os.PathLike[str]) -> int:
+    """Returns the number of samples of a source that `make` made."""
     return int(pathlib.Path(source_dir).name.split('-')[1])
 
 
 def pt_files(source_dir: str | os.PathLike[str]) -> list[pathlib.Path]:
+    """Returns the files of latents of a source, in order."""
     return sorted(pathlib.Path(source_dir, schema.LATENTS_FOLDER).iterdir())
 
 
@@ -62,10 +67,12 @@ def samples(source_dir: pathlib.Path, limit: int) -> Iterator[tuple[int, np.ndar
     # A dict of all captions, which only small sources can afford.
     columns = [schema.PARQUET_KEY, schema.DEFAULT_CAPTION_COLUMN]
     table = pq.read_table(source_dir / schema.CAPTIONS_FILE, columns=columns)
-    captions = dict(zip(*(table.column(name).to_pylist() for name in columns), strict=True))
+    all_keys, all_captions = (table.column(name).to_pylist() for name in columns)
+    captions = dict(zip(all_keys, all_captions, strict=True))
     for path in pt_files(source_dir):
         tensors = torch.load(path, mmap=True, weights_only=True)
-        keys, latents = tensors[schema.PT_KEYS].tolist(), tensors[schema.PT_LATENTS].numpy()
+        keys = tensors[schema.PT_KEYS].tolist()
+        latents = tensors[schema.PT_LATENTS].numpy()
         for key, row in zip(keys[:limit], latents, strict=False):
             yield key, row, captions[key]
         limit -= min(limit, len(keys))
@@ -75,10 +82,12 @@ def _write_latents(path: pathlib.Path, keys: np.ndarray, seed: int) -> None:
     import torch  # takes 1.5 s
 
     generator = torch.Generator().manual_seed(seed)
-    scratch, shape = path.with_suffix('.raw'), (len(keys), *schema.LATENTS_SHAPE)
-    # Out of a mapped file, so that memory does not grow with the size of the source.
-    options = {'shared': True, 'size': int(np.prod(shape)), 'dtype': torch.float16}
-    latents = torch.from_file(str(scratch), **options).view(shape)
+    shape = (len(keys), *schema.LATENTS_SHAPE)
+    # In a mapped file, so that memory does not grow with the size of the source.
+    scratch = path.with_suffix('.raw')
+    latents = torch.from_file(
+        str(scratch), shared=True, size=math.prod(shape), dtype=torch.float16
+    ).view(shape)
     for rows in latents.split(_ROWS_AT_ONCE):
         rows.copy_(torch.randn(rows.shape, generator=generator).mul_(6).add_(1))
     torch.save({schema.PT_KEYS: torch.from_numpy(keys), schema.PT_LATENTS: latents}, path)
@@ -87,15 +96,17 @@ def _write_latents(path: pathlib.Path, keys: np.ndarray, seed: int) -> None:
 
 def _write_captions(path: pathlib.Path, keys: np.ndarray, random: np.random.Generator) -> None:
     """Writes a Parquet file of captions, each a piece of 2 MB of random words."""
-    words = [bytes(random.integers(97, 123, n, np.uint8)) for n in random.integers(2, 11, 20_000)]
-    text = b' '.join(words[i] for i in random.integers(0, len(words), 300_000)).decode()
+    words = []
+    for length in random.integers(2, 11, 20_000):
+        words.append(bytes(random.integers(ord('a'), ord('z') + 1, length, np.uint8)).decode())
+    numbers = random.integers(0, len(words), 300_000).tolist()
+    text = ' '.join(words[number] for number in numbers)
     lengths = random.integers(*_CAPTION_BYTES, len(keys), endpoint=True).tolist()
     starts = random.integers(0, len(text) - _CAPTION_BYTES[1], len(keys)).tolist()
+    captions = (text[start : start + length] for start, length in zip(starts, lengths, strict=True))
     columns = {
         schema.PARQUET_KEY: keys,
         'url': [f'https://example.org/{key}.jpg' for key in keys],
-        schema.DEFAULT_CAPTION_COLUMN: pa.array(
-            (text[at : at + n] for at, n in zip(starts, lengths, strict=True)), pa.large_string()
-        ),
+        schema.DEFAULT_CAPTION_COLUMN: pa.array(captions, pa.large_string()),
     }
     pq.write_table(pa.table(columns), path, row_group_size=_ROW_GROUP)

@@ -14,6 +14,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -42,12 +43,20 @@ COLUMNS = {
 
 
 def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
-    sides, flags.sides = flags.sides, {}
-    for model, side in itertools.product(flags.models.split(','), sides.values()):
+    """Makes a side of each model and program."""
+    sides_of_models = {}
+    for model, side in itertools.product(flags.models.split(','), flags.sides.values()):
         title = f'{model}, {side.title}'
-        settings = {**side.settings, 'model': model, 'cache': folder}
-        settings |= {name: getattr(flags, name) for name in ('batch_size', 'steps', 'warmup')}
-        flags.sides[title] = dataclasses.replace(side, title=title, settings=settings)
+        settings = {
+            **side.settings,
+            'model': model,
+            'cache': folder,
+            'batch_size': flags.batch_size,
+            'steps': flags.steps,
+            'warmup': flags.warmup,
+        }
+        sides_of_models[title] = dataclasses.replace(side, title=title, settings=settings)
+    flags.sides = sides_of_models
     return runner.run
 
 
@@ -88,9 +97,15 @@ def measure_jax(
 
 
 def measure_torch(
-    *, model: str, batch_size: int, steps: int, warmup: int, cache: str,
-    mode: str = 'default', **fields: str,
-) -> Figures:  # fmt: skip
+    *,
+    model: str,
+    batch_size: int,
+    steps: int,
+    warmup: int,
+    cache: str,
+    mode: str = 'default',
+    **fields: str,
+) -> Figures:
     """Times the step of `torch_dit` with these options and a mode of `torch.compile`."""
     os.environ.setdefault('TORCHINDUCTOR_CACHE_DIR', os.path.join(cache, 'torch'))
     import torch
@@ -108,9 +123,10 @@ def measure_torch(
     torch.manual_seed(0)
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     dit = models.make_model(model)
-    inputs = (SIDE, SIDE, CHANNELS), (), (TEXT_DIM,)
-    zeros = [np.zeros((1, *shape), np.float32) for shape in inputs]
-    params = jax.jit(dit.init)(jax.random.key(0), *zeros, None)['params']
+    latents = np.zeros((1, SIDE, SIDE, CHANNELS), np.float32)
+    time = np.zeros(1, np.float32)
+    text = np.zeros((1, TEXT_DIM), np.float32)
+    params = jax.jit(dit.init)(jax.random.key(0), latents, time, text, None)['params']
     weights = {name: torch.tensor(x, device=device) for name, x in flatten_weights(params).items()}
     stats = {name: torch.from_numpy(x).to(device) for name, x in _stats().items()}
     batch = {name: torch.from_numpy(x).to(device) for name, x in _batch(batch_size).items()}
@@ -126,37 +142,50 @@ def measure_torch(
         return loss.item()  # waits for the steps
 
     seconds, loss = _timed(run, warmup, steps)
-    on_gpu = device == 'cuda'
-    name = torch.cuda.get_device_name() if on_gpu else 'cpu'
-    memory = torch.cuda.max_memory_allocated() if on_gpu else None
-    return _figures(seconds, loss, dit, batch_size, name, memory)
+    if device == 'cpu':
+        return _figures(seconds, loss, dit, batch_size, 'cpu', None)
+    memory = torch.cuda.max_memory_allocated()
+    return _figures(seconds, loss, dit, batch_size, torch.cuda.get_device_name(), memory)
 
 
 def _timed(run: Callable[[int], float], warmup: int, steps: int) -> tuple[float, float]:
-    """Seconds of a step, of those that follow each other without waiting; and the last loss."""
+    """Returns the mean seconds of consecutive steps, and the last loss."""
     run(warmup)
     start = time.perf_counter()
     loss = run(steps)
     return (time.perf_counter() - start) / steps, loss
 
 
-def _figures(seconds, loss, dit, batch_size, device, memory) -> Figures:
-    rate, chip = batch_size / seconds, chips.CHIPS.get(device)
+def _figures(
+    seconds: float, loss: float, dit: Any, batch_size: int, device: str, memory: int | None
+) -> Figures:
+    rate = batch_size / seconds
     # Forward once, and backward twice.
     flops = 3 * rate * dit.flops((SIDE, SIDE, CHANNELS), TEXT_DIM)
-    figures = {'seconds': seconds, 'loss': loss, 'rate': rate, 'flops_per_second': flops}
-    return figures | {'mfu': chip and flops / chip.flops, 'memory': memory, 'device': device}
+    chip = chips.CHIPS.get(device)
+    return {
+        'seconds': seconds,
+        'loss': loss,
+        'rate': rate,
+        'flops_per_second': flops,
+        'mfu': flops / chip.flops if chip else None,
+        'memory': memory,
+        'device': device,
+    }
 
 
 def _stats() -> dict[str, np.ndarray]:
     """Returns statistics like those of the real data."""
-    values = {'latent_mean': (0, CHANNELS), 'latent_std': (6, CHANNELS)}
-    values |= {'text_mean': (0, TEXT_DIM), 'text_std': (1, TEXT_DIM)}
-    return {name: np.full(size, value, np.float32) for name, (value, size) in values.items()}
+    return {
+        'latent_mean': np.zeros(CHANNELS, np.float32),
+        'latent_std': np.full(CHANNELS, 6, np.float32),
+        'text_mean': np.zeros(TEXT_DIM, np.float32),
+        'text_std': np.ones(TEXT_DIM, np.float32),
+    }
 
 
 def _batch(size: int) -> dict[str, np.ndarray]:
-    """Raw samples of random numbers; latents are float32 still, NumPy has no bfloat16."""
+    """Returns raw samples of random numbers; latents are float32, NumPy has no bfloat16."""
     rng = np.random.default_rng(0)
     return {
         'latents': 6 * rng.standard_normal((size, CHANNELS, SIDE, SIDE), np.float32),
@@ -180,8 +209,9 @@ _SETTINGS = {
     # Without graphs: the optimizer would have to copy the gradients out of theirs.
     'torch:max-autotune': {'mode': 'max-autotune-no-cudagraphs'},
 }
+_FUNCTIONS = {'jax': measure_jax, 'torch': measure_torch}
 SIDES = {
-    name: Side(name, measure_jax if name.startswith('jax') else measure_torch, settings)
+    name: Side(name, _FUNCTIONS[name.partition(':')[0]], settings)
     for name, settings in _SETTINGS.items()
 }
 

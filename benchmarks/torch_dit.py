@@ -33,25 +33,49 @@ class Trainer:
     """
 
     def __init__(
-        self, weights: Tensors, sizes: Mapping[str, Any], stats: Tensors, *,
-        remat: str = 'none', dtype: torch.dtype = torch.bfloat16, mode: str = 'default',
-        learning_rate: float = 2e-4, weight_decay: float = 0.01, b1: float = 0.9, b2: float = 0.99,
-        clip_norm: float = 1.0, ema_decay: float = 0.9999,
-    ):  # fmt: skip
-        self.average = {name: x.clone() for name, x in weights.items()}
-        self.weights = {name: x.requires_grad_() for name, x in weights.items()}
-        self._config, self._stats = {'model': sizes}, stats
-        self._run_block, self._dtype = _REMAT[remat], dtype
-        kernels = [x for name, x in self.weights.items() if name.endswith('.weight')]
-        others = [x for name, x in self.weights.items() if not name.endswith('.weight')]
+        self,
+        weights: Tensors,
+        sizes: Mapping[str, Any],
+        stats: Tensors,
+        *,
+        remat: str = 'none',
+        dtype: torch.dtype = torch.bfloat16,
+        mode: str = 'default',
+        learning_rate: float = 2e-4,
+        weight_decay: float = 0.01,
+        b1: float = 0.9,
+        b2: float = 0.99,
+        clip_norm: float = 1.0,
+        ema_decay: float = 0.9999,
+    ):
+        """Takes the model and the data of the class, and fields of the trainer's optimizer."""
+        self.average = {name: weight.clone() for name, weight in weights.items()}
+        self.weights = {name: weight.requires_grad_() for name, weight in weights.items()}
+        self._config = {'model': sizes}
+        self._stats = stats
+        self._run_block = _REMAT[remat]
+        self._dtype = dtype
+        # Only matrices decay.
+        kernels = []
+        others = []
+        for name, weight in self.weights.items():
+            if name.endswith('.weight'):
+                kernels.append(weight)
+            else:
+                others.append(weight)
         self._optimizer = torch.optim.AdamW(
             [{'params': kernels, 'weight_decay': weight_decay}, {'params': others}],
-            lr=learning_rate, betas=(b1, b2), weight_decay=0.0, fused=True,
-        )  # fmt: skip
-        self._clip_norm, self._ema_decay, self._num_steps = clip_norm, ema_decay, 0
-        self._compiled_loss = (
-            torch.compile(self._loss, mode=mode) if kernels[0].is_cuda else self._loss
+            lr=learning_rate,
+            betas=(b1, b2),
+            weight_decay=0.0,
+            fused=True,
         )
+        self._clip_norm = clip_norm
+        self._ema_decay = ema_decay
+        self._num_steps = 0
+        self._compiled_loss = self._loss
+        if kernels[0].is_cuda:
+            self._compiled_loss = torch.compile(self._loss, mode=mode)
 
     def step(self, batch: Tensors, noise: Tensor, t: Tensor) -> Tensor:
         """Takes a step, given noise `(b, H, W, 4)` and times `(b,)`; returns the loss.
@@ -71,19 +95,25 @@ class Trainer:
         return loss.detach()
 
     def _loss(self, batch: Tensors, noise: Tensor, t: Tensor) -> Tensor:
-        stats, dtype = self._stats, self._dtype
+        stats = self._stats
         x = batch['latents'].float().permute(0, 2, 3, 1)
         x = (x - stats['latent_mean']) / stats['latent_std']
         text = (batch['text_embedding'].float() - stats['text_mean']) / stats['text_std']
+        # Between data and noise, at the time t.
         time = t[:, None, None, None]
         z = (1 - time) * x + time * noise
         # The last layer stays float32, as in JAX: the loss is a difference of numbers of like size.
-        weights = {
-            name: weight if name.startswith('velocity.') else weight.to(dtype)
-            for name, weight in self.weights.items()
-        }
-        arguments = z.to(dtype), t, (text.to(dtype),), batch['drop_text']
+        weights = {}
+        for name, weight in self.weights.items():
+            is_last = name.startswith('velocity.')
+            weights[name] = weight if is_last else weight.to(self._dtype)
         velocity = torch_reference.predict_velocity(
-            weights, self._config, *arguments, self._run_block
+            weights,
+            self._config,
+            z.to(self._dtype),
+            t,
+            (text.to(self._dtype),),
+            batch['drop_text'],
+            self._run_block,
         )
         return F.mse_loss(velocity, noise - x)

@@ -20,11 +20,14 @@ from coyo11m_tfds.process import command_line
 
 # ':man_dark_skin_tone_red_hair:' is 'man red hair: dark skin tone' in the package.
 _TONE = re.compile(r' ?\b(light|medium-light|medium|medium-dark|dark) skin tone')
-_FIRST_FLAG, _LAST_FLAG = '\U0001f1e6', '\U0001f1ff'  # letters of a country's code
+# Letters of a country's code.
+_FIRST_FLAG = '\U0001f1e6'
+_LAST_FLAG = '\U0001f1ff'
 _TAGGED_FLAG = '\U0001f3f4\U000e0067'  # England, Scotland and Wales
 
 
 def main() -> None:
+    """Writes the files of the package."""
     characters = []
     for text, data in names_package.EMOJI_DATA.items():
         if data['status'] == names_package.STATUS['fully_qualified']:
@@ -51,8 +54,9 @@ def write_caption(text: str) -> str:
 
 
 def join_pictures(pictures: list[np.ndarray]) -> Image.Image:
-    """Lays pictures of `emoji.SIDE` pixels out in rows, on white."""
-    side, columns = emoji.SIDE, emoji.ATLAS_COLUMNS
+    """Returns pictures, uint8 `(SIDE, SIDE, 3)`, in rows of one, on white."""
+    side = emoji.SIDE
+    columns = emoji.ATLAS_COLUMNS
     num_rows = -(-len(pictures) // columns)
     cells = np.full((num_rows * columns, side, side, 3), 255, np.uint8)
     cells[: len(pictures)] = pictures

@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 
-from coyo11m_tfds.reading.order import Order, OrderSettings, RecordBlock
+from coyo11m_tfds.reading.order import Order, OrderSettings
 
 _SCALE = 2  # pixels for each unit of length below
 _FOLDER = pathlib.Path(__file__).parent
 _FONT = _FOLDER.parent / 'train_lib/fonts/DejaVuSans.ttf'
-_INK, _FAINT, _LINE = '#1d2127', '#646d7a', '#d9dad8'
-_COLOURS = '#4a6fd8', '#d0452b', '#3a9d6e', '#c9932a', '#8a5cc4', '#4f8f9e'
+_INK = '#1d2127'
+_FAINT = '#646d7a'
+_LINE = '#d9dad8'
+_COLOURS = ('#4a6fd8', '#d0452b', '#3a9d6e', '#c9932a', '#8a5cc4', '#4f8f9e')
 
 
 class Canvas:
@@ -30,23 +32,30 @@ class Canvas:
         self._draw = ImageDraw.Draw(self._image)
 
     def text(self, x: float, y: float, text: str, colour=_INK, size=12, anchor='lm') -> None:
+        """Writes a line; `anchor` is Pillow's, by default the middle of its left end."""
         font = ImageFont.truetype(_FONT, _SCALE * size)
         self._draw.text((_SCALE * x, _SCALE * y), text, colour, font, anchor=anchor)
 
     def line(self, points: Sequence[tuple[float, float]], colour: str, width: float = 1) -> None:
+        """Draws a line through points."""
         scaled = [(_SCALE * x, _SCALE * y) for x, y in points]
         self._draw.line(scaled, colour, round(_SCALE * width), joint='curve')
 
     def box(self, x: float, y: float, width: float, height: float, fill: Any) -> None:
-        corners = [_SCALE * v for v in (x, y, x + width, y + height)]
+        """Draws a rectangle with a white edge."""
+        corners = [_SCALE * length for length in (x, y, x + width, y + height)]
         self._draw.rectangle(corners, fill, 'white', _SCALE)
 
     def stripe(self, x: float, y: float, width: float, height: float, *chunk: int) -> None:
         """Draws a record, in the colour of its shard and chunk."""
-        corners = [round(_SCALE * v) for v in (x, y, x + width, y + height)]
-        self._draw.rectangle([*corners[:2], corners[2] - 1, corners[3] - 1], _shade(*chunk))
+        left, top, right, bottom = (
+            round(_SCALE * length) for length in (x, y, x + width, y + height)
+        )
+        # Pillow draws the corner at the right and at the bottom, too.
+        self._draw.rectangle([left, top, right - 1, bottom - 1], _shade(*chunk))
 
     def save(self, path: str) -> None:
+        """Writes a PNG file."""
         self._image.quantize(128).save(path, optimize=True)
 
 
@@ -59,8 +68,9 @@ def draw_curve(workdir: str, path: str = f'{_FOLDER}/curve.png') -> None:
         'eval/loss': 'evaluation: all times alike',
         'eval/loss_t3': 'evaluation: quarter next to the noise',
     }
-    canvas, left, top, width, height = Canvas(680, 330), 56, 16, 330, 268
-    last = max(step for name in curves for step in scalars[name])
+    canvas = Canvas(680, 330)
+    left, top, width, height = 56, 16, 330, 268
+    last = max(max(scalars[name]) for name in curves)
     least, largest = -0.8, 1.75  # powers of ten
 
     def place(step: int, value: float) -> tuple[float, float]:
@@ -93,65 +103,83 @@ def _read_scalars(workdir: pathlib.Path) -> dict[str, dict[int, float]]:
     for file in sorted(workdir.glob('events.out.tfevents.*')):
         for event in event_file_loader.EventFileLoader(str(file)).Load():
             for value in event.summary.value:
-                if value.metadata.plugin_data.plugin_name == 'scalars':
-                    number = float(tensor_util.make_ndarray(value.tensor))
-                    scalars.setdefault(value.tag, {})[event.step] = number
+                # Others are pictures and texts.
+                if value.metadata.plugin_data.plugin_name != 'scalars':
+                    continue
+                number = float(tensor_util.make_ndarray(value.tensor))
+                scalars.setdefault(value.tag, {})[event.step] = number
     return scalars
+
+
+# Of the picture of the order: three shards of equal length, and four lanes.
+_SHARDS = (256, 256, 256)
+_LANES = 4
+_CHUNK = 32
+_WINDOW = 64
+_PER_LANE = 16  # of a batch
+_LEFT = 92
+_WIDTH = 576
 
 
 def draw_order(path: str = f'{_FOLDER}/order.png') -> None:
     """Draws the planned order of three small shards: chunks, lanes, windows and batches."""
-    lengths, lanes, chunk, window, per_lane = (256, 256, 256), 4, 32, 64, 16
-    count = sum(lengths) // lanes
-    canvas, left, width = Canvas(680, 352), 92, 576
-    record_width = width / sum(lengths)
-    canvas.text(8, 26, 'shards')
-    for number in range(sum(lengths) // chunk):
-        shard, record = divmod(number * chunk, lengths[0])
-        x = left + number * chunk * record_width
-        canvas.box(x, 16, chunk * record_width, 22, _shade(shard, record // chunk))
-    canvas.text(left, 50, 'records in runs of at most C = 32, the chunks', _FAINT, 11)
-    # Windows of one record leave the stretches of the stream as they are.
-    stream, order = (
-        Order(lengths, OrderSettings(0, chunk, lanes, w)).samples(range(lanes), 0, count)
-        for w in (1, window)
-    )
-    canvas.text(8, 88, 'stream')
-    for number, (shard, record) in enumerate(_places(stream)):
-        canvas.stripe(left + number * record_width, 78, record_width, 22, shard, record // chunk)
-    for lane in range(lanes + 1):
-        x = left + lane * width / lanes
-        canvas.line([(x, 72), (x, 106)], _INK, 1.5)
-    text = 'chunks of an epoch in a random order, cut into L = 4 equal stretches, the lanes'
-    canvas.text(left, 114, text, _FAINT, 11)
-    record_width = width / count
-    for batch in range(count // per_lane):
-        x = left + record_width * per_lane * (batch + 0.5)
-        canvas.text(x, 146, f'{batch}', _FAINT, 11, anchor='mm')
-    canvas.text(8, 146, 'batches', _FAINT, 11)
-    for number, (shard, record) in enumerate(_places(order)):
-        lane, sample = divmod(number, count)
-        x, y = left + record_width * sample, 158 + 34 * lane
-        canvas.stripe(x, y, record_width, 24, shard, record // chunk)
-    for lane in range(lanes):
-        canvas.text(8, 170 + 34 * lane, f'lane {lane}')
-    for batch in range(count // per_lane + 1):
-        x = left + record_width * per_lane * batch
-        is_window = batch % (window // per_lane) == 0
-        canvas.line([(x, 154), (x, 288)], _INK, 2 if is_window else 0.5)
-    for number, text in enumerate(
-        (
-            'windows of W = 64 records, between thick lines, are shuffled within a lane;',
-            'a batch of B = 64 takes the next B/L = 16 samples of every lane',
-        )
-    ):
-        canvas.text(left, 306 + 20 * number, text, _FAINT, 11)
+    canvas = Canvas(680, 352)
+    _draw_chunks(canvas)
+    _draw_stream(canvas)
+    _draw_batches(canvas)
     canvas.save(path)
 
 
-def _places(block: RecordBlock) -> Iterator[tuple[int, int]]:
-    """Yields shard and record of the samples of all lanes, lane by lane."""
-    yield from zip(block.shard.ravel().tolist(), block.record.ravel().tolist(), strict=True)
+def _draw_chunks(canvas: Canvas) -> None:
+    width = _CHUNK * _WIDTH / sum(_SHARDS)
+    canvas.text(8, 26, 'shards')
+    for number in range(sum(_SHARDS) // _CHUNK):
+        shard, record = divmod(number * _CHUNK, _SHARDS[0])
+        canvas.box(_LEFT + number * width, 16, width, 22, _shade(shard, record // _CHUNK))
+    canvas.text(_LEFT, 50, 'records in runs of at most C = 32, the chunks', _FAINT, 11)
+
+
+def _draw_stream(canvas: Canvas) -> None:
+    width = _WIDTH / sum(_SHARDS)
+    canvas.text(8, 88, 'stream')
+    # Windows of one record leave the stretches of the stream as they are.
+    for number, (shard, record) in enumerate(_list_samples(window=1)):
+        canvas.stripe(_LEFT + number * width, 78, width, 22, shard, record // _CHUNK)
+    for lane in range(_LANES + 1):
+        x = _LEFT + lane * _WIDTH / _LANES
+        canvas.line([(x, 72), (x, 106)], _INK, 1.5)
+    text = 'chunks of an epoch in a random order, cut into L = 4 equal stretches, the lanes'
+    canvas.text(_LEFT, 114, text, _FAINT, 11)
+
+
+def _draw_batches(canvas: Canvas) -> None:
+    samples_of_lane = sum(_SHARDS) // _LANES
+    num_batches = samples_of_lane // _PER_LANE
+    width = _WIDTH / samples_of_lane
+    canvas.text(8, 146, 'batches', _FAINT, 11)
+    for batch in range(num_batches):
+        x = _LEFT + width * _PER_LANE * (batch + 0.5)
+        canvas.text(x, 146, f'{batch}', _FAINT, 11, anchor='mm')
+    for number, (shard, record) in enumerate(_list_samples(_WINDOW)):
+        lane, sample = divmod(number, samples_of_lane)
+        canvas.stripe(_LEFT + width * sample, 158 + 34 * lane, width, 24, shard, record // _CHUNK)
+    for lane in range(_LANES):
+        canvas.text(8, 170 + 34 * lane, f'lane {lane}')
+    for batch in range(num_batches + 1):
+        x = _LEFT + width * _PER_LANE * batch
+        is_window = batch % (_WINDOW // _PER_LANE) == 0
+        canvas.line([(x, 154), (x, 288)], _INK, 2 if is_window else 0.5)
+    text = 'windows of W = 64 records, between thick lines, are shuffled within a lane;'
+    canvas.text(_LEFT, 306, text, _FAINT, 11)
+    text = 'a batch of B = 64 takes the next B/L = 16 samples of every lane'
+    canvas.text(_LEFT, 326, text, _FAINT, 11)
+
+
+def _list_samples(window: int) -> Iterator[tuple[int, int]]:
+    """Yields shard and record of the samples of an epoch, lane by lane."""
+    order = Order(_SHARDS, OrderSettings(0, _CHUNK, _LANES, window))
+    samples = order.samples(range(_LANES), 0, sum(_SHARDS) // _LANES)
+    yield from zip(samples.shard.ravel().tolist(), samples.record.ravel().tolist(), strict=True)
 
 
 def _shade(shard: int, chunk: int) -> tuple[int, ...]:
@@ -163,16 +191,18 @@ def _shade(shard: int, chunk: int) -> tuple[int, ...]:
 
 def draw_workers(path: str = f'{_FOLDER}/workers.png') -> None:
     """Draws how two workers of a loader share the batches of one order."""
-    canvas, left, width, count = Canvas(680, 190), 130, 50, 10
+    canvas = Canvas(680, 190)
+    left, width, num_batches = 130, 50, 10
     rows = {'train_batches': None, 'worker 0': 0, 'worker 1': 1, 'DataLoader': None}
     for row, (name, worker) in enumerate(rows.items()):
         y = 12 + 44 * row
         canvas.text(8, y + 14, name)
-        for batch in range(count):
+        for batch in range(num_batches):
+            # Batches go to the workers in turn; None stands for those of both.
             if worker in (None, batch % 2):
-                canvas.box(left + width * batch, y, width - 4, 28, _COLOURS[batch % 2])
-                x = left + width * batch + width / 2 - 2
-                canvas.text(x, y + 14, str(batch), 'white', anchor='mm')
+                x = left + width * batch
+                canvas.box(x, y, width - 4, 28, _COLOURS[batch % 2])
+                canvas.text(x + width / 2 - 2, y + 14, str(batch), 'white', anchor='mm')
     canvas.save(path)
 
 

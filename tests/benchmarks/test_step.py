@@ -13,7 +13,14 @@ from train_lib.learning import flow, sharding
 from train_lib.learning.dit import flatten_weights
 from train_lib.learning.step import make_program
 
-_SIZES = {'width': 32, 'depth': 2, 'num_heads': 4, 'patch_size': 2, 'text': 'pooled'}
+_SIZES = {
+    'width': 32,
+    'depth': 2,
+    'num_heads': 4,
+    'patch_size': 2,
+    'text': 'pooled',
+    'prediction': 'velocity',
+}
 _LATENT_SHAPE, _TEXT_DIM = (8, 8, 4), 16
 
 
