@@ -82,7 +82,7 @@ slow: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps diffusers==0.42.1
 	$(BIN)/python tests/text/fetch_encoders.py --out $(ENCODERS)
 	COYO11M_ENCODERS=$(ENCODERS) $(BIN)/python -m pytest -m slow
-	$(BIN)/python -m pytest tests/train_lib/test_writers.py
+	$(BIN)/python -m pytest tests/train_lib/lifecycle/test_writers.py
 
 # Downloads libtpu (0.3 GB), which compiles without a TPU.
 pods: $(INSTALLED)
@@ -102,7 +102,8 @@ lowest: .lowest.txt
 		.venv-lowest/bin/python -m pytest -W default \
 		--numprocesses 3 --dist loadfile tests/convert tests/dataset tests/source tests/storage \
 		tests/text tests/test_builder.py tests/test_input_pipeline.py tests/reading/test_engines.py \
-		tests/train_lib/test_step.py tests/train_lib/test_train.py tests/train_lib/test_checkpoint.py
+		tests/train_lib/learning/test_step.py tests/train_lib/test_train.py \
+		tests/train_lib/lifecycle/test_checkpoint.py
 
 # Builds dist/, and tries it in an environment and a folder of its own.
 wheel:

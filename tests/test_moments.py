@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 import input_pipeline
 from coyo11m_tfds import schema, show
 from tests import built, runs, small_vae
-from tests.train_lib import test_flow, test_step
+from tests.train_lib.learning import test_flow, test_step
 from train_lib import data, draw
 from train_lib.learning import flow, sharding
 

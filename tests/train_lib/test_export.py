@@ -22,7 +22,7 @@ from torch.utils import flop_counter
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from coyo11m_tfds.pictures import latent_rgb
 from tests import children, runs, small_vae
-from tests.train_lib.test_models import randomized
+from tests.train_lib.learning.test_models import randomized
 from train_lib import draw, export
 from train_lib.learning import models
 from train_lib.learning.dit import Words, flatten_weights

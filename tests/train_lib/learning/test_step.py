@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict
 
 from configs import default
 from tests import children
-from tests.train_lib.test_flow import STATS
+from tests.train_lib.learning.test_flow import STATS
 from train_lib.learning import dit, sharding, state
 from train_lib.learning import step as steps
 

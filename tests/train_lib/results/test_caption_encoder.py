@@ -20,7 +20,7 @@ from coyo11m_tfds.text import jax_encoder, text_encoders
 from tests import built, runs
 from tests.runs import saved_steps, small_config
 from tests.text.test_jax_encoder import models, our_states  # noqa: F401, one is a fixture
-from tests.train_lib.test_models import randomized
+from tests.train_lib.learning.test_models import randomized
 from train_lib import draw, train
 from train_lib.learning import dit, flow, sharding, step, step_encoder
 from train_lib.learning import models as networks
