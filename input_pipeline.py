@@ -21,8 +21,9 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.dataset.stored_dataset import Data, DatasetStats, StoredDataset, open_data
 from coyo11m_tfds.dataset.texts import TextSpec
+from coyo11m_tfds.process.preparation import prepare_process, quiet_tensorflow
 from coyo11m_tfds.process.takes import takes
-from coyo11m_tfds.reading import damage, engines, evaluation, training
+from coyo11m_tfds.reading import damage, engines, training
 from coyo11m_tfds.reading.batches import (
     CROP,
     DROP_TEXT,
@@ -42,12 +43,14 @@ from coyo11m_tfds.reading.options import (
     ROWS,
     TF_DATA,
     ArrayOptions,
+    Mix,
+    MixSource,
     ReadOptions,
     TrainOptions,
+    mix_stats,
+    open_mix,
 )
 from coyo11m_tfds.reading.order import Order, OrderSettings
-from coyo11m_tfds.reading.process_settings import prepare_process, quiet_tensorflow
-from coyo11m_tfds.reading.sources import Mix, MixSource, mix_stats, open_mix
 from coyo11m_tfds.reading.training import ReadPlan
 
 if TYPE_CHECKING:
@@ -194,7 +197,7 @@ def eval_batches(options: ReadOptions) -> Batches:
         from coyo11m_tfds.reading import tf_data
 
         return tf_data.read_eval_dataset(options)
-    return evaluation.read_split(options, splits[0])
+    return engines.read_split(options, splits[0])
 
 
 def records(

@@ -263,7 +263,6 @@ def ours(
 ) -> BatchStream:
     """This pipeline; with `where`, a mixture of all data sets in the folder."""
     import input_pipeline
-    from coyo11m_tfds.reading import process_settings
 
     data: Any = data_dir(folder)
     if where is not None:
@@ -276,7 +275,7 @@ def ours(
                 part['where'] = where
             mix.append(part)
         data = input_pipeline.open_mix(mix)
-    process_settings.keep_freed_memory()  # as every program of this project begins
+    input_pipeline.prepare_process()  # as every program of this project begins
     options |= {'batch_size': BATCH_SIZE, 'seed': SEED, 'features': (schema.KEY, schema.LATENTS)}
     if state:
         options['start'] = json.loads(state)

@@ -25,8 +25,7 @@ import absl.app
 
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.convert.build_settings import CAPTION_FLAGS, add_caption_flags
-from coyo11m_tfds.process import command_line, programs, tfds_command
-from coyo11m_tfds.reading import process_settings
+from coyo11m_tfds.process import command_line, preparation, programs, tfds_command
 
 # Packages of the extra `convert` that TFDS' command and a build import.
 _PACKAGES = 'apache_beam', 'isal', 'mlcroissant', 'pandas', 'pyarrow', 'torch'
@@ -42,7 +41,7 @@ def main() -> None:
                 raise ModuleNotFoundError(name=name)
         _check_places(flags.manual_dir, flags.data_dir)
     programs.announce_start()
-    process_settings.quiet_tensorflow()
+    preparation.quiet_tensorflow()
     tfds_command.log_less()
     command_line.show_log()
     with tfds_command.ends_in_one_line():

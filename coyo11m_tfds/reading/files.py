@@ -1,6 +1,5 @@
 """Files in memory, mapped or fetched, and copies of rows of their bytes."""
 
-import abc
 import collections
 import contextlib
 import ctypes
@@ -78,7 +77,7 @@ class ReadCounter:
             self._counts = self._counts._replace(**sums)
 
 
-class HeldFiles(abc.ABC):
+class HeldFiles:
     """Numbered files whose bytes are in memory: the shards of a split, and files of its columns.
 
     A byte in memory has a *place*, a number. `locate` returns the places of ranges of files, and no
@@ -109,19 +108,19 @@ class HeldFiles(abc.ABC):
         file = self._added.get(number)
         return file.path if file else self._path_of(number)
 
-    @abc.abstractmethod
     def locate(
         self, number: np.ndarray, offset: np.ndarray, nbytes: np.ndarray | int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the places where ranges of files begin and end, at most at the ends of files."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def gather(self, places: np.ndarray, nbytes: int) -> np.ndarray:
         """Copies `nbytes` bytes from each place; returns void `(n,)` with items of this size."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def views(self, begin: np.ndarray, end: np.ndarray) -> list[np.ndarray]:
         """Returns the bytes from each `begin` to its `end` as uint8, without a copy."""
+        raise NotImplementedError
 
     def crc32c(
         self, begin: np.ndarray, end: np.ndarray, before: Iterable[int] = itertools.repeat(0)
@@ -130,36 +129,32 @@ class HeldFiles(abc.ABC):
         crcs = map(google_crc32c.extend, before, self.views(begin, end))
         return np.fromiter(crcs, np.uint32, len(begin))
 
-    @abc.abstractmethod
     def request(self, ranges: Sequence[Range]) -> None:
         """Begins to read ranges, after those that were requested before; does not wait."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def take(self, ranges: Iterable[Range]) -> None:
         """Waits for requested ranges, in the order of the requests; then `locate` knows them."""
 
-    @abc.abstractmethod
     def take_again(self, ranges: Iterable[Range]) -> None:
         """Reads ranges anew, because their bytes may have been changed on their way."""
 
-    @abc.abstractmethod
     def drop(self, ranges: Iterable[Range]) -> None:
         """Frees ranges that were taken; nothing may read from their places afterwards."""
 
-    @abc.abstractmethod
     def check_unchanged(self, numbers: np.ndarray) -> None:
-        """Raises an OSError if a file has changed since its bytes came into memory."""
+        """Raises an OSError if bytes in memory may have changed with their files."""
 
-    @abc.abstractmethod
     def close(self) -> None:
-        """Ends the reads that are under way."""
+        """Ends the reads that are under way, if nobody else needs them."""
 
 
 class MappedFiles(HeldFiles):
     """Files that are mapped, each from its first use on, into one range of memory.
 
     One array covers the range and nothing else. So NumPy refuses what lies outside, and the range
-    lives as long as any array of its bytes.
+    lives as long as any array of its bytes. The system reads what is used and frees what it needs,
+    so nothing is taken or dropped; other threads may use the same files, so nothing is closed.
     """
 
     def __init__(self, path_of: Callable[[int], str], size: Sequence[int] | np.ndarray):
@@ -205,18 +200,6 @@ class MappedFiles(HeldFiles):
                 with contextlib.suppress(OSError):
                     start = int(self._starts[number]) + page
                     self._range.madvise(mmap.MADV_WILLNEED, start, nbytes)
-
-    def take(self, ranges: Iterable[Range]) -> None:
-        """Does nothing: the system reads what is used."""
-
-    def take_again(self, ranges: Iterable[Range]) -> None:
-        """Does nothing: the bytes in memory are those of the file."""
-
-    def drop(self, ranges: Iterable[Range]) -> None:
-        """Does nothing: the system frees what it needs."""
-
-    def close(self) -> None:
-        """Does nothing: other threads may read from the same files."""
 
     def check_unchanged(self, numbers: np.ndarray) -> None:
         """Checks that open files are unchanged, each at most once a second."""
@@ -409,9 +392,6 @@ class FetchedFiles(HeldFiles):
         for key in ranges:
             del self._data[key]
         self._index()
-
-    def check_unchanged(self, numbers: np.ndarray) -> None:
-        """Does nothing: fetched bytes cannot change."""
 
     def close(self) -> None:
         """Ends the threads after the requests that are under way."""

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from coyo11m_tfds.process import arguments
 from coyo11m_tfds.process.errors import at_least
-from coyo11m_tfds.reading import arguments
 
 # Most steps of a cycle; finer weights of shapes are rounded.
 _MAX_CYCLE = 1000

@@ -15,9 +15,9 @@ import numpy as np
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.keyed_random import Permutation, derive, splitmix64
+from coyo11m_tfds.process import arguments
 from coyo11m_tfds.process.errors import FieldError, at_least
 from coyo11m_tfds.process.sizes import format_count
-from coyo11m_tfds.reading import arguments
 from coyo11m_tfds.reading.filters import KeptRecords
 
 # The first number hashed after the seed, one for each purpose.

@@ -4,25 +4,189 @@ Rows are located for a block of batches at a time. A batch then takes a few call
 copy only the requested values.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
+import struct
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import google_crc32c
+import ml_dtypes
 import numpy as np
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import records, texts
 from coyo11m_tfds.dataset.chunk_index import run_digests
 from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.dataset.records import RecordLayout, ValuePlaces, caption_head
-from coyo11m_tfds.dataset.stored_dataset import IndexedSplit
+from coyo11m_tfds.dataset.stored_dataset import IndexedSplit, StoredDataset
 from coyo11m_tfds.dataset.texts import TextMixture
-from coyo11m_tfds.reading import damage, framing, order
-from coyo11m_tfds.reading.batches import CROP, DROP_TEXT, MASK, NOISE_SEED, Batch
+from coyo11m_tfds.reading import damage, order
+from coyo11m_tfds.reading.batches import CROP, DROP_TEXT, MASK, NOISE_SEED, ArraySpec, Batch
 from coyo11m_tfds.reading.column_reader import ColumnReader, OpenedColumn
-from coyo11m_tfds.reading.features import BatchFeatures
 from coyo11m_tfds.reading.files import HeldFiles, Range
+
+_HEADER = np.dtype([('length', 'V8'), ('crc', '<u4')])
+
+# So many are located one after the other. A step of Python takes 0.2 us for each record, a step of
+# NumPy 12 us for all runs.
+_FEW_RUNS = 64
+
+
+def locate_records(
+    files: HeldFiles, start: np.ndarray, count: np.ndarray, limit: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns where the serialized records of runs begin and end, int64 `(n, CHUNK_STRIDE)`.
+
+    They lie between the `start` of their run and its `limit`, whatever bytes are there. Both
+    results are 0 beyond the run, and from the first incomplete record on.
+    """
+    if len(start) <= _FEW_RUNS:
+        return _locate_run_by_run(files, start, count, limit)
+    begin = np.zeros((len(start), schema.CHUNK_STRIDE), np.int64)
+    end = np.zeros_like(begin)
+    header_start = start.copy()
+    is_valid = count > 0
+    # The runs are many, and each has few records: a step of NumPy for each number in a run.
+    for number in range(int(count.max(initial=0))):
+        is_valid &= (number < count) & (header_start + records.HEADER_NBYTES <= limit)
+        length = files.gather(np.where(is_valid, header_start, 0), 8).view('<u8')
+        # A damaged length may be any number.
+        is_valid &= length <= records.MAX_RECORD_NBYTES
+        record_start = header_start + records.HEADER_NBYTES
+        record_end = record_start + np.where(is_valid, length, 0).astype(np.int64)
+        is_valid &= record_end + records.TRAILER_NBYTES <= limit
+        begin[is_valid, number] = record_start[is_valid]
+        end[is_valid, number] = record_end[is_valid]
+        header_start = record_end + records.TRAILER_NBYTES
+    return begin, end
+
+
+def stored_crcs(files: HeldFiles, end: np.ndarray) -> np.ndarray:
+    """Returns the masked checksums behind the ends of records; uint32, same shape."""
+    return files.gather(end.ravel(), records.TRAILER_NBYTES).view('<u4').reshape(end.shape)
+
+
+def match_crcs(files: HeldFiles, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Returns True where records and their lengths match the checksums behind them; bool `(n,)`."""
+    headers = files.gather(begin - records.HEADER_NBYTES, records.HEADER_NBYTES).view(_HEADER)
+    lengths = map(google_crc32c.value, headers['length'].tolist())
+    is_good = records.mask_crc32c(np.fromiter(lengths, np.uint32, len(begin))) == headers['crc']
+    return is_good & (records.mask_crc32c(files.crc32c(begin, end)) == stored_crcs(files, end))
+
+
+def _locate_run_by_run(
+    files: HeldFiles, start: np.ndarray, count: np.ndarray, limit: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    begin = np.zeros((len(start), schema.CHUNK_STRIDE), np.int64)
+    end = np.zeros_like(begin)
+    for row, run in enumerate(files.views(start, limit)):
+        begins, ends = _locate_in_run(memoryview(run), int(count[row]))
+        begin[row, : len(begins)] = start[row] + np.array(begins, np.int64)
+        end[row, : len(ends)] = start[row] + np.array(ends, np.int64)
+    return begin, end
+
+
+def _locate_in_run(run: memoryview, count: int) -> tuple[list[int], list[int]]:
+    """Returns where the first `count` records begin and end, up to the first incomplete one."""
+    begins: list[int] = []
+    ends: list[int] = []
+    header_start = 0
+    while len(begins) < count:
+        begin = header_start + records.HEADER_NBYTES
+        if begin > len(run):
+            break
+        (length,) = struct.unpack_from('<Q', run, header_start)
+        end = begin + length
+        if length > records.MAX_RECORD_NBYTES or end + records.TRAILER_NBYTES > len(run):
+            break
+        begins.append(begin)
+        ends.append(end)
+        header_start = end + records.TRAILER_NBYTES
+    return begins, ends
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchFeatures:
+    """The features of a batch, and the choices for each sample."""
+
+    features: tuple[str, ...]
+    # Of a stored row of each numeric feature, in records and columns; latents with all crops.
+    stored: Mapping[str, ArraySpec]
+    seed: int = 0  # of the choices for samples
+    caption_dropout: float = 0.0  # share of samples that `drop_text` marks
+    crop: int | None = None  # of all samples, 0 for the middle one; None: by (seed, epoch, key)
+    all_crops: bool = False  # of each sample, instead of one
+    with_mask: bool = False
+    text: texts.TextMixture | None = None  # None for the text in the record of each sample
+
+    @property
+    def in_records(self) -> set[str]:
+        """The features that records must hold, unless they are columns."""
+        in_columns = {self.text.feature} if self.text and '' not in self.text.names else set()
+        return {schema.KEY, *self.features} - in_columns - {CROP, NOISE_SEED}
+
+    @property
+    def array_names(self) -> list[str]:
+        """Names of the arrays in a batch."""
+        has_drops = self.caption_dropout and schema.TEXT_DTYPES.keys() & set(self.features)
+        return [*self.features, *[DROP_TEXT] * bool(has_drops), *[MASK] * self.with_mask]
+
+    def spec(self, size: int) -> dict[str, ArraySpec]:
+        """Shape and dtype of each array in a batch of `size` rows."""
+        rows = {
+            **self.stored,
+            schema.KEY: ArraySpec((), np.dtype(np.int64)),
+            schema.CAPTION: ArraySpec((), np.dtype(object)),
+            CROP: ArraySpec((), np.dtype(np.int32)),
+            NOISE_SEED: ArraySpec((), np.dtype(np.uint32)),
+            DROP_TEXT: ArraySpec((), np.dtype(bool)),
+            MASK: ArraySpec((), np.dtype(bool)),
+        }
+        # A sample shows one of the stored crops, unless all are read.
+        if schema.LATENTS in rows and not self.all_crops:
+            shape, dtype = rows[schema.LATENTS]
+            rows[schema.LATENTS] = ArraySpec(shape[1:], dtype)
+        # Tokens of several texts are padded to the longest.
+        if self.text:
+            dtype = np.dtype(schema.TEXT_DTYPES[self.text.feature])
+            rows[self.text.feature] = ArraySpec((self.text.size,), dtype)
+        return {x: ArraySpec((size, *rows[x].shape), rows[x].dtype) for x in self.array_names}
+
+    def choose_crops(self, epoch: np.ndarray, keys: np.ndarray, count: int) -> np.ndarray:
+        """Returns the number of the crop of each key in its epoch; int64 `(n,)`."""
+        if self.crop is not None:
+            return np.full(len(keys), schema.middle_crop(count) + self.crop)
+        return order.sample_crops(self.seed, epoch, keys, count)
+
+    def choose_drops(self, epoch: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """Returns whether the text of each key is dropped in its epoch; bool `(n,)`."""
+        return order.sample_drops(self.seed, epoch, keys, self.caption_dropout)
+
+
+def stored_specs(stored: StoredDataset) -> dict[str, ArraySpec]:
+    """Returns the shape and dtype of a row of the large features in the records."""
+    dtype, shape = stored.latents
+    specs: dict[str, ArraySpec] = {
+        schema.LATENTS: ArraySpec(shape, np.dtype(getattr(ml_dtypes, dtype, dtype))),
+        schema.TEXT_EMBEDDING: ArraySpec((stored.text_dim,), np.dtype(np.float16)),
+        schema.TOKENS: ArraySpec((stored.num_tokens,), np.dtype(np.int32)),
+    }
+    return {name: x for name, x in specs.items() if all(x.shape)}
+
+
+def check_text_feature(folder: str, text: texts.TextMixture, features: tuple[str, ...]) -> None:
+    """Raises a ValueError if the features include another kind of text than `text`."""
+    others = schema.TEXT_DTYPES.keys() & set(features) - {text.feature}
+    if text.in_columns and others:
+        raise ValueError(
+            f'{folder}: features has {min(others)!r}, but '
+            f'text={text.names[0] or texts.RECORDS_TEXT!r} holds {text.feature!r}; request that '
+            'feature instead'
+        )
+
 
 _STRIDE = schema.CHUNK_STRIDE
 
@@ -115,10 +279,10 @@ class RowReader:
         count = np.minimum(self._split.index.shard_lengths[shards] - first, _STRIDE)
         offset, nbytes = self._split.index.byte_range(shards, first, count)
         start, limit = self.files.locate(shards, offset, nbytes)
-        begins, ends = framing.locate_records(self.files, start, count, limit)
+        begins, ends = locate_records(self.files, start, count, limit)
         # Records of another build may have the same sizes: their checksums tell them apart, with
         # or without `verify`.
-        crcs = framing.stored_crcs(self.files, ends)
+        crcs = stored_crcs(self.files, ends)
         is_other = run_digests(crcs) != self._split.index.digests(shards, first)
         begins[is_other] = 0
         ends[is_other] = 0
@@ -145,7 +309,7 @@ class RowReader:
         is_odd = (codes == damage.GOOD) & ~located.values.regular
         if is_odd.any():
             # Damage may be the reason, whatever `verify` says.
-            is_intact = framing.match_crcs(self.files, located.begin[is_odd], located.end[is_odd])
+            is_intact = match_crcs(self.files, located.begin[is_odd], located.end[is_odd])
             codes[is_odd] = np.where(is_intact, damage.OTHER_LAYOUT, damage.DAMAGED)
         return codes
 
@@ -172,7 +336,7 @@ class RowReader:
 
     def _compare(self, located: LocatedRecords, rows: np.ndarray) -> np.ndarray:
         """Returns the codes of some of the records after all their checksums are compared."""
-        is_good = framing.match_crcs(self.files, located.begin[rows], located.end[rows])
+        is_good = match_crcs(self.files, located.begin[rows], located.end[rows])
         codes = np.where(is_good, damage.GOOD, damage.DAMAGED)
         for number, (name, column) in enumerate(self._columns.items(), damage.DAMAGED_ROW):
             places = located.values.places[name][rows]

@@ -16,12 +16,12 @@ from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import texts
-from coyo11m_tfds.reading import damage, evaluation, order, process_settings, training
+from coyo11m_tfds.process import preparation
+from coyo11m_tfds.reading import damage, engines, order, training
 from coyo11m_tfds.reading.batches import CROP, DROP_TEXT, MASK, NOISE_SEED, ArraySpec, Batches
-from coyo11m_tfds.reading.engines import open_splits
-from coyo11m_tfds.reading.features import BatchFeatures
 from coyo11m_tfds.reading.mixture import Cursor
 from coyo11m_tfds.reading.options import TF_DATA, ReadOptions
+from coyo11m_tfds.reading.row_reader import BatchFeatures
 
 TensorBatch = dict[str, tf.Tensor]
 
@@ -31,7 +31,7 @@ _LANE_ROWS = 256  # fewest rows to gather together, so that the cost of NumPy's 
 # Nothing here has branches on tensors, and to look for some takes a second.
 _no_autograph = tf.autograph.experimental.do_not_convert
 
-process_settings.end_iterators_at_exit()
+preparation.end_iterators_at_exit()
 
 
 def make_train_dataset(plan: training.ReadPlan) -> tf.data.Dataset:
@@ -78,10 +78,10 @@ def make_train_dataset(plan: training.ReadPlan) -> tf.data.Dataset:
 
 def make_eval_dataset(options: ReadOptions) -> tf.data.Dataset:
     """Implements `input_pipeline.eval_dataset`, in the order of the shards."""
-    splits = open_splits(options)
+    splits = engines.open_splits(options)
     if splits is None:
         return _prefetch(_padded_batches(options), options)
-    reader, size = evaluation.EvalReader(options, splits[0]), options.local_batch_size
+    reader, size = engines.EvalReader(options, splits[0]), options.local_batch_size
     proxy = weakref.proxy(reader)
     dataset = tf.data.Dataset.from_generator(
         lambda: proxy.read(), output_signature=_signature(reader.spec(size), size)
@@ -115,7 +115,7 @@ def read_train_dataset(plan: training.ReadPlan) -> Batches:
 def read_eval_dataset(options: ReadOptions) -> Batches:
     """Returns the batches of `make_eval_dataset` as NumPy arrays."""
     dataset = make_eval_dataset(options)
-    return evaluation.resumable_eval(
+    return engines.resumable_eval(
         options,
         _array_specs(dataset),
         int(dataset.cardinality()),

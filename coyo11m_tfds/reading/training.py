@@ -14,14 +14,18 @@ import numpy as np
 from absl import logging
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.reading import damage, memory
-from coyo11m_tfds.reading.batches import ArraySpec, Batch, Batches
-from coyo11m_tfds.reading.engines import OpenedSplit, SplitReader, engine_name, open_splits
-from coyo11m_tfds.reading.evaluation import kept_records
+from coyo11m_tfds.reading import damage
+from coyo11m_tfds.reading.batches import ArraySpec, Batch, Batches, MemoryNeed
+from coyo11m_tfds.reading.engines import (
+    OpenedSplit,
+    SplitReader,
+    engine_name,
+    kept_records,
+    open_splits,
+)
 from coyo11m_tfds.reading.mixture import BatchShares, Cursor, Position, Stage
-from coyo11m_tfds.reading.options import TrainOptions
+from coyo11m_tfds.reading.options import MixSource, TrainOptions, check_latents, choose_texts
 from coyo11m_tfds.reading.order import Order, train_blocks
-from coyo11m_tfds.reading.sources import MixSource, check_latents, choose_texts
 from coyo11m_tfds.storage import json_digest
 
 # Bytes of a long caption as an object of Python, with its pointer in the array.
@@ -158,7 +162,7 @@ class TrainReader:
             logging.info('mixture: %s', line)
 
     @property
-    def memory_need(self) -> memory.MemoryNeed | None:
+    def memory_need(self) -> MemoryNeed | None:
         """The memory that reading takes; None if it takes little."""
         options, readers = self._options, [x for x in self._readers if not x.is_mapped]
         if not readers:
@@ -168,7 +172,7 @@ class TrainReader:
             for reader in readers
             for shape, dtype in reader.spec(1).values()
         ]
-        return memory.MemoryNeed(
+        return MemoryNeed(
             lanes=len(options.own_lanes),
             window=max(
                 order.window

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import chunk_index, records
 from coyo11m_tfds.process import machine
-from coyo11m_tfds.reading import memory
+from coyo11m_tfds.reading.batches import MemoryNeed
 from tests import children
 from tests.reading import small_dataset
 from tests.reading.batches import check_memory
 
 RECORDS, SHARDS, TEXT_DIM = 512, 200, 640
-NEED = memory.MemoryNeed(
+NEED = MemoryNeed(
     lanes=16, window=1024, in_flight=256, rows_ready=768, row_nbytes=9481, raw_nbytes=26_000
 )
 
@@ -52,8 +52,8 @@ def big(tmp_path_factory) -> pathlib.Path:
 
 _READ = """
 import itertools, json
-from coyo11m_tfds.reading import process_settings
-process_settings.keep_freed_memory()
+from coyo11m_tfds.process import preparation
+preparation.keep_freed_memory()
 import input_pipeline
 
 def read(steps, **settings):
@@ -102,7 +102,7 @@ def test_reading_takes_what_is_told(big, changes):
 
 @given(
     need=st.builds(
-        memory.MemoryNeed,
+        MemoryNeed,
         lanes=st.integers(1, 512),
         window=st.integers(1, 10**6),
         in_flight=st.integers(1, 256).map(lambda n: 32 * n),

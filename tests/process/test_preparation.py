@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.reading import process_settings
+from coyo11m_tfds.process import preparation
 from tests import children
 from tests.reading import small_dataset
 
@@ -36,8 +36,8 @@ ENDS = {
 PROGRAM = """
 import atexit, os, signal
 os.environ['JAX_PLATFORMS'] = 'cpu'
-from coyo11m_tfds.reading import process_settings
-process_settings.prepare_process()
+from coyo11m_tfds.process import preparation
+preparation.prepare_process()
 import jax
 import input_pipeline
 
@@ -126,7 +126,7 @@ def test_iterators_that_are_left_open_say_nothing(folder):
 
 def test_what_the_environment_says_of_the_log_stays(monkeypatch):
     monkeypatch.setenv('TF_CPP_MIN_LOG_LEVEL', '0')
-    process_settings.quiet_tensorflow()
+    preparation.quiet_tensorflow()
     assert os.environ['TF_CPP_MIN_LOG_LEVEL'] == '0'
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.process.errors import FieldError
 
 # By annotation: what is expected, the types that are converted, those that are not, and the
@@ -17,7 +16,12 @@ _KINDS: dict[Any, tuple[str, Any, Any, Callable[[Any], Any]]] = {
     float: ('a number', numbers.Real, bool, float),
     bool: ('True or False', bool | np.bool_, (), bool),
     str: ('a string', str, (), str),
-    texts.TextSpec: ('a string, or a dict of weights', str | Mapping, (), lambda spec: spec),
+    str | Mapping[str, float]: (
+        'a string, or a dict of weights',
+        str | Mapping,
+        (),
+        lambda spec: spec,
+    ),
     Sequence[str]: ("a sequence of names, such as ('key',)", Iterable, str | Mapping, tuple),
     Sequence[str] | None: (
         "a sequence of names, such as ('key',), or None",
