@@ -33,20 +33,26 @@ class OpenedColumn(NamedTuple):
 
     @property
     def row_nbytes(self) -> int:
+        """Size of the values of a row, in bytes."""
         return self.dtype.itemsize * math.prod(self.shape)
 
     @property
     def piece_nbytes(self) -> int:
+        """Size of a piece, in bytes; all pieces of a row have the same."""
         return self.row_nbytes // self.starts.shape[1]
 
 
 def open_column(
     column: Column, folder: str | os.PathLike[str], split: str, num_records: int
 ) -> OpenedColumn:
-    """Opens a column after comparing its files with the data set's description; reads no rows."""
+    """Opens a column after comparing its files with the data set's description; reads no rows.
+
+    Raises a ValueError for another file than the described one, and for a place outside of it.
+    """
     if isinstance(column, AddedColumn):
         file, start, row_dtype = column.locate(folder, split, num_records)
-        starts, strides = np.array([[start]]), np.array([row_dtype.itemsize])
+        starts = np.array([[start]])
+        strides = np.array([row_dtype.itemsize])
         dtype = np.dtype(column.dtype)
         return OpenedColumn([file], starts, strides, None, dtype, column.shape)
     present_files = column.find_files()
@@ -57,13 +63,13 @@ def open_column(
     starts = np.array([file.starts for file in column.files], np.int64).reshape(-1, pieces)
     strides = np.array([file.stride for file in column.files], np.int64)
     opened = OpenedColumn(files, starts, strides, places, dtype, column.shape)
-    # The offset from a file's first row to the last possible row; no row of a file that is not
-    # described is possible.
-    offsets = [x.size for x in files] - starts.max(axis=1, initial=0) - opened.piece_nbytes
+    # The offset from a file's first row to the last possible row. Behind all files stands one for
+    # those that are not described, in which no row is possible.
+    last_offsets = [x.size for x in files] - starts.max(axis=1, initial=0) - opened.piece_nbytes
+    last_offsets = np.append(last_offsets, -1)
     file_number = np.minimum(places[:, 0], len(files))
-    is_outside = (
-        places[:, 1] * np.append(strides, 1)[file_number] > np.append(offsets, -1)[file_number]
-    )
+    row_offset = places[:, 1] * np.append(strides, 1)[file_number]
+    is_outside = row_offset > last_offsets[file_number]
     if is_outside.any():
         number = int(is_outside.argmax())
         file_index, row, _ = places[number].tolist()
@@ -124,7 +130,10 @@ class ColumnReader:
         return self._files.path_of(int(file[0])), int(row[0])
 
     def ranges(self, first: np.ndarray, count: np.ndarray) -> list[list[Range]]:
-        """Returns the ranges to fetch for each run of records: its rows, and small gaps."""
+        """Returns the ranges to read for each run of records: its rows, and small gaps.
+
+        `first` is the first record of each run and `count` the number of records, int64 `(n,)`.
+        """
         run = np.repeat(np.arange(len(first)), count)
         index_in_run = np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
         file, _, begins = self._offsets(first[run] + index_in_run)
@@ -133,7 +142,8 @@ class ColumnReader:
             end = begin + self._nbytes
             # A request costs a round trip, so small gaps are read over.
             gap = begin[1:] - end[:-1]
-            is_apart = (np.diff(run) != 0) | (np.diff(file) != 0) | (gap < 0) | (gap > _GAP)
+            is_apart = (gap < 0) | (gap > _GAP)
+            is_apart |= (np.diff(run) != 0) | (np.diff(file) != 0)
             starts = np.flatnonzero(np.concatenate([[True], is_apart])[: len(run)])
             stops = np.append(starts[1:], len(run)) - 1
             rows = np.stack([run[starts], file[starts], begin[starts], end[stops]], axis=1)
@@ -143,13 +153,16 @@ class ColumnReader:
 
     def check_unchanged(self, number: np.ndarray) -> None:
         """Raises an OSError if a file with the rows of some records has changed."""
-        files = np.zeros_like(number) if self._places is None else self._places[number, 0]
-        self._files.check_unchanged(self._first + files)
+        file = np.zeros_like(number)
+        if self._places is not None:
+            file = self._places[number, 0]
+        self._files.check_unchanged(self._first + file)
 
     def _offsets(self, number: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns file and row of some records, and the offsets of its pieces, `(n, pieces)`."""
         if self._places is None:
-            file, row = np.zeros_like(number), number
+            file = np.zeros_like(number)
+            row = number
         else:
             file, row, _ = self._places[number].astype(np.int64).T
         begin = self._starts[file] + (row * self._strides[file])[:, None]

@@ -73,22 +73,30 @@ _PartRead = tuple[tuple[int, ...], np.ndarray, Batch]
 
 
 class OpenedSplit(NamedTuple):
+    """A split with its chunk index, and the way in which it is read."""
+
     indexed: IndexedSplit
     is_mapped: bool  # whether its files are mapped and read by rows, or fetched by chunks
 
 
 def open_splits(options: ReadOptions, lanes: int | None = None) -> tuple[OpenedSplit, ...] | None:
     """Opens the split of each source; None for a single source without a chunk index."""
-    splits = [_open_split(x.stored, options.split, options.engine) for x in options.sources]
-    opened = tuple(x for x in splits if x)
-    if len(opened) < len(splits) and (opened or len(splits) > 1 or options.source.where):
-        folder = options.sources[splits.index(None)].stored.folder
-        raise ValueError(
-            f'{folder}: cannot be mixed or filtered without a chunk index. Build it again.'
-        )
-    # Without a chunk index there are no lanes.
-    options.check_shares(lanes if opened else None)
-    return opened or None
+    splits = []
+    for source in options.sources:
+        split = _open_split(source.stored, options.split, options.engine)
+        if split:
+            splits.append(split)
+        elif len(options.sources) > 1 or source.where:
+            raise ValueError(
+                f'{source.stored.folder}: cannot be mixed or filtered without a chunk index. '
+                'Build it again.'
+            )
+    if not splits:
+        # Without a chunk index there are no lanes.
+        options.check_shares(None)
+        return None
+    options.check_shares(lanes)
+    return tuple(splits)
 
 
 def engine_name(options: ReadOptions, splits: Sequence[OpenedSplit] | None) -> str:
@@ -99,17 +107,22 @@ def engine_name(options: ReadOptions, splits: Sequence[OpenedSplit] | None) -> s
 
 
 def _open_split(stored: StoredDataset, name: str, engine: str) -> OpenedSplit | None:
-    split = None if engine == ROWS and not stored.can_map else stored.split(name)
-    if split is None:
-        if engine == ROWS:
+    split = None
+    # Before files are read, perhaps of a bucket.
+    if engine != ROWS or stored.can_map:
+        split = stored.split(name)
+    if engine == ROWS:
+        if split is None:
             raise ValueError(
                 f'{stored.folder}: engine={ROWS!r} needs local files, also of latents in place, '
                 f'and a chunk index of split {name!r}: set engine={CHUNKS!r}'
             )
+        return OpenedSplit(split, is_mapped=True)
+    if split is None:
         return None
-    # Others are read by chunks unless the caller wants an error.
+    # Too many files are read by chunks unless the caller wants an error.
     can_map = stored.can_map and len(split.index.shard_lengths) <= MAX_FILES
-    return OpenedSplit(split, engine == ROWS or (can_map and engine != CHUNKS))
+    return OpenedSplit(split, is_mapped=can_map and engine != CHUNKS)
 
 
 class SplitReader:
@@ -127,8 +140,10 @@ class SplitReader:
         crop: int | None = None,
         all_crops: bool = False,
     ):
-        self.options, stored = options, options.stored
-        self._split, self.is_mapped = opened
+        self.options = options
+        self.is_mapped = opened.is_mapped
+        self._split = opened.indexed
+        stored = options.stored
         features = options.feature_names
         check_text_feature(stored.folder, text, features)
         num_records = int(self._split.index.shard_lengths.sum())
@@ -140,16 +155,20 @@ class SplitReader:
             }
         except ValueError as error:
             raise DamagedError(*error.args) from error
-        column_specs = {x: ArraySpec(c.shape, c.dtype) for x, c in self._columns.items()}
+        specs = stored_specs(stored)
+        for name, column in self._columns.items():
+            specs[name] = ArraySpec(column.shape, column.dtype)
+        # A single text of the records needs no choice.
+        has_choice = text.in_columns or text.size > text.texts[0].size
         self._features = BatchFeatures(
             features,
-            stored_specs(stored) | column_specs,
+            specs,
             seed=seed,
             caption_dropout=caption_dropout,
             crop=crop,
             all_crops=all_crops,
             with_mask=with_mask,
-            text=text if text.in_columns or text.size > text.texts[0].size else None,
+            text=text if has_choice else None,
         )
         stored.check_features(sorted(self._features.in_records))
         preparation.keep_freed_memory()
@@ -324,7 +343,8 @@ def _ranges_of(chunks: Iterable[Chunk]) -> list[Range]:
 
 
 # How keys are read that a condition compares.
-_KEYS_CHUNK, _KEYS_IN_FLIGHT = 256, 16
+_KEYS_CHUNK = 256
+_KEYS_IN_FLIGHT = 16
 
 
 def kept_records(options: ReadOptions) -> KeptRecords | None:
@@ -359,12 +379,17 @@ def read_split_keys(options: ReadOptions, num_records: int, size: int) -> Iterat
     assert splits, 'a source with a condition has a chunk index'
     for batch in EvalReader(key_options, splits[0]).read():
         # Zeros fill the last batch.
-        keys, is_readable = batch[schema.KEY][:num_records], batch[MASK][:num_records]
-        yield keys if is_readable.all() else np.ma.array(keys, mask=~is_readable)
+        keys = batch[schema.KEY][:num_records]
+        is_readable = batch[MASK][:num_records]
+        if is_readable.all():
+            yield keys
+        else:
+            yield np.ma.array(keys, mask=~is_readable)
         num_records -= len(keys)
 
 
 def read_split(options: ReadOptions, opened: OpenedSplit) -> Batches:
+    """Returns this process's share of all records of an opened split, once, as batches."""
     reader = EvalReader(options, opened)
     spec = reader.spec(options.local_batch_size)
     engine = engine_name(options, [opened])
@@ -401,7 +426,9 @@ class EvalReader(SplitReader):
         options = options.for_source(options.source)
         self._kept = kept_records(options)
         lengths = opened.indexed.index.shard_lengths
-        self._lengths = lengths if self._kept is None else self._kept.lengths
+        if self._kept is not None:
+            lengths = self._kept.lengths
+        self._lengths = lengths
         num_records = int(self._lengths.sum())
         if not num_records:
             raise ValueError(
@@ -412,7 +439,8 @@ class EvalReader(SplitReader):
         self.num_batches = -(-num_records // options.batch_size)
         per_process = self.num_batches * options.local_batch_size
         # Consecutive records, so that each process reads few chunks of the others.
-        self._own_records = range(num_records)[options.process_index * per_process :][:per_process]
+        first = options.process_index * per_process
+        self._own_records = range(num_records)[first : first + per_process]
         text = options.stored.choose_texts(options.text).first
         super().__init__(options, opened, text, crop=0, with_mask=True)
 
@@ -423,9 +451,8 @@ class EvalReader(SplitReader):
         blocks = eval_blocks(self._lengths, records.start, records.stop, size, self._kept)
         no_rows = {name: np.zeros(*spec) for name, spec in self.spec(0).items()}
         # Processes at the end of the split have fewer records, but as many batches.
-        batches = itertools.chain(
-            self.read_blocks(blocks, self.options.parallel_reads), itertools.repeat(no_rows)
-        )
+        batches = self.read_blocks(blocks, self.options.parallel_reads)
+        batches = itertools.chain(batches, itertools.repeat(no_rows))
         for batch in itertools.islice(batches, self.num_batches - start):
             yield {name: _pad_rows(x, size) for name, x in batch.items()}
 
@@ -434,6 +461,7 @@ def _pad_rows(x: np.ndarray, size: int) -> np.ndarray:
     """Puts rows of zeros, or of empty strings, after those of an array."""
     if len(x) == size:
         return x
-    shape = (size - len(x), *x.shape[1:])
-    padding = np.full(shape, b'', object) if x.dtype == object else np.zeros(shape, x.dtype)
+    padding = np.zeros((size - len(x), *x.shape[1:]), x.dtype)
+    if x.dtype == object:
+        padding[:] = b''
     return np.concatenate([x, padding])

@@ -83,8 +83,11 @@ class Condition:
 
     def identity(self, stored: StoredDataset, split: str) -> str:
         """Returns the condition and the CRC-32Cs of the columns that it compares."""
-        columns = {x: stored.columns[x].crc32c for x in self.names if x in stored.columns}
-        crcs = [f'{name} {crc32c[split]}' for name, crc32c in columns.items() if split in crc32c]
+        crcs = []
+        for name in self.names:
+            column = stored.columns.get(name)
+            if column and split in column.crc32c:
+                crcs.append(f'{name} {column.crc32c[split]}')
         return f'{self.text} [{", ".join(crcs)}]'
 
 
@@ -159,25 +162,33 @@ class KeptRecords:
         self._before = np.zeros(len(self._bits) + 1, np.uint32 if size < 2**32 else np.uint64)
         np.cumsum(np.bitwise_count(self._bits), dtype=self._before.dtype, out=self._before[1:])
         self.num_records = int(self._before[-1])
-        self._shard_lengths, self._first_numbers = shard_lengths, shard_ends - shard_lengths
+        self._shard_lengths = shard_lengths
+        self._first_numbers = shard_ends - shard_lengths
         self._first_kept = self._count_before(self._first_numbers)
         # Kept records of each shard, int64 `(num_shards,)`.
         self.lengths = self._count_before(shard_ends) - self._first_kept
 
     def locate(self, shard: np.ndarray, number: np.ndarray) -> np.ndarray:
         """Returns the number in its shard of the `number`-th kept record; int64, same shape."""
-        kept = (self._first_kept[shard] + number).astype(self._before.dtype)
-        byte = np.searchsorted(self._before, kept, side='right') - 1
-        bit = _SET_BITS[self._bits[byte], (kept - self._before[byte]).astype(np.int64)]
+        number_in_split = (self._first_kept[shard] + number).astype(self._before.dtype)
+        byte = np.searchsorted(self._before, number_in_split, side='right') - 1
+        number_in_byte = (number_in_split - self._before[byte]).astype(np.int64)
+        bit = _SET_BITS[self._bits[byte], number_in_byte]
         return byte * 8 + bit - self._first_numbers[shard]
 
-    def count_in_runs(self) -> int:
-        """Returns the number of records in the runs of `schema.CHUNK_STRIDE` with a kept one."""
+    def num_records_in_kept_runs(self) -> int:
+        """Returns the number of records of all runs with at least one kept record.
+
+        A run has `schema.CHUNK_STRIDE` records of a shard: so many are read together.
+        """
         ends = self._first_numbers + self._shard_lengths
-        shards = zip(self._first_numbers.tolist(), ends.tolist(), strict=True)
-        begin = np.concatenate([np.arange(*shard, schema.CHUNK_STRIDE) for shard in shards])
-        end = np.append(begin[1:], ends[-1])
-        return int((end - begin)[self._count_before(end) > self._count_before(begin)].sum())
+        begins_of_shards = []
+        for first, end in zip(self._first_numbers.tolist(), ends.tolist(), strict=True):
+            begins_of_shards.append(np.arange(first, end, schema.CHUNK_STRIDE))
+        run_begin = np.concatenate(begins_of_shards)
+        run_end = np.append(run_begin[1:], ends[-1])
+        has_kept = self._count_before(run_end) > self._count_before(run_begin)
+        return int((run_end - run_begin)[has_kept].sum())
 
     def _count_before(self, number: np.ndarray) -> np.ndarray:
         lower_bits = (1 << (number & 7)) - 1
@@ -197,12 +208,12 @@ def find_kept(
     `read_keys` yields keys in blocks of a size, masked where they cannot be read: not kept.
     """
     num_records = int(shard_lengths.sum())
-    columns = {
-        name: read_keys(_BLOCK_ROWS)
-        if name == schema.KEY
-        else _read_column(stored, name, split, num_records)
-        for name in condition.names
-    }
+    columns = {}
+    for name in condition.names:
+        if name == schema.KEY:
+            columns[name] = read_keys(_BLOCK_ROWS)
+        else:
+            columns[name] = _read_column(stored, name, split, num_records)
     # Block by block: all columns of a large split would take too much memory.
     blocks = zip(*columns.values(), strict=True)
     is_kept = (condition.evaluate(dict(zip(columns, x, strict=True))) for x in blocks)
@@ -212,7 +223,8 @@ def find_kept(
             f'{stored.folder}: where={condition.text!r} keeps none of the {num_records:,} records '
             f'of split {split!r}'
         )
-    shares = [f'{x / num_records:.1%}' for x in (kept.num_records, kept.count_in_runs())]
+    num_in_runs = kept.num_records_in_kept_runs()
+    shares = [f'{x / num_records:.1%}' for x in (kept.num_records, num_in_runs)]
     logging.info(
         f'{stored.folder}: {condition.text} keeps {shares[0]} of split {split!r}. Reading by '
         f'chunks fetches {shares[1]} of it, in runs of {schema.CHUNK_STRIDE} records.'

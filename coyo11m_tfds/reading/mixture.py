@@ -21,6 +21,8 @@ _MAX_CYCLE = 1000
 
 
 class Position(NamedTuple):
+    """A position in a mixture, between two batches."""
+
     step: int  # number of the next batch
     samples: tuple[int, ...]  # of each source, taken from every lane so far
 
@@ -36,11 +38,16 @@ class Stage:
     cycle: np.ndarray  # numbers of the shapes of consecutive steps, int64 (t,), repeated
 
     def shape(self, step: int) -> int:
+        """Returns the number of the shape that the batch of a step has."""
         return int(self.cycle[step % len(self.cycle)])
 
     def members(self, shape: int) -> list[int]:
-        numbers = range(len(self.counts))
-        return [i for i in numbers if self.counts[i] and self.shapes[i] == shape]
+        """Returns the numbers of the sources that share the batches of a shape."""
+        numbers = []
+        for number, count in enumerate(self.counts):
+            if count and self.shapes[number] == shape:
+                numbers.append(number)
+        return numbers
 
     def samples(self, begin: int, end: int) -> tuple[int, ...]:
         """Returns the samples of each source in a lane's share of the steps `[begin, end)`."""
@@ -70,21 +77,22 @@ class BatchShares:
         self._names = names or [str(number) for number in range(len(weights))]
         numbers = {shape: number for number, shape in enumerate(dict.fromkeys(shapes))}
         self._shapes = tuple(numbers[x] for x in shapes) or (0,) * len(weights)
-        begins, self._weights = [0], [_fractions(weights, len(weights), 'weights')]
+        begins = [0]
+        self._weights = [_fractions(weights, len(weights), 'weights')]
         for stage in stages:
             begin, stage_weights = _parse_stage(stage, len(weights))
             # A stage from step 0 replaces the weights of the sources.
             if begin == 0 and len(begins) == 1:
-                begins, self._weights = [], []
+                begins.clear()
+                self._weights.clear()
             elif begin <= begins[-1]:
                 raise ValueError(f"stages: 'from': {begin} does not come after {begins[-1]}")
             begins.append(begin)
             self._weights.append(stage_weights)
+        ends = [*begins[1:], math.inf]
         self.stages = [
             Stage(begin, end, *self._share_out(stage_weights))
-            for begin, end, stage_weights in zip(
-                begins, [*begins[1:], math.inf], self._weights, strict=True
-            )
+            for begin, end, stage_weights in zip(begins, ends, self._weights, strict=True)
         ]
         # Its data would be opened in vain, and the weight is probably a mistake.
         for name, *counts in zip(self._names, *(x.counts for x in self.stages), strict=True):
@@ -92,6 +100,7 @@ class BatchShares:
                 raise ValueError(f'source {name!r} has weight 0 in every stage: leave it out')
 
     def stage_at(self, step: int) -> Stage:
+        """Returns the stage that holds a step."""
         return self.stages[bisect.bisect(self.stages, step, key=lambda stage: stage.begin) - 1]
 
     def advance(self, position: Position, step: int) -> Position:
@@ -107,7 +116,7 @@ class BatchShares:
 
     @functools.cached_property
     def summary(self) -> list[str]:
-        """A line for each stage: the shares of the sources, and weights that would be exact."""
+        """Returns a line for each stage: shares of the sources, and weights that would be exact."""
         return [self._summarize(*x) for x in zip(self.stages, self._weights, strict=True)]
 
     def _share_out(
@@ -120,7 +129,10 @@ class BatchShares:
         # Batches have one shape: a source competes only with others of its shape.
         counts = [0] * len(weights)
         for shape, total in enumerate(shape_weights):
-            members = [i for i, x in enumerate(self._shapes) if x == shape and weights[i]]
+            members = []
+            for number, source_shape in enumerate(self._shapes):
+                if source_shape == shape and weights[number]:
+                    members.append(number)
             shares = [weights[i] / total for i in members]
             rounded = _largest_remainders(shares, self.per_lane)
             for i, share, count in zip(members, shares, rounded, strict=True):
@@ -146,16 +158,17 @@ class BatchShares:
                     'batches: give it a larger weight'
                 )
         # Each shape's batches stand in the middles of equal parts of the cycle.
-        steps = [
-            (Fraction(2 * k + 1, 2 * quota), shape)
-            for shape, quota in enumerate(quotas)
-            for k in range(quota)
-        ]
-        return tuple(counts), self._shapes, np.array([shape for _, shape in sorted(steps)])
+        steps = []
+        for shape, quota in enumerate(quotas):
+            for number in range(quota):
+                steps.append((Fraction(2 * number + 1, 2 * quota), shape))
+        cycle = np.array([shape for _, shape in sorted(steps)])
+        return tuple(counts), self._shapes, cycle
 
     def _summarize(self, stage: Stage, weights: list[Fraction]) -> str:
         samples = stage.samples(0, len(stage.cycle))
-        shares, is_exact = [], True
+        shares = []
+        is_exact = True
         for name, weight, count in zip(self._names, weights, samples, strict=True):
             exact_share = weight / sum(weights)
             share = Fraction(count, len(stage.cycle) * self.per_lane)
@@ -165,11 +178,11 @@ class BatchShares:
         if is_exact:
             return f'shares {", ".join(shares)}'
         # Shares of a batch are multiples of 1/per_lane within each shape.
-        denominators = [
-            (weights[i] / sum(weights[j] for j in stage.members(shape))).denominator
-            for shape in set(stage.cycle.tolist())
-            for i in stage.members(shape)
-        ]
+        denominators = []
+        for shape in set(stage.cycle.tolist()):
+            members = stage.members(shape)
+            total = sum(weights[number] for number in members)
+            denominators += [(weights[number] / total).denominator for number in members]
         exact_weights = ':'.join(str(x // math.gcd(*samples)) for x in samples)
         return (
             f'shares {", ".join(shares)}, in steps of 1/{self.per_lane} (lanes/batch_size): '

@@ -1,12 +1,13 @@
 """Batches gathered row by row from TFRecord files in memory, without TensorFlow.
 
-Rows are located for a block of batches at a time. A batch then takes a few calls of NumPy, which
-copy only the requested values.
+The chunk index says where a run of records begins, and from there the lengths lead from record to
+record. The digest of the checksums behind the records, see `chunk_index.run_digests`, shows whether
+they are the right ones. Rows are located for a block of batches at a time. A batch then takes a few
+calls of NumPy, which copy only the requested values.
 """
 
 import dataclasses
 import functools
-import itertools
 import math
 import struct
 from collections.abc import Mapping
@@ -33,6 +34,9 @@ _HEADER = np.dtype([('length', 'V8'), ('crc', '<u4')])
 # So many are located one after the other. A step of Python takes 0.2 us for each record, a step of
 # NumPy 12 us for all runs.
 _FEW_RUNS = 64
+
+
+# --- Framing: where records begin and end, from the chunk index on --------------------------------
 
 
 def locate_records(
@@ -108,6 +112,9 @@ def _locate_in_run(run: memoryview, count: int) -> tuple[list[int], list[int]]:
     return begins, ends
 
 
+# --- Features: what a batch has of each record ----------------------------------------------------
+
+
 @dataclasses.dataclass(frozen=True)
 class BatchFeatures:
     """The features of a batch, and the choices for each sample."""
@@ -125,17 +132,25 @@ class BatchFeatures:
     @property
     def in_records(self) -> set[str]:
         """The features that records must hold, unless they are columns."""
-        in_columns = {self.text.feature} if self.text and '' not in self.text.names else set()
-        return {schema.KEY, *self.features} - in_columns - {CROP, NOISE_SEED}
+        names = {schema.KEY, *self.features} - {CROP, NOISE_SEED}
+        # All texts of a mixture may be columns.
+        if self.text and '' not in self.text.names:
+            names.discard(self.text.feature)
+        return names
 
     @property
     def array_names(self) -> list[str]:
         """Names of the arrays in a batch."""
-        has_drops = self.caption_dropout and schema.TEXT_DTYPES.keys() & set(self.features)
-        return [*self.features, *[DROP_TEXT] * bool(has_drops), *[MASK] * self.with_mask]
+        names = [*self.features]
+        has_text = bool(schema.TEXT_DTYPES.keys() & set(self.features))
+        if self.caption_dropout and has_text:
+            names.append(DROP_TEXT)
+        if self.with_mask:
+            names.append(MASK)
+        return names
 
     def spec(self, size: int) -> dict[str, ArraySpec]:
-        """Shape and dtype of each array in a batch of `size` rows."""
+        """Returns shape and dtype of each array in a batch of `size` rows."""
         rows = {
             **self.stored,
             schema.KEY: ArraySpec((), np.dtype(np.int64)),
@@ -169,8 +184,10 @@ class BatchFeatures:
 def stored_specs(stored: StoredDataset) -> dict[str, ArraySpec]:
     """Returns the shape and dtype of a row of the large features in the records."""
     dtype, shape = stored.latents
+    # NumPy alone does not know bfloat16.
+    latents_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
     specs: dict[str, ArraySpec] = {
-        schema.LATENTS: ArraySpec(shape, np.dtype(getattr(ml_dtypes, dtype, dtype))),
+        schema.LATENTS: ArraySpec(shape, latents_dtype),
         schema.TEXT_EMBEDDING: ArraySpec((stored.text_dim,), np.dtype(np.float16)),
         schema.TOKENS: ArraySpec((stored.num_tokens,), np.dtype(np.int32)),
     }
@@ -191,8 +208,10 @@ def check_text_feature(folder: str, text: texts.TextMixture, features: tuple[str
 _STRIDE = schema.CHUNK_STRIDE
 
 
+# --- Rows -----------------------------------------------------------------------------------------
+
 # The ranges of files that hold a chunk of records, or a piece of one, and its rows in columns.
-Chunk = tuple[Range, ...]
+Chunk = list[Range]
 
 
 class LocatedRecords(NamedTuple):
@@ -209,9 +228,13 @@ class LocatedRecords(NamedTuple):
 
     def rows(self, rows: slice) -> 'LocatedRecords':
         """Returns some of the records."""
-        *arrays, (*values, places) = self
-        places = {name: x[rows] for name, x in places.items()}
-        in_rows = ValuePlaces._make([*(x[rows] for x in values), places])
+        *arrays, values = self
+        in_rows = ValuePlaces(
+            values.regular[rows],
+            values.keys[rows],
+            values.captions_end[rows],
+            {name: places[rows] for name, places in values.places.items()},
+        )
         return LocatedRecords._make([*(x[rows] for x in arrays), in_rows])
 
 
@@ -261,14 +284,13 @@ class RowReader:
         count -= first
         begin, nbytes = self._split.index.byte_range(shards, first, count)
         ends = (begin + nbytes).tolist()
-        in_shards = zip(shards.tolist(), begin.tolist(), ends, strict=True)
+        chunks = [[x] for x in zip(shards.tolist(), begin.tolist(), ends, strict=True)]
         number = self._split.first_numbers[shards] + first
-        in_columns = [column.ranges(number, count) for column in self._columns.values()]
-        chunks = [
-            (in_shard, *itertools.chain.from_iterable(rows))
-            for in_shard, *rows in zip(in_shards, *in_columns, strict=True)
-        ]
-        return chunks, np.searchsorted(pieces[starts], piece_numbers, side='right') - 1
+        for column in self._columns.values():
+            for ranges, in_column in zip(chunks, column.ranges(number, count), strict=True):
+                ranges += in_column
+        chunk_numbers = np.searchsorted(pieces[starts], piece_numbers, side='right') - 1
+        return chunks, chunk_numbers
 
     def locate(self, epoch: np.ndarray, shard: np.ndarray, record: np.ndarray) -> LocatedRecords:
         """Locates records in memory; `epoch` is the epoch that reads each. All are int64 `(n,)`."""
@@ -286,6 +308,7 @@ class RowReader:
         is_other = run_digests(crcs) != self._split.index.digests(shards, first)
         begins[is_other] = 0
         ends[is_other] = 0
+        # From runs to records.
         begin = begins[run_index, record % _STRIDE]
         end = ends[run_index, record % _STRIDE]
         problem = np.where(limit - start < nbytes, damage.TOO_SHORT, damage.DAMAGED)
@@ -425,7 +448,8 @@ class RowReader:
         places = pieces[:, 0]
         if name == schema.LATENTS:
             # A `.pt` file may keep each crop apart, as a piece of the row.
-            count, shape = shape[0], shape[1:]
+            count = shape[0]
+            shape = shape[1:]
             in_piece = np.arange(count // pieces.shape[1]) * dtype.itemsize * math.prod(shape)
             places = (pieces[..., None] + in_piece).reshape(-1, count)
             if crops is not None:
