@@ -171,7 +171,8 @@ class BuildSettings:
         place = self.text_embeddings
         # Labels may come from the files without being named.
         if place in ('', schema.LABELS) and isinstance(recorded, dict):
-            return recorded if recorded.get('encoder') == schema.LABELS else place
+            is_of_labels = recorded.get('encoder') == schema.LABELS
+            return recorded if is_of_labels else place
         if place in ('', schema.LABELS, EMBEDDINGS_IN_PT):
             return place
         # A data set can be used after its sidecar is gone, and without access to a bucket.
@@ -185,12 +186,14 @@ class BuildSettings:
 
 
 def _setting_differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a line for each setting that differs; nested ones have the field before them."""
     # A setting that only one of the two has belongs to another version of this package.
     for name in sorted(current.keys() & recorded.keys() - set(_NOT_COMPARED)):
         old, new = recorded[name], current[name]
         field = 'text_embeddings' if name == schema.SETTINGS_TEXT else name
         if isinstance(old, dict) and isinstance(new, dict):
-            yield from (f'{field}: {line}' for line in _setting_differences(old, new))
+            for line in _setting_differences(old, new):
+                yield f'{field}: {line}'
         elif old != new:
             yield f'{field} is {old!r} there, {new!r} is requested'
 
@@ -200,11 +203,11 @@ def _setting_differences(recorded: Mapping[str, Any], current: Mapping[str, Any]
 
 def record_source(source: source_folder.SourceFolder) -> dict[str, Any]:
     """Returns the place of a source and, by name, size and digest of its files, as JSON."""
+    files = {}
+    for name, file in source.by_name.items():
+        digest = columns.outline_digest(file.path) if file.local_path else file.checksum
+        files[name] = file.size, digest
     # The place is for people: the same files elsewhere are the same source.
-    files = {
-        name: (file.size, columns.outline_digest(file.path) if file.local_path else file.checksum)
-        for name, file in source.by_name.items()
-    }
     return {'place': storage.make_absolute(source.root), 'files': files}
 
 
@@ -228,15 +231,26 @@ def check_source(
 
 
 def _source_differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a line for each file that is new, missing or has other contents."""
     for name in sorted(recorded.keys() | current.keys()):
-        if name not in current or name not in recorded:
-            yield f'{name} is {"new" if name in current else "missing"}'
-            continue
-        (old_size, old), (new_size, new) = recorded[name], current[name]
-        # Only digests of one kind, such as `crc32c:...`, can be compared.
-        differs = old and new and old != new and old.split(':')[:-1] == new.split(':')[:-1]
-        if new_size != old_size or differs:
-            yield f'{name} has other contents ({new_size:,} bytes, had {old_size:,})'
+        if name not in current:
+            yield f'{name} is missing'
+        elif name not in recorded:
+            yield f'{name} is new'
+        else:
+            old_size, old_digest = recorded[name]
+            new_size, new_digest = current[name]
+            if new_size != old_size or _are_other_contents(old_digest, new_digest):
+                yield f'{name} has other contents ({new_size:,} bytes, had {old_size:,})'
+
+
+def _are_other_contents(digest: str, other_digest: str) -> bool:
+    """Whether two digests tell contents apart: those of one kind, such as `crc32c:...`, can."""
+    kind, _, value = digest.rpartition(':')
+    other_kind, _, other_value = other_digest.rpartition(':')
+    if not value or not other_value or kind != other_kind:
+        return False
+    return value != other_value
 
 
 # --- The memory of a build ----------------------------------------------------------------------
@@ -249,7 +263,9 @@ _JOINED_ROW, _PLANNED_ROW = 130, 70  # while captions are joined, and of the pla
 
 def build_memory(num_rows: int, num_workers: int) -> int:
     """Returns the bytes that a build of a source with so many rows takes."""
-    writing = _PLANNED_ROW * num_rows + _WORKER * (num_workers if num_workers > 1 else 0)
+    writing = _PLANNED_ROW * num_rows
+    if num_workers > 1:
+        writing += _WORKER * num_workers
     return _PROGRAM + max(_JOINED_ROW * num_rows, writing)
 
 
@@ -265,8 +281,10 @@ def check_build_memory(num_rows: int, num_workers: int) -> None:
     count = workers.requested_workers(num_workers) or 1
     usable, need = machine.usable_memory(), build_memory(num_rows, count)
     if need > usable:
-        limit = fitting_workers(num_rows) if build_memory(num_rows, 1) <= usable else 0
-        remedy = f'Set num_workers to {limit}, or' if limit else 'Use a machine with more, or'
+        if build_memory(num_rows, 1) <= usable:
+            remedy = f'Set num_workers to {fitting_workers(num_rows)}, or'
+        else:
+            remedy = 'Use a machine with more, or'
         raise ValueError(
             f'the build of {format_count(num_rows, "row")} with num_workers={count} takes '
             f'{format_bytes(need)} of memory, but this process can use '

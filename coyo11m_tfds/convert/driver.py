@@ -25,7 +25,7 @@ from coyo11m_tfds.convert.local_runner import write_with_processes
 from coyo11m_tfds.convert.plan import BuildPlan, make_plan
 from coyo11m_tfds.convert.tasks import ShardResult, ShardTask, check_within_reach
 from coyo11m_tfds.dataset import chunk_index, columns, manifest
-from coyo11m_tfds.dataset.columns import InPlaceColumn
+from coyo11m_tfds.dataset.columns import InPlaceColumn, InPlaceFile
 from coyo11m_tfds.process import command_line, job
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.report import statistics
@@ -224,23 +224,24 @@ def _write_latents_column(
     plan: BuildPlan, splits: dict[str, list[ShardResult]], folder: str
 ) -> None:
     """Describes latents that stay in the files of the source as a column, in a local folder."""
-    runs = {
-        split: [(file, rows) for shard in shards for file, rows in shard.sources if len(rows)]
-        for split, shards in splits.items()
-    }
     # Files of which no row is left are not named: readers would have to reach them.
-    used_files = {file for file, _ in itertools.chain.from_iterable(runs.values())}
+    used_files = set[InPlaceFile]()
+    for shard in itertools.chain.from_iterable(splits.values()):
+        used_files.update(file for file, rows in shard.sources if len(rows))
     files = sorted(used_files, key=lambda file: file.path)
-    number = {file: n for n, file in enumerate(files)}
+    number_of_file = {file: number for number, file in enumerate(files)}
     crc32c = {}
-    for split, split_runs in runs.items():
-        file_rows = [np.insert(rows, 0, number[file], axis=1) for file, rows in split_runs]
-        places = np.concatenate([np.empty((0, 3), '<u4'), *file_rows])
-        crc32c[split] = columns.array_crc32c(places)
-        np.save(
-            os.path.join(folder, columns.column_file_name(schema.LATENTS, split, plan.build)),
-            places,
-        )
+    for split, shards in splits.items():
+        # Of each record the number of the file, the row there and the CRC-32C of its latents.
+        places = [np.empty((0, 3), '<u4')]
+        for shard in shards:
+            for file, rows in shard.sources:
+                if len(rows):
+                    places.append(np.insert(rows, 0, number_of_file[file], axis=1))
+        array = np.concatenate(places)
+        crc32c[split] = columns.array_crc32c(array)
+        name = columns.column_file_name(schema.LATENTS, split, plan.build)
+        np.save(os.path.join(folder, name), array)
     column = InPlaceColumn(schema.LATENTS, *plan.latents, tuple(files), plan.build, crc32c)
     columns.write_columns(folder, {schema.LATENTS: column}, plan.build)
 
@@ -298,19 +299,32 @@ def _make_report(final: str, dataset: BuiltDataset) -> BuildReport:
 def _publish(folder: DataFolder, dataset: BuiltDataset, overwrite: bool) -> None:
     """Stores the files next to the shards, then makes all of them the data set."""
     build, info_folder = dataset.plan.build, dataset.folder
-    results = {(x.split, x.index): x for shards in dataset.splits.values() for x in shards}
-    files = {}
-    for task in dataset.plan.tasks:
-        result = results[task.split, task.index]
-        files[task.filename] = file_state.FileState(result.num_bytes, result.crc32c)
+    files = _list_shards(dataset)
     local = {name: os.path.join(info_folder, name) for name in os.listdir(info_folder)}
-    files |= {name: file_state.compute_state(path) for name, path in local.items()}
+    for name, path in local.items():
+        files[name] = file_state.compute_state(path)
     manifest.write_checksums(info_folder, files, build)
     # The checksums name all files but their own; it is stored after those that it names.
     checksums = schema.of_build(schema.CHECKSUMS_FILE, build)
     local[checksums] = os.path.join(info_folder, checksums)
     files[checksums] = file_state.compute_state(local[checksums])
     # Files with the ID of the build disturb no other data set; those without replace its own.
-    for name in [name for name in local if schema.build_of(name) == build]:
-        folder.files.store(local.pop(name), name, files[name].crc32c)
-    folder.publish(build, files, local, overwrite)
+    replacing = dict[str, str]()
+    for name, path in local.items():
+        if schema.build_of(name) == build:
+            folder.files.store(path, name, files[name].crc32c)
+        else:
+            replacing[name] = path
+    folder.publish(build, files, replacing, overwrite)
+
+
+def _list_shards(dataset: BuiltDataset) -> dict[str, file_state.FileState]:
+    """Returns the states of the shards' files by their names."""
+    results = dict[tuple[str, int], ShardResult]()
+    for result in itertools.chain.from_iterable(dataset.splits.values()):
+        results[result.split, result.index] = result
+    files = dict[str, file_state.FileState]()
+    for task in dataset.plan.tasks:
+        result = results[task.split, task.index]
+        files[task.filename] = file_state.FileState(result.num_bytes, result.crc32c)
+    return files

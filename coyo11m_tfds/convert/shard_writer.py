@@ -105,9 +105,10 @@ class _SourceReader:
     def _read_rows(self, file: latent_file.LatentFile, window: slice) -> Features:
         keys, rows = self._inputs.keys[window], self._inputs.rows[window]
         captions: Sequence[bytes] = self._inputs.captions[window]
+        text = self._read_text(file, window)
         raw, stored = file.latents(rows)
         latents, deviations = split_moments(stored, self._task.moments)
-        text, sums = self._read_text(file, window), sum_channels(latents, deviations)
+        sums = sum_channels(latents, deviations)
         # The statistics need the sums, which show infinity and NaN in a thousandth of the numbers.
         good = sums.are_finite
         if text is not None and self._text == schema.TEXT_EMBEDDING:
@@ -118,8 +119,10 @@ class _SourceReader:
                 self._raise_non_finite(file.path, keys[good.argmin()])
             self.statistics.add_non_finite(keys[~good])
             keys, rows, raw, latents = keys[good], rows[good], raw[good], latents[good]
-            captions, text = list(compress(captions, good)), None if text is None else text[good]
+            captions = list(compress(captions, good))
             sums = ChannelSums(*(x[good] for x in sums))
+            if text is not None:
+                text = text[good]
         self.statistics.add(keys, captions, latents, sums, text, self._task.latent_scale)
         features: Features = {schema.KEY: keys, schema.CAPTION: captions}
         if self._task.in_place:

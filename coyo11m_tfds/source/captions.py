@@ -157,7 +157,8 @@ def _write_texts(
     writer: KeyedValuesWriter,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Writes the texts of some rows; returns sizes, int32, and CRC-32s, uint32, of all rows."""
-    sizes, checksums = np.empty(len(keys), np.int32), np.empty(len(keys), np.uint32)
+    sizes = np.empty(len(keys), np.int32)
+    checksums = np.empty(len(keys), np.uint32)
     batches = itertools.chain.from_iterable(file.values() for file in files)
     start = 0
     with Progress('Reading captions', len(keys), 'rows') as progress:
@@ -201,7 +202,11 @@ def _distinct_texts(values: pa.Array) -> tuple[pa.Array, np.ndarray]:
 
 
 def _measure_texts(texts: pa.Array) -> tuple[pa.Array, np.ndarray, np.ndarray]:
-    """Returns texts, large binary, sizes and CRC-32s; those that are left out become b''."""
+    """Returns the texts, large binary `(n,)`, their sizes, int32, and their CRC-32s, uint32.
+
+    Those that are left out become b''. The size of one that is too long or that cannot be read is
+    `TOO_LONG` or `UNREADABLE`, that of a blank one 0.
+    """
     # As empty texts, because the bytes of a null may still be there.
     texts = pc.fill_null(texts, b'')
     sizes = pc.binary_length(texts).to_numpy().astype(np.int32)
@@ -217,4 +222,5 @@ def _measure_texts(texts: pa.Array) -> tuple[pa.Array, np.ndarray, np.ndarray]:
     checksums = [zlib.crc32(view[start:end]) for start, end in itertools.pairwise(bounds)]
     sizes = np.where(is_caption.to_numpy(zero_copy_only=False), sizes, 0)
     sizes = np.where(too_long, TOO_LONG, sizes)
-    return texts, np.where(unreadable, UNREADABLE, sizes), np.array(checksums, np.uint32)
+    sizes = np.where(unreadable, UNREADABLE, sizes)
+    return texts, sizes, np.array(checksums, np.uint32)

@@ -60,8 +60,9 @@ class KeyedValues:
             return []
         # Only the row groups that hold these places.
         first, last = np.searchsorted(self._first_places, places[[0, -1]], side='right') - 1
-        rows = self._file.read_row_groups(range(first, last + 1), ['place', 'value'])
-        return rows.column(1).take(np.searchsorted(rows.column(0).to_numpy(), places)).to_pylist()
+        groups = self._file.read_row_groups(range(first, last + 1), ['place', 'value'])
+        rows = np.searchsorted(groups.column('place').to_numpy(), places)
+        return groups.column('value').take(rows).to_pylist()
 
     def read_array(self, places: np.ndarray) -> np.ndarray:
         """Like `read`, for values that are numbers of one `dtype` and `shape`: `(m, *shape)`."""
@@ -72,8 +73,10 @@ class KeyedValues:
     def _first_places(self) -> np.ndarray:
         """The first place of each row group."""
         metadata = self._file.metadata
-        groups = (metadata.row_group(n) for n in range(metadata.num_row_groups))
-        return np.array([group.column(0).statistics.min for group in groups], np.int64)
+        first_places = []
+        for number in range(metadata.num_row_groups):
+            first_places.append(metadata.row_group(number).column(0).statistics.min)
+        return np.array(first_places, np.int64)
 
 
 class KeyedValuesWriter:
@@ -114,7 +117,8 @@ class KeyedValuesWriter:
     def _write_run(self) -> None:
         run = os.path.join(self._folder, f'run-{len(self._runs)}')
         rows = pa.concat_tables(self._rows).sort_by('place')
-        self._rows, self._num_bytes = [], 0
+        self._rows = []
+        self._num_bytes = 0
         options = pa.ipc.IpcWriteOptions(compression='lz4')
         with (
             file_state.naming(run),
@@ -245,15 +249,17 @@ def _merge_runs(paths: Sequence[str]) -> Iterator[pa.Table]:
         places = [rows.column('place').to_numpy() for rows in pieces]
         # No run has a later piece that begins before the least of these.
         last_place = min(x[-1] for x in places)
-        counts = [int(np.searchsorted(x, last_place, side='right')) for x in places]
-        heads = [rows[:count] for rows, count in zip(pieces, counts, strict=True)]
+        heads = []
+        left = []  # runs that have more rows, each with its next piece
+        for run, rows, run_places in zip(runs, pieces, places, strict=True):
+            count = int(np.searchsorted(run_places, last_place, side='right'))
+            heads.append(rows[:count])
+            tail = rows[count:] if count < len(rows) else next(run, None)
+            if tail is not None:
+                left.append((run, tail))
         yield pa.concat_tables(heads).sort_by('place')
-        tails = [
-            (run, rows[count:] if count < len(rows) else next(run, None))
-            for run, rows, count in zip(runs, pieces, counts, strict=True)
-        ]
-        runs = [run for run, rows in tails if rows is not None]
-        pieces = [rows for _, rows in tails if rows is not None]
+        runs = [run for run, _ in left]
+        pieces = [tail for _, tail in left]
 
 
 def _open_whole(folder: str) -> KeyedValues | None:

@@ -186,15 +186,19 @@ class LatentFile:
 
     def _set_kind(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
         """Sets dtype and shape; raises a ValueError unless they are possible and as configured."""
-        self.dtype, self.shape = dtype, (1, *shape) if len(shape) == 3 else shape
+        self.dtype = dtype
+        self.shape = (1, *shape) if len(shape) == 3 else shape
         if not schema.are_latents(self.dtype, self.shape):
             raise ValueError(
                 f'{self.path}: {name} has rows {self.shape} of {self.dtype}, expected (C, H, W) or '
                 f'(crops, C, H, W) of {" or ".join(schema.LATENT_DTYPES)}, at most '
                 f'{schema.MAX_LATENTS_NBYTES:,} bytes.'
             )
-        shapes = (), self.shape, self.shape[1:] if self.shape[0] == 1 else self.shape
         expected = self._latents_from
+        # An empty one allows any; rows of one crop may be named without it.
+        shapes = [(), self.shape]
+        if self.shape[0] == 1:
+            shapes.append(self.shape[1:])
         if expected.dtype not in ('', self.dtype) or expected.shape not in shapes:
             raise ValueError(
                 f'{self.path}: {name} has rows {self.shape} of {self.dtype}, expected '
@@ -264,7 +268,8 @@ def _bytes_of(raw: torch.Tensor) -> np.ndarray:
 
 def read_twice(file: StoredFile, begin: int, nbytes: int) -> bytes:
     """Reads bytes that no checksum covers; raises an error to be retried if they differ."""
-    data, second_read = (file.read_range(begin, nbytes) for _ in range(2))
+    data = file.read_range(begin, nbytes)
+    second_read = file.read_range(begin, nbytes)
     if data != second_read:
         raise retry.Corrupted(f'{file.path}: {nbytes} bytes at {begin} differ when read twice')
     return data

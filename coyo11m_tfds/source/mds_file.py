@@ -105,15 +105,15 @@ class MdsFile(LatentFile):
         return [self._read_bytes(begin, size) for begin, size in places]
 
     def _describe(self, text: bytes) -> tuple[dict[str, str], list[int | None]]:
-        """Encoding of each column by name, and the sizes of those that have a fixed one."""
+        """Returns the encoding of each column by name, and its size if all values have one."""
         try:
             fields: dict[str, Any] = json.loads(text)
             names, kinds = fields['column_names'], fields['column_encodings']
             fixed_sizes = fields['column_sizes']
             encodings = dict(zip(names, kinds, strict=True))
             fits = len(encodings) == len(fixed_sizes) == len(names)
-            are_sizes = all(n is None or (type(n) is int and 0 <= n < 2**32) for n in fixed_sizes)
-            if not fits or not are_sizes or not all(isinstance(x, str) for x in (*names, *kinds)):
+            are_texts = all(isinstance(x, str) for x in (*names, *kinds))
+            if not fits or not are_texts or not all(map(_is_fixed_size, fixed_sizes)):
                 raise ValueError(f'columns {names} of {kinds}, {fixed_sizes} bytes')
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise self._damaged(f'its columns cannot be read ({error})') from None
@@ -127,15 +127,22 @@ class MdsFile(LatentFile):
     def _lay_out(
         self, offsets: np.ndarray, lengths: np.ndarray, fixed_sizes: list[int | None]
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Size and offset of the value of each column in each sample, int64 `(N,)`."""
+        """Returns size and offset of the value of each column in each sample, int64 `(N,)`."""
         head = 4 * fixed_sizes.count(None)
         if (lengths < head).any():
             raise self._damaged('a sample has no room for its sizes')
+        # A sample begins with the sizes of the values that have no fixed one.
         raw = b''.join(self._read_bytes(offset, head) for offset in offsets.tolist())
-        stored_sizes = iter(np.frombuffer(raw, '<u4').astype(np.int64).reshape(len(offsets), -1).T)
-        sizes, begins, offset = {}, {}, offsets + head
+        stored_sizes = np.frombuffer(raw, '<u4').astype(np.int64).reshape(len(offsets), -1)
+        next_stored = iter(stored_sizes.T)
+        sizes = dict[str, np.ndarray]()
+        begins = dict[str, np.ndarray]()
+        offset = offsets + head
         for name, size in zip(self._encodings, fixed_sizes, strict=True):
-            sizes[name] = next(stored_sizes) if size is None else np.full(len(offsets), size)
+            if size is None:
+                sizes[name] = next(next_stored)
+            else:
+                sizes[name] = np.full(len(offsets), size)
             begins[name] = offset
             offset = offset + sizes[name]
         if (offset != offsets + lengths).any():
@@ -143,14 +150,14 @@ class MdsFile(LatentFile):
         return sizes, begins
 
     def _only_latents(self) -> str:
-        names = [
-            name
-            for name, kind in self._encodings.items()
-            if 'latent' in name
+        """Returns the only column that seems to hold latents; raises a ValueError for others."""
+        names = list[str]()
+        for name, kind in self._encodings.items():
+            are_numbers = kind == 'bytes' or kind.startswith('ndarray')
             # MicroDiT also has latents of its captions.
-            and not re.search('caption|text', name)
-            and (kind == 'bytes' or kind.startswith('ndarray'))
-        ]
+            is_of_text = re.search('caption|text', name)
+            if 'latent' in name and are_numbers and not is_of_text:
+                names.append(name)
         if len(names) != 1:
             raise ValueError(
                 f'{self.path}: has latents in the columns {names} of {sorted(self._encodings)}, '
@@ -159,11 +166,13 @@ class MdsFile(LatentFile):
         return names[0]
 
     def _kind_of(self, name: str, nbytes: int) -> tuple[str, tuple[int, ...]]:
-        """Dtype and shape of the latents: as encoded, as in the config, or as is usual."""
+        """Returns dtype and shape of the latents: as encoded, as in the config, or as usual."""
         encoding, *kind = self._encodings[name].split(':')
         if encoding == 'ndarray' and len(kind) == 2:
-            has_shape = re.fullmatch(r'[\d,]+', kind[1])
-            return kind[0], tuple(map(int, kind[1].split(','))) if has_shape else ()
+            dtype, dimensions = kind
+            if not re.fullmatch(r'[\d,]+', dimensions):
+                return dtype, ()
+            return dtype, tuple(map(int, dimensions.split(',')))
         if encoding != 'bytes':
             raise ValueError(
                 f'{self.path}: {name} is {self._encodings[name]}, expected bytes, or ndarray with '
@@ -183,3 +192,8 @@ class MdsFile(LatentFile):
         shape = channels, edge, edge
         logging.log_first_n(logging.INFO, '%s: float16 %s, by its name and size', 1, name, shape)
         return 'float16', shape
+
+
+def _is_fixed_size(size: object) -> bool:
+    """Whether this is the size of a column in bytes, or None for values of several sizes."""
+    return size is None or (type(size) is int and 0 <= size < 2**32)

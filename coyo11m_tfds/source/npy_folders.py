@@ -50,16 +50,17 @@ class NpyFolder(StoredFile):
         ):
             contents = threads.map(StoredFile.read, files.values())
             for name, label, content in zip(files, self.classes, contents, strict=True):
+                tar_members.add_member(tar, name, content)
                 fields = json.dumps(_json_fields(name, label)).encode()
-                for member, data in ((name, content), (f'{name[:-4]}.json', fields)):
-                    tar_members.add_member(tar, member, data)
+                tar_members.add_member(tar, f'{name.removesuffix(".npy")}.json', fields)
         on_bytes(self.size)
         return FileState(self.size, -1)
 
 
 def find_npy_folders(source: ReadableFolder, index: StoredFile) -> dict[str, StoredFile]:
     """Returns the folders of a source by the names of their tars; `index` is its `dataset.json`."""
-    classes, folders = _parse_classes(index), dict[str, dict[str, StoredFile]]()
+    classes = _parse_classes(index)
+    folders = dict[str, dict[str, StoredFile]]()
     for path, file in source.list(deep=True).items():
         folder, name = os.path.split(path)
         if folder.isdigit():
@@ -80,7 +81,7 @@ def find_npy_folders(source: ReadableFolder, index: StoredFile) -> dict[str, Sto
 
 
 def _parse_classes(index: StoredFile) -> dict[str, int]:
-    """The class of each file; none if the images have none."""
+    """Returns the class of each file by its name; {} if the images have none."""
     try:
         classes = dict(json.loads(index.read())['labels'] or ())
         for name, label in classes.items():
@@ -95,23 +96,32 @@ def _parse_classes(index: StoredFile) -> dict[str, int]:
 
 
 def _npy_files(files: Mapping[str, StoredFile]) -> dict[str, StoredFile]:
-    """Those that hold moments, in the order of their names."""
+    """Returns the files that hold moments, in the order of their names."""
     return {name: files[name] for name in sorted(files) if _NAME.fullmatch(name)}
 
 
 def _json_fields(name: str, label: int | None) -> dict[str, int]:
     number = name.removeprefix(MOMENTS_PREFIX).removesuffix('.npy')
-    return {schema.KEY: int(number)} | ({} if label is None else {'label': label})
+    fields = {schema.KEY: int(number)}
+    if label is not None:
+        fields['label'] = label
+    return fields
 
 
 def _describe_folder(
     path: str, files: Mapping[str, StoredFile], classes: tuple[int | None, ...]
 ) -> NpyFolder:
-    blocks = sum(-(-file.size // tarfile.BLOCKSIZE) for file in files.values())
-    # Each file has a header, and a header and a block of JSON next to it. Two blocks are the end.
-    size = (blocks + 3 * len(files) + 2) * tarfile.BLOCKSIZE
+    """Returns a folder with the size that its tar will have."""
+    num_blocks = 2  # the end
+    listing = []
+    for name, file in files.items():
+        # A header and the contents, then a header and a block of JSON.
+        num_blocks += 1 + -(-file.size // tarfile.BLOCKSIZE) + 2
+        listing.append([name, file.size, file.version])
+    size = num_blocks * tarfile.BLOCKSIZE
     size += -size % tarfile.RECORDSIZE
-    listing = [[name, file.size, file.version] for name, file in files.items()]
-    checksums = [file.checksum for file in files.values()]
-    checksum = f'listing:{json_digest.sha256(listing)}' if all(checksums) else None
+    # Without checksums, versions are times, which differ between copies.
+    checksum = None
+    if all(file.checksum for file in files.values()):
+        checksum = f'listing:{json_digest.sha256(listing)}'
     return NpyFolder(path, size, json_digest.sha256([listing, classes]), checksum, classes=classes)

@@ -58,12 +58,10 @@ class SafetensorsFile(LatentFile):
             # Both ends are part of the digest of the outline.
             ends = min(columns.OUTLINE_ENDS, file.size)
             ranges = [(0, max(header, ends)), (file.size - ends, file.size)]
-            # Keys and labels, whatever their names: one number a row.
-            ranges += [
-                (tensor.begin, tensor.end)
-                for tensor in tensors.values()
-                if tensor.kind in _INTEGERS and math.prod(tensor.shape[1:]) == 1
-            ]
+            for tensor in tensors.values():
+                # Keys and labels, whatever their names: one number a row.
+                if tensor.kind in _INTEGERS and math.prod(tensor.shape[1:]) == 1:
+                    ranges.append((tensor.begin, tensor.end))
             contents = ((begin, read(begin, end - begin)) for begin, end in ranges)
             write_sparse_file(path, file.size, contents)
 
@@ -79,7 +77,9 @@ class SafetensorsFile(LatentFile):
         if latents.shape and not count:
             self._set_empty()
             return
-        views = views if len(latents.shape) == 4 else views[:1]
+        # With crops in the rows, the other view of an image has no place among them.
+        if len(latents.shape) != 4:
+            views = views[:1]
         row_shape = (len(views), *shape) if len(shape) == 3 else tuple(shape)
         self._set_kind(name, _FLOATS.get(latents.kind, latents.kind), row_shape)
         for view in views:
@@ -114,7 +114,7 @@ class SafetensorsFile(LatentFile):
 
 
 def _parse_tensors(read: Callable[[int, int], bytes], size: int, name: str) -> dict[str, _Tensor]:
-    """The tensors by name, from what `read(begin, nbytes)` gives of the file."""
+    """Returns the tensors by name, from what `read(begin, nbytes)` gives of the file."""
     damaged = functools.partial(damaged_file_error, name, SafetensorsFile.kind)
     length = int.from_bytes(read(0, min(8, size)), 'little')
     if size < 8 or not 2 <= length <= min(_MAX_HEADER, size - 8):
