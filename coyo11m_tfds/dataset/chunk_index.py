@@ -45,21 +45,34 @@ class ChunkIndex:
     def byte_range(
         self, shard: np.ndarray | int, first: np.ndarray | int, count: np.ndarray | int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns offset and size in bytes of runs: `count` records from `first` on; broadcasts."""
+        """Returns offset and size in bytes of runs of records, int64 in their common shape.
+
+        A run has `count` records, from the record `first` of a shard on. Both ends are at a
+        multiple of `schema.CHUNK_STRIDE`, or at the end of the shard.
+        """
         shard, first, count = np.broadcast_arrays(shard, first, count)
-        # Behind a shard's last entry stands its size, so a range may end there too.
-        begin_entry = self._first_entry[shard] + first // schema.CHUNK_STRIDE
-        end_entry = self._first_entry[shard] + -(-(first + count) // schema.CHUNK_STRIDE)
-        offset = self._flat[begin_entry] & _OFFSET
-        return offset, (self._flat[end_entry] & _OFFSET) - offset
+        entries_at = self._first_entry[shard]
+        begin_entry = entries_at + first // schema.CHUNK_STRIDE
+        # Rounded up: behind a shard's last entry stands its size, so a range may end there too.
+        end_entry = entries_at + -(-(first + count) // schema.CHUNK_STRIDE)
+        begin = self._flat[begin_entry] & _OFFSET
+        end = self._flat[end_entry] & _OFFSET
+        return begin, end - begin
 
     def digests(self, shard: np.ndarray, first: np.ndarray) -> np.ndarray:
-        """Returns the digests of runs, see `run_digests`, by their shards and first records."""
-        return self._flat[self._first_entry[shard] + first // schema.CHUNK_STRIDE] >> _OFFSET_BITS
+        """Returns the digests of runs, int64 `(n,)`, by their shards and first records.
+
+        Each is of the `schema.CHUNK_STRIDE` records from `first` on; see `run_digests`.
+        """
+        entry = self._first_entry[shard] + first // schema.CHUNK_STRIDE
+        return self._flat[entry] >> _OFFSET_BITS
 
 
 def run_digests(checksums: np.ndarray) -> np.ndarray:
-    """Computes a digest of 20 bits for runs of checksums, uint32 `(n, schema.CHUNK_STRIDE)`."""
+    """Returns digests of 20 bits, int64 `(n,)`, of runs of checksums.
+
+    The checksums are uint32 `(n, schema.CHUNK_STRIDE)`, with zeros behind the last of a shard.
+    """
     mixed = (checksums * _WEIGHTS).sum(axis=1)
     # The highest bits of a product depend on all bits of its factors, the lowest on few.
     return (mixed >> np.uint64(64 - _DIGEST_BITS)).astype(np.int64)
@@ -67,12 +80,15 @@ def run_digests(checksums: np.ndarray) -> np.ndarray:
 
 def make_entries(offsets: Sequence[int], checksums: bytes | bytearray) -> list[int]:
     """Returns a shard's entries, from `chunk_offsets` and `checksums` of its `RecordWriter`."""
+    # The last run of a shard may be shorter.
     padded = checksums.ljust(4 * schema.CHUNK_STRIDE * len(offsets), b'\0')
-    digests = run_digests(np.frombuffer(padded, '<u4').reshape(-1, schema.CHUNK_STRIDE))
+    runs = np.frombuffer(padded, '<u4').reshape(-1, schema.CHUNK_STRIDE)
+    digests = run_digests(runs)
     return (np.array(offsets, np.int64) | digests << _OFFSET_BITS).tolist()
 
 
 def index_file_name(split: str, build: str = '') -> str:
+    """Returns the name of the index of a split, in a data set of a build."""
     return schema.of_build(f'chunk_index-{split}.npy', build)
 
 
@@ -84,10 +100,23 @@ def write_chunk_index(
     shard_sizes: Sequence[int],
     build: str = '',
 ) -> None:
-    """Writes the index of a split, with the `make_entries` of its shards, into a local folder."""
-    shards = zip(shard_lengths, entries, shard_sizes, strict=True)
-    pieces = [([length], shard_entries, [size]) for length, shard_entries, size in shards]
-    flat = np.concatenate([np.asarray(x, np.int64) for piece in pieces for x in piece])
+    """Writes the index of a split into a local folder.
+
+    Args:
+        data_dir: The folder.
+        split: Name of the split.
+        shard_lengths: Number of records of each shard.
+        entries: What `make_entries` returns for each shard.
+        shard_sizes: Size of each shard in bytes.
+        build: ID of the build; '' for a name without one.
+
+    Raises:
+        ValueError: The shards make no index that can be read.
+    """
+    numbers: list[int] = []
+    for length, shard_entries, size in zip(shard_lengths, entries, shard_sizes, strict=True):
+        numbers += [length, *shard_entries, size]
+    flat = np.array(numbers, np.int64)
     # Raises rather than write what cannot be read.
     ChunkIndex(flat)
     np.save(os.path.join(data_dir, index_file_name(split, build)), flat)
@@ -96,7 +125,8 @@ def write_chunk_index(
 def _first_entries(flat: np.ndarray) -> Iterator[int]:
     """Yields where each shard's entries begin in the flat array."""
     # One by one, Python's integers are faster than NumPy's.
-    numbers, position = memoryview(flat), 0
+    numbers = memoryview(flat)
+    position = 0
     while position < len(flat):
         length = numbers[position]
         size_at = position + 1 - (-length // schema.CHUNK_STRIDE)
@@ -112,10 +142,12 @@ def _check_ascending(flat: np.ndarray, first_entry: np.ndarray) -> None:
     ascends = np.append(offsets[1:] > offsets[:-1], True)
     # But from the size of a shard to the next one's length, and from there to its first offset,
     # numbers may fall. A size has no digest.
-    ascends[first_entry - 2] = flat[first_entry - 2] >> _OFFSET_BITS == 0
+    sizes = flat[first_entry - 2]
+    ascends[first_entry - 2] = sizes >> _OFFSET_BITS == 0
     ascends[first_entry - 1] = True
     if not ascends.all():
-        shard = np.searchsorted(first_entry - 1, ascends.argmin(), side='right') - 1
+        bad_entry = ascends.argmin()
+        shard = np.searchsorted(first_entry - 1, bad_entry, side='right') - 1
         raise _wrong_entry(int(first_entry[shard]) - 1)
 
 

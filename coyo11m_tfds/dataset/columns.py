@@ -46,19 +46,23 @@ class InPlaceFile:
     stride: int
 
     def check(self, file: StoredFile | None) -> StoredFile:
-        """Returns `file`, the one at `path`; ValueError if it is missing or has changed."""
+        """Returns `file`, the one at `path`, whose state is that of the build.
+
+        Raises:
+            ValueError: It is None, as there is no file at the path, or it has changed.
+        """
         if file is None:
             raise ValueError(
                 f'{self.path}: is missing, but holds latents. {_RESTORE} If the source was moved: '
                 'python -m coyo11m_tfds.add_column --data_dir=DATA --name=latents --source=SOURCE'
             )
         if file.local_path:
-            kind, current, recorded = 'outline has digest', outline_digest(self.path), self.digest
-        else:
-            # The checksum of a bucket covers the directory of a `.pt` file too.
-            kind, current, recorded = 'version is', file.version, self.version
-        if current != recorded:
-            raise changed_file_error(self.path, kind, current, recorded)
+            current = outline_digest(self.path)
+            if current != self.digest:
+                raise changed_file_error(self.path, 'outline has digest', current, self.digest)
+        # The checksum of a bucket covers the directory of a `.pt` file too.
+        elif file.version != self.version:
+            raise changed_file_error(self.path, 'version is', file.version, self.version)
         return file
 
 
@@ -70,12 +74,16 @@ def outline_digest(path: str | os.PathLike[str]) -> str:
     # The middle may change without a change of the digest. The checksum of each row reveals that.
     with open(path, 'rb', buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
-        offsets = 0, max(0, size - OUTLINE_ENDS)
-        ends = [os.pread(file.fileno(), OUTLINE_ENDS, offset) for offset in offsets]
-    return hashlib.sha256(b'%d ' % size + b''.join(ends)).hexdigest()
+        head = os.pread(file.fileno(), OUTLINE_ENDS, 0)
+        tail = os.pread(file.fileno(), OUTLINE_ENDS, max(0, size - OUTLINE_ENDS))
+    return hashlib.sha256(b'%d ' % size + head + tail).hexdigest()
 
 
 def changed_file_error(path: str, kind: str, current: str, recorded: str) -> ValueError:
+    """Makes the error for a file of latents whose state is not the recorded one.
+
+    `kind` says what was compared, as the beginning of a sentence: 'version is'.
+    """
     return ValueError(
         f'{path}: has changed since the data set was built, and latents lie in it: its {kind} '
         f'{current}, expected {recorded}. {_RESTORE}'
@@ -84,6 +92,8 @@ def changed_file_error(path: str, kind: str, current: str, recorded: str) -> Val
 
 @dataclasses.dataclass(frozen=True)
 class InPlaceColumn:
+    """The latents of a data set that lie in the files of its source, one row for each record."""
+
     name: str
     dtype: str  # one of `schema.LATENT_DTYPES`
     shape: tuple[int, ...]  # of a row, `(crops, C, H, W)`
@@ -93,22 +103,29 @@ class InPlaceColumn:
 
     @property
     def can_map(self) -> bool:
+        """Whether all files are local, so that they can be memory-mapped."""
         return all(storage.local_path(file.path) for file in self.files)
 
     @property
     def row_nbytes(self) -> int:
+        """Size of a row in bytes, with all crops."""
         return schema.latents_nbytes(self.dtype, self.shape)
 
     def find_files(self) -> list[StoredFile | None]:
-        """Finds the files at the paths of `files`; None for missing ones."""
+        """Returns what lies at the path of each of `files`; None for a missing file."""
+        by_path: dict[str, StoredFile] = {}
         # A listing of a folder in a bucket is one request, the states of its files are many.
-        folders = sorted({os.path.dirname(file.path) for file in self.files})
-        listings = [storage.list_folder(folder, missing_ok=True) for folder in folders]
-        by_path = {file.path: file for listing in listings for file in listing.values()}
+        for folder in sorted({os.path.dirname(file.path) for file in self.files}):
+            listing = storage.list_folder(folder, missing_ok=True)
+            by_path |= {file.path: file for file in listing.values()}
         return [by_path.get(file.path) for file in self.files]
 
     def locate(self, folder: str | os.PathLike[str], split: str, num_records: int) -> np.ndarray:
-        """Returns the file's number, the row and its CRC-32C for each record; uint32 `(n, 3)`."""
+        """Returns the file's number, the row and its CRC-32C for each record; uint32 `(n, 3)`.
+
+        `folder` is that of the data set, and the split has `num_records` records. Raises a
+        ValueError if the file of these places is damaged, missing, or of another split.
+        """
         path = os.path.join(folder, column_file_name(self.name, split, self.build))
         try:
             return _load_places(path, num_records, self.crc32c.get(split, ''))
@@ -135,7 +152,11 @@ class AddedColumn:
     def locate(
         self, folder: str | os.PathLike[str], split: str, num_records: int
     ) -> tuple[StoredFile, int, np.dtype]:
-        """Returns the file of a split, the offset of its first row, and the dtype of its rows."""
+        """Returns the file of a split, the offset of its first row, and the dtype of its rows.
+
+        `folder` is that of the data set, and the split has `num_records` records. The dtype is that
+        of `row_dtype`. Raises a ValueError if the file is missing or not that of this column.
+        """
         if split not in self.files:
             raise ValueError(
                 f'{folder}: its column {self.name!r} has no split {split!r}, only '
@@ -166,13 +187,17 @@ class ColumnWriter:
     def __init__(
         self, file: BinaryIO, dtype: np.typing.DTypeLike, shape: tuple[int, ...], num_records: int
     ):
-        self._file, self._num_records = file, num_records
-        self._dtype, self._shape = np.dtype(dtype), shape
+        """Begins a column of so many rows, each of a shape, in a file that is open at its start."""
+        self._file = file
+        self._num_records = num_records
+        self._dtype = np.dtype(dtype)
+        self._shape = shape
         self._crc32c = 0
         # Keeps the place of the header that `finish` writes, which has the same size.
         self._write_header()
 
     def write(self, values: np.ndarray) -> None:
+        """Appends the rows of the next records, `(n, *shape)` of any dtype that casts."""
         rows = np.empty(len(values), row_dtype(self._dtype, self._shape, self._crc32c))
         rows['value'] = values
         contiguous = np.ascontiguousarray(rows['value'])
@@ -182,7 +207,7 @@ class ColumnWriter:
         self._file.write(rows.data)
 
     def finish(self) -> str:
-        """Completes the file; returns the checksum of all values for `AddedColumn`."""
+        """Completes the file; returns the CRC-32C of all values, in 8 hex digits."""
         # Both the header and the description hold it: readers notice the file of another column.
         self._file.seek(0)
         self._write_header()
@@ -199,11 +224,17 @@ class ColumnScan(ChecksumScan):
     """Checks the file of an added column block by block: compares each row with its CRC-32C."""
 
     def __init__(self, start: int, dtype: np.dtype):
-        self._dtype, self._header_left, self._rest = dtype, start, b''
-        self._values_crc32c = self._num_rows = self._num_wrong = 0
+        """Takes what `AddedColumn.locate` returns: offset of the first row, and dtype of a row."""
+        self._dtype = dtype
+        self._header_left = start  # bytes that are still to come
+        self._rest = b''  # of a row that is not whole yet
+        self._values_crc32c = 0
+        self._num_rows = 0
+        self._num_wrong = 0
         self._first_wrong = 0, 0, 0  # the arguments of `wrong_rows_message`
 
     def add(self, block: bytes) -> None:
+        """Checks the rows that end in the next block of the file."""
         super().add(block)
         header = min(self._header_left, len(block))
         self._header_left -= header
@@ -211,15 +242,18 @@ class ColumnScan(ChecksumScan):
         # Blocks end anywhere: what is left of a row waits for the next block.
         num_whole = len(data) // self._dtype.itemsize
         self._rest = data[num_whole * self._dtype.itemsize :]
-        rows = np.frombuffer(data, self._dtype, num_whole)
-        values, stored = np.ascontiguousarray(rows['value']), rows[_crc32c_field(self._dtype)]
+        self._check_rows(np.frombuffer(data, self._dtype, num_whole))
+
+    def _check_rows(self, rows: np.ndarray) -> None:
+        values = np.ascontiguousarray(rows['value'])
         self._values_crc32c = google_crc32c.extend(self._values_crc32c, values.tobytes())
+        stored = rows[_crc32c_field(self._dtype)]
         computed = row_checksums(values)
         wrong = np.flatnonzero(computed != stored)
         if len(wrong) and not self._num_wrong:
             row = wrong[0]
             self._first_wrong = self._num_rows + row, computed[row], stored[row]
-        self._num_rows += num_whole
+        self._num_rows += len(rows)
         self._num_wrong += len(wrong)
 
     @property
@@ -241,7 +275,11 @@ def wrong_rows_message(row: int, computed: int, expected: int, count: int) -> st
 
 
 def row_dtype(dtype: np.typing.DTypeLike, shape: tuple[int, ...], crc32c: int) -> np.dtype:
-    """Returns the dtype of a row in the file of an added column; `crc32c` is that of all values."""
+    """Returns the dtype of a row in the file of an added column.
+
+    Its fields are `value`, of a dtype and a shape, and the CRC-32C of the row, uint32. The name of
+    the second holds `crc32c`, that of all values, so the header of the file tells it.
+    """
     value = ('value', np.dtype(dtype).newbyteorder('<'), shape)
     return np.dtype([value, (f'crc32c_{crc32c:08x}', '<u4')])
 
@@ -259,6 +297,7 @@ def row_checksums(rows: np.ndarray) -> np.ndarray:
 
 
 def column_file_name(column: str, split: str, build: str = '') -> str:
+    """Returns the name of a column's file of a split, in a data set of a build."""
     return schema.of_build(f'column_{column}-{split}.npy', build)
 
 
@@ -275,25 +314,24 @@ def unused_column_files(
     used_files = {file for column in added for file in column.files.values()}
     # The places of latents belong to the build, whose record of checksums names them.
     latents_prefix = f'column_{schema.LATENTS}-'
-    return {
-        name
-        for name in {*names} - used_files
-        if is_column_file_name(name)
-        and schema.build_of(name) == build
-        and not name.startswith(latents_prefix)
-    }
+    unused_files = set()
+    for name in set(names) - used_files:
+        is_of_build = is_column_file_name(name) and schema.build_of(name) == build
+        if is_of_build and not name.startswith(latents_prefix):
+            unused_files.add(name)
+    return unused_files
 
 
 def write_columns(
     folder: str | os.PathLike[str], columns: Mapping[str, Column], build: str = ''
 ) -> None:
-    kinds = {InPlaceColumn: IN_PLACE, AddedColumn: _ADDED}
-    descriptions = {
-        name: {'kind': kinds[type(column)], **dataclasses.asdict(column)}
-        for name, column in columns.items()
-    }
-    for fields in descriptions.values():
+    """Writes the description of the columns of a build, by name, into a local folder."""
+    descriptions = {}
+    for name, column in columns.items():
+        kind = IN_PLACE if isinstance(column, InPlaceColumn) else _ADDED
+        fields = dataclasses.asdict(column)
         del fields['name']
+        descriptions[name] = {'kind': kind, **fields}
     file_name = schema.of_build(schema.COLUMNS_FILE, build)
     manifest.write_sealed(folder, file_name, 'columns', descriptions)
 
@@ -319,22 +357,24 @@ def _parse_column(name: str, kind: str, **fields: Any) -> Column:
     expected = IN_PLACE if name == schema.LATENTS else _ADDED
     if kind != expected:
         raise ValueError(f'column {name!r} is of kind {kind!r}, expected {expected!r}')
-    if kind == _ADDED:
-        added = AddedColumn(name, **fields | {'shape': tuple(fields['shape'])})
-        if not _is_possible(added):
-            raise ValueError(f'column {name!r} has impossible fields: {fields}')
-        return added
-    dtype, shape = fields['dtype'], tuple(fields['shape'])
+    if kind == IN_PLACE:
+        return _parse_in_place(name, fields)
+    added = AddedColumn(name, **fields | {'shape': tuple(fields['shape'])})
+    if not _is_possible(added):
+        raise ValueError(f'column {name!r} has impossible fields: {fields}')
+    return added
+
+
+def _parse_in_place(name: str, fields: Mapping[str, Any]) -> InPlaceColumn:
+    dtype = fields['dtype']
+    shape = tuple(fields['shape'])
     if not schema.are_latents(dtype, shape):
         raise ValueError(f'column {name!r} has impossible latents, {shape} of {dtype!r}')
     files = [InPlaceFile(**file | {'starts': tuple(file['starts'])}) for file in fields['files']]
+    # All files of a source divide a row into as many pieces.
+    num_pieces = len(files[0].starts) if files else 0
     for file in files:
-        # Places in a file are numbers of 64 bits; whether they are in it is checked with the file.
-        are_offsets = all(type(n) is int and 0 <= n < 2**62 for n in (*file.starts, file.stride))
-        pieces = len(file.starts)
-        are_crops = pieces == len(files[0].starts) > 0 == shape[0] % pieces
-        is_path = isinstance(file.path, str) and bool(os.path.dirname(file.path))
-        if not (is_path and are_offsets and are_crops and file.stride < 2**30):
+        if len(file.starts) != num_pieces or not _has_places(file, num_crops=shape[0]):
             raise ValueError(
                 f'{file.path!r} has rows at {file.starts!r} with stride {file.stride!r}'
             )
@@ -343,21 +383,36 @@ def _parse_column(name: str, kind: str, **fields: Any) -> Column:
     return InPlaceColumn(name, dtype, shape, tuple(files), fields['build'], fields['crc32c'])
 
 
+def _has_places(file: InPlaceFile, num_crops: int) -> bool:
+    """Whether a file has a path, and rows in pieces of equally many crops, at possible offsets."""
+    if not isinstance(file.path, str) or not os.path.dirname(file.path):
+        return False
+    if not file.starts or num_crops % len(file.starts):
+        return False
+    # Places in a file are numbers of 64 bits; whether they are in it is checked with the file.
+    are_offsets = all(type(n) is int and 0 <= n < 2**62 for n in (*file.starts, file.stride))
+    return are_offsets and file.stride < 2**30
+
+
 def _is_possible(column: AddedColumn) -> bool:
     """Whether `add_column` can have written the description."""
-    are_sizes = all(type(n) is int and 0 < n <= MAX_ROW_NBYTES for n in column.shape)
-    return (
-        column.dtype in _DTYPES
-        and len(column.shape) < 2
-        and are_sizes
-        and np.dtype(column.dtype).itemsize * math.prod(column.shape) <= MAX_ROW_NBYTES
-        and all(isinstance(x, str) and is_column_file_name(x) for x in column.files.values())
-        and column.crc32c.keys() == column.files.keys()
-        and all(map(_is_crc32c, column.crc32c.values()))
-        and column.feature in ('', *schema.TEXT_DTYPES)
-        and all(isinstance(x, float) for x in (*column.mean, *column.std))
-        and isinstance(column.encoder, Mapping)
-    )
+    if column.dtype not in _DTYPES or len(column.shape) > 1:
+        return False
+    if not all(type(n) is int and 0 < n <= MAX_ROW_NBYTES for n in column.shape):
+        return False
+    if np.dtype(column.dtype).itemsize * math.prod(column.shape) > MAX_ROW_NBYTES:
+        return False
+    file_names = column.files.values()
+    if not all(isinstance(name, str) and is_column_file_name(name) for name in file_names):
+        return False
+    if column.crc32c.keys() != column.files.keys():
+        return False
+    if not all(map(_is_crc32c, column.crc32c.values())):
+        return False
+    if column.feature not in ('', *schema.TEXT_DTYPES):
+        return False
+    are_floats = all(isinstance(x, float) for x in (*column.mean, *column.std))
+    return are_floats and isinstance(column.encoder, Mapping)
 
 
 def _is_crc32c(x: object) -> bool:
@@ -374,7 +429,8 @@ def _load_places(path: str, num_records: int, crc32c: str) -> np.ndarray:
     if dtype != np.uint32 or shape != (num_records, 3):
         raise ValueError(f'it holds {shape} of {dtype}, expected {(num_records, 3)} of uint32')
     places = np.frombuffer(data, dtype, offset=start).reshape(shape)
-    if (computed := array_crc32c(places)) != crc32c:
+    computed = array_crc32c(places)
+    if computed != crc32c:
         raise ValueError(f'its CRC-32C is {computed}, expected {crc32c}')
     return places
 

@@ -29,6 +29,7 @@ class DamagedError(ValueError):
 
 
 def damaged_file(path: str, reason: object) -> DamagedError:
+    """Makes the error for the file at a path or URL; `reason` says what is wrong with it."""
     return DamagedError(f'{path}: is damaged ({reason}). Restore it or build the data set again.')
 
 
@@ -39,10 +40,16 @@ def read_small_file(path: str) -> bytes | None:
 
 
 def read_parsed(path: str, parse: Callable[[bytes], T]) -> T | None:
-    """Reads and parses a small file; None if it is missing, DamagedError if it is unusable."""
+    """Reads and parses a small file; None if it is missing.
+
+    Raises:
+        DamagedError: `parse` has raised a ValueError.
+    """
     data = read_small_file(path)
+    if data is None:
+        return None
     try:
-        return None if data is None else parse(data)
+        return parse(data)
     except ValueError as error:
         raise damaged_file(path, error) from error
 
@@ -51,13 +58,19 @@ class SmallFiles:
     """The small files of a build, local or on gs://, compared with the record of checksums."""
 
     def __init__(self, folder: str, build: str = ''):
+        """Reads the record of the checksums of a build; DamagedError if it is damaged."""
         self._folder = folder
         self._record = schema.of_build(schema.CHECKSUMS_FILE, build)
         # Without a record, as in a data set of another program, nothing is compared.
         self._states = read_parsed(f'{folder}/{self._record}', parse_checksums) or {}
 
     def read(self, name: str, parse: Callable[[bytes], T]) -> T | None:
-        """Reads and parses a file; None for a missing one that the record does not name."""
+        """Reads and parses a file; None for a missing one that the record does not name.
+
+        Raises:
+            FileNotFoundError: It is missing, and the record names it.
+            DamagedError: It differs from the record, or `parse` has raised a ValueError.
+        """
         path = f'{self._folder}/{name}'
         content = read_parsed(path, lambda data: parse(self.check(name, data)))
         if content is None and name in self._states:
@@ -70,7 +83,9 @@ class SmallFiles:
     def check(self, name: str, data: bytes) -> bytes:
         """Returns the content of a file; raises a ValueError if it differs from the record."""
         state = FileState(len(data), google_crc32c.value(data))
-        if (expected := self._states.get(name, state)) != state:
+        # What the record does not name may have any content.
+        expected = self._states.get(name, state)
+        if state != expected:
             raise ValueError(f'it has {state}, but {self._record} has {expected}')
         return data
 
@@ -78,6 +93,7 @@ class SmallFiles:
 def write_checksums(
     folder: str | os.PathLike[str], files: Mapping[str, FileState], build: str = ''
 ) -> None:
+    """Writes the record of the states of a build's files, by name, into a local folder."""
     # Sorted, so that equal files give equal bytes, in whatever order they were written.
     states = {name: state.to_json() for name, state in sorted(files.items())}
     write_sealed(folder, schema.of_build(schema.CHECKSUMS_FILE, build), 'files', states)
@@ -93,7 +109,10 @@ def parse_checksums(data: bytes) -> dict[str, FileState]:
 
 
 def write_sealed(folder: str | os.PathLike[str], name: str, kind: str, entries: Any) -> None:
-    """Writes a JSON file with a digest of its content; replaces an old one."""
+    """Writes a JSON file with a digest of its content into a local folder; replaces an old one.
+
+    `kind` is the key of the entries in the file, by which `parse_sealed` finds them.
+    """
     content = {'format': _FORMAT, kind: entries}
     path = os.path.join(folder, name)
     # Readers of a folder in use see the old file or the new one, never a part of it.
@@ -114,7 +133,11 @@ def parse_sealed(data: bytes, kind: str) -> Any:
 
 
 def parse_npy_header(head: bytes, num_bytes: int) -> tuple[np.dtype, tuple[int, ...], int]:
-    """Returns dtype, shape and offset of the array in a `.npy` file of `num_bytes` bytes."""
+    """Returns dtype, shape and offset of the array in a `.npy` file of `num_bytes` bytes.
+
+    `head` is its beginning, of at most `NPY_HEADER_BYTES`. Raises a ValueError if the file is
+    damaged, cut off, or not in C order.
+    """
     stream = io.BytesIO(head)
     try:
         if np.lib.format.read_magic(stream) != (1, 0):

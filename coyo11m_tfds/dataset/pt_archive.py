@@ -43,6 +43,7 @@ class ArchiveMember:
 
     @property
     def raw_name(self) -> bytes:
+        """The name as it stands in the archive."""
         return self.name.encode('utf-8' if self.flags & _UTF8 else 'cp437')
 
 
@@ -59,9 +60,11 @@ class _Tail(io.BytesIO):
         super().__init__(read_tail(file_size - self._begin))
 
     def tell(self) -> int:
+        """Returns the position in the file."""
         return self._begin + super().tell()
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Moves to a position; reads more of the file for one that lies before its end."""
         if whence != os.SEEK_SET:
             return self._begin + super().seek(offset, whence)
         if 0 <= offset < self._begin:
@@ -74,7 +77,7 @@ class _Tail(io.BytesIO):
 
 
 def max_small_bytes(file_size: int) -> int:
-    """Returns the largest size of a *small* member."""
+    """Returns the largest size in bytes of a member that may be read at once, such as the keys."""
     # Keys take 1/3000 of a file.
     return max(1 << 20, file_size // 100)
 
@@ -83,11 +86,14 @@ def read_directory(read_tail: ReadTail, file_size: int, name: str) -> tuple[Arch
     """Reads the directory at the end of a file of torch, called `name` in errors.
 
     Most are in the last `TAIL_BYTES`; for a longer one `read_tail` is called again, for more bytes.
+    Returns the members in the order of their offsets; raises a ValueError for a file that is
+    damaged, or that torch does not write like this.
     """
     end_of_file = _Tail(read_tail, file_size)
     try:
         with zipfile.ZipFile(end_of_file) as archive:
-            infos, directory = archive.infolist(), archive.start_dir
+            infos = archive.infolist()
+            directory = archive.start_dir
     except OSError:  # of `read_tail`
         raise
     except Exception as error:  # of many types, depending on which byte is damaged
@@ -149,6 +155,11 @@ class Archive:
         )
 
     def check(self, member: ArchiveMember, crc32: int) -> None:
+        """Compares the CRC-32 of what a member holds with the recorded one.
+
+        Raises:
+            ValueError: They differ.
+        """
         if crc32 != member.crc32:
             raise ValueError(
                 f'{self.name}: {member.name!r} has CRC-32 {crc32:08x}, but {member.crc32:08x} is '
@@ -166,7 +177,11 @@ class Archive:
 
 
 def open_archive(path: str | os.PathLike[str], name: str = '') -> Archive:
-    """Reads the directory and the local headers of a local file, called `name` in errors."""
+    """Reads the directory and the local headers of a local file, called `name` in errors.
+
+    Raises:
+        ValueError: It is no archive in torch's form, or damaged.
+    """
     with open(path, 'rb', buffering=0) as file:
         return read_archive(file.fileno(), name or os.fspath(path))
 
@@ -181,15 +196,15 @@ def read_archive(file: int, name: str) -> Archive:
 def _find_start(file: int, member: ArchiveMember, name: str) -> int:
     """Returns where the contents begin: behind the local header, which must be that of `member`."""
     header = os.pread(file, member.header_bytes, member.begin)
+    # Of a file that ends here, there may be less.
     fields = _LOCAL_HEADER.unpack_from(header.ljust(_LOCAL_HEADER.size, b'\0'))
     magic, _, flags, method, _, _, crc32, _, size, name_bytes, extra_bytes = fields
     start = member.begin + _LOCAL_HEADER.size + name_bytes + extra_bytes
-    agrees = (
-        (magic, flags, method) == (_LOCAL_MAGIC, member.flags, zipfile.ZIP_STORED)
-        and name_bytes == len(member.raw_name)
-        and header[_LOCAL_HEADER.size :] == member.raw_name
-        and start + member.size <= member.end
-    )
+    raw_name = member.raw_name
+    has_name = name_bytes == len(raw_name) and header[_LOCAL_HEADER.size :] == raw_name
+    has_room = start + member.size <= member.end
+    is_alike = (magic, flags, method) == (_LOCAL_MAGIC, member.flags, zipfile.ZIP_STORED)
+    agrees = is_alike and has_name and has_room
     # torch writes sizes and checksums behind the contents, other writers of the format into the
     # header; in archives of more than 4 GB the header refers to a longer field.
     if not flags & _SIZES_FOLLOW:

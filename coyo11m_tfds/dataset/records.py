@@ -50,7 +50,10 @@ class RecordWriter:
             self._write_block()
 
     def write(self, columns: Mapping[str, np.ndarray | Sequence[bytes]]) -> None:
-        """Appends a `tf.train.Example` for each row of columns of equal lengths."""
+        """Appends a `tf.train.Example` for each row of columns of equal lengths, by feature.
+
+        A column is int64 `(n,)`, or holds n values as bytes.
+        """
         # These are the bytes of `Example.SerializeToString(deterministic=True)`, unless a feature's
         # name is a prefix of another one: protobuf sorts such names differently.
         fields: list[tuple[str, int]] = []
@@ -78,9 +81,10 @@ class RecordWriter:
         start = offset = self._filled
         view = memoryview(self._block)
         for head, value in zip(heads, values, strict=True):
-            middle, end = offset + len(head), offset + len(head) + len(value)
-            view[offset:middle], view[middle:end] = head, value
-            offset = end
+            value_at = offset + len(head)
+            view[offset:value_at] = head
+            offset = value_at + len(value)
+            view[value_at:offset] = value
         # The checksum is computed of arrays, but not of a memoryview.
         checksum = _packed_crc(self._block[start + HEADER_NBYTES : offset])
         view[offset : offset + TRAILER_NBYTES] = checksum
@@ -105,35 +109,43 @@ class RecordScan(ChecksumScan):
         self._rest = b''  # of a record that is not whole yet
 
     def add(self, block: bytes) -> None:
+        """Checks the records that end in the next block of the file."""
         super().add(block)
         # After a damaged length, nobody knows where the next record begins.
         if self.problem:
             return
-        data, offset = self._rest + block, 0
-        while (size := self._check_record(data, offset)) and not self.problem:
+        data = self._rest + block
+        offset = 0
+        while size := self._check_record(data, offset):
             self.num_records += 1
             offset += size
         self._rest = b'' if self.problem else data[offset:]
 
     def end(self) -> None:
-        """Checks that the file ends after a whole record."""
+        """Checks that the file ends after a whole record; call it after the last block."""
         if self._rest:
             self._set_problem('is not whole')
 
     def _check_record(self, data: bytes, offset: int) -> int:
-        """Checks the record at an offset; returns its bytes in the file, 0 if some are missing."""
+        """Returns the bytes of the record at an offset, with its framing; 0 if some are missing.
+
+        Also of a damaged record it returns 0, and sets `problem`.
+        """
         begin = offset + HEADER_NBYTES
         if begin > len(data):
             return 0
-        packed = data[offset : offset + 8]
-        end = begin + struct.unpack('<Q', packed)[0]
-        if data[offset + 8 : begin] != _packed_crc(packed) or end - begin > MAX_RECORD_NBYTES:
+        packed_length = data[offset : offset + 8]
+        (length,) = struct.unpack('<Q', packed_length)
+        if data[offset + 8 : begin] != _packed_crc(packed_length) or length > MAX_RECORD_NBYTES:
             self._set_problem('has a damaged length')
-        elif end + TRAILER_NBYTES <= len(data):
-            if data[end : end + TRAILER_NBYTES] != _packed_crc(data[begin:end]):
-                self._set_problem('has a wrong checksum')
-            return end + TRAILER_NBYTES - offset
-        return 0
+            return 0
+        end = begin + length
+        if end + TRAILER_NBYTES > len(data):
+            return 0
+        if data[end : end + TRAILER_NBYTES] != _packed_crc(data[begin:end]):
+            self._set_problem('has a wrong checksum')
+            return 0
+        return end + TRAILER_NBYTES - offset
 
     def _set_problem(self, problem: str) -> None:
         self.problem = f'record {self.num_records} {problem}'
@@ -156,7 +168,10 @@ class RecordLayout:
     """
 
     def __init__(self, latents_nbytes: int, text_dim: int = 0, num_tokens: int = 0):
-        sizes = {schema.LATENTS: latents_nbytes} if latents_nbytes else {}
+        """Takes the bytes of latents, the width of embeddings and the number of tokens; 0: none."""
+        sizes = {}
+        if latents_nbytes:
+            sizes[schema.LATENTS] = latents_nbytes
         if text_dim:
             sizes[schema.TEXT_EMBEDDING] = 2 * text_dim
         if num_tokens:
@@ -173,9 +188,11 @@ class RecordLayout:
             from_end += len(head)
             self._head_from_end[from_end] = head
         self._key_from_end = from_end
+        # What stands before keys of 1, 2, ... bytes, uint8 `(_MAX_VARINT, h)`.
         lengths = range(1, _MAX_VARINT + 1)
-        key_heads = [_value_head(schema.KEY, n, is_int=True) for n in lengths]
-        self._key_heads = np.array([list(head) for head in key_heads], np.uint8)
+        key_heads = [list(_value_head(schema.KEY, n, is_int=True)) for n in lengths]
+        self._key_heads = np.array(key_heads, np.uint8)
+        # Bytes that end with a key, in which the key and its head lie.
         self._window = self._key_heads.shape[1] + _MAX_VARINT
 
     def find(
@@ -211,27 +228,38 @@ class RecordLayout:
         for index in range(_MAX_VARINT):
             bits = (backwards[:, index] & np.uint8(0x7F)).astype(np.uint64)
             keys = np.where(index < length, keys << np.uint64(7) | bits, keys)
-        head_at = self._window - length - self._key_heads.shape[1]
-        columns = head_at[:, None] + np.arange(self._key_heads.shape[1])
+        head_nbytes = self._key_heads.shape[1]
+        head_at = self._window - length - head_nbytes
+        columns = head_at[:, None] + np.arange(head_nbytes)
         heads = np.take_along_axis(window, columns, axis=1)
-        is_key = (heads == self._key_heads[length - 1]).all(axis=1) & (backwards[:, 0] < 0x80)
-        return keys.view(np.int64), length, is_key
+        has_head = (heads == self._key_heads[length - 1]).all(axis=1)
+        ends_varint = backwards[:, 0] < 0x80
+        return keys.view(np.int64), length, has_head & ends_varint
 
 
 @functools.lru_cache(65536)
 def caption_head(before_key: int, num_bytes: int) -> bytes | None:
-    """Returns the bytes before a caption, from the bytes of its record and those before its key."""
+    """Returns the bytes before a record's caption; None if no record has such sizes.
+
+    `num_bytes` is the size of the record, and `before_key` the number of its bytes before the key,
+    which follows the caption.
+    """
     payload = _size_behind(lambda size: _tag(1, size), num_bytes)
-    example = b'' if payload is None else _tag(1, payload)
-    size = _size_behind(lambda size: _value_head(schema.CAPTION, size), before_key - len(example))
-    return None if size is None else example + _value_head(schema.CAPTION, size)
+    example = b'' if payload is None else _tag(1, payload)  # Example.features
+    caption_nbytes = before_key - len(example)
+    size = _size_behind(lambda size: _value_head(schema.CAPTION, size), caption_nbytes)
+    if size is None:
+        return None
+    return example + _value_head(schema.CAPTION, size)
 
 
 def _size_behind(head: Callable[[int], bytes], total: int) -> int | None:
     """Returns the size of a value that takes `total` bytes with its head; None if there is none."""
     for size in range(total, -1, -1):
-        if len(head(size)) + size <= total:
-            return size if len(head(size)) + size == total else None
+        total_of_size = len(head(size)) + size
+        # Smaller values take even less.
+        if total_of_size <= total:
+            return size if total_of_size == total else None
     return None
 
 

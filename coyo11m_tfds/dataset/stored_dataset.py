@@ -43,22 +43,25 @@ class StoredSplit:
     """A split as `schema.INFO_FILE` describes it."""
 
     name: str
-    file_names: Sequence[str]
-    shard_lengths: Sequence[int]
-    num_bytes: int
+    file_names: Sequence[str]  # of the shards
+    shard_lengths: Sequence[int]  # number of records of each shard
+    num_bytes: int  # of all shards
     build: str = ''  # ID in the names of its build's files; '' if the names have none
     converted: Sequence[str] = ()  # names of files in other formats, which `convert_format` adds
 
     @property
     def num_records(self) -> int:
+        """Number of records of all shards."""
         return sum(self.shard_lengths)
 
 
 @dataclasses.dataclass(frozen=True)
 class IndexedSplit:
+    """A split with its chunk index, by which runs of its records are found."""
+
     index: chunk_index.ChunkIndex
-    folder: str
-    file_names: Sequence[str]
+    folder: str  # of the data set
+    file_names: Sequence[str]  # of the shards
 
     @property
     def record_nbytes(self) -> int:
@@ -82,6 +85,7 @@ class IndexedSplit:
         return np.cumsum(lengths) - lengths
 
     def file(self, shard: int) -> str:
+        """Returns the path or URL of a shard."""
         return f'{self.folder}/{self.file_names[shard]}'
 
 
@@ -116,12 +120,15 @@ class DatasetStats:
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values for JSON, from which floats return bit for bit."""
-        return {
-            name: x.tolist() if isinstance(x, np.ndarray) else x for name, x in vars(self).items()
-        }
+        fields = dict(vars(self))
+        for name, value in fields.items():
+            if isinstance(value, np.ndarray):
+                fields[name] = value.tolist()
+        return fields
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> 'DatasetStats':
+        """The inverse of `to_json`; raises a KeyError or TypeError for other fields."""
         names = 'latent_mean', 'latent_std', 'text_mean', 'text_std'
         arrays: dict[str, Any] = {name: np.asarray(fields[name], np.float32) for name in names}
         return cls(**{**fields, **arrays, 'latents_shape': tuple(fields['latents_shape'])})
@@ -144,24 +151,32 @@ class StoredDataset:
     )
 
     def __repr__(self) -> str:
-        counts = {name: format_count(x.num_records, 'record') for name, x in self.splits.items()}
-        splits = (f'{name} ({records})' for name, records in counts.items())
-        tensors = {name: self._tensor(name) for name in self.features}
-        tensors |= {name: (x.dtype, x.shape, '') for name, x in self.columns.items()}
-        features = (f'{name} {x} {shape}' if x else name for name, (x, shape, _) in tensors.items())
-        encoder, vae = map(self.metadata.get, (schema.META_TEXT_ENCODER, schema.META_VAE))
+        splits = []
+        for name, split in self.splits.items():
+            splits.append(f'{name} ({format_count(split.num_records, "record")})')
+        features = {}
+        for name in self.features:
+            dtype, shape, _ = self._tensor(name)
+            features[name] = f'{name} {dtype} {shape}' if dtype else name
+        # A column may replace a feature of the records.
+        for name, column in self.columns.items():
+            features[name] = f'{name} {column.dtype} {column.shape}'
+        encoder = self.metadata.get(schema.META_TEXT_ENCODER)
+        vae = self.metadata.get(schema.META_VAE)
         return (
             f'StoredDataset {self.full_name} in {self.folder}\n'
             f'  splits: {", ".join(splits)}\n'
-            f'  features: {", ".join(features)}\n'
+            f'  features: {", ".join(features.values())}\n'
             f'  text encoder: {encoder or "none"}, VAE: {vae or "not recorded"}'
         )
 
     @property
     def can_map(self) -> bool:
         """Whether all its files, also of latents in place, can be memory-mapped."""
-        in_place = [column for column in self.columns.values() if isinstance(column, InPlaceColumn)]
-        return bool(storage.local_path(self.folder)) and all(x.can_map for x in in_place)
+        for column in self.columns.values():
+            if isinstance(column, InPlaceColumn) and not column.can_map:
+                return False
+        return bool(storage.local_path(self.folder))
 
     @property
     def build(self) -> str:
@@ -170,7 +185,10 @@ class StoredDataset:
 
     @property
     def latents(self) -> tuple[str, tuple[int, ...]]:
-        """Dtype, one of `schema.LATENT_DTYPES`, and shape `(crops, C, H, W)` as recorded."""
+        """Dtype, one of `schema.LATENT_DTYPES`, and shape `(crops, C, H, W)` as recorded.
+
+        Raises a ValueError if the records hold no latents.
+        """
         column = self.columns.get(schema.LATENTS)
         if isinstance(column, InPlaceColumn):
             return column.dtype, column.shape
@@ -190,7 +208,8 @@ class StoredDataset:
     @property
     def channels(self) -> int:
         """Number of channels of a latent; moments have twice as many, first those of the means."""
-        return self.latents[1][1] // (2 if self.moments else 1)
+        _, (_, num_channels, _, _) = self.latents
+        return num_channels // 2 if self.moments else num_channels
 
     @property
     def text_dim(self) -> int:
@@ -206,7 +225,8 @@ class StoredDataset:
     def record_layout(self) -> RecordLayout:
         """The layout of its records; raises a ValueError if a feature is not encoded as bytes."""
         for name in (schema.LATENTS, *schema.TEXT_DTYPES):
-            if (encoding := self._tensor(name)[2]) != 'bytes':
+            _, _, encoding = self._tensor(name)
+            if encoding != 'bytes':
                 raise ValueError(
                     f'{self.folder}: feature {name!r} is encoded as {encoding!r}, expected the '
                     'bytes of its numbers'
@@ -216,18 +236,23 @@ class StoredDataset:
         return RecordLayout(latents_nbytes, self.text_dim, self.num_tokens)
 
     def choose_texts(self, spec: texts.TextSpec) -> texts.TextMixture:
+        """Returns the texts of a specification; see `texts.resolve_texts`."""
         in_records = texts.text_in_records(self.metadata, self.text_dim, self.num_tokens)
         return texts.resolve_texts(self.folder, spec, in_records, self.columns)
 
     def find_columns(
         self, features: Sequence[str], text: texts.TextMixture | None = None
     ) -> dict[str, Column]:
-        """Returns the columns that hold features of a batch, by name."""
-        names = [*features, *(text.names if text and text.feature in features else [])]
+        """Returns the columns that hold features of a batch, or texts of a mixture, by name."""
+        names = list(features)
+        if text and text.feature in features:
+            names += text.names
         return {name: self.columns[name] for name in names if name in self.columns}
 
     def check_features(self, names: Sequence[str]) -> None:
-        available = [*(name for name in READABLE if name in self.features), *self.columns]
+        """Raises a ValueError that lists the features if one of these names is none."""
+        available = [name for name in READABLE if name in self.features]
+        available += self.columns
         missing = [name for name in names if name not in available]
         if missing:
             raise ValueError(
@@ -237,7 +262,12 @@ class StoredDataset:
             )
 
     def split(self, name: str) -> IndexedSplit | None:
-        """Returns a split with its chunk index, read at the first call; None without an index."""
+        """Returns a split with its chunk index, read at the first call; None without an index.
+
+        Raises:
+            ValueError: There is no such split.
+            DamagedError: The index is damaged, or not that of the shards.
+        """
         # 'train[:50%]' is a part of 'train'.
         if self.splits and name.partition('[')[0] not in self.splits:
             raise ValueError(f'{self.folder}: has no split {name!r}, only {list(self.splits)}')
@@ -265,9 +295,11 @@ class StoredDataset:
     def identity(self, split: str) -> str:
         """Returns the name of the split, and a digest of the name, the source and the shards."""
         name = f'{self.full_name} {split}'
-        source = self.metadata.get(schema.META_SOURCE_FINGERPRINT)
-        lengths = self.splits[split].shard_lengths if split in self.splits else []
-        return f'{name} {json_digest.sha256([name, source, *lengths])[:16]}'
+        contents: list[Any] = [name, self.metadata.get(schema.META_SOURCE_FINGERPRINT)]
+        # A mocked data set has no shards.
+        if split in self.splits:
+            contents += self.splits[split].shard_lengths
+        return f'{name} {json_digest.sha256(contents)[:16]}'
 
     def stats(self, text: texts.TextSpec = '') -> DatasetStats:
         """Returns the statistics of the latents and of a text, or of a mixture of texts."""
@@ -279,7 +311,9 @@ class StoredDataset:
         latent_mean = metadata.get(schema.META_LATENT_MEAN, [0] * self.channels)
         latent_std = metadata.get(schema.META_LATENT_STD, [1] * self.channels)
         mixture = self.choose_texts(text)
-        first, (mean, std) = mixture.texts[0], mixture.mean_and_std()
+        # All texts of a mixture have the same encoder.
+        first = mixture.texts[0]
+        mean, std = mixture.mean_and_std()
         if mixture.feature != schema.TEXT_EMBEDDING:
             mean = std = np.zeros(0)
         return DatasetStats(
@@ -304,6 +338,7 @@ class StoredDataset:
         )
 
     def _text_size(self, name: str) -> int:
+        """Returns the length of the vectors of a text's feature; 0 if there is none."""
         if name not in self.features:
             return 0
         dtype, shape, _ = self._tensor(name)
@@ -315,10 +350,13 @@ class StoredDataset:
         return shape[0]
 
     def _tensor(self, name: str) -> tuple[str, tuple[int, ...], str]:
-        """Dtype, shape and encoding of a tensor; '', () and 'bytes' of another feature."""
+        """Returns dtype, shape and encoding of a tensor; '', () and 'bytes' of another feature."""
         try:
-            tensor = self.features.get(name, {}).get('tensor', {'dtype': '', 'encoding': 'bytes'})
-            shape = tuple(map(int, tensor.get('shape', {}).get('dimensions', ())))
+            no_tensor = {'dtype': '', 'encoding': 'bytes'}
+            tensor = self.features.get(name, {}).get('tensor', no_tensor)
+            # protobuf leaves out the shape of a single number.
+            dimensions = tensor.get('shape', {}).get('dimensions', ())
+            shape = tuple(map(int, dimensions))
             return tensor['dtype'], shape, tensor.get('encoding', '')
         except _STRUCTURE_ERRORS as error:
             path = f'{self.folder}/{schema.FEATURES_FILE}'
@@ -352,7 +390,9 @@ def open_data(data: Data) -> StoredDataset:
 def _open_data_folder(folder: str, info: bytes, builder: Any) -> StoredDataset:
     try:
         splits = {split.name: split for split in parse_splits(info)}
-        names = map(json.loads(info).get, ('name', 'configName', 'version'))
+        fields = json.loads(info)
+        names = [fields.get(name) for name in ('name', 'configName', 'version')]
+        # A data set without configs has no name of one.
         full_name = '/'.join(filter(None, names))
         build = next(iter(splits.values())).build
         files = manifest.SmallFiles(folder, build)
@@ -394,8 +434,9 @@ def _missing_file(path: str) -> FileNotFoundError:
 
 
 def _parse_features(data: bytes) -> dict:
-    features = _parse_object(data).get('featuresDict')
-    features = features.get('features') if isinstance(features, dict) else None
+    """Returns the features in `schema.FEATURES_FILE` by name, as it describes them."""
+    top = _parse_object(data).get('featuresDict')
+    features = top.get('features') if isinstance(top, dict) else None
     if not isinstance(features, dict):
         raise ValueError('it names no features')
     return features
@@ -429,7 +470,8 @@ def parse_splits(data: bytes) -> list[StoredSplit]:
 def _parse_split(info: dict, split: dict) -> StoredSplit:
     # protobuf writes 64-bit integers as strings, and leaves out empty lists and zeros.
     lengths = [int(length) for length in split.get('shardLengths', [])]
-    template, count = split['filepathTemplate'], len(lengths)
+    template = split['filepathTemplate']
+    count = len(lengths)
     digits = max(5, len(str(count)))
 
     def name(file_format: str, shard: int) -> str:
@@ -443,8 +485,9 @@ def _parse_split(info: dict, split: dict) -> StoredSplit:
         return re.sub(r'{(\w+)}', lambda field: fields[field[1]], template)
 
     names = [name(info['fileFormat'], shard) for shard in range(count)]
-    other_formats = info.get('alternativeFileFormats', ())
-    converted = [name(other, shard) for other in other_formats for shard in range(count)]
+    converted = []
+    for file_format in info.get('alternativeFileFormats', ()):
+        converted += [name(file_format, shard) for shard in range(count)]
     if len(set(names)) < count:
         raise ValueError(
             f'its filepathTemplate {template!r} gives several shards one name, expected '

@@ -22,20 +22,31 @@ _MAX_WEIGHT = 1e9
 
 
 def parse_text_weights(spec: TextSpec) -> dict[str, float]:
-    """Returns the weights of texts by name, in their order; '' is the text in the records."""
+    """Returns the weights of texts by name, in their order; '' is the text in the records.
+
+    Raises:
+        ValueError: The specification does not follow `SYNTAX`.
+    """
+    pairs: list[tuple[Any, Any]] = []
     if isinstance(spec, Mapping):
-        pairs: list[tuple[Any, Any]] = list(spec.items())
+        pairs += spec.items()
     else:
-        fields = [field.partition(':') for field in (spec or RECORDS_TEXT).split(',')]
-        # An empty name is none: in a mapping it is the text in the records.
-        pairs = [(name.strip() or None, weight if colon else 1) for name, colon, weight in fields]
-    try:
-        weights = {'' if name == RECORDS_TEXT else name: float(weight) for name, weight in pairs}
-    except (TypeError, ValueError):
-        weights = {}
-    # NaN is in no range.
-    in_range = all(0 < weight <= _MAX_WEIGHT for weight in weights.values())
-    if not weights or len(weights) < len(pairs) or None in weights or not in_range:
+        for field in (spec or RECORDS_TEXT).split(','):
+            name, colon, weight = field.partition(':')
+            # An empty name is none: in a mapping it is the text in the records.
+            pairs.append((name.strip() or None, weight if colon else 1))
+    weights: dict[str, float] = {}
+    for name, weight in pairs:
+        key = '' if name == RECORDS_TEXT else name
+        try:
+            number = float(weight)
+        except (TypeError, ValueError):
+            number = 0.0
+        # NaN is in no range.
+        if key is None or key in weights or not 0 < number <= _MAX_WEIGHT:
+            raise ValueError(f'text={spec!r}: expected {SYNTAX}')
+        weights[key] = number
+    if not weights:
         raise ValueError(f'text={spec!r}: expected {SYNTAX}')
     return weights
 
@@ -59,7 +70,9 @@ class Text:
         encoder = f'{self.encoder!r}, revision {self.revision!r}'
         if self.feature == schema.TOKENS:
             return f'tokens of {encoder}, vocabulary {self.vocabulary}'
-        return f'embeddings of {encoder}, {self.size} numbers' if self.feature else 'no text'
+        if self.feature:
+            return f'embeddings of {encoder}, {self.size} numbers'
+        return 'no text'
 
     @property
     def kind(self) -> tuple:
@@ -70,12 +83,16 @@ class Text:
 
 
 def text_in_records(metadata: Mapping[str, Any], text_dim: int, num_tokens: int) -> Text:
-    """Returns the text in the records, from the metadata and the sizes of features."""
+    """Returns the text in the records, from the metadata and the sizes of features; 0: no such."""
     settings = metadata.get(schema.META_SETTINGS)
     sidecar = settings.get(schema.SETTINGS_TEXT) if isinstance(settings, Mapping) else None
     # Of embeddings in the `.pt` files, the settings only say 'pt'.
     sidecar = sidecar if isinstance(sidecar, Mapping) else {}
-    feature = (text_dim and schema.TEXT_EMBEDDING) or (num_tokens and schema.TOKENS) or ''
+    feature = ''
+    if text_dim:
+        feature = schema.TEXT_EMBEDDING
+    elif num_tokens:
+        feature = schema.TOKENS
     return Text(
         name='',
         feature=feature,
@@ -92,10 +109,11 @@ def text_in_records(metadata: Mapping[str, Any], text_dim: int, num_tokens: int)
 
 def _is_text(column: Column) -> TypeGuard[AddedColumn]:
     """Whether a column holds embeddings, or tokens whose vocabulary is known."""
-    return isinstance(column, AddedColumn) and (
-        column.feature == schema.TEXT_EMBEDDING
-        or (column.feature == schema.TOKENS and 'vocabulary' in column.encoder)
-    )
+    if not isinstance(column, AddedColumn):
+        return False
+    if column.feature == schema.TOKENS:
+        return 'vocabulary' in column.encoder
+    return column.feature == schema.TEXT_EMBEDDING
 
 
 def _text_in_column(column: AddedColumn) -> Text:
@@ -124,14 +142,17 @@ class TextMixture:
 
     @property
     def feature(self) -> str:
+        """Feature of a batch: `text_embedding` or `tokens`; '' without a text."""
         return self.texts[0].feature
 
     @property
     def names(self) -> list[str]:
+        """Names of the columns; '' for the text in the records."""
         return [text.name for text in self.texts]
 
     @property
     def in_columns(self) -> bool:
+        """Whether a text lies outside the records."""
         return any(self.names)
 
     @property
@@ -157,11 +178,12 @@ def mix_moments(
     # Unchanged to the last bit, as the records of one text have them.
     if len(means) == 1:
         return means[0], stds[0]
-    # The variance is the mean of the variances and of the squared distances between the means.
     share = np.array(weights, np.float64)[:, None] / sum(weights)
     mean = (share * np.stack(means)).sum(axis=0)
+    # The variance is the mean of the variances and of the squared distances between the means.
     variances = np.stack(stds) ** 2
-    return mean, np.sqrt((share * (variances + (np.stack(means) - mean) ** 2)).sum(axis=0))
+    squared_distances = (np.stack(means) - mean) ** 2
+    return mean, np.sqrt((share * (variances + squared_distances)).sum(axis=0))
 
 
 def resolve_texts(
@@ -170,7 +192,18 @@ def resolve_texts(
     in_records: Text,
     columns: Mapping[str, Column],
 ) -> TextMixture:
-    """Returns the texts of a specification; `in_records` is the text in the records."""
+    """Returns the texts of a specification.
+
+    Args:
+        folder: That of the data set, for errors.
+        spec: See `parse_text_weights`.
+        in_records: The text in the records.
+        columns: All columns of the data set by name.
+
+    Raises:
+        ValueError: The specification does not follow `SYNTAX`, a column is no text, or the texts
+            are of different kinds.
+    """
     weights = parse_text_weights(spec)
     text_columns = {name: column for name, column in columns.items() if _is_text(column)}
     mixed_texts = []

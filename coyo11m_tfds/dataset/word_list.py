@@ -19,14 +19,18 @@ _ENTRY = re.compile(rf'\w{{1,{_MAX_LETTERS}}}:[1-9][0-9]{{0,17}}')
 
 
 def count_words(captions: Iterable[Sequence[str]]) -> str:
-    """Returns the list of the words of captions, which are lists of words."""
+    """Returns the list of the most frequent words of captions, at most `MAX_WORDS`.
+
+    A caption is given as its words.
+    """
     counts: collections.Counter[str] = collections.Counter()
     for words in captions:
         counts.update(word for word in words if len(word) <= _MAX_LETTERS)
         # Of captions of millions of different words, the rarest are forgotten in between.
         if len(counts) > _MOST_COUNTED:
             counts = collections.Counter(dict(_most_frequent(counts, _MOST_COUNTED // 2)))
-    return ' '.join(f'{word}:{count}' for word, count in _most_frequent(counts, MAX_WORDS))
+    entries = _most_frequent(counts, MAX_WORDS)
+    return ' '.join(f'{word}:{count}' for word, count in entries)
 
 
 def parse(word_list: str) -> list[str]:
@@ -43,7 +47,7 @@ def parse(word_list: str) -> list[str]:
 
 
 def digest(word_list: str) -> str:
-    """Returns what names the ids of a list: equal lists number words alike."""
+    """Returns the revision that names the ids of a list: equal lists number words alike."""
     return f'2-{hashlib.sha256(word_list.encode()).hexdigest()[:16]}'
 
 
