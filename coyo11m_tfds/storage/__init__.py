@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 
 def class_of(path: str | os.PathLike[str]) -> 'type[ReadableFolder]':
-    """Chooses the class of the storage of a path or URL, here and nowhere else."""
+    """Returns the class of folders of the storage of a path or URL; chosen here and nowhere else.
+
+    Raises:
+        ValueError: It is a URL of no storage.
+    """
     text = os.fspath(path)
     # What `pathlib` makes of a URL; the text ./gs: names a local folder.
     if text.startswith(('gs:/', 'hf:/')) and '://' not in text:
@@ -82,7 +86,12 @@ def describe_file(path: str | os.PathLike[str]) -> 'StoredFile':
 
 
 def write_file(path: str | os.PathLike[str], data: bytes) -> None:
-    """Writes a small file, of which no reader needs to see the whole, at a path or URL."""
+    """Writes a small file at a path or URL; a reader may see a part of it.
+
+    Raises:
+        ValueError: It is a URL that cannot be written to.
+        OSError: The storage refuses it.
+    """
     folder, name = os.path.split(os.fspath(path))
     if local_path(path) is None:
         open_writable_folder(folder).write(name, data)
@@ -106,9 +115,13 @@ def check_writable_file(path: str | os.PathLike[str]) -> None:
 def list_folder(
     folder: str | os.PathLike[str], missing_ok: bool = False
 ) -> 'dict[str, StoredFile]':
-    """Returns the visible files of a folder by name; with `missing_ok`, {} for a missing folder."""
+    """Returns the visible files of a folder by name.
+
+    Raises:
+        ValueError: There is no such folder, unless `missing_ok`.
+    """
     opened = open_folder(folder)
-    files = {name: file for name, file in opened.list().items() if name[0] != '.'}
+    files = {name: file for name, file in opened.list().items() if not name.startswith('.')}
     if not files and not missing_ok and not opened.exists():
         raise ValueError(f'{folder}: there is no such folder.')
     return files

@@ -51,7 +51,7 @@ class ReadableFolder(abc.ABC):
         """Lists the files in a sub-folder, or all below it, by relative name; {} without any."""
 
     def list_all(self) -> tuple[dict[str, StoredFile], tuple[str, ...]]:
-        """Lists the files below the folder, and names that lead to none, such as links."""
+        """Lists the files below the folder, and names that lead to none, such as dangling links."""
         return self.list(deep=True), ()
 
     @abc.abstractmethod
@@ -68,9 +68,16 @@ class ReadableFolder(abc.ABC):
         return self
 
     def list_visible(self, sub_folder: str, suffixes: Suffixes) -> dict[str, StoredFile]:
-        """Lists the visible files with some suffixes in the folder and one sub-folder of it."""
-        below = self.list(sub_folder) if sub_folder else {}
-        files = self.list() | {f'{sub_folder}/{name}': file for name, file in below.items()}
+        """Lists the visible files with some suffixes in the folder and one sub-folder of it.
+
+        Raises:
+            FileNotFoundError: There is no such folder.
+            ValueError: A name with a suffix leads to no file.
+        """
+        files = self.list()
+        if sub_folder:
+            for name, file in self.list(sub_folder).items():
+                files[f'{sub_folder}/{name}'] = file
         # A bucket has no folders, so one without files may still have been made by a marker.
         if not files and not self.exists():
             raise FileNotFoundError(self.folder)
@@ -81,14 +88,22 @@ class ReadableFolder(abc.ABC):
         return {name: file.size for name, file in self.list(deep=True).items()}
 
     def verify(self, states: Mapping[str, FileState]) -> None:
-        """Checks with one listing that files have these states, or at least sizes on a disk."""
+        """Checks with one listing that files have these states, or at least sizes on a disk.
+
+        Raises:
+            OSError: One has another state, or is missing.
+        """
         files = self.list(deep=True)
         for name, expected in sorted(states.items()):
-            state = files[name].state if name in files else None
-            if not (state and state.agrees_with(expected)):
+            problem = ''
+            if name not in files:
+                problem = 'is missing'
+            elif not files[name].state.agrees_with(expected):
+                problem = f'has {files[name].state}'
+            if problem:
                 raise OSError(
-                    f'{self.folder}/{name}: {f"has {state}" if state else "is missing"}, expected '
-                    f'{expected}; another process has changed it. Run the same command again.'
+                    f'{self.folder}/{name}: {problem}, expected {expected}; another process has '
+                    'changed it. Run the same command again.'
                 )
 
     def inventory(
@@ -99,9 +114,13 @@ class ReadableFolder(abc.ABC):
         *,
         deep: bool = False,
     ) -> dict[str, FileState]:
-        """Returns the states of all files, or of those of `names`; reads and counts local ones."""
+        """Returns the states of files in a sub-folder by name, or with `deep` of all below it.
+
+        With `names`, of those that exist. Reads local files; `on_bytes(n)` counts the bytes read.
+        """
 
         def state(file: StoredFile) -> FileState:
+            # A disk keeps no checksums.
             return compute_state(file.path, on_bytes) if file.local_path else file.state
 
         return _map_files(state, self.list(sub_folder, deep=deep), names)
@@ -125,12 +144,12 @@ class ReadableFolder(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def read_range(cls, file: StoredFile, start: int, length: int) -> bytes:
-        """See `StoredFile.read_range`."""
+        """Reads `length` bytes of a file from the byte `start` on; see `StoredFile.read_range`."""
 
     @classmethod
     @abc.abstractmethod
     def fetch(cls, file: StoredFile, target: str, on_bytes: OnBytes) -> FileState:
-        """See `StoredFile.fetch`."""
+        """Copies a file to the local path `target`; see `StoredFile.fetch`."""
 
 
 class WritableFolder(ReadableFolder):
@@ -138,7 +157,11 @@ class WritableFolder(ReadableFolder):
 
     @abc.abstractmethod
     def check_writable(self) -> None:
-        """Checks that files can be stored in and removed from the folder, which need not exist."""
+        """Checks that files can be stored in and removed from the folder, which need not exist.
+
+        Raises:
+            OSError: They cannot.
+        """
 
     def check_space(self, num_bytes: int) -> None:
         """Raises an OSError if so many bytes have no room; a bucket has no limit."""
@@ -146,11 +169,15 @@ class WritableFolder(ReadableFolder):
 
     @abc.abstractmethod
     def staging(self, fallback: StrPath) -> str:
-        """Returns a local folder for files of `store`: on a disk inside of it, else `fallback`."""
+        """Makes and returns a local folder for files of `store`: inside this one, or `fallback`."""
 
     @abc.abstractmethod
     def store(self, local_file: StrPath, name: str, crc32c: int) -> None:
-        """Moves a file from the folder of `staging` to `name`; its copy must have this CRC-32C."""
+        """Moves a file from the folder of `staging` to `name`; replaces a file of this name.
+
+        Raises:
+            OSError: A copy of it, where one has to be made, does not have this CRC-32C.
+        """
 
     @abc.abstractmethod
     def write(self, name: str, data: bytes) -> None:
@@ -158,7 +185,10 @@ class WritableFolder(ReadableFolder):
 
     @abc.abstractmethod
     def copy(self, file: StoredFile, name: str, scratch: 'Scratch', on_bytes: OnBytes) -> FileState:
-        """Copies a file of any storage to `name`, compares both; returns the state of the copy."""
+        """Copies a file of any storage to `name`, compares both; returns the state of the copy.
+
+        `scratch` holds what has to pass through this machine; `on_bytes(n)` counts what is read.
+        """
 
     @abc.abstractmethod
     def remove(self, names: Iterable[str]) -> None:
@@ -185,14 +215,16 @@ def _map_files(
             return function(files[name])
         return None
 
-    chosen = sorted(files if names is None else files.keys() & set(names))
+    chosen = sorted(files)
+    if names is not None:
+        chosen = sorted(files.keys() & set(names))
     with ThreadPoolExecutor(THREADS) as threads:
         values = zip(chosen, threads.map(call, chosen), strict=True)
         return {name: value for name, value in values if value is not None}
 
 
 def is_visible(name: str, suffixes: Suffixes) -> bool:
-    """Whether the name of a file has one of the suffixes and is not hidden."""
+    """Returns whether the name of a file has one of the suffixes and is not hidden."""
     # A leading dot marks what tools leave behind, like macOS's '._000000-000009.pt'.
     base = os.path.basename(name)
     return not base.startswith('.') and base.endswith(suffixes)

@@ -63,17 +63,19 @@ class Bucket(RemoteFolder, WritableFolder):
     keeps_checksums = True
 
     def __init__(self, folder: StrPath):
+        """Takes the URL; raises a ValueError for one without a bucket."""
         super().__init__(folder)
         _split_url(os.fspath(folder))
 
     def find_limit(self) -> str:
+        """Says so if the bucket is zonal; '' also if its layout cannot be looked up."""
         bucket, name = _split_url(self.folder)
-        path, prefix = f'/b/{bucket}/storageLayout', f'{name}/' if name else ''
+        prefix = f'{name}/' if name else ''
 
         # Needs the right to list objects, which readers have; the bucket's properties need more.
         def attempt(options: dict[str, Any]) -> dict[str, str]:
             query = {'prefix': prefix} | _billing()
-            return _bucket_client()._get_resource(path, query, **options)
+            return _bucket_client()._get_resource(f'/b/{bucket}/storageLayout', query, **options)
 
         # What is wrong with credentials or the name of the bucket shows at other requests, too.
         with contextlib.suppress(OSError):
@@ -88,53 +90,67 @@ class Bucket(RemoteFolder, WritableFolder):
     # --- Listing and reading ---
 
     def list(self, sub_folder: str = '', *, deep: bool = False) -> dict[str, StoredFile]:
-        url, fields = self.path_of(sub_folder), _LISTED_FIELDS
-        blobs = _list_objects(url, delimiter=None if deep else '/', fields=fields)
-        # Some tools, TensorFlow among them, make markers so that an empty folder is listed.
-        names = [name for name in blobs if name and name[-1] != '/']
-        return {name: _describe_blob(f'{url}/{name}', blobs[name]) for name in names}
+        """Lists objects with their checksums, a thousand a request."""
+        url = self.path_of(sub_folder)
+        delimiter = None if deep else '/'
+        files = {}
+        for name, blob in _list_objects(url, delimiter=delimiter, fields=_LISTED_FIELDS).items():
+            # Some tools, TensorFlow among them, make markers so that an empty folder is listed.
+            is_marker = not name or name.endswith('/')
+            if not is_marker:
+                files[name] = _describe_blob(f'{url}/{name}', blob)
+        return files
 
     def exists(self) -> bool:
+        """Returns whether there is an object below the folder, be it a marker."""
         return bool(_list_objects(self.folder, max_results=1, fields='items(name)'))
 
     @classmethod
     def describe(cls, path: str) -> StoredFile:
+        """Describes an object with its checksum, by one request."""
         if blob := _look_up(path):
             return _describe_blob(path, blob)
         raise FileNotFoundError(path)
 
     def read(self, name: str) -> bytes | None:
+        """Reads a small object in one request; None if it is missing."""
         return _read_object(self.path_of(name))
 
     @classmethod
     def _request(cls, path: str) -> tuple[str, dict[str, str]]:
+        # In a name, slashes are quoted, too.
         bucket, name = (urllib.parse.quote(part, safe='') for part in _split_url(path))
         query = urllib.parse.urlencode({'alt': 'media'} | _billing())
-        endpoint = _bucket_client().api_endpoint
-        address = f'{endpoint}/download/storage/v1/b/{bucket}/o/{name}?{query}'
+        client = _bucket_client()
+        address = f'{client.api_endpoint}/download/storage/v1/b/{bucket}/o/{name}?{query}'
         headers: dict[str, str] = {}
-        _bucket_client()._credentials.before_request(_request_token, 'GET', '', headers)
+        client._credentials.before_request(_request_token, 'GET', '', headers)
         return address, headers
 
     # --- Writing ---
 
     def check_writable(self) -> None:
+        """Stores an object of one byte and deletes it."""
         probe = self.path_of(f'.writable_{uuid.uuid4().hex}')
         _write_object(probe, b'x')
         _delete_object(probe)
 
     def staging(self, fallback: StrPath) -> str:
+        """Makes and returns `fallback`."""
         os.makedirs(fallback, exist_ok=True)
         return os.fspath(fallback)
 
     def store(self, local_file: StrPath, name: str, crc32c: int) -> None:
+        """Uploads a file, compares the checksum of the object, and removes the local file."""
         _upload_object(self.path_of(name), os.fspath(local_file), crc32c)
         os.remove(local_file)
 
     def write(self, name: str, data: bytes) -> None:
+        """Stores a small object in one request, and compares its checksum."""
         _write_object(self.path_of(name), data)
 
     def copy(self, file: StoredFile, name: str, scratch: 'Scratch', on_bytes: OnBytes) -> FileState:
+        """Copies an object within the storage; uploads other files, from `scratch`."""
         # Only objects of buckets have a CRC-32C before they are read, and the storage copies them.
         if file.crc32c is not None:
             _copy_object(file.path, self.path_of(name), file.state)
@@ -146,28 +162,36 @@ class Bucket(RemoteFolder, WritableFolder):
         return state
 
     def remove(self, names: Iterable[str]) -> None:
+        """Deletes objects, several at a time; folders need no removal."""
         with ThreadPoolExecutor(THREADS) as threads:
             list(threads.map(_delete_object, map(self.path_of, names)))
 
     def lock(self) -> 'BucketLock':
+        """Returns the lock of the folder, an object next to it."""
+        _, name = _split_url(self.folder)
         # That of a whole bucket lies in it: nobody may make another bucket for it.
-        is_bucket = not _split_url(self.folder)[1]
-        return BucketLock(f'{self.folder}{"/" if is_bucket else ""}{locks.SUFFIX}')
+        url = self.folder if name else f'{self.folder}/'
+        return BucketLock(url + locks.SUFFIX)
 
 
 class BucketLock(locks.Lock):
-    """An object that its holder replaces again and again."""
+    """An object that its holder replaces again and again; see `locks`."""
 
     def __init__(self, url: str):
-        self._url, self._seconds = url, locks.lease_seconds()
+        """Takes the URL of the object; requests nothing."""
+        self._url = url
+        self._seconds = locks.lease_seconds()
         # The second line tells two locks of one process apart.
         self._content = f'{locks.describe_this_process()}\n{uuid.uuid4().hex}'.encode()
         self._seen: int | None = None  # generation that was seen or written last, 0 for none
-        self._changed = self._sign = float('-inf')  # when it was new; when another one renewed it
+        # By `time.monotonic()`: when this generation was new, and when another holder renewed it.
+        self._changed = float('-inf')
+        self._sign = float('-inf')
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep, name=url, daemon=True)
 
     def acquire(self) -> bool:
+        """Tries to take the lock, also over from a dead holder; returns whether it did."""
         self._look()
         if self._seen and time.monotonic() - self._changed < self._seconds:
             return False
@@ -179,13 +203,16 @@ class BucketLock(locks.Lock):
         return True
 
     def last_sign_of_life(self) -> float:
+        """Returns when a change by another holder was last seen, by `time.monotonic()`."""
         self._look()
         return self._sign
 
     def is_ours(self) -> bool:
+        """Returns False if another process has taken it over."""
         return _read_object(self._url) == self._content
 
     def release(self) -> None:
+        """Ends the renewals and deletes the object; only warns if that fails."""
         # A renewal that is under way would make the lock again after it is deleted.
         self._stop.set()
         self._thread.join()
@@ -201,7 +228,8 @@ class BucketLock(locks.Lock):
         generation = blob.generation if blob else 0
         if blob and generation != self._seen:
             content = _read_object(self._url) or b''
-            self.holder = content.decode(errors='replace').partition('\n')[0][:200] or self.holder
+            first_line = content.decode(errors='replace').partition('\n')[0]
+            self.holder = first_line[:200] or self.holder
             self._changed = time.monotonic()
             # What is there at the first look may be a dead holder's; a change has a living one.
             if self._seen is not None:
@@ -220,9 +248,10 @@ class BucketLock(locks.Lock):
         except _Conflict:
             # The answer to an earlier attempt may have been lost.
             blob = self._look_up_ours()
-        if blob:
-            self._seen = blob.generation
-        return bool(blob)
+        if blob is None:
+            return False
+        self._seen = blob.generation
+        return True
 
     def _keep(self) -> None:
         """Renews the lock until it is released; run in a thread."""
@@ -250,6 +279,7 @@ def _split_url(url: str) -> tuple[str, str]:
 
 
 def _list_objects(folder: str, **options: Any) -> dict[str, storage.Blob]:
+    """Returns the objects below a folder by relative name; `options` are those of `list_blobs`."""
     bucket, name = _split_url(folder)
     # Names may begin with slashes.
     prefix = f'{name.rstrip("/")}/' if name else ''
@@ -332,9 +362,11 @@ def _copy_object(source: str, url: str, expected: FileState) -> None:
 
     def attempt(options: dict[str, Any]) -> None:
         blob = _blob(url)
-        token, _, _ = blob.rewrite(_blob(source), **options)
+        original = _blob(source)
+        token, _, _ = blob.rewrite(original, **options)
+        # Each request copies a part of a large object.
         while token is not None:
-            token, _, _ = blob.rewrite(_blob(source), token=token, **options)
+            token, _, _ = blob.rewrite(original, token=token, **options)
         _check_stored(url, blob, expected)
 
     _call_storage(source, f'copying {source} to {url}', attempt)
@@ -342,14 +374,16 @@ def _copy_object(source: str, url: str, expected: FileState) -> None:
 
 def _delete_object(url: str, generation: int | None = None) -> None:
     """Deletes an object, if it exists; with `generation`, only this version of it."""
-    options = {'if_generation_match': generation}
+
+    def attempt(options: dict[str, Any]) -> None:
+        _blob(url).delete(if_generation_match=generation, **options)
+
     with contextlib.suppress(_Missing, _Conflict):
-        _call_storage(
-            url, f'deleting {url}', lambda patience: _blob(url).delete(**options, **patience)
-        )
+        _call_storage(url, f'deleting {url}', attempt)
 
 
 def _bucket_client() -> storage.Client:
+    """Returns the client for the present environment."""
     return _make_client(os.getpid(), *map(os.environ.get, _ENVIRONMENT))
 
 
@@ -384,9 +418,12 @@ def _blob(url: str) -> storage.Blob:
 
 
 def _describe_blob(url: str, blob: storage.Blob) -> StoredFile:
-    # Base64 of four bytes, most significant first; an object that is encrypted with a customer's
-    # key has no checksum. Some servers omit the size 0.
-    checksum = f'crc32c:{base64.b64decode(blob.crc32c).hex()}' if blob.crc32c else None
+    # An object that is encrypted with a customer's key has no checksum.
+    checksum = None
+    if blob.crc32c:
+        # Base64 of four bytes, most significant first.
+        checksum = f'crc32c:{base64.b64decode(blob.crc32c).hex()}'
+    # Some servers omit the size 0.
     size = blob.size or 0
     version = checksum or f'{size}-{blob.generation}'
     encoding = blob.content_encoding or ''
@@ -411,6 +448,7 @@ def _call_storage(url: str, label: str, attempt: Callable[[dict[str, Any]], T]) 
 
 
 def _patience(label: str) -> dict[str, Any]:
+    """Returns the options by which the library repeats a request and limits its time."""
     seconds = retry.stall_seconds()
 
     def repeat(request: Callable[[], T]) -> Callable[[], T]:
@@ -431,11 +469,14 @@ def _plain_errors(url: str) -> Iterator[None]:
     except exceptions.GoogleAPICallError as error:
         message = retry.strip_request(json_message(error.message))
         if error.code == 404 and 'bucket does not exist' in message:
+            bucket, _ = _split_url(url)
+            # Of a copy, it may be the bucket of the other object.
             in_request = re.search(r'/b/([^/?]+)', getattr(error.response, 'url', None) or '')
-            bucket = f'gs://{in_request[1] if in_request else _split_url(url)[0]}'
+            if in_request:
+                bucket = in_request[1]
             raise OSError(
-                f'{bucket}: there is no such bucket. Make it with `gcloud storage buckets create '
-                f'{bucket}`, or correct the name.'
+                f'gs://{bucket}: there is no such bucket. Make it with `gcloud storage buckets '
+                f'create gs://{bucket}`, or correct the name.'
             ) from error
         kind = _Missing if error.code == 404 else OSError
         raise kind(f'{url}: {" ".join(message.split())}') from error

@@ -33,31 +33,40 @@ class Disk(WritableFolder):
     """A folder on a disk of this machine."""
 
     def __init__(self, folder: StrPath):
+        """Takes the path of a folder, which need not exist."""
         super().__init__(pathlib.PurePath(folder))
         self.folder = self.folder or '/'
 
     def path_of(self, name: str) -> str:
+        """Returns the path of a file; ValueError for a name that would lead out of the folder."""
+        if not name:
+            return self.folder
         # Objects of a bucket, which are copied to disks, may have any name: one that is absolute or
-        # has `..` in it would lead out of the folder.
-        segments = set(name.split('/')) if name else set()
-        if segments & {'', '.', '..'} or {'\\', '\0'} & set(name):
+        # has `..` in it would lead elsewhere.
+        has_bad_segment = not {'', '.', '..'}.isdisjoint(name.split('/'))
+        if has_bad_segment or '\\' in name or '\0' in name:
             raise ValueError(f'{name!r} is not the name of a file in {self.folder}.')
-        return os.path.join(self.folder, name) if name else self.folder
+        return os.path.join(self.folder, name)
 
     # --- Listing and reading ---
 
     def list(self, sub_folder: str = '', *, deep: bool = False) -> dict[str, StoredFile]:
+        """Lists files and links to files; with `deep`, also those of linked folders."""
         top = self.path_of(sub_folder)
-        return self._describe_all(top, _walk(top) if deep else _names_in(top))[0]
+        names = _walk(top) if deep else _names_in(top)
+        files, _ = self._describe_all(top, names)
+        return files
 
     def list_all(self) -> tuple[dict[str, StoredFile], tuple[str, ...]]:
+        """Lists the files below the folder, and the names of dangling links."""
         return self._describe_all(self.folder, _walk(self.folder))
 
     def _describe_all(
         self, top: str, names: Iterable[str]
     ) -> tuple[dict[str, StoredFile], tuple[str, ...]]:
         """Describes files by their names within `top`; returns also the names of no files."""
-        files, broken_names = dict[str, StoredFile](), list[str]()
+        files: dict[str, StoredFile] = {}
+        broken_names: list[str] = []
         for name in names:
             try:
                 files[name] = self.describe(os.path.join(top, name))
@@ -67,11 +76,19 @@ class Disk(WritableFolder):
         return files, tuple(broken_names)
 
     def list_visible(self, sub_folder: str, suffixes: Suffixes) -> dict[str, StoredFile]:
+        """Lists visible files as every storage does, but refuses what is no file.
+
+        Raises:
+            FileNotFoundError: There is no such folder.
+            ValueError: A folder, or a dangling link, has the name of such a file.
+        """
         names = os.listdir(self.folder)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             names += [f'{sub_folder}/{name}' for name in os.listdir(self.path_of(sub_folder))]
         files = {}
-        for name in filter(lambda name: is_visible(name, suffixes), names):
+        for name in names:
+            if not is_visible(name, suffixes):
+                continue
             try:
                 files[name] = self.describe(self.path_of(name))
             except FileNotFoundError:
@@ -82,16 +99,19 @@ class Disk(WritableFolder):
         return files
 
     def exists(self) -> bool:
+        """Returns whether the folder exists, be it empty."""
         return os.path.isdir(self.folder)
 
     @classmethod
     def describe(cls, path: str) -> StoredFile:
+        """Describes a file without a checksum; FileNotFoundError for a folder, too."""
         state = os.stat(path)
         if not stat.S_ISREG(state.st_mode):
             raise FileNotFoundError(path)
         return StoredFile(str(pathlib.PurePath(path)), state.st_size, local_version(state), None)
 
     def read(self, name: str) -> bytes | None:
+        """Reads a file; None if it is missing or a folder."""
         # Opened once: another process may replace the file between a look at its size and a read.
         path = self.path_of(name)
         missing = FileNotFoundError, NotADirectoryError, IsADirectoryError
@@ -101,6 +121,7 @@ class Disk(WritableFolder):
 
     @classmethod
     def read_range(cls, file: StoredFile, start: int, length: int) -> bytes:
+        """Reads `length` bytes from the byte `start` on; `FileChanged` for a shorter file."""
         with open(file.path, 'rb') as stream:
             stream.seek(start)
             content = stream.read(length)
@@ -111,6 +132,7 @@ class Disk(WritableFolder):
 
     @classmethod
     def fetch(cls, file: StoredFile, target: str, on_bytes: OnBytes) -> FileState:
+        """Copies a file, and compares its size with the listed one."""
         state = file_state.copy(file.path, target, on_bytes)
         file.check_size(state)
         return state
@@ -118,31 +140,38 @@ class Disk(WritableFolder):
     # --- Writing ---
 
     def check_writable(self) -> None:
-        path, existing = pathlib.Path(self.folder).absolute(), self._existing()
+        """Raises an OSError if the folder is a file, or this user may not write to it."""
+        path = pathlib.Path(self.folder).absolute()
+        existing = self._existing()
         if not existing.is_dir():
             raise NotADirectoryError(f'{path}: {existing} is a file; name another folder.')
         if not os.access(existing, os.W_OK | os.X_OK):
             raise PermissionError(f'{path}: {existing} cannot be written to by this user.')
 
     def check_space(self, num_bytes: int) -> None:
-        if (free := shutil.disk_usage(self._existing()).free) < num_bytes:
+        """Raises an OSError if the disk has less room."""
+        free = shutil.disk_usage(self._existing()).free
+        if free < num_bytes:
             raise OSError(
                 f'{self.folder} has {format_bytes(free)} free, but needs '
                 f'{format_bytes(num_bytes)} more. Free some space or choose another folder.'
             )
 
     def _existing(self) -> pathlib.Path:
-        """The folder, or the closest one above it that exists."""
+        """Returns the folder, or the closest one above it that exists."""
         path = pathlib.Path(self.folder).absolute()
         return next(parent for parent in (path, *path.parents) if parent.exists())
 
     def staging(self, fallback: StrPath) -> str:
+        """Makes and returns a hidden sub-folder, from which files are only renamed."""
         folder = os.path.join(self.folder, _STAGING)
         _make_folders(folder)
         return folder
 
     def store(self, local_file: StrPath, name: str, crc32c: int) -> None:
-        local_file, target = os.fspath(local_file), self.path_of(name)
+        """Flushes a file to the disk and renames it; copies it from another file system."""
+        local_file = os.fspath(local_file)
+        target = self.path_of(name)
         _make_folders(os.path.dirname(target))
         try:
             _move_synced(local_file, target)
@@ -161,6 +190,7 @@ class Disk(WritableFolder):
             os.remove(local_file)
 
     def write(self, name: str, data: bytes) -> None:
+        """Writes a new file, flushes it to the disk and renames it."""
         target = self.path_of(name)
         _make_folders(os.path.dirname(target))
         with self._new_file() as path:
@@ -169,26 +199,32 @@ class Disk(WritableFolder):
             _move_synced(path, target)
 
     def copy(self, file: StoredFile, name: str, scratch: 'Scratch', on_bytes: OnBytes) -> FileState:
+        """Fetches a file of any storage into the folder; needs no `scratch`."""
         with self._new_file() as path:
             state = file.fetch(path, on_bytes)
+            # The hub compares a checksum of its own.
             if state.crc32c < 0:
                 state = file_state.compute_state(path)
             self.store(path, name, state.crc32c)
         return state
 
     def remove(self, names: Iterable[str]) -> None:
+        """Removes files, if they exist, and sub-folders of them that become empty."""
         folders = set()
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(self.path_of(name))
-            while name := os.path.dirname(name):
-                folders.add(name)
+            folder = os.path.dirname(name)
+            while folder:
+                folders.add(folder)
+                folder = os.path.dirname(folder)
         # The deepest first; those that are not empty stay.
         for folder in sorted(folders, reverse=True):
             with contextlib.suppress(OSError):
                 os.rmdir(self.path_of(folder))
 
     def sweep(self, prefix: str = _STAGING) -> None:
+        """Removes what no living process holds in staging, and empty folders named `prefix...`."""
         locks.sweep_folder(os.path.join(self.folder, _STAGING))
         with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as entries:
             for entry in entries:
@@ -197,6 +233,7 @@ class Disk(WritableFolder):
                         os.rmdir(entry.path)
 
     def lock(self) -> 'DiskLock':
+        """Returns the lock of the folder, a file next to it."""
         return DiskLock(self.folder + locks.SUFFIX)
 
     @contextlib.contextmanager
@@ -207,6 +244,7 @@ class Disk(WritableFolder):
 
 
 def _names_in(folder: str) -> list[str]:
+    """Returns the names of all but the folders in a folder; none if it is missing."""
     for _, _, names in os.walk(folder, onerror=_raise_unless_missing):
         return names
     return []
@@ -222,12 +260,15 @@ def _walk(top: str) -> Iterator[str]:
         for parent, below, names in os.walk(folders.popleft(), onerror=_raise_unless_missing):
             real_parent = os.path.realpath(parent)
             if real_parent in seen:
+                # `os.walk` goes on with what is left here.
                 below.clear()
                 continue
             seen.add(real_parent)
             below.sort()
-            paths = (os.path.join(parent, name) for name in below)
-            folders.extend(filter(os.path.islink, paths))
+            for name in below:
+                path = os.path.join(parent, name)
+                if os.path.islink(path):
+                    folders.append(path)
             below_top = os.path.relpath(parent, top)
             for name in names:
                 yield name if below_top == os.curdir else os.path.join(below_top, name)
@@ -263,12 +304,18 @@ def _make_folders(folder: str) -> None:
 
 
 class DiskLock(locks.Lock):
-    """A locked file, which is removed in the end."""
+    """A locked file, which is removed in the end; see `locks`."""
 
     def __init__(self, path: str):
+        """Takes the path of the file; makes nothing."""
         self._path = path
 
     def acquire(self) -> bool:
+        """Tries to lock the file; returns whether it did.
+
+        Raises:
+            OSError: The file system has no locks.
+        """
         os.makedirs(os.path.dirname(self._path) or os.curdir, exist_ok=True)
         try:
             self._lock = locks.FileLock(self._path, wait=False)
@@ -287,6 +334,7 @@ class DiskLock(locks.Lock):
         return True
 
     def last_sign_of_life(self) -> float:
+        """Returns the present, by `time.monotonic()`, while a process holds the lock; else -inf."""
         with contextlib.suppress(FileNotFoundError), open(self._path, 'rb') as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -295,9 +343,11 @@ class DiskLock(locks.Lock):
         return float('-inf')
 
     def is_ours(self) -> bool:
+        """Returns False if the file has been moved or removed, so that others lock a new one."""
         return self._lock.is_at_path()
 
     def release(self) -> None:
+        """Removes the file and releases the lock."""
         # Removed while it is locked: whoever locks it later finds that it is not at its path.
         with self._lock:
             if self._lock.is_at_path():

@@ -33,9 +33,11 @@ class FileState(NamedTuple):
         return f'{format_count(self.size, "byte")}{checksum}'
 
     def agrees_with(self, other: 'FileState') -> bool:
-        """Whether both may be of one file; a checksum that one of them lacks is not compared."""
+        """Returns whether both may be of one file; a checksum that one lacks is not compared."""
+        if self.size != other.size:
+            return False
         is_unknown = self.crc32c < 0 or other.crc32c < 0
-        return self.size == other.size and (is_unknown or self.crc32c == other.crc32c)
+        return is_unknown or self.crc32c == other.crc32c
 
     def to_json(self) -> dict[str, Any]:
         """Returns a known state as JSON values."""
@@ -44,17 +46,20 @@ class FileState(NamedTuple):
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> 'FileState':
         """The inverse of `to_json`; raises a KeyError, TypeError or ValueError for other values."""
-        if not re.fullmatch('[0-9a-f]{8}', fields['crc32c']):
-            raise ValueError(f'{fields["crc32c"]!r} is not a CRC-32C of 8 hex digits')
-        if type(fields['size']) is not int or fields['size'] < 0:
-            raise ValueError(f'{fields["size"]!r} is not a number of bytes')
-        return cls(fields['size'], int(fields['crc32c'], 16))
+        size = fields['size']
+        crc32c = fields['crc32c']
+        if not re.fullmatch('[0-9a-f]{8}', crc32c):
+            raise ValueError(f'{crc32c!r} is not a CRC-32C of 8 hex digits')
+        if type(size) is not int or size < 0:
+            raise ValueError(f'{size!r} is not a number of bytes')
+        return cls(size, int(crc32c, 16))
 
 
 def compute_state(path: str | os.PathLike[str], on_bytes: OnBytes = ignore_bytes) -> FileState:
     """Reads a whole local file and returns its state; `on_bytes(n)` counts the bytes read."""
     # One core computes it at 13 GB/s from the page cache, faster than disks.
-    checksum, size = google_crc32c.Checksum(), 0
+    checksum = google_crc32c.Checksum()
+    size = 0
     with naming(path), open(path, 'rb', buffering=0) as file:
         for block in checksum.consume(file, _BLOCK):
             size += len(block)
@@ -64,11 +69,13 @@ def compute_state(path: str | os.PathLike[str], on_bytes: OnBytes = ignore_bytes
 
 def copy(path: str, target: str, on_bytes: OnBytes = ignore_bytes) -> FileState:
     """Copies a local file and returns the state of what was read; `on_bytes(n)` counts it."""
-    size, crc32c = 0, 0
+    size = 0
+    crc32c = 0
     with open(path, 'rb', buffering=0) as source, naming(target), open(target, 'wb') as file:
         while block := source.read(_BLOCK):
             file.write(block)
-            size, crc32c = size + len(block), google_crc32c.extend(crc32c, block)
+            size += len(block)
+            crc32c = google_crc32c.extend(crc32c, block)
             on_bytes(len(block))
     return FileState(size, crc32c)
 
@@ -86,13 +93,15 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 def sync(path: str) -> None:
     """Waits until the content of a file, or the names in a folder, are on the disk."""
-    handle = os.open(path or os.curdir, os.O_RDONLY)
+    path = path or os.curdir
+    handle = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
             os.fsync(handle)
     except OSError as error:
         # Some network file systems have no fsync of a folder.
-        if not (os.path.isdir(path or os.curdir) and error.errno in (errno.EINVAL, errno.ENOTSUP)):
+        has_no_fsync = error.errno in (errno.EINVAL, errno.ENOTSUP)
+        if not (has_no_fsync and os.path.isdir(path)):
             raise
     finally:
         os.close(handle)

@@ -39,6 +39,7 @@ def lease_seconds() -> float:
 
 
 def describe_this_process() -> str:
+    """Returns what a lock says of its holder: process, host, and the time of now."""
     now = datetime.datetime.now(datetime.UTC)
     return f'process {os.getpid()} on {socket.gethostname()}, since {now:%Y-%m-%d %H:%M:%S} UTC'
 
@@ -52,9 +53,14 @@ class FileLock:
     """An `flock` on a file, held until it is released; excludes threads and processes."""
 
     def __init__(self, path: StrPath, *, shared: bool = False, wait: bool = True):
-        """Takes the lock, alone or `shared` with other shared holders; makes the file."""
+        """Takes the lock, alone or `shared` with other shared holders; makes the file.
+
+        Without `wait`, raises a BlockingIOError if another one holds it.
+        """
         self._path = path
-        mode = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+        mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        if not wait:
+            mode |= fcntl.LOCK_NB
         while True:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             _held.add(self)
@@ -75,6 +81,7 @@ class FileLock:
         self.release()
 
     def is_at_path(self) -> bool:
+        """Returns whether the locked file is still the one at its path."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
         except FileNotFoundError:
@@ -100,7 +107,10 @@ os.register_at_fork(after_in_child=_close_copies)
 
 @contextlib.contextmanager
 def temporary_folder(parent: StrPath, prefix: str) -> Iterator[str]:
-    """Makes a new folder for a `with` block; deletes those of `prefix` that killed ones left."""
+    """Makes a new folder for a `with` block; deletes those of `prefix` that killed ones left.
+
+    Its name is `prefix` and 32 hex digits, and its lock lies next to it.
+    """
     pattern = glob.escape(os.path.join(parent, prefix)) + '[0-9a-f]' * 32 + SUFFIX
     for lock in glob.glob(pattern):
         _remove_unless_held(lock)
@@ -166,9 +176,15 @@ class Lock(Protocol):
 
 @contextlib.contextmanager
 def hold(folder: StrPath, *, wait: bool = True) -> Iterator[Lock]:
-    """Excludes others, here and elsewhere; without `wait`, a TimeoutError for a living holder."""
+    """Holds the lock of a folder for a `with` block, after its holder here or elsewhere.
+
+    Raises:
+        TimeoutError: Another one holds it and is alive; only without `wait`.
+        ValueError: The folder is one of the hub.
+    """
     opened = storage.open_writable_folder(folder)
-    lock, start = opened.lock(), time.monotonic()
+    lock = opened.lock()
+    start = time.monotonic()
     for _ in _poll(lambda: f'{opened.folder}: waiting for {lock.holder}, which is working there'):
         if lock.acquire():
             break
@@ -184,9 +200,13 @@ def hold(folder: StrPath, *, wait: bool = True) -> Iterator[Lock]:
 
 
 def wait_for(path: StrPath, exists: Callable[[], bool]) -> None:
-    """Waits until the first process of a job has made the folder or file that it holds."""
+    """Waits until the first process of a job has made the folder or file that it holds.
+
+    `exists()` says whether it has. Raises a RuntimeError if that process shows no sign of life.
+    """
     opened = storage.open_writable_folder(path)
-    lock, last_sign = opened.lock(), time.monotonic()
+    lock = opened.lock()
+    last_sign = time.monotonic()
     # The first process of a job that was started again may first wait for the lease of the one that
     # was killed.
     patience = 1.4 * lease_seconds()

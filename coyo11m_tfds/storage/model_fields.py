@@ -98,7 +98,8 @@ def read_object(path: Path) -> dict[str, Any]:
 def read_json(path: Path) -> Any:
     """Returns the content of a JSON file; raises a ValueError that names the file."""
     try:
-        if (size := path.stat().st_size) > _MAX_BYTES:
+        size = path.stat().st_size
+        if size > _MAX_BYTES:
             raise ValueError(f'it has {size:,} bytes, expected at most {_MAX_BYTES:,}')
         return json.loads(path.read_text(encoding='utf-8'))
     except OSError as error:

@@ -46,7 +46,8 @@ class WeightFile:
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a weight; raises a ValueError unless it is of floating point."""
         weight = self._file.get_slice(name)
-        if (dtype := weight.get_dtype()) not in _FLOATS:
+        dtype = weight.get_dtype()
+        if dtype not in _FLOATS:
             raise ValueError(
                 f'{self.path}: {name!r} is {dtype}, expected one of {", ".join(_FLOATS)}: '
                 'quantized weights are not read'
@@ -54,7 +55,7 @@ class WeightFile:
         return tuple(weight.get_shape())
 
     def read(self, name: str) -> np.ndarray:
-        """Reads a weight whose `shape` was accepted."""
+        """Returns a weight whose `shape` was accepted; raises a ValueError if it is damaged."""
         try:
             return self._file.get_tensor(name)
         except (OSError, SafetensorError) as error:
@@ -70,11 +71,17 @@ def public_name(model: str) -> str:
     if model and folder.exists():
         return folder.resolve().name
     # Nor the path of a folder on another machine.
-    return folder.name if folder.is_absolute() or model.count('/') > 1 else model
+    if folder.is_absolute() or model.count('/') > 1:
+        return folder.name
+    return model
 
 
 def local_folder(model: str, kind: str = 'text encoder') -> Path | None:
-    """Returns the folder of a model, or None for a name on the hub."""
+    """Returns the folder of a model, or None for a name on the hub.
+
+    Raises:
+        ValueError: It is a path, and there is no such folder.
+    """
     folder = Path(model)
     if folder.is_dir():
         return folder
@@ -84,7 +91,11 @@ def local_folder(model: str, kind: str = 'text encoder') -> Path | None:
 
 
 def fetch_folder(model: str, kind: str, files: Sequence[str]) -> Path:
-    """Returns the folder of a model; downloads files of these patterns if the cache lacks them."""
+    """Returns the folder of a model; downloads files of these patterns if the cache lacks them.
+
+    Raises:
+        ValueError: There is no such model, or it cannot be downloaded.
+    """
     if local := local_folder(model, kind):
         return local
     import huggingface_hub

@@ -54,9 +54,12 @@ class Receipts:
         self.folder.write(self._file_of(name), json_digest.seal(content))
 
     def read(self, names: Collection[str] | None = None) -> dict[str, Receipt]:
-        """Reads all receipts, or those of `names` that exist; leaves out damaged ones."""
-        chosen = None if names is None else [f'{name}{_SUFFIX}' for name in names]
-        receipts, damaged = {}, []
+        """Returns all receipts by name, or those of `names` that exist; leaves out damaged ones."""
+        chosen = None
+        if names is not None:
+            chosen = [f'{name}{_SUFFIX}' for name in names]
+        receipts = {}
+        damaged = []
         for file, data in self.folder.read_all(self._sub_folder, chosen).items():
             name = file.removesuffix(_SUFFIX)
             try:
@@ -64,28 +67,38 @@ class Receipts:
             except (AttributeError, LookupError, TypeError, ValueError):
                 damaged.append(name)
         if damaged:
-            others = f' and {len(damaged) - 1:,} more' if len(damaged) > 1 else ''
             path = self.path_of(damaged[0])
+            others = f' and {len(damaged) - 1:,} more' if len(damaged) > 1 else ''
             logging.warning('%s%s: damaged, so it does not count as finished work.', path, others)
         return receipts
 
     def check_files(self, receipts: Mapping[str, Receipt], title: str) -> dict[str, Receipt]:
-        """Returns the receipts whose files are all in place and unchanged; reads local files."""
-        states = dict[str, FileState]()
+        """Returns the receipts whose files are all in place and unchanged; reads local files.
+
+        `title` is that of the progress.
+        """
+        states: dict[str, FileState] = {}
         for receipt in receipts.values():
             states.update(receipt.files)
         if not states:
             return {}
+        num_bytes = 0
         # A bucket lists checksums; on a disk, all files have to be read.
-        num_bytes = 0 if self.folder.keeps_checksums else sum(x.size for x in states.values())
+        if not self.folder.keeps_checksums:
+            num_bytes = sum(state.size for state in states.values())
         with Progress(title, num_bytes, 'B') as progress:
             present = self.folder.inventory('', progress.add, states, deep=True)
-        return {name: x for name, x in receipts.items() if x.files.items() <= present.items()}
+        unchanged = {}
+        for name, receipt in receipts.items():
+            if receipt.files.items() <= present.items():
+                unchanged[name] = receipt
+        return unchanged
 
     def _file_of(self, name: str) -> str:
         return f'{self._sub_folder}/{name}{_SUFFIX}'
 
     def _parse(self, name: str, data: bytes) -> Receipt:
+        """Parses the receipt of a name; raises an error for JSON of another structure."""
         content = json_digest.unseal(data)
         if content['name'] != name:
             raise ValueError(f'it is the receipt of {content["name"]!r}')

@@ -55,6 +55,11 @@ class RemoteFolder(ReadableFolder):
 
     @classmethod
     def read_range(cls, file: StoredFile, start: int, length: int) -> bytes:
+        """Reads `length` bytes from the byte `start` on, in one request that is retried.
+
+        Nothing compares their checksum. Raises a `FileChanged` if the storage has another version.
+        """
+
         def attempt() -> bytes:
             with cls._get(file, start, start + length) as response:
                 content = response.read(decode_content=False)
@@ -67,42 +72,48 @@ class RemoteFolder(ReadableFolder):
 
     @classmethod
     def fetch(cls, file: StoredFile, target: str, on_bytes: OnBytes) -> FileState:
+        """Downloads a file to a local path, and compares its checksum; returns its state.
+
+        `on_bytes(n)` counts what is received, with a negative number for what was received in vain.
+        """
         label = f'downloading {file.path}'
-
-        def attempt() -> None:
-            size = 0
-            kind, digest = _new_digest(file)
-            # Unbuffered: an error of a full disk comes from the write, before the bytes count.
-            with open(target, 'wb', buffering=0) as stream:
-
-                def append() -> None:
-                    nonlocal size
-                    with cls._get(file, size, file.size) as response:
-                        for block in response.stream(_BLOCK, decode_content=False):
-                            _write_all(stream, block)
-                            digest.update(block)
-                            size += len(block)
-                            on_bytes(len(block))
-
-                # After a broken connection only the rest is requested.
-                while (begin := size) < file.size:
-                    try:
-                        retry.call(append, label)
-                    except retry.GivenUp:
-                        if size < begin + _PROGRESS:
-                            raise
-                os.fsync(stream.fileno())
-            checksum = f'{kind}:{digest.digest().hex()}'
-            if size != file.size or file.checksum not in (None, checksum):
-                on_bytes(-size)
-                raise retry.Corrupted(
-                    f'{file.path}: the checksum of {size} bytes is {checksum}, '
-                    f'expected {file.checksum} of {file.size} bytes'
-                )
-
         with _naming_refusals(file):
-            retry.call(attempt, label)
+            retry.call(lambda: cls._download(file, target, on_bytes, label), label)
         return file.state
+
+    @classmethod
+    def _download(cls, file: StoredFile, target: str, on_bytes: OnBytes, label: str) -> None:
+        """Downloads a file once; raises `retry.Corrupted` if its checksum is wrong."""
+        size = 0
+        kind, digest = _new_digest(file)
+        # Unbuffered: an error of a full disk comes from the write, before the bytes count.
+        with open(target, 'wb', buffering=0) as stream:
+
+            def append() -> None:
+                nonlocal size
+                with cls._get(file, size, file.size) as response:
+                    for block in response.stream(_BLOCK, decode_content=False):
+                        _write_all(stream, block)
+                        digest.update(block)
+                        size += len(block)
+                        on_bytes(len(block))
+
+            # After a broken connection only the rest is requested.
+            while size < file.size:
+                begin = size
+                try:
+                    retry.call(append, label)
+                except retry.GivenUp:
+                    if size < begin + _PROGRESS:
+                        raise
+            os.fsync(stream.fileno())
+        checksum = f'{kind}:{digest.digest().hex()}'
+        if size != file.size or file.checksum not in (None, checksum):
+            on_bytes(-size)
+            raise retry.Corrupted(
+                f'{file.path}: the checksum of {size} bytes is {checksum}, '
+                f'expected {file.checksum} of {file.size} bytes'
+            )
 
     @classmethod
     @contextlib.contextmanager
@@ -112,12 +123,16 @@ class RemoteFolder(ReadableFolder):
             raise encoded_error(file.path, file.encoding)
         url, headers = cls._request(file.path)
         headers |= {'Accept-Encoding': 'identity', 'Range': f'bytes={start}-{stop - 1}'}
-        # Redirections, of the hub, are followed, without the credentials to another host.
-        redirect = urllib3.Retry(None, connect=0, read=0, status=0, other=0, redirect=5)
-        # The time-out is that of the connection, and of each piece of the body.
-        stall = retry.stall_seconds()
-        options: dict[str, Any] = {'preload_content': False, 'timeout': stall, 'retries': redirect}
-        with _connections(url).request('GET', url, headers=headers, **options) as response:
+        with _connections(url).request(
+            'GET',
+            url,
+            headers=headers,
+            preload_content=False,
+            # That of the connection, and of each piece of the body.
+            timeout=retry.stall_seconds(),
+            # Redirections, of the hub, are followed, without the credentials to another host.
+            retries=urllib3.Retry(None, connect=0, read=0, status=0, other=0, redirect=5),
+        ) as response:
             if response.status in (404, 410):
                 raise FileNotFoundError(f'{file.path} is gone; it was there when it was listed.')
             if response.status == 416:
@@ -132,7 +147,9 @@ class Refused(OSError):
     """The response of a server has `status` 4xx or 5xx."""
 
     def __init__(self, response: urllib3.BaseHTTPResponse):
-        self.response, self.status = response, response.status
+        """Reads what the server says of the reason."""
+        self.response = response
+        self.status = response.status
         # The hub explains the error in a header, gs:// in JSON.
         body = response.read(1000).decode(errors='replace')
         message = response.headers.get('X-Error-Message') or json_message(body)
@@ -141,6 +158,7 @@ class Refused(OSError):
 
 @contextlib.contextmanager
 def _naming_refusals(file: StoredFile) -> Iterator[None]:
+    """Adds the path of the file to what a server answers."""
     try:
         yield
     except Refused as error:
@@ -181,17 +199,22 @@ def _check_response(
 
 
 def _connections(url: str) -> urllib3.PoolManager:
-    """The connections of this thread; a forked process must not share those of its parent."""
-    host = url.split('/')[2]
+    """Returns the connections of this thread; a forked process must not share its parent's."""
+    host = urllib.parse.urlsplit(url).netloc
     key = (os.getpid(), host, *map(os.environ.get, _ENVIRONMENT))
     if getattr(_threads, 'key', None) != key:
-        _threads.key, _threads.pool = key, _connect(url)
+        _threads.pool = _connect(url)
+        _threads.key = key
     return _threads.pool
 
 
 def _connect(url: str) -> urllib3.PoolManager:
-    certificates = next(filter(None, map(os.environ.get, _CERTIFICATES)), certifi.where())
-    parts, proxies = urllib.parse.urlsplit(url), urllib.request.getproxies()
+    """Returns connections to the host of a URL, by the certificates and proxies of this machine."""
+    certificates = certifi.where()
+    for variable in reversed(_CERTIFICATES):
+        certificates = os.environ.get(variable) or certificates
+    parts = urllib.parse.urlsplit(url)
+    proxies = urllib.request.getproxies()
     proxy = proxies.get(parts.scheme) or proxies.get('all')
     if not proxy or urllib.request.proxy_bypass(parts.hostname or ''):
         return urllib3.PoolManager(ca_certs=certificates)
@@ -201,7 +224,7 @@ def _connect(url: str) -> urllib3.PoolManager:
 
 
 def _new_digest(file: StoredFile) -> tuple[str, Any]:
-    """The kind of the checksum that a file has, and an object that computes it."""
+    """Returns the kind of the checksum that a file has, and an object that computes it."""
     kind = (file.checksum or 'sha256:').partition(':')[0]
     if kind == 'crc32c':
         return kind, google_crc32c.Checksum()
@@ -212,6 +235,7 @@ def _new_digest(file: StoredFile) -> tuple[str, Any]:
 
 
 def _write_all(stream: io.FileIO, block: bytes) -> None:
+    """Writes all of a block: a disk that becomes full first takes a part."""
     unwritten = memoryview(block)
     with naming(stream.name):
         while unwritten:

@@ -77,7 +77,13 @@ class Corrupted(OSError):
 
 
 def call(operation: Callable[[], T], label: str) -> T:
-    """Returns `operation()`, repeated after transient errors; `label` names it and its URL."""
+    """Returns `operation()`, repeated after transient errors; `label` names it and its URL.
+
+    Raises:
+        GivenUp: Every attempt failed with a transient error.
+        PermissionError: The storage refuses the credentials of this machine.
+        Exception: Any other error of the operation, at once.
+    """
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             return operation()
@@ -99,6 +105,7 @@ def call(operation: Callable[[], T], label: str) -> T:
 
 
 def is_transient(error: BaseException) -> bool:
+    """Returns whether the same request may succeed later."""
     if isinstance(error, Corrupted):
         return True
     if 'CERTIFICATE_VERIFY_FAILED' in str(error) or _is_named(error, _PERMANENT_NAMES):
@@ -134,6 +141,7 @@ def seconds(variable: str, default: float) -> float:
 
 
 def _delay(attempt: int, error: Exception) -> float:
+    """Returns the seconds to wait after a failed attempt, counted from 1."""
     longest = seconds('COYO11M_RETRY_SECONDS', 1.0) * 2 ** min(attempt - 1, _MAX_DOUBLINGS)
     # Not the shared generator: workers that seed it alike would all retry at the same moment.
     delay = random.SystemRandom().uniform(0.0, longest)
@@ -141,7 +149,7 @@ def _delay(attempt: int, error: Exception) -> float:
 
 
 def _server_seconds(error: Exception) -> float:
-    """The pause that the server requests, in seconds; 0 if it requests none."""
+    """Returns the pause that the server requests, in seconds; 0 if it requests none."""
     headers = getattr(getattr(error, 'response', None), 'headers', None) or {}
     retry_after = str(headers.get('retry-after', ''))
     if retry_after.isdigit():
@@ -163,24 +171,25 @@ def _refused(error: Exception, label: str) -> PermissionError | None:
     if not is_refused:
         return None
     hub = re.search(r'hf://(datasets/[^/@\s]+/[^/@\s]+)?', label)
+    is_bucket = 'gs://' in label
     if hub:
         page = f'https://huggingface.co/{hub[1] or "datasets/..."}'
         fix = (
             'Log in with `hf auth login` and accept the terms of the data set on its page, '
             f'{page} (the hub answers the same when a name is wrong).'
         )
-    elif 'gs://' in label:
+    elif is_bucket:
         fix = (
             'Log in with `gcloud auth application-default login`, and ask the owner of the bucket '
             'for access to its objects if that is not enough.'
         )
     else:
         return None
-    says = ''
-    if 'gs://' in label:
+    reason = ''
+    if is_bucket:
         response = getattr(error, 'response', None)
-        says = find_message(getattr(response, 'text', ''))
-    return PermissionError(f'{label}: access was refused ({says or _text(error)}). {fix}')
+        reason = find_message(getattr(response, 'text', ''))
+    return PermissionError(f'{label}: access was refused ({reason or _text(error)}). {fix}')
 
 
 def find_message(body: str) -> str:
@@ -190,7 +199,7 @@ def find_message(body: str) -> str:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status that an error of any library stands for."""
+    """Returns the HTTP status that an error of any library stands for; None without one."""
     # Of `remote`, google.api_core and urllib; below, of requests, httpx and huggingface_hub.
     for name in ('status', 'code'):
         value = getattr(error, name, None)
@@ -200,13 +209,16 @@ def _status(error: BaseException) -> int | None:
 
 
 def _is_named(error: BaseException, names: dict[str, set[str]]) -> bool:
-    return any(
-        kind.__name__ in names.get(kind.__module__.partition('.')[0], ())
-        for kind in type(error).__mro__
-    )
+    """Returns whether the class of an error, or one above it, is among names by packages."""
+    for kind in type(error).__mro__:
+        package = kind.__module__.partition('.')[0]
+        if kind.__name__ in names.get(package, ()):
+            return True
+    return False
 
 
 def _text(error: BaseException) -> str:
+    """Returns the type and the first line of an error, at most 300 characters of it."""
     first_line = next((line for line in str(error).splitlines() if line.strip()), '')
     return f'{type(error).__name__}: {strip_request(first_line.strip())[:300]}'
 

@@ -20,7 +20,11 @@ _DOWNLOADS_AT_ONCE = 8
 
 
 def choose_folder(program: str, data_dir: str, chosen: str = '') -> str:
-    """Returns the user's choice or, without one, `.PROGRAM` in a local `data_dir` or the cache."""
+    """Returns the user's choice or, without one, `.PROGRAM` in a local `data_dir` or the cache.
+
+    Raises:
+        ValueError: The user has chosen a folder that is not local.
+    """
     _check_local(chosen)
     if chosen:
         return os.path.expanduser(chosen)
@@ -49,13 +53,18 @@ def check_out(out: str) -> None:
 
 @contextlib.contextmanager
 def scratch_folder(out: str, chosen: StrPath) -> Iterator[str]:
-    """Makes a folder for this run, in a local `out` so that parts are only renamed."""
-    if not storage.local_path(out):
-        parent, prefix = Path(chosen or user_cache(schema.NAME)), 'parts-'
-    else:
+    """Makes a folder for this run, in a local `out` so that parts are only renamed.
+
+    It lies in the folder `chosen` by the user, if there is one; `out` may be a URL.
+    """
+    if storage.local_path(out):
+        parent = Path(chosen or out)
         # What another host of a shared disk has must stay, even if locks do not reach so far.
-        parent, prefix = Path(chosen or out), f'.{platform.node()}-'
+        prefix = f'.{platform.node()}-'
         Path(out).mkdir(parents=True, exist_ok=True)
+    else:
+        parent = Path(chosen or user_cache(schema.NAME))
+        prefix = 'parts-'
     parent.mkdir(parents=True, exist_ok=True)
     try:
         with locks.temporary_folder(parent, prefix) as folder:
@@ -70,11 +79,13 @@ class Scratch:
     """Local copies of remote files, in a folder that need not exist; local ones stay in place."""
 
     def __init__(self, folder: StrPath):
+        """Takes the folder; ValueError for a URL."""
         _check_local(folder)
         self._folder = os.fspath(folder)
 
     @contextlib.contextmanager
     def hold(self, file: StoredFile, **options: Any) -> Iterator[str]:
+        """Returns the local path of one file; see `hold_all`."""
         with self.hold_all([file], **options) as paths:
             yield paths[0]
 
@@ -82,7 +93,10 @@ class Scratch:
     def hold_all(
         self, files: Sequence[StoredFile], *, on_bytes: OnBytes = ignore_bytes, shows: bool = False
     ) -> Iterator[list[str]]:
-        """Returns local paths, valid within the `with` block; `shows` the progress of downloads."""
+        """Returns local paths, valid within the `with` block; `shows` the progress of downloads.
+
+        They are in the order of `files`. Without `shows`, `on_bytes(n)` counts what is downloaded.
+        """
         remote = [file for file in files if not file.local_path]
         if not remote:
             yield [file.path for file in files]
@@ -90,10 +104,10 @@ class Scratch:
         os.makedirs(self._folder, exist_ok=True)
         with locks.temporary_folder(self._folder, 'held-') as folder:
             # Files of different folders may have the same name, and names may be long.
-            paths = {
-                file: os.path.join(folder, f'{number}{os.path.splitext(file.name)[1]}')
-                for number, file in enumerate(remote)
-            }
+            paths = {}
+            for number, file in enumerate(remote):
+                _, extension = os.path.splitext(file.name)
+                paths[file] = os.path.join(folder, f'{number}{extension}')
             if shows:
                 num_bytes = sum(file.size for file in remote)
                 with Progress(f'Downloading {common_path(files)}', num_bytes, 'B') as progress:
@@ -104,6 +118,7 @@ class Scratch:
 
 
 def _fetch_all(paths: Mapping[StoredFile, str], on_bytes: OnBytes) -> None:
+    """Fetches files to their paths, several at a time; the first error ends all downloads."""
     # A single file in this thread, so that an interrupt ends the download at once.
     if len(paths) == 1:
         [(file, path)] = paths.items()

@@ -24,7 +24,7 @@ class FileChanged(OSError):
 class ChecksumScan:
     """Receives the content of a file, block by block; a subclass does more with each block."""
 
-    crc32c = 0  # of all blocks so far
+    crc32c: int = 0  # of all blocks so far
 
     def add(self, block: bytes) -> None:
         """Receives the next block."""
@@ -40,10 +40,13 @@ AnyScan = TypeVar('AnyScan', bound=ChecksumScan)
 
 
 class _ContentScan(ChecksumScan):
+    """Keeps the content."""
+
     def __init__(self):
         self.content = bytearray()
 
     def add(self, block: bytes) -> None:
+        """Appends the next block."""
         self.content += block
         super().add(block)
 
@@ -85,6 +88,7 @@ class StoredFile:
 
     @property
     def name(self) -> str:
+        """The last part of the path."""
         return os.path.basename(self.path)
 
     @property
@@ -100,15 +104,25 @@ class StoredFile:
 
     @property
     def state(self) -> FileState:
-        return FileState(self.size, -1 if self.crc32c is None else self.crc32c)
+        """The size, and the CRC-32C if the storage keeps it."""
+        crc32c = self.crc32c
+        return FileState(self.size, -1 if crc32c is None else crc32c)
 
     def read_range(self, start: int, length: int) -> bytes:
-        """Reads `length` bytes at offset `start`; raises `FileChanged`."""
+        """Reads `length` bytes at offset `start`.
+
+        Raises:
+            ValueError: They are not all in the file.
+            FileChanged: The file has changed since it was described.
+            OSError: The storage does not give them.
+        """
         if not 0 <= start <= start + length <= self.size:
             raise ValueError(
                 f'{self.path}: has {self.size} bytes, expected {length} from byte {start} on.'
             )
-        return storage.class_of(self.path).read_range(self, start, length) if length else b''
+        if not length:
+            return b''
+        return storage.class_of(self.path).read_range(self, start, length)
 
     def fetch(self, target: str, on_bytes: OnBytes = ignore_bytes) -> FileState:
         """Copies the file to a local path; the calls of `on_bytes` add up to `size`.
@@ -149,32 +163,41 @@ class StoredFile:
             )
 
     def is_unchanged(self) -> bool:
-        """Whether a local file has its version; other storages compare it in every read."""
-        return not self.local_path or storage.describe_file(self.path).version == self.version
+        """Returns whether a local file has its version; other storages compare it in every read."""
+        if not self.local_path:
+            return True
+        return storage.describe_file(self.path).version == self.version
 
 
 class RangeReader(io.RawIOBase):
     """A stored file in the form of Python's files, which each `read` requests."""
 
     def __init__(self, file: StoredFile):
+        """Begins at the start of the file; requests nothing."""
         super().__init__()
-        self._file, self._position = file, 0
+        self._file = file
+        self._position = 0
 
     def readable(self) -> bool:
+        """Returns True."""
         return True
 
     def seekable(self) -> bool:
+        """Returns True."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Moves to an offset from the start, the position or the end; returns the position."""
         starts = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.size}
         self._position = starts[whence] + offset
         return self._position
 
     def tell(self) -> int:
+        """Returns the position."""
         return self._position
 
     def readinto(self, buffer: Any) -> int:
+        """Reads into a buffer, as far as the file goes; returns the number of bytes."""
         length = max(0, min(len(buffer), self._file.size - self._position))
         buffer[:length] = self._file.read_range(self._position, length)
         self._position += length
