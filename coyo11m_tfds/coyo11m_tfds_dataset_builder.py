@@ -95,18 +95,23 @@ class Coyo11mConfig(BuildSettings, tfds.core.BuilderConfig):
         _NAME_RULE.check('name', self.name)
         super().__post_init__()
 
+    def changed_fields(self) -> dict[str, Any]:
+        """Returns the fields of `BuildSettings` that differ from their defaults, by name."""
+        values = {}
+        for field in dataclasses.fields(BuildSettings):
+            value = getattr(self, field.name)
+            if value != field.default:
+                values[field.name] = value
+        return values
+
     def _name_of_fields(self) -> str:
-        changed = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(BuildSettings)
-            if getattr(self, field.name) != field.default
-        }
+        changed = self.changed_fields()
         named = {name: value for name, value in changed.items() if name not in _NOT_IN_NAME}
-        # TFDS refuses another config of the name of the default one.
-        words = [
-            f'{name}-{os.path.basename(str(value).rstrip("/"))}'
-            for name, value in (named or changed).items()
-        ]
+        words = []
+        # TFDS refuses another config of the name of the default one, so a name is made of fields
+        # without effect on the records, too, if there are no others.
+        for name, value in (named or changed).items():
+            words.append(f'{name}-{os.path.basename(str(value).rstrip("/"))}')
         return re.sub('[^A-Za-z0-9_.-]+', '-', '-'.join(words)) or 'latents'
 
 
@@ -120,6 +125,7 @@ class _DataPath(type(epath.Path())):  # type: ignore[misc]  # of this system's p
     is_of_data_set = False
 
     def rmtree(self, missing_ok: bool = False) -> None:
+        """Removes a folder; that of a data set is only noted in `_to_be_replaced`."""
         if self.is_of_data_set:
             _to_be_replaced.add(os.fspath(self))
         else:
@@ -186,8 +192,8 @@ class Builder(dataset_builder.FileReaderBuilder):
         if (self.data_path / schema.INFO_FILE).exists():
             self._check_small_files()
             return tfds.features.FeatureConnector.from_config(self.data_path)
-        with_text = self.builder_config.text_embeddings
-        dim = schema.DEFAULT_TEXT_DIM if with_text else None
+        # Only the source tells the true width.
+        dim = schema.DEFAULT_TEXT_DIM if self.builder_config.text_embeddings else None
         return make_features('float16', schema.LATENTS_SHAPE, dim, self.builder_config.latents)
 
     def _build_data_dir(self, given_data_dir: str | None) -> tuple[str, str]:
@@ -241,17 +247,19 @@ class Builder(dataset_builder.FileReaderBuilder):
         overwrite = mode.overwrite_dataset or os.fspath(self.data_path) in _to_be_replaced
         is_built = (self.data_path / schema.INFO_FILE).exists() and not overwrite
         if is_built:
+            # A build that was killed at its very end has left files.
             data_folder.tidy(os.fspath(self.data_path))
         # `tfds.testing.mock_data` puts a function that does nothing in the place of TFDS' own.
         original = dataset_builder.DatasetBuilder.download_and_prepare
         is_mocked = original.__module__ != dataset_builder.__name__
         is_update = mode == tfds.GenerateMode.UPDATE_DATASET_INFO
-        if not (is_built or is_mocked or is_update):
+        is_left_to_tfds = is_mocked or is_update
+        if not is_built and not is_left_to_tfds:
             self._check_options(config, file_format, options)
             self._source = self._find_source(download_dir, config)
             self._build(self._source, config, overwrite)
             return
-        if not (is_mocked or is_update):
+        if not is_left_to_tfds:
             self._source = str(self.builder_config.source or config.manual_dir or '')
             self._load_existing(config.max_examples_per_split, self._source)
         super().download_and_prepare(
@@ -276,10 +284,9 @@ class Builder(dataset_builder.FileReaderBuilder):
         if self._source:
             words.append(f'--manual_dir={self._source}')
         words.append(f'--data_dir={os.fspath(self.data_path.parents[2])}')
-        for field in dataclasses.fields(BuildSettings):
-            value = getattr(self.builder_config, field.name)
-            if field.name in CAPTION_FLAGS and value != field.default:
-                words.append(f'--{field.name}={value}')
+        for name, value in self.builder_config.changed_fields().items():
+            if name in CAPTION_FLAGS:
+                words.append(f'--{name}={value}')
         return shlex.join([*words, '--encoder=hash'])
 
     def _download_and_prepare(self, dl_manager, download_config=None) -> None:
@@ -288,7 +295,9 @@ class Builder(dataset_builder.FileReaderBuilder):
     def _find_source(
         self, download_dir: epath.PathLike | None, download_config: tfds.download.DownloadConfig
     ) -> str:
-        if source := self.builder_config.source or download_config.manual_dir:
+        """Returns the folder of the source; ValueError if nobody has named one."""
+        source = self.builder_config.source or download_config.manual_dir
+        if source:
             return str(source)
         # TFDS' manager knows the default, and makes folders.
         try:
@@ -303,7 +312,10 @@ class Builder(dataset_builder.FileReaderBuilder):
     def _create_builder_config(
         self, builder_config: str | tfds.core.BuilderConfig | None, version: str | None
     ) -> tfds.core.BuilderConfig | None:
-        name = builder_config.partition(':')[0] if isinstance(builder_config, str) else ''
+        """Returns the config of a name, or the given one; ValueError for an unknown name."""
+        name = ''
+        if isinstance(builder_config, str):
+            name, _, _ = builder_config.partition(':')
         names = [config.name for config in self.BUILDER_CONFIGS]
         if name and name not in names:
             raise ValueError(
@@ -317,6 +329,7 @@ class Builder(dataset_builder.FileReaderBuilder):
     def _build(
         self, source: str, download_config: tfds.download.DownloadConfig, overwrite: bool
     ) -> None:
+        """Builds the data set, or waits until the first process of the job has built it."""
         # Here, because a built data set is read where torch is not installed.
         from coyo11m_tfds.convert import driver
 
@@ -347,8 +360,8 @@ class Builder(dataset_builder.FileReaderBuilder):
         self.builder_config.check_recorded(self.data_path, metadata, limit)
         # Only the first process of a job must reach the source.
         if source and not job.process_index():
-            recorded, captions = metadata.get(schema.META_SOURCE), self.builder_config.captions
-            check_source(self.data_path, recorded, source, captions)
+            recorded = metadata.get(schema.META_SOURCE)
+            check_source(self.data_path, recorded, source, self.builder_config.captions)
         self._save_default_config()
 
     def _save_default_config(self) -> None:
@@ -368,8 +381,9 @@ class Builder(dataset_builder.FileReaderBuilder):
         self,
         download_config: tfds.download.DownloadConfig,
         file_format: str | tfds.core.FileFormat | None,
-        options: dict,
+        options: dict[str, Any],
     ) -> None:
+        """Raises a ValueError for an option of TFDS that has no effect here."""
         if options:
             raise ValueError(f'{", ".join(options)}: not supported; set the umask of the process.')
         defaults = tfds.download.DownloadConfig()
@@ -391,7 +405,7 @@ class Builder(dataset_builder.FileReaderBuilder):
 
     def _write_info(self, dataset: 'driver.BuiltDataset') -> None:
         """Adds to the info what only the source determines, and writes TFDS' files."""
-        text, template = dataset.plan.text, schema.of_build(_TEMPLATE, dataset.plan.build)
+        text = dataset.plan.text
         # TFDS has no setter for features, but only the source determines dtype and width.
         self.info._features = make_features(
             *dataset.plan.latents,
@@ -399,15 +413,16 @@ class Builder(dataset_builder.FileReaderBuilder):
             self.builder_config.latents,
             text.feature if text else schema.TEXT_EMBEDDING,
         )
-        splits = [
-            tfds.core.SplitInfo(
+        template = schema.of_build(_TEMPLATE, dataset.plan.build)
+        splits = []
+        for split, shards in dataset.splits.items():
+            info = tfds.core.SplitInfo(
                 name=split,
                 shard_lengths=[shard.num_records for shard in shards],
                 num_bytes=sum(shard.num_bytes for shard in shards),
                 filename_template=self._get_filename_template(split).replace(template=template),
             )
-            for split, shards in dataset.splits.items()
-        ]
+            splits.append(info)
         self.info.set_splits(tfds.core.SplitDict(splits))
         self.info.metadata.clear()
         self.info.metadata.update(dataset.metadata)
@@ -434,9 +449,12 @@ def make_features(
 ) -> tfds.features.FeaturesDict:
     """Returns the features of a record.
 
-    `latent_dtype` is one of `schema.LATENT_DTYPES`, `latents_shape` `(crops, C, H, W)`, `text_dim`
-    the width of the text embeddings or the number of tokens (None without text), `latents`
-    'in_place' for records without them, and `text` one of `schema.TEXT_DTYPES`.
+    Args:
+        latent_dtype: One of `schema.LATENT_DTYPES`.
+        latents_shape: `(crops, C, H, W)`.
+        text_dim: Width of the text embeddings, or number of tokens; None without text.
+        latents: Field of the config: 'in_place' for records without latents.
+        text: One of `schema.TEXT_DTYPES`.
     """
     features = {
         schema.KEY: tfds.features.Scalar(
@@ -444,8 +462,10 @@ def make_features(
         ),
         schema.CAPTION: tfds.features.Text(doc='What the image shows.'),
     }
-    doc = f'Latents lie {schema.IN_PLACE_DOC}.' if latents == IN_PLACE else None
-    if latents != IN_PLACE:
+    doc = None
+    if latents == IN_PLACE:
+        doc = f'Latents lie {schema.IN_PLACE_DOC}.'
+    else:
         crops = {1: 'one crop', 3: 'three crops'}.get(latents_shape[0], f'{latents_shape[0]} crops')
         features[schema.LATENTS] = tfds.features.Tensor(
             shape=tuple(latents_shape),

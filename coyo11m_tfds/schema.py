@@ -48,18 +48,26 @@ ANY_LATENTS = LatentsFrom()
 
 
 def parse_latents_from(text: str, key_column: str = '') -> LatentsFrom:
-    """Parses '', 'NAME' or 'NAME:DTYPE:C,H,W'; raises a ValueError for another text."""
-    name, *kind = text.split(':')
-    if not kind:
+    """Parses '', 'NAME', 'NAME:DTYPE:C,H,W' or 'NAME:DTYPE:CROPS,C,H,W'.
+
+    Raises:
+        ValueError: The text has another form, or latents cannot have this dtype or this shape.
+    """
+    fields = text.split(':')
+    name = fields[0]
+    if len(fields) == 1:
         return LatentsFrom(name, key_column=key_column)
-    shape = tuple(int(n) if n.isdecimal() else 0 for n in kind[-1].split(','))
-    full_shape = (1, *shape) if len(shape) == 3 else shape
-    if len(kind) != 2 or not are_latents(kind[0], full_shape):
-        raise ValueError(
-            f'latents_from is {text!r}, expected NAME or NAME:DTYPE:C,H,W, such as '
-            "'latents_256:float16:4,32,32'."
-        )
-    return LatentsFrom(name, kind[0], shape, key_column)
+    if len(fields) == 3:
+        dtype = fields[1]
+        # No shape has a 0, which stands for what is no number.
+        shape = tuple(int(n) if n.isdecimal() else 0 for n in fields[2].split(','))
+        full_shape = (1, *shape) if len(shape) == 3 else shape
+        if are_latents(dtype, full_shape):
+            return LatentsFrom(name, dtype, shape, key_column)
+    raise ValueError(
+        f'latents_from is {text!r}, expected NAME or NAME:DTYPE:C,H,W, such as '
+        "'latents_256:float16:4,32,32'."
+    )
 
 
 # --- Records --------------------------------------------------------------------------------
@@ -195,37 +203,42 @@ def latents_nbytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 def middle_crop(count: int) -> int:
-    """Returns which of `count` crops stands for the image: the middle one, or the first of two."""
+    """Returns the number of the crop that stands for the image: the middle one of `count`.
+
+    Of an even count it is the earlier one.
+    """
     return (count - 1) // 2
 
 
 def are_latents(dtype: object, shape: Sequence[object]) -> bool:
-    """True for one of `LATENT_DTYPES` and a shape `(crops, C, H, W)` that latents may have."""
-    is_shape = len(shape) == 4 and all(type(n) is int and 0 < n < 2**24 for n in shape)
-    return (
-        isinstance(dtype, str)
-        and dtype in LATENT_DTYPES
-        and is_shape
-        and latents_nbytes(dtype, cast(Sequence[int], shape)) <= MAX_LATENTS_NBYTES
-    )
+    """Returns whether latents may have a dtype and a shape: `(crops, C, H, W)`, not too large."""
+    if not isinstance(dtype, str) or dtype not in LATENT_DTYPES:
+        return False
+    if len(shape) != 4 or not all(type(n) is int and 0 < n < 2**24 for n in shape):
+        return False
+    return latents_nbytes(dtype, cast(Sequence[int], shape)) <= MAX_LATENTS_NBYTES
 
 
 def is_key(value: object) -> bool:
-    """True for an integer that a key can be, also in decimal as WebDataset's tools write it."""
-    is_decimal = isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 19
-    return is_decimal or (type(value) is int and -(2**63) <= value < 2**63)
+    """Returns whether a value can be a key: an integer of 64 bits, also as a text of digits."""
+    # WebDataset's tools write texts. Numbers of 19 digits may exceed 64 bits.
+    if isinstance(value, str):
+        return value.isascii() and value.isdigit() and len(value) < 19
+    return type(value) is int and -(2**63) <= value < 2**63
 
 
 def shard_filename(split: str, index: int, count: int) -> str:
-    """The name that TFDS gives to one of `count` shards of a split."""
+    """Returns the name that TFDS gives to one of `count` shards of a split."""
     digits = max(5, len(str(count)))
     return f'{NAME}-{split}.tfrecord-{index:0{digits}}-of-{count:0{digits}}'
 
 
 def of_build(name: str, build: str) -> str:
     """Puts the ID of a build into a file's name, before its first dot; '' leaves the name alone."""
+    if not build:
+        return name
     stem, dot, rest = name.partition('.')
-    return f'{stem}-{build}{dot}{rest}' if build else name
+    return f'{stem}-{build}{dot}{rest}'
 
 
 def build_of(name: str) -> str:

@@ -84,7 +84,8 @@ def make_entries(offsets: Sequence[int], checksums: bytes | bytearray) -> list[i
     padded = checksums.ljust(4 * schema.CHUNK_STRIDE * len(offsets), b'\0')
     runs = np.frombuffer(padded, '<u4').reshape(-1, schema.CHUNK_STRIDE)
     digests = run_digests(runs)
-    return (np.array(offsets, np.int64) | digests << _OFFSET_BITS).tolist()
+    entries = np.array(offsets, np.int64) | digests << _OFFSET_BITS
+    return entries.tolist()
 
 
 def index_file_name(split: str, build: str = '') -> str:

@@ -45,8 +45,10 @@ class Permutation:
     ROUNDS = 8
 
     def __init__(self, size: int, key: int):
+        """Takes the number of values, and a key of 64 bits that chooses the permutation."""
         self.size = size
         self._round_keys = derive(key, np.arange(self.ROUNDS))
+        # A number of an even number of bits is divided into halves.
         half = max(1, ((size - 1).bit_length() + 1) // 2)
         self._half = np.uint64(half)
         self._low = np.uint64((1 << half) - 1)
@@ -70,6 +72,7 @@ class Permutation:
         return self._walk(value, self._round_keys[::-1], swap=True)
 
     def _walk(self, x: np.ndarray, round_keys: np.ndarray, swap: bool = False) -> np.ndarray:
+        """Passes numbers through the rounds until they are in the range."""
         x = np.array(x, np.uint64)
         outside = np.ones(x.shape, bool)
         # The rounds permute a larger domain, so values outside come back into the range.
@@ -79,7 +82,9 @@ class Permutation:
         return x.astype(np.int64)
 
     def _rounds(self, x: np.ndarray, round_keys: np.ndarray, swap: bool) -> np.ndarray:
-        left, right = x >> self._half, x & self._low
+        """Passes numbers through the rounds once, with swapped halves for the inverse."""
+        left = x >> self._half
+        right = x & self._low
         if swap:
             left, right = right, left
         for key in round_keys:
