@@ -140,7 +140,9 @@ class _DatasetInfo(tfds.core.DatasetInfo):
         self._own_builder = builder
 
     def __repr__(self) -> str:
-        return self._own_builder.how_to_open() if programs.runs_build() else super().__repr__()
+        if programs.runs_build():
+            return self._own_builder.how_to_open()
+        return super().__repr__()
 
 
 class Builder(dataset_builder.FileReaderBuilder):
@@ -407,8 +409,10 @@ class Builder(dataset_builder.FileReaderBuilder):
         """Adds to the info what only the source determines, and writes TFDS' files."""
         text = dataset.plan.text
         # TFDS has no setter for features, but only the source determines dtype and width.
+        latent_dtype, latents_shape = dataset.plan.latents
         self.info._features = make_features(
-            *dataset.plan.latents,
+            latent_dtype,
+            latents_shape,
             text.dim if text else None,
             self.builder_config.latents,
             text.feature if text else schema.TEXT_EMBEDDING,

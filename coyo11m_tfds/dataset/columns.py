@@ -21,7 +21,10 @@ from coyo11m_tfds.dataset import manifest, pt_archive
 from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.storage.stored_file import ChecksumScan, StoredFile
 
-IN_RECORDS, IN_PLACE = LATENT_STORAGE = ('records', 'in_place')  # the config's `latents`
+# Where latents may lie: values of the config's field `latents`.
+IN_RECORDS = 'records'
+IN_PLACE = 'in_place'
+LATENT_STORAGE = IN_RECORDS, IN_PLACE
 
 MAX_ROW_NBYTES = 2 * schema.MAX_TEXT_DIM  # of an added column: as much as a text embedding
 OUTLINE_ENDS = 64 << 10  # bytes at each end of a file
@@ -42,8 +45,8 @@ class InPlaceFile:
     path: str  # absolute, or a URL on gs://
     version: str  # of a remote file, see `StoredFile`; '' for a local one
     digest: str  # of the file's outline
-    starts: tuple[int, ...]
-    stride: int
+    starts: tuple[int, ...]  # in bytes
+    stride: int  # in bytes
 
     def check(self, file: StoredFile | None) -> StoredFile:
         """Returns `file`, the one at `path`, whose state is that of the build.
@@ -163,6 +166,7 @@ class AddedColumn:
                 f'{", ".join(sorted(self.files))}. Add the column again.'
             )
         path = os.path.join(folder, self.files[split])
+        # Before any value is read: the file may be another column's, or that of another split.
         try:
             file = storage.describe_file(path)
             head = file.read_range(0, min(file.size, manifest.NPY_HEADER_BYTES))
@@ -310,8 +314,10 @@ def unused_column_files(
     names: Iterable[str], columns: Mapping[str, Column], build: str
 ) -> set[str]:
     """Returns the files of columns that no added column uses, such as a killed command leaves."""
-    added = [column for column in columns.values() if isinstance(column, AddedColumn)]
-    used_files = {file for column in added for file in column.files.values()}
+    used_files: set[str] = set()
+    for column in columns.values():
+        if isinstance(column, AddedColumn):
+            used_files.update(column.files.values())
     # The places of latents belong to the build, whose record of checksums names them.
     latents_prefix = f'column_{schema.LATENTS}-'
     unused_files = set()

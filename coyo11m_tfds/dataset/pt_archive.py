@@ -55,7 +55,8 @@ class _Tail(io.BytesIO):
     """The end of a file, with positions as in the whole file, which `zipfile` compares."""
 
     def __init__(self, read_tail: ReadTail, file_size: int):
-        self._read_tail, self._file_size = read_tail, file_size
+        self._read_tail = read_tail
+        self._file_size = file_size
         self._begin = max(0, file_size - TAIL_BYTES)
         super().__init__(read_tail(file_size - self._begin))
 
@@ -67,6 +68,7 @@ class _Tail(io.BytesIO):
         """Moves to a position; reads more of the file for one that lies before its end."""
         if whence != os.SEEK_SET:
             return self._begin + super().seek(offset, whence)
+        # A directory that is longer than usual begins before what has been read.
         if 0 <= offset < self._begin:
             nbytes = self._file_size - offset
             if nbytes > _MAX_DIRECTORY:

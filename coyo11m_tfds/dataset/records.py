@@ -74,6 +74,7 @@ class RecordWriter:
         heads, size = framing
         if self._filled + size > len(self._block):
             self._write_block()
+            # A record may be larger than a block.
             if size > len(self._block):
                 self._block = np.empty(size, np.uint8)
         if self.num_records % schema.CHUNK_STRIDE == 0:
@@ -114,6 +115,7 @@ class RecordScan(ChecksumScan):
         # After a damaged length, nobody knows where the next record begins.
         if self.problem:
             return
+        # Blocks end anywhere: what is left of a record waits for the next block.
         data = self._rest + block
         offset = 0
         while size := self._check_record(data, offset):
@@ -285,6 +287,7 @@ def _framing(
 
 def _value_head(name: str, length: int, *, is_int: bool = False) -> bytes:
     """Returns the bytes before a value of `length` bytes (an integer's varint): name, lengths."""
+    # From the inside out, as each length counts the bytes behind it.
     head = _tag(1, length)  # BytesList.value or (packed) Int64List.value
     kind = _INT64_LIST if is_int else _BYTES_LIST
     head = _tag(kind, len(head) + length) + head  # a Feature's list

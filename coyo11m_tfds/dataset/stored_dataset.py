@@ -231,8 +231,9 @@ class StoredDataset:
                     f'{self.folder}: feature {name!r} is encoded as {encoding!r}, expected the '
                     'bytes of its numbers'
                 )
-        in_records = schema.LATENTS not in self.columns
-        latents_nbytes = schema.latents_nbytes(*self.latents) if in_records else 0
+        latents_nbytes = 0
+        if schema.LATENTS not in self.columns:
+            latents_nbytes = schema.latents_nbytes(*self.latents)
         return RecordLayout(latents_nbytes, self.text_dim, self.num_tokens)
 
     def choose_texts(self, spec: texts.TextSpec) -> texts.TextMixture:
@@ -283,6 +284,7 @@ class StoredDataset:
         index = self.files.read(file_name, chunk_index.ChunkIndex.parse)
         if index is None:
             return None
+        # Else reads would go to places of other records.
         if list(split.shard_lengths) != index.shard_lengths.tolist():
             raise DamagedError(
                 f'{self.folder}: {schema.INFO_FILE} has '
@@ -371,8 +373,12 @@ def open_data(data: Data) -> StoredDataset:
     """
     if isinstance(data, StoredDataset):
         return data
-    builder = None if isinstance(data, str | os.PathLike) else data
-    folder = os.fspath(data if builder is None else builder.data_dir).rstrip('/')
+    builder: Any = None
+    if isinstance(data, str | os.PathLike):
+        folder = os.fspath(data).rstrip('/')
+    else:
+        builder = data
+        folder = os.fspath(builder.data_dir).rstrip('/')
     info_content = manifest.read_small_file(f'{folder}/{schema.INFO_FILE}')
     if info_content is not None:
         return _open_data_folder(folder, info_content, builder)
@@ -388,12 +394,14 @@ def open_data(data: Data) -> StoredDataset:
 
 
 def _open_data_folder(folder: str, info: bytes, builder: Any) -> StoredDataset:
+    """Reads the small files of a data set; `info` is the content of `schema.INFO_FILE`."""
     try:
         splits = {split.name: split for split in parse_splits(info)}
         fields = json.loads(info)
         names = [fields.get(name) for name in ('name', 'configName', 'version')]
         # A data set without configs has no name of one.
         full_name = '/'.join(filter(None, names))
+        # The names of all other files have the ID of the build.
         build = next(iter(splits.values())).build
         files = manifest.SmallFiles(folder, build)
         files.check(schema.INFO_FILE, strip_alternative_formats(info))

@@ -215,6 +215,7 @@ def resolve_texts(
                 'coyo11m_tfds.add_column --text adds some.'
             )
         mixed_texts.append(_text_in_column(text_columns[name]) if name else in_records)
+    # One model reads all of them, so they must be alike.
     first = mixed_texts[0]
     for other in mixed_texts[1:]:
         if other.kind != first.kind or not other.feature:

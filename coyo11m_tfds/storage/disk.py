@@ -160,7 +160,9 @@ class Disk(WritableFolder):
     def _existing(self) -> pathlib.Path:
         """Returns the folder, or the closest one above it that exists."""
         path = pathlib.Path(self.folder).absolute()
-        return next(parent for parent in (path, *path.parents) if parent.exists())
+        while not path.exists():
+            path = path.parent
+        return path
 
     def staging(self, fallback: StrPath) -> str:
         """Makes and returns a hidden sub-folder, from which files are only renamed."""
@@ -329,6 +331,7 @@ class DiskLock(locks.Lock):
             advice = 'Mount it with locks, or build on a local disk and copy the result'
             message = f'this file system has no locks (flock). {advice}'
             raise OSError(error.errno, message, self._path) from error
+        # Only for the messages of those who wait, so a full disk is no reason to fail.
         with contextlib.suppress(OSError), open(self._path, 'w', encoding='utf-8') as file:
             file.write(locks.describe_this_process())
         return True
@@ -336,6 +339,7 @@ class DiskLock(locks.Lock):
     def last_sign_of_life(self) -> float:
         """Returns the present, by `time.monotonic()`, while a process holds the lock; else -inf."""
         with contextlib.suppress(FileNotFoundError), open(self._path, 'rb') as file:
+            # A shared lock, so that several that wait do not take each other for the holder.
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:

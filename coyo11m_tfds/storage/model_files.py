@@ -130,7 +130,8 @@ def loading(model: str, kind: str, files: str) -> Iterator[None]:
     local = local_folder(model, kind)
     if local:
         check_weights(local, kind)
-    check_network((local or fetch_folder(model, kind, ['config.json'])) / 'config.json')
+    folder = local or fetch_folder(model, kind, ['config.json'])
+    check_network(folder / 'config.json')
     advice = (
         f' Expected a folder with config.json, *.safetensors and {files}, or a name on the Hugging '
         'Face hub (which needs the network unless the model is in the cache; pickled weights and '
@@ -141,8 +142,9 @@ def loading(model: str, kind: str, files: str) -> Iterator[None]:
             yield
         except Exception:
             # An error of JSON does not name its file.
-            for path in sorted(local.glob('*.json')) if local else ():
-                model_fields.read_json(path)
+            if local:
+                for path in sorted(local.glob('*.json')):
+                    model_fields.read_json(path)
             raise
 
 

@@ -40,7 +40,9 @@ class Receipts:
         `parse_facts` makes the facts of plain values; its KeyErrors, TypeErrors and ValueErrors
         show that a receipt is damaged.
         """
-        self.folder, self._sub_folder, self._parse_facts = folder, sub_folder, parse_facts
+        self.folder = folder
+        self._sub_folder = sub_folder
+        self._parse_facts = parse_facts
 
     def path_of(self, name: str) -> str:
         """Returns the path or URL of a receipt."""
