@@ -23,11 +23,12 @@ from coyo11m_tfds.convert.build_settings import BuildSettings, choose_validation
 from coyo11m_tfds.encoding import decoders, parts
 from coyo11m_tfds.encoding.image_counts import ImageCounts
 from coyo11m_tfds.encoding.settings import EncodingSettings
+from coyo11m_tfds.foreign import tar_members
 from coyo11m_tfds.pictures import latent_rgb, pixels
 from coyo11m_tfds.pictures.vae_encoder import VaeEncoder
 from coyo11m_tfds.process import progress, workers
 from coyo11m_tfds.report import statistics
-from coyo11m_tfds.source import source_folder, tar_members
+from coyo11m_tfds.source import source_folder
 from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.disk import Disk
 from tests import built, made_images, small_vae

@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+from coyo11m_tfds.foreign.file_names import MAX_NAMES, list_names
 from coyo11m_tfds.images.source_image import SourceImage
 from coyo11m_tfds.pictures import image_kinds, pixels
 from coyo11m_tfds.pictures.pixels import BadImageError, OtherImageError, SmallImageError
 from coyo11m_tfds.process.shown_text import escape_for_terminal
 from coyo11m_tfds.process.sizes import format_count
-from coyo11m_tfds.source.file_names import MAX_NAMES, list_names
 
 # Stands for the size, of those that would take a small image, where none with buckets does.
 NO_SIZE = '0'

@@ -26,12 +26,12 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.encoding.decoders import DecodedImage
 from coyo11m_tfds.encoding.image_counts import NO_SIZE, ImageCounts
 from coyo11m_tfds.encoding.settings import EncodingSettings
+from coyo11m_tfds.foreign import tar_members
 from coyo11m_tfds.images.source_image import SourceImage
 from coyo11m_tfds.pictures import pixels
 from coyo11m_tfds.pictures.pixels import BadImageError, Pixels, SmallImageError
 from coyo11m_tfds.pictures.vae_encoder import VaeEncoder
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.source import tar_members
 from coyo11m_tfds.storage import file_state
 
 # Of images in files. A stop loses the part that it is at, and each part is a tar. So a part has a

@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from coyo11m_tfds import schema, storage
+from coyo11m_tfds.foreign.file_names import is_hidden
 from coyo11m_tfds.images import image_tables
 from coyo11m_tfds.images.image_folder import FolderPart, ImageFolder
 from coyo11m_tfds.images.image_tar import TarPart
 from coyo11m_tfds.images.source_image import READS_AT_ONCE, ImagePart, folders_above
 from coyo11m_tfds.pictures import image_kinds
 from coyo11m_tfds.process.sizes import format_count
-from coyo11m_tfds.source.file_names import is_hidden
 from coyo11m_tfds.storage.stored_file import StoredFile
 
 _MAX_HEADS = 100  # of remote files with one suffix

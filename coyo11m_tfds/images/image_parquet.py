@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.foreign import arrow_texts, foreign_text
 from coyo11m_tfds.images.source_image import (
     READS_AT_ONCE,
     ImagePart,
@@ -21,7 +22,7 @@ from coyo11m_tfds.images.source_image import (
 )
 from coyo11m_tfds.pictures.pixels import BadImageError
 from coyo11m_tfds.process.errors import describe_type
-from coyo11m_tfds.source import arrow_texts, foreign_text, keyed_parquet
+from coyo11m_tfds.source import keyed_parquet
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.stored_file import RangeReader, StoredFile
 

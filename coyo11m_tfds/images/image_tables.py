@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from absl import logging
 
+from coyo11m_tfds.foreign import foreign_text
+from coyo11m_tfds.foreign.file_names import list_names, normalize_path
 from coyo11m_tfds.process.sizes import format_count
-from coyo11m_tfds.source import foreign_text
-from coyo11m_tfds.source.file_names import list_names, normalize_path
 from coyo11m_tfds.storage.stored_file import StoredFile
 
 NAMES = 'metadata.jsonl', 'metadata.csv'

@@ -7,11 +7,11 @@ import io
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from coyo11m_tfds.foreign import tar_members
+from coyo11m_tfds.foreign.file_names import is_hidden
 from coyo11m_tfds.images import image_texts
 from coyo11m_tfds.images.source_image import ImagePart, ImageRow, Text, get_stem, make_left_row
 from coyo11m_tfds.pictures import image_kinds
-from coyo11m_tfds.source import tar_members
-from coyo11m_tfds.source.file_names import is_hidden
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.stored_file import StoredFile
 

@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from absl import logging
 
+from coyo11m_tfds.foreign.file_names import list_names, normalize_path
 from coyo11m_tfds.process.sizes import format_count
-from coyo11m_tfds.source.file_names import list_names, normalize_path
 from coyo11m_tfds.storage.stored_file import StoredFile
 
 SUFFIXES = '.json', '.txt'

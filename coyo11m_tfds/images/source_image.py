@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, TypeGuard
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.keyed_random import name_hash
+from coyo11m_tfds.foreign import foreign_text
 from coyo11m_tfds.pictures import image_kinds
 from coyo11m_tfds.pictures.pixels import BadImageError, OtherImageError
 from coyo11m_tfds.process.errors import describe_type
-from coyo11m_tfds.source import foreign_text
 from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.stored_file import StoredFile

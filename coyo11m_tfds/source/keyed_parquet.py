@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.foreign import arrow_texts, foreign_text
 from coyo11m_tfds.pictures import image_kinds
 from coyo11m_tfds.process.sizes import format_count
-from coyo11m_tfds.source import arrow_texts, foreign_text
 from coyo11m_tfds.storage.stored_file import RangeReader, StoredFile
 
 # The most bytes to read at once.

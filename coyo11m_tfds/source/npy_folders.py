@@ -16,7 +16,7 @@ import tarfile
 from collections.abc import Mapping
 
 from coyo11m_tfds import schema, storage
-from coyo11m_tfds.source import tar_members
+from coyo11m_tfds.foreign import tar_members
 from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.base import ReadableFolder
 from coyo11m_tfds.storage.file_state import FileState, OnBytes, ignore_bytes

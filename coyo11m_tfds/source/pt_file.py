@@ -19,9 +19,10 @@ from isal import isal_zlib as zlib
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import pt_archive
+from coyo11m_tfds.foreign import foreign_text
 from coyo11m_tfds.process.errors import Faults, describe_type
 from coyo11m_tfds.process.sizes import format_count
-from coyo11m_tfds.source import copied_files, foreign_text
+from coyo11m_tfds.source import copied_files
 from coyo11m_tfds.source.latent_file import (
     ColumnNames,
     LatentFile,

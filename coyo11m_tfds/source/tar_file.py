@@ -13,7 +13,7 @@ import pyarrow as pa
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import manifest
 from coyo11m_tfds.dataset.keyed_random import name_hash
-from coyo11m_tfds.source import file_names, foreign_text, tar_members
+from coyo11m_tfds.foreign import file_names, foreign_text, tar_members
 from coyo11m_tfds.source.encoding_file import how_to_encode
 from coyo11m_tfds.source.latent_file import ColumnNames, LatentFile, RowLayout, find_labels
 from coyo11m_tfds.source.npy_folders import MOMENTS_PREFIX

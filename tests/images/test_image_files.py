@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from coyo11m_tfds.foreign import tar_members
 from coyo11m_tfds.images import image_files, source_image
 from coyo11m_tfds.pictures.pixels import OtherImageError
-from coyo11m_tfds.source import tar_members
 from coyo11m_tfds.storage.scratch import Scratch
 from tests import hostile_images
 

@@ -3,7 +3,7 @@
 import io
 import tarfile
 
-from coyo11m_tfds.source import tar_members
+from coyo11m_tfds.foreign import tar_members
 
 
 class CountedBytes(bytes):

@@ -4,7 +4,7 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coyo11m_tfds.source import arrow_texts, foreign_text
+from coyo11m_tfds.foreign import arrow_texts, foreign_text
 
 TEXTS = st.text(st.characters() | st.characters(categories=['Cs']))
 

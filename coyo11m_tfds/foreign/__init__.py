@@ -1,0 +1,1 @@
+"""Texts, names and tars of others: whatever they hold becomes a value or a reason."""
