@@ -80,6 +80,7 @@ __all__ += ['Arrays', 'key_words', 'process_share', 'to_device']
 
 
 def __dir__() -> list[str]:
+    """Returns the public names, without those of imported modules."""
     return sorted(__all__)
 
 

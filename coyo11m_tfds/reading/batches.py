@@ -25,6 +25,12 @@ _FIXED = 200_000_000  # also plans, threads, and chunks that are being gathered
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryNeed:
+    """Estimates the memory that the engine `chunks` needs for training, before it reads.
+
+    Six measured runs of 0.7 to 1.5 GB with other lanes, windows and chunks took 20% less to 12%
+    more.
+    """
+
     lanes: int  # of this process
     window: int  # records
     in_flight: int  # records of a lane that are being read at once
@@ -57,13 +63,16 @@ class MemoryNeed:
         process_budget = budget / processes_on_host
         window = math.floor((process_budget - self._other_nbytes) / self._window_record_nbytes)
         # A window of fewer records than are read at once takes no less.
-        advice = [f'data.window to {window}'] if window >= self.in_flight else []
-        processes = f' in each of {processes_on_host} processes' if processes_on_host > 1 else ''
+        advice = f'data.ram_budget_gb to {total_gb:.1f}'
+        if window >= self.in_flight:
+            advice = f'data.window to {window} or {advice}'
+        processes = ''
+        if processes_on_host > 1:
+            processes = f' in each of {processes_on_host} processes'
         raise ValueError(
             f'Reading with data.window={self.window} in {self.lanes} lanes{processes} takes '
             f'{total_gb:.1f} GB of memory on this host, more than the {budget / 1e9:.2f} GB of '
-            f'data.ram_budget_gb={budget_gb} (0: half of what it has): set '
-            f'{" or ".join([*advice, f"data.ram_budget_gb to {total_gb:.1f}"])}'
+            f'data.ram_budget_gb={budget_gb} (0: half of what it has): set {advice}'
         )
 
 
@@ -94,7 +103,8 @@ class Ahead(Iterator[T]):
     """
 
     def __init__(self, items: Iterator[T], count: int, thread_name: str = 'ahead'):
-        self._count, self._thread_name = count, thread_name
+        self._count = count
+        self._thread_name = thread_name
         self._is_finalizing = sys.is_finalizing  # of an iterator that outlives all modules
         self._start(items)
 
@@ -106,7 +116,8 @@ class Ahead(Iterator[T]):
         # Items that `next` has returned, that the thread has read, and that it may read.
         self._num_returned = self._num_read = self._limit = 0
         self._is_reading = self._is_closed = False
-        self._lock, self._arrival = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._arrival = threading.Lock()
         self._executor = concurrent.futures.ThreadPoolExecutor(1, self._thread_name)
         # The thread starts here, and not in `next`, where a Ctrl-C could lose it.
         self._executor.submit(int)
@@ -198,7 +209,8 @@ class Resumable(Ahead[T]):
     def __init__(
         self, read: Callable[[Cursor], Iterator[T]], cursor: Cursor, ahead: int, thread_name: str
     ):
-        self._read, self._first = read, cursor
+        self._read = read
+        self._first = cursor
         super().__init__(read(cursor), ahead, thread_name)
 
     @property
@@ -254,7 +266,8 @@ class Batches(Resumable[Batch]):
     ):
         super().__init__(read, cursor, ahead, 'batches')
         self._memory_need = memory_need
-        self.spec, self.steps_per_epoch = spec, steps_per_epoch
+        self.spec = spec
+        self.steps_per_epoch = steps_per_epoch
         self.process_index, self.process_count = process
         self.origin = origin
 

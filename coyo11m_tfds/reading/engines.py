@@ -145,6 +145,7 @@ class SplitReader:
         self._split = opened.indexed
         stored = options.stored
         features = options.feature_names
+        # Before the files of columns are opened, perhaps in a bucket.
         check_text_feature(stored.folder, text, features)
         num_records = int(self._split.index.shard_lengths.sum())
         columns = stored.find_columns(features, text)
@@ -154,6 +155,7 @@ class SplitReader:
                 for name, column in columns.items()
             }
         except ValueError as error:
+            # What its description says of a column was true when the column was added.
             raise DamagedError(*error.args) from error
         specs = stored_specs(stored)
         for name, column in self._columns.items():
@@ -171,6 +173,7 @@ class SplitReader:
             text=text if has_choice else None,
         )
         stored.check_features(sorted(self._features.in_records))
+        # Before the first batch, whose memory later ones use again.
         preparation.keep_freed_memory()
         self._bad_records = damage.BadRecords(
             options.on_bad_records, options.max_bad_fraction, num_records, options.counter
@@ -215,20 +218,24 @@ class SplitReader:
 
     def _fetching_reader(self, in_flight: int, pool: ThreadPoolExecutor | None = None) -> RowReader:
         split = self._split
+        # Of a chunk, its records and its rows of each column are a range each.
         max_in_flight = in_flight * (1 + len(self._columns))
         counter = self.options.counter
         files = FetchedFiles(split.file, split.file_sizes, max_in_flight, counter, pool)
+        # Whatever `verify` says: bytes may change on each of their ways.
         return self._row_reader(files, damage.ALWAYS)
 
     def _read_mapped(self, reader: RowReader, blocks: Iterator[RecordBlock]) -> Iterator[Batch]:
         counter = self.options.counter
         for _, _, batch in self._read_parts(reader, blocks):
+            # Nobody knows which pages the system has read for it.
             if counter:
                 counter.add(num_bytes=sum(x.nbytes for x in batch.values()))
             yield batch
 
     def _read_fetched(self, reader: RowReader, blocks: Iterator[RecordBlock]) -> Iterator[Batch]:
         filled_blocks = _fill_blocks(self._read_parts(reader, blocks))
+        # A thread fills a block while the loop uses the one before it.
         for (steps, size), values in Ahead(filled_blocks, 1, 'chunks'):
             for step in range(steps):
                 rows = slice(step * size, (step + 1) * size)
@@ -290,6 +297,7 @@ def _read_planned(reader: RowReader, plan: _Plan, next_plan: _Plan | None) -> It
     # A few at each read: they come while this block is used.
     per_read = -(-len(new_ranges) // plan.num_reads)
     for part in plan.parts:
+        # Only now: the chunks of a whole block would take several times the memory.
         ranges = _ranges_of(part.chunks)
         files.take(ranges)
         located = reader.locate(*part.records)
@@ -324,7 +332,7 @@ def _read_rows(reader: RowReader, part: _Part, located: LocatedRecords, rows: sl
 def _fill_blocks(parts: Iterator[_PartRead]) -> Iterator[tuple[tuple[int, ...], Batch]]:
     """Yields the shape of each block, and the values of all its rows."""
     block: Batch = {}
-    num_missing = 0
+    num_missing = 0  # rows of the block that have no values yet
     for shape, rows, values in parts:
         if not block:
             num_missing = math.prod(shape)

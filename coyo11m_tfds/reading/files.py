@@ -406,7 +406,8 @@ class FetchedFiles(HeldFiles):
 
     def _index(self) -> None:
         keys = sorted(self._data)
-        number, begin = np.array(keys, np.int64).reshape(-1, 3)[:, :2].T
+        number, begin, _ = np.array(keys, np.int64).reshape(-1, 3).T
+        # The zeros come first, at place 0.
         self._held = [_ZEROS]
         self._held += [np.frombuffer(self._data[key], np.uint8) for key in keys]
         self._begins = np.append(0, _place(number, begin))

@@ -44,6 +44,8 @@ Columns = Mapping[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
+    """A condition on the numbers of a record, such as `score > 3 and key != 5`."""
+
     text: str  # in a canonical spelling
     names: tuple[str, ...]  # of the columns that it compares, with `key` if it compares keys
 
@@ -130,7 +132,8 @@ def _value(node: ast.expr, columns: Columns) -> Any:
     # Python parses a negative number as the negation of a positive one.
     sign = 1
     while isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        sign, node = -sign, node.operand
+        sign = -sign
+        node = node.operand
     value: Any = node.value if isinstance(node, ast.Constant) else None
     is_whole = type(value) is int and value < 2**63
     if not is_whole and not (type(value) is float and math.isfinite(value)):

@@ -49,6 +49,10 @@ class MixSource:
     # The records that the condition keeps, by split; filled when they are needed first.
     kept: dict[str, filters.KeptRecords] = dataclasses.field(default_factory=dict, repr=False)
 
+    def choose_text(self, text: texts.TextSpec) -> texts.TextSpec:
+        """Returns the text of this source: its own, or else that of the mixture."""
+        return text if self.text is None else self.text
+
     def identity(self, split: str) -> dict[str, str]:
         """Returns the identity of the data set and of its condition, with columns' checksums."""
         identity = {'data_set': self.stored.identity(split)}
@@ -65,7 +69,10 @@ def open_mix(data: Data | Mix) -> tuple[MixSource, ...]:
     if isinstance(data, str | os.PathLike | StoredDataset) or hasattr(data, 'data_dir'):
         stored = open_data(data)
         return (MixSource(_short_name(stored), stored),)
-    members = () if isinstance(data, Mapping) or not isinstance(data, Iterable) else tuple(data)
+    members: tuple[Any, ...] = ()
+    # A dict is one member, and not a sequence of its keys.
+    if isinstance(data, Iterable) and not isinstance(data, Mapping):
+        members = tuple(data)
     if not members:
         raise ValueError(
             f'data={data!r}: expected the folder of a data set, or for a mixture a sequence of '
@@ -93,12 +100,14 @@ def _name_sources(members: Iterable[MixSource]) -> tuple[MixSource, ...]:
     sources = list(members)
     names = [x.name for x in sources if x.name]
     for number, source in enumerate(sources):
-        if not source.name:
-            stem = _short_name(source.stored)
-            candidates = itertools.chain([stem], (f'{stem}_{n}' for n in itertools.count(2)))
-            name = next(x for x in candidates if x not in names)
-            sources[number] = dataclasses.replace(source, name=name)
-            names.append(name)
+        if source.name:
+            continue
+        stem = name = _short_name(source.stored)
+        suffixes = itertools.count(2)
+        while name in names:
+            name = f'{stem}_{next(suffixes)}'
+        sources[number] = dataclasses.replace(source, name=name)
+        names.append(name)
     if duplicates := {x for x in names if names.count(x) > 1}:
         raise ValueError(f'mix has the name {min(duplicates)!r} twice: give every source its own')
     return tuple(sources)
@@ -115,8 +124,11 @@ def choose_texts(
     text: texts.TextSpec,
     features: Sequence[str] = tuple(schema.TEXT_DTYPES),
 ) -> list[texts.TextMixture]:
-    """Chooses the texts of each source, padded to the longest of all sources."""
-    mixtures = [x.stored.choose_texts(text if x.text is None else x.text) for x in sources]
+    """Returns the texts of each source, padded to the longest of all sources.
+
+    Raises a ValueError for texts of several encoders or vocabularies, if a feature is text.
+    """
+    mixtures = [source.stored.choose_texts(source.choose_text(text)) for source in sources]
     if not schema.TEXT_DTYPES.keys() & set(features):
         return mixtures
     # One model reads all of them, so all must come from one encoder.
@@ -133,21 +145,26 @@ def choose_texts(
 
 def mix_stats(sources: Sequence[MixSource], text: texts.TextSpec) -> DatasetStats:
     """Returns the statistics of latents and texts by the weights of a mixture, not its stages."""
-    stats = [x.stored.stats(text if x.text is None else x.text) for x in sources]
+    stats = [source.stored.stats(source.choose_text(text)) for source in sources]
     if len(stats) == 1:
         return stats[0]
     check_latents(sources)
     mixtures = choose_texts(sources, text)
     moments: dict[str, Any] = {}
-    for names in (('latent_mean', 'latent_std'), ('text_mean', 'text_std')):
-        means, stds = ([getattr(x, name).astype(np.float64) for x in stats] for name in names)
-        mean_and_std = texts.mix_moments(means, stds, [x.weight for x in sources])
-        moments |= {n: x.astype(np.float32) for n, x in zip(names, mean_and_std, strict=True)}
+    weights = [source.weight for source in sources]
+    for kind in ('latent', 'text'):
+        means = [getattr(x, f'{kind}_mean').astype(np.float64) for x in stats]
+        stds = [getattr(x, f'{kind}_std').astype(np.float64) for x in stats]
+        mean, std = texts.mix_moments(means, stds, weights)
+        moments[f'{kind}_mean'] = mean.astype(np.float32)
+        moments[f'{kind}_std'] = std.astype(np.float32)
     # 0 means no limit, which is more than any.
     limits = [x.text_max_tokens for x in stats]
     named = max(stats, key=lambda x: x.vae)  # all names are equal, see `check_latents`
-    has_license = any(x.license for x in stats)
-    licenses = dict.fromkeys(x.license or 'unknown' for x in stats if has_license)
+    licenses = dict.fromkeys(x.license or 'unknown' for x in stats)
+    # Where no data set names a license, the mixture names none.
+    if not any(x.license for x in stats):
+        licenses.clear()
     return dataclasses.replace(
         stats[0],
         **moments,
@@ -162,17 +179,22 @@ def mix_stats(sources: Sequence[MixSource], text: texts.TextSpec) -> DatasetStat
 
 
 def check_latents(sources: Sequence[MixSource]) -> None:
-    """Checks that all latents can come from one VAE, by its recorded name and by statistics."""
+    """Checks that all latents can come from one VAE, by its recorded name and by statistics.
+
+    Raises a ValueError, which names two data sets, where they cannot.
+    """
     for source in sources[1:]:
         if source.stored.moments != sources[0].stored.moments:
-            first, other = (x.stored.moments or 'none' for x in (sources[0], source))
+            first = sources[0].stored.moments or 'none'
+            other = source.stored.moments or 'none'
             raise ValueError(
                 f'{source.stored.folder}: its moments are {other!r}, those of '
                 f'{sources[0].stored.folder} {first!r}; build them with one setting of moments'
             )
     with_vae = [x for x in sources if schema.META_VAE in x.stored.metadata]
     for source in with_vae[1:]:
-        vae, first_vae = (x.stored.metadata[schema.META_VAE] for x in (source, with_vae[0]))
+        vae = source.stored.metadata[schema.META_VAE]
+        first_vae = with_vae[0].stored.metadata[schema.META_VAE]
         if vae != first_vae:
             raise ValueError(
                 f'{source.stored.folder}: its latents come from VAE {vae!r}, those of '
@@ -181,10 +203,8 @@ def check_latents(sources: Sequence[MixSource]) -> None:
     names = schema.META_LATENT_MEAN, schema.META_LATENT_STD
     with_stats = [x for x in sources if x.stored.metadata.keys() >= set(names)]
     for source in with_stats[1:]:
-        (mean, std), (first_mean, first_std) = (
-            [np.asarray(x.stored.metadata[name], np.float64) for name in names]
-            for x in (source, with_stats[0])
-        )
+        mean, std = _latent_stats(source)
+        first_mean, first_std = _latent_stats(with_stats[0])
         problem = (
             f'{source.stored.folder}: its latents have mean {_format(mean)} and std '
             f'{_format(std)} in each channel, those of {with_stats[0].stored.folder} '
@@ -200,6 +220,14 @@ def check_latents(sources: Sequence[MixSource]) -> None:
             raise ValueError(
                 f"{problem}: if one VAE made both, say so with 'same_vae': True in its entry of mix"
             )
+
+
+def _latent_stats(source: MixSource) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the recorded means and standard deviations of channels, float64 `(C,)` each."""
+    metadata = source.stored.metadata
+    mean = np.asarray(metadata[schema.META_LATENT_MEAN], np.float64)
+    std = np.asarray(metadata[schema.META_LATENT_STD], np.float64)
+    return mean, std
 
 
 def _format(values: np.ndarray) -> str:
@@ -247,6 +275,7 @@ class ReadOptions:
 
     @functools.cached_property
     def sources(self) -> tuple[MixSource, ...]:
+        """The sources, which are opened at the first use."""
         return open_mix(self.data)
 
     @property
@@ -261,6 +290,7 @@ class ReadOptions:
 
     @property
     def stored(self) -> StoredDataset:
+        """The data set of the only source."""
         return self.source.stored
 
     @functools.cached_property
@@ -270,8 +300,10 @@ class ReadOptions:
             return tuple(self.features)
         names = schema.KEY, schema.LATENTS, CROP
         kinds = {mixture.feature for mixture in choose_texts(self.sources, self.text, names)}
-        text = kinds.pop() if len(kinds) == 1 else ''
-        return (*names, text) if text else names
+        # A source without text has the kind ''.
+        if len(kinds) == 1 and '' not in kinds:
+            return (*names, kinds.pop())
+        return names
 
     def describe(self, engine: str) -> str:
         """Describes for people what an engine reads."""
@@ -279,11 +311,17 @@ class ReadOptions:
         return f'{folders}, split {self.split!r}, read by {engine!r}'
 
     def for_source(self, source: MixSource) -> Self:
-        text = self.text if source.text is None else source.text
-        return dataclasses.replace(self, data=(source,), text=text, features=self.feature_names)
+        """Returns the options of one of several sources, with its own text if it has one."""
+        return dataclasses.replace(
+            self,
+            data=(source,),
+            text=source.choose_text(self.text),
+            features=self.feature_names,
+        )
 
     @property
     def process(self) -> tuple[int, int]:
+        """Number of this process, and number of processes."""
         return self.process_index, self.process_count
 
     @property
@@ -293,7 +331,10 @@ class ReadOptions:
 
     @property
     def batches_ahead(self) -> int:
-        return 2 if self.prefetch < 0 else max(1, self.prefetch)
+        """Number of batches to keep ready."""
+        if self.prefetch < 0:
+            return 2
+        return max(1, self.prefetch)
 
     def check_shares(self, lanes: int | None = None) -> None:
         """Checks that all processes get equal shares of a batch, and equal numbers of lanes."""
@@ -302,15 +343,18 @@ class ReadOptions:
             raise ValueError(f'process_index={self.process_index} is not in [0, {count})')
         # Each process has the same number of lanes, and each lane gives equally many samples.
         divisor = count if lanes is None else lanes
-        if batch_size > 0 and divisor > 0 and not (batch_size % divisor or divisor % count):
+        is_positive = batch_size > 0 and divisor > 0
+        if is_positive and batch_size % divisor == 0 and divisor % count == 0:
             return
         # The nearest batch size that works, and then the nearest number of lanes that divides it.
         fitting_size = max(1, round(batch_size / count)) * count
-        problem, advice = 'cannot be shared', f'batch_size={fitting_size}'
+        problem = 'cannot be shared'
+        advice = f'batch_size={fitting_size}'
         if lanes is not None:
             divisors = [n for n in range(count, fitting_size + 1, count) if fitting_size % n == 0]
             nearest = min(divisors, key=lambda n: abs(n - lanes))
-            problem, advice = f'{problem} with lanes={lanes}', f'{advice} with lanes={nearest}'
+            problem += f' with lanes={lanes}'
+            advice += f' with lanes={nearest}'
         processes = format_count(count, 'process', 'processes')
         problem = f'{problem} by {processes} equally; {advice} works'
         raise FieldError('batch_size', batch_size, problem)
@@ -342,10 +386,12 @@ class TrainOptions(ReadOptions):
 
     @property
     def order(self) -> OrderSettings:
+        """The settings of the order of a source."""
         return OrderSettings(self.seed, self.chunk, self.lanes, self.window)
 
     @property
     def own_lanes(self) -> range:
+        """The lanes that this process reads."""
         per_process = self.lanes // self.process_count
         first = self.process_index * per_process
         return range(first, first + per_process)
@@ -353,7 +399,9 @@ class TrainOptions(ReadOptions):
     def for_source(self, source: MixSource) -> Self:
         """Returns the options of one of several sources, with its own seed if it has one."""
         options = super().for_source(source)
-        return options if source.seed is None else dataclasses.replace(options, seed=source.seed)
+        if source.seed is not None:
+            options = dataclasses.replace(options, seed=source.seed)
+        return options
 
 
 @dataclasses.dataclass(frozen=True)

@@ -74,7 +74,9 @@ class Order:
         settings: OrderSettings,
         kept: KeptRecords | None = None,
     ):
-        self.shard_lengths = np.asarray(shard_lengths if kept is None else kept.lengths, np.int64)
+        if kept is not None:
+            shard_lengths = kept.lengths
+        self.shard_lengths = np.asarray(shard_lengths, np.int64)
         self.kept = kept
         self.settings = settings
         self.num_records = int(self.shard_lengths.sum())
@@ -107,11 +109,15 @@ class Order:
     def samples(self, lanes: range, begin: int, end: int) -> RecordBlock:
         """Returns the samples `[begin, end)` of some lanes, over any number of epochs."""
         epoch_begins = range(begin - begin % self.lane_length, end, self.lane_length)[1:]
-        spans = itertools.pairwise([begin, *epoch_begins, end])
-        pieces = [self._samples_of_epoch(lanes, *span) for span in spans]
-        shard, record = (np.concatenate(x, axis=1) for x in zip(*pieces, strict=True))
+        shards = []
+        records = []
+        for first, last in itertools.pairwise([begin, *epoch_begins, end]):
+            shard, record = self._samples_of_epoch(lanes, first, last)
+            shards.append(shard)
+            records.append(record)
+        shard = np.concatenate(shards, axis=1)
         epoch = np.broadcast_to(np.arange(begin, end) // self.lane_length, shard.shape)
-        return RecordBlock(epoch, shard, record)
+        return RecordBlock(epoch, shard, np.concatenate(records, axis=1))
 
     def end_of_windows(self, sample: int, count: int) -> int:
         """Returns the end of `count` windows of every lane; the first one holds `sample`."""
@@ -132,7 +138,9 @@ class Order:
         skip = first - window[0] * self.window
         position = position.reshape(len(lanes), -1)[:, skip : skip + end - begin]
         shard, record = self._epoch_stream(epoch).locate(lane * self.lane_length + position)
-        return shard, record if self.kept is None else self.kept.locate(shard, record)
+        if self.kept is not None:
+            record = self.kept.locate(shard, record)
+        return shard, record
 
     def _permute_windows(self, epoch: int, lane: np.ndarray, window: np.ndarray) -> np.ndarray:
         """Returns the permutation of each window; int64 `(lanes, windows, self.window)`."""
@@ -151,7 +159,8 @@ class _EpochStream:
     def __init__(
         self, lengths: np.ndarray, chunk_ends: np.ndarray, settings: OrderSettings, epoch: int
     ):
-        self._chunk, self._chunk_ends = settings.chunk, chunk_ends
+        self._chunk = settings.chunk
+        self._chunk_ends = chunk_ends
         self._length = int(lengths.sum())
         self._offset = int(derive(settings.seed, ROTATION, epoch)) % self._length
         key = int(derive(settings.seed, CHUNKS, epoch))
@@ -245,6 +254,7 @@ def train_blocks(
         while number < end:
             in_block.append(number)
             number = next(numbers)
+        # Large strides leave out whole blocks.
         if in_block:
             yield _train_block(order, lanes, start, per_lane, np.array(in_block))
         first = end

@@ -77,8 +77,9 @@ def match_crcs(files: HeldFiles, begin: np.ndarray, end: np.ndarray) -> np.ndarr
     """Returns True where records and their lengths match the checksums behind them; bool `(n,)`."""
     headers = files.gather(begin - records.HEADER_NBYTES, records.HEADER_NBYTES).view(_HEADER)
     lengths = map(google_crc32c.value, headers['length'].tolist())
-    is_good = records.mask_crc32c(np.fromiter(lengths, np.uint32, len(begin))) == headers['crc']
-    return is_good & (records.mask_crc32c(files.crc32c(begin, end)) == stored_crcs(files, end))
+    length_crcs = records.mask_crc32c(np.fromiter(lengths, np.uint32, len(begin)))
+    record_crcs = records.mask_crc32c(files.crc32c(begin, end))
+    return (length_crcs == headers['crc']) & (record_crcs == stored_crcs(files, end))
 
 
 def _locate_run_by_run(
@@ -88,8 +89,12 @@ def _locate_run_by_run(
     end = np.zeros_like(begin)
     for row, run in enumerate(files.views(start, limit)):
         begins, ends = _locate_in_run(memoryview(run), int(count[row]))
-        begin[row, : len(begins)] = start[row] + np.array(begins, np.int64)
-        end[row, : len(ends)] = start[row] + np.array(ends, np.int64)
+        begin[row, : len(begins)] = begins
+        end[row, : len(ends)] = ends
+    # From offsets in the runs to places, but for the records that are not there.
+    is_whole = end > 0
+    begin += is_whole * start[:, None]
+    end += is_whole * start[:, None]
     return begin, end
 
 
@@ -269,6 +274,7 @@ class RowReader:
         Chunks are in the order of shards and records. Of a chunk of `chunk` records, only pieces of
         `piece` records are included that hold some of the records.
         """
+        # Shard and piece in one number, so that sorting brings neighbours together.
         piece_numbers = (shard << 32) + record // piece
         pieces = np.unique(piece_numbers)
         piece_shard = pieces >> 32
@@ -286,6 +292,7 @@ class RowReader:
         ends = (begin + nbytes).tolist()
         chunks = [[x] for x in zip(shards.tolist(), begin.tolist(), ends, strict=True)]
         number = self._split.first_numbers[shards] + first
+        # A request for each column: the rows of a chunk are neighbours in its file, too.
         for column in self._columns.values():
             for ranges, in_column in zip(chunks, column.ranges(number, count), strict=True):
                 ranges += in_column
@@ -311,6 +318,7 @@ class RowReader:
         # From runs to records.
         begin = begins[run_index, record % _STRIDE]
         end = ends[run_index, record % _STRIDE]
+        # Of a run that the file does not hold whole, no digest is right.
         problem = np.where(limit - start < nbytes, damage.TOO_SHORT, damage.DAMAGED)
         codes = np.where(begin > 0, damage.GOOD, problem[run_index]).astype(damage.CODE_DTYPE)
         in_records = self._layout.find(functools.partial(self._gather_from, begin), begin, end)
@@ -346,6 +354,7 @@ class RowReader:
         for column in self._columns.values():
             column.check_unchanged(located.number)
         is_good = codes == damage.GOOD
+        # Before values are gathered, as a report may end the run.
         if not is_good.all():
             self._report(located, codes)
         # The key of a bad record is undefined, and so would be the choices that depend on it.
@@ -364,6 +373,7 @@ class RowReader:
         for number, (name, column) in enumerate(self._columns.items(), damage.DAMAGED_ROW):
             places = located.values.places[name][rows]
             is_good = column.match_checksums(located.number[rows], places)
+            # Of several damages, the first is reported.
             codes[~is_good & (codes == damage.GOOD)] = number
         return codes
 
@@ -382,6 +392,7 @@ class RowReader:
         in_records = np.isin(codes, (damage.TOO_SHORT, damage.DAMAGED))
         for shard in np.unique(located.shard[in_records]).tolist():
             rows = np.flatnonzero(in_records & (located.shard == shard))
+            # The message names the first one in the file, whatever their order in the batch.
             rows = rows[np.argsort(located.record[rows])]
             problem = damage.PROBLEMS[int(codes[rows[0]])]
             numbers = located.record[rows].tolist()

@@ -50,7 +50,8 @@ class Arrays(Resumable[dict[str, jax.Array]]):
                 _check_dtype(name, dtype)
                 self.spec[name] = ArraySpec((size, *shape[1:]), dtype)
         self.steps_per_epoch = batches.steps_per_epoch
-        self.process_index, self.process_count = batches.process_index, batches.process_count
+        self.process_index = batches.process_index
+        self.process_count = batches.process_count
 
 
 def process_share(sharding: jax.sharding.Sharding) -> tuple[int, int]:
@@ -110,7 +111,10 @@ def to_device(batches, sharding, ahead=2):
         raise ValueError(f'ahead={ahead} must be at least 1; 2 lets one arrive while one is used')
     # These have no position: nothing can be resumed.
     if not isinstance(batches, Batches):
-        on_host = getattr(batches, 'as_numpy_iterator', lambda: iter(batches))()
+        on_host = iter(batches)
+        # A tf.data.Dataset gives tensors otherwise.
+        if hasattr(batches, 'as_numpy_iterator'):
+            on_host = batches.as_numpy_iterator()
         return Ahead((_send(batch, sharding) for batch in on_host), ahead, 'to_device')
     expected = process_share(sharding)
     if (batches.process_index, batches.process_count) != expected:
@@ -123,16 +127,22 @@ def to_device(batches, sharding, ahead=2):
 
 
 def _send(batch: Mapping[str, Any], sharding: jax.sharding.Sharding) -> dict[str, jax.Array]:
-    arrays = {name: x for name, x in batch.items() if name != schema.CAPTION}
-    if schema.KEY in arrays:
-        arrays[schema.KEY] = key_words(arrays[schema.KEY])
-    for name, x in arrays.items():
+    """Returns the arrays of a batch on the devices, with keys as `key_words`."""
+    arrays = {}
+    for name, x in batch.items():
+        # Devices hold no strings.
+        if name == schema.CAPTION:
+            continue
+        if name == schema.KEY:
+            x = key_words(x)
         _check_dtype(name, x.dtype)
-    return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in arrays.items()}
+        arrays[name] = jax.make_array_from_process_local_data(sharding, x)
+    return arrays
 
 
 def _check_dtype(name: str, dtype: np.dtype) -> None:
-    if (device_dtype := jax.dtypes.canonicalize_dtype(dtype)) != dtype:
+    device_dtype = jax.dtypes.canonicalize_dtype(dtype)
+    if device_dtype != dtype:
         raise ValueError(
             f'{name!r} is {dtype}, which devices would hold as {device_dtype}, with other numbers. '
             f'Leave it out of `features`, add the column as {device_dtype}, or set jax_enable_x64.'

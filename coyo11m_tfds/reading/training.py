@@ -60,21 +60,28 @@ class ReadPlan(NamedTuple):
 
 def plan_training(options: TrainOptions) -> ReadPlan:
     """Plans the training samples from the first batch on; reads the columns of conditions."""
-    splits, sources = open_splits(options, options.lanes), options.sources
+    sources = options.sources
+    splits = open_splits(options, options.lanes)
     per_source = [options.for_source(source) for source in sources]
     orders = tuple(map(_make_order, per_source, splits)) if splits else None
     if orders:
         _check_no_lockstep(sources, orders)
     check_latents(sources)
-    latents = [x.stored.latents for x in sources] if len(sources) > 1 else []
-    # Without a chunk index there are no lanes: a batch is the share of one.
+    # Crops have the shape of the latents without the axis of the crops.
+    shapes = []
+    if len(sources) > 1:
+        for source in sources:
+            dtype, shape = source.stored.latents
+            shapes.append((dtype, shape[1:]))
     shares = BatchShares(
+        # Without a chunk index there are no lanes: a batch is the share of one.
         options.batch_size // (options.lanes if orders else 1),
         [x.weight for x in sources],
         options.stages,
-        [(dtype, shape[1:]) for dtype, shape in latents],
+        shapes,
         [x.name for x in sources],
     )
+    # From the beginning of the data, and then to the first batch.
     cursor = Cursor(
         Position(0, (0,) * len(sources)),
         shares,
@@ -102,7 +109,9 @@ def _make_order(options: TrainOptions, opened: OpenedSplit) -> Order:
 
 def _order_digest(options: TrainOptions, has_lanes: bool) -> str:
     # A state holds the position of a source under the digest of its data and of its order.
-    order = dataclasses.asdict(options.order) | ({} if has_lanes else {'lanes': 1})
+    order = dataclasses.asdict(options.order)
+    if not has_lanes:
+        order['lanes'] = 1
     return json_digest.sha256(options.source.identity(options.split) | order)[:16]
 
 
@@ -113,7 +122,8 @@ def _check_no_lockstep(sources: Sequence[MixSource], orders: Sequence[Order]) ->
     firsts: dict[tuple[int, int], MixSource] = {}
     for source, order in zip(sources, orders, strict=True):
         key = order.num_records, order.settings.seed % 2**64  # as hashes take it
-        if (first := firsts.setdefault(key, source)) is not source:
+        first = firsts.setdefault(key, source)
+        if first is not source:
             pair = ' and '.join(f'{x.name!r} ({x.stored.folder})' for x in (first, source))
             raise ValueError(
                 f'mix has {pair} with {order.num_records:,} records each and the same seed: they '
@@ -124,7 +134,8 @@ def _check_no_lockstep(sources: Sequence[MixSource], orders: Sequence[Order]) ->
 
 def read_plan(plan: ReadPlan) -> Batches:
     """Reads the batches of a plan whose sources have chunk indexes."""
-    reader, options = TrainReader(plan), plan.options
+    reader = TrainReader(plan)
+    options = plan.options
     return Batches(
         functools.partial(reader.read, options.own_lanes),
         plan.cursor,
@@ -138,9 +149,12 @@ def read_plan(plan: ReadPlan) -> Batches:
 
 
 class TrainReader:
+    """Reads the batches of a plan, or the share of some lanes in them."""
+
     def __init__(self, plan: ReadPlan):
         """Raises a ValueError for options that do not fit each other or the data sets."""
-        self.plan, self._options = plan, plan.options
+        self.plan = plan
+        self._options = plan.options
         assert plan.splits is not None and plan.orders is not None, 'there is a chunk index'
         self._orders = plan.orders
         # Padded to the longest text of all sources, so that their rows fit into one batch.
@@ -158,35 +172,42 @@ class TrainReader:
             )
             self._readers.append(reader)
         self._check_specs()
-        for line in plan.cursor.shares.summary if len(mixtures) > 1 else ():
-            logging.info('mixture: %s', line)
+        if len(mixtures) > 1:
+            for line in plan.cursor.shares.summary:
+                logging.info('mixture: %s', line)
 
     @property
     def memory_need(self) -> MemoryNeed | None:
         """The memory that reading takes; None if it takes little."""
-        options, readers = self._options, [x for x in self._readers if not x.is_mapped]
-        if not readers:
+        options = self._options
+        windows = []
+        row_nbytes = 0
+        raw_nbytes = 0
+        for order, reader in zip(self._orders, self._readers, strict=True):
+            # Rows of mapped files take the memory of the batches alone.
+            if reader.is_mapped:
+                continue
+            windows.append(order.window)
+            raw_nbytes += reader.raw_nbytes
+            for shape, dtype in reader.spec(1).values():
+                itemsize = _CAPTION_NBYTES if dtype.hasobject else dtype.itemsize
+                row_nbytes += itemsize * math.prod(shape)
+        if not windows:
             return None
-        row_nbytes = [
-            (_CAPTION_NBYTES if dtype.hasobject else dtype.itemsize) * math.prod(shape)
-            for reader in readers
-            for shape, dtype in reader.spec(1).values()
-        ]
         return MemoryNeed(
             lanes=len(options.own_lanes),
-            window=max(
-                order.window
-                for order, reader in zip(self._orders, self._readers, strict=True)
-                if not reader.is_mapped
-            ),
+            window=max(windows),
             in_flight=options.parallel_reads * options.chunk,
             rows_ready=(options.batches_ahead + 1) * options.local_batch_size,
-            row_nbytes=sum(row_nbytes),
-            raw_nbytes=sum(x.raw_nbytes for x in readers),
+            row_nbytes=row_nbytes,
+            raw_nbytes=raw_nbytes,
         )
 
     def spec(self, size: int) -> dict[str, ArraySpec]:
-        """Shape and dtype of each array in batches of `size` rows, of the first source's shape."""
+        """Returns shape and dtype of each array in batches of `size` rows.
+
+        Latents have the shape of the first source.
+        """
         return self._readers[0].spec(size)
 
     def read(self, lanes: range, cursor: Cursor, steps_per_item: int = 0) -> Iterator[Batch]:
@@ -195,9 +216,12 @@ class TrainReader:
         With `steps_per_item`, the samples of one lane for so many steps come as one batch.
         """
         while True:
-            stage = cursor.shares.stage_at(cursor.position.step)
+            step = cursor.position.step
+            stage = cursor.shares.stage_at(step)
             yield from self._read_stage(lanes, cursor, stage, steps_per_item)
-            cursor = cursor.after(int(-(-(stage.end - cursor.position.step) // cursor.stride)))
+            # The next step of the stride may come some steps after the end of the stage.
+            num_batches = -(-(int(stage.end) - step) // cursor.stride)
+            cursor = cursor.after(num_batches)
 
     def _read_stage(
         self, lanes: range, cursor: Cursor, stage: Stage, steps_per_item: int
@@ -232,10 +256,12 @@ class TrainReader:
             if len(members) == steps == 1:
                 yield shares[0]
                 continue
-            by_lane = [
-                {name: x.reshape(len(lanes), steps, -1, *x.shape[1:]) for name, x in share.items()}
-                for share in shares
-            ]
+            by_lane = []
+            for share in shares:
+                shape_of_rows = (len(lanes), steps, -1)
+                by_lane.append(
+                    {name: x.reshape(*shape_of_rows, *x.shape[1:]) for name, x in share.items()}
+                )
             for first in range(0, steps, steps_per_item or 1):
                 yield _join_shares(by_lane, slice(first, first + (steps_per_item or 1)))
 
@@ -251,12 +277,17 @@ class TrainReader:
         # Fetched blocks take memory. And readers of single lanes all plan a block before the
         # first batch.
         is_small = not reader.is_mapped or len(lanes) < len(options.own_lanes)
+        # With a stride of 1, all batches of the shape are read, some `steps` together.
+        numbers: Iterator[int] = itertools.count()
+        if cursor.stride > 1:
+            shape = stage.shapes[number]
+            numbers = _batches_of_shape(stage, shape, cursor.position.step, cursor.stride)
         blocks = train_blocks(
             self._orders[number],
             lanes,
             count * steps,
             cursor.position.samples[number],
-            _batches_of_shape(stage, stage.shapes[number], cursor.position.step, cursor.stride),
+            numbers,
             block_rows=in_flight * options.chunk if is_small else 0,
         )
         return reader.read_blocks(blocks, in_flight)
@@ -280,9 +311,6 @@ def _batches_of_shape(stage: Stage, shape: int, first: int, stride: int) -> Iter
 
     Batches are numbered among those of the shape, from step `first` on.
     """
-    # All steps may be read at once, and several together.
-    if stride == 1:
-        yield from itertools.count()
     number = 0
     for step in itertools.count(first):
         if stage.shape(step) == shape:
