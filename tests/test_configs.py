@@ -31,7 +31,7 @@ def _get(name):
 
 
 def test_the_configurations_that_were_promised_are_there():
-    assert set(NAMES) == {'default', 'demo', 'gpu', 'small', *PODS}
+    assert set(NAMES) == {'default', 'demo', 'emoji', 'gpu', 'small', *PODS}
 
 
 @pytest.mark.parametrize('name', NAMES)
