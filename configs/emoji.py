@@ -3,7 +3,7 @@
     python -m train_lib.main --config=emoji --workdir=EMOJI-run
 
 docs/images.md has the commands that make the data set. In 45 minutes of CPU time, on two cores of
-which other programs took half, it learned to draw 88.6% of 437 captions that it had not seen nearer
+which other programs took half, it learned to draw 89.9% of 437 captions that it had not seen nearer
 to the artist's own picture than to any other of 3,789 (docs/training.md).
 """
 
@@ -29,8 +29,7 @@ def get_config() -> ml_collections.ConfigDict:
 
     # A VAE leaves less noise for a picture to show through, and a long run has time for low times.
     config.flow.logit_mean = 1.25
-    config.preview.guidance_low = 0.6
-    config.preview.time_shift = 3.0
+    config.preview.time_shift = 10.0  # 3 draws less like the artist's own
 
     config.eval_every = 1_000
     config.preview_every = 1_000
