@@ -29,8 +29,16 @@ import psutil
 
 _POLL_SECONDS = 0.25  # between readings of the memory, which take up to 10 ms for each GB mapped
 _PACKAGES = (
-    *('jax', 'tensorflow-cpu', 'tensorflow-datasets', 'torch', 'triton', 'transformers'),
-    *('litdata', 'grain', 'array_record', 'datasets'),
+    'jax',
+    'tensorflow-cpu',
+    'tensorflow-datasets',
+    'torch',
+    'triton',
+    'transformers',
+    'litdata',
+    'grain',
+    'array_record',
+    'datasets',
 )
 _REASONS = {'missing': 'left out', 'failed': 'failed'}
 

@@ -130,8 +130,9 @@ def _make_latents(pictures: np.ndarray) -> np.ndarray:
     widths = [(0, 0), (0, 0), (_BORDER, _BORDER), (0, 0)]
     wide = np.pad(pictures, widths, constant_values=255)
     crops = [wide[:, :, offset : offset + emoji.SIDE] for offset in CROP_OFFSETS]
-    # Latents that are not contiguous cannot be read in place.
-    return np.ascontiguousarray(latent_rgb.rgb_to_latents(np.stack(crops, axis=1)))
+    latents = latent_rgb.rgb_to_latents(np.stack(crops, axis=1))
+    # Those that are not contiguous cannot be read in place.
+    return np.ascontiguousarray(latents)
 
 
 def _make_columns(

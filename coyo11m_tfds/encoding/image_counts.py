@@ -81,7 +81,8 @@ class ImageCounts:
             getattr(self, name).update(part[name])
         self.num_without_caption += part['num_without_caption']
         for reason, names in part['names'].items():
-            self.names[reason] = [*self.names.get(reason, ()), *names][:MAX_NAMES]
+            for name in names:
+                self._keep_name(reason, name)
 
     def check_bad(self, max_bad: float, least: int = 0) -> None:
         """Raises a ValueError if more than `max_bad` of all images, at least `least`, are bad."""

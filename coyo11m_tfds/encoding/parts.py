@@ -191,10 +191,12 @@ class PartTars:
     def _start(self, batch: _Batch) -> Callable[[], Iterable[np.ndarray]]:
         """Starts to encode a batch; returns a function that waits for the latents of its images."""
         names = [image.source.name for image in batch.images]
-        if self._kept_latents.keys() >= {*names}:
+        # If one is missing, all are made again: the batch decides the bytes of each.
+        if all(name in self._kept_latents for name in names):
             self.num_kept += len(names)
             return lambda: [self._kept_latents[name] for name in names]
-        wait = self._encoder.start(np.concatenate([image.pixels.crops for image in batch.images]))
+        crops = np.concatenate([image.pixels.crops for image in batch.images])
+        wait = self._encoder.start(crops)
         return lambda: self._arrange(*wait())
 
     def _arrange(self, latents: np.ndarray, deviation: np.ndarray | None) -> np.ndarray:
@@ -205,7 +207,9 @@ class PartTars:
         with np.errstate(over='ignore'):
             rows = latents.astype(self._settings.dtype)
         num_crops = self._target.crops
-        return rows if num_crops == 1 else rows.reshape(-1, num_crops, *rows.shape[1:])
+        if num_crops > 1:
+            rows = rows.reshape(-1, num_crops, *rows.shape[1:])
+        return rows
 
     def _write(
         self, batch: _Batch, wait: Callable[[], Iterable[np.ndarray]], progress: Progress

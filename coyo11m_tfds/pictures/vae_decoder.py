@@ -22,6 +22,7 @@ from coyo11m_tfds.pictures.vae_layers import VaeLayers
 from coyo11m_tfds.storage import model_files
 
 _BATCH = 4  # pictures at a time: SDXL's decoder takes 0.3 GB for one of 256 pixels
+_SAMPLE_SIZE = 8  # latent positions, of the input by which a network is checked
 
 
 def make_painter(
@@ -104,9 +105,10 @@ class VaeDecoder:
     def __init__(self, vae: vae_files.StoredVae, factor: float, shift: float):
         """Takes the files, and the scale of raw latents as `latent_rgb.SCALES` has it."""
         networks = {'AutoencoderKL': _decode_kl, 'AutoencoderTiny': _decode_tiny}
-        network, output = vae.bind(networks, (1, 8, 8, vae.channels))
+        network, output = vae.bind(networks, (1, _SAMPLE_SIZE, _SAMPLE_SIZE, vae.channels))
         self.channels = vae.channels
-        self.factor = output.shape[1] // 8  # pixels of a latent position, in each direction
+        # Pixels of a latent position, in each direction.
+        self.factor = output.shape[1] // _SAMPLE_SIZE
         self._weights = jax.device_put(vae.read_weights())
         self._decode = jax.jit(lambda weights, x: network(weights, (x - shift) * factor))
 

@@ -5,8 +5,12 @@ import signal
 # A terminal sends INT for Ctrl-C, and HUP when it is closed. A scheduler sends TERM, and before a
 # time limit what its user names, such as USR1 or USR2; XCPU tells of a limit of CPU time.
 STOP_SIGNALS = (
-    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
-    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
 )
 
 

@@ -266,10 +266,9 @@ class LanguageModel(nn.Module):
         distance = np.arange(length)[:, None] - np.arange(length)
         causal = distance >= 0
         near = causal & (distance < config.window)
-        kinds = (
-            (*_rotation(config.local_rope, length, config.head_dim), near),
-            (*_rotation(config.global_rope, length, config.head_dim), causal),
-        )
+        local_cos, local_sin = _rotation(config.local_rope, length, config.head_dim)
+        global_cos, global_sin = _rotation(config.global_rope, length, config.head_dim)
+        kinds = ((local_cos, local_sin, near), (global_cos, global_sin, causal))
         # One scanned module, so that compile time does not grow with depth.
         layers = nn.scan(
             LanguageModelLayer,

@@ -8,8 +8,8 @@ from benchmarks import recipes, runner
 @pytest.mark.slow
 def test_complete_runs_are_not_repeated_and_samplers_share_the_weights(tmp_path, capsys):
     flags = recipes.FLAGS, recipes.prepare
-    arguments = [f'--dir={tmp_path}', '--keep', '--only=baseline,guidance_2', '--repeats=2']
-    arguments += ['--steps=12', '--num_samples=600', '--num_prompts=4']
+    arguments = [f'--dir={tmp_path}', '--keep', '--only=demo,guidance_2', '--repeats=2']
+    arguments += ['--steps=12', '--num_prompts=4']
 
     def rows():
         assert runner.main('', recipes.SIDES, recipes.COLUMNS, *flags, arguments) == 0
@@ -18,10 +18,10 @@ def test_complete_runs_are_not_repeated_and_samplers_share_the_weights(tmp_path,
     first = rows()
     assert [row.split('|')[1].strip() for row in first] == ['the demo', 'guidance of 2']
     # One loss a seed, whatever the sampler.
-    losses = [row.split('|')[9] for row in first]
+    losses = [row.split('|')[10] for row in first]
     assert losses[0] == losses[1]
     assert len(set(losses[0].split(' to '))) == 2
-    (data,) = tmp_path.glob('*/two-600')
+    (data,) = tmp_path.glob('*/emoji')
     results = list(data.glob('*.json'))
     assert len(results) == 4
     assert len(list(data.glob('*/checkpoints'))) == 2
