@@ -217,6 +217,8 @@ def test_the_card_tells_of_data_recipe_metrics_and_previews(small_run, tmp_path)
     assert '| encoder | jax:mine |' in card()
     assert make_card()['previews.png'] == pictures[3]
     assert '| license | not recorded: ' in card(license='')
+    assert '| model.text | pooled |' in card()
+    assert '| model.text | sequence |' in card(vocabulary=30)
     shutil.rmtree(workdir / 'previews')
     text = card(license='My own: "free"')
     assert 'license: "other"\nlicense_name: "My own: \\"free\\""\n' in text

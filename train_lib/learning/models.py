@@ -67,11 +67,18 @@ def make_model(
             f'the data set has {num_crops} crops of an image, expected 0, 1 or at least as many'
         )
         raise FieldError('model.crops', values['crops'], problem)
-    text = SEQUENCE if fields.get('vocabulary') else POOLED
+    text = choose_text('', fields.get('vocabulary', 0))
     # Later ones replace earlier ones.
     values = {'crops': num_crops, 'text': text} | _preset(name) | values
     values = {field: value for field, value in values.items() if field in names}
     return model(**values, dtype=jnp.dtype(dtype))
+
+
+def choose_text(text: str, vocabulary: int) -> str:
+    """Returns what of a text conditions the blocks: `text`, or for '' all that records hold."""
+    if text:
+        return text
+    return SEQUENCE if vocabulary else POOLED
 
 
 def identity_fields(**fields: Any) -> dict[str, Any]:

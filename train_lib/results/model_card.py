@@ -13,6 +13,7 @@ from coyo11m_tfds.process.shown_text import (
     quote_in_markdown,
 )
 from coyo11m_tfds.storage import model_files
+from train_lib.learning import models
 from train_lib.lifecycle import checkpoint, config_rules
 from train_lib.results import evaluation, previews
 
@@ -98,7 +99,7 @@ def make_card(
     sections.append(f'## Data\n\n{_table(_describe_data(saved, facts, vae))}')
     if facts.citation:
         sections.append(quote_in_markdown(facts.citation.strip(), 'bibtex'))
-    sections.append(f'## Recipe\n\n{_table(_list_recipe(saved))}')
+    sections.append(f'## Recipe\n\n{_table(_list_recipe(saved, facts))}')
     sections += _evaluations(workdir, saved.step, average)
     files[CARD_FILE] = ('\n\n'.join(sections) + '\n').encode()
     return files
@@ -119,10 +120,12 @@ def _describe_data(saved: checkpoint.SavedRun, facts: DatasetStats, vae: str) ->
     return rows
 
 
-def _list_recipe(saved: checkpoint.SavedRun) -> dict[str, Any]:
+def _list_recipe(saved: checkpoint.SavedRun, facts: DatasetStats) -> dict[str, Any]:
     """Returns the rows of the table about the training."""
     config = config_rules.flatten_fields(saved.description.config)
     rows = {field: config.get(field) for field in _RECIPE}
+    if config['model.kind'] == 'dit':
+        rows['model.text'] = models.choose_text(config['model.text'], facts.vocabulary)
     # By their names: folders of this machine say nothing to others.
     runner, colon, model = config['encoder'].partition(':')
     rows['encoder'] = f'{runner}{colon}{model_files.public_name(model)}'
