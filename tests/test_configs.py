@@ -75,8 +75,8 @@ def _state(config):
     mesh = sharding.make_mesh(**config.mesh)
     encoder = step_encoder.abstract_step_encoder(config.encoder, mesh, dtype=config.model.dtype)
     vocabulary = encoder.network.config.vocab_size if encoder else 0
-    if config.model.text == 'sequence' and not encoder:
-        vocabulary = 4096
+    if not encoder and config.model.text != 'pooled':
+        vocabulary = 4096  # as with records of tokens, which the demo has
     stats = flow.no_stats(640, vocabulary=vocabulary)
     return step.make_program(config, mesh, stats, encoder).abstract_state
 
