@@ -230,15 +230,8 @@ def check_resumable(
 
 def describe_changes(saved: Mapping, current: Mapping) -> dict[str, str]:
     """Returns the fields that differ: a text with the saved and the current value, by name."""
-    old_texts = _show_values(saved)
-    new_texts = _show_values(current)
-    changes = {}
-    for name in sorted(old_texts.keys() | new_texts.keys()):
-        old = old_texts.get(name, 'absent')
-        new = new_texts.get(name, 'absent')
-        if old != new:
-            changes[name] = f'{name} was {old} and is now {new}'
-    return changes
+    differences = config_rules.find_differences(_show_values(saved), _show_values(current))
+    return {name: f'{name} was {old} and is now {new}' for name, (old, new) in differences.items()}
 
 
 def _show_values(fields: Mapping) -> dict[str, str]:

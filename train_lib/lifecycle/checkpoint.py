@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict
 from coyo11m_tfds import storage
 from coyo11m_tfds.storage import json_digest
 from train_lib.learning import sharding
-from train_lib.lifecycle import workdirs
+from train_lib.lifecycle import config_rules, workdirs
 
 FOLDER = 'checkpoints'  # in a workdir
 RECORD = 'checksums.json'  # in a checkpoint
@@ -308,15 +308,10 @@ class SavedRun:
 
         `abstract_params` has the shapes of this run's weights.
         """
-        saved_shapes = _list_shapes(self._metadata)
-        own_shapes = _list_shapes(abstract_params)
-        misfits = {}
-        for name in sorted(saved_shapes.keys() | own_shapes.keys()):
-            saved = saved_shapes.get(name, 'absent')
-            own = own_shapes.get(name, 'absent')
-            if saved != own:
-                misfits[name] = f'{saved} there and {own} here'
-        return misfits
+        differences = config_rules.find_differences(
+            _list_shapes(self._metadata), _list_shapes(abstract_params)
+        )
+        return {name: f'{saved} there and {own} here' for name, (saved, own) in differences.items()}
 
     def restore_weights(self, abstract_params: Any, *, average: bool) -> Any:
         """Returns the weights of the last step, or their moving average.

@@ -191,6 +191,16 @@ def check_accepted_changes(names: Collection[str], config: ml_collections.Config
         raise ValueError(f'--accept_changes={",".join(unknown)}: {expected}')
 
 
+def find_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple]:
+    """Returns both values of each name whose values differ; 'absent' where there is none."""
+    differences = {}
+    for name in sorted(saved.keys() | current.keys()):
+        values = saved.get(name, 'absent'), current.get(name, 'absent')
+        if values[0] != values[1]:
+            differences[name] = values
+    return differences
+
+
 def flatten_fields(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
     """Flattens nested dicts: `{'data': {'seed': 0}}` becomes `{'data.seed': 0}`."""
     flat: dict[str, Any] = {}
