@@ -1,7 +1,8 @@
 # Start with `make demo` or `make test`: both set up .venv. `make TORCH_INDEX=` takes torch from the
 # package index, too. Other targets: `make install` (.venv alone), `make slow` (the long tests),
 # `make pods` (compiles for TPU slices), `make lowest` (the tests with the lowest versions that
-# setup.py allows), `make wheel` (a day with the wheel alone), `make lint`, `make clean`.
+# setup.py allows), `make wheel` (a day with the wheel alone), `make docs` (the pages as a site),
+# `make lint`, `make clean`.
 
 ifndef PYTHON
 PYTHON := $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,\
@@ -27,7 +28,7 @@ export TF_ENABLE_ONEDNN_OPTS ?= 0
 # Python keeps the modules that it compiles: else each process would start 8 s later.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install torch demo test slow pods lowest wheel lint clean unusable
+.PHONY: install torch demo test slow pods lowest wheel docs lint clean unusable
 
 install: $(INSTALLED)
 
@@ -109,10 +110,22 @@ lowest: .lowest.txt
 wheel:
 	PYTHON='$(PYTHON)' tests/wheel_day.sh
 
+# Makes a site of README.md, of the pages to which it leads, and of docstrings, which are read and
+# not imported: the environment has none of what the project needs. Ruff breaks long signatures.
+docs: .venv-docs/installed-$(VERSION)
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	@echo 'site/index.html'
+
+.venv-docs/installed-$(VERSION): $(CONSTRAINTS)
+	$(PYTHON) -m venv --clear .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) \
+		mkdocs-material 'mkdocstrings[python]' ruff
+	touch $@
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv .venv-lowest .lowest.txt $(DEMO) $(ENCODERS) build dist *.egg-info
+	rm -rf .venv .venv-lowest .venv-docs site .lowest.txt $(DEMO) $(ENCODERS) build dist *.egg-info

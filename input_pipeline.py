@@ -59,24 +59,21 @@ if TYPE_CHECKING:
 
     from coyo11m_tfds.reading.to_device import Arrays, key_words, process_share, to_device
 
-__all__ = ['eval_batches', 'eval_dataset', 'train_arrays', 'train_batches', 'train_dataset']
-__all__ += [
-    'CROP',
-    'DROP_TEXT',
-    'MASK',
-    'NOISE_SEED',
-    'ArraySpec',
-    'Batch',
-    'Batches',
-    'DamagedError',
-]
-__all__ += ['AUTO', 'CHUNKS', 'ENGINES', 'ROWS', 'TF_DATA']
-__all__ += ['ArrayOptions', 'ReadOptions', 'TrainOptions']
-__all__ += ['Cursor', 'ReadPlan', 'planned_batches', 'train_plan']
-__all__ += ['Order', 'OrderSettings', 'ReadCounter', 'ReadCounts', 'Records', 'records']
-__all__ += ['Data', 'DatasetStats', 'StoredDataset', 'open_data']
-__all__ += ['Mix', 'MixSource', 'mix_stats', 'open_mix', 'prepare_process', 'quiet_tensorflow']
+__all__ = ['train_batches']
+__all__ += ['train_arrays', 'train_dataset']
+__all__ += ['eval_batches', 'eval_dataset']
+__all__ += ['Records', 'records']
+__all__ += ['DamagedError']
 __all__ += ['Arrays', 'key_words', 'process_share', 'to_device']
+__all__ += ['Data', 'DatasetStats', 'StoredDataset', 'open_data']
+__all__ += ['Mix', 'MixSource', 'mix_stats', 'open_mix']
+__all__ += ['Cursor', 'ReadPlan', 'planned_batches', 'train_plan']
+__all__ += ['Order', 'OrderSettings', 'ReadCounter', 'ReadCounts']
+__all__ += ['ArraySpec', 'Batch', 'Batches']
+__all__ += ['ArrayOptions', 'ReadOptions', 'TrainOptions']
+__all__ += ['CROP', 'DROP_TEXT', 'MASK', 'NOISE_SEED']
+__all__ += ['AUTO', 'CHUNKS', 'ENGINES', 'ROWS', 'TF_DATA']
+__all__ += ['prepare_process', 'quiet_tensorflow']
 
 
 def __dir__() -> list[str]:
@@ -120,8 +117,8 @@ def train_batches(options: TrainOptions) -> Batches:
             process_count.
         window: Records shuffled together within a lane.
         caption_dropout: Share of samples marked in `drop_text`, if a feature is text.
-        process_index, process_count: Number of this process, which decides its share of each global
-            batch, and number of processes.
+        process_index: Number of this process, which decides its share of each global batch.
+        process_count: Number of processes.
         split: 'train', or another split of the data set.
         on_bad_records: 'stop': a damaged record is an error that names its file and number.
             'skip': a damaged record is left out and counted, with a warning. Zeros take its place,
@@ -313,7 +310,8 @@ def train_arrays(options: ArrayOptions) -> 'Arrays':
         sharding: Sharding of the leading axis of every feature, which decides this process's share
             of each batch.
         ahead: Number of batches that are sent to the devices before they are needed.
-        process_index, process_count: -1 for those of the sharding.
+        process_index: -1 for that of the sharding.
+        process_count: -1 for that of the sharding.
         data and all others: As for `train_batches`.
 
     Returns:

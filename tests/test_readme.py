@@ -77,6 +77,27 @@ def test_the_index_of_docs_has_every_page():
     assert 'docs/README.md' in (CHECKOUT / 'README.md').read_text('utf-8')
 
 
+def test_the_reference_has_every_function_and_class_that_pages_name():
+    reference = ''.join(
+        path.read_text('utf-8') for path in sorted((CHECKOUT / 'docs/api').glob('*.md'))
+    )
+    named = set()
+    for path in TEXTS:
+        names = re.findall(r'\b(?:train_lib|coyo11m_tfds)(?:\.\w+)+', (CHECKOUT / path).read_text())
+        named.update(name for name in names if is_function_or_class(name))
+    assert 'train_lib.draw.draw_pictures' in named
+    assert {name for name in named if f'::: {name}\n' not in reference} == set()
+    assert '::: input_pipeline\n' in reference
+
+
+def is_function_or_class(name: str) -> bool:
+    module, _, last = name.rpartition('.')
+    path = CHECKOUT / f'{module.replace(".", "/")}.py'
+    return path.exists() and bool(
+        re.search(rf'^(def|class|from .*import.*) {last}\b', path.read_text(), re.M)
+    )
+
+
 def test_pages_name_every_program_and_show_every_picture():
     pages = {path for path in TEXTS if path.parent.name == 'docs' or path.name == 'README.md'}
     text = ''.join((CHECKOUT / path).read_text('utf-8') for path in sorted(pages))
