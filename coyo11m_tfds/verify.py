@@ -4,7 +4,8 @@
 
 Shards and columns are read once, several at a time. Their lengths and CRC-32Cs are compared with
 `checksums-<ID>.json`, records with their own CRC-32Cs. Latents in place are checked too: each row
-that a record uses is compared with its CRC-32C, and an object in a bucket with the object's.
+that a record uses is compared with its CRC-32C, an object in a bucket with the object's, and a file
+on the hub with the hub's SHA-256; for this one file of the hub at a time is on the local disk.
 `--fast` reads only the small files and, of local files with latents in place, the directory of a
 `.pt` file and 64 KiB at each end of others; it compares the lengths of all other files and, on
 gs://, the storage's CRC-32Cs.
@@ -35,7 +36,7 @@ from coyo11m_tfds.dataset.stored_dataset import StoredSplit
 from coyo11m_tfds.process import command_line
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.process.sizes import format_count
-from coyo11m_tfds.storage import stored_file
+from coyo11m_tfds.storage import scratch, stored_file
 from coyo11m_tfds.storage.base import WritableFolder
 from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.stored_file import StoredFile
@@ -56,12 +57,17 @@ class VerifyResult:
     num_bytes: int
 
 
-def verify(data_dir: str | os.PathLike[str], *, fast: bool = False) -> VerifyResult:
+def verify(
+    data_dir: str | os.PathLike[str], *, fast: bool = False, scratch_dir: str = ''
+) -> VerifyResult:
     """Checks all files of a data set.
 
     Args:
         data_dir: Folder of the data set, local or `gs://`.
         fast: Whether to leave shards, columns and rows in place unread, as `--fast` does.
+        scratch_dir: Local folder for a file of the hub with latents in place; '' for
+            `.coyo11m_tfds` in the `--data_dir` of the build or, for a data set on gs://, this
+            user's cache.
 
     Raises:
         ValueError: `data_dir` is not the folder of a data set.
@@ -79,7 +85,8 @@ def verify(data_dir: str | os.PathLike[str], *, fast: bool = False) -> VerifyRes
             f'{folder}: there is no {schema.INFO_FILE}. Expected the folder of a built data set, '
             '.../coyo11m_tfds/CONFIG/1.0.0.'
         )
-    return _Verification(folder, files, build, fast).run()
+    downloads = scratch.choose_folder(schema.NAME, f'{folder}/../../..', scratch_dir)
+    return _Verification(folder, files, build, fast, scratch.Scratch(downloads)).run()
 
 
 def _identify_build(folder: str, files: Mapping[str, StoredFile]) -> str:
@@ -97,11 +104,19 @@ def _identify_build(folder: str, files: Mapping[str, StoredFile]) -> str:
 class _Verification:
     """Reads the files of one data set, and collects its faults."""
 
-    def __init__(self, folder: str, files: Mapping[str, StoredFile], build: str, fast: bool):
+    def __init__(
+        self,
+        folder: str,
+        files: Mapping[str, StoredFile],
+        build: str,
+        fast: bool,
+        downloads: scratch.Scratch,
+    ):
         self._folder = folder
         self._files = files
         self._build = build
         self._fast = fast
+        self._downloads = downloads
         self._checksums_file = schema.of_build(schema.CHECKSUMS_FILE, build)
         self._columns_file = schema.of_build(schema.COLUMNS_FILE, build)
         self.faults: list[str] = []
@@ -226,12 +241,14 @@ class _Verification:
                 current_file = file.check(listed_file)
                 if self._fast:
                     continue
-                if current_file.local_path:
-                    rows = places[starts[number] : starts[number + 1], 1:]
-                    _check_rows(file, latents.row_nbytes, rows)
-                else:
-                    # The storage's checksum of the whole object is the version of the file.
+                # The bucket's checksum of the whole object is the version of the file.
+                if current_file.crc32c is not None:
                     current_file.scan(stored_file.ChecksumScan)
+                    continue
+                rows = places[starts[number] : starts[number + 1], 1:]
+                # A file of the hub is fetched, which compares its SHA-256.
+                with self._downloads.hold(current_file, shows=True) as path:
+                    _check_rows(file, path, latents.row_nbytes, rows)
             except (OSError, ValueError) as error:
                 if listed_file and not listed_file.local_path and isinstance(error, OSError):
                     raise
@@ -273,11 +290,13 @@ class _Verification:
         return ', '.join(filter(None, [fault, problem]))
 
 
-def _check_rows(file: columns.InPlaceFile, row_nbytes: int, rows: np.ndarray) -> None:
-    """Reads rows of a local file, `(n, 2)` with their CRC-32Cs; ValueError for wrong ones."""
+def _check_rows(
+    file: columns.InPlaceFile, local_path: str, row_nbytes: int, rows: np.ndarray
+) -> None:
+    """Reads rows of a file, `(n, 2)` with their CRC-32Cs; ValueError for wrong ones."""
     wrong_rows = []
     piece_nbytes = row_nbytes // len(file.starts)
-    with open(file.path, 'rb') as opened:
+    with open(local_path, 'rb') as opened:
         for row, expected in rows.tolist():
             data = b''
             for start in file.starts:
@@ -302,10 +321,12 @@ def main() -> None:
     add('data_dir', help=stored_dataset.FOLDER_HELP + '; also gs://')
     fast_help = 'compare only sizes and, on gs://, recorded checksums; do not read shards'
     add('--fast', action='store_true', help=fast_help)
+    scratch_help = 'local folder for files of the hub (next to the data sets)'
+    add('--scratch_dir', default='', help=scratch_help)
     flags = parser.parse_args()
     command_line.show_log()
     with command_line.ends_in_one_line('nothing was changed', status=2):
-        result = verify(flags.data_dir, fast=flags.fast)
+        result = verify(flags.data_dir, fast=flags.fast, scratch_dir=flags.scratch_dir)
     for name in result.unused_files:
         command_line.print_lines(
             f'{name}: was left by a killed add_column; the next one removes it.'

@@ -18,6 +18,7 @@ from coyo11m_tfds.pictures import latent_rgb
 from coyo11m_tfds.report.statistics import ShardStatistics
 from coyo11m_tfds.source import sidecar
 from coyo11m_tfds.source.keyed_values import KeyedValues
+from coyo11m_tfds.source.npy_folders import NpyFolder
 from coyo11m_tfds.storage.stored_file import StoredFile
 
 if TYPE_CHECKING:  # a data set is also read where torch is not installed
@@ -195,11 +196,15 @@ def make_column_file(file: StoredFile, latents: 'LatentFile') -> InPlaceFile:
 
 def check_within_reach(file: StoredFile, final: str) -> None:
     """Raises a ValueError if readers of a data set in `final` could not read a file of a source."""
-    is_local = storage.local_path(final)
-    # The files of a bucket are known by their checksums, which every read compares.
-    if not (file.crc32c is not None or (is_local and file.local_path)):
-        place = 'local or on gs://' if is_local else 'on gs://, as the data set is'
-        raise ValueError(
-            f"{file.path}: latents='in_place' reads this file in training, so it must be {place}. "
-            "Mirror the source first (python -m coyo11m_tfds.mirror), or set latents='records'."
-        )
+    is_local_set = storage.local_path(final) is not None
+    is_out_of_reach = bool(file.local_path) and not is_local_set
+    # The files of such a folder are read as one tar, which only a copy of it is.
+    if not is_out_of_reach and not isinstance(file, NpyFolder):
+        return
+    place = 'a file on gs:// or hf://, as the data set is not local'
+    if is_local_set:
+        place = 'a file, local, on gs:// or on hf://'
+    raise ValueError(
+        f"{file.path}: latents='in_place' reads this in training, so it must be {place}. "
+        "Mirror the source first (python -m coyo11m_tfds.mirror), or set latents='records'."
+    )

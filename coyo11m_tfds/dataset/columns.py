@@ -42,7 +42,7 @@ class InPlaceFile:
     lie apart. In formats with an offset for each row, r is that offset divided by a short stride.
     """
 
-    path: str  # absolute, or a URL on gs://
+    path: str  # absolute, or a URL on gs:// or, with its commit, on hf://
     version: str  # of a remote file, see `StoredFile`; '' for a local one
     digest: str  # of the file's outline
     starts: tuple[int, ...]  # in bytes
@@ -63,7 +63,7 @@ class InPlaceFile:
             current = outline_digest(self.path)
             if current != self.digest:
                 raise changed_file_error(self.path, 'outline has digest', current, self.digest)
-        # The checksum of a bucket covers the directory of a `.pt` file too.
+        # The checksum of a remote file covers the directory of a `.pt` file too.
         elif file.version != self.version:
             raise changed_file_error(self.path, 'version is', file.version, self.version)
         return file
