@@ -18,33 +18,34 @@ bytes of the shards.
 
 `--replace` replaces an existing column of that name, `--remove` removes the column. If the source
 of latents in place has been moved or copied, `--name=latents --source=FOLDER` records the new
-folder; its files must be the same.
+folder, local, on gs:// or on hf://; its files must be the same. So a data set that was built from a
+copy of the hub's files can be moved to those, and needs the copy no longer.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
+import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 import input_pipeline
-from coyo11m_tfds import schema, storage
+from coyo11m_tfds import schema
 from coyo11m_tfds.convert import tasks
-from coyo11m_tfds.dataset import columns, manifest, stored_dataset, texts
+from coyo11m_tfds.dataset import columns, stored_dataset, texts
 from coyo11m_tfds.dataset.columns import AddedColumn, Column, InPlaceColumn, InPlaceFile
+from coyo11m_tfds.dataset.dataset_edit import DatasetEdit, edit_dataset
 from coyo11m_tfds.dataset.stored_dataset import StoredDataset
 from coyo11m_tfds.process import command_line
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.report import statistics
 from coyo11m_tfds.source import formats, sidecar, source_folder, source_latents
 from coyo11m_tfds.source.keyed_values import KeyedValues
-from coyo11m_tfds.storage import file_state, locks
-from coyo11m_tfds.storage.base import WritableFolder
-from coyo11m_tfds.storage.scratch import Scratch, choose_folder
+from coyo11m_tfds.storage import file_state
+from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.stored_file import StoredFile
 
 _NAME = re.compile(r'[a-z][a-z0-9_]*')
@@ -57,6 +58,7 @@ _BATCH_NAMES = (
 _RESERVED_NAMES = {*stored_dataset.READABLE, *_BATCH_NAMES, texts.RECORDS_TEXT}
 _ROWS_AT_ONCE = 4096
 _CHUNKS_AT_ONCE = 32  # requests to gs://
+_DIGESTED_AT_ONCE = 4 << 20  # bytes
 
 
 def add(
@@ -94,7 +96,7 @@ def add(
     if len(origins) != 1 or bool(text) == bool(column):
         raise ValueError('expected either text, or parquet or source with column.')
     [origin] = origins
-    with _editing(data_dir, scratch_dir) as edit:
+    with edit_dataset(data_dir, scratch_dir) as edit:
         _check_name(edit.stored, name, replace)
         if source:
             values_place = source_latents.write_numbers(
@@ -131,7 +133,7 @@ def add(
 
 
 def _join_values(
-    edit: '_Edit', files: Sequence[StoredFile], column: str, keys: np.ndarray
+    edit: DatasetEdit, files: Sequence[StoredFile], column: str, keys: np.ndarray
 ) -> KeyedValues:
     """Returns the values of all records that have one, by their numbers."""
     folder = os.path.join(edit.scratch, 'joined')
@@ -150,7 +152,7 @@ def remove_column(data_dir: str | os.PathLike[str], name: str) -> None:
 
     Raises a ValueError if no such column was added.
     """
-    with _editing(data_dir) as edit:
+    with edit_dataset(data_dir) as edit:
         added_names = []
         for other, column in edit.stored.columns.items():
             if isinstance(column, AddedColumn):
@@ -166,25 +168,29 @@ def remove_column(data_dir: str | os.PathLike[str], name: str) -> None:
 def move_latents(data_dir: str | os.PathLike[str], source: str | os.PathLike[str]) -> None:
     """Records the present folder, `source`, of a data set's latents in place.
 
+    Files of a copy that is still there are read to its end and compared with the hub's SHA-256.
     Raises a ValueError for latents in records, and for a folder without the same files.
     """
-    with _editing(data_dir) as edit:
+    with edit_dataset(data_dir) as edit:
         latents = edit.stored.columns.get(schema.LATENTS)
         if not isinstance(latents, InPlaceColumn):
             raise ValueError(f'{edit.stored.folder}: its latents are in its records, not in files.')
         latent_files = source_folder.find_source(source).latent_files
-        files = tuple(_find_moved(file, latent_files, source, edit) for file in latents.files)
-        moved = dataclasses.replace(latents, files=files)
+        new_files = [_find_same_name(file, latent_files, source) for file in latents.files]
+        # All outlines first: they take seconds, and whole files minutes.
+        moved_files = [
+            _describe_moved(former, file, edit)
+            for former, file in zip(latents.files, new_files, strict=True)
+        ]
+        _compare_with_hub(latents.files, new_files)
+        moved = dataclasses.replace(latents, files=tuple(moved_files))
         edit.commit({**edit.stored.columns, schema.LATENTS: moved})
 
 
-def _find_moved(
-    former: InPlaceFile,
-    latent_files: Sequence[StoredFile],
-    source: str | os.PathLike[str],
-    edit: '_Edit',
-) -> InPlaceFile:
-    """Returns the file of latents that `former` has become; ValueError without the same one."""
+def _find_same_name(
+    former: InPlaceFile, latent_files: Sequence[StoredFile], source: str | os.PathLike[str]
+) -> StoredFile:
+    """Returns the file of a source with the name of a former file; ValueError without one."""
     matches = []
     for file in latent_files:
         # Shards of several sub-folders have the same names, and labels with these.
@@ -195,6 +201,11 @@ def _find_moved(
         name = os.path.basename(former.path)
         raise ValueError(f'{source}: {name} is missing, but holds latents. Copy it there.')
     [file] = matches
+    return file
+
+
+def _describe_moved(former: InPlaceFile, file: StoredFile, edit: DatasetEdit) -> InPlaceFile:
+    """Describes the file that `former` has become; ValueError if its outline is another."""
     tasks.check_within_reach(file, edit.stored.folder)
     head = formats.format_of(file).fetch_head(file, edit.scratch, check_crc=False)
     opened = formats.open_file(file, head, _read_latents_from(edit.stored))
@@ -206,74 +217,49 @@ def _find_moved(
     return moved_file
 
 
+def _compare_with_hub(former_files: Sequence[InPlaceFile], new_files: Sequence[StoredFile]) -> None:
+    """Compares former files with the SHA-256 of those on the hub; ValueError for another one.
+
+    A former file on the hub too is compared by its recorded SHA-256, a local one is read. A local
+    one that is gone cannot be compared.
+    """
+    pairs = []
+    for former, file in zip(former_files, new_files, strict=True):
+        kind, _, expected = (file.checksum or '').partition(':')
+        former_kind, _, recorded = former.version.partition(':')
+        if kind != 'sha256':
+            continue
+        if former_kind == kind and recorded != expected:
+            raise columns.changed_file_error(file.path, 'SHA-256 is', expected, recorded)
+        if not former.version and os.path.isfile(former.path):
+            pairs.append((former.path, file))
+    num_bytes = sum(file.size for _, file in pairs)
+    with Progress('Comparing the copy with the hub', num_bytes, 'B') as progress:
+        for path, file in pairs:
+            computed = _compute_sha256(path, progress.add)
+            if file.checksum != f'sha256:{computed}':
+                raise ValueError(
+                    f'{file.path}: is another file than {path}, on which the data set was built: '
+                    f'its SHA-256 is {file.checksum}, that of the copy {computed}. Name the commit '
+                    'that was copied, or build the data set again.'
+                )
+
+
+def _compute_sha256(path: str, on_bytes: file_state.OnBytes) -> str:
+    """Returns the hex SHA-256 of a local file; `on_bytes(n)` counts the bytes read."""
+    digest = hashlib.sha256()
+    with file_state.naming(path), open(path, 'rb', buffering=0) as file:
+        while block := file.read(_DIGESTED_AT_ONCE):
+            digest.update(block)
+            on_bytes(len(block))
+    return digest.hexdigest()
+
+
 def _read_latents_from(stored: StoredDataset) -> schema.LatentsFrom:
     settings = stored.metadata.get(schema.META_SETTINGS) or {}
     return schema.parse_latents_from(
         settings.get('latents_from', ''), settings.get('key_column', '')
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Edit:
-    """A data set whose columns this process changes, under its lock."""
-
-    stored: StoredDataset
-    destination: WritableFolder
-    staging: str  # local folder for files that `commit` puts into the destination
-    scratch: str  # local folder for other files, empty at first
-    lock: locks.Lock
-
-    def commit(self, new_columns: Mapping[str, Column], files: Sequence[str] = ()) -> None:
-        """Stores files, then the description of the columns; removes files without a use."""
-        build = self.stored.build
-        folder = self.destination.folder
-        columns_file = schema.of_build(schema.COLUMNS_FILE, build)
-        columns.write_columns(self.staging, new_columns, build)
-        names = [*files]
-        listing = storage.list_folder(folder)
-        unused_files = listing.keys() & columns.unused_column_files(listing, new_columns, build)
-        checksums = listing.get(schema.of_build(schema.CHECKSUMS_FILE, build))
-        if checksums:
-            states = manifest.parse_checksums(checksums.read())
-            for name in unused_files & states.keys():
-                del states[name]
-            for name in (*files, columns_file):
-                states[name] = file_state.compute_state(os.path.join(self.staging, name))
-            manifest.write_checksums(self.staging, states, build)
-            names.append(checksums.name)
-        # Last: a column that the description does not name does not exist, so after a kill in
-        # between the same command can be repeated.
-        names.append(columns_file)
-        if not self.lock.is_ours():
-            raise OSError(f'{folder}: another process is writing. Run the same command again.')
-        for name in names:
-            path = os.path.join(self.staging, name)
-            self.destination.store(path, name, file_state.compute_state(path).crc32c)
-        self.destination.remove(unused_files - set(names))
-
-
-@contextlib.contextmanager
-def _editing(data_dir: str | os.PathLike[str], scratch_dir: str = '') -> Iterator[_Edit]:
-    """Excludes other writers of the data set, and removes its temporary files at the end."""
-    folder = os.fspath(data_dir).rstrip('/')
-    # Without a data set, no lock may be made.
-    stored_dataset.open_data(folder)
-    with locks.hold(folder, wait=False) as lock:
-        stored = stored_dataset.open_data(folder)
-        parent = choose_folder(schema.NAME, f'{folder}/../../..', os.fspath(scratch_dir))
-        os.makedirs(parent, exist_ok=True)
-        destination = storage.open_writable_folder(folder)
-        with locks.temporary_folder(parent, 'column-') as scratch:
-            # A killed command may have left files: temporary ones, and those of no column.
-            destination.sweep()
-            try:
-                edit = _Edit(stored, destination, destination.staging(scratch), scratch, lock)
-                listing = storage.list_folder(folder)
-                if columns.unused_column_files(listing, stored.columns, stored.build):
-                    edit.commit(stored.columns)
-                yield edit
-            finally:
-                destination.sweep()
 
 
 def _check_name(stored: StoredDataset, name: str, replace: bool) -> None:
@@ -287,7 +273,7 @@ def _check_name(stored: StoredDataset, name: str, replace: bool) -> None:
         )
 
 
-def _write_values(edit: _Edit, name: str, values: KeyedValues) -> AddedColumn:
+def _write_values(edit: DatasetEdit, name: str, values: KeyedValues) -> AddedColumn:
     """Writes the files of a column into the staging folder, one for each split.
 
     The places of `values` are the numbers of the records, split by split.

@@ -2,11 +2,12 @@
 
 import pathlib
 import re
+import shutil
 
 import pytest
 
 import input_pipeline
-from coyo11m_tfds import schema, verify
+from coyo11m_tfds import add_column, schema, verify
 from coyo11m_tfds.convert import tasks
 from coyo11m_tfds.source import source_folder
 from tests import built
@@ -85,3 +86,48 @@ def test_what_is_local_cannot_be_read_from_afar(source, sample_source):
         tasks.check_within_reach(remote, final)
     with pytest.raises(ValueError, match=r'a file on gs:// or hf://, as the data set is not local'):
         tasks.check_within_reach(local, 'gs://bucket/data')
+
+
+@pytest.fixture
+def from_copy(sample_source, hash_sidecar, tmp_path) -> tuple[pathlib.Path, pathlib.Path]:
+    """A data set in place and the copy of the hub's files that it was built from."""
+    copied = shutil.copytree(sample_source, tmp_path / 'copy')
+    return built.build(copied, hash_sidecar, tmp_path / 'out', latents='in_place'), copied
+
+
+def test_a_set_of_a_copy_is_moved_to_the_hub(
+    source, hub, sample_source, from_copy, mini_dataset, command
+):
+    path, copied = from_copy
+    arguments = f'--data_dir={path}', '--name=latents', f'--source={REPO}@{source}'
+    assert command(add_column, *arguments)[0] == 0
+    shutil.rmtree(copied)
+    [column] = input_pipeline.open_data(path).columns.values()
+    assert all(file.path.startswith(f'{REPO}@{source}/') for file in column.files)
+    assert_same(read(path, 20), read(mini_dataset, 20))
+    assert verify.verify(path).faults == []
+    # A later commit has the same files.
+    later = hub.commit({**files_below(sample_source), 'README.md': b'New.'}, branch='later')
+    add_column.move_latents(path, f'{REPO}@later')
+    [column] = input_pipeline.open_data(path).columns.values()
+    assert all(file.path.startswith(f'{REPO}@{later}/') for file in column.files)
+
+
+def test_a_copy_is_compared_with_the_hub_to_its_last_byte(source, hub, from_copy):
+    """Also where the directory of the zip says that both are equal."""
+    path, copied = from_copy
+    files = files_below(copied)
+    name = min(name for name in files if name.endswith('.pt'))
+    whole = bytearray(files[name].read_bytes())
+    whole[len(whole) // 2] ^= 1
+    hub.commit({**files, name: bytes(whole)}, branch='other')
+    with pytest.raises(
+        ValueError, match=rf'{name}: is another file than {copied}/{name}, on which'
+    ):
+        add_column.move_latents(path, f'{REPO}@other')
+    add_column.move_latents(path, f'{REPO}@{source}')
+    with pytest.raises(ValueError, match=rf'{name}: has changed .* its SHA-256 is'):
+        add_column.move_latents(path, f'{REPO}@other')
+    hub.commit({name: files[name]}, branch='fewer')
+    with pytest.raises(ValueError, match=r'\.pt is missing, but holds latents'):
+        add_column.move_latents(path, f'{REPO}@fewer')

@@ -1,0 +1,87 @@
+"""Changes to the columns of a built data set, by one process at a time, under its lock."""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping, Sequence
+
+from coyo11m_tfds import schema, storage
+from coyo11m_tfds.dataset import columns, manifest, stored_dataset
+from coyo11m_tfds.dataset.columns import Column
+from coyo11m_tfds.dataset.stored_dataset import StoredDataset
+from coyo11m_tfds.storage import file_state, locks
+from coyo11m_tfds.storage.base import WritableFolder
+from coyo11m_tfds.storage.scratch import choose_folder
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetEdit:
+    """A data set whose columns this process changes, under its lock."""
+
+    stored: StoredDataset
+    destination: WritableFolder
+    staging: str  # local folder for files that `commit` puts into the destination
+    scratch: str  # local folder for other files, empty at first
+    lock: locks.Lock
+
+    def commit(self, new_columns: Mapping[str, Column], files: Sequence[str] = ()) -> None:
+        """Stores files, then the description of the columns; removes files without a use."""
+        build = self.stored.build
+        folder = self.destination.folder
+        columns_file = schema.of_build(schema.COLUMNS_FILE, build)
+        columns.write_columns(self.staging, new_columns, build)
+        names = [*files]
+        listing = storage.list_folder(folder)
+        unused_files = listing.keys() & columns.unused_column_files(listing, new_columns, build)
+        checksums = listing.get(schema.of_build(schema.CHECKSUMS_FILE, build))
+        if checksums:
+            states = manifest.parse_checksums(checksums.read())
+            for name in unused_files & states.keys():
+                del states[name]
+            for name in (*files, columns_file):
+                states[name] = file_state.compute_state(os.path.join(self.staging, name))
+            manifest.write_checksums(self.staging, states, build)
+            names.append(checksums.name)
+        # Last: a column that the description does not name does not exist, so after a kill in
+        # between the same command can be repeated.
+        names.append(columns_file)
+        if not self.lock.is_ours():
+            raise OSError(f'{folder}: another process is writing. Run the same command again.')
+        for name in names:
+            path = os.path.join(self.staging, name)
+            self.destination.store(path, name, file_state.compute_state(path).crc32c)
+        self.destination.remove(unused_files - set(names))
+
+
+@contextlib.contextmanager
+def edit_dataset(data_dir: str | os.PathLike[str], scratch_dir: str = '') -> Iterator[DatasetEdit]:
+    """Excludes other writers of a data set, and removes temporary files at the end.
+
+    Args:
+        data_dir: Folder of the data set, local or on gs://.
+        scratch_dir: Local folder for temporary files; '' for `.coyo11m_tfds` in the `--data_dir` of
+            the build or, for a data set on gs://, this user's cache.
+
+    Raises:
+        ValueError: There is no such data set.
+        OSError: Another process changes it, or it cannot be written to.
+    """
+    folder = os.fspath(data_dir).rstrip('/')
+    # Without a data set, no lock may be made.
+    stored_dataset.open_data(folder)
+    with locks.hold(folder, wait=False) as lock:
+        stored = stored_dataset.open_data(folder)
+        parent = choose_folder(schema.NAME, f'{folder}/../../..', os.fspath(scratch_dir))
+        os.makedirs(parent, exist_ok=True)
+        destination = storage.open_writable_folder(folder)
+        with locks.temporary_folder(parent, 'column-') as scratch:
+            # A killed command may have left files: temporary ones, and those of no column.
+            destination.sweep()
+            try:
+                edit = DatasetEdit(stored, destination, destination.staging(scratch), scratch, lock)
+                listing = storage.list_folder(folder)
+                if columns.unused_column_files(listing, stored.columns, stored.build):
+                    edit.commit(stored.columns)
+                yield edit
+            finally:
+                destination.sweep()
