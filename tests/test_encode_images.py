@@ -353,32 +353,62 @@ def test_names_that_are_no_utf8_can_be_reported(encoder, tmp_path):
         assert report.counts.shapes.total() == 1 + len(IMAGES)
 
 
-def test_another_encoding_is_refused_by_what_differs(source, encoder, tmp_path):
-    out = tmp_path / 'out'
+@pytest.fixture(scope='module')
+def first_half(source, encoder, tmp_path_factory) -> dict[str, bytes]:
+    """The files of an encoding of which the second of two processes has done nothing."""
+    out = tmp_path_factory.mktemp('half') / 'out'
     encode(source, encoder, out, share=(0, 2))
-    before = files_of(str(out))
-    for options, message in (
-        ({'size': 8}, r"shapes is \['16x16'\], but \['8x8'\] is what"),
-        ({'crops': 3}, 'crops is 1, but 3'),
-        ({'moments': True}, 'moments is False, but True'),
-        ({'dtype': 'float32'}, "dtype is 'float16', but 'float32'"),
-        ({'keys': 'path'}, "keys is 'data', but 'path'"),
-        ({'part_images': 5}, "images is '22 files in 3 parts, .*', but '22 files in 5 parts"),
-    ):
-        with pytest.raises(ValueError, match=rf'out/encoding\.json: {message}'):
-            encode(source, encoder, out, **options)
-    copy = made_images.write(tmp_path / 'images', 'json', IMAGES)
-    (copy / '0' / IMAGES[0].name).write_bytes(b'')
-    with pytest.raises(
-        ValueError, match=r'00000\.json: .* part 0, such as 0/img\.0000\.jpg, have changed'
-    ):
-        encode(copy, encoder, out)
-    (copy / '0' / 'new.jpg').write_bytes(b'')
-    with pytest.raises(ValueError, match=r"images is '22 files .* but '23 files in 3"):
-        encode(copy, encoder, out)
-    with pytest.raises(ValueError, match=r"out/encoding\.json: keys is 'data', but 'path'"):
-        encode(copy, encoder, out, keys='path')
-    assert files_of(str(out)) == before
+    return files_of(str(out))
+
+
+OTHER_SETTINGS = {
+    'another size': ({'size': 8}, r"shapes is \['16x16'\], but \['8x8'\] is what"),
+    'more crops': ({'crops': 3}, 'crops is 1, but 3'),
+    'moments': ({'moments': True}, 'moments is False, but True'),
+    'another dtype': ({'dtype': 'float32'}, "dtype is 'float16', but 'float32'"),
+    'other keys': ({'keys': 'path'}, "keys is 'data', but 'path'"),
+    'smaller parts': (
+        {'part_images': 5},
+        "images is '22 files in 3 parts, .*', but '22 files in 5 parts",
+    ),
+}
+
+
+@pytest.mark.parametrize(('options', 'message'), OTHER_SETTINGS.values(), ids=OTHER_SETTINGS)
+def test_an_encoding_of_other_settings_is_refused_by_what_differs(
+    source, first_half, encoder, tmp_path, options, message
+):
+    out = write_files(tmp_path / 'out', first_half)
+    with pytest.raises(ValueError, match=rf'{out}/encoding\.json: {message}'):
+        encode(source, encoder, out, **options)
+    assert files_of(str(out)) == first_half
+
+
+OTHER_IMAGES = {
+    'one of a finished part has changed': (
+        f'0/{IMAGES[0].name}',
+        {},
+        r'00000\.json: .* part 0, such as 0/img\.0000\.jpg, have changed',
+    ),
+    'one is new': ('0/new.jpg', {}, r"encoding\.json: images is '22 files .* but '23 files in 3"),
+    'one is new, and keys are others': (
+        '0/new.jpg',
+        {'keys': 'path'},
+        r"encoding\.json: keys is 'data', but 'path'",
+    ),
+}
+
+
+@pytest.mark.parametrize(('name', 'options', 'message'), OTHER_IMAGES.values(), ids=OTHER_IMAGES)
+def test_an_encoding_of_other_images_is_refused(
+    first_half, encoder, tmp_path, name, options, message
+):
+    out = write_files(tmp_path / 'out', first_half)
+    images = made_images.write(tmp_path / 'images', 'json', IMAGES)
+    (images / name).write_bytes(b'')
+    with pytest.raises(ValueError, match=message):
+        encode(images, encoder, out, **options)
+    assert files_of(str(out)) == first_half
 
 
 @pytest.mark.parametrize('kind', ['txt', 'csv'])
@@ -673,15 +703,15 @@ def lengthen(path: pathlib.Path) -> None:
     path.write_bytes(path.read_bytes() + bytes(512))
 
 
+DAMAGED = {
+    'is gone': (remove, r'00001\.tar: is missing, but \S+/encoding\.json names it'),
+    'has other bytes': (change, r'00001\.tar: has .* now, but when it was encoded it had'),
+    'is longer': (lengthen, r'00001\.tar: has .* now, but when it was encoded it had'),
+}
+
+
 @pytest.mark.parametrize('latents', ['records', 'in_place'])
-@pytest.mark.parametrize(
-    ('damage', 'message'),
-    [
-        (remove, r'00001\.tar: is missing, but \S+/encoding\.json names it'),
-        (change, r'00001\.tar: has .* now, but when it was encoded it had'),
-        (lengthen, r'00001\.tar: has .* now, but when it was encoded it had'),
-    ],
-)
+@pytest.mark.parametrize(('damage', 'message'), DAMAGED.values(), ids=DAMAGED)
 def test_each_tar_of_an_encoding_is_needed_as_it_was_encoded(
     source, expected, encoder, tmp_path, damage, message, latents
 ):
@@ -698,11 +728,13 @@ def test_each_tar_of_an_encoding_is_needed_as_it_was_encoded(
     assert files_of(str(out)) == expected
 
 
-def test_no_other_latents_lie_with_an_encoding(expected, tmp_path):
-    for name in ('00003.tar', 'more.pt', 'latents-3crop/000000-000009.pt', 'x.safetensors'):
-        out = write_files(tmp_path / name, expected | {name: expected['00000.tar']})
-        with pytest.raises(ValueError, match=rf'{name}: is not of the encoding, which '):
-            source_folder.find_source(out)
+@pytest.mark.parametrize(
+    'name', ['00003.tar', 'more.pt', 'latents-3crop/000000-000009.pt', 'x.safetensors']
+)
+def test_no_other_latents_lie_with_an_encoding(expected, tmp_path, name):
+    out = write_files(tmp_path / 'out', expected | {name: expected['00000.tar']})
+    with pytest.raises(ValueError, match=rf'{name}: is not of the encoding, which '):
+        source_folder.find_source(out)
 
 
 def test_a_copy_of_an_encoding_is_as_complete(expected, tmp_path, caplog):
@@ -773,19 +805,34 @@ def test_a_build_of_images_tells_how_they_are_encoded(tmp_path, kind):
             built.build(images, '', tmp_path / 'data', latents=latents)
 
 
-@pytest.mark.parametrize(
-    ('options', 'message'),
-    [
-        ({'size': 15}, 'size=15: expected a multiple of 2, as '),
-        ({'size': 64, 'buckets': True}, 'size=64: has only one bucket, expected e.g. 256'),
-        ({'size': 64}, 'no image is left.*\n22 left out: 22 x too small'),
-        ({'crops': 2}, 'crops=2: expected 1 or 3'),
-        ({'dtype': 'bfloat16'}, "dtype='bfloat16': expected 'float16' or 'float32'"),
-        ({'share': (2, 2)}, 'part 2/2: expected I/N'),
-        ({'keys': 'name'}, "keys='name': expected 'data' or 'path'"),
-        ({'caption_column': 'alt'}, r"has 'alt', expected one of their texts \['caption'\]"),
-    ],
-)
+REFUSED = {
+    'a size that is no multiple of the factor of the VAE': (
+        {'size': 15},
+        'size=15: expected a multiple of 2, as ',
+    ),
+    'buckets of a size that has one': (
+        {'size': 64, 'buckets': True},
+        'size=64: has only one bucket, expected e.g. 256',
+    ),
+    'a size above that of every image': (
+        {'size': 64},
+        'no image is left.*\n22 left out: 22 x too small',
+    ),
+    'two crops': ({'crops': 2}, 'crops=2: expected 1 or 3'),
+    'a dtype that NumPy lacks': (
+        {'dtype': 'bfloat16'},
+        "dtype='bfloat16': expected 'float16' or 'float32'",
+    ),
+    'a part after the last': ({'share': (2, 2)}, 'part 2/2: expected I/N'),
+    'keys of names': ({'keys': 'name'}, "keys='name': expected 'data' or 'path'"),
+    'captions of a column that is not there': (
+        {'caption_column': 'alt'},
+        r"has 'alt', expected one of their texts \['caption'\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(('options', 'message'), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_encoded_is_refused(source, encoder, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         encode(source, encoder, tmp_path / 'out', **options)
