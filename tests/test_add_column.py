@@ -156,52 +156,100 @@ def test_tokens_and_embeddings_come_side_by_side(copy, other_embeddings, tmp_pat
     assert sizes == (7, 1000, 7, 0)
 
 
-BAD = [
-    (['a', 'b', 'c'], r"column 'x' is string, expected integers, floats, or lists"),
-    ([[1], [2, 3], [4]], r"column 'x' is list<.*>, expected integers, floats, or lists"),
-    (np.zeros((3, 5000)), r'is fixed_size_list<.*>\[5000\], .* at most 32,768 bytes a row'),
-    (pa.nulls(3, pa.float32()), r"x.parquet: column 'x' is null in every row"),
-    (
+BAD = {
+    'texts': (
+        pa.array(['a', 'b', 'c']),
+        r"column 'x' is string, expected integers, floats, or lists",
+    ),
+    'lists of several lengths': (
+        pa.array([[1], [2, 3], [4]]),
+        r"column 'x' is list<.*>, expected integers, floats, or lists",
+    ),
+    'rows of 40,000 bytes': (
+        as_lists(np.zeros((3, 5000))),
+        r'is fixed_size_list<.*>\[5000\], .* at most 32,768 bytes a row',
+    ),
+    'nulls alone': (pa.nulls(3, pa.float32()), r"x.parquet: column 'x' is null in every row"),
+    'a null among lists': (
         pa.array([[1, 2], None, [3, 4]], pa.list_(pa.float32(), 2)),
         r'x.parquet: has nulls among lists of a fixed size, which Arrow does not read',
     ),
-    (np.zeros((3, 2), np.float32), r'x.parquet: has no value for 1,173 of 1,173 records of'),
-]
+    'no value for any key of the data set': (
+        as_lists(np.zeros((3, 2), np.float32)),
+        r'x.parquet: has no value for 1,173 of 1,173 records of',
+    ),
+}
 
 
-def test_other_columns_are_refused_and_leave_nothing(copy, tmp_path):
+@pytest.mark.parametrize(('values', 'message'), BAD.values(), ids=BAD)
+def test_other_columns_are_refused_and_leave_nothing(copy, tmp_path, values, message):
     before = sorted(copy.iterdir())
-    for values, message in BAD:
-        array = as_lists(values) if isinstance(values, np.ndarray) else pa.array(values)
-        path = write_column(tmp_path / 'x.parquet', 'x', np.array([4, 5, 6]), array)
-        with pytest.raises(ValueError, match=message):
-            add_column.add(copy, 'y', parquet=path, column='x')
+    path = write_column(tmp_path / 'x.parquet', 'x', np.array([4, 5, 6]), values)
+    with pytest.raises(ValueError, match=message):
+        add_column.add(copy, 'y', parquet=path, column='x')
     assert sorted(copy.iterdir()) == before
 
 
-def test_mistakes_of_a_command_are_named(copy, other_embeddings, tmp_path):
-    path = write_column(tmp_path / 'x.parquet', 'x', np.array([4, 5, 4]), pa.array([1, 2, 3]))
-    with pytest.raises(ValueError, match=r'1 row repeats the key of another, e\.g\. key 4'):
-        add_column.add(copy, 'y', parquet=path, column='x')
-    with pytest.raises(ValueError, match="has no column 'z'; its columns are key, x"):
-        add_column.add(copy, 'y', parquet=path, column='z')
-    with pytest.raises(ValueError, match='has no column'):
-        add_column.add(copy, 'y', text=path)
-    ids = write_column(tmp_path / 't.parquet', 'tokens', np.array([4]), pa.array([1]))
-    with pytest.raises(ValueError, match=r"'tokens' is int64, expected a fixed-size list of int32"):
-        add_column.add(copy, 'y', text=ids)
-    ids = write_tokens(ids, np.array([4]), np.array([[3, 1000]], np.int32), vocabulary=1000)
-    with pytest.raises(ValueError, match=r'has tokens \[3, 1000\], expected ids from 0 to 999'):
-        add_column.add(copy, 'y', text=ids)
-    both = {'text': path, 'parquet': path, 'column': 'x'}
-    for sources in ({}, {'parquet': path}, {'text': path, 'column': 'x'}, {'column': 'x'}, both):
-        with pytest.raises(ValueError, match='expected either text, or parquet or source'):
-            add_column.add(copy, 'y', **sources)
-    for name in ('tokens', 'mask', 'crop', 'records', '../x', ''):
-        with pytest.raises(ValueError, match='a new column cannot be called'):
-            add_column.add(copy, name, other_embeddings)
-    with pytest.raises(ValueError, match="scratch_dir is 'gs://b/s', expected a local folder"):
-        add_column.add(copy, 'y', other_embeddings, scratch_dir='gs://b/s')
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory) -> pathlib.Path:
+    """Files of columns: with a key twice, of tokens that are one number, and of an unknown word."""
+    folder = tmp_path_factory.mktemp('columns')
+    write_column(folder / 'twice', 'x', np.array([4, 5, 4]), pa.array([1, 2, 3]))
+    write_column(folder / 'single', 'tokens', np.array([4]), pa.array([1]))
+    beyond = np.array([[3, 1000]], np.int32)
+    write_tokens(folder / 'beyond', np.array([4]), beyond, vocabulary=1000)
+    return folder
+
+
+ONE_ORIGIN = 'expected either text, or parquet or source'
+NO_NAME = 'a new column cannot be called'
+MISTAKES = {
+    'a key that comes twice': (
+        {'parquet': 'twice', 'column': 'x'},
+        r'1 row repeats the key of another, e\.g\. key 4',
+    ),
+    'a column that the file lacks': (
+        {'parquet': 'twice', 'column': 'z'},
+        "has no column 'z'; its columns are key, x",
+    ),
+    'a file without texts as text': ({'text': 'twice'}, 'has no column'),
+    'tokens that are single numbers': (
+        {'text': 'single'},
+        r"'tokens' is int64, expected a fixed-size list of int32",
+    ),
+    'a token beyond the vocabulary': (
+        {'text': 'beyond'},
+        r'has tokens \[3, 1000\], expected ids from 0 to 999',
+    ),
+    'no origin': ({}, ONE_ORIGIN),
+    'a table without a column': ({'parquet': 'twice'}, ONE_ORIGIN),
+    'a text with a column': ({'text': 'twice', 'column': 'x'}, ONE_ORIGIN),
+    'a column of nothing': ({'column': 'x'}, ONE_ORIGIN),
+    'two origins': ({'text': 'twice', 'parquet': 'twice', 'column': 'x'}, ONE_ORIGIN),
+    'the name of tokens': ({'name': 'tokens', 'text': 'twice'}, NO_NAME),
+    'the name of the mask': ({'name': 'mask', 'text': 'twice'}, NO_NAME),
+    'the name of the crop': ({'name': 'crop', 'text': 'twice'}, NO_NAME),
+    'the name of the texts in records': ({'name': 'records', 'text': 'twice'}, NO_NAME),
+    'a name that leads elsewhere': ({'name': '../x', 'text': 'twice'}, NO_NAME),
+    'an empty name': ({'name': '', 'text': 'twice'}, NO_NAME),
+    'a scratch folder in a bucket': (
+        {'text': 'twice', 'scratch_dir': 'gs://b/s'},
+        "scratch_dir is 'gs://b/s', expected a local folder",
+    ),
+}
+
+
+@pytest.mark.parametrize(('arguments', 'message'), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_of_a_command_are_named(mini_dataset, folder, arguments, message):
+    arguments = {'name': 'y'} | arguments
+    for origin in {'text', 'parquet'} & arguments.keys():
+        arguments[origin] = folder / arguments[origin]
+    with pytest.raises(ValueError, match=message):
+        add_column.add(mini_dataset, **arguments)
+
+
+def test_a_column_waits_for_nobody(copy, tmp_path):
+    path = write_column(tmp_path / 'x.parquet', 'x', np.array([4]), pa.array([1]))
     with locks.hold(copy), pytest.raises(TimeoutError, match=f'{copy}: .* is working there'):
         add_column.add(copy, 'y', parquet=path, column='x')
 

@@ -140,17 +140,25 @@ def test_to_remove_the_folder_is_to_have_it_replaced(tmp_path):
     assert not (builder.data_path / 'sub').exists()
 
 
-@pytest.mark.parametrize(
-    ('name', 'content', 'problem'),
-    [
-        ('dataset_info.json', b'{"name": ', 'is damaged (Expecting value'),
-        ('dataset_info.json', b'{}', "is damaged (it lacks 'splits')"),
-        ('features.json', b'{"name": ', 'is damaged (Expecting value'),
-        ('features.json', b'{}', 'is damaged (it names no features)'),
-        ('features.json', None, 'is missing'),
-        ('metadata.json', b'\x1f\x8b', "is damaged ('utf-8' codec can't decode"),
-    ],
-)
+DAMAGED = {
+    'dataset_info.json is cut': ('dataset_info.json', b'{"name": ', 'is damaged (Expecting value'),
+    'dataset_info.json is of nothing': (
+        'dataset_info.json',
+        b'{}',
+        "is damaged (it lacks 'splits')",
+    ),
+    'features.json is cut': ('features.json', b'{"name": ', 'is damaged (Expecting value'),
+    'features.json is of nothing': ('features.json', b'{}', 'is damaged (it names no features)'),
+    'features.json is gone': ('features.json', None, 'is missing'),
+    'metadata.json is compressed': (
+        'metadata.json',
+        b'\x1f\x8b',
+        "is damaged ('utf-8' codec can't decode",
+    ),
+}
+
+
+@pytest.mark.parametrize(('name', 'content', 'problem'), DAMAGED.values(), ids=DAMAGED)
 def test_a_small_file_that_cannot_be_read_is_named_before_a_build(copy, name, content, problem):
     (copy / name).unlink()
     if content is not None:
@@ -169,32 +177,60 @@ def test_a_folder_that_tfds_would_rename_is_refused():
         Builder(data_dir='gs://b//x')
 
 
-OTHER_SETTINGS = [
-    ({'caption_column': 'caption'}, 10, "caption_column is 'caption_llava' there, 'caption' "),
-    ({'shard_bytes': 1000}, 10, 'shard_bytes is 500000 there, 1000 is requested'),
-    ({'latents': 'in_place'}, 10, "latents is 'records' there, 'in_place' is requested"),
-    ({'vae': 'flux'}, 10, "vae is '' there, 'flux' is requested"),
-    ({'text_embeddings': 'pt'}, 10, "text_embeddings is '' there, 'pt' is requested"),
-    ({'text_embeddings': 'a.parquet'}, 10, "text_embeddings is '' there, 'a.parquet' is req"),
-    ({}, None, 'max_examples_per_split is 10 there, None is requested'),
-    (
+# Of a data set that was built with max_examples_per_split=10.
+OTHER_SETTINGS = {
+    'another caption': (
+        {'caption_column': 'caption'},
+        10,
+        "caption_column is 'caption_llava' there, 'caption' ",
+    ),
+    'smaller shards': ({'shard_bytes': 1000}, 10, 'shard_bytes is 500000 there, 1000 is requested'),
+    'latents in place': (
+        {'latents': 'in_place'},
+        10,
+        "latents is 'records' there, 'in_place' is requested",
+    ),
+    'another VAE': ({'vae': 'flux'}, 10, "vae is '' there, 'flux' is requested"),
+    'the embeddings of the source': (
+        {'text_embeddings': 'pt'},
+        10,
+        "text_embeddings is '' there, 'pt' is requested",
+    ),
+    'embeddings of a file': (
+        {'text_embeddings': 'a.parquet'},
+        10,
+        "text_embeddings is '' there, 'a.parquet' is req",
+    ),
+    'no limit': ({}, None, 'max_examples_per_split is 10 there, None is requested'),
+    'three at once': (
         {'validation_fraction': 0.5, 'bad_data': 'stop', 'caption_column': 'caption'},
         10,
         'settings: bad_data is .*; caption_column is .*; validation_fraction is ',
     ),
-]
+}
 
 
-def test_a_data_set_of_other_settings_is_refused(tmp_path):
-    source = made_sources.write_source(tmp_path / 'source', [range(20)])
-    final = pathlib.Path(build(source, tmp_path / 'out', {'max_examples_per_split': 10}).data_dir)
-    before = files_of(final)
-    for fields, limit, message in OTHER_SETTINGS:
-        options = {'max_examples_per_split': limit}
-        with pytest.raises(ValueError, match=f'x/1.0.0 was built with .*{message}') as refused:
-            build(source, tmp_path / 'out', options, **fields)
-        assert 'another name, or replace the data set with --overwrite' in str(refused.value)
-        assert files_of(final) == before
+@pytest.fixture(scope='module')
+def source_of_20(tmp_path_factory) -> pathlib.Path:
+    return made_sources.write_source(tmp_path_factory.mktemp('of_20') / 'source', [range(20)])
+
+
+@pytest.fixture(scope='module')
+def first_ten(source_of_20) -> pathlib.Path:
+    """A folder with a data set of the first ten examples."""
+    build(source_of_20, source_of_20.parent / 'out', {'max_examples_per_split': 10})
+    return source_of_20.parent / 'out'
+
+
+@pytest.mark.parametrize(
+    ('fields', 'limit', 'message'), OTHER_SETTINGS.values(), ids=OTHER_SETTINGS
+)
+def test_a_data_set_of_other_settings_is_refused(source_of_20, first_ten, fields, limit, message):
+    before = files_of(first_ten)
+    with pytest.raises(ValueError, match=f'x/1.0.0 was built with .*{message}') as refused:
+        build(source_of_20, first_ten, {'max_examples_per_split': limit}, **fields)
+    assert 'another name, or replace the data set with --overwrite' in str(refused.value)
+    assert files_of(first_ten) == before
 
 
 def test_what_does_not_change_the_records_may_differ(tmp_path):
@@ -231,38 +267,68 @@ def test_the_license_is_on_record_and_refuses_no_data_set(tmp_path, caplog):
     assert files_of(final) == before
 
 
-def test_a_data_set_of_another_source_is_refused(tmp_path):
-    source = made_sources.write_source(tmp_path / 'source', [range(20), range(20, 40)])
+def more(source: pathlib.Path) -> None:
+    made_sources.write_pt(made_sources.latents_file(source, 2), range(40, 50))
+
+
+def fewer(source: pathlib.Path) -> None:
+    made_sources.latents_file(source, 1).unlink()
+
+
+def other_captions(source: pathlib.Path) -> None:
+    made_sources.write_captions(source, {key: f'No {key}.' for key in range(40)})
+
+
+def other_latents(source: pathlib.Path) -> None:
+    """Of the same size, as of another VAE."""
+    latents = {'latents': made_sources.make_latents(20, seed=9)}
+    made_sources.write_pt(made_sources.latents_file(source, 0), range(20), replace=latents)
+
+
+OTHER_SOURCES = {
+    'a file more': (more, '000020-000029.pt is new'),
+    'a file less': (fewer, '000010-000019.pt is missing'),
+    'other captions': (
+        other_captions,
+        r'coyo11m-meta.parquet has other contents \([\d,]+ bytes, had',
+    ),
+    'other latents': (
+        other_latents,
+        r'000000-000009.pt has other contents \(([\d,]+) bytes, had \1\)',
+    ),
+    'no source at all': (shutil.rmtree, 'other is not a folder'),
+}
+
+
+@pytest.fixture(scope='module')
+def built_of_two(tmp_path_factory) -> tuple[pathlib.Path, pathlib.Path]:
+    """A source of two files, and the folder with its data set."""
+    folder = tmp_path_factory.mktemp('of_two')
+    source = made_sources.write_source(folder / 'source', [range(20), range(20, 40)])
+    build(source, folder / 'out')
+    return source, folder / 'out'
+
+
+@pytest.mark.parametrize(('change', 'message'), OTHER_SOURCES.values(), ids=OTHER_SOURCES)
+def test_a_data_set_of_another_source_is_refused(built_of_two, tmp_path, change, message):
+    source, out = built_of_two
+    before = files_of(out)
+    place = shutil.copytree(source, tmp_path / 'other')
+    change(place)
+    with pytest.raises(ValueError, match=f'x/1.0.0 was built from {source}.*{message}') as no:
+        build(place, out)
+    assert str(place) in str(no.value)
+    assert 'another name, or replace the data set with --overwrite' in str(no.value)
+    with pytest.raises(ValueError, match=message):
+        build(place, out, {'manual_dir': place}, source='')
+    assert files_of(out) == before
+
+
+def test_a_data_set_of_a_source_elsewhere_or_gone_is_taken(tmp_path):
+    source = made_sources.write_source(tmp_path / 'source', [range(20)])
     final = pathlib.Path(build(source, tmp_path / 'out').data_dir)
     before = files_of(final)
-
-    def other(name: str) -> pathlib.Path:
-        return shutil.copytree(source, tmp_path / name)
-
-    made_sources.write_pt(made_sources.latents_file(other('more'), 2), range(40, 50))
-    made_sources.latents_file(other('fewer'), 1).unlink()
-    made_sources.write_captions(other('captions'), {key: f'No {key}.' for key in range(40)})
-    # Of the same size: latents of another VAE, for example.
-    latents = {'latents': made_sources.make_latents(20, seed=9)}
-    made_sources.write_pt(
-        made_sources.latents_file(other('latents'), 0), range(20), replace=latents
-    )
-    for name, message in (
-        ('more', '000020-000029.pt is new'),
-        ('fewer', '000010-000019.pt is missing'),
-        ('captions', r'coyo11m-meta.parquet has other contents \([\d,]+ bytes, had'),
-        ('latents', r'000000-000009.pt has other contents \(([\d,]+) bytes, had \1\)'),
-        ('nowhere', 'nowhere is not a folder'),
-    ):
-        place = tmp_path / name
-        with pytest.raises(ValueError, match=f'x/1.0.0 was built from {source}.*{message}') as no:
-            build(place, tmp_path / 'out')
-        assert str(place) in str(no.value)
-        assert 'another name, or replace the data set with --overwrite' in str(no.value)
-        with pytest.raises(ValueError, match=message):
-            build(place, tmp_path / 'out', {'manual_dir': place}, source='')
-        assert files_of(final) == before
-    build(other('copy'), tmp_path / 'out')
+    build(shutil.copytree(source, tmp_path / 'copy'), tmp_path / 'out')
     shutil.rmtree(source)
     build(source, tmp_path / 'out', source='')
     assert files_of(final) == before
@@ -350,16 +416,27 @@ def test_a_build_in_a_program_shows_its_progress(tmp_path, caplog):
     assert 'Writing shards' not in caplog.text
 
 
-def test_options_without_effect_are_refused(tmp_path):
-    source = made_sources.write_source(tmp_path / 'source', [range(5)])
-    for options, message in (
-        ({'num_shards': 4}, 'num_shards=4 is not supported; set shard_bytes'),
-        ({'ignore_duplicates': True}, 'ignore_duplicates=True is not supported'),
-        ({'max_examples_per_split': 0}, 'max_examples_per_split=0: expected at least 1'),
-    ):
-        with pytest.raises(ValueError, match=message):
-            build(source, tmp_path / 'out', options)
-    config = Coyo11mConfig(name='x', source=str(source))
+OPTIONS = {
+    'a number of shards': ({'num_shards': 4}, 'num_shards=4 is not supported; set shard_bytes'),
+    'duplicates that are ignored': (
+        {'ignore_duplicates': True},
+        'ignore_duplicates=True is not supported',
+    ),
+    'no examples': (
+        {'max_examples_per_split': 0},
+        'max_examples_per_split=0: expected at least 1',
+    ),
+}
+
+
+@pytest.mark.parametrize(('options', 'message'), OPTIONS.values(), ids=OPTIONS)
+def test_options_without_effect_are_refused(source_of_20, tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        build(source_of_20, tmp_path / 'out', options)
+
+
+def test_another_format_of_files_is_refused(source_of_20, tmp_path):
+    config = Coyo11mConfig(name='x', source=str(source_of_20))
     builder = Builder(data_dir=tmp_path / 'out', config=config, file_format='array_record')
     with pytest.raises(ValueError, match='file_format=array_record is not supported'):
         builder.download_and_prepare()

@@ -116,13 +116,16 @@ def test_a_remote_source_gives_the_same_file(source, out, tmp_path, gcs):
 REPEATED = {'key': [4, 9, 4], 'caption_llava': ['a', 'b', 'c']}
 
 
-@pytest.mark.parametrize(
-    ('table', 'message'),
-    [
-        (REPEATED, r'meta\.parquet.*key 4'),
-        ({'key': [4, 5], 'caption_llava': ['', ' ']}, r'parquet.*all captions \(2\) are null'),
-    ],
-)
+BAD = {
+    'a key that comes twice': (REPEATED, r'meta\.parquet.*key 4'),
+    'no caption at all': (
+        {'key': [4, 5], 'caption_llava': ['', ' ']},
+        r'parquet.*all captions \(2\) are null',
+    ),
+}
+
+
+@pytest.mark.parametrize(('table', 'message'), BAD.values(), ids=BAD)
 def test_a_bad_source_is_refused(tmp_path, out, table, message):
     pq.write_table(pa.table(table), tmp_path / schema.CAPTIONS_FILE)
     with pytest.raises(ValueError, match=message):
@@ -130,14 +133,26 @@ def test_a_bad_source_is_refused(tmp_path, out, table, message):
     assert not out.exists()
 
 
-def test_arguments_that_cannot_be_are_refused(source, tmp_path):
+REFUSED = {
+    'a file in the place of a folder': ('file', {}, r'file is a file; expected a folder'),
+    'a folder on the hub': ('hf://datasets/a/b', {}, r'hf://datasets/a/b'),
+    'a part after the last': (
+        'x',
+        {'share': (2, 2)},
+        r'part 2/2: expected I/N with I from 0 to N - 1',
+    ),
+}
+
+
+@pytest.mark.parametrize(('name', 'options', 'message'), REFUSED.values(), ids=REFUSED)
+def test_arguments_that_cannot_be_are_refused(source, tmp_path, name, options, message):
     (tmp_path / 'file').touch()
-    with pytest.raises(ValueError, match=r'file is a file; expected a folder'):
-        embed_captions.embed(source, 'hash', tmp_path / 'file')
-    with pytest.raises(ValueError, match=r'hf://datasets/a/b'):
-        embed_captions.embed(source, 'hash', 'hf://datasets/a/b')
-    with pytest.raises(ValueError, match=r'part 2/2: expected I/N with I from 0 to N - 1'):
-        embed_captions.embed(source, 'hash', tmp_path / 'x', share=(2, 2))
+    place = name if '://' in name else tmp_path / name
+    with pytest.raises(ValueError, match=message):
+        embed_captions.embed(source, 'hash', place, **options)
+
+
+def test_a_part_of_no_captions_is_refused():
     with pytest.raises(ValueError, match='part_captions=-5: expected at least 1'):
         EmbedSettings(part_captions=-5)
 

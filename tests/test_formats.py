@@ -382,49 +382,75 @@ def test_the_doctor_plans_a_build_of_a_format(source):
     assert found.source.startswith('2 .')
 
 
-def test_latents_that_nothing_tells_are_asked_for(tmp_path):
-    values = made_latents((4, 32, 32), 'float16', 40)
-    samples = [
-        {'latents_256': x, 'latents_512': x, 'caption': 'x', 'width': np.int32(3)} for x in values
-    ]
+CHOSEN_BADLY = {
+    'no choice between two columns': ('', r'00000\.mds: has latents in the columns .* choose it'),
+    'a column of bytes alone': (
+        'latents_512',
+        r'not say the dtype and shape of latents_512 \(8,192',
+    ),
+    'a shape of fewer bytes': (
+        'latents_512:float16:2,32,32',
+        'has 8,192 bytes, expected 4,096 of',
+    ),
+    'a column that is not there': ('latents', "lacks 'latents'; it has"),
+    'a dtype without a shape': ('x:float16', 'expected NAME or NAME:DTYPE:C,H,W'),
+    'a dtype of no latents': ('x:float64:4,32,32', 'expected NAME or NAME:DTYPE:C,H,W'),
+    'a shape of two axes': ('x:float16:4,32', 'expected NAME or NAME:DTYPE:C,H,W'),
+    'a negative size': ('x:float16:4,32,-32', 'expected NAME or NAME:DTYPE:C,H,W'),
+}
+
+
+@pytest.fixture(scope='module')
+def of_bytes(tmp_path_factory) -> pathlib.Path:
+    """A source whose shards have latents of which they tell dtype and shape, and others."""
+    source = tmp_path_factory.mktemp('of_bytes') / 'source'
     columns = latent_files.MDS_COLUMNS | {'latents_512': 'bytes'}
-    latent_files.write_mds(tmp_path / 'source', [samples], columns)
+    latent_files.write_mds(source, [samples_of_two()], columns)
+    return source
 
-    def build(name: str, **fields) -> pathlib.Path:
-        return built.build(tmp_path / 'source', '', tmp_path / name, **fields)
 
-    with pytest.raises(ValueError, match=r'00000\.mds: has latents in the columns .* choose it'):
-        build('a')
-    with pytest.raises(ValueError, match=r'not say the dtype and shape of latents_512 \(8,192'):
-        build('a', latents_from='latents_512')
-    with pytest.raises(ValueError, match='has 8,192 bytes, expected 4,096 of'):
-        build('a', latents_from='latents_512:float16:2,32,32')
-    with pytest.raises(ValueError, match="lacks 'latents'; it has"):
-        build('a', latents_from='latents')
-    columns['latents_256'] = 'ndarray'
-    latent_files.write_mds(tmp_path / 'array', [samples], columns)
-    for latents_from in ('latents_256', 'latents_256:float16:4,32,32'):
-        with pytest.raises(ValueError, match=r'latents_256 is ndarray, .* Write the shards again'):
-            built.build(tmp_path / 'array', '', tmp_path / 'a', latents_from=latents_from)
-    for wrong in ('x:float16', 'x:float64:4,32,32', 'x:float16:4,32', 'x:float16:4,32,-32'):
-        with pytest.raises(ValueError, match='expected NAME or NAME:DTYPE:C,H,W'):
-            build('a', latents_from=wrong)
-    found = build('b', latents_from='latents_512:bfloat16:16,16,16', latents='in_place')
+def samples_of_two() -> list[dict]:
+    return [
+        {'latents_256': x, 'latents_512': x, 'caption': 'x', 'width': np.int32(3)}
+        for x in made_latents((4, 32, 32), 'float16', 40)
+    ]
+
+
+@pytest.mark.parametrize(('latents_from', 'message'), CHOSEN_BADLY.values(), ids=CHOSEN_BADLY)
+def test_latents_that_nothing_tells_are_asked_for(of_bytes, tmp_path, latents_from, message):
+    with pytest.raises(ValueError, match=message):
+        built.build(of_bytes, '', tmp_path / 'data', latents_from=latents_from)
+
+
+@pytest.mark.parametrize('latents_from', ['latents_256', 'latents_256:float16:4,32,32'])
+def test_latents_whose_shapes_are_in_the_samples_are_refused(tmp_path, latents_from):
+    columns = latent_files.MDS_COLUMNS | {'latents_512': 'bytes', 'latents_256': 'ndarray'}
+    latent_files.write_mds(tmp_path / 'array', [samples_of_two()], columns)
+    with pytest.raises(ValueError, match=r'latents_256 is ndarray, .* Write the shards again'):
+        built.build(tmp_path / 'array', '', tmp_path / 'data', latents_from=latents_from)
+
+
+def test_latents_are_of_the_column_that_is_chosen(of_bytes, tmp_path):
+    chosen = 'latents_512:bfloat16:16,16,16'
+    found = built.build(of_bytes, '', tmp_path / 'a', latents_from=chosen, latents='in_place')
     assert input_pipeline.open_data(found).latents == ('bfloat16', (1, 16, 16, 16))
-    found = build('c', latents_from='latents_256')
+    found = built.build(of_bytes, '', tmp_path / 'b', latents_from='latents_256')
     assert input_pipeline.open_data(found).latents == ('float16', (1, 4, 32, 32))
 
 
-@pytest.mark.parametrize(
-    ('array', 'message'),
-    [
-        (np.zeros((4, 32, 32)), 'float64'),
-        (np.zeros((32, 32), np.float16), r'\(32, 32\) of float16'),
-        (np.zeros((4, 32, 32), '>f2'), 'its dtype is >f2'),
-        (np.asfortranarray(np.zeros((4, 32, 32), np.float16)), 'is in Fortran order'),
-        (np.array([{}], object), 'cannot be read'),
-    ],
-)
+NO_LATENTS = {
+    'of double precision': (np.zeros((4, 32, 32)), 'float64'),
+    'of two axes': (np.zeros((32, 32), np.float16), r'\(32, 32\) of float16'),
+    'of the other byte order': (np.zeros((4, 32, 32), '>f2'), 'its dtype is >f2'),
+    'in the order of Fortran': (
+        np.asfortranarray(np.zeros((4, 32, 32), np.float16)),
+        'is in Fortran order',
+    ),
+    'of objects': (np.array([{}], object), 'cannot be read'),
+}
+
+
+@pytest.mark.parametrize(('array', 'message'), NO_LATENTS.values(), ids=NO_LATENTS)
 def test_arrays_that_are_no_latents_are_refused(tmp_path, array, message: str):
     stream = io.BytesIO()
     np.lib.format.write_array(stream, array, allow_pickle=True)
@@ -527,16 +553,25 @@ def test_moments_without_labels_have_captions_by_their_numbers(tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    ('content', 'problem'),
-    [
-        ('{"labels": [["00000/img-mean-std-00000777.npy", 1]]}', r'00000777\.npy: .*names it'),
-        ('{"labels": [["00000/img-mean-std-00000000.npy", "a"]]}', r"damaged.*labels have .*'a'"),
-        ('{"labels": 3}', r'dataset\.json: is damaged or no index of moments'),
-        ('[' * 100_000, r'dataset\.json: is damaged or no index of moments'),
-        ('{"labels": [["00000/img-mean-std-00000000.npy", 1]]}', r'00000: label are .* missing'),
-    ],
-)
+BAD_INDICES = {
+    'it names a file that is not there': (
+        '{"labels": [["00000/img-mean-std-00000777.npy", 1]]}',
+        r'00000777\.npy: .*names it',
+    ),
+    'a label is a text': (
+        '{"labels": [["00000/img-mean-std-00000000.npy", "a"]]}',
+        r"damaged.*labels have .*'a'",
+    ),
+    'labels are a number': ('{"labels": 3}', r'dataset\.json: is damaged or no index of moments'),
+    'it is nested too deeply': ('[' * 100_000, r'dataset\.json: is damaged or no index of moments'),
+    'it has labels of some': (
+        '{"labels": [["00000/img-mean-std-00000000.npy", 1]]}',
+        r'00000: label are .* missing',
+    ),
+}
+
+
+@pytest.mark.parametrize(('content', 'problem'), BAD_INDICES.values(), ids=BAD_INDICES)
 def test_a_bad_index_of_moments_is_named(tmp_path, content, problem):
     folder = tmp_path / 'vae-sd'
     make_source(folder, 'npy')

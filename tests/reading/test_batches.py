@@ -77,14 +77,27 @@ def test_an_evaluation_continues_where_its_state_was_taken(intact, engine):
 
 
 def test_a_state_of_another_order_is_refused(intact):
-    batches = input_pipeline.train_batches(intact, **ORDER)
-    state = batches.get_state()
+    state = input_pipeline.train_batches(intact, **ORDER).get_state()
     other = input_pipeline.train_batches(intact, **ORDER | {'seed': 6})
     with pytest.raises(ValueError, match=r'is not a state of these batches.*same data set'):
         other.set_state(state)
+
+
+NO_SAMPLES = {
+    'a negative number': -1,
+    'a text': '7',
+    'nothing': None,
+    'a number with a point': 1.0,
+    'a truth': True,
+}
+
+
+@pytest.mark.parametrize('samples', NO_SAMPLES.values(), ids=NO_SAMPLES)
+def test_a_state_of_samples_that_cannot_be_is_refused(intact, samples):
+    batches = input_pipeline.train_batches(intact, **ORDER)
+    state = batches.get_state()
     (source,) = state['samples']
-    wrongs = [-1, '7', None, 1.0, True]
-    for wrong in ({}, state | {'samples': 7}, *(state | {'samples': {source: x}} for x in wrongs)):
+    for wrong in ({}, state | {'samples': samples}, state | {'samples': {source: samples}}):
         with pytest.raises(ValueError, match='is not a state'):
             batches.set_state(wrong)
 
@@ -134,47 +147,111 @@ def test_help_and_editors_see_the_arguments_by_name():
         assert ('seed' in parameters) == face.__name__.startswith('train')
 
 
-@pytest.mark.parametrize(
-    'changes, message',
-    [
-        (dict(engine='lines'), "'lines': expected 'auto' or 'rows' or 'chunks' or 'tf_data'"),
-        (dict(verify='twice'), "verify='twice': expected 'once' or 'always' or 'never'"),
-        (dict(split='train[:50%]', engine='rows'), 'needs local files, .* and a chunk index'),
-        (dict(on_bad_records='drop'), "on_bad_records='drop': expected 'stop' or 'skip'"),
-        (dict(max_bad_fraction=1.5), 'max_bad_fraction=1.5: expected from 0 to 1'),
-        (dict(max_bad_fraction=float('nan')), 'max_bad_fraction=nan: expected from 0 to 1'),
-        (dict(stride=0), 'stride=0: expected at least 1'),
-        (dict(chunk=48), 'chunk=48: expected a multiple of 32, .*; chunk=64 works'),
-        (dict(engine='chunks', parallel_reads=0), 'parallel_reads=0: expected at least 1'),
-        (dict(lanes=3), 'lanes=3 by 1 process equally; '),
-        (dict(process_count=3), 'batch_size=15 with lanes=3 works'),
-        (dict(process_count=2, process_index=2), r'process_index=2 is not in \[0, 2\)'),
-        (dict(lanes=3), 'lanes=2 works'),
-        *((dict(batch_size=x), f'={x}: cannot be shared with lanes=4') for x in (7, 0, -4)),
-        (dict(features=('key', 'tags')), "no feature 'tags'; there are"),
-        (dict(features=()), r"features=\(\) names no feature; features=\('key',\) works"),
-        (dict(split='test'), r"has no split 'test', only \['train', 'validation'\]"),
-        (dict(caption_dropout=1.5), 'caption_dropout=1.5: expected from 0 to 1'),
-        (dict(start_step=-1), 'start_step=-1: expected at least 0'),
-        (dict(batch_size=16.0), 'batch_size=16.0: expected a whole number'),
-        (dict(seed='5'), "seed='5': expected a whole number"),
-        (dict(start_step=None), 'start_step=None: expected a whole number'),
-        (dict(features='latents'), "features='latents': expected a sequence of names, such as"),
-        (dict(features=5), 'features=5: expected a sequence of names'),
-        (
-            dict(data={'dir': 'd'}),
-            r"data=.'dir': 'd'.: expected the folder of a data set, or for a",
-        ),
-        (dict(data=3), 'data=3: expected the folder of a data set'),
-        (dict(text=5), 'text=5: expected a string, or a dict of weights'),
-        (dict(engine=None), 'engine=None: expected a string'),
-        (dict(caption_dropout='0.1'), "caption_dropout='0.1': expected a number"),
-        (dict(stages=None), 'stages=None: expected a sequence of dicts'),
-        (dict(stages={'from': 3}), r"stages=.'from': 3.: expected a sequence of dicts"),
-        (dict(start=3), '3 is not a state of these batches'),
-        (dict(start={'step': 3, 'samples': [1]}), 'is not a state of these batches'),
-    ],
-)
+WRONG = {
+    'an engine that is none': (
+        dict(engine='lines'),
+        "'lines': expected 'auto' or 'rows' or 'chunks' or 'tf_data'",
+    ),
+    'a look at checksums that is none': (
+        dict(verify='twice'),
+        "verify='twice': expected 'once' or 'always' or 'never'",
+    ),
+    'rows of a part of a split': (
+        dict(split='train[:50%]', engine='rows'),
+        'needs local files, .* and a chunk index',
+    ),
+    'a policy that is none': (
+        dict(on_bad_records='drop'),
+        "on_bad_records='drop': expected 'stop' or 'skip'",
+    ),
+    'more bad records than there are': (
+        dict(max_bad_fraction=1.5),
+        'max_bad_fraction=1.5: expected from 0 to 1',
+    ),
+    'a share of bad records that is no number': (
+        dict(max_bad_fraction=float('nan')),
+        'max_bad_fraction=nan: expected from 0 to 1',
+    ),
+    'a stride of nothing': (dict(stride=0), 'stride=0: expected at least 1'),
+    'a chunk that is no multiple of 32': (
+        dict(chunk=48),
+        'chunk=48: expected a multiple of 32, .*; chunk=64 works',
+    ),
+    'no reads': (
+        dict(engine='chunks', parallel_reads=0),
+        'parallel_reads=0: expected at least 1',
+    ),
+    'lanes that do not divide the batch': (
+        dict(lanes=3),
+        'lanes=3 by 1 process equally; .*lanes=2 works',
+    ),
+    'processes that do not divide the lanes': (
+        dict(process_count=3),
+        'batch_size=15 with lanes=3 works',
+    ),
+    'a process after the last': (
+        dict(process_count=2, process_index=2),
+        r'process_index=2 is not in \[0, 2\)',
+    ),
+    'a batch that lanes do not divide': (
+        dict(batch_size=7),
+        '=7: cannot be shared with lanes=4',
+    ),
+    'a batch of nothing': (dict(batch_size=0), '=0: cannot be shared with lanes=4'),
+    'a negative batch': (dict(batch_size=-4), '=-4: cannot be shared with lanes=4'),
+    'a feature that is not there': (
+        dict(features=('key', 'tags')),
+        "no feature 'tags'; there are",
+    ),
+    'no features': (
+        dict(features=()),
+        r"features=\(\) names no feature; features=\('key',\) works",
+    ),
+    'a split that is not there': (
+        dict(split='test'),
+        r"has no split 'test', only \['train', 'validation'\]",
+    ),
+    'more captions dropped than there are': (
+        dict(caption_dropout=1.5),
+        'caption_dropout=1.5: expected from 0 to 1',
+    ),
+    'a step before the first': (dict(start_step=-1), 'start_step=-1: expected at least 0'),
+    'a batch size with a point': (
+        dict(batch_size=16.0),
+        'batch_size=16.0: expected a whole number',
+    ),
+    'a seed that is a text': (dict(seed='5'), "seed='5': expected a whole number"),
+    'no step': (dict(start_step=None), 'start_step=None: expected a whole number'),
+    'one name as features': (
+        dict(features='latents'),
+        "features='latents': expected a sequence of names, such as",
+    ),
+    'a number as features': (dict(features=5), 'features=5: expected a sequence of names'),
+    'a dict as data': (
+        dict(data={'dir': 'd'}),
+        r"data=.'dir': 'd'.: expected the folder of a data set, or for a",
+    ),
+    'a number as data': (dict(data=3), 'data=3: expected the folder of a data set'),
+    'a number as text': (dict(text=5), 'text=5: expected a string, or a dict of weights'),
+    'no engine': (dict(engine=None), 'engine=None: expected a string'),
+    'a text as the dropout': (
+        dict(caption_dropout='0.1'),
+        "caption_dropout='0.1': expected a number",
+    ),
+    'no stages': (dict(stages=None), 'stages=None: expected a sequence of dicts'),
+    'one stage that is no list': (
+        dict(stages={'from': 3}),
+        r"stages=.'from': 3.: expected a sequence of dicts",
+    ),
+    'a number as the state': (dict(start=3), '3 is not a state of these batches'),
+    'a state without samples by name': (
+        dict(start={'step': 3, 'samples': [1]}),
+        'is not a state of these batches',
+    ),
+}
+
+
+@pytest.mark.parametrize(('changes', 'message'), WRONG.values(), ids=WRONG)
 def test_a_wrong_argument_is_named(intact, changes, message):
     faces = [functools.partial(input_pipeline.train_batches, engine=engine) for engine in ENGINES]
     faces.append(functools.partial(input_pipeline.train_arrays, sharding=one_device()))

@@ -3,7 +3,6 @@
 import gc
 import pathlib
 import pickle
-import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -106,47 +105,79 @@ def test_records_are_those_that_tfds_reads(written):
         assert_equal(records[records.find(example['key'])], example)
 
 
-def test_every_crop_can_be_chosen_and_what_records_lack_is_named(written, tmp_path):
-    path = written['in place']
+def test_every_crop_can_be_chosen(written):
     for crop in (-1, 0, 1):
-        record = input_pipeline.records(path, crop=crop)[7]
+        record = input_pipeline.records(written['in place'], crop=crop)[7]
         assert record['latents'].shape == schema.LATENT_SHAPE
         assert record['latents'][0, 0, :2].tolist() == [crop + 1, 7]
-    with pytest.raises(ValueError, match='crop=2: expected -1 to 1, or None for all crops'):
-        input_pipeline.records(path, crop=2)
-    with pytest.raises(ValueError, match="features has 'crop', which only samples"):
-        input_pipeline.records(path, features=('key', 'crop'))
-    mix = [{'dir': path, 'where': 'score > 3'}]
-    with pytest.raises(ValueError, match="leave out 'where'"):
-        input_pipeline.records(mix)
-    unindexed = tmp_path / '1.0.0'
-    shutil.copytree(path, unindexed, ignore=shutil.ignore_patterns('chunk_index-*'))
+
+
+LACKED = {
+    'a crop beyond the last': ({'crop': 2}, 'crop=2: expected -1 to 1, or None for all crops'),
+    'the number of the crop': (
+        {'features': ('key', 'crop')},
+        "features has 'crop', which only samples",
+    ),
+    'records that meet a condition': ({'where': 'score > 3'}, "leave out 'where'"),
+}
+
+
+@pytest.mark.parametrize(('options', 'message'), LACKED.values(), ids=LACKED)
+def test_what_records_lack_is_named(written, options, message):
+    path, options = written['in place'], dict(options)
+    if 'where' in options:
+        path = [{'dir': path, 'where': options.pop('where')}]
+    with pytest.raises(ValueError, match=message):
+        input_pipeline.records(path, **options)
+
+
+def test_records_without_a_chunk_index_are_refused(written, tmp_path):
+    ignored = shutil.ignore_patterns('chunk_index-*')
+    unindexed = shutil.copytree(written['in place'], tmp_path / '1.0.0', ignore=ignored)
     with pytest.raises(ValueError, match='only records of a whole data set with a chunk index'):
         input_pipeline.records(unindexed)
 
 
-@pytest.mark.parametrize('path', ['records'], indirect=True)
-def test_what_is_not_there_is_an_error_and_not_another_record(path):
-    opened = input_pipeline.records(path, features=FEATURES)
-    for number in (COUNT, -COUNT - 1):
-        for chosen in (number, [0, number]):
-            with pytest.raises(IndexError, match=f'362 records, and none with number {number}'):
-                opened[chosen]
-    for chosen, kind in (
-        ('key', "'key'"),
-        (1.5, '1.5'),
-        ([[1, 2]], 'int64, shape (1, 2)'),
-        ([1.5], 'float64, shape (1,)'),
-        (np.ones(COUNT, bool), f'bool, shape ({COUNT},)'),
-    ):
-        with pytest.raises(TypeError, match=re.escape(f'records[{kind}]: expected whole numbers')):
-            opened[chosen]
-    for key in ('12', 1.5, None):
-        with pytest.raises(TypeError, match=f'key={key!r}: expected a whole number'):
-            opened.find(key)
-    for key in (12345, 2**64):
-        with pytest.raises(KeyError, match=f"no record of split 'train' has key {key}"):
-            opened.find(key)
+NOT_THERE = {
+    'the number after the last': (COUNT, IndexError, f'362 records, and none with number {COUNT}'),
+    'the number before the first': (-COUNT - 1, IndexError, f'none with number {-COUNT - 1}'),
+    'a list with the number after the last': ([0, COUNT], IndexError, f'with number {COUNT}'),
+    'a list with the number before the first': ([0, -COUNT - 1], IndexError, 'number -363'),
+    'a name': ('key', TypeError, r"records\['key'\]: expected whole numbers"),
+    'a fraction': (1.5, TypeError, r'records\[1\.5\]: expected whole numbers'),
+    'lists of lists': ([[1, 2]], TypeError, r'records\[int64, shape \(1, 2\)\]: expected whole'),
+    'a list of fractions': ([1.5], TypeError, r'records\[float64, shape \(1,\)\]: expected whole'),
+    'a mask': (np.ones(COUNT, bool), TypeError, r'records\[bool, shape \(362,\)\]: expected whole'),
+}
+
+
+@pytest.fixture(scope='module')
+def opened(written) -> input_pipeline.Records:
+    return input_pipeline.records(written['records'], features=FEATURES)
+
+
+@pytest.mark.parametrize(('chosen', 'kind', 'message'), NOT_THERE.values(), ids=NOT_THERE)
+def test_what_is_not_there_is_an_error_and_not_another_record(opened, chosen, kind, message):
+    with pytest.raises(kind, match=message):
+        opened[chosen]
+
+
+NO_KEYS = {
+    'a text': ('12', TypeError, "key='12': expected a whole number"),
+    'a fraction': (1.5, TypeError, 'key=1.5: expected a whole number'),
+    'nothing': (None, TypeError, 'key=None: expected a whole number'),
+    'of no record': (12345, KeyError, "no record of split 'train' has key 12345"),
+    'beyond int64': (2**64, KeyError, f"no record of split 'train' has key {2**64}"),
+}
+
+
+@pytest.mark.parametrize(('key', 'kind', 'message'), NO_KEYS.values(), ids=NO_KEYS)
+def test_a_key_that_no_record_has_is_named(opened, key, kind, message):
+    with pytest.raises(kind, match=message):
+        opened.find(key)
+
+
+def test_records_are_all_there_and_say_what_they_are(opened):
     assert sum(1 for _ in opened) == COUNT
     assert repr(opened).endswith(
         "/1.0.0, 'train': 362 records of key int64[], latents float16[3, 4, 32, 32], "
