@@ -130,7 +130,7 @@ def set_learning_rates(config: ml_collections.ConfigDict, width: int) -> None:
     # their rule also changes b1 and b2, this one does not) and falls with the inverse of the width
     # (muP, which Zheng et al., arXiv:2505.15270, derive for DiT: for kernels between hidden layers,
     # here for all weights). In short runs of AdamW, the best rates of widths 64, 128 and 256 follow
-    # the inverse of the width (benchmarks/README.md); no run here has tested the root of the batch
+    # the inverse of the width (docs/log.md); no run here has tested the root of the batch
     # size. Muon has the same rate, because its updates are as large as AdamW's. The rule gives
     # 2.8e-4 where MicroDiT-XL/2 (Sehwag et al., arXiv:2407.15811) takes 2.4e-4, with 2,048 samples.
     for name in ('learning_rate', 'muon_learning_rate'):

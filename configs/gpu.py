@@ -21,5 +21,5 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.name = 'B/2'
     config.model.remat = 'dots'  # products, and what attention mixes
     default.set_learning_rates(config, width=768)
-    config.optimizer.name = 'muon'  # learns more than AdamW in as many steps (benchmarks/README.md)
+    config.optimizer.name = 'muon'  # learns more than AdamW in as many steps (docs/log.md)
     return config

@@ -23,7 +23,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.data.lanes = 4
     config.data.window = 256
     config.data.require_text = False
-    config.data.caption_dropout = 0.05  # 0.1 draws fewer right pictures (benchmarks/README.md)
+    config.data.caption_dropout = 0.05  # 0.1 draws fewer right pictures (docs/log.md)
 
     config.model.name = 'tiny/4'  # 64 tokens; with patches of 8 the width is too small for a token
     config.model.width = 96
@@ -39,7 +39,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.optimizer.schedule = 'wsd'
 
     # Noisy times decide what a picture shows, and a short run has to learn this first. Lower means
-    # draw fewer of the right things (benchmarks/README.md).
+    # draw fewer of the right things (docs/log.md).
     config.flow.logit_mean = 2.5
 
     config.preview.guidance = 3.0

@@ -23,5 +23,5 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.num_heads = 9  # of 128 numbers
     config.model.unroll = 28
     default.set_learning_rates(config, width=1152)
-    config.mesh.fsdp = 16  # four hosts: with 4 chips a step takes longer (docs/pods.md)
+    config.mesh.fsdp = 16  # four hosts: with 4 chips a step takes longer (docs/log.md)
     return config

@@ -27,7 +27,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.remat = 'dots'  # products, and what attention mixes
     config.model.unroll = 24  # all blocks: in a loop a step takes a quarter more
     default.set_learning_rates(config, width=1024)
-    config.optimizer.name = 'muon'  # learns more than AdamW in as many steps (benchmarks/README.md)
+    config.optimizer.name = 'muon'  # learns more than AdamW in as many steps (docs/log.md)
     config.gradient_dtype = 'bfloat16'  # halves the exchanges that wait
-    config.mesh.fsdp = 8  # two hosts: with 4 or 16 chips a step takes longer (docs/pods.md)
+    config.mesh.fsdp = 8  # two hosts: with 4 or 16 chips a step takes longer (docs/log.md)
     return config
