@@ -63,10 +63,14 @@ def test_a_damaged_key_is_told_before_anything_is_written(source):
     assert not list(source.parent.rglob('building-*'))
 
 
-@pytest.mark.parametrize(
-    ('name', 'place'),  # where no reader of such files looks
-    [('latents-3crop/000010-000019.pt', b'ZZZZ'), (schema.CAPTIONS_FILE, b'parquet-cpp-arrow')],
-)
+# Where no reader of such files looks.
+COPIES = {
+    'the padding of a .pt file': ('latents-3crop/000010-000019.pt', b'ZZZZ'),
+    'the name of the writer of captions': (schema.CAPTIONS_FILE, b'parquet-cpp-arrow'),
+}
+
+
+@pytest.mark.parametrize(('name', 'place'), COPIES.values(), ids=COPIES)
 def test_a_copy_that_is_not_what_was_mirrored(source, tmp_path, name, place):
     copy = tmp_path / 'copy'
     mirror.mirror(source, copy)
@@ -81,33 +85,72 @@ def test_a_damaged_pickle_of_a_file_without_checksums(source):
     assert_refused(source, path, 'its pickle is damaged or', check_crc=False)
 
 
-@pytest.mark.parametrize(
-    ('changes', 'message'),
-    [
-        ({'keys': None}, "lacks 'keys'; it has ['latents']. Set key_column to their name, or"),
-        (
-            {'keys': None, 'captions': ['a'], 'latents': torch.zeros(10**12, 0, 4, 4).half()},
-            'latents has shape (1000000000000, 0, 4, 4), expected (',
-        ),
-        ({'keys': None, 'captions': ['a'], 'latents': LATENTS.sum()}, 'latents has shape (), expe'),
-        ({'latents': None}, "lacks 'latents'; it has ['keys']"),
-        ({'latents': [1, 2]}, 'latents is a list, expected a tensor'),
-        ({'latents': LATENTS[:, 0]}, 'latents are float16 (1, 4, 32, 32), but those of'),
-        ({'latents': LATENTS[:5]}, 'latents has shape (5, 3, 4, 32, 32)'),
-        ({'latents': LATENTS.double()}, 'expected a dense tensor of float16 or bfloat16'),
-        ({'latents': LATENTS[:, 0, 0]}, 'latents has shape (6, 32, 32), expected (6, crops, C, H'),
-        ({'latents': LATENTS.to_sparse()}, 'expected a dense tensor'),
-        ({'keys': torch.arange(6).float()}, 'expected a dense tensor of int64'),
-        ({'keys': torch.arange(6).reshape(2, 3)}, 'keys has shape (2, 3), expected (N,)'),
-        ({'embeddings': torch.zeros(5, 8)}, 'embeddings has shape (5, 8), expected (6, D)'),
-        ({'latents': LATENTS.bfloat16()}, 'latents are bfloat16 (3, 4, 32, 32), but those of'),
-        ({'latents': torch._neg_view(LATENTS)}, 'latents has its negative bit set'),
-        ({'keys': [*range(10, 16)]}, 'keys is a list, expected a tensor. Save it again as one'),
-        ({'latents': LATENTS.double()}, 'latents is float64, expected a dense tensor of'),
-        ({'latents': LATENTS.to_sparse()}, 'latents is sparse_coo float16, expected a dense'),
-        ({'latents': torch.nested.as_nested_tensor(LATENTS)}, 'holds a tensor of a kind that'),
-    ],
-)
+BAD_TENSORS = {
+    'no keys': (
+        {'keys': None},
+        "lacks 'keys'; it has ['latents']. Set key_column to their name, or",
+    ),
+    'no keys, and latents of no crops': (
+        {'keys': None, 'captions': ['a'], 'latents': torch.zeros(10**12, 0, 4, 4).half()},
+        'latents has shape (1000000000000, 0, 4, 4), expected (',
+    ),
+    'no keys, and latents of no axes': (
+        {'keys': None, 'captions': ['a'], 'latents': LATENTS.sum()},
+        'latents has shape (), expe',
+    ),
+    'no latents': ({'latents': None}, "lacks 'latents'; it has ['keys']"),
+    'latents that are a list': ({'latents': [1, 2]}, 'latents is a list, expected a tensor'),
+    'latents of one crop': (
+        {'latents': LATENTS[:, 0]},
+        'latents are float16 (1, 4, 32, 32), but those of',
+    ),
+    'latents of five rows': ({'latents': LATENTS[:5]}, 'latents has shape (5, 3, 4, 32, 32)'),
+    'latents of double precision': (
+        {'latents': LATENTS.double()},
+        'expected a dense tensor of float16 or bfloat16',
+    ),
+    'latents of three axes': (
+        {'latents': LATENTS[:, 0, 0]},
+        'latents has shape (6, 32, 32), expected (6, crops, C, H',
+    ),
+    'sparse latents': ({'latents': LATENTS.to_sparse()}, 'expected a dense tensor'),
+    'keys with a point': ({'keys': torch.arange(6).float()}, 'expected a dense tensor of int64'),
+    'keys of two axes': (
+        {'keys': torch.arange(6).reshape(2, 3)},
+        'keys has shape (2, 3), expected (N,)',
+    ),
+    'embeddings of five rows': (
+        {'embeddings': torch.zeros(5, 8)},
+        'embeddings has shape (5, 8), expected (6, D)',
+    ),
+    'latents of bfloat16': (
+        {'latents': LATENTS.bfloat16()},
+        'latents are bfloat16 (3, 4, 32, 32), but those of',
+    ),
+    'latents that are to be negated': (
+        {'latents': torch._neg_view(LATENTS)},
+        'latents has its negative bit set',
+    ),
+    'keys that are a list': (
+        {'keys': [*range(10, 16)]},
+        'keys is a list, expected a tensor. Save it again as one',
+    ),
+    'the dtype of latents of double precision': (
+        {'latents': LATENTS.double()},
+        'latents is float64, expected a dense tensor of',
+    ),
+    'the layout of sparse latents': (
+        {'latents': LATENTS.to_sparse()},
+        'latents is sparse_coo float16, expected a dense',
+    ),
+    'nested latents': (
+        {'latents': torch.nested.as_nested_tensor(LATENTS)},
+        'holds a tensor of a kind that',
+    ),
+}
+
+
+@pytest.mark.parametrize(('changes', 'message'), BAD_TENSORS.values(), ids=BAD_TENSORS)
 def test_tensors_that_are_missing_or_of_another_kind(source, changes, message):
     path = made_sources.latents_file(source, 1)
     made_sources.write_pt(path, range(10, 16), replace=changes)
@@ -122,9 +165,15 @@ def test_numbers_of_the_other_byte_order(source, monkeypatch):
     assert_refused(source, path, "has its numbers in byte order 'big', expected 'little'")
 
 
-@pytest.mark.parametrize(
-    ('content', 'kind'), [(LATENTS, 'a Tensor'), (5, 'an int'), (None, 'None'), ([1], 'a list')]
-)
+NO_DICTS = {
+    'a tensor': (LATENTS, 'a Tensor'),
+    'a number': (5, 'an int'),
+    'nothing': (None, 'None'),
+    'a list': ([1], 'a list'),
+}
+
+
+@pytest.mark.parametrize(('content', 'kind'), NO_DICTS.values(), ids=NO_DICTS)
 def test_a_file_that_holds_something_else_than_a_dict(source, content, kind):
     path = made_sources.latents_file(source, 1)
     torch.save(content, path)
@@ -178,24 +227,39 @@ def test_a_config_without_a_name_is_named_by_its_fields(fields, name):
     assert Coyo11mConfig(**fields).name == name
 
 
-@pytest.mark.parametrize(
-    ('fields', 'message'),
-    [
-        ({'captoin_column': 'caption'}, "unknown field 'captoin_column'; the fields are name,"),
-        ({'name': '-'}, "name='-': expected"),
-        ({'name': 'a/b'}, "name='a/b': expected"),
-        ({'validation_fraction': 1}, 'validation_fraction=1: expected one in'),
-        ({'validation_fraction': '0.1'}, "validation_fraction='0.1': expected a number"),
-        ({'latents': 'elsewhere'}, "latents='elsewhere': expected 'records' or 'in_place'"),
-        ({'bad_data': 'ignore'}, "bad_data='ignore': expected 'drop' or 'stop'"),
-        ({'max_bad_fraction': 1.5}, 'max_bad_fraction=1.5: expected from 0 to 1'),
-        ({'shard_bytes': 0}, 'shard_bytes=0: expected at least 1'),
-        ({'shard_bytes': 1e8}, 'shard_bytes=100000000.0: expected an integer'),
-        ({'check_crc': 'no'}, "check_crc='no': expected true or false"),
-        ({'num_workers': -1}, 'num_workers=-1: expected at least 0'),
-        ({'text_embeddings': None}, 'text_embeddings=None: expected a string'),
-    ],
-)
+BAD_FIELDS = {
+    'a field that is misspelt': (
+        {'captoin_column': 'caption'},
+        "unknown field 'captoin_column'; the fields are name,",
+    ),
+    'a name without a letter': ({'name': '-'}, "name='-': expected"),
+    'a name of two folders': ({'name': 'a/b'}, "name='a/b': expected"),
+    'all for validation': ({'validation_fraction': 1}, 'validation_fraction=1: expected one in'),
+    'a share that is a text': (
+        {'validation_fraction': '0.1'},
+        "validation_fraction='0.1': expected a number",
+    ),
+    'latents in no place': (
+        {'latents': 'elsewhere'},
+        "latents='elsewhere': expected 'records' or 'in_place'",
+    ),
+    'bad data that is ignored': (
+        {'bad_data': 'ignore'},
+        "bad_data='ignore': expected 'drop' or 'stop'",
+    ),
+    'more bad rows than there are': (
+        {'max_bad_fraction': 1.5},
+        'max_bad_fraction=1.5: expected from 0 to 1',
+    ),
+    'shards of nothing': ({'shard_bytes': 0}, 'shard_bytes=0: expected at least 1'),
+    'a size with a point': ({'shard_bytes': 1e8}, 'shard_bytes=100000000.0: expected an integer'),
+    'no truth': ({'check_crc': 'no'}, "check_crc='no': expected true or false"),
+    'fewer workers than none': ({'num_workers': -1}, 'num_workers=-1: expected at least 0'),
+    'no text': ({'text_embeddings': None}, 'text_embeddings=None: expected a string'),
+}
+
+
+@pytest.mark.parametrize(('fields', 'message'), BAD_FIELDS.values(), ids=BAD_FIELDS)
 def test_a_config_with_a_bad_field(fields, message):
     with pytest.raises(ValueError, match=message):
         Coyo11mConfig(**({'name': 'x'} | fields))

@@ -166,19 +166,43 @@ def test_the_own_command_says_only_what_matters_and_is_resumed_after_a_signal(
     assert files_of_any_source(final) == files_of_any_source(final_folder(built[0]))
 
 
-@pytest.mark.parametrize(
-    ('source', 'out', 'message'),
-    [
-        ('GS://bucket/source', '', 'GS://bucket/source: expected a local path, gs://bucket/'),
-        ('gs:/bucket/source', '', 'gs:/bucket/source: expected two slashes'),
-        ('gs://b//source/', '', 'gs://b//source/: has several slashes in a row, which TFDS takes'),
-        ('', 'gs://b/a///x', 'gs://b/a///x: has several slashes in a row, which TFDS takes for '),
-        ('', 's3://bucket/out', 's3://bucket/out: expected a local path, gs://bucket/'),
-        ('', 'hf://datasets/owner/name', 'hf://datasets/owner/name: expected a local path or gs'),
-        ('', 'gs://', 'gs://: expected a local path or gs://bucket/folder.'),
-        ('', 'gs://no-such-bucket/out', 'gs://no-such-bucket: there is no such bucket.'),
-    ],
-)
+NO_FOLDERS = {
+    'a source on another storage': (
+        'GS://bucket/source',
+        '',
+        'GS://bucket/source: expected a local path, gs://bucket/',
+    ),
+    'a source with one slash': ('gs:/bucket/source', '', 'gs:/bucket/source: expected two slashes'),
+    'a source with two slashes inside': (
+        'gs://b//source/',
+        '',
+        'gs://b//source/: has several slashes in a row, which TFDS takes',
+    ),
+    'a data set with three slashes inside': (
+        '',
+        'gs://b/a///x',
+        'gs://b/a///x: has several slashes in a row, which TFDS takes for ',
+    ),
+    'a data set on another storage': (
+        '',
+        's3://bucket/out',
+        's3://bucket/out: expected a local path, gs://bucket/',
+    ),
+    'a data set on the hub': (
+        '',
+        'hf://datasets/owner/name',
+        'hf://datasets/owner/name: expected a local path or gs',
+    ),
+    'a data set in no bucket': ('', 'gs://', 'gs://: expected a local path or gs://bucket/folder.'),
+    'a data set in a bucket that is not there': (
+        '',
+        'gs://no-such-bucket/out',
+        'gs://no-such-bucket: there is no such bucket.',
+    ),
+}
+
+
+@pytest.mark.parametrize(('source', 'out', 'message'), NO_FOLDERS.values(), ids=NO_FOLDERS)
 def test_folders_that_cannot_be_are_refused_in_one_line(source, out, message, gcs, command):
     place = [f'--manual_dir={source}'] if source else []
     place += [f'--data_dir={out}'] if out else []

@@ -143,14 +143,14 @@ def test_a_device_that_jax_does_not_see(tmp_path, monkeypatch, name, said):
     assert said in found.text and '1 x cpu' in found.text
 
 
-@pytest.mark.parametrize(
-    ('code', 'message'),
-    [
-        ('import time; time.sleep(60)', 'no answer within'),
-        ('import os; os.kill(os.getpid(), 9)', 'ran out of memory'),
-        ('raise SystemExit("error: no device")', '^no device$'),
-    ],
-)
+NO_ANSWERS = {
+    'it takes too long': ('import time; time.sleep(60)', 'no answer within'),
+    'it is killed': ('import os; os.kill(os.getpid(), 9)', 'ran out of memory'),
+    'it ends by itself': ('raise SystemExit("error: no device")', '^no device$'),
+}
+
+
+@pytest.mark.parametrize(('code', 'message'), NO_ANSWERS.values(), ids=NO_ANSWERS)
 def test_a_process_that_gives_no_answer(code, message):
     with pytest.raises((ValueError, TimeoutError), match=message):
         doctor.run_python(code, 1)

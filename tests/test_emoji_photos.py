@@ -48,19 +48,19 @@ def test_a_folder_with_files_stays_as_it_is(photos):
         emoji_photos.write_photos(folder, size=64)
 
 
-@pytest.mark.parametrize(
-    ('size', 'font', 'message'),
-    [
-        (15, emoji_photos.FONT, 'size=15: expected from 16 to 128'),
-        (256, emoji_photos.FONT, 'size=256: expected from 16 to 128'),
-        (
-            64,
-            'no.ttf',
-            r'no\.ttf: cannot open .* install fonts-noto-color-emoji',
-        ),
-        (64, 'train_lib/fonts/DejaVuSans.ttf', 'no picture of an emoji'),
-    ],
-)
+REFUSED = {
+    'too small': (15, emoji_photos.FONT, 'size=15: expected from 16 to 128'),
+    'too large': (256, emoji_photos.FONT, 'size=256: expected from 16 to 128'),
+    'a font that is not there': (
+        64,
+        'no.ttf',
+        r'no\.ttf: cannot open .* install fonts-noto-color-emoji',
+    ),
+    'a font without emoji': (64, 'train_lib/fonts/DejaVuSans.ttf', 'no picture of an emoji'),
+}
+
+
+@pytest.mark.parametrize(('size', 'font', 'message'), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_drawn_is_refused(tmp_path, size, font, message):
     with pytest.raises(ValueError, match=message):
         emoji_photos.write_photos(tmp_path / 'new', size, font)

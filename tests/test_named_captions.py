@@ -202,25 +202,29 @@ NO_SIDECAR = 'text_embeddings: .*absent: there is no such folder'
 SHAPE = r'000010-000019.pt: latents has shape \(50, 32, 32\), expected'
 
 
-@pytest.mark.parametrize(
-    ('fields', 'changes', 'messages'),
-    [
-        ({'captions': 'x.parquet'}, [], [NO_FILE]),
-        ({'captions': 'x.parquet'}, ['keys'], [NO_FILE, NO_KEYS]),
-        ({'captions': 'meta.parquet'}, [], [NO_KEY, NO_TEXTS]),
-        ({'captions': 'meta.parquet'}, ['shape'], [NO_KEY, NO_TEXTS, SHAPE]),
-        (
-            {'captions': 'meta.parquet', 'text_embeddings': 'absent'},
-            ['keys', 'latents'],
-            [NO_SIDECAR, NO_KEY, NO_TEXTS, NO_KEYS, NO_LATENTS],
-        ),
-        (
-            {'captions': 'meta.parquet', 'key_column': 'id', 'caption_column': 'alt'},
-            ['dtype'],
-            ['expected a dense tensor of float16'],
-        ),
-    ],
-)
+FAULTS = {
+    'no file of captions': ({'captions': 'x.parquet'}, [], [NO_FILE]),
+    'no file of captions and no keys': ({'captions': 'x.parquet'}, ['keys'], [NO_FILE, NO_KEYS]),
+    'no keys and texts of captions': ({'captions': 'meta.parquet'}, [], [NO_KEY, NO_TEXTS]),
+    'no keys and texts of captions, and other latents': (
+        {'captions': 'meta.parquet'},
+        ['shape'],
+        [NO_KEY, NO_TEXTS, SHAPE],
+    ),
+    'everything is missing': (
+        {'captions': 'meta.parquet', 'text_embeddings': 'absent'},
+        ['keys', 'latents'],
+        [NO_SIDECAR, NO_KEY, NO_TEXTS, NO_KEYS, NO_LATENTS],
+    ),
+    'latents of another dtype': (
+        {'captions': 'meta.parquet', 'key_column': 'id', 'caption_column': 'alt'},
+        ['dtype'],
+        ['expected a dense tensor of float16'],
+    ),
+}
+
+
+@pytest.mark.parametrize(('fields', 'changes', 'messages'), FAULTS.values(), ids=FAULTS)
 def test_all_faults_are_in_one_message(source, tmp_path, fields, changes, messages):
     (source / schema.CAPTIONS_FILE).unlink()
     pq.write_table(pa.table({'id': range(90), 'alt': ['a'] * 90}), source / 'meta.parquet')

@@ -117,17 +117,23 @@ def test_the_same_seed_gives_the_same_data_and_another_seed_other_data(sample, t
         assert not torch.allclose(part[schema.PT_LATENTS][: len(rows)].float(), rows, atol=0.1)
 
 
-@pytest.mark.parametrize(
-    'arguments, message',
-    [
-        ({'dtype': 'float64'}, "dtype is 'float64'"),
-        ({'num_samples': 7, 'num_files': 2}, '7 samples in 2 files'),
-        ({'num_files': 0}, 'in 0 files'),
-        ({'seed': -1}, 'seed is -1, expected at least 0'),
-        ({'out_dir': 'gs://bucket/source'}, "'gs://bucket/source', expected a local folder"),
-        ({'out_dir': ''}, "out_dir is '', expected a local folder"),
-    ],
-)
+REFUSED = {
+    'a dtype of no latents': ({'dtype': 'float64'}, "dtype is 'float64'"),
+    'samples that do not fill the files': (
+        {'num_samples': 7, 'num_files': 2},
+        '7 samples in 2 files',
+    ),
+    'no files': ({'num_files': 0}, 'in 0 files'),
+    'a negative seed': ({'seed': -1}, 'seed is -1, expected at least 0'),
+    'a folder in a bucket': (
+        {'out_dir': 'gs://bucket/source'},
+        "'gs://bucket/source', expected a local folder",
+    ),
+    'no folder': ({'out_dir': ''}, "out_dir is '', expected a local folder"),
+}
+
+
+@pytest.mark.parametrize('arguments, message', REFUSED.values(), ids=REFUSED)
 def test_values_out_of_range_are_refused(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):

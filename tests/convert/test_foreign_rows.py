@@ -164,17 +164,23 @@ def test_lists_within_lists_end(tmp_path):
     assert captions_of(source, tmp_path / 'other', validation_fraction=0) == [b'a', b'c']
 
 
-@pytest.mark.parametrize(
-    ('captions', 'message'),
-    [
-        (['a'], r'captions has 1 entry, expected 2, one for each row'),
-        (['a', {'en': 'b'}], r'captions of row 1 is a dict, expected a text, bytes of UTF-8 or'),
-        ([1, 2], r"captions holds a list without texts, expected .*; its texts are \['alt'\]"),
-        (torch.arange(2), r'captions holds a Tensor, expected texts, one for each row'),
-        ({0: 'a', 1: 'b'}, r'captions holds a dict, expected texts'),
-        ('ab', r'captions holds a str, expected texts'),
-    ],
-)
+NO_TEXTS = {
+    'fewer than rows': (['a'], r'captions has 1 entry, expected 2, one for each row'),
+    'a dict among texts': (
+        ['a', {'en': 'b'}],
+        r'captions of row 1 is a dict, expected a text, bytes of UTF-8 or',
+    ),
+    'numbers': (
+        [1, 2],
+        r"captions holds a list without texts, expected .*; its texts are \['alt'\]",
+    ),
+    'a tensor': (torch.arange(2), r'captions holds a Tensor, expected texts, one for each row'),
+    'a dict': ({0: 'a', 1: 'b'}, r'captions holds a dict, expected texts'),
+    'one text': ('ab', r'captions holds a str, expected texts'),
+}
+
+
+@pytest.mark.parametrize(('captions', 'message'), NO_TEXTS.values(), ids=NO_TEXTS)
 def test_what_is_no_text_of_a_pt_file_is_told_as_it_is(tmp_path, captions, message):
     (tmp_path / 'source').mkdir()
     content = {'latents': torch.from_numpy(LATENTS[:2]), 'keys': torch.arange(2)}

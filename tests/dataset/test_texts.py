@@ -76,19 +76,43 @@ def test_what_is_no_choice_of_texts_is_refused(spec):
     assert '\n' not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ('spec', 'message'),
-    [
-        ('nothing', r"'nothing' is not a column of text.*; there are \['short', 'wide', "),
-        ('records:2,score:1', "'score' is not a column of text.*add_column --text adds some"),
-        ('old_words', "'old_words' is not a column .* or of tokens with their vocabulary"),
-        ('records,wide', "'wide' has embeddings of 'hash', revision '1', 3 numbers, expected .* 2"),
-        ('short,foreign', "'foreign' has .* 'hf:m', .* expected embeddings of 'hash', .* 'short'"),
-        ('later,records', "'records' has .* revision '1', 2 numbers, expected .* revision '2'"),
-        ('records,words', "'words' has tokens of 'words', .*, expected embeddings of .* 'records'"),
-        ('words,other_words', "'other_words' has .* vocabulary 10, expected .* vocabulary 9"),
-    ],
-)
+NOT_TOGETHER = {
+    'a name that is none': (
+        'nothing',
+        r"'nothing' is not a column of text.*; there are \['short', 'wide', ",
+    ),
+    'a column of numbers': (
+        'records:2,score:1',
+        "'score' is not a column of text.*add_column --text adds some",
+    ),
+    'a column without its vocabulary': (
+        'old_words',
+        "'old_words' is not a column .* or of tokens with their vocabulary",
+    ),
+    'embeddings of other sizes': (
+        'records,wide',
+        "'wide' has embeddings of 'hash', revision '1', 3 numbers, expected .* 2",
+    ),
+    'embeddings of other encoders': (
+        'short,foreign',
+        "'foreign' has .* 'hf:m', .* expected embeddings of 'hash', .* 'short'",
+    ),
+    'embeddings of other revisions': (
+        'later,records',
+        "'records' has .* revision '1', 2 numbers, expected .* revision '2'",
+    ),
+    'embeddings and tokens': (
+        'records,words',
+        "'words' has tokens of 'words', .*, expected embeddings of .* 'records'",
+    ),
+    'tokens of other vocabularies': (
+        'words,other_words',
+        "'other_words' has .* vocabulary 10, expected .* vocabulary 9",
+    ),
+}
+
+
+@pytest.mark.parametrize(('spec', 'message'), NOT_TOGETHER.values(), ids=NOT_TOGETHER)
 def test_texts_that_no_model_takes_together_are_refused_by_name(spec, message):
     with pytest.raises(ValueError, match=f'^D: text={spec!r}: {message}'):
         choose(spec)

@@ -84,18 +84,30 @@ def write_parquet(folder: pathlib.Path, **columns: Any) -> None:
     pq.write_table(pa.table({'image': [IMAGE] * count} | columns), folder / 'x.parquet')
 
 
-@pytest.mark.parametrize(
-    ('rows', 'message'),
-    [
-        ('1.jpg,a dog, running\n2.jpg,b\n', r'row 1 \(line 2\) has 3 cells, expected 2 as in its'),
-        ('1.jpg,a\n2.jpg\n', r'row 2 \(line 3\) has 1 cell, expected 2'),
-        ('1.jpg,"a big dog\n2.jpg,b\n', r'row 1 \(up to line 3\) is no row of CSV'),
-        ('1.jpg,"a big dog\n2.jpg,"b"\n', r'row 1 \(up to line 3\) is no row of CSV'),
-        ('1.jpg,"a" dog\n2.jpg,b\n', r'row 1 \(up to line 2\) is no row of CSV'),
-        ('1.jpg, "a, dog"\n', r'row 1 \(line 2\) has 3 cells'),
-        ('1.jpg,a\n\0\0\0', r'row 2 \(line 3\) has 1 cell'),
-    ],
-)
+BAD_ROWS = {
+    'a comma in a text': (
+        '1.jpg,a dog, running\n2.jpg,b\n',
+        r'row 1 \(line 2\) has 3 cells, expected 2 as in its',
+    ),
+    'a text less': ('1.jpg,a\n2.jpg\n', r'row 2 \(line 3\) has 1 cell, expected 2'),
+    'a quote that does not end': (
+        '1.jpg,"a big dog\n2.jpg,b\n',
+        r'row 1 \(up to line 3\) is no row of CSV',
+    ),
+    'a quote that ends in the next row': (
+        '1.jpg,"a big dog\n2.jpg,"b"\n',
+        r'row 1 \(up to line 3\) is no row of CSV',
+    ),
+    'a quote that ends early': (
+        '1.jpg,"a" dog\n2.jpg,b\n',
+        r'row 1 \(up to line 2\) is no row of CSV',
+    ),
+    'a quote after a space': ('1.jpg, "a, dog"\n', r'row 1 \(line 2\) has 3 cells'),
+    'zeros at the end': ('1.jpg,a\n\0\0\0', r'row 2 \(line 3\) has 1 cell'),
+}
+
+
+@pytest.mark.parametrize(('rows', 'message'), BAD_ROWS.values(), ids=BAD_ROWS)
 def test_a_row_of_csv_of_which_a_text_would_be_cut_or_swallowed_is_refused(folder, rows, message):
     write_images(folder, '1.jpg', '2.jpg')
     (folder / 'metadata.csv').write_text(f'file_name,text\n{rows}')

@@ -61,37 +61,73 @@ FITS_NOT = r'safetensors: does not fit config\.json'
 CONV = 'encoder.conv_in.weight'
 
 
-@pytest.mark.parametrize(
-    ('fields', 'change', 'message'),
-    [
-        ({}, lambda w: w.pop(CONV), rf'{FITS_NOT}: .*encoder\.conv_in\.weight is mi'),
-        (
-            {},
-            lambda w: w.update({'encoder.x': w[CONV]}),
-            '1 weight is unknown, such as .encoder',
-        ),
-        ({}, lambda w: w.update({CONV: w[CONV][:, 1:].copy()}), FITS_NOT),
-        (
-            {},
-            lambda w: w.update({n: np.repeat(w[n], 2, axis=0) for n in w if 'quant_conv' in n}),
-            r'quant_conv\.weight has the shape \(16, 8, 1, 1\), expected \(8, 8, 1, 1\)',
-        ),
-        ({}, lambda w: w.pop('encoder.conv_in.bias'), r'encoder\.conv_in\.bias is missing'),
-        ({}, lambda w: w.update({CONV: w[CONV][..., :1].copy()}), r'shape \(8, 3, 3, 1\), expect'),
-        ({'block_out_channels': [8, 16]}, None, r'expected \(16, 8, 3, 3\)'),
-        ({'block_out_channels': [8]}, None, r'block_out_channels is \[8\], expected one number'),
-        (
-            {'norm_num_groups': 3},
-            None,
-            'norm_num_groups is 3, expected a divisor of the 8 channels',
-        ),
-        ({'layers_per_block': 10**9}, None, 'layers_per_block is 1000000000, expected .* 1 to 64'),
-        ({'_class_name': 'VQModel'}, None, "_class_name is 'VQModel', expected 'AutoencoderKL' or"),
-        ({'down_block_types': ['DownBlock2D']}, None, "expected a list .* 'DownEncoderBlock2D'"),
-        ({'act_fn': 'relu'}, None, "act_fn is 'relu', expected 'silu'"),
-        ({'latent_channels': 'four'}, None, "latent_channels is 'four', expected a whole number"),
-    ],
-)
+NO_VAE = {
+    'a weight is gone': (
+        {},
+        lambda w: w.pop(CONV),
+        rf'{FITS_NOT}: .*encoder\.conv_in\.weight is mi',
+    ),
+    'a weight is unknown': (
+        {},
+        lambda w: w.update({'encoder.x': w[CONV]}),
+        '1 weight is unknown, such as .encoder',
+    ),
+    'a weight has a channel less': (
+        {},
+        lambda w: w.update({CONV: w[CONV][:, 1:].copy()}),
+        FITS_NOT,
+    ),
+    'a weight has twice the rows': (
+        {},
+        lambda w: w.update({n: np.repeat(w[n], 2, axis=0) for n in w if 'quant_conv' in n}),
+        r'quant_conv\.weight has the shape \(16, 8, 1, 1\), expected \(8, 8, 1, 1\)',
+    ),
+    'a bias is gone': (
+        {},
+        lambda w: w.pop('encoder.conv_in.bias'),
+        r'encoder\.conv_in\.bias is missing',
+    ),
+    'a kernel is smaller': (
+        {},
+        lambda w: w.update({CONV: w[CONV][..., :1].copy()}),
+        r'shape \(8, 3, 3, 1\), expect',
+    ),
+    'more channels': ({'block_out_channels': [8, 16]}, None, r'expected \(16, 8, 3, 3\)'),
+    'one block': (
+        {'block_out_channels': [8]},
+        None,
+        r'block_out_channels is \[8\], expected one number',
+    ),
+    'groups that do not divide the channels': (
+        {'norm_num_groups': 3},
+        None,
+        'norm_num_groups is 3, expected a divisor of the 8 channels',
+    ),
+    'a thousand million layers': (
+        {'layers_per_block': 10**9},
+        None,
+        'layers_per_block is 1000000000, expected .* 1 to 64',
+    ),
+    'a VAE of another kind': (
+        {'_class_name': 'VQModel'},
+        None,
+        "_class_name is 'VQModel', expected 'AutoencoderKL' or",
+    ),
+    'a block of another kind': (
+        {'down_block_types': ['DownBlock2D']},
+        None,
+        "expected a list .* 'DownEncoderBlock2D'",
+    ),
+    'another activation': ({'act_fn': 'relu'}, None, "act_fn is 'relu', expected 'silu'"),
+    'a number that is a word': (
+        {'latent_channels': 'four'},
+        None,
+        "latent_channels is 'four', expected a whole number",
+    ),
+}
+
+
+@pytest.mark.parametrize(('fields', 'change', 'message'), NO_VAE.values(), ids=NO_VAE)
 def test_what_does_not_fit_is_refused_by_name(tmp_path, fields, change, message):
     small_vae.make_kl_encoder(tmp_path)
     config, path = tmp_path / 'config.json', tmp_path / vae_files.WEIGHTS_FILE

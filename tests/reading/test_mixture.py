@@ -413,31 +413,58 @@ def test_what_was_rounded_is_told_with_what_is_exact():
     assert 'requested' not in mixture.BatchShares(int(multiple), (0.7, 0.3)).summary[0]
 
 
-@pytest.mark.parametrize(
-    'changes, message',
-    [
-        ({'weight': 0.01}, r"source 'b' has 0\.0099.* too little for one of the 8 .*size of 101"),
-        ({'weight': 0}, "source 'b' has weight 0 in every stage"),
-        ({'weight': -1}, r'weights \[1.0, -1\]: expected a number of at least 0'),
-        ({'where': ''}, "where='': .* expected comparisons"),
-        ({'where': 'score'}, "'score' does not compare anything"),
-        ({'where': 'score > 99'}, "where='score > 99' keeps none of the 300 records"),
-        ({'where': 'score > 8 and key > 2**3'}, "'2 \\*\\* 3' is neither a name nor"),
-        ({'where': 'score > 8 and source == 1 and key in (1,)'}, 'keeps none'),
-        ({'where': 'width > 2'}, "'width' is not a column of single numbers; there are .'key', 's"),
-        ({'where': 'text_embedding > 2'}, 'is not a column of single numbers'),
-        ({'text': 'score'}, "text='score': 'score' is not a column of text"),
-        ({'name': 'a'}, "mix has the name 'a' twice"),
-        ({'folder': 'x'}, "expected dicts with 'dir'"),
-        ({'text': 5}, 'mix: text=5: expected a string, or a dict of weights'),
-        ({'where': None}, 'mix: where=None: expected a string'),
-        ({'seed': '1'}, "mix: seed='1': expected a whole number"),
-        ({'same_vae': 1}, 'mix: same_vae=1: expected True or False'),
-        ({'dir': 'unequal'}, "'a' .* and 'b' .* with 500 records each and the same seed"),
-        ({'dir': 'unequal', 'seed': ORDER['seed'] + 2**64}, "'b' .* with 500 records each"),
-        ({'dir': 'unequal', 'where': 'key >= key'}, "'b' .* with 500 records each"),
-    ],
-)
+NO_MIXTURES = {
+    'a weight of less than a record in each batch': (
+        {'weight': 0.01},
+        r"source 'b' has 0\.0099.* too little for one of the 8 .*size of 101",
+    ),
+    'a weight of 0': ({'weight': 0}, "source 'b' has weight 0 in every stage"),
+    'a negative weight': ({'weight': -1}, r'weights \[1.0, -1\]: expected a number of at least 0'),
+    'an empty condition': ({'where': ''}, "where='': .* expected comparisons"),
+    'a condition that compares nothing': ({'where': 'score'}, "'score' does not compare anything"),
+    'a condition that no record meets': (
+        {'where': 'score > 99'},
+        "where='score > 99' keeps none of the 300 records",
+    ),
+    'a condition with a power': (
+        {'where': 'score > 8 and key > 2**3'},
+        "'2 \\*\\* 3' is neither a name nor",
+    ),
+    'a condition on the name of the source': (
+        {'where': 'score > 8 and source == 1 and key in (1,)'},
+        'keeps none',
+    ),
+    'a condition on a column that is not there': (
+        {'where': 'width > 2'},
+        "'width' is not a column of single numbers; there are .'key', 's",
+    ),
+    'a condition on a column of lists': (
+        {'where': 'text_embedding > 2'},
+        'is not a column of single numbers',
+    ),
+    'a text that is a number': ({'text': 'score'}, "text='score': 'score' is not a column of text"),
+    'one name twice': ({'name': 'a'}, "mix has the name 'a' twice"),
+    'no folder': ({'folder': 'x'}, "expected dicts with 'dir'"),
+    'a number as text': ({'text': 5}, 'mix: text=5: expected a string, or a dict of weights'),
+    'no condition': ({'where': None}, 'mix: where=None: expected a string'),
+    'a seed that is a text': ({'seed': '1'}, "mix: seed='1': expected a whole number"),
+    'a number for same_vae': ({'same_vae': 1}, 'mix: same_vae=1: expected True or False'),
+    'the same records in the same order': (
+        {'dir': 'unequal'},
+        "'a' .* and 'b' .* with 500 records each and the same seed",
+    ),
+    'the same records by a seed of 65 bits': (
+        {'dir': 'unequal', 'seed': ORDER['seed'] + 2**64},
+        "'b' .* with 500 records each",
+    ),
+    'the same records by a condition that all meet': (
+        {'dir': 'unequal', 'where': 'key >= key'},
+        "'b' .* with 500 records each",
+    ),
+}
+
+
+@pytest.mark.parametrize('changes, message', NO_MIXTURES.values(), ids=NO_MIXTURES)
 def test_a_mixture_that_makes_no_sense_is_refused(written, changes, message):
     second = {'dir': 'in_place', 'name': 'b', **changes}
     mix = [
@@ -449,16 +476,25 @@ def test_a_mixture_that_makes_no_sense_is_refused(written, changes, message):
     assert '\n' not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    'stages, message',
-    [
-        (({'from': 3, 'weights': (1,)},), 'for each of 2 sources'),
-        (({'from': -3, 'weights': (1, 1)},), "'from'=-3: expected at least 0"),
-        (({'weights': (1, 1)},), "expected {'from': STEP, 'weights'"),
-        (({'from': 3, 'weights': (1, 1)},) * 2, "'from': 3 does not come after 3"),
-        (({'from': 3, 'weights': (1, float('nan'))},), 'a number of at least 0'),
-    ],
-)
+NO_STAGES = {
+    'a weight for one of two sources': (({'from': 3, 'weights': (1,)},), 'for each of 2 sources'),
+    'a step before the first': (
+        ({'from': -3, 'weights': (1, 1)},),
+        "'from'=-3: expected at least 0",
+    ),
+    'no step': (({'weights': (1, 1)},), "expected {'from': STEP, 'weights'"),
+    'a step that does not come later': (
+        ({'from': 3, 'weights': (1, 1)},) * 2,
+        "'from': 3 does not come after 3",
+    ),
+    'a weight that is no number': (
+        ({'from': 3, 'weights': (1, float('nan'))},),
+        'a number of at least 0',
+    ),
+}
+
+
+@pytest.mark.parametrize('stages, message', NO_STAGES.values(), ids=NO_STAGES)
 def test_stages_that_make_no_sense_are_refused(stages, message):
     with pytest.raises(ValueError, match=message):
         mixture.BatchShares(4, (1, 1), stages)

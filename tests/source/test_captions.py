@@ -163,21 +163,42 @@ def repeated_column(name: str) -> pa.Table:
     return pa.table([[1], ['a'], [2]], names=['key', 'caption_llava', name])
 
 
-@pytest.mark.parametrize(
-    ('columns', 'message'),
-    [
-        ({'key': [1], 'caption': ['a']}, "no column 'caption_llava'; its columns are key, caption"),
-        ({'id': [1], 'caption_llava': ['a']}, "no column 'key'"),
-        ({'key': [1.0], 'caption_llava': ['a']}, "'key' is double, expected integers, or texts"),
-        ({'key': ['a'], 'caption_llava': ['a']}, "'key' does not fit int64 .*'a'"),
-        ({'key': [1, None], 'caption_llava': ['a', 'b']}, "'key' has nulls"),
-        ({'key': pa.array([], pa.int64()), 'caption_llava': pa.array([], pa.string())}, 'no rows'),
-        ({'key': pa.array([2**63], pa.uint64()), 'caption_llava': ['a']}, 'not fit int64'),
-        *((repeated_column(x), f"has 2 columns '{x}'; its") for x in ('caption_llava', 'key')),
-    ],
-)
-def test_a_bad_captions_file_is_refused_by_name(tmp_path, columns, message):
-    table = columns if isinstance(columns, pa.Table) else pa.table(columns)
+BAD = {
+    'no captions of this name': (
+        pa.table({'key': [1], 'caption': ['a']}),
+        "no column 'caption_llava'; its columns are key, caption",
+    ),
+    'no keys': (pa.table({'id': [1], 'caption_llava': ['a']}), "no column 'key'"),
+    'keys with a point': (
+        pa.table({'key': [1.0], 'caption_llava': ['a']}),
+        "'key' is double, expected integers, or texts",
+    ),
+    'a key that is a word': (
+        pa.table({'key': ['a'], 'caption_llava': ['a']}),
+        "'key' does not fit int64 .*'a'",
+    ),
+    'a key that is null': (
+        pa.table({'key': [1, None], 'caption_llava': ['a', 'b']}),
+        "'key' has nulls",
+    ),
+    'no rows': (
+        pa.table({'key': pa.array([], pa.int64()), 'caption_llava': pa.array([], pa.string())}),
+        'no rows',
+    ),
+    'a key beyond int64': (
+        pa.table({'key': pa.array([2**63], pa.uint64()), 'caption_llava': ['a']}),
+        'not fit int64',
+    ),
+    'two columns of captions': (
+        repeated_column('caption_llava'),
+        "has 2 columns 'caption_llava'; its",
+    ),
+    'two columns of keys': (repeated_column('key'), "has 2 columns 'key'; its"),
+}
+
+
+@pytest.mark.parametrize(('table', 'message'), BAD.values(), ids=BAD)
+def test_a_bad_captions_file_is_refused_by_name(tmp_path, table, message):
     pq.write_table(table, tmp_path / 'x.parquet')
     with pytest.raises(ValueError, match=message) as error:
         join(tmp_path / 'x.parquet')

@@ -55,18 +55,38 @@ def test_the_digest_of_embeddings_is_that_of_keys_and_vectors(tmp_path):
     assert len(digests) == 3
 
 
-@pytest.mark.parametrize(
-    ('rows', 'metadata', 'message'),
-    [
-        ({3: [1, 1], 4: [1, np.nan]}, {}, 'embedding of key 4 is not finite'),
-        ({3: [1, 1]}, {'text_encoder': None}, "metadata lacks 'text_encoder'"),
-        ({3: [1, 1]}, {'text_embedding_dim': None}, "metadata lacks 'text_embedding_dim'"),
-        ({3: [1, 1]}, {'captions_digest': ''}, "metadata lacks 'captions_digest'; make the file"),
-        ({3: [1, 1]}, {'text_max_tokens': '-1'}, "text_max_tokens '-1', expected a number"),
-        ({3: [1, 1]}, {'text_embedding_dim': '3'}, 'have 2 numbers, but its metadata says 3'),
-        ({3: np.ones(16_385)}, {}, r'list of float16, at most 16,384'),
-    ],
-)
+BAD = {
+    'a number that is none': ({3: [1, 1], 4: [1, np.nan]}, {}, 'embedding of key 4 is not finite'),
+    'no name of the encoder': (
+        {3: [1, 1]},
+        {'text_encoder': None},
+        "metadata lacks 'text_encoder'",
+    ),
+    'no size': ({3: [1, 1]}, {'text_embedding_dim': None}, "metadata lacks 'text_embedding_dim'"),
+    'no digest of the captions': (
+        {3: [1, 1]},
+        {'captions_digest': ''},
+        "metadata lacks 'captions_digest'; make the file",
+    ),
+    'less than no tokens': (
+        {3: [1, 1]},
+        {'text_max_tokens': '-1'},
+        "text_max_tokens '-1', expected a number",
+    ),
+    'another size than it says': (
+        {3: [1, 1]},
+        {'text_embedding_dim': '3'},
+        'have 2 numbers, but its metadata says 3',
+    ),
+    'more numbers than a row may have': (
+        {3: np.ones(16_385)},
+        {},
+        r'list of float16, at most 16,384',
+    ),
+}
+
+
+@pytest.mark.parametrize(('rows', 'metadata', 'message'), BAD.values(), ids=BAD)
 def test_a_bad_sidecar_is_refused_by_name(tmp_path, rows, metadata, message):
     rows = {key: np.array(row) for key, row in rows.items()}
     path = made_sources.write_sidecar(tmp_path / 'x.parquet', rows, **metadata)
@@ -74,20 +94,28 @@ def test_a_bad_sidecar_is_refused_by_name(tmp_path, rows, metadata, message):
         join(path)
 
 
-@pytest.mark.parametrize(
-    ('change', 'message'),
-    [
-        ({'text_embedding': pa.array([[1.0, 2.0]] * 2)}, 'expected a fixed-size list of float16'),
-        ({'text_embedding': pa.array([[1.0]] * 2, pa.list_(pa.float32(), 1))}, 'list of float16'),
-        ({'key': pa.array([5, 5])}, '1 row repeats the key of another, e.g. key 5'),
-        # Arrow cannot even read nulls in lists of a fixed size.
-        (
-            {'text_embedding': pa.array([None, [0, 0]], pa.list_(pa.float16(), 2))},
-            'has nulls|is damaged',
-        ),
-    ],
-    ids=['list', 'float32', 'key twice', 'null'],
-)
+OF_OTHERS = {
+    'lists of any length': (
+        {'text_embedding': pa.array([[1.0, 2.0]] * 2)},
+        'expected a fixed-size list of float16',
+    ),
+    'lists of float32': (
+        {'text_embedding': pa.array([[1.0]] * 2, pa.list_(pa.float32(), 1))},
+        'list of float16',
+    ),
+    'a key that comes twice': (
+        {'key': pa.array([5, 5])},
+        '1 row repeats the key of another, e.g. key 5',
+    ),
+    # Arrow cannot even read nulls in lists of a fixed size.
+    'a null': (
+        {'text_embedding': pa.array([None, [0, 0]], pa.list_(pa.float16(), 2))},
+        'has nulls|is damaged',
+    ),
+}
+
+
+@pytest.mark.parametrize(('change', 'message'), OF_OTHERS.values(), ids=OF_OTHERS)
 def test_columns_that_embed_captions_does_not_write_are_refused(tmp_path, change, message):
     path = made_sources.write_sidecar(tmp_path / 'x.parquet', {1: np.ones(2), 2: np.zeros(2)})
     table = pq.read_table(path)
@@ -131,25 +159,33 @@ def write_part(folder, number: int, keys, source=None, **metadata: str) -> None:
     pq.write_table(renamed.replace_schema_metadata(table.schema.metadata), path)
 
 
-@pytest.mark.parametrize(
-    ('change', 'message'),
-    [
-        (lambda f: part(f, 1).unlink(), r'part-00001-of-00003\.parquet is missing'),
-        (lambda f: [x.unlink() for x in f.iterdir()], r'holds no part-NNNNN-of-MMMMM\.parquet'),
-        (shutil.rmtree, 'parts: there is no such folder'),
-        (
-            lambda f: part(f, 1).rename(f / sidecar.part_name(1, 4)),
-            r'00000-of-00003\.parquet and .*00001-of-00004\.parquet: parts of 3 and of 4',
-        ),
-        (lambda f: write_part(f, 1, [3]), r'parts: 1 row repeats .* e\.g\. key 3;'),
-        (lambda f: part(f, 2).write_bytes(b'PAR?'), r'part-00002-of-00003\.parquet: is damaged'),
-        (
-            lambda f: write_part(f, 2, range(20, 30), text_encoder_revision='x'),
-            r"00002-of-00003\.parquet: text_encoder_revision is 'x', but '1' in .*00000-of-00003",
-        ),
-    ],
-    ids=['missing', 'none', 'no folder', 'other count', 'key twice', 'damaged', 'other making'],
-)
+NOT_WHOLE = {
+    'a part is gone': (lambda f: part(f, 1).unlink(), r'part-00001-of-00003\.parquet is missing'),
+    'all parts are gone': (
+        lambda f: [x.unlink() for x in f.iterdir()],
+        r'holds no part-NNNNN-of-MMMMM\.parquet',
+    ),
+    'the folder is gone': (shutil.rmtree, 'parts: there is no such folder'),
+    'a part of another number of parts': (
+        lambda f: part(f, 1).rename(f / sidecar.part_name(1, 4)),
+        r'00000-of-00003\.parquet and .*00001-of-00004\.parquet: parts of 3 and of 4',
+    ),
+    'a key comes twice': (
+        lambda f: write_part(f, 1, [3]),
+        r'parts: 1 row repeats .* e\.g\. key 3;',
+    ),
+    'a part is damaged': (
+        lambda f: part(f, 2).write_bytes(b'PAR?'),
+        r'part-00002-of-00003\.parquet: is damaged',
+    ),
+    'a part of another revision': (
+        lambda f: write_part(f, 2, range(20, 30), text_encoder_revision='x'),
+        r"00002-of-00003\.parquet: text_encoder_revision is 'x', but '1' in .*00000-of-00003",
+    ),
+}
+
+
+@pytest.mark.parametrize(('change', 'message'), NOT_WHOLE.values(), ids=NOT_WHOLE)
 def test_a_folder_that_is_not_whole_is_refused_by_name(tmp_path, change, message):
     write_parts(tmp_path / 'parts')
     change(tmp_path / 'parts')

@@ -94,16 +94,16 @@ def test_the_files_of_a_source_in_order(place):
         assert bool(file.local_path) == bool(storage.local_path(place.root))
 
 
-@pytest.mark.parametrize(
-    ('kept', 'message'),
-    [
-        ({}, r'{root} is not a folder; expected the folder of the source data\.'),
-        (
-            {'coyo11m-meta.parquet', 'latents-3crop/._000000-000009.pt'},
-            r'No \.safetensors, .*, \.pt files in {root}/latents-3crop or {root}; expected files',
-        ),
-    ],
-)
+MISSING = {
+    'the folder': ({}, r'{root} is not a folder; expected the folder of the source data\.'),
+    'all files of latents': (
+        {'coyo11m-meta.parquet', 'latents-3crop/._000000-000009.pt'},
+        r'No \.safetensors, .*, \.pt files in {root}/latents-3crop or {root}; expected files',
+    ),
+}
+
+
+@pytest.mark.parametrize(('kept', 'message'), MISSING.values(), ids=MISSING)
 def test_what_is_missing_is_told(place, kept, message):
     place.put({name: data for name, data in CONTENTS.items() if name in kept})
     root = place.root
@@ -169,19 +169,37 @@ def test_shards_in_the_order_of_their_index(place):
         assert file.path == f'{source.root}/{name}'
 
 
-@pytest.mark.parametrize(
-    ('index', 'message'),
-    [
-        (index_of({'shard.00000.mds': 1, 'shard.00001.mds': 1}), '00001.mds: is missing, but '),
-        (index_of({'shard.00000.mds': 9}), '00000.mds: has 1 byte, but .*index.json says 9 bytes'),
-        (index_of({'shard.00001.mds': 1}, 'zstd'), r'00001\.mds: is compressed; write the shards'),
-        (index_of({'../shard.00000.mds': 1}), r'index\.json: is damaged or not an index'),
-        (index_of({'0/1/shard.00000.mds': 1}), r'index\.json: is damaged or not an index'),
-        (index_of({}), r'index\.json: has no shards'),
-        (b'{"shards": [3]}', r'index\.json: is damaged or not an index'),
-        (b'{"shards":' + b'[' * 100_000, r'index\.json: is damaged or not an index'),
-    ],
-)
+BAD_INDICES = {
+    'it names a shard that is gone': (
+        index_of({'shard.00000.mds': 1, 'shard.00001.mds': 1}),
+        '00001.mds: is missing, but ',
+    ),
+    'it says another size': (
+        index_of({'shard.00000.mds': 9}),
+        '00000.mds: has 1 byte, but .*index.json says 9 bytes',
+    ),
+    'its shards are compressed': (
+        index_of({'shard.00001.mds': 1}, 'zstd'),
+        r'00001\.mds: is compressed; write the shards',
+    ),
+    'it leads out of the folder': (
+        index_of({'../shard.00000.mds': 1}),
+        r'index\.json: is damaged or not an index',
+    ),
+    'it leads to a folder inside': (
+        index_of({'0/1/shard.00000.mds': 1}),
+        r'index\.json: is damaged or not an index',
+    ),
+    'it has no shards': (index_of({}), r'index\.json: has no shards'),
+    'its shards are numbers': (b'{"shards": [3]}', r'index\.json: is damaged or not an index'),
+    'it is nested too deeply': (
+        b'{"shards":' + b'[' * 100_000,
+        r'index\.json: is damaged or not an index',
+    ),
+}
+
+
+@pytest.mark.parametrize(('index', 'message'), BAD_INDICES.values(), ids=BAD_INDICES)
 def test_an_index_that_does_not_fit_is_refused(tmp_path, index, message):
     (tmp_path / 'shard.00000.mds').write_bytes(b'x')
     (tmp_path / 'index.json').write_bytes(index)

@@ -300,41 +300,93 @@ def test_the_sizes_of_qwen_are_those_of_its_config_json():
     assert sparse.global_rope == language_model.Rope(theirs.rope_parameters['rope_theta'])
 
 
-@pytest.mark.parametrize(
-    ('kind', 'change', 'message'),
-    [
-        ('llama', {}, "model_type is 'llama', expected one of gemma3, gemma3_text, qwen3"),
-        (None, {}, 'model_type is None, expected'),
-        ('gemma3_text', {'use_bidirectional_attention': True}, 'use_bidirectional_attention is Tr'),
-        ('gemma3_text', {'hidden_activation': 'silu'}, "hidden_activation is 'silu'"),
-        ('gemma3_text', {'layer_types': ['full_attention']}, 'for each of 26 layers'),
-        ('gemma3_text', {'rope_scaling': {'rope_type': 'yarn'}}, "rope_type is 'yarn'"),
-        ('qwen3', {'rope_parameters': {'rope_type': 'yarn'}}, "rope_type is 'yarn'"),
-        ('qwen3', {'use_sliding_window': True}, 'use_sliding_window is True, expected False'),
-        ('qwen3', {'attention_bias': True}, 'attention_bias is True, expected False'),
-        ('qwen3', {'hidden_act': 'gelu'}, "hidden_act is 'gelu', expected 'silu'"),
-        ('qwen3', {'layer_types': ['sliding_attention'] * 28}, 'expected full_attention for each'),
-        (
-            'qwen3',
-            {'num_attention_heads': 15},
-            'num_attention_heads is 15, expected .* multiple of 8',
-        ),
-        ('qwen3', {'head_dim': 127}, 'head_dim is 127, expected .* a multiple of 2'),
-        ('qwen3', {'hidden_size': '1024'}, "hidden_size is '1024', expected a whole number"),
-        (
-            'qwen3',
-            {'num_hidden_layers': 0},
-            'num_hidden_layers is 0, expected a whole .* 1 to 1024',
-        ),
-        (
-            'qwen3',
-            {'vocab_size': 10**9},
-            'vocab_size is 1000000000, expected a whole number from 1',
-        ),
-        ('gemma3', {'text_config': None}, 'text_config is None, expected an object'),
-        ('qwen3', {'rope_scaling': {'type': 'linear'}}, 'factor is None, expected a number from'),
-    ],
-)
+OTHER_MODELS = {
+    'Llama': ('llama', {}, "model_type is 'llama', expected one of gemma3, gemma3_text, qwen3"),
+    'no type': (None, {}, 'model_type is None, expected'),
+    'Gemma that looks both ways': (
+        'gemma3_text',
+        {'use_bidirectional_attention': True},
+        'use_bidirectional_attention is Tr',
+    ),
+    'Gemma with another activation': (
+        'gemma3_text',
+        {'hidden_activation': 'silu'},
+        "hidden_activation is 'silu'",
+    ),
+    'Gemma with the kind of one layer': (
+        'gemma3_text',
+        {'layer_types': ['full_attention']},
+        'for each of 26 layers',
+    ),
+    'Gemma with positions of YaRN': (
+        'gemma3_text',
+        {'rope_scaling': {'rope_type': 'yarn'}},
+        "rope_type is 'yarn'",
+    ),
+    'Qwen with positions of YaRN': (
+        'qwen3',
+        {'rope_parameters': {'rope_type': 'yarn'}},
+        "rope_type is 'yarn'",
+    ),
+    'Qwen with a window': (
+        'qwen3',
+        {'use_sliding_window': True},
+        'use_sliding_window is True, expected False',
+    ),
+    'Qwen with a bias': (
+        'qwen3',
+        {'attention_bias': True},
+        'attention_bias is True, expected False',
+    ),
+    'Qwen with another activation': (
+        'qwen3',
+        {'hidden_act': 'gelu'},
+        "hidden_act is 'gelu', expected 'silu'",
+    ),
+    'Qwen with layers of a window': (
+        'qwen3',
+        {'layer_types': ['sliding_attention'] * 28},
+        'expected full_attention for each',
+    ),
+    'Qwen with heads that groups do not divide': (
+        'qwen3',
+        {'num_attention_heads': 15},
+        'num_attention_heads is 15, expected .* multiple of 8',
+    ),
+    'Qwen with heads of an odd size': (
+        'qwen3',
+        {'head_dim': 127},
+        'head_dim is 127, expected .* a multiple of 2',
+    ),
+    'Qwen with a size that is a text': (
+        'qwen3',
+        {'hidden_size': '1024'},
+        "hidden_size is '1024', expected a whole number",
+    ),
+    'Qwen without layers': (
+        'qwen3',
+        {'num_hidden_layers': 0},
+        'num_hidden_layers is 0, expected a whole .* 1 to 1024',
+    ),
+    'Qwen with a vocabulary of a thousand million': (
+        'qwen3',
+        {'vocab_size': 10**9},
+        'vocab_size is 1000000000, expected a whole number from 1',
+    ),
+    'Gemma without its text part': (
+        'gemma3',
+        {'text_config': None},
+        'text_config is None, expected an object',
+    ),
+    'Qwen with positions of no factor': (
+        'qwen3',
+        {'rope_scaling': {'type': 'linear'}},
+        'factor is None, expected a number from',
+    ),
+}
+
+
+@pytest.mark.parametrize(('kind', 'change', 'message'), OTHER_MODELS.values(), ids=OTHER_MODELS)
 def test_models_that_would_be_computed_wrongly_are_refused(kind, change, message):
     sizes = QWEN if kind == 'qwen3' else {}
     with pytest.raises(ValueError, match=rf'here\.json: .*{message}') as error:
@@ -487,54 +539,84 @@ def test_batches_hold_each_row_once(lengths, batch_tokens, num_devices):
     assert sorted(seen) == list(range(len(lengths)))
 
 
-def test_weights_that_do_not_fit_are_refused_in_one_line(text):
+MLP = 'layers.1.mlp.up_proj.weight'
+UNFIT = {
+    'one is gone and one is unknown': (
+        lambda kernel: {'layers.0.self_attn.q_proj.bias': np.zeros(64, np.float32)},
+        r'text: .* 1 missing.*1\.mlp\.up.*1 unexpected.*bias',
+    ),
+    'one has a row less': (
+        lambda kernel: {MLP: np.ascontiguousarray(kernel[1:])},
+        r'1\.mlp\.up_proj.* \(95, 64\), expected \(96, 64\)',
+    ),
+    'one is of whole numbers': (
+        lambda kernel: {MLP: kernel.astype(np.int8)},
+        r'1\.mlp\.up_proj.* is I8, expected one of F64, F32, F16',
+    ),
+}
+
+
+@pytest.mark.parametrize(('change', 'message'), UNFIT.values(), ids=UNFIT)
+def test_weights_that_do_not_fit_are_refused_in_one_line(text, change, message):
     path = text / 'model.safetensors'
     weights = safetensors.numpy.load_file(path)
-    bias = np.zeros(64, np.float32)
-    kernel = weights.pop(name := 'layers.1.mlp.up_proj.weight')
-    for wrong, message in (
-        (
-            {'layers.0.self_attn.q_proj.bias': bias},
-            r'text: .* 1 missing.*1\.mlp\.up.*1 unexpected.*bias',
-        ),
-        (
-            {name: np.ascontiguousarray(kernel[1:])},
-            r'1\.mlp\.up_proj.* \(95, 64\), expected \(96, 64\)',
-        ),
-        ({name: kernel.astype(np.int8)}, r'1\.mlp\.up_proj.* is I8, expected one of F64, F32, F16'),
-    ):
-        safetensors.numpy.save_file(weights | wrong, path)
-        with pytest.raises(ValueError, match=message):
-            text_encoders.make_encoder(f'jax:{text}')
+    kernel = weights.pop(MLP)
+    safetensors.numpy.save_file(weights | change(kernel), path)
+    with pytest.raises(ValueError, match=message):
+        text_encoders.make_encoder(f'jax:{text}')
 
 
-@pytest.mark.parametrize(
-    ('name', 'damage', 'message'),
-    [
-        ('copy', lambda data: data, r'model\.safetensors: .* comes in another file'),
-        ('model', lambda data: data[: len(data) // 2], r'text.model\.safetensors: cannot be read'),
-        ('model', lambda data: None, r'expected \*\.safetensors in the folder, which has'),
-        ('tokenizer.json', lambda data: None, r'tokenizer\.json is missing'),
-        ('tokenizer.json', lambda data: b'{}', r'tokenizer\.json is not a tokenizer'),
-        ('tokenizer.json', lambda data: hostile_models.NESTED, r'tokenizer\.json: .* too deeply'),
-        (
-            'tokenizer_config.json',
-            lambda data: b'[]',
-            r'tokenizer_config\.json: has \[\], expected',
-        ),
-        (
-            'tokenizer_config.json',
-            lambda data: b'{"eos_token": 5}',
-            r'tokenizer_config\.json: eos_token is 5, expected null, a text, or',
-        ),
-        ('config.json', lambda data: hostile_models.NESTED, r'config\.json: .* nested too deeply'),
-        (
-            'model.safetensors.index.json',
-            lambda data: b'{"weight_map": {"norm.weight": "../text/model.safetensors"}}',
-            r'index\.json: weight_map is .*, expected an object with a \*\.safetens',
-        ),
-    ],
-)
+DAMAGED = {
+    'weights of another file again': (
+        'copy',
+        lambda data: data,
+        r'model\.safetensors: .* comes in another file',
+    ),
+    'weights are cut': (
+        'model',
+        lambda data: data[: len(data) // 2],
+        r'text.model\.safetensors: cannot be read',
+    ),
+    'weights are gone': (
+        'model',
+        lambda data: None,
+        r'expected \*\.safetensors in the folder, which has',
+    ),
+    'the tokenizer is gone': ('tokenizer.json', lambda data: None, r'tokenizer\.json is missing'),
+    'the tokenizer is nothing': (
+        'tokenizer.json',
+        lambda data: b'{}',
+        r'tokenizer\.json is not a tokenizer',
+    ),
+    'the tokenizer is nested too deeply': (
+        'tokenizer.json',
+        lambda data: hostile_models.NESTED,
+        r'tokenizer\.json: .* too deeply',
+    ),
+    'the settings of the tokenizer are a list': (
+        'tokenizer_config.json',
+        lambda data: b'[]',
+        r'tokenizer_config\.json: has \[\], expected',
+    ),
+    'its last token is a number': (
+        'tokenizer_config.json',
+        lambda data: b'{"eos_token": 5}',
+        r'tokenizer_config\.json: eos_token is 5, expected null, a text, or',
+    ),
+    'the configuration is nested too deeply': (
+        'config.json',
+        lambda data: hostile_models.NESTED,
+        r'config\.json: .* nested too deeply',
+    ),
+    'the index leads out of the folder': (
+        'model.safetensors.index.json',
+        lambda data: b'{"weight_map": {"norm.weight": "../text/model.safetensors"}}',
+        r'index\.json: weight_map is .*, expected an object with a \*\.safetens',
+    ),
+}
+
+
+@pytest.mark.parametrize(('name', 'damage', 'message'), DAMAGED.values(), ids=DAMAGED)
 def test_damaged_and_missing_files_are_named(text, name, damage, message):
     path = text / (name if '.' in name else f'{name}.safetensors')
     data = damage((text / 'model.safetensors').read_bytes())

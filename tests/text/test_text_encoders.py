@@ -115,17 +115,35 @@ def test_what_is_no_list_of_words_is_refused(words):
         text_encoders.make_tokenizer('words', 4, words)
 
 
-@pytest.mark.parametrize(
-    ('make', 'message'),
-    [
-        (lambda: text_encoders.make_encoder('clip'), "'clip'.*hash, jax:HUB_NAME.*jax:FOLDER"),
-        (lambda: text_encoders.make_tokenizer('clip'), "unknown encoder 'clip'"),
-        (lambda: text_encoders.make_encoder('words'), "'words'.*words makes only tokens"),
-        (lambda: text_encoders.make_tokenizer('hash'), "'hash' has no token ids: use words"),
-        (lambda: text_encoders.make_tokenizer('words', 0), 'max_tokens=0: expected 1 to 4,096'),
-        (lambda: text_encoders.make_tokenizer('words', 4097), 'max_tokens=4097: expected'),
-    ],
-)
+NEITHER = {
+    'an encoder that is none': (
+        lambda: text_encoders.make_encoder('clip'),
+        "'clip'.*hash, jax:HUB_NAME.*jax:FOLDER",
+    ),
+    'a tokenizer that is none': (
+        lambda: text_encoders.make_tokenizer('clip'),
+        "unknown encoder 'clip'",
+    ),
+    'an encoder that makes only tokens': (
+        lambda: text_encoders.make_encoder('words'),
+        "'words'.*words makes only tokens",
+    ),
+    'a tokenizer of an encoder without tokens': (
+        lambda: text_encoders.make_tokenizer('hash'),
+        "'hash' has no token ids: use words",
+    ),
+    'no tokens at all': (
+        lambda: text_encoders.make_tokenizer('words', 0),
+        'max_tokens=0: expected 1 to 4,096',
+    ),
+    'more tokens than there may be': (
+        lambda: text_encoders.make_tokenizer('words', 4097),
+        'max_tokens=4097: expected',
+    ),
+}
+
+
+@pytest.mark.parametrize(('make', 'message'), NEITHER.values(), ids=NEITHER)
 def test_what_is_no_encoder_or_no_tokenizer_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
@@ -365,43 +383,67 @@ def test_missing_and_damaged_weights_are_refused(bert):
         text_encoders.make_encoder(f'hf:{bert}')
 
 
-@pytest.mark.parametrize(
-    ('name', 'content', 'message'),
-    [
-        (
-            'config.json',
-            {'num_hidden_layers': 10**9},
-            r'config\.json: num_hidden_layers is 10000000',
-        ),
-        (
-            'config.json',
-            {'x': {'n_experts': 1e9}},
-            r'config\.json: n_experts is 1000000000\.0, expec',
-        ),
-        (
-            'config.json',
-            {'quantization_config': {}},
-            r'config\.json: quantization_config is \{\}, e',
-        ),
-        ('config.json', {'hidden_size': 0}, "cannot load the text encoder '.*bert': "),
-        ('config.json', {'hidden_size': 10**9}, "cannot load the text encoder '.*bert': "),
-        ('config.json', {'hidden_act': 'x'}, "cannot load the text encoder '.*bert': "),
-        ('config.json', {'vocab_size': '64'}, "the text encoder '.*bert': .*vocab_size"),
-        ('config.json', hostile_models.NESTED, r'config\.json: .* nested too deeply'),
-        ('tokenizer_config.json', hostile_models.NESTED, r'tokenizer_config\.json: .* too deeply'),
-        ('tokenizer.json', hostile_models.NESTED, r'tokenizer\.json: .* nested too deeply'),
-        (
-            'model.safetensors',
-            'I8',
-            r"safetensors: 'bert\.encoder.* is I8, expected one of F64, F32",
-        ),
-        (
-            'model.safetensors',
-            'F8_E4M3',
-            r"safetensors: 'bert\.enc.* is F8_E4M3, expected one of F",
-        ),
-    ],
-)
+HOSTILE = {
+    'a thousand million layers': (
+        'config.json',
+        {'num_hidden_layers': 10**9},
+        r'config\.json: num_hidden_layers is 10000000',
+    ),
+    'a thousand million experts with a point': (
+        'config.json',
+        {'x': {'n_experts': 1e9}},
+        r'config\.json: n_experts is 1000000000\.0, expec',
+    ),
+    'weights of fewer bits': (
+        'config.json',
+        {'quantization_config': {}},
+        r'config\.json: quantization_config is \{\}, e',
+    ),
+    'a width of 0': ('config.json', {'hidden_size': 0}, "cannot load the text encoder '.*bert': "),
+    'a width of a thousand million': (
+        'config.json',
+        {'hidden_size': 10**9},
+        "cannot load the text encoder '.*bert': ",
+    ),
+    'an activation that is none': (
+        'config.json',
+        {'hidden_act': 'x'},
+        "cannot load the text encoder '.*bert': ",
+    ),
+    'a vocabulary that is a text': (
+        'config.json',
+        {'vocab_size': '64'},
+        "the text encoder '.*bert': .*vocab_size",
+    ),
+    'a configuration that is nested too deeply': (
+        'config.json',
+        hostile_models.NESTED,
+        r'config\.json: .* nested too deeply',
+    ),
+    'settings of the tokenizer that are nested too deeply': (
+        'tokenizer_config.json',
+        hostile_models.NESTED,
+        r'tokenizer_config\.json: .* too deeply',
+    ),
+    'a tokenizer that is nested too deeply': (
+        'tokenizer.json',
+        hostile_models.NESTED,
+        r'tokenizer\.json: .* nested too deeply',
+    ),
+    'weights of whole numbers': (
+        'model.safetensors',
+        'I8',
+        r"safetensors: 'bert\.encoder.* is I8, expected one of F64, F32",
+    ),
+    'weights of 8 bits': (
+        'model.safetensors',
+        'F8_E4M3',
+        r"safetensors: 'bert\.enc.* is F8_E4M3, expected one of F",
+    ),
+}
+
+
+@pytest.mark.parametrize(('name', 'content', 'message'), HOSTILE.values(), ids=HOSTILE)
 def test_hostile_files_end_in_one_line(bert, name, content, message):
     path = bert / name
     if isinstance(content, dict):

@@ -96,15 +96,21 @@ def test_a_run_on_one_data_set_goes_on_with_a_further_one(mix, tmp_path, caplog)
     assert list(place['samples'].values()) == [4 * 4 + 1 + 2, 3 + 2]
 
 
-@pytest.mark.parametrize(
-    'changes, message',
-    [
-        ({'data.dir': 'X'}, "data.dir='X': expected none with data.mix"),
-        ({'data.mix': ()}, 'data.dir=.*: expected the folder'),
-        ({'data.mix': (), 'data.dir': 'X'}, r'data.stages=.*: expected none without data.mix'),
-        ({'data.mix': ({'dir': 'nowhere'},)}, r'data\.mix=.*: nowhere: there is no such folder'),
-    ],
-)
+WRONG = {
+    'a folder with a mixture': ({'data.dir': 'X'}, "data.dir='X': expected none with data.mix"),
+    'neither folder nor mixture': ({'data.mix': ()}, 'data.dir=.*: expected the folder'),
+    'stages without a mixture': (
+        {'data.mix': (), 'data.dir': 'X'},
+        r'data.stages=.*: expected none without data.mix',
+    ),
+    'a folder that is not there': (
+        {'data.mix': ({'dir': 'nowhere'},)},
+        r'data\.mix=.*: nowhere: there is no such folder',
+    ),
+}
+
+
+@pytest.mark.parametrize('changes, message', WRONG.values(), ids=WRONG)
 def test_settings_of_a_mixture_are_checked(mix, changes, message):
     config = small_config('', **mixed(mix) | changes)
     with pytest.raises((ValueError, FileNotFoundError), match=message):

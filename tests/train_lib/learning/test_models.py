@@ -81,28 +81,64 @@ def test_attention_sees_tokens_where_records_hold_them():
     assert models.make_model('S/2', text='').text == 'pooled'
 
 
-@pytest.mark.parametrize(
-    ('fields', 'message'),
-    [
-        ({'name': 'M/2'}, "model.name='M/2': expected SIZE/PATCH"),
-        ({'remat': True}, 'model.remat=True: expected one of none, dots, full'),
-        ({'attention': 'flash'}, "model.attention='flash': expected one of xla, cudnn"),
-        ({'text': 'both'}, "model.text='both': expected one of pooled, sequence"),
-        ({'text': 'sequence'}, "model.text='sequence': the data set holds embeddings, expected"),
-        ({'prediction': 'noise'}, "model.prediction='noise': expected one of velocity, latents"),
-        ({'width': 50}, 'model.width=50: expected a multiple of 24, 4 times model.num_heads=6'),
-        ({'num_heads': 5}, 'model.width=384: expected a multiple of 20, 4 times model.num_heads=5'),
-        ({'mlp_ratio': 1.001}, 'model.mlp_ratio=1.001: expected a whole number'),
-        (
-            {'crops': 2, 'num_crops': 3},
-            'model.crops=2: the data set has 3 crops of an image, expec',
-        ),
-        ({'experts': 8}, "model.experts=8: expected 0, a model of kind 'dit' has no such field"),
-        ({'kind': 'unet'}, "model.kind='unet': No module named 'unet'; expected 'dit' or MODULE:"),
-        ({'kind': 'json:Net'}, "'json' has no attribute 'Net'; expected 'dit' or MODULE:CLASS"),
-        ({'kind': 'json:dumps'}, "model.kind='json:dumps': lacks dtype, flops, pin: expected"),
-    ],
-)
+WRONG = {
+    'a size without numbers': ({'name': 'M/2'}, "model.name='M/2': expected SIZE/PATCH"),
+    'a truth as what is computed again': (
+        {'remat': True},
+        'model.remat=True: expected one of none, dots, full',
+    ),
+    'an attention that is none': (
+        {'attention': 'flash'},
+        "model.attention='flash': expected one of xla, cudnn",
+    ),
+    'a text of two kinds': (
+        {'text': 'both'},
+        "model.text='both': expected one of pooled, sequence",
+    ),
+    'words of a data set of embeddings': (
+        {'text': 'sequence'},
+        "model.text='sequence': the data set holds embeddings, expected",
+    ),
+    'a prediction that is none': (
+        {'prediction': 'noise'},
+        "model.prediction='noise': expected one of velocity, latents",
+    ),
+    'a width that heads do not divide': (
+        {'width': 50},
+        'model.width=50: expected a multiple of 24, 4 times model.num_heads=6',
+    ),
+    'heads that do not divide the width': (
+        {'num_heads': 5},
+        'model.width=384: expected a multiple of 20, 4 times model.num_heads=5',
+    ),
+    'a width of the MLP with a point': (
+        {'mlp_ratio': 1.001},
+        'model.mlp_ratio=1.001: expected a whole number',
+    ),
+    'two crops of three': (
+        {'crops': 2, 'num_crops': 3},
+        'model.crops=2: the data set has 3 crops of an image, expec',
+    ),
+    'experts': (
+        {'experts': 8},
+        "model.experts=8: expected 0, a model of kind 'dit' has no such field",
+    ),
+    'a module that is not there': (
+        {'kind': 'unet'},
+        "model.kind='unet': No module named 'unet'; expected 'dit' or MODULE:",
+    ),
+    'a class that is not there': (
+        {'kind': 'json:Net'},
+        "'json' has no attribute 'Net'; expected 'dit' or MODULE:CLASS",
+    ),
+    'a function that is no model': (
+        {'kind': 'json:dumps'},
+        "model.kind='json:dumps': lacks dtype, flops, pin: expected",
+    ),
+}
+
+
+@pytest.mark.parametrize(('fields', 'message'), WRONG.values(), ids=WRONG)
 def test_a_field_that_does_not_fit_is_refused_by_name_and_value(fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         models.make_model(**{'name': 'S/2'} | fields)

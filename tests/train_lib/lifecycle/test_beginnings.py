@@ -192,20 +192,28 @@ def test_other_data_with_another_encoder_are_told(mini_dataset, small_run, tmp_p
     )
 
 
-@pytest.mark.parametrize(
-    ('place', 'changes', 'message'),
-    [
-        (
-            '',
-            {'model.width': 64},
-            r'parameter blocks/\S+ has shape .* there and .* here; expected .* model.width and mod',
-        ),
-        ('', {'model.depth': 3}, r'parameter blocks/\S+ has shape .* there and .* here; '),
-        ('', {'model.num_heads': 2}, 'its model.num_heads is 4, expected 2 as in this run'),
-        ('@3', {}, 'holds no checkpoint of step 3; there are 2, 4'),
-        ('/checkpoints', {}, 'holds no checkpoint: train first'),
-    ],
-)
+UNFIT = {
+    'a wider model': (
+        '',
+        {'model.width': 64},
+        r'parameter blocks/\S+ has shape .* there and .* here; expected .* model.width and mod',
+    ),
+    'a deeper model': (
+        '',
+        {'model.depth': 3},
+        r'parameter blocks/\S+ has shape .* there and .* here; ',
+    ),
+    'other heads': (
+        '',
+        {'model.num_heads': 2},
+        'its model.num_heads is 4, expected 2 as in this run',
+    ),
+    'a step that is not there': ('@3', {}, 'holds no checkpoint of step 3; there are 2, 4'),
+    'a folder without steps': ('/checkpoints', {}, 'holds no checkpoint: train first'),
+}
+
+
+@pytest.mark.parametrize(('place', 'changes', 'message'), UNFIT.values(), ids=UNFIT)
 def test_weights_that_do_not_fit_are_refused_by_name(
     mini_dataset, small_run, tmp_path, place, changes, message
 ):

@@ -108,16 +108,21 @@ def test_a_line_ends_at_a_line_feed_alone(tmp_path, letter):
     assert [x.text for x in prompt_sets.read_prompts(tmp_path / 'x.jsonl', 1)] == prompts
 
 
-@pytest.mark.parametrize(
-    ('name', 'content', 'count', 'message'),
-    [
-        ('x.jsonl', '{"tag": "colors"}', 4, r"x\.jsonl: '{\"tag\": \"colors\"}' is not JSON like"),
-        ('x.jsonl', 'a red circle', 4, r"'a red circle' is not JSON like"),
-        ('x.txt', ' \n', 4, r'x\.txt holds no caption'),
-        ('', '', 5, r'pictures_per_prompt=5: expected 1 to 4'),
-        ('', '', 4, r'holds no prompt'),
-    ],
-)
+BAD = {
+    'JSON without a prompt': (
+        'x.jsonl',
+        '{"tag": "colors"}',
+        4,
+        r"x\.jsonl: '{\"tag\": \"colors\"}' is not JSON like",
+    ),
+    'a line that is no JSON': ('x.jsonl', 'a red circle', 4, r"'a red circle' is not JSON like"),
+    'no caption': ('x.txt', ' \n', 4, r'x\.txt holds no caption'),
+    'five pictures of a prompt': ('', '', 5, r'pictures_per_prompt=5: expected 1 to 4'),
+    'no prompt': ('', '', 4, r'holds no prompt'),
+}
+
+
+@pytest.mark.parametrize(('name', 'content', 'count', 'message'), BAD.values(), ids=BAD)
 def test_bad_prompts_are_refused(tmp_path, name, content, count, message):
     if name:
         (tmp_path / name).write_text(content)
