@@ -92,7 +92,7 @@ class ColumnReader:
         self._starts = opened.starts
         self._strides = opened.strides
         self._files = files
-        self._first = files.add(opened.files)
+        self._first = files.add_column(opened.files)
 
     def locate(self, number: np.ndarray) -> np.ndarray:
         """Returns the places of the pieces of some records' values, int64 `(n, pieces)`.

@@ -68,7 +68,7 @@ class _Plan(NamedTuple):
         return sum(-(-len(x.rows) // x.reads_size) for x in self.parts)
 
 
-# The shape of a block, the numbers of some of its rows, and their values.
+# The shape of a block, the numbers of some of its rows, and their batch with places of latents.
 _PartRead = tuple[tuple[int, ...], np.ndarray, Batch]
 
 
@@ -139,7 +139,9 @@ class SplitReader:
         caption_dropout: float = 0.0,
         crop: int | None = None,
         all_crops: bool = False,
+        mapped_files: MappedFiles | None = None,
     ):
+        """Adds its files to mapped ones, which it shares with readers of other splits."""
         self.options = options
         self.is_mapped = opened.is_mapped
         self._split = opened.indexed
@@ -181,8 +183,7 @@ class SplitReader:
         # One for all lanes: it remembers which records have been compared with their checksums.
         self.mapped_reader = None
         if self.is_mapped:
-            files = MappedFiles(self._split.file, self._split.file_sizes)
-            self.mapped_reader = self._row_reader(files, options.verify)
+            self.mapped_reader = self._row_reader(mapped_files or MappedFiles(), options.verify)
 
     @property
     def raw_nbytes(self) -> int:
@@ -196,13 +197,23 @@ class SplitReader:
     def read_blocks(self, blocks: Iterator[RecordBlock], in_flight: int) -> Iterator[Batch]:
         """Yields the batches of all blocks; fetches `in_flight` chunks at once."""
         if self.mapped_reader:
-            return self._read_mapped(self.mapped_reader, blocks)
+            return map(self.mapped_reader.gather_latents, self.read_mapped(blocks))
         return self._read_fetched(self._fetching_reader(in_flight), blocks)
+
+    def read_mapped(self, blocks: Iterator[RecordBlock]) -> Iterator[Batch]:
+        """Yields batches as `RowReader.read` does: with the places of latents."""
+        assert self.mapped_reader
+        row_nbytes = sum(x.dtype.itemsize * math.prod(x.shape) for x in self.spec(1).values())
+        for _, rows, batch in self._read_parts(self.mapped_reader, blocks):
+            # Nobody knows which pages the system has read for it.
+            if self.options.counter:
+                self.options.counter.add(num_bytes=len(rows) * row_nbytes)
+            yield batch
 
     def read_block(self, block: RecordBlock, pool: ThreadPoolExecutor) -> Batch:
         """Reads a block of one chunk with the threads of a pool."""
         reader = self._fetching_reader(1, pool)
-        ((_, values),) = _fill_blocks(self._read_parts(reader, iter([block])))
+        ((_, values),) = _fill_blocks(reader, self._read_parts(reader, iter([block])))
         return values
 
     def _row_reader(self, files: HeldFiles, verify: str) -> RowReader:
@@ -217,24 +228,14 @@ class SplitReader:
         )
 
     def _fetching_reader(self, in_flight: int, pool: ThreadPoolExecutor | None = None) -> RowReader:
-        split = self._split
         # Of a chunk, its records and its rows of each column are a range each.
         max_in_flight = in_flight * (1 + len(self._columns))
-        counter = self.options.counter
-        files = FetchedFiles(split.file, split.file_sizes, max_in_flight, counter, pool)
+        files = FetchedFiles(max_in_flight, self.options.counter, pool)
         # Whatever `verify` says: bytes may change on each of their ways.
         return self._row_reader(files, damage.ALWAYS)
 
-    def _read_mapped(self, reader: RowReader, blocks: Iterator[RecordBlock]) -> Iterator[Batch]:
-        counter = self.options.counter
-        for _, _, batch in self._read_parts(reader, blocks):
-            # Nobody knows which pages the system has read for it.
-            if counter:
-                counter.add(num_bytes=sum(x.nbytes for x in batch.values()))
-            yield batch
-
     def _read_fetched(self, reader: RowReader, blocks: Iterator[RecordBlock]) -> Iterator[Batch]:
-        filled_blocks = _fill_blocks(self._read_parts(reader, blocks))
+        filled_blocks = _fill_blocks(reader, self._read_parts(reader, blocks))
         # A thread fills a block while the loop uses the one before it.
         for (steps, size), values in Ahead(filled_blocks, 1, 'chunks'):
             for step in range(steps):
@@ -243,7 +244,7 @@ class SplitReader:
                 yield {name: x[rows].copy() for name, x in values.items()}
 
     def _read_parts(self, reader: RowReader, blocks: Iterator[RecordBlock]) -> Iterator[_PartRead]:
-        """Yields the values of blocks as they are gathered: of mapped files, batch by batch."""
+        """Yields batches of rows as they are located: of mapped files, those of the blocks."""
         with contextlib.closing(reader.files):
             plans = itertools.chain((self._plan(reader, block) for block in blocks), [None])
             plan = next(plans)
@@ -288,7 +289,10 @@ class SplitReader:
 
 
 def _read_planned(reader: RowReader, plan: _Plan, next_plan: _Plan | None) -> Iterator[_PartRead]:
-    """Yields the values of a block as they are gathered, and requests the next block."""
+    """Yields batches of the rows of a block, and requests the next block.
+
+    Fetched bytes are dropped when the next batch is taken.
+    """
     files = reader.files
     next_ranges = next_plan.ranges if next_plan else []
     # Those of both blocks are kept.
@@ -329,11 +333,14 @@ def _read_rows(reader: RowReader, part: _Part, located: LocatedRecords, rows: sl
     return reader.read(records, codes)
 
 
-def _fill_blocks(parts: Iterator[_PartRead]) -> Iterator[tuple[tuple[int, ...], Batch]]:
+def _fill_blocks(
+    reader: RowReader, parts: Iterator[_PartRead]
+) -> Iterator[tuple[tuple[int, ...], Batch]]:
     """Yields the shape of each block, and the values of all its rows."""
     block: Batch = {}
     num_missing = 0  # rows of the block that have no values yet
-    for shape, rows, values in parts:
+    for shape, rows, batch in parts:
+        values = reader.gather_latents(batch)
         if not block:
             num_missing = math.prod(shape)
             for name, x in values.items():

@@ -1,5 +1,6 @@
 """Files in memory, mapped or fetched, and copies of rows of their bytes."""
 
+import bisect
 import collections
 import contextlib
 import ctypes
@@ -35,9 +36,9 @@ _FILE_SHIFT = 43
 # Of a row, in bytes; times the bytes of all files, it has to be less than 2**63.
 _GATHERED_AT_ONCE = 1 << 15
 
-# A whole page, and more than the fields have that are read before a record is known to be whole.
-_NUM_ZEROS = mmap.PAGESIZE
-_ZEROS = np.zeros(_NUM_ZEROS, np.uint8)
+# Whole pages, and more than a value has, because they are read in the place of bad records. The
+# system has no memory of their own for them.
+_NUM_ZEROS = 1 << 28
 
 _MAP_FIXED = 0x10  # of Linux and macOS: map at this address, instead of what is mapped there
 
@@ -78,7 +79,7 @@ class ReadCounter:
 
 
 class HeldFiles:
-    """Numbered files whose bytes are in memory: the shards of a split, and files of its columns.
+    """Numbered files whose bytes are in memory: shards of splits, and files of their columns.
 
     A byte in memory has a *place*, a number. `locate` returns the places of ranges of files, and no
     method reads anything but bytes of these files and zeros, whatever places it gets. From place 0
@@ -91,22 +92,30 @@ class HeldFiles:
 
     attempts = 1
 
-    def __init__(self, path_of: Callable[[int], str], size: Sequence[int] | np.ndarray):
-        self.size = np.array(size, np.int64)
-        self._path_of = path_of
-        self._added: dict[int, StoredFile] = {}
+    def __init__(self) -> None:
+        self.size = np.zeros(0, np.int64)
+        self._columns: dict[int, StoredFile] = {}
+        # Of each split, the number of its first shard, and the path of its n-th.
+        self._splits: list[tuple[int, Callable[[int], str]]] = []
 
-    def add(self, files: Sequence[StoredFile]) -> int:
+    def add_shards(self, path_of: Callable[[int], str], size: Sequence[int] | np.ndarray) -> int:
+        """Adds the shards of a split; they are numbered from the result on."""
+        self._splits.append((len(self.size), path_of))
+        return self._add_sizes(size)
+
+    def add_column(self, files: Sequence[StoredFile]) -> int:
         """Adds files that must not change; they are numbered from the result on."""
-        first = len(self.size)
-        self._added |= dict(enumerate(files, first))
-        self.size = np.append(self.size, [file.size for file in files]).astype(np.int64)
-        return first
+        self._columns |= dict(enumerate(files, len(self.size)))
+        return self._add_sizes([file.size for file in files])
 
     def path_of(self, number: int) -> str:
         """Returns the path of a file."""
-        file = self._added.get(number)
-        return file.path if file else self._path_of(number)
+        file = self._columns.get(number)
+        if file:
+            return file.path
+        split = bisect.bisect(self._splits, number, key=lambda split: split[0]) - 1
+        first, path_of = self._splits[split]
+        return path_of(number - first)
 
     def locate(
         self, number: np.ndarray, offset: np.ndarray, nbytes: np.ndarray | int
@@ -148,28 +157,25 @@ class HeldFiles:
     def close(self) -> None:
         """Ends the reads that are under way, if nobody else needs them."""
 
+    def _add_sizes(self, size: Sequence[int] | np.ndarray) -> int:
+        first = len(self.size)
+        self.size = np.append(self.size, np.array(size, np.int64))
+        return first
+
 
 class MappedFiles(HeldFiles):
     """Files that are mapped, each from its first use on, into one range of memory.
 
     One array covers the range and nothing else. So NumPy refuses what lies outside, and the range
     lives as long as any array of its bytes. The system reads what is used and frees what it needs,
-    so nothing is taken or dropped; other threads may use the same files, so nothing is closed.
+    so nothing is taken or dropped; other threads may use the same files, so nothing is closed. All
+    files are added before any is used.
     """
 
-    def __init__(self, path_of: Callable[[int], str], size: Sequence[int] | np.ndarray):
-        super().__init__(path_of, size)
-        self._check_count()
+    def __init__(self) -> None:
+        super().__init__()
         self._opening = threading.Lock()
         self._states: dict[int, tuple[int, ...]] = {}  # of the open files
-        self._reserve()
-
-    def add(self, files: Sequence[StoredFile]) -> int:
-        """Adds files that must not change, before any file is used."""
-        first = super().add(files)
-        self._check_count()
-        self._reserve()
-        return first
 
     def locate(
         self, number: np.ndarray, offset: np.ndarray, nbytes: np.ndarray | int
@@ -218,18 +224,20 @@ class MappedFiles(HeldFiles):
                 raise _changed_error(path, opened_state[0], state[0])
         self._check_times[due_numbers] = now
 
-    def _check_count(self) -> None:
+    def _add_sizes(self, size: Sequence[int] | np.ndarray) -> int:
+        first = super()._add_sizes(size)
         if len(self.size) > MAX_FILES:
             raise ValueError(
                 f'{self.path_of(0)}: {len(self.size)} files cannot be mapped at once, at most '
                 f"{MAX_FILES} can; read them with engine='chunks'"
             )
+        self._reserve()
+        return first
 
     def _reserve(self) -> None:
         """Reserves a range for all files; it reads as zeros where no file is mapped yet."""
         self._starts, nbytes = _lay_out(self.size)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._range = mmap.mmap(-1, nbytes, flags, mmap.PROT_READ)
+        self._range = _map_zeros(nbytes)
         self._bytes = np.frombuffer(self._range, np.uint8)
         self._is_open = np.zeros(len(self.size), bool)
         self._check_times = np.zeros(len(self.size))  # of the last checks, in seconds
@@ -246,7 +254,7 @@ class MappedFiles(HeldFiles):
 
     def _map(self, number: int) -> None:
         path = self.path_of(number)
-        added = self._added.get(number)
+        in_column = self._columns.get(number)
         with _explain_errors(path), open(path, 'rb') as file:
             stat = os.fstat(file.fileno())
             # Of a file that has grown, the index names no more bytes than there is room for.
@@ -255,8 +263,8 @@ class MappedFiles(HeldFiles):
             if size:
                 _map_at(self._bytes, int(self._starts[number]), file, size)
         # The version of the mapped file, which may no longer be the one at the path.
-        if added and disk.local_version(stat) != added.version:
-            raise _changed_error(path, added.size, stat.st_size)
+        if in_column and disk.local_version(stat) != in_column.version:
+            raise _changed_error(path, in_column.size, stat.st_size)
         self.size[number] = size
         self._states[number] = _stat_state(stat)
         self._check_times[number] = time.monotonic()
@@ -293,6 +301,10 @@ def _lay_out(size: np.ndarray) -> tuple[np.ndarray, int]:
     return ends - room, _NUM_ZEROS + int(room.sum())
 
 
+def _map_zeros(nbytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
+
+
 # Python's own mappings keep a descriptor until Python 3.13, and have an address of their own.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -319,8 +331,6 @@ class FetchedFiles(HeldFiles):
 
     def __init__(
         self,
-        path_of: Callable[[int], str],
-        size: Sequence[int] | np.ndarray,
         max_in_flight: int,
         counter: ReadCounter | None = None,
         pool: ThreadPoolExecutor | None = None,
@@ -329,7 +339,7 @@ class FetchedFiles(HeldFiles):
 
         The threads of a `pool` keep their connections for the next object.
         """
-        super().__init__(path_of, size)
+        super().__init__()
         self._max_in_flight = max_in_flight
         self._counter = counter or ReadCounter()
         self._owns_pool = pool is None
@@ -338,6 +348,7 @@ class FetchedFiles(HeldFiles):
         self._queue: collections.deque[Range] = collections.deque()
         self._in_flight: dict[Range, Future[bytes]] = {}
         self._data: dict[Range, bytes] = {}
+        self._zeros = np.frombuffer(_map_zeros(_NUM_ZEROS), np.uint8)
         self._index()
 
     def locate(
@@ -408,7 +419,7 @@ class FetchedFiles(HeldFiles):
         keys = sorted(self._data)
         number, begin, _ = np.array(keys, np.int64).reshape(-1, 3).T
         # The zeros come first, at place 0.
-        self._held = [_ZEROS]
+        self._held = [self._zeros]
         self._held += [np.frombuffer(self._data[key], np.uint8) for key in keys]
         self._begins = np.append(0, _place(number, begin))
         self._ends = self._begins + [len(data) for data in self._held]
@@ -421,7 +432,7 @@ class FetchedFiles(HeldFiles):
     def _fetch(self, key: Range) -> bytes:
         number, begin, end = key
         # Rows of columns are no chunks, but their bytes count.
-        num_chunks = int(number not in self._added)
+        num_chunks = int(number not in self._columns)
         self._counter.add(chunks_in_flight=num_chunks)
         try:
             with _explain_errors(self.path_of(number)):
@@ -432,7 +443,7 @@ class FetchedFiles(HeldFiles):
         return data
 
     def _read(self, number: int, begin: int, end: int) -> bytes:
-        file = self._added.get(number)
+        file = self._columns.get(number)
         if file:
             data = file.read_range(begin, end - begin)
             # The read itself notices a change of an object in a bucket, but not of a local file.

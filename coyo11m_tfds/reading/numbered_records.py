@@ -198,7 +198,8 @@ class _MappedRows:
         return self._gather(self._locate_run(shard, run).rows(slice(place, place + 1)))
 
     def _gather(self, located: LocatedRecords) -> Batch:
-        return self._row_reader.read(located, self._row_reader.check(located))
+        reader = self._row_reader
+        return reader.gather_latents(reader.read(located, reader.check(located)))
 
 
 def _as_numbers(numbers: Any) -> np.ndarray:

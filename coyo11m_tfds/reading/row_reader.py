@@ -257,9 +257,10 @@ class RowReader:
         columns: Mapping[str, OpenedColumn],
         files: HeldFiles,
     ):
-        """Takes the files of the split, to which it adds those of the columns."""
+        """Adds the shards of the split and the files of its columns to others in memory."""
         self.files = files
         self._split = split
+        self._first_file = files.add_shards(split.file, split.file_sizes)
         self._features = features
         self._layout = layout
         self._columns = {name: ColumnReader(opened, files) for name, opened in columns.items()}
@@ -290,7 +291,8 @@ class RowReader:
         count -= first
         begin, nbytes = self._split.index.byte_range(shards, first, count)
         ends = (begin + nbytes).tolist()
-        chunks = [[x] for x in zip(shards.tolist(), begin.tolist(), ends, strict=True)]
+        files = (self._first_file + shards).tolist()
+        chunks = [[x] for x in zip(files, begin.tolist(), ends, strict=True)]
         number = self._split.first_numbers[shards] + first
         # A request for each column: the rows of a chunk are neighbours in its file, too.
         for column in self._columns.values():
@@ -307,7 +309,7 @@ class RowReader:
         first = (runs & 0xFFFFFFFF) * _STRIDE
         count = np.minimum(self._split.index.shard_lengths[shards] - first, _STRIDE)
         offset, nbytes = self._split.index.byte_range(shards, first, count)
-        start, limit = self.files.locate(shards, offset, nbytes)
+        start, limit = self.files.locate(self._first_file + shards, offset, nbytes)
         begins, ends = locate_records(self.files, start, count, limit)
         # Records of another build may have the same sizes: their checksums tell them apart, with
         # or without `verify`.
@@ -347,10 +349,11 @@ class RowReader:
     def read(self, located: LocatedRecords, codes: np.ndarray) -> Batch:
         """Reads some records in their order, given the result of `check`.
 
-        Bad records give zeros and empty captions, or a `DamagedError`.
+        The batch has the places of latents, which `gather_latents` replaces. Bad records give
+        zeros and empty captions, or a `DamagedError`.
         """
         # Before the report, because damage may come from a change.
-        self.files.check_unchanged(located.shard)
+        self.files.check_unchanged(self._first_file + located.shard)
         for column in self._columns.values():
             column.check_unchanged(located.number)
         is_good = codes == damage.GOOD
@@ -365,6 +368,17 @@ class RowReader:
             count = self._features.stored[schema.LATENTS].shape[0]
             crops = self._features.choose_crops(located.epoch, keys, count)
         return {name: self._array(name, located, is_good, keys, crops) for name in names}
+
+    def gather_latents(self, batch: Batch) -> Batch:
+        """Returns a batch of `read` with latents, also one that was joined of several readers.
+
+        The readers have the same files, and latents of the same shape and dtype.
+        """
+        if schema.LATENTS not in batch:
+            return batch
+        shape, dtype = self._features.stored[schema.LATENTS]
+        latents = self._gather_values(batch[schema.LATENTS], shape[1:], dtype)
+        return {**batch, schema.LATENTS: latents}
 
     def _compare(self, located: LocatedRecords, rows: np.ndarray) -> np.ndarray:
         """Returns the codes of some of the records after all their checksums are compared."""
@@ -429,7 +443,9 @@ class RowReader:
         if name == CROP and crops is not None:
             middle = schema.middle_crop(features.stored[schema.LATENTS].shape[0])
             return np.where(good, crops - middle, 0).astype(np.int32)
-        return self._numbers(name, located, good, crops)
+        if name == schema.LATENTS:
+            return self._latent_places(located, good, crops)
+        return self._numbers(name, located, good)
 
     def _texts(
         self, mixture: TextMixture, located: LocatedRecords, good: np.ndarray, keys: np.ndarray
@@ -443,33 +459,25 @@ class RowReader:
             values[rows, : text.size] = self._numbers(name, located, good & rows)[rows]
         return values
 
-    def _numbers(
-        self,
-        name: str,
-        located: LocatedRecords,
-        good: np.ndarray,
-        crops: np.ndarray | None = None,
+    def _latent_places(
+        self, located: LocatedRecords, good: np.ndarray, crops: np.ndarray | None
     ) -> np.ndarray:
-        """Values of a fixed size, from records or a column; zeros for bad rows.
+        """The place of the crop of each record, or those of all crops; 0 for bad records."""
+        (count, *shape), dtype = self._features.stored[schema.LATENTS]
+        pieces = located.values.places[schema.LATENTS].reshape(len(good), -1)
+        # A `.pt` file may keep each crop apart, as a piece of the row.
+        in_piece = np.arange(count // pieces.shape[1]) * dtype.itemsize * math.prod(shape)
+        places = (pieces[..., None] + in_piece).reshape(-1, count)
+        places[~good] = 0
+        if crops is None:
+            return places
+        return places[np.arange(len(good)), crops]
 
-        Of latents, one of the `crops` of each row, or all of them.
-        """
+    def _numbers(self, name: str, located: LocatedRecords, good: np.ndarray) -> np.ndarray:
+        """Values of a fixed size, from records or a column; zeros for bad records."""
         shape, dtype = self._features.stored[name]
-        pieces = located.values.places[name].reshape(len(good), -1)
-        places = pieces[:, 0]
-        if name == schema.LATENTS:
-            # A `.pt` file may keep each crop apart, as a piece of the row.
-            count = shape[0]
-            shape = shape[1:]
-            in_piece = np.arange(count // pieces.shape[1]) * dtype.itemsize * math.prod(shape)
-            places = (pieces[..., None] + in_piece).reshape(-1, count)
-            if crops is not None:
-                places = places[np.arange(len(good)), crops]
-        if good.all():
-            return self._gather_values(places, shape, dtype)
-        values = np.zeros((*places.shape, *shape), dtype)
-        values[good] = self._gather_values(places[good], shape, dtype)
-        return values
+        places = located.values.places[name].reshape(len(good), -1)[:, 0]
+        return self._gather_values(np.where(good, places, 0), shape, dtype)
 
     def _gather_values(
         self, places: np.ndarray, shape: tuple[int, ...], dtype: np.dtype

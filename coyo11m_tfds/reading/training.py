@@ -23,6 +23,7 @@ from coyo11m_tfds.reading.engines import (
     kept_records,
     open_splits,
 )
+from coyo11m_tfds.reading.files import MappedFiles
 from coyo11m_tfds.reading.mixture import BatchShares, Cursor, Position, Stage
 from coyo11m_tfds.reading.options import MixSource, TrainOptions, check_latents, choose_texts
 from coyo11m_tfds.reading.order import Order, train_blocks
@@ -160,6 +161,8 @@ class TrainReader:
         # Padded to the longest text of all sources, so that their rows fit into one batch.
         mixtures = choose_texts(plan.sources, plan.options.text, plan.options.feature_names)
         self._readers = []
+        # One range of memory for all sources, so that a batch has places of them together.
+        mapped_files = MappedFiles()
         for source, split, text in zip(plan.sources, plan.splits, mixtures, strict=True):
             options = plan.options.for_source(source)
             reader = SplitReader(
@@ -169,6 +172,7 @@ class TrainReader:
                 seed=options.seed,
                 caption_dropout=options.caption_dropout,
                 with_mask=options.on_bad_records == damage.SKIP,
+                mapped_files=mapped_files,
             )
             self._readers.append(reader)
         self._check_specs()
@@ -244,31 +248,37 @@ class TrainReader:
     def _read_shape(
         self, lanes: range, cursor: Cursor, stage: Stage, shape: int, steps_per_item: int
     ) -> Iterator[Batch]:
-        """Yields the batches of a shape."""
+        """Returns the batches of a shape."""
         members = stage.members(shape)
         steps = steps_per_item or 1
         # Several steps of a source are read at once, so that the cost of NumPy's calls is as small
         # as in batches of one source.
         if not steps_per_item and cursor.stride == 1:
             steps = len(members)
-        shares_of_all = [self._read_source(i, lanes, cursor, stage, steps) for i in members]
-        for shares in zip(*shares_of_all, strict=True):
-            if len(members) == steps == 1:
-                yield shares[0]
-                continue
-            by_lane = []
-            for share in shares:
-                shape_of_rows = (len(lanes), steps, -1)
-                by_lane.append(
-                    {name: x.reshape(*shape_of_rows, *x.shape[1:]) for name, x in share.items()}
-                )
-            for first in range(0, steps, steps_per_item or 1):
-                yield _join_shares(by_lane, slice(first, first + (steps_per_item or 1)))
+        # Where all files are mapped, the places of latents are joined, and latents copied once.
+        has_places = all(self._readers[number].is_mapped for number in members)
+        shares = [
+            self._read_source(number, lanes, cursor, stage, steps, has_places) for number in members
+        ]
+        batches = _join_sources(shares, len(lanes), steps, steps_per_item or 1)
+        reader = self._readers[members[0]].mapped_reader
+        if reader and has_places:
+            return map(reader.gather_latents, batches)
+        return batches
 
     def _read_source(
-        self, number: int, lanes: range, cursor: Cursor, stage: Stage, steps: int
+        self,
+        number: int,
+        lanes: range,
+        cursor: Cursor,
+        stage: Stage,
+        steps: int,
+        has_places: bool,
     ) -> Iterator[Batch]:
-        """Yields the share of a source in the batches of the stride, or in `steps` at once."""
+        """Returns the share of a source in the batches of the stride, or in `steps` at once.
+
+        With `has_places`, batches have the places of latents in mapped files.
+        """
         options = self._options
         reader = self._readers[number]
         # The sources of a batch share the reads that a lane may have in flight.
@@ -290,6 +300,8 @@ class TrainReader:
             numbers,
             block_rows=in_flight * options.chunk if is_small else 0,
         )
+        if has_places:
+            return reader.read_mapped(blocks)
         return reader.read_blocks(blocks, in_flight)
 
     def _check_specs(self) -> None:
@@ -317,6 +329,23 @@ def _batches_of_shape(stage: Stage, shape: int, first: int, stride: int) -> Iter
             if (step - first) % stride == 0:
                 yield number
             number += 1
+
+
+def _join_sources(
+    sources: Sequence[Iterator[Batch]], lanes: int, steps: int, steps_per_batch: int
+) -> Iterator[Batch]:
+    """Yields batches that join the shares of all sources, each share of `steps` steps."""
+    for shares in zip(*sources, strict=True):
+        if len(sources) == steps == 1:
+            yield shares[0]
+            continue
+        by_lane = []
+        for share in shares:
+            by_lane.append(
+                {name: x.reshape(lanes, steps, -1, *x.shape[1:]) for name, x in share.items()}
+            )
+        for first in range(0, steps, steps_per_batch):
+            yield _join_shares(by_lane, slice(first, first + steps_per_batch))
 
 
 def _join_shares(shares: list[Batch], steps: slice) -> Batch:

@@ -131,7 +131,8 @@ def test_each_file_is_looked_at_again_when_a_batch_touches_it(tmp_path, monkeypa
     paths = [tmp_path / str(number) for number in range(40)]
     for path in paths:
         path.write_bytes(b'some bytes')
-    files = files_lib.MappedFiles(lambda number: str(paths[number]), [10] * 40)
+    files = files_lib.MappedFiles()
+    files.add_shards(lambda number: str(paths[number]), [10] * 40)
     files.locate(np.arange(40), np.zeros(40, int), 1)
     clock = time.monotonic()
     monkeypatch.setattr(files_lib.time, 'monotonic', lambda: clock + 61)
@@ -144,7 +145,8 @@ def test_each_file_is_looked_at_again_when_a_batch_touches_it(tmp_path, monkeypa
 
 def test_located_ranges_end_where_the_file_ends(tmp_path):
     (tmp_path / '0').write_bytes(b'some bytes')
-    files = files_lib.MappedFiles(lambda number: str(tmp_path / '0'), [10])
+    files = files_lib.MappedFiles()
+    files.add_shards(lambda number: str(tmp_path / '0'), [10])
     begin, end = files.locate(np.zeros(4, int), np.array([0, 5, 8, 10**9]), 5)
     found = [x.tobytes() for x in files.views(begin, end)]
     assert found == [b'some ', b'bytes', b'es', b'']
@@ -223,7 +225,8 @@ def test_keys_and_captions_of_every_length_are_found(tmp_path):
     }
     with open(file, 'wb') as opened, records.RecordWriter(opened) as writer:
         writer.write(columns)
-    files = files_lib.MappedFiles(lambda number: str(file), [file.stat().st_size])
+    files = files_lib.MappedFiles()
+    files.add_shards(lambda number: str(file), [file.stat().st_size])
     start, limit = files.locate(np.array([0]), np.array([0]), 10**9)
     begin, end = row_reader.locate_records(files, start, np.array([10]), limit)
     begin, end = begin[0, :10], end[0, :10]

@@ -27,11 +27,12 @@ GUARDS = """
 
     guard = 1 << 20  # more bytes than a record has
     page = mmap.PAGESIZE
+    zeros = files._NUM_ZEROS  # before all files
 
     def lay_out(size):
         room = -(-size // page) * page
-        starts = guard * np.arange(1, 1 + len(size)) + page + np.cumsum(room) - room
-        nbytes = page + int(room.sum()) + guard * (1 + len(size))
+        starts = guard * np.arange(1, 1 + len(size)) + zeros + np.cumsum(room) - room
+        nbytes = zeros + int(room.sum()) + guard * (1 + len(size))
         return starts + (room - size if at == 'end' else 0), nbytes
 
     def copy_at(data, start, file, size):
@@ -117,7 +118,8 @@ def test_places_outside_of_all_files_are_refused_and_others_read_as_zeros(tmp_pa
     paths = [tmp_path / str(number) for number in range(3)]
     for path in paths:
         path.write_bytes(b'some bytes')
-    files = MappedFiles(lambda number: str(paths[number]), [10] * 3)
+    files = MappedFiles()
+    files.add_shards(lambda number: str(paths[number]), [10] * 3)
     begin, _ = files.locate(np.array([0, 2]), np.array([0, 0]), 10)
     between = int(begin.sum()) // 2  # in the file that is not open
     places = np.array([0, begin[0], between, begin[1]])
@@ -136,7 +138,8 @@ def test_files_are_unmapped_when_nobody_has_their_bytes(tmp_path):
     def is_mapped() -> bool:
         return str(path) in pathlib.Path('/proc/self/maps').read_text()
 
-    files = MappedFiles(lambda number: str(path), [10])
+    files = MappedFiles()
+    files.add_shards(lambda number: str(path), [10])
     view = files.views(*files.locate(np.array([0]), np.array([0]), 10))[0]
     del files
     gc.collect()
