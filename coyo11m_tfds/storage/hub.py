@@ -1,44 +1,54 @@
-"""Data sets on the Hugging Face hub, which are only read, at one commit each."""
+"""Data sets on the Hugging Face hub, which are only read, at one commit each.
 
+The hub counts requests in windows of five minutes, fewest for listings, and some thousand for the
+addresses of files (https://huggingface.co/docs/hub/rate-limits). So a process lists a commit once,
+and keeps the address of a file for as long as it serves.
+"""
+
+import dataclasses
+import email.utils
 import os
+import re
+import threading
+import time
+import urllib.parse
 from collections.abc import Mapping
 
 import huggingface_hub
 from huggingface_hub import errors, utils
 
-from coyo11m_tfds.storage import retry
-from coyo11m_tfds.storage.file_state import StrPath
+from coyo11m_tfds.storage import remote, retry
 from coyo11m_tfds.storage.remote import RemoteFolder
 from coyo11m_tfds.storage.stored_file import StoredFile
+
+_HOUR = 3600.0  # seconds for which the hub signs an address
+# A request may begin shortly before the end of an address.
+_KEPT_SHARE = 0.95
+
+# A data set may have been renamed, and a mirror of the hub may lead to the hub itself.
+_MAX_REDIRECTS = 5
+
+Files = Mapping[str, StoredFile]  # by path in a data set
 
 
 class Hub(RemoteFolder):
     """A folder of a data set, or all of it, `hf://datasets/owner/name[@revision][/folder]`."""
 
-    def __init__(self, folder: StrPath, files: Mapping[str, StoredFile] = {}):
-        """Takes the URL and, for a folder at a commit, the files below it by relative name."""
-        super().__init__(folder)
-        # Of a pinned folder, by relative name: its commit cannot change, so it is listed once.
-        self._files = files
-
     def pin(self) -> 'Hub':
         """Returns the folder at its present commit; FileNotFoundError if it has no files."""
-        if self._files:
-            return self
         base, files = _list_dataset(self.folder)
         path_in_repo = _parse_url(self.folder).path_in_repo
-        files_below = _files_below(files, path_in_repo)
-        if not files_below:
+        if not _files_below(files, path_in_repo):
             raise FileNotFoundError(self.folder)
-        return Hub(f'{base}/{path_in_repo}', files_below)
+        return Hub(f'{base}/{path_in_repo}')
 
     def list(self, sub_folder: str = '', *, deep: bool = False) -> dict[str, StoredFile]:
-        """Lists the files of the data set's commit, in one request unless the folder is pinned."""
+        """Lists the files of the data set's commit; one that is named is listed once a process."""
         try:
-            files = self.pin()._files
+            _, files = _list_dataset(self.folder)
         except FileNotFoundError:
             return {}
-        files_below = _files_below(files, sub_folder)
+        files_below = _files_below(files, _parse_url(self.path_of(sub_folder)).path_in_repo)
         if deep:
             return files_below
         return {name: file for name, file in files_below.items() if '/' not in name}
@@ -58,18 +68,111 @@ class Hub(RemoteFolder):
 
     @classmethod
     def _request(cls, path: str) -> tuple[str, dict[str, str]]:
-        uri = _parse_url(path)
-        url = huggingface_hub.hf_hub_url(
-            uri.id,
-            uri.path_in_repo,
-            repo_type='dataset',
-            revision=uri.revision,
-            endpoint=_endpoint(),
-        )
-        return url, utils.build_hf_headers(library_name='coyo11m_tfds')
+        url = _url_of(path)
+        file_address = _addresses.setdefault(url, _FileAddress())
+        # One thread asks for the address, and those that read the same file wait for it.
+        with file_address.lock:
+            if time.monotonic() >= file_address.end:
+                file_address.renew(url, path)
+            address = file_address.address
+        return address, _headers_for(address, url)
+
+    @classmethod
+    def _forget_address(cls, path: str, address: str) -> bool:
+        url = _url_of(path)
+        if address == url:
+            return False
+        file_address = _addresses.setdefault(url, _FileAddress())
+        with file_address.lock:
+            # Another thread may have renewed it since.
+            if file_address.address == address:
+                file_address.end = 0.0
+        return True
 
 
-def _files_below(files: Mapping[str, StoredFile], folder: str) -> dict[str, StoredFile]:
+@dataclasses.dataclass
+class _FileAddress:
+    """The address at which a file is read, in any number of ranges, until it ends."""
+
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    address: str = ''
+    end: float = 0.0  # as `time.monotonic` counts
+
+    def renew(self, url: str, path: str) -> None:
+        """Asks the hub, which signs an address on the host that has the file.
+
+        Raises a FileNotFoundError or a `remote.Refused`, with the path of the file.
+        """
+        begin = time.monotonic()
+        seconds = _HOUR
+        address = url
+        for _ in range(_MAX_REDIRECTS):
+            headers = _headers_for(address, url)
+            with remote.send_request(address, headers, 0, 1, redirects=False) as response:
+                remote.check_status(response, path)
+                location = response.get_redirect_location()
+                if not location:
+                    break
+                # The connection is used again only if nothing is left in it.
+                response.drain_conn()
+                address = urllib.parse.urljoin(address, location)
+                seconds = _seconds_left(address, response.headers.get('Date', ''))
+            # Of files, a hub has addresses with this part alone.
+            if '/resolve/' not in urllib.parse.urlsplit(address).path:
+                break
+        self.address = address
+        self.end = begin + _KEPT_SHARE * seconds
+
+
+# By the URL of a file on the hub.
+_addresses: dict[str, _FileAddress] = {}
+# By endpoint, data set and commit, which never changes.
+_listings: dict[tuple[str | None, str, str], Files] = {}
+_listing_lock = threading.Lock()
+
+
+def _forget_all() -> None:
+    """Forgets addresses and locks, which threads of a parent process may hold."""
+    global _listing_lock
+    _addresses.clear()
+    _listing_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def _url_of(path: str) -> str:
+    """Returns the URL of a file at the hub, which redirects to the address of its content."""
+    uri = _parse_url(path)
+    return huggingface_hub.hf_hub_url(
+        uri.id,
+        uri.path_in_repo,
+        repo_type='dataset',
+        revision=uri.revision,
+        endpoint=_endpoint(),
+    )
+
+
+def _headers_for(address: str, url: str) -> dict[str, str]:
+    """Returns the headers of a request: another host than that of `url` must not see the token."""
+    if urllib.parse.urlsplit(address).netloc != urllib.parse.urlsplit(url).netloc:
+        return {}
+    return utils.build_hf_headers(library_name='coyo11m_tfds')
+
+
+def _seconds_left(address: str, date: str) -> float:
+    """Returns how long a signed address serves, at most an hour; `date` is the hub's present."""
+    query = urllib.parse.parse_qs(urllib.parse.urlsplit(address).query)
+    expires = query.get('Expires', [''])[0]
+    if not expires.isdigit():
+        return _HOUR
+    # By the clock of the hub, as that of this machine may be wrong.
+    parsed_date = email.utils.parsedate_tz(date)
+    now = email.utils.mktime_tz(parsed_date) if parsed_date else time.time()
+    return min(_HOUR, float(expires) - now)
+
+
+def _files_below(files: Files, folder: str) -> dict[str, StoredFile]:
     """Returns the files below a folder, '' for all, by their names within it."""
     prefix = f'{folder}/' if folder else ''
     return {
@@ -92,12 +195,29 @@ def _endpoint() -> str | None:
     return os.environ.get('HF_ENDPOINT') or None
 
 
-def _list_dataset(url: str) -> tuple[str, dict[str, StoredFile]]:
+def _is_commit(revision: str | None) -> bool:
+    """Returns whether a revision is the whole hash of a commit, and no branch or tag."""
+    return re.fullmatch('[0-9a-f]{40}', revision or '') is not None
+
+
+def _list_dataset(url: str) -> tuple[str, Files]:
     """Returns the URL of a data set at its commit, and all its files by path.
 
     Raises:
         FileNotFoundError: The hub has no such data set, or no such revision of it.
     """
+    uri = _parse_url(url)
+    commit = uri.revision or ''
+    with _listing_lock:
+        files = _listings.get((_endpoint(), uri.id, commit))
+        if files is None:
+            commit, files = _request_listing(url)
+            _listings[_endpoint(), uri.id, commit] = files
+    return f'hf://datasets/{uri.id}@{commit}', files
+
+
+def _request_listing(url: str) -> tuple[str, Files]:
+    """Returns the commit of a data set's revision, and all its files by path."""
     uri = _parse_url(url)
     api = huggingface_hub.HfApi(endpoint=_endpoint())
     try:
@@ -110,12 +230,12 @@ def _list_dataset(url: str) -> tuple[str, dict[str, StoredFile]]:
         )
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
         raise FileNotFoundError(url) from None
-    base = f'hf://datasets/{uri.id}@{info.sha}'
+    assert info.sha is not None  # of one data set
     files = {}
     for file in info.siblings or ():
         assert file.size is not None  # as `files_metadata` was requested
         # Git keeps only a pointer to a large file, whose own hash is that of the pointer.
         checksum = f'sha256:{file.lfs.sha256}' if file.lfs else f'git-sha1:{file.blob_id}'
-        name = file.rfilename
-        files[name] = StoredFile(f'{base}/{name}', file.size, checksum, checksum)
-    return base, files
+        path = f'hf://datasets/{uri.id}@{info.sha}/{file.rfilename}'
+        files[file.rfilename] = StoredFile(path, file.size, checksum, checksum)
+    return info.sha, files

@@ -16,7 +16,7 @@ import re
 import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import certifi
@@ -29,6 +29,9 @@ from coyo11m_tfds.storage.file_state import FileState, OnBytes, naming
 from coyo11m_tfds.storage.stored_file import StoredFile, encoded_error, file_changed
 
 _BLOCK = 1 << 18  # bytes received at a time
+
+# Addresses of a file that are tried in a row while one after the other has ended.
+_MAX_ADDRESSES = 3
 
 # Attempts that together receive this much do not count as failures: the transfer of a file of GBs
 # may break off more often than a request is retried.
@@ -52,6 +55,12 @@ class RemoteFolder(ReadableFolder):
     @abc.abstractmethod
     def _request(cls, path: str) -> tuple[str, dict[str, str]]:
         """Returns the address of a file, and headers with the credentials of this machine."""
+
+    @classmethod
+    def _forget_address(cls, path: str, address: str) -> bool:
+        """Forgets an address of a file that was refused; returns whether there may be another."""
+        del path, address
+        return False
 
     @classmethod
     def read_range(cls, file: StoredFile, start: int, length: int) -> bytes:
@@ -121,26 +130,54 @@ class RemoteFolder(ReadableFolder):
         """Requests bytes `start` to `stop`; the body of the response is just these."""
         if file.encoding:
             raise encoded_error(file.path, file.encoding)
-        url, headers = cls._request(file.path)
-        headers |= {'Accept-Encoding': 'identity', 'Range': f'bytes={start}-{stop - 1}'}
-        with _connections(url).request(
-            'GET',
-            url,
-            headers=headers,
-            preload_content=False,
-            # That of the connection, and of each piece of the body.
-            timeout=retry.stall_seconds(),
-            # Redirections, of the hub, are followed, without the credentials to another host.
-            retries=urllib3.Retry(None, connect=0, read=0, status=0, other=0, redirect=5),
-        ) as response:
-            if response.status in (404, 410):
-                raise FileNotFoundError(f'{file.path} is gone; it was there when it was listed.')
+        with cls._send(file.path, start, stop) as response:
             if response.status == 416:
                 raise file_changed(file, response.headers.get('Content-Range', 'it is shorter'))
-            if response.status >= 400:
-                raise Refused(response)
+            check_status(response, file.path)
             _check_response(file, start, stop, response)
             yield response
+
+    @classmethod
+    def _send(cls, path: str, start: int, stop: int) -> urllib3.BaseHTTPResponse:
+        """Requests bytes `start` to `stop` of a file, from another address if the first has ended.
+
+        Whoever takes the response closes it.
+        """
+        for addresses_left in reversed(range(_MAX_ADDRESSES)):
+            address, headers = cls._request(path)
+            response = send_request(address, headers, start, stop)
+            has_ended = response.status == 403 and cls._forget_address(path, address)
+            if not has_ended or not addresses_left:
+                break
+            response.close()
+        return response
+
+
+def send_request(
+    address: str, headers: Mapping[str, str], start: int, stop: int, *, redirects: bool = True
+) -> urllib3.BaseHTTPResponse:
+    """Requests bytes `start` to `stop` of what is at an address; whoever takes them closes it.
+
+    With `redirects` they are followed, without the credentials to another host.
+    """
+    return _connections(address).request(
+        'GET',
+        address,
+        headers={**headers, 'Accept-Encoding': 'identity', 'Range': f'bytes={start}-{stop - 1}'},
+        preload_content=False,
+        # That of the connection, and of each piece of the body.
+        timeout=retry.stall_seconds(),
+        retries=urllib3.Retry(None, connect=0, read=0, status=0, other=0, redirect=5),
+        redirect=redirects,
+    )
+
+
+def check_status(response: urllib3.BaseHTTPResponse, path: str) -> None:
+    """Raises a FileNotFoundError or a `Refused` if the response is not about bytes of the file."""
+    if response.status in (404, 410):
+        raise FileNotFoundError(f'{path} is gone; it was there when it was listed.')
+    if response.status >= 400:
+        raise Refused(response)
 
 
 class Refused(OSError):
@@ -200,12 +237,15 @@ def _check_response(
 
 def _connections(url: str) -> urllib3.PoolManager:
     """Returns the connections of this thread; a forked process must not share its parent's."""
+    environment = (os.getpid(), *map(os.environ.get, _ENVIRONMENT))
+    if getattr(_threads, 'environment', None) != environment:
+        _threads.pools = {}
+        _threads.environment = environment
+    # By host: some are reached without the proxy.
     host = urllib.parse.urlsplit(url).netloc
-    key = (os.getpid(), host, *map(os.environ.get, _ENVIRONMENT))
-    if getattr(_threads, 'key', None) != key:
-        _threads.pool = _connect(url)
-        _threads.key = key
-    return _threads.pool
+    if host not in _threads.pools:
+        _threads.pools[host] = _connect(url)
+    return _threads.pools[host]
 
 
 def _connect(url: str) -> urllib3.PoolManager:

@@ -13,6 +13,7 @@ import random
 import re
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -67,6 +68,10 @@ _PERMANENT_NAMES = {
     'requests': {'ContentDecodingError'},
 }
 
+# Until when threads wait for quotas, by what is said of each. All of a process meet it together.
+_waits: dict[str, float] = {}
+_waiting_lock = threading.Lock()
+
 
 class GivenUp(OSError):
     """Every attempt failed with a transient error."""
@@ -99,7 +104,11 @@ def call(operation: Callable[[], T], label: str) -> T:
                 ) from error
             delay = _delay(attempt, error)
             outlook = f'trying again in {delay:.1f} s (attempt {attempt} of {_ATTEMPTS} failed).'
-            logging.warning('%s: %s; %s', label, _text(error), outlook)
+            quota = _describe_quota(error)
+            if not quota:
+                logging.warning('%s: %s; %s', label, _text(error), outlook)
+            elif _is_first_to_wait(quota, delay):
+                logging.warning('%s: %s; waiting %.0f s for the next.', label, quota, delay)
         time.sleep(delay)
     raise AssertionError  # the last attempt has returned or raised
 
@@ -156,7 +165,30 @@ def _server_seconds(error: Exception) -> float:
         return float(retry_after)
     # The hub's windows are five minutes: RateLimit: "resolvers";r=0;t=212
     window = re.search(r';\s*r=0\b.*;\s*t=(\d+)', str(headers.get('ratelimit', '')))
-    return float(window[1]) if window else 0.0
+    # One more, as the seconds may be rounded down.
+    return float(window[1]) + 1.0 if window else 0.0
+
+
+def _describe_quota(error: Exception) -> str:
+    """Returns which quota of the hub is used up; '' if `error` has another cause."""
+    headers = getattr(getattr(error, 'response', None), 'headers', None) or {}
+    used_up = re.match(r'"(\w+)";\s*r=0\b', str(headers.get('ratelimit', '')))
+    # The headers come with every response, also with errors of another kind.
+    if not used_up or _status(error) != 429:
+        return ''
+    policy = re.search(r'q=(\d+);\s*w=(\d+)', str(headers.get('ratelimit-policy', '')))
+    size = f' of {int(policy[1]):,} in {policy[2]} s' if policy else ''
+    return f"the hub's quota of {used_up[1]}{size} is used up"
+
+
+def _is_first_to_wait(quota: str, delay: float) -> bool:
+    """Returns whether no other thread has reported this quota in its present window."""
+    with _waiting_lock:
+        now = time.monotonic()
+        is_first = now >= _waits.get(quota, 0.0)
+        if is_first:
+            _waits[quota] = now + delay
+    return is_first
 
 
 def _refused(error: Exception, label: str) -> PermissionError | None:

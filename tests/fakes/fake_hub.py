@@ -1,17 +1,25 @@
 """A stand-in for the HTTP interface of the Hugging Face hub, for one repository.
 
 Large files, and those named like data, are "LFS" files as on the hub: known by their SHA-256, and a
-download is redirected to another host, which must not see the user's token. Small ones are known by
-git's SHA-1.
+download is redirected to an address on another host, which must not see the user's token. The
+address is signed and serves any range for some time. Small ones are known by git's SHA-1.
+
+Requests are counted as on the hub, in windows of fixed length, and every answer says how many are
+left (https://huggingface.co/docs/hub/rate-limits).
 """
 
 import base64
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
+import math
 import pathlib
+import threading
+import time
 import urllib.parse
+from collections import Counter
 from collections.abc import Mapping
 
 from tests.fakes.fake_http import Call, FakeServer, Refused, Reply, json_reply, select_range
@@ -65,8 +73,42 @@ class _Refused(Refused):
         self.code = code
 
 
+@dataclasses.dataclass
+class Quota:
+    """Requests of a kind that a user may send in a window; for many threads."""
+
+    kind: str  # 'api' or 'resolvers'
+    limit: int
+    window: float = 300.0  # seconds
+
+    def __post_init__(self):
+        self._lock = threading.Lock()
+        self._begin = time.monotonic()
+        self._num_sent = 0
+
+    def count(self) -> tuple[bool, dict[str, str]]:
+        """Counts a request; returns whether it is within the quota, and headers for its answer."""
+        with self._lock:
+            now = time.monotonic()
+            if now >= self._begin + self.window:
+                self._begin += (now - self._begin) // self.window * self.window
+                self._num_sent = 0
+            self._num_sent += 1
+            num_left = max(0, self.limit - self._num_sent)
+            seconds = math.ceil(self._begin + self.window - now)
+            policy = f'"fixed window";"{self.kind}";q={self.limit};w={self.window:g}'
+            headers = {'RateLimit': f'"{self.kind}";r={num_left};t={seconds}'}
+            return self._num_sent <= self.limit, {**headers, 'RateLimit-Policy': policy}
+
+
 class Hub(FakeServer):
-    """The server of one data set, `repo`; a `gated` one gives files only to who sends `token`."""
+    """The server of one data set, `repo`; a `gated` one gives files only to who sends `token`.
+
+    Attributes:
+        quotas: By kind; those of a free account, unless `set_quota` sets others.
+        address_seconds: How long a signed address serves a file.
+        address_uses: How many requests it serves; None for any number.
+    """
 
     routes, repo, token = _ROUTES, 'owner/name', 'hf_token_for_tests'
 
@@ -74,6 +116,18 @@ class Hub(FakeServer):
         super().__init__()
         self.gated = False
         self.content_encoding = ''  # that of a proxy on the way to the files
+        self.quotas: dict[str, Quota] = {}
+        self.set_quota('api', 1000)
+        self.set_quota('resolvers', 5000)
+        self.address_seconds = 3600.0
+        self.address_uses: int | None = None
+        # By signature: time of the end, and number of requests.
+        self._ends: dict[str, float] = {}
+        self._uses: Counter[str] = Counter()
+        self._numbers = itertools.count()
+        # By the number of reads after which they happen: contents of the branch.
+        self._pushes: dict[int, Mapping[str, bytes]] = {}
+        self._num_reads = itertools.count(1)
         self.env: dict[str, str] = {'HF_ENDPOINT': self.url}
         self._commits: dict[str, dict[str, _File]] = {}
         self._branches: dict[str, str] = {}
@@ -92,6 +146,24 @@ class Hub(FakeServer):
         self._commits[commit] = made
         self._branches[branch] = commit
         return commit
+
+    def set_quota(self, kind: str, limit: int, window: float = 300.0) -> None:
+        """Allows so many requests of a kind in a window of so many seconds, from now on."""
+        self.quotas[kind] = Quota(kind, limit, window)
+
+    def push_after(self, num_reads: int, files: Mapping[str, bytes]) -> None:
+        """Makes `files` all that `main` holds, after so many more reads of files."""
+        self._num_reads = itertools.count(1)
+        self._pushes[num_reads] = files
+
+    def count(self, *actions: str) -> int:
+        """Returns how many requests of these actions the log has."""
+        return sum(request.action in actions for request in self.requests)
+
+    @property
+    def num_api_calls(self) -> int:
+        """How many requests the log has that count as calls of the hub's API."""
+        return self.count('info', 'tree', 'harnesses')
 
     # --- What a request is about -------------------------------------------------------------
 
@@ -118,6 +190,19 @@ class Hub(FakeServer):
             503: ('', 'Service Unavailable'),
         }[status]
         return _Refused(status, code, message)
+
+    def answer(self, call: Call) -> Reply:
+        """Counts the request, unless it is one to the host that stores the files."""
+        kind = ''
+        if '/resolve/' in call.path or '/resolve-cache/' in call.path:
+            kind = 'resolvers'
+        elif call.path.startswith('/api/'):
+            kind = 'api'
+        if not kind:
+            return super().answer(call)
+        is_within, headers = self.quotas[kind].count()
+        reply = super().answer(call) if is_within else self.refuse(429, call)
+        return dataclasses.replace(reply, headers={**reply.headers, **headers})
 
     # --- Answers -----------------------------------------------------------------------------
 
@@ -188,8 +273,10 @@ class Hub(FakeServer):
             return Reply(307, headers={'Location': where})
         # Not `url`: under another name this is another host to the client.
         host = f'http://localhost:{self.address[1]}'
-        signature = files[path].sha256[:8]
-        where = f'{host}/storage/{commit}/{quoted}?signature={signature}'
+        signature = f'{files[path].sha256[:8]}-{next(self._numbers)}'
+        end = time.time() + self.address_seconds
+        self._ends[signature] = end
+        where = f'{host}/storage/{commit}/{quoted}?Expires={end:.0f}&signature={signature}'
         return Reply(302, headers={'Location': where})
 
     def _on_small(self, call: Call, repo: str, commit: str, path: str) -> Reply:
@@ -200,8 +287,16 @@ class Hub(FakeServer):
         file = self._commits[commit][path]
         if 'Authorization' in call.headers:
             return _error(400, '', 'Only one auth mechanism allowed')
-        if call.query.get('signature') != file.sha256[:8]:
+        signature = call.query.get('signature', '')
+        if not signature.startswith(file.sha256[:8]):
             return _error(403, '', 'SignatureDoesNotMatch')
+        self._uses[signature] += 1
+        is_worn = self.address_uses is not None and self._uses[signature] > self.address_uses
+        if is_worn or time.time() > self._ends[signature]:
+            return _error(403, '', 'AccessDenied')
+        pushed_files = self._pushes.pop(next(self._num_reads), None)
+        if pushed_files is not None:
+            self.commit(pushed_files)
         encoding = self.content_encoding
         return select_range(call, file.data, {'Content-Encoding': encoding} if encoding else {})
 

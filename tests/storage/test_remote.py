@@ -160,7 +160,8 @@ def test_missing_access_is_told_at_once(cloud, target, kind, operation):
     assert cloud.file.path in str(raised.value)
     assert str(raised.value).count('access was refused') == 1
     assert re.search('storage.objects.get access|is restricted|not in the auth', str(raised.value))
-    assert len(cloud.reads()) == 1
+    # On the hub, the signed address might have ended, but another one helps no more.
+    assert len(cloud.reads()) == (3 if kind == '403' and 'hf://' in cloud.file.path else 1)
     cloud.server.heal()
     fetch(cloud.file, target)
     assert_fetched(target)
