@@ -4,7 +4,7 @@
     python -m coyo11m_tfds.build --manual_dir=SOURCE --data_dir=OUT \\
         --config='{"name": "qwen", "text_embeddings": "qwen"}'
     python -m coyo11m_tfds.build --manual_dir=SOURCE --data_dir=OUT \\
-        --encoder=hash
+        --encoder=words
 
 The last command embeds the captions before the build, as coyo11m_tfds.embed_captions does, into
 OUT/text-NAME. NAME is the name of the config or, without a config, of the encoder. SOURCE is a

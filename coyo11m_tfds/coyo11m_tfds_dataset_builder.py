@@ -2,7 +2,7 @@
 
     tfds build coyo11m_tfds --manual_dir=SOURCE --data_dir=OUT
 
-    config = Coyo11mConfig(name='hash', source='SOURCE', text_embeddings='hash')
+    config = Coyo11mConfig(name='words', source='SOURCE', text_embeddings='WORDS')
     Builder(data_dir='OUT', config=config).download_and_prepare()
 
 `tfds.builder_from_directory` reads a built data set without this module and without torch.
@@ -281,7 +281,7 @@ class Builder(dataset_builder.FileReaderBuilder):
         return '\n'.join(lines)
 
     def _build_with_text(self) -> str:
-        """Returns the command that builds from the same source with embeddings of captions."""
+        """Returns the command that builds from the same source with the words of captions."""
         words = ['python', '-m', 'coyo11m_tfds.build']
         if self._source:
             words.append(f'--manual_dir={self._source}')
@@ -289,7 +289,7 @@ class Builder(dataset_builder.FileReaderBuilder):
         for name, value in self.builder_config.changed_fields().items():
             if name in CAPTION_FLAGS:
                 words.append(f'--{name}={value}')
-        return shlex.join([*words, '--encoder=hash'])
+        return shlex.join([*words, '--encoder=words'])
 
     def _download_and_prepare(self, dl_manager, download_config=None) -> None:
         raise NotImplementedError  # abstract in TFDS; `download_and_prepare` does not call it

@@ -3,7 +3,7 @@
     python -m coyo11m_tfds.encode_images --images=PHOTOS \\
         --vae=stabilityai/sdxl-vae --out=SOURCE
     python -m coyo11m_tfds.build --manual_dir=SOURCE --data_dir=OUT \\
-        --encoder=hash --config='{"validation_fraction": 0.04}'
+        --encoder=words --config='{"validation_fraction": 0.04}'
 
 PHOTOS is a folder, local, on gs:// or on hf://, of images with captions next to them, of tars, or
 of Parquet files (docs/images.md). SOURCE, local or on gs://, receives tars of latents. With
@@ -242,7 +242,7 @@ def _data_dir(out: str) -> str:
 
 def _build_command(out: str) -> list[str]:
     """Returns the beginning of the command of a build, which lacks the source."""
-    return ['python', '-m', 'coyo11m_tfds.build', '--encoder=hash', f'--data_dir={_data_dir(out)}']
+    return ['python', '-m', 'coyo11m_tfds.build', '--encoder=words', f'--data_dir={_data_dir(out)}']
 
 
 def _choose_config(num_records: int) -> dict[str, Any]:

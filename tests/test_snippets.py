@@ -102,7 +102,8 @@ def typed(tmp_path_factory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp('typed')
     source = str(folder / 'SOURCE')
     sample_data.make_sample(source, num_samples=1200)
-    embed_captions.embed(source, 'hash', folder / 'hash')
+    words = folder / 'OUT' / 'text-words'
+    embed_captions.embed(source, 'words', words, embed_captions.EmbedSettings(tokens_only=True))
     for name, kind in test_formats.LIKE.items():
         test_formats.make_source(folder / name, kind, count=600)
     own = made_sources.write_source(folder / 'OWN', [range(300), range(300, 600)])
@@ -110,7 +111,7 @@ def typed(tmp_path_factory) -> pathlib.Path:
     made_sources.rename_columns(own, 'image_id', 'blip')
     shutil.move(folder / schema.CAPTIONS_FILE, own)
     made_sources.rename_columns(own, 'image_id', 'text', parts=3)
-    config = Coyo11mConfig(name='hash', text_embeddings=str(folder / 'hash'))
+    config = Coyo11mConfig(name='words', text_embeddings=str(words))
     for chosen in ('latents', config):
         builder = Builder(data_dir=folder / 'OUT', config=chosen)
         builder.download_and_prepare(

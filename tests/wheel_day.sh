@@ -26,8 +26,8 @@ mkdir day
 cd day
 python=../user/bin/python
 $python -m coyo11m_tfds.sample_data --out=SOURCE
-$python -m coyo11m_tfds.build --manual_dir=SOURCE --data_dir=OUT --encoder=hash
-$python -m train_lib.main --config=small --workdir=W --config.data.dir=OUT/coyo11m_tfds/hash/1.0.0 \
+$python -m coyo11m_tfds.build --manual_dir=SOURCE --data_dir=OUT --encoder=words
+$python -m train_lib.main --config=small --workdir=W --config.data.dir=OUT/coyo11m_tfds/words/1.0.0 \
     --config.num_steps=20 --config.optimizer.warmup_steps=5
 $python -m train_lib.draw --workdir=W --prompts='woman astronaut: dark skin tone' --out=drawn.png
 test -s drawn.png

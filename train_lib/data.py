@@ -27,7 +27,7 @@ Batches = Iterator[dict[str, jax.Array]]
 _FEW_RECORDS = 32
 _NO_TEXT = (
     'no text: the model learns to draw without captions; for captions, build the data set with '
-    '--encoder=hash or another encoder'
+    '--encoder=words or another encoder'
 )
 
 
