@@ -87,7 +87,7 @@ def test_it_ends_with_where_the_report_and_the_data_set_are(built, source):
     lines = [line for line in said.partition('train  ')[2].splitlines() if line]
     page = next(final_folder(out).glob('report-*.html'))
     report = lines.index(f'report      {page}')
-    flags = f"--manual_dir={source} '--data_dir={out}' --encoder=hash"
+    flags = f"--manual_dir={source} '--data_dir={out}' --encoder=words"
     again = f'python -m coyo11m_tfds.build {flags}'
     train = 'python -m train_lib.main --config=small --workdir=W'
     assert lines[report + 1 : report + 5] == [
