@@ -107,13 +107,16 @@ BAD_TENSORS = {
     'latents of five rows': ({'latents': LATENTS[:5]}, 'latents has shape (5, 3, 4, 32, 32)'),
     'latents of double precision': (
         {'latents': LATENTS.double()},
-        'expected a dense tensor of float16 or bfloat16',
+        'latents is float64, expected a dense tensor of float16 or bfloat16',
     ),
     'latents of three axes': (
         {'latents': LATENTS[:, 0, 0]},
         'latents has shape (6, 32, 32), expected (6, crops, C, H',
     ),
-    'sparse latents': ({'latents': LATENTS.to_sparse()}, 'expected a dense tensor'),
+    'sparse latents': (
+        {'latents': LATENTS.to_sparse()},
+        'latents is sparse_coo float16, expected a dense tensor',
+    ),
     'keys with a point': ({'keys': torch.arange(6).float()}, 'expected a dense tensor of int64'),
     'keys of two axes': (
         {'keys': torch.arange(6).reshape(2, 3)},
@@ -134,14 +137,6 @@ BAD_TENSORS = {
     'keys that are a list': (
         {'keys': [*range(10, 16)]},
         'keys is a list, expected a tensor. Save it again as one',
-    ),
-    'the dtype of latents of double precision': (
-        {'latents': LATENTS.double()},
-        'latents is float64, expected a dense tensor of',
-    ),
-    'the layout of sparse latents': (
-        {'latents': LATENTS.to_sparse()},
-        'latents is sparse_coo float16, expected a dense',
     ),
     'nested latents': (
         {'latents': torch.nested.as_nested_tensor(LATENTS)},

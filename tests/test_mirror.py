@@ -211,15 +211,23 @@ def test_the_command(command, gcs, on_hub, hub, tmp_path):
     assert errors.startswith('error: ') and 'hf auth login' in errors
 
 
-def test_empty_text_is_no_folder(local, tmp_path, monkeypatch):
+REFUSED = {
+    'no folder to read': (
+        ('', 'to'),
+        {},
+        'no folder given, expected one to read',
+    ),
+    'no folder to write to': (('.', ''), {}, 'no folder given, expected one to write to'),
+    'nothing at once': (('.', 'to'), {'parallel': 0}, 'parallel=0: expected at least 1'),
+}
+
+
+@pytest.mark.parametrize(('places', 'options', 'message'), REFUSED.values(), ids=REFUSED)
+def test_empty_text_is_no_folder(local, monkeypatch, places, options, message):
     """As of a variable of the shell that is not set: neither `/` nor the current folder."""
     monkeypatch.chdir(local)
-    with pytest.raises(ValueError, match='no folder given, expected one to read'):
-        mirror.mirror('', tmp_path / 'to')
-    with pytest.raises(ValueError, match='no folder given, expected one to write to'):
-        storage.open_writable_folder('')
-    with pytest.raises(ValueError, match='parallel=0: expected at least 1'):
-        mirror.mirror(local, tmp_path / 'to', parallel=0)
+    with pytest.raises(ValueError, match=message):
+        mirror.mirror(*places, **options)
 
 
 def test_a_disk_with_just_enough_for_the_rest(in_bucket, tmp_path, monkeypatch):

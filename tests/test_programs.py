@@ -42,21 +42,54 @@ FURTHER = {
 }
 
 # Program, flags that no program can do anything with, and what it says of them.
-UNUSABLE = [
-    (f'coyo11m_tfds.{program}', flags.split(' '), words)
-    for program, flags, words in (
-        ('add_column', '--data_dir=d --name=n --text=x --column=y', '--column: expected only with'),
-        ('add_column', '--data_dir=d --name=n --source=x', '--source: expected --column, or --na'),
-        ('add_column', '--data_dir=d --name=n --parquet=x', '--parquet: expected with --column'),
-        ('build', '--manual_dir=x --max_examples_per_split=0', '_split=0: expected at least 1'),
-        ('doctor', '--build_config={"shard_bytes":0}', 'shard_bytes=0: '),
-        ('doctor', '--build_config=x', '--build_config=x: is not JSON'),
-        ('verify', 'no/such/folder', 'no/such/folder: there is no such folder'),
-        ('verify', '.', r'\.: there is no dataset_info.json'),
-        ('verify', '', "'': expected a local path or gs://"),
-        ('verify', 'hf://datasets/a/b', 'hf://datasets/a/b.*: expected a local path or gs://'),
-    )
-]
+UNUSABLE = {
+    'a text with a column': (
+        'coyo11m_tfds.add_column',
+        ['--data_dir=d', '--name=n', '--text=x', '--column=y'],
+        '--column: expected only with',
+    ),
+    'a source without a column': (
+        'coyo11m_tfds.add_column',
+        ['--data_dir=d', '--name=n', '--source=x'],
+        '--source: expected --column, or --na',
+    ),
+    'a table without a column': (
+        'coyo11m_tfds.add_column',
+        ['--data_dir=d', '--name=n', '--parquet=x'],
+        '--parquet: expected with --column',
+    ),
+    'a build of nothing': (
+        'coyo11m_tfds.build',
+        ['--manual_dir=x', '--max_examples_per_split=0'],
+        '_split=0: expected at least 1',
+    ),
+    'a plan of shards of nothing': (
+        'coyo11m_tfds.doctor',
+        ['--build_config={"shard_bytes":0}'],
+        'shard_bytes=0: ',
+    ),
+    'a plan that is no JSON': (
+        'coyo11m_tfds.doctor',
+        ['--build_config=x'],
+        '--build_config=x: is not JSON',
+    ),
+    'a folder that is not there': (
+        'coyo11m_tfds.verify',
+        ['no/such/folder'],
+        'no/such/folder: there is no such folder',
+    ),
+    'a folder without a data set': (
+        'coyo11m_tfds.verify',
+        ['.'],
+        r'\.: there is no dataset_info.json',
+    ),
+    'an empty folder name': ('coyo11m_tfds.verify', [''], "'': expected a local path or gs://"),
+    'a data set on the hub': (
+        'coyo11m_tfds.verify',
+        ['hf://datasets/a/b'],
+        'hf://datasets/a/b.*: expected a local path or gs://',
+    ),
+}
 
 
 @pytest.fixture(scope='module')
@@ -74,7 +107,7 @@ def said() -> dict[tuple[str, str], tuple[int, list[str]]]:
             (program, [*enough, '--nope=1']),
             (program, [*enough, 'stray']),
         ]
-    commands += [(program, flags) for program, flags, _ in UNUSABLE]
+    commands += [(program, flags) for program, flags, _ in UNUSABLE.values()]
     commands += [(program, ['--version']) for program in REQUIRED]
     ended = forked.run(commands)
     names = [(program, (arguments or ['nothing'])[-1]) for program, arguments in commands]
@@ -103,7 +136,7 @@ def test_what_is_wrong_is_one_line_that_names_it(program, wrong, said):
     assert '--help' in lines[0]
 
 
-@pytest.mark.parametrize(('program', 'flags', 'words'), UNUSABLE)
+@pytest.mark.parametrize(('program', 'flags', 'words'), UNUSABLE.values(), ids=UNUSABLE)
 def test_what_is_unusable_is_one_line_and_status_2(program, flags, words, said):
     status, lines = said[program, flags[-1]]
     assert (status, len(lines)) == (2, 1), lines

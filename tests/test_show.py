@@ -53,20 +53,33 @@ def test_data_and_page_may_lie_in_a_bucket(mini_dataset, tmp_path, gcs, command)
     assert gcs.objects('bucket')['page.html'].decode() == show.show(mini_dataset, str(vae))
 
 
+UNWRITABLE = {
+    'an object that may not be written': (
+        'gs://bucket/x/page.html',
+        'writing to gs://bucket/x/.*: access was refused',
+    ),
+    'no bucket': (
+        'gs://no-such-bucket/x.html',
+        'gs://no-such-bucket: there is no such bucket',
+    ),
+    'the hub': (
+        'hf://datasets/owner/name/x.html',
+        'hf://datasets/owner/name: expected a local path or gs',
+    ),
+    'a local folder': ('TMP', r'\S+: is a folder; expected the path of a file'),
+    'a folder in a bucket': ('gs://bucket/x/', 'gs://bucket/x/: is a folder; expected'),
+}
+
+
+@pytest.mark.parametrize(('out', 'problem'), UNWRITABLE.values(), ids=UNWRITABLE)
 def test_a_place_that_cannot_be_written_is_told_before_the_work(
-    mini_dataset, tmp_path, bucket, command
+    mini_dataset, tmp_path, bucket, command, out, problem
 ):
     bucket.inject(Fault('403', count=None, match='upload bucket'))
-    for out, problem in {
-        'gs://bucket/x/page.html': 'writing to gs://bucket/x/.*: access was refused',
-        'gs://no-such-bucket/x.html': 'gs://no-such-bucket: there is no such bucket',
-        'hf://datasets/owner/name/x.html': 'hf://datasets/owner/name: expected a local path or gs',
-        tmp_path: f'{tmp_path}: is a folder; expected the path of a file',
-        'gs://bucket/x/': 'gs://bucket/x/: is a folder; expected',
-    }.items():
-        status, told, error = command(show, mini_dataset, '--vae=/nonesuch', f'--out={out}')
-        assert (status, told, error.count('\n')) == (1, '', 1)
-        assert re.match(f'error: {problem}', error)
+    out = out.replace('TMP', str(tmp_path))
+    status, told, error = command(show, mini_dataset, '--vae=/nonesuch', f'--out={out}')
+    assert (status, told, error.count('\n')) == (1, '', 1)
+    assert re.match(f'error: {problem}', error)
 
 
 def test_a_full_disk_is_told_with_the_file(mini_dataset, tmp_path, command):

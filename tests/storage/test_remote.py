@@ -12,6 +12,7 @@ import pytest
 
 from coyo11m_tfds import storage
 from coyo11m_tfds.storage import remote
+from coyo11m_tfds.storage.base import WritableFolder
 from coyo11m_tfds.storage.stored_file import StoredFile
 from tests import children
 from tests.fakes.cloud import Fault, through_proxy
@@ -227,20 +228,45 @@ def test_what_a_proxy_compresses_is_named_at_once(on_hub, target):
     assert len(on_hub.reads()) == 1
 
 
-def test_a_bucket_of_which_the_requester_pays_needs_a_project(bucket, target, monkeypatch):
+SOURCE = 'gs://bucket/source'
+
+
+def open_source() -> WritableFolder:
+    return storage.open_writable_folder(SOURCE)
+
+
+REQUESTS = {
+    'a list': lambda file, target: open_source().list(deep=True),
+    'a read of a small file': lambda file, target: open_source().read('small.json'),
+    'a write': lambda file, target: open_source().write('small.json', b'{}'),
+    'a removal': lambda file, target: open_source().remove(['small.json']),
+    'a description': lambda file, target: storage.describe_file(f'{SOURCE}/small.json'),
+    'a read of a range': lambda file, target: file.read_range(0, 9),
+    'a download': lambda file, target: fetch(file, target),
+}
+
+
+@pytest.mark.parametrize('request_', REQUESTS.values(), ids=REQUESTS)
+def test_a_refusal_names_the_object_and_no_request(bucket, target, request_):
+    bucket.server.inject(Fault('403', count=None))
+    with pytest.raises(PermissionError, match=rf' {SOURCE}.*: access was ') as refused:
+        request_(bucket.file, target)
+    assert 'someone@example.com does not have storage.objects.get access' in str(refused.value)
+    assert 'http' not in str(refused.value) and 'status code' not in str(refused.value)
+
+
+@pytest.mark.parametrize('request_', REQUESTS.values(), ids=REQUESTS)
+def test_a_bucket_of_which_the_requester_pays_asks_for_a_project(bucket, target, request_):
     bucket.server.requester_pays.add('bucket')
-    folder = storage.open_writable_folder('gs://bucket/source')
     message = r'requester pays .* Set GOOGLE_CLOUD_QUOTA_PROJECT to the project'
-    for request in (
-        lambda: folder.list(deep=True),
-        lambda: folder.read('small.json'),
-        lambda: folder.write('small.json', b'{}'),
-        lambda: bucket.file.read_range(0, 9),
-        lambda: fetch(bucket.file, target),
-    ):
-        with pytest.raises(OSError, match=f'^gs://bucket/source.*{message}') as refused:
-            request()
-        assert 'http' not in str(refused.value)
+    with pytest.raises(OSError, match=rf'^{SOURCE}.*{message}') as refused:
+        request_(bucket.file, target)
+    assert 'http' not in str(refused.value)
+
+
+def test_a_bucket_of_which_the_requester_pays_takes_a_project(bucket, target, monkeypatch):
+    bucket.server.requester_pays.add('bucket')
+    folder = open_source()
     monkeypatch.setenv('GOOGLE_CLOUD_QUOTA_PROJECT', 'my-project')
     folder.write('small.json', b'{}')
     assert folder.read('small.json') == b'{}' and NAME in folder.list(deep=True)
@@ -249,24 +275,6 @@ def test_a_bucket_of_which_the_requester_pays_needs_a_project(bucket, target, mo
     fetch(bucket.file, target)
     assert_fetched(target)
     folder.remove(['small.json'])
-
-
-def test_a_refusal_names_the_object_and_no_request(bucket, target):
-    bucket.server.inject(Fault('403', count=None))
-    folder = storage.open_writable_folder('gs://bucket/source')
-    for request in (
-        lambda: folder.list(deep=True),
-        lambda: folder.read('small.json'),
-        lambda: folder.write('small.json', b'{}'),
-        lambda: folder.remove(['small.json']),
-        lambda: storage.describe_file('gs://bucket/source/small.json'),
-        lambda: bucket.file.read_range(0, 9),
-        lambda: fetch(bucket.file, target),
-    ):
-        with pytest.raises(PermissionError, match=r' gs://bucket/source.*: access was ') as refused:
-            request()
-        assert 'someone@example.com does not have storage.objects.get access' in str(refused.value)
-        assert 'http' not in str(refused.value) and 'status code' not in str(refused.value)
 
 
 @pytest.mark.parametrize(

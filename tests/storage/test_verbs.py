@@ -1,6 +1,5 @@
 """The verbs of a storage: whole files or none, on a disk and in a bucket, whatever goes wrong."""
 
-import functools
 import os
 import pathlib
 import random
@@ -300,21 +299,24 @@ def test_what_others_replace_or_delete_while_it_is_read(gcs, monkeypatch, then):
     assert found == ({'x': then} if then else {})
 
 
-def test_no_bucket(gcs, tmp_path):
+VERBS = {
+    'an inventory': lambda folder, place: folder.inventory(),
+    'sizes': lambda folder, place: folder.sizes(),
+    'a read': lambda folder, place: folder.read('x'),
+    'a write': lambda folder, place: folder.write('x', b''),
+    'a file that is stored': lambda folder, place: _store(folder, place, 'x', b''),
+    'a large file that is stored': lambda folder, place: _store(folder, place, 'x', LARGE),
+}
+
+
+@pytest.mark.parametrize('verb', VERBS.values(), ids=VERBS)
+def test_no_bucket(gcs, tmp_path, verb):
     folder = storage.open_writable_folder('gs://no-such-bucket/a')
     line = r'^gs://no-such-bucket: there is no such bucket\. Make it with `gcloud storage .*name\.$'
-    for act in (
-        folder.inventory,
-        folder.sizes,
-        functools.partial(folder.read, 'x'),
-        functools.partial(folder.write, 'x', b''),
-        functools.partial(_store, folder, tmp_path, 'x', b''),
-        functools.partial(_store, folder, tmp_path, 'x', LARGE),
-    ):
-        gcs.clear()
-        with pytest.raises(OSError, match=line):
-            act()
-        assert len(gcs.requests) == 1
+    gcs.clear()
+    with pytest.raises(OSError, match=line):
+        verb(folder, tmp_path)
+    assert len(gcs.requests) == 1
 
 
 def test_empty_objects_of_which_no_size_is_told(gcs):

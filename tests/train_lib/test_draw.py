@@ -24,8 +24,13 @@ def encoder():
 
 
 @pytest.fixture(scope='module')
-def pictures(small_run, encoder):
-    return draw.Artist(small_run[0]).draw(CAPTIONS, encoder)
+def artist(small_run):
+    return draw.Artist(small_run[0])
+
+
+@pytest.fixture(scope='module')
+def pictures(artist, encoder):
+    return artist.draw(CAPTIONS, encoder)
 
 
 def test_every_caption_gets_a_picture_of_its_own(small_run, pictures):
@@ -77,39 +82,61 @@ def test_a_picture_is_the_same_however_many_are_drawn_at_a_time(small_run, encod
     assert len({picture.tobytes() for picture in drawn}) == 20
 
 
-def test_options_and_an_earlier_checkpoint_change_the_picture(small_run, encoder, pictures):
-    for options in (
-        {'seed': 1},
-        {'guidance': 1.0},
-        {'num_steps': 3},
-        {'sampler': 'heun'},
-        {'time_shift': 3.0},
-        {'guidance_low': 0.6},
-        {'guidance_high': 0.6},
-    ):
-        assert not np.array_equal(
-            draw.Artist(small_run[0], **options).draw(CAPTIONS, encoder), pictures
-        )
+OTHER_OPTIONS = {
+    'another seed': {'seed': 1},
+    'no guidance': {'guidance': 1.0},
+    'more steps': {'num_steps': 3},
+    'another sampler': {'sampler': 'heun'},
+    'other times': {'time_shift': 3.0},
+    'guidance from a later time on': {'guidance_low': 0.6},
+    'guidance up to an earlier time': {'guidance_high': 0.6},
+}
+
+
+@pytest.mark.parametrize('options', OTHER_OPTIONS.values(), ids=OTHER_OPTIONS)
+def test_options_change_the_picture(small_run, encoder, pictures, options):
+    artist = draw.Artist(small_run[0], **options)
+    assert not np.array_equal(artist.draw(CAPTIONS, encoder), pictures)
+
+
+WRONG_OPTIONS = {
+    'no steps': ({'num_steps': 0}, r'preview\.num_steps=0: expected at least 1'),
+    'half a step': ({'num_steps': 4.5}, 'num_steps=4.5: expected'),
+    'a truth as steps': ({'num_steps': True}, 'num_steps=True: expected'),
+    'a text as steps': ({'num_steps': '20'}, "num_steps='20': expected"),
+    'guidance that is no number': ({'guidance': float('nan')}, 'guidance=nan: expected'),
+    'an option that is misspelt': ({'guidanc': 1.0}, 'guidanc=1.0: there is no such'),
+    'half a seed': ({'seed': 1.5}, 'seed=1.5: expected'),
+    'a negative seed': ({'seed': -1}, 'seed=-1: expected'),
+    'a batch of nothing': ({'batch_size': 0}, 'batch_size=0: expected'),
+}
+
+
+@pytest.mark.parametrize(('options', 'message'), WRONG_OPTIONS.values(), ids=WRONG_OPTIONS)
+def test_options_that_cannot_be_are_named(small_run, options, message):
+    with pytest.raises(ValueError, match=message):
+        draw.Artist(small_run[0], **options)
+
+
+NO_CAPTIONS = {
+    'nothing': None,
+    'no captions': [],
+    'one text': 'a red circle',
+    'nothing in a list': [None],
+    'a number in a list': ['a', 3],
+    'a number': 5,
+}
+
+
+@pytest.mark.parametrize('captions', NO_CAPTIONS.values(), ids=NO_CAPTIONS)
+def test_captions_that_cannot_be_are_named(artist, encoder, captions):
+    with pytest.raises(ValueError, match=f'^captions={re.escape(repr(captions))}: expected a'):
+        artist.draw(captions, encoder)
+
+
+def test_options_of_the_run_and_an_earlier_checkpoint(small_run, encoder, pictures):
     same = draw.Artist(small_run[0], seed=0, guidance=3.0, num_steps=2, average=True)
     np.testing.assert_array_equal(same.draw(CAPTIONS, encoder), pictures)
-    with pytest.raises(ValueError, match=r'preview\.num_steps=0: expected at least 1'):
-        draw.Artist(small_run[0], num_steps=0)
-    for options in (
-        {'num_steps': 4.5},
-        {'num_steps': True},
-        {'num_steps': '20'},
-        {'guidance': float('nan')},
-        {'guidanc': 1.0},
-        {'seed': 1.5},
-        {'seed': -1},
-        {'batch_size': 0},
-    ):
-        [(name, value)] = options.items()
-        with pytest.raises(ValueError, match=f'{name}={value!r}: (expected|there is no such)'):
-            draw.Artist(small_run[0], **options)
-    for captions in (None, [], 'a red circle', [None], ['a', 3], 5):
-        with pytest.raises(ValueError, match=f'^captions={re.escape(repr(captions))}: expected a'):
-            same.draw(captions, encoder)
     earlier = draw.Artist(f'{small_run[0]}@2')
     assert earlier.step == 2
     assert not np.array_equal(earlier.draw(CAPTIONS, encoder), pictures)

@@ -96,13 +96,25 @@ def test_a_stopped_evaluation_goes_on(measure, tmp_path, monkeypatch):
     assert made[9:] == []
 
 
-def test_a_bad_choice_of_data_is_refused(measure):
+def test_more_pictures_than_there_are_records_are_refused(measure):
     with pytest.raises(ValueError, match=r'num_pictures=10000: expected 2 to \d+, .*validation'):
         measure(10_000)
-    with pytest.raises(ValueError, match='mixture: choose the data set by --data_dir'):
-        evaluation.open_validation('', 12)
-    with pytest.raises(FileNotFoundError, match=r'^/none: there .*; if it has moved, .*_dir$'):
-        evaluation.open_validation('/none', 12)
+
+
+NO_DATA = {
+    'a mixture': ('', ValueError, 'mixture: choose the data set by --data_dir'),
+    'a folder that is not there': (
+        '/none',
+        FileNotFoundError,
+        r'^/none: there .*; if it has moved, .*_dir$',
+    ),
+}
+
+
+@pytest.mark.parametrize(('folder', 'kind', 'message'), NO_DATA.values(), ids=NO_DATA)
+def test_data_that_pictures_cannot_be_compared_with_are_refused(folder, kind, message):
+    with pytest.raises(kind, match=message):
+        evaluation.open_validation(folder, 12)
 
 
 def _write_pictures(folder, numbers, suffix='.png'):

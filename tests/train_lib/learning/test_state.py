@@ -96,16 +96,38 @@ def test_a_rate_rises_stays_and_falls():
     np.testing.assert_allclose([rate(x) for x in steps], [0, 0.5, 1, 1, 1, 0.5, 0], atol=1e-6)
 
 
-def test_what_cannot_be_optimized_is_refused():
-    with pytest.raises(ValueError, match=r"optimizer.name='lion': expected 'adamw' or 'muon'"):
-        _updates('lion')
-    with pytest.raises(ValueError, match=r"optimizer.name='muon'.*'blocks'.*'adamw'"):
-        _optimizer('muon').init({'other': {'kernel': jnp.zeros((4, 4))}, 'scale': jnp.ones(4)})
-    params = {'blocks': {'qkv': {'kernel': jnp.ones((4, 8))}}}
-    with pytest.raises(ValueError, match=r"\(4, 8\): in a module named 'qkv'.* expects 3 matrices"):
-        _optimizer('muon').update(params, _optimizer('muon').init(params), params)
-    with pytest.raises(ValueError, match=r"optimizer.schedule='step'"):
-        state.make_schedule('step', num_steps=9, learning_rate=1, warmup_steps=1)
+def init_by_muon(params) -> None:
+    _optimizer('muon').init(params)
+
+
+def update_by_muon(params) -> None:
+    _optimizer('muon').update(params, _optimizer('muon').init(params), params)
+
+
+REFUSED = {
+    'an optimizer that is none': (
+        lambda: _updates('lion'),
+        "optimizer.name='lion': expected 'adamw' or 'muon'",
+    ),
+    'a schedule that is none': (
+        lambda: state.make_schedule('step', num_steps=9, learning_rate=1, warmup_steps=1),
+        "optimizer.schedule='step'",
+    ),
+    'muon for a model without blocks': (
+        lambda: init_by_muon({'other': {'kernel': jnp.zeros((4, 4))}, 'scale': jnp.ones(4)}),
+        "optimizer.name='muon'.*'blocks'.*'adamw'",
+    ),
+    'muon for queries, keys and values of 8 columns': (
+        lambda: update_by_muon({'blocks': {'qkv': {'kernel': jnp.ones((4, 8))}}}),
+        r"\(4, 8\): in a module named 'qkv'.* expects 3 matrices",
+    ),
+}
+
+
+@pytest.mark.parametrize(('optimize', 'message'), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_optimized_is_refused(optimize, message):
+    with pytest.raises(ValueError, match=message):
+        optimize()
 
 
 @pytest.mark.slow

@@ -130,15 +130,27 @@ def test_bad_prompts_are_refused(tmp_path, name, content, count, message):
         prompt_sets.read_prompts(tmp_path / name, count)
 
 
-def test_prompts_of_a_bucket_that_cannot_be_read_are_named_with_a_cure(gcs):
+UNREADABLE = {
+    'compressed': (
+        'bucket/packed.txt',
+        'gs://bucket/packed.txt: has Content-Encoding: gzip, expected none.',
+    ),
+    'missing': (
+        'bucket/missing.txt',
+        'gs://bucket/missing.txt is missing or a folder; expected a file.',
+    ),
+    'in no bucket': (
+        'no-such-bucket/x.txt',
+        'gs://no-such-bucket: there is no such bucket.',
+    ),
+}
+
+
+@pytest.mark.parametrize(('name', 'message'), UNREADABLE.values(), ids=UNREADABLE)
+def test_prompts_of_a_bucket_that_cannot_be_read_are_named_with_a_cure(gcs, name, message):
     gcs.put('bucket', 'packed.txt', gzip.compress(b'a red circle'), encoding='gzip')
-    for name, message in {
-        'bucket/packed.txt': 'gs://bucket/packed.txt: has Content-Encoding: gzip, expected none.',
-        'bucket/missing.txt': 'gs://bucket/missing.txt is missing or a folder; expected a file.',
-        'no-such-bucket/x.txt': 'gs://no-such-bucket: there is no such bucket.',
-    }.items():
-        with pytest.raises((OSError, ValueError), match=f'^{re.escape(message)}'):
-            prompt_sets.read_prompts(f'gs://{name}', 1)
+    with pytest.raises((OSError, ValueError), match=f'^{re.escape(message)}'):
+        prompt_sets.read_prompts(f'gs://{name}', 1)
 
 
 @pytest.mark.slow
