@@ -170,15 +170,19 @@ def test_only_weights_of_floating_point_are_read(tmp_path, dtype):
         VaeEncoder(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ('name', 'content'),
-    [
-        (vae_files.WEIGHTS_FILE, b'\x08'),
-        *(('config.json', content) for content in (None, b'[]', b'null', b'{', b'\xff')),
-        ('config.json', hostile_models.NESTED),
-        ('config.json', b'{"latent_channels": %s}' % (b'9' * 5000)),
-    ],
-)
+DAMAGED = {
+    'weights that are cut': (vae_files.WEIGHTS_FILE, b'\x08'),
+    'no configuration': ('config.json', None),
+    'a list as the configuration': ('config.json', b'[]'),
+    'nothing as the configuration': ('config.json', b'null'),
+    'a configuration that is cut': ('config.json', b'{'),
+    'a configuration that is no UTF-8': ('config.json', b'\xff'),
+    'a configuration that is nested too deeply': ('config.json', hostile_models.NESTED),
+    'a number of 5,000 digits': ('config.json', b'{"latent_channels": %s}' % (b'9' * 5000)),
+}
+
+
+@pytest.mark.parametrize(('name', 'content'), DAMAGED.values(), ids=DAMAGED)
 def test_damaged_and_missing_files_are_named(tmp_path, name, content):
     small_vae.make_kl_encoder(tmp_path)
     (tmp_path / name).unlink()

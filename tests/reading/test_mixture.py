@@ -500,49 +500,103 @@ def test_stages_that_make_no_sense_are_refused(stages, message):
         mixture.BatchShares(4, (1, 1), stages)
 
 
-def test_latents_and_texts_of_other_encoders_are_refused(tmp_path):
-    def make(name: str, mean: float, std: float, encoder: str, channels=4, **facts: str) -> dict:
-        path = tmp_path / name / schema.VERSION
-        # Of other numbers of records, so that none run in lockstep.
-        small_dataset.write(path, {schema.TRAIN: (100 + len(list(tmp_path.iterdir())),)})
-        facts |= {
-            schema.META_LATENT_MEAN: [mean] * channels,
-            schema.META_LATENT_STD: [std] * channels,
-            schema.META_TEXT_ENCODER: encoder,
-        }
-        (path / schema.METADATA_FILE).write_text(json.dumps(facts))
-        return {'dir': path}
+MADE_BY = {
+    'first': {},
+    'like_it': {'mean': 0.9, 'std': 6.0},
+    'shifted': {'mean': 4.0},
+    'wide': {'std': 8.0},
+    'deep': {'channels': 16},
+    'other_text': {'encoder': 'hf:other'},
+    'sdxl': {'vae': 'sdxl'},
+    'flux': {'vae': 'flux'},
+    'mit': {'license': 'mit'},
+    'cc0': {'license': 'cc0-1.0'},
+}
 
-    first = make('first', 0.5, 5.0, 'hash')
-    like_it = make('like_it', 0.9, 6.0, 'hash')
-    shifted, wide = make('shifted', 4.0, 5.0, 'hash'), make('wide', 0.5, 8.0, 'hash')
-    other_text = make('other_text', 0.5, 5.0, 'hf:other')
-    order = dict(ORDER, chunk=32)
-    input_pipeline.train_batches([first, like_it], **order)
-    for other in (shifted, wide):
-        with pytest.raises(ValueError, match=r"have mean .* say so with 'same_vae': True"):
-            input_pipeline.train_batches([first, other], **order)
-        input_pipeline.train_batches([first, other | {'same_vae': True}], **order)
-    of_16_channels = input_pipeline.open_mix([first, make('deep', 0.5, 5.0, 'hash', channels=16)])
-    with pytest.raises(
-        ValueError, match=r'deep.* in each channel, .*: expected latents of one VAE'
-    ):
-        input_pipeline.mix_stats(of_16_channels, '')  # as a trainer calls it first
-    with pytest.raises(ValueError, match=r"of 'hf:other'.*, expected embeddings of 'hash'"):
-        input_pipeline.train_batches([first, other_text], **order)
-    input_pipeline.train_batches([first, other_text], **order, features=('key', 'latents'))
-    of_one, of_another = (make(vae, 0.5, 5.0, 'hash', vae=vae) for vae in ('sdxl', 'flux'))
-    input_pipeline.train_batches([first, of_one], **order)
+
+@pytest.fixture(scope='module')
+def made(tmp_path_factory) -> dict[str, dict]:
+    """Sources whose metadata say what made them, of other numbers of records each."""
+    folder = tmp_path_factory.mktemp('made')
+    for number, (name, changes) in enumerate(MADE_BY.items()):
+        small_dataset.write(folder / name / schema.VERSION, {schema.TRAIN: (100 + number,)})
+        facts = {'mean': 0.5, 'std': 5.0, 'encoder': 'hash', 'channels': 4} | changes
+        channels = facts.pop('channels')
+        facts[schema.META_LATENT_MEAN] = [facts.pop('mean')] * channels
+        facts[schema.META_LATENT_STD] = [facts.pop('std')] * channels
+        facts[schema.META_TEXT_ENCODER] = facts.pop('encoder')
+        path = folder / name / schema.VERSION / schema.METADATA_FILE
+        path.write_text(json.dumps(facts))
+    return {name: {'dir': folder / name / schema.VERSION} for name in MADE_BY}
+
+
+CHUNK_OF_32 = dict(ORDER, chunk=32)
+OTHER_MAKERS = {
+    'latents of another mean': (
+        ['first', 'shifted'],
+        r"have mean .* say so with 'same_vae': True",
+    ),
+    'latents of another deviation': (
+        ['first', 'wide'],
+        r"have mean .* say so with 'same_vae': True",
+    ),
+    'embeddings of another encoder': (
+        ['first', 'other_text'],
+        r"of 'hf:other'.*, expected embeddings of 'hash'",
+    ),
+    'latents of another VAE, with one between that names none': (
+        ['sdxl', 'first', 'flux'],
+        r"flux/.* come from VAE 'flux', those of .* from 'sdxl'",
+    ),
+}
+
+
+@pytest.mark.parametrize(('names', 'message'), OTHER_MAKERS.values(), ids=OTHER_MAKERS)
+def test_latents_and_texts_of_other_encoders_are_refused(made, names, message):
+    with pytest.raises(ValueError, match=message):
+        input_pipeline.train_batches([made[name] for name in names], **CHUNK_OF_32)
+
+
+def test_no_word_of_a_user_makes_latents_of_two_named_vaes_one(made):
+    mix = [made['sdxl'], made['flux'] | {'same_vae': True}]
     with pytest.raises(ValueError, match=r"flux/.* come from VAE 'flux', those of .* from 'sdxl'"):
-        input_pipeline.train_batches([of_one, first, of_another | {'same_vae': True}], **order)
-    stats = input_pipeline.mix_stats(input_pipeline.open_mix([first, like_it | {'weight': 3}]), '')
+        input_pipeline.train_batches(mix, **CHUNK_OF_32)
+
+
+def test_latents_of_other_shapes_have_no_statistics(made):
+    of_16_channels = input_pipeline.open_mix([made['first'], made['deep']])
+    message = r'deep.* in each channel, .*: expected latents of one VAE'
+    with pytest.raises(ValueError, match=message):
+        input_pipeline.mix_stats(of_16_channels, '')  # as a trainer calls it first
+
+
+TOGETHER = {
+    'latents that are nearly alike': ('like_it', {}),
+    'latents of another mean that a user knows': ('shifted', {'same_vae': True}),
+    'latents of another deviation that a user knows': ('wide', {'same_vae': True}),
+    'latents of a VAE of which the others say nothing': ('sdxl', {}),
+}
+
+
+@pytest.mark.parametrize(('name', 'options'), TOGETHER.values(), ids=TOGETHER)
+def test_latents_of_one_encoder_are_mixed(made, name, options):
+    input_pipeline.train_batches([made['first'], made[name] | options], **CHUNK_OF_32)
+
+
+def test_texts_of_other_encoders_are_mixed_where_they_are_not_read(made):
+    mix = [made['first'], made['other_text']]
+    input_pipeline.train_batches(mix, **CHUNK_OF_32, features=('key', 'latents'))
+
+
+def test_statistics_of_a_mixture_are_those_of_its_shares(made):
+    mix = input_pipeline.open_mix([made['first'], made['like_it'] | {'weight': 3}])
+    stats = input_pipeline.mix_stats(mix, '')
     np.testing.assert_allclose(stats.latent_mean, [0.8] * 4, rtol=1e-6)
-    assert stats.license == ''
-    mit, cc0 = (make(name, 0.5, 5.0, 'hash', license=name) for name in ('mit', 'cc0-1.0'))
-    three = input_pipeline.mix_stats(input_pipeline.open_mix([mit, first, cc0]), '')
-    assert three.license == 'mit and unknown and cc0-1.0'
     variance = 0.25 * (25 + 0.09) + 0.75 * (36 + 0.01)
     np.testing.assert_allclose(stats.latent_std, [variance**0.5] * 4, rtol=1e-6)
+    assert stats.license == ''
+    three = input_pipeline.open_mix([made['mit'], made['first'], made['cc0']])
+    assert input_pipeline.mix_stats(three, '').license == 'mit and unknown and cc0-1.0'
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import pathlib
 import re
 import signal
 import subprocess
@@ -107,47 +108,94 @@ WRONG_FLAGS = {
     '--config.data.mix[0]=3': '--config.data.mix\\[0\\]: there is no field',
     '--config.data.dir=/none': "--config.data.dir='/none': there is no such folder; build the",
     '--config.data.dir=configs': "--config.data.dir='configs': expected the folder of a built data",
-    '--workdir=': 'missing: --workdir; expected e.g.',  # of a variable that is not set
+    # Of a variable that is not set.
+    '--workdir=': 'missing: --workdir; expected e.g.',
 }
-WRONG_LINES = {
-    "config.modle.name = 'S/4'": "there is no field 'modle'; did you mean 'model'",
-    "config.batch_size = '3'": 'TypeError: .*batch_size',
-    'config.optimizer.batch_size = 3': "there is no field 'batch_size'; did you mean 'batch_size'",
-    "config.data.dir = {}['data']": "KeyError: 'data'$",
-    'assert False, "no"': 'AssertionError: no$',
+HEAD = 'from configs import default\n\ndef get_config():\n    config = default.get_config()\n'
+# The end of a configuration file, and what is said of it.
+WRONG_FILES = {
+    'a field that is not there': (
+        "config.modle.name = 'S/4'",
+        "--config=FILE, line 5: there is no field 'modle'; did you mean 'model'",
+    ),
+    'a number that is a text': (
+        "config.batch_size = '3'",
+        '--config=FILE, line 5: TypeError: .*batch_size',
+    ),
+    'a field of another part': (
+        'config.optimizer.batch_size = 3',
+        "--config=FILE, line 5: there is no field 'batch_size'; did you mean 'batch_size'",
+    ),
+    'an error of its own': (
+        "config.data.dir = {}['data']",
+        "--config=FILE, line 5: KeyError: 'data'$",
+    ),
+    'an assertion of its own': (
+        'assert False, "no"',
+        '--config=FILE, line 5: AssertionError: no$',
+    ),
+    'a part that is replaced': (
+        'config.optimizer = {"name": "adamw"}',
+        "the configuration lacks the field 'optimizer",
+    ),
 }
 
 
-def test_a_mistake_is_told_in_one_line(tmp_path):
-    """Of a flag, or of a line in a configuration file."""
-    commands = [[*runs.flags('', tmp_path / 'run'), flag] for flag in WRONG_FLAGS]
-    expected = [f'error: .*{message}' for message in WRONG_FLAGS.values()]
-    head = 'from configs import default\n\ndef get_config():\n    config = default.get_config()\n'
-    for number, (line, message) in enumerate(WRONG_LINES.items()):
-        path = tmp_path / f'mine_{number}.py'
-        path.write_text(f'{head}    {line}\n    return config\n')
-        commands.append([f'--config={path}', f'--workdir={tmp_path}/run'])
-        expected.append(rf'error: --config={path}, line 5: {message}')
-    partial, colon = tmp_path / 'partial.py', tmp_path / 'a:b' / 'mine.py'
-    partial.write_text(f'{head}    config.optimizer = {{"name": "adamw"}}\n    return config\n')
-    colon.parent.mkdir()
-    colon.write_text(f'{head}    return config\n')
-    for path, message in (
-        (partial, "the configuration lacks the field 'optimizer"),
-        (colon, f'--config={colon}: what follows the first colon .* a path without a colon'),
-    ):
-        commands.append([f'--config={path}', f'--workdir={tmp_path}/run'])
-        expected.append(f'error: {message}')
-    path = tmp_path / 'nothing.py'
-    path.write_text('def get_config():\n    pass\n')
-    commands.append([f'--config={path}', f'--workdir={tmp_path}/run'])
-    expected.append(f'error: --config={path}: .*NoneType')
-    ended = forked.run([('train_lib.main', flags) for flags in commands])
-    for (code, lines), message in zip(ended, expected, strict=True):
-        assert code == 1
-        assert re.match(message, lines[-1]), lines
-    assert [len(lines) for _, lines in ended[:-1]] == [1] * (len(ended) - 1)
-    assert ended[-1][1][-2].endswith('did you forget a return statement?')
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp('mistakes')
+
+
+@pytest.fixture(scope='module')
+def said(folder) -> dict[str, tuple[int, list[str]]]:
+    """The exit status and the lines of the program, by the flag or by what is wrong in a file."""
+    commands = {flag: [*runs.flags('', folder / 'run'), flag] for flag in WRONG_FLAGS}
+    texts = {
+        what: f'{HEAD}    {end}\n    return config\n' for what, (end, _) in WRONG_FILES.items()
+    }
+    texts['a:b'] = f'{HEAD}    return config\n'
+    texts['nothing'] = 'def get_config():\n    pass\n'
+    for what, text in texts.items():
+        path = file_of(folder, what)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        commands[what] = [f'--config={path}', f'--workdir={folder}/run']
+    ended = forked.run([('train_lib.main', flags) for flags in commands.values()])
+    return dict(zip(commands, ended, strict=True))
+
+
+def file_of(folder: pathlib.Path, what: str) -> pathlib.Path:
+    return folder / what.replace(' ', '_') / 'mine.py'
+
+
+@pytest.mark.parametrize(('flag', 'message'), WRONG_FLAGS.items(), ids=WRONG_FLAGS)
+def test_a_wrong_flag_is_told_in_one_line(said, flag, message):
+    status, lines = said[flag]
+    assert (status, len(lines)) == (1, 1), lines
+    assert re.match(f'error: .*{message}', lines[0])
+
+
+@pytest.mark.parametrize('what', WRONG_FILES)
+def test_a_mistake_in_a_configuration_file_is_told_in_one_line(said, folder, what):
+    status, lines = said[what]
+    assert (status, len(lines)) == (1, 1), lines
+    message = WRONG_FILES[what][1].replace('FILE', str(file_of(folder, what)))
+    assert re.match(f'error: {message}', lines[0])
+
+
+def test_a_colon_in_the_path_of_a_configuration_is_told(said, folder):
+    status, lines = said['a:b']
+    assert (status, len(lines)) == (1, 1), lines
+    place = file_of(folder, 'a:b')
+    words = f'--config={place}: what follows the first colon .* a path without a colon'
+    assert re.match(f'error: {words}', lines[0])
+
+
+def test_a_configuration_that_returns_nothing_is_told(said, folder):
+    status, lines = said['nothing']
+    assert status == 1
+    assert re.match(f'error: --config={file_of(folder, "nothing")}: .*NoneType', lines[-1])
+    assert lines[-2].endswith('did you forget a return statement?')
 
 
 def test_ctrl_c_ends_a_program_that_only_reads_checkpoints_in_one_line():

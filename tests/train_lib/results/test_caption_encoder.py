@@ -152,34 +152,59 @@ def test_the_loss_is_that_of_hidden_states_computed_outside(models, name, text):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(encoder.params), frozen)
 
 
-def test_the_encoder_has_to_be_the_one_of_the_token_ids(models, spec, tmp_path):  # noqa: F811
-    mesh = sharding.make_mesh()
-
-    def refusal(spec, facts):
-        with pytest.raises(ValueError) as error:
-            step_encoder.load_step_encoder(spec, facts, mesh, dtype='float32')
-        assert '\n' not in str(error.value)
-        return str(error.value)
-
-    facts = facts_of(spec)
+def test_the_encoder_is_the_one_of_the_token_ids(spec):
+    mesh, facts = sharding.make_mesh(), facts_of(spec)
     assert step_encoder.load_step_encoder('', facts, mesh, dtype='float32') is None
     assert step_encoder.load_step_encoder(spec, facts, mesh, dtype='bfloat16').name == 'jax:text'
     by_hf = facts_of(spec.replace('jax:', 'hf:'))
     assert step_encoder.load_step_encoder(spec, by_hf, mesh, dtype='bfloat16').name == 'jax:text'
 
-    words = facts_of('words', vocabulary=4096)
-    assert 'with 4096 ids made the texts' in refusal(spec, words)
+
+OTHER_ENCODERS = {
+    'the words of another list': (
+        None,
+        lambda facts: facts_of('words', vocabulary=4096),
+        'with 4096 ids made the texts',
+    ),
+    'another number of ids': (
+        None,
+        lambda facts: dataclasses.replace(facts, text_revision='', vocabulary=99),
+        "but 'jax:text' with 99 ids made the texts",
+    ),
+    'embeddings': (
+        None,
+        lambda facts: dataclasses.replace(facts, vocabulary=0),
+        "holds embeddings of 'jax:text', expected token ids",
+    ),
+    'a model of another library': (
+        'hf:text',
+        lambda facts: facts,
+        "encoder='hf:text': expected jax:FOLDER",
+    ),
+    'a folder that is not there': ('jax:/no/such/one', lambda facts: facts, 'no such folder'),
+}
+
+
+@pytest.mark.parametrize(
+    ('named', 'change', 'message'), OTHER_ENCODERS.values(), ids=OTHER_ENCODERS
+)
+def test_other_encoders_and_texts_are_refused_in_one_line(spec, named, change, message):
+    facts = change(facts_of(spec))
+    with pytest.raises(ValueError, match=message) as error:
+        step_encoder.load_step_encoder(named or spec, facts, sharding.make_mesh(), dtype='float32')
+    assert '\n' not in str(error.value)
+
+
+def test_a_model_of_other_files_is_refused_by_both_revisions(models, spec, tmp_path):  # noqa: F811
+    facts = facts_of(spec)
     other = shutil.copytree(models / 'text', tmp_path / 'text')
     (other / 'more.txt').write_text('x')
-    message = refusal(f'jax:{other}', facts)
-    assert f"encoder='jax:{other}': 'jax:text' of revision sha256:" in message
-    assert f"but 'jax:text' of revision {facts.text_revision} with" in message
-    silent = dataclasses.replace(facts, text_revision='', vocabulary=99)
-    assert "but 'jax:text' with 99 ids made the texts" in refusal(spec, silent)
-    embeddings = dataclasses.replace(facts, vocabulary=0)
-    assert "holds embeddings of 'jax:text', expected token ids" in refusal(spec, embeddings)
-    assert "encoder='hf:text': expected jax:FOLDER" in refusal('hf:text', facts)
-    assert 'no such folder' in refusal('jax:/no/such/one', facts)
+    message = (
+        rf"encoder='jax:{other}': 'jax:text' of revision sha256:.*"
+        f"but 'jax:text' of revision {facts.text_revision} with"
+    )
+    with pytest.raises(ValueError, match=message):
+        step_encoder.load_step_encoder(f'jax:{other}', facts, sharding.make_mesh(), dtype='float32')
 
 
 def test_weights_are_bfloat16_but_for_a_model_that_computes_in_float32(models, spec):  # noqa: F811
