@@ -24,7 +24,7 @@ from typing import Any
 import absl.app
 
 from coyo11m_tfds import schema, storage
-from coyo11m_tfds.convert.build_settings import CAPTION_FLAGS, add_caption_flags
+from coyo11m_tfds.convert.build_settings import CAPTION_FLAGS, READ_HEADS, add_caption_flags
 from coyo11m_tfds.process import command_line, preparation, programs, tfds_command
 
 # Packages of the extra `convert` that TFDS' command and a build import.
@@ -118,6 +118,7 @@ def _embed_captions(flags: argparse.Namespace) -> str:
     out = f'{flags.data_dir.rstrip("/")}/text-{config["name"]}'
     settings = embed_captions.EmbedSettings(
         drop_duplicates=config.get('bad_data') != 'stop',
+        by_columns=config.get('read_latents') == READ_HEADS,
         tokens_only=flags.encoder.partition(':')[0] == schema.WORDS,
         **fields,
     )

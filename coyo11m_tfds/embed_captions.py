@@ -53,6 +53,8 @@ class EmbedSettings:
         caption_column, captions, key_column: As in the config of a build.
         latents_from: As in the config of a build, for captions next to the latents of a source that
             needs it there.
+        by_columns: Whether to fetch only the columns of keys and captions of large remote files,
+            which no checksum of the storage covers.
         drop_duplicates: Whether to take the first of several rows with one key; else they are an
             error.
         tokens_only: Whether to write token ids instead of embeddings.
@@ -67,6 +69,7 @@ class EmbedSettings:
     captions: str = ''
     key_column: str = ''
     latents_from: str = ''
+    by_columns: bool = False
     drop_duplicates: bool = False
     tokens_only: bool = False
     max_tokens: int = DEFAULT_MAX_TOKENS
@@ -199,6 +202,7 @@ class _SourceCaptions:
     def __init__(self, source_dir: str, settings: EmbedSettings):
         """Finds the captions and reads schemas; ValueError for a source without such captions."""
         files = source_folder.find_captions(source_dir, settings.captions).values()
+        self._by_columns = settings.by_columns
         self._files = CaptionFiles.choose(files, settings.key_column, settings.caption_column)
         self.caption_column = self._files.caption_column
         self._latents: source_folder.SourceFolder | None = None
@@ -217,7 +221,8 @@ class _SourceCaptions:
         if self._latents:
             self._sort_texts_of_latents(self._latents, folder, by_key)
         else:
-            self._files.join(by_key, Scratch(os.path.join(folder, 'source')))
+            downloads = Scratch(os.path.join(folder, 'source'))
+            self._files.join(by_key, downloads, by_columns=self._by_columns)
         return KeyedValues(by_key)
 
     def _sort_texts_of_latents(
@@ -314,6 +319,8 @@ def main() -> None:
     )
     add('--encoder', default='hash', help=hint)
     add_caption_flags(parser)
+    hint = 'fetch only the columns of keys and captions of remote files'
+    add('--by_columns', action='store_true', help=hint)
     add('--drop_duplicates', action='store_true', help='take the first row of a repeated key')
     add('--tokens_only', action='store_true', help='write token ids instead of embeddings')
     hint = 'length to which captions are cut, in tokens (%(default)s); not for hash'

@@ -6,6 +6,8 @@ Shards and columns are read once, several at a time. Their lengths and CRC-32Cs 
 `checksums-<ID>.json`, records with their own CRC-32Cs. Latents in place are checked too: each row
 that a record uses is compared with its CRC-32C, an object in a bucket with the object's, and a file
 on the hub with the hub's SHA-256; for this one file of the hub at a time is on the local disk.
+Rows that have no checksums yet, of a build with `read_latents='heads'`, get them if there are no
+faults: their files are fetched whole, four at a time.
 `--fast` reads only the small files and, of local files with latents in place, the directory of a
 `.pt` file and 64 KiB at each end of others; it compares the lengths of all other files and, on
 gs://, the storage's CRC-32Cs.
@@ -16,6 +18,7 @@ TFDS's `convert_format` has added. The exit status is 0 without faults, 1 with f
 each), and 2 if the data set cannot be checked.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import functools
@@ -30,7 +33,7 @@ import google_crc32c
 import numpy as np
 
 from coyo11m_tfds import schema, storage
-from coyo11m_tfds.dataset import columns, manifest, records, stored_dataset
+from coyo11m_tfds.dataset import columns, manifest, records, row_checksums, stored_dataset
 from coyo11m_tfds.dataset.chunk_index import ChunkIndex, index_file_name
 from coyo11m_tfds.dataset.stored_dataset import StoredSplit
 from coyo11m_tfds.process import command_line
@@ -55,6 +58,7 @@ class VerifyResult:
     unused_files: list[str]  # names of harmless files that a killed `add_column` left
     num_files: int
     num_bytes: int
+    num_unchecked: int = 0  # files with latents in place whose rows have no checksums yet
 
 
 def verify(
@@ -147,14 +151,17 @@ class _Verification:
             self._parse(name, ChunkIndex.parse)
         places = self._locate_columns(all_columns, splits)
         self._check_shards(shards)
+        num_unchecked = 0
         latents = all_columns.get(schema.LATENTS)
         if isinstance(latents, columns.InPlaceColumn):
             self._check_sources(latents, places)
+            num_unchecked = len(latents.unchecked)
         return VerifyResult(
             faults=self.faults,
             unused_files=sorted(columns.unused_column_files(self._files, all_columns, self._build)),
             num_files=len(self._files),
             num_bytes=sum(file.size for file in self._files.values()),
+            num_unchecked=num_unchecked,
         )
 
     def _parse(self, name: str, parse: Callable[[bytes], T]) -> T | None:
@@ -226,6 +233,8 @@ class _Verification:
             except ValueError as error:
                 # A recorded file is compared with its checksum, which reports the fault once.
                 name = columns.column_file_name(column.name, split.name, self._build)
+                if isinstance(column, columns.InPlaceColumn):
+                    name = column.places_file(split.name)
                 if name not in self._recorded:
                     self.faults.append(str(error))
         return np.concatenate(places)
@@ -239,7 +248,8 @@ class _Verification:
         for number, (file, listed_file) in enumerate(zip(latents.files, listed_files, strict=True)):
             try:
                 current_file = file.check(listed_file)
-                if self._fast:
+                # Rows without checksums are read when these are computed.
+                if self._fast or number in latents.unchecked:
                     continue
                 # The bucket's checksum of the whole object is the version of the file.
                 if current_file.crc32c is not None:
@@ -295,13 +305,9 @@ def _check_rows(
 ) -> None:
     """Reads rows of a file, `(n, 2)` with their CRC-32Cs; ValueError for wrong ones."""
     wrong_rows = []
-    piece_nbytes = row_nbytes // len(file.starts)
     with open(local_path, 'rb') as opened:
         for row, expected in rows.tolist():
-            data = b''
-            for start in file.starts:
-                data += os.pread(opened.fileno(), piece_nbytes, start + row * file.stride)
-            computed = google_crc32c.value(data)
+            computed = google_crc32c.value(file.read_row(opened.fileno(), row, row_nbytes))
             if computed != expected:
                 wrong_rows.append((row, computed, expected))
     if wrong_rows:
@@ -340,7 +346,28 @@ def main() -> None:
     )
     if result.faults:
         command_line.print_lines('To fix this, copy those files again, or build with --overwrite.')
+    elif result.num_unchecked:
+        sys.exit(_complete_checksums(flags, result.num_unchecked))
     sys.exit(bool(result.faults))
+
+
+def _complete_checksums(flags: argparse.Namespace, num_unchecked: int) -> bool:
+    """Computes the checksums of rows that have none, unless `--fast`; returns whether rows are bad.
+
+    `num_unchecked` is the number of their files.
+    """
+    files = format_count(num_unchecked, 'file')
+    if flags.fast:
+        command_line.print_lines(
+            f'The rows of {files} with latents have no checksums yet: without --fast they are '
+            'computed.'
+        )
+        return False
+    outlook = 'what was computed is recorded, the same command goes on'
+    with command_line.ends_in_one_line(outlook, status=2):
+        faults = row_checksums.compute_row_checksums(flags.data_dir, flags.scratch_dir)
+    command_line.print_lines(*faults, f'The rows of {files} with latents have checksums now.')
+    return bool(faults)
 
 
 if __name__ == '__main__':

@@ -17,9 +17,13 @@ from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.dataset.columns import IN_PLACE, IN_RECORDS, LATENT_STORAGE
 from coyo11m_tfds.process import machine, workers
-from coyo11m_tfds.process.errors import UNIT_INTERVAL, FieldRule, at_least, one_of
+from coyo11m_tfds.process.errors import UNIT_INTERVAL, FieldError, FieldRule, at_least, one_of
 from coyo11m_tfds.process.sizes import format_bytes, format_count
 from coyo11m_tfds.source import source_folder
+
+# How much of the latents a build reads: values of the config's field `read_latents`.
+READ_ALL = 'all'
+READ_HEADS = 'heads'  # of each file; statistics come from some rows
 
 EMBEDDINGS_IN_PT = 'pt'  # the `text_embeddings` for `embeddings` inside the `.pt` files
 
@@ -34,6 +38,7 @@ _USUAL_FRACTION = 0.01
 
 _LIMIT = 'max_examples_per_split'
 _LATENTS = 'latents'
+_READ_LATENTS = 'read_latents'
 _KEY_COLUMN = 'key_column'
 _OPTIONAL = 'latents_from', _KEY_COLUMN, schema.META_VAE, schema.META_MOMENTS
 # A finished data set does not depend on these.
@@ -50,6 +55,7 @@ _RULES = {
     'validation_fraction': FieldRule('one in [0, 1)', lambda x: 0 <= x < 1),
     'shard_bytes': at_least(1),
     'latents': one_of(*LATENT_STORAGE),
+    'read_latents': one_of(READ_ALL, READ_HEADS),
     'moments': one_of('', *schema.MOMENTS),
     'bad_data': one_of('drop', 'stop'),
     'max_bad_fraction': UNIT_INTERVAL,
@@ -103,6 +109,7 @@ class BuildSettings:
     license: str = ''
     citation: str = ''
     latents: str = IN_RECORDS
+    read_latents: str = READ_ALL
     bad_data: str = 'drop'
     max_bad_fraction: float = 0.01
     check_crc: bool = True
@@ -116,6 +123,12 @@ class BuildSettings:
             if rule := _RULES.get(field.name):
                 rule.check(field.name, value)
         schema.parse_latents_from(self.latents_from)
+        if self.reads_heads and not self.in_place:
+            problem = f'records hold the latents, so all are read; set latents to {IN_PLACE!r} too.'
+            raise FieldError(_READ_LATENTS, self.read_latents, problem)
+        if self.reads_heads and self.text_embeddings == EMBEDDINGS_IN_PT:
+            problem = 'embeddings lie with the latents; name those of embed_captions, or none.'
+            raise FieldError('text_embeddings', self.text_embeddings, problem)
 
     @property
     def drop_bad(self) -> bool:
@@ -125,10 +138,16 @@ class BuildSettings:
     def in_place(self) -> bool:
         return self.latents == IN_PLACE
 
+    @property
+    def reads_heads(self) -> bool:
+        return self.read_latents == READ_HEADS
+
     def record(self, limit: int | None, text_embeddings: str | Mapping[str, Any]) -> dict[str, Any]:
         """Returns the settings that decide the records, with no path, as JSON for the metadata."""
         # Only in these data sets, so that the metadata, and with it the ID, of others stays.
         optional = {_LATENTS: self.latents} if self.in_place else {}
+        if self.reads_heads:
+            optional[_READ_LATENTS] = self.read_latents
         for name in (*_OPTIONAL, *schema.META_RIGHTS):
             if value := getattr(self, name):
                 optional[name] = value
@@ -153,7 +172,7 @@ class BuildSettings:
         if recorded is None:
             return
         text_embeddings = self._text_embeddings(recorded.get(schema.SETTINGS_TEXT))
-        defaults = {_LATENTS: IN_RECORDS, **dict.fromkeys(_OPTIONAL, '')}
+        defaults = {_LATENTS: IN_RECORDS, _READ_LATENTS: READ_ALL, **dict.fromkeys(_OPTIONAL, '')}
         current = defaults | self.record(limit, text_embeddings)
         if differences := list(_setting_differences(defaults | recorded, current)):
             raise ValueError(

@@ -31,9 +31,10 @@ from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.report import statistics
 from coyo11m_tfds.report.page import BuildReport
 from coyo11m_tfds.report.statistics import DropCounts, ShardStatistics
-from coyo11m_tfds.source import source_folder
+from coyo11m_tfds.source import formats, source_folder
 from coyo11m_tfds.storage import file_state, locks
 from coyo11m_tfds.storage.scratch import Scratch, choose_folder
+from coyo11m_tfds.storage.stored_file import StoredFile
 
 if TYPE_CHECKING:
     from apache_beam.options.pipeline_options import PipelineOptions
@@ -100,6 +101,8 @@ def build(
         files = source_folder.find_source(source)
         if settings.in_place:
             check_within_reach(files.latent_files[0], final)
+        if settings.reads_heads:
+            _check_has_head(files.latent_files[0])
         plan = make_plan(files, settings, scratch, local, limit)
         finished = FinishedShards(folder.files, plan.build)
         # Before the first shard, so that after a kill its files can be attributed to this build.
@@ -119,6 +122,21 @@ def build(
     summary = report.summary(final, seconds=time.monotonic() - start)
     command_line.print_lines(*summary.split('\n'))
     return True
+
+
+def _check_has_head(file: StoredFile) -> None:
+    """Raises a ValueError for a file whose latents cannot be left unread."""
+    problem = ''
+    if file.local_path:
+        # Nothing would notice damage to a local file; every other storage keeps checksums.
+        problem = 'its storage keeps no checksum of the whole file, which rows are trusted to'
+    elif not formats.format_of(file).has_heads:
+        problem = 'its samples lie one after the other, so that their keys are all over the file'
+    if problem:
+        raise ValueError(
+            f"{file.path}: read_latents='heads' leaves latents unread, but {problem}. Leave "
+            'read_latents out.'
+        )
 
 
 @contextlib.contextmanager
@@ -232,7 +250,7 @@ def _write_latents_column(
     number_of_file = {file: number for number, file in enumerate(files)}
     crc32c = {}
     for split, shards in splits.items():
-        # Of each record the number of the file, the row there and the CRC-32C of its latents.
+        # Of each record the number of the file, the row there and the CRC-32C of its latents, or 0.
         places = [np.empty((0, 3), '<u4')]
         for shard in shards:
             for file, rows in shard.sources:
@@ -242,7 +260,12 @@ def _write_latents_column(
         crc32c[split] = columns.array_crc32c(array)
         name = columns.column_file_name(schema.LATENTS, split, plan.build)
         np.save(os.path.join(folder, name), array)
-    column = InPlaceColumn(schema.LATENTS, *plan.latents, tuple(files), plan.build, crc32c)
+    unchecked: tuple[int, ...] = ()
+    if plan.tasks[0].reads_heads:
+        unchecked = tuple(range(len(files)))
+    column = InPlaceColumn(
+        schema.LATENTS, *plan.latents, tuple(files), plan.build, crc32c, unchecked
+    )
     columns.write_columns(folder, {schema.LATENTS: column}, plan.build)
 
 
@@ -259,6 +282,8 @@ def _make_metadata(plan: BuildPlan, train: ShardStatistics, dropped: DropCounts)
         schema.META_SOURCE_FINGERPRINT: plan.source_fingerprint,
         schema.META_BUILD: plan.build,
     }
+    if plan.tasks[0].reads_heads:
+        metadata[schema.META_LATENT_ROWS] = train.num_read
     if plan.text and plan.text.vocabulary:
         metadata[schema.META_TEXT_ENCODER] = plan.text.encoder
         metadata[schema.META_TEXT_VOCABULARY] = plan.text.vocabulary

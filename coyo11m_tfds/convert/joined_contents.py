@@ -138,7 +138,8 @@ def _join_captions(
     tables, latents = contents.captions, contents.latents
     if tables.files:
         values = keep(
-            ['captions', *tables.origin], lambda folder: tables.join(folder, scratch, keys)
+            ['captions', *tables.origin],
+            lambda folder: tables.join(folder, scratch, keys, by_columns=settings.reads_heads),
         )
         _check_captions(values, tables.files, settings)
         return values

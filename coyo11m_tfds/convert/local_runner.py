@@ -13,10 +13,12 @@ import threading
 import uuid
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from coyo11m_tfds.convert.build_settings import fitting_workers
 from coyo11m_tfds.convert.data_folder import FinishedShards
 from coyo11m_tfds.convert.shard_writer import init_worker, write_shard
-from coyo11m_tfds.convert.tasks import ShardResult, ShardTask
+from coyo11m_tfds.convert.tasks import ShardResult, ShardSegment, ShardTask, make_column_file
 from coyo11m_tfds.process import machine, workers
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import formats
@@ -32,6 +34,9 @@ _BYTES_WORTH_A_WORKER = 500_000_000
 
 # Groups whose files are fetched or written at a time: one download does not saturate a fast link.
 _GROUPS_AT_ONCE = 4
+
+# Heads of small files that are fetched at a time in each group: they mostly wait.
+_HEADS_AT_ONCE = 4
 
 # Shards that are being stored at a time: flushing to a disk and uploading mostly wait.
 _STORED_AT_ONCE = 8
@@ -131,6 +136,10 @@ class _LocalRun:
     def _hold_files(self, tasks: Sequence[ShardTask]) -> Iterator[dict[StoredFile, str]]:
         """Local paths of all files that these tasks read, after a check of their contents."""
         files = list(dict.fromkeys(segment.file for task in tasks for segment in task.segments))
+        if tasks[0].reads_heads:
+            with self.scratch.make_folder() as folder:
+                yield self._fetch_heads(files, tasks, folder)
+            return
         with self.scratch.hold_all(files, on_bytes=self._count_fetched) as paths:
             # Before the first shard: a damaged file must not get into records.
             for file, path in zip(files, paths, strict=True):
@@ -142,6 +151,29 @@ class _LocalRun:
                     on_bytes=self._check_not_stopped,
                 )
             yield dict(zip(files, paths, strict=True))
+
+    def _fetch_heads(
+        self, files: Sequence[StoredFile], tasks: Sequence[ShardTask], folder: str
+    ) -> dict[StoredFile, str]:
+        """Fetches the heads of files, with the rows that tasks read, into an empty folder."""
+        segments_by_file: dict[StoredFile, list[ShardSegment]] = {file: [] for file in files}
+        for segment in itertools.chain.from_iterable(task.segments for task in tasks):
+            segments_by_file[segment.file].append(segment)
+
+        def fetch(file: StoredFile) -> str:
+            self._check_not_stopped(0)
+            head = formats.format_of(file).fetch_head(file, folder, check_crc=tasks[0].check_crc)
+            rows = [np.empty(0, np.int64)]
+            for segment in segments_by_file[file]:
+                assert segment.sampled_rows is not None  # as of all segments of such tasks
+                rows.append(segment.sampled_rows)
+            opened = formats.open_file(file, head, tasks[0].latents_from)
+            make_column_file(file, opened)  # refuses rows without a layout
+            opened.fetch_rows(file, np.concatenate(rows))
+            return head
+
+        with concurrent.futures.ThreadPoolExecutor(_HEADS_AT_ONCE, 'head') as threads:
+            return dict(zip(files, threads.map(fetch, files), strict=True))
 
     def _store(self, task: ShardTask, future: concurrent.futures.Future, local: str) -> None:
         try:

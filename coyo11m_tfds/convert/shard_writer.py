@@ -93,24 +93,35 @@ class _SourceReader:
         self.read.append(file.digest)
         if self._task.in_place:
             self.sources.append((make_column_file(segment.file, file), []))
+        is_read = np.ones(len(rows), bool)
+        if segment.sampled_rows is not None:
+            is_read = np.isin(rows, segment.sampled_rows)
         first, stop = segment.records.start, segment.records.stop
         step = max(1, min(ROWS_AT_ONCE, _BYTES_AT_ONCE // file.row_nbytes))
         for start in range(first, stop, step):
-            yield self._read_rows(file, slice(start, min(start + step, stop)))
+            window = slice(start, min(start + step, stop))
+            yield self._read_rows(file, window, is_read[window.start - first : window.stop - first])
         # The heads were checked above: a local file that was written since then may have other
         # rows. A remote one was copied before, so it cannot change meanwhile.
         if not segment.file.is_unchanged():
             raise _changed_source(segment.file)
 
-    def _read_rows(self, file: latent_file.LatentFile, window: slice) -> Features:
+    def _read_rows(
+        self, file: latent_file.LatentFile, window: slice, is_read: np.ndarray
+    ) -> Features:
+        """Returns the good records of a window; `is_read` says of each whether to read its latents.
+
+        Those that are not read count as good.
+        """
         keys, rows = self._inputs.keys[window], self._inputs.rows[window]
         captions: Sequence[bytes] = self._inputs.captions[window]
         text = self._read_text(file, window)
-        raw, stored = file.latents(rows)
+        raw, stored = file.latents(rows[is_read])
         latents, deviations = split_moments(stored, self._task.moments)
         sums = sum_channels(latents, deviations)
         # The statistics need the sums, which show infinity and NaN in a thousandth of the numbers.
-        good = sums.are_finite
+        good = ~is_read
+        good[is_read] = sums.are_finite
         if text is not None and self._text == schema.TEXT_EMBEDDING:
             # Infinity and NaN have all bits of the exponent; `isfinite` takes 13 times as long.
             good &= ((text.view(np.uint16) & 0x7C00) != 0x7C00).all(axis=1)
@@ -118,15 +129,29 @@ class _SourceReader:
             if not self._task.drop_bad:
                 self._raise_non_finite(file.path, keys[good.argmin()])
             self.statistics.add_non_finite(keys[~good])
-            keys, rows, raw, latents = keys[good], rows[good], raw[good], latents[good]
+            good_read = good[is_read]
+            raw, latents = raw[good_read], latents[good_read]
+            sums = ChannelSums(*(x[good_read] for x in sums))
+            keys, rows, is_read = keys[good], rows[good], is_read[good]
             captions = list(compress(captions, good))
-            sums = ChannelSums(*(x[good] for x in sums))
             if text is not None:
                 text = text[good]
-        self.statistics.add(keys, captions, latents, sums, text, self._task.latent_scale)
+        self.statistics.add(
+            keys,
+            captions,
+            latents,
+            sums,
+            text,
+            latent_scale=self._task.latent_scale,
+            is_read=is_read,
+        )
         features: Features = {schema.KEY: keys, schema.CAPTION: captions}
         if self._task.in_place:
-            places = np.stack([file.row_numbers(rows), columns.row_checksums(raw)], axis=1)
+            # Of a sample that was read in ranges, nothing has compared the bytes.
+            checksums = np.zeros(len(rows), np.uint32)
+            if not self._task.reads_heads:
+                checksums = columns.row_checksums(raw)
+            places = np.stack([file.row_numbers(rows), checksums], axis=1)
             self.sources[-1][1].append(places.astype('<u4'))
         else:
             features[schema.LATENTS] = raw

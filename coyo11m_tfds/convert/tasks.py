@@ -106,6 +106,8 @@ class ShardSegment:
     file: StoredFile
     digest: str  # that of the `LatentFile`
     records: slice  # within the shard
+    # Rows of the file whose latents are read, for statistics, int64 (m,); None if all are.
+    sampled_rows: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +131,11 @@ class ShardTask:
     writer: str = THIS_WRITER  # no other version of the package may write the shard
 
     @property
+    def reads_heads(self) -> bool:
+        """Whether only heads of the files are read, and some rows."""
+        return self.segments[0].sampled_rows is not None
+
+    @property
     def source(self) -> str:
         """Names the file or files of the task in messages."""
         first = self.segments[0].file.path
@@ -150,7 +157,8 @@ class ShardResult:
     statistics: ShardStatistics
     writer: str  # version of the package
     read: tuple[str, ...]  # digests of the source files of the shard
-    # Of latents in place: each file with row and CRC-32C for each of its records, uint32 (n, 2).
+    # Of latents in place: each file with row and CRC-32C for each of its records, uint32 (n, 2);
+    # the CRC-32C is 0 where only heads were read.
     sources: tuple[tuple[InPlaceFile, np.ndarray], ...] = ()
 
     def to_json(self) -> dict:

@@ -48,6 +48,17 @@ class InPlaceFile:
     starts: tuple[int, ...]  # in bytes
     stride: int  # in bytes
 
+    def read_row(self, descriptor: int, row: int, row_nbytes: int) -> bytes:
+        """Reads the pieces of a row, one after the other, from an open copy of the file.
+
+        The result is shorter than `row_nbytes` if the copy ends within the row.
+        """
+        piece_nbytes = row_nbytes // len(self.starts)
+        pieces = []
+        for start in self.starts:
+            pieces.append(os.pread(descriptor, piece_nbytes, start + row * self.stride))
+        return b''.join(pieces)
+
     def check(self, file: StoredFile | None) -> StoredFile:
         """Returns `file`, the one at `path`, whose state is that of the build.
 
@@ -103,6 +114,14 @@ class InPlaceColumn:
     files: tuple[InPlaceFile, ...]
     build: str  # ID of the build that wrote this description
     crc32c: Mapping[str, str]  # of the places of each split, 8 hex digits
+    # Numbers of the files whose rows have no CRC-32C yet: a build has read only their heads.
+    unchecked: tuple[int, ...] = ()
+    # Names of the files with the places of each split, where they are not those of the build.
+    places: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def places_file(self, split: str) -> str:
+        """Returns the name of the file with the places of a split."""
+        return self.places.get(split) or column_file_name(self.name, split, self.build)
 
     @property
     def can_map(self) -> bool:
@@ -126,10 +145,11 @@ class InPlaceColumn:
     def locate(self, folder: str | os.PathLike[str], split: str, num_records: int) -> np.ndarray:
         """Returns the file's number, the row and its CRC-32C for each record; uint32 `(n, 3)`.
 
-        `folder` is that of the data set, and the split has `num_records` records. Raises a
-        ValueError if the file of these places is damaged, missing, or of another split.
+        The CRC-32C of a row in one of the `unchecked` files is 0. `folder` is that of the data set,
+        and the split has `num_records` records. Raises a ValueError if the file of these places is
+        damaged, missing, or of another split.
         """
-        path = os.path.join(folder, column_file_name(self.name, split, self.build))
+        path = os.path.join(folder, self.places_file(split))
         try:
             return _load_places(path, num_records, self.crc32c.get(split, ''))
         except ValueError as error:
@@ -313,17 +333,20 @@ def is_column_file_name(name: str) -> bool:
 def unused_column_files(
     names: Iterable[str], columns: Mapping[str, Column], build: str
 ) -> set[str]:
-    """Returns the files of columns that no added column uses, such as a killed command leaves."""
+    """Returns the files of columns that no column uses, such as a killed command leaves."""
     used_files: set[str] = set()
     for column in columns.values():
         if isinstance(column, AddedColumn):
             used_files.update(column.files.values())
-    # The places of latents belong to the build, whose record of checksums names them.
+        else:
+            used_files.update(column.places_file(split) for split in column.crc32c)
+    # Without its description, a column of latents may use any of its files.
     latents_prefix = f'column_{schema.LATENTS}-'
+    has_latents = schema.LATENTS in columns
     unused_files = set()
     for name in set(names) - used_files:
         is_of_build = is_column_file_name(name) and schema.build_of(name) == build
-        if is_of_build and not name.startswith(latents_prefix):
+        if is_of_build and (has_latents or not name.startswith(latents_prefix)):
             unused_files.add(name)
     return unused_files
 
@@ -337,6 +360,11 @@ def write_columns(
         kind = IN_PLACE if isinstance(column, InPlaceColumn) else _ADDED
         fields = dataclasses.asdict(column)
         del fields['name']
+        if isinstance(column, InPlaceColumn):
+            # Most data sets have checksums from their build on.
+            for optional in ('unchecked', 'places'):
+                if not fields[optional]:
+                    del fields[optional]
         descriptions[name] = {'kind': kind, **fields}
     file_name = schema.of_build(schema.COLUMNS_FILE, build)
     manifest.write_sealed(folder, file_name, 'columns', descriptions)
@@ -386,7 +414,24 @@ def _parse_in_place(name: str, fields: Mapping[str, Any]) -> InPlaceColumn:
             )
     if not all(map(_is_crc32c, fields['crc32c'].values())):
         raise ValueError(f'column {name!r} has CRC-32C {fields["crc32c"]}')
-    return InPlaceColumn(name, dtype, shape, tuple(files), fields['build'], fields['crc32c'])
+    places = fields.get('places', {})
+    if not places.keys() <= fields['crc32c'].keys() or not all(
+        isinstance(x, str) and is_column_file_name(x) for x in places.values()
+    ):
+        raise ValueError(f'column {name!r} has places in {places}')
+    unchecked = tuple(fields.get('unchecked', ()))
+    if not set(unchecked) <= set(range(len(files))):
+        raise ValueError(f'column {name!r} has unchecked files {unchecked}')
+    return InPlaceColumn(
+        name,
+        dtype,
+        shape,
+        tuple(files),
+        build=fields['build'],
+        crc32c=fields['crc32c'],
+        unchecked=unchecked,
+        places=places,
+    )
 
 
 def _has_places(file: InPlaceFile, num_crops: int) -> bool:

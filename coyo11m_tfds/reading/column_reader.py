@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
+from absl import logging
 
 from coyo11m_tfds.dataset.columns import AddedColumn, Column
+from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.reading.files import HeldFiles, Range
 from coyo11m_tfds.storage.stored_file import StoredFile
 
@@ -30,6 +32,7 @@ class OpenedColumn(NamedTuple):
     places: np.ndarray | None
     dtype: np.dtype
     shape: tuple[int, ...]  # of a row
+    unchecked: tuple[int, ...] = ()  # numbers of the files whose rows have no CRC-32C yet
 
     @property
     def row_nbytes(self) -> int:
@@ -62,7 +65,15 @@ def open_column(
     pieces = len(column.files[0].starts) if files else 1
     starts = np.array([file.starts for file in column.files], np.int64).reshape(-1, pieces)
     strides = np.array([file.stride for file in column.files], np.int64)
-    opened = OpenedColumn(files, starts, strides, places, dtype, column.shape)
+    if column.unchecked:
+        logging.warning(
+            '%s: the rows of %s have no checksums yet, such as those of %s. python -m '
+            'coyo11m_tfds.verify computes them.',
+            folder,
+            format_count(len(column.unchecked), 'file'),
+            files[column.unchecked[0]].path,
+        )
+    opened = OpenedColumn(files, starts, strides, places, dtype, column.shape, column.unchecked)
     # The offset from a file's first row to the last possible row. Behind all files stands one for
     # those that are not described, in which no row is possible.
     last_offsets = [x.size for x in files] - starts.max(axis=1, initial=0) - opened.piece_nbytes
@@ -93,6 +104,8 @@ class ColumnReader:
         self._strides = opened.strides
         self._files = files
         self._first = files.add_column(opened.files)
+        self._is_unchecked = np.zeros(len(opened.files), bool)
+        self._is_unchecked[list(opened.unchecked)] = True
 
     def locate(self, number: np.ndarray) -> np.ndarray:
         """Returns the places of the pieces of some records' values, int64 `(n, pieces)`.
@@ -113,16 +126,21 @@ class ColumnReader:
         return places.reshape(begin.shape)
 
     def match_checksums(self, number: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Compares the rows at places of `locate` with their checksums; returns bool `(n,)`."""
+        """Compares the rows at places of `locate` with their checksums; returns bool `(n,)`.
+
+        A row without a checksum yet counts as good.
+        """
+        is_good = np.zeros(len(number), bool)
         if self._places is None:
             stored = self._files.gather(places[:, 0] + self._values_nbytes, _CRC_NBYTES).view('<u4')
         else:
             stored = self._places[number, 2]
+            is_good = self._is_unchecked[self._places[number, 0]]
         crcs = np.zeros(len(number), np.uint32)
         # Of all crops of a row, because another epoch uses another crop.
         for begin in places.T:
             crcs = self._files.crc32c(begin, begin + self._values_nbytes, crcs.tolist())
-        return crcs == stored
+        return (crcs == stored) | is_good
 
     def place(self, number: int) -> tuple[str, int]:
         """Returns the path of the file that holds a record's row, and the number of the row."""

@@ -36,6 +36,7 @@ _TICKS = 5
 _ORIGIN_FIELDS = (
     schema.META_BUILD,
     schema.META_CAPTION_COLUMN,
+    schema.META_LATENT_ROWS,
     schema.META_LATENT_DTYPE,
     schema.META_VAE,
     schema.META_LATENT_SCALE,
@@ -140,6 +141,10 @@ class BuildReport:
         lines += self._describe_dropped()
         if 'latents' in self.content:
             lines.append(f'latents     {schema.IN_PLACE_DOC}')
+        if num_rows := self.content.get(schema.META_LATENT_ROWS):
+            rows = format_count(num_rows, 'row')
+            lines.append(f'            mean and std are those of {rows} of all files; no row')
+            lines.append('            has a checksum until python -m coyo11m_tfds.verify reads all')
         lines.append(f'time        {seconds:,.1f} s')
         folder = storage.make_absolute(folder)
         lines.append(f'report      {folder}/{self._file_name(PAGE_FILE)}')
@@ -252,7 +257,7 @@ def _histograms(split: ShardStatistics) -> dict[str, Any]:
     """Returns the lengths of captions and the values of latents, as plain values."""
     lengths = split.caption_histogram
     mean = std = None
-    if split.num_records:
+    if split.num_read:
         mean, std = stats.mean_and_std(split.latent_moments)
     # Bins are narrow where all captions are short, so that their drawing has bars enough.
     longest = int(np.searchsorted(np.cumsum(lengths), (1 - _TAIL) * lengths.sum()))

@@ -1,9 +1,11 @@
 """Checks the captions of Parquet files and sorts them into the order of requested keys."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import itertools
+import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +20,7 @@ from coyo11m_tfds.foreign import arrow_texts
 from coyo11m_tfds.process.errors import Faults, FieldError
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import copied_files, keyed_parquet, keyed_values
-from coyo11m_tfds.source.keyed_parquet import KeyedFile
+from coyo11m_tfds.source.keyed_parquet import KeyedFile, RemoteColumns
 from coyo11m_tfds.source.keyed_values import KeyedValues, KeyedValuesWriter, KeyPlaces
 from coyo11m_tfds.storage import file_state
 from coyo11m_tfds.storage.scratch import Scratch
@@ -29,6 +31,8 @@ TOO_LONG = -1
 UNREADABLE = -3
 
 _MAX_EXAMPLES = 10
+# Fetched whole, and so compared with the checksum of its storage.
+_SMALL_BYTES = 8 << 20
 _DIGESTED_AT_ONCE = 1 << 20
 _FOOTERS_AT_ONCE = 8
 
@@ -83,9 +87,23 @@ class CaptionFiles:
         versions = [*zip(paths, (file.version for file in self.files), strict=True)]
         return [versions, self.key_column, self.caption_column]
 
-    def join(self, folder: str, scratch: Scratch, requested_keys: np.ndarray | None = None) -> None:
-        """Writes the captions into a new folder like `join_texts`."""
-        with scratch.hold_all(self.files, shows=True) as local_paths:
+    def join(
+        self,
+        folder: str,
+        scratch: Scratch,
+        requested_keys: np.ndarray | None = None,
+        *,
+        by_columns: bool = False,
+    ) -> None:
+        """Writes the captions into a new folder like `join_texts`.
+
+        Of large remote files, `by_columns` fetches the two columns alone, which no checksum of the
+        storage covers.
+        """
+        hold = (
+            self._hold_columns(scratch) if by_columns else scratch.hold_all(self.files, shows=True)
+        )
+        with hold as local_paths:
             paths = {}
             for file, path in zip(self.files, local_paths, strict=True):
                 # The whole file will be read anyway, so it is compared with the record of `mirror`.
@@ -98,6 +116,26 @@ class CaptionFiles:
         for file in self.files:
             if not file.is_unchanged():
                 raise file_changed(file, 'while it was read')
+
+    @contextlib.contextmanager
+    def _hold_columns(self, scratch: Scratch) -> Iterator[list[str]]:
+        """Returns local paths of files with the two columns, valid within the `with` block."""
+        names = self.key_column, self.caption_column
+        large = [file for file in self.files if not file.local_path and file.size > _SMALL_BYTES]
+        small = [file for file in self.files if file not in large]
+        with concurrent.futures.ThreadPoolExecutor(_FOOTERS_AT_ONCE) as threads:
+            columns = list(threads.map(lambda x: RemoteColumns(x, names), large))
+        num_bytes = sum(x.num_bytes for x in columns)
+        with (
+            scratch.make_folder() as folder,
+            scratch.hold_all(small, shows=True) as small_paths,
+        ):
+            paths = dict(zip(small, small_paths, strict=True))
+            with Progress(f'Fetching {" and ".join(names)}', num_bytes, 'B') as progress:
+                for number, file in enumerate(large):
+                    paths[file] = os.path.join(folder, f'{number}.parquet')
+                    columns[number].fetch(paths[file], progress.add)
+            yield [paths[file] for file in self.files]
 
 
 def join_texts(

@@ -4,10 +4,11 @@ It takes 150 MB of memory with all libraries, whatever the size of the file and 
 """
 
 import base64
+import concurrent.futures
 import contextlib
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Self
 
 import numpy as np
@@ -18,6 +19,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.foreign import arrow_texts, foreign_text
 from coyo11m_tfds.pictures import image_kinds
 from coyo11m_tfds.process.sizes import format_count
+from coyo11m_tfds.storage.file_state import OnBytes, ignore_bytes, naming
 from coyo11m_tfds.storage.stored_file import RangeReader, StoredFile
 
 # The most bytes to read at once.
@@ -31,6 +33,12 @@ _REPEATED_BYTES = 16
 
 # Most footers are shorter, and so take one request.
 _TAIL_BYTES = 1 << 15
+
+# Of columns that are fetched alone. Reading a gap costs less than another request.
+_FETCHED_AT_ONCE = 8 << 20
+_REQUESTS_AT_ONCE = 8
+_GAP = 64 << 10
+_PADDING = 100
 
 # What Arrow, or the reading of its metadata, raises, depending on which byte is damaged.
 _OF_DAMAGE = (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError)
@@ -199,18 +207,95 @@ def read_schema(file: StoredFile) -> pa.Schema:
 def read_schema_and_count(file: StoredFile) -> tuple[pa.Schema, int]:
     """Reads the schema and the number of rows at the end of a file, local or remote."""
 
+    with naming_damage(file.path):
+        metadata = pq.read_metadata(pa.BufferReader(_read_footer(file)))
+        _check_noted_names(metadata)
+        return metadata.schema.to_arrow_schema(), metadata.num_rows
+
+
+def _read_footer(file: StoredFile) -> bytes:
+    """Reads the end of a file from its footer on, or more of it."""
+
     def read_tail(length: int) -> bytes:
         length = min(length, file.size)
         return file.read_range(file.size - length, length)
 
-    with naming_damage(file.path):
-        tail = read_tail(_TAIL_BYTES)
-        footer = int.from_bytes(tail[-8:-4], 'little') + 8
-        if footer > len(tail):
-            tail = read_tail(footer)
-        metadata = pq.read_metadata(pa.BufferReader(tail))
-        _check_noted_names(metadata)
-        return metadata.schema.to_arrow_schema(), metadata.num_rows
+    tail = read_tail(_TAIL_BYTES)
+    footer = int.from_bytes(tail[-8:-4], 'little') + 8
+    if footer > len(tail):
+        tail = read_tail(footer)
+    return tail
+
+
+class RemoteColumns:
+    """Some columns of a remote file, which are fetched without the others."""
+
+    def __init__(self, file: StoredFile, columns: Collection[str]):
+        """Reads the end of the file; ValueError for a damaged one."""
+        self._file = file
+        self._footer = _read_footer(file)
+        with naming_damage(file.path):
+            metadata = pq.read_metadata(pa.BufferReader(self._footer))
+            ranges = _find_ranges(metadata, columns, file.size - len(self._footer))
+        self._pieces: list[tuple[int, int]] = []
+        for begin, end in ranges:
+            for start in range(begin, end, _FETCHED_AT_ONCE):
+                self._pieces.append((start, min(start + _FETCHED_AT_ONCE, end)))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that `fetch` requests."""
+        return sum(end - begin for begin, end in self._pieces)
+
+    def fetch(self, path: str, on_bytes: OnBytes = ignore_bytes) -> None:
+        """Writes a local copy of the file, with holes where the other columns are.
+
+        Only checksums of pages tell of damage to it. `on_bytes(n)` counts what is fetched.
+        """
+
+        def fetch_piece(bounds: tuple[int, int]) -> tuple[int, bytes]:
+            begin, end = bounds
+            data = self._file.read_range(begin, end - begin)
+            on_bytes(len(data))
+            return begin, data
+
+        with (
+            concurrent.futures.ThreadPoolExecutor(_REQUESTS_AT_ONCE) as threads,
+            naming(path),
+            open(path, 'wb') as copy,
+        ):
+            copy.seek(self._file.size - len(self._footer))
+            copy.write(self._footer)
+            # A few at a time, so that no more of them are in memory.
+            for first in range(0, len(self._pieces), _REQUESTS_AT_ONCE):
+                pieces = self._pieces[first : first + _REQUESTS_AT_ONCE]
+                for offset, data in threads.map(fetch_piece, pieces):
+                    copy.seek(offset)
+                    copy.write(data)
+
+
+def _find_ranges(
+    metadata: pq.FileMetaData, columns: Collection[str], stop: int
+) -> list[tuple[int, int]]:
+    """Returns the ranges before `stop` in which columns lie; neighbours are one range."""
+    ranges: list[tuple[int, int]] = []
+    for group in range(metadata.num_row_groups):
+        for index in range(metadata.num_columns):
+            chunk = metadata.row_group(group).column(index)
+            if chunk.path_in_schema.partition('.')[0] not in columns:
+                continue
+            begin = chunk.data_page_offset
+            if chunk.has_dictionary_page:
+                begin = min(begin, chunk.dictionary_page_offset or begin)
+            # Arrow may read a little beyond the end that old writers note.
+            ranges.append((begin, min(begin + chunk.total_compressed_size + _PADDING, stop)))
+    joined = [(0, 0)]
+    for begin, end in sorted(ranges):
+        if begin > joined[-1][1] + _GAP:
+            joined.append((begin, end))
+        else:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+    return joined
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """One file of latents of any format: its check, its rows by number, and where the rows lie."""
 
+import concurrent.futures
 import functools
 import hashlib
 import itertools
@@ -24,6 +25,10 @@ from coyo11m_tfds.storage.stored_file import StoredFile
 # Names of whole numbers that are classes, each below the number of classes.
 LABELS = 'labels', 'label', 'class', 'cls'
 
+# Reading more than is needed costs less than another request.
+_GAP = 64 << 10
+_RANGES_AT_ONCE = 8
+
 
 class RowLayout(NamedTuple):
     """Where the rows of a file lie: piece p of row i at `starts[p] + numbers[i] * stride`."""
@@ -47,6 +52,7 @@ class LatentFile:
     """A validated local file; the `_open` of each format sets the attributes."""
 
     kind: str  # name of the format in errors
+    has_heads = False  # whether keys and layout can be read without the latents
     has_checksums = False  # whether the format has checksums of latents
     path: str  # name of the file in errors
     keys: np.ndarray  # of the rows, int64 (N,); without rows, dtype and shape say nothing
@@ -146,6 +152,32 @@ class LatentFile:
         # torch converts 16-bit floats about 4 times as fast as numpy does.
         values.copy_(raw)
         return _bytes_of(raw), values.numpy()
+
+    def fetch_rows(self, file: StoredFile, rows: np.ndarray) -> None:
+        """Adds the latents of some rows, int64 `(n,)`, of a remote file to its head, opened here.
+
+        Nothing compares them with a checksum.
+        """
+        if not len(rows):
+            return
+        assert self.layout is not None  # as for every file that is read in place
+        nbytes = self.row_nbytes // len(self.layout.starts)
+        offsets = np.unique(self.row_numbers(rows)) * self.layout.stride
+        begins = np.sort(np.add.outer(np.array(self.layout.starts), offsets).ravel())
+        # Rows with small gaps between them are one request.
+        firsts = np.flatnonzero(np.diff(begins, prepend=-_GAP - nbytes - 1) > _GAP + nbytes)
+        lasts = np.append(firsts[1:], len(begins)) - 1
+        ranges = zip(begins[firsts].tolist(), (begins[lasts] + nbytes).tolist(), strict=True)
+
+        def fetch(bounds: tuple[int, int]) -> None:
+            begin, end = bounds
+            data = file.read_range(begin, end - begin)
+            with open(self._local_path, 'r+b') as head:
+                head.seek(begin)
+                head.write(data)
+
+        with concurrent.futures.ThreadPoolExecutor(_RANGES_AT_ONCE) as threads:
+            list(threads.map(fetch, ranges))
 
     def column_names(self) -> ColumnNames:
         """Returns the names of texts, numbers and labels; this may read the whole file."""

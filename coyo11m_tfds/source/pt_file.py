@@ -63,6 +63,7 @@ class PtFile(LatentFile):
     """
 
     kind = 'a .pt file'
+    has_heads = True
     has_checksums = True
 
     @classmethod

@@ -46,6 +46,7 @@ class SafetensorsFile(LatentFile):
     """A validated safetensors file. Without `keys`, keys are hashes of its name and the row."""
 
     kind = 'a safetensors file'
+    has_heads = True
 
     @classmethod
     def _make_head(cls, file: StoredFile, path: str, check_crc: bool) -> None:

@@ -84,6 +84,13 @@ class Scratch:
         self._folder = os.fspath(folder)
 
     @contextlib.contextmanager
+    def make_folder(self) -> Iterator[str]:
+        """Returns a new local folder, which is removed after the `with` block."""
+        os.makedirs(self._folder, exist_ok=True)
+        with locks.temporary_folder(self._folder, 'held-') as folder:
+            yield folder
+
+    @contextlib.contextmanager
     def hold(self, file: StoredFile, **options: Any) -> Iterator[str]:
         """Returns the local path of one file; see `hold_all`."""
         with self.hold_all([file], **options) as paths:
@@ -101,8 +108,7 @@ class Scratch:
         if not remote:
             yield [file.path for file in files]
             return
-        os.makedirs(self._folder, exist_ok=True)
-        with locks.temporary_folder(self._folder, 'held-') as folder:
+        with self.make_folder() as folder:
             # Files of different folders may have the same name, and names may be long.
             paths = {}
             for number, file in enumerate(remote):
