@@ -112,8 +112,9 @@ wheel:
 
 # Makes a site of README.md, of the pages to which it leads, and of docstrings, which are read and
 # not imported: the environment has none of what the project needs. Ruff breaks long signatures.
+# With --quiet, MkDocs would not count the warnings that --strict makes errors.
 docs: .venv-docs/installed-$(VERSION)
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 	@echo 'site/index.html'
 
 .venv-docs/installed-$(VERSION): $(CONSTRAINTS)

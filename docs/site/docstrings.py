@@ -1,17 +1,16 @@
-"""Shows functions of options with the arguments that they take, in the API reference."""
+"""Prepares docstrings for the API reference, which reads the source and imports nothing."""
 
 import re
 
 import griffe
 
-_PAGE = re.compile(r'docs/(\w+)\.md')
+_PAGE = re.compile(r'(docs|coyo11m_tfds)/\w+\.md')
 
 
 class OptionsAsArguments(griffe.Extension):
     """Gives each function with `@takes(Options)` the parameters of the class of options.
 
-    The reference is read from the source and imports nothing, so it would else show `options`,
-    which is what the function gets from its decorator.
+    The source has `options`, which is what the function gets from its decorator.
     """
 
     def on_function(self, *, func: griffe.Function, loader: griffe.GriffeLoader, **_) -> None:
@@ -30,7 +29,7 @@ class LinksInDocstrings(griffe.Extension):
         """Adds links to the docstring of one object."""
         if obj.docstring is None:
             return
-        text = _PAGE.sub(r'[docs/\1.md](../\1.md)', obj.docstring.value)
+        text = _PAGE.sub(r'[\g<0>](../../\g<0>)', obj.docstring.value)
         if obj.module.name == 'input_pipeline':
             for name in obj.module.exports or ():
                 if name != obj.name:
@@ -38,3 +37,7 @@ class LinksInDocstrings(griffe.Extension):
                         rf'(?<![`\w.])`{name}`', f'[`{name}`][input_pipeline.{name}]', text
                     )
         obj.docstring.value = text
+
+    def on_package(self, *, pkg: griffe.Module, **_) -> None:
+        """Adds links to the docstring of a package, which is no object of another one."""
+        self.on_object(obj=pkg)
