@@ -56,13 +56,6 @@ def split_records(data: bytes) -> Iterator[bytes]:
         at += size + 16
 
 
-def flip(path: pathlib.Path, at: int) -> None:
-    """Changes one bit of a file."""
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
 def with_known_id(folder: pathlib.Path) -> pathlib.Path:
     """Names the files of a data set as if its build had `ID`, whatever its plan's digest is."""
     build = json.loads((folder / schema.METADATA_FILE).read_text())[schema.META_BUILD]

@@ -15,7 +15,7 @@ import input_pipeline
 from coyo11m_tfds import add_column, embed_captions, schema, verify
 from coyo11m_tfds.dataset import stored_dataset
 from coyo11m_tfds.storage import locks
-from tests import built, children, made_sources
+from tests import built, children, damages, made_sources
 from tests.reading.batches import assert_same, epoch_steps, wait_until_idle
 
 COLUMNS, CHECKSUMS = 'columns-3f9a1c20.json', 'checksums-3f9a1c20.json'
@@ -325,7 +325,7 @@ def test_a_column_is_replaced_and_removed(copy, mini_dataset, hash_sidecar, othe
 def test_a_column_is_verified_with_the_shards(copy, other_embeddings):
     add_column.add(copy, 'other', other_embeddings)
     path = copy / 'column_other-train-3f9a1c20.npy'
-    built.flip(path, 5000)
+    damages.flip(path, 5000)
     assert verify.verify(copy, fast=True).faults == []
     [fault] = verify.verify(copy).faults
     assert 'column_other-train-3f9a1c20.npy: CRC-32C ' in fault and ', row 3 has CRC-32C ' in fault

@@ -14,12 +14,11 @@ import pytest
 
 from coyo11m_tfds import schema
 from tests import children, encode_program, made_images, small_vae
+from tests.damages import SEED, SHARE
 from tests.test_encode_images import files_of
 from tests.test_readme import blocks
 from tests.test_snippets import run
 
-SHARE = float(os.environ.get('COYO11M_DRILL_SHARE', '1'))
-SEED = os.environ.get('COYO11M_DRILL_SEED', '0')
 OPTIONS = {'size': 16, 'part_images': 16, 'num_workers': 2}
 
 pytestmark = pytest.mark.slow

@@ -31,10 +31,9 @@ from coyo11m_tfds.report import statistics
 from coyo11m_tfds.source import source_folder
 from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.disk import Disk
-from tests import built, made_images, small_vae
+from tests import built, damages, made_images, small_vae
 from tests.checkout import CHECKOUT
 from tests.made_images import MadeImage
-from tests.source import damages
 
 SIZE = 16
 IMAGES = made_images.make_images(22)
@@ -686,17 +685,15 @@ def test_the_report_takes_the_scale_of_the_vae_into_account(source, tmp_path):
         built.build(tmp_path / 'out', '', tmp_path / 'other')
 
 
+LATENTS_AT = 800  # a byte of the first latents in a tar
+
+
 def remove(path: pathlib.Path) -> None:
     path.unlink()
 
 
 def change(path: pathlib.Path) -> None:
-    path.write_bytes(flip(path.read_bytes()))
-
-
-def flip(data: bytes) -> bytes:
-    """Changes a bit of the first latents."""
-    return data[:800] + bytes([data[800] ^ 1]) + data[801:]
+    damages.flip(path, LATENTS_AT)
 
 
 def lengthen(path: pathlib.Path) -> None:
@@ -774,7 +771,7 @@ def test_an_encoding_on_the_hub_needs_all_its_tars(expected, hub, tmp_path):
     hub.commit(expected)
     found = source_folder.find_source('hf://datasets/owner/name')
     assert [file.recorded is not None for file in found.latent_files] == [True] * 3
-    hub.commit(expected | {'00001.tar': flip(expected['00001.tar'])})
+    hub.commit(expected | {'00001.tar': damages.flipped(expected['00001.tar'], LATENTS_AT)})
     with pytest.raises(ValueError, match=r'00001\.tar: has .* now, but when it was encoded'):
         built.build('hf://datasets/owner/name', '', tmp_path / 'data')
     hub.commit({name: data for name, data in expected.items() if name != '00001.tar'})
@@ -786,7 +783,7 @@ def test_an_encoding_in_a_bucket_needs_all_its_tars(expected, bucket):
     write_files('gs://latents/out', expected)
     found = source_folder.find_source('gs://latents/out')
     assert all(file.recorded == file.state for file in found.latent_files)
-    bucket.put('latents', 'out/00001.tar', flip(expected['00001.tar']))
+    bucket.put('latents', 'out/00001.tar', damages.flipped(expected['00001.tar'], LATENTS_AT))
     with pytest.raises(ValueError, match=r'00001\.tar: has .* now, but when it was encoded'):
         source_folder.find_source('gs://latents/out')
     storage.open_writable_folder('gs://latents/out').remove(['00001.tar'])

@@ -1,6 +1,5 @@
 """Hostile and damaged images, tars and Parquet files through the whole of `encode_images`."""
 
-import os
 import pathlib
 import re
 import shutil
@@ -17,12 +16,11 @@ from coyo11m_tfds.pictures import pixels
 from coyo11m_tfds.pictures.vae_encoder import VaeEncoder
 from tests import children, hostile_images, made_images, small_vae
 from tests.checkout import CHECKOUT
+from tests.damages import SEED, SHARE
 from tests.made_images import MadeImage
 
 pytestmark = pytest.mark.slow
 
-SHARE = float(os.environ.get('COYO11M_DRILL_SHARE', '1'))
-SEED = int(os.environ.get('COYO11M_DRILL_SEED', '0'))
 NUM_DAMAGES = round(2000 * SHARE)
 NUM_GOOD = 200
 

@@ -16,7 +16,7 @@ from coyo11m_tfds import add_column, embed_captions, schema, verify
 from coyo11m_tfds.convert.data_folder import FinishedShards
 from coyo11m_tfds.dataset import stored_dataset
 from coyo11m_tfds.source.pt_file import PtFile
-from tests import built, children, made_sources
+from tests import built, children, damages, made_sources
 from tests.reading.batches import assert_same, epoch_steps
 
 ORDER = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
@@ -195,11 +195,10 @@ def test_a_source_that_changes_before_the_first_batch_is_named(movable, engine, 
     path, source = movable
     batches = input_pipeline.train_batches(path, engine=engine, **ORDER)
     file = latents_file(source)
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
+    whole = file.read_bytes()
     if is_replaced:
         file.unlink()
-    file.write_bytes(data)
+    file.write_bytes(damages.flipped(whole, len(whole) // 2))
     with pytest.raises(OSError, match=f'{file}: has changed while it was read'):
         for _ in range(100):
             next(batches)

@@ -19,6 +19,7 @@ import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import stored_dataset
 from coyo11m_tfds.reading import order as order_lib
+from tests import damages
 from tests.reading import small_dataset
 from tests.reading.batches import check_memory
 
@@ -231,7 +232,7 @@ def test_a_small_file_that_is_damaged_or_lost_is_refused_by_name(copy, stem):
     [path] = copy.glob(f'{stem}*')
     whole = path.read_bytes()
     for at in range(0, len(whole), max(1, len(whole) // 40)):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        path.write_bytes(damages.flipped(whole, at))
         with pytest.raises((input_pipeline.DamagedError, OSError), match=str(copy)):
             input_pipeline.open_data(copy).split(schema.TRAIN)
     path.unlink()

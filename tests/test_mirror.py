@@ -17,9 +17,8 @@ from coyo11m_tfds.source import source_folder
 from coyo11m_tfds.storage import json_digest, locks
 from coyo11m_tfds.storage.file_state import ignore_bytes
 from coyo11m_tfds.storage.scratch import Scratch
-from tests import children
+from tests import children, damages
 from tests.fakes.cloud import Fault
-from tests.source import damages
 
 CAPTIONS = schema.CAPTIONS_FILE
 LATENTS = schema.LATENTS_FOLDER

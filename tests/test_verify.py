@@ -13,7 +13,7 @@ import input_pipeline
 from coyo11m_tfds import schema, verify
 from coyo11m_tfds.dataset import manifest
 from coyo11m_tfds.storage.file_state import compute_state
-from tests.built import flip
+from tests.damages import flip
 from tests.fakes.cloud import Fault
 
 DATA = 'gs://bucket/d/1.0.0'

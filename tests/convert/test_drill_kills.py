@@ -16,11 +16,10 @@ import pytest
 from coyo11m_tfds import schema
 from tests import children, made_sources
 from tests.convert.build_kills import Build, Place
+from tests.damages import SEED, SHARE
 
-SHARE = float(os.environ.get('COYO11M_DRILL_SHARE', '1'))
 Files = dict[str, bytes]
 KILLS = {'local': 100 * SHARE, 'bucket': 50 * SHARE}  # of builds, and as many of overwrites
-SEED = int(os.environ.get('COYO11M_DRILL_SEED', '0'))
 OLD_SETTINGS = {'validation_fraction': 0.4}
 
 

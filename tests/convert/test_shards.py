@@ -16,7 +16,7 @@ from coyo11m_tfds.convert import driver
 from coyo11m_tfds.dataset import chunk_index
 from coyo11m_tfds.source.pt_file import PtFile
 from coyo11m_tfds.storage import json_digest
-from tests import made_sources
+from tests import damages, made_sources
 from tests.built import files_of
 from tests.checkout import CHECKOUT
 from tests.convert.plans import data_folder, make_plan, planned_keys, write
@@ -105,10 +105,7 @@ def test_what_is_finished_is_not_written_again(tmp_path):
     lost, cut, flipped, without_receipt, damaged, of_another_version = names[:6]
     (data / lost).unlink()
     (data / cut).write_bytes(undisturbed[cut][:-1])
-    middle = len(undisturbed[flipped]) // 2
-    content = bytearray(undisturbed[flipped])
-    content[middle] ^= 1
-    (data / flipped).write_bytes(content)
+    damages.flip(data / flipped, len(undisturbed[flipped]) // 2)
     receipts = data / f'building-{made.build}'
     (receipts / f'{without_receipt}.json').unlink()
     path = receipts / f'{damaged}.json'

@@ -5,6 +5,7 @@ import pytest
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import manifest
 from coyo11m_tfds.storage.file_state import FileState
+from tests import damages
 
 
 def test_the_bytes_do_not_depend_on_the_order_of_the_files(tmp_path):
@@ -20,11 +21,8 @@ def test_the_bytes_do_not_depend_on_the_order_of_the_files(tmp_path):
 def test_every_changed_byte_is_noticed(tmp_path):
     manifest.write_checksums(tmp_path, {'a': FileState(12, 0x1F2E3D4C), 'b': FileState(345, 7)})
     whole = (tmp_path / schema.CHECKSUMS_FILE).read_bytes()
-    damages = [b'', b'3', b'[]', b'{}', b'{"digest": 1}', b'\xff']
-    for at in range(len(whole)):
-        damaged = bytearray(whole)
-        damaged[at] ^= 1
-        damages.append(bytes(damaged))
-    for damaged in damages:
+    contents = [b'', b'3', b'[]', b'{}', b'{"digest": 1}', b'\xff']
+    contents += [damages.flipped(whole, at) for at in range(len(whole))]
+    for damaged in contents:
         with pytest.raises(ValueError):
             manifest.parse_checksums(damaged)

@@ -15,7 +15,7 @@ from coyo11m_tfds.source.pt_file import PtFile
 from coyo11m_tfds.storage import file_state
 from coyo11m_tfds.storage.file_state import FileState
 from tests import children, made_sources
-from tests.source.damages import damages
+from tests.damages import damages
 
 NAME = '000000-000009.pt'
 LATENTS = made_sources.make_latents(5)

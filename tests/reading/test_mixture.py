@@ -27,7 +27,7 @@ from coyo11m_tfds.reading.order import (
     sample_texts,
     train_blocks,
 )
-from tests import built
+from tests import damages
 from tests.reading import naive_order, small_dataset
 from tests.reading.batches import assert_same, wait_until_idle
 from tests.reading.damaged import damage
@@ -687,6 +687,6 @@ def test_a_damaged_column_is_named(written, tmp_path):
     path = tmp_path / 'small' / schema.VERSION
     small_dataset.write(path, {schema.TRAIN: (100,)})
     small_dataset.add_column(path, 'score', {schema.TRAIN: np.arange(100)})
-    built.flip(path / 'column_score-train.npy', -30)
+    damages.flip(path / 'column_score-train.npy', -30)
     with pytest.raises(input_pipeline.DamagedError, match=r'column_score-train\.npy: its values'):
         input_pipeline.train_batches([{'dir': path, 'where': 'score > 5'}], **ORDER)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.reading.order import sample_texts
-from tests import built
+from tests import damages
 from tests.reading import small_dataset
 from tests.reading.batches import planned_batch
 
@@ -100,7 +100,7 @@ def test_evaluation_takes_the_first_text_of_every_record(data, engine):
 
 def test_a_damaged_record_has_no_text(data, tmp_path):
     copy = shutil.copytree(data, tmp_path / schema.VERSION)
-    built.flip(min(copy.glob('*train*.tfrecord*')), 100)
+    damages.flip(min(copy.glob('*train*.tfrecord*')), 100)
     asked = dict(features=(schema.TOKENS,), text='few,many', on_bad_records='skip')
     batches = itertools.islice(input_pipeline.train_batches(copy, **asked, **ORDER), 150)
     found, mask = (np.concatenate(x) for x in zip(*(b.values() for b in batches), strict=True))

@@ -4,7 +4,6 @@
 """
 
 import itertools
-import os
 import pathlib
 import random
 import shutil
@@ -19,10 +18,9 @@ from coyo11m_tfds import mirror, schema, storage
 from coyo11m_tfds.source import formats
 from tests import built, made_sources, test_formats
 from tests.convert import build_kills, build_program
-from tests.source.damages import damages
+from tests.damages import damages, drill, replace
 from tests.test_formats import FORMATS, Truth
 
-SEED = int(os.environ.get('COYO11M_DRILL_SEED', '0'))
 ROWS = 24
 COYO = 'coyo'  # `.pt` files of latents, and a Parquet file of captions
 COUNTS = pytest.mark.parametrize(
@@ -59,30 +57,6 @@ def make_coyo(folder: pathlib.Path) -> Truth:
     return {key: (crops, captions[key].encode()) for key, crops in rows}
 
 
-def drill(
-    count: int,
-    damage: Callable[[random.Random], pathlib.Path],
-    read: Callable[[pathlib.Path], bool],
-) -> int:
-    """Damages a file and reads, again and again; returns how often that was an error.
-
-    `read` returns whether the contents are right, and an error must be one line with the file.
-    """
-    problems, errors = [], 0
-    for number in range(count):
-        path = damage(random.Random(f'{SEED}-{number}'))
-        try:
-            if not read(path):
-                problems.append(f'seed {SEED}-{number}: {path.name}: other contents were accepted')
-        except Exception as error:
-            errors += 1
-            message, is_expected = str(error), isinstance(error, (ValueError, OSError))
-            if not is_expected or path.name not in message or len(message.splitlines()) != 1:
-                problems.append(f'seed {SEED}-{number}: {path.name}: {error!r}')
-    assert not problems
-    return errors
-
-
 def damage_one(folder: pathlib.Path, choose: random.Random) -> pathlib.Path:
     """Damages a file of a source, maybe so that it stays as it was."""
     files = [path for path in folder.rglob('*.*') if path.is_file()]
@@ -95,12 +69,6 @@ def damage_one(folder: pathlib.Path, choose: random.Random) -> pathlib.Path:
         del kinds['another file']
     replace(path, choose.choice([*kinds.values()]))
     return path
-
-
-def replace(path: pathlib.Path, data: bytes) -> None:
-    """Writes a new file, as whoever has the old one mapped may still read it."""
-    path.unlink(missing_ok=True)
-    path.write_bytes(data)
 
 
 def read_records(final: pathlib.Path) -> list[tuple[int, tuple[bytes, bytes]]]:

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 
 from coyo11m_tfds.source import keyed_values
-from tests.source import damages
+from tests import damages
 
 VALUES = {7: b'seven', 3: b'three', 20_000: b'many', -5: None}
 

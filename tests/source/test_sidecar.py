@@ -13,7 +13,7 @@ import pytest
 from coyo11m_tfds import embed_captions, schema
 from coyo11m_tfds.source import sidecar
 from coyo11m_tfds.source.keyed_values import KeyedValues
-from tests import built, made_sources
+from tests import built, damages, made_sources
 from tests.convert import plans
 
 EMBEDDINGS = {key: np.full(4, key, np.float16) for key in range(30)}
@@ -135,7 +135,7 @@ def test_damaged_embeddings_are_refused(tmp_path):
     column = pq.read_metadata(path).row_group(0).column(1)
     whole, start = path.read_bytes(), column.data_page_offset
     for at in range(start, start + column.total_compressed_size, 397):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        path.write_bytes(damages.flipped(whole, at))
         with pytest.raises(ValueError, match=r'1\.parquet: is damaged'):
             join(path)
 

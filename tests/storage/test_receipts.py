@@ -7,7 +7,7 @@ import pytest
 from coyo11m_tfds import storage
 from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.receipts import Receipt, Receipts
-from tests.source import damages
+from tests import damages
 
 ORIGIN, FACTS = {'settings': [1, 'x\ud800']}, {'count': 12}
 

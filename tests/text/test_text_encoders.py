@@ -27,7 +27,7 @@ from coyo11m_tfds import text
 from coyo11m_tfds.dataset import word_list
 from coyo11m_tfds.pictures import emoji
 from coyo11m_tfds.text import text_encoders
-from tests import hostile_models
+from tests import damages, hostile_models
 from tests.text import offline_hub
 
 SHORT = 'a red circle'
@@ -268,8 +268,7 @@ def test_the_revision_of_a_folder_changes_with_weights_and_tokenizer_alone(bert)
     (bert / 'README.md').write_text('about it')
     os.utime(bert / 'model.safetensors')
     assert revision() == first
-    weights = (bert / 'model.safetensors').read_bytes()
-    (bert / 'model.safetensors').write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    damages.flip(bert / 'model.safetensors', -1)
     second = revision()
     tokenizer = (bert / 'tokenizer.json').read_text()
     (bert / 'tokenizer.json').write_text(tokenizer + '\n')

@@ -9,7 +9,7 @@ import tensorflow_datasets as tfds
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.pictures import latent_rgb
-from tests import built, runs
+from tests import damages, runs
 from tests.runs import losses, read_scalars, small_config
 from train_lib import data, train
 from train_lib.learning import sharding
@@ -95,7 +95,7 @@ def test_what_evaluations_read_is_not_counted_as_read_for_training(mini_dataset)
 def test_records_that_cannot_be_read_stop_a_run_or_are_skipped_and_told(copy, tmp_path, caplog):
     for path in copy.glob('*-train*.tfrecord*'):
         for place in range(20_000, path.stat().st_size, 500_000):
-            built.flip(path, place)
+            damages.flip(path, place)
     short = {'num_steps': 12, 'eval_every': 0, 'checkpoint_every': 0}
     state = runs.train(copy, tmp_path / 'run', **short, **{'data.on_bad_records': 'skip'})
     assert int(state.step) == 12

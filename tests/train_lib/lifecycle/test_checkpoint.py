@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import built, children
+from tests import children, damages
 from tests.runs import saved_steps, small_config
 from train_lib import draw, train
 from train_lib.lifecycle import beginnings, checkpoint
@@ -142,7 +142,7 @@ def test_each_file_is_compared_before_anything_is_restored(run, tmp_path, read):
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(workdir / checkpoint.FOLDER, copy / checkpoint.FOLDER)
         path = copy / checkpoint.FOLDER / str(STEP) / name
-        built.flip(path, random.randrange(path.stat().st_size))
+        damages.flip(path, random.randrange(path.stat().st_size))
         expected = f'{path}: .* damaged: remove the folder {path.parents[len(name.parts) - 1]} to'
         with pytest.raises(OSError, match=expected) as error:
             read(run, copy)
