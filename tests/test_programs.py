@@ -188,7 +188,7 @@ BEFORE_IMPORTS = {
 
 @pytest.mark.parametrize('program', BEFORE_IMPORTS)
 def test_a_program_says_that_it_starts_before_it_imports_what_takes_seconds(program, tmp_path):
-    for name in ('tensorflow', 'tensorflow_datasets'):
+    for name in ('jax', 'tensorflow', 'tensorflow_datasets'):
         (tmp_path / f'{name}.py').write_text(_SLOW)
     path = os.pathsep.join([str(tmp_path), os.environ.get('PYTHONPATH', '')])
     ended = children.program(program, *BEFORE_IMPORTS[program], PYTHONPATH=path)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 import input_pipeline
 from coyo11m_tfds import schema
-from coyo11m_tfds.process import errors, jax_environment
+from coyo11m_tfds.process import errors, jax_environment, preparation
 from coyo11m_tfds.process.sizes import format_bytes, format_count
 from train_lib.learning import models, sharding
 from train_lib.lifecycle import config_rules
@@ -103,6 +103,8 @@ class TrainingData:
             **self._share,
             **self._shared_options,
         )
+        if self.plan.engine == input_pipeline.TF_DATA:
+            preparation.hide_accelerators_from_tensorflow()
         # Now, and not after the first hours.
         if config.eval_every:
             self._check_split(schema.VALIDATION, 'eval_every', config.eval_every)

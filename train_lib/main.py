@@ -49,7 +49,7 @@ def main() -> None:
     input_pipeline.prepare_process()
     with run.errors_in_one_line():
         run.prepare()
-        # Only now, because they take seconds and import TensorFlow, which reads those settings.
+        # Only now, because it takes seconds.
         from train_lib import train
 
     with run.errors_in_one_line():

@@ -94,7 +94,7 @@ def start(
 
 
 def prepare(needs_data: bool = True) -> None:
-    """Checks fields and data set, keeps TensorFlow off the accelerator and the log readable.
+    """Checks fields and data set, and keeps the log readable.
 
     Call it before imports that take seconds.
 
@@ -114,12 +114,7 @@ def prepare(needs_data: bool = True) -> None:
         is_alone = not (config.distributed or has_processes)
         if is_alone and (config.data.mix or config.data.dir):
             config_rules.open_sources(config)
-    # Before the import, which takes seconds.
     programs.announce_start()
-    import tensorflow as tf
-
-    # TensorFlow only reads records: the accelerator's memory is for JAX.
-    tf.config.set_visible_devices([], 'GPU')
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ import ml_collections
 import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
-from clu import metric_writers, parameter_overview, periodic_actions
+from clu import parameter_overview
 from etils import epath
 from jax.experimental import multihost_utils
 
@@ -44,6 +44,7 @@ from train_lib.lifecycle import (
 )
 from train_lib.lifecycle.checkpoint import Description
 from train_lib.lifecycle.log import StepClock, TrainLog, introduce, log_on_process_0
+from train_lib.lifecycle.writers import BackgroundWriter
 from train_lib.results import previews
 
 # Of a velocity of 0: the mean squares of latents and of noise, which are 1 each.
@@ -229,7 +230,7 @@ def _introduce(setup: Setup) -> None:
 
 def _make_log(
     setup: Setup,
-    writer: metric_writers.MetricWriter,
+    writer: BackgroundWriter,
     empty: metrics.TrainMetrics,
     window: metrics.TrainMetrics,
     manager: ocp.CheckpointManager,
@@ -254,7 +255,7 @@ class Run(Setup):
     """The objects that the loop and its hooks work with."""
 
     hooks: 'Sequence[Hook]'
-    writer: metric_writers.MetricWriter
+    writer: BackgroundWriter
     manager: ocp.CheckpointManager
     log: TrainLog
 
@@ -329,7 +330,10 @@ def _train_steps(
             batch = next(batches)
         if step == start + 1:
             # Only now is there a batch, whose shapes the compiler needs.
-            device_memory.check_device_memory(run.config, run.program.train_step, state, batch)
+            lowered = device_memory.lower_step(run.program.train_step, state, batch)
+            # The import of TensorFlow holds the interpreter, which is idle while XLA compiles.
+            run.writer.start()
+            device_memory.check_device_memory(run.config, lowered)
         # Whatever moves to or from the device here would do so at every step.
         with jax.transfer_guard('disallow'):
             state, update = run.program.train_step(state, batch)
@@ -352,17 +356,18 @@ def _train_steps(
     return state, is_complete
 
 
-def _make_profiler(run: Run, step: int) -> periodic_actions.Profile:
-    """Returns what writes a profile of a few steps, if the run wants one."""
-    # A negative number is never reached.
-    first_step = -1
-    if run.config.profile_steps:
-        first_step = step + _PROFILE_AFTER
+def _make_profiler(run: Run, step: int) -> Callable[[int], Any]:
+    """Returns what is called after each step and, if the run wants one, profiles a few of them."""
+    if not run.config.profile_steps:
+        return lambda step: None
+    # Here, because it imports TensorFlow.
+    from clu import periodic_actions
+
     return periodic_actions.Profile(
         logdir=run.workdir,
         num_profile_steps=run.config.profile_steps,
         profile_duration_ms=1,
-        first_profile=first_step,
+        first_profile=step + _PROFILE_AFTER,
         every_secs=None,
     )
 

@@ -31,6 +31,13 @@ def quiet_tensorflow() -> None:
         os.environ.setdefault(name, value)
 
 
+def hide_accelerators_from_tensorflow() -> None:
+    """Leaves the memory of GPUs to JAX; imports TensorFlow, which takes seconds."""
+    import tensorflow as tf
+
+    tf.config.set_visible_devices([], 'GPU')
+
+
 def keep_freed_memory() -> None:
     """Makes glibc keep freed memory for the next batch instead of returning it to the system."""
     # New memory from the system costs 3 page faults a record, a sixth of the CPU time of reading.

@@ -294,6 +294,16 @@ main.main()
 """
 
 
+def test_a_run_imports_tensorflow_only_while_it_compiles(mini_dataset, tmp_path):
+    flags = runs.flags(mini_dataset, tmp_path, num_steps=2, eval_every=0)
+    done = children.program('train_lib.main', *flags, PYTHONPROFILEIMPORTTIME='1')
+    assert done.returncode == 0, done.stderr
+    before, _, after = done.stderr.partition('compiling ...')
+    of_tensorflow = re.compile(r'\| +(tensorflow|torch|pandas)\b')
+    assert not of_tensorflow.search(before)
+    assert of_tensorflow.search(after) and runs.read_scalars(tmp_path)
+
+
 def test_settings_for_reading_are_made_before_tensorflow_is_imported(tmp_path):
     flags = ['--config=configs/default.py', f'--workdir={tmp_path}']
     assert children.output(_START, *flags).split() == ['prepared']

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 from absl import logging
-from clu import metric_writers
 from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -20,6 +19,7 @@ from train_lib.learning.state import TrainState
 from train_lib.learning.step import Program
 from train_lib.lifecycle import checkpoint, config_rules
 from train_lib.lifecycle.checkpoint import Description, SavedRun
+from train_lib.lifecycle.writers import BackgroundWriter
 
 
 class OtherRunError(ValueError):
@@ -54,7 +54,7 @@ class Beginning:
         ema_params = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(params)
         return state.replace(params=params, ema_params=ema_params)
 
-    def show_config(self, writer: metric_writers.MetricWriter) -> None:
+    def show_config(self, writer: BackgroundWriter) -> None:
         """Writes the configuration as text, if it has not been written yet."""
         if self.has_new_config:
             text = json.dumps(self.description.config, indent=2)

@@ -15,21 +15,27 @@ from coyo11m_tfds.process.sizes import format_bytes
 from train_lib.learning import models
 
 
+# As the step is called: else JAX would trace it again.
+@promote_as_usual
+def lower_step(step: Any, *arguments: Any) -> jax.stages.Lowered:
+    """Returns a bound function of `step.Program`, traced for the arguments of its call."""
+    return step.func.lower(*step.args, *arguments)
+
+
 # As the step is called: else JAX would compile it again.
 @promote_as_usual
 def check_device_memory(
-    config: ml_collections.ConfigDict, step: Any, *arguments: Any, free: float | None = None
+    config: ml_collections.ConfigDict, lowered: jax.stages.Lowered, free: float | None = None
 ) -> None:
     """Raises a MemoryError, which says what would fit, if a step takes more than a device has.
 
     Args:
         config: Configuration of the run.
-        step: A bound function of `step.Program`.
-        *arguments: Those of its call.
+        lowered: The step, as `lower_step` returns it; it is compiled.
         free: Bytes that are free on a device; by default they are measured.
     """
     # JAX keeps what is compiled here for the calls of the step.
-    sizes: Any = step.func.lower(*step.args, *arguments).compile().memory_analysis()
+    sizes: Any = lowered.compile().memory_analysis()
     nbytes = sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     if free is None:
         free = _measure_free_memory()

@@ -30,9 +30,9 @@ from input_pipeline import ReadCounts
 from train_lib.learning import metrics
 from train_lib.learning.step import Program
 from train_lib.lifecycle import chips
+from train_lib.lifecycle.writers import BackgroundWriter
 
 if TYPE_CHECKING:
-    from clu import metric_writers  # imports TensorFlow
     from etils import epath
 
 # Linux alone has it: sizes of this process in pages, of which the second is the resident one.
@@ -101,7 +101,7 @@ class TrainLog:
     """
 
     config: ml_collections.ConfigDict
-    writer: 'metric_writers.MetricWriter'
+    writer: BackgroundWriter
     clock: 'StepClock'
     steps_before: int  # of the run, which were trained before this process began
     flops: float  # to train on a sample; 0 if unknown

@@ -29,7 +29,7 @@ def check_configuration(config: ml_collections.ConfigDict) -> dict[str, str | di
 
     Raises a ValueError, an OSError or a MemoryError, as the run would before its first step.
     """
-    # After `run.prepare`: they import TensorFlow, which reads the settings that it makes.
+    # After `run.prepare`, because they take seconds.
     import jax
 
     from coyo11m_tfds.pictures import vae_decoder

@@ -72,7 +72,7 @@ def time_steps_and_batches(
         step_ms: Milliseconds of a step; None to measure them.
         seconds: Time for reading, and then for steps.
     """
-    # They import TensorFlow, which reads the settings that `run.prepare` makes.
+    # After `run.prepare`, because they take seconds.
     import jax
 
     from train_lib import data

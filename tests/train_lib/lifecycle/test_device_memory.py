@@ -13,12 +13,12 @@ from train_lib.lifecycle import device_memory
 
 def test_a_step_that_cannot_fit_is_refused_before_it_runs():
     doubled = step.bind(lambda frozen, x: jnp.sort(x) + x[0], None, None)
-    x = jnp.arange(100_000.0)
-    device_memory.check_device_memory(small_config('D'), doubled, x)
+    lowered = device_memory.lower_step(doubled, jnp.arange(100_000.0))
+    device_memory.check_device_memory(small_config('D'), lowered)
     with pytest.raises(
         MemoryError, match=r'takes [\d.]+ kB of memory, and 100.0 kB are free. Try --'
     ):
-        device_memory.check_device_memory(small_config('D'), doubled, x, free=100_000)
+        device_memory.check_device_memory(small_config('D'), lowered, free=100_000)
 
 
 def test_an_allocation_that_fails_is_explained():

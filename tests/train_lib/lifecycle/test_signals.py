@@ -131,7 +131,7 @@ def one_host(mini_dataset, workdir, **changes):
 def test_ctrl_c_while_it_imports(mini_dataset, tmp_path):
     process = runs.start(mini_dataset, tmp_path / 'run', **ENDLESS)
     loaded = pathlib.Path(f'/proc/{process.pid}/maps')
-    runs.wait_until(lambda: 'tensorflow' in loaded.read_text(), process)
+    runs.wait_until(lambda: 'jaxlib' in loaded.read_text(), process)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == REQUEUE
