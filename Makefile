@@ -1,8 +1,8 @@
 # Start with `make demo` or `make test`: both set up .venv. `make TORCH_INDEX=` takes torch from the
 # package index, too. Other targets: `make install` (.venv alone), `make slow` (the long tests),
-# `make pods` (compiles for TPU slices), `make lowest` (the tests with the lowest versions that
-# setup.py allows), `make wheel` (a day with the wheel alone), `make docs` (the pages as a site),
-# `make lint`, `make clean`.
+# `make pods` (compiles for TPU slices), `make lowest` and `make newest` (the tests with the
+# lowest and the newest versions that setup.py allows), `make wheel` (a day with the wheel alone),
+# `make docs` (the pages as a site), `make lint`, `make clean`.
 
 ifndef PYTHON
 PYTHON := $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,\
@@ -14,6 +14,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
 # A .venv of another Python, and one whose installation failed, has no such file.
 INSTALLED := $(VENV)/installed-$(VERSION)
+NEWEST_PYTHON ?= python3.13
 ENCODERS ?= .encoders
 # PyTorch's builds for CPUs: that of PyPI brings several GB of CUDA libraries, which nothing here
 # uses.
@@ -28,7 +29,7 @@ export TF_ENABLE_ONEDNN_OPTS ?= 0
 # Python keeps the modules that it compiles: else each process would start 8 s later.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install torch demo test slow pods lowest wheel docs lint clean unusable
+.PHONY: install torch demo test slow pods lowest newest wheel docs lint clean unusable
 
 install: $(INSTALLED)
 
@@ -96,15 +97,19 @@ pods: $(INSTALLED)
 		sed -E 's/\[[a-z]+\]//; s/>=/==/; /^torch==/d' | sort -u > $@
 	grep '^torch==' constraints.txt >> $@
 
-# Old versions warn of what is no error, and do not know all flags of the tests.
+# Old versions warn of what is no error.
 lowest: .lowest.txt
 	$(MAKE) install VENV=.venv-lowest CONSTRAINTS=.lowest.txt
-	XLA_FLAGS=--xla_backend_optimization_level=0 PYTHONWARNINGS=ignore::FutureWarning \
-		.venv-lowest/bin/python -m pytest -W default \
+	PYTHONWARNINGS=ignore::FutureWarning .venv-lowest/bin/python -m pytest -W default \
 		--numprocesses 3 --dist loadfile tests/convert tests/dataset tests/source tests/storage \
 		tests/text tests/test_builder.py tests/test_input_pipeline.py tests/reading/test_engines.py \
 		tests/train_lib/learning/test_step.py tests/train_lib/test_train.py \
 		tests/train_lib/lifecycle/test_checkpoint.py
+
+# What a plain `pip install` brings today, so it is installed anew.
+newest:
+	rm -rf .venv-newest
+	$(MAKE) test PYTHON=$(NEWEST_PYTHON) VENV=.venv-newest CONSTRAINTS=/dev/null
 
 # Builds dist/, and tries it in an environment and a folder of its own.
 wheel:

@@ -134,7 +134,8 @@ setuptools.setup(
             'psutil>=5.9',
         ],
         'tpu': ['jax[tpu]'],
-        'gpu': ['jax[cuda12]'],
+        'gpu': ['jax[cuda13]'],
+        'gpu-cuda12': ['jax[cuda12]'],  # for drivers before 580
         'wandb': ['wandb>=0.19'],
     },
 )

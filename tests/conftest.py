@@ -17,7 +17,7 @@ import pytest
 
 from coyo11m_tfds import embed_captions, sample_data, schema
 from coyo11m_tfds.process import command_line, stop_signals
-from tests import built, fork_server
+from tests import built, fork_server, xla_flags
 from tests.checkout import CHECKOUT, COCO_SAMPLE
 from tests.fakes.cloud import bucket, gcs, hub, place  # noqa: F401, fixtures
 
@@ -27,15 +27,19 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')
 # Tests compile more than they compute: with these flags in a fifth of the time.
-os.environ.setdefault(
-    'XLA_FLAGS',
-    '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false '
-    '--xla_cpu_parallel_codegen_split_count=1',
-)
+if 'XLA_FLAGS' not in os.environ:
+    os.environ['XLA_FLAGS'] = xla_flags.join_known(
+        xla_backend_optimization_level=0,
+        xla_cpu_use_fusion_emitters='false',
+        xla_cpu_parallel_codegen_split_count=1,
+    )
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.1')
 os.environ.setdefault(
     'JAX_COMPILATION_CACHE_MAX_SIZE', '1000000000'
 )  # so that JAX locks the folder
+
+# Tests make models of transformers in processes that have TensorFlow, too: see `preparation`.
+sys.modules['triton'] = None  # type: ignore[assignment]
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, `nohup` a closed terminal,
 # and so would the programs that they start.

@@ -1,4 +1,7 @@
-"""Prepares a process for reading before TensorFlow is imported, and ends it cleanly."""
+"""Prepares a process for reading before TensorFlow is imported, and ends it cleanly.
+
+Also keeps apart from TensorFlow what cannot be in one process with it.
+"""
 
 import atexit
 import ctypes
@@ -48,6 +51,18 @@ def keep_freed_memory() -> None:
     mapped = mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES)
     if not (kept and mapped):
         logging.warning('mallopt refused its arguments: reading is slower than it could be.')
+
+
+def hide_triton_from_tensorflow() -> None:
+    """Makes triton look as if it were not installed, if this process has imported TensorFlow.
+
+    Call it before a model of transformers is loaded. PyTorch, which brings triton in its builds
+    for CUDA, then imports it, though only `torch.compile` needs it.
+    """
+    # Both are linked with LLVM, and triton's calls would reach that of TensorFlow, which comes
+    # first: a segmentation fault. In the other order both work.
+    if 'tensorflow' in sys.modules and 'triton' not in sys.modules:
+        sys.modules['triton'] = None  # type: ignore[assignment]  # as documented for `import`
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from coyo11m_tfds.process import preparation
 from coyo11m_tfds.process.errors import FieldRule
 from coyo11m_tfds.storage import model_fields
 
@@ -125,7 +126,11 @@ def naming_errors(source: str, advice: str = '') -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading(model: str, kind: str, files: str) -> Iterator[None]:
-    """Turns errors of transformers into a ValueError that names the expected `files`."""
+    """Turns errors of transformers into a ValueError that names the expected `files`.
+
+    Its models leave out triton in a process that has TensorFlow.
+    """
+    preparation.hide_triton_from_tensorflow()
     # Before transformers looks at the folder: it would read pickled weights, too.
     local = local_folder(model, kind)
     if local:

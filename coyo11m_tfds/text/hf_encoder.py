@@ -106,7 +106,8 @@ class HfEncoder(HfTokenizer, ModelEncoder):
         return states.sum(dim=1) / lengths[:, None]
 
 
-def _load_model(model: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
+# In quotes, as transformers imports its models, and triton with them, where one is first named.
+def _load_model(model: str, dtype: torch.dtype) -> 'transformers.PreTrainedModel':
     """Loads the model in evaluation mode, or raises an error that says why it cannot."""
     kind: Any = transformers.AutoModel
     with _loading(model):

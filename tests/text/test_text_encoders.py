@@ -27,7 +27,7 @@ from coyo11m_tfds import text
 from coyo11m_tfds.dataset import word_list
 from coyo11m_tfds.pictures import emoji
 from coyo11m_tfds.text import text_encoders
-from tests import damages, hostile_models
+from tests import children, damages, hostile_models
 from tests.text import offline_hub
 
 SHORT = 'a red circle'
@@ -230,6 +230,21 @@ def reference(folder: pathlib.Path, caption: str) -> np.ndarray:
     with torch.inference_mode():
         states = model(input_ids=tokens['input_ids']).last_hidden_state
     return states[0].mean(dim=0).numpy()
+
+
+def test_a_model_loads_beside_tensorflow_where_triton_is_installed(models, tmp_path):
+    """TensorFlow first and then triton is a segmentation fault."""
+    # PyTorch's builds for CPUs do without triton: there this one stands for it.
+    crash = 'import os, signal, sys\nif "tensorflow" in sys.modules: os.kill(os.getpid(), 11)\n'
+    (tmp_path / 'triton.py').write_text(crash)
+    code = """
+        import tensorflow
+        sys.path.append(sys.argv[2])  # after what is installed
+        from coyo11m_tfds.text import text_encoders
+        encoder = text_encoders.make_encoder(f'hf:{sys.argv[1]}/llama')
+        print(encoder.encode(['a cat']).shape)
+    """
+    assert children.output(code, models, tmp_path, forked=True) == '(1, 32)\n'
 
 
 @pytest.mark.parametrize('kind', TOKENIZERS)

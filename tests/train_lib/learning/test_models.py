@@ -338,7 +338,7 @@ def test_an_empty_text_is_one_like_any_other(model):
 )
 def test_flops_are_those_of_the_products(fields, inputs, text_sizes):
     # Without a loop, which XLA would count once; wide, for few elementwise operations.
-    sizes = {'width': 256, 'depth': 2, 'num_heads': 4, 'patch_size': 2, 'dtype': jnp.float32}
+    sizes = {'width': 512, 'depth': 2, 'num_heads': 4, 'patch_size': 2, 'dtype': jnp.float32}
     model = dit.DiT(**sizes, unroll=2, **fields)
     variables = jax.eval_shape(model.init, jax.random.key(0), *inputs, None)
     compiled = jax.jit(model.apply).lower(variables, *inputs).compile()
