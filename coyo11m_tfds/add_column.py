@@ -10,7 +10,8 @@
 
 The values are text embeddings or token ids from `embed_captions` (`--text`), numbers from any
 Parquet file with a column `key` (`--parquet FILE --column NAME`), or numbers of the source, in MDS
-shards or in `.json` members of tars (`--source FOLDER --column NAME`). Every record needs a value.
+shards, Parquet files or `.json` members of tars (`--source FOLDER --column NAME`). Every record
+needs a value.
 The new file has a row for each record, in the order of the shards. The program replaces the
 description of the columns last. Until then the data set is unchanged, and a killed command can be
 repeated. The program reads the keys from the shards; if the data set is on gs://, it fetches all

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.numpy import save_file
@@ -129,7 +131,13 @@ SHAPE = (4, 32, 32)
 # The shards, their indexes, and the places of latents.
 WRITTEN = 'coyo11m_tfds-', 'column'
 # Of docs/sources.md.
-LIKE = {'IMAGENET': 'safetensors', 'MICRODIT': 'microdit', 'SANA': 'tar', 'REPA/vae-sd': 'npy'}
+LIKE = {
+    'IMAGENET': 'safetensors',
+    'MICRODIT': 'microdit',
+    'SANA': 'tar',
+    'HUB/data': 'parquet',
+    'REPA/vae-sd': 'npy',
+}
 
 
 def make_source(folder: pathlib.Path, kind: str, count: int = COUNT) -> Truth:
@@ -171,6 +179,17 @@ def make_source(folder: pathlib.Path, kind: str, count: int = COUNT) -> Truth:
         latent_files.write_mds(folder, shards, columns)
         names = [f'shard.{number:05}.mds' for number in (0, 1)]
         keys = [hash_of(names[n], row) for n in (0, 1) for row in range(len(halves[n]))]
+    elif kind == 'parquet':
+        keys = [3 * number for number in keys]
+        for number, half in enumerate(halves):
+            columns = {
+                'key': [keys[row] for row in half],
+                'latent': latent_files.nested_lists(values[half, 0]),
+                'text': [captions[row] for row in half],
+                'width': half,
+            }
+            path = folder / f'train-{number:05}-of-00002.parquet'
+            pq.write_table(pa.table(columns), path, row_group_size=17)
     elif kind == 'npy':
         values = np.abs(made_latents((1, 2 * SHAPE[0], *SHAPE[1:]), 'float32', count))
         latent_files.write_moments(folder, values[:, 0], np.arange(count) % 7, count // 6)

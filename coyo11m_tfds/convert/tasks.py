@@ -204,6 +204,11 @@ def make_column_file(file: StoredFile, latents: 'LatentFile') -> InPlaceFile:
 
 def check_within_reach(file: StoredFile, final: str) -> None:
     """Raises a ValueError if readers of a data set in `final` could not read a file of a source."""
+    if file.path.endswith('.parquet'):
+        raise ValueError(
+            f"{file.path}: latents='in_place' reads rows where they lie, and those of a Parquet "
+            "file are encoded in pages. Set latents='records'."
+        )
     is_local_set = storage.local_path(final) is not None
     is_out_of_reach = bool(file.local_path) and not is_local_set
     # The files of such a folder are read as one tar, which only a copy of it is.

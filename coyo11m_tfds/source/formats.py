@@ -5,6 +5,7 @@ import os
 from coyo11m_tfds import schema
 from coyo11m_tfds.source.latent_file import LatentFile
 from coyo11m_tfds.source.mds_file import MdsFile
+from coyo11m_tfds.source.parquet_file import ParquetFile
 from coyo11m_tfds.source.pt_file import PtFile
 from coyo11m_tfds.source.safetensors_file import SafetensorsFile
 from coyo11m_tfds.source.tar_file import TarFile
@@ -15,6 +16,7 @@ _FORMATS: dict[str, type[LatentFile]] = {
     '.safetensors': SafetensorsFile,
     '.mds': MdsFile,
     '.tar': TarFile,
+    '.parquet': ParquetFile,
     '': TarFile,  # of an `NpyFolder`
 }
 

@@ -87,8 +87,8 @@ class LatentFile:
     ) -> str:
         """Returns a local file to open in place of a file; if possible, without the latents.
 
-        For MDS and tar files, whose samples lie one after the other, it is the whole file. A local
-        file is checked, and its own path returned. Nobody else may use `folder`.
+        For MDS, tar and Parquet files it is the whole file. A local file is checked, and its own
+        path returned. Nobody else may use `folder`.
         """
         if file.local_path:
             cls._check_head(file, check_crc)
@@ -151,7 +151,7 @@ class LatentFile:
         self._read(np.asarray(rows, np.int64), raw)
         # torch converts 16-bit floats about 4 times as fast as numpy does.
         values.copy_(raw)
-        return _bytes_of(raw), values.numpy()
+        return bytes_of(raw), values.numpy()
 
     def fetch_rows(self, file: StoredFile, rows: np.ndarray) -> None:
         """Adds the latents of some rows, int64 `(n,)`, of a remote file to its head, opened here.
@@ -250,7 +250,7 @@ class LatentFile:
         """Reads rows into a tensor `(len(rows), *shape)`."""
         assert self.layout is not None
         starts, stride, _ = self.layout
-        out = _bytes_of(raw)
+        out = bytes_of(raw)
         nbytes = out.shape[1] // len(starts)
         for piece, start in enumerate(starts):
             offsets = start + self.row_numbers(rows) * stride
@@ -294,7 +294,8 @@ def find_labels(integers: Collection[str]) -> str:
     return next((x for x in LABELS if x in integers), '')
 
 
-def _bytes_of(raw: torch.Tensor) -> np.ndarray:
+def bytes_of(raw: torch.Tensor) -> np.ndarray:
+    """Returns the bytes of rows `(n, *shape)`, uint8 `(n, nbytes)`, without a copy."""
     return raw.view(torch.uint8).flatten(1).numpy()
 
 

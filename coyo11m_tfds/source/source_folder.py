@@ -11,7 +11,7 @@ import json
 import os
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -28,6 +28,8 @@ from coyo11m_tfds.storage.stored_file import StoredFile, common_path
 
 # Where a folder has several, the first: next to LightningDiT's latents lies latents_stats.pt.
 _SUFFIXES = '.safetensors', '.mds', '.tar', '.pt'
+# Only where a folder has none of these, because it often holds captions.
+_PARQUET = '.parquet'
 _COMPRESSED = '.tar.gz', '.tgz', '.tar.bz2', '.tar.xz', '.tar.zst'
 _INDEX = 'index.json'
 
@@ -55,12 +57,18 @@ class SourceFolder:
             return self
         files = find_captions(self.root, captions)
         # The records of `mirror` are about the files in its folder.
+        captions_paths = {file.path for file in files.values()}
+        latent_files = tuple(x for x in self.latent_files if x.path not in captions_paths)
         local = {n: f for n, f in files.items() if f.path == f'{self.root}/{n}'}
         mirrored = copied_files.recorded_states(storage.open_folder(self.root))
         files |= _add_states(local, mirrored)
         others = {n: f for n, f in self.by_name.items() if f not in self.caption_files}
         return dataclasses.replace(
-            self, caption_files=tuple(files.values()), by_name=others | files
+            self,
+            # Captions may also be a column of the latents' own Parquet files.
+            latent_files=latent_files or self.latent_files,
+            caption_files=tuple(files.values()),
+            by_name=others | files,
         )
 
 
@@ -97,7 +105,7 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
     `hf://datasets/owner/name[@revision][/folder]`.
     """
     indexes = _INDEX, npy_folders.INDEX_OF_FOLDERS, schema.ENCODING_FILE
-    suffixes = (*_SUFFIXES, *_COMPRESSED, '.parquet', *indexes)
+    suffixes = (*_SUFFIXES, _PARQUET, *_COMPRESSED, *indexes)
     try:
         # Pinned, so that all files of the hub are of one commit.
         source_storage = storage.open_folder(root).pin()
@@ -116,18 +124,21 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
     elif index and not any(name.startswith(f'{schema.LATENTS_FOLDER}/') for name in listing):
         names = _names_in_index(source_storage, index, listing)
     else:
-        names, index = _latent_names(listing), None
+        names, index = _latent_names(listing, _SUFFIXES), None
     index_of_folders = listing.pop(npy_folders.INDEX_OF_FOLDERS, None)
     if not names and index_of_folders:
         folders = npy_folders.find_npy_folders(source_storage, index_of_folders)
         listing |= {**folders, npy_folders.INDEX_OF_FOLDERS: index_of_folders}
         names = list(folders)
     if not names:
+        names = _latent_names(listing, (_PARQUET,))
+    if not names:
         tars = [name for name in sorted(listing) if name.endswith(_COMPRESSED)]
         hint = f' {tars[0]} is compressed, and only plain tars are read.' if tars else ''
         raise ValueError(
-            f'No {", ".join(_SUFFIXES)} files in {folder}/{schema.LATENTS_FOLDER} or {folder}; '
-            f'expected files of latents like 000000-000009.pt there.{hint} {how_to_encode(folder)}.'
+            f'No {", ".join((*_SUFFIXES, _PARQUET))} files in {folder}/{schema.LATENTS_FOLDER} or '
+            f'{folder}; expected files of latents like 000000-000009.pt there.{hint} '
+            f'{how_to_encode(folder)}.'
         )
     # Keys of rows without keys are hashes of this label, so that they stay when the folder moves.
     files = {name: dataclasses.replace(listing[name], label=name) for name in names}
@@ -197,11 +208,12 @@ def _names_in_encoding(
     return sorted(encoded)
 
 
-def _latent_names(listing: Mapping[str, StoredFile]) -> list[str]:
+def _latent_names(listing: Mapping[str, StoredFile], suffixes: Sequence[str]) -> list[str]:
     """Names of the files of latents: of one folder and one format, the first that there is."""
     for folder in (schema.LATENTS_FOLDER, ''):
         in_folder = [name for name in sorted(listing) if os.path.dirname(name) == folder]
-        for suffix in _SUFFIXES:
+        in_folder = [name for name in in_folder if name != schema.CAPTIONS_FILE]
+        for suffix in suffixes:
             if names := [name for name in in_folder if name.endswith(suffix)]:
                 return names
     return []

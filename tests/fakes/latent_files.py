@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from safetensors.numpy import save_file
 
 MDS_COLUMNS = {'caption': 'str', 'latents_256': 'bytes', 'width': 'int32'}
@@ -61,6 +62,18 @@ def write_mds(
         listed.append(described | {'raw_data': raw, 'samples': len(samples), 'zip_data': None})
     index = {'shards': listed, 'version': 2}
     (folder / 'index.json').write_text(json.dumps(index, sort_keys=True))
+
+
+def nested_lists(values: np.ndarray, *, fixed: bool = False) -> pa.Array:
+    """Lists of lists of numbers, as `datasets` has them in Parquet; `fixed` ones have sizes."""
+    lists = pa.array(values.ravel())
+    for size in values.shape[:0:-1]:
+        if fixed:
+            lists = pa.FixedSizeListArray.from_arrays(lists, size)
+        else:
+            offsets = pa.array(range(0, len(lists) + 1, size), pa.int32())
+            lists = pa.ListArray.from_arrays(offsets, lists)
+    return lists
 
 
 def write_tar(path: pathlib.Path, samples: Mapping[str, Mapping[str, Any]]) -> None:

@@ -29,6 +29,7 @@ COUNTS = pytest.mark.parametrize(
 
 
 KINDS = [(kind, True) for kind in (COYO, *FORMATS)]
+PARQUET = 'parquet', True  # not in place
 
 
 @pytest.fixture(scope='module', params=KINDS, ids=str)
@@ -85,7 +86,7 @@ def read_records(final: pathlib.Path) -> list[tuple[int, tuple[bytes, bytes]]]:
 
 
 @COUNTS
-@pytest.mark.parametrize('made', [*KINDS, (COYO, False)], ids=str, indirect=True)
+@pytest.mark.parametrize('made', [*KINDS, PARQUET, (COYO, False)], ids=str, indirect=True)
 def test_a_build_has_the_right_records_or_names_the_file(made, tmp_path, count):
     source, truth = made
     expected = sorted((key, (x.tobytes(), caption)) for key, (x, caption) in truth.items())
@@ -119,6 +120,7 @@ def damaging(path: pathlib.Path, whole: bytes) -> Callable[[random.Random], path
 
 
 @COUNTS
+@pytest.mark.parametrize('made', [*KINDS, PARQUET], ids=str, indirect=True)
 def test_a_file_without_records_is_opened_or_named(made, tmp_path, count):
     """Whatever is in it."""
     original = min(path for path in made[0].rglob('*0*.*') if path.suffix != '.json')

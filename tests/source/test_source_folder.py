@@ -98,7 +98,7 @@ MISSING = {
     'the folder': ({}, r'{root} is not a folder; expected the folder of the source data\.'),
     'all files of latents': (
         {'coyo11m-meta.parquet', 'latents-3crop/._000000-000009.pt'},
-        r'No \.safetensors, .*, \.pt files in {root}/latents-3crop or {root}; expected files',
+        r'No \.safetensors, .*, \.parquet files in {root}/latents-3crop or {root}; expected files',
     ),
 }
 
