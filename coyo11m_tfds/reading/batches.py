@@ -249,7 +249,8 @@ class Batches(Resumable[Batch]):
         spec: Shape and dtype of each array in a batch, by name.
         steps_per_epoch: Mean number of batches in an epoch; NaN if the size of the split is
             unknown.
-        process_index, process_count: Number of this process, and of all processes.
+        process_index: Number of this process.
+        process_count: Number of processes.
         origin: What is read, and how, for people.
     """
 

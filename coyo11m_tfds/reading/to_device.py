@@ -25,7 +25,9 @@ class Arrays(Resumable[dict[str, jax.Array]]):
 
     Attributes:
         spec: Shape and dtype of each global array in a batch, by name.
-        steps_per_epoch, process_index, process_count: As for the host's batches.
+        steps_per_epoch: As for the host's batches.
+        process_index: As for the host's batches.
+        process_count: As for the host's batches.
     """
 
     def __init__(self, batches: Batches, sharding: jax.sharding.Sharding, ahead: int):
