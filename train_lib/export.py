@@ -41,8 +41,9 @@ from coyo11m_tfds.process import command_line, jax_environment
 from coyo11m_tfds.storage import file_state, model_files
 from train_lib import results, run
 from train_lib.learning import flow, models, sharding
-from train_lib.learning.dit import DiT, Words, flatten_weights
+from train_lib.learning.dit import DiT, flatten_weights
 from train_lib.learning.step import bind_params, sampling_settings
+from train_lib.learning.word_vectors import Words
 from train_lib.lifecycle import checkpoint, workdirs
 from train_lib.results import model_card
 

@@ -119,7 +119,7 @@ class ImageTables:
                 f'images such as {list_names(without_row)}. Write their paths, relative to the '
                 f'table, as its {_FILE_NAME!r}, or remove it.'
             )
-        facts = []
+        clauses = []
         first = 'of which the first row counts'
         utf8 = 'not in UTF-8, in which the table has to be saved'
         closer = 'an image with a closer table'
@@ -131,9 +131,9 @@ class ImageTables:
             (f'row is {utf8}', f'rows are {utf8}', matches.unreadable),
         ):
             if names:
-                facts.append(f'{format_count(len(names), one, several)}: {list_names(names)}')
-        if facts and name not in self._told_tables:
-            logging.warning('%s: %s.', path, '; '.join(facts))
+                clauses.append(f'{format_count(len(names), one, several)}: {list_names(names)}')
+        if clauses and name not in self._told_tables:
+            logging.warning('%s: %s.', path, '; '.join(clauses))
         self._told_tables.add(name)
 
 

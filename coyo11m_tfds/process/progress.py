@@ -120,8 +120,8 @@ class Progress:
             end = f'in {duration}'
             if self._unit == _BYTES:
                 self._counts[_AMOUNT] = self._total  # which may have been an estimate
-        facts = self._summarize(now, self._start, end)
-        logging.info('%s: %s', self._title, ', '.join(facts))
+        clauses = self._summarize(now, self._start, end)
+        logging.info('%s: %s', self._title, ', '.join(clauses))
 
     def add(self, amount: int, **counts: int) -> None:
         """Counts work that is done now, in the unit of the total, and increments of counts."""
@@ -157,13 +157,13 @@ class Progress:
         if speed > 0:
             remaining = max(self._total - self._counts[_AMOUNT], 0)
             end = f'{_format_duration(remaining / speed)} left'
-        facts = self._summarize(now, since, end)
+        clauses = self._summarize(now, since, end)
         if self._bar is None:
-            logging.info('%s: %s', self._title, ', '.join(facts))
+            logging.info('%s: %s', self._title, ', '.join(clauses))
         else:
             self._bar.n = min(self._counts[_AMOUNT], self._total)
             # The bar has a percentage of its own.
-            self._bar.set_postfix_str(', '.join(facts[1:]))
+            self._bar.set_postfix_str(', '.join(clauses[1:]))
 
     def _move_window(self, now: float) -> None:
         """Keeps marks of the last minute, a second apart, and one from before it."""
@@ -181,28 +181,28 @@ class Progress:
     def _summarize(self, now: float, since: _Mark, end: str) -> list[str]:
         """Returns the percentage, goals, speeds since that moment, other counts, and the end."""
         amount = self._counts[_AMOUNT]
-        facts = []
+        clauses = []
         if self._total:
-            facts.append(f'{min(amount / self._total, 1):.0%}')
+            clauses.append(f'{min(amount / self._total, 1):.0%}')
         if self._unit != _BYTES:
-            facts.append(_format_share(amount, self._total, self._unit))
+            clauses.append(_format_share(amount, self._total, self._unit))
         for name, goal in self._goals.items():
-            facts.append(_format_share(self._counts[name], goal, name))
+            clauses.append(_format_share(self._counts[name], goal, name))
         for name in _RATED:
             if name in self._counts:
-                facts.append(f'{_format_speed(self._speed(name, now, since))} {name}/s')
+                clauses.append(f'{_format_speed(self._speed(name, now, since))} {name}/s')
         speed = self._speed(_AMOUNT, now, since)
         if self._unit != _BYTES:
-            facts.append(f'{_format_speed(speed)} {self._unit}/s')
+            clauses.append(f'{_format_speed(speed)} {self._unit}/s')
         elif self._total:
-            facts.append(f'{_format_speed(speed / 1e6)} MB/s')
+            clauses.append(f'{_format_speed(speed / 1e6)} MB/s')
         shown_names = {*self._goals, *_RATED, _AMOUNT}
         for name, count in self._counts.items():
             if name not in shown_names:
-                facts.append(f'{count:,} {name}')
+                clauses.append(f'{count:,} {name}')
         if end:
-            facts.append(end)
-        return facts
+            clauses.append(end)
+        return clauses
 
     def _speed(self, name: str, now: float, since: _Mark) -> float:
         """Returns a count per second; 0 as long as no time has passed."""

@@ -25,7 +25,8 @@ from tests import children, runs, small_vae
 from tests.train_lib.learning.test_models import randomized
 from train_lib import draw, export
 from train_lib.learning import models
-from train_lib.learning.dit import Words, flatten_weights
+from train_lib.learning.dit import flatten_weights
+from train_lib.learning.word_vectors import Words
 from train_lib.lifecycle import checkpoint
 from train_lib.results import model_card, previews, torch_reference
 

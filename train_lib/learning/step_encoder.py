@@ -14,7 +14,7 @@ from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from coyo11m_tfds.process.errors import FieldError
 from coyo11m_tfds.text import language_model, text_encoders
 from train_lib.learning import sharding
-from train_lib.learning.dit import Words
+from train_lib.learning.word_vectors import Words
 
 # Run the same models: on the same files their embeddings agree to a cosine of 0.99997.
 _RUNNERS = 'hf', 'jax'

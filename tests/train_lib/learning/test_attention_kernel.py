@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from train_lib.learning import attention_kernel, sharding
+from train_lib.learning.attention import Attention
 from train_lib.learning.attention_kernel import Product
-from train_lib.learning.dit import Attention, DiT, OneDevice, make_rotations
+from train_lib.learning.dit import DiT
+from train_lib.learning.layers import OneDevice
+from train_lib.learning.positions import make_rotations
 
 HEADS, WIDTH = 2, 256
 

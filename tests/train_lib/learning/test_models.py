@@ -14,8 +14,8 @@ from coyo11m_tfds.text import text_encoders
 from tests import runs
 from tests.test_readme import blocks
 from train_lib import draw, train
-from train_lib.learning import dit, models
-from train_lib.learning.dit import Words
+from train_lib.learning import dit, layers, models
+from train_lib.learning.word_vectors import Words
 
 
 def _inputs(batch=3, side=8, text_dim=16):
@@ -250,7 +250,7 @@ def test_remat_keeps_nothing_or_the_products_with_weights_or_all():
 
 def test_gradients_of_kernels_are_float32_before_devices_add_them_up():
     x = jax.random.normal(jax.random.key(0), (2, 5, 8), jnp.bfloat16)
-    layer = dit.Dense(4, dtype=jnp.bfloat16)
+    layer = layers.Dense(4, dtype=jnp.bfloat16)
     variables = layer.init(jax.random.key(1), x)
 
     def gradient(layer):

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests import children, runs
 from train_lib.learning import sharding
-from train_lib.tools import compile
+from train_lib.tools import compile, costs
 
 
 @pytest.mark.parametrize(
@@ -118,14 +118,14 @@ def test_stand_ins_are_as_the_chips_of_real_topologies():
 def test_least_bytes_of_a_step(data, fsdp, expected, options):
     params = {'kernel': np.zeros((2**10, 2**10), np.float32), 'bias': np.zeros(10, np.float32)}
     mesh = types.SimpleNamespace(shape={'data': data, 'fsdp': fsdp}, size=data * fsdp)
-    assert compile.least_bytes(params, mesh, **options) == pytest.approx(expected)
+    assert costs.least_bytes(params, mesh, **options) == pytest.approx(expected)
 
 
 _MAP = """
 import json
 import jax, numpy as np
 from train_lib.learning import sharding
-from train_lib.tools import compile, hlo
+from train_lib.tools import costs, hlo
 
 sharding.MIN_SHARDED_SIZE = 64
 
@@ -141,7 +141,7 @@ def on_mesh(shape, data, fsdp):
     jitted = jax.jit(lambda x: sharding.map_matrices(mesh, function, x))
     compiled = jitted.lower(placed).compile()
     result = compiled(placed)
-    least = [compile.least_bytes(x, mesh, compute_bytes=4, muon_mask=m) for m in (True, False)]
+    least = [costs.least_bytes(x, mesh, compute_bytes=4, muon_mask=m) for m in (True, False)]
     np.testing.assert_array_equal(result, x * x.sum((-2, -1), keepdims=True))
     return {
         'taken': taken[0],

@@ -24,7 +24,7 @@ from tests.train_lib.learning.test_models import randomized
 from train_lib import draw, train
 from train_lib.learning import dit, flow, sharding, step, step_encoder
 from train_lib.learning import models as networks
-from train_lib.learning.dit import Words
+from train_lib.learning.word_vectors import Words
 from train_lib.lifecycle import beginnings, checkpoint
 from train_lib.results import caption_encoder
 

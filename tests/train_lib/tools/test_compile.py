@@ -15,7 +15,7 @@ from tests.checkout import CHECKOUT
 from tests.text.test_jax_encoder import models  # noqa: F401, a fixture
 from train_lib.learning import models as networks
 from train_lib.lifecycle import chips
-from train_lib.tools import compile, hlo
+from train_lib.tools import compile, costs, hlo
 
 # As their docstrings say.
 PODS = {
@@ -70,14 +70,14 @@ def analyze_tiny(monkeypatch):
 def _report(**changes):
     report = {
         'program': 'L/2 on 16 chips',
-        compile.ARITHMETIC: {'model': 19.7},
-        compile.MEMORY: {'arguments': 2.0, 'total': 8.0},
-        compile.MOVED: {'all-gather of 4': 3300.0, 'in all': 3300.0, 'least for this mesh': 3000.0},
-        compile.TIME: {'MLP': 150.0, 'in all': 200.0},
-        compile.WAITS: {'all-reduce': 50.0, 'in all': 50.0},
-        compile.LEFT_OUT: ['kernel b'],
+        costs.ARITHMETIC: {'model': 19.7},
+        costs.MEMORY: {'arguments': 2.0, 'total': 8.0},
+        costs.MOVED: {'all-gather of 4': 3300.0, 'in all': 3300.0, 'least for this mesh': 3000.0},
+        costs.TIME: {'MLP': 150.0, 'in all': 200.0},
+        costs.WAITS: {'all-reduce': 50.0, 'in all': 50.0},
+        costs.LEFT_OUT: ['kernel b'],
     } | changes
-    return report | compile.judge_costs(report, CHIP)
+    return report | costs.judge(report, CHIP)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def _report(**changes):
             'fits: 50% of the memory, 1.10 times the least traffic, 200 ms a step by the compiler, '
             'an MFU of 50%, 40% with the exchanges that wait, without kernel b',
         ),
-        ({compile.MEMORY: {'total': 17.0}}, 'does not fit: 106% of the memory'),
-        ({compile.TIME: {'in all': 0.0}}, 'least traffic, no estimate of the time on v5e'),
+        ({costs.MEMORY: {'total': 17.0}}, 'does not fit: 106% of the memory'),
+        ({costs.TIME: {'in all': 0.0}}, 'least traffic, no estimate of the time on v5e'),
     ],
 )
 def test_the_verdict_has_memory_traffic_and_time(changes, verdict):
@@ -110,9 +110,9 @@ def test_the_table_has_every_part_and_one_verdict():
 def test_a_table_compares_meshes_and_warns_of_small_products():
     ring = {'all-gather of 4': 2000.0, 'collective-permute of 2, asynchronous': 1000.0}
     reports = {
-        4: _report(**{compile.MOVED: {'collective-permute of 2': 90.0, 'in all': 3000.0}}),
-        8: _report(**{compile.MEMORY: {'total': 17.0}}),
-        16: _report(**{compile.MOVED: ring | {'in all': 3000.0}}),
+        4: _report(**{costs.MOVED: {'collective-permute of 2': 90.0, 'in all': 3000.0}}),
+        8: _report(**{costs.MEMORY: {'total': 17.0}}),
+        16: _report(**{costs.MOVED: ring | {'in all': 3000.0}}),
         1: {'fits': False, 'verdict': 'does not fit: 20G of 15.75G'},
     }
     _, *rows = (line.split(maxsplit=5) for line in compile.format_meshes(reports).splitlines())
@@ -138,8 +138,8 @@ def test_operations_belong_to_parts_of_the_model(tmp_path):
         'jit(train_step)/jvp(LanguageModel)/while/body/mlp/dot_general': 'text encoder',
     }
     estimates = dict.fromkeys(names, CHIP.clock / 1e3)
-    costs = hlo.Costs(estimates, [], {}, set())
-    time = compile.cost_tables(costs, CHIP, tmp_path)[compile.TIME]
+    read = hlo.Costs(estimates, [], {}, set())
+    time = costs.tabulate(read, CHIP, tmp_path)[costs.TIME]
     parts = list(names.values())
     expected = {part: parts.count(part) for part in parts} | {'in all': len(names)}
     assert time == pytest.approx(expected)
@@ -150,10 +150,10 @@ def test_kernels_take_a_cycle_for_each_bundle_of_their_schedule_and_row(tmp_path
         file = tmp_path / f'{name}-00-schedule-analysis_final_bundles.txt'
         file.write_text(f'Schedule analysis:\n\ttotal scheduled bundles:    {count}\n')
     kernels = {hlo.Kernel('attend.1', 64): 3, hlo.Kernel('other.2', 64): 2}
-    report = compile.cost_tables(hlo.Costs({}, [], kernels, {(), (0,)}), CHIP, tmp_path)
+    report = costs.tabulate(hlo.Costs({}, [], kernels, {(), (0,)}), CHIP, tmp_path)
     time = 4000 * 64 * 3 / CHIP.clock * 1e3
-    assert report[compile.TIME] == pytest.approx({'kernel attend': time, 'in all': time})
-    assert report[compile.LEFT_OUT] == [
+    assert report[costs.TIME] == pytest.approx({'kernel attend': time, 'in all': time})
+    assert report[costs.LEFT_OUT] == [
         'most iterations of a loop',
         'kernel other, which has no schedule',
     ]
@@ -166,11 +166,11 @@ def test_each_exchange_that_waits_is_listed_with_its_time(tmp_path):
 
     exchanges = [exchange(2e8, False), exchange(1e8, False, 1), exchange(4e8, True)]
     exchanges.append(exchange(8e6, False, columns=2))
-    report = compile.cost_tables(hlo.Costs({}, exchanges, {}, set()), CHIP, tmp_path)
+    report = costs.tabulate(hlo.Costs({}, exchanges, {}, set()), CHIP, tmp_path)
     expected = {'25 x all-reduce of 4, f32[8,16]': 1.5, 'shorter ones': 0.04, 'in all': 1.54}
-    assert report[compile.WAITS] == pytest.approx(expected)
+    assert report[costs.WAITS] == pytest.approx(expected)
     moved = {'all-reduce of 4': 308, 'all-reduce of 4, asynchronous': 400, 'in all': 708}
-    assert report[compile.MOVED] == moved
+    assert report[costs.MOVED] == moved
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_each_exchange_that_waits_is_listed_with_its_time(tmp_path):
 def test_every_step_is_compiled(analyze_tiny, step, samples):
     report, config = analyze_tiny({'preview.num_steps': 5}, step=step)
     flops = samples * networks.make_model(**config.model).flops((32, 32, 4), 640)
-    assert report[compile.ARITHMETIC] == {'model': pytest.approx(flops / 1e12)}
+    assert report[costs.ARITHMETIC] == {'model': pytest.approx(flops / 1e12)}
 
 
 def test_without_libtpu_the_command_says_what_to_install(monkeypatch):
@@ -193,7 +193,7 @@ def test_texts_are_tokens_where_the_configuration_says_so(analyze_tiny):
     report, config = analyze_tiny(fields, num_tokens=9)
     model = networks.make_model(**config.model, vocabulary=compile.VOCABULARY)
     expected = 3 * 8 * model.flops((32, 32, 4), 0, 9) / 1e12
-    assert report[compile.ARITHMETIC] == {'model': pytest.approx(expected)}
+    assert report[costs.ARITHMETIC] == {'model': pytest.approx(expected)}
 
 
 def test_a_frozen_encoder_is_in_what_is_compiled(analyze_tiny, models):  # noqa: F811
@@ -201,10 +201,10 @@ def test_a_frozen_encoder_is_in_what_is_compiled(analyze_tiny, models):  # noqa:
     checkpoint = jax_encoder.open_checkpoint(f'{models}/text')
     params = jax.tree.leaves(jax_encoder.load_params(checkpoint, jnp.bfloat16))
     nbytes = sum(leaf.nbytes for leaf in params)
-    assert report[compile.MEMORY]['weights of the encoder'] == pytest.approx(nbytes / 1e9)
+    assert report[costs.MEMORY]['weights of the encoder'] == pytest.approx(nbytes / 1e9)
     flops = 8 * checkpoint.config.flops(64)
-    assert report[compile.ARITHMETIC]['text encoder'] == pytest.approx(flops / 1e12)
-    assert report[compile.MEMORY]['arguments'] > report[compile.MEMORY]['weights of the encoder']
+    assert report[costs.ARITHMETIC]['text encoder'] == pytest.approx(flops / 1e12)
+    assert report[costs.MEMORY]['arguments'] > report[costs.MEMORY]['weights of the encoder']
 
 
 def test_a_setting_out_of_its_range_is_refused_as_by_a_run():
@@ -259,10 +259,10 @@ def _figures(text):
 @pytest.mark.parametrize(('name', 'topology'), PODS.items())
 def test_a_pods_configuration_does_what_its_docstring_says(name, topology):
     report = _compile_for_slice(f'--config=configs/{name}.py', topology)
-    assert report[compile.MEMORY]['total'] <= 15.75 * 1.024**3  # what the compiler allows
-    assert report[compile.MOVED]['in all'] <= 1.2 * report[compile.MOVED]['least for this mesh']
+    assert report[costs.MEMORY]['total'] <= 15.75 * 1.024**3  # what the compiler allows
+    assert report[costs.MOVED]['in all'] <= 1.2 * report[costs.MOVED]['least for this mesh']
     assert report['mfu'] >= 0.6
-    assert not report[compile.LEFT_OUT]
+    assert not report[costs.LEFT_OUT]
     # Small changes of the model or the compiler need no new figures.
     documentation = re.sub(r'\s+', ' ', importlib.import_module(f'configs.{name}').__doc__)
     assert topology in documentation
@@ -288,10 +288,10 @@ def test_another_encoder_costs_what_the_table_says():
     table = (CHECKOUT / 'docs' / 'pods.md').read_text()
     row = re.search(r'^\| \| AdamW, words by Qwen3-0\.6B, `fsdp` 4 \|(.*)', table, re.MULTILINE)[1]
     documented = [float(cell.rstrip('% ')) for cell in row.split('|')[:7]]
-    time, total = report[compile.TIME], report[compile.MEMORY]['total']
+    time, total = report[costs.TIME], report[costs.MEMORY]['total']
     kernels = sum(ms for name, ms in time.items() if name.startswith('kernel'))
     with_waiting = float(re.search(r'([\d.]+)% with the exchanges', report['verdict'])[1])
-    waiting = report[compile.WAITS]['in all']
+    waiting = report[costs.WAITS]['in all']
     measured = time['in all'], 100 * report['mfu'], time['text encoder'], kernels, waiting
     assert documented == pytest.approx([*measured, with_waiting, total], rel=0.03, abs=0.5)
 
@@ -302,7 +302,7 @@ def test_the_batch_of_one_accelerator_leaves_a_third_of_16_gb(name):
     # A slice has four chips at least, of which each gets as many samples.
     fields = '--topology=v5e:2x2', '--config.batch_size=1024', '--config.model.remat=full'
     report = _compile_for_slice(f'--config=configs/{name}.py', *fields)
-    assert report[compile.MEMORY]['total'] <= 16 * 2 / 3
+    assert report[costs.MEMORY]['total'] <= 16 * 2 / 3
 
 
 @pytest.mark.slow
