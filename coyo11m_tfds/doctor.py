@@ -3,6 +3,7 @@
     python -m coyo11m_tfds.doctor
     python -m coyo11m_tfds.doctor --source=hf://datasets/owner/name \\
         --data_dir=gs://BUCKET/tfds --encoder=jax:Qwen/Qwen3-0.6B
+    python -m coyo11m_tfds.doctor --data=hf://datasets/owner/name --processes=8
 
     pass  machine: 8 cores, 64.0 GB of memory
     fail  disk of data_dir: OUT has 20.0 GB free, expected 310.0 GB -> ...
@@ -15,6 +16,7 @@ nothing. It writes only temporary files and, into a bucket, one file of one byte
 import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -36,6 +38,7 @@ from coyo11m_tfds.convert.build_settings import (
     check_build_memory,
     check_names,
 )
+from coyo11m_tfds.dataset import hub_use, stored_dataset
 from coyo11m_tfds.process import command_line, errors, machine
 from coyo11m_tfds.process.sizes import format_bytes, format_count
 from coyo11m_tfds.source import source_folder
@@ -347,6 +350,39 @@ def time_encoder(spec: str) -> None:
     command_line.print_lines(json.dumps([encoder.dim, len(captions) / seconds]))
 
 
+def check_quota(data: str, *, samples_per_second: float, chunk: int, num_processes: int) -> Finding:
+    """Compares the requests of a run that reads a data set on the hub with the account's quota."""
+    try:
+        stored = stored_dataset.open_data(data)
+        if not storage.class_of(stored.folder).keeps_versions:
+            return Finding('quota', PASS, f'{data} is not on the hub and needs none')
+        use = hub_use.estimate_use(
+            stored,
+            samples_per_second=samples_per_second,
+            chunk=chunk,
+            num_processes=num_processes,
+        )
+    except (OSError, ValueError) as error:
+        return Finding('quota', FAIL, errors.describe_error(error))
+    text = (
+        f'{stored.folder}: {samples_per_second:,g} samples/s in chunks of {chunk} take '
+        f'{use.requests_per_second:,.1f} requests/s of {format_bytes(round(use.request_nbytes))}; '
+        f'the addresses of {format_count(use.num_files, "file")} in '
+        f'{format_count(num_processes, "process", "processes")} take up to '
+        f'{use.num_resolves:,} resolves at the start'
+    )
+    if use.quota is None:
+        return Finding('quota', WARN, f'{text}; the hub does not say how many this account has')
+    text += f', this account has {use.quota.limit:,} in {use.quota.seconds:g} s'
+    if use.is_within:
+        return Finding('quota', PASS, text)
+    fix = (
+        'the run waits for the next window; hf auth login, an account with more, fewer processes '
+        'or a copy on gs:// or a disk avoid it'
+    )
+    return Finding('quota', WARN, text, fix)
+
+
 def run_python(program: str, seconds: float = _TIMEOUT) -> Any:
     """Runs code in its own process; returns the last line of its output, parsed as JSON.
 
@@ -426,14 +462,29 @@ def main() -> None:
     add('--data_dir', default='', help='--data_dir of the build, local or gs://')
     add('--encoder', default='', help='text encoder: hash, hf:NAME or jax:NAME')
     add('--build_config', default='{}', help='--config of the build, as JSON')
+    add('--data', default='', help='folder of a built data set on hf://, to train from there')
+    add('--samples_per_second', default=1000.0, type=float, help='of the run, with --data')
+    add('--chunk', default=64, type=int, help='data.chunk of the run, with --data')
+    add('--processes', default=1, type=int, help='number of processes of the run, with --data')
     flags = parser.parse_args()
     os.environ.update(_IMPATIENCE | os.environ)
     counts: collections.Counter[str] = collections.Counter()
     with command_line.ends_in_one_line('nothing was changed', status=2):
         fields = {x: value for x, value in vars(flags).items() if x in CAPTION_FLAGS}
         settings = read_build_config(flags.build_config, **fields)
+        for name in ('samples_per_second', 'chunk', 'processes'):
+            errors.at_least(1).check(name, getattr(flags, name))
         with _showing_warnings() as printer:
-            for finding in run_checks(flags.source, flags.data_dir, flags.encoder, settings):
+            findings = run_checks(flags.source, flags.data_dir, flags.encoder, settings)
+            if flags.data:
+                quota = check_quota(
+                    flags.data,
+                    samples_per_second=flags.samples_per_second,
+                    chunk=flags.chunk,
+                    num_processes=flags.processes,
+                )
+                findings = itertools.chain(findings, [quota])
+            for finding in findings:
                 command_line.print_lines(finding)
                 counts[finding.status] += 1
     summary = f'{counts[FAIL]} fail' if counts[FAIL] else 'all pass'

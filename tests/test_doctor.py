@@ -13,7 +13,7 @@ from coyo11m_tfds import doctor, schema
 from coyo11m_tfds.convert.build_settings import BuildSettings
 from coyo11m_tfds.process import machine
 from coyo11m_tfds.process.sizes import format_bytes
-from tests import children, made_sources
+from tests import built, children, made_sources
 from tests.fakes.cloud import Fault
 
 GB = 10**9
@@ -189,6 +189,29 @@ def test_a_hub(hub):
     assert (found.status, found.fix) == ('fail', 'hf auth login')
     found = doctor.check_credentials('data_dir', 'hf://datasets/owner/name', writes=True)
     assert (found.status, 'cannot be written to' in found.text) == ('fail', True)
+
+
+def test_the_quota_of_a_run_from_the_hub(hub, mini_dataset, command):
+    hub.commit({f'data/{name}': x for name, x in built.files_of(mini_dataset).items()})
+    data = 'hf://datasets/owner/name/data'
+    use = {'samples_per_second': 2000.0, 'chunk': 64}
+    finding = doctor.check_quota(data, num_processes=8, **use)
+    assert finding.status == 'pass'
+    for text in (
+        *('2,000 samples/s in chunks of 64', '31.2 requests/s of 1.7 MB'),
+        *('12 files in 8 processes', 'up to 160 resolves', 'this account has 5,000 in 300 s'),
+    ):
+        assert text in finding.text
+    hub.set_quota('resolvers', 100)
+    finding = doctor.check_quota(data, num_processes=8, **use)
+    assert (finding.status, 'hf auth login' in finding.fix) == ('warn', True)
+    for place in (f'{data}/absent', 'hf://datasets/owner/absent'):
+        assert doctor.check_quota(place, num_processes=1, **use).status == 'fail'
+    assert doctor.check_quota(str(mini_dataset), num_processes=1, **use).status == 'pass'
+    status, said, _ = command(doctor, f'--data={data}', '--chunk=256', '--processes=2')
+    assert status == 0 and 'pass  quota: hf://datasets/owner/name@' in said
+    status, _, errors = command(doctor, f'--data={data}', '--chunk=0')
+    assert status == 2 and 'chunk=0: expected at least 1' in errors
 
 
 def test_a_dry_run_is_as_the_build(sample_source, hash_sidecar, mini_dataset, monkeypatch):

@@ -39,6 +39,7 @@ from train_lib.lifecycle import (
     device_memory,
     hosts,
     signals,
+    versions,
     workdirs,
     writers,
 )
@@ -112,6 +113,8 @@ def set_up(
     workdirs.check_writable(workdir)
     config_rules.check_accepted_changes(accept_changes, config)
     writers.check_installed(config)
+    last = checkpoint.find_last(workdir)
+    config = versions.pin_data_sets(config, last.description.config if last else None)
     mesh = sharding.make_mesh(**config.mesh)
     data = TrainingData(config, mesh)
     data.check_reading()
@@ -124,7 +127,7 @@ def set_up(
         _ = data.preview_samples
     program = for_data(config, mesh, data.facts)
     description = describe_run(config, data, program)
-    beginning = beginnings.find_beginning(config, workdir, description, program, accept_changes)
+    beginning = beginnings.find_beginning(config, last, description, program, accept_changes)
     return Setup(config, workdirs.absolute(workdir), data, program, beginning, paint)
 
 

@@ -5,6 +5,7 @@ data.latents, data.stats().latent_std   # ('float16', (3, 4, 32, 32)), float32 (
 split = data.split('train')             # None for a data set without a chunk index
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -366,8 +367,9 @@ class StoredDataset:
 
 
 def open_data(data: Data) -> StoredDataset:
-    """Opens the data set in a folder, local or on gs://, or of a TFDS builder.
+    """Opens the data set in a folder, local, on gs:// or on hf://, or of a TFDS builder.
 
+    A data set on the hub is read at one commit from here on; `folder` names it.
     Returns a `StoredDataset` unchanged, so that callers can reuse its metadata. Raises a
     `DamagedError` or an OSError, such as a FileNotFoundError where there is no data set.
     """
@@ -376,6 +378,9 @@ def open_data(data: Data) -> StoredDataset:
     builder: Any = None
     if isinstance(data, str | os.PathLike):
         folder = os.fspath(data).rstrip('/')
+        # Whoever pushes to its branch adds another version, and takes no file away from this one.
+        with contextlib.suppress(FileNotFoundError):
+            folder = storage.class_of(folder)(folder).pin().folder
     else:
         builder = data
         folder = os.fspath(builder.data_dir).rstrip('/')

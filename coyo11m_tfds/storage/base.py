@@ -32,6 +32,7 @@ class ReadableFolder(abc.ABC):
 
     folder: str  # path or URL, without a slash at the end
     keeps_checksums: ClassVar[bool] = False  # whether a listing has the CRC-32C of every file
+    keeps_versions: ClassVar[bool] = False  # whether a folder can be read as it was before
 
     def __init__(self, folder: StrPath):
         self.folder = os.fspath(folder).rstrip('/')
@@ -66,6 +67,11 @@ class ReadableFolder(abc.ABC):
     def pin(self) -> 'ReadableFolder':
         """Returns the folder in its present version, where a storage keeps several."""
         return self
+
+    def is_version_of(self, folder: 'ReadableFolder') -> bool:
+        """Returns whether this is one version of a folder that does not name any itself."""
+        del folder
+        return False
 
     def list_visible(self, sub_folder: str, suffixes: Suffixes) -> dict[str, StoredFile]:
         """Lists the visible files with some suffixes in the folder and one sub-folder of it.

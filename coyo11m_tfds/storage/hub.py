@@ -18,8 +18,11 @@ import huggingface_hub
 from huggingface_hub import errors, utils
 
 from coyo11m_tfds.storage import remote, retry
+from coyo11m_tfds.storage.base import ReadableFolder
 from coyo11m_tfds.storage.remote import RemoteFolder
 from coyo11m_tfds.storage.stored_file import StoredFile
+
+USUAL_WINDOW = 300.0  # seconds of a window in which the hub counts requests
 
 _HOUR = 3600.0  # seconds for which the hub signs an address
 # A request may begin shortly before the end of an address.
@@ -34,6 +37,8 @@ Files = Mapping[str, StoredFile]  # by path in a data set
 class Hub(RemoteFolder):
     """A folder of a data set, or all of it, `hf://datasets/owner/name[@revision][/folder]`."""
 
+    keeps_versions = True
+
     def pin(self) -> 'Hub':
         """Returns the folder at its present commit; FileNotFoundError if it has no files."""
         base, files = _list_dataset(self.folder)
@@ -41,6 +46,16 @@ class Hub(RemoteFolder):
         if not _files_below(files, path_in_repo):
             raise FileNotFoundError(self.folder)
         return Hub(f'{base}/{path_in_repo}')
+
+    def is_version_of(self, folder: ReadableFolder) -> bool:
+        """Returns whether this is the folder, which names no commit, at one commit."""
+        if not isinstance(folder, Hub):
+            return False
+        own = _parse_url(self.folder)
+        other = _parse_url(folder.folder)
+        if not _is_commit(own.revision) or _is_commit(other.revision):
+            return False
+        return (own.id, own.path_in_repo) == (other.id, other.path_in_repo)
 
     def list(self, sub_folder: str = '', *, deep: bool = False) -> dict[str, StoredFile]:
         """Lists the files of the data set's commit; one that is named is listed once a process."""
@@ -88,6 +103,33 @@ class Hub(RemoteFolder):
             if file_address.address == address:
                 file_address.end = 0.0
         return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Quota:
+    """The requests for addresses of files that an account may send in a window."""
+
+    limit: int
+    seconds: float
+
+
+def read_quota(path: str) -> Quota | None:
+    """Returns the quota of this machine's account, by a request for a file; None if it is not told.
+
+    Raises an OSError if the hub refuses the request.
+    """
+    url = _url_of(path)
+
+    def ask() -> Quota | None:
+        headers = _headers_for(url, url)
+        with remote.send_request(url, headers, 0, 1, redirects=False) as response:
+            remote.check_status(response, path)
+            # RateLimit-Policy: "fixed window";"resolvers";q=5000;w=300
+            policy = response.headers.get('RateLimit-Policy', '')
+        match = re.search(r'"resolvers";\s*q=(\d+);\s*w=(\d+)', policy)
+        return Quota(int(match[1]), float(match[2])) if match else None
+
+    return retry.call(ask, f'reading {path}')
 
 
 @dataclasses.dataclass

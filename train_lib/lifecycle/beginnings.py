@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 from absl import logging
-from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from coyo11m_tfds.process import errors
@@ -64,7 +63,7 @@ class Beginning:
 
 def find_beginning(
     config: ml_collections.ConfigDict,
-    workdir: epath.PathLike,
+    last: SavedRun | None,
     description: Description,
     program: Program,
     accept_changes: Collection[str] = (),
@@ -73,7 +72,7 @@ def find_beginning(
 
     Args:
         config: Configuration of the run.
-        workdir: Its folder.
+        last: Its last checkpoint; None for a new run.
         description: Its description at step 0.
         program: Its compiled functions.
         accept_changes: Fields that may differ from those in the last checkpoint.
@@ -83,7 +82,6 @@ def find_beginning(
         ValueError: The weights of a checkpoint do not fit the model.
         OSError: A checkpoint cannot be read.
     """
-    last = checkpoint.find_last(workdir)
     if last is not None:
         return _resume(last, config.num_steps, description, program, accept_changes)
     source = None

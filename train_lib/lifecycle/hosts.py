@@ -1,13 +1,14 @@
 """The hosts of a run: how they join, and how all end when one of them fails."""
 
 import contextlib
+import itertools
 import os
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from absl import logging
@@ -25,6 +26,11 @@ _FIRST_FAILURE = f'{_FAILURES}first'
 _ROLL_CALL = 'coyo11m_tfds/roll_call/'  # every process that is alive must answer
 _ALIVE = 'coyo11m_tfds/alive/'  # the answers
 _NAMES = 'coyo11m_tfds/names/'
+_TEXTS = 'coyo11m_tfds/texts/'
+
+_text_numbers = itertools.count()
+# The first process may wait for the storage, and for the next window of a quota.
+_TEXT_MILLISECONDS = 3_600_000
 
 _end_lock = threading.Lock()  # never released: one thread ends the process
 
@@ -54,6 +60,22 @@ def join_hosts(
             'or --coordinator_address, --process_count and --process_index; on one machine '
             '--config.distributed=False.'
         ) from error
+
+
+def take_from_first(compute: Callable[[], str]) -> str:
+    """Returns the text that process 0 computes; all processes call this together, and wait."""
+    import jax
+    from orbax.checkpoint import multihost
+
+    if jax.process_count() == 1:
+        return compute()
+    client: Any = multihost.get_jax_distributed_client()
+    # All processes make the same calls in the same order.
+    key = f'{_TEXTS}{next(_text_numbers)}'
+    if jax.process_index() == 0:
+        client.key_value_set(key, compute())
+    # If process 0 fails, `share_failures` ends the others.
+    return client.blocking_key_value_get(key, _TEXT_MILLISECONDS)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from coyo11m_tfds.process.shown_text import (
 )
 from coyo11m_tfds.storage import model_files
 from train_lib.learning import models
-from train_lib.lifecycle import checkpoint, config_rules
+from train_lib.lifecycle import checkpoint, config_rules, versions
 from train_lib.results import evaluation, previews
 
 CARD_FILE = 'README.md'
@@ -115,6 +115,8 @@ def _describe_data(saved: checkpoint.SavedRun, facts: DatasetStats, vae: str) ->
         'latents': f'{shape} of {facts.vae or "a VAE"}',
         'texts': f'{facts.text_encoder} {facts.text_revision}',
     }
+    # Folders of this machine, and buckets, say nothing to others.
+    rows['version'] = ', '.join(versions.list_versions(saved.description.config))
     if vae:
         rows['pictures'] = f'decoded by {vae}'
     return rows

@@ -163,7 +163,7 @@ def test_what_does_not_fit_another_model_begins_anew_and_is_named(
     mesh = sharding.make_mesh()
     program = step.make_program(config, mesh, flow.no_stats(text_dim, **arguments))
     description = train.describe_run(config, data.TrainingData(config, mesh), program)
-    beginning = beginnings.find_beginning(config, tmp_path / 'run', description, program)
+    beginning = beginnings.find_beginning(config, None, description, program)
     told = set(re.findall(r'Not taken from \S+: parameter (\S+) has shape \S', caplog.text))
     is_here = flatten_dict(program.abstract_state.params, sep='/').keys()
     assert told & is_here == begun

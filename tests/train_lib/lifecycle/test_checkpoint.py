@@ -116,7 +116,7 @@ def run(small_run, mini_dataset):
 
 def resumed(run, workdir):
     description = train.describe_run(run.config, run.data, run.program)
-    beginnings.find_beginning(run.config, workdir, description, run.program)
+    beginnings.find_beginning(run.config, checkpoint.find_last(workdir), description, run.program)
 
 
 def begun(run, workdir):
@@ -124,7 +124,7 @@ def begun(run, workdir):
     config = run.config.copy_and_resolve_references()
     config.init_from = str(workdir)
     description = train.describe_run(config, run.data, run.program)
-    beginnings.find_beginning(config, workdir.parent / 'new', description, run.program)
+    beginnings.find_beginning(config, None, description, run.program)
 
 
 def drawn(_, workdir):
