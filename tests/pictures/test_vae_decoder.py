@@ -16,6 +16,7 @@ from tests.text import offline_hub
 TAESDXL = COCO_SAMPLE.parent / 'taesdxl'
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not TAESDXL.is_dir(), reason=f'{TAESDXL} is absent')
 def test_real_latents_become_the_picture_that_the_linear_map_guesses(coco_sample):
     path = min((coco_sample / schema.LATENTS_FOLDER).iterdir())

@@ -165,12 +165,12 @@ def records_of(data: Written, batch: dict[str, np.ndarray]) -> np.ndarray:
 @pytest.mark.parametrize(
     ('form', 'engine', 'examples'),
     [
-        ('records', 'rows', 25),
-        ('records', 'chunks', 15),
+        ('records', 'rows', 12),
+        ('records', 'chunks', 8),
         ('records', 'tf_data', 1),  # it makes a graph for every process
-        ('in place', 'rows', 10),
-        ('in place', 'chunks', 5),
-        ('in a bucket', 'chunks', 8),
+        ('in place', 'rows', 5),
+        ('in place', 'chunks', 4),
+        ('in a bucket', 'chunks', 4),
     ],
 )
 def test_batches_are_those_of_the_contract(written, form, engine, examples):
@@ -326,7 +326,7 @@ def may_be_lost(damages: dict[int, tuple[int, str]], shard: int, record: int) ->
     return run >= other if kind == 'end' else run == other
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(
     run=st.builds(
         Run,

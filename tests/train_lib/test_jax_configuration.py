@@ -72,6 +72,7 @@ def compute_all():
     return jax.device_get((state, merged, evaluated, drawn))
 
 
+@pytest.mark.slow  # compiles all programs of a run twice
 def test_steps_and_drawings_are_the_same_with_other_keys_and_strict_promotion():
     expected = compute_all()
     with other_keys(), strict_promotion():
