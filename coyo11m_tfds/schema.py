@@ -146,7 +146,7 @@ LOG_VARIANCE_LIMITS = -30.0, 20.0  # of diffusers' DiagonalGaussianDistribution
 # Statistics are over the train split, all crops, in raw (unscaled) units.
 META_LATENT_MEAN = 'latent_mean'  # floats, one a channel
 META_LATENT_STD = 'latent_std'  # floats, one a channel
-META_LATENT_ROWS = 'latent_rows'  # that mean and std are of, where not all were read
+META_LATENT_ROWS = 'latent_rows'  # mean and std are of their middle crops, if not all were read
 META_LATENT_DTYPE = 'latent_dtype'  # one of LATENT_DTYPES
 META_VAE = 'vae'  # name of the VAE, where the settings have one
 META_LATENT_SCALE = 'latent_scale'  # factor and shift of the VAE, where they are known

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from coyo11m_tfds import schema
 from coyo11m_tfds.convert.build_settings import fitting_workers
 from coyo11m_tfds.convert.data_folder import FinishedShards
 from coyo11m_tfds.convert.shard_writer import init_worker, write_shard
@@ -155,7 +156,7 @@ class _LocalRun:
     def _fetch_heads(
         self, files: Sequence[StoredFile], tasks: Sequence[ShardTask], folder: str
     ) -> dict[StoredFile, str]:
-        """Fetches the heads of files, with the rows that tasks read, into an empty folder."""
+        """Fetches the heads of files, with the crops that tasks read, into an empty folder."""
         segments_by_file: dict[StoredFile, list[ShardSegment]] = {file: [] for file in files}
         for segment in itertools.chain.from_iterable(task.segments for task in tasks):
             segments_by_file[segment.file].append(segment)
@@ -169,7 +170,7 @@ class _LocalRun:
                 rows.append(segment.sampled_rows)
             opened = formats.open_file(file, head, tasks[0].latents_from)
             make_column_file(file, opened)  # refuses rows without a layout
-            opened.fetch_rows(file, np.concatenate(rows))
+            opened.fetch_crops(file, np.concatenate(rows), schema.middle_crop(opened.shape[0]))
             return head
 
         with concurrent.futures.ThreadPoolExecutor(_HEADS_AT_ONCE, 'head') as threads:

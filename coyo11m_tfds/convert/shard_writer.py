@@ -111,12 +111,15 @@ class _SourceReader:
     ) -> Features:
         """Returns the good records of a window; `is_read` says of each whether to read its latents.
 
-        Those that are not read count as good.
+        Those that are not read count as good. Of a head, the middle crops are read.
         """
         keys, rows = self._inputs.keys[window], self._inputs.rows[window]
         captions: Sequence[bytes] = self._inputs.captions[window]
         text = self._read_text(file, window)
         raw, stored = file.latents(rows[is_read])
+        if self._task.reads_heads:
+            middle = schema.middle_crop(stored.shape[1])
+            stored = stored[:, middle : middle + 1]  # the others are holes of the head
         latents, deviations = split_moments(stored, self._task.moments)
         sums = sum_channels(latents, deviations)
         # The statistics need the sums, which show infinity and NaN in a thousandth of the numbers.

@@ -106,7 +106,8 @@ class ShardSegment:
     file: StoredFile
     digest: str  # that of the `LatentFile`
     records: slice  # within the shard
-    # Rows of the file whose latents are read, for statistics, int64 (m,); None if all are.
+    # Rows of the file of whose latents the middle crop is read, for statistics, int64 (m,); None if
+    # all latents are read.
     sampled_rows: np.ndarray | None = None
 
 

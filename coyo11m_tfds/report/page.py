@@ -143,8 +143,8 @@ class BuildReport:
             lines.append(f'latents     {schema.IN_PLACE_DOC}')
         if num_rows := self.content.get(schema.META_LATENT_ROWS):
             rows = format_count(num_rows, 'row')
-            lines.append(f'            mean and std are those of {rows} of all files; no row')
-            lines.append('            has a checksum until python -m coyo11m_tfds.verify reads all')
+            lines.append(f'            mean and std are those of the middle crops of {rows};')
+            lines.append('            python -m coyo11m_tfds.verify adds the checksums of rows')
         lines.append(f'time        {seconds:,.1f} s')
         folder = storage.make_absolute(folder)
         lines.append(f'report      {folder}/{self._file_name(PAGE_FILE)}')

@@ -25,9 +25,7 @@ from coyo11m_tfds.storage.stored_file import StoredFile
 # Names of whole numbers that are classes, each below the number of classes.
 LABELS = 'labels', 'label', 'class', 'cls'
 
-# Reading more than is needed costs less than another request.
-_GAP = 64 << 10
-_RANGES_AT_ONCE = 8
+_CROPS_AT_ONCE = 8  # requests, which mostly wait
 
 
 class RowLayout(NamedTuple):
@@ -153,31 +151,27 @@ class LatentFile:
         values.copy_(raw)
         return bytes_of(raw), values.numpy()
 
-    def fetch_rows(self, file: StoredFile, rows: np.ndarray) -> None:
-        """Adds the latents of some rows, int64 `(n,)`, of a remote file to its head, opened here.
+    def fetch_crops(self, file: StoredFile, rows: np.ndarray, crop: int) -> None:
+        """Adds one crop of each of some rows, int64 `(n,)`, of a remote file to its open head.
 
         Nothing compares them with a checksum.
         """
-        if not len(rows):
-            return
         assert self.layout is not None  # as for every file that is read in place
-        nbytes = self.row_nbytes // len(self.layout.starts)
-        offsets = np.unique(self.row_numbers(rows)) * self.layout.stride
-        begins = np.sort(np.add.outer(np.array(self.layout.starts), offsets).ravel())
-        # Rows with small gaps between them are one request.
-        firsts = np.flatnonzero(np.diff(begins, prepend=-_GAP - nbytes - 1) > _GAP + nbytes)
-        lasts = np.append(firsts[1:], len(begins)) - 1
-        ranges = zip(begins[firsts].tolist(), (begins[lasts] + nbytes).tolist(), strict=True)
+        crop_nbytes = self.row_nbytes // self.shape[0]
+        crops_a_piece = self.shape[0] // len(self.layout.starts)
+        piece, crop_in_piece = divmod(crop, crops_a_piece)
+        start = self.layout.starts[piece] + crop_in_piece * crop_nbytes
+        offsets = start + self.row_numbers(rows) * self.layout.stride
 
-        def fetch(bounds: tuple[int, int]) -> None:
-            begin, end = bounds
-            data = file.read_range(begin, end - begin)
+        def fetch(offset: int) -> None:
+            data = file.read_range(offset, crop_nbytes)
             with open(self._local_path, 'r+b') as head:
-                head.seek(begin)
+                head.seek(offset)
                 head.write(data)
 
-        with concurrent.futures.ThreadPoolExecutor(_RANGES_AT_ONCE) as threads:
-            list(threads.map(fetch, ranges))
+        # A request for each: between two crops of a sample lie more bytes than in both.
+        with concurrent.futures.ThreadPoolExecutor(_CROPS_AT_ONCE) as threads:
+            list(threads.map(fetch, offsets.tolist()))
 
     def column_names(self) -> ColumnNames:
         """Returns the names of texts, numbers and labels; this may read the whole file."""

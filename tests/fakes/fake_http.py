@@ -11,6 +11,7 @@ import http.client
 import http.server
 import io
 import json
+import math
 import os
 import pathlib
 import random
@@ -323,6 +324,9 @@ class FakeServer:
         self.inject_share = self.faults.inject_share
         self.requests: list[Request] = []  # in the order in which they came
         self.latency = 0.0  # seconds added to every request
+        self.bytes_per_second = math.inf  # of all bodies together
+        self._sending = threading.Lock()
+        self._free_time = 0.0  # when what was sent so far has passed
         self.errors: list[BaseException] = []  # of the stand-in itself; stays empty
         self._http = _LoopbackServer(self)
         self.address: tuple[str, int] = self._http.server_address
@@ -354,14 +358,23 @@ class FakeServer:
         """What this service says with 401, 403, 429, 503."""
         raise NotImplementedError
 
+    def pace(self, num_bytes: int) -> None:
+        """Waits until so many more bytes have passed at the speed of the line."""
+        with self._sending:
+            begin = max(self._free_time, time.monotonic())
+            self._free_time = begin + num_bytes / self.bytes_per_second
+            end = self._free_time
+        time.sleep(max(0.0, end - time.monotonic()))
+
     def clear(self) -> None:
         """Empties the log."""
         self.requests.clear()
 
     def heal(self) -> None:
-        """No faults and no latency any more."""
+        """No faults, no latency and no limit of the speed any more."""
         self.faults.clear()
         self.latency = 0.0
+        self.bytes_per_second = math.inf
 
     def __enter__(self):
         threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
@@ -485,6 +498,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             piece = body[start : start + _PIECE]
             # A client that has its last byte may look into the log at once: so count first.
             request.nbytes += len(piece)
+            self.server.fake.pace(len(piece))
             self.connection.sendall(piece)
 
     def _leave(self, fault: Fault | None):
