@@ -23,7 +23,7 @@ from coyo11m_tfds.dataset.stored_dataset import Data, DatasetStats, StoredDatase
 from coyo11m_tfds.dataset.texts import TextSpec
 from coyo11m_tfds.process.preparation import prepare_process, quiet_tensorflow
 from coyo11m_tfds.process.takes import takes
-from coyo11m_tfds.reading import damage, engines, training
+from coyo11m_tfds.reading import damage, engines, opened_splits, training
 from coyo11m_tfds.reading.batches import (
     CROP,
     DROP_TEXT,
@@ -33,7 +33,6 @@ from coyo11m_tfds.reading.batches import (
     Batch,
     Batches,
 )
-from coyo11m_tfds.reading.files import ReadCounter, ReadCounts
 from coyo11m_tfds.reading.mixture import Cursor
 from coyo11m_tfds.reading.numbered_records import Records
 from coyo11m_tfds.reading.options import (
@@ -51,6 +50,7 @@ from coyo11m_tfds.reading.options import (
     open_mix,
 )
 from coyo11m_tfds.reading.order import Order, OrderSettings
+from coyo11m_tfds.reading.read_counts import ReadCounter, ReadCounts
 from coyo11m_tfds.reading.training import ReadPlan
 
 if TYPE_CHECKING:
@@ -141,6 +141,10 @@ def train_batches(options: TrainOptions) -> Batches:
             `'records:2,short:1'`. A hash of seed, epoch and key then chooses one for each sample.
             All must be embeddings of one encoder, or tokens of one vocabulary, which are padded
             with -1 to the longest text. See `texts.parse_text_weights`.
+        cache_dir: Folder on a local disk that keeps what comes from `gs://` or `hf://` for the next
+            epoch, other runs and other processes of this host; '' for none. A data set that is all
+            there is read by rows.
+        cache_gb: Size to which this folder may grow, in 1e9 bytes. What came first stays.
         stride: Reads only every `stride`-th batch. W workers with a stride of W, which start at
             `start_step + w`, read in turn the batches of one reader.
 
@@ -190,7 +194,7 @@ def eval_batches(options: ReadOptions) -> Batches:
     Raises:
         ValueError, OSError: As `train_batches`; or the split is empty.
     """
-    splits = engines.open_splits(options)
+    splits = opened_splits.open_splits(options)
     if splits is None or options.engine == TF_DATA:
         from coyo11m_tfds.reading import tf_data
 
@@ -209,6 +213,8 @@ def records(
     parallel_reads: int = 16,
     engine: str = AUTO,
     verify: str = damage.ONCE,
+    cache_dir: str = '',
+    cache_gb: float = 0.0,
 ) -> Records:
     """Returns the records of a split by number and by key, for a reader with an order of its own.
 
@@ -235,7 +241,7 @@ def records(
             column. The last 64 chunks are kept.
         parallel_reads: Chunks in flight.
         engine: 'rows', 'chunks' or 'auto', as for `train_batches`.
-        data, split and verify: As for `train_batches`.
+        data, split, verify, cache_dir and cache_gb: As for `train_batches`.
 
     Returns:
         An object with a length. `records[number]` is a dict of the values of one record, of the
@@ -264,6 +270,8 @@ def records(
         parallel_reads=parallel_reads,
         engine=engine,
         verify=verify,
+        cache_dir=cache_dir,
+        cache_gb=cache_gb,
     )
     return Records(options, crop)
 

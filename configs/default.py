@@ -45,6 +45,8 @@ def get_config() -> ml_collections.ConfigDict:
     data.parallel_reads = 4  # chunks in flight a lane; with 0.1 s of latency, 40,000 samples/s
     data.prefetch = 2  # batches ready on the host: one to send, one to even out slow reads
     data.device_prefetch = 2  # batches on the devices: one in use, one arriving
+    data.cache_dir = ''  # folder on a local disk that keeps what comes from gs:// or hf://
+    data.cache_gb = 0.0  # size to which it may grow; what came first stays
     data.ram_budget_gb = 0.0  # limit for reading on a host; 0: half of its memory
 
     config.model = model = ml_collections.ConfigDict()

@@ -215,6 +215,8 @@ class TrainingData:
             schedule += f'in chunks of {fields.chunk} records'
         else:
             schedule += f'by {engine}'
+        if fields.cache_dir:
+            schedule += f', kept in {fields.cache_dir}'
         if fields.text:
             schedule += f', text {fields.text}'
         lines = []
@@ -286,7 +288,8 @@ class TrainingData:
     @property
     def _shared_options(self) -> dict[str, Any]:
         """The options that all splits are read with."""
-        names = 'on_bad_records', 'max_bad_fraction', 'engine', 'verify', 'text'
+        names = ['on_bad_records', 'max_bad_fraction', 'engine', 'verify', 'text']
+        names += ['cache_dir', 'cache_gb']
         return {name: self._config.data[name] for name in names}
 
     def _to_device(self, batches: Iterator[input_pipeline.Batch]) -> Batches:

@@ -6,6 +6,7 @@ offset of the record, the 20 bits above them a digest of the checksums behind th
 begin there. So readers notice records of another shard, but for one case in a million.
 """
 
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 
@@ -58,6 +59,14 @@ class ChunkIndex:
         begin = self._flat[begin_entry] & _OFFSET
         end = self._flat[end_entry] & _OFFSET
         return begin, end - begin
+
+    def shard_digest(self, shard: int) -> str:
+        """Returns a hex digest of a shard's entries, by which it is told from other shards."""
+        first_entry = int(self._first_entry[shard])
+        length = int(self.shard_lengths[shard])
+        # With the length before the entries, and the size behind them.
+        end = first_entry - (-length // schema.CHUNK_STRIDE) + 1
+        return hashlib.sha256(self._flat[first_entry - 1 : end].tobytes()).hexdigest()
 
     def digests(self, shard: np.ndarray, first: np.ndarray) -> np.ndarray:
         """Returns the digests of runs, int64 `(n,)`, by their shards and first records.

@@ -6,7 +6,7 @@ import numpy as np
 from absl import logging
 
 from coyo11m_tfds.dataset.manifest import DamagedError
-from coyo11m_tfds.reading.files import ReadCounter
+from coyo11m_tfds.reading.read_counts import ReadCounter
 
 # When a record is compared: its rows are gathered without reading the rest of it.
 ONCE, ALWAYS, NEVER = MODES = ('once', 'always', 'never')

@@ -18,15 +18,17 @@ from absl import logging
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.dataset.manifest import DamagedError
-from coyo11m_tfds.dataset.stored_dataset import IndexedSplit, StoredDataset
 from coyo11m_tfds.process import preparation
 from coyo11m_tfds.reading import damage
 from coyo11m_tfds.reading.batches import MASK, Ahead, ArraySpec, Batch, Batches
+from coyo11m_tfds.reading.cached_files import CachedFiles, CacheWatch
 from coyo11m_tfds.reading.column_reader import open_column
-from coyo11m_tfds.reading.files import MAX_FILES, FetchedFiles, HeldFiles, MappedFiles, Range
+from coyo11m_tfds.reading.fetched_files import FetchedFiles, SplitCache
+from coyo11m_tfds.reading.files import MAX_FILES, HeldFiles, MappedFiles, Range
 from coyo11m_tfds.reading.filters import KeptRecords, find_kept
 from coyo11m_tfds.reading.mixture import BatchShares, Cursor, Position
-from coyo11m_tfds.reading.options import CHUNKS, ROWS, TF_DATA, ReadOptions
+from coyo11m_tfds.reading.opened_splits import OpenedSplit, engine_name, open_splits
+from coyo11m_tfds.reading.options import ReadOptions
 from coyo11m_tfds.reading.order import RecordBlock, eval_blocks
 from coyo11m_tfds.reading.row_reader import (
     BatchFeatures,
@@ -36,7 +38,7 @@ from coyo11m_tfds.reading.row_reader import (
     check_text_feature,
     stored_specs,
 )
-from coyo11m_tfds.storage import json_digest
+from coyo11m_tfds.storage import json_digest, range_cache
 
 # Fewest records of chunks to gather together, so that the cost of NumPy's calls is small.
 _PART_RECORDS = 1024
@@ -70,59 +72,6 @@ class _Plan(NamedTuple):
 
 # The shape of a block, the numbers of some of its rows, and their batch with places of latents.
 _PartRead = tuple[tuple[int, ...], np.ndarray, Batch]
-
-
-class OpenedSplit(NamedTuple):
-    """A split with its chunk index, and the way in which it is read."""
-
-    indexed: IndexedSplit
-    is_mapped: bool  # whether its files are mapped and read by rows, or fetched by chunks
-
-
-def open_splits(options: ReadOptions, lanes: int | None = None) -> tuple[OpenedSplit, ...] | None:
-    """Opens the split of each source; None for a single source without a chunk index."""
-    splits = []
-    for source in options.sources:
-        split = _open_split(source.stored, options.split, options.engine)
-        if split:
-            splits.append(split)
-        elif len(options.sources) > 1 or source.where:
-            raise ValueError(
-                f'{source.stored.folder}: cannot be mixed or filtered without a chunk index. '
-                'Build it again.'
-            )
-    if not splits:
-        # Without a chunk index there are no lanes.
-        options.check_shares(None)
-        return None
-    options.check_shares(lanes)
-    return tuple(splits)
-
-
-def engine_name(options: ReadOptions, splits: Sequence[OpenedSplit] | None) -> str:
-    """Returns the engine that reads opened splits; CHUNKS if it reads one of several."""
-    if splits is None or options.engine == TF_DATA:
-        return TF_DATA
-    return ROWS if all(x.is_mapped for x in splits) else CHUNKS
-
-
-def _open_split(stored: StoredDataset, name: str, engine: str) -> OpenedSplit | None:
-    split = None
-    # Before files are read, perhaps of a bucket.
-    if engine != ROWS or stored.can_map:
-        split = stored.split(name)
-    if engine == ROWS:
-        if split is None:
-            raise ValueError(
-                f'{stored.folder}: engine={ROWS!r} needs local files, also of latents in place, '
-                f'and a chunk index of split {name!r}: set engine={CHUNKS!r}'
-            )
-        return OpenedSplit(split, is_mapped=True)
-    if split is None:
-        return None
-    # Too many files are read by chunks unless the caller wants an error.
-    can_map = stored.can_map and len(split.index.shard_lengths) <= MAX_FILES
-    return OpenedSplit(split, is_mapped=can_map and engine != CHUNKS)
 
 
 class SplitReader:
@@ -184,6 +133,11 @@ class SplitReader:
         self.mapped_reader = None
         if self.is_mapped:
             self.mapped_reader = self._row_reader(mapped_files or MappedFiles(), options.verify)
+        self._cache = None
+        if options.cache_dir and not self.is_mapped:
+            ranges = range_cache.open_cache(options.cache_dir, options.cache_gb * 1e9)
+            self._cache = SplitCache(ranges, self._split.index.shard_digest)
+        self._cache_watch = self._watch_cache()
 
     @property
     def raw_nbytes(self) -> int:
@@ -198,17 +152,14 @@ class SplitReader:
         """Yields the batches of all blocks; fetches `in_flight` chunks at once."""
         if self.mapped_reader:
             return map(self.mapped_reader.gather_latents, self.read_mapped(blocks))
+        if self._cache_watch:
+            return self._read_kept(self._cache_watch, blocks, in_flight)
         return self._read_fetched(self._fetching_reader(in_flight), blocks)
 
     def read_mapped(self, blocks: Iterator[RecordBlock]) -> Iterator[Batch]:
         """Yields batches as `RowReader.read` does: with the places of latents."""
         assert self.mapped_reader
-        row_nbytes = sum(x.dtype.itemsize * math.prod(x.shape) for x in self.spec(1).values())
-        for _, rows, batch in self._read_parts(self.mapped_reader, blocks):
-            # Nobody knows which pages the system has read for it.
-            if self.options.counter:
-                self.options.counter.add(num_bytes=len(rows) * row_nbytes)
-            yield batch
+        return self._read_by_rows(self.mapped_reader, blocks, ['num_bytes'])
 
     def read_block(self, block: RecordBlock, pool: ThreadPoolExecutor) -> Batch:
         """Reads a block of one chunk with the threads of a pool."""
@@ -228,11 +179,74 @@ class SplitReader:
         )
 
     def _fetching_reader(self, in_flight: int, pool: ThreadPoolExecutor | None = None) -> RowReader:
+        # Whatever `verify` says: bytes may change on each of their ways.
+        return self._row_reader(self._fetching_files(in_flight, pool), damage.ALWAYS)
+
+    def _fetching_files(
+        self, in_flight: int, pool: ThreadPoolExecutor | None = None
+    ) -> FetchedFiles:
         # Of a chunk, its records and its rows of each column are a range each.
         max_in_flight = in_flight * (1 + len(self._columns))
-        files = FetchedFiles(max_in_flight, self.options.counter, pool)
-        # Whatever `verify` says: bytes may change on each of their ways.
-        return self._row_reader(files, damage.ALWAYS)
+        return FetchedFiles(max_in_flight, self.options.counter, pool, self._cache)
+
+    def _watch_cache(self) -> CacheWatch | None:
+        """Returns what tells when the cache holds the split; None if it is never mapped."""
+        num_shards = len(self._split.index.shard_lengths)
+        num_files = num_shards + sum(len(x.files) for x in self._columns.values())
+        # Rows without checksums are compared only with those of the pages in the cache.
+        has_checksums = not any(column.unchecked for column in self._columns.values())
+        if not self._cache or num_files > MAX_FILES or not has_checksums:
+            return None
+        options = self.options
+        files = CachedFiles(self._fetching_files(1), self._cache, options.counter)
+        # A crash of the machine may have left checksums of pages that were never written.
+        verify = damage.ONCE if options.verify == damage.NEVER else options.verify
+        return CacheWatch(
+            self._row_reader(files, verify),
+            files,
+            self._cache,
+            num_shards,
+            self._records_to_read,
+            chunk=options.chunk,
+            piece=schema.CHUNK_STRIDE if options.source.where else options.chunk,
+        )
+
+    def _records_to_read(self, shard: int) -> np.ndarray:
+        """Returns the numbers of a shard's records that are read, or of one for each chunk."""
+        kept = kept_records(self.options)
+        if kept is None:
+            return np.arange(0, self._split.index.shard_lengths[shard], self.options.chunk)
+        number = np.arange(kept.lengths[shard])
+        return kept.locate(np.full_like(number, shard), number)
+
+    def _read_by_rows(
+        self, reader: RowReader, blocks: Iterator[RecordBlock], sums: Sequence[str]
+    ) -> Iterator[Batch]:
+        """Yields batches with the places of latents; adds their bytes to some sums."""
+        row_nbytes = sum(x.dtype.itemsize * math.prod(x.shape) for x in self.spec(1).values())
+        for _, rows, batch in self._read_parts(reader, blocks):
+            # Nobody knows which pages the system has read for it.
+            if self.options.counter:
+                self.options.counter.add(**dict.fromkeys(sums, len(rows) * row_nbytes))
+            yield batch
+
+    def _read_kept(
+        self, watch: CacheWatch, blocks: Iterator[RecordBlock], in_flight: int
+    ) -> Iterator[Batch]:
+        """Fetches blocks, and keeps them, until the cache holds all; then reads it by rows."""
+        first_by_rows: list[RecordBlock] = []
+
+        def fetched_blocks() -> Iterator[RecordBlock]:
+            for block in blocks:
+                if watch.is_complete():
+                    first_by_rows.append(block)
+                    return
+                yield block
+
+        yield from self._read_fetched(self._fetching_reader(in_flight), fetched_blocks())
+        others = itertools.chain(first_by_rows, blocks)
+        by_rows = self._read_by_rows(watch.reader, others, ['num_bytes', 'cache_bytes'])
+        yield from map(watch.reader.gather_latents, by_rows)
 
     def _read_fetched(self, reader: RowReader, blocks: Iterator[RecordBlock]) -> Iterator[Batch]:
         filled_blocks = _fill_blocks(reader, self._read_parts(reader, blocks))
@@ -260,13 +274,14 @@ class SplitReader:
         """Plans how a block is read, before its bytes are in memory."""
         chunk = self.options.chunk
         # Without a condition chunks are fetched whole, so that blocks with pieces of one share it.
-        has_pieces = self.is_mapped or self.options.source.where
+        is_mapped = reader.files.is_mapped
+        has_pieces = is_mapped or self.options.source.where
         records = RecordBlock(*(x.ravel() for x in block))
         chunks, chunk_numbers = reader.find_chunks(
             records.shard, records.record, chunk, schema.CHUNK_STRIDE if has_pieces else chunk
         )
         shape = block.shard.shape
-        if self.is_mapped:
+        if is_mapped:
             rows = np.arange(len(records.shard))
             part = _Part(records, rows, chunks, chunk_numbers, reads_size=shape[1])
             return _Plan(shape, chunks, [part])
@@ -389,6 +404,7 @@ def read_split_keys(options: ReadOptions, num_records: int, size: int) -> Iterat
         on_bad_records=options.on_bad_records,
         max_bad_fraction=options.max_bad_fraction,
         verify=damage.ALWAYS,
+        **options.cache_fields,
     )
     splits = open_splits(key_options)
     assert splits, 'a source with a condition has a chunk index'

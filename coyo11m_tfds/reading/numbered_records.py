@@ -23,7 +23,8 @@ from coyo11m_tfds.process.errors import FieldError
 from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.reading import damage
 from coyo11m_tfds.reading.batches import CROP, NOISE_SEED, Batch
-from coyo11m_tfds.reading.engines import SplitReader, open_splits, read_split_keys
+from coyo11m_tfds.reading.engines import SplitReader, read_split_keys
+from coyo11m_tfds.reading.opened_splits import open_splits
 from coyo11m_tfds.reading.options import TF_DATA, ReadOptions
 from coyo11m_tfds.reading.order import RecordBlock
 from coyo11m_tfds.reading.row_reader import LocatedRecords, RowReader

@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import itertools
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.dataset.stored_dataset import Data, DatasetStats, StoredDataset, open_data
 from coyo11m_tfds.process import arguments
@@ -17,8 +18,8 @@ from coyo11m_tfds.process.errors import UNIT_INTERVAL, FieldError, at_least, one
 from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.reading import damage, filters
 from coyo11m_tfds.reading.batches import CROP
-from coyo11m_tfds.reading.files import ReadCounter
 from coyo11m_tfds.reading.order import OrderSettings, check_chunk
+from coyo11m_tfds.reading.read_counts import ReadCounter
 
 if TYPE_CHECKING:
     import jax
@@ -234,6 +235,19 @@ def _format(values: np.ndarray) -> str:
     return ' '.join(f'{x:.3g}' for x in values)
 
 
+def check_cache(cache_dir: str, cache_gb: float) -> None:
+    """Raises a FieldError unless both are given or none, and the folder is local."""
+    if not cache_dir:
+        if cache_gb:
+            raise FieldError('cache_gb', cache_gb, 'expected 0 without cache_dir')
+        return
+    if storage.local_path(cache_dir) is None:
+        raise FieldError('cache_dir', cache_dir, 'expected a folder on a local disk')
+    if not 0 < cache_gb < math.inf:
+        problem = 'expected the GB that cache_dir may take, such as 100'
+        raise FieldError('cache_gb', cache_gb, problem)
+
+
 AUTO, ROWS, CHUNKS, TF_DATA = ENGINES = ('auto', 'rows', 'chunks', 'tf_data')
 
 
@@ -260,6 +274,8 @@ class ReadOptions:
     engine: str = AUTO
     verify: str = damage.ONCE
     text: texts.TextSpec = ''
+    cache_dir: str = ''
+    cache_gb: float = 0.0
 
     def __post_init__(self):
         # Before the checks, which compare numbers.
@@ -272,6 +288,7 @@ class ReadOptions:
         UNIT_INTERVAL.check('max_bad_fraction', self.max_bad_fraction)
         at_least(1).check('parallel_reads', self.parallel_reads)
         check_chunk(self.chunk)
+        check_cache(self.cache_dir, self.cache_gb)
 
     @functools.cached_property
     def sources(self) -> tuple[MixSource, ...]:
@@ -318,6 +335,11 @@ class ReadOptions:
             text=source.choose_text(self.text),
             features=self.feature_names,
         )
+
+    @property
+    def cache_fields(self) -> dict[str, Any]:
+        """The fields of the cache, for other options that read the same files."""
+        return {'cache_dir': self.cache_dir, 'cache_gb': self.cache_gb}
 
     @property
     def process(self) -> tuple[int, int]:

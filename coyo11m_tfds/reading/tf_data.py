@@ -20,6 +20,7 @@ from coyo11m_tfds.process import preparation
 from coyo11m_tfds.reading import damage, engines, order, training
 from coyo11m_tfds.reading.batches import CROP, DROP_TEXT, MASK, NOISE_SEED, ArraySpec, Batches
 from coyo11m_tfds.reading.mixture import Cursor
+from coyo11m_tfds.reading.opened_splits import open_splits
 from coyo11m_tfds.reading.options import TF_DATA, ReadOptions
 from coyo11m_tfds.reading.row_reader import BatchFeatures
 
@@ -78,7 +79,7 @@ def make_train_dataset(plan: training.ReadPlan) -> tf.data.Dataset:
 
 def make_eval_dataset(options: ReadOptions) -> tf.data.Dataset:
     """Implements `input_pipeline.eval_dataset`, in the order of the shards."""
-    splits = engines.open_splits(options)
+    splits = open_splits(options)
     if splits is None:
         return _prefetch(_padded_batches(options), options)
     reader, size = engines.EvalReader(options, splits[0]), options.local_batch_size

@@ -72,6 +72,8 @@ _PERMANENT_NAMES = {
 _waits: dict[str, float] = {}
 _waiting_lock = threading.Lock()
 
+_threads = threading.local()
+
 
 class GivenUp(OSError):
     """Every attempt failed with a transient error."""
@@ -109,8 +111,14 @@ def call(operation: Callable[[], T], label: str) -> T:
                 logging.warning('%s: %s; %s', label, _text(error), outlook)
             elif _is_first_to_wait(quota, delay):
                 logging.warning('%s: %s; waiting %.0f s for the next.', label, quota, delay)
+        _threads.num_retries = count_retries() + 1
         time.sleep(delay)
     raise AssertionError  # the last attempt has returned or raised
+
+
+def count_retries() -> int:
+    """Returns how often this thread has tried again so far, whatever it was."""
+    return getattr(_threads, 'num_retries', 0)
 
 
 def is_transient(error: BaseException) -> bool:

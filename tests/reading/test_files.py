@@ -27,7 +27,7 @@ GUARDS = """
 
     guard = 1 << 20  # more bytes than a record has
     page = mmap.PAGESIZE
-    zeros = files._NUM_ZEROS  # before all files
+    zeros = files.NUM_ZEROS  # before all files
 
     def lay_out(size):
         room = -(-size // page) * page
@@ -35,7 +35,7 @@ GUARDS = """
         nbytes = zeros + int(room.sum()) + guard * (1 + len(size))
         return starts + (room - size if at == 'end' else 0), nbytes
 
-    def copy_at(data, start, file, size):
+    def copy_at(data, start, file, size, flags):
         first = start // page * page
         end = -(-(start + size) // page) * page
         address = data[first:end].ctypes.data

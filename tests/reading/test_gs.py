@@ -71,7 +71,7 @@ def test_a_chunk_is_asked_for_once_and_nothing_besides(gcs, tmp_path, monkeypatc
     asked, requests = [], []
     for epochs in (1, 3):
         _, counter = read(DATA, epochs * 2048 // ORDER['batch_size'], window=32)
-        num_bytes, num_chunks, in_flight, _ = counter.read()
+        num_bytes, num_chunks, in_flight, *_ = counter.read()
         assert in_flight == 0
         requests.append(len(shard_reads(gcs)))
         assert requests[-1] == num_chunks

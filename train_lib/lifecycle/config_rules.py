@@ -45,6 +45,7 @@ _RULES = {
     'preview.num_steps': at_least(1),
     'max_skipped_in_a_row': at_least(0),
     'max_skipped': at_least(0),
+    'data.cache_gb': at_least(0),
     'data.ram_budget_gb': at_least(0),
     'model.width': at_least(0),
     'model.depth': at_least(0),
@@ -156,6 +157,7 @@ def with_absolute_places(config: ml_collections.ConfigDict) -> dict[str, Any]:
     fields = json.loads(json.dumps(config.to_dict()))
     data = fields['data']
     data['dir'] = _make_absolute(data['dir'])
+    data['cache_dir'] = _make_absolute(os.path.expanduser(data['cache_dir']))
     for source in data['mix']:
         source['dir'] = _make_absolute(source['dir'])
     # `init_from` may end in @STEP, and names on the hub are no places.

@@ -25,7 +25,7 @@ from clu import parameter_overview
 from jax.experimental import multihost_utils
 
 import train_lib
-from coyo11m_tfds.process.sizes import format_count
+from coyo11m_tfds.process.sizes import format_bytes, format_count
 from input_pipeline import ReadCounts
 from train_lib.learning import metrics
 from train_lib.learning.step import Program
@@ -227,6 +227,15 @@ class TrainLog:
         if 'train/samples_per_second' in scalars:
             yield f'{scalars["train/samples_per_second"]:,.0f} samples/s'
             yield f'waiting {scalars["input/wait_share_max"]:.0%}'
+        if scalars.get('input/requests'):
+            requests = format_count(int(scalars['input/requests']), 'request')
+            yield f'{requests} of {scalars["input/request_seconds"]:.2f} s'
+        if scalars.get('input/retries'):
+            yield format_count(int(scalars['input/retries']), 'retry', 'retries')
+        if 'input/cache_hits' in scalars:
+            hits = format_count(int(scalars['input/cache_hits']), 'hit')
+            misses = format_count(int(scalars['input/cache_misses']), 'miss', 'misses')
+            yield f'cache {hits} ({format_bytes(1e6 * scalars["input/cache_mb"])}), {misses}'
         if scalars.get('train/skipped_steps'):
             yield f'{scalars["train/skipped_steps"]:.0f} skipped'
 
@@ -320,8 +329,7 @@ class StepClock:
         }
         if self._ready:
             scalars['input/batches_ready'] = statistics.fmean(self._ready)
-        num_bytes = self.read_counts().num_bytes - self._num_bytes
-        scalars['input/read_mb_per_second'] = num_bytes / 1e6 / total
+        scalars |= self._measure_reading(total)
         # The next lap begins at the end of the last step, or of what was aside since.
         self._restart(self._marks[-1][0])
         return scalars
@@ -344,6 +352,25 @@ class StepClock:
             total += max(0.0, arrived - idle_since)
         return total
 
+    def _measure_reading(self, seconds: float) -> dict[str, float]:
+        """Returns what this host has read since the last lap, which took so many seconds."""
+        now = self.read_counts()
+        before = self._counts
+        num_bytes = now.num_bytes - before.num_bytes
+        scalars = {'input/read_mb_per_second': num_bytes / 1e6 / seconds}
+        # Of local data there is nothing more to say.
+        if now.num_requests or now.cache_hits:
+            requests = now.num_requests - before.num_requests
+            request_seconds = now.request_seconds - before.request_seconds
+            scalars['input/requests'] = requests
+            scalars['input/request_seconds'] = request_seconds / max(1, requests)
+            scalars['input/retries'] = now.num_retries - before.num_retries
+        if now.cache_hits or now.cache_misses:
+            scalars['input/cache_hits'] = now.cache_hits - before.cache_hits
+            scalars['input/cache_misses'] = now.cache_misses - before.cache_misses
+            scalars['input/cache_mb'] = (now.cache_bytes - before.cache_bytes) / 1e6
+        return scalars
+
     def _restart(self, moment: _Moment) -> None:
         """Begins a lap at a moment."""
         # Moments, and whether a step ends there.
@@ -352,7 +379,7 @@ class StepClock:
         self._waits: list[tuple[float, _Moment, float]] = []
         # How many batches were ready at each of them.
         self._ready: list[int] = []
-        self._num_bytes = self.read_counts().num_bytes
+        self._counts = self.read_counts()
 
 
 def _wait_for_end(result: Any) -> float:

@@ -9,7 +9,7 @@ from train_lib.lifecycle import config_rules
 
 # Fields that others check: the data set, its order, the model, the optimizer and the devices do.
 ELSEWHERE = re.compile(
-    r'data\.(mix|stages|chunk|lanes|window|text|engine|verify|.*bad.*|parallel_reads)'
+    r'data\.(cache_dir|mix|stages|chunk|lanes|window|text|engine|verify|.*bad.*|parallel_reads)'
     r'|data\.(caption_dropout|require_text)'
     r'|batch_size|distributed|encoder|init_(average|from)|mesh\..*'
     r'|model\.(kind|name|attention|remat|text|prediction)|optimizer\.(name|schedule|warmup_steps)'
@@ -33,7 +33,10 @@ BAD = {
         (0, 'preview.count preview.num_steps'),
         (0.0, 'flow.logit_std optimizer.clip_norm optimizer.muon_learning_rate preview.time_shift'),
         (1.0, 'ema_decay optimizer.b1 preview.guidance_low'),
-        (-0.1, 'data.ram_budget_gb model.mlp_ratio optimizer.b2 optimizer.weight_decay'),
+        (
+            -0.1,
+            'data.cache_gb data.ram_budget_gb model.mlp_ratio optimizer.b2 optimizer.weight_decay',
+        ),
         (float('nan'), 'optimizer.learning_rate preview.guidance'),
         (float('inf'), 'flow.logit_mean'),
         (-2, 'data.prefetch'),

@@ -10,6 +10,7 @@ import ml_collections
 import numpy as np
 import pytest
 
+from input_pipeline import ReadCounts
 from train_lib.learning import metrics
 from train_lib.lifecycle.log import AHEAD, StepClock, TrainLog
 
@@ -29,12 +30,14 @@ def _update(loss, skipped=0, in_a_row=0):
 
 def _reading():
     """What training has read, as far as the log needs it."""
-    counts = types.SimpleNamespace(num_bytes=0, chunks_in_flight=0, bad_records=0)
-    return types.SimpleNamespace(
-        counts=counts,
-        read_counts=lambda: counts,
-        batches_ready=lambda: 1,
-    )
+    reading = types.SimpleNamespace(counts=ReadCounts(), batches_ready=lambda: 1)
+    reading.read_counts = lambda: reading.counts
+    return reading
+
+
+def _count(data, **amounts):
+    sums = {name: getattr(data.counts, name) + amount for name, amount in amounts.items()}
+    data.counts = data.counts._replace(**sums)
 
 
 def _make_clock(data):
@@ -139,22 +142,40 @@ def test_waiting_counts_while_the_device_is_idle_alone():
 
 def test_what_was_read_is_told_as_rate_moment_and_sum():
     data = _reading()
-    data.counts.num_bytes = 50_000_000
+    _count(data, num_bytes=50_000_000)
     log, written = _make_log(every=1, data=data)
     log.add(1, _update(1))
-    data.counts.num_bytes += 25_000_000
-    data.counts.chunks_in_flight, data.counts.bad_records = 5, 2
+    _count(data, num_bytes=25_000_000, chunks_in_flight=5, bad_records=2)
     # Before this step there was none that counts, but the moment can be told.
     log.add(2, _update(1))
     assert 'input/read_mb_per_second' not in written[1]
     moment = [written[1][f'input/{name}'] for name in ('chunks_in_flight', 'bad_records')]
     assert moment == [5, 2]
     with log.clock.aside():  # for the steps that follow
-        data.counts.num_bytes += 6_000_000
+        _count(data, num_bytes=6_000_000)
     log.settle(2)
     scalars = written[2]  # the seconds of both rates are the same; a batch is one sample
     rate = scalars['input/read_mb_per_second'] / scalars['train/samples_per_second']
     assert rate == pytest.approx(31)
+    assert not any('cache' in name or 'request' in name for name in scalars)
+
+
+def test_requests_and_what_a_cache_held_are_told_since_the_last_report():
+    data = _reading()
+    log, written = _make_log(every=1, data=data)
+    log.add(1, _update(1))
+    requests = {'num_requests': 4, 'request_seconds': 1.0, 'num_retries': 1}
+    _count(data, **requests, cache_hits=6, cache_misses=4, cache_bytes=9_000_000)
+    log.add(2, _update(1))
+    log.settle(2)
+    names = 'requests', 'request_seconds', 'retries', 'cache_hits', 'cache_misses', 'cache_mb'
+    assert [written[2][f'input/{name}'] for name in names] == [4, 0.25, 1, 6, 4, 9]
+    told = '4 requests of 0.25 s, 1 retry, cache 6 hits (9.0 MB), 4 misses'
+    assert told in log.summary
+    log.add(3, _update(1))
+    log.settle(3)
+    assert [written[3][f'input/{name}'] for name in names] == [0] * 6
+    assert 'cache 0 hits (0 bytes), 0 misses' in log.summary
 
 
 def test_what_is_aside_slows_nothing_down():
