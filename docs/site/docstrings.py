@@ -1,8 +1,11 @@
 """Prepares docstrings for the API reference, which reads the source and imports nothing."""
 
+import pathlib
 import re
 
 import griffe
+
+_README = pathlib.Path(__file__).parents[2] / 'coyo11m_tfds/README.md'
 
 _PAGE = re.compile(r'(docs|coyo11m_tfds)/\w+\.md')
 
@@ -41,3 +44,21 @@ class LinksInDocstrings(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **_) -> None:
         """Adds links to the docstring of a package, which is no object of another one."""
         self.on_object(obj=pkg)
+
+
+class FieldsOfConfig(griffe.Extension):
+    """Describes the fields of the config of a build by the table in coyo11m_tfds/README.md."""
+
+    def on_class(self, *, cls: griffe.Class, **_) -> None:
+        """Adds the rows of the table to the docstring of the config, as its arguments."""
+        if cls.name != 'Coyo11mConfig' or cls.docstring is None:
+            return
+        _, _, table = _README.read_text('utf-8').partition('| field | default | meaning |\n')
+        lines = ['', '', 'Args:']
+        for row in table.partition('\n\n')[0].splitlines()[1:]:
+            name, _, meaning = row.strip('|').split('|', 2)
+            # Links of that page, as this one has them.
+            meaning = meaning.strip().replace('](../docs/', '](../')
+            meaning = meaning.replace('](#', '](../../coyo11m_tfds/README.md#')
+            lines.append(f'    {name.strip(" `")}: {meaning}')
+        cls.docstring.value += '\n'.join(lines)
