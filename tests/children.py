@@ -11,7 +11,7 @@ import sys
 import textwrap
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.process import BaseProcess
 
 from tests.checkout import CHECKOUT
@@ -110,12 +110,39 @@ def killed_at(moment: int, run: Callable[[], object]) -> bool:
     return bool(status)
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 180) -> None:
-    """Waits for something that other threads or processes bring about."""
+def wait_until(
+    condition: Callable[[], object],
+    process: subprocess.Popen | None = None,
+    *,
+    seconds: float = 300,  # four hosts on two busy cores take a minute to compile
+) -> None:
+    """Waits for something that threads or processes bring about; `process` must not end before."""
     limit = time.monotonic() + seconds
     while not condition():
+        if process:
+            assert process.poll() is None, process.stdout and process.communicate()[0]
         assert time.monotonic() < limit
         time.sleep(0.01)
+
+
+def wait_for_end(pids: Iterable[int]) -> None:
+    """Waits until none of the processes runs: whoever is killed leaves no orphans."""
+    wait_until(lambda: not any(map(is_running, pids)), seconds=20)
+
+
+def kill(pid: int) -> bool:
+    """Kills a process, which may have ended; returns whether it was there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+        return True
+    return False
+
+
+def enter(env: dict[str, str], out: str, err: str) -> None:
+    """Has this process, a fork, write to files and have more in its environment."""
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.environ.update(env)
 
 
 def of(pid: int) -> list[int]:

@@ -3,14 +3,13 @@
 import collections
 import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 import re
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import ml_collections
@@ -183,15 +182,6 @@ def wait(started: Sequence[Host]) -> list[int]:
     return [host.process.wait(max(0.0, deadline - time.monotonic())) for host in started]
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen) -> None:
-    """Waits for something that a process, which must not end before, brings about."""
-    deadline = time.monotonic() + _PATIENCE
-    while not condition():
-        assert process.poll() is None, process.stdout and process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 # --- What runs wrote ---------------------------------------------------------------------------
 
 
@@ -230,22 +220,6 @@ def saved_steps(workdir: pathlib.Path) -> list[int]:
     folder = workdir / checkpoint.FOLDER
     names = os.listdir(folder) if folder.exists() else []
     return [int(name) for name in names if name.isdigit()]
-
-
-def keys_of_steps(workdir: pathlib.Path, processes: int) -> dict[int, np.ndarray]:
-    """The keys of every global batch, of which process p had the p-th part: `{step: (b,)}`."""
-    by_process = [
-        [json.loads(line) for line in path.read_text().splitlines()]
-        for path in sorted(workdir.glob(f'keys_*_of_{processes}.jsonl'))
-    ]
-    assert len(by_process) == processes
-    steps = {}
-    for parts in zip(*by_process, strict=True):
-        assert len({part['step'] for part in parts}) == 1
-        firsts = [part['first'] for part in parts]
-        assert firsts == [index * len(parts[0]['keys']) for index in range(processes)]
-        steps[parts[0]['step']] = np.concatenate([part['keys'] for part in parts])
-    return steps
 
 
 def own_keys(batch: Mapping[str, jax.Array]) -> np.ndarray:

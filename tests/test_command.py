@@ -160,7 +160,7 @@ def test_the_own_command_says_only_what_matters_and_is_resumed_after_a_signal(
     style = r'\d\d:\d\d:\d\d (WARNING: )?\S'
     assert lines and all(re.match(style, line) for line in lines), errors
     assert not list(final.glob('.staging/*'))
-    children.wait_until(lambda: not any(map(children.is_running, workers)), 10)
+    children.wait_for_end(workers)
     assert not (final / 'dataset_info.json').exists()
     build(source, '', out, **CONFIG, captions='texts.parquet')
     assert files_of_any_source(final) == files_of_any_source(final_folder(built[0]))

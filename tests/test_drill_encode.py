@@ -3,9 +3,7 @@
 `COYO11M_DRILL_SEED` chooses other moments, `COYO11M_DRILL_SHARE` how many of them, and of images.
 """
 
-import contextlib
 import json
-import os
 import pathlib
 import random
 import time
@@ -62,12 +60,10 @@ def test_killed_at_random_moments(gcs, tmp_path, kind):
             pids = [pid for x in processes for pid in (x.pid, *children.of(x.pid))]
             # One of the workers, whose image is then tried again, or the process itself.
             for pid in choose.choice([[victim.pid], children.of(victim.pid)[-1:]]):
-                with contextlib.suppress(ProcessLookupError):  # it has ended
-                    os.kill(pid, 9)
-                    kills += 1
+                kills += children.kill(pid)
             for process in processes:
                 process.join(120)
-            children.wait_until(lambda pids=pids: not any(map(children.is_running, pids)), 20)
+            children.wait_for_end(pids)
             assert {n: x for n, x in files_of(out).items() if n.endswith('.tar')}.items() <= (
                 tars.items()
             )

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import tempfile
 
-from coyo11m_tfds import schema, storage
+from coyo11m_tfds import storage
 from tests import children
 from tests.convert import build_program
 
@@ -67,17 +67,6 @@ def run(source: object, final: object, **options) -> subprocess.CompletedProcess
 
 def is_complete(final: pathlib.Path) -> bool:
     return (final / 'dataset_info.json').exists()
-
-
-def assert_only_the_data_set(final: pathlib.Path) -> None:
-    """Nothing lies there but one data set, without what only its build needed."""
-    assert [path.name for path in final.parent.iterdir()] == [final.name]
-    assert all(path.is_file() for path in final.iterdir())
-    assert len({schema.build_of(path.name) for path in final.iterdir()} - {''}) == 1
-
-
-def finished_shards(final: pathlib.Path) -> int:
-    return len(list(final.glob('building-*/*.tfrecord*.json')))
 
 
 class Place:

@@ -217,7 +217,7 @@ def test_dask_uses_all_workers_and_does_without_one_that_is_killed(tmp_path):
         command = [sys.executable, '-c', PROGRAM, str(source), str(final), json.dumps(PLAN), *flags]
         build = subprocess.Popen(command, cwd=CHECKOUT, env=env, stderr=subprocess.PIPE, text=True)
         stack.callback(build.kill)
-        children.wait_until(lambda: list(final.glob('building-*/*.tfrecord*.json')), 400)
+        children.wait_until(lambda: list(final.glob('building-*/*.tfrecord*.json')), seconds=400)
         workers[0].kill()
         _, errors = build.communicate(timeout=400)
         with distributed.Client(f'tcp://127.0.0.1:{port}') as client:

@@ -5,8 +5,6 @@ waits for it, another builder or another process of its job; to a disk and to a 
 and of overwrites. `COYO11M_DRILL_SEED` chooses others, `COYO11M_DRILL_SHARE` how many of them.
 """
 
-import contextlib
-import os
 import pathlib
 import random
 import time
@@ -107,14 +105,13 @@ def kill_one(place: Place, overwrite: bool, choose: random.Random) -> None:
         first.kill()
     elif victim == 'worker':
         for pid in children.of(first.pid)[-1:]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, 9)
+            children.kill(pid)
     elif others:
         killed = others.pop()
         killed.kill()
         killed.end()
     check_ends(victim, first, others)
-    children.wait_until(lambda: not any(children.is_running(pid) for pid in pids), 10)
+    children.wait_for_end(pids)
 
 
 def check_ends(victim: str, first: Build, others: list[Build]) -> None:

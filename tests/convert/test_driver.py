@@ -6,19 +6,23 @@ import signal
 
 import pytest
 
+from coyo11m_tfds import schema
 from tests import children, made_sources
 from tests.built import files_of
-from tests.convert.build_kills import (
-    Build,
-    assert_only_the_data_set,
-    final_folder,
-    finished_shards,
-    is_complete,
-    run,
-    start,
-)
+from tests.convert.build_kills import Build, final_folder, is_complete, run, start
 
 NUM_SHARDS = 21
+
+
+def assert_only_the_data_set(final: pathlib.Path) -> None:
+    """Nothing lies there but one data set, without what only its build needed."""
+    assert [path.name for path in final.parent.iterdir()] == [final.name]
+    assert all(path.is_file() for path in final.iterdir())
+    assert len({schema.build_of(path.name) for path in final.iterdir()} - {''}) == 1
+
+
+def finished_shards(final: pathlib.Path) -> int:
+    return len(list(final.glob('building-*/*.tfrecord*.json')))
 
 
 @pytest.fixture(scope='module')
@@ -45,7 +49,7 @@ def test_a_killed_build_goes_on_where_it_was_with_any_number_of_processes(
     pids = children.of(process.pid)
     process.kill()
     process.end()
-    children.wait_until(lambda: not any(children.is_running(pid) for pid in pids), 10)  # no orphans
+    children.wait_for_end(pids)
     done = finished_shards(final)
     assert not is_complete(final)
     # Three shards lose their receipts: one is damaged, one is of another shard, one is a folder.

@@ -1,6 +1,5 @@
 """Reading batches, comparing them, and waiting until none are read ahead."""
 
-import itertools
 import time
 from collections.abc import Iterable
 
@@ -17,19 +16,6 @@ def joined(parts: Iterable[Iterable[Batch]]) -> list[Batch]:
         {name: np.concatenate([part[name] for part in step]) for name in step[0]}
         for step in zip(*parts, strict=True)
     ]
-
-
-def global_batches(data: object, processes: int, count: int, **arguments) -> list[Batch]:
-    """`count` global batches of `train_batches`, put together from those of every process."""
-    return joined(
-        itertools.islice(
-            input_pipeline.train_batches(
-                data, process_index=process, process_count=processes, **arguments
-            ),
-            count,
-        )
-        for process in range(processes)
-    )
 
 
 def planned_batch(order: input_pipeline.Order, batch_size: int, step: int) -> list[np.ndarray]:

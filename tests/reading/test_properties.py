@@ -27,7 +27,7 @@ from coyo11m_tfds.reading.order import Order, OrderSettings, sample_crops, sampl
 from tests import built
 from tests.fakes.cloud import Gcs, fake_gcs
 from tests.reading import naive_order, small_dataset
-from tests.reading.batches import assert_same, global_batches, planned_batch, wait_until_idle
+from tests.reading.batches import Batch, assert_same, joined, planned_batch, wait_until_idle
 
 SHARDS = {
     'unequal': (70, 97, 64, 131, 33, 64, 40, 1),
@@ -39,6 +39,19 @@ SHARDS = {
 FORMS = ('records', 'in place', 'in a bucket')
 FEATURES = (*stored_dataset.FEATURES, input_pipeline.CROP)
 COUNT = 7  # batches of a run
+
+
+def global_batches(data: object, processes: int, count: int, **arguments) -> list[Batch]:
+    """`count` global batches of `train_batches`, put together from those of every process."""
+    return joined(
+        itertools.islice(
+            input_pipeline.train_batches(
+                data, process_index=process, process_count=processes, **arguments
+            ),
+            count,
+        )
+        for process in range(processes)
+    )
 
 
 class Written:

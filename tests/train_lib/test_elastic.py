@@ -4,6 +4,8 @@ Hosts are real processes that find each other over loopback, started by the comm
 there are four devices in all, however many processes hold them.
 """
 
+import json
+import pathlib
 import re
 import signal
 
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests import runs, small_vae
+from tests import children, runs, small_vae
 
 # Lanes for eight processes, a batch that has a record of every lane.
 SETTINGS = {'data.lanes': 8, 'batch_size': 8, 'eval_every': 3, 'checkpoint_every': 4}
@@ -22,13 +24,29 @@ LOSS_TOLERANCE = 1e-5
 EVAL_LOSS_TOLERANCE = 1e-6
 
 
+def keys_of_steps(workdir: pathlib.Path, processes: int) -> dict[int, np.ndarray]:
+    """The keys of every global batch, of which process p had the p-th part: `{step: (b,)}`."""
+    by_process = [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in sorted(workdir.glob(f'keys_*_of_{processes}.jsonl'))
+    ]
+    assert len(by_process) == processes
+    steps = {}
+    for parts in zip(*by_process, strict=True):
+        assert len({part['step'] for part in parts}) == 1
+        firsts = [part['first'] for part in parts]
+        assert firsts == [index * len(parts[0]['keys']) for index in range(processes)]
+        steps[parts[0]['step']] = np.concatenate([part['keys'] for part in parts])
+    return steps
+
+
 def run_to_the_end(data_dir, workdir, processes, devices, **changes):
     """Losses and keys of a run, or of its rest, that nothing disturbs."""
     share = {'processes': processes, 'devices': devices}
     with runs.hosts(data_dir, workdir, **share, **SETTINGS | changes) as started:
         codes = runs.wait(started)
         assert codes == [0] * processes, started[0].output.read_text()
-    return runs.losses(workdir), runs.keys_of_steps(workdir, processes)
+    return runs.losses(workdir), keys_of_steps(workdir, processes)
 
 
 @pytest.mark.slow
@@ -42,14 +60,16 @@ def test_a_run_that_moves_from_two_hosts_to_four_and_to_one(mini_dataset, tmp_pa
     changes['preview.vae'] = str(small_vae.make(tmp_path))
     endless = SETTINGS | changes | {'num_steps': 10_000}
     with runs.hosts(mini_dataset, together, processes=2, devices=2, **endless) as started:
-        runs.wait_until(lambda: max(runs.saved_steps(together), default=0) >= 4, started[0].process)
+        children.wait_until(
+            lambda: max(runs.saved_steps(together), default=0) >= 4, started[0].process
+        )
         started[1].process.send_signal(signal.SIGINT)
         codes = runs.wait(started)
         outputs = [host.output.read_text() for host in started]
     assert codes == [75, 75], outputs
     stopped = {int(re.search(r'Stopped at step (\d+)', output)[1]) for output in outputs}
     assert stopped == {max(runs.saved_steps(together))}, 'hosts stopped at different steps'
-    keys = runs.keys_of_steps(together, 2)
+    keys = keys_of_steps(together, 2)
     assert stopped == {max(keys)}
     for hosts in ((4, 1), (1, 4)):
         moved = max(keys)

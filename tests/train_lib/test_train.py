@@ -19,8 +19,8 @@ from clu import metric_writers
 from PIL import Image
 
 from coyo11m_tfds import schema
-from tests import runs
-from tests.runs import SMALL, losses, read_scalars, saved_steps, small_config, wait_until
+from tests import children, runs
+from tests.runs import SMALL, losses, read_scalars, saved_steps, small_config
 from tests.train_lib.test_data import rewritten
 from train_lib import data, train
 from train_lib.lifecycle import beginnings, checkpoint, chips
@@ -120,7 +120,7 @@ def test_killed_and_stopped_at_any_step_a_run_computes_what_it_would_have(
     # While a checkpoint is being written; meanwhile no other run may use the folder.
     process = runs.start(mini_dataset, tmp_path)
     folder = tmp_path / checkpoint.FOLDER
-    wait_until(lambda: saved_steps(tmp_path) and list(folder.glob('*tmp*')), process)
+    children.wait_until(lambda: saved_steps(tmp_path) and list(folder.glob('*tmp*')), process)
     time.sleep(random.uniform(0, 0.1))
     process.send_signal(signal.SIGSTOP)
     first = rf'{tmp_path}/training: process {process.pid} on {socket.gethostname()}, since'
@@ -132,7 +132,7 @@ def test_killed_and_stopped_at_any_step_a_run_computes_what_it_would_have(
 
     # As a machine that is to be preempted is told.
     process = runs.start(mini_dataset, tmp_path)
-    wait_until(lambda: max(saved_steps(tmp_path)) > killed, process)
+    children.wait_until(lambda: max(saved_steps(tmp_path)) > killed, process)
     time.sleep(random.uniform(0, 0.3))
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=300)

@@ -48,7 +48,7 @@ def checkpoints(gcs):
 def test_a_run_in_buckets_that_is_killed_goes_on_as_if_undisturbed(storage, undisturbed, tmp_path):
     process = runs.start(DATA, RUN, forked=True, **SETTINGS)
     # One checkpoint is complete and another is being written.
-    runs.wait_until(lambda: {*checkpoints(storage).values()} == {True, False}, process)
+    children.wait_until(lambda: {*checkpoints(storage).values()} == {True, False}, process)
     process.kill()
     process.communicate()
     resumed = runs.start(DATA, RUN, forked=True, **SETTINGS)

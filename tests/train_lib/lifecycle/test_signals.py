@@ -113,7 +113,7 @@ def test_two_processes_stop_at_the_same_step_when_one_gets_the_signal():
 
 def leave(host, when, number=signal.SIGINT):
     """Sends a signal as soon as `when` holds for the output; the whole output after the end."""
-    runs.wait_until(lambda: when(host.output.read_text()), host.process)
+    children.wait_until(lambda: when(host.output.read_text()), host.process)
     host.process.send_signal(number)
     code = host.process.wait(SECONDS)
     output = host.output.read_text()
@@ -131,7 +131,7 @@ def one_host(mini_dataset, workdir, **changes):
 def test_ctrl_c_while_it_imports(mini_dataset, tmp_path):
     process = runs.start(mini_dataset, tmp_path / 'run', **ENDLESS)
     loaded = pathlib.Path(f'/proc/{process.pid}/maps')
-    runs.wait_until(lambda: 'jaxlib' in loaded.read_text(), process)
+    children.wait_until(lambda: 'jaxlib' in loaded.read_text(), process)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == REQUEUE
@@ -164,9 +164,9 @@ def test_a_checkpoint_is_completed_unless_there_is_a_second_signal(
 ):
     monkeypatch.setenv('STALLED', 'checkpoint')
     with one_host(mini_dataset, tmp_path, checkpoint_every=3) as [host]:
-        runs.wait_until(lambda: 'stalled checkpoint' in host.output.read_text(), host.process)
+        children.wait_until(lambda: 'stalled checkpoint' in host.output.read_text(), host.process)
         host.process.send_signal(signal.SIGINT)
-        runs.wait_until(lambda: 'saving, then leaving' in host.output.read_text(), host.process)
+        children.wait_until(lambda: 'saving, then leaving' in host.output.read_text(), host.process)
         time.sleep(1.5)  # or it would be taken for the same one
         output = leave(host, lambda _: True)
     assert output.splitlines()[-1].startswith('Ctrl-C again: left at once;')
@@ -196,7 +196,7 @@ def test_all_hosts_end_when_one_cannot_read(mini_dataset, tmp_path, monkeypatch,
 def test_the_host_that_was_killed_is_named_by_the_others(mini_dataset, tmp_path):
     hosts = {'processes': 4, 'devices': 1, 'data.lanes': 4}
     with runs.hosts(mini_dataset, tmp_path, **hosts, **FAILING) as started:
-        runs.wait_until(lambda: runs.saved_steps(tmp_path), started[0].process)
+        children.wait_until(lambda: runs.saved_steps(tmp_path), started[0].process)
         started[2].process.send_signal(signal.SIGKILL)
         codes = runs.wait(started)
         outputs = [host.output.read_text().splitlines()[-1] for host in started]
