@@ -99,18 +99,18 @@ def test_files_of_a_folder_are_joined_like_one(rows, cuts, text_keys):
         }
 
 
-@pytest.mark.parametrize(
-    ('columns', 'key_column', 'chosen'),
-    [
-        ({'key': [3], 'id': [1]}, '', 'key'),
-        ({'key': [3], 'id': [1]}, 'id', 'id'),
-        ({'key': ['003']}, '', 'key'),
-        ({'id': [1]}, '', None),
-        ({'id': [1.5]}, 'id', None),
-        ({'id': [b'1']}, 'id', None),
-        ({'key': [3]}, 'id', None),
-    ],
-)
+KEYS = {
+    'the default': ({'key': [3], 'id': [1]}, '', 'key'),
+    'a name': ({'key': [3], 'id': [1]}, 'id', 'id'),
+    'texts that are numbers': ({'key': ['003']}, '', 'key'),
+    'another name': ({'id': [1]}, '', None),
+    'numbers with a point': ({'id': [1.5]}, 'id', None),
+    'bytes': ({'id': [b'1']}, 'id', None),
+    'a name that is not there': ({'key': [3]}, 'id', None),
+}
+
+
+@pytest.mark.parametrize(('columns', 'key_column', 'chosen'), KEYS.values(), ids=KEYS)
 def test_the_column_of_keys(tmp_path, columns, key_column, chosen):
     pq.write_table(pa.table(columns | {'caption': ['a']}), tmp_path / 'x.parquet')
     files = source_folder.find_captions(tmp_path, 'x.parquet').values()

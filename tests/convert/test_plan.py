@@ -205,15 +205,23 @@ def test_rows_of_captions_that_repeat_keys_are_a_share_of_these(tmp_path):
         make_plan_with('many', 70)
 
 
-def test_a_misspelt_sidecar_is_noticed_before_the_source_is_read(tmp_path):
+SIDECARS = {
+    'not there': ('nothing', r'text_embeddings: .*nothing.*there is no such folder'),
+    'of other captions': (
+        'x.parquet',
+        "those of column 'caption', but caption_column is",
+    ),
+}
+
+
+@pytest.mark.parametrize(('name', 'message'), SIDECARS.values(), ids=SIDECARS)
+def test_a_sidecar_that_does_not_fit_is_noticed_before_the_source_is_read(tmp_path, name, message):
     source = made_sources.write_source(tmp_path / 'source', [range(20)])
     made_sources.latents_file(source, 0).write_bytes(b'damaged')
-    with pytest.raises(ValueError, match=r'text_embeddings: .*nothing.*there is no such folder'):
-        make_plan(source, tmp_path / 'out', text_embeddings=str(tmp_path / 'nothing'))
     vectors = dict.fromkeys(range(20), np.ones(3))
-    other = made_sources.write_sidecar(tmp_path / 'x.parquet', vectors, caption_column='caption')
-    with pytest.raises(ValueError, match="those of column 'caption', but caption_column is"):
-        make_plan(source, tmp_path / 'out', text_embeddings=str(other))
+    made_sources.write_sidecar(tmp_path / 'x.parquet', vectors, caption_column='caption')
+    with pytest.raises(ValueError, match=message):
+        make_plan(source, tmp_path / 'out', text_embeddings=str(tmp_path / name))
 
 
 def test_a_source_without_rows_is_refused(tmp_path):

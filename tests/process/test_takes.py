@@ -31,14 +31,14 @@ def test_the_fields_are_the_arguments():
     assert (read.__name__, read.__doc__) == ('read', 'Reads.')
 
 
-@pytest.mark.parametrize(
-    ('args', 'kwargs', 'message'),
-    [
-        (('d',), {}, "missing 1 required keyword-only argument: 'size'"),
-        (('d',), {'size': 3, 'sise': 4}, "unexpected keyword argument 'sise'"),
-        (('d', 3), {'size': 3}, 'takes 2 positional arguments but 3'),
-    ],
-)
+WRONG = {
+    'one is missing': (('d',), {}, "missing 1 required keyword-only argument: 'size'"),
+    'one is misspelt': (('d',), {'size': 3, 'sise': 4}, "unexpected keyword argument 'sise'"),
+    'one comes without its name': (('d', 3), {'size': 3}, 'takes 2 positional arguments but 3'),
+}
+
+
+@pytest.mark.parametrize(('args', 'kwargs', 'message'), WRONG.values(), ids=WRONG)
 def test_wrong_arguments_are_named(args, kwargs, message):
     with pytest.raises(TypeError, match=message):
         read(*args, **kwargs)

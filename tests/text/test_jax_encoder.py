@@ -641,23 +641,27 @@ def test_sizes_that_the_weights_do_not_have_take_no_memory(text):
         text_encoders.make_encoder(f'jax:{text}')
 
 
-@pytest.mark.parametrize(
-    ('part', 'change', 'message'),
-    [
-        # These are panics of the package, and the last one would end the process.
-        ('post_processor', {'special_tokens': {}}, 'text: its tokenizer fails: no entry found'),
-        (
-            'model',
-            {'continuing_subword_prefix': '<unk>'},
-            r'_prefix is .<unk>., expected null or .',
-        ),
-        (
-            'model',
-            {'vocab': {'a': 2**32 - 1}, 'merges': []},
-            'has the token id 4294967295, expecte',
-        ),
-    ],
-)
+# These are panics of the package, and the last one would end the process.
+FAILING = {
+    'no special tokens': (
+        'post_processor',
+        {'special_tokens': {}},
+        'text: its tokenizer fails: no entry found',
+    ),
+    'a prefix of subwords': (
+        'model',
+        {'continuing_subword_prefix': '<unk>'},
+        r'_prefix is .<unk>., expected null or .',
+    ),
+    'a token beyond what is counted': (
+        'model',
+        {'vocab': {'a': 2**32 - 1}, 'merges': []},
+        'has the token id 4294967295, expecte',
+    ),
+}
+
+
+@pytest.mark.parametrize(('part', 'change', 'message'), FAILING.values(), ids=FAILING)
 def test_tokenizers_that_fail_are_named(text, part, change, message):
     path = text / 'tokenizer.json'
     content = json.loads(path.read_text())

@@ -254,21 +254,24 @@ def test_a_run_that_ended_while_another_one_looked_is_not_gone_on_with(
         train.train(setup)
 
 
-@pytest.mark.parametrize(
-    ('changes', 'message'),
-    [
-        ({'optimizer.warmup_steps': 30}, 'optimizer.warmup_steps=30'),
-        ({'preview_every': 4, 'preview.split': 'test'}, "preview.split='test': .* none in 'test'"),
-        (
-            {'data.ram_budget_gb': 0.001, 'data.engine': 'chunks'},
-            '0.00 GB of data.ram_budget_gb=0.001 .* set data.ram_budget_gb to 0.3',
-        ),
-        (
-            {'model.name': 'tiny/5'},
-            'latents of 32x32 cannot be cut into patches of 5x5: expected a',
-        ),
-    ],
-)
+UNWORKABLE = {
+    'a warmup as long as the run': ({'optimizer.warmup_steps': 30}, 'optimizer.warmup_steps=30'),
+    'previews of a split that is not there': (
+        {'preview_every': 4, 'preview.split': 'test'},
+        "preview.split='test': .* none in 'test'",
+    ),
+    'windows of more memory than there may be': (
+        {'data.ram_budget_gb': 0.001, 'data.engine': 'chunks'},
+        '0.00 GB of data.ram_budget_gb=0.001 .* set data.ram_budget_gb to 0.3',
+    ),
+    'patches that do not divide the latents': (
+        {'model.name': 'tiny/5'},
+        'latents of 32x32 cannot be cut into patches of 5x5: expected a',
+    ),
+}
+
+
+@pytest.mark.parametrize(('changes', 'message'), UNWORKABLE.values(), ids=UNWORKABLE)
 def test_a_configuration_that_cannot_work_leaves_nothing_behind(
     mini_dataset, tmp_path, changes, message
 ):

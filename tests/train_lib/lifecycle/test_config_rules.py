@@ -64,22 +64,46 @@ def test_every_field_is_checked_somewhere():
     config_rules.check_config(config_with())
 
 
-def test_a_value_out_of_its_range_is_told_with_what_is_expected():
-    for field, value in BAD.items():
-        with pytest.raises(ValueError, match=re.escape(f'{field}={value!r}: expected ')):
-            config_rules.check_config(config_with(**{field: value}))
+@pytest.mark.parametrize(('field', 'value'), BAD.items(), ids=BAD)
+def test_a_value_out_of_its_range_is_told_with_what_is_expected(field, value):
+    with pytest.raises(ValueError, match=re.escape(f'{field}={value!r}: expected ')):
+        config_rules.check_config(config_with(**{field: value}))
 
 
-@pytest.mark.parametrize(
-    ('field', 'value', 'other', 'limit', 'problem'),
-    [
-        ('preview.guidance_low', 0.7, 'preview.guidance_high', 0.3, 'less than'),
-        ('keep_every', 25, 'checkpoint_every', 10, 'a multiple of'),
-        ('keep_every', 5, 'checkpoint_every', 10, 'a multiple of'),
-        ('keep_every', 10, 'checkpoint_every', 0, 'a multiple of'),
-        ('gradient_dtype', 'bfloat16', 'model.dtype', 'float32', "'float32' or"),
-    ],
-)
+UNFIT = {
+    'guidance that ends before it begins': (
+        'preview.guidance_low',
+        0.7,
+        'preview.guidance_high',
+        0.3,
+        'less than',
+    ),
+    'keeping at steps without a checkpoint': (
+        'keep_every',
+        25,
+        'checkpoint_every',
+        10,
+        'a multiple of',
+    ),
+    'keeping more often than there are checkpoints': (
+        'keep_every',
+        5,
+        'checkpoint_every',
+        10,
+        'a multiple of',
+    ),
+    'keeping without checkpoints': ('keep_every', 10, 'checkpoint_every', 0, 'a multiple of'),
+    'gradients in less than what is computed in': (
+        'gradient_dtype',
+        'bfloat16',
+        'model.dtype',
+        'float32',
+        "'float32' or",
+    ),
+}
+
+
+@pytest.mark.parametrize(('field', 'value', 'other', 'limit', 'problem'), UNFIT.values(), ids=UNFIT)
 def test_fields_that_do_not_fit_each_other_are_refused(field, value, other, limit, problem):
     message = re.escape(f'{field}={value!r}: expected {problem} {other}={limit!r}')
     with pytest.raises(ValueError, match=message):

@@ -61,14 +61,25 @@ def local(models):  # noqa: F811
     return facts_with('hf:text', model_files.revision(str(folder)), dim=32, text_max_tokens=20)
 
 
+OF_CLASSES = facts_with('labels', '1', dim=0, vocabulary=10, text_max_tokens=1)
+NO_CLASSES = {
+    'a number beyond the last': (
+        ['3', '10'],
+        "'10' has token 10, expected one of the 10 tokens",
+    ),
+    'a caption': (['a cat'], "'a cat': expected the number of a class"),
+}
+
+
 def test_classes_are_drawn_by_their_numbers():
-    facts = facts_with('labels', '1', dim=0, vocabulary=10, text_max_tokens=1)
-    encoder = caption_encoder.load(facts)
-    assert caption_encoder.encode(facts, encoder, ['7', '0']).tolist() == [[7], [0]]
-    with pytest.raises(ValueError, match="'10' has token 10, expected one of the 10 tokens"):
-        caption_encoder.encode(facts, encoder, ['3', '10'])
-    with pytest.raises(ValueError, match="'a cat': expected the number of a class"):
-        caption_encoder.encode(facts, encoder, ['a cat'])
+    encoder = caption_encoder.load(OF_CLASSES)
+    assert caption_encoder.encode(OF_CLASSES, encoder, ['7', '0']).tolist() == [[7], [0]]
+
+
+@pytest.mark.parametrize(('captions', 'message'), NO_CLASSES.values(), ids=NO_CLASSES)
+def test_what_is_no_class_is_refused(captions, message):
+    with pytest.raises(ValueError, match=message):
+        caption_encoder.encode(OF_CLASSES, caption_encoder.load(OF_CLASSES), captions)
 
 
 def test_a_local_model_has_to_be_given(local):

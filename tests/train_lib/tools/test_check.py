@@ -15,16 +15,16 @@ def test_a_configuration_that_fits(mini_dataset):
     assert found['devices'] and 'unchecked' not in found
 
 
-@pytest.mark.parametrize(
-    ('field', 'value', 'message'),
-    [
-        ('batch_size', 0, 'batch_size=0'),
-        ('mesh.fsdp', 7, 'mesh.*7'),
-        ('data.ram_budget_gb', 1e-6, 'data.ram_budget_gb'),
-        ('data.lanes', 3, 'lanes'),
-        ('wandb.project', 'x', 'wandb'),
-    ],
-)
+UNFIT = {
+    'a batch of nothing': ('batch_size', 0, 'batch_size=0'),
+    'a mesh of more devices than there are': ('mesh.fsdp', 7, 'mesh.*7'),
+    'windows of more memory than there may be': ('data.ram_budget_gb', 1e-6, 'data.ram_budget_gb'),
+    'lanes that do not divide the batch': ('data.lanes', 3, 'lanes'),
+    'a log of a package that is missing': ('wandb.project', 'x', 'wandb'),
+}
+
+
+@pytest.mark.parametrize(('field', 'value', 'message'), UNFIT.values(), ids=UNFIT)
 def test_what_does_not_fit_is_named(mini_dataset, monkeypatch, field, value, message):
     monkeypatch.setitem(sys.modules, 'wandb', None)
     changes = {field: value, 'data.engine': 'chunks'}

@@ -60,10 +60,10 @@ WRONG = {
 }
 
 
-def test_what_cannot_be_diagnosed_is_an_error_in_one_line(mini_dataset):
+@pytest.mark.parametrize(('flag', 'words'), WRONG.items(), ids=WRONG)
+def test_what_cannot_be_diagnosed_is_an_error_in_one_line(mini_dataset, flag, words):
     given = '--config=default', '--step_ms=1', f'--config.data.dir={mini_dataset}'
-    for flag, words in WRONG.items():
-        ended = children.program('train_lib.tools.diagnose', *given, flag, forked=True)
-        assert (ended.returncode, ended.stdout) == (1, '')
-        last = ended.stderr.splitlines()[-1]
-        assert last.startswith('error: ') and words in last
+    ended = children.program('train_lib.tools.diagnose', *given, flag, forked=True)
+    assert (ended.returncode, ended.stdout) == (1, '')
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith('error: ') and words in last
