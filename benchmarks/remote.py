@@ -12,7 +12,7 @@ import pathlib
 import sys
 import tempfile
 
-from benchmarks import convert, input, runner, source
+from benchmarks import convert, readers, runner, source
 from benchmarks.runner import Figures, Side
 
 FLAGS = {'gb': (0.4, 'size of the source'), 'steps': (180, 'batches of 256 in each run')}
@@ -30,7 +30,7 @@ def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
         urls[before] = f'gs://bucket/{len(urls)}/1.0.0'
         writer = dataclasses.replace(convert.SIDES['builder'], before=before)
         runner.run(writer, source_dir=source_dir, out=out)
-        server.upload_folder(input.data_dir(out), urls[before])
+        server.upload_folder(readers.data_dir(out), urls[before])
 
     def run_side(side: Side) -> Figures:
         server.latency = side.settings['latency']
@@ -42,11 +42,11 @@ def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
 
 def read(*, data: str, steps: int, latency: float) -> Figures:
     """Reads batches and times the second half; the server adds `latency`."""
-    batches = iter(input.ours(data, '', engine='chunks', window=256).epoch())
+    batches = iter(readers.ours(data, '', engine='chunks', window=256).epoch())
     warmup = sum(1 for _ in itertools.islice(batches, steps // 2))
     meter = runner.Meter()
     timed = sum(1 for _ in itertools.islice(batches, steps - warmup))
-    return meter.rate(input.BATCH_SIZE * timed)
+    return meter.rate(readers.BATCH_SIZE * timed)
 
 
 SIDES = {

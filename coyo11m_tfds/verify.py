@@ -35,7 +35,7 @@ import numpy as np
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset import columns, manifest, records, row_checksums, stored_dataset
 from coyo11m_tfds.dataset.chunk_index import ChunkIndex, index_file_name
-from coyo11m_tfds.dataset.stored_dataset import StoredSplit
+from coyo11m_tfds.dataset.splits import StoredSplit, parse_splits, strip_alternative_formats
 from coyo11m_tfds.process import command_line
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.process.sizes import format_count
@@ -99,7 +99,7 @@ def _identify_build(folder: str, files: Mapping[str, StoredFile]) -> str:
         # A damaged file is reported later, as a fault of that file.
         with contextlib.suppress(OSError, ValueError):
             info = manifest.read_small_file(f'{folder}/{schema.INFO_FILE}') or b''
-            if build := stored_dataset.parse_splits(info)[0].build:
+            if build := parse_splits(info)[0].build:
                 return build
     builds = [schema.build_of(name) for name in files if name.startswith('checksums')]
     return builds[0] if builds else ''
@@ -133,7 +133,7 @@ class _Verification:
         # It has a digest of its own, and `add_column` replaces it after the record of checksums.
         self._recorded.pop(self._columns_file, None)
         all_columns = self._parse(self._columns_file, columns.parse_columns) or {}
-        splits = self._parse(schema.INFO_FILE, stored_dataset.parse_splits) or []
+        splits = self._parse(schema.INFO_FILE, parse_splits) or []
         converted = set[str]()
         index_files = set[str]()
         shards = set[str]()
@@ -173,7 +173,7 @@ class _Verification:
             built = data
             # Only this file may change after the build: TFDS may add formats to it.
             if name == schema.INFO_FILE:
-                built = stored_dataset.strip_alternative_formats(data)
+                built = strip_alternative_formats(data)
             fault = self._compare(name, len(built), google_crc32c.value(built))
             if not fault:
                 return parse(data)

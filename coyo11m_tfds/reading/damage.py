@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 
+import google_crc32c
 import numpy as np
 from absl import logging
 
+from coyo11m_tfds.dataset import records
 from coyo11m_tfds.dataset.manifest import DamagedError
+from coyo11m_tfds.reading.files import HeldFiles
 from coyo11m_tfds.reading.read_counts import ReadCounter
 
 # When a record is compared: its rows are gathered without reading the rest of it.
@@ -17,6 +20,9 @@ DEFAULT_MAX_FRACTION = 0.001
 # This many never stop a run: damage to a length costs a run of 32 records, even in a small data
 # set.
 _ALWAYS_ALLOWED = 64
+
+# Before a record.
+_HEADER = np.dtype([('length', 'V8'), ('crc', '<u4')])
 
 _BITS = np.left_shift(1, np.arange(8)).astype(np.uint8)
 
@@ -95,3 +101,17 @@ class BadRecords:
         if path not in self._reported_paths:
             self._reported_paths.add(path)
             logging.warning('%s It is left out, like other bad records of this file.', message)
+
+
+def stored_crcs(files: HeldFiles, end: np.ndarray) -> np.ndarray:
+    """Returns the masked checksums behind the ends of records; uint32, same shape."""
+    return files.gather(end.ravel(), records.TRAILER_NBYTES).view('<u4').reshape(end.shape)
+
+
+def match_crcs(files: HeldFiles, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Returns True where records and their lengths match the checksums behind them; bool `(n,)`."""
+    headers = files.gather(begin - records.HEADER_NBYTES, records.HEADER_NBYTES).view(_HEADER)
+    lengths = map(google_crc32c.value, headers['length'].tolist())
+    length_crcs = records.mask_crc32c(np.fromiter(lengths, np.uint32, len(begin)))
+    record_crcs = records.mask_crc32c(files.crc32c(begin, end))
+    return (length_crcs == headers['crc']) & (record_crcs == stored_crcs(files, end))

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from coyo11m_tfds.dataset.stored_dataset import IndexedSplit, StoredDataset
+from coyo11m_tfds.dataset.splits import IndexedSplit
+from coyo11m_tfds.dataset.stored_dataset import StoredDataset
 from coyo11m_tfds.process.errors import FieldError
 from coyo11m_tfds.reading.files import MAX_FILES
 from coyo11m_tfds.reading.options import CHUNKS, ROWS, TF_DATA, ReadOptions

@@ -13,7 +13,6 @@ import struct
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import google_crc32c
 import ml_dtypes
 import numpy as np
 
@@ -22,14 +21,13 @@ from coyo11m_tfds.dataset import records, texts
 from coyo11m_tfds.dataset.chunk_index import run_digests
 from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.dataset.records import RecordLayout, ValuePlaces, caption_head
-from coyo11m_tfds.dataset.stored_dataset import IndexedSplit, StoredDataset
+from coyo11m_tfds.dataset.splits import IndexedSplit
+from coyo11m_tfds.dataset.stored_dataset import StoredDataset
 from coyo11m_tfds.dataset.texts import TextMixture
 from coyo11m_tfds.reading import damage, order
 from coyo11m_tfds.reading.batches import CROP, DROP_TEXT, MASK, NOISE_SEED, ArraySpec, Batch
 from coyo11m_tfds.reading.column_reader import ColumnReader, OpenedColumn
 from coyo11m_tfds.reading.files import HeldFiles, Range
-
-_HEADER = np.dtype([('length', 'V8'), ('crc', '<u4')])
 
 # So many are located one after the other. A step of Python takes 0.2 us for each record, a step of
 # NumPy 12 us for all runs.
@@ -66,20 +64,6 @@ def locate_records(
         end[is_valid, number] = record_end[is_valid]
         header_start = record_end + records.TRAILER_NBYTES
     return begin, end
-
-
-def stored_crcs(files: HeldFiles, end: np.ndarray) -> np.ndarray:
-    """Returns the masked checksums behind the ends of records; uint32, same shape."""
-    return files.gather(end.ravel(), records.TRAILER_NBYTES).view('<u4').reshape(end.shape)
-
-
-def match_crcs(files: HeldFiles, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Returns True where records and their lengths match the checksums behind them; bool `(n,)`."""
-    headers = files.gather(begin - records.HEADER_NBYTES, records.HEADER_NBYTES).view(_HEADER)
-    lengths = map(google_crc32c.value, headers['length'].tolist())
-    length_crcs = records.mask_crc32c(np.fromiter(lengths, np.uint32, len(begin)))
-    record_crcs = records.mask_crc32c(files.crc32c(begin, end))
-    return (length_crcs == headers['crc']) & (record_crcs == stored_crcs(files, end))
 
 
 def _locate_run_by_run(
@@ -313,7 +297,7 @@ class RowReader:
         begins, ends = locate_records(self.files, start, count, limit)
         # Records of another build may have the same sizes: their checksums tell them apart, with
         # or without `verify`.
-        crcs = stored_crcs(self.files, ends)
+        crcs = damage.stored_crcs(self.files, ends)
         is_other = run_digests(crcs) != self._split.index.digests(shards, first)
         begins[is_other] = 0
         ends[is_other] = 0
@@ -342,7 +326,7 @@ class RowReader:
         is_odd = (codes == damage.GOOD) & ~located.values.regular
         if is_odd.any():
             # Damage may be the reason, whatever `verify` says.
-            is_intact = match_crcs(self.files, located.begin[is_odd], located.end[is_odd])
+            is_intact = damage.match_crcs(self.files, located.begin[is_odd], located.end[is_odd])
             codes[is_odd] = np.where(is_intact, damage.OTHER_LAYOUT, damage.DAMAGED)
         return codes
 
@@ -382,7 +366,7 @@ class RowReader:
 
     def _compare(self, located: LocatedRecords, rows: np.ndarray) -> np.ndarray:
         """Returns the codes of some of the records after all their checksums are compared."""
-        is_good = match_crcs(self.files, located.begin[rows], located.end[rows])
+        is_good = damage.match_crcs(self.files, located.begin[rows], located.end[rows])
         codes = np.where(is_good, damage.GOOD, damage.DAMAGED)
         for number, (name, column) in enumerate(self._columns.items(), damage.DAMAGED_ROW):
             places = located.values.places[name][rows]
