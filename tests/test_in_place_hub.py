@@ -62,6 +62,27 @@ def test_records_may_lie_in_one_place_of_the_hub_and_latents_in_another(
     assert_same(read(f'{REPO}@records/{data}', 20), read(mini_dataset, 20))
 
 
+def test_both_are_read_from_two_restless_repositories(
+    source, hub, described, mini_dataset, monkeypatch
+):
+    """With quotas, addresses that end, faults, and a push in the middle."""
+    monkeypatch.setenv('COYO11M_RETRY_SECONDS', '0.002')
+    hub.commit(files_below(described), repo='other/records')
+    data = input_pipeline.open_data('hf://datasets/other/records')
+    hub.commit({'README.md': b'All was moved.'}, repo='other/records')
+    hub.clear()
+    hub.make_restless(after_reads=40)
+    expected = read(mini_dataset, 120)
+    assert_same(read(data, 120), expected)
+    assert hub.was_restless
+    # One listing of each repository, one for the name of the client, and those that were refused.
+    assert sum(r.action == 'info' and r.status == 200 for r in hub.requests) <= 2
+    for process in range(2):
+        own_rows = slice(8 * process, 8 * process + 8)
+        parts = [{name: x[own_rows] for name, x in batch.items()} for batch in expected[:60]]
+        assert_same(read(data, 60, process_index=process, process_count=2), parts)
+
+
 def test_damage_on_the_way_is_read_again(source, hub, described, mini_dataset):
     expected = read(mini_dataset, 20)
     hub.inject(Fault('flip', 2, match='.pt', action='read'))

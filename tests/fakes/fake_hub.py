@@ -1,4 +1,4 @@
-"""A stand-in for the HTTP interface of the Hugging Face hub, for one repository.
+"""A stand-in for the HTTP interface of the Hugging Face hub, for repositories of data sets.
 
 Large files, and those named like data, are "LFS" files as on the hub: known by their SHA-256, and a
 download is redirected to an address on another host, which must not see the user's token. The
@@ -102,7 +102,7 @@ class Quota:
 
 
 class Hub(FakeServer):
-    """The server of one data set, `repo`; a `gated` one gives files only to who sends `token`.
+    """The server of data sets, first of `repo`; a `gated` one wants `token` for every file.
 
     Attributes:
         quotas: By kind; those of a free account, unless `set_quota` sets others.
@@ -130,13 +130,19 @@ class Hub(FakeServer):
         self._num_reads = itertools.count(1)
         self.env: dict[str, str] = {'HF_ENDPOINT': self.url}
         self._commits: dict[str, dict[str, _File]] = {}
-        self._branches: dict[str, str] = {}
+        self._branches: dict[tuple[str, str], str] = {}  # commits by repository and name
+        self._repos: dict[str, str] = {}  # of each commit
         self.commit(repo_files)
 
     # --- For the tests -----------------------------------------------------------------------
 
-    def commit(self, files: Mapping[str, bytes | pathlib.Path], branch: str = 'main') -> str:
-        """Makes `files` all that the branch holds; returns the commit's hash."""
+    def commit(
+        self,
+        files: Mapping[str, bytes | pathlib.Path],
+        branch: str = 'main',
+        repo: str = repo,
+    ) -> str:
+        """Makes `files` all that the branch of a repository holds; returns the commit's hash."""
         made = {
             path: _File(path, data if isinstance(data, bytes) else data.read_bytes())
             for path, data in sorted(files.items())
@@ -144,7 +150,8 @@ class Hub(FakeServer):
         names = [f'{len(self._commits)}', *(f'{file.path} {file.sha1}' for file in made.values())]
         commit = hashlib.sha1('\n'.join(names).encode()).hexdigest()
         self._commits[commit] = made
-        self._branches[branch] = commit
+        self._repos[commit] = repo
+        self._branches[repo, branch] = commit
         return commit
 
     def set_quota(self, kind: str, limit: int, window: float = 300.0) -> None:
@@ -165,12 +172,33 @@ class Hub(FakeServer):
         """How many requests the log has that count as calls of the hub's API."""
         return self.count('info', 'tree', 'harnesses')
 
+    def make_restless(self, *, after_reads: int) -> None:
+        """Makes quotas small, addresses short-lived and answers late, lost or cut.
+
+        After some reads a push leaves nothing on `main`, which `was_restless` expects, too.
+        """
+        self.set_quota('resolvers', 12, window=1.0)
+        self.set_quota('api', 4, window=1.0)
+        self.address_uses = 6
+        self.latency = 0.002
+        self.inject_share(['reset', 'cut', '503'], share=0.05)
+        self.push_after(after_reads, {'README.md': b'All was moved.'})
+
+    @property
+    def was_restless(self) -> bool:
+        """Whether all that `make_restless` prepares has happened."""
+        statuses = {request.status for request in self.requests}
+        faults = {request.fault for request in self.requests}
+        return not self._pushes and statuses >= {403, 429} and 'reset' in faults
+
     # --- What a request is about -------------------------------------------------------------
 
     def describe(self, call: Call) -> tuple[str, str]:
         action, parts = self.route(call)
         if action in ('read', 'small', 'resolve'):
-            path = '/'.join([self.repo, parts[-1]])
+            # The host of the files knows the commit instead.
+            repo = self._repos.get(parts[0], parts[0])
+            path = f'{repo}/{parts[-1]}'
             return 'read' if action == 'small' else action, path
         return action, parts[0]
 
@@ -208,10 +236,10 @@ class Hub(FakeServer):
 
     def _files(self, repo: str, revision: str) -> tuple[str, dict[str, _File]]:
         """Commit and files of a revision: a branch or a commit."""
-        if repo != self.repo:
+        if repo not in self._repos.values():
             raise _Refused(404, 'RepoNotFound', 'Repository not found')
-        commit = self._branches.get(revision or 'main', revision)
-        if commit not in self._commits:
+        commit = self._branches.get((repo, revision or 'main'), revision)
+        if self._repos.get(commit) != repo:
             raise _Refused(404, 'RevisionNotFound', f'Invalid rev id: {revision}')
         return commit, self._commits[commit]
 
