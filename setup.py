@@ -78,6 +78,7 @@ setuptools.setup(
         'absl-py>=2.1',
         'clu>=0.0.12',
         'etils[epath]>=1.15',
+        'filelock>=3.12',  # JAX locks its cache of compiled programs with it
         'flax>=0.10.6',
         'gcsfs>=2025.2',  # epath reaches gs:// by it where TensorFlow is not imported
         'google-cloud-storage>=3.0',

@@ -116,6 +116,9 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.requeue_status = 75  # exit status after a signal, before the run is complete
 
+    # 'auto': the user's cache or, with several processes, `compiled` in the workdir; '': none.
+    config.compilation_cache = 'auto'  # folder of compiled programs for later starts, also gs://
+
     config.wandb = wandb = ml_collections.ConfigDict()
     wandb.project = ''  # project of Weights & Biases, which gets the same as TensorBoard; '': none
 

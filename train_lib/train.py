@@ -35,6 +35,7 @@ from train_lib.learning.step import Program, for_data
 from train_lib.lifecycle import (
     beginnings,
     checkpoint,
+    compiled_programs,
     config_rules,
     device_memory,
     hosts,
@@ -112,6 +113,7 @@ def set_up(
     workdirs.check_takes_checkpoints(workdir)
     workdirs.check_writable(workdir)
     config_rules.check_accepted_changes(accept_changes, config)
+    compiled_programs.use_cache(config, workdir)
     writers.check_installed(config)
     last = checkpoint.find_last(workdir)
     config = versions.pin_data_sets(config, last.description.config if last else None)
@@ -336,6 +338,7 @@ def _train_steps(
             lowered = device_memory.lower_step(run.program.train_step, state, batch)
             # The import of TensorFlow holds the interpreter, which is idle while XLA compiles.
             run.writer.start()
+            compiled_programs.compile_step(lowered)
             device_memory.check_device_memory(run.config, lowered)
         # Whatever moves to or from the device here would do so at every step.
         with jax.transfer_guard('disallow'):

@@ -166,6 +166,8 @@ def with_absolute_places(config: ml_collections.ConfigDict) -> dict[str, Any]:
     if os.path.isdir(model):
         fields['encoder'] = f'{runner}{colon}{_make_absolute(model)}'
     preview = fields['preview']
+    if os.path.isdir(fields['compilation_cache']):
+        fields['compilation_cache'] = _make_absolute(fields['compilation_cache'])
     if os.path.isdir(preview['vae']):
         preview['vae'] = _make_absolute(preview['vae'])
     return fields

@@ -31,7 +31,7 @@ def check_device_memory(
 
     Args:
         config: Configuration of the run.
-        lowered: The step, as `lower_step` returns it; it is compiled.
+        lowered: The step, as `lower_step` returns it; it is compiled, unless it has been before.
         free: Bytes that are free on a device; by default they are measured.
     """
     # JAX keeps what is compiled here for the calls of the step.

@@ -11,7 +11,7 @@ from train_lib.lifecycle import config_rules
 ELSEWHERE = re.compile(
     r'data\.(cache_dir|mix|stages|chunk|lanes|window|text|engine|verify|.*bad.*|parallel_reads)'
     r'|data\.(caption_dropout|require_text)'
-    r'|batch_size|distributed|encoder|init_(average|from)|mesh\..*'
+    r'|batch_size|compilation_cache|distributed|encoder|init_(average|from)|mesh\..*'
     r'|model\.(kind|name|attention|remat|text|prediction)|optimizer\.(name|schedule|warmup_steps)'
     r'|preview\.(split|vae)|wandb\.project'
 )
