@@ -39,10 +39,12 @@ _SHARE = 1 / 64
 
 
 def open_cache(folder: str, num_bytes: float) -> 'RangeCache':
-    """Returns the cache in a folder, one for all readers of this process.
+    """Returns the cache in a local folder, one for all readers of this process.
+
+    It takes up to `num_bytes` of the disk.
 
     Raises:
-        FieldError: The folder is not local, or cannot be made; its field is `cache_dir`.
+        FieldError: The folder cannot be made; its field is `cache_dir`.
     """
     return _open_in_process(os.getpid(), os.path.abspath(os.path.expanduser(folder)), num_bytes)
 
@@ -96,7 +98,7 @@ class RangeCache:
         # An error means that the file is not there, or not ours.
         with contextlib.suppress(OSError), open(self.path_of(file), 'rb', buffering=0) as kept:
             crcs = _read_crcs(kept, file, first, last)
-            if not crcs.all():
+            if len(crcs) < _num_pages(last - first) or not crcs.all():
                 return None
             data = os.pread(kept.fileno(), last - first, first)
             if np.array_equal(crcs, _compute_crcs(data)):
@@ -125,35 +127,39 @@ class RangeCache:
         """
         if self._has_failed:
             return
-        path = self.path_of(file)
         crcs = _compute_crcs(data)
+        # One thread at a time, so that each look at the folder finds what all others have taken.
+        with self._lock:
+            try:
+                self._write(file, begin, data, crcs)
+            except OSError as error:
+                self._give_up(error)
+
+    def _write(self, file: StoredFile, begin: int, data: bytes, crcs: np.ndarray) -> None:
+        path = self.path_of(file)
         size = _num_pages(file.size) * (_PAGE + _CRC.itemsize)
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            with naming(path), open(descriptor, 'r+b', buffering=0) as kept:
-                kept_crcs = _read_crcs(kept, file, begin, begin + len(data))
-                is_new = len(kept_crcs) < len(crcs) or not kept_crcs.all()
-                # What replaces damaged bytes takes no room; what is new, also that of checksums.
-                if is_new and not self._take(len(data) + _PAGE):
-                    return
-                # It is new, or somebody has cut it or put another file there.
-                if os.fstat(descriptor).st_size != size:
-                    os.truncate(descriptor, size)
-                _write_at(kept, data, begin)
-                # Only now: a process may be killed between the two.
-                _write_at(kept, crcs.tobytes(), _crc_place(file, begin))
-        except OSError as error:
-            self._give_up(error)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        with naming(path), open(descriptor, 'r+b', buffering=0) as kept:
+            kept_crcs = _read_crcs(kept, file, begin, begin + len(data))
+            is_new = len(kept_crcs) < len(crcs) or not kept_crcs.all()
+            # What replaces damaged bytes takes no room; what is new, also that of checksums.
+            if is_new and not self._take(len(data) + _PAGE):
+                return
+            # It is new, or somebody has cut it or put another file there.
+            if os.fstat(descriptor).st_size != size:
+                os.truncate(descriptor, size)
+            _write_at(kept, data, begin)
+            # Only now: a process may be killed between the two.
+            _write_at(kept, crcs.tobytes(), _crc_place(file, begin))
 
     def _take(self, num_bytes: int) -> bool:
         """Takes room for some bytes; returns whether there is as much."""
-        with self._lock:
-            if self._is_full:
-                return False
-            if self._allowance < num_bytes:
-                used = self._measure()
-                share = max(self._num_bytes * _SHARE, num_bytes)
-                self._allowance = min(self._num_bytes - used, share)
+        if self._is_full:
+            return False
+        if self._allowance < num_bytes:
+            used = self._measure()
+            share = max(self._num_bytes * _SHARE, num_bytes)
+            self._allowance = min(self._num_bytes - used, share)
             if self._allowance < num_bytes:
                 self._is_full = True
                 logging.info(
@@ -163,8 +169,8 @@ class RangeCache:
                     format_bytes(used),
                 )
                 return False
-            self._allowance -= num_bytes
-            return True
+        self._allowance -= num_bytes
+        return True
 
     def _measure(self) -> int:
         """Returns the bytes that all files of the folder take on the disk."""
@@ -177,10 +183,10 @@ class RangeCache:
         return total
 
     def _give_up(self, error: OSError) -> None:
-        with self._lock:
-            if self._has_failed:
-                return
-            self._has_failed = True
+        # Another thread may have said so while this one waited.
+        if self._has_failed:
+            return
+        self._has_failed = True
         logging.warning(
             '%s: nothing more is kept there in this process, which reads on without: %s',
             self._folder,

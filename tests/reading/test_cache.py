@@ -18,6 +18,8 @@ import pytest
 
 import input_pipeline
 from coyo11m_tfds import schema
+from coyo11m_tfds.storage import range_cache
+from coyo11m_tfds.storage.stored_file import StoredFile
 from tests import children
 from tests.fakes.cloud import Fault, Gcs, Hub
 from tests.reading import cache_reader, small_dataset
@@ -206,6 +208,25 @@ def test_another_commit_never_mixes_and_the_same_files_stay(hub: Hub, local, oth
         assert_same(read(data, 0, STEPS, **cache), read(path, 0, STEPS))
         reads = [x for x in hub.requests if x.action == 'read' and 'tfrecord' in x.path]
         assert bool(reads) == (commit != third)
+
+
+def test_of_a_file_that_is_cut_anywhere_nothing_is_returned(tmp_path):
+    cache = range_cache.open_cache(str(tmp_path / 'cache'), 1e6)
+    file = StoredFile('gs://bucket/x', 10_000, 'a', None)
+    data = random.Random(0).randbytes(10_000)
+    assert cache.read(file, 0, 10_000) is None
+    cache.keep(file, 0, data)
+    assert cache.read(file, 5_000, 10_000) == data[5_000:]
+    for size in (12_299, 12_290, 12_288, 9_999, 5_000, 1, 0):
+        os.truncate(cache.path_of(file), size)
+        assert cache.read(file, 0, 10_000) is None
+        assert not cache.holds(file, np.array([[0, 10_000]]))
+    # Pages that were kept one by one are there together.
+    for begin in (4_096, 8_192, 0):
+        end = min(begin + 4_096, 10_000)
+        assert cache.read(file, 0, 10_000) is None
+        cache.keep(file, begin, data[begin:end])
+    assert cache.read(file, 0, 10_000) == data
 
 
 KINDS = ('flip', 'zeros', 'cut', 'longer', 'empty', 'marks', 'gone', 'foreign', 'swapped', 'noise')
