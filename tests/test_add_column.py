@@ -248,7 +248,7 @@ def test_mistakes_of_a_command_are_named(mini_dataset, folder, arguments, messag
         add_column.add(mini_dataset, **arguments)
 
 
-def test_a_column_waits_for_nobody(copy, tmp_path):
+def test_a_data_set_in_the_hands_of_another_is_named(copy, tmp_path):
     path = write_column(tmp_path / 'x.parquet', 'x', np.array([4]), pa.array([1]))
     with locks.hold(copy), pytest.raises(TimeoutError, match=f'{copy}: .* is working there'):
         add_column.add(copy, 'y', parquet=path, column='x')

@@ -71,14 +71,14 @@ def test_a_system_without_control_groups(tmp_path, monkeypatch):
     assert machine.usable_cpus(tmp_path) == os.cpu_count()
 
 
-@pytest.mark.parametrize(
-    ('usable', 'most', 'remedy'),
-    [
-        (2 * GB, 6, 'Set num_workers to 6, or raise its limit'),
-        (GB, 2, 'Set num_workers to 2, or raise its limit'),
-        (GB // 2, 0, 'Use a machine with more, or raise its limit'),
-    ],
-)
+TOO_LITTLE = {
+    'enough for six workers': (2 * GB, 6, 'Set num_workers to 6, or raise its limit'),
+    'enough for two workers': (GB, 2, 'Set num_workers to 2, or raise its limit'),
+    'enough for none': (GB // 2, 0, 'Use a machine with more, or raise its limit'),
+}
+
+
+@pytest.mark.parametrize(('usable', 'most', 'remedy'), TOO_LITTLE.values(), ids=TOO_LITTLE)
 def test_a_build_that_would_run_out_of_memory_is_refused(
     tmp_path, monkeypatch, usable, most, remedy
 ):

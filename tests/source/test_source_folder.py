@@ -350,14 +350,14 @@ def test_all_files_are_of_the_commit_that_was_found(hub):
         assert source_folder.find_source(url).root == f'{root}@{commit}'
 
 
-@pytest.mark.parametrize(
-    ('url', 'message'),
-    [
-        ('hf://datasets/owner/name@absent', 'is not a folder'),
-        ('hf://owner/name', 'is a model on the hub; expected hf://datasets/'),
-        ('hf://datasets/owner', 'owner'),
-    ],
-)
+NOWHERE = {
+    'a revision that is not there': ('hf://datasets/owner/name@absent', 'is not a folder'),
+    'a model': ('hf://owner/name', 'is a model on the hub; expected hf://datasets/'),
+    'an owner without a name': ('hf://datasets/owner', 'owner'),
+}
+
+
+@pytest.mark.parametrize(('url', 'message'), NOWHERE.values(), ids=NOWHERE)
 def test_urls_of_the_hub_that_lead_nowhere(hub, url, message):
     hub.commit(CONTENTS)
     with pytest.raises(ValueError, match=message) as error:

@@ -385,15 +385,27 @@ def test_code_in_a_model_folder_is_not_run(bert, tmp_path):
     assert not (tmp_path / 'sprung').exists()
 
 
-def test_missing_and_damaged_weights_are_refused(bert):
-    weights = safetensors.torch.load_file(bert / 'model.safetensors')
+def remove_one(path: pathlib.Path) -> None:
+    weights = safetensors.torch.load_file(path)
     del weights['bert.encoder.layer.1.output.dense.weight']
-    safetensors.torch.save_file(weights, bert / 'model.safetensors', {'format': 'pt'})
-    with pytest.raises(ValueError, match=r'lack 1 tensor that.*layer\.1\.output\.dense\.weight'):
-        text_encoders.make_encoder(f'hf:{bert}')
-    data = (bert / 'model.safetensors').read_bytes()
-    (bert / 'model.safetensors').write_bytes(data[: len(data) // 2])
-    with pytest.raises(ValueError, match=r'cannot load the text encoder .*bert'):
+    safetensors.torch.save_file(weights, path, {'format': 'pt'})
+
+
+def cut(path: pathlib.Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+
+
+BAD_WEIGHTS = {
+    'one is gone': (remove_one, r'lack 1 tensor that.*layer\.1\.output\.dense\.weight'),
+    'they are cut': (cut, r'cannot load the text encoder .*bert'),
+}
+
+
+@pytest.mark.parametrize(('damage', 'message'), BAD_WEIGHTS.values(), ids=BAD_WEIGHTS)
+def test_missing_and_damaged_weights_are_refused(bert, damage, message):
+    damage(bert / 'model.safetensors')
+    with pytest.raises(ValueError, match=message):
         text_encoders.make_encoder(f'hf:{bert}')
 
 

@@ -46,18 +46,24 @@ OF_V5E = (
 )
 
 
-@pytest.mark.parametrize(
-    ('fields', 'flags'),
-    [
-        ({}, r'--config=small \(there .*\), --config.accumulate=4, or a smaller'),
-        ({'model.remat': 'none'}, r'\), --config.model.remat=full, --config.accumulate=4, or'),
-        (
-            {'model.name': 'tiny/8', 'batch_size': 12, 'accumulate': 2},
-            'Try --config.model.remat=full, --config.accumulate=6, or',
-        ),
-        ({'model.name': 'tiny/8', 'batch_size': 2}, 'remat=full, or a smaller --config.batch_size'),
-    ],
-)
+ADVICE = {
+    'of the default': ({}, r'--config=small \(there .*\), --config.accumulate=4, or a smaller'),
+    'without what is computed again': (
+        {'model.remat': 'none'},
+        r'\), --config.model.remat=full, --config.accumulate=4, or',
+    ),
+    'of a small model in two parts': (
+        {'model.name': 'tiny/8', 'batch_size': 12, 'accumulate': 2},
+        'Try --config.model.remat=full, --config.accumulate=6, or',
+    ),
+    'of a small model and batch': (
+        {'model.name': 'tiny/8', 'batch_size': 2},
+        'remat=full, or a smaller --config.batch_size',
+    ),
+}
+
+
+@pytest.mark.parametrize(('fields', 'flags'), ADVICE.values(), ids=ADVICE)
 def test_the_advice_follows_the_sizes_in_the_compilers_message(fields, flags):
     config = default.get_config()
     config.update_from_flattened_dict(fields)
