@@ -41,11 +41,15 @@ def measure_start(tree: str, flags: list[str], cache: str) -> Start:
         cache: Folder of the user's cache, in which compiled programs are kept.
     """
     environment = os.environ | {'PYTHONPATH': os.path.abspath(tree), 'XDG_CACHE_HOME': cache}
+    environment.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
     # JAX's own folder would take the place of the user's cache.
     environment.pop('JAX_COMPILATION_CACHE_DIR', None)
     begin = time.monotonic()
     command = [sys.executable, '-m', 'train_lib.main', *flags]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    # In the checkout, because Python prefers the current folder.
+    with subprocess.Popen(
+        command, cwd=tree, env=environment, stderr=subprocess.PIPE, text=True
+    ) as process:
         lines = []
         start = None
         for line in process.stderr or ():
@@ -85,7 +89,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 flags = [
                     f'--config={options.config}',
-                    f'--config.data.dir={options.data_dir}',
+                    f'--config.data.dir={os.path.abspath(options.data_dir)}',
                     f'--workdir={folder}/run',
                 ]
                 for kind in ('new', 'resumed'):

@@ -110,6 +110,14 @@ def test_too_many_rows_are_refused_before_they_are_joined(tmp_path, monkeypatch)
         doctor.plan_or_estimate(str(source), BuildSettings())
 
 
+def test_a_build_starts_a_second_process_only_where_it_repays_its_start(monkeypatch):
+    monkeypatch.delenv(workers.VARIABLE, raising=False)
+    monkeypatch.setattr(machine, 'usable_cpus', lambda: 2)
+    assert local_runner.choose_workers(0, 2_900_000_000) == 1
+    assert local_runner.choose_workers(0, 3_000_000_000) == 2
+    assert local_runner.choose_workers(2, 1) == 2
+
+
 def test_workers_of_a_build_on_a_system_without_affinity(monkeypatch):
     monkeypatch.delattr(os, 'sched_getaffinity')
     monkeypatch.delenv(workers.VARIABLE, raising=False)
