@@ -14,7 +14,7 @@ from coyo11m_tfds import embed_captions, schema, verify
 from coyo11m_tfds.convert.build_settings import BuildSettings
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Coyo11mConfig
 from coyo11m_tfds.dataset.row_checksums import compute_row_checksums
-from tests import built, made_sources
+from tests import built, damages, made_sources
 from tests.fakes.cloud import Fault, Hub
 from tests.reading.batches import assert_same
 from tests.test_in_place import read
@@ -91,9 +91,22 @@ def test_batches_are_those_of_a_build_that_read_everything(heads, whole):
     assert_same(read(heads, 20, **features), read(whole, 20, **features))
 
 
+def test_rows_without_checksums_have_those_of_the_cache(hub, heads, whole, tmp_path):
+    order = {'features': ('key', 'latents'), 'batch_size': 64, 'lanes': 4}
+    cached = {**order, 'cache_dir': str(tmp_path / 'cache'), 'cache_gb': 1.0}
+    steps = 1.5 * 36_000 // 64
+    assert_same(read(heads, int(steps), **cached), read(whole, int(steps), **order))
+    for path in (tmp_path / 'cache').rglob('*'):
+        if path.is_file() and path.stat().st_size > 1_000_000:
+            damages.flip(path, 700_000)
+    hub.requests.clear()
+    assert_same(read(heads, int(steps), **cached), read(whole, int(steps), **order))
+    assert 0 < count_fetched(hub, '.pt') < 1_000_000
+
+
 def test_verify_adds_the_checksums(hub, large, heads, whole, command, caplog):
     read(heads, 1, features=('key', 'latents'))
-    assert f'{heads}: the rows of 2 files have no checksums yet' in caplog.text
+    assert caplog.text.count(f'{heads}: the rows of 2 files with latents have no checksums') == 1
     status, output, _ = command(verify, '--fast', heads)
     assert status == 0 and 'The rows of 2 files with latents have no checksums yet' in output
     before = set(heads.iterdir())

@@ -1,5 +1,6 @@
 """Rows of a column: values outside the records, mapped or fetched."""
 
+import functools
 import math
 import os
 from collections.abc import Sequence
@@ -66,13 +67,8 @@ def open_column(
     starts = np.array([file.starts for file in column.files], np.int64).reshape(-1, pieces)
     strides = np.array([file.stride for file in column.files], np.int64)
     if column.unchecked:
-        logging.warning(
-            '%s: the rows of %s have no checksums yet, such as those of %s. python -m '
-            'coyo11m_tfds.verify computes them.',
-            folder,
-            format_count(len(column.unchecked), 'file'),
-            files[column.unchecked[0]].path,
-        )
+        first = files[column.unchecked[0]].path
+        _warn_of_unchecked(os.fspath(folder), len(column.unchecked), first)
     opened = OpenedColumn(files, starts, strides, places, dtype, column.shape, column.unchecked)
     # The offset from a file's first row to the last possible row. Behind all files stands one for
     # those that are not described, in which no row is possible.
@@ -90,6 +86,18 @@ def open_column(
             'but the file has no such row. Build the data set again.'
         )
     return opened
+
+
+@functools.cache
+def _warn_of_unchecked(folder: str, num_files: int, first: str) -> None:
+    """Warns once of rows without checksums, also if several readers open the column."""
+    logging.warning(
+        '%s: the rows of %s with latents have no checksums yet, such as those of %s. python -m '
+        'coyo11m_tfds.verify adds them to a data set that is local or on gs://.',
+        folder,
+        format_count(num_files, 'file'),
+        first,
+    )
 
 
 class ColumnReader:

@@ -122,6 +122,10 @@ class CaptionFiles:
         """Returns local paths of files with the two columns, valid within the `with` block."""
         names = self.key_column, self.caption_column
         large = [file for file in self.files if not file.local_path and file.size > _SMALL_BYTES]
+        if not large:
+            with scratch.hold_all(self.files, shows=True) as local_paths:
+                yield local_paths
+            return
         small = [file for file in self.files if file not in large]
         with concurrent.futures.ThreadPoolExecutor(_FOOTERS_AT_ONCE) as threads:
             columns = list(threads.map(lambda x: RemoteColumns(x, names), large))
