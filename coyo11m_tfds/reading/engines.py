@@ -379,7 +379,8 @@ _KEYS_IN_FLIGHT = 16
 
 def kept_records(options: ReadOptions) -> KeptRecords | None:
     """Returns the records of a split that the condition of its source keeps; None for all."""
-    source, split = options.source, options.stored.split(options.split)
+    source = options.source
+    split = options.stored.split(options.split)
     if source.where is None or split is None:
         return None
     # A run plans, trains and evaluates with the same source: it reads the columns once.

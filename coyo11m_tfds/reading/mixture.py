@@ -89,6 +89,7 @@ class BatchShares:
                 raise ValueError(f"stages: 'from': {begin} does not come after {begins[-1]}")
             begins.append(begin)
             self._weights.append(stage_weights)
+        # The last stage has no end.
         ends = [*begins[1:], math.inf]
         self.stages = [
             Stage(begin, end, *self._share_out(stage_weights))
@@ -126,7 +127,8 @@ class BatchShares:
         shape_weights = [Fraction(0)] * (max(self._shapes) + 1)
         for weight, shape in zip(weights, self._shapes, strict=True):
             shape_weights[shape] += weight
-        # Batches have one shape: a source competes only with others of its shape.
+        # Batches have one shape: a source competes only with others of its shape. It gives the same
+        # number of samples to each of these batches.
         counts = [0] * len(weights)
         for shape, total in enumerate(shape_weights):
             members = []
@@ -246,8 +248,11 @@ class Cursor(NamedTuple):
     def at(self, state: Mapping[str, Any]) -> Self:
         """Returns the cursor of a state, also of another batch size or of other sources."""
         try:
-            values = state['step'], *(state['samples'][digest] for digest in self.digests)
-            step, *samples = (arguments.convert('', x, int) for x in values)
+            step = arguments.convert('', state['step'], int)
+            # Samples of sources that are no longer mixed are forgotten.
+            samples = [
+                arguments.convert('', state['samples'][digest], int) for digest in self.digests
+            ]
             if min(step, *samples) < 0:
                 raise ValueError
         except (LookupError, TypeError, ValueError):

@@ -135,7 +135,7 @@ class Records:
         """The keys of all records that can be read, and their numbers."""
         # A damaged record elsewhere is no reason not to find this one.
         options = dataclasses.replace(self._options, on_bad_records=damage.SKIP)
-        keys = np.ma.concatenate([*read_split_keys(options, self._length, _KEYS_AT_ONCE)])
+        keys = np.ma.concatenate(list(read_split_keys(options, self._length, _KEYS_AT_ONCE)))
         numbers = np.flatnonzero(~np.ma.getmaskarray(keys))
         numbers = numbers[np.argsort(keys.data[numbers])]
         return keys.data[numbers], numbers
@@ -263,7 +263,9 @@ class _FetchedRows:
         return future
 
     def _fetch(self, chunk: int) -> Batch:
-        shard, first = chunk >> 32, (chunk & 0xFFFFFFFF) * self._chunk
+        # Shard and number of the chunk in one number, see `read`.
+        shard = chunk >> 32
+        first = (chunk & 0xFFFFFFFF) * self._chunk
         record = np.arange(first, min(first + self._chunk, self._shard_lengths[shard]))
         return self._read_block(np.full_like(record, shard), record)
 

@@ -144,6 +144,7 @@ class Order:
 
     def _permute_windows(self, epoch: int, lane: np.ndarray, window: np.ndarray) -> np.ndarray:
         """Returns the permutation of each window; int64 `(lanes, windows, self.window)`."""
+        # Of these numbers alone, so that reading can begin with any window.
         keys = derive(self.settings.seed, WINDOWS, epoch, lane, window)[..., None]
         position = np.arange(self.window)
         # All hashes differ, so every sorting algorithm gives the same permutation.
@@ -177,6 +178,7 @@ class _EpochStream:
 
     def locate(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the shard and the record at each position; int64, same shape."""
+        # Each epoch begins elsewhere, so that the records that do not fill its lanes are others.
         rotated = (position + self._offset) % self._length
         num_short = np.searchsorted(self._short_ends, rotated, side='right')
         index, index_in_chunk = np.divmod(rotated + self._missing[num_short], self._chunk)
@@ -282,13 +284,16 @@ def eval_blocks(
     shard_ends = np.cumsum(shard_lengths)
     whole_end = begin + (end - begin) // batch * batch
     block_rows = max(1, _BLOCK_ROWS // batch) * batch
-    cuts = [*range(begin, whole_end, block_rows), whole_end]
     # The short batch is a block of its own: the arrays of a block have rows of equal lengths.
-    for start, stop in [*itertools.pairwise(cuts), (whole_end, end)]:
-        if start < stop:
-            number = np.arange(start, stop).reshape(-1, min(batch, stop - start))
-            shard = np.searchsorted(shard_ends, number, side='right')
-            record = number - np.where(shard > 0, shard_ends[shard - 1], 0)
-            if kept is not None:
-                record = kept.locate(shard, record)
-            yield RecordBlock(np.zeros_like(number), shard, record)
+    starts = list(range(begin, whole_end, block_rows))
+    if whole_end < end:
+        starts.append(whole_end)
+    for start in starts:
+        stop = end if start == whole_end else min(start + block_rows, whole_end)
+        number = np.arange(start, stop).reshape(-1, min(batch, stop - start))
+        shard = np.searchsorted(shard_ends, number, side='right')
+        record = number - np.where(shard > 0, shard_ends[shard - 1], 0)
+        if kept is not None:
+            record = kept.locate(shard, record)
+        # Evaluation reads one epoch.
+        yield RecordBlock(np.zeros_like(number), shard, record)

@@ -130,7 +130,7 @@ class BatchFeatures:
     @property
     def array_names(self) -> list[str]:
         """Names of the arrays in a batch."""
-        names = [*self.features]
+        names = list(self.features)
         has_text = bool(schema.TEXT_DTYPES.keys() & set(self.features))
         if self.caption_dropout and has_text:
             names.append(DROP_TEXT)

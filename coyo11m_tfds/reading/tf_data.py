@@ -40,7 +40,8 @@ def make_train_dataset(plan: training.ReadPlan) -> tf.data.Dataset:
     options = plan.options
     if plan.splits is None:
         return _prefetch(_shuffled_batches(plan), options)
-    reader, cursor = training.TrainReader(plan), plan.cursor._replace(stride=1)
+    reader = training.TrainReader(plan)
+    cursor = plan.cursor._replace(stride=1)
     per_lane = cursor.shares.per_lane
     has_one_shape = len(set(cursor.shares.stages[0].shapes)) == 1
     # All batch sizes read the same sequence, so a lane may take samples of several batches at once.
@@ -82,7 +83,9 @@ def make_eval_dataset(options: ReadOptions) -> tf.data.Dataset:
     splits = open_splits(options)
     if splits is None:
         return _prefetch(_padded_batches(options), options)
-    reader, size = engines.EvalReader(options, splits[0]), options.local_batch_size
+    reader = engines.EvalReader(options, splits[0])
+    size = options.local_batch_size
+    # As above: TensorFlow keeps the function, which must not keep the reader.
     proxy = weakref.proxy(reader)
     dataset = tf.data.Dataset.from_generator(
         lambda: proxy.read(), output_signature=_signature(reader.spec(size), size)

@@ -18,7 +18,7 @@ import pytest
 
 import input_pipeline
 from coyo11m_tfds import schema
-from coyo11m_tfds.reading import engines, filters, mixture, order
+from coyo11m_tfds.reading import filters, mixture, opened_splits, order
 from coyo11m_tfds.reading.order import (
     Order,
     OrderSettings,
@@ -261,7 +261,7 @@ def test_sources_are_read_each_in_its_way(written, monkeypatch):
     mix = [{'dir': written[name].path} for name in ('unequal', 'in_place')]
     asked = dict(ORDER, features=ALL, caption_dropout=0.5)
     expected = take(input_pipeline.train_batches(mix, **asked), 6)
-    monkeypatch.setattr(engines, 'MAX_FILES', 2)
+    monkeypatch.setattr(opened_splits, 'MAX_FILES', 2)
     plans = [input_pipeline.train_plan([source], **ORDER) for source in mix]
     assert [plan.engine for plan in plans] == ['chunks', 'rows']
     assert_same(take(input_pipeline.train_batches(mix, **asked), 6), expected)
