@@ -60,7 +60,7 @@ def test_sides_run_in_fresh_processes_and_make_a_table(here, capfd):
     [
         ('convert', '--gb=0.001 --only=cp,in_place --cold', ['`cp` of ', 'latents in place']),
         ('images', '--vae=VAE --images=9 --only=encode_images,parts', ['`encode_i', 'Pillow and']),
-        ('remote', '--gb=0.02 --steps=4', ['`train_batches`', '`train_batches`, 100 ms away']),
+        ('remote', '--gb=0.02 --steps=4 --only=far,kept', ['`train_batches`, 100', 'the same']),
     ],
 )
 def test_a_command_prints_a_table_and_leaves_nothing(tmp_path, name, flags, titles):
