@@ -1,5 +1,6 @@
 """From the command to the first step on the latents of a hub, over a line of 20 MB/s."""
 
+import os
 import pathlib
 import time
 
@@ -52,8 +53,10 @@ def run(program: str, *flags: str, **variables: str) -> None:
 
 
 def report(what: str, hub: Hub, start: float, size: int) -> int:
-    """Prints the time since the start and the bytes that were sent; returns the bytes."""
+    """Prints the time since the start, that of the CPU and the bytes sent; returns the bytes."""
     num_bytes = sum(request.nbytes for request in hub.requests)
     seconds = time.monotonic() - start
-    print(f'{what} after {seconds:.0f} s, {num_bytes:,} of {size:,} bytes ({num_bytes / size:.2%})')
+    cpu_seconds = os.times().children_user + os.times().children_system
+    print(f'{what} after {seconds:.0f} s, {cpu_seconds:.0f} s of CPU in all programs')
+    print(f'{num_bytes:,} of {size:,} bytes ({num_bytes / size:.2%})')
     return num_bytes

@@ -340,6 +340,8 @@ def unused_column_files(
             used_files.update(column.files.values())
         else:
             used_files.update(column.places_file(split) for split in column.crc32c)
+            # Those of the build stay: a run that began with them opens them again to evaluate.
+            used_files.update(column_file_name(column.name, x, column.build) for x in column.crc32c)
     # Without its description, a column of latents may use any of its files.
     latents_prefix = f'column_{schema.LATENTS}-'
     has_latents = schema.LATENTS in columns
