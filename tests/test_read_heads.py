@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import safetensors.numpy
 import torch
 
 import input_pipeline
@@ -158,6 +159,26 @@ def test_an_interrupted_computation_goes_on(hub, tmp_path):
     assert len(list(heads.glob('column_latents-*'))) == 4
     assert verify.verify(heads).faults == []
     assert verify.verify(heads).unused_files == []
+
+
+def test_a_source_in_a_bucket_with_rows_in_pieces(gcs, tmp_path):
+    """The two views of a row lie apart in a safetensors file."""
+    source = tmp_path / 'source'
+    source.mkdir()
+    for number in range(2):
+        views = np.random.default_rng(number).normal(size=(2, 3_000, 4, 8, 8)).astype(np.float16)
+        tensors = {'latents': views[0], 'latents_flip': views[1]}
+        tensors['labels'] = np.arange(3_000) % 7
+        safetensors.numpy.save_file(tensors, source / f'shard{number}.safetensors')
+    gcs.upload_folder(source, 'gs://bucket/source')
+    heads = built.build('gs://bucket/source', '', tmp_path / 'heads', **HEADS)
+    whole = built.build(source, '', tmp_path / 'whole', latents='in_place')
+    assert input_pipeline.open_data(heads).metadata['latent_rows'] == 2048
+    features = {'features': ('key', 'latents')}
+    assert_same(read(heads, 20, **features), read(whole, 20, **features))
+    assert compute_row_checksums(heads) == []
+    for split, expected in places(whole).items():
+        np.testing.assert_array_equal(places(heads)[split], expected)
 
 
 def test_rows_that_are_not_finite_are_named_when_they_are_read(hub, tmp_path):
