@@ -4,6 +4,7 @@ Also keeps apart from TensorFlow what cannot be in one process with it.
 """
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import gc
@@ -38,7 +39,9 @@ def hide_accelerators_from_tensorflow() -> None:
     """Leaves the memory of GPUs to JAX; imports TensorFlow, which takes seconds."""
     import tensorflow as tf
 
-    tf.config.set_visible_devices([], 'GPU')
+    # A notebook may have begun to use them.
+    with contextlib.suppress(RuntimeError):
+        tf.config.set_visible_devices([], 'GPU')
 
 
 def keep_freed_memory() -> None:
