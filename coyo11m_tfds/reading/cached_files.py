@@ -13,7 +13,6 @@ from absl import logging
 
 from coyo11m_tfds.reading.fetched_files import FetchedFiles, SplitCache
 from coyo11m_tfds.reading.files import MappedFiles, Range, replace_bytes
-from coyo11m_tfds.reading.read_counts import ReadCounter
 from coyo11m_tfds.reading.row_reader import RowReader
 from coyo11m_tfds.storage.stored_file import StoredFile
 
@@ -28,12 +27,11 @@ class CachedFiles(MappedFiles):
     # What is fetched again goes into the memory of this process, too: the cache may be gone by now.
     map_flags = mmap.MAP_PRIVATE
 
-    def __init__(self, fetched: FetchedFiles, cache: SplitCache, counter: ReadCounter | None):
+    def __init__(self, fetched: FetchedFiles, cache: SplitCache):
         """Takes what fetches the same files, none of which is added yet."""
         super().__init__()
         self._fetched = fetched
         self._cache = cache
-        self._counter = counter or ReadCounter()
 
     def add_shards(self, path_of: Callable[[int], str], size: Sequence[int] | np.ndarray) -> int:
         """Adds the shards of the split; they are numbered from the result on."""
@@ -48,11 +46,6 @@ class CachedFiles(MappedFiles):
     def open_all(self, numbers: np.ndarray) -> None:
         """Maps files now; raises an OSError if one is not there, or has been cut."""
         self._open(numbers)
-
-    def request(self, ranges: Sequence[Range]) -> None:
-        """Asks the system to read ranges ahead, and counts them."""
-        super().request(ranges)
-        self._counter.add(cache_hits=len(ranges))
 
     def take_again(self, ranges: Iterable[Range]) -> None:
         """Fetches ranges anew, because their bytes in the cache are damaged."""

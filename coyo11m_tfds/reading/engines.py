@@ -8,7 +8,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -159,7 +159,7 @@ class SplitReader:
     def read_mapped(self, blocks: Iterator[RecordBlock]) -> Iterator[Batch]:
         """Yields batches as `RowReader.read` does: with the places of latents."""
         assert self.mapped_reader
-        return self._read_by_rows(self.mapped_reader, blocks, ['num_bytes'])
+        return self._read_by_rows(self.mapped_reader, blocks)
 
     def read_block(self, block: RecordBlock, pool: ThreadPoolExecutor) -> Batch:
         """Reads a block of one chunk with the threads of a pool."""
@@ -198,7 +198,7 @@ class SplitReader:
         if not self._cache or num_files > MAX_FILES or not has_checksums:
             return None
         options = self.options
-        files = CachedFiles(self._fetching_files(1), self._cache, options.counter)
+        files = CachedFiles(self._fetching_files(1), self._cache)
         # A crash of the machine may have left checksums of pages that were never written.
         verify = damage.ONCE if options.verify == damage.NEVER else options.verify
         return CacheWatch(
@@ -220,14 +220,17 @@ class SplitReader:
         return kept.locate(np.full_like(number, shard), number)
 
     def _read_by_rows(
-        self, reader: RowReader, blocks: Iterator[RecordBlock], sums: Sequence[str]
+        self, reader: RowReader, blocks: Iterator[RecordBlock], is_cached: bool = False
     ) -> Iterator[Batch]:
-        """Yields batches with the places of latents; adds their bytes to some sums."""
+        """Yields batches with the places of latents, and counts their bytes."""
         row_nbytes = sum(x.dtype.itemsize * math.prod(x.shape) for x in self.spec(1).values())
         for _, rows, batch in self._read_parts(reader, blocks):
             # Nobody knows which pages the system has read for it.
             if self.options.counter:
-                self.options.counter.add(**dict.fromkeys(sums, len(rows) * row_nbytes))
+                num_bytes = len(rows) * row_nbytes
+                self.options.counter.add(num_bytes=num_bytes)
+                if is_cached:
+                    self.options.counter.add(cache_hits=1, cache_bytes=num_bytes)
             yield batch
 
     def _read_kept(
@@ -245,7 +248,7 @@ class SplitReader:
 
         yield from self._read_fetched(self._fetching_reader(in_flight), fetched_blocks())
         others = itertools.chain(first_by_rows, blocks)
-        by_rows = self._read_by_rows(watch.reader, others, ['num_bytes', 'cache_bytes'])
+        by_rows = self._read_by_rows(watch.reader, others, is_cached=True)
         yield from map(watch.reader.gather_latents, by_rows)
 
     def _read_fetched(self, reader: RowReader, blocks: Iterator[RecordBlock]) -> Iterator[Batch]:

@@ -14,7 +14,7 @@ class ReadCounts(NamedTuple):
     num_requests: int = 0  # ranges of files that were fetched from gs:// or hf://
     request_seconds: float = 0.0  # that these took, together, with all attempts
     num_retries: int = 0  # attempts after the first one of each
-    cache_hits: int = 0  # ranges that `cache_dir` held
+    cache_hits: int = 0  # ranges that `cache_dir` held, or batches that were read there by rows
     cache_misses: int = 0  # ranges that it did not hold
     cache_bytes: int = 0  # of `num_bytes`, those that came from it
 
