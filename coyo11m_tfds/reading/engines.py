@@ -180,11 +180,9 @@ class SplitReader:
 
     def _fetching_reader(self, in_flight: int, pool: ThreadPoolExecutor | None = None) -> RowReader:
         # Whatever `verify` says: bytes may change on each of their ways.
-        return self._row_reader(self._fetching_files(in_flight, pool), damage.ALWAYS)
+        return self._row_reader(self._make_files(in_flight, pool), damage.ALWAYS)
 
-    def _fetching_files(
-        self, in_flight: int, pool: ThreadPoolExecutor | None = None
-    ) -> FetchedFiles:
+    def _make_files(self, in_flight: int, pool: ThreadPoolExecutor | None = None) -> FetchedFiles:
         # Of a chunk, its records and its rows of each column are a range each.
         max_in_flight = in_flight * (1 + len(self._columns))
         return FetchedFiles(max_in_flight, self.options.counter, pool, self._cache)
@@ -197,18 +195,17 @@ class SplitReader:
         has_checksums = not any(column.unchecked for column in self._columns.values())
         if not self._cache or num_files > MAX_FILES or not has_checksums:
             return None
-        options = self.options
-        files = CachedFiles(self._fetching_files(1), self._cache)
+        files = CachedFiles(self._make_files(1), self._cache)
         # A crash of the machine may have left checksums of pages that were never written.
-        verify = damage.ONCE if options.verify == damage.NEVER else options.verify
+        verify = damage.ONCE if self.options.verify == damage.NEVER else self.options.verify
         return CacheWatch(
             self._row_reader(files, verify),
             files,
             self._cache,
             num_shards,
             self._records_to_read,
-            chunk=options.chunk,
-            piece=schema.CHUNK_STRIDE if options.source.where else options.chunk,
+            chunk=self.options.chunk,
+            piece=schema.CHUNK_STRIDE if self.options.source.where else self.options.chunk,
         )
 
     def _records_to_read(self, shard: int) -> np.ndarray:
