@@ -49,7 +49,8 @@ def test_a_later_process_reads_what_one_has_compiled(tmp_path):
     assert re.search(rf'{READ} {entry.parent} in [\d.]+ s', compile_with(tmp_path / 'new'))
 
 
-def test_the_folder_may_be_in_a_bucket(gcs, monkeypatch):
+def test_the_folder_may_be_in_a_bucket(gcs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for name, value in gcs.env.items():
         monkeypatch.setenv(name, value)
     assert f'{COMPILED} gs://programs/run/cpu-' in compile_with('gs://programs/run', forked=False)
