@@ -21,6 +21,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.dataset.stored_dataset import Data, DatasetStats, StoredDataset, open_data
 from coyo11m_tfds.dataset.texts import TextSpec
+from coyo11m_tfds.memory.read_counts import ReadCounter, ReadCounts
 from coyo11m_tfds.process.preparation import prepare_process, quiet_tensorflow
 from coyo11m_tfds.process.takes import takes
 from coyo11m_tfds.reading import damage, engines, opened_splits, training
@@ -33,7 +34,6 @@ from coyo11m_tfds.reading.batches import (
     Batch,
     Batches,
 )
-from coyo11m_tfds.reading.mixture import Cursor
 from coyo11m_tfds.reading.numbered_records import Records
 from coyo11m_tfds.reading.options import (
     AUTO,
@@ -49,9 +49,9 @@ from coyo11m_tfds.reading.options import (
     mix_stats,
     open_mix,
 )
-from coyo11m_tfds.reading.order import Order, OrderSettings
-from coyo11m_tfds.reading.read_counts import ReadCounter, ReadCounts
 from coyo11m_tfds.reading.training import ReadPlan
+from coyo11m_tfds.sampling.mixture import Cursor
+from coyo11m_tfds.sampling.order import Order, OrderSettings
 
 if TYPE_CHECKING:
     import jax

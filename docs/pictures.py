@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 
-from coyo11m_tfds.reading.order import Order, OrderSettings
+from coyo11m_tfds.sampling.order import Order, OrderSettings
 
 _SCALE = 2  # pixels for each unit of length below
 _FOLDER = pathlib.Path(__file__).parent

@@ -18,7 +18,7 @@ import tensorflow_datasets as tfds
 import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import stored_dataset
-from coyo11m_tfds.reading import order as order_lib
+from coyo11m_tfds.sampling import order as order_lib
 from tests import damages
 from tests.reading import small_dataset
 from tests.reading.batches import check_memory

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn, Self, TypeVar
 import numpy as np
 
 from coyo11m_tfds.process import machine
-from coyo11m_tfds.reading.mixture import Cursor
+from coyo11m_tfds.sampling.mixture import Cursor
 
 # Of whole windows: one is given out, one is filled, of the one before some batches may be in use.
 _BLOCKS = 2.2

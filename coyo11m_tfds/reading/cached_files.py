@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from absl import logging
 
-from coyo11m_tfds.reading.fetched_files import FetchedFiles, SplitCache
-from coyo11m_tfds.reading.files import MappedFiles, Range, replace_bytes
+from coyo11m_tfds.memory.fetched_files import FetchedFiles, SplitCache
+from coyo11m_tfds.memory.files import MappedFiles, Range, replace_bytes
 from coyo11m_tfds.reading.row_reader import RowReader
 from coyo11m_tfds.storage.stored_file import StoredFile
 

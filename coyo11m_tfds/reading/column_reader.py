@@ -11,8 +11,8 @@ import numpy as np
 from absl import logging
 
 from coyo11m_tfds.dataset.columns import AddedColumn, Column
+from coyo11m_tfds.memory.files import HeldFiles, Range
 from coyo11m_tfds.process.sizes import format_count
-from coyo11m_tfds.reading.files import HeldFiles, Range
 from coyo11m_tfds.storage.stored_file import StoredFile
 
 # Two rows with at most this gap in bytes are fetched together: another request would take longer.

@@ -8,8 +8,8 @@ from absl import logging
 
 from coyo11m_tfds.dataset import records
 from coyo11m_tfds.dataset.manifest import DamagedError
-from coyo11m_tfds.reading.files import HeldFiles
-from coyo11m_tfds.reading.read_counts import ReadCounter
+from coyo11m_tfds.memory.files import HeldFiles
+from coyo11m_tfds.memory.read_counts import ReadCounter
 
 # When a record is compared: its rows are gathered without reading the rest of it.
 ONCE, ALWAYS, NEVER = MODES = ('once', 'always', 'never')

@@ -18,18 +18,15 @@ from absl import logging
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.dataset.manifest import DamagedError
+from coyo11m_tfds.memory.fetched_files import FetchedFiles, SplitCache
+from coyo11m_tfds.memory.files import MAX_FILES, HeldFiles, MappedFiles, Range
 from coyo11m_tfds.process import preparation
 from coyo11m_tfds.reading import damage
 from coyo11m_tfds.reading.batches import MASK, Ahead, ArraySpec, Batch, Batches
 from coyo11m_tfds.reading.cached_files import CachedFiles, CacheWatch
 from coyo11m_tfds.reading.column_reader import open_column
-from coyo11m_tfds.reading.fetched_files import FetchedFiles, SplitCache
-from coyo11m_tfds.reading.files import MAX_FILES, HeldFiles, MappedFiles, Range
-from coyo11m_tfds.reading.filters import KeptRecords, find_kept
-from coyo11m_tfds.reading.mixture import BatchShares, Cursor, Position
 from coyo11m_tfds.reading.opened_splits import OpenedSplit, engine_name, open_splits
 from coyo11m_tfds.reading.options import ReadOptions
-from coyo11m_tfds.reading.order import RecordBlock, eval_blocks
 from coyo11m_tfds.reading.row_reader import (
     BatchFeatures,
     Chunk,
@@ -38,6 +35,9 @@ from coyo11m_tfds.reading.row_reader import (
     check_text_feature,
     stored_specs,
 )
+from coyo11m_tfds.sampling.filters import KeptRecords, find_kept
+from coyo11m_tfds.sampling.mixture import BatchShares, Cursor, Position
+from coyo11m_tfds.sampling.order import RecordBlock, eval_blocks
 from coyo11m_tfds.storage import json_digest, range_cache
 
 # Fewest records of chunks to gather together, so that the cost of NumPy's calls is small.

@@ -26,8 +26,8 @@ from coyo11m_tfds.reading.batches import CROP, NOISE_SEED, Batch
 from coyo11m_tfds.reading.engines import SplitReader, read_split_keys
 from coyo11m_tfds.reading.opened_splits import open_splits
 from coyo11m_tfds.reading.options import TF_DATA, ReadOptions
-from coyo11m_tfds.reading.order import RecordBlock
 from coyo11m_tfds.reading.row_reader import LocatedRecords, RowReader
+from coyo11m_tfds.sampling.order import RecordBlock
 
 # Runs whose places are remembered, 4 KB each: those of 2 million records, 57 GB of latents.
 _LOCATED_RUNS = 1 << 16

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from coyo11m_tfds.dataset.splits import IndexedSplit
 from coyo11m_tfds.dataset.stored_dataset import StoredDataset
+from coyo11m_tfds.memory.files import MAX_FILES
 from coyo11m_tfds.process.errors import FieldError
-from coyo11m_tfds.reading.files import MAX_FILES
 from coyo11m_tfds.reading.options import CHUNKS, ROWS, TF_DATA, ReadOptions
 
 

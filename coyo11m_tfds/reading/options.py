@@ -13,13 +13,14 @@ import numpy as np
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.dataset.stored_dataset import Data, DatasetStats, StoredDataset, open_data
+from coyo11m_tfds.memory.read_counts import ReadCounter
 from coyo11m_tfds.process import arguments
 from coyo11m_tfds.process.errors import UNIT_INTERVAL, FieldError, at_least, one_of
 from coyo11m_tfds.process.sizes import format_count
-from coyo11m_tfds.reading import damage, filters
+from coyo11m_tfds.reading import damage
 from coyo11m_tfds.reading.batches import CROP
-from coyo11m_tfds.reading.order import OrderSettings, check_chunk
-from coyo11m_tfds.reading.read_counts import ReadCounter
+from coyo11m_tfds.sampling import filters
+from coyo11m_tfds.sampling.order import OrderSettings, check_chunk
 
 if TYPE_CHECKING:
     import jax

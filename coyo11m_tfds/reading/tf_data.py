@@ -17,12 +17,13 @@ from absl import logging
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.process import preparation
-from coyo11m_tfds.reading import damage, engines, order, training
+from coyo11m_tfds.reading import damage, engines, training
 from coyo11m_tfds.reading.batches import CROP, DROP_TEXT, MASK, NOISE_SEED, ArraySpec, Batches
-from coyo11m_tfds.reading.mixture import Cursor
 from coyo11m_tfds.reading.opened_splits import open_splits
 from coyo11m_tfds.reading.options import TF_DATA, ReadOptions
 from coyo11m_tfds.reading.row_reader import BatchFeatures
+from coyo11m_tfds.sampling import order
+from coyo11m_tfds.sampling.mixture import Cursor
 
 TensorBatch = dict[str, tf.Tensor]
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.reading.batches import Ahead, ArraySpec, Batches, Resumable
-from coyo11m_tfds.reading.mixture import Cursor
+from coyo11m_tfds.sampling.mixture import Cursor
 
 if TYPE_CHECKING:
     import tensorflow as tf

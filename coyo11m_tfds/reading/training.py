@@ -14,14 +14,14 @@ import numpy as np
 from absl import logging
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.memory.files import MappedFiles
 from coyo11m_tfds.reading import damage
 from coyo11m_tfds.reading.batches import ArraySpec, Batch, Batches, MemoryNeed
 from coyo11m_tfds.reading.engines import SplitReader, kept_records
-from coyo11m_tfds.reading.files import MappedFiles
-from coyo11m_tfds.reading.mixture import BatchShares, Cursor, Position, Stage
 from coyo11m_tfds.reading.opened_splits import OpenedSplit, engine_name, open_splits
 from coyo11m_tfds.reading.options import MixSource, TrainOptions, check_latents, choose_texts
-from coyo11m_tfds.reading.order import Order, train_blocks
+from coyo11m_tfds.sampling.mixture import BatchShares, Cursor, Position, Stage
+from coyo11m_tfds.sampling.order import Order, train_blocks
 from coyo11m_tfds.storage import json_digest
 
 # Bytes of a long caption as an object of Python, with its pointer in the array.

@@ -13,7 +13,7 @@ from fractions import Fraction
 import numpy as np
 
 from coyo11m_tfds.dataset.keyed_random import Permutation, derive, splitmix64
-from coyo11m_tfds.reading.order import CHUNKS, ROTATION, WINDOWS, OrderSettings
+from coyo11m_tfds.sampling.order import CHUNKS, ROTATION, WINDOWS, OrderSettings
 
 Record = tuple[int, int]  # shard, number
 

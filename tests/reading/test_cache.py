@@ -334,7 +334,7 @@ def kill_readers(count: int, bucket: Gcs, expected: list[float], cache: dict, ou
             shutil.rmtree(cache['cache_dir'], ignore_errors=True)
         options = ORDER | cache
         child = children.fork(cache_reader.run, out, bucket.env, DATA, STEPS, options)
-        children.wait_until(pathlib.Path(cache['cache_dir']).exists, 60)
+        children.wait_until(pathlib.Path(cache['cache_dir']).exists)
         time.sleep(chance.uniform(0, 0.3))
         num_killed += child.is_alive()
         child.kill()

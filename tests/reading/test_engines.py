@@ -18,7 +18,7 @@ import tensorflow as tf
 import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import chunk_index, records, stored_dataset
-from coyo11m_tfds.reading import files as files_lib
+from coyo11m_tfds.memory import files as files_lib
 from coyo11m_tfds.reading import row_reader
 from tests import built, children
 from tests.checkout import CHECKOUT

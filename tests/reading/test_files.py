@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.reading.files import MappedFiles
+from coyo11m_tfds.memory.files import MappedFiles
 from tests import children
 from tests.reading import small_dataset
 
@@ -20,7 +20,7 @@ LENGTHS = (70, 33)
 GUARDS = """
     import ctypes, mmap
     import numpy as np
-    from coyo11m_tfds.reading import files
+    from coyo11m_tfds.memory import files
 
     protect = files._libc.mprotect
     protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

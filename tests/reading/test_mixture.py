@@ -18,8 +18,9 @@ import pytest
 
 import input_pipeline
 from coyo11m_tfds import schema
-from coyo11m_tfds.reading import filters, mixture, opened_splits, order
-from coyo11m_tfds.reading.order import (
+from coyo11m_tfds.reading import opened_splits
+from coyo11m_tfds.sampling import filters, mixture, order
+from coyo11m_tfds.sampling.order import (
     Order,
     OrderSettings,
     sample_crops,

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coyo11m_tfds.dataset.keyed_random import Permutation
-from coyo11m_tfds.reading import order as order_lib
-from coyo11m_tfds.reading.order import Order, OrderSettings
+from coyo11m_tfds.sampling import order as order_lib
+from coyo11m_tfds.sampling.order import Order, OrderSettings
 from tests.reading.batches import planned_batch
 
 LENGTHS = (130, 97, 64, 201, 33, 1)

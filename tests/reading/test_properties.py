@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import stored_dataset
-from coyo11m_tfds.reading.order import Order, OrderSettings, sample_crops, sample_drops
+from coyo11m_tfds.sampling.order import Order, OrderSettings, sample_crops, sample_drops
 from tests import built
 from tests.fakes.cloud import Gcs, fake_gcs
 from tests.reading import naive_order, small_dataset

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import input_pipeline
 from coyo11m_tfds import schema
-from coyo11m_tfds.reading.order import sample_texts
+from coyo11m_tfds.sampling.order import sample_texts
 from tests import damages
 from tests.reading import small_dataset
 from tests.reading.batches import planned_batch

@@ -18,7 +18,7 @@ from coyo11m_tfds.dataset.keyed_random import Permutation, derive, splitmix64
 from coyo11m_tfds.process import arguments
 from coyo11m_tfds.process.errors import FieldError, at_least
 from coyo11m_tfds.process.sizes import format_count
-from coyo11m_tfds.reading.filters import KeptRecords
+from coyo11m_tfds.sampling.filters import KeptRecords
 
 # The first number hashed after the seed, one for each purpose.
 CHUNKS, WINDOWS, CROP, DROP, TEXT, ROTATION, NOISE = range(7)

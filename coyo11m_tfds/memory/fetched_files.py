@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from coyo11m_tfds import storage
-from coyo11m_tfds.reading.files import (
+from coyo11m_tfds.memory.files import (
     NUM_ZEROS,
     HeldFiles,
     Range,
@@ -20,7 +20,7 @@ from coyo11m_tfds.reading.files import (
     gather_rows,
     map_zeros,
 )
-from coyo11m_tfds.reading.read_counts import ReadCounter
+from coyo11m_tfds.memory.read_counts import ReadCounter
 from coyo11m_tfds.storage import retry, stored_file
 from coyo11m_tfds.storage.range_cache import RangeCache
 from coyo11m_tfds.storage.stored_file import StoredFile

@@ -1,0 +1,1 @@
+"""Which records a batch has: their order, the shares of mixtures, and conditions of users."""
