@@ -58,7 +58,8 @@ class EmbedSettings:
         drop_duplicates: Whether to take the first of several rows with one key; else they are an
             error.
         tokens_only: Whether to write token ids instead of embeddings.
-        max_tokens: Length to which captions are cut, in tokens; not for `hash`.
+        max_tokens: Length to which captions are cut, in tokens; not for `hash`. None: 512 or, for
+            `words`, as many as the longest caption has, at most 512.
         batch_tokens: See `text_encoders.make_encoder`.
         part_captions: Largest number of captions in a part. Another number needs another folder.
         scratch_dir: Local folder for the captions; '': a folder in the output or, if that is
@@ -72,7 +73,7 @@ class EmbedSettings:
     by_columns: bool = False
     drop_duplicates: bool = False
     tokens_only: bool = False
-    max_tokens: int = DEFAULT_MAX_TOKENS
+    max_tokens: int | None = None
     batch_tokens: int | None = None
     part_captions: int = parts.PART_CAPTIONS
     scratch_dir: str | os.PathLike[str] = ''
@@ -161,7 +162,11 @@ def embed(
         if isinstance(model, WordsTokenizer) and not model.words:
             # Every process counts the words of all captions, so all number them alike.
             words = text_encoders.list_words(_read_captions(captions))
-            model = WordsTokenizer(settings.max_tokens, words)
+            model = WordsTokenizer(model.max_tokens, words)
+        if isinstance(model, WordsTokenizer) and settings.max_tokens is None:
+            # A model computes something for each place that is only padding, too.
+            longest = text_encoders.count_longest(_read_captions(captions))
+            model = WordsTokenizer(min(max(1, longest), model.max_tokens), model.words)
         sidecar_parts = SidecarParts(
             out,
             captions,
@@ -247,10 +252,13 @@ def _make_model(encoder: str | Encoder, settings: EmbedSettings) -> Tokenizer:
     """Returns the encoder or, for token ids, the tokenizer that a specification names."""
     if not isinstance(encoder, str):
         return encoder
+    max_tokens = settings.max_tokens
+    if max_tokens is None:
+        max_tokens = DEFAULT_MAX_TOKENS
     if not settings.tokens_only:
-        return text_encoders.make_encoder(encoder, settings.max_tokens, settings.batch_tokens)
+        return text_encoders.make_encoder(encoder, max_tokens, settings.batch_tokens)
     spec, words = _find_words(encoder)
-    return text_encoders.make_tokenizer(spec, settings.max_tokens, words)
+    return text_encoders.make_tokenizer(spec, max_tokens, words)
 
 
 def _find_words(encoder: str) -> tuple[str, str]:
@@ -323,8 +331,11 @@ def main() -> None:
     add('--by_columns', action='store_true', help=hint)
     add('--drop_duplicates', action='store_true', help='take the first row of a repeated key')
     add('--tokens_only', action='store_true', help='write token ids instead of embeddings')
-    hint = 'length to which captions are cut, in tokens (%(default)s); not for hash'
-    add('--max_tokens', type=int, default=DEFAULT_MAX_TOKENS, help=hint)
+    hint = (
+        f'length to which captions are cut, in tokens ({DEFAULT_MAX_TOKENS}; of words as many as '
+        'the longest caption has); not for hash'
+    )
+    add('--max_tokens', type=int, help=hint)
     hint = 'most tokens in a forward pass, by default chosen for the device; fewer take less memory'
     add('--batch_tokens', type=int, help=hint)
     ranks.add_share_flag(parser)

@@ -214,9 +214,9 @@ def test_nothing_stays_when_it_is_stopped(source, out, number):
 
 def test_tokens_are_reported_with_the_length_that_would_do(tmp_path):
     source = make_source(tmp_path / 'source', {1: 'a cat', 2: 'two dogs in a red boat', 3: 'a'})
-    settings = EmbedSettings(tokens_only=True)
+    settings = EmbedSettings(tokens_only=True, max_tokens=16)
     report = embed_captions.embed(source, 'words', tmp_path / 'parts', settings)
-    assert (report.longest, report.dim) == (6, 512)
+    assert (report.longest, report.dim) == (6, 16)
     assert 'the longest has 6 tokens, so that --max_tokens=6 keeps all of' in str(report)
     for limit in (6, 5):
         out = tmp_path / f'{limit}'
@@ -225,6 +225,17 @@ def test_tokens_are_reported_with_the_length_that_would_do(tmp_path):
         assert '--max_tokens' not in str(report)
     assert '1 truncated' in str(report)
     assert '--max_tokens' not in str(embed_captions.embed(source, 'hash', tmp_path / 'h'))
+
+
+def test_words_have_the_room_that_the_longest_caption_takes(tmp_path):
+    source = make_source(tmp_path / 'source', {1: 'a cat', 2: 'two dogs in a red boat', 3: 'a'})
+    settings = EmbedSettings(tokens_only=True)
+    report = embed_captions.embed(source, 'words', tmp_path / 'words', settings)
+    assert report.dim == 6 and 'max_tokens' not in str(report)
+    shorter = make_source(tmp_path / 'shorter', {1: 'a cat'})
+    with_its_words = f'words:{tmp_path}/words'
+    report = embed_captions.embed(shorter, with_its_words, tmp_path / 'other', settings)
+    assert report.dim == 2
 
 
 def test_words_are_numbered_alike_in_all_parts_whoever_makes_them(tmp_path):

@@ -39,6 +39,9 @@ def make(
     python.write_text(PYTHON.format(version=version, status=status, unreachable=unreachable))
     python.chmod(0o755)
     env = {name: x for name, x in os.environ.items() if not name.startswith('MAKE')}
+    # Those of a make that runs the tests.
+    for name in ('VENV', 'CONSTRAINTS', 'TORCH_INDEX'):
+        env.pop(name, None)
     command = ['make', f'PYTHON={python}', *options, target]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
 

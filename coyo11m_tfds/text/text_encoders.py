@@ -115,6 +115,11 @@ def list_words(captions: Iterable[str]) -> str:
     return word_list.count_words(map(split_words, captions))
 
 
+def count_longest(captions: Iterable[str]) -> int:
+    """Returns the most words of a caption; 0 without captions."""
+    return max((len(split_words(caption)) for caption in captions), default=0)
+
+
 class WordsTokenizer(Tokenizer):
     """Each word becomes a token, its number in a list; all words that the list lacks become 0.
 
