@@ -17,6 +17,7 @@ from coyo11m_tfds.dataset.columns import InPlaceFile
 from coyo11m_tfds.pictures import latent_rgb
 from coyo11m_tfds.report.statistics import ShardStatistics
 from coyo11m_tfds.source import sidecar
+from coyo11m_tfds.source.encoding_file import how_to_encode
 from coyo11m_tfds.source.keyed_values import KeyedValues
 from coyo11m_tfds.source.npy_folders import NpyFolder
 from coyo11m_tfds.storage.stored_file import StoredFile
@@ -208,7 +209,8 @@ def check_within_reach(file: StoredFile, final: str) -> None:
     if file.path.endswith('.parquet'):
         raise ValueError(
             f"{file.path}: latents='in_place' reads rows where they lie, and those of a Parquet "
-            "file are encoded in pages. Set latents='records'."
+            "file are encoded in pages. Set latents='records'. "
+            f'{how_to_encode(os.path.dirname(file.path))}.'
         )
     is_local_set = storage.local_path(final) is not None
     is_out_of_reach = bool(file.local_path) and not is_local_set
