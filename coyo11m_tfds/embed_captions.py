@@ -159,14 +159,8 @@ def embed(
         captions = source.sort_by_key(folder)
         if not settings.drop_duplicates:
             check_unique_captions(captions, source.place)
-        if isinstance(model, WordsTokenizer) and not model.words:
-            # Every process counts the words of all captions, so all number them alike.
-            words = text_encoders.list_words(_read_captions(captions))
-            model = WordsTokenizer(model.max_tokens, words)
-        if isinstance(model, WordsTokenizer) and settings.max_tokens is None:
-            # A model computes something for each place that is only padding, too.
-            longest = text_encoders.count_longest(_read_captions(captions))
-            model = WordsTokenizer(min(max(1, longest), model.max_tokens), model.words)
+        if isinstance(model, WordsTokenizer):
+            model = _fit_words(model, captions, settings)
         sidecar_parts = SidecarParts(
             out,
             captions,
@@ -259,6 +253,22 @@ def _make_model(encoder: str | Encoder, settings: EmbedSettings) -> Tokenizer:
         return text_encoders.make_encoder(encoder, max_tokens, settings.batch_tokens)
     spec, words = _find_words(encoder)
     return text_encoders.make_tokenizer(spec, max_tokens, words)
+
+
+def _fit_words(
+    model: WordsTokenizer, captions: KeyedValues, settings: EmbedSettings
+) -> WordsTokenizer:
+    """Returns a tokenizer with a list of words, and with room for the longest caption."""
+    has_length = settings.max_tokens is not None
+    if model.words and has_length:
+        return model
+    # Every process counts the words of all captions, so all number them alike.
+    words, longest = text_encoders.measure_words(_read_captions(captions))
+    max_tokens = model.max_tokens
+    if not has_length:
+        # A model computes something for each place that is only padding, too.
+        max_tokens = min(max(1, longest), max_tokens)
+    return WordsTokenizer(max_tokens, model.words or words)
 
 
 def _find_words(encoder: str) -> tuple[str, str]:

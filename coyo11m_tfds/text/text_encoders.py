@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -112,12 +112,24 @@ class HashEncoder(Encoder):
 
 def list_words(captions: Iterable[str]) -> str:
     """Returns the list of the words of captions for `make_tokenizer`, see `word_list`."""
-    return word_list.count_words(map(split_words, captions))
+    words, _ = measure_words(captions)
+    return words
 
 
-def count_longest(captions: Iterable[str]) -> int:
-    """Returns the most words of a caption; 0 without captions."""
-    return max((len(split_words(caption)) for caption in captions), default=0)
+def measure_words(captions: Iterable[str]) -> tuple[str, int]:
+    """Returns the result of `list_words`, and the most words of a caption; 0 without captions."""
+    longest = 0
+
+    def split_captions() -> Iterator[list[str]]:
+        """Yields the words of each caption."""
+        nonlocal longest
+        for caption in captions:
+            words = split_words(caption)
+            longest = max(longest, len(words))
+            yield words
+
+    words = word_list.count_words(split_captions())
+    return words, longest
 
 
 class WordsTokenizer(Tokenizer):
