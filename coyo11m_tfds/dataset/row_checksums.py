@@ -98,7 +98,7 @@ class _ColumnChecksums:
     def _fill(self, number: int, local_path: str) -> list[str]:
         """Fills in the checksums of the rows of one file; returns its line, if it has a fault."""
         file = self._column.files[number]
-        bad_keys = []
+        bad_records = []
         with open(local_path, 'rb') as opened:
             for split, places in self._places.items():
                 records = np.flatnonzero(places[:, 0] == number)
@@ -108,9 +108,9 @@ class _ColumnChecksums:
                     data = file.read_row(opened.fileno(), row, self._column.row_nbytes)
                     places[record, 2] = google_crc32c.value(data)
                     if not _is_finite(data, self._column.dtype):
-                        bad_keys.append(f'record {record} of {split}')
+                        bad_records.append(f'record {record} of {split}')
         self._unchecked.remove(number)
-        return _describe_not_finite(file, bad_keys)
+        return _describe_not_finite(file, bad_records)
 
     def _record(self) -> None:
         """Records what has been computed, in files of new names: others may be read."""
