@@ -355,6 +355,8 @@ def _describe_missing(name: str) -> str:
     closest = difflib.get_close_matches(ending, endings.values(), n=1)
     candidates = [field for field in endings if endings[field] in closest]
     matches = difflib.get_close_matches(name, candidates, n=1, cutoff=0)
+    if missing in matches:
+        return f'there is no field {missing!r} in this block; did you mean config.{missing}?'
     advice = f'; did you mean {matches[0]!r}?' if matches else ''
     return f'there is no field {missing!r}{advice}'
 

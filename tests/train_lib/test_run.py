@@ -99,6 +99,7 @@ WRONG_FLAGS = {
     '--config.modle.name=S': "--config.modle.name: .* 'modle'; did you mean 'model.name'",
     '--config.learning_rate=3': "'learning_rate'; did you mean 'optimizer.learning_rate'",
     '--config.patch_size=4': "'patch_size'; did you mean 'model.patch_size'",
+    '--config.data.seed=3': "'seed' in this block; did you mean config.seed\\?",
     '--config.model.zzz=S': "--config.model.zzz: there is no field 'zzz'$",
     '--config.batch_size=many': "--config.batch_size='many': expected a whole number$",
     '--config.seed=1: 2': "--config.seed='1: 2': expected a whole number$",
@@ -129,7 +130,7 @@ WRONG_FILES = {
     ),
     'a field of another part': (
         'config.optimizer.batch_size = 3',
-        "--config=FILE, line 5: there is no field 'batch_size'; did you mean 'batch_size'",
+        "--config=FILE, line 5: .* 'batch_size' in this block; did you mean config.batch_size",
     ),
     'an error of its own': (
         "config.data.dir = {}['data']",
