@@ -82,7 +82,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the names that need JAX only when they are used."""
+    """Returns the names that need JAX, which is imported only when they are used."""
     if name in ('Arrays', 'key_words', 'process_share', 'to_device'):
         from coyo11m_tfds.reading import to_device
 
@@ -195,6 +195,7 @@ def eval_batches(options: ReadOptions) -> Batches:
         ValueError, OSError: As `train_batches`; or the split is empty.
     """
     splits = opened_splits.open_splits(options)
+    # TensorFlow takes seconds to import, and the other engines do without.
     if splits is None or options.engine == TF_DATA:
         from coyo11m_tfds.reading import tf_data
 
@@ -290,6 +291,7 @@ def train_dataset(options: TrainOptions) -> 'tf.data.Dataset':
     Raises:
         ValueError, OSError: As `train_batches`.
     """
+    # tf.data would read the batches between, and then drop them.
     if options.stride != 1:
         raise ValueError(
             f'stride={options.stride}: expected 1; only train_batches can leave out batches'
@@ -331,6 +333,7 @@ def train_arrays(options: ArrayOptions) -> 'Arrays':
     """
     from coyo11m_tfds.reading import to_device
 
+    # Before the plan, which needs to know the lanes of this process.
     # A caller's own values stay; `to_device` raises an error if they do not fit.
     index, count = to_device.process_share(options.sharding)
     if options.process_index < 0:

@@ -20,12 +20,16 @@ from coyo11m_tfds.sampling.mixture import Cursor
 _BLOCKS = 2.2
 # Of chunks in flight or arrived early: the allocator keeps what threads have freed.
 _RAW_CHUNKS = 1.5
-_FIXED = 200_000_000  # also plans, threads, and chunks that are being gathered
+# Of plans, threads, and chunks that are being gathered, in bytes: independent of the settings.
+_FIXED = 200_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryNeed:
     """Estimates the memory that the engine `chunks` needs for training, before it reads.
+
+    A lane is one of the streams that give each batch an equal share; a window is a run of records
+    of a lane that are shuffled together, and so have to be in memory together.
 
     Six measured runs of 0.7 to 1.5 GB with other lanes, windows and chunks took 20% less to 12%
     more.
@@ -41,7 +45,8 @@ class MemoryNeed:
     @property
     def num_bytes(self) -> int:
         """The memory that reading takes, beyond that of a process that has read a few records."""
-        windows = -(-self.in_flight // self.window)
+        # Blocks have whole windows: as many as it takes to have enough records in flight.
+        windows = math.ceil(self.in_flight / self.window)
         return int(self._window_record_nbytes * self.window * windows + self._other_nbytes)
 
     @property
@@ -55,11 +60,15 @@ class MemoryNeed:
 
     def check(self, budget_gb: float, processes_on_host: int) -> None:
         """Implements `Batches.check_memory`; assumes equal needs of all processes of the host."""
-        budget = 1e9 * budget_gb or machine.usable_memory() / 2
+        budget = 1e9 * budget_gb
+        if not budget:
+            budget = machine.usable_memory() / 2
         total = processes_on_host * self.num_bytes
         if total <= budget:
             return
+        # Rounded up: who copies the number into the configuration must not be refused again.
         total_gb = math.ceil(total / 1e8) / 10
+        # What the window does not change is needed anyway; windows may have the rest.
         process_budget = budget / processes_on_host
         window = math.floor((process_budget - self._other_nbytes) / self._window_record_nbytes)
         # A window of fewer records than are read at once takes no less.
@@ -100,6 +109,9 @@ class Ahead(Iterator[T]):
 
     `next` raises an error of the iterator, again and again; after a Ctrl-C it returns the same
     item. The thread ends when this object is closed or garbage-collected.
+
+    `next` and the thread share a deque and two numbers: how many items the thread has read, and how
+    many it may read. Each `next` raises the second by one.
     """
 
     def __init__(self, items: Iterator[T], count: int, thread_name: str = 'ahead'):
@@ -116,7 +128,9 @@ class Ahead(Iterator[T]):
         # Items that `next` has returned, that the thread has read, and that it may read.
         self._num_returned = self._num_read = self._limit = 0
         self._is_reading = self._is_closed = False
+        # Holds what both threads decide together: whether the thread reads, and how far.
         self._lock = threading.Lock()
+        # A signal and no mutex: `next` locks it and waits, and the thread unlocks it for an item.
         self._arrival = threading.Lock()
         self._executor = concurrent.futures.ThreadPoolExecutor(1, self._thread_name)
         # The thread starts here, and not in `next`, where a Ctrl-C could lose it.
@@ -185,14 +199,18 @@ class Ahead(Iterator[T]):
         while self._may_read():
             try:
                 self._ready.append((next(self._items), None))
+            # Also a KeyboardInterrupt or StopIteration: in this thread nobody would see it.
             except BaseException as error:
+                # A generator ends with its error: there is nothing more to read.
                 self._is_closed = True
                 self._ready.append((None, error))
             self._num_read += 1
+            # Unless `next` waits: it is an error to release a lock that nobody holds.
             if self._arrival.locked():
                 self._arrival.release()
 
     def _may_read(self) -> bool:
+        # Under the lock, so that a higher limit is either seen here or starts a new task.
         with self._lock:
             self._is_reading = self._num_read < self._limit and not self._is_closed
             return self._is_reading
@@ -273,7 +291,7 @@ class Batches(Resumable[Batch]):
         self.origin = origin
 
     def __repr__(self) -> str:
-        features = (f'{name} {x.dtype} {x.shape}' for name, x in self.spec.items())
+        features = [f'{name} {x.dtype} {x.shape}' for name, x in self.spec.items()]
         return (
             f'Batches of {self.origin}\n'
             f'  at step {self.step}, {self.steps_per_epoch:,.1f} steps an epoch, process '

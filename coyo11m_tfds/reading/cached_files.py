@@ -23,18 +23,20 @@ class CachedFiles(MappedFiles):
     Of a file in the cache, only the ranges may be read that it holds.
     """
 
+    # As often as bytes that come from the bucket: a damaged cache is read from there again.
     attempts = FetchedFiles.attempts
     # What is fetched again goes into the memory of this process, too: the cache may be gone by now.
     map_flags = mmap.MAP_PRIVATE
 
     def __init__(self, fetched: FetchedFiles, cache: SplitCache):
-        """Takes what fetches the same files, none of which is added yet."""
+        """Takes `fetched`, which will fetch the same files, and has none of them yet."""
         super().__init__()
         self._fetched = fetched
         self._cache = cache
 
     def add_shards(self, path_of: Callable[[int], str], size: Sequence[int] | np.ndarray) -> int:
         """Adds the shards of the split; they are numbered from the result on."""
+        # In both in the same order, so that a file has one number.
         self._fetched.add_shards(path_of, size)
         return super().add_shards(path_of, size)
 
@@ -49,22 +51,24 @@ class CachedFiles(MappedFiles):
 
     def take_again(self, ranges: Iterable[Range]) -> None:
         """Fetches ranges anew, because their bytes in the cache are damaged."""
-        for key in ranges:
-            number, begin, _ = key
-            new = self._fetched.fetch_anew(key)
+        for file_range in ranges:
+            number, begin, _ = file_range
+            new = self._fetched.fetch_anew(file_range)
             replace_bytes(self._bytes, int(self._starts[number]) + begin, new)
 
     def _map(self, number: int) -> None:
         described = self._cache.describe(self, number)
+        # Files that were local from the start are not copied into the cache.
         if not described:
             super()._map(number)
             return
         path = self._cache.ranges.path_of(described)
         with open(path, 'rb') as file:
+            # To read beyond the end of a mapped file would end the process with SIGBUS.
             if os.fstat(file.fileno()).st_size < described.size:
                 raise OSError(f'{path}: has been cut')
             self._map_bytes(number, file, described.size)
-        # Other processes may write other ranges of it.
+        # Other processes may write other ranges of it, so a new time of change means nothing.
         self._check_times[number] = np.inf
         self._is_open[number] = True
 
@@ -97,7 +101,8 @@ class CacheWatch:
         self._files = files
         self._cache = cache
         self._records_of = records_of
-        self._sizes = (chunk, piece)
+        self._chunk = chunk
+        self._piece = piece
         self._lock = threading.Lock()
         self._is_complete = False
         # Shards that are not known to be complete, and what is read of the last one.
@@ -108,15 +113,18 @@ class CacheWatch:
     def is_complete(self) -> bool:
         """Returns whether all is there, and mapped; from then on always."""
         with self._lock:
-            # Each look goes on with the shard at which the one before it ended.
+            # Each look goes on with the shard at which the one before it ended: what is kept
+            # stays, and a look at a whole split for each block would take too long.
             while self._shards:
                 if not self._needed:
                     self._needed = self._find_needed(self._shards[-1])
-                if not all(map(self._holds, self._needed, self._needed.values())):
-                    return False
+                for number, ranges in self._needed.items():
+                    if not self._holds(number, ranges):
+                        return False
                 self._held |= self._needed.keys()
                 self._needed = {}
                 self._shards.pop()
+            # If files cannot be mapped now, the next look tries again.
             if not self._is_complete:
                 self._is_complete = self._open()
             return self._is_complete
@@ -124,7 +132,9 @@ class CacheWatch:
     def _find_needed(self, shard: int) -> dict[int, np.ndarray]:
         """Returns what is read for a shard: ranges, int64 `(n, 2)`, by numbers of files."""
         record = self._records_of(shard)
-        chunks, _ = self.reader.find_chunks(np.full_like(record, shard), record, *self._sizes)
+        shards = np.full_like(record, shard)
+        # The same chunks as those that are fetched: only these does the cache hold in the end.
+        chunks, _ = self.reader.find_chunks(shards, record, self._chunk, self._piece)
         by_file: dict[int, list[tuple[int, int]]] = {}
         for ranges in chunks:
             for number, begin, end in ranges:
@@ -132,10 +142,12 @@ class CacheWatch:
         return {number: np.array(ranges, np.int64) for number, ranges in by_file.items()}
 
     def _holds(self, number: int, ranges: np.ndarray) -> bool:
+        """Returns whether ranges of a file are in the cache, or the file is local anyway."""
         file = self._cache.describe(self._files, number)
         return file is None or self._cache.ranges.holds(file, ranges)
 
     def _open(self) -> bool:
+        """Maps all files that are needed; returns whether it could."""
         try:
             # Now, so that nobody can remove them before their first use.
             self._files.open_all(np.array(sorted(self._held), np.int64))

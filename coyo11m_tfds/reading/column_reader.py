@@ -1,4 +1,8 @@
-"""Rows of a column: values outside the records, mapped or fetched."""
+"""Rows of a column: values outside the records, mapped or fetched.
+
+A row is the value of one record. It lies in its file in one or more *pieces* of equal size: a `.pt`
+file may keep each crop of the latents in an array of its own.
+"""
 
 import functools
 import math
@@ -53,26 +57,33 @@ def open_column(
 
     Raises a ValueError for another file than the described one, and for a place outside of it.
     """
+    # A column of `add_column` has one file, with a row for each record in their order.
     if isinstance(column, AddedColumn):
         file, start, row_dtype = column.locate(folder, split, num_records)
         starts = np.array([[start]])
         strides = np.array([row_dtype.itemsize])
         dtype = np.dtype(column.dtype)
         return OpenedColumn([file], starts, strides, None, dtype, column.shape)
-    present_files = column.find_files()
-    files = [x.check(file) for x, file in zip(column.files, present_files, strict=True)]
+    # The values lie in the source's own files, which may have changed since the build.
+    files = []
+    for described, present in zip(column.files, column.find_files(), strict=True):
+        files.append(described.check(present))
     places = column.locate(folder, split, num_records)
+    # NumPy alone does not know bfloat16.
     dtype = np.dtype(getattr(ml_dtypes, column.dtype, column.dtype))
     pieces = len(column.files[0].starts) if files else 1
+    # A split may be in no file at all; then `starts` has no rows, but still its two axes.
     starts = np.array([file.starts for file in column.files], np.int64).reshape(-1, pieces)
     strides = np.array([file.stride for file in column.files], np.int64)
     if column.unchecked:
         first = files[column.unchecked[0]].path
         _warn_of_unchecked(os.fspath(folder), len(column.unchecked), first)
     opened = OpenedColumn(files, starts, strides, places, dtype, column.shape, column.unchecked)
+    # All places are compared now: a wrong one would give the values of something else later.
     # The offset from a file's first row to the last possible row. Behind all files stands one for
     # those that are not described, in which no row is possible.
-    last_offsets = [x.size for x in files] - starts.max(axis=1, initial=0) - opened.piece_nbytes
+    sizes = np.array([x.size for x in files], np.int64)
+    last_offsets = sizes - starts.max(axis=1, initial=0) - opened.piece_nbytes
     last_offsets = np.append(last_offsets, -1)
     file_number = np.minimum(places[:, 0], len(files))
     row_offset = places[:, 1] * np.append(strides, 1)[file_number]
@@ -80,7 +91,9 @@ def open_column(
     if is_outside.any():
         number = int(is_outside.argmax())
         file_index, row, _ = places[number].tolist()
-        path = files[file_index].path if file_index < len(files) else 'a file that is not named'
+        path = 'a file that is not named'
+        if file_index < len(files):
+            path = files[file_index].path
         raise ValueError(
             f'{folder}: its column {column.name!r} names row {row} of {path} for record {number}, '
             'but the file has no such row. Build the data set again.'
@@ -107,7 +120,10 @@ class ColumnReader:
         """Adds the files of the column to others in memory."""
         self._places = opened.places
         self._values_nbytes = opened.piece_nbytes
-        self._nbytes = opened.piece_nbytes + (_CRC_NBYTES if opened.places is None else 0)
+        # Bytes to have in memory for a piece. The checksum of a row in place is in `places`.
+        self._nbytes = opened.piece_nbytes
+        if opened.places is None:
+            self._nbytes += _CRC_NBYTES
         self._starts = opened.starts
         self._strides = opened.strides
         self._files = files
@@ -124,8 +140,10 @@ class ColumnReader:
         # All pieces of a row are in one file.
         piece_files = np.repeat(file, begin.shape[1])
         places, limit = self._files.locate(piece_files, begin.ravel(), self._nbytes)
+        # The place ends early where the file does: it has been cut since it was opened.
         is_missing = limit - places < self._nbytes
         if is_missing.any():
+            # The record's index: `is_missing` has an item for each piece.
             index = int(is_missing.argmax()) // begin.shape[1]
             raise ValueError(
                 f'{self._files.path_of(int(file[index]))}: has no row {row[index]}, which the data '
@@ -144,8 +162,8 @@ class ColumnReader:
         else:
             stored = self._places[number, 2]
             is_good = self._is_unchecked[self._places[number, 0]]
-        crcs = np.zeros(len(number), np.uint32)
         # Of all crops of a row, because another epoch uses another crop.
+        crcs = np.zeros(len(number), np.uint32)
         for begin in places.T:
             crcs = self._files.crc32c(begin, begin + self._values_nbytes, crcs.tolist())
         return (crcs == stored) | is_good
@@ -160,20 +178,26 @@ class ColumnReader:
 
         `first` is the first record of each run and `count` the number of records, int64 `(n,)`.
         """
+        # From runs to single records: the run of each, and its number.
         run = np.repeat(np.arange(len(first)), count)
-        index_in_run = np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
+        num_before_run = np.cumsum(count) - count
+        index_in_run = np.arange(len(run)) - num_before_run[run]
         file, _, begins = self._offsets(first[run] + index_in_run)
         ranges: list[list[Range]] = [[] for _ in first]
+        # The n-th pieces of neighbours are neighbours, but the pieces of one row are not.
         for begin in begins.T:
             end = begin + self._nbytes
             # A request costs a round trip, so small gaps are read over.
             gap = begin[1:] - end[:-1]
-            is_apart = (gap < 0) | (gap > _GAP)
-            is_apart |= (np.diff(run) != 0) | (np.diff(file) != 0)
-            starts = np.flatnonzero(np.concatenate([[True], is_apart])[: len(run)])
-            stops = np.append(starts[1:], len(run)) - 1
-            rows = np.stack([run[starts], file[starts], begin[starts], end[stops]], axis=1)
-            for number, *file_range in rows.tolist():
+            # The first row begins a range, and each that is apart from the row before it.
+            is_first = np.ones(len(run), bool)
+            is_first[1:] = (gap < 0) | (gap > _GAP)
+            is_first[1:] |= (np.diff(run) != 0) | (np.diff(file) != 0)
+            starts = np.flatnonzero(is_first)
+            last_rows = np.append(starts[1:], len(run)) - 1
+            # Python's numbers: they become the keys of dicts and the arguments of requests.
+            columns = (run[starts], file[starts], begin[starts], end[last_rows])
+            for number, *file_range in np.stack(columns, axis=1).tolist():
                 ranges[number].append(tuple(file_range))
         return ranges
 
@@ -185,11 +209,15 @@ class ColumnReader:
         self._files.check_unchanged(self._first + file)
 
     def _offsets(self, number: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns file and row of some records, and the offsets of its pieces, `(n, pieces)`."""
+        """Returns the file and the row of each record, and the offsets `(n, pieces)` in the file.
+
+        The file has its number among all files in memory.
+        """
         if self._places is None:
             file = np.zeros_like(number)
             row = number
         else:
+            # Signed 64 bits: a row times its stride is beyond uint32 in files of over 4 GB.
             file, row, _ = self._places[number].astype(np.int64).T
         begin = self._starts[file] + (row * self._strides[file])[:, None]
         return self._first + file, row, begin

@@ -21,9 +21,10 @@ DEFAULT_MAX_FRACTION = 0.001
 # set.
 _ALWAYS_ALLOWED = 64
 
-# Before a record.
+# Before a record. The length is not a number here, because its checksum is that of its bytes.
 _HEADER = np.dtype([('length', 'V8'), ('crc', '<u4')])
 
+# By n from 0 to 7, the byte of which only the n-th bit is set.
 _BITS = np.left_shift(1, np.arange(8)).astype(np.uint8)
 
 # What is wrong with a record. A damaged row of column n has the code `DAMAGED_ROW + n`.
@@ -41,7 +42,11 @@ class Checks:
 
     def __init__(self, mode: str, num_records: int):
         self._mode = mode
-        self._checked_bits = np.zeros(-(-num_records // 8) if mode == ONCE else 0, np.uint8)
+        # A bit and not a byte: 10^9 records take 125 MB, and every process has its own.
+        num_bytes = 0
+        if mode == ONCE:
+            num_bytes = -(-num_records // 8)
+        self._checked_bits = np.zeros(num_bytes, np.uint8)
 
     def find_due(self, number: np.ndarray, codes: np.ndarray) -> np.ndarray:
         """Returns the indices of the good records that have to be compared, int64 `(k,)`.
@@ -58,6 +63,7 @@ class Checks:
     def remember(self, number: np.ndarray) -> None:
         """Remembers records that were compared and are good; others may be repaired."""
         if self._mode == ONCE:
+            # `at`, because several of the records may share a byte.
             np.bitwise_or.at(self._checked_bits, number >> 3, _BITS[number & 7])
 
 
@@ -88,6 +94,7 @@ class BadRecords:
                 f"records out with on_bad_records='{SKIP}'."
             )
         self._records.update((shard, number) for number in numbers)
+        # The counter is of reads, and counts a record in each epoch; the limit counts it once.
         if self._counter:
             self._counter.add(bad_records=len(numbers))
         num_bad = len(self._records)
@@ -98,6 +105,7 @@ class BadRecords:
                 'Restore the files that python -m coyo11m_tfds.verify names, or raise '
                 'max_bad_fraction.'
             )
+        # Once for each file: a damaged disk would fill the log otherwise.
         if path not in self._reported_paths:
             self._reported_paths.add(path)
             logging.warning('%s It is left out, like other bad records of this file.', message)
@@ -111,7 +119,10 @@ def stored_crcs(files: HeldFiles, end: np.ndarray) -> np.ndarray:
 def match_crcs(files: HeldFiles, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
     """Returns True where records and their lengths match the checksums behind them; bool `(n,)`."""
     headers = files.gather(begin - records.HEADER_NBYTES, records.HEADER_NBYTES).view(_HEADER)
-    lengths = map(google_crc32c.value, headers['length'].tolist())
-    length_crcs = records.mask_crc32c(np.fromiter(lengths, np.uint32, len(begin)))
+    # TFRecord files have two checksums for each record: of its length, and of its data.
+    length_crcs = map(google_crc32c.value, headers['length'].tolist())
+    length_crcs = records.mask_crc32c(np.fromiter(length_crcs, np.uint32, len(begin)))
+    is_length_good = length_crcs == headers['crc']
     record_crcs = records.mask_crc32c(files.crc32c(begin, end))
-    return (length_crcs == headers['crc']) & (record_crcs == stored_crcs(files, end))
+    is_record_good = record_crcs == stored_crcs(files, end)
+    return is_length_good & is_record_good

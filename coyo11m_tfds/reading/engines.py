@@ -2,6 +2,9 @@
 
 By rows, each batch is gathered when it is needed, and the system reads later rows in advance. By
 chunks, a block of batches is filled while the loop uses the block before it.
+
+A chunk is a run of records that lie one after the other in a shard. A block is some consecutive
+batches that are planned together; its records lie in few chunks, but in any order.
 """
 
 import contextlib
@@ -63,10 +66,12 @@ class _Plan(NamedTuple):
 
     @property
     def ranges(self) -> list[Range]:
+        """The ranges of files that hold all records of the block."""
         return _ranges_of(self.chunks)
 
     @property
     def num_reads(self) -> int:
+        """Number of batches in which the rows of the block are read."""
         return sum(-(-len(x.rows) // x.reads_size) for x in self.parts)
 
 
@@ -99,15 +104,15 @@ class SplitReader:
         # Before the files of columns are opened, perhaps in a bucket.
         check_text_feature(stored.folder, text, features)
         num_records = int(self._split.index.shard_lengths.sum())
-        columns = stored.find_columns(features, text)
+        self._columns = {}
         try:
-            self._columns = {
-                name: open_column(column, stored.folder, options.split, num_records)
-                for name, column in columns.items()
-            }
+            for name, described in stored.find_columns(features, text).items():
+                column = open_column(described, stored.folder, options.split, num_records)
+                self._columns[name] = column
         except ValueError as error:
             # What its description says of a column was true when the column was added.
             raise DamagedError(*error.args) from error
+        # A column replaces the feature of its name in the records.
         specs = stored_specs(stored)
         for name, column in self._columns.items():
             specs[name] = ArraySpec(column.shape, column.dtype)
@@ -129,7 +134,7 @@ class SplitReader:
         self._bad_records = damage.BadRecords(
             options.on_bad_records, options.max_bad_fraction, num_records, options.counter
         )
-        # One for all lanes: it remembers which records have been compared with their checksums.
+        # One for all reads: it remembers which records have been compared with their checksums.
         self.mapped_reader = None
         if self.is_mapped:
             self.mapped_reader = self._row_reader(mapped_files or MappedFiles(), options.verify)
@@ -164,7 +169,9 @@ class SplitReader:
     def read_block(self, block: RecordBlock, pool: ThreadPoolExecutor) -> Batch:
         """Reads a block of one chunk with the threads of a pool."""
         reader = self._fetching_reader(1, pool)
-        ((_, values),) = _fill_blocks(reader, self._read_parts(reader, iter([block])))
+        parts = self._read_parts(reader, iter([block]))
+        # To the end, so that the files are closed.
+        ((_, values),) = _fill_blocks(reader, parts)
         return values
 
     def _row_reader(self, files: HeldFiles, verify: str) -> RowReader:
@@ -183,8 +190,9 @@ class SplitReader:
         return self._row_reader(self._make_files(in_flight, pool), damage.ALWAYS)
 
     def _make_files(self, in_flight: int, pool: ThreadPoolExecutor | None = None) -> FetchedFiles:
-        # Of a chunk, its records and its rows of each column are a range each.
-        max_in_flight = in_flight * (1 + len(self._columns))
+        # The records of a chunk are one range of a shard, and its rows are one of each column.
+        ranges_per_chunk = 1 + len(self._columns)
+        max_in_flight = in_flight * ranges_per_chunk
         return FetchedFiles(max_in_flight, self.options.counter, pool, self._cache)
 
     def _watch_cache(self) -> CacheWatch | None:
@@ -195,9 +203,13 @@ class SplitReader:
         has_checksums = not any(column.unchecked for column in self._columns.values())
         if not self._cache or num_files > MAX_FILES or not has_checksums:
             return None
+        # Fetches what is damaged in the cache, one range after the other.
         files = CachedFiles(self._make_files(1), self._cache)
-        # A crash of the machine may have left checksums of pages that were never written.
-        verify = damage.ONCE if self.options.verify == damage.NEVER else self.options.verify
+        # A crash of the machine may have left checksums of pages that were never written. So what
+        # the cache holds is compared at least once.
+        verify = self.options.verify
+        if verify == damage.NEVER:
+            verify = damage.ONCE
         return CacheWatch(
             self._row_reader(files, verify),
             files,
@@ -205,12 +217,21 @@ class SplitReader:
             num_shards,
             self._records_to_read,
             chunk=self.options.chunk,
-            piece=schema.CHUNK_STRIDE if self.options.source.where else self.options.chunk,
+            piece=self._piece_size(),
         )
+
+    def _piece_size(self) -> int:
+        """Returns the fewest records of a chunk that are fetched without the others."""
+        # A condition may leave out most records. Without one, chunks are fetched whole, so that
+        # blocks with pieces of one chunk share its request.
+        if self.options.source.where:
+            return schema.CHUNK_STRIDE
+        return self.options.chunk
 
     def _records_to_read(self, shard: int) -> np.ndarray:
         """Returns the numbers of a shard's records that are read, or of one for each chunk."""
         kept = kept_records(self.options)
+        # Chunks are fetched whole then, so that one record stands for its chunk.
         if kept is None:
             return np.arange(0, self._split.index.shard_lengths[shard], self.options.chunk)
         number = np.arange(kept.lengths[shard])
@@ -222,7 +243,7 @@ class SplitReader:
         """Yields batches with the places of latents, and counts their bytes."""
         row_nbytes = sum(x.dtype.itemsize * math.prod(x.shape) for x in self.spec(1).values())
         for _, rows, batch in self._read_parts(reader, blocks):
-            # Nobody knows which pages the system has read for it.
+            # Nobody knows which pages the system has read for it, so the bytes of rows count.
             if self.options.counter:
                 num_bytes = len(rows) * row_nbytes
                 self.options.counter.add(num_bytes=num_bytes)
@@ -234,12 +255,14 @@ class SplitReader:
         self, watch: CacheWatch, blocks: Iterator[RecordBlock], in_flight: int
     ) -> Iterator[Batch]:
         """Fetches blocks, and keeps them, until the cache holds all; then reads it by rows."""
+        # The block at which the cache turned out to be complete: taken, but not fetched.
         first_by_rows: list[RecordBlock] = []
 
         def fetched_blocks() -> Iterator[RecordBlock]:
             for block in blocks:
                 if watch.is_complete():
                     first_by_rows.append(block)
+                    # Ends the fetching reader, which yields the blocks that it has begun.
                     return
                 yield block
 
@@ -249,6 +272,7 @@ class SplitReader:
         yield from map(watch.reader.gather_latents, by_rows)
 
     def _read_fetched(self, reader: RowReader, blocks: Iterator[RecordBlock]) -> Iterator[Batch]:
+        """Yields the batches of blocks, which are filled one ahead."""
         filled_blocks = _fill_blocks(reader, self._read_parts(reader, blocks))
         # A thread fills a block while the loop uses the one before it.
         for (steps, size), values in Ahead(filled_blocks, 1, 'chunks'):
@@ -260,6 +284,7 @@ class SplitReader:
     def _read_parts(self, reader: RowReader, blocks: Iterator[RecordBlock]) -> Iterator[_PartRead]:
         """Yields batches of rows as they are located: of mapped files, those of the blocks."""
         with contextlib.closing(reader.files):
+            # A plan is made one block ahead. None follows the last one, which has no next block.
             plans = itertools.chain((self._plan(reader, block) for block in blocks), [None])
             plan = next(plans)
             # The first block has no block before it that could request its ranges.
@@ -273,25 +298,27 @@ class SplitReader:
     def _plan(self, reader: RowReader, block: RecordBlock) -> _Plan:
         """Plans how a block is read, before its bytes are in memory."""
         chunk = self.options.chunk
-        # Without a condition chunks are fetched whole, so that blocks with pieces of one share it.
         is_mapped = reader.files.is_mapped
-        has_pieces = is_mapped or self.options.source.where
+        piece = self._piece_size()
+        # The system reads ahead what is asked of it, and nothing keeps the rest of a chunk.
+        if is_mapped:
+            piece = schema.CHUNK_STRIDE
         records = RecordBlock(*(x.ravel() for x in block))
-        chunks, chunk_numbers = reader.find_chunks(
-            records.shard, records.record, chunk, schema.CHUNK_STRIDE if has_pieces else chunk
-        )
+        chunks, chunk_numbers = reader.find_chunks(records.shard, records.record, chunk, piece)
         shape = block.shard.shape
+        # Mapped files take no memory for chunks: rows are read in the order of the batches.
         if is_mapped:
             rows = np.arange(len(records.shard))
             part = _Part(records, rows, chunks, chunk_numbers, reads_size=shape[1])
             return _Plan(shape, chunks, [part])
         # A chunk is freed after the last of its rows, so rows are read chunk by chunk.
         all_rows = np.argsort(chunk_numbers, kind='stable')
+        sorted_numbers = chunk_numbers[all_rows]
         part_chunks = -(-_PART_RECORDS // chunk)
         parts = []
         for first in range(0, len(chunks), part_chunks):
-            limits = np.searchsorted(chunk_numbers[all_rows], (first, first + part_chunks))
-            rows = all_rows[slice(*limits)]
+            begin, end = np.searchsorted(sorted_numbers, (first, first + part_chunks))
+            rows = all_rows[begin:end]
             part = _Part(
                 RecordBlock(*(x[rows] for x in records)),
                 rows,
@@ -310,7 +337,7 @@ def _read_planned(reader: RowReader, plan: _Plan, next_plan: _Plan | None) -> It
     """
     files = reader.files
     next_ranges = next_plan.ranges if next_plan else []
-    # Those of both blocks are kept.
+    # Those of both blocks are kept, and not requested again.
     shared = set(plan.ranges).intersection(next_ranges)
     new_ranges = [x for x in next_ranges if x not in shared]
     # A few at each read: they come while this block is used.
@@ -321,10 +348,12 @@ def _read_planned(reader: RowReader, plan: _Plan, next_plan: _Plan | None) -> It
         files.take(ranges)
         located = reader.locate(*part.records)
         for first in range(0, len(part.rows), part.reads_size):
+            # Before the read, so that they are on their way meanwhile.
             files.request(new_ranges[:per_read])
             del new_ranges[:per_read]
             rows = slice(first, first + part.reads_size)
-            yield plan.shape, part.rows[rows], _read_rows(reader, part, located, rows)
+            batch = _read_rows(reader, part, located, rows)
+            yield plan.shape, part.rows[rows], batch
         files.drop(x for x in ranges if x not in shared)
 
 
@@ -337,9 +366,11 @@ def _read_rows(reader: RowReader, part: _Part, located: LocatedRecords, rows: sl
         is_bad = codes != damage.GOOD
         if not is_bad.any():
             break
+        # Only the chunks of bad records, each once.
         numbers = set(part.chunk_numbers[rows][is_bad].tolist())
         ranges = _ranges_of([part.chunks[number] for number in numbers])
         files.take_again(ranges)
+        # A length may have been damaged: with new bytes, records may lie elsewhere.
         records = reader.locate(*part.records).rows(rows)
         codes = reader.check(records)
         if (codes == damage.GOOD).all():
@@ -356,6 +387,7 @@ def _fill_blocks(
     num_missing = 0  # rows of the block that have no values yet
     for shape, rows, batch in parts:
         values = reader.gather_latents(batch)
+        # Shapes and dtypes are those of the first values, also of columns and tokens.
         if not block:
             num_missing = math.prod(shape)
             for name, x in values.items():
@@ -365,6 +397,7 @@ def _fill_blocks(
         num_missing -= len(rows)
         if not num_missing:
             yield shape, block
+            # A new one, because the loop still copies batches out of the old one.
             block = {}
 
 
@@ -372,7 +405,8 @@ def _ranges_of(chunks: Iterable[Chunk]) -> list[Range]:
     return list(itertools.chain.from_iterable(chunks))
 
 
-# How keys are read that a condition compares.
+# How keys are read that a condition compares: all of the split once, with nothing else to do, so in
+# larger requests than those of training.
 _KEYS_CHUNK = 256
 _KEYS_IN_FLIGHT = 16
 
@@ -404,6 +438,7 @@ def read_split_keys(options: ReadOptions, num_records: int, size: int) -> Iterat
         parallel_reads=_KEYS_IN_FLIGHT,
         on_bad_records=options.on_bad_records,
         max_bad_fraction=options.max_bad_fraction,
+        # Each is read once, so ALWAYS compares no more than ONCE, and remembers nothing.
         verify=damage.ALWAYS,
         **options.cache_fields,
     )
@@ -436,6 +471,7 @@ def resumable_eval(
     engine: str,
 ) -> Batches:
     """Returns all batches of an evaluation; `read(n)` yields those after the first n."""
+    # Another batch size or number of processes would give the records to other steps.
     identity = [options.source.identity(options.split), options.batch_size, options.process_count]
     digest = json_digest.sha256(identity)[:16]
     # The samples in a state count those of all processes, as if one lane had them.
@@ -457,17 +493,18 @@ class EvalReader(SplitReader):
     def __init__(self, options: ReadOptions, opened: OpenedSplit):
         options = options.for_source(options.source)
         self._kept = kept_records(options)
-        lengths = opened.indexed.index.shard_lengths
+        # Number of records to read in each shard.
+        self._lengths = opened.indexed.index.shard_lengths
         if self._kept is not None:
-            lengths = self._kept.lengths
-        self._lengths = lengths
+            self._lengths = self._kept.lengths
         num_records = int(self._lengths.sum())
         if not num_records:
             raise ValueError(
                 f'{options.stored.folder}: split {options.split!r} is empty; name another split, '
                 'or build with a larger validation_fraction'
             )
-        # The same for all processes.
+        # The same for all processes: where they compute together, one that ended early would leave
+        # the others waiting.
         self.num_batches = -(-num_records // options.batch_size)
         per_process = self.num_batches * options.local_batch_size
         # Consecutive records, so that each process reads few chunks of the others.
@@ -481,9 +518,9 @@ class EvalReader(SplitReader):
         size = self.options.local_batch_size
         records = self._own_records[start * size :]
         blocks = eval_blocks(self._lengths, records.start, records.stop, size, self._kept)
-        no_rows = {name: np.zeros(*spec) for name, spec in self.spec(0).items()}
-        # Processes at the end of the split have fewer records, but as many batches.
         batches = self.read_blocks(blocks, self.options.parallel_reads)
+        # Processes at the end of the split have fewer records, but as many batches.
+        no_rows = {name: np.zeros(*spec) for name, spec in self.spec(0).items()}
         batches = itertools.chain(batches, itertools.repeat(no_rows))
         for batch in itertools.islice(batches, self.num_batches - start):
             yield {name: _pad_rows(x, size) for name, x in batch.items()}
@@ -494,6 +531,7 @@ def _pad_rows(x: np.ndarray, size: int) -> np.ndarray:
     if len(x) == size:
         return x
     padding = np.zeros((size - len(x), *x.shape[1:]), x.dtype)
+    # Zeros of objects are the number 0, and captions are bytes.
     if x.dtype == object:
         padding[:] = b''
     return np.concatenate([x, padding])

@@ -32,7 +32,7 @@ from coyo11m_tfds.sampling.order import RecordBlock
 # Runs whose places are remembered, 4 KB each: those of 2 million records, 57 GB of latents.
 _LOCATED_RUNS = 1 << 16
 _KEPT_CHUNKS = 64  # of 32 records with 27 KB each, these take 55 MB
-_KEYS_AT_ONCE = 1 << 18
+_KEYS_AT_ONCE = 1 << 18  # in a batch; they take 2 MB
 
 
 class Records:
@@ -52,6 +52,7 @@ class Records:
                 f'{stored.folder}: only records of a whole data set with a chunk index have '
                 "numbers, with engine 'rows' or 'chunks': build it again, or leave out 'where'"
             )
+        # These come from seed and epoch, and a record by number has none.
         others = {CROP, NOISE_SEED} & set(options.feature_names)
         if others:
             raise ValueError(f'features has {min(others)!r}, which only samples in batches have')
@@ -62,14 +63,16 @@ class Records:
             raise FieldError('crop', crop, problem)
         (self._opened,) = splits
         index = self._opened.indexed.index
-        self._ends = np.cumsum(index.shard_lengths)
+        self._ends = np.cumsum(index.shard_lengths)  # of the shards, in numbers of records
         self._length = int(index.shard_lengths.sum())
         self._rows = self._open_rows()
         self._process = os.getpid()
+        # Of a batch of one record, without the axis of the batch.
         specs = self._rows.reader.spec(1).items()
         self.spec = {name: spec._replace(shape=spec.shape[1:]) for name, spec in specs}
 
     def __reduce__(self):
+        # Another process opens the files itself: mappings and threads cannot be pickled.
         return type(self), (self._options, self._crop)
 
     def __repr__(self) -> str:
@@ -102,10 +105,12 @@ class Records:
         # On so few numbers Python is faster than NumPy.
         shard = bisect.bisect_right(self._ends, index)
         record = index - int(self._opened.indexed.first_numbers[shard])
-        return {name: x[0] for name, x in self._rows_here().read_one(shard, record).items()}
+        batch = self._rows_here().read_one(shard, record)
+        return {name: x[0] for name, x in batch.items()}
 
     def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """Returns the records of some numbers; torch calls it for a batch."""
+        # Read together, because the cost of NumPy's calls is that of one batch.
         batch = self._read_batch(_as_numbers(numbers))
         rows = zip(*batch.values(), strict=True)
         return [dict(zip(batch, values, strict=True)) for values in rows]
@@ -132,15 +137,19 @@ class Records:
 
     @functools.cached_property
     def _sorted_keys(self) -> tuple[np.ndarray, np.ndarray]:
-        """The keys of all records that can be read, and their numbers."""
+        """The keys of all records that can be read, ascending, and the number of each record."""
         # A damaged record elsewhere is no reason not to find this one.
         options = dataclasses.replace(self._options, on_bad_records=damage.SKIP)
-        keys = np.ma.concatenate(list(read_split_keys(options, self._length, _KEYS_AT_ONCE)))
-        numbers = np.flatnonzero(~np.ma.getmaskarray(keys))
-        numbers = numbers[np.argsort(keys.data[numbers])]
+        batches = list(read_split_keys(options, self._length, _KEYS_AT_ONCE))
+        keys = np.ma.concatenate(batches)
+        # Bad records are masked, and have no key.
+        readable = np.flatnonzero(~np.ma.getmaskarray(keys))
+        numbers = readable[np.argsort(keys.data[readable])]
         return keys.data[numbers], numbers
 
     def _read_batch(self, numbers: np.ndarray) -> Batch:
+        """Reads records by number, `(n,)`, from the end if it is negative; in their order."""
+        # An empty list has the dtype float64, which is no dtype of numbers of records.
         if numbers.shape == (0,):
             return {name: np.empty(*spec) for name, spec in self._rows.reader.spec(0).items()}
         outside = (numbers < -self._length) | (numbers >= self._length)
@@ -165,6 +174,7 @@ class Records:
         return self._rows
 
     def _open_rows(self) -> '_MappedRows | _FetchedRows':
+        """Opens the files in this process, mapped if they can be."""
         options = self._options
         reader = SplitReader(
             options,
@@ -192,15 +202,20 @@ class _MappedRows:
         self._locate_run = functools.lru_cache(_LOCATED_RUNS)(locate)
 
     def read(self, shard: np.ndarray, record: np.ndarray) -> Batch:
-        return self._gather(self._row_reader.locate(np.zeros_like(shard), shard, record))
+        """Reads records of any shards, in their order; arguments are int64 `(n,)`."""
+        # No choice depends on the epoch here.
+        epoch = np.zeros_like(shard)
+        return self._gather(self._row_reader.locate(epoch, shard, record))
 
     def read_one(self, shard: int, record: int) -> Batch:
+        """Reads a batch of one record, with the places of its whole run, which are kept."""
         run, place = divmod(record, schema.CHUNK_STRIDE)
         return self._gather(self._locate_run(shard, run).rows(slice(place, place + 1)))
 
     def _gather(self, located: LocatedRecords) -> Batch:
         reader = self._row_reader
-        return reader.gather_latents(reader.read(located, reader.check(located)))
+        codes = reader.check(located)
+        return reader.gather_latents(reader.read(located, codes))
 
 
 def _as_numbers(numbers: Any) -> np.ndarray:
@@ -209,13 +224,16 @@ def _as_numbers(numbers: Any) -> np.ndarray:
     if values.shape == (0,) or (values.ndim == 1 and values.dtype.kind in 'iu'):
         return values
     # An array may have as many values as the data set has records.
-    described = f'{values.dtype}, shape {values.shape}' if values.ndim else repr(numbers)
+    described = repr(numbers)
+    if values.ndim:
+        described = f'{values.dtype}, shape {values.shape}'
     raise TypeError(f'records[{described}]: expected whole numbers, as one number or a list')
 
 
 def _locate_run(
     reader: RowReader, shard_lengths: np.ndarray, shard: int, run: int
 ) -> LocatedRecords:
+    """Locates all records of a run; a run is what the chunk index has an offset for."""
     first = run * schema.CHUNK_STRIDE
     record = np.arange(first, min(first + schema.CHUNK_STRIDE, shard_lengths[shard]))
     return reader.locate(np.zeros_like(record), np.full_like(record, shard), record)
@@ -236,22 +254,30 @@ class _FetchedRows:
         self._fetchers = ThreadPoolExecutor(2 * in_flight, 'fetch')
 
     def read(self, shard: np.ndarray, record: np.ndarray) -> Batch:
-        chunks, inverse = np.unique((shard << 32) + record // self._chunk, return_inverse=True)
-        # Each is freed after its rows are taken, unless it is kept.
+        """Reads records of any shards, in their order; arguments are int64 `(n,)`."""
+        # Shard and number of the chunk in one number, which is a key of `_chunks`.
+        chunk_keys = (shard << 32) + record // self._chunk
+        chunks, inverse = np.unique(chunk_keys, return_inverse=True)
+        # All are requested before the first is awaited, so that they are fetched at once.
         futures = collections.deque(map(self._request, chunks.tolist()))
         values = {name: np.empty(*spec) for name, spec in self.reader.spec(len(shard)).items()}
         for number in range(len(chunks)):
             rows = np.flatnonzero(inverse == number)
+            # Removed from the list, so that a chunk is freed after its rows are taken, unless it is
+            # kept.
             taken = self._take_rows(futures.popleft(), shard[rows], record[rows])
             for name, x in taken.items():
                 values[name][rows] = x
         return values
 
     def read_one(self, shard: int, record: int) -> Batch:
+        """Reads a batch of one record."""
         return self.read(np.array([shard]), np.array([record]))
 
     def _request(self, chunk: int) -> Future[Batch]:
+        """Begins to fetch a chunk, unless it is kept or in flight; does not wait."""
         with self._lock:
+            # Taken out and put back, so that it becomes the last one in the dict.
             future = self._chunks.pop(chunk, None)
             # What failed is tried again: the reason may have passed.
             if future is None or (future.done() and future.exception()):
@@ -263,7 +289,7 @@ class _FetchedRows:
         return future
 
     def _fetch(self, chunk: int) -> Batch:
-        # Shard and number of the chunk in one number, see `read`.
+        """Reads all records of a chunk, whose number has the shard in its upper 32 bits."""
         shard = chunk >> 32
         first = (chunk & 0xFFFFFFFF) * self._chunk
         record = np.arange(first, min(first + self._chunk, self._shard_lengths[shard]))
@@ -273,10 +299,11 @@ class _FetchedRows:
         try:
             values = chunk.result()
         except DamagedError:
-            # Perhaps others of the chunk are damaged, and not these.
+            # Perhaps others of the chunk are damaged, and not these. So these are read alone.
             return self._read_block(shard, record)
         return {name: x[record % self._chunk] for name, x in values.items()}
 
     def _read_block(self, shard: np.ndarray, record: np.ndarray) -> Batch:
+        # A block of one batch; the epoch is 0, as no choice depends on it.
         block = RecordBlock(np.zeros_like(shard)[None], shard[None], record[None])
         return self.reader.read_block(block, self._fetchers)

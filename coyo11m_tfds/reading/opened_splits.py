@@ -20,6 +20,7 @@ class OpenedSplit(NamedTuple):
 def open_splits(options: ReadOptions, lanes: int | None = None) -> tuple[OpenedSplit, ...] | None:
     """Opens the split of each source; None for a single source without a chunk index."""
     splits = []
+    # A cache is for what comes over a network: of local files it would be a second copy.
     if options.cache_dir and all(x.stored.can_map for x in options.sources):
         problem = 'expected none for a local data set, which is read where it is'
         raise FieldError('cache_dir', options.cache_dir, problem)
@@ -27,6 +28,7 @@ def open_splits(options: ReadOptions, lanes: int | None = None) -> tuple[OpenedS
         split = _open_split(source.stored, options.split, options.engine)
         if split:
             splits.append(split)
+        # Only a single whole data set can be left to TFDS.
         elif len(options.sources) > 1 or source.where:
             raise ValueError(
                 f'{source.stored.folder}: cannot be mixed or filtered without a chunk index. '
@@ -51,8 +53,9 @@ def engine_name(options: ReadOptions, splits: Sequence[OpenedSplit] | None) -> s
 
 
 def _open_split(stored: StoredDataset, name: str, engine: str) -> OpenedSplit | None:
+    """Opens a split with its chunk index; None without one, a ValueError if ROWS cannot be."""
     split = None
-    # Before files are read, perhaps of a bucket.
+    # No index is read, perhaps from a bucket, for an engine that cannot read the files.
     if engine != ROWS or stored.can_map:
         split = stored.split(name)
     if engine == ROWS:

@@ -32,9 +32,9 @@ SYNTAX = (
 # 'dir' and 'weight' are checked where they are used.
 _TYPES = {'where': str, 'text': texts.TextSpec, 'name': str, 'seed': int, 'same_vae': bool}
 
-# Statistics of one VAE's latents differ by less from one set of pictures to another. The distance
-# of means is in standard deviations.
-_MAX_MEAN_DISTANCE, _MAX_STD_RATIO = 0.5, 1.5
+# Statistics of one VAE's latents differ by less from one set of pictures to another.
+_MAX_MEAN_DISTANCE = 0.5  # in standard deviations
+_MAX_STD_RATIO = 1.5
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,6 +68,7 @@ Mix: TypeAlias = Sequence[Mapping[str, Any] | MixSource]
 
 def open_mix(data: Data | Mix) -> tuple[MixSource, ...]:
     """Opens the data sets of a mixture, or a single data set, which is a mixture of one."""
+    # What has a `data_dir` is a builder of TFDS, which is not imported to find that out.
     if isinstance(data, str | os.PathLike | StoredDataset) or hasattr(data, 'data_dir'):
         stored = open_data(data)
         return (MixSource(_short_name(stored), stored),)
@@ -80,10 +81,16 @@ def open_mix(data: Data | Mix) -> tuple[MixSource, ...]:
             f'data={data!r}: expected the folder of a data set, or for a mixture a sequence of '
             f'{SYNTAX}'
         )
-    return _name_sources(x if isinstance(x, MixSource) else _open_mix_source(x) for x in members)
+    sources = []
+    for member in members:
+        if not isinstance(member, MixSource):
+            member = _open_mix_source(member)
+        sources.append(member)
+    return _name_sources(sources)
 
 
 def _open_mix_source(description: Any) -> MixSource:
+    """Opens the data set that a dict of a mixture names; a ValueError for anything else."""
     fields = dict(description) if isinstance(description, Mapping) else {}
     if 'dir' not in fields or not fields.keys() <= {'dir', 'weight', *_TYPES}:
         raise ValueError(f'mix has {description!r}: expected {SYNTAX}')
@@ -91,6 +98,7 @@ def _open_mix_source(description: Any) -> MixSource:
         fields[name] = arguments.convert(f'mix: {name}', fields[name], _TYPES[name])
     # After the cheap checks: opening reads files, perhaps of a bucket.
     stored = open_data(fields.pop('dir'))
+    # Now, and not in the middle of a run, a condition is found to name a column that is not there.
     if 'where' in fields:
         fields['where'] = filters.Condition.parse(fields['where'])
         fields['where'].check_columns(stored)
@@ -98,8 +106,12 @@ def _open_mix_source(description: Any) -> MixSource:
 
 
 def _name_sources(members: Iterable[MixSource]) -> tuple[MixSource, ...]:
-    """Names the sources without a name; raises a ValueError for a name that occurs twice."""
+    """Returns sources that all have a name; raises a ValueError for a name that occurs twice.
+
+    One without a name gets that of its config, with a number if there are several of it.
+    """
     sources = list(members)
+    # All names that were given come first, so that no number makes one of them a second time.
     names = [x.name for x in sources if x.name]
     for number, source in enumerate(sources):
         if source.name:
@@ -116,7 +128,8 @@ def _name_sources(members: Iterable[MixSource]) -> tuple[MixSource, ...]:
 
 
 def _short_name(stored: StoredDataset) -> str:
-    """The config of a data set, or the name of a data set that this project did not build."""
+    """Returns the config of a data set, or the name of one that this project did not build."""
+    # TFDS writes `name/config/version`, and `name/version` where there is no config.
     parts = stored.full_name.split('/')
     return parts[1] if len(parts) > 2 else parts[0]
 
@@ -148,12 +161,14 @@ def choose_texts(
 def mix_stats(sources: Sequence[MixSource], text: texts.TextSpec) -> DatasetStats:
     """Returns the statistics of latents and texts by the weights of a mixture, not its stages."""
     stats = [source.stored.stats(source.choose_text(text)) for source in sources]
+    # One data set needs no checks against others, and keeps its numbers to the last bit.
     if len(stats) == 1:
         return stats[0]
     check_latents(sources)
     mixtures = choose_texts(sources, text)
     moments: dict[str, Any] = {}
     weights = [source.weight for source in sources]
+    # Mixed in float64, so that only the last rounding is that of float32.
     for kind in ('latent', 'text'):
         means = [getattr(x, f'{kind}_mean').astype(np.float64) for x in stats]
         stds = [getattr(x, f'{kind}_std').astype(np.float64) for x in stats]
@@ -167,10 +182,12 @@ def mix_stats(sources: Sequence[MixSource], text: texts.TextSpec) -> DatasetStat
     # Where no data set names a license, the mixture names none.
     if not any(x.license for x in stats):
         licenses.clear()
+    # Numbers of crops may differ, because a sample has one of them.
+    num_crops = max(x.latents_shape[0] for x in stats)
     return dataclasses.replace(
         stats[0],
         **moments,
-        latents_shape=(max(x.latents_shape[0] for x in stats), *stats[0].latents_shape[1:]),
+        latents_shape=(num_crops, *stats[0].latents_shape[1:]),
         text_max_tokens=max(limits) if all(limits) else 0,
         num_tokens=mixtures[0].size if stats[0].num_tokens else 0,
         vae=named.vae,
@@ -185,6 +202,7 @@ def check_latents(sources: Sequence[MixSource]) -> None:
 
     Raises a ValueError, which names two data sets, where they cannot.
     """
+    # Moments have twice the channels of latents that were drawn from them.
     for source in sources[1:]:
         if source.stored.moments != sources[0].stored.moments:
             first = sources[0].stored.moments or 'none'
@@ -193,6 +211,7 @@ def check_latents(sources: Sequence[MixSource]) -> None:
                 f'{source.stored.folder}: its moments are {other!r}, those of '
                 f'{sources[0].stored.folder} {first!r}; build them with one setting of moments'
             )
+    # Names first, which leave no doubt. Not every data set has one: then its numbers must do.
     with_vae = [x for x in sources if schema.META_VAE in x.stored.metadata]
     for source in with_vae[1:]:
         vae = source.stored.metadata[schema.META_VAE]
@@ -202,8 +221,8 @@ def check_latents(sources: Sequence[MixSource]) -> None:
                 f'{source.stored.folder}: its latents come from VAE {vae!r}, those of '
                 f'{with_vae[0].stored.folder} from {first_vae!r}; mix only data sets of one VAE'
             )
-    names = schema.META_LATENT_MEAN, schema.META_LATENT_STD
-    with_stats = [x for x in sources if x.stored.metadata.keys() >= set(names)]
+    stats_names = {schema.META_LATENT_MEAN, schema.META_LATENT_STD}
+    with_stats = [x for x in sources if x.stored.metadata.keys() >= stats_names]
     for source in with_stats[1:]:
         mean, std = _latent_stats(source)
         first_mean, first_std = _latent_stats(with_stats[0])
@@ -215,8 +234,11 @@ def check_latents(sources: Sequence[MixSource]) -> None:
         # Another number of channels is another VAE, whatever `same_vae` says.
         if len(mean) != len(first_mean):
             raise ValueError(f'{problem}: expected latents of one VAE')
-        std_ratio = np.maximum(std, first_std) / np.maximum(np.minimum(std, first_std), 1e-12)
-        mean_distance = np.abs(mean - first_mean) / np.maximum(std, first_std)
+        # Symmetric, so that the order of the sources does not decide. A channel may be constant.
+        smaller_std = np.minimum(std, first_std)
+        larger_std = np.maximum(std, first_std)
+        std_ratio = larger_std / np.maximum(smaller_std, 1e-12)
+        mean_distance = np.abs(mean - first_mean) / larger_std
         is_other = (std_ratio > _MAX_STD_RATIO).any() or (mean_distance > _MAX_MEAN_DISTANCE).any()
         if is_other and not source.same_vae:
             raise ValueError(
@@ -317,6 +339,7 @@ class ReadOptions:
         if self.features is not None:
             return tuple(self.features)
         names = schema.KEY, schema.LATENTS, CROP
+        # `names` has no text, so texts of several encoders are no error here.
         kinds = {mixture.feature for mixture in choose_texts(self.sources, self.text, names)}
         # A source without text has the kind ''.
         if len(kinds) == 1 and '' not in kinds:
@@ -334,6 +357,7 @@ class ReadOptions:
             self,
             data=(source,),
             text=source.choose_text(self.text),
+            # Those of the mixture: the default of this source alone may have a text.
             features=self.feature_names,
         )
 
@@ -357,11 +381,16 @@ class ReadOptions:
         """Number of batches to keep ready."""
         if self.prefetch < 0:
             return 2
+        # Even with 0, a thread reads the batch that `next` waits for.
         return max(1, self.prefetch)
 
     def check_shares(self, lanes: int | None = None) -> None:
-        """Checks that all processes get equal shares of a batch, and equal numbers of lanes."""
-        batch_size, count = self.batch_size, self.process_count
+        """Checks that all processes get equal shares of a batch, and equal numbers of lanes.
+
+        Raises a ValueError, which names a batch size and a number of lanes that fit.
+        """
+        batch_size = self.batch_size
+        count = self.process_count
         if not 0 <= self.process_index < count:
             raise ValueError(f'process_index={self.process_index} is not in [0, {count})')
         # Each process has the same number of lanes, and each lane gives equally many samples.
@@ -374,6 +403,7 @@ class ReadOptions:
         problem = 'cannot be shared'
         advice = f'batch_size={fitting_size}'
         if lanes is not None:
+            # Multiples of the number of processes that divide the batch.
             divisors = [n for n in range(count, fitting_size + 1, count) if fitting_size % n == 0]
             nearest = min(divisors, key=lambda n: abs(n - lanes))
             problem += f' with lanes={lanes}'
@@ -414,7 +444,7 @@ class TrainOptions(ReadOptions):
 
     @property
     def own_lanes(self) -> range:
-        """The lanes that this process reads."""
+        """The lanes, streams with equal shares of each batch, that this process reads."""
         per_process = self.lanes // self.process_count
         first = self.process_index * per_process
         return range(first, first + per_process)
@@ -422,6 +452,7 @@ class TrainOptions(ReadOptions):
     def for_source(self, source: MixSource) -> Self:
         """Returns the options of one of several sources, with its own seed if it has one."""
         options = super().for_source(source)
+        # Sources of equal lengths would come in lockstep with one seed.
         if source.seed is not None:
             options = dataclasses.replace(options, seed=source.seed)
         return options
@@ -437,5 +468,6 @@ class ArrayOptions(TrainOptions):
     sharding: 'jax.sharding.Sharding'
     _: dataclasses.KW_ONLY
     ahead: int = 2
+    # -1 for those of the sharding, which `train_arrays` puts here before it plans.
     process_index: int = -1
     process_count: int = -1

@@ -1,9 +1,12 @@
 """Batches gathered row by row from TFRecord files in memory, without TensorFlow.
 
-The chunk index says where a run of records begins, and from there the lengths lead from record to
-record. The digest of the checksums behind the records, see `chunk_index.run_digests`, shows whether
-they are the right ones. Rows are located for a block of batches at a time. A batch then takes a few
-calls of NumPy, which copy only the requested values.
+The chunk index says where a run of `CHUNK_STRIDE` records begins, and from there the lengths lead
+from record to record. The digest of the checksums behind the records, see
+`chunk_index.run_digests`, shows whether they are the right ones. Rows are located for a block of
+batches at a time. A batch then takes a few calls of NumPy, which copy only the requested values.
+
+A *place* is the number of a byte in memory, see `HeldFiles`. A record in a file is a header with
+its length, its bytes, and a trailer with their checksum.
 """
 
 import dataclasses
@@ -30,7 +33,7 @@ from coyo11m_tfds.reading.batches import CROP, DROP_TEXT, MASK, NOISE_SEED, Arra
 from coyo11m_tfds.reading.column_reader import ColumnReader, OpenedColumn
 from coyo11m_tfds.sampling import order
 
-# So many are located one after the other. A step of Python takes 0.2 us for each record, a step of
+# So many runs are located one by one. A step of Python takes 0.2 us for each record, a step of
 # NumPy 12 us for all runs.
 _FEW_RUNS = 64
 
@@ -51,10 +54,13 @@ def locate_records(
     begin = np.zeros((len(start), schema.CHUNK_STRIDE), np.int64)
     end = np.zeros_like(begin)
     header_start = start.copy()
+    # Of each run, whether the next record is there: once it is not, no later one can be found.
     is_valid = count > 0
     # The runs are many, and each has few records: a step of NumPy for each number in a run.
     for number in range(int(count.max(initial=0))):
-        is_valid &= (number < count) & (header_start + records.HEADER_NBYTES <= limit)
+        is_valid &= number < count
+        is_valid &= header_start + records.HEADER_NBYTES <= limit
+        # Zeros lie at place 0: they stand for what is not there, and may be read.
         length = files.gather(np.where(is_valid, header_start, 0), 8).view('<u8')
         # A damaged length may be any number.
         is_valid &= length <= records.MAX_RECORD_NBYTES
@@ -70,6 +76,7 @@ def locate_records(
 def _locate_run_by_run(
     files: HeldFiles, start: np.ndarray, count: np.ndarray, limit: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
+    """Does what `locate_records` does, in plain Python: for few runs that is faster."""
     begin = np.zeros((len(start), schema.CHUNK_STRIDE), np.int64)
     end = np.zeros_like(begin)
     for row, run in enumerate(files.views(start, limit)):
@@ -94,6 +101,7 @@ def _locate_in_run(run: memoryview, count: int) -> tuple[list[int], list[int]]:
             break
         (length,) = struct.unpack_from('<Q', run, header_start)
         end = begin + length
+        # A damaged length may be any number.
         if length > records.MAX_RECORD_NBYTES or end + records.TRAILER_NBYTES > len(run):
             break
         begins.append(begin)
@@ -122,6 +130,7 @@ class BatchFeatures:
     @property
     def in_records(self) -> set[str]:
         """The features that records must hold, unless they are columns."""
+        # The key is always read, because choices depend on it; crops and seeds are such choices.
         names = {schema.KEY, *self.features} - {CROP, NOISE_SEED}
         # All texts of a mixture may be columns.
         if self.text and '' not in self.text.names:
@@ -130,7 +139,7 @@ class BatchFeatures:
 
     @property
     def array_names(self) -> list[str]:
-        """Names of the arrays in a batch."""
+        """Names of the arrays in a batch: the features, and what says how to take them."""
         names = list(self.features)
         has_text = bool(schema.TEXT_DTYPES.keys() & set(self.features))
         if self.caption_dropout and has_text:
@@ -141,6 +150,7 @@ class BatchFeatures:
 
     def spec(self, size: int) -> dict[str, ArraySpec]:
         """Returns shape and dtype of each array in a batch of `size` rows."""
+        # Of every array that a batch can have; at the end, those of this one are taken.
         rows = {
             **self.stored,
             schema.KEY: ArraySpec((), np.dtype(np.int64)),
@@ -158,7 +168,11 @@ class BatchFeatures:
         if self.text:
             dtype = np.dtype(schema.TEXT_DTYPES[self.text.feature])
             rows[self.text.feature] = ArraySpec((self.text.size,), dtype)
-        return {x: ArraySpec((size, *rows[x].shape), rows[x].dtype) for x in self.array_names}
+        specs = {}
+        for name in self.array_names:
+            shape, dtype = rows[name]
+            specs[name] = ArraySpec((size, *shape), dtype)
+        return specs
 
     def choose_crops(self, epoch: np.ndarray, keys: np.ndarray, count: int) -> np.ndarray:
         """Returns the number of the crop of each key in its epoch; int64 `(n,)`."""
@@ -181,11 +195,13 @@ def stored_specs(stored: StoredDataset) -> dict[str, ArraySpec]:
         schema.TEXT_EMBEDDING: ArraySpec((stored.text_dim,), np.dtype(np.float16)),
         schema.TOKENS: ArraySpec((stored.num_tokens,), np.dtype(np.int32)),
     }
+    # A width of 0 says that the data set has no such feature.
     return {name: x for name, x in specs.items() if all(x.shape)}
 
 
 def check_text_feature(folder: str, text: texts.TextMixture, features: tuple[str, ...]) -> None:
     """Raises a ValueError if the features include another kind of text than `text`."""
+    # A column that was asked for would be ignored, and the records' own text read in its place.
     others = schema.TEXT_DTYPES.keys() & set(features) - {text.feature}
     if text.in_columns and others:
         raise ValueError(
@@ -260,29 +276,33 @@ class RowReader:
         Chunks are in the order of shards and records. Of a chunk of `chunk` records, only pieces of
         `piece` records are included that hold some of the records.
         """
-        # Shard and piece in one number, so that sorting brings neighbours together.
+        # Shard and piece in one number, so that sorting brings neighbours together: the shard in
+        # the upper 32 bits.
         piece_numbers = (shard << 32) + record // piece
         pieces = np.unique(piece_numbers)
         piece_shard = pieces >> 32
         piece_first = (pieces & 0xFFFFFFFF) * piece
-        # Pieces of one chunk that touch are read together.
+        # Pieces of one chunk that touch are read together. Values before the first piece make it
+        # touch nothing.
         touches = np.diff(pieces, prepend=-2) == 1
         touches &= np.diff(piece_first // chunk, prepend=-1) == 0
         starts = np.flatnonzero(~touches)
-        stops = np.append(starts[1:], len(pieces)) - 1
+        last_pieces = np.append(starts[1:], len(pieces)) - 1
         first = piece_first[starts]
         shards = piece_shard[starts]
-        count = np.minimum(self._split.index.shard_lengths[shards], piece_first[stops] + piece)
-        count -= first
+        # The last piece of a shard may be short.
+        end = np.minimum(self._split.index.shard_lengths[shards], piece_first[last_pieces] + piece)
+        count = end - first
         begin, nbytes = self._split.index.byte_range(shards, first, count)
         ends = (begin + nbytes).tolist()
         files = (self._first_file + shards).tolist()
         chunks = [[x] for x in zip(files, begin.tolist(), ends, strict=True)]
         number = self._split.first_numbers[shards] + first
-        # A request for each column: the rows of a chunk are neighbours in its file, too.
+        # The rows of a chunk are neighbours in the file of each column, too: mostly one range.
         for column in self._columns.values():
             for ranges, in_column in zip(chunks, column.ranges(number, count), strict=True):
                 ranges += in_column
+        # A record is in the last chunk that does not begin behind it.
         chunk_numbers = np.searchsorted(pieces[starts], piece_numbers, side='right') - 1
         return chunks, chunk_numbers
 
@@ -300,15 +320,18 @@ class RowReader:
         # or without `verify`.
         crcs = damage.stored_crcs(self.files, ends)
         is_other = run_digests(crcs) != self._split.index.digests(shards, first)
+        # Then they have no places, and the codes below say that they are damaged.
         begins[is_other] = 0
         ends[is_other] = 0
-        # From runs to records.
+        # From runs to records: `begins` has a row for each run, and a column for each record of it.
         begin = begins[run_index, record % _STRIDE]
         end = ends[run_index, record % _STRIDE]
         # Of a run that the file does not hold whole, no digest is right.
-        problem = np.where(limit - start < nbytes, damage.TOO_SHORT, damage.DAMAGED)
+        is_cut = limit - start < nbytes
+        problem = np.where(is_cut, damage.TOO_SHORT, damage.DAMAGED)
         codes = np.where(begin > 0, damage.GOOD, problem[run_index]).astype(damage.CODE_DTYPE)
-        in_records = self._layout.find(functools.partial(self._gather_from, begin), begin, end)
+        gather = functools.partial(self._gather_from, begin)
+        in_records = self._layout.find(gather, begin, end)
         number = self._split.first_numbers[shard] + record
         in_columns = {name: column.locate(number) for name, column in self._columns.items()}
         values = in_records._replace(places=in_records.places | in_columns)
@@ -322,8 +345,11 @@ class RowReader:
         codes = located.codes.copy()
         due = self._checks.find_due(located.number, codes)
         if len(due):
-            codes[due] = self._compare(located, due)
-            self._checks.remember(located.number[due[codes[due] == damage.GOOD]])
+            due_codes = self._compare(located, due)
+            codes[due] = due_codes
+            good = due[due_codes == damage.GOOD]
+            self._checks.remember(located.number[good])
+        # Records whose features are not where those of this data set are.
         is_odd = (codes == damage.GOOD) & ~located.values.regular
         if is_odd.any():
             # Damage may be the reason, whatever `verify` says.
@@ -348,6 +374,7 @@ class RowReader:
         # The key of a bad record is undefined, and so would be the choices that depend on it.
         keys = np.where(is_good, located.values.keys, 0)
         names = self._features.array_names
+        # Chosen once for both: `latents` and `crop` of a sample must agree.
         crops = None
         if not self._features.all_crops and (schema.LATENTS in names or CROP in names):
             count = self._features.stored[schema.LATENTS].shape[0]
@@ -412,6 +439,7 @@ class RowReader:
         keys: np.ndarray,
         crops: np.ndarray | None,
     ) -> np.ndarray:
+        """Returns the array of a name in a batch, with a row for each record."""
         features = self._features
         if name == schema.KEY:
             return keys
@@ -425,6 +453,7 @@ class RowReader:
             return self._captions(located, good)
         if features.text and name == features.text.feature:
             return self._texts(features.text, located, good, keys)
+        # Stored crops are counted from 0, those of a batch from the middle one.
         if name == CROP and crops is not None:
             middle = schema.middle_crop(features.stored[schema.LATENTS].shape[0])
             return np.where(good, crops - middle, 0).astype(np.int32)
@@ -435,23 +464,32 @@ class RowReader:
     def _texts(
         self, mixture: TextMixture, located: LocatedRecords, good: np.ndarray, keys: np.ndarray
     ) -> np.ndarray:
+        """Returns the text that is chosen for each record, padded to the longest; zeros for bad."""
         choice = order.sample_texts(self._features.seed, located.epoch, keys, mixture.weights)
         values = np.zeros((len(keys), mixture.size), schema.TEXT_DTYPES[mixture.feature])
+        # Embeddings all have one size, so only tokens keep some of the padding.
         values[good] = schema.TOKEN_PADDING
         for number, text in enumerate(mixture.texts):
-            rows = choice == number
+            is_chosen = choice == number
+            # The text without a name is the one in the records.
             name = text.name or mixture.feature
-            values[rows, : text.size] = self._numbers(name, located, good & rows)[rows]
+            text_values = self._numbers(name, located, good & is_chosen)
+            values[is_chosen, : text.size] = text_values[is_chosen]
         return values
 
     def _latent_places(
         self, located: LocatedRecords, good: np.ndarray, crops: np.ndarray | None
     ) -> np.ndarray:
-        """The place of the crop of each record, or those of all crops; 0 for bad records."""
+        """Returns the place of the chosen crop of each record, int64 `(n,)`; 0 for bad records.
+
+        Without `crops`, those of all crops, `(n, crops)`.
+        """
         (count, *shape), dtype = self._features.stored[schema.LATENTS]
+        crop_nbytes = dtype.itemsize * math.prod(shape)
         pieces = located.values.places[schema.LATENTS].reshape(len(good), -1)
-        # A `.pt` file may keep each crop apart, as a piece of the row.
-        in_piece = np.arange(count // pieces.shape[1]) * dtype.itemsize * math.prod(shape)
+        # A `.pt` file may keep each crop apart, as a piece of the row. Elsewhere all crops of a row
+        # are one piece.
+        in_piece = np.arange(count // pieces.shape[1]) * crop_nbytes
         places = (pieces[..., None] + in_piece).reshape(-1, count)
         places[~good] = 0
         if crops is None:
@@ -459,8 +497,9 @@ class RowReader:
         return places[np.arange(len(good)), crops]
 
     def _numbers(self, name: str, located: LocatedRecords, good: np.ndarray) -> np.ndarray:
-        """Values of a fixed size, from records or a column; zeros for bad records."""
+        """Returns values of a fixed size, from records or a column; zeros for bad records."""
         shape, dtype = self._features.stored[name]
+        # Only latents lie in several pieces: of any other row, the first is all of it.
         places = located.values.places[name].reshape(len(good), -1)[:, 0]
         return self._gather_values(np.where(good, places, 0), shape, dtype)
 
@@ -476,13 +515,16 @@ class RowReader:
         return self.files.gather(np.where(places < begin, 0, places), nbytes)
 
     def _captions(self, located: LocatedRecords, good: np.ndarray) -> np.ndarray:
+        """Returns the captions of good records, as bytes objects `(n,)`; b'' for bad ones."""
         captions = np.full(len(good), b'', object)
         rows = np.flatnonzero(good)
         begin = located.begin[rows]
         nbytes = (located.end[rows] - begin).tolist()
+        # The caption is the first feature of a record; the next one is the key.
         views = self.files.views(begin, located.values.captions_end[rows])
         for row, view, record_nbytes in zip(rows.tolist(), views, nbytes, strict=True):
             before_key = view.tobytes()
+            # With these two lengths, only one head is right: nothing has to be parsed.
             head = caption_head(len(before_key), record_nbytes)
             if head is None or not before_key.startswith(head):
                 raise self._layout_error(located, row)

@@ -1,7 +1,8 @@
 """Batches as a `tf.data.Dataset`: this host's lanes interleaved, batched and prefetched.
 
-Each lane is read as without TensorFlow, so the batches are the same, bit for bit. TFDS reads data
-sets without a chunk index, such as mock data, with an ordinary shuffle.
+A lane is one of the streams of samples that give each batch an equal share. Each is read as without
+TensorFlow, so the batches are the same, bit for bit. TFDS reads data sets without a chunk index,
+such as mock data, with an ordinary shuffle.
 """
 
 import functools
@@ -44,9 +45,13 @@ def make_train_dataset(plan: training.ReadPlan) -> tf.data.Dataset:
     reader = training.TrainReader(plan)
     cursor = plan.cursor._replace(stride=1)
     per_lane = cursor.shares.per_lane
+    # Each stage has the same sources, and so the same shapes.
     has_one_shape = len(set(cursor.shares.stages[0].shapes)) == 1
     # All batch sizes read the same sequence, so a lane may take samples of several batches at once.
-    steps_per_item = -(-_LANE_ROWS // per_lane) if has_one_shape else 0
+    # With several shapes, the next batch may have another one.
+    steps_per_item = 0
+    if has_one_shape:
+        steps_per_item = -(-_LANE_ROWS // per_lane)
     signature = _signature(reader.spec(per_lane), None, has_one_shape)
     has_latents = schema.LATENTS in options.feature_names
     if has_latents and len({x.stored.latents[0] for x in plan.sources}) > 1:
@@ -62,19 +67,28 @@ def make_train_dataset(plan: training.ReadPlan) -> tf.data.Dataset:
         dataset = tf.data.Dataset.from_generator(
             read_lane, args=(lane,), output_signature=signature
         )
-        return dataset.rebatch(per_lane, drop_remainder=True) if has_one_shape else dataset
+        # From the samples of several steps to those of one.
+        if has_one_shape:
+            dataset = dataset.rebatch(per_lane, drop_remainder=True)
+        return dataset
 
     def join_lanes(batch: TensorBatch) -> TensorBatch:
-        if has_one_shape:
-            return {name: tf.reshape(x, [-1, *x.shape[2:]]) for name, x in batch.items()}
-        shapes = {name: tf.concat([[-1], tf.shape(x)[2:]], 0) for name, x in batch.items()}
-        return {name: tf.reshape(x, shapes[name]) for name, x in batch.items()}
+        """Joins the axes of the lanes and of their samples."""
+        joined = {}
+        for name, x in batch.items():
+            # Of several shapes, each is known only when its batch is there.
+            shape = [-1, *x.shape[2:]]
+            if not has_one_shape:
+                shape = tf.concat([[-1], tf.shape(x)[2:]], 0)
+            joined[name] = tf.reshape(x, shape)
+        return joined
 
     lanes = options.own_lanes
     # One generator a lane, so that the lanes are read in parallel threads.
     samples = tf.data.Dataset.range(lanes.start, lanes.stop).interleave(
         _no_autograph(lane_dataset), cycle_length=len(lanes), num_parallel_calls=len(lanes)
     )
+    # `interleave` takes one item of each lane in turn, so these are the shares of one batch.
     by_lane = samples.batch(len(lanes), drop_remainder=True)
     return _prefetch(by_lane.map(_no_autograph(join_lanes)), options, reader)
 
@@ -91,6 +105,7 @@ def make_eval_dataset(options: ReadOptions) -> tf.data.Dataset:
     dataset = tf.data.Dataset.from_generator(
         lambda: proxy.read(), output_signature=_signature(reader.spec(size), size)
     )
+    # A generator has no length that TensorFlow knows.
     count = tf.data.experimental.assert_cardinality(reader.num_batches)
     return _prefetch(dataset.apply(count), options, reader)
 
@@ -99,6 +114,7 @@ def read_train_dataset(plan: training.ReadPlan) -> Batches:
     """Returns the batches of `make_train_dataset` as NumPy arrays."""
     options = plan.options
 
+    # Its specification is needed now, and the data set again for the first batches.
     @functools.lru_cache(maxsize=1)
     def make_dataset(cursor: Cursor) -> tf.data.Dataset:
         return make_train_dataset(plan._replace(cursor=cursor))
@@ -132,28 +148,36 @@ def read_eval_dataset(options: ReadOptions) -> Batches:
 def _signature(
     spec: Mapping[str, ArraySpec], size: int | None, has_one_shape: bool = True
 ) -> dict[str, tf.TensorSpec]:
-    """Specifications of a generator's batches; latents may have several shapes."""
+    """Returns the specifications of a generator's batches; latents may have several shapes."""
 
     def shape(name: str) -> list[int | None]:
-        row = spec[name].shape[1:]
-        is_known = has_one_shape or name != schema.LATENTS
-        return [size, *(row if is_known else [None] * len(row))]
+        row_shape: list[int | None] = [*spec[name].shape[1:]]
+        if name == schema.LATENTS and not has_one_shape:
+            row_shape = [None] * len(row_shape)
+        return [size, *row_shape]
 
-    return {
-        name: tf.TensorSpec(shape(name), tf.string if dtype.hasobject else dtype)
-        for name, (_, dtype) in spec.items()
-    }
+    signature = {}
+    for name, (_, dtype) in spec.items():
+        # Captions are bytes objects in NumPy's arrays.
+        tensor_dtype = tf.string if dtype.hasobject else dtype
+        signature[name] = tf.TensorSpec(shape(name), tensor_dtype)
+    return signature
 
 
 def _array_specs(dataset: tf.data.Dataset) -> dict[str, ArraySpec]:
-    specs = dataset.element_spec.items()
-    return {n: ArraySpec(tuple(x.shape), np.dtype(x.dtype.as_numpy_dtype)) for n, x in specs}
+    """Returns shape and dtype of the arrays in the batches of a data set."""
+    specs = {}
+    for name, x in dataset.element_spec.items():
+        specs[name] = ArraySpec(tuple(x.shape), np.dtype(x.dtype.as_numpy_dtype))
+    return specs
 
 
 def _prefetch(
     dataset: tf.data.Dataset, options: ReadOptions, reader: object = None
 ) -> tf.data.Dataset:
+    """Returns the data set with batches that are read ahead; it keeps its reader alive."""
     dataset_options = tf.data.Options()
+    # Parallel lanes may be read in any order, but come in theirs.
     dataset_options.deterministic = True
     # The tuner of tf.data chooses numbers of parallel calls; `prefetch` does without. To drop an
     # iterator would wait for the tuner, up to 60 s, and no other Python thread runs meanwhile.
@@ -167,7 +191,8 @@ def _prefetch(
 
 
 def _shuffled_batches(plan: training.ReadPlan) -> tf.data.Dataset:
-    """This process's share of shuffled batches."""
+    """Returns this process's share of batches in an ordinary shuffled order, without end."""
+    # A mixture without chunk indexes was refused when it was opened.
     (source,) = plan.sources
     options = plan.options.for_source(source)
     seed = options.seed % 2**63  # TensorFlow's seeds are int64
@@ -178,6 +203,7 @@ def _shuffled_batches(plan: training.ReadPlan) -> tf.data.Dataset:
         caption_dropout=options.caption_dropout,
         with_mask=options.on_bad_records == damage.SKIP,
     )
+    # Every process-th record, before the shuffle: a process must not keep those of others.
     examples = _examples(options, seed).shard(options.process_count, options.process_index)
     num_examples = int(examples.cardinality())
     if num_examples < 1:
@@ -187,52 +213,64 @@ def _shuffled_batches(plan: training.ReadPlan) -> tf.data.Dataset:
     # A buffer larger than the data would take memory and shuffle no better.
     buffer = min(num_examples, _SHUFFLE_BUFFER)
     shuffled = examples.shuffle(buffer, seed, reshuffle_each_iteration=True)
+    # Samples are numbered over all epochs, because their epoch decides their crops.
+    numbered = shuffled.repeat().enumerate()
     start = plan.cursor.position.samples[0]
-    numbered = shuffled.repeat().enumerate().skip(start // options.process_count)
+    numbered = numbered.skip(start // options.process_count)
 
     def choose(number: tf.Tensor, batch: TensorBatch) -> TensorBatch:
         mask = tf.ones_like(number, tf.bool)
-        return _choose_samples(features, batch, number // num_examples, mask)
+        epoch = number // num_examples
+        return _choose_samples(features, batch, epoch, mask)
 
-    return numbered.batch(options.local_batch_size, drop_remainder=True).map(_no_autograph(choose))
+    batches = numbered.batch(options.local_batch_size, drop_remainder=True)
+    return batches.map(_no_autograph(choose))
 
 
 def _padded_batches(options: ReadOptions) -> tf.data.Dataset:
-    """This process's share of every record once, with zeros to fill the last batch."""
+    """Returns this process's share of every record once, with zeros to fill the last batch."""
     features = BatchFeatures(options.feature_names, {}, crop=0, with_mask=True)
     examples = _examples(options)
     num_examples = int(examples.cardinality())
+    # The zeros come before batches are made, so that all processes get equally many.
     zeros = {name: tf.zeros(x.shape, x.dtype) for name, x in examples.element_spec.items()}
-    padding = tf.data.Dataset.from_tensors(zeros).repeat(-num_examples % options.batch_size)
+    num_missing = -num_examples % options.batch_size
+    padding = tf.data.Dataset.from_tensors(zeros).repeat(num_missing)
     numbered = examples.concatenate(padding).enumerate()
     begin = options.process_index * options.local_batch_size
     own_rows = slice(begin, begin + options.local_batch_size)
 
     def choose(number: tf.Tensor, batch: TensorBatch) -> TensorBatch:
         mask = number < num_examples
+        # Evaluation reads one epoch.
         samples = _choose_samples(features, batch, tf.zeros_like(number), mask)
         return {name: x[own_rows] for name, x in samples.items()}
 
-    return numbered.batch(options.batch_size, drop_remainder=True).map(_no_autograph(choose))
+    batches = numbered.batch(options.batch_size, drop_remainder=True)
+    return batches.map(_no_autograph(choose))
 
 
 def _examples(options: ReadOptions, shuffle_seed: int | None = None) -> tf.data.Dataset:
-    """All records as TFDS reads them; raises a ValueError if a column is requested."""
+    """Returns all records as TFDS reads them; raises a ValueError if a column is requested."""
     stored = options.stored
-    if any(texts.parse_text_weights(options.text)) or stored.find_columns(options.feature_names):
+    # The text without a name is the one in the records.
+    names_column = any(texts.parse_text_weights(options.text))
+    if names_column or stored.find_columns(options.feature_names):
         raise ValueError(
             f'{stored.folder}: text={options.text!r} or features={options.feature_names!r} names a '
             'column, and without a chunk index it cannot be read'
         )
-    stored.check_features(
-        [x for x in (schema.KEY, *options.feature_names) if x not in (CROP, NOISE_SEED)]
-    )
+    # The key is always needed, for the choices that depend on it.
+    names = dict.fromkeys([schema.KEY, *options.feature_names])
+    stored.check_features([name for name in names if name not in (CROP, NOISE_SEED)])
     logging.warning(
         f'{stored.folder} has no chunk index for split {options.split!r}: every process reads it '
         'whole. The order depends on the number of processes, and a start at a later step first '
         'reads all samples before it.'
     )
+    # A mocked builder has no files that another one could be made of.
     builder = stored.builder or tfds.builder_from_directory(stored.folder)
+    # TFDS would keep a small data set in memory, in each process.
     config = tfds.ReadConfig(shuffle_seed=shuffle_seed, try_autocache=False)
     is_training = shuffle_seed is not None
     return builder.as_dataset(split=options.split, shuffle_files=is_training, read_config=config)
@@ -241,9 +279,14 @@ def _examples(options: ReadOptions, shuffle_seed: int | None = None) -> tf.data.
 def _choose_samples(
     features: BatchFeatures, batch: TensorBatch, epoch: tf.Tensor, mask: tf.Tensor
 ) -> TensorBatch:
-    """The requested features of a batch from TFDS, which has latents `(b, crops, C, H, W)`."""
-    has_crops = {schema.LATENTS, CROP} & set(features.features)
-    num_crops = batch[schema.LATENTS].shape[1] if has_crops else 1
+    """Returns the arrays of a batch from TFDS, which has latents `(b, crops, C, H, W)`.
+
+    Each sample has the crop and the text that the other engines would choose in its `epoch`.
+    """
+    # A batch without crops may also have no latents.
+    num_crops = 1
+    if schema.LATENTS in features.features or CROP in features.features:
+        num_crops = batch[schema.LATENTS].shape[1]
 
     def choose(epoch: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, ...]:
         return (
@@ -254,6 +297,7 @@ def _choose_samples(
 
     # The hashes are NumPy's, so that the choices equal those of the other engines.
     choices = tf.numpy_function(choose, [epoch, batch[schema.KEY]], [tf.int64, tf.bool, tf.uint32])
+    # TensorFlow does not know the shapes that a function of NumPy returns.
     crops, drops, seeds = (tf.ensure_shape(x, epoch.shape) for x in choices)
     crop_positions = tf.cast(crops - schema.middle_crop(num_crops), tf.int32)
     samples = batch | {CROP: crop_positions, DROP_TEXT: drops, NOISE_SEED: seeds, MASK: mask}

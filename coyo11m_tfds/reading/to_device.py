@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 def key_words(keys: np.ndarray) -> np.ndarray:
     """Returns the low and the high word of keys, int64 `(b,)`, as uint32 `(b, 2)`."""
+    # In the byte order of the view, so that the low word comes first on every machine.
     words = np.ascontiguousarray(keys, '<i8').view('<u4').reshape(-1, 2)
     return words.astype(np.uint32, copy=False)
 
@@ -38,12 +39,14 @@ class Arrays(Resumable[dict[str, jax.Array]]):
             # Only `set_state` starts elsewhere than the host's batches are.
             if start is not cursor:
                 batches.seek(start)
+            # Closed with this iterator: nobody else reads the host's batches.
             with batches:
                 yield from (_send(batch, sharding) for batch in batches)
 
         super().__init__(read, cursor, ahead, 'to_device')
         self.spec: dict[str, ArraySpec] = {}
         for name, (shape, dtype) in batches.spec.items():
+            # A global array has the rows of all processes.
             size = shape[0] * batches.process_count
             # JAX has no int64 by default, and devices hold no strings.
             if name == schema.KEY:
@@ -73,7 +76,9 @@ def process_share(sharding: jax.sharding.Sharding) -> tuple[int, int]:
     device_indices: Mapping[Any, Any] = sharding.devices_indices_map((count,))
     for device, (index,) in device_indices.items():
         rows.setdefault(device.process_index, set()).update(range(*index.indices(count)))
+    # Each share once, in the order of the rows: processes count as many as hold different rows.
     shares = sorted({tuple(sorted(x)) for x in rows.values()})
+    # Shares that overlap have more rows together than the array.
     if sum(map(len, shares)) != count:
         raise ValueError(
             f'{sharding}: the rows that processes hold of a batch overlap; expected of any two '
@@ -143,6 +148,8 @@ def _send(batch: Mapping[str, Any], sharding: jax.sharding.Sharding) -> dict[str
 
 
 def _check_dtype(name: str, dtype: np.dtype) -> None:
+    """Raises a ValueError if JAX would change the numbers of a feature."""
+    # Without `jax_enable_x64` JAX halves 64 bits, and says nothing.
     device_dtype = jax.dtypes.canonicalize_dtype(dtype)
     if device_dtype != dtype:
         raise ValueError(

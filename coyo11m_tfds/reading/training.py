@@ -1,6 +1,9 @@
 """Plans and reads the training samples of one data set or of a mixture.
 
-Each source is read by rows or by chunks, in its own sequence; a batch joins their shares.
+Each source is read by rows or by chunks, in its own sequence; a batch joins their shares. A lane is
+one of the streams of samples that give each batch an equal share, and each process reads some of
+them. A stage is a range of steps in which the sources have constant weights. A mixture may have
+latents of several shapes; each batch has one of them.
 """
 
 import dataclasses
@@ -59,8 +62,9 @@ def plan_training(options: TrainOptions) -> ReadPlan:
     sources = options.sources
     splits = open_splits(options, options.lanes)
     per_source = [options.for_source(source) for source in sources]
-    orders = tuple(map(_make_order, per_source, splits)) if splits else None
-    if orders:
+    orders = None
+    if splits:
+        orders = tuple(map(_make_order, per_source, splits))
         _check_no_lockstep(sources, orders)
     check_latents(sources)
     # Crops have the shape of the latents without the axis of the crops.
@@ -69,20 +73,21 @@ def plan_training(options: TrainOptions) -> ReadPlan:
         for source in sources:
             dtype, shape = source.stored.latents
             shapes.append((dtype, shape[1:]))
+    # Without a chunk index there are no lanes: a batch is the share of one.
+    per_lane = options.batch_size
+    if orders:
+        per_lane //= options.lanes
     shares = BatchShares(
-        # Without a chunk index there are no lanes: a batch is the share of one.
-        options.batch_size // (options.lanes if orders else 1),
+        per_lane,
         [x.weight for x in sources],
         options.stages,
         shapes,
         [x.name for x in sources],
     )
     # From the beginning of the data, and then to the first batch.
-    cursor = Cursor(
-        Position(0, (0,) * len(sources)),
-        shares,
-        tuple(_order_digest(x, has_lanes=bool(orders)) for x in per_source),
-    )
+    beginning = Position(0, (0,) * len(sources))
+    digests = tuple(_order_digest(x, has_lanes=bool(orders)) for x in per_source)
+    cursor = Cursor(beginning, shares, digests)
     if options.start is not None:
         cursor = cursor.at(options.start)
     # The stride begins with the first batch, and not with the beginning of the data.
@@ -90,12 +95,16 @@ def plan_training(options: TrainOptions) -> ReadPlan:
     if orders:
         steps_per_epoch = sum(x.lane_length for x in orders) / shares.per_lane
     else:
+        # The description of a data set from elsewhere may not say how many records it has.
         split = sources[0].stored.splits.get(options.split)
-        steps_per_epoch = split.num_records / options.batch_size if split else math.nan
+        steps_per_epoch = math.nan
+        if split:
+            steps_per_epoch = split.num_records / options.batch_size
     return ReadPlan(options, splits, orders, cursor, steps_per_epoch)
 
 
 def _make_order(options: TrainOptions, opened: OpenedSplit) -> Order:
+    """Returns the order of a source; its errors name the data set, which `Order` does not know."""
     kept = kept_records(options)
     try:
         return Order(opened.indexed.index.shard_lengths, options.order, kept)
@@ -104,8 +113,9 @@ def _make_order(options: TrainOptions, opened: OpenedSplit) -> Order:
 
 
 def _order_digest(options: TrainOptions, has_lanes: bool) -> str:
-    # A state holds the position of a source under the digest of its data and of its order.
+    """Returns the digest of a source's data and order, under which a state has its position."""
     order = dataclasses.asdict(options.order)
+    # An ordinary shuffle is the same with any number of lanes.
     if not has_lanes:
         order['lanes'] = 1
     return json_digest.sha256(options.source.identity(options.split) | order)[:16]
@@ -182,6 +192,7 @@ class TrainReader:
         windows = []
         row_nbytes = 0
         raw_nbytes = 0
+        # Of all sources together, as each keeps a block of its own.
         for order, reader in zip(self._orders, self._readers, strict=True):
             # Rows of mapped files take the memory of the batches alone.
             if reader.is_mapped:
@@ -197,6 +208,7 @@ class TrainReader:
             lanes=len(options.own_lanes),
             window=max(windows),
             in_flight=options.parallel_reads * options.chunk,
+            # The batches that are ready, and the one that is in use.
             rows_ready=(options.batches_ahead + 1) * options.local_batch_size,
             row_nbytes=row_nbytes,
             raw_nbytes=raw_nbytes,
@@ -219,12 +231,13 @@ class TrainReader:
             stage = cursor.shares.stage_at(step)
             yield from self._read_stage(lanes, cursor, stage, steps_per_item)
             # The next step of the stride may come some steps after the end of the stage.
-            num_batches = -(-(int(stage.end) - step) // cursor.stride)
-            cursor = cursor.after(num_batches)
+            num_steps = int(stage.end) - step
+            cursor = cursor.after(-(-num_steps // cursor.stride))
 
     def _read_stage(
         self, lanes: range, cursor: Cursor, stage: Stage, steps_per_item: int
     ) -> Iterator[Batch]:
+        """Yields the share of some lanes in the batches from a cursor to the end of its stage."""
         # A shape's batches are read when the first of them comes.
         iterators: dict[int, Iterator[Batch]] = {}
         step = cursor.position.step
@@ -243,19 +256,22 @@ class TrainReader:
     def _read_shape(
         self, lanes: range, cursor: Cursor, stage: Stage, shape: int, steps_per_item: int
     ) -> Iterator[Batch]:
-        """Returns the batches of a shape."""
+        """Returns the batches of a shape, each joined of the sources that have latents of it."""
         members = stage.members(shape)
-        steps = steps_per_item or 1
+        steps_per_batch = max(1, steps_per_item)
+        steps = steps_per_batch
         # Several steps of a source are read at once, so that the cost of NumPy's calls is as small
         # as in batches of one source.
         if not steps_per_item and cursor.stride == 1:
             steps = len(members)
         # Where all files are mapped, the places of latents are joined, and latents copied once.
         has_places = all(self._readers[number].is_mapped for number in members)
-        shares = [
-            self._read_source(number, lanes, cursor, stage, steps, has_places) for number in members
-        ]
-        batches = _join_sources(shares, len(lanes), steps, steps_per_item or 1)
+        shares = []
+        for number in members:
+            share = self._read_source(number, lanes, cursor, stage, steps, has_places)
+            shares.append(share)
+        batches = _join_sources(shares, len(lanes), steps, steps_per_batch)
+        # Any of them: places are numbers in the one range that all sources share.
         reader = self._readers[members[0]].mapped_reader
         if reader and has_places:
             return map(reader.gather_latents, batches)
@@ -276,9 +292,11 @@ class TrainReader:
         """
         options = self._options
         reader = self._readers[number]
-        # The sources of a batch share the reads that a lane may have in flight.
+        # The sources of a batch share the reads that a lane may have in flight. Rounded up, so that
+        # each has at least one.
         count = stage.counts[number]
-        in_flight = len(lanes) * -(-options.parallel_reads * count // cursor.shares.per_lane)
+        in_flight_per_lane = -(-options.parallel_reads * count // cursor.shares.per_lane)
+        in_flight = len(lanes) * in_flight_per_lane
         # Fetched blocks take memory. And readers of single lanes all plan a block before the
         # first batch.
         is_small = not reader.is_mapped or len(lanes) < len(options.own_lanes)
@@ -287,13 +305,17 @@ class TrainReader:
         if cursor.stride > 1:
             shape = stage.shapes[number]
             numbers = _batches_of_shape(stage, shape, cursor.position.step, cursor.stride)
+        # 0 for as many rows as cost little to plan.
+        block_rows = 0
+        if is_small:
+            block_rows = in_flight * options.chunk
         blocks = train_blocks(
             self._orders[number],
             lanes,
             count * steps,
             cursor.position.samples[number],
             numbers,
-            block_rows=in_flight * options.chunk if is_small else 0,
+            block_rows=block_rows,
         )
         if has_places:
             return reader.read_mapped(blocks)
@@ -305,6 +327,7 @@ class TrainReader:
         for source, source_specs in zip(self.plan.sources, specs, strict=True):
             for name, spec in source_specs.items():
                 expected = specs[0][name]
+                # Latents of another shape come in batches of their own.
                 if name != schema.LATENTS and spec != expected:
                     raise ValueError(
                         f'{source.stored.folder}: {name!r} is {spec.dtype} {spec.shape[1:]}, '
@@ -329,16 +352,22 @@ def _batches_of_shape(stage: Stage, shape: int, first: int, stride: int) -> Iter
 def _join_sources(
     sources: Sequence[Iterator[Batch]], lanes: int, steps: int, steps_per_batch: int
 ) -> Iterator[Batch]:
-    """Yields batches that join the shares of all sources, each share of `steps` steps."""
+    """Yields batches of `steps_per_batch` steps that join the shares of all sources.
+
+    Each source yields its share of `steps` steps at once.
+    """
     for shares in zip(*sources, strict=True):
+        # Nothing to join: the batch is not copied.
         if len(sources) == steps == 1:
             yield shares[0]
             continue
+        # The axis of the rows becomes three: lanes, steps, and samples of a lane in a step.
         by_lane = []
         for share in shares:
-            by_lane.append(
-                {name: x.reshape(lanes, steps, -1, *x.shape[1:]) for name, x in share.items()}
-            )
+            arrays = {}
+            for name, x in share.items():
+                arrays[name] = x.reshape(lanes, steps, -1, *x.shape[1:])
+            by_lane.append(arrays)
         for first in range(0, steps, steps_per_batch):
             yield _join_shares(by_lane, slice(first, first + steps_per_batch))
 
