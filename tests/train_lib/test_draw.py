@@ -43,6 +43,27 @@ def test_every_caption_gets_a_picture_of_its_own(small_run, pictures):
     np.testing.assert_array_equal(again[2], pictures[2])
 
 
+@pytest.fixture
+def no_cache():
+    """Takes away the folder of compiled programs that tests use."""
+    names = [f'jax_compilation_cache_{name}' for name in ('dir', 'max_size')]
+    names.append('jax_persistent_cache_min_compile_time_secs')
+    values = {name: getattr(jax.config, name) for name in names}
+    jax.config.update('jax_compilation_cache_dir', None)
+    yield
+    for name, value in values.items():
+        jax.config.update(name, value)
+
+
+def test_the_compiled_sampler_is_kept_where_runs_keep_their_programs(
+    small_run, tmp_path, monkeypatch, no_cache
+):
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+    draw.Artist(small_run[0])
+    folder = tmp_path / 'coyo11m_tfds' / 'compiled'
+    assert jax.config.jax_compilation_cache_dir.startswith(str(folder))
+
+
 @pytest.fixture(scope='module')
 def vae(tmp_path_factory):
     return small_vae.make(tmp_path_factory.mktemp('vae'))

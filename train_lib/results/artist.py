@@ -18,7 +18,7 @@ from coyo11m_tfds.storage import json_digest, model_files
 from coyo11m_tfds.text.text_encoders import Encoder, Tokenizer
 from train_lib.learning import models, sharding, step_encoder
 from train_lib.learning.step import bind, make_draw, sampling_settings
-from train_lib.lifecycle import checkpoint, config_rules
+from train_lib.lifecycle import checkpoint, compiled_programs, config_rules
 from train_lib.results import caption_encoder
 
 BATCH_SIZE = 64  # pictures that are drawn at a time
@@ -80,6 +80,7 @@ class Artist:
         at_least(1).check('batch_size', batch_size)
         # The run's own values were checked when it began: this checks the changes.
         config_rules.check_config(config, needs_data=False)
+        compiled_programs.use_cache(config, self.workdir)
         self.vae: str = config.preview.vae if vae is None else vae
         self.paint = vae_decoder.make_painter(
             self.vae, self.facts.latents_shape[1], self.facts.vae, self.facts.latent_scale
