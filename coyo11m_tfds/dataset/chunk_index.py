@@ -19,7 +19,8 @@ _OFFSET_BITS = 43  # no shard has so many bytes: 8 TB
 _OFFSET = (1 << _OFFSET_BITS) - 1
 _DIGEST_BITS = 63 - _OFFSET_BITS
 
-# Odd, so that every bit of a checksum counts, and one for each place of a run.
+# One for each place of a run, so that records that changed places give another digest. Odd, so that
+# every bit of a checksum counts.
 _WEIGHTS = keyed_random.splitmix64(np.arange(schema.CHUNK_STRIDE)) | np.uint64(1)
 
 
@@ -64,8 +65,9 @@ class ChunkIndex:
         """Returns a hex digest of a shard's entries, by which it is told from other shards."""
         first_entry = int(self._first_entry[shard])
         length = int(self.shard_lengths[shard])
+        num_entries = -(-length // schema.CHUNK_STRIDE)
         # With the length before the entries, and the size behind them.
-        end = first_entry - (-length // schema.CHUNK_STRIDE) + 1
+        end = first_entry + num_entries + 1
         return hashlib.sha256(self._flat[first_entry - 1 : end].tobytes()).hexdigest()
 
     def digests(self, shard: np.ndarray, first: np.ndarray) -> np.ndarray:
@@ -82,6 +84,7 @@ def run_digests(checksums: np.ndarray) -> np.ndarray:
 
     The checksums are uint32 `(n, schema.CHUNK_STRIDE)`, with zeros behind the last of a shard.
     """
+    # Modulo 2**64, without a check for an overflow.
     mixed = (checksums * _WEIGHTS).sum(axis=1)
     # The highest bits of a product depend on all bits of its factors, the lowest on few.
     return (mixed >> np.uint64(64 - _DIGEST_BITS)).astype(np.int64)
@@ -93,7 +96,8 @@ def make_entries(offsets: Sequence[int], checksums: bytes | bytearray) -> list[i
     padded = checksums.ljust(4 * schema.CHUNK_STRIDE * len(offsets), b'\0')
     runs = np.frombuffer(padded, '<u4').reshape(-1, schema.CHUNK_STRIDE)
     digests = run_digests(runs)
-    entries = np.array(offsets, np.int64) | digests << _OFFSET_BITS
+    # The offset in the low bits, the digest above them.
+    entries = np.array(offsets, np.int64) | (digests << _OFFSET_BITS)
     return entries.tolist()
 
 
@@ -139,7 +143,9 @@ def _first_entries(flat: np.ndarray) -> Iterator[int]:
     position = 0
     while position < len(flat):
         length = numbers[position]
-        size_at = position + 1 - (-length // schema.CHUNK_STRIDE)
+        num_entries = -(-length // schema.CHUNK_STRIDE)
+        size_at = position + 1 + num_entries
+        # Before it is followed: a damaged length may lead anywhere.
         if length < 0 or size_at >= len(flat):
             raise _wrong_entry(position)
         yield position + 1
@@ -147,13 +153,15 @@ def _first_entries(flat: np.ndarray) -> Iterator[int]:
 
 
 def _check_ascending(flat: np.ndarray, first_entry: np.ndarray) -> None:
-    """Raises unless each shard's offsets rise up to its size."""
+    """Raises a ValueError unless each shard's offsets rise up to its size."""
     offsets = flat & _OFFSET
     ascends = np.append(offsets[1:] > offsets[:-1], True)
     # But from the size of a shard to the next one's length, and from there to its first offset,
     # numbers may fall. A size has no digest.
-    sizes = flat[first_entry - 2]
-    ascends[first_entry - 2] = sizes >> _OFFSET_BITS == 0
+    # The size of the shard before stands two entries before the first one; before the first shard,
+    # -1 is the last entry, which is the size of the last shard.
+    size_at = first_entry - 2
+    ascends[size_at] = flat[size_at] >> _OFFSET_BITS == 0
     ascends[first_entry - 1] = True
     if not ascends.all():
         bad_entry = ascends.argmin()

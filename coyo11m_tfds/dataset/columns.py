@@ -31,6 +31,7 @@ OUTLINE_ENDS = 64 << 10  # bytes at each end of a file
 
 _RESTORE = 'Restore it, or build the data set again.'
 _ADDED = 'added'  # the kind of an `AddedColumn`, as descriptions name it
+# Names of all integers, and of float16, float32 and float64.
 _DTYPES = {np.dtype(code).name for code in np.typecodes['AllInteger'] + 'efd'}
 
 
@@ -120,7 +121,10 @@ class InPlaceColumn:
     places: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def places_file(self, split: str) -> str:
-        """Returns the name of the file with the places of a split."""
+        """Returns the name of the file with the places of a split.
+
+        `verify` writes one under another name when it adds checksums to a data set in use.
+        """
         return self.places.get(split) or column_file_name(self.name, split, self.build)
 
     @property
@@ -136,7 +140,7 @@ class InPlaceColumn:
     def find_files(self) -> list[StoredFile | None]:
         """Returns what lies at the path of each of `files`; None for a missing file."""
         by_path: dict[str, StoredFile] = {}
-        # A listing of a folder in a bucket is one request, the states of its files are many.
+        # A listing of a folder in a bucket is one request, the states of its files would be many.
         for folder in sorted({os.path.dirname(file.path) for file in self.files}):
             listing = storage.list_folder(folder, missing_ok=True)
             by_path |= {file.path: file for file in listing.values()}
@@ -151,6 +155,7 @@ class InPlaceColumn:
         """
         path = os.path.join(folder, self.places_file(split))
         try:
+            # A split without a CRC-32C is damaged too: '' equals none.
             return _load_places(path, num_records, self.crc32c.get(split, ''))
         except ValueError as error:
             message = f'{path}: is not a column ({error}). Build the data set again.'
@@ -222,6 +227,7 @@ class ColumnWriter:
 
     def write(self, values: np.ndarray) -> None:
         """Appends the rows of the next records, `(n, *shape)` of any dtype that casts."""
+        # Whatever CRC-32C is in the name of the field: only the header of the file has names.
         rows = np.empty(len(values), row_dtype(self._dtype, self._shape, self._crc32c))
         rows['value'] = values
         contiguous = np.ascontiguousarray(rows['value'])
@@ -260,15 +266,16 @@ class ColumnScan(ChecksumScan):
     def add(self, block: bytes) -> None:
         """Checks the rows that end in the next block of the file."""
         super().add(block)
-        header = min(self._header_left, len(block))
-        self._header_left -= header
-        data = self._rest + block[header:]
+        header_nbytes = min(self._header_left, len(block))
+        self._header_left -= header_nbytes
+        data = self._rest + block[header_nbytes:]
         # Blocks end anywhere: what is left of a row waits for the next block.
         num_whole = len(data) // self._dtype.itemsize
         self._rest = data[num_whole * self._dtype.itemsize :]
         self._check_rows(np.frombuffer(data, self._dtype, num_whole))
 
     def _check_rows(self, rows: np.ndarray) -> None:
+        """Compares rows with their CRC-32Cs; remembers the first wrong one, and counts the rest."""
         values = np.ascontiguousarray(rows['value'])
         self._values_crc32c = google_crc32c.extend(self._values_crc32c, values.tobytes())
         stored = rows[_crc32c_field(self._dtype)]
@@ -285,6 +292,7 @@ class ColumnScan(ChecksumScan):
         """Describes the damage of the rows; '' if there is none."""
         if self._num_wrong:
             return wrong_rows_message(*self._first_wrong, self._num_wrong)
+        # Every row agrees with its own checksum: rows of another file would, too.
         if _crc32c_field(self._dtype).endswith(f'{self._values_crc32c:08x}'):
             return ''
         return 'its rows are not those that its header was written for'
@@ -304,11 +312,13 @@ def row_dtype(dtype: np.typing.DTypeLike, shape: tuple[int, ...], crc32c: int) -
     Its fields are `value`, of a dtype and a shape, and the CRC-32C of the row, uint32. The name of
     the second holds `crc32c`, that of all values, so the header of the file tells it.
     """
+    # Little endian on every machine, because the file may be read on another one.
     value = ('value', np.dtype(dtype).newbyteorder('<'), shape)
     return np.dtype([value, (f'crc32c_{crc32c:08x}', '<u4')])
 
 
 def _crc32c_field(dtype: np.dtype) -> str:
+    """Returns the name of the second field of a `row_dtype`."""
     assert dtype.names is not None
     return dtype.names[1]
 
@@ -339,14 +349,16 @@ def unused_column_files(
         if isinstance(column, AddedColumn):
             used_files.update(column.files.values())
         else:
-            used_files.update(column.places_file(split) for split in column.crc32c)
-            # Those of the build stay: a run that began with them opens them again to evaluate.
-            used_files.update(column_file_name(column.name, x, column.build) for x in column.crc32c)
+            for split in column.crc32c:
+                used_files.add(column.places_file(split))
+                # That of the build stays: a run that began with it opens it again to evaluate.
+                used_files.add(column_file_name(column.name, split, column.build))
     # Without its description, a column of latents may use any of its files.
     latents_prefix = f'column_{schema.LATENTS}-'
     has_latents = schema.LATENTS in columns
     unused_files = set()
     for name in set(names) - used_files:
+        # Files of another build are not this one's to remove.
         is_of_build = is_column_file_name(name) and schema.build_of(name) == build
         if is_of_build and (has_latents or not name.startswith(latents_prefix)):
             unused_files.add(name)
@@ -390,6 +402,8 @@ def parse_columns(data: bytes) -> dict[str, Column]:
 
 
 def _parse_column(name: str, kind: str, **fields: Any) -> Column:
+    """Returns the column of a description, of which every field is one that can be written."""
+    # Only latents lie in place.
     expected = IN_PLACE if name == schema.LATENTS else _ADDED
     if kind != expected:
         raise ValueError(f'column {name!r} is of kind {kind!r}, expected {expected!r}')
@@ -402,6 +416,7 @@ def _parse_column(name: str, kind: str, **fields: Any) -> Column:
 
 
 def _parse_in_place(name: str, fields: Mapping[str, Any]) -> InPlaceColumn:
+    """Returns the column of a description, in which nothing leads a reader out of a file."""
     dtype = fields['dtype']
     shape = tuple(fields['shape'])
     if not schema.are_latents(dtype, shape):
@@ -416,10 +431,10 @@ def _parse_in_place(name: str, fields: Mapping[str, Any]) -> InPlaceColumn:
             )
     if not all(map(_is_crc32c, fields['crc32c'].values())):
         raise ValueError(f'column {name!r} has CRC-32C {fields["crc32c"]}')
+    # A name with a folder could be a file outside of the data set.
     places = fields.get('places', {})
-    if not places.keys() <= fields['crc32c'].keys() or not all(
-        isinstance(x, str) and is_column_file_name(x) for x in places.values()
-    ):
+    are_names = all(isinstance(x, str) and is_column_file_name(x) for x in places.values())
+    if not are_names or not places.keys() <= fields['crc32c'].keys():
         raise ValueError(f'column {name!r} has places in {places}')
     unchecked = tuple(fields.get('unchecked', ()))
     if not set(unchecked) <= set(range(len(files))):
@@ -442,19 +457,22 @@ def _has_places(file: InPlaceFile, num_crops: int) -> bool:
         return False
     if not file.starts or num_crops % len(file.starts):
         return False
-    # Places in a file are numbers of 64 bits; whether they are in it is checked with the file.
+    # Places in a file are numbers of 64 bits; whether they are in it is checked with the file. With
+    # rows of 32 bits, a stride of 30 bits gives none beyond them.
     are_offsets = all(type(n) is int and 0 <= n < 2**62 for n in (*file.starts, file.stride))
     return are_offsets and file.stride < 2**30
 
 
 def _is_possible(column: AddedColumn) -> bool:
     """Whether `add_column` can have written the description."""
+    # Rows of a damaged size could take any memory.
     if column.dtype not in _DTYPES or len(column.shape) > 1:
         return False
     if not all(type(n) is int and 0 < n <= MAX_ROW_NBYTES for n in column.shape):
         return False
     if np.dtype(column.dtype).itemsize * math.prod(column.shape) > MAX_ROW_NBYTES:
         return False
+    # A name with a folder could be a file outside of the data set.
     file_names = column.files.values()
     if not all(isinstance(name, str) and is_column_file_name(name) for name in file_names):
         return False

@@ -25,7 +25,10 @@ class DatasetEdit:
     lock: locks.Lock
 
     def commit(self, new_columns: Mapping[str, Column], files: Sequence[str] = ()) -> None:
-        """Stores files, then the description of the columns; removes files without a use."""
+        """Stores files, then the description of the columns; removes files without a use.
+
+        `files` are names in `staging`. Raises an OSError if the lock has been lost.
+        """
         build = self.stored.build
         folder = self.destination.folder
         columns_file = schema.of_build(schema.COLUMNS_FILE, build)
@@ -33,6 +36,7 @@ class DatasetEdit:
         names = [*files]
         listing = storage.list_folder(folder)
         unused_files = listing.keys() & columns.unused_column_files(listing, new_columns, build)
+        # A data set of another program has no record of checksums, and gets none.
         checksums = listing.get(schema.of_build(schema.CHECKSUMS_FILE, build))
         if checksums:
             states = manifest.parse_checksums(checksums.read())
@@ -45,6 +49,7 @@ class DatasetEdit:
         # Last: a column that the description does not name does not exist, so after a kill in
         # between the same command can be repeated.
         names.append(columns_file)
+        # As late as possible: everything before this line has changed no file that readers know.
         if not self.lock.is_ours():
             raise OSError(f'{folder}: another process is writing. Run the same command again.')
         for name in names:
@@ -70,7 +75,9 @@ def edit_dataset(data_dir: str | os.PathLike[str], scratch_dir: str = '') -> Ite
     # Without a data set, no lock may be made.
     stored_dataset.open_data(folder)
     with locks.hold(folder, wait=False) as lock:
+        # Again, because another process may have changed the columns before the lock was taken.
         stored = stored_dataset.open_data(folder)
+        # Three folders up: the data set is in `NAME/CONFIG/VERSION` of the build's `--data_dir`.
         parent = choose_folder(schema.NAME, f'{folder}/../../..', os.fspath(scratch_dir))
         os.makedirs(parent, exist_ok=True)
         destination = storage.open_writable_folder(folder)
@@ -78,7 +85,8 @@ def edit_dataset(data_dir: str | os.PathLike[str], scratch_dir: str = '') -> Ite
             # A killed command may have left files: temporary ones, and those of no column.
             destination.sweep()
             try:
-                edit = DatasetEdit(stored, destination, destination.staging(scratch), scratch, lock)
+                staging = destination.staging(scratch)
+                edit = DatasetEdit(stored, destination, staging, scratch, lock)
                 listing = storage.list_folder(folder)
                 if columns.unused_column_files(listing, stored.columns, stored.build):
                     edit.commit(stored.columns)

@@ -1,4 +1,8 @@
-"""What reading a data set from the hub takes of the quota of an account."""
+"""What reading a data set from the hub takes of the quota of an account.
+
+The hub counts *resolves*: requests that turn the name of a file into the address of its bytes. Such
+an address serves for an hour; requests of ranges with it are not counted.
+"""
 
 import dataclasses
 import math
@@ -47,6 +51,7 @@ def estimate_use(
         raise ValueError(f'{data.folder}: its split {schema.TRAIN!r} has no records.')
     num_files = len(split.file_names)
     record_nbytes = split.num_bytes / split.num_records
+    # The records of a chunk are one request, and its rows in each column are another.
     requests_per_chunk = 1
     for column in data.columns.values():
         requests_per_chunk += 1
@@ -59,7 +64,9 @@ def estimate_use(
     quota = hub.read_quota(f'{data.folder}/{split.file_names[0]}')
     # Each file is resolved once an hour, at its first request. So the first window has the most.
     seconds = quota.seconds if quota else hub.USUAL_WINDOW
-    num_touched = min(num_files * num_processes, math.ceil(requests_per_second * seconds))
+    # At worst every request is the first one of its file, until all processes know all files.
+    num_requests = math.ceil(requests_per_second * seconds)
+    num_touched = min(num_files * num_processes, num_requests)
     return HubUse(
         requests_per_second,
         record_nbytes * chunk / requests_per_chunk,

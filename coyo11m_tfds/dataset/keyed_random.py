@@ -23,12 +23,14 @@ def derive(seed: int, *numbers: int | np.ndarray) -> np.ndarray:
     """Hashes the numbers in turn into the seed; returns uint64 in their common shape."""
     key = splitmix64(seed & 0xFFFFFFFFFFFFFFFF)
     for number in numbers:
+        # Hashed after each number, so that (1, 2) and (2, 1) give different keys.
         key = splitmix64(key ^ np.asarray(number).astype(np.uint64))
     return key
 
 
 def name_hash(name: str) -> int:
     """Returns the 64-bit BLAKE2b digest of a name."""
+    # `surrogateescape`: a name of a file may be no UTF-8, and still has a hash.
     data = name.encode('utf-8', 'surrogateescape')
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), 'little')
 

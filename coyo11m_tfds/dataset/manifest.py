@@ -35,6 +35,7 @@ def damaged_file(path: str, reason: object) -> DamagedError:
 
 def read_small_file(path: str) -> bytes | None:
     """Reads a small file, local or on gs://; None if it is missing."""
+    # By its folder, because each storage has one class, which reads by names.
     folder, name = os.path.split(path)
     return storage.open_folder(folder).read(name)
 
@@ -72,6 +73,7 @@ class SmallFiles:
             DamagedError: It differs from the record, or `parse` has raised a ValueError.
         """
         path = f'{self._folder}/{name}'
+        # Compared before it is parsed: damage is named as such, and not as what JSON makes of it.
         content = read_parsed(path, lambda data: parse(self.check(name, data)))
         if content is None and name in self._states:
             raise FileNotFoundError(
@@ -83,7 +85,7 @@ class SmallFiles:
     def check(self, name: str, data: bytes) -> bytes:
         """Returns the content of a file; raises a ValueError if it differs from the record."""
         state = FileState(len(data), google_crc32c.value(data))
-        # What the record does not name may have any content.
+        # What the record does not name may have any content: it equals itself.
         expected = self._states.get(name, state)
         if state != expected:
             raise ValueError(f'it has {state}, but {self._record} has {expected}')
@@ -147,8 +149,9 @@ def parse_npy_header(head: bytes, num_bytes: int) -> tuple[np.dtype, tuple[int, 
         raise ValueError(str(error)) from error
     if is_fortran:
         raise ValueError('its array is in Fortran order, expected C order')
+    start = stream.tell()
     # The size tells a file that was cut off from a whole one before anything of it is read.
-    expected = stream.tell() + dtype.itemsize * math.prod(shape)
+    expected = start + dtype.itemsize * math.prod(shape)
     if num_bytes != expected:
         raise ValueError(f'it has {num_bytes:,} bytes, expected {expected:,}')
-    return dtype, shape, stream.tell()
+    return dtype, shape, start

@@ -66,11 +66,13 @@ class _Tail(io.BytesIO):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Moves to a position; reads more of the file for one that lies before its end."""
+        # From the end or from here: inside of what has been read.
         if whence != os.SEEK_SET:
             return self._begin + super().seek(offset, whence)
         # A directory that is longer than usual begins before what has been read.
         if 0 <= offset < self._begin:
             nbytes = self._file_size - offset
+            # A damaged offset would fetch the whole file.
             if nbytes > _MAX_DIRECTORY:
                 raise ValueError(f'its directory would take {nbytes:,} bytes')
             self._begin = offset
@@ -96,7 +98,8 @@ def read_directory(read_tail: ReadTail, file_size: int, name: str) -> tuple[Arch
         with zipfile.ZipFile(end_of_file) as archive:
             infos = archive.infolist()
             directory = archive.start_dir
-    except OSError:  # of `read_tail`
+    # The file could not be read, which says nothing about its content.
+    except OSError:
         raise
     except Exception as error:  # of many types, depending on which byte is damaged
         raise ValueError(
@@ -107,7 +110,8 @@ def read_directory(read_tail: ReadTail, file_size: int, name: str) -> tuple[Arch
         raise _damaged_archive(name, 'it has no members')
     # The directory may name members in any order, but each must end where the next one begins.
     infos.sort(key=lambda info: info.header_offset)
-    ends = [info.header_offset for info in infos[1:]] + [directory]
+    ends = [info.header_offset for info in infos[1:]]
+    ends.append(directory)
     members = tuple(_parse_member(info, end, name) for info, end in zip(infos, ends, strict=True))
     # torch looks names up without regard to case.
     if len({member.name.lower() for member in members}) < len(members):
@@ -119,6 +123,7 @@ def read_directory(read_tail: ReadTail, file_size: int, name: str) -> tuple[Arch
 
 
 def _parse_member(info: zipfile.ZipInfo, end: int, name: str) -> ArchiveMember:
+    """Returns a member that ends before `end`; raises a ValueError unless it is plain and fits."""
     member = ArchiveMember(
         name=info.orig_filename,
         begin=info.header_offset,
@@ -151,10 +156,13 @@ class Archive:
     @property
     def digest(self) -> str:
         """Hex digest of the members' names, sizes and checksums."""
-        # The first folder of every name is the name under which the file was first saved.
-        return json_digest.sha256(
-            sorted((m.name.partition('/')[2], m.size, m.crc32) for m in self.members)
-        )
+        members = []
+        for member in self.members:
+            # The first folder of every name is the name under which the file was first saved: equal
+            # tensors are equal, whatever they were called.
+            _, _, name = member.name.partition('/')
+            members.append((name, member.size, member.crc32))
+        return json_digest.sha256(sorted(members))
 
     def check(self, member: ArchiveMember, crc32: int) -> None:
         """Compares the CRC-32 of what a member holds with the recorded one.
@@ -173,8 +181,10 @@ class Archive:
     def sections(self) -> Iterator[tuple[int, ArchiveMember | None]]:
         """Divides the file into members and the gaps between; yields the end of each section."""
         for member, start in zip(self.members, self.starts, strict=True):
+            # In front of the contents stand the local header and torch's padding.
             yield start, None
             yield start + member.size, member
+        # Behind all members stands the directory.
         yield self.size, None
 
 
@@ -192,15 +202,17 @@ def read_archive(file: int, name: str) -> Archive:
     """Does what `open_archive` does, for the descriptor of an open file."""
     size = os.fstat(file).st_size
     members = read_directory(lambda n: os.pread(file, n, size - n), size, name)
-    return Archive(name, size, members, tuple(_find_start(file, m, name) for m in members))
+    starts = tuple(_find_start(file, member, name) for member in members)
+    return Archive(name, size, members, starts)
 
 
 def _find_start(file: int, member: ArchiveMember, name: str) -> int:
     """Returns where the contents begin: behind the local header, which must be that of `member`."""
     header = os.pread(file, member.header_bytes, member.begin)
-    # Of a file that ends here, there may be less.
+    # A file that has been cut may end within the header; with zeros, it contradicts the directory.
     fields = _LOCAL_HEADER.unpack_from(header.ljust(_LOCAL_HEADER.size, b'\0'))
     magic, _, flags, method, _, _, crc32, _, size, name_bytes, extra_bytes = fields
+    # torch pads the extra field, so that contents begin at multiples of 64.
     start = member.begin + _LOCAL_HEADER.size + name_bytes + extra_bytes
     raw_name = member.raw_name
     has_name = name_bytes == len(raw_name) and header[_LOCAL_HEADER.size :] == raw_name

@@ -15,6 +15,7 @@ import numpy as np
 from coyo11m_tfds import schema
 from coyo11m_tfds.storage.stored_file import ChecksumScan
 
+# Kinds of a feature's list, by the numbers of their fields in feature.proto.
 _BYTES_LIST, _INT64_LIST = 1, 3
 
 # The framing of a record in the file: its length and the checksum of that, then its own checksum.
@@ -46,6 +47,7 @@ class RecordWriter:
         return self
 
     def __exit__(self, error_type: type | None, *_) -> None:
+        # After an error nobody uses the file, and an error of the disk would hide the first one.
         if error_type is None:
             self._write_block()
 
@@ -65,9 +67,11 @@ class RecordWriter:
             else:
                 fields.append((name, _BYTES_LIST))
                 values.append(column)
-        key = tuple(fields)
+        # A tuple, by which `_framing` remembers what it has computed.
+        field_key = tuple(fields)
         for row in zip(*values, strict=True):
-            self._append(_framing(key, tuple(map(len, row))), row)
+            lengths = tuple(map(len, row))
+            self._append(_framing(field_key, lengths), row)
 
     def _append(self, framing: tuple[Sequence[bytes], int], values: Sequence[bytes]) -> None:
         """Appends one record, in the format of tensorflow/core/lib/io/record_writer.h."""
@@ -77,6 +81,7 @@ class RecordWriter:
             # A record may be larger than a block.
             if size > len(self._block):
                 self._block = np.empty(size, np.uint8)
+        # A run begins, for which the chunk index has an offset.
         if self.num_records % schema.CHUNK_STRIDE == 0:
             self.chunk_offsets.append(self.num_bytes)
         start = offset = self._filled
@@ -138,7 +143,9 @@ class RecordScan(ChecksumScan):
             return 0
         packed_length = data[offset : offset + 8]
         (length,) = struct.unpack('<Q', packed_length)
-        if data[offset + 8 : begin] != _packed_crc(packed_length) or length > MAX_RECORD_NBYTES:
+        is_length_damaged = data[offset + 8 : begin] != _packed_crc(packed_length)
+        # No record is so long, and to wait for its end would take any memory.
+        if is_length_damaged or length > MAX_RECORD_NBYTES:
             self._set_problem('has a damaged length')
             return 0
         end = begin + length
@@ -182,6 +189,7 @@ class RecordLayout:
         # are the places known, because the caption in front has any size.
         self._value_from_end: dict[str, int] = {}
         self._head_from_end: dict[int, bytes] = {}
+        # From the last feature to the first; each value stands behind its head.
         from_end = 0
         for name, size in reversed(sizes.items()):
             from_end += size
@@ -206,9 +214,11 @@ class RecordLayout:
         called for bytes behind `end`.
         """
         regular = end - begin >= self._key_from_end + self._window
+        # Every head where it has to be: then nothing has to be parsed.
         for from_end, head in self._head_from_end.items():
-            heads = gather(end - from_end, len(head)).view(np.uint8)
-            regular &= (heads.reshape(-1, len(head)) == np.frombuffer(head, np.uint8)).all(axis=1)
+            heads = gather(end - from_end, len(head)).view(np.uint8).reshape(-1, len(head))
+            expected = np.frombuffer(head, np.uint8)
+            regular &= (heads == expected).all(axis=1)
         key_end = end - self._key_from_end
         window = gather(key_end - self._window, self._window).view(np.uint8)
         keys, length, is_key = self._decode_keys(window.reshape(-1, self._window))
@@ -220,22 +230,28 @@ class RecordLayout:
         )
 
     def _decode_keys(self, window: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Decodes varints at the ends of rows of bytes: keys, lengths, whether they are keys."""
-        # All bytes of a varint but the last have their high bit set; its length stands before it.
+        """Returns the varints at the ends of rows of bytes: keys, lengths, whether they are keys.
+
+        `window` has for each record the last bytes of the key's feature, uint8 `(n, self._window)`.
+        """
+        # All bytes of a varint but the last have their high bit set. The byte before it is its
+        # length, of which the high bit is not set.
         backwards = window[:, : -_MAX_VARINT - 1 : -1]
-        length = 1 + (backwards[:, 1:] < 0x80).argmax(axis=1)
-        length[(backwards[:, 1:] >= 0x80).all(axis=1)] = _MAX_VARINT
+        has_high_bit = backwards >= 0x80
+        length = 1 + (~has_high_bit[:, 1:]).argmax(axis=1)
+        length[has_high_bit[:, 1:].all(axis=1)] = _MAX_VARINT
         keys = np.zeros(len(window), np.uint64)
         # From the highest bits to the lowest, as they come backwards.
         for index in range(_MAX_VARINT):
             bits = (backwards[:, index] & np.uint8(0x7F)).astype(np.uint64)
             keys = np.where(index < length, keys << np.uint64(7) | bits, keys)
+        # What looks like a varint is one only behind the head of a key of this length.
         head_nbytes = self._key_heads.shape[1]
         head_at = self._window - length - head_nbytes
         columns = head_at[:, None] + np.arange(head_nbytes)
         heads = np.take_along_axis(window, columns, axis=1)
         has_head = (heads == self._key_heads[length - 1]).all(axis=1)
-        ends_varint = backwards[:, 0] < 0x80
+        ends_varint = ~has_high_bit[:, 0]
         return keys.view(np.int64), length, has_head & ends_varint
 
 
@@ -246,8 +262,12 @@ def caption_head(before_key: int, num_bytes: int) -> bytes | None:
     `num_bytes` is the size of the record, and `before_key` the number of its bytes before the key,
     which follows the caption.
     """
+    # From the outside in: the size of the record gives that of its features, and this the first
+    # bytes; what then remains before the key is the caption with its head.
     payload = _size_behind(lambda size: _tag(1, size), num_bytes)
-    example = b'' if payload is None else _tag(1, payload)  # Example.features
+    if payload is None:
+        return None
+    example = _tag(1, payload)  # Example.features
     caption_nbytes = before_key - len(example)
     size = _size_behind(lambda size: _value_head(schema.CAPTION, size), caption_nbytes)
     if size is None:
@@ -257,11 +277,14 @@ def caption_head(before_key: int, num_bytes: int) -> bytes | None:
 
 def _size_behind(head: Callable[[int], bytes], total: int) -> int | None:
     """Returns the size of a value that takes `total` bytes with its head; None if there is none."""
+    # From above: a head has few bytes, so the first sizes that are tried are the nearest.
     for size in range(total, -1, -1):
         total_of_size = len(head(size)) + size
+        if total_of_size == total:
+            return size
         # Smaller values take even less.
-        if total_of_size <= total:
-            return size if total_of_size == total else None
+        if total_of_size < total:
+            return None
     return None
 
 
@@ -273,15 +296,15 @@ def _framing(
     """Returns the bytes before each value of a record, and the size of the record in the file."""
     # Field numbers of tensorflow/core/example/{example,feature}.proto, in the encoding of
     # https://protobuf.dev/programming-guides/encoding.
-    heads = [
-        _value_head(name, length, is_int=kind == _INT64_LIST)
-        for (name, kind), length in zip(fields, lengths, strict=True)
-    ]
+    heads = []
+    for (name, kind), length in zip(fields, lengths, strict=True):
+        heads.append(_value_head(name, length, is_int=kind == _INT64_LIST))
     payload = sum(map(len, heads)) + sum(lengths)
     example = _tag(1, payload)  # Example.features
     record_bytes = len(example) + payload
-    packed = struct.pack('<Q', record_bytes)
-    heads[0] = packed + _packed_crc(packed) + example + heads[0]
+    # Before the first head stand the header of the file's record and the beginning of the example.
+    packed_length = struct.pack('<Q', record_bytes)
+    heads[0] = packed_length + _packed_crc(packed_length) + example + heads[0]
     return heads, HEADER_NBYTES + record_bytes + TRAILER_NBYTES
 
 

@@ -65,15 +65,18 @@ class _ColumnChecksums:
         self._places: dict[str, np.ndarray] = {}  # of each split, see `InPlaceColumn.locate`
         for split in edit.stored.splits.values():
             places = column.locate(edit.stored.folder, split.name, split.num_records)
+            # What `locate` returns is read-only, and perhaps a mapped file.
             self._places[split.name] = places.copy()
 
     def compute(self) -> list[str]:
         """Fills in the checksums of all files; returns a line for each with rows not finite."""
+        # All files are compared with the description before the first of them is fetched.
         listed_files = self._column.find_files()
         files: dict[int, StoredFile] = {}
         for number in self._unchecked:
             files[number] = self._column.files[number].check(listed_files[number])
         order = list(files)
+        # Below the scratch folder, which is empty at first: nothing of others is there.
         downloads = Scratch(os.path.join(self._edit.scratch, 'source'))
         faults = []
         record_time = time.monotonic()
@@ -91,6 +94,7 @@ class _ColumnChecksums:
                     if time.monotonic() > record_time + _SECONDS_BETWEEN_RECORDS:
                         self._record()
                         record_time = time.monotonic()
+            # Also at an error or a Ctrl-C: what has been computed is not computed again.
             finally:
                 self._record()
         return faults
@@ -115,6 +119,7 @@ class _ColumnChecksums:
     def _record(self) -> None:
         """Records what has been computed, in files of new names: others may be read."""
         column = self._column
+        # Nothing is new since the last record.
         if len(self._unchecked) == len(column.unchecked):
             return
         crc32c = {}
@@ -123,6 +128,7 @@ class _ColumnChecksums:
         for split, places in self._places.items():
             crc32c[split] = columns.array_crc32c(places)
             name = column.places_file(split)
+            # A split without rows in these files keeps its file.
             if crc32c[split] != column.crc32c[split]:
                 stem = f'{split}-{crc32c[split]}'
                 name = columns.column_file_name(schema.LATENTS, stem, column.build)
@@ -143,6 +149,7 @@ def _is_finite(data: bytes, dtype: str) -> bool:
 
 
 def _describe_not_finite(file: InPlaceFile, records: Sequence[str]) -> list[str]:
+    """Returns a line about the records of a file whose rows are not finite; none without any."""
     if not records:
         return []
     rows = format_count(len(records), 'row is', 'rows are')

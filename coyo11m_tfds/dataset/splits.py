@@ -82,10 +82,12 @@ def parse_splits(data: bytes) -> list[StoredSplit]:
 
 
 def _parse_split(info: dict, split: dict) -> StoredSplit:
+    """Returns a split of the parsed `schema.INFO_FILE`, with the names of its shards."""
     # protobuf writes 64-bit integers as strings, and leaves out empty lists and zeros.
     lengths = [int(length) for length in split.get('shardLengths', [])]
     template = split['filepathTemplate']
     count = len(lengths)
+    # As TFDS pads them: at least five digits, more where a number has more.
     digits = max(5, len(str(count)))
 
     def name(file_format: str, shard: int) -> str:
@@ -102,6 +104,7 @@ def _parse_split(info: dict, split: dict) -> StoredSplit:
     converted = []
     for file_format in info.get('alternativeFileFormats', ()):
         converted += [name(file_format, shard) for shard in range(count)]
+    # A template without the number of the shard would have all shards read from one file.
     if len(set(names)) < count:
         raise ValueError(
             f'its filepathTemplate {template!r} gives several shards one name, expected '

@@ -36,6 +36,7 @@ Data: TypeAlias = Union[str, os.PathLike[str], 'tfds.core.DatasetBuilder', 'Stor
 
 FOLDER_HELP = 'folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0'
 
+# Tokens are listed apart: a model reads them or embeddings.
 FEATURES = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING, schema.CAPTION)
 READABLE = (*FEATURES, schema.TOKENS)
 
@@ -82,10 +83,13 @@ class DatasetStats:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> 'DatasetStats':
-        """The inverse of `to_json`; raises a KeyError or TypeError for other fields."""
-        names = 'latent_mean', 'latent_std', 'text_mean', 'text_std'
-        arrays: dict[str, Any] = {name: np.asarray(fields[name], np.float32) for name in names}
-        return cls(**{**fields, **arrays, 'latents_shape': tuple(fields['latents_shape'])})
+        """Returns what `to_json` had; raises a KeyError or TypeError for other fields."""
+        arguments = dict(fields)
+        # JSON has lists for arrays and for tuples.
+        for name in ('latent_mean', 'latent_std', 'text_mean', 'text_std'):
+            arguments[name] = np.asarray(fields[name], np.float32)
+        arguments['latents_shape'] = tuple(fields['latents_shape'])
+        return cls(**arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +131,7 @@ class StoredDataset:
     @property
     def can_map(self) -> bool:
         """Whether all its files, also of latents in place, can be memory-mapped."""
+        # Latents in place may lie on another storage than the data set.
         for column in self.columns.values():
             if isinstance(column, InPlaceColumn) and not column.can_map:
                 return False
@@ -135,6 +140,7 @@ class StoredDataset:
     @property
     def build(self) -> str:
         """ID in the names of its build's files; '' if the names have none."""
+        # One build writes all splits.
         return next(iter(self.splits.values())).build
 
     @property
@@ -185,6 +191,7 @@ class StoredDataset:
                     f'{self.folder}: feature {name!r} is encoded as {encoding!r}, expected the '
                     'bytes of its numbers'
                 )
+        # Records have no latents where these lie in place.
         latents_nbytes = 0
         if schema.LATENTS not in self.columns:
             latents_nbytes = schema.latents_nbytes(*self.latents)
@@ -200,6 +207,7 @@ class StoredDataset:
     ) -> dict[str, Column]:
         """Returns the columns that hold features of a batch, or texts of a mixture, by name."""
         names = list(features)
+        # The text in the records has the name '', and is no column.
         if text and text.feature in features:
             names += text.names
         return {name: self.columns[name] for name in names if name in self.columns}
@@ -231,6 +239,7 @@ class StoredDataset:
         return self._indexed[name]
 
     def _read_index(self, name: str) -> IndexedSplit | None:
+        """Reads the chunk index of a split; None if there is none, as for mock data."""
         split = self.splits.get(name)
         if split is None or not split.file_names or not self.files:
             return None
@@ -238,7 +247,7 @@ class StoredDataset:
         index = self.files.read(file_name, chunk_index.ChunkIndex.parse)
         if index is None:
             return None
-        # Else reads would go to places of other records.
+        # An index of other shards would lead reads to places of other records.
         if list(split.shard_lengths) != index.shard_lengths.tolist():
             raise DamagedError(
                 f'{self.folder}: {schema.INFO_FILE} has '
@@ -270,6 +279,7 @@ class StoredDataset:
         # All texts of a mixture have the same encoder.
         first = mixture.texts[0]
         mean, std = mixture.mean_and_std()
+        # Token ids have no mean that says anything.
         if mixture.feature != schema.TEXT_EMBEDDING:
             mean = std = np.zeros(0)
         return DatasetStats(
@@ -332,6 +342,7 @@ def open_data(data: Data) -> StoredDataset:
     if isinstance(data, str | os.PathLike):
         folder = os.fspath(data).rstrip('/')
         # Whoever pushes to its branch adds another version, and takes no file away from this one.
+        # A folder that is not there gets its own error below, with advice.
         with contextlib.suppress(FileNotFoundError):
             folder = storage.class_of(folder)(folder).pin().folder
     else:
@@ -362,6 +373,7 @@ def _open_data_folder(folder: str, info: bytes, builder: Any) -> StoredDataset:
         # The names of all other files have the ID of the build.
         build = next(iter(splits.values())).build
         files = manifest.SmallFiles(folder, build)
+        # Already read, because only it tells the build whose record has its checksum.
         files.check(schema.INFO_FILE, strip_alternative_formats(info))
     except _STRUCTURE_ERRORS as error:
         raise manifest.damaged_file(f'{folder}/{schema.INFO_FILE}', error) from error
@@ -409,6 +421,7 @@ def _parse_features(data: bytes) -> dict:
 
 
 def _parse_object(data: bytes) -> dict:
+    """Returns a JSON object; raises a ValueError for anything else."""
     content = json.loads(data)
     if not isinstance(content, dict):
         raise ValueError('expected a JSON object')

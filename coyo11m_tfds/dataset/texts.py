@@ -38,11 +38,11 @@ def parse_text_weights(spec: TextSpec) -> dict[str, float]:
     weights: dict[str, float] = {}
     for name, weight in pairs:
         key = '' if name == RECORDS_TEXT else name
+        # What is no number gets the weight 0, which is refused like any 0. NaN is in no range.
         try:
             number = float(weight)
         except (TypeError, ValueError):
             number = 0.0
-        # NaN is in no range.
         if key is None or key in weights or not 0 < number <= _MAX_WEIGHT:
             raise ValueError(f'text={spec!r}: expected {SYNTAX}')
         weights[key] = number
@@ -84,10 +84,14 @@ class Text:
 
 def text_in_records(metadata: Mapping[str, Any], text_dim: int, num_tokens: int) -> Text:
     """Returns the text in the records, from the metadata and the sizes of features; 0: no such."""
+    # Only a build of this project records settings, and what of a sidecar with texts decides them.
     settings = metadata.get(schema.META_SETTINGS)
-    sidecar = settings.get(schema.SETTINGS_TEXT) if isinstance(settings, Mapping) else None
+    sidecar = None
+    if isinstance(settings, Mapping):
+        sidecar = settings.get(schema.SETTINGS_TEXT)
     # Of embeddings in the `.pt` files, the settings only say 'pt'.
-    sidecar = sidecar if isinstance(sidecar, Mapping) else {}
+    if not isinstance(sidecar, Mapping):
+        sidecar = {}
     feature = ''
     if text_dim:
         feature = schema.TEXT_EMBEDDING
@@ -102,6 +106,7 @@ def text_in_records(metadata: Mapping[str, Any], text_dim: int, num_tokens: int)
         max_tokens=sidecar.get('max_tokens', 0),
         vocabulary=metadata.get(schema.META_TEXT_VOCABULARY, 0),
         words=metadata.get(schema.META_TEXT_WORDS, ''),
+        # Embeddings without statistics pass a model's standardization unchanged.
         mean=np.asarray(metadata.get(schema.META_TEXT_MEAN, [0] * text_dim), np.float64),
         std=np.asarray(metadata.get(schema.META_TEXT_STD, [1] * text_dim), np.float64),
     )
@@ -117,6 +122,7 @@ def _is_text(column: Column) -> TypeGuard[AddedColumn]:
 
 
 def _text_in_column(column: AddedColumn) -> Text:
+    """Returns the text of an added column, which brought the description of its encoder."""
     encoder = column.encoder
     return Text(
         name=column.name,
@@ -214,7 +220,10 @@ def resolve_texts(
                 f'tokens with their vocabulary; there are {[*text_columns]}. python -m '
                 'coyo11m_tfds.add_column --text adds some.'
             )
-        mixed_texts.append(_text_in_column(text_columns[name]) if name else in_records)
+        text = in_records
+        if name:
+            text = _text_in_column(text_columns[name])
+        mixed_texts.append(text)
     # One model reads all of them, so they must be alike.
     first = mixed_texts[0]
     for other in mixed_texts[1:]:

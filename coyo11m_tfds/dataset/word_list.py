@@ -37,6 +37,7 @@ def parse(word_list: str) -> list[str]:
     """Returns the words of a list in its order; raises a ValueError if it is none."""
     entries = word_list.split(' ') if word_list else []
     words = [entry.rpartition(':')[0] for entry in entries]
+    # A list comes out of metadata that others wrote, and its words into messages.
     bad_entries = [entry for entry in entries if not _ENTRY.fullmatch(entry)]
     if bad_entries or len(words) > MAX_WORDS or len(set(words)) < len(words):
         raise ValueError(
@@ -52,4 +53,5 @@ def digest(word_list: str) -> str:
 
 
 def _most_frequent(counts: collections.Counter[str], limit: int) -> list[tuple[str, int]]:
+    # Ties in the order of the letters: the list must not depend on the order of the captions.
     return sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:limit]

@@ -58,7 +58,7 @@ class Condition:
             tree = ast.parse(text.strip(), mode='eval').body
             names = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
             condition = cls(ast.unparse(tree), tuple(dict.fromkeys(names)))
-            # Without rows it raises the same errors.
+            # Without rows it raises the same errors as with them, now rather than in a run.
             condition.evaluate(dict.fromkeys(names, np.empty(0)))
             return condition
         except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
@@ -102,18 +102,23 @@ def _evaluate(node: ast.expr, columns: Columns) -> np.ndarray:
         case ast.UnaryOp(ast.Not(), operand):
             return ~_evaluate(operand, columns)
         case ast.Compare(left, kinds, others):
+            # `0 < a < b` is `0 < a and a < b`.
+            results = []
             sides = itertools.pairwise([left, *others])
-            pairs = zip(sides, kinds, strict=True)
-            results = [_compare(*side, kind, columns) for side, kind in pairs]
+            for (smaller, larger), kind in zip(sides, kinds, strict=True):
+                results.append(_compare(smaller, larger, kind, columns))
             return functools.reduce(operator.and_, results)
     raise ValueError(f'{ast.unparse(node)!r} does not compare anything')
 
 
 def _compare(left: ast.expr, right: ast.expr, kind: ast.cmpop, columns: Columns) -> np.ndarray:
+    """Evaluates one comparison of two sides; raises a ValueError for others than of numbers."""
+    # As it stands in the text, for messages.
     comparison = ast.Compare(left, [kind], [right])
     if isinstance(kind, ast.In | ast.NotIn):
         if not isinstance(right, ast.List | ast.Tuple | ast.Set) or not right.elts:
             raise ValueError(f'{ast.unparse(comparison)!r} has no list of numbers')
+        # By comparisons with each number, which round it as `==` does.
         equals = [_compare(left, value, ast.Eq(), columns) for value in right.elts]
         is_in = functools.reduce(operator.or_, equals)
         return is_in if isinstance(kind, ast.In) else ~is_in
@@ -126,7 +131,7 @@ def _compare(left: ast.expr, right: ast.expr, kind: ast.cmpop, columns: Columns)
 
 
 def _value(node: ast.expr, columns: Columns) -> Any:
-    """Looks up a column or returns a constant."""
+    """Returns a column, or the number that a node stands for; a ValueError for anything else."""
     if isinstance(node, ast.Name):
         return columns[node.id]
     # Python parses a negative number as the negation of a positive one.
@@ -135,26 +140,39 @@ def _value(node: ast.expr, columns: Columns) -> Any:
         sign = -sign
         node = node.operand
     value: Any = node.value if isinstance(node, ast.Constant) else None
+    # `type`, because True is an int for `isinstance`.
     is_whole = type(value) is int and value < 2**63
-    if not is_whole and not (type(value) is float and math.isfinite(value)):
+    is_finite_float = type(value) is float and math.isfinite(value)
+    if not is_whole and not is_finite_float:
         raise ValueError(f'{ast.unparse(node)!r} is neither a name nor a finite number of 64 bits')
     return sign * value
 
 
-# By byte and n, the position of the byte's n-th set bit, from the lowest.
-_SET_BITS = np.array(
-    [([bit for bit in range(8) if byte >> bit & 1] + [0] * 8)[:8] for byte in range(256)], np.int64
-)
+def _list_set_bits() -> np.ndarray:
+    """Returns, by byte and n, the position of the byte's n-th set bit, from the lowest."""
+    positions = np.zeros((256, 8), np.int64)
+    for byte in range(256):
+        set_bits = [bit for bit in range(8) if byte >> bit & 1]
+        positions[byte, : len(set_bits)] = set_bits
+    return positions
+
+
+_SET_BITS = _list_set_bits()
 
 
 class KeptRecords:
-    """The kept records of a split: one bit for each record, and one count for every eight."""
+    """The kept records of a split: one bit for each record, and one count for every eight.
+
+    A list of their numbers would take 64 bits for each. The n-th kept record is found by a search
+    in the counts, and a look at one byte.
+    """
 
     def __init__(self, shard_lengths: np.ndarray, blocks: Iterable[np.ndarray]):
         """Takes whether each record is kept, bool, in blocks of a multiple of 8 but the last."""
         shard_ends = np.cumsum(shard_lengths)
         size = int(shard_ends[-1]) if len(shard_ends) else 0
         self._bits = np.zeros(size // 8 + 1, np.uint8)
+        # Blocks of a multiple of 8 records fill whole bytes.
         begin = 0
         for block in blocks:
             packed = np.packbits(block, bitorder='little')
@@ -162,7 +180,8 @@ class KeptRecords:
             begin += len(packed)
         # The number of kept records before each byte. It has 32 bits if these are enough, because
         # it takes most of the memory.
-        self._before = np.zeros(len(self._bits) + 1, np.uint32 if size < 2**32 else np.uint64)
+        count_dtype = np.uint32 if size < 2**32 else np.uint64
+        self._before = np.zeros(len(self._bits) + 1, count_dtype)
         np.cumsum(np.bitwise_count(self._bits), dtype=self._before.dtype, out=self._before[1:])
         self.num_records = int(self._before[-1])
         self._shard_lengths = shard_lengths
@@ -173,7 +192,9 @@ class KeptRecords:
 
     def locate(self, shard: np.ndarray, number: np.ndarray) -> np.ndarray:
         """Returns the number in its shard of the `number`-th kept record; int64, same shape."""
+        # In the dtype of the counts, so that the search does not convert all of them.
         number_in_split = (self._first_kept[shard] + number).astype(self._before.dtype)
+        # The last byte with at most so many kept records before it holds the one.
         byte = np.searchsorted(self._before, number_in_split, side='right') - 1
         number_in_byte = (number_in_split - self._before[byte]).astype(np.int64)
         bit = _SET_BITS[self._bits[byte], number_in_byte]
@@ -185,6 +206,7 @@ class KeptRecords:
         A run has `schema.CHUNK_STRIDE` records of a shard: so many are read together.
         """
         ends = self._first_numbers + self._shard_lengths
+        # Runs begin anew in each shard.
         begins_of_shards = []
         for first, end in zip(self._first_numbers.tolist(), ends.tolist(), strict=True):
             begins_of_shards.append(np.arange(first, end, schema.CHUNK_STRIDE))
@@ -194,9 +216,11 @@ class KeptRecords:
         return int((run_end - run_begin)[has_kept].sum())
 
     def _count_before(self, number: np.ndarray) -> np.ndarray:
+        """Returns how many kept records stand before a record of the split; int64, same shape."""
+        byte = number >> 3
         lower_bits = (1 << (number & 7)) - 1
-        in_byte = np.bitwise_count(self._bits[number >> 3] & lower_bits.astype(np.uint8))
-        return self._before[number >> 3].astype(np.int64) + in_byte
+        num_in_byte = np.bitwise_count(self._bits[byte] & lower_bits.astype(np.uint8))
+        return self._before[byte].astype(np.int64) + num_in_byte
 
 
 def find_kept(
@@ -218,19 +242,26 @@ def find_kept(
         else:
             columns[name] = _read_column(stored, name, split, num_records)
     # Block by block: all columns of a large split would take too much memory.
-    blocks = zip(*columns.values(), strict=True)
-    is_kept = (condition.evaluate(dict(zip(columns, x, strict=True))) for x in blocks)
-    kept = KeptRecords(shard_lengths, (np.ma.filled(x, False) for x in is_kept))
+
+    def evaluate_blocks() -> Iterator[np.ndarray]:
+        for values in zip(*columns.values(), strict=True):
+            is_kept = condition.evaluate(dict(zip(columns, values, strict=True)))
+            # Nobody knows whether a record without a key meets the condition.
+            yield np.ma.filled(is_kept, False)
+
+    kept = KeptRecords(shard_lengths, evaluate_blocks())
+    # Probably a mistake in the condition, and nothing can be read.
     if not kept.num_records:
         raise ValueError(
             f'{stored.folder}: where={condition.text!r} keeps none of the {num_records:,} records '
             f'of split {split!r}'
         )
     num_in_runs = kept.num_records_in_kept_runs()
-    shares = [f'{x / num_records:.1%}' for x in (kept.num_records, num_in_runs)]
+    kept_share = kept.num_records / num_records
+    fetched_share = num_in_runs / num_records
     logging.info(
-        f'{stored.folder}: {condition.text} keeps {shares[0]} of split {split!r}. Reading by '
-        f'chunks fetches {shares[1]} of it, in runs of {schema.CHUNK_STRIDE} records.'
+        f'{stored.folder}: {condition.text} keeps {kept_share:.1%} of split {split!r}. Reading by '
+        f'chunks fetches {fetched_share:.1%} of it, in runs of {schema.CHUNK_STRIDE} records.'
     )
     return kept
 
@@ -247,6 +278,7 @@ def _read_column(
         count = min(_BLOCK_ROWS, num_records - first)
         data = file.read_range(start + first * dtype.itemsize, count * dtype.itemsize)
         values = np.ascontiguousarray(np.frombuffer(data, dtype)['value'])
+        # All rows are read, so one checksum of all takes the place of one for each row.
         crc = google_crc32c.extend(crc, values.tobytes())
         yield values
     if f'{crc:08x}' != column.crc32c[split]:

@@ -1,6 +1,9 @@
 """How many samples of each source every lane gives to each batch, and positions in a mixture.
 
-docs/design.md states the rules ("Mixtures"). A single source is a mixture of one.
+docs/design.md states the rules ("Mixtures"). A single source is a mixture of one. A *lane* is one
+of the streams that give each batch equally many samples; each source is in every lane. A *shape* is
+that of latents: sources of several shapes take turns, because all samples of a batch have one. A
+*cycle* says which shape each of some consecutive steps has, and is repeated.
 """
 
 import bisect
@@ -52,13 +55,17 @@ class Stage:
     def samples(self, begin: int, end: int) -> tuple[int, ...]:
         """Returns the samples of each source in a lane's share of the steps `[begin, end)`."""
         steps = (self._count_steps(end) - self._count_steps(begin)).tolist()
+        # A source gives nothing to batches of another shape.
         return tuple(c * steps[shape] for c, shape in zip(self.counts, self.shapes, strict=True))
 
     def _count_steps(self, end: int) -> np.ndarray:
-        cycles, remainder = divmod(end, len(self.cycle))
+        """Returns how many of the steps `[0, end)` have each shape, int64 `(num_shapes,)`."""
+        # The cycle is counted from step 0 in every stage, so that a step's shape needs no history.
+        num_cycles, remainder = divmod(end, len(self.cycle))
         num_shapes = max(self.shapes) + 1
+        in_cycle = np.bincount(self.cycle, minlength=num_shapes)
         in_remainder = np.bincount(self.cycle[:remainder], minlength=num_shapes)
-        return cycles * np.bincount(self.cycle, minlength=num_shapes) + in_remainder
+        return num_cycles * in_cycle + in_remainder
 
 
 class BatchShares:
@@ -75,6 +82,7 @@ class BatchShares:
         """Takes the samples of a lane in a batch, and the shape of each source; () if all equal."""
         self.per_lane = per_lane
         self._names = names or [str(number) for number in range(len(weights))]
+        # Shapes are numbered in the order of their first sources.
         numbers = {shape: number for number, shape in enumerate(dict.fromkeys(shapes))}
         self._shapes = tuple(numbers[x] for x in shapes) or (0,) * len(weights)
         begins = [0]
@@ -91,18 +99,20 @@ class BatchShares:
             self._weights.append(stage_weights)
         # The last stage has no end.
         ends = [*begins[1:], math.inf]
-        self.stages = [
-            Stage(begin, end, *self._share_out(stage_weights))
-            for begin, end, stage_weights in zip(begins, ends, self._weights, strict=True)
-        ]
+        self.stages = []
+        for begin, end, stage_weights in zip(begins, ends, self._weights, strict=True):
+            counts = self._share_out(stage_weights)
+            cycle = self._plan_cycle(stage_weights)
+            self.stages.append(Stage(begin, end, counts, self._shapes, cycle))
         # Its data would be opened in vain, and the weight is probably a mistake.
-        for name, *counts in zip(self._names, *(x.counts for x in self.stages), strict=True):
-            if not any(counts):
+        for number, name in enumerate(self._names):
+            if not any(stage.counts[number] for stage in self.stages):
                 raise ValueError(f'source {name!r} has weight 0 in every stage: leave it out')
 
     def stage_at(self, step: int) -> Stage:
         """Returns the stage that holds a step."""
-        return self.stages[bisect.bisect(self.stages, step, key=lambda stage: stage.begin) - 1]
+        num_begun = bisect.bisect(self.stages, step, key=lambda stage: stage.begin)
+        return self.stages[num_begun - 1]
 
     def advance(self, position: Position, step: int) -> Position:
         """Returns the position of `step`, which must not be before `position`."""
@@ -111,7 +121,8 @@ class BatchShares:
         while begin < step:
             stage = self.stage_at(begin)
             end = step if step < stage.end else int(stage.end)
-            samples = tuple(map(sum, zip(samples, stage.samples(begin, end), strict=True)))
+            in_stage = stage.samples(begin, end)
+            samples = tuple(map(sum, zip(samples, in_stage, strict=True)))
             begin = end
         return Position(step, samples)
 
@@ -120,17 +131,22 @@ class BatchShares:
         """Returns a line for each stage: shares of the sources, and weights that would be exact."""
         return [self._summarize(*x) for x in zip(self.stages, self._weights, strict=True)]
 
-    def _share_out(
-        self, weights: list[Fraction]
-    ) -> tuple[tuple[int, ...], tuple[int, ...], np.ndarray]:
-        """Counts of sources, their shapes, and the cycle of the shapes."""
+    def _weigh_shapes(self, weights: list[Fraction]) -> list[Fraction]:
+        """Returns the sum of the weights of the sources of each shape."""
         shape_weights = [Fraction(0)] * (max(self._shapes) + 1)
         for weight, shape in zip(weights, self._shapes, strict=True):
             shape_weights[shape] += weight
+        return shape_weights
+
+    def _share_out(self, weights: list[Fraction]) -> tuple[int, ...]:
+        """Returns how many samples each source gives to a lane's share of a batch of its shape.
+
+        Raises a ValueError for a source with a weight above 0 that is too small for one sample.
+        """
         # Batches have one shape: a source competes only with others of its shape. It gives the same
         # number of samples to each of these batches.
         counts = [0] * len(weights)
-        for shape, total in enumerate(shape_weights):
+        for shape, total in enumerate(self._weigh_shapes(weights)):
             members = []
             for number, source_shape in enumerate(self._shapes):
                 if source_shape == shape and weights[number]:
@@ -146,9 +162,19 @@ class BatchShares:
                         'batch: give it a larger weight, or set fewer lanes or a batch_size of '
                         f'{math.ceil(1 / share)} times the lanes'
                     )
+        return tuple(counts)
+
+    def _plan_cycle(self, weights: list[Fraction]) -> np.ndarray:
+        """Returns the shapes of consecutive steps, in proportion to their weights, int64 `(t,)`.
+
+        Raises a ValueError for a shape that gets no step of the longest cycle.
+        """
+        # The smallest whole numbers in proportion to the weights, so the shortest cycle.
+        shape_weights = self._weigh_shapes(weights)
         unit = math.lcm(*(x.denominator for x in shape_weights))
         quotas = [int(x * unit) for x in shape_weights]
-        quotas = [x // math.gcd(*quotas) for x in quotas]
+        divisor = math.gcd(*quotas)
+        quotas = [x // divisor for x in quotas]
         # Nobody needs shares finer than this, and a cycle of any length would take any memory.
         if sum(quotas) > _MAX_CYCLE:
             quotas = _largest_remainders([Fraction(x, sum(quotas)) for x in quotas], _MAX_CYCLE)
@@ -159,23 +185,28 @@ class BatchShares:
                     f'{float(sum(weights)):.4g}, less than one batch of its shape in {_MAX_CYCLE} '
                     'batches: give it a larger weight'
                 )
-        # Each shape's batches stand in the middles of equal parts of the cycle.
+        # Each shape's batches stand in the middles of equal parts of the cycle, so that the shapes
+        # alternate as evenly as they can. Fractions, because a float would decide ties by rounding.
         steps = []
         for shape, quota in enumerate(quotas):
             for number in range(quota):
-                steps.append((Fraction(2 * number + 1, 2 * quota), shape))
-        cycle = np.array([shape for _, shape in sorted(steps)])
-        return tuple(counts), self._shapes, cycle
+                middle = Fraction(2 * number + 1, 2 * quota)
+                steps.append((middle, shape))
+        return np.array([shape for _, shape in sorted(steps)])
 
     def _summarize(self, stage: Stage, weights: list[Fraction]) -> str:
+        """Describes the shares of a stage, and if they are rounded, what would make them exact."""
+        # A cycle has every shape as often as any other cycle.
         samples = stage.samples(0, len(stage.cycle))
         shares = []
         is_exact = True
         for name, weight, count in zip(self._names, weights, samples, strict=True):
             exact_share = weight / sum(weights)
             share = Fraction(count, len(stage.cycle) * self.per_lane)
-            is_exact &= share == exact_share
-            note = '' if share == exact_share else f' (requested {float(exact_share):.4g})'
+            note = ''
+            if share != exact_share:
+                is_exact = False
+                note = f' (requested {float(exact_share):.4g})'
             shares.append(f'{name} {float(share):.4g}{note}')
         if is_exact:
             return f'shares {", ".join(shares)}'
@@ -185,7 +216,8 @@ class BatchShares:
             members = stage.members(shape)
             total = sum(weights[number] for number in members)
             denominators += [(weights[number] / total).denominator for number in members]
-        exact_weights = ':'.join(str(x // math.gcd(*samples)) for x in samples)
+        divisor = math.gcd(*samples)
+        exact_weights = ':'.join(str(x // divisor) for x in samples)
         return (
             f'shares {", ".join(shares)}, in steps of 1/{self.per_lane} (lanes/batch_size): '
             f'weights {exact_weights} are exact, and so is batch_size a multiple of '
@@ -194,6 +226,7 @@ class BatchShares:
 
 
 def _parse_stage(stage: Any, count: int) -> tuple[int, list[Fraction]]:
+    """Returns the first step of a stage, and the weights of the `count` sources from it on."""
     if not isinstance(stage, Mapping) or stage.keys() != {'from', 'weights'}:
         raise ValueError(
             f"stages has {stage!r}: expected {{'from': STEP, 'weights': (A NUMBER A SOURCE)}}"
@@ -206,10 +239,13 @@ def _parse_stage(stage: Any, count: int) -> tuple[int, list[Fraction]]:
 def _fractions(weights: Any, count: int, argument: str) -> list[Fraction]:
     """Returns weights as they are written: 0.1 is a tenth."""
     try:
+        # By its text: as a binary number, 0.1 is a fraction that makes the cycle long.
         fractions = [Fraction(str(float(x))) for x in weights]
+    # Infinity and NaN are no fractions.
     except (TypeError, ValueError):
         fractions = []
-    if len(fractions) != count or min(fractions, default=-1) < 0 or not 0 < sum(fractions) < 10**12:
+    has_negative = any(x < 0 for x in fractions)
+    if len(fractions) != count or has_negative or not 0 < sum(fractions) < 10**12:
         raise ValueError(
             f'{argument} {weights!r}: expected a number of at least 0 for each of {count} sources, '
             'not all of them 0'
@@ -221,8 +257,10 @@ def _largest_remainders(shares: Sequence[Fraction], total: int) -> list[int]:
     """Returns whole numbers that add up to a total, each its share rounded down or up."""
     exact = [share * total for share in shares]
     counts = [math.floor(x) for x in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
-    for i in by_remainder[: total - sum(counts)]:
+    # What is missing goes to those that lost most by rounding down; of equal losses, to the first.
+    by_loss = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
+    num_missing = total - sum(counts)
+    for i in by_loss[:num_missing]:
         counts[i] += 1
     return counts
 
@@ -249,10 +287,11 @@ class Cursor(NamedTuple):
         """Returns the cursor of a state, also of another batch size or of other sources."""
         try:
             step = arguments.convert('', state['step'], int)
-            # Samples of sources that are no longer mixed are forgotten.
-            samples = [
-                arguments.convert('', state['samples'][digest], int) for digest in self.digests
-            ]
+            # By digest, not by position: sources may come in another order. Samples of sources that
+            # are no longer mixed are forgotten.
+            samples = []
+            for digest in self.digests:
+                samples.append(arguments.convert('', state['samples'][digest], int))
             if min(step, *samples) < 0:
                 raise ValueError
         except (LookupError, TypeError, ValueError):

@@ -1,8 +1,9 @@
 """The order of the training samples: a planned sequence, computed with NumPy.
 
 Sample k of lane l is a pure function of `(seed, l, k)` and the lengths of the shards, which
-docs/design.md states as contract 2, with the same letters. If a condition keeps only some records,
-the order is that of a data set with only these.
+docs/design.md states as contract 2, with the same letters. A *lane* is one of the streams that give
+each batch an equal share, and reads a stretch of each epoch. If a condition keeps only some
+records, the order is that of a data set with only these.
 """
 
 import dataclasses
@@ -93,6 +94,7 @@ class Order:
                 f'lanes={lanes}; lanes={fitting_lanes} works'
             )
         self.window = min(settings.window, self.lane_length)
+        # Of each shard, the number of its last chunk and one more: chunks do not span shards.
         self._chunk_ends = np.cumsum(-(-self.shard_lengths // settings.chunk))
         self._windows_per_epoch = -(-self.lane_length // self.window)
         # Threads that read different lanes need the same epochs at about the same time.
@@ -108,10 +110,12 @@ class Order:
 
     def samples(self, lanes: range, begin: int, end: int) -> RecordBlock:
         """Returns the samples `[begin, end)` of some lanes, over any number of epochs."""
-        epoch_begins = range(begin - begin % self.lane_length, end, self.lane_length)[1:]
+        first_epoch_begin = begin - begin % self.lane_length
+        later_epoch_begins = range(first_epoch_begin, end, self.lane_length)[1:]
         shards = []
         records = []
-        for first, last in itertools.pairwise([begin, *epoch_begins, end]):
+        # From each begin of an epoch to the next: every epoch has a stream of its own.
+        for first, last in itertools.pairwise([begin, *later_epoch_begins, end]):
             shard, record = self._samples_of_epoch(lanes, first, last)
             shards.append(shard)
             records.append(record)
@@ -122,21 +126,26 @@ class Order:
     def end_of_windows(self, sample: int, count: int) -> int:
         """Returns the end of `count` windows of every lane; the first one holds `sample`."""
         epoch, position = self.locate(sample)
-        number = epoch * self._windows_per_epoch + position // self.window + count
-        epoch, window = divmod(number, self._windows_per_epoch)
-        return epoch * self.lane_length + window * self.window
+        # Windows are counted over all epochs: the last one of an epoch may be shorter.
+        windows_before = epoch * self._windows_per_epoch + position // self.window
+        end_epoch, end_window = divmod(windows_before + count, self._windows_per_epoch)
+        return end_epoch * self.lane_length + end_window * self.window
 
     def _samples_of_epoch(
         self, lanes: range, begin: int, end: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Shards and records of samples that are all of one epoch."""
+        """Returns shards and records, `(lanes, samples)`, of samples that are all of one epoch."""
         epoch, first = self.locate(begin)
-        window = np.arange(first // self.window, -(-(first + end - begin) // self.window))
+        last = first + end - begin
+        window = np.arange(first // self.window, -(-last // self.window))
         lane = np.array(lanes)[:, None]
-        position = window[:, None] * self.window + self._permute_windows(epoch, lane, window)
+        # Positions in the lane: that of the window, and the permuted one in the window.
+        in_window = self._permute_windows(epoch, lane, window)
+        position = window[:, None] * self.window + in_window
         # Windows are permuted whole, also if only some of their samples are needed.
         skip = first - window[0] * self.window
         position = position.reshape(len(lanes), -1)[:, skip : skip + end - begin]
+        # A lane owns a stretch of the stream of all records.
         shard, record = self._epoch_stream(epoch).locate(lane * self.lane_length + position)
         if self.kept is not None:
             record = self.kept.locate(shard, record)
@@ -151,11 +160,15 @@ class Order:
         hashes = splitmix64(keys ^ position.astype(np.uint64))
         # The last window of a lane may be shorter: positions beyond its end sort to the end.
         window_length = self.lane_length - window[:, None] * self.window
-        return np.argsort(np.where(position < window_length, hashes, np.uint64(2**64 - 1)), axis=-1)
+        hashes = np.where(position < window_length, hashes, np.uint64(2**64 - 1))
+        return np.argsort(hashes, axis=-1)
 
 
 class _EpochStream:
-    """All records of an epoch, one after the other."""
+    """All records of an epoch, one after the other: its chunks in an order of their own.
+
+    It can be asked for any position, and no table of all chunks is made.
+    """
 
     def __init__(
         self, lengths: np.ndarray, chunk_ends: np.ndarray, settings: OrderSettings, epoch: int
@@ -171,20 +184,26 @@ class _EpochStream:
         # position can be computed without a walk over the chunks before it.
         missing = -lengths % settings.chunk
         is_short = missing > 0
-        positions = self._permutation.invert(chunk_ends[is_short] - 1)
+        last_chunks = chunk_ends[is_short] - 1
+        positions = self._permutation.invert(last_chunks)
         by_position = np.argsort(positions)
+        # By number of short chunks: how many records are missing in all of them.
         self._missing = np.concatenate([[0], np.cumsum(missing[is_short][by_position])])
+        # The position in the stream at which each short chunk ends.
         self._short_ends = (positions[by_position] + 1) * settings.chunk - self._missing[1:]
 
     def locate(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the shard and the record at each position; int64, same shape."""
         # Each epoch begins elsewhere, so that the records that do not fill its lanes are others.
         rotated = (position + self._offset) % self._length
+        # As if all chunks were full: then the chunk of a position is a division.
         num_short = np.searchsorted(self._short_ends, rotated, side='right')
-        index, index_in_chunk = np.divmod(rotated + self._missing[num_short], self._chunk)
+        position_if_full = rotated + self._missing[num_short]
+        index, index_in_chunk = np.divmod(position_if_full, self._chunk)
         # Each chunk is looked up once, not once for each of its records.
         index, inverse = np.unique(index, return_inverse=True)
         inverse = inverse.reshape(position.shape)
+        # From the place in the stream to the number of the chunk in the split.
         chunk = self._permutation.apply(index)
         shard = np.searchsorted(self._chunk_ends, chunk, side='right')
         first_chunk = np.where(shard > 0, self._chunk_ends[shard - 1], 0)
@@ -202,6 +221,7 @@ def check_chunk(chunk: int) -> None:
 
 def sample_crops(seed: int, epoch: np.ndarray | int, keys: np.ndarray, count: int) -> np.ndarray:
     """Returns the number of the crop of each key, in `[0, count)`; int64, same shape as `keys`."""
+    # Crops are few, so the remainders of 31 bits are as frequent as each other.
     return (derive(seed, CROP, epoch, keys) >> np.uint64(33)).astype(np.int64) % count
 
 
@@ -209,6 +229,7 @@ def sample_drops(
     seed: int, epoch: np.ndarray | int, keys: np.ndarray, probability: float
 ) -> np.ndarray:
     """Returns True for keys whose caption is dropped; bool, same shape as `keys`."""
+    # 53 bits, which a float holds exactly: a probability of 1 drops all, and one of 0 none.
     hashes = derive(seed, DROP, epoch, keys) >> np.uint64(11)
     return hashes.astype(np.int64) < int(probability * 2**53)
 
@@ -223,8 +244,10 @@ def sample_texts(
 ) -> np.ndarray:
     """Returns which text each key gets, in shares by weight; int64, same shape as `keys`."""
     sums = list(itertools.accumulate(weights))
+    # Each text has a range of the numbers of 53 bits, which a float holds exactly.
     ends = np.array([int(x / sums[-1] * 2**53) for x in sums], np.int64)
     hashes = derive(seed, TEXT, epoch, keys) >> np.uint64(11)
+    # The last range has no end, whatever rounding makes of it.
     return np.searchsorted(ends[:-1], hashes.astype(np.int64), side='right')
 
 
@@ -244,14 +267,16 @@ def train_blocks(
         block_rows: A block has the fewest windows that hold so many rows; with 0, as many as cost
             little.
     """
-    windows = max(1, -(-(block_rows or _BLOCK_ROWS) // (order.window * len(lanes))))
+    rows_per_window = order.window * len(lanes)
+    windows = max(1, -(-(block_rows or _BLOCK_ROWS) // rows_per_window))
     number = next(numbers)
     first = 0  # number of the first batch of a block
     while True:
         # A block ends where windows end, because the records of a window lie in the same chunks.
         sample = start + first * per_lane
-        count = -(-(order.end_of_windows(sample, windows) - sample) // per_lane)
-        end = first + max(1, count)
+        num_samples = order.end_of_windows(sample, windows) - sample
+        # Rounded up, so that the last batch is whole; it may need some of the next window.
+        end = first + max(1, -(-num_samples // per_lane))
         in_block = []
         while number < end:
             in_block.append(number)
@@ -265,6 +290,8 @@ def train_blocks(
 def _train_block(
     order: Order, lanes: range, start: int, per_lane: int, numbers: np.ndarray
 ) -> RecordBlock:
+    """Returns the records of some batches, `(batches, rows)`, with the lanes in their order."""
+    # A stride may leave out some batches between; their samples are planned, too, and left out.
     first = int(numbers[0])
     end = int(numbers[-1]) + 1
     samples = order.samples(lanes, start + first * per_lane, start + end * per_lane)
@@ -282,7 +309,9 @@ def eval_blocks(
 ) -> Iterator[RecordBlock]:
     """Yields the records `[begin, end)` of all shards in batches; the last may be short."""
     shard_ends = np.cumsum(shard_lengths)
-    whole_end = begin + (end - begin) // batch * batch
+    num_whole_batches = (end - begin) // batch
+    whole_end = begin + num_whole_batches * batch
+    # Whole batches, as many as it takes for planning to cost little.
     block_rows = max(1, _BLOCK_ROWS // batch) * batch
     # The short batch is a block of its own: the arrays of a block have rows of equal lengths.
     starts = list(range(begin, whole_end, block_rows))
