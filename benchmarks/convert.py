@@ -176,9 +176,9 @@ _MODULE = 'coyo11m_tfds.coyo11m_tfds_dataset_builder'
 _IN_PLACE = {'module': _MODULE, 'num_workers': 1, 'latents': 'in_place'}
 FOUR_BUILDS = _side('four data sets in place', 'four_builds', **_IN_PLACE)
 SIDES = {
-    'builder': _side('this builder, 1 process', 'builder', _MODULE, num_workers=1),
-    'builder2': _side('this builder, 2 processes', 'builder', _MODULE, num_workers=2),
-    'in_place': _side('latents in place, 1 process', 'builder', **_IN_PLACE),
+    'builder': _side('this builder, 1 worker', 'builder', _MODULE, num_workers=1),
+    'builder2': _side('this builder, 2 workers', 'builder', _MODULE, num_workers=2),
+    'in_place': _side('latents in place, 1 worker', 'builder', **_IN_PLACE),
     'litdata': _side('litdata `optimize`, 1 worker', 'litdata', 'litdata'),
     'datasets': _side('HF `Dataset.from_generator`', 'datasets', 'datasets'),
     'array_record': _side(

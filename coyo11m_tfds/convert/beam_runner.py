@@ -137,6 +137,6 @@ def _write_group(tasks: Sequence[ShardTask], folder: str, build: str, scratch_di
     scratch = Scratch(os.path.join(cache, 'source'))
     local = os.path.join(cache, 'staging')
     # The results are in the records, so that none has to pass through the pipeline.
-    write = local_runner.write_with_processes
+    write = local_runner.write_with_workers
     for _ in write(tasks, finished, None, scratch, local, num_workers=1):
         pass

@@ -276,7 +276,7 @@ def _are_other_contents(digest: str, other_digest: str) -> bool:
 
 # Measured without pages of files, such as TensorFlow's code, which the system can give up.
 _PROGRAM = 550_000_000  # of `build` with TensorFlow, Beam and torch; it also writes, if it is alone
-_WORKER = 250_000_000  # of each process if several write
+_WORKER = 250_000_000  # of each process if several write; threads take less
 _JOINED_ROW, _PLANNED_ROW = 130, 70  # while captions are joined, and of the plan that stays
 
 
@@ -289,13 +289,13 @@ def build_memory(num_rows: int, num_workers: int) -> int:
 
 
 def fitting_workers(num_rows: int) -> int:
-    """Returns how many processes can write in the usable memory, at least 1."""
+    """Returns how many workers can write in the usable memory, at least 1."""
     room = machine.usable_memory() - build_memory(0, 1) - _PLANNED_ROW * num_rows
     return max(1, room // _WORKER)
 
 
 def check_build_memory(num_rows: int, num_workers: int) -> None:
-    """Raises a ValueError if a build with so many processes, or 0 for any number, cannot fit."""
+    """Raises a ValueError if a build with so many workers, or 0 for any number, cannot fit."""
     # A process that runs out of memory is killed without a message, after hours of work.
     count = workers.requested_workers(num_workers) or 1
     usable, need = machine.usable_memory(), build_memory(num_rows, count)

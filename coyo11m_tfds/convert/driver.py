@@ -21,7 +21,7 @@ import numpy as np
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.convert.build_settings import BuildSettings
 from coyo11m_tfds.convert.data_folder import DataFolder, FinishedShards, sub_folder
-from coyo11m_tfds.convert.local_runner import write_with_processes
+from coyo11m_tfds.convert.local_runner import write_with_workers
 from coyo11m_tfds.convert.plan import BuildPlan, make_plan
 from coyo11m_tfds.convert.tasks import ShardResult, ShardTask, check_within_reach
 from coyo11m_tfds.dataset import chunk_index, columns, manifest
@@ -162,7 +162,7 @@ def _choose_engine(
 ) -> Engine:
     if not (beam_options or beam_runner):
         return functools.partial(
-            write_with_processes, scratch=scratch, local=local, num_workers=settings.num_workers
+            write_with_workers, scratch=scratch, local=local, num_workers=settings.num_workers
         )
     # Here, because Beam takes seconds to import.
     from coyo11m_tfds.convert.beam_runner import write_with_beam

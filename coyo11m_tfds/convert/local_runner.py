@@ -1,6 +1,7 @@
-"""Writes shards with a pool of processes on this machine.
+"""Writes shards with a pool of workers on this machine, which are threads or processes.
 
-Threads fetch remote source files in advance and store the finished shards, so the pool never waits.
+Other threads fetch remote source files in advance and store the finished shards, so the pool never
+waits.
 """
 
 import concurrent.futures
@@ -30,9 +31,17 @@ from coyo11m_tfds.storage.stored_file import StoredFile
 
 Outcome = tuple[ShardTask, ShardResult]
 
-# A process takes about 1.5 s to start, three quarters of it for torch, and writes 1 GB/s: the half
-# of less work than this takes no longer.
-_BYTES_WORTH_A_WORKER = 3_000_000_000
+# A worker takes this for each byte, while threads can run beside it, and for each record, while it
+# has the interpreter.
+_SECONDS_PER_BYTE = 1e-9
+_SECONDS_PER_RECORD = 5e-6
+
+# Two threads with large records write 1.4 times as much as one, and need no start.
+_MAX_THREADS = 2
+
+# A process takes about 1.5 s to start, three quarters of it for torch: the half of less work than
+# this takes no longer.
+_SECONDS_WORTH_A_PROCESS = 3
 
 # Groups whose files are fetched or written at a time: one download does not saturate a fast link.
 _GROUPS_AT_ONCE = 4
@@ -44,7 +53,7 @@ _HEADS_AT_ONCE = 4
 _STORED_AT_ONCE = 8
 
 
-def write_with_processes(
+def write_with_workers(
     tasks: Sequence[ShardTask],
     finished: FinishedShards,
     progress: Progress | None,
@@ -59,9 +68,8 @@ def write_with_processes(
     num_rows = sum(task.segments[-1].records.stop for task in tasks)
     num_workers = min(choose_workers(num_workers, num_bytes, num_rows), len(tasks))
     pool: contextlib.AbstractContextManager[concurrent.futures.Executor]
-    # One worker needs no process of its own, which takes 1.5 s to start.
-    if num_workers == 1:
-        pool = concurrent.futures.ThreadPoolExecutor(1, 'write', use_one_thread)
+    if num_workers <= _count_useful_threads(num_bytes, num_rows):
+        pool = concurrent.futures.ThreadPoolExecutor(num_workers, 'write', use_one_thread)
     else:
         pool = workers.open_pool(num_workers, init_worker)
     staging_dir = finished.folder.staging(local)
@@ -71,11 +79,21 @@ def write_with_processes(
 
 
 def choose_workers(num_workers: int, num_bytes: int, num_rows: int = 0) -> int:
-    """Returns the number of processes: as requested or, for 0, as cores, memory and work allow."""
+    """Returns the number of workers: as requested or, for 0, as cores, memory and work allow."""
     if count := workers.requested_workers(num_workers):
         return count
-    useful_workers = 1 + num_bytes // _BYTES_WORTH_A_WORKER
+    seconds = num_bytes * _SECONDS_PER_BYTE + num_rows * _SECONDS_PER_RECORD
+    useful_processes = 1 + int(seconds / _SECONDS_WORTH_A_PROCESS)
+    useful_workers = max(useful_processes, _count_useful_threads(num_bytes, num_rows))
     return min(machine.usable_cpus(), useful_workers, fitting_workers(num_rows))
+
+
+def _count_useful_threads(num_bytes: int, num_rows: int) -> int:
+    """Returns how many threads write faster than one does."""
+    # Threads with small records would mostly wait for the interpreter.
+    if num_bytes * _SECONDS_PER_BYTE < num_rows * _SECONDS_PER_RECORD:
+        return 1
+    return _MAX_THREADS
 
 
 @dataclasses.dataclass
@@ -122,7 +140,7 @@ class _LocalRun:
             with self._hold_files(tasks) as paths:
                 futures = []
                 for task in tasks:
-                    # Threads may wait for room in `staging`, the processes of the pool should not.
+                    # A reader may wait for room in `staging`, the workers should not.
                     self._shards_in_work.acquire()
                     if self._stop.is_set():
                         return

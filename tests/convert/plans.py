@@ -32,7 +32,7 @@ def write(made: plan.BuildPlan, work: pathlib.Path, num_workers: int = 1) -> lis
 
     scratch = Scratch(work / 'source')
     engine = functools.partial(
-        local_runner.write_with_processes, scratch=scratch, local='', num_workers=num_workers
+        local_runner.write_with_workers, scratch=scratch, local='', num_workers=num_workers
     )
     finished = FinishedShards(storage.open_writable_folder(data_folder(work)), made.build)
     return driver.write_shards(made, finished, engine)

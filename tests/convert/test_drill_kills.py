@@ -128,4 +128,4 @@ def check_ends(victim: str, first: Build, others: list[Build]) -> None:
 
 
 def start_build(place: Place, overwrite: bool, job: tuple[int, int] | None = None) -> Build:
-    return place.start(job, num_workers=2, overwrite=overwrite)
+    return place.start(job, num_workers=3, overwrite=overwrite)

@@ -44,7 +44,7 @@ def test_a_killed_build_goes_on_where_it_was_with_any_number_of_processes(
     source, undisturbed, tmp_path
 ):
     final = final_folder(tmp_path)
-    process = start(source, final, num_workers=2)
+    process = start(source, final, num_workers=3)
     children.wait_until(lambda: finished_shards(final) >= 5)
     pids = children.of(process.pid)
     process.kill()

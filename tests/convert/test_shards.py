@@ -14,6 +14,7 @@ import torch
 from coyo11m_tfds import schema
 from coyo11m_tfds.convert import driver
 from coyo11m_tfds.dataset import chunk_index
+from coyo11m_tfds.process import workers
 from coyo11m_tfds.source.pt_file import PtFile
 from coyo11m_tfds.storage import json_digest
 from tests import damages, made_sources
@@ -86,13 +87,23 @@ import pathlib
 from tests.convert import plans
 del sys.path[0]
 made = plans.make_plan('.', pathlib.Path('stores'), shard_bytes=100_000)
-results = plans.write(made, pathlib.Path('work'), num_workers=2)
+results = plans.write(made, pathlib.Path('work'), num_workers=3)
 print(sum(result.num_records for result in results))
 """
     )
     command = [sys.executable, str(program)]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (ended.stdout, ended.returncode) == ('20\n', 0), ended.stderr
+
+
+def test_two_workers_write_the_bytes_of_one_without_a_process(tmp_path, monkeypatch):
+    source = made_sources.write_source(tmp_path / 'source', [range(70), range(70, 100)])
+    made = make_plan(source, tmp_path / 'stores')
+    first = write(made, tmp_path / 'one')
+    monkeypatch.setattr(workers, 'open_pool', None)
+    second = write(made, tmp_path / 'two', num_workers=2)
+    assert [result.to_json() for result in second] == [result.to_json() for result in first]
+    assert files_of(data_folder(tmp_path / 'two')) == files_of(data_folder(tmp_path / 'one'))
 
 
 def test_what_is_finished_is_not_written_again(tmp_path):

@@ -110,12 +110,22 @@ def test_too_many_rows_are_refused_before_they_are_joined(tmp_path, monkeypatch)
         doctor.plan_or_estimate(str(source), BuildSettings())
 
 
-def test_a_build_starts_a_second_process_only_where_it_repays_its_start(monkeypatch):
+WORK = {
+    'two threads, which need no start': (1_000_000, 40, 2),
+    'processes that repay their start': (6_000_000_000, 240_000, 3),
+    'few small records': (1_000_000, 2_000, 1),
+    'many small records': (500_000_000, 1_200_000, 3),
+}
+
+
+@pytest.mark.parametrize(('num_bytes', 'num_rows', 'num_workers'), WORK.values(), ids=WORK)
+def test_as_many_workers_write_as_there_is_work_for(monkeypatch, num_bytes, num_rows, num_workers):
     monkeypatch.delenv(workers.VARIABLE, raising=False)
-    monkeypatch.setattr(machine, 'usable_cpus', lambda: 2)
-    assert local_runner.choose_workers(0, 2_900_000_000) == 1
-    assert local_runner.choose_workers(0, 3_000_000_000) == 2
-    assert local_runner.choose_workers(2, 1) == 2
+    monkeypatch.setattr(machine, 'usable_cpus', lambda: 64)
+    assert local_runner.choose_workers(0, num_bytes, num_rows) == num_workers
+    assert local_runner.choose_workers(2, num_bytes, num_rows) == 2
+    monkeypatch.setattr(machine, 'usable_cpus', lambda: 1)
+    assert local_runner.choose_workers(0, num_bytes, num_rows) == 1
 
 
 def test_workers_of_a_build_on_a_system_without_affinity(monkeypatch):
