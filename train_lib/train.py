@@ -10,9 +10,11 @@ the same results as an uninterrupted run. `Hook` shows how to add work of your o
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +30,7 @@ import input_pipeline
 from coyo11m_tfds.pictures import vae_decoder
 from coyo11m_tfds.process import jax_environment
 from coyo11m_tfds.process.sizes import format_count
-from train_lib.data import TrainingData
+from train_lib.data import Batches, TrainingData
 from train_lib.learning import metrics, sharding
 from train_lib.learning.state import TrainState
 from train_lib.learning.step import Program, for_data
@@ -183,6 +185,7 @@ def train(
         # Inside of the manager, which would wait for the other processes.
         hosts.share_failures(),
         device_memory.explain_out_of_memory(config),
+        ThreadPoolExecutor(1, 'first-state') as background,
     ):
         # Nothing kept other runs out while this one was checked.
         if (manager.latest_step() or 0) != beginning.step:
@@ -193,18 +196,23 @@ def train(
             _introduce(setup)
         empty = program.no_metrics()
         restored = checkpoint.restore_last(manager, program.abstract_state, empty)
+        first_state: Future[TrainState] = Future()
         if restored is not None:
             state, window, interrupted = restored
+            if beginning.step == config.num_steps and not interrupted:
+                steps = f'all {config.num_steps} steps are in {setup.workdir}'
+                log_on_process_0('Finished already: %s.', steps)
+                return state, True
+            first_state.set_result(state)
         else:
-            state = beginning.state(program)
+            # Compiled and run there while this thread compiles the step, for which the shapes of
+            # the weights are enough.
+            first_state = background.submit(beginning.state, program)
             window = empty
             interrupted = False
-        if beginning.step == config.num_steps and not interrupted:
-            steps = f'all {config.num_steps} steps are in {setup.workdir}'
-            log_on_process_0('Finished already: %s.', steps)
-            return state, True
         if verbose:
-            parameter_overview.log_parameter_overview(state.params, include_stats='sharding')
+            parameters = program.abstract_state.params
+            parameter_overview.log_parameter_overview(parameters, include_stats='sharding')
         with (
             writers.name_writer_errors(setup.workdir),
             contextlib.closing(writers.make_writer(config, setup.workdir, verbose)) as writer,
@@ -218,7 +226,7 @@ def train(
                 manager=manager,
                 log=log,
             )
-            return _train_steps(run, state, stop, interrupted)
+            return _train_steps(run, first_state, stop, interrupted)
 
 
 def _introduce(setup: Setup) -> None:
@@ -315,31 +323,27 @@ class Run(Setup):
 
 
 def _train_steps(
-    run: Run, state: TrainState, stop: signals.StopRequest, interrupted: bool
+    run: Run, first_state: Future[TrainState], stop: signals.StopRequest, interrupted: bool
 ) -> tuple[TrainState, bool]:
     """Trains from the run's first step on; ends with a checkpoint.
 
-    `interrupted` says whether hooks of the step before were not called. Returns the last state, and
-    whether the run is complete.
+    `first_state` is the state before that step. `interrupted` says whether hooks of the step before
+    were not called. Returns the last state, and whether the run is complete.
     """
     start = run.beginning.step
     step = start
     # Whether all hooks due at this step have been called and no stop has been requested. Those that
     # an interrupted run has left out come first.
-    is_complete = not interrupted or _call_hooks(run, step, state, stop)
+    is_complete = not interrupted or _call_hooks(run, step, first_state.result(), stop)
     batches = run.data.train_batches(run.position_at(step))
+    if is_complete and step < run.config.num_steps:
+        batches = _compile_step(run, batches, first_state)
+    state = first_state.result()
     profile = _make_profiler(run, step)
     while is_complete and step < run.config.num_steps:
         step += 1
         with run.log.clock.waiting_for_data():
             batch = next(batches)
-        if step == start + 1:
-            # Only now is there a batch, whose shapes the compiler needs.
-            lowered = device_memory.lower_step(run.program.train_step, state, batch)
-            # The import of TensorFlow holds the interpreter, which is idle while XLA compiles.
-            run.writer.start()
-            compiled_programs.compile_step(lowered)
-            device_memory.check_device_memory(run.config, lowered)
         # Whatever moves to or from the device here would do so at every step.
         with jax.transfer_guard('disallow'):
             state, update = run.program.train_step(state, batch)
@@ -360,6 +364,24 @@ def _train_steps(
         were = 'was' if bad_records == 1 else 'were'
         logging.warning('%s could not be read and %s left out here.', records, were)
     return state, is_complete
+
+
+def _compile_step(run: Run, batches: Batches, first_state: Future[TrainState]) -> Batches:
+    """Compiles the step for the shapes of the first batch; returns all batches.
+
+    Raises a MemoryError if the step takes more memory than a device has left.
+    """
+    with run.log.clock.waiting_for_data():
+        first_batch = next(batches)
+    program = run.program
+    lowered = device_memory.lower_step(program.train_step, program.abstract_state, first_batch)
+    # The import of TensorFlow holds the interpreter, which is idle while XLA compiles.
+    run.writer.start()
+    compiled_programs.compile_step(lowered)
+    # Only with the state is the memory taken that a step does not have.
+    first_state.result()
+    device_memory.check_device_memory(run.config, lowered)
+    return itertools.chain([first_batch], batches)
 
 
 def _make_profiler(run: Run, step: int) -> Callable[[int], Any]:
