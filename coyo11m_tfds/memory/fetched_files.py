@@ -64,6 +64,8 @@ class FetchedFiles(HeldFiles):
     ):
         """Takes the number of ranges that may be in flight or wait to be taken.
 
+        A range goes from the queue into flight, and from there to the data when it is taken.
+
         The threads of a `pool` keep their connections for the next object.
         """
         super().__init__()
@@ -74,8 +76,8 @@ class FetchedFiles(HeldFiles):
         self._pool = pool or ThreadPoolExecutor(max_in_flight, 'fetch')
         self._is_finalizing = sys.is_finalizing  # of one that outlives all modules
         self._queue: collections.deque[Range] = collections.deque()
-        self._in_flight: dict[Range, Future[bytes]] = {}
-        self._data: dict[Range, bytes] = {}
+        self._in_flight: dict[Range, Future[bytes]] = {}  # being fetched, or not taken yet
+        self._data: dict[Range, bytes] = {}  # taken, and not dropped yet
         self._zeros = np.frombuffer(map_zeros(NUM_ZEROS), np.uint8)
         self._index()
 
@@ -84,6 +86,7 @@ class FetchedFiles(HeldFiles):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the places where ranges begin and end, of ranges that lie in taken ones."""
         place = _place(number, offset)
+        # A file that is shorter than its index says gave fewer bytes than were requested.
         limit = self._ends[self._find(place)]
         return np.minimum(place, limit), np.minimum(place + nbytes, limit)
 
@@ -117,6 +120,7 @@ class FetchedFiles(HeldFiles):
         for key in ranges:
             if key not in self._data:
                 self._data[key] = self._in_flight.pop(key).result()
+                # At once, so that as many are in flight while the next one is awaited.
                 self._fill_flight()
         self._index()
 
@@ -148,6 +152,7 @@ class FetchedFiles(HeldFiles):
         return np.searchsorted(self._begins, place, side='right') - 1
 
     def _index(self) -> None:
+        """Brings the held ranges into the order of their places, for `_find`."""
         keys = sorted(self._data)
         number, begin, _ = np.array(keys, np.int64).reshape(-1, 3).T
         # The zeros come first, at place 0.
@@ -157,17 +162,21 @@ class FetchedFiles(HeldFiles):
         self._ends = self._begins + [len(data) for data in self._held]
 
     def _fill_flight(self) -> None:
+        """Begins to fetch queued ranges, as many as may be in flight."""
         while self._queue and len(self._in_flight) < self._max_in_flight:
             key = self._queue.popleft()
             self._in_flight[key] = self._pool.submit(self._fetch, key)
 
     def _fetch(self, key: Range, uses_cache: bool = True) -> bytes:
+        """Returns the bytes of a range, and counts them; runs in the threads of the pool."""
         number, begin, end = key
         # Rows of columns are no chunks, but their bytes count.
         num_chunks = int(number not in self._columns)
         self._counter.add(chunks_in_flight=num_chunks)
         try:
-            data = self._find_kept(key) if uses_cache else None
+            data = None
+            if uses_cache:
+                data = self._find_kept(key)
             if data is None:
                 with explain_errors(self.path_of(number)):
                     data = self._fetch_from_afar(number, begin, end)
@@ -179,8 +188,10 @@ class FetchedFiles(HeldFiles):
     def _find_kept(self, key: Range) -> bytes | None:
         """Returns a range from the cache; None where it is not kept, or there is no cache."""
         number, begin, end = key
-        file = self._cache.describe(self, number) if self._cache else None
-        if not self._cache or not file:
+        if not self._cache:
+            return None
+        file = self._cache.describe(self, number)
+        if not file:
             return None
         data = self._cache.ranges.read(file, begin, end)
         if data is None:
@@ -191,9 +202,12 @@ class FetchedFiles(HeldFiles):
 
     def _fetch_from_afar(self, number: int, begin: int, end: int) -> bytes:
         """Fetches a range, and keeps it if there is a cache."""
-        file = self._cache.describe(self, number) if self._cache else None
-        if not self._cache or not file:
+        if not self._cache:
             return self._read_counted(number, begin, end)
+        file = self._cache.describe(self, number)
+        if not file:
+            return self._read_counted(number, begin, end)
+        # The cache keeps whole pages, so the rest of them is fetched, too.
         first, last = self._cache.ranges.widen(file, begin, end)
         data = self._read_counted(number, first, last)
         # A file of another size than the index says is not the one that its version names.
@@ -206,6 +220,7 @@ class FetchedFiles(HeldFiles):
         if storage.local_path(self.path_of(number)):
             return self._read(number, begin, end)
         start = time.monotonic()
+        # Counted for this thread, which reads nothing else meanwhile.
         num_retries = retry.count_retries()
         try:
             return self._read(number, begin, end)
@@ -217,6 +232,7 @@ class FetchedFiles(HeldFiles):
             )
 
     def _read(self, number: int, begin: int, end: int) -> bytes:
+        """Reads a range of a file of a column, which must not change, or of a shard."""
         file = self._columns.get(number)
         if file:
             data = file.read_range(begin, end - begin)
@@ -227,11 +243,13 @@ class FetchedFiles(HeldFiles):
         try:
             return self._read_range(number, begin, end)
         except stored_file.FileChanged:
-            # It is shorter or longer than the index says: read what there is.
+            # It is shorter or longer than the index says: read what there is. The records in it are
+            # then found to be damaged, one by one, as in a mapped file.
             self.size[number] = storage.describe_file(self.path_of(number)).size
             return self._read_range(number, begin, end)
 
     def _read_range(self, number: int, begin: int, end: int) -> bytes:
+        """Reads a range of a shard, as far as the shard goes."""
         size = int(self.size[number])
         file = StoredFile(self.path_of(number), size, '', None)
         return file.read_range(min(begin, size), max(0, min(end, size) - begin))

@@ -43,7 +43,8 @@ class HeldFiles:
 
     A byte in memory has a *place*, a number. `locate` returns the places of ranges of files, and no
     method reads anything but bytes of these files and zeros, whatever places it gets. From place 0
-    on there are `NUM_ZEROS` zeros, for records that are not there.
+    on there are `NUM_ZEROS` zeros, for records that are not there: so a whole batch is read by the
+    same calls, whether some of its records are missing or not.
 
     Attributes:
         size: Bytes of each file, int64 `(num_files,)`, corrected when a file is opened.
@@ -79,6 +80,7 @@ class HeldFiles:
         file = self._columns.get(number)
         if file:
             return file.path
+        # The split that began last before this number.
         split = bisect.bisect(self._splits, number, key=lambda split: split[0]) - 1
         first, path_of = self._splits[split]
         return path_of(number - first)
@@ -152,8 +154,11 @@ class MappedFiles(HeldFiles):
         """Returns the places where ranges of files begin and end, at most at the ends of files."""
         self._open(number)
         start = self._starts[number]
+        # Of a file that has been cut, what lies behind its end is not mapped.
         size = self.size[number]
-        return start + np.minimum(offset, size), start + np.minimum(offset + nbytes, size)
+        begin = np.minimum(offset, size)
+        end = np.minimum(offset + nbytes, size)
+        return start + begin, start + end
 
     def gather(self, places: np.ndarray, nbytes: int) -> np.ndarray:
         """Copies `nbytes` bytes from each place; returns void `(n,)` with items of this size."""
@@ -168,6 +173,7 @@ class MappedFiles(HeldFiles):
         """Asks the system to read ranges ahead, without waiting for it."""
         self._open(np.array([number for number, _, _ in ranges], np.int64))
         for number, begin, end in ranges:
+            # The system takes advice only about ranges that begin with a page.
             page = begin // mmap.PAGESIZE * mmap.PAGESIZE
             nbytes = min(end, int(self.size[number])) - page
             if nbytes > 0:
@@ -187,6 +193,7 @@ class MappedFiles(HeldFiles):
         for number in due_numbers.tolist():
             path = self.path_of(number)
             opened_state = self._states[number]
+            # By path, not by descriptor: a file that was replaced is another one, too.
             with explain_errors(path):
                 state = _stat_state(os.stat(path))
             if state != opened_state:
@@ -205,6 +212,7 @@ class MappedFiles(HeldFiles):
 
     def _reserve(self) -> None:
         """Reserves a range for all files; it reads as zeros where no file is mapped yet."""
+        # Anew for every addition: nothing is mapped yet, and a reserved range costs nothing.
         self._starts, nbytes = _lay_out(self.size)
         self._range = map_zeros(nbytes)
         self._bytes = np.frombuffer(self._range, np.uint8)
@@ -212,7 +220,9 @@ class MappedFiles(HeldFiles):
         self._check_times = np.zeros(len(self.size))  # of the last checks, in seconds
 
     def _open(self, numbers: np.ndarray) -> None:
+        """Maps those of some files that are not mapped yet."""
         is_open = self._is_open[numbers]
+        # Nearly always, without the lock.
         if is_open.all():
             return
         for number in np.unique(numbers[~is_open]).tolist():
@@ -222,6 +232,7 @@ class MappedFiles(HeldFiles):
                     self._map(number)
 
     def _map(self, number: int) -> None:
+        """Maps a file; raises an OSError for a file of a column that has changed."""
         path = self.path_of(number)
         in_column = self._columns.get(number)
         with explain_errors(path), open(path, 'rb') as file:
@@ -235,6 +246,7 @@ class MappedFiles(HeldFiles):
         self.size[number] = size
         self._states[number] = _stat_state(stat)
         self._check_times[number] = time.monotonic()
+        # Last, because other threads look at it without the lock.
         self._is_open[number] = True
 
     def _map_bytes(self, number: int, file: BinaryIO, size: int) -> None:
@@ -248,7 +260,8 @@ def gather_rows(data: np.ndarray, places: np.ndarray, nbytes: int) -> np.ndarray
 
     Returns void `(n,)`, with items of `nbytes` bytes.
     """
-    # NumPy refuses arrays whose items could reach beyond 2**63 bytes.
+    # NumPy refuses arrays whose items could reach beyond 2**63 bytes: as it counts, overlapping
+    # items take their size each. So large rows are copied in pieces.
     if nbytes <= _GATHERED_AT_ONCE:
         return _items(data, nbytes)[places]
     rows = np.empty((len(places), nbytes), np.uint8)
@@ -261,12 +274,14 @@ def gather_rows(data: np.ndarray, places: np.ndarray, nbytes: int) -> np.ndarray
 
 def _items(data: np.ndarray, nbytes: int) -> np.ndarray:
     """Returns an item of `nbytes` bytes at every byte: they overlap, and share the memory."""
+    # Rows begin anywhere, so every byte is the index of an item; NumPy then checks the bounds.
     num_items = max(0, len(data) - nbytes + 1)
     return np.ndarray(num_items, np.dtype((np.void, nbytes)), data, strides=(1,))
 
 
 def _lay_out(size: np.ndarray) -> tuple[np.ndarray, int]:
     """Returns where each file begins in the range that holds all, and the bytes of the range."""
+    # A file can only be mapped at the beginning of a page.
     room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     # No file lies at the beginning, so that zeros are there.
     ends = NUM_ZEROS + np.cumsum(room)
@@ -287,6 +302,7 @@ _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 def _map_at(data: np.ndarray, start: int, file: BinaryIO, size: int, flags: int) -> None:
     """Maps a file over bytes of a mapped array, from a page on; both are unmapped together."""
+    # `_lay_out` has left room for the whole file there.
     address = data[start : start + size].ctypes.data
     flags |= _MAP_FIXED
     if _libc.mmap(address, size, mmap.PROT_READ, flags, file.fileno(), 0) != address:
@@ -301,6 +317,7 @@ def replace_bytes(data: np.ndarray, start: int, new: bytes) -> None:
     if not new:
         return
     address = data[start : start + len(new)].ctypes.data
+    # Whole pages are made writable, and read-only again: NumPy's array must not be written to.
     page = address // mmap.PAGESIZE * mmap.PAGESIZE
     size = address + len(new) - page
     if _libc.mprotect(page, size, mmap.PROT_READ | mmap.PROT_WRITE):
@@ -310,11 +327,13 @@ def replace_bytes(data: np.ndarray, start: int, new: bytes) -> None:
 
 
 def _system_error() -> OSError:
+    """Returns the error that the last call of the C library has left."""
     number = ctypes.get_errno()
     return OSError(number, os.strerror(number))
 
 
 def _stat_state(stat: os.stat_result) -> tuple[int, ...]:
+    """Returns what differs between two states of a file at a path, its size first."""
     return stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_dev
 
 
@@ -326,7 +345,8 @@ def explain_errors(path: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise FileNotFoundError(f'{path} is missing: restore it.') from error
     except OSError as error:
-        if error.errno is None:  # of a bucket
+        # It comes from a bucket or the hub, and says already what to do.
+        if error.errno is None:
             raise
         if isinstance(error, PermissionError):
             raise PermissionError(
@@ -342,6 +362,7 @@ def explain_errors(path: str) -> Iterator[None]:
 
 
 def changed_error(path: str, size_before: int, size: int) -> OSError:
+    """Makes the error for a file that was changed or replaced in the middle of a run."""
     return OSError(
         f'{path}: has changed while it was read: it had {size_before} bytes, now it has {size}, or '
         'another time of change. Start again from a checkpoint when the data set is complete.'

@@ -39,5 +39,6 @@ class ReadCounter:
     def add(self, **amounts: float) -> None:
         """Adds to the named sums."""
         with self._lock:
+            # A new tuple, so that `read` never sees one sum raised and another not yet.
             sums = {name: getattr(self._counts, name) + n for name, n in amounts.items()}
             self._counts = self._counts._replace(**sums)

@@ -58,6 +58,7 @@ def open_writable_folder(folder: str | os.PathLike[str]) -> 'WritableFolder':
     """Returns a folder to read and write, which need not exist; ValueError for one of the hub."""
     if not os.fspath(folder):
         raise ValueError('no folder given, expected one to write to.')
+    # Here, because `base` imports modules that import this one.
     from coyo11m_tfds.storage.base import WritableFolder
 
     kind = class_of(folder)
@@ -68,6 +69,7 @@ def open_writable_folder(folder: str | os.PathLike[str]) -> 'WritableFolder':
 
 def check_single_slashes(path: str | os.PathLike[str]) -> None:
     """Raises a ValueError for a URL with several slashes in a row, of which TFDS makes one."""
+    # A slash at the end is none of these: folders are named with and without it.
     scheme, separator, name = os.fspath(path).partition('://')
     if separator and '//' in name.rstrip('/'):
         other = f'{scheme}{separator}{re.sub("/+", "/", name)}'
@@ -122,6 +124,7 @@ def list_folder(
     """
     opened = open_folder(folder)
     files = {name: file for name, file in opened.list().items() if not name.startswith('.')}
+    # Asked only if nothing was listed: in a bucket it is one more request.
     if not files and not missing_ok and not opened.exists():
         raise ValueError(f'{folder}: there is no such folder.')
     return files

@@ -70,6 +70,7 @@ class ReadableFolder(abc.ABC):
 
     def is_version_of(self, folder: 'ReadableFolder') -> bool:
         """Returns whether this is one version of a folder that does not name any itself."""
+        # Only a storage that keeps versions has folders that name one.
         del folder
         return False
 
@@ -127,7 +128,9 @@ class ReadableFolder(abc.ABC):
 
         def state(file: StoredFile) -> FileState:
             # A disk keeps no checksums.
-            return compute_state(file.path, on_bytes) if file.local_path else file.state
+            if file.local_path:
+                return compute_state(file.path, on_bytes)
+            return file.state
 
         return _map_files(state, self.list(sub_folder, deep=deep), names)
 
@@ -214,7 +217,10 @@ def _map_files(
     files: Mapping[str, StoredFile],
     names: Collection[str] | None,
 ) -> dict[str, T]:
-    """Calls a function for files; leaves out those that have been removed since the listing."""
+    """Returns a function's results for files by name, in the order of the names.
+
+    Leaves out those that have been removed since the listing. `names` are None for all.
+    """
 
     def call(name: str) -> T | None:
         with contextlib.suppress(FileNotFoundError):

@@ -39,6 +39,7 @@ T = TypeVar('T')
 
 _CONTENT_TYPE = 'application/octet-stream'
 _CHUNK = 32 << 20  # bytes in a request of `_upload_object`: the most that may have to be sent again
+# Of each object, only what `_describe_blob` uses: a folder may have many.
 _LISTED_FIELDS = 'items(name,size,crc32c,generation,contentEncoding),nextPageToken'
 # What says where the storage is, and whose credentials to use.
 _ENVIRONMENT = (
@@ -93,8 +94,9 @@ class Bucket(RemoteFolder, WritableFolder):
         """Lists objects with their checksums, a thousand a request."""
         url = self.path_of(sub_folder)
         delimiter = None if deep else '/'
+        blobs = _list_objects(url, delimiter=delimiter, fields=_LISTED_FIELDS)
         files = {}
-        for name, blob in _list_objects(url, delimiter=delimiter, fields=_LISTED_FIELDS).items():
+        for name, blob in blobs.items():
             # Some tools, TensorFlow among them, make markers so that an empty folder is listed.
             is_marker = not name or name.endswith('/')
             if not is_marker:
@@ -124,6 +126,7 @@ class Bucket(RemoteFolder, WritableFolder):
         client = _bucket_client()
         address = f'{client.api_endpoint}/download/storage/v1/b/{bucket}/o/{name}?{query}'
         headers: dict[str, str] = {}
+        # Renews the token if it ends soon.
         client._credentials.before_request(_request_token, 'GET', '', headers)
         return address, headers
 
@@ -131,6 +134,7 @@ class Bucket(RemoteFolder, WritableFolder):
 
     def check_writable(self) -> None:
         """Stores an object of one byte and deletes it."""
+        # Rights in a bucket are known only by their use.
         probe = self.path_of(f'.writable_{uuid.uuid4().hex}')
         _write_object(probe, b'x')
         _delete_object(probe)
@@ -157,6 +161,7 @@ class Bucket(RemoteFolder, WritableFolder):
             return file.state
         with scratch.hold(file, on_bytes=on_bytes) as path:
             state = compute_state(path)
+            # A local file is used where it lies, and may have changed since it was listed.
             file.check_size(state)
             _upload_object(self.path_of(name), path, state.crc32c)
         return state
@@ -193,10 +198,12 @@ class BucketLock(locks.Lock):
     def acquire(self) -> bool:
         """Tries to take the lock, also over from a dead holder; returns whether it did."""
         self._look()
+        # By the clock of this machine: those of two machines differ.
         if self._seen and time.monotonic() - self._changed < self._seconds:
             return False
         if self._seen:
             logging.warning('%s: taking over from %s, which is gone', self._url, self.holder)
+        # Two that find the same dead lock both try: the storage lets one of them replace it.
         if not self._replace():
             return False
         self._thread.start()
@@ -225,6 +232,7 @@ class BucketLock(locks.Lock):
     def _look(self) -> None:
         """Looks up the generation of the lock, and notes what is new."""
         blob = _look_up(self._url)
+        # Each object that is written has another generation.
         generation = blob.generation if blob else 0
         if blob and generation != self._seen:
             content = _read_object(self._url) or b''
@@ -237,6 +245,7 @@ class BucketLock(locks.Lock):
         self._seen = generation
 
     def _look_up_ours(self) -> storage.Blob | None:
+        """Returns the object if it is the one that this lock has written."""
         blob = _look_up(self._url)
         return blob if blob and self.is_ours() else None
 
@@ -291,9 +300,10 @@ def _list_objects(folder: str, **options: Any) -> dict[str, storage.Blob]:
 
 def _look_up(url: str) -> storage.Blob | None:
     """Returns an object with its properties; None if it does not exist."""
-    if not _split_url(url)[1]:
+    # A bucket is no object.
+    _, name = _split_url(url)
+    if not name:
         return None
-
     blob = _blob(url)
     with contextlib.suppress(_Missing):
         _call_storage(url, f'looking for {url}', lambda options: blob.reload(**options))
@@ -312,6 +322,7 @@ def _read_object(url: str) -> bytes | None:
             if blob.content_encoding:
                 raise encoded_error(url, blob.content_encoding) from error
             raise retry.Corrupted(f'{url}: {error}') from error
+        # Its header says that it is compressed, and its bytes are not.
         except requests.exceptions.ContentDecodingError as error:
             named = re.search(r'content-encoding: (\S+),', str(error))
             raise encoded_error(url, named[1] if named else 'unknown') from error
@@ -331,6 +342,7 @@ def _write_object(url: str, data: bytes, generation: int | None = None) -> stora
 
     def attempt(options: dict[str, Any]) -> storage.Blob:
         blob = _blob(url)
+        # Compared below with what the storage says that it has.
         options |= {'checksum': None, 'if_generation_match': generation}
         blob.upload_from_string(data, _CONTENT_TYPE, **options)
         return _check_stored(url, blob, sent_state)
@@ -364,7 +376,7 @@ def _copy_object(source: str, url: str, expected: FileState) -> None:
         blob = _blob(url)
         original = _blob(source)
         token, _, _ = blob.rewrite(original, **options)
-        # Each request copies a part of a large object.
+        # Each request copies a part of a large object, until no token is left to go on with.
         while token is not None:
             token, _, _ = blob.rewrite(original, token=token, **options)
         _check_stored(url, blob, expected)
@@ -378,6 +390,7 @@ def _delete_object(url: str, generation: int | None = None) -> None:
     def attempt(options: dict[str, Any]) -> None:
         _blob(url).delete(if_generation_match=generation, **options)
 
+    # Another version is another process's, and stays.
     with contextlib.suppress(_Missing, _Conflict):
         _call_storage(url, f'deleting {url}', attempt)
 
@@ -389,7 +402,8 @@ def _bucket_client() -> storage.Client:
 
 @functools.cache
 def _make_client(process: int, *environment: str | None) -> storage.Client:
-    """The client of a process: a forked one must not share connections with its parent."""
+    """Returns the client of a process: a forked one must not share connections with its parent."""
+    # They are only here to tell clients apart.
     del process, environment
     # Otherwise each client requests the bucket once, in a thread, for traces that nobody takes.
     os.environ.setdefault('DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA', 'true')
@@ -398,6 +412,7 @@ def _make_client(process: int, *environment: str | None) -> storage.Client:
 
 
 def _request_token(*args: Any, **options: Any) -> Any:
+    """Sends a request of google-auth for a token; returns the response."""
     # A session for each new token: it takes 1 ms to make, and threads cannot share one.
     return google.auth.transport.requests.Request()(*args, **options)
 
@@ -409,15 +424,18 @@ def _billing() -> dict[str, str]:
 
 
 def _bucket(name: str) -> storage.Bucket:
+    """Returns the library's object of a bucket; requests nothing."""
     return _bucket_client().bucket(name, _billing().get('userProject'))
 
 
 def _blob(url: str) -> storage.Blob:
+    """Returns the library's object of an object, of which nothing is known yet."""
     bucket, name = _split_url(url)
     return _bucket(bucket).blob(name)
 
 
 def _describe_blob(url: str, blob: storage.Blob) -> StoredFile:
+    """Returns an object that has been listed or looked up as a file of a storage."""
     # An object that is encrypted with a customer's key has no checksum.
     checksum = None
     if blob.crc32c:
@@ -435,6 +453,7 @@ def _describe_blob(url: str, blob: storage.Blob) -> StoredFile:
 def _check_stored(url: str, blob: storage.Blob, sent_state: FileState) -> storage.Blob:
     """Compares an object that the storage has described with what was sent; deletes a wrong one."""
     stored_state = _describe_blob(url, blob).state
+    # Only this version: meanwhile another process may have stored a good one.
     if stored_state != sent_state:
         _delete_object(url, blob.generation)
         raise retry.Corrupted(f'{url}: {sent_state} were sent, but {stored_state} stored.')
@@ -478,5 +497,6 @@ def _plain_errors(url: str) -> Iterator[None]:
                 f'gs://{bucket}: there is no such bucket. Make it with `gcloud storage buckets '
                 f'create gs://{bucket}`, or correct the name.'
             ) from error
+        # Callers suppress it where a missing object is no error.
         kind = _Missing if error.code == 404 else OSError
         raise kind(f'{url}: {" ".join(message.split())}') from error

@@ -26,6 +26,7 @@ _STAGING = '.staging'
 
 def local_version(state: os.stat_result) -> str:
     """Returns the version of a local file; see `StoredFile`."""
+    # A disk keeps no checksum, and to compute one would read the file.
     return f'{state.st_size}-{state.st_mtime_ns}'
 
 
@@ -35,6 +36,7 @@ class Disk(WritableFolder):
     def __init__(self, folder: StrPath):
         """Takes the path of a folder, which need not exist."""
         super().__init__(pathlib.PurePath(folder))
+        # The base class has removed the slash at the end.
         self.folder = self.folder or '/'
 
     def path_of(self, name: str) -> str:
@@ -83,8 +85,10 @@ class Disk(WritableFolder):
             ValueError: A folder, or a dangling link, has the name of such a file.
         """
         names = os.listdir(self.folder)
+        # It may have no such sub-folder.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            names += [f'{sub_folder}/{name}' for name in os.listdir(self.path_of(sub_folder))]
+            for name in os.listdir(self.path_of(sub_folder)):
+                names.append(f'{sub_folder}/{name}')
         files = {}
         for name in names:
             if not is_visible(name, suffixes):
@@ -106,6 +110,7 @@ class Disk(WritableFolder):
     def describe(cls, path: str) -> StoredFile:
         """Describes a file without a checksum; FileNotFoundError for a folder, too."""
         state = os.stat(path)
+        # To open a pipe would wait for somebody who writes to it.
         if not stat.S_ISREG(state.st_mode):
             raise FileNotFoundError(path)
         return StoredFile(str(pathlib.PurePath(path)), state.st_size, local_version(state), None)
@@ -204,7 +209,7 @@ class Disk(WritableFolder):
         """Fetches a file of any storage into the folder; needs no `scratch`."""
         with self._new_file() as path:
             state = file.fetch(path, on_bytes)
-            # The hub compares a checksum of its own.
+            # The hub compares a checksum of its own, of another kind.
             if state.crc32c < 0:
                 state = file_state.compute_state(path)
             self.store(path, name, state.crc32c)
@@ -216,11 +221,12 @@ class Disk(WritableFolder):
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(self.path_of(name))
+            # All folders above it, up to this one.
             folder = os.path.dirname(name)
             while folder:
                 folders.add(folder)
                 folder = os.path.dirname(folder)
-        # The deepest first; those that are not empty stay.
+        # In this order the deepest come first; those that are not empty stay.
         for folder in sorted(folders, reverse=True):
             with contextlib.suppress(OSError):
                 os.rmdir(self.path_of(folder))
@@ -247,6 +253,7 @@ class Disk(WritableFolder):
 
 def _names_in(folder: str) -> list[str]:
     """Returns the names of all but the folders in a folder; none if it is missing."""
+    # The first step of a walk is the folder itself.
     for _, _, names in os.walk(folder, onerror=_raise_unless_missing):
         return names
     return []
@@ -266,6 +273,7 @@ def _walk(top: str) -> Iterator[str]:
                 below.clear()
                 continue
             seen.add(real_parent)
+            # Sorted, because the first of two links to a folder decides the names of its files.
             below.sort()
             for name in below:
                 path = os.path.join(parent, name)
@@ -277,6 +285,7 @@ def _walk(top: str) -> Iterator[str]:
 
 
 def _raise_unless_missing(error: OSError) -> None:
+    """Raises what `os.walk` would leave out, but for folders that are not there."""
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error
 
@@ -299,6 +308,7 @@ def _make_folders(folder: str) -> None:
     if os.path.isdir(folder):
         return
     parent = os.path.dirname(os.path.abspath(folder))
+    # From above: the name of a folder is safe only if that of its parent is.
     _make_folders(parent)
     # Another process may make the same folder at this moment.
     os.makedirs(folder, exist_ok=True)
@@ -318,6 +328,7 @@ class DiskLock(locks.Lock):
         Raises:
             OSError: The file system has no locks.
         """
+        # The lock lies beside its folder, which need not exist.
         os.makedirs(os.path.dirname(self._path) or os.curdir, exist_ok=True)
         try:
             self._lock = locks.FileLock(self._path, wait=False)

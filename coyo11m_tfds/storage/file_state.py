@@ -36,6 +36,7 @@ class FileState(NamedTuple):
         """Returns whether both may be of one file; a checksum that one lacks is not compared."""
         if self.size != other.size:
             return False
+        # A disk keeps none, and the hub others.
         is_unknown = self.crc32c < 0 or other.crc32c < 0
         return is_unknown or self.crc32c == other.crc32c
 
@@ -45,11 +46,12 @@ class FileState(NamedTuple):
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> 'FileState':
-        """The inverse of `to_json`; raises a KeyError, TypeError or ValueError for other values."""
+        """Returns what `to_json` had; a KeyError, TypeError or ValueError for other values."""
         size = fields['size']
         crc32c = fields['crc32c']
         if not re.fullmatch('[0-9a-f]{8}', crc32c):
             raise ValueError(f'{crc32c!r} is not a CRC-32C of 8 hex digits')
+        # `type`, because true is a whole number in Python.
         if type(size) is not int or size < 0:
             raise ValueError(f'{size!r} is not a number of bytes')
         return cls(size, int(crc32c, 16))
@@ -71,6 +73,7 @@ def copy(path: str, target: str, on_bytes: OnBytes = ignore_bytes) -> FileState:
     """Copies a local file and returns the state of what was read; `on_bytes(n)` counts it."""
     size = 0
     crc32c = 0
+    # Computed of the blocks in memory, so that the file is read once.
     with open(path, 'rb', buffering=0) as source, naming(target), open(target, 'wb') as file:
         while block := source.read(_BLOCK):
             file.write(block)
@@ -86,6 +89,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        # One without a number has a message of its own, to which Python would add no path.
         if error.errno is not None and error.filename is None:
             error.filename = os.fspath(path)
         raise
@@ -93,6 +97,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 def sync(path: str) -> None:
     """Waits until the content of a file, or the names in a folder, are on the disk."""
+    # The folder of a file that is named without one.
     path = path or os.curdir
     handle = os.open(path, os.O_RDONLY)
     try:

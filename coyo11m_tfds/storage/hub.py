@@ -43,6 +43,7 @@ class Hub(RemoteFolder):
         """Returns the folder at its present commit; FileNotFoundError if it has no files."""
         base, files = _list_dataset(self.folder)
         path_in_repo = _parse_url(self.folder).path_in_repo
+        # Git has no empty folders.
         if not _files_below(files, path_in_repo):
             raise FileNotFoundError(self.folder)
         return Hub(f'{base}/{path_in_repo}')
@@ -53,6 +54,7 @@ class Hub(RemoteFolder):
             return False
         own = _parse_url(self.folder)
         other = _parse_url(folder.folder)
+        # Of two commits, neither is a version of the other.
         if not _is_commit(own.revision) or _is_commit(other.revision):
             return False
         return (own.id, own.path_in_repo) == (other.id, other.path_in_repo)
@@ -95,6 +97,7 @@ class Hub(RemoteFolder):
     @classmethod
     def _forget_address(cls, path: str, address: str) -> bool:
         url = _url_of(path)
+        # The hub itself refused: another address would come from it, too.
         if address == url:
             return False
         file_address = _addresses.setdefault(url, _FileAddress())
@@ -127,7 +130,10 @@ def read_quota(path: str) -> Quota | None:
             # RateLimit-Policy: "fixed window";"resolvers";q=5000;w=300
             policy = response.headers.get('RateLimit-Policy', '')
         match = re.search(r'"resolvers";\s*q=(\d+);\s*w=(\d+)', policy)
-        return Quota(int(match[1]), float(match[2])) if match else None
+        # A mirror of the hub may have no quotas.
+        if not match:
+            return None
+        return Quota(int(match[1]), float(match[2]))
 
     return retry.call(ask, f'reading {path}')
 
@@ -145,6 +151,7 @@ class _FileAddress:
 
         Raises a FileNotFoundError or a `remote.Refused`, with the path of the file.
         """
+        # Before the request, as the hub signs the address at some time during it.
         begin = time.monotonic()
         seconds = _HOUR
         address = url
@@ -168,7 +175,7 @@ class _FileAddress:
 
 # By the URL of a file on the hub.
 _addresses: dict[str, _FileAddress] = {}
-# By endpoint, data set and commit, which never changes.
+# By endpoint, data set and commit, which never changes. A branch may, so it is listed each time.
 _listings: dict[tuple[str | None, str, str], Files] = {}
 _listing_lock = threading.Lock()
 
@@ -204,22 +211,27 @@ def _headers_for(address: str, url: str) -> dict[str, str]:
 
 def _seconds_left(address: str, date: str) -> float:
     """Returns how long a signed address serves, at most an hour; `date` is the hub's present."""
+    # In seconds since 1970.
     query = urllib.parse.parse_qs(urllib.parse.urlsplit(address).query)
     expires = query.get('Expires', [''])[0]
     if not expires.isdigit():
         return _HOUR
     # By the clock of the hub, as that of this machine may be wrong.
+    now = time.time()
     parsed_date = email.utils.parsedate_tz(date)
-    now = email.utils.mktime_tz(parsed_date) if parsed_date else time.time()
+    if parsed_date:
+        now = email.utils.mktime_tz(parsed_date)
     return min(_HOUR, float(expires) - now)
 
 
 def _files_below(files: Files, folder: str) -> dict[str, StoredFile]:
     """Returns the files below a folder, '' for all, by their names within it."""
     prefix = f'{folder}/' if folder else ''
-    return {
-        name.removeprefix(prefix): file for name, file in files.items() if name.startswith(prefix)
-    }
+    files_below = {}
+    for name, file in files.items():
+        if name.startswith(prefix):
+            files_below[name.removeprefix(prefix)] = file
+    return files_below
 
 
 def _parse_url(url: str) -> utils.HfUri:
@@ -233,6 +245,7 @@ def _parse_url(url: str) -> utils.HfUri:
 
 
 def _endpoint() -> str | None:
+    """Returns the address of the hub; None for that of Hugging Face."""
     # The address of another hub, which the client reads only once, when it is imported.
     return os.environ.get('HF_ENDPOINT') or None
 
@@ -250,6 +263,7 @@ def _list_dataset(url: str) -> tuple[str, Files]:
     """
     uri = _parse_url(url)
     commit = uri.revision or ''
+    # Threads that open one data set wait for the first of them, which lists it.
     with _listing_lock:
         files = _listings.get((_endpoint(), uri.id, commit))
         if files is None:

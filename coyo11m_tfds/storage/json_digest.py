@@ -12,11 +12,13 @@ _DIGEST = 'digest'  # the entry of the digest of all others
 
 def sha256(value: object) -> str:
     """Returns the hex SHA-256 of the value as JSON; the order of a dict does not matter."""
+    # Sorted, because equal dicts may have been filled in another order.
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def seal(content: Mapping[str, Any]) -> bytes:
     """Returns entries and their digest as a JSON file; `content` has no entry named `digest`."""
+    # Indented, because people read these files, too.
     return json.dumps({**content, _DIGEST: sha256(content)}, indent=1).encode()
 
 
@@ -28,6 +30,7 @@ def unseal(data: bytes) -> dict[str, Any]:
         raise ValueError('it is nested too deeply') from error
     if not isinstance(content, dict):
         raise ValueError(f'it holds {describe_type(content)}, expected an object')
+    # Removed first: the digest is that of all other entries.
     if content.pop(_DIGEST, None) != sha256(content):
         raise ValueError('its digest is wrong')
     return content

@@ -46,6 +46,7 @@ def describe_this_process() -> str:
 
 # --- Files ------------------------------------------------------------------------------------
 
+# Of this process, so that a fork can close its copies of them.
 _held: 'set[FileLock]' = set()
 
 
@@ -69,9 +70,11 @@ class FileLock:
                 # Its holder may have moved or removed the file; then others lock a new one.
                 if self.is_at_path():
                     return
+            # Also a Ctrl-C while it waits: the file must not stay open.
             except BaseException:
                 self.release()
                 raise
+            # The locked file is not the one at the path any more: once more, with that one.
             self.release()
 
     def __enter__(self) -> Self:
@@ -111,6 +114,7 @@ def temporary_folder(parent: StrPath, prefix: str) -> Iterator[str]:
 
     Its name is `prefix` and 32 hex digits, and its lock lies next to it.
     """
+    # The whole form of the name: a user's folder may begin like it.
     pattern = glob.escape(os.path.join(parent, prefix)) + '[0-9a-f]' * 32 + SUFFIX
     for lock in glob.glob(pattern):
         _remove_unless_held(lock)
@@ -139,6 +143,7 @@ def sweep_folder(parent: StrPath) -> None:
 
 
 def _remove_unless_held(lock: str) -> None:
+    """Removes the folder of a lock that no living process holds, and the lock."""
     # An error means that it is held, or another user's.
     with contextlib.suppress(OSError), FileLock(lock, wait=False):
         _remove_folder(lock.removesuffix(SUFFIX))
@@ -148,6 +153,7 @@ def _remove_folder(folder: str) -> None:
     """Deletes a folder and then its lock, which is held here."""
     # A worker that outlives its killed parent for a moment may still write; the next one sweeps.
     shutil.rmtree(folder, ignore_errors=True)
+    # A folder that is still there keeps its lock, by which the next sweep finds it.
     if not os.path.exists(folder):
         os.remove(folder + SUFFIX)
 
@@ -235,5 +241,6 @@ def _poll(describe: Callable[[], str]) -> Iterator[None]:
         if now >= next_log:
             next_log = now + _SECONDS_BETWEEN_LINES
             logging.info('%s (for %.0f s)', describe(), now - start)
+        # A holder in a bucket renews its lock three times a lease: twice as many looks miss none.
         time.sleep(min(pause, lease_seconds() / 6))
         pause = min(1.5 * pause, _LONGEST_PAUSE)

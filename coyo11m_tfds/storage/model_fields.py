@@ -26,10 +26,14 @@ def whole(least: int, most: int, multiple_of: int = 1) -> FieldRule:
     expected = f'a whole number from {least} to {most}'
     if multiple_of > 1:
         expected += f', a multiple of {multiple_of}'
-    # `type`, because true and false are whole numbers in Python.
-    return FieldRule(
-        expected, lambda x: type(x) is int and least <= x <= most and x % multiple_of == 0
-    )
+
+    def holds(value: Any) -> bool:
+        # `type`, because true and false are whole numbers in Python.
+        if type(value) is not int:
+            return False
+        return least <= value <= most and value % multiple_of == 0
+
+    return FieldRule(expected, holds)
 
 
 def number(least: float, most: float) -> FieldRule:
@@ -47,18 +51,25 @@ def exactly(value: Any) -> FieldRule:
 
 def pair_of(first: FieldRule, second: FieldRule) -> FieldRule:
     """Returns the rule for a list of two values that fulfil a rule each."""
-    return FieldRule(
-        f'a list of {first.expected} and {second.expected}',
-        lambda x: isinstance(x, list) and len(x) == 2 and first.holds(x[0]) and second.holds(x[1]),
-    )
+
+    def holds(value: Any) -> bool:
+        if not isinstance(value, list) or len(value) != 2:
+            return False
+        return first.holds(value[0]) and second.holds(value[1])
+
+    return FieldRule(f'a list of {first.expected} and {second.expected}', holds)
 
 
 def list_of(rule: FieldRule, most: int) -> FieldRule:
     """Returns the rule for a list of 1 to `most` values that fulfil a rule."""
-    return FieldRule(
-        f'a list of 1 to {most}, each {rule.expected}',
-        lambda x: isinstance(x, list) and 1 <= len(x) <= most and all(map(rule.holds, x)),
-    )
+
+    def holds(value: Any) -> bool:
+        # The length first: a foreign list may have millions of values.
+        if not isinstance(value, list) or not 1 <= len(value) <= most:
+            return False
+        return all(map(rule.holds, value))
+
+    return FieldRule(f'a list of 1 to {most}, each {rule.expected}', holds)
 
 
 def optional(rule: FieldRule) -> FieldRule:
@@ -82,9 +93,11 @@ def show(value: Any) -> str:
 
 
 def shorten(text: object) -> str:
-    """Returns the text of a foreign error in one line of at most 300 characters."""
+    """Returns the text of a foreign error in one line, of which 300 characters are shown."""
     line = ' '.join(str(text).split())
-    return line if len(line) <= 300 else f'{line[:300]} ...'
+    if len(line) > 300:
+        line = f'{line[:300]} ...'
+    return line
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -99,6 +112,7 @@ def read_json(path: Path) -> Any:
     """Returns the content of a JSON file; raises a ValueError that names the file."""
     try:
         size = path.stat().st_size
+        # Before it is read: parsed JSON takes many times the memory of its text.
         if size > _MAX_BYTES:
             raise ValueError(f'it has {size:,} bytes, expected at most {_MAX_BYTES:,}')
         return json.loads(path.read_text(encoding='utf-8'))

@@ -42,6 +42,7 @@ class WeightFile:
             self._file = safe_open(path, 'numpy')
         except (OSError, SafetensorError) as error:
             raise ValueError(f'{path}: cannot be read: {error}') from error
+        # Of all weights; the file keeps them in any order.
         self.names = frozenset(self._file.keys())
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -86,6 +87,7 @@ def local_folder(model: str, kind: str = 'text encoder') -> Path | None:
     folder = Path(model)
     if folder.is_dir():
         return folder
+    # A name on the hub has one slash at most, as `owner/name`.
     if folder.exists() or folder.is_absolute() or model.count('/') > 1:
         raise ValueError(f'cannot load the {kind} {model!r}: no such folder')
     return None
@@ -158,6 +160,7 @@ def check_network(path: Path) -> None:
 
     transformers checks the types of all fields.
     """
+    # Models of several parts have a configuration of each, one within the other.
     objects = [model_fields.read_object(path)]
     while objects:
         fields = objects.pop()
@@ -170,6 +173,7 @@ def _exceeds(count: Any, most: int) -> bool:
     """Returns whether a number, or one of a list, is above `most`."""
     if isinstance(count, list):
         return any(_exceeds(number, most) for number in count)
+    # NaN is not at most anything.
     return isinstance(count, int | float) and not count <= most
 
 
@@ -202,6 +206,7 @@ def revision(model: str) -> str:
 
         config_path = huggingface_hub.try_to_load_from_cache(model, 'config.json')
         return Path(str(config_path)).parent.name  # .../snapshots/COMMIT/config.json
+    # Of these alone: a README or a log beside them makes no other model.
     files = sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES)
     digest = hashlib.sha256()
     for path in files:

@@ -46,12 +46,13 @@ def open_cache(folder: str, num_bytes: float) -> 'RangeCache':
     Raises:
         FieldError: The folder cannot be made; its field is `cache_dir`.
     """
-    return _open_in_process(os.getpid(), os.path.abspath(os.path.expanduser(folder)), num_bytes)
+    path = os.path.abspath(os.path.expanduser(folder))
+    return _open_in_process(os.getpid(), path, num_bytes)
 
 
 @functools.cache
 def _open_in_process(process: int, folder: str, num_bytes: float) -> 'RangeCache':
-    """The cache of a process: a forked one must not share locks with its parent."""
+    """Returns the cache of a process: a forked one must not share locks with its parent."""
     del process
     return RangeCache(folder, num_bytes)
 
@@ -98,6 +99,8 @@ class RangeCache:
         # An error means that the file is not there, or not ours.
         with contextlib.suppress(OSError), open(self.path_of(file), 'rb', buffering=0) as kept:
             crcs = _read_crcs(kept, file, first, last)
+            # 0 stands for a page that is not kept; one page in 2**32 has this CRC-32C, and is
+            # fetched each time.
             if len(crcs) < _num_pages(last - first) or not crcs.all():
                 return None
             data = os.pread(kept.fileno(), last - first, first)
@@ -115,6 +118,7 @@ class RangeCache:
             crcs = _read_crcs(kept, file, 0, file.size)
         if len(crcs) < _num_pages(file.size):
             return False
+        # With sums of missing pages, a range is looked up in two steps, however long it is.
         missing_before = np.append(0, np.cumsum(crcs == 0))
         first = ranges[:, 0] // _PAGE
         last = _num_pages(ranges[:, 1])
@@ -136,6 +140,7 @@ class RangeCache:
                 self._give_up(error)
 
     def _write(self, file: StoredFile, begin: int, data: bytes, crcs: np.ndarray) -> None:
+        """Writes pages and then their checksums, if there is room; OSError if the disk fails."""
         path = self.path_of(file)
         size = _num_pages(file.size) * (_PAGE + _CRC.itemsize)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -156,6 +161,7 @@ class RangeCache:
         """Takes room for some bytes; returns whether there is as much."""
         if self._is_full:
             return False
+        # To measure takes time for each file of the folder, so room is taken for many writes.
         if self._allowance < num_bytes:
             used = self._measure()
             share = max(self._num_bytes * _SHARE, num_bytes)
@@ -183,6 +189,7 @@ class RangeCache:
         return total
 
     def _give_up(self, error: OSError) -> None:
+        """Keeps nothing more from here on, and says so once: reading goes on without a cache."""
         # Another thread may have said so while this one waited.
         if self._has_failed:
             return
@@ -202,6 +209,7 @@ def _key(file: StoredFile) -> str:
 
 
 def _num_pages(num_bytes: Any) -> Any:
+    """Returns the pages of some bytes, of which the last may not be full; an int or an array."""
     return -(-num_bytes // _PAGE)
 
 
@@ -214,7 +222,9 @@ def _read_crcs(kept: BinaryIO, file: StoredFile, begin: int, end: int) -> np.nda
     """Reads the checksums of whole pages; fewer of a file that has been cut there."""
     num_bytes = _num_pages(end - begin) * _CRC.itemsize
     data = os.pread(kept.fileno(), num_bytes, _crc_place(file, begin))
-    return np.frombuffer(data[: len(data) // _CRC.itemsize * _CRC.itemsize], _CRC)
+    # Somebody may have cut the file in the middle of a checksum.
+    num_whole = len(data) // _CRC.itemsize
+    return np.frombuffer(data, _CRC, num_whole)
 
 
 def _compute_crcs(data: bytes) -> np.ndarray:

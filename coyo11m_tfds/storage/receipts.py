@@ -62,15 +62,19 @@ class Receipts:
             chosen = [f'{name}{_SUFFIX}' for name in names]
         receipts = {}
         damaged = []
+        # A build has a receipt for each of its tasks, so they are read several at a time.
         for file, data in self.folder.read_all(self._sub_folder, chosen).items():
             name = file.removesuffix(_SUFFIX)
             try:
                 receipts[name] = self._parse(name, data)
             except (AttributeError, LookupError, TypeError, ValueError):
                 damaged.append(name)
+        # One line for all: what they were about is made again, and that is all there is to do.
         if damaged:
             path = self.path_of(damaged[0])
-            others = f' and {len(damaged) - 1:,} more' if len(damaged) > 1 else ''
+            others = ''
+            if len(damaged) > 1:
+                others = f' and {len(damaged) - 1:,} more'
             logging.warning('%s%s: damaged, so it does not count as finished work.', path, others)
         return receipts
 
@@ -92,6 +96,7 @@ class Receipts:
             present = self.folder.inventory('', progress.add, states, deep=True)
         unchanged = {}
         for name, receipt in receipts.items():
+            # All of its files are there, each in its state.
             if receipt.files.items() <= present.items():
                 unchanged[name] = receipt
         return unchanged

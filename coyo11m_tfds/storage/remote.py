@@ -40,6 +40,7 @@ _PROGRESS = 16 << 20
 # google-auth's name of the variable for the project that requests are billed to.
 USER_PROJECT = 'GOOGLE_CLOUD_QUOTA_PROJECT'
 
+# Has the connections of each thread, see `_connections`.
 _threads = threading.local()
 
 # What may lead requests elsewhere. It is compared each time, as getproxies() takes 0.5 ms.
@@ -72,6 +73,7 @@ class RemoteFolder(ReadableFolder):
         def attempt() -> bytes:
             with cls._get(file, start, start + length) as response:
                 content = response.read(decode_content=False)
+            # All that can be compared of a range: the storage's checksum is of the whole file.
             if len(content) != length:
                 raise retry.Corrupted(f'received {len(content)} bytes, expected {length}')
             return content
@@ -107,7 +109,8 @@ class RemoteFolder(ReadableFolder):
                         size += len(block)
                         on_bytes(len(block))
 
-            # After a broken connection only the rest is requested.
+            # After a broken connection only the rest is requested, with all attempts again as long
+            # as something comes.
             while size < file.size:
                 begin = size
                 try:
@@ -118,6 +121,7 @@ class RemoteFolder(ReadableFolder):
             os.fsync(stream.fileno())
         checksum = f'{kind}:{digest.digest().hex()}'
         if size != file.size or file.checksum not in (None, checksum):
+            # It is received once more, and would count twice.
             on_bytes(-size)
             raise retry.Corrupted(
                 f'{file.path}: the checksum of {size} bytes is {checksum}, '
@@ -131,6 +135,7 @@ class RemoteFolder(ReadableFolder):
         if file.encoding:
             raise encoded_error(file.path, file.encoding)
         with cls._send(file.path, start, stop) as response:
+            # "Range Not Satisfiable": the file ends before the range.
             if response.status == 416:
                 raise file_changed(file, response.headers.get('Content-Range', 'it is shorter'))
             check_status(response, file.path)
@@ -160,6 +165,7 @@ def send_request(
 
     With `redirects` they are followed, without the credentials to another host.
     """
+    # `identity`: bytes of a compressed form would be other ones than those of the file.
     return _connections(address).request(
         'GET',
         address,
@@ -229,8 +235,10 @@ def _check_response(
             f'{response.status} {content_range!r}'
         )
     # gs:// sends the checksum of the whole object with every range.
+    checksum = file.checksum
     match = re.search(r'crc32c=([\w+/]+=*)', response.headers.get('X-Goog-Hash', ''))
-    checksum = f'crc32c:{base64.b64decode(match[1]).hex()}' if match else file.checksum
+    if match:
+        checksum = f'crc32c:{base64.b64decode(match[1]).hex()}'
     if file.checksum not in (None, checksum):
         raise file_changed(file, f'its checksum is {checksum}, not {file.checksum}')
 
@@ -250,6 +258,7 @@ def _connections(url: str) -> urllib3.PoolManager:
 
 def _connect(url: str) -> urllib3.PoolManager:
     """Returns connections to the host of a URL, by the certificates and proxies of this machine."""
+    # The first variable that is set decides, so it comes last.
     certificates = certifi.where()
     for variable in reversed(_CERTIFICATES):
         certificates = os.environ.get(variable) or certificates
@@ -258,6 +267,7 @@ def _connect(url: str) -> urllib3.PoolManager:
     proxy = proxies.get(parts.scheme) or proxies.get('all')
     if not proxy or urllib.request.proxy_bypass(parts.hostname or ''):
         return urllib3.PoolManager(ca_certs=certificates)
+    # urllib3 takes the name and the password of a proxy from a header, and not from its URL.
     user = urllib.parse.unquote(urllib3.util.parse_url(proxy).auth or '')
     headers = urllib3.make_headers(proxy_basic_auth=user or None)
     return urllib3.ProxyManager(proxy, proxy_headers=headers, ca_certs=certificates)
@@ -269,6 +279,7 @@ def _new_digest(file: StoredFile) -> tuple[str, Any]:
     if kind == 'crc32c':
         return kind, google_crc32c.Checksum()
     digest = hashlib.new(kind.removeprefix('git-'), usedforsecurity=False)
+    # Git computes it of a header and the content.
     if kind == 'git-sha1':
         digest.update(b'blob %d\0' % file.size)
     return kind, digest

@@ -24,6 +24,7 @@ from coyo11m_tfds.process import errors
 
 T = TypeVar('T')
 
+# With delays of up to 1, 2, 4, 8, 16, 32 and 32 s between them: 48 s in all, on average.
 _ATTEMPTS = 8
 _MAX_DOUBLINGS = 5  # the longest delay is 32 times the first
 _MAX_SERVER_SECONDS = 300.0  # a server that requests a longer pause is tried again after this
@@ -96,6 +97,7 @@ def call(operation: Callable[[], T], label: str) -> T:
             return operation()
         except Exception as error:
             if not is_transient(error):
+                # Each library has errors of its own for that, and none says how to log in.
                 if permission_error := _refused(error, label):
                     raise permission_error from error
                 raise
@@ -106,6 +108,7 @@ def call(operation: Callable[[], T], label: str) -> T:
                 ) from error
             delay = _delay(attempt, error)
             outlook = f'trying again in {delay:.1f} s (attempt {attempt} of {_ATTEMPTS} failed).'
+            # All threads of a process meet a quota together: one line says it for all.
             quota = _describe_quota(error)
             if not quota:
                 logging.warning('%s: %s; %s', label, _text(error), outlook)
@@ -123,6 +126,7 @@ def count_retries() -> int:
 
 def is_transient(error: BaseException) -> bool:
     """Returns whether the same request may succeed later."""
+    # In this order: an error may be of a transient class, and still come from a permanent cause.
     if isinstance(error, Corrupted):
         return True
     if 'CERTIFICATE_VERIFY_FAILED' in str(error) or _is_named(error, _PERMANENT_NAMES):
@@ -148,10 +152,13 @@ def stall_seconds() -> float:
 def seconds(variable: str, default: float) -> float:
     """Reads a time from an environment variable; `default` if it is unset or empty."""
     text = os.environ.get(variable, '')
-    try:
-        value = float(text) if text else default
-    except ValueError:
-        value = 0.0
+    value = default
+    if text:
+        # What is no number is refused below, like 0.
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
     if not 0 < value < float('inf'):
         raise ValueError(f'{variable} is {text!r}, expected a positive number of seconds.')
     return value
@@ -173,8 +180,10 @@ def _server_seconds(error: Exception) -> float:
         return float(retry_after)
     # The hub's windows are five minutes: RateLimit: "resolvers";r=0;t=212
     window = re.search(r';\s*r=0\b.*;\s*t=(\d+)', str(headers.get('ratelimit', '')))
+    if not window:
+        return 0.0
     # One more, as the seconds may be rounded down.
-    return float(window[1]) + 1.0 if window else 0.0
+    return float(window[1]) + 1.0
 
 
 def _describe_quota(error: Exception) -> str:
@@ -185,7 +194,9 @@ def _describe_quota(error: Exception) -> str:
     if not used_up or _status(error) != 429:
         return ''
     policy = re.search(r'q=(\d+);\s*w=(\d+)', str(headers.get('ratelimit-policy', '')))
-    size = f' of {int(policy[1]):,} in {policy[2]} s' if policy else ''
+    size = ''
+    if policy:
+        size = f' of {int(policy[1]):,} in {policy[2]} s'
     return f"the hub's quota of {used_up[1]}{size} is used up"
 
 
@@ -204,10 +215,11 @@ def _refused(error: Exception, label: str) -> PermissionError | None:
     # From the local disk, or made here before.
     if isinstance(error, PermissionError | GivenUp):
         return None
-    links = list(errors.follow_causes(error))
-    is_refused = any(
-        _status(link) in _REFUSED_STATUS or _is_named(link, _REFUSED_NAMES) for link in links
-    )
+    # A library may have raised another error from that of the refusal.
+    is_refused = False
+    for link in errors.follow_causes(error):
+        if _status(link) in _REFUSED_STATUS or _is_named(link, _REFUSED_NAMES):
+            is_refused = True
     if not is_refused:
         return None
     hub = re.search(r'hf://(datasets/[^/@\s]+/[^/@\s]+)?', label)

@@ -34,6 +34,7 @@ def choose_folder(program: str, data_dir: str, chosen: str = '') -> str:
 
 
 def _check_local(folder: StrPath) -> None:
+    """Raises a ValueError for a URL: what lies in scratch is opened as a local file."""
     if storage.local_path(folder) is None:
         raise ValueError(f'scratch_dir is {os.fspath(folder)!r}, expected a local folder.')
 
@@ -70,7 +71,8 @@ def scratch_folder(out: str, chosen: StrPath) -> Iterator[str]:
         with locks.temporary_folder(parent, prefix) as folder:
             yield folder
     finally:
-        # There may be no folder, if this is a bucket, or it is not empty.
+        # Made above, and left empty by a run that has failed. There may be no folder, if this is a
+        # bucket, or it is not empty.
         with contextlib.suppress(OSError):
             os.rmdir(out)
 
@@ -105,6 +107,7 @@ class Scratch:
         They are in the order of `files`. Without `shows`, `on_bytes(n)` counts what is downloaded.
         """
         remote = [file for file in files if not file.local_path]
+        # No folder is made for nothing.
         if not remote:
             yield [file.path for file in files]
             return
@@ -134,12 +137,15 @@ def _fetch_all(paths: Mapping[StoredFile, str], on_bytes: OnBytes) -> None:
 
     def count(num_bytes: int) -> None:
         on_bytes(num_bytes)
+        # Every download calls this for each block: here it can be ended from outside.
         if stop.is_set():
             raise concurrent.futures.CancelledError
 
     with concurrent.futures.ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as threads:
         try:
+            # `list` waits for all of them, and raises the first error.
             list(threads.map(lambda file: file.fetch(paths[file], count), paths))
+        # Also a Ctrl-C: the end of this block waits for all threads.
         except BaseException:
             stop.set()
             raise

@@ -120,6 +120,7 @@ class StoredFile:
             raise ValueError(
                 f'{self.path}: has {self.size} bytes, expected {length} from byte {start} on.'
             )
+        # HTTP has no range of no bytes.
         if not length:
             return b''
         return storage.class_of(self.path).read_range(self, start, length)
@@ -139,6 +140,7 @@ class StoredFile:
         """Reads the file into a new scan; if its checksum is wrong, reads it again into another."""
 
         def attempt() -> AnyScan:
+            # A new one: what an earlier attempt has received may be damaged.
             scan = make_scan()
             for start in range(0, self.size, _BLOCK):
                 block = self.read_range(start, min(_BLOCK, self.size - start))
@@ -189,6 +191,7 @@ class RangeReader(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Moves to an offset from the start, the position or the end; returns the position."""
         starts = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.size}
+        # Beyond the end there is nothing to read, but it is no error to go there.
         self._position = starts[whence] + offset
         return self._position
 
