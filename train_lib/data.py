@@ -68,6 +68,7 @@ class TrainingData:
         # By the sharding: a process reads the rows that its devices need.
         index, count = input_pipeline.process_share(sharding.batch(mesh))
         self._share: dict[str, Any] = {'process_index': index, 'process_count': count}
+        # Of its own, or the reads of evaluations would be in the log of training.
         counter = input_pipeline.ReadCounter()
         self.read_counts = counter.read
         # Training batches that went to the devices, and those of them that steps have taken.
@@ -83,8 +84,10 @@ class TrainingData:
             self._text = [schema.TEXT_EMBEDDING]
         features = [schema.KEY, schema.LATENTS, *self._text]
         num_crops = self.facts.latents_shape[0]
+        # A model of one crop has no vectors for crops to look up.
         if num_crops > 1:
             features.append(input_pipeline.CROP)
+        # Latents are drawn from moments in the step, in each epoch with noise of its own.
         if self.facts.moments:
             features.append(input_pipeline.NOISE_SEED)
         self.plan = input_pipeline.train_plan(
@@ -140,17 +143,20 @@ class TrainingData:
         self.settings |= config_rules.flatten_fields(environment)
         # A data set that has moved is the same: folders are replaced by what they hold.
         if config.data.mix:
-            self.settings[config_rules.MIX] = [
-                {**identity, 'weight': source.weight, 'text': source.text, 'seed': source.seed}
-                for identity, source in zip(identities, self.sources, strict=True)
-            ]
+            mix = []
+            for identity, source in zip(identities, self.sources, strict=True):
+                choices = {'weight': source.weight, 'text': source.text, 'seed': source.seed}
+                mix.append({**identity, **choices})
+            self.settings[config_rules.MIX] = mix
         else:
             self.settings[config_rules.DATA_SET] = identities[0]['data_set']
 
     def position_at(self, position: Mapping[str, Any], step: int) -> dict[str, Any]:
         """Returns the position at `step`, which must not be before `position`."""
         cursor = self.plan.cursor.at(position)
-        return {**position, **cursor.after(step - cursor.position.step).state()}
+        num_steps = step - cursor.position.step
+        # Step and samples change; lanes and identities of the data stay.
+        return {**position, **cursor.after(num_steps).state()}
 
     def check_reading(self) -> None:
         """Checks memory for reading, and records for evaluations; all processes call this together.
@@ -193,6 +199,7 @@ class TrainingData:
         orders = self.plan.orders
         if orders is None:
             return {}
+        # Of one lane, for each source; all lanes have given equally many.
         samples = self.plan.cursor.at(position).position.samples
         epoch_length = sum(order.lane_length for order in orders)
         scalars = {'train/epoch': sum(samples) / epoch_length}
@@ -223,7 +230,8 @@ class TrainingData:
         for source, order in zip(self.sources, orders, strict=True):
             lines.append(self._describe(source, order))
         if len(lines) > 1:
-            lines += [*self.plan.cursor.shares.summary, schedule]
+            lines += self.plan.cursor.shares.summary
+            lines.append(schedule)
         else:
             lines = [f'{lines[0]}, {schedule}']
         if not self._text:
@@ -264,6 +272,7 @@ class TrainingData:
     @functools.cached_property
     def preview_samples(self) -> PreviewSamples:
         """Reads the first records of `preview.split` in the first source; all processes agree."""
+        # The whole batch in every process: pictures are few, and each process paints some of them.
         batches = input_pipeline.eval_batches(
             self.sources[:1],
             batch_size=self._config.preview.count,
@@ -330,4 +339,6 @@ def _raise_read_errors(batches: Iterator[input_pipeline.Batch]) -> Iterator[inpu
         is_of_tensorflow = type(error).__module__.startswith('tensorflow.')
         if not (is_of_tensorflow or isinstance(error, (OSError, ValueError))):
             raise
-        raise OSError(errors.summarize_error(error).partition(': ')[2]) from error
+        # Behind the name of the class, which means nothing to whoever reads the message.
+        _, _, problem = errors.summarize_error(error).partition(': ')
+        raise OSError(problem) from error

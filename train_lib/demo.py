@@ -38,14 +38,15 @@ ASPECTS = 'concept', 'tones', 'gender'
 
 def list_columns(verdicts: Verdicts, own: np.ndarray) -> dict[str, np.ndarray]:
     """Returns the columns of `judge.write_table`, for emoji with the numbers `own`, int `(n,)`."""
-    every = emoji.read_emoji()
+    all_emoji = emoji.read_emoji()
     columns = judge.list_columns(verdicts)
     # It comes last, behind the aspects.
     distance = columns.pop('distance')
     for aspect in ASPECTS:
         is_right = []
         for number, nearest in zip(own, verdicts.nearest, strict=True):
-            is_right.append(getattr(every[number], aspect) == getattr(every[nearest], aspect))
+            expected = getattr(all_emoji[number], aspect)
+            is_right.append(getattr(all_emoji[nearest], aspect) == expected)
         columns[aspect] = np.array(is_right)
     return columns | {'distance': distance}
 

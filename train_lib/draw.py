@@ -98,11 +98,11 @@ def main() -> None:
 
 def _write_singles(folder: epath.Path, pictures: np.ndarray, captions: Sequence[str]) -> None:
     """Writes each picture and its caption: `00000.png`, `00000.txt` and so on."""
-    for number, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
+    for number, picture in enumerate(pictures):
         previews.write_png(folder / f'{number:05}.png', picture)
         path = folder / f'{number:05}.txt'
         with file_state.naming(path):
-            path.write_text(f'{caption}\n')
+            path.write_text(f'{captions[number]}\n')
 
 
 def _name_changes() -> str:
@@ -110,7 +110,7 @@ def _name_changes() -> str:
     parts = []
     for name in _CHANGES:
         if FLAGS[name].present:
-            # Of a folder, its name.
+            # Of a folder, its last part: a name of a file holds no slash.
             value = os.path.basename(str(FLAGS[name].value))
             parts.append(f'_{name}={value}')
     return ''.join(parts)
@@ -129,10 +129,12 @@ def _find_free_path(folder: epath.Path, stem: str) -> epath.Path:
 
 def _read_prompts(prompts: str) -> tuple[list[str], str]:
     """Returns the captions of a file or a single one, and a name for their pictures."""
+    # A name of a text file that does not exist is a mistake, and no caption.
     is_file = prompts.startswith('gs://') or prompts.endswith('.txt') or os.path.exists(prompts)
     if is_file:
         path = epath.Path(prompts)
         return prompt_sets.read_captions(path), path.stem
+    # As the name of a file, in which file systems allow about 255 bytes.
     name = re.sub(r'\W+', '-', prompts)[:50].strip('-')
     return [prompts], name or 'prompt'
 

@@ -89,7 +89,8 @@ def export(
     facts = DatasetStats.from_json(saved.description.facts)
     model = _make_model(place, config, facts)
     # Without fields that say nothing of how one picture is drawn.
-    preview = {name: x for name, x in config.preview.items() if name not in ('count', 'split')}
+    others = 'count', 'split'
+    preview = {name: value for name, value in config.preview.items() if name not in others}
     vae = preview['vae'] if vae is None else vae
     painting = _describe_painting(vae, facts)
     # A folder of this machine says nothing to others.
@@ -251,11 +252,13 @@ def _make_text(
     """Returns random texts as an export holds them, and as the model takes them."""
     count = _NUM_EXAMPLES
     # Of a text with tokens, a random number is there, and at least one.
-    present = np.arange(_NUM_TOKENS) < random.integers(1, _NUM_TOKENS, (count, 1))
+    num_present = random.integers(1, _NUM_TOKENS, (count, 1))
+    present = np.arange(_NUM_TOKENS) < num_present
     if not facts.vocabulary:
         normal = random.normal(size=(count, facts.text_dim))
         raw = (normal * facts.text_std + facts.text_mean).astype(np.float16)
         return {'text': raw}, flow.standardize_text(jnp.asarray(raw), facts)
+    # A model of hidden states has this layer in the place of a table.
     if 'projection' in params['words']:
         width = params['words']['projection']['kernel'].shape[0]
         states = random.normal(size=(count, _NUM_TOKENS, width)).astype(np.float32)
@@ -271,7 +274,7 @@ def _check_export_folder(folder: epath.Path) -> None:
     workdirs.check_writable(folder)
     if not folder.exists():
         return
-    own_names = {*model_card.FILES, _INDEX_FILE, 'transformer'}
+    own_names = *model_card.FILES, _INDEX_FILE, 'transformer'
     for name in sorted(path.name for path in folder.iterdir()):
         # Unrelated files would look like parts of the export.
         if name not in own_names and not fnmatch.fnmatch(name, _PIPELINE_PATTERN):
@@ -288,6 +291,7 @@ def _replace_export(folder: epath.Path, files: Mapping[str, bytes]) -> None:
         for path in list(folder.glob(pattern)):
             if path.relative_to(folder).as_posix() not in files:
                 path.unlink()
+    # False comes before True: the last file is written last.
     for name in sorted(files, key=lambda name: name == _LAST_FILE):
         with file_state.naming(folder / name):
             (folder / name).write_bytes(files[name])

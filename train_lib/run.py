@@ -18,7 +18,7 @@ import re
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from absl import app, flags, logging
@@ -270,7 +270,10 @@ def _override_values(argv: Sequence[str]) -> dict[str, str]:
 
 def _check_flags(required: Sequence[str]) -> None:
     """Raises an error if a required flag is missing, or a number is not finite."""
-    missing = [f'--{name}' for name in required if flags.FLAGS[name].value in (None, '')]
+    missing = []
+    for name in required:
+        if flags.FLAGS[name].value in (None, ''):
+            missing.append(f'--{name}')
     if missing:
         raise flags.Error(f'missing: {", ".join(missing)}')
     for name in flags.FLAGS:
@@ -282,8 +285,10 @@ def _check_flags(required: Sequence[str]) -> None:
 def _explain(error: Exception) -> str:
     """Returns the message of an error in the flags, with a command that works."""
     program = sys.modules['__main__']
+    # Only a program that `python -m` has started has a spec.
     name = program.__spec__.name if program.__spec__ else ''
-    return f'{error}; {command_line.example_of_use(f"python -m {name}", program.__doc__)}'
+    example = command_line.example_of_use(f'python -m {name}', program.__doc__)
+    return f'{error}; {example}'
 
 
 def _explain_wrong_type(error: Exception) -> str:
@@ -302,17 +307,15 @@ def _explain_config_error(argv: Sequence[str], error: BaseException) -> str:
     """
     overrides = _override_values(argv)
     path = overrides.get('config', '')
-    file, _, _ = path.partition(':')
     # Absl and ml_collections raise errors of their own while they handle the error of the file.
     cause: BaseException | None = error
     while cause is not None:
-        frames = list(traceback.walk_tb(cause.__traceback__))
-        lines = [line for frame, line in frames if frame.f_code.co_filename == file]
-        if lines:
-            last_frame, _ = frames[-1]
-            return f'--config={path}, line {lines[-1]}: {_describe_file_error(cause, last_frame)}'
+        problem = _explain_line_of_file(path, cause)
+        if problem:
+            return problem
         cause = cause.__cause__ or cause.__context__
     if isinstance(error, (LookupError, AttributeError, TypeError)):
+        # They do not name the flag; the first one whose field no configuration has is it.
         fields = _default_fields()
         for flag in overrides:
             name = flag.removeprefix('config.')
@@ -322,6 +325,20 @@ def _explain_config_error(argv: Sequence[str], error: BaseException) -> str:
     if isinstance(error, OSError):
         return f'--config={path}: {error}'
     return ''
+
+
+def _explain_line_of_file(path: str, error: BaseException) -> str:
+    """Returns the line of a configuration's file that raised an error, and what is wrong.
+
+    For errors that were raised elsewhere it returns ''.
+    """
+    file, _, _ = path.partition(':')
+    frames = list(traceback.walk_tb(error.__traceback__))
+    lines = [line for frame, line in frames if frame.f_code.co_filename == file]
+    if not lines:
+        return ''
+    last_frame, _ = frames[-1]
+    return f'--config={path}, line {lines[-1]}: {_describe_file_error(error, last_frame)}'
 
 
 def _describe_file_error(error: BaseException, last_frame: types.FrameType) -> str:
@@ -340,25 +357,39 @@ def _describe_missing(name: str) -> str:
     for field in _default_fields():
         block, _, _ = field.rpartition('.')
         fields |= {field, block}
-    # The first part that is missing: of `data.a.b`, perhaps `a`. A file names the last part alone,
-    # which another block may have.
+    missing = _find_missing_part(name, fields)
+    similar = _find_similar_field(name, fields)
+    if not similar:
+        return f'there is no field {missing!r}'
+    # A file names a field by its last part alone, which another block may have.
+    if missing == similar:
+        return f'there is no field {missing!r} in this block; did you mean config.{missing}?'
+    return f'there is no field {missing!r}; did you mean {similar!r}?'
+
+
+def _find_missing_part(name: str, fields: Collection[str]) -> str:
+    """Returns the first part of a field's name that is missing: of `data.a.b`, perhaps `a`."""
+    parts = name.split('.')
+    for number, part in enumerate(parts, 1):
+        if '.'.join(parts[:number]) not in fields:
+            return part
+    return parts[-1]
+
+
+def _find_similar_field(name: str, fields: Collection[str]) -> str:
+    """Returns the field with the most similar name, '' if there is none.
+
+    The most similar last part counts, and among equal ones the most similar name.
+    """
+    endings = {}
+    # Sorted, so that the advice is the same in each process.
+    for field in sorted(fields):
+        _, _, endings[field] = field.rpartition('.')
     _, _, ending = name.rpartition('.')
-    missing = ending
-    place = ''
-    for part in name.split('.'):
-        place = f'{place}.{part}' if place else part
-        if place not in fields:
-            missing = part
-            break
-    # The most similar last part counts, and among equal ones the most similar place.
-    endings = {field: field.rpartition('.')[2] for field in sorted(fields)}
     closest = difflib.get_close_matches(ending, endings.values(), n=1)
     candidates = [field for field in endings if endings[field] in closest]
     matches = difflib.get_close_matches(name, candidates, n=1, cutoff=0)
-    if missing in matches:
-        return f'there is no field {missing!r} in this block; did you mean config.{missing}?'
-    advice = f'; did you mean {matches[0]!r}?' if matches else ''
-    return f'there is no field {missing!r}{advice}'
+    return matches[0] if matches else ''
 
 
 def _default_fields() -> list[str]:

@@ -27,29 +27,23 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 import input_pipeline
-from coyo11m_tfds.pictures import vae_decoder
-from coyo11m_tfds.process import jax_environment
 from coyo11m_tfds.process.sizes import format_count
-from train_lib.data import Batches, TrainingData
-from train_lib.learning import metrics, sharding
+from train_lib.data import Batches
+from train_lib.learning import metrics
 from train_lib.learning.state import TrainState
-from train_lib.learning.step import Program, for_data
 from train_lib.lifecycle import (
-    beginnings,
     checkpoint,
     compiled_programs,
-    config_rules,
     device_memory,
     hosts,
     signals,
-    versions,
     workdirs,
     writers,
 )
-from train_lib.lifecycle.checkpoint import Description
 from train_lib.lifecycle.log import StepClock, TrainLog, introduce, log_on_process_0
 from train_lib.lifecycle.writers import BackgroundWriter
 from train_lib.results import previews
+from train_lib.run_setup import Setup, set_up
 
 # Of a velocity of 0: the mean squares of latents and of noise, which are 1 each.
 _LOSS_OF_NOTHING = 2
@@ -65,91 +59,6 @@ def train_and_evaluate(
     """Returns the last state of `train(set_up(...))`; see these for arguments and errors."""
     state, _ = train(set_up(config, workdir, accept_changes), hooks)
     return state
-
-
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """A run with checked settings, before anything is compiled or written.
-
-    Attributes:
-        config: Configuration.
-        workdir: Absolute path of the run's folder.
-        data: The data sets.
-        program: Functions that are compiled when they are called.
-        beginning: Where the run starts.
-        paint: Turns raw latents `(n, C, H, W)` into pictures, uint8 `(n, height, width, 3)`.
-    """
-
-    config: ml_collections.ConfigDict
-    workdir: epath.Path
-    data: TrainingData
-    program: Program
-    beginning: beginnings.Beginning
-    paint: Callable[[np.ndarray], np.ndarray]
-
-    def position_at(self, step: int) -> dict[str, Any]:
-        """Returns the position in the data after a step, see `data.TrainingData`."""
-        return self.data.position_at(self.beginning.description.position, step)
-
-
-def set_up(
-    config: ml_collections.ConfigDict,
-    workdir: epath.PathLike,
-    accept_changes: Collection[str] = (),
-) -> Setup:
-    """Checks everything that a run needs before its first step.
-
-    Args:
-        config: See `configs/default.py`.
-        workdir: Folder for checkpoints, TensorBoard logs and previews, local or `gs://`.
-        accept_changes: Fields that may differ from the last checkpoint; see
-            `config_rules.changeable_fields`.
-
-    Raises:
-        ValueError: A setting is out of its range, or does not fit the devices or the data.
-        beginnings.OtherRunError: The last checkpoint in `workdir` belongs to another run.
-        OSError: The data set does not exist, or `workdir` cannot be written to.
-    """
-    # First what fails at once: opening the data and the decoder takes seconds.
-    jax_environment.check()
-    workdirs.check_takes_checkpoints(workdir)
-    workdirs.check_writable(workdir)
-    config_rules.check_accepted_changes(accept_changes, config)
-    compiled_programs.use_cache(config, workdir)
-    writers.check_installed(config)
-    last = checkpoint.find_last(workdir)
-    config = versions.pin_data_sets(config, last.description.config if last else None)
-    mesh = sharding.make_mesh(**config.mesh)
-    data = TrainingData(config, mesh)
-    data.check_reading()
-    facts = data.facts
-    # The decoder is loaded only if pictures are drawn.
-    vae = config.preview.vae if config.preview_every else ''
-    paint = vae_decoder.make_painter(vae, facts.latents_shape[1], facts.vae, facts.latent_scale)
-    if config.preview_every:
-        # Read now and kept, so that errors are reported now and not hours later.
-        _ = data.preview_samples
-    program = for_data(config, mesh, data.facts)
-    description = describe_run(config, data, program)
-    beginning = beginnings.find_beginning(config, last, description, program, accept_changes)
-    return Setup(config, workdirs.absolute(workdir), data, program, beginning, paint)
-
-
-def describe_run(
-    config: ml_collections.ConfigDict, data: TrainingData, program: Program
-) -> Description:
-    """Returns the description of a run at step 0, which a resumed run compares with its own."""
-    identity = data.identity
-    if program.encoder is not None:
-        encoder = {'name': program.encoder.name, 'revision': program.encoder.revision}
-        identity = identity | {'encoder': encoder}
-    return Description(
-        identity=identity,
-        settings=data.settings,
-        config=config_rules.with_absolute_places(config),
-        facts=data.facts.to_json(),
-        position=data.position,
-    )
 
 
 def train(
@@ -174,11 +83,13 @@ def train(
     config = setup.config
     program = setup.program
     beginning = setup.beginning
+    lock: contextlib.AbstractContextManager = contextlib.nullcontext()
     # The other processes wait for the first one in the manager, until it has failed.
-    holds_lock = jax.process_index() == 0
+    if jax.process_index() == 0:
+        lock = workdirs.lock_workdir(setup.workdir)
     with (
         signals.StopRequest() as stop,
-        workdirs.lock_workdir(setup.workdir) if holds_lock else contextlib.nullcontext(),
+        lock,
         checkpoint.open_manager(
             setup.workdir, config.keep_checkpoints, config.keep_every
         ) as manager,
@@ -188,7 +99,8 @@ def train(
         ThreadPoolExecutor(1, 'first-state') as background,
     ):
         # Nothing kept other runs out while this one was checked.
-        if (manager.latest_step() or 0) != beginning.step:
+        last_step = manager.latest_step() or 0
+        if last_step != beginning.step:
             raise OSError(
                 f'{setup.workdir}: another run has just trained there; start this one again.'
             )
@@ -199,6 +111,7 @@ def train(
         first_state: Future[TrainState] = Future()
         if restored is not None:
             state, window, interrupted = restored
+            # The hooks of the last step may be due still, where a signal has broken one off.
             if beginning.step == config.num_steps and not interrupted:
                 steps = f'all {config.num_steps} steps are in {setup.workdir}'
                 log_on_process_0('Finished already: %s.', steps)
@@ -287,6 +200,7 @@ class Run(Setup):
             FloatingPointError: More steps were skipped than the configuration allows.
             OSError: The checkpoint, or the one before, cannot be written.
         """
+        # A checkpoint replaces older ones, so a run that has diverged must fail before it.
         self.log.settle(step)
         if int(state.skipped_in_a_row):
             return False
@@ -312,6 +226,7 @@ class Run(Setup):
         count = len(latents)
         share = math.ceil(count / jax.process_count())
         rows = share * jax.process_index() + np.arange(share)
+        # Rows beyond the last start again at the first: an exchange needs equal shapes.
         own_pictures = self.paint(latents[rows % count])
         pictures = multihost_utils.process_allgather(own_pictures, tiled=True)
         return pictures[:count]
@@ -319,6 +234,7 @@ class Run(Setup):
     @functools.cached_property
     def preview_of_data(self) -> np.ndarray:
         """The pictures of the data that previews show next to those of the model."""
+        # Painted once and kept: all previews show the same ones.
         return self.paint_together(self.data.preview_samples.latents)
 
 
@@ -358,11 +274,7 @@ def _train_steps(
         checkpoint.mark_complete(run.manager, step)
     if not is_saved:
         _report_unsaved(run, step, int(state.skipped_in_a_row), is_complete)
-    bad_records = run.data.read_counts().bad_records
-    if bad_records:
-        records = format_count(bad_records, 'record')
-        were = 'was' if bad_records == 1 else 'were'
-        logging.warning('%s could not be read and %s left out here.', records, were)
+    _report_bad_records(run.data.read_counts().bad_records)
     return state, is_complete
 
 
@@ -412,6 +324,15 @@ def _report_unsaved(run: Run, step: int, num_skipped: int, is_complete: bool) ->
     logging.warning(problem)
 
 
+def _report_bad_records(count: int) -> None:
+    """Warns that records of training could not be read, if there were any on this host."""
+    if not count:
+        return
+    records = format_count(count, 'record')
+    were = 'was' if count == 1 else 'were'
+    logging.warning('%s could not be read and %s left out here.', records, were)
+
+
 # --- Work besides steps -------------------------------------------------------------------------
 
 
@@ -423,11 +344,13 @@ def _evaluate_splits(run: Run, step: int, state: TrainState) -> str:
         by_source[source.name] = _evaluate_source(run, source, state)
     # Over the records of all sources, not the mean of their means.
     together = functools.reduce(metrics.merge, by_source.values())
-    scalars = {f'eval/{name}': x for name, x in _compute(together).items()}
+    scalars = {f'eval/{name}': mean for name, mean in _compute_means(together).items()}
+    # Of a single source, this would be the same number again.
     if len(by_source) > 1:
-        for name, of_source in by_source.items():
-            scalars[f'eval/loss/{name}'] = _compute(of_source)['loss']
-    written = {name: x for name, x in scalars.items() if not math.isnan(x)}
+        for name, source_metrics in by_source.items():
+            scalars[f'eval/loss/{name}'] = _compute_means(source_metrics)['loss']
+    # A curve must not get NaN for a quarter of time in which no sample fell.
+    written = {name: mean for name, mean in scalars.items() if not math.isnan(mean)}
     run.writer.write_scalars(step, written)
     return _describe_evaluation(scalars)
 
@@ -436,15 +359,17 @@ def _evaluate_source(
     run: Run, source: input_pipeline.MixSource, state: TrainState
 ) -> metrics.EvalMetrics:
     """Returns the metrics of all validation records of a source."""
+    # Lazily: merged one by one, so that the metrics of many batches never lie on the devices.
     updates = (
         run.program.eval_step(state.ema_params, batch) for batch in run.data.eval_batches(source)
     )
     return functools.reduce(metrics.merge, updates)
 
 
-def _compute(evaluated: metrics.EvalMetrics) -> dict[str, float]:
+def _compute_means(evaluated: metrics.EvalMetrics) -> dict[str, float]:
     """Returns the means of metrics, by name; NaN where nothing counts."""
-    return {name: float(x) for name, x in jax.device_get(evaluated).compute().items()}
+    on_host = jax.device_get(evaluated)
+    return {name: float(mean) for name, mean in on_host.compute().items()}
 
 
 def _describe_evaluation(scalars: Mapping[str, float]) -> str:
@@ -465,6 +390,7 @@ def _describe_evaluation(scalars: Mapping[str, float]) -> str:
 def _write_previews(run: Run, step: int, state: TrainState) -> str:
     """Writes a grid of pictures as PNG and to TensorBoard."""
     samples = run.data.preview_samples
+    # Numbered from 0 on at every step: equal noise makes the pictures of two steps comparable.
     latents = jax.device_get(run.program.draw(state.ema_params, samples.text, 0))
     columns = [run.preview_of_data, run.paint_together(latents)]
     path = previews.path_of_step(run.workdir, step)

@@ -80,6 +80,7 @@ class Attention(nn.Module):
         """Computes as `mix_by_xla` does, by the kernel for TPUs."""
 
         def attend(rows: Any, shared: Any) -> jax.Array:
+            """Returns what the heads mix for the rows of one device."""
             values, word_values, present = rows
             bias, word_bias, *others = shared
             words = None
@@ -87,7 +88,9 @@ class Attention(nn.Module):
                 words = Product(word_values, word_bias, present)
             return attention_kernel.attend(Product(values, bias), words, *others, self.num_heads)
 
-        word_values, word_bias, present = (None, None, None) if words is None else words
+        word_values = word_bias = present = None
+        if words is not None:
+            word_values, word_bias, present = words
         rows = tokens.values, word_values, present
         shared = tokens.bias, word_bias, *scales_and_rotations
         # A device calls the kernel with its rows alone: XLA cannot split a call of one.
@@ -122,6 +125,7 @@ class Attention(nn.Module):
             word_keys = attention_kernel.normalize(word_keys, key_scale)
             key = jnp.concatenate([key, word_keys], 1)
             value = jnp.concatenate([value, word_values], 1)
+            # Behind the tokens of the picture, which are all present.
             num_tokens = query.shape[1]
             mask = jnp.pad(words.present, [(0, 0), (num_tokens, 0)], constant_values=True)
             mask = mask[:, None, None]

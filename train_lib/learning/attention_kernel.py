@@ -82,6 +82,7 @@ def _forward(tokens, words, query_scale, key_scale, rotations, num_heads, interp
 
 def _backward(num_heads, interpret, saved, gradient):
     """Returns the gradients of the arguments of `attend`; rotations have none."""
+    # Of tokens and, if there is a text, of words.
     products = [product for product in saved[:2] if product is not None]
     # One row for all samples: the kernel adds up the gradients of scales and biases in it.
     outputs = [jax.ShapeDtypeStruct((1, 2, HEAD_DIM), jnp.float32)]
@@ -98,8 +99,10 @@ def _backward(num_heads, interpret, saved, gradient):
         num_heads=num_heads,
         interpret=interpret,
     )
+    # In pairs, as their outputs are listed above.
+    of_values = gradients[::2]
+    of_biases = gradients[1::2]
     grad_products = []
-    of_values, of_biases = gradients[::2], gradients[1::2]
     for product, grad_values, grad_bias in zip(products, of_values, of_biases, strict=True):
         grad_bias = grad_bias[0, 0].astype(product.bias.dtype)
         grad_products.append(Product(grad_values, grad_bias))
@@ -128,9 +131,10 @@ def _call_kernel(
 
     def block(array) -> pl.BlockSpec:
         """Returns which part of an array the kernel sees for a sample."""
+        rows, *sizes = array.shape
         # The same index for every sample: it is transferred once, and sums stay in place.
-        shared = len(array.shape) == 3 and array.shape[0] == 1 != batch
-        return pl.BlockSpec((1, *array.shape[1:]), lambda b: (0 if shared else b, 0, 0))
+        is_shared = rows == 1
+        return pl.BlockSpec((1, *sizes), lambda sample: (0 if is_shared else sample, 0, 0))
 
     batch = len(inputs[0])
     return pl.pallas_call(

@@ -65,7 +65,10 @@ class Conditioning(nn.Module):
             return condition
         # Nothing is added for the middle crop, so drawing needs to know of none. Places before the
         # middle are negative.
-        index = jnp.zeros(t.shape, jnp.int32) if crop is None else crop % self.crops
+        index = jnp.zeros(t.shape, jnp.int32)
+        if crop is not None:
+            index = crop % self.crops
+        # Index 0 becomes -1, whose vector is all zeros.
         one_hot = jax.nn.one_hot(index - 1, self.crops - 1, dtype=self.dtype)
         embed = dense('crops', use_bias=False, kernel_init=nn.initializers.zeros)
         return condition + embed(one_hot)
@@ -218,9 +221,8 @@ class DiT(nn.Module):
         condition = nn.silu(conditioning(t, embedding, drop_text, crop))
         tokens = Dense(self.width, dtype=self.dtype, name='patches')(_to_patches(x, p))
         tokens += positions.make_sinusoids(rows, columns, self.width).astype(self.dtype)
-        rotations = jnp.asarray(
-            positions.make_rotations(rows, columns, self.width // self.num_heads)
-        )
+        head_dim = self.width // self.num_heads
+        rotations = jnp.asarray(positions.make_rotations(rows, columns, head_dim))
         apply_blocks = self._make_blocks()
         tokens = apply_blocks(self.pin(tokens), self.pin(condition), rotations, words)
 
@@ -228,7 +230,9 @@ class DiT(nn.Module):
         predicted = _from_patches(patches, rows, columns, p)
         if self.prediction == VELOCITY:
             return predicted
-        return (x - predicted) / jnp.maximum(t, _LEAST_TIME)[:, None, None, None]
+        # Towards the data the divisor goes to 0, and any error of the latents would become huge.
+        divisor = jnp.maximum(t, _LEAST_TIME)[:, None, None, None]
+        return (x - predicted) / divisor
 
     def _predict_patches(self, tokens: jax.Array, condition: jax.Array, channels: int) -> jax.Array:
         """Returns the last layer's patches, float32 `(b, n, patch_size**2 * channels)`."""
@@ -305,6 +309,7 @@ class DiT(nn.Module):
         )
 
         def apply_blocks(tokens: jax.Array, *context: Any) -> jax.Array:
+            """Returns the tokens after all blocks."""
             tokens, _ = scanned(block, tokens, *context)
             return tokens
 

@@ -55,9 +55,11 @@ def draw_latents(moments: jax.Array, seeds: jax.Array, stats: DatasetStats) -> j
         deviations = jnp.exp(0.5 * jnp.clip(deviations, *schema.LOG_VARIANCE_LIMITS))
 
     def make_noise(seed: jax.Array) -> jax.Array:
+        """Returns the noise of one sample."""
         return jax.random.normal(make_key(seed), means.shape[1:], jnp.float32)
 
-    return means + deviations * jax.vmap(make_noise)(seeds)
+    noise = jax.vmap(make_noise)(seeds)
+    return means + deviations * noise
 
 
 def standardize_latents(latents: jax.Array, stats: DatasetStats) -> jax.Array:
@@ -107,8 +109,10 @@ def squared_errors(
         t: Times, `(b,)`.
     """
     time = t[:, None, None, None]
-    predicted = velocity((1 - time) * x + time * noise, t)
-    return jnp.mean(jnp.square(predicted - (noise - x)), axis=(1, 2, 3))
+    position = (1 - time) * x + time * noise
+    predicted = velocity(position, t)
+    true_velocity = noise - x
+    return jnp.mean(jnp.square(predicted - true_velocity), axis=(1, 2, 3))
 
 
 def noise_and_times_of_keys(
@@ -121,6 +125,7 @@ def noise_and_times_of_keys(
     """
 
     def draw_one(words: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the noise and the time of one key."""
         # A key comes in two halves, because JAX has no 64-bit integers by default.
         rng = jax.random.fold_in(make_key(seed), words[0])
         rng = jax.random.fold_in(rng, words[1])
@@ -174,7 +179,8 @@ def sample(
 
     def with_guidance(z: jax.Array, time: jax.Array) -> jax.Array:
         """Returns the guided velocity."""
-        both = velocity(jnp.concatenate([z, z]), jnp.full((2 * count,), time), texts, drop_text)
+        positions = jnp.concatenate([z, z])
+        both = velocity(positions, jnp.full((2 * count,), time), texts, drop_text)
         with_text, without = jnp.split(both, 2)
         return without + guidance * (with_text - without)
 
@@ -191,6 +197,7 @@ def sample(
 
     def slope(z: jax.Array, time: jax.Array) -> jax.Array:
         """Returns the velocity, guided at the times of the interval."""
+        # Both are known when the function is traced, so what is not needed is not compiled.
         if guidance == 1 or not np.any(are_inside):
             return as_learned(z, time)
         # Only where it is needed, because a branch compiles the model twice.
@@ -214,9 +221,12 @@ def sample(
     z = noise.astype(jnp.float32)
     # Scans, so that one step is compiled and not all of them.
     if sampler == 'euler':
-        return jax.lax.scan(euler_step, z, ends)[0]
+        z, _ = jax.lax.scan(euler_step, z, ends)
+        return z
     z, _ = jax.lax.scan(heun_step, z, ends[:-1])
-    return euler_step(z, ends[-1])[0]
+    # As Karras et al., who do not evaluate the model at time 0.
+    z, _ = euler_step(z, ends[-1])
+    return z
 
 
 def step_times(num_steps: int, time_shift: float) -> np.ndarray:

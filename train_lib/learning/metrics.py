@@ -43,6 +43,7 @@ def _mean_of(name: str, counts: str) -> type[_Mean]:
     """
 
     def select(**outputs: jax.Array) -> dict[str, jax.Array | None]:
+        """Returns the arguments of `_Mean.from_model_output`, of one dimension or more."""
         mask = outputs.get(counts)
         if mask is not None:
             mask = jnp.atleast_1d(mask)
@@ -93,6 +94,7 @@ def _time_bin(index: int) -> type[_Mean]:
     """Returns the class of the mean loss of samples in a bin of time; the last includes t = 1."""
 
     def select(*, loss: jax.Array, time: jax.Array, mask: jax.Array, **_) -> dict[str, jax.Array]:
+        """Returns the losses, and which of them are of samples in the bin."""
         bins = jnp.clip(jnp.floor(time * NUM_TIME_BINS), 0, NUM_TIME_BINS - 1)
         return {'values': loss, 'mask': mask & (bins == index)}
 

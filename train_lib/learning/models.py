@@ -53,7 +53,9 @@ def make_model(
     Raises:
         FieldError: There is no such model, or it does not take the value of a field.
     """
-    model = DiT if kind == 'dit' else _import_model(kind)
+    model = DiT
+    if kind != 'dit':
+        model = _import_model(kind)
     names = {field.name for field in dataclasses.fields(model)}
     values = {field: value for field, value in fields.items() if value not in (0, '')}
     for field, value in values.items():
@@ -68,8 +70,9 @@ def make_model(
         )
         raise FieldError('model.crops', values['crops'], problem)
     text = choose_text('', fields.get('vocabulary', 0))
-    # Later ones replace earlier ones.
-    values = {'crops': num_crops, 'text': text} | _preset(name) | values
+    # Later ones replace earlier ones: what the data set says, the preset, what the user sets.
+    values = {'crops': num_crops, 'text': text} | _read_preset(name) | values
+    # Another kind of model need not have all fields that a preset has for `DiT`.
     values = {field: value for field, value in values.items() if field in names}
     return model(**values, dtype=jnp.dtype(dtype))
 
@@ -96,7 +99,9 @@ def _import_model(kind: str) -> Any:
     except (ImportError, ValueError, AttributeError) as error:
         problem = f"{error}; expected 'dit' or MODULE:CLASS that can be imported"
         raise FieldError('model.kind', kind, problem) from error
-    attributes = {*dir(model), *getattr(model, '__dataclass_fields__', ())}
+    # A field without a default is no attribute of its class.
+    fields = getattr(model, '__dataclass_fields__', ())
+    attributes = set(dir(model)).union(fields)
     required = '__call__', 'dtype', 'flops', 'pin'
     missing = [attribute for attribute in required if attribute not in attributes]
     if missing:
@@ -108,7 +113,7 @@ def _import_model(kind: str) -> Any:
     return model
 
 
-def _preset(name: str) -> dict[str, Any]:
+def _read_preset(name: str) -> dict[str, Any]:
     """Returns the fields of a model that its name stands for."""
     size, _, patch = name.partition('/')
     if size not in SIZES or not patch.isdigit() or int(patch) < 1:

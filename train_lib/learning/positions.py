@@ -28,7 +28,9 @@ def make_rotations(rows: int, columns: int, head_dim: int) -> np.ndarray:
     """
     of_rows, of_columns = _angles(rows, columns, _ROTARY_PERIOD, head_dim // 4)
     angles = np.concatenate([of_rows, of_columns], axis=-1)
-    cosine, sine = np.cos(angles), np.sin(angles)
+    cosine = np.cos(angles)
+    sine = np.sin(angles)
+    # Twice, as each angle turns a pair: (x, y) to (x cos - y sin, y cos + x sin).
     return np.concatenate([cosine, cosine, -sine, sine], axis=-1).astype(np.float32)
 
 

@@ -59,8 +59,10 @@ def make_mesh(data: int = -1, fsdp: int = 1, devices: Sequence[jax.Device] | Non
 
 def _rank_device(device: jax.Device) -> tuple:
     """Sorts by process, then along a line that turns back at the end of each row of chips."""
+    # Only TPUs have coordinates.
     x, y, z = getattr(device, 'coords', None) or (0, 0, 0)
-    return device.process_index, z, y, -x if y % 2 else x, device.id
+    place_in_row = -x if y % 2 else x
+    return device.process_index, z, y, place_in_row, device.id
 
 
 def batch(mesh: Mesh) -> NamedSharding:
@@ -140,6 +142,7 @@ def by_shape(tree: Any, mesh: Mesh) -> Any:
     fsdp = mesh.shape[FSDP_AXIS]
 
     def place(leaf: Any) -> NamedSharding:
+        """Returns the sharding of one array."""
         return NamedSharding(mesh, partition_spec(leaf.shape, fsdp))
 
     return jax.tree.map(place, tree)
@@ -152,10 +155,11 @@ def map_matrices(
 
     The stack, `(..., rows, columns)`, is placed by `partition_spec`, and so is the result.
     """
-    data, fsdp = mesh.shape[DATA_AXIS], mesh.shape[FSDP_AXIS]
+    data = mesh.shape[DATA_AXIS]
+    fsdp = mesh.shape[FSDP_AXIS]
     spec = partition_spec(stack.shape, fsdp)
-    # The axis of `(n, rows, columns)` that is split; matrices are whole if it is none of the last
-    # two.
+    # The axis of `(n, rows, columns)` that is split, the last of the spec; matrices are whole if it
+    # is none of the last two.
     sharded_axis = len(spec) + 2 - stack.ndim
     are_whole = len(spec) == 0 or sharded_axis <= 0
 
@@ -199,6 +203,7 @@ def _choose_num_groups(count: int, data: int, members: int) -> int:
     divisors = [groups for groups in range(1, data + 1) if data % groups == 0]
 
     def count_on_device(groups: int) -> int:
+        """Returns the most matrices that a device computes if so many groups share them."""
         per_group = math.ceil(count / groups)
         return math.ceil(per_group / members)
 
@@ -221,5 +226,6 @@ def abstract_array(
 def processes_on_host() -> int:
     """Counts the processes of the run on this host; all processes must call this together."""
     # By the host's name: a container counts as a host, with its own name and its own memory.
-    own = np.uint32(zlib.crc32(socket.gethostname().encode()))
-    return int((multihost_utils.process_allgather(own) == own).sum())
+    own_host = np.uint32(zlib.crc32(socket.gethostname().encode()))
+    hosts = multihost_utils.process_allgather(own_host)
+    return int(np.sum(hosts == own_host))

@@ -121,6 +121,7 @@ def mask_muon_kernels(params: Any) -> Any:
     """
 
     def is_for_muon(path: Any, _: Any) -> bool:
+        """Whether Muon trains the array at a path."""
         return _is_block_kernel(path) and all(key.key != 'modulation' for key in path)
 
     by_muon = jax.tree_util.tree_map_with_path(is_for_muon, params)
@@ -134,6 +135,7 @@ def cast_block_kernels(params: Any, dtype: jnp.dtype | str) -> Any:
     """Returns weights whose kernels of blocks, nearly all of a model, have the dtype."""
 
     def cast(path: Any, x: jax.Array) -> jax.Array:
+        """Returns one array of the weights."""
         return x.astype(dtype) if _is_block_kernel(path) else x
 
     return jax.tree_util.tree_map_with_path(cast, params)
@@ -162,6 +164,7 @@ def make_init(
 
     @promote_as_usual
     def init(rng: jax.Array) -> TrainState:
+        """Returns the state at step 0."""
         x = jnp.zeros((1, *latent_shape), jnp.float32)
         t = jnp.zeros((1,), jnp.float32)
         no_text = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), text)
@@ -235,11 +238,13 @@ def muon(
             )
 
         def orthogonalize_each(kernels: jax.Array) -> jax.Array:
+            """Returns kernels whose matrices side by side are each orthogonalized."""
             matrices = kernels.reshape(-1, rows, count, columns).swapaxes(1, 2)
             return orthogonalize(matrices).swapaxes(1, 2).reshape(kernels.shape)
 
         # Cast before the matrices move between devices: half of the bytes in bfloat16.
         update = map_matrices(orthogonalize_each, momentum.astype(dtype))
+        # The root mean square of an orthogonal matrix is the inverse of this root.
         return _ADAMW_RMS * math.sqrt(max(rows, columns)) * update.astype(momentum.dtype)
 
     return optax.chain(

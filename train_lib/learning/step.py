@@ -55,6 +55,7 @@ def make_train_step(
         stats: Statistics of the training data.
         encoder: Frozen encoder of token ids; None if the model takes texts as the batch has them.
     """
+    # Inputs of the model behind the text, in its order, by their names in a batch.
     conditions = ['drop_text']
     if getattr(model, 'crops', 1) > 1:
         conditions.append('crop')
@@ -75,6 +76,7 @@ def make_train_step(
         mask = batch.get('mask')
         names = [*_TEXT_FEATURES, *conditions]
         inputs = {name: batch[name] for name in names if name in batch}
+        # Everything with a row for each sample, of which `accumulate_gradient` takes slices.
         rows = inputs, x, noise, t, _mean_weights(x.shape[0], mask)
 
         def mean_loss(params: Any, rows: Any) -> tuple[jax.Array, jax.Array]:
@@ -98,12 +100,16 @@ def make_train_step(
         (loss, losses), grads = gradient(state.params, rows)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        # A batch without a sample has gradients of zero, which would still decay the weights and
-        # move them by the optimizer's momentum.
-        has_effect = finite if mask is None else finite & jnp.any(mask)
-        next_state = _update_state(state, grads, tx, config.ema_decay, finite, has_effect)
         # Losses of rows with a sample count, if the step does.
-        counts = jnp.full(losses.shape, finite) if mask is None else finite & mask
+        if mask is None:
+            has_effect = finite
+            counts = jnp.full(losses.shape, finite)
+        else:
+            # A batch without a sample has gradients of zero, which would still decay the weights
+            # and move them by the optimizer's momentum.
+            has_effect = finite & jnp.any(mask)
+            counts = finite & mask
+        next_state = _update_state(state, grads, tx, config.ema_decay, finite, has_effect)
         metrics = TrainMetrics.single_from_model_output(
             loss=losses,
             counts=counts,
@@ -128,20 +134,22 @@ def _update_state(
 ) -> TrainState:
     """Returns the state after a step; weights, average and optimizer change if it `has_effect`."""
 
-    def keep_if_effective(new: Any, old: Any) -> Any:
-        return jax.tree.map(lambda new, old: jnp.where(has_effect, new, old), new, old)
+    def choose(new: Any, old: Any) -> Any:
+        """Returns the new arrays of a tree if the step has an effect, else the old ones."""
+        return jax.tree.map(functools.partial(jnp.where, has_effect), new, old)
 
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     # Chosen before they are averaged: else XLA goes through all weights once more to choose.
-    params = keep_if_effective(optax.apply_updates(state.params, updates), state.params)
+    params = choose(optax.apply_updates(state.params, updates), state.params)
     # As in TensorFlow's ExponentialMovingAverage with `num_updates`: an average over many steps
     # would hold the random first weights for as long.
     decay = jnp.minimum(ema_decay, (1.0 + state.step) / (10.0 + state.step))
     ema_params = optax.incremental_update(params, state.ema_params, 1 - decay)
     return state.replace(
         params=params,
-        ema_params=keep_if_effective(ema_params, state.ema_params),
-        opt_state=keep_if_effective(opt_state, state.opt_state),
+        ema_params=choose(ema_params, state.ema_params),
+        opt_state=choose(opt_state, state.opt_state),
+        # Counts skipped steps, too: it says which batch and which noise come next.
         step=state.step + 1,
         skipped=state.skipped + ~finite,
         skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
@@ -171,15 +179,15 @@ def make_eval_step(
             return flow.squared_errors(velocity, x, noise, t)
 
         mask = batch['mask']
-        raw = _raw_text(batch, len(x))
-        texts = prepare_text(stats, encoder, frozen, raw), batch.get('drop_text')
+        text = prepare_text(stats, encoder, frozen, _raw_text(batch, len(x)))
+        own = mask, text, batch.get('drop_text')
         # Each sample also gets the text of the one before, which only real samples have. So the
         # gain from texts depends on the order of samples, while their loss does not.
-        other_mask, others = jax.tree.map(lambda rows: jnp.roll(rows, 1, axis=0), (mask, texts))
-        loss = measure(*texts)
+        other_mask, *other_text = jax.tree.map(lambda rows: jnp.roll(rows, 1, axis=0), own)
+        loss = measure(text, batch.get('drop_text'))
         return EvalMetrics.single_from_model_output(
             loss=loss,
-            text_gain=measure(*others) - loss,
+            text_gain=measure(*other_text) - loss,
             has_other_text=mask & other_mask,
             time=t,
             mask=mask,
@@ -190,7 +198,9 @@ def make_eval_step(
 
 def sampling_settings(preview: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of `config.preview` that `flow.sample` takes."""
-    return {name: x for name, x in preview.items() if name not in ('count', 'split', 'vae')}
+    # The others say what is drawn, and how latents become pictures.
+    others = 'count', 'split', 'vae'
+    return {name: value for name, value in preview.items() if name not in others}
 
 
 def make_draw(
@@ -216,16 +226,14 @@ def make_draw(
         """Draws one picture for each text."""
 
         def make_noise(number: jax.Array) -> jax.Array:
+            """Returns the noise of one picture, whatever the batch that it is drawn in."""
             rng = jax.random.fold_in(flow.make_key(config.seed), number)
             return jax.random.normal(rng, (height, width, channels), jnp.float32)
 
         numbers = first + jnp.arange(len(texts), dtype=jnp.int32)
-        latents = flow.sample(
-            bind_params(model, params),
-            jax.vmap(make_noise)(numbers),
-            prepare_text(stats, encoder, frozen, texts),
-            **settings,
-        )
+        noise = jax.vmap(make_noise)(numbers)
+        text = prepare_text(stats, encoder, frozen, texts)
+        latents = flow.sample(bind_params(model, params), noise, text, **settings)
         return flow.raw_latents(latents, stats)
 
     return draw
@@ -238,7 +246,10 @@ def prepare_text(
     """Returns raw texts, embeddings `(b, D)` or ids, int32 `(b, T)`, as the model takes them."""
     if texts.dtype != jnp.int32:
         return flow.standardize_text(texts, stats)
-    return encoder.encode(frozen, texts) if encoder else texts
+    # Without a frozen encoder, the model has a table of its own for the ids.
+    if encoder is None:
+        return texts
+    return encoder.encode(frozen, texts)
 
 
 def bind_params(model: nn.Module, params: Any) -> Callable[..., jax.Array]:
@@ -302,12 +313,15 @@ def accumulate_gradient(value_and_grad: ValueAndGrad, count: int) -> ValueAndGra
         """Computes as `value_and_grad` does, but for the order of additions."""
 
         def add_slice(total: Any, rows: Any) -> tuple[Any, jax.Array]:
+            """Returns the sums with those of a slice, and its entries."""
             (value, entries), grads = value_and_grad(params, rows)
             return jax.tree.map(jnp.add, total, (value, grads)), entries
 
         slices = jax.tree.map(split, rows)
-        zeros = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params)
-        (value, grads), entries = jax.lax.scan(add_slice, zeros, slices)
+        no_value = jnp.zeros((), jnp.float32)
+        no_grads = jax.tree.map(jnp.zeros_like, params)
+        # A loop of the device: the activations of one slice are in its memory at a time.
+        (value, grads), entries = jax.lax.scan(add_slice, (no_value, no_grads), slices)
         return (value, join(entries)), grads
 
     return accumulate
@@ -424,6 +438,7 @@ def make_program(
         abstract_state=jax.tree.map(sharding.abstract_array, abstract, states),
         init=jax.jit(init_from_seed, out_shardings=states),
         no_metrics=jax.jit(TrainMetrics.empty, out_shardings=whole),
+        # The next state takes the memory of the last one, which is gone after the step.
         train_step=bind(
             train_step, encoder, states, batches, out_shardings=(states, whole), donate_argnums=1
         ),
@@ -446,8 +461,10 @@ def _check_batch_size(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
 
 def _abstract_text(stats: DatasetStats, encoder: StepEncoder | None) -> Any:
     """Returns shapes and dtypes of the text of one sample, as the model takes it."""
-    raw = jax.ShapeDtypeStruct((1, stats.text_dim), jnp.float32)
     if stats.vocabulary:
+        # No weight of the model has the length of a text, so one token will do.
         raw = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    else:
+        raw = jax.ShapeDtypeStruct((1, stats.text_dim), jnp.float32)
     frozen = encoder.params if encoder else None
     return jax.eval_shape(functools.partial(prepare_text, stats, encoder), frozen, raw)

@@ -3,6 +3,7 @@
 # Imports neither TensorFlow nor torch: steps can be measured with JAX alone.
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -45,7 +46,9 @@ class StepEncoder:
             params: Weights, such as `self.params`: an argument, so that a step can take them.
             tokens: Token ids, int32 `(b, T)`, padded with -1.
         """
-        states: Any = self.network.apply({'params': params}, jnp.maximum(tokens, 0))
+        # Padding becomes any id; attention looks back only, so words do not see what is behind.
+        ids = jnp.maximum(tokens, 0)
+        states: Any = self.network.apply({'params': params}, ids)
         return Words(states, tokens >= 0)
 
 
@@ -81,6 +84,7 @@ def load_step_encoder(
     params = jax_encoder.load_params(tokenizer.checkpoint, encoder.network.dtype)
 
     def place(leaf: jax.ShapeDtypeStruct, values: Any) -> jax.Array:
+        """Returns one array on the devices."""
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: values[index])
 
     return dataclasses.replace(encoder, params=jax.tree.map(place, encoder.params, params))
@@ -117,11 +121,8 @@ def _make_abstract(
 ) -> StepEncoder:
     """Returns an encoder with shapes instead of weights."""
     compute_dtype = jnp.dtype(dtype)
-    whole = sharding.replicated(mesh)
-    params = jax.tree.map(
-        lambda leaf: sharding.abstract_array(leaf, whole),
-        language_model.abstract_params(config, compute_dtype),
-    )
+    place = functools.partial(sharding.abstract_array, placement=sharding.replicated(mesh))
+    params = jax.tree.map(place, language_model.abstract_params(config, compute_dtype))
     network = language_model.LanguageModel(config, compute_dtype)
     return StepEncoder(name, revision, network, params)
 
@@ -152,6 +153,7 @@ def check_same_encoder(
 
 
 def _describe_encoder(name: str, revision: str, vocabulary: int) -> str:
+    """Returns the name of an encoder and what else is known of it, for messages."""
     description = repr(name)
     if revision:
         description += f' of revision {revision}'

@@ -52,7 +52,8 @@ class WordVectors(nn.Module):
 
         # At least 1: a text without words has a mean of zeros.
         count = jnp.maximum(jnp.sum(is_word, 1, keepdims=True), 1)
-        pooled = jnp.sum(jnp.where(is_word[..., None], vectors, 0), 1) / count.astype(self.dtype)
+        total = jnp.sum(jnp.where(is_word[..., None], vectors, 0), 1)
+        pooled = total / count.astype(self.dtype)
         present = is_word
         if drop_text is not None:
             present = is_word & ~drop_text[:, None]
@@ -69,8 +70,11 @@ class WordVectors(nn.Module):
     def _look_up(self, ids: jax.Array, is_word: jax.Array) -> jax.Array:
         """Returns the vectors of token ids `(b, T)`, from their entries and their neighbours'."""
         table = self.param('table', nn.initializers.normal(1.0), (self.vocabulary, self.width))
+        # Padding, -1, would take the last entry.
         entries = jnp.where(is_word[..., None], jnp.asarray(table)[ids], 0).astype(self.dtype)
         # Beyond the ends of a text lie zeros, as beyond its last word.
         padded = jnp.pad(entries, [(0, 0), (1, 1), (0, 0)])
-        triples = jnp.concatenate([padded[:, :-2], entries, padded[:, 2:]], -1)
+        before = padded[:, :-2]
+        behind = padded[:, 2:]
+        triples = jnp.concatenate([before, entries, behind], -1)
         return nn.silu(Dense(self.width, dtype=self.dtype, name='neighbours')(triples))

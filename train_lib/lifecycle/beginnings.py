@@ -43,10 +43,13 @@ class Beginning:
         state = program.init()
         if self.source is None:
             return state
-        shapes = flatten_dict(program.abstract_state.params, sep='/')
-        fitting = {name: x for name, x in shapes.items() if name not in self.misfits}
+        fitting = {}
+        for name, abstract in flatten_dict(program.abstract_state.params, sep='/').items():
+            if name not in self.misfits:
+                fitting[name] = abstract
         average = self.description.config['init_average']
         restored = self.source.restore_weights(unflatten_dict(fitting, sep='/'), average=average)
+        # Weights that were not restored stay random.
         initial = flatten_dict(state.params, sep='/')
         params = unflatten_dict(initial | flatten_dict(restored, sep='/'), sep='/')
         # A copy: a donated state must not hold one buffer twice.
@@ -114,6 +117,7 @@ def _resume(
             'on texts of the same kind and size and on as many crops of an image.'
         )
     position = _resume_position(saved.position, description.position)
+    # Its text is in the log already, unless the command line has changed it.
     has_new_config = saved.config != description.config
     description = dataclasses.replace(description, position=position)
     return Beginning(description, last.step, has_new_config)
@@ -124,9 +128,10 @@ def _resume_position(saved: Mapping[str, Any], current: Mapping[str, Any]) -> di
 
     It logs the sources that are read in another order from here on.
     """
-    samples_by_data_set = {
-        tuple(data_set): saved['samples'][digest] for digest, data_set in saved['data_sets'].items()
-    }
+    # A digest is of a data set in an order; the same data set may now have another order.
+    samples_by_data_set = {}
+    for digest, data_set in saved['data_sets'].items():
+        samples_by_data_set[tuple(data_set)] = saved['samples'][digest]
     samples = dict(current['samples'])
     for digest in samples:
         # An equal digest stands for the same sequence of samples, which continues.
@@ -136,8 +141,10 @@ def _resume_position(saved: Mapping[str, Any], current: Mapping[str, Any]) -> di
         data_set = current['data_sets'][digest]
         samples_before = samples_by_data_set.get(tuple(data_set))
         if samples_before is not None:
-            # The same data set in another order: about as many of its samples count as read.
-            samples[digest] = -(-samples_before * saved['lanes'] // current['lanes'])
+            # The same data set in another order: about as many of its samples count as read. The
+            # lanes share them, and the quotient is rounded up.
+            samples_of_all_lanes = samples_before * saved['lanes']
+            samples[digest] = -(-samples_of_all_lanes // current['lanes'])
             effect = 'in the rest of this epoch, some records come twice and others not at all'
         else:
             effect = 'the other data set is read from its beginning'
@@ -181,9 +188,13 @@ def _open_first_weights(
 def _check_kernels(misfits: Mapping[str, str], program: Program) -> None:
     """Raises a ValueError if no kernel fits (of those in `blocks`, if there are any)."""
     params = flatten_dict(program.abstract_state.params, sep='/')
+    kernels = [name for name in params if name.endswith('/kernel')]
     # A model of another kind may have other names.
-    kernels = [name for name in params if name.endswith('/kernel')] or list(params)
-    kernels = [name for name in kernels if name.startswith('blocks/')] or kernels
+    if not kernels:
+        kernels = list(params)
+    block_kernels = [name for name in kernels if name.startswith('blocks/')]
+    if block_kernels:
+        kernels = block_kernels
     if misfits.keys() >= set(kernels):
         raise ValueError(
             f'no kernel fits: parameter {kernels[0]} has shape {misfits[kernels[0]]}; expected a '
@@ -215,11 +226,12 @@ def check_resumable(
             'To resume that run, restore these; to start a new one, use another --workdir.'
         )
     changes = describe_changes(saved.settings, current.settings)
-    unconfirmed = changes.keys() - set(accept_changes)
+    unconfirmed = [name for name in sorted(changes) if name not in accept_changes]
     if unconfirmed:
+        texts = '; '.join(changes[name] for name in unconfirmed)
+        # All changes, so that the flag can be copied as it is.
         raise OtherRunError(
-            f'{checkpoint_path} was trained with other settings: '
-            f'{"; ".join(changes[name] for name in sorted(unconfirmed))}. To confirm this, add '
+            f'{checkpoint_path} was trained with other settings: {texts}. To confirm this, add '
             f'--accept_changes={",".join(changes)}; otherwise restore the settings.'
         )
     for text in changes.values():

@@ -65,6 +65,7 @@ def open_manager(
         keep: Number of the last checkpoints to keep.
         keep_every: Checkpoints of the multiples of so many steps are kept, too; 0 for none.
     """
+    # A checkpoint stays if one of them keeps it.
     policies = [ocp.checkpoint_managers.LatestN(keep)]
     if keep_every:
         policies.append(ocp.checkpoint_managers.EveryNSteps(keep_every))
@@ -133,6 +134,7 @@ def save_step(
     Raises:
         OSError: This checkpoint, or the one before, cannot be written.
     """
+    # The hook of the last step has saved it already, or nothing was left to train.
     if manager.latest_step() == step:
         return
     items = {
@@ -146,6 +148,7 @@ def save_step(
 
 def mark_complete(manager: ocp.CheckpointManager, step: int) -> None:
     """Records that all hooks due after a saved step have been called."""
+    # A file beside the items: what Orbax has written is never changed.
     if jax.process_index() == 0:
         with _name_write_errors(manager):
             (manager.directory / str(step) / _COMPLETED).write_text('')
@@ -189,13 +192,19 @@ def restore_last(
 def advise_restart(manager: ocp.CheckpointManager, step: int) -> str:
     """Returns advice for a resume from the last checkpoint before `step`, where it diverged."""
     changes = 'lower optimizer.learning_rate or raise optimizer.warmup_steps'
-    saved_steps = sorted(manager.all_steps())
-    earlier_steps = [number for number in saved_steps if number < step]
+    earlier_steps = []
+    later_folders = []
+    for saved_step in sorted(manager.all_steps()):
+        if saved_step < step:
+            earlier_steps.append(saved_step)
+        else:
+            later_folders.append(f'{manager.directory}/{saved_step}')
     if not earlier_steps:
         return f'Start afresh in another --workdir: {changes}'
-    # Later ones hold weights that had already diverged.
-    folders = [f'{manager.directory}/{number}' for number in saved_steps if number >= step]
-    action = f'Remove {" and ".join(folders)} and resume' if folders else 'Resume'
+    action = 'Resume'
+    # They hold weights that had already diverged.
+    if later_folders:
+        action = f'Remove {" and ".join(later_folders)} and resume'
     flag = '--accept_changes=optimizer.learning_rate,optimizer.warmup_steps'
     return f'{action} from {manager.directory}/{earlier_steps[-1]} with {flag}: {changes}'
 
@@ -275,7 +284,9 @@ def _split_place(place: str) -> tuple[str, int | None]:
 def _list_steps(workdir: epath.PathLike) -> list[int]:
     """Returns the steps of the complete checkpoints of a run, in ascending order."""
     folder = workdirs.absolute(workdir) / FOLDER
-    return sorted(ocp.utils.checkpoint_steps(folder)) if folder.exists() else []
+    if not folder.exists():
+        return []
+    return sorted(ocp.utils.checkpoint_steps(folder))
 
 
 class SavedRun:
@@ -308,10 +319,13 @@ class SavedRun:
 
         `abstract_params` has the shapes of this run's weights.
         """
-        differences = config_rules.find_differences(
-            _list_shapes(self._metadata), _list_shapes(abstract_params)
-        )
-        return {name: f'{saved} there and {own} here' for name, (saved, own) in differences.items()}
+        saved_shapes = _list_shapes(self._metadata)
+        own_shapes = _list_shapes(abstract_params)
+        misfits = {}
+        differences = config_rules.find_differences(saved_shapes, own_shapes)
+        for name, (saved, own) in differences.items():
+            misfits[name] = f'{saved} there and {own} here'
+        return misfits
 
     def restore_weights(self, abstract_params: Any, *, average: bool) -> Any:
         """Returns the weights of the last step, or their moving average.
@@ -357,6 +371,7 @@ def _list_shapes(params: Any) -> dict[str, tuple[int, ...]]:
 
 def _write_record(folder: epath.Path, step: int) -> None:
     """Records size and CRC-32C of the files of a checkpoint, in its folder."""
+    # Read again, as they lie there: the record says what arrived, not what was sent.
     files = _read_states(folder)
     for name in NOT_RECORDED:
         files.pop(name, None)

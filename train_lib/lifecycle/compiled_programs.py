@@ -38,9 +38,11 @@ def use_cache(config: ml_collections.ConfigDict, workdir: epath.PathLike) -> Non
     if _folder_of_jax() or not config.compilation_cache:
         return
     folder = storage.make_absolute(_choose_folder(config, workdir))
+    # The chips of accelerators are in JAX's own key of a program, those of CPUs are not.
     if jax.default_backend() == 'cpu':
         folder = f'{folder}/cpu-{_digest_instructions()}'
     try:
+        # The process that writes.
         if jax.process_index() == 0:
             storage.open_writable_folder(folder).check_writable()
         if _may_be_bounded(folder):
@@ -75,8 +77,11 @@ def _digest_instructions() -> str:
     description = Path('/proc/cpuinfo')
     instructions = platform.machine()
     if description.exists():
-        lines = description.read_text('utf-8', 'replace').splitlines()
-        instructions += next((line for line in lines if re.match('flags|Features', line)), '')
+        for line in description.read_text('utf-8', 'replace').splitlines():
+            # All cores have the same; ARM calls them features.
+            if re.match('flags|Features', line):
+                instructions += line
+                break
     return hashlib.sha256(instructions.encode()).hexdigest()[:8]
 
 

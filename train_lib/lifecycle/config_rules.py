@@ -25,6 +25,7 @@ from coyo11m_tfds.process.errors import (
 
 
 def _above(bound: float) -> FieldRule:
+    """Returns the rule of a finite number above a bound."""
     return FieldRule(f'more than {bound}', lambda x: bound < x < math.inf)
 
 
@@ -111,6 +112,7 @@ def check_config(config: ml_collections.ConfigDict, *, needs_data: bool = True) 
             'one, so that the others keep their defaults'
         )
     for name, rule in _RULES.items():
+        # A mixture takes the place of the folder.
         if name == DATA_SET and (fields[MIX] or not needs_data):
             continue
         rule.check(name, fields[name])
@@ -124,7 +126,8 @@ def _check_combinations(config: ml_collections.ConfigDict) -> None:
         raise FieldError(DATA_SET, fields[DATA_SET], 'expected none with data.mix')
     if fields['data.stages'] and not fields[MIX]:
         raise FieldError('data.stages', fields['data.stages'], 'expected none without data.mix')
-    low, high = config.preview.guidance_low, config.preview.guidance_high
+    low = config.preview.guidance_low
+    high = config.preview.guidance_high
     if low >= high:
         problem = f'expected less than preview.guidance_high={high!r}'
         raise FieldError('preview.guidance_low', low, problem)
@@ -154,6 +157,7 @@ def open_sources(config: ml_collections.ConfigDict) -> tuple[input_pipeline.MixS
 
 def with_absolute_places(config: ml_collections.ConfigDict) -> dict[str, Any]:
     """Returns all fields as JSON holds them; places in them are valid in every folder."""
+    # A checkpoint holds them, and programs that read it run in other folders than the training.
     fields = json.loads(json.dumps(config.to_dict()))
     data = fields['data']
     data['dir'] = _make_absolute(data['dir'])
@@ -165,9 +169,9 @@ def with_absolute_places(config: ml_collections.ConfigDict) -> dict[str, Any]:
     runner, colon, model = fields['encoder'].partition(':')
     if os.path.isdir(model):
         fields['encoder'] = f'{runner}{colon}{_make_absolute(model)}'
-    preview = fields['preview']
     if os.path.isdir(fields['compilation_cache']):
         fields['compilation_cache'] = _make_absolute(fields['compilation_cache'])
+    preview = fields['preview']
     if os.path.isdir(preview['vae']):
         preview['vae'] = _make_absolute(preview['vae'])
     return fields
@@ -187,9 +191,12 @@ def changeable_fields(config: ml_collections.ConfigDict) -> dict[str, Any]:
 def check_accepted_changes(names: Collection[str], config: ml_collections.ConfigDict) -> None:
     """Raises a ValueError for names that `changeable_fields` does not have."""
     changeable = changeable_fields(config)
-    # Which settings of an environment differ is known only by the checkpoint.
-    names = [name for name in names if not name.startswith(f'{ENVIRONMENT}.')]
-    unknown = [name for name in names if name not in changeable]
+    unknown = []
+    for name in names:
+        # Which settings of an environment differ is known only by the checkpoint.
+        is_of_environment = name.startswith(f'{ENVIRONMENT}.')
+        if name not in changeable and not is_of_environment:
+            unknown.append(name)
     if unknown:
         expected = f'expected some of {", ".join(sorted(changeable))}'
         raise ValueError(f'--accept_changes={",".join(unknown)}: {expected}')
@@ -199,9 +206,10 @@ def find_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> di
     """Returns both values of each name whose values differ; 'absent' where there is none."""
     differences = {}
     for name in sorted(saved.keys() | current.keys()):
-        values = saved.get(name, 'absent'), current.get(name, 'absent')
-        if values[0] != values[1]:
-            differences[name] = values
+        saved_value = saved.get(name, 'absent')
+        current_value = current.get(name, 'absent')
+        if saved_value != current_value:
+            differences[name] = saved_value, current_value
     return differences
 
 

@@ -36,6 +36,7 @@ def check_device_memory(
     """
     # JAX keeps what is compiled here for the calls of the step.
     sizes: Any = lowered.compile().memory_analysis()
+    # The state and the batch are there already, and most outputs take the place of the state.
     nbytes = sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     if free is None:
         free = _measure_free_memory()
@@ -51,8 +52,11 @@ def _measure_free_memory() -> float:
     device, *other_devices = jax.local_devices()
     # On a CPU the kernel grants more memory than there is, and later kills the process.
     if device.platform == 'cpu':
+        # The most so far, in KiB.
         resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return (machine.usable_memory() - resident) // (1 + len(other_devices))
+        num_devices = 1 + len(other_devices)
+        return (machine.usable_memory() - resident) // num_devices
+    # Without statistics nothing is known, and the step is tried.
     stats = device.memory_stats() or {}
     return stats.get('bytes_limit', float('inf')) - stats.get('bytes_in_use', 0)
 
@@ -68,6 +72,7 @@ def explain_out_of_memory(config: ml_collections.ConfigDict) -> Iterator[None]:
         text = find_memory_sentence(error)
         # XLA's message has the memory that the program uses, and that of a device.
         sizes = re.findall(r'([\d.]+)G\b', text)
+        # Where it has none, half of the rows at a time are worth a try.
         share = 2.0
         if len(sizes) == 2:
             used, available = map(float, sizes)
@@ -93,6 +98,7 @@ def advise_flags(config: ml_collections.ConfigDict, share: float) -> str:
     model = models.make_model(**config.model, vocabulary=1)
     if getattr(model, 'remat', 'full') != 'full':
         advice.append('--config.model.remat=full')
+    # The least number of slices that is enough, where activations take most of the memory.
     rows = config.batch_size // jax.device_count()
     for count in range(1, rows + 1):
         if rows % count == 0 and count >= config.accumulate * share:

@@ -47,7 +47,8 @@ class WandbWriter(metric_writers.MultiWriter):
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
         """Sends scalars of a step, by name."""
-        self._run.log({name: float(x) for name, x in scalars.items()}, step=step)
+        values = {name: float(value) for name, value in scalars.items()}
+        self._run.log(values, step=step)
 
     def write_images(self, step: int, images: Mapping[str, Any]) -> None:
         """Sends pictures of a step, uint8 `(n, H, W, 3)` by name."""
@@ -58,7 +59,9 @@ class WandbWriter(metric_writers.MultiWriter):
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Sends texts of a step, by name."""
-        values = {name: self._html(f'<pre>{escape_for_html(x)}</pre>') for name, x in texts.items()}
+        values = {}
+        for name, text in texts.items():
+            values[name] = self._html(f'<pre>{escape_for_html(text)}</pre>')
         self._run.log(values, step=step)
 
     def close(self) -> None:

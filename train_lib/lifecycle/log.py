@@ -183,6 +183,7 @@ class TrainLog:
         if rate and self.flops:
             flops = self.flops * rate / jax.device_count()
             scalars['device/tflops_per_chip'] = flops / 1e12
+            # Only of chips whose peak is published.
             chip = chips.CHIPS.get(jax.devices()[0].device_kind)
             if chip is not None:
                 scalars['device/model_flop_utilization'] = flops / chip.flops
@@ -219,6 +220,7 @@ class TrainLog:
             yield f'{rate:.2f} steps/s' if rate < 10 else f'{rate:.0f} steps/s'
             # Evaluations and the like included, as they will come again.
             seconds = time.monotonic() - (self._first_finished or self._opened)
+            # Without the first one, whose compilation does not come again.
             steps_done = max(step - self.steps_before - 1, 1)
             remaining = round(seconds / steps_done * (self.config.num_steps - step))
             yield f'{datetime.timedelta(seconds=remaining)} left'
@@ -271,6 +273,7 @@ class StepClock:
     def waiting_for_data(self) -> Iterator[None]:
         """Marks a block in which the host waits for a batch, also in profiles."""
         began = time.monotonic()
+        # Counted before the wait: it takes the one that it waits for.
         self._ready.append(self._batches_ready())
         with jax.profiler.TraceAnnotation('waiting for input'):
             yield
@@ -312,6 +315,7 @@ class StepClock:
         All processes must call this together. Without a finished step it returns nothing.
         """
         seconds = self._measure_steps()
+        # Equal on all processes, so all return here or none.
         if not seconds:
             return {}
         total = sum(seconds)
@@ -338,6 +342,7 @@ class StepClock:
         """Waits for all started steps; returns the seconds of each one since the last lap."""
         seconds = []
         for (begin, _), (end, ends_step) in itertools.pairwise(self._marks):
+            # What was aside ends at a mark of its own, and the next step begins there.
             if ends_step:
                 seconds.append(end.result() - begin.result())
         return seconds

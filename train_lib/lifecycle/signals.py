@@ -41,7 +41,9 @@ def install(status: int | None = None) -> None:
     # Another call only changes the status.
     is_first_call = not _exit_status
     for number in stop_signals.STOP_SIGNALS:
-        _exit_status[number] = 128 + number if status is None else status
+        _exit_status[number] = 128 + number
+        if status is not None:
+            _exit_status[number] = status
     if not is_first_call:
         return
     # Python runs signal handlers in its main thread, which may be in the compiler for minutes. So a
@@ -96,7 +98,9 @@ class StopRequest:
     def reached(self, step: int) -> bool:
         """Whether the run stops after this step; every process must call this after every step."""
         self.can_save = True
-        return self._is_stopping if self._is_alone else self._reached_sync_point(step)
+        if self._is_alone:
+            return self._is_stopping
+        return self._reached_sync_point(step)
 
     @contextlib.contextmanager
     def repeatable(self) -> Iterator[None]:
@@ -104,6 +108,7 @@ class StopRequest:
         # With several processes the block completes: its computations need all of them.
         self._repeatable = self._is_alone
         try:
+            # After the flag is set: a signal in between raises one itself.
             if self._is_stopping and self._is_alone:
                 raise BrokenOff
             yield

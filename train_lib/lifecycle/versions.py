@@ -33,11 +33,14 @@ def pin_data_sets(
         return config
     saved_places = list_places(saved_config) if saved_config else []
     pinned = json.loads(hosts.take_from_first(lambda: _pin_all(places, saved_places)))
+    # A copy: the caller's configuration names the data sets as the user does.
     pinned_config = config.copy_and_resolve_references()
     if config.data.mix:
         sources = []
         for source, place in zip(config.data.mix, pinned, strict=True):
-            sources.append({**source, 'dir': place} if place else source)
+            if place:
+                source = {**source, 'dir': place}
+            sources.append(source)
         pinned_config.data.mix = tuple(sources)
     else:
         [pinned_config.data.dir] = pinned
@@ -63,6 +66,7 @@ def list_versions(config: Mapping[str, Any]) -> list[str]:
 
 
 def _has_versions(place: str) -> bool:
+    """Whether the storage of a place keeps former versions of what it holds."""
     return storage.class_of(place).keeps_versions
 
 
@@ -86,6 +90,7 @@ def _pin(place: str, saved_places: Sequence[str]) -> str:
     try:
         present = folder.pin().folder
     except FileNotFoundError:
+        # What has been removed since may still be read at its commit.
         return saved or place
     if saved and saved != present:
         logging.info(

@@ -67,6 +67,7 @@ class BackgroundWriter:
     def flush(self) -> None:
         """Waits until all is written that was given so far."""
         self._call(lambda: self._writer.flush())
+        # A run that ends before its first step has not started the thread.
         self.start()
         self._pool.join()
 
@@ -77,6 +78,7 @@ class BackgroundWriter:
         self._pool.close()
 
     def _open(self, open_writer: 'Callable[[], metric_writers.MetricWriter]') -> None:
+        """Opens the writer, as the first call in the thread; the others wait behind it."""
         self._may_open.wait()
         self._writer = open_writer()
 

@@ -82,8 +82,9 @@ class Artist:
         config_rules.check_config(config, needs_data=False)
         compiled_programs.use_cache(config, self.workdir)
         self.vae: str = config.preview.vae if vae is None else vae
+        _, num_channels, _, _ = self.facts.latents_shape
         self.paint = vae_decoder.make_painter(
-            self.vae, self.facts.latents_shape[1], self.facts.vae, self.facts.latent_scale
+            self.vae, num_channels, self.facts.vae, self.facts.latent_scale
         )
         self.data_dir = config.data.dir
         self.encoder = encoder or config.encoder
@@ -128,7 +129,7 @@ class Artist:
             encoder = self.text_encoder
         caption_encoder.check(self.facts, encoder)
         texts = caption_encoder.encode(self.facts, encoder, captions)
-        # Each device draws as many.
+        # Each device draws as many. Few captions make a smaller batch, rather than one of padding.
         num_devices = self._mesh.size
         size = math.ceil(min(self.batch_size, len(texts)) / num_devices) * num_devices
         pictures = []
@@ -144,8 +145,9 @@ class Artist:
     def picture_shape(self) -> tuple[int, int]:
         """Height and width of a picture in pixels."""
         # The decoder tells it.
-        shape = self.facts.latents_shape[1:]
-        _, height, width, _ = self.paint(np.zeros((1, *shape), np.float32)).shape
+        _, *shape = self.facts.latents_shape
+        picture = self.paint(np.zeros((1, *shape), np.float32))
+        _, height, width, _ = picture.shape
         return height, width
 
     @functools.cached_property
@@ -178,6 +180,7 @@ class Artist:
         replicated = sharding.replicated(self._mesh)
         rows = sharding.batch(self._mesh)
         draw_rows = bind(draw, encoder, replicated, rows, replicated, out_shardings=rows)
+        # The weights are read at the first call: programs check much else before.
         return lambda texts, first: draw_rows(self.params, texts, first)
 
 

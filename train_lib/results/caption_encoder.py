@@ -99,6 +99,7 @@ def encode(
     if not facts.vocabulary:
         return cast(Encoder, encoder).encode(captions).astype(np.float16)
     ids = text_encoders.pad(encoder.tokenize(captions), encoder.max_tokens)
+    # JAX raises no error for a number that the model's table does not have.
     if ids.max(initial=0) >= facts.vocabulary:
         index = ids.max(axis=1).argmax()
         raise ValueError(
@@ -125,8 +126,10 @@ def find_unknown_words(
         # A bucket without mean and deviation got no word of any caption.
         is_empty = (facts.text_mean == 0) & (facts.text_std == 0)
         vectors = cast(Encoder, encoder).encode(words)
+        # A word that training has seen has filled all of its buckets.
         falls_into_empty = np.any(vectors[:, is_empty], axis=1)
         return [words[number] for number in np.flatnonzero(falls_into_empty)]
+    # A full list lacks rare words, so the caller says "hardly" of what it does not have.
     if facts.text_words:
         known_words = set(word_list.parse(facts.text_words))
         return [word for word in words if word not in known_words]

@@ -37,9 +37,11 @@ class LatentFlowPipeline(DiffusionPipeline):
 
     def __init__(self, transformer, tokenizer=None, text_encoder=None, vae=None, encoder=''):
         super().__init__()
-        text, dtype = transformer.config['text'], transformer.dtype
+        text = transformer.config['text']
+        dtype = transformer.dtype
         model = encoder or text['model']
         if model and not tokenizer:
+            # That of the training data, unless the caller names another place.
             options = {'revision': None if encoder else text['revision']}
             tokenizer = transformers.AutoTokenizer.from_pretrained(model, **options)
             if text['encoded'] and not text_encoder:
@@ -50,8 +52,10 @@ class LatentFlowPipeline(DiffusionPipeline):
             vae = transformer.config['preview']['vae']
             # A VAE that was in a local folder is known by its name alone.
             self._missing_vae = transformer.config['painting']['local_vae']
-        if isinstance(vae, str):
-            vae = _load_vae(vae, dtype) if vae else None
+        if vae == '':
+            vae = None
+        elif isinstance(vae, str):
+            vae = _load_vae(vae, dtype)
         # What is registered diffusers moves between devices, and offloads.
         self.register_modules(
             transformer=transformer, tokenizer=tokenizer, text_encoder=text_encoder, vae=vae
@@ -78,6 +82,7 @@ class LatentFlowPipeline(DiffusionPipeline):
         which no run would draw.
         """
         settings = {'num_inference_steps': num_inference_steps, 'guidance_scale': guidance_scale}
+        # What is not given stays as the run had it.
         settings = {name: value for name, value in settings.items() if value is not None}
         self._check_settings(settings)
         if output_type not in _OUTPUT_TYPES:
@@ -225,12 +230,16 @@ class LatentFlowPipeline(DiffusionPipeline):
     def _number_words(self, prompts, max_tokens):
         """Returns the numbers of words in the list of the training data; 0 if it lacks a word."""
         entries = self.transformer.config['data']['text_words'].split()
-        numbers = {entry.rpartition(':')[0]: number for number, entry in enumerate(entries, 1)}
+        # An entry is a word with its count, `WORD:COUNT`; 0 stands for all other words.
+        numbers = {}
+        for number, entry in enumerate(entries, 1):
+            word, _, _ = entry.rpartition(':')
+            numbers[word] = number
         rows = []
         unknown: set[str] = set()
         for caption in prompts:
             words = _split_words(caption)
-            unknown.update(word for word in words if word not in numbers)
+            unknown |= set(words) - numbers.keys()
             rows.append([numbers.get(word, 0) for word in words[:max_tokens]])
         if unknown:
             shown = ', '.join(map(repr, sorted(unknown)))
@@ -246,6 +255,7 @@ class LatentFlowPipeline(DiffusionPipeline):
                 "to from_pretrained(..., vae=), '' for small pictures without a VAE, or "
                 "output_type='latent'"
             )
+        # Other decoders take raw latents; this one is made for scaled ones.
         if isinstance(self.vae, AutoencoderTiny):
             factor, shift = config['scale']
             latents = (latents - shift) * factor
@@ -287,6 +297,7 @@ def _check_generator(generator, count):
 def _copy_export(folder, target):
     """Copies an export; last the file without which an export is not complete."""
     last = Path('transformer') / 'config.json'
+    # An interrupted copy must not look like a complete one.
     (target / last).unlink(missing_ok=True)
     (target / 'transformer').mkdir(parents=True, exist_ok=True)
     for place in folder, folder / 'transformer':

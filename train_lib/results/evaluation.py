@@ -109,11 +109,9 @@ def evaluate_pictures(
             pictures = format_count(num_pictures, 'picture is', 'pictures are')
             logging.info('%s of %s drawn.', f'{end:,}', pictures)
         batches.append(features)
-    features = Features(
-        data=np.concatenate([batch.data for batch in batches]),
-        drawn=np.concatenate([batch.drawn for batch in batches]),
-        texts=np.concatenate([batch.texts for batch in batches]),
-    )
+    # The fields of all files, and not all fields of a file.
+    columns = zip(*batches, strict=True)
+    features = Features(*map(np.concatenate, columns))
     result = {'num_pictures': num_pictures, **compare_features(features), 'settings': settings}
     folder.write(f'{name}.json', json.dumps(result, indent=2).encode())
     return result
@@ -198,6 +196,7 @@ def _read_records(data: StoredDataset, count: int) -> Iterator[tuple[int, np.nda
     ) as batches:
         for first in range(0, count, RECORDS_PER_FILE):
             batch = next(batches)
+            # The last file may need only a part of its batch.
             size = min(RECORDS_PER_FILE, count - first)
             captions = [caption.decode() for caption in batch[schema.CAPTION][:size]]
             # Of moments, these channels are the means.
@@ -229,7 +228,8 @@ def cmmd(x: np.ndarray, y: np.ndarray) -> float:
     discrepancy with a Gaussian kernel of width 10 on features of length 1. The mean includes the
     pairs of an item with itself, so the result is at least 0.
     """
-    x, y = _unit(x), _unit(y)
+    x = _unit(x)
+    y = _unit(y)
     return _CMMD_SCALE * (_mean_kernel(x, x) + _mean_kernel(y, y) - 2 * _mean_kernel(x, y))
 
 
@@ -251,7 +251,8 @@ def frechet(x: np.ndarray, y: np.ndarray) -> float:
     # Rounding can make those near 0 negative.
     root_trace = np.sqrt(np.maximum(product_values, 0)).sum()
     mean_distance = np.square(x.mean(axis=0) - y.mean(axis=0)).sum()
-    return float(max(0.0, mean_distance + np.trace(cov_x) + np.trace(cov_y) - 2 * root_trace))
+    distance = mean_distance + np.trace(cov_x) + np.trace(cov_y) - 2 * root_trace
+    return float(max(0.0, distance))
 
 
 def clip_score(images: np.ndarray, texts: np.ndarray) -> float:
@@ -273,6 +274,7 @@ def _unit(x: np.ndarray) -> np.ndarray:
 
 def _mean_kernel(x: np.ndarray, y: np.ndarray) -> float:
     """Returns the mean of exp(-|a - b|^2 / (2 width^2)) over all pairs of rows of length 1."""
+    # The matrix of all pairs of 10,000 pictures would take 800 MB.
     total = 0.0
     for first in range(0, len(x), _ROWS_AT_ONCE):
         rows = x[first : first + _ROWS_AT_ONCE]

@@ -39,7 +39,7 @@ class Judge:
         """
         self._areas = areas
         self._known = np.flatnonzero(is_known)
-        # Equal pictures are one, the first of them.
+        # Equal pictures are one, the first of them: two captions may have the same picture.
         _, first, inverse = np.unique(areas, axis=0, return_index=True, return_inverse=True)
         self._first_equal = first[inverse.reshape(-1)]
 
@@ -51,6 +51,7 @@ class Judge:
             own: Numbers of the true pictures that they should be, int `(n,)`.
         """
         blocks = [self._compare_block(areas[rows], own[rows]) for rows in _split(len(own))]
+        # The fields of all blocks, and not all fields of a block.
         columns = zip(*blocks, strict=True)
         return Verdicts(*map(np.concatenate, columns))
 
@@ -78,6 +79,7 @@ class Judge:
         if not len(self._known):
             return None
         known_areas = self._areas[self._known]
+        # To each true picture, the known one that is most similar.
         nearest = []
         for rows in _split(len(own)):
             squares = _mean_squares(self._areas[own[rows]], known_areas)
@@ -94,6 +96,7 @@ def mean_areas(pictures: np.ndarray) -> np.ndarray:
     if height % AREAS or width % AREAS:
         problem = f'pictures of {height} x {width} pixels cannot be compared'
         raise ValueError(f'{problem}, expected multiples of {AREAS}')
+    # The rows of areas, the rows in each, the columns of areas, the columns in each.
     cells = pictures.reshape(count, AREAS, height // AREAS, AREAS, width // AREAS, channels)
     return cells.mean(axis=(2, 4), dtype=np.float32).reshape(count, -1)
 
@@ -116,6 +119,7 @@ def write_table(rows: Mapping[str, Mapping[str, np.ndarray]]) -> list[str]:
     table: list[Sequence[str]] = [['', *first_row]]
     for name, columns in rows.items():
         table.append([name, *map(_write_mean, columns.values())])
+    # A column is as wide as its longest cell.
     name_width, *widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
     lines = []
     for name, *cells in table:
@@ -144,6 +148,8 @@ def _mean_squares(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     x = x.astype(np.float64)
     y = y.astype(np.float64)
     # |a - b|^2 = |a|^2 + |b|^2 - 2 a b, which needs no array of all differences.
-    sums = np.square(x).sum(axis=1)[:, None] + np.square(y).sum(axis=1) - 2 * x @ y.T
+    x_squares = np.square(x).sum(axis=1)[:, None]
+    y_squares = np.square(y).sum(axis=1)
+    sums = x_squares + y_squares - 2 * x @ y.T
     # Rounding can make that of two equal rows negative.
     return np.maximum(sums, 0) / x.shape[1]

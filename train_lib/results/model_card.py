@@ -107,6 +107,7 @@ def make_card(
 
 def _describe_data(saved: checkpoint.SavedRun, facts: DatasetStats, vae: str) -> dict[str, str]:
     """Returns the rows of the table about the training data."""
+    # The first field of an identity is the name.
     names = [name for name, *_ in saved.description.position['data_sets'].values()]
     shape = ' x '.join(map(str, facts.latents_shape[1:]))
     rows = {
@@ -126,6 +127,7 @@ def _list_recipe(saved: checkpoint.SavedRun, facts: DatasetStats) -> dict[str, A
     """Returns the rows of the table about the training."""
     config = config_rules.flatten_fields(saved.description.config)
     rows = {field: config.get(field) for field in _RECIPE}
+    # What the field left open, the data set has decided.
     if config['model.kind'] == 'dit':
         rows['model.text'] = models.choose_text(config['model.text'], facts.vocabulary)
     # By their names: folders of this machine say nothing to others.
@@ -143,10 +145,13 @@ def _front_matter(license_name: str, datasets: Sequence[str]) -> str:
         fields['license'] = license_name
     elif license_name:
         fields |= {'license': 'other', 'license_name': license_name}
-    lines = [f'{name}: {quote_for_yaml(value)}' for name, value in fields.items()]
+    lines = ['---']
+    for name, value in fields.items():
+        lines.append(f'{name}: {quote_for_yaml(value)}')
     if datasets:
         lines.append(f'datasets: [{", ".join(map(quote_for_yaml, datasets))}]')
-    return '\n'.join(['---', *lines, '---'])
+    lines.append('---')
+    return '\n'.join(lines)
 
 
 def _evaluations(workdir: epath.Path, step: int, average: bool) -> Iterator[str]:
@@ -156,7 +161,11 @@ def _evaluations(workdir: epath.Path, step: int, average: bool) -> Iterator[str]
         # Those of the other weights say nothing of this model.
         if settings['average'] != average:
             continue
-        rows = {name: f'{result[name]:,.6g}' for name in _METRICS if name in result}
+        rows = {}
+        for name in _METRICS:
+            # Only an encoder of texts gives scores of captions.
+            if name in result:
+                rows[name] = f'{result[name]:,.6g}'
         for name in evaluation.NAMED_SETTINGS:
             rows[name] = settings[name]
         yield f'## Evaluation\n\n{_table(rows | settings["preview"])}'

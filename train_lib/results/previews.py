@@ -88,8 +88,8 @@ def make_grid(
         One picture, uint8 `(height, width, 3)`.
     """
     # Once for all captions, and before they are drawn: the boxes in a picture explain nothing.
-    letters = sorted(set(''.join(captions)) - set(string.whitespace))
-    missing = [letter for letter in letters if _find_font(letter) is None]
+    letters = set(''.join(captions)) - set(string.whitespace)
+    missing = [letter for letter in sorted(letters) if _find_font(letter) is None]
     if missing:
         _warn_of_missing(''.join(missing))
     cells = []
@@ -155,9 +155,11 @@ def _wrap(caption: str, width: int) -> list[str]:
             if _text_width(lines[-1] + letter) > width:
                 lines.append('')
             lines[-1] += letter
+    # The first line is empty where its first word did not fit.
     lines = list(filter(None, lines))
     if len(lines) > _MAX_LINES:
         lines = lines[:_MAX_LINES]
+        # Shortened until the dots fit behind it.
         last = lines.pop()
         while _text_width(f'{last} ...') > width:
             last = last[:-1]
@@ -210,6 +212,7 @@ def _load_fonts(size: int) -> list[ImageFont.FreeTypeFont]:
     dejavu = pathlib.Path(__file__).parents[1] / 'fonts' / 'DejaVuSans.ttf'
     fonts = [ImageFont.truetype(dejavu, size)]
     files = list(_OTHER_FILES)
+    # First the package: the user has installed it for this.
     package = importlib.util.find_spec(_CJK_PACKAGE)
     if package and package.origin:
         files.insert(0, str(pathlib.Path(package.origin).with_name(_CJK_FILE)))
@@ -225,8 +228,9 @@ def _load_fonts(size: int) -> list[ImageFont.FreeTypeFont]:
 def _enlarge(picture: np.ndarray) -> np.ndarray:
     """Returns a picture, enlarged if it is small."""
     image = Image.fromarray(picture)
-    scale = _SCALE if image.width < _LARGE else 1
-    size = image.width * scale, image.height * scale
+    if image.width >= _LARGE:
+        return picture
+    size = image.width * _SCALE, image.height * _SCALE
     return np.asarray(image.resize(size, Image.Resampling.BICUBIC))
 
 
@@ -236,10 +240,12 @@ def _join_pictures(pictures: Sequence[np.ndarray], axis: int) -> np.ndarray:
     Below each other along the axis 0, side by side along the axis 1.
     """
     largest = np.max([picture.shape[:2] for picture in pictures], axis=0)
+    last = len(pictures) - 1
     padded = []
-    for number, picture in enumerate(pictures, 1):
+    for number, picture in enumerate(pictures):
+        # Across the axis, all become as large as the largest; along it, each gets the margin.
         pad = largest - picture.shape[:2]
-        pad[axis] = _MARGIN if number < len(pictures) else 0
+        pad[axis] = 0 if number == last else _MARGIN
         widths = [(0, pad[0]), (0, pad[1]), (0, 0)]
         padded.append(np.pad(picture, widths, constant_values=255))
     return np.concatenate(padded, axis)

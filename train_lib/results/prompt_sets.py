@@ -109,12 +109,16 @@ def draw_prompts(
     with Progress('Drawing', len(prompts), 'prompts') as progress:
         for first in range(0, len(prompts), size):
             batch = prompts[first : first + size]
-            if all(present >= {*prompt.files, *prompt.metadata} for prompt in batch):
+            expected: set[str] = set()
+            for prompt in batch:
+                expected.update(prompt.files, prompt.metadata)
+            if present >= expected:
                 progress.skip(len(batch))
                 continue
             captions = []
             for prompt in batch:
                 captions += [prompt.text] * count
+            # Numbered by prompts and not by what is missing, or the noise would be another.
             drawn = np.split(artist.draw(captions, first=first * count), len(batch))
             for prompt, pictures in zip(batch, drawn, strict=True):
                 files = _make_files(prompt, pictures)
@@ -128,8 +132,9 @@ def _make_files(prompt: Prompt, pictures: np.ndarray) -> dict[str, bytes]:
     """Returns the contents of a prompt's files, by name."""
     files = {name: text.encode() for name, text in prompt.metadata.items()}
     # Each picture has a file of its own, or one file holds all of them.
-    has_own_files = len(prompt.files) == len(pictures)
-    images = pictures if has_own_files else [_tile(pictures)]
+    images = list(pictures)
+    if len(prompt.files) != len(images):
+        images = [_tile(pictures)]
     for name, image in zip(prompt.files, images, strict=True):
         files[name] = pixels.encode_png(image)
     return files
@@ -137,10 +142,13 @@ def _make_files(prompt: Prompt, pictures: np.ndarray) -> dict[str, bytes]:
 
 def _tile(pictures: np.ndarray) -> np.ndarray:
     """Puts up to four pictures, uint8 `(n, H, W, 3)`, into a grid without margins."""
+    # The last row is filled with black.
     num_missing = -len(pictures) % _GRID_WIDTH
     cells = np.pad(pictures, [(0, num_missing), (0, 0), (0, 0), (0, 0)])
-    rows = np.split(cells, len(cells) // _GRID_WIDTH)
-    return np.vstack([np.hstack(list(row)) for row in rows])
+    rows = []
+    for first in range(0, len(cells), _GRID_WIDTH):
+        rows.append(np.hstack(list(cells[first : first + _GRID_WIDTH])))
+    return np.vstack(rows)
 
 
 def read_captions(path: epath.Path) -> list[str]:

@@ -113,7 +113,8 @@ def _check_settings(preview):
         fault = Transformer.find_fault(name, preview[name])
         if fault:
             raise ValueError(f'{name}={preview[name]!r}: expected {fault}')
-    low, high = preview['guidance_low'], preview['guidance_high']
+    low = preview['guidance_low']
+    high = preview['guidance_high']
     if low >= high:
         raise ValueError(f'guidance_low={low}: expected less than guidance_high={high}')
 
@@ -138,7 +139,8 @@ def _find_text_fault(weights, config, text):
         ids = tensors[0]
         # Of a tensor on the device 'meta', only the shape is known.
         if is_right and ids.numel() and not ids.is_meta:
-            least, most = ids.min().item(), ids.max().item()
+            least = ids.min().item()
+            most = ids.max().item()
             if least < -1 or most >= vocabulary:
                 return f'{expected}, not from {least} to {most}'
     if is_right:
@@ -209,7 +211,8 @@ def draw(weights, config, noise, text):
         ValueError: The settings are some that no training run has, or noise and texts have another
             form.
     """
-    facts, preview = config['data'], config['preview']
+    facts = config['data']
+    preview = config['preview']
     _check_settings(preview)
     _check_arrays(weights, config, noise, text)
     names = 'latent_mean', 'latent_std', 'text_mean', 'text_std'
@@ -243,9 +246,12 @@ def draw(weights, config, noise, text):
         start = mean = slope(z, time)
         # The last step of Heun's method is Euler's.
         if preview['sampler'] == 'heun' and next_time > 0:
-            mean = (start + slope(z + (next_time - time) * start, next_time)) / 2
+            end = slope(z + (next_time - time) * start, next_time)
+            mean = (start + end) / 2
         z = z + (next_time - time) * mean
-    return (z * stats['latent_std'] + stats['latent_mean']).permute(0, 3, 1, 2)
+    latents = z * stats['latent_std'] + stats['latent_mean']
+    # Channels first, as decoders take them.
+    return latents.permute(0, 3, 1, 2)
 
 
 def _step_times(preview):
@@ -272,7 +278,8 @@ def predict_velocity(weights, config, z, t, text, drop, run_block=None):
     model = config['model']
     n, height, width, channels = z.shape
     p = model['patch_size']
-    rows, columns = height // p, width // p
+    rows = height // p
+    columns = width // p
     words = None
     pooled = text[0]
     if 'words.nothing' in weights:
@@ -358,6 +365,7 @@ def _word_vectors(weights, text, drop):
         (ids,) = text
         is_word = ids >= 0
         entries = torch.where(is_word[..., None], weights['words.table'][ids], 0)
+        # Each entry between its neighbours; zeros lie beyond the ends of a text.
         padded = F.pad(entries, (0, 0, 1, 1))
         triples = torch.cat([padded[:, :-2], entries, padded[:, 2:]], -1)
         vectors = F.silu(_dense(weights, 'words.neighbours', triples))

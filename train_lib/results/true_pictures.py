@@ -121,11 +121,12 @@ def compare(
     if '' in own.captions:
         name = own.names[own.captions.index('')]
         raise ValueError(f'{truth}/{name} has no caption, expected one for each picture')
+    # Numbers of the true pictures; the known ones come behind them.
+    numbers = np.arange(len(own.captions))
     areas = own.areas
     if known:
-        areas = np.concatenate([areas, read_pictures(known, artist.picture_shape).areas])
-    # The known pictures come behind the true ones.
-    numbers = np.arange(len(own.captions))
+        known_pictures = read_pictures(known, artist.picture_shape)
+        areas = np.concatenate([areas, known_pictures.areas])
     is_known = np.arange(len(areas)) >= len(numbers)
     jury = judge.Judge(areas, is_known)
 
@@ -148,6 +149,7 @@ def compare(
     stem = place / folder.name.replace('prompts_', 'truth_', 1)
     grid = previews.make_grid([first_drawn, own.shown], own.captions[: len(own.shown)])
     previews.write_png(f'{stem}.png', grid)
+    # JSON takes no values of NumPy.
     means: dict[str, dict[str, float]] = {}
     for row, columns in table.items():
         means[row] = {column: float(values.mean()) for column, values in columns.items()}

@@ -54,9 +54,9 @@ def check_configuration(config: ml_collections.ConfigDict) -> dict[str, str | di
         data = TrainingData(config, mesh)
         data.check_reading()
         facts = data.facts
-        vae_decoder.make_painter(
-            config.preview.vae, facts.latents_shape[1], facts.vae, facts.latent_scale
-        )
+        _, num_channels, _, _ = facts.latents_shape
+        # Made for its errors alone, like the program.
+        vae_decoder.make_painter(config.preview.vae, num_channels, facts.vae, facts.latent_scale)
         step.for_data(config, mesh, facts)
         if facts.vocabulary:
             text = f'tokens of {facts.text_encoder}'
@@ -71,8 +71,9 @@ def check_configuration(config: ml_collections.ConfigDict) -> dict[str, str | di
         unchecked[data_checks] = 'name a built data set: --config.data.dir'
         config_rules.check_config(config, needs_data=False)
         vae_decoder.make_painter(config.preview.vae)
-        # The model and the optimizer need nothing of the data except the form of its texts.
-        vocabulary = int(config.model.text == 'sequence')
+        # The model and the optimizer need nothing of the data except the form of its texts: any
+        # vocabulary will do.
+        vocabulary = 1 if config.model.text == 'sequence' else 0
         step.make_program(config, mesh, flow.no_stats(text_dim=1, vocabulary=vocabulary))
     counts = collections.Counter(device.device_kind for device in jax.local_devices())
     devices = ', '.join(f'{count} x {kind}' for kind, count in counts.items())

@@ -98,13 +98,17 @@ def analyze(
     stats = flow.no_stats(text_dim, vocabulary=vocabulary)
     program = make_program(config, mesh, stats, encoder)
     count = _count_samples(config, step)
+    # Of one sample, by who computes them: a frozen encoder is no part of the model.
     flops = {'model': _count_flops(config, program, step, num_tokens)}
     if encoder is not None:
         flops['text encoder'] = encoder.network.config.flops(num_tokens)
     model = models.make_model(**config.model, vocabulary=vocabulary)
+    arithmetic = {}
+    for name, of_sample in flops.items():
+        arithmetic[name] = of_sample * count / len(devices) / 1e12
     report: costs.Report = {
         'program': _describe_program(config, model, step, count, mesh, chip),
-        costs.ARITHMETIC: {name: x * count / len(devices) / 1e12 for name, x in flops.items()},
+        costs.ARITHMETIC: arithmetic,
     }
     # With shapes alone: no weight and no batch is made.
     start = time.monotonic()
@@ -204,9 +208,11 @@ def _lower(
 
     # As batches of training and evaluation have them, without a data set.
     if num_tokens:
-        text_name, text = 'tokens', rows(jnp.int32, num_tokens)
+        text_name = 'tokens'
+        text = rows(jnp.int32, num_tokens)
     else:
-        text_name, text = 'text_embedding', rows(jnp.float16, text_dim)
+        text_name = 'text_embedding'
+        text = rows(jnp.float16, text_dim)
     state = program.abstract_state
     batch = {
         text_name: text,
@@ -315,7 +321,10 @@ def format_meshes(reports: Mapping[int, costs.Report]) -> str:
         traffic = report[costs.MOVED]
         # XLA may cut products into pieces that pass around a ring, each too small for the matrix
         # units. L/2 on v5e-16 with fsdp 16 has a third of its traffic so, other meshes below 1%.
-        permuted = sum(x for kind, x in traffic.items() if kind.startswith('collective-permute'))
+        permuted = 0.0
+        for kind, megabytes in traffic.items():
+            if kind.startswith('collective-permute'):
+                permuted += megabytes
         if permuted > traffic['in all'] / 10:
             row += f'  warning: products in small pieces, {permuted:,.0f} MB pass between chips'
         if not report['fits']:
@@ -335,6 +344,7 @@ def main() -> None:
         FLAGS.config.mesh.fsdp = fsdp
         report = analyze(FLAGS.config, FLAGS.topology, num_tokens=FLAGS.num_tokens, step=FLAGS.step)
         reports[fsdp] = report
+    # A list of meshes makes a table, also a list of one.
     if FLAGS.fsdp:
         text = json.dumps(reports, indent=2) if FLAGS.json else format_meshes(reports)
         command_line.print_lines(*text.splitlines())

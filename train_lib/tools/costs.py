@@ -63,7 +63,8 @@ def tabulate(costs: hlo.Costs, chip: chips.Chip, schedules: pathlib.Path) -> Rep
         if not count:
             left_out.append(f'{section}, which has no schedule')
     total = sum(times.values())
-    times = {name: x for name, x in times.items() if x}
+    # A program that only draws has no optimizer, and so on.
+    times = {section: time for section, time in times.items() if time}
     times['in all'] = total
     return {
         LEFT_OUT: left_out,
@@ -107,9 +108,9 @@ def _add_up_waits(collectives: Sequence[hlo.Collective], chip: chips.Chip) -> di
         times[name] += exchange.times
         wait_ms[name] += exchange.nbytes / chip.link_rate * 1e3
     waits = {}
-    for name, milliseconds in sorted(wait_ms.items(), key=lambda item: -item[1]):
-        if milliseconds >= _LISTED:
-            waits[f'{times[name]} x {name}'] = milliseconds
+    for name in sorted(wait_ms, key=lambda name: -wait_ms[name]):
+        if wait_ms[name] >= _LISTED:
+            waits[f'{times[name]} x {name}'] = wait_ms[name]
     total = sum(wait_ms.values())
     waits['shorter ones'] = total - sum(waits.values())
     waits['in all'] = total
@@ -203,7 +204,6 @@ def least_bytes(
     # devices gathers its n-th of the matrices, of which it has an f-th, and its f-th of the
     # results, of which it computed an n-th.
     fsdp = mesh.shape[sharding.FSDP_AXIS]
-
     n = mesh.size
 
     def count_bytes(leaf, is_muon: bool) -> float:
@@ -216,7 +216,9 @@ def least_bytes(
         between_groups = 2 * (d - 1) / d * gradient_bytes / f
         update = 0.0
         if is_muon:
-            update = ((f - 1) / f / n + (1 - 1 / n) / f) * compute_bytes
+            gathered = (f - 1) / f / n
+            received = (1 - 1 / n) / f
+            update = (gathered + received) * compute_bytes
         return math.prod(leaf.shape) * (within_groups + between_groups + update)
 
     if muon_mask is None:

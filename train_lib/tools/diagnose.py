@@ -49,6 +49,7 @@ def verdict(step: list[float], batch: list[float], engine: str) -> str:
         batch: Mean seconds of a batch in each lap.
         engine: Engine that has read the batches.
     """
+    # Only where no lap of the one is as long as any of the other: runs vary.
     if max(batch) < min(step):
         return 'The devices are the limit. A faster input gains nothing.'
     if min(batch) > max(step):
@@ -87,6 +88,7 @@ def time_steps_and_batches(
         mesh = sharding.make_mesh(fsdp=config.mesh.fsdp)
     training = data.TrainingData(config, mesh)
     batches = training.train_batches()
+    # Steps take this batch again and again, so that reading does not slow them.
     batch = _warm_up(batches)
     batch_times = _time(lambda: jax.block_until_ready(next(batches)), seconds)
     if step_ms is not None:

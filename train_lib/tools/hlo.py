@@ -144,13 +144,15 @@ def _add_estimate(costs: Costs, instruction: _Instruction, loops: Loops, is_fuse
     """Adds the compiler's estimate of an instruction, or the calls of a kernel."""
     times = _times(loops)
     if _KERNEL in instruction.attributes:
+        # Scalars have no first axis.
         sizes = [shape[0] for _, shape in instruction.arrays() if shape]
         rows = max(sizes, default=1)
         costs.kernels[Kernel(instruction.name, rows)] += times
     # The estimate of a fusion holds those of the instructions in it.
     if not is_fused:
         estimate = int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
-        costs.cycles[instruction.attribute(r'op_name="([^"]*)"')] += times * estimate
+        operation = instruction.attribute(r'op_name="([^"]*)"')
+        costs.cycles[operation] += times * estimate
 
 
 def _times(loops: Loops) -> int:
@@ -167,6 +169,7 @@ def _parse_program(text: str) -> _Program:
             instructions: dict[str, _Instruction] = {}
             program[_ENTRY if header[1] else header[2]] = instructions
             continue
+        # Without comments, such as the indices in long tuples.
         match = _INSTRUCTION.match(re.sub(r'/\*.*?\*/', '', line))
         if match:
             instructions[match[1]] = _Instruction(*match.groups())
@@ -208,6 +211,7 @@ def _collective(instruction: _Instruction, computation: str, loops: Loops) -> It
     if kind not in _RECEIVED:
         return
     count = members(instruction.attributes)
+    # Along an axis of one device nothing moves.
     if count == 1:
         return
     arrays = instruction.arrays()
@@ -229,7 +233,10 @@ def _collective(instruction: _Instruction, computation: str, loops: Loops) -> It
 
 def _bits(dtype: str) -> int:
     """Returns the bits of a number, such as 16 of `bf16`."""
-    return 8 if dtype == 'pred' else int(dtype.lstrip(string.ascii_lowercase) or 0)
+    # A bool takes a byte. A token, which orders effects, takes nothing.
+    if dtype == 'pred':
+        return 8
+    return int(dtype.lstrip(string.ascii_lowercase) or 0)
 
 
 def members(attributes: str) -> int:

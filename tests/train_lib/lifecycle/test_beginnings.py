@@ -16,7 +16,7 @@ from coyo11m_tfds import schema
 from tests import runs
 from tests.runs import small_config
 from tests.train_lib.test_data import rewritten
-from train_lib import data, train
+from train_lib import data, run_setup, train
 from train_lib.learning import flow, sharding, step
 from train_lib.lifecycle import beginnings, checkpoint
 from train_lib.lifecycle.checkpoint import Description
@@ -162,7 +162,7 @@ def test_what_does_not_fit_another_model_begins_anew_and_is_named(
     config = small_config(mini_dataset, **SHORT, init_from=str(small_run[0]), seed=5, **changes)
     mesh = sharding.make_mesh()
     program = step.make_program(config, mesh, flow.no_stats(text_dim, **arguments))
-    description = train.describe_run(config, data.TrainingData(config, mesh), program)
+    description = run_setup.describe_run(config, data.TrainingData(config, mesh), program)
     beginning = beginnings.find_beginning(config, None, description, program)
     told = set(re.findall(r'Not taken from \S+: parameter (\S+) has shape \S', caplog.text))
     is_here = flatten_dict(program.abstract_state.params, sep='/').keys()

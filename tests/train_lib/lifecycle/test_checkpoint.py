@@ -12,7 +12,7 @@ import pytest
 
 from tests import children, damages
 from tests.runs import saved_steps, small_config
-from train_lib import draw, train
+from train_lib import draw, run_setup, train
 from train_lib.lifecycle import beginnings, checkpoint
 from train_lib.lifecycle.checkpoint import Description
 
@@ -115,7 +115,7 @@ def run(small_run, mini_dataset):
 
 
 def resumed(run, workdir):
-    description = train.describe_run(run.config, run.data, run.program)
+    description = run_setup.describe_run(run.config, run.data, run.program)
     beginnings.find_beginning(run.config, checkpoint.find_last(workdir), description, run.program)
 
 
@@ -123,7 +123,7 @@ def begun(run, workdir):
     """As by another run's `init_from`."""
     config = run.config.copy_and_resolve_references()
     config.init_from = str(workdir)
-    description = train.describe_run(config, run.data, run.program)
+    description = run_setup.describe_run(config, run.data, run.program)
     beginnings.find_beginning(config, None, description, run.program)
 
 
