@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import pathlib
+import shlex
 import shutil
 import signal
 import sys
@@ -17,7 +18,7 @@ import pytest
 
 from coyo11m_tfds import embed_captions, sample_data, schema
 from coyo11m_tfds.process import command_line, stop_signals
-from tests import built, fork_server, xla_flags
+from tests import built, children, fork_server, xla_flags
 from tests.checkout import CHECKOUT, COCO_SAMPLE
 from tests.fakes.cloud import bucket, gcs, hub, place  # noqa: F401, fixtures
 
@@ -70,6 +71,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.update(JAX_COMPILATION_CACHE_DIR=folder)
     if 'FORKS' not in os.environ:
         os.environ.update(FORKS=session.enter_context(fork_server.start()))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Has the processes of pytest-xdist be forks: each would import the large libraries anew."""
+    for spec in specs:
+        spec.python = shlex.join(children.interpreter(forked=True))
 
 
 def pytest_collection_finish() -> None:

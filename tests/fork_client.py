@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 path, *arguments = sys.argv[1:]
 request = {'arguments': arguments, 'folder': os.getcwd(), 'environment': {**os.environ}}
 with socket.socket(socket.AF_UNIX) as server:
@@ -21,6 +22,5 @@ with socket.socket(socket.AF_UNIX) as server:
     server.sendall(json.dumps(request).encode() + b'\n')
     status = int(server.makefile().readline())
 if status < 0:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), -status)
 os._exit(status)

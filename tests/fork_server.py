@@ -1,5 +1,7 @@
 """A server that imports the large libraries once, and forks a process for each program.
 
+The processes of pytest-xdist are such forks, too.
+
     python -m tests.fork_server FD
 
 FD is a socket that listens for `fork_client.py`. The server imports them at the first request, and
@@ -114,6 +116,8 @@ def run(arguments: list[str], folder: str, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     os.chdir(folder)
     sys.path.insert(0, folder)  # before this project's
+    if arguments[0] == '-u':  # of pytest-xdist, which flushes what it writes
+        arguments = arguments[1:]
     option, program, *rest = arguments
     if option == '-m':
         sys.argv = [program, *rest]
