@@ -37,6 +37,7 @@ import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.convert import tasks
 from coyo11m_tfds.dataset import columns, stored_dataset, texts
+from coyo11m_tfds.dataset.column_file import ColumnWriter
 from coyo11m_tfds.dataset.columns import AddedColumn, Column, InPlaceColumn, InPlaceFile
 from coyo11m_tfds.dataset.dataset_edit import DatasetEdit, edit_dataset
 from coyo11m_tfds.dataset.stored_dataset import StoredDataset
@@ -56,6 +57,7 @@ _BATCH_NAMES = (
     input_pipeline.MASK,
     input_pipeline.NOISE_SEED,
 )
+# A column of such a name would hide what batches have under it.
 _RESERVED_NAMES = {*stored_dataset.READABLE, *_BATCH_NAMES, texts.RECORDS_TEXT}
 _ROWS_AT_ONCE = 4096
 _CHUNKS_AT_ONCE = 32  # requests to gs://
@@ -98,7 +100,10 @@ def add(
         raise ValueError('expected either text, or parquet or source with column.')
     [origin] = origins
     with edit_dataset(data_dir, scratch_dir) as edit:
+        # Under the lock, as another process may add a column of this name before it.
         _check_name(edit.stored, name, replace)
+        values_place = origin
+        # Numbers of the source become a Parquet file first, which is read like any other.
         if source:
             values_place = source_latents.write_numbers(
                 source_folder.find_source(source).latent_files,
@@ -106,14 +111,14 @@ def add(
                 edit.scratch,
                 _read_latents_from(edit.stored),
             )
-        else:
-            values_place = origin
         files = sidecar.find_sidecar_files(values_place)
         # A wrong file is refused before all shards are read for their keys.
         if files[0].local_path:
             sidecar.describe_values(files[0].path, column)
+        # The empty array is for a data set without records.
         keys = np.concatenate([np.empty(0, np.int64), *_read_record_keys(edit.stored)])
         values = _join_values(edit, files, column, keys)
+        # `places` are the numbers of the records that have a value.
         missing = np.delete(keys, values.places)
         if len(missing):
             remedy = 'Add rows for their keys.'
@@ -145,6 +150,7 @@ def _join_values(
 
 
 def _columns_without(name: str, stored: StoredDataset) -> dict[str, Column]:
+    """Returns all columns of a data set but the one of a name, if there is such a column."""
     return {other: column for other, column in stored.columns.items() if other != name}
 
 
@@ -154,6 +160,7 @@ def remove_column(data_dir: str | os.PathLike[str], name: str) -> None:
     Raises a ValueError if no such column was added.
     """
     with edit_dataset(data_dir) as edit:
+        # Latents in place are a column, too, and the only copy of what its records need.
         added_names = []
         for other, column in edit.stored.columns.items():
             if isinstance(column, AddedColumn):
@@ -179,10 +186,9 @@ def move_latents(data_dir: str | os.PathLike[str], source: str | os.PathLike[str
         latent_files = source_folder.find_source(source).latent_files
         new_files = [_find_same_name(file, latent_files, source) for file in latents.files]
         # All outlines first: they take seconds, and whole files minutes.
-        moved_files = [
-            _describe_moved(former, file, edit)
-            for former, file in zip(latents.files, new_files, strict=True)
-        ]
+        moved_files = []
+        for former, file in zip(latents.files, new_files, strict=True):
+            moved_files.append(_describe_moved(former, file, edit))
         _compare_with_hub(latents.files, new_files)
         moved = dataclasses.replace(latents, files=tuple(moved_files))
         edit.commit({**edit.stored.columns, schema.LATENTS: moved})
@@ -196,6 +202,7 @@ def _find_same_name(
     for file in latent_files:
         # Shards of several sub-folders have the same names, and labels with these.
         name = file.label or file.name
+        # With the slashes, so that 'b.pt' is not taken for 'ab.pt'.
         if f'/{former.path}'.endswith(f'/{name}'):
             matches.append(file)
     if not matches:
@@ -228,6 +235,7 @@ def _compare_with_hub(former_files: Sequence[InPlaceFile], new_files: Sequence[S
     for former, file in zip(former_files, new_files, strict=True):
         kind, _, expected = (file.checksum or '').partition(':')
         former_kind, _, recorded = former.version.partition(':')
+        # On a disk or in a bucket, the outline and the checksum of each row have to do.
         if kind != 'sha256':
             continue
         if former_kind == kind and recorded != expected:
@@ -257,6 +265,7 @@ def _compute_sha256(path: str, on_bytes: file_state.OnBytes) -> str:
 
 
 def _read_latents_from(stored: StoredDataset) -> schema.LatentsFrom:
+    """Returns what the build was told of its source, which is read in the same way again."""
     settings = stored.metadata.get(schema.META_SETTINGS) or {}
     return schema.parse_latents_from(
         settings.get('latents_from', ''), settings.get('key_column', '')
@@ -264,7 +273,9 @@ def _read_latents_from(stored: StoredDataset) -> schema.LatentsFrom:
 
 
 def _check_name(stored: StoredDataset, name: str, replace: bool) -> None:
+    """Raises a ValueError unless a column may have this name, or replaces one that has it."""
     used_names = {*stored.features, *stored.columns} | _RESERVED_NAMES
+    # Not latents in place, which no column of numbers can replace.
     if replace and isinstance(stored.columns.get(name), AddedColumn):
         return
     if not _NAME.fullmatch(name) or name in used_names:
@@ -279,10 +290,14 @@ def _write_values(edit: DatasetEdit, name: str, values: KeyedValues) -> AddedCol
 
     The places of `values` are the numbers of the records, split by split.
     """
+    # A Parquet file of somebody else's has no header, and its numbers are no text.
     encoder = values.facts.get('header', {})
-    feature = sidecar.SidecarHeader(**encoder).feature if encoder else ''
+    feature = ''
+    if encoder:
+        feature = sidecar.SidecarHeader(**encoder).feature
     dtype = np.dtype(values.facts['dtype'])
     shape = tuple(values.facts['shape'])
+    # Only embeddings are standardized by a model.
     moments = None
     if feature == schema.TEXT_EMBEDDING:
         moments = np.zeros((3, shape[0]))
@@ -297,7 +312,7 @@ def _write_values(edit: DatasetEdit, name: str, values: KeyedValues) -> AddedCol
             open(path, 'wb') as file,
             Progress('Writing values', split.num_records, 'records') as progress,
         ):
-            writer = columns.ColumnWriter(file, dtype, shape, split.num_records)
+            writer = ColumnWriter(file, dtype, shape, split.num_records)
             end = begin + split.num_records
             for start in range(begin, end, _ROWS_AT_ONCE):
                 records = np.arange(start, min(start + _ROWS_AT_ONCE, end))
@@ -348,6 +363,7 @@ def _read_record_keys(stored: StoredDataset) -> Iterator[np.ndarray]:
         )
         with Progress(f'Reading keys of {split.name}', split.num_records, 'records') as progress:
             for batch in batches:
+                # Zeros fill the last batch.
                 keys = batch[schema.KEY][batch[input_pipeline.MASK]]
                 yield keys
                 progress.add(len(keys))
@@ -379,6 +395,7 @@ def main() -> None:
     if flags.source and not flags.column and flags.name != schema.LATENTS:
         parser.error(f'--source: expected --column, or --name={schema.LATENTS}')
     command_line.show_log()
+    # True at any moment: readers know only what the description names, which comes last.
     with command_line.ends_in_one_line('nothing was changed, the same command starts again'):
         message = _run(flags)
     command_line.print_lines(f'{flags.data_dir}: {message}')
@@ -386,6 +403,7 @@ def main() -> None:
 
 def _run(flags: argparse.Namespace) -> str:
     """Runs the command of the flags; returns the message about its result."""
+    # `main` has checked that the flags fit together.
     if flags.source and not flags.column:
         move_latents(flags.data_dir, flags.source)
         return f'its latents are read from {flags.source}.'
@@ -402,7 +420,9 @@ def _run(flags: argparse.Namespace) -> str:
         replace=flags.replace,
         scratch_dir=flags.scratch_dir,
     )
-    usage = f'text={column.name!r}' if column.feature else f'features=({column.name!r},)'
+    usage = f'features=({column.name!r},)'
+    if column.feature:
+        usage = f'text={column.name!r}'
     message = f'{usage} has {column.dtype} {column.shape} for each record.'
     if np.dtype(column.dtype).itemsize > 4:
         message += ' Devices hold numbers of at most 32 bits: `to_device` refuses this column.'

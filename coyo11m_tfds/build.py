@@ -35,7 +35,7 @@ def main() -> None:
     """Checks the installation and the flags, embeds captions, and runs TFDS' command."""
     flags = _parse_flags()
     with command_line.ends_in_one_line('nothing was changed'):
-        # Before the imports, which take seconds.
+        # Before the imports, which take seconds, and of which TFDS would show a traceback.
         for name in _PACKAGES:
             if not importlib.util.find_spec(name):
                 raise ModuleNotFoundError(name=name)
@@ -45,9 +45,11 @@ def main() -> None:
     tfds_command.log_less()
     command_line.show_log()
     with tfds_command.ends_in_one_line():
+        # Only those that were given: they replace the fields of --config.
         fields = {name: value for name, value in vars(flags).items() if name in CAPTION_FLAGS}
         if fields:
             flags.config = json.dumps(_parse_config(flags.config) | fields)
+        # Before the captions are embedded, which may take hours.
         _check_config(flags.config)
     if flags.encoder:
         with command_line.ends_in_one_line('the same command resumes it', tfds_command.USER_ERRORS):
@@ -57,6 +59,7 @@ def main() -> None:
 
 
 def _parse_flags() -> argparse.Namespace:
+    """Returns the flags of the command line; ends the program for flags that do not fit."""
     parser = command_line.Parser('coyo11m_tfds.build', __doc__)
     add = parser.add_argument
     add('--manual_dir', help='folder of the source')
@@ -83,6 +86,7 @@ def _check_places(source: str | None, out: str | None) -> None:
         storage.check_single_slashes(source)
     if out:
         storage.check_single_slashes(out)
+        # A request, if it is in a bucket: credentials that are refused show now.
         storage.open_writable_folder(out).exists()
 
 
@@ -111,11 +115,13 @@ def _embed_captions(flags: argparse.Namespace) -> str:
     """Embeds the captions of the source; returns the config, JSON, that names the embeddings."""
     from coyo11m_tfds import embed_captions
 
+    # The name becomes that of a folder; one in --config goes before that of the encoder.
     config = {'name': re.sub('[^A-Za-z0-9_.-]+', '-', flags.encoder)}
     config |= _parse_config(flags.config)
     names = 'latents_from', *CAPTION_FLAGS
     fields: dict[str, Any] = {name: config[name] for name in names if name in config}
     out = f'{flags.data_dir.rstrip("/")}/text-{config["name"]}'
+    # The captions are read as the build will read them, so that the same rows have a text.
     settings = embed_captions.EmbedSettings(
         drop_duplicates=config.get('bad_data') != 'stop',
         by_columns=config.get('read_latents') == READ_HEADS,
@@ -158,6 +164,7 @@ def prepare_tfds_command() -> None:
     import coyo11m_tfds.coyo11m_tfds_dataset_builder  # noqa: F401
 
     tfds_command.log_less()
+    # TFDS has parsed its flags, but gives them to nobody: these two are parsed once more.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument('-c', '--config', default='')
     parser.add_argument('--num_processes', '--num-processes', type=int, default=1)

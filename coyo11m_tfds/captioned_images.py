@@ -40,6 +40,7 @@ def read_images(
     a ValueError for a folder without images, and for an image that is bad or too small.
     """
     target = pixels.Target((shape,))
+    # Closed at the end, or when the caller stops: parts may be downloads on the disk.
     with contextlib.closing(_find_images(folder)) as all_images:
         images = itertools.islice(all_images, most)
         while batch := list(itertools.islice(images, batch_size)):
@@ -52,6 +53,7 @@ def read_images(
 
 def _find_images(folder: str | os.PathLike[str]) -> Generator[SourceImage]:
     """Yields the images of a folder, to be read while the generator is open."""
+    # All images are one part: nobody divides the work here.
     parts, left = image_files.find_images(folder, '', lambda sizes: [slice(None)])
     if left:
         logging.warning('%s:%s', folder, image_files.describe_left(left))
@@ -64,7 +66,9 @@ def _find_images(folder: str | os.PathLike[str]) -> Generator[SourceImage]:
 def _read_picture(
     folder: str | os.PathLike[str], image: SourceImage, target: pixels.Target
 ) -> np.ndarray:
+    """Returns the crop of an image, uint8 `(H, W, 3)`; a ValueError that names a bad image."""
     try:
+        # A target of one shape and one crop.
         [picture] = pixels.read_pixels(image.read(), target).crops
     except pixels.BadImageError as error:
         [(height, width)] = target.shapes

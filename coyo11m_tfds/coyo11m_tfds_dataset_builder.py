@@ -97,6 +97,7 @@ class Coyo11mConfig(BuildSettings, tfds.core.BuilderConfig):
 
     def changed_fields(self) -> dict[str, Any]:
         """Returns the fields of `BuildSettings` that differ from their defaults, by name."""
+        # Not those of TFDS's own class, such as the description.
         values = {}
         for field in dataclasses.fields(BuildSettings):
             value = getattr(self, field.name)
@@ -105,6 +106,7 @@ class Coyo11mConfig(BuildSettings, tfds.core.BuilderConfig):
         return values
 
     def _name_of_fields(self) -> str:
+        """Returns a name that is made of the fields that were changed; 'latents' of none."""
         changed = self.changed_fields()
         named = {name: value for name, value in changed.items() if name not in _NOT_IN_NAME}
         words = []
@@ -165,6 +167,7 @@ class Builder(dataset_builder.FileReaderBuilder):
     _source = ''
 
     def __init__(self, *args, **options):
+        # TFDS's command makes the builder, and would show a traceback of what it refuses.
         with _ends_commands_in_one_line():
             super().__init__(*args, **options)
 
@@ -199,6 +202,7 @@ class Builder(dataset_builder.FileReaderBuilder):
         return make_features('float16', schema.LATENTS_SHAPE, dim, self.builder_config.latents)
 
     def _build_data_dir(self, given_data_dir: str | None) -> tuple[str, str]:
+        # TFDS makes one slash of several: it would build into another folder of a bucket.
         storage.check_single_slashes(given_data_dir or '')
         return super()._build_data_dir(given_data_dir)
 
@@ -246,6 +250,7 @@ class Builder(dataset_builder.FileReaderBuilder):
     ) -> None:
         """Loads the data set if it exists and need not be replaced; builds it otherwise."""
         mode = config.download_mode
+        # The `tfds` command removes the folder instead of telling its builder.
         overwrite = mode.overwrite_dataset or os.fspath(self.data_path) in _to_be_replaced
         is_built = (self.data_path / schema.INFO_FILE).exists() and not overwrite
         if is_built:
@@ -261,6 +266,7 @@ class Builder(dataset_builder.FileReaderBuilder):
             self._source = self._find_source(download_dir, config)
             self._build(self._source, config, overwrite)
             return
+        # It exists: what was asked for is compared with what is there.
         if not is_left_to_tfds:
             self._source = str(self.builder_config.source or config.manual_dir or '')
             self._load_existing(config.max_examples_per_split, self._source)
@@ -271,6 +277,7 @@ class Builder(dataset_builder.FileReaderBuilder):
     def how_to_open(self) -> str:
         """Returns lines of Python and of the shell that read the data set and train on it."""
         has_text = not schema.TEXT_DTYPES.keys().isdisjoint(self.info.features)
+        # The model of `default` is too large for a CPU.
         config = 'default' if has_text and machine.accelerators() else 'small'
         lines = [f'tfds.builder_from_directory({os.fspath(self.data_path)!r})']
         if not has_text:
@@ -285,6 +292,7 @@ class Builder(dataset_builder.FileReaderBuilder):
         words = ['python', '-m', 'coyo11m_tfds.build']
         if self._source:
             words.append(f'--manual_dir={self._source}')
+        # The data set is in `NAME/CONFIG/VERSION` of it.
         words.append(f'--data_dir={os.fspath(self.data_path.parents[2])}')
         for name, value in self.builder_config.changed_fields().items():
             if name in CAPTION_FLAGS:
@@ -315,6 +323,7 @@ class Builder(dataset_builder.FileReaderBuilder):
         self, builder_config: str | tfds.core.BuilderConfig | None, version: str | None
     ) -> tfds.core.BuilderConfig | None:
         """Returns the config of a name, or the given one; ValueError for an unknown name."""
+        # Behind a colon TFDS takes fields of the config.
         name = ''
         if isinstance(builder_config, str):
             name, _, _ = builder_config.partition(':')
@@ -337,6 +346,7 @@ class Builder(dataset_builder.FileReaderBuilder):
 
         limit = download_config.max_examples_per_split
         final = os.fspath(self.data_path)
+        # False where another process of the job has built it.
         is_built_here = driver.build(
             final,
             source,
@@ -355,6 +365,7 @@ class Builder(dataset_builder.FileReaderBuilder):
 
     def _load_existing(self, limit: int | None, source: str) -> None:
         """Loads the data set on disk; raises ValueError if it has other settings or sources."""
+        # Another process may have built it since this one made its info.
         self.info._features = self._initial_features()
         self.info.read_from_directory(self.data_path)
         # It is loaded lazily: `items` does so, `get` does not.
@@ -417,6 +428,7 @@ class Builder(dataset_builder.FileReaderBuilder):
             self.builder_config.latents,
             text.feature if text else schema.TEXT_EMBEDDING,
         )
+        # Files of different builds must not have one name, so that of a shard gets the ID.
         template = schema.of_build(_TEMPLATE, dataset.plan.build)
         splits = []
         for split, shards in dataset.splits.items():
@@ -466,6 +478,7 @@ def make_features(
         ),
         schema.CAPTION: tfds.features.Text(doc='What the image shows.'),
     }
+    # Latents in place are no feature, as TFDS could not read them: only the text says so.
     doc = None
     if latents == IN_PLACE:
         doc = f'Latents lie {schema.IN_PLACE_DOC}.'

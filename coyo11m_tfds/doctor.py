@@ -22,7 +22,6 @@ import logging
 import os
 import pathlib
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,7 +38,7 @@ from coyo11m_tfds.convert.build_settings import (
     check_names,
 )
 from coyo11m_tfds.dataset import hub_use, stored_dataset
-from coyo11m_tfds.process import command_line, errors, machine
+from coyo11m_tfds.process import command_line, errors, machine, python_child
 from coyo11m_tfds.process.sizes import format_bytes, format_count
 from coyo11m_tfds.source import source_folder
 from coyo11m_tfds.source.source_folder import SourceFolder
@@ -47,7 +46,6 @@ from coyo11m_tfds.storage import scratch
 from coyo11m_tfds.storage.base import WritableFolder
 
 PASS, WARN, FAIL = 'pass', 'warn', 'fail'
-_TIMEOUT = 240.0  # seconds for JAX and for the encoder; a large model takes a minute to load
 
 # A storage that works answers in a moment; waiting longer would only delay the report.
 _IMPATIENCE = {'COYO11M_RETRY_SECONDS': '0.2', 'COYO11M_STALL_SECONDS': '5'}
@@ -70,12 +68,6 @@ _LIST_DEVICES = """
 import json, jax
 print(json.dumps([jax.__version__, [[d.platform, d.device_kind] for d in jax.local_devices()]]))
 """
-# The last keeps JAX from taking three quarters of a GPU's memory.
-_QUIETLY = {
-    'COYO11M_TRACEBACK': '',
-    'TF_CPP_MIN_LOG_LEVEL': '3',
-    'XLA_PYTHON_CLIENT_PREALLOCATE': 'false',
-}
 
 # 10 to 90 words, as long captions have.
 _SENTENCE = 'A small wooden boat with a red sail lies on the calm water of a lake in the evening. '
@@ -102,6 +94,7 @@ def run_checks(
     source: str, data_dir: str, encoder: str, settings: BuildSettings
 ) -> Iterator[Finding]:
     """Yields the findings of all checks; '' for an argument leaves out its checks."""
+    # From what costs nothing to what takes minutes, each line shown at once.
     yield check_machine()
     yield check_devices()
     dry_run = DryRun()
@@ -153,7 +146,10 @@ def check_disks(
         title = f'disk of {name}'
         option = '--data_dir' if name == 'data_dir' else 'scratch_dir in the config of the build'
         path = pathlib.Path(folder).expanduser().absolute()
-        parent = next(place for place in (path, *path.parents) if place.exists())
+        # The folder itself, or the closest one above it that exists.
+        parent = path
+        while not parent.exists():
+            parent = parent.parent
         # Folders on one disk share its room.
         device = parent.stat().st_dev
         device_bytes[device] += num_bytes
@@ -163,6 +159,7 @@ def check_disks(
             continue
         _, _, free = usage(str(parent))
         text = f'{folder} has {format_bytes(free)} free'
+        # With what the places before it will take of the same disk.
         required = max(device_bytes[device], _LEAST_ROOM)
         if free < required:
             text += f', expected {format_bytes(required)} for what will be on this disk'
@@ -183,10 +180,12 @@ def check_credentials(name: str, url: str, writes: bool = False) -> Finding:
         if limit := folder.find_limit():
             return Finding(label, FAIL, limit)
         if writes:
+            # The hub is only read.
             if not isinstance(folder, WritableFolder):
                 text = f'{url}: cannot be written to; expected a local folder or gs://.'
                 return Finding(label, FAIL, text)
             folder.check_writable()
+        # Of the hub, `pin` lists the data set; elsewhere, `exists` sends a request.
         folder.pin().exists()
     except FileNotFoundError:
         text = f'{url}: the hub has no such data set, or does not show it to this user.'
@@ -214,6 +213,7 @@ class DryRun:
         """Describes the build of the source in a folder; warns if it drops many rows."""
         records = format_count(self.num_records, 'record')
         size = format_bytes(self.num_bytes)
+        # Only a plan knows the shards, and so the numbers exactly.
         if self.num_shards:
             build = f'{records} in {format_count(self.num_shards, "shard")} of {size}'
         else:
@@ -235,14 +235,16 @@ def plan_or_estimate(place: str, settings: BuildSettings) -> DryRun:
 
     Raises a ValueError or an OSError for a source that cannot be built.
     """
-    # Each needs an extra.
+    # Both import packages of the extra `convert` of the installation, which the other checks do
+    # without: a missing one is a finding, and no end of the program.
     from coyo11m_tfds.convert.plan import make_plan
     from coyo11m_tfds.convert.source_contents import examine_source
 
     source = source_folder.find_source(place)
     files = source.latent_files
     # Of files from all over the source. Heads and schemas alone are checked for an estimate.
-    heads = files[:: -(-len(files) // _HEADS)]
+    files_per_head = -(-len(files) // _HEADS)
+    heads = files[::files_per_head]
     with tempfile.TemporaryDirectory() as folder:
         source_contents = examine_source(source, settings, folder, heads)
         source = source_contents.folder
@@ -258,15 +260,18 @@ def plan_or_estimate(place: str, settings: BuildSettings) -> DryRun:
         has_few_heads = not is_remote or len(files) <= _HEADS
         if is_read_soon and has_few_heads:
             plan = make_plan(source, settings, scratch.Scratch(f'{folder}/source'), folder)
+            # A task makes a shard, of which the last segment ends with the last record.
+            num_records = sum(task.segments[-1].records.stop for task in plan.tasks)
             return dataclasses.replace(
                 dry_run,
-                num_records=sum(task.segments[-1].records.stop for task in plan.tasks),
+                num_records=num_records,
                 num_bytes=plan.num_bytes,
                 num_shards=len(plan.tasks),
                 dropped=plan.dropped.counts,
             )
         # The other files have as many rows a byte as those whose heads were read.
-        num_rows = source_contents.latents.num_rows * file_bytes // sum(file.size for file in heads)
+        head_file_bytes = sum(file.size for file in heads)
+        num_rows = source_contents.latents.num_rows * file_bytes // head_file_bytes
         check_build_memory(num_rows, settings.num_workers)
         num_bytes = caption_bytes
         if not settings.in_place:
@@ -277,6 +282,7 @@ def plan_or_estimate(place: str, settings: BuildSettings) -> DryRun:
 def _describe_source(source: SourceFolder) -> str:
     """Returns '8 .pt files and captions, 20.1 GB'."""
     files = source.latent_files
+    # A source has files of one format.
     kind = os.path.splitext(files[0].path)[1]
     text = format_count(len(files), f'{kind} file')
     if any(file.size for file in source.caption_files):
@@ -288,6 +294,7 @@ def _describe_source(source: SourceFolder) -> str:
 def _estimate_scratch_bytes(source: SourceFolder) -> int:
     """Returns how much a build holds at a time of captions and of remote files."""
     num_bytes = sum(file.size for file in source.caption_files)
+    # Local files are read where they are. Of remote ones, the largest may be held at one time.
     if not source.latent_files[0].local_path:
         sizes = sorted(file.size for file in source.by_name.values())
         num_bytes += sum(sizes[-_FETCHED_AT_ONCE:])
@@ -297,13 +304,14 @@ def _estimate_scratch_bytes(source: SourceFolder) -> int:
 def check_devices(root: str = '/') -> Finding:
     """Lists the devices that JAX sees on this host; `root` holds dev."""
     try:
-        version, devices = run_python(_LIST_DEVICES)
+        version, devices = python_child.run_python(_LIST_DEVICES)
     except (ValueError, OSError) as error:
         fix = 'end what else uses the devices, or set JAX_PLATFORMS=cpu to do without them'
         return Finding('accelerators', FAIL, str(error), fix)
     counts = collections.Counter(kind for _, kind in devices)
     shown = ', '.join(f'{count} x {kind}' for kind, count in counts.items())
     text = f'jax {version}: {shown}'
+    # A machine whose accelerator is there but not in JAX lacks the right wheel of it.
     platforms = {platform.replace('cuda', 'gpu') for platform, _ in devices}
     for kind in sorted(machine.accelerators(root) - platforms):
         text += f', although there is a {kind.upper()} in this machine'
@@ -315,7 +323,8 @@ def check_devices(root: str = '/') -> Finding:
 def check_encoder_speed(spec: str, num_captions: int) -> Finding:
     """Loads an encoder in its own process, and rates its speed by the captions of a source."""
     try:
-        dim, rate = run_python(f'from coyo11m_tfds import doctor\ndoctor.time_encoder({spec!r})')
+        program = f'from coyo11m_tfds import doctor\ndoctor.time_encoder({spec!r})'
+        dim, rate = python_child.run_python(program)
     except (ValueError, OSError) as error:
         return Finding('encoder', FAIL, f'{spec}: {error}')
     hours = num_captions / rate / 3600
@@ -338,7 +347,8 @@ def time_encoder(spec: str) -> None:
 
     with command_line.ends_in_one_line('nothing was changed', (ValueError, OSError, ImportError)):
         encoder = text_encoders.make_encoder(spec)
-        encoder.encode(_CAPTIONS)  # the first call compiles, and makes threads
+        # The first call compiles, and makes threads: its time says nothing.
+        encoder.encode(_CAPTIONS)
         captions = _CAPTIONS
         seconds = 0.0
         # More of them until they take a second, because a GPU is only fast at many.
@@ -383,35 +393,6 @@ def check_quota(data: str, *, samples_per_second: float, chunk: int, num_process
     return Finding('quota', WARN, text, fix)
 
 
-def run_python(program: str, seconds: float = _TIMEOUT) -> Any:
-    """Runs code in its own process; returns the last line of its output, parsed as JSON.
-
-    Raises a ValueError with the last line of its errors if it fails, and a TimeoutError.
-    """
-    # In its own, because the code may claim devices, hang or crash.
-    try:
-        process = subprocess.run(
-            [sys.executable, '-c', program],
-            env=os.environ | _QUIETLY,
-            timeout=seconds,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
-    except subprocess.TimeoutExpired:
-        raise TimeoutError(f'no answer within {seconds:g} s') from None
-    if process.returncode == -9:
-        raise ValueError('the process was killed, most likely because it ran out of memory')
-    if process.returncode:
-        output = process.stderr.strip() or f'exit status {process.returncode} without a message'
-        raise ValueError(output.splitlines()[-1].removeprefix('error: '))
-    try:
-        return json.loads(process.stdout.splitlines()[-1])
-    except (ValueError, IndexError):
-        raise ValueError(f'no answer, but: {process.stdout.strip()[-200:]}') from None
-
-
 class _WarningPrinter(logging.Handler):
     """Prints warnings of a log as findings, and counts them."""
 
@@ -449,8 +430,10 @@ def read_build_config(text: str, **flags: str) -> BuildSettings:
     if not isinstance(fields, dict):
         raise ValueError(f'--build_config={text}: expected a JSON object.')
     names = [field.name for field in dataclasses.fields(BuildSettings)]
+    # These two are fields of a config of TFDS; nothing here depends on them.
     check_names(fields, ['name', 'description', *names], '--build_config')
-    return BuildSettings(**{name: fields[name] for name in names if name in fields} | flags)
+    settings = {name: fields[name] for name in names if name in fields}
+    return BuildSettings(**settings | flags)
 
 
 def main() -> None:
@@ -467,6 +450,7 @@ def main() -> None:
     add('--chunk', default=64, type=int, help='data.chunk of the run, with --data')
     add('--processes', default=1, type=int, help='number of processes of the run, with --data')
     flags = parser.parse_args()
+    # What the user has set stays.
     os.environ.update(_IMPATIENCE | os.environ)
     counts: collections.Counter[str] = collections.Counter()
     with command_line.ends_in_one_line('nothing was changed', status=2):
@@ -487,7 +471,9 @@ def main() -> None:
             for finding in findings:
                 command_line.print_lines(finding)
                 counts[finding.status] += 1
-    summary = f'{counts[FAIL]} fail' if counts[FAIL] else 'all pass'
+    summary = 'all pass'
+    if counts[FAIL]:
+        summary = f'{counts[FAIL]} fail'
     if num_warnings := counts[WARN] + printer.num_warnings:
         summary += f', {format_count(num_warnings, "warning")}'
     command_line.print_lines(f'{format_count(counts.total(), "check")}: {summary}')

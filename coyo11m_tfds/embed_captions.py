@@ -42,7 +42,7 @@ from coyo11m_tfds.text.parts import SidecarParts
 from coyo11m_tfds.text.protocols import Encoder, Tokenizer
 from coyo11m_tfds.text.text_encoders import DEFAULT_MAX_TOKENS, WordsTokenizer
 
-_CAPTIONS_AT_ONCE = 32768
+_CAPTIONS_AT_ONCE = 32768  # read from the sorted ones: some MB
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,6 +154,7 @@ def embed(
     source = _SourceCaptions(os.fspath(source_dir).rstrip('/'), settings)
     ranks.check_share(share)
     check_out(out)
+    # An encoder takes seconds to load, captions minutes to fetch.
     model = _make_model(encoder, settings)
     with scratch_folder(out, settings.scratch_dir) as folder:
         captions = source.sort_by_key(folder)
@@ -161,6 +162,7 @@ def embed(
             check_unique_captions(captions, source.place)
         if isinstance(model, WordsTokenizer):
             model = _fit_words(model, captions, settings)
+        # After the words are counted, because every part records the list.
         sidecar_parts = SidecarParts(
             out,
             captions,
@@ -174,6 +176,7 @@ def embed(
                 f'{source.place}: all captions ({len(captions.places)}) are null, blank, too long '
                 'or unreadable; nothing to encode.'
             )
+        # Encoding alone: the time of sorting says nothing about the encoder.
         start = time.perf_counter()
         made = _make_parts(sidecar_parts, share, folder)
         # Listed again: meanwhile other processes have made parts.
@@ -204,6 +207,7 @@ class _SourceCaptions:
         self._by_columns = settings.by_columns
         self._files = CaptionFiles.choose(files, settings.key_column, settings.caption_column)
         self.caption_column = self._files.caption_column
+        # Without files of captions, they are in the files of latents.
         self._latents: source_folder.SourceFolder | None = None
         if files:
             self.place = stored_file.common_path(self._files.files)
@@ -227,7 +231,9 @@ class _SourceCaptions:
     def _sort_texts_of_latents(
         self, source: source_folder.SourceFolder, folder: str, by_key: str
     ) -> None:
-        from coyo11m_tfds.source import source_latents  # needs torch
+        """Reads the captions that lie with latents, and sorts them by key into `by_key`."""
+        # Here, because it needs torch, and captions in Parquet files do not.
+        from coyo11m_tfds.source import source_latents
 
         heads = os.path.join(folder, 'heads')
         os.mkdir(heads)
@@ -246,6 +252,7 @@ def _make_model(encoder: str | Encoder, settings: EmbedSettings) -> Tokenizer:
     """Returns the encoder or, for token ids, the tokenizer that a specification names."""
     if not isinstance(encoder, str):
         return encoder
+    # Of `words`, the longest caption decides later, see `_fit_words`.
     max_tokens = settings.max_tokens
     if max_tokens is None:
         max_tokens = DEFAULT_MAX_TOKENS
@@ -260,6 +267,7 @@ def _fit_words(
 ) -> WordsTokenizer:
     """Returns a tokenizer with a list of words, and with room for the longest caption."""
     has_length = settings.max_tokens is not None
+    # Nothing is left to find out, so the captions need not be read.
     if model.words and has_length:
         return model
     # Every process counts the words of all captions, so all number them alike.
@@ -276,6 +284,7 @@ def _find_words(encoder: str) -> tuple[str, str]:
     spec, colon, place = encoder.partition(':')
     if spec != schema.WORDS or not colon:
         return encoder, ''
+    # Every part has the list of all words.
     first, *_ = sidecar.find_sidecar_files(place)
     with scratch_folder(os.getcwd(), '') as folder, Scratch(folder).hold(first) as path:
         words = sidecar.describe_values(path)['header'].get('words', '')
@@ -286,6 +295,7 @@ def _find_words(encoder: str) -> tuple[str, str]:
 
 def _read_captions(captions: KeyedValues) -> Iterator[str]:
     """Yields all captions in the order of their keys."""
+    # What has no bytes is null, blank or unreadable, and is not encoded either.
     keys = captions.places[captions.sizes > 0]
     for start in range(0, len(keys), _CAPTIONS_AT_ONCE):
         for text in captions.read(keys[start : start + _CAPTIONS_AT_ONCE]):
@@ -293,6 +303,8 @@ def _read_captions(captions: KeyedValues) -> Iterator[str]:
 
 
 class _MadeParts(NamedTuple):
+    """What a process has made of its share of the parts."""
+
     num_captions: int  # in parts that were made
     num_kept: int  # in parts that existed before
     longest: int  # most token ids of a caption; 0 for embeddings

@@ -43,6 +43,7 @@ def draw_emoji(characters: Sequence[str], font: str, size: int) -> dict[str, np.
     Pillow cannot join the characters of an emoji.
     """
     _SIZE_RULE.check('size', size)
+    # Without it, 'woman' and 'astronaut' would be drawn as two pictures side by side.
     if not features.check('raqm'):
         raise ValueError(
             'Pillow has no raqm, which joins the characters of an emoji: install its wheel from '
@@ -63,6 +64,7 @@ def draw_emoji(characters: Sequence[str], font: str, size: int) -> dict[str, np.
         picture = Image.new('RGB', (LARGEST, LARGEST), 'white')
         draw = ImageDraw.Draw(picture)
         draw.text((-_MARGIN, 0), text, font=glyphs, embedded_color=True)
+        # Least and largest value of each channel.
         if picture.getextrema() == ((255, 255),) * 3:
             continue
         # Means of areas; where four pixels make one, these are whole.
@@ -90,6 +92,7 @@ def write_photos(out_dir: str | pathlib.Path, size: int, font: str = FONT) -> di
         # The font lacks it.
         if one.characters not in pictures:
             continue
+        # A name in plain ASCII, whatever the emoji.
         code_points = [f'{ord(character):x}' for character in one.characters]
         name = f'{"-".join(code_points)}.png'
         folder = TRAINING_FOLDER if one.part == emoji.TRAINING else HELD_OUT_FOLDER

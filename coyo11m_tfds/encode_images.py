@@ -109,14 +109,18 @@ def encode(
     encoder = VaeEncoder(vae) if isinstance(vae, str) else vae
     settings.check_encoder(encoder)
     start = time.perf_counter()
-    own_parts = {number: parts[number] for number in range(len(parts))[share[0] :: share[1]]}
+    index, count = share
+    own_parts = {number: parts[number] for number in range(len(parts))[index::count]}
+    # Refuses an encoding of another kind, before anything is encoded.
     folder = EncodingFolder(out, settings.record(encoder), parts, own_parts)
     num_encoded = _encode_parts(folder, own_parts, encoder, settings, out)
     # Meanwhile other processes have made parts.
     folder.read_receipts()
     missing = tuple(sorted({*range(len(parts))} - folder.receipts.keys()))
     counts = folder.counts
+    # As long as parts are missing, a few images say nothing about all.
     counts.check_bad(settings.max_bad, _MANY_IMAGES if missing else 0)
+    # Files of other kinds are not bad, but the report says that they were left out.
     for name, reason in sorted(left.items()):
         counts.drop(name, OtherImageError(reason))
     if not missing:
@@ -128,6 +132,7 @@ def encode(
 
 
 def _find_images(images: str | os.PathLike[str], settings: EncodingSettings) -> FoundImages:
+    """Returns the images of a folder in parts; a ValueError if two of them would have one key."""
     divide = functools.partial(
         encoding_parts.divide_images,
         # Those of a bucket have about as many pixels.
@@ -159,11 +164,13 @@ def _encode_parts(
     ):
         scratch = Scratch(scratch_dir)
         for number, part in parts.items():
+            # It was finished by an earlier run.
             if number in folder.receipts:
                 progress.skip(part.num_bytes, parts=1)
                 continue
             # Before more hours are spent.
             folder.counts.check_bad(settings.max_bad, _MANY_IMAGES)
+            # Of a part of which only texts have changed, the latents are still good.
             kept_latents = folder.read_latents(number, scratch)
             with (
                 PartTars(scratch_dir, encoder, settings, kept_latents) as tars,
@@ -189,6 +196,7 @@ def describe_next(out: str, counts: ImageCounts, has_buckets: bool) -> str:
         )
     if has_buckets:
         return _describe_buckets(out, counts)
+    # Most builds need no more than the folder.
     config = _choose_config(counts.shapes.total())
     flags = [f'--manual_dir={out}']
     if config:
@@ -198,6 +206,8 @@ def describe_next(out: str, counts: ImageCounts, has_buckets: bool) -> str:
 
 def _describe_buckets(out: str, counts: ImageCounts) -> str:
     """Returns a loop that builds a data set of each bucket, and the command that mixes them."""
+    # Of a small one, the train split may have fewer records than a mixture has lanes: streams that
+    # all give the same number of samples to each batch.
     large = {}
     small = []
     for shape, count in sorted(counts.shapes.items()):
@@ -218,6 +228,7 @@ def _describe_buckets(out: str, counts: ImageCounts) -> str:
     build = build.replace('$shape', "'$shape'")
     lines.append(f'for shape in {" ".join(large)}; do {build}; done')
 
+    # In shares of all images, in whole percents.
     sources = []
     for seed, (shape, count) in enumerate(large.items()):
         source = {
@@ -237,6 +248,7 @@ def _describe_buckets(out: str, counts: ImageCounts) -> str:
 
 
 def _data_dir(out: str) -> str:
+    """Returns the folder of data sets beside the source."""
     return f'{out}-data'
 
 
@@ -248,6 +260,7 @@ def _build_command(out: str) -> list[str]:
 def _choose_config(num_records: int) -> dict[str, Any]:
     """Returns the fields of a build's config that must differ from their defaults."""
     fraction = choose_validation_fraction(num_records)
+    # A small data set needs a larger part to have some images for validation.
     if fraction > BuildSettings.validation_fraction:
         return {'validation_fraction': fraction}
     return {}

@@ -86,12 +86,14 @@ def mirror(
         copied = CopiedFiles(target)
         missing_files = copied.missing(files)
         missing_bytes = sum(file.size for file in missing_files.values())
+        # Now, and not after hours of copying.
         target.check_space(missing_bytes)
         goals = {'files': len(files)}
         with Progress(f'Copying to {target.folder}', num_bytes, 'B', goals) as progress:
             progress.skip(num_bytes - missing_bytes, files=len(files) - len(missing_files))
             scratch = Scratch(scratch_dir or user_cache(schema.NAME, 'mirror'))
             _copy_all(missing_files, target, copied, scratch, progress, parallel)
+        # What killed runs before this one have left.
         target.sweep()
     return MirrorSummary(len(files), num_bytes, len(missing_files), target.folder)
 
@@ -104,6 +106,7 @@ def _copy_all(
     progress: Progress,
     parallel: int,
 ) -> None:
+    """Copies files, several at a time, and records each; the first error ends all copies."""
     stop = threading.Event()
 
     def copy(name: str) -> None:
@@ -118,13 +121,16 @@ def _copy_all(
             progress.add(min(num_bytes, remaining))
             remaining -= min(num_bytes, remaining)
 
+        # Also before the first byte: a file that waits for its turn is not begun any more.
         count_bytes(0)
         state = target.copy(file, name, scratch, count_bytes)
         # The source is a copy itself, and its file has changed since.
         if file.recorded and state != file.recorded:
             target.remove([name])
             check_recorded_state(state, file.recorded, file.path)
+        # After the copy, so that a killed run leaves no record of what it has not copied.
         copied.save(name, file, state)
+        # A copy within a storage sends no bytes through here.
         progress.add(remaining, files=1)
 
     # The largest first: begun last, it would be copied alone at the end.

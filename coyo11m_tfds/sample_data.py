@@ -58,8 +58,10 @@ def make_sample(
     folder = pathlib.Path(out_dir) / schema.LATENTS_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.Generator(np.random.Philox(key=seed))
+    # Large ones, as in the real source, where keys are no row numbers.
     keys = np.sort(rng.choice(np.int64(1) << 62, num_samples, replace=False))
     numbers = _choose_pictures(training, num_samples, rng)
+    # Named as in the real source, ten numbers to a file.
     for file_number, rows in enumerate(_cut_unequally(num_samples, num_files)):
         name = f'{10 * file_number:06d}-{10 * file_number + 9:06d}.pt'
         latents = _make_latents(emoji.read_pictures()[numbers[rows]])
@@ -87,6 +89,7 @@ def make_sample(
 def _check_arguments(
     out_dir: str | os.PathLike, num_samples: int, num_files: int, dtype: str, seed: int
 ) -> None:
+    """Raises a ValueError for arguments of `make_sample` that are out of range."""
     folder = pathlib.Path(out_dir) / schema.LATENTS_FOLDER
     if not storage.local_path(out_dir):
         raise ValueError(
@@ -96,6 +99,7 @@ def _check_arguments(
         raise ValueError(f'seed is {seed}, expected at least 0.')
     if dtype not in schema.LATENT_DTYPES:
         raise ValueError(f'dtype is {dtype!r}, expected one of {schema.LATENT_DTYPES}.')
+    # Files of unequal lengths, of which the shortest is not empty.
     if not 0 < 4 * num_files <= num_samples:
         samples = format_count(num_samples, 'sample')
         files = format_count(num_files, 'file')
@@ -116,6 +120,7 @@ def _choose_pictures(training: list[int], count: int, rng: np.random.Generator) 
 def _cut_unequally(total: int, count: int) -> list[slice]:
     """Cuts `range(total)` into slices whose lengths are in proportion 3, 4, 5, ..."""
     weights = np.arange(3, 3 + count)
+    # The sum of all weights comes last, so the last end is the total.
     ends = np.cumsum(weights) * total // weights.sum()
     slices = []
     start = 0
@@ -127,6 +132,7 @@ def _cut_unequally(total: int, count: int) -> list[slice]:
 
 def _make_latents(pictures: np.ndarray) -> np.ndarray:
     """Returns raw latents float32 `(n, 3, 4, 32, 32)` of three crops of every picture."""
+    # Columns are the third axis of `(n, H, W, 3)`.
     widths = [(0, 0), (0, 0), (_BORDER, _BORDER), (0, 0)]
     wide = np.pad(pictures, widths, constant_values=255)
     crops = [wide[:, :, offset : offset + emoji.SIDE] for offset in CROP_OFFSETS]
@@ -141,8 +147,8 @@ def _make_columns(
     """Returns columns as the real source has them, with a few captions empty or null."""
     captions: list[str | None] = [one.caption for one in shown]
     for number, row in enumerate(rows):
+        # Half of them null, half of them blank: real sources have both.
         if row % EMPTY_CAPTION_EVERY == 2:
-            # Half of them null, half of them blank.
             captions[number] = None if row % 2 else '  '
     return {
         'url': [f'https://pictures.invalid/{key}.png' for key in keys],

@@ -49,14 +49,15 @@ def show(data_dir: Data, vae: str, num_pictures: int = page.NUM_PREVIEWS) -> str
     records = input_pipeline.records(data, schema.TRAIN, features, crop=0)
     count = min(num_pictures, len(records))
     # Evenly spaced over the split.
-    batch = records[[number * len(records) // count for number in range(count)]]
+    numbers = [number * len(records) // count for number in range(count)]
+    batch = records[numbers]
     # Behind the channels of the means may lie those of the deviations.
     pictures = decode(batch[schema.LATENTS][:, : data.channels])
     previews = []
-    for key, caption, picture in zip(
-        batch[schema.KEY], batch[schema.CAPTION], pictures, strict=True
-    ):
+    shown = zip(batch[schema.KEY], batch[schema.CAPTION], pictures, strict=True)
+    for key, caption, picture in shown:
         previews.append(statistics.make_preview(key, caption, picture))
+    # A report may be damaged or be of another version: it lies beside the data set as any file.
     try:
         return page.render_page(json.loads(report), previews, model_files.public_name(vae))
     except page.DAMAGE_ERRORS as error:
@@ -81,6 +82,7 @@ def show_record(data_dir: Data, key: int, vae: str = '') -> tuple[list[str], byt
     decode = vae_decoder.make_painter(vae, data.channels, maker, scale)
     # The smallest split first, because each is read for its keys.
     for split in sorted(data.splits.values(), key=lambda x: x.num_records):
+        # No record of this split has the key.
         with contextlib.suppress(KeyError):
             records = input_pipeline.records(data, split.name, features)
             number = records.find(key)
@@ -91,6 +93,7 @@ def show_record(data_dir: Data, key: int, vae: str = '') -> tuple[list[str], byt
     lines = [f'record {number} of split {split.name}']
     for name, value in record.items():
         lines.append(f'{name:<16}{_describe_value(value)}')
+    # Without the deviations, if the record holds moments.
     pictures = decode(record[schema.LATENTS][:, : data.channels])
     return lines, pixels.encode_png(np.hstack(list(pictures)))
 
@@ -116,6 +119,7 @@ def main() -> None:
     add('--key', type=int, help='show the record with this key, in KEY.png by default')
     add('--num_pictures', type=int, default=page.NUM_PREVIEWS, help='records to show (24)')
     flags = parser.parse_args()
+    # A page needs both; of a record, a picture of the latents can be made without a VAE.
     missing = [f'--{name}' for name in ('vae', 'out') if not getattr(flags, name)]
     if flags.key is None and missing:
         parser.error(f'the following arguments are required: {", ".join(missing)}')

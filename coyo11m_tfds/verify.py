@@ -33,7 +33,14 @@ import google_crc32c
 import numpy as np
 
 from coyo11m_tfds import schema, storage
-from coyo11m_tfds.dataset import columns, manifest, records, row_checksums, stored_dataset
+from coyo11m_tfds.dataset import (
+    column_file,
+    columns,
+    manifest,
+    records,
+    row_checksums,
+    stored_dataset,
+)
 from coyo11m_tfds.dataset.chunk_index import ChunkIndex, index_file_name
 from coyo11m_tfds.dataset.splits import StoredSplit, parse_splits, strip_alternative_formats
 from coyo11m_tfds.process import command_line
@@ -101,6 +108,8 @@ def _identify_build(folder: str, files: Mapping[str, StoredFile]) -> str:
             info = manifest.read_small_file(f'{folder}/{schema.INFO_FILE}') or b''
             if build := parse_splits(info)[0].build:
                 return build
+    # Without it, the record of checksums tells. A folder may have those of several builds; then
+    # the missing file is a fault of any of them.
     builds = [schema.build_of(name) for name in files if name.startswith('checksums')]
     return builds[0] if builds else ''
 
@@ -124,11 +133,12 @@ class _Verification:
         self._checksums_file = schema.of_build(schema.CHECKSUMS_FILE, build)
         self._columns_file = schema.of_build(schema.COLUMNS_FILE, build)
         self.faults: list[str] = []
-        self._column_scans: dict[str, Callable[[], columns.ColumnScan]] = {}
+        self._column_scans: dict[str, Callable[[], column_file.ColumnScan]] = {}
         self._recorded: dict[str, FileState] = {}  # files as the build recorded them
 
     def run(self) -> VerifyResult:
-        """Checks small files, then names, then what is large."""
+        """Checks small files, then names, then what is large; returns all faults."""
+        # First, because every other file is compared with it.
         self._recorded = self._parse(self._checksums_file, manifest.parse_checksums) or {}
         # It has a digest of its own, and `add_column` replaces it after the record of checksums.
         self._recorded.pop(self._columns_file, None)
@@ -141,8 +151,10 @@ class _Verification:
             converted.update(split.converted)
             index_files.add(index_file_name(split.name, split.build))
             shards.update(split.file_names)
+        # What `convert_format` has added is TFDS's own, without checksums.
         self._files = {name: x for name, x in self._files.items() if name not in converted}
         parsed_names = {self._checksums_file, self._columns_file, schema.INFO_FILE} | index_files
+        # Only compared: nothing here needs what they hold.
         for name in self._files.keys() - parsed_names:
             if not _is_large(name):
                 self._parse(name, bytes)
@@ -181,6 +193,7 @@ class _Verification:
             fault = self._describe_unreadable(name, error)
         except ValueError as error:
             fault = f'cannot be used ({error}), expected what the build wrote'
+        # One fault is enough: the others are to be found in the same run.
         self.faults.append(f'{name}: {fault}')
         return None
 
@@ -189,6 +202,7 @@ class _Verification:
         expected = self._recorded.get(name)
         if expected and size != expected.size:
             return f'has {size} bytes, expected {expected.size}'
+        # None where nothing has computed it yet, and the storage keeps none.
         if expected and crc32c not in (None, expected.crc32c):
             return f'CRC-32C is {crc32c:08x}, expected {expected.crc32c:08x}'
         return ''
@@ -210,6 +224,7 @@ class _Verification:
         # Without a record, as in a data set of another program, any file may belong to it.
         if not self._recorded:
             return
+        # Columns come and go after the record is written. Their own description names them.
         columns_files = {self._columns_file, *filter(columns.is_column_file_name, self._files)}
         for name in sorted(self._files.keys() - expected - columns_files):
             self.faults.append(f'{name}: is unexpected, a file of {self._files[name].size} bytes')
@@ -228,7 +243,7 @@ class _Verification:
                     places.append(column.locate(self._folder, split.name, split.num_records))
                 else:
                     file, start, dtype = column.locate(self._folder, split.name, split.num_records)
-                    scan = functools.partial(columns.ColumnScan, start, dtype)
+                    scan = functools.partial(column_file.ColumnScan, start, dtype)
                     self._column_scans[file.name] = scan
             except ValueError as error:
                 # A recorded file is compared with its checksum, which reports the fault once.
@@ -260,6 +275,7 @@ class _Verification:
                 with self._downloads.hold(current_file, shows=True) as path:
                     _check_rows(file, path, latents.row_nbytes, rows)
             except (OSError, ValueError) as error:
+                # A storage out of reach says nothing about its file, so the run ends.
                 if listed_file and not listed_file.local_path and isinstance(error, OSError):
                     raise
                 self.faults.append(str(error))
@@ -268,7 +284,9 @@ class _Verification:
         """Reads shards and columns, several at a time, or with `fast` compares their sizes."""
         expected = {*shards, *self._recorded, *self._column_scans}
         names = [name for name in sorted(self._files.keys() & expected) if _is_large(name)]
-        num_bytes = 0 if self._fast else sum(self._files[name].size for name in names)
+        num_bytes = 0
+        if not self._fast:
+            num_bytes = sum(self._files[name].size for name in names)
         with (
             Progress('Verifying shards', num_bytes, 'B', {'shards': len(names)}) as progress,
             # Its threads do not keep the program from ending after an error.
@@ -288,14 +306,17 @@ class _Verification:
         if self._fast or fault:
             return fault
         is_shard = _SHARD in name
+        # A column without a description is only compared with its checksum.
         make_scan = records.RecordScan if is_shard else stored_file.ChecksumScan
         try:
             scan: Any = file.scan(self._column_scans.get(name, make_scan), on_bytes)
         except OSError as error:
             return self._describe_unreadable(name, error)
         fault = self._compare(name, file.size, scan.crc32c)
+        # A shard may end within a record, which no block shows.
         if is_shard:
             scan.end()
+        # Both: the first says that it is another file, the second which record is damaged.
         problem = getattr(scan, 'problem', '')
         return ', '.join(filter(None, [fault, problem]))
 
@@ -311,12 +332,12 @@ def _check_rows(
             if computed != expected:
                 wrong_rows.append((row, computed, expected))
     if wrong_rows:
-        message = columns.wrong_rows_message(*wrong_rows[0], len(wrong_rows))
+        message = column_file.wrong_rows_message(*wrong_rows[0], len(wrong_rows))
         raise ValueError(f'{file.path}: {message}')
 
 
 def _is_large(name: str) -> bool:
-    """True if a file is a shard or a column, which are read through and not kept in memory."""
+    """Returns whether a file is a shard or a column, which is not kept in memory to be read."""
     return _SHARD in name or columns.is_column_file_name(name)
 
 
@@ -338,14 +359,19 @@ def main() -> None:
             f'{name}: was left by a killed add_column; the next one removes it.'
         )
     command_line.print_lines(*result.faults)
-    faults = format_count(len(result.faults), 'fault') if result.faults else 'no faults'
-    scope = 'shards not read: only their sizes compared.' if flags.fast else 'all of them read.'
+    faults = 'no faults'
+    if result.faults:
+        faults = format_count(len(result.faults), 'fault')
+    scope = 'all of them read.'
+    if flags.fast:
+        scope = 'shards not read: only their sizes compared.'
     command_line.print_lines(
         f'{flags.data_dir}: {faults} in {format_count(result.num_files, "file")}, '
         f'{format_count(result.num_bytes, "byte")}, {scope}'
     )
     if result.faults:
         command_line.print_lines('To fix this, copy those files again, or build with --overwrite.')
+    # Only of a data set without faults: a damaged file would get the checksums of its damage.
     elif result.num_unchecked:
         sys.exit(_complete_checksums(flags, result.num_unchecked))
     sys.exit(bool(result.faults))

@@ -11,7 +11,7 @@ import pytest
 
 from coyo11m_tfds import doctor, schema
 from coyo11m_tfds.convert.build_settings import BuildSettings
-from coyo11m_tfds.process import machine
+from coyo11m_tfds.process import machine, python_child
 from coyo11m_tfds.process.sizes import format_bytes
 from tests import built, children, made_sources
 from tests.fakes.cloud import Fault
@@ -135,7 +135,7 @@ def test_disks_without_room(tmp_path):
     ('name', 'said'), [('nvidia0', 'a GPU'), ('accel0', 'a TPU'), ('nvidiactl', '')]
 )
 def test_a_device_that_jax_does_not_see(tmp_path, monkeypatch, name, said):
-    monkeypatch.setattr(doctor, 'run_python', lambda program: ['0.10', [['cpu', 'cpu']]])
+    monkeypatch.setattr(python_child, 'run_python', lambda program: ['0.10', [['cpu', 'cpu']]])
     (tmp_path / 'dev').mkdir()
     (tmp_path / 'dev' / name).touch()
     found = doctor.check_devices(str(tmp_path))
@@ -153,7 +153,7 @@ NO_ANSWERS = {
 @pytest.mark.parametrize(('code', 'message'), NO_ANSWERS.values(), ids=NO_ANSWERS)
 def test_a_process_that_gives_no_answer(code, message):
     with pytest.raises((ValueError, TimeoutError), match=message):
-        doctor.run_python(code, 1)
+        python_child.run_python(code, 1)
 
 
 def test_a_bucket_that_lets_in_passes_and_keeps_nothing(gcs):

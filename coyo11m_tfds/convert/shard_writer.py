@@ -14,7 +14,7 @@ from coyo11m_tfds.convert.tasks import (
     ShardTask,
     make_column_file,
 )
-from coyo11m_tfds.dataset import chunk_index, columns, records
+from coyo11m_tfds.dataset import chunk_index, column_file, columns, records
 from coyo11m_tfds.report.statistics import (
     ChannelSums,
     ShardStatistics,
@@ -153,7 +153,7 @@ class _SourceReader:
             # Of a sample that was read in ranges, nothing has compared the bytes.
             checksums = np.zeros(len(rows), np.uint32)
             if not self._task.reads_heads:
-                checksums = columns.row_checksums(raw)
+                checksums = column_file.row_checksums(raw)
             places = np.stack([file.row_numbers(rows), checksums], axis=1)
             self.sources[-1][1].append(places.astype('<u4'))
         else:

@@ -1,18 +1,14 @@
 """Batches gathered row by row from TFRecord files in memory, without TensorFlow.
 
-The chunk index says where a run of `CHUNK_STRIDE` records begins, and from there the lengths lead
-from record to record. The digest of the checksums behind the records, see
-`chunk_index.run_digests`, shows whether they are the right ones. Rows are located for a block of
-batches at a time. A batch then takes a few calls of NumPy, which copy only the requested values.
-
-A *place* is the number of a byte in memory, see `HeldFiles`. A record in a file is a header with
-its length, its bytes, and a trailer with their checksum.
+Records are located for a block of batches at a time, as runs of `CHUNK_STRIDE` records, see
+`framing`. The digest of the checksums behind the records, see `chunk_index.run_digests`, shows
+whether they are the right ones. A batch then takes a few calls of NumPy, which copy only the
+requested values. A *place* is the number of a byte in memory, see `HeldFiles`.
 """
 
 import dataclasses
 import functools
 import math
-import struct
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -20,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.dataset import records, texts
+from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.dataset.chunk_index import run_digests
 from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.dataset.records import RecordLayout, ValuePlaces, caption_head
@@ -31,84 +27,8 @@ from coyo11m_tfds.memory.files import HeldFiles, Range
 from coyo11m_tfds.reading import damage
 from coyo11m_tfds.reading.batches import CROP, DROP_TEXT, MASK, NOISE_SEED, ArraySpec, Batch
 from coyo11m_tfds.reading.column_reader import ColumnReader, OpenedColumn
+from coyo11m_tfds.reading.framing import locate_records
 from coyo11m_tfds.sampling import order
-
-# So many runs are located one by one. A step of Python takes 0.2 us for each record, a step of
-# NumPy 12 us for all runs.
-_FEW_RUNS = 64
-
-
-# --- Framing: where records begin and end, from the chunk index on --------------------------------
-
-
-def locate_records(
-    files: HeldFiles, start: np.ndarray, count: np.ndarray, limit: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns where the serialized records of runs begin and end, int64 `(n, CHUNK_STRIDE)`.
-
-    They lie between the `start` of their run and its `limit`, whatever bytes are there. Both
-    results are 0 beyond the run, and from the first incomplete record on.
-    """
-    if len(start) <= _FEW_RUNS:
-        return _locate_run_by_run(files, start, count, limit)
-    begin = np.zeros((len(start), schema.CHUNK_STRIDE), np.int64)
-    end = np.zeros_like(begin)
-    header_start = start.copy()
-    # Of each run, whether the next record is there: once it is not, no later one can be found.
-    is_valid = count > 0
-    # The runs are many, and each has few records: a step of NumPy for each number in a run.
-    for number in range(int(count.max(initial=0))):
-        is_valid &= number < count
-        is_valid &= header_start + records.HEADER_NBYTES <= limit
-        # Zeros lie at place 0: they stand for what is not there, and may be read.
-        length = files.gather(np.where(is_valid, header_start, 0), 8).view('<u8')
-        # A damaged length may be any number.
-        is_valid &= length <= records.MAX_RECORD_NBYTES
-        record_start = header_start + records.HEADER_NBYTES
-        record_end = record_start + np.where(is_valid, length, 0).astype(np.int64)
-        is_valid &= record_end + records.TRAILER_NBYTES <= limit
-        begin[is_valid, number] = record_start[is_valid]
-        end[is_valid, number] = record_end[is_valid]
-        header_start = record_end + records.TRAILER_NBYTES
-    return begin, end
-
-
-def _locate_run_by_run(
-    files: HeldFiles, start: np.ndarray, count: np.ndarray, limit: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Does what `locate_records` does, in plain Python: for few runs that is faster."""
-    begin = np.zeros((len(start), schema.CHUNK_STRIDE), np.int64)
-    end = np.zeros_like(begin)
-    for row, run in enumerate(files.views(start, limit)):
-        begins, ends = _locate_in_run(memoryview(run), int(count[row]))
-        begin[row, : len(begins)] = begins
-        end[row, : len(ends)] = ends
-    # From offsets in the runs to places, but for the records that are not there.
-    is_whole = end > 0
-    begin += is_whole * start[:, None]
-    end += is_whole * start[:, None]
-    return begin, end
-
-
-def _locate_in_run(run: memoryview, count: int) -> tuple[list[int], list[int]]:
-    """Returns where the first `count` records begin and end, up to the first incomplete one."""
-    begins: list[int] = []
-    ends: list[int] = []
-    header_start = 0
-    while len(begins) < count:
-        begin = header_start + records.HEADER_NBYTES
-        if begin > len(run):
-            break
-        (length,) = struct.unpack_from('<Q', run, header_start)
-        end = begin + length
-        # A damaged length may be any number.
-        if length > records.MAX_RECORD_NBYTES or end + records.TRAILER_NBYTES > len(run):
-            break
-        begins.append(begin)
-        ends.append(end)
-        header_start = end + records.TRAILER_NBYTES
-    return begins, ends
-
 
 # --- Features: what a batch has of each record ----------------------------------------------------
 

@@ -322,7 +322,6 @@ def _read_object(url: str) -> bytes | None:
             if blob.content_encoding:
                 raise encoded_error(url, blob.content_encoding) from error
             raise retry.Corrupted(f'{url}: {error}') from error
-        # Its header says that it is compressed, and its bytes are not.
         except requests.exceptions.ContentDecodingError as error:
             named = re.search(r'content-encoding: (\S+),', str(error))
             raise encoded_error(url, named[1] if named else 'unknown') from error
@@ -342,7 +341,6 @@ def _write_object(url: str, data: bytes, generation: int | None = None) -> stora
 
     def attempt(options: dict[str, Any]) -> storage.Blob:
         blob = _blob(url)
-        # Compared below with what the storage says that it has.
         options |= {'checksum': None, 'if_generation_match': generation}
         blob.upload_from_string(data, _CONTENT_TYPE, **options)
         return _check_stored(url, blob, sent_state)

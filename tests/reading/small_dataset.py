@@ -16,7 +16,7 @@ import torch
 from numpy.typing import DTypeLike
 
 from coyo11m_tfds import schema, storage
-from coyo11m_tfds.dataset import chunk_index, columns, records
+from coyo11m_tfds.dataset import chunk_index, column_file, columns, records
 from coyo11m_tfds.dataset.columns import AddedColumn, InPlaceColumn, InPlaceFile
 from coyo11m_tfds.dataset.keyed_random import splitmix64
 from coyo11m_tfds.source.pt_file import PtFile
@@ -79,7 +79,7 @@ def _write_sources(
         torch.save({name: torch.as_tensor(x) for name, x in content.items()}, path)
         opened = PtFile(path)
         files.append(InPlaceFile(str(path), '', opened.digest, *opened.layout[:2]))
-        crcs = columns.row_checksums(latents[rows])
+        crcs = column_file.row_checksums(latents[rows])
         places.append(np.stack([np.full(len(rows), first + number), rows, crcs], axis=1))
     return np.concatenate(places).astype('<u4'), files
 
@@ -92,7 +92,7 @@ def add_column(
     for split, of_split in values.items():
         shape, dtype = of_split.shape[1:], of_split.dtype
         with open(path / files[split], 'wb') as file:
-            writer = columns.ColumnWriter(file, dtype, shape, len(of_split))
+            writer = column_file.ColumnWriter(file, dtype, shape, len(of_split))
             writer.write(of_split)
             crc32c[split] = writer.finish()
     column = AddedColumn(name, dtype.name, shape, files, crc32c, **fields)

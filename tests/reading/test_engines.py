@@ -19,7 +19,7 @@ import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import chunk_index, records, stored_dataset
 from coyo11m_tfds.memory import files as files_lib
-from coyo11m_tfds.reading import row_reader
+from coyo11m_tfds.reading import framing
 from tests import built, children
 from tests.checkout import CHECKOUT
 from tests.reading import small_dataset
@@ -228,7 +228,7 @@ def test_keys_and_captions_of_every_length_are_found(tmp_path):
     files = files_lib.MappedFiles()
     files.add_shards(lambda number: str(file), [file.stat().st_size])
     start, limit = files.locate(np.array([0]), np.array([0]), 10**9)
-    begin, end = row_reader.locate_records(files, start, np.array([10]), limit)
+    begin, end = framing.locate_records(files, start, np.array([10]), limit)
     begin, end = begin[0, :10], end[0, :10]
     assert end[-1] + 4 == start[0] + files.size[0]
     layouts = [records.RecordLayout(3 * schema.LATENT_NBYTES, text_dim=n) for n in (5, 6)]
