@@ -3,12 +3,13 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from coyo11m_tfds.foreign import arrow_texts
 from coyo11m_tfds.process.errors import Faults, FieldError
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import copied_files, keyed_parquet, keyed_values
-from coyo11m_tfds.source.keyed_parquet import KeyedFile, RemoteColumns
+from coyo11m_tfds.source.keyed_parquet import KeyedFile, RemoteColumns, find_first
 from coyo11m_tfds.source.keyed_values import KeyedValues, KeyedValuesWriter, KeyPlaces
 from coyo11m_tfds.storage import file_state
 from coyo11m_tfds.storage.scratch import Scratch
@@ -50,9 +51,11 @@ class CaptionFiles:
         cls, files: Iterable[StoredFile], key_column: str, caption_column: str
     ) -> 'CaptionFiles':
         """Chooses the columns that a config describes; reads only schemas."""
-        files, faults = tuple(files), Faults()
-        is_default = caption_column == schema.DEFAULT_CAPTION_COLUMN
-        names = schema.CAPTION_COLUMNS if is_default else (caption_column,)
+        files = tuple(files)
+        names: Sequence[str] = [caption_column]
+        # By default, any of the usual names will do.
+        if caption_column == schema.DEFAULT_CAPTION_COLUMN:
+            names = schema.CAPTION_COLUMNS
         with concurrent.futures.ThreadPoolExecutor(_FOOTERS_AT_ONCE) as threads:
             schemas = threads.map(keyed_parquet.read_schema_and_count, files)
             for file, (arrow, num_rows) in zip(files, schemas, strict=True):
@@ -61,12 +64,12 @@ class CaptionFiles:
                     continue
                 with keyed_parquet.naming_damage(file.path):
                     keys = keyed_parquet.find_key_column(arrow, key_column)
-                integers = [field.name for field in arrow if pa.types.is_integer(field.type)]
+                caption = find_first(names, arrow.names)
                 texts = [field.name for field in arrow if arrow_texts.holds_text(field.type)]
-                caption = next((x for x in names if x in arrow.names), '')
+                # Both faults at once, so that one more command is enough.
+                faults = Faults()
                 if not keys:
-                    problem = f'{file.path} has no such integers, but {integers}: set key_column.'
-                    faults.add(FieldError('key_column', key_column or schema.PARQUET_KEY, problem))
+                    faults.add(_missing_keys_error(file.path, arrow, key_column))
                 if caption not in texts:
                     kinds = dict(zip(arrow.names, arrow.types, strict=True))
                     kind = f' ({caption} is {kinds[caption]})' if caption else ''
@@ -76,15 +79,18 @@ class CaptionFiles:
                     faults.add(FieldError('caption_column', caption_column, problem))
                 faults.check()
                 # The next files must have the columns of the first.
-                key_column, names = keys, (caption,)
+                key_column = keys
+                names = [caption]
         return cls(files, key_column or schema.PARQUET_KEY, names[0])
 
     @property
     def origin(self) -> list[Any]:
         """What decides the captions, as JSON."""
-        # Any commit of a hub may have the files.
-        paths = (re.sub('@[0-9a-f]{40}/', '/', file.path) for file in self.files)
-        versions = [*zip(paths, (file.version for file in self.files), strict=True)]
+        versions = []
+        for file in self.files:
+            # Any commit of a hub may have the file.
+            path = re.sub('@[0-9a-f]{40}/', '/', file.path)
+            versions.append((path, file.version))
         return [versions, self.key_column, self.caption_column]
 
     def join(
@@ -100,9 +106,10 @@ class CaptionFiles:
         Of large remote files, `by_columns` fetches the two columns alone, which no checksum of the
         storage covers.
         """
-        hold = (
-            self._hold_columns(scratch) if by_columns else scratch.hold_all(self.files, shows=True)
-        )
+        if by_columns:
+            hold = self._hold_columns(scratch)
+        else:
+            hold = scratch.hold_all(self.files, shows=True)
         with hold as local_paths:
             paths = {}
             for file, path in zip(self.files, local_paths, strict=True):
@@ -121,15 +128,19 @@ class CaptionFiles:
     def _hold_columns(self, scratch: Scratch) -> Iterator[list[str]]:
         """Returns local paths of files with the two columns, valid within the `with` block."""
         names = self.key_column, self.caption_column
-        large = [file for file in self.files if not file.local_path and file.size > _SMALL_BYTES]
+        large: list[StoredFile] = []
+        small: list[StoredFile] = []  # or local
+        for file in self.files:
+            is_large = not file.local_path and file.size > _SMALL_BYTES
+            (large if is_large else small).append(file)
         if not large:
             with scratch.hold_all(self.files, shows=True) as local_paths:
                 yield local_paths
             return
-        small = [file for file in self.files if file not in large]
+        open_columns = functools.partial(RemoteColumns, columns=names)
         with concurrent.futures.ThreadPoolExecutor(_FOOTERS_AT_ONCE) as threads:
-            columns = list(threads.map(lambda x: RemoteColumns(x, names), large))
-        num_bytes = sum(x.num_bytes for x in columns)
+            columns = list(threads.map(open_columns, large))
+        num_bytes = sum(file_columns.num_bytes for file_columns in columns)
         with (
             scratch.make_folder() as folder,
             scratch.hold_all(small, shows=True) as small_paths,
@@ -140,6 +151,13 @@ class CaptionFiles:
                     paths[file] = os.path.join(folder, f'{number}.parquet')
                     columns[number].fetch(paths[file], progress.add)
             yield [paths[file] for file in self.files]
+
+
+def _missing_keys_error(path: str, arrow: pa.Schema, key_column: str) -> FieldError:
+    """Returns the error for a file without a column of keys."""
+    integers = [field.name for field in arrow if pa.types.is_integer(field.type)]
+    problem = f'{path} has no such integers, but {integers}: set key_column.'
+    return FieldError('key_column', key_column or schema.PARQUET_KEY, problem)
 
 
 def join_texts(
@@ -162,8 +180,13 @@ def join_texts(
             with KeyedFile(path, column, name=name, key_column=key_column) as file:
                 yield file
 
-    heads = [(file.keys(), file.has_checksums) for file in open_files()]
-    keys = np.concatenate([file_keys for file_keys, _ in heads])
+    # All keys first: they decide which rows are captions, and where they belong.
+    keys_of_files = []
+    has_checksums = True
+    for file in open_files():
+        keys_of_files.append(file.keys())
+        has_checksums = has_checksums and file.has_checksums
+    keys = np.concatenate(keys_of_files)
     if not len(keys):
         others = ', nor has any other file of captions' if len(paths) > 1 else ''
         raise ValueError(f'{next(iter(paths))}: has no rows{others}.')
@@ -175,7 +198,7 @@ def join_texts(
     writer = KeyedValuesWriter(folder)
     sizes, checksums = _write_texts(open_files(), keys, places, is_kept & is_first, writer)
     facts = {
-        'has_checksums': all(has_checksums for _, has_checksums in heads),
+        'has_checksums': has_checksums,
         'num_rows': len(keys),
         'duplicates': len(duplicate_keys),
         'duplicate_keys': np.unique(duplicate_keys)[:_MAX_EXAMPLES].tolist(),
@@ -188,8 +211,9 @@ def check_unique_captions(captions: KeyedValues, name: str) -> None:
     """Raises a ValueError, with the `name` of the file, if rows of the file repeat a key."""
     options = '--drop_duplicates of embed_captions, bad_data="drop" of a build'
     remedy = f', or take the first of each key: {options}'
-    count, keys = captions.facts['duplicates'], captions.facts['duplicate_keys']
-    keyed_values.check_unique_keys(count, keys, name, remedy)
+    count = captions.facts['duplicates']
+    examples = captions.facts['duplicate_keys']
+    keyed_values.check_unique_keys(count, examples, name, remedy)
 
 
 def _write_texts(
@@ -210,7 +234,9 @@ def _write_texts(
             # Once for each entry of a dictionary: there are few, and the texts may be long.
             texts, index = _distinct_texts(values)
             texts, text_sizes, text_checksums = _measure_texts(texts)
-            sizes[batch], checksums[batch] = text_sizes[index], text_checksums[index]
+            sizes[batch] = text_sizes[index]
+            checksums[batch] = text_checksums[index]
+            # All rows have sizes and checksums, for the digest; only some are written.
             rows = np.flatnonzero(is_kept[batch])
             row_sizes = sizes[batch][rows]
             indices = pa.array(index[rows], mask=row_sizes <= 0)
@@ -225,11 +251,13 @@ def _digest(
     first_rows: np.ndarray, keys: np.ndarray, sizes: np.ndarray, checksums: np.ndarray
 ) -> str:
     """SHA-256 of all keys with a caption, ascending, then of their sizes, then of their CRC-32s."""
+    # In blocks, since a whole column in order would take 90 MB for 11 million rows.
+    num_blocks = 1 + len(first_rows) // _DIGESTED_AT_ONCE
     digest = hashlib.sha256()
     for column, dtype in ((keys, np.int64), (sizes, np.int64), (checksums, np.uint32)):
-        # In blocks, since a whole column in order would take 90 MB for 11 million rows.
-        for rows in np.array_split(first_rows, 1 + len(first_rows) // _DIGESTED_AT_ONCE):
-            digest.update(column[rows[sizes[rows] > 0]].astype(dtype))
+        for rows in np.array_split(first_rows, num_blocks):
+            with_caption = rows[sizes[rows] > 0]
+            digest.update(column[with_caption].astype(dtype))
     return digest.hexdigest()
 
 
@@ -237,8 +265,9 @@ def _distinct_texts(values: pa.Array) -> tuple[pa.Array, np.ndarray]:
     """Returns the texts, those of a dictionary once, as large binary, and the index of each row."""
     if not pa.types.is_dictionary(values.type):
         return arrow_texts.read_texts(values), np.arange(len(values), dtype=np.int32)
-    # Polars writes unsigned ones.
+    # Polars writes unsigned ones. A row without a text gets the index -1, and a null below.
     indices = pc.fill_null(values.indices.cast(pa.int64()), -1).to_numpy()
+    # Only entries that are used: the dictionary may be that of a whole row group.
     entries, index = np.unique(indices, return_inverse=True)
     texts = values.dictionary.take(pa.array(entries, mask=entries < 0))
     return arrow_texts.read_texts(texts), index.astype(np.int32, copy=False)
@@ -254,6 +283,7 @@ def _measure_texts(texts: pa.Array) -> tuple[pa.Array, np.ndarray, np.ndarray]:
     texts = pc.fill_null(texts, b'')
     sizes = pc.binary_length(texts).to_numpy().astype(np.int32)
     too_long = sizes > schema.MAX_CAPTION_BYTES
+    # Before what is unreadable is looked for, which takes time for each byte.
     texts = pc.if_else(pa.array(too_long), pa.scalar(b'', texts.type), texts)
     unreadable = arrow_texts.find_unreadable(texts)
     texts = pc.if_else(pa.array(unreadable), pa.scalar(b'', texts.type), texts)
@@ -264,6 +294,7 @@ def _measure_texts(texts: pa.Array) -> tuple[pa.Array, np.ndarray, np.ndarray]:
     view = memoryview(data or b'')
     checksums = [zlib.crc32(view[start:end]) for start, end in itertools.pairwise(bounds)]
     sizes = np.where(is_caption.to_numpy(zero_copy_only=False), sizes, 0)
+    # After the blank ones: texts that are left out have become blank, too.
     sizes = np.where(too_long, TOO_LONG, sizes)
     sizes = np.where(unreadable, UNREADABLE, sizes)
     return texts, sizes, np.array(checksums, np.uint32)

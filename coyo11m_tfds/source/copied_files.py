@@ -23,7 +23,8 @@ class CopiedFiles:
     """The copies in a destination and their receipts."""
 
     def __init__(self, target: WritableFolder):
-        self._target, self._receipts = target, Receipts(target, _RECEIPTS)
+        self._target = target
+        self._receipts = Receipts(target, _RECEIPTS)
 
     def save(self, name: str, file: StoredFile, state: FileState) -> None:
         """Writes the receipt of a complete copy; `name` is its path relative to the destination."""
@@ -35,18 +36,21 @@ class CopiedFiles:
         """Returns the files whose copy is missing, incomplete, or of another version."""
         folder = self._target.folder
         receipts = _by_file(self._receipts)
-        # A build reads all files of latents in the folder, including these.
-        orphans = [n for n in receipts if not n.endswith(('.parquet', '.json')) and n not in files]
+        orphans = []
+        for name in receipts:
+            # A build reads all files of latents in the folder, but no other Parquet file or index.
+            if name not in files and not name.endswith(('.parquet', '.json')):
+                orphans.append(name)
         if orphans:
             logging.warning(
                 f'{folder} has copies of {format_count(len(orphans), "file")} that the source no '
                 f'longer has, such as {min(orphans)}. Delete them, or builds will use them.'
             )
-        of_this_version = {
-            name: receipts[name]
-            for name, file in files.items()
-            if name in receipts and receipts[name].origin == file.version
-        }
+        of_this_version = {}
+        for name, file in files.items():
+            if name in receipts and receipts[name].origin == file.version:
+                of_this_version[name] = receipts[name]
+        # Receipts may outlive their files, so these are looked at, too.
         copied = self._receipts.check_files(of_this_version, f'Checking {folder}')
         return {name: file for name, file in files.items() if name not in copied}
 
@@ -76,6 +80,7 @@ def check_recorded_state(state: FileState, recorded: FileState, path: str) -> No
 
 
 def _by_file(receipts: Receipts) -> dict[str, Receipt]:
+    """Returns the receipts by the names of the files that they are about, one each."""
     by_file = {}
     for receipt in receipts.read().values():
         [name] = receipt.files

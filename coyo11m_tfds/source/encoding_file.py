@@ -11,7 +11,8 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.file_state import FileState
 
-_SETTINGS, _FILES = 'settings', 'files'
+_SETTINGS = 'settings'
+_FILES = 'files'
 
 
 def how_to_encode(folder: str) -> str:
@@ -43,7 +44,8 @@ class Encoding(NamedTuple):
         """The inverse of `to_bytes`; raises a ValueError if the content is damaged."""
         try:
             content = json_digest.unseal(data)
-            settings, files = dict(content[_SETTINGS]), content[_FILES]
+            settings = dict(content[_SETTINGS])
+            files = content[_FILES]
             if files is not None:
                 files = {name: EncodedState.from_json(state) for name, state in files.items()}
         except (AttributeError, KeyError, TypeError) as error:

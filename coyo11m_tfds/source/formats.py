@@ -23,6 +23,7 @@ _FORMATS: dict[str, type[LatentFile]] = {
 
 def format_of(file: StoredFile) -> type[LatentFile]:
     """Returns the class of a file of latents."""
+    # Whatever another name holds, the error of a `.pt` file says what was expected.
     return _FORMATS.get(os.path.splitext(file.path)[1], PtFile)
 
 

@@ -8,7 +8,7 @@ import concurrent.futures
 import contextlib
 import functools
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Self
 
 import numpy as np
@@ -55,17 +55,22 @@ class KeyedFile:
         self, path: str, *columns: str, name: str = '', key_column: str = schema.PARQUET_KEY
     ):
         """Opens a file, called `name` in messages; its values are in the first existing column."""
-        self.name, self._path = name or path, path
+        self.name = name or path
+        self._path = path
+        self._key_column = key_column
         with naming_damage(self.name):
             self._file = open_parquet(path)
             arrow = self._file.schema_arrow
             self.num_rows = self._file.metadata.num_rows
-            self.column = next((c for c in columns if c in arrow.names), columns[-1])
-            self._key_column, self._columns = key_column, [self.column, key_column]
-            indexes = {} if key_column in arrow.names else _pandas_indexes(arrow)
-            self._range = indexes.get(key_column)
-            if self._range is not None:
-                self._columns.pop()
+            # Without any of them, the last is the one that the error names.
+            self.column = find_first(columns, arrow.names) or columns[-1]
+            self._columns = [self.column]  # to read
+            # Keys that pandas described as a range are in no column.
+            self._range: range | None = None
+            if key_column not in arrow.names:
+                self._range = _pandas_indexes(arrow).get(key_column)
+            if self._range is None:
+                self._columns.append(key_column)
             self.metadata = dict[str, str]()
             for entry, value in (arrow.metadata or {}).items():
                 self.metadata[foreign_text.decode_utf8(entry)] = foreign_text.decode_utf8(value)
@@ -83,9 +88,7 @@ class KeyedFile:
             self._row_bytes = max(1, *_mean_row_bytes(self._file.metadata, chunks))
             self._rows_at_once = _ROWS_AT_ONCE
             # Arrow makes no dictionaries of differences.
-            if arrow_texts.holds_text(self.kind) and any(
-                'DELTA' in e for chunk in chunks for e in chunk.encodings
-            ):
+            if arrow_texts.holds_text(self.kind) and _has_differences(chunks):
                 self._rows_at_once = _DIFFERENCES_AT_ONCE
             elif arrow_texts.is_flat(self.kind) and self._row_bytes < _REPEATED_BYTES:
                 self._file = open_parquet(path, read_dictionary=[self.column])
@@ -137,10 +140,12 @@ class KeyedFile:
         if not self.num_rows:
             return
         max_rows = _BYTES_AT_ONCE // max(row_bytes, self._row_bytes)
+        rows_at_once = max(1, min(self._rows_at_once, max_rows))
         with naming_damage(self.name):
-            yield from self._read(self.column, max(1, min(self._rows_at_once, max_rows)))
+            yield from self._read(self.column, rows_at_once)
 
     def _read(self, column: str, rows_at_once: int) -> Iterator[pa.Array]:
+        """Yields a column in pieces; raises a ValueError if it ends before the last row."""
         count = 0
         for batch in self._file.iter_batches(rows_at_once, columns=[column], use_threads=False):
             yield batch.column(0)
@@ -149,6 +154,7 @@ class KeyedFile:
             raise ValueError(f'it has {count:,} of {format_count(self.num_rows, "row")}')
 
     def _check(self, arrow: pa.Schema) -> None:
+        """Raises a ValueError unless each column is there once, and the keys can be keys."""
         for column in self._columns:
             count = arrow.names.count(column)
             if count != 1:
@@ -163,26 +169,48 @@ class KeyedFile:
                     f'{self.name}: has {format_count(self.num_rows, "row")}, but its metadata '
                     f'describes {format_count(len(self._range), "key")}. Write it again.'
                 )
-        elif not _can_be_keys(kind := arrow.field(self._key_column).type):
+            return
+        kind = arrow.field(self._key_column).type
+        if not _can_be_keys(kind):
             raise ValueError(
                 f"{self.name}: column '{self._key_column}' is {kind}, expected integers, or texts "
                 'of their decimal digits.'
             )
 
 
+def find_first(names: Iterable[str], existing: Collection[str]) -> str:
+    """Returns the first of some names that is among the existing ones; '' if none is."""
+    for name in names:
+        if name in existing:
+            return name
+    return ''
+
+
+def _has_differences(chunks: Iterable[pq.ColumnChunkMetaData]) -> bool:
+    """Whether chunks of a column hold texts as differences from the ones before."""
+    encodings = set[str]()
+    for chunk in chunks:
+        encodings.update(chunk.encodings)
+    return any('DELTA' in encoding for encoding in encodings)
+
+
 def holds_images(field: pa.Field) -> bool:
     """Whether a column has images: structs with `bytes`, or bytes under the name of a format."""
     kind = field.type
+    # As the library datasets writes images.
     if pa.types.is_struct(kind):
-        return any(x.name == 'bytes' and _is_bytes(x.type) for x in kind)
+        return any(member.name == 'bytes' and _is_bytes(member.type) for member in kind)
+    # As WebDataset names them, for example `jpg`.
     return _is_bytes(kind) and f'.{field.name.lower()}' in image_kinds.TAKEN_SUFFIXES
 
 
 def _is_bytes(kind: pa.DataType) -> bool:
+    """Whether a type is that of bytes."""
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
 def _can_be_keys(kind: pa.DataType) -> bool:
+    """Whether values of a type can be keys; texts must consist of digits."""
     return pa.types.is_integer(kind) or arrow_texts.is_text(kind)
 
 
@@ -191,22 +219,31 @@ def find_key_column(arrow: pa.Schema, key_column: str) -> str:
 
     If there is no `key`, '' stands for integers that pandas wrote as an index with a name.
     """
-    name, indexes = key_column or schema.PARQUET_KEY, _pandas_indexes(arrow)
+    name = key_column or schema.PARQUET_KEY
+    indexes = _pandas_indexes(arrow)
     kinds = {field.name: field.type for field in arrow}
-    if _can_be_keys(kinds[name]) if name in kinds else name in indexes:
+    # What pandas described instead of writing it is a range of integers.
+    is_of_keys = name in indexes
+    if name in kinds:
+        is_of_keys = _can_be_keys(kinds[name])
+    if is_of_keys:
         return name
-    integers = [x for x in indexes if x not in kinds or pa.types.is_integer(kinds[x])]
-    return '' if key_column else next(iter(integers), '')
+    if key_column:
+        return ''
+    for index in indexes:
+        if index not in kinds or pa.types.is_integer(kinds[index]):
+            return index
+    return ''
 
 
 def read_schema(file: StoredFile) -> pa.Schema:
     """Reads the schema at the end of a file, local or remote."""
-    return read_schema_and_count(file)[0]
+    arrow, _ = read_schema_and_count(file)
+    return arrow
 
 
 def read_schema_and_count(file: StoredFile) -> tuple[pa.Schema, int]:
     """Reads the schema and the number of rows at the end of a file, local or remote."""
-
     with naming_damage(file.path):
         metadata = pq.read_metadata(pa.BufferReader(_read_footer(file)))
         _check_noted_names(metadata)
@@ -217,13 +254,15 @@ def _read_footer(file: StoredFile) -> bytes:
     """Reads the end of a file from its footer on, or more of it."""
 
     def read_tail(length: int) -> bytes:
+        """Reads the last bytes of the file, or all of a shorter one."""
         length = min(length, file.size)
         return file.read_range(file.size - length, length)
 
     tail = read_tail(_TAIL_BYTES)
-    footer = int.from_bytes(tail[-8:-4], 'little') + 8
-    if footer > len(tail):
-        tail = read_tail(footer)
+    # A file ends with the footer, its length in 4 bytes, and 4 bytes that name the format.
+    footer_bytes = int.from_bytes(tail[-8:-4], 'little') + 8
+    if footer_bytes > len(tail):
+        tail = read_tail(footer_bytes)
     return tail
 
 
@@ -254,6 +293,7 @@ class RemoteColumns:
         """
 
         def fetch_piece(bounds: tuple[int, int]) -> tuple[int, bytes]:
+            """Returns where a piece begins, and its bytes."""
             begin, end = bounds
             data = self._file.read_range(begin, end - begin)
             on_bytes(len(data))
@@ -282,19 +322,24 @@ def _find_ranges(
     for group in range(metadata.num_row_groups):
         for index in range(metadata.num_columns):
             chunk = metadata.row_group(group).column(index)
-            if chunk.path_in_schema.partition('.')[0] not in columns:
+            # A nested column has parts, such as `caption.list.element`.
+            column, _, _ = chunk.path_in_schema.partition('.')
+            if column not in columns:
                 continue
             begin = chunk.data_page_offset
             if chunk.has_dictionary_page:
                 begin = min(begin, chunk.dictionary_page_offset or begin)
             # Arrow may read a little beyond the end that old writers note.
-            ranges.append((begin, min(begin + chunk.total_compressed_size + _PADDING, stop)))
+            end = begin + chunk.total_compressed_size + _PADDING
+            ranges.append((begin, min(end, stop)))
+    # The beginning of the file, which names the format, is the first range.
     joined = [(0, 0)]
     for begin, end in sorted(ranges):
-        if begin > joined[-1][1] + _GAP:
+        last_begin, last_end = joined[-1]
+        if begin > last_end + _GAP:
             joined.append((begin, end))
         else:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+            joined[-1] = last_begin, max(last_end, end)
     return joined
 
 
@@ -345,8 +390,9 @@ def _mean_row_bytes(
 def column_chunks(metadata: pq.FileMetaData, column: str) -> list[pq.ColumnChunkMetaData]:
     """Returns the metadata of a column in each row group."""
     paths = [metadata.schema.column(index).path for index in range(len(metadata.schema))]
+    # A nested column has several; the first stands for all.
     index = next(i for i, path in enumerate(paths) if f'{path}.'.startswith(f'{column}.'))
-    return [metadata.row_group(g).column(index) for g in range(metadata.num_row_groups)]
+    return [metadata.row_group(group).column(index) for group in range(metadata.num_row_groups)]
 
 
 def open_parquet(path: str | RangeReader, **options: Any) -> pq.ParquetFile:
@@ -363,16 +409,20 @@ def _check_noted_names(metadata: pq.FileMetaData) -> None:
     """Raises a ValueError if the names of columns are not those that Arrow noted when it wrote."""
     # The end of a file has no checksum, and with a damaged name another column of captions would be
     # the first that exists.
-    if encoded_schema := (metadata.metadata or {}).get(b'ARROW:schema'):
-        noted = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(encoded_schema))).names
-        if noted != (names := metadata.schema.to_arrow_schema().names):
-            raise ValueError(f'its columns are {names}, and were {noted} when it was written')
+    encoded_schema = (metadata.metadata or {}).get(b'ARROW:schema')
+    if not encoded_schema:
+        return
+    noted = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(encoded_schema))).names
+    names = metadata.schema.to_arrow_schema().names
+    if noted != names:
+        raise ValueError(f'its columns are {names}, and were {noted} when it was written')
 
 
 def _pandas_indexes(arrow: pa.Schema) -> dict[str, range | None]:
     """The named indexes of pandas: columns or, where it wrote a description, the keys."""
     indexes: dict[str, range | None] = {}
     for index in (arrow.pandas_metadata or {}).get('index_columns', []):
+        # Pandas calls an index without a name `__index_level_0__`.
         if isinstance(index, str) and not index.startswith('__index_level_'):
             indexes[index] = None
         elif isinstance(index, dict) and isinstance(index.get('name'), str):

@@ -27,7 +27,8 @@ from coyo11m_tfds.storage import file_state, json_digest, locks
 # Of the files; another number has them made again.
 _FORMAT = 4
 _SCHEMA = pa.schema([('place', pa.int64()), ('size', pa.int32()), ('value', pa.large_binary())])
-_ROWS, _RECORD = 'rows.parquet', 'record.json'
+_ROWS = 'rows.parquet'
+_RECORD = 'record.json'
 # Raised for a folder in the place of a file, and for a file in that of a folder.
 _WRONG_KINDS = IsADirectoryError, NotADirectoryError
 # Sorted at a time, in about four times as much memory.
@@ -84,7 +85,8 @@ class KeyedValuesWriter:
 
     def __init__(self, folder: str, *, run_bytes: int = _RUN_BYTES):
         os.mkdir(folder)
-        self._folder, self._run_bytes = folder, run_bytes
+        self._folder = folder
+        self._run_bytes = run_bytes
         self._piece_bytes = max(1, run_bytes // _PIECES)
         self._rows: list[pa.Table] = []  # of the next run
         self._num_bytes = 0
@@ -115,6 +117,7 @@ class KeyedValuesWriter:
             file.write(json_digest.seal(record))
 
     def _write_run(self) -> None:
+        """Sorts what has been added since the last run, and writes it to the disk."""
         run = os.path.join(self._folder, f'run-{len(self._runs)}')
         rows = pa.concat_tables(self._rows).sort_by('place')
         self._rows = []
@@ -125,7 +128,8 @@ class KeyedValuesWriter:
             pa.OSFile(run, 'wb') as file,
             pa.ipc.new_stream(file, _SCHEMA, options=options) as writer,
         ):
-            writer.write_table(rows, max_chunksize=-(-len(rows) // _PIECES))
+            rows_in_piece = -(-len(rows) // _PIECES)  # rounded up
+            writer.write_table(rows, max_chunksize=rows_in_piece)
         self._runs.append(run)
 
 
@@ -135,6 +139,7 @@ def open_or_make(cache_dir: str, origin: Any, make_folder: Callable[[str], None]
     `remove_unused` keeps them as long as the result exists.
     """
     folder = os.path.join(cache_dir, f'joined-{json_digest.sha256([_FORMAT, origin])[:32]}')
+    # In a loop: another process may remove what has just been made, before it is locked.
     while not (values := _open_whole(folder)):
         # Made under another name, so that a folder under the final name is always complete.
         with locks.temporary_folder(cache_dir, 'joining-') as temporary:
@@ -151,7 +156,8 @@ def open_or_make(cache_dir: str, origin: Any, make_folder: Callable[[str], None]
 
 def remove_unused(cache_dir: str) -> None:
     """Removes the values of other builds from `cache_dir`, except those that a process has open."""
-    for folder in glob.glob(os.path.join(glob.escape(cache_dir), f'joined-{"[0-9a-f]" * 32}')):
+    pattern = os.path.join(glob.escape(cache_dir), f'joined-{"[0-9a-f]" * 32}')
+    for folder in glob.glob(pattern):
         with (
             contextlib.suppress(BlockingIOError, FileNotFoundError, *_WRONG_KINDS),
             locks.FileLock(os.path.join(folder, _RECORD), wait=False),
@@ -161,6 +167,7 @@ def remove_unused(cache_dir: str) -> None:
 
 def order_by_key(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the first row of each of the keys, by key, and the keys of other rows, ascending."""
+    # Stable, so that the first of equal keys is the first row.
     order = np.argsort(keys, kind='stable')
     sorted_keys = keys[order]
     duplicate = np.zeros(len(keys), bool)
@@ -200,6 +207,7 @@ class KeyPlaces:
         by_key = np.argsort(keys)
         ranks = np.empty(len(keys), np.int64)
         ranks[by_key] = np.searchsorted(self._ascending, keys[by_key])
+        # Of a key beyond the last requested one, which the comparison then leaves out.
         ranks = np.minimum(ranks, len(self._ascending) - 1)
         return self._order[ranks], self._ascending[ranks] == keys
 
@@ -209,8 +217,10 @@ def _pieces(
 ) -> Iterator[pa.Table]:
     """Yields all rows in tables of about `num_bytes`."""
     ends = np.cumsum(np.maximum(sizes, 0), dtype=np.int64)
+    # A piece begins where the bytes so far pass the next multiple of `num_bytes`.
     cuts = np.flatnonzero(np.diff(ends // num_bytes)) + 1
     for begin, end in itertools.pairwise([0, *cuts.tolist(), len(sizes)]):
+        # Without rows, both ends are 0.
         if begin == end:
             continue
         piece = values[begin:end]
@@ -230,12 +240,14 @@ def _row_groups(tables: Iterable[pa.Table], num_bytes: int) -> Iterator[pa.Table
         size += table.nbytes
         if size >= num_bytes:
             yield pa.concat_tables(group)
-            group, size = [], 0
+            group = []
+            size = 0
     if group:
         yield pa.concat_tables(group)
 
 
 def _read_run(path: str) -> Iterator[pa.Table]:
+    """Yields the pieces of a run, of which one at a time is in memory."""
     with pa.OSFile(path) as file, pa.ipc.open_stream(file) as reader:
         for batch in reader:
             yield pa.Table.from_batches([batch])
@@ -248,18 +260,21 @@ def _merge_runs(paths: Sequence[str]) -> Iterator[pa.Table]:
     while pieces:
         places = [rows.column('place').to_numpy() for rows in pieces]
         # No run has a later piece that begins before the least of these.
-        last_place = min(x[-1] for x in places)
+        last_place = min(piece_places[-1] for piece_places in places)
         heads = []
-        left = []  # runs that have more rows, each with its next piece
-        for run, rows, run_places in zip(runs, pieces, places, strict=True):
-            count = int(np.searchsorted(run_places, last_place, side='right'))
+        next_runs = []
+        next_pieces = []
+        for run, rows, piece_places in zip(runs, pieces, places, strict=True):
+            count = int(np.searchsorted(piece_places, last_place, side='right'))
             heads.append(rows[:count])
             tail = rows[count:] if count < len(rows) else next(run, None)
+            # A run that has given all of its rows takes part no more.
             if tail is not None:
-                left.append((run, tail))
+                next_runs.append(run)
+                next_pieces.append(tail)
         yield pa.concat_tables(heads).sort_by('place')
-        runs = [run for run, _ in left]
-        pieces = [tail for _, tail in left]
+        runs = next_runs
+        pieces = next_pieces
 
 
 def _open_whole(folder: str) -> KeyedValues | None:
@@ -282,16 +297,21 @@ def _open_whole(folder: str) -> KeyedValues | None:
         _remove_damaged(folder, error)
         lock.release()
         return None
+    # The lock lasts as long as anybody can read the values.
     weakref.finalize(values, lock.release)
     return values
 
 
 def _remove_damaged(folder: str, error: Exception) -> None:
+    """Removes what is in the place of values, and says so in the log."""
     logging.warning('%s is damaged and made again (%s).', folder, error)
-    remove = shutil.rmtree if os.path.isdir(folder) else os.remove
-    remove(folder)
+    if os.path.isdir(folder):
+        shutil.rmtree(folder)
+    else:
+        os.remove(folder)
 
 
 def _read_values_record(folder: str) -> dict[str, Any]:
+    """Returns the record in a folder of values; raises a ValueError for a damaged one."""
     with open(os.path.join(folder, _RECORD), 'rb') as file:
         return json_digest.unseal(file.read())

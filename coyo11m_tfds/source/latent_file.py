@@ -70,8 +70,10 @@ class LatentFile:
         label: str = '',
     ):
         """Opens a local file; missing keys are hashes of `label`, its path within its source."""
-        self.path, self._local_path = name or os.fspath(path), os.fspath(path)
-        self._latents_from, self._size = latents_from, os.path.getsize(path)
+        self._local_path = os.fspath(path)
+        self.path = name or self._local_path
+        self._latents_from = latents_from
+        self._size = os.path.getsize(path)
         self._label = label or os.path.basename(path)
         self._raw: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
@@ -117,13 +119,16 @@ class LatentFile:
 
     @classmethod
     def _check_head(cls, file: StoredFile, check_crc: bool) -> None:
+        """Checks what `fetch_head` returns for a local file, in this format the whole file."""
         cls.check_contents(file.path, recorded=file.recorded, check_crc=check_crc)
 
     @classmethod
     def _make_head(cls, file: StoredFile, path: str, check_crc: bool) -> None:
+        """Writes what `fetch_head` returns for a remote file, in this format the whole file."""
         file.fetch(path)
 
     def _open(self) -> None:
+        """Checks the file, and sets the attributes; raises a ValueError for a damaged one."""
         raise NotImplementedError
 
     @property
@@ -145,7 +150,8 @@ class LatentFile:
         if self._raw is None or self._values is None or count > len(self._raw):
             self._raw = torch.empty((count, *self.shape), dtype=getattr(torch, self.dtype))
             self._values = torch.empty((count, *self.shape), dtype=torch.float32)
-        raw, values = self._raw[:count], self._values[:count]
+        raw = self._raw[:count]
+        values = self._values[:count]
         self._read(np.asarray(rows, np.int64), raw)
         # torch converts 16-bit floats about 4 times as fast as numpy does.
         values.copy_(raw)
@@ -164,6 +170,7 @@ class LatentFile:
         offsets = start + self.row_numbers(rows) * self.layout.stride
 
         def fetch(offset: int) -> None:
+            """Writes one crop to its place in the head."""
             data = file.read_range(offset, crop_nbytes)
             with open(self._local_path, 'r+b') as head:
                 head.seek(offset)
@@ -186,9 +193,11 @@ class LatentFile:
         raise NotImplementedError
 
     def _damaged(self, problem: str) -> ValueError:
+        """Returns the error for a damaged file."""
         return damaged_file_error(self.path, self.kind, problem)
 
     def _check_has(self, latents: str, names: Collection[str]) -> None:
+        """Raises a ValueError if the name of the latents is not among those of a file."""
         if latents not in names:
             raise ValueError(
                 f"{self.path}: lacks '{latents}'; it has {sorted(names)}. Set latents_from."
@@ -196,16 +205,22 @@ class LatentFile:
 
     def _find_keys(self, default: str, names: Collection[str]) -> None:
         """Chooses the keys among the names of a file: those of `latents_from`, or the default."""
-        columns = self._latents_from.key_column, default
-        self.key_column = next((x for x in columns if x in names), '')
+        self.key_column = ''
+        for column in (self._latents_from.key_column, default):
+            if column in names:
+                self.key_column = column
+                break
 
     def _set_empty(self) -> None:
         """Describes a file without rows, whose latents may seem to be of any kind."""
         self.keys = np.empty(0, np.int64)
-        self.dtype, self.shape, self.layout = '', (), None
+        self.dtype = ''
+        self.shape = ()
+        self.layout = None
 
     def _make_keys(self, count: int) -> None:
         """Makes keys for rows without keys, by hashing the file's name and the row."""
+        # Not numbered from 0: the rows of all files of a source must have different keys.
         numbers = np.arange(count, dtype=np.uint64) + np.uint64(name_hash(self._label))
         # Of 63 bits, so that no key is negative.
         self.keys = (splitmix64(numbers) >> np.uint64(1)).astype(np.int64)
@@ -213,7 +228,10 @@ class LatentFile:
     def _set_kind(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
         """Sets dtype and shape; raises a ValueError unless they are possible and as configured."""
         self.dtype = dtype
-        self.shape = (1, *shape) if len(shape) == 3 else shape
+        self.shape = shape
+        # Without an axis of crops, a row is one crop.
+        if len(shape) == 3:
+            self.shape = (1, *shape)
         if not schema.are_latents(self.dtype, self.shape):
             raise ValueError(
                 f'{self.path}: {name} has rows {self.shape} of {self.dtype}, expected (C, H, W) or '
@@ -234,7 +252,9 @@ class LatentFile:
     def row_numbers(self, rows: np.ndarray) -> np.ndarray:
         """Returns the numbers of rows in `layout`, int64 `(n,)`."""
         assert self.layout is not None
-        return rows if self.layout.numbers is None else self.layout.numbers[rows]
+        if self.layout.numbers is None:
+            return rows
+        return self.layout.numbers[rows]
 
     def embeddings(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
         """Reads the text embeddings of some rows as float32 `(len(rows), embedding_dim)`."""
@@ -248,9 +268,12 @@ class LatentFile:
         nbytes = out.shape[1] // len(starts)
         for piece, start in enumerate(starts):
             offsets = start + self.row_numbers(rows) * stride
-            # Rows that lie one after the other are one request.
-            run_starts = np.flatnonzero(np.diff(offsets, prepend=-1 - nbytes) != nbytes).tolist()
-            for begin, end in itertools.pairwise([*run_starts, len(rows)]):
+            # Rows that lie one after the other are one request. No row lies behind the prepended
+            # offset, so the first one begins a run.
+            starts_run = np.diff(offsets, prepend=-1 - nbytes) != nbytes
+            bounds = [*np.flatnonzero(starts_run).tolist(), len(rows)]
+            for begin, end in itertools.pairwise(bounds):
+                # A whole row goes where it belongs; pieces of several rows lie apart there.
                 if len(starts) == 1:
                     self._read_into(memoryview(out[begin:end]).cast('B'), int(offsets[begin]))
                     continue
@@ -259,11 +282,13 @@ class LatentFile:
                 out[begin:end, piece * nbytes : (piece + 1) * nbytes] = values
 
     def _read_bytes(self, offset: int, nbytes: int) -> bytes:
+        """Returns some bytes of the file."""
         data = bytearray(nbytes)
         self._read_into(memoryview(data), offset)
         return bytes(data)
 
     def _read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fills a buffer of bytes from the file; raises a ValueError where the file ends before."""
         # Not from the mapped file: the system may map 2 MB for each row that is touched, so that
         # the few records of a validation shard make a process as large as the file; and where the
         # disk cannot be read, touching ends the process and reading is an error.
@@ -274,10 +299,13 @@ class LatentFile:
                     f'{self.path}: ends before its last row; it is truncated, or has become '
                     'shorter since it was opened. Copy or download it again.'
                 )
-            buffer, offset = buffer[count:], offset + count
+            # A read may return less than it was asked for.
+            buffer = buffer[count:]
+            offset += count
 
     @functools.cached_property
     def _file(self) -> int:
+        """Descriptor of the file, which is open from the first read on."""
         file = os.open(self._local_path, os.O_RDONLY)
         weakref.finalize(self, os.close, file)
         return file
@@ -285,7 +313,10 @@ class LatentFile:
 
 def find_labels(integers: Collection[str]) -> str:
     """Returns which columns of whole numbers are labels; '' without any."""
-    return next((x for x in LABELS if x in integers), '')
+    for name in LABELS:
+        if name in integers:
+            return name
+    return ''
 
 
 def bytes_of(raw: torch.Tensor) -> np.ndarray:

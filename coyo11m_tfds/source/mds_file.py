@@ -19,11 +19,23 @@ from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.source.latent_file import ColumnNames, LatentFile, RowLayout, find_labels
 
 _MAX_DESCRIPTION = 1 << 20
-_WIDTHS = {f'{sign}int{bits}': bits // 8 for sign in ('', 'u') for bits in (8, 16, 32, 64)}
-_INTEGERS: dict[str, np.dtype] = {x: np.dtype(f'<{x[0]}{n}') for x, n in _WIDTHS.items()} | {
-    'int': np.dtype('<i8')
+# Of numbers, by the name of their encoding.
+_INTEGERS: dict[str, np.dtype] = {
+    'int': np.dtype('<i8'),
+    'int8': np.dtype('<i1'),
+    'int16': np.dtype('<i2'),
+    'int32': np.dtype('<i4'),
+    'int64': np.dtype('<i8'),
+    'uint8': np.dtype('<u1'),
+    'uint16': np.dtype('<u2'),
+    'uint32': np.dtype('<u4'),
+    'uint64': np.dtype('<u8'),
 }
-_NUMBERS = _INTEGERS | {f'float{n}': np.dtype(f'<f{n // 8}') for n in (16, 32, 64)}
+_NUMBERS = _INTEGERS | {
+    'float16': np.dtype('<f2'),
+    'float32': np.dtype('<f4'),
+    'float64': np.dtype('<f8'),
+}
 # MicroDiT's `latents_256` are the bytes of float16 (C, 32, 32), which only their name tells.
 _PIXELS_A_LATENT = 8
 _USUAL_CHANNELS = 4, 16
@@ -38,6 +50,7 @@ class MdsFile(LatentFile):
     kind = 'an uncompressed MDS shard'
 
     def _open(self) -> None:
+        """Reads and checks the offsets, the description and the sizes of all values."""
         size = self._size
         count = int.from_bytes(self._read_bytes(0, min(4, size)), 'little')
         # After the count, the offsets of all samples, and that of the end.
@@ -47,10 +60,11 @@ class MdsFile(LatentFile):
                 f'it would have {format_count(count, "sample")} in {format_count(size, "byte")}'
             )
         offsets = np.frombuffer(self._read_bytes(4, 4 * (count + 1)), '<u4').astype(np.int64)
+        # The description of the columns lies before the first sample.
         header_end = int(offsets[0])
         lengths = np.diff(offsets)
-        rises = bool((lengths >= 0).all()) and start <= header_end <= start + _MAX_DESCRIPTION
-        if not rises or offsets[-1] != size:
+        has_description = start <= header_end <= start + _MAX_DESCRIPTION
+        if not has_description or (lengths < 0).any() or offsets[-1] != size:
             raise self._damaged('the offsets of its samples do not fit its size')
         self._encodings, fixed = self._describe(self._read_bytes(start, header_end - start))
         if not count:
@@ -60,9 +74,11 @@ class MdsFile(LatentFile):
         latents = self._latents_from.name or self._only_latents()
         self._check_has(latents, self._encodings)
         sizes = self._sizes[latents]
-        self._set_kind(latents, *self._kind_of(latents, int(sizes.max(initial=0))))
-        if (sizes != self.row_nbytes).any():
-            row = int((sizes != self.row_nbytes).argmax())
+        dtype, shape = self._kind_of(latents, int(sizes.max(initial=0)))
+        self._set_kind(latents, dtype, shape)
+        is_other = sizes != self.row_nbytes
+        if is_other.any():
+            row = int(is_other.argmax())
             raise ValueError(
                 f'{self.path}: {latents} of sample {row} has {sizes[row]:,} bytes, expected '
                 f'{self.row_nbytes:,} of {self.dtype} {self.shape}. Set latents_from.'
@@ -82,6 +98,7 @@ class MdsFile(LatentFile):
             self._make_keys(count)
 
     def column_names(self) -> ColumnNames:
+        """Returns the names of all columns of texts and numbers, as the shard describes them."""
         return ColumnNames(
             texts=self._names_of(['str']),
             numbers=self._names_of(_NUMBERS),
@@ -89,28 +106,41 @@ class MdsFile(LatentFile):
         )
 
     def text_column(self, name: str) -> pa.Array:
+        """Reads texts, large binary `(N,)` that need not be UTF-8; every row has one."""
         return pa.array(self._bytes_of(name), pa.large_binary())
 
     def number_column(self, name: str) -> pa.Array:
+        """Reads labels or other numbers, `(N,)`; every row has one."""
         return pa.array(self._read_numbers(name))
 
     def _names_of(self, encodings: Collection[str]) -> tuple[str, ...]:
-        return tuple(x for x, encoding in self._encodings.items() if encoding in encodings)
+        """Returns the names of all columns of some encodings."""
+        names = []
+        for name, encoding in self._encodings.items():
+            if encoding in encodings:
+                names.append(name)
+        return tuple(names)
 
     def _read_numbers(self, name: str) -> np.ndarray:
-        return np.frombuffer(b''.join(self._bytes_of(name)), _NUMBERS[self._encodings[name]])
+        """Returns the numbers of a column, `(N,)`."""
+        dtype = _NUMBERS[self._encodings[name]]
+        return np.frombuffer(b''.join(self._bytes_of(name)), dtype)
 
     def _bytes_of(self, name: str) -> list[bytes]:
-        places = zip(self._begins[name].tolist(), self._sizes[name].tolist(), strict=True)
-        return [self._read_bytes(begin, size) for begin, size in places]
+        """Returns the bytes of a column in each sample."""
+        begins = self._begins[name].tolist()
+        sizes = self._sizes[name].tolist()
+        return [self._read_bytes(begin, size) for begin, size in zip(begins, sizes, strict=True)]
 
     def _describe(self, text: bytes) -> tuple[dict[str, str], list[int | None]]:
         """Returns the encoding of each column by name, and its size if all values have one."""
         try:
             fields: dict[str, Any] = json.loads(text)
-            names, kinds = fields['column_names'], fields['column_encodings']
+            names = fields['column_names']
+            kinds = fields['column_encodings']
             fixed_sizes = fields['column_sizes']
             encodings = dict(zip(names, kinds, strict=True))
+            # Names that occur twice would be one entry.
             fits = len(encodings) == len(fixed_sizes) == len(names)
             are_texts = all(isinstance(x, str) for x in (*names, *kinds))
             if not fits or not are_texts or not all(map(_is_fixed_size, fixed_sizes)):
@@ -134,6 +164,7 @@ class MdsFile(LatentFile):
         # A sample begins with the sizes of the values that have no fixed one.
         raw = b''.join(self._read_bytes(offset, head) for offset in offsets.tolist())
         stored_sizes = np.frombuffer(raw, '<u4').astype(np.int64).reshape(len(offsets), -1)
+        # A column of these for each column of the shard without a fixed size, in its order.
         next_stored = iter(stored_sizes.T)
         sizes = dict[str, np.ndarray]()
         begins = dict[str, np.ndarray]()
@@ -181,10 +212,13 @@ class MdsFile(LatentFile):
         if self._latents_from.shape:
             return self._latents_from.dtype, self._latents_from.shape
         # The name of the column comes last, as the least certain of all.
+        edge = 0
         pixels = re.search(r'_(\d{2,5})$', name)
-        edge = int(pixels[1]) // _PIXELS_A_LATENT if pixels else 0
-        channels, remainder = divmod(nbytes, 2 * edge**2) if edge else (0, 0)
-        if remainder or channels not in _USUAL_CHANNELS:
+        if pixels:
+            edge = int(pixels[1]) // _PIXELS_A_LATENT
+        # As float16, of 2 bytes.
+        channels = nbytes // (2 * edge**2) if edge else 0
+        if channels not in _USUAL_CHANNELS or nbytes != 2 * channels * edge**2:
             raise ValueError(
                 f'{self.path}: does not say the dtype and shape of {name} ({nbytes:,} '
                 f"bytes). Set latents_from, e.g. '{name}:float16:4,32,32'."

@@ -42,6 +42,7 @@ class NpyFolder(StoredFile):
     def fetch(self, target: str, on_bytes: OnBytes = ignore_bytes) -> FileState:
         """Writes the tar; see `StoredFile.fetch`."""
         files = _npy_files(storage.list_folder(self.path))
+        # The listing at the start of a build is what its rows were planned by.
         if _describe_folder(self.path, files, self.classes).version != self.version:
             raise file_changed(self, 'its files are others')
         with (
@@ -51,6 +52,7 @@ class NpyFolder(StoredFile):
             contents = threads.map(StoredFile.read, files.values())
             for name, label, content in zip(files, self.classes, contents, strict=True):
                 tar_members.add_member(tar, name, content)
+                # Under the same name, so that both are one sample of `TarFile`.
                 fields = json.dumps(_json_fields(name, label)).encode()
                 tar_members.add_member(tar, f'{name.removesuffix(".npy")}.json', fields)
         on_bytes(self.size)
@@ -68,6 +70,7 @@ def find_npy_folders(source: ReadableFolder, index: StoredFile) -> dict[str, Sto
     tars: dict[str, StoredFile] = {}
     for folder in sorted(folders):
         files = _npy_files(folders[folder])
+        # Taken out: what is left in the end belongs to no file.
         labels = tuple(classes.pop(f'{folder}/{name}', None) for name in files)
         if files:
             path = f'{source.folder}/{folder}'
@@ -101,6 +104,7 @@ def _npy_files(files: Mapping[str, StoredFile]) -> dict[str, StoredFile]:
 
 
 def _json_fields(name: str, label: int | None) -> dict[str, int]:
+    """Returns what the `.json` of an image holds: its number as the key, and its class, if any."""
     number = name.removeprefix(MOMENTS_PREFIX).removesuffix('.npy')
     fields = {schema.KEY: int(number)}
     if label is not None:
@@ -116,9 +120,11 @@ def _describe_folder(
     listing = []
     for name, file in files.items():
         # A header and the contents, then a header and a block of JSON.
-        num_blocks += 1 + -(-file.size // tarfile.BLOCKSIZE) + 2
+        num_content_blocks = -(-file.size // tarfile.BLOCKSIZE)  # rounded up
+        num_blocks += 1 + num_content_blocks + 2
         listing.append([name, file.size, file.version])
     size = num_blocks * tarfile.BLOCKSIZE
+    # Python fills the last record with zeros.
     size += -size % tarfile.RECORDSIZE
     # Without checksums, versions are times, which differ between copies.
     checksum = None

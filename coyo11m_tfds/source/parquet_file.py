@@ -37,13 +37,16 @@ class ParquetFile(LatentFile):
     kind = 'a Parquet file'
 
     def _open(self) -> None:
+        """Checks schema and row groups, finds the shape by the first row, and reads the keys."""
         with keyed_parquet.naming_damage(self.path):
             self._parquet = keyed_parquet.open_parquet(self._local_path)
             self._arrow = self._parquet.schema_arrow
             metadata = self._parquet.metadata
-            sizes = [metadata.row_group(x).num_rows for x in range(metadata.num_row_groups)]
-            if sum(sizes) != metadata.num_rows:
-                raise ValueError(f'it has {metadata.num_rows} rows, and {sum(sizes)} in row groups')
+            num_in_groups = sum(_group_sizes(metadata))
+            if num_in_groups != metadata.num_rows:
+                raise ValueError(
+                    f'it has {metadata.num_rows} rows, and {num_in_groups} in row groups'
+                )
         if not metadata.num_rows:
             self._set_empty()
             return
@@ -96,22 +99,26 @@ class ParquetFile(LatentFile):
     def text_column(self, name: str) -> pa.Array:
         """Reads texts, large binary `(N,)` that need not be UTF-8; null for a row without one."""
         # Together they may take more bytes than Arrow's shorter types can have.
-        return pa.concat_arrays([arrow_texts.read_texts(x) for x in self._read_column(name).chunks])
+        texts = [arrow_texts.read_texts(chunk) for chunk in self._read_column(name).chunks]
+        return pa.concat_arrays(texts)
 
     def number_column(self, name: str) -> pa.Array:
         """Reads labels or other numbers, `(N,)`; null for a row without one."""
         return self._read_column(name).combine_chunks()
 
     def _read_column(self, name: str) -> pa.ChunkedArray:
+        """Reads a whole column; raises a ValueError unless there is one of this name."""
         self._check_column(name)
         with keyed_parquet.naming_damage(self.path):
             return self._parquet.read([name], use_threads=False).column(0)
 
     def _check_column(self, name: str) -> None:
+        """Raises a ValueError unless exactly one column has this name."""
         self._check_has(name, self._arrow.names)
-        if self._arrow.names.count(name) > 1:
+        count = self._arrow.names.count(name)
+        if count > 1:
             raise ValueError(
-                f"{self.path}: has {self._arrow.names.count(name)} columns '{name}', expected one. "
+                f"{self.path}: has {count} columns '{name}', expected one. "
                 f'{_REWRITE} with different names.'
             )
 
@@ -119,6 +126,7 @@ class ParquetFile(LatentFile):
         """Returns the only column that seems to hold latents; raises a ValueError for others."""
         names = list[str]()
         for field in self._arrow:
+            # As with MicroDiT, there may also be latents of captions.
             is_of_text = re.search('caption|text', field.name)
             if 'latent' in field.name and not is_of_text and _can_be_latents(field.type):
                 names.append(field.name)
@@ -159,6 +167,7 @@ class ParquetFile(LatentFile):
         with keyed_parquet.naming_damage(self.path):
             _, values = _ColumnRows(self._parquet, self._name, rows_at_once=1).find(0)
         self._list_sizes: list[int] = []  # of a row, from the outermost list to the innermost
+        # From a list to the first value in it, down to a number. Later rows must be as this one.
         while _is_list(values.type):
             self._check_nulls(values, 0, 1)
             size = int(pc.list_value_length(values)[0].as_py())
@@ -193,16 +202,19 @@ class ParquetFile(LatentFile):
                 f"{first_row}. Set latents_from, e.g. '{self._name}:{dtype or 'float16'}:4,32,32'."
             )
         self._set_kind(self._name, dtype or expected.dtype, expected.shape)
+        # All rows must have the size of the shape, also the first one.
         if self._list_sizes:
             self._list_sizes = [math.prod(self.shape)]
 
     def _read(self, rows: np.ndarray, raw: torch.Tensor) -> None:
+        """Reads rows into a tensor `(len(rows), *shape)`, batch by batch."""
         out = bytes_of(raw)
         num_read = 0
         while num_read < len(rows):
             self._hold(int(rows[num_read]))
             places = rows[num_read:] - self._held_begin
             is_held = (places >= 0) & (places < len(self._held))
+            # The rows up to the first that another batch holds.
             count = len(places)
             if not is_held.all():
                 count = int(is_held.argmin())
@@ -237,18 +249,21 @@ class ParquetFile(LatentFile):
         return values.to_numpy().view(np.uint8).reshape(num_rows, -1)
 
     def _check_nulls(self, values: pa.Array, begin: int, per_row: int) -> None:
-        if values.null_count:
-            is_null = values.is_null().to_numpy(zero_copy_only=False)
-            row = begin + int(is_null.argmax()) // per_row
-            what = 'null' if per_row == 1 else 'a list with nulls'
-            raise ValueError(
-                f'{self.path}: {self._name} of row {row} is {what}, expected numbers in every row. '
-                f'{_REWRITE} without such rows.'
-            )
+        """Raises a ValueError if values are null; row `begin` has the first `per_row` of them."""
+        if not values.null_count:
+            return
+        is_null = values.is_null().to_numpy(zero_copy_only=False)
+        row = begin + int(is_null.argmax()) // per_row
+        what = 'null' if per_row == 1 else 'a list with nulls'
+        raise ValueError(
+            f'{self.path}: {self._name} of row {row} is {what}, expected numbers in every row. '
+            f'{_REWRITE} without such rows.'
+        )
 
     def _check_sizes(
         self, sizes: pa.Array, begin: int, per_row: int, expected: int, unit: str
     ) -> None:
+        """Raises a ValueError if sizes differ; row `begin` has the first `per_row` of them."""
         is_other = sizes.to_numpy() != expected
         if is_other.any():
             index = int(is_other.argmax())
@@ -266,9 +281,7 @@ class _ColumnRows:
         self._parquet = parquet
         self._column = column
         self._rows_at_once = rows_at_once
-        metadata = parquet.metadata
-        sizes = [metadata.row_group(x).num_rows for x in range(metadata.num_row_groups)]
-        self._group_ends = np.cumsum(sizes)
+        self._group_ends = np.cumsum(_group_sizes(parquet.metadata))
         self._batches: Iterator[tuple[int, pa.Array]] = iter(())
         self._next_row = 0  # that `_batches` gives next
         self._group_end = 0
@@ -279,7 +292,9 @@ class _ColumnRows:
         To go back, or to another row group, reads the row group from its beginning.
         """
         if not self._next_row <= row < self._group_end:
-            self._start_group(int(np.searchsorted(self._group_ends, row, side='right')))
+            group = int(np.searchsorted(self._group_ends, row, side='right'))
+            self._start_group(group)
+        # Skips the batches before.
         for begin, values in self._batches:
             self._next_row = begin + len(values)
             if row < self._next_row:
@@ -287,11 +302,13 @@ class _ColumnRows:
         raise ValueError(f'it ends before row {row:,}')
 
     def _start_group(self, group: int) -> None:
+        """Goes to the first row of a row group."""
         self._group_end = int(self._group_ends[group])
         self._next_row = self._group_end - self._parquet.metadata.row_group(group).num_rows
         self._batches = self._read_group(group, self._next_row)
 
     def _read_group(self, group: int, begin: int) -> Iterator[tuple[int, pa.Array]]:
+        """Yields the batches of a row group, whose first row is `begin`, with their first rows."""
         for batch in self._parquet.iter_batches(
             self._rows_at_once, row_groups=[group], columns=[self._column], use_threads=False
         ):
@@ -303,7 +320,13 @@ class _ColumnRows:
             begin += len(batch)
 
 
+def _group_sizes(metadata: pq.FileMetaData) -> list[int]:
+    """Returns the number of rows of each row group."""
+    return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+
+
 def _can_be_latents(kind: pa.DataType) -> bool:
+    """Whether values of a type can be latents: bytes, or floats in any lists."""
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
     while _is_list(kind):
@@ -312,11 +335,13 @@ def _can_be_latents(kind: pa.DataType) -> bool:
 
 
 def _is_list(kind: pa.DataType) -> bool:
+    """Whether a type is that of lists, of one size or not."""
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     return is_list or pa.types.is_fixed_size_list(kind)
 
 
 def _is_bytes(kind: pa.DataType) -> bool:
+    """Whether a type is that of bytes, of one size or not."""
     is_binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
     return is_binary or pa.types.is_fixed_size_binary(kind)
 
@@ -327,6 +352,7 @@ def _join_bytes(values: pa.Array) -> np.ndarray:
         width = values.type.byte_width
         _, data = values.buffers()
         return np.frombuffer(data, np.uint8, len(values) * width, values.offset * width)
+    # The values lie one after the other between the first and the last offset.
     _, offsets, data = values.cast(pa.large_binary()).buffers()
     begin, end = np.frombuffer(offsets, np.int64, 1 + len(values), 8 * values.offset)[[0, -1]]
     return np.frombuffer(data, np.uint8)[begin:end]

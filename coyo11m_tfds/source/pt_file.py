@@ -52,7 +52,8 @@ class RowsDisagreeError(ValueError):
 
     def __init__(self, message: str, keys: np.ndarray, digest: str):
         super().__init__(message)
-        self.keys, self.digest = keys, digest
+        self.keys = keys
+        self.digest = digest
 
 
 class PtFile(LatentFile):
@@ -81,12 +82,15 @@ class PtFile(LatentFile):
         if not check_crc:
             super().check_contents(path, name, recorded=recorded, on_bytes=on_bytes)
             return
-        buffer, checksum = np.empty(_BLOCK_BYTES, np.uint8), google_crc32c.Checksum()
+        buffer = np.empty(_BLOCK_BYTES, np.uint8)
+        checksum = google_crc32c.Checksum()
         with open(path, 'rb', buffering=0) as file:
-            archive, position = pt_archive.read_archive(file.fileno(), name), 0
+            archive = pt_archive.read_archive(file.fileno(), name)
             # macOS has no such advice.
             if hasattr(os, 'posix_fadvise'):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            # All bytes in turn, for both checksums in one pass: members, and what is between them.
+            position = 0
             for end, member in archive.sections():
                 crc32 = 0
                 while position < end:
@@ -106,14 +110,17 @@ class PtFile(LatentFile):
 
     @classmethod
     def _check_head(cls, file: StoredFile, check_crc: bool) -> None:
+        """Compares the small members of a local file with their checksums."""
         if check_crc:
             check_small_members(file.path)
 
     @classmethod
     def _make_head(cls, file: StoredFile, path: str, check_crc: bool) -> None:
+        """Writes a sparse copy of a remote file with its directory and small members."""
         retry.call(lambda: _write_head(file, path, check_crc), f'reading the head of {file.path}')
 
     def _open(self) -> None:
+        """Checks what the file claims of its tensors, then maps them."""
         archive = pt_archive.open_archive(self._local_path, self.path)
         _check_byte_order(archive, self._local_path)
         self.digest = archive.digest
@@ -121,50 +128,83 @@ class PtFile(LatentFile):
         self._sizes = dict(zip(archive.starts, sizes, strict=True))
         # Tensors without data: their claims are checked before anything is allocated.
         self._content = _load_tensors(self._local_path, self.path, map_location='meta')
-        self._find_keys(schema.PT_KEYS, self._content)
-        # Without captions in the file, only keys lead to them.
-        if not self.key_column and schema.PT_CAPTIONS not in self._content:
-            default = '' if self.column_names().texts else schema.PT_KEYS
-            self.key_column = next((x for x in _KEYS if x in self._content), default)
-        latents, faults = self._latents_from.name or schema.PT_LATENTS, Faults()
-        names = [latents, self.key_column] if self.key_column else [latents]
+        self._choose_keys()
+        latents = self._latents_from.name or schema.PT_LATENTS
+        names = [latents]
+        if self.key_column:
+            names.append(self.key_column)
         if all(_has_no_rows(self._content.get(name)) for name in names):
             self._set_empty()
             return
-        for name, dtypes in (
-            (self.key_column, ('int64', 'int32')),
-            (latents, tuple(schema.LATENT_DTYPES)),
-            (schema.PT_EMBEDDINGS * (schema.PT_EMBEDDINGS in self._content), _EMBEDDING_DTYPES),
-        ):
-            with faults.collect():
-                if name:
-                    self._check_stored(name, dtypes)
-        faults.check()
-        if self.key_column and (shape := tuple(self._content[self.key_column].shape))[1:]:
-            raise ValueError(f'{self.path}: {self.key_column} has shape {shape}, expected (N,).')
+        self._check_tensors(latents)
         tensors = _load_tensors(self._local_path, self.path, map_location='cpu', mmap=True)
         self._latents = tensors[latents].detach()
         if self.key_column:
             self.keys = tensors[self.key_column].detach().numpy().astype(np.int64)
-        else:  # a tensor without numbers may claim any number of rows
-            self._make_keys(self._latents.shape[:1].numel() if self._latents.numel() else 0)
-        crops = () if self._latents.ndim == 4 else ('crops',)
-        self._check_shape(latents, (*crops, 'C', 'H', 'W'))
-        if not crops:
+        else:
+            count = 0
+            # A tensor without numbers may claim any number of rows.
+            if self._latents.numel():
+                count = self._latents.shape[:1].numel()
+            self._make_keys(count)
+        if self._latents.ndim == 4:
+            self._check_shape(latents, ('C', 'H', 'W'))
             self._latents = self._latents.unsqueeze(1)
+        else:
+            self._check_shape(latents, ('crops', 'C', 'H', 'W'))
         shape = tuple(self._latents.shape[1:])
         self._set_kind(latents, _dtype_name(self._latents), shape)
-        stored = self._content[latents]
-        start = _storage_start(stored) + int(stored.storage_offset()) * stored.element_size()
-        is_plain = bool(len(self.keys)) and self._latents.is_contiguous()
-        self.layout = RowLayout((start,), self.row_nbytes) if is_plain else None
+        self.layout = self._find_layout(self._content[latents])
         self._embeddings = tensors.get(schema.PT_EMBEDDINGS)
         if self._embeddings is not None:
             self._check_shape(schema.PT_EMBEDDINGS, ('D',))
             self.embedding_dim = self._embeddings.shape[1]
 
+    def _choose_keys(self) -> None:
+        """Chooses the tensor of keys; without one, the names of captions in the file decide."""
+        self._find_keys(schema.PT_KEYS, self._content)
+        if self.key_column or schema.PT_CAPTIONS in self._content:
+            return
+        # Without captions in the file, only keys lead to them.
+        if not self.column_names().texts:
+            self.key_column = schema.PT_KEYS
+        for name in _KEYS:
+            if name in self._content:
+                self.key_column = name
+                break
+
+    def _check_tensors(self, latents: str) -> None:
+        """Checks keys, latents and embeddings one by one; raises a ValueError about all of them."""
+        faults = Faults()
+        if self.key_column:
+            with faults.collect():
+                self._check_stored(self.key_column, ('int64', 'int32'))
+        with faults.collect():
+            self._check_stored(latents, tuple(schema.LATENT_DTYPES))
+        if schema.PT_EMBEDDINGS in self._content:
+            with faults.collect():
+                self._check_stored(schema.PT_EMBEDDINGS, _EMBEDDING_DTYPES)
+        faults.check()
+        if self.key_column:
+            shape = tuple(self._content[self.key_column].shape)
+            if len(shape) > 1:
+                raise ValueError(
+                    f'{self.path}: {self.key_column} has shape {shape}, expected (N,).'
+                )
+
+    def _find_layout(self, stored: torch.Tensor) -> RowLayout | None:
+        """Returns where the rows of the latents lie, by their tensor without data."""
+        # Rows of a transposed or sliced tensor are no runs of bytes.
+        if not len(self.keys) or not self._latents.is_contiguous():
+            return None
+        start = _storage_start(stored) + int(stored.storage_offset()) * stored.element_size()
+        return RowLayout((start,), self.row_nbytes)
+
     def column_names(self) -> ColumnNames:
-        texts, empty, others = [], [], dict[str, str]()
+        """Returns the names of lists of texts, and what all else in the file is."""
+        texts = []
+        empty = []
+        others = dict[str, str]()
         for name, values in self._content.items():
             if not isinstance(values, list | tuple):
                 others[name] = describe_type(values)
@@ -177,6 +217,7 @@ class PtFile(LatentFile):
         return ColumnNames(texts=tuple(texts), empty=tuple(empty), others=others)
 
     def text_column(self, name: str) -> pa.Array:
+        """Reads a list of texts, large binary `(N,)`; null for a row without one."""
         values = self._content[name]
         if len(values) != len(self.keys):
             raise ValueError(
@@ -186,6 +227,7 @@ class PtFile(LatentFile):
         texts = []
         for row, value in enumerate(values):
             text = foreign_text.find_text(value)
+            # An empty list is a row without a text, a number is a mistake.
             if text is None and value is not None and not isinstance(value, _TEXTS):
                 raise ValueError(
                     f'{self.path}: {name} of row {row} is {describe_type(value)}, expected a '
@@ -195,52 +237,66 @@ class PtFile(LatentFile):
         return pa.array(texts, pa.large_binary())
 
     def _read(self, rows: np.ndarray, raw: torch.Tensor) -> None:
+        """Reads rows into a tensor; by torch, which maps the file, if they lie otherwise."""
         if self.layout is None:
             torch.index_select(self._latents, 0, torch.from_numpy(rows), out=raw)
         else:
             super()._read(rows, raw)
 
     def embeddings(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Reads the text embeddings of some rows as float32 `(len(rows), embedding_dim)`."""
         assert self._embeddings is not None  # as `embedding_dim` tells
         selected = self._embeddings.detach()[torch.as_tensor(np.asarray(rows, np.int64))]
         return selected.to(torch.float32).numpy()
 
     def _check_stored(self, name: str, dtypes: tuple[str, ...]) -> None:
         """Checks that a tensor has one of the dtypes, and lies within one member of the archive."""
-        tensor = self._content.get(name)
         if name not in self._content:
             names = sorted(map(str, self._content))
             remedy = 'Set latents_from to their name.'
             if name == self.key_column:
                 remedy = 'Set key_column to their name, or save it again with keys or captions.'
-            problem = f"lacks '{name}'; it has {names}. {remedy}"
-        elif not isinstance(tensor, torch.Tensor):
-            problem = f'{name} is {describe_type(tensor)}, expected a tensor. Save it again as one.'
-        elif tensor.layout != torch.strided or _dtype_name(tensor) not in dtypes:
-            problem = (
+            raise ValueError(f"{self.path}: lacks '{name}'; it has {names}. {remedy}")
+        problem = self._find_fault(name, self._content[name], dtypes)
+        if problem:
+            raise ValueError(f'{self.path}: {problem}')
+
+    def _find_fault(self, name: str, tensor: Any, dtypes: tuple[str, ...]) -> str:
+        """Returns why the bytes of a tensor cannot be read as its numbers; '' if they can."""
+        if not isinstance(tensor, torch.Tensor):
+            return f'{name} is {describe_type(tensor)}, expected a tensor. Save it again as one.'
+        if tensor.layout != torch.strided or _dtype_name(tensor) not in dtypes:
+            return (
                 f'{name} is {_describe_kind(tensor)}, expected a dense tensor of '
                 f'{" or ".join(dtypes)}. Save it again as such.'
             )
         # Its bytes are those of the negated numbers.
-        elif tensor.is_neg():
-            problem = f'{name} has its negative bit set. Save it again as .resolve_neg().'
-        elif (size := self._sizes.get(_storage_start(tensor))) is None:
-            problem = f'{name} does not begin a member of the archive. Save it again by torch.save.'
-        elif (elements := _elements_spanned(tensor)) is None:
-            problem = (
-                f'{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}, so that '
+        if tensor.is_neg():
+            return f'{name} has its negative bit set. Save it again as .resolve_neg().'
+        size = self._sizes.get(_storage_start(tensor))
+        if size is None:
+            return f'{name} does not begin a member of the archive. Save it again by torch.save.'
+        num_elements = _elements_spanned(tensor)
+        shape = tuple(tensor.shape)
+        if num_elements is None:
+            return (
+                f'{name} of shape {shape} has strides {tensor.stride()}, so that '
                 'rows share memory; expected every element stored. Save it again as .contiguous().'
             )
-        elif (required := (tensor.storage_offset() + elements) * tensor.element_size()) > size:
-            problem = (
-                f'{name} of shape {tuple(tensor.shape)} takes {required:,} bytes, but {size:,} are '
+        # Else torch would read what lies behind the member.
+        required = (tensor.storage_offset() + num_elements) * tensor.element_size()
+        if required > size:
+            return (
+                f'{name} of shape {shape} takes {required:,} bytes, but {size:,} are '
                 'stored. Copy, download or save it again.'
             )
-        else:
-            return
-        raise ValueError(f'{self.path}: {problem}')
+        return ''
 
     def _check_shape(self, name: str, row_shape: tuple[str, ...]) -> None:
+        """Raises a ValueError unless a tensor has a row of this shape for each key.
+
+        A wrong number of rows is a `RowsDisagreeError`: such a file may be left out.
+        """
         shape = tuple(self._content[name].shape)
         row_fits = len(shape) == 1 + len(row_shape) and all(size > 0 for size in shape[1:])
         if row_fits and shape[0] == len(self.keys):
@@ -279,6 +335,7 @@ def _check_byte_order(archive: pt_archive.Archive, path: str) -> None:
 
 
 def _load_tensors(path: str, name: str, **options) -> dict[str, Any]:
+    """Returns the dict in a file, by `torch.load` without code; ValueError for anything else."""
     try:
         # With `weights_only`, as any other pickle could run code.
         content = torch.load(path, weights_only=True, **options)
@@ -342,6 +399,7 @@ def _describe_kind(tensor: torch.Tensor) -> str:
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:
+    """Returns the name of a dtype as NumPy has it: float16."""
     return str(tensor.dtype).removeprefix('torch.')
 
 
@@ -359,6 +417,7 @@ def _write_head(file: StoredFile, path: str, check_crc: bool) -> None:
     tail = b''
 
     def read_tail(nbytes: int) -> bytes:
+        """Reads the last bytes of the file, and keeps them for the head."""
         nonlocal tail
         tail = read_twice(file, file.size - nbytes, nbytes)
         return tail
@@ -369,7 +428,10 @@ def _write_head(file: StoredFile, path: str, check_crc: bool) -> None:
     contents = ((begin, file.read_range(begin, end - begin)) for begin, end in ranges)
     write_sparse_file(path, file.size, itertools.chain(contents, [(start, tail)]))
     try:
-        (check_small_members if check_crc else pt_archive.open_archive)(path, file.path)
+        if check_crc:
+            check_small_members(path, file.path)
+        else:
+            pt_archive.open_archive(path, file.path)
     except ValueError as error:
         # What was received only once may have been damaged by the transfer.
         raise retry.Corrupted(str(error).rstrip('.')) from error
@@ -380,16 +442,22 @@ def _head_ranges(
 ) -> list[tuple[int, int]]:
     """Returns the ranges of small members before `stop`, and of the others' local headers."""
     max_small = pt_archive.max_small_bytes(file.size)
-    total, ranges = 0, [(0, 0)]
+    total = 0
+    ranges = [(0, 0)]
     for member in members:
         # Of a large member only the local header, which is compared with the directory.
-        nbytes = _PADDED_HEADER + (member.size if member.size <= max_small else 0)
-        begin, end = member.begin, min(member.end, member.begin + nbytes)
+        nbytes = _PADDED_HEADER
+        if member.size <= max_small:
+            nbytes += member.size
+        begin = member.begin
+        end = min(member.end, begin + nbytes)
         total += end - begin
-        if begin > ranges[-1][1] + _GAP:
+        # Members are in ascending order, so only the last range can be a neighbour.
+        last_begin, last_end = ranges[-1]
+        if begin > last_end + _GAP:
             ranges.append((begin, end))
         else:
-            ranges[-1] = (ranges[-1][0], end)
+            ranges[-1] = last_begin, end
     if total > _MAX_SMALL * max_small:
         raise ValueError(
             f'{file.path}: its small members take {total:,} bytes, expected no more than '

@@ -36,6 +36,8 @@ _MAX_HEADER = 100_000_000
 
 
 class _Tensor(NamedTuple):
+    """What the header says of a tensor."""
+
     kind: str
     shape: tuple[int, ...]
     begin: int  # in the file
@@ -54,40 +56,47 @@ class SafetensorsFile(LatentFile):
         read = functools.partial(read_twice, file)
 
         def attempt() -> None:
+            """Reads what the head needs, all of it again after damage."""
             tensors = _parse_tensors(read, file.size, file.path)
-            header = min((tensor.begin for tensor in tensors.values()), default=file.size)
+            header_bytes = min((tensor.begin for tensor in tensors.values()), default=file.size)
             # Both ends are part of the digest of the outline.
-            ends = min(columns.OUTLINE_ENDS, file.size)
-            ranges = [(0, max(header, ends)), (file.size - ends, file.size)]
+            end_bytes = min(columns.OUTLINE_ENDS, file.size)
+            ranges = [(0, max(header_bytes, end_bytes)), (file.size - end_bytes, file.size)]
             for tensor in tensors.values():
                 # Keys and labels, whatever their names: one number a row.
                 if tensor.kind in _INTEGERS and math.prod(tensor.shape[1:]) == 1:
                     ranges.append((tensor.begin, tensor.end))
+            # One at a time in memory.
             contents = ((begin, read(begin, end - begin)) for begin, end in ranges)
             write_sparse_file(path, file.size, contents)
 
         retry.call(attempt, f'reading the head of {file.path}')
 
     def _open(self) -> None:
+        """Reads the header, and checks that keys and latents fit each other."""
         self._tensors = _parse_tensors(self._read_bytes, self._size, self.path)
         name = self._latents_from.name or schema.PT_LATENTS
-        views = [x for x in (name, name + _FLIP) if x in self._tensors]
         self._check_has(name, self._tensors)
         latents = self._tensors[name]
         count, *shape = latents.shape or (0,)
         if latents.shape and not count:
             self._set_empty()
             return
-        # With crops in the rows, the other view of an image has no place among them.
-        if len(latents.shape) != 4:
-            views = views[:1]
-        row_shape = (len(views), *shape) if len(shape) == 3 else tuple(shape)
+        # The mirrored pictures are a second crop of each image. With crops in the rows, they have
+        # no place among them.
+        views = [name]
+        row_shape = tuple(shape)
+        if len(shape) == 3:
+            if name + _FLIP in self._tensors:
+                views.append(name + _FLIP)
+            row_shape = len(views), *shape
         self._set_kind(name, _FLOATS.get(latents.kind, latents.kind), row_shape)
+        expected = latents.kind, latents.shape
         for view in views:
-            if self._tensors[view][:2] != latents[:2]:
+            actual = self._tensors[view].kind, self._tensors[view].shape
+            if actual != expected:
                 raise ValueError(
-                    f'{self.path}: {view} is {self._tensors[view][:2]}, expected {latents[:2]} as '
-                    f'{name} is.'
+                    f'{self.path}: {view} is {actual}, expected {expected} as {name} is.'
                 )
         starts = tuple(self._tensors[view].begin for view in views)
         self.layout = RowLayout(starts, self.row_nbytes // len(views))
@@ -98,12 +107,15 @@ class SafetensorsFile(LatentFile):
             self._make_keys(count)
 
     def column_names(self) -> ColumnNames:
+        """Returns the name of labels, of which LightningDiT writes one for each row."""
         return ColumnNames(labels=find_labels(self._tensors))
 
     def number_column(self, name: str) -> pa.Array:
+        """Reads labels, `(N,)`."""
         return pa.array(self._integers(name, len(self.keys)))
 
     def _integers(self, name: str, count: int) -> np.ndarray:
+        """Reads one whole number a row, int64 `(count,)`; ValueError for another shape or type."""
         kind, shape, begin, end = self._tensors[name]
         if kind not in _INTEGERS or shape not in ((count,), (count, 1)):
             raise ValueError(
@@ -128,6 +140,7 @@ def _parse_tensors(read: Callable[[int, int], bytes], size: int, name: str) -> d
         for tensor, fields in header.items():
             begin, end = fields['data_offsets']
             shape = tuple(fields['shape'])
+            # Larger ones could make products that NumPy's sizes cannot hold.
             if not all(type(n) is int and 0 <= n < 2**48 for n in (begin, end, *shape)):
                 raise ValueError(f'{tensor} of {shape} lies from {begin} to {end}')
             tensors[tensor] = _Tensor(str(fields['dtype']), shape, start + begin, start + end)
@@ -138,7 +151,9 @@ def _parse_tensors(read: Callable[[int, int], bytes], size: int, name: str) -> d
         if kind in _INTEGERS:
             itemsize = _INTEGERS[kind].itemsize
         # For a kind that is not read, any size will do.
-        required = itemsize * math.prod(shape) if itemsize else end - begin
+        required = end - begin
+        if itemsize:
+            required = itemsize * math.prod(shape)
         if required != end - begin or end > size:
             actual = f'has bytes {begin:,} to {end:,} of {size:,}'
             raise damaged(f'{tensor} of {kind} {shape} takes {required:,} bytes, but {actual}')
@@ -146,6 +161,8 @@ def _parse_tensors(read: Callable[[int, int], bytes], size: int, name: str) -> d
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(fields := dict(pairs)) < len(pairs):
+    """Returns the fields of a JSON object, of which Python would keep the last of a name."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         raise ValueError('a name occurs twice')
     return fields

@@ -46,14 +46,18 @@ def find_parts(folder: str) -> tuple[int, dict[int, StoredFile]]:
     """Returns the number of parts of the complete sidecar, or 0, and the existing parts."""
     sidecars: dict[int, dict[int, StoredFile]] = {}  # by count and number
     for name, file in storage.list_folder(folder, missing_ok=True).items():
-        if match := _PART.fullmatch(name):
-            sidecars.setdefault(int(match[2]), {})[int(match[1])] = file
+        match = _PART.fullmatch(name)
+        if match:
+            number = int(match[1])
+            count = int(match[2])
+            sidecars.setdefault(count, {})[number] = file
     if len(sidecars) > 1:
-        counts = sorted(sidecars)[:2]
-        first, second = (min(file.path for file in sidecars[n].values()) for n in counts)
+        first_count, second_count, *_ = sorted(sidecars)
+        first = min(file.path for file in sidecars[first_count].values())
+        second = min(file.path for file in sidecars[second_count].values())
         raise ValueError(
-            f'{first} and {second}: parts of {counts[0]} and of {counts[1]}, expected those of one '
-            'sidecar. Remove the others.'
+            f'{first} and {second}: parts of {first_count} and of {second_count}, expected those '
+            'of one sidecar. Remove the others.'
         )
     count, parts = next(iter(sidecars.items()), (0, {}))
     return count, dict(sorted(parts.items()))
@@ -133,12 +137,15 @@ class SidecarHeader:
                 )
             if is_number:
                 fields[field] = int(value)
-        width, recorded = file.kind.list_size, fields['max_tokens' if are_tokens else 'dim']
+        # The rows of tokens are padded to the limit.
+        width = file.kind.list_size
+        recorded = fields['max_tokens' if are_tokens else 'dim']
         if recorded != width:
             raise ValueError(
                 f'{file.name}: its rows have {width} numbers, but its metadata says {recorded}. '
                 'Make it again.'
             )
+        # A damaged list would give other numbers to the words of captions.
         words = file.metadata.get(schema.META_TEXT_WORDS, '')
         if words and fields['revision'] != word_list.digest(words):
             raise ValueError(
@@ -165,11 +172,11 @@ def write_sidecar(
 ) -> None:
     """Writes a file with values `(n, width)` of keys int64 `(n,)`, in one row group."""
     lists = pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1])
-    fields = (schema.PARQUET_KEY, pa.int64()), (column, lists.type)
-    table = pa.Table.from_arrays(
-        [pa.array(keys), lists],
-        schema=pa.schema([pa.field(*field, nullable=False) for field in fields], dict(metadata)),
-    )
+    fields = [
+        pa.field(schema.PARQUET_KEY, pa.int64(), nullable=False),
+        pa.field(column, lists.type, nullable=False),
+    ]
+    table = pa.Table.from_arrays([pa.array(keys), lists], schema=pa.schema(fields, dict(metadata)))
     with file_state.naming(path):
         pq.write_table(
             table,
@@ -184,8 +191,15 @@ def write_sidecar(
 
 def describe_values(path: str, column: str = '') -> dict[str, Any]:
     """Returns those facts of `join_values` that one file holds; {} of one without values."""
-    with KeyedFile(path, *([column] if column else _COLUMNS)) as file:
-        return {} if _has_no_values(file, column) else _describe_column(file, column)
+    with KeyedFile(path, *_value_columns(column)) as file:
+        if _has_no_values(file, column):
+            return {}
+        return _describe_column(file, column)
+
+
+def _value_columns(column: str) -> Sequence[str]:
+    """Returns the columns of which the first that exists has the values."""
+    return [column] if column else _COLUMNS
 
 
 def _has_no_values(file: KeyedFile, column: str) -> bool:
@@ -194,8 +208,14 @@ def _has_no_values(file: KeyedFile, column: str) -> bool:
 
 
 def _describe_column(file: KeyedFile, column: str) -> dict[str, Any]:
-    kind, is_list = file.kind, pa.types.is_fixed_size_list(file.kind)
-    number, shape = (kind.value_type, [kind.list_size]) if is_list else (kind, [])
+    """Returns dtype, shape and perhaps the header of the values; ValueError for other types."""
+    kind = file.kind
+    number = kind
+    shape = []
+    is_list = pa.types.is_fixed_size_list(kind)
+    if is_list:
+        number = kind.value_type
+        shape = [kind.list_size]
     if column:
         # In a column that somebody chose, any numbers will do.
         is_number = pa.types.is_integer(number) or pa.types.is_floating(number)
@@ -217,7 +237,9 @@ def _describe_column(file: KeyedFile, column: str) -> dict[str, Any]:
     if not is_valid:
         raise ValueError(f"{file.name}: column '{file.column}' is {kind}, expected {expected}")
     facts = {'dtype': np.dtype(number.to_pandas_dtype()).name, 'shape': shape}
-    return facts if column else facts | {'header': SidecarHeader.of_file(file).to_json()}
+    if not column:
+        facts['header'] = SidecarHeader.of_file(file).to_json()
+    return facts
 
 
 def join_values(
@@ -233,16 +255,19 @@ def join_values(
     The i-th key gets place i. `column` is one of integers, floats, or lists of one size, where a
     row with a null has no value; '' stands for what `embed_captions` writes, without nulls.
     """
-    writer, places = KeyedValuesWriter(folder), KeyPlaces(requested_keys)
-    digest, all_keys = hashlib.sha256(), []
+    writer = KeyedValuesWriter(folder)
+    places = KeyPlaces(requested_keys)
+    digest = hashlib.sha256()
+    all_keys = []
     facts: dict[str, Any] = {}
     common: Mapping[str, Any] = {}  # what all files have to have, as the first of them
-    first_path, num_rows = '', 0
+    first_path = ''
+    num_rows = 0
     with Progress('Reading values', sum(file.size for file in files), 'B') as progress:
         for file in files:
             with (
                 hold(file) as path,
-                KeyedFile(path, *([column] if column else _COLUMNS), name=file.path) as parquet,
+                KeyedFile(path, *_value_columns(column), name=file.path) as parquet,
             ):
                 num_rows += parquet.num_rows
                 if _has_no_values(parquet, column):
@@ -252,12 +277,15 @@ def join_values(
                 entries = facts
                 if not column:
                     # The files of a sidecar differ only in the number of the part.
-                    entries = {x: y for x, y in parquet.metadata.items() if x != schema.META_PART}
+                    entries = dict(parquet.metadata)
+                    entries.pop(schema.META_PART, None)
                 if not common:
-                    common, first_path = entries, file.path
+                    common = entries
+                    first_path = file.path
                 errors.check_same_entries(common, entries, file.path, f'in {first_path}')
                 keys = parquet.keys()
                 for rows, values in _read_numbers(parquet, keys, facts):
+                    # Of all values, requested or not: it stands for the files.
                     digest.update(values)
                     all_keys.append(keys[rows])
                     row_places, is_requested = places.find(keys[rows])
@@ -287,16 +315,19 @@ def _read_numbers(
     file: KeyedFile, keys: np.ndarray, facts: dict[str, Any]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields indices of rows, int64 `(n,)`, and what they hold, `(n, width)`; without nulls."""
-    width, start = math.prod(facts['shape']), 0
+    width = math.prod(facts['shape'])
+    start = 0
     for values in file.values(row_bytes=_NUMBER_BYTES * width):
         has_value = values.is_valid().to_numpy(zero_copy_only=False, writable=True)
-        values = values.drop_null()
-        numbers = values.flatten() if pa.types.is_fixed_size_list(values.type) else values
+        numbers = values.drop_null()
+        if pa.types.is_fixed_size_list(values.type):
+            numbers = numbers.flatten()
         # A list with a null counts as null.
         if numbers.null_count:
-            valid = numbers.is_valid().to_numpy(zero_copy_only=False).reshape(-1, width).all(axis=1)
-            has_value[has_value] = valid
-            numbers = numbers.filter(pa.array(np.repeat(valid, width)))
+            is_number = numbers.is_valid().to_numpy(zero_copy_only=False)
+            is_whole = is_number.reshape(-1, width).all(axis=1)
+            has_value[has_value] = is_whole
+            numbers = numbers.filter(pa.array(np.repeat(is_whole, width)))
         matrix = numbers.to_numpy(zero_copy_only=False).reshape(-1, width)
         rows = start + np.flatnonzero(has_value)
         if 'header' in facts:
@@ -310,6 +341,7 @@ def _read_numbers(
 
 
 def _check_numbers(values: np.ndarray, keys: np.ndarray, header: SidecarHeader, name: str) -> None:
+    """Raises a ValueError for ids out of range, or embeddings that are not finite."""
     if header.vocabulary:
         bad = ((values < -1) | (values >= header.vocabulary)).any(axis=1)
     else:

@@ -56,13 +56,20 @@ class SourceFolder:
         if not captions:
             return self
         files = find_captions(self.root, captions)
-        # The records of `mirror` are about the files in its folder.
         captions_paths = {file.path for file in files.values()}
         latent_files = tuple(x for x in self.latent_files if x.path not in captions_paths)
-        local = {n: f for n, f in files.items() if f.path == f'{self.root}/{n}'}
+        # The records of `mirror` are about the files in its folder.
+        in_folder = {}
+        for name, file in files.items():
+            if file.path == f'{self.root}/{name}':
+                in_folder[name] = file
         mirrored = copied_files.recorded_states(storage.open_folder(self.root))
-        files |= _add_states(local, mirrored)
-        others = {n: f for n, f in self.by_name.items() if f not in self.caption_files}
+        files |= _add_states(in_folder, mirrored)
+        others = {}
+        for name, file in self.by_name.items():
+            # The chosen captions replace those that the source would have had.
+            if file not in self.caption_files:
+                others[name] = file
         return dataclasses.replace(
             self,
             # Captions may also be a column of the latents' own Parquet files.
@@ -79,10 +86,14 @@ def find_captions(root: str | os.PathLike[str], captions: str = '') -> dict[str,
     the file is `schema.CAPTIONS_FILE`, and the result empty without this file. Names are relative
     to `root` or, for files elsewhere, begin with the last part of `captions`.
     """
-    root, place = os.fspath(root).rstrip('/'), captions or schema.CAPTIONS_FILE
+    root = os.fspath(root).rstrip('/')
+    place = captions or schema.CAPTIONS_FILE
+    # Not a URL: relative to the folder, unless it begins with a slash.
     if storage.local_path(place):
         place = os.path.join(root, os.path.normpath(place)).removesuffix('/.')
-    name = place.removeprefix(f'{root}/') if place != root else ''
+    name = ''  # of the folder itself
+    if place != root:
+        name = place.removeprefix(f'{root}/')
     if name == place or name.startswith('../'):
         name = os.path.basename(place.rstrip('/'))
     with contextlib.suppress(ValueError):
@@ -90,12 +101,12 @@ def find_captions(root: str | os.PathLike[str], captions: str = '') -> dict[str,
     if not captions:
         return {}
     files = storage.list_folder(place, missing_ok=True)
-    tables = [x for x in sorted(files) if x.endswith('.parquet')]
+    tables = [table for table in sorted(files) if table.endswith(_PARQUET)]
     if not tables:
-        tables = [x for x in sorted(storage.list_folder(root)) if x.endswith('.parquet')]
+        in_root = [table for table in sorted(storage.list_folder(root)) if table.endswith(_PARQUET)]
         problem = f'{place} is neither a file nor a folder with Parquet files; those in {root} are'
-        raise FieldError('captions', captions, f'{problem} {tables}: set captions.')
-    return {f'{name}/{x}'.lstrip('/'): files[x] for x in tables}
+        raise FieldError('captions', captions, f'{problem} {in_root}: set captions.')
+    return {f'{name}/{table}'.lstrip('/'): files[table] for table in tables}
 
 
 def find_source(root: str | os.PathLike[str]) -> SourceFolder:
@@ -117,51 +128,72 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
     folder = source_storage.folder
     encoding = _read_encoding(listing.get(schema.ENCODING_FILE))
     encoded = encoding.files or {}
-    index = listing.get(_INDEX)
-    # An index is about the files next to it, but `latents-3crop/` comes first.
-    if encoded:
-        names, index = _names_in_encoding(source_storage, encoded, listing), None
-    elif index and not any(name.startswith(f'{schema.LATENTS_FOLDER}/') for name in listing):
-        names = _names_in_index(source_storage, index, listing)
-    else:
-        names, index = _latent_names(listing, _SUFFIXES), None
-    index_of_folders = listing.pop(npy_folders.INDEX_OF_FOLDERS, None)
-    if not names and index_of_folders:
-        folders = npy_folders.find_npy_folders(source_storage, index_of_folders)
-        listing |= {**folders, npy_folders.INDEX_OF_FOLDERS: index_of_folders}
-        names = list(folders)
-    if not names:
-        names = _latent_names(listing, (_PARQUET,))
-    if not names:
-        tars = [name for name in sorted(listing) if name.endswith(_COMPRESSED)]
-        hint = f' {tars[0]} is compressed, and only plain tars are read.' if tars else ''
-        raise ValueError(
-            f'No {", ".join((*_SUFFIXES, _PARQUET))} files in {folder}/{schema.LATENTS_FOLDER} or '
-            f'{folder}; expected files of latents like 000000-000009.pt there.{hint} '
-            f'{how_to_encode(folder)}.'
-        )
+    names, index_names = _find_latents(source_storage, encoded, listing)
     # Keys of rows without keys are hashes of this label, so that they stay when the folder moves.
     files = {name: dataclasses.replace(listing[name], label=name) for name in names}
-    others = schema.CAPTIONS_FILE, _INDEX * bool(index), npy_folders.INDEX_OF_FOLDERS
-    files |= {x: listing[x] for x in others if x in listing}
+    for name in (schema.CAPTIONS_FILE, *index_names):
+        if name in listing:
+            files[name] = listing[name]
     # `mirror` may have written there.
     mirrored = copied_files.recorded_states(source_storage)
     files = _add_states(files, mirrored, encoded)
-    if index and (recorded := files[_INDEX].recorded) and index.local_path:
+    # It is small, and decides which files are read, so it is compared now and whole.
+    index = files.get(_INDEX)
+    if index and index.recorded and index.local_path:
         state = file_state.compute_state(index.path)
-        copied_files.check_recorded_state(state, recorded, index.path)
+        copied_files.check_recorded_state(state, index.recorded, index.path)
     # Not before: it has no receipt, and the program that wrote it is not `mirror`.
-    files |= {x: listing[x] for x in (schema.ENCODING_FILE,) if x in listing}
-    tables = [name for name in sorted(listing) if '/' not in name and name.endswith('.parquet')]
+    if schema.ENCODING_FILE in listing:
+        files[schema.ENCODING_FILE] = listing[schema.ENCODING_FILE]
+    caption_files: tuple[StoredFile, ...] = ()
+    if schema.CAPTIONS_FILE in files:
+        caption_files = (files[schema.CAPTIONS_FILE],)
+    tables = [name for name in sorted(listing) if '/' not in name and name.endswith(_PARQUET)]
     return SourceFolder(
         root=folder,
         latent_files=tuple(files[name] for name in names),
-        caption_files=tuple(files[x] for x in (schema.CAPTIONS_FILE,) if x in files),
+        caption_files=caption_files,
         by_name=files,
         no_captions=f'{folder}/{schema.CAPTIONS_FILE} is missing; set captions to a Parquet file '
         f'or a folder of them (Parquet files in the folder: {", ".join(tables) or "none"}), or '
         'put captions or labels next to the latents',
         encoding=encoding.settings,
+    )
+
+
+def _find_latents(
+    source: ReadableFolder, encoded: Mapping[str, FileState], listing: dict[str, StoredFile]
+) -> tuple[list[str], list[str]]:
+    """Returns the names of the files of latents, and of the index that lists them, if there is one.
+
+    Adds to the listing what an index names elsewhere. Raises a ValueError if there are no latents.
+    """
+    index_of_folders = listing.pop(npy_folders.INDEX_OF_FOLDERS, None)
+    if encoded:
+        return _names_in_encoding(source, encoded, listing), []
+    # An index is about the files next to it, but `latents-3crop/` comes first.
+    has_folder = any(name.startswith(f'{schema.LATENTS_FOLDER}/') for name in listing)
+    if _INDEX in listing and not has_folder:
+        return _names_in_index(source, listing[_INDEX], listing), [_INDEX]
+    names = _latent_names(listing, _SUFFIXES)
+    if names:
+        return names, []
+    if index_of_folders:
+        folders = npy_folders.find_npy_folders(source, index_of_folders)
+        listing |= folders
+        listing[npy_folders.INDEX_OF_FOLDERS] = index_of_folders
+        if folders:
+            return list(folders), [npy_folders.INDEX_OF_FOLDERS]
+    # Last, because such files may be those of captions.
+    names = _latent_names(listing, [_PARQUET])
+    if names:
+        return names, [npy_folders.INDEX_OF_FOLDERS]
+    tars = [name for name in sorted(listing) if name.endswith(_COMPRESSED)]
+    hint = f' {tars[0]} is compressed, and only plain tars are read.' if tars else ''
+    raise ValueError(
+        f'No {", ".join((*_SUFFIXES, _PARQUET))} files in {source.folder}/{schema.LATENTS_FOLDER} '
+        f'or {source.folder}; expected files of latents like 000000-000009.pt there.{hint} '
+        f'{how_to_encode(source.folder)}.'
     )
 
 
@@ -211,10 +243,13 @@ def _names_in_encoding(
 def _latent_names(listing: Mapping[str, StoredFile], suffixes: Sequence[str]) -> list[str]:
     """Names of the files of latents: of one folder and one format, the first that there is."""
     for folder in (schema.LATENTS_FOLDER, ''):
-        in_folder = [name for name in sorted(listing) if os.path.dirname(name) == folder]
-        in_folder = [name for name in in_folder if name != schema.CAPTIONS_FILE]
+        in_folder = []
+        for name in sorted(listing):
+            if os.path.dirname(name) == folder and name != schema.CAPTIONS_FILE:
+                in_folder.append(name)
         for suffix in suffixes:
-            if names := [name for name in in_folder if name.endswith(suffix)]:
+            names = [name for name in in_folder if name.endswith(suffix)]
+            if names:
                 return names
     return []
 
@@ -225,12 +260,15 @@ def _names_in_index(
     """Names of the shards of MDS in an `index.json`; adds those of sub-folders to the listing."""
     try:
         shards = json.loads(index.read())['shards']
-        sizes = {shard['raw_data']['basename']: shard['raw_data']['bytes'] for shard in shards}
-        compressed_names = [
-            name for name, shard in zip(sizes, shards, strict=True) if shard['compression']
-        ]
+        sizes = {}
+        has_compressed = False
+        for shard in shards:
+            raw = shard['raw_data']
+            sizes[raw['basename']] = raw['bytes']
+            has_compressed = has_compressed or bool(shard['compression'])
         folders = sorted({os.path.dirname(name) for name in sizes} - {''})
-        is_plain = all(re.fullmatch(r'[^./][^/]*', x) for x in folders)
+        # Neither `..` nor deeper folders: an index leads nowhere else.
+        is_plain = all(re.fullmatch(r'[^./][^/]*', folder) for folder in folders)
         if len(sizes) < len(shards) or not is_plain:
             raise ValueError(f'it has shards {list(sizes)[:3]}')
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -243,8 +281,10 @@ def _names_in_index(
     for sub_folder in folders:
         listing |= folder.list_visible(sub_folder, _SUFFIXES)
     for name, size in sizes.items():
-        path, file = f'{folder.folder}/{name}', listing.get(name)
-        if compressed_names and not file:
+        path = f'{folder.folder}/{name}'
+        file = listing.get(name)
+        # The library keeps the plain shards beside the compressed ones, if it is told to.
+        if has_compressed and not file:
             raise ValueError(
                 f'{path}: is compressed; write the shards again with compression=None.'
             )
@@ -265,7 +305,8 @@ def _add_states(
     """
     states = {**mirrored, **encoded}
     for name, file in files.items():
-        if recorded := states.get(name):
+        recorded = states.get(name)
+        if recorded:
             # A listing of a local disk has no checksums: only sizes are compared here.
             copied_files.check_recorded_state(file.state, recorded, file.path)
     unrecorded = [file.path for name, file in files.items() if mirrored and name not in states]
@@ -274,4 +315,7 @@ def _add_states(
         logging.warning(
             f'{unrecorded[0]}: mirror did not copy this file{suffix}, unlike others in the source.'
         )
-    return {n: dataclasses.replace(file, recorded=states.get(n)) for n, file in files.items()}
+    recorded_files = {}
+    for name, file in files.items():
+        recorded_files[name] = dataclasses.replace(file, recorded=states.get(name))
+    return recorded_files

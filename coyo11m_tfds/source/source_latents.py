@@ -23,6 +23,7 @@ from coyo11m_tfds.process.errors import FieldError
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.source import formats, keyed_values, sidecar
+from coyo11m_tfds.source.keyed_parquet import find_first
 from coyo11m_tfds.source.latent_file import LABELS, ColumnNames, LatentFile
 from coyo11m_tfds.source.pt_file import RowsDisagreeError
 from coyo11m_tfds.storage.stored_file import StoredFile
@@ -68,13 +69,22 @@ class SourceOptions:
 def _read_head(
     file: StoredFile, head_dir: str | os.PathLike[str], options: SourceOptions
 ) -> tuple[FileHead, FileTexts]:
+    """Opens one file, and returns what is kept of it; see `_open_head`."""
     try:
-        with _open_head(file, head_dir, options) as x:
-            head = FileHead(x.keys, x.dtype, x.shape, x.embedding_dim, x.digest, x.moments)
-            return head, _read_texts(x, options)
+        with _open_head(file, head_dir, options) as latents:
+            head = FileHead(
+                keys=latents.keys,
+                dtype=latents.dtype,
+                shape=latents.shape,
+                embedding_dim=latents.embedding_dim,
+                digest=latents.digest,
+                moments=latents.moments,
+            )
+            return head, _read_texts(latents, options)
     except RowsDisagreeError as error:
         if not options.drop_bad:
             raise
+        # The file has no rows then, and is reported.
         head = FileHead(np.empty(0, np.int64), '', (), None, error.digest, disagreement=error)
         return head, FileTexts()
 
@@ -88,8 +98,10 @@ def write_numbers(
     """Copies numbers next to the latents into a Parquet file in `folder`, and returns its path."""
 
     def read_one(file: StoredFile) -> pa.Table:
+        """Returns the keys and the numbers of one file."""
         with _open_head(file, folder, SourceOptions(latents)) as shard:
-            names, keys = shard.column_names(), pa.array(shard.keys)
+            names = shard.column_names()
+            keys = pa.array(shard.keys)
             if not len(keys) or column in names.empty:
                 return pa.table({schema.PARQUET_KEY: keys, column: pa.nulls(len(keys))})
             if column not in names.numbers:
@@ -118,6 +130,7 @@ def write_numbers(
 def _open_head(
     file: StoredFile, head_dir: str | os.PathLike[str], options: SourceOptions
 ) -> Iterator[LatentFile]:
+    """Opens a file, of a remote one the head, which is removed at the end of the block."""
     path = formats.format_of(file).fetch_head(file, head_dir, check_crc=options.check_crc)
     try:
         # Not kept open: all files together are 300 GB of mapped memory.
@@ -128,10 +141,15 @@ def _open_head(
 
 
 def _read_texts(file: LatentFile, options: SourceOptions) -> FileTexts:
+    """Returns the captions and labels of a file that the options ask for.
+
+    Raises a ValueError if it does not have them.
+    """
     # Neither texts nor labels can be missing where there are no rows.
     if not len(file.keys):
         return FileTexts()
-    names, column = file.column_names(), ''
+    names = file.column_names()
+    column = ''
     if options.captions is not None:
         column = _find_captions(file.path, names, options)
         key_column = options.latents.key_column
@@ -146,34 +164,48 @@ def _read_texts(file: LatentFile, options: SourceOptions) -> FileTexts:
         captions = column, pa.nulls(len(file.keys), pa.large_binary())
     elif column:
         captions = column, file.text_column(column)
-    if not options.labels and (options.captions is None or column):
+    # Without captions, the labels take their place as text.
+    are_labels_captions = options.captions is not None and not column
+    if not options.labels and not are_labels_captions:
         return FileTexts(captions)
-    labels = file.number_column(names.labels)
+    labels = _read_labels(file, names.labels)
+    if are_labels_captions:
+        captions = names.labels, labels.cast(pa.string()).cast(pa.large_binary())
+    classes = labels.cast(pa.int64()).to_numpy()
+    return FileTexts(captions, (names.labels, classes))
+
+
+def _read_labels(file: LatentFile, name: str) -> pa.Array:
+    """Reads the labels of a file; raises a ValueError if they cannot be numbers of classes."""
+    labels = file.number_column(name)
     bounds = pc.min_max(labels).as_py()
     if labels.null_count or bounds['min'] < 0 or bounds['max'] >= _MAX_LABELS:
         raise ValueError(
-            f'{file.path}: {names.labels} are from {bounds["min"]} to {bounds["max"]}, '
+            f'{file.path}: {name} are from {bounds["min"]} to {bounds["max"]}, '
             f'{labels.null_count} missing; expected 0 to {_MAX_LABELS - 1}.'
         )
-    # Without captions, the labels take their place as text.
-    if options.captions is not None and not column:
-        captions = names.labels, labels.cast(pa.string()).cast(pa.large_binary())
-    return FileTexts(captions, (names.labels, labels.cast(pa.int64()).to_numpy()))
+    return labels
 
 
 def _find_captions(path: str, names: ColumnNames, options: SourceOptions) -> str:
     """Returns the column of captions; '' if labels take their place."""
     is_default = options.captions == schema.DEFAULT_CAPTION_COLUMN
-    usual_names = schema.CAPTION_COLUMNS if is_default else (options.captions,)
+    usual_names: Sequence[str] = [options.captions or '']
+    # By default, any of the usual names will do.
+    if is_default:
+        usual_names = schema.CAPTION_COLUMNS
     # A column without any text stands for one that has texts in other files.
     for columns in (names.texts, names.empty):
-        if column := next((x for x in usual_names if x in columns), ''):
+        column = find_first(usual_names, columns)
+        if column:
             return column
     # By default, labels also serve.
     if is_default and names.labels:
         return ''
+    # A column of the name with something else is worth another message.
     others = {**dict.fromkeys(names.numbers, 'numbers'), **names.others}
-    if column := next((x for x in usual_names if x in others), ''):
+    column = find_first(usual_names, others)
+    if column:
         raise ValueError(
             f'{path}: {column} holds {others[column]}, expected texts, one for each row; its texts '
             f'are {list(names.texts)}. Set caption_column.'
@@ -209,6 +241,7 @@ class TextTables:
                 self._writer = pq.ParquetWriter(
                     self.captions, pa.schema(fields), write_page_checksum=True
                 )
+            # Where all rows are null, the name says nothing.
             has_text = texts.null_count < len(texts)
             if has_text and self._has_text and name != self.caption_column:
                 raise ValueError(
@@ -230,10 +263,11 @@ class TextTables:
             self._writer.close()
         if not self._labels:
             return
-        keys, labels = map(np.concatenate, zip(*self._labels, strict=True))
+        all_keys, all_labels = map(np.concatenate, zip(*self._labels, strict=True))
         # Each key once, as a sidecar has to have it; the build drops the other rows.
-        firsts, _ = keyed_values.order_by_key(keys)
-        keys, labels = keys[firsts], labels[firsts]
+        firsts, _ = keyed_values.order_by_key(all_keys)
+        keys = all_keys[firsts]
+        labels = all_labels[firsts]
         header = sidecar.SidecarHeader(
             dim=1,
             encoder=schema.LABELS,
@@ -259,37 +293,47 @@ class SourceLatents:
         texts: TextTables,
     ):
         """Takes texts that are valid as long as the folder of heads exists."""
-        self.files, self.texts = tuple(files), texts
+        self.files = tuple(files)
+        self.texts = texts
         # Of all rows in the files' order, int64, with the index of each file's first row and, last,
         # the number of all rows.
         self.keys = np.concatenate([head.keys for head in heads])
         self.starts = np.cumsum([0, *(len(head.keys) for head in heads)])
         self.digests = tuple(head.digest for head in heads)
-        # A digest without checksums would not change with every change of the latents.
-        self.versions = tuple(
-            digest if check_crc and file.path.endswith('.pt') else f'{digest} {file.version}'
-            for file, digest in zip(files, self.digests, strict=True)
-        )
         # The first row of each key is the one that counts.
+        first_rows, _ = keyed_values.order_by_key(self.keys)
         self.duplicate = np.ones(len(self.keys), bool)
-        self.duplicate[keyed_values.order_by_key(self.keys)[0]] = False
-        pairs = list(zip(files, heads, strict=True))
-        bad = [(file.path, head.disagreement) for file, head in pairs if head.disagreement]
-        # They are left out, because keys cannot be assigned to rows.
-        self.disagreeing_files = tuple(path for path, _ in bad)
-        self.disagreeing = np.concatenate([np.empty(0, np.int64), *(e.keys for _, e in bad)])
-        good = [
-            (file.path, head) for file, head in pairs if not head.disagreement and len(head.keys)
-        ]
+        self.duplicate[first_rows] = False
+        versions = []
+        # Files whose tensors disagree are left out, because keys cannot be assigned to rows.
+        disagreeing_files = []
+        disagreeing_keys = [np.empty(0, np.int64)]
+        good: list[tuple[str, FileHead]] = []
+        for file, head in zip(files, heads, strict=True):
+            version = head.digest
+            # A digest without checksums would not change with every change of the latents.
+            if not (check_crc and file.path.endswith('.pt')):
+                version = f'{head.digest} {file.version}'
+            versions.append(version)
+            if head.disagreement:
+                disagreeing_files.append(file.path)
+                disagreeing_keys.append(head.disagreement.keys)
+            elif len(head.keys):
+                good.append((file.path, head))
+        self.versions = tuple(versions)
+        self.disagreeing_files = tuple(disagreeing_files)
+        self.disagreeing = np.concatenate(disagreeing_keys)
         if not good:
             others = ', nor has any other file of this source' if files[1:] else ''
             raise ValueError(f'{files[0].path}: has no rows{others}.')
-        first = good[0][1]
-        self.dtype, self.shape, self.moments = first.dtype, first.shape, first.moments
+        first_path, first = good[0]
+        self.dtype = first.dtype
+        self.shape = first.shape
+        self.moments = first.moments
         for path, head in good:
             if (head.dtype, head.shape) != (self.dtype, self.shape):
                 raise ValueError(
-                    f'{path}: latents are {head.dtype} {head.shape}, but those of {good[0][0]} are '
+                    f'{path}: latents are {head.dtype} {head.shape}, but those of {first_path} are '
                     f'{self.dtype} {self.shape}; expected one kind. Make a source of each kind.'
                 )
         self._embedding_dims = [(path, head.embedding_dim) for path, head in good]
@@ -306,12 +350,14 @@ class SourceLatents:
         `head_dir` is an existing, empty folder for the heads of remote files, some MB each, and for
         captions and labels.
         """
-        heads, texts = [], TextTables(head_dir)
+        heads = []
+        texts = TextTables(head_dir)
         read_one = functools.partial(_read_head, head_dir=head_dir, options=options)
         with (
             Progress('Checking the source', len(files), 'files') as progress,
             concurrent.futures.ThreadPoolExecutor(_HEADS_AT_ONCE) as threads,
         ):
+            # In the order of the files, whichever is read first: so the tables are always the same.
             for file, (head, file_texts) in zip(files, threads.map(read_one, files), strict=True):
                 texts.add(file.path, head.keys, file_texts)
                 heads.append(head)
@@ -336,7 +382,8 @@ class SourceLatents:
     def files_of_key(self, row: int) -> list[str]:
         """Returns the paths of files that hold the key of this row, up to the row's own file."""
         rows = np.flatnonzero(self.keys[: row + 1] == self.keys[row])
-        return [self.files[file].path for file in np.unique(self._file_of(rows)).tolist()]
+        file_numbers = np.unique(self._file_of(rows))
+        return [self.files[number].path for number in file_numbers.tolist()]
 
     def common_embedding_dim(self) -> int:
         """Returns the width of `embeddings`; raises a ValueError unless all files have the same."""
@@ -356,20 +403,23 @@ class SourceLatents:
         return first
 
     def _check_unique(self) -> None:
+        """Raises a ValueError, which names two rows of one key, if a key occurs twice."""
         duplicates = np.flatnonzero(self.duplicate)
-        if duplicates.size:
-            key = self.keys[duplicates[0]]
-            rows = np.flatnonzero(self.keys == key)[:2]
-            first, second = (
-                f'{self.files[file].path}: row {row - self.starts[file]}'
-                for row, file in zip(rows, self._file_of(rows), strict=True)
-            )
-            repeating_rows = format_count(duplicates.size, 'row repeats', 'rows repeat')
-            raise ValueError(
-                f'{second} has key {key}, and so has {first}; expected every key once '
-                f'({repeating_rows} a key). Remove the duplicate rows or files, or set bad_data to '
-                '"drop".'
-            )
+        if not duplicates.size:
+            return
+        key = self.keys[duplicates[0]]
+        rows = np.flatnonzero(self.keys == key)[:2]
+        places = []
+        for row, number in zip(rows, self._file_of(rows), strict=True):
+            places.append(f'{self.files[number].path}: row {row - self.starts[number]}')
+        first, second = places
+        repeating_rows = format_count(duplicates.size, 'row repeats', 'rows repeat')
+        raise ValueError(
+            f'{second} has key {key}, and so has {first}; expected every key once '
+            f'({repeating_rows} a key). Remove the duplicate rows or files, or set bad_data to '
+            '"drop".'
+        )
 
     def _file_of(self, rows: np.ndarray) -> np.ndarray:
+        """Returns the numbers of the files that hold some rows, int64 `(n,)`."""
         return np.searchsorted(self.starts, rows, side='right') - 1

@@ -23,7 +23,8 @@ _ALIGNED = 16
 # Of a `.json` or `.txt`.
 _MAX_TEXT = 1 << 20
 _CLASS = 'cls'  # WebDataset's suffix for the number of a class
-_TEXT, _JSON = 'txt', 'json'
+_TEXT = 'txt'
+_JSON = 'json'
 _USUAL_SUFFIXES = _TEXT, _JSON, _CLASS, 'npy'
 
 # In place of the fields of a `.json` that cannot be read.
@@ -38,6 +39,7 @@ class TarFile(LatentFile):
     kind = 'a tar'
 
     def _open(self) -> None:
+        """Lists the members by samples, and reads the headers of all arrays."""
         self._samples: dict[str, dict[str, _Member]] = {}
         self._parsed: tuple[str, Mapping[str, Any]] = '', {}  # the `.json` of one sample
         for member, offset, size in tar_members.list_members(
@@ -58,29 +60,36 @@ class TarFile(LatentFile):
             self._set_empty()
             return
         suffix = self._find_latents()
-        arrays = [self._parse_npy(sample, suffix) for sample in self._samples]
-        if len(kinds := {kind for kind, _ in arrays}) > 1:
+        kinds = set[tuple[str, tuple[int, ...]]]()
+        begins = []
+        for sample in self._samples:
+            kind, begin = self._parse_npy(sample, suffix)
+            kinds.add(kind)
+            begins.append(begin)
+        if len(kinds) > 1:
             raise ValueError(f'{self.path}: latents are {sorted(kinds)}; expected one kind.')
         [(dtype, shape)] = kinds
         # NumPy has no bfloat16, and writes it as two bytes without a meaning.
-        self._set_kind(suffix, dtype if dtype != 'V2' else self._latents_from.dtype or dtype, shape)
-        offsets = np.array([offset for _, offset in arrays], np.int64)
+        if dtype == 'V2' and self._latents_from.dtype:
+            dtype = self._latents_from.dtype
+        self._set_kind(suffix, dtype, shape)
+        offsets = np.array(begins, np.int64)
         numbers, remainders = np.divmod(offsets, _ALIGNED)
         if remainders.any() or numbers.max(initial=0) >= 2**32:
             raise ValueError(f'{self.path}: a {suffix} has its array at an unusual offset.')
         self.layout = RowLayout((0,), _ALIGNED, numbers)
-        if all(os.path.basename(x).startswith(MOMENTS_PREFIX) for x in self._samples):
+        # Such names stand for means and deviations.
+        names = map(os.path.basename, self._samples)
+        if all(name.startswith(MOMENTS_PREFIX) for name in names):
             self.moments = schema.DEVIATION
         # The first sample with fields stands for all.
-        fields = next(filter(None, map(self._json, self._samples)), {})
-        self._find_keys(schema.KEY, [x for x, value in fields.items() if schema.is_key(value)])
-        if self.key_column:
-            keys = [self._key(x) for x in self._samples]
-        else:
-            keys = [self._hash(x) for x in self._samples]
-        self.keys = np.array(keys, np.int64)
+        fields: Mapping[str, Any] = next(filter(None, map(self._json, self._samples)), {})
+        self._find_keys(schema.KEY, [name for name in fields if schema.is_key(fields[name])])
+        make_key = self._key if self.key_column else self._hash
+        self.keys = np.array([make_key(sample) for sample in self._samples], np.int64)
 
     def column_names(self) -> ColumnNames:
+        """Returns the names of members and JSON fields of any sample, by what they hold."""
         kinds = collections.defaultdict[str, set[type]](set)
         for sample, members in self._samples.items():
             for name in (_TEXT, _CLASS):
@@ -88,8 +97,12 @@ class TarFile(LatentFile):
                     kinds[name].add(type(self._value(sample, name)))
             for name, value in self._json(sample).items():
                 kinds[name].add(type(value))
-        texts, numbers, integers, empty = [], [], [], []
+        texts = []
+        numbers = []
+        integers = []
+        empty = []
         for name, kinds_of_field in kinds.items():
+            # Samples may lack the field, or have a null.
             kinds_of_values = kinds_of_field - {type(None)}
             if not kinds_of_values:
                 empty.append(name)
@@ -102,15 +115,23 @@ class TarFile(LatentFile):
         return ColumnNames(tuple(texts), tuple(numbers), find_labels(integers), tuple(empty))
 
     def text_column(self, name: str) -> pa.Array:
+        """Reads texts, large binary `(N,)` that need not be UTF-8; null for a row without one."""
         texts = [self._text(sample, name) for sample in self._samples]
         return pa.array(texts, pa.large_binary())
 
     def number_column(self, name: str) -> pa.Array:
-        values = [self._value(sample, name) for sample in self._samples]
-        values = [x if type(x) in (int, float) else None for x in values]
-        is_float = any(type(x) is float for x in values)
+        """Reads labels or other numbers, int64 or float32 `(N,)`; null for a row without one."""
+        values: list[int | float | None] = []
+        kind = pa.int64()
+        for sample in self._samples:
+            value = self._value(sample, name)
+            # By its type: a bool is an int, too.
+            values.append(value if type(value) in (int, float) else None)
+            # One is enough to make all of them floats.
+            if type(value) is float:
+                kind = pa.float32()
         try:
-            return pa.array(values, pa.float32() if is_float else pa.int64())
+            return pa.array(values, kind)
         except (pa.ArrowInvalid, OverflowError) as error:
             raise ValueError(
                 f'{self.path}: {name} of a sample is no number of 64 bits ({error}). Write the tar '
@@ -119,15 +140,17 @@ class TarFile(LatentFile):
 
     def _find_latents(self) -> str:
         """Returns the suffix of the members that are latents."""
-        suffixes = sorted(
-            {x for members in self._samples.values() for x in members if f'.{x}'.endswith('.npy')}
-        )
-        if name := self._latents_from.name:
-            suffixes = [x for x in suffixes if x in (name, f'{name}.npy')]
-        if not suffixes and not self._latents_from.name:
-            others = sorted({x for members in self._samples.values() for x in members})
+        distinct = set[str]()
+        for members in self._samples.values():
+            distinct.update(members)
+        all_suffixes = sorted(distinct)
+        suffixes = [suffix for suffix in all_suffixes if f'.{suffix}'.endswith('.npy')]
+        name = self._latents_from.name
+        if name:
+            suffixes = [suffix for suffix in suffixes if suffix in (name, f'{name}.npy')]
+        if not suffixes and not name:
             raise ValueError(
-                f'{self.path}: its samples have no .npy files, only {others[:10]}, expected '
+                f'{self.path}: its samples have no .npy files, only {all_suffixes[:10]}, expected '
                 f'latents. {how_to_encode(os.path.dirname(self.path))}.'
             )
         if len(suffixes) != 1:
@@ -144,6 +167,7 @@ class TarFile(LatentFile):
         start, size = self._samples[sample][suffix]
         head = self._read_bytes(start, min(size, manifest.NPY_HEADER_BYTES))
         try:
+            # The header's own length follows 8 bytes of magic and version.
             nbytes = 10 + int.from_bytes(head[8:10], 'little')
             return _npy_header(head[:nbytes], size), start + nbytes
         except ValueError as error:
@@ -156,40 +180,54 @@ class TarFile(LatentFile):
         if self._json(sample) is _DAMAGED:
             return foreign_text.UNREADABLE
         text = foreign_text.find_text(self._value(sample, name))
+        if text is None:
+            return None
         # Of one that is too long no more is kept than shows it.
-        return None if text is None else foreign_text.encode(text)[: schema.MAX_CAPTION_BYTES + 1]
+        return foreign_text.encode(text)[: schema.MAX_CAPTION_BYTES + 1]
 
     def _value(self, sample: str, name: str) -> Any:
+        """The value of a sample under a name: of a member if there is one, else of its JSON."""
         if name not in (_TEXT, _CLASS) or name not in self._samples[sample]:
             return self._json(sample).get(name)
         text = foreign_text.decode_caption(self._contents(sample, name))
-        is_class = name == _CLASS and text.strip().isdecimal() and len(text) < 19
-        return int(text) if is_class else text
+        # Of 18 digits, every number fits into 64 bits.
+        if name == _CLASS and text.strip().isdecimal() and len(text) < 19:
+            return int(text)
+        return text
 
     def _key(self, sample: str) -> int:
-        fields, name = self._json(sample), self.key_column
+        """The key in the JSON of a sample; raises a ValueError if it has none."""
+        fields = self._json(sample)
         # The row is a bad one, under any key.
         if fields is _DAMAGED:
             return self._hash(sample)
-        key = fields.get(name)
+        key = fields.get(self.key_column)
         if not schema.is_key(key):
-            raise ValueError(f'{self.path}: {name} of {sample!r} is {key!r}, expected a number.')
+            raise ValueError(
+                f'{self.path}: {self.key_column} of {sample!r} is {key!r}, expected a number.'
+            )
         return int(str(key))
 
     def _hash(self, sample: str) -> int:
+        """A key of 63 bits by the names of the tar and of the sample."""
         return name_hash(f'{self._label}/{sample}') >> 1
 
     def _json(self, sample: str) -> Mapping[str, Any]:
         """The fields of a sample; `_DAMAGED` without any if they cannot be read."""
         if _JSON not in self._samples[sample]:
             return {}
-        if self._parsed[0] != sample:
-            try:
-                fields = foreign_text.parse_json(self._contents(sample, _JSON))
-            except (ValueError, RecursionError):
-                fields = _DAMAGED
-            self._parsed = sample, fields if isinstance(fields, Mapping) else {}
-        return self._parsed[1]
+        # The methods above ask for one sample after the other, for several fields of each.
+        parsed_sample, fields = self._parsed
+        if parsed_sample == sample:
+            return fields
+        try:
+            content = foreign_text.parse_json(self._contents(sample, _JSON))
+        except (ValueError, RecursionError):
+            content = _DAMAGED
+        # A list or a number has no fields.
+        fields = content if isinstance(content, Mapping) else {}
+        self._parsed = sample, fields
+        return fields
 
     def _contents(self, sample: str, suffix: str) -> bytes:
         """A `.json` or `.txt`; of a longer one than anybody writes so much that it is no JSON."""
