@@ -265,7 +265,7 @@ def _compute_sha256(path: str, on_bytes: file_state.OnBytes) -> str:
 
 
 def _read_latents_from(stored: StoredDataset) -> schema.LatentsFrom:
-    """Returns what the build was told of its source, which is read in the same way again."""
+    """Returns where latents and keys are in the source, as the settings of the build say."""
     settings = stored.metadata.get(schema.META_SETTINGS) or {}
     return schema.parse_latents_from(
         settings.get('latents_from', ''), settings.get('key_column', '')

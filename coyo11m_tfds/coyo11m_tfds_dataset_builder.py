@@ -113,7 +113,8 @@ class Coyo11mConfig(BuildSettings, tfds.core.BuilderConfig):
         # TFDS refuses another config of the name of the default one, so a name is made of fields
         # without effect on the records, too, if there are no others.
         for name, value in (named or changed).items():
-            words.append(f'{name}-{os.path.basename(str(value).rstrip("/"))}')
+            last_part = os.path.basename(str(value).rstrip('/'))
+            words.append(f'{name}-{last_part}')
         return re.sub('[^A-Za-z0-9_.-]+', '-', '-'.join(words)) or 'latents'
 
 
@@ -250,7 +251,6 @@ class Builder(dataset_builder.FileReaderBuilder):
     ) -> None:
         """Loads the data set if it exists and need not be replaced; builds it otherwise."""
         mode = config.download_mode
-        # The `tfds` command removes the folder instead of telling its builder.
         overwrite = mode.overwrite_dataset or os.fspath(self.data_path) in _to_be_replaced
         is_built = (self.data_path / schema.INFO_FILE).exists() and not overwrite
         if is_built:
@@ -266,7 +266,7 @@ class Builder(dataset_builder.FileReaderBuilder):
             self._source = self._find_source(download_dir, config)
             self._build(self._source, config, overwrite)
             return
-        # It exists: what was asked for is compared with what is there.
+        # It exists: the settings of this call are compared with those that it was built with.
         if not is_left_to_tfds:
             self._source = str(self.builder_config.source or config.manual_dir or '')
             self._load_existing(config.max_examples_per_split, self._source)
@@ -297,7 +297,8 @@ class Builder(dataset_builder.FileReaderBuilder):
         for name, value in self.builder_config.changed_fields().items():
             if name in CAPTION_FLAGS:
                 words.append(f'--{name}={value}')
-        return shlex.join([*words, '--encoder=words'])
+        words.append('--encoder=words')
+        return shlex.join(words)
 
     def _download_and_prepare(self, dl_manager, download_config=None) -> None:
         raise NotImplementedError  # abstract in TFDS; `download_and_prepare` does not call it
@@ -323,7 +324,6 @@ class Builder(dataset_builder.FileReaderBuilder):
         self, builder_config: str | tfds.core.BuilderConfig | None, version: str | None
     ) -> tfds.core.BuilderConfig | None:
         """Returns the config of a name, or the given one; ValueError for an unknown name."""
-        # Behind a colon TFDS takes fields of the config.
         name = ''
         if isinstance(builder_config, str):
             name, _, _ = builder_config.partition(':')

@@ -89,14 +89,19 @@ def write_photos(out_dir: str | pathlib.Path, size: int, font: str = FONT) -> di
     for folder in tables:
         (out_dir / folder).mkdir(parents=True, exist_ok=True)
     for one in every:
+        picture = pictures.get(one.characters)
         # The font lacks it.
-        if one.characters not in pictures:
+        if picture is None:
             continue
         # A name in plain ASCII, whatever the emoji.
         code_points = [f'{ord(character):x}' for character in one.characters]
         name = f'{"-".join(code_points)}.png'
-        folder = TRAINING_FOLDER if one.part == emoji.TRAINING else HELD_OUT_FOLDER
-        (out_dir / folder / name).write_bytes(pixels.encode_png(pictures[one.characters]))
+        folder = HELD_OUT_FOLDER
+        if one.part == emoji.TRAINING:
+            folder = TRAINING_FOLDER
+        path = out_dir / folder / name
+        path.write_bytes(pixels.encode_png(picture))
+        # A line of the table, as many tools write and read it.
         tables[folder].append(json.dumps({'file_name': name, 'caption': one.caption}))
     for folder, lines in tables.items():
         text = ''.join(f'{line}\n' for line in lines)

@@ -198,10 +198,11 @@ def describe_next(out: str, counts: ImageCounts, has_buckets: bool) -> str:
         return _describe_buckets(out, counts)
     # Most builds need no more than the folder.
     config = _choose_config(counts.shapes.total())
-    flags = [f'--manual_dir={out}']
+    command = _build_command(out)
+    command.append(f'--manual_dir={out}')
     if config:
-        flags.append(f'--config={json.dumps(config)}')
-    return shlex.join([*_build_command(out), *flags])
+        command.append(f'--config={json.dumps(config)}')
+    return shlex.join(command)
 
 
 def _describe_buckets(out: str, counts: ImageCounts) -> str:
@@ -248,7 +249,7 @@ def _describe_buckets(out: str, counts: ImageCounts) -> str:
 
 
 def _data_dir(out: str) -> str:
-    """Returns the folder of data sets beside the source."""
+    """Returns the folder of data sets, which lies next to the source."""
     return f'{out}-data'
 
 

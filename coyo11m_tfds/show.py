@@ -57,7 +57,7 @@ def show(data_dir: Data, vae: str, num_pictures: int = page.NUM_PREVIEWS) -> str
     shown = zip(batch[schema.KEY], batch[schema.CAPTION], pictures, strict=True)
     for key, caption, picture in shown:
         previews.append(statistics.make_preview(key, caption, picture))
-    # A report may be damaged or be of another version: it lies beside the data set as any file.
+    # A report may be damaged, or be that of another version.
     try:
         return page.render_page(json.loads(report), previews, model_files.public_name(vae))
     except page.DAMAGE_ERRORS as error:

@@ -193,7 +193,7 @@ class _Verification:
             fault = self._describe_unreadable(name, error)
         except ValueError as error:
             fault = f'cannot be used ({error}), expected what the build wrote'
-        # One fault is enough: the others are to be found in the same run.
+        # No error: one run reports all faults.
         self.faults.append(f'{name}: {fault}')
         return None
 

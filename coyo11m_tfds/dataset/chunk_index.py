@@ -56,10 +56,11 @@ class ChunkIndex:
         entries_at = self._first_entry[shard]
         begin_entry = entries_at + first // schema.CHUNK_STRIDE
         # Rounded up: behind a shard's last entry stands its size, so a range may end there too.
-        end_entry = entries_at + -(-(first + count) // schema.CHUNK_STRIDE)
-        begin = self._flat[begin_entry] & _OFFSET
-        end = self._flat[end_entry] & _OFFSET
-        return begin, end - begin
+        end = first + count
+        end_entry = entries_at + -(-end // schema.CHUNK_STRIDE)
+        begin_offset = self._flat[begin_entry] & _OFFSET
+        end_offset = self._flat[end_entry] & _OFFSET
+        return begin_offset, end_offset - begin_offset
 
     def shard_digest(self, shard: int) -> str:
         """Returns a hex digest of a shard's entries, by which it is told from other shards."""

@@ -88,9 +88,11 @@ def outline_digest(path: str | os.PathLike[str]) -> str:
         return pt_archive.open_archive(path).digest
     # The middle may change without a change of the digest. The checksum of each row reveals that.
     with open(path, 'rb', buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        head = os.pread(file.fileno(), OUTLINE_ENDS, 0)
-        tail = os.pread(file.fileno(), OUTLINE_ENDS, max(0, size - OUTLINE_ENDS))
+        descriptor = file.fileno()
+        size = os.fstat(descriptor).st_size
+        head = os.pread(descriptor, OUTLINE_ENDS, 0)
+        tail_start = max(0, size - OUTLINE_ENDS)
+        tail = os.pread(descriptor, OUTLINE_ENDS, tail_start)
     return hashlib.sha256(b'%d ' % size + head + tail).hexdigest()
 
 
@@ -139,11 +141,13 @@ class InPlaceColumn:
 
     def find_files(self) -> list[StoredFile | None]:
         """Returns what lies at the path of each of `files`; None for a missing file."""
+        folders = {os.path.dirname(file.path) for file in self.files}
         by_path: dict[str, StoredFile] = {}
         # A listing of a folder in a bucket is one request, the states of its files would be many.
-        for folder in sorted({os.path.dirname(file.path) for file in self.files}):
+        for folder in sorted(folders):
             listing = storage.list_folder(folder, missing_ok=True)
-            by_path |= {file.path: file for file in listing.values()}
+            for file in listing.values():
+                by_path[file.path] = file
         return [by_path.get(file.path) for file in self.files]
 
     def locate(self, folder: str | os.PathLike[str], split: str, num_records: int) -> np.ndarray:
@@ -339,8 +343,10 @@ def _has_places(file: InPlaceFile, num_crops: int) -> bool:
         return False
     # Places in a file are numbers of 64 bits; whether they are in it is checked with the file. With
     # rows of 32 bits, a stride of 30 bits gives none beyond them.
-    are_offsets = all(type(n) is int and 0 <= n < 2**62 for n in (*file.starts, file.stride))
-    return are_offsets and file.stride < 2**30
+    for offset in (*file.starts, file.stride):
+        if type(offset) is not int or not 0 <= offset < 2**62:
+            return False
+    return file.stride < 2**30
 
 
 def _is_possible(column: AddedColumn) -> bool:

@@ -33,7 +33,7 @@ class DatasetEdit:
         folder = self.destination.folder
         columns_file = schema.of_build(schema.COLUMNS_FILE, build)
         columns.write_columns(self.staging, new_columns, build)
-        names = [*files]
+        names = list(files)
         listing = storage.list_folder(folder)
         unused_files = listing.keys() & columns.unused_column_files(listing, new_columns, build)
         # A data set of another program has no record of checksums, and gets none.

@@ -217,8 +217,8 @@ def _find_start(file: int, member: ArchiveMember, name: str) -> int:
     raw_name = member.raw_name
     has_name = name_bytes == len(raw_name) and header[_LOCAL_HEADER.size :] == raw_name
     has_room = start + member.size <= member.end
-    is_alike = (magic, flags, method) == (_LOCAL_MAGIC, member.flags, zipfile.ZIP_STORED)
-    agrees = is_alike and has_name and has_room
+    has_form = (magic, flags, method) == (_LOCAL_MAGIC, member.flags, zipfile.ZIP_STORED)
+    agrees = has_form and has_name and has_room
     # torch writes sizes and checksums behind the contents, other writers of the format into the
     # header; in archives of more than 4 GB the header refers to a longer field.
     if not flags & _SIZES_FOLLOW:

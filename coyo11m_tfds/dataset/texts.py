@@ -217,7 +217,7 @@ def resolve_texts(
         if name and name not in text_columns:
             raise ValueError(
                 f'{folder}: text={spec!r}: {name!r} is not a column of text embeddings or of '
-                f'tokens with their vocabulary; there are {[*text_columns]}. python -m '
+                f'tokens with their vocabulary; there are {list(text_columns)}. python -m '
                 'coyo11m_tfds.add_column --text adds some.'
             )
         text = in_records

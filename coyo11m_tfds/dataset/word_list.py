@@ -25,10 +25,12 @@ def count_words(captions: Iterable[Sequence[str]]) -> str:
     """
     counts: collections.Counter[str] = collections.Counter()
     for words in captions:
+        # A longer one is a link or noise, and no list may hold it.
         counts.update(word for word in words if len(word) <= _MAX_LETTERS)
         # Of captions of millions of different words, the rarest are forgotten in between.
         if len(counts) > _MOST_COUNTED:
-            counts = collections.Counter(dict(_most_frequent(counts, _MOST_COUNTED // 2)))
+            kept_counts = dict(_most_frequent(counts, _MOST_COUNTED // 2))
+            counts = collections.Counter(kept_counts)
     entries = _most_frequent(counts, MAX_WORDS)
     return ' '.join(f'{word}:{count}' for word, count in entries)
 

@@ -243,8 +243,8 @@ class FetchedFiles(HeldFiles):
         try:
             return self._read_range(number, begin, end)
         except stored_file.FileChanged:
-            # It is shorter or longer than the index says: read what there is. The records in it are
-            # then found to be damaged, one by one, as in a mapped file.
+            # It is shorter or longer than the index says: read what there is. Its records then
+            # count as damaged, one by one, as those of a mapped file do.
             self.size[number] = storage.describe_file(self.path_of(number)).size
             return self._read_range(number, begin, end)
 

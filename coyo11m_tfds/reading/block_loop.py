@@ -84,7 +84,7 @@ def read_parts(
 def _plan(reader: RowReader, block: RecordBlock, chunk: int, piece: int) -> _Plan:
     """Plans how a block is read, before its bytes are in memory."""
     is_mapped = reader.files.is_mapped
-    # The system reads ahead what is asked of it, and nothing keeps the rest of a chunk.
+    # The system reads ahead just what is requested: the rest of a chunk would come for nothing.
     if is_mapped:
         piece = schema.CHUNK_STRIDE
     records = RecordBlock(*(x.ravel() for x in block))

@@ -31,7 +31,7 @@ def locate_records(
     begin = np.zeros((len(start), schema.CHUNK_STRIDE), np.int64)
     end = np.zeros_like(begin)
     header_start = start.copy()
-    # Of each run, whether the next record is there: once it is not, no later one can be found.
+    # Of each run, whether the next record is there: without its length, no later one has a place.
     is_valid = count > 0
     # The runs are many, and each has few records: a step of NumPy for each number in a run.
     for number in range(int(count.max(initial=0))):

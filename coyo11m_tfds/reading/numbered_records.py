@@ -76,7 +76,7 @@ class Records:
         return type(self), (self._options, self._crop)
 
     def __repr__(self) -> str:
-        values = ', '.join(f'{x} {dtype}{[*shape]}' for x, (shape, dtype) in self.spec.items())
+        values = ', '.join(f'{x} {dtype}{list(shape)}' for x, (shape, dtype) in self.spec.items())
         place = f'{self._options.stored.folder}, {self._options.split!r}'
         return f'Records({place}: {format_count(len(self), "record")} of {values})'
 

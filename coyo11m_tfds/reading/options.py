@@ -98,7 +98,7 @@ def _open_mix_source(description: Any) -> MixSource:
         fields[name] = arguments.convert(f'mix: {name}', fields[name], _TYPES[name])
     # After the cheap checks: opening reads files, perhaps of a bucket.
     stored = open_data(fields.pop('dir'))
-    # Now, and not in the middle of a run, a condition is found to name a column that is not there.
+    # A condition on a column that is not there is refused now, not in the middle of a run.
     if 'where' in fields:
         fields['where'] = filters.Condition.parse(fields['where'])
         fields['where'].check_columns(stored)

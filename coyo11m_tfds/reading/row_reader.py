@@ -121,7 +121,7 @@ def stored_specs(stored: StoredDataset) -> dict[str, ArraySpec]:
 
 def check_text_feature(folder: str, text: texts.TextMixture, features: tuple[str, ...]) -> None:
     """Raises a ValueError if the features include another kind of text than `text`."""
-    # A column that was asked for would be ignored, and the records' own text read in its place.
+    # The column would be ignored, and the records' own text read in its place.
     others = schema.TEXT_DTYPES.keys() & set(features) - {text.feature}
     if text.in_columns and others:
         raise ValueError(
@@ -154,14 +154,22 @@ class LocatedRecords(NamedTuple):
 
     def rows(self, rows: slice) -> 'LocatedRecords':
         """Returns some of the records."""
-        *arrays, values = self
-        in_rows = ValuePlaces(
-            values.regular[rows],
-            values.keys[rows],
-            values.captions_end[rows],
-            {name: places[rows] for name, places in values.places.items()},
+        values = self.values
+        return LocatedRecords(
+            epoch=self.epoch[rows],
+            shard=self.shard[rows],
+            record=self.record[rows],
+            number=self.number[rows],
+            begin=self.begin[rows],
+            end=self.end[rows],
+            codes=self.codes[rows],
+            values=ValuePlaces(
+                regular=values.regular[rows],
+                keys=values.keys[rows],
+                captions_end=values.captions_end[rows],
+                places={name: places[rows] for name, places in values.places.items()},
+            ),
         )
-        return LocatedRecords._make([*(x[rows] for x in arrays), in_rows])
 
 
 class RowReader:

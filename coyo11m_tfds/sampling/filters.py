@@ -163,8 +163,8 @@ _SET_BITS = _list_set_bits()
 class KeptRecords:
     """The kept records of a split: one bit for each record, and one count for every eight.
 
-    A list of their numbers would take 64 bits for each. The n-th kept record is found by a search
-    in the counts, and a look at one byte.
+    A list of their numbers would take 64 bits for each. A search in the counts and a look at one
+    byte give the n-th kept record.
     """
 
     def __init__(self, shard_lengths: np.ndarray, blocks: Iterable[np.ndarray]):

@@ -167,7 +167,7 @@ class Order:
 class _EpochStream:
     """All records of an epoch, one after the other: its chunks in an order of their own.
 
-    It can be asked for any position, and no table of all chunks is made.
+    The record at any position is computed without a table of all chunks.
     """
 
     def __init__(

@@ -290,7 +290,7 @@ def _split_url(url: str) -> tuple[str, str]:
 def _list_objects(folder: str, **options: Any) -> dict[str, storage.Blob]:
     """Returns the objects below a folder by relative name; `options` are those of `list_blobs`."""
     bucket, name = _split_url(folder)
-    # Names may begin with slashes.
+    # Names may begin with slashes, so only those at the end are removed.
     prefix = f'{name.rstrip("/")}/' if name else ''
     with _plain_errors(folder):
         options |= _patience(f'listing {folder}')

@@ -328,7 +328,7 @@ class DiskLock(locks.Lock):
         Raises:
             OSError: The file system has no locks.
         """
-        # The lock lies beside its folder, which need not exist.
+        # The lock lies next to its folder, which need not exist.
         os.makedirs(os.path.dirname(self._path) or os.curdir, exist_ok=True)
         try:
             self._lock = locks.FileLock(self._path, wait=False)

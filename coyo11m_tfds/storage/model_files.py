@@ -206,7 +206,7 @@ def revision(model: str) -> str:
 
         config_path = huggingface_hub.try_to_load_from_cache(model, 'config.json')
         return Path(str(config_path)).parent.name  # .../snapshots/COMMIT/config.json
-    # Of these alone: a README or a log beside them makes no other model.
+    # Of these alone: a README or a log in the folder makes no other model.
     files = sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES)
     digest = hashlib.sha256()
     for path in files:

@@ -109,5 +109,8 @@ class Receipts:
         content = json_digest.unseal(data)
         if content['name'] != name:
             raise ValueError(f'it is the receipt of {content["name"]!r}')
-        files = {file: FileState.from_json(state) for file, state in content['files'].items()}
-        return Receipt(content['origin'], files, self._parse_facts(content['facts']))
+        files = {}
+        for file, state in content['files'].items():
+            files[file] = FileState.from_json(state)
+        facts = self._parse_facts(content['facts'])
+        return Receipt(content['origin'], files, facts)

@@ -46,7 +46,7 @@ _threads = threading.local()
 # What may lead requests elsewhere. It is compared each time, as getproxies() takes 0.5 ms.
 _CERTIFICATES = ('REQUESTS_CA_BUNDLE', 'CURL_CA_BUNDLE', 'SSL_CERT_FILE')
 _PROXIES = ('https_proxy', 'http_proxy', 'all_proxy', 'no_proxy')
-_ENVIRONMENT = (*_CERTIFICATES, *_PROXIES, *map(str.upper, _PROXIES))
+_ENVIRONMENT = _CERTIFICATES + _PROXIES + tuple(name.upper() for name in _PROXIES)
 
 
 class RemoteFolder(ReadableFolder):
