@@ -134,4 +134,4 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv .venv-lowest .venv-docs site .lowest.txt $(DEMO) $(ENCODERS) build dist *.egg-info
+	rm -rf .venv .venv-lowest .venv-newest .venv-docs site .lowest.txt $(DEMO) $(ENCODERS) build dist *.egg-info

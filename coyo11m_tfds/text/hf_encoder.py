@@ -109,8 +109,9 @@ class HfEncoder(HfTokenizer, ModelEncoder):
 # In quotes, as transformers imports its models, and triton with them, where one is first named.
 def _load_model(model: str, dtype: torch.dtype) -> 'transformers.PreTrainedModel':
     """Loads the model in evaluation mode, or raises an error that says why it cannot."""
-    kind: Any = transformers.AutoModel
     with _loading(model):
+        # Here, because some versions of transformers import triton where this is named.
+        kind: Any = transformers.AutoModel
         config = transformers.AutoConfig.from_pretrained(model, **_SAFE)
         # Like T5, of which only the encoder is needed.
         if config.is_encoder_decoder:

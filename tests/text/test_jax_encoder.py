@@ -656,7 +656,8 @@ FAILING = {
     'a token beyond what is counted': (
         'model',
         {'vocab': {'a': 2**32 - 1}, 'merges': []},
-        'has the token id 4294967295, expecte',
+        # transformers 5.18 leaves that token out of the vocabulary.
+        'text: its tokenizer (has the token id 4294967295, expecte|fails: Unk token .<unk>. not)',
     ),
 }
 
