@@ -213,7 +213,7 @@ def _find_same_name(
 
 
 def _describe_moved(former: InPlaceFile, file: StoredFile, edit: DatasetEdit) -> InPlaceFile:
-    """Describes the file that `former` has become; ValueError if its outline is another."""
+    """Returns the file that `former` has become; ValueError if its outline is another."""
     tasks.check_within_reach(file, edit.stored.folder)
     head = formats.format_of(file).fetch_head(file, edit.scratch, check_crc=False)
     opened = formats.open_file(file, head, _read_latents_from(edit.stored))

@@ -210,7 +210,7 @@ class DryRun:
     dropped: Mapping[str, int] = dataclasses.field(default_factory=dict)  # rows by reason
 
     def finding(self, place: str) -> Finding:
-        """Describes the build of the source in a folder; warns if it drops many rows."""
+        """Returns what a build of the source makes; a warning if it drops many rows."""
         records = format_count(self.num_records, 'record')
         size = format_bytes(self.num_bytes)
         # Only a plan knows the shards, and so the numbers exactly.
@@ -231,7 +231,7 @@ class DryRun:
 
 
 def plan_or_estimate(place: str, settings: BuildSettings) -> DryRun:
-    """Plans the build of a source, or estimates it where its captions are not read in seconds.
+    """Returns the plan of a build, or an estimate where captions are not read in seconds.
 
     Raises a ValueError or an OSError for a source that cannot be built.
     """
@@ -313,6 +313,7 @@ def check_devices(root: str = '/') -> Finding:
     text = f'jax {version}: {shown}'
     # A machine whose accelerator is there but not in JAX lacks the right wheel of it.
     platforms = {platform.replace('cuda', 'gpu') for platform, _ in devices}
+    # The first one is enough: one installation of JAX has one kind.
     for kind in sorted(machine.accelerators(root) - platforms):
         text += f', although there is a {kind.upper()} in this machine'
         install = f"pip install -c constraints.txt -e '.[{kind}]'"

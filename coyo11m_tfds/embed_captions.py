@@ -219,7 +219,7 @@ class _SourceCaptions:
             )
 
     def sort_by_key(self, folder: str) -> KeyedValues:
-        """Sorts the captions by key, in sub-folders of a local folder."""
+        """Returns the captions sorted by key, in sub-folders of a local folder."""
         by_key = os.path.join(folder, 'captions')
         if self._latents:
             self._sort_texts_of_latents(self._latents, folder, by_key)

@@ -118,7 +118,7 @@ def _choose_pictures(training: list[int], count: int, rng: np.random.Generator) 
 
 
 def _cut_unequally(total: int, count: int) -> list[slice]:
-    """Cuts `range(total)` into slices whose lengths are in proportion 3, 4, 5, ..."""
+    """Returns slices of `range(total)` whose lengths are in proportion 3, 4, 5, ..."""
     weights = np.arange(3, 3 + count)
     # The sum of all weights comes last, so the last end is the total.
     ends = np.cumsum(weights) * total // weights.sum()

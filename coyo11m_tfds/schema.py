@@ -48,7 +48,7 @@ ANY_LATENTS = LatentsFrom()
 
 
 def parse_latents_from(text: str, key_column: str = '') -> LatentsFrom:
-    """Parses '', 'NAME', 'NAME:DTYPE:C,H,W' or 'NAME:DTYPE:CROPS,C,H,W'.
+    """Returns the fields of '', 'NAME', 'NAME:DTYPE:C,H,W' or 'NAME:DTYPE:CROPS,C,H,W'.
 
     Raises:
         ValueError: The text has another form, or latents cannot have this dtype or this shape.
@@ -61,7 +61,10 @@ def parse_latents_from(text: str, key_column: str = '') -> LatentsFrom:
         dtype = fields[1]
         # No shape has a 0, which stands for what is no number.
         shape = tuple(int(n) if n.isdecimal() else 0 for n in fields[2].split(','))
-        full_shape = (1, *shape) if len(shape) == 3 else shape
+        # Without an axis of crops there is one crop.
+        full_shape = shape
+        if len(shape) == 3:
+            full_shape = (1, *shape)
         if are_latents(dtype, full_shape):
             return LatentsFrom(name, dtype, shape, key_column)
     raise ValueError(
@@ -235,7 +238,7 @@ def shard_filename(split: str, index: int, count: int) -> str:
 
 
 def of_build(name: str, build: str) -> str:
-    """Puts the ID of a build into a file's name, before its first dot; '' leaves the name alone."""
+    """Returns a file's name with the ID of a build before its first dot; '' leaves it alone."""
     if not build:
         return name
     stem, dot, rest = name.partition('.')

@@ -35,12 +35,12 @@ class ChunkIndex:
         self._flat = flat
         self._first_entry = np.fromiter(_first_entries(flat), np.int64)
         _check_ascending(flat, self._first_entry)
-        # Number of records in each shard, int64 `(num_shards,)`.
+        # Number of records in each shard, int64 `(num_shards,)`; it stands before the entries.
         self.shard_lengths: np.ndarray = flat[self._first_entry - 1]
 
     @classmethod
     def parse(cls, data: bytes) -> 'ChunkIndex':
-        """Parses the content of an index file; raises a ValueError if it is damaged."""
+        """Returns the index of the content of its file; raises a ValueError if it is damaged."""
         dtype, shape, start = manifest.parse_npy_header(data, len(data))
         return cls(np.frombuffer(data, dtype, offset=start).reshape(shape))
 
@@ -77,6 +77,7 @@ class ChunkIndex:
         Each is of the `schema.CHUNK_STRIDE` records from `first` on; see `run_digests`.
         """
         entry = self._first_entry[shard] + first // schema.CHUNK_STRIDE
+        # Without the offset in the low bits.
         return self._flat[entry] >> _OFFSET_BITS
 
 
@@ -156,18 +157,20 @@ def _first_entries(flat: np.ndarray) -> Iterator[int]:
 def _check_ascending(flat: np.ndarray, first_entry: np.ndarray) -> None:
     """Raises a ValueError unless each shard's offsets rise up to its size."""
     offsets = flat & _OFFSET
+    # Of each number, whether the next one is larger.
     ascends = np.append(offsets[1:] > offsets[:-1], True)
-    # But from the size of a shard to the next one's length, and from there to its first offset,
-    # numbers may fall. A size has no digest.
-    # The size of the shard before stands two entries before the first one; before the first shard,
-    # -1 is the last entry, which is the size of the last shard.
+    # Between two shards numbers may fall: after the length of a shard comes its first offset, and
+    # after its size the length of the next shard.
+    length_at = first_entry - 1
+    ascends[length_at] = True
+    # The size of the shard before; before the first shard that is at -1, the end of the array,
+    # where the size of the last shard is. A size has no digest in its upper bits.
     size_at = first_entry - 2
     ascends[size_at] = flat[size_at] >> _OFFSET_BITS == 0
-    ascends[first_entry - 1] = True
     if not ascends.all():
         bad_entry = ascends.argmin()
-        shard = np.searchsorted(first_entry - 1, bad_entry, side='right') - 1
-        raise _wrong_entry(int(first_entry[shard]) - 1)
+        shard = np.searchsorted(length_at, bad_entry, side='right') - 1
+        raise _wrong_entry(int(length_at[shard]))
 
 
 def _wrong_entry(entry: int) -> ValueError:

@@ -220,7 +220,7 @@ def column_file_name(column: str, split: str, build: str = '') -> str:
 
 
 def is_column_file_name(name: str) -> bool:
-    """Whether `column_file_name` can have returned this name."""
+    """Returns whether `column_file_name` can have returned this name."""
     return name.startswith('column_') and name.endswith('.npy') and '/' not in name
 
 
@@ -277,7 +277,7 @@ def read_columns(folder: str | os.PathLike[str], build: str = '') -> dict[str, C
 
 
 def parse_columns(data: bytes) -> dict[str, Column]:
-    """Parses the content of `schema.COLUMNS_FILE`; raises a ValueError if it is damaged."""
+    """Returns the columns in `schema.COLUMNS_FILE` by name; ValueError if it is damaged."""
     try:
         descriptions = manifest.parse_sealed(data, 'columns')
         return {name: _parse_column(name, **fields) for name, fields in descriptions.items()}
@@ -336,7 +336,7 @@ def _parse_in_place(name: str, fields: Mapping[str, Any]) -> InPlaceColumn:
 
 
 def _has_places(file: InPlaceFile, num_crops: int) -> bool:
-    """Whether a file has a path, and rows in pieces of equally many crops, at possible offsets."""
+    """Returns whether a file has a path, and rows of pieces of equal crops at possible offsets."""
     if not isinstance(file.path, str) or not os.path.dirname(file.path):
         return False
     if not file.starts or num_crops % len(file.starts):
@@ -350,7 +350,7 @@ def _has_places(file: InPlaceFile, num_crops: int) -> bool:
 
 
 def _is_possible(column: AddedColumn) -> bool:
-    """Whether `add_column` can have written the description."""
+    """Returns whether `add_column` can have written the description."""
     # Rows of a damaged size could take any memory.
     if column.dtype not in _DTYPES or len(column.shape) > 1:
         return False

@@ -34,7 +34,7 @@ class HubUse:
 def estimate_use(
     data: StoredDataset, *, samples_per_second: float, chunk: int, num_processes: int
 ) -> HubUse:
-    """Estimates the requests of a run, and asks the hub for the quota by the request of a file.
+    """Returns an estimate of the requests of a run, and the quota, by a request for a file.
 
     Args:
         data: A data set on the hub, without filters: all of its columns count.
@@ -66,11 +66,11 @@ def estimate_use(
     seconds = quota.seconds if quota else hub.USUAL_WINDOW
     # At worst every request is the first one of its file, until all processes know all files.
     num_requests = math.ceil(requests_per_second * seconds)
-    num_touched = min(num_files * num_processes, num_requests)
+    num_first_requests = min(num_files * num_processes, num_requests)
     return HubUse(
         requests_per_second,
         record_nbytes * chunk / requests_per_chunk,
         num_files,
-        num_touched + _SMALL_FILES * num_processes,
+        num_first_requests + _SMALL_FILES * num_processes,
         quota,
     )

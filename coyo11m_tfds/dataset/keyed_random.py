@@ -11,7 +11,7 @@ import numpy as np
 # splitmix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014;
 # constants of Vigna's splitmix64.c.
 def splitmix64(x: np.ndarray | int) -> np.ndarray:
-    """Mixes uint64 values of any shape, as a bijection: different values stay different."""
+    """Returns mixed uint64 values, same shape, by a bijection: different ones stay different."""
     with np.errstate(over='ignore'):
         z = np.asarray(x, np.uint64) + np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -20,7 +20,7 @@ def splitmix64(x: np.ndarray | int) -> np.ndarray:
 
 
 def derive(seed: int, *numbers: int | np.ndarray) -> np.ndarray:
-    """Hashes the numbers in turn into the seed; returns uint64 in their common shape."""
+    """Returns the hash of a seed and, one after the other, of numbers; uint64, common shape."""
     key = splitmix64(seed & 0xFFFFFFFFFFFFFFFF)
     for number in numbers:
         # Hashed after each number, so that (1, 2) and (2, 1) give different keys.
@@ -74,7 +74,7 @@ class Permutation:
         return self._walk(value, self._round_keys[::-1], swap=True)
 
     def _walk(self, x: np.ndarray, round_keys: np.ndarray, swap: bool = False) -> np.ndarray:
-        """Passes numbers through the rounds until they are in the range."""
+        """Returns numbers that passed the rounds until they are in the range."""
         x = np.array(x, np.uint64)
         outside = np.ones(x.shape, bool)
         # The rounds permute a larger domain, so values outside come back into the range.
@@ -84,7 +84,7 @@ class Permutation:
         return x.astype(np.int64)
 
     def _rounds(self, x: np.ndarray, round_keys: np.ndarray, swap: bool) -> np.ndarray:
-        """Passes numbers through the rounds once, with swapped halves for the inverse."""
+        """Returns numbers that passed all rounds once, with swapped halves for the inverse."""
         left = x >> self._half
         right = x & self._low
         if swap:

@@ -179,7 +179,7 @@ class Archive:
             )
 
     def sections(self) -> Iterator[tuple[int, ArchiveMember | None]]:
-        """Divides the file into members and the gaps between; yields the end of each section."""
+        """Yields the end of each section of the file, and the member that it is; None for a gap."""
         for member, start in zip(self.members, self.starts, strict=True):
             # In front of the contents stand the local header and torch's padding.
             yield start, None
@@ -199,7 +199,7 @@ def open_archive(path: str | os.PathLike[str], name: str = '') -> Archive:
 
 
 def read_archive(file: int, name: str) -> Archive:
-    """Does what `open_archive` does, for the descriptor of an open file."""
+    """Returns what `open_archive` returns, for the descriptor of an open file."""
     size = os.fstat(file).st_size
     members = read_directory(lambda n: os.pread(file, n, size - n), size, name)
     starts = tuple(_find_start(file, member, name) for member in members)

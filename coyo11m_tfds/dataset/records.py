@@ -33,6 +33,7 @@ class RecordWriter:
     """Writes records to a binary file in blocks; the end of its context writes the last block."""
 
     def __init__(self, file: BinaryIO):
+        """Takes a file that is open at its start."""
         self._file = file
         # Reused, because getting new memory from the system takes longer than filling it.
         self._block = np.empty(_BLOCK_BYTES, np.uint8)
@@ -208,7 +209,7 @@ class RecordLayout:
     def find(
         self, gather: Callable[[np.ndarray, int], np.ndarray], begin: np.ndarray, end: np.ndarray
     ) -> ValuePlaces:
-        """Finds the values of serialized records between places, `[begin, end)` for each.
+        """Returns where the values of serialized records lie, given their places `[begin, end)`.
 
         `gather(places, nbytes)` copies bytes from each place, with zeros before `begin`; it is not
         called for bytes behind `end`.
@@ -325,7 +326,7 @@ def _tag(number: int, length: int) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Encodes seven bits a byte, lowest first; negative numbers as 64-bit two's complements."""
+    """Returns a number in bytes of seven bits, lowest first; negative ones as two's complements."""
     value &= 0xFFFFFFFFFFFFFFFF
     out = []
     while value > 0x7F:
@@ -336,7 +337,7 @@ def _varint(value: int) -> bytes:
 
 
 def mask_crc32c(crc: Any) -> Any:
-    """Masks a CRC-32C, an int or uint32 of any shape, as in tensorflow/core/lib/hash/crc32c.h."""
+    """Returns a masked CRC-32C, int or uint32; see tensorflow/core/lib/hash/crc32c.h."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 

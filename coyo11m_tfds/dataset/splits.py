@@ -70,7 +70,7 @@ def strip_alternative_formats(info: bytes) -> bytes:
 
 
 def parse_splits(data: bytes) -> list[StoredSplit]:
-    """Parses the splits in `schema.INFO_FILE`; ValueError if it is damaged or names no split."""
+    """Returns the splits in `schema.INFO_FILE`; ValueError if it is damaged or names no split."""
     try:
         info = json.loads(data)
         splits = [_parse_split(info, split) for split in info['splits']]

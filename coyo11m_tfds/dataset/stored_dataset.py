@@ -259,7 +259,10 @@ class StoredDataset:
         return IndexedSplit(index, self.folder, split.file_names)
 
     def identity(self, split: str) -> str:
-        """Returns the name of the split, and a digest of the name, the source and the shards."""
+        """Returns the name of the split, and a digest of the name, the source and the shards.
+
+        The state of a reader holds it, so that another data set is not continued by mistake.
+        """
         name = f'{self.full_name} {split}'
         contents: list[Any] = [name, self.metadata.get(schema.META_SOURCE_FINGERPRINT)]
         # A mocked data set has no shards.

@@ -113,7 +113,7 @@ def text_in_records(metadata: Mapping[str, Any], text_dim: int, num_tokens: int)
 
 
 def _is_text(column: Column) -> TypeGuard[AddedColumn]:
-    """Whether a column holds embeddings, or tokens whose vocabulary is known."""
+    """Returns whether a column holds embeddings, or tokens whose vocabulary is known."""
     if not isinstance(column, AddedColumn):
         return False
     if column.feature == schema.TOKENS:

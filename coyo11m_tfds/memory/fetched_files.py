@@ -131,7 +131,7 @@ class FetchedFiles(HeldFiles):
         self._index()
 
     def fetch_anew(self, key: Range) -> bytes:
-        """Fetches a range, whatever a cache holds of it, and replaces it there."""
+        """Returns a newly fetched range, whatever a cache holds of it, and replaces it there."""
         return self._fetch(key, uses_cache=False)
 
     def drop(self, ranges: Iterable[Range]) -> None:
@@ -201,7 +201,7 @@ class FetchedFiles(HeldFiles):
         return data
 
     def _fetch_from_afar(self, number: int, begin: int, end: int) -> bytes:
-        """Fetches a range, and keeps it if there is a cache."""
+        """Returns a range that is fetched now, and keeps it if there is a cache."""
         if not self._cache:
             return self._read_counted(number, begin, end)
         file = self._cache.describe(self, number)

@@ -256,9 +256,9 @@ class MappedFiles(HeldFiles):
 
 
 def gather_rows(data: np.ndarray, places: np.ndarray, nbytes: int) -> np.ndarray:
-    """Copies rows that begin anywhere in an array of bytes; an IndexError for rows outside of it.
+    """Returns copies of rows that begin anywhere in an array of bytes.
 
-    Returns void `(n,)`, with items of `nbytes` bytes.
+    They are void `(n,)`, with items of `nbytes` bytes. Raises an IndexError for rows outside of it.
     """
     # NumPy refuses arrays whose items could reach beyond 2**63 bytes: as it counts, overlapping
     # items take their size each. So large rows are copied in pieces.

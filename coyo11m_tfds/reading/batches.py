@@ -196,6 +196,7 @@ class Ahead(Iterator[T]):
                 self._is_reading = True
 
     def _read_items(self) -> None:
+        """Reads items as long as `next` allows more; runs in the thread."""
         while self._may_read():
             try:
                 self._ready.append((next(self._items), None))
@@ -205,11 +206,12 @@ class Ahead(Iterator[T]):
                 self._is_closed = True
                 self._ready.append((None, error))
             self._num_read += 1
-            # Unless `next` waits: it is an error to release a lock that nobody holds.
+            # `next` waits for this item. If it does not, there is no lock that could be released.
             if self._arrival.locked():
                 self._arrival.release()
 
     def _may_read(self) -> bool:
+        """Returns whether the thread reads one more item, and notes it if it ends."""
         # Under the lock, so that a higher limit is either seen here or starts a new task.
         with self._lock:
             self._is_reading = self._num_read < self._limit and not self._is_closed

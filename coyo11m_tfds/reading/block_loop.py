@@ -82,7 +82,7 @@ def read_parts(
 
 
 def _plan(reader: RowReader, block: RecordBlock, chunk: int, piece: int) -> _Plan:
-    """Plans how a block is read, before its bytes are in memory."""
+    """Returns how a block is read, before its bytes are in memory."""
     is_mapped = reader.files.is_mapped
     # The system reads ahead just what is requested: the rest of a chunk would come for nothing.
     if is_mapped:

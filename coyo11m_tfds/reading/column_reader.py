@@ -152,7 +152,7 @@ class ColumnReader:
         return places.reshape(begin.shape)
 
     def match_checksums(self, number: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Compares the rows at places of `locate` with their checksums; returns bool `(n,)`.
+        """Returns whether the rows at places of `locate` have their checksums, bool `(n,)`.
 
         A row without a checksum yet counts as good.
         """

@@ -135,6 +135,7 @@ class SplitReader:
         return values
 
     def _row_reader(self, files: HeldFiles, verify: str) -> RowReader:
+        """Returns a reader of the split out of files to which it is added now."""
         return RowReader(
             self._split,
             self._features,
@@ -152,10 +153,12 @@ class SplitReader:
         return block_loop.read_parts(reader, blocks, self.options.chunk, self._piece_size())
 
     def _fetching_reader(self, in_flight: int, pool: ThreadPoolExecutor | None = None) -> RowReader:
+        """Returns a reader that fetches files; without a `pool`, with threads of its own."""
         # Whatever `verify` says: bytes may change on each of their ways.
         return self._row_reader(self._make_files(in_flight, pool), damage.ALWAYS)
 
     def _make_files(self, in_flight: int, pool: ThreadPoolExecutor | None = None) -> FetchedFiles:
+        """Returns files of which the ranges of `in_flight` chunks are fetched at once."""
         # The records of a chunk are one range of a shard, and its rows are one of each column.
         ranges_per_chunk = 1 + len(self._columns)
         max_in_flight = in_flight * ranges_per_chunk
@@ -220,7 +223,7 @@ class SplitReader:
     def _read_kept(
         self, watch: CacheWatch, blocks: Iterator[RecordBlock], in_flight: int
     ) -> Iterator[Batch]:
-        """Fetches blocks, and keeps them, until the cache holds all; then reads it by rows."""
+        """Yields batches of fetched blocks until the cache holds all, and then of the cache."""
         # The block at which the cache turned out to be complete: taken, but not fetched.
         first_by_rows: list[RecordBlock] = []
 
@@ -370,7 +373,7 @@ class EvalReader(SplitReader):
 
 
 def _pad_rows(x: np.ndarray, size: int) -> np.ndarray:
-    """Puts rows of zeros, or of empty strings, after those of an array."""
+    """Returns an array with rows of zeros, or of empty strings, after its own."""
     if len(x) == size:
         return x
     padding = np.zeros((size - len(x), *x.shape[1:]), x.dtype)

@@ -53,7 +53,7 @@ def locate_records(
 def _locate_run_by_run(
     files: HeldFiles, start: np.ndarray, count: np.ndarray, limit: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Does what `locate_records` does, in plain Python: for few runs that is faster."""
+    """Returns what `locate_records` returns, by plain Python: for few runs that is faster."""
     begin = np.zeros((len(start), schema.CHUNK_STRIDE), np.int64)
     end = np.zeros_like(begin)
     for row, run in enumerate(files.views(start, limit)):

@@ -167,6 +167,7 @@ class Records:
         )
 
     def _rows_here(self) -> '_MappedRows | _FetchedRows':
+        """Returns what reads records in this process, also after a fork."""
         # A fork has no threads, and perhaps locks that no thread will release.
         if self._process != os.getpid():
             self._rows = self._open_rows()
@@ -213,6 +214,7 @@ class _MappedRows:
         return self._gather(self._locate_run(shard, run).rows(slice(place, place + 1)))
 
     def _gather(self, located: LocatedRecords) -> Batch:
+        """Returns the batch of located records, after their checks."""
         reader = self._row_reader
         codes = reader.check(located)
         return reader.gather_latents(reader.read(located, codes))
@@ -233,7 +235,7 @@ def _as_numbers(numbers: Any) -> np.ndarray:
 def _locate_run(
     reader: RowReader, shard_lengths: np.ndarray, shard: int, run: int
 ) -> LocatedRecords:
-    """Locates all records of a run; a run is what the chunk index has an offset for."""
+    """Returns where the records of a run lie; a run is what the chunk index has an offset for."""
     first = run * schema.CHUNK_STRIDE
     record = np.arange(first, min(first + schema.CHUNK_STRIDE, shard_lengths[shard]))
     return reader.locate(np.zeros_like(record), np.full_like(record, shard), record)
@@ -249,7 +251,8 @@ class _FetchedRows:
         in_flight = reader.options.parallel_reads
         self._chunks: dict[int, Future[Batch]] = {}  # those that were used last are the last
         self._lock = threading.Lock()
-        # A thread that reads a chunk waits for those that fetch its records and columns.
+        # Two pools, because a thread that reads a chunk waits for those that fetch its records and
+        # columns: with one pool, all of its threads might wait.
         self._readers = ThreadPoolExecutor(in_flight, 'records')
         self._fetchers = ThreadPoolExecutor(2 * in_flight, 'fetch')
 
@@ -296,6 +299,7 @@ class _FetchedRows:
         return self._read_block(np.full_like(record, shard), record)
 
     def _take_rows(self, chunk: Future[Batch], shard: np.ndarray, record: np.ndarray) -> Batch:
+        """Returns some records of a chunk, when it has been fetched."""
         try:
             values = chunk.result()
         except DamagedError:

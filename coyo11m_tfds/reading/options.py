@@ -347,7 +347,7 @@ class ReadOptions:
         return names
 
     def describe(self, engine: str) -> str:
-        """Describes for people what an engine reads."""
+        """Returns what an engine reads, for people."""
         folders = ', '.join(x.stored.folder for x in self.sources)
         return f'{folders}, split {self.split!r}, read by {engine!r}'
 

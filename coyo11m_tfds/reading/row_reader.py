@@ -235,7 +235,7 @@ class RowReader:
         return chunks, chunk_numbers
 
     def locate(self, epoch: np.ndarray, shard: np.ndarray, record: np.ndarray) -> LocatedRecords:
-        """Locates records in memory; `epoch` is the epoch that reads each. All are int64 `(n,)`."""
+        """Returns where records lie in memory; `epoch` is that of each. All are int64 `(n,)`."""
         # Records of one run are located together, as the index has an offset for each run.
         runs, run_index = np.unique((shard << 32) + record // _STRIDE, return_inverse=True)
         shards = runs >> 32
@@ -439,7 +439,7 @@ class RowReader:
         return rows.view(dtype).reshape(*places.shape, *shape)
 
     def _gather_from(self, begin: np.ndarray, places: np.ndarray, nbytes: int) -> np.ndarray:
-        """Gathers from places; zeros for those before `begin`, of a record that is too short."""
+        """Returns bytes from places; zeros before `begin`, as of a record that is too short."""
         return self.files.gather(np.where(places < begin, 0, places), nbytes)
 
     def _captions(self, located: LocatedRecords, good: np.ndarray) -> np.ndarray:

@@ -73,7 +73,7 @@ def make_train_dataset(plan: training.ReadPlan) -> tf.data.Dataset:
         return dataset
 
     def join_lanes(batch: TensorBatch) -> TensorBatch:
-        """Joins the axes of the lanes and of their samples."""
+        """Returns a batch whose lanes and their samples are one axis."""
         joined = {}
         for name, x in batch.items():
             # Of several shapes, each is known only when its batch is there.

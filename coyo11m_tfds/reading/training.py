@@ -58,7 +58,9 @@ class ReadPlan(NamedTuple):
 
 
 def plan_training(options: TrainOptions) -> ReadPlan:
-    """Plans the training samples from the first batch on; reads the columns of conditions."""
+    """Returns the plan of the training samples from the first batch on.
+
+    Reads the columns of conditions. Raises a ValueError for sources that cannot be mixed."""
     sources = options.sources
     splits = open_splits(options, options.lanes)
     per_source = [options.for_source(source) for source in sources]
@@ -373,7 +375,7 @@ def _join_sources(
 
 
 def _join_shares(shares: list[Batch], steps: slice) -> Batch:
-    """Joins some steps of all sources; their arrays are `(lanes, steps, samples, ...)`."""
+    """Returns some steps of all sources, with arrays `(lanes, steps, samples, ...)`, as a batch."""
     batch = {}
     for name in shares[0]:
         # A batch is in the order of the lanes and, within a lane, of the sources.

@@ -51,7 +51,7 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parses a condition; raises a ValueError, which describes the syntax, for another text."""
+        """Returns the condition of a text; a ValueError, with the syntax, for another text."""
         try:
             if len(text) > _MAX_LENGTH:
                 raise ValueError(f'it has more than {_MAX_LENGTH} characters')
@@ -94,7 +94,7 @@ class Condition:
 
 
 def _evaluate(node: ast.expr, columns: Columns) -> np.ndarray:
-    """Evaluates a condition; raises a ValueError for anything else."""
+    """Returns which rows meet a condition, bool `(n,)`; raises a ValueError for anything else."""
     match node:
         case ast.BoolOp(operation, values):
             combine = operator.and_ if isinstance(operation, ast.And) else operator.or_
@@ -112,7 +112,7 @@ def _evaluate(node: ast.expr, columns: Columns) -> np.ndarray:
 
 
 def _compare(left: ast.expr, right: ast.expr, kind: ast.cmpop, columns: Columns) -> np.ndarray:
-    """Evaluates one comparison of two sides; raises a ValueError for others than of numbers."""
+    """Returns which rows meet one comparison, bool `(n,)`; ValueError for one of no numbers."""
     # As it stands in the text, for messages.
     comparison = ast.Compare(left, [kind], [right])
     if isinstance(kind, ast.In | ast.NotIn):

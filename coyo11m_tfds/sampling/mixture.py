@@ -195,7 +195,7 @@ class BatchShares:
         return np.array([shape for _, shape in sorted(steps)])
 
     def _summarize(self, stage: Stage, weights: list[Fraction]) -> str:
-        """Describes the shares of a stage, and if they are rounded, what would make them exact."""
+        """Returns the shares of a stage and, if they are rounded, what would make them exact."""
         # A cycle has every shape as often as any other cycle.
         samples = stage.samples(0, len(stage.cycle))
         shares = []

@@ -206,6 +206,7 @@ class _EpochStream:
         # From the place in the stream to the number of the chunk in the split.
         chunk = self._permutation.apply(index)
         shard = np.searchsorted(self._chunk_ends, chunk, side='right')
+        # That of the shard: where the shard before it ends.
         first_chunk = np.where(shard > 0, self._chunk_ends[shard - 1], 0)
         first_record = (chunk - first_chunk) * self._chunk
         return shard[inverse], first_record[inverse] + index_in_chunk

@@ -80,7 +80,7 @@ def check_single_slashes(path: str | os.PathLike[str]) -> None:
 
 
 def describe_file(path: str | os.PathLike[str]) -> 'StoredFile':
-    """Describes one file; raises a ValueError if it is missing or a folder."""
+    """Returns one file without reading it; raises a ValueError if it is missing or a folder."""
     try:
         return class_of(path).describe(os.fspath(path))
     except (FileNotFoundError, NotADirectoryError):

@@ -42,17 +42,17 @@ class ReadableFolder(abc.ABC):
         return f'{self.folder}/{name}'.rstrip('/')
 
     def find_limit(self) -> str:
-        """Says why files of this storage cannot be read, if that is known; otherwise ''."""
+        """Returns why files of this storage cannot be read, if that is known; otherwise ''."""
         return ''
 
     # --- Listing ---
 
     @abc.abstractmethod
     def list(self, sub_folder: str = '', *, deep: bool = False) -> dict[str, StoredFile]:
-        """Lists the files in a sub-folder, or all below it, by relative name; {} without any."""
+        """Returns the files in a sub-folder, or all below it, by relative name; {} without any."""
 
     def list_all(self) -> tuple[dict[str, StoredFile], tuple[str, ...]]:
-        """Lists the files below the folder, and names that lead to none, such as dangling links."""
+        """Returns the files below the folder, and names that lead to none, as dangling links do."""
         return self.list(deep=True), ()
 
     @abc.abstractmethod
@@ -62,7 +62,7 @@ class ReadableFolder(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def describe(cls, path: str) -> StoredFile:
-        """Describes the file at a whole path; raises a FileNotFoundError if it is missing."""
+        """Returns the file at a whole path, unread; raises a FileNotFoundError if it is missing."""
 
     def pin(self) -> 'ReadableFolder':
         """Returns the folder in its present version, where a storage keeps several."""
@@ -75,7 +75,7 @@ class ReadableFolder(abc.ABC):
         return False
 
     def list_visible(self, sub_folder: str, suffixes: Suffixes) -> dict[str, StoredFile]:
-        """Lists the visible files with some suffixes in the folder and one sub-folder of it.
+        """Returns the visible files with some suffixes in the folder and one sub-folder of it.
 
         Raises:
             FileNotFoundError: There is no such folder.

@@ -69,7 +69,7 @@ class Bucket(RemoteFolder, WritableFolder):
         _split_url(os.fspath(folder))
 
     def find_limit(self) -> str:
-        """Says so if the bucket is zonal; '' also if its layout cannot be looked up."""
+        """Returns why a zonal bucket cannot be read; '' for others, and if that is unknown."""
         bucket, name = _split_url(self.folder)
         prefix = f'{name}/' if name else ''
 
@@ -91,7 +91,7 @@ class Bucket(RemoteFolder, WritableFolder):
     # --- Listing and reading ---
 
     def list(self, sub_folder: str = '', *, deep: bool = False) -> dict[str, StoredFile]:
-        """Lists objects with their checksums, a thousand a request."""
+        """Returns objects with their checksums, listed a thousand a request."""
         url = self.path_of(sub_folder)
         delimiter = None if deep else '/'
         blobs = _list_objects(url, delimiter=delimiter, fields=_LISTED_FIELDS)
@@ -109,7 +109,7 @@ class Bucket(RemoteFolder, WritableFolder):
 
     @classmethod
     def describe(cls, path: str) -> StoredFile:
-        """Describes an object with its checksum, by one request."""
+        """Returns an object with its checksum, by one request."""
         if blob := _look_up(path):
             return _describe_blob(path, blob)
         raise FileNotFoundError(path)
@@ -459,7 +459,7 @@ def _check_stored(url: str, blob: storage.Blob, sent_state: FileState) -> storag
 
 
 def _call_storage(url: str, label: str, attempt: Callable[[dict[str, Any]], T]) -> T:
-    """Calls `attempt(options)`, whose requests get these options, with the patience of `retry`."""
+    """Returns `attempt(options)`, whose requests take these options, as `retry.call` does."""
     with _plain_errors(url):
         return retry.call(lambda: attempt(_patience(label)), label)
 

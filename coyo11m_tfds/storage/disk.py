@@ -53,20 +53,20 @@ class Disk(WritableFolder):
     # --- Listing and reading ---
 
     def list(self, sub_folder: str = '', *, deep: bool = False) -> dict[str, StoredFile]:
-        """Lists files and links to files; with `deep`, also those of linked folders."""
+        """Returns files and links to files; with `deep`, also those of linked folders."""
         top = self.path_of(sub_folder)
         names = _walk(top) if deep else _names_in(top)
         files, _ = self._describe_all(top, names)
         return files
 
     def list_all(self) -> tuple[dict[str, StoredFile], tuple[str, ...]]:
-        """Lists the files below the folder, and the names of dangling links."""
+        """Returns the files below the folder, and the names of dangling links."""
         return self._describe_all(self.folder, _walk(self.folder))
 
     def _describe_all(
         self, top: str, names: Iterable[str]
     ) -> tuple[dict[str, StoredFile], tuple[str, ...]]:
-        """Describes files by their names within `top`; returns also the names of no files."""
+        """Returns files by their names within `top`, and the names of what is no file."""
         files: dict[str, StoredFile] = {}
         broken_names: list[str] = []
         for name in names:
@@ -78,7 +78,7 @@ class Disk(WritableFolder):
         return files, tuple(broken_names)
 
     def list_visible(self, sub_folder: str, suffixes: Suffixes) -> dict[str, StoredFile]:
-        """Lists visible files as every storage does, but refuses what is no file.
+        """Returns visible files as every storage does, but refuses what is no file.
 
         Raises:
             FileNotFoundError: There is no such folder.
@@ -108,7 +108,7 @@ class Disk(WritableFolder):
 
     @classmethod
     def describe(cls, path: str) -> StoredFile:
-        """Describes a file without a checksum; FileNotFoundError for a folder, too."""
+        """Returns a file, without a checksum; FileNotFoundError for a folder, too."""
         state = os.stat(path)
         # To open a pipe would wait for somebody who writes to it.
         if not stat.S_ISREG(state.st_mode):

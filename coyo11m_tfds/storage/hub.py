@@ -60,7 +60,7 @@ class Hub(RemoteFolder):
         return (own.id, own.path_in_repo) == (other.id, other.path_in_repo)
 
     def list(self, sub_folder: str = '', *, deep: bool = False) -> dict[str, StoredFile]:
-        """Lists the files of the data set's commit; one that is named is listed once a process."""
+        """Returns the files of the data set's commit; a named one is listed once a process."""
         try:
             _, files = _list_dataset(self.folder)
         except FileNotFoundError:
@@ -76,7 +76,7 @@ class Hub(RemoteFolder):
 
     @classmethod
     def describe(cls, path: str) -> StoredFile:
-        """Describes a file with its checksum; its path gets the commit."""
+        """Returns a file with its checksum; its path gets the commit."""
         _, files = _list_dataset(path)
         name = _parse_url(path).path_in_repo
         if name not in files:
@@ -211,8 +211,8 @@ def _headers_for(address: str, url: str) -> dict[str, str]:
 
 def _seconds_left(address: str, date: str) -> float:
     """Returns how long a signed address serves, at most an hour; `date` is the hub's present."""
-    # In seconds since 1970.
     query = urllib.parse.parse_qs(urllib.parse.urlsplit(address).query)
+    # Seconds since 1970. A hub may also sign in another way, or not at all.
     expires = query.get('Expires', [''])[0]
     if not expires.isdigit():
         return _HOUR
@@ -235,7 +235,7 @@ def _files_below(files: Files, folder: str) -> dict[str, StoredFile]:
 
 
 def _parse_url(url: str) -> utils.HfUri:
-    """Splits `hf://datasets/owner/name@revision/path` into its parts."""
+    """Returns the parts of `hf://datasets/owner/name@revision/path`."""
     uri = utils.parse_hf_uri(url)
     if uri.type != 'dataset':
         raise ValueError(

@@ -194,7 +194,7 @@ def hold(folder: StrPath, *, wait: bool = True) -> Iterator[Lock]:
     for _ in _poll(lambda: f'{opened.folder}: waiting for {lock.holder}, which is working there'):
         if lock.acquire():
             break
-        # A sign of life after the start: until then the holder may have been killed before.
+        # Only a sign after the start counts: before it, the holder may have been killed since.
         if not wait and lock.last_sign_of_life() > start:
             raise TimeoutError(
                 f'{opened.folder}: {lock.holder} is working there. Wait for it, or end it.'

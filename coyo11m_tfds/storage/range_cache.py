@@ -78,6 +78,7 @@ class RangeCache:
         try:
             os.makedirs(folder, exist_ok=True)
         except OSError as error:
+            # A full disk is no wrong argument: the run goes on without the cache.
             if error.errno not in _NO_ROOM:
                 raise FieldError('cache_dir', folder, describe_error(error)) from error
             self._give_up(error)

@@ -105,7 +105,7 @@ class Receipts:
         return f'{self._sub_folder}/{name}{_SUFFIX}'
 
     def _parse(self, name: str, data: bytes) -> Receipt:
-        """Parses the receipt of a name; raises an error for JSON of another structure."""
+        """Returns the receipt of a name; raises an error for JSON of another structure."""
         content = json_digest.unseal(data)
         if content['name'] != name:
             raise ValueError(f'it is the receipt of {content["name"]!r}')

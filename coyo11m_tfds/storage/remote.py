@@ -144,15 +144,16 @@ class RemoteFolder(ReadableFolder):
 
     @classmethod
     def _send(cls, path: str, start: int, stop: int) -> urllib3.BaseHTTPResponse:
-        """Requests bytes `start` to `stop` of a file, from another address if the first has ended.
+        """Returns the response with bytes of a file, from another address if the first has ended.
 
         Whoever takes the response closes it.
         """
-        for addresses_left in reversed(range(_MAX_ADDRESSES)):
+        for number in range(1, _MAX_ADDRESSES + 1):
             address, headers = cls._request(path)
             response = send_request(address, headers, start, stop)
+            # A signed address that has ended is refused as if it were forbidden.
             has_ended = response.status == 403 and cls._forget_address(path, address)
-            if not has_ended or not addresses_left:
+            if not has_ended or number == _MAX_ADDRESSES:
                 break
             response.close()
         return response
@@ -161,7 +162,7 @@ class RemoteFolder(ReadableFolder):
 def send_request(
     address: str, headers: Mapping[str, str], start: int, stop: int, *, redirects: bool = True
 ) -> urllib3.BaseHTTPResponse:
-    """Requests bytes `start` to `stop` of what is at an address; whoever takes them closes it.
+    """Returns the response with bytes `start` to `stop` of an address; its taker closes it.
 
     With `redirects` they are followed, without the credentials to another host.
     """
@@ -245,6 +246,7 @@ def _check_response(
 
 def _connections(url: str) -> urllib3.PoolManager:
     """Returns the connections of this thread; a forked process must not share its parent's."""
+    # What the connections depend on: where it has changed, they are made anew.
     environment = (os.getpid(), *map(os.environ.get, _ENVIRONMENT))
     if getattr(_threads, 'environment', None) != environment:
         _threads.pools = {}
@@ -258,7 +260,7 @@ def _connections(url: str) -> urllib3.PoolManager:
 
 def _connect(url: str) -> urllib3.PoolManager:
     """Returns connections to the host of a URL, by the certificates and proxies of this machine."""
-    # The first variable that is set decides, so it comes last.
+    # Of several variables the first one decides, so it replaces what the others say.
     certificates = certifi.where()
     for variable in reversed(_CERTIFICATES):
         certificates = os.environ.get(variable) or certificates

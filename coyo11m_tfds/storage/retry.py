@@ -276,7 +276,7 @@ def _text(error: BaseException) -> str:
 
 
 def strip_request(message: str) -> str:
-    """Removes the address of a request, with its parameters, from the message of a client."""
+    """Returns the message of a client without the address and the parameters of its request."""
     # An address may be signed, so that whoever has it can read the file.
     message = re.sub(r' with url: \S+', '', message)
     return re.sub(r'\b(GET|PUT|POST|PATCH|DELETE) https?://\S+: ', '', message)
