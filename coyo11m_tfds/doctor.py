@@ -251,7 +251,8 @@ def plan_or_estimate(place: str, settings: BuildSettings) -> DryRun:
         file_bytes = sum(file.size for file in files)
         caption_bytes = sum(file.size for file in source.caption_files)
         dry_run = DryRun(
-            source=_describe_source(source), scratch_bytes=_estimate_scratch_bytes(source)
+            source=_describe_source(source),
+            scratch_bytes=_estimate_scratch_bytes(source, settings),
         )
         # A build reads the captions to the end, or whole files where captions lie with the latents.
         is_remote = not files[0].local_path
@@ -291,11 +292,13 @@ def _describe_source(source: SourceFolder) -> str:
     return f'{text}, {format_bytes(num_bytes)}'
 
 
-def _estimate_scratch_bytes(source: SourceFolder) -> int:
+def _estimate_scratch_bytes(source: SourceFolder, settings: BuildSettings) -> int:
     """Returns how much a build holds at a time of captions and of remote files."""
     num_bytes = sum(file.size for file in source.caption_files)
-    # Local files are read where they are. Of remote ones, the largest may be held at one time.
-    if not source.latent_files[0].local_path:
+    # Local files are read where they are. Of remote ones, the largest may be held at one time,
+    # unless their heads and some rows are enough, which take some MB.
+    is_local = bool(source.latent_files[0].local_path)
+    if not is_local and not settings.reads_heads:
         sizes = sorted(file.size for file in source.by_name.values())
         num_bytes += sum(sizes[-_FETCHED_AT_ONCE:])
     return num_bytes

@@ -1,5 +1,6 @@
 """The command that examines a machine, a source and an encoder, and each of its checks."""
 
+import dataclasses
 import json
 import os
 import re
@@ -245,6 +246,8 @@ def test_a_remote_source(gcs, tmp_path, monkeypatch):
     files = [path for path in folder.rglob('*') if path.is_file()]
     captions = (folder / schema.CAPTIONS_FILE).stat().st_size  # sorted ones are kept as well
     assert found.scratch_bytes == captions + sum(file.stat().st_size for file in files)
+    heads = dataclasses.replace(SETTINGS, latents='in_place', read_latents='heads')
+    assert doctor.plan_or_estimate('gs://bucket/s', heads).scratch_bytes == captions
     monkeypatch.setattr(doctor, '_EXACT_BYTES', {False: 0, True: 0})
     gcs.clear()
     assert doctor.plan_or_estimate('gs://bucket/s', SETTINGS).num_records == pytest.approx(
