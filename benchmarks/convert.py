@@ -56,9 +56,11 @@ def convert(
 ) -> Figures:
     """Converts a source, or its first `limit` samples, which the builder and `cp` ignore.
 
-    `writer` is a function of this module; `module` is imported before the clock starts.
+    `writer` is a function of this module; `module` and pandas are imported before the clock starts.
     """
     importlib.import_module(module)
+    # As `build` and HF datasets do when they start; Arrow would, when it first converts an array.
+    importlib.import_module('pandas')
     folder = pathlib.Path(out)
     num_samples = min(source.num_samples(source_dir), limit)
     meter = runner.Meter()
