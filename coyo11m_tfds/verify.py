@@ -224,7 +224,7 @@ class _Verification:
         # Without a record, as in a data set of another program, any file may belong to it.
         if not self._recorded:
             return
-        # Columns come and go after the record is written. Their own description names them.
+        # Files of columns are no faults: those that no column uses are harmless, and listed apart.
         columns_files = {self._columns_file, *filter(columns.is_column_file_name, self._files)}
         for name in sorted(self._files.keys() - expected - columns_files):
             self.faults.append(f'{name}: is unexpected, a file of {self._files[name].size} bytes')

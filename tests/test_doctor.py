@@ -4,13 +4,17 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import warnings
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from coyo11m_tfds import doctor, schema
+import input_pipeline
+from coyo11m_tfds import add_column, doctor, schema
 from coyo11m_tfds.convert.build_settings import BuildSettings
 from coyo11m_tfds.process import machine, python_child
 from coyo11m_tfds.process.sizes import format_bytes
@@ -213,6 +217,22 @@ def test_the_quota_of_a_run_from_the_hub(hub, mini_dataset, command):
     assert status == 0 and 'pass  quota: hf://datasets/owner/name@' in said
     status, _, errors = command(doctor, f'--data={data}', '--chunk=0')
     assert status == 2 and 'chunk=0: expected at least 1' in errors
+
+
+def test_rows_of_columns_are_in_the_requests_of_a_run(hub, mini_dataset, tmp_path):
+    copy = shutil.copytree(mini_dataset, tmp_path / mini_dataset.name)
+    keys = []
+    for split in (schema.TRAIN, schema.VALIDATION):
+        batches = input_pipeline.eval_batches(copy, batch_size=64, split=split)
+        keys += [key for batch in batches for key in batch['key'][batch['mask']].tolist()]
+    rows = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(4096 * len(keys), '<f4')), 4096)
+    pq.write_table(pa.table({'key': keys, 'wide': rows}), tmp_path / 'wide.parquet')
+    add_column.add(copy, 'wide', parquet=tmp_path / 'wide.parquet', column='wide')
+    hub.commit({f'data/{name}': x for name, x in built.files_of(copy).items()})
+    data = 'hf://datasets/owner/name/data'
+    finding = doctor.check_quota(data, samples_per_second=2000.0, chunk=64, num_processes=8)
+    # Half of them of 64 records with 27 KB each, half of them of 64 rows with 16 KB each.
+    assert '62.5 requests/s of 1.4 MB' in finding.text
 
 
 def test_a_dry_run_is_as_the_build(sample_source, hash_sidecar, mini_dataset, monkeypatch):

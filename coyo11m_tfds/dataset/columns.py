@@ -181,6 +181,11 @@ class AddedColumn:
     # Fields of `sidecar.SidecarHeader` for embeddings and tokens.
     encoder: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+    @property
+    def row_nbytes(self) -> int:
+        """Size of a row in its file in bytes, with its CRC-32C."""
+        return row_dtype(self.dtype, self.shape, crc32c=0).itemsize
+
     def locate(
         self, folder: str | os.PathLike[str], split: str, num_records: int
     ) -> tuple[StoredFile, int, np.dtype]:

@@ -55,11 +55,12 @@ def estimate_use(
     requests_per_chunk = 1
     for column in data.columns.values():
         requests_per_chunk += 1
+        record_nbytes += column.row_nbytes
+        # Each split has one file of an added column.
         if isinstance(column, AddedColumn):
             num_files += 1
         else:
             num_files += len(column.files)
-            record_nbytes += column.row_nbytes
     requests_per_second = samples_per_second / chunk * requests_per_chunk
     quota = hub.read_quota(f'{data.folder}/{split.file_names[0]}')
     # Each file is resolved once an hour, at its first request. So the first window has the most.

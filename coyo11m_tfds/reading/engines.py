@@ -200,7 +200,7 @@ class SplitReader:
     def _records_to_read(self, shard: int) -> np.ndarray:
         """Returns the numbers of a shard's records that are read, or of one for each chunk."""
         kept = kept_records(self.options)
-        # Chunks are fetched whole then, so that one record stands for its chunk.
+        # Without a condition chunks are fetched whole, so that one record stands for its chunk.
         if kept is None:
             return np.arange(0, self._split.index.shard_lengths[shard], self.options.chunk)
         number = np.arange(kept.lengths[shard])
@@ -320,7 +320,8 @@ def resumable_eval(
     # Another batch size or number of processes would give the records to other steps.
     identity = [options.source.identity(options.split), options.batch_size, options.process_count]
     digest = json_digest.sha256(identity)[:16]
-    # The samples in a state count those of all processes, as if one lane had them.
+    # The samples in a state count those of all processes, as if they were one lane: one of the
+    # streams that training has.
     cursor = Cursor(Position(0, (0,)), BatchShares(options.batch_size), (digest,))
     return Batches(
         lambda cursor: read(cursor.position.step),

@@ -18,7 +18,10 @@ class OpenedSplit(NamedTuple):
 
 
 def open_splits(options: ReadOptions, lanes: int | None = None) -> tuple[OpenedSplit, ...] | None:
-    """Opens the split of each source; None for a single source without a chunk index."""
+    """Opens the split of each source; None for a single source without a chunk index.
+
+    `lanes` is the number of streams that give each batch an equal share; None for evaluation.
+    """
     splits = []
     # A cache is for what comes over a network: of local files it would be a second copy.
     if options.cache_dir and all(x.stored.can_map for x in options.sources):

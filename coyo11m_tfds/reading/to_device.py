@@ -149,7 +149,7 @@ def _send(batch: Mapping[str, Any], sharding: jax.sharding.Sharding) -> dict[str
 
 def _check_dtype(name: str, dtype: np.dtype) -> None:
     """Raises a ValueError if JAX would change the numbers of a feature."""
-    # Without `jax_enable_x64` JAX halves 64 bits, and says nothing.
+    # Without `jax_enable_x64`, JAX takes 32 of 64 bits.
     device_dtype = jax.dtypes.canonicalize_dtype(dtype)
     if device_dtype != dtype:
         raise ValueError(
