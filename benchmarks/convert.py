@@ -39,6 +39,7 @@ def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
     out = folder / 'out'
 
     def run_side(side: Side) -> Figures:
+        """Converts the source once, with the machine as it was before the last run."""
         shutil.rmtree(out, ignore_errors=True)
         # A file system mounted with `discard` tells the disk of every deleted block when its
         # journal is written, which is at somebody's next `fsync`.
@@ -73,6 +74,7 @@ def convert(
         written += os.fstat(descriptor).st_size
         os.close(descriptor)
     figures = meter.rate(num_samples)
+    # A writer that drops samples would look fast.
     is_in_place = 'latents' in options
     if written < num_samples * source.SAMPLE_BYTES and not is_in_place:
         raise RuntimeError(f'{writer} has written {written:,} bytes for {num_samples:,} samples')
@@ -119,6 +121,7 @@ def cp(source_dir: pathlib.Path, out: pathlib.Path, _: int) -> None:
 
 
 def _rows(source_dir: pathlib.Path, limit: int) -> Iterator[dict[str, Any]]:
+    """Yields the first samples as peers store them, latents as bytes."""
     for key, latents, caption in source.samples(source_dir, limit):
         yield {schema.KEY: key, schema.LATENTS: latents.tobytes(), schema.CAPTION: caption}
 
@@ -161,7 +164,8 @@ def array_record(source_dir: pathlib.Path, out: pathlib.Path, limit: int) -> Non
 
     rows = _rows(source_dir, limit)
     per_file = SHARD_BYTES // source.SAMPLE_BYTES
-    for number in range(-(-limit // per_file)):
+    num_files = -(-limit // per_file)  # rounded up
+    for number in range(num_files):
         path = out / f'{number:06d}.array_record'
         writer = ArrayRecordWriter(str(path), 'group_size:1,uncompressed')
         for row in itertools.islice(rows, per_file):
@@ -170,6 +174,7 @@ def array_record(source_dir: pathlib.Path, out: pathlib.Path, limit: int) -> Non
 
 
 def _side(title: str, writer: str, module: str, **options: Any) -> Side:
+    """Returns a side that calls the function `writer` of this module, with options."""
     settings = {'writer': writer, 'module': module, **options}
     return Side(title, convert, settings, ours=writer == 'builder')
 

@@ -37,6 +37,7 @@ def make_images(folder: pathlib.Path, count: int) -> pathlib.Path:
     images = folder / f'images-{count}'
     images.mkdir(exist_ok=True)
     for number in range(count):
+        # By its number: the first images are the same, however many there are.
         random = np.random.default_rng(number)
         picture = np.zeros((*_IMAGE_SIZE[::-1], 3))
         # The amplitudes of photographs fall with the frequency.
@@ -56,6 +57,7 @@ def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
     out = folder / 'out'
 
     def run_side(side: Side) -> Figures:
+        """Encodes all images once; what a run has encoded, the next one must not keep."""
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
         runner.prepare_cache([images], cold=False)
@@ -111,8 +113,10 @@ def diffusers_loop(*, images: str, vae: str, out: str) -> Figures:
 
 
 def _batches(images: str) -> Iterator[list[Image.Image]]:
+    """Yields all images of a folder, decoded, a few at a time."""
     paths = sorted(pathlib.Path(images).glob('*.jpg'))
     for first in range(0, len(paths), BATCH):
+        # Pillow opens a file without decoding it; the conversion does that.
         yield [Image.open(path).convert('RGB') for path in paths[first : first + BATCH]]
 
 

@@ -68,7 +68,9 @@ def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
 def _limit_copies(sides: dict[str, Side], source_dir: pathlib.Path) -> dict[str, Side]:
     """Has peers that copy the source copy as much of it as the disk has room for."""
     num_samples = source.num_samples(source_dir)
-    copies = {side.settings['format'] for side in sides.values()} & set(_COPIES)
+    formats = {side.settings['format'] for side in sides.values()}
+    copies = formats.intersection(_COPIES)
+    # Equally much of each, so that none of them fits into the memory better than another.
     limit = num_samples
     if copies:
         room = _SHARE_OF_DISK * shutil.disk_usage(source_dir).free / len(copies)
@@ -91,6 +93,7 @@ def _run_side(side: Side, source_dir: pathlib.Path, seconds: float, cold: bool) 
         return data
 
     def run(function: Callable[..., Figures], **settings: Any) -> Figures:
+        """Calls a function with the side's settings, after its files are in the cache or not."""
         folders = {data}
         # A data set in place is read from the source, too.
         if 'in_place' in data.name:
@@ -99,6 +102,7 @@ def _run_side(side: Side, source_dir: pathlib.Path, seconds: float, cold: bool) 
         return runner.run(dataclasses.replace(side, function=function), data=data, **settings)
 
     figures = run(read, seconds=seconds, cold=cold)
+    # From the disk, a resume would time the disk.
     if cold or side.before or 'rate' not in figures:
         return figures
     saved = run(save)
@@ -125,6 +129,7 @@ def _find_or_make_data(side: Side, source_dir: pathlib.Path) -> pathlib.Path | F
         folder = source_dir.with_name(f'{folder.name}-before')
     if folder.exists():
         return folder
+    # Under another name, so that an interrupted one is made again.
     unfinished = folder.with_suffix('.unfinished')
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
@@ -170,11 +175,13 @@ def _read_steady(stream: BatchStream, seconds: float, meter: runner.Meter) -> Fi
         if next(batches, None) is None:
             break
         first = first or meter.seconds()
-        skipped = 1 + sum(1 for _ in itertools.islice(batches, warm_batches))
+        skipped = 1 + _count(itertools.islice(batches, warm_batches))
+        # Of later epochs this second has passed already.
         while meter.seconds() < first + _WARM_SECONDS and next(batches, None) is not None:
             skipped += 1
         figures = _read_timed(batches, seconds - totals['seconds'], runner.Meter())
-        totals = {name: total + figures[name] for name, total in totals.items()}
+        for name in totals:
+            totals[name] += figures[name]
         # An epoch may be shorter than the warm-up that was meant for it.
         warm_batches = min(warm_batches, (skipped + figures['batches']) // 4)
     return totals | {'first': first}
@@ -202,7 +209,7 @@ def save(*, num_samples: int, **settings: Any) -> Figures:
     stream, _ = _open(**settings)
     batches = iter(stream.epoch())
     middle = min(_SAVED_AT, num_samples // BATCH_SIZE // 2)
-    count = sum(1 for _ in itertools.islice(batches, middle))
+    count = _count(itertools.islice(batches, middle))
     return {'state': stream.state(count), 'batches': _digests(batches)}
 
 
@@ -225,6 +232,11 @@ def _open(
     return getattr(readers, reader)(data, state, **options), meter
 
 
+def _count(batches: Iterable[Batch]) -> int:
+    """Reads batches, and returns their number."""
+    return sum(1 for _ in batches)
+
+
 def _digests(batches: Iterator[Batch]) -> list[str]:
     """Returns digests of keys and latents of the next batches."""
     digests = []
@@ -240,11 +252,16 @@ def _digests(batches: Iterator[Batch]) -> list[str]:
 
 
 def _side(title: str, reader: str, format: str, module: str, **options: Any) -> Side:
+    """Returns a side that reads a format with a function of `readers`.
+
+    `module` has the names of modules to import before the clock starts.
+    """
     settings = {'reader': reader, 'format': format, 'module': module, **options}
     return Side(title, read, settings, ours=reader == 'ours')
 
 
 def _ours(title: str, engine: str, format: str = 'builder', **options: Any) -> Side:
+    """Returns a side of this pipeline with one of its engines."""
     module = 'input_pipeline'
     # TensorFlow is imported when it is first needed.
     if engine == 'tf_data':

@@ -62,6 +62,7 @@ def ours(
         batches = input_pipeline.train_batches(data, engine=engine, **options)
 
     def state_after(num_batches: int) -> str:
+        """Returns the state after so many batches, which is computed and not read."""
         plan = input_pipeline.train_plan(data, batch_size=BATCH_SIZE, seed=SEED)
         return json.dumps(plan.cursor.after(num_batches).state())
 
@@ -74,6 +75,7 @@ def by_number(folder: str, state: str, alone: bool = False) -> BatchStream:
     start = json.loads(state)['batches'] if state else 0
 
     def read_one_by_one(numbers: np.ndarray) -> Batch:
+        """Reads the records of a batch as programs do that ask for single ones."""
         singles = [records[number] for number in numbers.tolist()]
         return {name: [record[name] for record in singles] for name in records.spec}
 
@@ -83,6 +85,7 @@ def by_number(folder: str, state: str, alone: bool = False) -> BatchStream:
 
 
 def _records(folder: str, **options: Any) -> Any:
+    """Returns the records of the data set in a folder, by their numbers."""
     import input_pipeline
 
     features = schema.KEY, schema.LATENTS
@@ -145,7 +148,9 @@ def datasets(folder: str, state: str) -> BatchStream:
     stored = stored.select_columns([schema.KEY, schema.LATENTS]).with_format('arrow')
 
     def read_rows(rows: np.ndarray) -> Batch:
+        """Reads a batch by the numbers of its rows."""
         table = stored[rows]
+        # Of Arrow's memory, which is not copied before the crop is chosen.
         latents = [memoryview(row.as_buffer()) for row in table.column(schema.LATENTS)]
         return _in_torch(_batch(table.column(schema.KEY).to_numpy(), latents))
 
@@ -162,6 +167,7 @@ def torch(folder: str, state: str) -> BatchStream:
     starts = np.cumsum([0, *(len(file[schema.PT_KEYS]) for file in files)])
 
     def read_rows(rows: np.ndarray) -> Batch:
+        """Reads a batch by the numbers of its rows, file by file."""
         rows = np.sort(rows)  # the rows of a file together; the batch is the same set
         keys = all_keys[rows]
         latents = []
@@ -204,17 +210,21 @@ def _row_numbers(num_samples: int, start: int) -> Iterator[np.ndarray]:
     epoch, first = divmod(start, per_epoch)
     while True:
         order = np.random.default_rng((SEED, epoch)).permutation(num_samples)
-        yield from order[: per_epoch * BATCH_SIZE].reshape(-1, BATCH_SIZE)[first:]
+        # Without the samples that do not fill a batch; the first epoch may begin within.
+        full_batches = order[: per_epoch * BATCH_SIZE].reshape(-1, BATCH_SIZE)
+        yield from full_batches[first:]
         epoch += 1
         first = 0
 
 
 def _collate(samples: Sequence[dict]) -> Batch:
+    """Returns a batch of tensors from samples as litdata gives them."""
     keys = [int(sample[schema.KEY]) for sample in samples]
     return _in_torch(_batch(keys, [sample[schema.LATENTS] for sample in samples]))
 
 
 def _unpack(records: Sequence[bytes]) -> Batch:
+    """Returns a batch from records of MessagePack, as Grain gives them."""
     import msgpack
 
     samples = [msgpack.unpackb(record) for record in records]

@@ -60,12 +60,14 @@ def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
         shutil.rmtree(data, ignore_errors=True)
         _build(data)
     options = {name: getattr(flags, name) for name in ('steps', 'num_prompts')}
+    # A run takes a core and gives it back, so that no two runs disturb each other.
     cores: queue.SimpleQueue[int] = queue.SimpleQueue()
     for core in os.sched_getaffinity(0):
         cores.put(core)
     locks: dict[str, threading.Lock] = collections.defaultdict(threading.Lock)
 
     def run(side: Side, seed: int) -> Figures:
+        """Returns the figures of a recipe and a seed, from its file if it has been run before."""
         changes = side.settings['changes']
         training = {name: x for name, x in changes.items() if not name.startswith(_PREVIEW)}
         workdir = data / f'{json_digest.sha256(options | training)[:12]}-{seed}'
@@ -77,6 +79,7 @@ def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
             core = cores.get()
             paths = {'data_dir': data / 'data', 'workdir': workdir}
             figures = runner.run(side, **options, **paths, seed=seed, core=core)
+            # Also of a failed run: it returns its failure, and raises nothing.
             cores.put(core)
             # A run that has failed is repeated by the next command.
             if 'exact' in figures:
@@ -86,6 +89,7 @@ def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
     pool = concurrent.futures.ThreadPoolExecutor(cores.qsize())
     # Not after Ctrl-C: a run that has not begun is for another time.
     stack.callback(pool.shutdown, cancel_futures=True)
+    # All at once: the turns of the runner then only wait for results.
     runs = collections.defaultdict(collections.deque)
     for side in flags.sides.values():
         for seed in range(flags.repeats):
@@ -100,6 +104,7 @@ def _build(folder: pathlib.Path) -> None:
     config = {'name': 'words', 'text_embeddings': str(tokens), 'shard_bytes': 2**24}
 
     def run(program: str, *arguments: str) -> None:
+        """Runs a program of the package with its flags."""
         subprocess.run([sys.executable, '-m', f'coyo11m_tfds.{program}', *arguments], check=True)
 
     run('sample_data', f'--out={source}')
@@ -121,6 +126,7 @@ def train(
     core: int,
 ) -> Figures:
     """Trains the demo's model with changed fields, and draws held-out captions."""
+    # Before the imports, whose threads keep the cores that they begin with.
     os.sched_setaffinity(0, {core})
     from configs import demo
     from coyo11m_tfds.pictures import emoji
@@ -135,7 +141,9 @@ def train(
     config.data.dir = data_dir
     config.seed = seed
     config.num_steps = round(steps * changes.get(_SHARE, 1))
+    # The demo's share, whatever the number of steps is.
     config.optimizer.warmup_steps = config.num_steps // 12
+    # The last step alone.
     config.eval_every = config.num_steps
     config.preview_every = 0
     sampler = {}

@@ -32,6 +32,7 @@ def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
     source_dir = source.make(folder, source.num_samples_of(flags.gb))
     urls = {}
     folders = {}
+    # A checkout may write another format, so each reads what it has built itself.
     for before in {side.before for side in flags.sides.values()}:
         out = tempfile.mkdtemp(dir=folder)
         urls[before] = f'gs://bucket/{len(urls)}/1.0.0'
@@ -41,6 +42,7 @@ def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
         server.upload_folder(folders[before], urls[before])
 
     def run_side(side: Side) -> Figures:
+        """Reads once, with the latency of the side."""
         server.latency = side.settings['latency']
         env = through_proxy(server.env)
         places = folders if side.function is read_by_rows else urls
@@ -52,6 +54,7 @@ def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
 def read(*, data: str, steps: int, latency: float) -> Figures:
     """Reads batches and times the second half; the server adds `latency`."""
     batches = iter(readers.ours(data, '', engine='chunks', window=256).epoch())
+    # The first half fills the buffers.
     warmup = sum(1 for _ in itertools.islice(batches, steps // 2))
     meter = runner.Meter()
     timed = sum(1 for _ in itertools.islice(batches, steps - warmup))
@@ -65,6 +68,7 @@ def read_by_rows(*, data: str, steps: int, latency: float, **cache: Any) -> Figu
     del latency
     options = {'batch_size': readers.BATCH_SIZE, 'seed': readers.SEED, 'window': 256, **cache}
     features = 'key', 'latents'
+    # An epoch, which fills the cache.
     with input_pipeline.train_batches(data, features=features, **options) as batches:
         sum(1 for _ in itertools.islice(batches, math.ceil(batches.steps_per_epoch)))
     with input_pipeline.train_batches(data, features=features, **options) as batches:

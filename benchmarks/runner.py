@@ -140,6 +140,7 @@ def _take_turns(sides: Sides, repeats: int, run_side: RunSide) -> dict[str, list
 
 
 def _print_figures(figures: Figures) -> None:
+    """Prints the measured figures of a run in a line."""
     shown = []
     for name, figure in figures.items():
         if isinstance(figure, float):
@@ -235,6 +236,7 @@ class Meter:
         }
 
     def _now(self) -> Figures:
+        """Returns the time, and what all processes have used up to it."""
         cpu = disk = 0.0
         for process in _with_children(os.getpid()):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -268,6 +270,7 @@ def _own_memory(process: psutil.Process) -> int:
     for line in text.splitlines()[1:]:
         name, value = line.split(':', 1)
         kilobytes[name] = int(value.split()[0])
+    # Of pages that several processes share, each counts its part, so that sums are right.
     return 1024 * (kilobytes['Pss'] - kilobytes['Pss_File'])
 
 
@@ -293,7 +296,11 @@ def column(
     """Returns a column: the median (or another function) of a figure in all runs, times `scale`."""
 
     def cell(runs: list[Figures]) -> str:
-        values = [scale * run[name] for run in runs if run.get(name) is not None]
+        """Returns the text of a cell, '' if no run has the figure."""
+        values = []
+        for run in runs:
+            if run.get(name) is not None:
+                values.append(scale * run[name])
         return format(reduce(values), spec) if values else ''
 
     return cell

@@ -41,8 +41,10 @@ def make(folder: pathlib.Path, num_samples: int, seed: int = 0) -> pathlib.Path:
     shutil.rmtree(unfinished, ignore_errors=True)
     (unfinished / schema.LATENTS_FOLDER).mkdir(parents=True)
     random = np.random.default_rng(seed)
+    # Distinct ones with gaps, in no order, as real ones are.
     keys = random.permutation(3 * num_samples)[:num_samples].astype(np.int64)
-    num_files = max(_MIN_FILES, -(-num_samples * SAMPLE_BYTES // _MAX_FILE_BYTES))
+    num_full_files = -(-num_samples * SAMPLE_BYTES // _MAX_FILE_BYTES)  # rounded up
+    num_files = max(_MIN_FILES, num_full_files)
     for number, keys_of_file in enumerate(np.array_split(keys, num_files)):
         path = unfinished / schema.LATENTS_FOLDER / f'{10 * number:06d}-{10 * number + 9:06d}.pt'
         _write_latents(path, keys_of_file, seed * num_files + number)
@@ -75,10 +77,12 @@ def samples(source_dir: pathlib.Path, limit: int) -> Iterator[tuple[int, np.ndar
         latents = tensors[schema.PT_LATENTS].numpy()
         for key, row in zip(keys[:limit], latents, strict=False):
             yield key, row, captions[key]
+        # What the next files may give yet.
         limit -= min(limit, len(keys))
 
 
 def _write_latents(path: pathlib.Path, keys: np.ndarray, seed: int) -> None:
+    """Writes a `.pt` file of keys and of latents with mean 1 and deviation 6."""
     import torch  # takes 1.5 s
 
     generator = torch.Generator().manual_seed(seed)

@@ -103,6 +103,7 @@ def main() -> None:
 
 
 def _describe(start: Start) -> str:
+    """Returns a line about what a run took."""
     return (
         f'{start.seconds:.1f} s to the first step, {start.begin_seconds:.0f} s to begin, '
         f'{start.cpu_seconds:.1f} s of CPU'

@@ -22,7 +22,9 @@ from benchmarks import runner
 from benchmarks.runner import Figures, Side
 from train_lib.lifecycle import chips
 
-SIDE, CHANNELS = 32, 4  # of a latent
+# Of a latent.
+SIDE = 32
+CHANNELS = 4
 TEXT_DIM = 640
 _SIZES = 'width', 'depth', 'num_heads', 'patch_size', 'text', 'prediction'  # of a model
 FLAGS = {
@@ -84,6 +86,7 @@ def measure_jax(
     state = compiled.init()
 
     def run(num_steps: int) -> float:
+        """Takes some steps, and returns the loss of the last."""
         nonlocal state
         for _ in range(num_steps):
             state, metrics = compiled.train_step(state, batch)
@@ -135,6 +138,7 @@ def measure_torch(
     trainer = torch_dit.Trainer(weights, sizes, stats, mode=mode, **fields)
 
     def run(num_steps: int) -> float:
+        """Takes some steps, and returns the loss of the last."""
         for _ in range(num_steps):
             noise = torch.randn(batch_size, SIDE, SIDE, CHANNELS, device=device)
             t = torch.randn(batch_size, device=device).sigmoid()
@@ -150,6 +154,7 @@ def measure_torch(
 
 def _timed(run: Callable[[int], float], warmup: int, steps: int) -> tuple[float, float]:
     """Returns the mean seconds of consecutive steps, and the last loss."""
+    # Compiles at the first step.
     run(warmup)
     start = time.perf_counter()
     loss = run(steps)
@@ -159,6 +164,7 @@ def _timed(run: Callable[[int], float], warmup: int, steps: int) -> tuple[float,
 def _figures(
     seconds: float, loss: float, dit: Any, batch_size: int, device: str, memory: int | None
 ) -> Figures:
+    """Returns the figures of a run; the share of a chip's peak is None where that is not known."""
     rate = batch_size / seconds
     # Forward once, and backward twice.
     flops = 3 * rate * dit.flops((SIDE, SIDE, CHANNELS), TEXT_DIM)

@@ -88,6 +88,7 @@ class Trainer:
         loss.backward()
         nn.utils.clip_grad_norm_(params, self._clip_norm)
         self._optimizer.step()
+        # As `train_lib` warms its average up.
         decay = min(self._ema_decay, (1 + self._num_steps) / (10 + self._num_steps))
         average = list(self.average.values())
         swa_utils.get_ema_multi_avg_fn(decay)(average, params, self._num_steps)
@@ -95,6 +96,7 @@ class Trainer:
         return loss.detach()
 
     def _loss(self, batch: Tensors, noise: Tensor, t: Tensor) -> Tensor:
+        """Returns the mean squared error of the velocity."""
         stats = self._stats
         x = batch['latents'].float().permute(0, 2, 3, 1)
         x = (x - stats['latent_mean']) / stats['latent_std']

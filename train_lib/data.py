@@ -229,6 +229,7 @@ class TrainingData:
         lines = []
         for source, order in zip(self.sources, orders, strict=True):
             lines.append(self._describe(source, order))
+        # Of a single data set all is said in one line.
         if len(lines) > 1:
             lines += self.plan.cursor.shares.summary
             lines.append(schedule)
@@ -312,7 +313,8 @@ class TrainingData:
         for source in self.sources:
             splits = source.stored.splits
             # Mock data name no splits and have all of them; 'train[:50%]' is a slice of 'train'.
-            stored_split = splits.get(split.partition('[')[0])
+            name, _, _ = split.partition('[')
+            stored_split = splits.get(name)
             num_records = stored_split.num_records if stored_split else 0
             is_known_to_be_small = splits and 0 < num_records < _FEW_RECORDS
             if is_known_to_be_small and split == schema.VALIDATION:

@@ -170,6 +170,7 @@ def _make_configs_importable() -> None:
 def resolve(arguments: Sequence[str]) -> list[str]:
     """Replaces the name of a configuration on a command line by the path of its file."""
     _make_configs_importable()
+    # Before absl reads it: a configuration is found by its path alone.
     resolved = list(arguments)
     for number, argument in enumerate(arguments):
         flag, equals, value = argument.partition('=')
@@ -276,6 +277,7 @@ def _check_flags(required: Sequence[str]) -> None:
             missing.append(f'--{name}')
     if missing:
         raise flags.Error(f'missing: {", ".join(missing)}')
+    # Absl takes `nan` and `inf` for numbers.
     for name in flags.FLAGS:
         value = flags.FLAGS[name].value
         if isinstance(value, float) and not math.isfinite(value):

@@ -163,6 +163,7 @@ def _make_log(
 ) -> TrainLog:
     """Returns the log of a run, whose unfinished window is `window`."""
     data = setup.data
+    # The log knows neither data nor checkpoints: it gets the functions that it calls.
     return TrainLog(
         config=setup.config,
         writer=writer,

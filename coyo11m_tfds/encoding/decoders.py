@@ -55,9 +55,11 @@ class Decoders(contextlib.ExitStack):
         )
 
     def _open_pool(self) -> concurrent.futures.ProcessPoolExecutor:
+        """Starts the workers, which end with this context."""
         return self.enter_context(workers.open_pool(self._num_workers))
 
     def _decode(self, image: SourceImage) -> Pixels | BadImageError:
+        """Reads an image in this thread, and has a worker decode it."""
         try:
             data = image.read()
             processes = self._processes
@@ -73,9 +75,11 @@ class Decoders(contextlib.ExitStack):
             ) from None
 
     def _decode_alone(self, data: bytes, broken: concurrent.futures.ProcessPoolExecutor) -> Pixels:
+        """Decodes an image that was lost with the pool `broken`; BadImageError if it ends it."""
         # Of the images that were lost with the pool, one has ended its worker; which one shows
         # only when each has a worker to itself.
         with self._lock:
+            # The first thread opens the new pool, for all images that come after.
             if self._processes is broken:
                 self._processes = self._open_pool()
             with workers.open_pool(1) as process:

@@ -19,6 +19,7 @@ from coyo11m_tfds.storage import file_state, json_digest
 from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.receipts import Receipt, Receipts
 from coyo11m_tfds.storage.scratch import Scratch
+from coyo11m_tfds.storage.stored_file import StoredFile
 
 _RECEIPTS = '.encoded'  # sub-folder
 # Of the origin of a part: digests of its images, and of what may change without the latents.
@@ -89,7 +90,10 @@ class EncodingFolder:
         receipts = self._receipts.read(numbers)
         for name, receipt in receipts.items():
             self._check_origin(numbers[name], receipt, self._receipts.path_of(name))
-        own_receipts = {name: x for name, x in receipts.items() if numbers[name] in own_parts}
+        own_receipts = {}
+        for name, receipt in receipts.items():
+            if numbers[name] in own_parts:
+                own_receipts[name] = receipt
         intact = self._receipts.check_files(own_receipts, 'Checking finished parts')
         listing = self._folder.list(deep=True)
         self.receipts = {}
@@ -97,17 +101,16 @@ class EncodingFolder:
         self.counts = ImageCounts()
         for name, receipt in receipts.items():
             number = numbers[name]
-            is_listed = all(
-                tar in listing and listing[tar].state.agrees_with(state)
-                for tar, state in receipt.files.items()
-            )
-            if not is_listed or (name in own_receipts and name not in intact):
+            # Whole tars are read only of own parts: each process reads those that it would make.
+            is_damaged = name in own_receipts and name not in intact
+            if is_damaged or not _are_listed(receipt.files, listing):
                 continue
             if receipt.origin.get(_TEXTS) == self._parts[number].texts_digest:
                 self._add_receipt(number, receipt)
             else:
                 self.outdated[number] = receipt
-        if own_outdated := self.outdated.keys() & {*own_parts}:
+        own_outdated = self.outdated.keys() & set(own_parts)
+        if own_outdated:
             finished_parts = format_count(len(own_outdated), 'finished part')
             logging.info(f'The texts of {finished_parts} have changed, of which latents are kept.')
 
@@ -126,6 +129,7 @@ class EncodingFolder:
             )
 
     def _add_receipt(self, number: int, receipt: Receipt) -> None:
+        """Counts a part as finished."""
         self.receipts[number] = receipt
         self.counts.add(vars(receipt.facts))
 
@@ -153,6 +157,7 @@ class EncodingFolder:
         # With other texts, all images of a shape may have become bad.
         if number in self.outdated:
             self._folder.remove(self.outdated[number].files.keys() - states.keys())
+        # Last, because it says that all of these are there.
         part = self._parts[number]
         origin = {**self._settings, _FILES: part.digest, _TEXTS: part.texts_digest}
         self._receipts.write(f'{number:05}', origin, states, vars(tars.counts))
@@ -165,13 +170,14 @@ class EncodingFolder:
             states.update(receipt.files)
         sub_folders = sorted({'', *map(os.path.dirname, states)})
         for sub_folder in sub_folders:
+            # The folder itself names all tars, a folder of a shape its own.
             prefix = f'{sub_folder}/' if sub_folder else ''
-            files = {
-                tar.removeprefix(prefix): EncodedState(*state)
-                for tar, state in states.items()
-                if tar.startswith(prefix)
-            }
+            files = {}
+            for tar, state in states.items():
+                if tar.startswith(prefix):
+                    files[tar.removeprefix(prefix)] = EncodedState(*state)
             self._write_encoding(sub_folder, files)
+        # Only now, when no process writes any more.
         for sub_folder in sub_folders:
             path = self._folder.path_of(sub_folder)
             storage.open_writable_folder(path).sweep()
@@ -179,8 +185,17 @@ class EncodingFolder:
     def _write_encoding(
         self, sub_folder: str, files: Mapping[str, EncodedState] | None = None
     ) -> None:
+        """Writes the settings and, once they are complete, the tars of a folder."""
         name = os.path.join(sub_folder, schema.ENCODING_FILE)
         self._folder.write(name, Encoding(self._settings, files).to_bytes())
+
+
+def _are_listed(files: Mapping[str, FileState], listing: Mapping[str, StoredFile]) -> bool:
+    """Whether a listing has all of some files, with their states as far as it tells."""
+    for name, state in files.items():
+        if name not in listing or not listing[name].state.agrees_with(state):
+            return False
+    return True
 
 
 def _describe_images(image_parts: Sequence[ImagePart]) -> str:
@@ -192,4 +207,5 @@ def _describe_images(image_parts: Sequence[ImagePart]) -> str:
 
 
 def _check_same(expected: Mapping[str, Any], stored: Mapping[str, Any], path: str) -> None:
+    """Raises a ValueError, which names `path`, if settings differ from those of this command."""
     errors.check_same_entries(expected, stored, path, 'is what this command makes')

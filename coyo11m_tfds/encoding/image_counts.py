@@ -71,6 +71,7 @@ class ImageCounts:
             self._keep_name(reason, name)
 
     def _keep_name(self, reason: str, name: str) -> None:
+        """Keeps the name of an image as an example of a reason, if there are few yet."""
         names = self.names.setdefault(reason, [])
         if len(names) < MAX_NAMES:
             names.append(name)
@@ -97,6 +98,7 @@ class ImageCounts:
             )
 
     def __str__(self) -> str:
+        """Returns lines for people: what was encoded, what was not and why, and advice."""
         lines = [self._describe_encoded()]
         dropped = {'left out': self.small, 'bad': self.bad, 'not taken': self.other}
         for kind, counts in dropped.items():
@@ -116,6 +118,7 @@ class ImageCounts:
         return '\n'.join(lines)
 
     def _describe_encoded(self) -> str:
+        """Returns a line about the encoded images: their shapes, keys and captions."""
         facts = [format_count(self.shapes.total(), 'image')]
         for shape, count in sorted(self.shapes.items()):
             facts.append(f'{count:,} of {shape}')
@@ -127,6 +130,7 @@ class ImageCounts:
         return ', '.join(facts)
 
     def _describe(self, counts: collections.Counter[str]) -> str:
+        """Returns the reasons of some images, each with its count and examples."""
         facts = []
         for reason, count in counts.most_common():
             # Reasons are words of any form, which a number cannot stand before.
@@ -134,6 +138,7 @@ class ImageCounts:
         return '; '.join(facts)
 
     def _list_names(self, reason: str, count: int) -> str:
+        """Returns examples of the `count` images of a reason."""
         names = [escape_for_terminal(name) for name in self.names[reason]]
         return list_names(names, count)
 
@@ -144,14 +149,15 @@ class ImageCounts:
         if sizes:
             # A smaller size takes what the larger ones take, too.
             num_taken = list(itertools.accumulate(self.smaller_sizes[size] for size in sizes))
-            # One tiny image must not make the only advice a tiny size.
+            # One tiny image must not make the only advice a tiny size: also that for half of them.
             half = next(n for n, count in enumerate(num_taken) if 2 * count >= num_taken[-1])
             smallest = len(sizes) - 1
             ways = []
             for place in sorted({half, smallest}):
                 ways.append(f'--size={sizes[place]} would take {num_taken[place]:,}')
             lines.append(f'Of those that are too small, {" and ".join(ways)}.')
-        if count := self.smaller_sizes[NO_SIZE]:
+        count = self.smaller_sizes[NO_SIZE]
+        if count:
             too_small = format_count(count, 'is too small', 'are too small')
             lines.append(f'{too_small} for any buckets, but not without --buckets.')
         if self.small[pixels.TOO_NARROW]:

@@ -79,6 +79,8 @@ def divide_images(
 
 
 class _BatchImage(NamedTuple):
+    """An image that waits for its batch."""
+
     name: str  # of the members in the tar
     source: SourceImage
     pixels: Pixels
@@ -148,6 +150,7 @@ class PartTars:
     def _drop_bad(
         self, decoded_images: Iterable[DecodedImage], progress: Progress
     ) -> Iterator[tuple[SourceImage, Pixels]]:
+        """Yields the images that could be decoded, and counts the others."""
         for image, decoded in decoded_images:
             if isinstance(decoded, BadImageError):
                 self.counts.drop(image.name, decoded)
@@ -157,6 +160,7 @@ class PartTars:
                 yield image, decoded
 
     def _count_smaller_size(self, error: BadImageError) -> None:
+        """Counts the size that would take an image which is too small."""
         if isinstance(error, SmallImageError) and error.reason == pixels.TOO_SMALL:
             size = pixels.find_smaller_size(*error.size, self._target, self._encoder.factor)
             if size:
@@ -165,6 +169,7 @@ class PartTars:
                 self.counts.smaller_sizes[NO_SIZE] += 1
 
     def _count_done(self, image: SourceImage, progress: Progress) -> None:
+        """Counts an image that is encoded or left out."""
         # Not before: what is only decoded has most of its work ahead.
         self.num_bytes += image.size
         progress.add(image.size, images=1)
@@ -181,7 +186,8 @@ class PartTars:
             shape = f'{height}x{width}'
             waiting_images[shape].append(_BatchImage(name, image, decoded))
             batch_size = self._encoder.batch_size(height, width)
-            # The crops of so many images fill whole batches of the encoder.
+            # The crops of so many images fill whole batches of the encoder: their number is the
+            # least common multiple of both.
             num_images = batch_size // math.gcd(batch_size, self._target.crops)
             if len(waiting_images[shape]) == num_images:
                 yield _Batch(shape, waiting_images.pop(shape))
@@ -227,6 +233,7 @@ class PartTars:
             self.counts.count(image.source, batch.shape)
 
     def _open_tar(self, shape: str) -> tarfile.TarFile:
+        """Returns the tar of a shape, which the first image of this shape makes."""
         if shape not in self._tars:
             path = os.path.join(self._folder, f'{shape}.tar')
             self.paths[shape] = path
@@ -255,6 +262,7 @@ def read_latents(path: str) -> dict[str, np.ndarray]:
     with open(path, 'rb') as stream:
 
         def read(start: int, size: int) -> bytes:
+            """Returns some bytes of the tar."""
             return os.pread(stream.fileno(), size, start)
 
         members = tar_members.list_members(path, os.path.getsize(path), read)

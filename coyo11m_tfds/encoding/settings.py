@@ -75,7 +75,9 @@ class EncodingSettings:
     @property
     def target(self) -> Target:
         """The shapes that images are brought to."""
-        shapes = pixels.bucket_shapes(self.size) if self.buckets else ((self.size, self.size),)
+        shapes: tuple[tuple[int, int], ...] = ((self.size, self.size),)
+        if self.buckets:
+            shapes = pixels.bucket_shapes(self.size)
         return Target(shapes, self.crops, self.max_pixels)
 
     @property

@@ -44,6 +44,7 @@ def read_texts(values: pa.Array) -> pa.Array:
 def find_unreadable(texts: pa.Array) -> np.ndarray:
     """Returns which texts, large binary, are no UTF-8: bool `(n,)`."""
     unreadable = np.zeros(len(texts), bool)
+    # Arrow checks all texts at once, and only if one is bad, Python looks for it.
     try:
         texts.view(pa.large_string()).validate(full=True)
     except pa.ArrowInvalid:
@@ -53,6 +54,7 @@ def find_unreadable(texts: pa.Array) -> np.ndarray:
 
 
 def _is_list(kind: pa.DataType) -> bool:
+    """Whether a type is one of Arrow's five types of lists."""
     tests = (
         pa.types.is_list,
         pa.types.is_large_list,
@@ -69,13 +71,16 @@ def _read_first_texts(lists: pa.Array) -> pa.Array:
     rows_of_texts = pc.list_parent_indices(lists).to_numpy()
     lengths = pc.fill_null(pc.binary_length(texts), 0).to_numpy()
     candidates = np.flatnonzero(lengths)
+    # `np.unique` gives the first place of each row, and texts lie in the order of the lists.
     rows, firsts = np.unique(rows_of_texts[candidates], return_index=True)
+    # A list without a text, -1, becomes null.
     index = np.full(len(lists), -1)
     index[rows] = candidates[firsts]
     return texts.take(pa.array(index, mask=index < 0))
 
 
 def _is_utf8(text: bytes) -> bool:
+    """Whether bytes are UTF-8."""
     try:
         text.decode()
     except UnicodeDecodeError:

@@ -18,7 +18,9 @@ def is_hidden(name: str) -> bool:
 def normalize_path(path: str) -> str:
     """Returns the same for paths that differ in slashes, case, forms of Unicode or URLs' quotes."""
     segments = urllib.parse.unquote(path.replace('\\', '/')).split('/')
-    joined = os.path.normpath('/'.join(filter(None, map(str.strip, segments))))
+    # Without empty ones, as between two slashes.
+    segments = list(filter(None, map(str.strip, segments)))
+    joined = os.path.normpath('/'.join(segments))
     return unicodedata.normalize('NFC', joined.casefold())
 
 

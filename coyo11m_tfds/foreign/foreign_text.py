@@ -67,8 +67,12 @@ def find_text(value: Any, *, depth: int = _MAX_DEPTH) -> str | None:
     if isinstance(value, bytes):
         return decode_utf8(value)
     if isinstance(value, list | tuple) and depth:
-        texts = (find_text(entry, depth=depth - 1) for entry in value)
-        return next(filter(None, texts), None)
+        for entry in value:
+            text = find_text(entry, depth=depth - 1)
+            if text:
+                return text
+        return None
+    # JSON has no infinity.
     if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return json.dumps(value)
     return None

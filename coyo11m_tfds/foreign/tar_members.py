@@ -17,27 +17,24 @@ _MAX_DIGITS = 8  # of the length of a record of pax, with its space
 
 def list_members(path: str, size: int, read: ReadRange) -> Iterator[tuple[str, int, int]]:
     """Yields name, offset and size of each file; all headers have to be in order."""
-    offset, pax_fields = 0, dict[str, str]()
+    offset = 0
+    # Of the next member: what does not fit into its own header.
+    pax_fields = dict[str, str]()
     # By hand, because each task of a build lists the whole tar: `tarfile` takes 2.4 times as
     # long (2.3 s for 100,000 members), and takes a damaged header for the end.
     while any(header := read(offset, max(0, min(_BLOCK, size - offset)))):
         start = offset + _BLOCK
+        rest = size - start
         try:
-            checksum = sum(header) - sum(header[148:156]) + 8 * ord(' ')
-            if len(header) < _BLOCK or int(_decode_field(header[148:156]), 8) != checksum:
-                raise ValueError('its checksum is wrong')
-            is_binary, octal = header[124] & 0x80, _decode_field(header[124:136])
-            nbytes = int.from_bytes(header[125:136]) if is_binary else int(octal or '0', 8)
-            nbytes = int(pax_fields.get('size', nbytes))
-            if not 0 <= nbytes <= size - start:
-                rest = size - start
+            _check_checksum(header)
+            nbytes = int(pax_fields.get('size', _parse_size(header)))
+            if not 0 <= nbytes <= rest:
                 raise ValueError(f'its member has {nbytes:,} bytes, of which {rest:,} follow')
         except ValueError as error:
             problem = f'its header at byte {offset:,} cannot be read ({error})'
             raise _damaged(path, problem) from None
         kind = header[156:157]
-        prefix = _decode_field(header[345:500]) if header[257:263] == b'ustar\0' else ''
-        name = pax_fields.get('path') or os.path.join(prefix, _decode_field(header[:100]))
+        name = pax_fields.get('path') or _parse_name(header)
         if kind == tarfile.XHDTYPE and nbytes <= _MAX_TEXT:
             pax_fields |= _parse_pax(path, start, read(start, nbytes))
         elif kind == tarfile.GNUTYPE_LONGNAME and nbytes <= _MAX_TEXT:
@@ -50,7 +47,9 @@ def list_members(path: str, size: int, read: ReadRange) -> Iterator[tuple[str, i
                 f'{path}: {name!r} is a link, a device or a sparse file, expected whole files. '
                 'Write the tar again, e.g. by tar --dereference --hard-dereference.'
             )
-        offset = start + -(-nbytes // _BLOCK) * _BLOCK
+        # Members begin at whole blocks.
+        num_blocks = -(-nbytes // _BLOCK)  # rounded up
+        offset = start + num_blocks * _BLOCK
     # Else a tar that was cut off between two members would only have fewer samples.
     padding = size - offset
     if not _BLOCK <= padding <= _MAX_TEXT or any(read(offset, padding)):
@@ -64,12 +63,41 @@ def add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     tar.addfile(member, io.BytesIO(data))
 
 
+# --- Fields of a header, in the format ustar of POSIX.1-1988 -------------------------------------
+
+
+def _check_checksum(header: bytes) -> None:
+    """Raises a ValueError unless the sum of a header's bytes is the one that it holds."""
+    stored = header[148:156]
+    # The sum counts its own field as blanks.
+    checksum = sum(header) - sum(stored) + len(stored) * ord(' ')
+    if len(header) < _BLOCK or int(_decode_field(stored), 8) != checksum:
+        raise ValueError('its checksum is wrong')
+
+
+def _parse_size(header: bytes) -> int:
+    """Returns the size of a member: in octal digits or, of more than 8 GB as by GNU, in binary."""
+    if header[124] & 0x80:
+        return int.from_bytes(header[125:136])
+    return int(_decode_field(header[124:136]) or '0', 8)
+
+
+def _parse_name(header: bytes) -> str:
+    """Returns the name of a member, of which a long one has its folders in another field."""
+    prefix = ''
+    if header[257:263] == b'ustar\0':
+        prefix = _decode_field(header[345:500])
+    return os.path.join(prefix, _decode_field(header[:100]))
+
+
 def _parse_pax(path: str, start: int, data: bytes) -> dict[str, str]:
     """Parses the needed records `LENGTH NAME=VALUE` about the next member."""
-    fields, offset = dict[str, str](), 0
+    fields = dict[str, str]()
+    offset = 0
     while offset < len(data):
         # By places, because to cut off each record would copy all that follow it.
         digits, _, _ = data[offset : offset + _MAX_DIGITS].partition(b' ')
+        # The length counts its own digits and the line end.
         end = offset + int(digits) if digits.isdigit() else 0
         begin = offset + len(digits) + 1
         if not begin < end <= len(data):
@@ -82,8 +110,11 @@ def _parse_pax(path: str, start: int, data: bytes) -> dict[str, str]:
 
 
 def _decode_field(field: bytes) -> str:
-    return field.split(b'\0')[0].decode('utf-8', 'surrogateescape').strip()
+    """Returns the text of a field, up to the first zero byte."""
+    text, _, _ = field.partition(b'\0')
+    return text.decode('utf-8', 'surrogateescape').strip()
 
 
 def _damaged(path: str, problem: str) -> ValueError:
+    """Returns the error for a damaged tar."""
     return damaged_file_error(path, 'a tar', problem)

@@ -29,7 +29,8 @@ from coyo11m_tfds.storage.stored_file import StoredFile
 _MAX_HEADS = 100  # of remote files with one suffix
 # Keys that are compared before anything is encoded: of so many images of each part, or so many of
 # all, in 0.1 ms each.
-_LEAST_KEYS, _MANY_KEYS = 100, 20_000
+_LEAST_KEYS = 100
+_MANY_KEYS = 20_000
 
 
 class FoundImages(NamedTuple):
@@ -62,6 +63,7 @@ def find_images(
     files = {name: file for name, file in listing.items() if not is_hidden(name)}
     left = _find_left(files, listing.keys() - files.keys(), broken_names)
     images = [name for name in sorted(files) if image_kinds.judge_name(name) == '']
+    # The output of an earlier command may be below the images.
     tars = [name for name in _names_with('.tar', files) if not _is_encoded(name, files)]
     tables = _find_tables(files, has_other_images=bool(images or tars))
     parts = list[ImagePart]()
@@ -100,7 +102,10 @@ def _find_tables(files: Mapping[str, StoredFile], has_other_images: bool) -> lis
 
     # Next to images, Parquet files without images hold captions.
     with_images = image_parquet.find_tables_of_images({name: files[name] for name in tables})
-    return with_images if with_images or has_other_images else tables
+    # Several without anything else: the error of the first says that it has no images.
+    if not with_images and not has_other_images:
+        return tables
+    return with_images
 
 
 def check_keys(parts: Sequence[ImagePart]) -> None:
@@ -108,7 +113,7 @@ def check_keys(parts: Sequence[ImagePart]) -> None:
 
     So two runs of img2dataset are found before hours go into both.
     """
-    names = dict[int, str]()
+    names = dict[int, str]()  # of the first image with each key
     count = max(_LEAST_KEYS, _MANY_KEYS // len(parts))
     with concurrent.futures.ThreadPoolExecutor(READS_AT_ONCE) as threads:
         for keys in threads.map(lambda part: part.read_first_keys(count), parts):
@@ -135,23 +140,30 @@ def _find_left(
         left[name] = 'link to no file'
     unknown = collections.defaultdict[str, list[str]](list)
     for name in files:
-        if reason := image_kinds.judge_name(name):
+        reason = image_kinds.judge_name(name)
+        if reason:
             left[name] = reason
         elif image_kinds.may_be_image(name):
             unknown[image_kinds.get_suffix(name)].append(name)
 
     def judge(name: str) -> str | None:
+        """Returns why a file is left by its first bytes; None if it is no image."""
         size = min(image_kinds.HEAD_BYTES, files[name].size)
         return image_kinds.judge_head(files[name].read_range(0, size))
 
     with concurrent.futures.ThreadPoolExecutor(READS_AT_ONCE) as threads:
         for names in unknown.values():
-            # A request for each of a million files would take an hour.
-            first_names = [x for x in names if files[x].local_path] or sorted(names)[:_MAX_HEADS]
+            first_names = [name for name in names if files[name].local_path]
+            # Of remote files some: a request for each of a million would take an hour.
+            if not first_names:
+                first_names = sorted(names)[:_MAX_HEADS]
             reasons = dict(zip(first_names, threads.map(judge, first_names), strict=True))
+            # Where some of a suffix are images, all of them are looked at.
             if len(first_names) < len(names) and any(reasons.values()):
                 reasons = dict(zip(names, threads.map(judge, names), strict=True))
-            left |= {name: reason for name, reason in reasons.items() if reason}
+            for name, head_reason in reasons.items():
+                if head_reason:
+                    left[name] = head_reason
     return left
 
 
@@ -165,6 +177,7 @@ def describe_left(left: Mapping[str, str]) -> str:
 
 
 def _names_with(suffix: str, files: Mapping[str, StoredFile]) -> list[str]:
+    """Returns the names that end with a suffix, in whatever case, in order."""
     return [name for name in sorted(files) if name.lower().endswith(suffix)]
 
 

@@ -62,12 +62,15 @@ class ImageFolder:
         self._tell_unused_texts()
         self.num_of_stem = collections.Counter(map(get_stem, images))
         stems = [os.path.basename(get_stem(name)) for name in images]
+        # 7.jpg and 007.jpg would have one key.
         self.is_numbered = all(map(schema.is_key, stems)) and len({*map(int, stems)}) == len(stems)
         self.of_repeated_names = _find_repeated(images, stems)
 
     def _find_data_files(self, image: str) -> dict[str, str]:
+        """Returns the names of the files with the data of an image, see `data_files`."""
         names = self._texts.find(get_stem(image))
-        if table := self._find_table(image):
+        table = self._find_table(image)
+        if table:
             names[_TABLE] = table
         return names
 
@@ -80,7 +83,9 @@ class ImageFolder:
         return ''
 
     def _tell_unused_texts(self) -> None:
-        used_names, images_without = set[str](), list[str]()
+        """Logs the texts of no image, if there are images without any."""
+        used_names = set[str]()
+        images_without = list[str]()
         for image, names in self.data_files.items():
             used_names.update(names.values())
             if not names:
@@ -123,7 +128,7 @@ class FolderPart(ImagePart):
     def texts_digest(self) -> str:  # type: ignore[override]  # of other parts it is known at once
         """Digest of what the files next to the images say of them; reads local files."""
         tables = self._read_tables(self._data)
-        files = [x for name, x in self.text_files.items() if name not in tables]
+        files = [file for name, file in self.text_files.items() if name not in tables]
         with concurrent.futures.ThreadPoolExecutor(READS_AT_ONCE) as threads:
             contents = list(threads.map(_identify_content, files))
         # Of a table only the rows of these images.
@@ -132,19 +137,26 @@ class FolderPart(ImagePart):
 
     @contextlib.contextmanager
     def _open_rows(self, scratch: Scratch) -> Iterator[Iterable[Sequence[ImageRow]]]:
+        """Yields all images as one group."""
         yield [self._read_rows(list(self._data))]
 
     def _read_first_rows(self, count: int) -> Sequence[ImageRow]:
+        """See `ImagePart`; also returns later images whose keys may repeat."""
         images = list(self._data)
         if not self.files[images[0]].local_path:
             count = min(count, _REMOTE_KEYS)
-        of_repeated_names = [x for x in images[count:] if x in self._folder.of_repeated_names]
-        return self._read_rows(images[:count] + of_repeated_names)
+        chosen = images[:count]
+        for image in images[count:]:
+            if image in self._folder.of_repeated_names:
+                chosen.append(image)
+        return self._read_rows(chosen)
 
     def _read_rows(self, images: Sequence[str]) -> list[ImageRow]:
+        """Returns images with what their files next to them say."""
         tables = self._read_tables(images)
 
         def read_row(image: str) -> ImageRow:
+            """Returns one image, whose small files are read now."""
             texts = dict[str, Text]()
             for suffix, name in self._data[image].items():
                 text = self.text_files[name]
@@ -161,14 +173,17 @@ class FolderPart(ImagePart):
         """Reads the tables of images; returns their rows by the names of tables and images."""
         names = set[str]()
         for image in images:
-            if table := self._data[image].get(_TABLE):
+            table = self._data[image].get(_TABLE)
+            if table:
                 names.add(table)
         return {name: self._folder.tables.read(name) for name in sorted(names)}
 
     def _get_row(self, image: str, tables: Mapping[str, Mapping[str, Fields]]) -> Fields:
         """Returns the row of an image in its table; {} without one."""
         table = self._data[image].get(_TABLE)
-        return tables[table].get(image, {}) if table else {}
+        if not table:
+            return {}
+        return tables[table].get(image, {})
 
 
 def _identify_content(file: StoredFile) -> str:

@@ -30,6 +30,7 @@ IMAGE = 'image'  # name of the column
 
 # How files of images begin in base64.
 _BASE64_HEADS = '/9j/', 'iVBORw0KGgo', 'UklGR'
+_BASE64_HEADS_AS_BYTES = b'/9j/', b'iVBORw0KGgo', b'UklGR'
 _DATA_URL = re.compile(r'data:[\w/+.-]*;base64,')
 _URL = re.compile(r'[a-zA-Z][\w+.-]*://')
 
@@ -60,11 +61,13 @@ class ParquetPart(ImagePart):
 
     @contextlib.contextmanager
     def _open_rows(self, scratch: Scratch) -> Iterator[Iterable[Sequence[ImageRow]]]:
+        """Yields a group for each row, whose image alone is in memory."""
         [(label, file)] = self.files.items()
         with scratch.hold(file) as path:
             yield self._read_rows(path, label, file.path)
 
     def _read_first_rows(self, count: int) -> Sequence[ImageRow]:
+        """Returns the first rows with nothing but their keys."""
         [(label, file)] = self.files.items()
         opened = file.local_path or RangeReader(file)
         with keyed_parquet.naming_damage(file.path), keyed_parquet.open_parquet(opened) as table:
@@ -78,6 +81,7 @@ class ParquetPart(ImagePart):
             return rows
 
     def _read_rows(self, path: str, label: str, name: str) -> Iterator[list[ImageRow]]:
+        """Yields the rows one by one, or why there are none."""
         has_rows = False
         for number, image in enumerate(read_images(path, name, self._columns)):
             # The row hands its bytes over, and does not keep them while it waits to be encoded.
@@ -137,7 +141,8 @@ def _find_columns(
             f'{name}: column {IMAGE!r} is {kinds[IMAGE]}, expected the bytes of files of images, '
             "or structs with such 'bytes'. Write them so."
         )
-    texts, numbers = [], []
+    texts = []
+    numbers = []
     for column, kind in kinds.items():
         if column == IMAGE:
             continue
@@ -151,7 +156,9 @@ def _find_columns(
             f'{name}: column {captions[0]!r} is {kinds[captions[0]]}, expected texts. Set '
             'caption_column.'
         )
-    return [x for x in texts if arrow_texts.holds_text(kinds[x])], numbers
+    # Others of these names, such as a list of scores, are no captions.
+    texts = [column for column in texts if arrow_texts.holds_text(kinds[column])]
+    return texts, numbers
 
 
 def _is_short_text(kind: pa.DataType) -> bool:
@@ -162,6 +169,7 @@ def _is_short_text(kind: pa.DataType) -> bool:
 
 
 def _can_be_images(kind: pa.DataType) -> bool:
+    """Whether `_read_image` may find images in a column of a type."""
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
     if pa.types.is_struct(kind):
@@ -182,13 +190,15 @@ def _read_image(value: pa.Scalar) -> bytes:
     if isinstance(value, pa.ListScalar | pa.LargeListScalar) and value.is_valid:
         return value.values.to_numpy(zero_copy_only=False).tobytes()
     image = value.as_py()
+    # As the library datasets has it: the bytes, or else where they were.
     if isinstance(image, dict):
         image = image.get('bytes') or image.get('path')
-    if isinstance(image, bytes) and not image.startswith(tuple(x.encode() for x in _BASE64_HEADS)):
-        return image
     if image is None:
         return b''
     if isinstance(image, bytes):
+        # Some writers have texts of base64 in columns of bytes.
+        if not image.startswith(_BASE64_HEADS_AS_BYTES):
+            return image
         image = image.decode('latin-1')
     if not isinstance(image, str):
         raise BadImageError('no bytes of an image', f'but {describe_type(image)}')
@@ -202,7 +212,8 @@ def _read_image_of_text(text: str) -> bytes:
         try:
             # Also as URLs have it, in lines and without the padding.
             encoded = ''.join(encoded.split()).translate(str.maketrans('-_', '+/')).rstrip('=')
-            return base64.b64decode(encoded + '=' * (-len(encoded) % 4), validate=True)
+            padding = '=' * (-len(encoded) % 4)
+            return base64.b64decode(encoded + padding, validate=True)
         except binascii.Error:
             raise BadImageError('damaged base64') from None
     # Nothing is downloaded at the wish of a file.

@@ -45,7 +45,9 @@ class ImageTables:
 
         In `caption_columns`, cells of CSV are never numbers.
         """
-        self._files, self._images, self._caption_columns = files, images, caption_columns
+        self._files = files
+        self._images = images
+        self._caption_columns = caption_columns
         # The images of a folder follow each other, so that few tables are in use at once.
         self.read = functools.lru_cache(maxsize=4)(self._read)
         self._told_tables = set[str]()
@@ -69,7 +71,8 @@ class ImageTables:
     def _match(self, name: str, table: Iterator['_Row']) -> '_Matches':
         """Finds the image of each row."""
         folder = os.path.dirname(name)
-        matches, others = _Matches(), list[_Row]()
+        matches = _Matches()
+        others = list[_Row]()
         for row in table:
             if not row.is_readable():
                 matches.unreadable.append(str(row))
@@ -80,7 +83,8 @@ class ImageTables:
                 others.append(row)
         # After those with exactly the path of an image, which they must not replace.
         for row in others:
-            if image := self._find_similar(folder, row.file_name):
+            image = self._find_similar(folder, row.file_name)
+            if image:
                 self._add(name, image, row, matches)
             else:
                 matches.unknown.append(str(row))
@@ -96,10 +100,12 @@ class ImageTables:
     def _find_similar(self, folder: str, file_name: str) -> str:
         """Returns the only image of a similar path, or ''."""
         images = self._images_by_normal_name.get(normalize_path(f'{folder}/{file_name}'), [])
+        # Of several, each may be the one that is meant.
         return images[0] if len(images) == 1 else ''
 
     @functools.cached_property
     def _images_by_normal_name(self) -> Mapping[str, Sequence[str]]:
+        """The images with each normal path; computed only where a row names none exactly."""
         images = collections.defaultdict[str, list[str]](list)
         for image in self._images:
             images[normalize_path(image)].append(image)
@@ -108,11 +114,10 @@ class ImageTables:
     def _check(self, name: str, matches: '_Matches') -> None:
         """Raises a ValueError if no row has an image; logs, once, what has no partner, by name."""
         path = self._files[name].path
-        without_row = [
-            image
-            for image, table in self._images.items()
-            if table == name and image not in matches.rows
-        ]
+        without_row = []
+        for image, table in self._images.items():
+            if table == name and image not in matches.rows:
+                without_row.append(image)
         if matches.unknown and not matches.rows:
             raise ValueError(
                 f'{path}: no row names an image, but {list_names(matches.unknown)}; there are '
@@ -158,6 +163,7 @@ class _Row(NamedTuple):
     fields: Fields
 
     def __str__(self) -> str:
+        """Returns where the row is, and what it names, for messages."""
         return f'{self.place} ({self.file_name})'
 
     def is_readable(self) -> bool:
@@ -185,11 +191,14 @@ class _Matches:
 
 
 def _parse_csv(text: str, path: str, caption_columns: Sequence[str]) -> Iterator[_Row]:
+    """Yields the rows of a CSV; raises a ValueError that names a row which is none."""
     csv.field_size_limit(_MAX_CELL)
     # Strict, because a quote in a wrong place may swallow the rows that follow it.
     reader = csv.reader(io.StringIO(text, newline=''), strict=True)
-    number, columns = 0, list[str]()
+    number = 0
+    columns = list[str]()
     try:
+        # Blank lines are no rows.
         for cells in filter(None, reader):
             if not columns:
                 columns = _check_header(cells, path)
@@ -204,6 +213,7 @@ def _parse_csv(text: str, path: str, caption_columns: Sequence[str]) -> Iterator
                 )
             fields: Fields = {}
             for name, cell in zip(columns, cells, strict=True):
+                # A caption may be '42'.
                 fields[name] = cell if name in caption_columns else _parse_cell(cell)
             yield _Row(f'row {number}', cells[columns.index(_FILE_NAME)], fields)
     except csv.Error as error:
@@ -215,6 +225,7 @@ def _parse_csv(text: str, path: str, caption_columns: Sequence[str]) -> Iterator
 
 
 def _check_header(columns: list[str], path: str) -> list[str]:
+    """Returns the names of columns; raises a ValueError unless the table can be used with them."""
     if _FILE_NAME not in columns or len({*columns}) < len(columns):
         raise ValueError(
             f'{path}: its header is {columns}, expected different names, separated by commas, '
@@ -224,6 +235,7 @@ def _check_header(columns: list[str], path: str) -> list[str]:
 
 
 def _parse_json_lines(text: str, path: str) -> Iterator[_Row]:
+    """Yields the rows of lines of JSON; raises a ValueError that names a line which is none."""
     # Not by `splitlines`: texts in JSON may hold other ends of lines.
     for number, line in enumerate(text.split('\n'), 1):
         if not line.strip():

@@ -26,6 +26,7 @@ class TarPart(ImagePart):
 
     @contextlib.contextmanager
     def _open_rows(self, scratch: Scratch) -> Iterator[Iterable[Sequence[ImageRow]]]:
+        """Yields all images of the tar as one group."""
         [(label, file)] = self.files.items()
         with scratch.hold(file) as path, open(path, 'rb') as stream:
             read = functools.partial(_read_from, stream)
@@ -34,6 +35,7 @@ class TarPart(ImagePart):
             yield [rows or [make_left_row(label, 'tar without images')]]
 
     def _read_first_rows(self, count: int) -> Sequence[ImageRow]:
+        """See `ImagePart`; of a remote tar, those whose data are in its head."""
         [file] = self.files.values()
         if not file.local_path:
             return self._read_rows(_read_head(file), count)
@@ -56,7 +58,9 @@ class TarPart(ImagePart):
     def _make_rows(
         self, all_members: Iterable[tuple[str, int, int]], read: tar_members.ReadRange
     ) -> list[ImageRow]:
+        """Returns the images among members of the tar, and what else looks like one."""
         [label] = self.files
+        # As tar does when it unpacks, a later member replaces an earlier one of its name.
         members = dict[str, tuple[int, int]]()
         replaced_names = list[str]()
         for name, start, size in all_members:
@@ -87,6 +91,7 @@ class TarPart(ImagePart):
         data: '_SampleData',
         read: tar_members.ReadRange,
     ) -> ImageRow:
+        """Returns the image of a member, with its data."""
         texts = dict[str, Text]()
         for suffix, text in data.find(name).items():
             start, size = members[text]
@@ -131,7 +136,9 @@ class _SampleData:
         used_names = set[str]()
         for image in images:
             used_names.update(self.find(image).values())
-        reasons = {x: f'{suffix}, expected .txt or .json' for x, suffix in self._others.items()}
+        reasons = {}
+        for name, suffix in self._others.items():
+            reasons[name] = f'{suffix}, expected .txt or .json'
         for (_, suffix), name in self._texts.items():
             if name not in used_names:
                 reasons[name] = f"{suffix} of no image's name"
@@ -155,6 +162,7 @@ def _judge_members(members: _Members, read: tar_members.ReadRange) -> dict[str, 
     reasons = dict[str, str]()
     for name, (start, size) in members.items():
         reason = image_kinds.judge_name(name)
+        # Only where the name does not tell: the head of a remote tar has few contents.
         if reason is None and image_kinds.may_be_image(name):
             reason = image_kinds.judge_head(read(start, min(image_kinds.HEAD_BYTES, size)))
         if reason is not None:
@@ -171,6 +179,7 @@ def _read_head(file: StoredFile) -> tar_members.ReadRange:
     head = file.read_range(0, min(file.size, _HEAD))
 
     def read(start: int, size: int) -> bytes:
+        """Returns some bytes of the head."""
         if start + size > len(head):
             raise _EndOfHeadError
         return head[start : start + size]
@@ -179,4 +188,5 @@ def _read_head(file: StoredFile) -> tar_members.ReadRange:
 
 
 def _read_from(stream: io.BufferedReader, start: int, size: int) -> bytes:
+    """Reads some bytes of a file; threads may do so at once, because it does not seek."""
     return os.pread(stream.fileno(), size, start)

@@ -22,7 +22,9 @@ class TextFiles:
 
     def __init__(self, files: Mapping[str, StoredFile], stems: Collection[str]):
         """Takes all files by name, and the names of images without their suffixes."""
-        self._files, self._names = files, dict[tuple[str, str], str]()
+        self._files = files
+        self._names = dict[tuple[str, str], str]()  # by stem and suffix
+        # Of texts of no image, by normal stem and suffix.
         self._similar_names = collections.defaultdict[tuple[str, str], list[str]](list)
         for name in files:
             stem, dot, suffix = name.rpartition('.')
@@ -40,6 +42,7 @@ class TextFiles:
                 names[kind] = self._names[stem, kind]
             elif self._similar_names:
                 similar_names = self._similar_names.get((normalize_path(stem), kind), [])
+                # Of several, each may be the one that is meant.
                 if len(similar_names) == 1:
                     names[kind] = similar_names[0]
         return names

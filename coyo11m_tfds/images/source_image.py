@@ -100,7 +100,10 @@ class ImagePart(abc.ABC):
     def digest(self) -> str:
         """Digest of names, sizes and, where the storage keeps them, checksums of `files`."""
         # Not of times, which differ between copies of a source.
-        return json_digest.sha256([[n, x.size, x.checksum] for n, x in sorted(self.files.items())])
+        listing = []
+        for name, file in sorted(self.files.items()):
+            listing.append([name, file.size, file.checksum])
+        return json_digest.sha256(listing)
 
     @contextlib.contextmanager
     def open(self, scratch: Scratch) -> Iterator[Iterator[SourceImage]]:
@@ -131,6 +134,7 @@ class ImagePart(abc.ABC):
         """Yields groups of images; those of a group get numbers of the same names."""
 
     def _describe(self, rows: Sequence[ImageRow]) -> Iterator[SourceImage]:
+        """Yields the images of a group, with key, caption and numbers chosen among their fields."""
         self._check_captions_exist(rows)
         # The first sample of a tar of latents stands for all: what it lacks would be lost.
         names_of_numbers = sorted(_find_names(rows, _is_number) - _MEASURED)
@@ -154,7 +158,8 @@ class ImagePart(abc.ABC):
 
     def _check_captions_exist(self, rows: Sequence[ImageRow]) -> None:
         """Raises a ValueError if the images have texts, but none in the column that was chosen."""
-        # Images without any text, such as one of the page about a data set, may lie with others.
+        # Only of a whole group: images without any text, such as one of the page about a data set,
+        # may lie with others.
         names = _find_names(rows, _is_text)
         if len(self._columns) == 1 and names and self._columns[0] not in names:
             raise ValueError(
@@ -178,6 +183,7 @@ class ImagePart(abc.ABC):
                 return int(str(key)), KEY_OF_DATA
             if self._is_numbered:
                 return int(os.path.basename(get_stem(row.name))), KEY_OF_NAME
+        # Of 63 bits, so that no key is negative.
         return name_hash(row.name) >> 1, KEY_OF_HASH
 
     def _make_row(
@@ -232,6 +238,7 @@ def raising(error: BadImageError) -> Read:
     """Returns a function that raises the error."""
 
     def read() -> bytes:
+        """Raises the error."""
         raise error
 
     return read
@@ -262,6 +269,7 @@ def _find_names(rows: Sequence[ImageRow], is_wanted: Callable[[object], bool]) -
 
 
 def _is_text(value: object) -> bool:
+    """Whether a value is a text."""
     return isinstance(value, str)
 
 
@@ -286,6 +294,7 @@ def _read_fields(texts: Mapping[str, Text]) -> Fields:
         if not isinstance(value, dict):
             raise BadImageError('.json without names of fields', describe_type(value))
         fields |= value
+    # After the `.json`, whose field `txt` it replaces.
     if '.txt' in texts:
         num_bytes, read = texts['.txt']
         if num_bytes > _MAX_TEXT:

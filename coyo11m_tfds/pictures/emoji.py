@@ -87,7 +87,10 @@ def describe_emoji(names: Sequence[tuple[str, str]]) -> list[Emoji]:
 def _split_caption(caption: str) -> tuple[str, tuple[str, ...]]:
     """Returns concept and tones."""
     tones = tuple(_TONE.findall(caption))
-    concept = caption.rpartition(': ')[0] if tones else caption
+    concept = caption
+    # Flags have a colon, too, and no tones.
+    if tones:
+        concept, _, _ = caption.rpartition(': ')
     return concept, tones
 
 
@@ -103,6 +106,7 @@ def _split_concept(concept: str) -> tuple[str, str]:
 
 
 def _is_held_out_gender(activity: str, gender: str, genders: set[str]) -> bool:
+    """Whether the activity of a gender is held out; `genders` are all that it has."""
     # Training must show the activity by the other gender.
     if not {'woman', 'man'} <= genders:
         return False
@@ -113,6 +117,7 @@ def _is_held_out_gender(activity: str, gender: str, genders: set[str]) -> bool:
 
 
 def _is_held_out_tone(concept: str, tones: tuple[str, ...]) -> bool:
+    """Whether a single tone is the one of five in which its concept is held out."""
     if len(tones) != 1:
         return False
     held_out = int(_fraction(f'tone of {concept}') * len(TONES))
@@ -120,6 +125,7 @@ def _is_held_out_tone(concept: str, tones: tuple[str, ...]) -> bool:
 
 
 def _is_held_out_pair(concept: str, tones: tuple[str, ...]) -> bool:
+    """Whether a couple of two different tones is held out."""
     if len(set(tones)) != 2:
         return False
     return _fraction(f'pair of {concept} {" ".join(tones)}') < _PAIR_SHARE
@@ -148,6 +154,7 @@ def read_pictures() -> np.ndarray:
     data = (FOLDER / ATLAS_FILE).read_bytes()
     atlas = np.asarray(Image.open(io.BytesIO(data)).convert('RGB'))
     rows = atlas.reshape(-1, SIDE, ATLAS_COLUMNS, SIDE, 3).swapaxes(1, 2)
+    # The last row of the atlas is not full.
     pictures = rows.reshape(-1, SIDE, SIDE, 3)[: len(read_emoji())]
     pictures.flags.writeable = False
     return pictures

@@ -76,6 +76,7 @@ class ImageEncoder:
 
     @torch.inference_mode()
     def _encode(self, pictures: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns the features of a batch, whose pictures the model's processor prepares."""
         inputs = self._processor(images=pictures, return_tensors='pt').to(self._device)
         encode = getattr(self._model, 'get_image_features', self._model)
         return _pooled(encode(pixel_values=inputs['pixel_values']))

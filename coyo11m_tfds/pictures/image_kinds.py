@@ -75,7 +75,9 @@ def may_be_image(name: str) -> bool:
 def judge_head(head: bytes) -> str | None:
     """Returns why a file with these first bytes, but no suffix of an image, is not taken."""
     kind = find_kind(head)
-    return f'{kind} by its bytes, not by its name' if kind else None
+    if not kind:
+        return None
+    return f'{kind} by its bytes, not by its name'
 
 
 def find_kind(head: bytes) -> str:
@@ -88,5 +90,7 @@ def find_kind(head: bytes) -> str:
 
 def get_suffix(name: str) -> str:
     """Returns what follows the last dot of a name, with the dot; '' without one."""
-    _, dot, suffix = name.rpartition('/')[2].rpartition('.')
+    # A dot in the name of a folder begins no suffix.
+    _, _, base = name.rpartition('/')
+    _, dot, suffix = base.rpartition('.')
     return dot + suffix

@@ -28,6 +28,7 @@ def list_segments(data: bytes) -> Iterator[Segment]:
     end = len(SIGNATURE)
     has_scans = False
     while marker := _MARKER.search(data, end):
+        # The second byte of the marker; the first is 0xff.
         kind = data[marker.end() - 1]
         start = marker.start()
         # What lies behind the end of the image, such as a video, has markers by chance.

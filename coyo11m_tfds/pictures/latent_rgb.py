@@ -44,6 +44,7 @@ def latents_to_rgb(latents: np.ndarray, scale: Scale | None = None) -> np.ndarra
     """
     if latents.shape[-3] == len(schema.RGB_FACTORS):
         factor, shift = scale or SCALES['sdxl']
+        # The map was fitted to scaled latents, which are alike in all VAEs of the family.
         scaled = (np.asarray(latents, np.float32) - shift) * factor
         rgb = np.einsum('...chw,cr->...hwr', scaled, schema.RGB_FACTORS) + schema.RGB_BIAS
     else:

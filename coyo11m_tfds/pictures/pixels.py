@@ -61,6 +61,7 @@ class BadImageError(ValueError):
         self.reason = reason
 
     def __str__(self):
+        """Returns the reason and the detail, in one line."""
         text = ': '.join(filter(None, self.args))
         # In one line, whatever a library says of an image.
         return ' '.join(text.split())
@@ -149,6 +150,7 @@ def find_smaller_size(width: int, height: int, target: Target, step: int) -> int
 
 
 def _fits(width: int, height: int, shapes: Sequence[tuple[int, int]]) -> bool:
+    """Whether an image of some size can get one of some shapes."""
     try:
         _choose_shape(width, height, shapes)
     except SmallImageError:
@@ -199,6 +201,7 @@ def _decode(data: bytes, target: Target) -> Image.Image:
 
 
 def _describe_unidentified(data: bytes) -> BadImageError:
+    """Returns the error for a file that Pillow does not know, with what it seems to be."""
     kind = image_kinds.find_kind(data[: image_kinds.HEAD_BYTES])
     if kind and kind not in _KINDS:
         return BadImageError(f'{kind} under another name')
@@ -288,6 +291,7 @@ def _flatten(image: Image.Image) -> Image.Image:
 
 
 def _describe_small(reason: str, width: int, height: int) -> SmallImageError:
+    """Returns the error for an image that is too small or too narrow."""
     return SmallImageError(reason, f'{width}x{height}', (width, height))
 
 
@@ -300,6 +304,7 @@ def _choose_shape(
     """
 
     def distance(shape: tuple[int, int]) -> float:
+        """Returns how far the aspect ratio of a shape is from that of the image."""
         # Of ratios, so that twice as wide is as far as half as wide.
         return abs(math.log(width * shape[0] / (height * shape[1])))
 
@@ -317,14 +322,19 @@ def _reduced_size(width: int, height: int, shape: tuple[int, int]) -> tuple[int,
 
     It is rounded as in diffusers.
     """
-    if width * shape[0] > shape[1] * height:
-        return width * shape[0] // height, shape[0]
-    return shape[1], height * shape[1] // width
+    shape_height, shape_width = shape
+    # A wider image gets the height of the shape, and is cropped at its sides.
+    if width * shape_height > shape_width * height:
+        return width * shape_height // height, shape_height
+    return shape_width, height * shape_width // width
 
 
 def _convert_to_srgb(image: Image.Image) -> Image.Image:
-    convert = _srgb_transform(image.info.get('icc_profile'), image.mode)
-    return convert.apply(image) if convert else image.convert('RGB')
+    """Returns an image in sRGB, by its profile if that can be used."""
+    transform = _srgb_transform(image.info.get('icc_profile'), image.mode)
+    if transform is None:
+        return image.convert('RGB')
+    return transform.apply(image)
 
 
 @functools.lru_cache(maxsize=4)  # a camera writes the same profile into all its images
@@ -359,8 +369,10 @@ def _crop(pixels: np.ndarray, shape: tuple[int, int], crops: int) -> np.ndarray:
     last_row = pixels.shape[0] - height
     last_column = pixels.shape[1] - width
     corners = [(last_row // 2, last_column // 2)]
+    # The middle one between the two ends, as it is the one that evaluations take.
     if crops == 3:
         corners = [(0, 0), *corners, (last_row, last_column)]
-    return np.stack(
-        [pixels[row : row + height, column : column + width] for row, column in corners]
-    )
+    cut = []
+    for row, column in corners:
+        cut.append(pixels[row : row + height, column : column + width])
+    return np.stack(cut)

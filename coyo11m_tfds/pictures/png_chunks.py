@@ -22,6 +22,8 @@ _MAX_PROFILE = 16 << 20  # those of the largest tables of colours have 4 MB
 
 
 class _Chunk(NamedTuple):
+    """Where a chunk lies, with its length, kind and checksum."""
+
     kind: bytes
     start: int  # in the file
     end: int
@@ -43,6 +45,7 @@ def keep_pixels(data: bytes) -> tuple[bytes, bytes]:
         if kind == _PROFILE and profile is None:
             profile = _read_profile(_content(data, start, end))
         elif kind in _TEXTS:
+            # Of each keyword the first, which Pillow reads.
             content = _content(data, start, end)
             keyword, _, _ = content.partition(b'\0')
             is_new = keyword in _KEYWORDS and keyword not in keywords
@@ -82,7 +85,10 @@ def _is_short(kind: bytes, content: bytes) -> bool:
     if kind == b'tEXt' or (kind == b'iTXt' and not text.startswith(b'\1')):
         return len(text) <= _MAX_TEXT
     # In front of the text are the method of compression and, in `iTXt`, a flag and two more texts.
-    compressed = text[2:].split(b'\0', 2)[-1] if kind == b'iTXt' else text[1:]
+    if kind == b'iTXt':
+        *_, compressed = text[2:].split(b'\0', 2)
+    else:
+        compressed = text[1:]
     return _inflate(compressed, _MAX_TEXT) is not None
 
 

@@ -75,14 +75,15 @@ def scale_of_latents(
     recorded_scale: Sequence[float] | None = None,
 ) -> latent_rgb.Scale:
     """Returns factor and shift from raw latents to those that an `AutoencoderTiny` decodes."""
-    reason = 'the data set does not name the VAE that made its latents'
-    if scale := latent_rgb.find_scale(maker, recorded_scale):
+    # First what the data set or the name says, which needs no files.
+    scale = latent_rgb.find_scale(maker, recorded_scale)
+    if scale:
         return scale
+    reason = 'the data set does not name the VAE that made its latents'
     if maker:
         try:
-            if maker == model_files.public_name(model):
-                maker_config = config
-            else:
+            maker_config = config
+            if maker != model_files.public_name(model):
                 maker_config = vae_files.read_vae_config(maker)
             return maker_config['scaling_factor'], maker_config.get('shift_factor') or 0.0
         except (ValueError, LookupError) as error:
@@ -173,4 +174,5 @@ def _decode_kl(layers: VaeLayers, latents: jax.Array) -> jax.Array:
 
 
 def _upsample(x: jax.Array, factor: int) -> jax.Array:
+    """Repeats each position, in both directions."""
     return x.repeat(factor, axis=1).repeat(factor, axis=2)

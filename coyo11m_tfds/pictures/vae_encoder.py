@@ -56,6 +56,7 @@ class VaeEncoder:
         self._weights = jax.device_put(vae.read_weights(), NamedSharding(mesh, P()))
 
         def encode(weights: Mapping[str, Any], pixels: jax.Array) -> Any:
+            """Returns mean and deviation of uint8 pictures, with the channels first."""
             # Else accelerators round the operands of float32 products to fewer bits.
             with jax.default_matmul_precision('highest'):
                 latents = network(weights, pixels.astype(jnp.float32) / 127.5 - 1)
@@ -95,10 +96,11 @@ class VaeEncoder:
         batch_size = self.batch_size(height, width)
         # One number of pictures is one compilation.
         padded = np.pad(pixels, [(0, -count % batch_size), (0, 0), (0, 0), (0, 0)])
-        batches = [
-            self._encode(self._weights, jax.device_put(batch, self._rows))
-            for batch in np.split(padded, len(padded) // batch_size)
-        ]
+        batches = []
+        for batch in np.split(padded, len(padded) // batch_size):
+            on_devices = jax.device_put(batch, self._rows)
+            # JAX returns before the devices have computed.
+            batches.append(self._encode(self._weights, on_devices))
         return lambda: jax.tree.map(
             lambda *parts: np.concatenate(parts)[:count], *jax.device_get(batches)
         )

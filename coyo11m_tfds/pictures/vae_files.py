@@ -140,6 +140,7 @@ class StoredVae:
 
         @promote_as_usual
         def apply(weights: Mapping[str, Any], x: jax.Array) -> Any:
+            """Computes the network, and notes the weights that it uses."""
             layers = VaeLayers(self.config, weights)
             output = network(layers, x)
             used_names.update(layers.used_names)

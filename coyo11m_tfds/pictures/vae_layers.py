@@ -97,6 +97,7 @@ class VaeLayers:
         y = y.reshape(len(x), -1, width)
 
         def linear(layer: str, y: jax.Array) -> jax.Array:
+            """Returns the product with a layer, whose matrix is (out, in)."""
             matrix = self._weight(f'{name}.{layer}.weight', width, width)
             return y @ matrix.T + self._weight(f'{name}.{layer}.bias', width)
 
@@ -108,6 +109,7 @@ class VaeLayers:
         return x + linear('to_out.0', mixed).reshape(x.shape)
 
     def _norm_silu(self, name: str, x: jax.Array) -> jax.Array:
+        """Returns the activation of normalized values, as before each convolution."""
         return jax.nn.silu(self._group_norm(name, x))
 
     def _group_norm(self, name: str, x: jax.Array) -> jax.Array:

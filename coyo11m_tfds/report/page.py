@@ -52,8 +52,9 @@ _ORIGIN_FIELDS = (
 
 def _escape_text(value: Any) -> Any:
     """Escapes the text of an expression; markup of the template stays."""
-    is_text = isinstance(value, str) and not isinstance(value, markupsafe.Markup)
-    return markupsafe.Markup(escape_for_html(value)) if is_text else value
+    if isinstance(value, str) and not isinstance(value, markupsafe.Markup):
+        return markupsafe.Markup(escape_for_html(value))
+    return value
 
 
 _TEMPLATES = jinja2.Environment(
@@ -141,7 +142,9 @@ class BuildReport:
         lines += self._describe_dropped()
         if 'latents' in self.content:
             lines.append(f'latents     {schema.IN_PLACE_DOC}')
-        if num_rows := self.content.get(schema.META_LATENT_ROWS):
+        # A build that has read only a part of its latents says so.
+        num_rows = self.content.get(schema.META_LATENT_ROWS)
+        if num_rows:
             rows = format_count(num_rows, 'row')
             lines.append(f'            mean and std are those of the middle crops of {rows};')
             lines.append('            python -m coyo11m_tfds.verify adds the checksums of rows')
@@ -151,6 +154,7 @@ class BuildReport:
         return '\n'.join(lines)
 
     def _describe_dropped(self) -> list[str]:
+        """Returns lines about dropped rows and repeated captions, and some keys of bad rows."""
         counts = {reason: count for reason, count in self._dropped.counts.items() if count}
         # Rows of the captions file: the sum of dropped rows of latents leaves them out.
         num_repeated = counts.pop(schema.DUPLICATE_CAPTION, 0)
@@ -174,6 +178,7 @@ class BuildReport:
         return render_page(self.content, self.previews)
 
     def _file_name(self, name: str) -> str:
+        """Returns the name of a file of this report, with the ID of the build."""
         return schema.of_build(name, self.content.get(schema.META_BUILD, ''))
 
 
@@ -209,6 +214,7 @@ def _choose_previews(statistics: Mapping[str, ShardStatistics]) -> list[Preview]
 def _describe_colours(content: Mapping[str, Any]) -> str:
     """Returns what the map of `latent_rgb` does to the latents of this data set."""
     channels = len(content['splits'][schema.TRAIN]['latents']['counts'])
+    # The linear map is for latents of four channels.
     if channels != len(schema.RGB_FACTORS):
         count = min(channels, 3)
         components = 'principal component' if count == 1 else f'{count} principal components'
@@ -245,6 +251,7 @@ def _quantiles(caption_histogram: np.ndarray) -> dict[str, int] | None:
 
 
 def _sum_shards(shards: Sequence[tuple[int, int]]) -> dict[str, int]:
+    """Returns the number of records, shards and bytes, from records and bytes of each shard."""
     num_records = 0
     num_bytes = 0
     for shard_records, shard_bytes in shards:
@@ -261,6 +268,7 @@ def _histograms(split: ShardStatistics) -> dict[str, Any]:
         mean, std = stats.mean_and_std(split.latent_moments)
     # Bins are narrow where all captions are short, so that their drawing has bars enough.
     longest = int(np.searchsorted(np.cumsum(lengths), (1 - _TAIL) * lengths.sum()))
+    # A power of two from 1 to 16 that makes 64 to 128 bars, of captions below 2 KB.
     width = min(16, 1 << max(0, longest.bit_length() - 7))
     edges = np.arange(0, len(lengths), width)
     return {
@@ -289,7 +297,10 @@ def _caption_lengths(captions: Mapping[str, Any]) -> dict[str, Any] | None:
     for share, length in lengths.items():
         name = 'median' if share == '0.5' else f'{float(share):.0%}'
         # Longer ones are counted together.
-        quantiles[name] = f'{length:,}' if length < edges[-1] else f'{edges[-1]:,}+'
+        if length < edges[-1]:
+            quantiles[name] = f'{length:,}'
+        else:
+            quantiles[name] = f'{edges[-1]:,}+'
     last = int(np.searchsorted(np.cumsum(counts), (1 - _TAIL) * counts.sum()))
     # The last bin has no end, and each tick is the beginning of a bin: a whole number of bytes.
     num_gaps = _TICKS - 1
@@ -311,7 +322,8 @@ def _latent_values(latents: Mapping[str, Any]) -> dict[str, Any] | None:
     edges = np.array(latents['edges'])
     # One axis for all channels, without the tails.
     cumulative = np.cumsum(counts.sum(axis=0))
-    bins = np.searchsorted(cumulative, np.multiply((_TAIL, 1 - _TAIL), cumulative[-1]))
+    bounds = np.multiply((_TAIL, 1 - _TAIL), cumulative[-1])
+    bins = np.searchsorted(cumulative, bounds)
     low, high = np.clip(bins, 1, len(edges) - 1)  # bin n lies between the edges n - 1 and n
     # Bars as wide as the widest of these bins, and ends that are multiples of what ticks divide.
     step = np.diff(edges[low - 1 : high + 1]).max()
@@ -319,6 +331,7 @@ def _latent_values(latents: Mapping[str, Any]) -> dict[str, Any] | None:
     start = np.floor(edges[low - 1] / step / num_gaps)
     end = np.ceil(edges[high] / step / num_gaps)
     bars = step * num_gaps * start + step * np.arange(num_gaps * (end - start))
+    # The counts from the first bar to the end of the last one, added up to bars.
     on_axis = counts[:, 1 : 1 + np.searchsorted(edges, bars[-1] + step)]
     bar_counts = np.add.reduceat(on_axis, np.searchsorted(edges, bars), axis=1)
     channels = []

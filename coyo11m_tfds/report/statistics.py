@@ -43,7 +43,8 @@ _PREVIEW_CAPTION_CHARACTERS = 1000
 def moments(vectors: np.ndarray) -> np.ndarray:
     """Returns counts, sums and sums of squares of vectors `(n, size)`; float64 `(3, size)`."""
     exact = np.asarray(vectors, np.float64)
-    return np.stack([np.full(exact.shape[1], len(exact)), exact.sum(0), (exact**2).sum(0)])
+    counts = np.full(exact.shape[1], len(exact))
+    return np.stack([counts, exact.sum(0), (exact**2).sum(0)])
 
 
 def mean_and_std(moments: np.ndarray) -> tuple[list[float], list[float]]:
@@ -161,6 +162,7 @@ class ShardStatistics:
         if is_read is None:
             is_read = np.ones(len(keys), bool)
         num_previews = MAX_PREVIEWS - len(self.previews)
+        # `row` counts latents, of read samples alone, `sample` all samples.
         for row, sample in enumerate(np.flatnonzero(is_read)[:num_previews].tolist()):
             middle = latents[row, schema.middle_crop(crops)]
             picture = latent_rgb.latents_to_rgb(middle, latent_scale)
@@ -169,6 +171,7 @@ class ShardStatistics:
         # Of no records it takes a tenth of a millisecond, too.
         if num_left:
             self.latent_histogram += _latent_histogram(latents[:num_left])
+        # Read or not, all samples have captions.
         lengths = np.fromiter(map(len, captions), np.int64, len(captions))
         lengths = np.minimum(lengths, LONG_CAPTION)
         self.caption_histogram += np.bincount(lengths, minlength=LONG_CAPTION + 1)
@@ -185,7 +188,9 @@ class ShardStatistics:
         """Returns values for JSON, from which `from_json` restores exactly these statistics."""
         content = {}
         for name, value in vars(self).items():
-            content[name] = value.tolist() if isinstance(value, np.ndarray) else value
+            if isinstance(value, np.ndarray):
+                value = value.tolist()
+            content[name] = value
         return content
 
     @classmethod
@@ -204,6 +209,7 @@ class ShardStatistics:
     def merge(cls, shards: Sequence['ShardStatistics']) -> Self:
         """Returns the sums of the statistics of several shards, at least one, in their order."""
         merged = cls()
+        # Counts and arrays are added, lists follow each other.
         for name in vars(merged):
             values = (getattr(shard, name) for shard in shards)
             setattr(merged, name, functools.reduce(operator.add, values))
@@ -287,6 +293,10 @@ class DropCounts:
         self._check_share([schema.DUPLICATE_CAPTION], num_rows, rows, file)
 
     def _check_share(self, reasons: Sequence[str], num_rows: int, rows: str, file: str) -> None:
+        """Raises a ValueError if too many of `num_rows`, called `rows`, are bad for some reasons.
+
+        `file` is named if the rows of the commonest reason have none.
+        """
         num_bad = sum(self.counts[reason] for reason in reasons)
         if num_bad <= self._max_bad_fraction * num_rows:
             return
@@ -310,4 +320,9 @@ class DropCounts:
             )
 
     def _reasons(self, reasons: Iterable[str]) -> str:
-        return ', '.join(f'{name}: {self.counts[name]:,}' for name in reasons if self.counts[name])
+        """Returns the reasons that occur, each with its number of rows."""
+        parts = []
+        for name in reasons:
+            if self.counts[name]:
+                parts.append(f'{name}: {self.counts[name]:,}')
+        return ', '.join(parts)

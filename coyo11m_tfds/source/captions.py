@@ -127,6 +127,7 @@ class CaptionFiles:
     @contextlib.contextmanager
     def _hold_columns(self, scratch: Scratch) -> Iterator[list[str]]:
         """Returns local paths of files with the two columns, valid within the `with` block."""
+        # Only of large files: a small one is fetched whole, which compares its checksum.
         names = self.key_column, self.caption_column
         large: list[StoredFile] = []
         small: list[StoredFile] = []  # or local

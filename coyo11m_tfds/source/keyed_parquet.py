@@ -120,6 +120,7 @@ class KeyedFile:
             return np.arange(self._range.start, self._range.stop, self._range.step)
         with naming_damage(self.name):
             keys = pa.chunked_array(list(self._read(self._key_column, 1 << 20)))
+            # With nulls, NumPy would get floats.
             if keys.null_count:
                 raise ValueError(
                     f"{self.name}: column '{self._key_column}' has nulls, expected a key in every "
@@ -155,6 +156,7 @@ class KeyedFile:
 
     def _check(self, arrow: pa.Schema) -> None:
         """Raises a ValueError unless each column is there once, and the keys can be keys."""
+        # Parquet allows several columns of one name, of which Arrow would read any.
         for column in self._columns:
             count = arrow.names.count(column)
             if count != 1:

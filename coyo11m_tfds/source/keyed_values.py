@@ -60,7 +60,8 @@ class KeyedValues:
         if not len(places):
             return []
         # Only the row groups that hold these places.
-        first, last = np.searchsorted(self._first_places, places[[0, -1]], side='right') - 1
+        ends = places[[0, -1]]
+        first, last = np.searchsorted(self._first_places, ends, side='right') - 1
         groups = self._file.read_row_groups(range(first, last + 1), ['place', 'value'])
         rows = np.searchsorted(groups.column('place').to_numpy(), places)
         return groups.column('value').take(rows).to_pylist()
@@ -122,6 +123,7 @@ class KeyedValuesWriter:
         rows = pa.concat_tables(self._rows).sort_by('place')
         self._rows = []
         self._num_bytes = 0
+        # Compressed, because runs take as much room on the disk as all values.
         options = pa.ipc.IpcWriteOptions(compression='lz4')
         with (
             file_state.naming(run),
@@ -233,6 +235,7 @@ def _pieces(
 
 def _row_groups(tables: Iterable[pa.Table], num_bytes: int) -> Iterator[pa.Table]:
     """Joins tables to larger ones of at least `num_bytes`, except the last."""
+    # Small groups would take long to read, because each has a header and pages of its own.
     group: list[pa.Table] = []
     size = 0
     for table in tables:

@@ -75,9 +75,11 @@ class LatentFile:
         self._latents_from = latents_from
         self._size = os.path.getsize(path)
         self._label = label or os.path.basename(path)
+        # Buffers of `latents`.
         self._raw: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
         self._open()
+        # Some formats know a better one than that of both ends of the file.
         if not hasattr(self, 'digest'):
             self.digest = columns.outline_digest(path)
 
@@ -163,8 +165,10 @@ class LatentFile:
         Nothing compares them with a checksum.
         """
         assert self.layout is not None  # as for every file that is read in place
-        crop_nbytes = self.row_nbytes // self.shape[0]
-        crops_a_piece = self.shape[0] // len(self.layout.starts)
+        num_crops, *_ = self.shape
+        crop_nbytes = self.row_nbytes // num_crops
+        # Crops lie in a row one after the other or, with several starts, apart.
+        crops_a_piece = num_crops // len(self.layout.starts)
         piece, crop_in_piece = divmod(crop, crops_a_piece)
         start = self.layout.starts[piece] + crop_in_piece * crop_nbytes
         offsets = start + self.row_numbers(rows) * self.layout.stride

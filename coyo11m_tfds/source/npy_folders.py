@@ -86,6 +86,7 @@ def find_npy_folders(source: ReadableFolder, index: StoredFile) -> dict[str, Sto
 def _parse_classes(index: StoredFile) -> dict[str, int]:
     """Returns the class of each file by its name; {} if the images have none."""
     try:
+        # Images without classes have null.
         classes = dict(json.loads(index.read())['labels'] or ())
         for name, label in classes.items():
             if type(name) is not str or type(label) is not int or not 0 <= label < _MAX_CLASSES:

@@ -81,6 +81,7 @@ class ParquetFile(LatentFile):
         for field in self._arrow:
             if field.name in (self._name, self.key_column):
                 continue
+            # A writer that has seen only nulls gives the column no other type.
             if pa.types.is_null(field.type):
                 empty.append(field.name)
             elif pa.types.is_integer(field.type):
@@ -234,6 +235,7 @@ class ParquetFile(LatentFile):
         """Returns the bytes of some rows, uint8 `(n, row_nbytes)`; all must have the same sizes."""
         num_rows = len(values)
         self._check_nulls(values, begin, 1)
+        # Without nulls and with equal sizes, the values lie one after the other in Arrow's buffer.
         if _is_bytes(values.type):
             self._check_sizes(pc.binary_length(values), begin, 1, self.row_nbytes, 'bytes')
             return _join_bytes(values).reshape(num_rows, -1)

@@ -175,6 +175,7 @@ class PtFile(LatentFile):
 
     def _check_tensors(self, latents: str) -> None:
         """Checks keys, latents and embeddings one by one; raises a ValueError about all of them."""
+        # Collected, so that one look at the file is enough to repair it.
         faults = Faults()
         if self.key_column:
             with faults.collect():
@@ -202,6 +203,7 @@ class PtFile(LatentFile):
 
     def column_names(self) -> ColumnNames:
         """Returns the names of lists of texts, and what all else in the file is."""
+        # Of keys and latents, too, which nobody will ask for as texts.
         texts = []
         empty = []
         others = dict[str, str]()
@@ -407,9 +409,11 @@ def check_small_members(path: str | os.PathLike[str], name: str = '') -> None:
     """Like `pt_archive.open_archive`, but also compares all small members, such as the keys."""
     with open(path, 'rb', buffering=0) as file:
         archive = pt_archive.read_archive(file.fileno(), name or os.fspath(path))
+        max_bytes = pt_archive.max_small_bytes(archive.size)
         for member, start in zip(archive.members, archive.starts, strict=True):
-            if member.size <= pt_archive.max_small_bytes(archive.size):
-                archive.check(member, zlib.crc32(os.pread(file.fileno(), member.size, start)))
+            if member.size <= max_bytes:
+                content = os.pread(file.fileno(), member.size, start)
+                archive.check(member, zlib.crc32(content))
 
 
 def _write_head(file: StoredFile, path: str, check_crc: bool) -> None:

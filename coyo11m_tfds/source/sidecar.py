@@ -44,6 +44,7 @@ def part_name(number: int, count: int) -> str:
 
 def find_parts(folder: str) -> tuple[int, dict[int, StoredFile]]:
     """Returns the number of parts of the complete sidecar, or 0, and the existing parts."""
+    # A folder may hold parts of two sidecars, after a run with another number of parts.
     sidecars: dict[int, dict[int, StoredFile]] = {}  # by count and number
     for name, file in storage.list_folder(folder, missing_ok=True).items():
         match = _PART.fullmatch(name)
@@ -348,6 +349,7 @@ def _check_numbers(values: np.ndarray, keys: np.ndarray, header: SidecarHeader, 
         bad = ~np.isfinite(values).all(axis=1)
     if not bad.any():
         return
+    # The first bad row is the example.
     row = bad.argmax()
     problem = f'the embedding of key {keys[row]} is not finite. Embed it again.'
     if header.vocabulary:

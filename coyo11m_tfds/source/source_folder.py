@@ -220,6 +220,7 @@ def _names_in_encoding(
     folder: ReadableFolder, encoded: Mapping[str, FileState], listing: Mapping[str, StoredFile]
 ) -> list[str]:
     """Names of the tars of an encoding: all that it names, and there must be no others."""
+    # With buckets, each folder of a shape is a source, because rows of a source are alike.
     sub_folders = sorted({os.path.dirname(name) for name in encoded} - {''})
     if sub_folders:
         raise ValueError(f'{folder.folder}: its folders are sources, such as {sub_folders[0]}.')
@@ -231,6 +232,7 @@ def _names_in_encoding(
             'folder was copied, copy this file too; otherwise give the command of encode_images '
             'again.'
         )
+    # Tars of another run would be read as latents of the same VAE.
     others = [name for name in listing if name.endswith(_SUFFIXES) and name not in encoded]
     if others:
         raise ValueError(

@@ -387,6 +387,7 @@ class SourceLatents:
 
     def common_embedding_dim(self) -> int:
         """Returns the width of `embeddings`; raises a ValueError unless all files have the same."""
+        # All files, also the first: any of them may lack its embeddings.
         first_path, first = self._embedding_dims[0]
         for path, dim in self._embedding_dims:
             if dim is None:
@@ -407,6 +408,7 @@ class SourceLatents:
         duplicates = np.flatnonzero(self.duplicate)
         if not duplicates.size:
             return
+        # One example, of the first repeated key and the two first rows that have it.
         key = self.keys[duplicates[0]]
         rows = np.flatnonzero(self.keys == key)[:2]
         places = []

@@ -144,6 +144,7 @@ class TarFile(LatentFile):
         for members in self._samples.values():
             distinct.update(members)
         all_suffixes = sorted(distinct)
+        # Such as `npy`, or `latent.npy` of a sample with several arrays.
         suffixes = [suffix for suffix in all_suffixes if f'.{suffix}'.endswith('.npy')]
         name = self._latents_from.name
         if name:

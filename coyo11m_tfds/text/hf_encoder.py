@@ -43,13 +43,15 @@ class HfTokenizer(ModelTokenizer):
                 f'text encoder {model!r}: its tokenizer, {type(tokenizer).__name__}, runs in '
                 'Python; expected one with a tokenizer.json, which runs many times faster.'
             )
+        # The least of what the user, the tokenizer and the model allow.
         positions = getattr(config, 'max_position_embeddings', None) or max_tokens
         length = min(max_tokens, tokenizer.model_max_length, positions)
-        # Many causal models have no token for padding.
+        # Many causal models have no token for padding: then the one that ends a text.
         filler = 0
-        for token in (tokenizer.eos_token_id, tokenizer.pad_token_id):
-            if token is not None:
-                filler = token
+        if tokenizer.pad_token_id is not None:
+            filler = tokenizer.pad_token_id
+        elif tokenizer.eos_token_id is not None:
+            filler = tokenizer.eos_token_id
         super().__init__(f'hf:{model}', length, tokenizer.backend_tokenizer, filler)
 
 
@@ -74,6 +76,7 @@ class HfEncoder(HfTokenizer, ModelEncoder):
         super().__init__(model, max_tokens, self._model.config)
         self._model.to(self._device)  # type: ignore[arg-type]  # its decorator loses `self`
         self._batch_tokens = batch_tokens or BATCH_TOKENS[self._device.type]
+        # Tried once: no field of all configurations says how wide the states are.
         try:
             self.dim = self._pool([[self._filler]]).shape[1]
         # A network of other sizes than its weights, or for other inputs, raises anything.
@@ -87,7 +90,9 @@ class HfEncoder(HfTokenizer, ModelEncoder):
     def _start(
         self, tokens: Sequence[Sequence[int]], shape: tuple[int, int]
     ) -> Callable[[], np.ndarray]:
+        """See `ModelEncoder`; a batch is only as wide as its longest text."""
         means = self._pool(tokens)
+        # A GPU still computes then: only the copy to the host waits for it.
         return lambda: means.cpu().numpy()
 
     @torch.inference_mode()

@@ -208,6 +208,7 @@ class JaxEncoder(JaxTokenizer, ModelEncoder):
         config = self.checkpoint.config
         self.dim = config.width
         self.dtype = jnp.dtype(dtype).name
+        # Devices share the rows of a batch, so a batch is for all of them.
         self._num_devices = len(devices)
         self._batch_tokens = batch_tokens * len(devices)
 
@@ -221,13 +222,16 @@ class JaxEncoder(JaxTokenizer, ModelEncoder):
     def _start(
         self, tokens: Sequence[Sequence[int]], shape: tuple[int, int]
     ) -> Callable[[], np.ndarray]:
+        """See `ModelEncoder`."""
         padded = np.full(shape, _PADDING, np.int32)
         # Rows beyond the last text have the length 0.
         lengths = np.zeros(shape[0], np.int32)
         for row, ids in enumerate(tokens):
             padded[row, : len(ids)] = ids
             lengths[row] = len(ids)
-        means = self._pool(self._params, *jax.device_put((padded, lengths), self._rows))
+        inputs = jax.device_put((padded, lengths), self._rows)
+        # JAX returns before the devices have computed: only the copy to the host waits.
+        means = self._pool(self._params, *inputs)
         return lambda: np.asarray(means)
 
 
@@ -259,12 +263,12 @@ def load_params(checkpoint: 'LanguageModelCheckpoint', dtype: jnp.dtype | type) 
     Those of all layers are stacked as `(depth, ...)`. Raises a ValueError for weights that do not
     fit the configuration.
     """
-    shapes = flax.traverse_util.flatten_dict(
-        language_model.abstract_params(checkpoint.config, dtype), sep='.'
-    )
+    abstract = language_model.abstract_params(checkpoint.config, dtype)
+    shapes = flax.traverse_util.flatten_dict(abstract, sep='.')
     # The shapes are compared before the weights get memory.
     _check_weights(checkpoint, shapes)
     params = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
+    # Straight into their places in the stacks, so that the weights are in memory once.
     for name, target in _targets(params, checkpoint.architecture).items():
         target[...] = checkpoint.read(name)
     for name, array in params.items():
@@ -278,9 +282,9 @@ def _check_weights(
 ) -> None:
     """Raises a ValueError unless the files have exactly the weights of these parameters."""
     # Arrays of one number each, which have the shapes but not the memory.
-    outlines = {
-        name: np.broadcast_to(np.empty((), leaf.dtype), leaf.shape) for name, leaf in shapes.items()
-    }
+    outlines = {}
+    for name, leaf in shapes.items():
+        outlines[name] = np.broadcast_to(np.empty((), leaf.dtype), leaf.shape)
     expected = _targets(outlines, checkpoint.architecture)
     missing = expected.keys() - checkpoint.names
     unexpected = checkpoint.names - expected.keys()
@@ -456,7 +460,9 @@ def _read_rope(text: Mapping[str, Any], kind: str, base: str, name: str) -> lang
     """Reads `rope_parameters` of a kind of layer, or what files older than transformers 5 have."""
     stored = text.get('rope_parameters', {})
     model_fields.check(stored, {kind: model_fields.OBJECT}, f'{name}: rope_parameters')
+    # An object for each kind of layer, or one for all layers.
     settings = _without_nulls(stored.get(kind, stored))
+    # Gemma 3 stretches only the positions of global layers.
     if kind == _GLOBAL:
         settings |= _without_nulls(text.get('rope_scaling', {}))
     model_fields.check(settings, _ROPE_RULES, name)
@@ -471,6 +477,7 @@ def _read_rope(text: Mapping[str, Any], kind: str, base: str, name: str) -> lang
 
 
 def _without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that have a value: in these files, null stands for the default."""
     return {field: value for field, value in fields.items() if value is not None}
 
 

@@ -121,6 +121,7 @@ def abstract_params(config: LanguageModelConfig, dtype: Dtype) -> dict[str, Any]
     params = jax.eval_shape(init, jax.random.key(0), one_token)['params']
 
     def with_dtype(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """Returns the shape of one array with its dtype."""
         if path[-1].key == 'scale':
             return jax.ShapeDtypeStruct(leaf.shape, np.float32)
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
@@ -166,13 +167,16 @@ class GroupedQueryAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, mask: jax.Array) -> jax.Array:
+        """Returns what the states `x` gather from each other; see above."""
         config = self.config
 
         def heads(count: int, name: str) -> jax.Array:
+            """Returns the product with a layer by heads, `(b, T, count, head_dim)`."""
             width = count * config.head_dim
             y = nn.Dense(width, use_bias=False, dtype=self.dtype, name=name)(x)
             return y.reshape(*x.shape[:-1], count, config.head_dim)
 
+        # Before the rotation, which keeps lengths.
         norm = functools.partial(nn.RMSNorm, config.norm_epsilon, self.dtype)
         query = norm(name='query_norm')(heads(config.num_heads, 'query'))
         key = norm(name='key_norm')(heads(config.num_kv_heads, 'key'))
@@ -199,11 +203,15 @@ class GatedMLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns the states after the layer."""
+
         def dense(width: int, name: str) -> nn.Dense:
+            """Returns a dense layer without a bias."""
             return nn.Dense(width, use_bias=False, dtype=self.dtype, name=name)
 
         gate = self.activation(dense(self.width, 'gate')(x))
-        return dense(x.shape[-1], 'down')(gate * dense(self.width, 'up')(x))
+        values = dense(self.width, 'up')(x)
+        return dense(x.shape[-1], 'down')(gate * values)
 
 
 class LanguageModelLayer(nn.Module):
@@ -220,12 +228,13 @@ class LanguageModelLayer(nn.Module):
 
         `kinds` is `(cos, sin, mask)` for local layers, and for all others.
         """
-
         config = self.config
 
         def norm(name: str, y: jax.Array) -> jax.Array:
+            """Returns states, normalized by the norm of this name."""
             return nn.RMSNorm(config.norm_epsilon, self.dtype, name=name)(y)
 
+        # Chosen by a value: scanned layers are one program, which cannot differ between them.
         cos, sin, mask = jax.tree.map(lambda a, b: jnp.where(is_local, a, b), *kinds)
         attend = GroupedQueryAttention(config, self.dtype, name='attention')
         y = attend(norm('attention_norm', x), cos, sin, mask)

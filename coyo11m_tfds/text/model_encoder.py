@@ -58,6 +58,7 @@ class ModelTokenizer(Tokenizer):
                 'each caption'
             )
         self.revision = model_files.revision(model)
+        # By the largest id: vocabularies have gaps.
         self.vocabulary = max(ids, default=-1) + 1
         if self.vocabulary > _MAX_VOCABULARY:
             raise ValueError(
@@ -131,6 +132,7 @@ class ModelEncoder(Encoder):
         embeddings = np.empty((len(tokens), self.dim), np.float32)
 
         def finish(rows: np.ndarray, wait: Callable[[], np.ndarray]) -> None:
+            """Waits for a batch, and puts its embeddings where they belong."""
             # Behind its rows, a batch may have some of padding.
             embeddings[rows] = wait()[: len(rows)]
             on_batch(len(rows), int(lengths[rows].sum()))
@@ -162,9 +164,11 @@ def plan_batches(
         # Batches have few shapes, because each has to be compiled: heights are the largest for one
         # of 16 widths an octave or, with few rows left, powers of two.
         width = _round_up(int(lengths[order[start]]))
-        height = max(1, batch_tokens // (width * num_devices))  # of one device
-        num_left = -(-(len(order) - start) // num_devices)
-        height = min(height, 1 << (num_left - 1).bit_length()) * num_devices
+        # Of one device: as many rows as the limit allows, and no more than are left.
+        max_height = max(1, batch_tokens // (width * num_devices))
+        num_left = -(-(len(order) - start) // num_devices)  # rounded up
+        enough = 1 << (num_left - 1).bit_length()
+        height = min(max_height, enough) * num_devices
         yield order[start : start + height], (height, width)
         start += height
 
@@ -173,4 +177,5 @@ def _round_up(length: int) -> int:
     """The least of 16, 17, 18, ..., 32, 34, 36, ..., 64, 68, ... that is not less than `length`."""
     octave = 1 << (length - 1).bit_length()  # the least power of two that is not less
     step = max(1, octave // (2 * _WIDTHS_AN_OCTAVE))
-    return max(_SHORTEST, -(-length // step) * step)
+    num_steps = -(-length // step)  # rounded up
+    return max(_SHORTEST, num_steps * step)

@@ -62,7 +62,7 @@ class SidecarParts:
         self._tokens_only = tokens_only
         # Keys of all captions, int64 `(n,)`, ascending: here each key is its own place.
         self.keys = captions.places[captions.sizes > 0]
-        self.count = -(-len(self.keys) // part_captions)
+        self.count = -(-len(self.keys) // part_captions)  # rounded up
         # Width of an embedding, or number of token ids of a caption.
         self.dim = encoder.max_tokens if tokens_only else cast(Encoder, encoder).dim
         header = sidecar.SidecarHeader(
@@ -82,6 +82,7 @@ class SidecarParts:
 
     def keys_of(self, number: int) -> np.ndarray:
         """Returns the keys of a part, int64 `(n,)`, ascending."""
+        # Parts differ by one key at most: no last one is small.
         start = len(self.keys) * number // self.count
         end = len(self.keys) * (number + 1) // self.count
         return self.keys[start:end]
@@ -101,6 +102,7 @@ class SidecarParts:
         """Raises a ValueError for a finished part that this run would make otherwise."""
 
         def check_one(number: int) -> None:
+            """Compares the metadata of a part with those that this run would write."""
             file = finished[number]
             stored = keyed_parquet.read_schema(file).metadata or {}
             metadata = {key.decode(): value.decode() for key, value in stored.items()}
@@ -135,9 +137,11 @@ class SidecarParts:
         return longest
 
     def _tokenize(self, number: int) -> _TokenizedPart:
+        """Reads the captions of a part, and returns the tokens of the different ones."""
         number_of_text: dict[bytes, int] = {}
         text_numbers = []
         for caption in self._captions.read(self.keys_of(number)):
+            # The next number, unless the text has one already.
             text_number = number_of_text.setdefault(caption, len(number_of_text))
             text_numbers.append(text_number)
         texts = [text.decode() for text in number_of_text]

@@ -43,9 +43,12 @@ def split_words(caption: str) -> list[str]:
     return _WORD.findall(unicodedata.normalize('NFKC', caption).lower())
 
 
+# Captions repeat their words, and a look-up takes less time than a hash.
 @functools.lru_cache(maxsize=1 << 20)
 def _hash(word: str) -> int:
-    return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), 'little')
+    """Returns a hash of 64 bits, the same on all machines."""
+    digest = hashlib.blake2b(word.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, 'little')
 
 
 class HashEncoder(Encoder):
@@ -85,9 +88,10 @@ class HashEncoder(Encoder):
             # Words that follow each other in one caption are a feature, too.
             are_neighbours = rows[1:] == rows[:-1]
             pairs = splitmix64(hashes[:-1] * _PAIR_MULTIPLIER + hashes[1:])[are_neighbours]
+            rows_of_pairs = rows[1:][are_neighbours]
             embeddings[start : start + len(captions)] = self._project(
                 np.concatenate([hashes, pairs]),
-                np.concatenate([rows, rows[1:][are_neighbours]]),
+                np.concatenate([rows, rows_of_pairs]),
                 len(captions),
             )
             on_batch(len(captions), len(rows))
@@ -102,6 +106,7 @@ class HashEncoder(Encoder):
         bits = features.astype('<u8').view('<u2').reshape(-1, _BUCKETS_A_FEATURE)
         buckets = (bits >> 1).astype(np.int64) * self.dim >> 15
         signs = 1.0 - 2.0 * (bits & 1)
+        # A cell of `sums` is a bucket of a caption.
         cells = rows[:, None] * self.dim + buckets
         sums = np.bincount(cells.ravel(), signs.ravel(), minlength=num_rows * self.dim)
         sums = sums.reshape(num_rows, self.dim)
@@ -128,6 +133,7 @@ def measure_words(captions: Iterable[str]) -> tuple[str, int]:
             longest = max(longest, len(words))
             yield words
 
+    # In one pass: reading all captions takes longer than counting.
     words = word_list.count_words(split_captions())
     return words, longest
 

@@ -157,6 +157,7 @@ class DiT(nn.Module):
 
     def __post_init__(self):
         super().__post_init__()
+        # Here and not at the first call, which is traced somewhere in the middle of a step.
         choices = {
             'remat': REMAT,
             'attention': ATTENTION,
@@ -285,6 +286,7 @@ class DiT(nn.Module):
         policy = REMAT[self.remat]
         block_class: Any = Block
         if policy is not None:
+            # A scan keeps XLA from merging what is computed again with what was computed first.
             block_class = nn.remat(Block, prevent_cse=False, policy=policy)
         block = block_class(
             num_heads=self.num_heads,
@@ -299,6 +301,7 @@ class DiT(nn.Module):
             """Returns the tokens after one block, and nothing that the scan would stack."""
             return module(tokens, *context), None
 
+        # Each block has weights of its own, stacked, and first weights of its own.
         scanned = nn.scan(
             apply_block,
             variable_axes={'params': 0},

@@ -49,6 +49,7 @@ def make_schedule(
     if not 0 <= warmup_steps < num_steps:
         problem = f'expected at least 0 and less than num_steps={num_steps}'
         raise FieldError('optimizer.warmup_steps', warmup_steps, problem)
+    # The second schedule counts its steps from the end of the warm-up.
     warmup = optax.linear_schedule(0.0, learning_rate, warmup_steps)
     if name == 'cosine':
         decay = optax.cosine_decay_schedule(learning_rate, num_steps - warmup_steps)
@@ -103,6 +104,7 @@ def make_optimizer(
     )
     adamw_rate = make_rate(learning_rate=learning_rate)
     muon_rate = make_rate(learning_rate=muon_learning_rate)
+    # First in both chains: the norm is that of all gradients, whichever optimizer takes them.
     clip = optax.clip_by_global_norm(clip_norm)
     adamw = optax.adamw(adamw_rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=_mask_kernels)
     if name == 'adamw':

@@ -85,6 +85,7 @@ def find_beginning(
         ValueError: The weights of a checkpoint do not fit the model.
         OSError: A checkpoint cannot be read.
     """
+    # A run that has begun goes on, whatever it began with.
     if last is not None:
         return _resume(last, config.num_steps, description, program, accept_changes)
     source = None

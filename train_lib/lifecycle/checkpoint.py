@@ -176,6 +176,7 @@ def restore_last(
     step = manager.latest_step()
     if step is None:
         return None
+    # With the shardings of this run, which may have other devices than the one that saved it.
     items = {
         STATE: ocp.args.StandardRestore(jax.tree.map(sharding.abstract_array, state)),
         _WINDOW: ocp.args.StandardRestore(jax.tree.map(sharding.abstract_array, window)),

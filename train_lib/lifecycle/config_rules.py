@@ -134,6 +134,7 @@ def _check_combinations(config: ml_collections.ConfigDict) -> None:
     if config.gradient_dtype not in ('float32', config.model.dtype):
         problem = f"expected 'float32' or model.dtype={config.model.dtype!r}"
         raise FieldError('gradient_dtype', config.gradient_dtype, problem)
+    # Steps that are to be kept must be among those that are saved.
     every = config.checkpoint_every
     keeps_some = config.keep_every > 0
     if keeps_some and (not every or config.keep_every % every):

@@ -64,6 +64,7 @@ def introduce(
         first_step: Number of the step that comes first.
         workdir: Folder of the run.
     """
+    # A sharding knows its mesh, whatever it does with the array.
     placement: Any = program.abstract_state.step.sharding  # a NamedSharding
     mesh = ' x '.join(f'{axis} {size}' for axis, size in placement.mesh.shape.items())
     log_on_process_0(
@@ -162,6 +163,7 @@ class TrainLog:
 
     def _check_skipped(self, step: int, window: metrics.TrainMetrics) -> None:
         """Raises a FloatingPointError if more steps were skipped than the configuration allows."""
+        # The most in the window, and all since the beginning of the run.
         in_a_row = int(window.skipped_in_a_row.compute())
         total = int(window.skipped_steps.compute())
         if in_a_row > self.config.max_skipped_in_a_row:

@@ -143,6 +143,7 @@ def _watch(receiver: socket.socket) -> None:
     """Acts on each signal, whose number the interpreter writes to a socket."""
     while True:
         number = receiver.recv(1)[0]
+        # Those of a program's own handlers come here, too.
         if number not in _exit_status:
             continue
         request = _requests[0] if _requests else None

@@ -57,6 +57,7 @@ def open_validation(data_dir: str, num_pictures: int) -> StoredDataset:
         raise FileNotFoundError(f'{errors.describe_error(error)}; {advice}') from error
     split = data.splits.get(schema.VALIDATION)
     num_records = split.num_records if split else 0
+    # A covariance needs two.
     if not 2 <= num_pictures <= num_records:
         raise ValueError(
             f'num_pictures={num_pictures}: expected 2 to {num_records}, the number of records that '
@@ -141,6 +142,7 @@ def read_results(workdir: epath.Path, step: int) -> list[dict[str, Any]]:
     """Returns the results of `evaluate_pictures` at a step; files of another form are left out."""
     results = []
     for path in sorted((workdir / FOLDER).glob(f'step_{step:06}_*.json')):
+        # One bad file is no reason to export without all others.
         try:
             result = json.loads(path.read_bytes())
         except (OSError, ValueError, RecursionError):

@@ -134,6 +134,7 @@ def _write_lines(
     image = Image.new('RGB', (width, height), 'white')
     draw = ImageDraw.Draw(image)
     for number, line in enumerate(lines):
+        # By their baseline: the heights of two fonts differ.
         x = 0.0
         baseline = _MARGIN // 2 + number * line_height + size
         for font, letters in _split_by_font(line, size):

@@ -48,6 +48,7 @@ def read_prompts(path: epath.PathLike, count: int) -> list[Prompt]:
         return _read_folder(path, count)
     prompts = []
     for number, line in enumerate(read_captions(path)):
+        # A line of text becomes what GenEval would have of it.
         metadata = {'prompt': line}
         try:
             if path.suffix == '.jsonl':
@@ -57,7 +58,8 @@ def read_prompts(path: epath.PathLike, count: int) -> list[Prompt]:
             problem = f'{line[:80]!r} is not JSON like {{"prompt": "a red circle"}}'
             raise ValueError(f'{path}: {problem}') from error
         files = [f'{number:05}/samples/{picture:05}.png' for picture in range(count)]
-        prompts.append(Prompt(text, files, {f'{number:05}/metadata.jsonl': json.dumps(metadata)}))
+        metadata_file = f'{number:05}/metadata.jsonl'
+        prompts.append(Prompt(text, files, {metadata_file: json.dumps(metadata)}))
     return prompts
 
 

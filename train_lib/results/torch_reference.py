@@ -191,6 +191,7 @@ def _check_arrays(weights, config, noise, text):
     fault = _find_text_fault(weights, config, text)
     if fault:
         raise ValueError(f'text: expected {fault}')
+    # Of hidden states, the mask is as long.
     num_texts = len(text[0] if isinstance(text, tuple) else text)
     if num_texts != shape[0]:
         raise ValueError(f'text: expected {shape[0]}, one for each noise, not {num_texts}')

@@ -165,8 +165,10 @@ def _read_drawn(
     areas = []
     shown: list[np.ndarray] = []
     for prompt in prompts:
-        picture = pixels.read_png((folder / prompt.files[0]).read_bytes())
+        [file] = prompt.files
+        picture = pixels.read_png((folder / file).read_bytes())
         areas.append(judge.mean_areas(picture[None]))
+        # Of the others, the areas are enough.
         if len(shown) < num_shown:
             shown.append(picture)
     return np.concatenate(areas), np.stack(shown)

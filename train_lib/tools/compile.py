@@ -297,6 +297,7 @@ def format_report(report: costs.Report) -> str:
     """Returns the tables of a report and its verdict, for people."""
     lines = [report['program'], '']
     for title, rows in report.items():
+        # The other entries are for the verdict, and for JSON.
         if not isinstance(rows, dict):
             continue
         width = max(54, *map(len, rows))

@@ -143,6 +143,7 @@ def _time(call: Callable[[], Any], seconds: float) -> list[float]:
         start = time.monotonic()
         elapsed = 0.0
         count = 0
+        # At least once, however long a call takes.
         while elapsed < seconds / _LAPS or not count:
             call()
             count += 1
