@@ -148,6 +148,7 @@ def _find_or_make_data(side: Side, source_dir: pathlib.Path) -> pathlib.Path | F
 def read(*, seconds: float, cold: bool, num_samples: int, **settings: Any) -> Figures:
     """Reads for `seconds`: if `cold` from the start and at most an epoch, otherwise once steady."""
     stream, meter = _open(**settings)
+    # A second epoch would come from the page cache.
     if cold:
         one_epoch = itertools.islice(stream.epoch(), num_samples // BATCH_SIZE)
         totals = _read_timed(one_epoch, seconds, meter)
@@ -263,7 +264,7 @@ def _side(title: str, reader: str, format: str, module: str, **options: Any) -> 
 def _ours(title: str, engine: str, format: str = 'builder', **options: Any) -> Side:
     """Returns a side of this pipeline with one of its engines."""
     module = 'input_pipeline'
-    # TensorFlow is imported when it is first needed.
+    # Else TensorFlow would be imported while the clock runs.
     if engine == 'tf_data':
         module += ' tensorflow_datasets'
     return _side(title, 'ours', format, module, engine=engine, **options)

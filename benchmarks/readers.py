@@ -96,6 +96,7 @@ def litdata(folder: str, state: str) -> BatchStream:
     """litdata's loader of its own format."""
     import litdata
 
+    # Its own loader, which has a state, unlike that of torch.
     loader = litdata.StreamingDataLoader(
         litdata.StreamingDataset(folder, shuffle=True, seed=SEED, drop_last=True),
         batch_size=BATCH_SIZE,

@@ -76,6 +76,7 @@ def main(
     folder = options.dir.absolute() / 'coyo11m-benchmark'
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
+        # First in, last out: what `prepare` starts, such as a server, ends before.
         if not options.keep:
             stack.callback(shutil.rmtree, folder)
         print(_describe_machine(), flush=True)
@@ -101,6 +102,7 @@ def _parse(
     add('--before', default='', metavar='DIR', help='also measure the packages in DIR')
     for name, (default, description) in flags.items():
         kind: dict[str, Any] = {'type': type(default)}
+        # argparse would take any text for True.
         if default is False:
             kind = {'action': 'store_true'}
         add(f'--{name}', default=default, help=f'{description} (%(default)s)', **kind)
@@ -111,6 +113,7 @@ def _parse(
             parser.error(f'--only: {name!r} is none of {", ".join(sides)}.')
         side = sides[name]
         options.sides[name] = side
+        # Peers are the same in both checkouts.
         if options.before and side.ours:
             options.sides[f'{name}-before'] = dataclasses.replace(
                 side, title=f'{side.title}, before', before=os.path.abspath(options.before)
@@ -174,8 +177,10 @@ def run(side: Side, env: Mapping[str, str] | None = None, **settings: Any) -> Fi
 
 def _run_in_this_process(module: str, function: str, settings: str, answer: str) -> None:
     """Calls a function with settings, as JSON; writes its figures to the file `answer`."""
+    # Whatever happens is an answer: the other sides of the benchmark go on.
     try:
-        figures = getattr(importlib.import_module(module), function)(**json.loads(settings))
+        call = getattr(importlib.import_module(module), function)
+        figures = call(**json.loads(settings))
     except ModuleNotFoundError as error:
         figures = {'missing': str(error)}
     except Exception as error:
@@ -199,6 +204,7 @@ def _measure_process(command: Sequence[str], env: Mapping[str, str], log: pathli
         subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT) as process,
     ):
         try:
+            # By readings, because Linux keeps a peak of each process and none of all together.
             while process.poll() is None:
                 memory = sum(map(_own_memory, _with_children(process.pid)))
                 peak = max(peak, memory)
@@ -363,6 +369,7 @@ def _describe_machine() -> str:
     cpu = re.search(r'^model name\s*: (.*)', info, re.MULTILINE)
     model = cpu[1] if cpu else platform.machine()
     memory = psutil.virtual_memory().total / 2**30
+    # Not by asking for each: a name may have `-` or `_` in metadata.
     installed = {x.name: x.version for x in importlib.metadata.distributions()}
     packages = [f'{name} {installed[name]}' for name in _PACKAGES if name in installed]
     return (

@@ -105,6 +105,7 @@ def _write_captions(path: pathlib.Path, keys: np.ndarray, random: np.random.Gene
         words.append(bytes(random.integers(ord('a'), ord('z') + 1, length, np.uint8)).decode())
     numbers = random.integers(0, len(words), 300_000).tolist()
     text = ' '.join(words[number] for number in numbers)
+    # Cut out of one text anywhere, which takes less time than to join words for each.
     lengths = random.integers(*_CAPTION_BYTES, len(keys), endpoint=True).tolist()
     starts = random.integers(0, len(text) - _CAPTION_BYTES[1], len(keys)).tolist()
     captions = (text[start : start + length] for start, length in zip(starts, lengths, strict=True))

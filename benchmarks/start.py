@@ -55,6 +55,7 @@ def measure_start(tree: str, flags: list[str], cache: str) -> Start:
         for line in process.stderr or ():
             lines.append(line)
             match = _FIRST_STEP.search(line)
+            # The rest of the log is read, too, or a full pipe would stop the run from ending.
             if match:
                 seconds = time.monotonic() - begin
                 start = Start(seconds, _read_cpu_seconds(process.pid), float(match[1]))
@@ -92,6 +93,7 @@ def main() -> None:
                     f'--config.data.dir={os.path.abspath(options.data_dir)}',
                     f'--workdir={folder}/run',
                 ]
+                # The same command twice: the first leaves a checkpoint and compiled programs.
                 for kind in ('new', 'resumed'):
                     start = measure_start(tree, flags, f'{folder}/cache')
                     starts[tree, kind].append(start)

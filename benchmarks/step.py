@@ -46,6 +46,7 @@ COLUMNS = {
 
 def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
     """Makes a side of each model and program."""
+    # A table of one side for each model and program, all in turns.
     sides_of_models = {}
     for model, side in itertools.product(flags.models.split(','), flags.sides.values()):
         title = f'{model}, {side.title}'
@@ -78,6 +79,7 @@ def measure_jax(
     config = default.get_config()
     config.batch_size = batch_size
     config.model.update(name=model, **fields)
+    # One device: what several take for each other depends on their links.
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     compiled = step.make_program(config, mesh, DatasetStats(**_stats()))
     batch = _batch(batch_size)

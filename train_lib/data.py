@@ -262,7 +262,7 @@ class TrainingData:
             (source,),
             batch_size=config.batch_size,
             features=(schema.KEY, schema.LATENTS, *self._text),
-            # As many as training has.
+            # As many as training has, which reads each lane in parallel.
             parallel_reads=config.data.parallel_reads * lanes_per_host,
             chunk=config.data.chunk,
             prefetch=config.data.prefetch,

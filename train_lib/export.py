@@ -175,7 +175,10 @@ def _to_json(content: Mapping[str, Any]) -> bytes:
 
 
 def _name_text_model(facts: DatasetStats, params: Any) -> dict[str, Any]:
-    """Returns the model of transformers that takes texts, and whether it also encodes tokens."""
+    """Returns the model of transformers that tokenizes texts, and whether its network is needed.
+
+    The network is needed, `encoded`, where the model takes hidden states or embeddings.
+    """
     _, _, name = facts.text_encoder.partition(':')
     revision = facts.text_revision
     # Of a folder, the data set knows the name alone.

@@ -107,7 +107,7 @@ def describe_run(
 ) -> Description:
     """Returns the description of a run at step 0, which a resumed run compares with its own."""
     identity = data.identity
-    # Its weights are in no checkpoint, so another encoder must not take its place unnoticed.
+    # Weights of an encoder are in no checkpoint, so another one could take its place unnoticed.
     if program.encoder is not None:
         encoder = {'name': program.encoder.name, 'revision': program.encoder.revision}
         identity = identity | {'encoder': encoder}

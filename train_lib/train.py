@@ -280,10 +280,11 @@ def _train_steps(
 
 
 def _compile_step(run: Run, batches: Batches, first_state: Future[TrainState]) -> Batches:
-    """Compiles the step for the shapes of the first batch; returns all batches.
+    """Compiles the step for the shapes of the first batch; returns all batches, with this one.
 
     Raises a MemoryError if the step takes more memory than a device has left.
     """
+    # The compiler needs the shapes of a batch, and only reading tells them.
     with run.log.clock.waiting_for_data():
         first_batch = next(batches)
     program = run.program
@@ -291,7 +292,7 @@ def _compile_step(run: Run, batches: Batches, first_state: Future[TrainState]) -
     # The import of TensorFlow holds the interpreter, which is idle while XLA compiles.
     run.writer.start()
     compiled_programs.compile_step(lowered)
-    # Only with the state is the memory taken that a step does not have.
+    # The check measures what is free, so the state must be on the devices by now.
     first_state.result()
     device_memory.check_device_memory(run.config, lowered)
     return itertools.chain([first_batch], batches)

@@ -62,6 +62,7 @@ class Decoders(contextlib.ExitStack):
         """Reads an image in this thread, and has a worker decode it."""
         try:
             data = image.read()
+            # Another thread may replace them meanwhile.
             processes = self._processes
             try:
                 return processes.submit(pixels.read_pixels, data, self._target).result()

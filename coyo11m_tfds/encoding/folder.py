@@ -117,6 +117,7 @@ class EncodingFolder:
     def _check_origin(self, number: int, receipt: Receipt, path: str) -> None:
         """Raises a ValueError for a part of another encoding, or of other files."""
         part = self._parts[number]
+        # Texts may have changed: then the latents are kept.
         settings = dict(receipt.origin)
         files_digest = settings.pop(_FILES, None)
         settings.pop(_TEXTS, None)

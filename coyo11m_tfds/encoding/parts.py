@@ -223,6 +223,7 @@ class PartTars:
         """Writes the images of a batch into the tar of its shape, once they are encoded."""
         for image, latents in zip(batch.images, wait(), strict=True):
             self._count_done(image.source, progress)
+            # A build would drop them: better now, with the name of the image.
             if not np.isfinite(latents).all():
                 self.counts.drop(image.source.name, BadImageError('not finite latents'))
                 continue
@@ -267,6 +268,7 @@ def read_latents(path: str) -> dict[str, np.ndarray]:
 
         members = tar_members.list_members(path, os.path.getsize(path), read)
         contents = {name: read(start, size) for name, start, size in members}
+    # The fields say of which image the array of the same name is.
     for name, content in contents.items():
         if name.endswith(_FIELDS):
             array = io.BytesIO(contents[name.removesuffix(_FIELDS) + _ARRAY])

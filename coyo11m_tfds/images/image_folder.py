@@ -119,6 +119,7 @@ class FolderPart(ImagePart):
         self._folder = folder
         self._is_numbered = folder.is_numbered
         self._data = {name: folder.data_files[name] for name in images}
+        # Each once: many images may have one table.
         names = set[str]()
         for data_files in self._data.values():
             names.update(data_files.values())
@@ -166,6 +167,7 @@ class FolderPart(ImagePart):
             has_own_key = self._folder.num_of_stem[get_stem(image)] == 1
             return self._make_row(image, file.size, file.read, fields, texts, has_own_key)
 
+        # In threads, because a remote text is a request; images themselves are read later.
         with concurrent.futures.ThreadPoolExecutor(READS_AT_ONCE) as threads:
             return list(threads.map(read_row, images))
 

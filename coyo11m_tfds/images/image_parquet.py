@@ -47,6 +47,7 @@ def find_tables_of_images(tables: Mapping[str, StoredFile]) -> list[str]:
         if IMAGE in arrow.names:
             names.append(name)
             continue
+        # Else its images would be left out without a word.
         others = [field.name for field in arrow if keyed_parquet.holds_images(field)]
         if others:
             raise ValueError(
@@ -71,6 +72,7 @@ class ParquetPart(ImagePart):
         [(label, file)] = self.files.items()
         opened = file.local_path or RangeReader(file)
         with keyed_parquet.naming_damage(file.path), keyed_parquet.open_parquet(opened) as table:
+            # All keys are hashes then, which do not repeat.
             if schema.KEY not in table.schema_arrow.names:
                 return []
             rows = list[ImageRow]()
@@ -170,6 +172,7 @@ def _is_short_text(kind: pa.DataType) -> bool:
 
 def _can_be_images(kind: pa.DataType) -> bool:
     """Whether `_read_image` may find images in a column of a type."""
+    # Such as that of images in the library datasets.
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
     if pa.types.is_struct(kind):

@@ -50,7 +50,7 @@ class ImageTables:
         self._caption_columns = caption_columns
         # The images of a folder follow each other, so that few tables are in use at once.
         self.read = functools.lru_cache(maxsize=4)(self._read)
-        self._told_tables = set[str]()
+        self._reported_tables = set[str]()
 
     def _read(self, name: str) -> dict[str, Fields]:
         """Returns the rows of a table by the names of their images.
@@ -137,14 +137,18 @@ class ImageTables:
         ):
             if names:
                 clauses.append(f'{format_count(len(names), one, several)}: {list_names(names)}')
-        if clauses and name not in self._told_tables:
+        # A table is read again when others have been in use since.
+        if clauses and name not in self._reported_tables:
             logging.warning('%s: %s.', path, '; '.join(clauses))
-        self._told_tables.add(name)
+        self._reported_tables.add(name)
 
 
 def tell_unread(files: Mapping[str, StoredFile], used_names: Collection[str]) -> None:
     """Logs, by name, the tables among all files of a source that are not used."""
-    names = [x for x in sorted(files) if x.lower().endswith(_SUFFIXES) and x not in used_names]
+    names = []
+    for name in sorted(files):
+        if name.lower().endswith(_SUFFIXES) and name not in used_names:
+            names.append(name)
     if not names:
         return
     tables = format_count(len(names), 'table is', 'tables are')
@@ -154,7 +158,8 @@ def tell_unread(files: Mapping[str, StoredFile], used_names: Collection[str]) ->
     )
     if any(name.lower().endswith('.parquet') for name in names):
         advice += ' A build takes captions by key from a Parquet file (build --captions).'
-    logging.warning(f'{tables} not read: {list_names([files[x].path for x in names])}. {advice}')
+    paths = [files[name].path for name in names]
+    logging.warning(f'{tables} not read: {list_names(paths)}. {advice}')
 
 
 class _Row(NamedTuple):

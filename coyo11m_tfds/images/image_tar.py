@@ -16,7 +16,7 @@ from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.stored_file import StoredFile
 
 _HEAD = 1 << 20  # bytes of a remote tar that are read for its first keys
-_MEMBERS_OF_SAMPLE = 4
+_MEMBERS_OF_SAMPLE = 4  # an image, its `.json`, its `.txt` and another
 
 _Members = Mapping[str, tuple[int, int]]  # start and size in bytes, by name
 
@@ -118,6 +118,7 @@ class _SampleData:
                 self._texts[name.removesuffix(suffix), suffix.lower()] = name
             elif suffix.lower() in image_texts.OTHER_SUFFIXES:
                 self._others[name] = suffix.lower()
+        # Of images whose data would be the same `.json`.
         self._num_images = collections.Counter(map(get_stem, images))
         self._num_in_sample = collections.Counter(map(_get_sample, images))
 

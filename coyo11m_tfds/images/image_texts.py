@@ -53,6 +53,7 @@ class TextFiles:
         for name in sorted(self._files.keys() - used_names):
             if name.lower().endswith(SUFFIXES + OTHER_SUFFIXES):
                 unused_paths.append(self._files[name].path)
+        # Only where both are left, one may be meant for the other.
         if unused_paths and images_without:
             images = format_count(len(images_without), 'image has', 'images have')
             unused_files = format_count(len(unused_paths), 'file is', 'files are')

@@ -136,7 +136,8 @@ class ImagePart(abc.ABC):
     def _describe(self, rows: Sequence[ImageRow]) -> Iterator[SourceImage]:
         """Yields the images of a group, with key, caption and numbers chosen among their fields."""
         self._check_captions_exist(rows)
-        # The first sample of a tar of latents stands for all: what it lacks would be lost.
+        # All rows get the same names: of a tar of latents, the first sample stands for all, and
+        # numbers that it lacks would be lost.
         names_of_numbers = sorted(_find_names(rows, _is_number) - _MEASURED)
         for row in rows:
             key, rule = self._find_key(row)

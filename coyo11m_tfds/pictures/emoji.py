@@ -64,9 +64,10 @@ class Emoji(NamedTuple):
 
 def describe_emoji(names: Sequence[tuple[str, str]]) -> list[Emoji]:
     """Returns what each emoji shows, and its part, of the characters and captions of all."""
-    concepts = {_split_caption(caption)[0] for _, caption in names}
+    # First the genders of all: whether one is held out depends on the others.
     genders = collections.defaultdict(set)
-    for concept in concepts:
+    for _, caption in names:
+        concept, _ = _split_caption(caption)
         activity, gender = _split_concept(concept)
         genders[activity].add(gender)
     emoji = []

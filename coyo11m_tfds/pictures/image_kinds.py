@@ -55,6 +55,7 @@ def judge_name(name: str) -> str | None:
     lower = name.lower()
     if _ARCHIVE.search(lower):
         return 'archive'
+    # `photo.svg.gz` is an image, `captions.json.gz` is none.
     compressed = _COMPRESSED.search(lower)
     if compressed:
         is_image = judge_name(lower[: compressed.start()]) is not None

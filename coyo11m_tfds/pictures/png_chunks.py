@@ -73,6 +73,7 @@ def _list_chunks(data: bytes) -> Iterator[_Chunk]:
     start = len(SIGNATURE)
     kind = b''
     while start < len(data) and kind != _END:
+        # Length and kind precede the content, a checksum follows; each has four bytes.
         kind = data[start + 4 : start + 8]
         end = start + 12 + int.from_bytes(data[start : start + 4])
         yield _Chunk(kind, start, end)

@@ -56,6 +56,7 @@ def load_decoder(
     read, or decodes latents of another number of channels.
     """
     vae = vae_files.open_vae(model, ('decoder.', 'post_quant_conv.'))
+    # An `AutoencoderKL` takes raw latents.
     scale = 1.0, 0.0
     if vae.kind == 'AutoencoderTiny':
         scale = scale_of_latents(model, vae.config, maker, recorded_scale)

@@ -119,6 +119,7 @@ def _encode_tiny(layers: VaeLayers, x: jax.Array) -> _Latents:
     x = layers.conv(next(names), (x + 1) / 2, widths[0])
     for stage, (num_blocks, width) in enumerate(zip(stages, widths, strict=True)):
         if stage > 0:
+            # Halves both sides.
             padding = [(1, 1), (1, 1)]
             x = layers.conv(next(names), x, width, stride=2, padding=padding, has_bias=False)
         for _ in range(num_blocks):

@@ -200,6 +200,7 @@ def read_vae_config(model: str) -> dict[str, Any]:
 def _fetch_vae(model: str) -> tuple[pathlib.Path, str]:
     """Returns the local folder of a VAE, and its commit on the hub."""
     folder = model_files.fetch_folder(model, 'VAE', _HUB_FILES)
+    # The hub's cache has a folder for each commit, of its name.
     commit = '' if model_files.local_folder(model, 'VAE') else folder.name
     sub_folder = folder / 'vae'
     if sub_folder.is_dir():

@@ -301,10 +301,12 @@ def _caption_lengths(captions: Mapping[str, Any]) -> dict[str, Any] | None:
             quantiles[name] = f'{length:,}'
         else:
             quantiles[name] = f'{edges[-1]:,}+'
-    last = int(np.searchsorted(np.cumsum(counts), (1 - _TAIL) * counts.sum()))
-    # The last bin has no end, and each tick is the beginning of a bin: a whole number of bytes.
+    # The bin with which the chart has all but the longest captions.
+    last_bin = int(np.searchsorted(np.cumsum(counts), (1 - _TAIL) * counts.sum()))
+    # The last bin of all has no end, and each tick is the beginning of a bin: a whole number of
+    # bytes.
     num_gaps = _TICKS - 1
-    num_bins = min(math.ceil((last + 1) / num_gaps) * num_gaps, len(edges) - 1)
+    num_bins = min(math.ceil((last_bin + 1) / num_gaps) * num_gaps, len(edges) - 1)
     marks = [lengths[share] for share in ('0.05', '0.5', '0.95')]
     return {
         'quantiles': quantiles,

@@ -85,8 +85,8 @@ class ChannelSums(NamedTuple):
 def sum_channels(latents: np.ndarray, deviations: np.ndarray | None = None) -> ChannelSums:
     """Returns the sums of latents, float32 `(n, crops, C, H, W)`, by sample, crop and channel.
 
-    With `deviations` of the same shape, the latents are the means of normal ones, of whose squares
-    the expected value is taken.
+    With `deviations` of the same shape, latents will be drawn from normal distributions, of which
+    `latents` are the means. Their squares count by the expected value, `mean**2 + deviation**2`.
     """
     # These sums (of 1,024 numbers) are float32, and sums of them are float64. This takes a fifth of
     # the time of float64 sums. On real latents, the means differ by less than 1e-8 standard
@@ -227,6 +227,7 @@ def _latent_histogram(latents: np.ndarray) -> np.ndarray:
     fine_bins = 16 * latents
     np.floor(fine_bins, out=fine_bins)
     np.clip(fine_bins, first - 1, last, out=fine_bins)
+    # One count of all channels: the bins of each begin behind those of the one before.
     channels = latents.shape[2]
     offsets = np.arange(channels, dtype=np.float32) * num_fine_bins + 1 - first
     fine_bins += offsets[:, None, None]

@@ -172,9 +172,10 @@ def order_by_key(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     # Stable, so that the first of equal keys is the first row.
     order = np.argsort(keys, kind='stable')
     sorted_keys = keys[order]
-    duplicate = np.zeros(len(keys), bool)
-    np.equal(sorted_keys[1:], sorted_keys[:-1], out=duplicate[1:])
-    return order[~duplicate], sorted_keys[duplicate]
+    repeats = np.zeros(len(keys), bool)
+    # Equal keys follow each other; the first of them repeats none.
+    np.equal(sorted_keys[1:], sorted_keys[:-1], out=repeats[1:])
+    return order[~repeats], sorted_keys[repeats]
 
 
 def check_unique_keys(

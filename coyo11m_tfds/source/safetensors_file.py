@@ -78,6 +78,7 @@ class SafetensorsFile(LatentFile):
         name = self._latents_from.name or schema.PT_LATENTS
         self._check_has(name, self._tensors)
         latents = self._tensors[name]
+        # A scalar has no rows to be empty of; `_set_kind` refuses it.
         count, *shape = latents.shape or (0,)
         if latents.shape and not count:
             self._set_empty()

@@ -85,7 +85,14 @@ def _read_head(
         if not options.drop_bad:
             raise
         # The file has no rows then, and is reported.
-        head = FileHead(np.empty(0, np.int64), '', (), None, error.digest, disagreement=error)
+        head = FileHead(
+            keys=np.empty(0, np.int64),
+            dtype='',
+            shape=(),
+            embedding_dim=None,
+            digest=error.digest,
+            disagreement=error,
+        )
         return head, FileTexts()
 
 

@@ -50,8 +50,9 @@ class Attention(nn.Module):
         _, num_tokens, width = x.shape
         head_dim = width // self.num_heads
         num_words = 0 if words is None else words.present.shape[1]
-        by_kernel = self.implementation == 'pallas' and self.pin.on_tpus
-        by_kernel = by_kernel and _kernel_takes(num_tokens, num_words, head_dim)
+        by_kernel = False
+        if self.implementation == 'pallas' and self.pin.on_tpus:
+            by_kernel = _kernel_takes(num_tokens, num_words, head_dim)
         # The kernel sums the gradient of the bias: the layer must not do it again.
         dense = DenseWithConstantBias if by_kernel else Dense
 

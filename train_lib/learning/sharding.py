@@ -171,13 +171,14 @@ def map_matrices(
 
     def on_device(shard: jax.Array) -> jax.Array:
         """Computes this device's share of the matrices; returns its slice of all results."""
-        # The groups of `fsdp` devices share the matrices. If fewer groups leave no device with more
-        # matrices, the others repeat their work.
         matrices = shard.reshape(-1, *shard.shape[-2:])
         count = len(matrices)
         members = 1 if are_whole else fsdp
+        # The groups of `fsdp` devices share the matrices. If fewer groups leave no device with more
+        # matrices, the others repeat their work.
         groups = _choose_num_groups(count, data, members)
         per_group = math.ceil(count / groups)
+        # The share of this group.
         first = jax.lax.axis_index(DATA_AXIS) % groups * per_group
         matrices = _pad_stack(matrices, groups * per_group)
         matrices = jax.lax.dynamic_slice_in_dim(matrices, first, per_group)

@@ -84,17 +84,10 @@ def analyze(
     chip = _find_chip(devices[0].device_kind, topology)
     mesh = sharding.make_mesh(**config.mesh, devices=devices)
     encoder = step_encoder.abstract_step_encoder(config.encoder, mesh, dtype=config.model.dtype)
-    # Without an encoder in the step, texts are as in a data set of embeddings or of token ids.
-    if encoder is not None:
-        text_dim = encoder.dim
-        vocabulary = encoder.network.config.vocab_size
-    elif config.model.text != SEQUENCE:
-        text_dim = TEXT_DIM
-        vocabulary = 0
+    text_dim, vocabulary = _describe_texts(config, encoder)
+    # Embeddings have no tokens.
+    if not vocabulary:
         num_tokens = 0
-    else:
-        text_dim = 0
-        vocabulary = VOCABULARY
     stats = flow.no_stats(text_dim, vocabulary=vocabulary)
     program = make_program(config, mesh, stats, encoder)
     count = _count_samples(config, step)
@@ -129,20 +122,36 @@ def analyze(
         report[costs.MEMORY]['weights of the encoder'] = nbytes / 1e9
     report |= costs.tabulate(hlo.read_costs(compiled.as_text() or ''), chip, schedules)
     if step == TRAIN:
-        params = program.abstract_state.params
-        muon_mask = None
-        if config.optimizer.name == 'muon':
-            muon_mask = state.mask_muon_kernels(params)
-        least = costs.least_bytes(
-            params,
-            mesh,
-            compute_bytes=jnp.dtype(config.model.dtype).itemsize,
-            accumulate=config.accumulate,
-            muon_mask=muon_mask,
-            gradient_bytes=jnp.dtype(config.gradient_dtype).itemsize,
-        )
+        least = _find_least_traffic(config, program.abstract_state.params, mesh)
         report[costs.MOVED]['least for this mesh'] = least / 1e6
     return report | costs.judge(report, chip)
+
+
+def _describe_texts(
+    config: ml_collections.ConfigDict, encoder: step_encoder.StepEncoder | None
+) -> tuple[int, int]:
+    """Returns the width of embeddings or states, and the number of token ids; 0 for none."""
+    if encoder is not None:
+        return encoder.dim, encoder.network.config.vocab_size
+    # Without an encoder in the step, texts are as in a data set of token ids or of embeddings.
+    if config.model.text == SEQUENCE:
+        return 0, VOCABULARY
+    return TEXT_DIM, 0
+
+
+def _find_least_traffic(config: ml_collections.ConfigDict, params: Any, mesh: Mesh) -> float:
+    """Returns the fewest bytes that a chip of this mesh can receive in a training step."""
+    muon_mask = None
+    if config.optimizer.name == 'muon':
+        muon_mask = state.mask_muon_kernels(params)
+    return costs.least_bytes(
+        params,
+        mesh,
+        compute_bytes=jnp.dtype(config.model.dtype).itemsize,
+        accumulate=config.accumulate,
+        muon_mask=muon_mask,
+        gradient_bytes=jnp.dtype(config.gradient_dtype).itemsize,
+    )
 
 
 def _find_chip(kind: str, topology: str) -> chips.Chip:
