@@ -119,7 +119,7 @@ class CaptionFiles:
                     copied_files.check_recorded_state(state, file.recorded, file.path)
                 paths[file.path] = path
             join_texts(paths, self.caption_column, folder, requested_keys, self.key_column)
-        # They are opened twice, for keys and for captions.
+        # They are opened twice, for keys and for captions, which must be of one version.
         for file in self.files:
             if not file.is_unchanged():
                 raise file_changed(file, 'while it was read')
@@ -176,6 +176,7 @@ def join_texts(
     """
 
     def open_files() -> Iterator[KeyedFile]:
+        """Yields each file, which is closed when the next one is asked for."""
         # One at a time: there may be more files than a process can have open.
         for name, path in paths.items():
             with KeyedFile(path, column, name=name, key_column=key_column) as file:
@@ -235,6 +236,7 @@ def _write_texts(
             # Once for each entry of a dictionary: there are few, and the texts may be long.
             texts, index = _distinct_texts(values)
             texts, text_sizes, text_checksums = _measure_texts(texts)
+            # From entries to rows.
             sizes[batch] = text_sizes[index]
             checksums[batch] = text_checksums[index]
             # All rows have sizes and checksums, for the digest; only some are written.

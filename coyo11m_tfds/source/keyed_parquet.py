@@ -80,24 +80,28 @@ class KeyedFile:
             self.kind = pa.null()  # of the values
             if self.column in arrow.names:
                 self.kind = arrow.types[arrow.names.index(self.column)]
-            if not self.num_rows:
-                return
-            # Before the metadata of columns, whose reading would abort the process.
-            check_not_encrypted(self._file, self._columns)
-            chunks = column_chunks(self._file.metadata, self.column)
-            self._row_bytes = max(1, *_mean_row_bytes(self._file.metadata, chunks))
-            self._rows_at_once = _ROWS_AT_ONCE
-            # Arrow makes no dictionaries of differences.
-            if arrow_texts.holds_text(self.kind) and _has_differences(chunks):
-                self._rows_at_once = _DIFFERENCES_AT_ONCE
-            elif arrow_texts.is_flat(self.kind) and self._row_bytes < _REPEATED_BYTES:
-                self._file = open_parquet(path, read_dictionary=[self.column])
+            if self.num_rows:
+                self._plan_reading()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_) -> None:
         self._file.close()
+
+    def _plan_reading(self) -> None:
+        """Chooses how many rows are read at once, and whether as a dictionary, by their sizes."""
+        # Before the metadata of columns, whose reading would abort the process.
+        check_not_encrypted(self._file, self._columns)
+        chunks = column_chunks(self._file.metadata, self.column)
+        # Of the row group with the largest rows.
+        self._row_bytes = max(1, *_mean_row_bytes(self._file.metadata, chunks))
+        self._rows_at_once = _ROWS_AT_ONCE
+        # Arrow makes no dictionaries of differences.
+        if arrow_texts.holds_text(self.kind) and _has_differences(chunks):
+            self._rows_at_once = _DIFFERENCES_AT_ONCE
+        elif arrow_texts.is_flat(self.kind) and self._row_bytes < _REPEATED_BYTES:
+            self._file = open_parquet(self._path, read_dictionary=[self.column])
 
     @functools.cached_property
     def has_checksums(self) -> bool:
@@ -106,6 +110,7 @@ class KeyedFile:
             return True
         with naming_damage(self.name), open(self._path, 'rb') as file:
             for column in self._columns:
+                # The writer decides for a whole file.
                 chunk = column_chunks(self._file.metadata, column)[0]
                 file.seek(chunk.dictionary_page_offset or chunk.data_page_offset)
                 if not _WITH_CHECKSUM.match(file.read(64)):
@@ -278,6 +283,7 @@ class RemoteColumns:
         with naming_damage(file.path):
             metadata = pq.read_metadata(pa.BufferReader(self._footer))
             ranges = _find_ranges(metadata, columns, file.size - len(self._footer))
+        # Requests of a few MB each, several of which are under way at once.
         self._pieces: list[tuple[int, int]] = []
         for begin, end in ranges:
             for start in range(begin, end, _FETCHED_AT_ONCE):
@@ -306,6 +312,7 @@ class RemoteColumns:
             naming(path),
             open(path, 'wb') as copy,
         ):
+            # Everything where it lies in the file, because the footer has the offsets of columns.
             copy.seek(self._file.size - len(self._footer))
             copy.write(self._footer)
             # A few at a time, so that no more of them are in memory.
@@ -351,6 +358,7 @@ def naming_damage(name: str) -> Iterator[None]:
     try:
         yield
     except _OF_DAMAGE as error:
+        # An error of our own has the name, and one of the disk says nothing of the file.
         is_named = type(error) is ValueError and str(error).startswith(f'{name}: ')
         is_of_disk = isinstance(error, OSError) and error.errno is not None
         if is_named or is_of_disk:

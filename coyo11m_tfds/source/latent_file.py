@@ -95,7 +95,8 @@ class LatentFile:
         if file.local_path:
             cls._check_head(file, check_crc)
             return file.path
-        # Files of different folders may have the same name.
+        # Files of different folders may have the same name. The suffix stays, which tells the
+        # format.
         digest = hashlib.sha256(file.path.encode()).hexdigest()[:16]
         head = os.path.join(folder, f'{digest}-{file.name}')
         cls._make_head(file, head, check_crc)
@@ -243,7 +244,7 @@ class LatentFile:
                 f'{schema.MAX_LATENTS_NBYTES:,} bytes.'
             )
         expected = self._latents_from
-        # An empty one allows any; rows of one crop may be named without it.
+        # An empty one allows any; the shape of rows of one crop may be given without its axis.
         shapes = [(), self.shape]
         if self.shape[0] == 1:
             shapes.append(self.shape[1:])

@@ -158,6 +158,7 @@ class MdsFile(LatentFile):
         self, offsets: np.ndarray, lengths: np.ndarray, fixed_sizes: list[int | None]
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Returns size and offset of the value of each column in each sample, int64 `(N,)`."""
+        # Before anything is read at these places.
         head = 4 * fixed_sizes.count(None)
         if (lengths < head).any():
             raise self._damaged('a sample has no room for its sizes')
@@ -198,6 +199,7 @@ class MdsFile(LatentFile):
 
     def _kind_of(self, name: str, nbytes: int) -> tuple[str, tuple[int, ...]]:
         """Returns dtype and shape of the latents: as encoded, as in the config, or as usual."""
+        # Such as 'ndarray:float16:4,32,32'; 'ndarray' alone keeps both in each value.
         encoding, *kind = self._encodings[name].split(':')
         if encoding == 'ndarray' and len(kind) == 2:
             dtype, dimensions = kind

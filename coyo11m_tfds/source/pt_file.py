@@ -386,6 +386,7 @@ def _elements_spanned(tensor: torch.Tensor) -> int | None:
     span = 1
     # From the smallest stride on, each has to reach beyond the elements so far.
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        # An expanded axis has the stride 0: all its rows are one.
         if size > 1 and stride < span:
             return None
         span += stride * (size - 1)
@@ -427,6 +428,7 @@ def _write_head(file: StoredFile, path: str, check_crc: bool) -> None:
         return tail
 
     members = pt_archive.read_directory(read_tail, file.size, file.path)
+    # The directory has no checksum, and so is read twice; it has those of the members.
     start = file.size - len(tail)
     ranges = _head_ranges(file, members, start)
     contents = ((begin, file.read_range(begin, end - begin)) for begin, end in ranges)

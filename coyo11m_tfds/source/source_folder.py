@@ -311,6 +311,7 @@ def _add_states(
         if recorded:
             # A listing of a local disk has no checksums: only sizes are compared here.
             copied_files.check_recorded_state(file.state, recorded, file.path)
+    # Next to files that `mirror` has copied, one that it has not is probably a mistake.
     unrecorded = [file.path for name, file in files.items() if mirrored and name not in states]
     if unrecorded:
         suffix = f' and {len(unrecorded) - 1} more' if unrecorded[1:] else ''

@@ -370,7 +370,7 @@ class SourceLatents:
                 heads.append(head)
                 progress.add(1)
         texts.close()
-        # If no file is good, there is no kind of latents to go on with.
+        # If no file is good, there is no kind of latents to go on with, whatever may be dropped.
         bad = [head.disagreement for head in heads if head.disagreement]
         if bad and not any(len(head.keys) for head in heads):
             raise bad[0]

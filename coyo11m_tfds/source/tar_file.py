@@ -40,8 +40,26 @@ class TarFile(LatentFile):
 
     def _open(self) -> None:
         """Lists the members by samples, and reads the headers of all arrays."""
-        self._samples: dict[str, dict[str, _Member]] = {}
         self._parsed: tuple[str, Mapping[str, Any]] = '', {}  # the `.json` of one sample
+        self._samples = self._list_samples()
+        if not self._samples:
+            self._set_empty()
+            return
+        latents = self._find_latents()
+        self._place_arrays(latents)
+        # Such names stand for means and deviations.
+        names = map(os.path.basename, self._samples)
+        if all(name.startswith(MOMENTS_PREFIX) for name in names):
+            self.moments = schema.DEVIATION
+        # The first sample with fields stands for all.
+        fields: Mapping[str, Any] = next(filter(None, map(self._json, self._samples)), {})
+        self._find_keys(schema.KEY, [name for name in fields if schema.is_key(fields[name])])
+        make_key = self._key if self.key_column else self._hash
+        self.keys = np.array([make_key(sample) for sample in self._samples], np.int64)
+
+    def _list_samples(self) -> dict[str, dict[str, _Member]]:
+        """Returns the members of each sample, by the name of the sample and by suffix."""
+        samples: dict[str, dict[str, _Member]] = {}
         for member, offset, size in tar_members.list_members(
             self.path, self._size, self._read_bytes
         ):
@@ -52,14 +70,14 @@ class TarFile(LatentFile):
             sample, _, suffix = base.partition('.')
             if suffix.lower() in _USUAL_SUFFIXES:
                 suffix = suffix.lower()
-            members = self._samples.setdefault(os.path.join(folder, sample), {})
+            members = samples.setdefault(os.path.join(folder, sample), {})
             if suffix in members:
                 raise ValueError(f'{self.path}: has {member!r} twice. Remove one of them.')
             members[suffix] = offset, size
-        if not self._samples:
-            self._set_empty()
-            return
-        suffix = self._find_latents()
+        return samples
+
+    def _place_arrays(self, suffix: str) -> None:
+        """Sets dtype, shape and layout by the headers of the arrays with a suffix."""
         kinds = set[tuple[str, tuple[int, ...]]]()
         begins = []
         for sample in self._samples:
@@ -73,23 +91,16 @@ class TarFile(LatentFile):
         if dtype == 'V2' and self._latents_from.dtype:
             dtype = self._latents_from.dtype
         self._set_kind(suffix, dtype, shape)
+        # Places in a data set are kept as numbers of 32 bits.
         offsets = np.array(begins, np.int64)
         numbers, remainders = np.divmod(offsets, _ALIGNED)
         if remainders.any() or numbers.max(initial=0) >= 2**32:
             raise ValueError(f'{self.path}: a {suffix} has its array at an unusual offset.')
         self.layout = RowLayout((0,), _ALIGNED, numbers)
-        # Such names stand for means and deviations.
-        names = map(os.path.basename, self._samples)
-        if all(name.startswith(MOMENTS_PREFIX) for name in names):
-            self.moments = schema.DEVIATION
-        # The first sample with fields stands for all.
-        fields: Mapping[str, Any] = next(filter(None, map(self._json, self._samples)), {})
-        self._find_keys(schema.KEY, [name for name in fields if schema.is_key(fields[name])])
-        make_key = self._key if self.key_column else self._hash
-        self.keys = np.array([make_key(sample) for sample in self._samples], np.int64)
 
     def column_names(self) -> ColumnNames:
         """Returns the names of members and JSON fields of any sample, by what they hold."""
+        # Of all samples, because the first may lack what others have.
         kinds = collections.defaultdict[str, set[type]](set)
         for sample, members in self._samples.items():
             for name in (_TEXT, _CLASS):
