@@ -69,10 +69,11 @@ def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
     def run(side: Side, seed: int) -> Figures:
         """Returns the figures of a recipe and a seed, from its file if it has been run before."""
         changes = side.settings['changes']
+        # Recipes that differ in the sampler alone have one workdir, and draw with its weights.
         training = {name: x for name, x in changes.items() if not name.startswith(_PREVIEW)}
         workdir = data / f'{json_digest.sha256(options | training)[:12]}-{seed}'
         results = data / f'{json_digest.sha256(options | changes)[:12]}-{seed}.json'
-        # Recipes that differ in the sampler alone draw with the weights of the first one.
+        # One of them trains, and the others wait for it.
         with locks[workdir.name]:
             if results.exists():
                 return json.loads(results.read_text())

@@ -273,15 +273,12 @@ class LatentFile:
         nbytes = out.shape[1] // len(starts)
         for piece, start in enumerate(starts):
             offsets = start + self.row_numbers(rows) * stride
-            # Rows that lie one after the other are one request. No row lies behind the prepended
-            # offset, so the first one begins a run.
-            starts_run = np.diff(offsets, prepend=-1 - nbytes) != nbytes
-            bounds = [*np.flatnonzero(starts_run).tolist(), len(rows)]
-            for begin, end in itertools.pairwise(bounds):
-                # A whole row goes where it belongs; pieces of several rows lie apart there.
+            for begin, end in itertools.pairwise(_find_runs(offsets, nbytes)):
+                # Whole rows are read straight into the tensor.
                 if len(starts) == 1:
                     self._read_into(memoryview(out[begin:end]).cast('B'), int(offsets[begin]))
                     continue
+                # Pieces lie together in the file, and apart in the tensor.
                 values = np.empty((end - begin, nbytes), np.uint8)
                 self._read_into(memoryview(values).cast('B'), int(offsets[begin]))
                 out[begin:end, piece * nbytes : (piece + 1) * nbytes] = values
@@ -314,6 +311,16 @@ class LatentFile:
         file = os.open(self._local_path, os.O_RDONLY)
         weakref.finalize(self, os.close, file)
         return file
+
+
+def _find_runs(offsets: np.ndarray, nbytes: int) -> list[int]:
+    """Returns the bounds of runs of rows that lie one after the other, to be read at once.
+
+    The first bound is 0 and the last the number of rows, whose `offsets` and size are given.
+    """
+    is_next = np.diff(offsets) == nbytes
+    starts = 1 + np.flatnonzero(~is_next)
+    return [0, *starts.tolist(), len(offsets)]
 
 
 def find_labels(integers: Collection[str]) -> str:

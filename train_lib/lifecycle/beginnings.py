@@ -118,7 +118,7 @@ def _resume(
             'on texts of the same kind and size and on as many crops of an image.'
         )
     position = _resume_position(saved.position, description.position)
-    # Its text is in the log already, unless the command line has changed it.
+    # TensorBoard has the configuration already, unless it has changed since.
     has_new_config = saved.config != description.config
     description = dataclasses.replace(description, position=position)
     return Beginning(description, last.step, has_new_config)
