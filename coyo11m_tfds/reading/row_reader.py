@@ -333,16 +333,25 @@ class RowReader:
 
     def _report(self, located: LocatedRecords, codes: np.ndarray) -> None:
         """Reports all bad records, those of columns first."""
+        # No damage, but another data set: none of its records can be right.
         other_rows = np.flatnonzero(codes == damage.OTHER_LAYOUT)
         if len(other_rows):
             raise self._layout_error(located, int(other_rows[0]))
         for number, column in enumerate(self._columns.values(), damage.DAMAGED_ROW):
-            problem = damage.PROBLEMS[damage.DAMAGED_ROW]
             for index in np.flatnonzero(codes == number).tolist():
-                path, row = column.place(int(located.number[index]))
-                shard = int(located.shard[index])
-                record = int(located.record[index])
-                self._bad_records.add(path, shard, [record], problem, f'row {row}')
+                self._report_row(located, index, column)
+        self._report_records(located, codes)
+
+    def _report_row(self, located: LocatedRecords, index: int, column: ColumnReader) -> None:
+        """Reports the damaged row of a column, which lies in another file than its record."""
+        path, row = column.place(int(located.number[index]))
+        shard = int(located.shard[index])
+        record = int(located.record[index])
+        problem = damage.PROBLEMS[damage.DAMAGED_ROW]
+        self._bad_records.add(path, shard, [record], problem, f'row {row}')
+
+    def _report_records(self, located: LocatedRecords, codes: np.ndarray) -> None:
+        """Reports the bad records of each shard together."""
         in_records = np.isin(codes, (damage.TOO_SHORT, damage.DAMAGED))
         for shard in np.unique(located.shard[in_records]).tolist():
             rows = np.flatnonzero(in_records & (located.shard == shard))

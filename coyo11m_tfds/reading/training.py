@@ -60,7 +60,8 @@ class ReadPlan(NamedTuple):
 def plan_training(options: TrainOptions) -> ReadPlan:
     """Returns the plan of the training samples from the first batch on.
 
-    Reads the columns of conditions. Raises a ValueError for sources that cannot be mixed."""
+    Reads the columns of conditions. Raises a ValueError for sources that cannot be mixed.
+    """
     sources = options.sources
     splits = open_splits(options, options.lanes)
     per_source = [options.for_source(source) for source in sources]
@@ -69,23 +70,7 @@ def plan_training(options: TrainOptions) -> ReadPlan:
         orders = tuple(map(_make_order, per_source, splits))
         _check_no_lockstep(sources, orders)
     check_latents(sources)
-    # Crops have the shape of the latents without the axis of the crops.
-    shapes = []
-    if len(sources) > 1:
-        for source in sources:
-            dtype, shape = source.stored.latents
-            shapes.append((dtype, shape[1:]))
-    # Without a chunk index there are no lanes: a batch is the share of one.
-    per_lane = options.batch_size
-    if orders:
-        per_lane //= options.lanes
-    shares = BatchShares(
-        per_lane,
-        [x.weight for x in sources],
-        options.stages,
-        shapes,
-        [x.name for x in sources],
-    )
+    shares = _share_batches(options, has_lanes=bool(orders))
     # From the beginning of the data, and then to the first batch.
     beginning = Position(0, (0,) * len(sources))
     digests = tuple(_order_digest(x, has_lanes=bool(orders)) for x in per_source)
@@ -97,12 +82,34 @@ def plan_training(options: TrainOptions) -> ReadPlan:
     if orders:
         steps_per_epoch = sum(x.lane_length for x in orders) / shares.per_lane
     else:
-        # The description of a data set from elsewhere may not say how many records it has.
+        # Mock data do not say how many records they have.
         split = sources[0].stored.splits.get(options.split)
         steps_per_epoch = math.nan
         if split:
             steps_per_epoch = split.num_records / options.batch_size
     return ReadPlan(options, splits, orders, cursor, steps_per_epoch)
+
+
+def _share_batches(options: TrainOptions, has_lanes: bool) -> BatchShares:
+    """Returns how many samples each source gives to each batch."""
+    sources = options.sources
+    # Crops have the shape of the latents without the axis of the crops.
+    shapes = []
+    if len(sources) > 1:
+        for source in sources:
+            dtype, shape = source.stored.latents
+            shapes.append((dtype, shape[1:]))
+    # Without a chunk index there are no lanes: a batch is the share of one.
+    per_lane = options.batch_size
+    if has_lanes:
+        per_lane //= options.lanes
+    return BatchShares(
+        per_lane=per_lane,
+        weights=[source.weight for source in sources],
+        stages=options.stages,
+        shapes=shapes,
+        names=[source.name for source in sources],
+    )
 
 
 def _make_order(options: TrainOptions, opened: OpenedSplit) -> Order:

@@ -113,21 +113,22 @@ def _evaluate(node: ast.expr, columns: Columns) -> np.ndarray:
 
 def _compare(left: ast.expr, right: ast.expr, kind: ast.cmpop, columns: Columns) -> np.ndarray:
     """Returns which rows meet one comparison, bool `(n,)`; ValueError for one of no numbers."""
-    # As it stands in the text, for messages.
-    comparison = ast.Compare(left, [kind], [right])
+    # As it stands in the condition, for messages.
+    text = ast.unparse(ast.Compare(left, [kind], [right]))
     if isinstance(kind, ast.In | ast.NotIn):
         if not isinstance(right, ast.List | ast.Tuple | ast.Set) or not right.elts:
-            raise ValueError(f'{ast.unparse(comparison)!r} has no list of numbers')
+            raise ValueError(f'{text!r} has no list of numbers')
         # By comparisons with each number, which round it as `==` does.
         equals = [_compare(left, value, ast.Eq(), columns) for value in right.elts]
         is_in = functools.reduce(operator.or_, equals)
         return is_in if isinstance(kind, ast.In) else ~is_in
-    if type(kind) not in _COMPARE:
-        raise ValueError(f'{ast.unparse(comparison)!r} does not compare numbers')
+    compare = _COMPARE.get(type(kind))
+    if not compare:
+        raise ValueError(f'{text!r} does not compare numbers')
     # It would hold for all records or for none, and is probably a mistake.
-    if not any(isinstance(side, ast.Name) for side in (left, right)):
-        raise ValueError(f'{ast.unparse(comparison)!r} compares no column')
-    return _COMPARE[type(kind)](_value(left, columns), _value(right, columns))
+    if not isinstance(left, ast.Name) and not isinstance(right, ast.Name):
+        raise ValueError(f'{text!r} compares no column')
+    return compare(_value(left, columns), _value(right, columns))
 
 
 def _value(node: ast.expr, columns: Columns) -> Any:
