@@ -138,7 +138,7 @@ def test_the_own_command_says_only_what_matters_and_is_resumed_after_a_signal(
     flags.append('--captions=texts.parquet')
     quiet = {'TF_CPP_MIN_LOG_LEVEL', 'TF_ENABLE_ONEDNN_OPTS'}
     env = {name: value for name, value in os.environ.items() if name not in quiet}
-    env |= {'PYTHONPATH': str(CHECKOUT), 'COYO11M_NUM_PROC': '2'}
+    env |= {'PYTHONPATH': str(CHECKOUT), 'COYO11M_NUM_PROC': '3'}
     # In a process group of its own, as a shell does.
     line = sys.executable, '-c', AS_IN_A_SHELL, sys.executable, '-m', 'coyo11m_tfds.build', *flags
     options = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
