@@ -149,7 +149,8 @@ class ImageCounts:
         if sizes:
             # A smaller size takes what the larger ones take, too.
             num_taken = list(itertools.accumulate(self.smaller_sizes[size] for size in sizes))
-            # One tiny image must not make the only advice a tiny size: also that for half of them.
+            # Also the largest size that takes at least half of them: one tiny image must not make
+            # the only advice a tiny size.
             half = next(n for n, count in enumerate(num_taken) if 2 * count >= num_taken[-1])
             smallest = len(sizes) - 1
             ways = []

@@ -118,7 +118,7 @@ class _SampleData:
                 self._texts[name.removesuffix(suffix), suffix.lower()] = name
             elif suffix.lower() in image_texts.OTHER_SUFFIXES:
                 self._others[name] = suffix.lower()
-        # Of images whose data would be the same `.json`.
+        # Images that differ only in what follows the last dot, or the first, share a `.json`.
         self._num_images = collections.Counter(map(get_stem, images))
         self._num_in_sample = collections.Counter(map(_get_sample, images))
 

@@ -351,8 +351,9 @@ def _srgb_transform(profile: bytes | None, mode: str) -> ImageCms.ImageCmsTransf
 
 def _has_many_stages(profile: bytes) -> bool:
     """Whether colours would pass so many stages that it takes minutes, or all memory."""
-    # Lists of stages (ICC.1:2022, 10.16), each of which may be the same bytes; others are of few.
-    # The table of tags (7.3) has 12 bytes each: name, offset and size.
+    # A tag `mpet` holds a list of stages (ICC.1:2022, 10.16), in which all entries may point at the
+    # same bytes, so a small file can have any number. Other tags have few. The table of tags (7.3)
+    # has 12 bytes each: name, offset and size.
     num_tags = min(_MAX_TAGS, int.from_bytes(profile[128:132]))
     for entry in range(132, 132 + 12 * num_tags, 12):
         start = int.from_bytes(profile[entry + 4 : entry + 8])

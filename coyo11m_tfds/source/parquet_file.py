@@ -153,7 +153,7 @@ class ParquetFile(LatentFile):
             keyed_parquet.check_not_encrypted(self._parquet, [self._name])
             chunks = keyed_parquet.column_chunks(self._parquet.metadata, self._name)
         for group, chunk in enumerate(chunks):
-            # Numbers that repeat take less in the file than in memory.
+            # Numbers that repeat take less in the file than in memory, where each has 2 bytes.
             nbytes = max(chunk.total_uncompressed_size, 2 * chunk.num_values)
             if nbytes > _MAX_GROUP_NBYTES:
                 num_rows = self._parquet.metadata.row_group(group).num_rows

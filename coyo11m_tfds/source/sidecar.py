@@ -128,16 +128,19 @@ class SidecarHeader:
         are_tokens = file.column == schema.TOKENS
         entries = _ENTRIES_OF_TOKENS if are_tokens else _ENTRIES_OF_EMBEDDINGS
         for field, entry in entries.items():
-            value = fields[field] = file.metadata.get(entry, '')
+            value = file.metadata.get(entry, '')
             is_number = field in ('max_tokens', 'vocabulary', 'dim')
-            if not value or (is_number and not value.isdecimal()):
-                has = f'has {entry} {value!r}, expected a number' if value else f"lacks '{entry}'"
+            problem = ''
+            if not value:
+                problem = f"lacks '{entry}'"
+            elif is_number and not value.isdecimal():
+                problem = f'has {entry} {value!r}, expected a number'
+            if problem:
                 raise ValueError(
-                    f"{file.name}: its schema's metadata {has}; make the file again with "
+                    f"{file.name}: its schema's metadata {problem}; make the file again with "
                     'coyo11m_tfds.embed_captions.'
                 )
-            if is_number:
-                fields[field] = int(value)
+            fields[field] = int(value) if is_number else value
         # The rows of tokens are padded to the limit.
         width = file.kind.list_size
         recorded = fields['max_tokens' if are_tokens else 'dim']

@@ -94,8 +94,10 @@ def find_captions(root: str | os.PathLike[str], captions: str = '') -> dict[str,
     name = ''  # of the folder itself
     if place != root:
         name = place.removeprefix(f'{root}/')
+    # Elsewhere, the whole path would be no name within the source.
     if name == place or name.startswith('../'):
         name = os.path.basename(place.rstrip('/'))
+    # A ValueError says that it is no file.
     with contextlib.suppress(ValueError):
         return {name: storage.describe_file(place)}
     if not captions:
@@ -184,7 +186,8 @@ def _find_latents(
         listing[npy_folders.INDEX_OF_FOLDERS] = index_of_folders
         if folders:
             return list(folders), [npy_folders.INDEX_OF_FOLDERS]
-    # Last, because such files may be those of captions.
+    # Last, because such files may be those of captions. An index of folders that has named no
+    # latents stays a file of the source.
     names = _latent_names(listing, [_PARQUET])
     if names:
         return names, [npy_folders.INDEX_OF_FOLDERS]

@@ -200,9 +200,9 @@ def sample(
         # Both are known when the function is traced, so what is not needed is not compiled.
         if guidance == 1 or not np.any(are_inside):
             return as_learned(z, time)
-        # Only where it is needed, because a branch compiles the model twice.
         if np.all(are_inside):
             return with_guidance(z, time)
+        # Only where both are needed, because a branch compiles the model twice.
         return jax.lax.cond(is_inside(time), with_guidance, as_learned, z, time)
 
     def euler_step(z: jax.Array, times: jax.Array) -> tuple[jax.Array, None]:
