@@ -8,6 +8,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 
 from coyo11m_tfds import mirror, schema
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Coyo11mConfig
@@ -15,6 +16,11 @@ from tests import made_sources
 from tests.convert import build_program
 
 LATENTS = made_sources.make_latents(6)
+
+SPARSE = 'latents is sparse_coo float16, expected a dense tensor'
+# Since then torch checks the numbers of sparse tensors, which are not loaded.
+if Version(torch.__version__) >= Version('2.14'):
+    SPARSE = 'holds a tensor of a kind that torch loads only as a whole, such as sparse'
 
 
 @pytest.fixture
@@ -113,10 +119,7 @@ BAD_TENSORS = {
         {'latents': LATENTS[:, 0, 0]},
         'latents has shape (6, 32, 32), expected (6, crops, C, H',
     ),
-    'sparse latents': (
-        {'latents': LATENTS.to_sparse()},
-        'latents is sparse_coo float16, expected a dense tensor',
-    ),
+    'sparse latents': ({'latents': LATENTS.to_sparse()}, SPARSE),
     'keys with a point': ({'keys': torch.arange(6).float()}, 'expected a dense tensor of int64'),
     'keys of two axes': (
         {'keys': torch.arange(6).reshape(2, 3)},

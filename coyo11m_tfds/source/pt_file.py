@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,6 +46,10 @@ _MAX_SMALL = 4
 _PADDED_HEADER = 4 << 10
 # Reading more than is needed costs less than another request.
 _GAP = 64 << 10
+
+# torch 2.14 lists the sparse tensors that all threads load in one place, and whoever ends first
+# checks them: without the lock the error of one file would name another.
+_torch_loads = threading.Lock()
 
 
 class RowsDisagreeError(ValueError):
@@ -340,7 +345,8 @@ def _load_tensors(path: str, name: str, **options) -> dict[str, Any]:
     """Returns the dict in a file, by `torch.load` without code; ValueError for anything else."""
     try:
         # With `weights_only`, as any other pickle could run code.
-        content = torch.load(path, weights_only=True, **options)
+        with _torch_loads:
+            content = torch.load(path, weights_only=True, **options)
     except pickle.UnpicklingError as error:
         match = re.search(r'GLOBAL (\S+)', str(error))
         problem = f'asks for {match[1]}' if match else 'is damaged or asks for other things'
@@ -352,11 +358,12 @@ def _load_tensors(path: str, name: str, **options) -> dict[str, Any]:
         raise ValueError(
             f'{name}: its path is not UTF-8, and torch opens no such file. Rename it or its folder.'
         ) from None
-    # Such as quantized or nested tensors, which torch makes only together with their numbers.
+    # Such as quantized or nested tensors, which torch makes only together with their numbers, and
+    # sparse ones, which torch 2.14 checks by their numbers.
     except NotImplementedError:
         raise ValueError(
-            f'{name}: holds a tensor of a kind that torch loads only as a whole, such as quantized '
-            'or nested. Save it again as a plain dict of dense tensors.'
+            f'{name}: holds a tensor of a kind that torch loads only as a whole, such as sparse, '
+            'quantized or nested. Save it again as a plain dict of dense tensors.'
         ) from None
     # Of many types, according to where in the file torch stumbles.
     except Exception as error:
