@@ -45,6 +45,7 @@ def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
         """Reads once, with the latency of the side."""
         server.latency = side.settings['latency']
         env = through_proxy(server.env)
+        # Only this side reads the files themselves; a cache is filled from the server.
         places = folders if side.function is read_by_rows else urls
         return runner.run(side, env, data=places[side.before], steps=flags.steps)
 

@@ -391,6 +391,7 @@ def _find_weight_files(folder: Path) -> list[Path]:
     if index.is_file():
 
         def holds(weight_map: Any) -> bool:
+            """Whether an index names a file of this folder for each weight."""
             if not isinstance(weight_map, dict):
                 return False
             # Names of the folder's own files, so that none leads out of it.
@@ -400,6 +401,7 @@ def _find_weight_files(folder: Path) -> list[Path]:
             'an object with a *.safetensors of this folder for each weight', holds
         )
         content = model_fields.read_object(index)
+        # It must have the field.
         model_fields.check({'weight_map': None, **content}, {'weight_map': in_folder}, index)
         paths = {name: paths[name] for name in content['weight_map'].values()}
     return sorted(paths.values())

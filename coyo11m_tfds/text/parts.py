@@ -170,6 +170,7 @@ class SidecarParts:
         keys = self.keys_of(number)
         sidecar.write_sidecar(path, keys, values, column, self._metadata_of(number))
         name = sidecar.part_name(number, self.count)
+        # Stored whole: in the folder, a part is complete or not there.
         folder.store(path, name, file_state.compute_state(path).crc32c)
 
     def _metadata_of(self, number: int) -> dict[str, str]:

@@ -192,6 +192,7 @@ class TrainLog:
         counts = self.clock.read_counts()
         scalars['input/chunks_in_flight'] = counts.chunks_in_flight
         scalars['input/bad_records'] = counts.bad_records
+        # A leak of the host ends a run after days, and shows here after hours.
         if _PROCESS_MEMORY.exists():
             _, resident_pages, *_ = _PROCESS_MEMORY.read_text('ascii').split()
             pages = int(resident_pages)

@@ -222,6 +222,7 @@ def _collective(instruction: _Instruction, computation: str, loops: Loops) -> It
     result_nbytes = 0.0
     for dtype, shape in arrays:
         result_nbytes += math.prod(shape) * _bits(dtype) / 8
+    # Its result is one share of the sum, of which `_RECEIVED` counts the whole.
     if kind == 'reduce-scatter':
         result_nbytes *= count
     elif computation.startswith('all-reduce-scatter'):  # a fusion that keeps a slice, on a TPU
