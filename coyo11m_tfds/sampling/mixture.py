@@ -210,7 +210,8 @@ class BatchShares:
             shares.append(f'{name} {float(share):.4g}{note}')
         if is_exact:
             return f'shares {", ".join(shares)}'
-        # Shares of a batch are multiples of 1/per_lane within each shape.
+        # A lane gives whole samples. So the share of a source among those of its shape is exact if
+        # its denominator divides `per_lane`.
         denominators = []
         for shape in set(stage.cycle.tolist()):
             members = stage.members(shape)

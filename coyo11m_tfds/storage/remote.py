@@ -174,6 +174,7 @@ def send_request(
         preload_content=False,
         # That of the connection, and of each piece of the body.
         timeout=retry.stall_seconds(),
+        # `retry.call` repeats requests: this only follows redirects.
         retries=urllib3.Retry(None, connect=0, read=0, status=0, other=0, redirect=5),
         redirect=redirects,
     )
