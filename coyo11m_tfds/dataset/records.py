@@ -235,8 +235,8 @@ class RecordLayout:
 
         `window` has for each record the last bytes of the key's feature, uint8 `(n, self._window)`.
         """
-        # All bytes of a varint but the last have their high bit set. The byte before it is its
-        # length, of which the high bit is not set.
+        # In a varint, all bytes but the last have their high bit set. Before it stands a byte with
+        # its length, which has not: there the varint begins.
         backwards = window[:, : -_MAX_VARINT - 1 : -1]
         has_high_bit = backwards >= 0x80
         length = 1 + (~has_high_bit[:, 1:]).argmax(axis=1)

@@ -140,7 +140,7 @@ class ColumnReader:
         # All pieces of a row are in one file.
         piece_files = np.repeat(file, begin.shape[1])
         places, limit = self._files.locate(piece_files, begin.ravel(), self._nbytes)
-        # The place ends early where the file does: it has been cut since it was opened.
+        # Of a file that has been cut since it was opened, the limit comes too early.
         is_missing = limit - places < self._nbytes
         if is_missing.any():
             # The record's index: `is_missing` has an item for each piece.

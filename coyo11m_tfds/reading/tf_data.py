@@ -281,7 +281,8 @@ def _choose_samples(
 ) -> TensorBatch:
     """Returns the arrays of a batch from TFDS, which has latents `(b, crops, C, H, W)`.
 
-    Each sample has the crop and the text that the other engines would choose in its `epoch`.
+    Each sample has the crop that the other engines would choose in its `epoch`, and its text is
+    dropped where theirs would be.
     """
     # A batch without crops may also have no latents.
     num_crops = 1
