@@ -206,7 +206,11 @@ class Body:
                 size = min(size, self.limit - self.received)
                 if size <= 0:
                     raise BrokenOff
-            piece = self._read_some(size)
+            try:
+                piece = self._read_some(size)
+            # A client that is killed before it has read an answer resets its connection.
+            except ConnectionError:
+                raise BrokenOff from None
             self.received += len(piece)
             if piece:
                 yield piece
