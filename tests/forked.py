@@ -4,14 +4,15 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
 
+from tests import children
 from tests.checkout import CHECKOUT
 
 # Forks after the slow imports, so that each program begins at once in a process of its own.
 _START = """
-import importlib, json, os, runpy, sys
+import importlib, json, os, runpy, sys, warnings
+warnings.simplefilter('ignore')
 commands = json.loads(sys.argv[1])
 for program in {program for program, _ in commands}:  # train_lib.main defines its flags
     importlib.import_module(program.replace('train_lib.main', 'train_lib.run'))
@@ -36,7 +37,7 @@ for program, arguments in commands:
 def run(commands: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[int, list[str]]]:
     """The exit status and the lines of each program, on a terminal of 80 columns."""
     ended = subprocess.run(
-        [sys.executable, '-W', 'ignore', '-c', _START, json.dumps(commands)],
+        [*children.interpreter(forked=True), '-c', _START, json.dumps(commands)],
         cwd=CHECKOUT,
         env=os.environ | {'COLUMNS': '80'},
         stdout=subprocess.PIPE,
