@@ -134,4 +134,5 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv .venv-lowest .venv-newest .venv-docs site .lowest.txt $(DEMO) $(ENCODERS) build dist *.egg-info
+	rm -rf .venv .venv-lowest .venv-newest .venv-docs .lowest.txt
+	rm -rf $(DEMO) $(ENCODERS) site build dist *.egg-info
