@@ -177,8 +177,8 @@ def check_credentials(name: str, url: str, writes: bool = False) -> Finding:
     try:
         storage.check_single_slashes(url)
         folder = storage.open_folder(url)
-        if limit := folder.find_limit():
-            return Finding(label, FAIL, limit)
+        if reason := folder.why_unreadable():
+            return Finding(label, FAIL, reason)
         if writes:
             # The hub is only read.
             if not isinstance(folder, WritableFolder):

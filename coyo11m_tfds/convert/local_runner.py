@@ -114,6 +114,7 @@ class _LocalRun:
         self._stop = threading.Event()
 
     def results(self, tasks: Sequence[ShardTask]) -> Iterator[Outcome]:
+        """Yields each task with its result when its shard is stored; ends all threads."""
         groups = [list(group) for _, group in itertools.groupby(tasks, lambda task: task.group)]
         storers = concurrent.futures.ThreadPoolExecutor(_STORED_AT_ONCE, 'store')
         readers = concurrent.futures.ThreadPoolExecutor(_GROUPS_AT_ONCE, 'group')
@@ -180,7 +181,8 @@ class _LocalRun:
         for segment in itertools.chain.from_iterable(task.segments for task in tasks):
             segments_by_file[segment.file].append(segment)
 
-        def fetch(file: StoredFile) -> str:
+        def fetch_head_and_crops(file: StoredFile) -> str:
+            """Returns the path of a head with the middle crops that its statistics need."""
             self._check_not_stopped(0)
             head = formats.format_of(file).fetch_head(file, folder, check_crc=tasks[0].check_crc)
             rows = [np.empty(0, np.int64)]
@@ -188,12 +190,13 @@ class _LocalRun:
                 assert segment.sampled_rows is not None  # as of all segments of such tasks
                 rows.append(segment.sampled_rows)
             opened = formats.open_file(file, head, tasks[0].latents_from)
-            make_column_file(file, opened)  # refuses rows without a layout
+            # Made here for its errors alone: it refuses files whose rows cannot be read in place.
+            make_column_file(file, opened)
             opened.fetch_crops(file, np.concatenate(rows), schema.middle_crop(opened.shape[0]))
             return head
 
         with concurrent.futures.ThreadPoolExecutor(_HEADS_AT_ONCE, 'head') as threads:
-            return dict(zip(files, threads.map(fetch, files), strict=True))
+            return dict(zip(files, threads.map(fetch_head_and_crops, files), strict=True))
 
     def _store(self, task: ShardTask, future: concurrent.futures.Future, local: str) -> None:
         try:

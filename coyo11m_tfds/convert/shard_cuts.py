@@ -104,12 +104,16 @@ class _TaskMaker:
     """Makes the tasks of a plan."""
 
     def __init__(self, plan: RecordPlan, record_bytes: np.ndarray, sample: np.ndarray | None):
-        """Takes the rows whose latents are read, int64, ascending; None for all."""
+        """Takes the bytes of each row's record and, as `sample`, the rows whose latents are read.
+
+        These are int64 and ascending; None stands for all.
+        """
         self._plan = plan
         self._sample = sample
         self._record_bytes = record_bytes
         self._versions = dict(zip(plan.latents.files, plan.latents.versions, strict=True))
-        # What all shards have in common, of what decides their bytes.
+        # What all shards have in common, of what decides their bytes: a part of the fingerprint of
+        # each, by which a later build knows what is finished.
         common = [schema.RECORD_FORMAT, plan.latents.dtype, plan.settings.drop_bad]
         common += plan.contents.digests
         if plan.settings.in_place:

@@ -114,7 +114,8 @@ class PartTars:
     ):
         """Takes a local folder for the tars.
 
-        `kept_latents` are latents by the names of their images, which are not made again.
+        `kept_latents` are those of a part whose texts alone have changed, by the names of their
+        images; they are not made again.
         """
         self.counts = ImageCounts()
         self.paths = {}

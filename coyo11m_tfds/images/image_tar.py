@@ -43,7 +43,7 @@ class TarPart(ImagePart):
             return self._read_rows(functools.partial(_read_from, stream), count)
 
     def _read_rows(self, read: tar_members.ReadRange, count: int) -> list[ImageRow]:
-        """Makes the rows of the first images, as far as they can be read."""
+        """Makes rows of some of the first images, for a look at keys before anything is encoded."""
         [file] = self.files.values()
         members = list[tuple[str, int, int]]()
         with contextlib.suppress(_EndOfHeadError):

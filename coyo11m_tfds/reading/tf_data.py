@@ -228,7 +228,10 @@ def _shuffled_batches(plan: training.ReadPlan) -> tf.data.Dataset:
 
 
 def _padded_batches(options: ReadOptions) -> tf.data.Dataset:
-    """Returns this process's share of every record once, with zeros to fill the last batch."""
+    """Returns this process's share of all records once, as TFDS reads them without a chunk index.
+
+    Zeros fill the last batch.
+    """
     features = BatchFeatures(options.feature_names, {}, crop=0, with_mask=True)
     examples = _examples(options)
     num_examples = int(examples.cardinality())

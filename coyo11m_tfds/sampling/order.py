@@ -291,8 +291,12 @@ def train_blocks(
 def _train_block(
     order: Order, lanes: range, start: int, per_lane: int, numbers: np.ndarray
 ) -> RecordBlock:
-    """Returns the records of some batches, `(batches, rows)`, with the lanes in their order."""
-    # A stride may leave out some batches between; their samples are planned, too, and left out.
+    """Returns the records of some batches, `(batches, rows)`, with the lanes in their order.
+
+    The batches have ascending `numbers`, counted from sample `start` of each lane.
+    """
+    # With a stride, other workers read the batches between: their samples are planned, too, and
+    # left out.
     first = int(numbers[0])
     end = int(numbers[-1]) + 1
     samples = order.samples(lanes, start + first * per_lane, start + end * per_lane)

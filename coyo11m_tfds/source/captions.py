@@ -253,7 +253,11 @@ def _write_texts(
 def _digest(
     first_rows: np.ndarray, keys: np.ndarray, sizes: np.ndarray, checksums: np.ndarray
 ) -> str:
-    """SHA-256 of all keys with a caption, ascending, then of their sizes, then of their CRC-32s."""
+    """Returns the SHA-256 of all keys with a caption, then of their sizes, then of their CRC-32s.
+
+    `first_rows` are the rows by ascending keys, of equal keys the first. The digest decides the
+    shards of a build, and says of which captions embeddings are.
+    """
     # In blocks, since a whole column in order would take 90 MB for 11 million rows.
     num_blocks = 1 + len(first_rows) // _DIGESTED_AT_ONCE
     digest = hashlib.sha256()

@@ -90,7 +90,7 @@ class KeyedFile:
         self._file.close()
 
     def _plan_reading(self) -> None:
-        """Chooses how many rows are read at once, and whether as a dictionary, by their sizes."""
+        """Chooses how many rows are read at once at most, and whether as a dictionary."""
         # Before the metadata of columns, whose reading would abort the process.
         check_not_encrypted(self._file, self._columns)
         chunks = column_chunks(self._file.metadata, self.column)

@@ -41,7 +41,7 @@ class ReadableFolder(abc.ABC):
         """Returns the path or URL of a file; '' is the folder."""
         return f'{self.folder}/{name}'.rstrip('/')
 
-    def find_limit(self) -> str:
+    def why_unreadable(self) -> str:
         """Returns why files of this storage cannot be read, if that is known; otherwise ''."""
         return ''
 

@@ -68,7 +68,7 @@ class Bucket(RemoteFolder, WritableFolder):
         super().__init__(folder)
         _split_url(os.fspath(folder))
 
-    def find_limit(self) -> str:
+    def why_unreadable(self) -> str:
         """Returns why a zonal bucket cannot be read; '' for others, and if that is unknown."""
         bucket, name = _split_url(self.folder)
         prefix = f'{name}/' if name else ''

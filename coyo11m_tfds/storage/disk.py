@@ -323,7 +323,7 @@ class DiskLock(locks.Lock):
         self._path = path
 
     def acquire(self) -> bool:
-        """Tries to lock the file; returns whether it did.
+        """Tries to lock the file for who works in a folder; returns whether it did.
 
         Raises:
             OSError: The file system has no locks.
@@ -339,7 +339,7 @@ class DiskLock(locks.Lock):
         except OSError as error:
             if error.errno not in locks.NO_LOCKS:
                 raise
-            advice = 'Mount it with locks, or build on a local disk and copy the result'
+            advice = 'Mount it with locks, or work on a local disk and copy the result'
             message = f'this file system has no locks (flock). {advice}'
             raise OSError(error.errno, message, self._path) from error
         # Only for the messages of those who wait, so a full disk is no reason to fail.

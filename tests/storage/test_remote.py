@@ -270,7 +270,7 @@ def test_a_bucket_of_which_the_requester_pays_takes_a_project(bucket, target, mo
     monkeypatch.setenv('GOOGLE_CLOUD_QUOTA_PROJECT', 'my-project')
     folder.write('small.json', b'{}')
     assert folder.read('small.json') == b'{}' and NAME in folder.list(deep=True)
-    assert not folder.find_limit()
+    assert not folder.why_unreadable()
     assert bucket.file.read_range(0, 9) == DATA[:9]
     fetch(bucket.file, target)
     assert_fetched(target)
