@@ -178,8 +178,8 @@ def records_of(data: Written, batch: dict[str, np.ndarray]) -> np.ndarray:
 @pytest.mark.parametrize(
     ('form', 'engine', 'examples'),
     [
-        ('records', 'rows', 12),
-        ('records', 'chunks', 8),
+        ('records', 'rows', 8),
+        ('records', 'chunks', 6),
         ('records', 'tf_data', 1),  # it makes a graph for every process
         ('in place', 'rows', 5),
         ('in place', 'chunks', 4),
