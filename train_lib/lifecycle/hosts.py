@@ -99,6 +99,9 @@ def share_failures() -> Iterator[None]:
         yield
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
+            # Else the thread may find this error, and end the process before it has been printed.
+            ended.set()
+            watcher.join()
             hosts.report(error)
         raise
     finally:
@@ -162,6 +165,8 @@ class _Hosts:
     def _call_roll(self) -> str:
         """Returns the names of the processes that do not answer; '' if all do."""
         self._set(f'{_ROLL_CALL}now')
+        # The thread that answers for this process has ended.
+        self._set(f'{_ALIVE}{self._index}')
         answers = self._wait_for(_ALIVE, self._count, _ANSWER_SECONDS)
         names = dict(self._client.key_value_dir_get(_NAMES))
         silent = []
