@@ -1,11 +1,19 @@
-"""Names of files: which are hidden, which are written in two ways, and a few in a message."""
+"""Names of files and columns: hidden ones, the first that exists, two spellings, a few to show."""
 
 import os
 import unicodedata
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 MAX_NAMES = 3  # in a message
+
+
+def find_first(names: Iterable[str], existing: Collection[str]) -> str:
+    """Returns the first of some names that is among the existing ones; '' if none is."""
+    for name in names:
+        if name in existing:
+            return name
+    return ''
 
 
 def is_hidden(name: str) -> bool:

@@ -30,7 +30,7 @@ IMAGE = 'image'  # name of the column
 
 # How files of images begin in base64.
 _BASE64_HEADS = '/9j/', 'iVBORw0KGgo', 'UklGR'
-_BASE64_HEADS_AS_BYTES = b'/9j/', b'iVBORw0KGgo', b'UklGR'
+_BASE64_HEADS_AS_BYTES = tuple(head.encode() for head in _BASE64_HEADS)
 _DATA_URL = re.compile(r'data:[\w/+.-]*;base64,')
 _URL = re.compile(r'[a-zA-Z][\w+.-]*://')
 

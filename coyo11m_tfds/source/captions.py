@@ -18,10 +18,11 @@ import pyarrow.compute as pc
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.foreign import arrow_texts
+from coyo11m_tfds.foreign.file_names import find_first
 from coyo11m_tfds.process.errors import Faults, FieldError
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import copied_files, keyed_parquet, keyed_values
-from coyo11m_tfds.source.keyed_parquet import KeyedFile, RemoteColumns, find_first
+from coyo11m_tfds.source.keyed_parquet import KeyedFile, RemoteColumns
 from coyo11m_tfds.source.keyed_values import KeyedValues, KeyedValuesWriter, KeyPlaces
 from coyo11m_tfds.storage import file_state
 from coyo11m_tfds.storage.scratch import Scratch

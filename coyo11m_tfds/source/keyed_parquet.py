@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.foreign import arrow_texts, foreign_text
+from coyo11m_tfds.foreign.file_names import find_first
 from coyo11m_tfds.pictures import image_kinds
 from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.storage.file_state import OnBytes, ignore_bytes, naming
@@ -183,14 +184,6 @@ class KeyedFile:
                 f"{self.name}: column '{self._key_column}' is {kind}, expected integers, or texts "
                 'of their decimal digits.'
             )
-
-
-def find_first(names: Iterable[str], existing: Collection[str]) -> str:
-    """Returns the first of some names that is among the existing ones; '' if none is."""
-    for name in names:
-        if name in existing:
-            return name
-    return ''
 
 
 def _has_differences(chunks: Iterable[pq.ColumnChunkMetaData]) -> bool:

@@ -17,6 +17,7 @@ import torch
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.dataset.keyed_random import name_hash, splitmix64
+from coyo11m_tfds.foreign.file_names import find_first
 from coyo11m_tfds.process.errors import damaged_file_error
 from coyo11m_tfds.source import copied_files
 from coyo11m_tfds.storage import file_state, retry
@@ -210,11 +211,7 @@ class LatentFile:
 
     def _find_keys(self, default: str, names: Collection[str]) -> None:
         """Chooses the keys among the names of a file: those of `latents_from`, or the default."""
-        self.key_column = ''
-        for column in (self._latents_from.key_column, default):
-            if column in names:
-                self.key_column = column
-                break
+        self.key_column = find_first([self._latents_from.key_column, default], names)
 
     def _set_empty(self) -> None:
         """Describes a file without rows, whose latents may seem to be of any kind."""
@@ -325,10 +322,7 @@ def _find_runs(offsets: np.ndarray, nbytes: int) -> list[int]:
 
 def find_labels(integers: Collection[str]) -> str:
     """Returns which columns of whole numbers are labels; '' without any."""
-    for name in LABELS:
-        if name in integers:
-            return name
-    return ''
+    return find_first(LABELS, integers)
 
 
 def bytes_of(raw: torch.Tensor) -> np.ndarray:

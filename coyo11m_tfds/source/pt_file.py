@@ -21,6 +21,7 @@ from isal import isal_zlib as zlib
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import pt_archive
 from coyo11m_tfds.foreign import foreign_text
+from coyo11m_tfds.foreign.file_names import find_first
 from coyo11m_tfds.process.errors import Faults, describe_type
 from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.source import copied_files
@@ -170,13 +171,10 @@ class PtFile(LatentFile):
         self._find_keys(schema.PT_KEYS, self._content)
         if self.key_column or schema.PT_CAPTIONS in self._content:
             return
+        self.key_column = find_first(_KEYS, self._content)
         # Without captions in the file, only keys lead to them.
-        if not self.column_names().texts:
+        if not self.key_column and not self.column_names().texts:
             self.key_column = schema.PT_KEYS
-        for name in _KEYS:
-            if name in self._content:
-                self.key_column = name
-                break
 
     def _check_tensors(self, latents: str) -> None:
         """Checks keys, latents and embeddings one by one; raises a ValueError about all of them."""

@@ -19,11 +19,11 @@ import pyarrow.parquet as pq
 from absl import logging
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.foreign.file_names import find_first
 from coyo11m_tfds.process.errors import FieldError
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.source import formats, keyed_values, sidecar
-from coyo11m_tfds.source.keyed_parquet import find_first
 from coyo11m_tfds.source.latent_file import LABELS, ColumnNames, LatentFile
 from coyo11m_tfds.source.pt_file import RowsDisagreeError
 from coyo11m_tfds.storage.stored_file import StoredFile
