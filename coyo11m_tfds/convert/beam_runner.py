@@ -21,7 +21,13 @@ from apache_beam.options.pipeline_options import PipelineOptions, StandardOption
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.convert import local_runner
 from coyo11m_tfds.convert.data_folder import FinishedShards, sub_folder
-from coyo11m_tfds.convert.tasks import JoinedInputs, PackedInputs, ShardResult, ShardTask
+from coyo11m_tfds.convert.tasks import (
+    JoinedInputs,
+    PackedInputs,
+    ShardResult,
+    ShardTask,
+    group_tasks,
+)
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.storage.scratch import Scratch, user_cache
@@ -40,14 +46,28 @@ def write_with_beam(
     options: PipelineOptions | None,
     runner: Runner = None,
 ) -> Iterator[tuple[ShardTask, ShardResult]]:
-    """Writes shards and their records; yields the results when all shards are stored."""
+    """Writes shards and their records; yields the results when all shards are stored.
+
+    Args:
+        tasks: The shards to write; those of one group are neighbours.
+        finished: Keeps the shards and their records.
+        progress: Counts the shards as their records appear.
+        scratch_dir: As in the settings of a build; each worker has such a folder.
+        options: Options of the pipeline; None for Beam's defaults.
+        runner: Runner of the pipeline; None for the one in the options.
+
+    Raises:
+        RuntimeError: If the pipeline ends without an error, and a shard is missing or damaged.
+        ModuleNotFoundError: If Dask is to run the pipeline, but is not installed.
+    """
     if not tasks:
         return
     final = finished.folder.folder
     packed = _pack_inputs(tasks, finished)
     shards = format_count(len(packed), 'shard')
     logging.info('Starting the pipeline with %s to write', shards)
-    groups = [list(group) for _, group in itertools.groupby(packed, lambda task: task.group)]
+    # One element is a whole group, because the worker that takes it fetches each file only once.
+    groups = group_tasks(packed)
     runner, options = _spread_by_dask(runner, options or PipelineOptions([]), len(groups))
     with (
         _counting_shards(packed, finished, progress),
@@ -66,11 +86,12 @@ def write_with_beam(
         progress.add(0, records=result.num_records, dropped=result.statistics.non_finite)
         yield missing.pop((result.split, result.index)), result
     if missing:
-        names = ', '.join(task.filename for task in list(missing.values())[:3])
+        first_names = [task.filename for task in itertools.islice(missing.values(), 3)]
+        examples = ', '.join(first_names)
         shards = format_count(len(missing), 'shard is', 'shards are')
         raise RuntimeError(
-            f'{final}: the pipeline ended, but {shards} missing or damaged (e.g. {names}). Start '
-            'the same build again: it writes what is missing.'
+            f'{final}: the pipeline ended, but {shards} missing or damaged (e.g. {examples}). '
+            'Start the same build again: it writes what is missing.'
         )
 
 
@@ -79,7 +100,11 @@ def _spread_by_dask(
 ) -> tuple[Runner, PipelineOptions]:
     """Has Dask give each group to the next free worker; leaves other runners as they are."""
     name = runner or options.view_as(StandardOptions).runner
-    if not isinstance(name, str) or name.lower().rpartition('.')[2] not in ('dask', 'daskrunner'):
+    if not isinstance(name, str):
+        return runner, options
+    # A runner can be named by its class, with the modules before it.
+    class_name = name.lower().rpartition('.')[2]
+    if class_name not in ('dask', 'daskrunner'):
         return runner, options
     if not importlib.util.find_spec('distributed'):
         install = "pip install -c constraints.txt -e '.[dask]'"
@@ -98,15 +123,18 @@ def _counting_shards(
     tasks: Sequence[ShardTask], finished: FinishedShards, progress: Progress
 ) -> Iterator[None]:
     """Counts until the block ends the shards that the workers have recorded."""
-    num_bytes, end_event = {task.filename: task.num_bytes for task in tasks}, threading.Event()
+    uncounted_bytes = {task.filename: task.num_bytes for task in tasks}
+    end_event = threading.Event()
 
     def watch() -> None:
+        """Looks for new records now and then, and once more after the end."""
         has_ended = False
         while not has_ended:
             has_ended = end_event.wait(_SECONDS_BETWEEN_LOOKS)
-            with contextlib.suppress(OSError):  # the next look may succeed
-                for name in num_bytes.keys() & finished.recorded():
-                    progress.add(num_bytes.pop(name), shards=1)
+            # A count is worth no failed build, and the next look may succeed.
+            with contextlib.suppress(OSError):
+                for name in uncounted_bytes.keys() & finished.recorded():
+                    progress.add(uncounted_bytes.pop(name), shards=1)
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         thread.submit(watch)
@@ -121,9 +149,11 @@ def _pack_inputs(tasks: Sequence[ShardTask], finished: FinishedShards) -> list[S
 
     def pack(task: ShardTask) -> ShardTask:
         assert isinstance(task.inputs, JoinedInputs)  # what a plan has
+        # In the folder of the build's working files, which are removed when it is complete.
         name = f'{sub_folder(finished.build)}/{task.filename}.npz'
         finished.folder.write(name, task.inputs.pack())
-        return dataclasses.replace(task, inputs=PackedInputs(f'{finished.folder.folder}/{name}'))
+        inputs = PackedInputs(f'{finished.folder.folder}/{name}')
+        return dataclasses.replace(task, inputs=inputs)
 
     with concurrent.futures.ThreadPoolExecutor(_UPLOADS_AT_ONCE) as threads:
         return list(threads.map(pack, tasks))
@@ -131,12 +161,13 @@ def _pack_inputs(tasks: Sequence[ShardTask], finished: FinishedShards) -> list[S
 
 def _write_group(tasks: Sequence[ShardTask], folder: str, build: str, scratch_dir: str) -> None:
     """Runs on a worker, in as many processes as the runner starts there."""
-    finished = FinishedShards(storage.open_writable_folder(folder), build)
+    data_folder = storage.open_writable_folder(folder)
+    finished = FinishedShards(data_folder, build)
     # Of the user of this machine, which may be another one than that of the planner.
     cache = os.path.expanduser(scratch_dir) or user_cache(schema.NAME)
     scratch = Scratch(os.path.join(cache, 'source'))
     local = os.path.join(cache, 'staging')
+    results = local_runner.write_with_workers(tasks, finished, None, scratch, local, num_workers=1)
     # The results are in the records, so that none has to pass through the pipeline.
-    write = local_runner.write_with_workers
-    for _ in write(tasks, finished, None, scratch, local, num_workers=1):
+    for _ in results:
         pass

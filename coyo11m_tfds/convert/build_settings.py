@@ -6,6 +6,7 @@ another source, is refused and not mistaken for the same.
 
 import argparse
 import dataclasses
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -33,6 +34,8 @@ _WAYS_ON = (
     'download_mode=tfds.GenerateMode.REUSE_CACHE_IF_EXISTS).'
 )
 
+_MAX_SOURCE_DIFFERENCES = 3  # in a message
+
 _LEAST_VALIDATION = 10  # records
 _USUAL_FRACTION = 0.01
 
@@ -42,7 +45,7 @@ _READ_LATENTS = 'read_latents'
 _KEY_COLUMN = 'key_column'
 _OPTIONAL = 'latents_from', _KEY_COLUMN, schema.META_VAE, schema.META_MOMENTS
 # A finished data set does not depend on these.
-_NOT_COMPARED = ('max_bad_fraction', 'check_crc', 'package_version', *schema.META_RIGHTS)
+_NOT_COMPARED = {'max_bad_fraction', 'check_crc', 'package_version'}.union(schema.META_RIGHTS)
 
 # Configs come from JSON that people type, so a value may also be of another type.
 _TYPES = {
@@ -81,15 +84,18 @@ def check_names(names: Iterable[str], fields: Sequence[str], where: str) -> None
     """Raises a ValueError that begins with `where` if a name is none of the fields."""
     for name in names:
         if name not in fields:
+            known_fields = ', '.join(fields)
             raise ValueError(
-                f"{where} has an unknown field '{name}'; the fields are {', '.join(fields)}."
+                f"{where} has an unknown field '{name}'; the fields are {known_fields}."
             )
 
 
 def choose_validation_fraction(num_records: int) -> float:
     """Returns a hundredth, or of few records the fraction that leaves about ten for validation."""
-    # Of less than that a loss says little, and none might be left.
-    return max(_USUAL_FRACTION, min(0.5, round(_LEAST_VALIDATION / max(1, num_records), 3)))
+    # Of fewer than ten a loss says little, and none might be left.
+    fraction = round(_LEAST_VALIDATION / max(1, num_records), 3)
+    # Of a handful of records, half of them are left for training.
+    return max(_USUAL_FRACTION, min(0.5, fraction))
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -132,23 +138,28 @@ class BuildSettings:
 
     @property
     def drop_bad(self) -> bool:
+        """Whether bad rows are left out; otherwise the first one ends the build."""
         return self.bad_data == 'drop'
 
     @property
     def in_place(self) -> bool:
+        """Whether the latents stay in the files of the source."""
         return self.latents == IN_PLACE
 
     @property
     def reads_heads(self) -> bool:
+        """Whether only the heads of the files are read, and some rows for statistics."""
         return self.read_latents == READ_HEADS
 
     def record(self, limit: int | None, text_embeddings: str | Mapping[str, Any]) -> dict[str, Any]:
         """Returns the settings that decide the records, with no path, as JSON for the metadata."""
         # Only in these data sets, so that the metadata, and with it the ID, of others stays.
-        optional = {_LATENTS: self.latents} if self.in_place else {}
+        optional = {}
+        if self.in_place:
+            optional[_LATENTS] = self.latents
         if self.reads_heads:
             optional[_READ_LATENTS] = self.read_latents
-        for name in (*_OPTIONAL, *schema.META_RIGHTS):
+        for name in itertools.chain(_OPTIONAL, schema.META_RIGHTS):
             if value := getattr(self, name):
                 optional[name] = value
         return optional | {
@@ -171,44 +182,52 @@ class BuildSettings:
         recorded = metadata.get(schema.META_SETTINGS)
         if recorded is None:
             return
-        text_embeddings = self._text_embeddings(recorded.get(schema.SETTINGS_TEXT))
-        defaults = {_LATENTS: IN_RECORDS, _READ_LATENTS: READ_ALL, **dict.fromkeys(_OPTIONAL, '')}
+        # What `record` leaves out where a setting has its default.
+        defaults = {_LATENTS: IN_RECORDS, _READ_LATENTS: READ_ALL} | dict.fromkeys(_OPTIONAL, '')
+        text_embeddings = self._describe_text_embeddings(recorded.get(schema.SETTINGS_TEXT))
         current = defaults | self.record(limit, text_embeddings)
         if differences := list(_setting_differences(defaults | recorded, current)):
+            lines = '; '.join(differences)
             raise ValueError(
-                f'{os.fspath(folder)} was built with other settings: {"; ".join(differences)}. '
-                f'{_WAYS_ON}'
+                f'{os.fspath(folder)} was built with other settings: {lines}. {_WAYS_ON}'
             )
+        # The records do not depend on these, so that other ones refuse no data set.
         for name in schema.META_RIGHTS:
-            old, new = recorded.get(name, ''), getattr(self, name)
+            old = recorded.get(name, '')
+            new = getattr(self, name)
             if new not in ('', old):
-                folder_and_values = os.fspath(folder), name, old, new
-                logging.warning('%s: %s stays %r, not %r, until --overwrite.', *folder_and_values)
+                logging.warning(
+                    '%s: %s stays %r, not %r, until --overwrite.', os.fspath(folder), name, old, new
+                )
 
-    def _text_embeddings(self, recorded: Any) -> str | Mapping[str, Any]:
+    def _describe_text_embeddings(self, recorded: Any) -> str | Mapping[str, Any]:
         """Returns what a build would record now; `recorded` if the sidecar is remote or absent."""
         place = self.text_embeddings
+        is_header_recorded = isinstance(recorded, dict)
+        is_of_labels = is_header_recorded and recorded.get('encoder') == schema.LABELS
         # Labels may come from the files without being named.
-        if place in ('', schema.LABELS) and isinstance(recorded, dict):
-            is_of_labels = recorded.get('encoder') == schema.LABELS
-            return recorded if is_of_labels else place
+        if place in ('', schema.LABELS) and is_of_labels:
+            return recorded
         if place in ('', schema.LABELS, EMBEDDINGS_IN_PT):
             return place
         # A data set can be used after its sidecar is gone, and without access to a bucket.
         if not os.path.exists(place):
-            return recorded if isinstance(recorded, dict) else place
+            return recorded if is_header_recorded else place
         # Here, because it needs pyarrow: the settings of a build are read without, too.
         from coyo11m_tfds.source import sidecar
 
-        first, *_ = sidecar.find_sidecar_files(place)
-        return sidecar.describe_values(first.path)['header']
+        # All files of a sidecar have the same header.
+        first_file = sidecar.find_sidecar_files(place)[0]
+        return sidecar.describe_values(first_file.path)['header']
 
 
 def _setting_differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[str]:
     """Yields a line for each setting that differs; nested ones have the field before them."""
     # A setting that only one of the two has belongs to another version of this package.
-    for name in sorted(current.keys() & recorded.keys() - set(_NOT_COMPARED)):
-        old, new = recorded[name], current[name]
+    names = (current.keys() & recorded.keys()) - _NOT_COMPARED
+    for name in sorted(names):
+        old = recorded[name]
+        new = current[name]
         field = 'text_embeddings' if name == schema.SETTINGS_TEXT else name
         if isinstance(old, dict) and isinstance(new, dict):
             for line in _setting_differences(old, new):
@@ -224,8 +243,11 @@ def record_source(source: source_folder.SourceFolder) -> dict[str, Any]:
     """Returns the place of a source and, by name, size and digest of its files, as JSON."""
     files = {}
     for name, file in source.by_name.items():
-        digest = columns.outline_digest(file.path) if file.local_path else file.checksum
-        files[name] = file.size, digest
+        digest = file.checksum
+        # The storage keeps no checksum of a local file, and to read all of it would take too long.
+        if file.local_path:
+            digest = columns.outline_digest(file.path)
+        files[name] = (file.size, digest)
     # The place is for people: the same files elsewhere are the same source.
     return {'place': storage.make_absolute(source.root), 'files': files}
 
@@ -241,11 +263,14 @@ def check_source(
         files = record_source(source)['files']
         differences = list(_source_differences(recorded['files'], files))
     except ValueError as error:
+        # A folder that is no source at all is another source, too.
         differences = [str(error).rstrip('.')]
     if differences:
+        # Of two sources, every file may differ.
+        examples = '; '.join(differences[:_MAX_SOURCE_DIFFERENCES])
         raise ValueError(
             f'{os.fspath(folder)} was built from {recorded["place"]}, not from '
-            f'{storage.make_absolute(root)}: {"; ".join(differences[:3])}. {_WAYS_ON}'
+            f'{storage.make_absolute(root)}: {examples}. {_WAYS_ON}'
         )
 
 
@@ -277,20 +302,23 @@ def _are_other_contents(digest: str, other_digest: str) -> bool:
 # Measured without pages of files, such as TensorFlow's code, which the system can give up.
 _PROGRAM = 550_000_000  # of `build` with TensorFlow, Beam and torch; it also writes, if it is alone
 _WORKER = 250_000_000  # of each process if several write; threads take less
-_JOINED_ROW, _PLANNED_ROW = 130, 70  # while captions are joined, and of the plan that stays
+_JOINED_ROW = 130  # of each row while captions are joined
+_PLANNED_ROW = 70  # of each row in the plan, which stays
 
 
 def build_memory(num_rows: int, num_workers: int) -> int:
     """Returns the bytes that a build of a source with so many rows takes."""
+    joining = _JOINED_ROW * num_rows
     writing = _PLANNED_ROW * num_rows
     if num_workers > 1:
         writing += _WORKER * num_workers
-    return _PROGRAM + max(_JOINED_ROW * num_rows, writing)
+    # Workers start when the captions are joined.
+    return _PROGRAM + max(joining, writing)
 
 
 def fitting_workers(num_rows: int) -> int:
     """Returns how many workers can write in the usable memory, at least 1."""
-    room = machine.usable_memory() - build_memory(0, 1) - _PLANNED_ROW * num_rows
+    room = machine.usable_memory() - _PROGRAM - _PLANNED_ROW * num_rows
     return max(1, room // _WORKER)
 
 
@@ -298,14 +326,15 @@ def check_build_memory(num_rows: int, num_workers: int) -> None:
     """Raises a ValueError if a build with so many workers, or 0 for any number, cannot fit."""
     # A process that runs out of memory is killed without a message, after hours of work.
     count = workers.requested_workers(num_workers) or 1
-    usable, need = machine.usable_memory(), build_memory(num_rows, count)
-    if need > usable:
-        if build_memory(num_rows, 1) <= usable:
-            remedy = f'Set num_workers to {fitting_workers(num_rows)}, or'
-        else:
-            remedy = 'Use a machine with more, or'
-        raise ValueError(
-            f'the build of {format_count(num_rows, "row")} with num_workers={count} takes '
-            f'{format_bytes(need)} of memory, but this process can use '
-            f'{format_bytes(usable)}. {remedy} raise its limit.'
-        )
+    usable = machine.usable_memory()
+    need = build_memory(num_rows, count)
+    if need <= usable:
+        return
+    remedy = 'Use a machine with more, or'
+    if build_memory(num_rows, 1) <= usable:
+        remedy = f'Set num_workers to {fitting_workers(num_rows)}, or'
+    raise ValueError(
+        f'the build of {format_count(num_rows, "row")} with num_workers={count} takes '
+        f'{format_bytes(need)} of memory, but this process can use '
+        f'{format_bytes(usable)}. {remedy} raise its limit.'
+    )

@@ -71,8 +71,21 @@ def build(
 ) -> bool:
     """Makes the data set in `final` complete; returns whether this process has built it.
 
-    `write_info` adds TFDS' own files before the publication. `limit` is the largest number of
-    records in each split. Apache Beam writes if it has options or a runner.
+    Args:
+        final: Folder of the data set, local or a `gs://` URL.
+        source: Folder of the source.
+        settings: Settings of the build.
+        write_info: Adds TFDS' own files before the publication.
+        limit: Largest number of records in each split; None for all.
+        overwrite: Whether to replace another data set in the folder.
+        beam_options: Options of Apache Beam, which writes if it has options or a runner.
+        beam_runner: Runner of Apache Beam.
+
+    Raises:
+        ValueError: For faults of the source, if more rows are bad than the settings allow, and for
+            one of several processes of a job that should overwrite.
+        FileExistsError: If another build was completed here meanwhile.
+        OSError: If a storage is out of reach, or the disk is too small.
     """
     folder = DataFolder(final)
     # The processes of a job share the folder, so that one of them has to build.
@@ -142,14 +155,21 @@ def _check_has_head(file: StoredFile) -> None:
 @contextlib.contextmanager
 def _removing_new_empty_folders(*places: str) -> Iterator[None]:
     """Removes at its end the local folders, and folders above them, that are new and empty."""
-    paths = [pathlib.Path(p).absolute() for p in places if storage.local_path(p)]
-    new = {folder for path in paths for folder in (path, *path.parents) if not folder.exists()}
+    new_folders = set[pathlib.Path]()
+    for place in places:
+        if not storage.local_path(place):
+            continue
+        folder = pathlib.Path(place).absolute()
+        while not folder.exists():
+            new_folders.add(folder)
+            folder = folder.parent
     try:
         yield
     finally:
         # In this order sub-folders come first.
-        for folder in sorted(new, reverse=True):
-            with contextlib.suppress(OSError):  # it is not empty
+        for folder in sorted(new_folders, reverse=True):
+            # Fails for one that is not empty.
+            with contextlib.suppress(OSError):
                 folder.rmdir()
 
 
@@ -160,6 +180,7 @@ def _choose_engine(
     beam_options: 'PipelineOptions | None',
     beam_runner: 'str | PipelineRunner | None',
 ) -> Engine:
+    """Returns what writes the shards: workers on this machine, or Apache Beam."""
     if not (beam_options or beam_runner):
         return functools.partial(
             write_with_workers, scratch=scratch, local=local, num_workers=settings.num_workers
@@ -173,26 +194,36 @@ def _choose_engine(
 
 
 def write_shards(plan: BuildPlan, finished: FinishedShards, engine: Engine) -> list[ShardResult]:
-    """Writes the unfinished shards of a plan; returns the results of all its shards, sorted."""
+    """Writes the unfinished shards of a plan; returns the results of all its shards, sorted.
+
+    Raises a ValueError as soon as too many rows are bad, and if no record is left for training;
+    an OSError if the shards do not fit on the disk.
+    """
     results = finished.load(plan.tasks)
-    shards = {(result.split, result.index) for result in results}
-    missing = [task for task in plan.tasks if (task.split, task.index) not in shards]
+    written = {(result.split, result.index) for result in results}
+    missing_tasks = []
+    for task in plan.tasks:
+        if (task.split, task.index) not in written:
+            missing_tasks.append(task)
+    missing_bytes = sum(task.num_bytes for task in missing_tasks)
     # Before the first shard: hours later, the other shards would have been written in vain.
-    finished.folder.check_space(sum(task.num_bytes for task in missing))
+    finished.folder.check_space(missing_bytes)
     dropped = _all_dropped(plan, results)
     with Progress('Writing shards', plan.num_bytes, 'B', {'shards': len(plan.tasks)}) as progress:
-        progress.skip(
-            sum(result.num_bytes for result in results),
-            shards=len(results),
-            dropped=dropped.num_latents,
-        )
-        for task, result in engine(missing, finished, progress):
+        written_bytes = sum(result.num_bytes for result in results)
+        progress.skip(written_bytes, shards=len(results), dropped=dropped.num_latents)
+        for task, result in engine(missing_tasks, finished, progress):
             _add_non_finite(dropped, result)
             # With each shard, so that a bad source stops the build early.
             dropped.check_bad(task.source)
             results.append(result)
     assert len(results) == len(plan.tasks)  # else the data set would lack shards
-    if not any(result.num_records for result in results if result.split == schema.TRAIN):
+    num_train = 0
+    for result in results:
+        if result.split == schema.TRAIN:
+            num_train += result.num_records
+    # The plan has train records, but all of them may have been dropped while shards were written.
+    if not num_train:
         raise ValueError(
             f'{plan.tasks[0].source}: no record is left for the train split: no row is finite.'
         )
@@ -201,7 +232,8 @@ def write_shards(plan: BuildPlan, finished: FinishedShards, engine: Engine) -> l
 
 
 def _all_dropped(plan: BuildPlan, results: Sequence[ShardResult]) -> DropCounts:
-    """The rows left out while planning, and while writing these shards."""
+    """Returns the rows left out while planning, and while writing these shards."""
+    # Of a copy, because what shards drop is added more than once: here and after all are written.
     dropped = copy.deepcopy(plan.dropped)
     for result in results:
         _add_non_finite(dropped, result)
@@ -214,7 +246,11 @@ def _add_non_finite(dropped: DropCounts, result: ShardResult) -> None:
 
 
 def describe_dataset(plan: BuildPlan, results: Sequence[ShardResult], folder: str) -> BuiltDataset:
-    """Joins the results of all shards, and writes chunk indexes and columns into a local folder."""
+    """Joins the results of all shards, and writes chunk indexes and columns into a local folder.
+
+    Returns what TFDS' own files and the report are made of. `results` are those of all shards of
+    the plan, as `write_shards` sorts them.
+    """
     splits: dict[str, list[ShardResult]] = {}
     for result in results:
         splits.setdefault(result.split, []).append(result)
@@ -229,13 +265,18 @@ def describe_dataset(plan: BuildPlan, results: Sequence[ShardResult], folder: st
         )
     if plan.tasks[0].in_place:
         _write_latents_column(plan, splits, folder)
-    joined = {
-        split: ShardStatistics.merge([shard.statistics for shard in shards])
-        for split, shards in splits.items()
-    }
+    merged_statistics = {}
+    for split, shards in splits.items():
+        merged_statistics[split] = ShardStatistics.merge([shard.statistics for shard in shards])
     dropped = _all_dropped(plan, results)
-    metadata = _make_metadata(plan, joined[schema.TRAIN], dropped)
-    return BuiltDataset(plan, splits, joined, dropped, metadata, folder)
+    return BuiltDataset(
+        plan=plan,
+        splits=splits,
+        statistics=merged_statistics,
+        dropped=dropped,
+        metadata=_make_metadata(plan, merged_statistics[schema.TRAIN], dropped),
+        folder=folder,
+    )
 
 
 def _write_latents_column(
@@ -245,21 +286,17 @@ def _write_latents_column(
     # Files of which no row is left are not named: readers would have to reach them.
     used_files = set[InPlaceFile]()
     for shard in itertools.chain.from_iterable(splits.values()):
-        used_files.update(file for file, rows in shard.sources if len(rows))
+        for file, rows in shard.sources:
+            if len(rows):
+                used_files.add(file)
     files = sorted(used_files, key=lambda file: file.path)
-    number_of_file = {file: number for number, file in enumerate(files)}
     crc32c = {}
     for split, shards in splits.items():
-        # Of each record the number of the file, the row there and the CRC-32C of its latents, or 0.
-        places = [np.empty((0, 3), '<u4')]
-        for shard in shards:
-            for file, rows in shard.sources:
-                if len(rows):
-                    places.append(np.insert(rows, 0, number_of_file[file], axis=1))
-        array = np.concatenate(places)
-        crc32c[split] = columns.array_crc32c(array)
+        places = _list_places(shards, files)
+        crc32c[split] = columns.array_crc32c(places)
         name = columns.column_file_name(schema.LATENTS, split, plan.build)
-        np.save(os.path.join(folder, name), array)
+        np.save(os.path.join(folder, name), places)
+    # Of a file of which only the head was read, no row has been compared with a checksum.
     unchecked: tuple[int, ...] = ()
     if plan.tasks[0].reads_heads:
         unchecked = tuple(range(len(files)))
@@ -269,8 +306,23 @@ def _write_latents_column(
     columns.write_columns(folder, {schema.LATENTS: column}, plan.build)
 
 
+def _list_places(shards: Sequence[ShardResult], files: Sequence[InPlaceFile]) -> np.ndarray:
+    """Returns where the latents of each record of some shards lie, uint32 `(n, 3)`.
+
+    A row has the number of the file, the row in it, and the CRC-32C of the latents, or 0 if they
+    were not read.
+    """
+    number_of_file = {file: number for number, file in enumerate(files)}
+    places = [np.empty((0, 3), '<u4')]
+    for shard in shards:
+        for file, rows in shard.sources:
+            if len(rows):
+                places.append(np.insert(rows, 0, number_of_file[file], axis=1))
+    return np.concatenate(places)
+
+
 def _make_metadata(plan: BuildPlan, train: ShardStatistics, dropped: DropCounts) -> dict:
-    """The metadata of `dataset_info`, with statistics of the train split."""
+    """Returns the metadata of `dataset_info`, with statistics of the train split."""
     mean, std = statistics.mean_and_std(train.latent_moments)
     metadata: dict[str, Any] = {
         schema.META_LATENT_MEAN: mean,
@@ -303,17 +355,21 @@ def _make_metadata(plan: BuildPlan, train: ShardStatistics, dropped: DropCounts)
         metadata[schema.META_LATENT_SCALE] = list(scale)
     if moments := plan.tasks[0].moments:
         metadata[schema.META_MOMENTS] = moments
-    rights = {name: plan.settings[name] for name in schema.META_RIGHTS if name in plan.settings}
-    return metadata | rights | {schema.META_SETTINGS: plan.settings}
+    for name in schema.META_RIGHTS:
+        if name in plan.settings:
+            metadata[name] = plan.settings[name]
+    metadata[schema.META_SETTINGS] = plan.settings
+    return metadata
 
 
 def _make_report(final: str, dataset: BuiltDataset) -> BuildReport:
+    last_folders = final.rstrip('/').split('/')[-3:]  # NAME, CONFIG and VERSION
+    sizes = {}
+    for split, shards in dataset.splits.items():
+        sizes[split] = [(shard.num_records, shard.num_bytes) for shard in shards]
     return BuildReport(
-        '/'.join(final.rstrip('/').split('/')[-3:]),  # NAME/CONFIG/VERSION
-        shards={
-            split: [(shard.num_records, shard.num_bytes) for shard in shards]
-            for split, shards in dataset.splits.items()
-        },
+        '/'.join(last_folders),
+        shards=sizes,
         statistics=dataset.statistics,
         dropped=dataset.dropped,
         metadata=dataset.metadata,
@@ -323,33 +379,35 @@ def _make_report(final: str, dataset: BuiltDataset) -> BuildReport:
 
 def _publish(folder: DataFolder, dataset: BuiltDataset, overwrite: bool) -> None:
     """Stores the files next to the shards, then makes all of them the data set."""
-    build, info_folder = dataset.plan.build, dataset.folder
-    files = _list_shards(dataset)
-    local = {name: os.path.join(info_folder, name) for name in os.listdir(info_folder)}
-    for name, path in local.items():
-        files[name] = file_state.compute_state(path)
-    manifest.write_checksums(info_folder, files, build)
+    build = dataset.plan.build
+    info_folder = dataset.folder
+    states = _list_shards(dataset)
+    local_paths = {}
+    for name in os.listdir(info_folder):
+        local_paths[name] = os.path.join(info_folder, name)
+        states[name] = file_state.compute_state(local_paths[name])
+    manifest.write_checksums(info_folder, states, build)
     # The checksums name all files but their own; it is stored after those that it names.
     checksums = schema.of_build(schema.CHECKSUMS_FILE, build)
-    local[checksums] = os.path.join(info_folder, checksums)
-    files[checksums] = file_state.compute_state(local[checksums])
+    local_paths[checksums] = os.path.join(info_folder, checksums)
+    states[checksums] = file_state.compute_state(local_paths[checksums])
     # Files with the ID of the build disturb no other data set; those without replace its own.
-    replacing = dict[str, str]()
-    for name, path in local.items():
+    replacing = {}
+    for name, path in local_paths.items():
         if schema.build_of(name) == build:
-            folder.files.store(path, name, files[name].crc32c)
+            folder.files.store(path, name, states[name].crc32c)
         else:
             replacing[name] = path
-    folder.publish(build, files, replacing, overwrite)
+    folder.publish(build, states, replacing, overwrite)
 
 
 def _list_shards(dataset: BuiltDataset) -> dict[str, file_state.FileState]:
     """Returns the states of the shards' files by their names."""
-    results = dict[tuple[str, int], ShardResult]()
-    for result in itertools.chain.from_iterable(dataset.splits.values()):
-        results[result.split, result.index] = result
-    files = dict[str, file_state.FileState]()
-    for task in dataset.plan.tasks:
-        result = results[task.split, task.index]
-        files[task.filename] = file_state.FileState(result.num_bytes, result.crc32c)
-    return files
+    # The tasks know the names, the results what became of them.
+    names = {(task.split, task.index): task.filename for task in dataset.plan.tasks}
+    states = {}
+    for shards in dataset.splits.values():
+        for shard in shards:
+            name = names[shard.split, shard.index]
+            states[name] = file_state.FileState(shard.num_bytes, shard.crc32c)
+    return states

@@ -44,13 +44,13 @@ class JoinedContents:
     @property
     def digests(self) -> list[str]:
         """Digests of the captions and of the texts; '' without texts."""
+        texts_digest = ''
         if self.texts:
-            of_texts = self.texts.facts['digest']
+            texts_digest = self.texts.facts['digest']
         elif self.text:
-            of_texts = EMBEDDINGS_IN_PT
-        else:
-            of_texts = ''
-        return [self.captions.facts['digest'], of_texts]
+            # The digests of the `.pt` files are those of the embeddings in them, too.
+            texts_digest = EMBEDDINGS_IN_PT
+        return [self.captions.facts['digest'], texts_digest]
 
     def sizes_by_row(self, values: KeyedValues) -> np.ndarray:
         """Returns the size of the joined value of each row of latents, int `(n,)`.
@@ -65,7 +65,9 @@ class JoinedContents:
 
 def unit_hash(keys: np.ndarray) -> np.ndarray:
     """Maps int64 keys to float64 in [0, 1) evenly: the upper 53 bits of their splitmix64."""
-    return (splitmix64(keys.astype(np.uint64)) >> np.uint64(11)) * 2.0**-53
+    hashes = splitmix64(keys.astype(np.uint64))
+    # So many bits a float64 holds without rounding, which could give 1.
+    return (hashes >> np.uint64(11)) * 2.0**-53
 
 
 def find_validation(keys: np.ndarray, settings: BuildSettings) -> np.ndarray:
@@ -90,16 +92,18 @@ def join_contents(
         return keyed_values.open_or_make(cache_dir, [*origin, keys_digest], join)
 
     joined_captions = _join_captions(contents, settings, scratch, keys, keep)
-    text, texts = None, None
+    text = None
+    texts = None
     if settings.text_embeddings == EMBEDDINGS_IN_PT:
         # These are read with the latents, so that nothing has to be joined.
         text = SidecarHeader(latents.common_embedding_dim(), EMBEDDINGS_IN_PT, '', 0, '', '')
     elif contents.sidecar_files:
         texts = _join_sidecar(contents.sidecar_files, scratch, keys, keep)
         text = SidecarHeader(**texts.facts['header'])
+        # `examine_source` could not do this: only joined captions have a digest.
         digest = joined_captions.facts['digest']
-        column, path = contents.caption_column, contents.folder.captions_path
-        check_sidecar(settings, text, column, path, digest)
+        captions_path = contents.folder.captions_path
+        check_sidecar(settings, text, contents.caption_column, captions_path, digest)
         logging.info('The text embeddings of %s are ready', settings.text_embeddings)
     elif latents.texts.labels:
         # A class without a sidecar is a text of one token.
@@ -119,8 +123,9 @@ def _order_by_split(
     neighbours in the joined file, and a worker reads them in one piece.
     """
     is_validation = find_validation(latents.keys, settings)
-    train = np.flatnonzero(~is_validation & ~latents.duplicate)
-    validation = np.flatnonzero(is_validation & ~latents.duplicate)
+    is_first = ~latents.duplicate
+    train = np.flatnonzero(is_first & ~is_validation)
+    validation = np.flatnonzero(is_first & is_validation)
     rows = np.concatenate([train, validation])
     places = np.full(len(latents.keys), _NO_PLACE)
     places[rows] = np.arange(len(rows))
@@ -135,7 +140,8 @@ def _join_captions(
     keep: _Keep,
 ) -> KeyedValues:
     """Joins the captions of Parquet files, or those that lie with the latents."""
-    tables, latents = contents.captions, contents.latents
+    tables = contents.captions
+    latents = contents.latents
     if tables.files:
         values = keep(
             ['captions', *tables.origin],
@@ -153,18 +159,19 @@ def _join_captions(
 def _join_sidecar(
     files: list[StoredFile], scratch: Scratch, keys: np.ndarray, keep: _Keep
 ) -> KeyedValues:
+    """Joins the embeddings or tokens of a sidecar."""
     # Parts may be hundreds, and the log would show each download.
     hold = functools.partial(scratch.hold, shows=len(files) == 1)
-    versions = [[file.path, file.version] for file in files]
-    return keep(
-        ['sidecar', *versions],
-        lambda folder: sidecar.join_values(files, folder, keys, hold=hold),
-    )
+    origin: list[Any] = ['sidecar']
+    for file in files:
+        origin.append([file.path, file.version])
+    return keep(origin, lambda folder: sidecar.join_values(files, folder, keys, hold=hold))
 
 
 def _join_labels(
     latents: SourceLatents, scratch: Scratch, keys: np.ndarray, keep: _Keep
 ) -> KeyedValues:
+    """Joins the labels that lie with the latents."""
     labels = [storage.describe_file(latents.texts.labels)]
     return keep(
         ['labels of files', _find_origin(latents)],
@@ -174,7 +181,8 @@ def _join_labels(
 
 def _find_origin(latents: SourceLatents) -> str:
     """Returns a digest of what decides the texts in files of latents: the files themselves."""
-    return json_digest.sha256([*latents.versions, *(file.path for file in latents.files)])
+    paths = [file.path for file in latents.files]
+    return json_digest.sha256(list(latents.versions) + paths)
 
 
 def _check_captions(
@@ -184,8 +192,9 @@ def _check_captions(
     place = common_path(files)
     if not settings.drop_bad:
         captions.check_unique_captions(joined_captions, place)
-    has_checksums = all(file.recorded or file.checksum for file in files)
-    if not has_checksums and not joined_captions.facts['has_checksums']:
+    has_checksums_of_files = all(file.recorded or file.checksum for file in files)
+    has_checksums_of_pages = joined_captions.facts['has_checksums']
+    if not has_checksums_of_files and not has_checksums_of_pages:
         logging.warning(
             f'{place}: its pages have no checksums, so damage to it may go unnoticed. Write it '
             'with write_page_checksum=True, or copy it with coyo11m_tfds.mirror while it is intact.'

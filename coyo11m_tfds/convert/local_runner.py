@@ -7,7 +7,6 @@ waits.
 import concurrent.futures
 import contextlib
 import dataclasses
-import itertools
 import os
 import queue
 import threading
@@ -20,7 +19,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.convert.build_settings import fitting_workers
 from coyo11m_tfds.convert.data_folder import FinishedShards
 from coyo11m_tfds.convert.shard_writer import init_worker, write_shard
-from coyo11m_tfds.convert.tasks import ShardResult, ShardSegment, ShardTask, make_column_file
+from coyo11m_tfds.convert.tasks import ShardResult, ShardTask, group_tasks, make_column_file
 from coyo11m_tfds.process import machine, workers
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import formats
@@ -61,12 +60,23 @@ def write_with_workers(
     local: str,
     num_workers: int = 0,
 ) -> Iterator[Outcome]:
-    """Writes shards, group by group, and their records; yields each result when it is stored."""
+    """Writes shards, group by group, and their records; yields each result when it is stored.
+
+    Args:
+        tasks: The shards to write; those of one group are neighbours.
+        finished: Keeps the shards and their records.
+        progress: Counts bytes, shards and records; None for no display.
+        scratch: Holds files of a remote source while they are read.
+        local: Local folder for shards until they are stored.
+        num_workers: Threads or processes; 0 for as many as cores, memory and work allow.
+    """
     if not tasks:
         return
     num_bytes = sum(task.num_bytes for task in tasks)
+    # The last segment of a task ends with its last record.
     num_rows = sum(task.segments[-1].records.stop for task in tasks)
-    num_workers = min(choose_workers(num_workers, num_bytes, num_rows), len(tasks))
+    num_workers = choose_workers(num_workers, num_bytes, num_rows)
+    num_workers = min(num_workers, len(tasks))
     pool: contextlib.AbstractContextManager[concurrent.futures.Executor]
     if num_workers <= _count_useful_threads(num_bytes, num_rows):
         pool = concurrent.futures.ThreadPoolExecutor(num_workers, 'write', use_one_thread)
@@ -75,16 +85,20 @@ def write_with_workers(
     staging_dir = finished.folder.staging(local)
     with locks.temporary_folder(staging_dir, 'staging-') as staging, pool as executor:
         run = _LocalRun(executor, finished, progress, scratch, staging, num_workers)
-        yield from run.results(tasks)
+        yield from run.write(tasks)
 
 
 def choose_workers(num_workers: int, num_bytes: int, num_rows: int = 0) -> int:
-    """Returns the number of workers: as requested or, for 0, as cores, memory and work allow."""
+    """Returns the number of workers: as requested or, for 0, as cores, memory and work allow.
+
+    The work is that of writing `num_rows` records with `num_bytes` bytes together.
+    """
     if count := workers.requested_workers(num_workers):
         return count
     seconds = num_bytes * _SECONDS_PER_BYTE + num_rows * _SECONDS_PER_RECORD
     useful_processes = 1 + int(seconds / _SECONDS_WORTH_A_PROCESS)
-    useful_workers = max(useful_processes, _count_useful_threads(num_bytes, num_rows))
+    useful_threads = _count_useful_threads(num_bytes, num_rows)
+    useful_workers = max(useful_processes, useful_threads)
     return min(machine.usable_cpus(), useful_workers, fitting_workers(num_rows))
 
 
@@ -113,15 +127,16 @@ class _LocalRun:
         self._stored: queue.SimpleQueue = queue.SimpleQueue()
         self._stop = threading.Event()
 
-    def results(self, tasks: Sequence[ShardTask]) -> Iterator[Outcome]:
+    def write(self, tasks: Sequence[ShardTask]) -> Iterator[Outcome]:
         """Yields each task with its result when its shard is stored; ends all threads."""
-        groups = [list(group) for _, group in itertools.groupby(tasks, lambda task: task.group)]
+        groups = group_tasks(tasks)
         storers = concurrent.futures.ThreadPoolExecutor(_STORED_AT_ONCE, 'store')
         readers = concurrent.futures.ThreadPoolExecutor(_GROUPS_AT_ONCE, 'group')
         with storers, readers:
             try:
                 for group in groups:
                     readers.submit(self._write_group, group, storers)
+                # One result for each task, or the first error of a thread.
                 for _ in tasks:
                     outcome = self._stored.get()
                     if isinstance(outcome, BaseException):
@@ -143,6 +158,7 @@ class _LocalRun:
                 for task in tasks:
                     # A reader may wait for room in `staging`, the workers should not.
                     self._shards_in_work.acquire()
+                    # Only now, because after an error the room is that of shards given up.
                     if self._stop.is_set():
                         return
                     local = os.path.join(self.staging, uuid.uuid4().hex)
@@ -155,13 +171,20 @@ class _LocalRun:
 
     @contextlib.contextmanager
     def _hold_files(self, tasks: Sequence[ShardTask]) -> Iterator[dict[StoredFile, str]]:
-        """Local paths of all files that these tasks read, after a check of their contents."""
-        files = list(dict.fromkeys(segment.file for task in tasks for segment in task.segments))
+        """Yields local paths of all files that these tasks read, after a check of their contents.
+
+        Of files of which only heads are read, these are the paths of the heads.
+        """
         if tasks[0].reads_heads:
             with self.scratch.make_folder() as folder:
-                yield self._fetch_heads(files, tasks, folder)
+                yield self._fetch_heads(tasks, folder)
             return
-        with self.scratch.hold_all(files, on_bytes=self._count_fetched) as paths:
+        # Each file once, in the order in which the shards need them.
+        files = dict[StoredFile, None]()
+        for task in tasks:
+            for segment in task.segments:
+                files[segment.file] = None
+        with self.scratch.hold_all(list(files), on_bytes=self._count_fetched) as paths:
             # Before the first shard: a damaged file must not get into records.
             for file, path in zip(files, paths, strict=True):
                 formats.format_of(file).check_contents(
@@ -173,50 +196,54 @@ class _LocalRun:
                 )
             yield dict(zip(files, paths, strict=True))
 
-    def _fetch_heads(
-        self, files: Sequence[StoredFile], tasks: Sequence[ShardTask], folder: str
-    ) -> dict[StoredFile, str]:
+    def _fetch_heads(self, tasks: Sequence[ShardTask], folder: str) -> dict[StoredFile, str]:
         """Fetches the heads of files, with the crops that tasks read, into an empty folder."""
-        segments_by_file: dict[StoredFile, list[ShardSegment]] = {file: [] for file in files}
-        for segment in itertools.chain.from_iterable(task.segments for task in tasks):
-            segments_by_file[segment.file].append(segment)
+        sampled_rows = dict[StoredFile, list[np.ndarray]]()
+        for task in tasks:
+            for segment in task.segments:
+                assert segment.sampled_rows is not None  # as of all segments of such tasks
+                sampled_rows.setdefault(segment.file, []).append(segment.sampled_rows)
 
         def fetch_head_and_crops(file: StoredFile) -> str:
             """Returns the path of a head with the middle crops that its statistics need."""
             self._check_not_stopped(0)
             head = formats.format_of(file).fetch_head(file, folder, check_crc=tasks[0].check_crc)
-            rows = [np.empty(0, np.int64)]
-            for segment in segments_by_file[file]:
-                assert segment.sampled_rows is not None  # as of all segments of such tasks
-                rows.append(segment.sampled_rows)
             opened = formats.open_file(file, head, tasks[0].latents_from)
             # Made here for its errors alone: it refuses files whose rows cannot be read in place.
             make_column_file(file, opened)
-            opened.fetch_crops(file, np.concatenate(rows), schema.middle_crop(opened.shape[0]))
+            rows = np.concatenate(sampled_rows[file])
+            opened.fetch_crops(file, rows, schema.middle_crop(opened.shape[0]))
             return head
 
         with concurrent.futures.ThreadPoolExecutor(_HEADS_AT_ONCE, 'head') as threads:
-            return dict(zip(files, threads.map(fetch_head_and_crops, files), strict=True))
+            heads = threads.map(fetch_head_and_crops, sampled_rows)
+            return dict(zip(sampled_rows, heads, strict=True))
 
     def _store(self, task: ShardTask, future: concurrent.futures.Future, local: str) -> None:
+        """Stores a shard when it is written, and passes its result on; runs in a storing thread."""
         try:
             result = future.result()
             # After an error the run should end soon, and uploads take long.
             if not self._stop.is_set():
                 self.finished.save(task, local, result)
                 if self.progress:
-                    dropped = result.statistics.non_finite
-                    counts = {'shards': 1, 'records': result.num_records, 'dropped': dropped}
-                    self.progress.add(result.num_bytes, **counts)
+                    self.progress.add(
+                        result.num_bytes,
+                        shards=1,
+                        records=result.num_records,
+                        dropped=result.statistics.non_finite,
+                    )
                 self._stored.put((task, result))
         except BaseException as error:
             self._fail(error)
         finally:
+            # Also after an error, which may have come before the file.
             with contextlib.suppress(FileNotFoundError):
                 os.remove(local)
             self._shards_in_work.release()
 
     def _count_fetched(self, num_bytes: int) -> None:
+        """Counts bytes of a download, or ends it if it is no longer needed."""
         self._check_not_stopped(num_bytes)
         if self.progress:
             self.progress.add(0, **{'bytes fetched': num_bytes})

@@ -81,11 +81,15 @@ def make_plan(
     # Of this build alone: another one of the same source must not remove what is read here.
     with locks.temporary_folder(cache_dir, 'heads-') as heads:
         source_contents = examine_source(source, settings, heads)
-        source, latents = source_contents.folder, source_contents.latents
+        # With the captions that the settings name.
+        source = source_contents.folder
+        latents = source_contents.latents
+        # Again, now that the rows are known.
         check_build_memory(latents.num_rows, settings.num_workers)
         contents = join_contents(source_contents, settings, scratch, cache_dir)
     _warn_of_missing_checksums(settings, latents)
-    rows, files = format_count(latents.num_rows, 'row'), format_count(len(latents.files), 'file')
+    rows = format_count(latents.num_rows, 'row')
+    files = format_count(len(latents.files), 'file')
     logging.info('%s in %s', rows, files)
 
     caption_bytes = contents.sizes_by_row(contents.captions)
@@ -104,20 +108,23 @@ def make_plan(
         limit=limit,
     )
     tasks = plan_tasks(records)
-    if not any(task.split == schema.TRAIN for task in tasks):
+    splits = {task.split for task in tasks}
+    if schema.TRAIN not in splits:
         raise ValueError(f'{source.root}: no record is left for the train split.')
+    # With a limit, the numbers of records say nothing about the fraction.
     if limit is None:
         _warn_of_few_validation_records(settings, tasks)
 
     fingerprint = _make_source_fingerprint(latents, contents)
     recorded = _record_settings(settings, contents, limit)
-    digests = [fingerprint, recorded, *(task.fingerprint for task in tasks)]
+    origin: list[Any] = [fingerprint, recorded]
+    origin += [task.fingerprint for task in tasks]
     # What the source alone decides is part of the ID; the recorded settings have the rest.
     if vae != settings.vae:
-        digests.append(vae)
+        origin.append(vae)
     if records.moments != settings.moments:
-        digests.append(records.moments)
-    build = json_digest.sha256(digests)[:8]
+        origin.append(records.moments)
+    build = json_digest.sha256(origin)[:8]
     return BuildPlan(
         tasks=tuple(_name_by_build(task, build) for task in tasks),
         num_bytes=sum(task.num_bytes for task in tasks),
@@ -135,6 +142,7 @@ def make_plan(
 
 
 def _warn_of_missing_checksums(settings: BuildSettings, latents: SourceLatents) -> None:
+    """Logs why damage to the latents may go unnoticed, if it may."""
     if not settings.check_crc:
         logging.warning('check_crc is false: contents of .pt files are not compared with CRC-32s.')
     if not formats.has_checksums(latents.files[0]):
@@ -147,7 +155,10 @@ def _warn_of_missing_checksums(settings: BuildSettings, latents: SourceLatents) 
 def _find_drops(
     latents: SourceLatents, caption_bytes: np.ndarray, contents: JoinedContents
 ) -> dict[str, np.ndarray]:
-    """Bool `(n,)` for each reason to drop a row; at most one of them is true."""
+    """Returns, for each reason to drop a row, which rows have it, bool `(n,)`.
+
+    A row has at most one reason.
+    """
     # No caption is looked up for a row that repeats a key, which would also count as `NO_ROW`.
     reasons = {
         schema.DUPLICATE_KEY: latents.duplicate,
@@ -175,14 +186,16 @@ def _count_drops(
     for reason, mask in reasons.items():
         rows = np.flatnonzero(mask)
         files = []
+        # The two rows of a key may lie in different files, so that a message names both.
         if reason == schema.DUPLICATE_KEY and len(rows):
             files = latents.files_of_key(rows[0])
-        keys = latents.keys[rows[: DropCounts.MAX_EXAMPLES]]
-        dropped.add(reason, len(rows), keys, ' and '.join(files))
+        first_rows = rows[: DropCounts.MAX_EXAMPLES]
+        dropped.add(reason, len(rows), latents.keys[first_rows], ' and '.join(files))
     # Such files are left out as a whole, and their rows have no place among the others.
     if latents.disagreeing_files:
-        file, keys = latents.disagreeing_files[0], latents.disagreeing
-        dropped.add(schema.ROWS_DISAGREE, len(keys), keys, file)
+        first_file = latents.disagreeing_files[0]
+        keys = latents.disagreeing
+        dropped.add(schema.ROWS_DISAGREE, len(keys), keys, first_file)
     # Captions that lie with latents have the rows of those, which are counted above.
     if not latents.texts.captions:
         facts = contents.captions.facts
@@ -204,8 +217,9 @@ def _check_captions_are_good(dropped: DropCounts, captions_path: str) -> None:
     }
     for reason, problem in problems.items():
         if dropped.counts[reason]:
+            first_key = dropped.examples[reason][0]
             raise ValueError(
-                f'{captions_path}: the caption of key {dropped.examples[reason][0]} {problem}. '
+                f'{captions_path}: the caption of key {first_key} {problem}. '
                 'Repair it, or set bad_data to "drop".'
             )
 
@@ -214,8 +228,10 @@ def _find_moments(
     source: source_folder.SourceFolder, settings: BuildSettings, latents: SourceLatents
 ) -> str:
     """Returns one of `schema.MOMENTS`, or '' for latents that are no moments."""
-    encoded = schema.DEVIATION if source.encoding.get(schema.META_MOMENTS) else ''
-    moments = settings.moments or latents.moments or encoded
+    moments = settings.moments or latents.moments
+    # What `encode_images` writes as moments are means and standard deviations.
+    if not moments and source.encoding.get(schema.META_MOMENTS):
+        moments = schema.DEVIATION
     channels = latents.shape[1]
     if moments and channels % 2:
         raise ValueError(
@@ -226,10 +242,13 @@ def _find_moments(
 
 
 def _warn_of_few_validation_records(settings: BuildSettings, tasks: Sequence[ShardTask]) -> None:
+    """Logs that a validation split is too small, with a fraction that would do."""
     num_records = collections.Counter[str]()
     for task in tasks:
+        # The last segment of a task ends with its last record.
         num_records[task.split] += task.segments[-1].records.stop
     usual_fraction = choose_validation_fraction(num_records.total())
+    # A fraction of 0 is no mistake: somebody wants no validation split.
     if 0 < settings.validation_fraction < usual_fraction:
         logging.warning(
             '%d of %d records are for validation, too few to judge a model by. Set '
@@ -245,10 +264,11 @@ def _make_source_fingerprint(latents: SourceLatents, contents: JoinedContents) -
 
     It has names and contents, but no folder: the same files elsewhere give the same data set.
     """
-    files = []
+    origin = []
     for file, version in zip(latents.files, latents.versions, strict=True):
-        files.append(f'{file.name} {version}')
-    return json_digest.sha256([*files, *contents.digests])
+        origin.append(f'{file.name} {version}')
+    origin += contents.digests
+    return json_digest.sha256(origin)
 
 
 def _record_settings(

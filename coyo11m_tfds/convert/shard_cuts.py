@@ -49,10 +49,11 @@ class RecordPlan:
 
     def measure_records(self) -> np.ndarray:
         """Returns the size of the whole record of each row in bytes, int64 `(n,)`, within 1%."""
-        text_nbytes = 0
+        nbytes = self.latents_nbytes + _RECORD_OVERHEAD
         if text := self.contents.text:
-            text_nbytes = text.dim * np.dtype(schema.TEXT_DTYPES[text.feature]).itemsize
-        return self.caption_bytes + (self.latents_nbytes + text_nbytes + _RECORD_OVERHEAD)
+            dtype = np.dtype(schema.TEXT_DTYPES[text.feature])
+            nbytes += text.dim * dtype.itemsize
+        return self.caption_bytes + nbytes
 
     def find_rows(self) -> dict[str, np.ndarray]:
         """Returns the kept rows of each split, int64, ascending."""
@@ -70,12 +71,14 @@ def plan_tasks(plan: RecordPlan) -> tuple[ShardTask, ...]:
 
     Shards are cut by the sizes of whole records also in place, so that both kinds have the same.
     """
-    latents, shard_bytes = plan.latents, plan.settings.shard_bytes
+    latents = plan.latents
+    shard_bytes = plan.settings.shard_bytes
     record_bytes = plan.measure_records()
     rows_by_split = plan.find_rows()
     sample: np.ndarray | None = None
     if plan.settings.reads_heads:
-        num_files = int(np.count_nonzero(np.diff(latents.starts)))
+        rows_by_file = np.diff(latents.starts)
+        num_files = int(np.count_nonzero(rows_by_file))
         sample = sample_rows(rows_by_split[schema.TRAIN], num_files)
     # Of both splits together, so that shards of train and validation share the fetched files.
     file_bytes = _weigh_files(latents, rows_by_split.values(), record_bytes)
@@ -85,8 +88,10 @@ def plan_tasks(plan: RecordPlan) -> tuple[ShardTask, ...]:
     for split, rows in rows_by_split.items():
         shards = list(_cut_shards(rows, record_bytes[rows], latents.starts, groups, shard_bytes))
         for index, (group, shard_rows) in enumerate(shards):
+            # All shards of the split are cut before, because each name has their number.
             name = schema.shard_filename(split, index, len(shards))
             tasks.append(make_task(split, index, name, group, shard_rows))
+    # Above, those of one split were neighbours.
     tasks.sort(key=lambda task: (task.group, task.split, task.index))
     return tuple(tasks)
 
@@ -97,7 +102,8 @@ def sample_rows(rows: np.ndarray, num_files: int) -> np.ndarray:
     There is one or more for each of so many files of equal length.
     """
     count = min(max(_SAMPLED_ROWS, num_files), len(rows))
-    return rows[np.arange(count) * len(rows) // max(1, count)]
+    places = np.arange(count) * len(rows) // max(1, count)
+    return rows[places]
 
 
 class _TaskMaker:
@@ -126,11 +132,16 @@ class _TaskMaker:
         self, split: str, index: int, name: str, group: int, rows: np.ndarray
     ) -> ShardTask:
         """Returns the task of a shard with these rows, numbered over all files and ascending."""
-        plan, settings, latents = self._plan, self._plan.settings, self._plan.latents
-        segments, inputs = _make_segments(rows, latents, plan.contents, self._sample)
+        plan = self._plan
+        settings = plan.settings
+        segments, inputs = _make_segments(rows, plan.latents, plan.contents, self._sample)
         num_bytes = int(self._record_bytes[rows].sum())
         if settings.in_place:
             num_bytes -= plan.latents_nbytes * len(rows)
+        channels = plan.latents.shape[1]
+        # Half of them are the standard deviations of the others.
+        if plan.moments:
+            channels //= 2
         return ShardTask(
             split=split,
             index=index,
@@ -143,7 +154,7 @@ class _TaskMaker:
             check_crc=settings.check_crc,
             num_bytes=num_bytes,
             in_place=settings.in_place,
-            channels=latents.shape[1] // 2 if plan.moments else latents.shape[1],
+            channels=channels,
             moments=plan.moments,
             latent_scale=plan.latent_scale,
             latents_from=schema.parse_latents_from(settings.latents_from, settings.key_column),
@@ -158,15 +169,16 @@ class _TaskMaker:
         So a resumed build of other files or settings writes the shard again, and keeps those that
         stay the same.
         """
-        digests = []
+        origin = [self._common_digest, name]
         for segment in segments:
-            digests.append(self._versions[segment.file])
-            digests.append(array_sha256(inputs.rows[segment.records]))
+            origin.append(self._versions[segment.file])
+            origin.append(array_sha256(inputs.rows[segment.records]))
+        # Here the results of the shards name the files.
         if self._plan.settings.in_place:
             for segment in segments:
-                digests.append(storage.make_absolute(segment.file.path))
-                digests.append(segment.file.version)
-        return json_digest.sha256([self._common_digest, name, *digests])
+                origin.append(storage.make_absolute(segment.file.path))
+                origin.append(segment.file.version)
+        return json_digest.sha256(origin)
 
 
 def _weigh_files(
@@ -176,35 +188,44 @@ def _weigh_files(
     kept_bytes = np.zeros(len(record_bytes), np.int64)
     for rows in rows_of_splits:
         kept_bytes[rows] = record_bytes[rows]
-    bytes_before = np.concatenate([[0], np.cumsum(kept_bytes)])
-    bytes_of_file = np.diff(bytes_before[latents.starts])
-    min_bytes = [int(_LEAST_SHARE_OF_FILE * file.size) for file in latents.files]
+    bytes_before_row = np.concatenate([[0], np.cumsum(kept_bytes)])
+    bytes_of_file = np.diff(bytes_before_row[latents.starts])
+    least_bytes = [int(_LEAST_SHARE_OF_FILE * file.size) for file in latents.files]
+    weights = np.maximum(bytes_of_file, least_bytes)
     # A file of which no row is kept is not fetched.
-    return np.where(bytes_of_file > 0, np.maximum(bytes_of_file, min_bytes), 0)
+    weights[bytes_of_file == 0] = 0
+    return weights
 
 
 def group_files(file_bytes: np.ndarray, shard_bytes: int) -> list[range]:
     """Groups consecutive files: one of more than `shard_bytes` alone, or several small files.
 
+    Returns the numbers of the files of each group; together these are all files, in order.
+
     Args:
         file_bytes: The bytes that each file counts for, int64 `(files,)`.
         shard_bytes: The bytes of a shard.
     """
-    groups: list[range] = []
+    firsts: list[int] = []
     is_large = file_bytes > shard_bytes
-    for large, run in itertools.groupby(range(len(file_bytes)), is_large.__getitem__):
+    for are_large, run in itertools.groupby(range(len(file_bytes)), is_large.__getitem__):
         files = list(run)
-        firsts = files if large else _divide_small_files(files, file_bytes, shard_bytes)
-        ends = [*firsts[1:], files[-1] + 1]
-        groups += map(range, firsts, ends)
-    return groups
+        if are_large:
+            firsts += files
+        else:
+            firsts += _divide_small_files(files, file_bytes, shard_bytes)
+    # Each group ends where the next begins, and the last with the last file.
+    ends = firsts[1:]
+    ends.append(len(file_bytes))
+    return list(map(range, firsts, ends))
 
 
 def _divide_small_files(
     files: Sequence[int], file_bytes: np.ndarray, shard_bytes: int
 ) -> list[int]:
     """Returns the first file of each group of consecutive small files."""
-    firsts, total = [files[0]], 0
+    firsts = [files[0]]
+    total = 0
     for file in files:
         num_bytes = int(file_bytes[file])
         # Half of a shard is enough for a group of its own, if the next file would be too much.
@@ -232,13 +253,17 @@ def _cut_shards(
     # `rows` are some of all rows, ascending: where the rows of each file begin among them.
     borders = np.searchsorted(rows, file_starts)
     for number, files in enumerate(groups):
-        start, end = int(borders[files.start]), int(borders[files.stop])
+        start = int(borders[files.start])
+        end = int(borders[files.stop])
+        # A group may have rows in one split alone.
         if start == end:
             continue
         num_shards = 1
         if len(files) == 1:
             num_bytes = int(row_bytes[start:end].sum())
-            num_shards = min(-(-num_bytes // shard_bytes), end - start)
+            num_shards = -(-num_bytes // shard_bytes)  # rounded up
+            # A record of more than `shard_bytes` is a shard of its own.
+            num_shards = min(num_shards, end - start)
         for shard_rows in np.array_split(rows[start:end], num_shards):
             yield number, shard_rows
 
@@ -249,24 +274,30 @@ def _make_segments(
     contents: JoinedContents,
     sample: np.ndarray | None,
 ) -> tuple[tuple[ShardSegment, ...], JoinedInputs]:
-    """Divides rows that are numbered over all files by file."""
+    """Divides rows, which are numbered over all files, by file; returns segments and inputs.
+
+    `sample` are the rows whose latents are read, int64, ascending; None stands for all.
+    """
     files = np.searchsorted(latents.starts, rows, side='right') - 1
+    rows_in_files = rows - latents.starts[files]
     inputs = JoinedInputs(
-        rows=(rows - latents.starts[files]).astype(np.int32),
+        rows=rows_in_files.astype(np.int32),
         keys=latents.keys[rows],
         places=contents.places[rows],
         captions=contents.captions.folder,
         texts=contents.texts.folder if contents.texts else '',
     )
-    starts = [0, *(np.flatnonzero(np.diff(files)) + 1).tolist(), len(rows)]
     segments = []
-    for start, end in itertools.pairwise(starts):
-        file = files[start]
-        records = slice(start, end)
+    start = 0
+    # The rows are ascending, so that those of a file are neighbours.
+    for file, count in zip(*np.unique(files, return_counts=True), strict=True):
+        records = slice(start, start + int(count))
         sampled_rows = None
         if sample is not None:
-            sampled_rows = inputs.rows[records][np.isin(rows[records], sample)].astype(np.int64)
+            is_sampled = np.isin(rows[records], sample)
+            sampled_rows = rows_in_files[records][is_sampled]
         segments.append(
             ShardSegment(latents.files[file], latents.digests[file], records, sampled_rows)
         )
+        start = records.stop
     return tuple(segments), inputs

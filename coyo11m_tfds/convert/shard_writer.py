@@ -34,7 +34,14 @@ Features = dict[str, np.ndarray | Sequence[bytes]]
 
 
 def write_shard(task: ShardTask, latents_paths: Sequence[str], path: str) -> ShardResult:
-    """Writes the shard's file to a local path, from a local path of each segment's file."""
+    """Writes the shard's file to a local path, from a local path of each segment's file.
+
+    Raises:
+        RuntimeError: If another version of the package has planned the task.
+        ValueError: For a source that has changed, and for latents that are not finite if the task
+            does not drop such records.
+        OSError: If the shard cannot be written; it names the file.
+    """
     # A worker on another machine may have another version, and shards would differ in silence.
     if task.writer != THIS_WRITER:
         raise RuntimeError(
@@ -42,6 +49,7 @@ def write_shard(task: ShardTask, latents_paths: Sequence[str], path: str) -> Sha
             'Install the same version on all workers, then start the build again.'
         )
     source = _SourceReader(task)
+    # The errors of a full disk do not name the file.
     with naming(path), open(path, 'wb') as file, records.RecordWriter(file) as writer:
         for segment, latents_path in zip(task.segments, latents_paths, strict=True):
             for features in source.read_segment(segment, latents_path):
@@ -56,10 +64,7 @@ def write_shard(task: ShardTask, latents_paths: Sequence[str], path: str) -> Sha
         statistics=source.statistics,
         writer=THIS_WRITER,
         read=tuple(source.read),
-        sources=tuple(
-            (file, np.concatenate([np.empty((0, 2), '<u4'), *places]))
-            for file, places in source.sources
-        ),
+        sources=source.list_places(),
     )
 
 
@@ -74,33 +79,53 @@ class _SourceReader:
     """Reads the source of a task, and adds up statistics, digests and places of its rows."""
 
     def __init__(self, task: ShardTask):
-        self._task, self._inputs = task, task.inputs.open()
-        text = task.text
-        self._text = text.feature if text else ''
-        self.statistics = ShardStatistics(
-            text.dim if text and self._text == schema.TEXT_EMBEDDING else 0,
-            task.channels,
-        )
-        self.sources: list[tuple[columns.InPlaceFile, list[np.ndarray]]] = []
+        self._task = task
+        self._inputs = task.inputs.open()
+        self._text = ''
+        text_dim = 0
+        if task.text:
+            self._text = task.text.feature
+            # Tokens are ids, of which no statistics are kept.
+            if self._text == schema.TEXT_EMBEDDING:
+                text_dim = task.text.dim
+        self.statistics = ShardStatistics(text_dim, task.channels)
         self.read: list[str] = []  # digests of files
+        # Of latents in place: each file with the places of its records, window by window.
+        self._places: list[tuple[columns.InPlaceFile, list[np.ndarray]]] = []
+
+    def list_places(self) -> tuple[tuple[columns.InPlaceFile, np.ndarray], ...]:
+        """Returns the `sources` of a `ShardResult`; none if the latents are in the records."""
+        sources = []
+        for file, windows in self._places:
+            places = np.empty((0, 2), '<u4')
+            # All records of a file may have been dropped.
+            if windows:
+                places = np.concatenate(windows)
+            sources.append((file, places))
+        return tuple(sources)
 
     def read_segment(self, segment: ShardSegment, latents_path: str) -> Iterator[Features]:
         """Yields the good records of one file in windows, each of which may overwrite the last."""
         file = formats.open_file(segment.file, latents_path, self._task.latents_from)
-        rows, keys = self._inputs.rows[segment.records], self._inputs.keys[segment.records]
+        rows = self._inputs.rows[segment.records]
+        keys = self._inputs.keys[segment.records]
+        # Before a row is read: it may be that of another sample now.
         if file.digest != segment.digest or not np.array_equal(file.keys[rows], keys):
             raise _changed_source(segment.file)
         self.read.append(file.digest)
         if self._task.in_place:
-            self.sources.append((make_column_file(segment.file, file), []))
+            self._places.append((make_column_file(segment.file, file), []))
         is_read = np.ones(len(rows), bool)
         if segment.sampled_rows is not None:
             is_read = np.isin(rows, segment.sampled_rows)
-        first, stop = segment.records.start, segment.records.stop
-        step = max(1, min(ROWS_AT_ONCE, _BYTES_AT_ONCE // file.row_nbytes))
-        for start in range(first, stop, step):
-            window = slice(start, min(start + step, stop))
-            yield self._read_rows(file, window, is_read[window.start - first : window.stop - first])
+        step = min(ROWS_AT_ONCE, _BYTES_AT_ONCE // file.row_nbytes)
+        # One row may have more bytes.
+        step = max(1, step)
+        for start in range(0, len(rows), step):
+            stop = min(start + step, len(rows))
+            # The inputs are those of the whole shard, numbered from its first record.
+            window = slice(segment.records.start + start, segment.records.start + stop)
+            yield self._read_rows(file, window, is_read[start:stop])
         # The heads were checked above: a local file that was written since then may have other
         # rows. A remote one was copied before, so it cannot change meanwhile.
         if not segment.file.is_unchanged():
@@ -113,7 +138,8 @@ class _SourceReader:
 
         Those that are not read count as good. Of a head, the middle crops are read.
         """
-        keys, rows = self._inputs.keys[window], self._inputs.rows[window]
+        keys = self._inputs.keys[window]
+        rows = self._inputs.rows[window]
         captions: Sequence[bytes] = self._inputs.captions[window]
         text = self._read_text(file, window)
         raw, stored = file.latents(rows[is_read])
@@ -132,10 +158,14 @@ class _SourceReader:
             if not self._task.drop_bad:
                 self._raise_non_finite(file.path, keys[good.argmin()])
             self.statistics.add_non_finite(keys[~good])
+            # `raw`, `latents` and `sums` have only the rows that were read.
             good_read = good[is_read]
-            raw, latents = raw[good_read], latents[good_read]
-            sums = ChannelSums(*(x[good_read] for x in sums))
-            keys, rows, is_read = keys[good], rows[good], is_read[good]
+            raw = raw[good_read]
+            latents = latents[good_read]
+            sums = ChannelSums(sums.sums[good_read], sums.squares[good_read])
+            keys = keys[good]
+            rows = rows[good]
+            is_read = is_read[good]
             captions = list(compress(captions, good))
             if text is not None:
                 text = text[good]
@@ -155,7 +185,8 @@ class _SourceReader:
             if not self._task.reads_heads:
                 checksums = column_file.row_checksums(raw)
             places = np.stack([file.row_numbers(rows), checksums], axis=1)
-            self.sources[-1][1].append(places.astype('<u4'))
+            _, windows = self._places[-1]
+            windows.append(places.astype('<u4'))
         else:
             features[schema.LATENTS] = raw
         if text is not None:
@@ -163,16 +194,21 @@ class _SourceReader:
         return features
 
     def _read_text(self, file: latent_file.LatentFile, window: slice) -> np.ndarray | None:
+        """Returns embeddings, float16 `(n, dim)`, or tokens, int32 `(n, T)`; None without text."""
         if not self._task.text:
             return None
         if self._inputs.text is not None:
             return self._inputs.text[window]
+        embeddings = file.embeddings(self._inputs.rows[window])
         # What float16 cannot hold becomes inf, and the record counts as not finite.
         with np.errstate(over='ignore'):
-            return file.embeddings(self._inputs.rows[window]).astype(np.float16)
+            return embeddings.astype(np.float16)
 
     def _raise_non_finite(self, path: str, key: int) -> None:
-        text = f' (or its {schema.PT_EMBEDDINGS})' if self._task.text else ''
+        """Raises the ValueError for a row of a file whose numbers are not finite."""
+        text = ''
+        if self._task.text:
+            text = f' (or its {schema.PT_EMBEDDINGS})'
         raise ValueError(
             f'{path}: {schema.PT_LATENTS} of key {key}{text} are not finite, or too large to be. '
             'Remove the sample or make it again, or set bad_data to "drop" in the config.'

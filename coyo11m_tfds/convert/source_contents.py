@@ -36,7 +36,7 @@ def examine_source(
     folder: str,
     files: Sequence[StoredFile] | None = None,
 ) -> SourceContents:
-    """Checks the schemas of captions and the heads of latents.
+    """Checks the schemas of captions and the heads of latents; returns what they say.
 
     Args:
         source: The folder of the source.
@@ -47,7 +47,9 @@ def examine_source(
     Raises:
         ValueError: For all faults of the files together.
     """
-    faults, sidecar_files = Faults(), list[StoredFile]()
+    # Each of the three steps goes on after the faults of those before it.
+    faults = Faults()
+    sidecar_files = list[StoredFile]()
     with faults.collect():
         sidecar_files = _find_sidecar_files(settings)
     with faults.collect():
@@ -57,7 +59,8 @@ def examine_source(
         )
         # Captions in files of latents may have another column than the settings name.
         if tables.files and sidecar_files and sidecar_files[0].local_path:
-            header = SidecarHeader(**sidecar.describe_values(sidecar_files[0].path)['header'])
+            values = sidecar.describe_values(sidecar_files[0].path)
+            header = SidecarHeader(**values['header'])
             check_sidecar(settings, header, tables.caption_column, source.captions_path, None)
     with faults.collect():
         # A source has its captions in one place: in Parquet files, or with the latents.

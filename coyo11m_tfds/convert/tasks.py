@@ -6,8 +6,10 @@ A worker on another machine reads `PackedInputs`, a copy of the `JoinedInputs` t
 import dataclasses
 import functools
 import io
+import itertools
 import os
 import threading
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -50,8 +52,11 @@ class JoinedInputs:
     texts: str = ''  # folder of the `KeyedValues` of `sidecar.join_values`; '' without one
 
     def open(self) -> OpenInputs:
+        """Returns all inputs, with captions and texts read from their files."""
         captions = _open_values(self.captions).read(self.places)
-        text = _open_values(self.texts).read_array(self.places) if self.texts else None
+        text = None
+        if self.texts:
+            text = _open_values(self.texts).read_array(self.places)
         return OpenInputs(self.rows, self.keys, captions, text)
 
     def pack(self) -> bytes:
@@ -77,21 +82,24 @@ class PackedInputs:
     path: str
 
     def open(self) -> OpenInputs:
-        """Reads all inputs, some MB; raises an OSError if they arrive damaged at every attempt."""
+        """Returns all inputs, some MB; OSError if they arrive damaged at every attempt."""
         packed = storage.describe_file(self.path).read()
         # Zip archives carry a checksum of each array, so damage is an error and not a caption.
         with np.load(io.BytesIO(packed)) as arrays:
-            ends = np.cumsum(arrays['lengths'])
-            bounds = zip((ends - arrays['lengths']).tolist(), ends.tolist(), strict=True)
-            data = arrays['captions'].tobytes()
-            captions = [data[start:end] for start, end in bounds]
+            all_captions = arrays['captions'].tobytes()
+            captions = []
+            start = 0
+            for length in arrays['lengths'].tolist():
+                captions.append(all_captions[start : start + length])
+                start += length
             return OpenInputs(arrays['rows'], arrays['keys'], captions, arrays.get('text'))
 
 
 def _open_values(folder: str) -> KeyedValues:
-    # The time tells a folder from a later one of the same name, such as of another test. Arrow does
-    # not promise that several threads may use a reader of Parquet files at once.
-    return _open_values_once(folder, os.stat(folder).st_mtime_ns, threading.get_ident())
+    # The time tells a folder from a later one of the same name, such as of another test.
+    mtime_ns = os.stat(folder).st_mtime_ns
+    # Arrow does not promise that several threads may use a reader of Parquet files at once.
+    return _open_values_once(folder, mtime_ns, threading.get_ident())
 
 
 # For captions and texts, in each of two threads. To open a file of 11 million rows takes 40 ms, a
@@ -116,6 +124,8 @@ class ShardSegment:
 
 @dataclasses.dataclass(frozen=True)
 class ShardTask:
+    """What a worker needs to write one shard."""
+
     split: str
     index: int
     filename: str
@@ -142,10 +152,19 @@ class ShardTask:
     @property
     def source(self) -> str:
         """Names the file or files of the task in messages."""
-        first = self.segments[0].file.path
+        first_path = self.segments[0].file.path
         if len(self.segments) == 1:
-            return first
-        return f'{first} to {self.segments[-1].file.name} ({len(self.segments)} files)'
+            return first_path
+        last_file = self.segments[-1].file
+        return f'{first_path} to {last_file.name} ({len(self.segments)} files)'
+
+
+def group_tasks(tasks: Iterable[ShardTask]) -> list[list[ShardTask]]:
+    """Returns the tasks of each group, in their order; those of one group must be neighbours."""
+    groups = []
+    for _, group in itertools.groupby(tasks, lambda task: task.group):
+        groups.append(list(group))
+    return groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,24 +186,23 @@ class ShardResult:
 
     def to_json(self) -> dict:
         """Returns the result as JSON values, without a loss."""
-        return vars(self) | {
-            'statistics': self.statistics.to_json(),
-            'sources': [(dataclasses.asdict(file), rows.tolist()) for file, rows in self.sources],
-        }
+        sources = [(dataclasses.asdict(file), rows.tolist()) for file, rows in self.sources]
+        return vars(self) | {'statistics': self.statistics.to_json(), 'sources': sources}
 
     @classmethod
     def from_json(cls, fields: dict) -> 'ShardResult':
         """The inverse of `to_json`; raises a KeyError, TypeError or ValueError for other values."""
+        sources = []
+        for file_fields, rows in fields['sources']:
+            # JSON has a list here, which no key of a dict can hold; files become such keys.
+            starts = tuple(file_fields['starts'])
+            file = InPlaceFile(**file_fields | {'starts': starts})
+            # Of a file without rows, the list does not tell how many columns there are.
+            sources.append((file, np.array(rows, '<u4').reshape(-1, 2)))
         objects = {
             'statistics': ShardStatistics.from_json(fields['statistics']),
             'read': tuple(fields['read']),
-            'sources': tuple(
-                (
-                    InPlaceFile(**file | {'starts': tuple(file['starts'])}),
-                    np.array(rows, '<u4').reshape(-1, 2),
-                )
-                for file, rows in fields['sources']
-            ),
+            'sources': tuple(sources),
         }
         return cls(**fields | objects)
 
@@ -201,9 +219,8 @@ def make_column_file(file: StoredFile, latents: 'LatentFile') -> InPlaceFile:
             "Save them again with .contiguous(), or set latents='records'."
         )
     version = '' if file.local_path else file.version
-    return InPlaceFile(
-        storage.make_absolute(file.path), version, latents.digest, layout.starts, layout.stride
-    )
+    path = storage.make_absolute(file.path)
+    return InPlaceFile(path, version, latents.digest, layout.starts, layout.stride)
 
 
 def check_within_reach(file: StoredFile, final: str) -> None:
