@@ -33,9 +33,11 @@ class Decoders(contextlib.ExitStack):
         self._target = target
         self._num_workers = workers.requested_workers(num_workers) or machine.usable_cpus()
         self._num_threads = self._num_workers + _MORE_READS
-        # Three bytes a pixel, of the largest shape.
-        decoded_bytes = 3 * target.crops * max(map(math.prod, target.shapes))
+        # Of the largest shape: any image may get it.
+        num_pixels = max(map(math.prod, target.shapes))
+        decoded_bytes = 3 * target.crops * num_pixels
         images_ahead = min(_IMAGES_AHEAD, _BYTES_AHEAD // decoded_bytes)
+        # However large they are, each thread reads one.
         self._ahead = max(self._num_threads, images_ahead)
         self._processes = self._open_pool()
         self._lock = threading.Lock()

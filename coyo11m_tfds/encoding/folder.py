@@ -53,11 +53,13 @@ class EncodingFolder:
         stored = self._read_settings()
         if stored is not None:
             path = self._folder.path_of(schema.ENCODING_FILE)
+            stored_options = dict(stored)
+            stored_options.pop(_IMAGES, None)
             # The options first, because they decide about the number of parts.
-            options = {name: value for name, value in stored.items() if name != _IMAGES}
-            _check_same(settings, options, path)
+            _check_same(settings, stored_options, path)
             _check_same(self._settings, stored, path)
         self.read_receipts(own_parts)
+        # Only now: the receipts of a folder without settings may be those of another encoding.
         if stored is None:
             self._write_encoding('')
 
@@ -76,7 +78,8 @@ class EncodingFolder:
         # Somebody's tars of images may have the names of parts, which would replace them.
         names = self._folder.sizes()
         tars = [name for name in names if name.endswith('.tar')]
-        if tars and not any(name.startswith(f'{_RECEIPTS}/') for name in names):
+        has_receipts = any(name.startswith(f'{_RECEIPTS}/') for name in names)
+        if tars and not has_receipts:
             path = self._folder.path_of(min(tars))
             raise ValueError(f'{path}: is not of this command. Choose another folder for out.')
         return None
@@ -86,7 +89,7 @@ class EncodingFolder:
 
         The tars of `own_parts` must have their checksums, those of others at least their sizes.
         """
-        numbers = {f'{number:05}': number for number in range(len(self._parts))}
+        numbers = {_name_part(number): number for number in range(len(self._parts))}
         receipts = self._receipts.read(numbers)
         for name, receipt in receipts.items():
             self._check_origin(numbers[name], receipt, self._receipts.path_of(name))
@@ -147,21 +150,25 @@ class EncodingFolder:
     def store_part(self, number: int, tars: PartTars) -> None:
         """Stores the tars of a part, and then its receipt."""
         states = {}
+        has_sub_folders = len(self._settings['shapes']) > 1
         for shape, path in tars.paths.items():
             # With one shape, the folder itself is the source.
-            sub_folder = shape if len(self._settings['shapes']) > 1 else ''
-            name = os.path.join(sub_folder, f'{number:05}.tar')
-            if self._folder.read(os.path.join(sub_folder, schema.ENCODING_FILE)) is None:
+            sub_folder = shape if has_sub_folders else ''
+            # Before the first tar, which without this file would look like one of images.
+            encoding_name = os.path.join(sub_folder, schema.ENCODING_FILE)
+            if self._folder.read(encoding_name) is None:
                 self._write_encoding(sub_folder)
+            name = os.path.join(sub_folder, f'{_name_part(number)}.tar')
             states[name] = EncodedState(*file_state.compute_state(path))
             self._folder.store(path, name, states[name].crc32c)
         # With other texts, all images of a shape may have become bad.
         if number in self.outdated:
-            self._folder.remove(self.outdated[number].files.keys() - states.keys())
+            old_names = self.outdated[number].files.keys()
+            self._folder.remove(old_names - states.keys())
         # Last, because it says that all of these are there.
         part = self._parts[number]
         origin = {**self._settings, _FILES: part.digest, _TEXTS: part.texts_digest}
-        self._receipts.write(f'{number:05}', origin, states, vars(tars.counts))
+        self._receipts.write(_name_part(number), origin, states, vars(tars.counts))
         self._add_receipt(number, Receipt(origin, states, tars.counts))
 
     def finish(self) -> None:
@@ -169,8 +176,10 @@ class EncodingFolder:
         states = dict[str, FileState]()
         for receipt in self.receipts.values():
             states.update(receipt.files)
-        sub_folders = sorted({'', *map(os.path.dirname, states)})
-        for sub_folder in sub_folders:
+        # The folder itself is a source, too, where all tars lie in those of shapes.
+        sub_folders = {os.path.dirname(name) for name in states}
+        sub_folders.add('')
+        for sub_folder in sorted(sub_folders):
             # The folder itself names all tars, a folder of a shape its own.
             prefix = f'{sub_folder}/' if sub_folder else ''
             files = {}
@@ -179,7 +188,7 @@ class EncodingFolder:
                     files[tar.removeprefix(prefix)] = EncodedState(*state)
             self._write_encoding(sub_folder, files)
         # Only now, when no process writes any more.
-        for sub_folder in sub_folders:
+        for sub_folder in sorted(sub_folders):
             path = self._folder.path_of(sub_folder)
             storage.open_writable_folder(path).sweep()
 
@@ -188,7 +197,13 @@ class EncodingFolder:
     ) -> None:
         """Writes the settings and, once they are complete, the tars of a folder."""
         name = os.path.join(sub_folder, schema.ENCODING_FILE)
-        self._folder.write(name, Encoding(self._settings, files).to_bytes())
+        encoding = Encoding(self._settings, files)
+        self._folder.write(name, encoding.to_bytes())
+
+
+def _name_part(number: int) -> str:
+    """Returns the name of a part, that of its receipt and, without suffix, of its tars."""
+    return f'{number:05}'
 
 
 def _are_listed(files: Mapping[str, FileState], listing: Mapping[str, StoredFile]) -> bool:
@@ -202,9 +217,11 @@ def _are_listed(files: Mapping[str, FileState], listing: Mapping[str, StoredFile
 def _describe_images(image_parts: Sequence[ImagePart]) -> str:
     """Returns how many files there are, and a digest of their names and their division."""
     names = [sorted(part.files) for part in image_parts]
-    num_files = sum(len(names_of_part) for names_of_part in names)
-    count = f'{format_count(num_files, "file")} in {format_count(len(names), "part")}'
-    return f'{count}, digest {json_digest.sha256(names)[:16]} of their names'
+    num_files = sum(len(part.files) for part in image_parts)
+    files = format_count(num_files, 'file')
+    parts_of_images = format_count(len(names), 'part')
+    digest = json_digest.sha256(names)[:16]
+    return f'{files} in {parts_of_images}, digest {digest} of their names'
 
 
 def _check_same(expected: Mapping[str, Any], stored: Mapping[str, Any], path: str) -> None:

@@ -87,15 +87,18 @@ class ImageCounts:
 
     def check_bad(self, max_bad: float, least: int = 0) -> None:
         """Raises a ValueError if more than `max_bad` of all images, at least `least`, are bad."""
-        total = self.shapes.total() + self.bad.total() + self.small.total()
-        if self.bad.total() > max_bad * max(total, least):
-            are = 'is' if self.bad.total() == 1 else 'are'
-            raise ValueError(
-                f'{self.bad.total():,} of {format_count(total, "image")} {are} bad, more than '
-                f'max_bad={max_bad}: '
-                f'{self._describe(self.bad)}. What is encoded is kept; raise max_bad to go on, or '
-                'repair the images and choose another folder.'
-            )
+        num_bad = self.bad.total()
+        total = self.shapes.total() + num_bad + self.small.total()
+        # Of the first few images, one that is bad says little yet.
+        if num_bad <= max_bad * max(total, least):
+            return
+        are = 'is' if num_bad == 1 else 'are'
+        raise ValueError(
+            f'{num_bad:,} of {format_count(total, "image")} {are} bad, more than '
+            f'max_bad={max_bad}: '
+            f'{self._describe(self.bad)}. What is encoded is kept; raise max_bad to go on, or '
+            'repair the images and choose another folder.'
+        )
 
     def __str__(self) -> str:
         """Returns lines for people: what was encoded, what was not and why, and advice."""
@@ -126,15 +129,17 @@ class ImageCounts:
             facts.append(f'{format_count(count, "key")} from {rule}')
         if self.num_without_caption:
             count = self.num_without_caption
-            facts.append(f'{count:,} {_NO_CAPTION} ({self._list_names(_NO_CAPTION, count)})')
+            examples = self._list_names(_NO_CAPTION, count)
+            facts.append(f'{count:,} {_NO_CAPTION} ({examples})')
         return ', '.join(facts)
 
     def _describe(self, counts: collections.Counter[str]) -> str:
         """Returns the reasons of some images, each with its count and examples."""
         facts = []
         for reason, count in counts.most_common():
+            examples = self._list_names(reason, count)
             # Reasons are words of any form, which a number cannot stand before.
-            facts.append(f'{count:,} x {reason} ({self._list_names(reason, count)})')
+            facts.append(f'{count:,} x {reason} ({examples})')
         return '; '.join(facts)
 
     def _list_names(self, reason: str, count: int) -> str:
@@ -145,17 +150,8 @@ class ImageCounts:
     def _advise_on_small(self) -> list[str]:
         """Says by which options images that are left out would be taken."""
         lines = []
-        sizes = sorted(self.smaller_sizes.keys() - {NO_SIZE}, key=int, reverse=True)
-        if sizes:
-            # A smaller size takes what the larger ones take, too.
-            num_taken = list(itertools.accumulate(self.smaller_sizes[size] for size in sizes))
-            # Also the largest size that takes at least half of them: one tiny image must not make
-            # the only advice a tiny size.
-            half = next(n for n, count in enumerate(num_taken) if 2 * count >= num_taken[-1])
-            smallest = len(sizes) - 1
-            ways = []
-            for place in sorted({half, smallest}):
-                ways.append(f'--size={sizes[place]} would take {num_taken[place]:,}')
+        ways = self._list_smaller_sizes()
+        if ways:
             lines.append(f'Of those that are too small, {" and ".join(ways)}.')
         count = self.smaller_sizes[NO_SIZE]
         if count:
@@ -164,3 +160,17 @@ class ImageCounts:
         if self.small[pixels.TOO_NARROW]:
             lines.append('Without --buckets, those that are too narrow would be cropped.')
         return lines
+
+    def _list_smaller_sizes(self) -> list[str]:
+        """Returns one or two sizes that would take images which are too small, and how many."""
+        sizes = sorted(self.smaller_sizes.keys() - {NO_SIZE}, key=int, reverse=True)
+        # A smaller size takes what the larger ones take, too.
+        num_taken = list(itertools.accumulate(self.smaller_sizes[size] for size in sizes))
+        ways = list[str]()
+        for size, count in zip(sizes, num_taken, strict=True):
+            # The largest size that takes at least half of them, and the smallest: one tiny image
+            # must not make the only advice a tiny size.
+            takes_half = not ways and 2 * count >= num_taken[-1]
+            if takes_half or size == sizes[-1]:
+                ways.append(f'--size={size} would take {count:,}')
+        return ways

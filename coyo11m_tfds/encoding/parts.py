@@ -63,7 +63,8 @@ def divide_images(
     """
     if not most:
         least = max(1, num_shapes * _LEAST_PIXELS // num_pixels)
-        most = min(_MOST_IMAGES, max(least, len(sizes) // _SHARES_OF_IMAGES))
+        share = len(sizes) // _SHARES_OF_IMAGES
+        most = min(_MOST_IMAGES, max(least, share))
     most_bytes = max(_LEAST_BYTES, sum(sizes) // _SHARES_OF_IMAGES)
     begin = 0
     num_bytes = 0
@@ -162,12 +163,15 @@ class PartTars:
 
     def _count_smaller_size(self, error: BadImageError) -> None:
         """Counts the size that would take an image which is too small."""
-        if isinstance(error, SmallImageError) and error.reason == pixels.TOO_SMALL:
-            size = pixels.find_smaller_size(*error.size, self._target, self._encoder.factor)
-            if size:
-                self.counts.smaller_sizes[str(size)] += 1
-            elif len(self._target.shapes) > 1:
-                self.counts.smaller_sizes[NO_SIZE] += 1
+        # A smaller size is no remedy for an image that is too narrow.
+        if not isinstance(error, SmallImageError) or error.reason != pixels.TOO_SMALL:
+            return
+        size = pixels.find_smaller_size(*error.size, self._target, self._encoder.factor)
+        has_buckets = len(self._target.shapes) > 1
+        if size:
+            self.counts.smaller_sizes[str(size)] += 1
+        elif has_buckets:
+            self.counts.smaller_sizes[NO_SIZE] += 1
 
     def _count_done(self, image: SourceImage, progress: Progress) -> None:
         """Counts an image that is encoded or left out."""
@@ -185,23 +189,24 @@ class PartTars:
             name = f'{number:06}'
             height, width = decoded.crops.shape[1:3]
             shape = f'{height}x{width}'
-            waiting_images[shape].append(_BatchImage(name, image, decoded))
+            images_of_shape = waiting_images[shape]
+            images_of_shape.append(_BatchImage(name, image, decoded))
             batch_size = self._encoder.batch_size(height, width)
             # The crops of so many images fill whole batches of the encoder: their number is the
             # least common multiple of both.
             num_images = batch_size // math.gcd(batch_size, self._target.crops)
-            if len(waiting_images[shape]) == num_images:
+            if len(images_of_shape) == num_images:
                 yield _Batch(shape, waiting_images.pop(shape))
         for shape, images in waiting_images.items():
             yield _Batch(shape, images)
 
     def _start(self, batch: _Batch) -> Callable[[], Iterable[np.ndarray]]:
         """Starts to encode a batch; returns a function that waits for the latents of its images."""
-        names = [image.source.name for image in batch.images]
+        names = {image.source.name for image in batch.images}
         # If one is missing, all are made again: the batch decides the bytes of each.
-        if all(name in self._kept_latents for name in names):
-            self.num_kept += len(names)
-            return lambda: [self._kept_latents[name] for name in names]
+        if names <= self._kept_latents.keys():
+            self.num_kept += len(batch.images)
+            return lambda: [self._kept_latents[image.source.name] for image in batch.images]
         crops = np.concatenate([image.pixels.crops for image in batch.images])
         wait = self._encoder.start(crops)
         return lambda: self._arrange(*wait())
@@ -229,8 +234,9 @@ class PartTars:
                 self.counts.drop(image.source.name, BadImageError('not finite latents'))
                 continue
             tar = self._open_tar(batch.shape)
+            members = _make_members(image, latents)
             with file_state.naming(self.paths[batch.shape]):
-                for suffix, data in _make_members(image, latents).items():
+                for suffix, data in members.items():
                     tar_members.add_member(tar, f'{image.name}{suffix}', data)
             self.counts.count(image.source, batch.shape)
 
@@ -272,6 +278,7 @@ def read_latents(path: str) -> dict[str, np.ndarray]:
     # The fields say of which image the array of the same name is.
     for name, content in contents.items():
         if name.endswith(_FIELDS):
-            array = io.BytesIO(contents[name.removesuffix(_FIELDS) + _ARRAY])
-            latents[json.loads(content)[_FILE]] = np.load(array)
+            image = json.loads(content)[_FILE]
+            array_name = name.removesuffix(_FIELDS) + _ARRAY
+            latents[image] = np.load(io.BytesIO(contents[array_name]))
     return latents

@@ -49,9 +49,17 @@ def find_images(
 ) -> FoundImages:
     """Lists the images in a folder, local or remote, and divides them into parts.
 
-    `caption_column` is the field or column of captions, '' the first of the usual names that an
-    image has. `divide` makes parts of images that are files, of their sizes in bytes. With
-    `has_keys_of_paths`, all keys are hashes of paths.
+    Args:
+        root: The folder.
+        caption_column: Field or column of captions; '' for the first of the usual names that an
+            image has.
+        divide: Makes parts of images that are files, of their sizes in bytes.
+        has_keys_of_paths: Whether all keys are hashes of paths.
+
+    Raises:
+        ValueError: For a folder that is missing, or has no images; for a Parquet file with images
+            in a column of another name.
+        OSError: If the storage is out of reach.
     """
     folder = storage.open_folder(root)
     try:
@@ -60,16 +68,26 @@ def find_images(
         listing, broken_names = {}, ()
     if not listing and not folder.exists():
         raise ValueError(f'{root}: there is no such folder, expected one of images.')
-    files = {name: file for name, file in listing.items() if not is_hidden(name)}
-    left = _find_left(files, listing.keys() - files.keys(), broken_names)
+    files = dict[str, StoredFile]()
+    hidden_names = []
+    for name, file in listing.items():
+        if is_hidden(name):
+            hidden_names.append(name)
+        else:
+            files[name] = file
+    left = _find_left(files, hidden_names, broken_names)
     images = [name for name in sorted(files) if image_kinds.judge_name(name) == '']
-    # The output of an earlier command may be below the images.
-    tars = [name for name in _names_with('.tar', files) if not _is_encoded(name, files)]
+    tars = []
+    for name in _names_with('.tar', files):
+        # The output of an earlier command may be below the images.
+        if not _is_encoded(name, files):
+            tars.append(name)
     tables = _find_tables(files, has_other_images=bool(images or tars))
     parts = list[ImagePart]()
     if images:
         image_folder = ImageFolder(files, images, caption_column)
-        for run in divide([files[name].size for name in images]):
+        sizes = [files[name].size for name in images]
+        for run in divide(sizes):
             parts.append(FolderPart(image_folder, images[run], caption_column, has_keys_of_paths))
     for name in tars:
         parts.append(TarPart({name: files[name]}, caption_column, has_keys_of_paths))
@@ -80,10 +98,12 @@ def find_images(
         for name in tables:
             parts.append(ParquetPart({name: files[name]}, caption_column, has_keys_of_paths))
     if not parts:
+        usual_suffixes = ', '.join(image_kinds.USUAL_SUFFIXES)
         raise ValueError(
-            f'{root}: has no images, expected {", ".join(image_kinds.USUAL_SUFFIXES)}, or .tar '
+            f'{root}: has no images, expected {usual_suffixes}, or .tar '
             f'(uncompressed) or .parquet with such files in them.{describe_left(left)}'
         )
+    # At the end, because parts decide which tables they use.
     used_names = set[str]()
     for part in parts:
         used_names.update(part.files, part.text_files)
@@ -100,8 +120,9 @@ def _find_tables(files: Mapping[str, StoredFile], has_other_images: bool) -> lis
         return tables
     from coyo11m_tfds.images import image_parquet
 
+    tables_by_name = {name: files[name] for name in tables}
     # Next to images, Parquet files without images hold captions.
-    with_images = image_parquet.find_tables_of_images({name: files[name] for name in tables})
+    with_images = image_parquet.find_tables_of_images(tables_by_name)
     # Several without anything else: the error of the first says that it has no images.
     if not with_images and not has_other_images:
         return tables
@@ -138,33 +159,37 @@ def _find_left(
     for name in broken_names:
         # It may have been an image, or the captions of many.
         left[name] = 'link to no file'
-    unknown = collections.defaultdict[str, list[str]](list)
+    unknown_names = collections.defaultdict[str, list[str]](list)  # by suffix
     for name in files:
         reason = image_kinds.judge_name(name)
         if reason:
             left[name] = reason
         elif image_kinds.may_be_image(name):
-            unknown[image_kinds.get_suffix(name)].append(name)
+            unknown_names[image_kinds.get_suffix(name)].append(name)
+    for names in unknown_names.values():
+        left |= _judge_heads({name: files[name] for name in names})
+    return left
+
+
+def _judge_heads(files: Mapping[str, StoredFile]) -> dict[str, str]:
+    """Returns which files of one suffix begin like images, with the reason why they are left."""
 
     def judge(name: str) -> str | None:
         """Returns why a file is left by its first bytes; None if it is no image."""
         size = min(image_kinds.HEAD_BYTES, files[name].size)
-        return image_kinds.judge_head(files[name].read_range(0, size))
+        head = files[name].read_range(0, size)
+        return image_kinds.judge_head(head)
 
+    first_names = [name for name, file in files.items() if file.local_path]
+    # Of remote files some: a request for each of a million would take an hour.
+    if not first_names:
+        first_names = sorted(files)[:_MAX_HEADS]
     with concurrent.futures.ThreadPoolExecutor(READS_AT_ONCE) as threads:
-        for names in unknown.values():
-            first_names = [name for name in names if files[name].local_path]
-            # Of remote files some: a request for each of a million would take an hour.
-            if not first_names:
-                first_names = sorted(names)[:_MAX_HEADS]
-            reasons = dict(zip(first_names, threads.map(judge, first_names), strict=True))
-            # Where some of a suffix are images, all of them are looked at.
-            if len(first_names) < len(names) and any(reasons.values()):
-                reasons = dict(zip(names, threads.map(judge, names), strict=True))
-            for name, head_reason in reasons.items():
-                if head_reason:
-                    left[name] = head_reason
-    return left
+        reasons = dict(zip(first_names, threads.map(judge, first_names), strict=True))
+        # Where some of a suffix are images, all of them are looked at.
+        if len(first_names) < len(files) and any(reasons.values()):
+            reasons = dict(zip(files, threads.map(judge, files), strict=True))
+    return {name: reason for name, reason in reasons.items() if reason}
 
 
 def describe_left(left: Mapping[str, str]) -> str:
@@ -183,4 +208,5 @@ def _names_with(suffix: str, files: Mapping[str, StoredFile]) -> list[str]:
 
 def _is_encoded(tar: str, files: Mapping[str, StoredFile]) -> bool:
     """Whether a tar holds latents that `encode_images` has written."""
-    return next(folders_above(tar)) + schema.ENCODING_FILE in files
+    folder = next(folders_above(tar))
+    return folder + schema.ENCODING_FILE in files

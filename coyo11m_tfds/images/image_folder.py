@@ -55,16 +55,15 @@ class ImageFolder:
             base = name.removeprefix(folder).lower()
             if base in image_tables.NAMES:
                 self._table_names.setdefault((folder, base), name)
-        self._texts = TextFiles(files, {*map(get_stem, images)})
+        self.num_of_stem = collections.Counter(map(get_stem, images))
+        self._texts = TextFiles(files, self.num_of_stem.keys())
         self.data_files = {image: self._find_data_files(image) for image in images}
         tables = {image: names.get(_TABLE, '') for image, names in self.data_files.items()}
         self.tables = ImageTables(files, tables, find_caption_columns(caption_column))
         self._tell_unused_texts()
-        self.num_of_stem = collections.Counter(map(get_stem, images))
-        stems = [os.path.basename(get_stem(name)) for name in images]
-        # 7.jpg and 007.jpg would have one key.
-        self.is_numbered = all(map(schema.is_key, stems)) and len({*map(int, stems)}) == len(stems)
-        self.of_repeated_names = _find_repeated(images, stems)
+        names = [os.path.basename(get_stem(image)) for image in images]
+        self.is_numbered = _are_different_numbers(names)
+        self.of_repeated_names = _find_repeated(images, names)
 
     def _find_data_files(self, image: str) -> dict[str, str]:
         """Returns the names of the files with the data of an image, see `data_files`."""
@@ -93,14 +92,25 @@ class ImageFolder:
         self._texts.tell_unused(used_names, images_without)
 
 
-def _find_repeated(images: Sequence[str], stems: Sequence[str]) -> set[str]:
-    """Returns the first images, by stem, whose stem is that of another image, too."""
-    counts = collections.Counter(stems)
+def _are_different_numbers(names: Sequence[str]) -> bool:
+    """Whether all names are keys, and different ones."""
+    if not all(map(schema.is_key, names)):
+        return False
+    # 7.jpg and 007.jpg would have one key.
+    keys = set(map(int, names))
+    return len(keys) == len(names)
+
+
+def _find_repeated(images: Sequence[str], names: Sequence[str]) -> set[str]:
+    """Returns the first images, by name, whose name is that of another image, too."""
+    counts = collections.Counter(names)
     repeated = list[tuple[str, str]]()
-    for stem, image in zip(stems, images, strict=True):
-        if counts[stem] > 1:
-            repeated.append((stem, image))
-    return {image for _, image in sorted(repeated)[:_REPEATED_NAMES]}
+    for name, image in zip(names, images, strict=True):
+        if counts[name] > 1:
+            repeated.append((name, image))
+    # By name, so that images of one name are looked at together.
+    repeated.sort()
+    return {image for _, image in repeated[:_REPEATED_NAMES]}
 
 
 class FolderPart(ImagePart):
@@ -129,10 +139,10 @@ class FolderPart(ImagePart):
     def texts_digest(self) -> str:  # type: ignore[override]  # of other parts it is known at once
         """Digest of what the files next to the images say of them; reads local files."""
         tables = self._read_tables(self._data)
-        files = [file for name, file in self.text_files.items() if name not in tables]
+        texts = [file for name, file in self.text_files.items() if name not in tables]
         with concurrent.futures.ThreadPoolExecutor(READS_AT_ONCE) as threads:
-            contents = list(threads.map(_identify_content, files))
-        # Of a table only the rows of these images.
+            contents = list(threads.map(_identify_content, texts))
+        # Of a table only the rows of these images: others may change without them.
         rows = {name: self._get_row(name, tables) for name in self._data}
         return json_digest.sha256([self._data, contents, rows])
 
@@ -144,7 +154,8 @@ class FolderPart(ImagePart):
     def _read_first_rows(self, count: int) -> Sequence[ImageRow]:
         """See `ImagePart`; also returns later images whose keys may repeat."""
         images = list(self._data)
-        if not self.files[images[0]].local_path:
+        first_file = self.files[images[0]]
+        if not first_file.local_path:
             count = min(count, _REMOTE_KEYS)
         chosen = images[:count]
         for image in images[count:]:

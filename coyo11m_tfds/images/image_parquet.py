@@ -17,6 +17,7 @@ from coyo11m_tfds.images.source_image import (
     READS_AT_ONCE,
     ImagePart,
     ImageRow,
+    Read,
     make_left_row,
     raising,
 )
@@ -77,8 +78,10 @@ class ParquetPart(ImagePart):
                 return []
             rows = list[ImageRow]()
             for batch in table.iter_batches(count, columns=[schema.KEY], use_threads=False):
-                for number, key in enumerate(batch.column(0).to_pylist()):
+                keys = batch.column(0).to_pylist()
+                for number, key in enumerate(keys):
                     rows.append(ImageRow(f'{label}/{number}', 0, {schema.KEY: key}, bytes))
+                # The first batch has at most `count` rows; a file without rows has none.
                 break
             return rows
 
@@ -87,7 +90,9 @@ class ParquetPart(ImagePart):
         has_rows = False
         for number, image in enumerate(read_images(path, name, self._columns)):
             # The row hands its bytes over, and does not keep them while it waits to be encoded.
-            read = raising(image.error) if image.error else [image.data].pop
+            read: Read = [image.data].pop
+            if image.error:
+                read = raising(image.error)
             yield [self._make_row(f'{label}/{number}', len(image.data), read, image.fields)]
             has_rows = True
         if not has_rows:
@@ -106,7 +111,7 @@ def read_images(path: str, name: str, caption_columns: Sequence[str]) -> Iterato
     """Yields the images of a local file, which is called `name` in messages, with their fields.
 
     Raises a ValueError for a file without a column of images, or of which a column that should hold
-    captions holds something else than texts.
+    captions holds something else than texts, and for damage.
     """
     with keyed_parquet.naming_damage(name), keyed_parquet.open_parquet(path) as table:
         if not table.metadata.num_rows:
@@ -121,12 +126,16 @@ def read_images(path: str, name: str, caption_columns: Sequence[str]) -> Iterato
                 # As numbers in all rows, whether the first of a tar has them or not.
                 fields[column] = math.nan if number is None else number
             for column in texts:
-                text = arrow_texts.read_texts(batch.column(column))[0].as_py()
+                texts_of_batch = arrow_texts.read_texts(batch.column(column))
+                text = texts_of_batch[0].as_py()
                 fields[column] = foreign_text.decode_utf8(text or b'')
+            data = b''
+            problem: BadImageError | None = None
             try:
-                yield ParquetImage(_read_image(batch.column(IMAGE)[0]), None, fields)
+                data = _read_image(batch.column(IMAGE)[0])
             except BadImageError as error:
-                yield ParquetImage(b'', error, fields)
+                problem = error
+            yield ParquetImage(data, problem, fields)
 
 
 def _find_columns(
@@ -152,11 +161,11 @@ def _find_columns(
             numbers.append(column)
         elif column in caption_columns or _is_short_text(kind):
             texts.append(column)
-    captions = [column for column in caption_columns if column in kinds]
-    if captions and not any(arrow_texts.holds_text(kinds[column]) for column in captions):
+    caption_kinds = {column: kinds[column] for column in caption_columns if column in kinds}
+    if caption_kinds and not any(map(arrow_texts.holds_text, caption_kinds.values())):
+        first_column, first_kind = next(iter(caption_kinds.items()))
         raise ValueError(
-            f'{name}: column {captions[0]!r} is {kinds[captions[0]]}, expected texts. Set '
-            'caption_column.'
+            f'{name}: column {first_column!r} is {first_kind}, expected texts. Set caption_column.'
         )
     # Others of these names, such as a list of scores, are no captions.
     texts = [column for column in texts if arrow_texts.holds_text(kinds[column])]
@@ -210,11 +219,15 @@ def _read_image(value: pa.Scalar) -> bytes:
 
 def _read_image_of_text(text: str) -> bytes:
     """Returns the bytes that a text is in base64."""
-    encoded = _DATA_URL.sub('', text.strip(), count=1)
-    if encoded.startswith(_BASE64_HEADS) or encoded != text.strip():
+    stripped = text.strip()
+    encoded = _DATA_URL.sub('', stripped, count=1)
+    is_data_url = encoded != stripped
+    # What a data URL holds need not begin like one of the usual kinds.
+    if is_data_url or encoded.startswith(_BASE64_HEADS):
         try:
             # Also as URLs have it, in lines and without the padding.
-            encoded = ''.join(encoded.split()).translate(str.maketrans('-_', '+/')).rstrip('=')
+            encoded = ''.join(encoded.split())
+            encoded = encoded.translate(str.maketrans('-_', '+/')).rstrip('=')
             padding = '=' * (-len(encoded) % 4)
             return base64.b64decode(encoded + padding, validate=True)
         except binascii.Error:

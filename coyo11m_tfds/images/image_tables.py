@@ -65,7 +65,17 @@ class ImageTables:
         else:
             table = _parse_json_lines(text, path)
         matches = self._match(name, table)
-        self._check(name, matches)
+        without_row = self._find_without_row(name, matches)
+        if matches.unknown and not matches.rows:
+            raise ValueError(
+                f'{path}: no row names an image, but {list_names(matches.unknown)}; there are '
+                f'images such as {list_names(without_row)}. Write their paths, relative to the '
+                f'table, as its {_FILE_NAME!r}, or remove it.'
+            )
+        # A table is read again when others have been in use since.
+        if name not in self._reported_tables:
+            _log_unmatched(path, matches, without_row)
+        self._reported_tables.add(name)
         return matches.rows
 
     def _match(self, name: str, table: Iterator['_Row']) -> '_Matches':
@@ -99,7 +109,8 @@ class ImageTables:
 
     def _find_similar(self, folder: str, file_name: str) -> str:
         """Returns the only image of a similar path, or ''."""
-        images = self._images_by_normal_name.get(normalize_path(f'{folder}/{file_name}'), [])
+        path = normalize_path(f'{folder}/{file_name}')
+        images = self._images_by_normal_name.get(path, [])
         # Of several, each may be the one that is meant.
         return images[0] if len(images) == 1 else ''
 
@@ -111,54 +122,52 @@ class ImageTables:
             images[normalize_path(image)].append(image)
         return images
 
-    def _check(self, name: str, matches: '_Matches') -> None:
-        """Raises a ValueError if no row has an image; logs, once, what has no partner, by name."""
-        path = self._files[name].path
-        without_row = []
+    def _find_without_row(self, name: str, matches: '_Matches') -> list[str]:
+        """Returns the images of the table `name` that have no row in it."""
+        images = []
         for image, table in self._images.items():
             if table == name and image not in matches.rows:
-                without_row.append(image)
-        if matches.unknown and not matches.rows:
-            raise ValueError(
-                f'{path}: no row names an image, but {list_names(matches.unknown)}; there are '
-                f'images such as {list_names(without_row)}. Write their paths, relative to the '
-                f'table, as its {_FILE_NAME!r}, or remove it.'
-            )
-        clauses = []
-        first = 'of which the first row counts'
-        utf8 = 'not in UTF-8, in which the table has to be saved'
-        closer = 'an image with a closer table'
-        for one, several, names in (
-            ('row names no image', 'rows name no image', matches.unknown),
-            ('image has no row', 'images have no row', without_row),
-            (f'row repeats an image, {first}', f'rows repeat an image, {first}', matches.repeated),
-            (f'row names {closer}', f'rows name {closer}', matches.elsewhere),
-            (f'row is {utf8}', f'rows are {utf8}', matches.unreadable),
-        ):
-            if names:
-                clauses.append(f'{format_count(len(names), one, several)}: {list_names(names)}')
-        # A table is read again when others have been in use since.
-        if clauses and name not in self._reported_tables:
-            logging.warning('%s: %s.', path, '; '.join(clauses))
-        self._reported_tables.add(name)
+                images.append(image)
+        return images
+
+
+def _log_unmatched(path: str, matches: '_Matches', without_row: Sequence[str]) -> None:
+    """Logs, by name, the rows of a table and the images that have no partner."""
+    clauses = []
+    first = 'of which the first row counts'
+    utf8 = 'not in UTF-8, in which the table has to be saved'
+    closer = 'an image with a closer table'
+    for one, several, names in (
+        ('row names no image', 'rows name no image', matches.unknown),
+        ('image has no row', 'images have no row', without_row),
+        (f'row repeats an image, {first}', f'rows repeat an image, {first}', matches.repeated),
+        (f'row names {closer}', f'rows name {closer}', matches.elsewhere),
+        (f'row is {utf8}', f'rows are {utf8}', matches.unreadable),
+    ):
+        if names:
+            count = format_count(len(names), one, several)
+            clauses.append(f'{count}: {list_names(names)}')
+    if clauses:
+        logging.warning('%s: %s.', path, '; '.join(clauses))
 
 
 def tell_unread(files: Mapping[str, StoredFile], used_names: Collection[str]) -> None:
     """Logs, by name, the tables among all files of a source that are not used."""
-    names = []
+    paths = []
+    has_parquet = False
     for name in sorted(files):
         if name.lower().endswith(_SUFFIXES) and name not in used_names:
-            names.append(name)
-    if not names:
+            paths.append(files[name].path)
+            has_parquet = has_parquet or name.lower().endswith('.parquet')
+    if not paths:
         return
-    tables = format_count(len(names), 'table is', 'tables are')
+    tables = format_count(len(paths), 'table is', 'tables are')
+    names_in_order = ' before '.join(NAMES)
     advice = (
-        'An image that is a file has the closest table in its folder or above, '
-        f'{" before ".join(NAMES)}.'
+        f'An image that is a file has the closest table in its folder or above, {names_in_order}.'
     )
-    if any(name.lower().endswith('.parquet') for name in names):
+    if has_parquet:
         advice += ' A build takes captions by key from a Parquet file (build --captions).'
-    paths = [files[name].path for name in names]
     logging.warning(f'{tables} not read: {list_names(paths)}. {advice}')
 
 
@@ -210,9 +219,9 @@ def _parse_csv(text: str, path: str, caption_columns: Sequence[str]) -> Iterator
                 continue
             number += 1
             if len(cells) != len(columns):
+                count = format_count(len(cells), 'cell')
                 raise ValueError(
-                    f'{path}: row {number} (line {reader.line_num}) has '
-                    f'{format_count(len(cells), "cell")}, '
+                    f'{path}: row {number} (line {reader.line_num}) has {count}, '
                     f'expected {len(columns)} as in its header. Put texts with commas or line '
                     'ends between double quotes.'
                 )
@@ -220,7 +229,8 @@ def _parse_csv(text: str, path: str, caption_columns: Sequence[str]) -> Iterator
             for name, cell in zip(columns, cells, strict=True):
                 # A caption may be '42'.
                 fields[name] = cell if name in caption_columns else _parse_cell(cell)
-            yield _Row(f'row {number}', cells[columns.index(_FILE_NAME)], fields)
+            file_name = cells[columns.index(_FILE_NAME)]
+            yield _Row(f'row {number}', file_name, fields)
     except csv.Error as error:
         raise ValueError(
             f'{path}: row {number + 1} (up to line {reader.line_num}) is no row of CSV ({error}). '
@@ -231,7 +241,8 @@ def _parse_csv(text: str, path: str, caption_columns: Sequence[str]) -> Iterator
 
 def _check_header(columns: list[str], path: str) -> list[str]:
     """Returns the names of columns; raises a ValueError unless the table can be used with them."""
-    if _FILE_NAME not in columns or len({*columns}) < len(columns):
+    has_repeated_names = len(set(columns)) < len(columns)
+    if _FILE_NAME not in columns or has_repeated_names:
         raise ValueError(
             f'{path}: its header is {columns}, expected different names, separated by commas, '
             f'with {_FILE_NAME!r} among them.'
@@ -249,7 +260,9 @@ def _parse_json_lines(text: str, path: str) -> Iterator[_Row]:
             fields = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(f'{path}: line {number} is no JSON ({error}).') from None
-        file_name = fields.get(_FILE_NAME) if isinstance(fields, dict) else None
+        file_name = None
+        if isinstance(fields, dict):
+            file_name = fields.get(_FILE_NAME)
         if not isinstance(file_name, str):
             raise ValueError(
                 f'{path}: line {number} is {line[:100]}, expected an object with a text '

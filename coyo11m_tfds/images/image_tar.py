@@ -32,7 +32,10 @@ class TarPart(ImagePart):
             read = functools.partial(_read_from, stream)
             members = list(tar_members.list_members(file.path, file.size, read))
             rows = self._make_rows(members, read)
-            yield [rows or [make_left_row(label, 'tar without images')]]
+            if not rows:
+                rows.append(make_left_row(label, 'tar without images'))
+            # Within the `with` block, because the images are read from the open file.
+            yield [rows]
 
     def _read_first_rows(self, count: int) -> Sequence[ImageRow]:
         """See `ImagePart`; of a remote tar, those whose data are in its head."""
@@ -40,7 +43,8 @@ class TarPart(ImagePart):
         if not file.local_path:
             return self._read_rows(_read_head(file), count)
         with open(file.local_path, 'rb') as stream:
-            return self._read_rows(functools.partial(_read_from, stream), count)
+            read = functools.partial(_read_from, stream)
+            return self._read_rows(read, count)
 
     def _read_rows(self, read: tar_members.ReadRange, count: int) -> list[ImageRow]:
         """Makes rows of some of the first images, for a look at keys before anything is encoded."""
@@ -95,7 +99,8 @@ class TarPart(ImagePart):
         texts = dict[str, Text]()
         for suffix, text in data.find(name).items():
             start, size = members[text]
-            texts[suffix] = size, functools.partial(read, start, size)
+            read_text = functools.partial(read, start, size)
+            texts[suffix] = (size, read_text)
         start, size = members[name]
         read_image = functools.partial(read, start, size)
         return self._make_row(path, size, read_image, {}, texts, data.has_own_key(name))
@@ -108,16 +113,19 @@ class _SampleData:
     """
 
     def __init__(self, names: Iterable[str], images: Sequence[str]):
+        """Takes the names of all members, and those of the images that are taken."""
         self._texts = dict[tuple[str, str], str]()  # by stem and suffix
         self._others = dict[str, str]()  # suffixes of texts that are not read, by name
         for name in names:
-            suffix = image_kinds.get_suffix(name)
             if is_hidden(name):
                 continue
-            if suffix.lower() in image_texts.SUFFIXES:
-                self._texts[name.removesuffix(suffix), suffix.lower()] = name
-            elif suffix.lower() in image_texts.OTHER_SUFFIXES:
-                self._others[name] = suffix.lower()
+            suffix = image_kinds.get_suffix(name)
+            kind = suffix.lower()
+            if kind in image_texts.SUFFIXES:
+                stem = name.removesuffix(suffix)
+                self._texts[stem, kind] = name
+            elif kind in image_texts.OTHER_SUFFIXES:
+                self._others[name] = kind
         # Images that differ only in what follows the last dot, or the first, share a `.json`.
         self._num_images = collections.Counter(map(get_stem, images))
         self._num_in_sample = collections.Counter(map(_get_sample, images))
@@ -165,7 +173,8 @@ def _judge_members(members: _Members, read: tar_members.ReadRange) -> dict[str, 
         reason = image_kinds.judge_name(name)
         # Only where the name does not tell: the head of a remote tar has few contents.
         if reason is None and image_kinds.may_be_image(name):
-            reason = image_kinds.judge_head(read(start, min(image_kinds.HEAD_BYTES, size)))
+            head = read(start, min(image_kinds.HEAD_BYTES, size))
+            reason = image_kinds.judge_head(head)
         if reason is not None:
             reasons[name] = 'hidden' if is_hidden(name) else reason
     return reasons
@@ -176,7 +185,10 @@ class _EndOfHeadError(Exception):
 
 
 def _read_head(file: StoredFile) -> tar_members.ReadRange:
-    """Reads the beginning of a file; returns a function that reads from it."""
+    """Reads the beginning of a file; returns a function that reads from it.
+
+    This raises an `_EndOfHeadError` for what does not lie in the beginning.
+    """
     head = file.read_range(0, min(file.size, _HEAD))
 
     def read(start: int, size: int) -> bytes:

@@ -40,6 +40,7 @@ class TextFiles:
         for kind in SUFFIXES:
             if (stem, kind) in self._names:
                 names[kind] = self._names[stem, kind]
+            # To normalize a path takes time, and few folders have such names.
             elif self._similar_names:
                 similar_names = self._similar_names.get((normalize_path(stem), kind), [])
                 # Of several, each may be the one that is meant.

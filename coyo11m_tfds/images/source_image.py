@@ -114,7 +114,8 @@ class ImagePart(abc.ABC):
     def read_first_keys(self, count: int) -> list[tuple[int, str]]:
         """Returns keys that are no hashes, with the names of their images.
 
-        These are some of the first `count` images, without more than a look at a remote file.
+        These are some of the first `count` images, without more than a look at a remote file, and
+        in a folder of files later ones whose keys may repeat.
         """
         keys = list[tuple[int, str]]()
         for row in self._read_first_rows(count):
@@ -147,14 +148,19 @@ class ImagePart(abc.ABC):
             for name in names_of_numbers:
                 number = row.fields.get(name)
                 numbers[name] = number if _is_number(number) else math.nan
+            read_bytes = row.read_bytes
+            # A build would drop the record: better now, with the name of the image.
+            if problem:
+                caption = ''
+                read_bytes = raising(problem)
             yield SourceImage(
                 name=row.name,
                 size=row.size,
                 key=key,
                 key_rule=rule,
-                caption='' if problem else caption,
+                caption=caption,
                 numbers=numbers,
-                read_bytes=raising(problem) if problem else row.read_bytes,
+                read_bytes=read_bytes,
             )
 
     def _check_captions_exist(self, rows: Sequence[ImageRow]) -> None:
@@ -183,7 +189,8 @@ class ImagePart(abc.ABC):
             if schema.is_key(key):
                 return int(str(key)), KEY_OF_DATA
             if self._is_numbered:
-                return int(os.path.basename(get_stem(row.name))), KEY_OF_NAME
+                base = os.path.basename(get_stem(row.name))
+                return int(base), KEY_OF_NAME
         # Of 63 bits, so that no key is negative.
         return name_hash(row.name) >> 1, KEY_OF_HASH
 
@@ -227,7 +234,9 @@ class ImagePart(abc.ABC):
 
 def find_caption_columns(caption_column: str) -> Sequence[str]:
     """Returns the names of captions, by preference: that which was chosen, or the usual ones."""
-    return (caption_column,) if caption_column else schema.CAPTION_COLUMNS
+    if caption_column:
+        return (caption_column,)
+    return schema.CAPTION_COLUMNS
 
 
 def make_left_row(name: str, reason: str) -> ImageRow:
