@@ -208,7 +208,11 @@ def _choose_previews(statistics: Mapping[str, ShardStatistics]) -> list[Preview]
     for split in statistics.values():
         candidates += split.previews
     count = min(NUM_PREVIEWS, len(candidates))
-    return [candidates[number * len(candidates) // count] for number in range(count)]
+    previews = []
+    for number in range(count):
+        place = number * len(candidates) // count
+        previews.append(candidates[place])
+    return previews
 
 
 def _describe_colours(content: Mapping[str, Any]) -> str:
@@ -247,7 +251,10 @@ def _quantiles(caption_histogram: np.ndarray) -> dict[str, int] | None:
         return None
     lengths = np.arange(len(caption_histogram))
     values = np.quantile(lengths, QUANTILES, weights=caption_histogram, method='inverted_cdf')
-    return {f'{share:g}': value for share, value in zip(QUANTILES, values.tolist(), strict=True)}
+    quantiles = {}
+    for share, value in zip(QUANTILES, values.tolist(), strict=True):
+        quantiles[f'{share:g}'] = value
+    return quantiles
 
 
 def _sum_shards(shards: Sequence[tuple[int, int]]) -> dict[str, int]:
@@ -267,7 +274,8 @@ def _histograms(split: ShardStatistics) -> dict[str, Any]:
     if split.num_read:
         mean, std = stats.mean_and_std(split.latent_moments)
     # Bins are narrow where all captions are short, so that their drawing has bars enough.
-    longest = int(np.searchsorted(np.cumsum(lengths), (1 - _TAIL) * lengths.sum()))
+    num_shown = (1 - _TAIL) * lengths.sum()
+    longest = int(np.searchsorted(np.cumsum(lengths), num_shown))
     # A power of two from 1 to 16 that makes 64 to 128 bars, of captions below 2 KB.
     width = min(16, 1 << max(0, longest.bit_length() - 7))
     edges = np.arange(0, len(lengths), width)
@@ -302,11 +310,13 @@ def _caption_lengths(captions: Mapping[str, Any]) -> dict[str, Any] | None:
         else:
             quantiles[name] = f'{edges[-1]:,}+'
     # The bin with which the chart has all but the longest captions.
-    last_bin = int(np.searchsorted(np.cumsum(counts), (1 - _TAIL) * counts.sum()))
+    num_shown = (1 - _TAIL) * counts.sum()
+    last_bin = int(np.searchsorted(np.cumsum(counts), num_shown))
     # The last bin of all has no end, and each tick is the beginning of a bin: a whole number of
     # bytes.
     num_gaps = _TICKS - 1
-    num_bins = min(math.ceil((last_bin + 1) / num_gaps) * num_gaps, len(edges) - 1)
+    bins_a_gap = math.ceil((last_bin + 1) / num_gaps)
+    num_bins = min(bins_a_gap * num_gaps, len(edges) - 1)
     marks = [lengths[share] for share in ('0.05', '0.5', '0.95')]
     return {
         'quantiles': quantiles,
@@ -333,14 +343,18 @@ def _latent_values(latents: Mapping[str, Any]) -> dict[str, Any] | None:
     start = np.floor(edges[low - 1] / step / num_gaps)
     end = np.ceil(edges[high] / step / num_gaps)
     bars = step * num_gaps * start + step * np.arange(num_gaps * (end - start))
-    # The counts from the first bar to the end of the last one, added up to bars.
-    on_axis = counts[:, 1 : 1 + np.searchsorted(edges, bars[-1] + step)]
+    # The counts from the first bar to the end of the last one, added up to bars. Before the counts
+    # between edges comes that of what lies below the first.
+    last_edge = np.searchsorted(edges, bars[-1] + step)
+    on_axis = counts[:, 1 : 1 + last_edge]
     bar_counts = np.add.reduceat(on_axis, np.searchsorted(edges, bars), axis=1)
     channels = []
     for channel, mean, std in zip(bar_counts, latents['mean'], latents['std'], strict=True):
-        chart = _chart(channel, bars[0], step, (mean - std, mean, mean + std), 'values')
+        marks = (mean - std, mean, mean + std)
+        chart = _chart(channel, bars[0], step, marks, 'values')
         channels.append({'mean': mean, 'std': std, 'chart': chart})
-    return {'outside': 1 - bar_counts.sum() / counts.sum(), 'channels': channels}
+    share_on_axis = bar_counts.sum() / counts.sum()
+    return {'outside': 1 - share_on_axis, 'channels': channels}
 
 
 def _chart(
@@ -348,21 +362,25 @@ def _chart(
 ) -> dict[str, Any]:
     """Returns what the page draws: bars, a line at `marks[1]`, a band from `[0]` to `[2]`."""
     # Along the axis, the unit is a bin of width `step`; heights are percentages of the highest bar.
+    peak = counts.max()
     bars = []
     for number in np.flatnonzero(counts).tolist():
         bar = {
             'bin': number,
-            'height': 100 * counts[number] / counts.max(),
+            'height': 100 * counts[number] / peak,
             'start': start + number * step,
             'end': start + (number + 1) * step,
             'count': counts[number],
         }
         bars.append(bar)
+    places = (np.array(marks) - start) / step
+    end = start + step * len(counts)
     return {
         'unit': unit,
         'num_bins': len(counts),
-        'peak': counts.max(),
+        'peak': peak,
         'bars': bars,
-        'marks': np.clip((np.array(marks) - start) / step, 0, len(counts)).tolist(),
-        'ticks': np.linspace(start, start + step * len(counts), _TICKS).tolist(),
+        # What lies beyond the axis is drawn at its end.
+        'marks': np.clip(places, 0, len(counts)).tolist(),
+        'ticks': np.linspace(start, end, _TICKS).tolist(),
     }

@@ -235,7 +235,9 @@ def _latent_histogram(latents: np.ndarray) -> np.ndarray:
     counts = np.bincount(numbers, minlength=channels * num_fine_bins)
     # Each bin begins at the fine bin of its edge.
     starts = (16 * LATENT_EDGES - first).astype(np.int64) + 1
-    return np.add.reduceat(counts.reshape(channels, num_fine_bins), [0, *starts], axis=1)
+    # What lies below the first edge is the first bin.
+    starts = np.insert(starts, 0, 0)
+    return np.add.reduceat(counts.reshape(channels, num_fine_bins), starts, axis=1)
 
 
 def make_preview(key: int, caption: bytes, picture: np.ndarray) -> Preview:
@@ -245,7 +247,8 @@ def make_preview(key: int, caption: bytes, picture: np.ndarray) -> Preview:
     if len(text) > _PREVIEW_CAPTION_CHARACTERS:
         text = text[:_PREVIEW_CAPTION_CHARACTERS] + '…'
     png = pixels.encode_png(picture, optimize=True)
-    return Preview(int(key), text, base64.b64encode(png).decode())
+    encoded = base64.b64encode(png).decode()
+    return Preview(int(key), text, encoded)
 
 
 def count_dropped_latents(dropped: Mapping[str, int]) -> int:
@@ -274,17 +277,22 @@ class DropCounts:
 
     def add(self, reason: str, count: int, keys: Iterable[int], file: str = '') -> None:
         """Counts `count` rows; `keys` are some of their keys, and `file` holds the first row."""
+        # A reason without rows must not get an entry among the examples.
         if not count:
             return
         self._files.setdefault(reason, file)
         self.counts[reason] += count
         examples = self.examples.setdefault(reason, [])
         num_missing = self.MAX_EXAMPLES - len(examples)
-        examples += [int(key) for key in keys][:num_missing]
+        # As numbers of Python, because JSON takes none of NumPy.
+        new_examples = [int(key) for key in keys]
+        examples += new_examples[:num_missing]
 
     def check_bad(self, file: str) -> None:
         """Raises a ValueError if more rows of latents are bad than allowed."""
-        reasons = [reason for reason in BAD_REASONS if reason != schema.DUPLICATE_CAPTION]
+        reasons = list(BAD_REASONS)
+        # Its rows are those of captions, see `check_bad_captions`.
+        reasons.remove(schema.DUPLICATE_CAPTION)
         rows = format_count(self.num_rows, 'row of the source', 'rows of the source')
         self._check_share(reasons, self.num_rows, rows, file)
 
@@ -303,22 +311,27 @@ class DropCounts:
             return
         # The file of the most frequent reason is the one to look into.
         commonest = max(reasons, key=self.counts.__getitem__)
+        worst_file = self._files[commonest] or file
+        first_key = self.examples[commonest][0]
         are = 'is' if num_bad == 1 else 'are'
         raise ValueError(
-            f'{self._files[commonest] or file}: {num_bad:,} of {rows} {are} bad '
-            f'({self._reasons(reasons)}; e.g. key {self.examples[commonest][0]}), more than '
+            f'{worst_file}: {num_bad:,} of {rows} {are} bad '
+            f'({self._reasons(reasons)}; e.g. key {first_key}), more than '
             f'{self._max_bad_fraction:.2%}. Fix the source, or raise max_bad_fraction in the '
             'config.'
         )
 
     def check_all(self, captions: str) -> None:
         """Raises a ValueError, which names `captions`, if more than half of the rows are lost."""
-        if self.num_latents > MAX_DROPPED_FRACTION * self.num_rows:
-            raise ValueError(
-                f'{captions}: {self.num_latents:,} of {format_count(self.num_rows, "row")} would '
-                f'be dropped ({self._reasons(self.counts)}), more than {MAX_DROPPED_FRACTION:.0%}. '
-                'Do the captions (and text embeddings) belong to these latents?'
-            )
+        if self.num_latents <= MAX_DROPPED_FRACTION * self.num_rows:
+            return
+        rows = format_count(self.num_rows, 'row')
+        reasons = self._reasons(self.counts)
+        raise ValueError(
+            f'{captions}: {self.num_latents:,} of {rows} would be dropped ({reasons}), '
+            f'more than {MAX_DROPPED_FRACTION:.0%}. '
+            'Do the captions (and text embeddings) belong to these latents?'
+        )
 
     def _reasons(self, reasons: Iterable[str]) -> str:
         """Returns the reasons that occur, each with its number of rows."""
