@@ -75,11 +75,13 @@ class Artist:
         self.step = self._saved.step
         self.facts = DatasetStats.from_json(self._saved.description.facts)
         config = ml_collections.ConfigDict(self._saved.description.config)
-        changes = {f'preview.{name}': value for name, value in changes.items()}
-        _change_fields(config, changes | {'seed': seed})
+        fields = {f'preview.{name}': value for name, value in changes.items()}
+        fields['seed'] = seed
+        _change_fields(config, fields)
         at_least(1).check('batch_size', batch_size)
         # The run's own values were checked when it began: this checks the changes.
         config_rules.check_config(config, needs_data=False)
+        # JAX asks for its cache at the first compilation, which may be that of the decoder.
         compiled_programs.use_cache(config, self.workdir)
         self.vae: str = config.preview.vae if vae is None else vae
         _, num_channels, _, _ = self.facts.latents_shape
@@ -131,23 +133,27 @@ class Artist:
         texts = caption_encoder.encode(self.facts, encoder, captions)
         # Each device draws as many. Few captions make a smaller batch, rather than one of padding.
         num_devices = self._mesh.size
-        size = math.ceil(min(self.batch_size, len(texts)) / num_devices) * num_devices
+        num_at_once = min(self.batch_size, len(texts))
+        size = math.ceil(num_at_once / num_devices) * num_devices
         pictures = []
         for start in range(0, len(texts), size):
             batch = texts[start : start + size]
             # The last batch is padded, or it would be compiled for a size of its own.
-            padded = np.pad(batch, [(0, size - len(batch)), (0, 0)])
-            latents = jax.device_get(self._draw_batch(padded, np.int32(first + start)))
+            num_missing = size - len(batch)
+            padded = np.pad(batch, [(0, num_missing), (0, 0)])
+            number = np.int32(first + start)
+            latents = jax.device_get(self._draw_batch(padded, number))
+
             pictures.append(self.paint(latents[: len(batch)]))
         return np.concatenate(pictures)
 
     @functools.cached_property
     def picture_shape(self) -> tuple[int, int]:
         """Height and width of a picture in pixels."""
-        # The decoder tells it.
+        # Only the decoder knows how many pixels a latent becomes: it tries one.
         _, *shape = self.facts.latents_shape
-        picture = self.paint(np.zeros((1, *shape), np.float32))
-        _, height, width, _ = picture.shape
+        latents = np.zeros((1, *shape), np.float32)
+        _, height, width, _ = self.paint(latents).shape
         return height, width
 
     @functools.cached_property
@@ -177,6 +183,7 @@ class Artist:
         # Weights whole on every device, pictures shared out: no exchange within a step.
         model = model.clone(pin=sharding.RowPinning(self._mesh))
         draw = make_draw(config, model, self.facts, encoder)
+        # Texts are shared out like the pictures; weights and the first number are not.
         replicated = sharding.replicated(self._mesh)
         rows = sharding.batch(self._mesh)
         draw_rows = bind(draw, encoder, replicated, rows, replicated, out_shardings=rows)

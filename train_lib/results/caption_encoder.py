@@ -88,7 +88,8 @@ def encode(
     unknown = find_unknown_words(facts, encoder, captions)
     if unknown:
         # The list of words that have numbers lacks rare ones if it is full.
-        is_full = facts.text_words.count(' ') + 1 == word_list.MAX_WORDS
+        num_known = facts.text_words.count(' ') + 1
+        is_full = num_known == word_list.MAX_WORDS
         logging.warning(
             '%s caption of the training data has %s: the model does not know what %s.',
             'Hardly a' if is_full else 'No',
@@ -101,9 +102,10 @@ def encode(
     ids = text_encoders.pad(encoder.tokenize(captions), encoder.max_tokens)
     # JAX raises no error for a number that the model's table does not have.
     if ids.max(initial=0) >= facts.vocabulary:
-        index = ids.max(axis=1).argmax()
+        largest_ids = ids.max(axis=1)
+        index = largest_ids.argmax()
         raise ValueError(
-            f'{captions[index]!r} has token {ids[index].max()}, expected one of the '
+            f'{captions[index]!r} has token {largest_ids[index]}, expected one of the '
             f'{facts.vocabulary} tokens of the training data, numbered from 0.'
         )
     return ids

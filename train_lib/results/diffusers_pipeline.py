@@ -73,9 +73,9 @@ class LatentFlowPipeline(DiffusionPipeline):
         prompt_embeds=None,
         output_type='pil',
     ):
-        """Draws a picture for each caption of `prompt`, a string or a list of strings.
+        """Draws a picture for each caption of `prompt`; the result has them as `images`.
 
-        The number of steps and the guidance are those of the training run's previews unless given.
+        `prompt` is a string or a list of strings. The number of steps and the guidance are those of the training run's previews unless given.
         `latents` is standard normal noise, `(n, C, H, W)`. `prompt_embeds` replaces the prompt by
         a text in the form of the training data, as the other program takes it. `output_type` is
         'pil', 'np', 'pt' or, for raw latents, 'latent'. Raises a ValueError for arguments with
@@ -92,10 +92,14 @@ class LatentFlowPipeline(DiffusionPipeline):
             text = self.encode_prompt(prompt)
         else:
             text = self._place_text(prompt_embeds)
-        count = len(text[0] if isinstance(text, tuple) else text)
+        # Of hidden states, the mask is as long.
+        rows = text[0] if isinstance(text, tuple) else text
+        count = len(rows)
         if not count:
             raise ValueError('prompt_embeds holds no text: expected at least one')
-        shape = count, *self.transformer.config['data']['latents_shape'][1:]
+        # The first number is that of the crops, and a picture is one.
+        _, *size = self.transformer.config['data']['latents_shape']
+        shape = (count, *size)
         if latents is None:
             _check_generator(generator, count)
             latents = randn_tensor(shape, generator, device, torch.float32)
@@ -107,8 +111,10 @@ class LatentFlowPipeline(DiffusionPipeline):
         images = self.transformer(noise, text, **changes)
         if output_type != 'latent':
             images = self._paint(images)
+        # Weights that were offloaded go back to the memory of the host.
         self.maybe_free_model_hooks()
-        return ImagePipelineOutput(VaeImageProcessor().postprocess(images, output_type))
+        images = VaeImageProcessor().postprocess(images, output_type)
+        return ImagePipelineOutput(images)
 
     def _check_settings(self, settings):
         """Raises a ValueError for values with which no run would draw."""
@@ -131,10 +137,7 @@ class LatentFlowPipeline(DiffusionPipeline):
 
         Raises a ValueError for anything else than captions.
         """
-        prompts = [prompt] if isinstance(prompt, str) else prompt
-        is_list = isinstance(prompts, (list, tuple)) and len(prompts) > 0
-        if not (is_list and all(isinstance(caption, str) for caption in prompts)):
-            raise ValueError(f'prompt={prompt!r}: expected a caption or a list of captions')
+        prompts = _list_captions(prompt)
         facts = self.transformer.config['data']
         device = self._execution_device
         if facts['text_encoder'] == 'hash':
@@ -149,13 +152,16 @@ class LatentFlowPipeline(DiffusionPipeline):
         if encode.config.is_encoder_decoder:
             encode = encode.get_encoder()
         present = tokens >= 0
-        states = encode(tokens.clamp(min=0), attention_mask=present.long()).last_hidden_state
+        # Padding becomes any token, which the mask leaves out.
+        ids = tokens.clamp(min=0)
+        states = encode(ids, attention_mask=present.long()).last_hidden_state
         if facts['vocabulary']:
             return states, present
         # The training data have one embedding for each text, the mean of its tokens' states.
-        sums = states.float().masked_fill(~present[..., None], 0).sum(1)
+        present_states = states.float().masked_fill(~present[..., None], 0)
+        means = present_states.sum(1) / present.sum(1, keepdim=True)
         # In float16, as the data set stores them.
-        return (sums / present.sum(1, keepdim=True)).half()
+        return means.half()
 
     def save_pretrained(self, save_directory, safe_serialization=True, push_to_hub=False, **hub):
         """Copies the export that this pipeline was loaded from; `hub` goes to `push_to_hub`.
@@ -169,6 +175,7 @@ class LatentFlowPipeline(DiffusionPipeline):
             raise ValueError(f'{", ".join(hub)}: expected none of these: the copy is as the export')
         folder = self._find_export()
         target = Path(save_directory)
+        # A copy onto itself would begin by removing a file that it needs.
         if target.resolve() != folder.resolve():
             _copy_export(folder, target)
         if push_to_hub:
@@ -194,6 +201,7 @@ class LatentFlowPipeline(DiffusionPipeline):
 
         Raises a ValueError if it has changed.
         """
+        # A transformer that was made of weights in memory has no folder.
         folder = self.transformer.folder and self.transformer.folder.parent
         if not folder or not (folder / 'transformer' / 'config.json').exists():
             raise ValueError(
@@ -222,8 +230,11 @@ class LatentFlowPipeline(DiffusionPipeline):
                 'from_pretrained(..., encoder=), or prompt_embeds in place of the prompt'
             )
         # A caption without tokens gets one: attention needs a word in every row.
-        candidates = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0
-        filler = next(token for token in candidates if token is not None)
+        filler = self.tokenizer.pad_token_id
+        if filler is None:
+            filler = self.tokenizer.eos_token_id
+        if filler is None:
+            filler = 0
         rows = self.tokenizer(prompts, truncation=True, max_length=max_tokens)['input_ids']
         return [ids or [filler] for ids in rows]
 
@@ -269,6 +280,15 @@ class LatentFlowPipeline(DiffusionPipeline):
         rgb = torch.tensor(config['rgb']).to(latents)
         bias = torch.tensor(config['rgb_bias']).to(latents)
         return torch.einsum('nchw,cr->nrhw', latents, rgb) + bias[:, None, None]
+
+
+def _list_captions(prompt):
+    """Returns one caption or several as a list; raises a ValueError for anything else."""
+    captions = [prompt] if isinstance(prompt, str) else prompt
+    is_list = isinstance(captions, (list, tuple)) and len(captions) > 0
+    if not (is_list and all(isinstance(caption, str) for caption in captions)):
+        raise ValueError(f'prompt={prompt!r}: expected a caption or a list of captions')
+    return captions
 
 
 def _load_vae(model, dtype):
@@ -333,4 +353,6 @@ def _hash_features(caption, dim=640):
     buckets = (parts >> 1) * dim >> 15
     signs = 1 - 2 * (parts & 1)
     sums = np.bincount(buckets, signs, dim)
-    return sums / np.maximum(np.linalg.norm(sums), 1)
+    # Of whole numbers, the length is 0 or at least 1: a caption without words stays 0.
+    length = np.linalg.norm(sums)
+    return sums / np.maximum(length, 1)

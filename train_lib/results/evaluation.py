@@ -17,7 +17,7 @@ from coyo11m_tfds.dataset.stored_dataset import StoredDataset
 from coyo11m_tfds.process import errors
 from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.storage import json_digest
-from coyo11m_tfds.storage.base import ReadableFolder
+from coyo11m_tfds.storage.base import ReadableFolder, WritableFolder
 from train_lib.results.artist import Artist
 
 if TYPE_CHECKING:
@@ -93,7 +93,8 @@ def evaluate_pictures(
         'image_encoder': f'{image_encoder.name} {image_encoder.revision}',
         'data_set': data.identity(schema.VALIDATION),
     }
-    name = f'step_{artist.step:06}_{json_digest.sha256(settings)[:8]}'
+    settings_id = json_digest.sha256(settings)[:8]
+    name = f'step_{artist.step:06}_{settings_id}'
     folder = storage.open_writable_folder(epath.Path(workdir) / FOLDER)
     batches = []
     for first, latents, captions in _read_records(data, num_pictures):
@@ -104,16 +105,15 @@ def evaluate_pictures(
         if features is None:
             features = _compute_features(artist, image_encoder, first, latents, captions)
             # Now, so that an interruption costs the drawing of one file's records at most.
-            content = io.BytesIO()
-            np.savez(content, **features._asdict())
-            folder.write(file, content.getvalue())
+            _write_features(folder, file, features)
             pictures = format_count(num_pictures, 'picture is', 'pictures are')
             logging.info('%s of %s drawn.', f'{end:,}', pictures)
         batches.append(features)
     # The fields of all files, and not all fields of a file.
     columns = zip(*batches, strict=True)
-    features = Features(*map(np.concatenate, columns))
-    result = {'num_pictures': num_pictures, **compare_features(features), 'settings': settings}
+    all_features = Features(*map(np.concatenate, columns))
+    distances = compare_features(all_features)
+    result = {'num_pictures': num_pictures, **distances, 'settings': settings}
     folder.write(f'{name}.json', json.dumps(result, indent=2).encode())
     return result
 
@@ -206,6 +206,13 @@ def _read_records(data: StoredDataset, count: int) -> Iterator[tuple[int, np.nda
             yield first, latents, captions
 
 
+def _write_features(folder: WritableFolder, name: str, features: Features) -> None:
+    """Writes features into a file, for `_load_features`."""
+    content = io.BytesIO()
+    np.savez(content, **features._asdict())
+    folder.write(name, content.getvalue())
+
+
 def _load_features(folder: ReadableFolder, name: str) -> Features | None:
     """Returns the features in a file; None if there is none, or it is damaged."""
     content = folder.read(name)
@@ -246,11 +253,12 @@ def frechet(x: np.ndarray, y: np.ndarray) -> float:
     y = np.asarray(y, np.float64)
     cov_x = np.atleast_2d(np.cov(x, rowvar=False))
     cov_y = np.atleast_2d(np.cov(y, rowvar=False))
-    # The eigenvalues of C1 C2 are those of the symmetric C1^(1/2) C2 C1^(1/2).
+    # The eigenvalues of C1 C2 are those of the symmetric C1^(1/2) C2 C1^(1/2). Rounding can make
+    # eigenvalues near 0 negative, which have no root.
     values, vectors = np.linalg.eigh(cov_x)
-    root = (vectors * np.sqrt(np.maximum(values, 0))) @ vectors.T
+    roots = np.sqrt(np.maximum(values, 0))
+    root = (vectors * roots) @ vectors.T
     product_values = np.linalg.eigvalsh(root @ cov_y @ root)
-    # Rounding can make those near 0 negative.
     root_trace = np.sqrt(np.maximum(product_values, 0)).sum()
     mean_distance = np.square(x.mean(axis=0) - y.mean(axis=0)).sum()
     distance = mean_distance + np.trace(cov_x) + np.trace(cov_y) - 2 * root_trace
@@ -281,5 +289,7 @@ def _mean_kernel(x: np.ndarray, y: np.ndarray) -> float:
     for first in range(0, len(x), _ROWS_AT_ONCE):
         rows = x[first : first + _ROWS_AT_ONCE]
         # Of rows of length 1, |a - b|^2 is 2 (1 - a b).
-        total += float(np.exp((rows @ y.T - 1) / _KERNEL_WIDTH**2).sum())
-    return total / (len(x) * len(y))
+        kernel = np.exp((rows @ y.T - 1) / _KERNEL_WIDTH**2)
+        total += float(kernel.sum())
+    num_pairs = len(x) * len(y)
+    return total / num_pairs

@@ -8,7 +8,7 @@ Pictures are compared by the means of their 32 x 32 areas. This suits captions t
 open: a picture that is shifted, or has another background, counts as another one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -41,7 +41,9 @@ class Judge:
         self._known = np.flatnonzero(is_known)
         # Equal pictures are one, the first of them: two captions may have the same picture.
         _, first, inverse = np.unique(areas, axis=0, return_index=True, return_inverse=True)
-        self._first_equal = first[inverse.reshape(-1)]
+        # NumPy 2.0.0 returns it with an axis more than other versions.
+        number_of_first = inverse.reshape(-1)
+        self._first_equal = first[number_of_first]
 
     def compare(self, areas: np.ndarray, own: np.ndarray) -> Verdicts:
         """Compares drawn pictures with the true ones.
@@ -61,13 +63,14 @@ class Judge:
         nearest = squares.argmin(axis=1)
         own_squares = squares[np.arange(len(own)), own]
         # How many different true pictures are nearer than the own one.
-        nearer = []
+        num_nearer = []
         for row, own_square in zip(squares, own_squares, strict=True):
-            nearer.append(len(np.unique(self._first_equal[row < own_square])))
+            nearer_pictures = np.unique(self._first_equal[row < own_square])
+            num_nearer.append(len(nearer_pictures))
         return Verdicts(
             nearest=nearest,
             exact=self._first_equal[nearest] == self._first_equal[own],
-            first_five=np.array(nearer) < _FIRST,
+            first_five=np.array(num_nearer) < _FIRST,
             distance=np.sqrt(own_squares),
         )
 
@@ -82,9 +85,11 @@ class Judge:
         # To each true picture, the known one that is most similar.
         nearest = []
         for rows in _split(len(own)):
-            squares = _mean_squares(self._areas[own[rows]], known_areas)
+            true_areas = self._areas[own[rows]]
+            squares = _mean_squares(true_areas, known_areas)
             nearest.append(squares.argmin(axis=1))
-        return self.compare(known_areas[np.concatenate(nearest)], own)
+        drawn_areas = known_areas[np.concatenate(nearest)]
+        return self.compare(drawn_areas, own)
 
 
 def mean_areas(pictures: np.ndarray) -> np.ndarray:
@@ -98,7 +103,8 @@ def mean_areas(pictures: np.ndarray) -> np.ndarray:
         raise ValueError(f'{problem}, expected multiples of {AREAS}')
     # The rows of areas, the rows in each, the columns of areas, the columns in each.
     cells = pictures.reshape(count, AREAS, height // AREAS, AREAS, width // AREAS, channels)
-    return cells.mean(axis=(2, 4), dtype=np.float32).reshape(count, -1)
+    means = cells.mean(axis=(2, 4), dtype=np.float32)
+    return means.reshape(count, -1)
 
 
 def list_columns(verdicts: Verdicts) -> dict[str, np.ndarray]:
@@ -115,12 +121,17 @@ def write_table(rows: Mapping[str, Mapping[str, np.ndarray]]) -> list[str]:
 
     All rows have the same columns. Names are on the left, numbers on the right of their columns.
     """
+    # The names of the columns; above those of the rows stands nothing.
+    header = ['']
     first_row = next(iter(rows.values()))
-    table: list[Sequence[str]] = [['', *first_row]]
+    header += first_row.keys()
+    table = [header]
     for name, columns in rows.items():
-        table.append([name, *map(_write_mean, columns.values())])
+        cells = [name]
+        cells += map(_write_mean, columns.values())
+        table.append(cells)
     # A column is as wide as its longest cell.
-    name_width, *widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
+    name_width, *widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
     for name, *cells in table:
         parts = [name.ljust(name_width)]
@@ -139,7 +150,8 @@ def _write_mean(values: np.ndarray) -> str:
 
 def _split(count: int) -> list[slice]:
     """Returns slices of `range(count)`, so that few rows of distances are in memory at a time."""
-    return [slice(start, start + _ROWS_AT_ONCE) for start in range(0, count, _ROWS_AT_ONCE)]
+    starts = range(0, count, _ROWS_AT_ONCE)
+    return [slice(start, start + _ROWS_AT_ONCE) for start in starts]
 
 
 def _mean_squares(x: np.ndarray, y: np.ndarray) -> np.ndarray:

@@ -80,7 +80,6 @@ def make_card(
         vae: Name of the decoder of its pictures; '' for none.
         datasets: Names of the training data on the hub.
     """
-    workdir = saved.folder.parents[1]
     files = {}
     weights = 'the moving average of the weights' if average else 'the last weights'
     sections = [
@@ -90,17 +89,20 @@ def make_card(
         f'latents, {weights} at step {saved.step:,}.',
     ]
     # A run may draw previews at other steps than it saves checkpoints.
-    nearest = previews.find_nearest(workdir, saved.step)
+    nearest = previews.find_nearest(saved.workdir, saved.step)
     if nearest:
-        step, files[PREVIEWS_FILE] = nearest
+        step, picture = nearest
+        files[PREVIEWS_FILE] = picture
         legend = f'Left: data, right: model at step {step:,}.'
         sections.append(f'![Previews]({PREVIEWS_FILE})\n\n{legend}')
     sections.append(_DRAWING.replace('FOLDER', repr(name)))
-    sections.append(f'## Data\n\n{_table(_describe_data(saved, facts, vae))}')
+    data_rows = _describe_data(saved, facts, vae)
+    sections.append(f'## Data\n\n{_table(data_rows)}')
     if facts.citation:
         sections.append(quote_in_markdown(facts.citation.strip(), 'bibtex'))
-    sections.append(f'## Recipe\n\n{_table(_list_recipe(saved, facts))}')
-    sections += _evaluations(workdir, saved.step, average)
+    recipe_rows = _list_recipe(saved, facts)
+    sections.append(f'## Recipe\n\n{_table(recipe_rows)}')
+    sections += _evaluations(saved.workdir, saved.step, average)
     files[CARD_FILE] = ('\n\n'.join(sections) + '\n').encode()
     return files
 
@@ -109,7 +111,8 @@ def _describe_data(saved: checkpoint.SavedRun, facts: DatasetStats, vae: str) ->
     """Returns the rows of the table about the training data."""
     # The first field of an identity is the name.
     names = [name for name, *_ in saved.description.position['data_sets'].values()]
-    shape = ' x '.join(map(str, facts.latents_shape[1:]))
+    _, *sizes = facts.latents_shape
+    shape = ' x '.join(map(str, sizes))
     rows = {
         'data set': ', '.join(names),
         'license': facts.license or _NO_LICENSE,
@@ -117,7 +120,8 @@ def _describe_data(saved: checkpoint.SavedRun, facts: DatasetStats, vae: str) ->
         'texts': f'{facts.text_encoder} {facts.text_revision}',
     }
     # Folders of this machine, and buckets, say nothing to others.
-    rows['version'] = ', '.join(versions.list_versions(saved.description.config))
+    data_versions = versions.list_versions(saved.description.config)
+    rows['version'] = ', '.join(data_versions)
     if vae:
         rows['pictures'] = f'decoded by {vae}'
     return rows
@@ -149,7 +153,8 @@ def _front_matter(license_name: str, datasets: Sequence[str]) -> str:
     for name, value in fields.items():
         lines.append(f'{name}: {quote_for_yaml(value)}')
     if datasets:
-        lines.append(f'datasets: [{", ".join(map(quote_for_yaml, datasets))}]')
+        names = ', '.join(map(quote_for_yaml, datasets))
+        lines.append(f'datasets: [{names}]')
     lines.append('---')
     return '\n'.join(lines)
 
@@ -168,7 +173,8 @@ def _evaluations(workdir: epath.Path, step: int, average: bool) -> Iterator[str]
                 rows[name] = f'{result[name]:,.6g}'
         for name in evaluation.NAMED_SETTINGS:
             rows[name] = settings[name]
-        yield f'## Evaluation\n\n{_table(rows | settings["preview"])}'
+        rows |= settings['preview']
+        yield f'## Evaluation\n\n{_table(rows)}'
 
 
 def _table(rows: Mapping[str, Any]) -> str:

@@ -64,7 +64,8 @@ def find_nearest(workdir: epath.Path, step: int) -> tuple[int, bytes] | None:
         match = _NAME.fullmatch(path.name)
         if match:
             steps.append(int(match[1]))
-    for nearest in sorted(steps, key=lambda other: (abs(other - step), other)):
+    by_distance = sorted(steps, key=lambda other: (abs(other - step), other))
+    for nearest in by_distance:
         path = path_of_step(workdir, nearest)
         content = path.read_bytes() if path.is_file() else b''
         # A run that was killed may have left a file that is none.
@@ -88,23 +89,19 @@ def make_grid(
         One picture, uint8 `(height, width, 3)`.
     """
     # Once for all captions, and before they are drawn: the boxes in a picture explain nothing.
-    letters = set(''.join(captions)) - set(string.whitespace)
-    missing = [letter for letter in sorted(letters) if _find_font(letter) is None]
-    if missing:
-        _warn_of_missing(''.join(missing))
+    _check_letters(captions)
     cells = []
     for *cell_pictures, caption in zip(*pictures, captions, strict=True):
         cells.append(_make_cell(cell_pictures, caption))
     num_columns = math.ceil(math.sqrt(len(cells)))
     rows = []
     for first in range(0, len(cells), num_columns):
-        rows.append(_join_pictures(cells[first : first + num_columns], axis=1))
+        cells_of_row = cells[first : first + num_columns]
+        rows.append(_join_pictures(cells_of_row, axis=1))
     if title:
+        # The last row may have fewer cells.
         width = max(row.shape[1] for row in rows)
-        size = max(_FONT_SIZE, round(width * _TITLE_SHARE))
-        # A title may be longer than a narrow grid, which then grows.
-        longest = max(width, _FONT_SIZE * len(title))
-        rows.insert(0, _write_lines([title], longest, 'gray', size))
+        rows.insert(0, _write_title(title, width))
     margins = (_MARGIN, _MARGIN), (_MARGIN, _MARGIN), (0, 0)
     return np.pad(_join_pictures(rows, axis=0), margins, constant_values=255)
 
@@ -117,11 +114,20 @@ def write_png(path: epath.PathLike, picture: np.ndarray) -> None:
         path.write_bytes(pixels.encode_png(picture))
 
 
+def _write_title(title: str, width: int) -> np.ndarray:
+    """Returns a picture of the title of a grid of a width in pixels."""
+    size = max(_FONT_SIZE, round(width * _TITLE_SHARE))
+    # A title may be longer than a narrow grid, which then grows.
+    width_of_title = _FONT_SIZE * len(title)
+    return _write_lines([title], max(width, width_of_title), 'gray', size)
+
+
 def _make_cell(pictures: Sequence[np.ndarray], caption: str) -> np.ndarray:
     """Returns pictures in a row, with their caption below."""
     row = _join_pictures([_enlarge(picture) for picture in pictures], axis=1)
     width = row.shape[1]
-    text = _write_lines(_wrap(caption, width), width, 'black')
+    lines = _wrap(caption, width)
+    text = _write_lines(lines, width, 'black')
     return np.concatenate([row, text])
 
 
@@ -147,8 +153,10 @@ def _wrap(caption: str, width: int) -> list[str]:
     """Breaks a caption into lines of at most `width` pixels: between words, else anywhere."""
     lines = ['']
     for word in re.findall(r'\S+', caption):
-        if _text_width(f'{lines[-1]} {word}') <= width:
-            lines[-1] = f'{lines[-1]} {word}'.lstrip()
+        longer_line = f'{lines[-1]} {word}'
+        if _text_width(longer_line) <= width:
+            # The first word of a line has nothing before it.
+            lines[-1] = longer_line.lstrip()
             continue
         # A word longer than a line, as in languages without spaces, is broken anywhere.
         lines.append('')
@@ -175,9 +183,10 @@ def _text_width(text: str) -> float:
 
 def _split_by_font(text: str, size: int) -> Iterator[tuple[ImageFont.FreeTypeFont, str]]:
     """Yields stretches of a text, each with the first font that has its letters."""
+    fonts = _load_fonts(size)
     for number, letters in itertools.groupby(text, _find_font):
         # What no font has is a box of the first one.
-        yield _load_fonts(size)[number or 0], ''.join(letters)
+        yield fonts[number or 0], ''.join(letters)
 
 
 @functools.cache
@@ -194,6 +203,15 @@ def _draw_letter(font: ImageFont.FreeTypeFont, letter: str) -> tuple[tuple[int, 
     """Returns the size and the pixels of a letter."""
     mask = font.getmask(letter)
     return mask.size, bytes(mask)
+
+
+def _check_letters(captions: Sequence[str]) -> None:
+    """Warns of letters of captions that no font has."""
+    letters = set(''.join(captions)) - set(string.whitespace)
+    # In one order, so that equal letters are the same argument.
+    missing = [letter for letter in sorted(letters) if _find_font(letter) is None]
+    if missing:
+        _warn_of_missing(''.join(missing))
 
 
 @functools.cache  # the same captions are drawn again and again
@@ -216,7 +234,8 @@ def _load_fonts(size: int) -> list[ImageFont.FreeTypeFont]:
     # First the package: the user has installed it for this.
     package = importlib.util.find_spec(_CJK_PACKAGE)
     if package and package.origin:
-        files.insert(0, str(pathlib.Path(package.origin).with_name(_CJK_FILE)))
+        file_of_package = pathlib.Path(package.origin).with_name(_CJK_FILE)
+        files.insert(0, str(file_of_package))
     for file in files:
         try:
             fonts.append(ImageFont.truetype(file, size))
@@ -240,12 +259,13 @@ def _join_pictures(pictures: Sequence[np.ndarray], axis: int) -> np.ndarray:
 
     Below each other along the axis 0, side by side along the axis 1.
     """
-    largest = np.max([picture.shape[:2] for picture in pictures], axis=0)
+    sizes = [picture.shape[:2] for picture in pictures]
+    largest = np.max(sizes, axis=0)
     last = len(pictures) - 1
     padded = []
     for number, picture in enumerate(pictures):
         # Across the axis, all become as large as the largest; along it, each gets the margin.
-        pad = largest - picture.shape[:2]
+        pad = largest - sizes[number]
         pad[axis] = 0 if number == last else _MARGIN
         widths = [(0, pad[0]), (0, pad[1]), (0, 0)]
         padded.append(np.pad(picture, widths, constant_values=255))

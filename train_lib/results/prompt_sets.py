@@ -10,6 +10,7 @@ GenEval: Ghosh et al., 2023, arXiv 2310.11513. DPG-Bench: Hu et al., 2024, arXiv
 """
 
 import json
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -54,12 +55,14 @@ def read_prompts(path: epath.PathLike, count: int) -> list[Prompt]:
             if path.suffix == '.jsonl':
                 metadata = json.loads(line)
             text = metadata['prompt'].strip()
+        # What is no JSON, no object, without a prompt, or with one that is no text.
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             problem = f'{line[:80]!r} is not JSON like {{"prompt": "a red circle"}}'
             raise ValueError(f'{path}: {problem}') from error
-        files = [f'{number:05}/samples/{picture:05}.png' for picture in range(count)]
-        metadata_file = f'{number:05}/metadata.jsonl'
-        prompts.append(Prompt(text, files, {metadata_file: json.dumps(metadata)}))
+        folder = f'{number:05}'
+        files = [f'{folder}/samples/{picture:05}.png' for picture in range(count)]
+        metadata_files = {f'{folder}/metadata.jsonl': json.dumps(metadata)}
+        prompts.append(Prompt(text, files, metadata_files))
     return prompts
 
 
@@ -68,15 +71,17 @@ def _read_folder(path: epath.Path, count: int) -> list[Prompt]:
     if not 1 <= count <= _GRID_WIDTH**2:
         problem = f'expected 1 to {_GRID_WIDTH**2}, for the grids of {path}'
         raise ValueError(f'pictures_per_prompt={count}: {problem}')
-    names = sorted(name for name in storage.list_folder(path) if name.endswith('.txt'))
-    if not names:
-        raise ValueError(f'{path} holds no prompt; expected one in each NAME.txt.')
     prompts = []
-    for name in names:
+    # Sorted, because the place of a prompt decides its noise.
+    for name in sorted(storage.list_folder(path)):
+        if not name.endswith('.txt'):
+            continue
         # A prompt may be wrapped.
         text = ' '.join(read_captions(path / name))
-        grid = f'{name.removesuffix(".txt")}.png'
-        prompts.append(Prompt(text, [grid], metadata={}))
+        stem = name.removesuffix('.txt')
+        prompts.append(Prompt(text, [f'{stem}.png'], metadata={}))
+    if not prompts:
+        raise ValueError(f'{path} holds no prompt; expected one in each NAME.txt.')
     return prompts
 
 
@@ -101,7 +106,8 @@ def draw_prompts(
         'pictures_per_prompt': count,
     }
     # Whatever a file of prompts is called, its pictures are not taken for results of `evaluate`.
-    name = f'prompts_{name}_{artist.step:06}_{json_digest.sha256(settings)[:8]}'
+    settings_id = json_digest.sha256(settings)[:8]
+    name = f'prompts_{name}_{artist.step:06}_{settings_id}'
     folder = storage.open_writable_folder(place)
     folder.write(f'{name}.json', json.dumps(settings, indent=2).encode())
     # Under a name there is a complete file or none.
@@ -117,17 +123,29 @@ def draw_prompts(
             if present >= expected:
                 progress.skip(len(batch))
                 continue
-            captions = []
-            for prompt in batch:
-                captions += [prompt.text] * count
             # Numbered by prompts and not by what is missing, or the noise would be another.
-            drawn = np.split(artist.draw(captions, first=first * count), len(batch))
-            for prompt, pictures in zip(batch, drawn, strict=True):
+            number = first * count
+            for prompt, pictures in _draw_each(artist, batch, count, number):
                 files = _make_files(prompt, pictures)
                 for file in files.keys() - present:
                     folder.write(f'{name}/{file}', files[file])
             progress.add(len(batch))
     return folder.path_of(name)
+
+
+def _draw_each(
+    artist: Artist, prompts: list[Prompt], count: int, number: int
+) -> Iterator[tuple[Prompt, np.ndarray]]:
+    """Yields each prompt with its pictures, uint8 `(count, H, W, 3)`.
+
+    The first picture has the noise of `number`, and the others follow.
+    """
+    captions = []
+    for prompt in prompts:
+        captions += [prompt.text] * count
+    pictures = artist.draw(captions, first=number)
+    pictures_by_prompt = np.split(pictures, len(prompts))
+    yield from zip(prompts, pictures_by_prompt, strict=True)
 
 
 def _make_files(prompt: Prompt, pictures: np.ndarray) -> dict[str, bytes]:
@@ -149,15 +167,17 @@ def _tile(pictures: np.ndarray) -> np.ndarray:
     cells = np.pad(pictures, [(0, num_missing), (0, 0), (0, 0), (0, 0)])
     rows = []
     for first in range(0, len(cells), _GRID_WIDTH):
-        rows.append(np.hstack(list(cells[first : first + _GRID_WIDTH])))
+        cells_of_row = list(cells[first : first + _GRID_WIDTH])
+        rows.append(np.hstack(cells_of_row))
     return np.vstack(rows)
 
 
 def read_captions(path: epath.Path) -> list[str]:
     """Reads a caption from each line of a file; raises a ValueError if it has none."""
+    content = storage.describe_file(path).read()
     try:
         # Some editors begin with a byte order mark.
-        text = storage.describe_file(path).read().decode('utf-8-sig')
+        text = content.decode('utf-8-sig')
     except UnicodeDecodeError as error:
         raise ValueError(f'{path}: byte {error.start} is not UTF-8; save it as UTF-8.') from error
     # Not by `splitlines`: texts may hold other ends of lines, as U+2028.

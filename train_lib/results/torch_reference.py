@@ -33,7 +33,8 @@ _SETTINGS = 'num_steps', 'guidance', 'guidance_low', 'guidance_high', 'sampler',
 def load(folder):
     """Returns the weights by name, float32, and the configuration."""
     config = json.loads((Path(folder) / 'config.json').read_text())
-    return load_file(Path(folder) / 'model.safetensors'), config
+    weights = load_file(Path(folder) / 'model.safetensors')
+    return weights, config
 
 
 class Transformer(torch.nn.Module):
@@ -145,7 +146,8 @@ def _find_text_fault(weights, config, text):
                 return f'{expected}, not from {least} to {most}'
     if is_right:
         return ''
-    return f'{expected}, not {" and ".join(map(_describe_tensor, tensors))}'
+    given = ' and '.join(map(_describe_tensor, tensors))
+    return f'{expected}, not {given}'
 
 
 def _are_embeddings(tensors, width):
@@ -174,7 +176,8 @@ def _are_ids(tensors):
 
 def _describe_tensor(tensor):
     """Returns dtype and shape: float32 (2, 640)."""
-    return f'{str(tensor.dtype).removeprefix("torch.")} {tuple(tensor.shape)}'
+    dtype = str(tensor.dtype).removeprefix('torch.')
+    return f'{dtype} {tuple(tensor.shape)}'
 
 
 def _check_arrays(weights, config, noise, text):
@@ -192,7 +195,8 @@ def _check_arrays(weights, config, noise, text):
     if fault:
         raise ValueError(f'text: expected {fault}')
     # Of hidden states, the mask is as long.
-    num_texts = len(text[0] if isinstance(text, tuple) else text)
+    texts = text[0] if isinstance(text, tuple) else text
+    num_texts = len(texts)
     if num_texts != shape[0]:
         raise ValueError(f'text: expected {shape[0]}, one for each noise, not {num_texts}')
 
@@ -216,9 +220,9 @@ def draw(weights, config, noise, text):
     preview = config['preview']
     _check_settings(preview)
     _check_arrays(weights, config, noise, text)
-    names = 'latent_mean', 'latent_std', 'text_mean', 'text_std'
     count = len(noise)
     device = noise.device
+    names = 'latent_mean', 'latent_std', 'text_mean', 'text_std'
     stats = {name: torch.tensor(facts[name], device=device) for name in names}
     if not facts['vocabulary']:
         # As in training: a feature that never varies becomes 0 instead of a division by zero.
@@ -244,12 +248,13 @@ def draw(weights, config, noise, text):
 
     z = noise
     for time, next_time in itertools.pairwise(_step_times(preview)):
+        step = next_time - time
         start = mean = slope(z, time)
         # The last step of Heun's method is Euler's.
         if preview['sampler'] == 'heun' and next_time > 0:
-            end = slope(z + (next_time - time) * start, next_time)
+            end = slope(z + step * start, next_time)
             mean = (start + end) / 2
-        z = z + (next_time - time) * mean
+        z = z + step * mean
     latents = z * stats['latent_std'] + stats['latent_mean']
     # Channels first, as decoders take them.
     return latents.permute(0, 3, 1, 2)
@@ -257,9 +262,10 @@ def draw(weights, config, noise, text):
 
 def _step_times(preview):
     """Returns the times at which steps begin and end, from 1 down to 0."""
-    # In float64, as in the program that trained it: float32 would round twice.
-    t = 1 - torch.arange(preview['num_steps'] + 1, dtype=torch.float64) / preview['num_steps']
+    num_steps = preview['num_steps']
     shift = preview['time_shift']
+    # In float64, as in the program that trained it: float32 would round twice.
+    t = 1 - torch.arange(num_steps + 1, dtype=torch.float64) / num_steps
     return (shift * t / (1 + (shift - 1) * t)).float()
 
 
@@ -291,23 +297,32 @@ def predict_velocity(weights, config, z, t, text, drop, run_block=None):
     condition = _embed_condition(weights, t, pooled, drop)
 
     # A token is a square of p by p positions.
-    x = z.reshape(n, rows, p, columns, p, channels).transpose(2, 3)
-    x = _dense(weights, 'patches', x.reshape(n, -1, p * p * channels))
+    squares = z.reshape(n, rows, p, columns, p, channels).transpose(2, 3)
+    x = _dense(weights, 'patches', squares.reshape(n, -1, p * p * channels))
     x = x + _positions(rows, columns, model['width']).to(x)
-    rotations = _cosines_and_sines(rows, columns, model['width'] // model['num_heads'])
+    head_dim = model['width'] // model['num_heads']
+    rotations = _cosines_and_sines(rows, columns, head_dim)
     rotations = [values.to(x.device) for values in rotations]
+    # A program that trains may compute a block again in the backward pass.
+    run = run_block or _run_once
     for block in range(model['depth']):
-        # A program that trains may compute a block again in the backward pass.
-        arguments = weights, f'blocks.{block}', model['num_heads'], x, condition, rotations, words
-        x = run_block(_apply_block, *arguments) if run_block else _apply_block(*arguments)
+        name = f'blocks.{block}'
+        arguments = weights, name, model['num_heads'], x, condition, rotations, words
+        x = run(_apply_block, *arguments)
     shift, scale = _dense(weights, 'modulation', condition)[:, None].chunk(2, -1)
     x = _dense(weights, 'velocity', _modulated_norm(x, shift, scale))
     x = x.reshape(n, rows, columns, p, p, channels).transpose(2, 3)
     x = x.reshape(n, height, width, channels)
     if model['prediction'] == 'latents':
         # The last layer has computed clean latents; the divisor is bounded as in training.
-        x = (z - x) / t.clamp(min=0.05)[:, None, None, None]
+        divisor = t.clamp(min=0.05)[:, None, None, None]
+        x = (z - x) / divisor
     return x
+
+
+def _run_once(block, *arguments):
+    """Returns what a block returns; it is not computed again."""
+    return block(*arguments)
 
 
 def _embed_condition(weights, t, pooled, drop):
@@ -346,7 +361,9 @@ def _apply_block(weights, name, num_heads, x, condition, rotations, words):
         word_keys, word_values = split_heads(vectors, 'words', 2)
         key = torch.cat([key, _rms_norm(word_keys, key_scale)], 2)
         value = torch.cat([value, word_values], 2)
-        mask = F.pad(present, (x.shape[1], 0), value=True)[:, None, None]
+        # Tokens are all present.
+        present = F.pad(present, (x.shape[1], 0), value=True)
+        mask = present[:, None, None]
     mixed = F.scaled_dot_product_attention(query, key, value, mask)
     # The heads side by side again.
     mixed = mixed.transpose(1, 2).flatten(2)
@@ -372,10 +389,14 @@ def _word_vectors(weights, text, drop):
         vectors = F.silu(_dense(weights, 'words.neighbours', triples))
     # Also of dropped texts: another vector stands in for them later.
     vectors_or_0 = torch.where(is_word[..., None], vectors, 0)
-    pooled = vectors_or_0.sum(1) / is_word.sum(1, keepdim=True).clamp(min=1)
+    # At least 1: a text without words has a mean of zeros.
+    count = is_word.sum(1, keepdim=True).clamp(min=1)
+    pooled = vectors_or_0.sum(1) / count
+    # Attention divides by the sum over what is present: a dropped text leaves this vector.
     nothing = weights['words.nothing'].expand(len(vectors), 1, -1)
+    sequence = torch.cat([nothing, vectors], 1)
     present = F.pad(is_word & ~drop[:, None], (1, 0), value=True)
-    return (torch.cat([nothing, vectors], 1), present), pooled
+    return (sequence, present), pooled
 
 
 def _dense(weights, name, x):

@@ -82,7 +82,8 @@ def make_round_trip(artist: Artist) -> RoundTrip | None:
     """
     if not artist.vae:
         # Of a data set without a VAE, such as the sample, the linear map made the latents, too.
-        if artist.facts.vae or artist.facts.latents_shape[1] != len(schema.RGB_FACTORS):
+        _, num_channels, _, _ = artist.facts.latents_shape
+        if artist.facts.vae or num_channels != len(schema.RGB_FACTORS):
             return None
         return lambda pictures: artist.paint(latent_rgb.rgb_to_latents(pictures))
     if artist.facts.vae != model_files.public_name(artist.vae):
@@ -136,7 +137,8 @@ def compare(
         prompts.append(prompt_sets.Prompt(caption, [f'{number:05}.png'], {}))
     name = epath.Path(truth).name
     folder = epath.Path(prompt_sets.draw_prompts(artist, prompts, 1, place, name))
-    drawn_areas, first_drawn = _read_drawn(folder, prompts, len(own.shown))
+    num_shown = len(own.shown)
+    drawn_areas, first_drawn = _read_drawn(folder, prompts, num_shown)
 
     # `ceiling` is what the VAE loses, `floor` what a model gets that only repeats what it knows.
     table = {'drawn': judge.list_columns(jury.compare(drawn_areas, numbers))}
@@ -147,15 +149,26 @@ def compare(
         table['floor'] = judge.list_columns(floor)
     # Named as the folder of the drawn pictures, whose digest is of all settings.
     stem = place / folder.name.replace('prompts_', 'truth_', 1)
-    grid = previews.make_grid([first_drawn, own.shown], own.captions[: len(own.shown)])
+    grid = previews.make_grid([first_drawn, own.shown], own.captions[:num_shown])
     previews.write_png(f'{stem}.png', grid)
-    # JSON takes no values of NumPy.
-    means: dict[str, dict[str, float]] = {}
-    for row, columns in table.items():
-        means[row] = {column: float(values.mean()) for column, values in columns.items()}
-    result = {'num_pictures': len(numbers), 'means': means, 'settings': artist.settings}
+    result = {
+        'num_pictures': len(numbers),
+        'means': _compute_means(table),
+        'settings': artist.settings,
+    }
     epath.Path(f'{stem}.json').write_text(json.dumps(result, indent=2))
     return Comparison(table, f'{stem}.png')
+
+
+def _compute_means(table: dict[str, dict[str, np.ndarray]]) -> dict[str, dict[str, float]]:
+    """Returns the mean of each column of each row; bools count as 0 and 1."""
+    means: dict[str, dict[str, float]] = {}
+    for row, columns in table.items():
+        means[row] = {}
+        for column, values in columns.items():
+            # JSON takes no values of NumPy.
+            means[row][column] = float(values.mean())
+    return means
 
 
 def _read_drawn(
@@ -166,6 +179,7 @@ def _read_drawn(
     shown: list[np.ndarray] = []
     for prompt in prompts:
         [file] = prompt.files
+        # From the files, because a comparison that continues has not drawn all of them itself.
         picture = pixels.read_png((folder / file).read_bytes())
         areas.append(judge.mean_areas(picture[None]))
         # Of the others, the areas are enough.
