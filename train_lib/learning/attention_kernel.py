@@ -36,7 +36,8 @@ _ABSENT = -1e30  # score of a word that is not there
 def fits(num_tokens: int, head_dim: int, num_words: int = 0) -> bool:
     """Whether the kernel supports heads and tokens of these sizes."""
     has_whole_tiles = head_dim == HEAD_DIM and num_tokens % _ROWS == 0
-    return has_whole_tiles and num_tokens + num_words <= _MAX_TOKENS
+    fits_memory = num_tokens + num_words <= _MAX_TOKENS
+    return has_whole_tiles and fits_memory
 
 
 class Product(NamedTuple):
@@ -91,10 +92,12 @@ def _backward(num_heads, interpret, saved, gradient):
             jax.ShapeDtypeStruct(values.shape, values.dtype),
             jax.ShapeDtypeStruct((1, 1, *bias.shape), jnp.float32),
         ]
+    inputs = [gradient]
+    inputs += _operands(*saved, axis=2)
     grad_scales, *gradients = _call_kernel(
         _backward_kernel,
         'attend_backward',
-        [gradient, *_operands(*saved, axis=2)],
+        inputs,
         outputs,
         num_heads=num_heads,
         interpret=interpret,
@@ -132,9 +135,15 @@ def _call_kernel(
     def block(array) -> pl.BlockSpec:
         """Returns which part of an array the kernel sees for a sample."""
         rows, *sizes = array.shape
-        # The same index for every sample: it is transferred once, and sums stay in place.
-        is_shared = rows == 1
-        return pl.BlockSpec((1, *sizes), lambda sample: (0 if is_shared else sample, 0, 0))
+
+        def index(sample) -> tuple:
+            """Returns the numbers of the block along each axis."""
+            # The same for every sample: it is transferred once, and sums stay in place.
+            if rows == 1:
+                return 0, 0, 0
+            return sample, 0, 0
+
+        return pl.BlockSpec((1, *sizes), index)
 
     batch = len(inputs[0])
     return pl.pallas_call(
@@ -156,7 +165,8 @@ def _forward_kernel(*refs, num_heads: int, num_inputs: int) -> None:
     for head in range(num_heads):
         attended = _attend_one_head(inputs, head, num_heads, key_axis=1)
         pairs = zip(attended.weights, attended.values, strict=True)
-        mixed = sum(_product(weight.astype(value.dtype), value, 1, 0) for weight, value in pairs)
+        products = [_product(weight.astype(value.dtype), value, 1, 0) for weight, value in pairs]
+        mixed = sum(products)
         # Normalized behind the product: it has fewer numbers than the weights.
         out[0, :, _columns(head)] = (mixed * attended.factor).astype(out.dtype)
 
@@ -195,8 +205,10 @@ def _backward_kernel(*refs, num_heads: int, num_inputs: int) -> None:
                 grad_keys = _rotate_by_product(grad_keys, rotations, query.dtype, -1)
             grad_keys, grad_scale = _norm_backward(attended.raw_keys[i], key_scale, grad_keys)
             grad_key_scale += grad_scale
+            first = head
             # The keys of tokens lie behind their queries; words have no queries.
-            first = head + (num_heads if is_of_tokens else 0)
+            if is_of_tokens:
+                first += num_heads
             _add_gradient(product, first, grad_keys)
             grad_values = _product(weights[i].astype(gradient.dtype), gradient, 1, 0)
             _add_gradient(product, first + num_heads, grad_values)
@@ -260,7 +272,8 @@ def _attend_one_head(inputs, head: int, num_heads: int, key_axis: int) -> _Atten
     if words_and_present:
         scores[1] = jnp.where(present[0] > 0, scores[1], _ABSENT)
     # The greatest of both lists, or exp would overflow.
-    greatest = functools.reduce(jnp.maximum, [jnp.max(x, key_axis, keepdims=True) for x in scores])
+    maxima = [jnp.max(score, key_axis, keepdims=True) for score in scores]
+    greatest = functools.reduce(jnp.maximum, maxima)
     weights = [jnp.exp(score - greatest) for score in scores]
     factor = 1 / sum(jnp.sum(weight, key_axis, keepdims=True) for weight in weights)
     return _AttendedHead(query, keys, values, weights, factor, raw_query, raw_keys)

@@ -53,7 +53,8 @@ class Conditioning(nn.Module):
         def dense(name: str, **options: Any) -> nn.Module:
             return Dense(self.width, dtype=self.dtype, name=name, **options)
 
-        condition = dense('time_2')(nn.silu(dense('time_1')(positions.embed_times(t))))
+        time = dense('time_1')(positions.embed_times(t))
+        condition = dense('time_2')(nn.silu(time))
         if text.shape[1]:
             words = dense('text_1')(text)
             # Stands in for the text where it is dropped: what guidance calls unconditional.
@@ -208,7 +209,8 @@ class DiT(nn.Module):
                 f'latents of {height}x{width} cannot be cut into patches of {p}x{p}: expected a '
                 'model.name or model.patch_size whose patches divide both sides'
             )
-        rows, columns = height // p, width // p
+        rows = height // p
+        columns = width // p
 
         # The mean of the words conditions the blocks; with 'sequence', attention sees each of them.
         words: Words | None = None
@@ -220,8 +222,10 @@ class DiT(nn.Module):
                 words = jax.tree.map(self.pin, all_words)
         conditioning = Conditioning(self.width, self.crops, self.dtype, name='conditioning')
         condition = nn.silu(conditioning(t, embedding, drop_text, crop))
-        tokens = Dense(self.width, dtype=self.dtype, name='patches')(_to_patches(x, p))
-        tokens += positions.make_sinusoids(rows, columns, self.width).astype(self.dtype)
+        embed_patches = Dense(self.width, dtype=self.dtype, name='patches')
+        tokens = embed_patches(_to_patches(x, p))
+        sinusoids = positions.make_sinusoids(rows, columns, self.width)
+        tokens += sinusoids.astype(self.dtype)
         head_dim = self.width // self.num_heads
         rotations = jnp.asarray(positions.make_rotations(rows, columns, head_dim))
         apply_blocks = self._make_blocks()
@@ -261,7 +265,8 @@ class DiT(nn.Module):
             num_tokens: Number of tokens of a text with padding; only for models with a vocabulary.
         """
         height, columns, channels = latent_shape
-        w, p = self.width, self.patch_size
+        w = self.width
+        p = self.patch_size
         tokens = height * columns // p**2
         # Of a block: qkv and out, mlp_1 and mlp_2; then the scores, what they mix, and modulation.
         products = 4 + 2 * self.mlp_ratio

@@ -38,7 +38,9 @@ def no_stats(text_dim: int, **facts: Any) -> DatasetStats:
 def make_key(seed: int | jax.Array) -> jax.Array:
     """Returns the random key of a seed from 0 to 2**32 - 1, whatever JAX's configuration is."""
     # As `jax.random.key`, whose implementation and offset of seeds the environment can change.
-    words = jnp.stack([jnp.zeros((), jnp.uint32), jnp.asarray(seed, jnp.uint32)])
+    upper = jnp.zeros((), jnp.uint32)
+    lower = jnp.asarray(seed, jnp.uint32)
+    words = jnp.stack([upper, lower])
     return jax.random.wrap_key_data(words, impl='threefry2x32')
 
 

@@ -116,7 +116,9 @@ def _import_model(kind: str) -> Any:
 def _read_preset(name: str) -> dict[str, Any]:
     """Returns the fields of a model that its name stands for."""
     size, _, patch = name.partition('/')
-    if size not in SIZES or not patch.isdigit() or int(patch) < 1:
+    # Not `isdigit`, which takes digits such as ² that are no number.
+    is_patch = patch.isdecimal() and int(patch) >= 1
+    if size not in SIZES or not is_patch:
         problem = f'expected SIZE/PATCH such as "S/2" with SIZE one of {", ".join(SIZES)}.'
         raise FieldError('model.name', name, problem)
     return SIZES[size] | {'patch_size': int(patch)}

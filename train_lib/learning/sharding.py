@@ -95,7 +95,8 @@ class RowPinning:
             shared: Arrays that every device gets whole.
         """
         # Kernels need this, because the partitioner cannot split them.
-        split = self._split_rows(jax.tree.leaves(rows)[0].shape[0])
+        first_array = jax.tree.leaves(rows)[0]
+        split = self._split_rows(first_array.shape[0])
         mapped = jax.shard_map(
             function,
             mesh=self._mesh,
@@ -179,16 +180,19 @@ def map_matrices(
         groups = _choose_num_groups(count, data, members)
         per_group = math.ceil(count / groups)
         # The share of this group.
-        first = jax.lax.axis_index(DATA_AXIS) % groups * per_group
+        group = jax.lax.axis_index(DATA_AXIS) % groups
+        first = group * per_group
         matrices = _pad_stack(matrices, groups * per_group)
         matrices = jax.lax.dynamic_slice_in_dim(matrices, first, per_group)
         # The devices of a group share its matrices: they exchange the slices that `partition_spec`
         # gave them for whole matrices, and the results for slices of these. If the counts do not
         # divide, some devices compute zeros.
-        whole = exchange(_pad_stack(matrices, members), split_axis=0, concat_axis=sharded_axis)
+        padded = _pad_stack(matrices, members)
+        whole = exchange(padded, split_axis=0, concat_axis=sharded_axis)
         results = exchange(function(whole), split_axis=sharded_axis, concat_axis=0)
+        # Without those of the zeros.
         results = results[:per_group]
-        # Then the groups gather the results from each other.
+        # The groups of a row below have all matrices together, and gather the results.
         group_indices = np.arange(data).reshape(-1, groups).tolist()
         results = jax.lax.all_gather(
             results, DATA_AXIS, axis_index_groups=group_indices, tiled=True

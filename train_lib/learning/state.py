@@ -124,7 +124,8 @@ def mask_muon_kernels(params: Any) -> Any:
 
     def is_for_muon(path: Any, _: Any) -> bool:
         """Whether Muon trains the array at a path."""
-        return _is_block_kernel(path) and all(key.key != 'modulation' for key in path)
+        modulates = any(key.key == 'modulation' for key in path)
+        return _is_block_kernel(path) and not modulates
 
     by_muon = jax.tree_util.tree_map_with_path(is_for_muon, params)
     if not any(jax.tree.leaves(by_muon)):
@@ -145,7 +146,7 @@ def cast_block_kernels(params: Any, dtype: jnp.dtype | str) -> Any:
 
 def _is_block_kernel(path: Any) -> bool:
     """Whether a path in the tree of weights is that of a kernel of the blocks."""
-    return (path[0].key, path[-1].key) == ('blocks', 'kernel')
+    return path[0].key == 'blocks' and path[-1].key == 'kernel'
 
 
 def make_init(
@@ -242,16 +243,22 @@ def muon(
         def orthogonalize_each(kernels: jax.Array) -> jax.Array:
             """Returns kernels whose matrices side by side are each orthogonalized."""
             matrices = kernels.reshape(-1, rows, count, columns).swapaxes(1, 2)
-            return orthogonalize(matrices).swapaxes(1, 2).reshape(kernels.shape)
+            orthogonal = orthogonalize(matrices)
+            return orthogonal.swapaxes(1, 2).reshape(kernels.shape)
 
         # Cast before the matrices move between devices: half of the bytes in bfloat16.
         update = map_matrices(orthogonalize_each, momentum.astype(dtype))
         # The root mean square of an orthogonal matrix is the inverse of this root.
-        return _ADAMW_RMS * math.sqrt(max(rows, columns)) * update.astype(momentum.dtype)
+        scale = _ADAMW_RMS * math.sqrt(max(rows, columns))
+        return scale * update.astype(momentum.dtype)
+
+    def directions(momenta: Any, _: Any) -> Any:
+        """Returns the updates of all stacks of kernels."""
+        return jax.tree_util.tree_map_with_path(direction, momenta)
 
     return optax.chain(
         optax.trace(_MUON_MOMENTUM, nesterov=True),
-        optax.stateless(lambda momenta, _: jax.tree_util.tree_map_with_path(direction, momenta)),
+        optax.stateless(directions),
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )

@@ -59,6 +59,9 @@ def make_train_step(
     conditions = ['drop_text']
     if getattr(model, 'crops', 1) > 1:
         conditions.append('crop')
+    # A batch has one of the texts, or none, and perhaps not all conditions.
+    input_names = list(_TEXT_FEATURES)
+    input_names += conditions
 
     @promote_as_usual
     def train_step(frozen: Any, state: TrainState, batch: Batch) -> tuple[TrainState, TrainMetrics]:
@@ -74,16 +77,17 @@ def make_train_step(
         noise = jax.random.normal(noise_rng, x.shape, jnp.float32)
         t = flow.logit_normal_times(time_rng, x.shape[0], **config.flow)
         mask = batch.get('mask')
-        names = [*_TEXT_FEATURES, *conditions]
-        inputs = {name: batch[name] for name in names if name in batch}
+        inputs = {name: batch[name] for name in input_names if name in batch}
+        weights = _mean_weights(x.shape[0], mask)
         # Everything with a row for each sample, of which `accumulate_gradient` takes slices.
-        rows = inputs, x, noise, t, _mean_weights(x.shape[0], mask)
+        rows = inputs, x, noise, t, weights
 
         def mean_loss(params: Any, rows: Any) -> tuple[jax.Array, jax.Array]:
             """Returns the weighted sum of the losses of some rows, and each loss, `(n,)`."""
             inputs, x, noise, t, weights = rows
             # Encoded here and not before, so that hidden states of one slice exist at a time.
-            text = prepare_text(stats, encoder, frozen, _raw_text(inputs, len(x)))
+            raw_text = _raw_text(inputs, len(x))
+            text = prepare_text(stats, encoder, frozen, raw_text)
             # A gradient has the dtype of its kernel while the devices add up their parts of it. The
             # products cast kernels to the same dtype, so the velocity does not change.
             params = cast_block_kernels(params, config.gradient_dtype)
@@ -179,7 +183,8 @@ def make_eval_step(
             return flow.squared_errors(velocity, x, noise, t)
 
         mask = batch['mask']
-        text = prepare_text(stats, encoder, frozen, _raw_text(batch, len(x)))
+        raw_text = _raw_text(batch, len(x))
+        text = prepare_text(stats, encoder, frozen, raw_text)
         own = mask, text, batch.get('drop_text')
         # Each sample also gets the text of the one before, which only real samples have. So the
         # gain from texts depends on the order of samples, while their loss does not.
@@ -281,6 +286,7 @@ def _mean_weights(count: int, mask: jax.Array | None) -> jax.Array:
     """Returns the weights of samples in a mean over those that the mask keeps, `(count,)`."""
     if mask is None:
         return jnp.full(count, 1 / count, jnp.float32)
+    # At least 1: a batch without a sample has weights of 0.
     return mask.astype(jnp.float32) / jnp.maximum(jnp.sum(mask), 1)
 
 
@@ -315,7 +321,8 @@ def accumulate_gradient(value_and_grad: ValueAndGrad, count: int) -> ValueAndGra
         def add_slice(total: Any, rows: Any) -> tuple[Any, jax.Array]:
             """Returns the sums with those of a slice, and its entries."""
             (value, entries), grads = value_and_grad(params, rows)
-            return jax.tree.map(jnp.add, total, (value, grads)), entries
+            next_total = jax.tree.map(jnp.add, total, (value, grads))
+            return next_total, entries
 
         slices = jax.tree.map(split, rows)
         no_value = jnp.zeros((), jnp.float32)
@@ -467,4 +474,5 @@ def _abstract_text(stats: DatasetStats, encoder: StepEncoder | None) -> Any:
     else:
         raw = jax.ShapeDtypeStruct((1, stats.text_dim), jnp.float32)
     frozen = encoder.params if encoder else None
-    return jax.eval_shape(functools.partial(prepare_text, stats, encoder), frozen, raw)
+    prepare = functools.partial(prepare_text, stats, encoder)
+    return jax.eval_shape(prepare, frozen, raw)

@@ -85,9 +85,11 @@ def load_step_encoder(
 
     def place(leaf: jax.ShapeDtypeStruct, values: Any) -> jax.Array:
         """Returns one array on the devices."""
+
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: values[index])
 
-    return dataclasses.replace(encoder, params=jax.tree.map(place, encoder.params, params))
+    params_on_devices = jax.tree.map(place, encoder.params, params)
+    return dataclasses.replace(encoder, params=params_on_devices)
 
 
 def abstract_step_encoder(spec: str, mesh: Mesh, *, dtype: str) -> StepEncoder | None:

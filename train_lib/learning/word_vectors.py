@@ -52,7 +52,8 @@ class WordVectors(nn.Module):
 
         # At least 1: a text without words has a mean of zeros.
         count = jnp.maximum(jnp.sum(is_word, 1, keepdims=True), 1)
-        total = jnp.sum(jnp.where(is_word[..., None], vectors, 0), 1)
+        vectors_or_0 = jnp.where(is_word[..., None], vectors, 0)
+        total = jnp.sum(vectors_or_0, 1)
         pooled = total / count.astype(self.dtype)
         present = is_word
         if drop_text is not None:
@@ -60,7 +61,8 @@ class WordVectors(nn.Module):
         # Attention divides by the sum over what is present: a dropped text leaves this vector.
         first = jnp.broadcast_to(nothing.astype(self.dtype), (len(vectors), 1, self.width))
         present = jnp.pad(present, [(0, 0), (1, 0)], constant_values=True)
-        return Words(jnp.concatenate([first, vectors], 1), present), pooled
+        sequence = jnp.concatenate([first, vectors], 1)
+        return Words(sequence, present), pooled
 
     def _project_states(self, states: jax.Array) -> jax.Array:
         """Returns the vectors of hidden states `(b, T, D)`."""
@@ -70,11 +72,14 @@ class WordVectors(nn.Module):
     def _look_up(self, ids: jax.Array, is_word: jax.Array) -> jax.Array:
         """Returns the vectors of token ids `(b, T)`, from their entries and their neighbours'."""
         table = self.param('table', nn.initializers.normal(1.0), (self.vocabulary, self.width))
-        # Padding, -1, would take the last entry.
-        entries = jnp.where(is_word[..., None], jnp.asarray(table)[ids], 0).astype(self.dtype)
+        is_word = is_word[..., None]
+        entries = jnp.asarray(table)[ids]
+        # Padding, -1, has taken the last entry.
+        entries = jnp.where(is_word, entries, 0).astype(self.dtype)
         # Beyond the ends of a text lie zeros, as beyond its last word.
         padded = jnp.pad(entries, [(0, 0), (1, 1), (0, 0)])
         before = padded[:, :-2]
         behind = padded[:, 2:]
         triples = jnp.concatenate([before, entries, behind], -1)
-        return nn.silu(Dense(self.width, dtype=self.dtype, name='neighbours')(triples))
+        mix = Dense(self.width, dtype=self.dtype, name='neighbours')
+        return nn.silu(mix(triples))

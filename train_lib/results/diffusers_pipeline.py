@@ -75,11 +75,11 @@ class LatentFlowPipeline(DiffusionPipeline):
     ):
         """Draws a picture for each caption of `prompt`; the result has them as `images`.
 
-        `prompt` is a string or a list of strings. The number of steps and the guidance are those of the training run's previews unless given.
-        `latents` is standard normal noise, `(n, C, H, W)`. `prompt_embeds` replaces the prompt by
-        a text in the form of the training data, as the other program takes it. `output_type` is
-        'pil', 'np', 'pt' or, for raw latents, 'latent'. Raises a ValueError for arguments with
-        which no run would draw.
+        `prompt` is a string or a list of strings. The number of steps and the guidance are those of
+        the training run's previews unless given. `latents` is standard normal noise, `(n, C, H,
+        W)`. `prompt_embeds` replaces the prompt by a text in the form of the training data, as the
+        other program takes it. `output_type` is 'pil', 'np', 'pt' or, for raw latents, 'latent'.
+        Raises a ValueError for arguments with which no run would draw.
         """
         settings = {'num_inference_steps': num_inference_steps, 'guidance_scale': guidance_scale}
         # What is not given stays as the run had it.

@@ -83,6 +83,10 @@ def test_attention_sees_tokens_where_records_hold_them():
 
 WRONG = {
     'a size without numbers': ({'name': 'M/2'}, "model.name='M/2': expected SIZE/PATCH"),
+    'a patch of a digit that is no number': (
+        {'name': 'S/²'},
+        "model.name='S/²': expected SIZE/PATCH",
+    ),
     'a truth as what is computed again': (
         {'remat': True},
         'model.remat=True: expected one of none, dots, full',
