@@ -82,7 +82,8 @@ class TrainingData:
             self._text = [schema.TOKENS]
         elif self.facts.text_dim or fields.require_text:
             self._text = [schema.TEXT_EMBEDDING]
-        features = [schema.KEY, schema.LATENTS, *self._text]
+        features = [schema.KEY, schema.LATENTS]
+        features += self._text
         num_crops = self.facts.latents_shape[0]
         # A model of one crop has no vectors for crops to look up.
         if num_crops > 1:
@@ -155,8 +156,9 @@ class TrainingData:
         """Returns the position at `step`, which must not be before `position`."""
         cursor = self.plan.cursor.at(position)
         num_steps = step - cursor.position.step
+        state = cursor.after(num_steps).state()
         # Step and samples change; lanes and identities of the data stay.
-        return {**position, **cursor.after(num_steps).state()}
+        return {**position, **state}
 
     def check_reading(self) -> None:
         """Checks memory for reading, and records for evaluations; all processes call this together.
@@ -199,8 +201,9 @@ class TrainingData:
         orders = self.plan.orders
         if orders is None:
             return {}
+        cursor = self.plan.cursor.at(position)
         # Of one lane, for each source; all lanes have given equally many.
-        samples = self.plan.cursor.at(position).position.samples
+        samples = cursor.position.samples
         epoch_length = sum(order.lane_length for order in orders)
         scalars = {'train/epoch': sum(samples) / epoch_length}
         if len(orders) > 1:
@@ -257,11 +260,13 @@ class TrainingData:
     def _eval_on_host(self, source: input_pipeline.MixSource) -> input_pipeline.Batches:
         """Returns this process's share of a source's validation split."""
         config = self._config
+        features = [schema.KEY, schema.LATENTS]
+        features += self._text
         lanes_per_host = math.ceil(config.data.lanes / jax.process_count())
         return input_pipeline.eval_batches(
             (source,),
             batch_size=config.batch_size,
-            features=(schema.KEY, schema.LATENTS, *self._text),
+            features=features,
             # As many as training has, which reads each lane in parallel.
             parallel_reads=config.data.parallel_reads * lanes_per_host,
             chunk=config.data.chunk,
@@ -273,12 +278,15 @@ class TrainingData:
     @functools.cached_property
     def preview_samples(self) -> PreviewSamples:
         """Reads the first records of `preview.split` in the first source; all processes agree."""
+        features = [schema.LATENTS]
+        features += self._text
+        features.append(schema.CAPTION)
         # The whole batch in every process: pictures are few, and each process paints some of them.
         batches = input_pipeline.eval_batches(
             self.sources[:1],
             batch_size=self._config.preview.count,
             split=self._config.preview.split,
-            features=(schema.LATENTS, *self._text, schema.CAPTION),
+            features=features,
             **self._shared_options,
         )
         batch = next(batches)
@@ -287,11 +295,13 @@ class TrainingData:
         text = np.zeros((len(mask), 0), np.float16)
         if self._text:
             text = batch[self._text[0]]
+        captions = batch[schema.CAPTION][mask]
         # Of moments, these channels are the means.
-        num_channels = self.facts.latents_shape[1]
+        _, num_channels, _, _ = self.facts.latents_shape
+        latents = batch[schema.LATENTS][:, :num_channels]
         return PreviewSamples(
-            captions=[caption.decode() for caption in batch[schema.CAPTION][mask]],
-            latents=batch[schema.LATENTS][mask][:, :num_channels],
+            captions=[caption.decode() for caption in captions],
+            latents=latents[mask],
             text=jax.device_put(text[mask], sharding.replicated(self._mesh)),
         )
 

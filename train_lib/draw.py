@@ -68,7 +68,8 @@ def draw_pictures(
 def artist_of_flags() -> Artist:
     """Returns the artist of the flags that `define_flags` has defined."""
     workdir = workdirs.absolute(FLAGS.workdir)
-    names = 'step', 'batch_size', *_CHANGES
+    names = ['step', 'batch_size']
+    names += _CHANGES
     options: dict[str, Any] = {name: FLAGS[name].value for name in names}
     return Artist(workdir, **options)
 
@@ -86,7 +87,8 @@ def main() -> None:
     out = FLAGS.out
     # A name of its own, so that no picture is replaced.
     if not out:
-        out = _find_free_path(folder, f'{name}_{artist.step:06}{_name_changes()}')
+        stem = f'{name}_{artist.step:06}{_name_changes()}'
+        out = _find_free_path(folder, stem)
     previews.write_png(out, previews.make_grid([pictures], captions))
     places = str(out)
     if FLAGS.singles:
@@ -135,7 +137,8 @@ def _read_prompts(prompts: str) -> tuple[list[str], str]:
         path = epath.Path(prompts)
         return prompt_sets.read_captions(path), path.stem
     # As the name of a file, in which file systems allow about 255 bytes.
-    name = re.sub(r'\W+', '-', prompts)[:50].strip('-')
+    words = re.sub(r'\W+', '-', prompts)
+    name = words[:50].strip('-')
     return [prompts], name or 'prompt'
 
 

@@ -64,8 +64,7 @@ def main() -> None:
         name = epath.Path(FLAGS.prompts).stem
         folder = prompt_sets.draw_prompts(artist, prompts, count, workdir / FOLDER, name)
         command_line.print_lines(f'pictures: {folder}')
-        return
-    if FLAGS.truth:
+    elif FLAGS.truth:
         compared = true_pictures.compare(
             artist,
             workdir / FOLDER,
@@ -74,16 +73,24 @@ def main() -> None:
             most=FLAGS.num_pictures,
         )
         command_line.print_lines(f'pictures: {compared.grid}', *judge.write_table(compared.table))
-        return
-    data = evaluation.open_validation(FLAGS.data_dir or artist.data_dir, FLAGS.num_pictures)
+    else:
+        _compare_features(artist)
+
+
+def _compare_features(artist: draw.Artist) -> None:
+    """Prints how drawn pictures compare with those of the data, and the settings of the sampler."""
+    count = FLAGS.num_pictures
+    data = evaluation.open_validation(FLAGS.data_dir or artist.data_dir, count)
     # It imports torch, which takes seconds: not before the flags and the run are checked.
     from coyo11m_tfds.pictures.image_encoder import ImageEncoder
 
     image_encoder = ImageEncoder(FLAGS.features)
-    result = evaluation.evaluate_pictures(artist, image_encoder, data, workdir, FLAGS.num_pictures)
-    numbers = {name: f'{x:.6g}' for name, x in result.items() if name != 'settings'}
-    for name, value in (result['settings']['preview'] | numbers).items():
+    result = evaluation.evaluate_pictures(artist, image_encoder, data, artist.workdir, count)
+    settings = result.pop('settings')
+    for name, value in settings['preview'].items():
         command_line.print_lines(f'{name}: {value}')
+    for name, number in result.items():
+        command_line.print_lines(f'{name}: {number:.6g}')
 
 
 if __name__ == '__main__':

@@ -111,6 +111,7 @@ def export(
         'painting': painting,
     }
     weights = flatten_weights(jax.device_get(params))
+    num_weights = sum(array.size for array in weights.values())
     example = draw_example(model, params, facts, preview)
     files = model_card.make_card(
         saved,
@@ -118,7 +119,7 @@ def export(
         name=folder.name,
         vae=model_files.public_name(vae) if vae else '',
         average=average,
-        num_weights=sum(array.size for array in weights.values()),
+        num_weights=num_weights,
         datasets=datasets,
     )
     files |= _make_programs()
@@ -260,7 +261,8 @@ def _make_text(
     if not facts.vocabulary:
         normal = random.normal(size=(count, facts.text_dim))
         raw = (normal * facts.text_std + facts.text_mean).astype(np.float16)
-        return {'text': raw}, flow.standardize_text(jnp.asarray(raw), facts)
+        embeddings = flow.standardize_text(jnp.asarray(raw), facts)
+        return {'text': raw}, embeddings
     # A model of hidden states has this layer in the place of a table.
     if 'projection' in params['words']:
         width = params['words']['projection']['kernel'].shape[0]
@@ -277,7 +279,8 @@ def _check_export_folder(folder: epath.Path) -> None:
     workdirs.check_writable(folder)
     if not folder.exists():
         return
-    own_names = *model_card.FILES, _INDEX_FILE, 'transformer'
+    own_names = [_INDEX_FILE, 'transformer']
+    own_names += model_card.FILES
     for name in sorted(path.name for path in folder.iterdir()):
         # Unrelated files would look like parts of the export.
         if name not in own_names and not fnmatch.fnmatch(name, _PIPELINE_PATTERN):
@@ -291,6 +294,7 @@ def _replace_export(folder: epath.Path, files: Mapping[str, bytes]) -> None:
     (folder / 'transformer').mkdir(parents=True, exist_ok=True)
     # Of the former export, which may have had other programs or a picture.
     for pattern in model_card.PREVIEWS_FILE, _PIPELINE_PATTERN, _REFERENCE_PATTERN:
+        # A list, because files go away from the folder that is listed.
         for path in list(folder.glob(pattern)):
             if path.relative_to(folder).as_posix() not in files:
                 path.unlink()

@@ -59,4 +59,7 @@ def live_hooks() -> 'tuple[train.Hook, ...]':
     picture_hook = train.Hook(
         'picture', train.every(lambda config: config.preview_every), show_previews
     )
-    return bar_hook, *train.DEFAULT_HOOKS, picture_hook
+    hooks = [bar_hook]
+    hooks += train.DEFAULT_HOOKS
+    hooks.append(picture_hook)
+    return tuple(hooks)

@@ -106,6 +106,7 @@ def prepare(needs_data: bool = True) -> None:
         OSError: A data set does not exist, or its metadata cannot be read.
     """
     _prepare_log()
+    # Programs that do not parse flags call this, too.
     if 'config' in flags.FLAGS and flags.FLAGS.is_parsed():
         config = flags.FLAGS.config
         config_rules.check_config(config, needs_data=needs_data)
@@ -386,7 +387,8 @@ def _find_similar_field(name: str, fields: Collection[str]) -> str:
     endings = {}
     # Sorted, so that the advice is the same in each process.
     for field in sorted(fields):
-        _, _, endings[field] = field.rpartition('.')
+        _, _, last_part = field.rpartition('.')
+        endings[field] = last_part
     _, _, ending = name.rpartition('.')
     closest = difflib.get_close_matches(ending, endings.values(), n=1)
     candidates = [field for field in endings if endings[field] in closest]

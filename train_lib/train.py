@@ -351,8 +351,11 @@ def _evaluate_splits(run: Run, step: int, state: TrainState) -> str:
     if len(by_source) > 1:
         for name, source_metrics in by_source.items():
             scalars[f'eval/loss/{name}'] = _compute_means(source_metrics)['loss']
-    # A curve must not get NaN for a quarter of time in which no sample fell.
-    written = {name: mean for name, mean in scalars.items() if not math.isnan(mean)}
+    written = {}
+    for name, mean in scalars.items():
+        # A curve must not get NaN for a quarter of time in which no sample fell.
+        if not math.isnan(mean):
+            written[name] = mean
     run.writer.write_scalars(step, written)
     return _describe_evaluation(scalars)
 
@@ -381,9 +384,14 @@ def _describe_evaluation(scalars: Mapping[str, float]) -> str:
         return 'no finite loss'
     # Steps prefer some times, and errors of the velocity grow towards the data: the quarters tell
     # why this loss may be many times that of the steps.
-    quarters = [scalars[f'eval/loss_t{number}'] for number in range(metrics.NUM_TIME_BINS)]
-    shown = ', '.join('none' if math.isnan(x) else f'{x:.4g}' for x in quarters)
-    text = f'loss {loss:.4f} at uniform times; quarters of time, from data to noise: {shown}'
+    quarters = []
+    shown = []
+    for number in range(metrics.NUM_TIME_BINS):
+        quarter = scalars[f'eval/loss_t{number}']
+        quarters.append(quarter)
+        shown.append('none' if math.isnan(quarter) else f'{quarter:.4g}')
+    text = f'loss {loss:.4f} at uniform times; quarters of time, from data to noise: '
+    text += ', '.join(shown)
     if quarters[0] > _LOSS_OF_NOTHING:
         text += f' (a velocity of 0 has {_LOSS_OF_NOTHING}: times next to the data are not learned)'
     return text
