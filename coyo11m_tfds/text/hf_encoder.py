@@ -66,7 +66,9 @@ class HfEncoder(HfTokenizer, ModelEncoder):
         """Loads tokenizer and weights; see `text_encoders.make_encoder`."""
         self._device = torch.device('cpu')
         if num_gpus := torch.cuda.device_count():
-            self._device = torch.device('cuda', job.index_on_machine() % num_gpus)
+            # The processes of a machine share its GPUs.
+            gpu = job.index_on_machine() % num_gpus
+            self._device = torch.device('cuda', gpu)
         # Not float16: activations of models trained in bfloat16 (Gemma's) overflow in it.
         dtype = torch.float32
         if self._device.type == 'cuda' and torch.cuda.is_bf16_supported():
@@ -102,13 +104,15 @@ class HfEncoder(HfTokenizer, ModelEncoder):
         lengths = torch.tensor([len(row) for row in rows], device=self._device)
         # On the right: so tokens have the positions of a caption alone, and causal models do not
         # attend to the padding. In other models, and in the mean, a mask leaves it out.
-        padded = torch.nn.utils.rnn.pad_sequence(
-            rows, batch_first=True, padding_value=self._filler
-        ).to(self._device)
-        is_real = torch.arange(padded.shape[1], device=self._device) < lengths[:, None]
+        padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self._filler)
+        padded = padded.to(self._device)
+        places = torch.arange(padded.shape[1], device=self._device)
+        is_real = places < lengths[:, None]
         output = self._model(input_ids=padded, attention_mask=is_real.long())
-        states = output.last_hidden_state.float().masked_fill(~is_real[..., None], 0)
-        return states.sum(dim=1) / lengths[:, None]
+        # Averages are float32, whatever the model computes in.
+        states = output.last_hidden_state.float()
+        real_states = states.masked_fill(~is_real[..., None], 0)
+        return real_states.sum(dim=1) / lengths[:, None]
 
 
 # In quotes, as transformers imports its models, and triton with them, where one is first named.
@@ -125,8 +129,11 @@ def _load_model(model: str, dtype: torch.dtype) -> 'transformers.PreTrainedModel
         network, report = kind.from_pretrained(
             model, dtype=dtype, use_safetensors=True, output_loading_info=True, **_SAFE
         )
-    # The pooling layer is not used.
-    missing = sorted(name for name in report['missing_keys'] if not name.startswith('pooler.'))
+    missing = []
+    for name in sorted(report['missing_keys']):
+        # The pooling layer is not used.
+        if not name.startswith('pooler.'):
+            missing.append(name)
     if missing:
         raise ValueError(
             f'text encoder {model!r}: the weights lack {format_count(len(missing), "tensor")} '

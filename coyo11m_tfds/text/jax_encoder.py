@@ -347,11 +347,13 @@ class LanguageModelCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a weight with a name in `names`, which has to be of floats."""
-        return self._files[self._prefix + name].shape(self._prefix + name)
+        stored_name = self._prefix + name
+        return self._files[stored_name].shape(stored_name)
 
     def read(self, name: str) -> np.ndarray:
         """Returns a weight whose `shape` was accepted, in the dtype of the file."""
-        return self._files[self._prefix + name].read(self._prefix + name)
+        stored_name = self._prefix + name
+        return self._files[stored_name].read(stored_name)
 
     def tokenizer(self) -> tuple[tokenizers.Tokenizer, int]:
         """Returns the tokenizer and its token for padding, both as `hf_encoder` has them.
@@ -394,8 +396,11 @@ def _find_weight_files(folder: Path) -> list[Path]:
             """Whether an index names a file of this folder for each weight."""
             if not isinstance(weight_map, dict):
                 return False
-            # Names of the folder's own files, so that none leads out of it.
-            return all(isinstance(name, str) and name in paths for name in weight_map.values())
+            for name in weight_map.values():
+                # Names of the folder's own files, so that none leads out of it.
+                if not isinstance(name, str) or name not in paths:
+                    return False
+            return True
 
         in_folder = FieldRule(
             'an object with a *.safetensors of this folder for each weight', holds
@@ -413,7 +418,10 @@ def parse_model_config(raw: Mapping[str, Any], name: str) -> language_model.Lang
     Raises a ValueError for values out of range, and for models that would be computed wrongly.
     """
     model_type = raw.get('model_type')
-    architecture = ARCHITECTURES.get(model_type) if isinstance(model_type, str) else None
+    architecture = None
+    # A list or an object would be no key.
+    if isinstance(model_type, str):
+        architecture = ARCHITECTURES.get(model_type)
     if architecture is None:
         raise ValueError(
             f'{name}: model_type is {model_fields.show(model_type)}, expected one of '
@@ -421,14 +429,16 @@ def parse_model_config(raw: Mapping[str, Any], name: str) -> language_model.Lang
         )
     # That of a multimodal model has a part for text.
     model_fields.check(raw, {'text_config': model_fields.OBJECT}, name)
-    text = {**architecture.defaults, **_without_nulls(raw.get('text_config', raw))}
+    stored = _without_nulls(raw.get('text_config', raw))
+    text = {**architecture.defaults, **stored}
     fixed = {field: model_fields.exactly(value) for field, value in architecture.fixed.items()}
     model_fields.check(text, RULES | fixed, name)
     # Queries share keys in equal groups.
     heads_rule = whole(1, 1024, multiple_of=text['num_key_value_heads'])
     model_fields.check(text, {'num_attention_heads': heads_rule}, name)
+    sizes = {ours: text[theirs] for ours, theirs in _SIZES.items()}
     return language_model.LanguageModelConfig(
-        **{ours: text[theirs] for ours, theirs in _SIZES.items()},
+        **sizes,
         is_local=_find_local_layers(text, name),
         query_scalar=text.get('query_pre_attn_scalar', text['head_dim']),
         norm_epsilon=text['rms_norm_eps'],
@@ -446,7 +456,9 @@ def _find_local_layers(text: Mapping[str, Any], name: str) -> tuple[bool, ...]:
     if kinds is None:
         # Older files say instead how many layers come from one global one to the next.
         period = text['sliding_window_pattern']
-        kinds = [_LOCAL if number % period else _GLOBAL for number in range(1, depth + 1)]
+        kinds = []
+        for number in range(1, depth + 1):
+            kinds.append(_LOCAL if number % period else _GLOBAL)
     allowed = [_GLOBAL]
     if 'sliding_window' in text:
         allowed.append(_LOCAL)

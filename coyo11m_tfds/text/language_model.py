@@ -142,10 +142,13 @@ def mean_states(states: jax.Array, lengths: jax.Array) -> jax.Array:
 
 def _rotation(rope: Rope, tokens: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
     """Cosine and sine of every position and frequency, each float32 `(tokens, 1, head_dim / 2)`."""
+    # In float64, so that each is rounded only once.
     frequencies = rope.base ** -(np.arange(0, head_dim, 2) / head_dim)
     positions = np.arange(tokens)[:, None, None] / rope.factor
     angles = positions * frequencies
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    cosine = np.cos(angles).astype(np.float32)
+    sine = np.sin(angles).astype(np.float32)
+    return cosine, sine
 
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -178,8 +181,10 @@ class GroupedQueryAttention(nn.Module):
 
         # Before the rotation, which keeps lengths.
         norm = functools.partial(nn.RMSNorm, config.norm_epsilon, self.dtype)
-        query = norm(name='query_norm')(heads(config.num_heads, 'query'))
-        key = norm(name='key_norm')(heads(config.num_kv_heads, 'key'))
+        query = heads(config.num_heads, 'query')
+        query = norm(name='query_norm')(query)
+        key = heads(config.num_kv_heads, 'key')
+        key = norm(name='key_norm')(key)
         mixed = jax.nn.dot_product_attention(
             _rotate(query, cos, sin),
             _rotate(key, cos, sin),
@@ -265,7 +270,8 @@ class LanguageModel(nn.Module):
         config = self.config
         length = tokens.shape[1]
         shape = config.vocab_size, config.width
-        table = self.param('embedding', nn.initializers.normal(1 / np.sqrt(config.width)), shape)
+        init = nn.initializers.normal(1 / np.sqrt(config.width))
+        table = self.param('embedding', init, shape)
         x = table[tokens].astype(self.dtype)
         if config.scale_embeddings:
             # The factor is rounded to the dtype, as it was when the model was trained.

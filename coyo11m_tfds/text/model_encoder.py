@@ -95,10 +95,17 @@ class ModelTokenizer(Tokenizer):
         """Returns the ids of each caption, and how many captions were cut."""
         with model_files.naming_errors(f'{self.name}: its tokenizer fails'):
             encodings = self._backend.encode_batch_fast(captions)
-        num_truncated = sum(bool(encoding.overflowing) for encoding in encodings)
-        ids = [encoding.ids for encoding in encodings]
+        ids = []
+        num_truncated = 0
+        largest = 0
+        for encoding in encodings:
+            row = encoding.ids
+            ids.append(row)
+            if row:
+                largest = max(largest, max(row))
+            if encoding.overflowing:
+                num_truncated += 1
         # Special tokens need not be in the vocabulary.
-        largest = max((max(row) for row in ids if row), default=0)
         if largest >= self.vocabulary:
             raise ValueError(
                 f'{self.name}: its tokenizer gives the token id {largest}, expected less than '
@@ -133,14 +140,17 @@ class ModelEncoder(Encoder):
 
         def finish(rows: np.ndarray, wait: Callable[[], np.ndarray]) -> None:
             """Waits for a batch, and puts its embeddings where they belong."""
+            batch = wait()
             # Behind its rows, a batch may have some of padding.
-            embeddings[rows] = wait()[: len(rows)]
-            on_batch(len(rows), int(lengths[rows].sum()))
+            embeddings[rows] = batch[: len(rows)]
+            num_tokens = int(lengths[rows].sum())
+            on_batch(len(rows), num_tokens)
 
         running = None
         for rows, shape in plan_batches(lengths, self._batch_tokens, self._num_devices):
+            tokens_of_batch = [tokens[row] for row in rows]
             # Before the wait for the previous batch, so that no device is idle.
-            wait = self._start([tokens[row] for row in rows], shape)
+            wait = self._start(tokens_of_batch, shape)
             if running:
                 finish(*running)
             running = rows, wait
@@ -163,11 +173,13 @@ def plan_batches(
     while start < len(order):
         # Batches have few shapes, because each has to be compiled: heights are the largest for one
         # of 16 widths an octave or, with few rows left, powers of two.
-        width = _round_up(int(lengths[order[start]]))
+        longest = int(lengths[order[start]])
+        width = _round_up(longest)
         # Of one device: as many rows as the limit allows, and no more than are left.
         max_height = max(1, batch_tokens // (width * num_devices))
-        num_left = -(-(len(order) - start) // num_devices)  # rounded up
-        enough = 1 << (num_left - 1).bit_length()
+        num_rows = len(order) - start
+        num_left = -(-num_rows // num_devices)  # rounded up
+        enough = 1 << (num_left - 1).bit_length()  # the least power of two that is not less
         height = min(max_height, enough) * num_devices
         yield order[start : start + height], (height, width)
         start += height

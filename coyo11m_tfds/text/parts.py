@@ -76,6 +76,7 @@ class SidecarParts:
             words=encoder.words if isinstance(encoder, WordsTokenizer) else '',
         )
         self._metadata = header.to_metadata()
+        # Token ids depend on neither.
         if not tokens_only:
             self._metadata[schema.META_TEXT_POOLING] = cast(Encoder, encoder).pooling
             self._metadata[schema.META_TEXT_DTYPE] = cast(Encoder, encoder).dtype
@@ -91,8 +92,9 @@ class SidecarParts:
         """Returns the parts in the folder by number; ValueError for another number of parts."""
         count, files = sidecar.find_parts(self._out)
         if files and count != self.count:
+            first_file = next(iter(files.values()))
             raise ValueError(
-                f'{next(iter(files.values())).path}: is one of {format_count(count, "part")}, but '
+                f'{first_file.path}: is one of {format_count(count, "part")}, but '
                 f'these captions make {format_count(self.count, "part")} here. Remove it, '
                 'choose another folder, or give part_captions as it was.'
             )
@@ -110,6 +112,7 @@ class SidecarParts:
             errors.check_same_entries(expected, metadata, file.path, 'is what this command makes')
 
         with concurrent.futures.ThreadPoolExecutor(_CHECKED_AT_ONCE) as threads:
+            # A list, because errors are raised where results are taken.
             list(threads.map(check_one, finished))
 
     def make(self, numbers: Sequence[int], staging: str, on_batch: OnBatch) -> int:
@@ -154,7 +157,8 @@ class SidecarParts:
         with np.errstate(over='ignore'):
             embeddings = cast(Encoder, self._encoder).encode_tokens(part.tokens, on_batch)
             values = embeddings.astype(np.float16)
-        bad_texts = np.flatnonzero(~np.isfinite(values).all(axis=1))
+        are_finite = np.isfinite(values).all(axis=1)
+        bad_texts = np.flatnonzero(~are_finite)
         if len(bad_texts):
             text = part.texts[bad_texts[0]]
             raise ValueError(
@@ -170,8 +174,9 @@ class SidecarParts:
         keys = self.keys_of(number)
         sidecar.write_sidecar(path, keys, values, column, self._metadata_of(number))
         name = sidecar.part_name(number, self.count)
+        state = file_state.compute_state(path)
         # Stored whole: in the folder, a part is complete or not there.
-        folder.store(path, name, file_state.compute_state(path).crc32c)
+        folder.store(path, name, state.crc32c)
 
     def _metadata_of(self, number: int) -> dict[str, str]:
         """Returns everything that decides the contents of a part."""

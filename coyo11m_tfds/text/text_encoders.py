@@ -40,7 +40,9 @@ _ROWS_AT_ONCE = 1024
 
 def split_words(caption: str) -> list[str]:
     """Splits a caption into words, in small letters, without punctuation."""
-    return _WORD.findall(unicodedata.normalize('NFKC', caption).lower())
+    # The width of letters, as in Japanese texts, makes no other word.
+    normalized = unicodedata.normalize('NFKC', caption)
+    return _WORD.findall(normalized.lower())
 
 
 # Captions repeat their words, and a look-up takes less time than a hash.
@@ -82,12 +84,14 @@ class HashEncoder(Encoder):
         for start in range(0, len(tokens), _ROWS_AT_ONCE):
             captions = tokens[start : start + _ROWS_AT_ONCE]
             # Of each word, the number of its caption and a hash.
-            rows = np.repeat(np.arange(len(captions)), [len(words) for words in captions])
+            lengths = [len(words) for words in captions]
+            rows = np.repeat(np.arange(len(captions)), lengths)
             all_words = itertools.chain.from_iterable(captions)
             hashes = np.fromiter(map(_hash, all_words), np.uint64, len(rows))
             # Words that follow each other in one caption are a feature, too.
             are_neighbours = rows[1:] == rows[:-1]
-            pairs = splitmix64(hashes[:-1] * _PAIR_MULTIPLIER + hashes[1:])[are_neighbours]
+            pairs = splitmix64(hashes[:-1] * _PAIR_MULTIPLIER + hashes[1:])
+            pairs = pairs[are_neighbours]
             rows_of_pairs = rows[1:][are_neighbours]
             embeddings[start : start + len(captions)] = self._project(
                 np.concatenate([hashes, pairs]),
