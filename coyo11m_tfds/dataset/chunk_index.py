@@ -53,10 +53,10 @@ class ChunkIndex:
         multiple of `schema.CHUNK_STRIDE`, or at the end of the shard.
         """
         shard, first, count = np.broadcast_arrays(shard, first, count)
+        end = first + count
         entries_at = self._first_entry[shard]
         begin_entry = entries_at + first // schema.CHUNK_STRIDE
         # Rounded up: behind a shard's last entry stands its size, so a range may end there too.
-        end = first + count
         end_entry = entries_at + -(-end // schema.CHUNK_STRIDE)
         begin_offset = self._flat[begin_entry] & _OFFSET
         end_offset = self._flat[end_entry] & _OFFSET
@@ -69,7 +69,8 @@ class ChunkIndex:
         num_entries = -(-length // schema.CHUNK_STRIDE)
         # With the length before the entries, and the size behind them.
         end = first_entry + num_entries + 1
-        return hashlib.sha256(self._flat[first_entry - 1 : end].tobytes()).hexdigest()
+        entries = self._flat[first_entry - 1 : end]
+        return hashlib.sha256(entries.tobytes()).hexdigest()
 
     def digests(self, shard: np.ndarray, first: np.ndarray) -> np.ndarray:
         """Returns the digests of runs, int64 `(n,)`, by their shards and first records.
@@ -95,7 +96,8 @@ def run_digests(checksums: np.ndarray) -> np.ndarray:
 def make_entries(offsets: Sequence[int], checksums: bytes | bytearray) -> list[int]:
     """Returns a shard's entries, from `chunk_offsets` and `checksums` of its `RecordWriter`."""
     # The last run of a shard may be shorter.
-    padded = checksums.ljust(4 * schema.CHUNK_STRIDE * len(offsets), b'\0')
+    num_checksums = schema.CHUNK_STRIDE * len(offsets)
+    padded = checksums.ljust(4 * num_checksums, b'\0')
     runs = np.frombuffer(padded, '<u4').reshape(-1, schema.CHUNK_STRIDE)
     digests = run_digests(runs)
     # The offset in the low bits, the digest above them.
@@ -131,11 +133,14 @@ def write_chunk_index(
     """
     numbers: list[int] = []
     for length, shard_entries, size in zip(shard_lengths, entries, shard_sizes, strict=True):
-        numbers += [length, *shard_entries, size]
+        numbers.append(length)
+        numbers += shard_entries
+        numbers.append(size)
     flat = np.array(numbers, np.int64)
     # Raises rather than write what cannot be read.
     ChunkIndex(flat)
-    np.save(os.path.join(data_dir, index_file_name(split, build)), flat)
+    path = os.path.join(data_dir, index_file_name(split, build))
+    np.save(path, flat)
 
 
 def _first_entries(flat: np.ndarray) -> Iterator[int]:

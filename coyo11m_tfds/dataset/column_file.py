@@ -74,9 +74,10 @@ class ColumnScan(ChecksumScan):
         header_nbytes = min(self._header_left, len(block))
         self._header_left -= header_nbytes
         data = self._rest + block[header_nbytes:]
-        # Blocks end anywhere: what is left of a row waits for the next block.
         num_whole = len(data) // self._dtype.itemsize
-        self._rest = data[num_whole * self._dtype.itemsize :]
+        whole_nbytes = num_whole * self._dtype.itemsize
+        # Blocks end anywhere: what is left of a row waits for the next block.
+        self._rest = data[whole_nbytes:]
         self._check_rows(np.frombuffer(data, self._dtype, num_whole))
 
     def _check_rows(self, rows: np.ndarray) -> None:
@@ -98,7 +99,8 @@ class ColumnScan(ChecksumScan):
         if self._num_wrong:
             return wrong_rows_message(*self._first_wrong, self._num_wrong)
         # Every row agrees with its own checksum: rows of another file would, too.
-        if _crc32c_field(self._dtype).endswith(f'{self._values_crc32c:08x}'):
+        crc32c = f'{self._values_crc32c:08x}'
+        if _crc32c_field(self._dtype).endswith(crc32c):
             return ''
         return 'its rows are not those that its header was written for'
 

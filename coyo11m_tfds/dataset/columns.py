@@ -93,7 +93,8 @@ def outline_digest(path: str | os.PathLike[str]) -> str:
         head = os.pread(descriptor, OUTLINE_ENDS, 0)
         tail_start = max(0, size - OUTLINE_ENDS)
         tail = os.pread(descriptor, OUTLINE_ENDS, tail_start)
-    return hashlib.sha256(b'%d ' % size + head + tail).hexdigest()
+    outline = b'%d ' % size + head + tail
+    return hashlib.sha256(outline).hexdigest()
 
 
 def changed_file_error(path: str, kind: str, current: str, recorded: str) -> ValueError:
@@ -141,8 +142,8 @@ class InPlaceColumn:
 
     def find_files(self) -> list[StoredFile | None]:
         """Returns what lies at the path of each of `files`; None for a missing file."""
-        folders = {os.path.dirname(file.path) for file in self.files}
         by_path: dict[str, StoredFile] = {}
+        folders = {os.path.dirname(file.path) for file in self.files}
         # A listing of a folder in a bucket is one request, the states of its files would be many.
         for folder in sorted(folders):
             listing = storage.list_folder(folder, missing_ok=True)
@@ -298,7 +299,8 @@ def _parse_column(name: str, kind: str, **fields: Any) -> Column:
         raise ValueError(f'column {name!r} is of kind {kind!r}, expected {expected!r}')
     if kind == IN_PLACE:
         return _parse_in_place(name, fields)
-    added = AddedColumn(name, **fields | {'shape': tuple(fields['shape'])})
+    shape = tuple(fields['shape'])
+    added = AddedColumn(name, **fields | {'shape': shape})
     if not _is_possible(added):
         raise ValueError(f'column {name!r} has impossible fields: {fields}')
     return added
@@ -310,7 +312,11 @@ def _parse_in_place(name: str, fields: Mapping[str, Any]) -> InPlaceColumn:
     shape = tuple(fields['shape'])
     if not schema.are_latents(dtype, shape):
         raise ValueError(f'column {name!r} has impossible latents, {shape} of {dtype!r}')
-    files = [InPlaceFile(**file | {'starts': tuple(file['starts'])}) for file in fields['files']]
+    files = []
+    for file in fields['files']:
+        # JSON has lists for tuples.
+        starts = tuple(file['starts'])
+        files.append(InPlaceFile(**file | {'starts': starts}))
     # All files of a source divide a row into as many pieces.
     num_pieces = len(files[0].starts) if files else 0
     for file in files:
@@ -318,15 +324,16 @@ def _parse_in_place(name: str, fields: Mapping[str, Any]) -> InPlaceColumn:
             raise ValueError(
                 f'{file.path!r} has rows at {file.starts!r} with stride {file.stride!r}'
             )
-    if not all(map(_is_crc32c, fields['crc32c'].values())):
-        raise ValueError(f'column {name!r} has CRC-32C {fields["crc32c"]}')
-    # A name with a folder could be a file outside of the data set.
+    crc32c = fields['crc32c']
+    if not all(map(_is_crc32c, crc32c.values())):
+        raise ValueError(f'column {name!r} has CRC-32C {crc32c}')
     places = fields.get('places', {})
-    are_names = all(isinstance(x, str) and is_column_file_name(x) for x in places.values())
-    if not are_names or not places.keys() <= fields['crc32c'].keys():
+    are_names = all(map(_is_own_file_name, places.values()))
+    if not are_names or not places.keys() <= crc32c.keys():
         raise ValueError(f'column {name!r} has places in {places}')
     unchecked = tuple(fields.get('unchecked', ()))
-    if not set(unchecked) <= set(range(len(files))):
+    numbers = range(len(files))
+    if not set(unchecked) <= set(numbers):
         raise ValueError(f'column {name!r} has unchecked files {unchecked}')
     return InPlaceColumn(
         name,
@@ -334,7 +341,7 @@ def _parse_in_place(name: str, fields: Mapping[str, Any]) -> InPlaceColumn:
         shape,
         tuple(files),
         build=fields['build'],
-        crc32c=fields['crc32c'],
+        crc32c=crc32c,
         unchecked=unchecked,
         places=places,
     )
@@ -346,9 +353,12 @@ def _has_places(file: InPlaceFile, num_crops: int) -> bool:
         return False
     if not file.starts or num_crops % len(file.starts):
         return False
+    offsets = list(file.starts)
+    offsets.append(file.stride)
     # Places in a file are numbers of 64 bits; whether they are in it is checked with the file. With
     # rows of 32 bits, a stride of 30 bits gives none beyond them.
-    for offset in (*file.starts, file.stride):
+    for offset in offsets:
+        # By its type: a bool is an int, too.
         if type(offset) is not int or not 0 <= offset < 2**62:
             return False
     return file.stride < 2**30
@@ -359,22 +369,32 @@ def _is_possible(column: AddedColumn) -> bool:
     # Rows of a damaged size could take any memory.
     if column.dtype not in _DTYPES or len(column.shape) > 1:
         return False
-    if not all(type(n) is int and 0 < n <= MAX_ROW_NBYTES for n in column.shape):
+    for length in column.shape:
+        # By its type: a bool is an int, too.
+        if type(length) is not int or not 0 < length <= MAX_ROW_NBYTES:
+            return False
+    row_nbytes = np.dtype(column.dtype).itemsize * math.prod(column.shape)
+    if row_nbytes > MAX_ROW_NBYTES:
         return False
-    if np.dtype(column.dtype).itemsize * math.prod(column.shape) > MAX_ROW_NBYTES:
-        return False
-    # A name with a folder could be a file outside of the data set.
-    file_names = column.files.values()
-    if not all(isinstance(name, str) and is_column_file_name(name) for name in file_names):
+    if not all(map(_is_own_file_name, column.files.values())):
         return False
     if column.crc32c.keys() != column.files.keys():
         return False
     if not all(map(_is_crc32c, column.crc32c.values())):
         return False
-    if column.feature not in ('', *schema.TEXT_DTYPES):
+    features = ['']
+    features += schema.TEXT_DTYPES
+    if column.feature not in features:
         return False
-    are_floats = all(isinstance(x, float) for x in (*column.mean, *column.std))
-    return are_floats and isinstance(column.encoder, Mapping)
+    for moments in (column.mean, column.std):
+        if not all(isinstance(x, float) for x in moments):
+            return False
+    return isinstance(column.encoder, Mapping)
+
+
+def _is_own_file_name(x: object) -> bool:
+    # A name with a folder could be a file outside of the data set.
+    return isinstance(x, str) and is_column_file_name(x)
 
 
 def _is_crc32c(x: object) -> bool:
@@ -388,8 +408,9 @@ def _load_places(path: str, num_records: int, crc32c: str) -> np.ndarray:
     data: Any = np.memmap(path, np.uint8, 'r') if file.local_path else file.read()
     head = bytes(data[: manifest.NPY_HEADER_BYTES])
     dtype, shape, start = manifest.parse_npy_header(head, file.size)
-    if dtype != np.uint32 or shape != (num_records, 3):
-        raise ValueError(f'it holds {shape} of {dtype}, expected {(num_records, 3)} of uint32')
+    expected_shape = (num_records, 3)
+    if dtype != np.uint32 or shape != expected_shape:
+        raise ValueError(f'it holds {shape} of {dtype}, expected {expected_shape} of uint32')
     places = np.frombuffer(data, dtype, offset=start).reshape(shape)
     computed = array_crc32c(places)
     if computed != crc32c:
@@ -399,4 +420,5 @@ def _load_places(path: str, num_records: int, crc32c: str) -> np.ndarray:
 
 def array_crc32c(array: np.ndarray) -> str:
     """Returns the CRC-32C of a contiguous array's bytes, in 8 hex digits."""
-    return f'{google_crc32c.value(array.reshape(-1).view(np.uint8)):08x}'
+    raw = array.reshape(-1).view(np.uint8)
+    return f'{google_crc32c.value(raw):08x}'

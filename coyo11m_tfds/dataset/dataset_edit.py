@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset import columns, manifest, stored_dataset
@@ -12,6 +12,7 @@ from coyo11m_tfds.dataset.stored_dataset import StoredDataset
 from coyo11m_tfds.storage import file_state, locks
 from coyo11m_tfds.storage.base import WritableFolder
 from coyo11m_tfds.storage.scratch import choose_folder
+from coyo11m_tfds.storage.stored_file import StoredFile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,18 +34,15 @@ class DatasetEdit:
         folder = self.destination.folder
         columns_file = schema.of_build(schema.COLUMNS_FILE, build)
         columns.write_columns(self.staging, new_columns, build)
-        names = list(files)
         listing = storage.list_folder(folder)
-        unused_files = listing.keys() & columns.unused_column_files(listing, new_columns, build)
+        unused_files = columns.unused_column_files(listing, new_columns, build)
+        names = list(files)
         # A data set of another program has no record of checksums, and gets none.
         checksums = listing.get(schema.of_build(schema.CHECKSUMS_FILE, build))
         if checksums:
-            states = manifest.parse_checksums(checksums.read())
-            for name in unused_files & states.keys():
-                del states[name]
-            for name in (*files, columns_file):
-                states[name] = file_state.compute_state(os.path.join(self.staging, name))
-            manifest.write_checksums(self.staging, states, build)
+            new_files = list(files)
+            new_files.append(columns_file)
+            self._update_checksums(checksums, unused_files, new_files)
             names.append(checksums.name)
         # Last: a column that the description does not name does not exist, so after a kill in
         # between the same command can be repeated.
@@ -54,8 +52,20 @@ class DatasetEdit:
             raise OSError(f'{folder}: another process is writing. Run the same command again.')
         for name in names:
             path = os.path.join(self.staging, name)
-            self.destination.store(path, name, file_state.compute_state(path).crc32c)
+            state = file_state.compute_state(path)
+            self.destination.store(path, name, state.crc32c)
         self.destination.remove(unused_files - set(names))
+
+    def _update_checksums(
+        self, checksums: StoredFile, unused_files: Iterable[str], new_files: Iterable[str]
+    ) -> None:
+        """Writes the record of checksums into `staging`, without unused files and with new ones."""
+        states = manifest.parse_checksums(checksums.read())
+        for name in unused_files:
+            states.pop(name, None)
+        for name in new_files:
+            states[name] = file_state.compute_state(os.path.join(self.staging, name))
+        manifest.write_checksums(self.staging, states, self.stored.build)
 
 
 @contextlib.contextmanager

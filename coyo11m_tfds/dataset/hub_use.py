@@ -68,10 +68,11 @@ def estimate_use(
     # At worst every request is the first one of its file, until all processes know all files.
     num_requests = math.ceil(requests_per_second * seconds)
     num_first_requests = min(num_files * num_processes, num_requests)
+    chunk_nbytes = record_nbytes * chunk
     return HubUse(
-        requests_per_second,
-        record_nbytes * chunk / requests_per_chunk,
-        num_files,
-        num_first_requests + _SMALL_FILES * num_processes,
-        quota,
+        requests_per_second=requests_per_second,
+        request_nbytes=chunk_nbytes / requests_per_chunk,
+        num_files=num_files,
+        num_resolves=num_first_requests + _SMALL_FILES * num_processes,
+        quota=quota,
     )

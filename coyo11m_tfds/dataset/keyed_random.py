@@ -32,7 +32,8 @@ def name_hash(name: str) -> int:
     """Returns the 64-bit BLAKE2b digest of a name."""
     # `surrogateescape`: a name of a file may be no UTF-8, and still has a hash.
     data = name.encode('utf-8', 'surrogateescape')
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), 'little')
+    digest = hashlib.blake2b(data, digest_size=8).digest()
+    return int.from_bytes(digest, 'little')
 
 
 class Permutation:
@@ -50,8 +51,9 @@ class Permutation:
         """Takes the number of values, and a key of 64 bits that chooses the permutation."""
         self.size = size
         self._round_keys = derive(key, np.arange(self.ROUNDS))
-        # A number of an even number of bits is divided into halves.
-        half = max(1, ((size - 1).bit_length() + 1) // 2)
+        # Rounded up: a number of an even number of bits is divided into halves.
+        num_bits = (size - 1).bit_length()
+        half = max(1, (num_bits + 1) // 2)
         self._half = np.uint64(half)
         self._low = np.uint64((1 << half) - 1)
         self._table = self._inverse = None

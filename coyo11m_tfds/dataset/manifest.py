@@ -73,8 +73,13 @@ class SmallFiles:
             DamagedError: It differs from the record, or `parse` has raised a ValueError.
         """
         path = f'{self._folder}/{name}'
-        # Compared before it is parsed: damage is named as such, and not as what JSON makes of it.
-        content = read_parsed(path, lambda data: parse(self.check(name, data)))
+
+        def parse_checked(data: bytes) -> T:
+            """Parses what agrees with the record."""
+            # Compared first: damage is named as such, and not as what JSON makes of it.
+            return parse(self.check(name, data))
+
+        content = read_parsed(path, parse_checked)
         if content is None and name in self._states:
             raise FileNotFoundError(
                 f'{path}: is missing, and {self._record} names it. Restore it or build the data '
@@ -98,7 +103,8 @@ def write_checksums(
     """Writes the record of the states of a build's files, by name, into a local folder."""
     # Sorted, so that equal files give equal bytes, in whatever order they were written.
     states = {name: state.to_json() for name, state in sorted(files.items())}
-    write_sealed(folder, schema.of_build(schema.CHECKSUMS_FILE, build), 'files', states)
+    file_name = schema.of_build(schema.CHECKSUMS_FILE, build)
+    write_sealed(folder, file_name, 'files', states)
 
 
 def parse_checksums(data: bytes) -> dict[str, FileState]:

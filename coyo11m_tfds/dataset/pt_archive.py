@@ -44,7 +44,9 @@ class ArchiveMember:
     @property
     def raw_name(self) -> bytes:
         """The name as it stands in the archive."""
-        return self.name.encode('utf-8' if self.flags & _UTF8 else 'cp437')
+        # The two that the zip format knows.
+        encoding = 'utf-8' if self.flags & _UTF8 else 'cp437'
+        return self.name.encode(encoding)
 
 
 # Reads so many bytes at the end of a file.
@@ -114,7 +116,8 @@ def read_directory(read_tail: ReadTail, file_size: int, name: str) -> tuple[Arch
     ends.append(directory)
     members = tuple(_parse_member(info, end, name) for info, end in zip(infos, ends, strict=True))
     # torch looks names up without regard to case.
-    if len({member.name.lower() for member in members}) < len(members):
+    names = {member.name.lower() for member in members}
+    if len(names) < len(members):
         raise _damaged_archive(name, 'two members have the same name')
     # Something before the first member may be another archive, which other readers would find.
     if members[0].begin:
@@ -201,7 +204,12 @@ def open_archive(path: str | os.PathLike[str], name: str = '') -> Archive:
 def read_archive(file: int, name: str) -> Archive:
     """Returns what `open_archive` returns, for the descriptor of an open file."""
     size = os.fstat(file).st_size
-    members = read_directory(lambda n: os.pread(file, n, size - n), size, name)
+
+    def read_tail(nbytes: int) -> bytes:
+        """Reads so many bytes at the end of the file."""
+        return os.pread(file, nbytes, size - nbytes)
+
+    members = read_directory(read_tail, size, name)
     starts = tuple(_find_start(file, member, name) for member in members)
     return Archive(name, size, members, starts)
 

@@ -200,8 +200,10 @@ class RecordLayout:
             self._head_from_end[from_end] = head
         self._key_from_end = from_end
         # What stands before keys of 1, 2, ... bytes, uint8 `(_MAX_VARINT, h)`.
-        lengths = range(1, _MAX_VARINT + 1)
-        key_heads = [list(_value_head(schema.KEY, n, is_int=True)) for n in lengths]
+        key_heads = []
+        for key_nbytes in range(1, _MAX_VARINT + 1):
+            key_head = _value_head(schema.KEY, key_nbytes, is_int=True)
+            key_heads.append(list(key_head))
         self._key_heads = np.array(key_heads, np.uint8)
         # Bytes that end with a key, in which the key and its head lie.
         self._window = self._key_heads.shape[1] + _MAX_VARINT
@@ -223,12 +225,10 @@ class RecordLayout:
         key_end = end - self._key_from_end
         window = gather(key_end - self._window, self._window).view(np.uint8)
         keys, length, is_key = self._decode_keys(window.reshape(-1, self._window))
-        return ValuePlaces(
-            regular & is_key,
-            keys,
-            key_end - length - self._key_heads.shape[1],
-            {name: end - from_end for name, from_end in self._value_from_end.items()},
-        )
+        # Before the key stands its head, and before this the caption.
+        captions_end = key_end - length - self._key_heads.shape[1]
+        places = {name: end - from_end for name, from_end in self._value_from_end.items()}
+        return ValuePlaces(regular & is_key, keys, captions_end, places)
 
     def _decode_keys(self, window: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the varints at the ends of rows of bytes: keys, lengths, whether they are keys.
@@ -303,9 +303,10 @@ def _framing(
     payload = sum(map(len, heads)) + sum(lengths)
     example = _tag(1, payload)  # Example.features
     record_bytes = len(example) + payload
-    # Before the first head stand the header of the file's record and the beginning of the example.
     packed_length = struct.pack('<Q', record_bytes)
-    heads[0] = packed_length + _packed_crc(packed_length) + example + heads[0]
+    header = packed_length + _packed_crc(packed_length)
+    # Before the first head stand the header of the file's record and the beginning of the example.
+    heads[0] = header + example + heads[0]
     return heads, HEADER_NBYTES + record_bytes + TRAILER_NBYTES
 
 
@@ -316,7 +317,8 @@ def _value_head(name: str, length: int, *, is_int: bool = False) -> bytes:
     kind = _INT64_LIST if is_int else _BYTES_LIST
     head = _tag(kind, len(head) + length) + head  # a Feature's list
     head = _tag(2, len(head) + length) + head  # value of an entry
-    head = _tag(1, len(name.encode())) + name.encode() + head  # its key
+    key = name.encode()
+    head = _tag(1, len(key)) + key + head  # its key
     return _tag(1, len(head) + length) + head  # Features.feature
 
 
@@ -343,4 +345,5 @@ def mask_crc32c(crc: Any) -> Any:
 
 def _packed_crc(data: bytes | np.ndarray) -> bytes:
     """Returns the masked CRC-32C as four bytes, little endian."""
-    return struct.pack('<I', mask_crc32c(google_crc32c.value(data)))
+    crc = google_crc32c.value(data)
+    return struct.pack('<I', mask_crc32c(crc))

@@ -106,8 +106,9 @@ class _ColumnChecksums:
         with open(local_path, 'rb') as opened:
             for split, places in self._places.items():
                 records = np.flatnonzero(places[:, 0] == number)
+                order = np.argsort(places[records, 1])
                 # In the order of the rows, so that the reads go forward.
-                for record in records[np.argsort(places[records, 1])].tolist():
+                for record in records[order].tolist():
                     row = int(places[record, 1])
                     data = file.read_row(opened.fileno(), row, self._column.row_nbytes)
                     places[record, 2] = google_crc32c.value(data)
@@ -138,7 +139,8 @@ class _ColumnChecksums:
         self._column = dataclasses.replace(
             column, crc32c=crc32c, places=names, unchecked=tuple(self._unchecked)
         )
-        self._edit.commit({**self._edit.stored.columns, schema.LATENTS: self._column}, new_names)
+        new_columns = {**self._edit.stored.columns, schema.LATENTS: self._column}
+        self._edit.commit(new_columns, new_names)
 
 
 def _is_finite(data: bytes, dtype: str) -> bool:

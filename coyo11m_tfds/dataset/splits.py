@@ -40,7 +40,8 @@ class IndexedSplit:
     @property
     def record_nbytes(self) -> int:
         """Mean size of a record in bytes, as stored; 0 for a split without records."""
-        return int(self.file_sizes.sum() // max(1, self.index.shard_lengths.sum()))
+        num_records = self.index.shard_lengths.sum()
+        return int(self.file_sizes.sum() // max(1, num_records))
 
     @property
     def file_sizes(self) -> np.ndarray:
@@ -49,7 +50,8 @@ class IndexedSplit:
         # A range of no records has no end in the index, so empty shards are left out.
         shards = np.flatnonzero(lengths)
         sizes = np.zeros(len(lengths), np.int64)
-        sizes[shards] = self.index.byte_range(shards, 0, lengths[shards])[1]
+        _, sizes_of_shards = self.index.byte_range(shards, 0, lengths[shards])
+        sizes[shards] = sizes_of_shards
         return sizes
 
     @functools.cached_property
@@ -110,6 +112,11 @@ def _parse_split(info: dict, split: dict) -> StoredSplit:
             f'its filepathTemplate {template!r} gives several shards one name, expected '
             '{SHARD_X_OF_Y} in it'
         )
-    num_bytes = int(split.get('numBytes', 0))
-    build = schema.build_of(template)
-    return StoredSplit(split['name'], names, lengths, num_bytes, build, converted)
+    return StoredSplit(
+        name=split['name'],
+        file_names=names,
+        shard_lengths=lengths,
+        num_bytes=int(split.get('numBytes', 0)),
+        build=schema.build_of(template),
+        converted=converted,
+    )

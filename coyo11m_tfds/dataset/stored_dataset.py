@@ -141,7 +141,8 @@ class StoredDataset:
     def build(self) -> str:
         """ID in the names of its build's files; '' if the names have none."""
         # One build writes all splits.
-        return next(iter(self.splits.values())).build
+        first_split = next(iter(self.splits.values()))
+        return first_split.build
 
     @property
     def latents(self) -> tuple[str, tuple[int, ...]]:
@@ -184,7 +185,9 @@ class StoredDataset:
     @property
     def record_layout(self) -> RecordLayout:
         """The layout of its records; raises a ValueError if a feature is not encoded as bytes."""
-        for name in (schema.LATENTS, *schema.TEXT_DTYPES):
+        names = [schema.LATENTS]
+        names += schema.TEXT_DTYPES
+        for name in names:
             _, _, encoding = self._tensor(name)
             if encoding != 'bytes':
                 raise ValueError(
@@ -268,7 +271,8 @@ class StoredDataset:
         # A mocked data set has no shards.
         if split in self.splits:
             contents += self.splits[split].shard_lengths
-        return f'{name} {json_digest.sha256(contents)[:16]}'
+        digest = json_digest.sha256(contents)
+        return f'{name} {digest[:16]}'
 
     def stats(self, text: texts.TextSpec = '') -> DatasetStats:
         """Returns the statistics of the latents and of a text, or of a mixture of texts."""
@@ -321,9 +325,10 @@ class StoredDataset:
 
     def _tensor(self, name: str) -> tuple[str, tuple[int, ...], str]:
         """Returns dtype, shape and encoding of a tensor; '', () and 'bytes' of another feature."""
+        no_tensor = {'dtype': '', 'encoding': 'bytes'}
         try:
-            no_tensor = {'dtype': '', 'encoding': 'bytes'}
-            tensor = self.features.get(name, {}).get('tensor', no_tensor)
+            feature = self.features.get(name, {})
+            tensor = feature.get('tensor', no_tensor)
             # protobuf leaves out the shape of a single number.
             dimensions = tensor.get('shape', {}).get('dimensions', ())
             shape = tuple(map(int, dimensions))

@@ -34,7 +34,8 @@ def parse_text_weights(spec: TextSpec) -> dict[str, float]:
         for field in (spec or RECORDS_TEXT).split(','):
             name, colon, weight = field.partition(':')
             # An empty name is none: in a mapping it is the text in the records.
-            pairs.append((name.strip() or None, weight if colon else 1))
+            stripped_name = name.strip() or None
+            pairs.append((stripped_name, weight if colon else 1))
     weights: dict[str, float] = {}
     for name, weight in pairs:
         key = '' if name == RECORDS_TEXT else name
@@ -174,7 +175,9 @@ class TextMixture:
 
     def mean_and_std(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns mean and deviation of the mixture, float64 `(size,)`; `(0,)` for tokens."""
-        return mix_moments([x.mean for x in self.texts], [x.std for x in self.texts], self.weights)
+        means = [text.mean for text in self.texts]
+        stds = [text.std for text in self.texts]
+        return mix_moments(means, stds, self.weights)
 
 
 def mix_moments(
@@ -189,7 +192,8 @@ def mix_moments(
     # The variance is the mean of the variances and of the squared distances between the means.
     variances = np.stack(stds) ** 2
     squared_distances = (np.stack(means) - mean) ** 2
-    return mean, np.sqrt((share * (variances + squared_distances)).sum(axis=0))
+    variance = (share * (variances + squared_distances)).sum(axis=0)
+    return mean, np.sqrt(variance)
 
 
 def resolve_texts(

@@ -38,10 +38,14 @@ def count_words(captions: Iterable[Sequence[str]]) -> str:
 def parse(word_list: str) -> list[str]:
     """Returns the words of a list in its order; raises a ValueError if it is none."""
     entries = word_list.split(' ') if word_list else []
-    words = [entry.rpartition(':')[0] for entry in entries]
+    words = []
+    for entry in entries:
+        word, _, _ = entry.rpartition(':')
+        words.append(word)
     # A list comes out of metadata that others wrote, and its words into messages.
-    bad_entries = [entry for entry in entries if not _ENTRY.fullmatch(entry)]
-    if bad_entries or len(words) > MAX_WORDS or len(set(words)) < len(words):
+    are_entries = all(map(_ENTRY.fullmatch, entries))
+    are_different = len(set(words)) == len(words)
+    if not (are_entries and are_different) or len(words) > MAX_WORDS:
         raise ValueError(
             f'the list of words {word_list[:40]!r}: expected at most {MAX_WORDS:,} different words '
             "with their counts, as 'a:1200 red:412'"
@@ -51,7 +55,8 @@ def parse(word_list: str) -> list[str]:
 
 def digest(word_list: str) -> str:
     """Returns the revision that names the ids of a list: equal lists number words alike."""
-    return f'2-{hashlib.sha256(word_list.encode()).hexdigest()[:16]}'
+    hex_digest = hashlib.sha256(word_list.encode()).hexdigest()
+    return f'2-{hex_digest[:16]}'
 
 
 def _most_frequent(counts: collections.Counter[str], limit: int) -> list[tuple[str, int]]:
