@@ -34,7 +34,7 @@ COLUMNS = {
 
 
 def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
-    """Makes the source, which each run converts after it has deleted the output before it."""
+    """Makes the source; returns what converts it, after the output before it is deleted."""
     source_dir = source.make(folder, source.num_samples_of(flags.gb))
     out = folder / 'out'
 
@@ -67,8 +67,11 @@ def convert(
     meter = runner.Meter()
     globals()[writer](pathlib.Path(source_dir), folder, num_samples, **options)
     written = 0
+    paths = list(folder.rglob('*'))
+    # The names of its files are on the disk when the folder itself is.
+    paths.append(folder)
     # The clock stops when the disk has all: some writers flush, others leave that to the system.
-    for path in [folder, *folder.rglob('*')]:
+    for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         written += os.fstat(descriptor).st_size
@@ -100,7 +103,8 @@ def four_builds(source_dir: pathlib.Path, out: pathlib.Path, _: int, **options: 
 
     from coyo11m_tfds import add_column
 
-    keys = pq.read_table(source_dir / schema.CAPTIONS_FILE, columns=[schema.PARQUET_KEY]).column(0)
+    captions = source_dir / schema.CAPTIONS_FILE
+    keys = pq.read_table(captions, columns=[schema.PARQUET_KEY]).column(0)
     scores = np.random.default_rng(0).random(len(keys), np.float32)
     pq.write_table(pa.table({schema.PARQUET_KEY: keys, 'score': scores}), out / 'scores')
     for path in source.pt_files(source_dir):
@@ -110,7 +114,7 @@ def four_builds(source_dir: pathlib.Path, out: pathlib.Path, _: int, **options: 
         if not one_file.exists():
             latents_folder.mkdir(parents=True)
             (latents_folder / path.name).symlink_to(path)
-            (one_file / schema.CAPTIONS_FILE).symlink_to(source_dir / schema.CAPTIONS_FILE)
+            (one_file / schema.CAPTIONS_FILE).symlink_to(captions)
         data_dir = builder(one_file, out / path.stem, **options).data_dir
         add_column.add(data_dir, 'score', parquet=out / 'scores', column='score')
 

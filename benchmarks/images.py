@@ -39,20 +39,22 @@ def make_images(folder: pathlib.Path, count: int) -> pathlib.Path:
     for number in range(count):
         # By its number: the first images are the same, however many there are.
         random = np.random.default_rng(number)
-        picture = np.zeros((*_IMAGE_SIZE[::-1], 3))
+        width, height = _IMAGE_SIZE
+        picture = np.zeros((height, width, 3))
         # The amplitudes of photographs fall with the frequency.
         for cells in (4, 16, 64, 256):
             noise = random.integers(0, 256, (cells, cells, 3), np.uint8)
             layer = Image.fromarray(noise).resize(_IMAGE_SIZE, Image.Resampling.BICUBIC)
             picture += np.asarray(layer) / cells**0.5
         picture *= 255 / picture.max()
-        Image.fromarray(picture.astype(np.uint8)).save(images / f'{number:06}.jpg', quality=90)
+        image = Image.fromarray(picture.astype(np.uint8))
+        image.save(images / f'{number:06}.jpg', quality=90)
         (images / f'{number:06}.txt').write_text(f'Image {number}')
     return images
 
 
 def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
-    """Makes the images, which each run encodes into an empty folder."""
+    """Makes the images; returns what encodes them into an empty folder."""
     images = make_images(folder, flags.images)
     out = folder / 'out'
 
@@ -88,7 +90,8 @@ def pillow_and_encoder(*, images: str, vae: str, out: str) -> Figures:
     meter = Meter()
     rows = []
     for batch in _batches(images):
-        latents, _ = encoder.encode(np.stack([_resize(image) for image in batch]))
+        pixels = np.stack([_resize(image) for image in batch])
+        latents, _ = encoder.encode(pixels)
         rows += list(latents)
     np.save(pathlib.Path(out, 'latents.npy'), np.stack(rows).astype(np.float16))
     return meter.rate(len(rows))
@@ -116,8 +119,11 @@ def _batches(images: str) -> Iterator[list[Image.Image]]:
     """Yields all images of a folder, decoded, a few at a time."""
     paths = sorted(pathlib.Path(images).glob('*.jpg'))
     for first in range(0, len(paths), BATCH):
-        # Pillow opens a file without decoding it; the conversion does that.
-        yield [Image.open(path).convert('RGB') for path in paths[first : first + BATCH]]
+        batch = []
+        for path in paths[first : first + BATCH]:
+            # Pillow opens a file without decoding it; the conversion does that.
+            batch.append(Image.open(path).convert('RGB'))
+        yield batch
 
 
 def _resize(image: Image.Image) -> np.ndarray:

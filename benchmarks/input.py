@@ -59,7 +59,7 @@ COLUMNS = {
 
 
 def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
-    """Makes the source; copies in other formats are made at their first use."""
+    """Makes the source; returns what reads it, or a copy that is made at its first use."""
     source_dir = source.make(folder, source.num_samples_of(flags.gb))
     flags.sides = _limit_copies(flags.sides, source_dir)
     return lambda side: _run_side(side, source_dir, flags.seconds, flags.cold)
@@ -73,14 +73,16 @@ def _limit_copies(sides: dict[str, Side], source_dir: pathlib.Path) -> dict[str,
     # Equally much of each, so that none of them fits into the memory better than another.
     limit = num_samples
     if copies:
-        room = _SHARE_OF_DISK * shutil.disk_usage(source_dir).free / len(copies)
-        limit = min(limit, int(room / source.SAMPLE_BYTES))
+        free_bytes = shutil.disk_usage(source_dir).free
+        bytes_of_copy = _SHARE_OF_DISK * free_bytes / len(copies)
+        limit = min(limit, int(bytes_of_copy / source.SAMPLE_BYTES))
     limited = {}
     for name, side in sides.items():
         title = side.title
         settings = {**side.settings, 'num_samples': num_samples}
         if settings['format'] in copies and limit < num_samples:
-            title += f', {limit * source.SAMPLE_BYTES / 1e9:.0f} GB of it'
+            gigabytes = limit * source.SAMPLE_BYTES / 1e9
+            title += f', {gigabytes:.0f} GB of it'
             settings['num_samples'] = limit
         limited[name] = dataclasses.replace(side, title=title, settings=settings)
     return limited
@@ -99,7 +101,8 @@ def _run_side(side: Side, source_dir: pathlib.Path, seconds: float, cold: bool) 
         if 'in_place' in data.name:
             folders.add(source_dir)
         runner.prepare_cache(folders, cold)
-        return runner.run(dataclasses.replace(side, function=function), data=data, **settings)
+        step = dataclasses.replace(side, function=function)
+        return runner.run(step, data=data, **settings)
 
     figures = run(read, seconds=seconds, cold=cold)
     # From the disk, a resume would time the disk.
@@ -176,7 +179,7 @@ def _read_steady(stream: BatchStream, seconds: float, meter: runner.Meter) -> Fi
         if next(batches, None) is None:
             break
         first = first or meter.seconds()
-        skipped = 1 + _count(itertools.islice(batches, warm_batches))
+        skipped = 1 + readers.count_batches(itertools.islice(batches, warm_batches))
         # Of later epochs this second has passed already.
         while meter.seconds() < first + _WARM_SECONDS and next(batches, None) is not None:
             skipped += 1
@@ -209,9 +212,12 @@ def save(*, num_samples: int, **settings: Any) -> Figures:
     """Stops within an epoch; returns the state, and digests of the batches after it."""
     stream, _ = _open(**settings)
     batches = iter(stream.epoch())
-    middle = min(_SAVED_AT, num_samples // BATCH_SIZE // 2)
-    count = _count(itertools.islice(batches, middle))
-    return {'state': stream.state(count), 'batches': _digests(batches)}
+    batches_of_epoch = num_samples // BATCH_SIZE
+    middle = min(_SAVED_AT, batches_of_epoch // 2)
+    count = readers.count_batches(itertools.islice(batches, middle))
+    # Before the next batches: some readers have only the state that they are in now.
+    state = stream.state(count)
+    return {'state': state, 'batches': _digests(batches)}
 
 
 def resume(*, num_samples: int, **settings: Any) -> Figures:
@@ -219,8 +225,10 @@ def resume(*, num_samples: int, **settings: Any) -> Figures:
     stream, meter = _open(**settings)
     batches = iter(stream.epoch())
     first = next(batches)
+    # Without the digests, which take the benchmark's own time.
     seconds = meter.seconds()
-    return {'resume': seconds, 'batches': _digests(itertools.chain([first], batches))}
+    compared = itertools.chain([first], batches)
+    return {'resume': seconds, 'batches': _digests(compared)}
 
 
 def _open(
@@ -229,13 +237,9 @@ def _open(
     """Opens a reader when all is imported, and measures from there."""
     for name in module.split():
         importlib.import_module(name)
+    open_reader = getattr(readers, reader)
     meter = runner.Meter()
-    return getattr(readers, reader)(data, state, **options), meter
-
-
-def _count(batches: Iterable[Batch]) -> int:
-    """Reads batches, and returns their number."""
-    return sum(1 for _ in batches)
+    return open_reader(data, state, **options), meter
 
 
 def _digests(batches: Iterator[Batch]) -> list[str]:

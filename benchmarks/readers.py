@@ -28,11 +28,17 @@ class BatchStream(NamedTuple):
     state: Callable[[int], str]  # after so many batches
 
 
+def count_batches(batches: Iterable[Batch]) -> int:
+    """Reads batches, and returns their number."""
+    return sum(1 for _ in batches)
+
+
 def data_dir(folder: str) -> str:
     """Returns the folder of the data set that the builder made in `folder`, or the URL."""
     if '://' in folder:
         return folder
-    return str(next(pathlib.Path(folder).rglob(schema.INFO_FILE)).parent)
+    info = next(pathlib.Path(folder).rglob(schema.INFO_FILE))
+    return str(info.parent)
 
 
 def ours(
@@ -72,7 +78,7 @@ def ours(
 def by_number(folder: str, state: str, alone: bool = False) -> BatchStream:
     """Records of this pipeline in random order, with all crops: a batch at once, or one by one."""
     records = _records(folder)
-    start = json.loads(state)['batches'] if state else 0
+    start = _parse_count(state)
 
     def read_one_by_one(numbers: np.ndarray) -> Batch:
         """Reads the records of a batch as programs do that ask for single ones."""
@@ -81,7 +87,19 @@ def by_number(folder: str, state: str, alone: bool = False) -> BatchStream:
 
     read = read_one_by_one if alone else records.__getitem__
     batches = map(read, _row_numbers(len(records), start))
-    return BatchStream(lambda: batches, lambda count: json.dumps({'batches': start + count}))
+    return BatchStream(lambda: batches, lambda count: _format_count(start + count))
+
+
+def _parse_count(state: str) -> int:
+    """Returns the number of batches in a state of `_format_count`; 0 for the start."""
+    if not state:
+        return 0
+    return json.loads(state)['batches']
+
+
+def _format_count(num_batches: int) -> str:
+    """Returns the state of a reader that needs nothing but the number of batches before."""
+    return json.dumps({'batches': num_batches})
 
 
 def _records(folder: str, **options: Any) -> Any:
@@ -144,16 +162,18 @@ def datasets(folder: str, state: str) -> BatchStream:
     """HF datasets: reads whole batches from mapped Arrow files."""
     import datasets
 
-    files = sorted(map(str, pathlib.Path(folder).rglob('*.arrow')))
-    stored = datasets.concatenate_datasets([datasets.Dataset.from_file(path) for path in files])
+    paths = sorted(map(str, pathlib.Path(folder).rglob('*.arrow')))
+    files = [datasets.Dataset.from_file(path) for path in paths]
+    stored = datasets.concatenate_datasets(files)
     stored = stored.select_columns([schema.KEY, schema.LATENTS]).with_format('arrow')
 
     def read_rows(rows: np.ndarray) -> Batch:
         """Reads a batch by the numbers of its rows."""
         table = stored[rows]
+        keys = table.column(schema.KEY).to_numpy()
         # Of Arrow's memory, which is not copied before the crop is chosen.
         latents = [memoryview(row.as_buffer()) for row in table.column(schema.LATENTS)]
-        return _in_torch(_batch(table.column(schema.KEY).to_numpy(), latents))
+        return _in_torch(_batch(keys, latents))
 
     return _random_access(read_rows, len(stored), state)
 
@@ -164,8 +184,10 @@ def torch(folder: str, state: str) -> BatchStream:
 
     paths = source.pt_files(folder)
     files = [torch.load(path, mmap=True, weights_only=True) for path in paths]
-    all_keys = torch.cat([file[schema.PT_KEYS] for file in files])
-    starts = np.cumsum([0, *(len(file[schema.PT_KEYS]) for file in files)])
+    keys_of_files = [file[schema.PT_KEYS] for file in files]
+    all_keys = torch.cat(keys_of_files)
+    lengths = [len(keys) for keys in keys_of_files]
+    starts = np.cumsum(lengths) - lengths
 
     def read_rows(rows: np.ndarray) -> Batch:
         """Reads a batch by the numbers of its rows, file by file."""
@@ -192,7 +214,7 @@ def _random_access(
     """
     from torch.utils.data import DataLoader
 
-    start = json.loads(state)['batches'] if state else 0
+    start = _parse_count(state)
     # Without a batch size, an index of the sampler is a whole batch's: workers read its rows.
     loader = DataLoader(
         np.arange(num_samples),
@@ -202,7 +224,7 @@ def _random_access(
         collate_fn=read_rows,
     )
     batches = iter(loader)
-    return BatchStream(lambda: batches, lambda count: json.dumps({'batches': start + count}))
+    return BatchStream(lambda: batches, lambda count: _format_count(start + count))
 
 
 def _row_numbers(num_samples: int, start: int) -> Iterator[np.ndarray]:
@@ -221,7 +243,8 @@ def _row_numbers(num_samples: int, start: int) -> Iterator[np.ndarray]:
 def _collate(samples: Sequence[dict]) -> Batch:
     """Returns a batch of tensors from samples as litdata gives them."""
     keys = [int(sample[schema.KEY]) for sample in samples]
-    return _in_torch(_batch(keys, [sample[schema.LATENTS] for sample in samples]))
+    latents = [sample[schema.LATENTS] for sample in samples]
+    return _in_torch(_batch(keys, latents))
 
 
 def _unpack(records: Sequence[bytes]) -> Batch:
@@ -229,8 +252,9 @@ def _unpack(records: Sequence[bytes]) -> Batch:
     import msgpack
 
     samples = [msgpack.unpackb(record) for record in records]
+    keys = [sample[schema.KEY] for sample in samples]
     latents = [memoryview(sample[schema.LATENTS]) for sample in samples]
-    return _batch([sample[schema.KEY] for sample in samples], latents)
+    return _batch(keys, latents)
 
 
 def _batch(keys: Iterable[int], latents: Iterable[bytes | memoryview]) -> Batch:
@@ -239,8 +263,11 @@ def _batch(keys: Iterable[int], latents: Iterable[bytes | memoryview]) -> Batch:
     for key, data in zip(keys, latents, strict=True):
         start = key % schema.NUM_CROPS * schema.LATENT_NBYTES
         crops.append(data[start : start + schema.LATENT_NBYTES])
-    array = np.frombuffer(b''.join(crops), np.float16).reshape(-1, *schema.LATENT_SHAPE)
-    return {schema.KEY: np.array(keys, np.int64), schema.LATENTS: array}
+    numbers = np.frombuffer(b''.join(crops), np.float16)
+    return {
+        schema.KEY: np.array(keys, np.int64),
+        schema.LATENTS: numbers.reshape(-1, *schema.LATENT_SHAPE),
+    }
 
 
 def _in_torch(batch: Batch) -> Batch:

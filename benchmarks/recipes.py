@@ -53,13 +53,13 @@ COLUMNS = {
 
 
 def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
-    """Makes the data set; then all runs are waiting for a core."""
+    """Makes the data set, and lets all runs wait for a core; returns what waits for one of them."""
     data = folder / 'emoji'
     # The last that `_build` makes: what an interrupted one left is made again.
     if not (data / 'data').exists():
         shutil.rmtree(data, ignore_errors=True)
         _build(data)
-    options = {name: getattr(flags, name) for name in ('steps', 'num_prompts')}
+    options = {'steps': flags.steps, 'num_prompts': flags.num_prompts}
     # A run takes a core and gives it back, so that no two runs disturb each other.
     cores: queue.SimpleQueue[int] = queue.SimpleQueue()
     for core in os.sched_getaffinity(0):
@@ -69,10 +69,13 @@ def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
     def run(side: Side, seed: int) -> Figures:
         """Returns the figures of a recipe and a seed, from its file if it has been run before."""
         changes = side.settings['changes']
+        training = {}
+        for name, value in changes.items():
+            if not name.startswith(_PREVIEW):
+                training[name] = value
         # Recipes that differ in the sampler alone have one workdir, and draw with its weights.
-        training = {name: x for name, x in changes.items() if not name.startswith(_PREVIEW)}
-        workdir = data / f'{json_digest.sha256(options | training)[:12]}-{seed}'
-        results = data / f'{json_digest.sha256(options | changes)[:12]}-{seed}.json'
+        workdir = data / _name_run(options | training, seed)
+        results = data / f'{_name_run(options | changes, seed)}.json'
         # One of them trains, and the others wait for it.
         with locks[workdir.name]:
             if results.exists():
@@ -98,6 +101,12 @@ def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
     return lambda side: runs[side.title].popleft().result()
 
 
+def _name_run(fields: Mapping[str, Any], seed: int) -> str:
+    """Returns the name of the runs of a seed with these options and changes."""
+    digest = json_digest.sha256(fields)[:12]
+    return f'{digest}-{seed}'
+
+
 def _build(folder: pathlib.Path) -> None:
     """Makes a data set of emoji and token ids, as `make demo` does."""
     source = folder / 'source'
@@ -109,10 +118,21 @@ def _build(folder: pathlib.Path) -> None:
         subprocess.run([sys.executable, '-m', f'coyo11m_tfds.{program}', *arguments], check=True)
 
     run('sample_data', f'--out={source}')
-    of_tokens = '--encoder=words', '--tokens_only', '--max_tokens=16'
-    run('embed_captions', f'--source={source}', f'--out={tokens}', *of_tokens)
-    of_build = f'--manual_dir={source}', f'--data_dir={folder}'
-    run('build', *of_build, f'--config={json.dumps(config)}')
+    run(
+        'embed_captions',
+        f'--source={source}',
+        f'--out={tokens}',
+        '--encoder=words',
+        '--tokens_only',
+        '--max_tokens=16',
+    )
+    run(
+        'build',
+        f'--manual_dir={source}',
+        f'--data_dir={folder}',
+        f'--config={json.dumps(config)}',
+    )
+    # Last, and in one step: `prepare` takes this folder for a complete data set.
     (folder / 'coyo11m_tfds' / 'words' / '1.0.0').rename(folder / 'data')
 
 
@@ -126,7 +146,10 @@ def train(
     seed: int,
     core: int,
 ) -> Figures:
-    """Trains the demo's model with changed fields, and draws held-out captions."""
+    """Trains the demo's model with changed fields, and draws held-out captions.
+
+    Returns the shares of right drawings, the last evaluation, the steps and the CPU seconds.
+    """
     # Before the imports, whose threads keep the cores that they begin with.
     os.sched_setaffinity(0, {core})
     from configs import demo
@@ -157,8 +180,10 @@ def train(
     # Of a run that was continued it would say too little.
     cpu = meter.read()['cpu'] if is_new else None
 
-    own = np.array(emoji.find_part(emoji.HELD_OUT_TONE)[:num_prompts])
-    captions = [emoji.read_emoji()[number].caption for number in own]
+    held_out = emoji.find_part(emoji.HELD_OUT_TONE)
+    own = np.array(held_out[:num_prompts])
+    all_emoji = emoji.read_emoji()
+    captions = [all_emoji[number].caption for number in own]
     pictures = draw.Artist(workdir, **sampler).draw(captions)
     verdicts = judging.make_judge().compare(judge.mean_areas(pictures), own)
     scores = judging.list_columns(verdicts, own)
@@ -172,7 +197,8 @@ def _last_evaluation(workdir: str) -> Figures:
     from tensorboard.backend.event_processing import event_accumulator
     from tensorboard.util import tensor_util
 
-    events = event_accumulator.EventAccumulator(workdir, {event_accumulator.TENSORS: 0}).Reload()
+    events = event_accumulator.EventAccumulator(workdir, {event_accumulator.TENSORS: 0})
+    events.Reload()
     figures = {}
     for name in ('loss', 'text_gain'):
         # A handful of records has no other texts to gain by.

@@ -28,7 +28,8 @@ def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
     """Starts the server, and builds a data set on it by each checkout that is measured."""
     from tests.fakes.cloud import fake_gcs, through_proxy
 
-    server = stack.enter_context(fake_gcs(pathlib.Path(tempfile.mkdtemp(dir=folder))))
+    bucket = pathlib.Path(tempfile.mkdtemp(dir=folder))
+    server = stack.enter_context(fake_gcs(bucket))
     source_dir = source.make(folder, source.num_samples_of(flags.gb))
     urls = {}
     folders = {}
@@ -56,9 +57,9 @@ def read(*, data: str, steps: int, latency: float) -> Figures:
     """Reads batches and times the second half; the server adds `latency`."""
     batches = iter(readers.ours(data, '', engine='chunks', window=256).epoch())
     # The first half fills the buffers.
-    warmup = sum(1 for _ in itertools.islice(batches, steps // 2))
+    warmup = readers.count_batches(itertools.islice(batches, steps // 2))
     meter = runner.Meter()
-    timed = sum(1 for _ in itertools.islice(batches, steps - warmup))
+    timed = readers.count_batches(itertools.islice(batches, steps - warmup))
     return meter.rate(readers.BATCH_SIZE * timed)
 
 
@@ -67,15 +68,22 @@ def read_by_rows(*, data: str, steps: int, latency: float, **cache: Any) -> Figu
     import input_pipeline
 
     del latency
-    options = {'batch_size': readers.BATCH_SIZE, 'seed': readers.SEED, 'window': 256, **cache}
-    features = 'key', 'latents'
-    # An epoch, which fills the cache.
-    with input_pipeline.train_batches(data, features=features, **options) as batches:
-        sum(1 for _ in itertools.islice(batches, math.ceil(batches.steps_per_epoch)))
-    with input_pipeline.train_batches(data, features=features, **options) as batches:
-        sum(1 for _ in itertools.islice(batches, steps))
+    options = {
+        'batch_size': readers.BATCH_SIZE,
+        'seed': readers.SEED,
+        'window': 256,
+        'features': ('key', 'latents'),
+        **cache,
+    }
+    with input_pipeline.train_batches(data, **options) as batches:
+        steps_of_epoch = math.ceil(batches.steps_per_epoch)
+        # An epoch, which fills the cache.
+        readers.count_batches(itertools.islice(batches, steps_of_epoch))
+    with input_pipeline.train_batches(data, **options) as batches:
+        # These fill the buffers.
+        readers.count_batches(itertools.islice(batches, steps))
         meter = runner.Meter()
-        timed = sum(1 for _ in itertools.islice(batches, _STEPS_BY_ROWS * steps))
+        timed = readers.count_batches(itertools.islice(batches, _STEPS_BY_ROWS * steps))
         return meter.rate(readers.BATCH_SIZE * timed)
 
 

@@ -41,6 +41,7 @@ _PACKAGES = (
     'datasets',
 )
 _REASONS = {'missing': 'left out', 'failed': 'failed'}
+_LOG_CHARACTERS = 4000  # of the output of a run that failed
 
 Figures = dict[str, Any]
 Column = Callable[[list[Figures]], str]
@@ -98,7 +99,7 @@ def _parse(
     add('--keep', action='store_true', help='keep the data for the next run')
     add('--repeats', type=int, default=3, help='runs of each side (%(default)s)')
     help_of_only = 'sides to run, with commas between (all): ' + ', '.join(sides)
-    add('--only', type=lambda text: text.split(','), default=[*sides], help=help_of_only)
+    add('--only', type=lambda text: text.split(','), default=list(sides), help=help_of_only)
     add('--before', default='', metavar='DIR', help='also measure the packages in DIR')
     for name, (default, description) in flags.items():
         kind: dict[str, Any] = {'type': type(default)}
@@ -110,14 +111,16 @@ def _parse(
     options.sides = {}
     for name in options.only:
         if name not in sides:
-            parser.error(f'--only: {name!r} is none of {", ".join(sides)}.')
+            known_names = ', '.join(sides)
+            parser.error(f'--only: {name!r} is none of {known_names}.')
         side = sides[name]
         options.sides[name] = side
         # Peers are the same in both checkouts.
         if options.before and side.ours:
-            options.sides[f'{name}-before'] = dataclasses.replace(
-                side, title=f'{side.title}, before', before=os.path.abspath(options.before)
-            )
+            title = f'{side.title}, before'
+            # Absolute, because it becomes an entry of PYTHONPATH.
+            before = os.path.abspath(options.before)
+            options.sides[f'{name}-before'] = dataclasses.replace(side, title=title, before=before)
     return options
 
 
@@ -148,17 +151,24 @@ def _print_figures(figures: Figures) -> None:
     for name, figure in figures.items():
         if isinstance(figure, float):
             shown.append(f'{name} {figure:.5g}')
-    print(f'  {", ".join(shown)}', file=sys.stderr, flush=True)
+    line = ', '.join(shown)
+    print(f'  {line}', file=sys.stderr, flush=True)
 
 
 def run(side: Side, env: Mapping[str, str] | None = None, **settings: Any) -> Figures:
     """Runs a side in a fresh process; returns its figures, or in `missing` or `failed` why not."""
     settings = {**side.settings, **settings}
-    module = sys.modules[side.function.__module__].__spec__.name  # not __main__
-    environment = {**os.environ, **(env or {})}
-    if side.before:  # ahead of this checkout, which then gives `benchmarks` alone
+    # The name by which it can be imported: in the program itself, the module is `__main__`.
+    module = sys.modules[side.function.__module__].__spec__.name
+    environment = dict(os.environ)
+    if env:
+        environment |= env
+    if side.before:
+        # Ahead of this checkout, which then gives `benchmarks` alone.
         checkout = pathlib.Path(__file__).parents[1]
-        environment |= {'PYTHONPATH': f'{side.before}:{checkout}', 'PYTHONSAFEPATH': '1'}
+        environment['PYTHONPATH'] = f'{side.before}:{checkout}'
+        # Else the current folder would come before both.
+        environment['PYTHONSAFEPATH'] = '1'
     with tempfile.TemporaryDirectory() as folder:
         answer = pathlib.Path(folder, 'answer')
         log = pathlib.Path(folder, 'log')
@@ -171,7 +181,8 @@ def run(side: Side, env: Mapping[str, str] | None = None, **settings: Any) -> Fi
         if answer.exists():
             figures = json.loads(answer.read_text())
         if 'failed' in figures:
-            print(log.read_text(errors='replace')[-4000:], file=sys.stderr)
+            output = log.read_text(errors='replace')
+            print(output[-_LOG_CHARACTERS:], file=sys.stderr)
     return figures | measured
 
 
@@ -185,7 +196,9 @@ def _run_in_this_process(module: str, function: str, settings: str, answer: str)
         figures = {'missing': str(error)}
     except Exception as error:
         traceback.print_exc()
-        figures = {'failed': f'{type(error).__name__}: {error}'.splitlines()[0]}
+        description = f'{type(error).__name__}: {error}'
+        # Below the table, a failure has one line; all of it is in the log.
+        figures = {'failed': description.splitlines()[0]}
     pathlib.Path(answer).write_text(json.dumps(figures))
 
 
@@ -197,7 +210,8 @@ def _measure_process(command: Sequence[str], env: Mapping[str, str], log: pathli
     """
     start = time.monotonic()
     busy_before = _busy_seconds()
-    own_cpu_before = sum(os.times()[:4])  # with that of the program, once it has ended
+    # With that of the program, once it has ended.
+    own_cpu_before = sum(os.times()[:4])
     peak = 0
     with (
         open(log, 'wb') as file,
@@ -211,10 +225,13 @@ def _measure_process(command: Sequence[str], env: Mapping[str, str], log: pathli
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_POLL_SECONDS)
         finally:
-            process.kill()  # after Ctrl-C, say; otherwise it has ended
+            # After Ctrl-C, say; otherwise it has ended.
+            process.kill()
     seconds = time.monotonic() - start
     own_cpu = sum(os.times()[:4]) - own_cpu_before
-    cpu_of_others = max(_busy_seconds() - busy_before - own_cpu, 0)
+    all_cpu = _busy_seconds() - busy_before
+    # Clocks with coarse ticks may make the difference negative.
+    cpu_of_others = max(all_cpu - own_cpu, 0)
     return {'peak': peak, 'others': cpu_of_others / seconds / os.cpu_count()}
 
 
@@ -230,7 +247,10 @@ class Meter:
 
     def read(self) -> Figures:
         """Returns `seconds`, `cpu` seconds, and bytes read from the `disk`."""
-        return {name: now - self._start[name] for name, now in self._now().items()}
+        used = {}
+        for name, now in self._now().items():
+            used[name] = now - self._start[name]
+        return used
 
     def rate(self, samples: int) -> Figures:
         """Returns `seconds`, the `rate` of samples a second, and CPU seconds a sample."""
@@ -245,9 +265,11 @@ class Meter:
         """Returns the time, and what all processes have used up to it."""
         cpu = disk = 0.0
         for process in _with_children(os.getpid()):
+            # A child may end meanwhile.
             with contextlib.suppress(psutil.NoSuchProcess):
                 disk += process.io_counters().read_bytes
-                cpu += sum(process.cpu_times()[:4])  # with those of children that have ended
+                # With those of its children that have ended.
+                cpu += sum(process.cpu_times()[:4])
         return {'seconds': time.monotonic(), 'cpu': cpu, 'disk': disk}
 
 
@@ -286,7 +308,8 @@ def prepare_cache(folders: Iterable[pathlib.Path], cold: bool) -> None:
     for path in filter(pathlib.Path.is_file, paths):
         with open(path, 'rb', buffering=0) as file:
             if cold:
-                os.fsync(file.fileno())  # only what is on the disk can be dropped
+                # Only what is on the disk can be dropped.
+                os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             else:
                 while file.read(1 << 20):
@@ -307,7 +330,9 @@ def column(
         for run in runs:
             if run.get(name) is not None:
                 values.append(scale * run[name])
-        return format(reduce(values), spec) if values else ''
+        if not values:
+            return ''
+        return format(reduce(values), spec)
 
     return cell
 
@@ -335,23 +360,30 @@ def _print_table(
 ) -> int:
     """Prints the table, and below it the sides without figures; returns the exit status."""
     columns = {**columns, **_OF_PROCESSES}
-    table = [['side', *columns], ['---'] + ['---:'] * len(columns)]
+    _print_row('side', columns)
+    _print_row('---', ['---:'] * len(columns))
     failures = {}
+    has_rows = False
     has_failed = False
     for name, side in sides.items():
         failure = _failure(runs[name])
         if failure:
             failures[side.title] = failure
         elif runs[name]:
-            table.append([side.title, *(cell(runs[name]) for cell in columns.values())])
-        # What is not installed is only left out.
-        has_failed = has_failed or any('failed' in figures for figures in runs[name])
-    for row in table:
-        print(f'| {" | ".join(row)} |')
+            _print_row(side.title, [cell(runs[name]) for cell in columns.values()])
+            has_rows = True
+        for figures in runs[name]:
+            # What is not installed is only left out.
+            has_failed = has_failed or 'failed' in figures
     for title, failure in failures.items():
         print(f'\n{title}, {failure}')
-    has_rows = len(table) > 2
     return int(has_failed or not has_rows)
+
+
+def _print_row(title: str, cells: Iterable[str]) -> None:
+    """Prints a row of a table in Markdown."""
+    row = ' | '.join(cells)
+    print(f'| {title} | {row} |')
 
 
 def _failure(runs: Sequence[Figures]) -> str:
@@ -371,10 +403,15 @@ def _describe_machine() -> str:
     memory = psutil.virtual_memory().total / 2**30
     # Not by asking for each: a name may have `-` or `_` in metadata.
     installed = {x.name: x.version for x in importlib.metadata.distributions()}
-    packages = [f'{name} {installed[name]}' for name in _PACKAGES if name in installed]
+    versions = []
+    for name in _PACKAGES:
+        if name in installed:
+            versions.append(f'{name} {installed[name]}')
+    num_cores = len(os.sched_getaffinity(0))
+    packages = ', '.join(versions)
     return (
-        f'{len(os.sched_getaffinity(0))} cores ({model}), {memory:.0f} GiB of memory, '
-        f'Python {platform.python_version()}; {", ".join(packages)}.\n'
+        f'{num_cores} cores ({model}), {memory:.0f} GiB of memory, '
+        f'Python {platform.python_version()}; {packages}.\n'
     )
 
 

@@ -46,7 +46,9 @@ def make(folder: pathlib.Path, num_samples: int, seed: int = 0) -> pathlib.Path:
     num_full_files = -(-num_samples * SAMPLE_BYTES // _MAX_FILE_BYTES)  # rounded up
     num_files = max(_MIN_FILES, num_full_files)
     for number, keys_of_file in enumerate(np.array_split(keys, num_files)):
-        path = unfinished / schema.LATENTS_FOLDER / f'{10 * number:06d}-{10 * number + 9:06d}.pt'
+        # Such names have the files of the real source.
+        name = f'{10 * number:06d}-{10 * number + 9:06d}.pt'
+        path = unfinished / schema.LATENTS_FOLDER / name
         _write_latents(path, keys_of_file, seed * num_files + number)
     _write_captions(unfinished / schema.CAPTIONS_FILE, random.permutation(keys), random)
     return unfinished.rename(source_dir)
@@ -69,7 +71,8 @@ def samples(source_dir: pathlib.Path, limit: int) -> Iterator[tuple[int, np.ndar
     # A dict of all captions, which only small sources can afford.
     columns = [schema.PARQUET_KEY, schema.DEFAULT_CAPTION_COLUMN]
     table = pq.read_table(source_dir / schema.CAPTIONS_FILE, columns=columns)
-    all_keys, all_captions = (table.column(name).to_pylist() for name in columns)
+    all_keys = table.column(schema.PARQUET_KEY).to_pylist()
+    all_captions = table.column(schema.DEFAULT_CAPTION_COLUMN).to_pylist()
     captions = dict(zip(all_keys, all_captions, strict=True))
     for path in pt_files(source_dir):
         tensors = torch.load(path, mmap=True, weights_only=True)
@@ -89,11 +92,12 @@ def _write_latents(path: pathlib.Path, keys: np.ndarray, seed: int) -> None:
     shape = (len(keys), *schema.LATENTS_SHAPE)
     # In a mapped file, so that memory does not grow with the size of the source.
     scratch = path.with_suffix('.raw')
-    latents = torch.from_file(
-        str(scratch), shared=True, size=math.prod(shape), dtype=torch.float16
-    ).view(shape)
+    size = math.prod(shape)
+    numbers = torch.from_file(str(scratch), shared=True, size=size, dtype=torch.float16)
+    latents = numbers.view(shape)
     for rows in latents.split(_ROWS_AT_ONCE):
-        rows.copy_(torch.randn(rows.shape, generator=generator).mul_(6).add_(1))
+        noise = torch.randn(rows.shape, generator=generator)
+        rows.copy_(noise.mul_(6).add_(1))
     torch.save({schema.PT_KEYS: torch.from_numpy(keys), schema.PT_LATENTS: latents}, path)
     scratch.unlink()
 
@@ -102,13 +106,16 @@ def _write_captions(path: pathlib.Path, keys: np.ndarray, random: np.random.Gene
     """Writes a Parquet file of captions, each a piece of 2 MB of random words."""
     words = []
     for length in random.integers(2, 11, 20_000):
-        words.append(bytes(random.integers(ord('a'), ord('z') + 1, length, np.uint8)).decode())
+        letters = random.integers(ord('a'), ord('z') + 1, length, np.uint8)
+        words.append(bytes(letters).decode())
     numbers = random.integers(0, len(words), 300_000).tolist()
     text = ' '.join(words[number] for number in numbers)
     # Cut out of one text anywhere, which takes less time than to join words for each.
     lengths = random.integers(*_CAPTION_BYTES, len(keys), endpoint=True).tolist()
     starts = random.integers(0, len(text) - _CAPTION_BYTES[1], len(keys)).tolist()
-    captions = (text[start : start + length] for start, length in zip(starts, lengths, strict=True))
+    captions = []
+    for start, length in zip(starts, lengths, strict=True):
+        captions.append(text[start : start + length])
     columns = {
         schema.PARQUET_KEY: keys,
         'url': [f'https://example.org/{key}.jpg' for key in keys],

@@ -70,6 +70,7 @@ def _read_cpu_seconds(pid: int) -> float:
     with open(f'/proc/{pid}/stat', encoding='utf-8') as file:
         # The name of the program, in parentheses, may hold spaces.
         _, _, numbers = file.read().rpartition(')')
+    # `utime` and `stime`, the fields 14 and 15 in proc(5); the first of these is field 3.
     user, system = numbers.split()[11:13]
     return (int(user) + int(system)) / _TICKS
 
@@ -100,7 +101,9 @@ def main() -> None:
                     print(f'{tree}: {kind}: {_describe(start)}', flush=True)
     print(f'\nmedians of {options.repeats}, {options.config}, {os.cpu_count()} cores')
     for (tree, kind), measured in starts.items():
-        medians = Start(*map(statistics.median, zip(*measured, strict=True)))
+        # Of each figure by itself, so that they may come from several runs.
+        figures = zip(*measured, strict=True)
+        medians = Start(*map(statistics.median, figures))
         print(f'{tree}: {kind}: {_describe(medians)}')
 
 

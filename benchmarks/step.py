@@ -45,8 +45,7 @@ COLUMNS = {
 
 
 def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
-    """Makes a side of each model and program."""
-    # A table of one side for each model and program, all in turns.
+    """Makes a side of each model and program; returns what runs one of them."""
     sides_of_models = {}
     for model, side in itertools.product(flags.models.split(','), flags.sides.values()):
         title = f'{model}, {side.title}'
@@ -92,7 +91,9 @@ def measure_jax(
         nonlocal state
         for _ in range(num_steps):
             state, metrics = compiled.train_step(state, batch)
-        return float(jax.device_get(metrics).compute()['loss'])  # waits for the steps
+        # Waits for the steps, which are only under way yet.
+        last_metrics = jax.device_get(metrics)
+        return float(last_metrics.compute()['loss'])
 
     seconds, loss = _timed(run, warmup, steps)
     device = mesh.devices.item()
@@ -115,7 +116,7 @@ def measure_torch(
     os.environ.setdefault('TORCHINDUCTOR_CACHE_DIR', os.path.join(cache, 'torch'))
     import torch
 
-    # JAX makes the first weights, and leaves the GPU to torch.
+    # JAX makes the first weights, and leaves the GPU to torch. Before its import, which reads this.
     os.environ['JAX_PLATFORMS'] = 'cpu'
     import jax
 
@@ -145,7 +146,8 @@ def measure_torch(
             noise = torch.randn(batch_size, SIDE, SIDE, CHANNELS, device=device)
             t = torch.randn(batch_size, device=device).sigmoid()
             loss = trainer.step(batch, noise, t)
-        return loss.item()  # waits for the steps
+        # Waits for the steps.
+        return loss.item()
 
     seconds, loss = _timed(run, warmup, steps)
     if device == 'cpu':
@@ -160,7 +162,8 @@ def _timed(run: Callable[[int], float], warmup: int, steps: int) -> tuple[float,
     run(warmup)
     start = time.perf_counter()
     loss = run(steps)
-    return (time.perf_counter() - start) / steps, loss
+    seconds = time.perf_counter() - start
+    return seconds / steps, loss
 
 
 def _figures(
