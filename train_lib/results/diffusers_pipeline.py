@@ -47,11 +47,13 @@ class LatentFlowPipeline(DiffusionPipeline):
             if text['encoded'] and not text_encoder:
                 options |= {'dtype': dtype, 'use_safetensors': True}
                 text_encoder = transformers.AutoModel.from_pretrained(model, **options)
-        self._missing_vae = ''
+        missing_vae = ''
         if vae is None:
             vae = transformer.config['preview']['vae']
             # A VAE that was in a local folder is known by its name alone.
-            self._missing_vae = transformer.config['painting']['local_vae']
+            missing_vae = transformer.config['painting']['local_vae']
+        # Set once: diffusers compares what is set again with a configuration that comes below.
+        self._missing_vae = missing_vae
         if vae == '':
             vae = None
         elif isinstance(vae, str):

@@ -201,8 +201,8 @@ def test_exports_of_two_versions_keep_their_code(small_run, tmp_path, from_pretr
             # Of equal length, as a changed number is.
             text = (place / f'{module}.py').read_text() + f'\nVERSION = {name!r}\n'
             text = text.replace(
-                '    return (z * stats',
-                '    z = z.sign() if VERSION == "two" else z\n    return (z * stats',
+                '    latents = z * stats',
+                '    z = z.sign() if VERSION == "two" else z\n    latents = z * stats',
             )
             text = text.replace(
                 'changes = {_SETTINGS', 'print(VERSION)\n        changes = {_SETTINGS'
