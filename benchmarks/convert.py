@@ -65,7 +65,9 @@ def convert(
     folder = pathlib.Path(out)
     num_samples = min(source.num_samples(source_dir), limit)
     meter = runner.Meter()
-    globals()[writer](pathlib.Path(source_dir), folder, num_samples, **options)
+    # By its name, because settings are JSON.
+    write = globals()[writer]
+    write(pathlib.Path(source_dir), folder, num_samples, **options)
     written = 0
     paths = list(folder.rglob('*'))
     # The names of its files are on the disk when the folder itself is.

@@ -51,6 +51,7 @@ def make(folder: pathlib.Path, num_samples: int, seed: int = 0) -> pathlib.Path:
         path = unfinished / schema.LATENTS_FOLDER / name
         _write_latents(path, keys_of_file, seed * num_files + number)
     _write_captions(unfinished / schema.CAPTIONS_FILE, random.permutation(keys), random)
+    # Only now, so that one that was interrupted is made again.
     return unfinished.rename(source_dir)
 
 

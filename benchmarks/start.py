@@ -61,7 +61,8 @@ def measure_start(tree: str, flags: list[str], cache: str) -> Start:
                 start = Start(seconds, _read_cpu_seconds(process.pid), float(match[1]))
                 process.send_signal(signal.SIGTERM)
     if start is None:
-        raise RuntimeError(f'{tree}: the run ended before its first step: {"".join(lines)}')
+        log = ''.join(lines)
+        raise RuntimeError(f'{tree}: the run ended before its first step: {log}')
     return start
 
 
@@ -89,9 +90,11 @@ def main() -> None:
     for _ in range(options.repeats):
         for tree in options.trees:
             with tempfile.TemporaryDirectory() as folder:
+                # Absolute, because each run has its checkout as its current folder.
+                data_dir = os.path.abspath(options.data_dir)
                 flags = [
                     f'--config={options.config}',
-                    f'--config.data.dir={os.path.abspath(options.data_dir)}',
+                    f'--config.data.dir={data_dir}',
                     f'--workdir={folder}/run',
                 ]
                 # The same command twice: the first leaves a checkpoint and compiled programs.

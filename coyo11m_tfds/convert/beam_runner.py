@@ -68,7 +68,10 @@ def write_with_beam(
     logging.info('Starting the pipeline with %s to write', shards)
     # One element is a whole group, because the worker that takes it fetches each file only once.
     groups = group_tasks(packed)
-    runner, options = _spread_by_dask(runner, options or PipelineOptions([]), len(groups))
+    if options is None:
+        # Without a list of flags, Beam would take those of this program for its own.
+        options = PipelineOptions([])
+    runner, options = _spread_by_dask(runner, options, len(groups))
     with (
         _counting_shards(packed, finished, progress),
         beam.Pipeline(runner=runner, options=options) as pipeline,
@@ -83,6 +86,7 @@ def write_with_beam(
     # Runners retry and lose elements in ways of their own, so only the records count.
     missing = {(task.split, task.index): task for task in tasks}
     for result in finished.load(packed):
+        # Bytes and shards are counted while they are written.
         progress.add(0, records=result.num_records, dropped=result.statistics.non_finite)
         yield missing.pop((result.split, result.index)), result
     if missing:
@@ -136,6 +140,7 @@ def _counting_shards(
                 for name in uncounted_bytes.keys() & finished.recorded():
                     progress.add(uncounted_bytes.pop(name), shards=1)
 
+    # At its end, this waits for the last look.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         thread.submit(watch)
         try:
@@ -148,6 +153,7 @@ def _pack_inputs(tasks: Sequence[ShardTask], finished: FinishedShards) -> list[S
     """Copies the inputs of tasks next to the records; returns tasks that read the copies."""
 
     def pack(task: ShardTask) -> ShardTask:
+        """Copies the inputs of one task; returns a task that reads the copy."""
         assert isinstance(task.inputs, JoinedInputs)  # what a plan has
         # In the folder of the build's working files, which are removed when it is complete.
         name = f'{sub_folder(finished.build)}/{task.filename}.npz'

@@ -100,6 +100,7 @@ class DataFolder:
         try:
             return schema.build_of(json.loads(data)['splits'][0]['filepathTemplate'])
         except (LookupError, TypeError, ValueError):
+            # Damaged, or of another program: it must not be taken for an empty folder.
             return ''
 
     def publish(

@@ -97,12 +97,14 @@ def build(
             )
         locks.wait_for(final, lambda: folder.find_build() is not None)
         return False
+    # Next to all data sets: `final` is NAME/CONFIG/VERSION in a folder of them.
     local = choose_folder(schema.NAME, f'{final}/../../..', settings.scratch_dir)
     source_dir = os.path.join(local, 'source')
     with _removing_new_empty_folders(final, source_dir), locks.hold(final) as lock:
         # Looked for under the lock: another process may just have built it.
         existing = folder.find_build()
         if existing is not None and not overwrite:
+            # Of a data set without an ID, nothing says which files are its own.
             if existing:
                 folder.remove_others(existing, resumable_too=False)
             return False
@@ -122,7 +124,8 @@ def build(
         finished.begin(plan.settings)
         engine = _choose_engine(settings, scratch, local, beam_options, beam_runner)
         results = write_shards(plan, finished, engine)
-        with locks.temporary_folder(folder.files.staging(local), 'info-') as info_folder:
+        staging_dir = folder.files.staging(local)
+        with locks.temporary_folder(staging_dir, 'info-') as info_folder:
             dataset = describe_dataset(plan, results, info_folder)
             write_info(dataset)
             # The report is a file of the data set, so that its checksum is recorded, too.
@@ -241,6 +244,7 @@ def _all_dropped(plan: BuildPlan, results: Sequence[ShardResult]) -> DropCounts:
 
 
 def _add_non_finite(dropped: DropCounts, result: ShardResult) -> None:
+    """Counts the rows that were left out while a shard was written."""
     shard = result.statistics
     dropped.add(schema.NON_FINITE, shard.non_finite, shard.non_finite_keys)
 
@@ -363,6 +367,7 @@ def _make_metadata(plan: BuildPlan, train: ShardStatistics, dropped: DropCounts)
 
 
 def _make_report(final: str, dataset: BuiltDataset) -> BuildReport:
+    """Returns the report of a data set, which is called as its last three folders are."""
     last_folders = final.rstrip('/').split('/')[-3:]  # NAME, CONFIG and VERSION
     sizes = {}
     for split, shards in dataset.splits.items():

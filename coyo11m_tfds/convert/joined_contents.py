@@ -89,6 +89,7 @@ def join_contents(
     keys_digest = array_sha256(keys)
 
     def keep(origin: list[Any], join: Callable[[str], None]) -> KeyedValues:
+        """See `_Keep`; the keys decide the values of each kind, too."""
         return keyed_values.open_or_make(cache_dir, [*origin, keys_digest], join)
 
     joined_captions = _join_captions(contents, settings, scratch, keys, keep)

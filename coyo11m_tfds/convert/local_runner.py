@@ -135,6 +135,7 @@ class _LocalRun:
         with storers, readers:
             try:
                 for group in groups:
+                    # Its errors come by the queue of results, as those of the storers do.
                     readers.submit(self._write_group, group, storers)
                 # One result for each task, or the first error of a thread.
                 for _ in tasks:
@@ -206,6 +207,7 @@ class _LocalRun:
 
         def fetch_head_and_crops(file: StoredFile) -> str:
             """Returns the path of a head with the middle crops that its statistics need."""
+            # Before each file, because the fetch of a head cannot be ended.
             self._check_not_stopped(0)
             head = formats.format_of(file).fetch_head(file, folder, check_crc=tasks[0].check_crc)
             opened = formats.open_file(file, head, tasks[0].latents_from)
@@ -226,6 +228,7 @@ class _LocalRun:
             # After an error the run should end soon, and uploads take long.
             if not self._stop.is_set():
                 self.finished.save(task, local, result)
+                # Only now: what is written but not stored is lost if the build ends.
                 if self.progress:
                     self.progress.add(
                         result.num_bytes,

@@ -79,6 +79,7 @@ class _SourceReader:
     """Reads the source of a task, and adds up statistics, digests and places of its rows."""
 
     def __init__(self, task: ShardTask):
+        """Reads the inputs of the task, but no latents."""
         self._task = task
         self._inputs = task.inputs.open()
         self._text = ''
@@ -145,7 +146,8 @@ class _SourceReader:
         raw, stored = file.latents(rows[is_read])
         if self._task.reads_heads:
             middle = schema.middle_crop(stored.shape[1])
-            stored = stored[:, middle : middle + 1]  # the others are holes of the head
+            # The others are holes of the head.
+            stored = stored[:, middle : middle + 1]
         latents, deviations = split_moments(stored, self._task.moments)
         sums = sum_channels(latents, deviations)
         # The statistics need the sums, which show infinity and NaN in a thousandth of the numbers.
@@ -180,18 +182,22 @@ class _SourceReader:
         )
         features: Features = {schema.KEY: keys, schema.CAPTION: captions}
         if self._task.in_place:
-            # Of a sample that was read in ranges, nothing has compared the bytes.
-            checksums = np.zeros(len(rows), np.uint32)
-            if not self._task.reads_heads:
-                checksums = column_file.row_checksums(raw)
-            places = np.stack([file.row_numbers(rows), checksums], axis=1)
-            _, windows = self._places[-1]
-            windows.append(places.astype('<u4'))
+            self._add_places(file, rows, raw)
         else:
             features[schema.LATENTS] = raw
         if text is not None:
             features[self._text] = text.view(np.uint8)
         return features
+
+    def _add_places(self, file: latent_file.LatentFile, rows: np.ndarray, raw: np.ndarray) -> None:
+        """Adds where the rows of a window lie, with checksums of their bytes `raw`."""
+        # Of a sample that was read in ranges, nothing has compared the bytes.
+        checksums = np.zeros(len(rows), np.uint32)
+        if not self._task.reads_heads:
+            checksums = column_file.row_checksums(raw)
+        places = np.stack([file.row_numbers(rows), checksums], axis=1)
+        _, windows = self._places[-1]
+        windows.append(places.astype('<u4'))
 
     def _read_text(self, file: latent_file.LatentFile, window: slice) -> np.ndarray | None:
         """Returns embeddings, float16 `(n, dim)`, or tokens, int32 `(n, T)`; None without text."""
@@ -216,4 +222,5 @@ class _SourceReader:
 
 
 def _changed_source(file: StoredFile) -> ValueError:
+    """Returns the error for a file that is no longer the one that was planned with."""
     return ValueError(f'{file.path}: has changed since the build began. Start it again.')

@@ -96,6 +96,7 @@ class PackedInputs:
 
 
 def _open_values(folder: str) -> KeyedValues:
+    """Returns the joined values in a folder, opened once for several shards of a thread."""
     # The time tells a folder from a later one of the same name, such as of another test.
     mtime_ns = os.stat(folder).st_mtime_ns
     # Arrow does not promise that several threads may use a reader of Parquet files at once.

@@ -115,9 +115,12 @@ class ImageCounts:
             lines.append(f'{texts} not used: {self._describe(self.texts)}')
         # Nothing is lost without a word: the numbers have a sum that a user can compare.
         totals = {'encoded': self.shapes} | dropped
-        num_images = sum(counts.total() for counts in totals.values())
-        summands = ' + '.join(f'{counts.total():,} {kind}' for kind, counts in totals.items())
-        lines.append(f'{num_images:,} found = {summands}')
+        num_images = 0
+        summands = []
+        for kind, counts in totals.items():
+            num_images += counts.total()
+            summands.append(f'{counts.total():,} {kind}')
+        lines.append(f'{num_images:,} found = {" + ".join(summands)}')
         return '\n'.join(lines)
 
     def _describe_encoded(self) -> str:

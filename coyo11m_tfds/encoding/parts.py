@@ -134,6 +134,7 @@ class PartTars:
         return self
 
     def __exit__(self, *_) -> None:
+        # This writes the ends of the tars, for which a disk may be too full.
         with file_state.naming(self._folder):
             self._stack.close()
 

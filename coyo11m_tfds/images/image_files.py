@@ -12,8 +12,9 @@ like an image and is not taken has a reason: in `left`, or as an image whose `re
 
 import collections
 import concurrent.futures
+import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from coyo11m_tfds import schema, storage
@@ -61,13 +62,7 @@ def find_images(
             in a column of another name.
         OSError: If the storage is out of reach.
     """
-    folder = storage.open_folder(root)
-    try:
-        listing, broken_names = folder.pin().list_all()
-    except FileNotFoundError:
-        listing, broken_names = {}, ()
-    if not listing and not folder.exists():
-        raise ValueError(f'{root}: there is no such folder, expected one of images.')
+    listing, broken_names = _list_folder(root)
     files = dict[str, StoredFile]()
     hidden_names = []
     for name, file in listing.items():
@@ -109,6 +104,25 @@ def find_images(
         used_names.update(part.files, part.text_files)
     image_tables.tell_unread(files, used_names)
     return FoundImages(parts, left)
+
+
+def _list_folder(
+    root: str | os.PathLike[str],
+) -> tuple[Mapping[str, StoredFile], Collection[str]]:
+    """Returns all files of a folder by name, and the names of links to no file.
+
+    Raises a ValueError for a folder that is missing.
+    """
+    folder = storage.open_folder(root)
+    listing: Mapping[str, StoredFile] = {}
+    broken_names: Collection[str] = ()
+    with contextlib.suppress(FileNotFoundError):
+        # With the commit of a folder on a hub, so that all files are of one version.
+        listing, broken_names = folder.pin().list_all()
+    # A folder that is there but empty has the error of one without images.
+    if not listing and not folder.exists():
+        raise ValueError(f'{root}: there is no such folder, expected one of images.')
+    return listing, broken_names
 
 
 def _find_tables(files: Mapping[str, StoredFile], has_other_images: bool) -> list[str]:

@@ -71,6 +71,7 @@ class ParquetPart(ImagePart):
     def _read_first_rows(self, count: int) -> Sequence[ImageRow]:
         """Returns the first rows with nothing but their keys."""
         [(label, file)] = self.files.items()
+        # Of a remote file, only the keys are fetched.
         opened = file.local_path or RangeReader(file)
         with keyed_parquet.naming_damage(file.path), keyed_parquet.open_parquet(opened) as table:
             # All keys are hashes then, which do not repeat.
@@ -80,6 +81,7 @@ class ParquetPart(ImagePart):
             for batch in table.iter_batches(count, columns=[schema.KEY], use_threads=False):
                 keys = batch.column(0).to_pylist()
                 for number, key in enumerate(keys):
+                    # Nobody reads the images of these rows, so that any function does.
                     rows.append(ImageRow(f'{label}/{number}', 0, {schema.KEY: key}, bytes))
                 # The first batch has at most `count` rows; a file without rows has none.
                 break
@@ -114,6 +116,7 @@ def read_images(path: str, name: str, caption_columns: Sequence[str]) -> Iterato
     captions holds something else than texts, and for damage.
     """
     with keyed_parquet.naming_damage(name), keyed_parquet.open_parquet(path) as table:
+        # The caller counts such a file as one that is not taken, whatever its columns are.
         if not table.metadata.num_rows:
             return
         texts, numbers = _find_columns(table.schema_arrow, name, caption_columns)
@@ -161,14 +164,15 @@ def _find_columns(
             numbers.append(column)
         elif column in caption_columns or _is_short_text(kind):
             texts.append(column)
-    caption_kinds = {column: kinds[column] for column in caption_columns if column in kinds}
-    if caption_kinds and not any(map(arrow_texts.holds_text, caption_kinds.values())):
-        first_column, first_kind = next(iter(caption_kinds.items()))
-        raise ValueError(
-            f'{name}: column {first_column!r} is {first_kind}, expected texts. Set caption_column.'
-        )
+    captions = [column for column in caption_columns if column in kinds]
     # Others of these names, such as a list of scores, are no captions.
     texts = [column for column in texts if arrow_texts.holds_text(kinds[column])]
+    has_caption_of_text = any(arrow_texts.holds_text(kinds[column]) for column in captions)
+    if captions and not has_caption_of_text:
+        first = captions[0]
+        raise ValueError(
+            f'{name}: column {first!r} is {kinds[first]}, expected texts. Set caption_column.'
+        )
     return texts, numbers
 
 

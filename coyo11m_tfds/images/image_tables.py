@@ -22,6 +22,7 @@ from coyo11m_tfds.foreign.file_names import list_names, normalize_path
 from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.storage.stored_file import StoredFile
 
+# Of a folder that has both, the first counts.
 NAMES = 'metadata.jsonl', 'metadata.csv'
 
 # Also of tables that are not read.
@@ -172,6 +173,8 @@ def tell_unread(files: Mapping[str, StoredFile], used_names: Collection[str]) ->
 
 
 class _Row(NamedTuple):
+    """A row of a table."""
+
     place: str  # in messages
     file_name: str
     fields: Fields
@@ -206,6 +209,7 @@ class _Matches:
 
 def _parse_csv(text: str, path: str, caption_columns: Sequence[str]) -> Iterator[_Row]:
     """Yields the rows of a CSV; raises a ValueError that names a row which is none."""
+    # By default, a caption of more than 131,072 characters would be an error.
     csv.field_size_limit(_MAX_CELL)
     # Strict, because a quote in a wrong place may swallow the rows that follow it.
     reader = csv.reader(io.StringIO(text, newline=''), strict=True)

@@ -187,6 +187,7 @@ class ImagePart(abc.ABC):
         if not self._has_keys_of_paths:
             key = row.fields.get(schema.KEY)
             if schema.is_key(key):
+                # In a `.json` or a table, it may be a text of digits.
                 return int(str(key)), KEY_OF_DATA
             if self._is_numbered:
                 base = os.path.basename(get_stem(row.name))
@@ -212,6 +213,7 @@ class ImagePart(abc.ABC):
             if len(fields) > _MAX_FIELDS:
                 raise BadImageError('too many fields', f'{len(fields):,}')
         except BadImageError as error:
+            # Raised when the image is read, as what is wrong with the image itself.
             fields = {}
             read = raising(error)
         values: Fields = {}

@@ -220,8 +220,11 @@ def _describe_colours(content: Mapping[str, Any]) -> str:
     channels = len(content['splits'][schema.TRAIN]['latents']['counts'])
     # The linear map is for latents of four channels.
     if channels != len(schema.RGB_FACTORS):
+        # As many as there are colours.
         count = min(channels, 3)
-        components = 'principal component' if count == 1 else f'{count} principal components'
+        components = 'principal component'
+        if count != 1:
+            components = f'{count} principal components'
         return (
             f'Each picture shows the first {components} of its own {channels}-channel '
             'latents as colours, one pixel for each position: shapes are those of the image, '
@@ -234,7 +237,9 @@ def _describe_colours(content: Mapping[str, Any]) -> str:
     name = content.get(schema.META_VAE, '')
     scale = content.get(schema.META_LATENT_SCALE)
     if not scale:
-        reason = f'the scale of {name} is not known' if name else 'no VAE is named'
+        reason = 'no VAE is named'
+        if name:
+            reason = f'the scale of {name} is not known'
         return f'{text}It takes them for raw latents of SDXL, because {reason}.'
     factor, shift = scale
     if (factor, shift) == (1, 0):

@@ -162,8 +162,9 @@ class ShardStatistics:
         if is_read is None:
             is_read = np.ones(len(keys), bool)
         num_previews = MAX_PREVIEWS - len(self.previews)
+        read_samples = np.flatnonzero(is_read)
         # `row` counts latents, of read samples alone, `sample` all samples.
-        for row, sample in enumerate(np.flatnonzero(is_read)[:num_previews].tolist()):
+        for row, sample in enumerate(read_samples[:num_previews].tolist()):
             middle = latents[row, schema.middle_crop(crops)]
             picture = latent_rgb.latents_to_rgb(middle, latent_scale)
             self.previews.append(make_preview(keys[sample], captions[sample], picture))
