@@ -61,6 +61,7 @@ def main() -> None:
     """Draws captions that are held out, and prints how the pictures compare with the true ones."""
     run.prepare()
     folder = epath.Path(FLAGS.workdir) / previews.FOLDER
+    # Before minutes of drawing whose pictures could not be written.
     workdirs.check_writable(folder)
     # The same captions for every run: their order is that of a hash.
     own = np.array(emoji.find_part(FLAGS.part)[: FLAGS.num_prompts])
@@ -73,11 +74,13 @@ def main() -> None:
 
     # `ceiling` and `floor` say what the numbers of the drawn pictures can be.
     jury = make_judge()
-    table = {'drawn': list_columns(jury.compare(judge.mean_areas(pictures), own), own)}
+    drawn = jury.compare(judge.mean_areas(pictures), own)
+    table = {'drawn': list_columns(drawn, own)}
     round_trip = true_pictures.make_round_trip(artist)
     if round_trip is not None:
-        returned = judge.mean_areas(round_trip(truth))
-        table['ceiling'] = list_columns(jury.compare(returned, own), own)
+        returned_areas = judge.mean_areas(round_trip(truth))
+        ceiling = jury.compare(returned_areas, own)
+        table['ceiling'] = list_columns(ceiling, own)
     floor = jury.find_floor(own)
     if floor is not None:
         table['floor'] = list_columns(floor, own)

@@ -45,6 +45,7 @@ def _all_or_none(values: dict[str, str | int | None]) -> bool:
 
 def main() -> None:
     """Trains up to the last step, or until a signal comes."""
+    # Again, now that the configuration says with which status.
     signals.install(FLAGS.config.requeue_status)
     input_pipeline.prepare_process()
     with run.errors_in_one_line():
@@ -73,6 +74,7 @@ def main() -> None:
 
 
 if __name__ == '__main__':
+    # Before the flags are parsed, for which the file of the configuration runs.
     signals.install()
     # Errors of the steps keep their traceback, except for those that `main` names.
     run.start(main, required=['config', 'workdir'], fixable=())

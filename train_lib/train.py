@@ -228,7 +228,8 @@ class Run(Setup):
         share = math.ceil(count / jax.process_count())
         rows = share * jax.process_index() + np.arange(share)
         # Rows beyond the last start again at the first: an exchange needs equal shapes.
-        own_pictures = self.paint(latents[rows % count])
+        own_latents = latents[rows % count]
+        own_pictures = self.paint(own_latents)
         pictures = multihost_utils.process_allgather(own_pictures, tiled=True)
         return pictures[:count]
 

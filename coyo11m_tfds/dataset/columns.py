@@ -312,18 +312,7 @@ def _parse_in_place(name: str, fields: Mapping[str, Any]) -> InPlaceColumn:
     shape = tuple(fields['shape'])
     if not schema.are_latents(dtype, shape):
         raise ValueError(f'column {name!r} has impossible latents, {shape} of {dtype!r}')
-    files = []
-    for file in fields['files']:
-        # JSON has lists for tuples.
-        starts = tuple(file['starts'])
-        files.append(InPlaceFile(**file | {'starts': starts}))
-    # All files of a source divide a row into as many pieces.
-    num_pieces = len(files[0].starts) if files else 0
-    for file in files:
-        if len(file.starts) != num_pieces or not _has_places(file, num_crops=shape[0]):
-            raise ValueError(
-                f'{file.path!r} has rows at {file.starts!r} with stride {file.stride!r}'
-            )
+    files = _parse_files(fields['files'], num_crops=shape[0])
     crc32c = fields['crc32c']
     if not all(map(_is_crc32c, crc32c.values())):
         raise ValueError(f'column {name!r} has CRC-32C {crc32c}')
@@ -339,12 +328,31 @@ def _parse_in_place(name: str, fields: Mapping[str, Any]) -> InPlaceColumn:
         name,
         dtype,
         shape,
-        tuple(files),
+        files,
         build=fields['build'],
         crc32c=crc32c,
         unchecked=unchecked,
         places=places,
     )
+
+
+def _parse_files(
+    descriptions: Sequence[Mapping[str, Any]], num_crops: int
+) -> tuple[InPlaceFile, ...]:
+    """Returns the files of a description, each with rows at possible offsets."""
+    files = []
+    for fields in descriptions:
+        # JSON has lists for tuples.
+        starts = tuple(fields['starts'])
+        files.append(InPlaceFile(**{**fields, 'starts': starts}))
+    # All files of a source divide a row into as many pieces.
+    num_pieces = len(files[0].starts) if files else 0
+    for file in files:
+        if len(file.starts) != num_pieces or not _has_places(file, num_crops):
+            raise ValueError(
+                f'{file.path!r} has rows at {file.starts!r} with stride {file.stride!r}'
+            )
+    return tuple(files)
 
 
 def _has_places(file: InPlaceFile, num_crops: int) -> bool:

@@ -219,9 +219,10 @@ class RecordLayout:
         regular = end - begin >= self._key_from_end + self._window
         # Every head where it has to be: then nothing has to be parsed.
         for from_end, head in self._head_from_end.items():
-            heads = gather(end - from_end, len(head)).view(np.uint8).reshape(-1, len(head))
+            heads = gather(end - from_end, len(head)).view(np.uint8)
             expected = np.frombuffer(head, np.uint8)
-            regular &= (heads == expected).all(axis=1)
+            are_equal = heads.reshape(-1, len(head)) == expected
+            regular &= are_equal.all(axis=1)
         key_end = end - self._key_from_end
         window = gather(key_end - self._window, self._window).view(np.uint8)
         keys, length, is_key = self._decode_keys(window.reshape(-1, self._window))

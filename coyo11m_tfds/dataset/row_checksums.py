@@ -70,11 +70,7 @@ class _ColumnChecksums:
 
     def compute(self) -> list[str]:
         """Fills in the checksums of all files; returns a line for each with rows not finite."""
-        # All files are compared with the description before the first of them is fetched.
-        listed_files = self._column.find_files()
-        files: dict[int, StoredFile] = {}
-        for number in self._unchecked:
-            files[number] = self._column.files[number].check(listed_files[number])
+        files = self._find_files()
         order = list(files)
         # Below the scratch folder, which is empty at first: nothing of others is there.
         downloads = Scratch(os.path.join(self._edit.scratch, 'source'))
@@ -91,6 +87,7 @@ class _ColumnChecksums:
                         for number, path in zip(numbers, paths, strict=True):
                             faults += self._fill(number, path)
                             progress.add(0, files=1)
+                    # Not after each batch: a record is of all rows, whatever has been added.
                     if time.monotonic() > record_time + _SECONDS_BETWEEN_RECORDS:
                         self._record()
                         record_time = time.monotonic()
@@ -98,6 +95,15 @@ class _ColumnChecksums:
             finally:
                 self._record()
         return faults
+
+    def _find_files(self) -> dict[int, StoredFile]:
+        """Returns the files without checksums by number, all as the description has them."""
+        listed_files = self._column.find_files()
+        files = {}
+        # All are compared before the first of them is fetched.
+        for number in self._unchecked:
+            files[number] = self._column.files[number].check(listed_files[number])
+        return files
 
     def _fill(self, number: int, local_path: str) -> list[str]:
         """Fills in the checksums of the rows of one file; returns its line, if it has a fault."""
@@ -127,14 +133,15 @@ class _ColumnChecksums:
         names = {}
         new_names = []
         for split, places in self._places.items():
-            crc32c[split] = columns.array_crc32c(places)
+            digest = columns.array_crc32c(places)
             name = column.places_file(split)
             # A split without rows in these files keeps its file.
-            if crc32c[split] != column.crc32c[split]:
-                stem = f'{split}-{crc32c[split]}'
-                name = columns.column_file_name(schema.LATENTS, stem, column.build)
-                np.save(os.path.join(self._edit.staging, name), places)
+            if digest != column.crc32c[split]:
+                name = columns.column_file_name(schema.LATENTS, f'{split}-{digest}', column.build)
+                path = os.path.join(self._edit.staging, name)
+                np.save(path, places)
                 new_names.append(name)
+            crc32c[split] = digest
             names[split] = name
         self._column = dataclasses.replace(
             column, crc32c=crc32c, places=names, unchecked=tuple(self._unchecked)

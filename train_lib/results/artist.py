@@ -69,6 +69,7 @@ class Artist:
             ValueError: The run has no such checkpoint, or a value is not one that it could have.
             OSError: The checkpoint or the decoder cannot be read.
         """
+        # First: another setting of JAX would draw other pictures.
         jax_environment.check()
         self._saved = checkpoint.open_run(place, step)
         self.workdir = self._saved.workdir

@@ -65,6 +65,7 @@ def load(facts: DatasetStats, spec: str = '') -> Encoder | Tokenizer:
         encoder = text_encoders.make_tokenizer(spec, max_tokens, facts.text_words)
     else:
         encoder = text_encoders.make_encoder(spec, max_tokens)
+    # Again, by its revision and its width, which only the loaded one tells.
     check(facts, encoder)
     return encoder
 

@@ -114,7 +114,8 @@ def evaluate_pictures(
     all_features = Features(*map(np.concatenate, columns))
     distances = compare_features(all_features)
     result = {'num_pictures': num_pictures, **distances, 'settings': settings}
-    folder.write(f'{name}.json', json.dumps(result, indent=2).encode())
+    content = json.dumps(result, indent=2)
+    folder.write(f'{name}.json', content.encode())
     return result
 
 
@@ -200,7 +201,8 @@ def _read_records(data: StoredDataset, count: int) -> Iterator[tuple[int, np.nda
             batch = next(batches)
             # The last file may need only a part of its batch.
             size = min(RECORDS_PER_FILE, count - first)
-            captions = [caption.decode() for caption in batch[schema.CAPTION][:size]]
+            stored_captions = batch[schema.CAPTION][:size]
+            captions = [caption.decode() for caption in stored_captions]
             # Of moments, these channels are the means.
             latents = batch[schema.LATENTS][:size, : data.channels]
             yield first, latents, captions

@@ -119,6 +119,7 @@ def compare(
         OSError: A picture cannot be read, or a result cannot be written.
     """
     own = read_pictures(truth, artist.picture_shape, most, make_round_trip(artist))
+    # Before hours of drawing; pictures of `known` need no caption.
     if '' in own.captions:
         name = own.names[own.captions.index('')]
         raise ValueError(f'{truth}/{name} has no caption, expected one for each picture')
@@ -137,13 +138,16 @@ def compare(
         prompts.append(prompt_sets.Prompt(caption, [f'{number:05}.png'], {}))
     name = epath.Path(truth).name
     folder = epath.Path(prompt_sets.draw_prompts(artist, prompts, 1, place, name))
+    # The grid shows as many as have been kept whole.
     num_shown = len(own.shown)
     drawn_areas, first_drawn = _read_drawn(folder, prompts, num_shown)
 
     # `ceiling` is what the VAE loses, `floor` what a model gets that only repeats what it knows.
-    table = {'drawn': judge.list_columns(jury.compare(drawn_areas, numbers))}
+    drawn = jury.compare(drawn_areas, numbers)
+    table = {'drawn': judge.list_columns(drawn)}
     if own.returned is not None:
-        table['ceiling'] = judge.list_columns(jury.compare(own.returned, numbers))
+        ceiling = jury.compare(own.returned, numbers)
+        table['ceiling'] = judge.list_columns(ceiling)
     floor = jury.find_floor(numbers)
     if floor is not None:
         table['floor'] = judge.list_columns(floor)
