@@ -93,6 +93,7 @@ def _parse_split(info: dict, split: dict) -> StoredSplit:
     digits = max(5, len(str(count)))
 
     def name(file_format: str, shard: int) -> str:
+        """Returns the name of a shard in a format."""
         fields = {
             'DATASET': info['name'],
             'SPLIT': split['name'],

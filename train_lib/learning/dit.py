@@ -51,6 +51,7 @@ class Conditioning(nn.Module):
         """Returns the sum of the embeddings; the arguments are those of `DiT`, text `(b, D)`."""
 
         def dense(name: str, **options: Any) -> nn.Module:
+            """Returns a dense layer of this name."""
             return Dense(self.width, dtype=self.dtype, name=name, **options)
 
         time = dense('time_1')(positions.embed_times(t))

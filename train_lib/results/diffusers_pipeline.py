@@ -139,7 +139,7 @@ class LatentFlowPipeline(DiffusionPipeline):
 
         Raises a ValueError for anything else than captions.
         """
-        prompts = _list_captions(prompt)
+        prompts = _list_prompts(prompt)
         facts = self.transformer.config['data']
         device = self._execution_device
         if facts['text_encoder'] == 'hash':
@@ -284,7 +284,7 @@ class LatentFlowPipeline(DiffusionPipeline):
         return torch.einsum('nchw,cr->nrhw', latents, rgb) + bias[:, None, None]
 
 
-def _list_captions(prompt):
+def _list_prompts(prompt):
     """Returns one caption or several as a list; raises a ValueError for anything else."""
     captions = [prompt] if isinstance(prompt, str) else prompt
     is_list = isinstance(captions, (list, tuple)) and len(captions) > 0

@@ -157,14 +157,14 @@ def compare(
     previews.write_png(f'{stem}.png', grid)
     result = {
         'num_pictures': len(numbers),
-        'means': _compute_means(table),
+        'means': _average_columns(table),
         'settings': artist.settings,
     }
     epath.Path(f'{stem}.json').write_text(json.dumps(result, indent=2))
     return Comparison(table, f'{stem}.png')
 
 
-def _compute_means(table: dict[str, dict[str, np.ndarray]]) -> dict[str, dict[str, float]]:
+def _average_columns(table: dict[str, dict[str, np.ndarray]]) -> dict[str, dict[str, float]]:
     """Returns the mean of each column of each row; bools count as 0 and 1."""
     means: dict[str, dict[str, float]] = {}
     for row, columns in table.items():
