@@ -194,16 +194,24 @@ def _judge_heads(files: Mapping[str, StoredFile]) -> dict[str, str]:
         head = files[name].read_range(0, size)
         return image_kinds.judge_head(head)
 
+    def judge_all(names: Collection[str]) -> dict[str, str]:
+        """Returns those of some files that begin like images, with the reason."""
+        reasons = {}
+        with concurrent.futures.ThreadPoolExecutor(READS_AT_ONCE) as threads:
+            for name, reason in zip(names, threads.map(judge, names), strict=True):
+                if reason:
+                    reasons[name] = reason
+        return reasons
+
     first_names = [name for name, file in files.items() if file.local_path]
     # Of remote files some: a request for each of a million would take an hour.
     if not first_names:
         first_names = sorted(files)[:_MAX_HEADS]
-    with concurrent.futures.ThreadPoolExecutor(READS_AT_ONCE) as threads:
-        reasons = dict(zip(first_names, threads.map(judge, first_names), strict=True))
-        # Where some of a suffix are images, all of them are looked at.
-        if len(first_names) < len(files) and any(reasons.values()):
-            reasons = dict(zip(files, threads.map(judge, files), strict=True))
-    return {name: reason for name, reason in reasons.items() if reason}
+    reasons = judge_all(first_names)
+    # Where some of a suffix are images, all of them are looked at.
+    if reasons and len(first_names) < len(files):
+        reasons = judge_all(files)
+    return reasons
 
 
 def describe_left(left: Mapping[str, str]) -> str:
