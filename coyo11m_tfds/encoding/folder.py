@@ -91,6 +91,7 @@ class EncodingFolder:
         """
         numbers = {_name_part(number): number for number in range(len(self._parts))}
         receipts = self._receipts.read(numbers)
+        # Before any tar is read, which takes long and would be in vain for another encoding.
         for name, receipt in receipts.items():
             self._check_origin(numbers[name], receipt, self._receipts.path_of(name))
         own_receipts = {}

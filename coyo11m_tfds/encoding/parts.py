@@ -255,6 +255,7 @@ def _make_members(image: _BatchImage, latents: np.ndarray) -> dict[str, bytes]:
     array = io.BytesIO()
     np.lib.format.write_array(array, latents)
     fields = {
+        # First, so that a number of the same name does not replace one of the others.
         **image.source.numbers,
         schema.KEY: image.source.key,
         schema.CAPTION: image.source.caption,

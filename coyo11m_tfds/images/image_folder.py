@@ -133,6 +133,7 @@ class FolderPart(ImagePart):
         names = set[str]()
         for data_files in self._data.values():
             names.update(data_files.values())
+        # In one order, on which the digest of their contents depends.
         self.text_files = {name: folder.files[name] for name in sorted(names)}
 
     @functools.cached_property
@@ -175,6 +176,7 @@ class FolderPart(ImagePart):
                 texts[suffix] = text.size, text.read
             file = self.files[image]
             fields = self._get_row(image, tables)
+            # Images that differ in their suffixes alone share a `.json`.
             has_own_key = self._folder.num_of_stem[get_stem(image)] == 1
             return self._make_row(image, file.size, file.read, fields, texts, has_own_key)
 
