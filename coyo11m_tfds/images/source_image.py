@@ -209,7 +209,11 @@ class ImagePart(abc.ABC):
         Without `has_own_key` the `.json` is that of other images, too.
         """
         try:
-            fields = fields | _read_fields(texts)
+            fields_of_texts = _read_fields(texts)
+            # Only this key: a row of a table, whose fields came before, is of one image.
+            if not has_own_key:
+                fields_of_texts.pop(schema.KEY, None)
+            fields = fields | fields_of_texts
             if len(fields) > _MAX_FIELDS:
                 raise BadImageError('too many fields', f'{len(fields):,}')
         except BadImageError as error:
@@ -229,8 +233,6 @@ class ImagePart(abc.ABC):
                 values[column] = text[:max_length]
             elif _is_number(value):
                 values[column] = value
-        if not has_own_key:
-            values.pop(schema.KEY, None)
         return ImageRow(name, size, values, read)
 
 

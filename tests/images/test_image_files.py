@@ -179,6 +179,17 @@ def test_images_that_share_their_data_have_keys_of_their_own(tmp_path, kind):
     assert captions == dict(zip(images, ['c', 'c', 'photo', small, 'one.v2'], strict=True))
 
 
+def test_a_row_of_a_table_is_of_one_image_and_its_key_too(tmp_path):
+    """Whether an image shares its name without the suffix, and with it a `.json`, or not."""
+    rows = [{'file_name': 'a.jpg', 'key': 1}, {'file_name': 'a.png', 'key': 2}]
+    files = {'a.jpg': JPEG, 'a.png': PNG, 'a.json': b'{"key": 3, "caption": "Of both."}'}
+    files['metadata.jsonl'] = b'\n'.join(json.dumps(row).encode() for row in rows)
+    taken, _ = look(write(tmp_path / 'photos', files), tmp_path)
+    keys = {image.name: image.key for image in taken}
+    assert keys == {'a.jpg': 1, 'a.png': 2}
+    assert {image.caption for image in taken} == {'Of both.'}
+
+
 def test_images_of_all_kinds_in_one_folder_are_taken(tmp_path):
     folder = write(tmp_path / 'photos', {'assets/teaser.png': PNG, 'latents/encoding.json': b'{}'})
     write_tar(folder / '0.tar', [('a.jpg', JPEG)])
