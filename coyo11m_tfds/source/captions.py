@@ -51,7 +51,10 @@ class CaptionFiles:
     def choose(
         cls, files: Iterable[StoredFile], key_column: str, caption_column: str
     ) -> 'CaptionFiles':
-        """Chooses the columns that a config describes; reads only schemas."""
+        """Chooses the columns that a config describes; reads only schemas.
+
+        Raises a ValueError for a file that lacks them, or has others than the first one.
+        """
         files = tuple(files)
         names: Sequence[str] = [caption_column]
         # By default, any of the usual names will do.
@@ -66,17 +69,13 @@ class CaptionFiles:
                 with keyed_parquet.naming_damage(file.path):
                     keys = keyed_parquet.find_key_column(arrow, key_column)
                 caption = find_first(names, arrow.names)
-                texts = [field.name for field in arrow if arrow_texts.holds_text(field.type)]
+                texts = _list_text_columns(arrow)
                 # Both faults at once, so that one more command is enough.
                 faults = Faults()
                 if not keys:
                     faults.add(_missing_keys_error(file.path, arrow, key_column))
                 if caption not in texts:
-                    kinds = dict(zip(arrow.names, arrow.types, strict=True))
-                    kind = f' ({caption} is {kinds[caption]})' if caption else ''
-                    problem = (
-                        f'{file.path} has no such texts{kind}, but {texts}: set caption_column.'
-                    )
+                    problem = _describe_missing_texts(file.path, arrow, caption)
                     faults.add(FieldError('caption_column', caption_column, problem))
                 faults.check()
                 # The next files must have the columns of the first.
@@ -128,17 +127,20 @@ class CaptionFiles:
     @contextlib.contextmanager
     def _hold_columns(self, scratch: Scratch) -> Iterator[list[str]]:
         """Returns local paths of files with the two columns, valid within the `with` block."""
-        # Only of large files: a small one is fetched whole, which compares its checksum.
-        names = self.key_column, self.caption_column
         large: list[StoredFile] = []
         small: list[StoredFile] = []  # or local
         for file in self.files:
-            is_large = not file.local_path and file.size > _SMALL_BYTES
-            (large if is_large else small).append(file)
+            # A small one is fetched whole, which compares its checksum.
+            if not file.local_path and file.size > _SMALL_BYTES:
+                large.append(file)
+            else:
+                small.append(file)
         if not large:
             with scratch.hold_all(self.files, shows=True) as local_paths:
                 yield local_paths
             return
+        # All footers first: they say how many bytes there are to fetch, for the progress.
+        names = self.key_column, self.caption_column
         open_columns = functools.partial(RemoteColumns, columns=names)
         with concurrent.futures.ThreadPoolExecutor(_FOOTERS_AT_ONCE) as threads:
             columns = list(threads.map(open_columns, large))
@@ -155,9 +157,31 @@ class CaptionFiles:
             yield [paths[file] for file in self.files]
 
 
+def _list_text_columns(arrow: pa.Schema) -> list[str]:
+    """Returns the names of all columns that can hold captions."""
+    names = []
+    for field in arrow:
+        if arrow_texts.holds_text(field.type):
+            names.append(field.name)
+    return names
+
+
+def _describe_missing_texts(path: str, arrow: pa.Schema, caption: str) -> str:
+    """Returns what a file has instead of captions; `caption` is of another type, '' for none."""
+    kind = ''
+    if caption:
+        kinds = dict(zip(arrow.names, arrow.types, strict=True))
+        kind = f' ({caption} is {kinds[caption]})'
+    texts = _list_text_columns(arrow)
+    return f'{path} has no such texts{kind}, but {texts}: set caption_column.'
+
+
 def _missing_keys_error(path: str, arrow: pa.Schema, key_column: str) -> FieldError:
     """Returns the error for a file without a column of keys."""
-    integers = [field.name for field in arrow if pa.types.is_integer(field.type)]
+    integers = []
+    for field in arrow:
+        if pa.types.is_integer(field.type):
+            integers.append(field.name)
     problem = f'{path} has no such integers, but {integers}: set key_column.'
     return FieldError('key_column', key_column or schema.PARQUET_KEY, problem)
 
@@ -173,7 +197,9 @@ def join_texts(
 
     `paths` are the local paths of the files, by their names in messages. Keys get the places of
     `KeyPlaces`. The size of a caption is 0 if it is null, empty or blank, and `TOO_LONG` or
-    `UNREADABLE` if it is left out.
+    `UNREADABLE` if it is left out. The facts are `has_checksums` (of pages, in all files),
+    `num_rows`, `duplicates`, up to ten `duplicate_keys`, and `digest`. Raises a ValueError for
+    files without rows.
     """
 
     def open_files() -> Iterator[KeyedFile]:
@@ -191,14 +217,18 @@ def join_texts(
         has_checksums = has_checksums and file.has_checksums
     keys = np.concatenate(keys_of_files)
     if not len(keys):
-        others = ', nor has any other file of captions' if len(paths) > 1 else ''
-        raise ValueError(f'{next(iter(paths))}: has no rows{others}.')
+        first_name, *other_names = paths
+        others = ''
+        if other_names:
+            others = ', nor has any other file of captions'
+        raise ValueError(f'{first_name}: has no rows{others}.')
     first_rows, duplicate_keys = keyed_values.order_by_key(keys)
     places, is_kept = KeyPlaces(requested_keys).find(keys)
     # Without duplicates: of the rows with one key, only the first is its caption.
     is_first = np.zeros(len(keys), bool)
     is_first[first_rows] = True
     writer = KeyedValuesWriter(folder)
+    # Opened once more, because all captions together may not fit into memory.
     sizes, checksums = _write_texts(open_files(), keys, places, is_kept & is_first, writer)
     facts = {
         'has_checksums': has_checksums,
@@ -273,11 +303,14 @@ def _distinct_texts(values: pa.Array) -> tuple[pa.Array, np.ndarray]:
     """Returns the texts, those of a dictionary once, as large binary, and the index of each row."""
     if not pa.types.is_dictionary(values.type):
         return arrow_texts.read_texts(values), np.arange(len(values), dtype=np.int32)
-    # Polars writes unsigned ones. A row without a text gets the index -1, and a null below.
-    indices = pc.fill_null(values.indices.cast(pa.int64()), -1).to_numpy()
+    # Polars writes unsigned ones, which have no -1.
+    indices = values.indices.cast(pa.int64())
+    # A row without a text gets the index -1, and a null below.
+    filled_indices = pc.fill_null(indices, -1).to_numpy()
     # Only entries that are used: the dictionary may be that of a whole row group.
-    entries, index = np.unique(indices, return_inverse=True)
-    texts = values.dictionary.take(pa.array(entries, mask=entries < 0))
+    entries, index = np.unique(filled_indices, return_inverse=True)
+    used_entries = pa.array(entries, mask=entries < 0)
+    texts = values.dictionary.take(used_entries)
     return arrow_texts.read_texts(texts), index.astype(np.int32, copy=False)
 
 
@@ -289,20 +322,29 @@ def _measure_texts(texts: pa.Array) -> tuple[pa.Array, np.ndarray, np.ndarray]:
     """
     # As empty texts, because the bytes of a null may still be there.
     texts = pc.fill_null(texts, b'')
+    empty = pa.scalar(b'', texts.type)
     sizes = pc.binary_length(texts).to_numpy().astype(np.int32)
     too_long = sizes > schema.MAX_CAPTION_BYTES
     # Before what is unreadable is looked for, which takes time for each byte.
-    texts = pc.if_else(pa.array(too_long), pa.scalar(b'', texts.type), texts)
+    texts = pc.if_else(pa.array(too_long), empty, texts)
     unreadable = arrow_texts.find_unreadable(texts)
-    texts = pc.if_else(pa.array(unreadable), pa.scalar(b'', texts.type), texts)
-    is_caption = pc.invert(pc.utf8_is_space(texts.view(pa.large_string())))
-    # Of slices of Arrow's buffer, so that no text is copied into an object of Python.
-    _, offsets, data = texts.buffers()
-    bounds = np.frombuffer(offsets, np.int64, len(texts) + 1, texts.offset * 8).tolist()
-    view = memoryview(data or b'')
-    checksums = [zlib.crc32(view[start:end]) for start, end in itertools.pairwise(bounds)]
-    sizes = np.where(is_caption.to_numpy(zero_copy_only=False), sizes, 0)
+    texts = pc.if_else(pa.array(unreadable), empty, texts)
+    # A view as texts is valid from here on: what is no UTF-8 is gone.
+    is_blank = pc.utf8_is_space(texts.view(pa.large_string()))
+    # Arrow does not count a text of no characters as blank; its size is 0 anyway.
+    sizes = np.where(is_blank.to_numpy(zero_copy_only=False), 0, sizes)
     # After the blank ones: texts that are left out have become blank, too.
     sizes = np.where(too_long, TOO_LONG, sizes)
     sizes = np.where(unreadable, UNREADABLE, sizes)
-    return texts, sizes, np.array(checksums, np.uint32)
+    return texts, sizes, _compute_checksums(texts)
+
+
+def _compute_checksums(texts: pa.Array) -> np.ndarray:
+    """Returns the CRC-32 of each text, large binary without nulls; uint32 `(n,)`."""
+    # Of slices of Arrow's buffer, so that no text is copied into an object of Python.
+    _, offsets, data = texts.buffers()
+    # An array may be a part of its buffers, whose offsets have 8 bytes each.
+    bounds = np.frombuffer(offsets, np.int64, len(texts) + 1, texts.offset * 8).tolist()
+    view = memoryview(data or b'')
+    checksums = [zlib.crc32(view[start:end]) for start, end in itertools.pairwise(bounds)]
+    return np.array(checksums, np.uint32)

@@ -70,7 +70,11 @@ class LatentFile:
         latents_from: schema.LatentsFrom = schema.ANY_LATENTS,
         label: str = '',
     ):
-        """Opens a local file; missing keys are hashes of `label`, its path within its source."""
+        """Opens a local file; missing keys are hashes of `label`, its path within its source.
+
+        `name` stands for the path in errors, `latents_from` says which of several arrays are the
+        latents. Raises a ValueError for a damaged file, and for one that has other contents.
+        """
         self._local_path = os.fspath(path)
         self.path = name or self._local_path
         self._latents_from = latents_from
@@ -91,7 +95,7 @@ class LatentFile:
         """Returns a local file to open in place of a file; if possible, without the latents.
 
         For MDS, tar and Parquet files it is the whole file. A local file is checked, and its own
-        path returned. Nobody else may use `folder`.
+        path returned. Nobody else may use `folder`. Raises a ValueError for a damaged file.
         """
         if file.local_path:
             cls._check_head(file, check_crc)
@@ -116,6 +120,7 @@ class LatentFile:
         """Compares a local file with the state that `mirror` recorded, and with its own checksums.
 
         Those of the format are left out without `check_crc`. `on_bytes` counts the bytes read.
+        Raises a ValueError where they differ.
         """
         if recorded:
             state = file_state.compute_state(path, on_bytes)
@@ -167,7 +172,7 @@ class LatentFile:
         Nothing compares them with a checksum.
         """
         assert self.layout is not None  # as for every file that is read in place
-        num_crops, *_ = self.shape
+        num_crops = self.shape[0]
         crop_nbytes = self.row_nbytes // num_crops
         # Crops lie in a row one after the other or, with several starts, apart.
         crops_a_piece = num_crops // len(self.layout.starts)
@@ -184,6 +189,7 @@ class LatentFile:
 
         # A request for each: between two crops of a sample lie more bytes than in both.
         with concurrent.futures.ThreadPoolExecutor(_CROPS_AT_ONCE) as threads:
+            # The list raises the errors of the threads.
             list(threads.map(fetch, offsets.tolist()))
 
     def column_names(self) -> ColumnNames:
@@ -223,7 +229,8 @@ class LatentFile:
     def _make_keys(self, count: int) -> None:
         """Makes keys for rows without keys, by hashing the file's name and the row."""
         # Not numbered from 0: the rows of all files of a source must have different keys.
-        numbers = np.arange(count, dtype=np.uint64) + np.uint64(name_hash(self._label))
+        first_number = np.uint64(name_hash(self._label))
+        numbers = np.arange(count, dtype=np.uint64) + first_number
         # Of 63 bits, so that no key is negative.
         self.keys = (splitmix64(numbers) >> np.uint64(1)).astype(np.int64)
 
@@ -259,7 +266,10 @@ class LatentFile:
         return self.layout.numbers[rows]
 
     def embeddings(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Reads the text embeddings of some rows as float32 `(len(rows), embedding_dim)`."""
+        """Reads the text embeddings of some rows as float32 `(len(rows), embedding_dim)`.
+
+        Raises a ValueError for a file without them.
+        """
         raise ValueError(f"{self.path}: lacks '{schema.PT_EMBEDDINGS}'.")
 
     def _read(self, rows: np.ndarray, raw: torch.Tensor) -> None:
@@ -271,14 +281,16 @@ class LatentFile:
         for piece, start in enumerate(starts):
             offsets = start + self.row_numbers(rows) * stride
             for begin, end in itertools.pairwise(_find_runs(offsets, nbytes)):
+                offset = int(offsets[begin])
                 # Whole rows are read straight into the tensor.
                 if len(starts) == 1:
-                    self._read_into(memoryview(out[begin:end]).cast('B'), int(offsets[begin]))
+                    self._read_into(memoryview(out[begin:end]).cast('B'), offset)
                     continue
                 # Pieces lie together in the file, and apart in the tensor.
                 values = np.empty((end - begin, nbytes), np.uint8)
-                self._read_into(memoryview(values).cast('B'), int(offsets[begin]))
-                out[begin:end, piece * nbytes : (piece + 1) * nbytes] = values
+                self._read_into(memoryview(values).cast('B'), offset)
+                first_byte = piece * nbytes
+                out[begin:end, first_byte : first_byte + nbytes] = values
 
     def _read_bytes(self, offset: int, nbytes: int) -> bytes:
         """Returns some bytes of the file."""
@@ -316,8 +328,11 @@ def _find_runs(offsets: np.ndarray, nbytes: int) -> list[int]:
     The first bound is 0 and the last the number of rows, whose `offsets` and size are given.
     """
     is_next = np.diff(offsets) == nbytes
-    starts = 1 + np.flatnonzero(~is_next)
-    return [0, *starts.tolist(), len(offsets)]
+    bounds = [0]
+    later_starts = 1 + np.flatnonzero(~is_next)
+    bounds += later_starts.tolist()
+    bounds.append(len(offsets))
+    return bounds
 
 
 def find_labels(integers: Collection[str]) -> str:

@@ -58,6 +58,7 @@ class ParquetFile(LatentFile):
         self._find_shape()
         rows_at_once = max(1, _BATCH_NBYTES // self.row_nbytes)
         self._rows = _ColumnRows(self._parquet, self._name, rows_at_once)
+        # Kept between calls, because a batch holds the rows of many.
         self._held_begin = 0  # number of the first row in `_held`
         self._held = np.empty((0, self.row_nbytes), np.uint8)
         # The keys of texts of digits, and those in the description of pandas, count as well.
@@ -137,10 +138,10 @@ class ParquetFile(LatentFile):
                 f"latents_from, e.g. '{names[0]}'."
             )
         if not names:
-            kinds = [f'{field.name} {field.type}' for field in self._arrow]
+            kinds = ', '.join(f'{field.name} {field.type}' for field in self._arrow)
             raise ValueError(
                 f"{self.path}: has no column 'latents' or 'latent' of lists of numbers or of "
-                f'bytes; its columns are {", ".join(kinds)}. Set latents_from to the name of the '
+                f'bytes; its columns are {kinds}. Set latents_from to the name of the '
                 'latents, and captions to this file if it holds captions. '
                 f'{how_to_encode(os.path.dirname(self.path))}.'
             )
@@ -212,7 +213,8 @@ class ParquetFile(LatentFile):
         out = bytes_of(raw)
         num_read = 0
         while num_read < len(rows):
-            self._hold(int(rows[num_read]))
+            next_row = int(rows[num_read])
+            self._hold(next_row)
             places = rows[num_read:] - self._held_begin
             is_held = (places >= 0) & (places < len(self._held))
             # The rows up to the first that another batch holds.
@@ -255,7 +257,9 @@ class ParquetFile(LatentFile):
         if not values.null_count:
             return
         is_null = values.is_null().to_numpy(zero_copy_only=False)
-        row = begin + int(is_null.argmax()) // per_row
+        # The first null is the example.
+        index = int(is_null.argmax())
+        row = begin + index // per_row
         what = 'null' if per_row == 1 else 'a list with nulls'
         raise ValueError(
             f'{self.path}: {self._name} of row {row} is {what}, expected numbers in every row. '
@@ -269,8 +273,9 @@ class ParquetFile(LatentFile):
         is_other = sizes.to_numpy() != expected
         if is_other.any():
             index = int(is_other.argmax())
+            row = begin + index // per_row
             raise ValueError(
-                f'{self.path}: {self._name} of row {begin + index // per_row} has '
+                f'{self.path}: {self._name} of row {row} has '
                 f'{sizes[index].as_py():,} {unit}, expected {expected:,} for {self.shape} of '
                 f'{self.dtype}. {_REWRITE} with rows of one shape, or set latents_from.'
             )
@@ -356,5 +361,6 @@ def _join_bytes(values: pa.Array) -> np.ndarray:
         return np.frombuffer(data, np.uint8, len(values) * width, values.offset * width)
     # The values lie one after the other between the first and the last offset.
     _, offsets, data = values.cast(pa.large_binary()).buffers()
-    begin, end = np.frombuffer(offsets, np.int64, 1 + len(values), 8 * values.offset)[[0, -1]]
-    return np.frombuffer(data, np.uint8)[begin:end]
+    # An array may be a part of its buffers, whose offsets have 8 bytes each.
+    bounds = np.frombuffer(offsets, np.int64, 1 + len(values), 8 * values.offset)
+    return np.frombuffer(data, np.uint8)[bounds[0] : bounds[-1]]

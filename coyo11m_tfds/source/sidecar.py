@@ -10,7 +10,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,14 +53,17 @@ def find_parts(folder: str) -> tuple[int, dict[int, StoredFile]]:
             count = int(match[2])
             sidecars.setdefault(count, {})[number] = file
     if len(sidecars) > 1:
-        first_count, second_count, *_ = sorted(sidecars)
+        # Two are enough to show the mistake.
+        first_count, second_count = sorted(sidecars)[:2]
         first = min(file.path for file in sidecars[first_count].values())
         second = min(file.path for file in sidecars[second_count].values())
         raise ValueError(
             f'{first} and {second}: parts of {first_count} and of {second_count}, expected those '
             'of one sidecar. Remove the others.'
         )
-    count, parts = next(iter(sidecars.items()), (0, {}))
+    if not sidecars:
+        return 0, {}
+    [(count, parts)] = sidecars.items()
     return count, dict(sorted(parts.items()))
 
 
@@ -76,7 +79,10 @@ def find_sidecar_files(place: str | os.PathLike[str]) -> list[StoredFile]:
         # This raises another error for a folder that is missing.
         storage.list_folder(folder)
         raise ValueError(f'{folder}: holds no part-NNNNN-of-MMMMM.parquet of embeddings.')
-    missing = [part_name(number, count) for number in range(count) if number not in parts]
+    missing = []
+    for number in range(count):
+        if number not in parts:
+            missing.append(part_name(number, count))
     if missing:
         are = 'is' if len(missing) == 1 else 'are'
         raise ValueError(
@@ -143,7 +149,8 @@ class SidecarHeader:
             fields[field] = int(value) if is_number else value
         # The rows of tokens are padded to the limit.
         width = file.kind.list_size
-        recorded = fields['max_tokens' if are_tokens else 'dim']
+        width_field = 'max_tokens' if are_tokens else 'dim'
+        recorded = fields[width_field]
         if recorded != width:
             raise ValueError(
                 f'{file.name}: its rows have {width} numbers, but its metadata says {recorded}. '
@@ -156,7 +163,10 @@ class SidecarHeader:
                 f'{file.name}: its list of words {words[:40]!r} is not the one that '
                 f'{schema.META_TEXT_REVISION} {fields["revision"]!r} names. Make it again.'
             )
-        return cls(**fields | {'dim': width, 'words': words})
+        # Of tokens, the width is no entry of its own.
+        fields['dim'] = width
+        fields['words'] = words
+        return cls(**fields)
 
 
 # Fields of `SidecarHeader` and their entries in the metadata of a schema.
@@ -215,35 +225,50 @@ def _describe_column(file: KeyedFile, column: str) -> dict[str, Any]:
     """Returns dtype, shape and perhaps the header of the values; ValueError for other types."""
     kind = file.kind
     number = kind
-    shape = []
-    is_list = pa.types.is_fixed_size_list(kind)
-    if is_list:
+    shape: list[int] = []
+    if pa.types.is_fixed_size_list(kind):
         number = kind.value_type
         shape = [kind.list_size]
     if column:
-        # In a column that somebody chose, any numbers will do.
-        is_number = pa.types.is_integer(number) or pa.types.is_floating(number)
-        nbytes = number.bit_width // 8 * math.prod(shape) if is_number else 0
-        is_valid = 1 <= nbytes <= columns.MAX_ROW_NBYTES
-        expected = (
-            'integers, floats, or lists of a fixed size of these, at most '
-            f'{columns.MAX_ROW_NBYTES:,} bytes a row.'
-        )
+        expected = _find_misfit_of_chosen(number, shape)
     else:
-        are_tokens = file.column == schema.TOKENS
-        expected_number = pa.int32() if are_tokens else pa.float16()
-        limit = schema.MAX_TOKENS if are_tokens else schema.MAX_TEXT_DIM
-        is_valid = is_list and number == expected_number and 1 <= kind.list_size <= limit
-        expected = (
-            f'a fixed-size list of {"int32" if are_tokens else "float16"}, at most {limit:,}, as '
-            'coyo11m_tfds.embed_captions writes it.'
-        )
-    if not is_valid:
+        expected = _find_misfit_of_sidecar(file.column, number, shape)
+    if expected:
         raise ValueError(f"{file.name}: column '{file.column}' is {kind}, expected {expected}")
     facts = {'dtype': np.dtype(number.to_pandas_dtype()).name, 'shape': shape}
     if not column:
         facts['header'] = SidecarHeader.of_file(file).to_json()
     return facts
+
+
+def _find_misfit_of_chosen(number: pa.DataType, shape: list[int]) -> str:
+    """Returns what is expected in place of rows of this type; '' if any program can read them."""
+    if pa.types.is_integer(number) or pa.types.is_floating(number):
+        nbytes = number.bit_width // 8 * math.prod(shape)
+        if 1 <= nbytes <= columns.MAX_ROW_NBYTES:
+            return ''
+    return (
+        'integers, floats, or lists of a fixed size of these, at most '
+        f'{columns.MAX_ROW_NBYTES:,} bytes a row.'
+    )
+
+
+def _find_misfit_of_sidecar(column: str, number: pa.DataType, shape: list[int]) -> str:
+    """Returns what is expected in place of rows of this type; '' if `embed_captions` writes it."""
+    expected_number = pa.float16()
+    number_name = 'float16'
+    limit = schema.MAX_TEXT_DIM
+    if column == schema.TOKENS:
+        expected_number = pa.int32()
+        number_name = 'int32'
+        limit = schema.MAX_TOKENS
+    # A single number has no shape.
+    if shape and number == expected_number and 1 <= shape[0] <= limit:
+        return ''
+    return (
+        f'a fixed-size list of {number_name}, at most {limit:,}, as '
+        'coyo11m_tfds.embed_captions writes it.'
+    )
 
 
 def join_values(
@@ -257,16 +282,44 @@ def join_values(
     """Writes the values of distinct keys, int64 `(n,)`, into a new folder of `KeyedValues`.
 
     The i-th key gets place i. `column` is one of integers, floats, or lists of one size, where a
-    row with a null has no value; '' stands for what `embed_captions` writes, without nulls.
+    row with a null has no value; '' stands for what `embed_captions` writes, without nulls. The
+    facts are `dtype`, `shape`, `digest` and, for `column=''`, `header`. Raises a ValueError for
+    files that differ, hold no values or repeat a key.
     """
     writer = KeyedValuesWriter(folder)
     places = KeyPlaces(requested_keys)
     digest = hashlib.sha256()
-    all_keys = []
-    facts: dict[str, Any] = {}
+    keys_of_batches = []
+    facts: dict[str, Any] = {}  # the same of all files
+    # Closed also after an error, so that no file stays open.
+    with contextlib.closing(_read_files(files, hold, column)) as batches:
+        for file_facts, batch_keys, values in batches:
+            facts = file_facts
+            # Of all values, requested or not: it stands for the files.
+            digest.update(values)
+            keys_of_batches.append(batch_keys)
+            row_places, is_requested = places.find(batch_keys)
+            _add_rows(writer, row_places[is_requested], values[is_requested])
+    keys = np.concatenate(keys_of_batches)
+    _, duplicate_keys = keyed_values.order_by_key(keys)
+    keyed_values.check_unique_keys(len(duplicate_keys), duplicate_keys, common_path(files))
+    # The keys after all values, so that the digest does not depend on the batches.
+    digest = hashlib.sha256(digest.digest())
+    digest.update(keys)
+    writer.finish(facts | {'digest': digest.hexdigest()})
+
+
+def _read_files(
+    files: Sequence[StoredFile], hold: Hold, column: str
+) -> Generator[tuple[dict[str, Any], np.ndarray, np.ndarray], None, None]:
+    """Yields facts, keys, int64 `(n,)`, and values, `(n, width)`, of all rows that have a value.
+
+    Raises a ValueError for files that differ, or hold no values.
+    """
     common: Mapping[str, Any] = {}  # what all files have to have, as the first of them
     first_path = ''
     num_rows = 0
+    num_values = 0
     with Progress('Reading values', sum(file.size for file in files), 'B') as progress:
         for file in files:
             with (
@@ -289,29 +342,23 @@ def join_values(
                 errors.check_same_entries(common, entries, file.path, f'in {first_path}')
                 keys = parquet.keys()
                 for rows, values in _read_numbers(parquet, keys, facts):
-                    # Of all values, requested or not: it stands for the files.
-                    digest.update(values)
-                    all_keys.append(keys[rows])
-                    row_places, is_requested = places.find(keys[rows])
-                    _add_rows(writer, row_places[is_requested], values[is_requested])
+                    yield facts, keys[rows], values
+                    num_values += len(rows)
                     progress.add(file.size * len(rows) // parquet.num_rows)
-    keys = np.concatenate([np.empty(0, np.int64), *all_keys])
-    name = common_path(files)
-    if not len(keys):
-        problem = f"column '{column}' is null in every row" if num_rows else 'has no rows'
-        raise ValueError(f'{name}: {problem}.')
-    _, duplicate_keys = keyed_values.order_by_key(keys)
-    keyed_values.check_unique_keys(len(duplicate_keys), duplicate_keys, name)
-    # The keys after all values, so that the digest does not depend on the batches.
-    digest = hashlib.sha256(digest.digest())
-    digest.update(keys)
-    writer.finish(facts | {'digest': digest.hexdigest()})
+    # Only now: that a file has no values is no error if another one has some.
+    if not num_values:
+        problem = 'has no rows'
+        if num_rows:
+            problem = f"column '{column}' is null in every row"
+        raise ValueError(f'{common_path(files)}: {problem}.')
 
 
 def _add_rows(writer: KeyedValuesWriter, places: np.ndarray, values: np.ndarray) -> None:
     """Adds rows of numbers, `(n, width)`, without a Python object for each."""
     nbytes = values.itemsize * values.shape[1]
-    raw = pa.Array.from_buffers(pa.binary(nbytes), len(values), [None, pa.py_buffer(values)])
+    # Arrow takes the memory of the array as it is; None stands for no nulls.
+    buffers = [None, pa.py_buffer(values)]
+    raw = pa.Array.from_buffers(pa.binary(nbytes), len(values), buffers)
     writer.add(places, np.full(len(values), nbytes, np.int32), raw)
 
 
@@ -354,10 +401,11 @@ def _check_numbers(values: np.ndarray, keys: np.ndarray, header: SidecarHeader, 
         return
     # The first bad row is the example.
     row = bad.argmax()
-    problem = f'the embedding of key {keys[row]} is not finite. Embed it again.'
     if header.vocabulary:
         problem = (
             f'key {keys[row]} has tokens {values[row].tolist()}, expected ids from 0 to '
             f'{header.vocabulary - 1}, padded with -1. Make it again.'
         )
+    else:
+        problem = f'the embedding of key {keys[row]} is not finite. Embed it again.'
     raise ValueError(f'{name}: {problem}')

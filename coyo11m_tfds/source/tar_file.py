@@ -51,9 +51,7 @@ class TarFile(LatentFile):
         names = map(os.path.basename, self._samples)
         if all(name.startswith(MOMENTS_PREFIX) for name in names):
             self.moments = schema.DEVIATION
-        # The first sample with fields stands for all.
-        fields: Mapping[str, Any] = next(filter(None, map(self._json, self._samples)), {})
-        self._find_keys(schema.KEY, [name for name in fields if schema.is_key(fields[name])])
+        self._find_keys(schema.KEY, self._names_of_keys())
         make_key = self._key if self.key_column else self._hash
         self.keys = np.array([make_key(sample) for sample in self._samples], np.int64)
 
@@ -75,6 +73,15 @@ class TarFile(LatentFile):
                 raise ValueError(f'{self.path}: has {member!r} twice. Remove one of them.')
             members[suffix] = offset, size
         return samples
+
+    def _names_of_keys(self) -> list[str]:
+        """Returns the names of the JSON fields that can be keys."""
+        # The first sample with fields stands for all.
+        for sample in self._samples:
+            fields = self._json(sample)
+            if fields:
+                return [name for name, value in fields.items() if schema.is_key(value)]
+        return []
 
     def _place_arrays(self, suffix: str) -> None:
         """Sets dtype, shape and layout by the headers of the arrays with a suffix."""
@@ -137,7 +144,8 @@ class TarFile(LatentFile):
         for sample in self._samples:
             value = self._value(sample, name)
             # By its type: a bool is an int, too.
-            values.append(value if type(value) in (int, float) else None)
+            is_number = type(value) in (int, float)
+            values.append(value if is_number else None)
             # One is enough to make all of them floats.
             if type(value) is float:
                 kind = pa.float32()
@@ -155,11 +163,14 @@ class TarFile(LatentFile):
         for members in self._samples.values():
             distinct.update(members)
         all_suffixes = sorted(distinct)
-        # Such as `npy`, or `latent.npy` of a sample with several arrays.
-        suffixes = [suffix for suffix in all_suffixes if f'.{suffix}'.endswith('.npy')]
         name = self._latents_from.name
-        if name:
-            suffixes = [suffix for suffix in suffixes if suffix in (name, f'{name}.npy')]
+        suffixes = []
+        for suffix in all_suffixes:
+            # Such as `npy`, or `latent.npy` of a sample with several arrays.
+            is_array = suffix == 'npy' or suffix.endswith('.npy')
+            is_chosen = not name or suffix in (name, f'{name}.npy')
+            if is_array and is_chosen:
+                suffixes.append(suffix)
         if not suffixes and not name:
             raise ValueError(
                 f'{self.path}: its samples have no .npy files, only {all_suffixes[:10]}, expected '
@@ -173,33 +184,40 @@ class TarFile(LatentFile):
         return suffixes[0]
 
     def _parse_npy(self, sample: str, suffix: str) -> tuple[tuple[str, tuple[int, ...]], int]:
-        """Dtype and shape of an array, and where it begins in the file."""
+        """Returns dtype and shape of an array, and where it begins in the file.
+
+        Raises a ValueError for a sample without the array, and for a damaged one.
+        """
         if suffix not in self._samples[sample]:
             raise ValueError(f'{self.path}: {sample!r} has no .{suffix}, unlike other samples.')
         start, size = self._samples[sample][suffix]
         head = self._read_bytes(start, min(size, manifest.NPY_HEADER_BYTES))
         try:
-            # The header's own length follows 8 bytes of magic and version.
+            # The header's own length, in two bytes, follows 8 bytes of magic and version.
             nbytes = 10 + int.from_bytes(head[8:10], 'little')
-            return _npy_header(head[:nbytes], size), start + nbytes
+            # Nothing of the array itself, so that equal headers are parsed once.
+            kind = _parse_header(head[:nbytes], size)
+            return kind, start + nbytes
         except ValueError as error:
             raise ValueError(
                 f'{self.path}: {sample}.{suffix} cannot be read ({error}). Write it again.'
             ) from None
 
     def _text(self, sample: str, name: str) -> bytes | None:
-        """The text of a sample; one that cannot be read if its JSON, which may hold it, cannot."""
+        """Returns the text of a sample; an unreadable one if its JSON, which may hold it, is."""
         if self._json(sample) is _DAMAGED:
             return foreign_text.UNREADABLE
         text = foreign_text.find_text(self._value(sample, name))
         if text is None:
             return None
+        encoded = foreign_text.encode(text)
         # Of one that is too long no more is kept than shows it.
-        return foreign_text.encode(text)[: schema.MAX_CAPTION_BYTES + 1]
+        return encoded[: schema.MAX_CAPTION_BYTES + 1]
 
     def _value(self, sample: str, name: str) -> Any:
-        """The value of a sample under a name: of a member if there is one, else of its JSON."""
-        if name not in (_TEXT, _CLASS) or name not in self._samples[sample]:
+        """Returns what a sample has under a name: a member if there is one, else a JSON field."""
+        is_member = name in (_TEXT, _CLASS) and name in self._samples[sample]
+        if not is_member:
             return self._json(sample).get(name)
         text = foreign_text.decode_caption(self._contents(sample, name))
         # Of 18 digits, every number fits into 64 bits.
@@ -208,7 +226,7 @@ class TarFile(LatentFile):
         return text
 
     def _key(self, sample: str) -> int:
-        """The key in the JSON of a sample; raises a ValueError if it has none."""
+        """Returns the key in the JSON of a sample; raises a ValueError if it has none."""
         fields = self._json(sample)
         # The row is a bad one, under any key.
         if fields is _DAMAGED:
@@ -218,14 +236,16 @@ class TarFile(LatentFile):
             raise ValueError(
                 f'{self.path}: {self.key_column} of {sample!r} is {key!r}, expected a number.'
             )
+        # It may be a text of digits.
         return int(str(key))
 
     def _hash(self, sample: str) -> int:
-        """A key of 63 bits by the names of the tar and of the sample."""
+        """Returns a key of 63 bits by the names of the tar and of the sample."""
+        # A bit less than a hash has, so that no key is negative.
         return name_hash(f'{self._label}/{sample}') >> 1
 
     def _json(self, sample: str) -> Mapping[str, Any]:
-        """The fields of a sample; `_DAMAGED` without any if they cannot be read."""
+        """Returns the fields of a sample; `_DAMAGED` without any if they cannot be read."""
         if _JSON not in self._samples[sample]:
             return {}
         # The methods above ask for one sample after the other, for several fields of each.
@@ -242,15 +262,19 @@ class TarFile(LatentFile):
         return fields
 
     def _contents(self, sample: str, suffix: str) -> bytes:
-        """A `.json` or `.txt`; of a longer one than anybody writes so much that it is no JSON."""
+        """Returns a `.json` or `.txt`; of one longer than anybody writes, too little to be JSON."""
         start, size = self._samples[sample][suffix]
         return self._read_bytes(start, min(size, _MAX_TEXT))
 
 
-@functools.lru_cache(maxsize=64)
-def _npy_header(head: bytes, size: int) -> tuple[str, tuple[int, ...]]:
-    """Dtype and shape in the header of a `.npy` file; those of most samples are equal."""
+@functools.lru_cache(maxsize=64)  # the headers of most samples are equal
+def _parse_header(head: bytes, size: int) -> tuple[str, tuple[int, ...]]:
+    """Returns dtype and shape in the header of a `.npy` file; ValueError for other contents."""
     dtype, shape, _ = manifest.parse_npy_header(head, size)
-    if dtype.hasobject or dtype.str[0] == '>' or dtype.fields:
+    is_big_endian = dtype.str.startswith('>')
+    if dtype.hasobject or is_big_endian or dtype.fields:
         raise ValueError(f'its dtype is {dtype}, expected little-endian numbers')
-    return 'V2' if dtype.str == '|V2' else dtype.name, shape
+    # Its name would be `void16`.
+    if dtype.str == '|V2':
+        return 'V2', shape
+    return dtype.name, shape
